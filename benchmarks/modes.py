@@ -1,0 +1,125 @@
+"""Sync, periodic and async side by side on the same work, through the real processes and wire.
+
+    python benchmarks/modes.py [--steps=40] [--rounds=2]
+
+One core is pinned to the learner and one to server, rollout worker and queue, in every mode. The modes run in
+turn, `rounds` times, and each figure is the median over its steps after the first five. From the sync run:
+
+    T_inf   = the learner's waiting for data and for pushes         T_train = the rest of the step
+    bound   = (T_inf + T_train) / max(T_inf, T_train)               what perfect overlap would give
+
+and the share of the bound that a mode reaches is (sync step / its step) / bound. Results are printed and written
+to benchmarks/results/modes.json.
+"""
+
+import argparse
+import json
+import pathlib
+import platform
+import subprocess
+import sys
+import tempfile
+
+import numpy as np
+
+from jaxrl_async.metrics import read_metrics
+
+ROOT = pathlib.Path(__file__).parent.parent
+WARM_STEPS = 5
+
+# A model large enough that computing, not Python, fills the step, and both sides weigh about the same.
+WORKLOAD = {
+    "model.num_layers": 4,
+    "model.model_dim": 256,
+    "model.num_heads": 8,
+    "model.num_kv_heads": 4,
+    "model.head_dim": 32,
+    "model.mlp_dim": 768,
+    "warm_start.num_steps": 0,
+    "rollout.max_new_tokens": 40,
+    "server.max_total_tokens": 48,
+    "server.num_slots": 64,
+    "server.decode_chunk": 8,
+    "learner.groups_per_step": 16,
+    "learner.num_minibatches": 1,
+    "learner.microbatch_rows": 8,
+    "learner.row_tokens": 128,
+    "loss.anchor": "current",
+    "checkpoint.every_steps": 1_000_000,
+    "cpus.learner": "(0,)",
+    "cpus.server": "(1,)",
+    "cpus.rollout": "(1,)",
+    "cpus.queue": "(1,)",
+}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=2)
+    args = parser.parse_args()
+    rows = {mode: [] for mode in ("sync", "periodic", "async")}
+    for _ in range(args.rounds):
+        for mode in rows:
+            rows[mode] += run(mode, args.steps)[WARM_STEPS:]
+    table = {mode: summary(steps) for mode, steps in rows.items()}
+    waiting, training = split(rows["sync"])
+    bound = (waiting + training) / max(waiting, training)
+    for mode in table:
+        speedup = table["sync"]["step_secs"] / table[mode]["step_secs"]
+        table[mode] |= {"speedup_over_sync": speedup, "share_of_bound": speedup / bound}
+    report(table, waiting, training, bound, args)
+
+
+def run(mode: str, steps: int) -> list[dict]:
+    """One training run; its metrics rows."""
+    with tempfile.TemporaryDirectory() as workdir:
+        overrides = WORKLOAD | {"learner.num_steps": steps}
+        overrides |= {"queue.chunk_groups": 4} if mode == "periodic" else {}
+        command = [sys.executable, "-m", "jaxrl_async", "train", f"--workdir={workdir}/run"]
+        command += [f"--config={ROOT}/configs/quickstart.py:mode={mode}"]
+        command += [f"--config.{name}={value}" for name, value in overrides.items()]
+        subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+        return read_metrics(f"{workdir}/run")
+
+
+def split(rows: list[dict]) -> tuple[float, float]:
+    """(T_inf, T_train) of a run, median seconds a step."""
+    waiting = np.array(
+        [row["time/wait_data_secs"] + row.get("time/wait_push_secs", 0) for row in rows]
+    )
+    step = np.array([row["time/step_secs"] for row in rows])
+    return float(np.median(waiting)), float(np.median(step - waiting))
+
+
+def summary(rows: list[dict]) -> dict[str, float]:
+    waiting, training = split(rows)
+    step = float(np.median([row["time/step_secs"] for row in rows]))
+    return {
+        "step_secs": step,
+        "learner_waiting_share": waiting / (waiting + training),
+        "rollout_tokens_per_sec": float(np.median([row["rollout/tokens_per_sec"] for row in rows])),
+        "learner_tokens_per_sec": float(np.median([row["learner/tokens_per_sec"] for row in rows])),
+        "staleness_mean": float(np.mean([row["staleness/mean"] for row in rows])),
+    }
+
+
+def report(table, waiting, training, bound, args) -> None:
+    print(f"T_inf {waiting:.3f} s, T_train {training:.3f} s, bound {bound:.2f}")
+    names = list(table["sync"])
+    print("mode      " + "".join(f"{name:>24}" for name in names))
+    for mode, values in table.items():
+        print(f"{mode:10}" + "".join(f"{values[name]:>24.3f}" for name in names))
+    out = ROOT / "benchmarks" / "results" / "modes.json"
+    out.parent.mkdir(exist_ok=True)
+    machine = {
+        "processor": platform.processor() or platform.machine(),
+        "python": platform.python_version(),
+    }
+    result = {"machine": machine, "steps": args.steps, "rounds": args.rounds, "modes": table}
+    result |= {"T_inf_secs": waiting, "T_train_secs": training, "bound": bound}
+    out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""Qwen2.5-1.5B on GSM8K: what a pod would run. Not measured: it needs accelerators.
+
+One command per host, the same config everywhere:
+
+    python -m jaxrl_async train --config=configs/gsm8k_qwen2_5_1p5b.py --workdir=DIR --role=queue
+    python -m jaxrl_async train --config=... --workdir=DIR --role=learner
+    python -m jaxrl_async train --config=... --workdir=DIR --role=rollout
+
+with SGLang servers at `server.addresses`, the checkpoint's files at `model.path`, and a file system that
+learner and servers share (weights travel by `update_weights_from_disk`). The expected accuracy is not measured.
+
+Arguments, after a colon: `smoke` (two steps of a tiny random model and an embedded server, on this machine),
+`mode=sync|periodic|async`, `seed=N`.
+"""
+
+import ml_collections
+
+from jaxrl_async.cli.config import parse_arg
+
+
+def get_config(arg: str = "") -> ml_collections.ConfigDict:
+    arg = parse_arg(arg, smoke=False, mode="async", seed=0)
+    asynchronous, periodic = arg.mode == "async", arg.mode == "periodic"
+    c = ml_collections.ConfigDict()
+    c.mode = arg.mode
+    c.seed = arg.seed
+
+    c.task = dict(
+        name="gsm8k",
+        args=dict(directory="data/gsm8k"),
+        seed=arg.seed,
+    )
+
+    c.tokenizer = dict(
+        kind="bpe" if arg.smoke else "huggingface",
+        alphabet="",
+        vocab_size=1024 if arg.smoke else 0,
+        path="" if arg.smoke else "checkpoints/Qwen2.5-1.5B-Instruct",
+    )
+
+    c.model = dict(
+        path="" if arg.smoke else "checkpoints/Qwen2.5-1.5B-Instruct",
+        num_layers=2 if arg.smoke else 28,
+        model_dim=64 if arg.smoke else 1536,
+        num_heads=2 if arg.smoke else 12,
+        num_kv_heads=2,
+        head_dim=32 if arg.smoke else 128,
+        mlp_dim=128 if arg.smoke else 8960,
+        rope_theta=1_000_000.0,
+        norm_eps=1e-6,
+        qk_norm=False,
+        attention_bias=True,
+        tied_embeddings=True,
+        dtype="float32" if arg.smoke else "bfloat16",
+        remat=not arg.smoke,
+    )
+
+    c.warm_start = dict(
+        num_steps=0,
+        batch_size=16,
+        row_tokens=1024,
+        learning_rate=1e-5,
+        num_demonstrations=0,
+    )
+
+    c.queue = dict(
+        address="" if arg.smoke else "queue-0:7000",
+        max_staleness=4 if asynchronous else 0,
+        chunk_groups=(2 if arg.smoke else 16) if periodic else 0,
+        max_running_groups=2048,
+        max_bytes=4 << 30,
+        max_message_bytes=64 << 20,
+        permit_timeout_secs=1800.0,
+        max_attempts=4,
+        max_failures=64,
+    )
+
+    c.server = dict(
+        addresses=() if arg.smoke else ("http://sglang-0:30000", "http://sglang-1:30000"),
+        num_local=1,
+        num_slots=16,
+        decode_chunk=8,
+        max_total_tokens=320 if arg.smoke else 1536,
+        max_queued_requests=4096,
+        start_timeout_secs=1200.0,
+    )
+
+    c.rollout = dict(
+        function="single_turn",
+        group_size=8,
+        max_prompt_tokens=256 if arg.smoke else 512,
+        max_new_tokens=32 if arg.smoke else 1024,
+        temperature=1.0,
+        num_workers=1,
+        max_running_groups=512,
+        request_timeout_secs=900.0,
+        max_retries=3,
+        reward="last_number",
+        reward_processes=1 if arg.smoke else 8,
+        reward_timeout_secs=5.0,
+    )
+
+    c.loss = dict(
+        advantage="grpo",
+        anchor="current" if periodic else "a3po",
+        a3po_fresh="behavior",
+        clip_low=0.2,
+        clip_high=0.2,
+        dual_clip=ml_collections.config_dict.placeholder(float),
+        behavior_cap=5.0,
+        behavior_cap_mode="mask",
+    )
+
+    c.learner = dict(
+        num_steps=2 if arg.smoke else 500,
+        groups_per_step=4 if arg.smoke else 128,
+        num_minibatches=1 if periodic else 2 if arg.smoke else 4,
+        microbatch_rows=4 if arg.smoke else 16,
+        row_tokens=512 if arg.smoke else 4096,
+        packing="first_fit",
+        head_chunk_tokens=512,
+        data=1,
+        fsdp=1 if arg.smoke else 8,
+        tensor=1,
+        learning_rate=1e-6,
+        warmup_updates=10,
+        adam_b1=0.9,
+        adam_b2=0.95,
+        adam_eps=1e-8,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        lease_timeout_secs=1800.0,
+    )
+
+    c.weights = dict(
+        push_every_steps=1,
+        dtype="float32" if arg.smoke else "bfloat16",
+        transport="disk",
+        push_timeout_secs=600.0,
+        poll_secs=5.0,
+        keep=2,
+    )
+
+    c.checkpoint = dict(
+        every_steps=50,
+        keep=2,
+    )
+
+    c.evaluate = dict(
+        num_prompts=32 if arg.smoke else 1319,
+        num_samples=4,
+        seed=0,
+    )
+
+    c.cpus = dict(learner=(), server=(), rollout=(), queue=())
+    return c.lock()

@@ -1,0 +1,5 @@
+import sys
+
+from jaxrl_async.cli import main
+
+sys.exit(main.main(sys.argv[1:]))

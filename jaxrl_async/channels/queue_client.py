@@ -1,0 +1,283 @@
+"""Clients of the trajectory queue: asyncio for rollout workers, blocking for the learner.
+
+Every call has a deadline and an error that names the queue's address. Calls may safely be sent twice,
+so one that finds the queue unavailable is sent again until its deadline. The clients know nothing of
+what is in a group.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any
+
+import grpc
+
+from jaxrl_async.channels import trajectory_queue_pb2 as pb
+from jaxrl_async.channels import wire
+from jaxrl_async.channels.admission import Permit, Position
+from jaxrl_async.channels.trajectory_queue_pb2_grpc import TrajectoryQueueStub
+from jaxrl_async.channels.wire import QueueStatus, ServerRecord
+from jaxrl_async.types import Chunk, Group, InvalidTrajectoryError
+
+RETRY_SECS = 0.2
+GLANCE_SECS = 1.0  # Longest wait of `who_waits`.
+
+_OPTIONS = [
+    ("grpc.max_receive_message_length", -1),  # The queue bounds what it takes.
+    ("grpc.max_send_message_length", -1),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),  # The default would wait for two minutes.
+    ("grpc.enable_http_proxy", 0),
+]
+
+
+class QueueError(RuntimeError):
+    """The queue refused a call: it contradicts what happened before, or failed there."""
+
+
+class QueueClient:
+    """The rollout side. An async context manager; belongs to the loop that it is entered in."""
+
+    def __init__(self, address: str, *, connect_timeout_secs: float, call_timeout_secs: float):
+        """Connects nowhere yet.
+
+        Args:
+          address: "host:port".
+          connect_timeout_secs: bound on the first connection, and on a watch's reconnection.
+          call_timeout_secs: bound on each call, besides the wait that it asks for.
+        """
+        self._address = address
+        self._connect_timeout_secs = connect_timeout_secs
+        self._call_timeout_secs = call_timeout_secs
+
+    async def __aenter__(self) -> "QueueClient":
+        """Connects.
+
+        Raises:
+          ConnectionError: nobody answers within connect_timeout_secs.
+        """
+        self._channel = grpc.aio.insecure_channel(self._address, options=_OPTIONS)
+        self._stub = TrajectoryQueueStub(self._channel)
+        try:
+            async with asyncio.timeout(self._connect_timeout_secs):
+                await self._channel.channel_ready()
+        except TimeoutError:
+            await self._channel.close()
+            raise _nobody(self._address, self._connect_timeout_secs) from None
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._channel.close()
+
+    async def admit(self, max_permits: int, wait_secs: float) -> list[Permit]:
+        """Asks for permits; the queue waits at most wait_secs before it answers with none."""
+        request = pb.AdmitRequest(max_permits=max_permits, wait_secs=wait_secs)
+        reply = await self._call("Admit", request, wait_secs)
+        return [wire.decode_permit(p) for p in reply.permits]
+
+    async def push(self, group: Group) -> str:
+        """Hands over a group.
+
+        Returns:
+          "held", "duplicate" or "stale" (`Admission.push`): in each case the worker is done with it.
+
+        Raises:
+          InvalidTrajectoryError: the queue found it malformed or too large; its permit is still out.
+        """
+        try:
+            return (await self._call("Push", wire.encode_group(group))).outcome
+        except ValueError as error:
+            raise InvalidTrajectoryError(str(error)) from error
+
+    async def return_permit(self, permit: Permit, reason: str, detail: str = "") -> str:
+        """Gives a permit back: "reissued", "retired" or "stale" (`Admission.return_permit`)."""
+        request = pb.ReturnRequest(
+            permit=wire.encode_permit(permit), reason=reason, detail=detail[:1000]
+        )
+        return (await self._call("Return", request)).outcome
+
+    async def watch_version(self) -> AsyncIterator[int]:
+        """The published version, now and whenever it changes; versions may be skipped."""
+        last = None
+        async for reply in self._watch("WatchVersion"):
+            if reply.HasField("version") and reply.version != last:
+                last = reply.version
+                yield last
+
+    async def watch_fleet(self) -> AsyncIterator[tuple[ServerRecord, ...]]:
+        """The table of servers, now and whenever it changes."""
+        last = None
+        async for reply in self._watch("WatchFleet"):
+            servers = wire.decode_servers(reply.servers)
+            if servers != last:
+                last = servers
+                yield last
+
+    async def status(self) -> QueueStatus:
+        """What the queue holds, and who waits for what."""
+        return wire.decode_status(await self._call("Status", pb.StatusRequest()))
+
+    async def _call(self, name: str, request: Any, wait_secs: float = 0.0) -> Any:
+        limit = self._call_timeout_secs + wait_secs
+        deadline = time.monotonic() + limit
+        while True:
+            try:
+                left = deadline - time.monotonic()
+                return await getattr(self._stub, name)(request, timeout=left)
+            except grpc.aio.AioRpcError as error:
+                if not _again(error, deadline):
+                    raise _explained(error, name, self._address, limit) from error
+            await asyncio.sleep(RETRY_SECS)
+
+    async def _watch(self, name: str) -> AsyncIterator[Any]:
+        """Replies of a stream that shows signs of life; opened again when it shows none."""
+        deadline = time.monotonic() + self._connect_timeout_secs
+        while True:
+            call = getattr(self._stub, name)(pb.WatchRequest())
+            try:
+                while True:
+                    async with asyncio.timeout(self._call_timeout_secs):
+                        reply = await call.read()
+                    if reply is grpc.aio.EOF:
+                        break
+                    yield reply
+                    deadline = time.monotonic() + self._connect_timeout_secs
+            except (TimeoutError, grpc.aio.AioRpcError) as error:
+                if time.monotonic() > deadline:
+                    raise _nobody(self._address, self._connect_timeout_secs) from error
+            finally:
+                call.cancel()
+            await asyncio.sleep(RETRY_SECS)
+
+
+class LearnerQueue:
+    """The learner's side. A context manager."""
+
+    def __init__(self, address: str, *, connect_timeout_secs: float, call_timeout_secs: float):
+        """Connects nowhere yet; arguments as of `QueueClient`."""
+        self._address = address
+        self._connect_timeout_secs = connect_timeout_secs
+        self._call_timeout_secs = call_timeout_secs
+
+    def __enter__(self) -> "LearnerQueue":
+        """Connects.
+
+        Raises:
+          ConnectionError: nobody answers within connect_timeout_secs.
+        """
+        self._channel = grpc.insecure_channel(self._address, options=_OPTIONS)
+        self._stub = TrajectoryQueueStub(self._channel)
+        try:
+            grpc.channel_ready_future(self._channel).result(self._connect_timeout_secs)
+        except grpc.FutureTimeoutError:
+            self._channel.close()
+            raise _nobody(self._address, self._connect_timeout_secs) from None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._channel.close()
+
+    def lease(self, step: int, timeout_secs: float) -> Iterator[Chunk]:
+        """The chunks of a step, each asked for when the one before was taken.
+
+        Args:
+          step: ≥ 1; asked again, the same chunks come again.
+          timeout_secs: bound on waiting for one chunk.
+
+        Raises:
+          TimeoutError: says which groups are missing.
+          QueueError: the step is committed, or an earlier one was not leased.
+        """
+        index, last = 0, False
+        while not last:
+            request = pb.LeaseRequest(step=step, chunk=index, wait_secs=timeout_secs)
+            chunk = self._call("Lease", request, timeout_secs, take=_read_chunk)
+            yield chunk
+            index, last = index + 1, chunk.last
+
+    def commit(self, step: int) -> Position:
+        """Says that a step is trained; returns what a checkpoint of it needs of the queue."""
+        return wire.decode_position(self._call("Commit", pb.CommitRequest(step=step)))
+
+    def publish_version(
+        self, version: int, servers: Sequence[ServerRecord], position: Position | None = None
+    ) -> None:
+        """Says what the servers hold.
+
+        Args:
+          version: the version of the HEALTHY ones.
+          servers: all of them.
+          position: of the checkpoint that the run resumes from, at its first publication.
+        """
+        encoded = None if position is None else wire.encode_position(position)
+        records = wire.encode_servers(servers)
+        request = pb.PublishRequest(version=version, servers=records, position=encoded)
+        self._call("PublishVersion", request)
+
+    def status(self) -> QueueStatus:
+        """What the queue holds, and who waits for what."""
+        return wire.decode_status(self._call("Status", pb.StatusRequest()))
+
+    def _call(
+        self,
+        name: str,
+        request: Any,
+        wait_secs: float = 0.0,
+        take: Callable[[Any], Any] = lambda reply: reply,
+    ) -> Any:
+        limit = self._call_timeout_secs + wait_secs
+        deadline = time.monotonic() + limit
+        while True:
+            try:
+                left = deadline - time.monotonic()
+                return take(getattr(self._stub, name)(request, timeout=left))
+            except grpc.RpcError as error:
+                if not _again(error, deadline):
+                    raise _explained(error, name, self._address, limit) from error
+            time.sleep(RETRY_SECS)
+
+
+def who_waits(channel: grpc.Channel) -> str:
+    """In words: who waits for what at the queue; "" when it does not answer within a second."""
+    try:
+        reply = TrajectoryQueueStub(channel).Status(pb.StatusRequest(), timeout=GLANCE_SECS)
+    except grpc.RpcError:
+        return ""
+    return "; ".join(reply.waits)
+
+
+def _read_chunk(replies: Iterator[pb.LeaseReply]) -> Chunk:
+    header = next(replies).header
+    groups = tuple(wire.decode_group(reply.group) for reply in replies)
+    expected = [wire.decode_permit(group.permit) for group in header.groups]
+    found = [Permit(group.prompt_index, group.attempt) for group in groups]
+    if found != expected:
+        raise QueueError(f"chunk {header.index} of step {header.step} is {found}, not {expected}")
+    return Chunk(header.step, header.index, groups, header.last)
+
+
+def _again(error: grpc.RpcError, deadline: float) -> bool:
+    unavailable = error.code() is grpc.StatusCode.UNAVAILABLE
+    return unavailable and time.monotonic() + RETRY_SECS < deadline
+
+
+def _nobody(address: str, seconds: float) -> ConnectionError:
+    return ConnectionError(f"no trajectory queue answers at {address} within {seconds:g} s")
+
+
+def _explained(error: grpc.RpcError, name: str, address: str, seconds: float) -> Exception:
+    """The error of a call, in the caller's terms."""
+    code, where = error.code(), f"{name} at the queue {address}"
+    match code:
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            return TimeoutError(f"{where}, deadline {seconds:g} s: {error.details()}")
+        case grpc.StatusCode.UNAVAILABLE:
+            return ConnectionError(f"{where} is unavailable for {seconds:g} s: {error.details()}")
+        case grpc.StatusCode.INVALID_ARGUMENT | grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return ValueError(f"{where}: {error.details()}")
+        case _:
+            return QueueError(f"{where}: {code.name}: {error.details()}")

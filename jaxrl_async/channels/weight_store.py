@@ -1,0 +1,306 @@
+"""Versions of the weights on disk, each a directory in Hugging Face layout, with digests.
+
+    root/00000012/config.json
+    root/00000012/model.safetensors            (or model-00001-of-00003.safetensors … and their index)
+    root/00000012/manifest.json                digests of the bytes as written, after any cast
+
+A version is written aside, synced and renamed, so it is there in full or not at all. One process writes
+a store; any may read it. The store knows nothing of models, servers or JAX.
+
+The format is https://github.com/huggingface/safetensors#format.
+"""
+
+import hashlib
+import json
+import mmap
+import os
+import pathlib
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, BinaryIO
+
+import ml_dtypes
+import numpy as np
+
+MANIFEST = "manifest.json"
+MAX_SHARD_BYTES = 1 << 30  # A shard is closed before it grows beyond; a larger tensor has its own.
+
+_DTYPES = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_VERSION_NAME = re.compile(r"\d{8,}")
+_ASIDE = ".aside-"
+
+
+class WeightStoreError(ValueError):
+    """A version that is missing or not what its manifest says; names the file and the tensor."""
+
+
+class WeightStore:
+    """The versions under one directory."""
+
+    def __init__(
+        self, root: str | os.PathLike, *, keep: int, max_shard_bytes: int = MAX_SHARD_BYTES
+    ):
+        """Opens or makes the store.
+
+        Args:
+          root: its directory.
+          keep: newest versions that are kept, ≥ 1.
+          max_shard_bytes: bound on a safetensors file, and on the memory of a write, unless one tensor
+            alone is larger.
+        """
+        if keep < 1:
+            raise ValueError(f"keep must be ≥ 1, got {keep}")
+        self._root = pathlib.Path(root).absolute()
+        self._root.mkdir(parents=True, exist_ok=True)
+        self._keep = keep
+        self._max_shard_bytes = max_shard_bytes
+
+    def write(
+        self, version: int, tensors: Iterable[tuple[str, np.ndarray]], config: Mapping[str, Any]
+    ) -> pathlib.Path:
+        """Writes a version and removes old ones.
+
+        The version that was written last is the newest: higher ones are of a future that a resumed run
+        has left, and are removed as well. A version that is there already is replaced.
+
+        Args:
+          version: ≥ 0.
+          tensors: (name, array of the dtype to write), taken one at a time.
+          config: the content of config.json.
+
+        Returns:
+          The version's directory.
+
+        Raises:
+          ValueError: a name comes twice, there is no tensor, or a dtype has no safetensors name.
+        """
+        self._sweep()
+        aside = self._root / f"{_ASIDE}{version}"
+        aside.mkdir()
+        table = _write_shards(aside, tensors, self._max_shard_bytes)
+        _write_json(aside / "config.json", config)
+        _write_json(aside / MANIFEST, _manifest(version, table))
+        _sync(aside)
+        if (path := self.path(version)).exists():
+            path.rename(self._root / f"{_ASIDE}replaced-{version}")
+        aside.rename(path)
+        _sync(self._root)
+        self._prune(version)
+        return path
+
+    def path(self, version: int) -> pathlib.Path:
+        """The directory of a version, there or not."""
+        return self._root / f"{version:08d}"
+
+    def versions(self) -> list[int]:
+        """The versions that are there, ascending."""
+        names = (entry.name for entry in self._root.iterdir())
+        return sorted(int(name) for name in names if _VERSION_NAME.fullmatch(name))
+
+    def latest(self) -> int | None:
+        """The newest version, None when there is none."""
+        return max(self.versions(), default=None)
+
+    def manifest(self, version: int) -> dict[str, Any]:
+        """{version, total_bytes, digest, tensors: {name: {file, dtype, shape, num_bytes, digest}}}.
+
+        Raises:
+          WeightStoreError: there is no such version.
+        """
+        file = self.path(version) / MANIFEST
+        if not file.exists():
+            raise WeightStoreError(
+                f"no version {version} in {self._root}; it holds {self.versions()}"
+            )
+        return json.loads(file.read_text())
+
+    def read(self, version: int) -> dict[str, np.ndarray]:
+        """The tensors by name, read-only, as maps of the files.
+
+        Raises:
+          WeightStoreError: a file is missing or truncated.
+        """
+        files = sorted({t["file"] for t in self.manifest(version)["tensors"].values()})
+        return {k: v for f in files for k, v in read_safetensors(self.path(version) / f).items()}
+
+    def verify(self, version: int) -> None:
+        """Compares every tensor with the manifest.
+
+        Raises:
+          WeightStoreError: names the first file and tensor that differ.
+        """
+        tensors = self.read(version)
+        for name, said in self.manifest(version)["tensors"].items():
+            file = self.path(version) / said["file"]
+            if name not in tensors:
+                raise WeightStoreError(f"{file}: tensor {name} is missing")
+            found = _describe(tensors[name])
+            for key, value in found.items():
+                if value != said[key]:
+                    raise WeightStoreError(
+                        f"{file}: tensor {name} has {key} {value}, its manifest says {said[key]}"
+                    )
+
+    def _sweep(self) -> None:
+        """Removes what a crash left half done."""
+        for entry in self._root.glob(f"{_ASIDE}*"):
+            shutil.rmtree(entry)
+
+    def _prune(self, newest: int) -> None:
+        keep = [version for version in self.versions() if version <= newest][-self._keep :]
+        for version in self.versions():
+            if version not in keep:
+                # Renamed first: a directory that is half removed must not look like a version.
+                self.path(version).rename(self._root / f"{_ASIDE}pruned-{version}")
+        self._sweep()
+
+
+def read_safetensors(file: pathlib.Path) -> dict[str, np.ndarray]:
+    """The tensors of a safetensors file, read-only, as maps of the file.
+
+    Raises:
+      WeightStoreError: the file is missing, truncated or no safetensors file.
+    """
+    try:
+        with open(file, "rb") as stream:
+            raw = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:
+        raise WeightStoreError(f"{file}: cannot be read: {error}") from error
+    start = 8 + int.from_bytes(raw[:8], "little")
+    if len(raw) < start:
+        raise WeightStoreError(f"{file}: {len(raw)} bytes, its header alone needs {start}")
+    try:
+        header = json.loads(raw[8:start])
+    except ValueError as error:
+        raise WeightStoreError(f"{file}: its header is no JSON: {error}") from error
+    header.pop("__metadata__", None)
+    needed = start + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if len(raw) != needed:
+        raise WeightStoreError(f"{file}: {len(raw)} bytes, its header says {needed}")
+    return {name: _view(raw, start, entry) for name, entry in header.items()}
+
+
+def _write_shards(
+    directory: pathlib.Path, tensors: Iterable[tuple[str, np.ndarray]], max_shard_bytes: int
+) -> dict[str, dict[str, Any]]:
+    """Writes tensors as they come; returns the manifest's table of them."""
+    shards = []
+    for number, shard in enumerate(_split(tensors, max_shard_bytes)):
+        described = {name: _describe(array) for name, array in shard.items()}
+        _write_safetensors(directory / f"shard-{number}", shard, described)
+        shards.append(described)
+    if not shards:
+        raise ValueError("a version needs at least one tensor")
+    table = {}
+    for number, described in enumerate(shards):
+        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        file = file if len(shards) > 1 else "model.safetensors"
+        (directory / f"shard-{number}").rename(directory / file)
+        table |= {name: {"file": file, **entry} for name, entry in described.items()}
+    if len(shards) > 1:
+        weight_map = {name: entry["file"] for name, entry in table.items()}
+        index = {"metadata": {"total_size": _total_bytes(table)}, "weight_map": weight_map}
+        _write_json(directory / "model.safetensors.index.json", index)
+    return table
+
+
+def _split(
+    tensors: Iterable[tuple[str, np.ndarray]], max_shard_bytes: int
+) -> Iterator[dict[str, np.ndarray]]:
+    """Cuts the stream of tensors so that each part fits a shard."""
+    shard: dict[str, np.ndarray] = {}
+    num_bytes, seen = 0, set()
+    for name, array in tensors:
+        if name in seen:
+            raise ValueError(f"tensor {name} comes twice")
+        if shard and num_bytes + array.nbytes > max_shard_bytes:
+            yield shard
+            shard, num_bytes = {}, 0
+        seen.add(name)
+        shard[name] = array
+        num_bytes += array.nbytes
+    if shard:
+        yield shard
+
+
+def _write_safetensors(
+    file: pathlib.Path, tensors: dict[str, np.ndarray], described: dict[str, dict[str, Any]]
+) -> None:
+    header, offset = {}, 0
+    for name, entry in described.items():
+        end = offset + entry["num_bytes"]
+        header[name] = {k: entry[k] for k in ("dtype", "shape")} | {"data_offsets": [offset, end]}
+        offset = end
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)  # The data starts aligned.
+    with open(file, "wb") as stream:
+        stream.write(len(encoded).to_bytes(8, "little") + encoded)
+        for array in tensors.values():
+            stream.write(_raw(array))
+        _flush(stream)
+
+
+def _describe(array: np.ndarray) -> dict[str, Any]:
+    if array.dtype not in _DTYPE_NAMES:
+        raise ValueError(f"dtype {array.dtype} is none of {', '.join(map(str, _DTYPE_NAMES))}")
+    return {
+        "dtype": _DTYPE_NAMES[array.dtype],
+        "shape": list(array.shape),
+        "num_bytes": array.nbytes,
+        "digest": hashlib.sha256(_raw(array)).hexdigest(),
+    }
+
+
+def _raw(array: np.ndarray) -> memoryview:
+    return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+
+
+def _manifest(version: int, table: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    digests = (f"{name} {table[name]['digest']}\n" for name in sorted(table))
+    return {
+        "version": version,
+        "total_bytes": _total_bytes(table),
+        "digest": hashlib.sha256("".join(digests).encode()).hexdigest(),
+        "tensors": table,
+    }
+
+
+def _total_bytes(table: dict[str, dict[str, Any]]) -> int:
+    return sum(entry["num_bytes"] for entry in table.values())
+
+
+def _write_json(file: pathlib.Path, values: Mapping[str, Any]) -> None:
+    with open(file, "wb") as stream:
+        stream.write(json.dumps(values, indent=2).encode())
+        _flush(stream)
+
+
+def _flush(stream: BinaryIO) -> None:
+    stream.flush()
+    os.fsync(stream.fileno())
+
+
+def _sync(directory: pathlib.Path) -> None:
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _view(raw: mmap.mmap, start: int, entry: dict[str, Any]) -> np.ndarray:
+    begin, end = entry["data_offsets"]
+    dtype = _DTYPES[entry["dtype"]]
+    count = (end - begin) // dtype.itemsize
+    return np.frombuffer(raw, dtype, count, start + begin).reshape(entry["shape"])

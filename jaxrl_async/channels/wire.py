@@ -1,0 +1,214 @@
+"""Groups, positions, server records and status ↔ protobuf, checked at the border.
+
+A group's arrays travel as raw little-endian bytes, its trajectories end to end, and are read without a
+copy. This module knows nothing of sockets, and not what a group is for.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrl_async import types
+from jaxrl_async.channels import trajectory_queue_pb2 as pb
+from jaxrl_async.channels.admission import Permit, Position
+from jaxrl_async.types import Group, InvalidTrajectoryError, Trajectory
+
+SERVER_STATES = ("HEALTHY", "SUSPECT", "DEAD", "STALE")
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerRecord:
+    """One inference server, as the publisher last saw it."""
+
+    address: str
+    state: str  # one of SERVER_STATES; only HEALTHY servers get requests
+    version: int | None  # of the weights it holds, None while it holds none of ours
+
+
+@dataclasses.dataclass(frozen=True)
+class QueueStatus:
+    """What the queue holds, and who waits for what."""
+
+    depth_groups: int  # held, not leased
+    depth_bytes: int  # of the groups in memory, held and leased
+    leased_groups: int  # leased, not committed
+    running_groups: int  # permits out
+    reissue_groups: int  # indexes that wait to be issued again
+    capacity: int  # groups that may be admitted
+    v_pub: int | None  # version the servers hold
+    committed_step: int
+    leased_step: int  # last step leased in full
+    frontier: int  # next fresh prompt_index
+    returned: dict[str, int]  # returns by reason
+    retired: dict[str, int]  # indexes by reason
+    stale_events: int  # pushes and returns whose permit was no longer good
+    completion_tokens: int  # pushed since the queue started
+    last_push_age_secs: float | None
+    waits: tuple[str, ...]  # one sentence for each call that waits
+
+
+def encode_group(group: Group) -> pb.Group:
+    """A group as a message."""
+    rows = group.trajectories
+    return pb.Group(
+        permit=encode_permit(Permit(group.prompt_index, group.attempt)),
+        lengths=[len(t) for t in rows],
+        prompt_lengths=[t.prompt_length for t in rows],
+        rewards=[t.reward for t in rows],
+        finish_reasons=[t.finish_reason for t in rows],
+        **{name: _to_bytes([getattr(t, name) for t in rows], dtype) for name, dtype in _ARRAYS},
+    )
+
+
+def decode_group(message: pb.Group) -> Group:
+    """A message as a group, of the sizes it states; the arrays are read-only views of its bytes.
+
+    Raises:
+      InvalidTrajectoryError: a size or a mask value contradicts the message's lengths.
+    """
+    lengths = list(message.lengths)
+    for name in ("prompt_lengths", "rewards", "finish_reasons"):
+        if len(getattr(message, name)) != len(lengths):
+            _refuse(f"{name} has {len(getattr(message, name))} entries, lengths has {len(lengths)}")
+    arrays = {name: _from_bytes(message, name, dtype, lengths) for name, dtype in _ARRAYS}
+    fields = zip(message.prompt_lengths, message.rewards, message.finish_reasons, strict=True)
+    trajectories, start = [], 0
+    for length, (prompt_length, reward, finish_reason) in zip(lengths, fields, strict=True):
+        row = {name: array[start : start + length] for name, array in arrays.items()}
+        start += length
+        trajectories.append(
+            Trajectory(
+                **row, prompt_length=prompt_length, reward=reward, finish_reason=finish_reason
+            )
+        )
+    return Group(message.permit.prompt_index, message.permit.attempt, tuple(trajectories))
+
+
+def check_group(group: Group, *, group_size: int, vocab_size: int, max_tokens: int) -> None:
+    """Checks what a group promises, where it enters the queue.
+
+    Args:
+      group: decoded, so its sizes agree.
+      group_size: G, trajectories per group.
+      vocab_size: token ids must lie in [0, vocab_size).
+      max_tokens: bound on a trajectory's length.
+
+    Raises:
+      InvalidTrajectoryError: names the group, the trajectory, the field, the value and the bound.
+    """
+    rows, where = group.trajectories, f"prompt_index {group.prompt_index}"
+    if len(rows) != group_size:
+        _refuse(f"{where}: a group has {group_size} trajectories, got {len(rows)}")
+    for number, row in enumerate(rows):
+        try:
+            types.check_trajectory(row, vocab_size=vocab_size, max_tokens=max_tokens)
+        except InvalidTrajectoryError as error:
+            raise InvalidTrajectoryError(f"{where}, trajectory {number}: {error}") from error
+        if not np.array_equal(_prompt(row), _prompt(rows[0])):
+            _refuse(f"{where}: trajectory {number} has another prompt than trajectory 0")
+
+
+def encode_permit(permit: Permit) -> pb.Permit:
+    return pb.Permit(prompt_index=permit.prompt_index, attempt=permit.attempt)
+
+
+def decode_permit(message: pb.Permit) -> Permit:
+    return Permit(message.prompt_index, message.attempt)
+
+
+def encode_position(position: Position) -> pb.Position:
+    return pb.Position(
+        step=position.step,
+        frontier=position.frontier,
+        outstanding=[encode_permit(p) for p in position.outstanding],
+        retired=position.retired,
+        returned=position.returned,
+    )
+
+
+def decode_position(message: pb.Position) -> Position:
+    return Position(
+        step=message.step,
+        frontier=message.frontier,
+        outstanding=tuple(decode_permit(p) for p in message.outstanding),
+        retired=dict(message.retired),
+        returned=dict(message.returned),
+    )
+
+
+def encode_servers(servers: Sequence[ServerRecord]) -> list[pb.ServerRecord]:
+    return [pb.ServerRecord(**_present(record)) for record in servers]
+
+
+def decode_servers(messages: Sequence[pb.ServerRecord]) -> tuple[ServerRecord, ...]:
+    """Server records.
+
+    Raises:
+      ValueError: a state is not one of SERVER_STATES.
+    """
+    for message in messages:
+        if message.state not in SERVER_STATES:
+            raise ValueError(
+                f"server {message.address}: state {message.state!r} is none of "
+                f"{', '.join(SERVER_STATES)}"
+            )
+    return tuple(ServerRecord(m.address, m.state, _optional(m, "version")) for m in messages)
+
+
+def encode_status(status: QueueStatus) -> pb.StatusReply:
+    return pb.StatusReply(**_present(status))
+
+
+def decode_status(message: pb.StatusReply) -> QueueStatus:
+    values: dict[str, Any] = {
+        field.name: getattr(message, field.name) for field in dataclasses.fields(QueueStatus)
+    }
+    return QueueStatus(
+        **values
+        | {
+            "v_pub": _optional(message, "v_pub"),
+            "last_push_age_secs": _optional(message, "last_push_age_secs"),
+            "returned": dict(message.returned),
+            "retired": dict(message.retired),
+            "waits": tuple(message.waits),
+        }
+    )
+
+
+_ARRAYS = (("tokens", "<i4"), ("logprobs", "<f4"), ("versions", "<i4"), ("mask", "|u1"))
+
+
+def _to_bytes(rows: list[np.ndarray], dtype: str) -> bytes:
+    return np.concatenate(rows).astype(dtype, copy=False).tobytes() if rows else b""
+
+
+def _from_bytes(message: pb.Group, name: str, dtype: str, lengths: list[int]) -> np.ndarray:
+    raw, total = getattr(message, name), sum(lengths)
+    size = np.dtype(dtype).itemsize
+    if len(raw) != size * total:
+        _refuse(f"{name} has {len(raw)} bytes, {total} tokens of {size} bytes need {size * total}")
+    array = np.frombuffer(raw, dtype)
+    if name == "mask":
+        if total and array.max() > 1:
+            _refuse(f"mask holds {array.max()}, its bytes must be 0 or 1")
+        return array.view(np.bool_)
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
+
+
+def _prompt(row: Trajectory) -> np.ndarray:
+    return row.tokens[: row.prompt_length]
+
+
+def _present(record: Any) -> dict[str, Any]:
+    """Fields of a dataclass without those that are None."""
+    return {name: value for name, value in vars(record).items() if value is not None}
+
+
+def _optional(message: Any, name: str) -> Any:
+    return getattr(message, name) if message.HasField(name) else None
+
+
+def _refuse(message: str):
+    raise InvalidTrajectoryError(message)

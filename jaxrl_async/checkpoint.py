@@ -1,0 +1,121 @@
+"""Checkpoints: the learner's state, its version and the queue's position, saved and restored as one (orbax).
+
+Checkpoint s holds version s. Checkpoint 0 is what RL starts from and is never pruned.
+"""
+
+import pathlib
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers as policies
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is missing or does not fit; the message names what differs."""
+
+
+class Checkpoints:
+    """The checkpoints of one workdir."""
+
+    def __init__(self, directory: str | pathlib.Path, *, keep: int):
+        """Opens or makes the directory.
+
+        Args:
+          directory: `checkpoints/` of a workdir.
+          keep: newest checkpoints kept, besides checkpoint 0.
+        """
+        self._directory = pathlib.Path(directory).absolute()
+        preservation = policies.AnyPreservationPolicy(
+            [policies.LatestN(keep), policies.CustomSteps([0])]
+        )
+        self._manager = ocp.CheckpointManager(
+            self._directory,
+            item_handlers={  # Else a manager that has saved nothing cannot read shapes.
+                "state": ocp.StandardCheckpointHandler(),
+                "position": ocp.JsonCheckpointHandler(),
+            },
+            options=ocp.CheckpointManagerOptions(
+                preservation_policy=preservation, enable_async_checkpointing=False
+            ),
+        )
+
+    def save(self, step: int, state: Any, position: dict[str, Any]) -> None:
+        """Saves the state after a step, with what a resumed queue starts from.
+
+        Args:
+          step: the version that `state` holds.
+          state: pytree of jax arrays.
+          position: JSON values, the queue's answer to Commit(step).
+        """
+        self._manager.save(
+            step,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardSave(state), position=ocp.args.JsonSave(position)
+            ),
+        )
+
+    def steps(self) -> list[int]:
+        """The steps that can be restored, ascending."""
+        return sorted(self._manager.all_steps())
+
+    def latest(self) -> int:
+        """The last step that can be restored.
+
+        Raises:
+          CheckpointError: there is none.
+        """
+        if not (steps := self.steps()):
+            raise CheckpointError(f"no checkpoint in {self._directory}")
+        return steps[-1]
+
+    def restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
+        """Restores a checkpoint into the shardings of `like`.
+
+        Args:
+          step: one of `steps()`.
+          like: pytree of jax arrays or ShapeDtypeStructs with shardings.
+
+        Returns:
+          The state and the queue's position.
+
+        Raises:
+          CheckpointError: no such step, or a tensor of another shape (named, with both shapes).
+        """
+        if step not in self.steps():
+            raise CheckpointError(
+                f"no checkpoint {step} in {self._directory}; it holds {self.steps()}"
+            )
+        self._check_shapes(step, like)
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+        restored = self._manager.restore(
+            step,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardRestore(abstract), position=ocp.args.JsonRestore()
+            ),
+        )
+        return restored["state"], restored["position"]
+
+    def close(self) -> None:
+        self._manager.close()
+
+    def _check_shapes(self, step: int, like: Any) -> None:
+        saved = _shapes(self._manager.item_metadata(step)["state"].tree)
+        wanted = _shapes(like)
+        for name in sorted(saved.keys() | wanted.keys()):
+            if saved.get(name) != wanted.get(name):
+                raise CheckpointError(
+                    f"checkpoint {step} in {self._directory} does not fit: {name} has shape "
+                    f"{saved.get(name, 'nothing')}, the config's model needs {wanted.get(name, 'nothing')}"
+                )
+
+
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    """Path → shape, with paths that do not depend on how a container spells its keys."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {_name(path): tuple(leaf.shape) for path, leaf in flat}
+
+
+def _name(path) -> str:
+    keys = (getattr(k, "key", getattr(k, "name", getattr(k, "idx", None))) for k in path)
+    return ".".join(str(key) for key in keys)

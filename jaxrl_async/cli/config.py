@@ -1,0 +1,148 @@
+"""Configs at the door: files with `get_config(arg)`, arg strings, `--config.a.b=value`, a workdir's config.json.
+
+Flags and ConfigDict live in cli/ only; what leaves is `Settings`.
+"""
+
+import json
+import pathlib
+import runpy
+import sys
+from typing import Any
+
+import ml_collections
+from absl import flags
+from ml_collections import config_flags
+
+from jaxrl_async.settings import Settings, nearest
+
+
+class UsageError(ValueError):
+    """The command line cannot be used; the message names the word and what it could be."""
+
+
+def parse_arg(arg: str, **defaults: Any) -> ml_collections.ConfigDict:
+    """Reads a config's arg string, "smoke,mode=sync,seed=3".
+
+    A bare word sets a boolean. Values take the type of their default.
+
+    Args:
+      arg: what follows the colon in --config=FILE:ARG.
+      **defaults: every name the config knows, with its default.
+
+    Raises:
+      UsageError: an unknown name (with the nearest) or a value of another type.
+    """
+    values = ml_collections.ConfigDict(defaults)
+    for word in filter(None, arg.split(",")):
+        name, equals, text = word.partition("=")
+        if name not in defaults:
+            raise UsageError(f"unknown config argument {name!r}{nearest(name, defaults)}")
+        values[name] = _typed(name, text if equals else "true", type(defaults[name]))
+    return values
+
+
+def _typed(name: str, text: str, kind: type):
+    if kind is bool:
+        if text.lower() not in ("true", "false"):
+            raise UsageError(f"config argument {name} must be true or false, got {text!r}")
+        return text.lower() == "true"
+    try:
+        return kind(text)
+    except ValueError:
+        raise UsageError(f"config argument {name} must be {kind.__name__}, got {text!r}") from None
+
+
+def parse_flags(
+    usage: str, argv: list[str], *, config: bool = False, **definitions: tuple[Any, str]
+) -> flags.FlagValues:
+    """Parses the flags of one verb; prints help and exits 0 on --help.
+
+    Args:
+      usage: what the verb does, for --help.
+      argv: the words after the verb.
+      config: also takes --config=FILE[:ARG] and --config.a.b=value; the result is `.config`.
+      **definitions: each flag's name, with its default (which gives the type) and its help.
+
+    Raises:
+      UsageError: an unknown flag or config key (with the nearest), a missing file, or an extra word.
+    """
+    values = flags.FlagValues()
+    for name, (default, text) in definitions.items():
+        define = {bool: flags.DEFINE_bool, int: flags.DEFINE_integer}.get(
+            type(default), flags.DEFINE_string
+        )
+        define(name, default, text, flag_values=values)
+    if {"--help", "-h"} & set(argv):
+        print(f"{usage}\n")
+        if config:
+            print("--config=FILE[:ARG] (get_config(arg), or a config.json); --config.a.b=value\n")
+        print(values.main_module_help() or values.get_help())
+        sys.exit(0)
+    if config:
+        spec, argv = _split_config(argv)
+        loaded = load_config(spec)
+        _check_keys(loaded, argv)
+        config_flags.DEFINE_config_dict("config", loaded, flag_values=values, sys_argv=["", *argv])
+    try:
+        extra = values(["", *argv])[1:]
+    except (flags.Error, TypeError, ValueError) as error:
+        raise UsageError(str(error)) from None
+    if extra:
+        raise UsageError(f"unexpected word {extra[0]!r}")
+    return values
+
+
+def load_config(spec: str) -> ml_collections.ConfigDict:
+    """Loads FILE.py[:ARG] (its `get_config(arg)`) or a workdir's config.json.
+
+    Raises:
+      UsageError: no such file, not JSON, no get_config, or an arg string it does not know.
+    """
+    file, _, arg = spec.partition(":")
+    path = pathlib.Path(file)
+    if not path.is_file():
+        raise UsageError(f"no config at {path}")
+    if path.suffix == ".json":
+        try:
+            return ml_collections.ConfigDict(_tuples(json.loads(path.read_text("utf-8"))))
+        except json.JSONDecodeError as error:
+            raise UsageError(f"{path} is not JSON: {error}") from None
+    get_config = runpy.run_path(str(path)).get("get_config")
+    if get_config is None:
+        raise UsageError(f"{path} has no get_config(arg)")
+    return get_config(arg)
+
+
+def settings_of(config: ml_collections.ConfigDict) -> Settings:
+    """The checked settings of a config."""
+    return Settings.from_dict(config.to_dict())
+
+
+def _split_config(argv: list[str]) -> tuple[str, list[str]]:
+    """FILE[:ARG] of --config=FILE[:ARG] or --config FILE[:ARG], and the other words."""
+    for i, word in enumerate(argv):
+        if word.startswith("--config="):
+            return word.partition("=")[2], argv[:i] + argv[i + 1 :]
+        if word == "--config" and i + 1 < len(argv):
+            return argv[i + 1], argv[:i] + argv[i + 2 :]
+    raise UsageError("--config=FILE[:ARG] is needed")
+
+
+def _check_keys(config: ml_collections.ConfigDict, argv: list[str]) -> None:
+    """Every --config.a.b=value must name a key, or the error says which is nearest."""
+    for word in argv:
+        if not word.startswith("--config."):
+            continue
+        node, path = config, "config"
+        for key in word.partition("=")[0].removeprefix("--config.").split("."):
+            known = node.keys() if isinstance(node, ml_collections.ConfigDict) else ()
+            if key not in known:
+                raise UsageError(f"unknown config key {path}.{key}{nearest(key, known)}")
+            node, path = node[key], f"{path}.{key}"
+
+
+def _tuples(value: Any) -> Any:
+    """JSON's lists as tuples, as config files write them."""
+    if isinstance(value, dict):
+        return {key: _tuples(item) for key, item in value.items()}
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value

@@ -1,0 +1,41 @@
+"""`evaluate`: greedy accuracy and pass@k of a run's checkpoints on held-out prompts."""
+
+import json
+import pathlib
+import sys
+
+from jaxrl_async.cli.config import UsageError, load_config, parse_flags, settings_of
+
+USAGE = """Scores checkpoints on the task's held-out prompts: greedy accuracy, and pass@k at the run's temperature.
+Prints a table and writes evaluation.json into the workdir."""
+
+
+def main(argv: list[str]) -> int:
+    flags = parse_flags(
+        USAGE,
+        argv,
+        workdir=("", "directory of the run"),
+        steps=("0,last", "checkpoints, comma-separated; `last` is the newest"),
+    )
+    if not flags.workdir:
+        raise UsageError("--workdir=DIR is needed")
+    workdir = pathlib.Path(flags.workdir).absolute()
+    try:
+        steps = [None if step == "last" else int(step) for step in flags.steps.split(",")]
+    except ValueError:
+        raise UsageError(f"--steps must be numbers or `last`, got {flags.steps!r}") from None
+    settings = settings_of(load_config(str(workdir / "config.json")))
+    from jaxrl_async import evaluation  # After the flags are known to be good: loads JAX.
+    from jaxrl_async.checkpoint import CheckpointError
+
+    try:
+        rows = evaluation.evaluate(settings, workdir, steps)
+    except CheckpointError as error:
+        print(f"evaluate: {error}", file=sys.stderr)
+        return 1
+    (workdir / "evaluation.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    names = list(rows[0])
+    print("  ".join(f"{name:>10}" for name in names))
+    for row in rows:
+        print("  ".join(f"{row[n]:>10}" if n == "step" else f"{row[n]:>10.3f}" for n in names))
+    return 0

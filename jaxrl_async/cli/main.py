@@ -1,0 +1,45 @@
+"""`python -m jaxrl_async VERB`: finds the verb and turns its outcome into an exit code."""
+
+import importlib
+import sys
+
+from jaxrl_async.cli import config as config_lib
+from jaxrl_async.settings import SettingsError, nearest
+
+VERBS = {
+    "train": "train a policy: every role on this machine, or one --role on a pod",
+    "serve": "serve a checkpoint or a Hugging Face directory over SGLang's HTTP API",
+    "evaluate": "greedy accuracy and pass@k of a run's checkpoints on held-out prompts",
+    "report": "write report.html from a run's workdir",
+}
+
+DONE, FAILED, BAD_USAGE = 0, 1, 2
+
+
+def main(argv: list[str]) -> int:
+    """Runs one verb.
+
+    Args:
+      argv: the words after the program's name.
+
+    Returns:
+      0 when done, 1 when the run failed, 2 for bad usage.
+    """
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return DONE if argv else BAD_USAGE
+    verb, *rest = argv
+    if verb not in VERBS:
+        print(f"unknown verb {verb!r}{nearest(verb, VERBS)}\n\n{_overview()}", file=sys.stderr)
+        return BAD_USAGE
+    try:
+        return importlib.import_module(f"jaxrl_async.cli.{verb}").main(rest)
+    except (config_lib.UsageError, SettingsError) as error:
+        print(f"{verb}: {error}", file=sys.stderr)
+        return BAD_USAGE
+
+
+def _overview() -> str:
+    lines = ["usage: python -m jaxrl_async VERB [--flag=value ...]", ""]
+    lines += [f"  {verb:10} {text}" for verb, text in VERBS.items()]
+    return "\n".join([*lines, "", "VERB --help says what a verb takes."])

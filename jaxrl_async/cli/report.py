@@ -1,0 +1,19 @@
+"""`report`: one self-contained HTML page of a run."""
+
+from jaxrl_async import report
+from jaxrl_async.cli.config import UsageError, parse_flags
+
+
+def main(argv: list[str]) -> int:
+    flags = parse_flags(
+        "Writes report.html into a run's workdir.",
+        argv,
+        workdir=("", "directory of the run"),
+    )
+    if not flags.workdir:
+        raise UsageError("--workdir=DIR is needed")
+    try:
+        print(report.write_report(flags.workdir))
+    except (ValueError, FileNotFoundError) as error:
+        raise UsageError(str(error)) from None
+    return 0

@@ -1,0 +1,50 @@
+"""`serve`: a checkpoint of a run over SGLang's HTTP API, on the embedded engine."""
+
+import asyncio
+import contextlib
+import logging
+import pathlib
+import signal
+
+from jaxrl_async.cli.config import UsageError, load_config, parse_flags, settings_of
+
+CLOSE_TIMEOUT_SECS = 30.0
+
+USAGE = """Serves the weights of a run's checkpoint over SGLang's HTTP API, on the embedded engine of this machine."""
+
+
+def main(argv: list[str]) -> int:
+    flags = parse_flags(
+        USAGE,
+        argv,
+        workdir=("", "directory of the run"),
+        step=(-1, "checkpoint; default the last"),
+        host=("127.0.0.1", "address to bind"),
+        port=(30000, "port to bind; 0 picks a free one"),
+    )
+    if not flags.workdir:
+        raise UsageError("--workdir=DIR is needed")
+    workdir = pathlib.Path(flags.workdir).absolute()
+    settings = settings_of(load_config(str(workdir / "config.json")))
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("absl").setLevel(logging.WARNING)
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_serve(settings, workdir, flags.step, flags.host, flags.port))
+    return 0
+
+
+async def _serve(settings, workdir: pathlib.Path, step: int, host: str, port: int) -> None:
+    from jaxrl_async import roles
+    from jaxrl_async.inference import http
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asyncio.current_task().cancel)
+    step, params = roles.checkpoint_params(settings, workdir, None if step < 0 else step)
+    engine = roles.engine_of(settings, workdir, name="serve")
+    engine.start()
+    try:
+        await asyncio.wrap_future(engine.update_weights(params, str(step)))
+        async with http.serve(engine, host=host, port=port) as bound:
+            logging.info("checkpoint %d of %s at http://%s:%d", step, workdir, host, bound)
+            await asyncio.wrap_future(engine.stopped)
+    finally:
+        engine.close(timeout_secs=CLOSE_TIMEOUT_SECS)

@@ -1,0 +1,126 @@
+"""Held-out evaluation of checkpoints: greedy accuracy and pass@k, on the embedded engine in this process."""
+
+import math
+import pathlib
+import queue
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxrl_async import roles
+from jaxrl_async.inference.engine import Completion, Engine, Request
+from jaxrl_async.inference.sampling import SamplingParams
+from jaxrl_async.rewards import reward_function
+from jaxrl_async.settings import Settings
+from jaxrl_async.tasks.prompts import encode_prompts
+from jaxrl_async.types import Prompt
+
+ENGINE_TIMEOUT_SECS = 600.0
+
+
+def evaluate(settings: Settings, workdir: pathlib.Path, steps: Sequence[int | None]) -> list[dict]:
+    """Scores checkpoints of a run on the task's held-out prompts.
+
+    Args:
+      settings: the run's settings.
+      workdir: its directory.
+      steps: checkpoints; None is the last one.
+
+    Returns:
+      One row per checkpoint: step, greedy (accuracy at temperature 0), and pass@1 and pass@n at the run's
+      temperature, n = evaluate.num_samples.
+
+    Raises:
+      CheckpointError: no such checkpoint, or one of another shape.
+    """
+    tokenizer = roles.tokenizer_of(settings, workdir)
+    prompts = encode_prompts(
+        roles.task_of(settings).test,
+        tokenizer,
+        max_prompt_tokens=settings.rollout.max_prompt_tokens,
+    )[: settings.evaluate.num_prompts]
+    engine = roles.engine_of(settings, workdir, name="evaluate")
+    engine.start()
+    try:
+        rows = []
+        for step in steps:
+            step, params = roles.checkpoint_params(settings, workdir, step)
+            engine.update_weights(params, str(step)).result(ENGINE_TIMEOUT_SECS)
+            rows.append({"step": step} | _score(engine, settings, tokenizer, prompts))
+        return rows
+    finally:
+        engine.close(timeout_secs=ENGINE_TIMEOUT_SECS)
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Chance that one of k samples is correct: 1 − C(n − c, k) / C(n, k).
+
+    Source: Evaluating Large Language Models Trained on Code (Chen et al., arXiv 2107.03374), Eq. 1.
+    """
+    wrong = num_samples - num_correct
+    return 1.0 - math.comb(wrong, k) / math.comb(num_samples, k)
+
+
+def _score(engine: Engine, settings: Settings, tokenizer, prompts: Sequence[Prompt]) -> dict:
+    rollout, n = settings.rollout, settings.evaluate.num_samples
+    reward = reward_function(rollout.reward)
+
+    def correct(prompt: Prompt, completion: Completion) -> bool:
+        ids = completion.output_ids.tolist()
+        if completion.finish_reason["type"] == "stop":
+            ids = ids[:-1]
+        return reward(tokenizer.decode(ids), prompt.answer) > 0.5
+
+    def sampled(temperature: float, count: int) -> np.ndarray:
+        """bool [prompts, count]"""
+        requests = [
+            Request(
+                rid=f"{i:06d}-{sample:04d}",
+                input_ids=prompt.tokens,
+                sampling=SamplingParams(
+                    max_new_tokens=rollout.max_new_tokens,
+                    temperature=temperature,
+                    top_p=1.0,
+                    top_k=-1,
+                    stop_token_ids=tuple(tokenizer.stop_token_ids),
+                    seed=(settings.evaluate.seed * 1_000_003 + i * n + sample) % 2**31,
+                ),
+            )
+            for i, prompt in enumerate(prompts)
+            for sample in range(count)
+        ]
+        completions = complete(engine, requests)
+        verdicts = [
+            correct(prompts[int(c.rid[:6])], c) for c in sorted(completions, key=lambda c: c.rid)
+        ]
+        return np.array(verdicts).reshape(len(prompts), count)
+
+    greedy = sampled(0.0, 1)
+    counts = sampled(rollout.temperature, n).sum(1)
+    row = {"greedy": float(greedy.mean())}
+    return row | {
+        f"pass@{k}": float(np.mean([pass_at_k(n, int(c), k) for c in counts]))
+        for k in sorted({1, n})
+    }
+
+
+def complete(engine: Engine, requests: Sequence[Request]) -> list[Completion]:
+    """Runs requests to their ends, in any order.
+
+    Raises:
+      UnavailableError: the engine died.
+    """
+    ended: queue.SimpleQueue = queue.SimpleQueue()
+    completions: list[Completion] = []
+    sent = min(len(requests), engine.max_queued_requests)
+    for request in requests[:sent]:
+        engine.submit(request, ended.put)
+    while len(completions) < len(requests):
+        for _, outcome in ended.get(timeout=ENGINE_TIMEOUT_SECS):
+            if isinstance(outcome, Exception):
+                raise outcome
+            completions.append(outcome)
+            if sent < len(requests):
+                engine.submit(requests[sent], ended.put)
+                sent += 1
+    return completions

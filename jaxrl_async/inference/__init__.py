@@ -1,0 +1,1 @@
+"""The embedded inference server: a JAX engine, and SGLang's HTTP API over it."""

@@ -1,0 +1,623 @@
+"""The embedded inference engine: continuous batching on fixed slots, on one device.
+
+One thread owns the slots, the cache and the weights; everyone else posts a command and holds a
+future. A request waits in the queue, is prefilled into a free slot, and gets its tokens in chunks
+of decode steps; commands are obeyed between chunks. What a request is answered depends on its own
+tokens, seed and settings and on the weights, never on its neighbours, its slot or its time of
+arrival.
+
+The engine knows nothing of HTTP, tokenizers, prompts' meaning or rewards.
+"""
+
+import collections
+import concurrent.futures
+import dataclasses
+import queue
+import threading
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jaxrl_async.inference import loading, programs, sampling
+from jaxrl_async.models import transformer
+
+PAUSE_MODES = ("abort", "retract", "in_place")
+_IDLE_SECS = 1.0  # between looks at the command queue when there is nothing to do
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One prompt to complete."""
+
+    rid: str  # unique among the live ones
+    input_ids: np.ndarray  # int32 [P], P ≥ 1
+    sampling: sampling.SamplingParams
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """Output tokens [start, end) were sampled by the weights of this version."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """What became of a request; after an abort, its partial tokens."""
+
+    rid: str
+    output_ids: np.ndarray  # int32 [N], the stop token included
+    logprobs: np.ndarray  # float32 [N], at the request's temperature, before top-p and top-k
+    spans: tuple[Span, ...]  # cover [0, N)
+    finish_reason: dict  # {"type": "stop", "matched"} | {"type": "length", "length"} | {"type": "abort", "message"}
+    prompt_tokens: int
+    num_retractions: int
+
+
+# Called on the engine thread with all that ended together, as (rid, completion or error).
+OnDone = Callable[[list[tuple[str, "Completion | UnavailableError"]]], None]
+
+
+class InvalidRequestError(ValueError):
+    """A request that can never be served; the message names field, value and bound."""
+
+
+class UnavailableError(RuntimeError):
+    """The engine cannot serve now: no weights yet, the queue is full, or its thread has ended."""
+
+
+class Engine:
+    """Serves requests until it is closed or its thread dies.
+
+    Every method but `start` and `close` may be called from any thread and returns at once.
+    """
+
+    def __init__(
+        self,
+        config: transformer.ModelConfig,
+        *,
+        num_slots: int,
+        max_total_tokens: int,
+        decode_chunk: int,
+        max_queued_requests: int,
+        name: str,
+    ):
+        """Allocates nothing on the device.
+
+        Args:
+          config: the model's shape.
+          num_slots: requests decoded together.
+          max_total_tokens: bound on prompt + completion of one request.
+          decode_chunk: decode steps between two looks at the commands.
+          max_queued_requests: requests that may wait beyond those in slots.
+          name: of the thread, and in errors.
+        """
+        self.config = config
+        self.name = name
+        self.num_slots = num_slots
+        self.max_total_tokens = max_total_tokens
+        self.decode_chunk = decode_chunk
+        self.max_queued_requests = max_queued_requests
+        # Resolved when the thread ends: None after close(), else the error it died of.
+        self.stopped = concurrent.futures.Future()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._loader = concurrent.futures.ThreadPoolExecutor(1, f"{name}-loader")
+        # Shared with the callers, under the lock.
+        self._lock = threading.Lock()
+        self._commands = queue.SimpleQueue()
+        self._futures = set()  # of commands not yet answered
+        self._live = {}  # rid -> _Live, from submit to its end
+        self._error = None  # what every call fails with, once the thread has ended
+        # The engine thread's own.
+        self._closing = False
+        self._paused = None  # one of PAUSE_MODES
+        self._params = None
+        self._version = None
+        self._model_path = ""
+        self._updates = collections.deque()  # _Update not yet applied
+        self._waiting = collections.deque()  # _Live
+        self._running = {}  # slot -> _Live
+        self._free = list(range(num_slots))
+        self._lengths = np.zeros(num_slots, np.int32)  # tokens of each slot's sequence
+        self._tokens = np.zeros((num_slots, max_total_tokens), np.int32)
+        self._logprobs = np.zeros((num_slots, max_total_tokens), np.float32)
+        self._slots = programs.empty_slots(num_slots)
+
+    def start(self) -> None:
+        """Compiles every program and starts the thread; nothing is compiled after it."""
+        self._programs = programs.Programs(
+            self.config,
+            num_slots=self.num_slots,
+            max_total_tokens=self.max_total_tokens,
+            decode_chunk=self.decode_chunk,
+        )
+        self._cache = self._programs.empty_cache()
+        self._thread.start()
+
+    def close(self, *, timeout_secs: float) -> None:
+        """Ends the thread; what is unfinished fails with UnavailableError.
+
+        Raises:
+          TimeoutError: the thread did not end in time.
+        """
+        self._commands.put(self._close)
+        self._loader.shutdown(wait=False, cancel_futures=True)
+        if not self._thread.ident:
+            return self._stop(UnavailableError(f"engine {self.name!r} was never started"))
+        self._thread.join(timeout_secs)
+        if self._thread.is_alive():
+            raise TimeoutError(f"engine {self.name!r} did not end within {timeout_secs} s")
+
+    @property
+    def weight_version(self) -> str | None:
+        """Version of the weights in use; None before the first."""
+        return self._version
+
+    @property
+    def model_path(self) -> str:
+        """Directory the weights in use were read from; "" when they were not read from one."""
+        return self._model_path
+
+    @property
+    def error(self) -> UnavailableError | None:
+        """Why nothing can be served any more; None while the thread lives."""
+        return self._error
+
+    @property
+    def num_compiled(self) -> int:
+        """Programs compiled, all of them at start."""
+        return self._programs.count
+
+    @property
+    def num_running(self) -> int:
+        """Requests in slots."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests accepted and not in a slot."""
+        return len(self._live) - len(self._running)
+
+    def submit(self, request: Request, on_done: OnDone) -> None:
+        """Queues a request; on_done hears of its end, once, and must not raise.
+
+        Raises:
+          InvalidRequestError: what was asked can never be served.
+          UnavailableError: no weights yet, the queue is full, or the thread has ended.
+        """
+        self._check(request)
+        live = _Live(request, on_done)
+        with self._lock:
+            if self._error:
+                raise self._error
+            if self._version is None:
+                raise UnavailableError(f"engine {self.name!r} has no weights yet")
+            if request.rid in self._live:
+                raise InvalidRequestError(f"rid {request.rid!r} is already in use")
+            if len(self._live) >= self.num_slots + self.max_queued_requests:
+                raise UnavailableError(
+                    f"the queue is full: {self.num_slots} slots and {self.max_queued_requests} "
+                    "waiting requests"
+                )
+            self._live[request.rid] = live
+            self._commands.put(live)
+
+    def pause(self, mode: str) -> concurrent.futures.Future:
+        """Stops generating; requests that come later wait for `resume`.
+
+        Args:
+          mode: "abort" ends every request with its partial tokens. "retract" sends the running
+            ones back to the queue with their tokens; their keys and values are computed anew when
+            they go on. "in_place" keeps keys and values, stale ones after a change of weights.
+
+        Returns:
+          a future of None, resolved when it is done.
+        """
+        if mode not in PAUSE_MODES:
+            raise InvalidRequestError(f"mode must be one of {', '.join(PAUSE_MODES)}; got {mode!r}")
+        return self._post(lambda: self._pause(mode))
+
+    def resume(self) -> concurrent.futures.Future:
+        """Ends a pause. Returns a future of None."""
+        return self._post(lambda: setattr(self, "_paused", None))
+
+    def abort(self, matches: Callable[[str], bool]) -> concurrent.futures.Future:
+        """Ends every request whose rid matches. Returns a future of how many."""
+        return self._post(lambda: self._abort(matches, "aborted by request"))
+
+    def flush(self) -> concurrent.futures.Future:
+        """Returns a future of True when no request is live: keys and values outlive none."""
+        return self._post(lambda: not self._running and not self._waiting)
+
+    def update_weights(self, params: nnx.State, version: str) -> concurrent.futures.Future:
+        """Changes the weights between two chunks, whether paused or not.
+
+        Running requests keep their tokens, and their keys and values are computed anew; paused
+        "in_place", they are kept. The arrays are copied, so the caller may go on to donate them.
+
+        Returns:
+          a future of the number of requests that went on with the new weights.
+
+        Raises:
+          WeightsError: names, shapes or numbers are not the model's.
+        """
+        params = loading.to_device(params, self.config)
+        future = self._new_future()
+        self._post_update(_Update(params, version, "", "retract", False, future))
+        return future
+
+    def update_weights_from_disk(
+        self, model_path: str, *, version: str, flush_cache: bool, abort_all_requests: bool
+    ) -> concurrent.futures.Future:
+        """Loads a checkpoint directory while generation goes on, and then changes the weights.
+
+        While paused the change comes at once. Otherwise it waits for the running requests to end,
+        and new ones wait for it; or it aborts them all.
+
+        Args:
+          model_path: directory in Hugging Face's layout, of this engine's model.
+          version: what the new weights are called from then on.
+          flush_cache: refused, with nothing changed, while requests are held "in_place".
+          abort_all_requests: end every request with its partial tokens.
+
+        Returns:
+          a future of the number of paused requests; it fails with WeightsError, the old weights
+          and version in place.
+        """
+        future = self._new_future()
+        running = "abort" if abort_all_requests else "wait"
+
+        def load():
+            try:
+                params = loading.read(model_path, self.config)
+                self._post_update(
+                    _Update(params, version, model_path, running, flush_cache, future)
+                )
+            except Exception as error:
+                _resolve(future, error=error)
+
+        try:
+            self._loader.submit(load)
+        except RuntimeError:  # shut down
+            _resolve(future, error=UnavailableError(f"engine {self.name!r} is closed"))
+        return future
+
+    # Below, the callers' threads.
+
+    def _check(self, request):
+        ids = request.input_ids
+        if ids.dtype != np.int32 or ids.ndim != 1 or not len(ids):
+            raise InvalidRequestError(
+                f"input_ids must be int32 [P] with P ≥ 1, got {ids.dtype} {list(ids.shape)}"
+            )
+        vocab_size = self.config.vocab_size
+        if ids.min() < 0 or ids.max() >= vocab_size:
+            bad = ids[(ids < 0) | (ids >= vocab_size)][0]
+            raise InvalidRequestError(f"token id {bad} is outside [0, {vocab_size})")
+        try:
+            request.sampling.check(vocab_size=vocab_size)
+        except ValueError as error:
+            raise InvalidRequestError(str(error)) from None
+        new = request.sampling.max_new_tokens
+        if len(ids) + new > self.max_total_tokens:
+            raise InvalidRequestError(
+                f"a prompt of {len(ids)} tokens and max_new_tokens {new} exceed the "
+                f"{self.max_total_tokens} tokens of a request"
+            )
+
+    def _new_future(self):
+        """A future that fails with the thread, unless it was resolved before."""
+        future = concurrent.futures.Future()
+        future.set_running_or_notify_cancel()  # nobody's cancel() may reach the engine thread
+        with self._lock:
+            if self._error:
+                future.set_exception(self._error)
+            else:
+                self._futures.add(future)
+        future.add_done_callback(self._futures.discard)
+        return future
+
+    def _post(self, function):
+        future = self._new_future()
+
+        def command():
+            _resolve(future, function())
+
+        self._commands.put(command)
+        return future
+
+    def _post_update(self, update):
+        def command():
+            self._updates.append(update)
+            self._apply_updates()  # before the next command, which may end the pause
+
+        self._commands.put(command)
+
+    # Below, the engine thread.
+
+    def _run(self):
+        error = None
+        try:
+            while not self._closing:
+                self._obey()
+                self._apply_updates()
+                if self._can_admit():
+                    self._admit()
+                elif self._can_decode():
+                    self._decode()
+        except BaseException as e:
+            error = e
+        self._stop(error)
+
+    def _can_admit(self):
+        # Running requests come to an end, and with them the wait for the weights.
+        return bool(self._waiting and self._free and not self._paused and not self._updates)
+
+    def _can_decode(self):
+        return bool(self._running and not self._paused)
+
+    def _obey(self):
+        """Takes every command there is, and waits for one when there is nothing else to do."""
+        wait = not (self._can_admit() or self._can_decode())
+        while True:
+            try:
+                command = self._commands.get(wait, _IDLE_SECS)
+            except queue.Empty:
+                return
+            wait = False
+            if isinstance(command, _Live):
+                self._waiting.append(command)
+            else:
+                command()
+
+    def _close(self):
+        self._closing = True
+
+    def _stop(self, cause):
+        """Fails everything that is pending, and every later call."""
+        error = UnavailableError(f"engine {self.name!r} is closed")
+        if cause:
+            error = UnavailableError(f"engine {self.name!r} died: {cause!r}")
+            error.__cause__ = cause
+        with self._lock:
+            self._error = error
+            futures, lives = list(self._futures), list(self._live.values())
+            self._live.clear()
+        for future in futures:
+            _resolve(future, error=error)
+        _deliver([(live, error) for live in lives])
+        _resolve(self.stopped, None, error=cause)
+
+    def _pause(self, mode):
+        self._paused = mode
+        if mode == "abort":
+            self._abort(lambda rid: True, "aborted by pause_generation")
+        elif mode == "retract":
+            self._retract()
+
+    def _abort(self, matches, message):
+        ended = [live for live in self._running.values() if matches(live.request.rid)]
+        queued = [live for live in self._waiting if matches(live.request.rid)]
+        if queued:
+            self._waiting = collections.deque(
+                live for live in self._waiting if not matches(live.request.rid)
+            )
+        for live in ended:
+            self._release(live)
+        reason = {"type": "abort", "message": message}
+        self._finish([(live, reason) for live in ended + queued])
+        return len(ended) + len(queued)
+
+    def _retract(self):
+        """Sends the running requests back to the head of the queue, in the order they came in."""
+        lives = list(self._running.values())
+        for live in lives:
+            self._release(live)
+            live.num_retractions += 1
+        self._waiting.extendleft(reversed(lives))
+
+    def _apply_updates(self):
+        while self._updates:
+            update = self._updates[0]
+            held = self._paused == "in_place" and bool(self._running)
+            if held and update.flush_cache and update.running != "abort":
+                self._updates.popleft()
+                error = f"flush_cache while {len(self._running)} requests are paused in_place"
+                _resolve(update.future, error=loading.WeightsError(error))
+                continue
+            if update.running == "abort":
+                self._abort(lambda rid: True, "aborted by update_weights_from_disk")
+            elif self._running and not self._paused:
+                if update.running == "wait":
+                    return
+                self._retract()
+            self._updates.popleft()
+            self._swap(update)
+
+    def _swap(self, update):
+        for live in self._running.values():
+            live.close_span(self._version, self._lengths[live.slot])
+        self._params, self._version = update.params, update.version
+        self._model_path = update.model_path
+        paused = self._paused is not None or update.running == "retract"
+        held = len(self._running) + len(self._waiting)
+        _resolve(update.future, held if paused else 0)
+
+    def _admit(self):
+        """One prefill: the head of the queue, and what waits behind it in the same bucket."""
+        batch, slots_of_row, passed_over = [], {}, []
+        bucket = self._bucket(self._waiting[0])
+        max_rows = self._programs.max_rows(bucket) if bucket else 1
+        while self._waiting and len(batch) < len(self._free):
+            live = self._waiting.popleft()
+            row = live.tokens[:-1].tobytes()  # the last token is decode's to process
+            known = row in slots_of_row or len(slots_of_row) < max_rows
+            if self._bucket(live) == bucket and known:
+                slots_of_row.setdefault(row, []).append(self._free[-1 - len(batch)])
+                batch.append(live)
+            else:
+                passed_over.append(live)
+        self._waiting.extendleft(reversed(passed_over))
+        for live in batch:
+            self._occupy(self._free.pop(), live)
+        if bucket:
+            rows = [np.frombuffer(row, np.int32) for row in slots_of_row]
+            self._cache = self._programs.prefill(
+                self._params, self._cache, rows, list(slots_of_row.values())
+            )
+
+    def _bucket(self, live):
+        """Padded length of the prefill; 0 for a single token, which has none."""
+        num_tokens = len(live.tokens) - 1
+        return self._programs.bucket(num_tokens) if num_tokens else 0
+
+    def _occupy(self, slot, live):
+        live.slot = slot
+        self._running[slot] = live
+        num_tokens, prompt_length = len(live.tokens), len(live.request.input_ids)
+        self._lengths[slot] = num_tokens
+        self._tokens[slot, :num_tokens] = live.tokens
+        self._logprobs[slot, prompt_length:num_tokens] = live.logprobs
+        ask, slots = live.request.sampling, self._slots
+        slots.tokens[slot] = live.tokens[-1]
+        slots.positions[slot] = num_tokens - 1
+        slots.limits[slot] = prompt_length + ask.max_new_tokens
+        slots.active[slot] = True
+        slots.stop_tokens[slot] = -1
+        slots.stop_tokens[slot, : len(ask.stop_token_ids)] = ask.stop_token_ids
+        slots.draw.key[slot] = sampling.seed_words(ask.seed)
+        slots.draw.temperature[slot] = ask.temperature
+        slots.draw.top_p[slot] = ask.top_p
+        slots.draw.top_k[slot] = min(ask.top_k, self.config.vocab_size)
+
+    def _release(self, live):
+        """Takes a request out of its slot, with what it has so far."""
+        slot, prompt_length = live.slot, len(live.request.input_ids)
+        num_tokens = self._lengths[slot]
+        live.close_span(self._version, num_tokens)
+        live.tokens = self._tokens[slot, :num_tokens].copy()
+        live.logprobs = self._logprobs[slot, prompt_length:num_tokens].copy()
+        live.slot = None
+        self._slots.active[slot] = False
+        self._free.append(slot)
+        del self._running[slot]
+
+    def _decode(self):
+        """One chunk for everything in a slot, and the end of what ended in it."""
+        self._cache, decoded = self._programs.decode(self._params, self._cache, self._slots)
+        decoded = jax.device_get(decoded)
+        step, slot = np.nonzero(np.arange(self.decode_chunk)[:, None] < decoded.counts[None])
+        at = self._lengths[slot] + step
+        self._tokens[slot, at] = decoded.tokens[step, slot]
+        self._logprobs[slot, at] = decoded.logprobs[step, slot]
+        self._lengths += decoded.counts
+        slots = self._slots
+        ended = slots.active & ~decoded.active
+        slots.active[:] = decoded.active
+        slots.positions[:] = np.maximum(self._lengths - 1, 0)
+        slots.tokens[:] = self._tokens[np.arange(self.num_slots), slots.positions]
+        broken = np.unique(slot[~np.isfinite(decoded.logprobs[step, slot])])
+        ended[broken] = False
+        lives = [self._running[slot] for slot in np.flatnonzero(ended).tolist()]
+        for live in lives:
+            self._release(live)
+        self._finish([(live, live.reason()) for live in lives])
+        if len(broken):
+            self._abandon(broken.tolist())
+
+    def _abandon(self, slots):
+        """Ends what met a number that is not finite, with the tokens before it."""
+        rids = set()
+        for slot in slots:
+            live = self._running[slot]
+            rids.add(live.request.rid)
+            start = len(live.request.input_ids)
+            bad = ~np.isfinite(self._logprobs[slot, start : self._lengths[slot]])
+            self._lengths[slot] = start + np.argmax(bad)
+        message = f"log-probs of weights {self._version!r} are not finite"
+        self._abort(lambda rid: rid in rids, message)
+        # A masked NaN in the cache still reaches whoever comes next into its slot: 0 · NaN.
+        self._retract()
+        self._cache = self._programs.empty_cache()
+
+    def _finish(self, ended):
+        with self._lock:
+            for live, _ in ended:
+                del self._live[live.request.rid]
+        _deliver([(live, live.completion(reason)) for live, reason in ended])
+
+
+class _Live:
+    """A request between submit and its end. After submit only the engine thread touches it."""
+
+    def __init__(self, request, on_done):
+        self.request = request
+        self.on_done = on_done
+        self.slot = None
+        # While in a slot, what stands in the engine's arrays is newer than these.
+        self.tokens = request.input_ids
+        self.logprobs = np.zeros(0, np.float32)
+        self.spans = []
+        self.num_retractions = 0
+
+    def close_span(self, version, num_tokens):
+        """Writes down that the tokens since the last span are this version's."""
+        end = int(num_tokens) - len(self.request.input_ids)
+        start = self.spans[-1].end if self.spans else 0
+        if start == end:
+            return
+        if self.spans and self.spans[-1].version == version:
+            start = self.spans.pop().start
+        self.spans.append(Span(version, start, end))
+
+    def reason(self):
+        last = int(self.tokens[-1])
+        if last in self.request.sampling.stop_token_ids:
+            return {"type": "stop", "matched": last}
+        return {"type": "length", "length": self.request.sampling.max_new_tokens}
+
+    def completion(self, finish_reason):
+        prompt_length = len(self.request.input_ids)
+        return Completion(
+            rid=self.request.rid,
+            output_ids=self.tokens[prompt_length:],
+            logprobs=self.logprobs,
+            spans=tuple(self.spans),
+            finish_reason=finish_reason,
+            prompt_tokens=prompt_length,
+            num_retractions=self.num_retractions,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Update:
+    params: nnx.State
+    version: str
+    model_path: str
+    running: str  # what becomes of running requests when not paused: "wait" | "abort" | "retract"
+    flush_cache: bool
+    future: concurrent.futures.Future
+
+
+def _deliver(outcomes):
+    """One call of each distinct on_done: hundreds end together and share one."""
+    by_callback = {}
+    for live, outcome in outcomes:
+        by_callback.setdefault(live.on_done, []).append((live.request.rid, outcome))
+    for on_done, ended in by_callback.items():
+        on_done(ended)
+
+
+def _resolve(future, result=None, *, error=None):
+    """Sets the outcome, unless the end of the thread came first."""
+    try:
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+    except concurrent.futures.InvalidStateError:
+        pass

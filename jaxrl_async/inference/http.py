@@ -1,0 +1,358 @@
+"""SGLang's HTTP API over an engine: the routes and the JSON which the project's one client speaks.
+
+It checks and translates; it knows nothing of slots, caches or weights.
+"""
+
+import asyncio
+import contextlib
+import json
+import secrets
+import time
+import uuid
+from collections.abc import AsyncIterator
+
+import numpy as np
+from aiohttp import web
+
+from jaxrl_async.inference import loading, sampling
+from jaxrl_async.inference.engine import (
+    Completion,
+    Engine,
+    InvalidRequestError,
+    Request,
+    UnavailableError,
+)
+
+MAX_BODY_BYTES = 16 << 20
+_SHUTDOWN_SECS = 2.0
+_GENERATE_KEYS = {"rid", "input_ids", "sampling_params", "return_logprob", "stream"}
+# SGLang's defaults.
+_SAMPLING_DEFAULTS = {
+    "max_new_tokens": 128,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": -1,
+    "stop_token_ids": None,
+    "ignore_eos": False,
+    "sampling_seed": None,
+}
+
+
+@contextlib.asynccontextmanager
+async def serve(engine: Engine, *, host: str, port: int) -> AsyncIterator[int]:
+    """Answers over HTTP while the context lasts; works in any thread's event loop.
+
+    Args:
+      engine: a started engine. It outlives the context: closing it is the caller's.
+      host: address to bind.
+      port: 0 picks a free one.
+
+    Yields:
+      the port.
+
+    Raises:
+      OSError: the address cannot be bound; the message names it.
+    """
+    runner = web.AppRunner(
+        make_app(engine),
+        access_log=None,
+        handler_cancellation=True,  # a client that hangs up aborts its request
+        shutdown_timeout=_SHUTDOWN_SECS,
+    )
+    await runner.setup()
+    try:
+        try:
+            await web.TCPSite(runner, host, port).start()
+        except OSError as error:
+            raise OSError(
+                error.errno, f"cannot listen on {host}:{port}: {error.strerror}"
+            ) from None
+        yield runner.addresses[0][1]
+    finally:
+        await runner.cleanup()
+
+
+def make_app(engine: Engine) -> web.Application:
+    """The routes over an engine. Build it inside the event loop that will serve it."""
+    routes = _Routes(engine)
+    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_answer_errors])
+    app.add_routes(
+        [
+            web.post("/generate", routes.generate),
+            web.post("/pause_generation", routes.pause_generation),
+            web.post("/continue_generation", routes.continue_generation),
+            web.post("/abort_request", routes.abort_request),
+            web.post("/flush_cache", routes.flush_cache),
+            web.post("/update_weights_from_disk", routes.update_weights_from_disk),
+            web.get("/model_info", routes.model_info),
+            web.get("/health", routes.health),
+        ]
+    )
+    return app
+
+
+@web.middleware
+async def _answer_errors(request, handler):
+    """Every refusal is JSON, in SGLang's form; so are the router's own (404, 405, 413)."""
+    try:
+        return await handler(request)
+    except InvalidRequestError as error:
+        return _error(400, str(error))
+    except UnavailableError as error:
+        return _error(503, str(error))
+    except web.HTTPException as error:
+        return _error(error.status, f"{request.method} {request.path}: {error.text}")
+
+
+class _Routes:
+    def __init__(self, engine):
+        self._engine = engine
+        self._loop = asyncio.get_running_loop()
+        self._generating = {}  # rid -> asyncio.Future of a Completion
+
+    async def generate(self, http_request):
+        start = time.monotonic()
+        body = await _read(http_request, _GENERATE_KEYS)
+        requests = _parse_generate(body)
+        return_logprob = _bool(body, "return_logprob")
+        rids, answers = [], []
+        try:
+            for request in requests:
+                self._submit(request)
+                rids.append(request.rid)
+            for request in requests:
+                completion = await self._generating[request.rid]
+                answers.append(self._answer(completion, return_logprob, start))
+        except BaseException:
+            self._abandon(set(rids))
+            raise
+        finally:
+            for rid in rids:
+                del self._generating[rid]
+        return _json(answers if _is_batch(body) else answers[0])
+
+    async def pause_generation(self, http_request):
+        body = await _read(http_request, {"mode"})
+        await asyncio.wrap_future(self._engine.pause(body.get("mode", "abort")))
+        return _json({"status": "ok", "message": "Generation paused successfully."})
+
+    async def continue_generation(self, http_request):
+        await _read(http_request, set())
+        await asyncio.wrap_future(self._engine.resume())
+        return _json({"status": "ok", "message": "Generation continued successfully."})
+
+    async def abort_request(self, http_request):
+        body = await _read(http_request, {"rid", "abort_all"})
+        prefix, abort_all = body.get("rid"), _bool(body, "abort_all")
+        if not abort_all and not (isinstance(prefix, str) and prefix):
+            raise InvalidRequestError(f"give a rid (a prefix) or abort_all: true, got {body!r}")
+        num = await asyncio.wrap_future(
+            self._engine.abort(lambda rid: abort_all or rid.startswith(prefix))
+        )
+        return _json({"num_aborted": num})
+
+    async def flush_cache(self, http_request):
+        if await asyncio.wrap_future(self._engine.flush()):
+            return _json({"message": "Cache flushed."})
+        return _error(400, "requests are running or waiting")
+
+    async def update_weights_from_disk(self, http_request):
+        body = await _read(
+            http_request, {"model_path", "weight_version", "flush_cache", "abort_all_requests"}
+        )
+        path, version = (_str(body, key) for key in ("model_path", "weight_version"))
+        future = self._engine.update_weights_from_disk(
+            path,
+            version=version,
+            flush_cache=_bool(body, "flush_cache", default=True),
+            abort_all_requests=_bool(body, "abort_all_requests"),
+        )
+        try:
+            num_paused = await asyncio.wrap_future(future)
+        except loading.WeightsError as error:
+            return _json({"success": False, "message": str(error), "num_paused_requests": 0}, 400)
+        message = f"weights are now version {version}"
+        return _json({"success": True, "message": message, "num_paused_requests": num_paused})
+
+    async def model_info(self, http_request):
+        """Answers while paused: it is the liveness probe, and 503 once the engine is dead."""
+        engine = self._engine
+        if engine.error:
+            raise engine.error
+        return _json(
+            {
+                "model_path": engine.model_path,
+                "weight_version": engine.weight_version,
+                "is_generation": True,
+                "vocab_size": engine.config.vocab_size,
+                "max_total_tokens": engine.max_total_tokens,
+                "num_slots": engine.num_slots,
+                "num_running_requests": engine.num_running,
+                "num_waiting_requests": engine.num_waiting,
+                "num_compiled": engine.num_compiled,
+            }
+        )
+
+    async def health(self, http_request):
+        if self._engine.error:
+            raise self._engine.error
+        return _json({"status": "ok"})
+
+    def _submit(self, request):
+        if request.rid in self._generating:  # ended in the engine, and not answered yet
+            raise InvalidRequestError(f"rid {request.rid!r} is already in use")
+        self._engine.submit(request, self._on_done)
+        self._generating[request.rid] = self._loop.create_future()
+
+    def _on_done(self, ended):
+        """On the engine thread: one wake-up of the event loop for all that ended together."""
+        try:
+            self._loop.call_soon_threadsafe(self._resolve, ended)
+        except RuntimeError:  # the loop is closed: nobody waits any more
+            pass
+
+    def _resolve(self, ended):
+        for rid, outcome in ended:
+            future = self._generating.get(rid)
+            if future is None or future.done():
+                continue
+            if isinstance(outcome, Completion):
+                future.set_result(outcome)
+            else:
+                future.set_exception(outcome)
+
+    def _abandon(self, rids):
+        """Nobody will read these answers."""
+        self._engine.abort(rids.__contains__)
+
+    def _answer(self, completion: Completion, return_logprob, start):
+        spans = [{"version": s.version, "start": s.start, "end": s.end} for s in completion.spans]
+        output_ids = completion.output_ids.tolist()
+        meta = {
+            "id": completion.rid,
+            "finish_reason": completion.finish_reason,
+            "prompt_tokens": completion.prompt_tokens,
+            "completion_tokens": len(output_ids),
+            "cached_tokens": 0,
+            "weight_version": spans[-1]["version"] if spans else self._engine.weight_version,
+            "weight_versions": spans,
+            "num_retractions": completion.num_retractions,
+            "e2e_latency": time.monotonic() - start,
+        }
+        if return_logprob:
+            pairs = zip(completion.logprobs.tolist(), output_ids, strict=True)
+            meta["output_token_logprobs"] = [(logprob, token, None) for logprob, token in pairs]
+        return {"output_ids": output_ids, "meta_info": meta}
+
+
+async def _read(http_request, keys):
+    """The body as a JSON object with no other keys than these; an empty body is {}."""
+    body = await http_request.read()
+    try:
+        body = json.loads(body) if body else {}
+    except ValueError as error:
+        raise InvalidRequestError(f"the body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise InvalidRequestError(f"the body must be a JSON object, got {type(body).__name__}")
+    _check_keys("the body", body, keys)
+    return body
+
+
+def _parse_generate(body):
+    """One Request, or one for each prompt of a batch."""
+    if _bool(body, "stream"):
+        raise InvalidRequestError("stream: true is not supported")
+    prompts = body.get("input_ids")
+    if not isinstance(prompts, list) or not prompts:
+        raise InvalidRequestError("input_ids must be a list of token ids, or a list of such lists")
+    if not _is_batch(body):
+        return [_parse_request(prompts, body.get("rid"), body.get("sampling_params"))]
+    num = len(prompts)
+    rids = _per_prompt("rid", body.get("rid"), num, alone=type(None))
+    params = _per_prompt("sampling_params", body.get("sampling_params"), num, alone=dict | None)
+    return [_parse_request(*parts) for parts in zip(prompts, rids, params, strict=True)]
+
+
+def _is_batch(body):
+    return isinstance(body["input_ids"][0], list)
+
+
+def _per_prompt(name, value, num, *, alone):
+    if isinstance(value, alone):
+        return [value] * num
+    if not isinstance(value, list) or len(value) != num:
+        raise InvalidRequestError(f"{name} of a batch must be a list of {num}, got {value!r:.80}")
+    return value
+
+
+def _parse_request(input_ids, rid, params):
+    if rid is None:
+        rid = uuid.uuid4().hex
+    if not isinstance(rid, str) or not rid:
+        raise InvalidRequestError(f"rid must be a string, got {rid!r:.80}")
+    return Request(rid=rid, input_ids=_parse_ids(input_ids), sampling=_parse_sampling(params))
+
+
+def _parse_ids(ids):
+    """int32 [P]; the engine bounds them by the vocabulary."""
+    if not isinstance(ids, list):
+        raise InvalidRequestError(f"a prompt must be a list of token ids, got {ids!r:.80}")
+    for token in ids:
+        if type(token) is not int or not -(2**31) <= token < 2**31:
+            raise InvalidRequestError(f"token id {token!r:.80} is not a 32-bit integer")
+    return np.array(ids, np.int32)
+
+
+def _parse_sampling(params):
+    params = {} if params is None else params
+    if not isinstance(params, dict):
+        raise InvalidRequestError(f"sampling_params must be an object, got {params!r:.80}")
+    _check_keys("sampling_params", params, _SAMPLING_DEFAULTS.keys())
+    params = _SAMPLING_DEFAULTS | params
+    stop_token_ids = params["stop_token_ids"] or []
+    if not isinstance(stop_token_ids, list):
+        raise InvalidRequestError(f"stop_token_ids must be a list, got {stop_token_ids!r:.80}")
+    seed = params["sampling_seed"]
+    return sampling.SamplingParams(
+        max_new_tokens=params["max_new_tokens"],
+        temperature=params["temperature"],
+        top_p=params["top_p"],
+        top_k=params["top_k"],
+        stop_token_ids=() if _bool(params, "ignore_eos") else tuple(stop_token_ids),
+        seed=secrets.randbelow(sampling.MAX_SEED) if seed is None else seed,
+    )
+
+
+def _check_keys(where, found, known):
+    unknown = sorted(found.keys() - known)
+    if unknown:
+        raise InvalidRequestError(
+            f"{where} has unknown keys: {', '.join(unknown)} (known: {', '.join(sorted(known))})"
+        )
+
+
+def _bool(body, key, *, default=False):
+    value = body.get(key, default)
+    if not isinstance(value, bool):
+        raise InvalidRequestError(f"{key} must be true or false, got {value!r:.80}")
+    return value
+
+
+def _str(body, key):
+    value = body.get(key)
+    if not isinstance(value, str) or not value:
+        raise InvalidRequestError(f"{key} must be a string, got {value!r:.80}")
+    return value
+
+
+def _json(answer, status=200):
+    return web.Response(
+        body=_encode(answer).encode(), status=status, content_type="application/json"
+    )
+
+
+def _error(status, message):
+    return _json({"error": {"message": message}}, status)
+
+
+_encode = json.JSONEncoder(separators=(",", ":")).encode

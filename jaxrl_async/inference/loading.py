@@ -1,0 +1,100 @@
+"""Weights on their way into an engine: everything that can be wrong with them is found here.
+
+What comes out has the shapes, dtypes and placement the compiled programs were made for, and finite
+numbers. It knows nothing of versions, requests or when weights change.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jaxrl_async.models import hf, transformer
+
+
+class WeightsError(ValueError):
+    """Weights that were refused; the message names the file, tensor or field."""
+
+
+def read(path: str, config: transformer.ModelConfig) -> nnx.State:
+    """Reads a checkpoint directory in Hugging Face's layout.
+
+    Args:
+      path: directory of *.safetensors; its config.json and manifest.json are checked if present.
+      config: the model it must be of.
+
+    Returns:
+      the parameters, on the device.
+
+    Raises:
+      WeightsError: missing, truncated, of another architecture, altered, or not finite.
+    """
+    try:
+        if not os.path.isdir(path):
+            raise ValueError(f"{path} is not a directory")
+        _check_config(path, config)
+        tensors = hf.read_tensors(path)
+        _check_digests(path, tensors)
+        params = hf.from_tensors(tensors, config)
+    except (OSError, ValueError, KeyError) as error:
+        raise WeightsError(f"{path}: {error}") from error
+    return to_device(params, config)
+
+
+def to_device(params: nnx.State, config: transformer.ModelConfig) -> nnx.State:
+    """Copies parameters to the default device, checked against the model.
+
+    Raises:
+      WeightsError: a name, shape or number is not the model's.
+    """
+    abstract, treedef = jax.tree.flatten_with_path(transformer.abstract_params(config))
+    found = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(params)}
+    wanted = {jax.tree_util.keystr(path): leaf for path, leaf in abstract}
+    if wanted.keys() != found.keys():
+        odd = ", ".join(sorted(wanted.keys() ^ found.keys()))
+        raise WeightsError(f"missing or unexpected parameters: {odd}")
+    return treedef.unflatten(_placed(name, found[name], want) for name, want in wanted.items())
+
+
+def _check_config(path, config):
+    """Shapes alone do not tell one rope_theta or norm_eps from another."""
+    if not os.path.exists(os.path.join(path, "config.json")):
+        return
+    found = hf.read_config(path, dtype=config.dtype, remat=config.remat)
+    differ = [
+        f"{field.name} {getattr(found, field.name)!r} (the model's is {getattr(config, field.name)!r})"
+        for field in dataclasses.fields(config)
+        if getattr(found, field.name) != getattr(config, field.name)
+    ]
+    if differ:
+        raise ValueError(f"config.json is of another model: {', '.join(differ)}")
+
+
+def _check_digests(path, tensors):
+    """A manifest says what the writer wrote: {"tensors": {name: {"digest": sha256 of the bytes}}}."""
+    manifest = os.path.join(path, "manifest.json")
+    if not os.path.exists(manifest):
+        return
+    with open(manifest, "rb") as file:
+        table = json.load(file)["tensors"]
+    for name, said in table.items():
+        data = np.ascontiguousarray(tensors[name]).reshape(-1).view(np.uint8)
+        digest = hashlib.sha256(data).hexdigest()
+        if digest != said["digest"]:
+            raise ValueError(
+                f"tensor {name} has digest {digest}, its manifest says {said['digest']}"
+            )
+
+
+def _placed(name, array, want):
+    """A private copy on the device: a NumPy array would be aliased, and another's may be donated."""
+    if array.shape != want.shape:
+        raise WeightsError(f"{name} has shape {array.shape}, the model's is {want.shape}")
+    host = np.array(array, want.dtype)
+    if not np.isfinite(host).all():
+        raise WeightsError(f"{name} holds a number that is not finite")
+    return jax.device_put(host)

@@ -1,0 +1,224 @@
+"""What the engine runs on the device: every program, compiled before the first request.
+
+A program is compiled ahead of time from shapes alone, so a call that would need another one is an
+error and never a compilation. The programs know nothing of requests, queues or versions.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxrl_async.inference import sampling
+from jaxrl_async.models import attention, transformer
+
+_MIN_BUCKET = 16
+_MAX_PREFILL_TOKENS = 8192  # of one dispatch, padding included: what a pause may have to wait for
+
+
+class Slots(NamedTuple):
+    """What `Programs.decode` needs of each of the S slots."""
+
+    tokens: jax.Array  # int32 [S], the last token so far: the next one to decode
+    positions: jax.Array  # int32 [S], its absolute position
+    limits: jax.Array  # int32 [S], sequence length (prompt + completion) at which to end
+    active: jax.Array  # bool [S]
+    stop_tokens: jax.Array  # int32 [S, MAX_STOP_TOKENS], padded with −1
+    draw: sampling.Draw
+
+
+class Decoded(NamedTuple):
+    """What a chunk of K decode steps brought. Steps k < counts[s] of slot s hold its tokens."""
+
+    tokens: jax.Array  # int32 [K, S]
+    logprobs: jax.Array  # float32 [K, S]
+    counts: jax.Array  # int32 [S], new tokens of each slot, ≤ K
+    active: jax.Array  # bool [S], False where a slot stopped or reached its limit
+
+
+class Prompts(NamedTuple):
+    """Up to R distinct token rows of one bucket, and the slots that each goes to."""
+
+    tokens: np.ndarray  # int32 [R, bucket]
+    lengths: np.ndarray  # int32 [R]
+    slots: np.ndarray  # int32 [S]: row r goes to slots[offsets[r]:offsets[r + 1]]
+    offsets: np.ndarray  # int32 [R + 1]
+    num_rows: np.ndarray  # int32 [], rows in use
+
+
+class Programs:
+    """The compiled programs of one model at one shape: `decode`, and `prefill` for each bucket."""
+
+    def __init__(
+        self,
+        config: transformer.ModelConfig,
+        *,
+        num_slots: int,
+        max_total_tokens: int,
+        decode_chunk: int,
+    ):
+        self.abstract_params = transformer.abstract_params(config)
+        self._num_slots = num_slots
+        self._shape = (
+            config.num_layers, num_slots, max_total_tokens, config.num_kv_heads, config.head_dim
+        )  # fmt: skip
+        self._dtype = jnp.dtype(config.dtype)
+        cache = transformer.KVCache(*2 * (jax.ShapeDtypeStruct(self._shape, self._dtype),))
+        slots = _abstract(empty_slots(num_slots))
+        graphdef = transformer.graphdef(config)
+        decode = functools.partial(_decode, graphdef, decode_chunk)
+        self.decode = _compile(decode, self.abstract_params, cache, slots)
+        self._prefill = {}
+        for bucket in _buckets(max_total_tokens):
+            prompts = _abstract(self._empty_prompts(bucket))
+            prefill = functools.partial(_prefill, graphdef)
+            self._prefill[bucket] = _compile(prefill, self.abstract_params, cache, prompts)
+
+    @property
+    def count(self) -> int:
+        """Programs compiled; it never grows."""
+        return 1 + len(self._prefill)
+
+    def empty_cache(self) -> transformer.KVCache:
+        """Zeros. The programs take the cache by donation and return the new one."""
+        return transformer.KVCache(
+            *(jax.device_put(np.zeros(self._shape, self._dtype)) for _ in "kv")
+        )
+
+    def bucket(self, num_tokens: int) -> int:
+        """The padded length at which this many tokens (≥ 1) are prefilled."""
+        return next(bucket for bucket in self._prefill if bucket >= num_tokens)
+
+    def max_rows(self, bucket: int) -> int:
+        """Distinct rows that one prefill of this bucket takes."""
+        return max(1, min(self._num_slots, _MAX_PREFILL_TOKENS // bucket))
+
+    def prefill(self, params, cache, rows, slots):
+        """Fills the cache with each row's keys and values.
+
+        Every row is computed alone, padded to the bucket of its own length, so its numbers do not
+        depend on what it is prefilled with.
+
+        Args:
+          params: nnx.State.
+          cache: KVCache of [L, S, T, N, C], donated.
+          rows: int32 arrays of 1 to max_rows tokens' rows, all of one bucket.
+          slots: for each row, the slots that receive it.
+
+        Returns:
+          the cache.
+        """
+        bucket = self.bucket(len(rows[0]))
+        prompts = self._empty_prompts(bucket)
+        for i, row in enumerate(rows):
+            prompts.tokens[i, : len(row)] = row
+            prompts.lengths[i] = len(row)
+        prompts.offsets[1 : len(rows) + 1] = np.cumsum([len(s) for s in slots])
+        prompts.slots[: prompts.offsets[len(rows)]] = np.concatenate(slots)
+        prompts.num_rows[...] = len(rows)
+        return self._prefill[bucket](params, cache, prompts)
+
+    def _empty_prompts(self, bucket):
+        num_rows = self.max_rows(bucket)
+        return Prompts(
+            tokens=np.zeros((num_rows, bucket), np.int32),
+            lengths=np.zeros(num_rows, np.int32),
+            slots=np.zeros(self._num_slots, np.int32),
+            offsets=np.zeros(num_rows + 1, np.int32),
+            num_rows=np.zeros((), np.int32),
+        )
+
+
+def empty_slots(num_slots: int) -> Slots:
+    """S free slots, as NumPy arrays for the engine to fill in."""
+    return Slots(
+        tokens=np.zeros(num_slots, np.int32),
+        positions=np.zeros(num_slots, np.int32),
+        limits=np.zeros(num_slots, np.int32),
+        active=np.zeros(num_slots, bool),
+        stop_tokens=np.full((num_slots, sampling.MAX_STOP_TOKENS), -1, np.int32),
+        draw=sampling.Draw(
+            key=np.zeros((num_slots, 2), np.uint32),
+            temperature=np.ones(num_slots, np.float32),
+            top_p=np.ones(num_slots, np.float32),
+            top_k=np.full(num_slots, -1, np.int32),
+        ),
+    )
+
+
+def _decode(graphdef, num_steps, params, cache, slots):
+    """Up to num_steps tokens for every active slot; ends early when none is active."""
+    model = nnx.merge(graphdef, params)
+    num_slots = slots.tokens.shape[0]
+    decoded = Decoded(
+        tokens=jnp.zeros((num_steps, num_slots), jnp.int32),
+        logprobs=jnp.zeros((num_steps, num_slots), jnp.float32),
+        counts=jnp.zeros(num_slots, jnp.int32),
+        active=slots.active,
+    )
+
+    def unfinished(carry):
+        step, _, _, decoded = carry
+        return (step < num_steps) & decoded.active.any()
+
+    def one_step(carry):
+        step, tokens, cache, decoded = carry
+        positions = slots.positions + decoded.counts
+        hidden, cache = model.decode(tokens, positions, cache)
+        new, logprobs = sampling.sample(model.logits(hidden), positions + 1, slots.draw)
+        active = decoded.active
+        counts = decoded.counts + active
+        stopped = (new[:, None] == slots.stop_tokens).any(axis=1)
+        full = slots.positions + 1 + counts >= slots.limits
+        decoded = Decoded(
+            tokens=decoded.tokens.at[step].set(new),
+            logprobs=decoded.logprobs.at[step].set(logprobs),
+            counts=counts,
+            active=active & ~stopped & ~full,
+        )
+        return step + 1, jnp.where(active, new, tokens), cache, decoded
+
+    carry = (jnp.int32(0), slots.tokens, cache, decoded)
+    _, _, cache, decoded = jax.lax.while_loop(unfinished, one_step, carry)
+    return cache, decoded
+
+
+def _prefill(graphdef, params, cache, prompts):
+    """Runs each row in use alone, and writes its keys and values into its slots."""
+    model = nnx.merge(graphdef, params)
+    positions = jnp.arange(prompts.tokens.shape[1])[None]
+
+    def one_row(row, cache):
+        segments = (positions < prompts.lengths[row]).astype(jnp.int32)
+        _, new = model.prefill(
+            prompts.tokens[row][None], positions, attention.causal_mask(segments)
+        )
+
+        def one_slot(i, cache):
+            start = (0, prompts.slots[i], 0, 0, 0)
+            return jax.tree.map(lambda c, n: jax.lax.dynamic_update_slice(c, n, start), cache, new)
+
+        return jax.lax.fori_loop(prompts.offsets[row], prompts.offsets[row + 1], one_slot, cache)
+
+    return jax.lax.fori_loop(0, prompts.num_rows, one_row, cache)
+
+
+def _compile(function, params, cache, argument):
+    jitted = jax.jit(function, donate_argnums=1)
+    return jitted.lower(params, cache, argument).compile()
+
+
+def _abstract(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def _buckets(max_total_tokens):
+    """Powers of two, the last cut to the longest sequence."""
+    bucket = _MIN_BUCKET
+    while bucket < max_total_tokens:
+        yield bucket
+        bucket *= 2
+    yield max_total_tokens

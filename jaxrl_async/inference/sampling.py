@@ -1,0 +1,119 @@
+"""How one token is drawn for each slot, and what a request may ask of it.
+
+It knows nothing of models, caches or requests other than its own row: a row's token depends on
+that row's logits, seed and settings alone.
+"""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+MAX_STOP_TOKENS = 8  # A static shape on the device: stop_token_ids are padded to this.
+MAX_SEED = 2**63 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """What one request asks for. Temperature 0 is greedy; top_p 1 and top_k −1 truncate nothing."""
+
+    max_new_tokens: int  # ≥ 1
+    temperature: float  # ≥ 0
+    top_p: float  # in (0, 1]
+    top_k: int  # ≥ 1, or −1 for all
+    stop_token_ids: tuple[int, ...]  # each ends the completion, and is its last token
+    seed: int  # in [0, 2⁶³)
+
+    def check(self, *, vocab_size: int) -> None:
+        """Raises ValueError with the field, its value and its bound."""
+        _check_int("max_new_tokens", self.max_new_tokens, 1, None)
+        if not _is_number(self.temperature) or not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature must be in [0, ∞), got {self.temperature!r}")
+        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p!r}")
+        if self.top_k != -1:
+            _check_int("top_k", self.top_k, 1, None, also="or −1 for all")
+        _check_int("sampling_seed", self.seed, 0, MAX_SEED)
+        if len(self.stop_token_ids) > MAX_STOP_TOKENS:
+            raise ValueError(
+                f"{len(self.stop_token_ids)} stop_token_ids exceed the {MAX_STOP_TOKENS} allowed"
+            )
+        for token in self.stop_token_ids:
+            _check_int("stop_token_ids", token, 0, vocab_size - 1)
+
+
+class Draw(NamedTuple):
+    """What `sample` needs of each slot."""
+
+    key: jax.Array  # uint32 [S, 2]: the request's seed, as `seed_words`
+    temperature: jax.Array  # float32 [S], 0 is greedy
+    top_p: jax.Array  # float32 [S]
+    top_k: jax.Array  # int32 [S], ≤ 0 for all
+
+
+def seed_words(seed: int) -> np.ndarray:
+    """uint32 [2]: the threefry key of a seed, both halves of it."""
+    return np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
+
+
+def sample(logits, position, draw: Draw):
+    """Draws a token for each slot, and says how probable it was.
+
+        token   = argmax(log_softmax(logits / T) + Gumbel noise), over what top-p and top-k leave
+        logprob = log_softmax(logits / T)[token], before they truncate
+
+    The noise is keyed by fold_in(seed, position), so a completion that was cut off and is resumed
+    elsewhere with its tokens as prompt goes on with the same stream. Temperature 0 takes the
+    argmax, with log-probs at temperature 1.
+
+    Args:
+      logits: float32 [S, V].
+      position: int32 [S], the absolute position in its sequence of the token to be drawn.
+      draw: the slots' settings.
+
+    Returns:
+      tokens int32 [S] and logprobs float32 [S].
+    """
+    greedy = (draw.temperature == 0)[:, None]
+    logprobs = jax.nn.log_softmax(logits / jnp.where(greedy, 1, draw.temperature[:, None]))
+    noise = jax.vmap(_gumbel, in_axes=(0, 0, None))(draw.key, position, logits.shape[1])
+    truncates = (draw.top_p < 1) | (draw.top_k > 0)
+    keep = jax.lax.cond(
+        truncates.any(), _kept, lambda logprobs, _: jnp.ones_like(logprobs, bool), logprobs, draw
+    )
+    keep |= ~truncates[:, None]
+    tokens = jnp.argmax(jnp.where(keep, logprobs + jnp.where(greedy, 0, noise), -jnp.inf), axis=1)
+    tokens = tokens.astype(jnp.int32)
+    return tokens, jnp.take_along_axis(logprobs, tokens[:, None], axis=1)[:, 0]
+
+
+def _gumbel(key, position, num):
+    key = jax.random.wrap_key_data(key, impl="threefry2x32")
+    return jax.random.gumbel(jax.random.fold_in(key, position), (num,))
+
+
+def _kept(logprobs, draw):
+    """True on the top_k most probable tokens, as far as those before them hold ≤ top_p together."""
+    order = jnp.argsort(-logprobs, axis=1)  # stable: of equals the lower id comes first
+    sorted_probs = jnp.exp(jnp.take_along_axis(logprobs, order, axis=1))
+    before = jnp.cumsum(sorted_probs, axis=1) - sorted_probs
+    keep = (before <= draw.top_p[:, None]) | (draw.top_p == 1)[:, None]
+    rank = jnp.arange(logprobs.shape[1])[None]
+    keep &= (rank < draw.top_k[:, None]) | (draw.top_k <= 0)[:, None]
+    return jnp.take_along_axis(keep, jnp.argsort(order, axis=1), axis=1)
+
+
+def _is_number(value):
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check_int(name, value, low, high, *, also=""):
+    bad = not isinstance(value, int) or isinstance(value, bool)
+    if bad or value < low or (high is not None and value > high):
+        bound = f"[{low}, {high}]" if high is not None else f"[{low}, ∞)"
+        raise ValueError(
+            f"{name} must be an integer in {bound} {also}".rstrip() + f", got {value!r}"
+        )

@@ -1,0 +1,224 @@
+"""The learner: one loop for the synchronous, the periodic and the asynchronous mode.
+
+    lease → pack → (score) → accumulate → update → commit → checkpoint → publish
+
+It knows nothing of prompts, rewards or servers: groups come from the queue, weights go to the publisher. What
+differs between the modes is how many chunks a lease has, and whether a push is waited for.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from jaxrl_async.channels.admission import REISSUE_REASONS, Position
+from jaxrl_async.channels.queue_client import LearnerQueue
+from jaxrl_async.channels.wire import QueueStatus
+from jaxrl_async.learner import packing
+from jaxrl_async.learner.train_step import TrainState, TrainStep
+from jaxrl_async.metrics import MetricsWriter, Timers
+from jaxrl_async.types import Batch, Chunk, Group
+
+LAG_BUCKETS = {"0": 0, "1": 1, "2": 2, "3-4": 3, "5-8": 5, "9+": 9}  # name → first staleness
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient that is NaN or infinite; the message names the step and the groups."""
+
+
+class TooManyFailuresError(RuntimeError):
+    """Infrastructure failures beyond the run's budget; the message counts them by reason."""
+
+
+class Publish(Protocol):
+    """Hands the weights of a version to the servers; what the learner needs of the publisher."""
+
+    def publish(self, version: int, state: TrainState) -> None: ...
+    def wait(self) -> None: ...
+    def check(self) -> None: ...
+    def metrics(self) -> dict[str, float]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """When things happen, in steps."""
+
+    num_steps: int
+    push_every_steps: int
+    wait_for_push: bool  # sync and periodic: a step starts when the servers hold the step before
+    checkpoint_every_steps: int
+    num_minibatches: int
+    lease_timeout_secs: float
+    max_failures: int  # groups returned for infrastructure failures before the run is stopped
+
+
+def train(
+    state: TrainState,
+    *,
+    first_step: int,
+    schedule: Schedule,
+    train_step: TrainStep,
+    pack: Callable[[Sequence[Group], np.ndarray], list[Batch]],
+    advantages: Callable[[np.ndarray], np.ndarray],
+    queue: LearnerQueue,
+    publisher: Publish,
+    save: Callable[[int, TrainState, Position], None],
+    metrics: MetricsWriter,
+) -> TrainState:
+    """Trains from first_step to schedule.num_steps. Step s turns version s − 1 into version s.
+
+    Args:
+      state: holds version first_step − 1, which the servers hold too.
+      first_step: ≥ 1.
+      schedule: when to push, save and stop.
+      train_step: the three jitted programs.
+      pack: groups and advantages [N, G] → microbatches of one static shape.
+      advantages: rewards [N, G] → advantages [N, G].
+      queue: leases and commits.
+      publisher: takes new versions.
+      save: (step, state, position) → checkpoint.
+      metrics: one row per step.
+
+    Returns:
+      The state of the last version.
+
+    Raises:
+      NonFiniteError: before anything of the step was committed, saved or published.
+      TooManyFailuresError: more groups came back for infrastructure failures than the budget allows.
+    """
+    timers, rates = Timers(), _Rates(queue.status())
+    accumulator = train_step.zero_accumulator()
+    for step in range(first_step, schedule.num_steps + 1):
+        groups: list[Group] = []
+        batches: list[Batch] = []
+        outcomes = []  # (metrics on the device, groups) of every minibatch
+        with timers("step"):
+            if schedule.wait_for_push:
+                with timers("wait_push"):
+                    publisher.wait()
+            publisher.check()
+
+            for chunk in _timed(queue.lease(step, schedule.lease_timeout_secs), timers):
+                minibatches = packing.split_minibatches(chunk.groups, schedule.num_minibatches)
+                with timers("pack"):
+                    packed = [pack(m, advantages(_rewards(m))) for m in minibatches]
+                with timers("accumulate"):
+                    # Before any update, which moves the weights that anchors are taken at.
+                    anchors = [[train_step.anchor(state.params, b) for b in m] for m in packed]
+                for minibatch, rows, anchor in zip(minibatches, packed, anchors, strict=True):
+                    with timers("accumulate"):
+                        for batch, proximal in zip(rows, anchor, strict=True):
+                            accumulator = train_step.accumulate(
+                                state.params, accumulator, batch, proximal, policy_version=step - 1
+                            )
+                    groups += minibatch
+                    batches += rows
+                    if chunk.last:
+                        state, accumulator, outcome = train_step.update(state, accumulator)
+                        outcomes.append((outcome, minibatch))
+
+            with timers("update"):  # Waits for the device; bad numbers go nowhere beyond this.
+                rows = [_checked(step, i, *outcome) for i, outcome in enumerate(outcomes, 1)]
+            position = queue.commit(step)
+            if step % schedule.push_every_steps == 0 and step < schedule.num_steps:
+                with timers("publish"):
+                    publisher.publish(step, state)
+            if step % schedule.checkpoint_every_steps == 0 or step == schedule.num_steps:
+                with timers("checkpoint"):
+                    save(step, state, position)
+
+        status = queue.status()
+        row = _step_metrics(rows, groups, batches, policy_version=step - 1)
+        row |= timers.pop() | publisher.metrics() | rates.metrics(status)
+        row["compile/count"] = train_step.num_compilations()
+        row["learner/tokens_per_sec"] = row.pop("tokens") / row["time/step_secs"]
+        metrics.write(step, row)
+        _check_failures(status, schedule.max_failures)
+    return state
+
+
+def _timed(lease: Iterator[Chunk], timers: Timers) -> Iterator[Chunk]:
+    """The chunks of a lease; the time until each came is "wait_data"."""
+    while True:
+        with timers("wait_data"):
+            chunk = next(lease, None)
+        if chunk is None:
+            return
+        yield chunk
+
+
+def _rewards(groups: Sequence[Group]) -> np.ndarray:
+    """float32 [N, G]"""
+    return np.stack([group.rewards for group in groups])
+
+
+def _checked(step: int, minibatch: int, outcome: Any, groups: Sequence[Group]) -> dict[str, float]:
+    """A minibatch's metrics on the host; raises where its update was refused."""
+    values = {name: float(value) for name, value in jax.device_get(outcome).items()}
+    values.pop("tokens")
+    if not values.pop("finite"):
+        indexes = ", ".join(str(group.prompt_index) for group in groups)
+        raise NonFiniteError(
+            f"step {step}, minibatch {minibatch}: loss {values['loss/policy']} and gradient norm "
+            f"{values['policy/grad_norm']}, of the groups with prompt_index {indexes}; the weights are "
+            f"still those of version {step - 1}, and nothing of this step was committed, saved or published"
+        )
+    return values
+
+
+def _step_metrics(
+    minibatches: Sequence[Mapping[str, float]],
+    groups: Sequence[Group],
+    batches: Sequence[Batch],
+    *,
+    policy_version: int,
+) -> dict[str, float]:
+    rewards = _rewards(groups)
+    trajectories = [t for group in groups for t in group.trajectories]
+    staleness = policy_version - np.concatenate([t.versions[t.mask] for t in trajectories])
+    lag = np.searchsorted(list(LAG_BUCKETS.values()), staleness, side="right") - 1
+    tokens = np.bincount(lag, minlength=len(LAG_BUCKETS))
+    metrics = {
+        "reward/mean": rewards.mean(),
+        "reward/std": rewards.std(),
+        "tokens/completion_mean": np.mean([len(t.completion) for t in trajectories]),
+        "tokens/truncated_share": np.mean([t.finish_reason == "length" for t in trajectories]),
+        "pack/padding_share": packing.padding_share(batches),
+        "pack/microbatches": len(batches),
+        "tokens": sum(batch.mask.sum() for batch in batches),
+    }
+    metrics |= {f"lag/{name}/tokens": tokens[i] for i, name in enumerate(LAG_BUCKETS)}
+    return metrics | {
+        name: (max if "max" in name else np.mean)([row[name] for row in minibatches])
+        for name in minibatches[0]
+    }
+
+
+class _Rates:
+    """What the queue did since the last step."""
+
+    def __init__(self, status: QueueStatus):
+        self._tokens, self._time = status.completion_tokens, time.monotonic()
+
+    def metrics(self, status: QueueStatus) -> dict[str, float]:
+        now = time.monotonic()
+        rate = (status.completion_tokens - self._tokens) / (now - self._time)
+        self._tokens, self._time = status.completion_tokens, now
+        return {
+            "rollout/tokens_per_sec": rate,
+            "queue/depth_groups": status.depth_groups,
+            "queue/running_groups": status.running_groups,
+            "queue/capacity": status.capacity,
+        } | {f"returned/{reason}": count for reason, count in status.returned.items()}
+
+
+def _check_failures(status: QueueStatus, max_failures: int) -> None:
+    failures = {r: n for r, n in status.returned.items() if r in REISSUE_REASONS}
+    if sum(failures.values()) > max_failures:
+        raise TooManyFailuresError(
+            f"{sum(failures.values())} groups came back for infrastructure failures, the budget "
+            f"queue.max_failures is {max_failures}: {failures}"
+        )

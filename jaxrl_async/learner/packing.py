@@ -1,0 +1,169 @@
+"""Packing: groups and their advantages become microbatches of one static shape. NumPy, on the host.
+
+Which trajectory lies where is a pure function of the lengths, so hosts that know the lengths alone
+agree on it. It knows nothing of JAX, losses or devices.
+"""
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxrl_async.types import NOT_SAMPLED, Batch, Group
+
+POLICIES = ("in_order", "first_fit")
+
+
+def pack(
+    groups: Sequence[Group],
+    advantages: np.ndarray,
+    *,
+    microbatch_rows: int,
+    row_tokens: int,
+    policy: str,
+) -> list[Batch]:
+    """Lays the trajectories of groups into rows, several to a row, and the rows into microbatches.
+
+    Args:
+      groups: in lease order.
+      advantages: float32 [N, G], one per trajectory of each group.
+      microbatch_rows: B of every microbatch; the last one is filled up with empty rows.
+      row_tokens: T of every microbatch.
+      policy: as in `assign_rows`.
+
+    Returns:
+      Batches of shape [B, T]; none for no groups.
+
+    Raises:
+      ValueError: a trajectory longer than row_tokens, an unknown policy, or advantages that do not
+        match the trajectories.
+    """
+    trajectories = [t for group in groups for t in group.trajectories]
+    if np.size(advantages) != len(trajectories):
+        raise ValueError(f"{np.size(advantages)} advantages for {len(trajectories)} trajectories")
+    if not trajectories:
+        return []
+    lengths = np.array([len(t) for t in trajectories])
+    rows, starts = assign_rows(lengths, row_tokens=row_tokens, policy=policy)
+    num_microbatches = -(-(rows.max() + 1) // microbatch_rows)
+    whole = empty_batch(num_microbatches * microbatch_rows, row_tokens)
+
+    position = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    column = np.repeat(starts, lengths) + position
+    where = np.repeat(rows * row_tokens, lengths) + column
+    for array, values in (
+        (whole.tokens, np.concatenate([t.tokens for t in trajectories])),
+        (whole.positions, position),
+        (whole.segment_ids, np.repeat(_ordinals_in_row(rows, starts), lengths)),
+        # The first token of a segment has no predictor; its own column stands in, never counted.
+        (whole.predictor_index, column - (position > 0)),
+        (whole.mask, np.concatenate([t.mask for t in trajectories])),
+        (whole.behavior_logprobs, np.concatenate([t.logprobs for t in trajectories])),
+        (whole.token_versions, np.concatenate([t.versions for t in trajectories])),
+        (whole.advantages, np.repeat(np.ravel(advantages), lengths)),
+    ):
+        array.reshape(-1)[where] = values
+    return [
+        Batch(**{name: array[i : i + microbatch_rows] for name, array in vars(whole).items()})
+        for i in range(0, len(whole.tokens), microbatch_rows)
+    ]
+
+
+def assign_rows(
+    lengths: np.ndarray, *, row_tokens: int, policy: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Gives each sequence a row and a first column.
+
+        "in_order"   next-fit: a sequence goes behind the one before it, or opens a row
+        "first_fit"  first-fit decreasing: longest first, each into the first row with room
+
+    Args:
+      lengths: int [n], in [1, row_tokens].
+      row_tokens: capacity of a row.
+      policy: one of POLICIES.
+
+    Returns:
+      int rows [n], from 0 without holes, and int columns [n].
+
+    Raises:
+      ValueError: a length beyond row_tokens, or an unknown policy.
+    """
+    if policy not in POLICIES:
+        raise ValueError(f"packing must be one of {', '.join(POLICIES)}; got {policy!r}")
+    if np.max(lengths, initial=0) > row_tokens:
+        raise ValueError(
+            f"a trajectory of {np.max(lengths)} tokens exceeds row_tokens {row_tokens}"
+        )
+    if policy == "in_order":
+        return _next_fit(lengths, row_tokens)
+    return _first_fit_decreasing(lengths, row_tokens)
+
+
+def empty_batch(microbatch_rows: int, row_tokens: int) -> Batch:
+    """A microbatch of padding alone, for a host that has fewer rows than the others."""
+    shape = (microbatch_rows, row_tokens)
+    return Batch(
+        tokens=np.zeros(shape, np.int32),
+        positions=np.zeros(shape, np.int32),
+        segment_ids=np.zeros(shape, np.int32),
+        predictor_index=np.zeros(shape, np.int32),
+        mask=np.zeros(shape, np.bool_),
+        behavior_logprobs=np.zeros(shape, np.float32),
+        token_versions=np.full(shape, NOT_SAMPLED, np.int32),
+        advantages=np.zeros(shape, np.float32),
+    )
+
+
+def split_minibatches(groups: Sequence[Group], num_minibatches: int) -> list[Sequence[Group]]:
+    """Consecutive slices of equal size, in lease order.
+
+    Raises:
+      ValueError: num_minibatches does not divide the number of groups.
+    """
+    size, rest = divmod(len(groups), num_minibatches)
+    if rest:
+        raise ValueError(f"num_minibatches {num_minibatches} does not divide {len(groups)} groups")
+    return [groups[i : i + size] for i in range(0, len(groups), size)]
+
+
+def padding_share(batches: Sequence[Batch]) -> float:
+    """Share of the tokens of the batches that is padding, in [0, 1]; 0 for no batches."""
+    total = sum(batch.segment_ids.size for batch in batches)
+    used = sum(np.count_nonzero(batch.segment_ids) for batch in batches)
+    return 1 - used / total if total else 0.0
+
+
+def _next_fit(lengths, row_tokens):
+    rows, starts = np.zeros(len(lengths), np.int64), np.zeros(len(lengths), np.int64)
+    row, used = 0, 0
+    for i, length in enumerate(lengths.tolist()):
+        if used + length > row_tokens:
+            row, used = row + 1, 0
+        rows[i], starts[i] = row, used
+        used += length
+    return rows, starts
+
+
+def _first_fit_decreasing(lengths, row_tokens):
+    rows, starts = np.zeros(len(lengths), np.int64), np.zeros(len(lengths), np.int64)
+    free = np.full(len(lengths), row_tokens)  # One row each is always enough.
+    # Rows before `first` have no room for the current length, nor for the shorter ones of a run of
+    # equal lengths that follow: a run is searched once.
+    order = np.argsort(-lengths, kind="stable")
+    for length, run in itertools.groupby(order.tolist(), key=lengths.__getitem__):
+        first = 0
+        for i in run:
+            first += int(np.argmax(free[first:] >= length))
+            rows[i], starts[i] = first, row_tokens - free[first]
+            free[first] -= length
+    return rows, starts
+
+
+def _ordinals_in_row(rows, starts):
+    """From 1, by column: the segment ids."""
+    order = np.lexsort((starts, rows))
+    sorted_rows = rows[order]
+    first_of_row = np.searchsorted(sorted_rows, sorted_rows)
+    ordinals = np.empty(len(rows), np.int64)
+    ordinals[order] = np.arange(len(rows)) - first_of_row + 1
+    return ordinals

@@ -1,0 +1,141 @@
+"""Metrics: the table of their names, the writer, and timers. Knows nothing of what it measures."""
+
+import contextlib
+import json
+import math
+import pathlib
+import time
+from collections.abc import Iterator, Mapping
+
+# Name (or "prefix/" for an open family): unit and meaning.
+METRICS: dict[str, str] = {
+    "reward/mean": "mean reward of the step's trajectories",
+    "reward/std": "standard deviation of the step's rewards",
+    "loss/policy": "policy loss of the step, mean over its minibatches",
+    "policy/entropy": "nats per token, at the sampling temperature",
+    "policy/ratio": "mean of π_θ/π_prox",
+    "policy/clip_fraction": "share of tokens whose ratio was clipped",
+    "policy/kl_behavior": "nats per token, k3 estimate of KL(behavior ‖ policy)",
+    "policy/kl_behavior_k1": "nats per token, k1 estimate of KL(behavior ‖ policy)",
+    "policy/ess": "effective sample size of the behavior weights, share of tokens",
+    "policy/max_ratio": "largest π_θ/π_b of the step",
+    "policy/dropped_by_cap": "share of tokens dropped by the behavior cap",
+    "policy/grad_norm": "global gradient norm before clipping, mean over minibatches",
+    "staleness/mean": "steps, mean over trained tokens",
+    "staleness/max": "steps",
+    "tokens/completion_mean": "tokens, mean completion length",
+    "tokens/truncated_share": "share of completions that ran out of max_new_tokens",
+    "queue/depth_groups": "groups held and not leased",
+    "queue/running_groups": "groups being generated",
+    "queue/capacity": "groups that could be admitted now",
+    "weights/version": "version the servers hold",
+    "weights/push_secs": "seconds of the last push, write included",
+    "weights/bytes": "bytes of a version",
+    "time/step_secs": "seconds, whole step",
+    "time/wait_data_secs": "seconds the learner waited for chunks",
+    "time/wait_push_secs": "seconds the learner waited for a push",
+    "time/pack_secs": "seconds of packing",
+    "time/accumulate_secs": "seconds of score and accumulate",
+    "time/update_secs": "seconds of the optimizer and of reading its flags",
+    "time/publish_secs": "seconds the learner spent handing weights to the publisher",
+    "time/checkpoint_secs": "seconds of saving a checkpoint",
+    "rollout/tokens_per_sec": "completion tokens pushed per second since the last step",
+    "learner/tokens_per_sec": "trained tokens per second of the step",
+    "returned/": "groups returned so far, by reason",
+    "lag/": "trained tokens of the step by staleness, lag/BUCKET/tokens",
+    "compile/count": "programs compiled so far by the learner",
+    "pack/padding_share": "share of the step's microbatches that is padding",
+    "pack/microbatches": "microbatches of the step",
+}
+
+
+_TAIL_BYTES = 1 << 16  # More than one row.
+
+
+class MetricsWriter:
+    """Appends one object per step to metrics.jsonl and the same names to TensorBoard."""
+
+    def __init__(self, workdir: str | pathlib.Path):
+        from tensorboardX import SummaryWriter  # Imports slowly; only the learner writes.
+
+        workdir = pathlib.Path(workdir)
+        self._file = open(workdir / "metrics.jsonl", "a", encoding="utf-8")
+        self._board = SummaryWriter(str(workdir / "tensorboard"))
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes the metrics of a step.
+
+        Raises:
+          KeyError: a name that is not in METRICS.
+        """
+        for name in values:
+            if name not in METRICS and f"{name.split('/')[0]}/" not in METRICS:
+                raise KeyError(f"metric {name!r} is not in the table jaxrl_async.metrics.METRICS")
+        row = {"step": step, "unix_time": time.time()} | {n: float(v) for n, v in values.items()}
+        self._file.write(json.dumps(_finite(row)) + "\n")
+        self._file.flush()
+        for name, value in values.items():
+            self._board.add_scalar(name, float(value), step)
+
+    def close(self) -> None:
+        self._file.close()
+        self._board.close()
+
+
+def read_metrics(workdir: str | pathlib.Path) -> list[dict[str, float]]:
+    """The rows of metrics.jsonl, one per step; of a step run twice (after a resume), the last.
+
+    Raises:
+      ValueError: a line that is not JSON, with file and line number. A half-written last line is left out.
+    """
+    path = pathlib.Path(workdir) / "metrics.jsonl"
+    if not path.exists():
+        return []
+    text = path.read_text(encoding="utf-8")
+    lines = text.split("\n")[:-1]  # What follows the last newline is still being written.
+    rows = {}
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}:{number}: not a JSON object: {error}") from None
+        rows[row["step"]] = row
+    return [rows[step] for step in sorted(rows)]
+
+
+def last_metrics(workdir: str | pathlib.Path) -> dict[str, float] | None:
+    """The newest whole row of metrics.jsonl, None while there is none. Reads the end of the file only."""
+    path = pathlib.Path(workdir) / "metrics.jsonl"
+    if not path.exists():
+        return None
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        lines = file.read().split(b"\n")[:-1]
+    return json.loads(lines[-1]) if lines else None
+
+
+class Timers:
+    """Adds up the seconds spent under each name; `pop` gives and resets them."""
+
+    def __init__(self, clock=time.monotonic):
+        self._clock = clock
+        self._secs: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self._secs[name] = self._secs.get(name, 0.0) + self._clock() - start
+
+    def pop(self) -> dict[str, float]:
+        """{"time/NAME_secs": seconds} since the last pop."""
+        secs = {f"time/{name}_secs": value for name, value in self._secs.items()}
+        self._secs = {}
+        return secs
+
+
+def _finite(row: dict) -> dict:
+    """JSON has no NaN or infinity: they become null."""
+    return {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in row.items()}

@@ -1,0 +1,115 @@
+"""Which mesh axis divides which dimension of which parameter.
+
+Parameters carry no partition metadata; their paths are looked up here. It knows nothing of what is
+computed with them.
+"""
+
+import math
+
+import jax
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxrl_async.models import transformer
+
+MESH_AXES = ("data", "fsdp", "tensor")
+
+_MESH_AXIS = {  # logical axis → mesh axis
+    "layer": None,
+    "embed": "fsdp",
+    "norm": None,
+    "vocab": "tensor",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "mlp": "tensor",
+}
+
+_LOGICAL_AXES = {  # parameter → logical axis of each dimension
+    "embedding": ("vocab", "embed"),
+    "blocks.attention_norm.scale": ("layer", "norm"),
+    "blocks.query.kernel": ("layer", "embed", "heads"),
+    "blocks.query.bias": ("layer", "heads"),
+    "blocks.query_norm.scale": ("layer", "norm"),
+    "blocks.key.kernel": ("layer", "embed", "kv_heads"),
+    "blocks.key.bias": ("layer", "kv_heads"),
+    "blocks.key_norm.scale": ("layer", "norm"),
+    "blocks.value.kernel": ("layer", "embed", "kv_heads"),
+    "blocks.value.bias": ("layer", "kv_heads"),
+    "blocks.output.kernel": ("layer", "heads", "embed"),
+    "blocks.mlp_norm.scale": ("layer", "norm"),
+    "blocks.gate.kernel": ("layer", "embed", "mlp"),
+    "blocks.up.kernel": ("layer", "embed", "mlp"),
+    "blocks.down.kernel": ("layer", "mlp", "embed"),
+    "final_norm.scale": ("norm",),
+    "head.kernel": ("embed", "vocab"),
+}
+
+
+def make_mesh(data: int, fsdp: int, tensor: int, devices=None) -> jax.sharding.Mesh:
+    """A mesh of the axes data, fsdp and tensor.
+
+    Args:
+      data: ways in which rows are divided, parameters whole.
+      fsdp: ways in which rows and parameters are divided.
+      tensor: ways in which heads, mlp and vocabulary are divided.
+      devices: the devices to use, or None for all.
+
+    Raises:
+      ValueError: data · fsdp · tensor is not the number of devices.
+    """
+    shape = (data, fsdp, tensor)
+    devices = jax.devices() if devices is None else devices
+    if math.prod(shape) != len(devices):
+        raise ValueError(
+            f"data {data} × fsdp {fsdp} × tensor {tensor} = {math.prod(shape)} devices asked for, "
+            f"but there are {len(devices)}"
+        )
+    # Without axis_types the axes would be Explicit, and every gather would need an out_sharding.
+    axis_types = (jax.sharding.AxisType.Auto,) * len(shape)
+    return jax.make_mesh(shape, MESH_AXES, axis_types=axis_types, devices=devices)
+
+
+def param_shardings(mesh: jax.sharding.Mesh, params: nnx.State) -> nnx.State:
+    """The sharding of every parameter.
+
+    Args:
+      mesh: from make_mesh.
+      params: parameters, or their shapes (transformer.abstract_params).
+
+    Returns:
+      The same tree with a NamedSharding at each leaf.
+
+    Raises:
+      ValueError: a dimension is not a multiple of its mesh axis.
+    """
+    return nnx.map_state(
+        lambda path, param: param.replace(_param_sharding(mesh, path, param.shape)), params
+    )
+
+
+def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
+    """Rows over data and fsdp; the other dimensions whole."""
+    return NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+
+
+def init_sharded(
+    config: transformer.ModelConfig, mesh: jax.sharding.Mesh, seed: int
+) -> nnx.State:
+    """Random parameters, each made where it will live. The values do not depend on the mesh."""
+
+    def init():
+        return nnx.split(transformer.Transformer(config, rngs=nnx.Rngs(seed)))[1]
+
+    return jax.jit(init, out_shardings=param_shardings(mesh, transformer.abstract_params(config)))()
+
+
+def _param_sharding(mesh, path, shape):
+    name = ".".join(path)
+    axes = [_MESH_AXIS[logical_axis] for logical_axis in _LOGICAL_AXES[name]]
+    for i, axis in enumerate(axes):
+        if axis is not None and shape[i] % mesh.shape[axis]:
+            raise ValueError(
+                f"dimension {i} of {name} {list(shape)} is not a multiple of "
+                f"the mesh axis {axis} = {mesh.shape[axis]}"
+            )
+    return NamedSharding(mesh, PartitionSpec(*axes))

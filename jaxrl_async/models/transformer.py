@@ -1,0 +1,298 @@
+"""One decoder for the shapes of Qwen2, Qwen2.5, Qwen3 and Llama-3.
+
+Parameters are float32; the compute dtype is a setting; norms, softmax and logits are float32.
+It knows nothing of tokenizers, losses, meshes or how requests are batched.
+"""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxrl_async.models import attention
+
+_ROWS = ("data", "fsdp")  # Mesh axes over which rows are divided.
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """Llama-3's stretching of RoPE's long wavelengths (config.json: rope_type "llama3")."""
+
+    factor: float  # long wavelengths are stretched by this
+    low_freq_factor: float  # wavelengths > original_max_tokens / this are stretched in full
+    high_freq_factor: float  # wavelengths < original_max_tokens / this are left alone
+    original_max_tokens: int  # context length before stretching
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """The shape of one decoder. Hashable, so that it can be a static argument of a jit."""
+
+    vocab_size: int  # V
+    num_layers: int  # L
+    model_dim: int  # D
+    num_heads: int  # H, a multiple of N
+    num_kv_heads: int  # N
+    head_dim: int  # C, even
+    mlp_dim: int  # F
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    norm_eps: float
+    qk_norm: bool  # RMSNorm over each head of q and k before RoPE (Qwen3)
+    attention_bias: bool  # biases on q, k and v (Qwen2)
+    tied_embeddings: bool  # logits use the embedding table
+    dtype: str  # compute dtype: "float32" | "bfloat16"
+    remat: bool  # recompute each layer in the backward pass
+
+    def __post_init__(self):
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even for RoPE, got {self.head_dim}")
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"dtype must be 'float32' or 'bfloat16', got {self.dtype!r}")
+
+
+class KVCache(NamedTuple):
+    """Keys (after RoPE) and values of every layer, in the compute dtype."""
+
+    k: jax.Array  # [L, B, S, N, C]
+    v: jax.Array  # [L, B, S, N, C]
+
+
+class Transformer(nnx.Module):
+    """A causal decoder. Its layers are stacked on a leading axis and scanned."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        V, D, L = config.vocab_size, config.model_dim, config.num_layers
+        self.config = config
+        self.embedding = nnx.Param(0.02 * jax.random.normal(rngs.params(), (V, D), jnp.float32))
+        self.blocks = _stacked_blocks(config, rngs.split(L))
+        self.final_norm = RMSNorm(D, config.norm_eps)
+        if not config.tied_embeddings:
+            self.head = _linear(D, V, config, rngs)
+
+    def __call__(self, tokens_BT, positions_BT, mask_BTS):
+        """Hidden states of whole rows.
+
+        Args:
+          tokens_BT: int32 [B, T].
+          positions_BT: int32 [B, T], from 0 within each segment.
+          mask_BTS: bool [B, T, T], True = may attend; at least one True for each query.
+
+        Returns:
+          [B, T, D] in the compute dtype, after the final norm.
+        """
+        graphdef, blocks = nnx.split(self.blocks)
+        rope = rope_cos_sin(self.config, positions_BT)
+
+        def layer(x_BTD, block):
+            return nnx.merge(graphdef, block)(x_BTD, rope, mask_BTS)[0], None
+
+        if self.config.remat:
+            layer = jax.checkpoint(layer)
+        x_BTD, _ = jax.lax.scan(layer, self._embed(tokens_BT), blocks)
+        return self.final_norm(x_BTD)
+
+    def prefill(self, tokens_BT, positions_BT, mask_BTS):
+        """As __call__, and keeps the keys and values.
+
+        Returns:
+          hidden [B, T, D] and a KVCache of [L, B, T, N, C].
+        """
+        graphdef, blocks = nnx.split(self.blocks)
+        rope = rope_cos_sin(self.config, positions_BT)
+
+        def layer(x_BTD, block):
+            return nnx.merge(graphdef, block)(x_BTD, rope, mask_BTS)
+
+        x_BTD, cache = jax.lax.scan(layer, self._embed(tokens_BT), blocks)
+        return self.final_norm(x_BTD), cache
+
+    def decode(self, tokens_B, positions_B, cache: KVCache):
+        """One token for each row, against the cache.
+
+        Writes the token's key and value at cache index positions_B, then attends to the indexes
+        ≤ positions_B. A row whose position lies outside the cache writes nothing.
+
+        Args:
+          tokens_B: int32 [B].
+          positions_B: int32 [B], in [0, S).
+          cache: KVCache of [L, B, S, N, C]; index s holds the token at position s.
+
+        Returns:
+          hidden [B, D], after the final norm, and the cache. Donate the cache to the jit around
+          this, and it is updated in place.
+        """
+        graphdef, blocks = nnx.split(self.blocks)
+        rope = rope_cos_sin(self.config, positions_B[:, None])
+        rows = jnp.arange(tokens_B.shape[0])
+        mask_B1S = (jnp.arange(cache.k.shape[2])[None] <= positions_B[:, None])[:, None]
+
+        # The cache is carried whole: as a scanned input and output each step would copy all of it.
+        def layer(carry, indexed_block):
+            x_B1D, (k, v) = carry
+            index, block = indexed_block
+            block = nnx.merge(graphdef, block)
+            q, new_k, new_v = block.project(x_B1D, rope)
+            k = k.at[index, rows, positions_B].set(new_k[:, 0])
+            v = v.at[index, rows, positions_B].set(new_v[:, 0])
+            attended = attention.attention(q, k[index], v[index], mask_B1S)
+            return (block.finish(x_B1D, attended), KVCache(k, v)), None
+
+        indexed_blocks = (jnp.arange(self.config.num_layers), blocks)
+        carry = (self._embed(tokens_B[:, None]), cache)
+        (x_B1D, cache), _ = jax.lax.scan(layer, carry, indexed_blocks)
+        return self.final_norm(x_B1D)[:, 0], cache
+
+    def logits(self, hidden):
+        """Unnormalised log-probs of the next token: float32 [..., V] from hidden [..., D]."""
+        if self.config.tied_embeddings:
+            kernel_DV = self.embedding[...].T
+        else:
+            kernel_DV = self.head.kernel[...]
+        kernel_DV = _constrain(kernel_DV.astype(self.config.dtype), None, "tensor")
+        return jnp.dot(hidden, kernel_DV, preferred_element_type=jnp.float32)
+
+    def _embed(self, tokens):
+        table_VD = _constrain(self.embedding[...], "tensor", None)
+        return _constrain(table_VD[tokens].astype(self.config.dtype), _ROWS)
+
+
+@functools.lru_cache
+def graphdef(config: ModelConfig) -> nnx.GraphDef:
+    """The static half of a Transformer, made without allocating it: nnx.merge(graphdef, params)."""
+    return nnx.split(_abstract(config))[0]
+
+
+def abstract_params(config: ModelConfig) -> nnx.State:
+    """The parameters' shapes and dtypes: an nnx.State of jax.ShapeDtypeStruct."""
+    return nnx.split(_abstract(config))[1]
+
+
+def rope_cos_sin(config: ModelConfig, positions_BT):
+    """Cosines and sines of the rotations, float32 [B, T, 1, C/2] each.
+
+    angle[t, i] = t · θ^(−2i/C), with Llama-3's stretching of long wavelengths.
+
+    Source: RoFormer (Su et al., arXiv 2104.09864); The Llama 3 Herd of Models (arXiv 2407.21783).
+    """
+    C, scaling = config.head_dim, config.rope_scaling
+    frequency = config.rope_theta ** (-jnp.arange(0, C, 2, dtype=jnp.float32) / C)
+    if scaling is not None:
+        frequency = _stretch(frequency, scaling)
+    angle = positions_BT[:, :, None, None].astype(jnp.float32) * frequency[None, None, None]
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) · scale over the last axis, in float32 (Zhang, Sennrich, arXiv 1910.07467)."""
+
+    def __init__(self, dim: int, eps: float):
+        self.scale = nnx.Param(jnp.ones(dim, jnp.float32))
+        self.eps = eps
+
+    def __call__(self, x):
+        x32 = x.astype(jnp.float32)
+        inverse_rms = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
+        scale = jnp.expand_dims(self.scale[...], range(x.ndim - 1))
+        return (x32 * inverse_rms * scale).astype(x.dtype)
+
+
+class Block(nnx.Module):
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x)), the mlp SwiGLU."""
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        D, F, C = config.model_dim, config.mlp_dim, config.head_dim
+        H, N, bias = config.num_heads, config.num_kv_heads, config.attention_bias
+        self.config = config
+        self.attention_norm = RMSNorm(D, config.norm_eps)
+        self.query = _linear(D, H * C, config, rngs, use_bias=bias)
+        self.key = _linear(D, N * C, config, rngs, use_bias=bias)
+        self.value = _linear(D, N * C, config, rngs, use_bias=bias)
+        self.output = _linear(H * C, D, config, rngs)
+        if config.qk_norm:
+            self.query_norm = RMSNorm(C, config.norm_eps)
+            self.key_norm = RMSNorm(C, config.norm_eps)
+        self.mlp_norm = RMSNorm(D, config.norm_eps)
+        self.gate = _linear(D, F, config, rngs)
+        self.up = _linear(D, F, config, rngs)
+        self.down = _linear(F, D, config, rngs)
+
+    def __call__(self, x_BTD, rope, mask_BTS):
+        q, k, v = self.project(x_BTD, rope)
+        attended = attention.causal_attention(q, k, v, mask_BTS)
+        return self.finish(x_BTD, attended), KVCache(k, v)
+
+    def project(self, x_BTD, rope):
+        """Queries [B, T, H, C], keys and values [B, T, N, C]; queries and keys after RoPE."""
+        B, T, _ = x_BTD.shape
+        x_BTD = self.attention_norm(x_BTD)
+        q = self.query(x_BTD).reshape(B, T, -1, self.config.head_dim)
+        k = self.key(x_BTD).reshape(B, T, -1, self.config.head_dim)
+        v = self.value(x_BTD).reshape(B, T, -1, self.config.head_dim)
+        if self.config.qk_norm:
+            q, k = self.query_norm(q), self.key_norm(k)
+        return _rotate(q, rope), _rotate(k, rope), v
+
+    def finish(self, x_BTD, attended_BTHC):
+        """What follows the attention: output projection, MLP, both residuals."""
+        B, T, _ = x_BTD.shape
+        x_BTD = x_BTD + self.output(attended_BTHC.reshape(B, T, -1))
+        y_BTD = self.mlp_norm(x_BTD)
+        return x_BTD + self.down(jax.nn.silu(self.gate(y_BTD)) * self.up(y_BTD))
+
+
+def _stacked_blocks(config, rngs):
+    @nnx.vmap
+    def make(rngs):
+        return Block(config, rngs=rngs)
+
+    return make(rngs)
+
+
+def _constrain(x, *axes):
+    """On a mesh: says how x is divided, where the compiler would choose something dearer."""
+    mesh = jax.typeof(x).sharding.mesh
+    if mesh.empty:
+        return x
+    if axes[0] == _ROWS and x.shape[0] % (mesh.shape["data"] * mesh.shape["fsdp"]):
+        return x  # A prompt prefilled alone.
+    spec = jax.sharding.PartitionSpec(*axes)
+    return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, spec))
+
+
+def _linear(num_in, num_out, config, rngs, *, use_bias=False):
+    return nnx.Linear(
+        num_in,
+        num_out,
+        use_bias=use_bias,
+        dtype=config.dtype,
+        param_dtype=jnp.float32,
+        kernel_init=jax.nn.initializers.normal(num_in**-0.5),
+        rngs=rngs,
+    )
+
+
+def _abstract(config):
+    return nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+
+
+def _stretch(frequency, scaling):
+    """Interpolates between stretched (long) and untouched (short) wavelengths."""
+    turns = scaling.original_max_tokens * frequency / (2 * jnp.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    keep = jnp.clip((turns - low) / (high - low), 0, 1)
+    return keep * frequency + (1 - keep) * frequency / scaling.factor
+
+
+def _rotate(x_BTHC, rope):
+    """Rotates the pairs (i, i + C/2), in float32."""
+    cos, sin = rope
+    a, b = jnp.split(x_BTHC.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x_BTHC.dtype)

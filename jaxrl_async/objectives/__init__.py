@@ -1,0 +1,23 @@
+"""Objectives: what a policy gradient is made of, as pure functions on arrays of any one shape."""
+
+from jaxrl_async.objectives import (
+    advantages,
+    anchors,
+    kl,
+    masked,
+    policy_loss,
+    ratios,
+    surrogates,
+    weights,
+)
+
+__all__ = [
+    "advantages",
+    "anchors",
+    "kl",
+    "masked",
+    "policy_loss",
+    "ratios",
+    "surrogates",
+    "weights",
+]

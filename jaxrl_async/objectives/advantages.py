@@ -1,0 +1,87 @@
+"""Advantages from the rewards of a group: the baseline is the group itself, no critic.
+
+Written with array methods alone, so that NumPy arrays stay NumPy (the learner's host computes them
+without a dispatch) and JAX arrays stay JAX. Rewards are shifted by the group's first, which changes
+nothing but rounding: groups with equal rewards give exactly 0, also where their mean would round.
+"""
+
+import jax
+import numpy as np
+
+Array = np.ndarray | jax.Array
+
+
+def grpo(rewards: Array) -> Array:
+    """Rewards of a group in units of their own spread.
+
+        A = (R − mean_G) / (std_G + 1e-6),    sample standard deviation (ddof 1)
+
+    "DeepSeekMath", Shao et al., arXiv 2402.03300.
+
+    Args:
+      rewards: float [N, G], one row per group, G ≥ 2.
+
+    Returns:
+      float32 [N, G], of the library of the rewards.
+
+    Raises:
+      ValueError: not [N, G], or G = 1, where the spread is undefined.
+    """
+    centred = _centred(rewards, min_group_size=2)
+    return centred / (centred.std(axis=1, ddof=1, keepdims=True) + 1e-6)
+
+
+def dr_grpo(rewards: Array) -> Array:
+    """Rewards of a group against their mean, not divided by their spread.
+
+        A = R − mean_G
+
+    "Understanding R1-Zero-Like Training", Liu et al., arXiv 2503.20783.
+
+    Args:
+      rewards: float [N, G], one row per group.
+
+    Returns:
+      float32 [N, G], of the library of the rewards.
+
+    Raises:
+      ValueError: not [N, G].
+    """
+    return _centred(rewards, min_group_size=1)
+
+
+def rloo(rewards: Array) -> Array:
+    """Each reward against the mean of the other G − 1.
+
+        A_i = R_i − mean_{j ≠ i} R_j = (R_i − mean_G)·G / (G − 1)
+
+    "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback in
+    LLMs", Ahmadian et al., arXiv 2402.14740.
+
+    Args:
+      rewards: float [N, G], one row per group, G ≥ 2.
+
+    Returns:
+      float32 [N, G], of the library of the rewards.
+
+    Raises:
+      ValueError: not [N, G], or G = 1, where there are no others.
+    """
+    centred = _centred(rewards, min_group_size=2)
+    group_size = centred.shape[1]
+    return centred * (group_size / (group_size - 1))
+
+
+ADVANTAGES = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
+
+
+def _centred(rewards, *, min_group_size):
+    if not isinstance(rewards, jax.Array):
+        rewards = np.asarray(rewards)
+    if rewards.ndim != 2 or rewards.shape[1] < min_group_size:
+        raise ValueError(
+            f"rewards must be [N, G] with G ≥ {min_group_size}, got shape {list(rewards.shape)}"
+        )
+    rewards = rewards.astype(np.float32)
+    shifted = rewards - rewards[:, :1]
+    return shifted - shifted.mean(axis=1, keepdims=True)

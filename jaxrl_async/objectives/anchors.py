@@ -1,0 +1,113 @@
+"""Anchors of the clip: where the proximal log-probs come from. All detached.
+
+Nothing here runs a model: `recompute` is handed what a forward pass at the step's first weights
+gave.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_async.objectives import masked
+
+
+def recompute(proximal_logprobs: jax.Array, mask: jax.Array) -> jax.Array:
+    """The log-probs of the weights that the step starts from, by one more forward pass.
+
+        log π_p = log π_{θ at the start of the step}
+
+    "Batch size-invariance for policy optimization", Hilton, Cobbe, Schulman, arXiv 2110.00641.
+
+    Args:
+      proximal_logprobs: float [B, T], nats.
+      mask: bool [B, T].
+
+    Returns:
+      float32 [B, T], detached, 0 where the mask is False.
+    """
+    return _detached(proximal_logprobs, mask)
+
+
+def current(logprobs: jax.Array, mask: jax.Array, *, num_minibatches: int) -> jax.Array:
+    """The policy itself: free, and equal to `recompute` while the step has made no update.
+
+        log π_p = sg(log π_θ)
+
+    Args:
+      logprobs: float [B, T], nats.
+      mask: bool [B, T].
+      num_minibatches: optimizer updates of the step.
+
+    Returns:
+      float32 [B, T], detached, 0 where the mask is False.
+
+    Raises:
+      ValueError: num_minibatches is not 1. From the second on, the policy is no longer what the
+        step started from, and nothing would ever be clipped.
+    """
+    if num_minibatches != 1:
+        raise ValueError(
+            "anchor 'current' is exact with one minibatch per step only, "
+            f"got num_minibatches = {num_minibatches}"
+        )
+    return _detached(logprobs, mask)
+
+
+def behavior(behavior_logprobs: jax.Array, mask: jax.Array) -> jax.Array:
+    """The policy that sampled: plain PPO against π_b, without a behavior weight.
+
+        log π_p = log π_b
+
+    "Proximal Policy Optimization Algorithms", Schulman et al., arXiv 1707.06347.
+
+    Args:
+      behavior_logprobs: float [B, T], nats.
+      mask: bool [B, T].
+
+    Returns:
+      float32 [B, T], detached, 0 where the mask is False.
+    """
+    return _detached(behavior_logprobs, mask)
+
+
+def a3po(
+    logprobs: jax.Array,
+    behavior_logprobs: jax.Array,
+    staleness: jax.Array,
+    mask: jax.Array,
+    *,
+    fresh: str = "behavior",
+) -> jax.Array:
+    """A log-linear path from π_b to π_θ, by the token's own staleness; needs no forward pass.
+
+        log π_p = α(d)·log π_b + (1 − α(d))·sg(log π_θ),    α(d) = 1/d for d ≥ 1
+
+    α(0) is 1 with fresh="behavior" (the paper) and 0 with fresh="current" (its author's blog: fresh
+    tokens are then never clipped). d < 0 does not occur and counts as 0.
+
+    "A-3PO: Accelerating Asynchronous LLM Training with Staleness-aware Proximal Policy
+    Approximation", Li, Wu, Zheng, arXiv 2512.06547.
+
+    Args:
+      logprobs: float [B, T], nats.
+      behavior_logprobs: float [B, T], nats.
+      staleness: int [B, T], d in steps, ≥ 0 where the mask is True.
+      mask: bool [B, T].
+      fresh: anchor of tokens with d = 0, "behavior" or "current".
+
+    Returns:
+      float32 [B, T], detached, 0 where the mask is False.
+
+    Raises:
+      ValueError: another value of fresh.
+    """
+    if fresh not in ("behavior", "current"):
+        raise ValueError(f"fresh must be 'behavior' or 'current', got {fresh!r}")
+    alpha = 1.0 / jnp.maximum(staleness, 1).astype(jnp.float32)
+    if fresh == "current":
+        alpha = jnp.where(jnp.asarray(staleness) >= 1, alpha, 0.0)
+    log_b, log_theta = masked.keep(behavior_logprobs, mask), masked.keep(logprobs, mask)
+    return _detached(alpha * log_b + (1.0 - alpha) * log_theta, mask)
+
+
+def _detached(x, mask):
+    return jax.lax.stop_gradient(masked.keep(x, mask))

@@ -1,0 +1,63 @@
+"""Estimators of KL(p ‖ q) from tokens that p sampled. They know nothing of whose p and q are.
+
+"Approximating KL divergence", Schulman, http://joschu.net/blog/kl-approx.html. With
+x = log q − log p: nothing is detached, so a penalty's gradient flows through whatever carries one.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_async.objectives import masked
+
+
+def k1(p_logprobs: jax.Array, q_logprobs: jax.Array, mask: jax.Array) -> jax.Array:
+    """Unbiased, of high variance, may be negative.
+
+        −x
+
+    Args:
+      p_logprobs: float [B, T], nats, of the policy that sampled.
+      q_logprobs: float [B, T], nats.
+      mask: bool [B, T].
+
+    Returns:
+      float32 [B, T], nats, 0 where the mask is False.
+    """
+    return -_log_ratio(p_logprobs, q_logprobs, mask)
+
+
+def k2(p_logprobs: jax.Array, q_logprobs: jax.Array, mask: jax.Array) -> jax.Array:
+    """Biased, of low variance.
+
+        x² / 2
+
+    Args:
+      p_logprobs: float [B, T], nats, of the policy that sampled.
+      q_logprobs: float [B, T], nats.
+      mask: bool [B, T].
+
+    Returns:
+      float32 [B, T], nats, ≥ 0, 0 where the mask is False.
+    """
+    return jnp.square(_log_ratio(p_logprobs, q_logprobs, mask)) / 2
+
+
+def k3(p_logprobs: jax.Array, q_logprobs: jax.Array, mask: jax.Array) -> jax.Array:
+    """Unbiased and never negative.
+
+        exp(x) − 1 − x
+
+    Args:
+      p_logprobs: float [B, T], nats, of the policy that sampled.
+      q_logprobs: float [B, T], nats.
+      mask: bool [B, T].
+
+    Returns:
+      float32 [B, T], nats, ≥ 0, 0 where the mask is False.
+    """
+    x = _log_ratio(p_logprobs, q_logprobs, mask)
+    return jnp.expm1(x) - x
+
+
+def _log_ratio(p_logprobs, q_logprobs, mask):
+    return masked.keep(q_logprobs, mask) - masked.keep(p_logprobs, mask)

@@ -1,0 +1,31 @@
+"""Masking, which comes before any exp. Knows nothing of what the numbers mean.
+
+A mask that is applied in the reduction alone gives a finite loss and a NaN gradient when padding
+holds an infinity: 0 · inf in the backward pass. Here the masked entries are replaced first.
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def keep(x: jax.Array, mask: jax.Array) -> jax.Array:
+    """x where the mask is True and 0 elsewhere, whatever x holds there.
+
+    Args:
+      x: [...], any number type.
+      mask: bool, shape of x.
+
+    Returns:
+      float32, shape of x. The gradient is 0 where the mask is False.
+    """
+    return jnp.where(mask, x, 0.0).astype(jnp.float32)
+
+
+def total(x: jax.Array, mask: jax.Array) -> jax.Array:
+    """Σ m·x, float32 []."""
+    return jnp.sum(keep(x, mask))
+
+
+def largest(x: jax.Array, mask: jax.Array) -> jax.Array:
+    """max over m of x, and 0 when that is negative or the mask is empty, float32 []."""
+    return jnp.max(keep(x, mask))

@@ -1,0 +1,70 @@
+"""Importance ratios of the policy to the anchor of the clip. Knows nothing of advantages.
+
+Every function has the same arguments, so that one can stand for another.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_async.objectives import masked
+
+
+def token(
+    logprobs: jax.Array,
+    anchor_logprobs: jax.Array,
+    mask: jax.Array,
+    segment_ids: jax.Array | None = None,
+) -> jax.Array:
+    """Ratio of each token.
+
+        r_t = π_θ(t) / π_p(t)
+
+    "Batch size-invariance for policy optimization", Hilton, Cobbe, Schulman, arXiv 2110.00641.
+
+    Args:
+      logprobs: float [B, T], nats; carries the gradient.
+      anchor_logprobs: float [B, T], nats; detached here.
+      mask: bool [B, T].
+      segment_ids: not looked at.
+
+    Returns:
+      float32 [B, T], 1 where the mask is False.
+    """
+    return jnp.exp(_log_ratio(logprobs, anchor_logprobs, mask))
+
+
+def sequence(
+    logprobs: jax.Array, anchor_logprobs: jax.Array, mask: jax.Array, segment_ids: jax.Array
+) -> jax.Array:
+    """Ratio of each segment, length-normalised, on each of its tokens.
+
+        r_t = exp(mean over the masked tokens j of t's segment of log(π_θ(j) / π_p(j)))
+
+    "Group Sequence Policy Optimization", Zheng et al., arXiv 2507.18071.
+
+    Args:
+      logprobs: float [B, T], nats; carries the gradient.
+      anchor_logprobs: float [B, T], nats; detached here.
+      mask: bool [B, T].
+      segment_ids: int [B, T], in [0, T]; equal within a row means same trajectory.
+
+    Returns:
+      float32 [B, T], 1 where the mask is False.
+    """
+    log_ratio = _log_ratio(logprobs, anchor_logprobs, mask)
+    sums = _segment_sum(log_ratio, segment_ids)
+    counts = _segment_sum(masked.keep(1.0, mask), segment_ids)
+    return jnp.exp(masked.keep(sums / jnp.maximum(counts, 1.0), mask))
+
+
+def _log_ratio(logprobs, anchor_logprobs, mask):
+    return masked.keep(logprobs, mask) - masked.keep(jax.lax.stop_gradient(anchor_logprobs), mask)
+
+
+def _segment_sum(x, segment_ids):
+    """Σ of x over each token's segment, given back on every token: [B, T] → [B, T]."""
+
+    def row(x, ids):
+        return jax.ops.segment_sum(x, ids, num_segments=ids.shape[0] + 1)[ids]
+
+    return jax.vmap(row)(x, segment_ids)

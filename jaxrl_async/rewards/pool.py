@@ -1,0 +1,257 @@
+"""Rewards in processes that can be killed, each call bounded by the wall clock.
+
+A reward is code that judges what a model wrote: it may hang, crash or eat its interpreter. It costs the one call
+that did it; the process is replaced, and calls that shared its batch go to the next. The pool knows nothing of
+groups, prompts or what a reward means.
+"""
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+START_TIMEOUT_SECS = 30.0
+CLOSE_TIMEOUT_SECS = 5.0
+LATE_SECS = 0.1  # A reply that is there already, when this event loop was the one that was late.
+ORPHAN_SECS = 5.0  # Beyond the bound, a process whose parent is gone ends itself.
+MAX_BATCH_CALLS = 16  # Calls in a message: more wait longer behind one that hangs.
+
+
+class RewardError(Exception):
+    """A reward failed, or returned no finite number; the message names the reward and what it did."""
+
+
+class RewardTimeoutError(RewardError):
+    """A reward took longer than its bound."""
+
+
+class RewardPool:
+    """`num_processes` processes that score completions; use as `async with RewardPool(…) as pool`."""
+
+    def __init__(self, reward: str, *, num_processes: int, timeout_secs: float):
+        """Starts nothing yet.
+
+        Args:
+          reward: a name in rewards.REWARDS, or "module:function".
+          num_processes: ≥ 1.
+          timeout_secs: bound on one call, > 0; waiting for a free process does not count.
+
+        Raises:
+          ValueError: a bound is broken.
+        """
+        if num_processes < 1:
+            raise ValueError(f"num_processes must be ≥ 1, got {num_processes}")
+        if not timeout_secs > 0:
+            raise ValueError(f"timeout_secs must be > 0, got {timeout_secs}")
+        self._reward = reward
+        self._num_processes = num_processes
+        self._timeout_secs = timeout_secs
+        self._waiting: collections.deque[_Call] = collections.deque()
+        self._arrived = asyncio.Event()
+        self._tasks: list[asyncio.Task] = []
+        self._refusal: str | None = "is not started"  # Why there are no scores; None when there are.
+
+    async def start(self) -> None:
+        """Starts the processes, within START_TIMEOUT_SECS.
+
+        Raises:
+          RewardError: the reward cannot be imported, or a process did not start.
+        """
+        processes = await asyncio.gather(
+            *(self._start_process() for _ in range(self._num_processes)), return_exceptions=True
+        )
+        failures = [p for p in processes if isinstance(p, BaseException)]
+        if failures:
+            await asyncio.gather(*(_end(p) for p in processes if p not in failures))
+            raise failures[0]
+        self._refusal = None
+        self._tasks = [
+            asyncio.create_task(self._serve(process), name=f"reward process {i}")
+            for i, process in enumerate(processes)
+        ]
+
+    async def close(self) -> None:
+        """Kills the processes; calls that still wait fail with RewardError."""
+        self._refuse("is closed")
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._refuse("is closed")  # What the tasks gave back.
+
+    async def __aenter__(self) -> "RewardPool":
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_) -> None:
+        await self.close()
+
+    async def score(self, completion: str, answer: str) -> float:
+        """The reward of one completion. Calls that wait together travel together.
+
+        Args:
+          completion: what the policy wrote, without its stop token.
+          answer: the gold answer.
+
+        Returns:
+          A finite number.
+
+        Raises:
+          RewardTimeoutError: the call ran for more than timeout_secs.
+          RewardError: the reward raised, crashed or returned no finite number; or the pool has no processes.
+        """
+        return await self._submit(completion, answer)
+
+    async def score_many(self, calls: Sequence[tuple[str, str]]) -> list[float]:
+        """The rewards of (completion, answer) pairs, in order, when all are done.
+
+        Raises:
+          RewardError: the first of them that failed, as in `score`; the others run to their ends.
+        """
+        futures = [self._submit(completion, answer) for completion, answer in calls]
+        outcomes = await asyncio.gather(*futures, return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        return outcomes
+
+    def _submit(self, completion: str, answer: str) -> asyncio.Future[float]:
+        if self._refusal is not None:
+            raise RewardError(f"the pool of reward {self._reward!r} {self._refusal}")
+        call = _Call(completion, answer, asyncio.get_running_loop().create_future())
+        self._waiting.append(call)
+        self._arrived.set()
+        return call.outcome
+
+    async def _serve(self, process: asyncio.subprocess.Process) -> None:
+        """Gives calls to a process, and to the next one when it is lost."""
+        try:
+            while True:
+                if not await self._answer(process, await self._next_calls()):
+                    await _end(process)
+                    process = await self._start_process()
+        except Exception as error:
+            self._refuse(f"lost a process and cannot replace it: {error}")
+        finally:
+            await _end(process)
+
+    async def _next_calls(self) -> "collections.deque[_Call]":
+        """This process's share of the calls that wait, at least one."""
+        while not self._waiting:
+            self._arrived.clear()
+            await self._arrived.wait()
+        share = min(-(-len(self._waiting) // self._num_processes), MAX_BATCH_CALLS)
+        return collections.deque(self._waiting.popleft() for _ in range(share))
+
+    async def _answer(self, process, calls: "collections.deque[_Call]") -> bool:
+        """Has a process answer the calls; False when it is lost."""
+        process.stdin.write(json.dumps([[c.completion, c.answer] for c in calls]).encode() + b"\n")
+        try:
+            while calls:
+                outcome = await self._read(process)
+                calls.popleft().end(outcome)
+        except _LostError as lost:
+            calls.popleft().end(lost.outcome)
+            return False
+        finally:
+            self._waiting.extendleft(reversed(calls))
+        return True
+
+    async def _read(self, process) -> float | RewardError:
+        """The outcome of the call that the process is at."""
+        for secs in (self._timeout_secs, LATE_SECS):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(secs):
+                    line = await process.stdout.readline()
+                break
+        else:
+            message = f"reward {self._reward!r} took longer than {self._timeout_secs:g} s"
+            raise _LostError(RewardTimeoutError(message))
+        if not line.endswith(b"\n"):
+            message = f"reward {self._reward!r} ended its process ({await _exit_of(process)})"
+            raise _LostError(RewardError(message))
+        outcome = json.loads(line)
+        if isinstance(outcome, str):
+            return RewardError(f"reward {self._reward!r}: {outcome}")
+        return outcome
+
+    async def _start_process(self) -> asyncio.subprocess.Process:
+        # -P and the path: the same modules as here are found, in the same order.
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", "jaxrl_async.rewards.process"),
+            *(self._reward, str(self._timeout_secs + ORPHAN_SECS)),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": path},
+            start_new_session=True,  # A group of its own, killed as one; and no Ctrl-C from the terminal.
+        )
+        try:
+            async with asyncio.timeout(START_TIMEOUT_SECS):
+                line = await process.stdout.readline()
+            refusal = json.loads(line) if line else f"ended ({await _exit_of(process)})"
+            if refusal:
+                raise RewardError(f"reward process did not start: {refusal}")
+        except TimeoutError:
+            await _end(process)
+            raise RewardError(
+                f"reward process did not start within {START_TIMEOUT_SECS:g} s"
+            ) from None
+        except BaseException:
+            await _end(process)
+            raise
+        return process
+
+    def _refuse(self, reason: str) -> None:
+        self._refusal = reason
+        error = RewardError(f"the pool of reward {self._reward!r} {reason}")
+        while self._waiting:
+            self._waiting.popleft().end(error)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    completion: str
+    answer: str
+    outcome: asyncio.Future
+
+    def end(self, outcome: float | RewardError) -> None:
+        if self.outcome.done():  # Its caller was cancelled.
+            return
+        if isinstance(outcome, RewardError):
+            self.outcome.set_exception(outcome)
+        else:
+            self.outcome.set_result(outcome)
+
+
+class _LostError(Exception):
+    """The process is of no more use; carries the outcome of the call it was at."""
+
+    def __init__(self, outcome: RewardError):
+        super().__init__(outcome)
+        self.outcome = outcome
+
+
+async def _exit_of(process) -> str:
+    """In words: how a process ended that closed its stdout."""
+    try:
+        async with asyncio.timeout(CLOSE_TIMEOUT_SECS):
+            code = await process.wait()
+    except TimeoutError:
+        return "still running"
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+async def _end(process) -> None:
+    """Kills a process with all it has started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.stdin.close()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(CLOSE_TIMEOUT_SECS):
+            await process.stdout.read()
+            await process.wait()

@@ -1,0 +1,72 @@
+"""One reward process: reads calls from stdin, writes their outcomes to stdout, as lines of JSON.
+
+    in     [[completion, answer], …]                    a batch of calls
+    out    0.5   or   "what went wrong"                 one line per call, as soon as it is known
+
+The first line out is "" when the reward was found, or else says why not. The process ends with its stdin. It knows
+nothing of the pool's queue; it imports nothing but rewards, so that starting another one is cheap.
+"""
+
+import json
+import math
+import os
+import signal
+import sys
+
+from jaxrl_async.rewards import Reward, reward_function
+
+MAX_MESSAGE_CHARS = 1000
+
+
+def main(name: str, max_secs: str) -> None:
+    """Serves one reward until stdin ends.
+
+    Args:
+      name: of the reward.
+      max_secs: a call that runs so long ends the process, also when nobody is left to kill it.
+    """
+    calls, outcomes = _private_streams()
+    # The default action works even where a call never returns to the interpreter.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    try:
+        reward = reward_function(name)
+    except ValueError as error:
+        return _write(outcomes, str(error))
+    _write(outcomes, "")
+    for line in calls:
+        for completion, answer in json.loads(line):
+            signal.setitimer(signal.ITIMER_REAL, float(max_secs))
+            _write(outcomes, _outcome(reward, completion, answer))
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _private_streams():
+    """stdin and stdout under other numbers, so that a reward that prints or reads does no harm."""
+    calls, outcomes = os.fdopen(os.dup(0), "rb"), os.dup(1)
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+    return calls, outcomes
+
+
+def _outcome(reward: Reward, completion: str, answer: str) -> float | str:
+    try:
+        value = reward(completion, answer)
+    except BaseException as error:  # SystemExit too: it is about this call, not about the process.
+        return f"{type(error).__name__}: {error}"
+    try:
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    return number if math.isfinite(number) else f"returned {value!r}, not a finite number"
+
+
+def _write(outcomes: int, outcome: float | str) -> None:
+    # Unbuffered: when the next call hangs or crashes, it must be clear which one did.
+    if isinstance(outcome, str):
+        outcome = outcome[:MAX_MESSAGE_CHARS]
+    os.write(outcomes, json.dumps(outcome).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

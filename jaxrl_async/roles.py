@@ -1,0 +1,391 @@
+"""What each role of a run is made of: the one place that wires parts together.
+
+Each role imports its own parts, so that queue and rollout workers never load JAX.
+"""
+
+import asyncio
+import contextlib
+import functools
+import logging
+import pathlib
+import time
+import urllib.parse
+
+from jaxrl_async.settings import Settings
+
+log = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_SECS = 60.0  # to the queue, which needs no device and is up within seconds
+CALL_TIMEOUT_SECS = 30.0
+REWARD_START_SECS = 30.0
+
+
+def run(role: str, settings: Settings, *, index: int, workdir: pathlib.Path, resume: bool) -> None:
+    """Runs one role until it is done (the learner) or interrupted (the others).
+
+    Args:
+      role: "queue" | "server" | "rollout" | "learner".
+      settings: the run; queue.address and server.addresses are set.
+      index: which server or rollout worker.
+      workdir: directory of the run.
+      resume: the learner goes on from the last checkpoint.
+    """
+    match role:
+        case "queue":
+            asyncio.run(_queue(settings, workdir))
+        case "server":
+            asyncio.run(_server(settings, workdir, index))
+        case "rollout":
+            asyncio.run(_rollout(settings, workdir))
+        case "learner":
+            _learner(settings, workdir, resume=resume)
+
+
+def tokenizer_of(settings: Settings, workdir: pathlib.Path):
+    """The run's tokenizer: made by the first role that needs it, the same files for all."""
+    from jaxrl_async.tasks import tokenizer as tokenizers
+
+    wanted, directory = settings.tokenizer, workdir / "tokenizer"
+    if wanted.kind == "huggingface":
+        return tokenizers.load_tokenizer(wanted.path)
+    if not directory.exists():
+        if wanted.kind == "char":
+            made = tokenizers.char_tokenizer(wanted.alphabet)
+        else:
+            texts = (text for pair in task_of(settings).demonstrations for text in pair)
+            made = tokenizers.train_bpe(texts, vocab_size=wanted.vocab_size)
+        made.save(directory)
+    return tokenizers.load_tokenizer(directory)
+
+
+def task_of(settings: Settings):
+    """The run's task."""
+    from jaxrl_async.tasks import make_task
+
+    return make_task(settings.task.name, **settings.task.args)
+
+
+def model_config_of(settings: Settings, vocab_size: int):
+    """The model's shape: from the files at model.path, or from the config."""
+    from jaxrl_async.models import hf, transformer
+
+    model = settings.model
+    if model.path:
+        return hf.read_config(model.path, dtype=model.dtype, remat=model.remat)
+    return transformer.ModelConfig(
+        vocab_size=vocab_size,
+        num_layers=model.num_layers,
+        model_dim=model.model_dim,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        mlp_dim=model.mlp_dim,
+        rope_theta=model.rope_theta,
+        rope_scaling=None,
+        norm_eps=model.norm_eps,
+        qk_norm=model.qk_norm,
+        attention_bias=model.attention_bias,
+        tied_embeddings=model.tied_embeddings,
+        dtype=model.dtype,
+        remat=model.remat,
+    )
+
+
+def engine_of(settings: Settings, workdir: pathlib.Path, *, name: str):
+    """An embedded engine for the run's model, not started, without weights."""
+    from jaxrl_async.inference.engine import Engine
+
+    server = settings.server
+    return Engine(
+        model_config_of(settings, tokenizer_of(settings, workdir).vocab_size),
+        num_slots=server.num_slots,
+        max_total_tokens=server.max_total_tokens,
+        decode_chunk=server.decode_chunk,
+        max_queued_requests=server.max_queued_requests,
+        name=name,
+    )
+
+
+def train_step_of(settings: Settings, config, mesh):
+    """The learner's programs, on a mesh."""
+    from jaxrl_async.learner import optimizer
+    from jaxrl_async.learner.train_step import LossConfig, TrainStep
+
+    learner, loss = settings.learner, settings.loss
+    return TrainStep(
+        config,
+        mesh,
+        loss=LossConfig(
+            anchor=loss.anchor,
+            a3po_fresh=loss.a3po_fresh,
+            clip_low=loss.clip_low,
+            clip_high=loss.clip_high,
+            dual_clip=loss.dual_clip,
+            behavior_cap=loss.behavior_cap,
+            behavior_cap_mode=loss.behavior_cap_mode,
+            temperature=settings.rollout.temperature,
+        ),
+        optimizer=optimizer.make_optimizer(
+            learning_rate=learner.learning_rate,
+            warmup_updates=learner.warmup_updates,
+            decay_updates=None,
+            b1=learner.adam_b1,
+            b2=learner.adam_b2,
+            eps=learner.adam_eps,
+            weight_decay=learner.weight_decay,
+        ),
+        max_grad_norm=learner.max_grad_norm,
+        num_minibatches=learner.num_minibatches,
+        head_chunk_tokens=learner.head_chunk_tokens or None,
+    )
+
+
+def checkpoint_params(settings: Settings, workdir: pathlib.Path, step: int | None = None):
+    """(step, parameters on one device) of a checkpoint of the run; the last one for step None."""
+    import jax
+
+    from jaxrl_async.models import sharding
+
+    config = model_config_of(settings, tokenizer_of(settings, workdir).vocab_size)
+    mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
+    with contextlib.closing(_checkpoints(settings, workdir)) as checkpoints:
+        step = checkpoints.latest() if step is None else step
+        state, _ = checkpoints.restore(step, train_step_of(settings, config, mesh).abstract_state())
+    return step, state.params
+
+
+def _checkpoints(settings: Settings, workdir: pathlib.Path):
+    from jaxrl_async.checkpoint import Checkpoints
+
+    return Checkpoints(workdir / "checkpoints", keep=settings.checkpoint.keep)
+
+
+async def _queue(settings: Settings, workdir: pathlib.Path) -> None:
+    from jaxrl_async.channels import queue_service
+    from jaxrl_async.channels.admission import Admission
+
+    queue = settings.queue
+    admission = Admission(
+        batch_groups=settings.learner.groups_per_step,
+        max_staleness=queue.max_staleness,
+        push_every_steps=settings.weights.push_every_steps,
+        max_running_groups=queue.max_running_groups,
+        max_attempts=queue.max_attempts,
+        permit_timeout_secs=queue.permit_timeout_secs,
+        max_bytes=queue.max_bytes,
+        chunk_groups=queue.chunk_groups or None,
+    )
+    await queue_service.serve(
+        queue.address,
+        admission=admission,
+        group_size=settings.rollout.group_size,
+        vocab_size=tokenizer_of(settings, workdir).vocab_size,
+        max_tokens=settings.learner.row_tokens,
+        max_message_bytes=queue.max_message_bytes,
+        on_bound=lambda address: log.info("queue at %s", address),
+    )
+
+
+async def _server(settings: Settings, workdir: pathlib.Path, index: int) -> None:
+    from jaxrl_async.inference import http
+
+    engine = engine_of(settings, workdir, name=f"engine-{index}")
+    address = settings.server.addresses[index]
+    url = urllib.parse.urlparse(address)
+    engine.start()
+    log.info("engine ready: %d programs", engine.num_compiled)
+    try:
+        async with http.serve(engine, host=url.hostname, port=url.port):
+            log.info("server %d at %s", index, address)
+            await asyncio.wrap_future(engine.stopped)
+    finally:
+        engine.close(timeout_secs=CALL_TIMEOUT_SECS)
+
+
+async def _rollout(settings: Settings, workdir: pathlib.Path) -> None:
+    from jaxrl_async.channels.queue_client import QueueClient
+    from jaxrl_async.rewards.pool import RewardPool
+    from jaxrl_async.rollout.sampler import Sampler
+    from jaxrl_async.rollout.worker import Worker, rollout_function
+    from jaxrl_async.servers.client import InferenceClient
+    from jaxrl_async.servers.fleet import Fleet
+    from jaxrl_async.tasks.prompts import PromptStream
+
+    rollout, tokenizer = settings.rollout, tokenizer_of(settings, workdir)
+    prompts = PromptStream(
+        task_of(settings),
+        tokenizer,
+        seed=settings.task.seed,
+        max_prompt_tokens=rollout.max_prompt_tokens,
+    )
+    fleet = Fleet(suspect_secs=settings.weights.poll_secs, clock=time.monotonic)
+    async with (
+        InferenceClient() as client,
+        RewardPool(
+            rollout.reward,
+            num_processes=rollout.reward_processes,
+            timeout_secs=rollout.reward_timeout_secs,
+        ) as rewards,
+        QueueClient(
+            settings.queue.address,
+            connect_timeout_secs=CONNECT_TIMEOUT_SECS,
+            call_timeout_secs=CALL_TIMEOUT_SECS,
+        ) as queue,
+    ):
+        sampler = Sampler(
+            client=client,
+            fleet=fleet,
+            sampling={
+                "max_new_tokens": rollout.max_new_tokens,
+                "temperature": rollout.temperature,
+                "stop_token_ids": list(tokenizer.stop_token_ids),
+            },
+            run_seed=settings.seed,
+            vocab_size=tokenizer.vocab_size,
+            request_timeout_secs=rollout.request_timeout_secs,
+            max_retries=rollout.max_retries,
+        )
+        worker = Worker(
+            queue=queue,
+            sampler=sampler,
+            fleet=fleet,
+            rewards=rewards,
+            prompts=prompts,
+            decode=tokenizer.decode,
+            rollout=rollout_function(rollout.function),
+            group_size=rollout.group_size,
+            max_running_groups=rollout.max_running_groups,
+            vocab_size=tokenizer.vocab_size,
+            max_tokens=settings.learner.row_tokens,
+            stop_token_ids=tokenizer.stop_token_ids,
+        )
+        await worker.run()
+
+
+def _learner(settings: Settings, workdir: pathlib.Path, *, resume: bool) -> None:
+    from jaxrl_async.channels.admission import Position
+    from jaxrl_async.channels.queue_client import LearnerQueue
+    from jaxrl_async.channels.weight_store import WeightStore
+    from jaxrl_async.learner import learner as learners
+    from jaxrl_async.learner.packing import pack
+    from jaxrl_async.learner.versions import Versions
+    from jaxrl_async.metrics import MetricsWriter
+    from jaxrl_async.models import sharding
+    from jaxrl_async.objectives import advantages
+    from jaxrl_async.servers.publisher import Publisher
+    from jaxrl_async.servers.transports import TRANSPORTS
+
+    learner, weights = settings.learner, settings.weights
+    tokenizer = tokenizer_of(settings, workdir)
+    config = model_config_of(settings, tokenizer.vocab_size)
+    mesh = sharding.make_mesh(learner.data, learner.fsdp, learner.tensor)
+    train_step = train_step_of(settings, config, mesh)
+    checkpoints = _checkpoints(settings, workdir)
+    version, position = 0, None
+    if resume:
+        version = checkpoints.latest()
+        state, position = checkpoints.restore(version, train_step.abstract_state())
+        position = Position.from_json(position)
+        log.info("resumed at version %d", version)
+    else:
+        state = train_step.init(_first_params(settings, config, mesh, tokenizer))
+        checkpoints.save(0, state, Position(0, 0, (), {}, {}).to_json())
+
+    with contextlib.ExitStack() as stack:
+        queue = stack.enter_context(
+            LearnerQueue(
+                settings.queue.address,
+                connect_timeout_secs=CONNECT_TIMEOUT_SECS,
+                call_timeout_secs=CALL_TIMEOUT_SECS,
+            )
+        )
+        publisher = Publisher(
+            settings.server.addresses,
+            transport=TRANSPORTS[weights.transport],
+            announce=queue.publish_version,
+            push_timeout_secs=weights.push_timeout_secs,
+            poll_secs=weights.poll_secs,
+            start_timeout_secs=settings.server.start_timeout_secs,
+        )
+        metrics = MetricsWriter(workdir)
+        for part in (checkpoints, metrics, publisher):
+            stack.callback(part.close)
+        versions = Versions(
+            publisher,
+            WeightStore(workdir / "weights", keep=weights.keep),
+            config=config,
+            dtype=weights.dtype,
+            timeout_secs=settings.server.start_timeout_secs + weights.push_timeout_secs,
+        )
+        versions.publish(version, state, position)
+        versions.wait()
+        learners.train(
+            state,
+            first_step=version + 1,
+            schedule=_schedule(settings),
+            train_step=train_step,
+            pack=functools.partial(
+                pack,
+                microbatch_rows=learner.microbatch_rows,
+                row_tokens=learner.row_tokens,
+                policy=learner.packing,
+            ),
+            advantages=getattr(advantages, settings.loss.advantage),
+            queue=queue,
+            publisher=versions,
+            save=lambda step, state, position: checkpoints.save(step, state, position.to_json()),
+            metrics=metrics,
+        )
+
+
+def _first_params(settings: Settings, config, mesh, tokenizer):
+    """Version 0: random weights or those at model.path, after the warm start."""
+    import jax
+
+    from jaxrl_async.learner.warm_start import warm_start
+    from jaxrl_async.models import hf, sharding
+    from jaxrl_async.tasks.prompts import encode_demonstrations
+
+    if settings.model.path:
+        params = hf.from_tensors(hf.read_tensors(settings.model.path), config)
+        params = jax.device_put(params, sharding.param_shardings(mesh, params))
+    else:
+        params = sharding.init_sharded(config, mesh, settings.seed)
+    stage = settings.warm_start
+    if stage.num_steps == 0:
+        return params
+    demonstrations = encode_demonstrations(
+        task_of(settings), tokenizer, count=stage.num_demonstrations, max_tokens=stage.row_tokens
+    )
+
+    def report(step: int, loss: float) -> None:
+        if step % 100 == 0 or step == stage.num_steps:
+            log.info("warm start: step %d of %d, loss %.4f", step, stage.num_steps, loss)
+
+    return warm_start(
+        config,
+        mesh,
+        params,
+        demonstrations,
+        num_steps=stage.num_steps,
+        batch_size=stage.batch_size,
+        row_tokens=stage.row_tokens,
+        learning_rate=stage.learning_rate,
+        head_chunk_tokens=settings.learner.head_chunk_tokens or None,
+        seed=settings.seed,
+        report=report,
+    )
+
+
+def _schedule(settings: Settings):
+    from jaxrl_async.learner.learner import Schedule
+
+    return Schedule(
+        num_steps=settings.learner.num_steps,
+        push_every_steps=settings.weights.push_every_steps,
+        wait_for_push=settings.mode != "async",
+        checkpoint_every_steps=settings.checkpoint.every_steps,
+        num_minibatches=settings.learner.num_minibatches,
+        lease_timeout_secs=settings.learner.lease_timeout_secs,
+        max_failures=settings.queue.max_failures,
+    )

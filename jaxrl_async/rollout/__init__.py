@@ -1,0 +1,1 @@
+"""Rollout: prompts become rewarded groups, on asyncio and without JAX."""

@@ -1,0 +1,260 @@
+"""A rollout worker: permits from the queue become rewarded groups, or go back with a reason.
+
+A group has all its G samples or is returned: a failure of a server or of a reward is never a sample. A failure that is
+none of these is a bug, and stops the worker. The worker knows nothing of weights, losses or the learner.
+"""
+
+import asyncio
+import collections
+import dataclasses
+import importlib
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+
+from jaxrl_async.channels.admission import Permit
+from jaxrl_async.channels.queue_client import QueueClient
+from jaxrl_async.rewards.pool import RewardError, RewardPool, RewardTimeoutError
+from jaxrl_async.rollout.sampler import RolloutError, Sampler
+from jaxrl_async.rollout.single_turn import Generate, single_turn
+from jaxrl_async.servers.fleet import Fleet
+from jaxrl_async.types import (
+    Group,
+    InvalidTrajectoryError,
+    Prompt,
+    Trajectory,
+    check_trajectory,
+)
+
+log = logging.getLogger(__name__)
+
+Rollout = Callable[[Prompt, Generate], Awaitable[Trajectory]]
+
+ROLLOUTS: dict[str, Rollout] = {"single_turn": single_turn}
+
+
+def rollout_function(name: str) -> Rollout:
+    """A rollout function by its name in ROLLOUTS, or by "module:function".
+
+    Raises:
+      ValueError: neither.
+    """
+    if name in ROLLOUTS:
+        return ROLLOUTS[name]
+    module, colon, function = name.partition(":")
+    if not colon:
+        known = ", ".join(sorted(ROLLOUTS))
+        raise ValueError(f"rollout function {name!r} is none of {known}, and not 'module:function'")
+    return getattr(importlib.import_module(module), function)
+
+
+class Worker:
+    """Runs up to max_running_groups permits at once."""
+
+    def __init__(
+        self,
+        *,
+        queue: QueueClient,
+        sampler: Sampler,
+        fleet: Fleet,
+        rewards: RewardPool,
+        prompts: Sequence[Prompt],
+        decode: Callable[[Sequence[int]], str],
+        rollout: Rollout,
+        group_size: int,
+        max_running_groups: int,
+        vocab_size: int,
+        max_tokens: int,
+        stop_token_ids: Sequence[int],
+    ):
+        """Starts nothing yet.
+
+        Args:
+          queue: gives permits and takes groups.
+          sampler: makes `generate`.
+          fleet: the sampler's table, kept up to date here.
+          rewards: scores an answer's text against the gold answer.
+          prompts: prompts[prompt_index] is the permit's prompt.
+          decode: token ids → text.
+          rollout: see ROLLOUTS.
+          group_size: G, samples per permit.
+          max_running_groups: permits at once.
+          vocab_size: bound on token ids.
+          max_tokens: bound on prompt + completion.
+          stop_token_ids: a last token among them is left out of the text.
+        """
+        self._queue = queue
+        self._sampler = sampler
+        self._fleet = fleet
+        self._rewards = rewards
+        self._prompts = prompts
+        self._decode = decode
+        self._rollout = rollout
+        self._group_size = group_size
+        self._max_running_groups = max_running_groups
+        self._vocab_size = vocab_size
+        self._max_tokens = max_tokens
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self._running: set[Permit] = set()
+        self._finished = asyncio.Event()  # since the last look for free places
+        self._scoring = 0  # answers that wait for their reward
+        self.statistics = Statistics()
+
+    async def run(self) -> None:
+        """Works until cancelled; then ends its requests on the servers.
+
+        Raises:
+          Exception: the first failure that was not a server's or a reward's.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._watch_fleet(), name="rollout fleet")
+                tasks.create_task(self._report(), name="rollout report")
+                await self._work(tasks)
+        except BaseExceptionGroup as group:
+            raise _worst(group) from None
+
+    def waits_for(self) -> str:
+        """In words: what the worker is waiting for now."""
+        if not self._running:
+            return "permits from the queue"
+        return (
+            f"{len(self._running)} groups: {self._sampler.num_running} requests run on servers, "
+            f"{self._sampler.num_unrouted} wait for a HEALTHY one, {self._scoring} answers wait for their "
+            f"reward ({self._fleet.describe()})"
+        )
+
+    async def _watch_fleet(self) -> None:
+        async for records in self._queue.watch_fleet():
+            self._fleet.update(records)
+
+    async def _work(self, tasks: asyncio.TaskGroup) -> None:
+        while True:
+            while (free := self._max_running_groups - len(self._running)) == 0:
+                self._finished.clear()
+                await self._finished.wait()
+            for permit in await self._queue.admit(free, ADMIT_WAIT_SECS):
+                self._running.add(permit)
+                name = f"permit {permit.prompt_index}.{permit.attempt}"
+                tasks.create_task(self._run_permit(permit), name=name)
+
+    async def _run_permit(self, permit: Permit) -> None:
+        """The permit's group reaches the queue, or the permit goes back."""
+        try:
+            group = await self._make_group(permit)
+            outcome = await self._queue.push(group)
+        except RolloutError as error:
+            await self._return(permit, error.reason, error.detail)
+        except InvalidTrajectoryError as error:
+            await self._return(permit, "invalid", str(error))
+        else:
+            self.statistics.count(group, outcome)
+        finally:
+            self._running.discard(permit)
+            self._finished.set()
+
+    async def _return(self, permit: Permit, reason: str, detail: str) -> None:
+        log.warning("%s returned as %s: %s", permit, reason, detail)
+        await self._queue.return_permit(permit, reason, detail)
+        self.statistics.returned[reason] += 1
+
+    async def _make_group(self, permit: Permit) -> Group:
+        prompt = self._prompts[permit.prompt_index]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                samples = [
+                    tasks.create_task(self._sample(permit, prompt, sample))
+                    for sample in range(self._group_size)
+                ]
+        except BaseExceptionGroup as failures:
+            await self._sampler.abort(permit, timeout_secs=ABORT_TIMEOUT_SECS)
+            raise _worst(failures) from None
+        except asyncio.CancelledError:
+            await self._sampler.abort(permit, timeout_secs=ABORT_TIMEOUT_SECS)
+            raise
+        return Group(permit.prompt_index, permit.attempt, tuple(s.result() for s in samples))
+
+    async def _sample(self, permit: Permit, prompt: Prompt, sample: int) -> Trajectory:
+        trajectory = await self._rollout(prompt, self._sampler.bind(permit, sample))
+        check_trajectory(trajectory, vocab_size=self._vocab_size, max_tokens=self._max_tokens)
+        return dataclasses.replace(trajectory, reward=await self._score(trajectory, prompt))
+
+    async def _score(self, trajectory: Trajectory, prompt: Prompt) -> float:
+        self._scoring += 1
+        try:
+            return await self._rewards.score(self._text(trajectory), prompt.answer)
+        except RewardTimeoutError as error:
+            raise RolloutError("reward_timeout", str(error)) from error
+        except RewardError as error:
+            raise RolloutError("reward_error", str(error)) from error
+        finally:
+            self._scoring -= 1
+
+    def _text(self, trajectory: Trajectory) -> str:
+        ids = trajectory.completion.tolist()
+        if ids and ids[-1] in self._stop_token_ids:
+            del ids[-1]
+        return self._decode(ids)
+
+    async def _report(self) -> None:
+        """Every REPORT_SECS a line in the log: what was done or, if nothing was, what is waited for."""
+        while True:
+            before = self.statistics.num_done
+            await asyncio.sleep(REPORT_SECS)
+            if self.statistics.num_done == before:
+                log.warning("no group for %g s; waiting for %s", REPORT_SECS, self.waits_for())
+            else:
+                log.info("%s", self.statistics)
+
+
+@dataclasses.dataclass
+class Statistics:
+    """What a worker has done so far."""
+
+    num_groups: int = 0  # that the queue took
+    num_refused: int = 0  # that came too late: their permit had timed out
+    num_completions: int = 0
+    completion_tokens: int = 0
+    longest_completion: int = 0  # tokens
+    returned: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+
+    def count(self, group: Group, outcome: str) -> None:
+        """Counts a pushed group; outcome as of `QueueClient.push`."""
+        if outcome != "held":
+            self.num_refused += 1
+            return
+        lengths = [len(t) - t.prompt_length for t in group.trajectories]
+        self.num_groups += 1
+        self.num_completions += len(lengths)
+        self.completion_tokens += sum(lengths)
+        self.longest_completion = max(self.longest_completion, *lengths)
+
+    @property
+    def num_done(self) -> int:
+        """Permits that were used up."""
+        return self.num_groups + self.num_refused + self.returned.total()
+
+    def __str__(self) -> str:
+        mean = self.completion_tokens / max(self.num_completions, 1)
+        returned = ", ".join(f"{count} {reason}" for reason, count in self.returned.items())
+        return (
+            f"{self.num_groups} groups, {self.num_completions} completions of {mean:.1f} tokens on "
+            f"average and {self.longest_completion} at most; returned: {returned or 'none'}"
+        )
+
+
+def _worst(failures: BaseExceptionGroup) -> BaseException:
+    """One failure to name: a bug before anything that only costs the group."""
+    leaves = _leaves(failures)
+    costs_the_group = (RolloutError, InvalidTrajectoryError)
+    return next((e for e in leaves if not isinstance(e, costs_the_group)), leaves[0])
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
+    return [error]
+
+
+ADMIT_WAIT_SECS = 10.0  # The queue answers an empty hand after so long; then it is asked again.
+ABORT_TIMEOUT_SECS = 5.0
+REPORT_SECS = 30.0

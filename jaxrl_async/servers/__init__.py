@@ -1,0 +1,1 @@
+"""Inference servers, from outside: the client, the table of their states, transports and publisher."""

@@ -1,0 +1,282 @@
+"""The one client of inference servers: SGLang's HTTP API, whichever engine answers it.
+
+Every call has a deadline and fails with a ServerError that names the address, the route and the reason. The
+client knows nothing of routing, retries, prompts, or which version a server should hold.
+"""
+
+import asyncio
+import dataclasses
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+MAX_LOGPROB_ROUNDING = 1e-6  # A log-prob may exceed 0 by this much: float32 rounding of log 1.
+
+
+class ServerError(Exception):
+    """A call that failed: which address and route, why, and whether calling again can help."""
+
+    def __init__(self, address: str, route: str, reason: str, *, retryable: bool):
+        what = f"{route}: {reason}" if route else f" {reason}"
+        super().__init__(f"inference server {address}{what}")
+        self.address = address
+        self.route = route
+        self.reason = reason
+        self.retryable = retryable
+
+
+class ServerTimeoutError(ServerError):
+    """A call that was not answered before its deadline."""
+
+
+class ForeignWeightsError(ValueError):
+    """Tokens sampled by weights that no push gave: a server that restarted a moment ago."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """What a server sampled for one request: N tokens, the stop token included."""
+
+    tokens: np.ndarray  # int32 [N]
+    logprobs: np.ndarray  # float32 [N], at the sampling temperature, ≤ 0
+    versions: np.ndarray  # int32 [N], the weights that sampled each token, ≥ 0
+    finish_reason: str  # "stop" | "length" | "abort"; N = 0 is possible under "abort" only
+
+
+class InferenceClient:
+    """One HTTP session, for all servers. Use within one event loop, as `async with`."""
+
+    def __init__(self):
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> "InferenceClient":
+        self._session = aiohttp.ClientSession(
+            # uvicorn closes a connection after 5 s of rest: a reused one would break.
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            headers={"Content-Type": "application/json"},
+            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
+        )
+        return self
+
+    async def __aexit__(self, *_) -> None:
+        await self._session.close()
+
+    async def generate(
+        self,
+        address: str,
+        *,
+        rid: str,
+        input_ids: Sequence[int],
+        sampling_params: Mapping[str, Any],
+        timeout_secs: float,
+    ) -> Completion:
+        """Samples one completion.
+
+        Args:
+          address: "http://host:port".
+          rid: request id; fixed width, since servers abort by prefix.
+          input_ids: int [P], ids below the vocabulary size (an id beyond it kills an SGLang server).
+          sampling_params: SGLang's names: max_new_tokens, temperature, top_p, top_k, stop_token_ids, sampling_seed.
+          timeout_secs: bound on the whole call.
+
+        Raises:
+          ServerError: refused, lost, late, or an answer that breaks the API; the message says which.
+        """
+        payload = {
+            "rid": rid,
+            "input_ids": input_ids,
+            "sampling_params": sampling_params,
+            "return_logprob": True,
+            "stream": False,
+        }
+        answer = await self._post(address, "/generate", payload, timeout_secs)
+        try:
+            return read_completion(answer)
+        except ForeignWeightsError as error:
+            raise ServerError(address, "/generate", str(error), retryable=True) from error
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            reason = f"malformed answer to {rid}: {type(error).__name__}: {error}"
+            raise ServerError(address, "/generate", reason, retryable=False) from error
+
+    async def pause(self, address: str, *, mode: str, timeout_secs: float) -> None:
+        """Stops sampling: "retract" recomputes running requests afterwards, "abort" ends them, "in_place" keeps KV."""
+        await self._post(address, "/pause_generation", {"mode": mode}, timeout_secs)
+
+    async def continue_(self, address: str, *, timeout_secs: float) -> None:
+        """Ends a pause."""
+        await self._post(address, "/continue_generation", {}, timeout_secs)
+
+    async def abort(self, address: str, *, rid: str | None, timeout_secs: float) -> None:
+        """Ends every request whose id starts with `rid`, or all requests when it is None."""
+        payload = {"abort_all": True} if rid is None else {"rid": rid}
+        await self._post(address, "/abort_request", payload, timeout_secs)
+
+    async def flush_cache(self, address: str, *, timeout_secs: float) -> None:
+        """Empties the prefix cache. Servers refuse while requests run."""
+        await self._post(address, "/flush_cache", {}, timeout_secs)
+
+    async def update_weights_from_disk(
+        self, address: str, *, path: str, version: int, flush_cache: bool, timeout_secs: float
+    ) -> None:
+        """Loads the weights of a directory in Hugging Face layout and names them `version`.
+
+        Raises:
+          ServerError: refused, lost or late; the server's own message stands in it.
+        """
+        route = "/update_weights_from_disk"
+        payload = {
+            "model_path": str(path),
+            "weight_version": str(version),
+            "flush_cache": flush_cache,
+            "abort_all_requests": False,
+        }
+        answer = await self._post(address, route, payload, timeout_secs)
+        if answer.get("success") is not True:
+            reason = f"version {version} refused: {answer.get('message')}"
+            raise ServerError(address, route, reason, retryable=False)
+
+    async def model_info(self, address: str, *, timeout_secs: float) -> dict[str, Any]:
+        """What the server holds: "weight_version" (a string), "model_path", …
+
+        This is the liveness route: SGLang's /health samples a token and does not answer during a pause.
+        """
+        return await self._call("GET", address, "/model_info", None, timeout_secs)
+
+    async def wait_until_ready(self, address: str, *, timeout_secs: float) -> dict[str, Any]:
+        """Asks for /model_info until it is answered.
+
+        Raises:
+          ServerError: no answer before the deadline, with the last error.
+        """
+        deadline = time.monotonic() + timeout_secs
+        last = "none"
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                return await self.model_info(address, timeout_secs=left)
+            except ServerError as error:
+                last = error.reason
+            await asyncio.sleep(min(_READY_POLL_SECS, max(deadline - time.monotonic(), 0)))
+        raise ServerError(
+            address,
+            "",
+            f"did not answer /model_info within {timeout_secs:g} s (last error: {last})",
+            retryable=True,
+        )
+
+    async def _post(self, address: str, route: str, payload: dict, timeout_secs: float) -> dict:
+        return await self._call("POST", address, route, payload, timeout_secs)
+
+    async def _call(self, method, address, route, payload, timeout_secs) -> dict:
+        body = None if payload is None else _encode(payload).encode()
+        timeout = aiohttp.ClientTimeout(total=timeout_secs)
+        try:
+            async with self._session.request(
+                method, address + route, data=body, timeout=timeout, allow_redirects=False
+            ) as response:
+                text = await response.read()
+        except TimeoutError:
+            reason = f"no answer within {timeout_secs:g} s"
+            raise ServerTimeoutError(address, route, reason, retryable=True) from None
+        except (aiohttp.ClientError, OSError) as error:
+            reason = f"connection lost: {error or type(error).__name__}"
+            raise ServerError(address, route, reason, retryable=True) from error
+        if response.status != 200:
+            reason = f"HTTP {response.status}: {_message(text)}"
+            retryable = response.status >= 500 or response.status == 429
+            raise ServerError(address, route, reason, retryable=retryable)
+        return _decode(text, address, route)
+
+
+def read_completion(answer: Mapping[str, Any]) -> Completion:
+    """Turns the JSON of /generate into arrays, and checks that its parts agree.
+
+    Raises:
+      ValueError, KeyError, TypeError: a part is missing or contradicts another; the message names both.
+    """
+    meta = answer["meta_info"]
+    finish_reason = meta["finish_reason"]["type"]
+    if finish_reason not in ("stop", "length", "abort"):
+        raise ValueError(f"finish_reason {finish_reason!r} is not stop, length or abort")
+    output_ids = answer["output_ids"]
+    count = len(output_ids)
+    # A request that was aborted in a server's queue carries hardly any meta_info.
+    if count == 0:
+        if finish_reason != "abort":
+            raise ValueError(f"no output_ids, and finish_reason is {finish_reason!r}")
+        return Completion(*_EMPTY, finish_reason)
+    if meta["completion_tokens"] != count:
+        raise ValueError(
+            f"{count} output_ids, but completion_tokens is {meta['completion_tokens']}"
+        )
+    # SGLang-JAX repeats earlier entries in front of long completions: the last ones are right.
+    triples = meta["output_token_logprobs"][-count:]
+    if [triple[1] for triple in triples] != output_ids:
+        raise ValueError(f"the ids of output_token_logprobs are not output_ids ({count} tokens)")
+    logprobs = _read_logprobs([triple[0] for triple in triples])
+    versions = _read_versions(meta.get("weight_versions") or (), count)
+    return Completion(np.array(output_ids, np.int32), logprobs, versions, finish_reason)
+
+
+def _read_logprobs(values: list[float]) -> np.ndarray:
+    logprobs = np.array(values, np.float32)
+    # Written so that NaN fails it too.
+    if not (logprobs.min() > -np.inf and logprobs.max() <= MAX_LOGPROB_ROUNDING):
+        bad = logprobs[~(np.isfinite(logprobs) & (logprobs <= MAX_LOGPROB_ROUNDING))][0]
+        raise ValueError(f"log-prob {bad} is not finite and ≤ 0")
+    return np.minimum(logprobs, 0, out=logprobs)
+
+
+def _read_versions(spans: Sequence[Mapping[str, Any]], count: int) -> np.ndarray:
+    """Spreads half-open spans over the output tokens; they must cover [0, count) exactly, in order."""
+    versions = np.empty(count, np.int32)
+    covered = 0
+    for span in spans:
+        start, end, version = span["start"], span["end"], span["version"]
+        if start != covered or not start <= end <= count:
+            raise ValueError(f"weight_versions {spans} do not cover [0, {count}) exactly")
+        versions[start:end] = _read_version(version)
+        covered = end
+    if covered != count:
+        raise ValueError(f"weight_versions {spans} do not cover [0, {count}) exactly")
+    return versions
+
+
+def _read_version(text: str) -> int:
+    if not (isinstance(text, str) and text.isdecimal()):
+        raise ForeignWeightsError(f"weight version {text!r} is not an integer ≥ 0")
+    return int(text)
+
+
+def _decode(text: bytes, address: str, route: str) -> dict:
+    if not text.strip():  # The control routes may answer with an empty body.
+        return {}
+    try:
+        answer = json.loads(text)
+    except ValueError:
+        answer = text[:_MESSAGE_CHARS].decode(errors="replace")
+    if isinstance(answer, dict):
+        return answer
+    # flush_cache and its like answer with a line of text.
+    return {"message": answer}
+
+
+def _message(text: bytes) -> str:
+    """The server's own words, out of whichever shape of error it sent."""
+    try:
+        answer = json.loads(text)
+    except ValueError:
+        return text[:_MESSAGE_CHARS].decode(errors="replace").strip()
+    while isinstance(answer, dict) and (inner := answer.get("error") or answer.get("message")):
+        answer = inner
+    return str(answer)[:_MESSAGE_CHARS]
+
+
+_EMPTY = (np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32))
+_MESSAGE_CHARS = 500
+_READY_POLL_SECS = 0.2
+_encode = json.JSONEncoder(separators=(",", ":")).encode

@@ -1,0 +1,80 @@
+"""The table by which requests are routed: each server's state, version and outstanding tokens.
+
+A pure table: no I/O and no clock of its own. It decides nothing about states except one: a server that failed
+a request here is SUSPECT for a while. All other states come from the publisher, through the queue.
+"""
+
+import collections
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator
+
+from jaxrl_async.channels.wire import ServerRecord
+
+HEALTHY = "HEALTHY"  # holds the current version
+SUSPECT = "SUSPECT"  # failed a request of this process a moment ago
+STALE = "STALE"  # answers, but does not hold the current version
+DEAD = "DEAD"  # does not answer
+
+
+class Fleet:
+    """Which server gets the next request: the HEALTHY one with the fewest outstanding tokens."""
+
+    def __init__(self, *, suspect_secs: float, clock: Callable[[], float]):
+        """Starts with no server.
+
+        Args:
+          suspect_secs: a server that failed a request gets none for so long.
+          clock: monotonic seconds.
+        """
+        self._suspect_secs = suspect_secs
+        self._clock = clock
+        self._records: dict[str, ServerRecord] = {}
+        self._suspect_until: dict[str, float] = {}
+        self._outstanding: collections.Counter[str] = collections.Counter()
+
+    def update(self, records: Iterable[ServerRecord]) -> None:
+        """Replaces the table by the publisher's; suspicion and outstanding tokens stay."""
+        self._records = {record.address: record for record in records}
+
+    def route(self, excluding: Collection[str] = ()) -> str | None:
+        """The HEALTHY server with the fewest outstanding tokens; an excluded one only when no other is left.
+
+        Returns:
+          The address, or None when no server is HEALTHY.
+        """
+        healthy = [address for address in self._records if self.state(address) == HEALTHY]
+        preferred = [address for address in healthy if address not in excluding] or healthy
+        return min(preferred, key=self._outstanding.__getitem__, default=None)
+
+    def state(self, address: str) -> str:
+        """The publisher's state of a server, or SUSPECT where this process has reason to."""
+        record = self._records.get(address)
+        if record is None:
+            return DEAD
+        if record.state == HEALTHY and self._clock() < self._suspect_until.get(address, 0.0):
+            return SUSPECT
+        return record.state
+
+    @contextlib.contextmanager
+    def serving(self, address: str, num_tokens: int) -> Iterator[None]:
+        """Counts a request's tokens as outstanding while it runs."""
+        self._outstanding[address] += num_tokens
+        try:
+            yield
+        finally:
+            self._outstanding[address] -= num_tokens
+
+    def outstanding(self, address: str) -> int:
+        """Tokens of this process's requests running on a server."""
+        return self._outstanding[address]
+
+    def suspect(self, address: str) -> None:
+        """Notes that a request failed on a server."""
+        self._suspect_until[address] = self._clock() + self._suspect_secs
+
+    def describe(self) -> str:
+        """One phrase per server, for messages."""
+        if not self._records:
+            return "no server is known yet"
+        rows = self._records.values()
+        return "; ".join(f"{r.address} {self.state(r.address)} version {r.version}" for r in rows)

@@ -1,0 +1,376 @@
+"""The publisher: a named thread that keeps every inference server at the current version.
+
+One task per server is the only one that talks to it: it pushes a new version, looks after it every poll_secs, and
+pushes again to a server that was late, failed or restarted. The queue hears of a version when all HEALTHY servers
+answered with it, and of every change of a state. The publisher knows nothing of requests, prompts or tensors.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import pathlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxrl_async.channels.wire import ServerRecord
+from jaxrl_async.servers.client import InferenceClient, ServerError
+from jaxrl_async.servers.fleet import DEAD, HEALTHY, STALE
+from jaxrl_async.servers.transports import Transport
+
+log = logging.getLogger(__name__)
+
+
+class PublisherError(RuntimeError):
+    """A version did not reach the servers; the message names each server and why."""
+
+
+class Publisher:
+    """Owns the states of all inference servers. One push is in flight at most.
+
+    All public methods are for the learner's thread.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        *,
+        transport: Transport,
+        announce: Callable[..., None],
+        push_timeout_secs: float,
+        poll_secs: float,
+        start_timeout_secs: float,
+    ):
+        """Starts the thread.
+
+        Args:
+          addresses: "http://host:port" of every server; they need not be up yet.
+          transport: how a server is given a version; see transports.TRANSPORTS.
+          announce: called as announce(version, records, position), `LearnerQueue.publish_version`.
+          push_timeout_secs: a server that has not taken a version by then is STALE; with no HEALTHY server for
+            so long the publisher fails.
+          poll_secs: between looks at each server.
+          start_timeout_secs: the first push waits for every server at most so long.
+        """
+        if not addresses:
+            raise ValueError("the publisher needs at least one server address")
+        self._servers = [_Server(address) for address in addresses]
+        self._transport = transport
+        self._announce = announce
+        self._push_timeout_secs = push_timeout_secs
+        self._poll_secs = poll_secs
+        self._start_timeout_secs = start_timeout_secs
+
+        self._condition = threading.Condition()  # The learner waits here for these two.
+        self._published: int | None = None
+        self._error: BaseException | None = None
+
+        self._requested: int | None = None  # the learner's
+        self._phase = "a first version"
+        self._metrics: dict[str, float] = {}
+
+        # Everything below belongs to the thread.
+        self._target: _Target | None = None
+        self._announced: int | None = None
+        self._told: list[str] = []  # the states that the queue knows
+        self._pushing = False
+        self._healthy_at = time.monotonic()
+        self._changed = asyncio.Condition()
+        self._announcing = asyncio.Lock()
+        self._requests: asyncio.Queue[_Request] = asyncio.Queue()
+        self._loop = asyncio.new_event_loop()
+        self._task = self._loop.create_task(self._main(), name="publisher")
+        self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
+        self._thread.start()
+
+    def publish(
+        self, version: int, write: Callable[[], Any], *, timeout_secs: float, position=None
+    ) -> None:
+        """Starts a push and returns; waits first for the push before it.
+
+        Args:
+          version: ≥ 0, above every version published before.
+          write: writes the version and returns its directory; called in a thread of the publisher.
+          timeout_secs: bound on waiting for the push before.
+          position: where the queue starts from, at the first publication after a restore.
+
+        Raises:
+          PublisherError: the push before failed, or is still running.
+        """
+        if self._requested is not None:
+            self.wait(self._requested, timeout_secs=timeout_secs)
+            if version <= self._requested:
+                raise ValueError(f"version {version} is not above version {self._requested}")
+        self.check()
+        self._requested = version
+        request = _Request(version, write, position)
+        self._loop.call_soon_threadsafe(self._requests.put_nowait, request)
+
+    def wait(self, version: int, *, timeout_secs: float) -> None:
+        """Waits until the servers hold a version.
+
+        Raises:
+          PublisherError: the publisher failed, or the push still runs after timeout_secs; says what it waits for.
+        """
+        with self._condition:
+            over = self._condition.wait_for(
+                lambda: self._error is not None or _at_least(self._published, version),
+                timeout_secs,
+            )
+        if not over:
+            raise PublisherError(
+                f"version {version} is not published after {timeout_secs:g} s: "
+                f"the publisher waits for {self._waits_for()}"
+            )
+        self.check()
+
+    def check(self) -> None:
+        """Raises the publisher's failure, if it has failed."""
+        if self._error is not None:
+            raise PublisherError(f"the publisher failed: {self._error}") from self._error
+
+    def metrics(self) -> dict[str, float]:
+        """weights/version, weights/push_secs (write included) and weights/bytes of the last push."""
+        return dict(self._metrics)
+
+    def close(self) -> None:
+        """Ends the thread. A server that is being pushed to is told to go on sampling."""
+        with contextlib.suppress(RuntimeError):  # The loop of a failed publisher is closed.
+            self._loop.call_soon_threadsafe(self._task.cancel)
+        self._thread.join(_CLOSE_TIMEOUT_SECS)
+        if self._thread.is_alive():
+            log.warning(
+                "the publisher's thread still runs %g s after close: it waits for %s",
+                _CLOSE_TIMEOUT_SECS,
+                self._waits_for(),
+            )
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._task)
+        except asyncio.CancelledError:
+            pass  # close()
+        except BaseException as error:
+            self._fail(_first(error))
+        finally:
+            self._loop.run_until_complete(self._loop.shutdown_default_executor())
+            self._loop.close()
+
+    def _fail(self, error: BaseException) -> None:
+        log.error("the publisher failed: %s", error)
+        with self._condition:
+            self._error = error
+            self._condition.notify_all()
+
+    async def _main(self) -> None:
+        async with InferenceClient() as client, asyncio.TaskGroup() as tasks:
+            for server in self._servers:
+                tasks.create_task(self._keep(client, server), name=f"publisher {server.address}")
+            while True:
+                await self._push(await self._requests.get())
+
+    async def _push(self, request: "_Request") -> None:
+        start = time.monotonic()
+        self._phase = f"version {request.version} to be written"
+        path, num_bytes = await asyncio.to_thread(_write, request.write)
+
+        self._pushing = True
+        first, self._target = self._target is None, _Target(request.version, path)
+        self._phase = f"version {request.version} on the servers"
+        await self._deliver(first)
+        self._pushing = False
+
+        self._phase = f"the queue to take version {request.version}"
+        # States first: when the queue admits for the new version, no worker routes to a late server.
+        await self._tell_states()
+        await self._tell_version(request)
+        self._metrics = {
+            "weights/version": request.version,
+            "weights/push_secs": time.monotonic() - start,
+            "weights/bytes": num_bytes,
+        }
+        with self._condition:
+            self._published = request.version
+            self._condition.notify_all()
+        self._phase = "the next version"
+        log.info("version %d: pushed; %s", request.version, self._describe())
+
+    async def _deliver(self, first: bool) -> None:
+        """Waits until every server (the first time) or every HEALTHY one tried the target; late ones become STALE."""
+        target = self._target
+        expected = [s for s in self._servers if first or s.state == HEALTHY]
+        for server in self._servers:
+            server.due.set()
+
+        def delivered() -> bool:
+            done = all(s.holds(target) if first else s.tried is target for s in expected)
+            return done and any(s.holds(target) for s in self._servers)
+
+        timeout_secs = self._start_timeout_secs if first else self._push_timeout_secs
+        try:
+            async with asyncio.timeout(timeout_secs), self._changed:
+                await self._changed.wait_for(delivered)
+        except TimeoutError:
+            self._judge_late(first, timeout_secs)
+        self._healthy_at = time.monotonic()
+
+    def _judge_late(self, first: bool, timeout_secs: float) -> None:
+        version = self._target.version
+        for server in self._servers:
+            if server.state == HEALTHY and not server.holds(self._target):
+                server.state = STALE
+                server.reason = f"did not take version {version} within {timeout_secs:g} s"
+        if first:
+            raise PublisherError(
+                f"version {version} did not reach every inference server within {timeout_secs:g} s: "
+                + self._describe()
+            )
+        if not any(s.state == HEALTHY for s in self._servers):
+            raise PublisherError(
+                f"no HEALTHY inference server left for version {version}: {self._describe()}"
+            )
+
+    async def _keep(self, client: InferenceClient, server: "_Server") -> None:
+        """The one task that talks to a server: keeps it at the target for as long as the publisher runs."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._poll_secs):
+                    await server.due.wait()
+            server.due.clear()
+            if self._target is not None:
+                await self._look_after(client, server, self._target)
+
+    async def _look_after(
+        self, client: InferenceClient, server: "_Server", target: "_Target"
+    ) -> None:
+        try:
+            await self._bring_to(client, server, target)
+            # A newer target may have come meanwhile; then this one was late.
+            server.state = HEALTHY if target is self._target else STALE
+            server.reason = f"holds version {server.version}"
+        except ServerError as error:
+            server.state = STALE if await _answers(client, server) else DEAD
+            server.reason = str(error)
+        server.tried = target
+        await self._tell_states()
+        async with self._changed:
+            self._changed.notify_all()
+        self._check_any_healthy()
+
+    async def _bring_to(
+        self, client: InferenceClient, server: "_Server", target: "_Target"
+    ) -> None:
+        """Pushes the target to a server unless it holds it already."""
+        info = await client.model_info(server.address, timeout_secs=PROBE_TIMEOUT_SECS)
+        held = info.get("weight_version")
+        # Before the first push, an equal number would be another run's.
+        if server.version == target.version:
+            if held == str(target.version):
+                return
+            server.state, server.version = STALE, None
+            server.reason = f"restarted: reports version {held!r} instead of {target.version}"
+            await self._tell_states()
+        await self._transport(
+            client,
+            server.address,
+            path=target.path,
+            version=target.version,
+            timeout_secs=self._push_timeout_secs,
+        )
+        server.version = target.version
+
+    def _check_any_healthy(self) -> None:
+        """Outside of pushes, which have their own deadline."""
+        now = time.monotonic()
+        if self._pushing or any(s.state == HEALTHY for s in self._servers):
+            self._healthy_at = now
+        elif self._published is not None and now - self._healthy_at > self._push_timeout_secs:
+            raise PublisherError(
+                f"no HEALTHY inference server for {self._push_timeout_secs:g} s: {self._describe()}"
+            )
+
+    async def _tell_version(self, request: "_Request") -> None:
+        async with self._announcing:
+            self._announced = request.version
+            await self._tell(request.version, request.position)
+
+    async def _tell_states(self) -> None:
+        """Publishes the states again, under the version published last, where they changed."""
+        async with self._announcing:
+            if self._announced is not None and self._told != [s.state for s in self._servers]:
+                log.info("version %d: %s", self._announced, self._describe())
+                await self._tell(self._announced, None)
+
+    async def _tell(self, version: int, position) -> None:
+        self._told = [s.state for s in self._servers]
+        records = [ServerRecord(s.address, s.state, s.version) for s in self._servers]
+        await asyncio.to_thread(self._announce, version, records, position)
+
+    def _waits_for(self) -> str:
+        return f"{self._phase}; {self._describe()}"
+
+    def _describe(self) -> str:
+        return "; ".join(map(str, self._servers))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Request:
+    version: int
+    write: Callable[[], Any]
+    position: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Target:
+    version: int
+    path: str
+
+
+@dataclasses.dataclass(eq=False)
+class _Server:
+    """What the publisher knows of a server. Written by the task that keeps it, and where it was late."""
+
+    address: str
+    state: str = STALE
+    reason: str = "not asked yet"
+    version: int | None = None  # of ours; None before the first push
+    tried: _Target | None = None  # the last target that it took or failed to take
+    due: asyncio.Event = dataclasses.field(
+        default_factory=asyncio.Event
+    )  # do not sleep till the next look
+
+    def holds(self, target: _Target) -> bool:
+        return self.state == HEALTHY and self.version == target.version
+
+    def __str__(self) -> str:
+        return f"{self.address} is {self.state} ({self.reason})"
+
+
+async def _answers(client: InferenceClient, server: _Server) -> bool:
+    try:
+        await client.model_info(server.address, timeout_secs=PROBE_TIMEOUT_SECS)
+    except ServerError:
+        return False
+    return True
+
+
+def _write(write: Callable[[], Any]) -> tuple[str, int]:
+    path = pathlib.Path(write())
+    return str(path), sum(f.stat().st_size for f in path.iterdir())
+
+
+def _at_least(published: int | None, version: int) -> bool:
+    return published is not None and published >= version
+
+
+def _first(error: BaseException) -> BaseException:
+    """The failure that cancelled the other tasks of a group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+PROBE_TIMEOUT_SECS = 5.0  # A server that pushes and samples at once still answers within this.
+_CLOSE_TIMEOUT_SECS = 15.0

@@ -1,0 +1,337 @@
+"""What a run is: a tree of small frozen dataclasses, one per block of a config, all fields required.
+
+A config (ml_collections, in a file under configs/) or a workdir's config.json becomes `Settings` once, at the
+door; below it, parts receive plain keyword arguments. Unknown keys, wrong types and settings that contradict
+one another are refused here, before any device is touched. This module knows nothing of JAX.
+"""
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+MODES = ("sync", "periodic", "async")
+
+
+class SettingsError(ValueError):
+    """A config that cannot be run; the message names the key, the value and the bound."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    name: str  # a name in tasks.TASKS, or "module:function"
+    args: Mapping[str, Any]  # keyword arguments of the task
+    seed: int  # of the shuffled stream of prompts
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokenizer:
+    kind: str  # "char" (alphabet) | "bpe" (trained on the task's text) | "huggingface" (files in path)
+    alphabet: str
+    vocab_size: int  # of the trained BPE
+    path: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    path: str  # Hugging Face directory to start from; "" for random weights of the shape below
+    num_layers: int
+    model_dim: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp_dim: int
+    rope_theta: float
+    norm_eps: float
+    qk_norm: bool
+    attention_bias: bool
+    tied_embeddings: bool
+    dtype: str  # of the forward pass: "float32" | "bfloat16"
+    remat: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class WarmStart:
+    num_steps: int  # 0 for none
+    batch_size: int  # demonstrations
+    row_tokens: int
+    learning_rate: float
+    num_demonstrations: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollout:
+    function: str  # a name in rollout.ROLLOUTS, or "module:function"
+    group_size: int  # G, completions per prompt
+    max_prompt_tokens: int
+    max_new_tokens: int
+    temperature: float
+    num_workers: int
+    max_running_groups: int  # per worker
+    request_timeout_secs: float
+    max_retries: int
+    reward: str  # a name in rewards.REWARDS, or "module:function"
+    reward_processes: int  # per worker
+    reward_timeout_secs: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Queue:
+    address: str  # "host:port"; "" for a free loopback port
+    max_staleness: int  # η, in steps
+    chunk_groups: int  # periodic mode: groups per chunk; 0 means the whole batch in prompt order
+    max_running_groups: int
+    max_bytes: int  # held groups; no permits are given beyond it
+    max_message_bytes: int
+    permit_timeout_secs: float
+    max_attempts: int  # issues of one prompt_index before it is retired as exhausted
+    max_failures: int  # groups returned for infrastructure failures before the run is stopped
+
+
+@dataclasses.dataclass(frozen=True)
+class Server:
+    addresses: tuple[str, ...]  # "http://host:port"; () starts num_local embedded servers
+    num_local: int
+    num_slots: int
+    decode_chunk: int  # decode steps per dispatch; weights change between chunks
+    max_total_tokens: int  # prompt + completion of one request
+    max_queued_requests: int
+    start_timeout_secs: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    advantage: str  # "grpo" | "dr_grpo" | "rloo"
+    anchor: str  # "recompute" | "current" | "a3po" | "behavior"
+    a3po_fresh: str  # "behavior" | "current": the anchor of staleness-0 tokens
+    clip_low: float
+    clip_high: float
+    dual_clip: float | None
+    behavior_cap: float | None
+    behavior_cap_mode: str  # "none" | "uncapped" | "mask" | "clamp"
+
+
+@dataclasses.dataclass(frozen=True)
+class Learner:
+    num_steps: int
+    groups_per_step: int  # B
+    num_minibatches: int  # optimizer updates per step
+    microbatch_rows: int
+    row_tokens: int
+    packing: str  # "in_order" | "first_fit"
+    head_chunk_tokens: int  # columns per chunk of the vocabulary projection; 0 for all at once
+    data: int  # mesh axes: data · fsdp · tensor devices
+    fsdp: int
+    tensor: int
+    learning_rate: float
+    warmup_updates: int
+    adam_b1: float
+    adam_b2: float
+    adam_eps: float
+    weight_decay: float
+    max_grad_norm: float
+    lease_timeout_secs: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    push_every_steps: int  # N
+    dtype: str
+    transport: str  # a name in servers.transports.TRANSPORTS
+    push_timeout_secs: float
+    poll_secs: float  # between looks at every server
+    keep: int  # versions kept on disk
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    every_steps: int
+    keep: int  # besides checkpoint 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluate:
+    num_prompts: int  # held-out prompts
+    num_samples: int  # per prompt, for pass@k
+    seed: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Cpus:
+    """Processor cores of each role on this machine; () leaves the choice to the system."""
+
+    learner: tuple[int, ...]
+    server: tuple[int, ...]
+    rollout: tuple[int, ...]
+    queue: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """A whole run. Blocks stand in the order in which data meets them."""
+
+    mode: str  # "sync" | "periodic" | "async"
+    seed: int
+    task: Task
+    tokenizer: Tokenizer
+    model: Model
+    warm_start: WarmStart
+    queue: Queue
+    server: Server
+    rollout: Rollout
+    loss: Loss
+    learner: Learner
+    weights: Weights
+    checkpoint: Checkpoint
+    evaluate: Evaluate
+    cpus: Cpus
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> "Settings":
+        """Builds and checks the settings of a run.
+
+        Args:
+          config: nested mapping with exactly the fields above.
+
+        Raises:
+          SettingsError: an unknown key (with the nearest), a missing key, a wrong type, or a contradiction.
+        """
+        settings = _build(cls, config, "config")
+        _check(settings)
+        return settings
+
+
+def nearest(name: str, known) -> str:
+    """ ", did you mean 'x'?", or nothing when no known name is close."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f", did you mean {close[0]!r}?" if close else ""
+
+
+def _build(cls, values: Mapping[str, Any], path: str):
+    hints = typing.get_type_hints(cls)
+    for key in values:
+        if key not in hints:
+            raise SettingsError(f"unknown config key {path}.{key}{nearest(key, hints)}")
+    for key in hints:
+        if key not in values:
+            raise SettingsError(f"missing config key {path}.{key}")
+    return cls(**{key: _convert(hints[key], values[key], f"{path}.{key}") for key in hints})
+
+
+def _convert(hint, value, path: str):
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, Mapping):
+            raise SettingsError(f"{path} must be a block of settings, got {value!r}")
+        return _build(hint, value, path)
+    if isinstance(hint, types.UnionType):
+        return None if value is None else _convert(typing.get_args(hint)[0], value, path)
+    origin = typing.get_origin(hint)
+    if origin is tuple and isinstance(value, list | tuple):
+        return tuple(_convert(typing.get_args(hint)[0], item, path) for item in value)
+    if origin is Mapping and isinstance(value, Mapping):
+        return dict(value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if hint in (int, float, str, bool) and type(value) is hint:
+        return value
+    raise SettingsError(f"{path} must be {getattr(hint, '__name__', hint)}, got {value!r}")
+
+
+def _check(s: Settings) -> None:
+    _one_of("mode", s.mode, MODES)
+    _one_of("loss.advantage", s.loss.advantage, ("grpo", "dr_grpo", "rloo"))
+    _one_of("loss.anchor", s.loss.anchor, ("recompute", "current", "a3po", "behavior"))
+    _one_of("loss.a3po_fresh", s.loss.a3po_fresh, ("behavior", "current"))
+    _one_of(
+        "loss.behavior_cap_mode", s.loss.behavior_cap_mode, ("none", "uncapped", "mask", "clamp")
+    )
+    _one_of("learner.packing", s.learner.packing, ("in_order", "first_fit"))
+    _one_of("model.dtype", s.model.dtype, ("float32", "bfloat16"))
+    _one_of("weights.dtype", s.weights.dtype, ("float32", "bfloat16"))
+    _one_of("tokenizer.kind", s.tokenizer.kind, ("char", "bpe", "huggingface"))
+    for name, value in _positive(s).items():
+        if value < 1:
+            raise SettingsError(f"{name} must be ≥ 1, got {value}")
+    _check_mode(s)
+    _check_lengths(s)
+
+
+def _positive(s: Settings) -> dict[str, int]:
+    fields = {
+        "queue": ("max_running_groups", "max_bytes", "max_message_bytes", "max_attempts"),
+        "server": ("num_slots", "decode_chunk", "max_total_tokens", "max_queued_requests"),
+        "rollout": (
+            "group_size", "max_prompt_tokens", "max_new_tokens", "num_workers",
+            "max_running_groups", "reward_processes",
+        ),
+        "learner": (
+            "num_steps", "groups_per_step", "num_minibatches", "microbatch_rows", "row_tokens",
+            "data", "fsdp", "tensor",
+        ),
+        "weights": ("push_every_steps", "keep"),
+        "checkpoint": ("every_steps", "keep"),
+    }  # fmt: skip
+    return {f"{b}.{f}": getattr(getattr(s, b), f) for b, names in fields.items() for f in names}
+
+
+def _check_mode(s: Settings) -> None:
+    eta, every, chunk = s.queue.max_staleness, s.weights.push_every_steps, s.queue.chunk_groups
+    if s.mode == "async":
+        if eta < 1:
+            raise SettingsError(f"mode 'async' needs queue.max_staleness ≥ 1, got {eta}")
+    elif eta != 0 or every != 1:
+        raise SettingsError(
+            f"mode {s.mode!r} needs queue.max_staleness = 0 and weights.push_every_steps = 1, got {eta} and {every}"
+        )
+    if (s.mode == "periodic") != (chunk > 0):
+        raise SettingsError(
+            f"queue.chunk_groups must be ≥ 1 in mode 'periodic' and 0 in the others, got {chunk} in {s.mode!r}"
+        )
+    if s.mode == "periodic" and s.learner.num_minibatches != 1:
+        raise SettingsError(
+            "mode 'periodic' accumulates one gradient over the whole step, so learner.num_minibatches must be 1, "
+            f"got {s.learner.num_minibatches}"
+        )
+    if eta < every - 1:
+        raise SettingsError(
+            f"queue.max_staleness = {eta} is too small for weights.push_every_steps = {every}: "
+            f"the run would wait for ever; it must be ≥ {every - 1}"
+        )
+    if s.learner.groups_per_step % s.learner.num_minibatches:
+        raise SettingsError(
+            f"learner.num_minibatches = {s.learner.num_minibatches} does not divide "
+            f"learner.groups_per_step = {s.learner.groups_per_step}"
+        )
+    if s.loss.anchor == "current" and s.learner.num_minibatches != 1:
+        raise SettingsError(
+            "loss.anchor 'current' is exact with one minibatch per step only, got "
+            f"learner.num_minibatches = {s.learner.num_minibatches}"
+        )
+    if s.loss.advantage in ("grpo", "rloo") and s.rollout.group_size < 2:
+        raise SettingsError(f"loss.advantage {s.loss.advantage!r} needs rollout.group_size ≥ 2")
+
+
+def _check_lengths(s: Settings) -> None:
+    longest = s.rollout.max_prompt_tokens + s.rollout.max_new_tokens
+    for name, bound in (
+        ("learner.row_tokens", s.learner.row_tokens),
+        ("server.max_total_tokens", s.server.max_total_tokens),
+    ):
+        if longest > bound:
+            raise SettingsError(
+                f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest} exceeds {name} = {bound}"
+            )
+    if s.learner.microbatch_rows % (s.learner.data * s.learner.fsdp):
+        raise SettingsError(
+            f"learner.microbatch_rows = {s.learner.microbatch_rows} must be a multiple of "
+            f"learner.data · learner.fsdp = {s.learner.data * s.learner.fsdp}"
+        )
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise SettingsError(
+            f"{name} must be one of {', '.join(known)}; got {value!r}{nearest(value, known)}"
+        )

@@ -1,0 +1,238 @@
+"""Starts every role of a run on this machine as a process, watches them, and ends them.
+
+Each role is the command that a pod would run on a host of its own: `train --role=ROLE` with the addresses of the
+others. The supervisor knows processes, logs and metrics; it knows nothing of JAX, weights or rewards.
+"""
+
+import dataclasses
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import grpc
+import tqdm
+
+from jaxrl_async.channels import queue_client
+from jaxrl_async.metrics import last_metrics
+from jaxrl_async.settings import Settings
+
+STOP_SECS = 8.0  # A role that ignores SIGTERM for so long is killed.
+POLL_SECS = 0.2
+
+
+class RoleDiedError(RuntimeError):
+    """A role ended before the run did; the message names it and shows the end of its log."""
+
+
+@dataclasses.dataclass
+class Role:
+    """One process of the run."""
+
+    name: str  # "queue", "server-0", …
+    process: subprocess.Popen
+    log: pathlib.Path
+
+
+def run(settings: Settings, *, workdir: pathlib.Path, resume: bool) -> None:
+    """Runs all roles until the learner is done.
+
+    Args:
+      settings: the run.
+      workdir: holds config.json; receives logs/ROLE.log.
+      resume: go on from the last checkpoint.
+
+    Raises:
+      RoleDiedError: a role ended too soon.
+    """
+    queue_address = settings.queue.address or f"127.0.0.1:{free_port()}"
+    servers = settings.server.addresses or tuple(
+        f"http://127.0.0.1:{free_port()}" for _ in range(settings.server.num_local)
+    )
+    addresses = [
+        f"--config.queue.address={queue_address}",
+        f"--config.server.addresses={servers!r}",
+    ]
+    names = ["queue"]
+    if not settings.server.addresses:
+        names += [f"server-{i}" for i in range(len(servers))]
+    names += [f"rollout-{i}" for i in range(settings.rollout.num_workers)]
+    names += ["learner"]
+    devices = divide_devices(
+        visible_devices(), num_servers=len([n for n in names if "server" in n])
+    )
+    print(banner(settings, workdir, queue_address, servers, devices), flush=True)
+    roles: list[Role] = []
+    try:
+        for name in names:
+            roles.append(_start(name, workdir, addresses, devices, resume=resume))
+        _watch(roles, settings, workdir, queue_address)
+    finally:
+        stop(roles)
+
+
+def stop(roles: list[Role]) -> None:
+    """Ends every role in reverse order of start: SIGTERM, and SIGKILL for what is left after STOP_SECS."""
+    for role in reversed(roles):
+        if role.process.poll() is None:
+            role.process.terminate()
+    deadline = time.monotonic() + STOP_SECS
+    for role in reversed(roles):
+        try:
+            role.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            role.process.kill()
+            role.process.wait()
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def visible_devices() -> tuple[str, int]:
+    """("tpu" | "gpu" | "cpu", number of chips) of this machine, without importing JAX."""
+    platform = os.environ.get("JAX_PLATFORMS", "")
+    chips = len(list(pathlib.Path("/dev").glob("accel[0-9]*")))
+    chips = chips or len(list(pathlib.Path("/dev/vfio").glob("[0-9]*")))
+    if chips and platform in ("", "tpu"):
+        return "tpu", chips
+    if platform in ("", "cuda", "gpu"):
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if visible is not None:
+            gpus = len([d for d in visible.split(",") if d])
+        else:
+            gpus = len(list(pathlib.Path("/proc/driver/nvidia/gpus").glob("*")))
+        if gpus:
+            return "gpu", gpus
+    return "cpu", 0
+
+
+def divide_devices(devices: tuple[str, int], *, num_servers: int) -> dict[str, dict[str, str]]:
+    """Divides the machine's devices: one for each local server, the rest for the learner.
+
+    Args:
+      devices: platform and number of chips.
+      num_servers: embedded servers on this machine.
+
+    Returns:
+      Role name → environment variables. On a single GPU the roles share its memory by fractions.
+
+    Raises:
+      ValueError: fewer chips than the roles need.
+    """
+    platform, count = devices
+    if platform == "cpu" or num_servers == 0:
+        return {}
+    if platform == "gpu" and count == 1:
+        share = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / (num_servers + 1):.2f}"}
+        return {name: share for name in ("learner", *(f"server-{i}" for i in range(num_servers)))}
+    if count <= num_servers:
+        raise ValueError(
+            f"{num_servers} servers and a learner need {num_servers + 1} {platform.upper()} chips, "
+            f"this machine has {count}: lower server.num_local or give server.addresses"
+        )
+    variable = "TPU_VISIBLE_CHIPS" if platform == "tpu" else "CUDA_VISIBLE_DEVICES"
+    ids = [str(i) for i in range(count)]
+    if platform == "gpu" and os.environ.get("CUDA_VISIBLE_DEVICES"):
+        ids = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+    first = count - num_servers
+    division = {f"server-{i}": {variable: ids[first + i]} for i in range(num_servers)}
+    return division | {"learner": {variable: ",".join(ids[:first])}}
+
+
+def banner(settings: Settings, workdir, queue_address, servers, devices) -> str:
+    """What is about to run, and on what."""
+    learner = settings.learner
+    lines = [
+        f"jaxrl_async · {settings.task.name} · mode {settings.mode} · η = {settings.queue.max_staleness} · "
+        f"push every {settings.weights.push_every_steps} · {learner.num_steps} steps of "
+        f"{learner.groups_per_step} × {settings.rollout.group_size}",
+        f"  workdir  {workdir}",
+        f"  queue    {queue_address}",
+        f"  servers  {', '.join(servers)}"
+        + (" (embedded)" if not settings.server.addresses else ""),
+    ]
+    for name, environment in devices.items():
+        lines.append(f"  {name:8} {' '.join(f'{k}={v}' for k, v in environment.items())}")
+    return "\n".join(lines)
+
+
+def _start(name: str, workdir, addresses, devices, *, resume: bool) -> Role:
+    role, _, index = name.partition("-")
+    command = [sys.executable, "-m", "jaxrl_async", "train", f"--config={workdir}/config.json"]
+    command += [f"--workdir={workdir}", f"--role={role}", f"--index={index or 0}", *addresses]
+    command += ["--resume"] if resume else []
+    log = workdir / "logs" / f"{name}.log"
+    log.parent.mkdir(exist_ok=True)
+    environment = os.environ | devices.get(name, {}) | {"JAXRL_PARENT": str(os.getpid())}
+    with open(log, "a") as out:
+        # A session of its own: Ctrl-C reaches the supervisor, which ends the roles in order.
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            env=environment,
+            start_new_session=True,
+        )
+    return Role(name, process, log)
+
+
+def _watch(roles: list[Role], settings: Settings, workdir, queue_address: str) -> None:
+    learner = roles[-1]
+    with tqdm.tqdm(total=settings.learner.num_steps, unit="step", dynamic_ncols=True) as bar:
+        progress = _progress(bar, workdir, learner.log, queue_address)
+        while (code := learner.process.poll()) is None:
+            for role in roles[:-1]:
+                if role.process.poll() is not None:
+                    raise RoleDiedError(_obituary(role))
+            next(progress)
+            time.sleep(POLL_SECS)
+        next(progress)
+    if code != 0:
+        raise RoleDiedError(_obituary(learner))
+
+
+def _progress(bar, workdir, log: pathlib.Path, queue_address: str) -> Iterator[None]:
+    """Advances the bar at every `next`: the last step's metrics, and who waits for whom."""
+    channel = grpc.insecure_channel(queue_address)
+    try:
+        while True:
+            row = last_metrics(workdir)
+            if row:
+                bar.n = int(row["step"])
+                bar.set_postfix_str(_summary(row, queue_client.who_waits(channel)))
+            else:
+                bar.set_postfix_str(last_lines(log, 1).rpartition(" INFO ")[2][:80])
+            yield
+    finally:
+        channel.close()
+
+
+def _summary(row: dict, waiting: str) -> str:
+    return (
+        f"reward {row['reward/mean']:.3f}, staleness {row['staleness/mean']:.1f}, "
+        f"{row['rollout/tokens_per_sec']:.0f} tok/s out, {row['learner/tokens_per_sec']:.0f} tok/s in, {waiting}"
+    )
+
+
+def _obituary(role: Role) -> str:
+    code = role.process.returncode
+    how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+    return f"role {role.name!r} ended {how}; the end of {role.log}:\n{last_lines(role.log, 20)}"
+
+
+def last_lines(path: pathlib.Path, count: int) -> str:
+    """The last lines of a text file, "" when there is none yet."""
+    if not path.exists():
+        return ""
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - 16_384))
+        return "\n".join(file.read().decode("utf-8", "replace").strip().split("\n")[-count:])

@@ -1,0 +1,151 @@
+"""The vocabulary of the project, and the alignment law, in NumPy.
+
+Alignment law. Entry t of every per-token array is about the token at t:
+
+    logprobs[t] = log π(tokens[t] | tokens[:t]),    versions[t] = the weights that sampled tokens[t].
+
+Nothing is shifted here, on the wire or in the queue. The one shift by one is the gather index
+`Batch.predictor_index`, made in packing and used where log-probs are computed.
+
+This module knows nothing of JAX, protobuf, tokenizers or servers.
+"""
+
+import dataclasses
+
+import numpy as np
+
+NOT_SAMPLED = -1  # The version of a token that no policy sampled: prompt, tool output, padding.
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """One question, as tokens, with what its reward needs to judge an answer."""
+
+    index: int  # prompt_index: the position in the endless, seeded stream of prompts
+    tokens: np.ndarray  # int32 [P], P ≥ 1
+    text: str
+    answer: str  # gold answer
+
+
+@dataclasses.dataclass(frozen=True)
+class Trajectory:
+    """One token row: the prompt, then what was sampled (and, between, what tools answered).
+
+    Tokens that were not sampled have mask False, version −1 and log-prob 0.
+    """
+
+    tokens: np.ndarray  # int32 [T]
+    logprobs: np.ndarray  # float32 [T], behavior log-probs at the sampling temperature, ≤ 0
+    versions: np.ndarray  # int32 [T], ≥ 0 on sampled tokens, −1 elsewhere
+    mask: np.ndarray  # bool [T], True on sampled tokens
+    prompt_length: int  # P, 1 ≤ P ≤ T; tokens[:P] is the prompt
+    reward: float = 0.0  # set by the reward, after generation
+    finish_reason: str = "stop"  # "stop" (a stop token) | "length" (the token budget)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def completion(self) -> np.ndarray:
+        """int32 [T − P]: everything after the prompt."""
+        return self.tokens[self.prompt_length :]
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """The G trajectories of one permit: one prompt, sampled G times."""
+
+    prompt_index: int
+    attempt: int  # 0 for the first issue of the prompt_index, + 1 for each reissue
+    trajectories: tuple[Trajectory, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(t) for t in self.trajectories)
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """float32 [G]"""
+        return np.asarray([t.reward for t in self.trajectories], np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """Part of a step's lease: groups fixed once by the queue, by count and never by time."""
+
+    step: int  # ≥ 1
+    index: int  # position within the step's lease, from 0
+    groups: tuple[Group, ...]
+    last: bool  # True on the step's last chunk
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """One microbatch of packed rows. Several segments (trajectories) share a row of T tokens.
+
+    Padding has segment 0, mask False, version −1, and 0 elsewhere.
+    """
+
+    tokens: np.ndarray  # int32 [B, T]
+    positions: np.ndarray  # int32 [B, T], from 0 within each segment
+    segment_ids: np.ndarray  # int32 [B, T], from 1 within each row; 0 is padding
+    predictor_index: np.ndarray  # int32 [B, T], column whose hidden state predicts the token at t
+    mask: np.ndarray  # bool [B, T], True where a sampled token counts
+    behavior_logprobs: np.ndarray  # float32 [B, T]
+    token_versions: np.ndarray  # int32 [B, T]
+    advantages: np.ndarray  # float32 [B, T], the trajectory's advantage on each of its tokens
+
+
+class InvalidTrajectoryError(ValueError):
+    """A trajectory breaks the alignment law or a bound; the message names field and value."""
+
+
+def check_trajectory(trajectory: Trajectory, *, vocab_size: int, max_tokens: int) -> None:
+    """Checks what a trajectory promises, where it enters (engine, wire, rollout function).
+
+    Args:
+      trajectory: the row to check.
+      vocab_size: token ids must lie in [0, vocab_size).
+      max_tokens: bound on the row's length T.
+
+    Raises:
+      InvalidTrajectoryError: names the field, the value and the bound.
+    """
+    t, length = trajectory, len(trajectory.tokens)
+    for name, dtype in _DTYPES.items():
+        array = getattr(t, name)
+        if not isinstance(array, np.ndarray) or array.dtype != dtype or array.shape != (length,):
+            found = f"{getattr(array, 'dtype', type(array))} {list(np.shape(array))}"
+            _refuse(f"{name} must be {dtype} [{length}], got {found}")
+    if not 0 < length <= max_tokens:
+        _refuse(f"length {length} is outside [1, {max_tokens}]")
+    if not 1 <= t.prompt_length <= length:
+        _refuse(f"prompt_length {t.prompt_length} is outside [1, {length}]")
+    if t.tokens.min() < 0 or t.tokens.max() >= vocab_size:
+        bad = t.tokens[(t.tokens < 0) | (t.tokens >= vocab_size)][0]
+        _refuse(f"token id {bad} is outside [0, {vocab_size})")
+    if t.mask[: t.prompt_length].any():
+        _refuse("mask is True on a prompt token")
+    if not np.isfinite(t.logprobs).all() or (t.logprobs > 0).any():
+        bad = t.logprobs[~np.isfinite(t.logprobs) | (t.logprobs > 0)][0]
+        _refuse(f"logprobs must be finite and ≤ 0, got {bad}")
+    if (t.versions[t.mask] < 0).any():
+        _refuse(f"version of a sampled token is {t.versions[t.mask].min()}, must be ≥ 0")
+    if (t.versions[~t.mask] != NOT_SAMPLED).any() or (t.logprobs[~t.mask] != 0).any():
+        _refuse("a token that was not sampled must have version −1 and log-prob 0")
+    if not np.isfinite(t.reward):
+        _refuse(f"reward must be finite, got {t.reward}")
+    if t.finish_reason not in ("stop", "length"):
+        _refuse(f"finish_reason must be 'stop' or 'length', got {t.finish_reason!r}")
+
+
+_DTYPES = {
+    "tokens": np.dtype(np.int32),
+    "logprobs": np.dtype(np.float32),
+    "versions": np.dtype(np.int32),
+    "mask": np.dtype(np.bool_),
+}
+
+
+def _refuse(message: str):
+    raise InvalidTrajectoryError(message)

@@ -1,0 +1,233 @@
+"""The client of inference servers, against a fake that answers what the test wants."""
+
+import asyncio
+import time
+
+import numpy as np
+import pytest
+from fake_sglang import FakeServer, answer, logprob, token
+
+from jaxrl_async.servers.client import (
+    InferenceClient,
+    ServerError,
+    ServerTimeoutError,
+    read_completion,
+)
+
+
+@pytest.fixture
+def server():
+    server = FakeServer().start()
+    yield server
+    server.stop()
+
+
+async def generate(client, address, timeout_secs=10.0, **sampling):
+    return await client.generate(
+        address,
+        rid="000000000000-0000-0000-0000",
+        input_ids=[5, 6],
+        sampling_params={"max_new_tokens": 3, "sampling_seed": 1} | sampling,
+        timeout_secs=timeout_secs,
+    )
+
+
+async def test_a_completion_holds_tokens_logprobs_versions_and_why_it_ended(server):
+    server.version = "8"
+    async with InferenceClient() as client:
+        completion = await generate(client, server.address)
+    tokens = [token(1, 2), token(1, 3), token(1, 4)]
+    assert completion.tokens.tolist() == tokens and completion.tokens.dtype == np.int32
+    assert completion.logprobs.dtype == np.float32
+    np.testing.assert_array_equal(completion.logprobs, np.float32([logprob(t) for t in tokens]))
+    assert completion.versions.tolist() == [8, 8, 8] and completion.versions.dtype == np.int32
+    assert completion.finish_reason == "length"
+
+
+async def test_a_request_asks_for_logprobs_and_no_stream(server):
+    server.version = "0"
+    async with InferenceClient() as client:
+        await generate(client, server.address, temperature=1.0)
+    ((_, sent),) = server.calls
+    assert sent == {
+        "rid": "000000000000-0000-0000-0000",
+        "input_ids": [5, 6],
+        "sampling_params": {"max_new_tokens": 3, "sampling_seed": 1, "temperature": 1.0},
+        "return_logprob": True,
+        "stream": False,
+    }
+
+
+def test_spans_of_versions_are_spread_over_the_output_tokens():
+    completion = read_completion(answer([7, 8, 9, 7], versions=[("3", 2), ("4", 0), ("5", 2)]))
+    assert completion.versions.tolist() == [3, 3, 5, 5]
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [],
+        [("3", 0, 2)],
+        [("3", 0, 4)],
+        [("3", 1, 3)],
+        [("3", 0, 1), ("4", 2, 3)],
+        [("3", 0, 2), ("4", 1, 3)],
+        [("3", 0, 2), ("4", 2, 1), ("5", 1, 3)],
+    ],
+)
+def test_spans_that_do_not_cover_the_tokens_exactly_are_refused(spans):
+    broken = answer([7, 8, 9], versions=[])
+    broken["meta_info"]["weight_versions"] = [
+        {"version": v, "start": start, "end": end} for v, start, end in spans
+    ]
+    with pytest.raises(ValueError, match=r"do not cover \[0, 3\) exactly"):
+        read_completion(broken)
+
+
+@pytest.mark.parametrize("version", ["default", "-1", "1.5", "", 3, None])
+def test_a_version_that_is_no_integer_from_zero_is_refused(version):
+    with pytest.raises(ValueError, match="is not an integer ≥ 0"):
+        read_completion(answer([7], versions=[(version, 1)]))
+
+
+def test_of_too_many_logprobs_the_last_ones_count():
+    repeated = answer([7, 8], versions=[("0", 2)])
+    repeated["meta_info"]["output_token_logprobs"].insert(0, [-0.5, 7, None])
+    assert read_completion(repeated).logprobs.tolist() == pytest.approx([-0.007, -0.008])
+
+
+def test_logprobs_of_other_tokens_are_refused():
+    broken = answer([7, 8], versions=[("0", 2)])
+    broken["meta_info"]["output_token_logprobs"][0][1] = 9
+    with pytest.raises(ValueError, match="are not output_ids"):
+        read_completion(broken)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf"), float("inf"), 1e-4])
+def test_a_logprob_that_is_not_finite_or_above_zero_is_refused(bad):
+    broken = answer([7, 8], versions=[("0", 2)])
+    broken["meta_info"]["output_token_logprobs"][1][0] = bad
+    with pytest.raises(ValueError, match="is not finite and ≤ 0"):
+        read_completion(broken)
+
+
+def test_rounding_above_zero_becomes_zero():
+    rounded = answer([7], versions=[("0", 1)])
+    rounded["meta_info"]["output_token_logprobs"][0][0] = 9e-7
+    assert read_completion(rounded).logprobs.tolist() == [0.0]
+
+
+def test_a_dropped_special_token_is_noticed():
+    broken = answer([7, 8], versions=[("0", 2)])
+    broken["meta_info"]["completion_tokens"] = 3
+    with pytest.raises(ValueError, match="2 output_ids, but completion_tokens is 3"):
+        read_completion(broken)
+
+
+def test_a_request_aborted_in_the_queue_has_no_tokens():
+    completion = read_completion(
+        {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort"}}}
+    )
+    assert completion.finish_reason == "abort"
+    assert len(completion.tokens) == len(completion.logprobs) == len(completion.versions) == 0
+
+
+async def test_a_malformed_answer_is_an_error_of_the_server_and_not_asked_again(server):
+    server.answers = [{"output_ids": [1]}]
+    async with InferenceClient() as client:
+        with pytest.raises(ServerError, match=r"malformed answer .* 'meta_info'") as caught:
+            await generate(client, server.address)
+    assert not caught.value.retryable
+
+
+async def test_tokens_of_a_restarted_server_are_refused_and_may_be_asked_for_again(server):
+    async with InferenceClient() as client:
+        with pytest.raises(ServerError, match="'default' is not an integer") as caught:
+            await generate(client, server.address)
+    assert caught.value.retryable
+
+
+@pytest.mark.parametrize(("status", "retryable"), [(400, False), (429, True), (503, True)])
+async def test_a_refusal_says_the_servers_words_and_whether_to_try_again(server, status, retryable):
+    server.fail["/generate"] = (status, "the prompt is too long")
+    async with InferenceClient() as client:
+        with pytest.raises(ServerError, match="the prompt is too long") as caught:
+            await generate(client, server.address)
+    assert caught.value.retryable is retryable
+    assert f"{server.address}/generate: HTTP {status}" in str(caught.value)
+
+
+async def test_a_call_that_is_not_answered_ends_at_its_deadline(server):
+    server.hang.add("/generate")
+    async with InferenceClient() as client:
+        with pytest.raises(ServerTimeoutError, match=r"no answer within 0\.1 s") as caught:
+            await generate(client, server.address, timeout_secs=0.1)
+    assert caught.value.retryable
+
+
+async def test_a_connection_that_breaks_is_an_error_to_retry(server):
+    server.drop.add("/generate")
+    async with InferenceClient() as client:
+        with pytest.raises(ServerError, match="connection lost") as caught:
+            await generate(client, server.address)
+    assert caught.value.retryable
+
+
+async def test_control_routes_send_what_sglang_expects(server):
+    async with InferenceClient() as client:
+        await client.pause(server.address, mode="retract", timeout_secs=10)
+        await client.update_weights_from_disk(
+            server.address, path="/weights/9", version=9, flush_cache=True, timeout_secs=10
+        )
+        await client.continue_(server.address, timeout_secs=10)
+        await client.abort(server.address, rid="000000000007-", timeout_secs=10)
+        await client.abort(server.address, rid=None, timeout_secs=10)
+        await client.flush_cache(server.address, timeout_secs=10)
+        info = await client.model_info(server.address, timeout_secs=10)
+    assert server.calls == [
+        ("/pause_generation", {"mode": "retract"}),
+        (
+            "/update_weights_from_disk",
+            {
+                "model_path": "/weights/9",
+                "weight_version": "9",
+                "flush_cache": True,
+                "abort_all_requests": False,
+            },
+        ),
+        ("/continue_generation", {}),
+        ("/abort_request", {"rid": "000000000007-"}),
+        ("/abort_request", {"abort_all": True}),
+        ("/flush_cache", {}),
+        ("/model_info", {}),
+    ]
+    assert info["weight_version"] == "9"
+
+
+async def test_a_port_where_nobody_listens_is_named_with_the_deadline_and_the_last_error():
+    address = FakeServer().address
+    async with InferenceClient() as client:
+        with pytest.raises(
+            ServerError,
+            match=rf"inference server {address} did not answer /model_info within 0\.3 s \(last error: conn",
+        ):
+            await client.wait_until_ready(address, timeout_secs=0.3)
+
+
+async def test_readiness_is_asked_of_model_info_since_health_would_wait_for_a_paused_engine(server):
+    server.paused = True
+    async with InferenceClient() as client:
+        await client.wait_until_ready(server.address, timeout_secs=10)
+    assert server.routes() == ["/model_info"]
+
+
+async def test_many_requests_run_at_once(server):
+    server.version, server.paused = "0", True
+    async with InferenceClient() as client:
+        calls = [asyncio.create_task(generate(client, server.address)) for _ in range(300)]
+        deadline = time.monotonic() + 20
+        while len(server.calls) < 300:
+            assert time.monotonic() < deadline, len(server.calls)
+            await asyncio.sleep(0.01)
+        server.paused = False
+        assert len(await asyncio.gather(*calls)) == 300

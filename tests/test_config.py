@@ -1,0 +1,117 @@
+"""Configs at the door: each builds, and what cannot be run is refused with the key, the value and the bound."""
+
+import pathlib
+
+import pytest
+
+from jaxrl_async.cli import config as config_lib
+from jaxrl_async.cli import main
+from jaxrl_async.settings import Settings, SettingsError
+
+ROOT = pathlib.Path(__file__).parent.parent
+CONFIGS = sorted((ROOT / "configs").glob("*.py"))
+QUICKSTART = ROOT / "configs" / "quickstart.py"
+
+
+def parse(*argv):
+    flags = config_lib.parse_flags("usage", list(argv), config=True, workdir=("", "directory"))
+    return config_lib.settings_of(flags.config)
+
+
+@pytest.mark.parametrize("arg", ["", "smoke"])
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_every_config_builds(path, arg):
+    assert parse(f"--config={path}:{arg}").mode in ("sync", "periodic", "async")
+
+
+@pytest.mark.parametrize("mode", ["sync", "periodic", "async"])
+def test_the_quickstart_knows_three_modes(mode):
+    settings = parse(f"--config={QUICKSTART}:mode={mode},seed=3")
+    assert (settings.mode, settings.seed) == (mode, 3)
+
+
+def test_a_value_is_set_from_the_command_line():
+    assert parse(f"--config={QUICKSTART}", "--config.learner.num_steps=7").learner.num_steps == 7
+
+
+def test_an_unknown_key_on_the_command_line_is_named_with_the_nearest():
+    with pytest.raises(config_lib.UsageError, match=r"config.learner.num_stepz.*'num_steps'"):
+        parse(f"--config={QUICKSTART}", "--config.learner.num_stepz=7")
+
+
+def test_an_unknown_key_in_a_config_is_named_with_the_nearest():
+    config = config_lib.load_config(str(QUICKSTART)).to_dict()
+    config["learner"]["num_stepz"] = 7
+    with pytest.raises(SettingsError, match=r"config.learner.num_stepz.*'num_steps'"):
+        Settings.from_dict(config)
+
+
+def test_a_missing_key_is_named():
+    config = config_lib.load_config(str(QUICKSTART)).to_dict()
+    del config["loss"]["anchor"]
+    with pytest.raises(SettingsError, match="missing config key config.loss.anchor"):
+        Settings.from_dict(config)
+
+
+def test_an_unknown_config_argument_is_named_with_the_nearest():
+    with pytest.raises(config_lib.UsageError, match=r"'smok', did you mean 'smoke'"):
+        parse(f"--config={QUICKSTART}:smok")
+
+
+def test_an_unknown_flag_is_named_with_the_nearest():
+    with pytest.raises(config_lib.UsageError, match=r"'workdri'.*workdir"):
+        parse(f"--config={QUICKSTART}", "--workdri=x")
+
+
+def test_a_value_of_another_type_is_refused():
+    with pytest.raises(config_lib.UsageError, match="num_steps=seven"):
+        parse(f"--config={QUICKSTART}", "--config.learner.num_steps=seven")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--config.mode=asink"], r"'asink', did you mean 'async'"),
+        (["--config.queue.max_staleness=1", "--config.weights.push_every_steps=4"], r"max_staleness = 1.*= 4"),
+        (["--config.queue.max_staleness=0"], r"max_staleness ≥ 1, got 0"),
+        (["--config.loss.anchor=current"], r"num_minibatches = 2"),
+        (["--config.learner.num_minibatches=3"], r"num_minibatches = 3 does not divide.*64"),
+        (["--config.rollout.group_size=1"], r"group_size ≥ 2"),
+        (["--config.rollout.max_new_tokens=400"], r"= 408 exceeds learner.row_tokens"),
+        (["--config.learner.num_steps=0"], r"num_steps must be ≥ 1, got 0"),
+        (["--config.learner.data=3"], r"multiple of learner.data · learner.fsdp = 3"),
+        (["--config.queue.chunk_groups=8"], r"chunk_groups"),
+    ],
+)  # fmt: skip
+def test_settings_that_contradict_one_another_are_refused(overrides, message):
+    with pytest.raises(SettingsError, match=message):
+        parse(f"--config={QUICKSTART}", *overrides)
+
+
+def test_periodic_mode_refuses_updates_inside_the_step():
+    with pytest.raises(SettingsError, match="periodic.*num_minibatches must be 1, got 2"):
+        parse(f"--config={QUICKSTART}:mode=periodic", "--config.learner.num_minibatches=2")
+
+
+def test_a_config_survives_its_json(tmp_path):
+    config = config_lib.load_config(str(QUICKSTART))
+    (tmp_path / "config.json").write_text(config.to_json_best_effort())
+    assert config_lib.settings_of(config_lib.load_config(str(tmp_path / "config.json"))) == (
+        config_lib.settings_of(config)
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "text"),
+    [
+        ([], 2, "usage"),
+        (["--help"], 0, "evaluate"),
+        (["trian"], 2, "did you mean 'train'"),
+        (["train"], 2, "--config=FILE"),
+        (["train", "--config=nowhere.py"], 2, "no config at nowhere.py"),
+    ],
+)
+def test_exit_codes(argv, code, text, capsys):
+    assert main.main(argv) == code
+    out, err = capsys.readouterr()
+    assert text in out + err

@@ -1,0 +1,74 @@
+"""The import rule: the learner and the rollout side meet in types, channels and servers only."""
+
+import ast
+import pathlib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent / "jaxrl_async"
+
+# Room → rooms it may import. Rooms of the last row (settings, report, supervisor, roles, cli) may import anything.
+MAY_IMPORT = {
+    "types": set(),
+    "metrics": set(),
+    "tasks": {"types", "metrics", "rewards"},
+    "rewards": {"types", "metrics"},
+    "channels": {"types", "metrics"},
+    "servers": {"types", "metrics", "channels"},
+    "objectives": {"types"},
+    "models": {"types"},
+    "inference": {"types", "models"},
+    "rollout": {"types", "tasks", "rewards", "channels", "servers", "metrics"},
+    "learner": {"types", "tasks", "objectives", "models", "channels", "servers", "metrics"},
+    "checkpoint": {"types", "objectives", "models", "channels", "servers", "metrics"},
+}
+WITHOUT_JAX = ("types", "metrics", "tasks", "rewards", "channels", "servers", "rollout")
+JAX = {"jax", "flax", "optax", "orbax", "chex"}
+
+
+def imports_of(path: pathlib.Path) -> set[str]:
+    """Dotted names that a file imports, `from a import b` as a.b."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively"
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def room_files(room: str) -> list[pathlib.Path]:
+    files = [ROOT / f"{room}.py"] if (ROOT / f"{room}.py").exists() else []
+    return files + sorted((ROOT / room).glob("**/*.py"))
+
+
+@pytest.mark.parametrize("room", MAY_IMPORT)
+def test_a_room_imports_only_what_the_rule_allows(room):
+    files = room_files(room)
+    assert files
+    for path in files:
+        ours = {n.split(".")[1] for n in imports_of(path) if n.startswith("jaxrl_async.")}
+        assert ours - {room} <= MAY_IMPORT[room], f"{path.relative_to(ROOT)}"
+
+
+@pytest.mark.parametrize("room", WITHOUT_JAX)
+def test_the_rollout_side_never_imports_jax(room):
+    for path in room_files(room):
+        roots = {name.split(".")[0] for name in imports_of(path)}
+        assert not roots & JAX, f"{path.relative_to(ROOT)}"
+
+
+def test_every_room_is_under_the_rule():
+    free = {
+        "__init__",
+        "__main__",
+        "cli",
+        "roles",
+        "settings",
+        "supervisor",
+        "report",
+        "evaluation",
+    }
+    rooms = {p.stem for p in ROOT.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()}
+    assert rooms - free == set(MAY_IMPORT)

@@ -1,0 +1,532 @@
+"""SGLang's API over real HTTP: answers, refusals, and that the server goes on after each."""
+
+import asyncio
+import io
+import json
+import socket
+import time
+
+import aiohttp
+import pytest
+from flax import nnx
+
+from jaxrl_async.channels import weight_store
+from jaxrl_async.inference import engine as engine_lib
+from jaxrl_async.inference import http, programs
+from jaxrl_async.models import hf, transformer
+
+CONFIG = transformer.ModelConfig(
+    vocab_size=19,
+    num_layers=1,
+    model_dim=16,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    mlp_dim=24,
+    rope_theta=10_000.0,
+    rope_scaling=None,
+    norm_eps=1e-6,
+    qk_norm=False,
+    attention_bias=True,
+    tied_embeddings=False,
+    dtype="float32",
+    remat=False,
+)
+SHAPE = {"num_slots": 6, "max_total_tokens": 64, "decode_chunk": 2}
+DEADLINE_SECS = 30.0
+LONG = {"max_new_tokens": 50, "sampling_seed": 1}
+
+
+def weights(seed):
+    return nnx.split(transformer.Transformer(CONFIG, rngs=nnx.Rngs(seed)))[1]
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    return programs.Programs(CONFIG, **SHAPE)
+
+
+@pytest.fixture
+def bare_engine(compiled, monkeypatch):
+    """A started engine without weights. Programs hold no state, so all engines share them."""
+    monkeypatch.setattr(programs, "Programs", lambda *_, **__: compiled)
+    engine = engine_lib.Engine(CONFIG, **SHAPE, max_queued_requests=8, name="served")
+    engine.start()
+    yield engine
+    engine.close(timeout_secs=DEADLINE_SECS)
+
+
+@pytest.fixture
+def engine(bare_engine):
+    bare_engine.update_weights(weights(0), "3").result(DEADLINE_SECS)
+    return bare_engine
+
+
+class Held:
+    """An engine that decodes three chunks, and from then on one for each command, until released."""
+
+    def __init__(self, engine):
+        self._engine, self._inner = engine, engine._programs
+        self._chunks, self._released = 0, False
+        engine._programs = self
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def release(self):
+        self._released = True
+
+    def decode(self, *args):
+        self._chunks += 1
+        deadline = time.monotonic() + DEADLINE_SECS
+        while self._chunks > 3 and not self._released and self._engine._commands.empty():
+            assert time.monotonic() < deadline, "neither a command nor release() came"
+            time.sleep(0.001)
+        return self._inner.decode(*args)
+
+
+class Client:
+    """Speaks JSON to one server."""
+
+    def __init__(self, session, port):
+        self.session, self.port = session, port
+
+    async def __call__(self, route, body=None, *, data=None):
+        """(status, JSON) of a POST."""
+        data = json.dumps({} if body is None else body) if data is None else data
+        async with self.session.post(f"http://127.0.0.1:{self.port}{route}", data=data) as answer:
+            return answer.status, await answer.json()
+
+    async def get(self, route):
+        async with self.session.get(f"http://127.0.0.1:{self.port}{route}") as answer:
+            return answer.status, await answer.json()
+
+    async def generate(self, input_ids=(1, 2, 3), *, rid=None, **params):
+        """The answer of a request that must succeed."""
+        params = {"max_new_tokens": 5, "sampling_seed": 0} | params
+        body = {"input_ids": list(input_ids), "sampling_params": params, "return_logprob": True}
+        status, answer = await self("/generate", body | ({} if rid is None else {"rid": rid}))
+        assert status == 200, answer
+        return answer
+
+    def start(self, **kwargs):
+        return asyncio.create_task(self.generate(**kwargs))
+
+    async def until(self, **wanted):
+        """Waits until /model_info says so."""
+        async with asyncio.timeout(DEADLINE_SECS):
+            while True:
+                info = (await self.get("/model_info"))[1]
+                if all(info[key] == value for key, value in wanted.items()):
+                    return
+                await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+async def client(engine):
+    async with serving(engine) as client:
+        yield client
+
+
+class serving:
+    def __init__(self, engine):
+        self._context = http.serve(engine, host="127.0.0.1", port=0)
+
+    async def __aenter__(self):
+        port = await self._context.__aenter__()
+        timeout = aiohttp.ClientTimeout(total=DEADLINE_SECS)
+        self._session = aiohttp.ClientSession(timeout=timeout)
+        return Client(self._session, port)
+
+    async def __aexit__(self, *error):
+        await self._session.close()
+        await self._context.__aexit__(*error)
+
+
+def write_weights(root, seed=1):
+    store = weight_store.WeightStore(root, keep=4)
+    tensors = hf.to_tensors(weights(seed), CONFIG, "float32")
+    return str(store.write(1, tensors, hf.write_config(CONFIG)))
+
+
+# Answers.
+
+
+async def test_an_answer_has_sglangs_fields(client):
+    answer = await client.generate(rid="group-0001", max_new_tokens=5)
+    meta = answer["meta_info"]
+    assert answer.keys() == {"output_ids", "meta_info"}
+    assert len(answer["output_ids"]) == meta["completion_tokens"] == 5
+    assert meta["id"] == "group-0001"
+    assert meta["finish_reason"] == {"type": "length", "length": 5}
+    assert meta["prompt_tokens"] == 3 and meta["cached_tokens"] == 0
+    assert meta["weight_version"] == "3"
+    assert meta["weight_versions"] == [{"version": "3", "start": 0, "end": 5}]
+    assert meta["num_retractions"] == 0 and meta["e2e_latency"] > 0
+    logprobs, ids, texts = zip(*meta["output_token_logprobs"], strict=True)
+    assert list(ids) == answer["output_ids"] and set(texts) == {None}
+    assert all(logprob < 0 for logprob in logprobs)
+
+
+async def test_a_stop_token_is_named_and_included(client):
+    free = (await client.generate(max_new_tokens=10))["output_ids"]
+    answer = await client.generate(max_new_tokens=10, stop_token_ids=[free[4]])
+    length = free.index(free[4]) + 1
+    assert answer["output_ids"] == free[:length]
+    assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": free[4]}
+    ignored = await client.generate(max_new_tokens=10, stop_token_ids=[free[4]], ignore_eos=True)
+    assert ignored["output_ids"] == free
+
+
+async def test_without_return_logprob_there_are_none(client):
+    body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 2}}
+    status, answer = await client("/generate", body)
+    assert status == 200 and len(answer["output_ids"]) == 2
+    assert "output_token_logprobs" not in answer["meta_info"]
+
+
+async def test_the_same_seed_gives_the_same_answer_and_no_seed_gives_others(client):
+    first, second = [(await client.generate(max_new_tokens=30))["output_ids"] for _ in range(2)]
+    assert first == second
+    unseeded = [
+        (await client.generate(max_new_tokens=30, sampling_seed=None))["output_ids"]
+        for _ in range(2)
+    ]
+    assert unseeded[0] != unseeded[1]
+
+
+async def test_a_batch_is_answered_in_order(client):
+    prompts = [[1, 2, 3], [4], [5, 6]]
+    params = [{"max_new_tokens": n, "sampling_seed": 0} for n in (5, 3, 4)]
+    body = {"input_ids": prompts, "sampling_params": params, "return_logprob": True}
+    status, answers = await client("/generate", body)
+    assert status == 200
+    for answer, prompt, param in zip(answers, prompts, params, strict=True):
+        alone = await client.generate(prompt, **param)
+        assert answer["output_ids"] == alone["output_ids"]
+    status, answers = await client("/generate", {**body, "sampling_params": params[0]})
+    assert [len(answer["output_ids"]) for answer in answers] == [5, 5, 5]
+
+
+async def test_many_requests_at_once_are_each_answered_with_their_own(client):
+    answers = await asyncio.gather(
+        *(client.generate([i % 19], rid=f"r{i:03d}", sampling_seed=i) for i in range(14))
+    )
+    for i, answer in enumerate(answers):
+        assert answer["meta_info"]["id"] == f"r{i:03d}"
+        alone = await client.generate([i % 19], sampling_seed=i)
+        assert alone["output_ids"] == answer["output_ids"]
+
+
+async def test_model_info_and_health_answer_also_while_paused(client):
+    await client("/pause_generation", {"mode": "in_place"})
+    status, info = await client.get("/model_info")
+    assert status == 200
+    assert info["weight_version"] == "3" and info["is_generation"]
+    assert (await client.get("/health"))[0] == 200
+
+
+async def test_it_serves_from_a_thread_of_its_own(engine):
+    def run():
+        async def main():
+            async with serving(engine) as client:
+                return await client.generate()
+
+        return asyncio.run(main())
+
+    answer = await asyncio.to_thread(run)
+    assert len(answer["output_ids"]) == 5
+
+
+# Pauses, aborts, weights.
+
+
+async def test_retract_and_continue_over_an_update_give_spans(client, engine, tmp_path):
+    held = Held(engine)
+    running = client.start(**LONG)
+    await client.until(num_running_requests=1)
+    assert (await client("/pause_generation", {"mode": "retract"}))[0] == 200
+    await client.until(num_running_requests=0, num_waiting_requests=1)
+    queued = client.start()
+    status, answer = await client(
+        "/update_weights_from_disk",
+        {"model_path": write_weights(tmp_path), "weight_version": "4", "flush_cache": True},
+    )
+    assert status == 200 and answer["success"] and answer["num_paused_requests"] in (1, 2)
+    info = (await client.get("/model_info"))[1]
+    assert info["weight_version"] == "4" and info["model_path"].startswith(str(tmp_path))
+    held.release()
+    await client("/continue_generation")
+    meta = (await running)["meta_info"]
+    cut = meta["weight_versions"][0]["end"]
+    assert 0 < cut < 50
+    assert meta["weight_versions"] == [
+        {"version": "3", "start": 0, "end": cut},
+        {"version": "4", "start": cut, "end": 50},
+    ]
+    assert meta["num_retractions"] == 1 and meta["weight_version"] == "4"
+    assert (await queued)["meta_info"]["weight_version"] == "4"
+
+
+async def test_flush_during_an_in_place_update_is_refused_before_anything_changes(
+    client, engine, tmp_path
+):
+    held = Held(engine)
+    running = client.start(**LONG)
+    await client.until(num_running_requests=1)
+    await client("/pause_generation", {"mode": "in_place"})
+    body = {"model_path": write_weights(tmp_path), "weight_version": "4"}
+    status, answer = await client("/update_weights_from_disk", {**body, "flush_cache": True})
+    assert status == 400 and not answer["success"] and "in_place" in answer["message"]
+    assert (await client.get("/model_info"))[1]["weight_version"] == "3"
+    status, answer = await client("/update_weights_from_disk", {**body, "flush_cache": False})
+    assert status == 200 and answer["num_paused_requests"] == 1
+    held.release()
+    await client("/continue_generation")
+    spans = (await running)["meta_info"]["weight_versions"]
+    assert [span["version"] for span in spans] == ["3", "4"]
+
+
+async def test_pause_abort_answers_with_partial_tokens(client, engine):
+    Held(engine)
+    running = client.start(**LONG)
+    await client.until(num_running_requests=1)
+    await client("/pause_generation", {"mode": "abort"})
+    answer = await running
+    meta = answer["meta_info"]
+    assert meta["finish_reason"]["type"] == "abort" and meta["finish_reason"]["message"]
+    assert 0 <= len(answer["output_ids"]) == len(meta["output_token_logprobs"]) < 50
+
+
+async def test_abort_request_matches_by_prefix_or_all(client, engine):
+    Held(engine)
+    tasks = [client.start(rid=rid, **LONG) for rid in ("a-1", "a-2", "b-1")]
+    await client.until(num_running_requests=3)
+    await client("/pause_generation", {"mode": "in_place"})
+    assert (await client("/abort_request", {"rid": "a-"}))[0] == 200
+    for task in tasks[:2]:
+        assert (await task)["meta_info"]["finish_reason"]["type"] == "abort"
+    assert not tasks[2].done()
+    assert (await client("/abort_request", {"rid": "nobody"}))[0] == 200
+    assert (await client("/abort_request", {"abort_all": True}))[0] == 200
+    assert (await tasks[2])["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+async def test_flush_cache_is_refused_while_a_request_is_live(client):
+    assert (await client("/flush_cache"))[0] == 200
+    await client("/pause_generation", {"mode": "in_place"})
+    waiting = client.start()
+    await client.until(num_waiting_requests=1)
+    status, answer = await client("/flush_cache")
+    assert status == 400 and "running or waiting" in answer["error"]["message"]
+    await client("/continue_generation")
+    await waiting
+    assert (await client("/flush_cache"))[0] == 200
+
+
+async def test_a_client_that_hangs_up_frees_its_slot_and_nobody_elses(client):
+    await client("/pause_generation", {"mode": "in_place"})
+    lost, kept = client.start(rid="r1"), client.start(rid="r10")
+    await client.until(num_waiting_requests=2)
+    lost.cancel()
+    await client.until(num_waiting_requests=1)
+    await client("/continue_generation")
+    assert len((await kept)["output_ids"]) == 5
+    await client.generate(rid="r1")
+
+
+async def test_weights_that_are_refused_leave_the_old_ones_serving(client, tmp_path):
+    expected = (await client.generate())["output_ids"]
+    path = write_weights(tmp_path)
+    file = tmp_path / path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+    for broken, message in ((path, "model.safetensors"), ("/no/such/dir", "not a directory")):
+        body = {"model_path": broken, "weight_version": "4"}
+        status, answer = await client("/update_weights_from_disk", body)
+        assert status == 400 and answer["success"] is False
+        assert message in answer["message"]
+    assert (await client.get("/model_info"))[1]["weight_version"] == "3"
+    assert (await client.generate())["output_ids"] == expected
+
+
+async def test_before_any_weights_generate_is_503_and_an_update_brings_them(bare_engine, tmp_path):
+    async with serving(bare_engine) as client:
+        body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 4}}
+        status, answer = await client("/generate", body)
+        assert status == 503 and "no weights yet" in answer["error"]["message"]
+        assert (await client.get("/model_info"))[1]["weight_version"] is None
+        body = {"model_path": write_weights(tmp_path), "weight_version": "0"}
+        assert (await client("/update_weights_from_disk", body))[0] == 200
+        assert (await client.generate())["meta_info"]["weight_version"] == "0"
+
+
+# Refusals.
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sampling_params": {"temprature": 1}}, "unknown keys: temprature"),
+        ({"sampling_params": {"temperature": -1}}, "temperature must be in [0, ∞), got -1"),
+        ({"sampling_params": {"temperature": "hot"}}, "temperature must be in [0, ∞), got 'hot'"),
+        ({"sampling_params": {"top_p": 2}}, "top_p must be in (0, 1], got 2"),
+        ({"sampling_params": {"top_k": 0}}, "top_k must be an integer in [1, ∞) or −1 for all"),
+        ({"sampling_params": {"max_new_tokens": 0}}, "max_new_tokens must be an integer in [1, ∞)"),
+        ({"sampling_params": {"max_new_tokens": None}}, "max_new_tokens must be an integer"),
+        ({"sampling_params": {"sampling_seed": -3}}, "sampling_seed must be an integer"),
+        ({"sampling_params": {"stop_token_ids": [19]}}, "in [0, 18], got 19"),
+        ({"sampling_params": {"stop_token_ids": 4}}, "stop_token_ids must be a list, got 4"),
+        ({"sampling_params": [1]}, "sampling_params must be an object"),
+        ({"input_ids": [1, 19]}, "token id 19 is outside [0, 19)"),
+        ({"input_ids": [-1]}, "token id -1 is outside [0, 19)"),
+        ({"input_ids": [2**40]}, f"token id {2**40} is not a 32-bit integer"),
+        ({"input_ids": [1.5]}, "token id 1.5 is not a 32-bit integer"),
+        ({"input_ids": [True]}, "token id True is not"),
+        ({"input_ids": ["1"]}, "token id '1' is not"),
+        ({"input_ids": []}, "input_ids must be a list"),
+        ({"input_ids": [[]]}, "P ≥ 1"),
+        ({"input_ids": "1 2 3"}, "input_ids must be a list"),
+        ({"input_ids": None}, "input_ids must be a list"),
+        ({"input_ids": [1] * 61}, "61 tokens and max_new_tokens 4 exceed the 64 tokens"),
+        ({"sampling_params": {}}, "1 tokens and max_new_tokens 128 exceed"),  # SGLang's default
+        ({"rid": 7}, "rid must be a string, got 7"),
+        ({"stream": True}, "stream: true is not supported"),
+        ({"return_logprob": "yes"}, "return_logprob must be true or false, got 'yes'"),
+        ({"text": "hello"}, "unknown keys: text"),
+        ({"input_ids": [[1], [2]], "rid": "r"}, "rid of a batch must be a list of 2, got 'r'"),
+        ({"input_ids": [[1], 2]}, "a prompt must be a list of token ids, got 2"),
+        ({"input_ids": [[1], [2]], "rid": ["r", "r"]}, "rid 'r' is already in use"),
+    ],
+)
+async def test_a_bad_request_is_400_and_names_what_is_wrong(client, change, message):
+    body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 4}}
+    status, answer = await client("/generate", body | change)
+    assert status == 400
+    assert message in answer["error"]["message"]
+    assert len((await client.generate())["output_ids"]) == 5
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("{", "the body is not JSON"),
+        (b"\xff\xfe{", "the body is not JSON"),
+        ("[1]", "the body must be a JSON object, got list"),
+        ("", "input_ids must be a list"),
+    ],
+)
+async def test_a_body_that_is_no_json_object_is_400(client, data, message):
+    status, answer = await client("/generate", data=data)
+    assert status == 400 and message in answer["error"]["message"]
+    assert len((await client.generate())["output_ids"]) == 5
+
+
+async def test_a_body_beyond_the_bound_is_413(client):
+    data = io.BytesIO(b'{"rid": "' + b"x" * (http.MAX_BODY_BYTES + 1) + b'"}')
+    status, answer = await client("/generate", data=data)
+    assert status == 413 and str(http.MAX_BODY_BYTES) in answer["error"]["message"]
+    assert len((await client.generate())["output_ids"]) == 5
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "message"),
+    [
+        ("/pause_generation", {"mode": "gently"}, "abort, retract, in_place; got 'gently'"),
+        ("/pause_generation", {"mod": "abort"}, "unknown keys: mod"),
+        ("/continue_generation", {"mode": "x"}, "unknown keys: mode"),
+        ("/abort_request", {}, "give a rid"),
+        ("/abort_request", {"rid": ""}, "give a rid"),
+        ("/update_weights_from_disk", {"weight_version": "1"}, "model_path must be a string"),
+        (
+            "/update_weights_from_disk",
+            {"model_path": "/x", "weight_version": 1},
+            "weight_version must be a string, got 1",
+        ),
+    ],
+)
+async def test_a_bad_command_is_400_and_names_what_is_wrong(client, route, body, message):
+    status, answer = await client(route, body)
+    assert status == 400
+    assert message in answer["error"]["message"]
+    assert len((await client.generate())["output_ids"]) == 5
+
+
+async def test_an_unknown_route_is_404_in_json(client):
+    status, answer = await client("/generat")
+    assert status == 404 and "/generat" in answer["error"]["message"]
+
+
+async def test_a_live_rid_is_400_and_the_first_is_answered(client):
+    await client("/pause_generation", {"mode": "in_place"})
+    first = client.start(rid="same")
+    await client.until(num_waiting_requests=1)
+    body = {"input_ids": [1], "rid": "same", "sampling_params": {"max_new_tokens": 4}}
+    status, answer = await client("/generate", body)
+    assert status == 400 and "rid 'same' is already in use" in answer["error"]["message"]
+    await client("/continue_generation")
+    assert len((await first)["output_ids"]) == 5
+
+
+async def test_one_bad_prompt_of_a_batch_leaves_none_behind(client):
+    await client("/pause_generation", {"mode": "in_place"})
+    body = {"input_ids": [[1], [2], [99]], "sampling_params": {"max_new_tokens": 4}}
+    status, answer = await client("/generate", body)
+    assert status == 400 and "token id 99" in answer["error"]["message"]
+    await client.until(num_waiting_requests=0)
+
+
+async def test_a_full_queue_is_503(client):
+    await client("/pause_generation", {"mode": "in_place"})
+    tasks = [client.start() for _ in range(14)]
+    await client.until(num_waiting_requests=14)
+    body = {"input_ids": [1], "sampling_params": {"max_new_tokens": 4}}
+    status, answer = await client("/generate", body)
+    assert status == 503
+    assert "6 slots and 8 waiting requests" in answer["error"]["message"]
+    await client("/continue_generation")
+    await asyncio.gather(*tasks)
+
+
+async def test_a_dead_engine_answers_503_with_its_error(client, engine):
+    def broken(*_):
+        raise RuntimeError("the device is gone")
+
+    class Broken:
+        prefill = decode = broken
+        bucket = staticmethod(engine._programs.bucket)
+        max_rows = staticmethod(engine._programs.max_rows)
+
+    engine._programs = Broken()
+    body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 4}}
+    for route in ("/generate", "/generate", "/pause_generation"):
+        status, answer = await client(route, body if route == "/generate" else {"mode": "abort"})
+        assert status == 503
+        assert "engine 'served' died" in answer["error"]["message"]
+        assert "the device is gone" in answer["error"]["message"]
+    for route in ("/health", "/model_info"):
+        status, answer = await client.get(route)
+        assert status == 503 and "the device is gone" in answer["error"]["message"]
+
+
+async def test_a_port_in_use_is_refused_with_the_address(engine):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}"):
+            async with http.serve(engine, host="127.0.0.1", port=port):
+                pass
+
+
+async def test_the_servers_end_ends_its_answers_and_not_the_engine(engine):
+    async with serving(engine) as client:
+        await client("/pause_generation", {"mode": "in_place"})
+        waiting = client.start()
+        await client.until(num_waiting_requests=1)
+    with pytest.raises(aiohttp.ClientError):
+        await waiting
+    assert engine.error is None
+    async with serving(engine) as client:
+        await client.until(num_waiting_requests=0)
+        await client("/continue_generation")
+        assert len((await client.generate())["output_ids"]) == 5

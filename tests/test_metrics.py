@@ -1,0 +1,68 @@
+"""Metrics: what is written is what is read, and names stand in one table."""
+
+import json
+
+import pytest
+
+from jaxrl_async import metrics
+
+
+def row(**values):
+    return {name.replace("__", "/"): value for name, value in values.items()}
+
+
+def test_what_is_written_is_read_back(tmp_path):
+    writer = metrics.MetricsWriter(tmp_path)
+    writer.write(1, row(reward__mean=0.25, returned__timeout=2))
+    writer.write(2, row(reward__mean=0.5))
+    writer.close()
+    rows = metrics.read_metrics(tmp_path)
+    assert [(r["step"], r["reward/mean"]) for r in rows] == [(1, 0.25), (2, 0.5)]
+    assert metrics.last_metrics(tmp_path) == rows[-1]
+    assert list((tmp_path / "tensorboard").iterdir())
+
+
+def test_a_step_run_again_after_a_resume_counts_once(tmp_path):
+    for values in ((1, 0.1), (2, 0.2)), ((2, 0.9), (3, 0.3)):
+        writer = metrics.MetricsWriter(tmp_path)
+        for step, reward in values:
+            writer.write(step, row(reward__mean=reward))
+        writer.close()
+    assert [r["reward/mean"] for r in metrics.read_metrics(tmp_path)] == [0.1, 0.9, 0.3]
+
+
+def test_a_name_outside_the_table_is_refused(tmp_path):
+    writer = metrics.MetricsWriter(tmp_path)
+    with pytest.raises(KeyError, match="reward/maen"):
+        writer.write(1, row(reward__maen=0.25))
+    writer.close()
+
+
+def test_every_line_is_json_also_when_a_value_is_not_finite(tmp_path):
+    writer = metrics.MetricsWriter(tmp_path)
+    writer.write(1, row(loss__policy=float("nan")))
+    writer.close()
+    line = (tmp_path / "metrics.jsonl").read_text()
+    assert json.loads(line, parse_constant=pytest.fail)["loss/policy"] is None
+
+
+def test_a_line_still_being_written_is_left_out(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2')
+    assert metrics.read_metrics(tmp_path) == [{"step": 1}]
+    assert metrics.last_metrics(tmp_path) == {"step": 1}
+
+
+def test_a_broken_line_is_named(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
+    with pytest.raises(ValueError, match=r"metrics.jsonl:2"):
+        metrics.read_metrics(tmp_path)
+
+
+def test_timers_add_up_and_reset():
+    now = iter([0.0, 1.0, 10.0, 12.0, 20.0, 20.5])
+    timers = metrics.Timers(clock=lambda: next(now))
+    for name in ("update", "update", "pack"):
+        with timers(name):
+            pass
+    assert timers.pop() == {"time/update_secs": 3.0, "time/pack_secs": 0.5}
+    assert timers.pop() == {}

@@ -1,0 +1,190 @@
+"""Packing: what lies where, what it refuses, and that nothing is lost."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxrl_async.learner import packing
+from jaxrl_async.types import NOT_SAMPLED, Group, Trajectory
+
+each_policy = pytest.mark.parametrize("policy", packing.POLICIES)
+
+
+def trajectory(length, prompt_length=1, first_token=1):
+    """Tokens first_token, first_token + 1, …; version and log-prob follow from the token."""
+    tokens = np.arange(first_token, first_token + length, dtype=np.int32)
+    mask = np.arange(length) >= prompt_length
+    return Trajectory(
+        tokens=tokens,
+        logprobs=np.where(mask, -tokens, 0).astype(np.float32),
+        versions=np.where(mask, tokens + 100, NOT_SAMPLED).astype(np.int32),
+        mask=mask,
+        prompt_length=prompt_length,
+    )
+
+
+def groups_of(*lengths, group_size=1):
+    """Groups of trajectories with these lengths, no token twice."""
+    firsts = np.cumsum([1, *lengths])
+    all_ = [trajectory(n, first_token=f) for n, f in zip(lengths, firsts, strict=False)]
+    return [Group(i, 0, tuple(all_[i : i + group_size])) for i in range(0, len(all_), group_size)]
+
+
+def pack(groups, advantages=None, *, microbatch_rows=2, row_tokens=8, policy="in_order"):
+    if advantages is None:
+        advantages = np.ones((len(groups), len(groups[0].trajectories)), np.float32)
+    return packing.pack(
+        groups, advantages, microbatch_rows=microbatch_rows, row_tokens=row_tokens, policy=policy
+    )
+
+
+def test_two_trajectories_share_a_row_and_padding_is_what_types_says():
+    (batch,) = pack(groups_of(3, 2), np.array([[7.0], [9.0]]), microbatch_rows=1, row_tokens=6)
+    expected = {
+        "tokens": [1, 2, 3, 4, 5, 0],
+        "positions": [0, 1, 2, 0, 1, 0],
+        "segment_ids": [1, 1, 1, 2, 2, 0],
+        "predictor_index": [0, 0, 1, 3, 3, 0],
+        "mask": [False, True, True, False, True, False],
+        "behavior_logprobs": [0, -2, -3, 0, -5, 0],
+        "token_versions": [-1, 102, 103, -1, 105, -1],
+        "advantages": [7, 7, 7, 9, 9, 0],
+    }
+    for name, row in expected.items():
+        np.testing.assert_array_equal(getattr(batch, name), [row], err_msg=name)
+
+
+def test_arrays_have_the_dtypes_of_the_vocabulary():
+    (batch,) = pack(groups_of(3))
+    dtypes = {name: array.dtype for name, array in vars(batch).items()}
+    assert dtypes == {
+        "tokens": np.int32,
+        "positions": np.int32,
+        "segment_ids": np.int32,
+        "predictor_index": np.int32,
+        "mask": np.bool_,
+        "behavior_logprobs": np.float32,
+        "token_versions": np.int32,
+        "advantages": np.float32,
+    }
+
+
+def test_in_order_is_next_fit():
+    # 5 | 4 does not fit behind 5 (8 columns) | 3 fits behind 4 | 6 opens the third row.
+    rows, columns = packing.assign_rows(np.array([5, 4, 3, 6]), row_tokens=8, policy="in_order")
+    np.testing.assert_array_equal(rows, [0, 1, 1, 2])
+    np.testing.assert_array_equal(columns, [0, 0, 4, 0])
+
+
+def test_first_fit_goes_by_length_and_fills_gaps():
+    # By length: 6 → row 0; 5 → row 1; 3 behind the 5; the 2s behind the 6 and on a new row.
+    rows, columns = packing.assign_rows(np.array([2, 5, 3, 6, 2]), row_tokens=8, policy="first_fit")
+    np.testing.assert_array_equal(rows, [0, 1, 1, 0, 2])
+    np.testing.assert_array_equal(columns, [6, 0, 5, 0, 0])
+
+
+@each_policy
+@given(lengths=st.lists(st.integers(1, 16), min_size=1, max_size=60))
+def test_rows_hold_every_sequence_once_without_overlap_or_holes(policy, lengths):
+    rows, columns = packing.assign_rows(np.array(lengths), row_tokens=16, policy=policy)
+    used = {}
+    for row, column, length in sorted(zip(rows, columns, lengths, strict=True)):
+        assert column == used.get(row, 0), "a segment starts where the one before it ends"
+        used[row] = column + length
+    assert max(used.values()) <= 16
+    assert sorted(used) == list(range(len(used)))
+    # Neither policy leaves two rows less than half full: the second would have fitted into the first.
+    assert sum(n <= 8 for n in used.values()) <= (1 if policy == "first_fit" else len(used))
+
+
+@each_policy
+@given(lengths=st.lists(st.integers(2, 16), min_size=1, max_size=40))
+def test_every_token_arrives_with_what_is_about_it(policy, lengths):
+    groups = groups_of(*lengths)
+    advantages = np.arange(1, len(groups) + 1, dtype=np.float32)[:, None]
+    batches = pack(groups, advantages, microbatch_rows=3, row_tokens=16, policy=policy)
+    assert {batch.tokens.shape for batch in batches} == {(3, 16)}
+    found = {}
+    for batch in batches:
+        rows, columns = np.nonzero(batch.segment_ids)
+        for row, column in zip(rows, columns, strict=True):
+            cell = (row, column)
+            found[int(batch.tokens[cell])] = (
+                batch.positions[cell],
+                batch.mask[cell],
+                batch.behavior_logprobs[cell],
+                batch.token_versions[cell],
+                batch.advantages[cell],
+            )
+            if batch.mask[cell]:  # Tokens count up within a trajectory.
+                assert batch.tokens[row, batch.predictor_index[cell]] == batch.tokens[cell] - 1
+    expected = {
+        int(token): (i, t.mask[i], t.logprobs[i], t.versions[i], advantage)
+        for (group, (advantage,)) in zip(groups, advantages, strict=True)
+        for t in group.trajectories
+        for i, token in enumerate(t.tokens)
+    }
+    assert found == expected
+
+
+def test_segments_of_a_row_are_numbered_by_column():
+    (batch,) = pack(groups_of(2, 4, 2), policy="first_fit", microbatch_rows=1)
+    np.testing.assert_array_equal(batch.segment_ids, [[1, 1, 1, 1, 2, 2, 3, 3]])
+
+
+def test_in_order_keeps_the_lease_order():
+    batches = pack(groups_of(5, 1, 7, 2, 6), microbatch_rows=2)
+    order = np.concatenate([batch.tokens[batch.segment_ids > 0] for batch in batches])
+    np.testing.assert_array_equal(order, np.arange(1, 22))
+
+
+def test_advantages_belong_to_the_trajectories_of_a_group():
+    (batch,) = pack(groups_of(2, 2, 2, 2, group_size=2), np.array([[1.0, 2], [3, 4]]))
+    np.testing.assert_array_equal(batch.advantages[0], [1, 1, 2, 2, 3, 3, 4, 4])
+
+
+def test_the_last_microbatch_is_filled_up_with_empty_rows():
+    batches = pack(groups_of(8, 8, 8), microbatch_rows=2)
+    empty = packing.empty_batch(1, 8)
+    assert len(batches) == 2
+    for name, array in vars(empty).items():
+        np.testing.assert_array_equal(getattr(batches[1], name)[1:], array, err_msg=name)
+
+
+def test_padding_share_counts_padding_over_all_tokens():
+    # 3 rows of 8 in 2 microbatches of 2 rows: 32 columns, 21 of them used.
+    batches = pack(groups_of(7, 6, 8), microbatch_rows=2)
+    assert packing.padding_share(batches) == 1 - 21 / 32
+    assert packing.padding_share([packing.empty_batch(2, 4)]) == 1
+    assert packing.padding_share([]) == 0
+
+
+def test_a_trajectory_longer_than_a_row_is_refused_with_both_numbers():
+    with pytest.raises(ValueError, match=r"trajectory of 9 tokens exceeds row_tokens 8"):
+        pack(groups_of(3, 9))
+
+
+def test_an_unknown_policy_is_refused():
+    with pytest.raises(ValueError, match=r"in_order, first_fit; got 'best_fit'"):
+        pack(groups_of(3), policy="best_fit")
+
+
+def test_advantages_that_do_not_match_the_trajectories_are_refused():
+    with pytest.raises(ValueError, match="3 advantages for 2 trajectories"):
+        pack(groups_of(3, 3), np.ones((3, 1)))
+
+
+def test_no_groups_make_no_batches():
+    assert (
+        packing.pack([], np.ones((0, 4)), microbatch_rows=2, row_tokens=8, policy="in_order") == []
+    )
+
+
+def test_minibatches_are_consecutive_slices():
+    assert packing.split_minibatches("abcdef", 3) == ["ab", "cd", "ef"]
+
+
+def test_minibatches_of_unequal_size_are_refused():
+    with pytest.raises(ValueError, match="num_minibatches 4 does not divide 6 groups"):
+        packing.split_minibatches("abcdef", 4)

@@ -1,0 +1,357 @@
+"""The publisher, with fake servers in threads of their own and a list in place of the queue."""
+
+import threading
+import time
+
+import pytest
+from fake_sglang import FakeServer
+
+from jaxrl_async.servers.publisher import Publisher, PublisherError
+from jaxrl_async.servers.transports import TRANSPORTS
+
+WAIT_SECS = 20.0  # Of the tests for what should come soon.
+
+
+class Queue:
+    """Stands for LearnerQueue.publish_version."""
+
+    def __init__(self):
+        self.published = []  # (version, {address: (state, version)}, position)
+        self.error = None
+
+    def __call__(self, version, records, position):
+        if self.error is not None:
+            raise self.error
+        states = {r.address: (r.state, r.version) for r in records}
+        self.published.append((version, states, position))
+
+    @property
+    def versions(self):
+        return [version for version, _, _ in self.published]
+
+    def last(self, server):
+        return self.published[-1][1][server.address]
+
+    def wait_for(self, condition):
+        deadline = time.monotonic() + WAIT_SECS
+        while not (self.published and condition()):
+            assert time.monotonic() < deadline, self.published
+            time.sleep(0.005)
+
+
+@pytest.fixture
+def queue():
+    return Queue()
+
+
+@pytest.fixture
+def servers():
+    servers = [FakeServer().start(), FakeServer().start()]
+    yield servers
+    for server in servers:
+        server.stop()
+
+
+@pytest.fixture
+def start(queue):
+    publishers = []
+
+    def start(servers, *, push_timeout_secs=WAIT_SECS, start_timeout_secs=WAIT_SECS):
+        publisher = Publisher(
+            [server.address for server in servers],
+            transport=TRANSPORTS["disk"],
+            announce=queue,
+            push_timeout_secs=push_timeout_secs,
+            poll_secs=0.02,
+            start_timeout_secs=start_timeout_secs,
+        )
+        publishers.append(publisher)
+        return publisher
+
+    yield start
+    for publisher in publishers:
+        publisher.close()
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Makes the `write` of a version: a directory of 100 bytes."""
+
+    def make(version):
+        def write():
+            path = tmp_path / f"{version:08d}"
+            path.mkdir()
+            (path / "model.safetensors").write_bytes(bytes(100))
+            return path
+
+        return write
+
+    return make
+
+
+def push(publisher, version, write, **kwargs):
+    publisher.publish(version, write(version), timeout_secs=WAIT_SECS, **kwargs)
+    publisher.wait(version, timeout_secs=WAIT_SECS)
+
+
+def test_a_version_reaches_every_server_and_then_the_queue(queue, servers, start, write, tmp_path):
+    publisher = start(servers)
+    push(publisher, 0, write)
+    assert [server.version for server in servers] == ["0", "0"]
+    for server in servers:
+        assert not server.paused
+        changes = [route for route in server.routes() if route != "/model_info"]
+        assert changes == ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
+        assert server.payloads("/pause_generation") == [{"mode": "retract"}]
+        (update,) = server.payloads("/update_weights_from_disk")
+        assert update["model_path"] == str(tmp_path / "00000000")
+    assert queue.published == [(0, {s.address: ("HEALTHY", 0) for s in servers}, None)]
+    metrics = publisher.metrics()
+    assert (metrics["weights/version"], metrics["weights/bytes"]) == (0, 100)
+    assert metrics["weights/push_secs"] > 0
+
+
+def test_versions_follow_one_another_and_the_position_goes_with_its_own(
+    queue, servers, start, write
+):
+    publisher = start(servers)
+    push(publisher, 4, write, position="where the queue starts")
+    push(publisher, 6, write)
+    assert [(version, position) for version, _, position in queue.published] == [
+        (4, "where the queue starts"),
+        (6, None),
+    ]
+    assert [server.version for server in servers] == ["6", "6"]
+
+
+def test_the_first_push_does_not_trust_an_equal_number_since_it_is_another_runs(
+    servers, start, write
+):
+    for server in servers:
+        server.version = "0"
+    push(start(servers), 0, write)
+    assert all(server.payloads("/update_weights_from_disk") for server in servers)
+
+
+def test_the_first_push_waits_for_a_server_that_is_not_up_yet(queue, servers, start, write):
+    late = FakeServer()
+    publisher = start([*servers, late])
+    publisher.publish(0, write(0), timeout_secs=WAIT_SECS)
+    with pytest.raises(PublisherError, match=rf"not published after 0\.2 s.*{late.address}"):
+        publisher.wait(0, timeout_secs=0.2)
+    assert queue.published == []
+    late.start()
+    publisher.wait(0, timeout_secs=WAIT_SECS)
+    assert late.version == "0" and queue.versions == [0]
+    late.stop()
+
+
+def test_the_first_push_names_who_never_answered(queue, servers, start, write):
+    absent = FakeServer()
+    publisher = start([*servers, absent], start_timeout_secs=0.3)
+    publisher.publish(0, write(0), timeout_secs=WAIT_SECS)
+    with pytest.raises(
+        PublisherError,
+        match=r"version 0 did not reach every inference server within 0\.3 s: .*"
+        rf"{absent.address} is DEAD \(.*/model_info: connection lost",
+    ):
+        publisher.wait(0, timeout_secs=WAIT_SECS)
+    assert queue.published == []
+
+
+def test_a_late_server_is_stale_until_it_holds_the_current_version(queue, servers, start, write):
+    good, late = servers
+    publisher = start(servers, push_timeout_secs=0.3)
+    push(publisher, 0, write)
+    late.hang.add("/update_weights_from_disk")
+    push(publisher, 1, write)
+    assert (queue.versions[-1], queue.last(good), queue.last(late)) == (
+        1,
+        ("HEALTHY", 1),
+        ("STALE", 0),
+    )
+    # The states come first, under the old version: nobody routes to it when version 1 is announced.
+    assert (queue.published[-2][0], queue.published[-2][1][late.address]) == (0, ("STALE", 0))
+    late.hang.clear()
+    queue.wait_for(lambda: queue.last(late) == ("HEALTHY", 1))
+    assert late.version == "1" and not late.paused and queue.versions[-1] == 1
+
+
+def test_a_server_that_dies_in_a_push_does_not_hold_it_up(queue, servers, start, write):
+    good, dead = servers
+    publisher = start(servers)
+    push(publisher, 0, write)
+    dead.drop.update({"/model_info", "/pause_generation", "/update_weights_from_disk"})
+    push(publisher, 1, write)
+    assert queue.versions[-1] == 1
+    assert (queue.last(good), queue.last(dead)) == (("HEALTHY", 1), ("DEAD", 0))
+
+
+def test_a_refused_update_leaves_the_server_sampling_and_stale(queue, servers, start, write):
+    _, refusing = servers
+    publisher = start(servers)
+    push(publisher, 0, write)
+    refusing.fail["/update_weights_from_disk"] = (400, "wrong shapes")
+    push(publisher, 1, write)
+    assert queue.last(refusing) == ("STALE", 0)
+    # It must go on with what it has: a paused server would hold its requests for ever.
+    deadline = time.monotonic() + WAIT_SECS
+    while refusing.paused:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_a_server_that_says_success_and_keeps_its_weights_is_not_healthy(
+    queue, servers, start, write
+):
+    _, lying = servers
+    publisher = start(servers)
+    push(publisher, 0, write)
+    lying.ignore_updates = True
+    push(publisher, 1, write)
+    assert queue.last(lying)[0] == "STALE"
+
+
+def test_a_restarted_server_is_given_the_current_version_before_it_is_healthy(
+    queue, servers, start, write
+):
+    _, restarted = servers
+    publisher = start(servers)
+    push(publisher, 3, write)
+    before = len(queue.published)
+    restarted.stop()
+    restarted.reset()
+    restarted.start()
+    queue.wait_for(lambda: len(queue.published) > before and queue.last(restarted)[0] == "HEALTHY")
+    states = [states[restarted.address] for _, states, _ in queue.published[before:]]
+    assert states[0][0] in ("STALE", "DEAD") and states[-1] == ("HEALTHY", 3)
+    assert restarted.version == "3" and set(queue.versions) == {3}
+    publisher.check()
+
+
+def test_a_restart_that_no_look_saw_is_found_by_the_version(queue, servers, start, write):
+    _, restarted = servers
+    push(start(servers), 3, write)
+    restarted.version = "default"
+    queue.wait_for(lambda: queue.last(restarted) == ("HEALTHY", 3) and len(queue.published) == 3)
+    assert [p[1][restarted.address] for p in queue.published[1:]] == [
+        ("STALE", None),
+        ("HEALTHY", 3),
+    ]
+
+
+def test_a_server_that_only_did_not_answer_is_not_pushed_to_again(queue, servers, start, write):
+    _, silent = servers
+    push(start(servers), 3, write)
+    silent.fail["/model_info"] = (500, "busy")
+    queue.wait_for(lambda: queue.last(silent) == ("DEAD", 3))
+    silent.fail.clear()
+    queue.wait_for(lambda: queue.last(silent) == ("HEALTHY", 3))
+    assert len(silent.payloads("/update_weights_from_disk")) == 1
+
+
+def test_no_healthy_server_after_a_push_is_an_error_that_names_each_and_why(
+    queue, servers, start, write
+):
+    refusing, dead = servers
+    publisher = start(servers, push_timeout_secs=0.5)
+    push(publisher, 0, write)
+    refusing.fail["/update_weights_from_disk"] = (400, "wrong shapes")
+    dead.drop.update({"/model_info", "/pause_generation"})
+    publisher.publish(1, write(1), timeout_secs=WAIT_SECS)
+    with pytest.raises(
+        PublisherError,
+        match="(?s)no HEALTHY inference server left for version 1: "
+        rf"{refusing.address} is STALE \(.*wrong shapes.*{dead.address} is DEAD \(.*connection lost",
+    ):
+        publisher.wait(1, timeout_secs=WAIT_SECS)
+    assert 1 not in queue.versions
+
+
+def test_no_healthy_server_between_pushes_is_an_error_too(servers, start, write):
+    publisher = start(servers, push_timeout_secs=0.3)
+    push(publisher, 0, write)
+    for server in servers:
+        server.drop.add("/model_info")
+    with pytest.raises(PublisherError, match=r"no HEALTHY inference server for 0\.3 s: .* is DEAD"):
+        publisher.wait(1, timeout_secs=WAIT_SECS)
+
+
+def test_one_server_that_fails_once_is_tried_again_within_the_deadline(
+    queue, servers, start, write
+):
+    (server, _) = servers
+    publisher = start([server])
+    push(publisher, 0, write)
+    server.fail["/update_weights_from_disk"] = (500, "try again")
+    publisher.publish(1, write(1), timeout_secs=WAIT_SECS)
+    queue.wait_for(lambda: queue.last(server)[0] == "STALE")
+    server.fail.clear()
+    publisher.wait(1, timeout_secs=WAIT_SECS)
+    assert queue.last(server) == ("HEALTHY", 1)
+
+
+def test_one_push_is_in_flight_at_most_and_the_wait_has_a_name(servers, start, write):
+    publisher = start(servers)
+    release = threading.Event()
+
+    def slow():
+        assert release.wait(WAIT_SECS)
+        return write(0)()
+
+    publisher.publish(0, slow, timeout_secs=WAIT_SECS)
+    with pytest.raises(PublisherError, match=r"waits for version 0 to be written"):
+        publisher.publish(1, write(1), timeout_secs=0.05)
+    release.set()
+    push(publisher, 1, write)
+    assert [server.version for server in servers] == ["1", "1"]
+
+
+def test_versions_go_up(servers, start, write):
+    publisher = start(servers)
+    push(publisher, 2, write)
+    with pytest.raises(ValueError, match="version 2 is not above version 2"):
+        publisher.publish(2, write(3), timeout_secs=WAIT_SECS)
+
+
+def test_a_failed_write_reaches_the_learner(servers, start, write):
+    publisher = start(servers)
+
+    def full():
+        raise OSError("no space left")
+
+    publisher.publish(0, full, timeout_secs=WAIT_SECS)
+    with pytest.raises(PublisherError, match="no space left"):
+        publisher.wait(0, timeout_secs=WAIT_SECS)
+    with pytest.raises(PublisherError, match="no space left"):
+        publisher.check()
+    with pytest.raises(PublisherError, match="no space left"):
+        publisher.publish(1, write(1), timeout_secs=WAIT_SECS)
+
+
+def test_a_queue_that_refuses_reaches_the_learner(queue, servers, start, write):
+    queue.error = RuntimeError("the queue is gone")
+    publisher = start(servers)
+    publisher.publish(0, write(0), timeout_secs=WAIT_SECS)
+    with pytest.raises(PublisherError, match="the queue is gone"):
+        publisher.wait(0, timeout_secs=WAIT_SECS)
+
+
+def test_closing_while_a_push_runs_leaves_no_server_paused(servers, start, write):
+    publisher = start(servers)
+    push(publisher, 0, write)
+    for server in servers:
+        server.hang.add("/update_weights_from_disk")
+    publisher.publish(1, write(1), timeout_secs=WAIT_SECS)
+    deadline = time.monotonic() + WAIT_SECS
+    while not all(server.paused for server in servers):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    publisher.close()
+    assert not any(server.paused for server in servers)
+    assert "publisher" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_publisher_needs_a_server(start):
+    with pytest.raises(ValueError, match="at least one"):
+        start([])

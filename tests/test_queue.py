@@ -1,0 +1,478 @@
+"""The queue over a real gRPC connection on loopback."""
+
+import asyncio
+import contextlib
+import re
+
+import grpc
+import numpy as np
+import pytest
+
+from jaxrl_async.channels import queue_client, queue_service, wire
+from jaxrl_async.channels import trajectory_queue_pb2 as pb
+from jaxrl_async.channels.admission import Admission, Permit
+from jaxrl_async.channels.queue_client import LearnerQueue, QueueClient, QueueError
+from jaxrl_async.channels.trajectory_queue_pb2_grpc import TrajectoryQueueStub
+from jaxrl_async.channels.wire import ServerRecord
+from jaxrl_async.types import Group, InvalidTrajectoryError, Trajectory
+
+GROUP_SIZE, VOCAB_SIZE, MAX_TOKENS = 2, 50, 64
+TIMEOUTS = dict(connect_timeout_secs=10.0, call_timeout_secs=10.0)
+
+
+def group(permit: Permit, num_tokens=5) -> Group:
+    """Tokens tell the index, log-probs the attempt."""
+    mask = np.arange(num_tokens) >= 2
+    row = Trajectory(
+        tokens=np.full(num_tokens, permit.prompt_index % VOCAB_SIZE, np.int32),
+        logprobs=np.where(mask, -1.0 - permit.attempt, 0).astype(np.float32),
+        versions=np.where(mask, 0, -1).astype(np.int32),
+        mask=mask,
+        prompt_length=2,
+    )
+    return Group(permit.prompt_index, permit.attempt, (row,) * GROUP_SIZE)
+
+
+class Queue:
+    """A served queue, a worker's client, and the learner's calls run in a thread."""
+
+    def __init__(self, address: str, client: QueueClient, learner: LearnerQueue):
+        self.address, self.client, self._learner = address, client, learner
+
+    async def lease(self, step, timeout_secs=10.0):
+        return await asyncio.to_thread(lambda: list(self._learner.lease(step, timeout_secs)))
+
+    async def first_chunk(self, step, timeout_secs=10.0):
+        return await asyncio.to_thread(lambda: next(self._learner.lease(step, timeout_secs)))
+
+    async def commit(self, step):
+        return await asyncio.to_thread(self._learner.commit, step)
+
+    async def publish(self, version, servers=(), position=None):
+        await asyncio.to_thread(self._learner.publish_version, version, servers, position)
+
+    async def learner_status(self):
+        return await asyncio.to_thread(self._learner.status)
+
+    async def fill(self, count) -> list[Permit]:
+        permits = await self.client.admit(count, 5.0)
+        for permit in permits:
+            assert await self.client.push(group(permit)) == "held"
+        return permits
+
+
+@contextlib.asynccontextmanager
+async def served(address="127.0.0.1:0", *, max_message_bytes=100_000, **values):
+    defaults = dict(
+        batch_groups=4,
+        max_staleness=0,
+        push_every_steps=1,
+        max_running_groups=100,
+        max_attempts=3,
+        permit_timeout_secs=30.0,
+        max_bytes=10**9,
+    )
+    bound = asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(
+        queue_service.serve(
+            address,
+            admission=Admission(**defaults | values),
+            group_size=GROUP_SIZE,
+            vocab_size=VOCAB_SIZE,
+            max_tokens=MAX_TOKENS,
+            max_message_bytes=max_message_bytes,
+            on_bound=bound.set_result,
+        )
+    )
+    try:
+        await asyncio.wait([task, bound], return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+        yield bound.result()
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+@contextlib.asynccontextmanager
+async def opened(**values):
+    async with served(**values) as address, QueueClient(address, **TIMEOUTS) as client:
+        learner = LearnerQueue(address, **TIMEOUTS)
+        await asyncio.to_thread(learner.__enter__)
+        try:
+            yield Queue(address, client, learner)
+        finally:
+            learner.__exit__()
+
+
+async def test_a_step_goes_round():
+    async with opened() as queue:
+        await queue.publish(0)
+        permits = await queue.fill(9)
+        assert permits == [Permit(i, 0) for i in range(4)]
+        (chunk,) = await queue.lease(1)
+        assert (chunk.step, chunk.index, chunk.last) == (1, 0, True)
+        for permit, got in zip(permits, chunk.groups, strict=True):
+            sent = group(permit)
+            assert (got.prompt_index, got.attempt) == (permit.prompt_index, permit.attempt)
+            np.testing.assert_array_equal(got.trajectories[1].tokens, sent.trajectories[1].tokens)
+            np.testing.assert_array_equal(
+                got.trajectories[1].logprobs, sent.trajectories[1].logprobs
+            )
+        position = await queue.commit(1)
+        assert (position.step, position.frontier, position.outstanding) == (1, 4, ())
+        assert await queue.commit(1) == position
+        status = await queue.client.status()
+        assert (status.depth_groups, status.leased_groups, status.depth_bytes) == (0, 0, 0)
+        assert status.completion_tokens == 4 * GROUP_SIZE * 3
+
+
+async def test_a_second_push_of_a_group_is_ignored():
+    async with opened() as queue:
+        await queue.publish(0)
+        permits = await queue.fill(4)
+        assert await queue.client.push(group(permits[0], num_tokens=9)) == "duplicate"
+        (chunk,) = await queue.lease(1)
+        assert [g.num_tokens for g in chunk.groups] == [10] * 4
+        assert await queue.client.push(group(permits[0])) == "duplicate"
+        await queue.commit(1)
+        assert await queue.client.push(group(permits[0])) == "stale"
+        assert (await queue.client.status()).completion_tokens == 4 * GROUP_SIZE * 3
+
+
+async def test_a_permit_that_timed_out_is_never_trained_twice():
+    async with opened(permit_timeout_secs=0.2) as queue:
+        await queue.publish(0)
+        late, *others = await queue.client.admit(4, 1.0)
+        for permit in others:
+            await queue.client.push(group(permit))
+        assert await queue.client.admit(4, 10.0) == [Permit(0, 1)]
+        assert await queue.client.push(group(late)) == "stale"
+        assert await queue.client.push(group(Permit(0, 1))) == "held"
+        assert await queue.client.push(group(late)) == "stale"
+        (chunk,) = await queue.lease(1)
+        attempts = [(g.prompt_index, g.attempt) for g in chunk.groups]
+        assert attempts == [(0, 1), (1, 0), (2, 0), (3, 0)]
+        status = await queue.client.status()
+        assert (status.returned, status.stale_events) == ({"timeout": 1}, 2)
+
+
+async def test_a_permit_never_issued_is_a_failed_precondition():
+    async with opened() as queue:
+        await queue.publish(0)
+        with pytest.raises(
+            QueueError, match=r"Push at the queue 127.*prompt_index 3, .*never issued"
+        ):
+            await queue.client.push(group(Permit(3, 0)))
+
+
+async def test_returns_answer_what_became_of_the_index():
+    async with opened() as queue:
+        await queue.publish(0)
+        a, b, *_ = await queue.client.admit(4, 1.0)
+        assert await queue.client.return_permit(a, "server_error", "HTTP 500") == "reissued"
+        assert await queue.client.return_permit(a, "server_error") == "stale"
+        assert await queue.client.return_permit(b, "equal_rewards") == "retired"
+        with pytest.raises(ValueError, match="reason 'tired' is none of aborted"):
+            await queue.client.return_permit(Permit(2, 0), "tired")
+        assert await queue.client.admit(4, 1.0) == [Permit(0, 1), Permit(4, 0)]
+        status = await queue.client.status()
+        assert status.returned == {"server_error": 1, "equal_rewards": 1}
+        assert status.retired == {"equal_rewards": 1}
+
+
+async def test_admit_waits_for_a_publication_and_answers_empty_when_none_comes():
+    async with opened() as queue:
+        assert await queue.client.admit(4, 0.05) == []
+        waiting = asyncio.create_task(queue.client.admit(4, 10.0))
+        await until_waits(queue, r"^admit of up to 4 permits, for \d+\.\d s$")
+        await queue.publish(0)
+        assert len(await waiting) == 4
+
+
+async def until_waits(queue, pattern):
+    async with asyncio.timeout(10.0):
+        while not any(re.search(pattern, wait) for wait in (await queue.client.status()).waits):
+            await asyncio.sleep(0.01)
+
+
+async def test_chunks_are_the_same_for_whoever_asks_again():
+    async with opened(chunk_groups=2) as queue:
+        await queue.publish(0)
+        permits = await queue.client.admit(4, 1.0)
+        for i in (3, 1):
+            await queue.client.push(group(permits[i]))
+        first = await queue.first_chunk(1)
+        for i in (0, 2):
+            await queue.client.push(group(permits[i]))
+        chunks = await queue.lease(1)
+        assert indexes(chunks) == [[3, 1], [0, 2]]
+        assert [chunk.last for chunk in chunks] == [False, True]
+        assert indexes([first]) == indexes(chunks[:1])
+        assert indexes(await queue.lease(1)) == indexes(chunks)
+
+
+def indexes(chunks):
+    return [[g.prompt_index for g in chunk.groups] for chunk in chunks]
+
+
+async def test_a_lease_blocks_until_its_groups_are_there():
+    async with opened() as queue:
+        await queue.publish(0)
+        permits = await queue.client.admit(4, 1.0)
+        lease = asyncio.create_task(queue.lease(1))
+        for permit in reversed(permits):
+            assert not lease.done()
+            await queue.client.push(group(permit))
+        assert indexes(await lease) == [[0, 1, 2, 3]]
+
+
+async def test_a_lease_that_times_out_names_what_is_missing():
+    async with opened() as queue:
+        await queue.publish(0)
+        permits = await queue.client.admit(4, 1.0)
+        for permit in permits[1:]:
+            await queue.client.push(group(permit))
+        with pytest.raises(
+            TimeoutError,
+            match=r"lease of step 1: 3 of 4 groups; waiting for prompt_index 0 "
+            r"\(attempt 0, running \d+ s\); gave up after 0.1 s",
+        ):
+            await queue.lease(1, timeout_secs=0.1)
+        await queue.client.push(group(permits[0]))
+        assert indexes(await queue.lease(1)) == [[0, 1, 2, 3]]
+
+
+async def test_a_step_out_of_order_is_refused():
+    async with opened() as queue:
+        await queue.publish(0)
+        await queue.fill(4)
+        with pytest.raises(QueueError, match="lease of step 2: step 1 was not leased in full"):
+            await queue.lease(2)
+        with pytest.raises(QueueError, match="commit of step 1: .* leased in full is 0"):
+            await queue.commit(1)
+        await queue.lease(1)
+        await queue.commit(1)
+        with pytest.raises(QueueError, match="lease of step 1: it is committed"):
+            await queue.lease(1)
+
+
+async def test_publication_going_back_is_refused_and_named():
+    async with opened() as queue:
+        await queue.publish(0)
+        await queue.fill(4)
+        await queue.lease(1)
+        await queue.commit(1)
+        await queue.publish(1)
+        await queue.publish(1)
+        with pytest.raises(QueueError, match="version 0 is published after version 1"):
+            await queue.publish(0)
+
+
+async def test_a_resumed_run_goes_on_where_the_position_says():
+    async with opened(max_staleness=1) as queue:
+        await queue.publish(0)
+        permits = await queue.client.admit(8, 1.0)
+        for permit in permits[:5]:
+            await queue.client.push(group(permit))
+        await queue.client.return_permit(permits[6], "timeout")
+        await queue.lease(1)
+        position = await queue.commit(1)
+    async with opened(max_staleness=1) as queue:
+        await queue.publish(1, position=position)
+        again = await queue.client.admit(100, 1.0)
+        expected = [Permit(4, 0), Permit(5, 0), Permit(6, 1), Permit(7, 0)]
+        assert again == expected + [Permit(i, 0) for i in range(8, 12)]  # (1 + 1 + 1)·4 − 4
+        for permit in again:
+            await queue.client.push(group(permit))
+        assert indexes(await queue.lease(2)) == [[4, 5, 6, 7]]
+
+
+async def raw_push(address: str, raw: bytes) -> grpc.aio.AioRpcError:
+    async with grpc.aio.insecure_channel(address) as channel:
+        call = channel.unary_unary("/jaxrl_async.TrajectoryQueue/Push")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call(raw, timeout=10.0)
+        return caught.value
+
+
+async def test_bytes_that_are_no_message_are_refused_and_the_service_lives():
+    async with opened() as queue:
+        await queue.publish(0)
+        (permit,) = await queue.client.admit(1, 1.0)
+        valid = wire.encode_group(group(permit)).SerializeToString()
+        for raw in (b"\xff" * 50, b"", valid[:-3], valid[:40], valid + b"\x07"):
+            error = await raw_push(queue.address, raw)
+            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT, (raw, error.details())
+        assert await queue.client.push(group(permit)) == "held"
+
+
+async def test_a_group_that_breaks_a_bound_is_refused_with_the_bound():
+    async with opened() as queue:
+        await queue.publish(0)
+        (permit,) = await queue.client.admit(1, 1.0)
+        with pytest.raises(InvalidTrajectoryError, match=r"length 65 is outside \[1, 64\]"):
+            await queue.client.push(group(permit, num_tokens=65))
+        alone = Group(permit.prompt_index, 0, group(permit).trajectories[:1])
+        with pytest.raises(InvalidTrajectoryError, match="a group has 2 trajectories, got 1"):
+            await queue.client.push(alone)
+        assert (await queue.client.status()).running_groups == 1
+        assert await queue.client.return_permit(permit, "invalid") == "retired"
+
+
+async def test_a_message_that_is_too_large_is_refused_with_both_numbers():
+    async with opened(max_message_bytes=1000) as queue:
+        await queue.publish(0)
+        (permit,) = await queue.client.admit(1, 1.0)
+        with pytest.raises(InvalidTrajectoryError, match=r"larger than max \(\d+ vs\. 1000\)"):
+            await queue.client.push(group(permit, num_tokens=10_000))
+        assert await queue.client.push(group(permit)) == "held"
+
+
+async def test_a_full_queue_gives_no_permits_beyond_the_next_lease():
+    async with opened(max_staleness=2, max_bytes=1) as queue:
+        await queue.publish(0)
+        assert len(await queue.fill(4)) == 4
+        assert await queue.client.admit(4, 0.05) == []
+        status = await queue.client.status()
+        assert (status.capacity, status.depth_groups) == (8, 4)
+        assert status.depth_bytes == sum(
+            wire.encode_group(group(Permit(i, 0))).ByteSize() for i in range(4)
+        )
+        waiting = asyncio.create_task(queue.client.admit(4, 10.0))
+        await queue.lease(1)
+        await queue.commit(1)
+        assert len(await waiting) == 4
+
+
+async def test_waits_outside_their_bound_are_refused():
+    async with opened() as queue:
+        for wait_secs in (-1.0, 1e6, float("nan")):
+            request = pb.AdmitRequest(max_permits=1, wait_secs=wait_secs)
+            async with grpc.aio.insecure_channel(queue.address) as channel:
+                with pytest.raises(grpc.aio.AioRpcError, match=r"wait_secs must be in \[0, 3600\]"):
+                    await TrajectoryQueueStub(channel).Admit(request, timeout=10.0)
+
+
+async def test_versions_and_servers_are_watched():
+    servers = (ServerRecord("http://a:1", "HEALTHY", 0), ServerRecord("http://b:1", "DEAD", None))
+    async with opened() as queue:
+        versions, fleets = queue.client.watch_version(), queue.client.watch_fleet()
+        assert await anext(fleets) == ()
+        await queue.publish(0, servers)
+        assert await anext(versions) == 0
+        assert await anext(fleets) == servers
+        await queue.fill(4)
+        await queue.lease(1)
+        await queue.publish(1, servers)
+        assert await anext(versions) == 1
+        await queue.publish(1, servers[:1])
+        assert await anext(fleets) == servers[:1]
+        await versions.aclose()
+        await fleets.aclose()
+        with pytest.raises(ValueError, match="http://a:1: state 'ILL' is none of HEALTHY"):
+            await queue.publish(1, [ServerRecord("http://a:1", "ILL", 1)])
+
+
+async def test_a_watch_outlives_a_restart_of_the_queue():
+    servers = (ServerRecord("http://a:1", "HEALTHY", 0),)
+    async with served() as address:
+        client = await QueueClient(address, **TIMEOUTS).__aenter__()
+        fleets = client.watch_fleet()
+        assert await anext(fleets) == ()
+    async with served(address):
+        with await asyncio.to_thread(LearnerQueue(address, **TIMEOUTS).__enter__) as learner:
+            await asyncio.to_thread(learner.publish_version, 0, servers)
+        assert await anext(fleets) == servers
+        await fleets.aclose()
+        await client.__aexit__()
+
+
+async def test_a_watch_says_a_sign_of_life_again_and_again(monkeypatch):
+    monkeypatch.setattr(queue_service, "BEAT_SECS", 0.05)
+    async with opened() as queue, grpc.aio.insecure_channel(queue.address) as channel:
+        call = TrajectoryQueueStub(channel).WatchVersion(pb.WatchRequest(), timeout=10.0)
+        for _ in range(3):
+            assert not (await call.read()).HasField("version")
+        call.cancel()
+
+
+async def test_a_lease_wait_is_shown_by_status_and_by_who_waits():
+    async with opened() as queue:
+        lease = asyncio.create_task(queue.lease(1))
+        await until_waits(
+            queue, r"^lease of step 1: 0 of 4 groups; .*no version .*, for \d+\.\d s$"
+        )
+        with grpc.insecure_channel(queue.address) as channel:
+            shown = await asyncio.to_thread(queue_client.who_waits, channel)
+        assert shown.startswith("lease of step 1: 0 of 4 groups; waiting for 4 not issued")
+        await queue.publish(0)
+        await queue.fill(4)
+        assert len(await lease) == 1
+        status = await queue.learner_status()
+        assert status.waits == () and status.last_push_age_secs >= 0
+
+
+async def test_a_port_that_is_taken_is_named():
+    async with served() as address:
+        with pytest.raises(OSError, match=f"cannot listen on {address}: is the port taken"):
+            async with served(address):
+                pass
+
+
+async def test_nobody_there_is_said_with_address_and_seconds():
+    async with served() as address:
+        pass
+    short = dict(connect_timeout_secs=0.3, call_timeout_secs=1.0)
+    said = rf"no trajectory queue answers at {address} within 0\.3 s"
+    with pytest.raises(ConnectionError, match=said):
+        async with QueueClient(address, **short):
+            pass
+    with pytest.raises(ConnectionError, match=said):
+        await asyncio.to_thread(LearnerQueue(address, **short).__enter__)
+
+
+async def test_calls_are_sent_again_while_the_queue_is_away():
+    async with served() as address:
+        client = await QueueClient(address, **TIMEOUTS).__aenter__()
+        learner = LearnerQueue(address, **TIMEOUTS)
+        await asyncio.to_thread(learner.__enter__)
+    calls = [
+        asyncio.create_task(client.status()),
+        asyncio.create_task(asyncio.to_thread(learner.status)),
+        asyncio.create_task(asyncio.to_thread(lambda: next(learner.lease(1, 10.0)))),
+    ]
+    await asyncio.sleep(0.1)
+    assert not any(call.done() for call in calls)
+    async with served(address):
+        assert (await calls[0]).v_pub is None
+        assert (await calls[1]).v_pub is None
+        await asyncio.to_thread(learner.publish_version, 0, ())
+        for permit in await client.admit(4, 1.0):
+            await client.push(group(permit))
+        assert len((await calls[2]).groups) == 4
+        await client.__aexit__()
+        learner.__exit__()
+
+
+async def test_a_call_gives_up_at_its_deadline_and_names_the_queue():
+    async with served() as address:
+        client = await QueueClient(
+            address, connect_timeout_secs=10.0, call_timeout_secs=0.5
+        ).__aenter__()
+    with pytest.raises((ConnectionError, TimeoutError), match=f"Status at the queue {address}"):
+        await client.status()
+    await client.__aexit__()
+
+
+async def test_a_watch_gives_up_when_the_queue_stays_away():
+    async with served() as address:
+        client = await QueueClient(
+            address, connect_timeout_secs=0.5, call_timeout_secs=5.0
+        ).__aenter__()
+        fleets = client.watch_fleet()
+        await anext(fleets)
+    with pytest.raises(ConnectionError, match=rf"no trajectory queue answers at {address} within"):
+        await anext(fleets)
+    await client.__aexit__()

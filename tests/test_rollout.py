@@ -1,0 +1,551 @@
+"""Rollout: requests that survive their servers, and groups that are complete or go back with a reason."""
+
+import asyncio
+import time
+
+import numpy as np
+import pytest
+from fake_sglang import VOCAB_SIZE, FakeServer, answer, logprob, token
+
+from jaxrl_async.channels import queue_service
+from jaxrl_async.channels.admission import Admission, Permit
+from jaxrl_async.channels.queue_client import LearnerQueue, QueueClient
+from jaxrl_async.channels.wire import ServerRecord
+from jaxrl_async.rewards.pool import RewardError, RewardPool, RewardTimeoutError
+from jaxrl_async.rollout.sampler import RolloutError, Sampler, request_seed
+from jaxrl_async.rollout.single_turn import single_turn
+from jaxrl_async.rollout.worker import Worker, rollout_function
+from jaxrl_async.servers.client import InferenceClient
+from jaxrl_async.servers.fleet import Fleet
+from jaxrl_async.types import InvalidTrajectoryError, Prompt, check_trajectory
+
+PERMIT = Permit(7, 0)
+PROMPT = Prompt(index=7, tokens=np.array([11, 12, 13], np.int32), text="?", answer="!")
+
+
+@pytest.fixture
+def servers():
+    servers = [FakeServer().start(), FakeServer().start()]
+    for server in servers:
+        server.version = "3"
+    yield servers
+    for server in servers:
+        server.stop()
+
+
+@pytest.fixture
+async def client():
+    async with InferenceClient() as client:
+        yield client
+
+
+def make_fleet(servers, suspect_secs=60.0):
+    fleet = Fleet(suspect_secs=suspect_secs, clock=time.monotonic)
+    fleet.update([ServerRecord(s.address, "HEALTHY", 3) for s in servers])
+    return fleet
+
+
+def make_sampler(client, fleet, **changes):
+    arguments = {
+        "client": client,
+        "fleet": fleet,
+        "sampling": {"max_new_tokens": 5, "temperature": 1.0},
+        "run_seed": 1,
+        "vocab_size": VOCAB_SIZE,
+        "request_timeout_secs": 20.0,
+        "max_retries": 3,
+    }
+    return Sampler(**arguments | changes)
+
+
+def expected_tokens(count=5, sample=0):
+    seed = request_seed(1, PERMIT, sample)
+    return [token(seed, len(PROMPT.tokens) + i) for i in range(count)]
+
+
+async def test_a_trajectory_is_aligned_and_valid(client, servers):
+    generate = make_sampler(client, make_fleet(servers)).bind(PERMIT, 0)
+    row = await single_turn(PROMPT, generate)
+    check_trajectory(row, vocab_size=VOCAB_SIZE, max_tokens=8)
+    assert row.tokens.tolist() == [11, 12, 13, *expected_tokens()]
+    assert row.versions.tolist() == [-1, -1, -1, 3, 3, 3, 3, 3]
+    assert row.mask.tolist() == [False] * 3 + [True] * 5
+    logprobs = np.float32([0, 0, 0, *map(logprob, expected_tokens())])
+    np.testing.assert_array_equal(row.logprobs, logprobs)
+    assert (row.prompt_length, row.finish_reason) == (3, "length")
+
+
+async def test_an_aborted_request_goes_on_elsewhere_with_its_prefix_and_keeps_its_versions(
+    client, servers
+):
+    first, second = servers
+    second.version = "5"
+    first.abort_after = [2]
+    completion = await make_sampler(client, make_fleet(servers)).bind(PERMIT, 0)(PROMPT.tokens)
+    # The same tokens as without the abort: the stream depends on seed and position only.
+    assert completion.tokens.tolist() == expected_tokens()
+    assert completion.versions.tolist() == [3, 3, 5, 5, 5]
+    assert completion.logprobs.tolist() == pytest.approx([logprob(t) for t in expected_tokens()])
+    assert completion.finish_reason == "length"
+    (before,), (after,) = first.payloads("/generate"), second.payloads("/generate")
+    assert after["input_ids"] == [11, 12, 13, *expected_tokens()[:2]]
+    assert after["sampling_params"] == before["sampling_params"] | {"max_new_tokens": 3}
+    assert before["rid"] == "000000000007-0000-0000-0000"
+    assert after["rid"] == "000000000007-0000-0000-0001"
+
+
+async def test_an_abort_in_the_queue_and_one_at_the_last_token_lose_nothing(client, servers):
+    servers[0].abort_after = [0, 3, 2]
+    completion = await make_sampler(client, make_fleet(servers[:1])).bind(PERMIT, 0)(PROMPT.tokens)
+    assert completion.tokens.tolist() == expected_tokens()
+    assert completion.finish_reason == "length"
+    asked = [p["sampling_params"]["max_new_tokens"] for p in servers[0].payloads("/generate")]
+    assert asked == [5, 5, 2]
+
+
+async def test_a_request_that_is_aborted_again_and_again_is_returned_as_aborted(client, servers):
+    servers[0].abort_after = [1, 1, 1, 1]
+    generate = make_sampler(client, make_fleet(servers[:1]), max_retries=2).bind(PERMIT, 0)
+    with pytest.raises(RolloutError, match="gave up after 3 tries") as caught:
+        await generate(PROMPT.tokens)
+    assert caught.value.reason == "aborted"
+
+
+async def test_what_a_server_refuses_is_not_asked_again(client, servers):
+    servers[0].fail["/generate"] = (400, "unknown key")
+    sampler = make_sampler(client, make_fleet(servers))
+    with pytest.raises(RolloutError, match="unknown key") as caught:
+        await sampler.bind(PERMIT, 0)(PROMPT.tokens)
+    assert caught.value.reason == "server_error"
+    assert servers[0].routes() == ["/generate"] and servers[1].calls == []
+
+
+async def test_a_lost_server_is_left_for_another_and_gets_nothing_for_a_while(client, servers):
+    first, second = servers
+    first.drop.add("/generate")
+    sampler = make_sampler(client, make_fleet(servers))
+    for sample in range(3):
+        completion = await sampler.bind(PERMIT, sample)(PROMPT.tokens)
+        assert completion.tokens.tolist() == expected_tokens(sample=sample)
+    assert len(first.calls) == 1 and len(second.calls) == 3
+
+
+async def test_a_port_where_nobody_listens_is_left_for_a_server(client, servers):
+    fleet = make_fleet([FakeServer(), servers[1]])
+    completion = await make_sampler(client, fleet).bind(PERMIT, 0)(PROMPT.tokens)
+    assert completion.tokens.tolist() == expected_tokens()
+
+
+async def test_a_server_that_samples_with_unknown_weights_is_left_for_another(client, servers):
+    servers[0].version = "default"
+    completion = await make_sampler(client, make_fleet(servers)).bind(PERMIT, 0)(PROMPT.tokens)
+    assert completion.versions.tolist() == [3] * 5
+
+
+async def test_retries_end(client, servers):
+    servers[0].fail["/generate"] = (503, "overloaded")
+    fleet = make_fleet(servers[:1], suspect_secs=0.0)
+    with pytest.raises(RolloutError, match=r"gave up after 3 tries: .*overloaded") as caught:
+        await make_sampler(client, fleet, max_retries=2).bind(PERMIT, 0)(PROMPT.tokens)
+    assert caught.value.reason == "server_error" and len(servers[0].calls) == 3
+
+
+async def test_a_request_that_takes_too_long_is_returned_as_a_timeout(client, servers):
+    servers[0].hang.add("/generate")
+    sampler = make_sampler(client, make_fleet(servers[:1]), request_timeout_secs=0.1)
+    with pytest.raises(RolloutError, match="no answer within") as caught:
+        await sampler.bind(PERMIT, 0)(PROMPT.tokens)
+    assert caught.value.reason == "timeout"
+
+
+async def test_no_healthy_server_within_the_deadline_is_an_error_that_names_them(client, servers):
+    fleet = make_fleet(servers)
+    fleet.update([ServerRecord(servers[0].address, "STALE", 2)])
+    sampler = make_sampler(client, fleet, request_timeout_secs=0.1)
+    with pytest.raises(
+        RolloutError,
+        match=rf"no HEALTHY server within 0\.1 s: {servers[0].address} STALE version 2",
+    ) as caught:
+        await sampler.bind(PERMIT, 0)(PROMPT.tokens)
+    assert caught.value.reason == "server_error" and servers[0].calls == []
+
+
+async def test_a_stale_server_gets_nothing_until_it_holds_the_version(client, servers):
+    fleet = make_fleet(servers)
+    fleet.update([ServerRecord(servers[0].address, "STALE", 2)])
+    sampler = make_sampler(client, fleet)
+    task = asyncio.create_task(sampler.bind(PERMIT, 0)(PROMPT.tokens))
+    await asyncio.sleep(0.1)
+    assert servers[0].calls == [] and sampler.num_unrouted == 1
+    fleet.update([ServerRecord(servers[0].address, "HEALTHY", 3)])
+    assert (await task).tokens.tolist() == expected_tokens()
+    assert sampler.num_unrouted == 0
+
+
+async def test_requests_are_spread_over_the_servers(client, servers):
+    for server in servers:
+        server.paused = True
+    sampler = make_sampler(client, make_fleet(servers))
+    tasks = [asyncio.create_task(sampler.bind(PERMIT, i)(PROMPT.tokens)) for i in range(8)]
+    await asyncio.sleep(0)
+    assert sampler.num_running == 8
+    for server in servers:
+        server.paused = False
+    await asyncio.gather(*tasks)
+    assert [len(server.calls) for server in servers] == [4, 4] and sampler.num_running == 0
+
+
+@pytest.mark.parametrize("tokens", [[], [VOCAB_SIZE], [-1], [[1, 2]]])
+async def test_ids_that_would_kill_a_server_are_never_sent(client, servers, tokens):
+    with pytest.raises(ValueError, match=rf"ids in \[0, {VOCAB_SIZE}\)"):
+        await make_sampler(client, make_fleet(servers)).bind(PERMIT, 0)(tokens)
+    assert servers[0].calls == servers[1].calls == []
+
+
+async def test_a_rollout_function_may_change_sampling_and_continue_its_row(client, servers):
+    generate = make_sampler(client, make_fleet(servers[:1])).bind(PERMIT, 0)
+    await generate(PROMPT.tokens, max_new_tokens=2)
+    await generate([11, 12], temperature=0.5)
+    first, second = servers[0].payloads("/generate")
+    assert first["sampling_params"]["max_new_tokens"] == 2
+    assert second["sampling_params"]["max_new_tokens"] == 5
+    assert second["sampling_params"]["temperature"] == 0.5
+    assert [first["rid"][-4:], second["rid"][-4:]] == ["0000", "0001"]
+
+
+def test_a_seed_is_stable_across_processes_and_differs_by_every_part():
+    # blake2b("1/7/0/0", 4 bytes), little-endian, lowest 31 bits.
+    assert request_seed(1, Permit(7, 0), 0) == 658635
+    seeds = [
+        request_seed(run_seed, Permit(index, attempt), sample)
+        for run_seed in range(4)
+        for index in range(4)
+        for attempt in range(4)
+        for sample in range(4)
+    ]
+    assert len(set(seeds)) == 256 and all(0 <= seed < 2**31 for seed in seeds)
+
+
+async def test_aborting_a_permit_ends_its_requests_and_no_others(client, servers):
+    for server in servers:
+        server.hang.add("/generate")
+    sampler = make_sampler(client, make_fleet(servers[:1]))
+    tasks = [
+        asyncio.create_task(sampler.bind(Permit(index, 0), sample)(PROMPT.tokens))
+        for index in (7, 8)
+        for sample in (0, 1)
+    ]
+    while sampler.num_running < 4:
+        await asyncio.sleep(0.001)
+    for task in tasks[:2]:
+        task.cancel()
+    await asyncio.gather(*tasks[:2], return_exceptions=True)
+    await sampler.abort(Permit(7, 0), timeout_secs=5.0)
+    assert servers[0].payloads("/abort_request") == [{"rid": "000000000007-0000-"}]
+    assert servers[1].payloads("/abort_request") == []
+    assert sampler.num_running == 2
+    for task in tasks[2:]:
+        task.cancel()
+    await asyncio.gather(*tasks[2:], return_exceptions=True)
+
+
+# The worker: permits become groups, or go back.
+
+
+class FakeQueue:
+    """Gives permits 0, 1, 2, … as long as fewer than `limit` were given; keeps what comes back."""
+
+    def __init__(self, servers, limit=1):
+        self.records = [ServerRecord(s.address, "HEALTHY", 3) for s in servers]
+        self.limit = limit
+        self.asked = []
+        self.pushed = []
+        self.returned = []
+        self.push_error = None
+        self._next = 0
+
+    async def admit(self, max_permits, wait_secs):
+        self.asked.append(max_permits)
+        if self._next == self.limit:
+            await asyncio.sleep(wait_secs)
+        count = min(max_permits, self.limit - self._next)
+        self._next += count
+        return [Permit(i, 0) for i in range(self._next - count, self._next)]
+
+    async def push(self, group):
+        if self.push_error is not None:
+            raise self.push_error
+        self.pushed.append(group)
+        return "held"
+
+    async def return_permit(self, permit, reason, detail=""):
+        self.returned.append((permit, reason, detail))
+        return "reissued"
+
+    async def watch_fleet(self):
+        yield self.records
+        await asyncio.sleep(3600)
+
+
+class FakeRewards:
+    """Scores a text with its number of words; the second one fails where `error` is set."""
+
+    def __init__(self):
+        self.texts = []
+        self.error = None
+
+    async def score(self, text, answer):
+        self.texts.append((text, answer))
+        if self.error is not None and len(self.texts) == 2:
+            raise self.error
+        return float(len(text.split()))
+
+
+@pytest.fixture
+def queue(servers):
+    return FakeQueue(servers)
+
+
+@pytest.fixture
+def rewards():
+    return FakeRewards()
+
+
+@pytest.fixture
+def make_worker(client, queue, rewards):
+    def make(*, queue=queue, rewards=rewards, rollout=single_turn, max_running_groups=4):
+        fleet = Fleet(suspect_secs=60.0, clock=time.monotonic)
+        return Worker(
+            queue=queue,
+            sampler=make_sampler(client, fleet),
+            fleet=fleet,
+            rewards=rewards,
+            prompts=Prompts(),
+            decode=lambda ids: " ".join(map(str, ids)),
+            rollout=rollout,
+            group_size=4,
+            max_running_groups=max_running_groups,
+            vocab_size=VOCAB_SIZE,
+            max_tokens=8,
+            stop_token_ids=(0,),
+        )
+
+    return make
+
+
+class Prompts:
+    def __getitem__(self, index):
+        return Prompt(index=index, tokens=PROMPT.tokens, text="?", answer=f"gold {index}")
+
+
+async def work_until(worker, done):
+    """Runs a worker until done() holds; a worker that failed raises here."""
+    task = asyncio.create_task(worker.run())
+    deadline = time.monotonic() + 20
+    try:
+        while not done() and not task.done():
+            assert time.monotonic() < deadline, worker.waits_for()
+            await asyncio.sleep(0.002)
+        if task.done():
+            await task
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+async def test_a_permit_becomes_a_whole_rewarded_group(make_worker, queue, rewards):
+    worker = make_worker()
+    await work_until(worker, lambda: queue.pushed)
+    (group,) = queue.pushed
+    assert (group.prompt_index, group.attempt, len(group.trajectories)) == (0, 0, 4)
+    assert group.rewards.tolist() == [5.0] * 4 and queue.returned == []
+    for sample, row in enumerate(group.trajectories):
+        seed = request_seed(1, Permit(0, 0), sample)
+        assert row.completion.tolist() == [token(seed, 3 + i) for i in range(5)]
+    assert {answer for _, answer in rewards.texts} == {"gold 0"}
+    stats = worker.statistics
+    assert (stats.num_groups, stats.num_completions, stats.completion_tokens) == (1, 4, 20)
+
+
+async def test_the_text_that_is_rewarded_ends_before_the_stop_token(
+    make_worker, queue, rewards, servers
+):
+    for server in servers:
+        server.answers = [answer([5, 6, 0], versions=[("3", 3)], reason="stop") for _ in range(4)]
+    await work_until(make_worker(), lambda: queue.pushed)
+    assert {text for text, _ in rewards.texts} == {"5 6"}
+    (group,) = queue.pushed
+    assert [row.completion.tolist() for row in group.trajectories] == [[5, 6, 0]] * 4
+    assert {row.finish_reason for row in group.trajectories} == {"stop"}
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(RewardTimeoutError("too late"), "reward_timeout"), (RewardError("bad"), "reward_error")],
+)
+async def test_a_reward_that_is_late_or_fails_is_never_a_sample(
+    make_worker, queue, rewards, error, reason
+):
+    rewards.error = error
+    worker = make_worker()
+    await work_until(worker, lambda: queue.returned)
+    assert queue.returned == [(Permit(0, 0), reason, str(error))] and queue.pushed == []
+    assert worker.statistics.returned == {reason: 1}
+
+
+async def test_a_reward_that_hangs_in_a_real_process_is_never_a_sample(
+    make_worker, queue, tmp_path, monkeypatch
+):
+    (tmp_path / "slow_reward.py").write_text(
+        "import time\n\ndef slow(completion, answer):\n    time.sleep(600)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    async with RewardPool("slow_reward:slow", num_processes=1, timeout_secs=0.2) as pool:
+        await work_until(make_worker(rewards=pool), lambda: queue.returned)
+    ((permit, reason, detail),) = queue.returned
+    assert (permit, reason) == (Permit(0, 0), "reward_timeout") and "slow_reward:slow" in detail
+    assert queue.pushed == []
+
+
+async def test_a_server_that_refuses_one_of_the_samples_costs_the_group(
+    make_worker, queue, servers
+):
+    servers[0].fail["/generate"] = (400, "no such parameter")
+    await work_until(make_worker(), lambda: queue.returned)
+    ((permit, reason, detail),) = queue.returned
+    assert (permit, reason) == (Permit(0, 0), "server_error") and "no such parameter" in detail
+    assert queue.pushed == []
+
+
+async def test_the_other_requests_of_a_failed_group_are_ended_on_their_servers(
+    make_worker, queue, servers
+):
+    servers[0].fail["/generate"] = (400, "no such parameter")
+    servers[1].hang.add("/generate")
+    await work_until(make_worker(), lambda: queue.returned)
+    assert servers[1].payloads("/abort_request") == [{"rid": "000000000000-0000-"}]
+
+
+async def test_a_trajectory_that_breaks_the_law_is_returned_as_invalid(make_worker, queue):
+    async def too_long(prompt, generate):
+        return await single_turn(prompt, lambda tokens: generate(tokens, max_new_tokens=6))
+
+    await work_until(make_worker(rollout=too_long), lambda: queue.returned)
+    assert queue.returned[0][1:] == ("invalid", "length 9 is outside [1, 8]")
+    assert queue.pushed == []
+
+
+async def test_a_group_that_the_queue_refuses_is_returned_as_invalid(make_worker, queue):
+    queue.push_error = InvalidTrajectoryError("too large")
+    await work_until(make_worker(), lambda: queue.returned)
+    assert queue.returned == [(Permit(0, 0), "invalid", "too large")]
+
+
+async def test_a_bug_stops_the_worker_with_its_own_error(make_worker, queue):
+    async def buggy(prompt, generate):
+        await generate(prompt.tokens)
+        raise KeyError("a typo")
+
+    with pytest.raises(KeyError, match="a typo"):
+        await work_until(make_worker(rollout=buggy), lambda: False)
+    assert queue.pushed == [] and queue.returned == []
+
+
+async def test_a_bug_beside_a_servers_failure_is_the_one_that_is_named(make_worker, queue):
+    failures = [RolloutError("server_error", "lost"), KeyError("a typo")]
+
+    async def buggy(prompt, generate):
+        raise failures.pop(0) if failures else RolloutError("server_error", "lost")
+
+    with pytest.raises(KeyError, match="a typo"):
+        await work_until(make_worker(rollout=buggy), lambda: False)
+
+
+async def test_a_lost_queue_stops_the_worker(make_worker, queue):
+    queue.push_error = ConnectionError("the queue is gone")
+    with pytest.raises(ConnectionError, match="the queue is gone"):
+        await work_until(make_worker(), lambda: False)
+
+
+async def test_as_many_groups_run_as_allowed_and_places_are_given_again(make_worker, queue):
+    queue.limit = 9
+    worker = make_worker(max_running_groups=4)
+    await work_until(worker, lambda: len(queue.pushed) == 9)
+    assert queue.asked[0] == 4 and max(queue.asked) == 4
+    assert sorted(group.prompt_index for group in queue.pushed) == list(range(9))
+
+
+async def test_a_stopped_worker_ends_its_requests_on_the_servers(make_worker, queue, servers):
+    for server in servers:
+        server.hang.add("/generate")
+    await work_until(make_worker(), lambda: all(len(server.calls) == 2 for server in servers))
+    for server in servers:
+        assert server.payloads("/abort_request") == [{"rid": "000000000000-0000-"}]
+    assert queue.pushed == [] and queue.returned == []
+
+
+async def test_a_worker_says_what_it_waits_for(make_worker, queue, servers):
+    queue.records = [ServerRecord(servers[0].address, "DEAD", 3)]
+    worker = make_worker()
+    assert worker.waits_for() == "permits from the queue"
+    await work_until(worker, lambda: "4 wait for a HEALTHY one" in worker.waits_for())
+    assert worker.waits_for() == "permits from the queue"
+
+
+async def test_no_progress_is_logged_with_what_is_waited_for(
+    make_worker, queue, servers, monkeypatch, caplog
+):
+    monkeypatch.setattr("jaxrl_async.rollout.worker.REPORT_SECS", 0.05)
+    for server in servers:
+        server.hang.add("/generate")
+    await work_until(make_worker(), lambda: "4 requests run on servers" in caplog.text)
+    assert "no group for 0.05 s; waiting for 1 groups" in caplog.text
+
+
+def test_a_rollout_function_has_a_name_or_a_path():
+    assert rollout_function("single_turn") is single_turn
+    assert rollout_function("jaxrl_async.rollout.single_turn:single_turn") is single_turn
+    with pytest.raises(ValueError, match="'double_turn' is none of single_turn"):
+        rollout_function("double_turn")
+
+
+async def test_a_worker_and_a_real_queue_hand_a_step_to_the_learner(servers, make_worker):
+    admission = Admission(
+        batch_groups=3,
+        max_staleness=0,
+        push_every_steps=1,
+        max_running_groups=8,
+        max_attempts=2,
+        permit_timeout_secs=60.0,
+        max_bytes=10**6,
+    )
+    bound = asyncio.get_running_loop().create_future()
+    service = asyncio.create_task(
+        queue_service.serve(
+            "127.0.0.1:0",
+            admission=admission,
+            group_size=4,
+            vocab_size=VOCAB_SIZE,
+            max_tokens=8,
+            max_message_bytes=10**6,
+            on_bound=bound.set_result,
+        )
+    )
+    timeouts = {"connect_timeout_secs": 20.0, "call_timeout_secs": 20.0}
+    address = await bound
+
+    def learn():
+        with LearnerQueue(address, **timeouts) as learner:
+            learner.publish_version(0, [ServerRecord(s.address, "HEALTHY", 0) for s in servers])
+            return list(learner.lease(1, 20.0))
+
+    for server in servers:
+        server.version = "0"
+    async with QueueClient(address, **timeouts) as real_queue:
+        lease = asyncio.create_task(asyncio.to_thread(learn))
+        await work_until(make_worker(queue=real_queue), lease.done)
+    (chunk,) = lease.result()
+    assert [group.prompt_index for group in chunk.groups] == [0, 1, 2]
+    assert all(group.rewards.tolist() == [5.0] * 4 for group in chunk.groups)
+    service.cancel()
+    await asyncio.wait([service])

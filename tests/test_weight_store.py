@@ -1,0 +1,182 @@
+"""Versions on disk: whole or absent, readable by others, and every damage named."""
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+from safetensors import safe_open
+
+from jaxrl_async.channels.weight_store import WeightStore, WeightStoreError
+
+CONFIG = {"architectures": ["Qwen2ForCausalLM"], "hidden_size": 4}
+
+
+def tensors(seed=0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {
+        "model.embed_tokens.weight": rng.normal(size=(6, 4)).astype(np.float32),
+        "model.layers.0.q.weight": rng.normal(size=(4, 4)).astype(ml_dtypes.bfloat16),
+        "model.layers.0.q.bias": rng.normal(size=4).astype(np.float16),
+        "model.norm.weight": rng.normal(size=4).astype(np.float32),
+    }
+
+
+def make(tmp_path, keep=3, **values) -> WeightStore:
+    return WeightStore(tmp_path / "weights", keep=keep, **values)
+
+
+def assert_same(left, right):
+    assert left.keys() == right.keys()
+    for name in left:
+        assert left[name].dtype == right[name].dtype
+        np.testing.assert_array_equal(left[name], right[name])
+
+
+def test_what_was_written_is_read(tmp_path):
+    store = make(tmp_path)
+    path = store.write(12, tensors().items(), CONFIG)
+    assert path == store.path(12) == tmp_path / "weights" / "00000012"
+    assert sorted(f.name for f in path.iterdir()) == [
+        "config.json",
+        "manifest.json",
+        "model.safetensors",
+    ]
+    assert json.loads((path / "config.json").read_text()) == CONFIG
+    assert_same(store.read(12), tensors())
+    store.verify(12)
+    assert (store.latest(), store.versions()) == (12, [12])
+
+
+def test_the_safetensors_library_reads_the_files(tmp_path):
+    path = make(tmp_path).write(0, tensors().items(), CONFIG) / "model.safetensors"
+    with safe_open(path, framework="numpy") as file:
+        assert set(file.keys()) == tensors().keys()
+    without_bfloat16 = {k: v for k, v in tensors().items() if v.dtype != ml_dtypes.bfloat16}
+    path = make(tmp_path).write(1, without_bfloat16.items(), CONFIG) / "model.safetensors"
+    assert_same(safetensors.numpy.load_file(path), without_bfloat16)
+
+
+def test_shards_are_bounded_and_indexed(tmp_path):
+    store = make(tmp_path, max_shard_bytes=100)
+    path = store.write(0, tensors().items(), CONFIG)
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    # 96 | 32 + 8 + 16 bytes
+    assert index["metadata"]["total_size"] == store.manifest(0)["total_bytes"] == 152
+    assert (
+        list(index["weight_map"].values())
+        == ["model-00001-of-00002.safetensors"] + ["model-00002-of-00002.safetensors"] * 3
+    )
+    assert_same(store.read(0), tensors())
+    store.verify(0)
+
+
+def test_one_shard_is_in_memory_at_a_time(tmp_path):
+    taken = []
+
+    def stream():
+        for number in range(5):
+            taken.append((number, len(list((tmp_path / "weights").glob(".aside-*/shard-*")))))
+            yield f"t{number}", np.zeros(8, np.float32)
+
+    make(tmp_path, max_shard_bytes=32).write(0, stream(), CONFIG)
+    # A tensor is taken before the shard of the one before it is closed.
+    assert taken == [(0, 0), (1, 0), (2, 1), (3, 2), (4, 3)]
+
+
+def test_layouts_that_are_not_contiguous_and_scalars_are_written_by_value(tmp_path):
+    values = {"t": np.arange(6, dtype=np.float32).reshape(2, 3).T, "s": np.array(3, np.int32)}
+    store = make(tmp_path)
+    store.write(0, values.items(), CONFIG)
+    assert_same(store.read(0), values)
+
+
+def test_the_digest_depends_on_the_values_alone(tmp_path):
+    store = make(tmp_path)
+    store.write(0, tensors().items(), CONFIG)
+    store.write(1, reversed(tensors().items()), CONFIG)
+    store.write(2, tensors(seed=1).items(), CONFIG)
+    digests = [store.manifest(version)["digest"] for version in (0, 1, 2)]
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_a_crash_leaves_no_half_version(tmp_path):
+    def crashing():
+        yield from list(tensors().items())[:3]
+        raise RuntimeError("power cut")
+
+    store = make(tmp_path, max_shard_bytes=50)
+    with pytest.raises(RuntimeError, match="power cut"):
+        store.write(1, crashing(), CONFIG)
+    assert store.versions() == []
+    assert any(store.path(1).parent.iterdir())
+    store.write(2, tensors().items(), CONFIG)
+    assert [entry.name for entry in store.path(2).parent.iterdir()] == ["00000002"]
+
+
+def test_the_newest_are_kept(tmp_path):
+    store = make(tmp_path, keep=2)
+    for version in (0, 4, 8, 12):
+        store.write(version, tensors().items(), CONFIG)
+    assert store.versions() == [8, 12]
+
+
+def test_a_resumed_run_replaces_a_version_and_leaves_the_abandoned_future(tmp_path):
+    store = make(tmp_path)
+    for version in (3, 4, 5, 6):
+        store.write(version, tensors().items(), CONFIG)
+    store.write(5, tensors(seed=1).items(), CONFIG)
+    assert store.versions() == [4, 5]
+    assert_same(store.read(5), tensors(seed=1))
+
+
+def test_a_changed_byte_is_found_and_its_tensor_named(tmp_path):
+    store = make(tmp_path)
+    file = store.write(0, tensors().items(), CONFIG) / "model.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+    with pytest.raises(
+        WeightStoreError, match=r"model\.safetensors: tensor model\.norm\.weight has digest"
+    ):
+        store.verify(0)
+
+
+@pytest.mark.parametrize("size", [0, 5, 40, -1])
+def test_a_truncated_file_is_found_and_named(tmp_path, size):
+    store = make(tmp_path)
+    file = store.write(0, tensors().items(), CONFIG) / "model.safetensors"
+    raw = file.read_bytes()
+    file.write_bytes(raw[:size])
+    with pytest.raises(WeightStoreError, match=r"model\.safetensors: (\d+ bytes|cannot be read)"):
+        store.read(0)
+
+
+def test_a_missing_tensor_file_or_version_is_named(tmp_path):
+    store = make(tmp_path)
+    path = store.write(3, tensors().items(), CONFIG)
+    with pytest.raises(WeightStoreError, match=r"no version 7 .* it holds \[3\]"):
+        store.read(7)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["tensors"]["lost"] = manifest["tensors"]["model.norm.weight"]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(WeightStoreError, match=r"model\.safetensors: tensor lost is missing"):
+        store.verify(3)
+    (path / "model.safetensors").unlink()
+    with pytest.raises(WeightStoreError, match=r"model\.safetensors: cannot be read"):
+        store.verify(3)
+
+
+def test_bad_input_is_refused(tmp_path):
+    store = make(tmp_path)
+    one = np.zeros(1, np.float32)
+    with pytest.raises(ValueError, match="tensor a comes twice"):
+        store.write(0, [("a", one), ("a", one)], CONFIG)
+    with pytest.raises(ValueError, match="at least one tensor"):
+        store.write(0, [], CONFIG)
+    with pytest.raises(ValueError, match="dtype complex64 is none of"):
+        store.write(0, [("a", one.astype(np.complex64))], CONFIG)
+    with pytest.raises(ValueError, match="keep must be ≥ 1, got 0"):
+        make(tmp_path, keep=0)
+    assert store.latest() is None

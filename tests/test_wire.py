@@ -1,0 +1,211 @@
+"""Messages: what goes in comes out, and what is malformed is named."""
+
+import dataclasses
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from google.protobuf import descriptor_pb2
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxrl_async.channels import trajectory_queue_pb2 as pb
+from jaxrl_async.channels import wire
+from jaxrl_async.channels.admission import Permit, Position
+from jaxrl_async.types import Group, InvalidTrajectoryError, Trajectory
+
+BOUNDS = dict(group_size=2, vocab_size=100, max_tokens=16)
+
+
+def trajectory(prompt=(1, 2), completion=(3, 4, 5), reward=0.1, finish_reason="stop") -> Trajectory:
+    prompt_length, length = len(prompt), len(prompt) + len(completion)
+    mask = np.arange(length) >= prompt_length
+    return Trajectory(
+        tokens=np.array([*prompt, *completion], np.int32),
+        logprobs=np.where(mask, -0.5, 0).astype(np.float32),
+        versions=np.where(mask, 7, -1).astype(np.int32),
+        mask=mask,
+        prompt_length=prompt_length,
+        reward=reward,
+        finish_reason=finish_reason,
+    )
+
+
+def group() -> Group:
+    return Group(
+        5, 1, (trajectory(), trajectory(completion=(6,), reward=-1.5, finish_reason="length"))
+    )
+
+
+def assert_same(left: Group, right: Group) -> None:
+    assert (left.prompt_index, left.attempt) == (right.prompt_index, right.attempt)
+    for a, b in zip(left.trajectories, right.trajectories, strict=True):
+        for field in dataclasses.fields(Trajectory):
+            x, y = getattr(a, field.name), getattr(b, field.name)
+            np.testing.assert_array_equal(x, y)
+            assert getattr(x, "dtype", None) == getattr(y, "dtype", None)
+
+
+def check(message: pb.Group) -> Group:
+    decoded = wire.decode_group(message)
+    wire.check_group(decoded, **BOUNDS)
+    return decoded
+
+
+def test_a_group_comes_out_as_it_went_in():
+    sent = wire.encode_group(group()).SerializeToString()
+    assert_same(check(pb.Group.FromString(sent)), group())
+
+
+def test_arrays_are_views_of_the_message():
+    decoded = wire.decode_group(wire.encode_group(group()))
+    for row in decoded.trajectories:
+        for array in (row.tokens, row.logprobs, row.versions, row.mask):
+            assert array.base is not None and not array.flags.writeable
+
+
+def test_the_bytes_are_little_endian_and_end_to_end():
+    message = wire.encode_group(group())
+    assert message.tokens[:8] == b"\x01\x00\x00\x00\x02\x00\x00\x00"
+    assert message.mask == bytes([0, 0, 1, 1, 1, 0, 0, 1])
+    assert list(message.lengths) == [5, 3]
+
+
+def test_an_empty_group_is_refused():
+    with pytest.raises(InvalidTrajectoryError, match="a group has 2 trajectories, got 0"):
+        check(wire.encode_group(Group(5, 0, ())))
+
+
+def changed(**fields) -> pb.Group:
+    message = wire.encode_group(group())
+    for name, value in fields.items():
+        message.ClearField(name)
+        if isinstance(value, list):
+            getattr(message, name).extend(value)
+        else:
+            setattr(message, name, value)
+    return message
+
+
+FLOATS = np.array([0, 0, -1, np.nan, -1, 0, 0, -1], "<f4").tobytes()
+
+
+@pytest.mark.parametrize(
+    "message, said",
+    [
+        (changed(tokens=b"\0" * 31), "tokens has 31 bytes, 8 tokens of 4 bytes need 32"),
+        (changed(logprobs=b""), "logprobs has 0 bytes, 8 tokens of 4 bytes need 32"),
+        (changed(mask=b"\0" * 9), "mask has 9 bytes, 8 tokens of 1 bytes need 8"),
+        (changed(mask=bytes([0, 0, 1, 1, 1, 0, 0, 2])), "mask holds 2"),
+        (changed(lengths=[5, 2**32 - 1]), "tokens has 32 bytes, 4294967300 tokens"),
+        (changed(rewards=[1.0]), "rewards has 1 entries, lengths has 2"),
+        (changed(prompt_lengths=[2]), "prompt_lengths has 1 entries"),
+        (changed(finish_reasons=[]), "finish_reasons has 0 entries"),
+        (changed(finish_reasons=["stop", "dunno"]), "trajectory 1: finish_reason .* 'dunno'"),
+        (changed(rewards=[0.0, float("inf")]), "trajectory 1: reward must be finite, got inf"),
+        (changed(prompt_lengths=[2, 4]), r"trajectory 1: prompt_length 4 is outside \[1, 3\]"),
+        (changed(lengths=[8, 0]), "trajectory 0: .*|trajectory 1: length 0"),
+        (changed(logprobs=FLOATS), "trajectory 0: logprobs must be finite and ≤ 0, got nan"),
+        (changed(versions=b"\xff" * 32), "trajectory 0: version of a sampled token is -1"),
+        (
+            changed(tokens=np.array([1, 2, 100, 0, 0, 1, 2, 0], "<i4").tobytes()),
+            r"prompt_index 5, trajectory 0: token id 100 is outside \[0, 100\)",
+        ),
+        (
+            changed(tokens=np.array([1, 2, 3, 4, 5, 1, 9, 0], "<i4").tobytes()),
+            "trajectory 1 has another prompt than trajectory 0",
+        ),
+    ],
+)
+def test_what_is_malformed_is_named(message, said):
+    with pytest.raises(InvalidTrajectoryError, match=said):
+        check(message)
+
+
+def test_a_row_beyond_max_tokens_is_refused():
+    long = trajectory(completion=range(15))
+    message = wire.encode_group(Group(5, 0, (long, long)))
+    with pytest.raises(InvalidTrajectoryError, match=r"length 17 is outside \[1, 16\]"):
+        check(message)
+
+
+@settings(max_examples=300, deadline=None)
+@given(junk=st.binary(max_size=200), position=st.integers(0, 400), cut=st.integers(0, 8))
+def test_damaged_messages_decode_to_a_valid_group_or_a_named_error(junk, position, cut):
+    raw = wire.encode_group(group()).SerializeToString()
+    position %= len(raw)
+    try:
+        message = pb.Group.FromString(raw[:position] + junk + raw[position + cut :])
+    except Exception as error:
+        assert type(error).__name__ == "DecodeError"
+        return
+    try:
+        decoded = check(message)
+    except InvalidTrajectoryError as error:
+        assert str(error)
+    else:
+        assert len(decoded.trajectories) == 2
+
+
+def test_positions_servers_and_status_come_out_as_they_went_in():
+    position = Position(3, 17, (Permit(4, 1), Permit(16, 0)), {"invalid": 2}, {"timeout": 5})
+    assert wire.decode_position(wire.encode_position(position)) == position
+    servers = (
+        wire.ServerRecord("http://a:1", "HEALTHY", 0),
+        wire.ServerRecord("http://b:1", "DEAD", None),
+    )
+    assert wire.decode_servers(wire.encode_servers(servers)) == servers
+    for absent in (None, 0):
+        numbers = dict.fromkeys((f.name for f in dataclasses.fields(wire.QueueStatus)), 3)
+        status = wire.QueueStatus(
+            **numbers
+            | {
+                "v_pub": absent,
+                "last_push_age_secs": absent,
+                "returned": {"timeout": 1},
+                "retired": {},
+                "waits": ("lease of step 3",),
+            }
+        )
+        assert wire.decode_status(wire.encode_status(status)) == status
+
+
+def test_an_unknown_server_state_is_refused():
+    record = pb.ServerRecord(address="http://a:1", state="TIRED")
+    with pytest.raises(ValueError, match="http://a:1: state 'TIRED' is none of HEALTHY"):
+        wire.decode_servers([record])
+
+
+def test_the_generated_code_is_of_the_committed_proto(tmp_path):
+    pytest.importorskip("grpc_tools")
+    root = pathlib.Path(wire.__file__).parents[2]
+    out = tmp_path / "descriptors"
+    command = [
+        sys.executable,
+        "-m",
+        "grpc_tools.protoc",
+        f"-I{root}",
+        f"--descriptor_set_out={out}",
+    ]
+    proto = root / "jaxrl_async/channels/trajectory_queue.proto"
+    subprocess.run([*command, str(proto)], check=True)
+    (described,) = descriptor_pb2.FileDescriptorSet.FromString(out.read_bytes()).file
+    generated = descriptor_pb2.FileDescriptorProto.FromString(pb.DESCRIPTOR.serialized_pb)
+    described.ClearField("options")
+    generated.ClearField("options")
+    # json_name is filled in by protoc only.
+    for message in [*described.message_type]:
+        for field in [*message.field, *(f for n in message.nested_type for f in n.field)]:
+            field.ClearField("json_name")
+    assert described == generated
+
+
+def test_channels_import_without_jax():
+    code = (
+        "import sys; from jaxrl_async.channels import queue_client, queue_service, weight_store; "
+        "print(sorted({'jax', 'flax', 'orbax'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
