@@ -95,7 +95,6 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         max_running_groups=512,
         request_timeout_secs=900.0,
         max_retries=3,
-        reward="last_number",
         reward_processes=1 if arg.smoke else 8,
         reward_timeout_secs=5.0,
     )

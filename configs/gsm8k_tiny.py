@@ -90,7 +90,6 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         max_running_groups=32,
         request_timeout_secs=60.0,
         max_retries=3,
-        reward="last_number",
         reward_processes=1,
         reward_timeout_secs=5.0,
     )

@@ -10,9 +10,9 @@ import numpy as np
 from jaxrl_async import roles
 from jaxrl_async.inference.engine import Completion, Engine, Request
 from jaxrl_async.inference.sampling import SamplingParams
-from jaxrl_async.rewards import reward_function
+from jaxrl_async.rewards import Reward, reward_function
 from jaxrl_async.settings import Settings
-from jaxrl_async.tasks.prompts import encode_prompts
+from jaxrl_async.tasks.prompts import test_prompts
 from jaxrl_async.types import Prompt
 
 ENGINE_TIMEOUT_SECS = 600.0
@@ -34,11 +34,10 @@ def evaluate(settings: Settings, workdir: pathlib.Path, steps: Sequence[int | No
       CheckpointError: no such checkpoint, or one of another shape.
     """
     tokenizer = roles.tokenizer_of(settings, workdir)
-    prompts = encode_prompts(
-        roles.task_of(settings).test,
-        tokenizer,
-        max_prompt_tokens=settings.rollout.max_prompt_tokens,
-    )[: settings.evaluate.num_prompts]
+    task = roles.task_of(settings)
+    max_prompt_tokens = settings.rollout.max_prompt_tokens
+    prompts = test_prompts(task, tokenizer, max_prompt_tokens=max_prompt_tokens)
+    prompts, reward = prompts[: settings.evaluate.num_prompts], reward_function(task.reward)
     engine = roles.engine_of(settings, workdir, name="evaluate")
     engine.start()
     try:
@@ -46,7 +45,7 @@ def evaluate(settings: Settings, workdir: pathlib.Path, steps: Sequence[int | No
         for step in steps:
             step, params = roles.checkpoint_params(settings, workdir, step)
             engine.update_weights(params, str(step)).result(ENGINE_TIMEOUT_SECS)
-            rows.append({"step": step} | _score(engine, settings, tokenizer, prompts))
+            rows.append({"step": step} | _score(engine, settings, tokenizer, prompts, reward))
         return rows
     finally:
         engine.close(timeout_secs=ENGINE_TIMEOUT_SECS)
@@ -61,9 +60,10 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return 1.0 - math.comb(wrong, k) / math.comb(num_samples, k)
 
 
-def _score(engine: Engine, settings: Settings, tokenizer, prompts: Sequence[Prompt]) -> dict:
+def _score(
+    engine: Engine, settings: Settings, tokenizer, prompts: Sequence[Prompt], reward: Reward
+) -> dict:
     rollout, n = settings.rollout, settings.evaluate.num_samples
-    reward = reward_function(rollout.reward)
 
     def correct(prompt: Prompt, completion: Completion) -> bool:
         ids = completion.output_ids.tolist()

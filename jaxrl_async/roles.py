@@ -48,14 +48,14 @@ def tokenizer_of(settings: Settings, workdir: pathlib.Path):
     wanted, directory = settings.tokenizer, workdir / "tokenizer"
     if wanted.kind == "huggingface":
         return tokenizers.load_tokenizer(wanted.path)
-    if not directory.exists():
-        if wanted.kind == "char":
-            made = tokenizers.char_tokenizer(wanted.alphabet)
-        else:
-            texts = (text for pair in task_of(settings).demonstrations for text in pair)
-            made = tokenizers.train_bpe(texts, vocab_size=wanted.vocab_size)
-        made.save(directory)
-    return tokenizers.load_tokenizer(directory)
+    if directory.exists():
+        return tokenizers.load_tokenizer(directory)
+    if wanted.kind == "bpe":
+        texts = (text for pair in task_of(settings).demonstrations() for text in pair)
+        return tokenizers.train_bpe(texts, vocab_size=wanted.vocab_size, directory=directory)
+    tokenizer = tokenizers.CharTokenizer(wanted.alphabet)
+    tokenizer.save(directory)
+    return tokenizer
 
 
 def task_of(settings: Settings):
@@ -209,12 +209,14 @@ async def _rollout(settings: Settings, workdir: pathlib.Path) -> None:
     from jaxrl_async.rollout.worker import Worker, rollout_function
     from jaxrl_async.servers.client import InferenceClient
     from jaxrl_async.servers.fleet import Fleet
-    from jaxrl_async.tasks.prompts import PromptStream
+    from jaxrl_async.tasks.prompts import prompt_stream
 
     rollout, tokenizer = settings.rollout, tokenizer_of(settings, workdir)
-    prompts = PromptStream(
-        task_of(settings),
+    task = task_of(settings)
+    prompts = prompt_stream(
+        task,
         tokenizer,
+        split="train",
         seed=settings.task.seed,
         max_prompt_tokens=rollout.max_prompt_tokens,
     )
@@ -222,7 +224,7 @@ async def _rollout(settings: Settings, workdir: pathlib.Path) -> None:
     async with (
         InferenceClient() as client,
         RewardPool(
-            rollout.reward,
+            task.reward,
             num_processes=rollout.reward_processes,
             timeout_secs=rollout.reward_timeout_secs,
         ) as rewards,
@@ -344,7 +346,7 @@ def _first_params(settings: Settings, config, mesh, tokenizer):
 
     from jaxrl_async.learner.warm_start import warm_start
     from jaxrl_async.models import hf, sharding
-    from jaxrl_async.tasks.prompts import encode_demonstrations
+    from jaxrl_async.tasks.prompts import demonstration_tokens
 
     if settings.model.path:
         params = hf.from_tensors(hf.read_tensors(settings.model.path), config)
@@ -354,8 +356,8 @@ def _first_params(settings: Settings, config, mesh, tokenizer):
     stage = settings.warm_start
     if stage.num_steps == 0:
         return params
-    demonstrations = encode_demonstrations(
-        task_of(settings), tokenizer, count=stage.num_demonstrations, max_tokens=stage.row_tokens
+    demonstrations = demonstration_tokens(
+        task_of(settings), tokenizer, num=stage.num_demonstrations, max_tokens=stage.row_tokens
     )
 
     def report(step: int, loss: float) -> None:

@@ -72,7 +72,6 @@ class Rollout:
     max_running_groups: int  # per worker
     request_timeout_secs: float
     max_retries: int
-    reward: str  # a name in rewards.REWARDS, or "module:function"
     reward_processes: int  # per worker
     reward_timeout_secs: float
 

@@ -298,6 +298,15 @@ def test_the_position_holds_what_must_be_issued_again():
     assert Position.from_json(admission.position.to_json()) == admission.position
 
 
+def test_groups_leased_for_a_later_step_are_outstanding():
+    admission = published(max_staleness=1)
+    push_all(admission, admission.admit(8, 0.0))
+    admission.lease(1, 0)
+    admission.lease(2, 0)
+    admission.commit(1)
+    assert admission.position.outstanding == tuple(Permit(i, 0) for i in range(4, 8))
+
+
 def test_a_new_queue_goes_on_from_a_position():
     position = Position(3, 15, (Permit(12, 1), Permit(14, 0)), {"overlong": 1}, {"overlong": 1})
     admission = make(max_staleness=1)  # 3·4 trained + 1 retired + 2 outstanding = 15

@@ -5,6 +5,9 @@ import numpy as np
 from jaxrl_async.models import attention
 
 
+_attention = jax.jit(attention.attention)
+
+
 def _qkv(seed, B, T, H, N, C, dtype=jnp.float32):
     keys = jax.random.split(jax.random.key(seed), 3)
     return tuple(
@@ -31,7 +34,7 @@ def test_equal_scores_give_the_mean_of_the_values_allowed():
     q = jnp.zeros((1, 3, 1, 2))
     v = jnp.broadcast_to(jnp.array([1.0, 2.0, 6.0])[None, :, None, None], (1, 3, 1, 2))
     mask = attention.causal_mask(jnp.ones((1, 3), jnp.int32))
-    attended = attention.attention(q, q, v, mask)
+    attended = _attention(q, q, v, mask)
     np.testing.assert_allclose(attended[0, :, 0, 0], [1.0, 1.5, 3.0], rtol=1e-6)
 
 
@@ -40,7 +43,7 @@ def test_scores_are_divided_by_the_root_of_the_head_dim():
     q = jnp.ones((1, 1, 1, 4))
     k = jnp.stack([jnp.zeros(4), jnp.full(4, 0.5 * np.log(3.0))])[None, :, None]
     v = jnp.broadcast_to(jnp.array([0.0, 1.0])[None, :, None, None], (1, 2, 1, 4))
-    attended = attention.attention(q, k, v, jnp.ones((1, 1, 2), bool))
+    attended = _attention(q, k, v, jnp.ones((1, 1, 2), bool))
     np.testing.assert_allclose(attended[0, 0, 0], np.full(4, 0.75), rtol=1e-6)
 
 
@@ -48,33 +51,33 @@ def test_query_heads_of_a_group_share_a_key_head():
     q, k, v = _qkv(0, B=2, T=5, H=6, N=2, C=4)
     mask = attention.causal_mask(jnp.ones((2, 5), jnp.int32))
     repeated = attention.attention(q, jnp.repeat(k, 3, axis=2), jnp.repeat(v, 3, axis=2), mask)
-    np.testing.assert_allclose(attention.attention(q, k, v, mask), repeated, atol=1e-6)
+    np.testing.assert_allclose(_attention(q, k, v, mask), repeated, atol=1e-6)
 
 
 def test_blocks_equal_the_whole_in_values_and_gradients():
     # 300 tokens are three blocks, the last one ragged.
     q, k, v = _qkv(1, B=1, T=300, H=4, N=2, C=8)
-    segment_ids = jnp.repeat(jnp.array([1, 2, 0]), jnp.array([140, 130, 30]))[None]
-    mask = attention.causal_mask(segment_ids)
+    mask = attention.causal_mask(np.repeat([1, 2, 0], [140, 130, 30])[None])
 
     def run(function):
         def loss(q, k, v):
             attended = function(q, k, v, mask)
             return jnp.sum(attended**2), attended
 
-        (_, attended), grads = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
+        gradient = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
+        (_, attended), grads = gradient(q, k, v)
         return attended, *grads
 
     blocks, whole = run(attention.causal_attention), run(attention.attention)
     for found, expected in zip(blocks, whole, strict=True):
-        np.testing.assert_allclose(found, expected, atol=2e-6)
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=5e-6)
 
 
 def test_a_long_row_is_cut_into_at_most_eight_blocks():
     q, k, v = (jax.ShapeDtypeStruct((1, 2000, 2, 4), jnp.float32) for _ in range(3))
     mask = jax.ShapeDtypeStruct((1, 2000, 2000), bool)
     text = str(jax.make_jaxpr(attention.causal_attention)(q, k, v, mask))
-    assert text.count(" checkpoint[") + text.count(" remat2[") == 8
+    assert text.count("prevent_cse") == 8
     assert "2000,2000] = dot_general" not in text
 
 
@@ -83,9 +86,9 @@ def test_masked_keys_and_values_get_no_gradient():
     mask = attention.causal_mask(jnp.array([[1, 1, 2, 2]]))
 
     def first_segment(k, v):
-        return jnp.sum(attention.attention(q, k, v, mask)[:, :2] ** 2)
+        return jnp.sum(_attention(q, k, v, mask)[:, :2] ** 2)
 
-    for grad in jax.grad(first_segment, (0, 1))(k, v):
+    for grad in jax.jit(jax.grad(first_segment, (0, 1)))(k, v):
         assert np.all(np.asarray(grad[:, 2:]) == 0)
         assert np.any(np.asarray(grad[:, :2]) != 0)
 
@@ -93,8 +96,8 @@ def test_masked_keys_and_values_get_no_gradient():
 def test_softmax_is_float32_under_bfloat16():
     q, k, v = _qkv(3, B=1, T=64, H=2, N=2, C=8, dtype=jnp.bfloat16)
     mask = attention.causal_mask(jnp.ones((1, 64), jnp.int32))
-    attended = attention.attention(q, k, v, mask)
+    attended = _attention(q, k, v, mask)
     assert attended.dtype == jnp.bfloat16
-    exps = [line for line in str(jax.make_jaxpr(attention.attention)(q, k, v, mask)).split("\n")]
-    assert any(":f32" in line and "= exp " in line for line in exps)
-    assert not any(":bf16" in line and "= exp " in line for line in exps)
+    program = str(jax.make_jaxpr(attention.attention)(q, k, v, mask)).split("\n")
+    exponentials = [line for line in program if "= exp " in line]
+    assert exponentials and all(":f32" in line for line in exponentials)

@@ -631,6 +631,14 @@ def test_a_tensor_that_its_manifest_does_not_know_again_is_refused(engine, tmp_p
     assert f"tensor {name} has digest" in refused(engine, path)
 
 
+@pytest.mark.parametrize("header", [b"[1]", b'{"x": 3}', b'{"x": {}}', b"nonsense"])
+def test_a_mangled_header_is_refused(engine, tmp_path, header):
+    path = write_weights(tmp_path)
+    file = tmp_path / path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+    refused(engine, path)
+
+
 # Refusals and failures.
 
 

@@ -28,24 +28,34 @@ def model():
         dtype="float32",
         remat=False,
     )
-    return transformer.Transformer(config, rngs=nnx.Rngs(0))
+    make = jax.jit(lambda: nnx.split(transformer.Transformer(config, rngs=nnx.Rngs(0)))[1])
+    return nnx.merge(transformer.graphdef(config), make())
+
+
+def _token_logprobs(model, *inputs, temperature, chunk_tokens):
+    @jax.jit
+    def run(model, *inputs):
+        return logprobs.token_logprobs(
+            model, *inputs, temperature=temperature, chunk_tokens=chunk_tokens
+        )
+
+    return run(model, *inputs)
 
 
 def _inputs():
     rng = np.random.default_rng(0)
-    hidden = jnp.asarray(rng.normal(size=(B, T, D)), jnp.float32)
-    tokens = jnp.asarray(rng.integers(0, V, (B, T)))
-    predictor_index = jnp.asarray(rng.integers(0, T, (B, T)))
+    hidden = rng.normal(size=(B, T, D)).astype(np.float32)
+    tokens, predictor_index = rng.integers(0, V, (B, T)), rng.integers(0, T, (B, T))
     return hidden, tokens, predictor_index
 
 
 def _expected(model, hidden, tokens, predictor_index, temperature):
-    """log_softmax over the logits of each predictor, one token at a time."""
-    result = np.zeros((B, T))
+    """By the definition, one token at a time, in NumPy."""
+    kernel, result = np.asarray(model.head.kernel[...], np.float64), np.zeros((B, T))
     for b in range(B):
         for t in range(T):
-            logits = model.logits(hidden[b, predictor_index[b, t]]) / temperature
-            result[b, t] = jax.nn.log_softmax(logits)[tokens[b, t]]
+            logits = np.asarray(hidden)[b, predictor_index[b, t]] @ kernel / temperature
+            result[b, t] = logits[tokens[b, t]] - np.log(np.sum(np.exp(logits)))
     return result
 
 
@@ -53,7 +63,7 @@ def _expected(model, hidden, tokens, predictor_index, temperature):
 @pytest.mark.parametrize("chunk_tokens", [None, 5])
 def test_each_token_is_judged_by_its_predictor_at_the_temperature(model, temperature, chunk_tokens):
     hidden, tokens, predictor_index = _inputs()
-    found, _ = logprobs.token_logprobs(
+    found, _ = _token_logprobs(
         model, hidden, tokens, predictor_index, temperature=temperature, chunk_tokens=chunk_tokens
     )
     assert found.shape == (B, T) and found.dtype == jnp.float32
@@ -61,11 +71,11 @@ def test_each_token_is_judged_by_its_predictor_at_the_temperature(model, tempera
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 4, 5, 11, 12, 100])
+@pytest.mark.parametrize("chunk_tokens", [1, 4, 5, 100])
 def test_chunks_equal_the_whole_in_values_and_gradients(model, chunk_tokens):
     hidden, tokens, predictor_index = _inputs()
     graphdef, params = nnx.split(model)
-    weights = jax.random.normal(jax.random.key(1), (B, T))
+    weights = np.random.default_rng(1).normal(size=(B, T)).astype(np.float32)
 
     def run(chunk_tokens):
         def loss(params, hidden):
@@ -79,7 +89,8 @@ def test_chunks_equal_the_whole_in_values_and_gradients(model, chunk_tokens):
             )
             return jnp.sum(found * weights), (found, entropy)
 
-        (_, values), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(params, hidden)
+        gradient = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+        (_, values), grads = gradient(params, hidden)
         return jax.tree.leaves((values, grads))
 
     for found, expected in zip(run(chunk_tokens), run(None), strict=True):
@@ -106,7 +117,7 @@ def test_the_logits_of_a_whole_row_never_exist_in_chunks(model):
 
 def test_entropy_of_equal_logits_is_log_v(model):
     _, tokens, predictor_index = _inputs()
-    found, entropy = logprobs.token_logprobs(
+    found, entropy = _token_logprobs(
         model, jnp.zeros((B, T, D)), tokens, predictor_index, temperature=1.0, chunk_tokens=5
     )
     np.testing.assert_allclose(entropy, np.full((B, T), np.log(V)), rtol=1e-6)
@@ -116,6 +127,7 @@ def test_entropy_of_equal_logits_is_log_v(model):
 def test_entropy_is_the_expected_surprisal_and_carries_no_gradient(model):
     hidden, tokens, predictor_index = _inputs()
 
+    @jax.jit
     def entropy(hidden):
         return logprobs.token_logprobs(
             model, hidden, tokens, predictor_index, temperature=0.5, chunk_tokens=None
@@ -124,12 +136,12 @@ def test_entropy_is_the_expected_surprisal_and_carries_no_gradient(model):
     logits = model.logits(hidden[0, predictor_index[0, 0]]) / 0.5
     expected = -jnp.sum(jax.nn.softmax(logits) * jax.nn.log_softmax(logits))
     np.testing.assert_allclose(entropy(hidden)[0, 0], expected, rtol=1e-5)
-    assert np.all(np.asarray(jax.grad(lambda h: entropy(h).sum())(hidden)) == 0)
+    assert np.all(np.asarray(jax.jit(jax.grad(lambda h: entropy(h).sum()))(hidden)) == 0)
 
 
 def test_extreme_logits_stay_finite(model):
     hidden, tokens, predictor_index = _inputs()
-    found, entropy = logprobs.token_logprobs(
+    found, entropy = _token_logprobs(
         model, hidden * 1e6, tokens, predictor_index, temperature=0.1, chunk_tokens=5
     )
     assert np.isfinite(found).all() and np.isfinite(entropy).all()

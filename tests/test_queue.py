@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import re
+import sys
 
 import grpc
 import numpy as np
@@ -17,6 +18,7 @@ from jaxrl_async.channels.wire import ServerRecord
 from jaxrl_async.types import Group, InvalidTrajectoryError, Trajectory
 
 GROUP_SIZE, VOCAB_SIZE, MAX_TOKENS = 2, 50, 64
+HANG_SECS = 30.0  # No test waits for ever, and none passes because a wait ran out.
 TIMEOUTS = dict(connect_timeout_secs=10.0, call_timeout_secs=10.0)
 
 
@@ -39,10 +41,10 @@ class Queue:
     def __init__(self, address: str, client: QueueClient, learner: LearnerQueue):
         self.address, self.client, self._learner = address, client, learner
 
-    async def lease(self, step, timeout_secs=10.0):
+    async def lease(self, step, timeout_secs=300.0):
         return await asyncio.to_thread(lambda: list(self._learner.lease(step, timeout_secs)))
 
-    async def first_chunk(self, step, timeout_secs=10.0):
+    async def first_chunk(self, step, timeout_secs=300.0):
         return await asyncio.to_thread(lambda: next(self._learner.lease(step, timeout_secs)))
 
     async def commit(self, step):
@@ -85,10 +87,11 @@ async def served(address="127.0.0.1:0", *, max_message_bytes=100_000, **values):
         )
     )
     try:
-        await asyncio.wait([task, bound], return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            task.result()
-        yield bound.result()
+        async with asyncio.timeout(HANG_SECS):
+            await asyncio.wait([task, bound], return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()
+            yield bound.result()
     finally:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -147,7 +150,7 @@ async def test_a_permit_that_timed_out_is_never_trained_twice():
         late, *others = await queue.client.admit(4, 1.0)
         for permit in others:
             await queue.client.push(group(permit))
-        assert await queue.client.admit(4, 10.0) == [Permit(0, 1)]
+        assert await queue.client.admit(4, 300.0) == [Permit(0, 1)]
         assert await queue.client.push(group(late)) == "stale"
         assert await queue.client.push(group(Permit(0, 1))) == "held"
         assert await queue.client.push(group(late)) == "stale"
@@ -162,7 +165,7 @@ async def test_a_permit_never_issued_is_a_failed_precondition():
     async with opened() as queue:
         await queue.publish(0)
         with pytest.raises(
-            QueueError, match=r"Push at the queue 127.*prompt_index 3, .*never issued"
+            QueueError, match=r"FAILED_PRECONDITION: prompt_index 3, .*never issued"
         ):
             await queue.client.push(group(Permit(3, 0)))
 
@@ -185,7 +188,7 @@ async def test_returns_answer_what_became_of_the_index():
 async def test_admit_waits_for_a_publication_and_answers_empty_when_none_comes():
     async with opened() as queue:
         assert await queue.client.admit(4, 0.05) == []
-        waiting = asyncio.create_task(queue.client.admit(4, 10.0))
+        waiting = asyncio.create_task(queue.client.admit(4, 300.0))
         await until_waits(queue, r"^admit of up to 4 permits, for \d+\.\d s$")
         await queue.publish(0)
         assert len(await waiting) == 4
@@ -340,10 +343,33 @@ async def test_a_full_queue_gives_no_permits_beyond_the_next_lease():
         assert status.depth_bytes == sum(
             wire.encode_group(group(Permit(i, 0))).ByteSize() for i in range(4)
         )
-        waiting = asyncio.create_task(queue.client.admit(4, 10.0))
+        waiting = asyncio.create_task(queue.client.admit(4, 300.0))
         await queue.lease(1)
         await queue.commit(1)
         assert len(await waiting) == 4
+
+
+async def test_a_commit_frees_the_memory_of_its_groups():
+    admission = Admission(
+        batch_groups=1,
+        max_staleness=0,
+        push_every_steps=1,
+        max_running_groups=1,
+        max_attempts=1,
+        permit_timeout_secs=1.0,
+        max_bytes=1,
+    )
+    service = queue_service.QueueService(
+        admission, group_size=GROUP_SIZE, vocab_size=VOCAB_SIZE, max_tokens=MAX_TOKENS
+    )
+    await service.PublishVersion(pb.PublishRequest(version=0))
+    await service.Admit(pb.AdmitRequest(max_permits=1))
+    message = wire.encode_group(group(Permit(0, 0)))
+    await service.Push(message)
+    assert len([reply async for reply in service.Lease(pb.LeaseRequest(step=1))]) == 2
+    references = sys.getrefcount(message)
+    await service.Commit(pb.CommitRequest(step=1))
+    assert sys.getrefcount(message) < references
 
 
 async def test_waits_outside_their_bound_are_refused():
@@ -355,7 +381,8 @@ async def test_waits_outside_their_bound_are_refused():
                     await TrajectoryQueueStub(channel).Admit(request, timeout=10.0)
 
 
-async def test_versions_and_servers_are_watched():
+async def test_versions_and_servers_are_watched(monkeypatch):
+    monkeypatch.setattr(queue_service, "BEAT_SECS", 300.0)
     servers = (ServerRecord("http://a:1", "HEALTHY", 0), ServerRecord("http://b:1", "DEAD", None))
     async with opened() as queue:
         versions, fleets = queue.client.watch_version(), queue.client.watch_fleet()

@@ -503,6 +503,7 @@ class Engine:
         live.logprobs = self._logprobs[slot, prompt_length:num_tokens].copy()
         live.slot = None
         self._slots.active[slot] = False
+        self._slots.draw.top_p[slot], self._slots.draw.top_k[slot] = 1.0, -1  # nothing to sort for
         self._free.append(slot)
         del self._running[slot]
 

@@ -5,6 +5,7 @@ numbers. It knows nothing of versions, requests or when weights change.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -40,7 +41,8 @@ def read(path: str, config: transformer.ModelConfig) -> nnx.State:
         tensors = hf.read_tensors(path)
         _check_digests(path, tensors)
         params = hf.from_tensors(tensors, config)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        # The last three: JSON that is well formed and not what it should be.
         raise WeightsError(f"{path}: {error}") from error
     return to_device(params, config)
 
@@ -51,9 +53,8 @@ def to_device(params: nnx.State, config: transformer.ModelConfig) -> nnx.State:
     Raises:
       WeightsError: a name, shape or number is not the model's.
     """
-    abstract, treedef = jax.tree.flatten_with_path(transformer.abstract_params(config))
+    wanted, treedef = _wanted(config)
     found = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(params)}
-    wanted = {jax.tree_util.keystr(path): leaf for path, leaf in abstract}
     if wanted.keys() != found.keys():
         odd = ", ".join(sorted(wanted.keys() ^ found.keys()))
         raise WeightsError(f"missing or unexpected parameters: {odd}")
@@ -82,12 +83,21 @@ def _check_digests(path, tensors):
     with open(manifest, "rb") as file:
         table = json.load(file)["tensors"]
     for name, said in table.items():
+        if name not in tensors:
+            raise ValueError(f"tensor {name} of its manifest is missing")
         data = np.ascontiguousarray(tensors[name]).reshape(-1).view(np.uint8)
         digest = hashlib.sha256(data).hexdigest()
         if digest != said["digest"]:
             raise ValueError(
                 f"tensor {name} has digest {digest}, its manifest says {said['digest']}"
             )
+
+
+@functools.lru_cache
+def _wanted(config):
+    """Shape and dtype of each parameter by name, and the tree they belong in. Tracing is slow."""
+    leaves, treedef = jax.tree.flatten_with_path(transformer.abstract_params(config))
+    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}, treedef
 
 
 def _placed(name, array, want):

@@ -84,7 +84,6 @@ def sample(logits, position, draw: Draw):
     keep = jax.lax.cond(
         truncates.any(), _kept, lambda logprobs, _: jnp.ones_like(logprobs, bool), logprobs, draw
     )
-    keep |= ~truncates[:, None]
     tokens = jnp.argmax(jnp.where(keep, logprobs + jnp.where(greedy, 0, noise), -jnp.inf), axis=1)
     tokens = tokens.astype(jnp.int32)
     return tokens, jnp.take_along_axis(logprobs, tokens[:, None], axis=1)[:, 0]

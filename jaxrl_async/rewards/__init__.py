@@ -39,10 +39,8 @@ def find(what: str, name: str, table: Mapping[str, Any]) -> Any:
         close = difflib.get_close_matches(name, table, n=1)
         hint = f", did you mean {close[0]!r}?" if close else ""
         known = ", ".join(sorted(table))
-        raise ValueError(
-            f"unknown {what} {name!r}{hint} (known: {known}; or 'module:function')"
-        )
+        raise ValueError(f"unknown {what} {name!r}{hint} (known: {known}; or 'module:function')")
     try:
         return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{what} {name!r} cannot be imported: {error}") from error

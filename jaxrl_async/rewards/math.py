@@ -40,10 +40,8 @@ def final_number(text: str) -> decimal.Decimal | None:
     before, marker, after = text.rpartition(_MARKER)
     if marker and (match := _NUMBER.search(after)):
         return _value(match)
-    match = None
-    for match in _NUMBER.finditer(before or after):
-        pass
-    return None if match is None else _value(match)
+    matches = list(_NUMBER.finditer(before or after))
+    return _value(matches[-1]) if matches else None
 
 
 def _value(match: re.Match[str]) -> decimal.Decimal:

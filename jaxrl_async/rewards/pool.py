@@ -54,7 +54,10 @@ class RewardPool:
         self._waiting: collections.deque[_Call] = collections.deque()
         self._arrived = asyncio.Event()
         self._tasks: list[asyncio.Task] = []
-        self._refusal: str | None = "is not started"  # Why there are no scores; None when there are.
+        self._processes: set[asyncio.subprocess.Process] = set()  # alive
+        self._refusal: str | None = (
+            "is not started"  # Why there are no scores; None when there are.
+        )
 
     async def start(self) -> None:
         """Starts the processes, within START_TIMEOUT_SECS.
@@ -62,26 +65,29 @@ class RewardPool:
         Raises:
           RewardError: the reward cannot be imported, or a process did not start.
         """
-        processes = await asyncio.gather(
-            *(self._start_process() for _ in range(self._num_processes)), return_exceptions=True
-        )
-        failures = [p for p in processes if isinstance(p, BaseException)]
-        if failures:
-            await asyncio.gather(*(_end(p) for p in processes if p not in failures))
-            raise failures[0]
+        try:
+            started = await asyncio.gather(
+                *(self._start_process() for _ in range(self._num_processes)), return_exceptions=True
+            )
+            for failure in started:
+                if isinstance(failure, BaseException):
+                    raise failure
+        except BaseException:
+            await self._end_all()
+            raise
         self._refusal = None
         self._tasks = [
             asyncio.create_task(self._serve(process), name=f"reward process {i}")
-            for i, process in enumerate(processes)
+            for i, process in enumerate(started)
         ]
 
     async def close(self) -> None:
-        """Kills the processes; calls that still wait fail with RewardError."""
-        self._refuse("is closed")
+        """Kills the processes, within CLOSE_TIMEOUT_SECS; calls that still wait fail with RewardError."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._refuse("is closed")  # What the tasks gave back.
+        self._refuse("is closed")
+        await self._end_all()
 
     async def __aenter__(self) -> "RewardPool":
         await self.start()
@@ -132,12 +138,10 @@ class RewardPool:
         try:
             while True:
                 if not await self._answer(process, await self._next_calls()):
-                    await _end(process)
+                    await self._end(process)
                     process = await self._start_process()
         except Exception as error:
             self._refuse(f"lost a process and cannot replace it: {error}")
-        finally:
-            await _end(process)
 
     async def _next_calls(self) -> "collections.deque[_Call]":
         """This process's share of the calls that wait, at least one."""
@@ -149,8 +153,10 @@ class RewardPool:
 
     async def _answer(self, process, calls: "collections.deque[_Call]") -> bool:
         """Has a process answer the calls; False when it is lost."""
-        process.stdin.write(json.dumps([[c.completion, c.answer] for c in calls]).encode() + b"\n")
         try:
+            if process.returncode is not None:  # It ended between calls: none of these did it.
+                return False
+            process.stdin.write(_message(calls))
             while calls:
                 outcome = await self._read(process)
                 calls.popleft().end(outcome)
@@ -190,21 +196,31 @@ class RewardPool:
             env=os.environ | {"PYTHONPATH": path},
             start_new_session=True,  # A group of its own, killed as one; and no Ctrl-C from the terminal.
         )
+        self._processes.add(process)
         try:
             async with asyncio.timeout(START_TIMEOUT_SECS):
                 line = await process.stdout.readline()
-            refusal = json.loads(line) if line else f"ended ({await _exit_of(process)})"
-            if refusal:
-                raise RewardError(f"reward process did not start: {refusal}")
         except TimeoutError:
-            await _end(process)
-            raise RewardError(
-                f"reward process did not start within {START_TIMEOUT_SECS:g} s"
-            ) from None
-        except BaseException:
-            await _end(process)
-            raise
+            reason = f"no sign of it for {START_TIMEOUT_SECS:g} s"
+        else:
+            reason = json.loads(line) if line else f"it ended ({await _exit_of(process)})"
+        if reason:
+            raise RewardError(f"reward process did not start: {reason}")
         return process
+
+    async def _end_all(self) -> None:
+        await asyncio.gather(*(self._end(process) for process in self._processes))
+
+    async def _end(self, process: asyncio.subprocess.Process) -> None:
+        """Kills a process with all it has started."""
+        self._processes.remove(process)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.stdin.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_TIMEOUT_SECS):
+                await process.stdout.read()
+                await process.wait()
 
     def _refuse(self, reason: str) -> None:
         self._refusal = reason
@@ -228,6 +244,10 @@ class _Call:
             self.outcome.set_result(outcome)
 
 
+def _message(calls: "collections.deque[_Call]") -> bytes:
+    return json.dumps([[call.completion, call.answer] for call in calls]).encode() + b"\n"
+
+
 class _LostError(Exception):
     """The process is of no more use; carries the outcome of the call it was at."""
 
@@ -244,14 +264,3 @@ async def _exit_of(process) -> str:
     except TimeoutError:
         return "still running"
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-
-async def _end(process) -> None:
-    """Kills a process with all it has started."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.stdin.close()
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(CLOSE_TIMEOUT_SECS):
-            await process.stdout.read()
-            await process.wait()

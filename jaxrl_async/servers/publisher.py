@@ -98,12 +98,12 @@ class Publisher:
 
         Raises:
           PublisherError: the push before failed, or is still running.
+          ValueError: the version is not above the one before.
         """
         if self._requested is not None:
             self.wait(self._requested, timeout_secs=timeout_secs)
             if version <= self._requested:
                 raise ValueError(f"version {version} is not above version {self._requested}")
-        self.check()
         self._requested = version
         request = _Request(version, write, position)
         self._loop.call_soon_threadsafe(self._requests.put_nowait, request)

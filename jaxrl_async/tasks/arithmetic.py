@@ -1,54 +1,88 @@
-"""Addition of whole numbers, made up here: "47+38=" → "85". Seeded, with a held-out split of all pairs."""
+"""Addition of two numbers, made up here: "47+38=" → "85". Knows nothing of tokens.
+
+Its demonstrations can be bad on purpose: a share of them forgets to carry, 47+38 → 75. A policy that imitates them
+is right sometimes, which is where RL can begin.
+"""
+
+import dataclasses
+import functools
+from typing import ClassVar
 
 import numpy as np
 
-from jaxrl_async.tasks.task import Example, Task, TaskError
+from jaxrl_async.tasks.task import Example, check_split
+
+MAX_PAIRS = 100_000  # Where there are more pairs of operands, so many are drawn.
+MAX_DIGITS = 9  # Pairs of operands are numbered in 64 bits.
 
 
-def make_task(*, num_digits: int, num_test: int, forget_carry: float, seed: int) -> Task:
-    """Sums of two numbers of num_digits digits each, in every order.
+@dataclasses.dataclass(frozen=True)
+class Arithmetic:
+    """Sums of two operands of num_digits digits each, split at random into train and test.
 
-    Args:
-      num_digits: digits of each number, 1 to 3; the first is not 0.
-      num_test: pairs held out of training.
-      forget_carry: share of the demonstrations, in [0, 1], that add digit by digit and drop every carry
-        (47+38= → 75). Where nothing is carried they are right all the same.
-      seed: of the split and of which demonstrations forget.
+    A pair in test is in train neither as a+b nor as b+a.
 
     Raises:
-      TaskError: a value outside its bound.
+      ValueError: an argument is outside its bounds.
     """
-    if not 1 <= num_digits <= 3:
-        raise TaskError(f"num_digits must be in [1, 3], got {num_digits}")
-    if not 0 <= forget_carry <= 1:
-        raise TaskError(f"forget_carry must be in [0, 1], got {forget_carry}")
-    numbers = range(10 ** (num_digits - 1), 10**num_digits)
-    pairs = [(a, b) for a in numbers for b in numbers]
-    if not 0 < num_test < len(pairs):
-        raise TaskError(f"num_test must be in [1, {len(pairs) - 1}], got {num_test}")
-    rng = np.random.default_rng(seed)
-    order = rng.permutation(len(pairs))
-    test = [pairs[i] for i in order[:num_test]]
-    train = [pairs[i] for i in order[num_test:]]
-    forgets = rng.random(len(train)) < forget_carry
-    return Task(
-        train=[_example(a, b) for a, b in train],
-        test=[_example(a, b) for a, b in test],
-        demonstrations=[
-            (f"{a}+{b}=", str(without_carry(a, b) if forget else a + b))
-            for (a, b), forget in zip(train, forgets, strict=True)
-        ],
-    )
+
+    num_digits: int  # in [1, 9]; operands of two or more digits do not start with 0
+    num_test: int  # pairs that are held out
+    forget_carry: float  # share of demonstrations that forget to carry, in [0, 1]
+    seed: int  # of the split, and of which demonstrations forget
+
+    reward: ClassVar[str] = "exact"
+
+    def __post_init__(self):
+        if not 1 <= self.num_digits <= MAX_DIGITS:
+            raise ValueError(f"num_digits must be in [1, {MAX_DIGITS}], got {self.num_digits}")
+        if not 0 <= self.forget_carry <= 1:
+            raise ValueError(f"forget_carry must be in [0, 1], got {self.forget_carry}")
+        if not 1 <= self.num_test <= self._num_pairs // 2:
+            raise ValueError(
+                f"num_test must be in [1, {self._num_pairs // 2}], half of the pairs, got {self.num_test}"
+            )
+
+    def examples(self, split: str) -> list[Example]:
+        """The sums of a split, in a seeded order."""
+        return [Example(f"{a}+{b}=", str(a + b)) for a, b in self._pairs[check_split(split)]]
+
+    def demonstrations(self, num: int | None = None) -> list[tuple[str, str]]:
+        """Sums with an answer, of which forget_carry forget to carry; each round of train forgets others."""
+        pairs = self._pairs["train"]
+        num = len(pairs) if num is None else num
+        forgets = np.random.default_rng([self.seed, 1]).random(num) < self.forget_carry
+        chosen = (pairs[i % len(pairs)] for i in range(num))
+        return [
+            (
+                f"{a}+{b}=",
+                str(add_without_carry(a, b, num_digits=self.num_digits) if bad else a + b),
+            )
+            for (a, b), bad in zip(chosen, forgets, strict=True)
+        ]
+
+    @property
+    def _operands(self) -> range:
+        return range(10 ** (self.num_digits - 1) if self.num_digits > 1 else 0, 10**self.num_digits)
+
+    @property
+    def _num_pairs(self) -> int:
+        return min(len(self._operands) ** 2, MAX_PAIRS)
+
+    @functools.cached_property
+    def _pairs(self) -> dict[str, list[tuple[int, int]]]:
+        """Operands of each split."""
+        operands, rng = self._operands, np.random.default_rng([self.seed, 0])
+        numbers = rng.choice(len(operands) ** 2, self._num_pairs, replace=False).tolist()
+        pairs = [(operands[i], operands[j]) for i, j in (divmod(n, len(operands)) for n in numbers)]
+        test, rest = pairs[: self.num_test], pairs[self.num_test :]
+        mirrored = {(b, a) for a, b in test}
+        return {"test": test, "train": [pair for pair in rest if pair not in mirrored]}
 
 
-def without_carry(a: int, b: int) -> int:
-    """a + b digit by digit, every carry dropped: 47, 38 → 75."""
-    total, place = 0, 1
-    while a or b:
-        total += (a % 10 + b % 10) % 10 * place
-        a, b, place = a // 10, b // 10, place * 10
-    return total
-
-
-def _example(a: int, b: int) -> Example:
-    return Example(f"{a}+{b}=", str(a + b))
+def add_without_carry(a: int, b: int, *, num_digits: int) -> int:
+    """a + b where no column carries into the next; the leftmost is written in full: 47+38 → 75, 58+73 → 121."""
+    top = 10 ** (num_digits - 1)
+    columns = (10**place for place in range(num_digits - 1))
+    low = sum((a // column + b // column) % 10 * column for column in columns)
+    return low + (a // top + b // top) * top

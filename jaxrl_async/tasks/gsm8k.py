@@ -1,67 +1,112 @@
-"""GSM8K: grade-school math in words (Cobbe et al., arXiv 2110.14168), from its published JSONL files."""
+"""GSM8K: grade-school word problems, read from the published files. Knows nothing of tokens.
 
+Training Verifiers to Solve Math Word Problems (Cobbe et al., arXiv 2110.14168); the files are in
+https://github.com/openai/grade-school-math, grade_school_math/data. A line is a JSON object with the fields question
+and answer; the answer is a worked solution that ends in "#### N".
+"""
+
+import dataclasses
 import json
+import os
 import pathlib
 import re
+from typing import ClassVar
 
-from jaxrl_async.tasks.task import Example, Task, TaskError
+from jaxrl_async.rewards.math import final_number
+from jaxrl_async.tasks.task import SPLITS, Example, check_split
 
-FILES = {"train": "train.jsonl", "test": "test.jsonl"}
-_CALCULATION = re.compile(r"<<[^>]*>>")
-_GOLD = "#### "
+SOURCE = "https://github.com/openai/grade-school-math"
+TEMPLATE = (
+    "{question}\nReason step by step; end with a line that is #### and the answer as a number.\n"
+)
+
+_CALCULATION = re.compile(r"<<.*?>>")  # notes to a calculator: 48/2 = <<48/2=24>>24
 
 
-def make_task(*, directory: str) -> Task:
-    """Reads train.jsonl and test.jsonl.
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One line of a file."""
 
-    A demonstration is the published solution without its calculator annotations.
+    question: str
+    solution: str  # without notes to a calculator, with "#### N"
+    answer: str  # N as written, such as "1,080"
 
-    Args:
-      directory: holds both files, as published (fields "question" and "answer", which ends in "#### N").
+
+@dataclasses.dataclass(frozen=True)
+class Gsm8k:
+    """The problems in DIRECTORY/train.jsonl and DIRECTORY/test.jsonl.
 
     Raises:
-      TaskError: a file is missing, or a line is broken (file, line number and why).
+      FileNotFoundError: one of the files is missing.
+      ValueError: the template has no place for the question.
     """
-    rows = {split: _read(pathlib.Path(directory) / name) for split, name in FILES.items()}
-    return Task(
-        train=[_example(row) for row in rows["train"]],
-        test=[_example(row) for row in rows["test"]],
-        demonstrations=[
-            (_question(row), _CALCULATION.sub("", row["answer"])) for row in rows["train"]
-        ],
-    )
+
+    directory: str | os.PathLike
+    template: str = TEMPLATE  # of a prompt; "{question}" stands for the question
+
+    reward: ClassVar[str] = "last_number"
+
+    def __post_init__(self):
+        if "{question}" not in self.template:
+            raise ValueError(f"template must contain '{{question}}', got {self.template!r}")
+        for split in SPLITS:
+            if not self._path(split).is_file():
+                raise FileNotFoundError(
+                    f"GSM8K file {self._path(split)} is missing: download it from {SOURCE}, or set the directory "
+                    "that holds train.jsonl and test.jsonl"
+                )
+
+    def examples(self, split: str) -> list[Example]:
+        """The problems of a split, in the file's order.
+
+        Raises:
+          ValueError: a broken line; names file, line and what is wrong.
+        """
+        problems = read_problems(self._path(check_split(split)))
+        return [Example(self._prompt(p), p.answer) for p in problems]
+
+    def demonstrations(self, num: int | None = None) -> list[tuple[str, str]]:
+        """Train problems with their published solutions, in the file's order."""
+        problems = read_problems(self._path("train"))
+        num = len(problems) if num is None else num
+        chosen = (problems[i % len(problems)] for i in range(num))
+        return [(self._prompt(p), p.solution) for p in chosen]
+
+    def _path(self, split: str) -> pathlib.Path:
+        return pathlib.Path(self.directory) / f"{split}.jsonl"
+
+    def _prompt(self, problem: Problem) -> str:
+        # Not str.format: a template may hold other braces.
+        return self.template.replace("{question}", problem.question)
 
 
-def _read(path: pathlib.Path) -> list[dict[str, str]]:
-    if not path.is_file():
-        raise TaskError(
-            f"no GSM8K file at {path}: set task.args.directory to where it was downloaded"
-        )
-    rows = []
-    with open(path, encoding="utf-8") as lines:
+def read_problems(path: str | os.PathLike) -> list[Problem]:
+    """Reads a file of problems.
+
+    Raises:
+      ValueError: a broken line, or no line; names the file, the line and what is wrong.
+    """
+    problems = []
+    with open(path, "rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise TaskError(f"{path}:{number}: not JSON: {error}") from None
-            rows.append(_checked(row, f"{path}:{number}"))
-    if not rows:
-        raise TaskError(f"{path} is empty")
-    return rows
+                problems.append(_problem(line))
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{path}, line {number}: {error}") from error
+    if not problems:
+        raise ValueError(f"{path} is empty")
+    return problems
 
 
-def _checked(row, where: str) -> dict[str, str]:
-    for field in ("question", "answer"):
-        if not isinstance(row, dict) or not isinstance(row.get(field), str):
-            raise TaskError(f"{where}: no text field {field!r}")
-    if _GOLD not in row["answer"]:
-        raise TaskError(f"{where}: the answer has no {_GOLD!r} before its number")
-    return row
-
-
-def _question(row: dict[str, str]) -> str:
-    return f"Question: {row['question']}\nAnswer: "
-
-
-def _example(row: dict[str, str]) -> Example:
-    return Example(_question(row), row["answer"].rpartition(_GOLD)[2].strip())
+def _problem(line: bytes) -> Problem:
+    fields = json.loads(line)
+    if not isinstance(fields, dict):
+        raise ValueError(f"expected a JSON object, got {type(fields).__name__}")
+    for name in ("question", "answer"):
+        if not isinstance(fields.get(name), str):
+            raise ValueError(f"field {name!r} must be a string, got {fields.get(name)!r}")
+    _, marker, answer = fields["answer"].rpartition("####")
+    if not marker or final_number(answer) is None:
+        raise ValueError(f"field 'answer' must end in '#### N', got {fields['answer'][-40:]!r}")
+    solution = _CALCULATION.sub("", fields["answer"])
+    return Problem(fields["question"].strip(), solution.strip(), answer.strip())

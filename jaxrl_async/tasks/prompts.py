@@ -1,90 +1,116 @@
-"""Prompts by number: prompt_index → the same prompt on any worker, at any epoch (grain)."""
+"""Tokens of a task's prompts: the endless training stream, the held-out list, demonstrations.
 
+The stream is what makes the prompt frontier one integer: stream[prompt_index] is the same prompt in every process,
+at every epoch. It knows nothing of permits, models or rewards.
+"""
+
+import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxrl_async.tasks.task import Example, Task, TaskError
+from jaxrl_async.tasks.task import Example, Task
 from jaxrl_async.tasks.tokenizer import Tokenizer
 from jaxrl_async.types import Prompt
+
+if TYPE_CHECKING:
+    import grain
 
 log = logging.getLogger(__name__)
 
 
-class PromptStream:
-    """stream[prompt_index] is a Prompt, for every prompt_index ≥ 0; each epoch is a permutation."""
+def prompt_stream(
+    task: Task, tokenizer: Tokenizer, *, split: str, seed: int, max_prompt_tokens: int
+) -> "grain.MapDataset[Prompt]":
+    """The endless stream of a split's prompts, with random access: stream[prompt_index].
 
-    def __init__(self, task: Task, tokenizer: Tokenizer, *, seed: int, max_prompt_tokens: int):
-        """Tokenizes the train split, leaves out what is too long, and shuffles.
+    Each epoch (len(filtered) indexes) is another permutation of the prompts that fit.
 
-        Args:
-          task: its `train` split is used.
-          tokenizer: of the run.
-          seed: of the shuffle, which differs from epoch to epoch.
-          max_prompt_tokens: longer prompts are left out.
-
-        Raises:
-          TaskError: no prompt is short enough.
-        """
-        import grain  # Loads slowly; only rollout workers draw prompts.
-
-        prompts = encode_prompts(task.train, tokenizer, max_prompt_tokens=max_prompt_tokens)
-        # Source, filtered list, shuffle, repeat: a filter after the source would leave holes in the numbering,
-        # and repeat before shuffle would sample with replacement.
-        self._dataset = grain.MapDataset.source(prompts).shuffle(seed=seed).repeat()
-
-    def __getitem__(self, prompt_index: int) -> Prompt:
-        prompt = self._dataset[prompt_index]
-        return Prompt(prompt_index, prompt.tokens, prompt.text, prompt.answer)
-
-
-def encode_prompts(
-    examples: Sequence[Example], tokenizer: Tokenizer, *, max_prompt_tokens: int
-) -> list[Prompt]:
-    """The examples as prompts, numbered in order; those longer than max_prompt_tokens are left out.
+    Args:
+      task: gives the examples.
+      tokenizer: makes tokens of them.
+      split: "train" or "test".
+      seed: of the order, ≥ 0.
+      max_prompt_tokens: longer prompts are left out, before indexes are given.
 
     Raises:
-      TaskError: none is left.
+      ValueError: no prompt fits.
     """
-    tokens = [np.asarray(tokenizer.encode_prompt(e.question), np.int32) for e in examples]
-    kept = [
-        (t, e) for t, e in zip(tokens, examples, strict=True) if 0 < len(t) <= max_prompt_tokens
-    ]
-    if not kept:
-        raise TaskError(
-            f"none of {len(examples)} prompts has at most max_prompt_tokens = {max_prompt_tokens} tokens; "
-            f"the shortest has {min(map(len, tokens), default=0)}"
-        )
-    if len(kept) < len(examples):
-        log.info(
-            "%d of %d prompts are longer than %d tokens and left out",
-            len(examples) - len(kept),
-            len(examples),
-            max_prompt_tokens,
-        )
-    return [Prompt(i, t, e.question, e.answer) for i, (t, e) in enumerate(kept)]
+    # Here, because grain brings JAX along, which processes that need no stream should not pay for.
+    import grain
+
+    prompts = _fitting(task.examples(split), tokenizer, f"{split} prompts", max_prompt_tokens)
+    # Filtered before, since `filter` would leave holes; shuffled before repeated, since the other order samples
+    # with replacement. grain shuffles epoch e with seed + e: the seed is hashed so that neighbouring seeds share no
+    # epochs.
+    hashed = int(np.random.SeedSequence(seed).generate_state(1)[0])
+    stream = grain.MapDataset.source(prompts).shuffle(seed=hashed).repeat()
+    return stream.map_with_index(lambda index, prompt: dataclasses.replace(prompt, index=index))
 
 
-def encode_demonstrations(
-    task: Task, tokenizer: Tokenizer, *, count: int, max_tokens: int
+def test_prompts(task: Task, tokenizer: Tokenizer, *, max_prompt_tokens: int) -> list[Prompt]:
+    """The held-out prompts that fit, in the task's order; index is the position in the list.
+
+    Raises:
+      ValueError: no prompt fits.
+    """
+    return _fitting(task.examples("test"), tokenizer, "test prompts", max_prompt_tokens)
+
+
+def demonstration_tokens(
+    task: Task, tokenizer: Tokenizer, *, num: int, max_tokens: int
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The task's first `count` demonstrations, as prompt and completion tokens with the end token.
+    """Demonstrations to imitate: prompt int32 [P] and completion int32 [R], which ends in eos_id.
 
-    Those longer than max_tokens are left out.
-
-    Returns:
-      (int32 [P], int32 [R]) each.
+    Args:
+      task: gives the texts.
+      tokenizer: makes tokens of them.
+      num: how many are taken of the task, ≥ 1.
+      max_tokens: bound on P + R; longer ones are left out.
 
     Raises:
-      TaskError: none is left.
+      ValueError: none fits.
     """
-    pairs = []
-    for question, completion in task.demonstrations[:count]:
-        prompt = np.asarray(tokenizer.encode_prompt(question), np.int32)
-        answer = np.asarray([*tokenizer.encode(completion), tokenizer.eos_id], np.int32)
-        if len(prompt) + len(answer) <= max_tokens:
-            pairs.append((prompt, answer))
-    if not pairs:
-        raise TaskError(f"no demonstration has at most {max_tokens} tokens")
-    return pairs
+    rows = [
+        (tokenizer.encode_prompt(prompt), [*tokenizer.encode(completion), tokenizer.eos_id])
+        for prompt, completion in task.demonstrations(num)
+    ]
+    lengths = [len(prompt) + len(completion) for prompt, completion in rows]
+    chosen = _choose(lengths, "demonstrations", max_tokens)
+    return [(np.array(rows[i][0], np.int32), np.array(rows[i][1], np.int32)) for i in chosen]
+
+
+def _fitting(
+    examples: Iterable[Example], tokenizer: Tokenizer, what: str, max_tokens: int
+) -> list[Prompt]:
+    """Prompts of 1 to max_tokens tokens, numbered from 0."""
+    rows = [(tokenizer.encode_prompt(e.text), e) for e in examples]
+    chosen = _choose([len(tokens) for tokens, _ in rows], what, max_tokens)
+    return [
+        Prompt(
+            index=position,
+            tokens=np.array(rows[i][0], np.int32),
+            text=rows[i][1].text,
+            answer=rows[i][1].answer,
+        )
+        for position, i in enumerate(chosen)
+    ]
+
+
+def _choose(lengths: Sequence[int], what: str, max_tokens: int) -> list[int]:
+    """Positions of the lengths in [1, max_tokens]; the others are counted."""
+    chosen = [i for i, length in enumerate(lengths) if 1 <= length <= max_tokens]
+    if not chosen:
+        longest = max(lengths, default=0)
+        raise ValueError(
+            f"none of {len(lengths)} {what} has 1 to {max_tokens} tokens; they have {min(lengths, default=0)} to "
+            f"{longest}"
+        )
+    if len(chosen) < len(lengths):
+        log.warning(
+            "%d of %d %s left out: not 1 to %d tokens long",
+            *(len(lengths) - len(chosen), len(lengths), what, max_tokens),
+        )
+    return chosen

@@ -1,25 +1,42 @@
-"""What a task is. It knows text only: no tokens, no rewards, no policies."""
+"""What a task is. It knows texts only: tokens, order and epochs are made from them in tasks/prompts.py."""
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Protocol
 
-
-class TaskError(ValueError):
-    """A task that cannot be made: an unknown name, a missing file, a broken line."""
+SPLITS = ("train", "test")
 
 
 @dataclasses.dataclass(frozen=True)
 class Example:
     """One question."""
 
-    question: str  # the prompt's text
-    answer: str  # gold answer, as the reward compares it
+    text: str  # the prompt, as the policy reads it, before any chat template
+    answer: str  # gold answer, as the task's reward expects it
 
 
-@dataclasses.dataclass(frozen=True)
-class Task:
-    """Questions with gold answers, and demonstrations for a warm start."""
+class Task(Protocol):
+    """A source of questions. Equal arguments give equal tasks in every process."""
 
-    train: Sequence[Example]
-    test: Sequence[Example]  # held out: no question of `train`
-    demonstrations: Sequence[tuple[str, str]]  # (question, completion), of the train split
+    reward: str  # name of the reward that its answers are made for
+
+    def examples(self, split: str) -> Sequence[Example]:
+        """The questions of a split, "train" or "test", in a fixed order; the two share none."""
+
+    def demonstrations(self, num: int | None = None) -> list[tuple[str, str]]:
+        """Prompts and completions to imitate in a warm start.
+
+        Args:
+          num: how many, going round the train split; None for one of each train example.
+        """
+
+
+def check_split(split: str) -> str:
+    """The split, if it is one.
+
+    Raises:
+      ValueError: it is not.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"split must be 'train' or 'test', got {split!r}")
+    return split

@@ -1,197 +1,341 @@
-"""Tokenizers: characters for made-up tasks, Hugging Face files for real models, a small BPE trained on a text.
+"""Text ↔ token ids, and the files a run's roles share. A tokenizer knows nothing of tasks or models.
 
-All three are directories of Hugging Face files when saved, so that every role of a run reads the same one.
-They know nothing of tasks, lengths or rewards.
+Two kinds, one protocol: characters of a given alphabet, and the Hugging Face layout (tokenizer.json beside
+tokenizer_config.json), which also holds the byte-pair encodings trained here.
 """
 
 import json
 import os
 import pathlib
 import shutil
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
+import jinja2
+import jinja2.sandbox
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+CHAR_FILE = "char_tokenizer.json"
+TOKENIZER_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
+GENERATION_FILE = "generation_config.json"
+TEMPLATE_FILE = "chat_template.jinja"
+HF_FILES = (TOKENIZER_FILE, CONFIG_FILE, GENERATION_FILE, TEMPLATE_FILE)
 PAD, EOS = "<pad>", "<eos>"
 
 
-class TokenizerError(ValueError):
-    """Files that are not a tokenizer, or a text that it cannot encode; names the file or the character."""
+class Tokenizer(Protocol):
+    """What the project needs of a tokenizer."""
 
-
-class Tokenizer:
-    """Text ↔ token ids, with the chat template and the stop ids of its files."""
-
-    def __init__(
-        self,
-        tokenizer: tokenizers.Tokenizer,
-        *,
-        stop_token_ids: Sequence[int],
-        chat_template: str | None,
-        special_tokens: dict[str, str],
-    ):
-        """Wraps a fast tokenizer; see `load_tokenizer`.
-
-        Args:
-          tokenizer: of the `tokenizers` library.
-          stop_token_ids: ids that end a completion, the end-of-sequence id first.
-          chat_template: jinja2 source, or None for prompts as they are.
-          special_tokens: names such as "bos_token" → text, for the template.
-        """
-        if not stop_token_ids:
-            raise TokenizerError("a tokenizer needs at least one stop token id, got none")
-        self._tokenizer = tokenizer
-        self.stop_token_ids = tuple(dict.fromkeys(stop_token_ids))
-        self.eos_id = self.stop_token_ids[0]
-        self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
-        self._chat_template = chat_template
-        self._special_tokens = special_tokens
+    vocab_size: int  # token ids are in [0, vocab_size)
+    eos_id: int  # ends a demonstration
+    pad_id: int
+    stop_token_ids: tuple[int, ...]  # any of them ends a completion; eos_id is the first
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, without special tokens around it.
-
-        Raises:
-          TokenizerError: the vocabulary has no token for a part of it.
-        """
-        try:
-            return self._tokenizer.encode(text, add_special_tokens=False).ids
-        except Exception as error:  # The library raises plain Exception.
-            raise TokenizerError(f"cannot encode {text!r}: {error}") from None
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens left out."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        """The ids of a text, nothing added."""
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Token ids of a user's question: through the chat template, where there is one."""
-        if self._chat_template is None:
-            return self.encode(text)
-        return self.encode(self._render(text))
+        """The ids of what the policy sees when it is asked `text`, up to where its answer begins."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids; special tokens have none."""
 
     def save(self, directory: str | os.PathLike) -> None:
-        """Writes tokenizer.json and tokenizer_config.json, aside and then renamed."""
-        directory = pathlib.Path(directory)
-        aside = directory.with_name(f".{directory.name}.{os.getpid()}")
-        aside.mkdir(parents=True)
-        self._tokenizer.save(str(aside / "tokenizer.json"))
-        config = {"chat_template": self._chat_template} | self._special_tokens
-        config = {name: value for name, value in config.items() if value is not None}
-        (aside / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
-        generation = {"eos_token_id": list(self.stop_token_ids)}
-        (aside / "generation_config.json").write_text(json.dumps(generation))
-        try:
-            aside.rename(directory)
-        except OSError:  # Another role of the run was first, with the same files.
-            shutil.rmtree(aside)
+        """Writes the files that `load_tokenizer` reads, all or none.
 
-    def _render(self, text: str) -> str:
-        from jinja2 import sandbox
-
-        environment = sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = _raise
-        return environment.from_string(self._chat_template).render(
-            messages=[{"role": "user", "content": text}],
-            add_generation_prompt=True,
-            **self._special_tokens,
-        )
-
-
-def char_tokenizer(alphabet: str) -> Tokenizer:
-    """One token per character of an alphabet; 0 is padding, 1 ends a completion.
-
-    Args:
-      alphabet: its characters, each once.
-
-    Raises:
-      TokenizerError: an empty alphabet, or one with a character twice.
-    """
-    if not alphabet or len(set(alphabet)) != len(alphabet):
-        raise TokenizerError(f"an alphabet has each character once, got {alphabet!r}")
-    tokens = {token: i for i, token in enumerate([PAD, EOS, *alphabet])}
-    # No token for the unknown: a character outside the alphabet is an error, never a silent one.
-    tokenizer = tokenizers.Tokenizer(models.WordLevel(tokens, unk_token="<none>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([PAD, EOS])
-    return Tokenizer(
-        tokenizer, stop_token_ids=[1], chat_template=None, special_tokens={"eos_token": EOS}
-    )
-
-
-def train_bpe(texts: Iterable[str], *, vocab_size: int) -> Tokenizer:
-    """Trains a byte-level BPE; the same texts give the same tokenizer.
-
-    Args:
-      texts: what to learn merges from.
-      vocab_size: tokens, padding and end included; ≥ 258.
-
-    Raises:
-      TokenizerError: vocab_size is too small for all bytes.
-    """
-    if vocab_size < 258:
-        raise TokenizerError(f"vocab_size must be ≥ 258 (256 bytes and 2 marks), got {vocab_size}")
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[PAD, EOS],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return Tokenizer(
-        tokenizer, stop_token_ids=[1], chat_template=None, special_tokens={"eos_token": EOS}
-    )
+        Raises:
+          FileExistsError: the directory exists and holds something else.
+        """
 
 
 def load_tokenizer(directory: str | os.PathLike) -> Tokenizer:
-    """Reads the files of a Hugging Face tokenizer.
-
-    tokenizer.json; the chat template and special tokens of tokenizer_config.json (or chat_template.jinja); the stop
-    ids of generation_config.json (eos_token_id, a number or a list) and of tokenizer_config.json (eos_token).
+    """Reads a tokenizer from its files.
 
     Raises:
-      TokenizerError: a file is missing or broken, or nothing says which token ends a completion.
+      FileNotFoundError: there are none.
+      ValueError: they are broken, or name no end-of-sequence token.
     """
     directory = pathlib.Path(directory)
-    path = directory / "tokenizer.json"
+    if (directory / CHAR_FILE).is_file():
+        alphabet = _read_json(directory / CHAR_FILE).get("alphabet")
+        if not isinstance(alphabet, str):
+            raise ValueError(
+                f"{directory / CHAR_FILE}: alphabet must be a string, got {alphabet!r}"
+            )
+        return CharTokenizer(alphabet)
+    return HFTokenizer(directory)
+
+
+def train_bpe(
+    texts: Iterable[str], *, vocab_size: int, directory: str | os.PathLike
+) -> "HFTokenizer":
+    """Trains a byte-level byte-pair encoding and saves it. Equal texts give equal files.
+
+    Every byte has a token, so every text can be encoded; every digit is a token of its own.
+
+    Args:
+      texts: what to train on.
+      vocab_size: bound on the vocabulary, ≥ 258 (256 bytes, padding, end of sequence); few texts give fewer.
+      directory: where its files go.
+
+    Raises:
+      ValueError: vocab_size is too small.
+      FileExistsError: the directory exists and holds something else.
+    """
+    special, alphabet = [PAD, EOS], pre_tokenizers.ByteLevel.alphabet()
+    if vocab_size < len(special) + len(alphabet):
+        raise ValueError(f"vocab_size must be ≥ {len(special) + len(alphabet)}, got {vocab_size}")
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=special,
+        initial_alphabet=sorted(alphabet),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    files = {
+        TOKENIZER_FILE: tokenizer.to_str(pretty=True),
+        CONFIG_FILE: json.dumps({"eos_token": EOS, "pad_token": PAD}, indent=2),
+    }
+    _write(pathlib.Path(directory), {name: text.encode() for name, text in files.items()})
+    return HFTokenizer(directory)
+
+
+class CharTokenizer:
+    """One token per character of an alphabet, for made-up tasks. Id 0 is padding, 1 the end of sequence."""
+
+    pad_id = 0
+    eos_id = 1
+    stop_token_ids = (eos_id,)
+
+    def __init__(self, alphabet: str):
+        """Numbers the alphabet's characters from 2.
+
+        Raises:
+          ValueError: the alphabet is empty or holds a character twice.
+        """
+        if not alphabet or len(set(alphabet)) != len(alphabet):
+            raise ValueError(f"alphabet must be characters, each of them once, got {alphabet!r}")
+        self._alphabet = alphabet
+        self._texts = ["", "", *alphabet]
+        self._ids = {character: i for i, character in enumerate(alphabet, start=2)}
+        self.vocab_size = len(self._texts)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text.
+
+        Raises:
+          ValueError: a character is not in the alphabet.
+        """
+        try:
+            return [self._ids[character] for character in text]
+        except KeyError as error:
+            raise ValueError(
+                f"character {error.args[0]!r} of {text!r} is not in the alphabet {self._alphabet!r}"
+            ) from None
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """The ids of the text: there is no chat template."""
+        return self.encode(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids in [0, vocab_size)."""
+        return "".join([self._texts[i] for i in ids])
+
+    def save(self, directory: str | os.PathLike) -> None:
+        """Writes the alphabet."""
+        content = json.dumps({"alphabet": self._alphabet}, indent=2)
+        _write(pathlib.Path(directory), {CHAR_FILE: content.encode()})
+
+
+class HFTokenizer:
+    """A tokenizer in Hugging Face layout, with its chat template if it has one.
+
+    The end of sequence is tokenizer_config.json's eos_token, or else the first of generation_config.json's
+    eos_token_id; the rest of those stop a completion too.
+    """
+
+    def __init__(self, directory: str | os.PathLike):
+        """Reads the files.
+
+        Raises:
+          FileNotFoundError: there is no tokenizer.json.
+          ValueError: a file is broken, or none names an end-of-sequence token that the vocabulary has.
+        """
+        self._directory = pathlib.Path(directory)
+        self._tokenizer = _read_tokenizer(self._directory / TOKENIZER_FILE)
+        config = _read_json(self._directory / CONFIG_FILE)
+        self._special = _special_tokens(config)
+        self._template = _chat_template(self._directory, config)
+        # Not their number: added tokens may leave holes.
+        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        self.stop_token_ids = self._stop_token_ids()
+        self.eos_id = self.stop_token_ids[0]
+        self.pad_id = self._id_of("pad_token", default=self.eos_id)
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, nothing added."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """The ids of the chat template's rendering of a user's message; of the text, where there is none.
+
+        Raises:
+          ValueError: the template refuses.
+        """
+        if self._template is None:
+            return self._tokenizer.encode(text, add_special_tokens=True).ids
+        try:
+            rendered = self._template.render(
+                messages=[{"role": "user", "content": text}],
+                add_generation_prompt=True,
+                tools=None,
+                documents=None,
+                **self._special,
+            )
+        except jinja2.TemplateError as error:
+            raise ValueError(f"chat template of {self._directory}: {error}") from error
+        return self.encode(rendered)  # The template has written the special tokens itself.
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids, without special tokens."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def save(self, directory: str | os.PathLike) -> None:
+        """Copies the files."""
+        files = _content(self._directory)
+        _write(pathlib.Path(directory), files)
+
+    def _stop_token_ids(self) -> tuple[int, ...]:
+        listed = _read_json(self._directory / GENERATION_FILE).get("eos_token_id")
+        listed = listed if isinstance(listed, list) else [] if listed is None else [listed]
+        eos_id = self._id_of("eos_token", default=None)
+        ids = listed if eos_id is None else [eos_id, *listed]
+        if not ids:
+            raise ValueError(
+                f"{self._directory} names no end-of-sequence token: expected eos_token in {CONFIG_FILE} or "
+                f"eos_token_id in {GENERATION_FILE}"
+            )
+        for i in ids:
+            if type(i) is not int or not 0 <= i < self.vocab_size:
+                raise ValueError(
+                    f"{self._directory / GENERATION_FILE}: eos_token_id {i!r} is outside [0, {self.vocab_size})"
+                )
+        return tuple(dict.fromkeys(ids))
+
+    def _id_of(self, name: str, *, default: int | None) -> int | None:
+        if name not in self._special:
+            return default
+        token_id = self._tokenizer.token_to_id(self._special[name])
+        if token_id is None:
+            raise ValueError(
+                f"{name} {self._special[name]!r} of {self._directory / CONFIG_FILE} is not in the vocabulary"
+            )
+        return token_id
+
+
+def _read_tokenizer(path: pathlib.Path) -> tokenizers.Tokenizer:
     if not path.is_file():
-        raise TokenizerError(f"no tokenizer.json in {directory}")
+        raise FileNotFoundError(
+            f"no tokenizer in {path.parent}: expected {TOKENIZER_FILE} or {CHAR_FILE}"
+        )
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # The library raises plain Exception.
-        raise TokenizerError(f"{path} is not a tokenizer: {error}") from None
-    config = _json(directory / "tokenizer_config.json")
-    special = {k: _text(v) for k, v in config.items() if k.endswith("_token") and v}
-    template = config.get("chat_template")
-    if (file := directory / "chat_template.jinja").is_file():
-        template = file.read_text(encoding="utf-8")
-    eos_ids = _json(directory / "generation_config.json").get("eos_token_id")
-    stops = list(eos_ids) if isinstance(eos_ids, list) else [] if eos_ids is None else [eos_ids]
-    if "eos_token" in special and (eos := tokenizer.token_to_id(special["eos_token"])) is not None:
-        stops.append(eos)
-    if not stops:
-        raise TokenizerError(f"nothing in {directory} says which token ends a completion")
-    return Tokenizer(
-        tokenizer, stop_token_ids=stops, chat_template=template, special_tokens=special
-    )
+    except Exception as error:  # The library raises nothing narrower.
+        raise ValueError(f"{path}: {error}") from error
+    # Some published files say so, and would cut prompts short in silence.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
-def _json(path: pathlib.Path) -> dict:
+def _read_json(path: pathlib.Path) -> dict[str, Any]:
+    """The object in a file; empty when there is no file."""
     if not path.is_file():
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise TokenizerError(f"{path} is not JSON: {error}") from None
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: expected a JSON object, got {type(content).__name__}")
+    return content
 
 
-def _text(token: str | dict) -> str:
-    """Special tokens are strings, or objects with their text under "content"."""
-    return token["content"] if isinstance(token, dict) else token
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """bos_token, eos_token, …: written as a text or as an object with a text."""
+    texts = {
+        name: value.get("content") if isinstance(value, dict) else value
+        for name, value in config.items()
+        if name.endswith("_token")
+    }
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
-def _raise(message: str):
-    raise TokenizerError(f"the chat template refuses: {message}")
+def _chat_template(directory: pathlib.Path, config: Mapping[str, Any]) -> jinja2.Template | None:
+    """Compiles the template as Hugging Face's `apply_chat_template` does.
+
+    `strftime_now` is left out on purpose: a prompt must not depend on the day. Templates then write a fixed date.
+    """
+    path, source = directory / TEMPLATE_FILE, config.get("chat_template")
+    if path.is_file():
+        source = path.read_text("utf-8")
+    if isinstance(source, list):  # several, by name
+        named = {entry["name"]: entry["template"] for entry in source}
+        if "default" not in named:
+            raise ValueError(
+                f"{directory}: none of the chat templates {sorted(named)} is 'default'"
+            )
+        source = named["default"]
+    if source is None:
+        return None
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateError as error:
+        raise ValueError(f"chat template of {directory}: {error}") from error
+
+
+def _to_json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise_exception(message: str):
+    raise jinja2.TemplateError(message)
+
+
+def _write(directory: pathlib.Path, files: Mapping[str, bytes]) -> None:
+    """Writes aside and renames: where several processes write the same files at once, one does."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    aside = tempfile.mkdtemp(prefix=f"{directory.name}.aside-", dir=directory.parent)
+    try:
+        os.chmod(aside, 0o755)
+        for name, content in files.items():
+            pathlib.Path(aside, name).write_bytes(content)
+        os.rename(aside, directory)
+    except OSError:
+        if not directory.is_dir():
+            raise
+        if _content(directory) != files:
+            raise FileExistsError(f"{directory} exists and holds something else") from None
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _content(directory: pathlib.Path) -> dict[str, bytes]:
+    paths = [directory / name for name in (CHAR_FILE, *HF_FILES)]
+    return {path.name: path.read_bytes() for path in paths if path.is_file()}

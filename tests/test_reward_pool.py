@@ -1,0 +1,315 @@
+"""The reward pool: what a reward does costs its own call only, within the bound, and nothing outlives the pool."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import psutil
+import pytest
+
+from jaxrl_async.rewards.pool import RewardError, RewardPool, RewardTimeoutError
+
+SHORT_SECS = 1.0  # for calls that hang; the others may be slow on a busy machine
+LONG_SECS = 60.0
+
+# The completion says what the reward does.
+REWARD = """
+import os, signal, subprocess, sys, time
+
+def reward(completion, answer):
+    verb, _, argument = completion.partition(" ")
+    if verb == "length":
+        return len(argument)
+    if verb == "pid":
+        return os.getpid()
+    if verb == "loop":
+        while True:
+            pass
+    if verb == "stuck":  # never returns to the interpreter
+        sum(range(10**12))
+    if verb == "sleep":
+        time.sleep(float(argument))
+        return 1.0
+    if verb == "spawn":
+        child = subprocess.Popen(["sleep", "60"])
+        open(argument, "w").write(str(child.pid))
+        time.sleep(60)
+    if verb == "exit":
+        os._exit(3)
+    if verb == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if verb == "sys.exit":
+        sys.exit(3)
+    if verb == "raise":
+        raise KeyError("x" * 5000)
+    if verb == "print":
+        print("0.25", flush=True)
+        os.write(1, b"0.25\\n")
+        return 0.5
+    if verb == "input":
+        return len(sys.stdin.read())
+    if verb == "modules":
+        heavy = {"jax", "numpy", "asyncio", "multiprocessing", "flax", "grain"}
+        return len(heavy & set(sys.modules))
+    return {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "1.0", "huge": 10**400}[verb]
+"""
+
+
+@pytest.fixture(autouse=True)
+def made_up_reward(tmp_path, monkeypatch):
+    (tmp_path / "made_up.py").write_text(REWARD)
+    (tmp_path / "broken.py").write_text("import no_such_module")
+    (tmp_path / "silent.py").write_text("import os; os._exit(4)")
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def make_pool(num_processes=1, timeout_secs=LONG_SECS, reward="made_up:reward"):
+    return RewardPool(reward, num_processes=num_processes, timeout_secs=timeout_secs)
+
+
+@pytest.fixture
+async def pool():
+    async with make_pool() as pool:
+        yield pool
+
+
+@pytest.fixture
+async def impatient_pool():
+    async with make_pool(timeout_secs=SHORT_SECS) as pool:
+        yield pool
+
+
+async def gone(pid):
+    """Waits until a process has ended; a zombie has."""
+    deadline = time.monotonic() + 20
+    while psutil.pid_exists(pid):
+        if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return
+        assert time.monotonic() < deadline, f"process {pid} still runs"
+        await asyncio.sleep(0.02)
+
+
+async def test_rewards_by_name_score_completions():
+    async with make_pool(reward="exact") as pool:
+        assert await pool.score(" 85", "85") == 1.0
+        assert await pool.score("75", "85") == 0.0
+
+
+@pytest.mark.parametrize("num_processes", [1, 3])
+async def test_many_calls_keep_their_order(num_processes):
+    async with make_pool(num_processes) as pool:
+        calls = [(f"length {'x' * i}", "") for i in range(100)]
+        assert await pool.score_many(calls) == list(range(100))
+        single = await asyncio.gather(*(pool.score(*call) for call in calls))
+        assert single == list(range(100))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "\n", "a\nb\r\n", "\u2028", "\0", "\ud800", '"]', "é😀", "x" * 500_000]
+)
+async def test_any_text_travels_whole(pool, text):
+    assert await pool.score(f"length {text}", "") == len(text)
+
+
+@pytest.mark.parametrize("verb", ["loop", "stuck", "sleep 60"])
+async def test_a_call_that_hangs_is_bounded_and_fails_alone(impatient_pool, verb):
+    first = await impatient_pool.score("pid", "")
+    calls = ["length abc", "length ab", verb, "length a", "pid"]
+    *others, last = outcomes = await asyncio.gather(
+        *(impatient_pool.score(call, "") for call in calls), return_exceptions=True
+    )
+    assert isinstance(outcomes[2], RewardTimeoutError)
+    assert str(outcomes[2]) == "reward 'made_up:reward' took longer than 1 s"
+    assert [others[0], others[1], others[3]] == [3, 2, 1]
+    assert last != first
+    await gone(int(first))
+
+
+@pytest.mark.parametrize(("verb", "how"), [("exit", "exit code 3"), ("crash", "signal SIGSEGV")])
+async def test_a_call_that_ends_the_process_fails_alone(pool, verb, how):
+    outcomes = await asyncio.gather(
+        *(pool.score(call, "") for call in ["length ab", verb, "length a"]), return_exceptions=True
+    )
+    assert outcomes[0::2] == [2, 1]
+    assert type(outcomes[1]) is RewardError
+    assert str(outcomes[1]) == f"reward 'made_up:reward' ended its process ({how})"
+
+
+async def test_a_process_that_is_killed_between_calls_costs_no_call(pool):
+    first = int(await pool.score("pid", ""))
+    psutil.Process(first).send_signal(signal.SIGKILL)
+    await gone(first)
+    await asyncio.sleep(0.1)
+    assert await pool.score("pid", "") != first
+
+
+@pytest.mark.parametrize(
+    ("verb", "message"),
+    [
+        ("nan", "returned nan, not a finite number"),
+        ("inf", "returned inf, not a finite number"),
+        ("none", "returned None, not a finite number"),
+        ("text", "returned '1.0', not a finite number"),
+        ("huge", "returned 1000.*, not a finite number"),
+        ("unheard", "KeyError: 'unheard'"),
+        ("sys.exit", "SystemExit: 3"),
+        ("raise", "KeyError: 'xxx"),
+    ],
+)
+async def test_a_reward_that_is_no_finite_number_is_an_error_and_the_process_stays(
+    pool, verb, message
+):
+    first = await pool.score("pid", "")
+    with pytest.raises(RewardError, match=f"reward 'made_up:reward': {message}") as caught:
+        await pool.score(verb, "")
+    assert len(str(caught.value)) < 1100
+    assert await pool.score("pid", "") == first
+
+
+async def test_score_many_fails_when_one_call_does(pool):
+    with pytest.raises(RewardError, match="returned nan"):
+        await pool.score_many([("length a", ""), ("nan", ""), ("length b", "")])
+
+
+async def test_what_a_reward_prints_or_reads_does_no_harm(pool):
+    assert await pool.score_many([("print", ""), ("input", ""), ("length abc", "")]) == [0.5, 0, 3]
+
+
+async def test_a_process_imports_nothing_but_rewards(pool):
+    assert await pool.score("modules", "") == 0
+
+
+async def test_what_a_reward_started_is_killed_with_it(impatient_pool, tmp_path):
+    with pytest.raises(RewardTimeoutError):
+        await impatient_pool.score(f"spawn {tmp_path / 'pid'}", "")
+    await gone(int((tmp_path / "pid").read_text()))
+
+
+async def test_a_reply_counts_when_only_the_event_loop_was_late(impatient_pool):
+    call = asyncio.create_task(impatient_pool.score("sleep 0.1", ""))
+    await asyncio.sleep(0.05)
+    time.sleep(2 * SHORT_SECS)
+    assert await call == 1.0
+
+
+async def test_a_hang_holds_up_one_process_only():
+    async with make_pool(2, timeout_secs=LONG_SECS) as pool:
+        hanging = asyncio.create_task(pool.score("loop", ""))
+        await asyncio.sleep(0.1)
+        assert await pool.score_many([("length ab", "")] * 40) == [2] * 40
+        assert not hanging.done()
+        hanging.cancel()
+
+
+async def test_a_caller_that_gave_up_does_not_disturb_the_others(pool):
+    calls = [asyncio.create_task(pool.score(f"length {'x' * i}", "")) for i in range(8)]
+    await asyncio.sleep(0)
+    for call in calls[::2]:
+        call.cancel()
+    outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    assert outcomes[1::2] == [1, 3, 5, 7]
+    assert await pool.score("length abc", "") == 3
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ("exat", "did not start: unknown reward 'exat', did you mean 'exact'"),
+        ("broken:reward", "did not start: .*No module named 'no_such_module'"),
+        ("silent:reward", r"did not start: it ended \(exit code 4\)"),
+    ],
+)
+async def test_a_reward_that_cannot_be_had_is_refused_at_the_start(reward, message):
+    before = psutil.Process().children()
+    with pytest.raises(RewardError, match=message):
+        await make_pool(2, reward=reward).start()
+    assert psutil.Process().children() == before
+
+
+async def test_a_process_that_cannot_be_replaced_closes_the_pool(pool, tmp_path):
+    (tmp_path / "made_up.py").write_text("import no_such_module")
+    waiting = [asyncio.create_task(pool.score("exit", "")) for _ in range(2)]
+    outcomes = await asyncio.gather(*waiting, return_exceptions=True)
+    assert "ended its process" in str(outcomes[0])
+    for message in (str(outcomes[1]), str(await failure_of(pool.score("length a", "")))):
+        assert "lost a process and cannot replace it" in message and "no_such_module" in message
+
+
+async def failure_of(call):
+    with pytest.raises(RewardError) as caught:
+        await call
+    return caught.value
+
+
+async def test_closing_fails_what_waits_and_leaves_no_process():
+    pool = make_pool(2, timeout_secs=LONG_SECS)
+    await pool.start()
+    pids = {child.pid for child in psutil.Process().children()}
+    calls = [asyncio.create_task(pool.score("loop", "")) for _ in range(50)]
+    await asyncio.sleep(0.05)
+    await pool.close()
+    for call in calls:
+        assert str(await failure_of(call)) == "the pool of reward 'made_up:reward' is closed"
+    assert not pids & {child.pid for child in psutil.Process().children()}
+    assert str(await failure_of(pool.score("length a", ""))).endswith("is closed")
+
+
+async def test_a_pool_that_is_closed_at_once_leaves_no_process():
+    before = psutil.Process().children()
+    async with make_pool(2):
+        pass
+    assert psutil.Process().children() == before
+
+
+async def test_a_pool_that_was_not_started_says_so():
+    assert str(await failure_of(make_pool().score("length a", ""))).endswith("is not started")
+
+
+@pytest.mark.parametrize(
+    ("bounds", "message"),
+    [
+        ({"num_processes": 0}, "num_processes must be ≥ 1, got 0"),
+        ({"timeout_secs": 0.0}, "timeout_secs must be > 0, got 0.0"),
+        ({"timeout_secs": float("nan")}, "timeout_secs must be > 0, got nan"),
+    ],
+)
+def test_bounds_are_checked(bounds, message):
+    with pytest.raises(ValueError, match=message):
+        make_pool(**bounds)
+
+
+async def test_processes_end_with_their_parent(tmp_path):
+    script = """
+        import asyncio, os, psutil, signal
+        from jaxrl_async.rewards.pool import RewardPool
+
+        async def main():
+            await RewardPool("exact", num_processes=2, timeout_secs=60.0).start()
+            print(*(child.pid for child in psutil.Process().children()), flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        asyncio.run(main())
+    """
+    parent = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, timeout=60
+    )
+    pids = [int(pid) for pid in parent.stdout.split()]
+    assert len(pids) == 2
+    for pid in pids:
+        await gone(pid)
+
+
+async def test_a_process_that_hangs_ends_itself_when_its_parent_is_gone(tmp_path):
+    # Without a parent there is nobody to kill it and no end of stdin that it would see.
+    ended = subprocess.run(
+        [sys.executable, "-m", "jaxrl_async.rewards.process", "made_up:reward", "0.3"],
+        input=b'[["length ab", ""], ["stuck", ""]]\n',
+        env={"PYTHONPATH": ":".join([str(tmp_path), *filter(None, sys.path)])},
+        capture_output=True,
+        timeout=60,
+    )
+    assert ended.stdout == b'""\n2.0\n'
+    assert ended.returncode == -signal.SIGALRM

@@ -1,0 +1,262 @@
+"""Tasks: the sums and their forgetful demonstrations; GSM8K's files, whole and broken."""
+
+import dataclasses
+import json
+import os
+import pathlib
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from jaxrl_async import rewards, tasks
+from jaxrl_async.tasks import arithmetic, gsm8k
+
+HERE = pathlib.Path(__file__).parent
+TINY = HERE / "gsm8k_tiny"
+SUMS = {"num_digits": 2, "num_test": 512, "forget_carry": 0.7, "seed": 0}
+
+
+def sums(**changes):
+    return tasks.make_task("arithmetic", **SUMS | changes)
+
+
+def operands(text):
+    a, b = text.removesuffix("=").split("+")
+    return int(a), int(b)
+
+
+def column_by_column(a, b, num_digits):
+    """The sum as a forgetful child writes it, from the right."""
+    written = ""
+    for place in range(num_digits):
+        column = a // 10**place % 10 + b // 10**place % 10
+        leftmost = place == num_digits - 1
+        written = (str(column) if leftmost else str(column % 10)) + written
+    return int(written)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "num_digits", "forgotten"),
+    [
+        (47, 38, 2, 75),  # 7 + 8 = 15 leaves 5; 4 + 3 = 7
+        (58, 73, 2, 121),  # 8 + 3 = 11 leaves 1; 5 + 7 = 12 is written in full
+        (41, 32, 2, 73),  # nothing to carry
+        (99, 99, 2, 188),
+        (456, 789, 3, 1135),  # 15 leaves 5; 13 leaves 3; 11
+        (7, 8, 1, 15),  # the only column is the leftmost
+    ],
+)
+def test_a_carry_is_forgotten_as_a_child_would(a, b, num_digits, forgotten):
+    assert arithmetic.add_without_carry(a, b, num_digits=num_digits) == forgotten
+
+
+@given(st.data(), st.integers(1, 9))
+def test_forgetting_changes_a_sum_exactly_where_a_column_carries(data, num_digits):
+    a, b = (data.draw(st.integers(0, 10**num_digits - 1)) for _ in range(2))
+    forgotten = arithmetic.add_without_carry(a, b, num_digits=num_digits)
+    assert forgotten == column_by_column(a, b, num_digits)
+    columns = [a // 10**p % 10 + b // 10**p % 10 for p in range(num_digits - 1)]
+    assert (forgotten != a + b) == any(column > 9 for column in columns)
+
+
+def test_sums_look_like_sums():
+    for example in sums().examples("test"):
+        a, b = operands(example.text)
+        assert len(example.text) == 6 and example.answer == str(a + b)
+    reward = rewards.reward_function(sums().reward)
+    assert all(reward(e.answer, e.answer) == 1.0 for e in sums().examples("train"))
+
+
+def test_no_test_pair_is_in_train_in_either_order():
+    train, test = ({operands(e.text) for e in sums().examples(s)} for s in ("train", "test"))
+    mirrored = {(b, a) for a, b in test}
+    assert len(test) == 512 and not train & test and not train & mirrored
+    assert len(train | test | mirrored) == 90 * 90
+
+
+def test_equal_arguments_give_equal_tasks_and_other_seeds_others():
+    for split in ("train", "test"):
+        assert sums().examples(split) == sums().examples(split)
+        assert sums().examples(split) != sums(seed=1).examples(split)
+    assert sums().demonstrations() == sums().demonstrations()
+
+
+def right(demonstrations):
+    return np.array([sum(operands(p)) == int(c) for p, c in demonstrations])
+
+
+def carries(demonstrations):
+    return np.array([a % 10 + b % 10 > 9 for a, b in (operands(p) for p, _ in demonstrations)])
+
+
+def test_the_asked_share_of_demonstrations_forgets():
+    demonstrations = sums().demonstrations(20_000)
+    carry, correct = carries(demonstrations), right(demonstrations)
+    assert correct[~carry].all()
+    assert 0.68 < 1 - correct[carry].mean() < 0.72
+    assert right(sums(forget_carry=0.0).demonstrations()).all()
+    all_forget = sums(forget_carry=1.0).demonstrations()
+    np.testing.assert_array_equal(right(all_forget), ~carries(all_forget))
+
+
+def test_demonstrations_go_round_the_train_split_and_forget_anew():
+    task = sums()
+    train = [e.text for e in task.examples("train")]
+    demonstrations = task.demonstrations(2 * len(train) + 5)
+    assert [prompt for prompt, _ in demonstrations] == train + train + train[:5]
+    assert demonstrations[: len(train)] == task.demonstrations()
+    assert demonstrations[: len(train)] != demonstrations[len(train) : 2 * len(train)]
+
+
+@pytest.mark.parametrize(("num_digits", "num_pairs"), [(1, 100), (3, 100_000), (9, 100_000)])
+def test_operands_have_the_asked_number_of_digits(num_digits, num_pairs):
+    task = sums(num_digits=num_digits, num_test=num_pairs // 2)
+    examples = task.examples("test") + task.examples("train")
+    pairs = {operands(e.text) for e in examples}
+    assert len(pairs) == len(examples) <= num_pairs and len(task.examples("test")) == num_pairs // 2
+    assert all(len(str(n)) == num_digits for pair in pairs for n in pair)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_digits": 0}, r"num_digits must be in \[1, 9\], got 0"),
+        ({"num_digits": 10}, r"num_digits must be in \[1, 9\], got 10"),
+        ({"num_test": 0}, r"num_test must be in \[1, 4050\], half of the pairs, got 0"),
+        ({"num_test": 4051}, r"num_test must be in \[1, 4050\].*got 4051"),
+        ({"forget_carry": 1.5}, r"forget_carry must be in \[0, 1\], got 1.5"),
+        ({"forget_carry": float("nan")}, "forget_carry must be in"),
+    ],
+)
+def test_arguments_outside_their_bounds_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        sums(**changes)
+
+
+@pytest.mark.parametrize("task", [sums(), gsm8k.Gsm8k(TINY)], ids=["arithmetic", "gsm8k"])
+def test_an_unknown_split_is_refused(task):
+    with pytest.raises(ValueError, match="split must be 'train' or 'test', got 'dev'"):
+        task.examples("dev")
+
+
+def test_an_unknown_task_names_the_nearest():
+    with pytest.raises(ValueError, match="unknown task 'arithmetics', did you mean 'arithmetic'"):
+        tasks.make_task("arithmetics")
+
+
+def test_an_unknown_argument_of_a_task_is_refused():
+    with pytest.raises(TypeError, match="num_digit"):
+        sums(num_digit=2)
+
+
+def test_a_task_of_the_users_own_is_found_by_its_path(tmp_path, monkeypatch):
+    (tmp_path / "my_task.py").write_text("def make(*, size): return ('mine', size)")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert tasks.make_task("my_task:make", size=3) == ("mine", 3)
+
+
+def test_problems_become_prompts_with_the_number_behind_the_marker():
+    task = tasks.make_task("gsm8k", directory=TINY, template="Q: {question}\nA {note}:\n")
+    assert [e.answer for e in task.examples("train")] == ["7", "1,080", "-5"]
+    assert task.examples("test")[0] == tasks.Example(
+        "Q: Bo eats half of 10 plums. How many are left?\nA {note}:\n", "5"
+    )
+
+
+def test_published_solutions_are_shown_without_calculator_notes():
+    task = tasks.make_task("gsm8k", directory=TINY)
+    prompts, solutions = zip(*task.demonstrations(), strict=True)
+    assert list(prompts) == [e.text for e in task.examples("train")]
+    assert solutions[1] == "It carries 12 x 90 = 1,080 people.\n#### 1,080"
+    assert task.demonstrations(7)[3:6] == task.demonstrations()
+
+
+def test_every_published_solution_earns_its_reward():
+    check_solutions(tasks.make_task("gsm8k", directory=TINY))
+
+
+def check_solutions(task):
+    reward = rewards.reward_function(task.reward)
+    pairs = zip(task.demonstrations(), task.examples("train"), strict=True)
+    for (prompt, solution), example in pairs:
+        assert prompt == example.text
+        assert reward(solution, example.answer) == 1.0
+        assert "<<" not in solution
+
+
+def real_gsm8k():
+    default = HERE.parent.parent / "shared" / "data" / "gsm8k"
+    directory = pathlib.Path(os.environ.get("JAXRL_GSM8K_DIR", default))
+    if not (directory / "train.jsonl").is_file():
+        pytest.skip("no GSM8K files: set JAXRL_GSM8K_DIR to their directory")
+    return tasks.make_task("gsm8k", directory=directory)
+
+
+def test_the_published_files_are_read_whole():
+    task = real_gsm8k()
+    assert len(task.examples("train")) == 7473 and len(task.examples("test")) == 1319
+    assert task.examples("train")[0].answer == "72"
+    check_solutions(task)
+
+
+def test_a_missing_file_is_named_with_what_to_do(tmp_path):
+    (tmp_path / "train.jsonl").write_text("")
+    with pytest.raises(FileNotFoundError, match=r"test.jsonl is missing: download it from http"):
+        tasks.make_task("gsm8k", directory=tmp_path)
+
+
+def test_a_template_without_a_question_is_refused():
+    with pytest.raises(ValueError, match=r"template must contain '\{question\}', got 'Q:'"):
+        tasks.make_task("gsm8k", directory=TINY, template="Q:")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"{", "Expecting property name"),
+        (b"", "Expecting value"),
+        (b"[1]", "expected a JSON object, got list"),
+        (b'{"answer": "#### 1"}', "field 'question' must be a string, got None"),
+        (b'{"question": "?", "answer": 3}', "field 'answer' must be a string, got 3"),
+        (b'{"question": "?", "answer": "3"}', "field 'answer' must end in '#### N', got '3'"),
+        (b'{"question": "?", "answer": "3 #### x"}', "must end in '#### N', got '3 #### x'"),
+        (b'{"question": "\xff"}', "can't decode byte 0xff"),
+        (b"[" * 100_000, "recursion"),
+    ],
+)
+def test_a_broken_line_is_named(tmp_path, line, message):
+    good = json.dumps({"question": "?", "answer": "#### 1"}).encode()
+    path = tmp_path / "train.jsonl"
+    path.write_bytes(good + b"\n" + line + b"\n" + good)
+    with pytest.raises(ValueError, match=f"train.jsonl, line 2: .*{message}"):
+        gsm8k.read_problems(path)
+
+
+def test_an_empty_file_is_named(tmp_path):
+    (tmp_path / "train.jsonl").write_text("")
+    with pytest.raises(ValueError, match=r"train.jsonl is empty"):
+        gsm8k.read_problems(tmp_path / "train.jsonl")
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from(["question", "answer"]), inner),
+    max_leaves=5,
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.binary() | st.lists(json_values, max_size=3))
+def test_no_file_does_worse_than_a_named_error(tmp_path, content):
+    path = tmp_path / "train.jsonl"
+    if isinstance(content, list):
+        content = "\n".join(json.dumps(value) for value in content).encode()
+    path.write_bytes(content)
+    try:
+        problems = gsm8k.read_problems(path)
+    except ValueError as error:
+        assert str(path) in str(error)
+    else:
+        assert all(isinstance(v, str) for p in problems for v in dataclasses.astuple(p))

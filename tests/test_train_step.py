@@ -1,0 +1,416 @@
+"""The learner's three programs: what cannot change a gradient, what an update refuses, what compiles."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxrl_async.learner import packing
+from jaxrl_async.learner.train_step import LossConfig, TrainStep
+from jaxrl_async.models import sharding, transformer
+from jaxrl_async.objectives import anchors, kl, policy_loss
+from jaxrl_async.types import NOT_SAMPLED, Group, Trajectory
+
+MODEL = transformer.ModelConfig(
+    vocab_size=16,
+    num_layers=2,
+    model_dim=16,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    mlp_dim=32,
+    rope_theta=10000.0,
+    rope_scaling=None,
+    norm_eps=1e-6,
+    qk_norm=True,
+    attention_bias=False,
+    tied_embeddings=True,
+    dtype="float32",
+    remat=False,
+)
+A3PO = LossConfig(
+    anchor="a3po",
+    a3po_fresh="behavior",
+    clip_low=0.2,
+    clip_high=0.28,
+    dual_clip=None,
+    behavior_cap=1.5,
+    behavior_cap_mode="mask",
+    temperature=0.7,
+)
+RECOMPUTE = dataclasses.replace(A3PO, anchor="recompute")
+CURRENT = dataclasses.replace(A3PO, anchor="current")
+UNCLIPPED = dataclasses.replace(
+    A3PO, clip_low=1.0, clip_high=1e9, behavior_cap=None, behavior_cap_mode="uncapped"
+)
+VERSION = 6  # v_θ; trajectories hold tokens of versions 2 to 6
+
+
+@functools.lru_cache
+def make(loss=A3PO, mesh_shape=(1, 1, 1), num_minibatches=1, max_grad_norm=1e9):
+    """A TrainStep with plain gradient descent at rate 1: the parameters move by the gradient."""
+    mesh = sharding.make_mesh(*mesh_shape, jax.devices()[: np.prod(mesh_shape)])
+    return mesh, TrainStep(
+        MODEL,
+        mesh,
+        loss=loss,
+        optimizer=optax.sgd(1.0, momentum=0.9),
+        max_grad_norm=max_grad_norm,
+        num_minibatches=num_minibatches,
+        head_chunk_tokens=None,
+    )
+
+
+def groups_of(num_groups=4, group_size=2, seed=0):
+    rng = np.random.default_rng(seed)
+
+    def trajectory():
+        prompt, length = 3, int(rng.integers(5, 14))
+        mask = np.arange(length) >= prompt
+        mask[length - 2] = False  # A tool's token, between sampled ones.
+        return Trajectory(
+            tokens=rng.integers(0, MODEL.vocab_size, length).astype(np.int32),
+            logprobs=np.where(mask, -2.5 - rng.random(length), 0).astype(np.float32),
+            versions=np.where(mask, rng.integers(2, VERSION + 1, length), NOT_SAMPLED).astype(
+                np.int32
+            ),
+            mask=mask,
+            prompt_length=prompt,
+        )
+
+    return [Group(i, 0, tuple(trajectory() for _ in range(group_size))) for i in range(num_groups)]
+
+
+def advantages_of(groups, seed=1):
+    shape = (len(groups), len(groups[0].trajectories))
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def pack(groups, *, microbatch_rows=8, row_tokens=32, advantages=None):
+    advantages = advantages_of(groups) if advantages is None else advantages
+    return packing.pack(
+        groups,
+        advantages,
+        microbatch_rows=microbatch_rows,
+        row_tokens=row_tokens,
+        policy="in_order",
+    )
+
+
+def accumulated(batches, made=None, version=VERSION, seed=0):
+    """The accumulator after these microbatches, at random parameters."""
+    mesh, train_step = make() if made is None else made
+    params = sharding.init_sharded(MODEL, mesh, seed)
+    accumulator = train_step.zero_accumulator()
+    for batch in batches:
+        proximal = train_step.anchor(params, batch)
+        accumulator = train_step.accumulate(params, accumulator, batch, proximal, version)
+    return accumulator
+
+
+def flat(tree):
+    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(jax.device_get(tree))])
+
+
+def assert_same(found, expected, tolerance=2e-6):
+    """Gradients to `tolerance` of their norm; sums and maxima likewise."""
+    for part in ("grads", "sums", "maxima"):
+        a, b = flat(getattr(found, part)), flat(getattr(expected, part))
+        assert np.linalg.norm(b) > 0
+        assert np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b), part
+
+
+def test_one_microbatch_equals_four():
+    groups = groups_of(num_groups=12)
+    one, four = pack(groups, microbatch_rows=16), pack(groups, microbatch_rows=3)
+    assert (len(one), len(four)) == (1, 4)
+    assert_same(accumulated(four), accumulated(one))
+
+
+@pytest.mark.parametrize("loss", [A3PO, RECOMPUTE])
+def test_one_device_equals_eight(loss):
+    batches = pack(groups_of(), microbatch_rows=4)
+    assert_same(accumulated(batches, make(loss, (2, 2, 2))), accumulated(batches, make(loss)))
+
+
+def test_packed_equals_unpacked():
+    groups = groups_of()
+    alone = [
+        batch
+        for group, row in zip(groups, advantages_of(groups), strict=True)
+        for t, advantage in zip(group.trajectories, row, strict=True)
+        for batch in pack([Group(0, 0, (t,))], microbatch_rows=1, advantages=advantage[None, None])
+    ]
+    assert len(alone) == 8
+    assert_same(accumulated(alone), accumulated(pack(groups)))
+
+
+def test_a_masked_trajectory_is_as_if_removed():
+    groups = groups_of(num_groups=3)
+    advantages = advantages_of(groups)
+    silent = tuple(
+        dataclasses.replace(t, mask=np.zeros_like(t.mask)) for t in groups[-1].trajectories
+    )
+    masked = [*groups[:-1], dataclasses.replace(groups[-1], trajectories=silent)]
+    assert_same(
+        accumulated(pack(masked, advantages=advantages)),
+        accumulated(pack(groups[:-1], advantages=advantages[:-1])),
+    )
+
+
+def test_empty_microbatches_add_nothing():
+    batches = pack(groups_of())
+    assert_same(accumulated([*batches, packing.empty_batch(8, 32)]), accumulated(batches))
+
+
+def test_padding_never_reaches_the_gradient():
+    (batch,) = pack(groups_of())
+    bad = dataclasses.replace(
+        batch,
+        behavior_logprobs=np.where(batch.mask, batch.behavior_logprobs, np.nan),
+        advantages=np.where(batch.mask, batch.advantages, np.inf),
+        token_versions=np.where(batch.mask, batch.token_versions, -1000),
+    )
+    assert_same(accumulated([bad]), accumulated([batch]), tolerance=0)
+
+
+def test_unclipped_a3po_gradients_do_not_depend_on_staleness():
+    # −w·A·∇log π_θ whatever d is; were the anchor not detached, it would be 1/d of that.
+    batches, made = pack(groups_of()), make(UNCLIPPED)
+    fresh = accumulated(batches, made, version=VERSION + 1)
+    for version in (VERSION + 2, VERSION + 8):
+        stale = accumulated(batches, made, version=version)
+        np.testing.assert_allclose(flat(stale.grads), flat(fresh.grads), rtol=1e-3, atol=1e-5)
+
+
+def test_staleness_is_that_of_the_token():
+    # Versions [3, 3, 5, 5] at v_θ = 6: d = [3, 3, 1, 1], mean 2, largest 3.
+    t = Trajectory(
+        tokens=np.arange(5, dtype=np.int32),
+        logprobs=np.array([0, -2, -3, -2, -3], np.float32),
+        versions=np.array([NOT_SAMPLED, 3, 3, 5, 5], np.int32),
+        mask=np.array([False, True, True, True, True]),
+        prompt_length=1,
+    )
+    _, train_step = make()
+    batches = pack([Group(0, 0, (t,))], advantages=np.ones((1, 1)))
+    (_, _, metrics), params = updated(train_step, batches)
+    (batch,) = batches
+    logprobs = train_step.score(params, batch)
+    staleness = np.zeros((8, 32))
+    staleness[0, :5] = [0, 3, 3, 1, 1]
+    anchor = anchors.a3po(logprobs, batch.behavior_logprobs, staleness, batch.mask)
+    ratio = np.exp(logprobs - anchor)[batch.mask]
+    assert (metrics["staleness/mean"], metrics["staleness/max"]) == (2, 3)
+    np.testing.assert_allclose(metrics["policy/ratio"], ratio.mean(), rtol=1e-5)
+
+
+def updated(train_step, batches, version=VERSION):
+    """What `update` returned, and the parameters before it."""
+    mesh = make()[0]
+    before = sharding.init_sharded(MODEL, mesh, 0)
+    state = train_step.init(sharding.init_sharded(MODEL, mesh, 0))
+    accumulator = train_step.zero_accumulator()
+    for batch in batches:
+        accumulator = train_step.accumulate(
+            state.params, accumulator, batch, train_step.anchor(state.params, batch), version
+        )
+    return train_step.update(state, accumulator), before
+
+
+def test_metrics_and_denominator_are_over_the_original_mask():
+    _, train_step = make()
+    batches = pack(groups_of(), microbatch_rows=2)
+    (_, _, metrics), params = updated(train_step, batches)
+    tokens = sum(batch.mask.sum() for batch in batches)
+    expected = dict.fromkeys(("loss/policy", "policy/dropped_by_cap", "policy/kl_behavior"), 0.0)
+    for batch in batches:
+        logprobs, behavior = train_step.score(params, batch), batch.behavior_logprobs
+        staleness = VERSION - batch.token_versions
+        anchor = anchors.a3po(logprobs, behavior, staleness, batch.mask)
+        loss = policy_loss.policy_loss(
+            logprobs,
+            behavior,
+            anchor,
+            batch.advantages,
+            batch.mask,
+            clip_low=0.2,
+            clip_high=0.28,
+            behavior_cap=1.5,
+            behavior_cap_mode="mask",
+            dual_clip=None,
+        )
+        expected["loss/policy"] += float(loss.sum())
+        expected["policy/dropped_by_cap"] += np.sum((np.exp(anchor - behavior) > 1.5)[batch.mask])
+        expected["policy/kl_behavior"] += float(kl.k3(behavior, logprobs, batch.mask).sum())
+    assert metrics["tokens"] == tokens
+    assert 0 < expected["policy/dropped_by_cap"] < tokens
+    for name, total in expected.items():
+        np.testing.assert_allclose(metrics[name], total / tokens, rtol=1e-4, err_msg=name)
+
+
+def test_an_update_is_the_gradient_over_the_token_count():
+    _, train_step = make()
+    batches = pack(groups_of(), microbatch_rows=2)
+    grads, tokens = flat(accumulated(batches).grads), sum(batch.mask.sum() for batch in batches)
+    (state, accumulator, metrics), params = updated(train_step, batches)
+    moved = flat(params) - flat(state.params)
+    np.testing.assert_allclose(moved, grads / tokens, rtol=1e-3, atol=1e-6)
+    np.testing.assert_allclose(metrics["policy/grad_norm"], np.linalg.norm(grads / tokens), 1e-4)
+    assert not flat(accumulator).any(), "the accumulator comes back at zero"
+    assert (state.updates, metrics["finite"]) == (1, 1)
+
+
+def test_the_global_norm_is_clipped():
+    _, train_step = make(max_grad_norm=0.01)
+    (state, _, metrics), params = updated(train_step, pack(groups_of()))
+    assert metrics["policy/grad_norm"] > 0.01
+    np.testing.assert_allclose(np.linalg.norm(flat(params) - flat(state.params)), 0.01, rtol=1e-3)
+
+
+@pytest.mark.parametrize("bad", [np.nan, -np.inf])
+def test_bad_numbers_keep_the_state_and_are_gone_afterwards(bad):
+    _, train_step = make()
+    (batch,) = pack(groups_of())
+    (state, accumulator, _), _ = updated(train_step, [batch])
+    kept = flat(state)
+    poisoned = np.where(batch.mask, bad, 0).astype(np.float32)
+    accumulator = train_step.accumulate(
+        state.params,
+        accumulator,
+        dataclasses.replace(batch, advantages=poisoned),
+        None,
+        VERSION,
+    )
+    state, accumulator, metrics = train_step.update(state, accumulator)
+    assert metrics["finite"] == 0
+    np.testing.assert_array_equal(flat(state), kept)
+    accumulator = train_step.accumulate(state.params, accumulator, batch, None, VERSION)
+    state, _, metrics = train_step.update(state, accumulator)
+    assert (state.updates, metrics["finite"]) == (2, 1)
+
+
+def test_a_minibatch_without_tokens_is_refused():
+    _, train_step = make()
+    (state, _, metrics), params = updated(train_step, [packing.empty_batch(8, 32)])
+    assert metrics["finite"] == 0
+    np.testing.assert_array_equal(flat(state.params), flat(params))
+
+
+def test_recompute_with_one_minibatch_has_ratio_one_and_equals_current():
+    batches = pack(groups_of(), microbatch_rows=4)
+    (recomputed, _, metrics), _ = updated(make(RECOMPUTE)[1], batches)
+    (current, _, _), _ = updated(make(CURRENT)[1], batches)
+    assert metrics["policy/clip_fraction"] == 0
+    np.testing.assert_allclose(metrics["policy/ratio"], 1, rtol=1e-6)
+    np.testing.assert_allclose(flat(recomputed.params), flat(current.params), rtol=1e-5, atol=1e-6)
+
+
+def test_minibatches_share_the_anchor_of_the_steps_first_weights():
+    _, train_step = make(RECOMPUTE, num_minibatches=2)
+    mesh, _ = make()
+    slices = [pack(m) for m in packing.split_minibatches(groups_of(num_groups=8), 2)]
+    state = train_step.init(sharding.init_sharded(MODEL, mesh, 0))
+    proximal = [[train_step.anchor(state.params, b) for b in batches] for batches in slices]
+    accumulator, ratios = train_step.zero_accumulator(), []
+    for batches, anchors_of in zip(slices, proximal, strict=True):
+        for batch, anchor in zip(batches, anchors_of, strict=True):
+            accumulator = train_step.accumulate(state.params, accumulator, batch, anchor, VERSION)
+        state, accumulator, metrics = train_step.update(state, accumulator)
+        ratios.append(float(metrics["policy/ratio"]))
+    assert ratios[0] == pytest.approx(1, abs=1e-6)
+    assert ratios[1] != pytest.approx(1, abs=1e-3), "the second minibatch's policy has moved"
+
+
+@pytest.mark.parametrize("mesh_shape", [(1, 1, 1), (2, 2, 2)])
+def test_steps_after_the_first_compile_nothing(mesh_shape):
+    mesh, train_step = make.__wrapped__(RECOMPUTE, mesh_shape)
+    (batch,) = pack(groups_of())
+    state = train_step.init(sharding.init_sharded(MODEL, mesh, 0))
+    accumulator, compiled = train_step.zero_accumulator(), []
+    for version in range(3):
+        for _ in range(2):
+            anchor = train_step.anchor(state.params, batch)
+            accumulator = train_step.accumulate(
+                state.params, accumulator, batch, anchor, VERSION + version
+            )
+        state, accumulator, metrics = train_step.update(state, accumulator)
+        assert metrics["finite"] == 1
+        compiled.append(train_step.num_compilations())
+    assert compiled == [5, 5, 5]  # init, zeros, score, accumulate, update
+
+
+def test_state_and_accumulator_are_consumed():
+    mesh, train_step = make()
+    (batch,) = pack(groups_of())
+    state = train_step.init(sharding.init_sharded(MODEL, mesh, 0))
+    first = train_step.zero_accumulator()
+    second = train_step.accumulate(state.params, first, batch, None, VERSION)
+    train_step.update(state, second)
+    for tree in (first.grads, second.grads, state.params, state.opt_state):
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(tree))
+
+
+def test_the_abstract_state_is_that_of_the_state():
+    mesh, train_step = make(mesh_shape=(2, 2, 2))
+    state = train_step.init(sharding.init_sharded(MODEL, mesh, 0))
+    abstract = train_step.abstract_state()
+    assert jax.tree.structure(abstract) == jax.tree.structure(state)
+    for leaf, like in zip(jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True):
+        assert (leaf.shape, leaf.dtype, leaf.sharding) == (like.shape, like.dtype, like.sharding)
+
+
+def test_score_is_at_the_samplers_temperature():
+    # Halving the temperature twice as sharply peaks the distribution: log-probs are of logits / T.
+    mesh, sharp = make()
+    _, flat_step = make(dataclasses.replace(A3PO, temperature=1e6))
+    params = sharding.init_sharded(MODEL, mesh, 0)
+    (batch,) = pack(groups_of())
+    uniform = -np.log(MODEL.vocab_size)
+    np.testing.assert_allclose(flat_step.score(params, batch)[batch.mask], uniform, rtol=1e-4)
+    assert np.std(sharp.score(params, batch)[batch.mask]) > 0.1
+
+
+def test_the_current_anchor_is_refused_with_several_minibatches():
+    with pytest.raises(ValueError, match="num_minibatches = 2"):
+        make(CURRENT, num_minibatches=2)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"anchor": "linear"}, "anchor must be one of recompute, current, a3po, behavior"),
+        ({"a3po_fresh": "none"}, "a3po_fresh must be one of behavior, current; got 'none'"),
+        ({"behavior_cap_mode": "drop"}, "behavior_cap_mode must be one of"),
+        ({"behavior_cap": None}, "got None in mode 'mask'"),
+        ({"behavior_cap_mode": "none"}, "got 1.5 in mode 'none'"),
+        ({"dual_clip": 1.0}, "dual_clip must be > 1 or None, got 1.0"),
+        ({"clip_low": 1.5}, r"clip_low must be in \[0, 1\]"),
+        ({"temperature": 0.0}, "temperature must be > 0, got 0.0"),
+    ],
+)
+def test_losses_that_contradict_themselves_are_refused(changed, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(A3PO, **changed)
+
+
+def test_bfloat16_compute_keeps_float32_sums():
+    config = dataclasses.replace(MODEL, dtype="bfloat16")
+    mesh, _ = make()
+    train_step = TrainStep(
+        config,
+        mesh,
+        loss=A3PO,
+        optimizer=optax.sgd(1.0),
+        max_grad_norm=1.0,
+        num_minibatches=1,
+        head_chunk_tokens=8,
+    )
+    (batch,) = pack(groups_of())
+    accumulator = accumulated([batch], (mesh, train_step))
+    assert {leaf.dtype for leaf in jax.tree.leaves(accumulator)} == {jnp.dtype("float32")}
+    assert np.isfinite(flat(accumulator)).all()
