@@ -41,6 +41,18 @@ def run(role: str, settings: Settings, *, index: int, workdir: pathlib.Path, res
             _learner(settings, workdir, resume=resume)
 
 
+def prepare(settings: Settings, workdir: pathlib.Path) -> None:
+    """Reads the task and makes the tokenizer, so that what is wrong with them is found before roles start.
+
+    Raises:
+      OSError, TypeError, ValueError: names the file, the argument or the line.
+    """
+    task = task_of(settings)
+    for split in ("train", "test"):
+        task.examples(split)
+    tokenizer_of(settings, workdir)
+
+
 def tokenizer_of(settings: Settings, workdir: pathlib.Path):
     """The run's tokenizer: made by the first role that needs it, the same files for all."""
     from jaxrl_async.tasks import tokenizer as tokenizers

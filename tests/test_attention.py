@@ -5,19 +5,17 @@ import numpy as np
 from jaxrl_async.models import attention
 
 
+_causal_mask = jax.jit(attention.causal_mask)
 _attention = jax.jit(attention.attention)
 
 
 def _qkv(seed, B, T, H, N, C, dtype=jnp.float32):
-    keys = jax.random.split(jax.random.key(seed), 3)
-    return tuple(
-        jax.random.normal(key, (B, T, heads, C), dtype)
-        for key, heads in zip(keys, (H, N, N), strict=True)
-    )
+    rng = np.random.default_rng(seed)
+    return tuple(rng.normal(size=(B, T, heads, C)).astype(dtype) for heads in (H, N, N))
 
 
 def test_mask_of_two_segments_and_padding():
-    mask = attention.causal_mask(jnp.array([[1, 1, 2, 2, 0, 0]]))
+    mask = _causal_mask(jnp.array([[1, 1, 2, 2, 0, 0]]))
     expected = [
         [1, 0, 0, 0, 0, 0],
         [1, 1, 0, 0, 0, 0],
@@ -33,7 +31,7 @@ def test_equal_scores_give_the_mean_of_the_values_allowed():
     # q = 0 makes every score 0, so the token at 2 reads (1 + 2 + 6) / 3.
     q = jnp.zeros((1, 3, 1, 2))
     v = jnp.broadcast_to(jnp.array([1.0, 2.0, 6.0])[None, :, None, None], (1, 3, 1, 2))
-    mask = attention.causal_mask(jnp.ones((1, 3), jnp.int32))
+    mask = _causal_mask(jnp.ones((1, 3), jnp.int32))
     attended = _attention(q, q, v, mask)
     np.testing.assert_allclose(attended[0, :, 0, 0], [1.0, 1.5, 3.0], rtol=1e-6)
 
@@ -49,15 +47,15 @@ def test_scores_are_divided_by_the_root_of_the_head_dim():
 
 def test_query_heads_of_a_group_share_a_key_head():
     q, k, v = _qkv(0, B=2, T=5, H=6, N=2, C=4)
-    mask = attention.causal_mask(jnp.ones((2, 5), jnp.int32))
-    repeated = attention.attention(q, jnp.repeat(k, 3, axis=2), jnp.repeat(v, 3, axis=2), mask)
+    mask = _causal_mask(jnp.ones((2, 5), jnp.int32))
+    repeated = attention.attention(q, np.repeat(k, 3, axis=2), np.repeat(v, 3, axis=2), mask)
     np.testing.assert_allclose(_attention(q, k, v, mask), repeated, atol=1e-6)
 
 
 def test_blocks_equal_the_whole_in_values_and_gradients():
     # 300 tokens are three blocks, the last one ragged.
     q, k, v = _qkv(1, B=1, T=300, H=4, N=2, C=8)
-    mask = attention.causal_mask(np.repeat([1, 2, 0], [140, 130, 30])[None])
+    mask = _causal_mask(np.repeat([1, 2, 0], [140, 130, 30])[None])
 
     def run(function):
         def loss(q, k, v):
@@ -83,7 +81,7 @@ def test_a_long_row_is_cut_into_at_most_eight_blocks():
 
 def test_masked_keys_and_values_get_no_gradient():
     q, k, v = _qkv(2, B=1, T=4, H=2, N=1, C=4)
-    mask = attention.causal_mask(jnp.array([[1, 1, 2, 2]]))
+    mask = _causal_mask(jnp.array([[1, 1, 2, 2]]))
 
     def first_segment(k, v):
         return jnp.sum(_attention(q, k, v, mask)[:, :2] ** 2)
@@ -95,7 +93,7 @@ def test_masked_keys_and_values_get_no_gradient():
 
 def test_softmax_is_float32_under_bfloat16():
     q, k, v = _qkv(3, B=1, T=64, H=2, N=2, C=8, dtype=jnp.bfloat16)
-    mask = attention.causal_mask(jnp.ones((1, 64), jnp.int32))
+    mask = _causal_mask(jnp.ones((1, 64), jnp.int32))
     attended = _attention(q, k, v, mask)
     assert attended.dtype == jnp.bfloat16
     program = str(jax.make_jaxpr(attention.attention)(q, k, v, mask)).split("\n")

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from jaxrl_async.tasks import tokenizer as room
@@ -18,14 +18,14 @@ CHAT = (
     "{%- for message in messages %}\n"
     "    {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' }}\n"
     "{%- endfor %}\n"
-    "{% if add_generation_prompt %}\n"
+    "{%- if add_generation_prompt %}\n"
     "    {{- '<|im_start|>assistant\\n' }}\n"
-    "{% endif %}\n"
+    "{%- endif %}\n"
 )
 
 
 def make_bpe(directory):
-    return train_bpe(TEXTS, vocab_size=300, directory=directory)
+    return train_bpe(TEXTS, vocab_size=280, directory=directory)
 
 
 def write_hf(directory, *, config=None, generation=None, template=None):
@@ -35,7 +35,7 @@ def write_hf(directory, *, config=None, generation=None, template=None):
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300,
+        vocab_size=280,
         special_tokens=special,
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -90,16 +90,21 @@ def bpe(tmp_path_factory):
 
 @given(text=st.text())
 def test_a_trained_encoding_brings_every_text_back(bpe, text):
+    assume(room.EOS not in text and room.PAD not in text)
     ids = bpe.encode(text)
     assert bpe.decode(ids) == text
     assert all(0 <= i < bpe.vocab_size for i in ids)
 
 
 def test_a_trained_encoding_keeps_to_its_bound_and_learns_words(bpe):
-    assert bpe.vocab_size == 300
+    assert bpe.vocab_size == 280
     assert (bpe.pad_id, bpe.eos_id, bpe.stop_token_ids) == (0, 1, (1,))
     assert len(bpe.encode("Ada has pens")) < len("Ada has pens")
     assert bpe.decode([*bpe.encode("46"), bpe.eos_id, bpe.pad_id]) == "46"
+
+
+def test_the_text_of_a_special_token_is_that_token(bpe):
+    assert bpe.encode("4<eos>6") == [*bpe.encode("4"), bpe.eos_id, *bpe.encode("6")]
 
 
 def test_every_digit_is_a_token_of_its_own(bpe):
@@ -115,7 +120,7 @@ def test_equal_texts_give_equal_files_in_every_process(tmp_path):
     make_bpe(tmp_path / "here")
     script = (
         "from jaxrl_async.tasks.tokenizer import train_bpe\n"
-        f"train_bpe({TEXTS!r}, vocab_size=300, directory={str(tmp_path / 'there')!r})"
+        f"train_bpe({TEXTS!r}, vocab_size=280, directory={str(tmp_path / 'there')!r})"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
     assert contents(tmp_path / "here") == contents(tmp_path / "there")
@@ -224,7 +229,7 @@ def test_several_templates_need_a_default(tmp_path):
     [
         ("{{ raise_exception('no user message') }}", "no user message"),
         ("{{ messages.__class__.__mro__ }}", "unsafe"),
-        ("{{ messages.append(1) }}", "not safely callable"),
+        ("{{ messages.append(1) }}", "'append' of 'list' object is unsafe"),
         # A prompt that holds today's date would not be the same tomorrow.
         ("{{ strftime_now('%d') }}", "'strftime_now' is undefined"),
     ],
@@ -266,7 +271,7 @@ def test_completions_stop_at_what_the_files_list(tmp_path, eos_token, listed, st
     [
         ({}, None, "names no end-of-sequence token: expected eos_token in tokenizer_config.json"),
         ({"eos_token": "</s>"}, None, "eos_token '</s>' of .* is not in the vocabulary"),
-        ({}, {"eos_token_id": 300}, r"eos_token_id 300 is outside \[0, 300\)"),
+        ({}, {"eos_token_id": 280}, r"eos_token_id 280 is outside \[0, 280\)"),
         ({}, {"eos_token_id": ["<|im_end|>"]}, "eos_token_id '<|im_end|>' is outside"),
         ([], None, "tokenizer_config.json: expected a JSON object, got list"),
     ],

@@ -125,7 +125,7 @@ def assert_same(found, expected, tolerance=2e-6):
 
 
 def test_one_microbatch_equals_four():
-    groups = groups_of(num_groups=12)
+    groups = groups_of(num_groups=15)
     one, four = pack(groups, microbatch_rows=16), pack(groups, microbatch_rows=3)
     assert (len(one), len(four)) == (1, 4)
     assert_same(accumulated(four), accumulated(one))

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 
-from jaxrl_async import supervisor
+from jaxrl_async import roles, supervisor
 from jaxrl_async.cli.config import UsageError, parse_flags, settings_of
 from jaxrl_async.settings import Settings, nearest
 
@@ -43,6 +43,10 @@ def _all(settings: Settings, config, workdir: pathlib.Path, *, resume: bool) -> 
     _check_workdir(workdir, resume=resume)
     workdir.mkdir(parents=True, exist_ok=True)
     (workdir / "config.json").write_text(config.to_json(indent=2), encoding="utf-8")
+    try:
+        roles.prepare(settings, workdir)
+    except (OSError, TypeError, ValueError) as error:
+        raise UsageError(f"task {settings.task.name!r}: {error}") from None
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         supervisor.run(settings, workdir=workdir, resume=resume)
@@ -69,8 +73,6 @@ def _one(settings: Settings, role: str, index: int, workdir: pathlib.Path, *, re
     if "JAXRL_PARENT" in os.environ:
         parent = int(os.environ["JAXRL_PARENT"])
         threading.Thread(target=_end_with, args=(parent,), name="parent", daemon=True).start()
-    from jaxrl_async import roles  # Imports what its role needs, after the cores are chosen.
-
     try:
         roles.run(role, settings, index=index, workdir=workdir, resume=resume)
     except KeyboardInterrupt:

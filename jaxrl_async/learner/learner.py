@@ -163,8 +163,8 @@ def _checked(step: int, minibatch: int, outcome: Any, groups: Sequence[Group]) -
         indexes = ", ".join(str(group.prompt_index) for group in groups)
         raise NonFiniteError(
             f"step {step}, minibatch {minibatch}: loss {values['loss/policy']} and gradient norm "
-            f"{values['policy/grad_norm']}, of the groups with prompt_index {indexes}; the weights are "
-            f"still those of version {step - 1}, and nothing of this step was committed, saved or published"
+            f"{values['policy/grad_norm']}, of the groups with prompt_index {indexes}; nothing of this "
+            "step was committed, saved or published"
         )
     return values
 

@@ -31,15 +31,15 @@ def causal_mask(segment_ids):
 def causal_attention(q_BTHC, k_BTNC, v_BTNC, mask_BTT):
     """Attention of whole rows, in blocks of queries, each against the keys up to its end.
 
-    Equal to `attention` under the mask and k ≤ q. The scores of a block are computed again in the
+    Equal to `attention` under a causal mask. The scores of a block are computed again in the
     backward pass, so [B, H, T, T] never exists, and nearly half of it is never computed.
 
     Args:
       q_BTHC: [B, T, H, C].
       k_BTNC: [B, T, N, C]; N divides H.
       v_BTNC: [B, T, N, C].
-      mask_BTT: bool [B, T, T], True = may attend; for each query one True at k ≤ q at least. What
-        it says about k > q is not read, or has to be False.
+      mask_BTT: bool [B, T, T], True = may attend, False where k > q; at least one True for each
+        query.
 
     Returns:
       [B, T, H, C] in the dtype of v.
@@ -48,11 +48,13 @@ def causal_attention(q_BTHC, k_BTNC, v_BTNC, mask_BTT):
     block = max(_MIN_BLOCK_TOKENS, -(-T // _MAX_BLOCKS))
     if T <= block:
         return attention(q_BTHC, k_BTNC, v_BTNC, mask_BTT)
+    # Forward and backward of a scanned layer are two loops, so nothing could be merged across them.
+    recomputed_attention = jax.checkpoint(attention, prevent_cse=False)
     attended = []
     for start in range(0, T, block):
         queries, keys = slice(start, start + block), slice(0, start + block)
         attended.append(
-            jax.checkpoint(attention)(
+            recomputed_attention(
                 q_BTHC[:, queries], k_BTNC[:, keys], v_BTNC[:, keys], mask_BTT[:, queries, keys]
             )
         )

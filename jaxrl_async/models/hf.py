@@ -150,9 +150,7 @@ def to_tensors(
             yield _NAMES[name], _to_tensor(name, ours[name], dtype)
 
 
-def from_tensors(
-    tensors: Mapping[str, np.ndarray], config: transformer.ModelConfig
-) -> nnx.State:
+def from_tensors(tensors: Mapping[str, np.ndarray], config: transformer.ModelConfig) -> nnx.State:
     """The parameters that Hugging Face tensors hold: an nnx.State of float32 NumPy arrays.
 
     Args:
@@ -283,7 +281,9 @@ def _read_file(path):
     data = np.memmap(path, np.uint8, mode="r") if path.stat().st_size else np.zeros(0, np.uint8)
     start = 8 + int.from_bytes(data[:8].tobytes(), "little")
     if not 8 < start <= len(data):
-        raise ValueError(f"{path}: {len(data)} bytes do not hold the safetensors header; truncated?")
+        raise ValueError(
+            f"{path}: {len(data)} bytes do not hold the safetensors header; truncated?"
+        )
     try:
         header = json.loads(data[8:start].tobytes())
     except ValueError as error:

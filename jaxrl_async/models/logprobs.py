@@ -8,7 +8,13 @@ import jax.numpy as jnp
 
 
 def token_logprobs(
-    model, hidden_BTD, tokens_BT, predictor_index_BT, *, temperature: float, chunk_tokens: int | None
+    model,
+    hidden_BTD,
+    tokens_BT,
+    predictor_index_BT,
+    *,
+    temperature: float,
+    chunk_tokens: int | None,
 ):
     """Log-prob of each token, and the entropy of the distribution that it was drawn from.
 
@@ -40,8 +46,9 @@ def token_logprobs(
     if chunk_tokens is None or chunk_tokens >= T:
         return head(hidden_BTD, tokens_BT)
     chunks = _split(hidden_BTD, chunk_tokens), _split(tokens_BT, chunk_tokens)
+    recomputed_head = jax.checkpoint(head, prevent_cse=False)  # Not needed within a scan.
     _, (logprobs, entropy) = jax.lax.scan(
-        lambda carry, chunk: (carry, jax.checkpoint(head)(*chunk)), None, chunks
+        lambda carry, chunk: (carry, recomputed_head(*chunk)), None, chunks
     )
     return _join(logprobs, T), _join(entropy, T)
 

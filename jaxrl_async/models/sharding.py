@@ -92,9 +92,7 @@ def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
 
 
-def init_sharded(
-    config: transformer.ModelConfig, mesh: jax.sharding.Mesh, seed: int
-) -> nnx.State:
+def init_sharded(config: transformer.ModelConfig, mesh: jax.sharding.Mesh, seed: int) -> nnx.State:
     """Random parameters, each made where it will live. The values do not depend on the mesh."""
 
     def init():

@@ -83,7 +83,8 @@ class Transformer(nnx.Module):
         Args:
           tokens_BT: int32 [B, T].
           positions_BT: int32 [B, T], from 0 within each segment.
-          mask_BTS: bool [B, T, T], True = may attend; at least one True for each query.
+          mask_BTS: bool [B, T, T], True = may attend, False where a key stands after its query; at
+            least one True for each query.
 
         Returns:
           [B, T, D] in the compute dtype, after the final norm.
@@ -95,7 +96,7 @@ class Transformer(nnx.Module):
             return nnx.merge(graphdef, block)(x_BTD, rope, mask_BTS)[0], None
 
         if self.config.remat:
-            layer = jax.checkpoint(layer)
+            layer = jax.checkpoint(layer, prevent_cse=False)  # Not needed within a scan.
         x_BTD, _ = jax.lax.scan(layer, self._embed(tokens_BT), blocks)
         return self.final_norm(x_BTD)
 

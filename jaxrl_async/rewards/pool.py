@@ -213,7 +213,6 @@ class RewardPool:
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
         """Kills a process with all it has started."""
-        self._processes.remove(process)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         process.stdin.close()
@@ -221,6 +220,7 @@ class RewardPool:
             async with asyncio.timeout(CLOSE_TIMEOUT_SECS):
                 await process.stdout.read()
                 await process.wait()
+        self._processes.discard(process)
 
     def _refuse(self, reason: str) -> None:
         self._refusal = reason

@@ -162,7 +162,7 @@ class HFTokenizer:
     """A tokenizer in Hugging Face layout, with its chat template if it has one.
 
     The end of sequence is tokenizer_config.json's eos_token, or else the first of generation_config.json's
-    eos_token_id; the rest of those stop a completion too.
+    eos_token_id; the rest of those stop a completion too. Where a text holds a special token's text, it is that token.
     """
 
     def __init__(self, directory: str | os.PathLike):

@@ -1,0 +1,264 @@
+"""The main job through its real processes and wire: modes, resume, bad input, deaths and Ctrl-C."""
+
+import json
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import psutil
+import pytest
+
+from jaxrl_async.metrics import METRICS, read_metrics
+
+ROOT = pathlib.Path(__file__).parent.parent
+QUICKSTART = "configs/quickstart.py"
+GSM8K = f"--config.task.args.directory={ROOT}/tests/gsm8k_tiny"
+RUN_TIMEOUT_SECS = 400
+FIRST_STEP_TIMEOUT_SECS = 200
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """One compilation cache for all runs of this module: programs are the same from run to run."""
+    return tmp_path_factory.mktemp("jax-cache")
+
+
+@pytest.fixture
+def command(cache, tmp_path):
+    """Starts `python -m jaxrl_async …` with a workdir of its own."""
+
+    def start(verb, *argv, workdir=tmp_path / "run", **popen):
+        environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+        environment |= {
+            "JAX_COMPILATION_CACHE_DIR": str(cache),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+        words = [sys.executable, "-m", "jaxrl_async", verb, f"--workdir={workdir}", *argv]
+        return subprocess.Popen(
+            words,
+            cwd=ROOT,
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            **popen,
+        )
+
+    return start
+
+
+@pytest.fixture
+def run(command):
+    """Runs a command to its end: (exit code, what it printed)."""
+
+    def finish(verb, *argv, **kwargs):
+        process = command(verb, *argv, **kwargs)
+        output, _ = process.communicate(timeout=RUN_TIMEOUT_SECS)
+        return process.returncode, output
+
+    return finish
+
+
+def wait_for_step(workdir, step):
+    deadline = time.monotonic() + FIRST_STEP_TIMEOUT_SECS
+    while not (rows := read_metrics(workdir)) or rows[-1]["step"] < step:
+        assert time.monotonic() < deadline, f"no step {step} in {workdir}"
+        time.sleep(0.1)
+
+
+def roles_of(supervisor_pid):
+    """Role name → process, of a run."""
+    roles = {}
+    for child in psutil.Process(supervisor_pid).children():
+        words = child.cmdline()
+        role = next(w.split("=")[1] for w in words if w.startswith("--role="))
+        roles[role] = child
+    return roles
+
+
+def params_of(workdir, step):
+    """The last published weights of a run, as bytes."""
+    path = pathlib.Path(workdir) / "checkpoints" / str(step) / "state"
+    assert path.is_dir()
+    import orbax.checkpoint as ocp
+
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(path)["params"]
+
+
+def assert_same(a, b):
+    import jax
+
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@pytest.mark.parametrize("mode", ["sync", "periodic", "async"])
+def test_a_mode_trains_evaluates_and_reports(mode, run, tmp_path):
+    workdir = tmp_path / "run"
+    code, output = run("train", f"--config={QUICKSTART}:smoke,mode={mode}")
+    assert code == 0, output
+    rows = read_metrics(workdir)
+    assert [row["step"] for row in rows] == [1, 2]
+    if mode != "async":
+        assert all(row["staleness/max"] == 0 for row in rows)
+    assert rows[1]["compile/count"] == rows[0]["compile/count"], "a program compiled after step 1"
+    for name in (
+        "config.json", "metrics.jsonl", "tensorboard", "checkpoints/0", "checkpoints/2", "weights",
+        "logs/queue.log", "logs/server-0.log", "logs/rollout-0.log", "logs/learner.log",
+    ):  # fmt: skip
+        assert (workdir / name).exists(), name
+    for name in METRICS:
+        if not name.endswith("/") and name not in NOT_IN_EVERY_RUN:
+            assert any(name in row for row in rows), f"{name} is in the table and never logged"
+
+    code, output = run("evaluate", "--config.evaluate.num_prompts=8")
+    assert code == 2, "evaluate takes its config from the workdir"
+    code, output = run("evaluate")
+    assert code == 0, output
+    assert [row["step"] for row in json.loads((workdir / "evaluation.json").read_text())] == [0, 2]
+    code, output = run("report")
+    assert code == 0, output
+    page = (workdir / "report.html").read_text()
+    assert page.count("<svg") == 8
+    assert "Held-out evaluation" in page
+    assert not re.search(r"(src|href)=.http", page), "the page is not self-contained"
+
+
+NOT_IN_EVERY_RUN = {"time/wait_push_secs", "time/publish_secs"}
+
+
+@pytest.mark.parametrize("config", ["gsm8k_tiny", "gsm8k_qwen2_5_1p5b"])
+def test_the_smoke_of_a_config_trains_two_steps(config, run, tmp_path):
+    code, output = run("train", f"--config=configs/{config}.py:smoke", GSM8K)
+    assert code == 0, output
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2]
+
+
+def test_a_resumed_sync_run_equals_the_uninterrupted_one_bit_for_bit(run, tmp_path):
+    sync = f"--config={QUICKSTART}:smoke,mode=sync"
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    four, every = "--config.learner.num_steps=4", "--config.checkpoint.every_steps=1"
+    assert run("train", sync, four, every, workdir=whole)[0] == 0
+    assert run("train", sync, every, workdir=parts)[0] == 0  # two steps
+    code, output = run("train", sync, four, every, "--resume", workdir=parts)
+    assert code == 0, output
+    assert [row["step"] for row in read_metrics(parts)] == [1, 2, 3, 4]
+    assert_same(params_of(whole, 4), params_of(parts, 4))
+
+
+def test_a_workdir_that_holds_a_run_is_not_overwritten(run, tmp_path):
+    (tmp_path / "run" / "checkpoints" / "0").mkdir(parents=True)
+    code, output = run("train", f"--config={QUICKSTART}:smoke")
+    assert code == 2
+    assert "go on with --resume" in output
+
+
+def test_ctrl_c_ends_every_process_within_ten_seconds(command, tmp_path):
+    process = command("train", f"--config={QUICKSTART}:smoke", "--config.learner.num_steps=100000")
+    wait_for_step(tmp_path / "run", 1)
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) >= 5  # four roles, and a reward process
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=10)
+    assert process.returncode == 1
+    assert "--resume" in output
+    assert psutil.wait_procs(children, timeout=1)[1] == []
+
+
+@pytest.mark.parametrize("role", ["queue", "server", "rollout", "learner"])
+def test_a_role_that_dies_is_named_with_the_end_of_its_log(role, command, tmp_path):
+    process = command("train", f"--config={QUICKSTART}:smoke", "--config.learner.num_steps=100000")
+    wait_for_step(tmp_path / "run", 1)
+    roles = roles_of(process.pid)
+    roles[role].kill()
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert re.search(
+        rf"role '{role}(-0)?' ended by signal SIGKILL; the end of .*{role}.*log", output
+    )
+    assert psutil.wait_procs(list(roles.values()), timeout=1)[1] == []
+
+
+def test_the_roles_end_with_their_supervisor(command, tmp_path):
+    process = command("train", f"--config={QUICKSTART}:smoke", "--config.learner.num_steps=100000")
+    wait_for_step(tmp_path / "run", 1)
+    roles = list(roles_of(process.pid).values())
+    process.kill()
+    process.communicate(timeout=10)
+    assert psutil.wait_procs(roles, timeout=20)[1] == []
+
+
+def test_weights_that_are_not_finite_stop_the_run_before_anything_is_saved(run, tmp_path):
+    code, output = run(
+        "train",
+        f"--config={QUICKSTART}:smoke,mode=sync",
+        "--config.learner.learning_rate=1e38",
+        "--config.learner.max_grad_norm=1e38",
+        "--config.learner.num_steps=6",
+        "--config.checkpoint.every_steps=1",
+        "--config.warm_start.num_steps=400",
+    )
+    assert code == 1
+    found = re.search(r"step (\d+), minibatch \d: loss .* prompt_index ([\d, ]+);", output)
+    assert found, output
+    step = int(found[1])
+    kept = sorted(int(p.name) for p in (tmp_path / "run" / "checkpoints").iterdir())
+    assert kept[-1] == step - 1
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == list(range(1, step))
+
+
+def test_a_taken_port_is_named(run):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        code, output = run(
+            "train", f"--config={QUICKSTART}:smoke", f"--config.queue.address={address}"
+        )
+    assert code == 1
+    assert re.search(rf"role 'queue' ended.*cannot listen on {address}", output, re.DOTALL)
+
+
+def test_an_inference_address_that_never_answers_is_named_with_the_seconds(run):
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        code, output = run(
+            "train",
+            f"--config={QUICKSTART}:smoke",
+            f"--config.server.addresses=('{address}',)",
+            "--config.server.start_timeout_secs=3.0",
+        )
+    assert code == 1
+    assert re.search(rf"{address}.*within 3 s", output), output
+
+
+def test_a_mesh_that_does_not_divide_the_devices_is_refused(run):
+    code, output = run("train", f"--config={QUICKSTART}:smoke", "--config.learner.data=2")
+    assert code == 1
+    assert re.search(r"2.*devices", output), output
+
+
+def test_a_checkpoint_of_another_shape_is_refused_with_both_shapes(run):
+    code, output = run("train", f"--config={QUICKSTART}:smoke,mode=sync")
+    assert code == 0, output
+    code, output = run(
+        "train", f"--config={QUICKSTART}:smoke,mode=sync", "--config.model.mlp_dim=96", "--resume"
+    )
+    assert code == 1
+    assert re.search(r"gate.* has shape \(2, 64, 192\).* needs \(2, 64, 96\)", output), output
+
+
+def test_a_missing_data_set_is_named(run):
+    code, output = run("train", "--config=configs/gsm8k_tiny.py:smoke")
+    assert code in (1, 2)
+    assert "data/gsm8k/train.jsonl" in output
