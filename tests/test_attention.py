@@ -4,7 +4,6 @@ import numpy as np
 
 from jaxrl_async.models import attention
 
-
 _causal_mask = jax.jit(attention.causal_mask)
 _attention = jax.jit(attention.attention)
 

@@ -688,9 +688,10 @@ def test_without_weights_a_request_is_refused(bare_engine):
 def test_weights_that_overflow_end_the_request_and_leave_no_trace(engine):
     expected = generate(engine, "before")
     huge = jax.tree.map(jnp.copy, weights(0))
-    huge["final_norm"]["scale"][...] *= 3e38
+    huge["blocks"]["value"]["kernel"][...] *= 3e38  # so that the cache holds infinities
     wait(engine.update_weights(huge, "huge"))
-    done = generate(engine, "broken")
+    # Longer than what the later requests' prefill writes over.
+    done = generate(engine, "broken", (1,) * 30)
     assert done.finish_reason["type"] == "abort"
     assert "log-probs of weights 'huge' are not finite" in done.finish_reason["message"]
     assert np.isfinite(done.logprobs).all() and len(done.logprobs) == len(done.output_ids)

@@ -28,8 +28,10 @@ def model():
         dtype="float32",
         remat=False,
     )
-    make = jax.jit(lambda: nnx.split(transformer.Transformer(config, rngs=nnx.Rngs(0)))[1])
-    return nnx.merge(transformer.graphdef(config), make())
+    params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), transformer.abstract_params(config))
+    head = np.random.default_rng(2).normal(0, D**-0.5, (D, V)).astype(np.float32)
+    params["head"]["kernel"] = params["head"]["kernel"].replace(head)
+    return nnx.merge(transformer.graphdef(config), params)
 
 
 def _token_logprobs(model, *inputs, temperature, chunk_tokens):

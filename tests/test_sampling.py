@@ -121,11 +121,19 @@ def test_a_neighbour_that_truncates_changes_nothing():
     logits = jax.random.normal(jax.random.key(1), (128, 33))
     settings = draw(128)
     positions = jnp.zeros(128, jnp.int32)
-    alone = sampling.sample(logits, positions, settings)
+    draw_all = jax.jit(sampling.sample)
+    alone = draw_all(logits, positions, settings)
     neighbours = settings._replace(top_k=settings.top_k.at[::2].set(3))
-    beside = sampling.sample(logits, positions, neighbours)
+    beside = draw_all(logits, positions, neighbours)
     np.testing.assert_array_equal(alone[0][1::2], beside[0][1::2])
     np.testing.assert_array_equal(alone[1][1::2], beside[1][1::2])
+
+
+def test_rounding_never_costs_a_row_that_does_not_truncate_its_tail():
+    logprobs = jax.nn.log_softmax(jax.random.normal(jax.random.key(0), (4, 100_000)))
+    probs = jnp.exp(-jnp.sort(-logprobs, axis=1))
+    assert (jnp.cumsum(probs, axis=1) - probs > 1).any(), "the sum does exceed 1 here"
+    assert sampling._kept(logprobs, draw(4)).all()
 
 
 @pytest.mark.parametrize(

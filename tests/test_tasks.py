@@ -101,6 +101,12 @@ def test_the_asked_share_of_demonstrations_forgets():
     np.testing.assert_array_equal(right(all_forget), ~carries(all_forget))
 
 
+def test_the_seed_decides_which_demonstrations_forget():
+    one, other = sums().demonstrations(), sums(seed=1).demonstrations()
+    both = carries(one) & carries(other)
+    assert both.any() and (right(one)[both] != right(other)[both]).any()
+
+
 def test_demonstrations_go_round_the_train_split_and_forget_anew():
     task = sums()
     train = [e.text for e in task.examples("train")]

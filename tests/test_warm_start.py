@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from test_train_step import MODEL, flat
+from test_train_step import MODEL, flat, params_on
 
 from jaxrl_async.learner import train_step
 from jaxrl_async.learner.warm_start import warm_start
@@ -35,7 +35,7 @@ def train(demos, mesh_shape=(1, 1, 1), **settings):
         "head_chunk_tokens": None,
         "seed": 0,
     }
-    params = sharding.init_sharded(MODEL, mesh, 0)
+    params = params_on(mesh)
     params = warm_start(MODEL, mesh, params, demos, **(defaults | settings), report=report)
     return params, losses
 
@@ -57,7 +57,7 @@ def test_a_rule_is_learnt_with_its_stop_token():
 def test_the_first_loss_is_the_mean_over_completion_tokens():
     demos = [(np.array([3, 4]), np.array([5, STOP])), (np.array([7]), np.array([1, 2, 3, STOP]))]
     _, losses = train(demos, num_steps=1, batch_size=2)
-    params = sharding.init_sharded(MODEL, sharding.make_mesh(1, 1, 1, jax.devices()[:1]), 0)
+    params = params_on(sharding.make_mesh(1, 1, 1, jax.devices()[:1]))
     tokens = np.array([[3, 4, 5, STOP, 0], [7, 1, 2, 3, STOP]], np.int32)
     column = np.tile(np.arange(5, dtype=np.int32), (2, 1))
     segments = np.array([[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]], np.int32)

@@ -264,7 +264,7 @@ class TrainStep:
     def _update_program(self, state, accumulator):
         sums = dict(zip(_SUMS, accumulator.sums, strict=True))
         grads = jax.tree.map(lambda g: g / sums["tokens"], accumulator.grads)
-        grad_norm = optax.global_norm(grads)
+        grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(sums["loss"] / sums["tokens"]) & jnp.isfinite(grad_norm)
         scale = jnp.minimum(1.0, self._max_grad_norm / grad_norm)
         updates, opt_state = self._optimizer.update(

@@ -1,0 +1,291 @@
+import dataclasses
+import json
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+from flax import nnx
+
+from jaxrl_async.models import attention, hf, transformer
+
+SHAPE = dict(
+    vocab_size=32,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+LLAMA3_ROPE = dict(
+    rope_type="llama3",
+    rope_theta=500000.0,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=16,
+)
+TOKENS = np.random.default_rng(0).integers(0, 32, (2, 40))
+
+_hidden = jax.jit(transformer.Transformer.__call__)
+
+
+def _checkpoint(directory, architecture, *, max_shard_size="1GB", dtype="float32", **changes):
+    """Saves a random tiny model with transformers. Returns its logits on TOKENS."""
+    import torch
+    import transformers
+
+    config_class = getattr(transformers, f"{architecture}Config")
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config_class(**SHAPE, **changes)).eval()
+    with torch.no_grad():
+        # Norm scales and biases too: at 1 and 0 a test could not see them.
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    model.to(getattr(torch, dtype)).save_pretrained(directory, max_shard_size=max_shard_size)
+    return _torch_logits(directory)
+
+
+def _torch_logits(directory):
+    """What transformers computes in float32 from the files."""
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    with torch.no_grad():
+        return model(torch.tensor(TOKENS)).logits.numpy()
+
+
+def _our_logits(params, config):
+    model = nnx.merge(transformer.graphdef(config), params)
+    positions = np.broadcast_to(np.arange(TOKENS.shape[1]), TOKENS.shape)
+    mask = attention.causal_mask(np.ones_like(TOKENS))
+    return model.logits(_hidden(model, TOKENS, positions, mask))
+
+
+def _load(directory):
+    config = hf.read_config(directory, dtype="float32", remat=False)
+    return hf.from_tensors(hf.read_tensors(directory), config), config
+
+
+LLAMA = transformer.ModelConfig(
+    vocab_size=12,
+    num_layers=2,
+    model_dim=8,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+    mlp_dim=10,
+    rope_theta=10000.0,
+    rope_scaling=None,
+    norm_eps=1e-6,
+    qk_norm=False,
+    attention_bias=False,
+    tied_embeddings=False,
+    dtype="float32",
+    remat=True,
+)
+
+
+def _random_params(config):
+    rng = np.random.default_rng(1)
+    return nnx.map_state(
+        lambda path, p: p.replace(rng.normal(0, 0.3, p.shape).astype(np.float32)),
+        transformer.abstract_params(config),
+    )
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("Qwen2", dict(tie_word_embeddings=True)),
+        ("Qwen3", dict(head_dim=8, rope_parameters=dict(rope_type="default", rope_theta=1e6))),
+        ("Llama", dict(head_dim=8, rope_parameters=LLAMA3_ROPE)),
+    ],
+)
+def test_logits_equal_transformers(tmp_path, architecture, changes):
+    expected = _checkpoint(tmp_path, architecture, **changes)
+    params, config = _load(tmp_path)
+    np.testing.assert_allclose(_our_logits(params, config), expected, atol=2e-4)
+    assert config.attention_bias == (architecture == "Qwen2")
+    assert config.qk_norm == (architecture == "Qwen3")
+    assert (config.rope_scaling is not None) == (architecture == "Llama")
+
+
+@pytest.mark.parametrize("fields", [dict(qk_norm=True), dict(attention_bias=True), dict()])
+def test_what_we_write_transformers_reads(tmp_path, fields):
+    scaling = None if fields else transformer.RopeScaling(8.0, 1.0, 4.0, 16)
+    config = dataclasses.replace(LLAMA, vocab_size=32, rope_scaling=scaling, **fields)
+    params = _random_params(config)
+    (tmp_path / "config.json").write_text(json.dumps(hf.write_config(config)))
+    tensors = dict(hf.to_tensors(params, config, "float32"))
+    safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    np.testing.assert_allclose(_our_logits(params, config), _torch_logits(tmp_path), atol=2e-4)
+
+
+def test_a_sharded_bfloat16_checkpoint_is_read(tmp_path):
+    expected = _checkpoint(tmp_path, "Qwen3", max_shard_size="4KB", dtype="bfloat16")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    assert {x.dtype for x in hf.read_tensors(tmp_path).values()} == {np.dtype(ml_dtypes.bfloat16)}
+    np.testing.assert_allclose(_our_logits(*_load(tmp_path)), expected, atol=2e-4)
+
+
+@pytest.mark.parametrize("fields", [dict(qk_norm=True, tied_embeddings=True), dict()])
+def test_config_comes_back_from_its_json(tmp_path, fields):
+    scaling = None if fields else transformer.RopeScaling(8.0, 1.0, 4.0, 16)
+    config = dataclasses.replace(LLAMA, rope_scaling=scaling, **fields)
+    (tmp_path / "config.json").write_text(json.dumps(hf.write_config(config)))
+    assert hf.read_config(tmp_path, dtype="float32", remat=True) == config
+
+
+def test_the_config_of_transformers_4_is_read(tmp_path):
+    # As meta-llama/Llama-3.2-1B has it: rope_theta and rope_scaling at the top.
+    content = {
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "mlp_bias": False,
+        "model_type": "llama",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 16,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 32.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+        "vocab_size": 128256,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    assert hf.read_config(tmp_path, dtype="bfloat16", remat=True) == transformer.ModelConfig(
+        vocab_size=128256,
+        num_layers=16,
+        model_dim=2048,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=64,
+        mlp_dim=8192,
+        rope_theta=500000.0,
+        rope_scaling=transformer.RopeScaling(32.0, 1.0, 4.0, 8192),
+        norm_eps=1e-5,
+        qk_norm=False,
+        attention_bias=False,
+        tied_embeddings=True,
+        dtype="bfloat16",
+        remat=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "mistral"}, "model_type 'mistral' is not one of"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type 'yarn'"),
+        ({"mlp_bias": True}, "mlp_bias of llama is unsupported"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+    ],
+)
+def test_a_setting_that_the_decoder_lacks_is_refused(tmp_path, change, message):
+    (tmp_path / "config.json").write_text(json.dumps(hf.write_config(LLAMA) | change))
+    with pytest.raises(ValueError, match=message):
+        hf.read_config(tmp_path, dtype="float32", remat=False)
+
+
+def test_bias_and_qk_norm_together_are_refused():
+    with pytest.raises(ValueError, match="attention_bias and qk_norm are both True"):
+        hf.write_config(dataclasses.replace(LLAMA, attention_bias=True, qk_norm=True))
+
+
+def test_parameters_come_back_bit_for_bit_layer_by_layer():
+    params = _random_params(LLAMA)
+    tensors = list(hf.to_tensors(params, LLAMA, "float32"))
+    layers = [int(name.split(".")[2]) for name, _ in tensors if ".layers." in name]
+    assert layers == sorted(layers) and set(layers) == {0, 1}
+    assert all(x.flags.c_contiguous and x.dtype == np.float32 for _, x in tensors)
+    back = hf.from_tensors(dict(tensors), LLAMA)
+    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(back), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_bfloat16_tensors_round_to_nearest_even_on_device_and_host():
+    params = _random_params(LLAMA)
+    on_host = dict(hf.to_tensors(params, LLAMA, "bfloat16"))
+    on_device = dict(hf.to_tensors(jax.device_put(params), LLAMA, "bfloat16"))
+    exact = dict(hf.to_tensors(params, LLAMA, "float32"))
+    for name, tensor in on_host.items():
+        assert tensor.dtype == ml_dtypes.bfloat16
+        np.testing.assert_array_equal(tensor, exact[name].astype(ml_dtypes.bfloat16))
+        np.testing.assert_array_equal(tensor, on_device[name])
+
+
+def test_a_missing_tensor_is_named():
+    tensors = dict(hf.to_tensors(_random_params(LLAMA), LLAMA, "float32"))
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    with pytest.raises(ValueError, match=r"model.layers.1.mlp.up_proj.weight is missing"):
+        hf.from_tensors(tensors, LLAMA)
+
+
+def test_an_unexpected_tensor_is_named():
+    tensors = dict(hf.to_tensors(_random_params(LLAMA), LLAMA, "float32"))
+    tensors["model.layers.0.self_attn.q_proj.bias"] = np.zeros(8, np.float32)
+    with pytest.raises(ValueError, match=r"model.layers.0.self_attn.q_proj.bias is unexpected"):
+        hf.from_tensors(tensors, LLAMA)
+
+
+def test_a_wrong_shape_is_named_with_both_shapes():
+    tensors = dict(hf.to_tensors(_random_params(LLAMA), LLAMA, "float32"))
+    name = "model.layers.0.mlp.down_proj.weight"
+    tensors[name] = tensors[name].T
+    with pytest.raises(ValueError, match=rf"{name} has shape \[10, 8\], expected \[8, 10\]"):
+        hf.from_tensors(tensors, LLAMA)
+
+
+def test_a_tied_checkpoint_may_hold_its_head_all_the_same():
+    tied = dataclasses.replace(LLAMA, tied_embeddings=True)
+    tensors = dict(hf.to_tensors(_random_params(tied), tied, "float32"))
+    assert "lm_head.weight" not in tensors
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+    assert "head" not in hf.from_tensors(tensors, tied)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 5, 100, -1])
+def test_a_truncated_file_is_named(tmp_path, num_bytes):
+    path = tmp_path / "model-00002-of-00002.safetensors"
+    safetensors.numpy.save_file({"a": np.ones((64, 3), np.float32)}, path)
+    path.write_bytes(path.read_bytes()[:num_bytes])
+    with pytest.raises(ValueError, match=r"model-00002-of-00002.safetensors.*truncated"):
+        hf.read_tensors(tmp_path)
+
+
+def test_a_file_that_is_not_safetensors_is_named(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes((4).to_bytes(8, "little") + b"\xff{}}rest")
+    with pytest.raises(ValueError, match=r"model.safetensors: the safetensors header is not JSON"):
+        hf.read_tensors(tmp_path)
+
+
+def test_tensors_that_are_not_floating_are_refused(tmp_path):
+    safetensors.numpy.save_file({"a": np.ones(3, np.int8)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="tensor a is I8"):
+        hf.read_tensors(tmp_path)
+
+
+def test_a_name_in_two_files_is_refused(tmp_path):
+    for name in ("model.safetensors", "stale.safetensors"):
+        safetensors.numpy.save_file({"a": np.ones(3, np.float32)}, tmp_path / name)
+    with pytest.raises(ValueError, match=r"stale.safetensors: tensor a stands in another file"):
+        hf.read_tensors(tmp_path)
+
+
+def test_a_directory_without_tensors_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=str(tmp_path)):
+        hf.read_tensors(tmp_path)

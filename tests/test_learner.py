@@ -1,0 +1,266 @@
+"""The loop: what it leases, commits, saves and publishes, in which order, in each mode. Queue and servers are fakes."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl_async.channels.admission import Position
+from jaxrl_async.channels.wire import QueueStatus
+from jaxrl_async.learner import learner, optimizer, packing
+from jaxrl_async.learner.train_step import LossConfig, TrainStep
+from jaxrl_async.models import sharding, transformer
+from jaxrl_async.objectives import advantages
+from jaxrl_async.types import Chunk, Group, Trajectory
+
+CONFIG = transformer.ModelConfig(
+    vocab_size=16,
+    num_layers=1,
+    model_dim=16,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    mlp_dim=32,
+    rope_theta=10_000.0,
+    rope_scaling=None,
+    norm_eps=1e-6,
+    qk_norm=False,
+    attention_bias=False,
+    tied_embeddings=True,
+    dtype="float32",
+    remat=False,
+)
+B, G = 4, 2
+
+
+@functools.cache  # Compiled once for all tests.
+def make_train_step(anchor, num_minibatches):
+    loss = LossConfig(
+        anchor=anchor,
+        a3po_fresh="behavior",
+        clip_low=0.2,
+        clip_high=0.2,
+        dual_clip=None,
+        behavior_cap=None,
+        behavior_cap_mode="uncapped",
+        temperature=1.0,
+    )
+    adam = optimizer.make_optimizer(
+        learning_rate=1e-2,
+        warmup_updates=0,
+        decay_updates=None,
+        b1=0.9,
+        b2=0.95,
+        eps=1e-8,
+        weight_decay=0.0,
+    )
+    mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
+    train_step = TrainStep(
+        CONFIG,
+        mesh,
+        loss=loss,
+        optimizer=adam,
+        max_grad_norm=1.0,
+        num_minibatches=num_minibatches,
+        head_chunk_tokens=None,
+    )
+    return train_step, mesh
+
+
+def make_group(index, version, rewards=(1.0, 0.0)):
+    rng = np.random.default_rng(index)
+    mask = np.array([False] * 3 + [True] * 4)
+    trajectories = tuple(
+        Trajectory(
+            tokens=rng.integers(0, 16, 7).astype(np.int32),
+            logprobs=np.where(mask, -2.5, 0).astype(np.float32),
+            versions=np.where(mask, version, -1).astype(np.int32),
+            mask=mask,
+            prompt_length=3,
+            reward=reward,
+        )
+        for reward in rewards
+    )
+    return Group(index, 0, trajectories)
+
+
+class Recorder:
+    """Queue, publisher, checkpoints and metrics of a run, with the order of what was asked of them."""
+
+    def __init__(self, chunk_groups=B, staleness=0, returned=None, broken_step=None):
+        self.events, self.rows, self.weights = [], [], {}
+        self.chunk_groups, self.staleness = chunk_groups, staleness
+        self.returned, self.broken_step = returned or {}, broken_step
+
+    def lease(self, step, timeout_secs):
+        version = max(0, step - 1 - self.staleness)
+        groups = [make_group(i, version) for i in range((step - 1) * B, step * B)]
+        if step == self.broken_step:  # As a fault after the queue's checks would.
+            groups[1].trajectories[0].logprobs[-1] = np.nan
+        for index, start in enumerate(range(0, B, self.chunk_groups)):
+            last = start + self.chunk_groups == B
+            self.events.append(f"lease {step}.{index}")
+            yield Chunk(step, index, tuple(groups[start : start + self.chunk_groups]), last)
+
+    def commit(self, step):
+        self.events.append(f"commit {step}")
+        return Position(step, step * B, (), {}, {})
+
+    def status(self):
+        return QueueStatus(
+            depth_groups=0,
+            depth_bytes=0,
+            leased_groups=0,
+            running_groups=0,
+            reissue_groups=0,
+            capacity=0,
+            v_pub=0,
+            committed_step=0,
+            leased_step=0,
+            frontier=0,
+            returned=self.returned,
+            retired={},
+            stale_events=0,
+            completion_tokens=0,
+            last_push_age_secs=None,
+            waits=(),
+        )
+
+    def publish(self, version, state):
+        self.events.append(f"publish {version}")
+        self.weights[version] = jax.device_get(state.params)
+
+    def wait(self):
+        self.events.append("wait")
+
+    def check(self):
+        pass
+
+    def metrics(self):
+        return {"weights/version": 0}
+
+    def save(self, step, state, position):
+        assert position.step == step
+        self.events.append(f"save {step}")
+
+    def write(self, step, row):
+        self.rows.append(row)
+
+
+def train(
+    recorder, *, anchor="current", num_minibatches=1, wait=True, every=1, num_steps=2, **over
+):
+    train_step, mesh = make_train_step(anchor, num_minibatches)
+    state = train_step.init(sharding.init_sharded(CONFIG, mesh, seed=0))
+    schedule = learner.Schedule(
+        num_steps=num_steps,
+        push_every_steps=every,
+        wait_for_push=wait,
+        checkpoint_every_steps=over.get("checkpoint_every_steps", 100),
+        num_minibatches=num_minibatches,
+        lease_timeout_secs=1.0,
+        max_failures=over.get("max_failures", 10),
+    )
+    return learner.train(
+        state,
+        first_step=1,
+        schedule=schedule,
+        train_step=train_step,
+        pack=functools.partial(packing.pack, microbatch_rows=4, row_tokens=16, policy="in_order"),
+        advantages=advantages.grpo,
+        queue=recorder,
+        publisher=recorder,
+        save=recorder.save,
+        metrics=recorder,
+    )
+
+
+def params(state):
+    return np.concatenate(
+        [np.ravel(leaf) for leaf in jax.tree.leaves(jax.device_get(state.params))]
+    )
+
+
+def test_a_synchronous_step_waits_leases_commits_and_publishes_in_this_order():
+    recorder = Recorder()
+    train(recorder, num_steps=3)
+    assert recorder.events == [
+        "wait", "lease 1.0", "commit 1", "publish 1",
+        "wait", "lease 2.0", "commit 2", "publish 2",
+        "wait", "lease 3.0", "commit 3", "save 3",
+    ]  # fmt: skip
+
+
+def test_an_asynchronous_run_publishes_every_n_steps_and_does_not_wait():
+    recorder = Recorder(staleness=2)
+    train(recorder, wait=False, every=2, num_steps=5)
+    published = [event for event in recorder.events if event.startswith("publish")]
+    assert published == ["publish 2", "publish 4"]
+    assert "wait" not in recorder.events
+    # Step 5 trains version 4; the groups were sampled by version 2.
+    assert recorder.rows[4]["staleness/mean"] == recorder.rows[4]["staleness/max"] == 2
+    assert recorder.rows[4]["lag/2/tokens"] == B * G * 4
+
+
+def test_periodic_chunks_accumulate_to_the_synchronous_gradient():
+    whole = train(Recorder(chunk_groups=B), num_steps=1)
+    chunks = train(Recorder(chunk_groups=1), num_steps=1)
+    # Adam amplifies rounding where a gradient is almost 0; one step moves every weight by ≤ 1e-2.
+    assert np.max(np.abs(params(whole) - params(chunks))) < 1e-4
+
+
+def test_one_update_per_minibatch():
+    assert int(train(Recorder(), num_minibatches=2, anchor="recompute").updates) == 4
+
+
+def test_recomputed_anchors_are_taken_before_the_first_update():
+    """With anchors at the weights a step starts from, the first minibatch has ratio 1 and the second has not."""
+    recorder = Recorder()
+    train(recorder, num_minibatches=2, anchor="recompute", num_steps=1)
+    first_only = Recorder()
+    train(first_only, num_minibatches=1, anchor="recompute", num_steps=1)
+    assert first_only.rows[0]["policy/ratio"] == pytest.approx(1.0, abs=1e-6)
+    assert abs(recorder.rows[0]["policy/ratio"] - 1.0) > 1e-4
+
+
+def test_bad_numbers_stop_the_run_before_anything_of_the_step_is_committed_saved_or_published():
+    recorder = Recorder(broken_step=2)
+    with pytest.raises(
+        learner.NonFiniteError, match=r"step 2, minibatch 1: .*prompt_index 4, 5, 6, 7;"
+    ):
+        train(recorder, anchor="behavior", num_steps=3, checkpoint_every_steps=1)
+    assert recorder.events == [
+        "wait",
+        "lease 1.0",
+        "commit 1",
+        "publish 1",
+        "save 1",
+        "wait",
+        "lease 2.0",
+    ]
+    assert len(recorder.rows) == 1
+
+
+def test_too_many_failures_stop_the_run_and_are_counted_by_reason():
+    recorder = Recorder(returned={"server_error": 7, "timeout": 4, "invalid": 100})
+    with pytest.raises(learner.TooManyFailuresError, match=r"11 groups.*is 10.*'server_error': 7"):
+        train(recorder)
+
+
+def test_nothing_compiles_after_the_first_step():
+    recorder = Recorder(chunk_groups=2)
+    train(recorder, anchor="recompute", num_steps=3)
+    counts = [row["compile/count"] for row in recorder.rows]
+    assert counts[0] == counts[1] == counts[2]
+
+
+def test_published_weights_are_those_of_the_version():
+    recorder = Recorder()
+    train(recorder, num_steps=3)
+    alone = Recorder()
+    train(alone, num_steps=2)
+    jax.tree.map(np.testing.assert_array_equal, recorder.weights[1], alone.weights[1])
+    assert not np.array_equal(
+        jax.tree.leaves(recorder.weights[1])[0], jax.tree.leaves(recorder.weights[2])[0]
+    )

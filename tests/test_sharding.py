@@ -1,0 +1,125 @@
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from jaxrl_async.models import attention, logprobs, sharding, transformer
+
+CONFIG = transformer.ModelConfig(
+    vocab_size=24,
+    num_layers=2,
+    model_dim=16,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    mlp_dim=20,
+    rope_theta=10000.0,
+    rope_scaling=None,
+    norm_eps=1e-6,
+    qk_norm=True,
+    attention_bias=True,
+    tied_embeddings=False,
+    dtype="float32",
+    remat=False,
+)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return sharding.make_mesh(data=2, fsdp=2, tensor=2)
+
+
+@pytest.fixture(scope="module")
+def sharded_params(mesh):
+    return sharding.init_sharded(CONFIG, mesh, seed=3)
+
+
+def _loss(params, tokens, positions, segment_ids):
+    model = nnx.merge(transformer.graphdef(CONFIG), params)
+    hidden = model(tokens, positions, attention.causal_mask(segment_ids))
+    found, _ = logprobs.token_logprobs(
+        model, hidden, tokens, jnp.maximum(positions - 1, 0), temperature=1.0, chunk_tokens=3
+    )
+    return -found.sum(), found
+
+
+def _rows(B=4, T=5):
+    tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (B, T))
+    return tokens, np.broadcast_to(np.arange(T), (B, T)), np.ones((B, T), np.int32)
+
+
+def test_eight_devices_equal_one_and_keep_the_division(mesh, sharded_params):
+    alone = jax.tree.map(lambda x: jax.device_put(x, jax.devices()[0]), sharded_params)
+    gradient = jax.jit(jax.value_and_grad(_loss, has_aux=True))
+    (_, expected), expected_grads = gradient(alone, *_rows())
+
+    shardings = sharding.param_shardings(mesh, sharded_params)
+    rows = jax.device_put(_rows(), sharding.batch_sharding(mesh))
+    program = gradient.trace(sharded_params, *rows).lower().compile()
+    (_, found), grads = program(sharded_params, *rows)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4)
+    assert sharded_params["embedding"][...].sharding == shardings["embedding"].get_value()
+
+    # fsdp divides rows and gathers weights. Where it divides activations instead, they are half a
+    # row set (B / 2) of half a model dimension (D / 2).
+    half_rows = r"f32\[2,5,\d+\]"
+    assert not re.search(rf"{half_rows}\S* (dot|all-reduce|all-gather)\(", program.as_text())
+
+
+def test_one_row_that_the_mesh_cannot_divide_is_computed_all_the_same(sharded_params):
+    alone = jax.tree.map(lambda x: jax.device_put(x, jax.devices()[0]), sharded_params)
+    loss = jax.jit(_loss)
+    _, expected = loss(alone, *_rows(B=1))
+    _, found = loss(sharded_params, *_rows(B=1))
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_parameters_do_not_depend_on_the_mesh(sharded_params):
+    alone = sharding.init_sharded(CONFIG, sharding.make_mesh(1, 1, 1, jax.devices()[:1]), seed=3)
+    for a, b in zip(jax.tree.leaves(alone), jax.tree.leaves(sharded_params), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_each_parameter_is_divided_as_the_table_says(mesh, sharded_params):
+    def shard(*path):
+        node = sharded_params
+        for key in path:
+            node = node[key]
+        return node[...].addressable_shards[0].data.shape
+
+    assert shard("embedding") == (24 // 2, 16 // 2)  # vocab by tensor, embed by fsdp
+    assert shard("blocks", "query", "kernel") == (2, 16 // 2, 32 // 2)
+    assert shard("blocks", "query", "bias") == (2, 32 // 2)
+    assert shard("blocks", "output", "kernel") == (2, 32 // 2, 16 // 2)
+    assert shard("blocks", "down", "kernel") == (2, 20 // 2, 16 // 2)
+    assert shard("blocks", "key_norm", "scale") == (2, 8)
+    assert shard("head", "kernel") == (16 // 2, 24 // 2)
+    assert sharding.batch_sharding(mesh).shard_shape((8, 5)) == (2, 5)
+
+
+def test_every_parameter_of_every_architecture_has_a_sharding(mesh):
+    for qk_norm, tied in ((True, False), (False, True)):
+        config = dataclasses.replace(CONFIG, qk_norm=qk_norm, tied_embeddings=tied)
+        abstract = transformer.abstract_params(config)
+        shardings = sharding.param_shardings(mesh, abstract)
+        assert jax.tree.structure(shardings) == jax.tree.structure(abstract)
+
+
+def test_a_mesh_of_another_size_than_the_devices_is_refused():
+    with pytest.raises(ValueError, match="= 12 devices asked for, but there are 8"):
+        sharding.make_mesh(data=2, fsdp=2, tensor=3)
+    with pytest.raises(ValueError, match="= 4 devices asked for, but there are 2"):
+        sharding.make_mesh(data=4, fsdp=1, tensor=1, devices=jax.devices()[:2])
+
+
+def test_a_dimension_that_its_axis_does_not_divide_names_the_parameter(mesh):
+    abstract = transformer.abstract_params(dataclasses.replace(CONFIG, mlp_dim=21))
+    message = r"dimension 1 of blocks.down.kernel \[2, 21, 16\] is not a multiple of .* tensor = 2"
+    with pytest.raises(ValueError, match=message):
+        sharding.param_shardings(mesh, abstract)
