@@ -9,12 +9,13 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import os
 import pathlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
+from jaxrl_async.channels.admission import Position
 from jaxrl_async.channels.wire import ServerRecord
 from jaxrl_async.servers.client import InferenceClient, ServerError
 from jaxrl_async.servers.fleet import DEAD, HEALTHY, STALE
@@ -86,7 +87,12 @@ class Publisher:
         self._thread.start()
 
     def publish(
-        self, version: int, write: Callable[[], Any], *, timeout_secs: float, position=None
+        self,
+        version: int,
+        write: Callable[[], str | os.PathLike],
+        *,
+        timeout_secs: float,
+        position: Position | None = None,
     ) -> None:
         """Starts a push and returns; waits first for the push before it.
 
@@ -303,7 +309,7 @@ class Publisher:
                 log.info("version %d: %s", self._announced, self._describe())
                 await self._tell(self._announced, None)
 
-    async def _tell(self, version: int, position) -> None:
+    async def _tell(self, version: int, position: Position | None) -> None:
         self._told = [s.state for s in self._servers]
         records = [ServerRecord(s.address, s.state, s.version) for s in self._servers]
         await asyncio.to_thread(self._announce, version, records, position)
@@ -318,8 +324,8 @@ class Publisher:
 @dataclasses.dataclass(frozen=True)
 class _Request:
     version: int
-    write: Callable[[], Any]
-    position: Any
+    write: Callable[[], str | os.PathLike]
+    position: Position | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -356,7 +362,7 @@ async def _answers(client: InferenceClient, server: _Server) -> bool:
     return True
 
 
-def _write(write: Callable[[], Any]) -> tuple[str, int]:
+def _write(write: Callable[[], str | os.PathLike]) -> tuple[str, int]:
     path = pathlib.Path(write())
     return str(path), sum(f.stat().st_size for f in path.iterdir())
 
