@@ -36,6 +36,7 @@ class FakeServer:
         self.paused = False
         self.fail = {}  # route → (status, message)
         self.hang = set()  # routes that never answer
+        self.slow = {}  # route → seconds before it answers
         self.drop = set()  # routes that break the connection
         self.answers = []  # whole answers of the next /generate calls
         self.abort_after = []  # the next /generate calls end as aborted after so many tokens
@@ -77,6 +78,8 @@ class FakeServer:
             request.transport.abort()
         if request.path in self.hang:
             await asyncio.sleep(3600)
+        if request.path in self.slow:
+            await asyncio.sleep(self.slow[request.path])
         if request.path in self.fail:
             status, message = self.fail[request.path]
             return web.json_response({"error": {"message": message}}, status=status)

@@ -54,7 +54,7 @@ def test_query_heads_of_a_group_share_a_key_head():
 def test_blocks_equal_the_whole_in_values_and_gradients():
     # 300 tokens are three blocks, the last one ragged.
     q, k, v = _qkv(1, B=1, T=300, H=4, N=2, C=8)
-    mask = _causal_mask(np.repeat([1, 2, 0], [140, 130, 30])[None])
+    mask = _causal_mask(np.repeat([1, 2, 0], [20, 250, 30])[None])
 
     def run(function):
         def loss(q, k, v):

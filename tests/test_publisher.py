@@ -177,6 +177,39 @@ def test_a_late_server_is_stale_until_it_holds_the_current_version(queue, server
     assert late.version == "1" and not late.paused and queue.versions[-1] == 1
 
 
+def test_a_look_that_a_push_overtakes_does_not_take_the_server_away(queue, servers, start, write):
+    publisher = start(servers)
+    push(publisher, 0, write)
+    for server in servers:
+        server.slow["/model_info"] = 0.2
+        server.calls.clear()
+    queue.wait_for(lambda: all("/model_info" in server.routes() for server in servers))
+    push(publisher, 1, write)
+    states = {state for _, states, _ in queue.published for state, _ in states.values()}
+    assert states == {"HEALTHY"}
+
+
+def test_a_server_that_takes_the_version_before_during_a_push_is_stale_after_it(
+    queue, servers, start, write
+):
+    good, late = servers
+    update = "/update_weights_from_disk"
+    publisher = start(servers)
+    push(publisher, 0, write)
+    late.fail[update] = (400, "not now")
+    push(publisher, 1, write)
+    late.slow[update] = 0.2
+    late.calls.clear()
+    late.fail.clear()
+    queue.wait_for(lambda: late.payloads(update))  # It takes version 1 …
+    late.hang.add(update)  # … and will not take version 2.
+    good.slow[update] = 0.6
+    push(publisher, 2, write)
+    records = [(version, states[late.address]) for version, states, _ in queue.published]
+    assert (1, ("HEALTHY", 1)) in records
+    assert [record for version, record in records if version == 2] == [("STALE", 1)]
+
+
 def test_a_server_that_dies_in_a_push_does_not_hold_it_up(queue, servers, start, write):
     good, dead = servers
     publisher = start(servers)

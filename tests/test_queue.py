@@ -11,7 +11,7 @@ import pytest
 
 from jaxrl_async.channels import queue_client, queue_service, wire
 from jaxrl_async.channels import trajectory_queue_pb2 as pb
-from jaxrl_async.channels.admission import Admission, Permit
+from jaxrl_async.channels.admission import Admission, Permit, Position
 from jaxrl_async.channels.queue_client import LearnerQueue, QueueClient, QueueError
 from jaxrl_async.channels.trajectory_queue_pb2_grpc import TrajectoryQueueStub
 from jaxrl_async.channels.wire import ServerRecord
@@ -400,6 +400,19 @@ async def test_versions_and_servers_are_watched(monkeypatch):
         await fleets.aclose()
         with pytest.raises(ValueError, match="http://a:1: state 'ILL' is none of HEALTHY"):
             await queue.publish(1, [ServerRecord("http://a:1", "ILL", 1)])
+
+
+async def test_no_version_is_seen_before_the_first_publication():
+    async with opened() as queue:
+        versions = queue.client.watch_version()
+        first = asyncio.create_task(anext(versions))
+        async with grpc.aio.insecure_channel(queue.address) as channel:
+            call = TrajectoryQueueStub(channel).WatchVersion(pb.WatchRequest(), timeout=10.0)
+            assert not (await call.read()).HasField("version")
+            call.cancel()
+        await queue.publish(1, position=Position(1, 4, (), {}, {}))
+        assert await first == 1
+        await versions.aclose()
 
 
 async def test_a_watch_outlives_a_restart_of_the_queue():

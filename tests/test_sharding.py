@@ -93,6 +93,8 @@ def test_each_parameter_is_divided_as_the_table_says(mesh, sharded_params):
             node = node[key]
         return node[...].addressable_shards[0].data.shape
 
+    spec = sharded_params["embedding"][...].sharding.spec
+    assert spec == jax.sharding.PartitionSpec("tensor", "fsdp")
     assert shard("embedding") == (24 // 2, 16 // 2)  # vocab by tensor, embed by fsdp
     assert shard("blocks", "query", "kernel") == (2, 16 // 2, 32 // 2)
     assert shard("blocks", "query", "bias") == (2, 32 // 2)

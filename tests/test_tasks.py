@@ -102,7 +102,7 @@ def test_the_asked_share_of_demonstrations_forgets():
 
 
 def test_the_seed_decides_which_demonstrations_forget():
-    one, other = sums().demonstrations(), sums(seed=1).demonstrations()
+    one, other = sums().demonstrations(7000), sums(seed=1).demonstrations(7000)
     both = carries(one) & carries(other)
     assert both.any() and (right(one)[both] != right(other)[both]).any()
 

@@ -265,6 +265,27 @@ def test_metrics_and_denominator_are_over_the_original_mask():
         np.testing.assert_allclose(metrics[name], total / tokens, rtol=1e-4, err_msg=name)
 
 
+def test_lag_buckets_divide_the_tokens_by_their_staleness():
+    # Versions 2 to 6 at v_θ = 6: staleness 0 to 4, so the buckets from 5 on are empty and read 0.
+    _, train_step = make()
+    batches = pack(groups_of())
+    (_, _, metrics), params = updated(train_step, batches)
+    (batch,) = batches
+    logprobs, behavior = train_step.score(params, batch), batch.behavior_logprobs
+    staleness = np.where(batch.mask, VERSION - batch.token_versions, -1)
+    anchor = anchors.a3po(logprobs, behavior, staleness, batch.mask)
+    weight = np.exp(anchor - behavior) * (np.exp(anchor - behavior) <= 1.5)
+    for name, lags in {"0": [0], "1": [1], "2": [2], "3-4": [3, 4], "5-8": [], "9+": []}.items():
+        w, divergence, size = (
+            x[np.isin(staleness, lags)]
+            for x in (weight, kl.k3(behavior, logprobs, batch.mask), np.ones((8, 32)))
+        )
+        n = max(size.sum(), 1)
+        ess = w.sum() ** 2 / max(n * (w**2).sum(), 1e-30)
+        np.testing.assert_allclose(metrics[f"lag/{name}/kl"], divergence.sum() / n, rtol=1e-4)
+        np.testing.assert_allclose(metrics[f"lag/{name}/ess"], ess, rtol=1e-4)
+
+
 def test_an_update_is_the_gradient_over_the_token_count():
     _, train_step = make()
     batches = pack(groups_of(), microbatch_rows=2)

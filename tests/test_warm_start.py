@@ -13,10 +13,9 @@ from jaxrl_async.types import Batch
 STOP = 0
 
 
-def demonstrations(count=64):
+def demonstrations():
     """A prompt of one token n; the completion is n + 1, n + 2 and the stop token."""
-    firsts = 1 + np.arange(count) % 8
-    return [(np.array([n]), np.array([n + 1, n + 2, STOP])) for n in firsts]
+    return [(np.array([n]), np.array([n + 1, n + 2, STOP])) for n in range(1, 9)]
 
 
 def train(demos, mesh_shape=(1, 1, 1), **settings):
@@ -40,54 +39,55 @@ def train(demos, mesh_shape=(1, 1, 1), **settings):
     return params, losses
 
 
-def test_a_rule_is_learnt_with_its_stop_token():
-    params, losses = train(demonstrations(), num_steps=150)
-    assert len(losses) == 150
-    assert losses[0] > 2
-    assert np.mean(losses[-10:]) < 0.05
-    row = np.array([[3, 4, 5, STOP, 0, 0]], np.int32)
-    column = np.arange(6, dtype=np.int32)[None]
-    batch = Batch(row, column, np.int32(column < 4), np.maximum(column - 1, 0), *[None] * 4)
-    logprobs, _ = train_step.policy_logprobs(
-        MODEL, params, batch, temperature=1.0, head_chunk_tokens=None
-    )
-    assert np.all(np.exp(logprobs[0, 1:4]) > 0.9)
+@pytest.fixture(scope="module")
+def learnt():
+    """Parameters and losses after 120 steps on the whole set at once."""
+    return train(demonstrations(), num_steps=120)
 
 
-def test_the_first_loss_is_the_mean_over_completion_tokens():
-    demos = [(np.array([3, 4]), np.array([5, STOP])), (np.array([7]), np.array([1, 2, 3, STOP]))]
-    _, losses = train(demos, num_steps=1, batch_size=2)
-    params = params_on(sharding.make_mesh(1, 1, 1, jax.devices()[:1]))
-    tokens = np.array([[3, 4, 5, STOP, 0], [7, 1, 2, 3, STOP]], np.int32)
-    column = np.tile(np.arange(5, dtype=np.int32), (2, 1))
-    segments = np.array([[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]], np.int32)
+def logprobs_of(params, *rows):
+    """[B, T] of completed rows of up to 6 tokens."""
+    tokens, segments = np.zeros((2, len(rows), 6), np.int32)
+    for i, row in enumerate(rows):
+        tokens[i, : len(row)], segments[i, : len(row)] = row, 1
+    column = np.tile(np.arange(6, dtype=np.int32), (len(rows), 1))
     batch = Batch(tokens, column, segments, np.maximum(column - 1, 0), *[None] * 4)
-    logprobs, _ = train_step.policy_logprobs(
+    return train_step.policy_logprobs(
         MODEL, params, batch, temperature=1.0, head_chunk_tokens=None
-    )
-    expected = -(logprobs[0, 2:4].sum() + logprobs[1, 1:5].sum()) / 6
-    np.testing.assert_allclose(losses, [expected], rtol=1e-5)
+    )[0]
 
 
-def test_a_seed_repeats_itself_and_another_differs():
-    first, again, other = (train(demonstrations(9), seed=seed) for seed in (1, 1, 2))
-    assert first[1] == again[1]
-    np.testing.assert_array_equal(flat(first[0]), flat(again[0]))
-    assert first[1] != other[1]
+def test_a_rule_is_learnt_with_its_stop_token(learnt):
+    params, losses = learnt
+    assert len(losses) == 120
+    assert np.mean(losses[-10:]) < 0.1 < 2 < losses[0]
+    assert np.all(np.exp(logprobs_of(params, [3, 4, 5, STOP])[0, 1:4]) > 0.8)
 
 
-def test_eight_devices_do_as_one():
-    one, eight = (train(demonstrations(), mesh_shape=shape)[1] for shape in ((1, 1, 1), (2, 2, 2)))
-    np.testing.assert_allclose(eight, one, rtol=1e-3)
+def test_the_loss_is_the_mean_over_completion_tokens(learnt):
+    params = params_on(sharding.make_mesh(1, 1, 1, jax.devices()[:1]))
+    logprobs = logprobs_of(params, *(np.concatenate(demo) for demo in demonstrations()))
+    np.testing.assert_allclose(learnt[1][0], -logprobs[:, 1:4].mean(), rtol=1e-5)
+
+
+def test_a_seed_repeats_itself(learnt):
+    assert train(demonstrations())[1] == learnt[1][:6]
+
+
+def test_eight_devices_do_as_one(learnt):
+    _, losses = train(demonstrations(), mesh_shape=(2, 2, 2))
+    np.testing.assert_allclose(losses, learnt[1][:6], rtol=1e-3)
 
 
 def test_every_demonstration_is_seen_once_an_epoch():
     # One demonstration per step, learning nothing: the losses of two epochs are the same set.
     demos = [(np.array([n]), np.array([n + 1, STOP])) for n in range(1, 6)]
-    _, losses = train(demos, num_steps=10, batch_size=1, learning_rate=0.0)
+    settings = {"num_steps": 10, "batch_size": 1, "learning_rate": 0.0}
+    losses, other = (train(demos, seed=seed, **settings)[1] for seed in (0, 1))
     assert len(set(losses[:5])) == 5
-    assert sorted(losses[:5]) == sorted(losses[5:])
+    assert sorted(losses[:5]) == sorted(losses[5:]) == sorted(other[:5])
     assert losses[:5] != losses[5:], "each epoch has its own order"
+    assert losses != other, "and so has each seed"
 
 
 def test_no_steps_change_nothing():

@@ -17,6 +17,7 @@ from jaxrl_async.objectives import anchors, kl, masked, policy_loss, ratios, sur
 from jaxrl_async.types import Batch
 
 ANCHORS = ("recompute", "current", "a3po", "behavior")
+LAG_BUCKETS = {"0": 0, "1": 1, "2": 2, "3-4": 3, "5-8": 5, "9+": 9}  # name → first staleness
 _MEANS = {
     "loss/policy": "loss",
     "policy/ratio": "ratio",
@@ -27,6 +28,7 @@ _MEANS = {
     "policy/entropy": "entropy",
     "staleness/mean": "staleness",
 }
+_LAG_MEANS = {"ratio": "ratio", "clip_fraction": "clipped", "kl": "kl_k3"}
 _SUMS = ("tokens", "weight", "weight_squared", *_MEANS.values())
 _MAXIMA = ("total_ratio", "staleness")
 
@@ -87,7 +89,7 @@ class Accumulator:
     """Unnormalised sums over the microbatches of a minibatch. `accumulate` and `update` consume it."""
 
     grads: nnx.State  # float32, of the summed loss
-    sums: jax.Array  # float32 [len(_SUMS)], over the tokens of the original mask
+    sums: jax.Array  # float32 [len(LAG_BUCKETS), len(_SUMS)], over the tokens of the original mask
     maxima: jax.Array  # float32 [len(_MAXIMA)], ≥ 0
 
 
@@ -246,7 +248,8 @@ class TrainStep:
 
     def _zeros_program(self):
         grads = jax.tree.map(jnp.zeros_like, transformer.abstract_params(self._config))
-        return Accumulator(grads, jnp.zeros(len(_SUMS)), jnp.zeros(len(_MAXIMA)))
+        sums = jnp.zeros((len(LAG_BUCKETS), len(_SUMS)))
+        return Accumulator(grads, sums, jnp.zeros(len(_MAXIMA)))
 
     def _score_program(self, params, batch):
         return self._logprobs_and_entropy(params, batch)[0]
@@ -257,12 +260,12 @@ class TrainStep:
         )
         return Accumulator(
             jax.tree.map(jnp.add, accumulator.grads, grads),
-            accumulator.sums + jnp.stack([sums[name] for name in _SUMS]),
-            jnp.maximum(accumulator.maxima, jnp.stack([maxima[name] for name in _MAXIMA])),
+            accumulator.sums + sums,
+            jnp.maximum(accumulator.maxima, maxima),
         )
 
     def _update_program(self, state, accumulator):
-        sums = dict(zip(_SUMS, accumulator.sums, strict=True))
+        sums = dict(zip(_SUMS, accumulator.sums.sum(axis=0), strict=True))
         grads = jax.tree.map(lambda g: g / sums["tokens"], accumulator.grads)
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(sums["loss"] / sums["tokens"]) & jnp.isfinite(grad_norm)
@@ -273,7 +276,7 @@ class TrainStep:
         params = optax.apply_updates(state.params, updates)
         moved = TrainState(params, opt_state, state.updates + 1)
         state = jax.tree.map(lambda new, kept: jnp.where(finite, new, kept), moved, state)
-        metrics = _metrics(sums, dict(zip(_MAXIMA, accumulator.maxima, strict=True)))
+        metrics = _metrics(accumulator.sums, accumulator.maxima)
         metrics |= {"policy/grad_norm": grad_norm, "finite": finite.astype(jnp.float32)}
         return state, jax.tree.map(jnp.zeros_like, accumulator), metrics
 
@@ -364,7 +367,7 @@ def policy_logprobs(
 
 
 def _measure(loss_config, batch, logprobs, entropy, anchor, staleness, loss):
-    """The sums and maxima of a microbatch, by the names in _SUMS and _MAXIMA."""
+    """The sums and maxima of a microbatch, in the order of LAG_BUCKETS, _SUMS and _MAXIMA."""
     mask, behavior = batch.mask, batch.behavior_logprobs
     ratio = ratios.token(logprobs, anchor, mask)
     clipped = surrogates.is_clipped(
@@ -375,7 +378,7 @@ def _measure(loss_config, batch, logprobs, entropy, anchor, staleness, loss):
         cap=loss_config.behavior_cap,
         mode=loss_config.behavior_cap_mode,
     )
-    sums = {
+    of_token = {
         "tokens": mask,
         "loss": loss,
         "ratio": ratio,
@@ -388,23 +391,34 @@ def _measure(loss_config, batch, logprobs, entropy, anchor, staleness, loss):
         "entropy": entropy,
         "staleness": staleness,
     }
-    maxima = {
-        "total_ratio": ratios.token(logprobs, behavior, mask),
-        "staleness": staleness,
-    }
+    largest = {"total_ratio": ratios.token(logprobs, behavior, mask), "staleness": staleness}
+    values = jnp.stack([masked.keep(of_token[name], mask) for name in _SUMS], axis=-1)
+    bucket = sum(staleness >= first for first in list(LAG_BUCKETS.values())[1:])
+    members = [jnp.where(bucket[..., None] == i, values, 0.0) for i in range(len(LAG_BUCKETS))]
     return (
-        {name: masked.total(value, mask) for name, value in sums.items()},
-        {name: masked.largest(value, mask) for name, value in maxima.items()},
+        jnp.stack([member.sum(axis=(0, 1)) for member in members]),
+        jnp.stack([masked.largest(largest[name], mask) for name in _MAXIMA]),
     )
 
 
 def _metrics(sums, maxima):
     """The metrics of a minibatch, by their public names."""
-    tokens = sums["tokens"]
-    return {name: sums[key] / tokens for name, key in _MEANS.items()} | {
-        # Kish: (Σ w)² / Σ w², as a share of the tokens. No weight at all is no sample at all.
-        "policy/ess": sums["weight"] ** 2 / jnp.maximum(tokens * sums["weight_squared"], 1e-30),
-        "policy/max_ratio": maxima["total_ratio"],
-        "staleness/max": maxima["staleness"],
-        "tokens": tokens,
+    total = dict(zip(_SUMS, sums.sum(axis=0), strict=True))
+    metrics = {name: total[key] / total["tokens"] for name, key in _MEANS.items()}
+    metrics |= {
+        "policy/ess": _effective_share(total),
+        "policy/max_ratio": maxima[_MAXIMA.index("total_ratio")],
+        "staleness/max": maxima[_MAXIMA.index("staleness")],
+        "tokens": total["tokens"],
     }
+    for name, row in zip(LAG_BUCKETS, sums, strict=True):
+        lag = dict(zip(_SUMS, row, strict=True))
+        tokens = jnp.maximum(lag["tokens"], 1.0)  # A bucket without tokens reads 0.
+        metrics |= {f"lag/{name}/{key}": lag[of] / tokens for key, of in _LAG_MEANS.items()}
+        metrics |= {f"lag/{name}/ess": _effective_share(lag)}
+    return metrics
+
+
+def _effective_share(sums):
+    """Kish's effective sample size as a share of the tokens, (Σ w)² / (n Σ w²); 0 without weight."""
+    return sums["weight"] ** 2 / jnp.maximum(sums["tokens"] * sums["weight_squared"], 1e-30)

@@ -1,7 +1,7 @@
 """One decoder for the shapes of Qwen2, Qwen2.5, Qwen3 and Llama-3.
 
 Parameters are float32; the compute dtype is a setting; norms, softmax and logits are float32.
-It knows nothing of tokenizers, losses, meshes or how requests are batched.
+It knows nothing of tokenizers, losses or how requests are batched; of meshes, the axes' names.
 """
 
 import dataclasses
@@ -13,8 +13,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxrl_async.models import attention
-
-_ROWS = ("data", "fsdp")  # Mesh axes over which rows are divided.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +160,7 @@ class Transformer(nnx.Module):
 
     def _embed(self, tokens):
         table_VD = _constrain(self.embedding[...], "tensor", None)
-        return _constrain(table_VD[tokens].astype(self.config.dtype), _ROWS)
+        return _constrain(table_VD[tokens].astype(self.config.dtype), ("data", "fsdp"))
 
 
 @functools.lru_cache
@@ -262,8 +260,6 @@ def _constrain(x, *axes):
     mesh = jax.typeof(x).sharding.mesh
     if mesh.empty:
         return x
-    if axes[0] == _ROWS and x.shape[0] % (mesh.shape["data"] * mesh.shape["fsdp"]):
-        return x  # A prompt prefilled alone.
     spec = jax.sharding.PartitionSpec(*axes)
     return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, spec))
 

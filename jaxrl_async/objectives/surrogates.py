@@ -35,7 +35,8 @@ def clipped(
     loss = jnp.maximum(-ratio * advantages, -bounded * advantages)
     if dual_clip is None:
         return loss
-    return jnp.where(advantages < 0, jnp.minimum(loss, dual_clip * jnp.abs(advantages)), loss)
+    # Where A ≥ 0 the loss is not positive, and this changes nothing.
+    return jnp.minimum(loss, dual_clip * jnp.abs(advantages))
 
 
 def is_clipped(

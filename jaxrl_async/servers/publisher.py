@@ -204,7 +204,7 @@ class Publisher:
         log.info("version %d: pushed; %s", request.version, self._describe())
 
     async def _deliver(self, first: bool) -> None:
-        """Waits until every server (the first time) or every HEALTHY one tried the target; late ones become STALE."""
+        """Waits until every server (the first time) or every HEALTHY one tried the target."""
         target = self._target
         expected = [s for s in self._servers if first or s.state == HEALTHY]
         for server in self._servers:
@@ -215,20 +215,20 @@ class Publisher:
             return done and any(s.holds(target) for s in self._servers)
 
         timeout_secs = self._start_timeout_secs if first else self._push_timeout_secs
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_secs), self._changed:
                 await self._changed.wait_for(delivered)
-        except TimeoutError:
-            self._judge_late(first, timeout_secs)
+        self._judge(first, timeout_secs)
         self._healthy_at = time.monotonic()
 
-    def _judge_late(self, first: bool, timeout_secs: float) -> None:
+    def _judge(self, first: bool, timeout_secs: float) -> None:
+        """The push is over: whoever does not hold the target is not HEALTHY."""
         version = self._target.version
         for server in self._servers:
             if server.state == HEALTHY and not server.holds(self._target):
                 server.state = STALE
                 server.reason = f"did not take version {version} within {timeout_secs:g} s"
-        if first:
+        if first and not all(s.holds(self._target) for s in self._servers):
             raise PublisherError(
                 f"version {version} did not reach every inference server within {timeout_secs:g} s: "
                 + self._describe()
@@ -253,8 +253,9 @@ class Publisher:
     ) -> None:
         try:
             await self._bring_to(client, server, target)
-            # A newer target may have come meanwhile; then this one was late.
-            server.state = HEALTHY if target is self._target else STALE
+            # During a push the version before it is still the current one.
+            current = (self._target.version, self._announced if self._pushing else None)
+            server.state = HEALTHY if server.version in current else STALE
             server.reason = f"holds version {server.version}"
         except ServerError as error:
             server.state = STALE if await _answers(client, server) else DEAD
