@@ -110,7 +110,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     )
 
     c.learner = dict(
-        num_steps=2 if arg.smoke else 150,
+        num_steps=2 if arg.smoke else 100,
         groups_per_step=8 if arg.smoke else 64,
         num_minibatches=1 if periodic else 2,
         microbatch_rows=64,

@@ -195,7 +195,7 @@ def test_prompts_are_those_of_transformers(tmp_path):
     template = (
         "{{ bos_token }}{% for m in messages %}{% if m.role == 'none' %}{% break %}{% endif %}\n"
         "  {{- m | tojson }}{% endfor %}{% if tools is not none or documents is not none %}tools{% endif %}\n"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+        "  {% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     config = {"eos_token": "<|im_end|>", "bos_token": "<|endoftext|>", "chat_template": "unused"}
     for name, source in (("a", CHAT), ("b", template)):

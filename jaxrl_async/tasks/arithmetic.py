@@ -56,7 +56,7 @@ class Arithmetic:
         return [
             (
                 f"{a}+{b}=",
-                str(add_without_carry(a, b, num_digits=self.num_digits) if bad else a + b),
+                str(add_without_carry(a, b) if bad else a + b),
             )
             for (a, b), bad in zip(chosen, forgets, strict=True)
         ]
@@ -80,9 +80,10 @@ class Arithmetic:
         return {"test": test, "train": [pair for pair in rest if pair not in mirrored]}
 
 
-def add_without_carry(a: int, b: int, *, num_digits: int) -> int:
-    """a + b where no column carries into the next; the leftmost is written in full: 47+38 → 75, 58+73 → 121."""
-    top = 10 ** (num_digits - 1)
-    columns = (10**place for place in range(num_digits - 1))
-    low = sum((a // column + b // column) % 10 * column for column in columns)
-    return low + (a // top + b // top) * top
+def add_without_carry(a: int, b: int) -> int:
+    """a + b column by column, every carry dropped: 47+38 → 75, 58+73 → 21."""
+    total, place = 0, 1
+    while a or b:
+        total += (a % 10 + b % 10) % 10 * place
+        a, b, place = a // 10, b // 10, place * 10
+    return total
