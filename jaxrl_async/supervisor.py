@@ -205,12 +205,15 @@ def _progress(bar, workdir, log: pathlib.Path, queue_address: str) -> Iterator[N
     channel = grpc.insecure_channel(queue_address)
     try:
         while True:
-            row = last_metrics(workdir)
+            before, row = bar.postfix, last_metrics(workdir)
             if row:
                 bar.n = int(row["step"])
-                bar.set_postfix_str(_summary(row, queue_client.who_waits(channel)))
+                waits = queue_client.who_waits(channel) if sys.stderr.isatty() else ""
+                bar.set_postfix_str(_summary(row, waits), refresh=False)
             else:
-                bar.set_postfix_str(last_lines(log, 1).rpartition(" INFO ")[2][:80])
+                bar.set_postfix_str(last_lines(log, 1).rpartition(" INFO ")[2][:80], refresh=False)
+            if sys.stderr.isatty() or bar.postfix != before:  # A log file gets each line once.
+                bar.refresh()
             yield
     finally:
         channel.close()
@@ -219,7 +222,7 @@ def _progress(bar, workdir, log: pathlib.Path, queue_address: str) -> Iterator[N
 def _summary(row: dict, waiting: str) -> str:
     return (
         f"reward {row['reward/mean']:.3f}, staleness {row['staleness/mean']:.1f}, "
-        f"{row['rollout/tokens_per_sec']:.0f} tok/s out, {row['learner/tokens_per_sec']:.0f} tok/s in, {waiting}"
+        f"{row['rollout/tokens_per_sec']:.0f} tok/s out, {row['learner/tokens_per_sec']:.0f} tok/s in {waiting}"
     )
 
 

@@ -341,7 +341,7 @@ class _Server:
 
     address: str
     state: str = STALE
-    reason: str = "not asked yet"
+    reason: str = "has not answered yet"
     version: int | None = None  # of ours; None before the first push
     tried: _Target | None = None  # the last target that it took or failed to take
     due: asyncio.Event = dataclasses.field(
