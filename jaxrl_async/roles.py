@@ -6,6 +6,7 @@ Each role imports its own parts, so that queue and rollout workers never load JA
 import asyncio
 import contextlib
 import functools
+import json
 import logging
 import pathlib
 import time
@@ -77,7 +78,15 @@ def task_of(settings: Settings):
     return make_task(settings.task.name, **settings.task.args)
 
 
-def model_config_of(settings: Settings, vocab_size: int):
+def vocab_size_of(settings: Settings, tokenizer) -> int:
+    """Bound on token ids: the model's, which published checkpoints pad beyond the tokenizer's."""
+    if not settings.model.path:
+        return tokenizer.vocab_size
+    config = pathlib.Path(settings.model.path) / "config.json"
+    return json.loads(config.read_text(encoding="utf-8"))["vocab_size"]
+
+
+def model_config_of(settings: Settings, tokenizer):
     """The model's shape: from the files at model.path, or from the config."""
     from jaxrl_async.models import hf, transformer
 
@@ -85,7 +94,7 @@ def model_config_of(settings: Settings, vocab_size: int):
     if model.path:
         return hf.read_config(model.path, dtype=model.dtype, remat=model.remat)
     return transformer.ModelConfig(
-        vocab_size=vocab_size,
+        vocab_size=tokenizer.vocab_size,
         num_layers=model.num_layers,
         model_dim=model.model_dim,
         num_heads=model.num_heads,
@@ -109,7 +118,7 @@ def engine_of(settings: Settings, workdir: pathlib.Path, *, name: str):
 
     server = settings.server
     return Engine(
-        model_config_of(settings, tokenizer_of(settings, workdir).vocab_size),
+        model_config_of(settings, tokenizer_of(settings, workdir)),
         num_slots=server.num_slots,
         max_total_tokens=server.max_total_tokens,
         decode_chunk=server.decode_chunk,
@@ -158,7 +167,7 @@ def checkpoint_params(settings: Settings, workdir: pathlib.Path, step: int | Non
 
     from jaxrl_async.models import sharding
 
-    config = model_config_of(settings, tokenizer_of(settings, workdir).vocab_size)
+    config = model_config_of(settings, tokenizer_of(settings, workdir))
     mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
     with contextlib.closing(_checkpoints(settings, workdir)) as checkpoints:
         step = checkpoints.latest() if step is None else step
@@ -191,7 +200,7 @@ async def _queue(settings: Settings, workdir: pathlib.Path) -> None:
         queue.address,
         admission=admission,
         group_size=settings.rollout.group_size,
-        vocab_size=tokenizer_of(settings, workdir).vocab_size,
+        vocab_size=vocab_size_of(settings, tokenizer_of(settings, workdir)),
         max_tokens=settings.learner.row_tokens,
         max_message_bytes=queue.max_message_bytes,
         on_bound=lambda address: log.info("queue at %s", address),
@@ -255,7 +264,7 @@ async def _rollout(settings: Settings, workdir: pathlib.Path) -> None:
                 "stop_token_ids": list(tokenizer.stop_token_ids),
             },
             run_seed=settings.seed,
-            vocab_size=tokenizer.vocab_size,
+            vocab_size=vocab_size_of(settings, tokenizer),
             request_timeout_secs=rollout.request_timeout_secs,
             max_retries=rollout.max_retries,
         )
@@ -269,7 +278,7 @@ async def _rollout(settings: Settings, workdir: pathlib.Path) -> None:
             rollout=rollout_function(rollout.function),
             group_size=rollout.group_size,
             max_running_groups=rollout.max_running_groups,
-            vocab_size=tokenizer.vocab_size,
+            vocab_size=vocab_size_of(settings, tokenizer),
             max_tokens=settings.learner.row_tokens,
             stop_token_ids=tokenizer.stop_token_ids,
         )
@@ -291,7 +300,7 @@ def _learner(settings: Settings, workdir: pathlib.Path, *, resume: bool) -> None
 
     learner, weights = settings.learner, settings.weights
     tokenizer = tokenizer_of(settings, workdir)
-    config = model_config_of(settings, tokenizer.vocab_size)
+    config = model_config_of(settings, tokenizer)
     mesh = sharding.make_mesh(learner.data, learner.fsdp, learner.tensor)
     train_step = train_step_of(settings, config, mesh)
     checkpoints = _checkpoints(settings, workdir)
