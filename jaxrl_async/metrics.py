@@ -42,7 +42,7 @@ METRICS: dict[str, str] = {
     "rollout/tokens_per_sec": "completion tokens pushed per second since the last step",
     "learner/tokens_per_sec": "trained tokens per second of the step",
     "returned/": "groups returned so far, by reason",
-    "lag/": "trained tokens of the step by staleness, lag/BUCKET/tokens",
+    "lag/": "of the tokens of one staleness: lag/BUCKET/{tokens,ratio,clip_fraction,kl,ess}",
     "compile/count": "programs compiled so far by the learner",
     "pack/padding_share": "share of the step's microbatches that is padding",
     "pack/microbatches": "microbatches of the step",

@@ -127,7 +127,8 @@ def _column(rows: list[dict], name: str) -> np.ndarray:
 
 
 def _staleness_histogram(axes, rows: list[dict]) -> None:
-    names = sorted({n for row in rows for n in row if n.startswith("lag/")}, key=_bucket_start)
+    names = [n for n in rows[-1] if n.startswith("lag/") and n.endswith("/tokens")]
+    names.sort(key=_bucket_start)
     tokens = [np.nansum(_column(rows, name)) for name in names]
     axes.bar([name.split("/")[1] for name in names], tokens)
     axes.set_ylabel("tokens")

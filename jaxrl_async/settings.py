@@ -253,6 +253,8 @@ def _check(s: Settings) -> None:
     for name, value in _positive(s).items():
         if value < 1:
             raise SettingsError(f"{name} must be ≥ 1, got {value}")
+    if s.weights.keep < 2:  # A late server may still be reading the version before.
+        raise SettingsError(f"weights.keep must be ≥ 2, got {s.weights.keep}")
     _check_mode(s)
     _check_lengths(s)
 
@@ -269,7 +271,7 @@ def _positive(s: Settings) -> dict[str, int]:
             "num_steps", "groups_per_step", "num_minibatches", "microbatch_rows", "row_tokens",
             "data", "fsdp", "tensor",
         ),
-        "weights": ("push_every_steps", "keep"),
+        "weights": ("push_every_steps",),
         "checkpoint": ("every_steps", "keep"),
     }  # fmt: skip
     return {f"{b}.{f}": getattr(getattr(s, b), f) for b, names in fields.items() for f in names}

@@ -80,6 +80,7 @@ def test_a_value_of_another_type_is_refused():
         (["--config.rollout.max_new_tokens=400"], r"= 408 exceeds learner.row_tokens"),
         (["--config.learner.num_steps=0"], r"num_steps must be ≥ 1, got 0"),
         (["--config.learner.data=3"], r"multiple of learner.data · learner.fsdp = 3"),
+        (["--config.weights.keep=1"], r"weights.keep must be ≥ 2, got 1"),
         (["--config.queue.chunk_groups=8"], r"chunk_groups"),
     ],
 )  # fmt: skip

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 
 import numpy as np
 import psutil
@@ -256,6 +257,31 @@ def test_a_checkpoint_of_another_shape_is_refused_with_both_shapes(run):
     )
     assert code == 1
     assert re.search(r"gate.* has shape \(2, 64, 192\).* needs \(2, 64, 96\)", output), output
+
+
+def test_a_checkpoint_is_served_over_http(run, command, tmp_path):
+    assert run("train", f"--config={QUICKSTART}:smoke,mode=sync")[0] == 0
+    server = command("serve", "--port=0", "--step=2")
+    lines = []
+    for line in server.stdout:
+        lines.append(line)
+        if address := re.search(r"http://127.0.0.1:\d+", line):
+            break
+    try:
+        assert lines and address, lines
+        request = {"input_ids": [6, 9, 12, 5, 10, 13], "sampling_params": {"max_new_tokens": 3}}
+        answer = urllib.request.Request(
+            f"{address[0]}/generate",
+            data=json.dumps(request).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(answer, timeout=30) as reply:
+            answer = json.load(reply)
+        assert len(answer["output_ids"]) == 3
+        assert answer["meta_info"]["weight_version"] == "2"
+    finally:
+        server.send_signal(signal.SIGTERM)
+        server.communicate(timeout=30)
 
 
 def test_a_missing_data_set_is_named(run):

@@ -18,11 +18,9 @@ from jaxrl_async.channels.admission import REISSUE_REASONS, Position
 from jaxrl_async.channels.queue_client import LearnerQueue
 from jaxrl_async.channels.wire import QueueStatus
 from jaxrl_async.learner import packing
-from jaxrl_async.learner.train_step import TrainState, TrainStep
+from jaxrl_async.learner.train_step import LAG_BUCKETS, TrainState, TrainStep
 from jaxrl_async.metrics import MetricsWriter, Timers
 from jaxrl_async.types import Batch, Chunk, Group
-
-LAG_BUCKETS = {"0": 0, "1": 1, "2": 2, "3-4": 3, "5-8": 5, "9+": 9}  # name → first staleness
 
 
 class NonFiniteError(RuntimeError):

@@ -107,7 +107,9 @@ def _epochs(num_demonstrations, batch_size, num_steps, seed):
 
 def _init_program(config, mesh, optimizer):
     shardings, _ = train_step.make_shardings(config, mesh, optimizer)
-    return jax.jit(optimizer.init, in_shardings=(shardings.params,), out_shardings=shardings.opt_state)
+    return jax.jit(
+        optimizer.init, in_shardings=(shardings.params,), out_shardings=shardings.opt_state
+    )
 
 
 def _step_program(config, mesh, optimizer, head_chunk_tokens):

@@ -93,8 +93,12 @@ class Transformer(nnx.Module):
         def layer(x_BTD, block):
             return nnx.merge(graphdef, block)(x_BTD, rope, mask_BTS)[0], None
 
-        if self.config.remat:
-            layer = jax.checkpoint(layer, prevent_cse=False)  # Not needed within a scan.
+        # Without remat the matmuls' outputs are kept, and what is cheap is computed again: stacking
+        # every intermediate of every layer costs more than computing it.
+        saved = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        layer = jax.checkpoint(  # prevent_cse is not needed within a scan.
+            layer, policy=None if self.config.remat else saved, prevent_cse=False
+        )
         x_BTD, _ = jax.lax.scan(layer, self._embed(tokens_BT), blocks)
         return self.final_norm(x_BTD)
 
@@ -241,10 +245,12 @@ class Block(nnx.Module):
 
     def finish(self, x_BTD, attended_BTHC):
         """What follows the attention: output projection, MLP, both residuals."""
-        B, T, _ = x_BTD.shape
-        x_BTD = x_BTD + self.output(attended_BTHC.reshape(B, T, -1))
-        y_BTD = self.mlp_norm(x_BTD)
-        return x_BTD + self.down(jax.nn.silu(self.gate(y_BTD)) * self.up(y_BTD))
+        B, T, D = x_BTD.shape
+        # Tokens on one axis: XLA's CPU backend transposes around the gradients of 3-D matmuls.
+        x_ND = x_BTD.reshape(B * T, D) + self.output(attended_BTHC.reshape(B * T, -1))
+        y_ND = self.mlp_norm(x_ND)
+        x_ND += self.down(jax.nn.silu(self.gate(y_ND)) * self.up(y_ND))
+        return x_ND.reshape(B, T, D)
 
 
 def _stacked_blocks(config, rngs):
