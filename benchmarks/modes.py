@@ -79,7 +79,9 @@ def run(mode: str, steps: int) -> list[dict]:
         command = [sys.executable, "-m", "jaxrl_async", "train", f"--workdir={workdir}/run"]
         command += [f"--config={ROOT}/configs/quickstart.py:mode={mode}"]
         command += [f"--config.{name}={value}" for name, value in overrides.items()]
-        subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         return read_metrics(f"{workdir}/run")
 
 
