@@ -139,10 +139,11 @@ def _bucket_start(name: str) -> int:
 
 
 def _time_split(axes, steps: np.ndarray, rows: list[dict]) -> None:
-    names = sorted(n for n in rows[-1] if n.startswith("time/") and n != "time/step_secs")
-    parts = [_column(rows, name) for name in names]
+    names = sorted({n for row in rows for n in row if n.startswith("time/")} - {"time/step_secs"})
+    parts = np.nan_to_num([_column(rows, name) for name in names])
     labels = [name.removeprefix("time/").removesuffix("_secs") for name in names]
-    axes.stackplot(steps, np.nan_to_num(parts), labels=labels)
+    axes.stackplot(steps, parts, labels=labels)
+    axes.set_ylim(0, 1.5 * np.quantile(parts.sum(0), 0.95))  # The first step compiles.
     axes.set_ylabel("seconds")
     axes.legend(frameon=False, fontsize=7)
 

@@ -1,0 +1,56 @@
+"""The alignment law and the bounds, checked where a trajectory enters."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxrl_async.types import InvalidTrajectoryError, Trajectory, check_trajectory
+
+GOOD = Trajectory(
+    tokens=np.array([1, 2, 3, 4, 5], np.int32),
+    logprobs=np.array([0, 0, -0.5, 0, -1.5], np.float32),
+    versions=np.array([-1, -1, 7, -1, 8], np.int32),  # sampled, tool output, sampled
+    mask=np.array([False, False, True, False, True]),
+    prompt_length=2,
+    reward=0.5,
+)
+
+
+def check(**changes):
+    check_trajectory(dataclasses.replace(GOOD, **changes), vocab_size=6, max_tokens=5)
+
+
+def test_tool_output_between_sampled_tokens_is_allowed():
+    check()
+    assert GOOD.completion.tolist() == [3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(tokens=np.array([1, 2, 3, 4, 6], np.int32)), r"token id 6 is outside \[0, 6\)"),
+        (dict(tokens=np.array([1, 2, 3, 4, -1], np.int32)), r"token id -1"),
+        (dict(tokens=np.array([1, 2, 3, 4], np.int32)), r"logprobs must be float32 \[4\], got float32 \[5\]"),
+        (dict(tokens=np.zeros(5, np.int64)), r"tokens must be int32 \[5\], got int64 \[5\]"),
+        (dict(logprobs=np.array([0, 0, 0.1, 0, -1], np.float32)), r"finite and ≤ 0, got 0.1"),
+        (dict(logprobs=np.array([0, 0, np.nan, 0, -1], np.float32)), r"finite and ≤ 0, got nan"),
+        (dict(logprobs=np.array([0, 0, -np.inf, 0, -1], np.float32)), r"finite and ≤ 0, got -inf"),
+        (dict(logprobs=np.array([0, -1, -1, 0, -1], np.float32)), r"not sampled must have version −1"),
+        (dict(versions=np.array([-1, -1, -1, -1, 8], np.int32)), r"sampled token is -1, must be ≥ 0"),
+        (dict(versions=np.array([-1, -1, 7, 7, 8], np.int32)), r"not sampled must have version −1"),
+        (dict(mask=np.array([False, True, True, False, True])), r"mask is True on a prompt token"),
+        (dict(prompt_length=0), r"prompt_length 0 is outside \[1, 5\]"),
+        (dict(prompt_length=6), r"prompt_length 6 is outside \[1, 5\]"),
+        (dict(reward=float("nan")), r"reward must be finite, got nan"),
+        (dict(finish_reason="abort"), r"finish_reason must be 'stop' or 'length', got 'abort'"),
+    ],
+)  # fmt: skip
+def test_what_breaks_the_law_is_refused_with_field_value_and_bound(changes, message):
+    with pytest.raises(InvalidTrajectoryError, match=message):
+        check(**changes)
+
+
+def test_a_row_longer_than_the_bound_is_refused():
+    with pytest.raises(InvalidTrajectoryError, match=r"length 5 is outside \[1, 4\]"):
+        check_trajectory(GOOD, vocab_size=6, max_tokens=4)
