@@ -1,6 +1,6 @@
 """The learner's accumulate + update in tokens/s, beside this machine's own matmul rate in the same run.
 
-    python benchmarks/learner.py [--updates=3] [--shape=quickstart|100m|all]
+    python benchmarks/learner.py [--updates=2] [--shape=quickstart|100m|all]
 
 Model FLOPs of a trained token are 6·P + 6·L·H·C·T (P parameters, attention at its causal half; no credit for what
 remat computes again), forward and backward. They are given as a share of the best float32 4096³ matmul rate,
@@ -9,6 +9,7 @@ measured before and after in the same process. Results are printed and written t
 
 import argparse
 import json
+import os
 import pathlib
 import platform
 import time
@@ -40,10 +41,10 @@ SHAPES = {
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--updates", type=int, default=3)
+    parser.add_argument("--updates", type=int, default=2)
     parser.add_argument("--shape", choices=[*SHAPES, "all"], default="all")
     args = parser.parse_args()
-    result = {"machine": platform.machine(), "jax": jax.__version__, "cores": len(jax.devices())}
+    result = {"machine": platform.machine(), "jax": jax.__version__, "cores": os.cpu_count()}
     for name in SHAPES if args.shape == "all" else [args.shape]:
         before = matmul_rate()
         measured = measure(name, args.updates)

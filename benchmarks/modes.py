@@ -1,6 +1,6 @@
 """Sync, periodic and async side by side on the same work, through the real processes and wire.
 
-    python benchmarks/modes.py [--steps=40] [--rounds=2]
+    python benchmarks/modes.py [--steps=30] [--rounds=1]
 
 One core is pinned to the learner and one to server, rollout worker and queue, in every mode. The modes run in
 turn, `rounds` times, and each figure is the median over its steps after the first five. From the sync run:
@@ -55,8 +55,8 @@ WORKLOAD = {
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=1)
     args = parser.parse_args()
     rows = {mode: [] for mode in ("sync", "periodic", "async")}
     for _ in range(args.rounds):

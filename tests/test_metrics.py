@@ -19,7 +19,8 @@ def test_what_is_written_is_read_back(tmp_path):
     rows = metrics.read_metrics(tmp_path)
     assert [(r["step"], r["reward/mean"]) for r in rows] == [(1, 0.25), (2, 0.5)]
     assert metrics.last_metrics(tmp_path) == rows[-1]
-    assert list((tmp_path / "tensorboard").iterdir())
+    events = b"".join(file.read_bytes() for file in (tmp_path / "tensorboard").iterdir())
+    assert events.count(b"reward/mean") == 2
 
 
 def test_a_step_run_again_after_a_resume_counts_once(tmp_path):
