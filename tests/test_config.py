@@ -97,9 +97,10 @@ def test_periodic_mode_refuses_updates_inside_the_step():
 def test_a_config_survives_its_json(tmp_path):
     config = config_lib.load_config(str(QUICKSTART))
     (tmp_path / "config.json").write_text(config.to_json_best_effort())
-    assert config_lib.settings_of(config_lib.load_config(str(tmp_path / "config.json"))) == (
-        config_lib.settings_of(config)
-    )
+    assert parse(f"--config={tmp_path}/config.json") == config_lib.settings_of(config)
+    addresses = ("http://a:1", "http://b:2")  # A list in JSON, a tuple on the command line.
+    override = f"--config.server.addresses={addresses!r}"
+    assert parse(f"--config={tmp_path}/config.json", override).server.addresses == addresses
 
 
 @pytest.mark.parametrize(
@@ -110,6 +111,14 @@ def test_a_config_survives_its_json(tmp_path):
         (["trian"], 2, "did you mean 'train'"),
         (["train"], 2, "--config=FILE"),
         (["train", "--config=nowhere.py"], 2, "no config at nowhere.py"),
+        (["train", f"--config={QUICKSTART}", "--role=quue"], 2, "did you mean 'queue'"),
+        (["train", f"--config={QUICKSTART}", "--role=queue"], 2, "needs --config.queue.address"),
+        (["train", f"--config={QUICKSTART}", "--role=server"], 2, "config.server.addresses"),
+        (["evaluate"], 2, "--workdir=DIR"),
+        (["evaluate", "--workdir=nowhere"], 2, "no config at"),
+        (["evaluate", "--workdir=nowhere", "--steps=two"], 2, "got 'two'"),
+        (["report", "--workdir=nowhere"], 2, "no metrics.jsonl"),
+        (["serve"], 2, "--workdir=DIR"),
     ],
 )
 def test_exit_codes(argv, code, text, capsys):

@@ -34,15 +34,19 @@ def main(argv: list[str]) -> int:
     settings = settings_of(flags.config)
     name = f"{settings.task.name.split(':')[0]}-{time.strftime('%Y%m%d-%H%M%S')}"
     workdir = pathlib.Path(flags.workdir or f"runs/{name}").absolute()
+    supervised = "JAXRL_PARENT" in os.environ
+    if flags.role in ("all", "learner") and not supervised:
+        _check_workdir(workdir, resume=flags.resume)
+        workdir.mkdir(parents=True, exist_ok=True)
+        (workdir / "config.json").write_text(flags.config.to_json(indent=2), encoding="utf-8")
     if flags.role == "all":
-        return _all(settings, flags.config, workdir, resume=flags.resume)
+        return _all(settings, workdir, resume=flags.resume)
+    _check_addresses(settings, flags.role, flags.index)
+    workdir.mkdir(parents=True, exist_ok=True)
     return _one(settings, flags.role, flags.index, workdir, resume=flags.resume)
 
 
-def _all(settings: Settings, config, workdir: pathlib.Path, *, resume: bool) -> int:
-    _check_workdir(workdir, resume=resume)
-    workdir.mkdir(parents=True, exist_ok=True)
-    (workdir / "config.json").write_text(config.to_json(indent=2), encoding="utf-8")
+def _all(settings: Settings, workdir: pathlib.Path, *, resume: bool) -> int:
     try:
         roles.prepare(settings, workdir)
     except (OSError, TypeError, ValueError) as error:
@@ -90,6 +94,17 @@ def _check_workdir(workdir: pathlib.Path, *, resume: bool) -> None:
         raise UsageError(f"{workdir} holds a run: go on with --resume, or name another --workdir")
     if resume and not started:
         raise UsageError(f"{workdir} has no checkpoint to resume from")
+
+
+def _check_addresses(settings: Settings, role: str, index: int) -> None:
+    """A role that runs alone must be told where the others are."""
+    if not settings.queue.address and role != "server":
+        raise UsageError(f"--role={role} needs --config.queue.address=HOST:PORT")
+    if len(settings.server.addresses) < {"server": index + 1, "learner": 1}.get(role, 0):
+        raise UsageError(
+            f"--role={role} --index={index} needs its entry of config.server.addresses, which has "
+            f"{len(settings.server.addresses)}"
+        )
 
 
 def _interrupt(signum, frame):
