@@ -89,6 +89,14 @@ def test_settings_that_contradict_one_another_are_refused(overrides, message):
         parse(f"--config={QUICKSTART}", *overrides)
 
 
+@pytest.mark.parametrize("mode", ["sync", "periodic"])
+def test_on_policy_modes_refuse_staleness(mode):
+    with pytest.raises(
+        SettingsError, match=rf"mode '{mode}' needs queue.max_staleness = 0 .* got 1 and 1"
+    ):
+        parse(f"--config={QUICKSTART}:mode={mode}", "--config.queue.max_staleness=1")
+
+
 def test_periodic_mode_refuses_updates_inside_the_step():
     with pytest.raises(SettingsError, match="periodic.*num_minibatches must be 1, got 2"):
         parse(f"--config={QUICKSTART}:mode=periodic", "--config.learner.num_minibatches=2")
