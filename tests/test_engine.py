@@ -149,6 +149,14 @@ def request(rid, prompt=(1, 2, 3), **changes):
     return engine_lib.Request(rid, ids, dataclasses.replace(PARAMS, **changes))
 
 
+def submit_together(engine, requests):
+    """The futures of requests that are all there before the first of them is decoded."""
+    wait(engine.pause("retract"))
+    futures = [submit(engine, one) for one in requests]
+    wait(engine.resume())
+    return futures
+
+
 def generate(engine, *args, **changes):
     return wait(submit(engine, request(*args, **changes)))
 
@@ -340,8 +348,13 @@ def test_those_who_end_together_share_one_call(engine):
 def test_a_swap_under_retract_keeps_the_tokens_and_each_token_is_of_its_version(engine):
     gate = Gate(engine)
     prompt = (2, 7, 1, 8)
-    future = submit(engine, request("r", prompt, max_new_tokens=30, seed=5))
-    neighbour = submit(engine, request("n", (9,), max_new_tokens=22, seed=6))
+    future, neighbour = submit_together(
+        engine,
+        [
+            request("r", prompt, max_new_tokens=30, seed=5),
+            request("n", (9,), max_new_tokens=22, seed=6),
+        ],
+    )
     gate.run(2)
     paused = engine.pause("retract")
     updated = engine.update_weights(weights(1), "1")
@@ -410,9 +423,10 @@ def test_a_pause_without_a_swap_changes_nothing(engine):
 def test_pause_abort_returns_partial_tokens_of_the_running_and_none_of_the_queued(engine):
     whole = generate(engine, "whole", max_new_tokens=30, seed=0)
     gate = Gate(engine)
-    futures = [
-        submit(engine, request(f"r{i}", max_new_tokens=30, seed=i)) for i in range(NUM_SLOTS + 3)
-    ]
+    futures = submit_together(
+        engine,
+        [request(f"r{i}", max_new_tokens=30, seed=i) for i in range(NUM_SLOTS + 3)],
+    )
     gate.run(2)
     paused = engine.pause("abort")
     gate.open()
@@ -445,7 +459,8 @@ def test_an_unknown_pause_mode_is_refused_with_the_known_ones(engine):
 def test_abort_ends_those_that_match_and_nobody_else(engine):
     gate = Gate(engine)
     names = ["a-1", "b-1", "a-2"]
-    futures = {name: submit(engine, request(name, max_new_tokens=20)) for name in names}
+    requests = [request(name, max_new_tokens=20) for name in names]
+    futures = dict(zip(names, submit_together(engine, requests), strict=True))
     gate.run(1)
     aborted = engine.abort(lambda rid: rid.startswith("a-"))
     gate.open()
