@@ -244,7 +244,7 @@ def test_bad_numbers_stop_the_run_before_anything_of_the_step_is_committed_saved
 
 def test_too_many_failures_stop_the_run_and_are_counted_by_reason():
     recorder = Recorder(returned={"server_error": 7, "timeout": 4, "invalid": 100})
-    with pytest.raises(learner.TooManyFailuresError, match=r"11 groups.*is 10.*'server_error': 7"):
+    with pytest.raises(learner.TooManyFailuresError, match=r"^11 groups.*is 10.*'server_error': 7"):
         train(recorder)
 
 
