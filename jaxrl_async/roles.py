@@ -18,7 +18,6 @@ log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_SECS = 60.0  # to the queue, which needs no device and is up within seconds
 CALL_TIMEOUT_SECS = 30.0
-REWARD_START_SECS = 30.0
 
 
 def run(role: str, settings: Settings, *, index: int, workdir: pathlib.Path, resume: bool) -> None:
@@ -294,7 +293,7 @@ def _learner(settings: Settings, workdir: pathlib.Path, *, resume: bool) -> None
     from jaxrl_async.learner.versions import Versions
     from jaxrl_async.metrics import MetricsWriter
     from jaxrl_async.models import sharding
-    from jaxrl_async.objectives import advantages
+    from jaxrl_async.objectives.advantages import ADVANTAGES
     from jaxrl_async.servers.publisher import Publisher
     from jaxrl_async.servers.transports import TRANSPORTS
 
@@ -353,7 +352,7 @@ def _learner(settings: Settings, workdir: pathlib.Path, *, resume: bool) -> None
                 row_tokens=learner.row_tokens,
                 policy=learner.packing,
             ),
-            advantages=getattr(advantages, settings.loss.advantage),
+            advantages=ADVANTAGES[settings.loss.advantage],
             queue=queue,
             publisher=versions,
             save=lambda step, state, position: checkpoints.save(step, state, position.to_json()),

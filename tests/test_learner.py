@@ -248,6 +248,30 @@ def test_too_many_failures_stop_the_run_and_are_counted_by_reason():
         train(recorder)
 
 
+def test_what_is_about_a_staleness_counts_by_its_tokens():
+    """3 tokens of ratio 1 in one minibatch, 1 of ratio 2 in the other: 1.25. An empty bucket reads 0."""
+    rows = [
+        {
+            "lag/1/ratio": 1.0,
+            "lag/1/tokens": 3.0,
+            "lag/2/ratio": 0.0,
+            "lag/2/tokens": 0.0,
+            "x": 1.0,
+        },
+        {
+            "lag/1/ratio": 2.0,
+            "lag/1/tokens": 1.0,
+            "lag/2/ratio": 0.0,
+            "lag/2/tokens": 0.0,
+            "x": 2.0,
+        },
+    ]
+    found = {name: learner._over_minibatches(name, rows) for name in rows[0]}
+    assert found == {
+        "lag/1/ratio": 1.25, "lag/1/tokens": 4.0, "lag/2/ratio": 0.0, "lag/2/tokens": 0.0, "x": 1.5
+    }  # fmt: skip
+
+
 def test_nothing_compiles_after_the_first_step():
     recorder = Recorder(chunk_groups=2)
     train(recorder, anchor="recompute", num_steps=3)

@@ -13,7 +13,7 @@ VERBS = {
     "report": "write report.html from a run's workdir",
 }
 
-DONE, FAILED, BAD_USAGE = 0, 1, 2
+DONE, BAD_USAGE = 0, 2
 
 
 def main(argv: list[str]) -> int:

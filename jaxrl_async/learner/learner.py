@@ -18,7 +18,7 @@ from jaxrl_async.channels.admission import REISSUE_REASONS, Position
 from jaxrl_async.channels.queue_client import LearnerQueue
 from jaxrl_async.channels.wire import QueueStatus
 from jaxrl_async.learner import packing
-from jaxrl_async.learner.train_step import LAG_BUCKETS, TrainState, TrainStep
+from jaxrl_async.learner.train_step import TrainState, TrainStep
 from jaxrl_async.metrics import MetricsWriter, Timers
 from jaxrl_async.types import Batch, Chunk, Group
 
@@ -129,7 +129,7 @@ def train(
                     save(step, state, position)
 
         status = queue.status()
-        row = _step_metrics(rows, groups, batches, policy_version=step - 1)
+        row = _step_metrics(rows, groups, batches)
         row |= timers.pop() | publisher.metrics() | rates.metrics(status)
         row["compile/count"] = train_step.num_compilations()
         row["learner/tokens_per_sec"] = row.pop("tokens") / row["time/step_secs"]
@@ -168,17 +168,10 @@ def _checked(step: int, minibatch: int, outcome: Any, groups: Sequence[Group]) -
 
 
 def _step_metrics(
-    minibatches: Sequence[Mapping[str, float]],
-    groups: Sequence[Group],
-    batches: Sequence[Batch],
-    *,
-    policy_version: int,
+    minibatches: Sequence[Mapping[str, float]], groups: Sequence[Group], batches: Sequence[Batch]
 ) -> dict[str, float]:
     rewards = _rewards(groups)
     trajectories = [t for group in groups for t in group.trajectories]
-    staleness = policy_version - np.concatenate([t.versions[t.mask] for t in trajectories])
-    lag = np.searchsorted(list(LAG_BUCKETS.values()), staleness, side="right") - 1
-    tokens = np.bincount(lag, minlength=len(LAG_BUCKETS))
     metrics = {
         "reward/mean": rewards.mean(),
         "reward/std": rewards.std(),
@@ -188,11 +181,20 @@ def _step_metrics(
         "pack/microbatches": len(batches),
         "tokens": sum(batch.mask.sum() for batch in batches),
     }
-    metrics |= {f"lag/{name}/tokens": tokens[i] for i, name in enumerate(LAG_BUCKETS)}
-    return metrics | {
-        name: (max if "max" in name else np.mean)([row[name] for row in minibatches])
-        for name in minibatches[0]
-    }
+    return metrics | {name: _over_minibatches(name, minibatches) for name in minibatches[0]}
+
+
+def _over_minibatches(name: str, minibatches: Sequence[Mapping[str, float]]) -> float:
+    """Tokens add up, maxima stay maxima, and what is about a staleness counts by its tokens; the rest is a mean."""
+    values = [row[name] for row in minibatches]
+    if name.endswith("/tokens"):
+        return sum(values)
+    if "max" in name:
+        return max(values)
+    if not name.startswith("lag/"):
+        return np.mean(values)
+    tokens = [row[f"{name.rpartition('/')[0]}/tokens"] for row in minibatches]
+    return np.average(values, weights=tokens) if sum(tokens) else 0.0
 
 
 class _Rates:

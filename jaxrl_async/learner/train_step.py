@@ -415,7 +415,7 @@ def _metrics(sums, maxima):
         lag = dict(zip(_SUMS, row, strict=True))
         tokens = jnp.maximum(lag["tokens"], 1.0)  # A bucket without tokens reads 0.
         metrics |= {f"lag/{name}/{key}": lag[of] / tokens for key, of in _LAG_MEANS.items()}
-        metrics |= {f"lag/{name}/ess": _effective_share(lag)}
+        metrics |= {f"lag/{name}/ess": _effective_share(lag), f"lag/{name}/tokens": lag["tokens"]}
     return metrics
 
 
