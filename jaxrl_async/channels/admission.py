@@ -194,11 +194,6 @@ class Admission:
         """
         return self.leases.fixed(step, index) is not None or self._choose() is not None
 
-    def permit_of(self, prompt_index: int) -> Permit:
-        """The permit of a held or leased group."""
-        group = self._leased.get(prompt_index) or self._held[prompt_index]
-        return Permit(prompt_index, group.attempt)
-
     # Events.
 
     def publish(self, version: int, position: Position | None = None) -> None:
