@@ -1,14 +1,20 @@
-"""A fake of SGLang's routes, in a thread of its own: no weights, and behavior that a test sets.
+"""A fake inference server, in a thread of its own: no weights, and behavior that a test sets.
+
+It answers as this project's servers do, or with `sglang = True` as SGLang does, which reports checksums and no digest.
 
 The token at absolute position p of a request with seed s is `token(s, p)`, whatever was asked before: so a resumed
 request can be compared with one that was never interrupted.
 """
 
 import asyncio
+import pathlib
 import socket
 import threading
 
 from aiohttp import web
+
+from jaxrl_async.channels import weight_store
+from jaxrl_async.servers import verification
 
 VOCAB_SIZE = 100
 
@@ -33,6 +39,11 @@ class FakeServer:
     def reset(self):
         """What a restart does to a server: back to weights that no push gave."""
         self.version = "default"
+        self.path = None  # of the weights
+        self.digest = None  # of the weights
+        self.sglang = False
+        self.tp_size = 1
+        self.device = "cpu"
         self.paused = False
         self.fail = {}  # route → (status, message)
         self.hang = set()  # routes that never answer
@@ -42,6 +53,8 @@ class FakeServer:
         self.abort_after = []  # the next /generate calls end as aborted after so many tokens
         self.ignore_updates = False
         self.calls = []  # (route, JSON)
+        self.keys = []  # the Authorization header of every call
+        self.uploads = {}  # version/file → bytes
 
     def start(self) -> "FakeServer":
         started = threading.Event()
@@ -72,6 +85,11 @@ class FakeServer:
         await runner.cleanup()
 
     async def _handle(self, request):
+        self.keys.append(request.headers.get("Authorization"))
+        if request.method == "PUT":
+            self.uploads[request.path.removeprefix("/weights/")] = await request.read()
+            self.calls.append((request.path, {}))
+            return web.json_response({"message": "stored"})
         payload = await request.json() if request.can_read_body else {}
         self.calls.append((request.path, payload))
         if request.path in self.drop:
@@ -86,7 +104,21 @@ class FakeServer:
         return await getattr(self, request.path.strip("/").replace("/", "_"))(payload)
 
     async def model_info(self, _):
-        return web.json_response({"weight_version": self.version, "model_path": "somewhere"})
+        info = {"weight_version": self.version, "model_path": "somewhere"}
+        return web.json_response(info if self.sglang else info | {"weight_digest": self.digest})
+
+    async def server_info(self, _):
+        return web.json_response(
+            {"device": self.device, "tp_size": self.tp_size, "dtype": "float32"}
+        )
+
+    async def weights_checker(self, _):
+        checksums = verification._expected_checksums(self.path, self.digest, "float32")
+        return web.json_response({"success": True, "ranks": [{"checksums": checksums}]})
+
+    async def update_weight_version(self, payload):
+        self.version = payload["new_version"]
+        return web.json_response({"success": True, "message": "renamed"})
 
     async def pause_generation(self, _):
         self.paused = True
@@ -103,8 +135,16 @@ class FakeServer:
         return web.Response(text="Cache flushed.")
 
     async def update_weights_from_disk(self, payload):
+        return self._load(payload, payload["model_path"])
+
+    async def update_weights_from_upload(self, payload):
+        return self._load(payload, None)
+
+    def _load(self, payload, path):
         if not self.ignore_updates:
-            self.version = payload["weight_version"]
+            self.version, self.path = payload["weight_version"], path
+            if path is not None and (pathlib.Path(path) / weight_store.MANIFEST).exists():
+                self.digest = weight_store.read_manifest(path)["digest"]
         return web.json_response({"success": True, "message": "loaded"})
 
     async def generate(self, payload):

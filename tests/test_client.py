@@ -177,7 +177,7 @@ async def test_control_routes_send_what_sglang_expects(server):
     async with InferenceClient() as client:
         await client.pause(server.address, mode="retract", timeout_secs=10)
         await client.update_weights_from_disk(
-            server.address, path="/weights/9", version=9, flush_cache=True, timeout_secs=10
+            server.address, path="/weights/9", version="9", flush_cache=True, timeout_secs=10
         )
         await client.continue_(server.address, timeout_secs=10)
         await client.abort(server.address, rid="000000000007-", timeout_secs=10)
@@ -190,6 +190,7 @@ async def test_control_routes_send_what_sglang_expects(server):
             "/update_weights_from_disk",
             {
                 "model_path": "/weights/9",
+                "load_format": "auto",
                 "weight_version": "9",
                 "flush_cache": True,
                 "abort_all_requests": False,

@@ -1,11 +1,14 @@
 """The publisher, with fake servers in threads of their own and a list in place of the queue."""
 
+import functools
 import threading
 import time
 
+import numpy as np
 import pytest
 from fake_sglang import FakeServer
 
+from jaxrl_async.channels.weight_store import WeightStore
 from jaxrl_async.servers.publisher import Publisher, PublisherError
 from jaxrl_async.servers.transports import TRANSPORTS
 
@@ -59,7 +62,7 @@ def start(queue):
     def start(servers, *, push_timeout_secs=WAIT_SECS, start_timeout_secs=WAIT_SECS):
         publisher = Publisher(
             [server.address for server in servers],
-            transport=TRANSPORTS["disk"],
+            transport=functools.partial(TRANSPORTS["disk"], mode="retract"),
             announce=queue,
             push_timeout_secs=push_timeout_secs,
             poll_secs=0.02,
@@ -75,16 +78,11 @@ def start(queue):
 
 @pytest.fixture
 def write(tmp_path):
-    """Makes the `write` of a version: a directory of 100 bytes."""
+    """Makes the `write` of a version: one tensor that holds its number."""
+    store = WeightStore(tmp_path, keep=100)
 
     def make(version):
-        def write():
-            path = tmp_path / f"{version:08d}"
-            path.mkdir()
-            (path / "model.safetensors").write_bytes(bytes(100))
-            return path
-
-        return write
+        return lambda: store.write(version, [("weight", np.array([version]))], {})
 
     return make
 
@@ -107,7 +105,8 @@ def test_a_version_reaches_every_server_and_then_the_queue(queue, servers, start
         assert update["model_path"] == str(tmp_path / "00000000")
     assert queue.published == [(0, {s.address: ("HEALTHY", 0) for s in servers}, None)]
     metrics = publisher.metrics()
-    assert (metrics["weights/version"], metrics["weights/bytes"]) == (0, 100)
+    num_bytes = sum(file.stat().st_size for file in (tmp_path / "00000000").iterdir())
+    assert (metrics["weights/version"], metrics["weights/bytes"]) == (0, num_bytes)
     assert metrics["weights/push_secs"] > 0
 
 

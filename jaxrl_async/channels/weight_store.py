@@ -118,12 +118,11 @@ class WeightStore:
         Raises:
           WeightStoreError: there is no such version.
         """
-        file = self.path(version) / MANIFEST
-        if not file.exists():
+        if not self.path(version).exists():
             raise WeightStoreError(
                 f"no version {version} in {self._root}; it holds {self.versions()}"
             )
-        return json.loads(file.read_text())
+        return read_manifest(self.path(version))
 
     def read(self, version: int) -> dict[str, np.ndarray]:
         """The tensors by name, read-only, as maps of the files.
@@ -131,8 +130,8 @@ class WeightStore:
         Raises:
           WeightStoreError: a file is missing or truncated.
         """
-        files = sorted({t["file"] for t in self.manifest(version)["tensors"].values()})
-        return {k: v for f in files for k, v in read_safetensors(self.path(version) / f).items()}
+        self.manifest(version)
+        return read_tensors(self.path(version))
 
     def verify(self, version: int) -> None:
         """Compares every tensor with the manifest.
@@ -143,8 +142,6 @@ class WeightStore:
         tensors = self.read(version)
         for name, said in self.manifest(version)["tensors"].items():
             file = self.path(version) / said["file"]
-            if name not in tensors:
-                raise WeightStoreError(f"{file}: tensor {name} is missing")
             found = _describe(tensors[name])
             for key, value in found.items():
                 if value != said[key]:
@@ -164,6 +161,37 @@ class WeightStore:
                 # Renamed first: a directory that is half removed must not look like a version.
                 self.path(version).rename(self._root / f"{_ASIDE}pruned-{version}")
         self._sweep()
+
+
+def read_manifest(path: str | os.PathLike) -> dict[str, Any]:
+    """The manifest of a version's directory; see WeightStore.manifest.
+
+    Raises:
+      WeightStoreError: there is none, or it is no manifest.
+    """
+    file = pathlib.Path(path) / MANIFEST
+    try:
+        manifest = json.loads(file.read_text())
+        return manifest | {"tensors": dict(manifest["tensors"]), "digest": str(manifest["digest"])}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise WeightStoreError(f"{file}: cannot be read: {error!r}") from error
+
+
+def read_tensors(path: str | os.PathLike) -> dict[str, np.ndarray]:
+    """The tensors of a version's directory by name, read-only, as maps of its files.
+
+    Raises:
+      WeightStoreError: a file is missing or truncated, or a tensor of the manifest is in none.
+    """
+    table = read_manifest(path)["tensors"]
+    files = sorted({entry["file"] for entry in table.values()})
+    tensors = {}
+    for file in files:
+        tensors |= read_safetensors(pathlib.Path(path) / file)
+    for name in table.keys() - tensors.keys():
+        file = pathlib.Path(path) / table[name]["file"]
+        raise WeightStoreError(f"{file}: tensor {name} is missing")
+    return tensors
 
 
 def read_safetensors(file: pathlib.Path) -> dict[str, np.ndarray]:

@@ -118,6 +118,7 @@ class Engine:
         self._params = None
         self._version = None
         self._model_path = ""
+        self._digest = None
         self._updates = collections.deque()  # _Update not yet applied
         self._waiting = collections.deque()  # _Live
         self._running = {}  # slot -> _Live
@@ -161,6 +162,11 @@ class Engine:
     def model_path(self) -> str:
         """Directory the weights in use were read from; "" when they were not read from one."""
         return self._model_path
+
+    @property
+    def weight_digest(self) -> str | None:
+        """Digest of the tensors in use as they were read; None when they were not read from a directory."""
+        return self._digest
 
     @property
     def error(self) -> UnavailableError | None:
@@ -247,7 +253,7 @@ class Engine:
         """
         params = loading.to_device(params, self.config)
         future = self._new_future()
-        self._post_update(_Update(params, version, "", "retract", False, future))
+        self._post_update(_Update(params, version, "", None, "retract", False, future))
         return future
 
     def update_weights_from_disk(
@@ -273,9 +279,9 @@ class Engine:
 
         def load():
             try:
-                params = loading.read(model_path, self.config)
+                params, digest = loading.read(model_path, self.config)
                 self._post_update(
-                    _Update(params, version, model_path, running, flush_cache, future)
+                    _Update(params, version, model_path, digest, running, flush_cache, future)
                 )
             except Exception as error:
                 _resolve(future, error=error)
@@ -442,7 +448,7 @@ class Engine:
         for live in self._running.values():
             live.close_span(self._version, self._lengths[live.slot])
         self._params, self._version = update.params, update.version
-        self._model_path = update.model_path
+        self._model_path, self._digest = update.model_path, update.digest
         paused = self._paused is not None or update.running == "retract"
         held = len(self._running) + len(self._waiting)
         _resolve(update.future, held if paused else 0)
@@ -599,6 +605,7 @@ class _Update:
     params: nnx.State
     version: str
     model_path: str
+    digest: str | None
     running: str  # what becomes of running requests when not paused: "wait" | "abort" | "retract"
     flush_cache: bool
     future: concurrent.futures.Future

@@ -6,7 +6,11 @@ It checks and translates; it knows nothing of slots, caches or weights.
 import asyncio
 import contextlib
 import json
+import pathlib
+import re
 import secrets
+import shutil
+import tempfile
 import time
 import uuid
 from collections.abc import AsyncIterator
@@ -25,6 +29,9 @@ from jaxrl_async.inference.engine import (
 
 MAX_BODY_BYTES = 16 << 20
 _SHUTDOWN_SECS = 2.0
+_INFORMATION_ROUTES = ("/generate", "/model_info")
+_VERSION = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_VERSION_FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,128}\.(json|safetensors)")
 _GENERATE_KEYS = {"rid", "input_ids", "sampling_params", "return_logprob", "stream"}
 # SGLang's defaults.
 _SAMPLING_DEFAULTS = {
@@ -39,13 +46,22 @@ _SAMPLING_DEFAULTS = {
 
 
 @contextlib.asynccontextmanager
-async def serve(engine: Engine, *, host: str, port: int) -> AsyncIterator[int]:
+async def serve(
+    engine: Engine,
+    *,
+    host: str,
+    port: int,
+    api_key: str | None = None,
+    admin_api_key: str | None = None,
+) -> AsyncIterator[int]:
     """Answers over HTTP while the context lasts; works in any thread's event loop.
 
     Args:
       engine: a started engine. It outlives the context: closing it is the caller's.
       host: address to bind.
       port: 0 picks a free one.
+      api_key: every route but /health asks for "Authorization: Bearer KEY".
+      admin_api_key: the control routes ask for this one instead, and for it alone.
 
     Yields:
       the port.
@@ -54,7 +70,7 @@ async def serve(engine: Engine, *, host: str, port: int) -> AsyncIterator[int]:
       OSError: the address cannot be bound; the message names it.
     """
     runner = web.AppRunner(
-        make_app(engine),
+        make_app(engine, api_key=api_key, admin_api_key=admin_api_key),
         access_log=None,
         handler_cancellation=True,  # a client that hangs up aborts its request
         shutdown_timeout=_SHUTDOWN_SECS,
@@ -72,10 +88,16 @@ async def serve(engine: Engine, *, host: str, port: int) -> AsyncIterator[int]:
         await runner.cleanup()
 
 
-def make_app(engine: Engine) -> web.Application:
+def make_app(
+    engine: Engine, *, api_key: str | None = None, admin_api_key: str | None = None
+) -> web.Application:
     """The routes over an engine. Build it inside the event loop that will serve it."""
     routes = _Routes(engine)
-    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_answer_errors])
+    app = web.Application(
+        client_max_size=MAX_BODY_BYTES,
+        middlewares=[_answer_errors, _key_check(api_key, admin_api_key)],
+    )
+    app.cleanup_ctx.append(routes.keep_uploads)
     app.add_routes(
         [
             web.post("/generate", routes.generate),
@@ -84,6 +106,8 @@ def make_app(engine: Engine) -> web.Application:
             web.post("/abort_request", routes.abort_request),
             web.post("/flush_cache", routes.flush_cache),
             web.post("/update_weights_from_disk", routes.update_weights_from_disk),
+            web.put("/weights/{version}/{file}", routes.upload),
+            web.post("/update_weights_from_upload", routes.update_weights_from_upload),
             web.get("/model_info", routes.model_info),
             web.get("/health", routes.health),
         ]
@@ -104,9 +128,29 @@ async def _answer_errors(request, handler):
         return _error(error.status, f"{request.method} {request.path}: {error.text}")
 
 
+def _key_check(api_key, admin_api_key):
+    """SGLang's rule: the admin key, where there is one, is the only one for what is not information."""
+
+    @web.middleware
+    async def check(request, handler):
+        information = request.path in _INFORMATION_ROUTES
+        wanted = api_key if information else admin_api_key or api_key
+        if wanted is not None and request.path != "/health":
+            scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or not secrets.compare_digest(
+                key.encode(), wanted.encode()
+            ):
+                which = "api" if information or not admin_api_key else "admin api"
+                return _error(401, f"{request.path} needs the {which} key of this server")
+        return await handler(request)
+
+    return check
+
+
 class _Routes:
     def __init__(self, engine):
         self._engine = engine
+        self._uploads = None  # directory of uploaded versions
         self._loop = asyncio.get_running_loop()
         self._generating = {}  # rid -> asyncio.Future of a Completion
 
@@ -157,10 +201,52 @@ class _Routes:
         return _error(400, "requests are running or waiting")
 
     async def update_weights_from_disk(self, http_request):
-        body = await _read(
-            http_request, {"model_path", "weight_version", "flush_cache", "abort_all_requests"}
-        )
+        keys = {"model_path", "weight_version", "flush_cache", "abort_all_requests", "load_format"}
+        body = await _read(http_request, keys)
+        if body.get("load_format", "auto") not in ("auto", "safetensors"):
+            raise InvalidRequestError(
+                f"load_format must be auto or safetensors, got {body['load_format']!r:.80}"
+            )
         path, version = (_str(body, key) for key in ("model_path", "weight_version"))
+        return await self._update(path, version, body)
+
+    async def keep_uploads(self, app):
+        """A private directory, as long as the server answers."""
+        with tempfile.TemporaryDirectory(prefix="jaxrl-uploads-") as directory:
+            self._uploads = pathlib.Path(directory)
+            yield
+
+    async def upload(self, http_request):
+        """Stores one file of a version, as it comes. Files of other versions go."""
+        version, name = (http_request.match_info[key] for key in ("version", "file"))
+        if not (_VERSION.fullmatch(version) and _VERSION_FILE.fullmatch(name)):
+            raise InvalidRequestError(
+                f"a version must be a name of letters, digits, - and _, and a file *.json or "
+                f"*.safetensors; got {version!r:.80} and {name!r:.80}"
+            )
+        for other in self._uploads.iterdir():
+            if other.name != version:
+                shutil.rmtree(other)
+        directory = self._uploads / version
+        directory.mkdir(exist_ok=True)
+        num_bytes = 0
+        with open(directory / name, "wb") as file:
+            async for chunk in http_request.content.iter_any():
+                num_bytes += file.write(chunk)
+        return _json({"message": f"stored {num_bytes} bytes of {name}"})
+
+    async def update_weights_from_upload(self, http_request):
+        body = await _read(http_request, {"weight_version", "flush_cache"})
+        version = _str(body, "weight_version")
+        directory = self._uploads / version
+        if not (_VERSION.fullmatch(version) and directory.exists()):
+            raise InvalidRequestError(f"no file of version {version!r:.80} was uploaded")
+        try:
+            return await self._update(str(directory), version, body)
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+
+    async def _update(self, path, version, body):
         future = self._engine.update_weights_from_disk(
             path,
             version=version,
@@ -183,6 +269,7 @@ class _Routes:
             {
                 "model_path": engine.model_path,
                 "weight_version": engine.weight_version,
+                "weight_digest": engine.weight_digest,
                 "is_generation": True,
                 "vocab_size": engine.config.vocab_size,
                 "max_total_tokens": engine.max_total_tokens,

@@ -21,7 +21,7 @@ class WeightsError(ValueError):
     """Weights that were refused; the message names the file, tensor or field."""
 
 
-def read(path: str, config: transformer.ModelConfig) -> nnx.State:
+def read(path: str, config: transformer.ModelConfig) -> tuple[nnx.State, str]:
     """Reads a checkpoint directory in Hugging Face's layout.
 
     Args:
@@ -29,7 +29,8 @@ def read(path: str, config: transformer.ModelConfig) -> nnx.State:
       config: the model it must be of.
 
     Returns:
-      the parameters, on the device.
+      the parameters, on the device, and the digest of the tensors as they were read: SHA-256 over a
+      line "name digest" of each, sorted, as a manifest's.
 
     Raises:
       WeightsError: missing, truncated, of another architecture, altered, or not finite.
@@ -39,12 +40,14 @@ def read(path: str, config: transformer.ModelConfig) -> nnx.State:
             raise ValueError(f"{path} is not a directory")
         _check_config(path, config)
         tensors = hf.read_tensors(path)
-        _check_digests(path, tensors)
+        digests = {name: _digest(tensor) for name, tensor in tensors.items()}
+        _check_digests(path, digests)
         params = hf.from_tensors(tensors, config)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         # The last three: JSON that is well formed and not what it should be.
         raise WeightsError(f"{path}: {error}") from error
-    return to_device(params, config)
+    lines = "".join(f"{name} {digests[name]}\n" for name in sorted(digests))
+    return to_device(params, config), hashlib.sha256(lines.encode()).hexdigest()
 
 
 def to_device(params: nnx.State, config: transformer.ModelConfig) -> nnx.State:
@@ -75,7 +78,11 @@ def _check_config(path, config):
         raise ValueError(f"config.json is of another model: {', '.join(differ)}")
 
 
-def _check_digests(path, tensors):
+def _digest(tensor):
+    return hashlib.sha256(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)).hexdigest()
+
+
+def _check_digests(path, digests):
     """A manifest says what the writer wrote: {"tensors": {name: {"digest": sha256 of the bytes}}}."""
     manifest = os.path.join(path, "manifest.json")
     if not os.path.exists(manifest):
@@ -83,13 +90,11 @@ def _check_digests(path, tensors):
     with open(manifest, "rb") as file:
         table = json.load(file)["tensors"]
     for name, said in table.items():
-        if name not in tensors:
+        if name not in digests:
             raise ValueError(f"tensor {name} of its manifest is missing")
-        data = np.ascontiguousarray(tensors[name]).reshape(-1).view(np.uint8)
-        digest = hashlib.sha256(data).hexdigest()
-        if digest != said["digest"]:
+        if digests[name] != said["digest"]:
             raise ValueError(
-                f"tensor {name} has digest {digest}, its manifest says {said['digest']}"
+                f"tensor {name} has digest {digests[name]}, its manifest says {said['digest']}"
             )
 
 

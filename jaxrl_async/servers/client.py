@@ -7,6 +7,7 @@ client knows nothing of routing, retries, prompts, or which version a server sho
 import asyncio
 import dataclasses
 import json
+import pathlib
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -50,7 +51,16 @@ class Completion:
 class InferenceClient:
     """One HTTP session, for all servers. Use within one event loop, as `async with`."""
 
-    def __init__(self):
+    def __init__(self, *, api_key: str | None = None, admin_api_key: str | None = None):
+        """Opens nothing yet.
+
+        Args:
+          api_key: what /generate and the information routes ask for, as `--api-key` of a server.
+          admin_api_key: what the control routes ask for, as `--admin-api-key`; they take the api_key where
+            a server has no other.
+        """
+        self._api_key = api_key
+        self._admin_api_key = admin_api_key or api_key
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> "InferenceClient":
@@ -58,7 +68,6 @@ class InferenceClient:
             # uvicorn closes a connection after 5 s of rest: a reused one would break.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0),
             cookie_jar=aiohttp.DummyCookieJar(),
-            headers={"Content-Type": "application/json"},
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
         )
         return self
@@ -121,24 +130,102 @@ class InferenceClient:
         await self._post(address, "/flush_cache", {}, timeout_secs)
 
     async def update_weights_from_disk(
-        self, address: str, *, path: str, version: int, flush_cache: bool, timeout_secs: float
+        self, address: str, *, path: str, version: str, flush_cache: bool, timeout_secs: float
     ) -> None:
         """Loads the weights of a directory in Hugging Face layout and names them `version`.
 
         Raises:
           ServerError: refused, lost or late; the server's own message stands in it.
         """
-        route = "/update_weights_from_disk"
         payload = {
             "model_path": str(path),
-            "weight_version": str(version),
+            "load_format": "auto",  # Else a server started with dummy weights draws new ones.
+            "weight_version": version,
             "flush_cache": flush_cache,
             "abort_all_requests": False,
         }
-        answer = await self._post(address, route, payload, timeout_secs)
-        if answer.get("success") is not True:
-            reason = f"version {version} refused: {answer.get('message')}"
-            raise ServerError(address, route, reason, retryable=False)
+        await self._update(address, "/update_weights_from_disk", payload, timeout_secs)
+
+    async def upload(
+        self, address: str, *, file: pathlib.Path, version: str, timeout_secs: float
+    ) -> None:
+        """Sends one file of a version to a server of this project, in chunks; generation goes on."""
+        with open(file, "rb") as stream:
+            await self._call(
+                "PUT", address, f"/weights/{version}/{file.name}", stream, timeout_secs
+            )
+
+    async def update_weights_from_upload(
+        self, address: str, *, version: str, flush_cache: bool, timeout_secs: float
+    ) -> None:
+        """Loads the uploaded files of a version, and removes them on the server.
+
+        Raises:
+          ServerError: refused, lost or late; the server's own message stands in it.
+        """
+        payload = {"weight_version": version, "flush_cache": flush_cache}
+        await self._update(address, "/update_weights_from_upload", payload, timeout_secs)
+
+    async def begin_weight_update(self, address: str, *, timeout_secs: float) -> None:
+        """Opens a session of update_weights_from_tensor."""
+        await self._update(address, "/begin_weight_update", {}, timeout_secs)
+
+    async def update_weights_from_tensor(
+        self,
+        address: str,
+        *,
+        serialized_named_tensors: Sequence[str],
+        version: str,
+        flush_cache: bool,
+        timeout_secs: float,
+    ) -> None:
+        """Overwrites some tensors.
+
+        Args:
+          address: "http://host:port".
+          serialized_named_tensors: one base64 string for each tensor-parallel rank.
+          version: what the weights are called from now on.
+          flush_cache: empty the prefix cache.
+          timeout_secs: bound on the whole call.
+
+        Raises:
+          ServerError: refused, lost or late; some tensors may have changed.
+        """
+        payload = {
+            "serialized_named_tensors": list(serialized_named_tensors),
+            "weight_version": version,
+            "flush_cache": flush_cache,
+            "abort_all_requests": False,
+        }
+        await self._update(address, "/update_weights_from_tensor", payload, timeout_secs)
+
+    async def end_weight_update(self, address: str, *, timeout_secs: float) -> None:
+        """Closes a session of update_weights_from_tensor."""
+        await self._update(address, "/end_weight_update", {}, timeout_secs)
+
+    async def update_weight_version(
+        self, address: str, *, version: str, timeout_secs: float
+    ) -> None:
+        """Renames the weights that a server holds; tokens sampled before keep the name they have."""
+        payload = {"new_version": version, "abort_all_requests": False}
+        await self._update(address, "/update_weight_version", payload, timeout_secs)
+
+    async def checksums(self, address: str, *, timeout_secs: float) -> dict[str, str]:
+        """A hash of every tensor that an SGLang server holds, by SGLang's (fused) names, of its first rank.
+
+        On the CPU it is the first 8 bytes of the SHA-256 of the tensor's bytes, in hex.
+        """
+        route = "/weights_checker"
+        answer = await self._post(address, route, {"action": "checksum"}, timeout_secs)
+        try:
+            return dict(answer["ranks"][0]["checksums"])
+        except (KeyError, IndexError, TypeError) as error:
+            reason = f"malformed answer: {type(error).__name__}: {error}"
+            raise ServerError(address, route, reason, retryable=False) from error
+
+    async def server_info(self, address: str, *, timeout_secs: float) -> dict[str, Any]:
+        """How an SGLang server was started: "device", "tp_size", "dtype", "version", …"""
+        return await self._call("GET", address, "/server_info", None, timeout_secs)
 
     async def model_info(self, address: str, *, timeout_secs: float) -> dict[str, Any]:
         """What the server holds: "weight_version" (a string), "model_path", …
@@ -169,14 +256,33 @@ class InferenceClient:
         )
 
     async def _post(self, address: str, route: str, payload: dict, timeout_secs: float) -> dict:
-        return await self._call("POST", address, route, payload, timeout_secs)
+        body = _encode(payload).encode()
+        return await self._call("POST", address, route, body, timeout_secs)
 
-    async def _call(self, method, address, route, payload, timeout_secs) -> dict:
-        body = None if payload is None else _encode(payload).encode()
+    async def _update(self, address: str, route: str, payload: dict, timeout_secs: float) -> None:
+        answer = await self._post(address, route, payload, timeout_secs)
+        if answer.get("success") is not True:
+            version = payload.get("weight_version") or payload.get("new_version")
+            about = "" if version is None else f"version {version} "
+            reason = f"{about}refused: {answer.get('message')}"
+            raise ServerError(address, route, reason, retryable=False)
+
+    async def _call(self, method, address, route, body, timeout_secs) -> dict:
+        """A request whose body is bytes of JSON, an open file, or nothing."""
+        json_or_bytes = "json" if isinstance(body, bytes) else "octet-stream"
+        headers = {"Content-Type": f"application/{json_or_bytes}"}
+        key = self._api_key if route in _INFORMATION_ROUTES else self._admin_api_key
+        if key is not None:
+            headers["Authorization"] = f"Bearer {key}"
         timeout = aiohttp.ClientTimeout(total=timeout_secs)
         try:
             async with self._session.request(
-                method, address + route, data=body, timeout=timeout, allow_redirects=False
+                method,
+                address + route,
+                data=body,
+                headers=headers,
+                timeout=timeout,
+                allow_redirects=False,
             ) as response:
                 text = await response.read()
         except TimeoutError:
@@ -209,10 +315,9 @@ def read_completion(answer: Mapping[str, Any]) -> Completion:
         if finish_reason != "abort":
             raise ValueError(f"no output_ids, and finish_reason is {finish_reason!r}")
         return Completion(*_EMPTY, finish_reason)
-    if meta["completion_tokens"] != count:
-        raise ValueError(
-            f"{count} output_ids, but completion_tokens is {meta['completion_tokens']}"
-        )
+    completion_tokens = meta.get("completion_tokens", count)
+    if completion_tokens != count:
+        raise ValueError(f"{count} output_ids, but completion_tokens is {completion_tokens}")
     # SGLang-JAX repeats earlier entries in front of long completions: the last ones are right.
     triples = meta["output_token_logprobs"][-count:]
     if [triple[1] for triple in triples] != output_ids:
@@ -276,6 +381,8 @@ def _message(text: bytes) -> str:
     return str(answer)[:_MESSAGE_CHARS]
 
 
+# Everything else is control, which SGLang's admin key guards.
+_INFORMATION_ROUTES = frozenset({"/generate", "/model_info", "/server_info"})
 _EMPTY = (np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32))
 _MESSAGE_CHARS = 500
 _READY_POLL_SECS = 0.2

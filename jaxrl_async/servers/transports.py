@@ -1,72 +1,217 @@
 """Ways of giving a server a version: functions of one signature, by name.
 
-A transport returns when the server holds the version and samples with it, and raises ServerError when it does
-not. It knows nothing of other servers, schedules or states.
+A transport returns when the server holds the version, which was verified, and samples with it; it raises
+ServerError when it does not. Whatever happens, the server is told to go on sampling, and weights that were not
+verified never sample a token that a client accepts: until they are, their name is no version's. A transport knows
+nothing of other servers, schedules or states.
 """
 
+import asyncio
+import base64
+import contextlib
+import os
+import pathlib
+import pickle
 import time
 from collections.abc import Awaitable, Callable
 
+import numpy as np
+
+from jaxrl_async.channels import weight_store
+from jaxrl_async.servers import verification
 from jaxrl_async.servers.client import InferenceClient, ServerError
 
 Transport = Callable[..., Awaitable[None]]
 
 
 async def disk(
-    client: InferenceClient, address: str, *, path: str, version: int, timeout_secs: float
+    client: InferenceClient,
+    address: str,
+    *,
+    path: str | os.PathLike,
+    version: int,
+    mode: str,
+    timeout_secs: float,
 ) -> None:
-    """Has a server read a version from a directory that it can see.
-
-    Running requests are kept: retracted, so that their KV is recomputed under the new weights, and continued.
+    """Has a server read a version from a directory that it can see. Any server.
 
     Args:
       client: the HTTP client.
-      address: "http://host:port".
-      path: directory in Hugging Face layout.
+      address: "http://host:port", where the server takes control calls.
+      path: the version's directory, as WeightStore wrote it.
       version: its number.
-      timeout_secs: bound on pause, load and check together.
+      mode: what becomes of running requests. "retract": their tokens stay and their KV is computed anew, so every
+        token's log-prob is exactly that of the version stamped on it. "in_place": stale KV is kept; the tokens
+        sampled afterwards come from a mixture which no version has.
+      timeout_secs: bound on the whole call.
 
     Raises:
-      ServerError: the server refused, was lost, was late, or reports another version afterwards. It was told to
-        go on sampling in every case, with whatever weights it then has.
+      ServerError: the version's files are damaged (the server was not asked), or the server refused, was lost, was
+        late, or holds something else afterwards.
     """
-    deadline = time.monotonic() + timeout_secs
-    try:
-        await client.pause(address, mode="retract", timeout_secs=timeout_secs)
+    push = _Push(client, address, path=path, version=version, mode=mode, timeout_secs=timeout_secs)
+    async with push.paused() as name:
         await client.update_weights_from_disk(
             address,
-            path=path,
-            version=version,
-            flush_cache=True,
-            timeout_secs=_left(deadline),
+            path=os.fspath(path),
+            version=name,
+            flush_cache=push.flush_cache,
+            timeout_secs=push.left(),
         )
-        await _verify(client, address, version, _left(deadline))
-    except BaseException:
-        await _continue_anyway(client, address)
-        raise
-    await client.continue_(address, timeout_secs=_left(deadline))
 
 
-TRANSPORTS: dict[str, Transport] = {"disk": disk}
+async def tensor(
+    client: InferenceClient,
+    address: str,
+    *,
+    path: str | os.PathLike,
+    version: int,
+    mode: str,
+    timeout_secs: float,
+) -> None:
+    """Sends the tensors of a version to an SGLang server over HTTP; no shared file system.
+
+    Needs PyTorch (the CPU build does) in this process: SGLang's route takes pickled lists of (name, tensor). Only
+    sending pickles; nothing is unpickled here. Arguments and errors as of `disk`.
+    """
+    torch = await asyncio.to_thread(_torch)  # Its import takes seconds.
+    push = _Push(client, address, path=path, version=version, mode=mode, timeout_secs=timeout_secs)
+    num_ranks = (await client.server_info(address, timeout_secs=push.left())).get("tp_size", 1)
+    buckets = _buckets(push.tensors, BUCKET_BYTES)
+    async with push.paused() as name:
+        await client.begin_weight_update(address, timeout_secs=push.left())
+        for number, bucket in enumerate(buckets, 1):
+            payload = await asyncio.to_thread(_pickled, bucket, torch)
+            await client.update_weights_from_tensor(
+                address,
+                serialized_named_tensors=[payload] * num_ranks,
+                version=name,
+                flush_cache=push.flush_cache and number == len(buckets),
+                timeout_secs=push.left(),
+            )
+        await client.end_weight_update(address, timeout_secs=push.left())
 
 
-async def _verify(client: InferenceClient, address: str, version: int, timeout_secs: float) -> None:
-    info = await client.model_info(address, timeout_secs=timeout_secs)
-    if info.get("weight_version") != str(version):
-        reason = f"reports version {info.get('weight_version')!r} after a push of version {version}"
-        raise ServerError(address, "/model_info", reason, retryable=False)
+async def stream(
+    client: InferenceClient,
+    address: str,
+    *,
+    path: str | os.PathLike,
+    version: int,
+    mode: str,
+    timeout_secs: float,
+) -> None:
+    """Uploads the files of a version to a server of this project; no shared file system.
+
+    The upload runs while the server samples. Arguments and errors as of `disk`.
+    """
+    push = _Push(client, address, path=path, version=version, mode=mode, timeout_secs=timeout_secs)
+    for file in sorted(pathlib.Path(path).iterdir()):
+        await client.upload(address, file=file, version=str(version), timeout_secs=push.left())
+    async with push.paused() as name:
+        await client.update_weights_from_upload(
+            address, version=name, flush_cache=push.flush_cache, timeout_secs=push.left()
+        )
 
 
-async def _continue_anyway(client: InferenceClient, address: str) -> None:
-    """A server that lives must not stay paused; one that does not has failed already."""
+TRANSPORTS: dict[str, Transport] = {"disk": disk, "tensor": tensor, "stream": stream}
+MODES = ("retract", "in_place")
+
+
+class _Push:
+    """What all transports have in common: sound files, the pause around the change, and the proof after it."""
+
+    def __init__(self, client, address, *, path, version, mode, timeout_secs):
+        if mode not in MODES:
+            raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+        self._client, self._address = client, address
+        self._path, self._version, self._mode = path, version, mode
+        self._deadline = time.monotonic() + timeout_secs
+        self.flush_cache = mode != "in_place"  # SGLang refuses to flush under stale KV.
+        try:
+            self.tensors = weight_store.read_tensors(path)
+        except weight_store.WeightStoreError as error:  # A truncated file kills an SGLang server.
+            raise ServerError(address, "", f"was not asked: {error}", retryable=False) from error
+
+    def left(self) -> float:
+        """Seconds until the push is late."""
+        return max(self._deadline - time.monotonic(), 1e-3)
+
+    @contextlib.asynccontextmanager
+    async def paused(self):
+        """Pauses; yields the name to load the weights under; verifies them and continues.
+
+        A server of this project verifies before it changes anything, so the name is the version's. Another one
+        gets a name that no client accepts as a version until the weights have been verified.
+        """
+        client, address = self._client, self._address
+        info = await client.model_info(address, timeout_secs=self.left())
+        verifies = verification.reports_digest(info)
+        name = str(self._version) if verifies else f"{self._version}-unverified"
+        try:
+            await client.pause(address, mode=self._mode, timeout_secs=self.left())
+            yield name
+            await self._verify(verifies)
+        except BaseException:
+            await self._abandon(abort=not verifies)
+            raise
+        await client.continue_(address, timeout_secs=self.left())
+
+    async def _verify(self, verifies: bool) -> None:
+        """Raises ServerError when the server holds something else than the version."""
+        verify = verification.verify_digest if verifies else verification.verify_checksums
+        await verify(self._client, self._address, path=self._path, timeout_secs=self.left())
+        if not verifies:
+            await self._client.update_weight_version(
+                self._address, version=str(self._version), timeout_secs=self.left()
+            )
+        info = await self._client.model_info(self._address, timeout_secs=self.left())
+        if info.get("weight_version") != str(self._version):
+            held = info.get("weight_version")
+            reason = f"reports version {held!r} after a push of version {self._version}"
+            raise ServerError(self._address, "/model_info", reason, retryable=False)
+
+    async def _abandon(self, *, abort: bool) -> None:
+        """A server that lives must not stay paused; what runs there must not go on with unknown weights."""
+        call = {"timeout_secs": CONTINUE_TIMEOUT_SECS}
+        with contextlib.suppress(ServerError):
+            if abort:
+                await self._client.abort(self._address, rid=None, **call)
+        with contextlib.suppress(ServerError):
+            await self._client.continue_(self._address, **call)
+
+
+def _buckets(tensors: dict[str, np.ndarray], max_bytes: int) -> list[dict[str, np.ndarray]]:
+    """Cuts a version into parts of at most max_bytes, or of one larger tensor."""
+    buckets: list[dict[str, np.ndarray]] = []
+    size = 0
+    for name, array in tensors.items():
+        if not buckets or size + array.nbytes > max_bytes:
+            buckets.append({})
+            size = 0
+        buckets[-1][name] = array
+        size += array.nbytes
+    return buckets
+
+
+def _torch():
     try:
-        await client.continue_(address, timeout_secs=CONTINUE_TIMEOUT_SECS)
-    except ServerError:
-        pass
+        import torch
+    except ImportError as error:
+        raise ImportError(
+            "weights.transport 'tensor' needs PyTorch in the learner's environment; a CPU build does"
+        ) from error
+    return torch
 
 
-def _left(deadline: float) -> float:
-    return max(deadline - time.monotonic(), 1e-3)
+def _pickled(tensors: dict[str, np.ndarray], torch) -> str:
+    """Base64 of a pickled list of (name, CPU tensor): what update_weights_from_tensor reads."""
+    named = []
+    for name, array in tensors.items():
+        raw = torch.frombuffer(bytearray(array.tobytes()), dtype=torch.uint8)
+        named.append((name, raw.view(getattr(torch, array.dtype.name)).reshape(array.shape)))
+    return base64.b64encode(pickle.dumps(named)).decode("ascii")
 
 
+BUCKET_BYTES = 256 << 20
 CONTINUE_TIMEOUT_SECS = 5.0

@@ -1,0 +1,137 @@
+"""What a server holds after a push, compared with the version that it was given.
+
+The servers of this project report the digest of what they loaded. SGLang reports a hash of each tensor under names
+of its own, some of them fused; the same hashes are computed here from the version's files. This module knows
+nothing of how weights travel.
+"""
+
+import asyncio
+import functools
+import hashlib
+import logging
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jaxrl_async.channels import weight_store
+from jaxrl_async.servers.client import InferenceClient, ServerError
+
+log = logging.getLogger(__name__)
+
+
+def reports_digest(model_info: Mapping[str, Any]) -> bool:
+    """Whether a server is one of this project's: it checks a version itself before it samples with it."""
+    return "weight_digest" in model_info
+
+
+async def verify_digest(
+    client: InferenceClient, address: str, *, path: str | os.PathLike, timeout_secs: float
+) -> None:
+    """Compares the digest of what a server loaded with the version's manifest.
+
+    Raises:
+      ServerError: another digest, or no answer.
+    """
+    info = await client.model_info(address, timeout_secs=timeout_secs)
+    said, wanted = info.get("weight_digest"), weight_store.read_manifest(path)["digest"]
+    if said != wanted:
+        reason = f"holds weights with digest {said}, the manifest of {path} says {wanted}"
+        raise ServerError(address, "/model_info", reason, retryable=False)
+
+
+async def verify_checksums(
+    client: InferenceClient, address: str, *, path: str | os.PathLike, timeout_secs: float
+) -> None:
+    """Compares every tensor that an SGLang server holds with the version's files.
+
+    The values are compared where SGLang hashes on the CPU and a tensor lies on one rank. On a GPU it hashes by a
+    kernel of its own, and shards by rank: there only the names are compared, and a warning says so once.
+
+    Raises:
+      ServerError: a tensor is missing, unexpected or different, or the server did not answer.
+    """
+    found = await client.checksums(address, timeout_secs=timeout_secs)
+    server = await client.server_info(address, timeout_secs=timeout_secs)
+    device, tp_size, dtype = (server.get(key) for key in ("device", "tp_size", "dtype"))
+    digest = weight_store.read_manifest(path)["digest"]
+    expected = await asyncio.to_thread(_expected_checksums, os.fspath(path), digest, dtype)
+    if odd := sorted(expected.keys() ^ found.keys()):
+        reason = f"the server holds another model: tensors {', '.join(odd[:4])} differ in name"
+        raise ServerError(address, "/weights_checker", reason, retryable=False)
+    if device != "cpu" or tp_size != 1:
+        _warn_once(
+            f"{address}: only the names of tensors were verified: their hashes on device {device!r} "
+            f"with tp_size {tp_size} cannot be computed here; watch mismatch/mean_abs"
+        )
+        return
+    for name, checksum in expected.items():
+        if found[name] != checksum:
+            reason = f"tensor {name} has checksum {found[name]}, that of {path} is {checksum}"
+            raise ServerError(address, "/weights_checker", reason, retryable=False)
+
+
+@functools.lru_cache(maxsize=4)
+def _expected_checksums(path: str, digest: str, dtype: str | None) -> dict[str, str]:
+    """SGLang's checksums of a version, by SGLang's names; the digest is part of the cache's key."""
+    tensors = weight_store.read_tensors(path)
+    return {name: _checksum(parts, dtype) for name, parts in fuse(tensors).items()}
+
+
+def fuse(tensors: Mapping[str, np.ndarray]) -> dict[str, list[np.ndarray]]:
+    """Groups a Hugging Face checkpoint as SGLang's Qwen2, Qwen3 and Llama hold it.
+
+    Args:
+      tensors: by Hugging Face's names.
+
+    Returns:
+      SGLang's name → the tensors that are stacked in it along their first axis; vocabulary tables are padded with
+      zeros to a multiple of 64 rows.
+    """
+    fused: dict[str, dict[str, np.ndarray]] = {}
+    for name, tensor in tensors.items():
+        match = _FUSED.fullmatch(name)
+        into, part = (match[1] + _INTO[match[2]] + match[3], match[2]) if match else (name, "")
+        fused.setdefault(into, {})[part] = _padded(name, tensor)
+    return {name: [parts[p] for p in _ORDER if p in parts] for name, parts in fused.items()}
+
+
+def _padded(name: str, tensor: np.ndarray) -> np.ndarray:
+    missing = -tensor.shape[0] % _VOCAB_MULTIPLE
+    if name not in _VOCAB_TABLES or not missing:
+        return tensor
+    return np.concatenate([tensor, np.zeros((missing, *tensor.shape[1:]), tensor.dtype)])
+
+
+def _checksum(parts: list[np.ndarray], dtype: str | None) -> str:
+    hasher = hashlib.sha256()
+    for part in parts:
+        part = part.astype(_DTYPES.get(dtype, part.dtype), copy=False)
+        hasher.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8))
+    return hasher.digest()[:8].hex()
+
+
+@functools.lru_cache(maxsize=64)
+def _warn_once(message: str) -> None:
+    log.warning("%s", message)
+
+
+_DTYPES = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
+_INTO = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
+_ORDER = ("", *_INTO)
+_FUSED = re.compile(rf"(.*\.)({'|'.join(_INTO)})(\.(?:weight|bias))")
+_VOCAB_TABLES = ("model.embed_tokens.weight", "lm_head.weight")
+_VOCAB_MULTIPLE = 64
