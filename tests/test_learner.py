@@ -272,6 +272,56 @@ def test_what_is_about_a_staleness_counts_by_its_tokens():
     }  # fmt: skip
 
 
+def mismatch(row):
+    return {name: value for name, value in row.items() if name.startswith("mismatch/")}
+
+
+def test_the_mismatch_is_of_the_weights_a_step_starts_from():
+    """Of two minibatches the first counts, as if the second were not there."""
+    recorder, half = Recorder(), Recorder(chunk_groups=B // 2)
+    train(recorder, num_minibatches=2, anchor="recompute", num_steps=1)
+    first = list(half.lease(1, 1.0))[0].groups
+    half.lease = lambda step, timeout_secs: iter([Chunk(step, 0, first, True)])
+    train(half, anchor="recompute", num_steps=1)
+    assert mismatch(recorder.rows[0]) == mismatch(half.rows[0])
+    assert recorder.rows[0]["mismatch/tokens"] == B // 2 * G * 4
+    assert recorder.rows[0]["mismatch/kl"] > 0
+
+
+def test_every_chunk_of_a_periodic_step_counts_in_its_mismatch():
+    whole, chunks = Recorder(), Recorder(chunk_groups=1)
+    train(whole, num_steps=1)
+    train(chunks, num_steps=1)
+    assert whole.rows[0]["mismatch/tokens"] == B * G * 4
+    assert mismatch(chunks.rows[0]) == pytest.approx(mismatch(whole.rows[0]), rel=1e-5)
+
+
+def test_a_step_without_fresh_tokens_logs_no_mismatch():
+    recorder = Recorder(staleness=1)
+    train(recorder, wait=False, num_steps=2)
+    assert len(mismatch(recorder.rows[0])) == 4  # Version 0 sampled for step 1: staleness 0.
+    assert mismatch(recorder.rows[1]) == {"mismatch/tokens": 0}
+
+
+def test_a_mismatch_beyond_the_bound_is_warned_of_once_in_20_steps(caplog):
+    row = {"mismatch/mean_abs": 0.03, "mismatch/max_abs": 0.5, "mismatch/kl": 0.001}
+    row["mismatch/tokens"] = 128.0
+    watch = learner._MismatchWatch()
+    for step in range(5, 46):
+        watch(step, row)
+    watch(100, row | {"mismatch/mean_abs": learner.MAX_MISMATCH})
+    watch(101, {"mismatch/tokens": 0.0})
+    warned = [record.getMessage() for record in caplog.records]
+    assert [text.split(":")[0] for text in warned] == ["step 5", "step 25", "step 45"]
+    for part in ("0.03 nats exceeds 0.02", "0.5", "0.001", "128", "python -m jaxrl_async parity"):
+        assert part in warned[0]
+
+
+def test_the_loop_warns_of_a_mismatch(caplog):
+    train(Recorder(), num_steps=1)  # Its engine says −2.5 of every token.
+    assert "mismatch/mean_abs" in caplog.text
+
+
 def test_nothing_compiles_after_the_first_step():
     recorder = Recorder(chunk_groups=2)
     train(recorder, anchor="recompute", num_steps=3)

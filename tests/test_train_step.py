@@ -286,6 +286,36 @@ def test_lag_buckets_divide_the_tokens_by_their_staleness():
         np.testing.assert_allclose(metrics[f"lag/{name}/ess"], ess, rtol=1e-4)
 
 
+def test_the_mismatch_is_over_the_tokens_of_staleness_0_alone():
+    _, train_step = make()
+    batches = pack(groups_of(), microbatch_rows=2)
+    (_, _, metrics), params = updated(train_step, batches)
+    differences = []
+    for batch in batches:
+        fresh = batch.mask & (batch.token_versions == VERSION)
+        learner = np.asarray(train_step.score(params, batch))
+        differences.extend((learner - batch.behavior_logprobs)[fresh])
+    d = np.array(differences, np.float64)
+    assert 0 < len(d) < sum(batch.mask.sum() for batch in batches)
+    assert metrics["mismatch/tokens"] == len(d)
+    np.testing.assert_allclose(metrics["mismatch/mean_abs"], np.abs(d).mean(), rtol=1e-4)
+    np.testing.assert_allclose(metrics["mismatch/max_abs"], np.abs(d).max(), rtol=1e-4)
+    np.testing.assert_allclose(metrics["mismatch/kl"], np.mean(np.expm1(d) - d), rtol=1e-4)
+
+
+def test_an_engine_that_agrees_has_no_mismatch_however_stale_the_rest():
+    _, train_step = make()
+    (batch,) = pack(groups_of())
+    exact = train_step.score(params_on(make()[0]), batch)
+    fresh = batch.token_versions == VERSION
+    behavior = np.where(fresh, exact, batch.behavior_logprobs)
+    (_, _, metrics), _ = updated(
+        train_step, [dataclasses.replace(batch, behavior_logprobs=behavior)]
+    )
+    assert metrics["policy/kl_behavior"] > 0.01
+    assert metrics["mismatch/max_abs"] < 1e-5 and metrics["mismatch/kl"] < 1e-6
+
+
 def test_an_update_is_the_gradient_over_the_token_count():
     _, train_step = make()
     batches = pack(groups_of(), microbatch_rows=2)

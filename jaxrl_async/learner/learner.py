@@ -7,6 +7,7 @@ differs between the modes is how many chunks a lease has, and whether a push is 
 """
 
 import dataclasses
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -21,6 +22,13 @@ from jaxrl_async.learner import packing
 from jaxrl_async.learner.train_step import TrainState, TrainStep
 from jaxrl_async.metrics import MetricsWriter, Timers
 from jaxrl_async.types import Batch, Chunk, Group
+
+# nats, of mismatch/mean_abs. float32 on both sides gives 1e-6, an engine in bfloat16 about 0.01: beyond twice
+# that, engine and learner do not compute the same policy, and ratios correct for what is no staleness.
+MAX_MISMATCH = 0.02
+MISMATCH_WARNING_STEPS = 20  # At most one warning in so many steps.
+
+_log = logging.getLogger(__name__)
 
 
 class NonFiniteError(RuntimeError):
@@ -87,7 +95,7 @@ def train(
       NonFiniteError: before anything of the step was committed, saved or published.
       TooManyFailuresError: more groups came back for infrastructure failures than the budget allows.
     """
-    timers, rates = Timers(), _Rates(queue.status())
+    timers, rates, watch = Timers(), _Rates(queue.status()), _MismatchWatch()
     accumulator = train_step.zero_accumulator()
     for step in range(first_step, schedule.num_steps + 1):
         groups: list[Group] = []
@@ -130,6 +138,7 @@ def train(
 
         status = queue.status()
         row = _step_metrics(rows, groups, batches)
+        watch(step, row)
         row |= timers.pop() | publisher.metrics() | rates.metrics(status)
         row["compile/count"] = train_step.num_compilations()
         row["learner/tokens_per_sec"] = row.pop("tokens") / row["time/step_secs"]
@@ -181,7 +190,16 @@ def _step_metrics(
         "pack/microbatches": len(batches),
         "tokens": sum(batch.mask.sum() for batch in batches),
     }
-    return metrics | {name: _over_minibatches(name, minibatches) for name in minibatches[0]}
+    shared = [name for name in minibatches[0] if not name.startswith("mismatch/")]
+    metrics |= {name: _over_minibatches(name, minibatches) for name in shared}
+    return metrics | _mismatch(minibatches[0])
+
+
+def _mismatch(first: Mapping[str, float]) -> dict[str, float]:
+    """Of a step's first minibatch, as the next ones have moved weights; without a token, the count alone."""
+    found = {name: value for name, value in first.items() if name.startswith("mismatch/")}
+    tokens = found["mismatch/tokens"]
+    return found if tokens else {"mismatch/tokens": tokens}
 
 
 def _over_minibatches(name: str, minibatches: Sequence[Mapping[str, float]]) -> float:
@@ -195,6 +213,28 @@ def _over_minibatches(name: str, minibatches: Sequence[Mapping[str, float]]) -> 
         return np.mean(values)
     tokens = [row[f"{name.rpartition('/')[0]}/tokens"] for row in minibatches]
     return np.average(values, weights=tokens) if sum(tokens) else 0.0
+
+
+class _MismatchWatch:
+    """Warns when engine and learner give the same tokens other log-probs at the same weights."""
+
+    def __init__(self):
+        self._next_step = 0
+
+    def __call__(self, step: int, row: Mapping[str, float]) -> None:
+        if step < self._next_step or row.get("mismatch/mean_abs", 0.0) <= MAX_MISMATCH:
+            return
+        self._next_step = step + MISMATCH_WARNING_STEPS
+        _log.warning(
+            "step %d: engine and learner differ at the same weights: mismatch/mean_abs %.3g nats exceeds "
+            "%g (max_abs %.3g, kl %.3g, %d tokens). `python -m jaxrl_async parity` names the likely cause",
+            step,
+            row["mismatch/mean_abs"],
+            MAX_MISMATCH,
+            row["mismatch/max_abs"],
+            row["mismatch/kl"],
+            row["mismatch/tokens"],
+        )
 
 
 class _Rates:

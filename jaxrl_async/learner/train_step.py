@@ -29,8 +29,8 @@ _MEANS = {
     "staleness/mean": "staleness",
 }
 _LAG_MEANS = {"ratio": "ratio", "clip_fraction": "clipped", "kl": "kl_k3"}
-_SUMS = ("tokens", "weight", "weight_squared", *_MEANS.values())
-_MAXIMA = ("total_ratio", "staleness")
+_SUMS = ("tokens", "weight", "weight_squared", "abs_log_ratio", *_MEANS.values())
+_MAXIMA = ("total_ratio", "staleness", "fresh_abs_log_ratio")
 
 jax.tree_util.register_dataclass(Batch)
 
@@ -226,7 +226,8 @@ class TrainStep:
           The next state, or the same numbers where the loss or the gradient norm is not finite (a
           minibatch without a token included); the accumulator at zero; the minibatch's metrics, float32
           [] on the device, by the names of jaxrl_async.metrics, and beside them "finite" (1 or 0) and
-          "tokens" (the denominator).
+          "tokens" (the denominator). mismatch/ is about the weights that were differentiated at: those
+          of policy_version in a step's first minibatch only.
         """
         return self._serialise(self._update(state, accumulator))
 
@@ -369,6 +370,7 @@ def policy_logprobs(
 def _measure(loss_config, batch, logprobs, entropy, anchor, staleness, loss):
     """The sums and maxima of a microbatch, in the order of LAG_BUCKETS, _SUMS and _MAXIMA."""
     mask, behavior = batch.mask, batch.behavior_logprobs
+    abs_log_ratio = jnp.abs(logprobs - behavior)
     ratio = ratios.token(logprobs, anchor, mask)
     clipped = surrogates.is_clipped(
         ratio, batch.advantages, clip_low=loss_config.clip_low, clip_high=loss_config.clip_high
@@ -385,13 +387,18 @@ def _measure(loss_config, batch, logprobs, entropy, anchor, staleness, loss):
         "clipped": clipped,
         "weight": weight,
         "weight_squared": jnp.square(weight),
+        "abs_log_ratio": abs_log_ratio,
         "dropped": weight == 0,
         "kl_k1": kl.k1(behavior, logprobs, mask),
         "kl_k3": kl.k3(behavior, logprobs, mask),
         "entropy": entropy,
         "staleness": staleness,
     }
-    largest = {"total_ratio": ratios.token(logprobs, behavior, mask), "staleness": staleness}
+    largest = {
+        "total_ratio": ratios.token(logprobs, behavior, mask),
+        "staleness": staleness,
+        "fresh_abs_log_ratio": masked.keep(abs_log_ratio, staleness == 0),
+    }
     values = jnp.stack([masked.keep(of_token[name], mask) for name in _SUMS], axis=-1)
     bucket = sum(staleness >= first for first in list(LAG_BUCKETS.values())[1:])
     members = [jnp.where(bucket[..., None] == i, values, 0.0) for i in range(len(LAG_BUCKETS))]
@@ -416,7 +423,14 @@ def _metrics(sums, maxima):
         tokens = jnp.maximum(lag["tokens"], 1.0)  # A bucket without tokens reads 0.
         metrics |= {f"lag/{name}/{key}": lag[of] / tokens for key, of in _LAG_MEANS.items()}
         metrics |= {f"lag/{name}/ess": _effective_share(lag), f"lag/{name}/tokens": lag["tokens"]}
-    return metrics
+    fresh = dict(zip(_SUMS, sums[list(LAG_BUCKETS).index("0")], strict=True))
+    tokens = jnp.maximum(fresh["tokens"], 1.0)
+    return metrics | {
+        "mismatch/mean_abs": fresh["abs_log_ratio"] / tokens,
+        "mismatch/max_abs": maxima[_MAXIMA.index("fresh_abs_log_ratio")],
+        "mismatch/kl": fresh["kl_k3"] / tokens,
+        "mismatch/tokens": fresh["tokens"],
+    }
 
 
 def _effective_share(sums):
