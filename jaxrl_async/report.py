@@ -92,7 +92,7 @@ def _metric_row(name: str, value: float | None) -> str:
 
 
 def _plots(rows: list[dict]) -> list[str]:
-    """SVG elements: reward, staleness, time split, loss statistics, throughput, lengths."""
+    """SVG elements: reward, staleness, time split, loss statistics, throughput, engine against learner."""
     from matplotlib.figure import Figure  # Imports slowly; only reports draw.
 
     figures = []
@@ -104,8 +104,9 @@ def _plots(rows: list[dict]) -> list[str]:
         figures.append(fig)
         return axes
 
-    def lines(title: str, *names: str) -> None:
+    def lines(title: str, *names: str, yscale: str = "linear") -> None:
         axes = figure(title)
+        axes.set_yscale(yscale)
         for name in names:
             axes.plot(steps, _column(rows, name), label=name, linewidth=1.2)
         axes.legend(frameon=False, fontsize=8)
@@ -119,6 +120,9 @@ def _plots(rows: list[dict]) -> list[str]:
     lines("Entropy", "policy/entropy")
     lines("Tokens per second", "rollout/tokens_per_sec", "learner/tokens_per_sec")
     lines("Staleness", "staleness/mean", "staleness/max")
+    if any(row.get("mismatch/mean_abs") for row in rows):  # Else no token was compared.
+        names = ("mismatch/mean_abs", "mismatch/max_abs", "mismatch/kl")
+        lines("Engine against learner, same weights (nats)", *names, yscale="log")
     return [_svg(fig) for fig in figures]
 
 

@@ -41,6 +41,13 @@ def test_numbers_that_were_not_finite_leave_holes(tmp_path):
     assert "not finite" in report.write_report(tmp_path).read_text()
 
 
+def test_the_mismatch_is_drawn_where_tokens_were_compared(tmp_path):
+    found = {"mismatch/mean_abs": 1e-6, "mismatch/max_abs": 1e-5, "mismatch/kl": 1e-12}
+    write_run(tmp_path, [row(**found, **{"mismatch/tokens": 9}), row(**{"mismatch/tokens": 0})])
+    page = report.write_report(tmp_path).read_text()
+    assert page.count("<svg") == 9 and "Engine against learner" in page
+
+
 def test_an_evaluation_is_shown_when_there_is_one(tmp_path):
     write_run(tmp_path, [row()])
     assert "Held-out" not in report.write_report(tmp_path).read_text()
