@@ -280,7 +280,7 @@ def test_the_mismatch_is_of_the_weights_a_step_starts_from():
     """Of two minibatches the first counts, as if the second were not there."""
     recorder, half = Recorder(), Recorder(chunk_groups=B // 2)
     train(recorder, num_minibatches=2, anchor="recompute", num_steps=1)
-    first = list(half.lease(1, 1.0))[0].groups
+    first = next(iter(half.lease(1, 1.0))).groups
     half.lease = lambda step, timeout_secs: iter([Chunk(step, 0, first, True)])
     train(half, anchor="recompute", num_steps=1)
     assert mismatch(recorder.rows[0]) == mismatch(half.rows[0])
