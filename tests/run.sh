@@ -1,10 +1,20 @@
 #!/usr/bin/env bash
-# Passes the tests: makes its own environment, installs, runs. `--long` adds what takes minutes.
+# Passes the tests: makes its environments, installs, runs. `--long` adds what takes minutes.
+#
+# Real SGLang and SGLang-JAX servers get environments of their own under $JAXRL_SERVERS (.venv-servers). Where one
+# cannot be made, its tests are skipped and say so; with JAXRL_REQUIRE_SERVERS=1, as under CI, that is a failure.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${JAXRL_TEST_VENV:-.venv-test}
+export JAXRL_SERVERS=${JAXRL_SERVERS:-$PWD/.venv-servers}
 [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
 "$venv/bin/pip" install --quiet --disable-pip-version-check --editable '.[test]'
 "$venv/bin/ruff" check .
 "$venv/bin/ruff" format --check .
+for server in sglang sglang_jax; do
+    mkdir -p "$JAXRL_SERVERS"
+    echo "environment of $server: $JAXRL_SERVERS/$server"
+    "tests/real/$server.sh" install "$JAXRL_SERVERS/$server" ||
+        echo "no environment of $server (see above): its tests will be skipped" >&2
+done
 exec "$venv/bin/python" -m pytest "$@"

@@ -139,15 +139,8 @@ class WeightStore:
         Raises:
           WeightStoreError: names the first file and tensor that differ.
         """
-        tensors = self.read(version)
-        for name, said in self.manifest(version)["tensors"].items():
-            file = self.path(version) / said["file"]
-            found = _describe(tensors[name])
-            for key, value in found.items():
-                if value != said[key]:
-                    raise WeightStoreError(
-                        f"{file}: tensor {name} has {key} {value}, its manifest says {said[key]}"
-                    )
+        self.manifest(version)
+        verify(self.path(version))
 
     def _sweep(self) -> None:
         """Removes what a crash left half done."""
@@ -192,6 +185,22 @@ def read_tensors(path: str | os.PathLike) -> dict[str, np.ndarray]:
         file = pathlib.Path(path) / table[name]["file"]
         raise WeightStoreError(f"{file}: tensor {name} is missing")
     return tensors
+
+
+def verify(path: str | os.PathLike) -> None:
+    """Compares every tensor of a version's directory with its manifest.
+
+    Raises:
+      WeightStoreError: names the first file and tensor that differ.
+    """
+    tensors = read_tensors(path)
+    for name, said in read_manifest(path)["tensors"].items():
+        for key, value in _describe(tensors[name]).items():
+            if value != said[key]:
+                file = pathlib.Path(path) / said["file"]
+                raise WeightStoreError(
+                    f"{file}: tensor {name} has {key} {value}, its manifest says {said[key]}"
+                )
 
 
 def read_safetensors(file: pathlib.Path) -> dict[str, np.ndarray]:

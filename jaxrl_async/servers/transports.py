@@ -50,6 +50,7 @@ async def disk(
         late, or holds something else afterwards.
     """
     push = _Push(client, address, path=path, version=version, mode=mode, timeout_secs=timeout_secs)
+    await push.look()
     async with push.paused() as name:
         await client.update_weights_from_disk(
             address,
@@ -76,6 +77,8 @@ async def tensor(
     """
     torch = await asyncio.to_thread(_torch)  # Its import takes seconds.
     push = _Push(client, address, path=path, version=version, mode=mode, timeout_secs=timeout_secs)
+    if await push.look():
+        raise push.error("has no route for 'tensor': give it weights by 'disk' or 'stream'")
     num_ranks = (await client.server_info(address, timeout_secs=push.left())).get("tp_size", 1)
     buckets = _buckets(push.tensors, BUCKET_BYTES)
     async with push.paused() as name:
@@ -106,6 +109,8 @@ async def stream(
     The upload runs while the server samples. Arguments and errors as of `disk`.
     """
     push = _Push(client, address, path=path, version=version, mode=mode, timeout_secs=timeout_secs)
+    if not await push.look():
+        raise push.error("has no route for 'stream': give it weights by 'disk' or 'tensor'")
     for file in sorted(pathlib.Path(path).iterdir()):
         await client.upload(address, file=file, version=str(version), timeout_secs=push.left())
     async with push.paused() as name:
@@ -127,15 +132,26 @@ class _Push:
         self._client, self._address = client, address
         self._path, self._version, self._mode = path, version, mode
         self._deadline = time.monotonic() + timeout_secs
+        self._verifies = False  # whether the server verifies a version before it takes it
         self.flush_cache = mode != "in_place"  # SGLang refuses to flush under stale KV.
         try:
             self.tensors = weight_store.read_tensors(path)
         except weight_store.WeightStoreError as error:  # A truncated file kills an SGLang server.
-            raise ServerError(address, "", f"was not asked: {error}", retryable=False) from error
+            raise self.error(f"was not asked: {error}") from error
 
     def left(self) -> float:
         """Seconds until the push is late."""
         return max(self._deadline - time.monotonic(), 1e-3)
+
+    def error(self, reason: str) -> ServerError:
+        """An error of this push that trying again does not mend."""
+        return ServerError(self._address, "", reason, retryable=False)
+
+    async def look(self) -> bool:
+        """Asks what the server is; True for one of this project's, which verifies by itself."""
+        info = await self._client.model_info(self._address, timeout_secs=self.left())
+        self._verifies = verification.reports_digest(info)
+        return self._verifies
 
     @contextlib.asynccontextmanager
     async def paused(self):
@@ -145,23 +161,21 @@ class _Push:
         gets a name that no client accepts as a version until the weights have been verified.
         """
         client, address = self._client, self._address
-        info = await client.model_info(address, timeout_secs=self.left())
-        verifies = verification.reports_digest(info)
-        name = str(self._version) if verifies else f"{self._version}-unverified"
+        name = str(self._version) if self._verifies else f"{self._version}-unverified"
         try:
             await client.pause(address, mode=self._mode, timeout_secs=self.left())
             yield name
-            await self._verify(verifies)
+            await self._verify()
         except BaseException:
-            await self._abandon(abort=not verifies)
+            await self._abandon()
             raise
         await client.continue_(address, timeout_secs=self.left())
 
-    async def _verify(self, verifies: bool) -> None:
+    async def _verify(self) -> None:
         """Raises ServerError when the server holds something else than the version."""
-        verify = verification.verify_digest if verifies else verification.verify_checksums
+        verify = verification.verify_digest if self._verifies else verification.verify_checksums
         await verify(self._client, self._address, path=self._path, timeout_secs=self.left())
-        if not verifies:
+        if not self._verifies:
             await self._client.update_weight_version(
                 self._address, version=str(self._version), timeout_secs=self.left()
             )
@@ -171,11 +185,11 @@ class _Push:
             reason = f"reports version {held!r} after a push of version {self._version}"
             raise ServerError(self._address, "/model_info", reason, retryable=False)
 
-    async def _abandon(self, *, abort: bool) -> None:
+    async def _abandon(self) -> None:
         """A server that lives must not stay paused; what runs there must not go on with unknown weights."""
         call = {"timeout_secs": CONTINUE_TIMEOUT_SECS}
         with contextlib.suppress(ServerError):
-            if abort:
+            if not self._verifies:
                 await self._client.abort(self._address, rid=None, **call)
         with contextlib.suppress(ServerError):
             await self._client.continue_(self._address, **call)

@@ -58,7 +58,10 @@ async def verify_checksums(
     server = await client.server_info(address, timeout_secs=timeout_secs)
     device, tp_size, dtype = (server.get(key) for key in ("device", "tp_size", "dtype"))
     digest = weight_store.read_manifest(path)["digest"]
-    expected = await asyncio.to_thread(_expected_checksums, os.fspath(path), digest, dtype)
+    try:
+        expected = await asyncio.to_thread(_expected_checksums, os.fspath(path), digest, dtype)
+    except weight_store.WeightStoreError as error:
+        raise ServerError(address, "/weights_checker", str(error), retryable=False) from error
     if odd := sorted(expected.keys() ^ found.keys()):
         reason = f"the server holds another model: tensors {', '.join(odd[:4])} differ in name"
         raise ServerError(address, "/weights_checker", reason, retryable=False)
@@ -76,7 +79,12 @@ async def verify_checksums(
 
 @functools.lru_cache(maxsize=4)
 def _expected_checksums(path: str, digest: str, dtype: str | None) -> dict[str, str]:
-    """SGLang's checksums of a version, by SGLang's names; the digest is part of the cache's key."""
+    """SGLang's checksums of a version, by SGLang's names; the digest is part of the cache's key.
+
+    Raises:
+      WeightStoreError: the files are not what their manifest says.
+    """
+    weight_store.verify(path)
     tensors = weight_store.read_tensors(path)
     return {name: _checksum(parts, dtype) for name, parts in fuse(tensors).items()}
 

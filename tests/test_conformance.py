@@ -1,0 +1,577 @@
+"""One suite for the three servers: embedded, SGLang, SGLang-JAX. What the client relies on, and where they differ.
+
+Every log-prob is compared with the learner's own forward pass, under the version which the server stamped on its
+token. SGLang and SGLang-JAX are the real ones (tests/real_servers.py).
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import shutil
+import time
+
+import aiohttp
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import real_servers
+from flax import nnx
+
+from jaxrl_async.channels import weight_store
+from jaxrl_async.models import attention, hf, transformer
+from jaxrl_async.servers import transports
+from jaxrl_async.servers.client import InferenceClient, ServerError, read_completion
+
+CONFIG = transformer.ModelConfig(
+    vocab_size=60,  # Not a multiple of 64: servers pad it.
+    num_layers=2,
+    model_dim=64,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=128,  # SGLang-JAX on the CPU needs a multiple of 128.
+    mlp_dim=96,
+    rope_theta=10_000.0,
+    rope_scaling=None,
+    norm_eps=1e-6,
+    qk_norm=True,
+    attention_bias=False,
+    tied_embeddings=True,
+    dtype="float32",
+    remat=False,
+)
+ROW = 256
+CALL_SECS = 60.0
+EXACT = 1e-4  # nats, float32 against float32
+TRANSPORTS_OF = {
+    "embedded": ("disk", "stream"),
+    "sglang": ("disk", "tensor"),
+    "sglang_jax": ("disk", "stream"),
+}
+PROMPT = [1, 2, 3, 4, 5]
+
+
+def weights(version: int) -> nnx.State:
+    """Peaked enough that a wrong version or a stale cache shows in every log-prob."""
+    params = nnx.split(transformer.Transformer(CONFIG, rngs=nnx.Rngs(version)))[1]
+    params["embedding"][...] *= 10
+    return params
+
+
+class Versions:
+    """Version directories, written when first asked for, and their weights."""
+
+    def __init__(self, root):
+        self.store = weight_store.WeightStore(root, keep=1000)
+        self.params = {}
+
+    def path(self, version: int):
+        if version not in self.params:
+            self.params[version] = params = weights(version)
+            tensors = hf.to_tensors(params, CONFIG, "float32")
+            self.store.write(version, tensors, hf.write_config(CONFIG))
+        return self.store.path(version)
+
+
+@pytest.fixture(scope="session")
+def versions(tmp_path_factory):
+    return Versions(tmp_path_factory.mktemp("versions"))
+
+
+@dataclasses.dataclass
+class Server:
+    name: str
+    address: str
+
+
+@pytest.fixture(scope="session", params=real_servers.NAMES)
+def running(request, tmp_path_factory):
+    """A server of the suite, started once."""
+    directory = tmp_path_factory.mktemp(request.param)
+    (directory / "config.json").write_text(json.dumps(hf.write_config(CONFIG)))
+    log = directory / "server.log"
+    with real_servers.serving(request.param, CONFIG, directory, log) as address:
+        yield Server(request.param, address)
+
+
+@pytest.fixture
+async def client():
+    keys = (real_servers.API_KEY, real_servers.ADMIN_API_KEY)
+    async with InferenceClient(api_key=keys[0], admin_api_key=keys[1]) as client:
+        yield client
+
+
+@pytest.fixture
+async def server(running, client, versions):
+    """The server, unpaused, idle, with version 1."""
+    await client.continue_(running.address, timeout_secs=CALL_SECS)
+    await client.abort(running.address, rid=None, timeout_secs=CALL_SECS)
+    await push(client, running, versions, 1)
+    return running
+
+
+async def push(client, server, versions, version, *, transport="disk", mode="retract"):
+    await transports.TRANSPORTS[transport](
+        client,
+        server.address,
+        path=versions.path(version),
+        version=version,
+        mode=mode,
+        timeout_secs=CALL_SECS,
+    )
+
+
+async def post(server, route, payload, *, key=real_servers.API_KEY):
+    """(status, body) of a call without the client."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(server.address + route, json=payload, headers=headers) as answer,
+    ):
+        text = await answer.text()
+        return answer.status, json.loads(text) if text.startswith(("{", "[")) else text
+
+
+def request(rid="0001-0000", prompt=PROMPT, **sampling):
+    sampling = {"max_new_tokens": 8, "temperature": 1.0} | sampling
+    return {
+        "rid": rid,
+        "input_ids": list(prompt),
+        "sampling_params": sampling,
+        "return_logprob": True,
+        "stream": False,
+    }
+
+
+async def generate(client, server, rid="0001-0000", prompt=PROMPT, **sampling):
+    payload = request(rid, prompt, **sampling)
+    return await client.generate(
+        server.address,
+        rid=rid,
+        input_ids=payload["input_ids"],
+        sampling_params=payload["sampling_params"],
+        timeout_secs=CALL_SECS,
+    )
+
+
+@contextlib.asynccontextmanager
+async def in_flight(client, server, count, **sampling):
+    """Requests that run; yields their tasks."""
+    tasks = [
+        asyncio.create_task(
+            generate(client, server, f"{i:04d}-0000", [1 + i % 50, 2, 3], **sampling)
+        )
+        for i in range(count)
+    ]
+    await asyncio.sleep(0.3)
+    try:
+        yield tasks
+    finally:
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@jax.jit
+def _logits(params, tokens):
+    model = nnx.merge(transformer.graphdef(CONFIG), params)
+    row = jnp.ones_like(tokens)
+    hidden = model(tokens, jnp.arange(ROW)[None], attention.causal_mask(row))
+    return model.logits(hidden)[0]
+
+
+def log_softmax(versions, version, prompt, tokens, temperature=1.0):
+    """float32 [N, V]: what each sampled token was drawn from."""
+    versions.path(version)
+    row = np.zeros((1, ROW), np.int32)
+    row[0, : len(prompt) + len(tokens)] = [*prompt, *tokens]
+    logits = np.asarray(_logits(versions.params[version], row), np.float32)
+    logits = logits[len(prompt) - 1 : len(prompt) + len(tokens) - 1]
+    return np.asarray(jax.nn.log_softmax(logits / temperature, axis=-1))
+
+
+def errors(versions, prompt, completion, temperature=1.0):
+    """float32 [N]: |log-prob − recomputed|, each under the version stamped on its token."""
+    found = np.empty(len(completion.tokens), np.float32)
+    for version in np.unique(completion.versions):
+        mine = completion.versions == version
+        table = log_softmax(versions, int(version), prompt, completion.tokens, temperature)
+        found[mine] = table[np.arange(len(table)), completion.tokens][mine]
+    return np.abs(found - completion.logprobs)
+
+
+def prompt_of(index):
+    return [1 + index % 50, 2, 3]
+
+
+async def test_generate_answers_in_one_shape(server):
+    status, answer = await post(server, "/generate", request(max_new_tokens=6))
+    assert status == 200
+    meta = answer["meta_info"]
+    assert meta["id"] == "0001-0000"
+    assert meta["finish_reason"] == {"type": "length", "length": 6}
+    assert (meta["prompt_tokens"], meta["completion_tokens"]) == (5, 6)
+    assert meta["cached_tokens"] >= 0
+    assert meta["weight_version"] == "1"
+    assert meta["weight_versions"] == [{"version": "1", "start": 0, "end": 6}]
+    completion = read_completion(answer)
+    assert completion.tokens.tolist() == answer["output_ids"]
+    assert len(answer["output_ids"]) == 6
+    logprob, token, text = meta["output_token_logprobs"][-1]
+    assert (type(logprob), type(token), text) == (float, int, None)
+
+
+async def test_a_stop_token_ends_a_completion_and_stands_in_it(server, client):
+    greedy = await generate(client, server, temperature=0.0)
+    stop = int(greedy.tokens[2])
+    first = greedy.tokens.tolist().index(stop)
+    completion = await generate(client, server, temperature=0.0, stop_token_ids=[stop])
+    assert completion.finish_reason == "stop"
+    assert completion.tokens.tolist() == greedy.tokens[: first + 1].tolist()
+    assert len(completion.logprobs) == len(completion.versions) == first + 1
+
+
+async def test_a_batch_is_answered_in_its_order(server):
+    prompts = [[1, 2, 3], [4, 5], [6]]
+    rids = [f"{i:04d}-0000" for i in range(3)]
+    payload = request() | {"rid": rids, "input_ids": prompts}
+    status, answers = await post(server, "/generate", payload)
+    assert status == 200
+    assert [answer["meta_info"]["id"] for answer in answers] == rids
+    assert [answer["meta_info"]["prompt_tokens"] for answer in answers] == [3, 2, 1]
+    for answer in answers:
+        assert len(read_completion(answer).tokens) == 8
+
+
+async def test_streaming_is_cumulative_or_refused(server):
+    """SGLang's events repeat what came before; the embedded server has none and says so. The client never asks."""
+    status, answer = await post(server, "/generate", request() | {"stream": True})
+    if server.name == "embedded":
+        assert (status, answer) == (400, {"error": {"message": "stream: true is not supported"}})
+        return
+    assert status == 200
+    events = [line.removeprefix("data: ") for line in answer.split("\n\n") if line.strip()]
+    assert events[-1].strip() == "[DONE]"
+    lengths = [len(json.loads(event)["output_ids"]) for event in events[:-1]]
+    assert lengths == sorted(lengths) and lengths[-1] == 8
+    read_completion(json.loads(events[-2]))
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+async def test_logprobs_are_after_temperature(server, client, versions, temperature):
+    async with in_flight(client, server, 4, temperature=temperature, max_new_tokens=40) as requests:
+        for index, task in enumerate(requests):
+            found = errors(versions, prompt_of(index), await task, temperature)
+            assert found.max() <= EXACT
+
+
+@pytest.mark.parametrize("truncation", [{"top_p": 0.6}, {"top_k": 3}])
+async def test_logprobs_are_before_truncation(server, client, versions, truncation):
+    """The log-prob is of the whole vocabulary, the token is of the truncated one."""
+    completion = await generate(client, server, max_new_tokens=60, **truncation)
+    assert errors(versions, PROMPT, completion).max() <= EXACT
+    table = log_softmax(versions, 1, PROMPT, completion.tokens)
+    ranks = (table > completion.logprobs[:, None] + EXACT).sum(-1)
+    if "top_k" in truncation:
+        assert ranks.max() < 3
+        return
+    better = np.where(table > completion.logprobs[:, None] + EXACT, np.exp(table), 0).sum(-1)
+    assert better.max() <= 0.6 + EXACT  # What ranks above a sampled token is less than top_p.
+
+
+async def test_temperature_zero_takes_the_most_likely_token(server, client, versions):
+    completion = await generate(client, server, temperature=0.0, max_new_tokens=30)
+    table = log_softmax(versions, 1, PROMPT, completion.tokens)
+    assert completion.tokens.tolist() == table.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("transport", transports.TRANSPORTS)
+async def test_a_push_in_mid_generation_is_exact(server, client, versions, transport):
+    """retract: every token's log-prob is that of the version stamped on it, prefix cache included."""
+    if transport not in TRANSPORTS_OF[server.name]:
+        with pytest.raises(ServerError, match=f"has no route for '{transport}'"):
+            await push(client, server, versions, 2, transport=transport)
+        assert (await generate(client, server)).versions.tolist() == [1] * 8
+        return
+    await push(client, server, versions, 1, transport=transport)  # PyTorch imports slowly.
+    async with in_flight(client, server, 12, max_new_tokens=200) as requests:
+        for version in (2, 3):
+            await push(client, server, versions, version, transport=transport)
+            await asyncio.sleep(0.1)
+        completions = [await task for task in requests]
+    seen = set()
+    for index, completion in enumerate(completions):
+        assert (completion.finish_reason, len(completion.tokens)) == ("length", 200)
+        assert np.all(np.diff(completion.versions) >= 0)
+        assert errors(versions, prompt_of(index), completion).max() <= EXACT
+        seen |= set(completion.versions.tolist())
+    assert {1, 3} <= seen, "the pushes did not fall into the generation"
+
+
+async def test_in_place_keeps_stale_keys_and_values_and_shows_it(server, client, versions):
+    """The versions are right and the log-probs are not: they are of a mixture that no version has."""
+    async with in_flight(client, server, 4, max_new_tokens=200) as requests:
+        await push(client, server, versions, 2, mode="in_place")
+        completions = [await task for task in requests]
+    mixed = []
+    for index, completion in enumerate(completions):
+        found = errors(versions, prompt_of(index), completion)
+        assert set(completion.versions.tolist()) == {1, 2}
+        assert found[completion.versions == 1].max() <= EXACT
+        mixed.append(found[completion.versions == 2])
+    worst = np.concatenate(mixed).max()
+    print(f"{server.name}: in_place is off by up to {worst:.3f} nats")
+    assert worst > 100 * EXACT
+    # The next push empties the prefix cache, which holds such keys and values.
+    await push(client, server, versions, 3)
+    completion = await generate(client, server, prompt=prompt_of(0), max_new_tokens=40)
+    assert errors(versions, prompt_of(0), completion).max() <= EXACT
+
+
+@pytest.mark.parametrize("mode", ["retract", "in_place"])
+async def test_a_pause_holds_everything_and_answers_model_info(server, client, versions, mode):
+    """SGLang's /health samples a token, so liveness is /model_info."""
+    async with in_flight(client, server, 3, max_new_tokens=200) as requests:
+        await client.pause(server.address, mode=mode, timeout_secs=CALL_SECS)
+        late = asyncio.create_task(generate(client, server, "9999-0000"))
+        done, _ = await asyncio.wait([*requests, late], timeout=1.0)
+        assert not done
+        info = await client.model_info(server.address, timeout_secs=5.0)
+        assert info["weight_version"] == "1"
+        await client.continue_(server.address, timeout_secs=CALL_SECS)
+        completions = [await task for task in requests]
+        assert len((await late).tokens) == 8
+    for index, completion in enumerate(completions):
+        assert len(completion.tokens) == 200
+        assert errors(versions, prompt_of(index), completion).max() <= EXACT
+
+
+async def test_a_pause_with_abort_gives_back_what_there_is(server, client, versions):
+    async with in_flight(client, server, 3, max_new_tokens=200) as requests:
+        await client.pause(server.address, mode="abort", timeout_secs=CALL_SECS)
+        completions = [await task for task in requests]
+        await client.continue_(server.address, timeout_secs=CALL_SECS)
+    for index, completion in enumerate(completions):
+        assert completion.finish_reason == "abort"
+        assert 0 < len(completion.tokens) < 200
+        assert errors(versions, prompt_of(index), completion).max() <= EXACT
+
+
+async def test_an_abort_of_a_whole_id_keeps_the_tokens(server, client, versions):
+    async with in_flight(client, server, 12, max_new_tokens=200) as requests:
+        await client.abort(server.address, rid="0001-0000", timeout_secs=CALL_SECS)
+        aborted = await requests[1]
+        assert aborted.finish_reason == "abort"
+        assert 0 < len(aborted.tokens) < 200
+        assert errors(versions, prompt_of(1), aborted).max() <= EXACT
+        reasons = [(await task).finish_reason for task in requests]
+    assert [i for i, reason in enumerate(reasons) if reason == "abort"] == [1]
+
+
+async def test_an_abort_takes_along_what_an_id_is_a_prefix_of(server, client):
+    """So the client's ids are of one width. SGLang ignores a prefix that is no live id itself."""
+    rids = ("77", "770", "78")
+    tasks = [asyncio.create_task(generate(client, server, rid, max_new_tokens=200)) for rid in rids]
+    await asyncio.sleep(0.3)
+    await client.abort(server.address, rid="77", timeout_secs=CALL_SECS)
+    assert [(await task).finish_reason for task in tasks] == ["abort", "abort", "length"]
+
+
+async def test_an_abort_under_retract_keeps_the_tokens_too(server, client, versions):
+    """Aborted in the queue, SGLang answers with fewer fields."""
+    async with in_flight(client, server, 3, max_new_tokens=200) as requests:
+        await client.pause(server.address, mode="retract", timeout_secs=CALL_SECS)
+        await client.abort(server.address, rid=None, timeout_secs=CALL_SECS)
+        await client.continue_(server.address, timeout_secs=CALL_SECS)
+        completions = [await task for task in requests]
+    for index, completion in enumerate(completions):
+        assert completion.finish_reason == "abort"
+        assert len(completion.tokens) < 200
+        assert errors(versions, prompt_of(index), completion).max(initial=0) <= EXACT
+
+
+async def test_flush_is_refused_while_requests_run(server, client):
+    await client.flush_cache(server.address, timeout_secs=CALL_SECS)
+    async with in_flight(client, server, 3, max_new_tokens=200):
+        with pytest.raises(ServerError, match="HTTP 400"):
+            await client.flush_cache(server.address, timeout_secs=CALL_SECS)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"sampling_params": {"max_new_tokens": 8, "no_such_parameter": 1}}, "no_such_parameter"),
+        ({"input_ids": [1] * 300}, "256"),
+        ({"sampling_params": {"max_new_tokens": 400}}, "256"),
+    ],
+)
+async def test_what_cannot_be_served_is_a_400_with_a_reason(server, client, change, words):
+    status, answer = await post(server, "/generate", request() | change)
+    assert status == 400, answer
+    assert words in json.dumps(answer)
+    assert len((await generate(client, server)).tokens) == 8
+
+
+async def test_a_live_rid_is_not_taken_twice(server, client):
+    async with in_flight(client, server, 1, max_new_tokens=200) as requests:
+        with pytest.raises(ServerError, match="HTTP 400.*0000-0000"):
+            await generate(client, server, "0000-0000")
+        assert len((await requests[0]).tokens) == 200
+
+
+async def test_a_token_id_beyond_the_vocabulary_is_refused_by_our_servers(server, client):
+    """It kills an SGLang server, so the sampler never sends one (tests/test_rollout.py)."""
+    if server.name == "sglang":
+        return
+    for bad in (60, -1, 2**31 - 1):
+        status, answer = await post(server, "/generate", request(prompt=[1, bad]))
+        assert status == 400
+        assert str(bad) in json.dumps(answer)
+    assert len((await generate(client, server)).tokens) == 8
+
+
+async def test_a_missing_checkpoint_changes_nothing(server, client, versions, tmp_path):
+    with pytest.raises(ServerError, match="nowhere"):
+        await client.update_weights_from_disk(
+            server.address,
+            path=str(tmp_path / "nowhere"),
+            version="7",
+            flush_cache=True,
+            timeout_secs=CALL_SECS,
+        )
+    completion = await generate(client, server)
+    assert completion.versions.tolist() == [1] * 8
+    assert errors(versions, PROMPT, completion).max() <= EXACT
+
+
+async def test_a_truncated_checkpoint_is_never_sent(server, client, versions, tmp_path):
+    """It kills an SGLang server. Nothing was paused or loaded: the version is damaged, the server is not asked."""
+    path = shutil.copytree(versions.path(2), tmp_path / "2")
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    for transport in TRANSPORTS_OF[server.name]:
+        with pytest.raises(ServerError, match="was not asked: .*model.safetensors"):
+            await transports.TRANSPORTS[transport](
+                client,
+                server.address,
+                path=path,
+                version=2,
+                mode="retract",
+                timeout_secs=CALL_SECS,
+            )
+    assert (await generate(client, server)).versions.tolist() == [1] * 8
+
+
+async def test_an_altered_checkpoint_is_found_out(server, client, versions, tmp_path):
+    """One bit of one weight, the file as long as it was."""
+    path = shutil.copytree(versions.path(2), tmp_path / "2")
+    file = path / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 0x10
+    file.write_bytes(content)
+    await refused(client, server, versions, path, "disk")
+
+
+@pytest.mark.parametrize("transport", transports.TRANSPORTS)
+async def test_another_architecture_is_found_out(server, client, versions, transport, tmp_path):
+    """SGLang says success to it, and would serve garbage."""
+    if transport not in TRANSPORTS_OF[server.name]:
+        return
+    other = dataclasses.replace(CONFIG, qk_norm=False, attention_bias=True)
+    params = nnx.split(transformer.Transformer(other, rngs=nnx.Rngs(0)))[1]
+    store = weight_store.WeightStore(tmp_path, keep=2)
+    path = store.write(2, hf.to_tensors(params, other, "float32"), hf.write_config(other))
+    await refused(client, server, versions, path, transport)
+
+
+async def refused(client, server, versions, path, transport):
+    """A bad version is an error, no token is ever accepted from it, and a good one heals the server."""
+    async with in_flight(client, server, 4, max_new_tokens=200) as requests:
+        with pytest.raises(ServerError):
+            await transports.TRANSPORTS[transport](
+                client,
+                server.address,
+                path=path,
+                version=2,
+                mode="retract",
+                timeout_secs=CALL_SECS,
+            )
+        completions = [await task for task in requests]
+    for index, completion in enumerate(completions):
+        assert set(completion.versions.tolist()) <= {1}
+        assert errors(versions, prompt_of(index), completion).max(initial=0) <= EXACT
+    try:
+        completion = await generate(client, server)
+    except ServerError as error:
+        assert error.retryable
+        assert "2-unverified" in str(error)
+    else:
+        assert completion.versions.tolist() == [1] * 8
+        assert errors(versions, PROMPT, completion).max() <= EXACT
+    await push(client, server, versions, 3)
+    completion = await generate(client, server)
+    assert completion.versions.tolist() == [3] * 8
+    assert errors(versions, PROMPT, completion).max() <= EXACT
+
+
+async def test_each_route_takes_its_key_alone(server):
+    for route, right, wrong in (
+        ("/generate", real_servers.API_KEY, real_servers.ADMIN_API_KEY),
+        ("/pause_generation", real_servers.ADMIN_API_KEY, real_servers.API_KEY),
+        ("/continue_generation", real_servers.ADMIN_API_KEY, real_servers.API_KEY),
+        ("/abort_request", real_servers.ADMIN_API_KEY, real_servers.API_KEY),
+    ):
+        payload = request() if route == "/generate" else {}
+        payload |= {"rid": "none"} if route == "/abort_request" else {}
+        payload |= {"mode": "retract"} if route == "/pause_generation" else {}
+        for key, status in ((None, 401), (wrong, 401), (right, 200)):
+            assert (await post(server, route, payload, key=key))[0] == status, (route, key)
+
+
+@pytest.mark.parametrize(
+    "num_pushes", [15, pytest.param(200, marks=pytest.mark.long, id="long-200")]
+)
+async def test_pushes_under_load_lose_nothing(server, client, versions, num_pushes):
+    """Requests come and go while versions are pushed one after the other."""
+    finished, stop = [], asyncio.Event()
+
+    async def load(worker):
+        number = 0
+        while not stop.is_set():
+            rid, prompt = f"{worker:04d}-{number:06d}", prompt_of(worker * 7 + number)
+            completion = await generate(client, server, rid, prompt, max_new_tokens=60)
+            finished.append((prompt, completion))
+            number += 1
+
+    workers = [asyncio.create_task(load(worker)) for worker in range(16)]
+    pauses = []
+    for number in range(num_pushes):
+        transport = TRANSPORTS_OF[server.name][number % 2]
+        start = time.monotonic()
+        # Numbers rise; weights come back, so that few directories do.
+        await transports.TRANSPORTS[transport](
+            client,
+            server.address,
+            path=versions.path(10 + number % 8),
+            version=10 + number,
+            mode="retract",
+            timeout_secs=CALL_SECS,
+        )
+        pauses.append(time.monotonic() - start)
+        await asyncio.sleep(0.05)
+    stop.set()
+    await asyncio.gather(*workers)
+    worst, crossed = 0.0, 0
+    for prompt, completion in finished:
+        assert (completion.finish_reason, len(completion.tokens)) == ("length", 60)
+        stamped = completion.versions
+        crossed += len(np.unique(stamped)) > 1
+        kept = np.where(stamped >= 10, 10 + (stamped - 10) % 8, stamped)
+        completion = dataclasses.replace(completion, versions=kept)
+        worst = max(worst, float(errors(versions, prompt, completion).max()))
+    print(
+        f"{server.name}: {num_pushes} pushes, {len(finished)} requests, {crossed} over a push, "
+        f"{60 * len(finished)} tokens, worst error {worst:.1e}, "
+        f"median push {np.median(pauses):.3f} s, longest {max(pauses):.3f} s"
+    )
+    assert worst <= EXACT
+    assert crossed >= num_pushes

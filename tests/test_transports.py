@@ -1,0 +1,344 @@
+"""Transports against a fake server: what is sent, in which order, and what happens when something is wrong."""
+
+import base64
+import io
+import pickle
+import shutil
+
+import numpy as np
+import pytest
+from fake_sglang import FakeServer
+
+from jaxrl_async.channels.weight_store import WeightStore
+from jaxrl_async.servers import transports, verification
+from jaxrl_async.servers.client import InferenceClient, ServerError, ServerTimeoutError
+
+TIMEOUT_SECS = 10.0
+
+
+@pytest.fixture
+def server():
+    server = FakeServer().start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+async def client():
+    async with InferenceClient() as client:
+        yield client
+
+
+def tensors(seed):
+    rng = np.random.default_rng(seed)
+    shapes = {
+        "model.embed_tokens.weight": (70, 8),
+        "model.layers.0.self_attn.q_proj.weight": (8, 8),
+        "model.layers.0.self_attn.k_proj.weight": (4, 8),
+        "model.layers.0.self_attn.v_proj.weight": (4, 8),
+        "model.layers.0.mlp.gate_proj.weight": (16, 8),
+        "model.layers.0.mlp.up_proj.weight": (16, 8),
+        "model.norm.weight": (8,),
+    }
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+@pytest.fixture
+def path(tmp_path):
+    return WeightStore(tmp_path / "weights", keep=2).write(7, tensors(7).items(), {"a": 1})
+
+
+async def push(name, client, server, path, *, version=7, mode="retract", timeout_secs=TIMEOUT_SECS):
+    await transports.TRANSPORTS[name](
+        client, server.address, path=path, version=version, mode=mode, timeout_secs=timeout_secs
+    )
+
+
+async def test_a_server_that_verifies_takes_the_version_under_its_own_name(client, server, path):
+    await push("disk", client, server, path)
+    assert server.routes() == [
+        "/model_info",
+        "/pause_generation",
+        "/update_weights_from_disk",
+        "/model_info",
+        "/model_info",
+        "/continue_generation",
+    ]
+    (update,) = server.payloads("/update_weights_from_disk")
+    assert (update["model_path"], update["weight_version"]) == (str(path), "7")
+    assert update["flush_cache"] is True
+    assert server.payloads("/pause_generation") == [{"mode": "retract"}]
+
+
+async def test_sglang_gets_the_name_after_its_checksums_were_compared(client, server, path):
+    server.sglang = True
+    await push("disk", client, server, path)
+    assert server.routes() == [
+        "/model_info",
+        "/pause_generation",
+        "/update_weights_from_disk",
+        "/weights_checker",
+        "/server_info",
+        "/update_weight_version",
+        "/model_info",
+        "/continue_generation",
+    ]
+    (update,) = server.payloads("/update_weights_from_disk")
+    assert update["weight_version"] == "7-unverified"
+    assert server.version == "7"
+
+
+async def test_in_place_keeps_the_cache(client, server, path):
+    await push("disk", client, server, path, mode="in_place")
+    assert server.payloads("/pause_generation") == [{"mode": "in_place"}]
+    assert server.payloads("/update_weights_from_disk")[0]["flush_cache"] is False
+
+
+async def test_an_unknown_mode_is_refused_before_anything_is_sent(client, server, path):
+    with pytest.raises(ValueError, match="mode must be one of retract, in_place, got 'drain'"):
+        await push("disk", client, server, path, mode="drain")
+    assert server.routes() == []
+
+
+@pytest.mark.parametrize("transport", transports.TRANSPORTS)
+async def test_a_truncated_file_is_never_sent(client, server, path, transport):
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ServerError, match="was not asked: .*model.safetensors: .* its header says"):
+        await push(transport, client, server, path)
+    assert server.routes() == []
+
+
+async def test_another_digest_than_the_manifest_s_is_an_error(client, server, path, tmp_path):
+    other = WeightStore(tmp_path / "other", keep=2).write(7, tensors(8).items(), {})
+    await push("disk", client, server, other)
+    server.ignore_updates = True
+    with pytest.raises(ServerError, match="holds weights with digest .* the manifest of .* says"):
+        await push("disk", client, server, path)
+    assert server.routes()[-1] == "/continue_generation"
+    assert "/abort_request" not in server.routes()  # What runs there runs on verified weights.
+
+
+async def test_wrong_checksums_leave_a_name_that_no_client_accepts(client, server, path, tmp_path):
+    server.sglang = True
+    other = WeightStore(tmp_path / "other", keep=2).write(6, tensors(8).items(), {})
+    await push("disk", client, server, other, version=6)
+    server.calls.clear()
+
+    async def load_nothing(payload):
+        server.version = payload["weight_version"]
+        return server._load({"weight_version": server.version}, server.path)
+
+    server.update_weights_from_disk = load_nothing
+    with pytest.raises(ServerError, match=r"tensor model\.\S+ has checksum \w{16}, that of .* is"):
+        await push("disk", client, server, path)
+    assert server.routes()[-2:] == ["/abort_request", "/continue_generation"]
+    assert server.payloads("/abort_request") == [{"abort_all": True}]
+    assert "/update_weight_version" not in server.routes()
+    assert server.version == "7-unverified"
+    with pytest.raises(ServerError, match="'7-unverified' is not an integer") as caught:
+        await client.generate(
+            server.address,
+            rid="0",
+            input_ids=[1],
+            sampling_params={"max_new_tokens": 2, "sampling_seed": 0},
+            timeout_secs=TIMEOUT_SECS,
+        )
+    assert caught.value.retryable
+
+
+async def test_tensors_of_another_name_are_named(client, server, path, tmp_path):
+    server.sglang = True
+    fewer = {name: array for name, array in tensors(7).items() if "up_proj" not in name}
+    del fewer["model.norm.weight"]
+    other = WeightStore(tmp_path / "other", keep=2).write(6, fewer.items(), {})
+    server.path, server.digest = str(other), "of the other"
+
+    async def load_nothing(payload):
+        server.version = payload["weight_version"]
+        return server._load({"weight_version": server.version}, server.path)
+
+    server.update_weights_from_disk = load_nothing
+    with pytest.raises(
+        ServerError, match="another model: tensors model.norm.weight differ in name"
+    ):
+        await push("disk", client, server, path)
+
+
+async def test_files_that_are_not_what_their_manifest_says_are_found_out(client, server, path):
+    server.sglang = True
+    file = path / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(ServerError, match="tensor model.norm.weight has digest"):
+        # The fake computes its checksums from the same files, so only the manifest can tell.
+        server.weights_checker = checksums_of(path, server)
+        await push("disk", client, server, path)
+
+
+def checksums_of(path, server):
+    from aiohttp import web
+
+    from jaxrl_async.channels import weight_store
+
+    async def answer(_):
+        fused = verification.fuse(weight_store.read_tensors(path))
+        checksums = {name: verification._checksum(parts, None) for name, parts in fused.items()}
+        return web.json_response({"ranks": [{"checksums": checksums}]})
+
+    return answer
+
+
+@pytest.mark.parametrize(("device", "tp_size"), [("cuda", 1), ("cpu", 2)])
+async def test_where_hashes_cannot_be_computed_names_are_compared_and_it_is_said(
+    client, server, path, device, tp_size, caplog
+):
+    server.sglang, server.device, server.tp_size = True, device, tp_size
+    await push("disk", client, server, path)
+    assert "only the names of tensors were verified" in caplog.text
+    assert server.version == "7"
+
+
+async def test_a_refusal_is_an_error_and_the_server_goes_on(client, server, path):
+    server.fail["/update_weights_from_disk"] = (400, "wrong shapes")
+    with pytest.raises(ServerError, match="HTTP 400: wrong shapes"):
+        await push("disk", client, server, path)
+    assert server.routes()[-1] == "/continue_generation"
+    assert not server.paused
+
+
+async def test_a_server_that_hangs_is_late(client, server, path):
+    server.hang.add("/update_weights_from_disk")
+    with pytest.raises(ServerTimeoutError, match="no answer within"):
+        await push("disk", client, server, path, timeout_secs=0.3)
+    assert not server.paused
+
+
+async def test_tensors_travel_as_a_pickled_list_in_buckets(client, server, path, monkeypatch):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(transports, "BUCKET_BYTES", 2300)
+    server.sglang, server.tp_size, server.device = True, 2, "cuda"
+    received = {}
+
+    async def update(payload):
+        first, second = payload["serialized_named_tensors"]
+        assert first == second  # One for each rank.
+        for name, tensor in pickle.load(io.BytesIO(base64.b64decode(first))):
+            assert isinstance(tensor, torch.Tensor)
+            received[name] = tensor.numpy()
+        return server._load(payload, str(path))
+
+    server.begin_weight_update = server.end_weight_update = success
+    server.update_weights_from_tensor = update
+    await push("tensor", client, server, path)
+    for name, array in tensors(7).items():
+        np.testing.assert_array_equal(received[name], array)
+    updates = server.payloads("/update_weights_from_tensor")
+    assert [update["flush_cache"] for update in updates] == [False] * (len(updates) - 1) + [True]
+    assert len(updates) == 2
+    assert {update["weight_version"] for update in updates} == {"7-unverified"}
+    routes = server.routes()
+    assert routes.index("/begin_weight_update") < routes.index("/update_weights_from_tensor")
+    assert routes.index("/end_weight_update") < routes.index("/update_weight_version")
+
+
+async def test_half_of_the_tensors_are_no_version(client, server, path, monkeypatch):
+    pytest.importorskip("torch")
+    monkeypatch.setattr(transports, "BUCKET_BYTES", 1000)
+    server.sglang = True
+    calls = []
+
+    async def update(payload):
+        calls.append(payload)
+        if len(calls) == 2:
+            server.fail["/update_weights_from_tensor"] = (500, "lost")
+        return server._load(payload, str(path))
+
+    server.begin_weight_update = server.end_weight_update = success
+    server.update_weights_from_tensor = update
+    with pytest.raises(ServerError, match="HTTP 500: lost"):
+        await push("tensor", client, server, path)
+    assert server.version == "7-unverified"
+    assert server.routes()[-2:] == ["/abort_request", "/continue_generation"]
+
+
+async def success(_):
+    from aiohttp import web
+
+    return web.json_response({"success": True, "message": "done"})
+
+
+async def test_a_stream_uploads_every_file_before_the_pause(client, server, path):
+    server.digest = WeightStore(path.parent, keep=2).manifest(7)["digest"]
+    await push("stream", client, server, path)
+    assert server.uploads == {f"7/{file.name}": file.read_bytes() for file in path.iterdir()}
+    routes = server.routes()
+    last = max(i for i, route in enumerate(routes) if route.startswith("/weights/"))
+    assert last < routes.index("/pause_generation")
+    assert server.payloads("/update_weights_from_upload") == [
+        {"weight_version": "7", "flush_cache": True}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("transport", "sglang", "other"), [("tensor", False, "stream"), ("stream", True, "tensor")]
+)
+async def test_a_transport_that_a_server_lacks_is_named(
+    client, server, path, transport, sglang, other
+):
+    server.sglang = sglang
+    with pytest.raises(
+        ServerError, match=f"has no route for '{transport}': give it weights by 'disk' or '{other}'"
+    ):
+        await push(transport, client, server, path)
+    assert not server.paused
+    assert "/pause_generation" not in server.routes()
+
+
+def test_sglang_s_names_stack_projections_and_pad_vocabularies():
+    fused = verification.fuse(tensors(0) | {"lm_head.weight": np.ones((64, 8), np.float32)})
+    shapes = {name: [part.shape for part in parts] for name, parts in fused.items()}
+    assert shapes == {
+        "model.embed_tokens.weight": [(128, 8)],
+        "model.layers.0.self_attn.qkv_proj.weight": [(8, 8), (4, 8), (4, 8)],
+        "model.layers.0.mlp.gate_up_proj.weight": [(16, 8), (16, 8)],
+        "model.norm.weight": [(8,)],
+        "lm_head.weight": [(64, 8)],
+    }
+    assert not fused["model.embed_tokens.weight"][0][70:].any()
+
+
+def test_projections_stack_in_sglang_s_order_whatever_the_file_s():
+    names = [f"model.layers.0.self_attn.{p}_proj.bias" for p in ("v", "q", "k")]
+    (parts,) = verification.fuse(
+        {n: np.array([ord(n.split("_proj")[0][-1])]) for n in names}
+    ).values()
+    assert "".join(chr(part[0]) for part in parts) == "qkv"
+
+
+async def test_keys_of_both_kinds_go_to_their_routes(server, path):
+    async with InferenceClient(api_key="data", admin_api_key="admin") as client:
+        await push("disk", client, server, path)
+    keys = dict(zip(server.routes(), server.keys, strict=True))
+    assert keys["/model_info"] == "Bearer data"
+    for route in ("/pause_generation", "/update_weights_from_disk", "/continue_generation"):
+        assert keys[route] == "Bearer admin"
+
+
+async def test_one_key_serves_all_routes_and_none_sends_none(server, path):
+    async with InferenceClient(api_key="data") as client:
+        await push("disk", client, server, path)
+    assert set(server.keys) == {"Bearer data"}
+    server.keys.clear()
+    async with InferenceClient() as client:
+        await push("disk", client, server, path)
+    assert set(server.keys) == {None}
+
+
+def test_copies_of_a_version_elsewhere_are_the_same_version(path, tmp_path):
+    copy = shutil.copytree(path, tmp_path / "copy")
+    digest = verification.weight_store.read_manifest(path)["digest"]
+    first = verification._expected_checksums(str(path), digest, "float32")
+    assert verification._expected_checksums(str(copy), digest, "float32") == first
+    assert verification._expected_checksums(str(copy), digest, "bfloat16") != first
