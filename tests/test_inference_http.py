@@ -3,11 +3,13 @@
 import asyncio
 import io
 import json
+import pathlib
 import socket
 import time
 
 import aiohttp
 import pytest
+import yarl
 from flax import nnx
 
 from jaxrl_async.channels import weight_store
@@ -530,3 +532,92 @@ async def test_the_servers_end_ends_its_answers_and_not_the_engine(engine):
         await client.until(num_waiting_requests=0)
         await client("/continue_generation")
         assert len((await client.generate())["output_ids"]) == 5
+
+
+# Uploads and keys.
+
+
+async def upload(client, path, version="9", *, files=None):
+    for file in files or sorted(path.iterdir()):
+        url = f"http://127.0.0.1:{client.port}/weights/{version}/{file.name}"
+        async with client.session.put(url, data=file.read_bytes()) as answer:
+            assert answer.status == 200, await answer.text()
+
+
+async def test_an_uploaded_version_is_loaded_and_removed(client, tmp_path):
+    path = pathlib.Path(write_weights(tmp_path))
+    await upload(client, path)
+    body = {"weight_version": "9", "flush_cache": True}
+    status, answer = await client("/update_weights_from_upload", body)
+    assert (status, answer["success"]) == (200, True)
+    _, info = await client.get("/model_info")
+    manifest = weight_store.read_manifest(path)
+    assert (info["weight_version"], info["weight_digest"]) == ("9", manifest["digest"])
+    status, answer = await client("/update_weights_from_upload", body)
+    assert status == 400
+    assert "no file of version '9' was uploaded" in answer["error"]["message"]
+
+
+async def test_an_upload_replaces_that_of_another_version(client, tmp_path):
+    path = pathlib.Path(write_weights(tmp_path))
+    await upload(client, path, "8")
+    await upload(client, path, "9")
+    assert (await client("/update_weights_from_upload", {"weight_version": "8"}))[0] == 400
+    assert (await client("/update_weights_from_upload", {"weight_version": "9"}))[0] == 200
+
+
+async def test_half_an_upload_is_refused_and_removed(client, tmp_path):
+    path = pathlib.Path(write_weights(tmp_path))
+    files = [file for file in path.iterdir() if file.suffix == ".json"]
+    await upload(client, path, files=files)
+    status, answer = await client("/update_weights_from_upload", {"weight_version": "9"})
+    assert (status, answer["success"]) == (400, False)
+    _, info = await client.get("/model_info")
+    assert info["weight_version"] == "3"
+    assert (await client("/update_weights_from_upload", {"weight_version": "9"}))[1].get("error")
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["9/..%2fevil.json", "9/.hidden.json", "9/model.bin", "..%2f9/config.json", "%2e%2e/a.json"],
+)
+async def test_an_upload_has_no_place_outside_its_directory(client, place):
+    url = yarl.URL(f"http://127.0.0.1:{client.port}/weights/{place}", encoded=True)
+    async with client.session.put(url, data=b"{}") as answer:
+        assert answer.status in (400, 404), await answer.text()
+
+
+async def test_a_load_format_that_is_none_of_ours_is_refused(client, tmp_path):
+    body = {"model_path": write_weights(tmp_path), "weight_version": "9"}
+    status, answer = await client("/update_weights_from_disk", body | {"load_format": "gguf"})
+    assert status == 400
+    assert "load_format must be auto or safetensors, got 'gguf'" in answer["error"]["message"]
+    assert (await client("/update_weights_from_disk", body | {"load_format": "auto"}))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("keys", "data", "control"),
+    [
+        ({}, (None, "any"), (None, "any")),
+        ({"api_key": "a"}, ("a",), ("a",)),
+        ({"api_key": "a", "admin_api_key": "b"}, ("a",), ("b",)),
+        ({"admin_api_key": "b"}, (None, "a", "b"), ("b",)),
+    ],
+)
+async def test_keys_are_asked_for_as_sglang_does(engine, keys, data, control):
+    async with (
+        http.serve(engine, host="127.0.0.1", port=0, **keys) as port,
+        aiohttp.ClientSession() as http_client,
+    ):
+        for key in (None, "a", "b", "any", "é"):
+            headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+            for method, route, allowed in (
+                ("GET", "/model_info", data),
+                ("POST", "/continue_generation", control),
+                ("PUT", "/weights/1/config.json", control),
+                ("GET", "/health", (None, "a", "b", "any", "é")),
+            ):
+                url = f"http://127.0.0.1:{port}{route}"
+                async with http_client.request(method, url, headers=headers) as answer:
+                    wanted = 200 if {None, key} & {*allowed} else 401
+                    assert answer.status == wanted, (route, key)
