@@ -132,7 +132,7 @@ class _Push:
         self._client, self._address = client, address
         self._path, self._version, self._mode = path, version, mode
         self._deadline = time.monotonic() + timeout_secs
-        self._verifies = False  # whether the server verifies a version before it takes it
+        self._expected: verification.Expected | None = None  # of a server that does not verify
         self.flush_cache = mode != "in_place"  # SGLang refuses to flush under stale KV.
         try:
             self.tensors = weight_store.read_tensors(path)
@@ -148,10 +148,17 @@ class _Push:
         return ServerError(self._address, "", reason, retryable=False)
 
     async def look(self) -> bool:
-        """Asks what the server is; True for one of this project's, which verifies by itself."""
+        """Asks what the server is; True for one of this project's, which verifies by itself.
+
+        For another one it computes what the server is to hold afterwards, while the server still samples.
+        """
         info = await self._client.model_info(self._address, timeout_secs=self.left())
-        self._verifies = verification.reports_digest(info)
-        return self._verifies
+        if verification.reports_digest(info):
+            return True
+        self._expected = await verification.expect(
+            self._client, self._address, path=self._path, timeout_secs=self.left()
+        )
+        return False
 
     @contextlib.asynccontextmanager
     async def paused(self):
@@ -161,7 +168,7 @@ class _Push:
         gets a name that no client accepts as a version until the weights have been verified.
         """
         client, address = self._client, self._address
-        name = str(self._version) if self._verifies else f"{self._version}-unverified"
+        name = str(self._version) if self._expected is None else f"{self._version}-unverified"
         try:
             await client.pause(address, mode=self._mode, timeout_secs=self.left())
             yield name
@@ -173,11 +180,17 @@ class _Push:
 
     async def _verify(self) -> None:
         """Raises ServerError when the server holds something else than the version."""
-        verify = verification.verify_digest if self._verifies else verification.verify_checksums
-        await verify(self._client, self._address, path=self._path, timeout_secs=self.left())
-        if not self._verifies:
-            await self._client.update_weight_version(
-                self._address, version=str(self._version), timeout_secs=self.left()
+        client, address = self._client, self._address
+        if self._expected is None:
+            await verification.verify_digest(
+                client, address, path=self._path, timeout_secs=self.left()
+            )
+        else:
+            await verification.verify_checksums(
+                client, address, expected=self._expected, timeout_secs=self.left()
+            )
+            await client.update_weight_version(
+                address, version=str(self._version), timeout_secs=self.left()
             )
         info = await self._client.model_info(self._address, timeout_secs=self.left())
         if info.get("weight_version") != str(self._version):
@@ -189,7 +202,7 @@ class _Push:
         """A server that lives must not stay paused; what runs there must not go on with unknown weights."""
         call = {"timeout_secs": CONTINUE_TIMEOUT_SECS}
         with contextlib.suppress(ServerError):
-            if not self._verifies:
+            if self._expected is not None:
                 await self._client.abort(self._address, rid=None, **call)
         with contextlib.suppress(ServerError):
             await self._client.continue_(self._address, **call)

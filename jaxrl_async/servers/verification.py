@@ -6,6 +6,7 @@ nothing of how weights travel.
 """
 
 import asyncio
+import dataclasses
 import functools
 import hashlib
 import logging
@@ -43,37 +44,60 @@ async def verify_digest(
         raise ServerError(address, "/model_info", reason, retryable=False)
 
 
-async def verify_checksums(
-    client: InferenceClient, address: str, *, path: str | os.PathLike, timeout_secs: float
-) -> None:
-    """Compares every tensor that an SGLang server holds with the version's files.
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """What an SGLang server is to report once it holds a version."""
 
-    The values are compared where SGLang hashes on the CPU and a tensor lies on one rank. On a GPU it hashes by a
-    kernel of its own, and shards by rank: there only the names are compared, and a warning says so once.
+    path: str
+    checksums: Mapping[str, str]  # by SGLang's names
+    comparable: bool  # False where the server hashes by a GPU kernel, or shards: only names are compared then
+
+
+async def expect(
+    client: InferenceClient, address: str, *, path: str | os.PathLike, timeout_secs: float
+) -> Expected:
+    """Computes, before a push, what `verify_checksums` compares after it.
+
+    The values can be compared where SGLang hashes on the CPU and a tensor lies on one rank. A warning says once where
+    they cannot.
+
+    Raises:
+      ServerError: the version's files are not what their manifest says, or the server did not answer.
+    """
+    server = await client.server_info(address, timeout_secs=timeout_secs)
+    device, tp_size, dtype = (server.get(key) for key in ("device", "tp_size", "dtype"))
+    path = os.fspath(path)
+    try:
+        digest = weight_store.read_manifest(path)["digest"]
+        checksums = await asyncio.to_thread(_expected_checksums, path, digest, dtype)
+    except weight_store.WeightStoreError as error:
+        raise ServerError(address, "", f"was not asked: {error}", retryable=False) from error
+    comparable = device == "cpu" and tp_size == 1
+    if not comparable:
+        _warn_once(
+            f"{address}: only the names of tensors are verified: their hashes on device {device!r} "
+            f"with tp_size {tp_size} cannot be computed here; watch mismatch/mean_abs"
+        )
+    return Expected(path, checksums, comparable)
+
+
+async def verify_checksums(
+    client: InferenceClient, address: str, *, expected: Expected, timeout_secs: float
+) -> None:
+    """Compares every tensor that an SGLang server holds with what is expected.
 
     Raises:
       ServerError: a tensor is missing, unexpected or different, or the server did not answer.
     """
     found = await client.checksums(address, timeout_secs=timeout_secs)
-    server = await client.server_info(address, timeout_secs=timeout_secs)
-    device, tp_size, dtype = (server.get(key) for key in ("device", "tp_size", "dtype"))
-    digest = weight_store.read_manifest(path)["digest"]
-    try:
-        expected = await asyncio.to_thread(_expected_checksums, os.fspath(path), digest, dtype)
-    except weight_store.WeightStoreError as error:
-        raise ServerError(address, "/weights_checker", str(error), retryable=False) from error
-    if odd := sorted(expected.keys() ^ found.keys()):
+    if odd := sorted(expected.checksums.keys() ^ found.keys()):
         reason = f"the server holds another model: tensors {', '.join(odd[:4])} differ in name"
         raise ServerError(address, "/weights_checker", reason, retryable=False)
-    if device != "cpu" or tp_size != 1:
-        _warn_once(
-            f"{address}: only the names of tensors were verified: their hashes on device {device!r} "
-            f"with tp_size {tp_size} cannot be computed here; watch mismatch/mean_abs"
-        )
-        return
-    for name, checksum in expected.items():
-        if found[name] != checksum:
-            reason = f"tensor {name} has checksum {found[name]}, that of {path} is {checksum}"
+    for name, checksum in expected.checksums.items():
+        if expected.comparable and found[name] != checksum:
+            reason = (
+                f"tensor {name} has checksum {found[name]}, that of {expected.path} is {checksum}"
+            )
             raise ServerError(address, "/weights_checker", reason, retryable=False)
 
 
