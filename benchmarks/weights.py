@@ -1,0 +1,178 @@
+"""A push, by transport and size: seconds, bytes per second, and how long generation stood still.
+
+    python benchmarks/weights.py [--sizes=1,100,500] [--servers=embedded,sglang,sglang_jax] [--repeats=3]
+
+Needs the test extra and, for the real servers, their environments (tests/real/*.sh install). Each server is started
+without weights; the versions alternate, so that nothing is loaded twice in a row. A copy of the same files is timed
+in the same run: no push can be faster than about that, since it also reads, hashes and loads.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import pathlib
+import platform
+import shutil
+import sys
+import tempfile
+import time
+
+import jax
+import numpy as np
+
+from jaxrl_async.channels.weight_store import WeightStore
+from jaxrl_async.models import hf, transformer
+from jaxrl_async.servers import transports
+from jaxrl_async.servers.client import InferenceClient
+
+ROOT = pathlib.Path(__file__).parent.parent
+sys.path.append(str(ROOT / "tests"))
+import real_servers  # noqa: E402
+
+# Millions of parameters: layers, width, heads of 128, MLP width, vocabulary.
+SHAPES = {
+    1: (2, 128, 1, 1024, 1024),
+    100: (13, 768, 6, 2048, 8192),
+    500: (24, 1280, 10, 3456, 16384),
+}
+TRANSPORTS_OF = {
+    "embedded": ("disk", "stream"),
+    "sglang": ("disk", "tensor"),
+    "sglang_jax": ("disk", "stream"),
+}
+TIMEOUT_SECS = 600.0
+
+
+class TimedClient(InferenceClient):
+    """Notes how long each pause lasted."""
+
+    async def pause(self, *args, **kwargs):
+        await super().pause(*args, **kwargs)
+        self._paused_at = time.monotonic()
+
+    async def continue_(self, *args, **kwargs):
+        await super().continue_(*args, **kwargs)
+        self.pause_secs = time.monotonic() - self._paused_at
+
+
+def config_of(millions: int) -> transformer.ModelConfig:
+    layers, width, heads, mlp, vocab = SHAPES[millions]
+    return transformer.ModelConfig(
+        vocab_size=vocab,
+        num_layers=layers,
+        model_dim=width,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=128,
+        mlp_dim=mlp,
+        rope_theta=10_000.0,
+        rope_scaling=None,
+        norm_eps=1e-6,
+        qk_norm=True,
+        attention_bias=False,
+        tied_embeddings=True,
+        dtype="float32",
+        remat=False,
+    )
+
+
+def write_versions(root: pathlib.Path, config: transformer.ModelConfig) -> list[pathlib.Path]:
+    """Two versions of random weights, tensor by tensor."""
+    store = WeightStore(root, keep=2)
+
+    def tensors(seed):
+        rng = np.random.default_rng(seed)
+        shapes = transformer.abstract_params(config)
+        zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), shapes)
+        for name, array in hf.to_tensors(zeros, config, "float32"):
+            yield name, 0.02 * rng.standard_normal(array.shape, np.float32)
+
+    return [store.write(v, tensors(v), hf.write_config(config)) for v in range(2)]
+
+
+def copy_secs(path: pathlib.Path, aside: pathlib.Path) -> float:
+    """Seconds of a plain copy of a version's files, flushed to the disk as the store's are."""
+    start = time.monotonic()
+    aside.mkdir()
+    for file in path.iterdir():
+        with open(file, "rb") as source, open(aside / file.name, "wb") as target:
+            shutil.copyfileobj(source, target, 1 << 20)
+            target.flush()
+            os.fsync(target.fileno())
+    seconds = time.monotonic() - start
+    shutil.rmtree(aside)
+    return seconds
+
+
+async def measure(address: str, transport: str, paths: list[pathlib.Path], repeats: int) -> dict:
+    """Medians over pushes of alternating versions; the first one warms up and does not count."""
+    pushes, pauses = [], []
+    keys = {"api_key": real_servers.API_KEY, "admin_api_key": real_servers.ADMIN_API_KEY}
+    async with TimedClient(**keys) as client:
+        for number in range(repeats + 1):
+            start = time.monotonic()
+            await transports.TRANSPORTS[transport](
+                client,
+                address,
+                path=paths[number % 2],
+                version=number,
+                mode="retract",
+                timeout_secs=TIMEOUT_SECS,
+            )
+            pushes.append(time.monotonic() - start)
+            pauses.append(client.pause_secs)
+    return {
+        "push_secs": float(np.median(pushes[1:])),
+        "pause_secs": float(np.median(pauses[1:])),
+    }
+
+
+def run(sizes: list[int], servers: list[str], repeats: int) -> list[dict]:
+    rows = []
+    for millions in sizes:
+        config = config_of(millions)
+        with tempfile.TemporaryDirectory(prefix="jaxrl-weights-") as directory:
+            root = pathlib.Path(directory)
+            paths = write_versions(root / "weights", config)
+            num_bytes = sum(f.stat().st_size for f in paths[0].iterdir())
+            (root / "model").mkdir()
+            (root / "model" / "config.json").write_text(json.dumps(hf.write_config(config)))
+            for server in servers:
+                log = root / f"{server}.log"
+                with real_servers.serving(server, config, root / "model", log) as address:
+                    for transport in TRANSPORTS_OF[server]:
+                        copies = [copy_secs(p, root / "copy") for p in paths]
+                        row = {"millions": millions, "server": server, "transport": transport}
+                        row |= asyncio.run(measure(address, transport, paths, repeats))
+                        row |= {"bytes": num_bytes, "copy_secs": float(np.median(copies))}
+                        row["bytes_per_sec"] = num_bytes / row["push_secs"]
+                        row["push_over_copy"] = row["push_secs"] / row["copy_secs"]
+                        rows.append(row)
+                        print(line(row), flush=True)
+    return rows
+
+
+def line(row: dict) -> str:
+    return (
+        f"{row['millions']:4d}M {row['server']:11} {row['transport']:7} "
+        f"push {row['push_secs']:7.3f} s {row['bytes_per_sec'] / 1e6:7.0f} MB/s  "
+        f"pause {row['pause_secs']:7.3f} s  copy {row['copy_secs']:6.3f} s  "
+        f"push/copy {row['push_over_copy']:5.1f}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--sizes", default="1,100,500", help="millions of parameters")
+    parser.add_argument("--servers", default=",".join(TRANSPORTS_OF))
+    parser.add_argument("--repeats", type=int, default=3, help="pushes that count")
+    parser.add_argument("--out", default=str(ROOT / "benchmarks/results/weights.json"))
+    args = parser.parse_args()
+    rows = run([int(s) for s in args.sizes.split(",")], args.servers.split(","), args.repeats)
+    result = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+    pathlib.Path(args.out).write_text(json.dumps(result | {"rows": rows}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
