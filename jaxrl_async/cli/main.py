@@ -10,6 +10,7 @@ VERBS = {
     "train": "train a policy: every role on this machine, or one --role on a pod",
     "serve": "serve a checkpoint or a Hugging Face directory over SGLang's HTTP API",
     "evaluate": "greedy accuracy and pass@k of a run's checkpoints on held-out prompts",
+    "parity": "compare a server's log-probs with the learner's, and name the likely cause",
     "report": "write report.html from a run's workdir",
 }
 

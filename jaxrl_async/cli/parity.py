@@ -1,0 +1,103 @@
+"""`parity`: a server's log-probs against the learner's forward, and the likely cause where they differ."""
+
+import asyncio
+import os
+import sys
+
+from jaxrl_async.cli.config import UsageError, parse_flags
+
+USAGE = """Asks a server (SGLang, SGLang-JAX or this project's) random prompts, twice, and computes its log-probs again
+with the learner's forward on a checkpoint. Prints how far they differ, and the likely cause. A server whose
+log-probs differ gets its prefix cache flushed once; nothing else of it changes.
+Exits with 0 within the tolerance, 1 beyond it or where nothing could be compared, 2 for bad usage."""
+
+AGREES, DIFFERS = 0, 1
+
+
+def main(argv: list[str]) -> int:
+    flags = parse_flags(
+        USAGE,
+        argv,
+        server=("", "http://host:port"),
+        checkpoint=(
+            "",
+            "Hugging Face directory: config.json and *.safetensors, as WORKDIR/weights/00000012",
+        ),
+        temperature=("1.0", "asked of the server, > 0; that of the run shows more than 1.0 does"),
+        top_p=("1.0", "asked of the server, in (0, 1]"),
+        num_prompts=(16, "prompts"),
+        prompt_tokens=(32, "tokens of a prompt"),
+        max_new_tokens=(32, "tokens of a completion"),
+        dtype=("float32", "of the learner's forward: float32 | bfloat16"),
+        tolerance=(
+            "0.001",
+            "nats, of the mean difference; some 0.03 where one side computes in bfloat16",
+        ),
+        timeout_secs=("120.0", "seconds, of each call"),
+        api_key_env=("", "name of the environment variable that holds the server's key"),
+        seed=(0, "of the prompts"),
+    )
+    options = _options(flags)
+    from jaxrl_async import parity  # After the flags are known to be good: loads JAX.
+
+    questions = parity.Questions(
+        num_prompts=flags.num_prompts,
+        prompt_tokens=flags.prompt_tokens,
+        max_new_tokens=flags.max_new_tokens,
+        temperature=_number("temperature", flags.temperature),
+        top_p=_number("top_p", flags.top_p, at_most=1.0),
+        seed=flags.seed,
+    )
+    server, tolerance = flags.server.rstrip("/"), options["tolerance"]
+    try:
+        evidence = asyncio.run(parity.measure(server, flags.checkpoint, questions, **options))
+    except parity.ParityError as error:
+        print(f"parity: {error}", file=sys.stderr)
+        return DIFFERS
+    verdict = parity.diagnose(evidence, tolerance)
+    print(parity.table(evidence, tolerance))
+    print(f"verdict: {verdict}")
+    return AGREES if verdict.cause == "ok" else DIFFERS
+
+
+def _options(flags) -> dict:
+    """Checks the flags; what `measure` takes as keywords."""
+    for name in ("server", "checkpoint"):
+        if not getattr(flags, name):
+            raise UsageError(f"--{name} is needed")
+    if not flags.server.startswith(("http://", "https://")):
+        raise UsageError(f"--server must be http://host:port, got {flags.server!r}")
+    if flags.dtype not in ("float32", "bfloat16"):
+        raise UsageError(f"--dtype must be float32 or bfloat16, got {flags.dtype!r}")
+    for name, least in {
+        "num_prompts": 1,
+        "prompt_tokens": 2,
+        "max_new_tokens": 1,
+        "seed": 0,
+    }.items():
+        if getattr(flags, name) < least:
+            raise UsageError(f"--{name} must be ≥ {least}, got {getattr(flags, name)}")
+    return {
+        "dtype": flags.dtype,
+        "tolerance": _number("tolerance", flags.tolerance),
+        "timeout_secs": _number("timeout_secs", flags.timeout_secs),
+        "api_key": _api_key(flags.api_key_env),
+    }
+
+
+def _number(name: str, text: str, at_most: float = float("inf")) -> float:
+    """A finite number in (0, at_most]."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise UsageError(f"--{name} must be a number, got {text!r}") from None
+    if not (0 < value <= at_most and value < float("inf")):
+        bound = "> 0 and finite" if at_most == float("inf") else f"in (0, {at_most:g}]"
+        raise UsageError(f"--{name} must be {bound}, got {text}")
+    return value
+
+
+def _api_key(variable: str) -> str | None:
+    if variable and not os.environ.get(variable):
+        raise UsageError(f"--api_key_env: the environment has no {variable}")
+    return os.environ[variable] if variable else None
