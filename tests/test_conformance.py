@@ -19,6 +19,7 @@ import pytest
 import real_servers
 from flax import nnx
 
+from jaxrl_async import parity
 from jaxrl_async.channels import weight_store
 from jaxrl_async.models import attention, hf, transformer
 from jaxrl_async.servers import transports
@@ -511,6 +512,25 @@ async def refused(client, server, versions, path, transport):
     completion = await generate(client, server)
     assert completion.versions.tolist() == [3] * 8
     assert errors(versions, PROMPT, completion).max() <= EXACT
+
+
+async def test_parity_tells_the_right_weights_from_others(server, versions):
+    questions = parity.Questions(
+        num_prompts=4, prompt_tokens=8, max_new_tokens=16, temperature=1.3, top_p=1.0, seed=0
+    )
+    verdicts = []
+    for version in (1, 2):
+        evidence = await parity.measure(
+            server.address,
+            versions.path(version),
+            questions,
+            dtype="float32",
+            tolerance=EXACT,
+            timeout_secs=CALL_SECS,
+            api_key=real_servers.API_KEY,
+        )
+        verdicts.append(parity.diagnose(evidence, EXACT).cause)
+    assert verdicts == ["ok", "version"]
 
 
 async def test_each_route_takes_its_key_alone(server):
