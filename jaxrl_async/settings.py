@@ -7,12 +7,17 @@ one another are refused here, before any device is touched. This module knows no
 
 import dataclasses
 import difflib
+import shlex
+import string
 import types
 import typing
 from collections.abc import Mapping
 from typing import Any
 
 MODES = ("sync", "periodic", "async")
+TRANSPORTS = ("disk", "tensor", "stream")  # servers.transports has one of each name.
+PAUSE_MODES = ("retract", "in_place")
+COMMAND_FIELDS = ("model_path", "host", "port", "index")
 
 
 class SettingsError(ValueError):
@@ -91,13 +96,31 @@ class Queue:
 
 @dataclasses.dataclass(frozen=True)
 class Server:
-    addresses: tuple[str, ...]  # "http://host:port"; () starts num_local embedded servers
+    addresses: tuple[str, ...]  # "http://host:port"; () starts num_local servers on this machine
+    control_addresses: tuple[
+        str, ...
+    ]  # for pause, update, model_info and abort; () for `addresses`
+    speeds: tuple[float, ...]  # relative, of each address; () for all equal
+    api_key_env: str  # NAME of the environment variable that holds the servers' key; "" for none
+    admin_api_key_env: str  # the same for the key of the control routes
+    command: str  # starts one local server; see command_words. "" for the embedded server
     num_local: int
+    max_restarts: int  # of local servers, over the whole run; requests and pushes must outlast one
     num_slots: int
     decode_chunk: int  # decode steps per dispatch; weights change between chunks
     max_total_tokens: int  # prompt + completion of one request
     max_queued_requests: int
     start_timeout_secs: float
+
+    @property
+    def controls(self) -> dict[str, tuple[str, ...]]:
+        """Each of `addresses` → the control addresses behind it: itself, its pair, or all behind a router."""
+        if not self.control_addresses:
+            return {address: (address,) for address in self.addresses}
+        if len(self.addresses) == 1:
+            return {self.addresses[0]: self.control_addresses}
+        pairs = zip(self.addresses, self.control_addresses, strict=True)
+        return {address: (control,) for address, control in pairs}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +161,10 @@ class Learner:
 class Weights:
     push_every_steps: int  # N
     dtype: str
-    transport: str  # a name in servers.transports.TRANSPORTS
+    transport: str  # one of TRANSPORTS; "stream" and "tensor" need no shared file system
+    pause_mode: (
+        str  # "retract": exact | "in_place": keeps the KV of old weights; to compare with only
+    )
     push_timeout_secs: float
     poll_secs: float  # between looks at every server
     keep: int  # versions kept on disk
@@ -249,12 +275,15 @@ def _check(s: Settings) -> None:
     _one_of("learner.packing", s.learner.packing, ("in_order", "first_fit"))
     _one_of("model.dtype", s.model.dtype, ("float32", "bfloat16"))
     _one_of("weights.dtype", s.weights.dtype, ("float32", "bfloat16"))
+    _one_of("weights.transport", s.weights.transport, TRANSPORTS)
+    _one_of("weights.pause_mode", s.weights.pause_mode, PAUSE_MODES)
     _one_of("tokenizer.kind", s.tokenizer.kind, ("char", "bpe", "huggingface"))
     for name, value in _positive(s).items():
         if value < 1:
             raise SettingsError(f"{name} must be ≥ 1, got {value}")
     if s.weights.keep < 2:  # A late server may still be reading the version before.
         raise SettingsError(f"weights.keep must be ≥ 2, got {s.weights.keep}")
+    _check_servers(s.server)
     _check_mode(s)
     _check_lengths(s)
 
@@ -275,6 +304,57 @@ def _positive(s: Settings) -> dict[str, int]:
         "checkpoint": ("every_steps", "keep"),
     }  # fmt: skip
     return {f"{b}.{f}": getattr(getattr(s, b), f) for b, names in fields.items() for f in names}
+
+
+def _check_servers(server: Server) -> None:
+    num_servers, num_controls = len(server.addresses), len(server.control_addresses)
+    if num_servers == 0 and server.num_local < 1:
+        raise SettingsError(
+            f"server.num_local must be ≥ 1 where server.addresses is (), got {server.num_local}"
+        )
+    for name in ("addresses", "control_addresses"):
+        if len(set(getattr(server, name))) < len(getattr(server, name)):
+            raise SettingsError(f"server.{name} names a server twice: {getattr(server, name)}")
+    if num_controls and num_servers not in (1, num_controls):
+        raise SettingsError(
+            f"server.control_addresses has {num_controls} entries and server.addresses has {num_servers}: "
+            "there must be as many, or one address (a router) in front of them all"
+        )
+    wanted = num_servers or server.num_local
+    if server.speeds and len(server.speeds) != wanted:
+        raise SettingsError(
+            f"server.speeds must have one entry for each of {wanted} servers, or none; got {len(server.speeds)}"
+        )
+    for speed in server.speeds:
+        if not 0 < speed < float("inf"):
+            raise SettingsError(f"server.speeds must be > 0 and finite, got {speed}")
+    if server.max_restarts < 0:
+        raise SettingsError(f"server.max_restarts must be ≥ 0, got {server.max_restarts}")
+    command_words(server.command, **dict.fromkeys(COMMAND_FIELDS, "0"))
+
+
+def command_words(command: str, **values: Any) -> list[str]:
+    """The words that start one local server.
+
+    Args:
+      command: `server.command`; it is cut into words first, so a value may hold spaces.
+      **values: of the placeholders model_path, host, port and index.
+
+    Raises:
+      SettingsError: an unknown placeholder, or quotes or braces that do not close.
+    """
+    try:
+        words = shlex.split(command)
+        fields = [field for word in words for _, field, _, _ in string.Formatter().parse(word)]
+    except ValueError as error:
+        raise SettingsError(f"server.command {command!r}: {error}") from None
+    for field in fields:
+        if field is not None and field not in COMMAND_FIELDS:
+            known = ", ".join(f"{{{name}}}" for name in COMMAND_FIELDS)
+            raise SettingsError(
+                f"server.command has the placeholder {{{field}}}, which is none of {known}"
+            )
+    return [word.format(**values) for word in words]
 
 
 def _check_mode(s: Settings) -> None:
