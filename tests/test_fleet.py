@@ -1,5 +1,7 @@
 """The table by which requests are routed: who may get one, and who gets the next."""
 
+import contextlib
+
 import pytest
 
 from jaxrl_async.channels.wire import ServerRecord
@@ -16,8 +18,8 @@ class Clock:
         return self.now
 
 
-def make_fleet(clock=None, **states):
-    fleet = Fleet(suspect_secs=5.0, clock=clock or Clock())
+def make_fleet(clock=None, speeds=None, **states):
+    fleet = Fleet(suspect_secs=5.0, clock=clock or Clock(), speeds=speeds or {})
     fleet.update([ServerRecord(f"http://{n}:1", state, 3) for n, state in states.items()])
     return fleet
 
@@ -29,6 +31,21 @@ def test_a_request_goes_to_the_server_with_the_fewest_outstanding_tokens():
         with fleet.serving(B, 5), fleet.serving(B, 6):
             assert (fleet.outstanding(A), fleet.outstanding(B)) == (10, 11)
             assert fleet.route() == A
+
+
+def test_a_slow_server_gets_proportionally_fewer_tokens():
+    fleet = make_fleet(speeds={A: 1.0, B: 3.0}, a="HEALTHY", b="HEALTHY")
+    with contextlib.ExitStack() as running:
+        for _ in range(40):
+            running.enter_context(fleet.serving(fleet.route(), 5))
+        assert (fleet.outstanding(A), fleet.outstanding(B)) == (50, 150)
+
+
+def test_among_equals_the_first_in_the_table_is_taken():
+    fleet = make_fleet(speeds={A: 1.0, B: 2.0}, a="HEALTHY", b="HEALTHY")
+    assert fleet.route() == A
+    with fleet.serving(A, 5), fleet.serving(B, 10):
+        assert fleet.route() == A
 
 
 def test_tokens_are_outstanding_no_longer_when_a_request_fails():
@@ -47,7 +64,7 @@ def test_only_healthy_servers_are_routed_to(state):
 
 
 def test_nobody_is_routed_to_before_the_first_table():
-    fleet = Fleet(suspect_secs=5.0, clock=Clock())
+    fleet = Fleet(suspect_secs=5.0, clock=Clock(), speeds={})
     assert fleet.route() is None
     assert fleet.describe() == "no server is known yet"
 

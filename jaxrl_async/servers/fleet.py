@@ -1,4 +1,4 @@
-"""The table by which requests are routed: each server's state, version and outstanding tokens.
+"""The table by which requests are routed: each server's state, version, speed and outstanding tokens.
 
 A pure table: no I/O and no clock of its own. It decides nothing about states except one: a server that failed
 a request here is SUSPECT for a while. All other states come from the publisher, through the queue.
@@ -6,7 +6,7 @@ a request here is SUSPECT for a while. All other states come from the publisher,
 
 import collections
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 from jaxrl_async.channels.wire import ServerRecord
 
@@ -17,17 +17,21 @@ DEAD = "DEAD"  # does not answer
 
 
 class Fleet:
-    """Which server gets the next request: the HEALTHY one with the fewest outstanding tokens."""
+    """Which server gets the next request: the HEALTHY one with the fewest outstanding tokens for its speed."""
 
-    def __init__(self, *, suspect_secs: float, clock: Callable[[], float]):
+    def __init__(
+        self, *, suspect_secs: float, clock: Callable[[], float], speeds: Mapping[str, float]
+    ):
         """Starts with no server.
 
         Args:
           suspect_secs: a server that failed a request gets none for so long.
           clock: monotonic seconds.
+          speeds: address → relative speed, > 0; 1 for an address that is not in it.
         """
         self._suspect_secs = suspect_secs
         self._clock = clock
+        self._speeds = dict(speeds)
         self._records: dict[str, ServerRecord] = {}
         self._suspect_until: dict[str, float] = {}
         self._outstanding: collections.Counter[str] = collections.Counter()
@@ -37,14 +41,16 @@ class Fleet:
         self._records = {record.address: record for record in records}
 
     def route(self, excluding: Collection[str] = ()) -> str | None:
-        """The HEALTHY server with the fewest outstanding tokens; an excluded one only when no other is left.
+        """The HEALTHY server with the fewest outstanding tokens / speed, the first in the table among equals.
+
+        An excluded one only when no other is left.
 
         Returns:
           The address, or None when no server is HEALTHY.
         """
         healthy = [address for address in self._records if self.state(address) == HEALTHY]
         preferred = [address for address in healthy if address not in excluding] or healthy
-        return min(preferred, key=self._outstanding.__getitem__, default=None)
+        return min(preferred, key=self._load, default=None)
 
     def state(self, address: str) -> str:
         """The publisher's state of a server, or SUSPECT where this process has reason to."""
@@ -71,6 +77,9 @@ class Fleet:
     def suspect(self, address: str) -> None:
         """Notes that a request failed on a server."""
         self._suspect_until[address] = self._clock() + self._suspect_secs
+
+    def _load(self, address: str) -> float:
+        return self._outstanding[address] / self._speeds.get(address, 1.0)
 
     def describe(self) -> str:
         """One phrase per server, for messages."""
