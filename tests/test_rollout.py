@@ -40,7 +40,7 @@ async def client():
 
 
 def make_fleet(servers, suspect_secs=60.0):
-    fleet = Fleet(suspect_secs=suspect_secs, clock=time.monotonic)
+    fleet = Fleet(suspect_secs=suspect_secs, clock=time.monotonic, speeds={})
     fleet.update([ServerRecord(s.address, "HEALTHY", 3) for s in servers])
     return fleet
 
@@ -49,6 +49,7 @@ def make_sampler(client, fleet, **changes):
     arguments = {
         "client": client,
         "fleet": fleet,
+        "controls": {},
         "sampling": {"max_new_tokens": 5, "temperature": 1.0},
         "run_seed": 1,
         "vocab_size": VOCAB_SIZE,
@@ -249,6 +250,73 @@ async def test_aborting_a_permit_ends_its_requests_and_no_others(client, servers
     await asyncio.gather(*tasks[2:], return_exceptions=True)
 
 
+async def test_an_abort_goes_to_the_control_addresses_behind_a_router(client, servers):
+    router, (one, two) = FakeServer().start(), servers
+    router.hang.add("/generate")
+    router.fail["/abort_request"] = (404, "no such route")
+    controls = {router.address: (one.address, two.address)}
+    sampler = make_sampler(client, make_fleet([router]), controls=controls)
+    tasks = [asyncio.create_task(sampler.bind(PERMIT, i)(PROMPT.tokens)) for i in (0, 1)]
+    while len(router.calls) < 2:
+        await asyncio.sleep(0.001)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await sampler.abort(PERMIT, timeout_secs=5.0)
+    for server in servers:
+        assert server.calls == [("/abort_request", {"rid": "000000000007-0000-"})]
+    assert set(router.routes()) == {"/generate"} and sampler.num_running == 0
+    router.stop()
+
+
+async def test_an_answer_lost_with_its_server_is_sampled_again_from_what_had_arrived(
+    client, servers
+):
+    first, second = servers
+    first.abort_after = [2]  # Two tokens arrive …
+    sampler = make_sampler(client, make_fleet(servers), max_retries=3)
+    second.hang.add("/generate")  # … and the rest is on its way …
+    task = asyncio.create_task(sampler.bind(PERMIT, 0)(PROMPT.tokens))
+    while not second.calls:
+        await asyncio.sleep(0.001)
+    second.stop()  # … when its server dies.
+    completion = await task
+    assert completion.tokens.tolist() == expected_tokens()
+    assert len(completion.logprobs) == len(completion.versions) == 5
+    *_, last = first.payloads("/generate")
+    assert last["input_ids"] == [11, 12, 13, *expected_tokens()[:2]]
+    assert last["sampling_params"]["max_new_tokens"] == 3
+    rids = [p["rid"] for s in servers for p in s.payloads("/generate")]
+    assert len(set(rids)) == 3 and sampler.num_running == 0
+    assert sampler._fleet.outstanding(first.address) == 0
+    assert sampler._fleet.outstanding(second.address) == 0
+    second.start()
+
+
+async def test_a_server_that_is_paused_for_ever_costs_the_request_its_deadline_and_no_more(
+    client, servers
+):
+    servers[0].paused = True
+    sampler = make_sampler(client, make_fleet(servers[:1]), request_timeout_secs=0.2)
+    start = time.monotonic()
+    with pytest.raises(RolloutError, match="no answer within") as caught:
+        await sampler.bind(PERMIT, 0)(PROMPT.tokens)
+    assert caught.value.reason == "timeout" and time.monotonic() - start < 5
+    await sampler.abort(PERMIT, timeout_secs=5.0)  # It is still queued there.
+    assert servers[0].routes() == ["/generate", "/abort_request"] and sampler.num_running == 0
+
+
+async def test_the_deadline_covers_all_tries_together(client, servers):
+    for server in servers:
+        server.slow["/generate"] = 0.2
+        server.abort_after = [0] * 100
+    sampler = make_sampler(client, make_fleet(servers), request_timeout_secs=0.5, max_retries=10**6)
+    with pytest.raises(RolloutError) as caught:
+        await sampler.bind(PERMIT, 0)(PROMPT.tokens)
+    assert caught.value.reason == "timeout"
+    assert sum(len(server.calls) for server in servers) <= 4
+
+
 # The worker: permits become groups, or go back.
 
 
@@ -314,7 +382,7 @@ def rewards():
 @pytest.fixture
 def make_worker(client, queue, rewards):
     def make(*, queue=queue, rewards=rewards, rollout=single_turn, max_running_groups=4):
-        fleet = Fleet(suspect_secs=60.0, clock=time.monotonic)
+        fleet = Fleet(suspect_secs=60.0, clock=time.monotonic, speeds={})
         return Worker(
             queue=queue,
             sampler=make_sampler(client, fleet),

@@ -44,6 +44,7 @@ class Sampler:
         *,
         client: InferenceClient,
         fleet: Fleet,
+        controls: Mapping[str, Sequence[str]],
         sampling: Mapping[str, Any],
         run_seed: int,
         vocab_size: int,
@@ -55,6 +56,8 @@ class Sampler:
         Args:
           client: the HTTP client.
           fleet: where to route; kept up to date by its owner.
+          controls: address → where the servers behind it take aborts, which a router refuses; an address that
+            is not in it takes them itself.
           sampling: SGLang's sampling parameters, max_new_tokens among them, without the seed.
           run_seed: with prompt_index, attempt and sample it makes each request's seed.
           vocab_size: ids outside [0, vocab_size) are never sent: one kills an SGLang server.
@@ -63,6 +66,7 @@ class Sampler:
         """
         self._client = client
         self._fleet = fleet
+        self._controls = dict(controls)
         self._sampling = dict(sampling)
         self._run_seed = run_seed
         self._vocab_size = vocab_size
@@ -89,7 +93,8 @@ class Sampler:
         """Ends what may still run of a permit, on whichever servers."""
         prefix = _permit_prefix(permit)
         rids = [rid for rid in self._running if rid.startswith(prefix)]
-        addresses = {self._running.pop(rid) for rid in rids}
+        servers = {self._running.pop(rid) for rid in rids}
+        addresses = {c for server in servers for c in self._controls.get(server, (server,))}
         calls = [self._client.abort(a, rid=prefix, timeout_secs=timeout_secs) for a in addresses]
         for result in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(result, BaseException) and not isinstance(result, ServerError):
