@@ -9,7 +9,9 @@ import pytest
 from fake_sglang import FakeServer
 
 from jaxrl_async.channels.weight_store import WeightStore
-from jaxrl_async.servers.publisher import Publisher, PublisherError
+from jaxrl_async.channels.wire import ServerRecord
+from jaxrl_async.servers.client import InferenceClient
+from jaxrl_async.servers.publisher import Publisher, PublisherError, _Server, server_records
 from jaxrl_async.servers.transports import TRANSPORTS
 
 WAIT_SECS = 20.0  # Of the tests for what should come soon.
@@ -59,9 +61,11 @@ def servers():
 def start(queue):
     publishers = []
 
-    def start(servers, *, push_timeout_secs=WAIT_SECS, start_timeout_secs=WAIT_SECS):
+    def start(servers, *, push_timeout_secs=WAIT_SECS, start_timeout_secs=WAIT_SECS, router=None):
+        addresses = [server.address for server in servers]
         publisher = Publisher(
-            [server.address for server in servers],
+            {router: addresses} if router else {address: [address] for address in addresses},
+            client=InferenceClient(),
             transport=functools.partial(TRANSPORTS["disk"], mode="retract"),
             announce=queue,
             push_timeout_secs=push_timeout_secs,
@@ -272,6 +276,121 @@ def test_a_restart_that_no_look_saw_is_found_by_the_version(queue, servers, star
     ]
 
 
+def test_a_restart_that_no_look_saw_is_found_by_the_digest(queue, servers, start, write):
+    _, restarted = servers
+    push(start(servers), 3, write)
+    restarted.digest = "of other weights"
+    queue.wait_for(lambda: queue.last(restarted) == ("HEALTHY", 3) and len(queue.published) == 3)
+    assert queue.published[1][1][restarted.address] == ("STALE", None)
+    assert restarted.digest == servers[0].digest
+    assert len(restarted.payloads("/update_weights_from_disk")) == 2
+
+
+def test_a_server_without_digests_is_looked_at_by_its_version(queue, servers, start, write):
+    _, silent = servers
+    push(start(servers), 3, write)
+    silent.sglang = True  # reports none
+    silent.calls.clear()
+    deadline = time.monotonic() + WAIT_SECS
+    while silent.routes().count("/model_info") < 5:
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    assert set(silent.routes()) == {"/model_info"} and len(queue.published) == 1
+
+
+def test_a_server_that_answers_and_whose_update_hangs_is_tried_again_at_every_look(
+    queue, servers, start, write
+):
+    _, hanging = servers
+    publisher = start(servers, push_timeout_secs=0.2)
+    push(publisher, 0, write)
+    hanging.hang.add("/update_weights_from_disk")
+    push(publisher, 1, write)
+    deadline = time.monotonic() + WAIT_SECS
+    while len(hanging.payloads("/update_weights_from_disk")) < 4:
+        assert time.monotonic() < deadline
+        assert queue.last(hanging) == ("STALE", 0)
+        time.sleep(0.005)
+    hanging.hang.clear()
+    queue.wait_for(lambda: queue.last(hanging) == ("HEALTHY", 1))
+
+
+def test_the_only_server_has_the_time_of_a_start_to_come_back(queue, servers, start, write):
+    (server, _) = servers
+    publisher = start([server], push_timeout_secs=0.3)
+    push(publisher, 0, write)
+    server.stop()
+    publisher.publish(1, write(1), timeout_secs=WAIT_SECS)  # It is gone in mid-push …
+    with pytest.raises(PublisherError, match="is not published after 1 s"):
+        publisher.wait(1, timeout_secs=1.0)
+    server.reset()
+    server.start()
+    publisher.wait(1, timeout_secs=WAIT_SECS)
+    server.stop()  # … and between pushes.
+    queue.wait_for(lambda: queue.last(server) == ("DEAD", 1))
+    time.sleep(0.6)
+    publisher.check()
+    server.reset()
+    server.start()
+    queue.wait_for(lambda: queue.last(server) == ("HEALTHY", 1))
+    assert server.version == "1"
+
+
+ROUTER = "http://router:1"
+
+
+@pytest.mark.parametrize(
+    ("workers", "record"),
+    [
+        ([("HEALTHY", 4), ("HEALTHY", 3)], ("HEALTHY", 3)),
+        ([("HEALTHY", 4), ("DEAD", 2)], ("HEALTHY", 4)),
+        ([("HEALTHY", 4), ("STALE", 3)], ("STALE", 4)),
+        ([("DEAD", 4), ("STALE", None)], ("STALE", 4)),
+        ([("DEAD", 4), ("DEAD", 3)], ("DEAD", 3)),
+        ([("STALE", None)], ("STALE", None)),
+        ([("STALE", 2)], ("STALE", 2)),
+    ],
+)
+def test_an_address_is_healthy_where_no_server_behind_it_is_stale_and_one_is_healthy(
+    workers, record
+):
+    servers = [_Server(f"http://w{i}:1", ROUTER, *_state(w)) for i, w in enumerate(workers)]
+    assert server_records(servers) == [ServerRecord(ROUTER, *record)]
+
+
+def _state(worker):
+    state, version = worker
+    return state, "a reason", version
+
+
+def test_a_router_gets_requests_when_every_server_behind_it_that_lives_holds_the_version(
+    queue, servers, start, write
+):
+    one, two = servers
+    publisher = start(servers, push_timeout_secs=1.0, router=ROUTER)
+    push(publisher, 0, write)
+    assert [(v, states) for v, states, _ in queue.published] == [(0, {ROUTER: ("HEALTHY", 0)})]
+    two.fail["/update_weights_from_disk"] = (500, "not now")
+    push(publisher, 1, write)
+    assert (one.version, two.version) == ("1", "0")
+    assert queue.published[-1][:2] == (1, {ROUTER: ("STALE", 1)})
+    two.fail.clear()
+    queue.wait_for(lambda: queue.published[-1][1] == {ROUTER: ("HEALTHY", 1)})
+    assert two.version == "1"
+    two.drop.add("/model_info")
+    push(publisher, 2, write)
+    assert queue.published[-1][:2] == (2, {ROUTER: ("HEALTHY", 2)})
+
+
+def test_a_router_that_stays_stale_ends_the_run(queue, servers, start, write):
+    publisher = start(servers, push_timeout_secs=0.4, router=ROUTER)
+    push(publisher, 0, write)
+    servers[1].fail["/update_weights_from_disk"] = (400, "wrong shapes")
+    push(publisher, 1, write)
+    with pytest.raises(PublisherError, match=r"(?s)no HEALTHY .* for 0\.4 s: .*wrong shapes"):
+        publisher.wait(2, timeout_secs=WAIT_SECS)
+
+
 def test_a_server_that_only_did_not_answer_is_not_pushed_to_again(queue, servers, start, write):
     _, silent = servers
     push(start(servers), 3, write)
@@ -286,7 +405,7 @@ def test_no_healthy_server_after_a_push_is_an_error_that_names_each_and_why(
     queue, servers, start, write
 ):
     refusing, dead = servers
-    publisher = start(servers, push_timeout_secs=0.5)
+    publisher = start(servers, push_timeout_secs=0.5, start_timeout_secs=1.0)
     push(publisher, 0, write)
     refusing.fail["/update_weights_from_disk"] = (400, "wrong shapes")
     dead.drop.update({"/model_info", "/pause_generation"})
@@ -301,11 +420,11 @@ def test_no_healthy_server_after_a_push_is_an_error_that_names_each_and_why(
 
 
 def test_no_healthy_server_between_pushes_is_an_error_too(servers, start, write):
-    publisher = start(servers, push_timeout_secs=0.3)
+    publisher = start(servers, push_timeout_secs=0.3, start_timeout_secs=0.6)
     push(publisher, 0, write)
     for server in servers:
         server.drop.add("/model_info")
-    with pytest.raises(PublisherError, match=r"no HEALTHY inference server for 0\.3 s: .* is DEAD"):
+    with pytest.raises(PublisherError, match=r"no HEALTHY inference server for 0\.6 s: .* is DEAD"):
         publisher.wait(1, timeout_secs=WAIT_SECS)
 
 

@@ -2,7 +2,8 @@
 
 One task per server is the only one that talks to it: it pushes a new version, looks after it every poll_secs, and
 pushes again to a server that was late, failed or restarted. The queue hears of a version when all HEALTHY servers
-answered with it, and of every change of a state. The publisher knows nothing of requests, prompts or tensors.
+answered with it, and of every change of a state. It is told of addresses that take requests, which may be routers;
+the publisher talks to the servers behind them. The publisher knows nothing of requests, prompts or tensors.
 """
 
 import asyncio
@@ -13,8 +14,10 @@ import os
 import pathlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+from jaxrl_async.channels import weight_store
 from jaxrl_async.channels.admission import Position
 from jaxrl_async.channels.wire import ServerRecord
 from jaxrl_async.servers.client import InferenceClient, ServerError
@@ -36,8 +39,9 @@ class Publisher:
 
     def __init__(
         self,
-        addresses: Sequence[str],
+        controls: Mapping[str, Sequence[str]],
         *,
+        client: InferenceClient,
         transport: Transport,
         announce: Callable[..., None],
         push_timeout_secs: float,
@@ -47,17 +51,21 @@ class Publisher:
         """Starts the thread.
 
         Args:
-          addresses: "http://host:port" of every server; they need not be up yet.
+          controls: "http://host:port" that takes requests → control addresses of the servers behind it (one, or
+            more behind a router); they need not be up yet.
+          client: for this publisher alone, not opened yet.
           transport: how a server is given a version; see transports.TRANSPORTS.
           announce: called as announce(version, records, position), `LearnerQueue.publish_version`.
-          push_timeout_secs: a server that has not taken a version by then is STALE; with no HEALTHY server for
-            so long the publisher fails.
+          push_timeout_secs: a server that has not taken a version by then is STALE; with nothing HEALTHY to route
+            to for so long the publisher fails, unless a server is DEAD or has just started again.
           poll_secs: between looks at each server.
-          start_timeout_secs: the first push waits for every server at most so long.
+          start_timeout_secs: the first push waits for every server at most so long, and with nothing HEALTHY to
+            route to a DEAD server is waited for so long: it may be starting again.
         """
-        if not addresses:
+        self._servers = [_Server(c, serves) for serves, behind in controls.items() for c in behind]
+        if not self._servers:
             raise ValueError("the publisher needs at least one server address")
-        self._servers = [_Server(address) for address in addresses]
+        self._client = client
         self._transport = transport
         self._announce = announce
         self._push_timeout_secs = push_timeout_secs
@@ -171,7 +179,7 @@ class Publisher:
             self._condition.notify_all()
 
     async def _main(self) -> None:
-        async with InferenceClient() as client, asyncio.TaskGroup() as tasks:
+        async with self._client as client, asyncio.TaskGroup() as tasks:
             for server in self._servers:
                 tasks.create_task(self._keep(client, server), name=f"publisher {server.address}")
             while True:
@@ -183,7 +191,8 @@ class Publisher:
         path, num_bytes = await asyncio.to_thread(_write, request.write)
 
         self._pushing = True
-        first, self._target = self._target is None, _Target(request.version, path)
+        digest = weight_store.read_manifest(path)["digest"]
+        first, self._target = self._target is None, _Target(request.version, path, digest)
         self._phase = f"version {request.version} on the servers"
         await self._deliver(first)
         self._pushing = False
@@ -214,12 +223,24 @@ class Publisher:
             done = all(s.holds(target) if first else s.tried is target for s in expected)
             return done and any(s.holds(target) for s in self._servers)
 
+        def delivered_or_hopeless() -> bool:
+            return delivered() or not self._may_one_return()
+
         timeout_secs = self._start_timeout_secs if first else self._push_timeout_secs
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_secs), self._changed:
-                await self._changed.wait_for(delivered)
+        await self._wait(delivered, timeout_secs)
+        if not any(s.holds(target) for s in self._servers):
+            await self._wait(delivered_or_hopeless, self._start_timeout_secs - timeout_secs)
         self._judge(first, timeout_secs)
         self._healthy_at = time.monotonic()
+
+    async def _wait(self, condition: Callable[[], bool], timeout_secs: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_secs), self._changed:
+                await self._changed.wait_for(condition)
+
+    def _may_one_return(self) -> bool:
+        """A server is gone, or back without our weights."""
+        return any(server.state == DEAD or server.version is None for server in self._servers)
 
     def _judge(self, first: bool, timeout_secs: float) -> None:
         """The push is over: whoever does not hold the target is not HEALTHY."""
@@ -271,13 +292,13 @@ class Publisher:
     ) -> None:
         """Pushes the target to a server unless it holds it already."""
         info = await client.model_info(server.address, timeout_secs=PROBE_TIMEOUT_SECS)
-        held = info.get("weight_version")
         # Before the first push, an equal number would be another run's.
         if server.version == target.version:
-            if held == str(target.version):
+            difference = _difference(info, target)
+            if difference is None:
                 return
             server.state, server.version = STALE, None
-            server.reason = f"restarted: reports version {held!r} instead of {target.version}"
+            server.reason = f"restarted: reports {difference}"
             await self._tell_states()
         await self._transport(
             client,
@@ -291,11 +312,15 @@ class Publisher:
     def _check_any_healthy(self) -> None:
         """Outside of pushes, which have their own deadline."""
         now = time.monotonic()
-        if self._pushing or any(s.state == HEALTHY for s in self._servers):
+        if self._pushing or any(r.state == HEALTHY for r in server_records(self._servers)):
             self._healthy_at = now
-        elif self._published is not None and now - self._healthy_at > self._push_timeout_secs:
+            return
+        timeout_secs = self._push_timeout_secs
+        if self._may_one_return():
+            timeout_secs = max(timeout_secs, self._start_timeout_secs)
+        if self._published is not None and now - self._healthy_at > timeout_secs:
             raise PublisherError(
-                f"no HEALTHY inference server for {self._push_timeout_secs:g} s: {self._describe()}"
+                f"no HEALTHY inference server for {timeout_secs:g} s: {self._describe()}"
             )
 
     async def _tell_version(self, request: "_Request") -> None:
@@ -306,13 +331,14 @@ class Publisher:
     async def _tell_states(self) -> None:
         """Publishes the states again, under the version published last, where they changed."""
         async with self._announcing:
-            if self._announced is not None and self._told != [s.state for s in self._servers]:
+            states = [record.state for record in server_records(self._servers)]
+            if self._announced is not None and self._told != states:
                 log.info("version %d: %s", self._announced, self._describe())
                 await self._tell(self._announced, None)
 
     async def _tell(self, version: int, position: Position | None) -> None:
-        self._told = [s.state for s in self._servers]
-        records = [ServerRecord(s.address, s.state, s.version) for s in self._servers]
+        records = server_records(self._servers)
+        self._told = [record.state for record in records]
         await asyncio.to_thread(self._announce, version, records, position)
 
     def _waits_for(self) -> str:
@@ -333,13 +359,15 @@ class _Request:
 class _Target:
     version: int
     path: str
+    digest: str  # of the manifest
 
 
 @dataclasses.dataclass(eq=False)
 class _Server:
     """What the publisher knows of a server. Written by the task that keeps it, and where it was late."""
 
-    address: str
+    address: str  # where it takes control calls
+    serves: str  # where requests for it go: the same, or a router
     state: str = STALE
     reason: str = "has not answered yet"
     version: int | None = None  # of ours; None before the first push
@@ -353,6 +381,36 @@ class _Server:
 
     def __str__(self) -> str:
         return f"{self.address} is {self.state} ({self.reason})"
+
+
+def server_records(servers: Sequence[_Server]) -> list[ServerRecord]:
+    """One record for each address that takes requests.
+
+    A router leaves out servers that are gone, not those of another version: its address is STALE while one behind
+    it is, HEALTHY when one of the others is, else DEAD. Its version is the smallest of the HEALTHY ones.
+    """
+    behind: dict[str, list[_Server]] = {}
+    for server in servers:
+        behind.setdefault(server.serves, []).append(server)
+    return [_record(address, group) for address, group in behind.items()]
+
+
+def _record(address: str, servers: list[_Server]) -> ServerRecord:
+    states = {server.state for server in servers}
+    state = next(state for state in (STALE, HEALTHY, DEAD) if state in states)
+    known = [s for s in servers if s.version is not None]
+    versions = [s.version for s in known if s.state == HEALTHY] or [s.version for s in known]
+    return ServerRecord(address, state, min(versions, default=None))
+
+
+def _difference(info: Mapping[str, Any], target: _Target) -> str | None:
+    """How what a server reports is not the target, in words; None where it is."""
+    held, digest = info.get("weight_version"), info.get("weight_digest", target.digest)
+    if held != str(target.version):
+        return f"version {held!r} instead of {target.version}"
+    if digest != target.digest:
+        return f"weights with digest {digest} as version {held}, its manifest says {target.digest}"
+    return None
 
 
 async def _answers(client: InferenceClient, server: _Server) -> bool:
