@@ -4,15 +4,17 @@ Each role is the command that a pod would run on a host of its own: `train --rol
 others. The supervisor knows processes, logs and metrics; it knows nothing of JAX, weights or rewards.
 """
 
+import contextlib
 import dataclasses
 import os
 import pathlib
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import grpc
 import tqdm
@@ -39,7 +41,7 @@ class Role:
 
 
 def run(settings: Settings, *, workdir: pathlib.Path, resume: bool) -> None:
-    """Runs all roles until the learner is done.
+    """Runs all roles until the learner is done. A local server that dies is started again, within bounds.
 
     Args:
       settings: the run.
@@ -47,7 +49,7 @@ def run(settings: Settings, *, workdir: pathlib.Path, resume: bool) -> None:
       resume: go on from the last checkpoint.
 
     Raises:
-      RoleDiedError: a role ended too soon.
+      RoleDiedError: a role ended too soon, or servers did more often than server.max_restarts.
     """
     queue_address = settings.queue.address or f"127.0.0.1:{free_port()}"
     servers = settings.server.addresses or tuple(
@@ -66,27 +68,39 @@ def run(settings: Settings, *, workdir: pathlib.Path, resume: bool) -> None:
         visible_devices(), num_servers=len([n for n in names if "server" in n])
     )
     print(banner(settings, workdir, queue_address, servers, devices), flush=True)
+
+    def start(name: str) -> Role:
+        return _start(name, workdir, addresses, devices, resume=resume)
+
     roles: list[Role] = []
     try:
         for name in names:
-            roles.append(_start(name, workdir, addresses, devices, resume=resume))
-        _watch(roles, settings, workdir, queue_address)
+            roles.append(start(name))
+        _watch(roles, settings, workdir, queue_address, start)
     finally:
         stop(roles)
 
 
 def stop(roles: list[Role]) -> None:
-    """Ends every role in reverse order of start: SIGTERM, and SIGKILL for what is left after STOP_SECS."""
+    """Ends every role in reverse order of start: SIGTERM, and SIGKILL for what is left after STOP_SECS.
+
+    What a role left behind in its process group is killed too.
+    """
     for role in reversed(roles):
         if role.process.poll() is None:
             role.process.terminate()
     deadline = time.monotonic() + STOP_SECS
     for role in reversed(roles):
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             role.process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            role.process.kill()
-            role.process.wait()
+        _kill_group(role)
+
+
+def _kill_group(role: Role) -> None:
+    """A role leads its group, whose number stays taken for as long as one of its children lives."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(role.process.pid, signal.SIGKILL)
+    role.process.wait()
 
 
 def free_port() -> int:
@@ -156,12 +170,17 @@ def banner(settings: Settings, workdir, queue_address, servers, devices) -> str:
         f"{learner.groups_per_step} × {settings.rollout.group_size}",
         f"  workdir  {workdir}",
         f"  queue    {queue_address}",
-        f"  servers  {', '.join(servers)}"
-        + (" (embedded)" if not settings.server.addresses else ""),
+        f"  servers  {', '.join(servers)}" + _kind(settings.server),
     ]
     for name, environment in devices.items():
         lines.append(f"  {name:8} {' '.join(f'{k}={v}' for k, v in environment.items())}")
     return "\n".join(lines)
+
+
+def _kind(server) -> str:
+    if server.addresses:
+        return ""
+    return f" ({shlex.split(server.command)[0]})" if server.command else " (embedded)"
 
 
 def _start(name: str, workdir, addresses, devices, *, resume: bool) -> Role:
@@ -185,19 +204,51 @@ def _start(name: str, workdir, addresses, devices, *, resume: bool) -> Role:
     return Role(name, process, log)
 
 
-def _watch(roles: list[Role], settings: Settings, workdir, queue_address: str) -> None:
-    learner = roles[-1]
+def _watch(
+    roles: list[Role],
+    settings: Settings,
+    workdir,
+    queue_address: str,
+    start: Callable[[str], Role],
+) -> None:
+    learner, num_restarts = roles[-1], 0
     with tqdm.tqdm(total=settings.learner.num_steps, unit="step", dynamic_ncols=True) as bar:
         progress = _progress(bar, workdir, learner.log, queue_address)
         while (code := learner.process.poll()) is None:
-            for role in roles[:-1]:
+            for i, role in enumerate(roles[:-1]):
                 if role.process.poll() is not None:
-                    raise RoleDiedError(_obituary(role))
+                    roles[i] = _start_again(role, num_restarts, settings.server.max_restarts, start)
+                    num_restarts += 1
             next(progress)
             time.sleep(POLL_SECS)
         next(progress)
     if code != 0:
         raise RoleDiedError(_obituary(learner))
+
+
+def _start_again(role: Role, num_restarts: int, max_restarts: int, start) -> Role:
+    """A server in place of one that died; every other role's death ends the run."""
+    if not role.name.startswith("server-"):
+        raise RoleDiedError(_obituary(role))
+    if num_restarts == max_restarts:
+        raise RoleDiedError(
+            f"after {num_restarts} restarts of servers (server.max_restarts = {max_restarts}): "
+            + _obituary(role)
+        )
+    _kill_group(role)  # What it left behind may hold its port or its device.
+    what = (
+        f"role {role.name!r} ended {how_it_ended(role.process.returncode)}; "
+        f"restart {num_restarts + 1} of at most {max_restarts}"
+    )
+    with open(role.log, "a") as log:
+        print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} WARNING supervisor: {what}", file=log)
+    tqdm.tqdm.write(what)
+    return start(role.name)
+
+
+def how_it_ended(code: int) -> str:
+    """A return code of subprocess in words."""
+    return f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
 
 
 def _progress(bar, workdir, log: pathlib.Path, queue_address: str) -> Iterator[None]:
@@ -227,8 +278,7 @@ def _summary(row: dict, waiting: str) -> str:
 
 
 def _obituary(role: Role) -> str:
-    code = role.process.returncode
-    how = f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+    how = how_it_ended(role.process.returncode)
     return f"role {role.name!r} ended {how}; the end of {role.log}:\n{last_lines(role.log, 20)}"
 
 

@@ -1,8 +1,15 @@
-"""What the supervisor decides without starting anything."""
+"""What the supervisor decides, and what it does with processes that are no roles."""
 
+import subprocess
+import sys
+import time
+
+import psutil
 import pytest
 
 from jaxrl_async import supervisor
+
+WAIT_SECS = 20.0
 
 
 def test_a_cpu_is_not_divided():
@@ -56,3 +63,85 @@ def test_the_end_of_a_log_is_its_last_lines(tmp_path):
     assert supervisor.last_lines(log, 2) == ""
     log.write_text("".join(f"line {i}\n" for i in range(5000)))
     assert supervisor.last_lines(log, 2) == "line 4998\nline 4999"
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts Python code as a role."""
+    roles = []
+
+    def start(code, name="server-0"):
+        log = tmp_path / f"{name}.log"
+        with open(log, "a") as out:
+            process = subprocess.Popen(
+                [sys.executable, "-c", code], stdout=out, stderr=out, start_new_session=True
+            )
+        roles.append(supervisor.Role(name, process, log))
+        return roles[-1]
+
+    yield start
+    supervisor.stop(roles)
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + WAIT_SECS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+WITH_A_CHILD = """
+import signal, subprocess, sys, time
+if {deaf}:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(child.pid, flush=True)
+{then}
+"""
+
+
+def child_of(role):
+    wait_for(lambda: supervisor.last_lines(role.log, 1))
+    return psutil.Process(int(supervisor.last_lines(role.log, 1)))
+
+
+@pytest.mark.parametrize("deaf", [False, True])
+def test_the_children_of_a_role_end_with_it(start, deaf, monkeypatch):
+    monkeypatch.setattr(supervisor, "STOP_SECS", 0.5)
+    role = start(WITH_A_CHILD.format(deaf=deaf, then="time.sleep(600)"))
+    child = child_of(role)
+    supervisor.stop([role])
+    assert role.process.returncode is not None
+    assert psutil.wait_procs([child], timeout=5)[1] == []
+
+
+def test_a_server_that_died_is_started_again_without_what_it_left_behind(start, capsys):
+    role = start(WITH_A_CHILD.format(deaf=False, then="os = __import__('os'); os._exit(3)"))
+    wait_for(lambda: role.process.poll() is not None)
+    child = child_of(role)
+    started = []
+    again = supervisor._start_again(role, 1, 2, lambda name: started.append(name) or "again")
+    assert (again, started) == ("again", ["server-0"])
+    assert psutil.wait_procs([child], timeout=5)[1] == []
+    what = "role 'server-0' ended with exit code 3; restart 2 of at most 2"
+    assert what in capsys.readouterr().out
+    assert what in supervisor.last_lines(role.log, 1)
+
+
+def test_restarts_end(start):
+    role = start("raise SystemExit('out of memory')")
+    wait_for(lambda: role.process.poll() is not None)
+    with pytest.raises(
+        supervisor.RoleDiedError,
+        match=r"(?s)after 2 restarts of servers \(server.max_restarts = 2\): role 'server-0' ended "
+        "with exit code 1.*out of memory",
+    ):
+        supervisor._start_again(role, 2, 2, start)
+
+
+@pytest.mark.parametrize("name", ["queue", "rollout-0"])
+def test_only_servers_are_started_again(start, name):
+    role = start("raise SystemExit(1)", name)
+    wait_for(lambda: role.process.poll() is not None)
+    with pytest.raises(supervisor.RoleDiedError, match=f"^role '{name}' ended with exit code 1"):
+        supervisor._start_again(role, 0, 2, start)
