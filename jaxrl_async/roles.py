@@ -8,16 +8,20 @@ import contextlib
 import functools
 import json
 import logging
+import os
 import pathlib
+import signal
+import subprocess
 import time
 import urllib.parse
 
-from jaxrl_async.settings import Settings
+from jaxrl_async.settings import Settings, SettingsError, command_words
 
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_SECS = 60.0  # to the queue, which needs no device and is up within seconds
 CALL_TIMEOUT_SECS = 30.0
+COMMAND_STOP_SECS = 6.0  # A server that ignores SIGTERM for so long is killed, before its role is.
 
 
 def run(role: str, settings: Settings, *, index: int, workdir: pathlib.Path, resume: bool) -> None:
@@ -34,7 +38,10 @@ def run(role: str, settings: Settings, *, index: int, workdir: pathlib.Path, res
         case "queue":
             asyncio.run(_queue(settings, workdir))
         case "server":
-            asyncio.run(_server(settings, workdir, index))
+            if settings.server.command:
+                _command(settings, workdir, index)
+            else:
+                asyncio.run(_server(settings, workdir, index))
         case "rollout":
             asyncio.run(_rollout(settings, workdir))
         case "learner":
@@ -44,6 +51,8 @@ def run(role: str, settings: Settings, *, index: int, workdir: pathlib.Path, res
 def prepare(settings: Settings, workdir: pathlib.Path) -> None:
     """Reads the task and makes the tokenizer, so that what is wrong with them is found before roles start.
 
+    Writes the config.json that servers started by `server.command` read, where the run has no model.path.
+
     Raises:
       OSError, TypeError, ValueError: names the file, the argument or the line.
     """
@@ -51,6 +60,23 @@ def prepare(settings: Settings, workdir: pathlib.Path) -> None:
     for split in ("train", "test"):
         task.examples(split)
     tokenizer_of(settings, workdir)
+    if settings.server.command and not settings.server.addresses:
+        _model_path(settings, workdir)
+
+
+def keys_of(settings: Settings) -> dict[str, str | None]:
+    """The servers' keys from the environment, as {"api_key", "admin_api_key"}; None where none is named.
+
+    Raises:
+      SettingsError: a variable that the config names is unset or empty.
+    """
+    keys: dict[str, str | None] = {}
+    for key in ("api_key", "admin_api_key"):
+        name = getattr(settings.server, f"{key}_env")
+        keys[key] = os.environ.get(name) if name else None
+        if name and not keys[key]:
+            raise SettingsError(f"server.{key}_env names {name}, which is unset or empty here")
+    return keys
 
 
 def tokenizer_of(settings: Settings, workdir: pathlib.Path):
@@ -215,11 +241,60 @@ async def _server(settings: Settings, workdir: pathlib.Path, index: int) -> None
     engine.start()
     log.info("engine ready: %d programs", engine.num_compiled)
     try:
-        async with http.serve(engine, host=url.hostname, port=url.port):
+        async with http.serve(engine, host=url.hostname, port=url.port, **keys_of(settings)):
             log.info("server %d at %s", index, address)
             await asyncio.wrap_future(engine.stopped)
     finally:
         engine.close(timeout_secs=CALL_TIMEOUT_SECS)
+
+
+def _command(settings: Settings, workdir: pathlib.Path, index: int) -> None:
+    """Runs the server of `server.command` for as long as this role runs; neither outlives the other."""
+    from jaxrl_async.supervisor import how_it_ended
+
+    url = urllib.parse.urlparse(settings.server.addresses[index])
+    words = command_words(
+        settings.server.command,
+        model_path=_model_path(settings, workdir),
+        host=url.hostname,
+        port=url.port,
+        index=index,
+    )
+    log.info("server %d: %s", index, words)
+    environment = {name: value for name, value in os.environ.items() if name != "JAXRL_PARENT"}
+    process = subprocess.Popen(words, stdin=subprocess.DEVNULL, env=environment)
+    try:
+        code = process.wait()
+    except BaseException:
+        _end(process)
+        raise
+    raise RuntimeError(f"server.command ended {how_it_ended(code)}")
+
+
+def _end(process: subprocess.Popen) -> None:
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(COMMAND_STOP_SECS)
+    process.kill()
+    process.wait()
+    if (
+        "JAXRL_PARENT" in os.environ
+    ):  # This role leads a group of its own: end what the command left in it.
+        os.killpg(0, signal.SIGKILL)
+
+
+def _model_path(settings: Settings, workdir: pathlib.Path) -> pathlib.Path:
+    """The directory a local server starts from: model.path, or one with a config.json and nothing else."""
+    if settings.model.path:
+        return pathlib.Path(settings.model.path)
+    from jaxrl_async.models import hf
+
+    directory = workdir / "model"
+    directory.mkdir(parents=True, exist_ok=True)
+    config = hf.write_config(model_config_of(settings, tokenizer_of(settings, workdir)))
+    text = json.dumps(config, indent=2)
+    (directory / "config.json").write_text(text, encoding="utf-8")
+    return directory
 
 
 async def _rollout(settings: Settings, workdir: pathlib.Path) -> None:
@@ -240,9 +315,14 @@ async def _rollout(settings: Settings, workdir: pathlib.Path) -> None:
         seed=settings.task.seed,
         max_prompt_tokens=rollout.max_prompt_tokens,
     )
-    fleet = Fleet(suspect_secs=settings.weights.poll_secs, clock=time.monotonic)
+    server = settings.server
+    fleet = Fleet(
+        suspect_secs=settings.weights.poll_secs,
+        clock=time.monotonic,
+        speeds=dict(zip(server.addresses, server.speeds, strict=False)),
+    )
     async with (
-        InferenceClient() as client,
+        InferenceClient(**keys_of(settings)) as client,
         RewardPool(
             task.reward,
             num_processes=rollout.reward_processes,
@@ -257,6 +337,7 @@ async def _rollout(settings: Settings, workdir: pathlib.Path) -> None:
         sampler = Sampler(
             client=client,
             fleet=fleet,
+            controls=server.controls,
             sampling={
                 "max_new_tokens": rollout.max_new_tokens,
                 "temperature": rollout.temperature,
@@ -294,6 +375,7 @@ def _learner(settings: Settings, workdir: pathlib.Path, *, resume: bool) -> None
     from jaxrl_async.metrics import MetricsWriter
     from jaxrl_async.models import sharding
     from jaxrl_async.objectives.advantages import ADVANTAGES
+    from jaxrl_async.servers.client import InferenceClient
     from jaxrl_async.servers.publisher import Publisher
     from jaxrl_async.servers.transports import TRANSPORTS
 
@@ -322,8 +404,9 @@ def _learner(settings: Settings, workdir: pathlib.Path, *, resume: bool) -> None
             )
         )
         publisher = Publisher(
-            settings.server.addresses,
-            transport=TRANSPORTS[weights.transport],
+            settings.server.controls,
+            client=InferenceClient(**keys_of(settings)),
+            transport=functools.partial(TRANSPORTS[weights.transport], mode=weights.pause_mode),
             announce=queue.publish_version,
             push_timeout_secs=weights.push_timeout_secs,
             poll_secs=weights.poll_secs,

@@ -4,9 +4,12 @@ import pathlib
 
 import pytest
 
+from jaxrl_async import roles
+from jaxrl_async import settings as settings_lib
 from jaxrl_async.cli import config as config_lib
 from jaxrl_async.cli import main
-from jaxrl_async.settings import Settings, SettingsError
+from jaxrl_async.servers import transports
+from jaxrl_async.settings import Settings, SettingsError, command_words
 
 ROOT = pathlib.Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.py"))
@@ -82,11 +85,92 @@ def test_a_value_of_another_type_is_refused():
         (["--config.learner.data=3"], r"multiple of learner.data · learner.fsdp = 3"),
         (["--config.weights.keep=1"], r"weights.keep must be ≥ 2, got 1"),
         (["--config.queue.chunk_groups=8"], r"chunk_groups"),
+        (["--config.weights.transport=distributed"], r"weights.transport .* disk, tensor, stream"),
+        (["--config.weights.pause_mode=abort"], r"weights.pause_mode .* retract, in_place; got 'abort'"),
+        (["--config.server.max_restarts=-1"], r"server.max_restarts must be ≥ 0, got -1"),
+        (["--config.server.num_local=0"], r"server.num_local must be ≥ 1 .*, got 0"),
+        (["--config.server.speeds=(1.0, 2.0)"], r"server.speeds .* each of 1 servers, or none; got 2"),
+        (["--config.server.speeds=(0.0,)"], r"server.speeds must be > 0 and finite, got 0.0"),
+        (["--config.server.control_addresses=('http://c:1',)"], r"has 1 entries and .* has 0"),
+        (
+            ["--config.server.addresses=('http://a:1','http://b:1')",
+             "--config.server.control_addresses=('http://c:1','http://d:1','http://e:1')"],
+            r"server.control_addresses has 3 entries and server.addresses has 2",
+        ),
+        (
+            ["--config.server.addresses=('http://a:1','http://a:1')"],
+            r"server.addresses names a server twice",
+        ),
+        (["--config.server.command=serve {modelpath}"], r"{modelpath}, which is none of {model_path}, {host}"),
+        (["--config.server.command=serve {}"], r"placeholder {}, which is none"),
+        (["--config.server.command=serve {port"], r"server.command 'serve {port': expected '}'"),
+        (["--config.server.command=serve 'x"], r"No closing quotation"),
     ],
 )  # fmt: skip
 def test_settings_that_contradict_one_another_are_refused(overrides, message):
     with pytest.raises(SettingsError, match=message):
         parse(f"--config={QUICKSTART}", *overrides)
+
+
+@pytest.mark.parametrize(
+    ("addresses", "control_addresses", "controls"),
+    [
+        (("a", "b"), (), {"a": ("a",), "b": ("b",)}),
+        (("a", "b"), ("c", "d"), {"a": ("c",), "b": ("d",)}),
+        (("router",), ("c", "d"), {"router": ("c", "d")}),
+        (("a",), ("c",), {"a": ("c",)}),
+    ],
+)
+def test_control_addresses_are_pairs_or_stand_behind_a_router(
+    addresses, control_addresses, controls
+):
+    settings = parse(
+        f"--config={QUICKSTART}",
+        f"--config.server.addresses={addresses!r}",
+        f"--config.server.control_addresses={control_addresses!r}",
+    )
+    assert settings.server.controls == controls
+
+
+def test_a_command_is_cut_into_words_before_its_placeholders_are_filled():
+    words = command_words(
+        "serve --model={model_path} 'two words' --at {host}:{port} {{index}} {index}",
+        model_path="/a dir/model",
+        host="127.0.0.1",
+        port=80,
+        index=1,
+    )
+    assert words == [
+        "serve", "--model=/a dir/model", "two words", "--at", "127.0.0.1:80", "{index}", "1"
+    ]  # fmt: skip
+
+
+def test_every_transport_and_pause_mode_has_its_name_in_the_settings():
+    assert set(settings_lib.TRANSPORTS) == set(transports.TRANSPORTS)
+    assert set(settings_lib.PAUSE_MODES) == set(transports.MODES)
+
+
+def test_keys_come_from_the_environment(monkeypatch):
+    flags = [f"--config={QUICKSTART}", "--config.server.api_key_env=THE_KEY"]
+    monkeypatch.setenv("THE_KEY", "secret")
+    settings = parse(*flags)
+    assert roles.keys_of(settings) == {"api_key": "secret", "admin_api_key": None}
+    assert "secret" not in repr(settings)
+
+
+@pytest.mark.parametrize("value", [None, ""])
+@pytest.mark.parametrize("role", ["all", "learner"])
+def test_a_key_that_the_environment_lacks_is_named_before_any_role_starts(
+    value, role, monkeypatch, capsys, tmp_path
+):
+    monkeypatch.delenv("THE_KEY", raising=False)
+    if value is not None:
+        monkeypatch.setenv("THE_KEY", value)
+    argv = [f"--config={QUICKSTART}", "--config.server.admin_api_key_env=THE_KEY"]
+    code = main.main(["train", *argv, f"--role={role}", f"--workdir={tmp_path}/run"])
+    assert code == 2
+    assert "server.admin_api_key_env names THE_KEY, which is unset" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("mode", ["sync", "periodic"])

@@ -32,6 +32,8 @@ def main(argv: list[str]) -> int:
     if flags.role not in ROLES:
         raise UsageError(f"unknown role {flags.role!r}{nearest(flags.role, ROLES)}")
     settings = settings_of(flags.config)
+    if flags.role != "queue":
+        roles.keys_of(settings)  # Raises here, before any role starts.
     name = f"{settings.task.name.split(':')[0]}-{time.strftime('%Y%m%d-%H%M%S')}"
     workdir = pathlib.Path(flags.workdir or f"runs/{name}").absolute()
     supervised = "JAXRL_PARENT" in os.environ
