@@ -76,9 +76,7 @@ class Evidence:
     other_logprobs: np.ndarray  # float32 [N], the learner's in other_dtype, of the first asking
     other_dtype: str  # "bfloat16" where the learner's forward is float32, and the reverse
     second: Asking | None  # every prompt again: prefix-cache hits
-    flushed: (
-        Asking | None
-    )  # and again, after the cache was emptied; None where that was not needed or refused
+    flushed: Asking | None  # and again after a flush; None where it was not needed, or refused
     temperature: float  # asked, > 0
     top_p: float  # asked, in (0, 1]
     label_fault: str | None  # how the server's name of its weights contradicts the manifest
