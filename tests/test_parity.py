@@ -127,6 +127,15 @@ def test_another_temperature_is_fitted(asked, used, said):
     assert cause_of(rounded) == "temperature", "rounding on top does not hide it"
 
 
+def test_a_fit_that_leaves_a_fifth_of_the_difference_explains_nothing():
+    other = log_softmax(LOGITS / 0.6)
+    base = np.abs(evidence(lambda tokens, _: pick(other, tokens)).first.differences).mean()
+    left = noise(0.25 * base)  # Mean |x| is 0.8 of the standard deviation.
+    assert 0.15 < np.abs(left).mean() / base < 0.25
+    e = evidence(lambda tokens, _: pick(other, tokens) + left, sampled=other, rounding=1e-4)
+    assert cause_of(e) in ("weights", "unexplained")
+
+
 @pytest.mark.parametrize(
     ("kept", "said"),
     [({"top_p": 0.9}, "top-p set at 0.9"), ({"top_k": 10}, "top-k set at 10")],
