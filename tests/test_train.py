@@ -176,7 +176,12 @@ def test_ctrl_c_ends_every_process_within_ten_seconds(command, tmp_path):
 
 @pytest.mark.parametrize("role", ["queue", "server", "rollout", "learner"])
 def test_a_role_that_dies_is_named_with_the_end_of_its_log(role, command, tmp_path):
-    process = command("train", f"--config={QUICKSTART}:smoke", "--config.learner.num_steps=100000")
+    process = command(
+        "train",
+        f"--config={QUICKSTART}:smoke",
+        "--config.learner.num_steps=100000",
+        "--config.server.max_restarts=0",
+    )
     wait_for_step(tmp_path / "run", 1)
     roles = roles_of(process.pid)
     roles[role].kill()
@@ -186,6 +191,117 @@ def test_a_role_that_dies_is_named_with_the_end_of_its_log(role, command, tmp_pa
         rf"role '{role}(-0)?' ended by signal SIGKILL; the end of .*{role}.*log", output
     )
     assert psutil.wait_procs(list(roles.values()), timeout=1)[1] == []
+
+
+HELD_ROLLOUT = """
+import asyncio, pathlib
+from jaxrl_async.rollout.single_turn import single_turn
+
+async def held(prompt, generate):
+    "Prompts from the fourth step on wait for the test."
+    while prompt.index >= 24 and not pathlib.Path({go!r}).exists():
+        await asyncio.sleep(0.05)
+    return await single_turn(prompt, generate)
+"""
+
+
+def test_a_server_that_is_killed_is_started_again_and_no_group_is_lost_or_doubled(
+    command, tmp_path, monkeypatch
+):
+    workdir, go = tmp_path / "run", tmp_path / "go"
+    (tmp_path / "held_rollout.py").write_text(HELD_ROLLOUT.format(go=str(go)))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    process = command(
+        "train",
+        f"--config={QUICKSTART}:smoke",
+        "--config.learner.num_steps=8",
+        "--config.server.num_local=2",
+        "--config.rollout.function=held_rollout:held",
+        "--config.weights.poll_secs=0.5",
+    )
+    wait_for_step(workdir, 1)
+    children = psutil.Process(process.pid).children()
+    (server,) = [c for c in children if {"--role=server", "--index=1"} <= set(c.cmdline())]
+    server.kill()
+    log, again = workdir / "logs" / "learner.log", re.compile(r"STALE.*|DEAD.*")
+    deadline = time.monotonic() + FIRST_STEP_TIMEOUT_SECS
+    while True:  # Until the last line about the servers calls both HEALTHY, after one that did not.
+        lines = [line for line in log.read_text().splitlines() if "http://" in line]
+        if any(again.search(line) for line in lines) and lines[-1].count("is HEALTHY") == 2:
+            break
+        assert time.monotonic() < deadline, lines[-3:]
+        time.sleep(0.1)
+    go.touch()
+    output, _ = process.communicate(timeout=RUN_TIMEOUT_SECS)
+    assert process.returncode == 0, output
+    what = "role 'server-1' ended by signal SIGKILL; restart 1 of at most 2"
+    assert what in output and what in (workdir / "logs" / "server-1.log").read_text()
+    rows = read_metrics(workdir)
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    lines = [line for line in log.read_text().splitlines() if ": pushed;" in line]
+    assert lines[-1].count("is HEALTHY") == 2
+    # Each of the 8 × 8 groups trained on is another index: what was issued is trained, out, or held.
+    position = json.loads((workdir / "checkpoints" / "8" / "position" / "metadata").read_text())
+    outstanding = [permit[0] for permit in position["outstanding"]]
+    assert len(set(outstanding)) == len(outstanding)
+    assert position["frontier"] - len(outstanding) == 64 and position["retired"] == {}
+    returned = {k: v for k, v in rows[-1].items() if k.startswith("returned/")}
+    assert set(returned) <= {"returned/server_error", "returned/aborted"}, returned
+
+
+SERVER_OF_A_COMMAND = f"""
+import pathlib, subprocess, sys, threading
+sys.path.insert(0, {str(ROOT / "tests")!r})
+import fake_sglang
+
+pids, model_path, host, port = sys.argv[1:]
+assert [p.name for p in pathlib.Path(model_path).iterdir()] == ["config.json"], model_path
+assert host == "127.0.0.1"
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+with open(pids, "a") as file:
+    print(threading.get_native_id(), child.pid, file=file)
+fake_sglang.VOCAB_SIZE = 10
+server = fake_sglang.FakeServer()
+server.port = int(port)
+server.start()
+threading.Event().wait()
+"""
+
+
+def live(pids):
+    """Processes of a text of process ids that still run."""
+    return [psutil.Process(int(pid)) for pid in pids.split() if psutil.pid_exists(int(pid))]
+
+
+@pytest.mark.parametrize("end", ["done", "the supervisor is killed"])
+def test_a_command_starts_the_local_server_and_nothing_of_it_is_left(end, command, tmp_path):
+    script, pids = tmp_path / "server.py", tmp_path / "pids"
+    script.write_text(SERVER_OF_A_COMMAND)
+    process = command(
+        "train",
+        f"--config={QUICKSTART}:smoke",
+        f"--config.server.command={sys.executable} {script} {pids} {{model_path}} {{host}} {{port}}",
+        f"--config.learner.num_steps={12 if end == 'done' else 100000}",
+        "--config.weights.poll_secs=0.2",
+        "--config.weights.push_every_steps=1",
+    )
+    wait_for_step(tmp_path / "run", 1)
+    left = live(pids.read_text())
+    assert len(left) == 2
+    if end == "done":
+        left[0].kill()  # The run goes on: its role is started again.
+        output, _ = process.communicate(timeout=RUN_TIMEOUT_SECS)
+        assert process.returncode == 0, output
+        assert (
+            "server.command ended by signal SIGKILL"
+            in (tmp_path / "run" / "logs" / "server-0.log").read_text()
+        )
+        assert "role 'server-0' ended with exit code 1; restart 1 of at most 2" in output
+        left += live(pids.read_text().splitlines()[1])
+    else:
+        process.kill()
+        process.communicate(timeout=10)
+    assert psutil.wait_procs(left, timeout=20)[1] == []
 
 
 def test_the_roles_end_with_their_supervisor(command, tmp_path):
