@@ -1,0 +1,167 @@
+"""Two-digit addition with a REAL SGLang-JAX server on this machine's CPU: the quickstart's run, another engine.
+
+    tests/real/sglang_jax.sh install .venv-servers/sglang_jax       # once, 2 GB; Python 3.12
+    python -m jaxrl_async train --config=configs/arithmetic_sglang_jax.py --workdir=runs/sglang_jax
+    python -m jaxrl_async evaluate --workdir=runs/sglang_jax
+
+Run it from the repository's root. The server (jaxrl_async/inference/sglang_jax_server.py, in an environment of its
+own) is started, watched and restarted by `train`; it starts without weights and gets them by the first push. On the
+CPU it needs heads of a multiple of 128.
+
+Arguments, after a colon: `smoke` (two steps), `mode=sync|periodic|async`, `seed=N`, `every=N` (steps between pushes,
+with a staleness bound of N + 1), `embedded` (the same run on the embedded server, to compare with).
+"""
+
+import ml_collections
+
+from jaxrl_async.cli.config import parse_arg
+
+
+COMMAND = (
+    "tests/real/sglang_jax.sh serve .venv-servers/sglang_jax --load-format=dummy "
+    "--model-path={model_path} --host={host} --port={port} --context-length=64"
+)
+
+
+def get_config(arg: str = "") -> ml_collections.ConfigDict:
+    arg = parse_arg(arg, smoke=False, mode="async", seed=0, every=1, embedded=False)
+    asynchronous, periodic = arg.mode == "async", arg.mode == "periodic"
+    c = ml_collections.ConfigDict()
+    c.mode = arg.mode
+    c.seed = arg.seed
+
+    c.task = dict(
+        name="arithmetic",
+        args=dict(num_digits=2, num_test=512, forget_carry=0.7, seed=0),
+        seed=arg.seed,
+    )
+
+    c.tokenizer = dict(
+        kind="char",
+        alphabet="0123456789+=",
+        vocab_size=0,
+        path="",
+    )
+
+    c.model = dict(
+        path="",
+        num_layers=2,
+        model_dim=64,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=128,
+        mlp_dim=192,
+        rope_theta=10_000.0,
+        norm_eps=1e-6,
+        qk_norm=True,
+        attention_bias=False,
+        tied_embeddings=True,
+        dtype="float32",
+        remat=False,
+    )
+
+    c.warm_start = dict(
+        num_steps=20 if arg.smoke else 1500,
+        batch_size=128,
+        row_tokens=12,
+        learning_rate=3e-3,
+        num_demonstrations=20_000,
+    )
+
+    c.queue = dict(
+        address="",
+        max_staleness=arg.every + 1 if asynchronous else 0,
+        chunk_groups=16 if periodic else 0,
+        max_running_groups=256,
+        max_bytes=256 << 20,
+        max_message_bytes=16 << 20,
+        permit_timeout_secs=120.0,
+        max_attempts=4,
+        max_failures=64,
+    )
+
+    c.server = dict(
+        addresses=(),
+        control_addresses=(),
+        speeds=(),
+        api_key_env="",
+        admin_api_key_env="",
+        command="" if arg.embedded else COMMAND,
+        num_local=1,
+        max_restarts=2,
+        num_slots=256,
+        decode_chunk=4,
+        max_total_tokens=16,
+        max_queued_requests=4096,
+        start_timeout_secs=300.0,
+    )
+
+    c.rollout = dict(
+        function="single_turn",
+        group_size=8,
+        max_prompt_tokens=8,
+        max_new_tokens=4,
+        temperature=1.0,
+        num_workers=1,
+        max_running_groups=128,
+        request_timeout_secs=60.0,
+        max_retries=3,
+        reward_processes=1,
+        reward_timeout_secs=5.0,
+    )
+
+    c.loss = dict(
+        advantage="grpo",
+        anchor="current" if periodic else "a3po",
+        a3po_fresh="behavior",
+        clip_low=0.2,
+        clip_high=0.2,
+        dual_clip=ml_collections.config_dict.placeholder(float),
+        behavior_cap=5.0,
+        behavior_cap_mode="mask",
+    )
+
+    c.learner = dict(
+        num_steps=2 if arg.smoke else 60,
+        groups_per_step=8 if arg.smoke else 64,
+        num_minibatches=1 if periodic else 2,
+        microbatch_rows=64,
+        row_tokens=48,
+        packing="in_order",
+        head_chunk_tokens=0,
+        data=1,
+        fsdp=1,
+        tensor=1,
+        learning_rate=3e-4,
+        warmup_updates=0,
+        adam_b1=0.9,
+        adam_b2=0.95,
+        adam_eps=1e-8,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        lease_timeout_secs=120.0,
+    )
+
+    c.weights = dict(
+        push_every_steps=arg.every,
+        dtype="float32",
+        transport="disk",
+        pause_mode="retract",
+        push_timeout_secs=60.0,
+        poll_secs=2.0,
+        keep=2,
+    )
+
+    c.checkpoint = dict(
+        every_steps=50,
+        keep=2,
+    )
+
+    c.evaluate = dict(
+        num_prompts=512,
+        num_samples=4,
+        seed=0,
+    )
+
+    c.cpus = dict(learner=(), server=(), rollout=(), queue=())
+    return c.lock()
