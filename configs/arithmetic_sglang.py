@@ -15,7 +15,6 @@ import ml_collections
 
 from jaxrl_async.cli.config import parse_arg
 
-
 COMMAND = (
     "tests/real/sglang.sh serve .venv-servers/sglang --load-format=dummy --model-path={model_path} "
     "--host={host} --port={port} --max-total-tokens=8192 --context-length=64"
@@ -46,8 +45,8 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         path="",
         num_layers=2,
         model_dim=64,
-        num_heads=2,
-        num_kv_heads=2,
+        num_heads=1,
+        num_kv_heads=1,
         head_dim=128,
         mlp_dim=192,
         rope_theta=10_000.0,
@@ -60,7 +59,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     )
 
     c.warm_start = dict(
-        num_steps=20 if arg.smoke else 1500,
+        num_steps=20 if arg.smoke else 1000,
         batch_size=128,
         row_tokens=12,
         learning_rate=3e-3,
@@ -74,7 +73,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         max_running_groups=256,
         max_bytes=256 << 20,
         max_message_bytes=16 << 20,
-        permit_timeout_secs=120.0,
+        permit_timeout_secs=600.0,
         max_attempts=4,
         max_failures=64,
     )
@@ -103,7 +102,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         temperature=1.0,
         num_workers=1,
         max_running_groups=128,
-        request_timeout_secs=60.0,
+        request_timeout_secs=300.0,
         max_retries=3,
         reward_processes=1,
         reward_timeout_secs=5.0,
@@ -138,7 +137,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         adam_eps=1e-8,
         weight_decay=0.0,
         max_grad_norm=1.0,
-        lease_timeout_secs=120.0,
+        lease_timeout_secs=300.0,
     )
 
     c.weights = dict(

@@ -93,9 +93,11 @@ class Sampler:
         """Ends what may still run of a permit, on whichever servers."""
         prefix = _permit_prefix(permit)
         rids = [rid for rid in self._running if rid.startswith(prefix)]
-        servers = {self._running.pop(rid) for rid in rids}
-        addresses = {c for server in servers for c in self._controls.get(server, (server,))}
-        calls = [self._client.abort(a, rid=prefix, timeout_secs=timeout_secs) for a in addresses]
+        calls = []
+        for rid in rids:  # One by one: SGLang ignores a prefix that is no live id itself.
+            server = self._running.pop(rid)
+            for address in self._controls.get(server, (server,)):
+                calls.append(self._client.abort(address, rid=rid, timeout_secs=timeout_secs))
         for result in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(result, BaseException) and not isinstance(result, ServerError):
                 raise result
