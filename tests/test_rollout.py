@@ -255,6 +255,27 @@ async def test_aborting_a_permit_ends_its_requests_and_no_others(client, servers
     await asyncio.gather(*tasks[2:], return_exceptions=True)
 
 
+async def test_requests_of_a_server_that_went_silent_go_on_elsewhere(client, servers):
+    """A stopped process closes no connection: the publisher's word ends the wait."""
+    silent, other = servers
+    silent.hang.add("/generate")
+    fleet = make_fleet(servers)
+    sampler = make_sampler(client, fleet)
+    task = asyncio.create_task(sampler.bind(PERMIT, 0)(PROMPT.tokens))
+    while "/generate" not in silent.routes():
+        await asyncio.sleep(0.001)
+    sampler.leave_dead()
+    await asyncio.sleep(0.05)
+    assert not task.done()
+    fleet.update(
+        [ServerRecord(silent.address, "DEAD", 0), ServerRecord(other.address, "HEALTHY", 0)]
+    )
+    sampler.leave_dead()
+    completion = await asyncio.wait_for(task, 5.0)
+    assert completion.finish_reason == "length"
+    assert len(other.payloads("/generate")) == 1 and sampler.num_running == 0
+
+
 async def test_an_abort_goes_to_the_control_addresses_behind_a_router(client, servers):
     router, (one, two) = FakeServer().start(), servers
     router.hang.add("/generate")

@@ -24,7 +24,7 @@ from jaxrl_async.servers.client import (
     ServerError,
     ServerTimeoutError,
 )
-from jaxrl_async.servers.fleet import Fleet
+from jaxrl_async.servers.fleet import DEAD, Fleet
 
 
 class RolloutError(Exception):
@@ -73,6 +73,7 @@ class Sampler:
         self._request_timeout_secs = request_timeout_secs
         self._max_retries = max_retries
         self._running: dict[str, str] = {}  # rid → address, of what may still run on a server
+        self._asking: dict[str, asyncio.Task[Completion]] = {}  # rid → the call that waits for it
         self.num_unrouted = 0  # requests that wait for a HEALTHY server
 
     def bind(self, permit: Permit, sample: int) -> Generate:
@@ -101,6 +102,15 @@ class Sampler:
         for result in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(result, BaseException) and not isinstance(result, ServerError):
                 raise result
+
+    def leave_dead(self) -> None:
+        """Gives up every call to a server that the fleet holds for DEAD: its requests go on elsewhere.
+
+        A machine that vanishes, or a process that is stopped, closes no connection.
+        """
+        for rid, call in self._asking.items():
+            if self._fleet.state(self._running[rid]) == DEAD:
+                call.cancel()
 
     async def _generate(
         self,
@@ -142,20 +152,32 @@ class Sampler:
     async def _ask(self, address, rid, input_ids, sampling, deadline) -> Completion:
         num_tokens = len(input_ids) + sampling["max_new_tokens"]
         self._running[rid] = address
-        with self._fleet.serving(address, num_tokens):
-            try:
-                completion = await self._client.generate(
-                    address,
-                    rid=rid,
-                    input_ids=input_ids,
-                    sampling_params=sampling,
-                    timeout_secs=max(deadline - time.monotonic(), 1e-3),
-                )
-            except ServerTimeoutError:
-                raise  # It may still run there; so it may when this task is cancelled.
-            except ServerError:
-                self._running.pop(rid, None)
+        call = asyncio.create_task(
+            self._client.generate(
+                address,
+                rid=rid,
+                input_ids=input_ids,
+                sampling_params=sampling,
+                timeout_secs=max(deadline - time.monotonic(), 1e-3),
+            )
+        )
+        self._asking[rid] = call
+        try:
+            with self._fleet.serving(address, num_tokens):
+                completion = await call
+        except ServerTimeoutError:
+            raise  # It may still run there; so it may when this task is cancelled.
+        except ServerError:
+            self._running.pop(rid, None)
+            raise
+        except asyncio.CancelledError:
+            if asyncio.current_task().cancelling():
                 raise
+            self._running.pop(rid, None)
+            reason = "the server is DEAD, its answer is not waited for"
+            raise ServerError(address, "/generate", reason, retryable=True) from None
+        finally:
+            del self._asking[rid]
         self._running.pop(rid, None)
         return completion
 

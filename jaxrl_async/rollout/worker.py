@@ -126,6 +126,7 @@ class Worker:
     async def _watch_fleet(self) -> None:
         async for records in self._queue.watch_fleet():
             self._fleet.update(records)
+            self._sampler.leave_dead()
 
     async def _work(self, tasks: asyncio.TaskGroup) -> None:
         while True:
