@@ -46,8 +46,8 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         path="",
         num_layers=2,
         model_dim=64,
-        num_heads=1,
-        num_kv_heads=1,
+        num_heads=4,
+        num_kv_heads=2,
         head_dim=128,
         mlp_dim=192,
         rope_theta=10_000.0,
@@ -60,7 +60,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     )
 
     c.warm_start = dict(
-        num_steps=20 if arg.smoke else 1000,
+        num_steps=20 if arg.smoke else 1500,
         batch_size=128,
         row_tokens=12,
         learning_rate=3e-3,
@@ -121,7 +121,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     )
 
     c.learner = dict(
-        num_steps=2 if arg.smoke else 60,
+        num_steps=2 if arg.smoke else 100,
         groups_per_step=8 if arg.smoke else 64,
         num_minibatches=1 if periodic else 2,
         microbatch_rows=64,
