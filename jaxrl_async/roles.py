@@ -277,9 +277,8 @@ def _end(process: subprocess.Popen) -> None:
         process.wait(COMMAND_STOP_SECS)
     process.kill()
     process.wait()
-    if (
-        "JAXRL_PARENT" in os.environ
-    ):  # This role leads a group of its own: end what the command left in it.
+    if "JAXRL_PARENT" in os.environ:
+        # This role leads a group of its own: end what the command left in it.
         os.killpg(0, signal.SIGKILL)
 
 

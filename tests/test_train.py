@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 
 import numpy as np
@@ -375,9 +376,18 @@ def test_a_checkpoint_of_another_shape_is_refused_with_both_shapes(run):
     assert re.search(r"down.* has shape \(2, 192, 64\).* needs \(2, 96, 64\)", output), output
 
 
-def test_a_checkpoint_is_served_over_http(run, command, tmp_path):
-    assert run("train", f"--config={QUICKSTART}:smoke,mode=sync")[0] == 0
-    server = command("serve", "--port=0", "--step=2")
+def test_keys_guard_the_servers_of_a_run_and_a_served_checkpoint(
+    run, command, monkeypatch, tmp_path
+):
+    names = {"api_key": "TEST_SERVER_KEY", "admin_api_key": "TEST_ADMIN_KEY"}
+    for name, variable in names.items():
+        monkeypatch.setenv(variable, f"secret-{name}")
+    keys = [f"--config.server.{name}_env={variable}" for name, variable in names.items()]
+    code, out = run("train", f"--config={QUICKSTART}:smoke,mode=sync", *keys)
+    assert code == 0, out
+    for file in (tmp_path / "run").glob("**/*.*"):
+        assert file.is_dir() or b"secret-" not in file.read_bytes(), file
+    server = command("serve", "--port=0", "--step=2", "--api_key_env=TEST_SERVER_KEY")
     lines = []
     for line in server.stdout:
         lines.append(line)
@@ -391,6 +401,9 @@ def test_a_checkpoint_is_served_over_http(run, command, tmp_path):
             data=json.dumps(request).encode(),
             headers={"Content-Type": "application/json"},
         )
+        with pytest.raises(urllib.error.HTTPError, match="401"):
+            urllib.request.urlopen(answer, timeout=30)
+        answer.add_header("Authorization", "Bearer secret-api_key")
         with urllib.request.urlopen(answer, timeout=30) as reply:
             answer = json.load(reply)
         assert len(answer["output_ids"]) == 3

@@ -1,10 +1,9 @@
 """`parity`: a server's log-probs against the learner's forward, and the likely cause where they differ."""
 
 import asyncio
-import os
 import sys
 
-from jaxrl_async.cli.config import UsageError, parse_flags
+from jaxrl_async.cli.config import UsageError, key_of, parse_flags
 
 USAGE = """Asks a server (SGLang, SGLang-JAX or this project's) random prompts, twice, and computes its log-probs again
 with the learner's forward on a checkpoint. Prints how far they differ, and the likely cause. A server whose
@@ -81,7 +80,7 @@ def _options(flags) -> dict:
         "dtype": flags.dtype,
         "tolerance": _number("tolerance", flags.tolerance),
         "timeout_secs": _number("timeout_secs", flags.timeout_secs),
-        "api_key": _api_key(flags.api_key_env),
+        "api_key": key_of("api_key_env", flags.api_key_env),
     }
 
 
@@ -95,9 +94,3 @@ def _number(name: str, text: str, at_most: float = float("inf")) -> float:
         bound = "> 0 and finite" if at_most == float("inf") else f"in (0, {at_most:g}]"
         raise UsageError(f"--{name} must be {bound}, got {text}")
     return value
-
-
-def _api_key(variable: str) -> str | None:
-    if variable and not os.environ.get(variable):
-        raise UsageError(f"--api_key_env: the environment has no {variable}")
-    return os.environ[variable] if variable else None

@@ -6,7 +6,7 @@ import logging
 import pathlib
 import signal
 
-from jaxrl_async.cli.config import UsageError, load_config, parse_flags, settings_of
+from jaxrl_async.cli.config import UsageError, key_of, load_config, parse_flags, settings_of
 
 CLOSE_TIMEOUT_SECS = 30.0
 
@@ -21,19 +21,27 @@ def main(argv: list[str]) -> int:
         step=(-1, "checkpoint; default the last"),
         host=("127.0.0.1", "address to bind"),
         port=(30000, "port to bind; 0 picks a free one"),
+        api_key_env=("", "name of the environment variable that holds the key of every route"),
+        admin_api_key_env=("", "name of the one that holds the key of the control routes"),
     )
     if not flags.workdir:
         raise UsageError("--workdir=DIR is needed")
+    keys = {
+        name: key_of(f"{name}_env", getattr(flags, f"{name}_env"))
+        for name in ("api_key", "admin_api_key")
+    }
     workdir = pathlib.Path(flags.workdir).absolute()
     settings = settings_of(load_config(str(workdir / "config.json")))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("absl").setLevel(logging.WARNING)
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_serve(settings, workdir, flags.step, flags.host, flags.port))
+        asyncio.run(_serve(settings, workdir, flags.step, flags.host, flags.port, keys))
     return 0
 
 
-async def _serve(settings, workdir: pathlib.Path, step: int, host: str, port: int) -> None:
+async def _serve(
+    settings, workdir: pathlib.Path, step: int, host: str, port: int, keys: dict[str, str | None]
+) -> None:
     from jaxrl_async import roles
     from jaxrl_async.inference import http
 
@@ -43,7 +51,7 @@ async def _serve(settings, workdir: pathlib.Path, step: int, host: str, port: in
     engine.start()
     try:
         await asyncio.wrap_future(engine.update_weights(params, str(step)))
-        async with http.serve(engine, host=host, port=port) as bound:
+        async with http.serve(engine, host=host, port=port, **keys) as bound:
             logging.info("checkpoint %d of %s at http://%s:%d", step, workdir, host, bound)
             await asyncio.wrap_future(engine.stopped)
     finally:
