@@ -4,8 +4,9 @@
 
 Two-digit addition (configs/arithmetic_sglang.py and arithmetic_sglang_jax.py), async, with a push every N steps and a
 staleness bound of N + 1; the embedded server runs the first of them with `embedded`. Each run is the two commands that
-a user types, `train` and `evaluate`. The real servers need their environments (tests/real/*.sh install VENV). Rows
-are appended to benchmarks/results/servers.json as they come.
+a user types, `train` and `evaluate`. All runs of a seed start from the same weights: those of one warm start. The real
+servers need their environments (tests/real/*.sh install VENV). Rows are added to benchmarks/results/servers.json as
+they come.
 """
 
 import argparse
@@ -32,12 +33,21 @@ CONFIGS = {
 WARM_STEPS = 5  # not in the medians
 
 
-def run(server: str, every: int, seed: int) -> dict:
-    """Trains and evaluates once."""
+def warm_start(seed: int, workdir: pathlib.Path) -> pathlib.Path:
+    """Version 0 of a seed, in Hugging Face layout: what RL starts from."""
+    config = f"--config={CONFIGS['embedded']}seed={seed}"
+    jaxrl("train", config, f"--workdir={workdir}", "--config.learner.num_steps=1")
+    return workdir / "weights" / "00000000"
+
+
+def run(server: str, every: int, seed: int, model: pathlib.Path) -> dict:
+    """Trains and evaluates once, from the weights in `model`."""
     with tempfile.TemporaryDirectory(prefix="jaxrl-servers-") as directory:
         workdir = f"--workdir={directory}/run"
         start = time.monotonic()
-        jaxrl("train", f"--config={CONFIGS[server]}every={every},seed={seed}", workdir)
+        config = f"--config={CONFIGS[server]}every={every},seed={seed}"
+        weights = ("--config.warm_start.num_steps=0", f"--config.model.path={model}")
+        jaxrl("train", config, workdir, *weights)
         seconds = time.monotonic() - start
         jaxrl("evaluate", workdir)
         steps = read_metrics(f"{directory}/run")
@@ -100,15 +110,18 @@ def main() -> None:
     result |= {"rows": []}
     if out.exists():
         result = json.loads(out.read_text("utf-8"))
-    points = itertools.product(
-        args.seeds.split(","), args.every.split(","), args.servers.split(",")
-    )
-    for seed, every, server in points:
-        row = run(server, int(every), int(seed))
-        print(line(row), flush=True)
-        same = ("server", "every", "seed")
-        result["rows"] = [r for r in result["rows"] if any(r[k] != row[k] for k in same)] + [row]
-        out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    for seed in map(int, args.seeds.split(",")):
+        with tempfile.TemporaryDirectory(prefix="jaxrl-servers-") as directory:
+            model = warm_start(seed, pathlib.Path(directory) / "warm")
+            for every, server in itertools.product(args.every.split(","), args.servers.split(",")):
+                row = run(server, int(every), seed, model)
+                print(line(row), flush=True)
+                result["rows"] = [r for r in result["rows"] if not _same(r, row)] + [row]
+                out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def _same(one: dict, other: dict) -> bool:
+    return all(one[key] == other[key] for key in ("server", "every", "seed"))
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     )
 
     c.learner = dict(
-        num_steps=2 if arg.smoke else 100,
+        num_steps=2 if arg.smoke else 60,
         groups_per_step=8 if arg.smoke else 64,
         num_minibatches=1 if periodic else 2,
         microbatch_rows=64,
@@ -131,7 +131,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         data=1,
         fsdp=1,
         tensor=1,
-        learning_rate=3e-4,
+        learning_rate=6e-4,
         warmup_updates=0,
         adam_b1=0.9,
         adam_b2=0.95,
