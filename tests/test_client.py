@@ -232,3 +232,13 @@ async def test_many_requests_run_at_once(server):
             await asyncio.sleep(0.01)
         server.paused = False
         assert len(await asyncio.gather(*calls)) == 300
+
+
+def test_an_abort_in_a_queue_keeps_its_tokens_with_less_about_them():
+    """As SGLang answers what it aborts while it is retracted."""
+    short = answer([5, 6], versions=[("3", 2)], reason="abort")
+    del short["meta_info"]["completion_tokens"]
+    completion = read_completion(short)
+    assert completion.tokens.tolist() == [5, 6]
+    assert completion.versions.tolist() == [3, 3]
+    assert completion.finish_reason == "abort"

@@ -186,6 +186,15 @@ async def test_where_hashes_cannot_be_computed_names_are_compared_and_it_is_said
     assert server.version == "7"
 
 
+async def test_a_server_that_keeps_another_name_is_found_out(client, server, path):
+    server.sglang, server.update_weight_version = True, success
+    with pytest.raises(
+        ServerError, match="reports version '7-unverified' after a push of version 7"
+    ):
+        await push("disk", client, server, path)
+    assert not server.paused
+
+
 async def test_a_refusal_is_an_error_and_the_server_goes_on(client, server, path):
     server.fail["/update_weights_from_disk"] = (400, "wrong shapes")
     with pytest.raises(ServerError, match="HTTP 400: wrong shapes"):
