@@ -18,7 +18,9 @@ from jaxrl_async.cli.config import parse_arg
 
 COMMAND = (
     "tests/real/sglang_jax.sh serve .venv-servers/sglang_jax --load-format=dummy "
-    "--model-path={model_path} --host={host} --port={port} --context-length=64"
+    "--model-path={model_path} --host={host} --port={port} --context-length=64 "
+    # Its attention on the CPU costs as much as the whole pool of KV, used or not.
+    "--max-total-tokens=2048"
 )
 
 
