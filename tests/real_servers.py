@@ -28,7 +28,7 @@ API_KEY, ADMIN_API_KEY = "key-of-generation", "key-of-control"
 
 _FLAGS = {
     "sglang": ("--max-total-tokens=8192", f"--context-length={MAX_TOTAL_TOKENS}"),
-    "sglang_jax": (f"--context-length={MAX_TOTAL_TOKENS}",),
+    "sglang_jax": ("--max-total-tokens=8192", f"--context-length={MAX_TOTAL_TOKENS}"),
 }
 
 

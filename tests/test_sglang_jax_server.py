@@ -8,8 +8,20 @@ import numpy as np
 import pytest
 
 from jaxrl_async.channels.weight_store import WeightStore
+from jaxrl_async.inference import sglang_jax_checkpoints
 from jaxrl_async.inference import sglang_jax_server as server
-from jaxrl_async.inference.sglang_jax_server import RequestError, VersionLog, WeightsError
+from jaxrl_async.inference.sglang_jax_checkpoints import (
+    WeightsError,
+    check_checkpoint,
+    identity,
+    total_digest,
+)
+from jaxrl_async.inference.sglang_jax_engine import (
+    RequestError,
+    VersionLog,
+    check_prompt,
+    copied_result,
+)
 
 CONFIG = {
     "model_type": "qwen3",
@@ -39,7 +51,7 @@ def write(root, *, config=CONFIG, changed=None, **values):
 
 def refused(path, served=CONFIG):
     with pytest.raises(WeightsError) as caught:
-        server.check_checkpoint(path, served)
+        check_checkpoint(path, served)
     return str(caught.value)
 
 
@@ -112,23 +124,23 @@ def test_spans_cover_the_tokens_whatever_the_swaps():
 @pytest.mark.parametrize("max_shard_bytes", [1 << 20, 50])
 def test_the_digest_is_that_of_the_store(tmp_path, max_shard_bytes):
     store, path = write(tmp_path, max_shard_bytes=max_shard_bytes)
-    digests = server.check_checkpoint(path, CONFIG)
+    digests = check_checkpoint(path, CONFIG)
     assert digests == {n: t["digest"] for n, t in store.manifest(1)["tensors"].items()}
-    assert server.total_digest(digests) == store.manifest(1)["digest"]
+    assert total_digest(digests) == store.manifest(1)["digest"]
 
 
 def test_a_tensor_larger_than_a_chunk_is_read_in_full(tmp_path, monkeypatch):
-    monkeypatch.setattr(server, "_CHUNK_BYTES", 16)
+    monkeypatch.setattr(sglang_jax_checkpoints, "_CHUNK_BYTES", 16)
     store, path = write(tmp_path)
-    digests = server.check_checkpoint(path, CONFIG)
-    assert server.total_digest(digests) == store.manifest(1)["digest"]
+    digests = check_checkpoint(path, CONFIG)
+    assert total_digest(digests) == store.manifest(1)["digest"]
 
 
 def test_model_safetensors_alone_is_enough(tmp_path):
     _, path = write(tmp_path)
     for name in ("config.json", "manifest.json"):
         (path / name).unlink()
-    assert server.check_checkpoint(path, CONFIG).keys() == tensors().keys()
+    assert check_checkpoint(path, CONFIG).keys() == tensors().keys()
 
 
 def test_a_missing_or_empty_directory_is_refused(tmp_path):
@@ -176,7 +188,7 @@ def test_the_largest_and_smallest_numbers_are_finite(tmp_path):
         info = ml_dtypes.finfo(array.dtype)
         array.reshape(-1)[:3] = info.max, info.min, info.smallest_subnormal
         changed[name] = array
-    server.check_checkpoint(write(tmp_path, changed=changed)[1], CONFIG)
+    check_checkpoint(write(tmp_path, changed=changed)[1], CONFIG)
 
 
 def test_a_tensor_that_was_altered_is_refused(tmp_path):
@@ -255,7 +267,7 @@ def test_a_config_of_another_model_is_refused(tmp_path, changes):
 )
 def test_another_spelling_of_the_same_model_is_served(tmp_path, changes):
     _, path = write(tmp_path, config=CONFIG | changes)
-    server.check_checkpoint(path, CONFIG)
+    check_checkpoint(path, CONFIG)
 
 
 def test_a_config_that_does_not_tie_is_not_of_a_tied_model(tmp_path):
@@ -270,12 +282,12 @@ def test_a_dtype_of_no_weights_is_refused_with_those_that_are(tmp_path):
 
 def test_a_file_that_is_replaced_is_another(tmp_path):
     _, path = write(tmp_path)
-    before = server.identity(path)
-    assert server.identity(path) == before
+    before = identity(path)
+    assert identity(path) == before
     data = (path / "model.safetensors").read_bytes()
     (path / "aside").write_bytes(data)
     (path / "aside").rename(path / "model.safetensors")
-    assert server.identity(path) != before
+    assert identity(path) != before
 
 
 # Prompts.
@@ -295,11 +307,11 @@ def test_a_file_that_is_replaced_is_another(tmp_path):
 )
 def test_a_prompt_that_cannot_be_served_is_refused_with_its_bound(prompt, message):
     with pytest.raises(RequestError, match=message):
-        server.check_prompt(prompt, vocab_size=10, max_tokens=4)
+        check_prompt(prompt, vocab_size=10, max_tokens=4)
 
 
 def test_the_bounds_of_a_prompt_are_served():
-    server.check_prompt([0, 9, 9, 0], vocab_size=10, max_tokens=4)
+    check_prompt([0, 9, 9, 0], vocab_size=10, max_tokens=4)
 
 
 # Uploads.
@@ -471,6 +483,6 @@ def test_a_taken_port_is_named():
 
 def test_what_is_handed_to_jax_is_a_copy():
     buffer = np.arange(4)
-    view = server._copied(lambda: buffer[:2])()
+    view = copied_result(lambda: buffer[:2])()
     buffer[:] = 0
     assert view.tolist() == [0, 1]
