@@ -65,7 +65,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         num_steps=20 if arg.smoke else 1500,
         batch_size=128,
         row_tokens=12,
-        learning_rate=3e-3,
+        learning_rate=1.5e-3,
         num_demonstrations=20_000,
     )
 
@@ -123,7 +123,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     )
 
     c.learner = dict(
-        num_steps=2 if arg.smoke else 60,
+        num_steps=2 if arg.smoke else 40,
         groups_per_step=8 if arg.smoke else 64,
         num_minibatches=1 if periodic else 2,
         microbatch_rows=64,
