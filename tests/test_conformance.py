@@ -42,7 +42,7 @@ CONFIG = transformer.ModelConfig(
     dtype="float32",
     remat=False,
 )
-ROW = 256
+ROWS = (64, 256, 512)  # Lengths that the forward pass is compiled for.
 CALL_SECS = 60.0
 EXACT = 1e-4  # nats, float32 against float32
 TRANSPORTS_OF = {
@@ -84,6 +84,16 @@ def versions(tmp_path_factory):
 class Server:
     name: str
     address: str
+
+    @property
+    def limit(self) -> int:
+        """Tokens of a request."""
+        return real_servers.MAX_TOTAL_TOKENS[self.name]
+
+    @property
+    def long(self) -> int:
+        """New tokens of a request that is still running when a test has sent it and done something."""
+        return self.limit * 3 // 4
 
 
 @pytest.fixture(scope="session", params=real_servers.NAMES)
@@ -175,18 +185,19 @@ async def in_flight(client, server, count, **sampling):
 @jax.jit
 def _logits(params, tokens):
     model = nnx.merge(transformer.graphdef(CONFIG), params)
-    row = jnp.ones_like(tokens)
-    hidden = model(tokens, jnp.arange(ROW)[None], attention.causal_mask(row))
+    positions = jnp.arange(tokens.shape[1])[None]
+    hidden = model(tokens, positions, attention.causal_mask(jnp.ones_like(tokens)))
     return model.logits(hidden)[0]
 
 
 def log_softmax(versions, version, prompt, tokens, temperature=1.0):
     """float32 [N, V]: what each sampled token was drawn from."""
     versions.path(version)
-    row = np.zeros((1, ROW), np.int32)
-    row[0, : len(prompt) + len(tokens)] = [*prompt, *tokens]
+    length = len(prompt) + len(tokens)
+    row = np.zeros((1, next(n for n in ROWS if n >= length)), np.int32)
+    row[0, :length] = [*prompt, *tokens]
     logits = np.asarray(_logits(versions.params[version], row), np.float32)
-    logits = logits[len(prompt) - 1 : len(prompt) + len(tokens) - 1]
+    logits = logits[len(prompt) - 1 : length - 1]
     return np.asarray(jax.nn.log_softmax(logits / temperature, axis=-1))
 
 
@@ -294,14 +305,14 @@ async def test_a_push_in_mid_generation_is_exact(server, client, versions, trans
         assert (await generate(client, server)).versions.tolist() == [1] * 8
         return
     await push(client, server, versions, 1, transport=transport)  # PyTorch imports slowly.
-    async with in_flight(client, server, 12, max_new_tokens=200) as requests:
+    async with in_flight(client, server, 12, max_new_tokens=server.long) as requests:
         for version in (2, 3):
             await push(client, server, versions, version, transport=transport)
             await asyncio.sleep(0.1)
         completions = [await task for task in requests]
     seen = set()
     for index, completion in enumerate(completions):
-        assert (completion.finish_reason, len(completion.tokens)) == ("length", 200)
+        assert (completion.finish_reason, len(completion.tokens)) == ("length", server.long)
         assert np.all(np.diff(completion.versions) >= 0)
         assert errors(versions, prompt_of(index), completion).max() <= EXACT
         seen |= set(completion.versions.tolist())
@@ -310,7 +321,7 @@ async def test_a_push_in_mid_generation_is_exact(server, client, versions, trans
 
 async def test_in_place_keeps_stale_keys_and_values_and_shows_it(server, client, versions):
     """The versions are right and the log-probs are not: they are of a mixture that no version has."""
-    async with in_flight(client, server, 4, max_new_tokens=200) as requests:
+    async with in_flight(client, server, 4, max_new_tokens=server.long) as requests:
         await push(client, server, versions, 2, mode="in_place")
         completions = [await task for task in requests]
     mixed = []
@@ -331,7 +342,7 @@ async def test_in_place_keeps_stale_keys_and_values_and_shows_it(server, client,
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 async def test_a_pause_holds_everything_and_answers_model_info(server, client, versions, mode):
     """SGLang's /health samples a token, so liveness is /model_info."""
-    async with in_flight(client, server, 3, max_new_tokens=200) as requests:
+    async with in_flight(client, server, 3, max_new_tokens=server.long) as requests:
         await client.pause(server.address, mode=mode, timeout_secs=CALL_SECS)
         late = asyncio.create_task(generate(client, server, "9999-0000"))
         done, _ = await asyncio.wait([*requests, late], timeout=1.0)
@@ -342,27 +353,27 @@ async def test_a_pause_holds_everything_and_answers_model_info(server, client, v
         completions = [await task for task in requests]
         assert len((await late).tokens) == 8
     for index, completion in enumerate(completions):
-        assert len(completion.tokens) == 200
+        assert len(completion.tokens) == server.long
         assert errors(versions, prompt_of(index), completion).max() <= EXACT
 
 
 async def test_a_pause_with_abort_gives_back_what_there_is(server, client, versions):
-    async with in_flight(client, server, 3, max_new_tokens=200) as requests:
+    async with in_flight(client, server, 3, max_new_tokens=server.long) as requests:
         await client.pause(server.address, mode="abort", timeout_secs=CALL_SECS)
         completions = [await task for task in requests]
         await client.continue_(server.address, timeout_secs=CALL_SECS)
     for index, completion in enumerate(completions):
         assert completion.finish_reason == "abort"
-        assert 0 < len(completion.tokens) < 200
+        assert 0 < len(completion.tokens) < server.long
         assert errors(versions, prompt_of(index), completion).max() <= EXACT
 
 
 async def test_an_abort_of_a_whole_id_keeps_the_tokens(server, client, versions):
-    async with in_flight(client, server, 12, max_new_tokens=200) as requests:
+    async with in_flight(client, server, 12, max_new_tokens=server.long) as requests:
         await client.abort(server.address, rid="0001-0000", timeout_secs=CALL_SECS)
         aborted = await requests[1]
         assert aborted.finish_reason == "abort"
-        assert 0 < len(aborted.tokens) < 200
+        assert 0 < len(aborted.tokens) < server.long
         assert errors(versions, prompt_of(1), aborted).max() <= EXACT
         reasons = [(await task).finish_reason for task in requests]
     assert [i for i, reason in enumerate(reasons) if reason == "abort"] == [1]
@@ -371,7 +382,10 @@ async def test_an_abort_of_a_whole_id_keeps_the_tokens(server, client, versions)
 async def test_an_abort_takes_along_what_an_id_is_a_prefix_of(server, client):
     """So the client's ids are of one width. SGLang ignores a prefix that is no live id itself."""
     rids = ("77", "770", "78")
-    tasks = [asyncio.create_task(generate(client, server, rid, max_new_tokens=200)) for rid in rids]
+    tasks = [
+        asyncio.create_task(generate(client, server, rid, max_new_tokens=server.long))
+        for rid in rids
+    ]
     await asyncio.sleep(0.3)
     await client.abort(server.address, rid="77", timeout_secs=CALL_SECS)
     assert [(await task).finish_reason for task in tasks] == ["abort", "abort", "length"]
@@ -379,20 +393,20 @@ async def test_an_abort_takes_along_what_an_id_is_a_prefix_of(server, client):
 
 async def test_an_abort_under_retract_keeps_the_tokens_too(server, client, versions):
     """Aborted in the queue, SGLang answers with fewer fields."""
-    async with in_flight(client, server, 3, max_new_tokens=200) as requests:
+    async with in_flight(client, server, 3, max_new_tokens=server.long) as requests:
         await client.pause(server.address, mode="retract", timeout_secs=CALL_SECS)
         await client.abort(server.address, rid=None, timeout_secs=CALL_SECS)
         await client.continue_(server.address, timeout_secs=CALL_SECS)
         completions = [await task for task in requests]
     for index, completion in enumerate(completions):
         assert completion.finish_reason == "abort"
-        assert len(completion.tokens) < 200
+        assert len(completion.tokens) < server.long
         assert errors(versions, prompt_of(index), completion).max(initial=0) <= EXACT
 
 
 async def test_flush_is_refused_while_requests_run(server, client):
     await client.flush_cache(server.address, timeout_secs=CALL_SECS)
-    async with in_flight(client, server, 3, max_new_tokens=200):
+    async with in_flight(client, server, 3, max_new_tokens=server.long):
         with pytest.raises(ServerError, match="HTTP 400"):
             await client.flush_cache(server.address, timeout_secs=CALL_SECS)
 
@@ -401,22 +415,22 @@ async def test_flush_is_refused_while_requests_run(server, client):
     ("change", "words"),
     [
         ({"sampling_params": {"max_new_tokens": 8, "no_such_parameter": 1}}, "no_such_parameter"),
-        ({"input_ids": [1] * 300}, "300 tokens"),
-        ({"sampling_params": {"max_new_tokens": 400}}, "256"),
+        ({"input_ids": [1] * 1100}, "1100 tokens"),
+        ({"sampling_params": {"max_new_tokens": 2000}}, "{limit}"),
     ],
 )
 async def test_what_cannot_be_served_is_a_400_with_a_reason(server, client, change, words):
     status, answer = await post(server, "/generate", request() | change)
     assert status == 400, answer
-    assert words in json.dumps(answer)
+    assert words.format(limit=server.limit) in json.dumps(answer)
     assert len((await generate(client, server)).tokens) == 8
 
 
 async def test_a_live_rid_is_not_taken_twice(server, client):
-    async with in_flight(client, server, 1, max_new_tokens=200) as requests:
+    async with in_flight(client, server, 1, max_new_tokens=server.long) as requests:
         with pytest.raises(ServerError, match="HTTP 400.*0000-0000"):
             await generate(client, server, "0000-0000")
-        assert len((await requests[0]).tokens) == 200
+        assert len((await requests[0]).tokens) == server.long
 
 
 async def test_a_token_id_beyond_the_vocabulary_is_refused_by_our_servers(server, client):
@@ -486,7 +500,7 @@ async def test_another_architecture_is_found_out(server, client, versions, trans
 
 async def refused(client, server, versions, path, transport):
     """A bad version is an error, no token is ever accepted from it, and a good one heals the server."""
-    async with in_flight(client, server, 4, max_new_tokens=200) as requests:
+    async with in_flight(client, server, 4, max_new_tokens=server.long) as requests:
         with pytest.raises(ServerError):
             await transports.TRANSPORTS[transport](
                 client,

@@ -80,7 +80,7 @@ def test_a_real_server_teaches_what_the_embedded_one_does(server, tmp_path):
 def test_one_of_two_real_servers_is_killed_and_rejoins(server, tmp_path, capsys):
     """Printed: how long the learner went without a step after the kill."""
     real_servers.require(server)
-    workdir, num_steps = tmp_path / "run", 150
+    workdir, num_steps = tmp_path / "run", 120
     command = [sys.executable, "-m", "jaxrl_async", "train", f"--workdir={workdir}"]
     command += [f"--config=configs/arithmetic_{server}.py", "--config.server.num_local=2"]
     command += [
