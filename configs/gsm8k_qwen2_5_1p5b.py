@@ -6,8 +6,15 @@ One command per host, the same config everywhere:
     python -m jaxrl_async train --config=... --workdir=DIR --role=learner
     python -m jaxrl_async train --config=... --workdir=DIR --role=rollout
 
-with SGLang servers at `server.addresses`, the checkpoint's files at `model.path`, and a file system that
-learner and servers share (weights travel by `update_weights_from_disk`). The expected accuracy is not measured.
+with the checkpoint's files at `model.path` and an SGLang server on each host of `server.addresses`:
+
+    python -m sglang.launch_server --model-path checkpoints/Qwen2.5-1.5B-Instruct --skip-tokenizer-init \\
+        --host 0.0.0.0 --port 30000 --api-key "$SGLANG_API_KEY" --admin-api-key "$SGLANG_ADMIN_API_KEY"
+
+and `--config.server.api_key_env=SGLANG_API_KEY --config.server.admin_api_key_env=SGLANG_ADMIN_API_KEY` on the learner
+and the rollout workers. Weights travel through a file system that learner and servers share; without one,
+`--config.weights.transport=tensor` sends them over HTTP. On TPU hosts a server is
+`python -m jaxrl_async.inference.sglang_jax_server`, and `stream` sends over HTTP. The accuracy is not measured.
 
 Arguments, after a colon: `smoke` (two steps of a tiny random model and an embedded server, on this machine),
 `mode=sync|periodic|async`, `seed=N`.
