@@ -140,7 +140,8 @@ def run(sizes: list[int], servers: list[str], repeats: int) -> list[dict]:
             (root / "model" / "config.json").write_text(json.dumps(hf.write_config(config)))
             for server in servers:
                 log = root / f"{server}.log"
-                with real_servers.serving(server, config, root / "model", log) as address:
+                flags = ("--mem-fraction-static=0.6",) if server != "embedded" else ()
+                with real_servers.serving(server, config, root / "model", log, *flags) as address:
                     for transport in TRANSPORTS_OF[server]:
                         copies = [copy_secs(p, root / "copy") for p in paths]
                         row = {"millions": millions, "server": server, "transport": transport}

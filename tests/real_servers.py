@@ -50,7 +50,7 @@ def require(name: str) -> None:
 
 
 @contextlib.contextmanager
-def serving(name: str, config, model: pathlib.Path, log: pathlib.Path):
+def serving(name: str, config, model: pathlib.Path, log: pathlib.Path, *flags: str):
     """Runs a server with both keys and without real weights; yields its address.
 
     Args:
@@ -58,6 +58,7 @@ def serving(name: str, config, model: pathlib.Path, log: pathlib.Path):
       config: the ModelConfig.
       model: directory of its config.json.
       log: file for what it prints.
+      flags: of a real server, beside those it needs here.
     """
     require(name)
     if name == "embedded":
@@ -67,7 +68,13 @@ def serving(name: str, config, model: pathlib.Path, log: pathlib.Path):
     port = free_port()
     address = f"http://127.0.0.1:{port}"
     command = [SCRIPTS / f"{name}.sh", "serve", environment_of(name), "--load-format=dummy"]
-    command += [f"--model-path={model}", "--host=127.0.0.1", f"--port={port}", *_FLAGS[name]]
+    command += [
+        f"--model-path={model}",
+        "--host=127.0.0.1",
+        f"--port={port}",
+        *_FLAGS[name],
+        *flags,
+    ]
     command += [f"--api-key={API_KEY}", f"--admin-api-key={ADMIN_API_KEY}"]
     environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PYTHONPATH")}
     with open(log, "w") as out:

@@ -591,7 +591,9 @@ async def test_pushes_under_load_lose_nothing(server, client, versions, num_push
             timeout_secs=CALL_SECS,
         )
         pauses.append(time.monotonic() - start)
-        await asyncio.sleep(pauses[-1])  # As long as the server was held up: else nothing ever ends.
+        await asyncio.sleep(
+            pauses[-1]
+        )  # As long as the server was held up: else nothing ever ends.
     stop.set()
     await asyncio.gather(*workers)
     worst, crossed = 0.0, 0
