@@ -17,6 +17,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -128,8 +129,8 @@ async def measure(address: str, transport: str, paths: list[pathlib.Path], repea
     }
 
 
-def run(sizes: list[int], servers: list[str], repeats: int) -> list[dict]:
-    rows = []
+def run(sizes: list[int], servers: list[str], repeats: int) -> Iterator[dict]:
+    """One row for each size, server and transport, as it comes."""
     for millions in sizes:
         config = config_of(millions)
         with tempfile.TemporaryDirectory(prefix="jaxrl-weights-") as directory:
@@ -149,9 +150,7 @@ def run(sizes: list[int], servers: list[str], repeats: int) -> list[dict]:
                         row |= {"bytes": num_bytes, "copy_secs": float(np.median(copies))}
                         row["bytes_per_sec"] = num_bytes / row["push_secs"]
                         row["push_over_copy"] = row["push_secs"] / row["copy_secs"]
-                        rows.append(row)
-                        print(line(row), flush=True)
-    return rows
+                        yield row
 
 
 def line(row: dict) -> str:
@@ -170,9 +169,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="pushes that count")
     parser.add_argument("--out", default=str(ROOT / "benchmarks/results/weights.json"))
     args = parser.parse_args()
-    rows = run([int(s) for s in args.sizes.split(",")], args.servers.split(","), args.repeats)
     result = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-    pathlib.Path(args.out).write_text(json.dumps(result | {"rows": rows}, indent=2) + "\n")
+    result["rows"] = []
+    for row in run([int(s) for s in args.sizes.split(",")], args.servers.split(","), args.repeats):
+        print(line(row), flush=True)
+        result["rows"].append(row)
+        pathlib.Path(args.out).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_SECS = 60.0  # to the queue, which needs no device and is up within seconds
 CALL_TIMEOUT_SECS = 30.0
-COMMAND_STOP_SECS = 6.0  # A server that ignores SIGTERM for so long is killed, before its role is.
+COMMAND_STOP_SECS = 4.0  # A server that ignores SIGTERM for so long is killed, before its role is.
 
 
 def run(role: str, settings: Settings, *, index: int, workdir: pathlib.Path, resume: bool) -> None:

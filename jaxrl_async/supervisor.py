@@ -23,7 +23,7 @@ from jaxrl_async.channels import queue_client
 from jaxrl_async.metrics import last_metrics
 from jaxrl_async.settings import Settings
 
-STOP_SECS = 8.0  # A role that ignores SIGTERM for so long is killed.
+STOP_SECS = 6.0  # A role that ignores SIGTERM for so long is killed.
 POLL_SECS = 0.2
 
 
