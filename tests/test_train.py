@@ -164,7 +164,13 @@ def test_a_workdir_that_holds_a_run_is_not_overwritten(run, tmp_path):
 
 
 def test_ctrl_c_ends_every_process_within_ten_seconds(command, tmp_path):
-    process = command("train", f"--config={QUICKSTART}:smoke", "--config.learner.num_steps=100000")
+    process = command(
+        "train",
+        f"--config={QUICKSTART}:smoke",
+        "--config.learner.num_steps=100000",
+        # A shell's background job, which may run these tests, ignores Ctrl-C, and so do its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
     wait_for_step(tmp_path / "run", 1)
     children = psutil.Process(process.pid).children(recursive=True)
     assert len(children) >= 5  # four roles, and a reward process
