@@ -240,5 +240,6 @@ def _pickled(tensors: dict[str, np.ndarray], torch) -> str:
     return base64.b64encode(pickle.dumps(named)).decode("ascii")
 
 
-BUCKET_BYTES = 8 << 20  # SGLang reads large bodies slowly: in parts of 256 MB a push took six times as long.
+# SGLang reads large bodies slowly: in parts of 256 MB a push took several times as long.
+BUCKET_BYTES = 8 << 20
 CONTINUE_TIMEOUT_SECS = 5.0
