@@ -96,7 +96,7 @@ class Server:
         return self.limit * 3 // 4
 
 
-@pytest.fixture(scope="session", params=real_servers.NAMES)
+@pytest.fixture(scope="module", params=real_servers.NAMES)
 def running(request, tmp_path_factory):
     """A server of the suite, started once."""
     directory = tmp_path_factory.mktemp(request.param)
