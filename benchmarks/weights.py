@@ -37,11 +37,6 @@ SHAPES = {
     100: (13, 768, 6, 2048, 8192),
     500: (24, 1280, 10, 3456, 16384),
 }
-TRANSPORTS_OF = {
-    "embedded": ("disk", "stream"),
-    "sglang": ("disk", "tensor"),
-    "sglang_jax": ("disk", "stream"),
-}
 TIMEOUT_SECS = 600.0
 
 
@@ -143,7 +138,7 @@ def run(sizes: list[int], servers: list[str], repeats: int) -> Iterator[dict]:
                 log = root / f"{server}.log"
                 flags = ("--mem-fraction-static=0.6",) if server != "embedded" else ()
                 with real_servers.serving(server, config, root / "model", log, *flags) as address:
-                    for transport in TRANSPORTS_OF[server]:
+                    for transport in real_servers.TRANSPORTS_OF[server]:
                         copies = [copy_secs(p, root / "copy") for p in paths]
                         row = {"millions": millions, "server": server, "transport": transport}
                         row |= asyncio.run(measure(address, transport, paths, repeats))
@@ -165,7 +160,7 @@ def line(row: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--sizes", default="1,100,500", help="millions of parameters")
-    parser.add_argument("--servers", default=",".join(TRANSPORTS_OF))
+    parser.add_argument("--servers", default=",".join(real_servers.TRANSPORTS_OF))
     parser.add_argument("--repeats", type=int, default=3, help="pushes that count")
     parser.add_argument("--out", default=str(ROOT / "benchmarks/results/weights.json"))
     args = parser.parse_args()

@@ -24,6 +24,11 @@ SCRIPTS = ROOT / "tests" / "real"
 NAMES = ("embedded", "sglang", "sglang_jax")
 # Tokens of a request. The embedded server is the fastest: what is to happen in mid-generation needs time.
 MAX_TOTAL_TOKENS = {"embedded": 512, "sglang": 256, "sglang_jax": 256}
+TRANSPORTS_OF = {
+    "embedded": ("disk", "stream"),
+    "sglang": ("disk", "tensor"),
+    "sglang_jax": ("disk", "stream"),
+}
 START_SECS = 240.0
 API_KEY, ADMIN_API_KEY = "key-of-generation", "key-of-control"
 

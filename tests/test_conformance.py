@@ -45,11 +45,6 @@ CONFIG = transformer.ModelConfig(
 ROWS = (64, 256, 512)  # Lengths that the forward pass is compiled for.
 CALL_SECS = 60.0
 EXACT = 1e-4  # nats, float32 against float32
-TRANSPORTS_OF = {
-    "embedded": ("disk", "stream"),
-    "sglang": ("disk", "tensor"),
-    "sglang_jax": ("disk", "stream"),
-}
 PROMPT = [1, 2, 3, 4, 5]
 
 
@@ -299,7 +294,7 @@ async def test_temperature_zero_takes_the_most_likely_token(server, client, vers
 @pytest.mark.parametrize("transport", transports.TRANSPORTS)
 async def test_a_push_in_mid_generation_is_exact(server, client, versions, transport):
     """retract: every token's log-prob is that of the version stamped on it, prefix cache included."""
-    if transport not in TRANSPORTS_OF[server.name]:
+    if transport not in real_servers.TRANSPORTS_OF[server.name]:
         with pytest.raises(ServerError, match=f"has no route for '{transport}'"):
             await push(client, server, versions, 2, transport=transport)
         assert (await generate(client, server)).versions.tolist() == [1] * 8
@@ -463,7 +458,7 @@ async def test_a_truncated_checkpoint_is_never_sent(server, client, versions, tm
     path = shutil.copytree(versions.path(2), tmp_path / "2")
     file = path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1000])
-    for transport in TRANSPORTS_OF[server.name]:
+    for transport in real_servers.TRANSPORTS_OF[server.name]:
         with pytest.raises(ServerError, match="was not asked: .*model.safetensors"):
             await transports.TRANSPORTS[transport](
                 client,
@@ -489,7 +484,7 @@ async def test_an_altered_checkpoint_is_found_out(server, client, versions, tmp_
 @pytest.mark.parametrize("transport", transports.TRANSPORTS)
 async def test_another_architecture_is_found_out(server, client, versions, transport, tmp_path):
     """SGLang says success to it, and would serve garbage."""
-    if transport not in TRANSPORTS_OF[server.name]:
+    if transport not in real_servers.TRANSPORTS_OF[server.name]:
         return
     other = dataclasses.replace(CONFIG, qk_norm=False, attention_bias=True)
     params = nnx.split(transformer.Transformer(other, rngs=nnx.Rngs(0)))[1]
@@ -579,7 +574,7 @@ async def test_pushes_under_load_lose_nothing(server, client, versions, num_push
     workers = [asyncio.create_task(load(worker)) for worker in range(16)]
     pauses = []
     for number in range(num_pushes):
-        transport = TRANSPORTS_OF[server.name][number % 2]
+        transport = real_servers.TRANSPORTS_OF[server.name][number % 2]
         start = time.monotonic()
         # Numbers rise; weights come back, so that few directories do.
         await transports.TRANSPORTS[transport](

@@ -23,8 +23,8 @@ from jaxrl_async.learner.train_step import TrainState, TrainStep
 from jaxrl_async.metrics import MetricsWriter, Timers
 from jaxrl_async.types import Batch, Chunk, Group
 
-# nats, of mismatch/mean_abs. float32 on both sides gives 1e-6, an engine in bfloat16 about 0.01: beyond twice
-# that, engine and learner do not compute the same policy, and ratios correct for what is no staleness.
+# nats, of mismatch/mean_abs. float32 on both sides gave below 1e-6; the bound leaves room for an engine in bfloat16,
+# which was not measured. Beyond it engine and learner do not compute the same policy.
 MAX_MISMATCH = 0.02
 MISMATCH_WARNING_STEPS = 20  # At most one warning in so many steps.
 
