@@ -61,7 +61,6 @@ async def test_a_server_that_verifies_takes_the_version_under_its_own_name(clien
         "/pause_generation",
         "/update_weights_from_disk",
         "/model_info",
-        "/model_info",
         "/continue_generation",
     ]
     (update,) = server.payloads("/update_weights_from_disk")

@@ -181,18 +181,16 @@ class _Push:
     async def _verify(self) -> None:
         """Raises ServerError when the server holds something else than the version."""
         client, address = self._client, self._address
-        if self._expected is None:
-            await verification.verify_digest(
-                client, address, path=self._path, timeout_secs=self.left()
-            )
-        else:
+        if self._expected is not None:
             await verification.verify_checksums(
                 client, address, expected=self._expected, timeout_secs=self.left()
             )
             await client.update_weight_version(
                 address, version=str(self._version), timeout_secs=self.left()
             )
-        info = await self._client.model_info(self._address, timeout_secs=self.left())
+        info = await client.model_info(address, timeout_secs=self.left())
+        if self._expected is None:
+            verification.verify_digest(address, info, path=self._path)
         if info.get("weight_version") != str(self._version):
             held = info.get("weight_version")
             reason = f"reports version {held!r} after a push of version {self._version}"

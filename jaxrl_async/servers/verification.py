@@ -29,15 +29,17 @@ def reports_digest(model_info: Mapping[str, Any]) -> bool:
     return "weight_digest" in model_info
 
 
-async def verify_digest(
-    client: InferenceClient, address: str, *, path: str | os.PathLike, timeout_secs: float
-) -> None:
-    """Compares the digest of what a server loaded with the version's manifest.
+def verify_digest(address: str, info: Mapping[str, Any], *, path: str | os.PathLike) -> None:
+    """Compares the digest of what a server says that it loaded with the version's manifest.
+
+    Args:
+      address: of the server, for the error.
+      info: its /model_info.
+      path: the version's directory.
 
     Raises:
-      ServerError: another digest, or no answer.
+      ServerError: another digest.
     """
-    info = await client.model_info(address, timeout_secs=timeout_secs)
     said, wanted = info.get("weight_digest"), weight_store.read_manifest(path)["digest"]
     if said != wanted:
         reason = f"holds weights with digest {said}, the manifest of {path} says {wanted}"
