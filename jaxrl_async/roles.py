@@ -15,7 +15,7 @@ import subprocess
 import time
 import urllib.parse
 
-from jaxrl_async.settings import Settings, SettingsError, command_words
+from jaxrl_async.settings import Settings, command_words, key_named
 
 log = logging.getLogger(__name__)
 
@@ -70,13 +70,10 @@ def keys_of(settings: Settings) -> dict[str, str | None]:
     Raises:
       SettingsError: a variable that the config names is unset or empty.
     """
-    keys: dict[str, str | None] = {}
-    for key in ("api_key", "admin_api_key"):
-        name = getattr(settings.server, f"{key}_env")
-        keys[key] = os.environ.get(name) if name else None
-        if name and not keys[key]:
-            raise SettingsError(f"server.{key}_env names {name}, which is unset or empty here")
-    return keys
+    return {
+        key: key_named(f"server.{key}_env", getattr(settings.server, f"{key}_env"))
+        for key in ("api_key", "admin_api_key")
+    }
 
 
 def tokenizer_of(settings: Settings, workdir: pathlib.Path):

@@ -7,6 +7,7 @@ one another are refused here, before any device is touched. This module knows no
 
 import dataclasses
 import difflib
+import os
 import shlex
 import string
 import types
@@ -416,3 +417,15 @@ def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
         raise SettingsError(
             f"{name} must be one of {', '.join(known)}; got {value!r}{nearest(value, known)}"
         )
+
+
+def key_named(option: str, variable: str) -> str | None:
+    """A server's key, from the environment variable whose name an option holds; None for "".
+
+    Raises:
+      SettingsError: the variable is unset or empty.
+    """
+    key = os.environ.get(variable) if variable else None
+    if variable and not key:
+        raise SettingsError(f"{option} names {variable}, which is unset or empty here")
+    return key

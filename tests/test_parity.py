@@ -535,7 +535,10 @@ async def measure(address, path):
         ({"tolerance": "nan"}, "--tolerance must be > 0 and finite, got nan"),
         ({"prompt_tokens": "1"}, "--prompt_tokens must be ≥ 2, got 1"),
         ({"dtype": "float16"}, "--dtype must be float32 or bfloat16, got 'float16'"),
-        ({"api_key_env": "NO_SUCH_KEY"}, "--api_key_env: the environment has no NO_SUCH_KEY"),
+        (
+            {"api_key_env": "NO_SUCH_KEY"},
+            "--api_key_env names NO_SUCH_KEY, which is unset or empty",
+        ),
     ],
 )
 def test_bad_flags_are_refused(capsys, flags, said):

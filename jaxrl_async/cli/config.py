@@ -4,7 +4,6 @@ Flags and ConfigDict live in cli/ only; what leaves is `Settings`.
 """
 
 import json
-import os
 import pathlib
 import runpy
 import sys
@@ -147,14 +146,3 @@ def _tuples(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _tuples(item) for key, item in value.items()}
     return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
-
-
-def key_of(flag: str, variable: str) -> str | None:
-    """A server's key from the environment variable that a flag names; None for "".
-
-    Raises:
-      UsageError: the variable is unset or empty.
-    """
-    if variable and not os.environ.get(variable):
-        raise UsageError(f"--{flag}: the environment has no {variable}")
-    return os.environ[variable] if variable else None

@@ -3,7 +3,8 @@
 import asyncio
 import sys
 
-from jaxrl_async.cli.config import UsageError, key_of, parse_flags
+from jaxrl_async.cli.config import UsageError, parse_flags
+from jaxrl_async.settings import key_named
 
 USAGE = """Asks a server (SGLang, SGLang-JAX or this project's) random prompts, twice, and computes its log-probs again
 with the learner's forward on a checkpoint. Prints how far they differ, and the likely cause. A server whose
@@ -80,7 +81,7 @@ def _options(flags) -> dict:
         "dtype": flags.dtype,
         "tolerance": _number("tolerance", flags.tolerance),
         "timeout_secs": _number("timeout_secs", flags.timeout_secs),
-        "api_key": key_of("api_key_env", flags.api_key_env),
+        "api_key": key_named("--api_key_env", flags.api_key_env),
     }
 
 

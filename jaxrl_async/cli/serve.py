@@ -6,7 +6,8 @@ import logging
 import pathlib
 import signal
 
-from jaxrl_async.cli.config import UsageError, key_of, load_config, parse_flags, settings_of
+from jaxrl_async.cli.config import UsageError, load_config, parse_flags, settings_of
+from jaxrl_async.settings import key_named
 
 CLOSE_TIMEOUT_SECS = 30.0
 
@@ -27,7 +28,7 @@ def main(argv: list[str]) -> int:
     if not flags.workdir:
         raise UsageError("--workdir=DIR is needed")
     keys = {
-        name: key_of(f"{name}_env", getattr(flags, f"{name}_env"))
+        name: key_named(f"--{name}_env", getattr(flags, f"{name}_env"))
         for name in ("api_key", "admin_api_key")
     }
     workdir = pathlib.Path(flags.workdir).absolute()
