@@ -163,13 +163,20 @@ def test_a_workdir_that_holds_a_run_is_not_overwritten(run, tmp_path):
     assert "go on with --resume" in output
 
 
+@pytest.fixture
+def heeds_ctrl_c():
+    """A shell's background job, which may run these tests, ignores Ctrl-C, and so would its children."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeds_ctrl_c")
 def test_ctrl_c_ends_every_process_within_ten_seconds(command, tmp_path):
     process = command(
         "train",
         f"--config={QUICKSTART}:smoke",
         "--config.learner.num_steps=100000",
-        # A shell's background job, which may run these tests, ignores Ctrl-C, and so do its children.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     wait_for_step(tmp_path / "run", 1)
     children = psutil.Process(process.pid).children(recursive=True)
