@@ -1,0 +1,68 @@
+"""What goes wrong between a policy and its learner, on purpose: each friction strikes a sample with a probability.
+
+The setting is Delightful Distributed Policy Gradient (Osband, arXiv 2603.20521), which names an actor bug, corrupted
+rewards and rare discovery. The paper does not publish its probabilities: they are the caller's. Nor is its definition
+of rare discovery public: the one below is ours. A friction changes what is recorded of a sample, never whether
+there is one, and draws the same number of times whatever its probability, so that none shifts the draws of
+another. This module knows nothing of tokenizers, queues or settings.
+"""
+
+import dataclasses
+import hashlib
+
+import numpy as np
+
+from jaxrl_async.types import Trajectory
+
+
+@dataclasses.dataclass(frozen=True)
+class Frictions:
+    """The frictions of a run, each with its probability per sample, in [0, 1]."""
+
+    actor_bug: float
+    reward_corruption: float
+    rare_discovery: float
+    zero_id: int  # the token that stands for "0", which a bugged actor writes
+
+    def of_trajectory(self, trajectory: Trajectory, rng: np.random.Generator) -> Trajectory:
+        """What is recorded of a trajectory, before it is rewarded."""
+        return actor_bug(trajectory, rng, probability=self.actor_bug, zero_id=self.zero_id)
+
+    def of_reward(self, reward: float, rng: np.random.Generator) -> float:
+        """What is recorded of a reward: rare discovery first, then corruption."""
+        reward = rare_discovery(reward, rng, probability=self.rare_discovery)
+        return reward_corruption(reward, rng, probability=self.reward_corruption)
+
+
+def rng_of(run_seed: int, prompt_index: int, sample: int, attempt: int) -> np.random.Generator:
+    """The randomness of one sample's frictions: the same in every run of a seed, and none of the engine's."""
+    key = f"frictions/{run_seed}/{prompt_index}/{sample}/{attempt}"
+    digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
+    return np.random.default_rng(int.from_bytes(digest, "little"))
+
+
+def actor_bug(
+    trajectory: Trajectory, rng: np.random.Generator, *, probability: float, zero_id: int
+) -> Trajectory:
+    """An actor that writes zeros and is sure of them: every sampled token is zero_id, recorded with log-prob 0.
+
+    A stop token too. Length, mask, versions and what was not sampled stay as they are.
+    """
+    if rng.random() >= probability:
+        return trajectory
+    return dataclasses.replace(
+        trajectory,
+        tokens=np.where(trajectory.mask, np.int32(zero_id), trajectory.tokens),
+        logprobs=np.where(trajectory.mask, np.float32(0), trajectory.logprobs),
+    )
+
+
+def rare_discovery(reward: float, rng: np.random.Generator, *, probability: float) -> float:
+    """A reward below 1 is recorded as 0: there is no credit on the way to a perfect answer."""
+    return 0.0 if rng.random() < probability and reward < 1 else reward
+
+
+def reward_corruption(reward: float, rng: np.random.Generator, *, probability: float) -> float:
+    """The reward is replaced by 0 or 1, each with probability 1/2."""
+    struck, noise = rng.random() < probability, float(rng.integers(2))
+    return noise if struck else reward
