@@ -1,4 +1,4 @@
-"""Rewards of numbers and texts: what counts as the answer, and that no text is too strange."""
+"""Rewards of numbers, texts and lengths: what counts as the answer, and that no text is too strange."""
 
 from decimal import Decimal
 
@@ -7,6 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxrl_async.rewards import REWARDS, math, reward_function
+from jaxrl_async.rewards.overlong import overlong_penalty
+from jaxrl_async.rewards.positions import positions
 
 
 @pytest.mark.parametrize(
@@ -65,6 +67,54 @@ def test_exact_compares_but_for_surrounding_space():
     assert math.exact(" 85\n", "85") == 1.0
     assert math.exact("085", "85") == 0.0
     assert math.exact("8 5", "85") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "reward"),
+    [
+        ("1110", "1110", 1.0),
+        (" 1110\n", "1110", 1.0),
+        ("1111", "1110", 0.75),
+        ("0001", "1110", 0.0),
+        ("11", "1110", 0.5),  # what is missing is wrong
+        ("", "1110", 0.0),
+        ("11101", "1110", 0.8),  # 4 right of 5 written
+        ("11101110", "1110", 0.5),
+        ("0111", "1110", 0.5),  # by position, not by kind: the two in the middle
+    ],
+)
+def test_positions_counts_the_places_that_are_right(completion, answer, reward):
+    assert positions(completion, answer) == reward
+
+
+def test_an_empty_gold_answer_is_an_error():
+    with pytest.raises(ValueError, match="gold answer is empty"):
+        positions("1", " ")
+
+
+@given(st.text("01", max_size=6), st.text("01", min_size=1, max_size=6))
+def test_only_the_whole_answer_has_all_positions_right(completion, answer):
+    assert 0 <= positions(completion, answer) <= 1
+    assert (positions(completion, answer) == 1) == (completion == answer)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "penalty"),
+    # At most 10 tokens, of which the last 4 cost: (6 − n)/4 between 6 and 10.
+    [(0, 0.0), (6, 0.0), (7, -0.25), (8, -0.5), (9, -0.75), (10, -1.0), (11, -1.0), (99, -1.0)],
+)
+def test_the_last_tokens_before_the_bound_cost_more_and_more(num_tokens, penalty):
+    found = overlong_penalty(num_tokens, max_tokens=10, buffer_tokens=4)
+    assert repr(found) == repr(penalty)  # not −0.0
+
+
+def test_without_a_buffer_no_length_costs():
+    lengths = (0, 9, 10, 11, 99)
+    assert [overlong_penalty(n, max_tokens=10, buffer_tokens=0) for n in lengths] == [0.0] * 5
+
+
+def test_a_buffer_of_all_tokens_costs_from_the_first():
+    assert overlong_penalty(1, max_tokens=4, buffer_tokens=4) == -0.25
 
 
 @given(st.text())

@@ -1,4 +1,4 @@
-"""Tasks: the sums and their forgetful demonstrations; GSM8K's files, whole and broken."""
+"""Tasks: the sums and their forgetful demonstrations; reversals; GSM8K's files, whole and broken."""
 
 import dataclasses
 import json
@@ -16,10 +16,15 @@ from jaxrl_async.tasks import arithmetic, gsm8k
 HERE = pathlib.Path(__file__).parent
 TINY = HERE / "gsm8k_tiny"
 SUMS = {"num_digits": 2, "num_test": 512, "forget_carry": 0.7, "seed": 0}
+REVERSALS = {"num_tokens": 10, "num_symbols": 2, "num_test": 256, "seed": 0}
 
 
 def sums(**changes):
     return tasks.make_task("arithmetic", **SUMS | changes)
+
+
+def reversals(**changes):
+    return tasks.make_task("token_reversal", **REVERSALS | changes)
 
 
 def operands(text):
@@ -141,7 +146,79 @@ def test_arguments_outside_their_bounds_are_refused(changes, message):
         sums(**changes)
 
 
-@pytest.mark.parametrize("task", [sums(), gsm8k.Gsm8k(TINY)], ids=["arithmetic", "gsm8k"])
+def test_every_sequence_stands_once_in_train_or_in_test():
+    # Two symbols, three places: 000, 001, …, 111.
+    task = reversals(num_tokens=3, num_test=3)
+    test, train = ([e.text for e in task.examples(split)] for split in ("test", "train"))
+    assert len(test) == 3
+    assert sorted(test + train) == [f"{n:03b}>" for n in range(8)]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_symbols", "num_prompts"),
+    [
+        (10, 2, 1024),
+        (5, 10, 100_000),  # 10^5: still all of them
+        (17, 2, 100_000),  # 2^17 = 131,072
+        (62, 2, 100_000),
+        (18, 10, 100_000),
+        (1, 2, 2),
+    ],
+)
+def test_sequences_have_the_asked_length_and_symbols(num_tokens, num_symbols, num_prompts):
+    task = reversals(num_tokens=num_tokens, num_symbols=num_symbols, num_test=num_prompts // 2)
+    texts = [e.text for split in ("test", "train") for e in task.examples(split)]
+    assert len(set(texts)) == len(texts) == num_prompts
+    assert len(task.examples("test")) == num_prompts // 2
+    assert {len(text) for text in texts} == {num_tokens + 1}
+    assert {text[-1] for text in texts} == {">"}
+    assert set("".join(text[:-1] for text in texts)) == set("0123456789"[:num_symbols])
+
+
+def test_an_answer_is_the_sequence_backwards():
+    task = reversals(num_tokens=4, num_symbols=3, num_test=5)
+    answers = {e.text: e.answer for s in ("train", "test") for e in task.examples(s)}
+    assert answers["0112>"] == "2110" and answers["2001>"] == "1002" and len(answers) == 81
+    reward = rewards.reward_function(task.reward)
+    assert reward("2110", answers["0112>"]) == 1.0
+    assert reward("0112", answers["0112>"]) == 0.5  # 0112 against 2110: the two in the middle
+
+
+def test_demonstrations_of_reversal_are_right_and_go_round_the_train_split():
+    task = reversals()
+    train = [(e.text, e.answer) for e in task.examples("train")]
+    assert task.demonstrations() == train and len(train) == 1024 - 256
+    assert task.demonstrations(2 * len(train) + 5) == train + train + train[:5]
+
+
+def test_equal_arguments_give_equal_reversals_and_other_seeds_others():
+    for split in ("train", "test"):
+        assert reversals().examples(split) == reversals().examples(split)
+        assert reversals().examples(split) != reversals(seed=1).examples(split)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_symbols": 1}, r"num_symbols must be in \[2, 10\], got 1"),
+        ({"num_symbols": 11}, r"num_symbols must be in \[2, 10\], got 11"),
+        ({"num_tokens": 0}, r"num_tokens must be ≥ 1.* got 0 of 2"),
+        ({"num_tokens": 63}, r"num_symbols\^num_tokens < 2\^63, got 63 of 2"),
+        ({"num_test": 0}, r"num_test must be in \[1, 512\], half of the prompts, got 0"),
+        ({"num_test": 513}, r"num_test must be in \[1, 512\].*got 513"),
+        ({"num_tokens": 20, "num_test": 50_001}, r"num_test must be in \[1, 50000\].*got 50001"),
+    ],
+)
+def test_a_reversal_outside_its_bounds_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        reversals(**changes)
+
+
+@pytest.mark.parametrize(
+    "task",
+    [sums(), gsm8k.Gsm8k(TINY), reversals()],
+    ids=["arithmetic", "gsm8k", "token_reversal"],
+)
 def test_an_unknown_split_is_refused(task):
     with pytest.raises(ValueError, match="split must be 'train' or 'test', got 'dev'"):
         task.examples("dev")

@@ -6,10 +6,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxrl_async.rewards.math import exact, last_number
+from jaxrl_async.rewards.positions import positions
 
 Reward = Callable[[str, str], float]  # (completion, gold answer) → reward
 
-REWARDS: dict[str, Reward] = {"exact": exact, "last_number": last_number}
+REWARDS: dict[str, Reward] = {
+    "exact": exact,
+    "last_number": last_number,
+    "positions": positions,
+}
 
 
 def reward_function(name: str) -> Reward:

@@ -6,10 +6,15 @@ from jaxrl_async.rewards import find
 from jaxrl_async.tasks.arithmetic import Arithmetic
 from jaxrl_async.tasks.gsm8k import Gsm8k
 from jaxrl_async.tasks.task import Example, Task
+from jaxrl_async.tasks.token_reversal import TokenReversal
 
 __all__ = ["TASKS", "Example", "Task", "make_task"]
 
-TASKS: dict[str, Callable[..., Task]] = {"arithmetic": Arithmetic, "gsm8k": Gsm8k}
+TASKS: dict[str, Callable[..., Task]] = {
+    "arithmetic": Arithmetic,
+    "gsm8k": Gsm8k,
+    "token_reversal": TokenReversal,
+}
 
 
 def make_task(name: str, **kwargs) -> Task:

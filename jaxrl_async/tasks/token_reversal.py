@@ -1,0 +1,70 @@
+"""Token reversal, made up here: "0111>" → "1110". Knows nothing of tokens, for all its name.
+
+The task of Delightful Distributed Policy Gradient (Osband, arXiv 2603.20521), there with 10 tokens of 2 symbols. Its
+reward is the share of positions that are right, so that a policy can begin from nothing.
+"""
+
+import dataclasses
+import functools
+from typing import ClassVar
+
+import numpy as np
+
+from jaxrl_async.tasks.task import Example, check_split
+
+MAX_PROMPTS = 100_000  # Where there are more, so many are drawn.
+MAX_SYMBOLS = 10  # A symbol is a digit.
+SEPARATOR = ">"  # ends a prompt, so that the policy sees where its answer begins
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenReversal:
+    """Sequences of num_tokens symbols to be written backwards, split at random into train and test.
+
+    Raises:
+      ValueError: an argument is outside its bounds.
+    """
+
+    num_tokens: int  # H ≥ 1, symbols in a sequence; M^H < 2^63
+    num_symbols: int  # M in [2, 10]; symbols are the digits from "0"
+    num_test: int  # sequences that are held out
+    seed: int  # of the split
+
+    reward: ClassVar[str] = "positions"
+
+    def __post_init__(self):
+        if not 2 <= self.num_symbols <= MAX_SYMBOLS:
+            raise ValueError(f"num_symbols must be in [2, {MAX_SYMBOLS}], got {self.num_symbols}")
+        if self.num_tokens < 1 or self._num_sequences >= 2**63:  # They are numbered in 64 bits.
+            raise ValueError(
+                f"num_tokens must be ≥ 1, and num_symbols^num_tokens < 2^63, got {self.num_tokens} of "
+                f"{self.num_symbols} symbols"
+            )
+        num_prompts = min(self._num_sequences, MAX_PROMPTS)
+        if not 1 <= self.num_test <= num_prompts // 2:
+            raise ValueError(
+                f"num_test must be in [1, {num_prompts // 2}], half of the prompts, got {self.num_test}"
+            )
+
+    def examples(self, split: str) -> list[Example]:
+        """The sequences of a split, in a seeded order."""
+        return [Example(s + SEPARATOR, s[::-1]) for s in self._sequences[check_split(split)]]
+
+    def demonstrations(self, num: int | None = None) -> list[tuple[str, str]]:
+        """Train sequences with their reversals, all of them right."""
+        train = self.examples("train")
+        num = len(train) if num is None else num
+        chosen = (train[i % len(train)] for i in range(num))
+        return [(example.text, example.answer) for example in chosen]
+
+    @property
+    def _num_sequences(self) -> int:
+        return self.num_symbols**self.num_tokens
+
+    @functools.cached_property
+    def _sequences(self) -> dict[str, list[str]]:
+        """Sequences of each split: numbers in base num_symbols."""
+        count, rng = self._num_sequences, np.random.default_rng(self.seed)
+        numbers = rng.choice(count, min(count, MAX_PROMPTS), replace=False).tolist()
+        sequences = [np.base_repr(n, self.num_symbols).zfill(self.num_tokens) for n in numbers]
+        return {"test": sequences[: self.num_test], "train": sequences[self.num_test :]}
