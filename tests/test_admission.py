@@ -387,6 +387,18 @@ def test_what_a_lease_waits_for_is_said():
     )
 
 
+def test_a_lease_that_waits_says_what_became_of_the_prompts_that_are_gone():
+    admission = published()
+    for reason in ("equal_rewards", "equal_rewards", "invalid"):
+        (permit,) = admission.admit(1, 0.0)
+        admission.return_permit(permit, reason)
+    admission.admit(1, 0.0)
+    assert admission.waiting_for(1, 2.0) == (
+        "step 1: 0 of 4 groups; waiting for prompt_index 3 (attempt 0, running 2 s) and 3 not issued "
+        "(capacity 3: no worker asks); prompts retired so far: 2 as equal_rewards, 1 as invalid"
+    )
+
+
 class Model:
     """What became of every index, kept beside Admission by the events' answers alone."""
 

@@ -332,7 +332,9 @@ class Admission:
             parts.append(f"prompt_index {', '.join(late[:5])}{more}")
         if len(nearest) < missing:
             parts.append(f"{missing - len(nearest)} not issued ({self._why_no_more()})")
-        return f"step {step}: {there} of {batch} groups; waiting for {' and '.join(parts)}"
+        waiting = f"step {step}: {there} of {batch} groups; waiting for {' and '.join(parts)}"
+        retired = ", ".join(f"{count} as {reason}" for reason, count in self.retired.items())
+        return f"{waiting}; prompts retired so far: {retired}" if retired else waiting
 
     # How.
 
