@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_async.learner import optimizer, packing
-from jaxrl_async.learner.train_step import LossConfig, TrainStep
+from jaxrl_async.learner.train_step import TrainStep
+from jaxrl_async.loss_config import LossConfig
 from jaxrl_async.models import sharding, transformer
 from jaxrl_async.types import Batch, Group, Trajectory
 
@@ -121,16 +122,6 @@ def measure(name: str, updates: int) -> dict[str, float]:
 
 
 def make_train_step(config, mesh, work) -> TrainStep:
-    loss = LossConfig(
-        anchor="a3po",
-        a3po_fresh="behavior",
-        clip_low=0.2,
-        clip_high=0.2,
-        dual_clip=None,
-        behavior_cap=5.0,
-        behavior_cap_mode="mask",
-        temperature=1.0,
-    )
     adam = optimizer.make_optimizer(
         learning_rate=1e-4,
         warmup_updates=0,
@@ -143,7 +134,8 @@ def make_train_step(config, mesh, work) -> TrainStep:
     return TrainStep(
         config,
         mesh,
-        loss=loss,
+        loss=LossConfig(),
+        temperature=1.0,
         optimizer=adam,
         max_grad_norm=1.0,
         num_minibatches=1,

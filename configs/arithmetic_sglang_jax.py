@@ -13,6 +13,7 @@ with a staleness bound of N + 1), `embedded` (the same run on the embedded serve
 """
 
 import ml_collections
+from ml_collections.config_dict import placeholder
 
 from jaxrl_async.cli.config import parse_arg
 
@@ -109,17 +110,33 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         max_retries=3,
         reward_processes=1,
         reward_timeout_secs=5.0,
+        drop_equal_rewards=False,
+        overlong_buffer_tokens=0,
+        delay_steps="0",
+        frictions=dict(actor_bug=0.0, reward_corruption=0.0, rare_discovery=0.0),
     )
 
     c.loss = dict(
         advantage="grpo",
         anchor="current" if periodic else "a3po",
         a3po_fresh="behavior",
+        ratio="token",
+        surrogate="clipped",
         clip_low=0.2,
         clip_high=0.2,
-        dual_clip=ml_collections.config_dict.placeholder(float),
-        behavior_cap=5.0,
+        dual_clip=placeholder(float),
+        dg_temperature=1.0,
+        dg_threshold=0.0,
         behavior_cap_mode="mask",
+        behavior_cap=5.0,
+        behavior_floor=placeholder(float),
+        dppo_delta=placeholder(float),
+        kl="none",
+        kl_to="reference",
+        kl_coefficient=0.0,
+        reduction="token_mean",
+        fixed_length=placeholder(float),
+        proximal_metrics=False,
     )
 
     c.learner = dict(

@@ -15,7 +15,7 @@ import subprocess
 import time
 import urllib.parse
 
-from jaxrl_async.settings import Settings, command_words, key_named
+from jaxrl_async.settings import Settings, command_words, delay_of, key_named
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def prepare(settings: Settings, workdir: pathlib.Path) -> None:
     task = task_of(settings)
     for split in ("train", "test"):
         task.examples(split)
-    tokenizer_of(settings, workdir)
+    frictions_of(settings, tokenizer_of(settings, workdir))
     if settings.server.command and not settings.server.addresses:
         _model_path(settings, workdir)
 
@@ -108,6 +108,32 @@ def vocab_size_of(settings: Settings, tokenizer) -> int:
     return json.loads(config.read_text(encoding="utf-8"))["vocab_size"]
 
 
+def frictions_of(settings: Settings, tokenizer):
+    """What the run's rollouts get wrong on purpose; None where nothing does.
+
+    Raises:
+      ValueError: an actor bug is asked for, and the tokenizer has no single token for the "0" that it writes.
+    """
+    from jaxrl_async.rollout.frictions import Frictions
+
+    wanted = settings.rollout.frictions
+    if not any(vars(wanted).values()):
+        return None
+    zero_id = _zero_id(tokenizer) if wanted.actor_bug else 0  # Else nothing writes it.
+    return Frictions(**vars(wanted), zero_id=zero_id)
+
+
+def _zero_id(tokenizer) -> int:
+    needs = "rollout.frictions.actor_bug needs a tokenizer with one token for '0'"
+    try:
+        ids = tokenizer.encode("0")
+    except ValueError as error:  # not in its alphabet
+        raise ValueError(f"{needs}: {error}") from None
+    if len(ids) != 1:
+        raise ValueError(f"{needs}, got the ids {ids}")
+    return ids[0]
+
+
 def model_config_of(settings: Settings, tokenizer):
     """The model's shape: from the files at model.path, or from the config."""
     from jaxrl_async.models import hf, transformer
@@ -152,22 +178,14 @@ def engine_of(settings: Settings, workdir: pathlib.Path, *, name: str):
 def train_step_of(settings: Settings, config, mesh):
     """The learner's programs, on a mesh."""
     from jaxrl_async.learner import optimizer
-    from jaxrl_async.learner.train_step import LossConfig, TrainStep
+    from jaxrl_async.learner.train_step import TrainStep
 
-    learner, loss = settings.learner, settings.loss
+    learner = settings.learner
     return TrainStep(
         config,
         mesh,
-        loss=LossConfig(
-            anchor=loss.anchor,
-            a3po_fresh=loss.a3po_fresh,
-            clip_low=loss.clip_low,
-            clip_high=loss.clip_high,
-            dual_clip=loss.dual_clip,
-            behavior_cap=loss.behavior_cap,
-            behavior_cap_mode=loss.behavior_cap_mode,
-            temperature=settings.rollout.temperature,
-        ),
+        loss=settings.loss,
+        temperature=settings.rollout.temperature,
         optimizer=optimizer.make_optimizer(
             learning_rate=learner.learning_rate,
             warmup_updates=learner.warmup_updates,
@@ -295,6 +313,7 @@ def _model_path(settings: Settings, workdir: pathlib.Path) -> pathlib.Path:
 
 async def _rollout(settings: Settings, workdir: pathlib.Path) -> None:
     from jaxrl_async.channels.queue_client import QueueClient
+    from jaxrl_async.rewards.overlong import overlong_penalty
     from jaxrl_async.rewards.pool import RewardPool
     from jaxrl_async.rollout.sampler import Sampler
     from jaxrl_async.rollout.worker import Worker, rollout_function
@@ -310,6 +329,11 @@ async def _rollout(settings: Settings, workdir: pathlib.Path) -> None:
         split="train",
         seed=settings.task.seed,
         max_prompt_tokens=rollout.max_prompt_tokens,
+    )
+    overlong = functools.partial(
+        overlong_penalty,
+        max_tokens=rollout.max_new_tokens,
+        buffer_tokens=rollout.overlong_buffer_tokens,
     )
     server = settings.server
     fleet = Fleet(
@@ -357,6 +381,10 @@ async def _rollout(settings: Settings, workdir: pathlib.Path) -> None:
             vocab_size=vocab_size_of(settings, tokenizer),
             max_tokens=settings.learner.row_tokens,
             stop_token_ids=tokenizer.stop_token_ids,
+            drop_equal_rewards=rollout.drop_equal_rewards,
+            overlong=overlong,
+            frictions=frictions_of(settings, tokenizer),
+            run_seed=settings.seed,
         )
         await worker.run()
 
@@ -367,7 +395,7 @@ def _learner(settings: Settings, workdir: pathlib.Path, *, resume: bool) -> None
     from jaxrl_async.channels.weight_store import WeightStore
     from jaxrl_async.learner import learner as learners
     from jaxrl_async.learner.packing import pack
-    from jaxrl_async.learner.versions import Versions
+    from jaxrl_async.learner.versions import Delay, Versions
     from jaxrl_async.metrics import MetricsWriter
     from jaxrl_async.models import sharding
     from jaxrl_async.objectives.advantages import ADVANTAGES
@@ -390,6 +418,7 @@ def _learner(settings: Settings, workdir: pathlib.Path, *, resume: bool) -> None
     else:
         state = train_step.init(_first_params(settings, config, mesh, tokenizer))
         checkpoints.save(0, state, Position(0, 0, (), {}, {}).to_json())
+    reference = _reference(settings, checkpoints, train_step)
 
     with contextlib.ExitStack() as stack:
         queue = stack.enter_context(
@@ -411,12 +440,14 @@ def _learner(settings: Settings, workdir: pathlib.Path, *, resume: bool) -> None
         metrics = MetricsWriter(workdir)
         for part in (checkpoints, metrics, publisher):
             stack.callback(part.close)
+        delay = Delay(*delay_of(settings.rollout.delay_steps), seed=settings.seed)
         versions = Versions(
             publisher,
-            WeightStore(workdir / "weights", keep=weights.keep),
+            WeightStore(workdir / "weights", keep=max(weights.keep, delay.max_steps + 2)),
             config=config,
             dtype=weights.dtype,
             timeout_secs=settings.server.start_timeout_secs + weights.push_timeout_secs,
+            delay=delay,
         )
         versions.publish(version, state, position)
         versions.wait()
@@ -436,7 +467,16 @@ def _learner(settings: Settings, workdir: pathlib.Path, *, resume: bool) -> None
             publisher=versions,
             save=lambda step, state, position: checkpoints.save(step, state, position.to_json()),
             metrics=metrics,
+            reference=reference,
         )
+
+
+def _reference(settings: Settings, checkpoints, train_step):
+    """Version 0, which a KL penalty may be taken to; None where the loss takes none."""
+    if not settings.loss.needs_reference:
+        return None
+    state, _ = checkpoints.restore(0, train_step.abstract_state())
+    return state.params
 
 
 def _first_params(settings: Settings, config, mesh, tokenizer):

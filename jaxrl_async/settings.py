@@ -8,12 +8,15 @@ one another are refused here, before any device is touched. This module knows no
 import dataclasses
 import difflib
 import os
+import re
 import shlex
 import string
 import types
 import typing
 from collections.abc import Mapping
 from typing import Any
+
+from jaxrl_async.loss_config import LossConfig
 
 MODES = ("sync", "periodic", "async")
 TRANSPORTS = ("disk", "tensor", "stream")  # servers.transports has one of each name.
@@ -68,6 +71,15 @@ class WarmStart:
 
 
 @dataclasses.dataclass(frozen=True)
+class Frictions:
+    """What an experiment lets go wrong, each with a probability per sample; see rollout/frictions.py."""
+
+    actor_bug: float  # the answer is replaced by zeros, recorded as certain
+    reward_corruption: float  # the reward is replaced by 0 or 1, at random
+    rare_discovery: float  # a reward below 1 is recorded as 0
+
+
+@dataclasses.dataclass(frozen=True)
 class Rollout:
     function: str  # a name in rollout.ROLLOUTS, or "module:function"
     group_size: int  # G, completions per prompt
@@ -80,6 +92,14 @@ class Rollout:
     max_retries: int
     reward_processes: int  # per worker
     reward_timeout_secs: float
+    drop_equal_rewards: (
+        bool  # DAPO: a group whose rewards are all equal is retired, the next index drawn
+    )
+    overlong_buffer_tokens: (
+        int  # DAPO: the last tokens of max_new_tokens cost up to 1 of reward; 0 for none
+    )
+    delay_steps: int | str  # servers hold weights that many steps old: D, or "uniform(D)"
+    frictions: Frictions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,18 +142,6 @@ class Server:
             return {self.addresses[0]: self.control_addresses}
         pairs = zip(self.addresses, self.control_addresses, strict=True)
         return {address: (control,) for address, control in pairs}
-
-
-@dataclasses.dataclass(frozen=True)
-class Loss:
-    advantage: str  # "grpo" | "dr_grpo" | "rloo"
-    anchor: str  # "recompute" | "current" | "a3po" | "behavior"
-    a3po_fresh: str  # "behavior" | "current": the anchor of staleness-0 tokens
-    clip_low: float
-    clip_high: float
-    dual_clip: float | None
-    behavior_cap: float | None
-    behavior_cap_mode: str  # "none" | "uncapped" | "mask" | "clamp"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,7 +215,7 @@ class Settings:
     queue: Queue
     server: Server
     rollout: Rollout
-    loss: Loss
+    loss: LossConfig
     learner: Learner
     weights: Weights
     checkpoint: Checkpoint
@@ -243,7 +251,11 @@ def _build(cls, values: Mapping[str, Any], path: str):
     for key in hints:
         if key not in values:
             raise SettingsError(f"missing config key {path}.{key}")
-    return cls(**{key: _convert(hints[key], values[key], f"{path}.{key}") for key in hints})
+    fields = {key: _convert(hints[key], values[key], f"{path}.{key}") for key in hints}
+    try:
+        return cls(**fields)
+    except ValueError as error:  # of a block that checks itself
+        raise SettingsError(f"{path.removeprefix('config.')}: {error}") from None
 
 
 def _convert(hint, value, path: str):
@@ -252,7 +264,10 @@ def _convert(hint, value, path: str):
             raise SettingsError(f"{path} must be a block of settings, got {value!r}")
         return _build(hint, value, path)
     if isinstance(hint, types.UnionType):
-        return None if value is None else _convert(typing.get_args(hint)[0], value, path)
+        kinds = typing.get_args(hint)
+        if value is None and type(None) in kinds:
+            return None
+        return _convert(type(value) if type(value) in kinds else kinds[0], value, path)
     origin = typing.get_origin(hint)
     if origin is tuple and isinstance(value, list | tuple):
         return tuple(_convert(typing.get_args(hint)[0], item, path) for item in value)
@@ -267,12 +282,6 @@ def _convert(hint, value, path: str):
 
 def _check(s: Settings) -> None:
     _one_of("mode", s.mode, MODES)
-    _one_of("loss.advantage", s.loss.advantage, ("grpo", "dr_grpo", "rloo"))
-    _one_of("loss.anchor", s.loss.anchor, ("recompute", "current", "a3po", "behavior"))
-    _one_of("loss.a3po_fresh", s.loss.a3po_fresh, ("behavior", "current"))
-    _one_of(
-        "loss.behavior_cap_mode", s.loss.behavior_cap_mode, ("none", "uncapped", "mask", "clamp")
-    )
     _one_of("learner.packing", s.learner.packing, ("in_order", "first_fit"))
     _one_of("model.dtype", s.model.dtype, ("float32", "bfloat16"))
     _one_of("weights.dtype", s.weights.dtype, ("float32", "bfloat16"))
@@ -287,6 +296,42 @@ def _check(s: Settings) -> None:
     _check_servers(s.server)
     _check_mode(s)
     _check_lengths(s)
+    _check_experiments(s)
+
+
+def _check_experiments(s: Settings) -> None:
+    max_delay, _ = delay_of(s.rollout.delay_steps)
+    if max_delay and s.weights.push_every_steps != 1:
+        raise SettingsError(
+            f"rollout.delay_steps = {s.rollout.delay_steps!r} needs weights.push_every_steps = 1, got "
+            f"{s.weights.push_every_steps}: the versions in between are never written, so no server could be given one"
+        )
+    for name, value in vars(s.rollout.frictions).items():
+        if not 0 <= value <= 1:
+            raise SettingsError(f"rollout.frictions.{name} must be in [0, 1], got {value}")
+    if s.rollout.drop_equal_rewards and s.rollout.group_size < 2:
+        raise SettingsError(
+            "rollout.drop_equal_rewards needs rollout.group_size ≥ 2: the rewards of a group of 1 are always equal"
+        )
+    if not 0 <= s.rollout.overlong_buffer_tokens <= s.rollout.max_new_tokens:
+        raise SettingsError(
+            f"rollout.overlong_buffer_tokens must be in [0, rollout.max_new_tokens = {s.rollout.max_new_tokens}], got "
+            f"{s.rollout.overlong_buffer_tokens}"
+        )
+
+
+def delay_of(delay_steps: int | str) -> tuple[int, bool]:
+    """(D, whether the delay is drawn anew for every step, uniformly from 0 … D) of rollout.delay_steps.
+
+    Raises:
+      SettingsError: neither D nor "uniform(D)" with a whole D ≥ 0.
+    """
+    match = re.fullmatch(r"(\d+)|uniform\((\d+)\)", str(delay_steps).strip())
+    if not match:
+        raise SettingsError(
+            f'rollout.delay_steps must be D or "uniform(D)", with a whole D ≥ 0; got {delay_steps!r}'
+        )
+    return int(match[1] or match[2]), match[2] is not None
 
 
 def _positive(s: Settings) -> dict[str, int]:
@@ -386,11 +431,10 @@ def _check_mode(s: Settings) -> None:
             f"learner.num_minibatches = {s.learner.num_minibatches} does not divide "
             f"learner.groups_per_step = {s.learner.groups_per_step}"
         )
-    if s.loss.anchor == "current" and s.learner.num_minibatches != 1:
-        raise SettingsError(
-            "loss.anchor 'current' is exact with one minibatch per step only, got "
-            f"learner.num_minibatches = {s.learner.num_minibatches}"
-        )
+    try:
+        s.loss.check_minibatches(s.learner.num_minibatches)
+    except ValueError as error:
+        raise SettingsError(f"loss.{error}") from None
     if s.loss.advantage in ("grpo", "rloo") and s.rollout.group_size < 2:
         raise SettingsError(f"loss.advantage {s.loss.advantage!r} needs rollout.group_size ≥ 2")
 

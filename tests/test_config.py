@@ -80,6 +80,15 @@ def test_a_value_of_another_type_is_refused():
         (["--config.loss.anchor=current"], r"num_minibatches = 2"),
         (["--config.learner.num_minibatches=3"], r"num_minibatches = 3 does not divide.*64"),
         (["--config.rollout.group_size=1"], r"group_size ≥ 2"),
+        (
+            ["--config.rollout.group_size=1", "--config.loss.advantage=dr_grpo", "--config.rollout.drop_equal_rewards"],
+            r"drop_equal_rewards needs rollout.group_size ≥ 2",
+        ),
+        (
+            ["--config.rollout.overlong_buffer_tokens=5"],
+            r"overlong_buffer_tokens must be in \[0, rollout.max_new_tokens = 4\], got 5",
+        ),
+        (["--config.rollout.overlong_buffer_tokens=-1"], r"overlong_buffer_tokens .* got -1"),
         (["--config.rollout.max_new_tokens=400"], r"= 408 exceeds learner.row_tokens"),
         (["--config.learner.num_steps=0"], r"num_steps must be ≥ 1, got 0"),
         (["--config.learner.data=3"], r"multiple of learner.data · learner.fsdp = 3"),

@@ -10,19 +10,20 @@ ROOT = pathlib.Path(__file__).parent.parent / "jaxrl_async"
 # Room → rooms it may import. Rooms of the last row (settings, report, supervisor, roles, cli) may import anything.
 MAY_IMPORT = {
     "types": set(),
+    "loss_config": set(),
     "metrics": set(),
     "tasks": {"types", "metrics", "rewards"},
     "rewards": {"types", "metrics"},
     "channels": {"types", "metrics"},
     "servers": {"types", "metrics", "channels"},
-    "objectives": {"types"},
+    "objectives": {"types", "loss_config"},
     "models": {"types"},
     "inference": {"types", "models"},
     "rollout": {"types", "tasks", "rewards", "channels", "servers", "metrics"},
-    "learner": {"types", "tasks", "objectives", "models", "channels", "servers", "metrics"},
-    "checkpoint": {"types", "objectives", "models", "channels", "servers", "metrics"},
+    "learner": {"types", "loss_config", "tasks", "objectives", "models", "channels", "servers", "metrics"},
+    "checkpoint": {"types", "loss_config", "objectives", "models", "channels", "servers", "metrics"},
 }
-WITHOUT_JAX = ("types", "metrics", "tasks", "rewards", "channels", "servers", "rollout")
+WITHOUT_JAX = ("types", "loss_config", "metrics", "tasks", "rewards", "channels", "servers", "rollout")
 JAX = {"jax", "flax", "optax", "orbax", "chex"}
 
 

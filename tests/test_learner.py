@@ -9,7 +9,8 @@ import pytest
 from jaxrl_async.channels.admission import Position
 from jaxrl_async.channels.wire import QueueStatus
 from jaxrl_async.learner import learner, optimizer, packing
-from jaxrl_async.learner.train_step import LossConfig, TrainStep
+from jaxrl_async.learner.train_step import TrainStep
+from jaxrl_async.loss_config import LossConfig
 from jaxrl_async.models import sharding, transformer
 from jaxrl_async.objectives import advantages
 from jaxrl_async.types import Chunk, Group, Trajectory
@@ -36,16 +37,7 @@ B, G = 4, 2
 
 @functools.cache  # Compiled once for all tests.
 def make_train_step(anchor, num_minibatches):
-    loss = LossConfig(
-        anchor=anchor,
-        a3po_fresh="behavior",
-        clip_low=0.2,
-        clip_high=0.2,
-        dual_clip=None,
-        behavior_cap=None,
-        behavior_cap_mode="uncapped",
-        temperature=1.0,
-    )
+    loss = LossConfig(anchor=anchor, behavior_cap_mode="uncapped", behavior_cap=None)
     adam = optimizer.make_optimizer(
         learning_rate=1e-2,
         warmup_updates=0,
@@ -60,6 +52,7 @@ def make_train_step(anchor, num_minibatches):
         CONFIG,
         mesh,
         loss=loss,
+        temperature=1.0,
         optimizer=adam,
         max_grad_norm=1.0,
         num_minibatches=num_minibatches,

@@ -73,6 +73,7 @@ def train(
     publisher: Publish,
     save: Callable[[int, TrainState, Position], None],
     metrics: MetricsWriter,
+    reference: Any = None,
 ) -> TrainState:
     """Trains from first_step to schedule.num_steps. Step s turns version s − 1 into version s.
 
@@ -87,6 +88,7 @@ def train(
       publisher: takes new versions.
       save: (step, state, position) → checkpoint.
       metrics: one row per step.
+      reference: parameters that a KL penalty is taken to; None where the loss has none.
 
     Returns:
       The state of the last version.
@@ -118,7 +120,14 @@ def train(
                     with timers("accumulate"):
                         for batch, proximal in zip(rows, anchor, strict=True):
                             accumulator = train_step.accumulate(
-                                state.params, accumulator, batch, proximal, policy_version=step - 1
+                                state.params,
+                                accumulator,
+                                batch,
+                                proximal,
+                                policy_version=step - 1,
+                                reference_logprobs=None
+                                if reference is None
+                                else train_step.score(reference, batch),
                             )
                     groups += minibatch
                     batches += rows

@@ -5,9 +5,12 @@ from jaxrl_async.objectives import (
     anchors,
     kl,
     masked,
+    objective,
     policy_loss,
     ratios,
+    reductions,
     surrogates,
+    tokens,
     weights,
 )
 
@@ -16,8 +19,11 @@ __all__ = [
     "anchors",
     "kl",
     "masked",
+    "objective",
     "policy_loss",
     "ratios",
+    "reductions",
     "surrogates",
+    "tokens",
     "weights",
 ]

@@ -4,10 +4,14 @@ Nothing here runs a model: `recompute` is handed what a forward pass at the step
 gave.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
+from jaxrl_async.loss_config import LossConfig
 from jaxrl_async.objectives import masked
+from jaxrl_async.objectives.tokens import Tokens
 
 
 def recompute(proximal_logprobs: jax.Array, mask: jax.Array) -> jax.Array:
@@ -100,13 +104,68 @@ def a3po(
     Raises:
       ValueError: another value of fresh.
     """
+    alpha = _alpha(staleness, fresh)
+    log_b, log_theta = masked.keep(behavior_logprobs, mask), masked.keep(logprobs, mask)
+    return _detached(alpha * log_b + (1.0 - alpha) * log_theta, mask)
+
+
+def linear(
+    logprobs: jax.Array,
+    behavior_logprobs: jax.Array,
+    staleness: jax.Array,
+    mask: jax.Array,
+    *,
+    fresh: str = "behavior",
+) -> jax.Array:
+    """A-3PO's path in probabilities instead of log-probs.
+
+        π_p = α(d)·π_b + (1 − α(d))·sg(π_θ),    α as in `a3po`
+
+    The choice beside A-3PO's in AReaL.
+
+    Args:
+      logprobs: float [B, T], nats.
+      behavior_logprobs: float [B, T], nats.
+      staleness: int [B, T], d in steps, ≥ 0 where the mask is True.
+      mask: bool [B, T].
+      fresh: anchor of tokens with d = 0, "behavior" or "current".
+
+    Returns:
+      float32 [B, T], detached, 0 where the mask is False.
+
+    Raises:
+      ValueError: another value of fresh.
+    """
+    alpha = _alpha(staleness, fresh)
+    log_b, log_theta = masked.keep(behavior_logprobs, mask), masked.keep(logprobs, mask)
+    mixed = jnp.logaddexp(jnp.log(alpha) + log_b, jnp.log1p(-alpha) + log_theta)
+    return _detached(mixed, mask)
+
+
+# Name → log π_p, from (tokens, config).
+ANCHORS: dict[str, Callable[[Tokens, LossConfig], jax.Array]] = {
+    "recompute": lambda t, c: recompute(t.proximal_logprobs, t.mask),
+    "current": lambda t, c: _detached(t.logprobs, t.mask),
+    "a3po": lambda t, c: a3po(
+        t.logprobs, t.behavior_logprobs, t.staleness, t.mask, fresh=c.a3po_fresh
+    ),
+    "linear": lambda t, c: linear(
+        t.logprobs, t.behavior_logprobs, t.staleness, t.mask, fresh=c.a3po_fresh
+    ),
+    "behavior": lambda t, c: behavior(t.behavior_logprobs, t.mask),
+}
+
+# Those that need no forward pass of their own: what `proximal_metrics` compares with "recompute".
+APPROXIMATIONS = ("a3po", "linear", "current", "behavior")
+
+
+def _alpha(staleness, fresh):
     if fresh not in ("behavior", "current"):
         raise ValueError(f"fresh must be 'behavior' or 'current', got {fresh!r}")
     alpha = 1.0 / jnp.maximum(staleness, 1).astype(jnp.float32)
     if fresh == "current":
         alpha = jnp.where(jnp.asarray(staleness) >= 1, alpha, 0.0)
-    log_b, log_theta = masked.keep(behavior_logprobs, mask), masked.keep(logprobs, mask)
-    return _detached(alpha * log_b + (1.0 - alpha) * log_theta, mask)
+    return alpha
 
 
 def _detached(x, mask):

@@ -59,5 +59,8 @@ def k3(p_logprobs: jax.Array, q_logprobs: jax.Array, mask: jax.Array) -> jax.Arr
     return jnp.expm1(x) - x
 
 
+KLS = {"k1": k1, "k2": k2, "k3": k3}
+
+
 def _log_ratio(p_logprobs, q_logprobs, mask):
     return masked.keep(q_logprobs, mask) - masked.keep(p_logprobs, mask)

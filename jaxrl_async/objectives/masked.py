@@ -29,3 +29,20 @@ def total(x: jax.Array, mask: jax.Array) -> jax.Array:
 def largest(x: jax.Array, mask: jax.Array) -> jax.Array:
     """max over m of x, and 0 when that is negative or the mask is empty, float32 []."""
     return jnp.max(keep(x, mask))
+
+
+def segment_sum(x: jax.Array, segment_ids: jax.Array) -> jax.Array:
+    """Σ of x over each token's segment, given back on every token of it.
+
+    Args:
+      x: float [B, T], 0 where it is masked.
+      segment_ids: int [B, T], in [0, T].
+
+    Returns:
+      float [B, T].
+    """
+
+    def row(x, ids):
+        return jax.ops.segment_sum(x, ids, num_segments=ids.shape[0] + 1)[ids]
+
+    return jax.vmap(row)(x, segment_ids)

@@ -52,19 +52,14 @@ def sequence(
       float32 [B, T], 1 where the mask is False.
     """
     log_ratio = _log_ratio(logprobs, anchor_logprobs, mask)
-    sums = _segment_sum(log_ratio, segment_ids)
-    counts = _segment_sum(masked.keep(1.0, mask), segment_ids)
+    sums = masked.segment_sum(log_ratio, segment_ids)
+    counts = masked.segment_sum(masked.keep(1.0, mask), segment_ids)
     return jnp.exp(masked.keep(sums / jnp.maximum(counts, 1.0), mask))
+
+
+# Name → ratio of each token; all with the arguments of `token`.
+RATIOS = {"token": token, "sequence": sequence}
 
 
 def _log_ratio(logprobs, anchor_logprobs, mask):
     return masked.keep(logprobs, mask) - masked.keep(jax.lax.stop_gradient(anchor_logprobs), mask)
-
-
-def _segment_sum(x, segment_ids):
-    """Σ of x over each token's segment, given back on every token: [B, T] → [B, T]."""
-
-    def row(x, ids):
-        return jax.ops.segment_sum(x, ids, num_segments=ids.shape[0] + 1)[ids]
-
-    return jax.vmap(row)(x, segment_ids)

@@ -1,7 +1,12 @@
-"""Surrogate losses: from ratio and advantage to a loss per token. Knows nothing of masks."""
+"""Surrogate losses: from ratio, log-prob and advantage to a loss per token. Knows nothing of masks."""
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+
+from jaxrl_async.loss_config import LossConfig
+from jaxrl_async.objectives.tokens import Tokens
 
 
 def clipped(
@@ -58,3 +63,102 @@ def is_clipped(
     above = (ratio > 1.0 + clip_high) & (advantages > 0)
     below = (ratio < 1.0 - clip_low) & (advantages < 0)
     return above | below
+
+
+def unclipped(ratio: jax.Array, advantages: jax.Array) -> jax.Array:
+    """The importance-weighted surrogate, which the clip bounds in the others.
+
+        loss = −r·A
+
+    Args:
+      ratio: float [B, T], > 0; carries the gradient.
+      advantages: float [B, T]; detached here.
+
+    Returns:
+      float32 [B, T].
+    """
+    return -ratio * jax.lax.stop_gradient(jnp.asarray(advantages, jnp.float32))
+
+
+def cispo(
+    logprobs: jax.Array, ratio: jax.Array, advantages: jax.Array, *, clip_high: float
+) -> jax.Array:
+    """The clip on a detached weight: no token's gradient is ever dropped.
+
+        loss = −sg(min(r, 1 + ε_high))·A·log π_θ
+
+    "MiniMax-M1", arXiv 2506.13585 (ε_high = 4, r to the behavior policy).
+
+    Args:
+      logprobs: float [B, T], nats; carries the gradient.
+      ratio: float [B, T], > 0; detached here.
+      advantages: float [B, T]; detached here.
+      clip_high: ε_high, ≥ 0.
+
+    Returns:
+      float32 [B, T].
+    """
+    weight = jax.lax.stop_gradient(jnp.minimum(ratio, 1.0 + clip_high))
+    return weight * reinforce(logprobs, advantages)
+
+
+def reinforce(logprobs: jax.Array, advantages: jax.Array) -> jax.Array:
+    """The policy gradient itself: no ratio, no clip.
+
+        loss = −A·log π_θ
+
+    "Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement Learning", Williams, 1992.
+
+    Args:
+      logprobs: float [B, T], nats; carries the gradient.
+      advantages: float [B, T]; detached here.
+
+    Returns:
+      float32 [B, T].
+    """
+    return -jax.lax.stop_gradient(jnp.asarray(advantages, jnp.float32)) * logprobs
+
+
+def dg(
+    logprobs: jax.Array, advantages: jax.Array, *, temperature: float, threshold: float
+) -> jax.Array:
+    """The policy gradient gated by delight, advantage times surprisal. No behavior probabilities.
+
+        loss = −sg(g)·A·log π_θ,    g = σ((A·(−log π_θ) − λ) / η)
+
+    "Delightful Policy Gradient", Osband, arXiv 2603.14608; distributed, arXiv 2603.20521.
+
+    Args:
+      logprobs: float [B, T], nats, of the policy being trained; carries the gradient.
+      advantages: float [B, T], in units of reward, not of its spread; detached here.
+      temperature: η > 0; towards 0 the gate becomes the indicator of A·(−log π_θ) > λ.
+      threshold: λ, nats times reward.
+
+    Returns:
+      float32 [B, T].
+    """
+    advantages = jax.lax.stop_gradient(jnp.asarray(advantages, jnp.float32))
+    delight = -jax.lax.stop_gradient(logprobs) * advantages
+    return jax.nn.sigmoid((delight - threshold) / temperature) * reinforce(logprobs, advantages)
+
+
+# Name → loss of each token, from (tokens, ratio, config).
+SURROGATES: dict[str, Callable[[Tokens, jax.Array, LossConfig], jax.Array]] = {
+    "clipped": lambda t, ratio, c: clipped(
+        ratio, t.advantages, clip_low=c.clip_low, clip_high=c.clip_high, dual_clip=c.dual_clip
+    ),
+    "unclipped": lambda t, ratio, c: unclipped(ratio, t.advantages),
+    "cispo": lambda t, ratio, c: cispo(t.logprobs, ratio, t.advantages, clip_high=c.clip_high),
+    "reinforce": lambda t, ratio, c: reinforce(t.logprobs, t.advantages),
+    "dg": lambda t, ratio, c: dg(
+        t.logprobs, t.advantages, temperature=c.dg_temperature, threshold=c.dg_threshold
+    ),
+}
+
+# Name → where its clip acts, from (tokens, ratio, config); the others have none.
+CLIPS: dict[str, Callable[[Tokens, jax.Array, LossConfig], jax.Array]] = {
+    "clipped": lambda t, ratio, c: is_clipped(
+        ratio, t.advantages, clip_low=c.clip_low, clip_high=c.clip_high
+    ),
+    "cispo": lambda t, ratio, c: ratio > 1.0 + c.clip_high,
+}

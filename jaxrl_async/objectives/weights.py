@@ -1,7 +1,12 @@
 """Behavior weights: the correction from the policy that sampled to the anchor. All detached."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
+
+from jaxrl_async.loss_config import LossConfig
+from jaxrl_async.objectives.tokens import Tokens
 
 MODES = ("none", "uncapped", "mask", "clamp")
 
@@ -38,3 +43,60 @@ def capped(log_u: jax.Array, *, cap: float | None, mode: str) -> jax.Array:
     if cap is None:
         return u
     return jnp.where(u <= cap, u, 0.0) if mode == "mask" else jnp.minimum(u, cap)
+
+
+def banded(log_u: jax.Array, *, low: float, high: float) -> jax.Array:
+    """The weight inside a band, and nothing outside: tokens that engine and trainer see too differently are dropped.
+
+        u where low ≤ u ≤ high, else 0
+
+    "Every Step Evolves" (IcePop), arXiv 2510.18855 (0.5, 5).
+
+    Args:
+      log_u: float [B, T], log π_p − log π_b in nats, already masked.
+      low: ≥ 0.
+      high: ≥ low.
+
+    Returns:
+      float32 [B, T], detached.
+    """
+    u = jax.lax.stop_gradient(jnp.exp(jnp.asarray(log_u, jnp.float32)))
+    return jnp.where((u >= low) & (u <= high), u, 0.0)
+
+
+def dppo_mask(
+    logprobs: jax.Array, behavior_logprobs: jax.Array, advantages: jax.Array, *, delta: float
+) -> jax.Array:
+    """A trust region in probabilities, where ratios say little of rare tokens: 1, or 0 where a token is dropped.
+
+        0 where A > 0 and π_θ − π_b > δ,    or A < 0 and π_θ − π_b < −δ
+
+    "DPPO", arXiv 2602.04879 (δ = 0.2).
+
+    Args:
+      logprobs: float [B, T], log π_θ in nats, already masked.
+      behavior_logprobs: float [B, T], nats, already masked.
+      advantages: float [B, T].
+      delta: δ in (0, 1), a difference of probabilities.
+
+    Returns:
+      float32 [B, T], detached.
+    """
+    moved = jax.lax.stop_gradient(jnp.exp(logprobs) - jnp.exp(behavior_logprobs))
+    dropped = ((advantages > 0) & (moved > delta)) | ((advantages < 0) & (moved < -delta))
+    return jnp.where(dropped, 0.0, 1.0)
+
+
+# Name → weight of each token, from (tokens, log π_p − log π_b, config).
+WEIGHTS: dict[str, Callable[[Tokens, jax.Array, LossConfig], jax.Array]] = {
+    "none": lambda t, log_u, c: capped(log_u, cap=None, mode="none"),
+    "uncapped": lambda t, log_u, c: capped(log_u, cap=None, mode="uncapped"),
+    "mask": lambda t, log_u, c: capped(log_u, cap=c.behavior_cap, mode="mask"),
+    "clamp": lambda t, log_u, c: capped(log_u, cap=c.behavior_cap, mode="clamp"),
+    # Truncated importance sampling, Yao et al. 2025: of the trainer's own log-probs, which the config sees to.
+    "tis": lambda t, log_u, c: capped(log_u, cap=c.behavior_cap, mode="clamp"),
+    "icepop": lambda t, log_u, c: banded(log_u, low=c.behavior_floor, high=c.behavior_cap),
+    "dppo_mask": lambda t, log_u, c: dppo_mask(
+        t.logprobs, t.behavior_logprobs, t.advantages, delta=c.dppo_delta
+    ),
+}

@@ -1,0 +1,170 @@
+"""Statistics of a loss, as sums over tokens by staleness and as maxima: what `accumulate` carries beside the gradient.
+
+Sums, so that microbatches and devices do not change a mean; by staleness, so that one can see which tokens a loss
+clips, drops or mistrusts. It knows nothing of models or optimizers.
+"""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_async.loss_config import LossConfig
+from jaxrl_async.objectives import anchors, kl, masked, ratios
+from jaxrl_async.objectives.objective import Objective
+from jaxrl_async.objectives.tokens import Tokens
+
+LAG_BUCKETS = {"0": 0, "1": 1, "2": 2, "3-4": 3, "5-8": 5, "9+": 9}  # name → first staleness
+
+_MEANS = {
+    "policy/ratio": "ratio",
+    "policy/clip_fraction": "clipped",
+    "policy/dropped_by_cap": "dropped",
+    "policy/kl_behavior": "kl_k3",
+    "policy/kl_behavior_k1": "kl_k1",
+    "policy/entropy": "entropy",
+    "staleness/mean": "staleness",
+}
+_LAG_MEANS = {
+    "ratio": "ratio",
+    "clip_fraction": "clipped",
+    "kl": "kl_k3",
+    "advantage_sign": "advantage_sign",
+}
+_MAXIMA = ("total_ratio", "ratio", "staleness", "fresh_abs_log_ratio")
+_ERRORS = ("abs", "ratio", "weight")  # of an approximated anchor
+
+
+class Statistics:
+    """The columns that a loss is measured in."""
+
+    def __init__(self, config: LossConfig):
+        self._penalty = config.kl != "none"
+        self._approximations = anchors.APPROXIMATIONS if config.proximal_metrics else ()
+        self._config = config
+        sums = ["tokens", "loss", "share", "weight", "weight_squared", "abs_log_ratio"]
+        sums += [*_MEANS.values(), "advantage_sign"]
+        if self._penalty:
+            sums.append("penalty")
+        if self._approximations:
+            sums.append("abs_proximal")
+        sums += [f"{name}/{error}" for name in self._approximations for error in _ERRORS]
+        self._sums = tuple(sums)
+
+    def zeros(self) -> tuple[jax.Array, jax.Array]:
+        """Sums float32 [buckets, columns] and maxima float32 [columns] of nothing."""
+        return jnp.zeros((len(LAG_BUCKETS), len(self._sums))), jnp.zeros(len(_MAXIMA))
+
+    def measure(
+        self, tokens: Tokens, entropy: jax.Array, parts: Objective
+    ) -> tuple[jax.Array, jax.Array]:
+        """The sums and maxima of a microbatch.
+
+        Args:
+          tokens: what the loss looked at.
+          entropy: float32 [B, T], nats.
+          parts: the loss and what it was made of.
+        """
+        t = tokens.kept()
+        abs_log_ratio = jnp.abs(t.logprobs - t.behavior_logprobs)
+        of_token = {
+            "tokens": t.mask,
+            "loss": parts.loss,
+            "share": parts.share,
+            "weight": parts.weight,
+            "weight_squared": jnp.square(parts.weight),
+            "abs_log_ratio": abs_log_ratio,
+            "ratio": parts.ratio,
+            "clipped": parts.clipped,
+            "dropped": parts.weight == 0,
+            "kl_k1": kl.k1(t.behavior_logprobs, t.logprobs, t.mask),
+            "kl_k3": kl.k3(t.behavior_logprobs, t.logprobs, t.mask),
+            "entropy": entropy,
+            "staleness": t.staleness,
+            "advantage_sign": jnp.sign(t.advantages),
+            "penalty": parts.kl,
+            "abs_proximal": None if t.proximal_logprobs is None else jnp.abs(t.proximal_logprobs),
+        } | self._errors(t)
+        largest = {
+            "total_ratio": ratios.token(t.logprobs, t.behavior_logprobs, t.mask),
+            "ratio": parts.ratio,
+            "staleness": t.staleness,
+            "fresh_abs_log_ratio": masked.keep(abs_log_ratio, t.staleness == 0),
+        }
+        values = jnp.stack([masked.keep(of_token[name], t.mask) for name in self._sums], axis=-1)
+        bucket = sum(t.staleness >= first for first in list(LAG_BUCKETS.values())[1:])
+        members = [jnp.where(bucket[..., None] == i, values, 0.0) for i in range(len(LAG_BUCKETS))]
+        return (
+            jnp.stack([member.sum(axis=(0, 1)) for member in members]),
+            jnp.stack([masked.largest(largest[name], t.mask) for name in _MAXIMA]),
+        )
+
+    def denominator(self, sums: jax.Array) -> jax.Array:
+        """What the summed loss and its gradient are divided by, float32 []."""
+        return sums[:, self._sums.index("share")].sum()
+
+    def summed_loss(self, sums: jax.Array) -> jax.Array:
+        """float32 []"""
+        return sums[:, self._sums.index("loss")].sum()
+
+    def metrics(self, sums: jax.Array, maxima: jax.Array) -> dict[str, jax.Array]:
+        """The metrics of a minibatch, by their public names, and "tokens", how many they are over."""
+        total = dict(zip(self._sums, sums.sum(axis=0), strict=True))
+        largest = dict(zip(_MAXIMA, maxima, strict=True))
+        metrics = {name: total[key] / total["tokens"] for name, key in _MEANS.items()}
+        metrics |= {
+            "loss/policy": total["loss"] / total["share"],
+            "policy/ess": _effective_share(total),
+            "policy/max_ratio": largest["total_ratio"],
+            "policy/max_anchor_ratio": largest["ratio"],
+            "staleness/max": largest["staleness"],
+            "tokens": total["tokens"],
+        }
+        if self._penalty:
+            metrics["policy/kl_penalty"] = total["penalty"] / total["tokens"]
+        rows = [dict(zip(self._sums, row, strict=True)) for row in sums]
+        for name, lag in zip(LAG_BUCKETS, rows, strict=True):
+            tokens = jnp.maximum(lag["tokens"], 1.0)  # A bucket without tokens reads 0.
+            metrics |= {f"lag/{name}/{key}": lag[of] / tokens for key, of in _LAG_MEANS.items()}
+            metrics |= {
+                f"lag/{name}/ess": _effective_share(lag),
+                f"lag/{name}/tokens": lag["tokens"],
+            }
+        return metrics | self._proximal(total) | _mismatch(rows[0], largest)
+
+    def _errors(self, t: Tokens) -> dict[str, jax.Array]:
+        """Of each approximated anchor against the recomputed one: |Δ log π_p|, |Δ π_θ/π_p| and |Δ π_p/π_b|."""
+        found = {}
+        for name in self._approximations:
+            anchor, exact = anchors.ANCHORS[name](t, self._config), t.proximal_logprobs
+            found[f"{name}/abs"] = jnp.abs(anchor - exact)
+            ratio = jnp.exp(t.logprobs - anchor) - jnp.exp(t.logprobs - exact)
+            weight = jnp.exp(anchor - t.behavior_logprobs) - jnp.exp(exact - t.behavior_logprobs)
+            found |= {f"{name}/ratio": jnp.abs(ratio), f"{name}/weight": jnp.abs(weight)}
+        return found
+
+    def _proximal(self, total: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        metrics = {}
+        for name in self._approximations:
+            for error in _ERRORS:
+                metrics[f"proximal/{name}/{error}"] = total[f"{name}/{error}"] / total["tokens"]
+            metrics[f"proximal/{name}/relative"] = total[f"{name}/abs"] / jnp.maximum(
+                total["abs_proximal"], 1e-30
+            )
+        return metrics
+
+
+def _mismatch(fresh, largest):
+    """Engine against learner, of the tokens with staleness 0."""
+    tokens = jnp.maximum(fresh["tokens"], 1.0)
+    return {
+        "mismatch/mean_abs": fresh["abs_log_ratio"] / tokens,
+        "mismatch/max_abs": largest["fresh_abs_log_ratio"],
+        "mismatch/kl": fresh["kl_k3"] / tokens,
+        "mismatch/tokens": fresh["tokens"],
+    }
+
+
+def _effective_share(sums):
+    """Kish's effective sample size as a share of the tokens, (Σ w)² / (n Σ w²); 0 without weight."""
+    return sums["weight"] ** 2 / jnp.maximum(sums["tokens"] * sums["weight_squared"], 1e-30)

@@ -1,0 +1,197 @@
+"""What the learner minimises, as a value: names of parts, their numbers, and which do not go together.
+
+    loss = Σ_t scale_t · m_t · (weight_t · surrogate_t(ratio_t, A_t) + kl_coefficient · kl_t) / D
+
+Each part is a pure function in `jaxrl_async.objectives`, in a table that has the names below. This module knows
+nothing of JAX, so that a config is refused before any device is touched.
+"""
+
+import dataclasses
+
+ADVANTAGES = ("grpo", "dr_grpo", "rloo")
+ANCHORS = ("recompute", "current", "a3po", "linear", "behavior")
+RATIOS = ("token", "sequence")
+SURROGATES = ("clipped", "unclipped", "cispo", "reinforce", "dg")
+WEIGHTS = ("none", "uncapped", "mask", "clamp", "tis", "icepop", "dppo_mask")
+KLS = ("none", "k1", "k2", "k3")
+REDUCTIONS = ("token_mean", "sequence_mean", "fixed_length")
+
+WITHOUT_RATIO = ("reinforce", "dg")  # surrogates of log π_θ itself
+_NAMES = {
+    "advantage": ADVANTAGES,
+    "anchor": ANCHORS,
+    "a3po_fresh": ("behavior", "current"),
+    "ratio": RATIOS,
+    "surrogate": SURROGATES,
+    "behavior_cap_mode": WEIGHTS,
+    "kl": KLS,
+    "kl_to": ("reference", "behavior"),
+    "reduction": REDUCTIONS,
+}
+_CAPPED = ("mask", "clamp", "tis", "icepop")  # weights that take behavior_cap
+
+
+@dataclasses.dataclass(frozen=True)
+class LossConfig:
+    """One loss, by the names of its parts; the defaults are A-3PO.
+
+    Raises:
+      ValueError: an unknown name, a number outside its bounds, or parts that do not go together; says why.
+    """
+
+    advantage: str = "grpo"  # one of ADVANTAGES
+    anchor: str = "a3po"  # of the clip, one of ANCHORS
+    a3po_fresh: str = "behavior"  # the anchor of tokens with staleness 0: "behavior" | "current"
+    ratio: str = "token"  # one of RATIOS: of each token, or of its whole sequence (GSPO)
+    surrogate: str = "clipped"  # one of SURROGATES
+    clip_low: float = 0.2  # ε_low, in [0, 1]
+    clip_high: float = 0.2  # ε_high, ≥ 0
+    dual_clip: float | None = None  # c > 1, or None
+    dg_temperature: float = 1.0  # η > 0 of the gate of "dg"
+    dg_threshold: float = 0.0  # λ of the gate of "dg", nats
+    behavior_cap_mode: str = "mask"  # the weight π_p/π_b: one of WEIGHTS
+    behavior_cap: float | None = 5.0  # C > 0 of "mask", "clamp", "tis", "icepop"; else None
+    behavior_floor: float | None = None  # of "icepop", whose band ends at behavior_cap; else None
+    dppo_delta: float | None = None  # δ in (0, 1) of "dppo_mask", in probability; else None
+    kl: str = "none"  # penalty: one of KLS
+    kl_to: str = "reference"  # of the policy to "reference" (version 0 of the run) | "behavior"
+    kl_coefficient: float = 0.0  # ≥ 0, > 0 unless kl is "none"
+    reduction: str = "token_mean"  # one of REDUCTIONS
+    fixed_length: float | None = None  # tokens > 0: the constant of "fixed_length"; else None
+    proximal_metrics: bool = (
+        False  # one more forward: the error of each cheap anchor against "recompute"
+    )
+
+    def __post_init__(self):
+        for name, known in _NAMES.items():
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"{name} must be one of {', '.join(known)}; got {getattr(self, name)!r}"
+                )
+        self._check_numbers()
+        self._check_weight()
+        self._check_parts()
+
+    def check_minibatches(self, num_minibatches: int) -> None:
+        """Refuses an anchor that is right with one minibatch per step only.
+
+        Raises:
+          ValueError: a clip against 'current' with several.
+        """
+        if (
+            self.anchor == "current"
+            and self.surrogate not in WITHOUT_RATIO
+            and num_minibatches != 1
+        ):
+            raise ValueError(
+                "anchor 'current' is exact with one minibatch per step only (from the second on the policy is no "
+                "longer what the step started from, and nothing would be clipped), got num_minibatches = "
+                f"{num_minibatches}"
+            )
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether log-probs of the reference policy are needed."""
+        return self.kl != "none" and self.kl_to == "reference"
+
+    @property
+    def needs_recompute(self) -> bool:
+        """Whether log-probs at the weights that the step starts from are needed: one more forward."""
+        return self.anchor == "recompute" or self.proximal_metrics
+
+    def _check_numbers(self):
+        if not 0 <= self.clip_low <= 1 or self.clip_high < 0:
+            raise ValueError(
+                f"clip_low must be in [0, 1] and clip_high ≥ 0, got {self.clip_low}, {self.clip_high}"
+            )
+        if self.dual_clip is not None and self.dual_clip <= 1:
+            raise ValueError(f"dual_clip must be > 1 or None, got {self.dual_clip}")
+        if self.dg_temperature <= 0:
+            raise ValueError(f"dg_temperature must be > 0, got {self.dg_temperature}")
+        if (self.kl == "none") != (self.kl_coefficient == 0) or self.kl_coefficient < 0:
+            raise ValueError(
+                f"kl_coefficient must be > 0 with an estimator and 0 with kl 'none', got {self.kl_coefficient} with "
+                f"{self.kl!r}"
+            )
+        self._check_given(
+            "fixed_length", self.reduction == "fixed_length", "reduction 'fixed_length'"
+        )
+        if self.fixed_length is not None and self.fixed_length <= 0:
+            raise ValueError(f"fixed_length must be > 0, got {self.fixed_length}")
+
+    def _check_weight(self):
+        mode = self.behavior_cap_mode
+        if (mode in _CAPPED) != (self.behavior_cap is not None):
+            raise ValueError(
+                f"behavior_cap must be a number in the modes {', '.join(map(repr, _CAPPED))} and None in the others, "
+                f"got {self.behavior_cap} in mode {mode!r}"
+            )
+        if self.behavior_cap is not None and self.behavior_cap <= 0:
+            raise ValueError(f"behavior_cap must be > 0, got {self.behavior_cap}")
+        self._check_given("behavior_floor", mode == "icepop", "behavior_cap_mode 'icepop'")
+        if self.behavior_floor is not None and not 0 <= self.behavior_floor <= self.behavior_cap:
+            raise ValueError(
+                f"behavior_floor must be in [0, behavior_cap = {self.behavior_cap}], got {self.behavior_floor}"
+            )
+        self._check_given("dppo_delta", mode == "dppo_mask", "behavior_cap_mode 'dppo_mask'")
+        if self.dppo_delta is not None and not 0 < self.dppo_delta < 1:
+            raise ValueError(f"dppo_delta must be in (0, 1), got {self.dppo_delta}")
+
+    def _check_given(self, name: str, wanted: bool, where: str):
+        if (getattr(self, name) is not None) != wanted:
+            raise ValueError(
+                f"{name} must be a number with {where} and None otherwise, got {getattr(self, name)}"
+            )
+
+    def _check_parts(self):
+        """Parts that do not go together, each with the reason."""
+        uses_ratio = self.surrogate not in WITHOUT_RATIO
+        weighted = self.behavior_cap_mode != "none"
+        for wrong, reason in (
+            (
+                self.dual_clip is not None and self.surrogate != "clipped",
+                f"dual_clip bounds the loss of surrogate 'clipped'; {self.surrogate!r} has no such bound",
+            ),
+            (
+                self.ratio == "sequence" and not uses_ratio,
+                f"surrogate {self.surrogate!r} uses no ratio, so ratio 'sequence' would do nothing",
+            ),
+            (
+                self.surrogate == "cispo" and self.clip_low != 1,
+                f"surrogate 'cispo' has no lower clip: clip_low must be 1 (the ratio is ≥ 0), got {self.clip_low}",
+            ),
+            (
+                self.surrogate == "cispo" and self.anchor == "current",
+                "surrogate 'cispo' clips the ratio to the anchor, which is 1 with anchor 'current'",
+            ),
+            (
+                self.surrogate == "dg" and weighted,
+                "surrogate 'dg' uses no behavior probabilities, which a weight would bring back: behavior_cap_mode "
+                f"must be 'none', got {self.behavior_cap_mode!r}",
+            ),
+            (
+                self.surrogate == "dg" and self.kl != "none" and self.kl_to == "behavior",
+                "surrogate 'dg' uses no behavior probabilities, which a KL to 'behavior' would bring back",
+            ),
+            (
+                self.surrogate == "dg" and self.advantage == "grpo",
+                "surrogate 'dg' gates by the advantage in units of reward, R − mean: advantage must be 'dr_grpo' or "
+                "'rloo', got 'grpo', which divides by the spread",
+            ),
+            (
+                not uses_ratio and not weighted and self.anchor in ("recompute", "a3po", "linear"),
+                f"surrogate {self.surrogate!r} without a weight uses no anchor, so {self.anchor!r} would do nothing: "
+                "use 'behavior'",
+            ),
+            (
+                self.behavior_cap_mode == "tis" and self.anchor not in ("recompute", "current"),
+                "weight 'tis' compares the trainer's own log-probs with the engine's: anchor must be 'recompute' or "
+                f"'current', got {self.anchor!r}",
+            ),
+            (
+                self.behavior_cap_mode == "dppo_mask" and self.surrogate == "clipped",
+                "weight 'dppo_mask' stands in the place of the clip: surrogate must not be 'clipped'",
+            ),
+        ):
+            if wrong:
+                raise ValueError(reason)

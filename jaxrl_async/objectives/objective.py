@@ -1,0 +1,67 @@
+"""The loss of a config: one row of each table, composed. Knows nothing of models, batches or devices."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_async.loss_config import LossConfig
+from jaxrl_async.objectives import anchors, kl, masked, ratios, reductions, surrogates, weights
+from jaxrl_async.objectives.tokens import Tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+    """The loss of a microbatch, and what it was made of: float32 [B, T], 0 (ratio: 1) where the mask is False.
+
+    Only `loss` and `kl` carry a gradient that means anything.
+    """
+
+    loss: jax.Array  # to be summed, and divided by Σ share over the whole minibatch
+    share: jax.Array  # of the denominator
+    anchor: jax.Array  # log π_p, nats
+    ratio: jax.Array  # π_θ / π_p
+    weight: jax.Array  # of the surrogate, ≥ 0
+    clipped: jax.Array  # bool, where the surrogate's clip acts
+    kl: jax.Array | None  # the penalty's estimate, nats, before its coefficient; None without one
+
+
+def objective(tokens: Tokens, config: LossConfig) -> Objective:
+    """Composes a loss by the names in its config.
+
+        loss_t = scale_t · m_t · (weight_t · surrogate_t(ratio_t, A_t) + kl_coefficient · kl_t)
+
+    Args:
+      tokens: of one microbatch; the entries that are masked out may hold anything.
+      config: the names and numbers.
+
+    Returns:
+      The loss of each token, and its parts.
+    """
+    t = tokens.kept()
+    anchor = anchors.ANCHORS[config.anchor](t, config)
+    ratio = ratios.RATIOS[config.ratio](t.logprobs, anchor, t.mask, t.segment_ids)
+    weight = weights.WEIGHTS[config.behavior_cap_mode](t, anchor - t.behavior_logprobs, config)
+    loss = weight * surrogates.SURROGATES[config.surrogate](t, ratio, config)
+    penalty = _penalty(t, config)
+    if penalty is not None:
+        loss += config.kl_coefficient * penalty
+    scale, share = reductions.REDUCTIONS[config.reduction](t, config)
+    clips = surrogates.CLIPS.get(config.surrogate)
+    return Objective(
+        loss=masked.keep(scale * loss, t.mask),
+        share=share,
+        anchor=anchor,
+        ratio=ratio,
+        weight=masked.keep(weight, t.mask),
+        clipped=jnp.zeros_like(t.mask) if clips is None else clips(t, ratio, config) & t.mask,
+        kl=penalty,
+    )
+
+
+def _penalty(t: Tokens, config: LossConfig) -> jax.Array | None:
+    """KL(policy ‖ other) from tokens that a policy near ours sampled."""
+    if config.kl == "none":
+        return None
+    other = t.reference_logprobs if config.kl_to == "reference" else t.behavior_logprobs
+    return kl.KLS[config.kl](t.logprobs, other, t.mask)

@@ -1,0 +1,74 @@
+"""Reductions: how the losses of tokens become one number, as sums, so that microbatches and hosts do not change it.
+
+    L = Σ_t scale_t · loss_t / Σ_t share_t
+
+Each gives (scale, share) of every token; the division happens once, over the whole minibatch. A trajectory lies
+whole in one row. What a weight drops keeps its share.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_async.loss_config import LossConfig
+from jaxrl_async.objectives import masked
+from jaxrl_async.objectives.tokens import Tokens
+
+
+def token_mean(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Every token counts alike, so long answers count more: D = tokens of the minibatch.
+
+    "DAPO", Yu et al., arXiv 2503.14476.
+
+    Args:
+      mask: bool [B, T].
+
+    Returns:
+      scale and share, float32 [B, T].
+    """
+    ones = masked.keep(1.0, mask)
+    return ones, ones
+
+
+def sequence_mean(mask: jax.Array, segment_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The mean over trajectories of each one's mean: D = trajectories with a sampled token.
+
+    "DeepSeekMath", Shao et al., arXiv 2402.03300.
+
+    Args:
+      mask: bool [B, T].
+      segment_ids: int [B, T].
+
+    Returns:
+      scale and share, float32 [B, T]: 1 / tokens of the token's trajectory.
+    """
+    ones = masked.keep(1.0, mask)
+    part = ones / jnp.maximum(masked.segment_sum(ones, segment_ids), 1.0)
+    return part, part
+
+
+def fixed_length(
+    mask: jax.Array, segment_ids: jax.Array, *, length: float
+) -> tuple[jax.Array, jax.Array]:
+    """Sums over a constant: no length of its own makes a trajectory count less. D = trajectories · length.
+
+    "Understanding R1-Zero-Like Training" (Dr. GRPO), Liu et al., arXiv 2503.20783.
+
+    Args:
+      mask: bool [B, T].
+      segment_ids: int [B, T].
+      length: tokens > 0, usually the largest completion.
+
+    Returns:
+      scale and share, float32 [B, T].
+    """
+    return masked.keep(1.0, mask), length * sequence_mean(mask, segment_ids)[1]
+
+
+# Name → (scale, share), from (tokens, config).
+REDUCTIONS: dict[str, Callable[[Tokens, LossConfig], tuple[jax.Array, jax.Array]]] = {
+    "token_mean": lambda t, c: token_mean(t.mask),
+    "sequence_mean": lambda t, c: sequence_mean(t.mask, t.segment_ids),
+    "fixed_length": lambda t, c: fixed_length(t.mask, t.segment_ids, length=c.fixed_length),
+}
