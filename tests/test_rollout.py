@@ -1,6 +1,8 @@
 """Rollout: requests that survive their servers, and groups that are complete or go back with a reason."""
 
 import asyncio
+import contextlib
+import logging
 import time
 
 import numpy as np
@@ -12,6 +14,7 @@ from jaxrl_async.channels.admission import Admission, Permit
 from jaxrl_async.channels.queue_client import LearnerQueue, QueueClient
 from jaxrl_async.channels.wire import ServerRecord
 from jaxrl_async.rewards.pool import RewardError, RewardPool, RewardTimeoutError
+from jaxrl_async.rollout.frictions import Frictions, rng_of
 from jaxrl_async.rollout.sampler import RolloutError, Sampler, request_seed
 from jaxrl_async.rollout.single_turn import single_turn
 from jaxrl_async.rollout.worker import Worker, rollout_function
@@ -408,22 +411,27 @@ def rewards():
 
 @pytest.fixture
 def make_worker(client, queue, rewards):
-    def make(*, queue=queue, rewards=rewards, rollout=single_turn, max_running_groups=4):
+    def make(**changes):
         fleet = Fleet(suspect_secs=60.0, clock=time.monotonic, speeds={})
-        return Worker(
-            queue=queue,
-            sampler=make_sampler(client, fleet),
-            fleet=fleet,
-            rewards=rewards,
-            prompts=Prompts(),
-            decode=lambda ids: " ".join(map(str, ids)),
-            rollout=rollout,
-            group_size=4,
-            max_running_groups=max_running_groups,
-            vocab_size=VOCAB_SIZE,
-            max_tokens=8,
-            stop_token_ids=(0,),
-        )
+        arguments = {
+            "queue": queue,
+            "sampler": make_sampler(client, fleet),
+            "fleet": fleet,
+            "rewards": rewards,
+            "prompts": Prompts(),
+            "decode": lambda ids: " ".join(map(str, ids)),
+            "rollout": single_turn,
+            "group_size": 4,
+            "max_running_groups": 4,
+            "vocab_size": VOCAB_SIZE,
+            "max_tokens": 8,
+            "stop_token_ids": (0,),
+            "drop_equal_rewards": False,
+            "overlong": lambda num_tokens: 0.0,
+            "frictions": None,
+            "run_seed": 1,
+        }
+        return Worker(**arguments | changes)
 
     return make
 
@@ -612,7 +620,99 @@ def test_a_rollout_function_has_a_name_or_a_path():
         rollout_function("double_turn")
 
 
-async def test_a_worker_and_a_real_queue_hand_a_step_to_the_learner(servers, make_worker):
+def frictions(actor_bug=0.0, reward_corruption=0.0, rare_discovery=0.0):
+    return Frictions(actor_bug, reward_corruption, rare_discovery, zero_id=9)
+
+
+async def test_the_zeros_of_a_bugged_actor_are_what_is_rewarded(make_worker, queue, rewards):
+    await work_until(make_worker(frictions=frictions(actor_bug=1.0)), lambda: queue.pushed)
+    assert {text for text, _ in rewards.texts} == {"9 9 9 9 9"}
+    for row in queue.pushed[0].trajectories:
+        check_trajectory(row, vocab_size=VOCAB_SIZE, max_tokens=8)
+        assert row.tokens.tolist() == [11, 12, 13, 9, 9, 9, 9, 9] and not row.logprobs.any()
+        assert row.versions.tolist() == [-1, -1, -1, 3, 3, 3, 3, 3]
+
+
+async def test_a_bug_that_writes_what_no_token_is_never_becomes_a_sample(make_worker, queue):
+    wrong = Frictions(1.0, 0.0, 0.0, zero_id=VOCAB_SIZE)
+    await work_until(make_worker(frictions=wrong), lambda: queue.returned)
+    message = f"token id {VOCAB_SIZE} is outside [0, {VOCAB_SIZE})"
+    assert queue.returned == [(Permit(0, 0), "invalid", message)] and queue.pushed == []
+
+
+async def test_length_is_paid_for_before_frictions_change_the_reward(make_worker, queue, rewards):
+    # Five tokens are five words: 5 − 4.5 = 0.5, which rare discovery records as 0.
+    lengths = []
+
+    def overlong(num_tokens):
+        lengths.append(num_tokens)
+        return -4.5
+
+    queue.limit = 2
+    await work_until(make_worker(overlong=overlong), lambda: len(queue.pushed) == 2)
+    assert [row.reward for group in queue.pushed for row in group.trajectories] == [0.5] * 8
+    assert lengths == [5] * 8
+    queue.limit = 3
+    struck = make_worker(overlong=overlong, frictions=frictions(rare_discovery=1.0))
+    await work_until(struck, lambda: len(queue.pushed) == 3)
+    assert [row.reward for row in queue.pushed[2].trajectories] == [0.0] * 4
+
+
+async def test_whom_a_friction_strikes_follows_from_seed_index_sample_and_attempt(
+    make_worker, queue
+):
+    queue.limit = 4
+    # A reward of 5 is touched by corruption alone.
+    worker = make_worker(frictions=frictions(actor_bug=0.5, reward_corruption=0.5), run_seed=6)
+    await work_until(worker, lambda: len(queue.pushed) == 4)
+    for group in queue.pushed:
+        for sample, row in enumerate(group.trajectories):
+            rng = rng_of(6, group.prompt_index, sample, group.attempt)
+            assert (row.completion[0] == 9) == (rng.random() < 0.5)
+            expected = frictions(reward_corruption=0.5).of_reward(5.0, rng)
+            assert row.reward == expected
+    bugged = [row.completion[0] == 9 for group in queue.pushed for row in group.trajectories]
+    corrupted = [row.reward < 5 for group in queue.pushed for row in group.trajectories]
+    assert 0 < sum(bugged) < 16 and 0 < sum(corrupted) < 16 and bugged != corrupted
+
+
+class UnequalRewards(FakeRewards):
+    """Scores the answers to prompts 1, 3, 5, … with 0.25, 0.5, …, and the others with 0.25."""
+
+    async def score(self, text, answer):
+        self.texts.append((text, answer))
+        odd = int(answer.removeprefix("gold ")) % 2
+        return 0.25 * sum(a == answer for _, a in self.texts) if odd else 0.25
+
+
+async def test_groups_of_equal_rewards_are_dropped_for_the_next_index(make_worker, queue, caplog):
+    queue.limit = 4
+    worker = make_worker(rewards=UnequalRewards(), drop_equal_rewards=True)
+    with caplog.at_level(logging.INFO):
+        await work_until(worker, lambda: len(queue.pushed) == len(queue.returned) == 2)
+    assert sorted(group.prompt_index for group in queue.pushed) == [1, 3]
+    assert all(sorted(group.rewards) == [0.25, 0.5, 0.75, 1.0] for group in queue.pushed)
+    detail = "all rewards are 0.25"
+    assert sorted(queue.returned) == [(Permit(i, 0), "equal_rewards", detail) for i in (0, 2)]
+    assert worker.statistics.returned == {"equal_rewards": 2}
+    assert "equal_rewards" not in caplog.text  # It is normal, and happens often.
+
+
+async def test_the_rewards_that_must_differ_are_the_recorded_ones(make_worker, queue):
+    queue.limit = 2
+    worker = make_worker(
+        rewards=UnequalRewards(),
+        drop_equal_rewards=True,
+        overlong=lambda num_tokens: -0.5,  # 1.0 becomes 0.5: rare discovery leaves nothing.
+        frictions=frictions(rare_discovery=1.0),
+    )
+    await work_until(worker, lambda: len(queue.returned) == 2)
+    assert {detail for _, _, detail in queue.returned} == {"all rewards are 0"}
+
+
+@contextlib.asynccontextmanager
+async def real_queue():
+    """The address of a queue in this loop, which wants three groups a step."""
     admission = Admission(
         batch_groups=3,
         max_staleness=0,
@@ -634,21 +734,47 @@ async def test_a_worker_and_a_real_queue_hand_a_step_to_the_learner(servers, mak
             on_bound=bound.set_result,
         )
     )
-    timeouts = {"connect_timeout_secs": 20.0, "call_timeout_secs": 20.0}
-    address = await bound
+    try:
+        yield await bound
+    finally:
+        service.cancel()
+        await asyncio.wait([service])
 
-    def learn():
-        with LearnerQueue(address, **timeouts) as learner:
-            learner.publish_version(0, [ServerRecord(s.address, "HEALTHY", 0) for s in servers])
-            return list(learner.lease(1, 20.0))
 
+TIMEOUTS = {"connect_timeout_secs": 20.0, "call_timeout_secs": 20.0}
+
+
+def first_step(address, servers, timeout_secs):
+    """What a learner is leased for step 1 from servers that hold version 0."""
     for server in servers:
         server.version = "0"
-    async with QueueClient(address, **timeouts) as real_queue:
-        lease = asyncio.create_task(asyncio.to_thread(learn))
-        await work_until(make_worker(queue=real_queue), lease.done)
+    with LearnerQueue(address, **TIMEOUTS) as learner:
+        learner.publish_version(0, [ServerRecord(s.address, "HEALTHY", 0) for s in servers])
+        return list(learner.lease(1, timeout_secs))
+
+
+async def test_a_worker_and_a_real_queue_hand_a_step_to_the_learner(servers, make_worker):
+    async with real_queue() as address, QueueClient(address, **TIMEOUTS) as queue:
+        lease = asyncio.create_task(asyncio.to_thread(first_step, address, servers, 20.0))
+        await work_until(make_worker(queue=queue), lease.done)
     (chunk,) = lease.result()
     assert [group.prompt_index for group in chunk.groups] == [0, 1, 2]
     assert all(group.rewards.tolist() == [5.0] * 4 for group in chunk.groups)
-    service.cancel()
-    await asyncio.wait([service])
+
+
+async def test_a_step_is_filled_with_the_groups_that_are_not_dropped(servers, make_worker):
+    async with real_queue() as address, QueueClient(address, **TIMEOUTS) as queue:
+        lease = asyncio.create_task(asyncio.to_thread(first_step, address, servers, 20.0))
+        worker = make_worker(queue=queue, rewards=UnequalRewards(), drop_equal_rewards=True)
+        await work_until(worker, lease.done)
+    (chunk,) = lease.result()
+    assert [group.prompt_index for group in chunk.groups] == [1, 3, 5]
+
+
+async def test_a_learner_for_whom_everything_is_dropped_is_told_so(servers, make_worker):
+    async with real_queue() as address, QueueClient(address, **TIMEOUTS) as queue:
+        lease = asyncio.create_task(asyncio.to_thread(first_step, address, servers, 0.5))
+        await work_until(make_worker(queue=queue, drop_equal_rewards=True), lease.done)
+    dropped = r"step 1: 0 of 3 groups; .*; prompts retired so far: \d+ as equal_rewards; gave up"
+    with pytest.raises(TimeoutError, match=dropped):
+        lease.result()

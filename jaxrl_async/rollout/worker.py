@@ -2,6 +2,9 @@
 
 A group has all its G samples or is returned: a failure of a server or of a reward is never a sample. A failure that is
 none of these is a bug, and stops the worker. The worker knows nothing of weights, losses or the learner.
+
+What becomes of a sample, in order: rollout, actor bug, check, score of its text, price of its length, frictions of its
+reward.
 """
 
 import asyncio
@@ -11,9 +14,12 @@ import importlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
+import numpy as np
+
 from jaxrl_async.channels.admission import Permit
 from jaxrl_async.channels.queue_client import QueueClient
 from jaxrl_async.rewards.pool import RewardError, RewardPool, RewardTimeoutError
+from jaxrl_async.rollout.frictions import Frictions, rng_of
 from jaxrl_async.rollout.sampler import RolloutError, Sampler
 from jaxrl_async.rollout.single_turn import Generate, single_turn
 from jaxrl_async.servers.fleet import Fleet
@@ -65,6 +71,10 @@ class Worker:
         vocab_size: int,
         max_tokens: int,
         stop_token_ids: Sequence[int],
+        drop_equal_rewards: bool,
+        overlong: Callable[[int], float],
+        frictions: Frictions | None,
+        run_seed: int,
     ):
         """Starts nothing yet.
 
@@ -81,6 +91,11 @@ class Worker:
           vocab_size: bound on token ids.
           max_tokens: bound on prompt + completion.
           stop_token_ids: a last token among them is left out of the text.
+          drop_equal_rewards: a group whose recorded rewards are all equal retires its prompt_index instead
+            (DAPO's dynamic sampling, arXiv 2503.14476): it would have no advantage.
+          overlong: number of completion tokens → what is added to the reward.
+          frictions: what is recorded wrongly, on purpose; None for nothing.
+          run_seed: with prompt_index, attempt and sample it decides which samples a friction strikes.
         """
         self._queue = queue
         self._sampler = sampler
@@ -94,6 +109,10 @@ class Worker:
         self._vocab_size = vocab_size
         self._max_tokens = max_tokens
         self._stop_token_ids = frozenset(stop_token_ids)
+        self._drop_equal_rewards = drop_equal_rewards
+        self._overlong = overlong
+        self._frictions = frictions
+        self._run_seed = run_seed
         self._running: set[Permit] = set()
         self._finished = asyncio.Event()  # since the last look for free places
         self._scoring = 0  # answers that wait for their reward
@@ -142,6 +161,8 @@ class Worker:
         """The permit's group reaches the queue, or the permit goes back."""
         try:
             group = await self._make_group(permit)
+            if self._drop_equal_rewards and np.ptp(group.rewards) == 0:
+                raise RolloutError("equal_rewards", f"all rewards are {group.rewards[0]:g}")
             outcome = await self._queue.push(group)
         except RolloutError as error:
             await self._return(permit, error.reason, error.detail)
@@ -154,7 +175,9 @@ class Worker:
             self._finished.set()
 
     async def _return(self, permit: Permit, reason: str, detail: str) -> None:
-        log.warning("%s returned as %s: %s", permit, reason, detail)
+        normal = reason == "equal_rewards"  # With drop_equal_rewards, many are.
+        level = logging.DEBUG if normal else logging.WARNING
+        log.log(level, "%s returned as %s: %s", permit, reason, detail)
         await self._queue.return_permit(permit, reason, detail)
         self.statistics.returned[reason] += 1
 
@@ -176,8 +199,15 @@ class Worker:
 
     async def _sample(self, permit: Permit, prompt: Prompt, sample: int) -> Trajectory:
         trajectory = await self._rollout(prompt, self._sampler.bind(permit, sample))
+        rng = rng_of(self._run_seed, permit.prompt_index, sample, permit.attempt)
+        if self._frictions is not None:
+            trajectory = self._frictions.of_trajectory(trajectory, rng)
         check_trajectory(trajectory, vocab_size=self._vocab_size, max_tokens=self._max_tokens)
-        return dataclasses.replace(trajectory, reward=await self._score(trajectory, prompt))
+        reward = await self._score(trajectory, prompt)
+        reward += self._overlong(len(trajectory.completion))
+        if self._frictions is not None:
+            reward = self._frictions.of_reward(reward, rng)
+        return dataclasses.replace(trajectory, reward=reward)
 
     async def _score(self, trajectory: Trajectory, prompt: Prompt) -> float:
         self._scoring += 1
