@@ -82,11 +82,15 @@ def start(queue):
 
 @pytest.fixture
 def write(tmp_path):
-    """Makes the `write` of a version: one tensor that holds its number."""
+    """Makes the `write` of a version, one tensor that holds its number; `held`: gives servers another version."""
     store = WeightStore(tmp_path, keep=100)
 
-    def make(version):
-        return lambda: store.write(version, [("weight", np.array([version]))], {})
+    def make(version, held=None):
+        def write():
+            path = store.write(version, [("weight", np.array([version]))], {})
+            return path if held is None else store.path(held)
+
+        return write
 
     return make
 
@@ -456,6 +460,65 @@ def test_one_push_is_in_flight_at_most_and_the_wait_has_a_name(servers, start, w
     release.set()
     push(publisher, 1, write)
     assert [server.version for server in servers] == ["1", "1"]
+
+
+def push_delayed(publisher, version, held, write):
+    push(publisher, version, functools.partial(write, held=held))
+
+
+def test_servers_hold_and_stamp_what_was_written_and_the_queue_counts_what_was_published(
+    queue, servers, start, write, tmp_path
+):
+    publisher = start(servers)
+    pushed = [(0, 0), (1, 0), (2, 2), (3, 1), (4, 4)]  # At 3 the servers go back.
+    for version, held in pushed:
+        push_delayed(publisher, version, held, write)
+        assert [server.version for server in servers] == [str(held)] * 2
+        metrics = publisher.metrics()
+        assert metrics["weights/version"] == held
+        assert metrics["weights/delay"] == version - held
+    healthy = [(version, {s.address: ("HEALTHY", h) for s in servers}) for version, h in pushed]
+    assert [(version, states) for version, states, _ in queue.published] == healthy
+    for server in servers:  # Once each: at 1 they held it already.
+        updates = server.payloads("/update_weights_from_disk")
+        assert [update["weight_version"] for update in updates] == ["0", "2", "1", "4"]
+        assert [update["model_path"] for update in updates] == [
+            str(tmp_path / f"0000000{held}") for held in (0, 2, 1, 4)
+        ]
+
+
+def test_a_look_that_a_push_of_older_weights_overtakes_does_not_take_the_server_away(
+    queue, servers, start, write
+):
+    publisher = start(servers)
+    for version, held in [(0, 0), (1, 1), (3, 1)]:
+        push_delayed(publisher, version, held, write)
+    for server in servers:
+        server.slow["/model_info"] = 0.2
+        server.calls.clear()
+    queue.wait_for(lambda: all("/model_info" in server.routes() for server in servers))
+    push_delayed(publisher, 4, 0, write)
+    states = {state for _, states, _ in queue.published for state, _ in states.values()}
+    assert states == {"HEALTHY"} and [server.version for server in servers] == ["0", "0"]
+
+
+def test_a_restarted_server_is_given_the_delayed_weights_again(
+    queue, servers, start, write, tmp_path
+):
+    other, restarted = servers
+    publisher = start(servers)
+    for version, held in [(0, 0), (1, 1), (2, 2), (3, 1)]:
+        push_delayed(publisher, version, held, write)
+    before = len(queue.published)
+    restarted.stop()
+    restarted.reset()
+    restarted.start()
+    queue.wait_for(lambda: len(queue.published) > before and queue.last(restarted)[0] == "HEALTHY")
+    assert queue.last(restarted) == queue.last(other) == ("HEALTHY", 1)
+    assert (restarted.version, restarted.digest) == ("1", other.digest)
+    (update,) = restarted.payloads("/update_weights_from_disk")
+    assert update["model_path"] == str(tmp_path / "00000001")
+    assert {version for version, _, _ in queue.published[before:]} == {3}
 
 
 def test_versions_go_up(servers, start, write):

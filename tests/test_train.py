@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 import pytest
 
+from jaxrl_async.learner.versions import Delay
 from jaxrl_async.metrics import METRICS, read_metrics
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -134,7 +135,39 @@ def test_a_mode_trains_evaluates_and_reports(mode, run, tmp_path):
     assert not re.search(r"(src|href)=.http", page), "the page is not self-contained"
 
 
-NOT_IN_EVERY_RUN = {"time/wait_push_secs", "time/publish_secs"}
+NOT_IN_EVERY_RUN = {"time/wait_push_secs", "time/publish_secs", "weights/delay"}
+
+
+DRAWN = [Delay(3, uniform=True, seed=9).held(version) for version in range(6)]
+
+
+@pytest.mark.parametrize(
+    ("delay_steps", "held", "keep"), [("2", [0, 0, 0, 1, 2, 3], 4), ("uniform(3)", DRAWN, 5)]
+)
+def test_delayed_servers_make_every_token_of_a_step_so_stale(
+    delay_steps, held, keep, run, tmp_path
+):
+    code, output = run(
+        "train",
+        f"--config={QUICKSTART}:smoke,mode=sync,seed=9",
+        "--config.learner.num_steps=6",
+        f"--config.rollout.delay_steps={delay_steps}",
+    )
+    assert code == 0, output
+    rows = read_metrics(tmp_path / "run")
+    delays = [version - h for version, h in enumerate(held)]
+    # Step s samples when version s − 1 is published.
+    assert [row["staleness/mean"] for row in rows] == delays
+    assert [row["staleness/max"] for row in rows] == delays
+    for version, row in enumerate(rows):  # The push of the step itself may be over as well.
+        pushed = list(zip(held, delays, strict=True))[version : version + 2]
+        assert (row["weights/version"], row["weights/delay"]) in pushed
+    kept = sorted(int(path.name) for path in (tmp_path / "run" / "weights").iterdir())
+    assert kept == list(range(6))[-keep:]
+
+
+def test_drawn_delays_of_the_test_above_are_several_and_go_back():
+    assert sorted(DRAWN) != DRAWN and len({n - h for n, h in enumerate(DRAWN)}) >= 3
 
 
 @pytest.mark.parametrize("config", ["gsm8k_tiny", "gsm8k_qwen2_5_1p5b"])

@@ -1,12 +1,17 @@
 """Versions: a training state becomes the weights that servers sample with.
 
 The learner copies and casts on the device and goes on; gathering and writing happen in the publisher's thread.
+An experiment may delay the servers: each version is written, and an older one is handed out.
 """
 
+import dataclasses
 import functools
+import logging
+import pathlib
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxrl_async.channels.admission import Position
@@ -14,6 +19,29 @@ from jaxrl_async.channels.weight_store import WeightStore
 from jaxrl_async.learner.train_step import TrainState
 from jaxrl_async.models import hf, transformer
 from jaxrl_async.servers.publisher import Publisher
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Delay:
+    """How much older than the published version n the weights of the servers are.
+
+        held(n) = max(0, n − d),    d = D, or d ~ uniform{0 … D} by (seed, n)
+
+    Drawn delays let the servers go back to older weights than they had.
+    """
+
+    max_steps: int  # D ≥ 0; 0 for none
+    uniform: bool  # d is drawn anew for every version
+    seed: int  # ≥ 0, of the draws
+
+    def held(self, version: int) -> int:
+        """The version that the servers are to hold when `version` is published."""
+        steps = self.max_steps
+        if self.uniform:
+            steps = int(np.random.default_rng([self.seed, version]).integers(steps + 1))
+        return max(0, version - steps)
 
 
 class Versions:
@@ -27,21 +55,25 @@ class Versions:
         config: transformer.ModelConfig,
         dtype: str,
         timeout_secs: float,
+        delay: Delay,
     ):
         """Publishes nothing yet.
 
         Args:
           publisher: pushes to the servers.
-          store: where versions are written.
+          store: where versions are written. It keeps delay.max_steps + 2 of them or more: a late server may still
+            be reading what the push before gave it.
           config: of the model.
           dtype: of the written tensors.
           timeout_secs: bound on every wait for a push.
+          delay: which version the servers are given; every version must be published then, without a gap.
         """
         self._publisher = publisher
         self._store = store
         self._config = config
         self._dtype = dtype
         self._timeout_secs = timeout_secs
+        self._delay = delay
         self._version: int | None = None
 
     def publish(self, version: int, state: TrainState, position: Position | None = None) -> None:
@@ -62,7 +94,7 @@ class Versions:
         self._version = version
 
     def wait(self) -> None:
-        """Waits until the servers hold the newest version."""
+        """Waits until the servers hold the newest version, or what a delay makes of it."""
         if self._version is not None:
             self._publisher.wait(self._version, timeout_secs=self._timeout_secs)
 
@@ -71,12 +103,28 @@ class Versions:
         self._publisher.check()
 
     def metrics(self) -> dict[str, float]:
-        """weights/version, weights/push_secs and weights/bytes of the last push."""
-        return self._publisher.metrics()
+        """weights/version, weights/push_secs and weights/bytes of the last push; with a delay also weights/delay."""
+        metrics = self._publisher.metrics()
+        if not self._delay.max_steps:
+            metrics.pop("weights/delay", None)
+        return metrics
 
-    def _write(self, version: int, params: nnx.State):
+    def _write(self, version: int, params: nnx.State) -> pathlib.Path:
+        """Writes a version; returns the directory of the one that the servers are to hold."""
         tensors = hf.to_tensors(params, self._config, self._dtype)
-        return self._store.write(version, tensors, hf.write_config(self._config))
+        self._store.write(version, tensors, hf.write_config(self._config))
+        wanted = self._delay.held(version)
+        held = min(kept for kept in self._store.versions() if kept >= wanted)
+        if held != wanted:
+            # After a restore: the run that was left had gone on, and its store lost older versions.
+            log.warning(
+                "version %d is published with the weights of version %d: those of version %d, which its delay "
+                "asks for, are no longer in the store",
+                version,
+                held,
+                wanted,
+            )
+        return self._store.path(held)
 
 
 @functools.partial(jax.jit, static_argnames="dtype")

@@ -3,7 +3,9 @@
 One task per server is the only one that talks to it: it pushes a new version, looks after it every poll_secs, and
 pushes again to a server that was late, failed or restarted. The queue hears of a version when all HEALTHY servers
 answered with it, and of every change of a state. It is told of addresses that take requests, which may be routers;
-the publisher talks to the servers behind them. The publisher knows nothing of requests, prompts or tensors.
+the publisher talks to the servers behind them. What is written for a version may be the weights of another one,
+which servers then hold and stamp on tokens, while the queue counts the version published. The publisher knows nothing
+of requests, prompts or tensors.
 """
 
 import asyncio
@@ -83,6 +85,7 @@ class Publisher:
         # Everything below belongs to the thread.
         self._target: _Target | None = None
         self._announced: int | None = None
+        self._held: int | None = None  # by HEALTHY servers, under the version announced
         self._told: list[str] = []  # the states that the queue knows
         self._pushing = False
         self._healthy_at = time.monotonic()
@@ -106,7 +109,8 @@ class Publisher:
 
         Args:
           version: ≥ 0, above every version published before.
-          write: writes the version and returns its directory; called in a thread of the publisher.
+          write: writes the version and returns the directory of the weights to hold, as WeightStore wrote it: its
+            own, or those of another version, named in their manifest. Called in a thread of the publisher.
           timeout_secs: bound on waiting for the push before.
           position: where the queue starts from, at the first publication after a restore.
 
@@ -123,7 +127,7 @@ class Publisher:
         self._loop.call_soon_threadsafe(self._requests.put_nowait, request)
 
     def wait(self, version: int, *, timeout_secs: float) -> None:
-        """Waits until the servers hold a version.
+        """Waits until the servers hold what was written for a version.
 
         Raises:
           PublisherError: the publisher failed, or the push still runs after timeout_secs; says what it waits for.
@@ -146,7 +150,7 @@ class Publisher:
             raise PublisherError(f"the publisher failed: {self._error}") from self._error
 
     def metrics(self) -> dict[str, float]:
-        """weights/version, weights/push_secs (write included) and weights/bytes of the last push."""
+        """weights/version, weights/delay, weights/push_secs (write included) and weights/bytes of the last push."""
         return dict(self._metrics)
 
     def close(self) -> None:
@@ -191,8 +195,9 @@ class Publisher:
         path, num_bytes = await asyncio.to_thread(_write, request.write)
 
         self._pushing = True
-        digest = weight_store.read_manifest(path)["digest"]
-        first, self._target = self._target is None, _Target(request.version, path, digest)
+        manifest = weight_store.read_manifest(path)
+        target = _Target(manifest["version"], path, manifest["digest"])
+        first, self._target = self._target is None, target
         self._phase = f"version {request.version} on the servers"
         await self._deliver(first)
         self._pushing = False
@@ -202,7 +207,8 @@ class Publisher:
         await self._tell_states()
         await self._tell_version(request)
         self._metrics = {
-            "weights/version": request.version,
+            "weights/version": target.version,
+            "weights/delay": request.version - target.version,
             "weights/push_secs": time.monotonic() - start,
             "weights/bytes": num_bytes,
         }
@@ -274,8 +280,8 @@ class Publisher:
     ) -> None:
         try:
             await self._bring_to(client, server, target)
-            # During a push the version before it is still the current one.
-            current = (self._target.version, self._announced if self._pushing else None)
+            # During a push the weights before it are still the current ones.
+            current = (self._target.version, self._held if self._pushing else None)
             server.state = HEALTHY if server.version in current else STALE
             server.reason = f"holds version {server.version}"
         except ServerError as error:
@@ -325,7 +331,7 @@ class Publisher:
 
     async def _tell_version(self, request: "_Request") -> None:
         async with self._announcing:
-            self._announced = request.version
+            self._announced, self._held = request.version, self._target.version
             await self._tell(request.version, request.position)
 
     async def _tell_states(self) -> None:
@@ -357,7 +363,7 @@ class _Request:
 
 @dataclasses.dataclass(frozen=True)
 class _Target:
-    version: int
+    version: int  # of the weights, which the servers report
     path: str
     digest: str  # of the manifest
 
@@ -370,7 +376,7 @@ class _Server:
     serves: str  # where requests for it go: the same, or a router
     state: str = STALE
     reason: str = "has not answered yet"
-    version: int | None = None  # of ours; None before the first push
+    version: int | None = None  # of the weights; None before the first push
     tried: _Target | None = None  # the last target that it took or failed to take
     due: asyncio.Event = dataclasses.field(
         default_factory=asyncio.Event

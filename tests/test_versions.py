@@ -1,0 +1,162 @@
+"""Which weights servers are given when a version is published: its own, or with a delay those of an older one."""
+
+import collections
+import itertools
+import json
+import pathlib
+import types
+
+import jax
+import pytest
+
+from jaxrl_async.channels.weight_store import WeightStore
+from jaxrl_async.cli import config as config_lib
+from jaxrl_async.learner.versions import Delay, Versions
+from jaxrl_async.models import sharding, transformer
+from jaxrl_async.settings import Settings, SettingsError
+
+QUICKSTART = pathlib.Path(__file__).parent.parent / "configs" / "quickstart.py"
+CONFIG = transformer.ModelConfig(
+    vocab_size=16,
+    num_layers=1,
+    model_dim=16,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    mlp_dim=32,
+    rope_theta=10_000.0,
+    rope_scaling=None,
+    norm_eps=1e-6,
+    qk_norm=False,
+    attention_bias=False,
+    tied_embeddings=True,
+    dtype="float32",
+    remat=False,
+)
+NORM = "model.norm.weight"
+
+
+class Publisher:
+    """Writes at once; the last directory is what servers would be given."""
+
+    def __init__(self):
+        self.path = None
+
+    def publish(self, version, write, **_):
+        self.path = write()
+
+    def metrics(self):
+        return {"weights/version": 1, "weights/delay": 2}
+
+
+@pytest.fixture(scope="module")
+def params():
+    mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
+    return sharding.init_sharded(CONFIG, mesh, seed=0)
+
+
+@pytest.fixture
+def make(params, tmp_path):
+    """Versions over one directory; `given(n)` publishes n, all of whose weights are n, and says what servers get."""
+
+    def make(delay, *, keep):
+        store, publisher = WeightStore(tmp_path / "weights", keep=keep), Publisher()
+        versions = Versions(
+            publisher, store, config=CONFIG, dtype="float32", timeout_secs=1.0, delay=delay
+        )
+
+        def given(version):
+            state = types.SimpleNamespace(params=jax.tree.map(lambda x: x * 0 + version, params))
+            versions.publish(version, state)
+            held = int(publisher.path.name)
+            assert set(store.read(held)[NORM]) == {held}
+            return held
+
+        return types.SimpleNamespace(given=given, versions=versions, store=store)
+
+    return make
+
+
+def test_a_delay_of_d_steps_holds_the_version_d_steps_before_and_never_one_below_0():
+    two = Delay(2, uniform=False, seed=0)
+    assert [two.held(n) for n in range(6)] == [0, 0, 0, 1, 2, 3]
+    none = Delay(0, uniform=False, seed=0)
+    assert [none.held(n) for n in range(4)] == [0, 1, 2, 3]
+
+
+def test_a_drawn_delay_is_any_of_0_to_d_alike_and_may_go_back():
+    delay = Delay(3, uniform=True, seed=0)
+    held = [delay.held(n) for n in range(4000)]
+    counts = collections.Counter(n - h for n, h in enumerate(held[3:], start=3))
+    # 4 values of 3997 draws: 1000 each, with a standard deviation of √(3997·¼·¾) = 27.
+    assert set(counts) == {0, 1, 2, 3} and all(abs(c - 1000) < 140 for c in counts.values())
+    assert any(after < before for before, after in itertools.pairwise(held))
+    assert min(held) == 0
+
+
+def test_a_drawn_delay_depends_on_the_seed_and_the_version_alone():
+    def draws(seed, versions):
+        return {n: Delay(3, uniform=True, seed=seed).held(n) for n in versions}
+
+    assert draws(1, range(50)) == draws(1, reversed(range(50))) != draws(2, range(50))
+
+
+def test_every_version_is_written_and_the_one_before_the_delay_is_given(make):
+    run = make(Delay(2, uniform=False, seed=0), keep=4)
+    assert [run.given(n) for n in range(7)] == [0, 0, 0, 1, 2, 3, 4]
+    # The weights that servers had before are still there for one that is late.
+    assert run.store.versions() == [3, 4, 5, 6]
+    assert run.versions.metrics() == {"weights/version": 1, "weights/delay": 2}
+
+
+def test_drawn_weights_are_in_the_store_whenever_they_are_asked_for(make, caplog):
+    delay = Delay(3, uniform=True, seed=1)
+    run = make(delay, keep=5)
+    assert [run.given(n) for n in range(12)] == [delay.held(n) for n in range(12)]
+    assert caplog.text == ""
+
+
+def test_without_a_delay_every_version_is_given_itself(make):
+    run = make(Delay(0, uniform=False, seed=0), keep=2)
+    assert [run.given(n) for n in range(4)] == [0, 1, 2, 3]
+    assert run.store.versions() == [2, 3]
+    assert run.versions.metrics() == {"weights/version": 1}
+
+
+def test_a_resumed_run_finds_the_delayed_weights_on_disk(make, caplog):
+    delay = Delay(2, uniform=False, seed=0)
+    before = make(delay, keep=4)
+    for version in range(6):
+        before.given(version)
+    assert [make(delay, keep=4).given(n) for n in (5, 6)] == [3, 4]
+    assert caplog.text == ""
+
+
+def test_a_resumed_run_whose_delayed_weights_are_gone_takes_the_oldest_and_says_so(make, caplog):
+    delay = Delay(3, uniform=False, seed=0)
+    before = make(delay, keep=5)
+    for version in range(8):
+        before.given(version)
+    after = make(delay, keep=5)  # … of a checkpoint of step 5. The store holds 3 to 7.
+    assert after.given(5) == 3
+    assert (
+        "version 5 is published with the weights of version 3: those of version 2, which"
+        in caplog.text
+    )
+    caplog.clear()
+    assert [after.given(n) for n in (6, 7, 8)] == [3, 4, 5]
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("delay_steps", ["1", "uniform(2)"])
+def test_a_delay_needs_every_step_to_be_published(delay_steps):
+    config = json.loads(config_lib.load_config(str(QUICKSTART)).to_json())
+    config["rollout"]["delay_steps"] = delay_steps
+    Settings.from_dict(config)
+    config["weights"]["push_every_steps"] = 2
+    with pytest.raises(
+        SettingsError, match=r"delay_steps = .*needs weights\.push_every_steps = 1, got 2"
+    ):
+        Settings.from_dict(config)
+    config["rollout"]["delay_steps"] = "uniform(0)"
+    Settings.from_dict(config)
