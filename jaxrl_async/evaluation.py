@@ -69,7 +69,7 @@ def _score(
         ids = completion.output_ids.tolist()
         if completion.finish_reason["type"] == "stop":
             ids = ids[:-1]
-        return reward(tokenizer.decode(ids), prompt.answer) > 0.5
+        return reward(tokenizer.decode(ids), prompt.answer) >= 1.0  # Partial credit is not right.
 
     def sampled(temperature: float, count: int) -> np.ndarray:
         """bool [prompts, count]"""
