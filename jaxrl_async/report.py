@@ -28,6 +28,14 @@ pre {{ background: #f6f6f6; padding: 1rem; overflow: auto }}
 </html>
 """
 
+_LAG_TITLES = {
+    "π_θ/π_prox": "ratio",
+    "Share of tokens clipped": "clip_fraction",
+    "KL(behavior ‖ policy), nats": "kl",
+    "Effective sample size, share": "ess",
+    "Mean sign of the advantage": "advantage_sign",
+}
+
 
 def write_report(workdir: str | pathlib.Path) -> pathlib.Path:
     """Writes report.html into a workdir.
@@ -92,7 +100,7 @@ def _metric_row(name: str, value: float | None) -> str:
 
 
 def _plots(rows: list[dict]) -> list[str]:
-    """SVG elements: reward, staleness, time split, loss statistics, throughput, engine against learner."""
+    """SVG elements: reward, staleness, time split, loss, throughput, engine against learner, the loss by staleness."""
     from matplotlib.figure import Figure  # Imports slowly; only reports draw.
 
     figures = []
@@ -123,6 +131,14 @@ def _plots(rows: list[dict]) -> list[str]:
     if any(row.get("mismatch/mean_abs") for row in rows):  # Else no token was compared.
         names = ("mismatch/mean_abs", "mismatch/max_abs", "mismatch/kl")
         lines("Engine against learner, same weights (nats)", *names, yscale="log")
+    for title, key in _LAG_TITLES.items():
+        found = _by_staleness(rows, key)
+        if not found:
+            continue
+        axes = figure(f"{title}, by staleness")
+        for bucket, values in found.items():
+            axes.plot(steps, values, label=bucket, linewidth=1.2)
+        axes.legend(frameon=False, fontsize=8, title="steps stale", title_fontsize=8)
     return [_svg(fig) for fig in figures]
 
 
@@ -136,6 +152,17 @@ def _staleness_histogram(axes, rows: list[dict]) -> None:
     tokens = [np.nansum(_column(rows, name)) for name in names]
     axes.bar([name.split("/")[1] for name in names], tokens)
     axes.set_ylabel("tokens")
+
+
+def _by_staleness(rows: list[dict], key: str) -> dict[str, np.ndarray]:
+    """Staleness → lag/STALENESS/key over the steps, NaN in a step without such tokens; those seen at all."""
+    found = {}
+    names = [n for n in rows[-1] if n.startswith("lag/") and n.endswith(f"/{key}")]
+    for name in sorted(names, key=_bucket_start):
+        tokens = np.nan_to_num(_column(rows, f"{name.rpartition('/')[0]}/tokens"))
+        if tokens.any():
+            found[name.split("/")[1]] = np.where(tokens > 0, _column(rows, name), np.nan)
+    return found
 
 
 def _bucket_start(name: str) -> int:

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from jaxrl_async import report
@@ -46,6 +47,19 @@ def test_the_mismatch_is_drawn_where_tokens_were_compared(tmp_path):
     write_run(tmp_path, [row(**found, **{"mismatch/tokens": 9}), row(**{"mismatch/tokens": 0})])
     page = report.write_report(tmp_path).read_text()
     assert page.count("<svg") == 9 and "Engine against learner" in page
+
+
+def test_the_loss_is_drawn_by_staleness_where_there_were_tokens(tmp_path):
+    fresh = {"lag/0/tokens": 5, "lag/0/ratio": 1.5, "lag/1/tokens": 0, "lag/1/ratio": 0.0}
+    stale = {"lag/0/tokens": 0, "lag/0/ratio": 0.0, "lag/1/tokens": 5, "lag/1/ratio": 2.5}
+    rows = [{**fresh, "lag/9+/tokens": 0, "lag/9+/ratio": 0.0}, {**stale, "lag/9+/ratio": 0.0}]
+    found = report._by_staleness(rows, "ratio")
+    np.testing.assert_array_equal(found["0"], [1.5, np.nan])
+    np.testing.assert_array_equal(found["1"], [np.nan, 2.5])
+    assert list(found) == ["0", "1"]
+    write_run(tmp_path, [row(**fresh), row(**stale)])
+    page = report.write_report(tmp_path).read_text()
+    assert page.count("<svg") == 9 and "π_θ/π_prox, by staleness" in page
 
 
 def test_an_evaluation_is_shown_when_there_is_one(tmp_path):
