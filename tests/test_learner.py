@@ -36,8 +36,8 @@ B, G = 4, 2
 
 
 @functools.cache  # Compiled once for all tests.
-def make_train_step(anchor, num_minibatches):
-    loss = LossConfig(anchor=anchor, behavior_cap_mode="uncapped", behavior_cap=None)
+def make_train_step(anchor, num_minibatches, **loss):
+    loss = LossConfig(anchor=anchor, behavior_cap_mode="uncapped", behavior_cap=None, **loss)
     adam = optimizer.make_optimizer(
         learning_rate=1e-2,
         warmup_updates=0,
@@ -144,7 +144,7 @@ class Recorder:
 def train(
     recorder, *, anchor="current", num_minibatches=1, wait=True, every=1, num_steps=2, **over
 ):
-    train_step, mesh = make_train_step(anchor, num_minibatches)
+    train_step, mesh = make_train_step(anchor, num_minibatches, **over.get("loss", {}))
     state = train_step.init(sharding.init_sharded(CONFIG, mesh, seed=0))
     schedule = learner.Schedule(
         num_steps=num_steps,
@@ -166,6 +166,7 @@ def train(
         publisher=recorder,
         save=recorder.save,
         metrics=recorder,
+        reference=over.get("reference"),
     )
 
 
@@ -183,6 +184,20 @@ def test_a_synchronous_step_waits_leases_commits_and_publishes_in_this_order():
         "wait", "lease 2.0", "commit 2", "publish 2",
         "wait", "lease 3.0", "commit 3", "save 3",
     ]  # fmt: skip
+
+
+def test_a_kl_penalty_is_taken_to_the_reference_and_holds_the_policy_there():
+    reference = sharding.init_sharded(CONFIG, make_train_step("current", 1)[1], seed=0)
+    penalties = {}
+    for coefficient in (1e-9, 10.0):
+        recorder, loss = Recorder(), {"kl": "k3", "kl_coefficient": coefficient}
+        train(recorder, num_steps=8, loss=loss, reference=reference)
+        penalties[coefficient] = [row["policy/kl_penalty"] for row in recorder.rows]
+        assert penalties[coefficient][0] == pytest.approx(0, abs=1e-6)
+    assert 0 < penalties[10.0][-1] < penalties[1e-9][-1] / 2
+    without = Recorder()
+    train(without, num_steps=1)
+    assert "policy/kl_penalty" not in without.rows[0]
 
 
 def test_an_asynchronous_run_publishes_every_n_steps_and_does_not_wait():

@@ -125,9 +125,7 @@ def train(
                                 batch,
                                 proximal,
                                 policy_version=step - 1,
-                                reference_logprobs=None
-                                if reference is None
-                                else train_step.score(reference, batch),
+                                reference_logprobs=_scored(train_step, reference, batch),
                             )
                     groups += minibatch
                     batches += rows
@@ -154,6 +152,11 @@ def train(
         metrics.write(step, row)
         _check_failures(status, schedule.max_failures)
     return state
+
+
+def _scored(train_step: TrainStep, params: Any, batch: Batch) -> jax.Array | None:
+    """Log-probs of a reference's weights; None without one."""
+    return None if params is None else train_step.score(params, batch)
 
 
 def _timed(lease: Iterator[Chunk], timers: Timers) -> Iterator[Chunk]:
