@@ -176,7 +176,7 @@ class Weights:
     )
     push_timeout_secs: float
     poll_secs: float  # between looks at every server
-    keep: int  # versions kept on disk
+    keep: int  # versions kept on disk; D + 2 of them at least with rollout.delay_steps
 
 
 @dataclasses.dataclass(frozen=True)

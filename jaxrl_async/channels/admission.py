@@ -73,7 +73,7 @@ class Admission:
         capacity = min((η + v_pub + 1)·B − (accepted + running), max_running_groups − running)
 
     accepted = held + leased + committed groups, B = batch_groups, η = max_staleness, v_pub = the version
-    that the servers hold; before the first publication the capacity is 0. So after every event
+    published last, which the servers hold; before the first publication the capacity is 0. So after every event
 
         accepted + running ≤ (η + v_pub + 1)·B
 
