@@ -1,0 +1,194 @@
+"""The benchmarks that are scripts over the product's parts: each runs in small, and compares what it says it compares.
+
+No figure of theirs is checked here: those are in benchmarks/results.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.flatten_util import ravel_pytree
+
+from jaxrl_async.models import sharding
+
+BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", BENCHMARKS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+digits = load("delight_digits")
+anchors = load("anchors")
+
+
+def logits_gradient(method, logits, labels, actions, behavior_logprobs, staleness=3):
+    """Of the bandit's loss by the logits themselves: one layer, whose input is one-hot."""
+    params = [(jnp.asarray(logits, jnp.float32), jnp.zeros(logits.shape[1]))]
+    grads = jax.grad(digits.bandit_loss)(
+        params,
+        jnp.eye(len(logits)),
+        jnp.asarray(labels),
+        jnp.asarray(actions),
+        jnp.asarray(behavior_logprobs, jnp.float32),
+        staleness,
+        digits.METHODS[method],
+    )
+    return np.asarray(grads[0][0])
+
+
+# Two contexts, two actions: π = (0.8, 0.2) and (0.4, 0.6); b = Σ π² = 0.68 and 0.52. The first takes the right, rare
+# action, U = 1 − 0.68 = 0.32; the second the wrong one, U = −0.52. Without a weight the gradient by the logits is
+# U·(π − e_a)/2 = 0.16·(0.8, −0.8) and −0.26·(−0.6, 0.6).
+POLICY = np.array([[0.8, 0.2], [0.4, 0.6]])
+LABELS, ACTIONS = np.array([1, 1]), np.array([1, 0])
+PLAIN = np.array([[0.128, -0.128], [0.156, -0.156]])
+BEHAVIOR = np.log([0.5, 0.8])  # u = 0.2/0.5 = 0.4 and 0.4/0.8 = 0.5
+
+
+@pytest.mark.parametrize(
+    ("method", "weights"),
+    [
+        ("policy gradient", (1, 1)),
+        ("importance weights", (0.4, 0.5)),
+        ("truncated weights", (0.4, 0.5)),
+        # σ(0.32 · 1.609438) and σ(−0.52 · 0.916291)
+        ("delightful", (0.625983, 0.383086)),
+    ],
+)
+def test_a_bandits_gradient_is_the_policy_gradient_times_the_weight_or_gate(method, weights):
+    got = logits_gradient(method, np.log(POLICY), LABELS, ACTIONS, BEHAVIOR)
+    np.testing.assert_allclose(got, np.array(weights)[:, None] * PLAIN, rtol=1e-5)
+
+
+def test_a_weight_above_its_cap_is_truncated():
+    got = logits_gradient("truncated weights", np.log(POLICY), LABELS, ACTIONS, np.log([0.05, 0.8]))
+    np.testing.assert_allclose(got, np.array([[2.0], [0.5]]) * PLAIN, rtol=1e-5)  # u = 4
+
+
+@pytest.mark.parametrize("method", [m for m in digits.METHODS if m not in digits.ON_POLICY])
+def test_with_fresh_actions_every_other_method_is_the_policy_gradient(method):
+    fresh = np.log([0.2, 0.4])
+    got = logits_gradient(method, np.log(POLICY), LABELS, ACTIONS, fresh, staleness=0)
+    np.testing.assert_allclose(got, PLAIN, rtol=1e-5)
+
+
+@pytest.mark.parametrize("delay", [0, 3])
+def test_a_batch_is_sampled_by_the_weights_of_d_steps_ago(delay, monkeypatch):
+    steps, seen = 8, []
+
+    def recording(params, pixels, labels, actions, behavior_logprobs, staleness, loss):
+        jax.debug.callback(
+            lambda *values: seen.append([np.asarray(v) for v in values]),
+            ravel_pytree(params)[0],
+            pixels,
+            actions,
+            behavior_logprobs,
+            ordered=True,
+        )
+        return bandit_loss(params, pixels, labels, actions, behavior_logprobs, staleness, loss)
+
+    bandit_loss = digits.bandit_loss
+    monkeypatch.setattr(digits, "bandit_loss", recording)
+    pixels, labels = jax.random.uniform(jax.random.key(1), (40, 5)), jnp.arange(40) % 10
+    train, test = jnp.arange(30), jnp.arange(30, 40)
+    unravel = ravel_pytree(digits.init_params(jax.random.key(0), 5))[1]
+    one = functools.partial(
+        digits._run_one, loss=digits.METHODS["delightful"], delay=delay, steps=steps
+    )
+    jax.jit(one)(0, train, test, pixels, labels, 0.1)
+    jax.effects_barrier()
+    assert len(seen) == steps
+    for t, (_, pixels, actions, recorded) in enumerate(seen):
+        params = unravel(jnp.asarray(seen[max(0, t - delay)][0]))
+        logprobs = digits._taken(digits.action_logprobs(params, pixels), actions)
+        np.testing.assert_allclose(recorded, logprobs, atol=1e-5)
+
+
+def test_the_digits_benchmark_writes_its_tables_where_it_is_told(tmp_path):
+    pytest.importorskip("sklearn")
+    argv = ["--seeds=2", "--steps=20", "--delays=3", "--learning-rates=1e-3,1e-2"]
+    digits.main([*argv, "--methods=delightful", f"--out={tmp_path}"])
+    result = json.loads((tmp_path / "delight_digits.json").read_text())
+    (table,) = result["tables"]
+    errors = {run["rate"]: run["error"] for run in result["runs"]}
+    assert table["methods"]["delightful"]["error"] == errors[1e-3]
+    assert table["methods"]["delightful"]["best_error"] == min(errors.values())
+    assert result["num_test"] == 359 and len(result["runs"][0]["curve"]) == 20
+    assert (tmp_path / "delight_digits.png").stat().st_size > 0
+
+
+def test_mnists_files_are_read_by_their_headers(tmp_path):
+    for split, count in (("train", 3), ("t10k", 2)):
+        pixels = np.arange(count * 4, dtype=np.uint8)
+        header = b"\0\0\x08\x03" + np.array([count, 2, 2], ">u4").tobytes()
+        (tmp_path / f"{split}-images-idx3-ubyte").write_bytes(header + pixels.tobytes())
+        header = b"\0\0\x08\x01" + np.array([count], ">u4").tobytes()
+        (tmp_path / f"{split}-labels-idx1-ubyte").write_bytes(header + bytes(range(count)))
+    images = digits.load_mnist(tmp_path, seeds=2)
+    assert images.pixels.shape == (5, 4) and images.pixels[1, 0] == np.float32(4 / 255)
+    assert images.labels.tolist() == [0, 1, 2, 0, 1]
+    assert images.train.tolist() == [[0, 1, 2]] * 2 and images.test.tolist() == [[3, 4]] * 2
+
+
+def test_the_anchors_benchmark_counts_forwards_and_one_compilation_of_each_program(tmp_path):
+    anchors.main(["--smoke", f"--out={tmp_path}"])
+    table = json.loads((tmp_path / "anchors.json").read_text())["shapes"]["smoke"]
+    steps = table["no remat"]["steps"]
+    assert {name: row["forwards"] for name, row in steps.items()} == {
+        "behavior": 2,
+        "a3po": 2,
+        "recompute": 4,
+        "a3po, no statistics": 2,
+        "behavior, 1 minibatch": 2,
+    }
+    # init, zeros, accumulate, update, and score where the anchor is recomputed.
+    assert {name: row["compilations"] for name, row in steps.items()} == {
+        name: 4 + (name == "recompute") for name in steps
+    }
+    assert (tmp_path / "anchors.png").stat().st_size > 0
+
+
+def test_without_statistics_the_benchmark_trains_the_same(monkeypatch):
+    shape, work = anchors.SHAPES["smoke"]
+    config = anchors.make_config(shape, remat=False)
+    halves = [[batch] for batch in anchors.make_batches(config, work, num_microbatches=2)]
+    measured = anchors.Learner(config, anchors.make_programs(config, "a3po"), halves)
+    monkeypatch.setattr(anchors.train_steps, "Statistics", anchors.LossAlone)
+    alone = anchors.Learner(config, anchors.make_programs(config, "a3po"), halves)
+    before = sharding.init_sharded(config, anchors.make_mesh(), seed=0)
+    measured.step(), alone.step()
+    vectors = [ravel_pytree(p)[0] for p in (before, measured.state.params, alone.state.params)]
+    assert np.abs(vectors[1] - vectors[0]).max() > 0
+    np.testing.assert_array_equal(vectors[1], vectors[2])
+
+
+def test_flops_of_layers_are_counted_once_each():
+    config = anchors.make_config(anchors.SHAPES["smoke"][0], remat=False)
+    size, counts = 4, []
+
+    class Lowered:
+        def __init__(self, num_layers):
+            self._scanned = num_layers > 0
+
+        def compile(self):
+            return self
+
+        def cost_analysis(self):  # XLA's: the body of a scan once.
+            return {"flops": 7.0 + 10.0 * self._scanned}
+
+    def lowered(config):
+        counts.append(config.num_layers)
+        return Lowered(config.num_layers)
+
+    config = dataclasses.replace(config, num_layers=size)
+    assert anchors.count_flops(config, lowered) == 7 + 10 * size
