@@ -7,6 +7,7 @@ nothing of JAX, so that a config is refused before any device is touched.
 """
 
 import dataclasses
+import math
 
 ADVANTAGES = ("grpo", "dr_grpo", "rloo")
 ANCHORS = ("recompute", "current", "a3po", "linear", "behavior")
@@ -100,6 +101,9 @@ class LossConfig:
         return self.anchor == "recompute" or self.proximal_metrics
 
     def _check_numbers(self):
+        for name, value in vars(self).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{name} must be finite, got {value}")
         if not 0 <= self.clip_low <= 1 or self.clip_high < 0:
             raise ValueError(
                 f"clip_low must be in [0, 1] and clip_high ≥ 0, got {self.clip_low}, {self.clip_high}"

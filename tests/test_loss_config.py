@@ -1,0 +1,309 @@
+"""What a loss config takes, what it refuses, and with which words."""
+
+import dataclasses
+import math
+
+import pytest
+
+from jaxrl_async import loss_config
+from jaxrl_async.loss_config import LossConfig
+from jaxrl_async.objectives.advantages import ADVANTAGES
+from jaxrl_async.objectives.anchors import ANCHORS, APPROXIMATIONS
+from jaxrl_async.objectives.kl import KLS
+from jaxrl_async.objectives.ratios import RATIOS
+from jaxrl_async.objectives.reductions import REDUCTIONS
+from jaxrl_async.objectives.surrogates import CLIPS, SURROGATES
+from jaxrl_async.objectives.weights import MODES, WEIGHTS
+
+NO_WEIGHT = {"behavior_cap_mode": "none", "behavior_cap": None}
+REINFORCE = NO_WEIGHT | {"surrogate": "reinforce", "anchor": "behavior"}
+DG = REINFORCE | {"surrogate": "dg", "advantage": "dr_grpo"}
+CISPO = {"surrogate": "cispo", "clip_low": 1.0, "clip_high": 4.0}
+ICEPOP = {"behavior_cap_mode": "icepop", "behavior_floor": 0.5}
+DPPO = {
+    "surrogate": "unclipped",
+    "behavior_cap_mode": "dppo_mask",
+    "behavior_cap": None,
+    "dppo_delta": 0.2,
+}
+TIS = {"anchor": "recompute", "behavior_cap_mode": "tis", "behavior_cap": 2.0}
+KL = {"kl": "k3", "kl_coefficient": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("names", "table"),
+    [
+        (loss_config.ADVANTAGES, ADVANTAGES),
+        (loss_config.ANCHORS, ANCHORS),
+        (loss_config.RATIOS, RATIOS),
+        (loss_config.SURROGATES, SURROGATES),
+        (loss_config.WEIGHTS, WEIGHTS),
+        (loss_config.KLS, {"none": None, **KLS}),
+        (loss_config.REDUCTIONS, REDUCTIONS),
+    ],
+)
+def test_the_names_of_a_config_are_the_rows_of_a_table(names, table):
+    assert names == tuple(table)
+
+
+def test_the_smaller_tables_name_rows_of_the_larger():
+    assert set(CLIPS) < set(SURROGATES) - set(loss_config.WITHOUT_RATIO)
+    assert set(loss_config.WITHOUT_RATIO) < set(SURROGATES)
+    assert set(MODES) < set(WEIGHTS)
+    assert set(APPROXIMATIONS) == set(ANCHORS) - {"recompute"}
+
+
+def test_the_default_is_a3po():
+    c = LossConfig()
+    assert (c.advantage, c.anchor, c.a3po_fresh, c.ratio) == ("grpo", "a3po", "behavior", "token")
+    assert (c.surrogate, c.clip_low, c.clip_high, c.dual_clip) == ("clipped", 0.2, 0.2, None)
+    assert (c.behavior_cap_mode, c.behavior_cap, c.kl, c.reduction) == (
+        "mask",
+        5.0,
+        "none",
+        "token_mean",
+    )
+    assert not (c.proximal_metrics or c.needs_recompute or c.needs_reference)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"advantage": name} for name in loss_config.ADVANTAGES),
+        *({"anchor": name} for name in loss_config.ANCHORS),
+        *({"ratio": name} for name in loss_config.RATIOS),
+        *({"kl": name, "kl_coefficient": 0.1} for name in loss_config.KLS[1:]),
+        {"a3po_fresh": "current"},
+        {"surrogate": "unclipped"},
+        {"dual_clip": 3.0},
+        {"clip_low": 0.0, "clip_high": 0.0},
+        {"clip_low": 1.0},
+        {"behavior_cap_mode": "uncapped", "behavior_cap": None},
+        {"behavior_cap_mode": "clamp", "behavior_cap": 100.0},
+        {"reduction": "sequence_mean"},
+        {"reduction": "fixed_length", "fixed_length": 1024},
+        {"proximal_metrics": True},
+        CISPO,
+        ICEPOP,
+        ICEPOP | {"behavior_floor": 0.0},
+        ICEPOP | {"behavior_floor": 5.0},
+        DPPO,
+        TIS,
+        TIS | {"anchor": "current"},
+        NO_WEIGHT,
+        REINFORCE,
+        REINFORCE | {"anchor": "current"},
+        REINFORCE | TIS,
+        REINFORCE | {"behavior_cap_mode": "mask", "behavior_cap": 5.0, "anchor": "a3po"},
+        DG,
+        DG | {"advantage": "rloo"},
+        DG | KL,
+        DG | {"dg_temperature": 0.1, "dg_threshold": -1.0},
+        KL | {"kl_to": "behavior"},
+    ],
+    ids=str,
+)
+def test_what_goes_together_is_taken(settings):
+    config = LossConfig(**settings)
+    assert {name: getattr(config, name) for name in settings} == settings
+    assert dataclasses.replace(config) == config
+
+
+@pytest.mark.parametrize(
+    ("field", "known"),
+    [
+        ("advantage", "grpo, dr_grpo, rloo"),
+        ("anchor", "recompute, current, a3po, linear, behavior"),
+        ("a3po_fresh", "behavior, current"),
+        ("ratio", "token, sequence"),
+        ("surrogate", "clipped, unclipped, cispo, reinforce, dg"),
+        ("behavior_cap_mode", "none, uncapped, mask, clamp, tis, icepop, dppo_mask"),
+        ("kl", "none, k1, k2, k3"),
+        ("kl_to", "reference, behavior"),
+        ("reduction", "token_mean, sequence_mean, fixed_length"),
+    ],
+)
+@pytest.mark.parametrize("value", ["old", None])
+def test_an_unknown_name_is_refused_with_the_known_ones(field, known, value):
+    with pytest.raises(ValueError, match=f"^{field} must be one of {known}; got {value!r}$"):
+        LossConfig(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"clip_low": -0.1}, r"clip_low must be in \[0, 1\] and clip_high ≥ 0, got -0.1, 0.2"),
+        ({"clip_low": 1.1}, r"clip_low must be in \[0, 1\] and clip_high ≥ 0, got 1.1, 0.2"),
+        ({"clip_high": -0.1}, r"clip_low must be in \[0, 1\] and clip_high ≥ 0, got 0.2, -0.1"),
+        ({"dual_clip": 1.0}, r"dual_clip must be > 1 or None, got 1.0"),
+        (DG | {"dg_temperature": 0.0}, r"dg_temperature must be > 0, got 0.0"),
+        (DG | {"dg_temperature": -1.0}, r"dg_temperature must be > 0, got -1.0"),
+        ({"kl": "k3"}, r"kl_coefficient must be > 0 .* got 0.0 with 'k3'"),
+        ({"kl": "k1", "kl_coefficient": -0.1}, r"kl_coefficient must be > 0 .* got -0.1 with 'k1'"),
+        ({"kl_coefficient": 0.1}, r"0 with kl 'none', got 0.1 with 'none'"),
+        (
+            {"reduction": "fixed_length"},
+            r"fixed_length must be a number with reduction 'fixed_length' and None .* got None",
+        ),
+        (
+            {"fixed_length": 8.0},
+            r"fixed_length must be a number with reduction 'fixed_length' and None .* got 8.0",
+        ),
+        (
+            {"reduction": "fixed_length", "fixed_length": 0.0},
+            r"fixed_length must be > 0, got 0.0",
+        ),
+        (
+            {"behavior_cap": None},
+            r"a number in the modes 'mask', 'clamp', 'tis', 'icepop' .* got None in mode 'mask'",
+        ),
+        (
+            TIS | {"behavior_cap": None},
+            r"behavior_cap must be a number .* got None in mode 'tis'",
+        ),
+        (
+            {"behavior_cap_mode": "none"},
+            r"behavior_cap must be a number .* None in the others, got 5.0 in mode 'none'",
+        ),
+        (
+            {"behavior_cap_mode": "uncapped"},
+            r"behavior_cap must be a number .* got 5.0 in mode 'uncapped'",
+        ),
+        (DPPO | {"behavior_cap": 5.0}, r"got 5.0 in mode 'dppo_mask'"),
+        ({"behavior_cap": 0.0}, r"behavior_cap must be > 0, got 0.0"),
+        ({"behavior_cap": -1.0}, r"behavior_cap must be > 0, got -1.0"),
+        (
+            ICEPOP | {"behavior_floor": None},
+            r"behavior_floor must be a number with behavior_cap_mode 'icepop' .* got None",
+        ),
+        ({"behavior_floor": 0.5}, r"behavior_floor must be .* None otherwise, got 0.5"),
+        (
+            ICEPOP | {"behavior_floor": 6.0},
+            r"behavior_floor must be in \[0, behavior_cap = 5.0\], got 6.0",
+        ),
+        (
+            ICEPOP | {"behavior_floor": -0.5},
+            r"behavior_floor must be in \[0, behavior_cap = 5.0\], got -0.5",
+        ),
+        (
+            DPPO | {"dppo_delta": None},
+            r"dppo_delta must be a number with behavior_cap_mode 'dppo_mask' .* got None",
+        ),
+        ({"dppo_delta": 0.2}, r"dppo_delta must be .* None otherwise, got 0.2"),
+        (DPPO | {"dppo_delta": 0.0}, r"dppo_delta must be in \(0, 1\), got 0.0"),
+        (DPPO | {"dppo_delta": 1.0}, r"dppo_delta must be in \(0, 1\), got 1.0"),
+    ],
+)
+def test_a_number_out_of_bounds_is_refused_with_the_bound(settings, message):
+    with pytest.raises(ValueError, match=message):
+        LossConfig(**settings)
+
+
+NUMBERS = {
+    "clip_low": {},
+    "clip_high": {},
+    "dual_clip": {},
+    "dg_temperature": DG,
+    "dg_threshold": DG,
+    "behavior_cap": {},
+    "behavior_floor": ICEPOP,
+    "dppo_delta": DPPO,
+    "kl_coefficient": KL,
+    "fixed_length": {"reduction": "fixed_length"},
+}
+
+
+@pytest.mark.parametrize("field", NUMBERS)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_not_finite_is_refused(field, value):
+    with pytest.raises(ValueError, match=f"{field} must be finite, got {value}"):
+        LossConfig(**NUMBERS[field] | {field: value})
+
+
+def test_every_number_of_a_config_is_tried():
+    of_numbers = {f.name for f in dataclasses.fields(LossConfig) if "float" in str(f.type)}
+    assert of_numbers == set(NUMBERS)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"surrogate": "unclipped", "dual_clip": 3.0},
+            r"dual_clip bounds the loss of surrogate 'clipped'; 'unclipped' has no such bound",
+        ),
+        (CISPO | {"dual_clip": 3.0}, r"'cispo' has no such bound"),
+        (
+            REINFORCE | {"ratio": "sequence"},
+            r"surrogate 'reinforce' uses no ratio, so ratio 'sequence' would do nothing",
+        ),
+        (DG | {"ratio": "sequence"}, r"surrogate 'dg' uses no ratio, so"),
+        (
+            CISPO | {"clip_low": 0.2},
+            r"'cispo' has no lower clip: clip_low must be 1 \(the ratio is ≥ 0\), got 0.2",
+        ),
+        (
+            CISPO | {"anchor": "current"},
+            r"'cispo' clips the ratio to the anchor, which is 1 with anchor 'current'",
+        ),
+        (
+            DG | {"behavior_cap_mode": "uncapped"},
+            r"'dg' uses no behavior probabilities, .* must be 'none', got 'uncapped'",
+        ),
+        (
+            DG | KL | {"kl_to": "behavior"},
+            r"'dg' uses no behavior probabilities, which a KL to 'behavior' would bring back",
+        ),
+        (
+            DG | {"advantage": "grpo"},
+            r"advantage must be 'dr_grpo' or 'rloo', got 'grpo', which divides by the spread",
+        ),
+        *(
+            (
+                of | {"anchor": anchor},
+                f"surrogate '{of['surrogate']}' without a weight uses no anchor, so '{anchor}' would do "
+                "nothing: use 'behavior'",
+            )
+            for of in (REINFORCE, DG)
+            for anchor in ("recompute", "a3po", "linear")
+        ),
+        *(
+            (
+                TIS | {"anchor": anchor},
+                f"weight 'tis' .* anchor must be 'recompute' or 'current', got '{anchor}'",
+            )
+            for anchor in ("a3po", "linear", "behavior")
+        ),
+        (
+            DPPO | {"surrogate": "clipped"},
+            r"'dppo_mask' stands in the place of the clip: surrogate must not be 'clipped'",
+        ),
+    ],
+)
+def test_parts_that_do_not_go_together_are_refused_with_the_reason(settings, message):
+    with pytest.raises(ValueError, match=message):
+        LossConfig(**settings)
+
+
+def test_a_clip_against_current_is_refused_with_several_minibatches():
+    for surrogate in ("clipped", "unclipped"):
+        current = LossConfig(anchor="current", surrogate=surrogate)
+        current.check_minibatches(1)
+        with pytest.raises(ValueError, match=r"'current' is exact with one .* num_minibatches = 2"):
+            current.check_minibatches(2)
+
+
+def test_other_losses_take_any_number_of_minibatches():
+    for anchor in set(loss_config.ANCHORS) - {"current"}:
+        LossConfig(anchor=anchor).check_minibatches(4)
+    for without_ratio in (REINFORCE, DG):  # No clip, so nothing that would never act.
+        LossConfig(**without_ratio | {"anchor": "current"}).check_minibatches(4)
+
+
+def test_what_a_loss_needs_to_be_scored():
+    assert LossConfig(anchor="recompute").needs_recompute
+    assert LossConfig(proximal_metrics=True).needs_recompute
+    assert not any(LossConfig(anchor=anchor).needs_recompute for anchor in APPROXIMATIONS)
+    assert LossConfig(**KL).needs_reference
+    assert not LossConfig(**KL, kl_to="behavior").needs_reference
+    assert not LossConfig(kl_to="reference").needs_reference

@@ -1,0 +1,491 @@
+"""Losses by name: the published vectors, the closed form, the limits in which one loss is another, the gradients."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+from test_loss_reference import random_tokens, tokens_of
+
+from jaxrl_async.loss_config import LossConfig
+from jaxrl_async.objectives import anchors, kl, policy_loss, surrogates, weights
+from jaxrl_async.objectives.objective import objective
+from jaxrl_async.objectives.tokens import Tokens
+
+A3PO = LossConfig()
+RECOMPUTE = LossConfig(anchor="recompute")
+PLAIN = {"behavior_cap_mode": "none", "behavior_cap": None}
+UNCAPPED = {"behavior_cap_mode": "uncapped", "behavior_cap": None}
+REINFORCE = LossConfig(surrogate="reinforce", anchor="behavior", **PLAIN)
+DG = dataclasses.replace(REINFORCE, surrogate="dg", advantage="dr_grpo")
+GSPO = LossConfig(
+    anchor="behavior",
+    ratio="sequence",
+    clip_low=3e-4,
+    clip_high=4e-4,
+    reduction="sequence_mean",
+    **PLAIN,
+)
+DR_GRPO = LossConfig(advantage="dr_grpo", reduction="fixed_length", fixed_length=32.0)
+
+
+def named(c):
+    return "-".join((c.anchor, c.ratio, c.surrogate, c.behavior_cap_mode, c.kl, c.reduction))
+
+
+def row(logprobs, **values):
+    """Tokens [1, T] of one trajectory; what is not given is 0."""
+    shape = (1, np.size(logprobs))
+    arrays = {
+        name: np.zeros(shape, np.float32)
+        for name in (
+            "behavior_logprobs",
+            "proximal_logprobs",
+            "reference_logprobs",
+            "advantages",
+        )
+    } | {
+        "staleness": np.zeros(shape, np.int32),
+        "segment_ids": np.ones(shape, np.int32),
+        "mask": np.ones(shape, bool),
+    }
+    for name, value in ({"logprobs": logprobs} | values).items():
+        dtype = arrays[name].dtype if name in arrays else np.float32
+        arrays[name] = np.broadcast_to(np.asarray(value, dtype), shape)
+    return Tokens(**{name: jnp.asarray(value) for name, value in arrays.items()})
+
+
+def reduced(tokens, config):
+    """The loss of one minibatch in one microbatch."""
+    parts = objective(tokens, config)
+    return parts.loss.sum() / parts.share.sum()
+
+
+def gradient(tokens, config, of="logprobs"):
+    def loss(x):
+        return reduced(dataclasses.replace(tokens, **{of: x}), config)
+
+    return np.asarray(jax.grad(loss)(getattr(tokens, of)))
+
+
+@pytest.mark.parametrize(
+    ("logprob", "behavior", "advantage", "staleness", "loss", "slope"),
+    [
+        (-1.0, -1.3, +1, 0, -1.200000, 0),
+        (-1.0, -1.3, +1, 2, -1.349859, -1.349859),
+        (-1.0, -2.0, +1, 2, -1.978466, 0),
+        (-1.0, -2.0, +1, 8, -2.718282, -2.718282),
+        (-1.3, -1.0, -1, 1, 0.800000, 0),
+        (-1.3, -1.0, -1, 2, 0.740818, 0.740818),
+        (-2.5, -1.0, -1, 4, 0.259722, 0),
+        (-1.0, -4.0, -1, 4, 0, 0),  # u = exp(3 · 3/4) = 9.49 > 5: dropped
+    ],
+)
+def test_the_default_loss_is_a3po_by_its_table(
+    logprob, behavior, advantage, staleness, loss, slope
+):
+    tokens = row(logprob, behavior_logprobs=behavior, advantages=advantage, staleness=staleness)
+    np.testing.assert_allclose(reduced(tokens, A3PO), loss, atol=2e-6)
+    np.testing.assert_allclose(gradient(tokens, A3PO), [[slope]], atol=2e-6)
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 4, 8])
+def test_a3po_has_its_closed_form(staleness):
+    # r = w^(1/d), u = w^(1 − 1/d), and an unclipped token's gradient is −w·A, whatever d is.
+    advantages = np.array([[1.7, -0.6, 0.4, -1.1]])
+    behavior = np.array([[-1.1, -1.0, -0.9, -1.02]])
+    tokens = row(
+        np.full((1, 4), -1.0),
+        behavior_logprobs=behavior,
+        advantages=advantages,
+        staleness=staleness,
+    )
+    w = np.exp(-1.0 - behavior)
+    parts = objective(tokens, A3PO)
+    np.testing.assert_allclose(parts.ratio, w ** (1 / staleness), rtol=1e-5)
+    np.testing.assert_allclose(parts.weight, w ** (1 - 1 / staleness), rtol=1e-5)
+    np.testing.assert_allclose(parts.loss, -w * advantages, rtol=1e-5)
+    np.testing.assert_allclose(gradient(tokens, A3PO), -w * advantages / 4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 4, 8])
+@pytest.mark.parametrize(("advantage", "edge"), [(1.0, 1.2), (-1.0, 0.8)])
+def test_the_clip_band_on_the_whole_ratio_is_a_power(staleness, advantage, edge):
+    config = LossConfig(**UNCAPPED)
+    bound = staleness * np.log(edge)
+    slopes = [
+        gradient(
+            row(
+                bound * by - 9.0,
+                behavior_logprobs=-9.0,
+                advantages=advantage,
+                staleness=staleness,
+            ),
+            config,
+        ).item()
+        for by in (0.99, 1.01)
+    ]
+    assert slopes[0] != 0 and slopes[1] == 0
+
+
+@pytest.mark.parametrize("staleness", [2, 4, 8])
+def test_the_cap_on_the_weight_is_a_power_of_the_whole_ratio(staleness):
+    bound = staleness / (staleness - 1) * np.log(5.0)
+    tokens = row(
+        np.array([[bound * 0.99, bound * 1.01]]) - 9.0,
+        behavior_logprobs=-9.0,
+        advantages=-1.0,
+        staleness=staleness,
+    )
+    np.testing.assert_array_equal(objective(tokens, A3PO).weight[0] == 0, [False, True])
+
+
+@pytest.mark.parametrize(
+    ("logprob", "advantage", "gate"),
+    [(-0.1, 1, 0.524979), (-4, 1, 0.982014), (-1, -1, 0.268941), (-4, -1, 0.017986)],
+)
+def test_the_delightful_gate_by_its_table(logprob, advantage, gate):
+    # Detached: the gradient of −g·U·log π_θ is −g·U, without a term of the gate's own slope.
+    tokens = row(logprob, advantages=advantage)
+    np.testing.assert_allclose(gradient(tokens, DG), [[-gate * advantage]], atol=1e-6)
+    np.testing.assert_allclose(reduced(tokens, DG), -gate * advantage * logprob, atol=4e-6)
+
+
+def test_a_cold_delightful_gate_is_the_indicator_of_delight_above_the_threshold():
+    # χ = −U·log π = [.5, 1.5, −1.5] against λ = 1.
+    tokens = row([[-0.5, -1.5, -1.5]], advantages=[[1.0, 1.0, -1.0]])
+    config = dataclasses.replace(DG, dg_temperature=1e-3, dg_threshold=1.0)
+    np.testing.assert_allclose(objective(tokens, config).loss, [[0.0, 1.5, 0.0]], atol=1e-6)
+
+
+def test_a_hot_delightful_gate_is_half_of_reinforce():
+    tokens = tokens_of(random_tokens(3))
+    hot = dataclasses.replace(DG, dg_temperature=1e9)
+    expected = objective(tokens, REINFORCE).loss / 2
+    np.testing.assert_allclose(objective(tokens, hot).loss, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("anchor", ["behavior", "current"])
+@pytest.mark.parametrize("change", ["noise", "zeros", "nan"])
+def test_delight_does_not_look_at_behavior(anchor, change):
+    x, config = random_tokens(4), dataclasses.replace(DG, anchor=anchor)
+    shape = x["mask"].shape
+    changed = {
+        "noise": np.random.default_rng(0).normal(-3, 2, shape),
+        "zeros": np.zeros(shape),
+        "nan": np.full(shape, np.nan),
+    }[change].astype(np.float32)
+    tokens, other = tokens_of(x), tokens_of(x, behavior_logprobs=changed)
+    np.testing.assert_array_equal(objective(other, config).loss, objective(tokens, config).loss)
+    np.testing.assert_array_equal(gradient(other, config), gradient(tokens, config))
+    assert np.any(gradient(tokens, config))
+
+
+def test_gspo_is_its_papers_objective():
+    # J = 1/G Σ_i min(s_i·A_i, clip(s_i)·A_i), s_i = (π_θ(y_i)/π_b(y_i))^(1/|y_i|), and inside the clip
+    # dJ/dlog π_t = 1/G·s_i·A_i/|y_i|.
+    rng = np.random.default_rng(5)
+    lengths, of_sequence = [3, 7, 1, 5], [1.2, -0.4, 0.9, -1.5]
+    ids = np.repeat(np.arange(1, 5), lengths)[None]
+    behavior = -rng.exponential(size=(1, 16))
+    drift = rng.normal(scale=2e-4, size=(1, 16))
+    drift[ids == 4] -= 0.1  # Below the clip, with a negative advantage.
+    drift[ids == 1] += 0.1  # Above the clip, with a positive one.
+    tokens = row(
+        behavior + drift,
+        behavior_logprobs=behavior,
+        advantages=np.array(of_sequence)[ids - 1],
+        segment_ids=ids,
+    )
+    logprobs = np.asarray(tokens.logprobs, np.float64)
+    behavior = np.asarray(tokens.behavior_logprobs, np.float64)
+    expected, slopes, clipped = [], np.zeros((1, 16)), []
+    for i, (length, advantage) in enumerate(zip(lengths, of_sequence, strict=True), start=1):
+        s = np.exp(np.sum((logprobs - behavior)[ids == i]) / length)
+        bounded = np.clip(s, 1 - 3e-4, 1 + 4e-4)
+        expected.append(min(s * advantage, bounded * advantage))
+        clipped.append(s * advantage > bounded * advantage)
+        slopes[ids == i] = 0 if clipped[-1] else -s * advantage / length / 4
+    assert clipped == [True, False, False, True]
+    np.testing.assert_allclose(reduced(tokens, GSPO), -np.mean(expected), rtol=1e-5)
+    np.testing.assert_allclose(gradient(tokens, GSPO), slopes, rtol=1e-5)
+
+
+def test_dr_grpo_divides_by_a_constant_length():
+    # Two answers of 1 and of 3 tokens at r = u = 1: L = −(1·2 + 3·(−1)) / (2 · 32).
+    tokens = row(
+        np.full((1, 4), -1.0),
+        behavior_logprobs=-1.0,
+        advantages=[[2.0, -1.0, -1.0, -1.0]],
+        segment_ids=[[1, 2, 2, 2]],
+        staleness=1,
+    )
+    np.testing.assert_allclose(reduced(tokens, DR_GRPO), 1 / 64, rtol=1e-6)
+    np.testing.assert_allclose(gradient(tokens, DR_GRPO) * 64, [[-2.0, 1.0, 1.0, 1.0]], rtol=1e-6)
+
+
+def test_the_reductions_of_one_minibatch_by_hand():
+    # Losses 1 | 2, 4, 6 of two answers: 13/4, (1 + 4)/2 and 13/(2·8); a masked token is nowhere.
+    tokens = row(
+        np.full((1, 5), -1.0),
+        advantages=[[1.0, 2.0, 4.0, 6.0, 9.0]],
+        segment_ids=[[1, 2, 2, 2, 2]],
+        mask=[[True, True, True, True, False]],
+    )
+    for reduction, length, expected in (
+        ("token_mean", None, 13 / 4),
+        ("sequence_mean", None, 5 / 2),
+        ("fixed_length", 8.0, 13 / 16),
+    ):
+        config = dataclasses.replace(REINFORCE, reduction=reduction, fixed_length=length)
+        np.testing.assert_allclose(reduced(tokens, config), expected, rtol=1e-6)
+
+
+def test_dropped_tokens_stay_in_the_denominator():
+    # u = 9.49 > 5 drops one of two tokens, and the other's gradient is halved by both.
+    tokens = row(
+        [[-1.0, -1.0]],
+        behavior_logprobs=[[-4.0, -1.0]],
+        advantages=-1.0,
+        staleness=4,
+    )
+    np.testing.assert_allclose(gradient(tokens, A3PO), [[0.0, 0.5]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean"])
+def test_recompute_at_the_steps_weights_is_current(reduction):
+    x = random_tokens(6)
+    tokens = tokens_of(x, proximal_logprobs=x["logprobs"])
+    recompute = dataclasses.replace(RECOMPUTE, reduction=reduction)
+    current = dataclasses.replace(recompute, anchor="current")
+    parts = objective(tokens, recompute)
+    np.testing.assert_array_equal(parts.ratio, np.ones(x["mask"].shape))
+    assert not parts.clipped.any()
+    assert np.any(gradient(tokens, recompute))
+    np.testing.assert_array_equal(gradient(tokens, recompute), gradient(tokens, current))
+
+
+def test_recompute_away_from_the_steps_weights_clips():
+    parts = objective(tokens_of(random_tokens(6)), RECOMPUTE)
+    assert parts.clipped.any() and np.any(parts.ratio != 1)
+
+
+@pytest.mark.parametrize(
+    ("mode", "cap"), [("mask", 1.3), ("clamp", 1.3), ("none", None), ("uncapped", None)]
+)
+@pytest.mark.parametrize("dual_clip", [None, 2.0])
+def test_the_named_loss_is_policy_loss(mode, cap, dual_clip):
+    tokens = tokens_of(random_tokens(7))
+    numbers = {
+        "clip_low": 0.2,
+        "clip_high": 0.28,
+        "behavior_cap": cap,
+        "behavior_cap_mode": mode,
+        "dual_clip": dual_clip,
+    }
+    args = (tokens.logprobs, tokens.behavior_logprobs, tokens.staleness, tokens.mask)
+    expected = policy_loss.policy_loss(
+        *args[:2], anchors.a3po(*args), tokens.advantages, tokens.mask, **numbers
+    )
+    found = objective(tokens, LossConfig(**numbers)).loss
+    np.testing.assert_array_equal(found, expected)
+    assert np.any(found)
+
+
+def test_cispo_keeps_the_gradient_of_what_it_clips():
+    # w = 1.1, 20 and 0.1 with ε_high = 4: −min(w, 5)·A, nothing from below.
+    w, advantages = np.array([[1.1, 20.0, 0.1]]), np.array([[1.0, 2.0, -1.0]])
+    config = LossConfig(surrogate="cispo", anchor="behavior", clip_low=1.0, clip_high=4.0, **PLAIN)
+    tokens = row(np.log(w) - 5.0, behavior_logprobs=-5.0, advantages=advantages)
+    expected = -np.array([[1.1, 5.0, 0.1]]) * advantages
+    np.testing.assert_allclose(gradient(tokens, config) * 3, expected, rtol=1e-5)
+    np.testing.assert_array_equal(objective(tokens, config).clipped, [[False, True, False]])
+
+
+def test_truncated_importance_sampling_bounds_engine_mismatch():
+    config = LossConfig(anchor="recompute", behavior_cap_mode="tis", behavior_cap=2.0)
+    tokens = row(
+        [[-1.0, -1.0]],
+        proximal_logprobs=[[-1.0, -1.0]],
+        behavior_logprobs=[[-1.5, -2.5]],
+        advantages=1.0,
+    )
+    np.testing.assert_allclose(objective(tokens, config).weight, [[np.exp(0.5), 2.0]], rtol=1e-6)
+
+
+def test_icepop_keeps_the_band_with_its_edges():
+    weight = weights.banded(np.log([[0.4, 0.6, 4.9, 5.1]]), low=0.5, high=5.0)
+    np.testing.assert_allclose(weight, [[0.0, 0.6, 4.9, 0.0]], rtol=1e-6)
+    np.testing.assert_array_equal(
+        weights.banded(np.zeros((1, 1)), low=1.0, high=1.0), np.ones((1, 1))
+    )
+
+
+@pytest.mark.parametrize(
+    ("policy", "engine", "advantage", "kept"),
+    [
+        (0.8, 0.5, +1, 0),
+        (0.8, 0.5, -1, 1),
+        (0.2, 0.5, -1, 0),
+        (0.2, 0.5, +1, 1),
+        (0.6, 0.5, +1, 1),
+        (0.01, 1e-5, +1, 1),  # a ratio of 1000 that moved the distribution by little
+        (0.8, 0.5, 0, 1),
+    ],
+)
+def test_dppo_drops_what_moved_too_far_the_way_the_advantage_pulls(policy, engine, advantage, kept):
+    config = LossConfig(
+        surrogate="unclipped",
+        anchor="behavior",
+        behavior_cap_mode="dppo_mask",
+        behavior_cap=None,
+        dppo_delta=0.2,
+    )
+    tokens = row(np.log(policy), behavior_logprobs=np.log(engine), advantages=advantage)
+    assert objective(tokens, config).weight == kept
+    np.testing.assert_allclose(
+        gradient(tokens, config), [[-kept * advantage * policy / engine]], rtol=1e-4
+    )
+
+
+def test_fresh_tokens_anchored_at_the_policy_are_never_clipped():
+    tokens = row(-1.0, behavior_logprobs=-3.0, advantages=1.0, staleness=0)
+    for anchor in ("a3po", "linear"):
+        at_behavior = objective(tokens, LossConfig(anchor=anchor))
+        at_policy = objective(tokens, LossConfig(anchor=anchor, a3po_fresh="current"))
+        assert at_behavior.clipped.all() and not at_policy.clipped.any()
+        np.testing.assert_allclose(at_policy.ratio, [[1.0]])
+
+
+def test_the_linear_anchor_mixes_probabilities():
+    tokens = row(np.log(0.5), behavior_logprobs=np.log(0.1), advantages=1.0, staleness=4)
+    anchor = objective(tokens, LossConfig(anchor="linear")).anchor
+    np.testing.assert_allclose(np.exp(anchor), [[0.1 / 4 + 0.5 * 3 / 4]], rtol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "slope"), [("k1", 1.0), ("k2", -np.log(2)), ("k3", 1 - 2.0)])
+@pytest.mark.parametrize("to", ["reference", "behavior"])
+def test_a_penalty_pulls_to_its_policy(name, slope, to):
+    # x = log(q/p) = ln 2: dk1/dlog p = 1, dk2 = −x, dk3 = 1 − eˣ. Nothing else has a gradient at A = 0.
+    config = dataclasses.replace(REINFORCE, kl=name, kl_to=to, kl_coefficient=0.5)
+    tokens = row(np.log(0.25), **{f"{to}_logprobs": np.log(0.5)})
+    np.testing.assert_allclose(gradient(tokens, config), [[0.5 * slope]], rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["k2", "k3"])
+def test_a_penalty_has_no_gradient_at_its_reference(name):
+    x = random_tokens(8)
+    tokens = tokens_of(x, reference_logprobs=x["logprobs"], advantages=np.zeros_like(x["logprobs"]))
+    config = dataclasses.replace(REINFORCE, kl=name, kl_coefficient=0.5)
+    np.testing.assert_array_equal(gradient(tokens, config), np.zeros(x["mask"].shape))
+    assert np.any(
+        gradient(dataclasses.replace(tokens, reference_logprobs=-1 - tokens.mask), config)
+    )
+
+
+def test_a_penalty_is_not_weighted_by_the_behavior_weight():
+    # u = 9.49 > 5 drops the surrogate of the token, not its penalty.
+    config = LossConfig(kl="k1", kl_coefficient=0.1)
+    tokens = row(
+        -1.0, behavior_logprobs=-4.0, reference_logprobs=-1.5, advantages=-1.0, staleness=4
+    )
+    np.testing.assert_allclose(reduced(tokens, config), 0.1 * 0.5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LossConfig(anchor="behavior", **PLAIN),
+        RECOMPUTE,
+        LossConfig(anchor="recompute", behavior_cap_mode="clamp", behavior_cap=1.05),
+        LossConfig(anchor="recompute", surrogate="unclipped", **UNCAPPED),
+        LossConfig(anchor="recompute", ratio="sequence", reduction="sequence_mean", **UNCAPPED),
+        LossConfig(anchor="behavior", surrogate="unclipped", ratio="sequence", **PLAIN),
+        LossConfig(anchor="behavior", kl="k3", kl_coefficient=0.5, kl_to="behavior", **PLAIN),
+        dataclasses.replace(REINFORCE, kl="k1", kl_coefficient=0.5),
+        dataclasses.replace(REINFORCE, kl="k2", kl_coefficient=0.5),
+        dataclasses.replace(REINFORCE, kl="k3", kl_coefficient=0.5, reduction="sequence_mean"),
+    ],
+    ids=named,
+)
+def test_the_gradient_is_that_of_finite_differences(config):
+    # Inside the clip: log-ratios of at most 0.1.
+    rng = np.random.default_rng(9)
+    logprobs = -1 - rng.random((1, 8))
+    tokens = row(
+        logprobs,
+        behavior_logprobs=logprobs + rng.uniform(-0.1, 0.1, (1, 8)),
+        proximal_logprobs=logprobs + rng.uniform(-0.1, 0.1, (1, 8)),
+        reference_logprobs=logprobs + rng.uniform(-0.5, 0.5, (1, 8)),
+        advantages=rng.normal(size=(1, 8)),
+        segment_ids=[[1, 1, 1, 2, 2, 2, 2, 0]],
+        mask=[[False, True, True, True, False, True, True, False]],
+    )
+
+    def loss(x):
+        return reduced(dataclasses.replace(tokens, logprobs=x), config)
+
+    check_grads(loss, (tokens.logprobs,), order=1, atol=2e-2, rtol=2e-2, eps=1e-2)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [A3PO, GSPO, DG, DR_GRPO, dataclasses.replace(A3PO, kl="k3", kl_coefficient=0.1)],
+    ids=named,
+)
+def test_masked_tokens_are_as_if_removed(config):
+    x = random_tokens(10)
+    (kept,) = np.nonzero(x["mask"][0])
+    alone = {name: value[:1, kept] for name, value in x.items()}
+    whole = {name: value[:1] for name, value in x.items()}
+    np.testing.assert_allclose(
+        objective(tokens_of(whole), config).loss[:, kept],
+        objective(tokens_of(alone), config).loss,
+        rtol=1e-6,
+    )
+
+
+@pytest.mark.parametrize("config", [A3PO, GSPO, DG], ids=named)
+def test_a_row_of_padding_changes_nothing(config):
+    x = random_tokens(11)
+    with_padding = reduced(tokens_of(x), config)
+    np.testing.assert_allclose(with_padding, reduced(tokens_of(x, slice(0, 5)), config), rtol=1e-6)
+
+
+def test_the_parts_of_masked_tokens_are_0_and_their_ratio_1():
+    x = random_tokens(12)
+    config = LossConfig(anchor="recompute", kl="k3", kl_coefficient=0.1)
+    for name, value in vars(objective(tokens_of(x), config)).items():
+        np.testing.assert_array_equal(value[~x["mask"]], float(name == "ratio"), err_msg=name)
+
+
+def test_the_dual_clip_bounds_the_loss_of_negative_advantages_only():
+    # r = 10 at staleness 1: A = −2 gives 20, at most 3·2; A = +2 is clipped at 1.2·2 as before.
+    tokens = row([[-1.0, -1.0]], behavior_logprobs=-1 - np.log(10), advantages=[[-2.0, 2.0]])
+    config = LossConfig(anchor="behavior", dual_clip=3.0, **PLAIN)
+    np.testing.assert_allclose(objective(tokens, config).loss, [[6.0, -2.4]], rtol=1e-5)
+    np.testing.assert_array_equal(gradient(tokens, config), [[0.0, 0.0]])
+
+
+def test_every_part_that_is_handed_an_undetached_number_detaches_it():
+    # By themselves, outside of `objective`, which detaches before it calls them.
+    one = jnp.full((1, 1), -0.5)
+    for part in (
+        lambda x: weights.banded(x, low=0.1, high=5.0),
+        lambda x: weights.capped(x, cap=5.0, mode="mask"),
+        lambda x: weights.dppo_mask(x, 2 * x, x, delta=0.5),
+        lambda x: surrogates.reinforce(jnp.ones((1, 1)), x),
+        lambda x: surrogates.unclipped(jnp.ones((1, 1)), x),
+        lambda x: surrogates.cispo(jnp.ones((1, 1)), x, x, clip_high=0.2),
+        lambda x: surrogates.dg(jnp.ones((1, 1)), x, temperature=1.0, threshold=0.0),
+        lambda x: anchors.linear(x, 2 * x, np.full((1, 1), 3), np.ones((1, 1), bool)),
+    ):
+        assert jax.grad(lambda x, part=part: part(x).sum())(one) == 0
+
+
+@pytest.mark.parametrize("estimate", kl.KLS.values())
+def test_a_kl_estimate_of_a_policy_to_itself_is_0(estimate):
+    x = -np.random.default_rng(13).exponential(size=(2, 3))
+    np.testing.assert_array_equal(estimate(x, x, np.ones((2, 3), bool)), np.zeros((2, 3)))

@@ -1,0 +1,21 @@
+"""The list of mutations of the losses: it still fits the source, and (--long) each is noticed by a test."""
+
+import subprocess
+import sys
+
+import mutate_objectives
+import pytest
+
+
+def test_every_mutation_still_finds_what_it_replaces():
+    assert mutate_objectives.not_found() == []
+    assert all(m.old != m.new for m in mutate_objectives.MUTATIONS)
+    assert len(mutate_objectives.MUTATIONS) > 100
+
+
+@pytest.mark.long
+def test_every_mutation_is_killed():
+    done = subprocess.run(
+        [sys.executable, mutate_objectives.__file__], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
