@@ -1,0 +1,176 @@
+"""Losses by name in the learner's programs: what compiles, what cannot change a gradient, where a penalty pulls."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from test_train_step import (
+    RECOMPUTE,
+    VERSION,
+    assert_same,
+    flat,
+    groups_of,
+    make,
+    pack,
+    params_on,
+)
+
+from jaxrl_async.loss_config import LossConfig
+
+NO_WEIGHT = {"behavior_cap_mode": "none", "behavior_cap": None}
+GSPO = LossConfig(
+    anchor="behavior",
+    ratio="sequence",
+    clip_low=0.1,
+    clip_high=0.1,
+    reduction="sequence_mean",
+    **NO_WEIGHT,
+)
+DR_GRPO = LossConfig(advantage="dr_grpo", reduction="fixed_length", fixed_length=16.0)
+DG = LossConfig(advantage="dr_grpo", surrogate="dg", anchor="behavior", **NO_WEIGHT)
+PENALISED = LossConfig(
+    anchor="linear", kl="k3", kl_coefficient=0.1, reduction="sequence_mean", **NO_WEIGHT
+)
+TIS = LossConfig(
+    anchor="recompute",
+    surrogate="unclipped",
+    behavior_cap_mode="tis",
+    behavior_cap=2.0,
+    proximal_metrics=True,
+)
+CISPO = LossConfig(
+    surrogate="cispo",
+    clip_low=1.0,
+    clip_high=4.0,
+    behavior_cap_mode="icepop",
+    behavior_cap=5.0,
+    behavior_floor=0.5,
+)
+LOSSES = {
+    "gspo": GSPO,
+    "dr_grpo": DR_GRPO,
+    "dg": DG,
+    "penalised": PENALISED,
+    "tis": TIS,
+    "cispo": CISPO,
+}
+
+
+@functools.lru_cache
+def references(microbatch_rows):
+    """Log-probs of a policy other than ours, of each microbatch."""
+    mesh, train_step = make()
+    moved = jax.tree.map(lambda x: x * 1.5, params_on(mesh))
+    return [train_step.score(moved, batch) for batch in microbatches(microbatch_rows)]
+
+
+def microbatches(microbatch_rows):
+    return pack(groups_of(num_groups=13), microbatch_rows=microbatch_rows)
+
+
+def accumulated(loss, microbatch_rows):
+    mesh, train_step = make(loss)
+    params, accumulator = params_on(mesh), train_step.zero_accumulator()
+    for batch, reference in zip(
+        microbatches(microbatch_rows), references(microbatch_rows), strict=True
+    ):
+        accumulator = train_step.accumulate(
+            params,
+            accumulator,
+            batch,
+            train_step.anchor(params, batch),
+            VERSION,
+            reference if loss.needs_reference else None,
+        )
+    return accumulator
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_a_loss_compiles_once(loss):
+    mesh, train_step = make(loss, max_grad_norm=0.1)  # One of its own: nothing is compiled yet.
+    (batch,) = pack(groups_of())
+    reference = train_step.score(params_on(mesh), batch) if loss.needs_reference else None
+    state, compiled = train_step.init(params_on(mesh)), []
+    accumulator = train_step.zero_accumulator()
+    for version in range(3):
+        for _ in range(2):
+            anchor = train_step.anchor(state.params, batch)
+            accumulator = train_step.accumulate(
+                state.params, accumulator, batch, anchor, VERSION + version, reference
+            )
+        state, accumulator, metrics = train_step.update(state, accumulator)
+        assert metrics["finite"] == 1
+        compiled.append(train_step.num_compilations())
+    scored = loss.needs_recompute or loss.needs_reference
+    assert compiled == [4 + scored] * 3  # init, zeros, accumulate, update, and score where needed
+
+
+@pytest.mark.parametrize("loss", [GSPO, DR_GRPO, PENALISED], ids=["gspo", "dr_grpo", "penalised"])
+def test_no_cut_into_microbatches_changes_an_update_and_its_denominator_is_of_the_whole(loss):
+    batches = microbatches(2)
+    trajectories = sum(
+        len(set(ids[mask]))
+        for batch in batches
+        for ids, mask in zip(batch.segment_ids, batch.mask, strict=True)
+    )
+    assert trajectories == 26 and len(batches) == 4
+    denominator = trajectories * (loss.fixed_length or 1)
+    one, four = accumulated(loss, 8), accumulated(loss, 2)
+    assert_same(four, one)
+    expected = flat(one.grads) / denominator
+    mesh, train_step = make(loss)
+    before, losses = flat(params_on(mesh)), []
+    for accumulator in (one, four):
+        state, _, metrics = train_step.update(train_step.init(params_on(mesh)), accumulator)
+        np.testing.assert_allclose(before - flat(state.params), expected, rtol=1e-3, atol=1e-6)
+        losses.append(float(metrics["loss/policy"]))
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["k1", "k2", "k3"])
+def test_a_penalty_pulls_to_its_reference_and_rests_there(name):
+    loss = dataclasses.replace(DG, kl=name, kl_coefficient=0.02)
+    mesh, train_step = make(loss)
+    params = params_on(mesh)
+    (batch,) = pack(groups_of())
+    batch = dataclasses.replace(batch, advantages=np.zeros_like(batch.advantages))
+    own = train_step.score(params, batch)
+    other = train_step.score(jax.tree.map(lambda x: x * 1.1, params), batch)
+
+    def gradient_to(reference):
+        zeros = train_step.zero_accumulator()
+        return flat(train_step.accumulate(params, zeros, batch, None, VERSION, reference).grads)
+
+    # k1's gradient is ∇log π wherever the reference stands: its mean over the policy is 0, no sample's is.
+    rest, pull = np.abs(gradient_to(own)).max(), np.abs(gradient_to(other)).max()
+    assert (rest < 1e-4 * pull) == (name != "k1")
+    if name == "k1":
+        return
+    state, penalties = train_step.init(params), []
+    for _ in range(4):
+        accumulator = train_step.accumulate(
+            state.params, train_step.zero_accumulator(), batch, None, VERSION, other
+        )
+        state, _, metrics = train_step.update(state, accumulator)
+        penalties.append(float(metrics["policy/kl_penalty"]))
+    assert penalties == sorted(penalties, reverse=True) and penalties[-1] < 0.95 * penalties[0]
+
+
+def test_recompute_at_the_steps_weights_moves_as_current_whatever_the_ratio_and_reduction():
+    batches, moved = microbatches(2), []
+    for anchor in ("recompute", "current"):
+        loss = dataclasses.replace(
+            RECOMPUTE, anchor=anchor, ratio="sequence", reduction="sequence_mean"
+        )
+        mesh, train_step = make(loss)
+        state, accumulator = train_step.init(params_on(mesh)), train_step.zero_accumulator()
+        for batch in batches:
+            scored = train_step.anchor(state.params, batch)
+            accumulator = train_step.accumulate(state.params, accumulator, batch, scored, VERSION)
+        state, _, metrics = train_step.update(state, accumulator)
+        np.testing.assert_allclose(metrics["policy/ratio"], 1, rtol=1e-5)
+        assert metrics["policy/clip_fraction"] == 0
+        moved.append(flat(state.params))
+    np.testing.assert_allclose(moved[0], moved[1], rtol=1e-5, atol=1e-6)
