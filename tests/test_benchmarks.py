@@ -1,0 +1,121 @@
+"""Benchmarks: runs in one process are those of the real processes; what is measured of them; a tiny grid of each."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+SMOKE = "smoke,mode=sync"
+RUN_TIMEOUT_SECS = 400
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import delight_reversal  # noqa: E402
+import grid  # noqa: E402
+import staleness  # noqa: E402
+from in_process import Laboratory  # noqa: E402
+
+FRICTIONS = {
+    "rollout.delay_steps": "uniform(2)",
+    "rollout.frictions.actor_bug": 0.2,
+    "rollout.frictions.reward_corruption": 0.3,
+    "rollout.frictions.rare_discovery": 0.5,
+}
+TINY = {  # of any grid
+    "model.num_layers": 1,
+    "model.model_dim": 16,
+    "model.head_dim": 4,
+    "model.mlp_dim": 16,
+    "learner.num_steps": 3,
+    "checkpoint.every_steps": 2,
+    "evaluate.num_prompts": 8,
+}
+
+
+# In a process of its own: with the tests' 8 host devices XLA adds up in another order than in the run's processes.
+COMPARE = """
+import json, pathlib, sys
+import grid, jax, numpy as np
+from in_process import Laboratory
+from jaxrl_async import roles
+
+overrides, arg, directory = json.loads(sys.argv[1]), sys.argv[2], sys.argv[3]
+settings = grid.settings_with(overrides, arg=arg)
+with Laboratory(f"{directory}/laboratory") as laboratory:
+    outcome, again = laboratory.run(settings), laboratory.run(settings)
+    first = laboratory.first_params(settings)
+step, params = roles.checkpoint_params(settings, pathlib.Path(directory, "run"))
+assert step == overrides["learner.num_steps"]
+jax.tree.map(np.testing.assert_array_equal, outcome.params, params)
+jax.tree.map(np.testing.assert_array_equal, again.params, params)
+assert not all(map(np.array_equal, jax.tree.leaves(first), jax.tree.leaves(params))), "nothing was learned"
+assert again.metrics[-1]["compile/count"] == outcome.metrics[-1]["compile/count"]
+"""
+
+
+@pytest.mark.parametrize("frictions", [{}, FRICTIONS], ids=["clean", "delay and frictions"])
+def test_a_run_in_one_process_equals_the_real_one_bit_for_bit(frictions, tmp_path):
+    # Of the smoke's policy every answer is wrong, which moves no parameter: a longer warm start.
+    overrides = {"learner.num_steps": 3, "warm_start.num_steps": 150} | frictions
+    train = [f"--config=configs/quickstart.py:{SMOKE}", f"--workdir={tmp_path}/run"]
+    train += [f"--config.{key}={value}" for key, value in overrides.items()]
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    environment |= {
+        "JAX_COMPILATION_CACHE_DIR": f"{tmp_path}/cache",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "PYTHONPATH": f"{ROOT}/benchmarks",
+    }
+    for words in (
+        ["-m", "jaxrl_async", "train", *train],
+        ["-c", COMPARE, json.dumps(overrides), SMOKE, str(tmp_path)],
+    ):
+        process = subprocess.run(
+            [sys.executable, *words],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=RUN_TIMEOUT_SECS,
+        )
+        assert process.returncode == 0, process.stdout
+
+
+@pytest.mark.parametrize("script", [delight_reversal, staleness])
+def test_a_grid_runs_once_and_is_written_with_its_plot(script, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(script, "BASE", script.BASE | TINY)
+    monkeypatch.setattr(script, "SEEDS", (0, 1))
+    if script is staleness:
+        short = {"learner.num_steps": 3, "warm_start.num_steps": 2, "evaluate.num_prompts": 8}
+        tasks = {task: values | short for task, values in script.TASKS.items()}
+        monkeypatch.setattr(script, "TASKS", tasks)
+        only = "method=dg,staleness=0|2,task=arithmetic"
+    else:
+        only = "method=dg,friction=none|all"
+    name = pathlib.Path(script.__file__).stem
+    argv = [name, f"--only={only}", f"--cache={tmp_path}/cache", f"--results={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", argv)
+    script.main()
+    assert "4 chosen, 4 to do" in capsys.readouterr().out
+    script.main()
+    assert "4 chosen, 0 to do" in capsys.readouterr().out
+    result = json.loads((tmp_path / f"{name}.json").read_text("utf-8"))
+    assert len(result["runs"]) == 4
+    assert all(len(row["curve"]) == 3 for row in result["runs"])  # versions 0, 2 and 3
+    assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+
+
+def test_an_interval_is_students():
+    # Mean 2 and deviation 1 of three seeds; t at 2 degrees of freedom is 4.303: 4.303 / √3.
+    cell = grid.mean_and_interval([1, 2, 3])
+    assert cell["seeds"] == 3
+    assert (cell["mean"], cell["half_width"]) == pytest.approx((2, 2.484), abs=1e-3)
+
+
+def test_what_only_the_processes_can_do_is_refused(tmp_path):
+    settings = grid.settings_with({"rollout.drop_equal_rewards": True})
+    with Laboratory(tmp_path) as laboratory, pytest.raises(ValueError, match=r"drop_equal_rewards"):
+        laboratory.run(settings)
