@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.test_util import check_grads
-from test_loss_reference import random_tokens, tokens_of
+from test_loss_reference import FLOATS, random_tokens, tokens_of
 
 from jaxrl_async.loss_config import LossConfig
 from jaxrl_async.objectives import anchors, kl, policy_loss, surrogates, weights
@@ -467,6 +467,24 @@ def test_the_dual_clip_bounds_the_loss_of_negative_advantages_only():
     config = LossConfig(anchor="behavior", dual_clip=3.0, **PLAIN)
     np.testing.assert_allclose(objective(tokens, config).loss, [[6.0, -2.4]], rtol=1e-5)
     np.testing.assert_array_equal(gradient(tokens, config), [[0.0, 0.0]])
+
+
+def test_as_many_trajectories_as_columns_are_told_apart():
+    # Each of one token, numbered 1 to T: the ratio of a sequence is the token's, and a mean of means a mean.
+    tokens = row(
+        [[-1.0, -2.0, -3.0]], behavior_logprobs=-2.5, advantages=1.0, segment_ids=[[1, 2, 3]]
+    )
+    config = LossConfig(anchor="behavior", ratio="sequence", reduction="sequence_mean", **PLAIN)
+    parts = objective(tokens, config)
+    np.testing.assert_allclose(parts.ratio, np.exp([[1.5, 0.5, -0.5]]), rtol=1e-6)
+    np.testing.assert_array_equal(parts.share, np.ones((1, 3)))
+
+
+def test_kept_tokens_are_0_where_they_are_masked():
+    x = random_tokens(14)
+    kept = tokens_of(x).kept()
+    for name in FLOATS:
+        np.testing.assert_array_equal(getattr(kept, name), np.where(x["mask"], x[name], 0))
 
 
 def test_every_part_that_is_handed_an_undetached_number_detaches_it():
