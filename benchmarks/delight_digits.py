@@ -297,8 +297,9 @@ def interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def compare(runs: list[dict], delay: int) -> dict:
     """Of a delay: each method at the source's rate and at its own best, with errors as multiples of delightful's."""
     rows = {}
+    runs = [run for run in runs if run["delay"] == delay]
     for method in dict.fromkeys(run["method"] for run in runs):
-        mine = [run for run in runs if (run["method"], run["delay"]) == (method, delay)]
+        mine = [run for run in runs if run["method"] == method]
         best = min(mine, key=lambda run: run["error"])
         at = {run["rate"]: run for run in mine}.get(LEARNING_RATE, best)
         rows[method] = {
@@ -344,19 +345,19 @@ def plot(tables: list[dict], runs: list[dict], steps: int, path: pathlib.Path) -
         axis.set(yscale="log", ylim=(0.005, 1), xlabel="learner steps", ylabel="test error")
         axis.set_title(f"actors {table['delay']} steps old, Adam {rate:g}")
     axes[0].legend(fontsize=8, frameon=False)
-    width = 0.8 / len(tables)
+    width, names = 0.8 / len(tables), list(dict.fromkeys(run["method"] for run in runs))
     for i, table in enumerate(tables):
         rows = table["methods"]
-        where = np.arange(len(rows)) + (i - (len(tables) - 1) / 2) * width
+        where = np.array([names.index(name) for name in rows])
         axes[-1].bar(
-            where,
+            where + (i - (len(tables) - 1) / 2) * width,
             [row["error"] for row in rows.values()],
             width,
             yerr=[row["half"] for row in rows.values()],
             color=[COLORS[name] for name in rows],
             alpha=1 if i == len(tables) - 1 else 0.45,
         )
-        axes[-1].set_xticks(np.arange(len(rows)), list(rows), rotation=25, ha="right", fontsize=8)
+        axes[-1].set_xticks(np.arange(len(names)), names, rotation=25, ha="right", fontsize=8)
     axes[-1].set(yscale="log", ylim=(0.005, 1), ylabel="test error")
     delays = " then ".join(str(table["delay"]) for table in tables)
     axes[-1].set_title(f"last tenth of the steps, delay {delays}")

@@ -127,6 +127,25 @@ def test_the_digits_benchmark_writes_its_tables_where_it_is_told(tmp_path):
     assert (tmp_path / "delight_digits.png").stat().st_size > 0
 
 
+def test_a_delays_table_is_of_the_methods_run_at_it(tmp_path):
+    runs = [
+        dict(method=method, delay=delay, rate=rate, error=error, half=0.0, curve=[1, 1], curve_half=[0, 0])
+        for method, delay, rate, error in [
+            ("delightful", 0, 1e-3, 0.02),
+            ("PPO", 1000, 1e-3, 0.04),
+            ("PPO", 1000, 3e-4, 0.03),
+            ("delightful", 1000, 1e-3, 0.01),
+        ]
+    ]  # fmt: skip
+    tables = [{"delay": delay} | digits.compare(runs, delay) for delay in (0, 1000)]
+    assert [list(table["methods"]) for table in tables] == [["delightful"], ["PPO", "delightful"]]
+    ppo = tables[1]["methods"]["PPO"]
+    assert (ppo["error"], ppo["best_error"], ppo["best_rate"]) == (0.04, 0.03, 3e-4)
+    assert (ppo["over_delightful"], ppo["best_over_delightful"]) == (4, 3)
+    digits.plot(tables, runs, 100, tmp_path / "both.png")
+    assert (tmp_path / "both.png").stat().st_size > 0
+
+
 def test_mnists_files_are_read_by_their_headers(tmp_path):
     for split, count in (("train", 3), ("t10k", 2)):
         pixels = np.arange(count * 4, dtype=np.uint8)
