@@ -92,7 +92,7 @@ PG_ON_POLICY = ("ppo", "decoupled_a3po", "tis")
 
 
 def main():
-    args = grid.arguments(__doc__.split("\n")[0], name="delight-reversal").parse_args()
+    args = grid.arguments(__doc__.split("\n")[0], name="delight_reversal").parse_args()
     rows = grid.finish(runs(), summary, args)
     table = collections.defaultdict(dict)
     for friction, method in {(row["friction"], row["method"]): None for row in rows}:

@@ -1,6 +1,7 @@
 """Many small runs of one benchmark: split over processes, kept in a file as they end, and not run twice.
 
-A run is known by the digest of its settings: changed settings are another run. It knows nothing of what is measured.
+A run is known by the digest of its settings: changed settings are another run. What stands in
+the results already is not run again either. It knows nothing of what is measured.
 """
 
 import argparse
@@ -49,6 +50,7 @@ def arguments(description: str, *, name: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--jobs", type=int, default=1, help="processes, one core each")
     parser.add_argument("--only", default="", help="labels to run: 'method=dg|ppo,seed=0'")
+    parser.set_defaults(name=name)
     cache = pathlib.Path(f"/tmp/jaxrl-{name}")
     parser.add_argument("--cache", type=pathlib.Path, default=cache, help="finished runs")
     parser.add_argument("--results", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
@@ -83,12 +85,13 @@ def finish(runs: Sequence[Run], summary: Summary, args: argparse.Namespace) -> l
       args: of `arguments`.
 
     Returns:
-      For each run that has ended, its labels and its summary in one.
+      For each run that has ended, its labels, its digest and its summary in one.
     """
     args.cache.mkdir(parents=True, exist_ok=True)
     path = args.cache / "runs.jsonl"
     chosen = [run for run in runs if _chosen(run.labels, args.only)]
-    waiting = [run for run in chosen if run.digest not in _read(path)]
+    known = _recorded(args.results / f"{args.name}.json") | _read(path)
+    waiting = [run for run in chosen if run.digest not in known]
     print(f"{len(runs)} runs, {len(chosen)} chosen, {len(waiting)} to do", flush=True)
     start = time.monotonic()
     for number, (run, result) in enumerate(_results(waiting, summary, args), 1):
@@ -96,8 +99,12 @@ def finish(runs: Sequence[Run], summary: Summary, args: argparse.Namespace) -> l
             file.write(json.dumps({"digest": run.digest, **run.labels, **result}) + "\n")
         minutes = (time.monotonic() - start) / 60
         print(f"{minutes:6.1f} min {number}/{len(waiting)} {run.labels}", flush=True)
-    ended = _read(path)
-    return [run.labels | ended[run.digest] for run in runs if run.digest in ended]
+    ended = known | _read(path)
+    return [
+        run.labels | {"digest": run.digest} | ended[run.digest]
+        for run in runs
+        if run.digest in ended
+    ]
 
 
 def mean_and_interval(values: Iterable[float]) -> dict[str, float | int]:
@@ -162,6 +169,13 @@ def _read(path: pathlib.Path) -> dict[str, dict[str, Any]]:
         return {}
     rows = (json.loads(line) for line in path.read_text("utf-8").splitlines())
     return {row.pop("digest"): row for row in rows}
+
+
+def _recorded(path: pathlib.Path) -> dict[str, dict[str, Any]]:
+    """Runs of an earlier result, by their digests."""
+    if not path.exists():
+        return {}
+    return {row.pop("digest"): row for row in json.loads(path.read_text("utf-8"))["runs"]}
 
 
 def _chosen(labels: Labels, only: str) -> bool:
