@@ -155,12 +155,16 @@ def _run(settings: Settings, summary: Summary) -> dict[str, Any]:
 
 
 def _outcome(laboratory: Laboratory, settings: Settings, summary: Summary) -> dict[str, Any]:
+    log = logging.getLogger("jaxrl_async.learner")
+    level = log.level
     # Of an actor's bug the learner says that engine and learner differ: they do, on purpose.
-    logging.getLogger("jaxrl_async.learner").setLevel(logging.ERROR)
+    log.setLevel(logging.ERROR)
     try:
         return summary(laboratory.run(settings))
     except NonFiniteError as error:  # A method that ends so has an answer: it fails.
         return {"stopped": str(error)}
+    finally:
+        log.setLevel(level)
 
 
 def _read(path: pathlib.Path) -> dict[str, dict[str, Any]]:

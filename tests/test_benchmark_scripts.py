@@ -159,6 +159,7 @@ def test_mnists_files_are_read_by_their_headers(tmp_path):
     assert images.train.tolist() == [[0, 1, 2]] * 2 and images.test.tolist() == [[3, 4]] * 2
 
 
+@pytest.mark.long
 def test_the_anchors_benchmark_counts_forwards_and_one_compilation_of_each_program(tmp_path):
     anchors.main(["--smoke", f"--out={tmp_path}"])
     table = json.loads((tmp_path / "anchors.json").read_text())["shapes"]["smoke"]
@@ -177,6 +178,7 @@ def test_the_anchors_benchmark_counts_forwards_and_one_compilation_of_each_progr
     assert (tmp_path / "anchors.png").stat().st_size > 0
 
 
+@pytest.mark.long
 def test_without_statistics_the_benchmark_trains_the_same(monkeypatch):
     shape, work = anchors.SHAPES["smoke"]
     config = anchors.make_config(shape, remat=False)

@@ -20,10 +20,36 @@ MAY_IMPORT = {
     "models": {"types"},
     "inference": {"types", "models"},
     "rollout": {"types", "tasks", "rewards", "channels", "servers", "metrics"},
-    "learner": {"types", "loss_config", "tasks", "objectives", "models", "channels", "servers", "metrics"},
-    "checkpoint": {"types", "loss_config", "objectives", "models", "channels", "servers", "metrics"},
+    "learner": {
+        "types",
+        "loss_config",
+        "tasks",
+        "objectives",
+        "models",
+        "channels",
+        "servers",
+        "metrics",
+    },
+    "checkpoint": {
+        "types",
+        "loss_config",
+        "objectives",
+        "models",
+        "channels",
+        "servers",
+        "metrics",
+    },
 }
-WITHOUT_JAX = ("types", "loss_config", "metrics", "tasks", "rewards", "channels", "servers", "rollout")
+WITHOUT_JAX = (
+    "types",
+    "loss_config",
+    "metrics",
+    "tasks",
+    "rewards",
+    "channels",
+    "servers",
+    "rollout",
+)
 JAX = {"jax", "flax", "optax", "orbax", "chex"}
 
 
