@@ -37,7 +37,7 @@ class QueueStatus:
     running_groups: int  # permits out
     reissue_groups: int  # indexes that wait to be issued again
     capacity: int  # groups that may be admitted
-    v_pub: int | None  # version published last: the servers hold it, or one rollout.delay_steps older
+    v_pub: int | None  # published last: servers hold it, or one delay_steps older
     committed_step: int
     leased_step: int  # last step leased in full
     frontier: int  # next fresh prompt_index
