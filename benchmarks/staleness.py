@@ -61,7 +61,7 @@ TASKS = {
         "task.name": "arithmetic",
         "task.args": {"num_digits": 2, "num_test": 512, "forget_carry": 0.0, "seed": 0},
         "tokenizer.alphabet": "0123456789+=",
-        "warm_start.num_steps": 130,
+        "warm_start.num_steps": 160,
         "warm_start.row_tokens": 10,
         "warm_start.learning_rate": 3e-3,
         "server.num_slots": 256,
@@ -69,7 +69,7 @@ TASKS = {
         "server.max_total_tokens": 10,
         "rollout.max_prompt_tokens": 6,
         "rollout.max_new_tokens": 4,
-        "learner.num_steps": 150,
+        "learner.num_steps": 200,
         "learner.groups_per_step": 32,
         "learner.microbatch_rows": 128,
         "learner.row_tokens": 10,
@@ -159,14 +159,22 @@ def summary(outcome: Outcome) -> dict[str, Any]:
 
 
 def tabulate(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """{task: {method: {staleness: means over seeds}}}, of the accuracy with its interval."""
+    """{task: {method: {staleness: means over seeds with their intervals}}}.
+
+    change: of the accuracy, from the same method and seed at η = 0; seeds start from different versions 0.
+    """
     cells = collections.defaultdict(list)
     for row in rows:
         cells[row["task"], row["method"], str(row["staleness"])].append(row)
+    fresh = {(r["task"], r["method"], r["seed"]): accuracy(r) for r in rows if not r["staleness"]}
     table: dict[str, Any] = {}
     for (task, method, staleness), seeds in cells.items():
         ended = [row for row in seeds if "stopped" not in row]
         cell = {"accuracy": grid.mean_and_interval(map(accuracy, seeds))}
+        paired = [(r, (task, method, r["seed"])) for r in seeds]
+        change = [accuracy(row) - fresh[key] for row, key in paired if key in fresh]
+        if change:
+            cell["change"] = grid.mean_and_interval(change)
         cell["stopped"] = len(seeds) - len(ended)
         for name in ("max_ratio", "median_max_ratio", "clip_fraction", "effective_sample_share"):
             if ended:
