@@ -103,7 +103,7 @@ class Laboratory:
         state = learners.train(
             state,
             first_step=1,
-            schedule=roles._schedule(settings),
+            schedule=roles.schedule_of(settings),
             train_step=train_step,
             pack=functools.partial(
                 pack,
@@ -129,7 +129,7 @@ class Laboratory:
         tokenizer, mesh = self._tokenizer(settings), _mesh(settings)
         config = roles.model_config_of(settings, tokenizer)
         if not path.exists():
-            _write(path, jax.tree.leaves(roles._first_params(settings, config, mesh, tokenizer)))
+            _write(path, jax.tree.leaves(roles.first_params_of(settings, config, mesh, tokenizer)))
         abstract = transformer.abstract_params(config)
         with np.load(path) as leaves:
             params = jax.tree.unflatten(jax.tree.structure(abstract), list(leaves.values()))

@@ -416,7 +416,7 @@ def _learner(settings: Settings, workdir: pathlib.Path, *, resume: bool) -> None
         position = Position.from_json(position)
         log.info("resumed at version %d", version)
     else:
-        state = train_step.init(_first_params(settings, config, mesh, tokenizer))
+        state = train_step.init(first_params_of(settings, config, mesh, tokenizer))
         checkpoints.save(0, state, Position(0, 0, (), {}, {}).to_json())
     reference = _reference(settings, checkpoints, train_step)
 
@@ -454,7 +454,7 @@ def _learner(settings: Settings, workdir: pathlib.Path, *, resume: bool) -> None
         learners.train(
             state,
             first_step=version + 1,
-            schedule=_schedule(settings),
+            schedule=schedule_of(settings),
             train_step=train_step,
             pack=functools.partial(
                 pack,
@@ -479,7 +479,7 @@ def _reference(settings: Settings, checkpoints, train_step):
     return state.params
 
 
-def _first_params(settings: Settings, config, mesh, tokenizer):
+def first_params_of(settings: Settings, config, mesh, tokenizer):
     """Version 0: random weights or those at model.path, after the warm start."""
     import jax
 
@@ -518,7 +518,8 @@ def _first_params(settings: Settings, config, mesh, tokenizer):
     )
 
 
-def _schedule(settings: Settings):
+def schedule_of(settings: Settings):
+    """When the run pushes, saves and stops."""
     from jaxrl_async.learner.learner import Schedule
 
     return Schedule(
