@@ -89,7 +89,7 @@ def accumulated(loss, microbatch_rows):
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_a_loss_compiles_once(loss):
-    jax.clear_caches()  # JAX drops programs where a process has made many thousands, as these tests have.
+    jax.clear_caches()  # See test_train_step.
     mesh, train_step = make(loss, max_grad_norm=0.1)  # One of its own: nothing is compiled yet.
     (batch,) = pack(groups_of())
     reference = train_step.score(params_on(mesh), batch) if loss.needs_reference else None
