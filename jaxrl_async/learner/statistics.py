@@ -58,12 +58,12 @@ class Statistics:
     def measure(
         self, tokens: Tokens, entropy: jax.Array, parts: Objective
     ) -> tuple[jax.Array, jax.Array]:
-        """The sums and maxima of a microbatch.
+        """The sums and maxima of a microbatch, of the shapes of `zeros`.
 
         Args:
-          tokens: what the loss looked at.
+          tokens: what the loss looked at, [B, T].
           entropy: float32 [B, T], nats.
-          parts: the loss and what it was made of.
+          parts: the loss and what it was made of, [B, T].
         """
         t = tokens.kept()
         abs_log_ratio = jnp.abs(t.logprobs - t.behavior_logprobs)

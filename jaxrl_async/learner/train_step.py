@@ -38,8 +38,8 @@ class Accumulator:
     """Unnormalised sums over the microbatches of a minibatch. `accumulate` and `update` consume it."""
 
     grads: nnx.State  # float32, of the summed loss
-    sums: jax.Array  # of `Statistics`, over the tokens of the original mask
-    maxima: jax.Array
+    sums: jax.Array  # float32 [buckets, columns] of `Statistics`, over the original mask
+    maxima: jax.Array  # float32 [columns] of `Statistics`, ≥ 0
 
 
 class TrainStep:

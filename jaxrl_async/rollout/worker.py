@@ -199,8 +199,8 @@ class Worker:
 
     async def _sample(self, permit: Permit, prompt: Prompt, sample: int) -> Trajectory:
         trajectory = await self._rollout(prompt, self._sampler.bind(permit, sample))
-        rng = rng_of(self._run_seed, permit.prompt_index, sample, permit.attempt)
         if self._frictions is not None:
+            rng = rng_of(self._run_seed, permit.prompt_index, sample, permit.attempt)
             trajectory = self._frictions.of_trajectory(trajectory, rng)
         check_trajectory(trajectory, vocab_size=self._vocab_size, max_tokens=self._max_tokens)
         reward = await self._score(trajectory, prompt)
