@@ -6,7 +6,7 @@ A step is what `learner.train` makes of a batch that lies ready: the anchor of e
 update for each minibatch, and their metrics on the host. The configurations take turns in one process, in alternating
 order, and a figure is the median over rounds of (step / step of `behavior` in the same round), with the quartiles: a
 machine that slows down slows them all. "recompute" runs one more forward than the others, so its ideal is 4/3 without
-remat (forward 1, backward 2) and 5/4 with.
+remat (forward 1, backward 2) and 5/4 with; with one minibatch its anchor is the policy itself, computed once.
 
 Beside the times, XLA's count of the FLOPs of `score` and of `accumulate` with each anchor, the time of
 `anchors.a3po` by itself beside that of `score`, and the step with the statistics taken out of `accumulate`: all of
@@ -176,14 +176,12 @@ def measure(
     batches = make_batches(config, work, num_microbatches=2 * work["microbatches"])
     half = len(batches) // 2
     halves, whole = [batches[:half], batches[half:]], [batches]
-    # A program does not depend on the number of minibatches, which "current" alone is refused for.
-    programs = {name: make_programs(config, name) for name in dict.fromkeys([*two, *one])}
-    learners = {name: Learner(config, programs[name], halves) for name in two}
+    learners = {name: Learner(config, make_programs(config, name, 2), halves) for name in two}
     with mock.patch.object(train_steps, "Statistics", LossAlone):
-        alone = make_programs(config, "a3po")
+        alone = make_programs(config, "a3po", 2)
     learners["a3po, no statistics"] = Learner(config, alone, halves)
     for name in one:
-        learners[f"{name}, 1 minibatch"] = Learner(config, programs[name], whole)
+        learners[f"{name}, 1 minibatch"] = Learner(config, make_programs(config, name, 1), whole)
     secs = interleaved(learners, rounds, work["steps"])
     steps = {}
     for name, learner in learners.items():
@@ -220,7 +218,7 @@ def costs(shape: dict, work: dict, names: Sequence[str]) -> dict:
     config = make_config(shape, remat=False)
     (batch,) = make_batches(config, work, num_microbatches=1)
     programs, params = (
-        make_programs(config, "behavior"),
+        make_programs(config, "behavior", 2),
         sharding.init_sharded(config, make_mesh(), seed=0),
     )
     logprobs = programs.score(params, batch)
@@ -252,10 +250,10 @@ def accumulate_flops(config: transformer.ModelConfig, batch: Batch, anchor: str)
     proximal = batch.behavior_logprobs if anchor == "recompute" else None
 
     def lowered(config):
-        programs, params = make_programs(config, anchor), transformer.abstract_params(config)
+        programs, params = make_programs(config, anchor, 2), transformer.abstract_params(config)
         accumulator = jax.eval_shape(programs.zero_accumulator)
         return programs._accumulate.lower(
-            params, accumulator, batch, proximal, None, np.int32(VERSION)
+            params, None, accumulator, batch, proximal, np.int32(VERSION)
         )
 
     return count_flops(config, lowered)
@@ -266,7 +264,7 @@ def score_flops(config: transformer.ModelConfig, batch: Batch) -> float:
 
     def lowered(config):
         params = transformer.abstract_params(config)
-        return make_programs(config, "behavior")._score.lower(params, batch)
+        return make_programs(config, "behavior", 2)._score.lower(params, batch)
 
     return count_flops(config, lowered)
 
@@ -286,7 +284,7 @@ def make_mesh() -> jax.sharding.Mesh:
     return sharding.make_mesh(1, 1, 1, jax.devices()[:1])
 
 
-def make_programs(config: transformer.ModelConfig, anchor: str) -> TrainStep:
+def make_programs(config: transformer.ModelConfig, anchor: str, num_minibatches: int) -> TrainStep:
     return TrainStep(
         config,
         make_mesh(),
@@ -302,7 +300,7 @@ def make_programs(config: transformer.ModelConfig, anchor: str) -> TrainStep:
             weight_decay=0.0,
         ),
         max_grad_norm=1.0,
-        num_minibatches=1 if anchor == "current" else 2,
+        num_minibatches=num_minibatches,
         head_chunk_tokens=None,
     )
 

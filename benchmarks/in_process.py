@@ -16,7 +16,7 @@ import os
 import pathlib
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -31,7 +31,7 @@ from jaxrl_async.evaluation import complete
 from jaxrl_async.inference import engine as engines
 from jaxrl_async.inference.sampling import SamplingParams
 from jaxrl_async.learner import learner as learners
-from jaxrl_async.learner.packing import pack
+from jaxrl_async.learner.packing import empty_batch, pack
 from jaxrl_async.learner.train_step import TrainState, TrainStep
 from jaxrl_async.learner.versions import Delay
 from jaxrl_async.models import sharding, transformer
@@ -99,7 +99,7 @@ class Laboratory:
         state = train_step.init(self.first_params(settings))
         reference = _copy(state.params) if settings.loss.needs_reference else None
         evaluate(0, state, None)
-        versions.publish(0, state)
+        versions.publish(0, versions.snapshot(state))
         state = learners.train(
             state,
             first_step=1,
@@ -111,6 +111,7 @@ class Laboratory:
                 row_tokens=learner.row_tokens,
                 policy=learner.packing,
             ),
+            padding=empty_batch(learner.microbatch_rows, learner.row_tokens),
             advantages=ADVANTAGES[settings.loss.advantage],
             queue=samples,
             publisher=versions,
@@ -167,8 +168,11 @@ class _Versions:
         self._kept: dict[int, nnx.State] = {}
         self._held: int | None = None  # by the engine
 
-    def publish(self, version: int, state: TrainState) -> None:
-        self._kept[version] = _copy(state.params)  # The learner donates its own to the next update.
+    def snapshot(self, state: TrainState) -> nnx.State:
+        return _copy(state.params)  # The learner donates its own to the next update.
+
+    def publish(self, version: int, snapshot: nnx.State) -> None:
+        self._kept[version] = snapshot
         self._kept.pop(version - self._delay.max_steps - 1, None)
 
     def hold_for(self, step: int) -> None:
@@ -206,7 +210,9 @@ class _Samples:
         self._frictions = roles.frictions_of(settings, tokenizer)
         self._completion_tokens = 0
 
-    def lease(self, step: int, timeout_secs: float) -> Iterator[Chunk]:
+    def lease(
+        self, step: int, timeout_secs: float, before_waiting: Callable[[], None]
+    ) -> Iterator[Chunk]:
         self._versions.hold_for(step)
         size = self._settings.learner.groups_per_step
         indexes = range((step - 1) * size, step * size)

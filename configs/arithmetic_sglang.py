@@ -155,6 +155,8 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         weight_decay=0.0,
         max_grad_norm=1.0,
         lease_timeout_secs=300.0,
+        fail_on_recompile=True,
+        compilation_cache="",
     )
 
     c.weights = dict(

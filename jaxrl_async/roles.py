@@ -390,11 +390,13 @@ async def _rollout(settings: Settings, workdir: pathlib.Path) -> None:
 
 
 def _learner(settings: Settings, workdir: pathlib.Path, *, resume: bool) -> None:
+    import jax
+
     from jaxrl_async.channels.admission import Position
     from jaxrl_async.channels.queue_client import LearnerQueue
     from jaxrl_async.channels.weight_store import WeightStore
     from jaxrl_async.learner import learner as learners
-    from jaxrl_async.learner.packing import pack
+    from jaxrl_async.learner.packing import empty_batch, pack
     from jaxrl_async.learner.versions import Delay, Versions
     from jaxrl_async.metrics import MetricsWriter
     from jaxrl_async.models import sharding
@@ -404,6 +406,8 @@ def _learner(settings: Settings, workdir: pathlib.Path, *, resume: bool) -> None
     from jaxrl_async.servers.transports import TRANSPORTS
 
     learner, weights = settings.learner, settings.weights
+    if learner.compilation_cache:
+        jax.config.update("jax_compilation_cache_dir", learner.compilation_cache)
     tokenizer = tokenizer_of(settings, workdir)
     config = model_config_of(settings, tokenizer)
     mesh = sharding.make_mesh(learner.data, learner.fsdp, learner.tensor)
@@ -449,7 +453,7 @@ def _learner(settings: Settings, workdir: pathlib.Path, *, resume: bool) -> None
             timeout_secs=settings.server.start_timeout_secs + weights.push_timeout_secs,
             delay=delay,
         )
-        versions.publish(version, state, position)
+        versions.publish(version, versions.snapshot(state), position)
         versions.wait()
         learners.train(
             state,
@@ -462,6 +466,7 @@ def _learner(settings: Settings, workdir: pathlib.Path, *, resume: bool) -> None
                 row_tokens=learner.row_tokens,
                 policy=learner.packing,
             ),
+            padding=empty_batch(learner.microbatch_rows, learner.row_tokens),
             advantages=ADVANTAGES[settings.loss.advantage],
             queue=queue,
             publisher=versions,
@@ -530,4 +535,5 @@ def schedule_of(settings: Settings):
         num_minibatches=settings.learner.num_minibatches,
         lease_timeout_secs=settings.learner.lease_timeout_secs,
         max_failures=settings.queue.max_failures,
+        fail_on_recompile=settings.learner.fail_on_recompile,
     )

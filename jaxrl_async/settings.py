@@ -164,6 +164,8 @@ class Learner:
     weight_decay: float
     max_grad_norm: float
     lease_timeout_secs: float
+    fail_on_recompile: bool  # stop where a program compiles after the first step
+    compilation_cache: str  # directory that keeps compiled programs between runs; "" for none
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,6 +29,7 @@ def load(name):
 
 digits = load("delight_digits")
 anchors = load("anchors")
+learner = load("learner")
 
 
 def logits_gradient(method, logits, labels, actions, behavior_logprobs, staleness=3):
@@ -183,9 +184,9 @@ def test_without_statistics_the_benchmark_trains_the_same(monkeypatch):
     shape, work = anchors.SHAPES["smoke"]
     config = anchors.make_config(shape, remat=False)
     halves = [[batch] for batch in anchors.make_batches(config, work, num_microbatches=2)]
-    measured = anchors.Learner(config, anchors.make_programs(config, "a3po"), halves)
+    measured = anchors.Learner(config, anchors.make_programs(config, "a3po", 2), halves)
     monkeypatch.setattr(anchors.train_steps, "Statistics", anchors.LossAlone)
-    alone = anchors.Learner(config, anchors.make_programs(config, "a3po"), halves)
+    alone = anchors.Learner(config, anchors.make_programs(config, "a3po", 2), halves)
     before = sharding.init_sharded(config, anchors.make_mesh(), seed=0)
     measured.step(), alone.step()
     vectors = [ravel_pytree(p)[0] for p in (before, measured.state.params, alone.state.params)]
@@ -213,3 +214,34 @@ def test_flops_of_layers_are_counted_once_each():
 
     config = dataclasses.replace(config, num_layers=size)
     assert anchors.count_flops(config, lowered) == 7 + 10 * size
+
+
+def test_the_learners_benchmark_runs_in_small_and_keeps_what_it_does_not_run(tmp_path):
+    learner.main(["--smoke", f"--out={tmp_path}"])
+    learner.main(["--smoke", "--part=length", f"--out={tmp_path}"])
+    found = json.loads((tmp_path / "learner.json").read_text())
+    assert found["smoke"]["tokens_per_update"] == 16 and found["smoke"]["share_of_matmul"] > 0
+    assert found["policies"]["speedup_low"] <= found["policies"]["speedup"]
+    assert list(found["length"]) == ["8", "16"]
+    assert found["length"]["16"]["temporary_bytes"] > 0
+
+
+def test_the_three_dispatches_end_in_the_gradient_of_the_one_pass():
+    """Where the recorded policy is the reference, and the policy the step's first."""
+    config = learner.make_config(learner.SHAPES["smoke"][0])
+    mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
+    params, reference = (sharding.init_sharded(config, mesh, seed=seed) for seed in range(2))
+    (batch,) = learner.make_batches(config, learner.work_of(16, row_tokens=8))
+    loss = dict(anchor="recompute", kl="k3", kl_coefficient=0.5, behavior_cap_mode="none")
+    loss |= dict(behavior_cap=None)
+    one = learner.make_train_step(config, mesh, learner.LossConfig(**loss), 1, None)
+    three = learner.make_train_step(
+        config, mesh, learner.LossConfig(**loss, kl_to="behavior"), 2, None
+    )
+    recorded = np.where(batch.mask, three.score(reference, batch), 0)
+    batch = dataclasses.replace(batch, behavior_logprobs=recorded.astype(np.float32))
+    found = one.accumulate(params, one.zero_accumulator(), batch, None, 2, reference)
+    proximal = three.score(params, batch)
+    expected = three.accumulate(params, three.zero_accumulator(), batch, proximal, 2)
+    got, wanted = ravel_pytree(found.grads)[0], ravel_pytree(expected.grads)[0]
+    np.testing.assert_allclose(got, wanted, atol=1e-6 * float(jnp.linalg.norm(wanted)))

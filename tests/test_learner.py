@@ -81,14 +81,17 @@ def make_group(index, version, rewards=(1.0, 0.0)):
 class Recorder:
     """Queue, publisher, checkpoints and metrics of a run, with the order of what was asked of them."""
 
-    def __init__(self, chunk_groups=B, staleness=0, returned=None, broken_step=None):
+    def __init__(self, chunk_groups=B, staleness=0, returned=None, broken_step=None, waits_for=()):
         self.events, self.rows, self.weights = [], [], {}
         self.chunk_groups, self.staleness = chunk_groups, staleness
         self.returned, self.broken_step = returned or {}, broken_step
+        self.waits_for = waits_for  # steps whose groups are not there when they are asked for
 
-    def lease(self, step, timeout_secs):
+    def lease(self, step, timeout_secs, before_waiting):
         version = max(0, step - 1 - self.staleness)
         groups = [make_group(i, version) for i in range((step - 1) * B, step * B)]
+        if step in self.waits_for:
+            before_waiting()
         if step == self.broken_step:  # As a fault after the queue's checks would.
             groups[1].trajectories[0].logprobs[-1] = np.nan
         for index, start in enumerate(range(0, B, self.chunk_groups)):
@@ -120,9 +123,12 @@ class Recorder:
             waits=(),
         )
 
-    def publish(self, version, state):
+    def snapshot(self, state):
+        return jax.device_get(state.params)
+
+    def publish(self, version, snapshot):
         self.events.append(f"publish {version}")
-        self.weights[version] = jax.device_get(state.params)
+        self.weights[version] = snapshot
 
     def wait(self):
         self.events.append("wait")
@@ -154,6 +160,7 @@ def train(
         num_minibatches=num_minibatches,
         lease_timeout_secs=1.0,
         max_failures=over.get("max_failures", 10),
+        fail_on_recompile=True,
     )
     return learner.train(
         state,
@@ -161,6 +168,7 @@ def train(
         schedule=schedule,
         train_step=train_step,
         pack=functools.partial(packing.pack, microbatch_rows=4, row_tokens=16, policy="in_order"),
+        padding=over.get("padding", packing.empty_batch(4, 16)),
         advantages=advantages.grpo,
         queue=recorder,
         publisher=recorder,
@@ -211,6 +219,35 @@ def test_an_asynchronous_run_publishes_every_n_steps_and_does_not_wait():
     assert recorder.rows[4]["lag/2/tokens"] == B * G * 4
 
 
+def test_a_step_ends_while_the_next_one_is_under_way_unless_that_has_to_wait():
+    recorder = Recorder(staleness=1, waits_for=[3])
+    train(recorder, wait=False, num_steps=4, checkpoint_every_steps=100)
+    assert recorder.events == [
+        "lease 1.0",
+        "lease 2.0", "commit 1", "publish 1",
+        "commit 2", "publish 2", "lease 3.0",
+        "lease 4.0", "commit 3", "publish 3",
+        "commit 4", "save 4",
+    ]  # fmt: skip
+    assert [row["staleness/mean"] for row in recorder.rows] == [0, 1, 1, 1]
+
+
+def test_a_step_that_is_saved_ends_before_the_next_one_consumes_its_state():
+    recorder = Recorder(staleness=1)
+    train(recorder, wait=False, num_steps=3, checkpoint_every_steps=2)
+    assert recorder.events.index("save 2") < recorder.events.index("lease 3.0")
+
+
+def test_ending_a_step_late_changes_no_number():
+    ahead, waiting = Recorder(staleness=1), Recorder(staleness=1, waits_for=range(10))
+    states = [train(recorder, wait=False, num_steps=4) for recorder in (ahead, waiting)]
+    np.testing.assert_array_equal(params(states[0]), params(states[1]))
+    for version in (1, 2, 3):
+        jax.tree.map(
+            np.testing.assert_array_equal, ahead.weights[version], waiting.weights[version]
+        )
+
+
 def test_periodic_chunks_accumulate_to_the_synchronous_gradient():
     whole = train(Recorder(chunk_groups=B), num_steps=1)
     chunks = train(Recorder(chunk_groups=1), num_steps=1)
@@ -248,6 +285,23 @@ def test_bad_numbers_stop_the_run_before_anything_of_the_step_is_committed_saved
         "lease 2.0",
     ]
     assert len(recorder.rows) == 1
+
+
+def test_bad_numbers_that_are_read_late_are_not_committed_or_published_either():
+    recorder = Recorder(broken_step=2, staleness=1)
+    with pytest.raises(learner.NonFiniteError, match=r"step 2, minibatch 1: "):
+        train(recorder, wait=False, anchor="behavior", num_steps=4)
+    assert recorder.events == ["lease 1.0", "lease 2.0", "commit 1", "publish 1", "lease 3.0"]
+    assert len(recorder.rows) == 1
+
+
+def test_a_program_that_compiles_again_stops_the_run():
+    make_train_step.cache_clear()  # Else the other shape may have been compiled before.
+    jax.clear_caches()  # See test_train_step.
+    with pytest.raises(
+        learner.RecompileError, match=r"step 1: 5 programs were compiled, 4 before the first step"
+    ):
+        train(Recorder(), padding=packing.empty_batch(8, 16))
 
 
 def test_too_many_failures_stop_the_run_and_are_counted_by_reason():
@@ -288,8 +342,8 @@ def test_the_mismatch_is_of_the_weights_a_step_starts_from():
     """Of two minibatches the first counts, as if the second were not there."""
     recorder, half = Recorder(), Recorder(chunk_groups=B // 2)
     train(recorder, num_minibatches=2, anchor="recompute", num_steps=1)
-    first = next(iter(half.lease(1, 1.0))).groups
-    half.lease = lambda step, timeout_secs: iter([Chunk(step, 0, first, True)])
+    first = next(iter(half.lease(1, 1.0, None))).groups
+    half.lease = lambda step, timeout_secs, before_waiting: iter([Chunk(step, 0, first, True)])
     train(half, anchor="recompute", num_steps=1)
     assert mismatch(recorder.rows[0]) == mismatch(half.rows[0])
     assert recorder.rows[0]["mismatch/tokens"] == B // 2 * G * 4

@@ -40,12 +40,13 @@ class Queue:
 
     def __init__(self, address: str, client: QueueClient, learner: LearnerQueue):
         self.address, self.client, self._learner = address, client, learner
+        self.waited = []  # steps whose lease found nothing at once
 
     async def lease(self, step, timeout_secs=300.0):
-        return await asyncio.to_thread(lambda: list(self._learner.lease(step, timeout_secs)))
+        return await asyncio.to_thread(lambda: list(self._lease(step, timeout_secs)))
 
     async def first_chunk(self, step, timeout_secs=300.0):
-        return await asyncio.to_thread(lambda: next(self._learner.lease(step, timeout_secs)))
+        return await asyncio.to_thread(lambda: next(self._lease(step, timeout_secs)))
 
     async def commit(self, step):
         return await asyncio.to_thread(self._learner.commit, step)
@@ -55,6 +56,9 @@ class Queue:
 
     async def learner_status(self):
         return await asyncio.to_thread(self._learner.status)
+
+    def _lease(self, step, timeout_secs):
+        return self._learner.lease(step, timeout_secs, lambda: self.waited.append(step))
 
     async def fill(self, count) -> list[Permit]:
         permits = await self.client.admit(count, 5.0)
@@ -229,6 +233,21 @@ async def test_a_lease_blocks_until_its_groups_are_there():
             assert not lease.done()
             await queue.client.push(group(permit))
         assert indexes(await lease) == [[0, 1, 2, 3]]
+
+
+async def test_a_lease_says_before_it_waits_and_not_where_it_need_not():
+    async with opened(max_staleness=1) as queue:
+        await queue.publish(0)
+        await queue.fill(4)
+        await queue.lease(1)
+        assert queue.waited == []
+        lease = asyncio.create_task(queue.lease(2))
+        async with asyncio.timeout(5.0):
+            while not queue.waited:
+                await asyncio.sleep(0.01)
+        assert queue.waited == [2] and not lease.done()
+        await queue.fill(4)
+        assert indexes(await lease) == [[4, 5, 6, 7]]
 
 
 async def test_a_lease_that_times_out_names_what_is_missing():
@@ -481,7 +500,7 @@ async def test_calls_are_sent_again_while_the_queue_is_away():
     calls = [
         asyncio.create_task(client.status()),
         asyncio.create_task(asyncio.to_thread(learner.status)),
-        asyncio.create_task(asyncio.to_thread(lambda: next(learner.lease(1, 10.0)))),
+        asyncio.create_task(asyncio.to_thread(lambda: next(learner.lease(1, 10.0, lambda: None)))),
     ]
     await asyncio.sleep(0.1)
     assert not any(call.done() for call in calls)

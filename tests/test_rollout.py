@@ -750,7 +750,7 @@ def first_step(address, servers, timeout_secs):
         server.version = "0"
     with LearnerQueue(address, **TIMEOUTS) as learner:
         learner.publish_version(0, [ServerRecord(s.address, "HEALTHY", 0) for s in servers])
-        return list(learner.lease(1, timeout_secs))
+        return list(learner.lease(1, timeout_secs, lambda: None))
 
 
 async def test_a_worker_and_a_real_queue_hand_a_step_to_the_learner(servers, make_worker):

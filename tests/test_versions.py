@@ -67,7 +67,7 @@ def make(params, tmp_path):
 
         def given(version):
             state = types.SimpleNamespace(params=jax.tree.map(lambda x: x * 0 + version, params))
-            versions.publish(version, state)
+            versions.publish(version, versions.snapshot(state))
             held = int(publisher.path.name)
             assert set(store.read(held)[NORM]) == {held}
             return held

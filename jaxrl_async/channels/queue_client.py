@@ -181,23 +181,29 @@ class LearnerQueue:
     def __exit__(self, *_: object) -> None:
         self._channel.close()
 
-    def lease(self, step: int, timeout_secs: float) -> Iterator[Chunk]:
+    def lease(
+        self, step: int, timeout_secs: float, before_waiting: Callable[[], None]
+    ) -> Iterator[Chunk]:
         """The chunks of a step, each asked for when the one before was taken.
 
         Args:
           step: ≥ 1; asked again, the same chunks come again.
           timeout_secs: bound on waiting for one chunk.
+          before_waiting: called where the first chunk is not there yet, before it is waited for.
 
         Raises:
           TimeoutError: says which groups are missing.
           QueueError: the step is committed, or an earlier one was not leased.
         """
-        index, last = 0, False
-        while not last:
-            request = pb.LeaseRequest(step=step, chunk=index, wait_secs=timeout_secs)
-            chunk = self._call("Lease", request, timeout_secs, take=_read_chunk)
+        try:
+            chunk = self._chunk(step, 0, 0.0)
+        except TimeoutError:
+            before_waiting()
+            chunk = self._chunk(step, 0, timeout_secs)
+        yield chunk
+        while not chunk.last:
+            chunk = self._chunk(step, chunk.index + 1, timeout_secs)
             yield chunk
-            index, last = index + 1, chunk.last
 
     def commit(self, step: int) -> Position:
         """Says that a step is trained; returns what a checkpoint of it needs of the queue."""
@@ -221,6 +227,10 @@ class LearnerQueue:
     def status(self) -> QueueStatus:
         """What the queue holds, and who waits for what."""
         return wire.decode_status(self._call("Status", pb.StatusRequest()))
+
+    def _chunk(self, step: int, index: int, wait_secs: float) -> Chunk:
+        request = pb.LeaseRequest(step=step, chunk=index, wait_secs=wait_secs)
+        return self._call("Lease", request, wait_secs, take=_read_chunk)
 
     def _call(
         self,

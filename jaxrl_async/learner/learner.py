@@ -4,6 +4,9 @@
 
 It knows nothing of prompts, rewards or servers: groups come from the queue, weights go to the publisher. What
 differs between the modes is how many chunks a lease has, and whether a push is waited for.
+
+The device is not waited for where there is other work: what follows an update (its flag, commit, publication and
+metrics) is done when the next step's gradient has been dispatched, or when there is nothing to dispatch.
 """
 
 import dataclasses
@@ -39,10 +42,15 @@ class TooManyFailuresError(RuntimeError):
     """Infrastructure failures beyond the run's budget; the message counts them by reason."""
 
 
+class RecompileError(RuntimeError):
+    """A program compiled again after the first step; the message names the step and the counts."""
+
+
 class Publish(Protocol):
     """Hands the weights of a version to the servers; what the learner needs of the publisher."""
 
-    def publish(self, version: int, state: TrainState) -> None: ...
+    def snapshot(self, state: TrainState) -> Any: ...
+    def publish(self, version: int, snapshot: Any) -> None: ...
     def wait(self) -> None: ...
     def check(self) -> None: ...
     def metrics(self) -> dict[str, float]: ...
@@ -59,6 +67,15 @@ class Schedule:
     num_minibatches: int
     lease_timeout_secs: float
     max_failures: int  # groups returned for infrastructure failures before the run is stopped
+    fail_on_recompile: bool  # stop where a program compiles after the first step
+
+    def pushes(self, step: int) -> bool:
+        """Whether the servers get this version while the run goes on."""
+        return step % self.push_every_steps == 0 and step < self.num_steps
+
+    def saves(self, step: int) -> bool:
+        """Whether this version is checkpointed."""
+        return step % self.checkpoint_every_steps == 0 or step == self.num_steps
 
 
 def train(
@@ -68,6 +85,7 @@ def train(
     schedule: Schedule,
     train_step: TrainStep,
     pack: Callable[[Sequence[Group], np.ndarray], list[Batch]],
+    padding: Batch,
     advantages: Callable[[np.ndarray], np.ndarray],
     queue: LearnerQueue,
     publisher: Publish,
@@ -83,6 +101,7 @@ def train(
       schedule: when to push, save and stop.
       train_step: the three jitted programs.
       pack: groups and advantages [N, G] → microbatches of one static shape.
+      padding: a microbatch of that shape without a token.
       advantages: rewards [N, G] → advantages [N, G].
       queue: leases and commits.
       publisher: takes new versions.
@@ -96,67 +115,118 @@ def train(
     Raises:
       NonFiniteError: before anything of the step was committed, saved or published.
       TooManyFailuresError: more groups came back for infrastructure failures than the budget allows.
+      RecompileError: a program compiled after the first step, where the schedule says so.
     """
-    timers, rates, watch = Timers(), _Rates(queue.status()), _MismatchWatch()
-    accumulator = train_step.zero_accumulator()
+    timers = Timers()
+    state, accumulator = train_step.warm_up(state, padding, reference)
+    ends = _Ends(schedule, train_step, queue, publisher, save, metrics, timers)
     for step in range(first_step, schedule.num_steps + 1):
         groups: list[Group] = []
         batches: list[Batch] = []
         outcomes = []  # (metrics on the device, groups) of every minibatch
-        with timers("step"):
-            if schedule.wait_for_push:
-                with timers("wait_push"):
-                    publisher.wait()
-            publisher.check()
+        if schedule.wait_for_push:
+            with timers("wait_push"):
+                publisher.wait()
+        publisher.check()
 
-            for chunk in _timed(queue.lease(step, schedule.lease_timeout_secs), timers):
-                minibatches = packing.split_minibatches(chunk.groups, schedule.num_minibatches)
-                with timers("pack"):
-                    packed = [pack(m, advantages(_rewards(m))) for m in minibatches]
+        for chunk in _timed(queue.lease(step, schedule.lease_timeout_secs, ends.finish), timers):
+            minibatches = packing.split_minibatches(chunk.groups, schedule.num_minibatches)
+            with timers("pack"):
+                packed = [pack(m, advantages(_rewards(m))) for m in minibatches]
+            with timers("accumulate"):
+                # Before any update, which moves the weights that anchors are taken at.
+                anchors = [[train_step.anchor(state.params, b) for b in m] for m in packed]
+            for minibatch, rows, anchor in zip(minibatches, packed, anchors, strict=True):
                 with timers("accumulate"):
-                    # Before any update, which moves the weights that anchors are taken at.
-                    anchors = [[train_step.anchor(state.params, b) for b in m] for m in packed]
-                for minibatch, rows, anchor in zip(minibatches, packed, anchors, strict=True):
-                    with timers("accumulate"):
-                        for batch, proximal in zip(rows, anchor, strict=True):
-                            accumulator = train_step.accumulate(
-                                state.params,
-                                accumulator,
-                                batch,
-                                proximal,
-                                policy_version=step - 1,
-                                reference_logprobs=_scored(train_step, reference, batch),
-                            )
-                    groups += minibatch
-                    batches += rows
-                    if chunk.last:
-                        state, accumulator, outcome = train_step.update(state, accumulator)
-                        outcomes.append((outcome, minibatch))
+                    for batch, proximal in zip(rows, anchor, strict=True):
+                        accumulator = train_step.accumulate(
+                            state.params, accumulator, batch, proximal, step - 1, reference
+                        )
+                groups += minibatch
+                batches += rows
+                if chunk.last:
+                    ends.finish()  # Of the step before: its state is consumed here.
+                    state, accumulator, outcome = train_step.update(state, accumulator)
+                    outcomes.append((outcome, minibatch))
 
-            with timers("update"):  # Waits for the device; bad numbers go nowhere beyond this.
-                rows = [_checked(step, i, *outcome) for i, outcome in enumerate(outcomes, 1)]
-            position = queue.commit(step)
-            if step % schedule.push_every_steps == 0 and step < schedule.num_steps:
-                with timers("publish"):
-                    publisher.publish(step, state)
-            if step % schedule.checkpoint_every_steps == 0 or step == schedule.num_steps:
-                with timers("checkpoint"):
-                    save(step, state, position)
-
-        status = queue.status()
-        row = _step_metrics(rows, groups, batches)
-        watch(step, row)
-        row |= timers.pop() | publisher.metrics() | rates.metrics(status)
-        row["compile/count"] = train_step.num_compilations()
-        row["learner/tokens_per_sec"] = row.pop("tokens") / row["time/step_secs"]
-        metrics.write(step, row)
-        _check_failures(status, schedule.max_failures)
+        snapshot = publisher.snapshot(state) if schedule.pushes(step) else None
+        ends.begin(_End(step, state, snapshot, outcomes, groups, batches))
+        if schedule.wait_for_push or schedule.saves(step) or not train_step.runs_ahead:
+            ends.finish()
     return state
 
 
-def _scored(train_step: TrainStep, params: Any, batch: Batch) -> jax.Array | None:
-    """Log-probs of a reference's weights; None without one."""
-    return None if params is None else train_step.score(params, batch)
+@dataclasses.dataclass(frozen=True)
+class _End:
+    """A step that was dispatched, and what its end needs."""
+
+    step: int
+    state: TrainState
+    snapshot: Any  # for the publisher; None where the version is not pushed
+    outcomes: Sequence[tuple[Any, Sequence[Group]]]
+    groups: Sequence[Group]
+    batches: Sequence[Batch]
+
+
+class _Ends:
+    """What follows a step's last update, once: its flag is read, then it is committed, published, saved and logged.
+
+    The times of a row are what was spent since the row before.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        train_step: TrainStep,
+        queue: LearnerQueue,
+        publisher: Publish,
+        save: Callable[[int, TrainState, Position], None],
+        metrics: MetricsWriter,
+        timers: Timers,
+    ):
+        self._schedule, self._train_step, self._queue = schedule, train_step, queue
+        self._publisher, self._save, self._metrics = publisher, save, metrics
+        self._timers, self._since = timers, time.monotonic()
+        self._rates, self._watch = _Rates(queue.status()), _MismatchWatch()
+        self._compiled = train_step.num_compilations()
+        self._begun: _End | None = None
+
+    def begin(self, end: _End) -> None:
+        """Takes the end of the step that was dispatched last."""
+        self._begun = end
+
+    def finish(self) -> None:
+        """Waits for the device and ends the step that was begun, if there is one."""
+        if self._begun is None:
+            return
+        end, self._begun, schedule = self._begun, None, self._schedule
+        with self._timers("update"):  # Waits for the device; bad numbers go nowhere beyond this.
+            rows = [_checked(end.step, i, *outcome) for i, outcome in enumerate(end.outcomes, 1)]
+        position = self._queue.commit(end.step)
+        if end.snapshot is not None:
+            with self._timers("publish"):
+                self._publisher.publish(end.step, end.snapshot)
+        if schedule.saves(end.step):
+            with self._timers("checkpoint"):
+                self._save(end.step, end.state, position)
+        self._log(end, rows)
+
+    def _log(self, end: _End, minibatches: Sequence[Mapping[str, float]]) -> None:
+        status = self._queue.status()
+        row = _step_metrics(minibatches, end.groups, end.batches)
+        self._watch(end.step, row)
+        row |= self._timers.pop() | self._publisher.metrics() | self._rates.metrics(status)
+        now = time.monotonic()
+        row["time/step_secs"], self._since = now - self._since, now
+        row["compile/count"] = self._train_step.num_compilations()
+        row["learner/tokens_per_sec"] = row.pop("tokens") / row["time/step_secs"]
+        self._metrics.write(end.step, row)
+        _check_failures(status, self._schedule.max_failures)
+        if self._schedule.fail_on_recompile and row["compile/count"] > self._compiled:
+            raise RecompileError(
+                f"step {end.step}: {row['compile/count']} programs were compiled, {self._compiled} before the first "
+                "step: a microbatch of another shape, dtype or layout reached the device"
+            )
 
 
 def _timed(lease: Iterator[Chunk], timers: Timers) -> Iterator[Chunk]:

@@ -80,13 +80,15 @@ class TrainStep:
             raise ValueError(f"temperature must be > 0, got {temperature}")
         self._config, self._loss, self._optimizer = config, loss, optimizer
         self._max_grad_norm, self._temperature = max_grad_norm, temperature
+        self._num_minibatches = num_minibatches
         self._statistics = Statistics(loss)
         self._head_chunk_tokens = head_chunk_tokens
         self._rows = rows = sharding.batch_sharding(mesh)
         # XLA's CPU collectives hang when programs of several devices pile up on few threads.
         self._one_at_a_time = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
         state, accumulator = make_shardings(config, mesh, optimizer)
-        everywhere, self._state_shardings = accumulator.sums, state
+        self._everywhere, self._state_shardings = everywhere, _ = accumulator.sums, state
+        reference = state.params if loss.needs_reference else None
         # Every output names its sharding: one that came back otherwise would compile again.
         self._init = jax.jit(
             self._init_program,
@@ -99,9 +101,9 @@ class TrainStep:
         )
         self._accumulate = jax.jit(
             self._accumulate_program,
-            in_shardings=(state.params, accumulator, rows, rows, rows, everywhere),
+            in_shardings=(state.params, reference, accumulator, rows, rows, everywhere),
             out_shardings=accumulator,
-            donate_argnums=1,
+            donate_argnums=2,
         )
         self._update = jax.jit(
             self._update_program,
@@ -109,6 +111,11 @@ class TrainStep:
             out_shardings=(state, accumulator, everywhere),
             donate_argnums=(0, 1),
         )
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether calls return before the device is done, so that a caller may use the time."""
+        return not self._one_at_a_time
 
     def init(self, params: nnx.State) -> TrainState:
         """The state before the first update; the parameters are part of it, not copied."""
@@ -128,21 +135,42 @@ class TrainStep:
         """The accumulator of a minibatch of which nothing was seen yet."""
         return self._zeros()
 
+    def warm_up(
+        self, state: TrainState, padding: Batch, reference: nnx.State | None = None
+    ) -> tuple[TrainState, Accumulator]:
+        """Compiles every program that a step runs, by running it on padding.
+
+        Args:
+          state: consumed.
+          padding: a microbatch without a token.
+          reference: as of `accumulate`.
+
+        Returns:
+          The same state, as an update without a token is refused, and an accumulator at zero.
+        """
+        proximal = self.anchor(state.params, padding)
+        accumulator = self.accumulate(
+            state.params, self.zero_accumulator(), padding, proximal, 0, reference
+        )
+        return self.update(state, accumulator)[:2]
+
     def score(self, params: nnx.State, batch: Batch) -> jax.Array:
         """Log-probs of the batch's tokens at these weights, without a gradient.
 
         Returns:
           float32 [B, T], nats; finite but meaningless where the mask is False.
         """
-        return self._serialise(self._score(params, self._place(batch)))
+        return self._run(self._score, params, self._place(batch))
 
     def anchor(self, params: nnx.State, batch: Batch) -> jax.Array | None:
         """What `accumulate` needs as proximal_logprobs, at the weights the step starts from.
 
         Returns:
-          `score` where the loss needs it ('recompute', proximal_metrics); None, and no work, elsewhere.
+          `score` where the loss needs it ('recompute', proximal_metrics) and the weights move before the step
+          ends; None, and no work, elsewhere: with one minibatch they are the policy that `accumulate` computes anyway.
         """
-        return self.score(params, batch) if self._loss.needs_recompute else None
+        moves = self._num_minibatches > 1
+        return self.score(params, batch) if self._loss.needs_recompute and moves else None
 
     def accumulate(
         self,
@@ -151,9 +179,12 @@ class TrainStep:
         batch: Batch,
         proximal_logprobs: jax.Array | None,
         policy_version: int,
-        reference_logprobs: jax.Array | None = None,
+        reference: nnx.State | None = None,
     ) -> Accumulator:
         """Adds a microbatch's gradient of the summed loss, and its sums and maxima.
+
+        Policy, anchor and reference come from one program and one pass over the batch: "Periodic Asynchrony", Lu, Luo,
+        arXiv 2511.18871. Where anchor and policy are the same weights, they are computed once.
 
         Args:
           params: the weights to differentiate at.
@@ -161,12 +192,25 @@ class TrainStep:
           batch: one microbatch.
           proximal_logprobs: from `anchor`, at the weights the step started from.
           policy_version: v_θ of the step, s − 1.
-          reference_logprobs: from `score`, at the reference's weights, where the loss has a KL to it.
+          reference: weights laid out as `params`, where the loss has a KL to them.
+
+        Raises:
+          ValueError: the loss needs what is missing.
         """
-        scored = (proximal_logprobs, reference_logprobs)
-        version = np.int32(policy_version)
-        return self._serialise(
-            self._accumulate(params, accumulator, self._place(batch), *scored, version)
+        if self._loss.needs_reference and reference is None:
+            raise ValueError("loss.kl_to = 'reference' needs the reference's weights")
+        if self._loss.needs_recompute and self._num_minibatches > 1 and proximal_logprobs is None:
+            raise ValueError("the loss needs log-probs at the step's first weights: see `anchor`")
+        version = jax.device_put(np.int32(policy_version), self._everywhere)
+        reference = reference if self._loss.needs_reference else None
+        return self._run(
+            self._accumulate,
+            params,
+            reference,
+            accumulator,
+            self._place(batch),
+            proximal_logprobs,
+            version,
         )
 
     def update(
@@ -185,7 +229,7 @@ class TrainStep:
           "tokens". mismatch/ is about the weights that were differentiated at: those
           of policy_version in a step's first minibatch only.
         """
-        return self._serialise(self._update(state, accumulator))
+        return self._run(self._update, state, accumulator)
 
     def num_compilations(self) -> int:
         """Programs compiled so far: at most one each of init, zeros, score, accumulate, update."""
@@ -194,10 +238,12 @@ class TrainStep:
 
     def _place(self, batch):
         if jax.process_count() == 1:
-            return batch  # The jit places NumPy arrays, four times faster than device_put.
+            return jax.device_put(batch, self._rows)
         return jax.tree.map(lambda x: jax.make_array_from_process_local_data(self._rows, x), batch)
 
-    def _serialise(self, outputs):
+    def _run(self, program, *args):
+        with jax.transfer_guard("disallow"):  # What goes to the device is put there by name.
+            outputs = program(*args)
         return jax.block_until_ready(outputs) if self._one_at_a_time else outputs
 
     def _init_program(self, params):
@@ -211,10 +257,10 @@ class TrainStep:
         return self._logprobs_and_entropy(params, batch)[0]
 
     def _accumulate_program(
-        self, params, accumulator, batch, proximal_logprobs, reference_logprobs, policy_version
+        self, params, reference, accumulator, batch, proximal_logprobs, policy_version
     ):
         grads, (sums, maxima) = jax.grad(self._summed_loss, has_aux=True)(
-            params, batch, proximal_logprobs, reference_logprobs, policy_version
+            params, reference, batch, proximal_logprobs, policy_version
         )
         return Accumulator(
             jax.tree.map(jnp.add, accumulator.grads, grads),
@@ -239,8 +285,11 @@ class TrainStep:
         metrics |= {"policy/grad_norm": grad_norm, "finite": finite.astype(jnp.float32)}
         return state, jax.tree.map(jnp.zeros_like, accumulator), metrics
 
-    def _summed_loss(self, params, batch, proximal_logprobs, reference_logprobs, policy_version):
+    def _summed_loss(self, params, reference, batch, proximal_logprobs, policy_version):
         logprobs, entropy = self._logprobs_and_entropy(params, batch)
+        if self._loss.needs_recompute and self._num_minibatches == 1:
+            proximal_logprobs = jax.lax.stop_gradient(logprobs)
+        reference_logprobs = None if reference is None else self._score_program(reference, batch)
         tokens = Tokens(
             logprobs=logprobs,
             behavior_logprobs=batch.behavior_logprobs,

@@ -76,18 +76,21 @@ class Versions:
         self._delay = delay
         self._version: int | None = None
 
-    def publish(self, version: int, state: TrainState, position: Position | None = None) -> None:
+    def snapshot(self, state: TrainState) -> nnx.State:
+        """The weights of a state as they are written, in buffers of their own: the state may be donated."""
+        return _cast(state.params, self._dtype)
+
+    def publish(self, version: int, snapshot: nnx.State, position: Position | None = None) -> None:
         """Starts the push of a version; waits first for the push before it.
 
         Args:
-          version: of `state`.
-          state: may be donated as soon as this returns.
+          version: ≥ 0.
+          snapshot: its weights, from `snapshot`.
           position: where a new queue starts from, at the first publication after a restore.
         """
-        copy = _cast(state.params, self._dtype)
         self._publisher.publish(
             version,
-            functools.partial(self._write, version, copy),
+            functools.partial(self._write, version, snapshot),
             timeout_secs=self._timeout_secs,
             position=position,
         )
