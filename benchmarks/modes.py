@@ -6,10 +6,13 @@ One core is pinned to the learner and one to server, rollout worker and queue, i
 turn, `rounds` times, and each figure is the median over its steps after the first five. From the sync run:
 
     T_inf   = the learner's waiting for data and for pushes         T_train = the rest of the step
-    bound   = (T_inf + T_train) / max(T_inf, T_train)               what perfect overlap would give
+    tail    = min(T_inf, T_train) · chunk / B                       periodic: the first chunk is not there before it is
+                                                                    generated, the last one not trained before the end
+    bound   = (T_inf + T_train) / (max(T_inf, T_train) + tail)      what perfect overlap would give; async has no tail
 
-and the share of the bound that a mode reaches is (sync step / its step) / bound. Results are printed and written
-to benchmarks/results/modes.json.
+and the share of the bound that a mode reaches is (sync step / its step) / bound. The server has slots for two chunks of
+the periodic mode, in every mode, so that groups end one after another. Results are printed and written to
+benchmarks/results/modes.json.
 """
 
 import argparse
@@ -26,6 +29,7 @@ from jaxrl_async.metrics import read_metrics
 
 ROOT = pathlib.Path(__file__).parent.parent
 WARM_STEPS = 5
+CHUNK_GROUPS = 4  # of the periodic mode
 
 # A model large enough that computing, not Python, fills the step, and both sides weigh about the same.
 WORKLOAD = {
@@ -64,18 +68,19 @@ def main():
             rows[mode] += run(mode, args.steps)[WARM_STEPS:]
     table = {mode: summary(steps) for mode, steps in rows.items()}
     waiting, training = split(rows["sync"])
-    bound = (waiting + training) / max(waiting, training)
     for mode in table:
         speedup = table["sync"]["step_secs"] / table[mode]["step_secs"]
-        table[mode] |= {"speedup_over_sync": speedup, "share_of_bound": speedup / bound}
-    report(table, waiting, training, bound, args)
+        bound = bound_of(mode, waiting, training)
+        table[mode] |= {"speedup_over_sync": speedup, "bound": bound}
+        table[mode]["share_of_bound"] = speedup / bound
+    report(table, waiting, training, args)
 
 
 def run(mode: str, steps: int) -> list[dict]:
     """One training run; its metrics rows."""
     with tempfile.TemporaryDirectory() as workdir:
         overrides = WORKLOAD | {"learner.num_steps": steps}
-        overrides |= {"queue.chunk_groups": 4} if mode == "periodic" else {}
+        overrides |= {"queue.chunk_groups": CHUNK_GROUPS} if mode == "periodic" else {}
         command = [sys.executable, "-m", "jaxrl_async", "train", f"--workdir={workdir}/run"]
         command += [f"--config={ROOT}/configs/quickstart.py:mode={mode}"]
         command += [f"--config.{name}={value}" for name, value in overrides.items()]
@@ -83,6 +88,13 @@ def run(mode: str, steps: int) -> list[dict]:
             command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         return read_metrics(f"{workdir}/run")
+
+
+def bound_of(mode: str, waiting: float, training: float) -> float:
+    """What perfect overlap would give; see the top."""
+    share = CHUNK_GROUPS / WORKLOAD["learner.groups_per_step"] if mode == "periodic" else 0.0
+    tail = min(waiting, training) * share
+    return (waiting + training) / (max(waiting, training) + tail)
 
 
 def split(rows: list[dict]) -> tuple[float, float]:
@@ -106,8 +118,8 @@ def summary(rows: list[dict]) -> dict[str, float]:
     }
 
 
-def report(table, waiting, training, bound, args) -> None:
-    print(f"T_inf {waiting:.3f} s, T_train {training:.3f} s, bound {bound:.2f}")
+def report(table, waiting, training, args) -> None:
+    print(f"T_inf {waiting:.3f} s, T_train {training:.3f} s")
     names = list(table["sync"])
     print("mode      " + "".join(f"{name:>24}" for name in names))
     for mode, values in table.items():
@@ -119,7 +131,7 @@ def report(table, waiting, training, bound, args) -> None:
         "python": platform.python_version(),
     }
     result = {"machine": machine, "steps": args.steps, "rounds": args.rounds, "modes": table}
-    result |= {"T_inf_secs": waiting, "T_train_secs": training, "bound": bound}
+    result |= {"T_inf_secs": waiting, "T_train_secs": training}
     out.write_text(json.dumps(result, indent=2) + "\n")
 
 

@@ -123,25 +123,35 @@ def last_metrics(workdir: str | pathlib.Path) -> dict[str, float] | None:
 
 
 class Timers:
-    """Adds up the seconds spent under each name; `pop` gives and resets them."""
+    """Adds up the seconds spent under each name, without those under a name within it; `pop` gives and resets them."""
 
     def __init__(self, clock=time.monotonic):
-        self._clock = clock
+        self._clock, self._since = clock, clock()
+        self._names: list[str] = []  # entered and not left, the innermost last
         self._secs: dict[str, float] = {}
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        start = self._clock()
+        self._charge()
+        self._names.append(name)
         try:
             yield
         finally:
-            self._secs[name] = self._secs.get(name, 0.0) + self._clock() - start
+            self._charge()
+            self._names.pop()
 
     def pop(self) -> dict[str, float]:
         """{"time/NAME_secs": seconds} since the last pop."""
+        self._charge()
         secs = {f"time/{name}_secs": value for name, value in self._secs.items()}
         self._secs = {}
         return secs
+
+    def _charge(self) -> None:
+        now = self._clock()
+        for name in self._names[-1:]:
+            self._secs[name] = self._secs.get(name, 0.0) + now - self._since
+        self._since = now
 
 
 def _finite(row: dict) -> dict:

@@ -59,11 +59,24 @@ def test_a_broken_line_is_named(tmp_path):
         metrics.read_metrics(tmp_path)
 
 
-def test_timers_add_up_and_reset():
-    now = iter([0.0, 1.0, 10.0, 12.0, 20.0, 20.5])
-    timers = metrics.Timers(clock=lambda: next(now))
-    for name in ("update", "update", "pack"):
+def test_timers_add_up_under_each_name_and_pop_resets():
+    now = 0.0
+    timers = metrics.Timers(clock=lambda: now)
+    for name, secs in (("update", 1.0), ("update", 2.0), ("pack", 0.5)):
         with timers(name):
-            pass
+            now += secs
+        now += 10.0  # Under no name.
     assert timers.pop() == {"time/update_secs": 3.0, "time/pack_secs": 0.5}
     assert timers.pop() == {}
+
+
+def test_a_name_within_another_takes_its_seconds_from_it_across_a_pop_too():
+    now = 0.0
+    timers = metrics.Timers(clock=lambda: now)
+    with timers("wait_data"):
+        now += 1.0
+        with timers("update"):
+            now += 2.0
+        assert timers.pop() == {"time/wait_data_secs": 1.0, "time/update_secs": 2.0}
+        now += 4.0
+    assert timers.pop() == {"time/wait_data_secs": 4.0}
