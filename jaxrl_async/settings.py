@@ -19,6 +19,7 @@ from typing import Any
 from jaxrl_async.loss_config import LossConfig
 
 MODES = ("sync", "periodic", "async")
+PACKINGS = ("in_order", "first_fit", "fewest")  # learner.packing knows each of these names.
 TRANSPORTS = ("disk", "tensor", "stream")  # servers.transports has one of each name.
 PAUSE_MODES = ("retract", "in_place")
 COMMAND_FIELDS = ("model_path", "host", "port", "index")
@@ -151,7 +152,7 @@ class Learner:
     num_minibatches: int  # optimizer updates per step
     microbatch_rows: int
     row_tokens: int
-    packing: str  # "in_order" | "first_fit"
+    packing: str  # one of PACKINGS
     head_chunk_tokens: int  # columns per chunk of the vocabulary projection; 0 for all at once
     data: int  # mesh axes: data · fsdp · tensor devices
     fsdp: int
@@ -284,7 +285,7 @@ def _convert(hint, value, path: str):
 
 def _check(s: Settings) -> None:
     _one_of("mode", s.mode, MODES)
-    _one_of("learner.packing", s.learner.packing, ("in_order", "first_fit"))
+    _one_of("learner.packing", s.learner.packing, PACKINGS)
     _one_of("model.dtype", s.model.dtype, ("float32", "bfloat16"))
     _one_of("weights.dtype", s.weights.dtype, ("float32", "bfloat16"))
     _one_of("weights.transport", s.weights.transport, TRANSPORTS)

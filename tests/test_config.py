@@ -8,6 +8,7 @@ from jaxrl_async import roles
 from jaxrl_async import settings as settings_lib
 from jaxrl_async.cli import config as config_lib
 from jaxrl_async.cli import main
+from jaxrl_async.learner import packing
 from jaxrl_async.servers import transports
 from jaxrl_async.settings import Settings, SettingsError, command_words
 
@@ -154,7 +155,8 @@ def test_a_command_is_cut_into_words_before_its_placeholders_are_filled():
     ]  # fmt: skip
 
 
-def test_every_transport_and_pause_mode_has_its_name_in_the_settings():
+def test_every_packing_transport_and_pause_mode_has_its_name_in_the_settings():
+    assert settings_lib.PACKINGS == packing.POLICIES
     assert set(settings_lib.TRANSPORTS) == set(transports.TRANSPORTS)
     assert set(settings_lib.PAUSE_MODES) == set(transports.MODES)
 

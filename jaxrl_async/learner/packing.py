@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxrl_async.types import NOT_SAMPLED, Batch, Group
 
-POLICIES = ("in_order", "first_fit")
+POLICIES = ("in_order", "first_fit", "fewest")
 
 
 def pack(
@@ -76,6 +76,11 @@ def assign_rows(
 
         "in_order"   next-fit: a sequence goes behind the one before it, or opens a row
         "first_fit"  first-fit decreasing: longest first, each into the first row with room
+        "fewest"     longest first, each into the row with room that holds the fewest sequences, of
+                     equals the emptiest; a row is opened only when none has room
+
+    "fewest" is the dynamic batching of "AReaL", Fu et al., arXiv 2505.24298, Algorithm 1, at k_min = 1.
+    More rows than are needed help nobody here: a microbatch has its static number of them anyway.
 
     Args:
       lengths: int [n], in [1, row_tokens].
@@ -94,9 +99,8 @@ def assign_rows(
         raise ValueError(
             f"a trajectory of {np.max(lengths)} tokens exceeds row_tokens {row_tokens}"
         )
-    if policy == "in_order":
-        return _next_fit(lengths, row_tokens)
-    return _first_fit_decreasing(lengths, row_tokens)
+    assign = {"in_order": _next_fit, "first_fit": _first_fit_decreasing, "fewest": _fewest_first}
+    return assign[policy](lengths, row_tokens)
 
 
 def empty_batch(microbatch_rows: int, row_tokens: int) -> Batch:
@@ -156,6 +160,21 @@ def _first_fit_decreasing(lengths, row_tokens):
             first += int(np.argmax(free[first:] >= length))
             rows[i], starts[i] = first, row_tokens - free[first]
             free[first] -= length
+    return rows, starts
+
+
+def _fewest_first(lengths, row_tokens):
+    rows, starts = np.zeros(len(lengths), np.int64), np.zeros(len(lengths), np.int64)
+    used, rank = np.zeros((2, len(lengths)), np.int64)  # One row each is always enough.
+    num_rows = 0
+    order = np.argsort(-lengths, kind="stable")
+    for i, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        with_room = np.flatnonzero(used[:num_rows] <= row_tokens - length)
+        row = with_room[np.argmin(rank[with_room])] if len(with_room) else num_rows
+        num_rows = max(num_rows, row + 1)
+        rows[i], starts[i] = row, used[row]
+        used[row] += length
+        rank[row] += row_tokens + 1 + length  # By number of sequences, then by tokens.
     return rows, starts
 
 
