@@ -309,6 +309,11 @@ def _check_experiments(s: Settings) -> None:
             f"rollout.delay_steps = {s.rollout.delay_steps!r} needs weights.push_every_steps = 1, got "
             f"{s.weights.push_every_steps}: the versions in between are never written, so no server could be given one"
         )
+    if max_delay and s.mode == "periodic":
+        raise SettingsError(
+            f"mode 'periodic' is on-policy, which rollout.delay_steps = {s.rollout.delay_steps!r} is not: use mode "
+            "'sync' for the same gradient at that delay"
+        )
     for name, value in vars(s.rollout.frictions).items():
         if not 0 <= value <= 1:
             raise SettingsError(f"rollout.frictions.{name} must be in [0, 1], got {value}")
@@ -410,7 +415,9 @@ def _check_mode(s: Settings) -> None:
     eta, every, chunk = s.queue.max_staleness, s.weights.push_every_steps, s.queue.chunk_groups
     if s.mode == "async":
         if eta < 1:
-            raise SettingsError(f"mode 'async' needs queue.max_staleness ≥ 1, got {eta}")
+            raise SettingsError(
+                f"mode 'async' needs queue.max_staleness ≥ 1, got {eta}; with 0 it is mode 'sync', bit for bit"
+            )
     elif eta != 0 or every != 1:
         raise SettingsError(
             f"mode {s.mode!r} needs queue.max_staleness = 0 and weights.push_every_steps = 1, got {eta} and {every}"

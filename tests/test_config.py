@@ -77,7 +77,7 @@ def test_a_value_of_another_type_is_refused():
     [
         (["--config.mode=asink"], r"'asink', did you mean 'async'"),
         (["--config.queue.max_staleness=1", "--config.weights.push_every_steps=4"], r"max_staleness = 1.*= 4"),
-        (["--config.queue.max_staleness=0"], r"max_staleness ≥ 1, got 0"),
+        (["--config.queue.max_staleness=0"], r"max_staleness ≥ 1, got 0; with 0 it is mode 'sync'"),
         (["--config.loss.anchor=current"], r"num_minibatches = 2"),
         (["--config.learner.num_minibatches=3"], r"num_minibatches = 3 does not divide.*64"),
         (["--config.rollout.group_size=1"], r"group_size ≥ 2"),
@@ -195,6 +195,16 @@ def test_on_policy_modes_refuse_staleness(mode):
 def test_periodic_mode_refuses_updates_inside_the_step():
     with pytest.raises(SettingsError, match="periodic.*num_minibatches must be 1, got 2"):
         parse(f"--config={QUICKSTART}:mode=periodic", "--config.learner.num_minibatches=2")
+
+
+@pytest.mark.parametrize("delay_steps", ["2", "uniform(3)"])
+def test_periodic_mode_refuses_weights_that_are_older(delay_steps):
+    delay = f"--config.rollout.delay_steps={delay_steps}"
+    with pytest.raises(
+        SettingsError, match=r"'periodic' is on-policy.*delay_steps = .* use mode 'sync'"
+    ):
+        parse(f"--config={QUICKSTART}:mode=periodic", delay)
+    assert parse(f"--config={QUICKSTART}:mode=sync", delay).rollout.delay_steps == delay_steps
 
 
 def test_a_config_survives_its_json(tmp_path):

@@ -72,6 +72,8 @@ def rloo(rewards: Array) -> Array:
     return centred * (group_size / (group_size - 1))
 
 
+# Each needs one group's rewards and no more, so groups can be trained in any order, a few at a time (mode periodic).
+# Advantages that need the whole batch, such as whitened ones, would have to be refused there.
 ADVANTAGES = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
 
 

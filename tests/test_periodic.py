@@ -1,0 +1,490 @@
+"""Periodic mode is the synchronous one: arrival order, chunks, microbatches and devices do not change its gradient.
+
+The loop is the learner's and the queue's admission the queue's own, without wires or processes. Groups complete in an
+order that a seed draws.
+"""
+
+import collections
+import dataclasses
+import functools
+import random
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxrl_async.channels.admission import Admission
+from jaxrl_async.channels.wire import QueueStatus
+from jaxrl_async.evaluation import complete
+from jaxrl_async.inference import engine as engines
+from jaxrl_async.inference.sampling import SamplingParams
+from jaxrl_async.learner import learner, optimizer, packing
+from jaxrl_async.learner.train_step import TrainStep
+from jaxrl_async.loss_config import LossConfig
+from jaxrl_async.models import sharding, transformer
+from jaxrl_async.objectives.advantages import ADVANTAGES
+from jaxrl_async.types import Chunk, Group, Trajectory
+
+CONFIG = transformer.ModelConfig(
+    vocab_size=16,
+    num_layers=1,
+    model_dim=16,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=4,
+    mlp_dim=32,
+    rope_theta=10_000.0,
+    rope_scaling=None,
+    norm_eps=1e-6,
+    qk_norm=True,
+    attention_bias=False,
+    tied_embeddings=True,
+    dtype="float32",
+    remat=False,
+)
+B, G, PROMPT = 6, 4, 3
+ROW_TOKENS = 24
+DEADLINE_SECS = 60.0
+
+A3PO = LossConfig()
+GSPO = LossConfig(ratio="sequence", reduction="sequence_mean", advantage="rloo")
+CURRENT = LossConfig(
+    anchor="current",
+    advantage="dr_grpo",
+    reduction="fixed_length",
+    fixed_length=10.0,
+    kl="k3",
+    kl_coefficient=0.1,
+)
+RECOMPUTE = dataclasses.replace(CURRENT, anchor="recompute")
+ONE, TWO, EIGHT = (1, 1, 1), (2, 1, 1), (2, 2, 2)  # Devices: data · fsdp · tensor.
+
+
+class Measured(TrainStep):
+    """Keeps what the last update was given."""
+
+    def update(self, state, accumulator):
+        self.given = jax.tree.map(np.array, accumulator)
+        return super().update(state, accumulator)
+
+
+@functools.cache  # Compiled once for all tests.
+def make_train_step(loss, mesh_shape):
+    mesh = sharding.make_mesh(*mesh_shape, jax.devices()[: np.prod(mesh_shape)])
+    adam = optimizer.make_optimizer(
+        learning_rate=1e-2,
+        warmup_updates=0,
+        decay_updates=None,
+        b1=0.9,
+        b2=0.95,
+        eps=1e-8,
+        weight_decay=0.0,
+    )
+    train_step = Measured(
+        CONFIG,
+        mesh,
+        loss=loss,
+        temperature=1.0,
+        optimizer=adam,
+        max_grad_norm=1.0,
+        num_minibatches=1,
+        head_chunk_tokens=None,
+    )
+    return train_step, mesh
+
+
+@functools.cache
+def _host_params(seed):
+    mesh = sharding.make_mesh(*ONE, jax.devices()[:1])
+    return jax.device_get(sharding.init_sharded(CONFIG, mesh, seed))
+
+
+def params_on(mesh, seed=0):
+    """The same random parameters for every run, in buffers of their own."""
+    params = jax.tree.map(np.copy, _host_params(seed))
+    return jax.device_put(params, sharding.param_shardings(mesh, params))
+
+
+def made_up(shortest=5, longest=14):
+    """A sampler that knows no weights: what a prompt gets follows from its index alone."""
+
+    def sample(permit, version):
+        rng = np.random.default_rng(permit.prompt_index)
+
+        def trajectory():
+            length = int(rng.integers(shortest, longest + 1))
+            mask = np.arange(length) >= PROMPT
+            return Trajectory(
+                tokens=rng.integers(0, CONFIG.vocab_size, length).astype(np.int32),
+                logprobs=np.where(mask, -2.5 - rng.random(length), 0).astype(np.float32),
+                versions=np.where(mask, version, -1).astype(np.int32),
+                mask=mask,
+                prompt_length=PROMPT,
+                reward=float(rng.integers(0, 2)),  # An eighth of the groups has equal ones.
+            )
+
+        return Group(permit.prompt_index, permit.attempt, tuple(trajectory() for _ in range(G)))
+
+    return sample
+
+
+class Run:
+    """Queue, servers, publisher, checkpoints and metrics of a run. A seed draws what happens next; None is in order.
+
+    A push is under way until `wait`, or until its turn comes among what else happens.
+    """
+
+    def __init__(
+        self, sample, *, chunk_groups=None, seed=None, drop_equal_rewards=False, max_staleness=0
+    ):
+        self.admission = Admission(
+            batch_groups=B,
+            max_staleness=max_staleness,
+            push_every_steps=1,
+            max_running_groups=100,
+            max_attempts=1,
+            permit_timeout_secs=1.0,
+            max_bytes=10**9,
+            chunk_groups=chunk_groups,
+        )
+        self.admission.publish(0)
+        self.rows, self.trained, self.running_at_push = [], [], []
+        self._sample, self._drop_equal_rewards = sample, drop_equal_rewards
+        self._random = random.Random(seed) if seed is not None else None
+        self._pushes, self._running, self._groups = collections.deque(), [], {}
+
+    def lease(self, step, timeout_secs, before_waiting):
+        if not self.admission.chunk_is_ready(step, 0):
+            before_waiting()
+        index, last = 0, False
+        while not last:
+            while not self.admission.chunk_is_ready(step, index):
+                self._next_event()
+            chunk = self.admission.lease(step, index)
+            groups = tuple(self._groups.pop(i) for i in chunk.indexes)
+            self.trained += groups
+            yield Chunk(step, index, groups, chunk.last)
+            index, last = index + 1, chunk.last
+
+    def commit(self, step):
+        self.admission.commit(step)
+        return self.admission.position
+
+    def snapshot(self, state):
+        return jax.tree.map(np.array, state.params)
+
+    def publish(self, version, snapshot):
+        self._pushes.append((version, snapshot))
+
+    def wait(self):
+        while self._pushes:
+            self._push()
+
+    def status(self):
+        empty = dict.fromkeys((f.name for f in dataclasses.fields(QueueStatus)), 0)
+        return QueueStatus(**empty | {"returned": {}})
+
+    def check(self):
+        pass
+
+    def metrics(self):
+        return {}
+
+    def save(self, step, state, position):
+        pass
+
+    def write(self, step, row):
+        self.rows.append(row)
+
+    def _next_event(self):
+        possible = [self._push] * bool(self._pushes)
+        possible += [self._admit] * bool(self.admission.admissible)
+        possible += [self._complete] * bool(self._running)
+        self._draw(possible)()
+
+    def _draw(self, values):
+        return values[self._random.randrange(len(values)) if self._random else 0]
+
+    def _push(self):
+        self.running_at_push.append(self.admission.running)
+        version, params = self._pushes.popleft()
+        if hasattr(self._sample, "load"):
+            self._sample.load(params, version)
+        self.admission.publish(version)
+
+    def _admit(self):
+        self._running += self.admission.admit(self._draw([100, 1, 2]), now=0.0)
+
+    def _complete(self):
+        permit = self._draw(self._running)
+        self._running.remove(permit)
+        group = self._sample(permit, self.admission.v_pub)
+        if self._drop_equal_rewards and np.ptp(group.rewards) == 0:  # As a worker does.
+            self.admission.return_permit(permit, "equal_rewards")
+            return
+        self._groups[permit.prompt_index] = group
+        assert self.admission.push(permit, 1) == "held"
+
+
+def train(run, loss, *, mesh_shape=ONE, rows=4, policy="in_order", num_steps=1, wait=True, seed=0):
+    """The last state of `learner.train`, and the parameters' mesh's train step."""
+    train_step, mesh = make_train_step(loss, mesh_shape)
+    schedule = learner.Schedule(
+        num_steps=num_steps,
+        push_every_steps=1,
+        wait_for_push=wait,
+        checkpoint_every_steps=100,
+        num_minibatches=1,
+        lease_timeout_secs=1.0,
+        max_failures=0,
+        fail_on_recompile=False,
+    )
+    state = learner.train(
+        train_step.init(params_on(mesh, seed)),
+        first_step=1,
+        schedule=schedule,
+        train_step=train_step,
+        pack=functools.partial(
+            packing.pack, microbatch_rows=rows, row_tokens=ROW_TOKENS, policy=policy
+        ),
+        padding=packing.empty_batch(rows, ROW_TOKENS),
+        advantages=ADVANTAGES[loss.advantage],
+        queue=run,
+        publisher=run,
+        save=run.save,
+        metrics=run,
+        # Of other weights, so that a KL to them has a gradient.
+        reference=params_on(mesh, seed=1) if loss.needs_reference else None,
+    )
+    return state, train_step
+
+
+def accumulated(run, loss, **values):
+    """What the update of a run of one step was given."""
+    return train(run, loss, **values)[1].given
+
+
+@functools.cache
+def synchronous(loss, drop_equal_rewards):
+    """Of the whole batch in prompt order, on one device, in microbatches of 4 rows."""
+    return accumulated(Run(made_up(), drop_equal_rewards=drop_equal_rewards), loss)
+
+
+def flat(tree):
+    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(jax.device_get(tree))])
+
+
+def assert_same(found, expected, tolerance=2e-6):
+    """Gradients to `tolerance` of their norm; sums, the denominator among them, and maxima likewise."""
+    for part in ("grads", "sums", "maxima"):
+        a, b = flat(getattr(found, part)), flat(getattr(expected, part))
+        assert np.linalg.norm(b) > 0
+        assert np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b), part
+
+
+@pytest.mark.parametrize(
+    ("loss", "mesh_shape", "rows"),
+    [
+        pytest.param(A3PO, ONE, 4, id="A-3PO, one device"),
+        pytest.param(A3PO, TWO, 8, id="A-3PO, two devices"),
+        pytest.param(A3PO, EIGHT, 4, id="A-3PO, eight devices"),
+        pytest.param(GSPO, ONE, 4, id="GSPO, sequence_mean"),
+        pytest.param(RECOMPUTE, ONE, 4, id="recompute, fixed_length, KL to the reference"),
+    ],
+)
+@settings(max_examples=12, deadline=None)
+@given(
+    seed=st.integers(0, 10**9),
+    chunk_groups=st.integers(1, B),
+    policy=st.sampled_from(packing.POLICIES),
+    drop_equal_rewards=st.booleans(),
+)
+def test_the_gradient_is_the_synchronous_one_in_whatever_order_groups_arrive(
+    loss, mesh_shape, rows, seed, chunk_groups, policy, drop_equal_rewards
+):
+    run = Run(
+        made_up(), chunk_groups=chunk_groups, seed=seed, drop_equal_rewards=drop_equal_rewards
+    )
+    found = accumulated(run, loss, mesh_shape=mesh_shape, rows=rows, policy=policy)
+    assert_same(found, synchronous(loss, drop_equal_rewards))
+    assert run.rows[0]["staleness/max"] == 0
+
+
+def test_groups_of_equal_rewards_are_retired_before_the_step_is_full():
+    """The step trains the first B prompts that are left, whichever came first; so nothing is taken out of it later."""
+    in_order = Run(made_up(), drop_equal_rewards=True)
+    train(in_order, A3PO)
+    expected = [group.prompt_index for group in in_order.trained]
+    assert len(expected) == B and expected[-1] > B - 1, "no group had equal rewards"
+    for seed in range(5):
+        run = Run(made_up(), chunk_groups=2, seed=seed, drop_equal_rewards=True)
+        train(run, A3PO)
+        assert sorted(group.prompt_index for group in run.trained) == expected
+
+
+def test_arrival_orders_of_the_tests_above_are_several():
+    """… and none of them is the prompts' order, which alone would prove nothing."""
+    orders = set()
+    for seed in range(20):
+        run = Run(made_up(), chunk_groups=2, seed=seed)
+        train(run, A3PO)
+        orders.add(tuple(group.prompt_index for group in run.trained))
+    assert len(orders) >= 15 and tuple(range(B)) not in orders
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_advantages_need_one_group_and_no_more(name):
+    rewards = np.random.default_rng(0).normal(size=(B, G)).astype(np.float32)
+    alone = np.concatenate([ADVANTAGES[name](row[None]) for row in rewards])
+    np.testing.assert_array_equal(ADVANTAGES[name](rewards), alone)
+
+
+def test_in_a_periodic_step_a_recomputed_anchor_is_the_current_policy():
+    """No update moves the weights between a chunk's anchor and its gradient."""
+    recomputed = accumulated(Run(made_up(), chunk_groups=1, seed=0), RECOMPUTE)
+    current = accumulated(Run(made_up(), chunk_groups=1, seed=0), CURRENT)
+    a, b = flat(recomputed.grads), flat(current.grads)
+    assert 0 < np.linalg.norm(b) and np.linalg.norm(a - b) <= 2e-6 * np.linalg.norm(b)
+
+
+# Of 9 to 12 tokens two fit into a row of 24 and three do not: 2 groups of 4 trajectories are 4 rows, one microbatch.
+WHOLE_MICROBATCHES = {"shortest": 9, "longest": 12}
+
+
+def packed(groups, rows=4):
+    batches = packing.pack(
+        groups,
+        np.zeros((len(groups), G), np.float32),
+        microbatch_rows=rows,
+        row_tokens=ROW_TOKENS,
+        policy="in_order",
+    )
+    return [jax.tree.leaves(batch) for batch in batches]
+
+
+def batches_of_chunks(sample, chunk_groups):
+    """Microbatches of a whole batch, and of its chunks in prompt order."""
+    run = Run(sample, chunk_groups=chunk_groups)
+    chunks = [chunk.groups for chunk in run.lease(1, 1.0, before_waiting=lambda: None)]
+    return packed(run.trained), [batch for chunk in chunks for batch in packed(chunk)]
+
+
+def are_equal(found, expected):
+    leaves = jax.tree.leaves([found, expected])
+    half = len(leaves) // 2
+    return len(found) == len(expected) and all(map(np.array_equal, leaves[:half], leaves[half:]))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "chunk_groups", "equal"),
+    [
+        pytest.param(WHOLE_MICROBATCHES, 2, True, id="chunks that fill whole microbatches"),
+        pytest.param(WHOLE_MICROBATCHES, 4, True, id="the last chunk may be smaller"),
+        pytest.param(WHOLE_MICROBATCHES, 1, False, id="chunks that fill half a microbatch"),
+        pytest.param({"shortest": 5, "longest": 7}, 2, False, id="a next trajectory fits behind"),
+    ],
+)
+def test_chunks_are_cut_into_the_microbatches_of_the_whole_batch_where_they_fill_them(
+    lengths, chunk_groups, equal
+):
+    whole, chunks = batches_of_chunks(made_up(**lengths), chunk_groups)
+    assert are_equal(chunks, whole) == equal
+
+
+@pytest.mark.parametrize("mesh_shape", [ONE, EIGHT])
+def test_twenty_periodic_steps_in_prompt_order_are_the_synchronous_ones_bit_for_bit(mesh_shape):
+    """With packing "in_order", chunks in prompt order, equal shapes and device count.
+
+    And chunks that end where a microbatch of the whole batch ends: each but the last fills whole microbatches, and the
+    next trajectory would not fit behind its last row. Otherwise the same terms are added up in another grouping.
+    """
+    states = []
+    for chunk_groups in (None, 2, 4):
+        run = Run(made_up(**WHOLE_MICROBATCHES), chunk_groups=chunk_groups)
+        state, _ = train(run, A3PO, mesh_shape=mesh_shape, num_steps=20)
+        assert [row["staleness/max"] for row in run.rows] == [0] * 20
+        states.append(flat(state.params))
+    first = flat(_host_params(0))
+    assert np.max(np.abs(states[0] - first)) > 1e-2, "nothing was learned"
+    np.testing.assert_array_equal(states[1], states[0])
+    np.testing.assert_array_equal(states[2], states[0])
+
+
+class Engine:
+    """The embedded engine as sampler; its weights are those of the last push."""
+
+    def __init__(self, engine):
+        self._engine = engine
+        self.load(_host_params(0), 0)
+
+    def load(self, params, version):
+        self._engine.update_weights(params, str(version)).result(DEADLINE_SECS)
+
+    def __call__(self, permit, version):
+        prompt = np.random.default_rng(permit.prompt_index).integers(0, CONFIG.vocab_size, PROMPT)
+        prompt = prompt.astype(np.int32)
+        requests = [
+            engines.Request(str(i), prompt, self._sampling(permit.prompt_index * G + i))
+            for i in range(G)
+        ]
+        done = sorted(complete(self._engine, requests), key=lambda completion: completion.rid)
+        trajectories = tuple(self._trajectory(prompt, completion) for completion in done)
+        return Group(permit.prompt_index, permit.attempt, trajectories)
+
+    def _sampling(self, seed):
+        return SamplingParams(
+            max_new_tokens=6, temperature=1.0, top_p=1.0, top_k=-1, stop_token_ids=(), seed=seed
+        )
+
+    def _trajectory(self, prompt, completion):
+        (span,) = completion.spans
+        mask = np.arange(PROMPT + 6) >= PROMPT
+        return Trajectory(
+            tokens=np.concatenate([prompt, completion.output_ids]),
+            logprobs=np.concatenate([np.zeros(PROMPT, np.float32), completion.logprobs]),
+            versions=np.where(mask, int(span.version), -1).astype(np.int32),
+            mask=mask,
+            prompt_length=PROMPT,
+            reward=float(np.mean(completion.output_ids < CONFIG.vocab_size // 2)),
+        )
+
+
+@pytest.fixture(scope="module")
+def engine():
+    engine = engines.Engine(
+        CONFIG,
+        num_slots=G,
+        max_total_tokens=16,
+        decode_chunk=3,
+        max_queued_requests=64,
+        name="test-periodic",
+    )
+    engine.start()
+    yield engine
+    engine.close(timeout_secs=DEADLINE_SECS)
+
+
+def test_an_asynchronous_run_without_staleness_is_the_synchronous_one_bit_for_bit(engine):
+    """Mode async is: pushes that nobody waits for, and admission by η. At η = 0 the admission itself is the wait."""
+    runs = {}
+    for name, wait, seed, eta in (
+        ("sync", True, None, 0),
+        ("async, η = 0", False, 1, 0),
+        ("another order", False, 2, 0),
+        ("async, η = 1", False, 1, 1),
+    ):
+        run = Run(Engine(engine), seed=seed, max_staleness=eta)
+        state, _ = train(run, A3PO, num_steps=6, wait=wait)
+        runs[name] = run, flat(state.params)
+    expected = runs["sync"][1]
+    assert np.max(np.abs(expected - flat(_host_params(0)))) > 1e-3, "nothing was learned"
+    for name in ("async, η = 0", "another order"):
+        run, found = runs[name]
+        np.testing.assert_array_equal(found, expected)
+        assert set(run.running_at_push) == {0}, "a push found a group under way"
+        assert [row["staleness/max"] for row in run.rows] == [0] * 6
+    stale, found = runs["async, η = 1"]
+    assert max(row["staleness/max"] for row in stale.rows) > 0
+    assert not np.array_equal(found, expected)
