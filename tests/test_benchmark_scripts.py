@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
 
+from jaxrl_async.learner import packing
 from jaxrl_async.models import sharding
 
 BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
@@ -30,6 +31,7 @@ def load(name):
 digits = load("delight_digits")
 anchors = load("anchors")
 learner = load("learner")
+packings = load("packing")
 
 
 def logits_gradient(method, logits, labels, actions, behavior_logprobs, staleness=3):
@@ -192,6 +194,44 @@ def test_without_statistics_the_benchmark_trains_the_same(monkeypatch):
     vectors = [ravel_pytree(p)[0] for p in (before, measured.state.params, alone.state.params)]
     assert np.abs(vectors[1] - vectors[0]).max() > 0
     np.testing.assert_array_equal(vectors[1], vectors[2])
+
+
+@pytest.mark.parametrize("policy", [packings.FIXED, *packing.POLICIES])
+def test_the_packing_benchmark_counts_the_padding_of_the_batches_themselves(policy, monkeypatch):
+    work = {"num_sequences": 40, "shorter": 1, "rows": 8, "row_tokens": 2048}
+    monkeypatch.setattr(packings, "SEEDS", [0])  # That of `make_groups`.
+    groups = packings.make_groups(8, work)
+    if policy == packings.FIXED:
+        batches = packings.fixed(groups, work)
+    else:
+        batches = packings.pack(groups, work, policy)
+    measured = packings.shares(40, 2048, policy)
+    assert measured["padding_share"]["mean"] == pytest.approx(packing.padding_share(batches))
+    rows = np.concatenate([batch.segment_ids for batch in batches])
+    tails = np.sum(rows[rows.any(axis=1)] == 0) / rows.size
+    assert measured["tails"]["mean"] == pytest.approx(tails)
+    if policy == packings.FIXED:
+        assert len(batches) == 5 and all(batch.segment_ids.max() == 1 for batch in batches)
+
+
+def test_the_packing_benchmark_keeps_the_parts_it_was_not_asked_for(tmp_path):
+    for part in ("padding", "host"):
+        packings.main(["--smoke", f"--only={part}", f"--out={tmp_path}"])
+    result = json.loads((tmp_path / "packing.json").read_text())
+    assert set(result) == {"lengths", "padding", "host"}
+    assert result["lengths"]["mean"] == pytest.approx(594, abs=1)
+    for entry in result["padding"]:
+        assert set(entry["policies"]) == {"fixed", *packing.POLICIES}
+
+
+@pytest.mark.long
+def test_the_packing_benchmark_times_the_same_gradients_with_one_program(tmp_path):
+    packings.main(["--smoke", "--only=accumulate", f"--out={tmp_path}"])
+    measured = json.loads((tmp_path / "packing.json").read_text())["accumulate"]
+    assert measured["compilations"] == 2  # zeros and accumulate
+    policies = measured["policies"]
+    assert policies["fewest"]["microbatches"] < policies["fixed"]["microbatches"]
+    assert policies["fixed"]["fixed_over_this"] == {"median": 1, "low": 1, "high": 1}
 
 
 def test_flops_of_layers_are_counted_once_each():

@@ -1,0 +1,283 @@
+"""Padding and time of microbatches that are packed by length ("dynamic") and of those that are not ("fixed").
+
+    python benchmarks/packing.py [--only=padding|host|accumulate] [--rounds=12] [--smoke]
+
+A trajectory's length, prompt and completion together, is log-normal, μ = log 450 and σ = 0.8, rounded, and brought into
+[16, 2048]: 594 tokens in the mean, 3 % of them cut off. "fixed" is one trajectory to a row. Padding is all of it, the
+tails of the rows and the empty rows of the last microbatch, which holds 16,384 tokens whatever the row; `tails` is the
+part of the former. Mean, least and most of five draws.
+
+"host" is the time of `packing.assign_rows` by itself. "accumulate" is that of the backward passes over the same 96
+trajectories, an eighth as long, of a small model: fixed, and packed by each policy into rows of the same static shape,
+so that all run one compiled program; they take turns in one process, in alternating order, and a figure is the median
+over rounds of (fixed / dynamic in the same round), with the quartiles. That their gradients are the same is checked.
+
+Results are printed and written to benchmarks/results/packing.json, or to --out; parts that were not asked for stay as
+they were there.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+import platform
+import time
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from jaxrl_async.learner import optimizer, packing
+from jaxrl_async.learner.train_step import TrainStep
+from jaxrl_async.loss_config import LossConfig
+from jaxrl_async.models import sharding, transformer
+from jaxrl_async.types import NOT_SAMPLED, Batch, Group, Trajectory
+
+ROOT = pathlib.Path(__file__).parent.parent
+PARTS = ("padding", "host", "accumulate")
+MU, SIGMA, SHORTEST, LONGEST = float(np.log(450)), 0.8, 16, 2048  # of the logarithm; tokens
+MICROBATCH_TOKENS = 16_384
+ROW_TOKENS = (2048, 4096, 8192)
+NUM_SEQUENCES = (64, 512, 4096)
+HOST_SEQUENCES = (512, 10_000)
+SEEDS = range(5)
+FIXED = "fixed"
+
+# Shape of the model; trajectories, how much shorter they are, rows of a microbatch and tokens of a row.
+WORK = (
+    dict(vocab_size=1024, num_layers=4, model_dim=128, num_heads=4, num_kv_heads=4, head_dim=32, mlp_dim=384),
+    dict(num_sequences=96, shorter=8, rows=8, row_tokens=256),
+)  # fmt: skip
+SMOKE_WORK = (
+    dict(vocab_size=8, num_layers=1, model_dim=8, num_heads=2, num_kv_heads=2, head_dim=4, mlp_dim=16),
+    dict(num_sequences=12, shorter=64, rows=4, row_tokens=32),
+)  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", choices=PARTS, help="one part of three")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--smoke", action="store_true", help="few sequences, a tiny model")
+    args = parser.parse_args(argv)
+    row_tokens, sizes, host_sizes = ROW_TOKENS, NUM_SEQUENCES, HOST_SEQUENCES
+    (model, work), rounds = WORK, args.rounds
+    if args.smoke:
+        row_tokens, sizes, host_sizes = (2048, 4096), (64,), (64,)
+        (model, work), rounds = SMOKE_WORK, 2
+    parts = {
+        "padding": lambda: padding(row_tokens, sizes),
+        "host": lambda: host_seconds(host_sizes),
+        "accumulate": lambda: accumulate_times(model, work, rounds),
+    }
+    path = args.out / "packing.json"
+    result = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    result["lengths"] = {
+        "mu": MU,
+        "sigma": SIGMA,
+        "shortest": SHORTEST,
+        "longest": LONGEST,
+        "mean": float(draw_lengths(100_000, seed=0).mean()),
+    }
+    for part in [args.only] if args.only else PARTS:
+        result[part] = parts[part]()
+        print(json.dumps({part: result[part]}, indent=2))
+    args.out.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=2) + "\n", "utf-8")
+
+
+def draw_lengths(num_sequences: int, seed: int) -> np.ndarray:
+    """int [num_sequences], tokens."""
+    drawn = np.random.default_rng(seed).lognormal(MU, SIGMA, num_sequences)
+    return np.clip(np.round(drawn), SHORTEST, LONGEST).astype(np.int64)
+
+
+def padding(row_tokens: Sequence[int], sizes: Sequence[int]) -> list[dict]:
+    """One entry for each number of sequences and of tokens of a row."""
+    return [
+        {
+            "num_sequences": size,
+            "row_tokens": tokens,
+            "microbatch_rows": MICROBATCH_TOKENS // tokens,
+            "policies": {
+                policy: shares(size, tokens, policy) for policy in (FIXED, *packing.POLICIES)
+            },
+        }
+        for size in sizes
+        for tokens in row_tokens
+    ]
+
+
+def shares(num_sequences: int, row_tokens: int, policy: str) -> dict[str, dict[str, float]]:
+    """Of all the tokens of the microbatches of a batch, in [0, 1]."""
+    padding_shares, tails = [], []
+    for seed in SEEDS:
+        lengths, num_rows = draw_lengths(num_sequences, seed), num_sequences
+        if policy != FIXED:
+            rows, _ = packing.assign_rows(lengths, row_tokens=row_tokens, policy=policy)
+            num_rows = int(rows.max()) + 1
+        total = -(-num_rows * row_tokens // MICROBATCH_TOKENS) * MICROBATCH_TOKENS
+        padding_shares.append(float(1 - lengths.sum() / total))
+        tails.append(float((num_rows * row_tokens - lengths.sum()) / total))
+    return {"padding_share": mean_and_range(padding_shares), "tails": mean_and_range(tails)}
+
+
+def host_seconds(sizes: Sequence[int]) -> dict:
+    """Median seconds of `assign_rows`, by policy and number of sequences, into rows of 4096 tokens."""
+    return machine() | {
+        policy: {str(size): assign_secs(size, policy) for size in sizes}
+        for policy in packing.POLICIES
+    }
+
+
+def assign_secs(num_sequences: int, policy: str, tries: int = 9) -> float:
+    lengths, secs = draw_lengths(num_sequences, seed=0), []
+    for _ in range(tries):
+        start = time.perf_counter()
+        packing.assign_rows(lengths, row_tokens=4096, policy=policy)
+        secs.append(time.perf_counter() - start)
+    return float(np.median(secs))
+
+
+def accumulate_times(model: dict, work: dict, rounds: int) -> dict:
+    """Seconds of one accumulation of each kind, and how many times as long the fixed one takes."""
+    train_step, params = make_train_step(model)
+    groups = make_groups(model["vocab_size"], work)
+    batches = {FIXED: fixed(groups, work)}
+    batches |= {policy: pack(groups, work, policy) for policy in packing.POLICIES}
+
+    def accumulated(policy):
+        accumulator = train_step.zero_accumulator()
+        for batch in batches[policy]:
+            accumulator = train_step.accumulate(params, accumulator, batch, None, policy_version=0)
+        return jax.block_until_ready(accumulator)
+
+    gradients = {policy: flat(accumulated(policy).grads) for policy in batches}  # Compiles.
+    for policy, gradient in gradients.items():
+        error = np.linalg.norm(gradient - gradients[FIXED]) / np.linalg.norm(gradients[FIXED])
+        if not error <= 1e-5:
+            raise ValueError(f"the gradient of {policy} differs by {error} of its norm")
+    order, secs = list(batches), {policy: [] for policy in batches}
+    for _ in range(rounds):
+        for policy in order:
+            start = time.perf_counter()
+            accumulated(policy)
+            secs[policy].append(time.perf_counter() - start)
+        order.reverse()
+    return machine() | {
+        "rounds": rounds,
+        "compilations": train_step.num_compilations(),
+        "policies": {
+            policy: {
+                "microbatches": len(batches[policy]),
+                "padding_share": packing.padding_share(batches[policy]),
+                "secs": float(np.median(secs[policy])),
+                "fixed_over_this": quartiles(np.array(secs[FIXED]) / np.array(secs[policy])),
+            }
+            for policy in batches
+        },
+    }
+
+
+def make_train_step(model: dict):
+    """(TrainStep, parameters)"""
+    config = transformer.ModelConfig(
+        **model,
+        rope_theta=10_000.0,
+        rope_scaling=None,
+        norm_eps=1e-6,
+        qk_norm=True,
+        attention_bias=False,
+        tied_embeddings=True,
+        dtype="float32",
+        remat=False,
+    )
+    adam = optimizer.make_optimizer(
+        learning_rate=1e-4,
+        warmup_updates=0,
+        decay_updates=None,
+        b1=0.9,
+        b2=0.95,
+        eps=1e-8,
+        weight_decay=0.0,
+    )
+    mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
+    train_step = TrainStep(
+        config,
+        mesh,
+        loss=LossConfig(),
+        temperature=1.0,
+        optimizer=adam,
+        max_grad_norm=1.0,
+        num_minibatches=1,
+        head_chunk_tokens=None,
+    )
+    return train_step, sharding.init_sharded(config, mesh, seed=0)
+
+
+def make_groups(vocab_size: int, work: dict) -> list[Group]:
+    """Made-up trajectories, one to a group; a quarter of each is its prompt."""
+    rng, groups = np.random.default_rng(0), []
+    lengths = np.maximum(draw_lengths(work["num_sequences"], seed=0) // work["shorter"], 2)
+    for index, length in enumerate(lengths.tolist()):
+        prompt = max(length // 4, 1)
+        mask = np.arange(length) >= prompt
+        logprobs = -np.log(vocab_size) + 0.1 * rng.normal(size=length)
+        trajectory = Trajectory(
+            tokens=rng.integers(0, vocab_size, length).astype(np.int32),
+            logprobs=np.where(mask, logprobs, 0).astype(np.float32),
+            versions=np.where(mask, 0, NOT_SAMPLED).astype(np.int32),
+            mask=mask,
+            prompt_length=prompt,
+        )
+        groups.append(Group(index, 0, (trajectory,)))
+    return groups
+
+
+def pack(groups: Sequence[Group], work: dict, policy: str, rows: int | None = None) -> list[Batch]:
+    indexes = np.array([[group.prompt_index] for group in groups])
+    return packing.pack(
+        groups,
+        np.where(indexes % 2, 1.0, -1.0).astype(np.float32),
+        microbatch_rows=rows or work["rows"],
+        row_tokens=work["row_tokens"],
+        policy=policy,
+    )
+
+
+def fixed(groups: Sequence[Group], work: dict) -> list[Batch]:
+    """Microbatches with one trajectory to a row."""
+    rows = [row for group in groups for row in pack([group], work, "in_order", rows=1)]
+    rows += [packing.empty_batch(1, work["row_tokens"])] * (-len(rows) % work["rows"])
+    names = [field.name for field in dataclasses.fields(Batch)]
+    return [
+        Batch(**{n: np.concatenate([getattr(r, n) for r in rows[i : i + work["rows"]]]) for n in names})
+        for i in range(0, len(rows), work["rows"])
+    ]  # fmt: skip
+
+
+def flat(tree) -> np.ndarray:
+    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(jax.device_get(tree))])
+
+
+def mean_and_range(values: Sequence[float]) -> dict[str, float]:
+    return {"mean": float(np.mean(values)), "min": min(values), "max": max(values)}
+
+
+def quartiles(values: np.ndarray) -> dict[str, float]:
+    low, median, high = np.quantile(values, (0.25, 0.5, 0.75))
+    return {"median": float(median), "low": float(low), "high": float(high)}
+
+
+def machine() -> dict:
+    return {
+        "device": jax.devices()[0].device_kind,
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+    }
+
+
+if __name__ == "__main__":
+    main()
