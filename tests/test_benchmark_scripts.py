@@ -8,6 +8,7 @@ import functools
 import importlib.util
 import json
 import pathlib
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,7 @@ digits = load("delight_digits")
 anchors = load("anchors")
 learner = load("learner")
 packings = load("packing")
+peers = load("peers")
 
 
 def logits_gradient(method, logits, labels, actions, behavior_logprobs, staleness=3):
@@ -285,3 +287,80 @@ def test_the_three_dispatches_end_in_the_gradient_of_the_one_pass():
     expected = three.accumulate(params, three.zero_accumulator(), batch, proximal, 2)
     got, wanted = ravel_pytree(found.grads)[0], ravel_pytree(expected.grads)[0]
     np.testing.assert_allclose(got, wanted, atol=1e-6 * float(jnp.linalg.norm(wanted)))
+
+
+PEER = """
+import json, sys
+failing = sys.argv[1:] == ["fails"]
+for turn in map(json.loads, sys.stdin):
+    if failing:
+        sys.exit("the sampler broke")
+    print(json.dumps({"secs": [1, 2 * turn["count"], 1000]}), flush=True)
+"""
+
+
+def test_sides_take_turns_in_alternating_order_and_ratios_are_of_a_round():
+    log, clock = [], iter(range(1, 9))
+
+    def side(name, factor):
+        return lambda: log.append(name) or factor * next(clock)
+
+    secs = peers.in_turn({"ours": side("ours", 1), "tunix": side("tunix", 3)}, rounds=4)
+    assert log == ["ours", "tunix", "tunix", "ours"] * 2
+    assert secs["ours"].tolist() == [1, 4, 5, 8] and secs["tunix"].tolist() == [6, 9, 18, 21]
+    # 6/1, 9/4, 18/5, 21/8: the quartiles of each round's ratio, not a ratio of medians (13.5/4.5).
+    sides = peers.summary(secs, amount=40)["sides"]
+    assert sides["ours"]["times_tunix"] == pytest.approx([2.53125, 3.1125, 4.2])
+    assert sides["ours"]["rate"] == pytest.approx([7.25, 9, 17.5])  # of 40, 10, 8 and 5 per second
+    assert "times_tunix" not in sides["tunix"]
+
+
+def test_the_other_side_answers_turns_and_its_failure_is_told(tmp_path):
+    (tmp_path / "peer.py").write_text(PEER)
+    command = [sys.executable, "-I", tmp_path / "peer.py"]
+    with peers.Tunix(command) as tunix:
+        assert tunix.turn("training", 5) == 10  # the median
+        assert tunix.turn("step", 7) == 14
+    with peers.Tunix([*command, "fails"]) as tunix:
+        for _ in range(2):
+            with pytest.raises(peers.PeerError, match="step:\nthe sampler broke"):
+                tunix.turn("step", 1)
+            tunix._process.wait(timeout=60)  # Its end of standard input may outlive that of output.
+
+
+def test_an_environment_that_cannot_be_made_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", "false")
+    with pytest.raises(peers.PeerError, match="no environment of tunix"):
+        peers.environment(tmp_path)
+    assert not (tmp_path / "stamp").exists()
+
+
+@pytest.mark.long
+def test_our_side_of_the_comparison_works_on_whole_steps():
+    settings = peers.settings_with("sync", peers.WORKLOAD | peers.TINY)
+    with peers.Ours(settings) as ours:
+        before = np.asarray(ravel_pytree(ours.state.params)[0])
+        ours.training()
+        ours.generation()
+        assert [batch.mask.sum() for batch in ours.batches] == [4 * 2 * 16]
+        assert np.abs(ravel_pytree(ours.state.params)[0] - before).max() > 0
+
+
+@pytest.mark.long
+def test_the_comparison_runs_our_side_alone_and_writes_it_where_it_is_told(tmp_path, monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS")  # The run's processes have the device that they ask for.
+    peers.main(["--smoke", f"--out={tmp_path}"])
+    result = json.loads((tmp_path / "peers.json").read_text())
+    sides = {name: list(found["sides"]) for name, found in result["measures"].items()}
+    assert sides == {"training": ["ours"], "generation": ["ours"], "step": ["sync"]}
+    assert result["measures"]["generation"]["amount"] == 4 * 2 * 16
+    assert result["workload"]["completion_tokens"] == 16
+
+
+def test_both_sides_are_given_the_same_workload():
+    settings = peers.settings_with("sync", peers.WORKLOAD)
+    workload = peers.workload_of(settings)
+    assert workload["prompts"] * workload["group_size"] == settings.server.num_slots == 128
+    assert len(workload["alphabet"]) == 254  # and two special tokens
+    asynchronous = peers.settings_with("async", peers.WORKLOAD)
+    assert peers.workload_of(asynchronous) == workload and asynchronous.loss.anchor == "a3po"
