@@ -341,6 +341,7 @@ def make_batches(config, work: dict, num_microbatches: int) -> list[Batch]:
         microbatch_rows=work["rows"],
         row_tokens=work["row_tokens"],
         policy="in_order",
+        shared_prompts=False,
     )
 
 

@@ -110,6 +110,7 @@ class Laboratory:
                 microbatch_rows=learner.microbatch_rows,
                 row_tokens=learner.row_tokens,
                 policy=learner.packing,
+                shared_prompts=learner.shared_prompts,
             ),
             padding=empty_batch(learner.microbatch_rows, learner.row_tokens),
             advantages=ADVANTAGES[settings.loss.advantage],

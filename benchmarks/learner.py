@@ -291,6 +291,7 @@ def make_batches(config, work) -> list[Batch]:
         microbatch_rows=work["rows"],
         row_tokens=work["row_tokens"],
         policy="in_order",
+        shared_prompts=False,
     )
 
 

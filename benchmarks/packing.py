@@ -244,6 +244,7 @@ def pack(groups: Sequence[Group], work: dict, policy: str, rows: int | None = No
         microbatch_rows=rows or work["rows"],
         row_tokens=work["row_tokens"],
         policy=policy,
+        shared_prompts=False,
     )
 
 

@@ -323,6 +323,7 @@ class Ours:
             microbatch_rows=learner.microbatch_rows,
             row_tokens=learner.row_tokens,
             policy=learner.packing,
+            shared_prompts=False,
         )
 
     def _prompt_shape(self) -> tuple[int, int]:

@@ -146,6 +146,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         microbatch_rows=64,
         row_tokens=48,
         packing="in_order",
+        shared_prompts=False,
         head_chunk_tokens=0,
         data=1,
         fsdp=1,

@@ -135,6 +135,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         microbatch_rows=4,
         row_tokens=512,
         packing="in_order",
+        shared_prompts=True,
         head_chunk_tokens=128,
         data=1,
         fsdp=1,

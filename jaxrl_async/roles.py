@@ -465,6 +465,7 @@ def _learner(settings: Settings, workdir: pathlib.Path, *, resume: bool) -> None
                 microbatch_rows=learner.microbatch_rows,
                 row_tokens=learner.row_tokens,
                 policy=learner.packing,
+                shared_prompts=learner.shared_prompts,
             ),
             padding=empty_batch(learner.microbatch_rows, learner.row_tokens),
             advantages=ADVANTAGES[settings.loss.advantage],

@@ -153,6 +153,7 @@ class Learner:
     microbatch_rows: int
     row_tokens: int
     packing: str  # one of PACKINGS
+    shared_prompts: bool  # a prompt stands once before its group's completions, not before each one
     head_chunk_tokens: int  # columns per chunk of the vocabulary projection; 0 for all at once
     data: int  # mesh axes: data · fsdp · tensor devices
     fsdp: int

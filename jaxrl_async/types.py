@@ -81,14 +81,17 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """One microbatch of packed rows. Several segments (trajectories) share a row of T tokens.
+    """One microbatch of packed rows. Several segments share a row of T tokens.
 
+    A segment is a whole trajectory or, where rows share prompts, a prompt or a completion that
+    continues it.
     Padding has segment 0, mask False, version −1, and 0 elsewhere.
     """
 
     tokens: np.ndarray  # int32 [B, T]
-    positions: np.ndarray  # int32 [B, T], from 0 within each segment
+    positions: np.ndarray  # int32 [B, T], from 0 within each trajectory
     segment_ids: np.ndarray  # int32 [B, T], from 1 within each row; 0 is padding
+    prefix_ids: np.ndarray  # int32 [B, T], segment that the token's one continues, or 0
     predictor_index: np.ndarray  # int32 [B, T], column whose hidden state predicts the token at t
     mask: np.ndarray  # bool [B, T], True where a sampled token counts
     behavior_logprobs: np.ndarray  # float32 [B, T]

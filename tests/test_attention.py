@@ -26,6 +26,23 @@ def test_mask_of_two_segments_and_padding():
     np.testing.assert_array_equal(mask[0], np.array(expected, bool))
 
 
+def test_mask_of_a_prompt_two_completions_and_the_next_prompt():
+    segment_ids = jnp.array([[1, 1, 2, 2, 3, 4, 0]])
+    mask = _causal_mask(segment_ids, jnp.array([[0, 0, 1, 1, 1, 0, 0]]))
+    expected = [
+        [1, 0, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0, 0],
+        [1, 1, 0, 0, 1, 0, 0],  # the second completion sees the prompt and not the first one
+        [0, 0, 0, 0, 0, 1, 0],
+        [0, 0, 0, 0, 0, 0, 1],  # padding's prefix 0 is no segment
+    ]
+    np.testing.assert_array_equal(mask[0], np.array(expected, bool))
+    alone = _causal_mask(segment_ids)
+    np.testing.assert_array_equal(_causal_mask(segment_ids, jnp.zeros((1, 7), jnp.int32)), alone)
+
+
 def test_equal_scores_give_the_mean_of_the_values_allowed():
     # q = 0 makes every score 0, so the token at 2 reads (1 + 2 + 6) / 3.
     q = jnp.zeros((1, 3, 1, 2))

@@ -1,5 +1,7 @@
 """Packing: what lies where, what it refuses, and that nothing is lost."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -31,11 +33,24 @@ def groups_of(*lengths, group_size=1):
     return [Group(i, 0, tuple(all_[i : i + group_size])) for i in range(0, len(all_), group_size)]
 
 
-def pack(groups, advantages=None, *, microbatch_rows=2, row_tokens=8, policy="in_order"):
+def pack(
+    groups,
+    advantages=None,
+    *,
+    microbatch_rows=2,
+    row_tokens=8,
+    policy="in_order",
+    shared_prompts=False,
+):
     if advantages is None:
         advantages = np.ones((len(groups), len(groups[0].trajectories)), np.float32)
     return packing.pack(
-        groups, advantages, microbatch_rows=microbatch_rows, row_tokens=row_tokens, policy=policy
+        groups,
+        advantages,
+        microbatch_rows=microbatch_rows,
+        row_tokens=row_tokens,
+        policy=policy,
+        shared_prompts=shared_prompts,
     )
 
 
@@ -45,6 +60,7 @@ def test_two_trajectories_share_a_row_and_padding_is_what_types_says():
         "tokens": [1, 2, 3, 4, 5, 0],
         "positions": [0, 1, 2, 0, 1, 0],
         "segment_ids": [1, 1, 1, 2, 2, 0],
+        "prefix_ids": [0, 0, 0, 0, 0, 0],
         "predictor_index": [0, 0, 1, 3, 3, 0],
         "mask": [False, True, True, False, True, False],
         "behavior_logprobs": [0, -2, -3, 0, -5, 0],
@@ -62,6 +78,7 @@ def test_arrays_have_the_dtypes_of_the_vocabulary():
         "tokens": np.int32,
         "positions": np.int32,
         "segment_ids": np.int32,
+        "prefix_ids": np.int32,
         "predictor_index": np.int32,
         "mask": np.bool_,
         "behavior_logprobs": np.float32,
@@ -206,9 +223,8 @@ def test_advantages_that_do_not_match_the_trajectories_are_refused():
 
 
 def test_no_groups_make_no_batches():
-    assert (
-        packing.pack([], np.ones((0, 4)), microbatch_rows=2, row_tokens=8, policy="in_order") == []
-    )
+    for shared_prompts in (False, True):
+        assert pack([], np.ones((0, 4)), shared_prompts=shared_prompts) == []
 
 
 def test_minibatches_are_consecutive_slices():
@@ -218,3 +234,172 @@ def test_minibatches_are_consecutive_slices():
 def test_minibatches_of_unequal_size_are_refused():
     with pytest.raises(ValueError, match="num_minibatches 4 does not divide 6 groups"):
         packing.split_minibatches("abcdef", 4)
+
+
+def shared_groups_of(*shapes):
+    """Groups (prompt length, completion lengths …), no token twice but for a group's prompt."""
+    groups, first = [], 1
+    for prompt, *completions in shapes:
+        shared, trajectories = np.arange(first, first + prompt), []
+        first += prompt
+        for length in completions:
+            t = trajectory(prompt + length, prompt, first - prompt)
+            tokens = np.concatenate([shared, t.tokens[prompt:]]).astype(np.int32)
+            trajectories.append(dataclasses.replace(t, tokens=tokens))
+            first += length
+        groups.append(Group(len(groups), 0, tuple(trajectories)))
+    return groups
+
+
+def test_a_shared_prompt_stands_once_before_its_groups_completions():
+    groups = shared_groups_of((2, 2, 1), (1, 2))
+    (batch,) = pack(
+        groups, np.array([7.0, 8, 9]), microbatch_rows=1, row_tokens=9, shared_prompts=True
+    )
+    expected = {
+        "tokens": [1, 2, 3, 4, 5, 6, 7, 8, 0],
+        "positions": [0, 1, 2, 3, 2, 0, 1, 2, 0],
+        "segment_ids": [1, 1, 2, 2, 3, 4, 5, 5, 0],
+        "prefix_ids": [0, 0, 1, 1, 1, 0, 4, 4, 0],
+        # Both completions begin behind the prompt's last column.
+        "predictor_index": [0, 0, 1, 2, 1, 5, 5, 6, 0],
+        "mask": [False, False, True, True, True, False, True, True, False],
+        "behavior_logprobs": [0, 0, -3, -4, -5, 0, -7, -8, 0],
+        "token_versions": [-1, -1, 103, 104, 105, -1, 107, 108, -1],
+    }
+    for name, row in expected.items():
+        np.testing.assert_array_equal(getattr(batch, name), [row], err_msg=name)
+    np.testing.assert_array_equal(batch.advantages[batch.mask], [7, 7, 8, 9, 9])
+
+
+def test_a_group_too_long_for_a_row_is_divided_and_its_prompt_repeated():
+    # Rows of 8 with a prompt of 3 have room for 5: 2 + 3 | 4 | 5. The next group fits behind the 4.
+    groups = shared_groups_of((3, 2, 3, 4, 5), (1, 0))
+    batches = pack(groups, np.ones(5), row_tokens=8, microbatch_rows=3, shared_prompts=True)
+    np.testing.assert_array_equal(
+        batches[0].tokens,
+        [
+            [1, 2, 3, 4, 5, 6, 7, 8],
+            [1, 2, 3, 9, 10, 11, 12, 0],
+            [1, 2, 3, 13, 14, 15, 16, 17],
+        ],
+    )
+    assert len(batches) == 2 and batches[1].tokens[0].tolist() == [18] + [0] * 7
+
+
+def test_first_fit_places_the_parts_of_groups_by_their_length():
+    # Parts of 3 + 2, 1 + 6 and 2 + 1 tokens: 7 → row 0, 5 → row 1, 3 behind it.
+    groups = shared_groups_of((3, 2), (1, 6), (2, 1))
+    (batch,) = pack(groups, row_tokens=8, policy="first_fit", shared_prompts=True)
+    np.testing.assert_array_equal(
+        batch.tokens, [[6, 7, 8, 9, 10, 11, 12, 0], [1, 2, 3, 4, 5, 13, 14, 15]]
+    )
+
+
+shared_shapes = st.lists(
+    st.tuples(st.integers(1, 7), st.lists(st.integers(0, 9), min_size=1, max_size=5)),
+    min_size=1,
+    max_size=8,
+).map(lambda shapes: [(prompt, *completions) for prompt, completions in shapes])
+
+
+@each_policy
+@given(shapes=shared_shapes)
+def test_every_completion_token_sees_its_trajectory_so_far_and_nothing_else(policy, shapes):
+    groups = shared_groups_of(*shapes)
+    trajectories = [t for group in groups for t in group.trajectories]
+    advantages = np.arange(1, len(trajectories) + 1, dtype=np.float32)
+    batches = pack(
+        groups, advantages, microbatch_rows=4, row_tokens=16, policy=policy, shared_prompts=True
+    )
+    assert {batch.tokens.shape for batch in batches} == {(4, 16)}
+    of_token = {
+        int(token): (t, advantage)
+        for t, advantage in zip(trajectories, advantages, strict=True)
+        for token in t.completion
+    }
+    prompts = {
+        int(t)
+        for group in groups
+        for t in group.trajectories[0].tokens[: shapes[group.prompt_index][0]]
+    }
+    column, seen = np.arange(16), []
+    for batch in batches:
+        for row, segments in enumerate(batch.segment_ids):
+            used = np.count_nonzero(segments)
+            assert (segments[:used] > 0).all(), "padding stands behind what is used"
+            for c in range(used):
+                token = int(batch.tokens[row, c])
+                allowed = (column <= c) & (segments > 0)
+                allowed &= (segments == segments[c]) | (segments == batch.prefix_ids[row, c])
+                visible = batch.tokens[row, allowed]
+                np.testing.assert_array_equal(
+                    batch.positions[row, allowed], np.arange(len(visible))
+                )
+                if token in prompts:
+                    assert batch.prefix_ids[row, c] == 0 and not batch.mask[row, c]
+                    continue
+                t, advantage = of_token[token]
+                np.testing.assert_array_equal(visible, t.tokens[: len(visible)])
+                at = len(visible) - 1
+                assert t.tokens[at] == token and batch.mask[row, c]
+                assert batch.tokens[row, batch.predictor_index[row, c]] == t.tokens[at - 1]
+                assert batch.behavior_logprobs[row, c] == t.logprobs[at]
+                assert batch.token_versions[row, c] == t.versions[at]
+                assert batch.advantages[row, c] == advantage
+                seen.append(token)
+    assert sorted(seen) == sorted(of_token), "every completion token once"
+
+
+@each_policy
+@given(shapes=shared_shapes)
+def test_shared_rows_repeat_a_prompt_only_where_a_group_is_divided(policy, shapes):
+    segments = packing.lay_out(
+        [[prompt + n for n in completions] for prompt, *completions in shapes],
+        [prompt for prompt, *_ in shapes],
+        row_tokens=16,
+        policy=policy,
+        shared_prompts=True,
+    )
+    used = {}
+    for row, column, length in sorted(
+        zip(segments.row, segments.column, segments.length, strict=True)
+    ):
+        assert column == used.get(row, 0), "a segment starts where the one before it ends"
+        used[row] = column + length
+    assert max(used.values()) <= 16
+    heads = np.flatnonzero(segments.prefix < 0)
+    expected = 0
+    for prompt, *completions in shapes:  # Greedily, in order.
+        expected, room = expected + 1, 16 - prompt
+        for n in completions:
+            if n > room:
+                expected, room = expected + 1, 16 - prompt
+            room -= n
+    assert len(heads) == expected
+    behind = segments.prefix >= 0
+    assert (segments.row[behind] == segments.row[segments.prefix[behind]]).all()
+
+
+def test_a_completion_that_fits_no_row_with_its_prompt_is_refused():
+    with pytest.raises(ValueError, match=r"trajectory of 9 tokens exceeds row_tokens 8"):
+        pack(shared_groups_of((4, 2, 5, 1)), np.ones(3), shared_prompts=True)
+
+
+def test_prompts_that_differ_cannot_be_shared():
+    first, second = shared_groups_of((3, 2), (3, 2))
+    mixed = Group(17, 0, first.trajectories + second.trajectories)
+    with pytest.raises(ValueError, match=r"prompt_index 17 .* prompts, of 3 and 3 tokens"):
+        pack([mixed], row_tokens=16, shared_prompts=True)
+    t = first.trajectories[0]
+    longer = Group(18, 0, (t, dataclasses.replace(t, prompt_length=4)))
+    with pytest.raises(ValueError, match=r"prompt_index 18 .* prompts, of 3 and 4 tokens"):
+        pack([longer], row_tokens=16, shared_prompts=True)
+    assert pack([mixed], row_tokens=16), "rows of whole trajectories take any prompts"
+
+
+def test_padding_share_counts_a_shared_prompt_once():
+    batches = pack(
+        shared_groups_of((3, 2, 1)), row_tokens=8, microbatch_rows=1, shared_prompts=True
+    )
+    assert packing.padding_share(batches) == 2 / 8

@@ -247,7 +247,11 @@ def train(run, loss, *, mesh_shape=ONE, rows=4, policy="in_order", num_steps=1, 
         schedule=schedule,
         train_step=train_step,
         pack=functools.partial(
-            packing.pack, microbatch_rows=rows, row_tokens=ROW_TOKENS, policy=policy
+            packing.pack,
+            microbatch_rows=rows,
+            row_tokens=ROW_TOKENS,
+            policy=policy,
+            shared_prompts=False,
         ),
         padding=packing.empty_batch(rows, ROW_TOKENS),
         advantages=ADVANTAGES[loss.advantage],
@@ -359,6 +363,7 @@ def packed(groups, rows=4):
         microbatch_rows=rows,
         row_tokens=ROW_TOKENS,
         policy="in_order",
+        shared_prompts=False,
     )
     return [jax.tree.leaves(batch) for batch in batches]
 

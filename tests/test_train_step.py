@@ -103,6 +103,7 @@ def pack(groups, *, microbatch_rows=8, row_tokens=32, advantages=None):
         microbatch_rows=microbatch_rows,
         row_tokens=row_tokens,
         policy="in_order",
+        shared_prompts=False,
     )
 
 

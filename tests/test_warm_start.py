@@ -51,7 +51,8 @@ def logprobs_of(params, *rows):
     for i, row in enumerate(rows):
         tokens[i, : len(row)], segments[i, : len(row)] = row, 1
     column = np.tile(np.arange(6, dtype=np.int32), (len(rows), 1))
-    batch = Batch(tokens, column, segments, np.maximum(column - 1, 0), *[None] * 4)
+    unshared, predictor = np.zeros_like(segments), np.maximum(column - 1, 0)
+    batch = Batch(tokens, column, segments, unshared, predictor, *[None] * 4)
     return train_step.policy_logprobs(
         MODEL, params, batch, temperature=1.0, head_chunk_tokens=None
     )[0]

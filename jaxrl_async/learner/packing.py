@@ -1,9 +1,10 @@
 """Packing: groups and their advantages become microbatches of one static shape. NumPy, on the host.
 
-Which trajectory lies where is a pure function of the lengths, so hosts that know the lengths alone
+Which segment lies where is a pure function of the lengths, so hosts that know the lengths alone
 agree on it. It knows nothing of JAX, losses or devices.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 
@@ -21,6 +22,7 @@ def pack(
     microbatch_rows: int,
     row_tokens: int,
     policy: str,
+    shared_prompts: bool,
 ) -> list[Batch]:
     """Lays the trajectories of groups into rows, several to a row, and the rows into microbatches.
 
@@ -30,43 +32,117 @@ def pack(
       microbatch_rows: B of every microbatch; the last one is filled up with empty rows.
       row_tokens: T of every microbatch.
       policy: as in `assign_rows`.
+      shared_prompts: as in `lay_out`.
 
     Returns:
       Batches of shape [B, T]; none for no groups.
 
     Raises:
-      ValueError: a trajectory longer than row_tokens, an unknown policy, or advantages that do not
-        match the trajectories.
+      ValueError: a trajectory longer than row_tokens, an unknown policy, advantages that do not
+        match the trajectories, or prompts to be shared that differ within a group.
     """
     trajectories = [t for group in groups for t in group.trajectories]
     if np.size(advantages) != len(trajectories):
         raise ValueError(f"{np.size(advantages)} advantages for {len(trajectories)} trajectories")
     if not trajectories:
         return []
-    lengths = np.array([len(t) for t in trajectories])
-    rows, starts = assign_rows(lengths, row_tokens=row_tokens, policy=policy)
-    num_microbatches = -(-(rows.max() + 1) // microbatch_rows)
+    if shared_prompts:
+        _check_prompts(groups)
+    segments = lay_out(
+        [[len(t) for t in group.trajectories] for group in groups],
+        [group.trajectories[0].prompt_length for group in groups],
+        row_tokens=row_tokens,
+        policy=policy,
+        shared_prompts=shared_prompts,
+    )
+    num_microbatches = -(-(segments.row.max() + 1) // microbatch_rows)
     whole = empty_batch(num_microbatches * microbatch_rows, row_tokens)
 
-    position = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    column = np.repeat(starts, lengths) + position
-    where = np.repeat(rows * row_tokens, lengths) + column
+    row, start, length, prefix = segments.row, segments.column, segments.length, segments.prefix
+    ids = _ordinals_in_row(row, start)
+    # A completion's first token is predicted from the prompt's last column. The first token of a
+    # row's segment that continues none has no predictor; its own column stands in, never counted.
+    first_predictor = np.where(prefix >= 0, start[prefix] + length[prefix] - 1, start)
+
+    segment = np.repeat(np.arange(len(length)), length)  # of each token laid down
+    nth = np.arange(len(segment)) - (np.cumsum(length) - length)[segment]  # in its segment, from 0
+    position = segments.begin[segment] + nth
+    column = start[segment] + nth
+    lengths = np.array([len(t) for t in trajectories])
+    source = (np.cumsum(lengths) - lengths)[segments.trajectory][segment] + position
     for array, values in (
-        (whole.tokens, np.concatenate([t.tokens for t in trajectories])),
+        (whole.tokens, np.concatenate([t.tokens for t in trajectories])[source]),
         (whole.positions, position),
-        (whole.segment_ids, np.repeat(_ordinals_in_row(rows, starts), lengths)),
-        # The first token of a segment has no predictor; its own column stands in, never counted.
-        (whole.predictor_index, column - (position > 0)),
-        (whole.mask, np.concatenate([t.mask for t in trajectories])),
-        (whole.behavior_logprobs, np.concatenate([t.logprobs for t in trajectories])),
-        (whole.token_versions, np.concatenate([t.versions for t in trajectories])),
-        (whole.advantages, np.repeat(np.ravel(advantages), lengths)),
+        (whole.segment_ids, ids[segment]),
+        (whole.prefix_ids, np.where(prefix >= 0, ids[prefix], 0)[segment]),
+        (whole.predictor_index, np.where(nth > 0, column - 1, first_predictor[segment])),
+        (whole.mask, np.concatenate([t.mask for t in trajectories])[source]),
+        (whole.behavior_logprobs, np.concatenate([t.logprobs for t in trajectories])[source]),
+        (whole.token_versions, np.concatenate([t.versions for t in trajectories])[source]),
+        (whole.advantages, np.ravel(advantages)[segments.trajectory][segment]),
     ):
-        array.reshape(-1)[where] = values
+        array.reshape(-1)[row[segment] * row_tokens + column] = values
     return [
         Batch(**{name: array[i : i + microbatch_rows] for name, array in vars(whole).items()})
         for i in range(0, len(whole.tokens), microbatch_rows)
     ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Segments:
+    """What is laid down, and where: slices of trajectories, each whole and in one row."""
+
+    trajectory: np.ndarray  # int [n], from 0 over all groups; one of the group's for its prompt
+    begin: np.ndarray  # int [n], first token of the slice within its trajectory
+    length: np.ndarray  # int [n], ≥ 1
+    row: np.ndarray  # int [n], from 0 without holes
+    column: np.ndarray  # int [n], of the slice's first token
+    prefix: np.ndarray  # int [n], index of the segment that it continues, in its row; −1 for none
+
+
+def lay_out(
+    lengths: Sequence[Sequence[int]],
+    prompt_lengths: Sequence[int],
+    *,
+    row_tokens: int,
+    policy: str,
+    shared_prompts: bool,
+) -> Segments:
+    """Cuts trajectories into segments and gives each its place.
+
+    With shared prompts a row holds [prompt | completion | completion …]: the prompt once, as a segment of
+    its own, for all completions of its group behind it. A group that is too long for a row is divided,
+    as many completions in order as fit, and its prompt is repeated for each part. A policy then places
+    whole parts. Without, a segment is a trajectory.
+
+    Args:
+      lengths: tokens of each trajectory of each group, prompt included.
+      prompt_lengths: tokens of each group's prompt.
+      row_tokens: capacity of a row.
+      policy: as in `assign_rows`.
+      shared_prompts: whether rows share prompts.
+
+    Raises:
+      ValueError: a trajectory longer than row_tokens, or an unknown policy.
+    """
+    if shared_prompts:
+        slices = _shared_slices(lengths, prompt_lengths, row_tokens)
+    else:
+        slices = [(i, 0, length, i) for i, length in enumerate(itertools.chain(*lengths))]
+    trajectory, begin, length, part = np.array(slices).T
+    rows, starts = assign_rows(
+        np.bincount(part, length).astype(int), row_tokens=row_tokens, policy=policy
+    )
+    head = np.searchsorted(part, part)  # Of the part's segments, the first.
+    end = np.cumsum(length)
+    return Segments(
+        trajectory=trajectory,
+        begin=begin,
+        length=length,
+        row=rows[part],
+        column=starts[part] + (end - length) - (end - length)[head],
+        prefix=np.where(begin > 0, head, -1),
+    )
 
 
 def assign_rows(
@@ -110,6 +186,7 @@ def empty_batch(microbatch_rows: int, row_tokens: int) -> Batch:
         tokens=np.zeros(shape, np.int32),
         positions=np.zeros(shape, np.int32),
         segment_ids=np.zeros(shape, np.int32),
+        prefix_ids=np.zeros(shape, np.int32),
         predictor_index=np.zeros(shape, np.int32),
         mask=np.zeros(shape, np.bool_),
         behavior_logprobs=np.zeros(shape, np.float32),
@@ -135,6 +212,33 @@ def padding_share(batches: Sequence[Batch]) -> float:
     total = sum(batch.segment_ids.size for batch in batches)
     used = sum(np.count_nonzero(batch.segment_ids) for batch in batches)
     return 1 - used / total if total else 0.0
+
+
+def _check_prompts(groups):
+    for group in groups:
+        first = group.trajectories[0]
+        for t in group.trajectories:
+            if not np.array_equal(t.tokens[: t.prompt_length], first.tokens[: first.prompt_length]):
+                raise ValueError(
+                    f"shared_prompts: the trajectories of the group with prompt_index {group.prompt_index} "
+                    f"begin with different prompts, of {first.prompt_length} and {t.prompt_length} tokens"
+                )
+
+
+def _shared_slices(lengths, prompt_lengths, row_tokens):
+    """(trajectory, begin, length, part) of each segment; a part is a prompt and completions behind it."""
+    slices, first, part = [], 0, 0
+    for of_group, prompt in zip(lengths, prompt_lengths, strict=True):
+        completions = np.array(of_group) - prompt
+        room, _ = _next_fit(completions, row_tokens - prompt)
+        for one in np.unique(room):
+            slices.append((first, 0, prompt, part))
+            # A trajectory without a completion is its prompt alone.
+            fit = np.flatnonzero((room == one) & (completions > 0))
+            slices += [(first + i, prompt, completions[i], part) for i in fit]
+            part += 1
+        first += len(of_group)
+    return slices
 
 
 def _next_fit(lengths, row_tokens):

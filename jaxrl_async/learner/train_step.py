@@ -343,7 +343,8 @@ def policy_logprobs(
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probs and entropies of a batch's tokens, [B, T] in float32, under the parameters."""
     model = nnx.merge(transformer.graphdef(config), params)
-    hidden = model(batch.tokens, batch.positions, attention.causal_mask(batch.segment_ids))
+    mask = attention.causal_mask(batch.segment_ids, batch.prefix_ids)
+    hidden = model(batch.tokens, batch.positions, mask)
     return logprobs.token_logprobs(
         model,
         hidden,

@@ -8,24 +8,28 @@ _MIN_BLOCK_TOKENS = 128  # Queries whose scores stay near the cache of a CPU cor
 _MAX_BLOCKS = 8  # Blocks are unrolled, so their number bounds the time to compile.
 
 
-def causal_mask(segment_ids):
-    """True where a token may attend: to itself and to what stands before it in its segment.
+def causal_mask(segment_ids, prefix_ids=None):
+    """True where a token may attend: to itself and to what stands before it in its segment and prefix.
 
-        allow(q, k) = q = k  or  (k < q and segment[q] = segment[k] ≠ 0)
+        allow(q, k) = q = k  or  (k < q and segment[k] ≠ 0 and segment[k] ∈ {segment[q], prefix[q]})
 
     Padding (segment 0) attends to itself alone, so its softmax stays finite.
 
     Args:
       segment_ids: int32 [B, T], from 1 within each row; 0 is padding.
+      prefix_ids: int32 [B, T], the segment that a token's segment continues; 0 for none. None: all 0.
 
     Returns:
       bool [B, T, T], queries before keys.
     """
     index = jnp.arange(segment_ids.shape[1])
     queries, keys = segment_ids[:, :, None], segment_ids[:, None, :]
+    same = queries == keys
+    if prefix_ids is not None:
+        same |= prefix_ids[:, :, None] == keys
     before = (index[None, :] < index[:, None])[None]
     itself = (index[None, :] == index[:, None])[None]
-    return itself | (before & (queries == keys) & (keys != 0))
+    return itself | (before & same & (keys != 0))
 
 
 def causal_attention(q_BTHC, k_BTNC, v_BTNC, mask_BTT):

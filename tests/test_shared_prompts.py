@@ -1,0 +1,168 @@
+"""Rows that share prompts: the same log-probs, losses and gradients as a row for every trajectory."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from test_loss_training import DR_GRPO, GSPO, LOSSES
+from test_train_step import (
+    CURRENT,
+    MODEL,
+    RECOMPUTE,
+    VERSION,
+    advantages_of,
+    assert_same,
+    make,
+    params_on,
+    updated,
+)
+
+from jaxrl_async.learner import packing
+from jaxrl_async.types import NOT_SAMPLED, Group, Trajectory
+
+
+def group_of(prompt_length, *completion_lengths, index=0):
+    """Random trajectories behind one prompt, with a tool's token in each long completion."""
+    rng = np.random.default_rng((index, prompt_length, *completion_lengths))
+    prompt = rng.integers(0, MODEL.vocab_size, prompt_length)
+
+    def trajectory(completion_length):
+        length = prompt_length + completion_length
+        completion = rng.integers(0, MODEL.vocab_size, completion_length)
+        mask = np.arange(length) >= prompt_length
+        if completion_length > 3:
+            mask[-2] = False
+        versions = rng.integers(2, VERSION + 1, length)
+        return Trajectory(
+            tokens=np.concatenate([prompt, completion]).astype(np.int32),
+            logprobs=np.where(mask, -2.5 - rng.random(length), 0).astype(np.float32),
+            versions=np.where(mask, versions, NOT_SAMPLED).astype(np.int32),
+            mask=mask,
+            prompt_length=prompt_length,
+        )
+
+    return Group(index, 0, tuple(trajectory(n) for n in completion_lengths))
+
+
+# Each of the rows' 32 tokens at most, of groups [prompt; completions].
+GROUPS = {
+    "one completion": [group_of(4, 7)],
+    "a prompt of one token": [group_of(1, 5, 3, 6, 2)],
+    "equal lengths": [group_of(6, 4, 4, 4, 4)],
+    "unequal lengths and a padded tail": [group_of(5, 9, 1, 4, 2)],
+    "a row that is full": [group_of(8, 12, 12)],
+    "several groups to a row": [group_of(3, 4, 2, index=i) for i in range(7)],
+    "a group over several rows": [group_of(9, 10, 20, 3, 22)],
+    "all of these": [
+        group_of(3, 8, 1, 5, 9, index=0),
+        group_of(12, 9, 13, 20, 4, index=1),
+        group_of(1, 2, 3, 2, 1, index=2),
+        group_of(7, 6, 25, 2, 11, index=3),
+    ],
+}
+
+
+def pack(groups, *, shared_prompts, advantages=None, policy="in_order"):
+    return packing.pack(
+        groups,
+        advantages_of(groups) if advantages is None else advantages,
+        microbatch_rows=8,
+        row_tokens=32,
+        policy=policy,
+        shared_prompts=shared_prompts,
+    )
+
+
+def accumulated(batches, made):
+    """As the learner does, beside a policy other than ours where the loss takes a KL to one."""
+    mesh, train_step = made
+    params = params_on(mesh)
+    reference = jax.tree.map(lambda x: x * 1.5, params)
+    accumulator = train_step.zero_accumulator()
+    for batch in batches:
+        anchor = train_step.anchor(params, batch)
+        accumulator = train_step.accumulate(params, accumulator, batch, anchor, VERSION, reference)
+    return accumulator
+
+
+def logprobs_of(batches, made=None):
+    """Log-probs of the sampled tokens at random weights, of all rows and columns in order."""
+    mesh, train_step = make() if made is None else made
+    params = params_on(mesh)
+    return np.concatenate(
+        [np.asarray(train_step.score(params, batch))[batch.mask] for batch in batches]
+    )
+
+
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+def test_log_probs_equal_those_of_replicated_rows(groups):
+    # In order, the completions of both lie in the order of the trajectories.
+    shared, replicated = (pack(groups, shared_prompts=shared) for shared in (True, False))
+    np.testing.assert_allclose(logprobs_of(shared), logprobs_of(replicated), atol=1e-5)
+
+
+@pytest.mark.parametrize("policy", packing.POLICIES)
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+def test_gradients_and_statistics_equal_those_of_replicated_rows(groups, policy):
+    shared = accumulated(pack(groups, shared_prompts=True, policy=policy), make())
+    assert_same(shared, accumulated(pack(groups, shared_prompts=False), make()), tolerance=1e-5)
+
+
+ALL = {"recompute": RECOMPUTE, "current": CURRENT} | LOSSES
+SHORT = ("recompute", "gspo", "dr_grpo")  # One of each ratio and reduction.
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [pytest.param(ALL[n], id=n, marks=() if n in SHORT else pytest.mark.long) for n in ALL],
+)
+def test_every_objective_is_the_same_as_on_replicated_rows_by_the_same_programs(loss):
+    groups, made = GROUPS["all of these"], make(loss)
+    replicated = accumulated(pack(groups, shared_prompts=False), made)
+    compiled = made[1].num_compilations()
+    assert_same(accumulated(pack(groups, shared_prompts=True), made), replicated, tolerance=1e-5)
+    assert made[1].num_compilations() == compiled
+
+
+@pytest.mark.parametrize("loss", [GSPO, DR_GRPO], ids=["gspo", "dr_grpo"])
+def test_a_prompt_is_no_sequence_of_the_denominator(loss):
+    _, train_step = made = make(loss)
+    accumulator = accumulated(pack(GROUPS["all of these"], shared_prompts=True), made)
+    denominator = train_step._statistics.denominator(accumulator.sums)
+    np.testing.assert_allclose(denominator, 16 * (loss.fixed_length or 1), rtol=1e-6)
+
+
+def test_an_updates_metrics_are_the_same_as_on_replicated_rows():
+    groups, (_, train_step) = GROUPS["all of these"], make()
+    found, expected = (
+        jax.device_get(updated(train_step, pack(groups, shared_prompts=shared))[0][2])
+        for shared in (True, False)
+    )
+    assert set(found) == set(expected)
+    for name in expected:
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.long
+def test_eight_devices_agree_with_one():
+    batches = pack(GROUPS["all of these"], shared_prompts=True)
+    eight = accumulated(batches, make(RECOMPUTE, (2, 2, 2)))
+    assert_same(eight, accumulated(batches, make(RECOMPUTE)))
+
+
+def test_no_completion_and_no_other_group_changes_a_completions_log_probs():
+    groups = [group_of(4, 6, 5, 4, index=0), group_of(2, 3, 3, index=1)]
+    (batch,) = pack(groups, shared_prompts=True, advantages=np.ones(5))
+    mesh, train_step = make()
+    params = params_on(mesh)
+    before = np.asarray(train_step.score(params, batch))
+    segments = batch.segment_ids[0]
+    assert segments.max() == 7 and not batch.segment_ids[1:].any()
+    for changed, seen_by in {1: {1, 2, 3, 4}, 2: {2}, 3: {3}, 4: {4}, 5: {5, 6, 7}, 7: {7}}.items():
+        first = np.flatnonzero(segments == changed)[0]
+        tokens = batch.tokens.copy()
+        tokens[0, first] = (tokens[0, first] + 1) % MODEL.vocab_size
+        after = np.asarray(train_step.score(params, dataclasses.replace(batch, tokens=tokens)))
+        moved = np.unique(segments[(after != before)[0] & (segments > 0)])
+        assert set(moved) == seen_by, changed
