@@ -34,6 +34,7 @@ anchors = load("anchors")
 learner = load("learner")
 packings = load("packing")
 peers = load("peers")
+shared_prompts = load("shared_prompts")
 
 
 def logits_gradient(method, logits, labels, actions, behavior_logprobs, staleness=3):
@@ -364,3 +365,29 @@ def test_both_sides_are_given_the_same_workload():
     assert len(workload["alphabet"]) == 254  # and two special tokens
     asynchronous = peers.settings_with("async", peers.WORKLOAD)
     assert peers.workload_of(asynchronous) == workload and asynchronous.loss.anchor == "a3po"
+
+
+@pytest.mark.long
+def test_the_shared_prompts_benchmark_packs_the_same_tokens_into_full_rows(tmp_path):
+    shared_prompts.main(["--smoke", f"--out={tmp_path}"])
+    table = json.loads((tmp_path / "shared_prompts.json").read_text())["shapes"]["smoke"]
+    replicated, shared = table["replicated"], table["shared"]
+    # Two groups of 3 completions of 2 tokens behind a prompt of 4.
+    assert (replicated["rows"], shared["rows"]) == ([6, 6], [2, 10])
+    assert (replicated["padding_share"], shared["padding_share"]) == (0, 0)
+    assert (table["useful_tokens"], table["ideal"]) == (12, 36 / 20)
+    assert table["share_of_ideal"] == pytest.approx(table["ratio"]["median"] / 1.8)
+    for row in (replicated, shared):
+        rate = table["useful_tokens"] / row["accumulate_secs"]["median"]
+        assert row["useful_tokens_per_sec"] == pytest.approx(rate)
+
+
+def test_both_kinds_of_rows_train_the_same_tokens():
+    shape, work = shared_prompts.SHAPES["smoke"]
+    config = shared_prompts.make_config(shape, remat=False)
+    rows = [shared_prompts.make_batch(config, work, shared_prompts=s) for s in (False, True)]
+    found = [
+        np.stack([b.tokens, b.positions, b.advantages, b.token_versions], axis=-1)[b.mask]
+        for b in rows
+    ]
+    np.testing.assert_array_equal(*found)
