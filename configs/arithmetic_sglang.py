@@ -144,6 +144,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         row_tokens=48,
         packing="in_order",
         shared_prompts=False,
+        attention_kernel="xla",
         head_chunk_tokens=0,
         data=1,
         fsdp=1,

@@ -148,6 +148,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         row_tokens=512 if arg.smoke else 4096,
         packing="first_fit",
         shared_prompts=True,
+        attention_kernel="xla",
         head_chunk_tokens=512,
         data=1,
         fsdp=1 if arg.smoke else 8,

@@ -136,6 +136,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         row_tokens=512,
         packing="in_order",
         shared_prompts=True,
+        attention_kernel="xla",
         head_chunk_tokens=128,
         data=1,
         fsdp=1,

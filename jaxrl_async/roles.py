@@ -198,6 +198,7 @@ def train_step_of(settings: Settings, config, mesh):
         max_grad_norm=learner.max_grad_norm,
         num_minibatches=learner.num_minibatches,
         head_chunk_tokens=learner.head_chunk_tokens or None,
+        attention_kernel=learner.attention_kernel,
     )
 
 

@@ -21,6 +21,7 @@ from jaxrl_async.loss_config import LossConfig
 MODES = ("sync", "periodic", "async")
 PACKINGS = ("in_order", "first_fit", "fewest")  # learner.packing knows each of these names.
 TRANSPORTS = ("disk", "tensor", "stream")  # servers.transports has one of each name.
+ATTENTION_KERNELS = ("xla", "cudnn", "splash")  # models.attention has one of each name.
 PAUSE_MODES = ("retract", "in_place")
 COMMAND_FIELDS = ("model_path", "host", "port", "index")
 
@@ -154,6 +155,7 @@ class Learner:
     row_tokens: int
     packing: str  # one of PACKINGS
     shared_prompts: bool  # a prompt stands once before its group's completions, not before each one
+    attention_kernel: str  # "xla" | "cudnn" (NVIDIA GPUs, bfloat16) | "splash" (TPUs)
     head_chunk_tokens: int  # columns per chunk of the vocabulary projection; 0 for all at once
     data: int  # mesh axes: data · fsdp · tensor devices
     fsdp: int
@@ -300,7 +302,27 @@ def _check(s: Settings) -> None:
     _check_servers(s.server)
     _check_mode(s)
     _check_lengths(s)
+    _check_attention(s)
     _check_experiments(s)
+
+
+def _check_attention(s: Settings) -> None:
+    kernel, learner = s.learner.attention_kernel, s.learner
+    _one_of("learner.attention_kernel", kernel, ATTENTION_KERNELS)
+    if kernel == "cudnn" and s.model.dtype != "bfloat16":
+        raise SettingsError(
+            f"learner.attention_kernel 'cudnn' needs model.dtype = 'bfloat16', got {s.model.dtype!r}"
+        )
+    if kernel == "splash" and learner.row_tokens % 128:
+        raise SettingsError(
+            "learner.attention_kernel 'splash' needs learner.row_tokens to be a multiple of 128, got "
+            f"{learner.row_tokens}"
+        )
+    if kernel == "splash" and learner.shared_prompts:
+        raise SettingsError(
+            "learner.attention_kernel 'splash' has masks of segments alone, which cannot say that every completion "
+            "sees its group's prompt: set learner.shared_prompts = False"
+        )
 
 
 def _check_experiments(s: Settings) -> None:

@@ -1,8 +1,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from jaxrl_async.models import attention
+from jaxrl_async import settings
+from jaxrl_async.models import attention, sharding
 
 _causal_mask = jax.jit(attention.causal_mask)
 _attention = jax.jit(attention.attention)
@@ -115,3 +117,52 @@ def test_softmax_is_float32_under_bfloat16():
     program = str(jax.make_jaxpr(attention.attention)(q, k, v, mask)).split("\n")
     exponentials = [line for line in program if "= exp " in line]
     assert exponentials and all(":f32" in line for line in exponentials)
+
+
+def test_settings_and_attention_name_the_same_kernels():
+    assert settings.ATTENTION_KERNELS == attention.KERNELS
+
+
+@pytest.mark.parametrize("mesh_shape", [None, (2, 1, 2)], ids=["one device", "divided"])
+def test_splash_equals_xla_in_values_and_gradients_but_on_padding(mesh_shape):
+    q, k, v = _qkv(4, B=2, T=256, H=4, N=2, C=16)
+    segment_ids = np.repeat([[1, 2, 0], [1, 2, 3]], [60, 140, 56], axis=1).astype(np.int32)
+    seen = (segment_ids != 0)[:, :, None, None]
+    if mesh_shape is not None:
+        mesh = sharding.make_mesh(*mesh_shape, jax.devices()[:4])
+        rows, heads = ("data", "fsdp"), jax.sharding.PartitionSpec(("data", "fsdp"), None, "tensor")
+        place = jax.sharding.NamedSharding(mesh, heads)
+        q, k, v = jax.device_put((q, k, v), place)
+        of_rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(rows))
+        segment_ids = jax.device_put(segment_ids, of_rows)
+
+    def run(kernel):
+        def loss(q, k, v, segment_ids):
+            mask, attend = attention.of_rows(kernel, segment_ids)
+            attended = jnp.where(seen, attend(q, k, v, mask), 0)
+            return jnp.sum(attended**2), attended
+
+        gradient = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
+        (_, attended), grads = gradient(q, k, v, segment_ids)
+        return attended, *grads
+
+    for found, expected in zip(run("splash"), run("xla"), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_cudnn_is_handed_the_mask_and_the_groups_of_heads_as_xla_reads_them(monkeypatch):
+    """cuDNN itself runs on a GPU alone: the same call, with the implementation that runs anywhere."""
+    q, k, v = _qkv(5, B=2, T=7, H=4, N=2, C=8)
+    segment_ids = np.array([[1, 1, 2, 2, 3, 0, 0], [1, 1, 1, 2, 2, 2, 2]], np.int32)
+    prefix_ids = np.array([[0, 0, 1, 1, 1, 0, 0], [0] * 7], np.int32)
+    called, asked = jax.nn.dot_product_attention, []
+
+    def anywhere(*args, implementation, **kwargs):
+        asked.append(implementation)
+        return called(*args, **kwargs)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", anywhere)
+    rows = {name: attention.of_rows(name, segment_ids, prefix_ids) for name in ("cudnn", "xla")}
+    found, expected = (jax.jit(attend)(q, k, v, mask) for mask, attend in rows.values())
+    assert asked == ["cudnn"]
+    np.testing.assert_allclose(found, expected, atol=1e-6)

@@ -238,3 +238,23 @@ def test_exit_codes(argv, code, text, capsys):
     assert main.main(argv) == code
     out, err = capsys.readouterr()
     assert text in out + err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["attention_kernel=flash"],
+            "attention_kernel must be one of xla, cudnn, splash; got 'flash'",
+        ),
+        (["attention_kernel=cudnn"], "'cudnn' needs model.dtype = 'bfloat16', got 'float32'"),
+        (["attention_kernel=splash"], "multiple of 128, got 48"),
+        (
+            ["attention_kernel=splash", "row_tokens=128", "shared_prompts=True"],
+            "set learner.shared_prompts = False",
+        ),
+    ],
+)
+def test_an_attention_kernel_that_cannot_do_what_is_asked_is_refused(overrides, message):
+    with pytest.raises(SettingsError, match=message):
+        parse(f"--config={QUICKSTART}", *(f"--config.learner.{item}" for item in overrides))

@@ -59,6 +59,7 @@ class TrainStep:
         max_grad_norm: float,
         num_minibatches: int,
         head_chunk_tokens: int | None,
+        attention_kernel: str = "xla",
     ):
         """Declares the programs; nothing is compiled yet.
 
@@ -71,6 +72,7 @@ class TrainStep:
           max_grad_norm: bound on the global norm of a minibatch's gradient, > 0.
           num_minibatches: optimizer updates per step; more than one refuses a clip against 'current'.
           head_chunk_tokens: columns whose logits exist at a time; None for all at once.
+          attention_kernel: one of attention.KERNELS.
 
         Raises:
           ValueError: a clip against 'current' with several minibatches, or a temperature that is not > 0.
@@ -82,7 +84,7 @@ class TrainStep:
         self._max_grad_norm, self._temperature = max_grad_norm, temperature
         self._num_minibatches = num_minibatches
         self._statistics = Statistics(loss)
-        self._head_chunk_tokens = head_chunk_tokens
+        self._head_chunk_tokens, self._attention_kernel = head_chunk_tokens, attention_kernel
         self._rows = rows = sharding.batch_sharding(mesh)
         # XLA's CPU collectives hang when programs of several devices pile up on few threads.
         self._one_at_a_time = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
@@ -311,6 +313,7 @@ class TrainStep:
             batch,
             temperature=self._temperature,
             head_chunk_tokens=self._head_chunk_tokens,
+            attention_kernel=self._attention_kernel,
         )
 
 
@@ -340,11 +343,12 @@ def policy_logprobs(
     *,
     temperature: float,
     head_chunk_tokens: int | None,
+    attention_kernel: str = "xla",
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probs and entropies of a batch's tokens, [B, T] in float32, under the parameters."""
     model = nnx.merge(transformer.graphdef(config), params)
-    mask = attention.causal_mask(batch.segment_ids, batch.prefix_ids)
-    hidden = model(batch.tokens, batch.positions, mask)
+    rows = attention.of_rows(attention_kernel, batch.segment_ids, batch.prefix_ids)
+    hidden = model(batch.tokens, batch.positions, *rows)
     return logprobs.token_logprobs(
         model,
         hidden,

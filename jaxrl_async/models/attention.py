@@ -1,11 +1,41 @@
-"""Who attends to whom, and grouped-query attention. Knows nothing of layers, caches or positions."""
+"""Who attends to whom, and grouped-query attention, by platform. Knows nothing of layers, caches or positions."""
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_kernel as splash_kernel,
+)
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_mask as splash_mask,
+)
+from jax.sharding import PartitionSpec
 
+KERNELS = ("xla", "cudnn", "splash")
+
+_SPLASH_BLOCKS = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
 _NEVER = -1e30  # Finite, so that a masked score has a zero and not a NaN gradient.
 _MIN_BLOCK_TOKENS = 128  # Queries whose scores stay near the cache of a CPU core.
 _MAX_BLOCKS = 8  # Blocks are unrolled, so their number bounds the time to compile.
+
+
+def of_rows(kernel: str, segment_ids, prefix_ids=None) -> tuple[jax.Array, Callable]:
+    """The attention of whole rows by one of KERNELS, equal but for what padding gets, which is finite.
+
+    Args:
+      kernel: "xla" anywhere | "cudnn" on an NVIDIA GPU, in bfloat16 | "splash" on a TPU, T a multiple of 128.
+      segment_ids: int32 [B, T], from 1 within each row; 0 is padding.
+      prefix_ids: int32 [B, T], as of `causal_mask`. "splash" has masks of segments alone and ignores them.
+
+    Returns:
+      mask: who attends to whom, in the form that `attend` takes.
+      attend: (q [B, T, H, C], k [B, T, N, C], v [B, T, N, C], mask) → [B, T, H, C].
+    """
+    if kernel == "splash":
+        return segment_ids, splash_attention
+    mask_BTT = causal_mask(segment_ids, prefix_ids)
+    return mask_BTT, cudnn_attention if kernel == "cudnn" else causal_attention
 
 
 def causal_mask(segment_ids, prefix_ids=None):
@@ -95,3 +125,53 @@ def attention(q_BTHC, k_BSNC, v_BSNC, mask_BTS):
     weights = jax.nn.softmax(scores, axis=-1).astype(v_BSNC.dtype).reshape(B, N, G * T, S)
     attended_BNQC = jnp.einsum("bnqs,bnsc->bnqc", weights, v_BNSC)
     return attended_BNQC.reshape(B, N, G, T, C).transpose(0, 3, 1, 2, 4).reshape(B, T, H, C)
+
+
+def cudnn_attention(q_BTHC, k_BTNC, v_BTNC, mask_BTT):
+    """`causal_attention` by cuDNN's fused kernel; the mask is handed to it as a bias."""
+    mask_B1TT = mask_BTT[:, None]
+    return jax.nn.dot_product_attention(
+        q_BTHC, k_BTNC, v_BTNC, mask=mask_B1TT, implementation="cudnn"
+    )
+
+
+def splash_attention(q_BTHC, k_BTNC, v_BTNC, segment_ids):
+    """`causal_attention` within segments by JAX's kernel for TPUs; elsewhere interpreted, which is slow.
+
+    Args:
+      q_BTHC: [B, T, H, C], T a multiple of 128.
+      k_BTNC: [B, T, N, C]; N divides H.
+      v_BTNC: [B, T, N, C].
+      segment_ids: int32 [B, T].
+    """
+    mesh = jax.typeof(q_BTHC).sharding.mesh
+    if mesh.empty:
+        return _splash(q_BTHC, k_BTNC, v_BTNC, segment_ids)
+    # The compiler does not divide a kernel: each device runs it on its own rows and heads.
+    rows = PartitionSpec(("data", "fsdp"))
+    heads = PartitionSpec(("data", "fsdp"), None, "tensor")
+    specs = dict(in_specs=(heads, heads, heads, rows), out_specs=heads)
+    divided = jax.shard_map(_splash, mesh=mesh, check_vma=False, **specs)
+    return divided(q_BTHC, k_BTNC, v_BTNC, segment_ids)
+
+
+def _splash(q_BTHC, k_BTNC, v_BTNC, segment_ids):
+    T, H, C = q_BTHC.shape[1:]
+    group = H // k_BTNC.shape[2]
+    # Heads before tokens; a key head is repeated for the query heads that read it.
+    q_BHTC = (q_BTHC * C**-0.5).swapaxes(1, 2)
+    k_BHTC, v_BHTC = (jnp.repeat(x, group, axis=2).swapaxes(1, 2) for x in (k_BTNC, v_BTNC))
+    block = max(size for size in (128, 256, 512) if T % size == 0)
+    kernel = splash_kernel.make_splash_mha(
+        mask=splash_mask.MultiHeadMask([splash_mask.CausalMask((T, T))] * H),
+        block_sizes=splash_kernel.BlockSizes(**{f"block_{name}": block for name in _SPLASH_BLOCKS}),
+        head_shards=1,
+        q_seq_shards=1,
+        interpret=jax.default_backend() != "tpu",
+    )
+
+    def of_row(q_HTC, k_HTC, v_HTC, ids_T):
+        ids = splash_kernel.SegmentIds(ids_T, ids_T)
+        return kernel(q_HTC, k_HTC, v_HTC, segment_ids=ids)
+
+    return jax.vmap(of_row)(q_BHTC, k_BHTC, v_BHTC, segment_ids).swapaxes(1, 2)

@@ -75,14 +75,15 @@ class Transformer(nnx.Module):
         if not config.tied_embeddings:
             self.head = _linear(D, V, config, rngs)
 
-    def __call__(self, tokens_BT, positions_BT, mask_BTS):
+    def __call__(self, tokens_BT, positions_BT, mask, attend=attention.causal_attention):
         """Hidden states of whole rows.
 
         Args:
           tokens_BT: int32 [B, T].
           positions_BT: int32 [B, T], from 0 within each segment.
-          mask_BTS: bool [B, T, T], True = may attend, False where a key stands after its query; at
-            least one True for each query.
+          mask: who attends to whom, as `attend` takes it: for the default bool [B, T, T], True = may attend, False
+            where a key stands after its query; at least one True for each query.
+          attend: (q, k, v, mask) → attended; with its mask from `attention.of_rows`.
 
         Returns:
           [B, T, D] in the compute dtype, after the final norm.
@@ -91,7 +92,7 @@ class Transformer(nnx.Module):
         rope = rope_cos_sin(self.config, positions_BT)
 
         def layer(x_BTD, block):
-            return nnx.merge(graphdef, block)(x_BTD, rope, mask_BTS)[0], None
+            return nnx.merge(graphdef, block)(x_BTD, rope, mask, attend)[0], None
 
         # Without remat the matmuls' outputs are kept, and what is cheap is computed again: stacking
         # every intermediate of every layer costs more than computing it.
@@ -103,7 +104,7 @@ class Transformer(nnx.Module):
         return self.final_norm(x_BTD)
 
     def prefill(self, tokens_BT, positions_BT, mask_BTS):
-        """As __call__, and keeps the keys and values.
+        """As __call__ with its default attention, and keeps the keys and values.
 
         Returns:
           hidden [B, T, D] and a KVCache of [L, B, T, N, C].
@@ -227,10 +228,9 @@ class Block(nnx.Module):
         self.up = _linear(D, F, config, rngs)
         self.down = _linear(F, D, config, rngs)
 
-    def __call__(self, x_BTD, rope, mask_BTS):
+    def __call__(self, x_BTD, rope, mask, attend=attention.causal_attention):
         q, k, v = self.project(x_BTD, rope)
-        attended = attention.causal_attention(q, k, v, mask_BTS)
-        return self.finish(x_BTD, attended), KVCache(k, v)
+        return self.finish(x_BTD, attend(q, k, v, mask)), KVCache(k, v)
 
     def project(self, x_BTD, rope):
         """Queries [B, T, H, C], keys and values [B, T, N, C]; queries and keys after RoPE."""
