@@ -156,7 +156,7 @@ class Learner:
     packing: str  # one of PACKINGS
     shared_prompts: bool  # a prompt stands once before its group's completions, not before each one
     attention_kernel: str  # "xla" | "cudnn" (NVIDIA GPUs, bfloat16) | "splash" (TPUs)
-    head_chunk_tokens: int  # columns per chunk of the vocabulary projection; 0 for all at once
+    head_chunk_tokens: int  # columns' worth of logits at a time; 0 for all at once
     data: int  # mesh axes: data · fsdp · tensor devices
     fsdp: int
     tensor: int

@@ -31,6 +31,7 @@ def load(name):
 
 digits = load("delight_digits")
 anchors = load("anchors")
+head = load("head")
 learner = load("learner")
 packings = load("packing")
 peers = load("peers")
@@ -391,3 +392,13 @@ def test_both_kinds_of_rows_train_the_same_tokens():
         for b in rows
     ]
     np.testing.assert_array_equal(*found)
+
+
+def test_the_heads_benchmark_compares_dense_with_chunks_of_both_heads(tmp_path):
+    head.main(["--smoke", "--rounds=1", f"--out={tmp_path}"])
+    heads = json.loads((tmp_path / "head.json").read_text())["heads"]
+    for rows in heads.values():
+        assert rows["dense"]["over_dense"] == 1
+        assert rows["4"]["temporary_bytes"] < rows["dense"]["temporary_bytes"] / 2
+        assert rows["4"]["over_dense"] > 0
+    assert list(heads) == ["tied", "untied"]

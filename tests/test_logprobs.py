@@ -3,18 +3,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.test_util import check_grads
 
-from jaxrl_async.models import logprobs, transformer
+from jaxrl_async.models import logprobs, sharding, transformer
 
 B, T, V, D = 2, 12, 23, 8
 
 
 @pytest.fixture(scope="module")
 def model():
+    return _model(tied=False)
+
+
+def _model(*, tied, dtype="float32", vocab_size=V, model_dim=D):
     config = transformer.ModelConfig(
-        vocab_size=V,
+        vocab_size=vocab_size,
         num_layers=1,
-        model_dim=D,
+        model_dim=model_dim,
         num_heads=2,
         num_kv_heads=1,
         head_dim=4,
@@ -24,27 +29,29 @@ def model():
         norm_eps=1e-6,
         qk_norm=False,
         attention_bias=False,
-        tied_embeddings=False,
-        dtype="float32",
+        tied_embeddings=tied,
+        dtype=dtype,
         remat=False,
     )
     params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), transformer.abstract_params(config))
-    head = np.random.default_rng(2).normal(0, D**-0.5, (D, V)).astype(np.float32)
-    params["head"]["kernel"] = params["head"]["kernel"].replace(head)
+    kernel_DV = np.random.default_rng(2).normal(0, model_dim**-0.5, (model_dim, vocab_size))
+    place, kernel = (params, kernel_DV.T) if tied else (params["head"], kernel_DV)
+    name = "embedding" if tied else "kernel"
+    place[name] = place[name].replace(kernel.astype(np.float32))
     return nnx.merge(transformer.graphdef(config), params)
 
 
 def _token_logprobs(model, *inputs, temperature, chunk_tokens):
     @jax.jit
-    def run(model, *inputs):
+    def run(model, temperature, *inputs):
         return logprobs.token_logprobs(
             model, *inputs, temperature=temperature, chunk_tokens=chunk_tokens
         )
 
-    return run(model, *inputs)
+    return run(model, temperature, *inputs)
 
 
-def _inputs():
+def _inputs(B=B):
     rng = np.random.default_rng(0)
     hidden = rng.normal(size=(B, T, D)).astype(np.float32)
     tokens, predictor_index = rng.integers(0, V, (B, T)), rng.integers(0, T, (B, T))
@@ -73,30 +80,108 @@ def test_each_token_is_judged_by_its_predictor_at_the_temperature(model, tempera
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("chunk_tokens", [1, 4, 5, 100])
-def test_chunks_equal_the_whole_in_values_and_gradients(model, chunk_tokens):
-    hidden, tokens, predictor_index = _inputs()
-    graphdef, params = nnx.split(model)
-    weights = np.random.default_rng(1).normal(size=(B, T)).astype(np.float32)
+def test_chunks_equal_the_whole_in_values_and_gradients(chunk_tokens, tied):
+    params = nnx.state(_model(tied=tied))
+    found, expected = (_values_and_grads(params, tied, chunk) for chunk in (chunk_tokens, None))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
 
-    def run(chunk_tokens):
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_chunks_of_a_divided_vocabulary_equal_the_whole(tied):
+    """On 2 × 2 × 2 devices: each of two shards of 12 entries is walked in tiles of 5."""
+    params = nnx.state(_model(tied=tied, vocab_size=24))
+    mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
+    divided = jax.device_put(params, sharding.param_shardings(mesh, params))
+    found = _values_and_grads(divided, tied, 5, sharding.batch_sharding(mesh))
+    expected = _values_and_grads(params, tied, None)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_in_bfloat16_the_kernels_gradient_is_summed_in_float32():
+    params = nnx.state(_model(tied=True))
+    in_bfloat16 = nnx.state(_model(tied=True, dtype="bfloat16"))
+    _, (found, _) = _values_and_grads(in_bfloat16, True, 5, dtype="bfloat16")
+    _, (expected, _) = _values_and_grads(params, True, 5)
+    found, expected = found["embedding"][...], expected["embedding"][...]
+    np.testing.assert_allclose(found, expected, atol=0.03)
+    assert np.any(np.asarray(found) != found.astype(jnp.bfloat16).astype(jnp.float32))
+
+
+def _values_and_grads(params, tied, chunk_tokens, rows=None, dtype="float32"):
+    """Log-probs and entropies, and the gradients of a weighted sum by parameters and hidden states."""
+    graphdef = nnx.split(_model(tied=tied, dtype=dtype, vocab_size=_vocab_size(params, tied)))[0]
+    weights = np.random.default_rng(1).normal(size=(4, T)).astype(np.float32)
+
+    def loss(params, hidden, tokens, predictor_index):
+        values = logprobs.token_logprobs(
+            nnx.merge(graphdef, params),
+            hidden.astype(dtype),
+            tokens,
+            predictor_index,
+            temperature=0.7,
+            chunk_tokens=chunk_tokens,
+        )
+        return jnp.sum(values[0] * weights), values
+
+    inputs = _inputs(4) if rows is None else jax.device_put(_inputs(4), rows)
+    gradient = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+    (_, values), grads = gradient(params, *inputs)
+    return values, grads
+
+
+def _vocab_size(params, tied):
+    return params["embedding"].shape[0] if tied else params["head"]["kernel"].shape[1]
+
+
+def test_chunks_carry_the_gradient_of_finite_differences(model):
+    hidden, tokens, predictor_index = _inputs()
+
+    def found(hidden, kernel):
+        return logprobs.token_logprobs(
+            _with_kernel(model, kernel),
+            hidden,
+            tokens,
+            predictor_index,
+            temperature=0.7,
+            chunk_tokens=5,
+        )[0]
+
+    check_grads(found, (hidden, model.head.kernel[...]), order=1, modes=["rev"], rtol=2e-2)
+
+
+def _with_kernel(model, kernel):
+    graphdef, params = nnx.split(model)
+    params["head"]["kernel"] = params["head"]["kernel"].replace(kernel)
+    return nnx.merge(graphdef, params)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_in_chunks_no_second_gradient_of_the_head_exists(tied):
+    model = _model(tied=tied, vocab_size=4096, model_dim=64)
+    hidden, tokens = jnp.zeros((1, 256, 64)), jnp.zeros((1, 256), jnp.int32)
+    graphdef, params = nnx.split(model)
+    kernel_bytes = 4096 * 64 * 4
+
+    def temporary_share(chunk_tokens):
         def loss(params, hidden):
-            found, entropy = logprobs.token_logprobs(
+            return logprobs.token_logprobs(
                 nnx.merge(graphdef, params),
                 hidden,
                 tokens,
-                predictor_index,
+                tokens,
                 temperature=0.7,
                 chunk_tokens=chunk_tokens,
-            )
-            return jnp.sum(found * weights), (found, entropy)
+            )[0].sum()
 
-        gradient = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
-        (_, values), grads = gradient(params, hidden)
-        return jax.tree.leaves((values, grads))
+        program = jax.jit(jax.grad(loss, (0, 1))).lower(params, hidden).compile()
+        return program.memory_analysis().temp_size_in_bytes / kernel_bytes
 
-    for found, expected in zip(run(chunk_tokens), run(None), strict=True):
-        np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert temporary_share(None) > 4
+    assert temporary_share(8) < 0.75
 
 
 def test_the_logits_of_a_whole_row_never_exist_in_chunks(model):
@@ -112,9 +197,9 @@ def test_the_logits_of_a_whole_row_never_exist_in_chunks(model):
 
     assert f"f32[{B},{T},{V}]" in program(None)
     chunked = program(4)
-    assert f"f32[{B},4,{V}]" in chunked
+    assert f"f32[{B * T},1,{-(-V * 4 // T)}]" in chunked
     assert f"f32[{B},{T},{V}]" not in chunked
-    assert f"f32[{T // 4},{B},4,{V}]" not in chunked  # nor stacked by the scan
+    assert f"f32[3,{B * T},1,{-(-V * 4 // T)}]" not in chunked  # nor stacked by the scan
 
 
 def test_entropy_of_equal_logits_is_log_v(model):

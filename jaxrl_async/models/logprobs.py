@@ -3,8 +3,15 @@
 It knows nothing of masks, segments or policies: padding gets a finite number like any token.
 """
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
+
+from jaxrl_async.models import transformer
+
+_NEVER = -1e30  # Finite: zero times it is zero, where zero times infinity is NaN.
 
 
 def token_logprobs(
@@ -25,9 +32,9 @@ def token_logprobs(
       hidden_BTD: [B, T, D], after the final norm.
       tokens_BT: int32 [B, T], in [0, V).
       predictor_index_BT: int32 [B, T], in [0, T): the column whose hidden state predicts the token.
-      temperature: the sampling temperature, > 0.
-      chunk_tokens: columns whose logits exist at a time; they are computed again in the backward
-        pass. None: all T at once, and kept.
+      temperature: the sampling temperature, > 0; it carries no gradient.
+      chunk_tokens: as many logits exist at a time as this many columns have; they are computed
+        again in the backward pass. None: all at once, and kept.
 
     Returns:
       logprobs float32 [B, T]; entropy float32 [B, T] in nats, which carries no gradient.
@@ -37,20 +44,20 @@ def token_logprobs(
     """
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be ≥ 1 or None, got {chunk_tokens}")
+    temperature = jax.lax.stop_gradient(temperature)
+    B, T = tokens_BT.shape
     hidden_BTD = jnp.take_along_axis(hidden_BTD, predictor_index_BT[:, :, None], axis=1)
-
-    def head(hidden_BTD, tokens_BT):
-        return _logprobs_and_entropy(model.logits(hidden_BTD) / temperature, tokens_BT)
-
-    T = tokens_BT.shape[1]
     if chunk_tokens is None or chunk_tokens >= T:
-        return head(hidden_BTD, tokens_BT)
-    chunks = _split(hidden_BTD, chunk_tokens), _split(tokens_BT, chunk_tokens)
-    recomputed_head = jax.checkpoint(head, prevent_cse=False)  # Not needed within a scan.
-    _, (logprobs, entropy) = jax.lax.scan(
-        lambda carry, chunk: (carry, recomputed_head(*chunk)), None, chunks
-    )
-    return _join(logprobs, T), _join(entropy, T)
+        return _logprobs_and_entropy(model.logits(hidden_BTD) / temperature, tokens_BT)
+    kernel, vocab_axis = model.head_kernel()
+    mesh = jax.typeof(kernel).sharding.mesh
+    shards = 1 if mesh.empty else mesh.shape["tensor"]
+    shard_size = kernel.shape[vocab_axis] // shards
+    tile = -(-shard_size * chunk_tokens // T)
+    head = _TiledHead(vocab_axis, model.config.dtype, shards, shard_size, tile)
+    hidden_ND, tokens_N = hidden_BTD.reshape(B * T, -1), tokens_BT.reshape(B * T)
+    logprobs_N, entropy_N = _tiled(head, hidden_ND, kernel, tokens_N, temperature)
+    return logprobs_N.reshape(B, T), entropy_N.reshape(B, T)
 
 
 def _logprobs_and_entropy(logits_BTV, tokens_BT):
@@ -64,14 +71,119 @@ def _logprobs_and_entropy(logits_BTV, tokens_BT):
     return logprobs_BT, log_z_BT - jnp.sum(probs_BTV * logits_BTV, axis=-1)
 
 
-def _split(array, chunk_tokens):
-    """[B, T, ...] → [chunks, B, chunk_tokens, ...]; the last chunk is padded with zeros."""
-    B, T = array.shape[:2]
-    padding = [(0, 0), (0, -T % chunk_tokens)] + [(0, 0)] * (array.ndim - 2)
-    array = jnp.pad(array, padding).reshape(B, -1, chunk_tokens, *array.shape[2:])
-    return jnp.moveaxis(array, 1, 0)
+@dataclasses.dataclass(frozen=True)
+class _TiledHead:
+    """How the kernel is cut: S shards of the vocabulary side by side, each walked in tiles of W.
+
+    Tiles are of the vocabulary and not of the tokens, so that each slice of the kernel's gradient is
+    one matmul over all N tokens and is written once: a sum over chunks of tokens holds the gradient
+    twice and passes over all of it for each chunk.
+    """
+
+    vocab_axis: int  # of the kernel: 0 of [V, D], 1 of [D, V]
+    dtype: str  # compute dtype
+    shards: int  # S
+    shard_size: int  # V / S
+    tile: int  # W, ≤ V / S
+
+    @property
+    def num_tiles(self):
+        return -(-self.shard_size // self.tile)
+
+    @property
+    def axes(self):
+        """The dimensions of the kernel in shards: v is walked in tiles, d is whole."""
+        return ("svd", "sdv")[self.vocab_axis]
+
+    def split(self, kernel):
+        """[V, D] → [S, V / S, D], and [D, V] → [S, D, V / S]."""
+        if self.vocab_axis == 0:
+            return kernel.reshape(self.shards, self.shard_size, -1)
+        return kernel.reshape(-1, self.shards, self.shard_size).swapaxes(0, 1)
+
+    def join(self, kernel):
+        """The inverse of `split`."""
+        if self.vocab_axis == 0:
+            return kernel.reshape(self.shards * self.shard_size, -1)
+        return kernel.swapaxes(0, 1).reshape(-1, self.shards * self.shard_size)
+
+    def start(self, index):
+        """Where a tile begins in its shard. The last reaches back where W does not divide V / S."""
+        return jnp.minimum(index * self.tile, self.shard_size - self.tile)
+
+    def slice(self, kernel, index):
+        """A tile of a kernel in shards."""
+        return jax.lax.dynamic_slice_in_dim(
+            kernel, self.start(index), self.tile, self.axes.index("v")
+        )
+
+    def add(self, kernel, tile, index):
+        """A kernel in shards with something added to one of its tiles."""
+        return jax.lax.dynamic_update_slice_in_dim(
+            kernel, self.slice(kernel, index) + tile, self.start(index), self.axes.index("v")
+        )
+
+    def logits(self, hidden_ND, kernel_tile, tokens_N, temperature, index):
+        """Logits / temperature [N, S, W] of a tile, and where they are the tokens' own.
+
+        Entries that an earlier tile has seen are −1e30 here, and nobody's own.
+        """
+        logits_NSW = jnp.einsum(
+            f"nd,{self.axes}->nsv", hidden_ND, kernel_tile, preferred_element_type=jnp.float32
+        )
+        place_W = self.start(index) + jnp.arange(self.tile)
+        fresh_NSW = (place_W >= index * self.tile)[None, None]
+        entry_SW = self.shard_size * jnp.arange(self.shards)[:, None] + place_W[None]
+        chosen_NSW = fresh_NSW & (entry_SW[None] == tokens_N[:, None, None])
+        return jnp.where(fresh_NSW, logits_NSW / temperature, _NEVER), chosen_NSW
 
 
-def _join(chunks, T):
-    """[chunks, B, chunk_tokens] → [B, T]"""
-    return jnp.moveaxis(chunks, 0, 1).reshape(chunks.shape[1], -1)[:, :T]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _tiled(head: _TiledHead, hidden_ND, kernel, tokens_N, temperature):
+    """Log-probs and entropies, float32 [N] each."""
+    return _tiled_forward(head, hidden_ND, kernel, tokens_N, temperature)[0]
+
+
+def _tiled_forward(head, hidden_ND, kernel, tokens_N, temperature):
+    shards = transformer.constrain(head.split(kernel.astype(head.dtype)), "tensor")
+
+    def tile(_, index):
+        kernel_tile = head.slice(shards, index)
+        logits_NSW, chosen_NSW = head.logits(hidden_ND, kernel_tile, tokens_N, temperature, index)
+        log_z_NS = jax.nn.logsumexp(logits_NSW, axis=-1)
+        mean_NS = jnp.sum(jnp.exp(logits_NSW - log_z_NS[:, :, None]) * logits_NSW, axis=-1)
+        return None, (log_z_NS, mean_NS, jnp.sum(jnp.where(chosen_NSW, logits_NSW, 0), axis=-1))
+
+    # Shards are summed at the end, so that nothing is communicated within the loop.
+    _, (log_z_INS, mean_INS, own_INS) = jax.lax.scan(tile, None, jnp.arange(head.num_tiles))
+    log_z_N = jax.nn.logsumexp(log_z_INS, axis=(0, 2))
+    share_INS = jnp.exp(log_z_INS - log_z_N[None, :, None])
+    entropy_N = log_z_N - jnp.sum(share_INS * mean_INS, axis=(0, 2))
+    saved = hidden_ND, kernel, tokens_N, temperature, log_z_N
+    return (jnp.sum(own_INS, axis=(0, 2)) - log_z_N, entropy_N), saved
+
+
+def _tiled_backward(head, saved, cotangents):
+    """∂ logprob / ∂ logits = (one-hot of the token − softmax) / temperature, a tile at a time."""
+    hidden_ND, kernel, tokens_N, temperature, log_z_N = saved
+    scale_N = cotangents[0] / temperature  # The entropy's cotangent is dropped.
+    shards = transformer.constrain(head.split(kernel.astype(head.dtype)), "tensor")
+    dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+    def tile(grads, index):
+        d_hidden_SND, d_kernel = grads
+        kernel_tile = head.slice(shards, index)
+        logits_NSW, chosen_NSW = head.logits(hidden_ND, kernel_tile, tokens_N, temperature, index)
+        probs_NSW = jnp.exp(logits_NSW - log_z_N[:, None, None])
+        d_logits_NSW = ((chosen_NSW - probs_NSW) * scale_N[:, None, None]).astype(head.dtype)
+        d_hidden_SND += dot(f"nsv,{head.axes}->snd", d_logits_NSW, kernel_tile)
+        d_tile = dot(f"nsv,nd->{head.axes}", d_logits_NSW, hidden_ND)
+        return (d_hidden_SND, head.add(d_kernel, d_tile, index)), None
+
+    zeros = jnp.zeros((head.shards, *hidden_ND.shape)), jnp.zeros(shards.shape)
+    (d_hidden_SND, d_kernel), _ = jax.lax.scan(tile, zeros, jnp.arange(head.num_tiles))
+    d_hidden_ND = d_hidden_SND.sum(axis=0).astype(hidden_ND.dtype)
+    return d_hidden_ND, head.join(d_kernel), None, None
+
+
+_tiled.defvjp(_tiled_forward, _tiled_backward)

@@ -156,16 +156,24 @@ class Transformer(nnx.Module):
 
     def logits(self, hidden):
         """Unnormalised log-probs of the next token: float32 [..., V] from hidden [..., D]."""
-        if self.config.tied_embeddings:
-            kernel_DV = self.embedding[...].T
-        else:
-            kernel_DV = self.head.kernel[...]
-        kernel_DV = _constrain(kernel_DV.astype(self.config.dtype), None, "tensor")
+        kernel, vocab_axis = self.head_kernel()
+        kernel_DV = kernel.T if vocab_axis == 0 else kernel
+        kernel_DV = constrain(kernel_DV.astype(self.config.dtype), None, "tensor")
         return jnp.dot(hidden, kernel_DV, preferred_element_type=jnp.float32)
 
+    def head_kernel(self):
+        """The projection onto the vocabulary, float32 as it lies, and which of its axes is V.
+
+        Returns:
+          [V, D] and 0 where it is the embedding table, else [D, V] and 1.
+        """
+        if self.config.tied_embeddings:
+            return self.embedding[...], 0
+        return self.head.kernel[...], 1
+
     def _embed(self, tokens):
-        table_VD = _constrain(self.embedding[...], "tensor", None)
-        return _constrain(table_VD[tokens].astype(self.config.dtype), ("data", "fsdp"))
+        table_VD = constrain(self.embedding[...], "tensor", None)
+        return constrain(table_VD[tokens].astype(self.config.dtype), ("data", "fsdp"))
 
 
 @functools.lru_cache
@@ -192,6 +200,15 @@ def rope_cos_sin(config: ModelConfig, positions_BT):
         frequency = _stretch(frequency, scaling)
     angle = positions_BT[:, :, None, None].astype(jnp.float32) * frequency[None, None, None]
     return jnp.cos(angle), jnp.sin(angle)
+
+
+def constrain(x, *axes):
+    """On a mesh: says how x is divided, where the compiler would choose something dearer."""
+    mesh = jax.typeof(x).sharding.mesh
+    if mesh.empty:
+        return x
+    spec = jax.sharding.PartitionSpec(*axes)
+    return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, spec))
 
 
 class RMSNorm(nnx.Module):
@@ -259,15 +276,6 @@ def _stacked_blocks(config, rngs):
         return Block(config, rngs=rngs)
 
     return make(rngs)
-
-
-def _constrain(x, *axes):
-    """On a mesh: says how x is divided, where the compiler would choose something dearer."""
-    mesh = jax.typeof(x).sharding.mesh
-    if mesh.empty:
-        return x
-    spec = jax.sharding.PartitionSpec(*axes)
-    return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, spec))
 
 
 def _linear(num_in, num_out, config, rngs, *, use_bias=False):
