@@ -162,25 +162,36 @@ def tabulate(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """{task: {method: {staleness: means over seeds with their intervals}}}.
 
     change: of the accuracy, from the same method and seed at η = 0; seeds start from different versions 0.
+    over: of the accuracy, the difference to each other method's of the same seed and η.
     """
     cells = collections.defaultdict(list)
     for row in rows:
         cells[row["task"], row["method"], str(row["staleness"])].append(row)
-    fresh = {(r["task"], r["method"], r["seed"]): accuracy(r) for r in rows if not r["staleness"]}
     table: dict[str, Any] = {}
     for (task, method, staleness), seeds in cells.items():
         ended = [row for row in seeds if "stopped" not in row]
         cell = {"accuracy": grid.mean_and_interval(map(accuracy, seeds))}
-        paired = [(r, (task, method, r["seed"])) for r in seeds]
-        change = [accuracy(row) - fresh[key] for row, key in paired if key in fresh]
-        if change:
-            cell["change"] = grid.mean_and_interval(change)
+        cell["change"] = difference(seeds, cells.get((task, method, "0"), []))
+        cell["over"] = {
+            name: difference(seeds, cells.get((task, name, staleness), []))
+            for name in METHODS
+            if name != method
+        }
         cell["stopped"] = len(seeds) - len(ended)
         for name in ("max_ratio", "median_max_ratio", "clip_fraction", "effective_sample_share"):
             if ended:
                 cell[name] = grid.mean_and_interval(row[name] for row in ended)
         table.setdefault(task, {}).setdefault(method, {})[staleness] = cell
     return table
+
+
+def difference(
+    rows: list[dict[str, Any]], others: list[dict[str, Any]]
+) -> dict[str, float | int] | None:
+    """Of the accuracies of one and another setting with the same seeds; None where no seed has both."""
+    theirs = {row["seed"]: accuracy(row) for row in others}
+    found = [accuracy(row) - theirs[row["seed"]] for row in rows if row["seed"] in theirs]
+    return grid.mean_and_interval(found) if found else None
 
 
 def accuracy(row: dict[str, Any]) -> float:
