@@ -23,7 +23,7 @@ from in_process import Outcome
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-SEEDS = tuple(range(5))
+SEEDS = tuple(range(3))
 NUM_TOKENS = 4  # H
 
 BASE = {
