@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl_async.learner import packing
@@ -304,6 +304,7 @@ shared_shapes = st.lists(
 
 
 @each_policy
+@settings(deadline=None)
 @given(shapes=shared_shapes)
 def test_every_completion_token_sees_its_trajectory_so_far_and_nothing_else(policy, shapes):
     groups = shared_groups_of(*shapes)
@@ -352,6 +353,7 @@ def test_every_completion_token_sees_its_trajectory_so_far_and_nothing_else(poli
 
 
 @each_policy
+@settings(deadline=None)
 @given(shapes=shared_shapes)
 def test_shared_rows_repeat_a_prompt_only_where_a_group_is_divided(policy, shapes):
     segments = packing.lay_out(

@@ -17,7 +17,7 @@ KERNELS = ("xla", "cudnn", "splash")
 _SPLASH_BLOCKS = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
 _NEVER = -1e30  # Finite, so that a masked score has a zero and not a NaN gradient.
 _MIN_BLOCK_TOKENS = 128  # Queries whose scores stay near the cache of a CPU core.
-_MAX_BLOCKS = 8  # Blocks are unrolled, so their number bounds the time to compile.
+_MAX_BLOCKS = 16  # More of them skip more, and take longer to visit.
 
 
 def of_rows(kernel: str, segment_ids, prefix_ids=None) -> tuple[jax.Array, Callable]:
@@ -63,36 +63,33 @@ def causal_mask(segment_ids, prefix_ids=None):
 
 
 def causal_attention(q_BTHC, k_BTNC, v_BTNC, mask_BTT):
-    """Attention of whole rows, in blocks of queries, each against the keys up to its end.
+    """Attention of whole rows, in blocks of queries and of keys.
 
-    Equal to `attention` under a causal mask. The scores of a block are computed again in the
-    backward pass, so [B, H, T, T] never exists, and nearly half of it is never computed.
+    Equal to `attention`. A pair of blocks in which no row of the batch allows anything is not visited:
+    keys behind their queries, other segments of packed rows. [B, H, T, T] never exists, and what is
+    computed of it is computed again in the backward pass.
+
+    Source: FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning (Dao,
+    arXiv 2307.08691), in plain XLA.
 
     Args:
       q_BTHC: [B, T, H, C].
       k_BTNC: [B, T, N, C]; N divides H.
       v_BTNC: [B, T, N, C].
-      mask_BTT: bool [B, T, T], True = may attend, False where k > q; at least one True for each
-        query.
+      mask_BTT: bool [B, T, T], True = may attend; at least one True for each query.
 
     Returns:
-      [B, T, H, C] in the dtype of v.
+      [B, T, H, C] in the dtype of v. Scores and softmax are float32.
     """
     T = q_BTHC.shape[1]
     block = max(_MIN_BLOCK_TOKENS, -(-T // _MAX_BLOCKS))
     if T <= block:
         return attention(q_BTHC, k_BTNC, v_BTNC, mask_BTT)
-    # Forward and backward of a scanned layer are two loops, so nothing could be merged across them.
-    recomputed_attention = jax.checkpoint(attention, prevent_cse=False)
-    attended = []
-    for start in range(0, T, block):
-        queries, keys = slice(start, start + block), slice(0, start + block)
-        attended.append(
-            recomputed_attention(
-                q_BTHC[:, queries], k_BTNC[:, keys], v_BTNC[:, keys], mask_BTT[:, queries, keys]
-            )
-        )
-    return jnp.concatenate(attended, axis=1)
+    q_BTHC = q_BTHC * q_BTHC.shape[-1] ** -0.5
+    q, k, v = (_split(x, block, k_BTNC.shape[2]) for x in (q_BTHC, k_BTNC, v_BTNC))
+    ragged = (0, -T % block)
+    attended = _attend_blocks(q, k, v, jnp.pad(mask_BTT, ((0, 0), ragged, ragged)))
+    return _join(attended, block)[:, :T]
 
 
 def attention(q_BTHC, k_BSNC, v_BSNC, mask_BTS):
@@ -175,3 +172,102 @@ def _splash(q_BTHC, k_BTNC, v_BTNC, segment_ids):
         return kernel(q_HTC, k_HTC, v_HTC, segment_ids=ids)
 
     return jax.vmap(of_row)(q_BHTC, k_BHTC, v_BHTC, segment_ids).swapaxes(1, 2)
+
+
+@jax.custom_vjp
+def _attend_blocks(q_IBNQC, k_JBNSC, v_JBNSC, mask_BTT):
+    """[I, B, N, Q, C]: I blocks of queries, a group's heads beside one another, against J = I of S keys; Q = G·S."""
+    return _forward(q_IBNQC, k_JBNSC, v_JBNSC, mask_BTT)[0]
+
+
+def _forward(q, k, v, mask):
+    order, count = _visible_blocks(mask, len(q))
+
+    def attend(i):
+        def visit(n, carry):
+            top, total, sums = carry
+            j = order[i, n]
+            scores = _block_scores(q, k, mask, i, j)
+            new_top = jnp.maximum(top, scores.max(axis=-1))
+            # Where nothing was allowed yet these are exp(0), which the first allowed key scales to 0.
+            weights, kept = jnp.exp(scores - new_top[..., None]), jnp.exp(top - new_top)
+            values = _product("bnqs,bnsc->bnqc", weights.astype(v.dtype), v[j])
+            return new_top, total * kept + weights.sum(axis=-1), sums * kept[..., None] + values
+
+        zeros = jnp.zeros(q.shape[1:], jnp.float32)
+        start = (jnp.full(q.shape[1:-1], _NEVER), zeros[..., 0], zeros)
+        top, total, sums = jax.lax.fori_loop(0, count[i], visit, start)
+        return (sums / total[..., None]).astype(v.dtype), top + jnp.log(total)
+
+    attended, log_total = jax.lax.map(attend, jnp.arange(len(q)))
+    return attended, (q, k, v, mask, attended, log_total)
+
+
+def _backward(residuals, d_attended):
+    q, k, v, mask, attended, log_total = residuals
+    order, count = _visible_blocks(mask, len(q))
+    inner = jnp.sum(d_attended.astype(jnp.float32) * attended.astype(jnp.float32), axis=-1)
+
+    def attend(carry, i):
+        def visit(n, carry):
+            d_q, d_k, d_v = carry
+            j, d = order[i, n], d_attended[i]
+            weights = jnp.exp(_block_scores(q, k, mask, i, j) - log_total[i][..., None])
+            d_weights = _product("bnqc,bnsc->bnqs", d, v[j])
+            d_scores = (weights * (d_weights - inner[i][..., None])).astype(q.dtype)
+            return (
+                d_q + _product("bnqs,bnsc->bnqc", d_scores, k[j]),
+                _add_at(d_k, j, _product("bnqs,bnqc->bnsc", d_scores, q[i])),
+                _add_at(d_v, j, _product("bnqs,bnqc->bnsc", weights.astype(d.dtype), d)),
+            )
+
+        start = (jnp.zeros(q.shape[1:], jnp.float32), *carry)
+        d_q, *carry = jax.lax.fori_loop(0, count[i], visit, start)
+        return tuple(carry), d_q.astype(q.dtype)
+
+    zeros = jnp.zeros(k.shape, jnp.float32)
+    (d_k, d_v), d_q = jax.lax.scan(attend, (zeros, zeros), jnp.arange(len(q)))
+    return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), None
+
+
+_attend_blocks.defvjp(_forward, _backward)
+
+
+def _visible_blocks(mask_BTT, num_blocks):
+    """Of each block of queries: blocks of keys, those first of which it may see any, and how many these are."""
+    B, T, _ = mask_BTT.shape
+    pairs = mask_BTT.reshape(B, num_blocks, T // num_blocks, num_blocks, T // num_blocks)
+    visible_IJ = pairs.any(axis=(0, 2, 4))
+    return jnp.argsort(~visible_IJ, axis=1), visible_IJ.sum(axis=1)
+
+
+def _block_scores(q, k, mask_BTT, i, j):
+    """float32 [B, N, Q, S]"""
+    B, N, Q, _ = q.shape[1:]
+    S = k.shape[3]
+    mask = jax.lax.dynamic_slice(mask_BTT, (0, i * S, j * S), (B, S, S))
+    scores = _product("bnqc,bnsc->bnqs", q[i], k[j]).reshape(B, N, Q // S, S, S)
+    return jnp.where(mask[:, None, None], scores, _NEVER).reshape(B, N, Q, S)
+
+
+def _product(equation, a, b):
+    return jnp.einsum(equation, a, b, preferred_element_type=jnp.float32)
+
+
+def _add_at(x, index, addend):
+    return jax.lax.dynamic_update_index_in_dim(x, x[index] + addend, index, axis=0)
+
+
+def _split(x_BTHC, block, num_kv_heads):
+    """[B, T, H, C] → [I, B, N, G·S, C], the last block padded with zeros."""
+    B, T, H, C = x_BTHC.shape
+    x = jnp.pad(x_BTHC, ((0, 0), (0, -T % block), (0, 0), (0, 0)))
+    x = x.reshape(B, -1, block, num_kv_heads, H // num_kv_heads, C).transpose(1, 0, 3, 4, 2, 5)
+    return x.reshape(*x.shape[:3], -1, C)
+
+
+def _join(x_IBNQC, block):
+    """The inverse of `_split`, but for the padding."""
+    num_blocks, B, N, Q, C = x_IBNQC.shape
+    x = x_IBNQC.reshape(num_blocks, B, N, Q // block, block, C).transpose(1, 0, 4, 2, 3, 5)
+    return x.reshape(B, num_blocks * block, -1, C)
