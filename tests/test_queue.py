@@ -12,6 +12,7 @@ import pytest
 from jaxrl_async.channels import queue_client, queue_service, wire
 from jaxrl_async.channels import trajectory_queue_pb2 as pb
 from jaxrl_async.channels.admission import Admission, Permit, Position
+from jaxrl_async.channels.lease import Share
 from jaxrl_async.channels.queue_client import LearnerQueue, QueueClient, QueueError
 from jaxrl_async.channels.trajectory_queue_pb2_grpc import TrajectoryQueueStub
 from jaxrl_async.channels.wire import ServerRecord
@@ -133,6 +134,46 @@ async def test_a_step_goes_round():
         status = await queue.client.status()
         assert (status.depth_groups, status.leased_groups, status.depth_bytes) == (0, 0, 0)
         assert status.completion_tokens == 4 * GROUP_SIZE * 3
+
+
+async def test_each_process_of_a_learner_gets_the_tokens_of_its_share_alone():
+    async with opened() as queue:
+        await queue.publish(0)
+        permits = await queue.fill(4)
+        for process, own in enumerate(([0, 2], [1, 3])):
+            learner = LearnerQueue(queue.address, **TIMEOUTS, share=Share(process, 2, 2))
+            with await asyncio.to_thread(learner.__enter__):
+                (chunk,) = await asyncio.to_thread(
+                    lambda learner=learner: list(learner.lease(1, 30.0, lambda: None))
+                )
+            assert [Permit(g.prompt_index, g.attempt) for g in chunk.groups] == permits
+            for i, (permit, got) in enumerate(zip(permits, chunk.groups, strict=True)):
+                for sent, found in zip(group(permit).trajectories, got.trajectories, strict=True):
+                    outline = ("prompt_length", "reward", "finish_reason")
+                    assert [getattr(found, n) for n in outline] == [
+                        getattr(sent, n) for n in outline
+                    ]
+                    assert (len(found), len(found.completion)) == (len(sent), len(sent.completion))
+                    assert found.mask.any() == (i in own)
+                    if i in own:
+                        np.testing.assert_array_equal(found.tokens, sent.tokens)
+
+
+async def test_a_share_that_does_not_divide_the_chunk_is_refused():
+    async with opened() as queue:
+        await queue.publish(0)
+        await queue.fill(4)
+        for values, message in (
+            ((0, 1, 3), "num_minibatches 3 does not divide 4 groups"),
+            ((2, 2, 1), r"process must be in \[0, num_processes = 2\), got 2"),
+        ):
+            names = ("process", "num_processes", "num_minibatches")
+            request = pb.LeaseRequest(step=1, **dict(zip(names, values, strict=True)))
+            async with grpc.aio.insecure_channel(queue.address) as channel:
+                with pytest.raises(grpc.aio.AioRpcError, match=message) as refused:
+                    async for _ in TrajectoryQueueStub(channel).Lease(request):
+                        pass
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_a_second_push_of_a_group_is_ignored():

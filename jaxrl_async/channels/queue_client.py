@@ -6,6 +6,7 @@ what is in a group.
 """
 
 import asyncio
+import dataclasses
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ import grpc
 from jaxrl_async.channels import trajectory_queue_pb2 as pb
 from jaxrl_async.channels import wire
 from jaxrl_async.channels.admission import Permit, Position
+from jaxrl_async.channels.lease import WHOLE, Share
 from jaxrl_async.channels.trajectory_queue_pb2_grpc import TrajectoryQueueStub
 from jaxrl_async.channels.wire import QueueStatus, ServerRecord
 from jaxrl_async.types import Chunk, Group, InvalidTrajectoryError
@@ -157,9 +159,21 @@ class QueueClient:
 class LearnerQueue:
     """The learner's side. A context manager."""
 
-    def __init__(self, address: str, *, connect_timeout_secs: float, call_timeout_secs: float):
-        """Connects nowhere yet; arguments as of `QueueClient`."""
+    def __init__(
+        self,
+        address: str,
+        *,
+        connect_timeout_secs: float,
+        call_timeout_secs: float,
+        share: Share = WHOLE,
+    ):
+        """Connects nowhere yet; arguments as of `QueueClient`.
+
+        Args:
+          share: the groups that this learner process packs.
+        """
         self._address = address
+        self._share = share
         self._connect_timeout_secs = connect_timeout_secs
         self._call_timeout_secs = call_timeout_secs
 
@@ -185,6 +199,9 @@ class LearnerQueue:
         self, step: int, timeout_secs: float, before_waiting: Callable[[], None]
     ) -> Iterator[Chunk]:
         """The chunks of a step, each asked for when the one before was taken.
+
+        Every chunk has all its groups; those that are not in the share have their true lengths, rewards and
+        finish reasons, and no tokens (`wire.decode_outline`).
 
         Args:
           step: ≥ 1; asked again, the same chunks come again.
@@ -229,8 +246,9 @@ class LearnerQueue:
         return wire.decode_status(self._call("Status", pb.StatusRequest()))
 
     def _chunk(self, step: int, index: int, wait_secs: float) -> Chunk:
-        request = pb.LeaseRequest(step=step, chunk=index, wait_secs=wait_secs)
-        return self._call("Lease", request, wait_secs, take=_read_chunk)
+        share = dataclasses.asdict(self._share)
+        request = pb.LeaseRequest(step=step, chunk=index, wait_secs=wait_secs, **share)
+        return self._call("Lease", request, wait_secs, take=self._read_chunk)
 
     def _call(
         self,
@@ -250,6 +268,21 @@ class LearnerQueue:
                     raise _explained(error, name, self._address, limit) from error
             time.sleep(RETRY_SECS)
 
+    def _read_chunk(self, replies: Iterator[pb.LeaseReply]) -> Chunk:
+        header = next(replies).header
+        own = set(self._share.of_chunk(len(header.groups)))
+        groups = tuple(
+            wire.decode_group(reply.group) if i in own else wire.decode_outline(reply.group)
+            for i, reply in enumerate(replies)
+        )
+        expected = [wire.decode_permit(group.permit) for group in header.groups]
+        found = [Permit(group.prompt_index, group.attempt) for group in groups]
+        if found != expected:
+            raise QueueError(
+                f"chunk {header.index} of step {header.step} is {found}, not {expected}"
+            )
+        return Chunk(header.step, header.index, groups, header.last)
+
 
 def who_waits(channel: grpc.Channel) -> str:
     """In words: who waits for what at the queue; "" when it does not answer within a second."""
@@ -258,16 +291,6 @@ def who_waits(channel: grpc.Channel) -> str:
     except grpc.RpcError:
         return ""
     return "; ".join(reply.waits)
-
-
-def _read_chunk(replies: Iterator[pb.LeaseReply]) -> Chunk:
-    header = next(replies).header
-    groups = tuple(wire.decode_group(reply.group) for reply in replies)
-    expected = [wire.decode_permit(group.permit) for group in header.groups]
-    found = [Permit(group.prompt_index, group.attempt) for group in groups]
-    if found != expected:
-        raise QueueError(f"chunk {header.index} of step {header.step} is {found}, not {expected}")
-    return Chunk(header.step, header.index, groups, header.last)
 
 
 def _again(error: grpc.RpcError, deadline: float) -> bool:

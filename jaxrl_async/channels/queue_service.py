@@ -20,7 +20,7 @@ from google.protobuf import message_factory
 from jaxrl_async.channels import trajectory_queue_pb2 as pb
 from jaxrl_async.channels import wire
 from jaxrl_async.channels.admission import Admission
-from jaxrl_async.channels.lease import FixedChunk, OrderError
+from jaxrl_async.channels.lease import FixedChunk, OrderError, Share
 
 log = logging.getLogger(__name__)
 
@@ -139,8 +139,9 @@ class QueueService:
         return pb.ReturnReply(outcome=outcome)
 
     async def Lease(self, request: pb.LeaseRequest) -> AsyncIterator[pb.LeaseReply]:
-        """Sends one chunk: its header, then its groups."""
+        """Sends one chunk: its header, then its groups, with tokens those of the process that asks."""
         step, index = request.step, request.chunk
+        share = Share(request.process, request.num_processes or 1, request.num_minibatches or 1)
         await self._until(
             lambda: self._admission.chunk_is_ready(step, index),
             request.wait_secs,
@@ -148,9 +149,10 @@ class QueueService:
         )
         chunk = self._apply(self._admission.lease, step, index)
         groups = [self._groups[i] for i in chunk.indexes]
+        own = set(share.of_chunk(len(groups)))
         yield pb.LeaseReply(header=_chunk_header(step, index, chunk, groups))
-        for group in groups:
-            yield pb.LeaseReply(group=group)
+        for position, group in enumerate(groups):
+            yield pb.LeaseReply(group=group if position in own else wire.encode_outline(group))
 
     async def Commit(self, request: pb.CommitRequest) -> pb.Position:
         """Forgets the groups of a trained step."""

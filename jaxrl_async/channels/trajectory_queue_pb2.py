@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+jaxrl_async/channels/trajectory_queue.proto\x12\x0bjaxrl_async\"/\n\x06Permit\x12\x14\n\x0cprompt_index\x18\x01 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\xc0\x01\n\x05Group\x12#\n\x06permit\x18\x01 \x01(\x0b\x32\x13.jaxrl_async.Permit\x12\x0f\n\x07lengths\x18\x02 \x03(\r\x12\x16\n\x0eprompt_lengths\x18\x03 \x03(\r\x12\x0f\n\x07rewards\x18\x04 \x03(\x01\x12\x16\n\x0e\x66inish_reasons\x18\x05 \x03(\t\x12\x0e\n\x06tokens\x18\x06 \x01(\x0c\x12\x10\n\x08logprobs\x18\x07 \x01(\x0c\x12\x10\n\x08versions\x18\x08 \x01(\x0c\x12\x0c\n\x04mask\x18\t \x01(\x0c\"6\n\x0c\x41\x64mitRequest\x12\x13\n\x0bmax_permits\x18\x01 \x01(\r\x12\x11\n\twait_secs\x18\x02 \x01(\x01\"2\n\nAdmitReply\x12$\n\x07permits\x18\x01 \x03(\x0b\x32\x13.jaxrl_async.Permit\"\x1c\n\tPushReply\x12\x0f\n\x07outcome\x18\x01 \x01(\t\"T\n\rReturnRequest\x12#\n\x06permit\x18\x01 \x01(\x0b\x32\x13.jaxrl_async.Permit\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\"\x1e\n\x0bReturnReply\x12\x0f\n\x07outcome\x18\x01 \x01(\t\"\x0e\n\x0cWatchRequest\"0\n\x0cVersionReply\x12\x14\n\x07version\x18\x01 \x01(\x03H\x00\x88\x01\x01\x42\n\n\x08_version\"P\n\x0cServerRecord\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x14\n\x07version\x18\x03 \x01(\x03H\x00\x88\x01\x01\x42\n\n\x08_version\"8\n\nFleetReply\x12*\n\x07servers\x18\x01 \x03(\x0b\x32\x19.jaxrl_async.ServerRecord\">\n\x0cLeaseRequest\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\r\n\x05\x63hunk\x18\x02 \x01(\r\x12\x11\n\twait_secs\x18\x03 \x01(\x01\"e\n\nLeaseReply\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x18.jaxrl_async.ChunkHeaderH\x00\x12#\n\x05group\x18\x02 \x01(\x0b\x32\x12.jaxrl_async.GroupH\x00\x42\x06\n\x04part\"b\n\x0b\x43hunkHeader\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04last\x18\x03 \x01(\x08\x12(\n\x06groups\x18\x04 \x03(\x0b\x32\x18.jaxrl_async.GroupHeader\"C\n\x0bGroupHeader\x12#\n\x06permit\x18\x01 \x01(\x0b\x32\x13.jaxrl_async.Permit\x12\x0f\n\x07lengths\x18\x02 \x03(\r\"\x1d\n\rCommitRequest\x12\x0c\n\x04step\x18\x01 \x01(\x03\"\xa1\x02\n\x08Position\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x10\n\x08\x66rontier\x18\x02 \x01(\x03\x12(\n\x0boutstanding\x18\x03 \x03(\x0b\x32\x13.jaxrl_async.Permit\x12\x33\n\x07retired\x18\x04 \x03(\x0b\x32\".jaxrl_async.Position.RetiredEntry\x12\x35\n\x08returned\x18\x05 \x03(\x0b\x32#.jaxrl_async.Position.ReturnedEntry\x1a.\n\x0cRetiredEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x1a/\n\rReturnedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"v\n\x0ePublishRequest\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12*\n\x07servers\x18\x02 \x03(\x0b\x32\x19.jaxrl_async.ServerRecord\x12\'\n\x08position\x18\x03 \x01(\x0b\x32\x15.jaxrl_async.Position\"\x0e\n\x0cPublishReply\"\x0f\n\rStatusRequest\"\xb9\x04\n\x0bStatusReply\x12\x14\n\x0c\x64\x65pth_groups\x18\x01 \x01(\x03\x12\x13\n\x0b\x64\x65pth_bytes\x18\x02 \x01(\x03\x12\x15\n\rleased_groups\x18\x03 \x01(\x03\x12\x16\n\x0erunning_groups\x18\x04 \x01(\x03\x12\x16\n\x0ereissue_groups\x18\x05 \x01(\x03\x12\x10\n\x08\x63\x61pacity\x18\x06 \x01(\x03\x12\x12\n\x05v_pub\x18\x07 \x01(\x03H\x00\x88\x01\x01\x12\x16\n\x0e\x63ommitted_step\x18\x08 \x01(\x03\x12\x13\n\x0bleased_step\x18\t \x01(\x03\x12\x10\n\x08\x66rontier\x18\n \x01(\x03\x12\x38\n\x08returned\x18\x0b \x03(\x0b\x32&.jaxrl_async.StatusReply.ReturnedEntry\x12\x36\n\x07retired\x18\x0c \x03(\x0b\x32%.jaxrl_async.StatusReply.RetiredEntry\x12\x14\n\x0cstale_events\x18\r \x01(\x03\x12\x19\n\x11\x63ompletion_tokens\x18\x0e \x01(\x03\x12\x1f\n\x12last_push_age_secs\x18\x0f \x01(\x01H\x01\x88\x01\x01\x12\r\n\x05waits\x18\x10 \x03(\t\x1a/\n\rReturnedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x1a.\n\x0cRetiredEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x42\x08\n\x06_v_pubB\x15\n\x13_last_push_age_secs2\xd4\x04\n\x0fTrajectoryQueue\x12;\n\x05\x41\x64mit\x12\x19.jaxrl_async.AdmitRequest\x1a\x17.jaxrl_async.AdmitReply\x12\x32\n\x04Push\x12\x12.jaxrl_async.Group\x1a\x16.jaxrl_async.PushReply\x12>\n\x06Return\x12\x1a.jaxrl_async.ReturnRequest\x1a\x18.jaxrl_async.ReturnReply\x12\x46\n\x0cWatchVersion\x12\x19.jaxrl_async.WatchRequest\x1a\x19.jaxrl_async.VersionReply0\x01\x12\x42\n\nWatchFleet\x12\x19.jaxrl_async.WatchRequest\x1a\x17.jaxrl_async.FleetReply0\x01\x12=\n\x05Lease\x12\x19.jaxrl_async.LeaseRequest\x1a\x17.jaxrl_async.LeaseReply0\x01\x12;\n\x06\x43ommit\x12\x1a.jaxrl_async.CommitRequest\x1a\x15.jaxrl_async.Position\x12H\n\x0ePublishVersion\x12\x1b.jaxrl_async.PublishRequest\x1a\x19.jaxrl_async.PublishReply\x12>\n\x06Status\x12\x1a.jaxrl_async.StatusRequest\x1a\x18.jaxrl_async.StatusReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+jaxrl_async/channels/trajectory_queue.proto\x12\x0bjaxrl_async\"/\n\x06Permit\x12\x14\n\x0cprompt_index\x18\x01 \x01(\x03\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\"\xc0\x01\n\x05Group\x12#\n\x06permit\x18\x01 \x01(\x0b\x32\x13.jaxrl_async.Permit\x12\x0f\n\x07lengths\x18\x02 \x03(\r\x12\x16\n\x0eprompt_lengths\x18\x03 \x03(\r\x12\x0f\n\x07rewards\x18\x04 \x03(\x01\x12\x16\n\x0e\x66inish_reasons\x18\x05 \x03(\t\x12\x0e\n\x06tokens\x18\x06 \x01(\x0c\x12\x10\n\x08logprobs\x18\x07 \x01(\x0c\x12\x10\n\x08versions\x18\x08 \x01(\x0c\x12\x0c\n\x04mask\x18\t \x01(\x0c\"6\n\x0c\x41\x64mitRequest\x12\x13\n\x0bmax_permits\x18\x01 \x01(\r\x12\x11\n\twait_secs\x18\x02 \x01(\x01\"2\n\nAdmitReply\x12$\n\x07permits\x18\x01 \x03(\x0b\x32\x13.jaxrl_async.Permit\"\x1c\n\tPushReply\x12\x0f\n\x07outcome\x18\x01 \x01(\t\"T\n\rReturnRequest\x12#\n\x06permit\x18\x01 \x01(\x0b\x32\x13.jaxrl_async.Permit\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\"\x1e\n\x0bReturnReply\x12\x0f\n\x07outcome\x18\x01 \x01(\t\"\x0e\n\x0cWatchRequest\"0\n\x0cVersionReply\x12\x14\n\x07version\x18\x01 \x01(\x03H\x00\x88\x01\x01\x42\n\n\x08_version\"P\n\x0cServerRecord\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\t\x12\x14\n\x07version\x18\x03 \x01(\x03H\x00\x88\x01\x01\x42\n\n\x08_version\"8\n\nFleetReply\x12*\n\x07servers\x18\x01 \x03(\x0b\x32\x19.jaxrl_async.ServerRecord\"\x7f\n\x0cLeaseRequest\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\r\n\x05\x63hunk\x18\x02 \x01(\r\x12\x11\n\twait_secs\x18\x03 \x01(\x01\x12\x0f\n\x07process\x18\x04 \x01(\r\x12\x15\n\rnum_processes\x18\x05 \x01(\r\x12\x17\n\x0fnum_minibatches\x18\x06 \x01(\r\"e\n\nLeaseReply\x12*\n\x06header\x18\x01 \x01(\x0b\x32\x18.jaxrl_async.ChunkHeaderH\x00\x12#\n\x05group\x18\x02 \x01(\x0b\x32\x12.jaxrl_async.GroupH\x00\x42\x06\n\x04part\"b\n\x0b\x43hunkHeader\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04last\x18\x03 \x01(\x08\x12(\n\x06groups\x18\x04 \x03(\x0b\x32\x18.jaxrl_async.GroupHeader\"C\n\x0bGroupHeader\x12#\n\x06permit\x18\x01 \x01(\x0b\x32\x13.jaxrl_async.Permit\x12\x0f\n\x07lengths\x18\x02 \x03(\r\"\x1d\n\rCommitRequest\x12\x0c\n\x04step\x18\x01 \x01(\x03\"\xa1\x02\n\x08Position\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x10\n\x08\x66rontier\x18\x02 \x01(\x03\x12(\n\x0boutstanding\x18\x03 \x03(\x0b\x32\x13.jaxrl_async.Permit\x12\x33\n\x07retired\x18\x04 \x03(\x0b\x32\".jaxrl_async.Position.RetiredEntry\x12\x35\n\x08returned\x18\x05 \x03(\x0b\x32#.jaxrl_async.Position.ReturnedEntry\x1a.\n\x0cRetiredEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x1a/\n\rReturnedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"v\n\x0ePublishRequest\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12*\n\x07servers\x18\x02 \x03(\x0b\x32\x19.jaxrl_async.ServerRecord\x12\'\n\x08position\x18\x03 \x01(\x0b\x32\x15.jaxrl_async.Position\"\x0e\n\x0cPublishReply\"\x0f\n\rStatusRequest\"\xb9\x04\n\x0bStatusReply\x12\x14\n\x0c\x64\x65pth_groups\x18\x01 \x01(\x03\x12\x13\n\x0b\x64\x65pth_bytes\x18\x02 \x01(\x03\x12\x15\n\rleased_groups\x18\x03 \x01(\x03\x12\x16\n\x0erunning_groups\x18\x04 \x01(\x03\x12\x16\n\x0ereissue_groups\x18\x05 \x01(\x03\x12\x10\n\x08\x63\x61pacity\x18\x06 \x01(\x03\x12\x12\n\x05v_pub\x18\x07 \x01(\x03H\x00\x88\x01\x01\x12\x16\n\x0e\x63ommitted_step\x18\x08 \x01(\x03\x12\x13\n\x0bleased_step\x18\t \x01(\x03\x12\x10\n\x08\x66rontier\x18\n \x01(\x03\x12\x38\n\x08returned\x18\x0b \x03(\x0b\x32&.jaxrl_async.StatusReply.ReturnedEntry\x12\x36\n\x07retired\x18\x0c \x03(\x0b\x32%.jaxrl_async.StatusReply.RetiredEntry\x12\x14\n\x0cstale_events\x18\r \x01(\x03\x12\x19\n\x11\x63ompletion_tokens\x18\x0e \x01(\x03\x12\x1f\n\x12last_push_age_secs\x18\x0f \x01(\x01H\x01\x88\x01\x01\x12\r\n\x05waits\x18\x10 \x03(\t\x1a/\n\rReturnedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x1a.\n\x0cRetiredEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x42\x08\n\x06_v_pubB\x15\n\x13_last_push_age_secs2\xd4\x04\n\x0fTrajectoryQueue\x12;\n\x05\x41\x64mit\x12\x19.jaxrl_async.AdmitRequest\x1a\x17.jaxrl_async.AdmitReply\x12\x32\n\x04Push\x12\x12.jaxrl_async.Group\x1a\x16.jaxrl_async.PushReply\x12>\n\x06Return\x12\x1a.jaxrl_async.ReturnRequest\x1a\x18.jaxrl_async.ReturnReply\x12\x46\n\x0cWatchVersion\x12\x19.jaxrl_async.WatchRequest\x1a\x19.jaxrl_async.VersionReply0\x01\x12\x42\n\nWatchFleet\x12\x19.jaxrl_async.WatchRequest\x1a\x17.jaxrl_async.FleetReply0\x01\x12=\n\x05Lease\x12\x19.jaxrl_async.LeaseRequest\x1a\x17.jaxrl_async.LeaseReply0\x01\x12;\n\x06\x43ommit\x12\x1a.jaxrl_async.CommitRequest\x1a\x15.jaxrl_async.Position\x12H\n\x0ePublishVersion\x12\x1b.jaxrl_async.PublishRequest\x1a\x19.jaxrl_async.PublishReply\x12>\n\x06Status\x12\x1a.jaxrl_async.StatusRequest\x1a\x18.jaxrl_async.StatusReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -62,33 +62,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FLEETREPLY']._serialized_start=708
   _globals['_FLEETREPLY']._serialized_end=764
   _globals['_LEASEREQUEST']._serialized_start=766
-  _globals['_LEASEREQUEST']._serialized_end=828
-  _globals['_LEASEREPLY']._serialized_start=830
-  _globals['_LEASEREPLY']._serialized_end=931
-  _globals['_CHUNKHEADER']._serialized_start=933
-  _globals['_CHUNKHEADER']._serialized_end=1031
-  _globals['_GROUPHEADER']._serialized_start=1033
-  _globals['_GROUPHEADER']._serialized_end=1100
-  _globals['_COMMITREQUEST']._serialized_start=1102
-  _globals['_COMMITREQUEST']._serialized_end=1131
-  _globals['_POSITION']._serialized_start=1134
-  _globals['_POSITION']._serialized_end=1423
-  _globals['_POSITION_RETIREDENTRY']._serialized_start=1328
-  _globals['_POSITION_RETIREDENTRY']._serialized_end=1374
-  _globals['_POSITION_RETURNEDENTRY']._serialized_start=1376
-  _globals['_POSITION_RETURNEDENTRY']._serialized_end=1423
-  _globals['_PUBLISHREQUEST']._serialized_start=1425
-  _globals['_PUBLISHREQUEST']._serialized_end=1543
-  _globals['_PUBLISHREPLY']._serialized_start=1545
-  _globals['_PUBLISHREPLY']._serialized_end=1559
-  _globals['_STATUSREQUEST']._serialized_start=1561
-  _globals['_STATUSREQUEST']._serialized_end=1576
-  _globals['_STATUSREPLY']._serialized_start=1579
-  _globals['_STATUSREPLY']._serialized_end=2148
-  _globals['_STATUSREPLY_RETURNEDENTRY']._serialized_start=1376
-  _globals['_STATUSREPLY_RETURNEDENTRY']._serialized_end=1423
-  _globals['_STATUSREPLY_RETIREDENTRY']._serialized_start=1328
-  _globals['_STATUSREPLY_RETIREDENTRY']._serialized_end=1374
-  _globals['_TRAJECTORYQUEUE']._serialized_start=2151
-  _globals['_TRAJECTORYQUEUE']._serialized_end=2747
+  _globals['_LEASEREQUEST']._serialized_end=893
+  _globals['_LEASEREPLY']._serialized_start=895
+  _globals['_LEASEREPLY']._serialized_end=996
+  _globals['_CHUNKHEADER']._serialized_start=998
+  _globals['_CHUNKHEADER']._serialized_end=1096
+  _globals['_GROUPHEADER']._serialized_start=1098
+  _globals['_GROUPHEADER']._serialized_end=1165
+  _globals['_COMMITREQUEST']._serialized_start=1167
+  _globals['_COMMITREQUEST']._serialized_end=1196
+  _globals['_POSITION']._serialized_start=1199
+  _globals['_POSITION']._serialized_end=1488
+  _globals['_POSITION_RETIREDENTRY']._serialized_start=1393
+  _globals['_POSITION_RETIREDENTRY']._serialized_end=1439
+  _globals['_POSITION_RETURNEDENTRY']._serialized_start=1441
+  _globals['_POSITION_RETURNEDENTRY']._serialized_end=1488
+  _globals['_PUBLISHREQUEST']._serialized_start=1490
+  _globals['_PUBLISHREQUEST']._serialized_end=1608
+  _globals['_PUBLISHREPLY']._serialized_start=1610
+  _globals['_PUBLISHREPLY']._serialized_end=1624
+  _globals['_STATUSREQUEST']._serialized_start=1626
+  _globals['_STATUSREQUEST']._serialized_end=1641
+  _globals['_STATUSREPLY']._serialized_start=1644
+  _globals['_STATUSREPLY']._serialized_end=2213
+  _globals['_STATUSREPLY_RETURNEDENTRY']._serialized_start=1441
+  _globals['_STATUSREPLY_RETURNEDENTRY']._serialized_end=1488
+  _globals['_STATUSREPLY_RETIREDENTRY']._serialized_start=1393
+  _globals['_STATUSREPLY_RETIREDENTRY']._serialized_end=1439
+  _globals['_TRAJECTORYQUEUE']._serialized_start=2216
+  _globals['_TRAJECTORYQUEUE']._serialized_end=2812
 # @@protoc_insertion_point(module_scope)

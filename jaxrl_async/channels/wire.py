@@ -13,7 +13,7 @@ import numpy as np
 from jaxrl_async import types
 from jaxrl_async.channels import trajectory_queue_pb2 as pb
 from jaxrl_async.channels.admission import Permit, Position
-from jaxrl_async.types import Group, InvalidTrajectoryError, Trajectory
+from jaxrl_async.types import NOT_SAMPLED, Group, InvalidTrajectoryError, Trajectory
 
 SERVER_STATES = ("HEALTHY", "SUSPECT", "DEAD", "STALE")
 
@@ -84,6 +84,33 @@ def decode_group(message: pb.Group) -> Group:
             )
         )
     return Group(message.permit.prompt_index, message.permit.attempt, tuple(trajectories))
+
+
+def encode_outline(message: pb.Group) -> pb.Group:
+    """A group's message without its arrays, for a process that does not train on it."""
+    arrays = {name for name, _ in _ARRAYS}
+    return pb.Group(**{f.name: value for f, value in message.ListFields() if f.name not in arrays})
+
+
+def decode_outline(message: pb.Group) -> Group:
+    """A message without arrays as a group: lengths, rewards and finish reasons are true, nothing is sampled.
+
+    The arrays take no memory, however long they are.
+    """
+    rows = []
+    for i, length in enumerate(message.lengths):
+        row = {name: np.broadcast_to(np.zeros((), dtype), length) for name, dtype in _ARRAYS}
+        row["mask"] = row["mask"].view(np.bool_)
+        row["versions"] = np.broadcast_to(np.int32(NOT_SAMPLED), length)
+        rows.append(
+            Trajectory(
+                **row,
+                prompt_length=message.prompt_lengths[i],
+                reward=message.rewards[i],
+                finish_reason=message.finish_reasons[i],
+            )
+        )
+    return Group(message.permit.prompt_index, message.permit.attempt, tuple(rows))
 
 
 def check_group(group: Group, *, group_size: int, vocab_size: int, max_tokens: int) -> None:
