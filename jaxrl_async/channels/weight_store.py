@@ -5,7 +5,8 @@
     root/00000012/manifest.json                digests of the bytes as written, after any cast
 
 A version is written aside, synced and renamed, so it is there in full or not at all. One process writes
-a store; any may read it. The store knows nothing of models, servers or JAX.
+a store, or several write parts of one version at a time; any may read it. The store knows nothing of models,
+servers or JAX.
 
 The format is https://github.com/huggingface/safetensors#format.
 """
@@ -85,10 +86,39 @@ class WeightStore:
         Raises:
           ValueError: a name comes twice, there is no tensor, or a dtype has no safetensors name.
         """
+        self.begin(version)
+        self.write_part(version, 0, tensors)
+        return self.finish(version, 1, config)
+
+    def begin(self, version: int) -> None:
+        """Makes room for the parts of a version. Of several processes one calls it, before any writes a part."""
         self._sweep()
-        aside = self._root / f"{_ASIDE}{version}"
-        aside.mkdir()
-        table = _write_shards(aside, tensors, self._max_shard_bytes)
+        self._aside(version).mkdir()
+
+    def write_part(
+        self, version: int, part: int, tensors: Iterable[tuple[str, np.ndarray]]
+    ) -> None:
+        """Writes some tensors of a version, into files of their own.
+
+        Args:
+          version: begun by `begin`.
+          part: ≥ 0, another one for each process.
+          tensors: as of `write`; there may be none.
+
+        Raises:
+          ValueError: a name comes twice, or a dtype has no safetensors name.
+        """
+        _write_part(self._aside(version), part, tensors, self._max_shard_bytes)
+
+    def finish(self, version: int, num_parts: int, config: Mapping[str, Any]) -> pathlib.Path:
+        """Makes one version of its parts, and removes old ones; see `write`.
+
+        Raises:
+          WeightStoreError: a part is missing.
+          ValueError: a name comes twice, or there is no tensor.
+        """
+        aside = self._aside(version)
+        table = _join_parts(aside, num_parts)
         _write_json(aside / "config.json", config)
         _write_json(aside / MANIFEST, _manifest(version, table))
         _sync(aside)
@@ -141,6 +171,9 @@ class WeightStore:
         """
         self.manifest(version)
         verify(self.path(version))
+
+    def _aside(self, version: int) -> pathlib.Path:
+        return self._root / f"{_ASIDE}{version}"
 
     def _sweep(self) -> None:
         """Removes what a crash left half done."""
@@ -228,28 +261,50 @@ def read_safetensors(file: pathlib.Path) -> dict[str, np.ndarray]:
     return {name: _view(raw, start, entry) for name, entry in header.items()}
 
 
-def _write_shards(
-    directory: pathlib.Path, tensors: Iterable[tuple[str, np.ndarray]], max_shard_bytes: int
-) -> dict[str, dict[str, Any]]:
-    """Writes tensors as they come; returns the manifest's table of them."""
+def _write_part(
+    directory: pathlib.Path,
+    part: int,
+    tensors: Iterable[tuple[str, np.ndarray]],
+    max_shard_bytes: int,
+) -> None:
+    """Writes tensors as they come, and what is in which file: [[file, {name: entry of the manifest}]]."""
     shards = []
     for number, shard in enumerate(_split(tensors, max_shard_bytes)):
         described = {name: _describe(array) for name, array in shard.items()}
-        _write_safetensors(directory / f"shard-{number}", shard, described)
-        shards.append(described)
+        file = f"shard-{part}-{number}"
+        _write_safetensors(directory / file, shard, described)
+        shards.append((file, described))
+    _write_json(directory / f"part-{part}.json", shards)
+
+
+def _join_parts(directory: pathlib.Path, num_parts: int) -> dict[str, dict[str, Any]]:
+    """Gives the files of all parts their names; returns the manifest's table."""
+    shards = [shard for part in range(num_parts) for shard in _take_part(directory, part)]
     if not shards:
         raise ValueError("a version needs at least one tensor")
     table = {}
-    for number, described in enumerate(shards):
-        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+    for number, (written, described) in enumerate(shards, start=1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         file = file if len(shards) > 1 else "model.safetensors"
-        (directory / f"shard-{number}").rename(directory / file)
+        (directory / written).rename(directory / file)
+        if twice := sorted(table.keys() & described.keys()):
+            raise ValueError(f"tensor {twice[0]} comes twice")
         table |= {name: {"file": file, **entry} for name, entry in described.items()}
     if len(shards) > 1:
         weight_map = {name: entry["file"] for name, entry in table.items()}
         index = {"metadata": {"total_size": _total_bytes(table)}, "weight_map": weight_map}
         _write_json(directory / "model.safetensors.index.json", index)
     return table
+
+
+def _take_part(directory: pathlib.Path, part: int) -> list[tuple[str, dict[str, Any]]]:
+    file = directory / f"part-{part}.json"
+    try:
+        shards = json.loads(file.read_text())
+    except FileNotFoundError as error:
+        raise WeightStoreError(f"{file}: this part of the version was not written") from error
+    file.unlink()
+    return shards
 
 
 def _split(
@@ -317,7 +372,7 @@ def _total_bytes(table: dict[str, dict[str, Any]]) -> int:
     return sum(entry["num_bytes"] for entry in table.values())
 
 
-def _write_json(file: pathlib.Path, values: Mapping[str, Any]) -> None:
+def _write_json(file: pathlib.Path, values: Any) -> None:
     with open(file, "wb") as stream:
         stream.write(json.dumps(values, indent=2).encode())
         _flush(stream)

@@ -3,6 +3,7 @@
 One table of names serves both directions. It knows nothing of meshes, versions or who serves them.
 """
 
+import functools
 import json
 import math
 import pathlib
@@ -127,27 +128,31 @@ def write_config(config: transformer.ModelConfig) -> dict:
 
 
 def to_tensors(
-    params: nnx.State, config: transformer.ModelConfig, dtype: str
+    params: nnx.State,
+    config: transformer.ModelConfig,
+    dtype: str,
+    *,
+    part: int = 0,
+    num_parts: int = 1,
 ) -> Iterator[tuple[str, np.ndarray]]:
     """The parameters as Hugging Face tensors, one layer at a time: never a second copy of all.
 
     Args:
-      params: an nnx.State, on devices (whole on this host) or on the host.
+      params: an nnx.State, on devices or on the host. Where its arrays are spread over processes, all of these
+        must draw from their iterators alike: each tensor is gathered before it is cut into parts.
       config: the shape of params.
       dtype: "float32" | "bfloat16", of the tensors; the cast rounds to nearest even.
+      part: in [0, num_parts): of layer l those with l mod num_parts = part, and so on for what is not in a layer.
+      num_parts: into which the tensors are divided.
 
     Yields:
       (name, array), C-contiguous: embedding, layers in order, final norm, head.
     """
-    ours = _by_name(params)
-    stacked = [name for name in ours if "{}" in _NAMES[name]]
-    yield _NAMES["embedding"], _to_tensor("embedding", ours["embedding"], dtype)
-    for layer in range(config.num_layers):
-        for name in stacked:
-            yield _NAMES[name].format(layer), _to_tensor(name, ours[name][layer], dtype)
-    for name in ("final_norm.scale", "head.kernel"):
-        if name in ours:
-            yield _NAMES[name], _to_tensor(name, ours[name], dtype)
+    for number, our_name, name, array in _pieces(params, config):
+        if isinstance(array, jax.Array) and not array.is_fully_addressable:
+            array = _gathered(array.astype(dtype))
+        if number % num_parts == part:
+            yield name, _to_tensor(our_name, array, dtype)
 
 
 def from_tensors(tensors: Mapping[str, np.ndarray], config: transformer.ModelConfig) -> nnx.State:
@@ -246,6 +251,30 @@ def _write_rope_scaling(scaling):
         "high_freq_factor": scaling.high_freq_factor,
         "original_max_position_embeddings": scaling.original_max_tokens,
     }
+
+
+def _pieces(params, config):
+    """(layer, parameter, tensor, array), with layer 0 for the embedding and the layer after the last for the rest."""
+    ours = _by_name(params)
+    stacked = [name for name in ours if "{}" in _NAMES[name]]
+    yield 0, "embedding", _NAMES["embedding"], ours["embedding"]
+    for layer in range(config.num_layers):
+        for name in stacked:
+            yield layer, name, _NAMES[name].format(layer), ours[name][layer]
+    for name in ("final_norm.scale", "head.kernel"):
+        if name in ours:
+            yield config.num_layers, name, _NAMES[name], ours[name]
+
+
+def _gathered(array):
+    """This process's copy of an array that is spread over processes. No other is gathered meanwhile."""
+    everywhere = jax.sharding.NamedSharding(array.sharding.mesh, jax.sharding.PartitionSpec())
+    return jax.block_until_ready(_identity(everywhere)(array)).addressable_data(0)
+
+
+@functools.cache
+def _identity(out_sharding):
+    return jax.jit(lambda array: array, out_shardings=out_sharding)
 
 
 def _by_name(params):
