@@ -146,6 +146,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         shared_prompts=False,
         attention_kernel="xla",
         head_chunk_tokens=0,
+        num_processes=1,
         data=1,
         fsdp=1,
         tensor=1,

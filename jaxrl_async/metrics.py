@@ -52,7 +52,7 @@ METRICS: dict[str, str] = {
     "lag/": "of the tokens of one staleness: lag/BUCKET/{tokens,ratio,clip_fraction,kl,ess,advantage_sign}",
     "proximal/": "error of a cheap anchor against the recomputed one: proximal/ANCHOR/{abs,relative,ratio,weight}",
     "compile/count": "programs compiled so far by the learner",
-    "pack/padding_share": "share of the step's microbatches that is padding",
+    "pack/padding_share": "share of the step's microbatches that is padding, in the rows of learner process 0",
     "pack/microbatches": "microbatches of the step",
 }
 

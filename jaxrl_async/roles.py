@@ -24,15 +24,24 @@ CALL_TIMEOUT_SECS = 30.0
 COMMAND_STOP_SECS = 4.0  # A server that ignores SIGTERM for so long is killed, before its role is.
 
 
-def run(role: str, settings: Settings, *, index: int, workdir: pathlib.Path, resume: bool) -> None:
+def run(
+    role: str,
+    settings: Settings,
+    *,
+    index: int,
+    workdir: pathlib.Path,
+    resume: bool,
+    coordinator: str = "",
+) -> None:
     """Runs one role until it is done (the learner) or interrupted (the others).
 
     Args:
       role: "queue" | "server" | "rollout" | "learner".
       settings: the run; queue.address and server.addresses are set.
-      index: which server or rollout worker.
+      index: which server, rollout worker or learner process.
       workdir: directory of the run.
       resume: the learner goes on from the last checkpoint.
+      coordinator: "host:port" of learner process 0, where there are several; see `processes.joined`.
     """
     match role:
         case "queue":
@@ -45,7 +54,14 @@ def run(role: str, settings: Settings, *, index: int, workdir: pathlib.Path, res
         case "rollout":
             asyncio.run(_rollout(settings, workdir))
         case "learner":
-            _learner(settings, workdir, resume=resume)
+            from jaxrl_async.learner import processes
+
+            with processes.joined(
+                coordinator=coordinator,
+                process=index,
+                num_processes=settings.learner.num_processes,
+            ) as process:
+                _learner(settings, workdir, process, resume=resume)
 
 
 def prepare(settings: Settings, workdir: pathlib.Path) -> None:
@@ -390,25 +406,23 @@ async def _rollout(settings: Settings, workdir: pathlib.Path) -> None:
         await worker.run()
 
 
-def _learner(settings: Settings, workdir: pathlib.Path, *, resume: bool) -> None:
+def _learner(settings: Settings, workdir: pathlib.Path, process: int, *, resume: bool) -> None:
     import jax
 
     from jaxrl_async.channels.admission import Position
+    from jaxrl_async.channels.lease import Share
     from jaxrl_async.channels.queue_client import LearnerQueue
     from jaxrl_async.channels.weight_store import WeightStore
     from jaxrl_async.learner import learner as learners
-    from jaxrl_async.learner.packing import empty_batch, pack
+    from jaxrl_async.learner.packing import empty_batch, pack_share
     from jaxrl_async.learner.versions import Delay, Versions
-    from jaxrl_async.metrics import MetricsWriter
     from jaxrl_async.models import sharding
     from jaxrl_async.objectives.advantages import ADVANTAGES
-    from jaxrl_async.servers.client import InferenceClient
-    from jaxrl_async.servers.publisher import Publisher
-    from jaxrl_async.servers.transports import TRANSPORTS
 
     learner, weights = settings.learner, settings.weights
     if learner.compilation_cache:
         jax.config.update("jax_compilation_cache_dir", learner.compilation_cache)
+    part = {"process": process, "num_processes": learner.num_processes}
     tokenizer = tokenizer_of(settings, workdir)
     config = model_config_of(settings, tokenizer)
     mesh = sharding.make_mesh(learner.data, learner.fsdp, learner.tensor)
@@ -431,20 +445,13 @@ def _learner(settings: Settings, workdir: pathlib.Path, *, resume: bool) -> None
                 settings.queue.address,
                 connect_timeout_secs=CONNECT_TIMEOUT_SECS,
                 call_timeout_secs=CALL_TIMEOUT_SECS,
+                share=Share(**part, num_minibatches=learner.num_minibatches),
             )
         )
-        publisher = Publisher(
-            settings.server.controls,
-            client=InferenceClient(**keys_of(settings)),
-            transport=functools.partial(TRANSPORTS[weights.transport], mode=weights.pause_mode),
-            announce=queue.publish_version,
-            push_timeout_secs=weights.push_timeout_secs,
-            poll_secs=weights.poll_secs,
-            start_timeout_secs=settings.server.start_timeout_secs,
-        )
-        metrics = MetricsWriter(workdir)
-        for part in (checkpoints, metrics, publisher):
-            stack.callback(part.close)
+        make_ends = _ends if process == 0 else _follower_ends
+        queue, publisher, metrics = make_ends(settings, workdir, queue)
+        for end in (checkpoints, metrics, publisher):
+            stack.callback(end.close)
         delay = Delay(*delay_of(settings.rollout.delay_steps), seed=settings.seed)
         versions = Versions(
             publisher,
@@ -453,6 +460,7 @@ def _learner(settings: Settings, workdir: pathlib.Path, *, resume: bool) -> None
             dtype=weights.dtype,
             timeout_secs=settings.server.start_timeout_secs + weights.push_timeout_secs,
             delay=delay,
+            **part,
         )
         versions.publish(version, versions.snapshot(state), position)
         versions.wait()
@@ -462,13 +470,16 @@ def _learner(settings: Settings, workdir: pathlib.Path, *, resume: bool) -> None
             schedule=schedule_of(settings),
             train_step=train_step,
             pack=functools.partial(
-                pack,
+                pack_share,
+                **part,
                 microbatch_rows=learner.microbatch_rows,
                 row_tokens=learner.row_tokens,
                 policy=learner.packing,
                 shared_prompts=learner.shared_prompts,
             ),
-            padding=empty_batch(learner.microbatch_rows, learner.row_tokens),
+            padding=empty_batch(
+                learner.microbatch_rows // learner.num_processes, learner.row_tokens
+            ),
             advantages=ADVANTAGES[settings.loss.advantage],
             queue=queue,
             publisher=versions,
@@ -476,6 +487,37 @@ def _learner(settings: Settings, workdir: pathlib.Path, *, resume: bool) -> None
             metrics=metrics,
             reference=reference,
         )
+
+
+def _ends(settings: Settings, workdir: pathlib.Path, queue):
+    """What learner process 0 has beside the loop: the queue, a publisher and a writer of metrics."""
+    from jaxrl_async.metrics import MetricsWriter
+    from jaxrl_async.servers.client import InferenceClient
+    from jaxrl_async.servers.publisher import Publisher
+    from jaxrl_async.servers.transports import TRANSPORTS
+
+    weights = settings.weights
+    publisher = Publisher(
+        settings.server.controls,
+        client=InferenceClient(**keys_of(settings)),
+        transport=functools.partial(TRANSPORTS[weights.transport], mode=weights.pause_mode),
+        announce=queue.publish_version,
+        push_timeout_secs=weights.push_timeout_secs,
+        poll_secs=weights.poll_secs,
+        start_timeout_secs=settings.server.start_timeout_secs,
+    )
+    return queue, publisher, MetricsWriter(workdir)
+
+
+def _follower_ends(settings: Settings, workdir: pathlib.Path, queue):
+    """What the other learner processes have in their place."""
+    from jaxrl_async.learner import follower
+
+    return (
+        follower.FollowerQueue(queue),
+        follower.FollowerPublisher(queue.status),
+        follower.FollowerMetrics(),
+    )
 
 
 def _reference(settings: Settings, checkpoints, train_step):
@@ -488,15 +530,13 @@ def _reference(settings: Settings, checkpoints, train_step):
 
 def first_params_of(settings: Settings, config, mesh, tokenizer):
     """Version 0: random weights or those at model.path, after the warm start."""
-    import jax
-
     from jaxrl_async.learner.warm_start import warm_start
     from jaxrl_async.models import hf, sharding
     from jaxrl_async.tasks.prompts import demonstration_tokens
 
     if settings.model.path:
         params = hf.from_tensors(hf.read_tensors(settings.model.path), config)
-        params = jax.device_put(params, sharding.param_shardings(mesh, params))
+        params = sharding.place(params, sharding.param_shardings(mesh, params))
     else:
         params = sharding.init_sharded(config, mesh, settings.seed)
     stage = settings.warm_start

@@ -157,6 +157,7 @@ class Learner:
     shared_prompts: bool  # a prompt stands once before its group's completions, not before each one
     attention_kernel: str  # "xla" | "cudnn" (NVIDIA GPUs, bfloat16) | "splash" (TPUs)
     head_chunk_tokens: int  # columns' worth of logits at a time; 0 for all at once
+    num_processes: int  # of the learner, each with its part of the devices and of every minibatch
     data: int  # mesh axes: data · fsdp · tensor devices
     fsdp: int
     tensor: int
@@ -375,7 +376,7 @@ def _positive(s: Settings) -> dict[str, int]:
         ),
         "learner": (
             "num_steps", "groups_per_step", "num_minibatches", "microbatch_rows", "row_tokens",
-            "data", "fsdp", "tensor",
+            "num_processes", "data", "fsdp", "tensor",
         ),
         "weights": ("push_every_steps",),
         "checkpoint": ("every_steps", "keep"),
@@ -486,6 +487,11 @@ def _check_lengths(s: Settings) -> None:
         raise SettingsError(
             f"learner.microbatch_rows = {s.learner.microbatch_rows} must be a multiple of "
             f"learner.data · learner.fsdp = {s.learner.data * s.learner.fsdp}"
+        )
+    if s.learner.data * s.learner.fsdp % s.learner.num_processes:  # Each has rows of its own.
+        raise SettingsError(
+            f"learner.data · learner.fsdp = {s.learner.data * s.learner.fsdp} must be a multiple of "
+            f"learner.num_processes = {s.learner.num_processes}"
         )
 
 

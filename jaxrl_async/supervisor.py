@@ -63,9 +63,16 @@ def run(settings: Settings, *, workdir: pathlib.Path, resume: bool) -> None:
     if not settings.server.addresses:
         names += [f"server-{i}" for i in range(len(servers))]
     names += [f"rollout-{i}" for i in range(settings.rollout.num_workers)]
-    names += ["learner"]
+    num_learners = settings.learner.num_processes
+    learners = _learner_names(num_learners)
+    if num_learners > 1:
+        addresses += [f"--coordinator=127.0.0.1:{free_port()}"]
+    names += learners
     devices = divide_devices(
-        visible_devices(), num_servers=len([n for n in names if "server" in n])
+        visible_devices(),
+        num_servers=len([n for n in names if "server" in n]),
+        num_learners=num_learners,
+        learner_devices=settings.learner.data * settings.learner.fsdp * settings.learner.tensor,
     )
     print(banner(settings, workdir, queue_address, servers, devices), flush=True)
 
@@ -76,7 +83,7 @@ def run(settings: Settings, *, workdir: pathlib.Path, resume: bool) -> None:
     try:
         for name in names:
             roles.append(start(name))
-        _watch(roles, settings, workdir, queue_address, start)
+        _watch(roles, len(learners), settings, workdir, queue_address, start)
     finally:
         stop(roles)
 
@@ -128,21 +135,39 @@ def visible_devices() -> tuple[str, int]:
     return "cpu", 0
 
 
-def divide_devices(devices: tuple[str, int], *, num_servers: int) -> dict[str, dict[str, str]]:
+def divide_devices(
+    devices: tuple[str, int],
+    *,
+    num_servers: int,
+    num_learners: int = 1,
+    learner_devices: int = 1,
+) -> dict[str, dict[str, str]]:
     """Divides the machine's devices: one for each local server, the rest for the learner.
 
     Args:
       devices: platform and number of chips.
       num_servers: embedded servers on this machine.
+      num_learners: processes of the learner, which share its devices evenly.
+      learner_devices: of the learner's mesh. A CPU is made to show as many.
 
     Returns:
       Role name → environment variables. On a single GPU the roles share its memory by fractions.
 
     Raises:
-      ValueError: fewer chips than the roles need.
+      ValueError: fewer chips than the roles need, or chips that learner processes cannot share.
     """
     platform, count = devices
-    if platform == "cpu" or num_servers == 0:
+    learners = _learner_names(num_learners)
+    if platform == "cpu":
+        shown = {"JAX_NUM_CPU_DEVICES": str(learner_devices // num_learners)}
+        return dict.fromkeys(learners, shown) if learner_devices > 1 else {}
+    each, rest = divmod(count - num_servers, num_learners)
+    if num_learners > 1 and (platform == "tpu" or each < 1 or rest):
+        raise ValueError(
+            f"{num_learners} learner processes cannot share the {count} {platform.upper()} chips of this machine "
+            f"beside {num_servers} servers: lower learner.num_processes, or start one --role=learner on each host"
+        )
+    if num_servers == 0 and num_learners == 1:
         return {}
     if platform == "gpu" and count == 1:
         share = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / (num_servers + 1):.2f}"}
@@ -158,7 +183,13 @@ def divide_devices(devices: tuple[str, int], *, num_servers: int) -> dict[str, d
         ids = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
     first = count - num_servers
     division = {f"server-{i}": {variable: ids[first + i]} for i in range(num_servers)}
-    return division | {"learner": {variable: ",".join(ids[:first])}}
+    for i, name in enumerate(learners):
+        division[name] = {variable: ",".join(ids[i * each : (i + 1) * each])}
+    return division
+
+
+def _learner_names(count: int) -> list[str]:
+    return ["learner"] if count == 1 else [f"learner-{i}" for i in range(count)]
 
 
 def banner(settings: Settings, workdir, queue_address, servers, devices) -> str:
@@ -206,24 +237,31 @@ def _start(name: str, workdir, addresses, devices, *, resume: bool) -> Role:
 
 def _watch(
     roles: list[Role],
+    num_learners: int,
     settings: Settings,
     workdir,
     queue_address: str,
     start: Callable[[str], Role],
 ) -> None:
-    learner, num_restarts = roles[-1], 0
+    """Until every learner process, which come last, is done; or one of them failed."""
+    learners, num_restarts = roles[-num_learners:], 0
     with tqdm.tqdm(total=settings.learner.num_steps, unit="step", dynamic_ncols=True) as bar:
-        progress = _progress(bar, workdir, learner.log, queue_address)
-        while (code := learner.process.poll()) is None:
-            for i, role in enumerate(roles[:-1]):
+        progress = _progress(bar, workdir, learners[0].log, queue_address)
+        while not _over([learner.process.poll() for learner in learners]):
+            for i, role in enumerate(roles[:-num_learners]):
                 if role.process.poll() is not None:
                     roles[i] = _start_again(role, num_restarts, settings.server.max_restarts, start)
                     num_restarts += 1
             next(progress)
             time.sleep(POLL_SECS)
         next(progress)
-    if code != 0:
-        raise RoleDiedError(_obituary(learner))
+    if failed := [learner for learner in learners if learner.process.poll()]:
+        raise RoleDiedError("\n".join(map(_obituary, failed)))
+
+
+def _over(codes: list[int | None]) -> bool:
+    """All learner processes are done, or one failed: then the others would wait for it."""
+    return None not in codes or any(codes)
 
 
 def _start_again(role: Role, num_restarts: int, max_restarts: int, start) -> Role:

@@ -93,6 +93,11 @@ def test_a_value_of_another_type_is_refused():
         (["--config.rollout.max_new_tokens=400"], r"= 408 exceeds learner.row_tokens"),
         (["--config.learner.num_steps=0"], r"num_steps must be ≥ 1, got 0"),
         (["--config.learner.data=3"], r"multiple of learner.data · learner.fsdp = 3"),
+        (["--config.learner.num_processes=0"], r"learner.num_processes must be ≥ 1, got 0"),
+        (
+            ["--config.learner.num_processes=2", "--config.learner.tensor=2"],
+            r"learner.data · learner.fsdp = 1 must be a multiple of learner.num_processes = 2",
+        ),
         (["--config.weights.keep=1"], r"weights.keep must be ≥ 2, got 1"),
         (["--config.queue.chunk_groups=8"], r"chunk_groups"),
         (["--config.weights.transport=distributed"], r"weights.transport .* disk, tensor, stream"),

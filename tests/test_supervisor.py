@@ -58,6 +58,35 @@ def test_servers_elsewhere_leave_all_devices_to_the_learner():
     assert supervisor.divide_devices(("gpu", 8), num_servers=0) == {}
 
 
+def test_learner_processes_share_the_learners_gpus_evenly(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    division = supervisor.divide_devices(("gpu", 5), num_servers=1, num_learners=2)
+    assert division == {
+        "server-0": {"CUDA_VISIBLE_DEVICES": "4"},
+        "learner-0": {"CUDA_VISIBLE_DEVICES": "0,1"},
+        "learner-1": {"CUDA_VISIBLE_DEVICES": "2,3"},
+    }
+    division = supervisor.divide_devices(("gpu", 2), num_servers=0, num_learners=2)
+    assert division == {f"learner-{i}": {"CUDA_VISIBLE_DEVICES": str(i)} for i in range(2)}
+
+
+def test_a_cpu_shows_the_learner_as_many_devices_as_its_mesh_has():
+    def divide(**values):
+        return supervisor.divide_devices(("cpu", 0), num_servers=1, **values)
+
+    two, four = ({"JAX_NUM_CPU_DEVICES": str(count)} for count in (2, 4))
+    assert divide(learner_devices=4) == {"learner": four}
+    assert divide(learner_devices=4, num_learners=2) == {"learner-0": two, "learner-1": two}
+
+
+@pytest.mark.parametrize(
+    ("devices", "num_servers"), [(("gpu", 4), 1), (("gpu", 1), 1), (("tpu", 4), 0)]
+)
+def test_chips_that_learner_processes_cannot_share_are_refused(devices, num_servers):
+    with pytest.raises(ValueError, match=rf"2 learner processes cannot share the {devices[1]} "):
+        supervisor.divide_devices(devices, num_servers=num_servers, num_learners=2)
+
+
 def test_the_end_of_a_log_is_its_last_lines(tmp_path):
     log = tmp_path / "role.log"
     assert supervisor.last_lines(log, 2) == ""

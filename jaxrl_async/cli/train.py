@@ -26,7 +26,8 @@ def main(argv: list[str]) -> int:
         config=True,
         workdir=("", "directory of the run; default runs/CONFIG-TIME"),
         role=("all", " | ".join(ROLES)),
-        index=(0, "which server or rollout worker of this run"),
+        index=(0, "which server, rollout worker or learner process of this run"),
+        coordinator=("", "HOST:PORT of learner process 0, where learner.num_processes > 1"),
         resume=(False, "go on from the last checkpoint of --workdir"),
     )
     if flags.role not in ROLES:
@@ -40,12 +41,20 @@ def main(argv: list[str]) -> int:
     if flags.role in ("all", "learner") and not supervised:
         _check_workdir(workdir, resume=flags.resume)
         workdir.mkdir(parents=True, exist_ok=True)
-        (workdir / "config.json").write_text(flags.config.to_json(indent=2), encoding="utf-8")
+        if flags.index == 0:
+            (workdir / "config.json").write_text(flags.config.to_json(indent=2), encoding="utf-8")
     if flags.role == "all":
         return _all(settings, workdir, resume=flags.resume)
     _check_addresses(settings, flags.role, flags.index)
     workdir.mkdir(parents=True, exist_ok=True)
-    return _one(settings, flags.role, flags.index, workdir, resume=flags.resume)
+    return _one(
+        settings,
+        flags.role,
+        flags.index,
+        workdir,
+        resume=flags.resume,
+        coordinator=flags.coordinator,
+    )
 
 
 def _all(settings: Settings, workdir: pathlib.Path, *, resume: bool) -> int:
@@ -66,7 +75,15 @@ def _all(settings: Settings, workdir: pathlib.Path, *, resume: bool) -> int:
     return 0
 
 
-def _one(settings: Settings, role: str, index: int, workdir: pathlib.Path, *, resume: bool) -> int:
+def _one(
+    settings: Settings,
+    role: str,
+    index: int,
+    workdir: pathlib.Path,
+    *,
+    resume: bool,
+    coordinator: str,
+) -> int:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )
@@ -80,7 +97,9 @@ def _one(settings: Settings, role: str, index: int, workdir: pathlib.Path, *, re
         parent = int(os.environ["JAXRL_PARENT"])
         threading.Thread(target=_end_with, args=(parent,), name="parent", daemon=True).start()
     try:
-        roles.run(role, settings, index=index, workdir=workdir, resume=resume)
+        roles.run(
+            role, settings, index=index, workdir=workdir, resume=resume, coordinator=coordinator
+        )
     except KeyboardInterrupt:
         return 1
     except Exception:
@@ -106,6 +125,11 @@ def _check_addresses(settings: Settings, role: str, index: int) -> None:
         raise UsageError(
             f"--role={role} --index={index} needs its entry of config.server.addresses, which has "
             f"{len(settings.server.addresses)}"
+        )
+    if role == "learner" and not 0 <= index < settings.learner.num_processes:
+        raise UsageError(
+            f"--role=learner --index={index} must be in [0, config.learner.num_processes = "
+            f"{settings.learner.num_processes})"
         )
 
 

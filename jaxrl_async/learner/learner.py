@@ -247,7 +247,6 @@ def _rewards(groups: Sequence[Group]) -> np.ndarray:
 def _checked(step: int, minibatch: int, outcome: Any, groups: Sequence[Group]) -> dict[str, float]:
     """A minibatch's metrics on the host; raises where its update was refused."""
     values = {name: float(value) for name, value in jax.device_get(outcome).items()}
-    values.pop("tokens")
     if not values.pop("finite"):
         indexes = ", ".join(str(group.prompt_index) for group in groups)
         raise NonFiniteError(
@@ -270,9 +269,10 @@ def _step_metrics(
         "tokens/truncated_share": np.mean([t.finish_reason == "length" for t in trajectories]),
         "pack/padding_share": packing.padding_share(batches),
         "pack/microbatches": len(batches),
-        "tokens": sum(batch.mask.sum() for batch in batches),
+        # Of all learner processes, where `batches` are this one's.
+        "tokens": sum(minibatch["tokens"] for minibatch in minibatches),
     }
-    shared = [name for name in minibatches[0] if not name.startswith("mismatch/")]
+    shared = [n for n in minibatches[0] if n != "tokens" and not n.startswith("mismatch/")]
     metrics |= {name: _over_minibatches(name, minibatches) for name in shared}
     return metrics | _mismatch(minibatches[0])
 

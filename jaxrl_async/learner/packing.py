@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxrl_async.channels.lease import Share
 from jaxrl_async.types import NOT_SAMPLED, Batch, Group
 
 POLICIES = ("in_order", "first_fit", "fewest")
@@ -48,12 +49,8 @@ def pack(
         return []
     if shared_prompts:
         _check_prompts(groups)
-    segments = lay_out(
-        [[len(t) for t in group.trajectories] for group in groups],
-        [group.trajectories[0].prompt_length for group in groups],
-        row_tokens=row_tokens,
-        policy=policy,
-        shared_prompts=shared_prompts,
+    segments = _lay_out_groups(
+        groups, row_tokens=row_tokens, policy=policy, shared_prompts=shared_prompts
     )
     num_microbatches = -(-(segments.row.max() + 1) // microbatch_rows)
     whole = empty_batch(num_microbatches * microbatch_rows, row_tokens)
@@ -86,6 +83,50 @@ def pack(
         Batch(**{name: array[i : i + microbatch_rows] for name, array in vars(whole).items()})
         for i in range(0, len(whole.tokens), microbatch_rows)
     ]
+
+
+def pack_share(
+    groups: Sequence[Group],
+    advantages: np.ndarray,
+    *,
+    process: int,
+    num_processes: int,
+    microbatch_rows: int,
+    row_tokens: int,
+    policy: str,
+    shared_prompts: bool,
+) -> list[Batch]:
+    """One process's rows of every microbatch: its own groups, laid out as `pack` would do with them alone.
+
+    All processes make the same number of microbatches, the largest that any of them needs. Each works that out from
+    the lengths, which it knows of all groups, and fills up with padding.
+
+    Args:
+      groups: of a minibatch, in lease order; those of other processes need no tokens.
+      advantages: as in `pack`, of all groups.
+      process: this one, in [0, num_processes).
+      num_processes: among whom the groups and the rows are divided; a divisor of microbatch_rows.
+      microbatch_rows: rows of a microbatch, over all processes.
+      row_tokens: T of every microbatch.
+      policy: as in `assign_rows`.
+      shared_prompts: as in `pack`.
+
+    Returns:
+      Batches of shape [microbatch_rows / num_processes, T].
+
+    Raises:
+      ValueError: as `pack`.
+    """
+    own_rows = microbatch_rows // num_processes
+    layout = {"row_tokens": row_tokens, "policy": policy, "shared_prompts": shared_prompts}
+    shares = [Share(i, num_processes).of_minibatch(len(groups)) for i in range(num_processes)]
+    own = slice(shares[process].start, shares[process].stop)
+    batches = pack(groups[own], advantages[own], microbatch_rows=own_rows, **layout)
+    for others in shares[:process] + shares[process + 1 :]:
+        rows = _num_rows([groups[i] for i in others], **layout)
+        while len(batches) * own_rows < rows:
+            batches.append(empty_batch(own_rows, row_tokens))
+    return batches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,6 +253,17 @@ def padding_share(batches: Sequence[Batch]) -> float:
     total = sum(batch.segment_ids.size for batch in batches)
     used = sum(np.count_nonzero(batch.segment_ids) for batch in batches)
     return 1 - used / total if total else 0.0
+
+
+def _num_rows(groups, **layout):
+    """How many rows `pack` fills with groups of which the lengths alone are known."""
+    return _lay_out_groups(groups, **layout).row.max() + 1 if groups else 0
+
+
+def _lay_out_groups(groups, **layout):
+    lengths = [[len(t) for t in group.trajectories] for group in groups]
+    prompt_lengths = [group.trajectories[0].prompt_length for group in groups]
+    return lay_out(lengths, prompt_lengths, **layout)
 
 
 def _check_prompts(groups):

@@ -203,7 +203,7 @@ class TrainStep:
             raise ValueError("loss.kl_to = 'reference' needs the reference's weights")
         if self._loss.needs_recompute and self._num_minibatches > 1 and proximal_logprobs is None:
             raise ValueError("the loss needs log-probs at the step's first weights: see `anchor`")
-        version = jax.device_put(np.int32(policy_version), self._everywhere)
+        version = sharding.place(np.int32(policy_version), self._everywhere)
         reference = reference if self._loss.needs_reference else None
         return self._run(
             self._accumulate,
@@ -241,7 +241,12 @@ class TrainStep:
     def _place(self, batch):
         if jax.process_count() == 1:
             return jax.device_put(batch, self._rows)
-        return jax.tree.map(lambda x: jax.make_array_from_process_local_data(self._rows, x), batch)
+        return jax.tree.map(self._place_rows, batch)
+
+    def _place_rows(self, own):
+        # With its shape said, rows that several processes would hold are refused rather than mixed.
+        shape = (len(own) * jax.process_count(), *own.shape[1:])
+        return jax.make_array_from_process_local_data(self._rows, own, shape)
 
     def _run(self, program, *args):
         with jax.transfer_guard("disallow"):  # What goes to the device is put there by name.

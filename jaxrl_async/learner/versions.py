@@ -1,6 +1,7 @@
 """Versions: a training state becomes the weights that servers sample with.
 
 The learner copies and casts on the device and goes on; gathering and writing happen in the publisher's thread.
+With several processes each gathers with the others before it goes on, and its thread writes a part.
 An experiment may delay the servers: each version is written, and an older one is handed out.
 """
 
@@ -8,6 +9,7 @@ import dataclasses
 import functools
 import logging
 import pathlib
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,7 @@ from flax import nnx
 
 from jaxrl_async.channels.admission import Position
 from jaxrl_async.channels.weight_store import WeightStore
+from jaxrl_async.learner import processes
 from jaxrl_async.learner.train_step import TrainState
 from jaxrl_async.models import hf, transformer
 from jaxrl_async.servers.publisher import Publisher
@@ -56,17 +59,21 @@ class Versions:
         dtype: str,
         timeout_secs: float,
         delay: Delay,
+        process: int = 0,
+        num_processes: int = 1,
     ):
         """Publishes nothing yet.
 
         Args:
-          publisher: pushes to the servers.
+          publisher: pushes to the servers; in a process other than 0 a FollowerPublisher.
           store: where versions are written. It keeps delay.max_steps + 2 of them or more: a late server may still
             be reading what the push before gave it.
           config: of the model.
           dtype: of the written tensors.
           timeout_secs: bound on every wait for a push.
           delay: which version the servers are given; every version must be published then, without a gap.
+          process: of the learner, this one.
+          num_processes: of the learner; each writes its part of a version.
         """
         self._publisher = publisher
         self._store = store
@@ -74,13 +81,24 @@ class Versions:
         self._dtype = dtype
         self._timeout_secs = timeout_secs
         self._delay = delay
+        self._process = process
+        self._num_processes = num_processes
         self._version: int | None = None
 
-    def snapshot(self, state: TrainState) -> nnx.State:
-        """The weights of a state as they are written, in buffers of their own: the state may be donated."""
-        return _cast(state.params, self._dtype)
+    def snapshot(self, state: TrainState) -> Iterable[tuple[str, np.ndarray]]:
+        """The tensors that this process writes of a state, which may be donated: to be drawn once, in any thread."""
+        part = {"part": self._process, "num_parts": self._num_processes}
+        copy = _cast(state.params, self._dtype)
+        tensors = hf.to_tensors(copy, self._config, self._dtype, **part)
+        # To gather is a program of all processes, which each must dispatch at the same place among its others.
+        return tensors if self._num_processes == 1 else list(tensors)
 
-    def publish(self, version: int, snapshot: nnx.State, position: Position | None = None) -> None:
+    def publish(
+        self,
+        version: int,
+        snapshot: Iterable[tuple[str, np.ndarray]],
+        position: Position | None = None,
+    ) -> None:
         """Starts the push of a version; waits first for the push before it.
 
         Args:
@@ -112,10 +130,22 @@ class Versions:
             metrics.pop("weights/delay", None)
         return metrics
 
-    def _write(self, version: int, params: nnx.State) -> pathlib.Path:
-        """Writes a version; returns the directory of the one that the servers are to hold."""
-        tensors = hf.to_tensors(params, self._config, self._dtype)
-        self._store.write(version, tensors, hf.write_config(self._config))
+    def _write(
+        self, version: int, tensors: Iterable[tuple[str, np.ndarray]]
+    ) -> pathlib.Path | None:
+        """Writes a version with the other processes; process 0 returns the directory of what servers are to hold."""
+        if self._process == 0:
+            self._store.begin(version)
+        processes.barrier(f"version {version} is begun", timeout_secs=self._timeout_secs)
+        self._store.write_part(version, self._process, tensors)
+        processes.barrier(f"version {version} is written", timeout_secs=self._timeout_secs)
+        if self._process != 0:
+            return None
+        self._store.finish(version, self._num_processes, hf.write_config(self._config))
+        return self._store.path(self._held(version))
+
+    def _held(self, version: int) -> int:
+        """The version that servers are to hold, or the nearest that is left of it."""
         wanted = self._delay.held(version)
         held = min(kept for kept in self._store.versions() if kept >= wanted)
         if held != wanted:
@@ -127,7 +157,7 @@ class Versions:
                 held,
                 wanted,
             )
-        return self._store.path(held)
+        return held
 
 
 @functools.partial(jax.jit, static_argnames="dtype")

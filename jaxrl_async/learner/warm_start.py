@@ -59,11 +59,14 @@ def warm_start(
     rows = _rows(demonstrations, row_tokens)
     optimizer = optax.adam(learning_rate, b2=0.99)
     step_program = _step_program(config, mesh, optimizer, head_chunk_tokens)
+    row_sharding = sharding.batch_sharding(mesh)
     opt_state, loss = _init_program(config, mesh, optimizer)(params), None
     for step, chosen in enumerate(
         _epochs(len(demonstrations), batch_size, num_steps, seed), start=1
     ):
         batch = Batch(**{name: array[chosen] for name, array in vars(rows).items()})
+        if jax.process_count() > 1:  # Else the jit places NumPy arrays, and faster.
+            batch = sharding.place(batch, jax.tree.map(lambda _: row_sharding, batch))
         params, opt_state, next_loss = step_program(params, opt_state, batch)
         if loss is not None:  # Read while the next step runs.
             _checked_report(report, step - 1, loss)

@@ -5,8 +5,10 @@ computed with them.
 """
 
 import math
+from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -90,6 +92,17 @@ def param_shardings(mesh: jax.sharding.Mesh, params: nnx.State) -> nnx.State:
 def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
     """Rows over data and fsdp; the other dimensions whole."""
     return NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+
+
+def place(tree: Any, shardings: Any) -> Any:
+    """Puts host arrays where their shardings say. With several processes, each hands in all of every array."""
+    return jax.tree.map(
+        lambda array, sharding: jax.make_array_from_process_local_data(
+            sharding, np.asarray(array), np.shape(array)
+        ),
+        tree,
+        shardings,
+    )
 
 
 def init_sharded(config: transformer.ModelConfig, mesh: jax.sharding.Mesh, seed: int) -> nnx.State:

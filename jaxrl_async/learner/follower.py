@@ -1,0 +1,102 @@
+"""What learner processes other than 0 have where process 0 has publisher, commits and metrics.
+
+The loop is the same for all. Process 0 alone talks to servers and changes the queue; the others follow it by the
+version that the queue says is published.
+"""
+
+import concurrent.futures
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from jaxrl_async.channels.admission import Position
+from jaxrl_async.channels.queue_client import LearnerQueue
+from jaxrl_async.channels.wire import QueueStatus
+from jaxrl_async.types import Chunk
+
+POLL_SECS = 0.05
+
+
+class FollowerQueue:
+    """The queue, where process 0 commits."""
+
+    def __init__(self, queue: LearnerQueue):
+        self._queue = queue
+
+    def lease(
+        self, step: int, timeout_secs: float, before_waiting: Callable[[], None]
+    ) -> Iterator[Chunk]:
+        return self._queue.lease(step, timeout_secs, before_waiting)
+
+    def commit(self, step: int) -> Position:
+        """Commits nothing. Process 0 saves its own position, and this one goes nowhere."""
+        return Position(step, 0, (), {}, {})
+
+    def status(self) -> QueueStatus:
+        return self._queue.status()
+
+
+class FollowerPublisher:
+    """Writes this process's part of a version, in a thread; "published" is what the queue calls so."""
+
+    def __init__(self, status: Callable[[], QueueStatus]):
+        """Starts nothing yet.
+
+        Args:
+          status: of the queue, `LearnerQueue.status`.
+        """
+        self._status = status
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="weights")
+        self._writing: concurrent.futures.Future | None = None
+        self._version: int | None = None
+
+    def publish(
+        self,
+        version: int,
+        write: Callable[[], Any],
+        *,
+        timeout_secs: float,
+        position: Position | None = None,
+    ) -> None:
+        """Starts `write`; waits first until the version before is published, as `Publisher.publish` does."""
+        if self._version is not None:
+            self.wait(self._version, timeout_secs=timeout_secs)
+        self._version, self._writing = version, self._thread.submit(write)
+
+    def wait(self, version: int, *, timeout_secs: float) -> None:
+        """Waits until process 0 has published a version.
+
+        Raises:
+          TimeoutError: it has not within timeout_secs.
+          Exception: what stopped `write`.
+        """
+        deadline = time.monotonic() + timeout_secs
+        while (published := self._status().v_pub) is None or published < version:
+            self.check()
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"version {version} is not published by learner process 0 after {timeout_secs:g} s: "
+                    f"the queue has version {published}"
+                )
+            time.sleep(POLL_SECS)
+
+    def check(self) -> None:
+        """Raises what stopped `write`, if anything did."""
+        if self._writing is not None and self._writing.done():
+            self._writing.result()
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False)
+
+
+class FollowerMetrics:
+    """Writes nothing."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,114 @@
+"""The learner's processes: how they become one JAX program, wait for one another, and end together.
+
+All of them run the same loop on the same steps. It knows nothing of what they compute.
+"""
+
+import contextlib
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterator
+
+import jax
+from orbax.checkpoint import multihost
+
+JOIN_TIMEOUT_SECS = 120.0
+HEARTBEAT_TIMEOUT_SECS = 30  # JAX ends the processes that are left when one was silent for so long.
+SHUTDOWN_TIMEOUT_SECS = 60  # Process 0 has servers to leave before it is done.
+RETRY_SECS = 0.2
+
+_log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def joined(*, coordinator: str, process: int, num_processes: int) -> Iterator[int]:
+    """Makes this process one of the learner's, before it touches a device.
+
+    An exception of the body is logged and ends the process here and now: the others, which JAX would wait for, wait
+    for this one. JAX ends them then, at once where this is process 0, else after HEARTBEAT_TIMEOUT_SECS.
+
+    Args:
+      coordinator: "host:port" at process 0; "" where JAX finds it, and `process`, in the environment (Slurm, a TPU
+        pod). Nothing is joined where num_processes is 1.
+      process: this one, in [0, num_processes).
+      num_processes: of the learner.
+
+    Yields:
+      This process's number.
+
+    Raises:
+      ConnectionError: no coordinator answers within JOIN_TIMEOUT_SECS.
+      ValueError: no coordinator is given, and JAX finds none.
+    """
+    if num_processes == 1:
+        yield 0
+        return
+    _join(coordinator, process, num_processes)
+    try:
+        if jax.process_count() != num_processes:
+            raise ValueError(
+                f"learner.num_processes = {num_processes}, but JAX finds {jax.process_count()} processes here"
+            )
+        yield jax.process_index()
+    except BaseException as error:
+        if not isinstance(error, KeyboardInterrupt):  # That is how the supervisor ends a role.
+            _log.exception("learner process %d of %d failed", jax.process_index(), num_processes)
+        logging.shutdown()
+        os._exit(1)
+
+
+def barrier(name: str, *, timeout_secs: float) -> None:
+    """Waits for all processes, in any thread. No name may come twice.
+
+    Raises:
+      RuntimeError: some did not come in time; names them.
+    """
+    multihost.get_barrier_sync_fn()(key=name, timeout_ms=int(timeout_secs * 1000))
+
+
+def _join(coordinator, process, num_processes):
+    # JAX would take SIGTERM for itself, by which roles are ended.
+    jax.config.update("jax_enable_preemption_service", False)
+    if coordinator and process > 0:
+        _find(coordinator, process)
+    _log.info(
+        "learner process %d of %d waits for the others at %s, at most %g s",
+        process,
+        num_processes,
+        coordinator or "the coordinator of the environment",
+        JOIN_TIMEOUT_SECS,
+    )
+    identity = {"num_processes": num_processes, "process_id": process} if coordinator else {}
+    try:
+        jax.distributed.initialize(
+            coordinator or None,
+            **identity,
+            # The default is all interfaces, which loopback does not need.
+            coordinator_bind_address=coordinator if coordinator.startswith("127.") else None,
+            initialization_timeout=int(JOIN_TIMEOUT_SECS),
+            heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_SECS,
+            shutdown_timeout_seconds=SHUTDOWN_TIMEOUT_SECS,
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"learner.num_processes = {num_processes} needs --coordinator=HOST:PORT and --index, where JAX finds "
+            f"neither in the environment: {error}"
+        ) from error
+
+
+def _find(coordinator, process):
+    """JAX would end the process by a signal, and not say what it looked for."""
+    host, _, port = coordinator.rpartition(":")
+    deadline = time.monotonic() + JOIN_TIMEOUT_SECS
+    while True:
+        try:
+            socket.create_connection((host, int(port)), timeout=RETRY_SECS * 10).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ConnectionError(
+                    f"learner process {process} finds no coordinator at {coordinator} within "
+                    f"{JOIN_TIMEOUT_SECS:g} s: does learner process 0 run? ({error})"
+                ) from error
+        time.sleep(RETRY_SECS)

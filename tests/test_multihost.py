@@ -1,0 +1,437 @@
+"""Several learner processes do what one does: the same losses, versions and checkpoints; and they end together."""
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import psutil
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from learner_process import MODEL, NUM_STEPS, make_group, make_train_step, outline
+from learner_process import run as run_here
+
+from jaxrl_async import supervisor
+from jaxrl_async.channels.lease import Share
+from jaxrl_async.channels.weight_store import WeightStore, WeightStoreError
+from jaxrl_async.checkpoint import Checkpoints
+from jaxrl_async.learner import packing, processes
+from jaxrl_async.learner.follower import FollowerPublisher
+from jaxrl_async.metrics import read_metrics
+from jaxrl_async.models import hf, sharding
+from jaxrl_async.objectives import advantages
+
+ROOT = pathlib.Path(__file__).parent.parent
+RUN_TIMEOUT_SECS = 400
+TIMES = {
+    "time/",
+    "learner/",
+    "rollout/",
+    "pack/",
+    "compile/",
+    "weights/",
+}  # Differ, or are of one process.
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """Starts the processes of a learner, on as many CPU devices as its mesh has."""
+    cache = tmp_path_factory.mktemp("jax-cache")
+
+    def start(command, *, devices=1):
+        environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+        environment |= {
+            "PYTHONPATH": f"{ROOT}:{environment.get('PYTHONPATH', '')}",
+            "JAX_NUM_CPU_DEVICES": str(devices),
+            "JAX_COMPILATION_CACHE_DIR": str(cache),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }
+        words = [sys.executable, *map(str, command)]
+        return subprocess.Popen(
+            words,
+            cwd=ROOT,
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def learner(start):
+    """Starts n processes of tests/learner_process.py."""
+
+    def learner(directory, num_processes, mesh, *, first_step=1):
+        coordinator = f"127.0.0.1:{supervisor.free_port()}"
+        devices = int(np.prod(mesh)) // num_processes
+        mesh = ",".join(map(str, mesh))
+        return [
+            start(
+                [
+                    "tests/learner_process.py", directory, i, num_processes, coordinator, mesh,
+                    first_step,
+                ],
+                devices=devices,
+            )
+            for i in range(num_processes)
+        ]  # fmt: skip
+
+    return learner
+
+
+def outputs_of(started):
+    """What processes printed, once all have ended well."""
+    outputs = [process.communicate(timeout=RUN_TIMEOUT_SECS)[0] for process in started]
+    assert [process.returncode for process in started] == [0] * len(started), "\n".join(outputs)
+    return outputs
+
+
+def wait_for(condition, process):
+    deadline = time.monotonic() + RUN_TIMEOUT_SECS
+    while not condition():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def rows_of(directory):
+    return json.loads((directory / "rows.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def two(learner, tmp_path_factory):
+    """The directory of six steps by two processes, whose parameters are divided between them."""
+    directory = tmp_path_factory.mktemp("two")
+    outputs_of(learner(directory, 2, (1, 2, 1)))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """(directory, rows) of the same six steps by this process on one device."""
+    directory = tmp_path_factory.mktemp("one")
+    return directory, run_here(directory)
+
+
+def assert_same_rows(found, expected):
+    assert [row["step"] for row in found] == [row["step"] for row in expected]
+    for a, b in zip(found, expected, strict=True):
+        assert a.keys() == b.keys()
+        for name in a:
+            if f"{name.split('/')[0]}/" not in TIMES:
+                assert a[name] == pytest.approx(b[name], rel=1e-5, abs=1e-7), (a["step"], name)
+
+
+def test_two_processes_lose_what_one_does(one, two):
+    rows = rows_of(two)
+    assert len(rows) == NUM_STEPS and len({row["loss/policy"] for row in rows}) == NUM_STEPS
+    assert rows[0]["pack/microbatches"] > 2
+    assert_same_rows(rows, one[1])
+
+
+def test_nothing_compiles_after_the_first_step_of_two_processes(two):
+    assert len({row["compile/count"] for row in rows_of(two)}) == 1
+
+
+@pytest.fixture
+def resumed(learner, two, tmp_path):
+    """The rows of steps 4 to 6, trained from the third checkpoint of the two processes."""
+    shutil.copytree(two / "checkpoints", tmp_path / "checkpoints")
+    shutil.rmtree(tmp_path / "checkpoints" / "6")
+
+    def resumed(num_processes, mesh):
+        if num_processes == 1:
+            return run_here(tmp_path, first_step=4)
+        outputs_of(learner(tmp_path, num_processes, mesh, first_step=4))
+        return rows_of(tmp_path)
+
+    return resumed
+
+
+def test_a_checkpoint_of_two_processes_resumes_on_one(resumed, two):
+    assert_same_rows(resumed(1, (1, 1, 1)), rows_of(two)[3:])
+
+
+@pytest.mark.long
+def test_a_checkpoint_of_two_processes_resumes_on_four(resumed, two):
+    assert_same_rows(resumed(4, (2, 2, 2)), rows_of(two)[3:])
+
+
+@pytest.mark.long
+def test_four_processes_lose_what_one_does(learner, one, tmp_path):
+    outputs_of(learner(tmp_path, 4, (2, 2, 1)))
+    assert_same_rows(rows_of(tmp_path), one[1])
+
+
+def test_a_version_of_two_processes_is_that_of_one_with_the_same_weights(two, tmp_path):
+    mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
+    like = make_train_step(mesh).abstract_state()
+    state, _ = Checkpoints(two / "checkpoints", keep=10).restore(3, like)
+    alone = WeightStore(tmp_path, keep=1)
+    alone.write(3, hf.to_tensors(state.params, MODEL, "float32"), {})
+    together = WeightStore(two / "weights", keep=10)
+    assert together.versions() == list(range(1, NUM_STEPS))
+    assert together.manifest(3)["digest"] == alone.manifest(3)["digest"]
+    together.verify(3)
+    table = together.manifest(3)["tensors"]
+    layers = [{e["file"] for n, e in table.items() if f".layers.{i}." in n} for i in range(2)]
+    assert [len(files) for files in layers] == [1, 1] and layers[0] != layers[1]
+    assert sorted(file.name for file in together.path(3).iterdir()) == [
+        "config.json",
+        "manifest.json",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json",
+    ]
+
+
+FAILS = """
+import sys
+from jaxrl_async.learner import processes
+
+coordinator, process = sys.argv[1], int(sys.argv[2])
+with processes.joined(coordinator=coordinator, process=process, num_processes=2):
+    if process == 0:
+        raise OSError("disk full")
+    processes.barrier("never", timeout_secs=300.0)
+"""
+
+
+def test_an_error_of_process_0_is_logged_and_ends_the_other(start):
+    coordinator = f"127.0.0.1:{supervisor.free_port()}"
+    first, second = (start(["-c", FAILS, coordinator, process]) for process in range(2))
+    output, _ = first.communicate(timeout=RUN_TIMEOUT_SECS)
+    ended_at = time.monotonic()
+    assert first.returncode == 1
+    assert "learner process 0 of 2 failed" in output and "disk full" in output
+    second.communicate(timeout=30)
+    assert second.returncode != 0
+    assert time.monotonic() - ended_at < 10
+
+
+@pytest.mark.long
+def test_the_death_of_another_process_ends_process_0_and_is_named(learner, tmp_path):
+    first, second = learner(tmp_path, 2, (2, 1, 1))
+    wait_for(lambda: (tmp_path / "checkpoints" / "0").exists(), first)
+    second.kill()
+    output, _ = first.communicate(timeout=processes.HEARTBEAT_TIMEOUT_SECS + 30)
+    assert first.returncode != 0
+    assert re.search(r"tasks are unhealthy.*:\s*1\b", output)
+
+
+def test_no_coordinator_is_an_error_that_names_its_address(monkeypatch):
+    monkeypatch.setattr(processes, "JOIN_TIMEOUT_SECS", 0.3)
+    address = f"127.0.0.1:{supervisor.free_port()}"
+    message = rf"learner process 1 finds no coordinator at {address} within 0.3 s"
+    with (
+        pytest.raises(ConnectionError, match=message),
+        processes.joined(coordinator=address, process=1, num_processes=2),
+    ):
+        pass
+
+
+# The whole path.
+
+SMOKE = (
+    "--config=configs/quickstart.py:smoke,mode=sync",
+    "--config.learner.num_processes=2",
+    "--config.learner.data=2",
+)
+
+
+def test_train_runs_two_learner_processes_on_the_real_queue(start, tmp_path):
+    workdir = tmp_path / "run"
+    process = start(["-m", "jaxrl_async", "train", f"--workdir={workdir}", *SMOKE])
+    outputs_of([process])
+    rows = read_metrics(workdir)
+    assert [row["step"] for row in rows] == [1, 2]
+    assert rows[1]["compile/count"] == rows[0]["compile/count"]
+    assert all(row["staleness/max"] == 0 for row in rows)
+    assert rows[0]["mismatch/tokens"] > 0 and rows[0]["mismatch/mean_abs"] < 1e-4
+    store = WeightStore(workdir / "weights", keep=2)
+    assert store.versions() == [0, 1]
+    store.verify(1)
+    assert len({entry["file"] for entry in store.manifest(1)["tensors"].values()}) == 2
+
+
+def test_a_learner_process_that_dies_is_named_and_ends_the_run(start, tmp_path):
+    workdir = tmp_path / "run"
+    process = start(
+        [
+            "-m",
+            "jaxrl_async",
+            "train",
+            f"--workdir={workdir}",
+            *SMOKE,
+            "--config.learner.num_steps=100000",
+        ]
+    )
+    log = workdir / "logs" / "learner-1.log"
+    wait_for(lambda: "waits for the others" in supervisor.last_lines(log, 1), process)
+    roles = psutil.Process(process.pid).children()
+    (second,) = [r for r in roles if {"--role=learner", "--index=1"} <= set(r.cmdline())]
+    second.kill()
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert re.search(
+        r"role 'learner-1' ended by signal SIGKILL; the end of .*learner-1.log", output
+    )
+    assert psutil.wait_procs(roles, timeout=1)[1] == []
+
+
+# What the processes agree on without talking.
+
+
+@settings(deadline=None)
+@given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 4))
+def test_shares_divide_every_minibatch_into_consecutive_parts(size, num_processes, num_minibatches):
+    shares = [Share(i, num_processes, num_minibatches) for i in range(num_processes)]
+    parts = [share.of_chunk(size * num_minibatches) for share in shares]
+    positions = [position for part in parts for position in part]
+    assert sorted(positions) == list(range(size * num_minibatches))
+    ranges = [share.of_minibatch(size) for share in shares]
+    assert [position for part in ranges for position in part] == list(range(size))
+    assert max(map(len, ranges)) - min(map(len, ranges)) <= 1
+    for part, own in zip(parts, ranges, strict=True):
+        starts = range(0, size * num_minibatches, size)
+        assert part == [start + position for start in starts for position in own]
+
+
+@pytest.mark.parametrize("values", [(2, 2), (-1, 2), (0, 1, 0)])
+def test_a_share_that_is_none_is_refused(values):
+    with pytest.raises(ValueError, match=r"must be (in \[0, num_processes = 2\)|≥ 1), got"):
+        Share(*values)
+
+
+@pytest.mark.parametrize("shared_prompts", [False, True])
+@pytest.mark.parametrize("policy", packing.POLICIES)
+@pytest.mark.parametrize("num_groups", [1, 5, 12])
+def test_every_process_packs_its_groups_into_as_many_microbatches(
+    num_groups, policy, shared_prompts
+):
+    layout = {"row_tokens": 16, "policy": policy, "shared_prompts": shared_prompts}
+    groups = [make_group(i, 0) for i in range(num_groups)]
+    advantage = advantages.grpo(np.stack([group.rewards for group in groups]))
+    parts = []
+    for process in range(4):
+        own = Share(process, 4).of_minibatch(num_groups)
+        known = [group if i in own else outline(group) for i, group in enumerate(groups)]
+        part = {"process": process, "num_processes": 4}
+        parts.append(packing.pack_share(known, advantage, **part, microbatch_rows=4, **layout))
+        own_batches = packing.pack(
+            groups[own.start : own.stop],
+            advantage[own.start : own.stop],
+            microbatch_rows=1,
+            **layout,
+        )
+        for batch, expected in zip(parts[-1], own_batches, strict=False):
+            for name, array in vars(batch).items():
+                np.testing.assert_array_equal(array, getattr(expected, name), err_msg=name)
+        for batch in parts[-1][len(own_batches) :]:
+            assert batch.tokens.shape == (1, 16) and not batch.segment_ids.any()
+    assert len({len(part) for part in parts}) == 1
+    tokens = sum(batch.mask.sum() for part in parts for batch in part)
+    assert tokens == sum(t.mask.sum() for group in groups for t in group.trajectories)
+
+
+def test_one_process_packs_as_ever():
+    groups = [make_group(i, 0) for i in range(5)]
+    advantage = np.ones((5, 4), np.float32)
+    shape = {"microbatch_rows": 4, "row_tokens": 16, "policy": "fewest", "shared_prompts": True}
+    shared = packing.pack_share(groups, advantage, process=0, num_processes=1, **shape)
+    whole = packing.pack(groups, advantage, **shape)
+    for a, b in zip(shared, whole, strict=True):
+        for name in vars(a):
+            np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
+
+
+# What followers do.
+
+
+class Status:
+    def __init__(self, *versions):
+        self._versions = list(versions)
+
+    def __call__(self):
+        version = self._versions.pop(0) if len(self._versions) > 1 else self._versions[0]
+        return type("", (), {"v_pub": version})
+
+
+def test_a_follower_waits_until_the_queue_says_that_a_version_is_published():
+    status = Status(None, 0, 1, 2)
+    FollowerPublisher(status).wait(2, timeout_secs=30.0)
+    assert status().v_pub == 2 and len(status._versions) == 1
+    with pytest.raises(TimeoutError, match=r"version 3 .*after 0.1 s: the queue has version 2"):
+        FollowerPublisher(status).wait(3, timeout_secs=0.1)
+
+
+def test_a_follower_that_cannot_write_says_so():
+    def write():
+        raise OSError("disk full")
+
+    publisher = FollowerPublisher(Status(None))
+    publisher.publish(0, write, timeout_secs=1.0)
+    with pytest.raises(OSError, match="disk full"):
+        publisher.wait(0, timeout_secs=30.0)
+    with pytest.raises(OSError, match="disk full"):
+        publisher.check()
+    publisher.close()
+
+
+def test_a_follower_starts_no_version_before_the_last_is_published():
+    publisher, written = FollowerPublisher(Status(0)), []
+    publisher.publish(1, lambda: written.append(1), timeout_secs=0.1)
+    with pytest.raises(TimeoutError, match="version 1 is not published"):
+        publisher.publish(2, lambda: written.append(2), timeout_secs=0.1)
+    publisher.close()
+    assert written == [1]
+
+
+# Versions in parts.
+
+
+def tensors():
+    rng = np.random.default_rng(0)
+    return {f"layer.{i}": rng.normal(size=(i + 1, 3)).astype(np.float32) for i in range(5)}
+
+
+def test_a_version_in_parts_is_the_version_as_a_whole(tmp_path):
+    whole, parts = WeightStore(tmp_path / "a", keep=2), WeightStore(tmp_path / "b", keep=2)
+    whole.write(7, tensors().items(), {"x": 1})
+    parts.begin(7)
+    for part in (2, 0, 1):  # The last has none.
+        own = [item for i, item in enumerate(tensors().items()) if part < 2 and i % 2 == part]
+        parts.write_part(7, part, own)
+    assert parts.versions() == []
+    parts.finish(7, 3, {"x": 1})
+    assert parts.manifest(7)["digest"] == whole.manifest(7)["digest"]
+    assert parts.read(7).keys() == tensors().keys()
+    parts.verify(7)
+    names = {file.name for file in parts.path(7).iterdir()}
+    assert names == {
+        "config.json", "manifest.json", "model.safetensors.index.json",
+        "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
+    }  # fmt: skip
+
+
+def test_a_part_that_is_missing_or_doubled_makes_no_version(tmp_path):
+    store = WeightStore(tmp_path, keep=2)
+    store.begin(1)
+    store.write_part(1, 0, tensors().items())
+    with pytest.raises(WeightStoreError, match=r"part-1.json: this part .* was not written"):
+        store.finish(1, 2, {})
+    store.begin(1)
+    for part in range(2):
+        store.write_part(1, part, tensors().items())
+    with pytest.raises(ValueError, match="tensor layer.0 comes twice"):
+        store.finish(1, 2, {})
+    assert store.versions() == []
