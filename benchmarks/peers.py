@@ -20,7 +20,7 @@ second forward; trainer and sampler share one copy of the weights; a step is one
 
 Not equal: our engine returns log-probs, tunix's sampler is not asked for them. Our engine computes a prompt once for
 its 8 samples, tunix 8 times. Tunix computes each step in one process, without HTTP, gRPC or files; our `train` sends
-every sample, reward and weight between processes, writes weights to disk and journals its steps. In mode async our
+every sample, reward and weight between processes, and writes weights to disk. In mode async our
 updates are of samples up to 2 steps old, with the anchor and the weights for that: another algorithm, the same work.
 
 Runs on a CPU (JAX_PLATFORMS=cpu where there is more). `--smoke`: our side alone, tiny. Results are printed and
