@@ -42,8 +42,8 @@ TIMES = {
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory):
-    """Starts the processes of a learner, on as many CPU devices as its mesh has."""
-    cache = tmp_path_factory.mktemp("jax-cache")
+    """Starts Python processes on as many CPU devices as asked for; none outlives the tests."""
+    cache, started = tmp_path_factory.mktemp("jax-cache"), []
 
     def start(command, *, devices=1):
         environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
@@ -55,7 +55,7 @@ def start(tmp_path_factory):
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         }
         words = [sys.executable, *map(str, command)]
-        return subprocess.Popen(
+        process = subprocess.Popen(
             words,
             cwd=ROOT,
             env=environment,
@@ -63,8 +63,13 @@ def start(tmp_path_factory):
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
+        started.append(process)
+        return process
 
-    return start
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
 
 
 @pytest.fixture(scope="module")
@@ -223,9 +228,10 @@ def test_the_death_of_another_process_ends_process_0_and_is_named(learner, tmp_p
     first, second = learner(tmp_path, 2, (2, 1, 1))
     wait_for(lambda: (tmp_path / "checkpoints" / "0").exists(), first)
     second.kill()
+    second.communicate(timeout=10)
     output, _ = first.communicate(timeout=processes.HEARTBEAT_TIMEOUT_SECS + 30)
     assert first.returncode != 0
-    assert re.search(r"tasks are unhealthy.*:\s*1\b", output)
+    assert re.search(r"Task 1 heartbeat timeout|tasks are unhealthy[^:]*:\s*1\b", output), output
 
 
 def test_no_coordinator_is_an_error_that_names_its_address(monkeypatch):
@@ -261,6 +267,24 @@ def test_train_runs_two_learner_processes_on_the_real_queue(start, tmp_path):
     assert store.versions() == [0, 1]
     store.verify(1)
     assert len({entry["file"] for entry in store.manifest(1)["tensors"].values()}) == 2
+
+
+@pytest.mark.long
+def test_a_run_of_two_processes_goes_on_with_two_and_then_with_one(start, tmp_path):
+    workdir = tmp_path / "run"
+    for num_steps, num_processes in ((2, 2), (3, 2), (4, 1)):
+        process = start(
+            [
+                "-m", "jaxrl_async", "train", f"--workdir={workdir}", *SMOKE,
+                f"--config.learner.num_processes={num_processes}",
+                f"--config.learner.num_steps={num_steps}",
+                f"--resume={num_steps > 2}",
+            ]
+        )  # fmt: skip
+        outputs_of([process])
+    assert [row["step"] for row in read_metrics(workdir)] == [1, 2, 3, 4]
+    position = json.loads((workdir / "checkpoints" / "4" / "position" / "metadata").read_text())
+    assert position["step"] == 4
 
 
 def test_a_learner_process_that_dies_is_named_and_ends_the_run(start, tmp_path):

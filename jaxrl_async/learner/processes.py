@@ -15,6 +15,7 @@ from orbax.checkpoint import multihost
 
 JOIN_TIMEOUT_SECS = 120.0
 HEARTBEAT_TIMEOUT_SECS = 30  # JAX ends the processes that are left when one was silent for so long.
+HEARTBEAT_MARGIN_SECS = 10
 SHUTDOWN_TIMEOUT_SECS = 60  # Process 0 has servers to leave before it is done.
 RETRY_SECS = 0.2
 
@@ -26,7 +27,8 @@ def joined(*, coordinator: str, process: int, num_processes: int) -> Iterator[in
     """Makes this process one of the learner's, before it touches a device.
 
     An exception of the body is logged and ends the process here and now: the others, which JAX would wait for, wait
-    for this one. JAX ends them then, at once where this is process 0, else after HEARTBEAT_TIMEOUT_SECS.
+    for this one. JAX ends them then, at once where this is process 0, else after HEARTBEAT_TIMEOUT_SECS. A program
+    that fails is given as long first, so that JAX can say whose death it was.
 
     Args:
       coordinator: "host:port" at process 0; "" where JAX finds it, and `process`, in the environment (Slurm, a TPU
@@ -54,6 +56,11 @@ def joined(*, coordinator: str, process: int, num_processes: int) -> Iterator[in
     except BaseException as error:
         if not isinstance(error, KeyboardInterrupt):  # That is how the supervisor ends a role.
             _log.exception("learner process %d of %d failed", jax.process_index(), num_processes)
+        # Not all that the CPU's collectives raise has JAX's type.
+        if isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error):
+            # Perhaps another's death, of which a collective knows the socket alone. JAX names the process and ends
+            # this one when it misses the heartbeats.
+            time.sleep(HEARTBEAT_TIMEOUT_SECS + HEARTBEAT_MARGIN_SECS)
         logging.shutdown()
         os._exit(1)
 
