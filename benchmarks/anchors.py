@@ -19,9 +19,7 @@ import argparse
 import dataclasses
 import functools
 import json
-import os
 import pathlib
-import platform
 import tempfile
 import time
 from collections.abc import Sequence
@@ -30,15 +28,15 @@ from unittest import mock
 import jax
 import matplotlib.pyplot as plt
 import numpy as np
+import shapes
 
-from jaxrl_async.learner import optimizer, packing
 from jaxrl_async.learner import train_step as train_steps
 from jaxrl_async.learner.statistics import Statistics
 from jaxrl_async.learner.train_step import TrainStep
 from jaxrl_async.loss_config import LossConfig
 from jaxrl_async.models import sharding, transformer
 from jaxrl_async.objectives import anchors
-from jaxrl_async.types import NOT_SAMPLED, Batch, Group, Trajectory
+from jaxrl_async.types import Batch
 
 ROOT = pathlib.Path(__file__).parent.parent
 VERSION = (
@@ -49,19 +47,19 @@ VERSION = (
 # of a round.
 SHAPES = {
     "quickstart": (
-        dict(vocab_size=14, num_layers=2, model_dim=64, num_heads=4, num_kv_heads=4, head_dim=16, mlp_dim=192),
+        shapes.MODELS["quickstart"],
         dict(rows=64, row_tokens=48, microbatches=1, prompt=6, completion=4, steps=5),
     ),
     "17m": (
-        dict(vocab_size=4096, num_layers=8, model_dim=384, num_heads=6, num_kv_heads=6, head_dim=64, mlp_dim=1152),
+        shapes.MODELS["17m"],
         dict(rows=4, row_tokens=128, microbatches=1, prompt=64, completion=64, steps=1),
     ),
     "100m": (
-        dict(vocab_size=8192, num_layers=12, model_dim=768, num_heads=12, num_kv_heads=12, head_dim=64, mlp_dim=2304),
+        shapes.MODELS["100m"],
         dict(rows=16, row_tokens=512, microbatches=2, prompt=256, completion=256, steps=1),
     ),
     "smoke": (
-        dict(vocab_size=8, num_layers=1, model_dim=8, num_heads=2, num_kv_heads=2, head_dim=4, mlp_dim=16),
+        shapes.MODELS["smoke"],
         dict(rows=2, row_tokens=8, microbatches=1, prompt=2, completion=2, steps=1),
     ),
 }  # fmt: skip
@@ -89,7 +87,7 @@ class Learner:
         minibatches: Sequence[Sequence[Batch]],
     ):
         self.programs = programs
-        self.state = programs.init(sharding.init_sharded(config, make_mesh(), seed=0))
+        self.state = programs.init(sharding.init_sharded(config, shapes.one_device(), seed=0))
         self.accumulator = programs.zero_accumulator()
         self._minibatches = minibatches
         self._forwards_of_accumulate = 1 + config.remat
@@ -136,11 +134,7 @@ def main(argv: list[str] | None = None) -> None:
         remats = (False,)
     device = jax.devices()[0]
     names = ["quickstart", "17m", "100m"]
-    result = {
-        "device": device.device_kind,
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-        "jax": jax.__version__,
+    result = shapes.machine() | {
         "rounds": args.rounds,
         "shapes": {},
     }
@@ -154,7 +148,9 @@ def main(argv: list[str] | None = None) -> None:
         table = result["shapes"][name] = {"costs": costs(shape, work, counted)}
         report_costs(name, table["costs"])
         for remat in remats:
-            measured = measure(make_config(shape, remat), work, rounds, two=two, one=one)
+            measured = measure(
+                shapes.model_config(shape, remat=remat), work, rounds, two=two, one=one
+            )
             table["remat" if remat else "no remat"] = measured
             report_steps(name, remat, measured)
     result["secs"] = time.perf_counter() - start
@@ -188,11 +184,11 @@ def measure(
         base = "behavior, 1 minibatch" if name.endswith("1 minibatch") else "behavior"
         steps[name] = {
             "step_secs": float(np.median(secs[name])),
-            "over_behavior": quartiles(secs[name] / secs[base]),
+            "over_behavior": shapes.quartiles(secs[name] / secs[base]),
             "forwards": learner.forwards,
             "compilations": learner.programs.num_compilations(),
         }
-    share = quartiles(secs["a3po"] / secs["a3po, no statistics"] - 1)
+    share = shapes.quartiles(secs["a3po"] / secs["a3po, no statistics"] - 1)
     return {"steps": steps, "statistics_share": share}
 
 
@@ -208,18 +204,13 @@ def interleaved(learners: dict[str, Learner], rounds: int, steps: int) -> dict[s
     return {name: np.array(of_rounds) for name, of_rounds in secs.items()}
 
 
-def quartiles(values: np.ndarray) -> dict[str, float]:
-    low, median, high = np.quantile(values, (0.25, 0.5, 0.75))
-    return {"median": float(median), "low": float(low), "high": float(high)}
-
-
 def costs(shape: dict, work: dict, names: Sequence[str]) -> dict:
     """FLOPs of the programs of one microbatch without remat, by XLA's count, and two timings."""
-    config = make_config(shape, remat=False)
+    config = shapes.model_config(shape)
     (batch,) = make_batches(config, work, num_microbatches=1)
     programs, params = (
         make_programs(config, "behavior", 2),
-        sharding.init_sharded(config, make_mesh(), seed=0),
+        sharding.init_sharded(config, shapes.one_device(), seed=0),
     )
     logprobs = programs.score(params, batch)
     staleness = np.where(batch.mask, VERSION - batch.token_versions, 0)
@@ -280,68 +271,18 @@ def count_flops(config: transformer.ModelConfig, lowered) -> float:
     return without_layers + config.num_layers * (counted(1) - without_layers)
 
 
-def make_mesh() -> jax.sharding.Mesh:
-    return sharding.make_mesh(1, 1, 1, jax.devices()[:1])
-
-
 def make_programs(config: transformer.ModelConfig, anchor: str, num_minibatches: int) -> TrainStep:
-    return TrainStep(
-        config,
-        make_mesh(),
-        loss=LossConfig(anchor=anchor),
-        temperature=1.0,
-        optimizer=optimizer.make_optimizer(
-            learning_rate=1e-5,
-            warmup_updates=0,
-            decay_updates=None,
-            b1=0.9,
-            b2=0.95,
-            eps=1e-8,
-            weight_decay=0.0,
-        ),
-        max_grad_norm=1.0,
-        num_minibatches=num_minibatches,
-        head_chunk_tokens=None,
-    )
-
-
-def make_config(shape: dict, remat: bool) -> transformer.ModelConfig:
-    return transformer.ModelConfig(
-        **shape,
-        rope_theta=10_000.0,
-        rope_scaling=None,
-        norm_eps=1e-6,
-        qk_norm=True,
-        attention_bias=False,
-        tied_embeddings=True,
-        dtype="float32" if jax.devices()[0].platform == "cpu" else "bfloat16",
-        remat=remat,
-    )
+    loss = LossConfig(anchor=anchor)
+    return shapes.make_train_step(config, loss=loss, num_minibatches=num_minibatches)
 
 
 def make_batches(config, work: dict, num_microbatches: int) -> list[Batch]:
-    """Rows of made-up trajectories, each sampled by one version of the last VERSION."""
-    rng = np.random.default_rng(0)
-    length = work["prompt"] + work["completion"]
-    groups = []
-    for index in range(work["rows"] * num_microbatches * (work["row_tokens"] // length)):
-        mask = np.arange(length) >= work["prompt"]
-        logprobs = -np.log(config.vocab_size) + 0.1 * rng.normal(size=length)
-        trajectory = Trajectory(
-            tokens=rng.integers(0, config.vocab_size, length).astype(np.int32),
-            logprobs=np.where(mask, logprobs, 0).astype(np.float32),
-            versions=np.where(mask, VERSION - index % VERSION, NOT_SAMPLED).astype(np.int32),
-            mask=mask,
-            prompt_length=work["prompt"],
-        )
-        groups.append(Group(index, 0, (trajectory,)))
-    return packing.pack(
-        groups,
-        rng.normal(size=(len(groups), 1)).astype(np.float32),
-        microbatch_rows=work["rows"],
-        row_tokens=work["row_tokens"],
-        policy="in_order",
-        shared_prompts=False,
+    """Each trajectory sampled by one version of the last VERSION."""
+    return shapes.full_rows(
+        work,
+        vocab_size=config.vocab_size,
+        num_microbatches=num_microbatches,
+        versions=range(VERSION, 0, -1),
     )
 
 
@@ -378,9 +319,9 @@ def report_steps(name: str, remat: bool, measured: dict) -> None:
 
 def plot(result: dict, path: pathlib.Path) -> None:
     """Step over `behavior`'s, with quartiles; a panel to a shape."""
-    shapes = result["shapes"]
-    figure, axes = plt.subplots(1, len(shapes), figsize=(5.5 * len(shapes), 4), squeeze=False)
-    for axis, (name, table) in zip(axes[0], shapes.items(), strict=True):
+    tables = result["shapes"]
+    figure, axes = plt.subplots(1, len(tables), figsize=(5.5 * len(tables), 4), squeeze=False)
+    for axis, (name, table) in zip(axes[0], tables.items(), strict=True):
         for i, kind in enumerate(kind for kind in table if kind != "costs"):
             rows = table[kind]["steps"]
             over = [row["over_behavior"] for row in rows.values()]

@@ -13,14 +13,13 @@ Dense takes 12 GiB here. Results are printed and written to benchmarks/results/h
 
 import argparse
 import json
-import os
 import pathlib
-import platform
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import shapes
 from flax import nnx
 
 from jaxrl_async.models import logprobs, transformer
@@ -38,8 +37,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
     args = parser.parse_args(argv)
     shape = SMOKE if args.smoke else SHAPE
-    result = {"machine": platform.machine(), "jax": jax.__version__, "cores": os.cpu_count()}
-    result |= {"shape": {k: v for k, v in shape.items() if k != "chunks"}, "heads": {}}
+    result = shapes.machine() | {
+        "shape": {k: v for k, v in shape.items() if k != "chunks"},
+        "heads": {},
+    }
     for tied in (True, False):
         programs = {chunk: compile_gradient(shape, tied, chunk) for chunk in shape["chunks"]}
         rows = {chunk: memory(shape, program) for chunk, program in programs.items()}
@@ -74,22 +75,19 @@ def compile_gradient(shape: dict, tied: bool, chunk_tokens: int | None) -> jax.s
 
 def make_model(shape: dict, tied: bool, kernel: jax.Array) -> transformer.Transformer:
     """A model of which nothing but the head exists."""
-    config = transformer.ModelConfig(
-        vocab_size=shape["vocab_size"],
-        num_layers=1,
-        model_dim=shape["model_dim"],
-        num_heads=2,
-        num_kv_heads=2,
-        head_dim=8,
-        mlp_dim=8,
-        rope_theta=10_000.0,
-        rope_scaling=None,
-        norm_eps=1e-6,
-        qk_norm=False,
-        attention_bias=False,
-        tied_embeddings=tied,
-        dtype="float32",
-        remat=False,
+    config = shapes.model_config(
+        dict(
+            vocab_size=shape["vocab_size"],
+            num_layers=1,
+            model_dim=shape["model_dim"],
+            num_heads=2,
+            num_kv_heads=2,
+            head_dim=8,
+            mlp_dim=8,
+            qk_norm=False,
+            tied_embeddings=tied,
+            dtype="float32",
+        )
     )
     params = transformer.abstract_params(config)
     holder, name = (params, "embedding") if tied else (params["head"], "kernel")

@@ -17,32 +17,30 @@ benchmarks/results/learner.json; a part that was not run keeps what stands there
 
 import argparse
 import json
-import os
 import pathlib
-import platform
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import shapes
 
-from jaxrl_async.learner import optimizer, packing
-from jaxrl_async.learner.train_step import TrainStep
 from jaxrl_async.loss_config import LossConfig
-from jaxrl_async.models import sharding, transformer
-from jaxrl_async.types import Batch, Group, Trajectory
+from jaxrl_async.models import sharding
+from jaxrl_async.types import Batch
 
 ROOT = pathlib.Path(__file__).parent.parent
 MATMUL_SIZE = 4096
+FLOAT32 = {"dtype": "float32"}  # on any device
 
 # Shape of the model; rows of a microbatch, tokens of a row, microbatches of an update, head chunk, prompt, completion.
 SHAPES = {
     "quickstart": (
-        dict(vocab_size=14, num_layers=2, model_dim=64, num_heads=4, num_kv_heads=4, head_dim=16, mlp_dim=192),
+        shapes.MODELS["quickstart"] | FLOAT32,
         dict(rows=64, row_tokens=48, microbatches=1, head_chunk=None, prompt=6, completion=4),
     ),
     "100m": (
-        dict(vocab_size=8192, num_layers=12, model_dim=768, num_heads=12, num_kv_heads=12, head_dim=64, mlp_dim=2304),
+        shapes.MODELS["100m"] | FLOAT32,
         dict(rows=8, row_tokens=512, microbatches=4, head_chunk=128, prompt=256, completion=256),
     ),
     "qwen2.5-0.5b": (
@@ -56,14 +54,12 @@ SHAPES = {
         dict(rows=4, row_tokens=4096, microbatches=2, head_chunk=512, prompt=2048, completion=2048),
     ),
     "smoke": (
-        dict(vocab_size=8, num_layers=1, model_dim=8, num_heads=2, num_kv_heads=2, head_dim=4, mlp_dim=16),
+        shapes.MODELS["smoke"] | FLOAT32,
         dict(rows=2, row_tokens=8, microbatches=1, head_chunk=None, prompt=4, completion=4),
     ),
 }  # fmt: skip
 ON_CPU = ("quickstart", "100m")
-MIDDLE = dict(
-    vocab_size=4096, num_layers=8, model_dim=384, num_heads=6, num_kv_heads=6, head_dim=64, mlp_dim=1152
-)  # fmt: skip
+MIDDLE = shapes.MODELS["17m"] | FLOAT32
 LENGTHS = (128, 256, 512, 1024, 2048)
 TOKENS = 2048  # of a microbatch in "policies" and "length"
 
@@ -86,8 +82,7 @@ def main(argv: list[str] | None = None) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / "learner.json"
     result = json.loads(path.read_text()) if path.exists() else {}
-    result |= {"machine": platform.machine(), "jax": jax.__version__, "cores": os.cpu_count()}
-    result["device"] = jax.devices()[0].device_kind
+    result |= shapes.machine()
     if args.part in ("rate", "all"):
         for name in names:
             result[name] = rate(name, args.updates)
@@ -110,7 +105,7 @@ def report(name: str, measured: dict[str, float]) -> None:
 
 def rate(name: str, updates: int) -> dict[str, float]:
     """`measure` beside the matmul rate."""
-    dtype = make_config(SHAPES[name][0]).dtype
+    dtype = shapes.model_config(SHAPES[name][0]).dtype
     before = matmul_rate(dtype)
     measured = measure(name, updates)
     best = max(before, matmul_rate(dtype))
@@ -138,10 +133,9 @@ def matmul_rate(dtype: str, tries: int = 5) -> float:
 def measure(name: str, updates: int) -> dict[str, float]:
     """Tokens/s and FLOP/s of whole updates: accumulate every microbatch, then update."""
     shape, work = SHAPES[name]
-    config = make_config(shape)
-    mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
-    train_step = make_train_step(config, mesh, LossConfig(), 1, work["head_chunk"])
-    state = train_step.init(sharding.init_sharded(config, mesh, seed=0))
+    config = shapes.model_config(shape)
+    train_step = shapes.make_train_step(config, learning_rate=1e-4, head_chunk=work["head_chunk"])
+    state = train_step.init(sharding.init_sharded(config, shapes.one_device(), seed=0))
     accumulator, batches = train_step.zero_accumulator(), make_batches(config, work)
 
     def update(state, accumulator):
@@ -174,13 +168,15 @@ def measure(name: str, updates: int) -> dict[str, float]:
 
 def policies(shape: dict, tokens: int, rounds: int) -> dict[str, float]:
     """Three policies of a microbatch in one pass, over the same in three dispatches."""
-    config, mesh = make_config(shape), sharding.make_mesh(1, 1, 1, jax.devices()[:1])
+    config, mesh = shapes.model_config(shape), shapes.one_device()
     (batch,) = make_batches(config, work_of(tokens, row_tokens=min(tokens, 128)))
     params, reference = (sharding.init_sharded(config, mesh, seed=seed) for seed in range(2))
     loss = dict(anchor="recompute", kl="k3", kl_coefficient=0.01)
-    one = make_train_step(config, mesh, LossConfig(**loss), 1, None)
+    one = shapes.make_train_step(config, loss=LossConfig(**loss))
     # A program that is handed both log-probs costs what one with its KL to the recorded ones does.
-    three = make_train_step(config, mesh, LossConfig(**loss, kl_to="behavior"), 2, None)
+    three = shapes.make_train_step(
+        config, loss=LossConfig(**loss, kl_to="behavior"), num_minibatches=2
+    )
 
     def in_one_pass(accumulator):
         return one.accumulate(params, accumulator, batch, None, 2, reference)
@@ -197,21 +193,21 @@ def policies(shape: dict, tokens: int, rounds: int) -> dict[str, float]:
             accumulators[name] = jax.block_until_ready(calls[name](accumulators[name]))
             secs[name].append(time.perf_counter() - start)
     first, third = np.array(secs["one"][1:]), np.array(secs["three"][1:])  # The first ones compile.
-    low, median, high = np.quantile(third / first, (0.25, 0.5, 0.75))
+    speedup = shapes.quartiles(third / first)
     return {
         "one_pass_secs": float(np.median(first)),
         "three_dispatches_secs": float(np.median(third)),
-        "speedup": float(median),
-        "speedup_low": float(low),
-        "speedup_high": float(high),
+        "speedup": speedup["median"],
+        "speedup_low": speedup["low"],
+        "speedup_high": speedup["high"],
     }
 
 
 def of_length(shape: dict, tokens: int, length: int, tries: int = 3) -> dict[str, float]:
     """Seconds and temporary memory of an accumulate over rows of a length."""
-    config, mesh = make_config(shape), sharding.make_mesh(1, 1, 1, jax.devices()[:1])
+    config, mesh = shapes.model_config(shape), shapes.one_device()
     (batch,) = make_batches(config, work_of(tokens, row_tokens=length))
-    train_step = make_train_step(config, mesh, LossConfig(), 1, None)
+    train_step = shapes.make_train_step(config)
     params, accumulator = sharding.init_sharded(config, mesh, seed=0), train_step.zero_accumulator()
     secs = []
     for _ in range(tries + 1):
@@ -234,64 +230,17 @@ def work_of(tokens: int, row_tokens: int) -> dict:
     )  # fmt: skip
 
 
-def make_config(shape: dict) -> transformer.ModelConfig:
-    plain = dict(attention_bias=False, qk_norm=True, tied_embeddings=True)
-    plain |= dict(dtype="float32", remat=False)
-    return transformer.ModelConfig(
-        **plain | shape, rope_theta=10_000.0, rope_scaling=None, norm_eps=1e-6
-    )
-
-
-def make_train_step(config, mesh, loss, num_minibatches, head_chunk) -> TrainStep:
-    adam = optimizer.make_optimizer(
-        learning_rate=1e-4,
-        warmup_updates=0,
-        decay_updates=None,
-        b1=0.9,
-        b2=0.95,
-        eps=1e-8,
-        weight_decay=0.0,
-    )
-    return TrainStep(
-        config,
-        mesh,
-        loss=loss,
-        temperature=1.0,
-        optimizer=adam,
-        max_grad_norm=1.0,
-        num_minibatches=num_minibatches,
-        head_chunk_tokens=head_chunk,
-    )
-
-
 def sequence_length(work) -> int:
     return work["prompt"] + work["completion"]
 
 
 def make_batches(config, work) -> list[Batch]:
-    """Rows filled to the end with made-up trajectories, so that every token is a model's token."""
-    rng = np.random.default_rng(0)
-    length = sequence_length(work)
-    per_row = work["row_tokens"] // length
-    groups = []
-    for index in range(work["rows"] * work["microbatches"] * per_row):
-        mask = np.arange(length) >= work["prompt"]
-        trajectory = Trajectory(
-            tokens=rng.integers(0, config.vocab_size, length).astype(np.int32),
-            logprobs=np.where(mask, -np.log(config.vocab_size), 0).astype(np.float32),
-            versions=np.where(mask, 1, -1).astype(np.int32),
-            mask=mask,
-            prompt_length=work["prompt"],
-        )
-        groups.append(Group(index, 0, (trajectory,)))
-    advantages = rng.normal(size=(len(groups), 1)).astype(np.float32)
-    return packing.pack(
-        groups,
-        advantages,
-        microbatch_rows=work["rows"],
-        row_tokens=work["row_tokens"],
-        policy="in_order",
-        shared_prompts=False,
+    """Sampled by the version before the one that is trained."""
+    return shapes.full_rows(
+        work,
+        vocab_size=config.vocab_size,
+        num_microbatches=work["microbatches"],
+        versions=(1,),
     )
 
 

@@ -19,20 +19,17 @@ they were there.
 import argparse
 import dataclasses
 import json
-import os
 import pathlib
-import platform
 import time
 from collections.abc import Sequence
 
 import jax
 import numpy as np
+import shapes
 
-from jaxrl_async.learner import optimizer, packing
-from jaxrl_async.learner.train_step import TrainStep
-from jaxrl_async.loss_config import LossConfig
-from jaxrl_async.models import sharding, transformer
-from jaxrl_async.types import NOT_SAMPLED, Batch, Group, Trajectory
+from jaxrl_async.learner import packing
+from jaxrl_async.models import sharding
+from jaxrl_async.types import Batch, Group
 
 ROOT = pathlib.Path(__file__).parent.parent
 PARTS = ("padding", "host", "accumulate")
@@ -50,7 +47,7 @@ WORK = (
     dict(num_sequences=96, shorter=8, rows=8, row_tokens=256),
 )  # fmt: skip
 SMOKE_WORK = (
-    dict(vocab_size=8, num_layers=1, model_dim=8, num_heads=2, num_kv_heads=2, head_dim=4, mlp_dim=16),
+    shapes.MODELS["smoke"],
     dict(num_sequences=12, shorter=64, rows=4, row_tokens=32),
 )  # fmt: skip
 
@@ -126,7 +123,7 @@ def shares(num_sequences: int, row_tokens: int, policy: str) -> dict[str, dict[s
 
 def host_seconds(sizes: Sequence[int]) -> dict:
     """Median seconds of `assign_rows`, by policy and number of sequences, into rows of 4096 tokens."""
-    return machine() | {
+    return shapes.machine() | {
         policy: {str(size): assign_secs(size, policy) for size in sizes}
         for policy in packing.POLICIES
     }
@@ -143,7 +140,9 @@ def assign_secs(num_sequences: int, policy: str, tries: int = 9) -> float:
 
 def accumulate_times(model: dict, work: dict, rounds: int) -> dict:
     """Seconds of one accumulation of each kind, and how many times as long the fixed one takes."""
-    train_step, params = make_train_step(model)
+    config = shapes.model_config(model | {"dtype": "float32"})
+    train_step = shapes.make_train_step(config)
+    params = sharding.init_sharded(config, shapes.one_device(), seed=0)
     groups = make_groups(model["vocab_size"], work)
     batches = {FIXED: fixed(groups, work)}
     batches |= {policy: pack(groups, work, policy) for policy in packing.POLICIES}
@@ -166,7 +165,7 @@ def accumulate_times(model: dict, work: dict, rounds: int) -> dict:
             accumulated(policy)
             secs[policy].append(time.perf_counter() - start)
         order.reverse()
-    return machine() | {
+    return shapes.machine() | {
         "rounds": rounds,
         "compilations": train_step.num_compilations(),
         "policies": {
@@ -174,47 +173,11 @@ def accumulate_times(model: dict, work: dict, rounds: int) -> dict:
                 "microbatches": len(batches[policy]),
                 "padding_share": packing.padding_share(batches[policy]),
                 "secs": float(np.median(secs[policy])),
-                "fixed_over_this": quartiles(np.array(secs[FIXED]) / np.array(secs[policy])),
+                "fixed_over_this": shapes.quartiles(np.array(secs[FIXED]) / np.array(secs[policy])),
             }
             for policy in batches
         },
     }
-
-
-def make_train_step(model: dict):
-    """(TrainStep, parameters)"""
-    config = transformer.ModelConfig(
-        **model,
-        rope_theta=10_000.0,
-        rope_scaling=None,
-        norm_eps=1e-6,
-        qk_norm=True,
-        attention_bias=False,
-        tied_embeddings=True,
-        dtype="float32",
-        remat=False,
-    )
-    adam = optimizer.make_optimizer(
-        learning_rate=1e-4,
-        warmup_updates=0,
-        decay_updates=None,
-        b1=0.9,
-        b2=0.95,
-        eps=1e-8,
-        weight_decay=0.0,
-    )
-    mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
-    train_step = TrainStep(
-        config,
-        mesh,
-        loss=LossConfig(),
-        temperature=1.0,
-        optimizer=adam,
-        max_grad_norm=1.0,
-        num_minibatches=1,
-        head_chunk_tokens=None,
-    )
-    return train_step, sharding.init_sharded(config, mesh, seed=0)
 
 
 def make_groups(vocab_size: int, work: dict) -> list[Group]:
@@ -222,15 +185,10 @@ def make_groups(vocab_size: int, work: dict) -> list[Group]:
     rng, groups = np.random.default_rng(0), []
     lengths = np.maximum(draw_lengths(work["num_sequences"], seed=0) // work["shorter"], 2)
     for index, length in enumerate(lengths.tolist()):
-        prompt = max(length // 4, 1)
-        mask = np.arange(length) >= prompt
-        logprobs = -np.log(vocab_size) + 0.1 * rng.normal(size=length)
-        trajectory = Trajectory(
-            tokens=rng.integers(0, vocab_size, length).astype(np.int32),
-            logprobs=np.where(mask, logprobs, 0).astype(np.float32),
-            versions=np.where(mask, 0, NOT_SAMPLED).astype(np.int32),
-            mask=mask,
-            prompt_length=prompt,
+        num_prompt = max(length // 4, 1)
+        prompt = rng.integers(0, vocab_size, num_prompt)
+        trajectory = shapes.make_trajectory(
+            rng, prompt, length - num_prompt, vocab_size=vocab_size, version=0
         )
         groups.append(Group(index, 0, (trajectory,)))
     return groups
@@ -265,19 +223,6 @@ def flat(tree) -> np.ndarray:
 
 def mean_and_range(values: Sequence[float]) -> dict[str, float]:
     return {"mean": float(np.mean(values)), "min": min(values), "max": max(values)}
-
-
-def quartiles(values: np.ndarray) -> dict[str, float]:
-    low, median, high = np.quantile(values, (0.25, 0.5, 0.75))
-    return {"median": float(median), "low": float(low), "high": float(high)}
-
-
-def machine() -> dict:
-    return {
-        "device": jax.devices()[0].device_kind,
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-    }
 
 
 if __name__ == "__main__":

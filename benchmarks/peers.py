@@ -34,7 +34,6 @@ import itertools
 import json
 import os
 import pathlib
-import platform
 import subprocess
 import sys
 import tempfile
@@ -44,6 +43,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
+import shapes
 
 from jaxrl_async import roles
 from jaxrl_async.cli.config import parse_flags, settings_of
@@ -128,7 +128,7 @@ def main(argv: list[str] | None = None) -> None:
         overrides = WORKLOAD | TINY
         args.rounds = args.repetitions = args.step_rounds = args.steps = 1
     settings = settings_with("sync", overrides)
-    result = machine() | {"workload": workload_of(settings)}
+    result = shapes.machine() | {"workload": workload_of(settings)}
     with contextlib.ExitStack() as stack:
         tunix = None
         if not args.smoke:
@@ -192,35 +192,20 @@ def summary(secs: Mapping[str, np.ndarray], amount: int) -> dict[str, dict]:
     """Quartiles of seconds and of amount/s of each side, and of the ratios to tunix of the same round."""
     sides = {}
     for name, values in secs.items():
-        sides[name] = {"secs": quartiles(values), "rate": quartiles(amount / values)}
+        sides[name] = {"secs": shapes.quartiles(values), "rate": shapes.quartiles(amount / values)}
         if name != "tunix" and "tunix" in secs:
-            sides[name]["times_tunix"] = quartiles(secs["tunix"] / values)
+            sides[name]["times_tunix"] = shapes.quartiles(secs["tunix"] / values)
     return {"amount": amount, "rounds": {k: v.tolist() for k, v in secs.items()}, "sides": sides}
-
-
-def quartiles(values: np.ndarray) -> list[float]:
-    """[first quartile, median, third quartile]"""
-    return np.quantile(values, [0.25, 0.5, 0.75]).tolist()
 
 
 def report(name: str, found: Mapping) -> None:
     for side, values in found["sides"].items():
-        (low, rate, high), secs = values["rate"], values["secs"][1]
-        line = (
-            f"{name:11}{side:7}{secs:8.3f} s {rate:10,.0f} {found['unit']} [{low:,.0f} {high:,.0f}]"
-        )
+        rate, secs = values["rate"], values["secs"]["median"]
+        line = f"{name:11}{side:7}{secs:8.3f} s {rate['median']:10,.0f} {found['unit']}"
+        line += f" [{rate['low']:,.0f} {rate['high']:,.0f}]"
         if ratio := values.get("times_tunix"):
-            line += f"   {ratio[1]:.2f} × tunix [{ratio[0]:.2f} {ratio[2]:.2f}]"
+            line += f"   {ratio['median']:.2f} × tunix [{ratio['low']:.2f} {ratio['high']:.2f}]"
         print(line, flush=True)
-
-
-def machine() -> dict:
-    return {
-        "machine": platform.processor() or platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-    }
 
 
 # Ours.

@@ -12,19 +12,16 @@ benchmarks/results/shared_prompts.json, or to --out.
 
 import argparse
 import json
-import os
 import pathlib
-import platform
 import time
 
 import jax
 import numpy as np
+import shapes
 
-from jaxrl_async.learner import optimizer, packing
-from jaxrl_async.learner.train_step import TrainStep
-from jaxrl_async.loss_config import LossConfig
+from jaxrl_async.learner import packing
 from jaxrl_async.models import sharding, transformer
-from jaxrl_async.types import NOT_SAMPLED, Batch, Group, Trajectory
+from jaxrl_async.types import Batch, Group
 
 ROOT = pathlib.Path(__file__).parent.parent
 VERSION = 2  # v_θ; tokens are 1 step old
@@ -33,15 +30,15 @@ KINDS = ("replicated", "shared")
 # Shape of the model; groups of a microbatch, completions of a group, prompt, completion, head chunk.
 SHAPES = {
     "17m": (
-        dict(vocab_size=4096, num_layers=8, model_dim=384, num_heads=6, num_kv_heads=6, head_dim=64, mlp_dim=1152),
+        shapes.MODELS["17m"],
         dict(groups=1, group_size=8, prompt=512, completion=128, head_chunk=128),
     ),
     "100m": (
-        dict(vocab_size=8192, num_layers=12, model_dim=768, num_heads=12, num_kv_heads=12, head_dim=64, mlp_dim=2304),
+        shapes.MODELS["100m"],
         dict(groups=1, group_size=8, prompt=512, completion=128, head_chunk=128),
     ),
     "smoke": (
-        dict(vocab_size=8, num_layers=1, model_dim=8, num_heads=2, num_kv_heads=2, head_dim=4, mlp_dim=16),
+        shapes.MODELS["smoke"],
         dict(groups=2, group_size=3, prompt=4, completion=2, head_chunk=None),
     ),
 }  # fmt: skip
@@ -57,11 +54,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.smoke:
         args.shape, args.rounds = "smoke", 2
-    result = {
-        "device": jax.devices()[0].device_kind,
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-        "jax": jax.__version__,
+    result = shapes.machine() | {
         "rounds": args.rounds,
         "remat": args.remat,
         "shapes": {},
@@ -69,7 +62,7 @@ def main(argv: list[str] | None = None) -> None:
     for name in ("17m", "100m") if args.shape == "all" else [args.shape]:
         shape, work = SHAPES[name]
         measured = result["shapes"][name] = measure(
-            make_config(shape, args.remat), work, args.rounds
+            shapes.model_config(shape, remat=args.remat), work, args.rounds
         )
         report(name, work, measured)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -78,9 +71,8 @@ def main(argv: list[str] | None = None) -> None:
 
 def measure(config: transformer.ModelConfig, work: dict, rounds: int) -> dict:
     """Seconds and useful tokens/s of `accumulate` on both kinds of rows, and their ratio beside its ideal."""
-    mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
-    train_step = make_train_step(config, mesh, work["head_chunk"])
-    state = train_step.init(sharding.init_sharded(config, mesh, seed=0))
+    train_step = shapes.make_train_step(config, head_chunk=work["head_chunk"])
+    state = train_step.init(sharding.init_sharded(config, shapes.one_device(), seed=0))
     batches = {kind: make_batch(config, work, shared_prompts=kind == "shared") for kind in KINDS}
     secs, update_secs = {kind: [] for kind in KINDS}, []
     accumulator, order = train_step.zero_accumulator(), list(KINDS)
@@ -99,7 +91,7 @@ def measure(config: transformer.ModelConfig, work: dict, rounds: int) -> dict:
                 secs[kind].append(accumulated - start)
                 update_secs.append(time.perf_counter() - accumulated)
         order.reverse()
-    ratio = quartiles(np.divide(secs["replicated"], secs["shared"]))
+    ratio = shapes.quartiles(np.divide(secs["replicated"], secs["shared"]))
     laid_down = {kind: int(np.count_nonzero(batches[kind].segment_ids)) for kind in KINDS}
     ideal = laid_down["replicated"] / laid_down["shared"]
     useful = int(batches["shared"].mask.sum())
@@ -108,7 +100,7 @@ def measure(config: transformer.ModelConfig, work: dict, rounds: int) -> dict:
             "rows": list(batches[kind].tokens.shape),
             "tokens": laid_down[kind],
             "padding_share": packing.padding_share([batches[kind]]),
-            "accumulate_secs": quartiles(secs[kind]),
+            "accumulate_secs": shapes.quartiles(secs[kind]),
             "useful_tokens_per_sec": useful / float(np.median(secs[kind])),
         }
         for kind in KINDS
@@ -121,65 +113,18 @@ def measure(config: transformer.ModelConfig, work: dict, rounds: int) -> dict:
     }
 
 
-def quartiles(values) -> dict[str, float]:
-    low, median, high = np.quantile(values, (0.25, 0.5, 0.75))
-    return {"median": float(median), "low": float(low), "high": float(high)}
-
-
-def make_config(shape: dict, remat: bool) -> transformer.ModelConfig:
-    return transformer.ModelConfig(
-        **shape,
-        rope_theta=10_000.0,
-        rope_scaling=None,
-        norm_eps=1e-6,
-        qk_norm=True,
-        attention_bias=False,
-        tied_embeddings=True,
-        dtype="float32" if jax.devices()[0].platform == "cpu" else "bfloat16",
-        remat=remat,
-    )
-
-
-def make_train_step(config, mesh, head_chunk: int | None) -> TrainStep:
-    return TrainStep(
-        config,
-        mesh,
-        loss=LossConfig(),
-        temperature=1.0,
-        optimizer=optimizer.make_optimizer(
-            learning_rate=1e-5,
-            warmup_updates=0,
-            decay_updates=None,
-            b1=0.9,
-            b2=0.95,
-            eps=1e-8,
-            weight_decay=0.0,
-        ),
-        max_grad_norm=1.0,
-        num_minibatches=1,
-        head_chunk_tokens=head_chunk,
-    )
-
-
 def make_batch(config, work: dict, *, shared_prompts: bool) -> Batch:
     """One microbatch of rows filled to the end: of one trajectory each, or of one group each."""
     rng = np.random.default_rng(0)
-    G, P, R = work["group_size"], work["prompt"], work["completion"]
-    mask = np.arange(P + R) >= P
-
-    def trajectory(prompt):
-        return Trajectory(
-            tokens=np.append(prompt, rng.integers(0, config.vocab_size, R)).astype(np.int32),
-            logprobs=np.where(mask, -np.log(config.vocab_size), 0).astype(np.float32),
-            versions=np.where(mask, VERSION - 1, NOT_SAMPLED).astype(np.int32),
-            mask=mask,
-            prompt_length=P,
-        )
-
+    G, P, R, V = work["group_size"], work["prompt"], work["completion"], config.vocab_size
     groups = []
     for index in range(work["groups"]):
-        prompt = rng.integers(0, config.vocab_size, P)
-        groups.append(Group(index, 0, tuple(trajectory(prompt) for _ in range(G))))
+        prompt = rng.integers(0, V, P)
+        trajectories = tuple(
+            shapes.make_trajectory(rng, prompt, R, vocab_size=V, version=VERSION - 1)
+            for _ in range(G)
+        )
+        groups.append(Group(index, 0, trajectories))
     (batch,) = packing.pack(
         groups,
         rng.normal(size=(len(groups), G)).astype(np.float32),
