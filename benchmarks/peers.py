@@ -34,6 +34,7 @@ import itertools
 import json
 import os
 import pathlib
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -61,6 +62,7 @@ ENVIRONMENT = ROOT / ".venv-peers" / "tunix"
 # What pip finds for tunix alone takes it minutes, for the sake of transformers; the same JAX is a condition.
 PINS = ("google-tunix==0.1.7", "transformers==5.12.1", f"jax=={jax.__version__}")
 TIMEOUT_SECS = 600.0  # of a turn
+INSTALL_SECS = 1800.0  # of a command that makes tunix's environment
 WARM_STEPS = 5  # in no figure
 TAIL = 3000  # characters of a failed process's output in an error
 
@@ -434,7 +436,7 @@ def environment(directory: pathlib.Path) -> pathlib.Path:
     """The Python of tunix's environment, which is made where it is not there.
 
     Raises:
-      PeerError: pip could not install it.
+      PeerError: pip could not install it, or took more than INSTALL_SECS.
     """
     stamp, python = directory / "stamp", directory / "bin" / "python"
     if stamp.exists() and stamp.read_text() == " ".join(PINS):
@@ -444,11 +446,24 @@ def environment(directory: pathlib.Path) -> pathlib.Path:
         [sys.executable, "-m", "venv", directory],
         [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *PINS],
     ):
-        run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        words = shlex.join(map(str, command))
+        try:
+            run = subprocess.run(
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=INSTALL_SECS
+            )
+        except subprocess.TimeoutExpired as error:
+            raise PeerError(
+                f"no environment of tunix: {words} took more than {INSTALL_SECS:g} s:\n"
+                + tail(error.stdout)
+            ) from None
         if run.returncode:
-            raise PeerError(f"no environment of tunix:\n{run.stdout[-TAIL:]}")
+            raise PeerError(f"no environment of tunix: {words} failed:\n{tail(run.stdout)}")
     stamp.write_text(" ".join(PINS))
     return python
+
+
+def tail(output: bytes | None) -> str:
+    return (output or b"").decode(errors="replace")[-TAIL:]
 
 
 if __name__ == "__main__":

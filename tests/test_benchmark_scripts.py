@@ -331,6 +331,17 @@ def test_an_environment_that_cannot_be_made_is_told(tmp_path, monkeypatch):
     assert not (tmp_path / "stamp").exists()
 
 
+def test_an_environment_that_takes_too_long_names_the_command_that_did(tmp_path, monkeypatch):
+    slow = tmp_path / "slow"
+    slow.write_text("#!/bin/sh\necho collecting\nexec sleep 60\n")
+    slow.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(slow))
+    monkeypatch.setattr(peers, "INSTALL_SECS", 0.5)
+    with pytest.raises(peers.PeerError, match=r"slow -m venv .* took more than 0.5 s:\ncollecting"):
+        peers.environment(tmp_path)
+    assert not (tmp_path / "stamp").exists()
+
+
 @pytest.mark.long
 def test_our_side_of_the_comparison_works_on_whole_steps():
     settings = peers.settings_with("sync", peers.WORKLOAD | peers.TINY)
