@@ -12,14 +12,15 @@ import sys
 
 import jax
 import numpy as np
+import optax
+from small_learner import empty_status
 
 from jaxrl_async.channels import wire
 from jaxrl_async.channels.admission import Position
 from jaxrl_async.channels.lease import Share
 from jaxrl_async.channels.weight_store import WeightStore
-from jaxrl_async.channels.wire import QueueStatus
 from jaxrl_async.checkpoint import Checkpoints
-from jaxrl_async.learner import learner, optimizer, packing, processes
+from jaxrl_async.learner import learner, packing, processes
 from jaxrl_async.learner.train_step import TrainStep
 from jaxrl_async.learner.versions import Delay, Versions
 from jaxrl_async.learner.warm_start import warm_start
@@ -91,11 +92,7 @@ class Queue:
         return NO_POSITION
 
     def status(self):
-        return QueueStatus(
-            depth_groups=0, depth_bytes=0, leased_groups=0, running_groups=0, reissue_groups=0,
-            capacity=0, v_pub=0, committed_step=0, leased_step=0, frontier=0, returned={},
-            retired={}, stale_events=0, completion_tokens=0, last_push_age_secs=None, waits=(),
-        )  # fmt: skip
+        return empty_status()
 
 
 def outline(group: Group) -> Group:
@@ -131,15 +128,7 @@ def make_train_step(mesh: jax.sharding.Mesh) -> TrainStep:
         mesh,
         loss=LossConfig(anchor="recompute", kl="k3", kl_coefficient=0.1),
         temperature=1.0,
-        optimizer=optimizer.make_optimizer(
-            learning_rate=1e-3,
-            warmup_updates=0,
-            decay_updates=None,
-            b1=0.9,
-            b2=0.95,
-            eps=1e-6,
-            weight_decay=0.0,
-        ),
+        optimizer=optax.adam(1e-3, b2=0.95, eps=1e-6),
         max_grad_norm=1.0,
         num_minibatches=NUM_MINIBATCHES,
         head_chunk_tokens=None,

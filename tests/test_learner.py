@@ -4,11 +4,12 @@ import functools
 
 import jax
 import numpy as np
+import optax
 import pytest
+from small_learner import empty_status, flat
 
 from jaxrl_async.channels.admission import Position
-from jaxrl_async.channels.wire import QueueStatus
-from jaxrl_async.learner import learner, optimizer, packing
+from jaxrl_async.learner import learner, packing
 from jaxrl_async.learner.train_step import TrainStep
 from jaxrl_async.loss_config import LossConfig
 from jaxrl_async.models import sharding, transformer
@@ -38,22 +39,13 @@ B, G = 4, 2
 @functools.cache  # Compiled once for all tests.
 def make_train_step(anchor, num_minibatches, **loss):
     loss = LossConfig(anchor=anchor, behavior_cap_mode="uncapped", behavior_cap=None, **loss)
-    adam = optimizer.make_optimizer(
-        learning_rate=1e-2,
-        warmup_updates=0,
-        decay_updates=None,
-        b1=0.9,
-        b2=0.95,
-        eps=1e-8,
-        weight_decay=0.0,
-    )
     mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
     train_step = TrainStep(
         CONFIG,
         mesh,
         loss=loss,
         temperature=1.0,
-        optimizer=adam,
+        optimizer=optax.adam(1e-2, b2=0.95),
         max_grad_norm=1.0,
         num_minibatches=num_minibatches,
         head_chunk_tokens=None,
@@ -104,24 +96,7 @@ class Recorder:
         return Position(step, step * B, (), {}, {})
 
     def status(self):
-        return QueueStatus(
-            depth_groups=0,
-            depth_bytes=0,
-            leased_groups=0,
-            running_groups=0,
-            reissue_groups=0,
-            capacity=0,
-            v_pub=0,
-            committed_step=0,
-            leased_step=0,
-            frontier=0,
-            returned=self.returned,
-            retired={},
-            stale_events=0,
-            completion_tokens=0,
-            last_push_age_secs=None,
-            waits=(),
-        )
+        return empty_status(returned=self.returned)
 
     def snapshot(self, state):
         return jax.device_get(state.params)
@@ -177,12 +152,6 @@ def train(
         save=recorder.save,
         metrics=recorder,
         reference=over.get("reference"),
-    )
-
-
-def params(state):
-    return np.concatenate(
-        [np.ravel(leaf) for leaf in jax.tree.leaves(jax.device_get(state.params))]
     )
 
 
@@ -243,7 +212,7 @@ def test_a_step_that_is_saved_ends_before_the_next_one_consumes_its_state():
 def test_ending_a_step_late_changes_no_number():
     ahead, waiting = Recorder(staleness=1), Recorder(staleness=1, waits_for=range(10))
     states = [train(recorder, wait=False, num_steps=4) for recorder in (ahead, waiting)]
-    np.testing.assert_array_equal(params(states[0]), params(states[1]))
+    np.testing.assert_array_equal(flat(states[0].params), flat(states[1].params))
     for version in (1, 2, 3):
         jax.tree.map(
             np.testing.assert_array_equal, ahead.weights[version], waiting.weights[version]
@@ -254,7 +223,7 @@ def test_periodic_chunks_accumulate_to_the_synchronous_gradient():
     whole = train(Recorder(chunk_groups=B), num_steps=1)
     chunks = train(Recorder(chunk_groups=1), num_steps=1)
     # Adam amplifies rounding where a gradient is almost 0; one step moves every weight by ≤ 1e-2.
-    assert np.max(np.abs(params(whole) - params(chunks))) < 1e-4
+    assert np.max(np.abs(flat(whole.params) - flat(chunks.params))) < 1e-4
 
 
 def test_one_update_per_minibatch():

@@ -11,39 +11,24 @@ import random
 
 import jax
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_learner import MODEL, assert_same, empty_status, flat, host_params, params_on
 
 from jaxrl_async.channels.admission import Admission
-from jaxrl_async.channels.wire import QueueStatus
 from jaxrl_async.evaluation import complete
 from jaxrl_async.inference import engine as engines
 from jaxrl_async.inference.sampling import SamplingParams
-from jaxrl_async.learner import learner, optimizer, packing
+from jaxrl_async.learner import learner, packing
 from jaxrl_async.learner.train_step import TrainStep
 from jaxrl_async.loss_config import LossConfig
-from jaxrl_async.models import sharding, transformer
+from jaxrl_async.models import sharding
 from jaxrl_async.objectives.advantages import ADVANTAGES
 from jaxrl_async.types import Chunk, Group, Trajectory
 
-CONFIG = transformer.ModelConfig(
-    vocab_size=16,
-    num_layers=1,
-    model_dim=16,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=4,
-    mlp_dim=32,
-    rope_theta=10_000.0,
-    rope_scaling=None,
-    norm_eps=1e-6,
-    qk_norm=True,
-    attention_bias=False,
-    tied_embeddings=True,
-    dtype="float32",
-    remat=False,
-)
+CONFIG = dataclasses.replace(MODEL, num_layers=1)
 B, G, PROMPT = 6, 4, 3
 ROW_TOKENS = 24
 DEADLINE_SECS = 60.0
@@ -73,38 +58,17 @@ class Measured(TrainStep):
 @functools.cache  # Compiled once for all tests.
 def make_train_step(loss, mesh_shape):
     mesh = sharding.make_mesh(*mesh_shape, jax.devices()[: np.prod(mesh_shape)])
-    adam = optimizer.make_optimizer(
-        learning_rate=1e-2,
-        warmup_updates=0,
-        decay_updates=None,
-        b1=0.9,
-        b2=0.95,
-        eps=1e-8,
-        weight_decay=0.0,
-    )
     train_step = Measured(
         CONFIG,
         mesh,
         loss=loss,
         temperature=1.0,
-        optimizer=adam,
+        optimizer=optax.adam(1e-2, b2=0.95),
         max_grad_norm=1.0,
         num_minibatches=1,
         head_chunk_tokens=None,
     )
     return train_step, mesh
-
-
-@functools.cache
-def _host_params(seed):
-    mesh = sharding.make_mesh(*ONE, jax.devices()[:1])
-    return jax.device_get(sharding.init_sharded(CONFIG, mesh, seed))
-
-
-def params_on(mesh, seed=0):
-    """The same random parameters for every run, in buffers of their own."""
-    params = jax.tree.map(np.copy, _host_params(seed))
-    return jax.device_put(params, sharding.param_shardings(mesh, params))
 
 
 def made_up(shortest=5, longest=14):
@@ -183,8 +147,7 @@ class Run:
             self._push()
 
     def status(self):
-        empty = dict.fromkeys((f.name for f in dataclasses.fields(QueueStatus)), 0)
-        return QueueStatus(**empty | {"returned": {}})
+        return empty_status()
 
     def check(self):
         pass
@@ -242,7 +205,7 @@ def train(run, loss, *, mesh_shape=ONE, rows=4, policy="in_order", num_steps=1, 
         fail_on_recompile=False,
     )
     state = learner.train(
-        train_step.init(params_on(mesh, seed)),
+        train_step.init(params_on(mesh, CONFIG, seed)),
         first_step=1,
         schedule=schedule,
         train_step=train_step,
@@ -260,7 +223,7 @@ def train(run, loss, *, mesh_shape=ONE, rows=4, policy="in_order", num_steps=1, 
         save=run.save,
         metrics=run,
         # Of other weights, so that a KL to them has a gradient.
-        reference=params_on(mesh, seed=1) if loss.needs_reference else None,
+        reference=params_on(mesh, CONFIG, seed=1) if loss.needs_reference else None,
     )
     return state, train_step
 
@@ -274,18 +237,6 @@ def accumulated(run, loss, **values):
 def synchronous(loss, drop_equal_rewards):
     """Of the whole batch in prompt order, on one device, in microbatches of 4 rows."""
     return accumulated(Run(made_up(), drop_equal_rewards=drop_equal_rewards), loss)
-
-
-def flat(tree):
-    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(jax.device_get(tree))])
-
-
-def assert_same(found, expected, tolerance=2e-6):
-    """Gradients to `tolerance` of their norm; sums, the denominator among them, and maxima likewise."""
-    for part in ("grads", "sums", "maxima"):
-        a, b = flat(getattr(found, part)), flat(getattr(expected, part))
-        assert np.linalg.norm(b) > 0
-        assert np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b), part
 
 
 @pytest.mark.parametrize(
@@ -410,7 +361,7 @@ def test_twenty_periodic_steps_in_prompt_order_are_the_synchronous_ones_bit_for_
         state, _ = train(run, A3PO, mesh_shape=mesh_shape, num_steps=20)
         assert [row["staleness/max"] for row in run.rows] == [0] * 20
         states.append(flat(state.params))
-    first = flat(_host_params(0))
+    first = flat(host_params(CONFIG))
     assert np.max(np.abs(states[0] - first)) > 1e-2, "nothing was learned"
     np.testing.assert_array_equal(states[1], states[0])
     np.testing.assert_array_equal(states[2], states[0])
@@ -421,7 +372,7 @@ class Engine:
 
     def __init__(self, engine):
         self._engine = engine
-        self.load(_host_params(0), 0)
+        self.load(host_params(CONFIG), 0)
 
     def load(self, params, version):
         self._engine.update_weights(params, str(version)).result(DEADLINE_SECS)
@@ -483,7 +434,7 @@ def test_an_asynchronous_run_without_staleness_is_the_synchronous_one_bit_for_bi
         state, _ = train(run, A3PO, num_steps=6, wait=wait)
         runs[name] = run, flat(state.params)
     expected = runs["sync"][1]
-    assert np.max(np.abs(expected - flat(_host_params(0)))) > 1e-3, "nothing was learned"
+    assert np.max(np.abs(expected - flat(host_params(CONFIG)))) > 1e-3, "nothing was learned"
     for name in ("async, η = 0", "another order"):
         run, found = runs[name]
         np.testing.assert_array_equal(found, expected)

@@ -8,31 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from small_learner import MODEL, assert_same, flat, params_on
 
 from jaxrl_async.learner import packing
 from jaxrl_async.learner.train_step import TrainStep
 from jaxrl_async.loss_config import LossConfig
-from jaxrl_async.models import sharding, transformer
+from jaxrl_async.models import sharding
 from jaxrl_async.objectives import anchors, kl, policy_loss
 from jaxrl_async.types import NOT_SAMPLED, Group, Trajectory
 
-MODEL = transformer.ModelConfig(
-    vocab_size=16,
-    num_layers=2,
-    model_dim=16,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=4,
-    mlp_dim=32,
-    rope_theta=10000.0,
-    rope_scaling=None,
-    norm_eps=1e-6,
-    qk_norm=True,
-    attention_bias=False,
-    tied_embeddings=True,
-    dtype="float32",
-    remat=False,
-)
 A3PO = LossConfig(clip_high=0.28, behavior_cap=1.5)
 RECOMPUTE = dataclasses.replace(A3PO, anchor="recompute")
 CURRENT = dataclasses.replace(A3PO, anchor="current")
@@ -56,18 +40,6 @@ def make(loss=A3PO, mesh_shape=(1, 1, 1), max_grad_norm=1e9, temperature=0.7):
         num_minibatches=1 if loss.anchor == "current" else 2,
         head_chunk_tokens=None,
     )
-
-
-@functools.lru_cache
-def _host_params():
-    mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
-    return jax.device_get(sharding.init_sharded(MODEL, mesh, 0))
-
-
-def params_on(mesh):
-    """The same random parameters for every test, in buffers of their own."""
-    params = jax.tree.map(np.copy, _host_params())
-    return jax.device_put(params, sharding.param_shardings(mesh, params))
 
 
 def groups_of(num_groups=4, group_size=2, seed=0):
@@ -116,18 +88,6 @@ def accumulated(batches, made=None, version=VERSION):
         proximal = train_step.anchor(params, batch)
         accumulator = train_step.accumulate(params, accumulator, batch, proximal, version)
     return accumulator
-
-
-def flat(tree):
-    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(jax.device_get(tree))])
-
-
-def assert_same(found, expected, tolerance=2e-6):
-    """Gradients to `tolerance` of their norm; sums and maxima likewise."""
-    for part in ("grads", "sums", "maxima"):
-        a, b = flat(getattr(found, part)), flat(getattr(expected, part))
-        assert np.linalg.norm(b) > 0
-        assert np.linalg.norm(a - b) <= tolerance * np.linalg.norm(b), part
 
 
 def test_one_microbatch_equals_four():
