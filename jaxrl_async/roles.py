@@ -364,6 +364,8 @@ async def _rollout(settings: Settings, workdir: pathlib.Path) -> None:
             task.reward,
             num_processes=rollout.reward_processes,
             timeout_secs=rollout.reward_timeout_secs,
+            memory_bytes=rollout.reward_memory_bytes,
+            calls_per_process=rollout.reward_calls_per_process,
         ) as rewards,
         QueueClient(
             settings.queue.address,

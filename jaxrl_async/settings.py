@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrl_async.loss_config import LossConfig
+from jaxrl_async.rewards.pool import MIN_MEMORY_BYTES
 
 MODES = ("sync", "periodic", "async")
 PACKINGS = ("in_order", "first_fit", "fewest")  # learner.packing knows each of these names.
@@ -94,6 +95,8 @@ class Rollout:
     max_retries: int
     reward_processes: int  # per worker
     reward_timeout_secs: float
+    reward_memory_bytes: int  # of each process, beyond what it starts with; 0 for no limit
+    reward_calls_per_process: int  # after which it is replaced; 0 for never
     drop_equal_rewards: (
         bool  # DAPO: a group whose rewards are all equal is retired, the next index drawn
     )
@@ -301,6 +304,7 @@ def _check(s: Settings) -> None:
     if s.weights.keep < 2:  # A late server may still be reading the version before.
         raise SettingsError(f"weights.keep must be ≥ 2, got {s.weights.keep}")
     _check_servers(s.server)
+    _check_rewards(s.rollout)
     _check_mode(s)
     _check_lengths(s)
     _check_attention(s)
@@ -409,6 +413,17 @@ def _check_servers(server: Server) -> None:
     if server.max_restarts < 0:
         raise SettingsError(f"server.max_restarts must be ≥ 0, got {server.max_restarts}")
     command_words(server.command, **dict.fromkeys(COMMAND_FIELDS, "0"))
+
+
+def _check_rewards(rollout: Rollout) -> None:
+    if rollout.reward_memory_bytes != 0 and rollout.reward_memory_bytes < MIN_MEMORY_BYTES:
+        raise SettingsError(
+            f"rollout.reward_memory_bytes must be 0 or ≥ {MIN_MEMORY_BYTES}, got {rollout.reward_memory_bytes}"
+        )
+    if rollout.reward_calls_per_process < 0:
+        raise SettingsError(
+            f"rollout.reward_calls_per_process must be ≥ 0, got {rollout.reward_calls_per_process}"
+        )
 
 
 def command_words(command: str, **values: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""The reward pool: what a reward does costs its own call only, within the bound, and nothing outlives the pool."""
+"""The reward pool: what a reward does costs its own call only, within its bounds, and nothing outlives the pool."""
 
 import asyncio
 import signal
@@ -14,10 +14,13 @@ from jaxrl_async.rewards.pool import RewardError, RewardPool, RewardTimeoutError
 
 SHORT_SECS = 1.0  # for calls that hang; the others may be slow on a busy machine
 LONG_SECS = 60.0
+MIB = 1 << 20
 
 # The completion says what the reward does.
 REWARD = """
 import os, signal, subprocess, sys, time
+
+leaked = []
 
 def reward(completion, answer):
     verb, _, argument = completion.partition(" ")
@@ -33,6 +36,16 @@ def reward(completion, answer):
     if verb == "sleep":
         time.sleep(float(argument))
         return 1.0
+    if verb == "allocate":
+        return len(bytearray(int(argument)))
+    if verb == "leak":
+        leaked.append(bytearray(int(argument)))
+        return len(leaked)
+    if verb == "abort":  # as a library does that knows no MemoryError
+        try:
+            bytearray(int(argument))
+        except MemoryError:
+            os.abort()
     if verb == "spawn":
         child = subprocess.Popen(["sleep", "60"])
         open(argument, "w").write(str(child.pid))
@@ -52,7 +65,7 @@ def reward(completion, answer):
     if verb == "input":
         return len(sys.stdin.read())
     if verb == "modules":
-        heavy = {"jax", "numpy", "asyncio", "multiprocessing", "flax", "grain"}
+        heavy = {"jax", "numpy", "asyncio", "multiprocessing", "flax", "grain", "sympy"}
         return len(heavy & set(sys.modules))
     return {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "1.0", "huge": 10**400}[verb]
 """
@@ -63,11 +76,26 @@ def made_up_reward(tmp_path, monkeypatch):
     (tmp_path / "made_up.py").write_text(REWARD)
     (tmp_path / "broken.py").write_text("import no_such_module")
     (tmp_path / "silent.py").write_text("import os; os._exit(4)")
+    (tmp_path / "large.py").write_text(
+        "imported = bytearray(200 << 20)\nfrom made_up import reward"
+    )
     monkeypatch.syspath_prepend(tmp_path)
 
 
-def make_pool(num_processes=1, timeout_secs=LONG_SECS, reward="made_up:reward"):
-    return RewardPool(reward, num_processes=num_processes, timeout_secs=timeout_secs)
+def make_pool(
+    num_processes=1,
+    timeout_secs=LONG_SECS,
+    reward="made_up:reward",
+    memory_bytes=0,
+    calls_per_process=0,
+):
+    return RewardPool(
+        reward,
+        num_processes=num_processes,
+        timeout_secs=timeout_secs,
+        memory_bytes=memory_bytes,
+        calls_per_process=calls_per_process,
+    )
 
 
 @pytest.fixture
@@ -144,6 +172,99 @@ async def test_a_process_that_is_killed_between_calls_costs_no_call(pool):
     await gone(first)
     await asyncio.sleep(0.1)
     assert await pool.score("pid", "") != first
+
+
+async def test_a_call_that_takes_too_much_memory_fails_alone_and_the_process_is_replaced():
+    async with make_pool(memory_bytes=64 * MIB) as pool:
+        first = await pool.score("pid", "")
+        calls = ["length ab", f"allocate {65 * MIB}", f"allocate {48 * MIB}", "pid"]
+        before, outcome, within, last = await asyncio.gather(
+            *(pool.score(call, "") for call in calls), return_exceptions=True
+        )
+    assert type(outcome) is RewardError
+    assert str(outcome) == "reward 'made_up:reward' took more than 67108864 bytes of memory"
+    assert [before, within] == [2, 48 * MIB]
+    assert last != first
+
+
+async def test_a_reward_that_leaks_fails_one_call_in_so_many():
+    async with make_pool(memory_bytes=64 * MIB) as pool:
+        calls = [pool.score(f"leak {10 * MIB}", "") for _ in range(21)]
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+    failed = [i for i, outcome in enumerate(outcomes) if isinstance(outcome, RewardError)]
+    assert failed == [6, 13, 20]  # 6 · 10 MiB fit into 64, 7 do not
+
+
+async def test_a_crash_for_want_of_memory_names_the_limit():
+    async with make_pool(memory_bytes=64 * MIB) as pool:
+        calls = [("length ab", ""), (f"abort {65 * MIB}", ""), ("length a", "")]
+        outcomes = await asyncio.gather(
+            *(pool.score(*call) for call in calls), return_exceptions=True
+        )
+    assert outcomes[0::2] == [2, 1]
+    how = "signal SIGABRT, memory limited to 67108864 bytes"
+    assert str(outcomes[1]) == f"reward 'made_up:reward' ended its process ({how})"
+
+
+async def test_what_a_reward_imports_is_not_counted_against_its_memory():
+    async with make_pool(reward="large:reward", memory_bytes=64 * MIB) as pool:
+        assert await pool.score(f"allocate {48 * MIB}", "") == 48 * MIB
+
+
+async def test_without_a_limit_only_the_system_refuses_memory(pool):
+    assert await pool.score(f"allocate {100 * MIB}", "") == 100 * MIB
+    outcome = await failure_of(pool.score(f"allocate {1 << 60}", ""))
+    assert str(outcome) == "reward 'made_up:reward' ran out of memory"
+    assert await pool.score("length a", "") == 1
+
+
+async def test_a_process_is_replaced_after_its_number_of_calls():
+    async with make_pool(calls_per_process=5) as pool:
+        pids = await pool.score_many([("pid", "")] * 23)
+        others = await pool.score_many([("pid", "")] * 2)
+    assert [pids.count(pid) for pid in dict.fromkeys(pids)] == [5, 5, 5, 5, 3]
+    assert others == [pids[-1]] * 2
+    for pid in set(pids):
+        await gone(int(pid))
+
+
+async def test_a_reward_that_leaks_slowly_is_recycled_before_it_breaks_its_limit():
+    async with make_pool(memory_bytes=64 * MIB, calls_per_process=6) as pool:
+        leaked = await pool.score_many([(f"leak {10 * MIB}", "")] * 60)
+    assert leaked == [1, 2, 3, 4, 5, 6] * 10
+
+
+@pytest.mark.parametrize("calls_per_process", [1, 7])
+async def test_recycling_loses_no_call_under_load(calls_per_process):
+    async with make_pool(3, calls_per_process=calls_per_process) as pool:
+        num_calls = 40 * calls_per_process
+        lengths = [(f"length {'x' * i}", "") for i in range(num_calls)]
+        pids = asyncio.create_task(pool.score_many([("pid", "")] * num_calls))
+        assert await pool.score_many(lengths) == list(range(num_calls))
+        pids = await pids
+    assert max(pids.count(pid) for pid in pids) <= calls_per_process
+
+
+async def test_processes_are_not_all_replaced_at_once():
+    async with make_pool(4, calls_per_process=400) as pool:
+        before = {child.pid for child in psutil.Process().children()}
+        await pool.score_many([("length a", "")] * 500)
+        await asyncio.sleep(0.1)
+        after = {child.pid for child in psutil.Process().children()}
+    assert before & after and before - after
+
+
+async def test_a_call_that_fails_while_its_process_is_due_costs_no_other():
+    async with make_pool(2, calls_per_process=3) as pool:
+        calls = ["length a", "exit", "length ab", "nan", "crash", "length abc"] * 10
+        outcomes = await asyncio.gather(
+            *(pool.score(call, "") for call in calls), return_exceptions=True
+        )
+    for call, outcome in zip(calls, outcomes, strict=True):
+        if call.startswith("length"):
+            assert outcome == len(call) - len("length ")
+        else:
+            assert type(outcome) is RewardError
 
 
 @pytest.mark.parametrize(
@@ -274,6 +395,9 @@ async def test_a_pool_that_was_not_started_says_so():
         ({"num_processes": 0}, "num_processes must be ≥ 1, got 0"),
         ({"timeout_secs": 0.0}, "timeout_secs must be > 0, got 0.0"),
         ({"timeout_secs": float("nan")}, "timeout_secs must be > 0, got nan"),
+        ({"memory_bytes": MIB - 1}, "memory_bytes must be 0 or ≥ 1048576, got 1048575"),
+        ({"memory_bytes": -1}, "memory_bytes must be 0 or ≥ 1048576, got -1"),
+        ({"calls_per_process": -1}, "calls_per_process must be ≥ 0, got -1"),
     ],
 )
 def test_bounds_are_checked(bounds, message):
@@ -287,7 +411,8 @@ async def test_processes_end_with_their_parent(tmp_path):
         from jaxrl_async.rewards.pool import RewardPool
 
         async def main():
-            await RewardPool("exact", num_processes=2, timeout_secs=60.0).start()
+            bounds = dict(timeout_secs=60.0, memory_bytes=0, calls_per_process=0)
+            await RewardPool("exact", num_processes=2, **bounds).start()
             print(*(child.pid for child in psutil.Process().children()), flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -305,7 +430,7 @@ async def test_processes_end_with_their_parent(tmp_path):
 async def test_a_process_that_hangs_ends_itself_when_its_parent_is_gone(tmp_path):
     # Without a parent there is nobody to kill it and no end of stdin that it would see.
     ended = subprocess.run(
-        [sys.executable, "-m", "jaxrl_async.rewards.process", "made_up:reward", "0.3"],
+        [sys.executable, "-m", "jaxrl_async.rewards.process", "made_up:reward", "0.3", "0"],
         input=b'[["length ab", ""], ["stuck", ""]]\n',
         env={"PYTHONPATH": ":".join([str(tmp_path), *filter(None, sys.path)])},
         capture_output=True,

@@ -503,7 +503,8 @@ async def test_a_reward_that_hangs_in_a_real_process_is_never_a_sample(
         "import time\n\ndef slow(completion, answer):\n    time.sleep(600)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    async with RewardPool("slow_reward:slow", num_processes=1, timeout_secs=0.2) as pool:
+    bounds = {"timeout_secs": 0.2, "memory_bytes": 0, "calls_per_process": 0}
+    async with RewardPool("slow_reward:slow", num_processes=1, **bounds) as pool:
         await work_until(make_worker(rewards=pool), lambda: queue.returned)
     ((permit, reason, detail),) = queue.returned
     assert (permit, reason) == (Permit(0, 0), "reward_timeout") and "slow_reward:slow" in detail

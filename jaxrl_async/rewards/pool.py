@@ -1,8 +1,8 @@
-"""Rewards in processes that can be killed, each call bounded by the wall clock.
+"""Rewards in processes that can be killed, each call bounded by the wall clock and in memory.
 
-A reward is code that judges what a model wrote: it may hang, crash or eat its interpreter. It costs the one call
-that did it; the process is replaced, and calls that shared its batch go to the next. The pool knows nothing of
-groups, prompts or what a reward means.
+A reward is code that judges what a model wrote: it may hang, crash, leak or eat its interpreter. It costs the one call
+that did it; the process is replaced, and calls that shared its batch go to the next. A process that has answered so
+many calls is replaced too, between calls. The pool knows nothing of groups, prompts or what a reward means.
 """
 
 import asyncio
@@ -20,6 +20,7 @@ CLOSE_TIMEOUT_SECS = 5.0
 LATE_SECS = 0.1  # A reply that is there already, when this event loop was the one that was late.
 ORPHAN_SECS = 5.0  # Beyond the bound, a process whose parent is gone ends itself.
 MAX_BATCH_CALLS = 16  # Calls in a message: more wait longer behind one that hangs.
+MIN_MEMORY_BYTES = 1 << 20  # Python takes memory from the system in pieces of this size.
 
 
 class RewardError(Exception):
@@ -33,13 +34,24 @@ class RewardTimeoutError(RewardError):
 class RewardPool:
     """`num_processes` processes that score completions; use as `async with RewardPool(…) as pool`."""
 
-    def __init__(self, reward: str, *, num_processes: int, timeout_secs: float):
+    def __init__(
+        self,
+        reward: str,
+        *,
+        num_processes: int,
+        timeout_secs: float,
+        memory_bytes: int,
+        calls_per_process: int,
+    ):
         """Starts nothing yet.
 
         Args:
           reward: a name in rewards.REWARDS, or "module:function".
           num_processes: ≥ 1.
           timeout_secs: bound on one call, > 0; waiting for a free process does not count.
+          memory_bytes: address space that a process may take beyond what it has once the reward is imported, ≥ 1 MiB;
+            0 for no bound. What the reward starts may take as much each.
+          calls_per_process: a process that has answered so many is replaced, ≥ 0; 0 for never.
 
         Raises:
           ValueError: a bound is broken.
@@ -48,9 +60,15 @@ class RewardPool:
             raise ValueError(f"num_processes must be ≥ 1, got {num_processes}")
         if not timeout_secs > 0:
             raise ValueError(f"timeout_secs must be > 0, got {timeout_secs}")
+        if memory_bytes != 0 and memory_bytes < MIN_MEMORY_BYTES:
+            raise ValueError(f"memory_bytes must be 0 or ≥ {MIN_MEMORY_BYTES}, got {memory_bytes}")
+        if calls_per_process < 0:
+            raise ValueError(f"calls_per_process must be ≥ 0, got {calls_per_process}")
         self._reward = reward
         self._num_processes = num_processes
         self._timeout_secs = timeout_secs
+        self._memory_bytes = memory_bytes
+        self._calls_per_process = calls_per_process
         self._waiting: collections.deque[_Call] = collections.deque()
         self._arrived = asyncio.Event()
         self._tasks: list[asyncio.Task] = []
@@ -77,7 +95,11 @@ class RewardPool:
             raise
         self._refusal = None
         self._tasks = [
-            asyncio.create_task(self._serve(process), name=f"reward process {i}")
+            asyncio.create_task(
+                # Staggered, so that they are not all replaced at once.
+                self._serve(process, i * self._calls_per_process // self._num_processes),
+                name=f"reward process {i}",
+            )
             for i, process in enumerate(started)
         ]
 
@@ -108,7 +130,8 @@ class RewardPool:
 
         Raises:
           RewardTimeoutError: the call ran for more than timeout_secs.
-          RewardError: the reward raised, crashed or returned no finite number; or the pool has no processes.
+          RewardError: the reward raised, crashed, took more than memory_bytes or returned no finite number; or the pool
+            has no processes.
         """
         return await self._submit(completion, answer)
 
@@ -133,22 +156,27 @@ class RewardPool:
         self._arrived.set()
         return call.outcome
 
-    async def _serve(self, process: asyncio.subprocess.Process) -> None:
-        """Gives calls to a process, and to the next one when it is lost."""
+    async def _serve(self, process: asyncio.subprocess.Process, num_answered: int) -> None:
+        """Gives calls to a process, and to the next one when it is lost or has answered its number."""
         try:
             while True:
-                if not await self._answer(process, await self._next_calls()):
+                calls = await self._next_calls(self._calls_per_process - num_answered)
+                num_answered += len(calls)
+                kept = await self._answer(process, calls)
+                if not kept or num_answered == self._calls_per_process:
                     await self._end(process)
-                    process = await self._start_process()
+                    process, num_answered = await self._start_process(), 0
         except Exception as error:
             self._refuse(f"lost a process and cannot replace it: {error}")
 
-    async def _next_calls(self) -> "collections.deque[_Call]":
-        """This process's share of the calls that wait, at least one."""
+    async def _next_calls(self, num_left: int) -> "collections.deque[_Call]":
+        """This process's share of the calls that wait, at least one; at most num_left where processes are recycled."""
         while not self._waiting:
             self._arrived.clear()
             await self._arrived.wait()
         share = min(-(-len(self._waiting) // self._num_processes), MAX_BATCH_CALLS)
+        if self._calls_per_process:
+            share = min(share, num_left)
         return collections.deque(self._waiting.popleft() for _ in range(share))
 
     async def _answer(self, process, calls: "collections.deque[_Call]") -> bool:
@@ -178,9 +206,16 @@ class RewardPool:
             message = f"reward {self._reward!r} took longer than {self._timeout_secs:g} s"
             raise _LostError(RewardTimeoutError(message))
         if not line.endswith(b"\n"):
-            message = f"reward {self._reward!r} ended its process ({await _exit_of(process)})"
+            bound = f", memory limited to {self._memory_bytes} bytes" if self._memory_bytes else ""
+            message = (
+                f"reward {self._reward!r} ended its process ({await _exit_of(process)}{bound})"
+            )
             raise _LostError(RewardError(message))
         outcome = json.loads(line)
+        if outcome is None:  # What it leaked may be all there is: the next calls would fail too.
+            bound = f"took more than {self._memory_bytes} bytes of memory"
+            message = bound if self._memory_bytes else "ran out of memory"
+            raise _LostError(RewardError(f"reward {self._reward!r} {message}"))
         if isinstance(outcome, str):
             return RewardError(f"reward {self._reward!r}: {outcome}")
         return outcome
@@ -190,7 +225,7 @@ class RewardPool:
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", "jaxrl_async.rewards.process"),
-            *(self._reward, str(self._timeout_secs + ORPHAN_SECS)),
+            *(self._reward, str(self._timeout_secs + ORPHAN_SECS), str(self._memory_bytes)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": path},

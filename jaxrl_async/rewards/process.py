@@ -1,15 +1,20 @@
 """One reward process: reads calls from stdin, writes their outcomes to stdout, as lines of JSON.
 
     in     [[completion, answer], …]                    a batch of calls
-    out    0.5   or   "what went wrong"                 one line per call, as soon as it is known
+    out    0.5   or   "what went wrong"   or   null     one line per call, as soon as it is known; null: out of memory
 
 The first line out is "" when the reward was found, or else says why not. The process ends with its stdin. It knows
 nothing of the pool's queue; it imports nothing but rewards, so that starting another one is cheap.
+
+The limit on memory is on address space (RLIMIT_AS), on top of what the process has at its start, after the reward's
+imports: the interpreter and its libraries do not count, what a reward imports while it is called does. A reward that
+swallows its MemoryError breaks no limit. A process that the reward starts has the same limit, for itself.
 """
 
 import json
 import math
 import os
+import resource
 import signal
 import sys
 
@@ -18,19 +23,22 @@ from jaxrl_async.rewards import Reward, reward_function
 MAX_MESSAGE_CHARS = 1000
 
 
-def main(name: str, max_secs: str) -> None:
+def main(name: str, max_secs: str, memory_bytes: str) -> None:
     """Serves one reward until stdin ends.
 
     Args:
       name: of the reward.
       max_secs: a call that runs so long ends the process, also when nobody is left to kill it.
+      memory_bytes: what it may take from here on; 0 for no limit.
     """
     calls, outcomes = _private_streams()
     # The default action works even where a call never returns to the interpreter.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     try:
         reward = reward_function(name)
-    except ValueError as error:
+        if int(memory_bytes):
+            _limit_memory(int(memory_bytes))
+    except (ValueError, OSError) as error:
         return _write(outcomes, str(error))
     _write(outcomes, "")
     for line in calls:
@@ -49,11 +57,27 @@ def _private_streams():
     return calls, outcomes
 
 
-def _outcome(reward: Reward, completion: str, answer: str) -> float | str:
+def _limit_memory(more_bytes: int) -> None:
+    """Bounds the address space at what it is now and so much more."""
+    with open("/proc/self/statm", "rb") as statm:  # in pages; Linux has it
+        limit = int(statm.read().split()[0]) * resource.getpagesize() + more_bytes
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def _outcome(reward: Reward, completion: str, answer: str) -> float | str | None:
     try:
-        value = reward(completion, answer)
+        return _checked(reward(completion, answer))
+    except MemoryError:
+        return None
     except BaseException as error:  # SystemExit too: it is about this call, not about the process.
         return f"{type(error).__name__}: {error}"
+
+
+def _checked(value) -> float | str:
+    """A reward as a float, or what is wrong with it."""
     try:
         number = math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -61,7 +85,7 @@ def _outcome(reward: Reward, completion: str, answer: str) -> float | str:
     return number if math.isfinite(number) else f"returned {value!r}, not a finite number"
 
 
-def _write(outcomes: int, outcome: float | str) -> None:
+def _write(outcomes: int, outcome: float | str | None) -> None:
     # Unbuffered: when the next call hangs or crashes, it must be clear which one did.
     if isinstance(outcome, str):
         outcome = outcome[:MAX_MESSAGE_CHARS]
