@@ -23,7 +23,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
 
     c.task = dict(
         name="gsm8k",
-        args=dict(directory="data/gsm8k"),
+        args=dict(directory="data/gsm8k", reward="last_number"),
         seed=arg.seed,
     )
 

@@ -38,6 +38,12 @@ def test_a_value_is_set_from_the_command_line():
     assert parse(f"--config={QUICKSTART}", "--config.learner.num_steps=7").learner.num_steps == 7
 
 
+def test_the_reward_of_gsm8k_is_set_from_the_command_line():
+    path = ROOT / "configs" / "gsm8k_tiny.py"
+    args = parse(f"--config={path}", "--config.task.args.reward=math_verify").task.args
+    assert args == {"directory": "data/gsm8k", "reward": "math_verify"}
+
+
 def test_an_unknown_key_on_the_command_line_is_named_with_the_nearest():
     with pytest.raises(config_lib.UsageError, match=r"config.learner.num_stepz.*'num_steps'"):
         parse(f"--config={QUICKSTART}", "--config.learner.num_stepz=7")

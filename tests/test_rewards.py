@@ -131,7 +131,10 @@ def test_an_integer_is_read_back_however_it_is_written(number, words):
 
 
 def test_rewards_are_found_by_name_or_by_path():
-    assert all(reward_function(name) is function for name, function in REWARDS.items())
+    for name, function in REWARDS.items():
+        path = f"{function.__module__}:{name}" if callable(function) else function
+        assert reward_function(name) is reward_function(path)
+        assert reward_function(name).__name__ == name
     assert reward_function("jaxrl_async.rewards.math:exact") is math.exact
 
 

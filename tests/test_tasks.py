@@ -260,6 +260,12 @@ def test_every_published_solution_earns_its_reward():
     check_solutions(tasks.make_task("gsm8k", directory=TINY))
 
 
+def test_the_reward_of_the_problems_is_an_argument():
+    task = tasks.make_task("gsm8k", directory=TINY, reward="math_verify")
+    assert (gsm8k.Gsm8k(TINY).reward, task.reward) == ("last_number", "math_verify")
+    check_solutions(task)
+
+
 def check_solutions(task):
     reward = rewards.reward_function(task.reward)
     pairs = zip(task.demonstrations(), task.examples("train"), strict=True)

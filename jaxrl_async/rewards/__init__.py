@@ -10,9 +10,11 @@ from jaxrl_async.rewards.positions import positions
 
 Reward = Callable[[str, str], float]  # (completion, gold answer) → reward
 
-REWARDS: dict[str, Reward] = {
+# "module:function" where the module needs an extra, and is imported when it is asked for.
+REWARDS: dict[str, Reward | str] = {
     "exact": exact,
     "last_number": last_number,
+    "math_verify": "jaxrl_async.rewards.math_verifier:math_verify",
     "positions": positions,
 }
 
@@ -32,14 +34,15 @@ def find(what: str, name: str, table: Mapping[str, Any]) -> Any:
     Args:
       what: kind of thing, for the message.
       name: a key of the table, or "module:attribute".
-      table: the known ones.
+      table: the known ones, or "module:attribute" of them.
 
     Raises:
-      ValueError: neither; names the nearest key.
+      ValueError: neither, which names the nearest key; or it cannot be imported.
     """
-    if name in table:
-        return table[name]
-    module, colon, attribute = name.partition(":")
+    entry = table.get(name, name)
+    if not isinstance(entry, str):
+        return entry
+    module, colon, attribute = entry.partition(":")
     if not colon:
         close = difflib.get_close_matches(name, table, n=1)
         hint = f", did you mean {close[0]!r}?" if close else ""

@@ -10,7 +10,6 @@ import json
 import os
 import pathlib
 import re
-from typing import ClassVar
 
 from jaxrl_async.rewards.math import final_number
 from jaxrl_async.tasks.task import SPLITS, Example, check_split
@@ -43,8 +42,7 @@ class Gsm8k:
 
     directory: str | os.PathLike
     template: str = TEMPLATE  # of a prompt; "{question}" stands for the question
-
-    reward: ClassVar[str] = "last_number"
+    reward: str = "last_number"  # or "math_verify", or another that reads N
 
     def __post_init__(self):
         if "{question}" not in self.template:
