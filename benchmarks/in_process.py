@@ -34,6 +34,7 @@ from jaxrl_async.learner import learner as learners
 from jaxrl_async.learner.packing import empty_batch, pack
 from jaxrl_async.learner.train_step import TrainState, TrainStep
 from jaxrl_async.learner.versions import Delay
+from jaxrl_async.metrics import Timers
 from jaxrl_async.models import sharding, transformer
 from jaxrl_async.objectives.advantages import ADVANTAGES
 from jaxrl_async.rewards import reward_function
@@ -118,6 +119,7 @@ class Laboratory:
             publisher=versions,
             save=evaluate,
             metrics=metrics,
+            timers=Timers(),
             reference=reference,
         )
         return Outcome(state.params, metrics.rows, evaluations, time.monotonic() - start)

@@ -79,6 +79,13 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         max_failures=64,
     )
 
+    c.journal = dict(
+        keep="all",
+        path="",
+        mode="wal",
+        synchronous="normal",
+    )
+
     c.server = dict(
         addresses=(),
         control_addresses=(),
@@ -87,7 +94,6 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         admin_api_key_env="",
         command="" if arg.embedded else COMMAND,
         num_local=1,
-        max_restarts=2,
         num_slots=256,
         decode_chunk=4,
         max_total_tokens=16,
@@ -183,6 +189,11 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         num_prompts=512,
         num_samples=4,
         seed=0,
+    )
+
+    c.supervisor = dict(
+        max_restarts=4,
+        stall_secs=1800.0,
     )
 
     c.cpus = dict(learner=(), server=(), rollout=(), queue=())

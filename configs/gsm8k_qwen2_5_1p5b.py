@@ -83,6 +83,13 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         max_failures=64,
     )
 
+    c.journal = dict(
+        keep="checkpointed",
+        path="",
+        mode="wal",
+        synchronous="normal",
+    )
+
     c.server = dict(
         addresses=() if arg.smoke else ("http://sglang-0:30000", "http://sglang-1:30000"),
         control_addresses=(),
@@ -91,7 +98,6 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         admin_api_key_env="",
         command="",
         num_local=1,
-        max_restarts=2,
         num_slots=16,
         decode_chunk=8,
         max_total_tokens=320 if arg.smoke else 1536,
@@ -187,6 +193,11 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         num_prompts=32 if arg.smoke else 1319,
         num_samples=4,
         seed=0,
+    )
+
+    c.supervisor = dict(
+        max_restarts=4,
+        stall_secs=1800.0,
     )
 
     c.cpus = dict(learner=(), server=(), rollout=(), queue=())

@@ -71,6 +71,13 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         max_failures=64,
     )
 
+    c.journal = dict(
+        keep="all",
+        path="",
+        mode="wal",
+        synchronous="normal",
+    )
+
     c.server = dict(
         addresses=(),
         control_addresses=(),
@@ -79,7 +86,6 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         admin_api_key_env="",
         command="",
         num_local=1,
-        max_restarts=2,
         num_slots=32,
         decode_chunk=8,
         max_total_tokens=448,
@@ -175,6 +181,11 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         num_prompts=64,
         num_samples=2,
         seed=0,
+    )
+
+    c.supervisor = dict(
+        max_restarts=4,
+        stall_secs=1800.0,
     )
 
     c.cpus = dict(learner=(), server=(), rollout=(), queue=())

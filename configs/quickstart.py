@@ -75,6 +75,13 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         max_failures=64,
     )
 
+    c.journal = dict(
+        keep="all",
+        path="",
+        mode="wal",
+        synchronous="normal",
+    )
+
     c.server = dict(
         addresses=(),
         control_addresses=(),
@@ -83,7 +90,6 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         admin_api_key_env="",
         command="",
         num_local=1,
-        max_restarts=2,
         num_slots=256,
         decode_chunk=4,
         max_total_tokens=16,
@@ -179,6 +185,11 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         num_prompts=512,
         num_samples=4,
         seed=0,
+    )
+
+    c.supervisor = dict(
+        max_restarts=4,
+        stall_secs=600.0,
     )
 
     c.cpus = dict(learner=(), server=(), rollout=(), queue=())

@@ -80,6 +80,13 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         max_failures=64,
     )
 
+    c.journal = dict(
+        keep="all",
+        path="",
+        mode="wal",
+        synchronous="normal",
+    )
+
     c.server = dict(
         addresses=(),
         control_addresses=(),
@@ -88,7 +95,6 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         admin_api_key_env="",
         command="",
         num_local=1,
-        max_restarts=2,
         num_slots=100,
         decode_chunk=11,
         max_total_tokens=22,
@@ -188,6 +194,11 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         num_prompts=256,
         num_samples=4,
         seed=0,
+    )
+
+    c.supervisor = dict(
+        max_restarts=4,
+        stall_secs=600.0,
     )
 
     c.cpus = dict(learner=(), server=(), rollout=(), queue=())

@@ -69,6 +69,10 @@ class Checkpoints:
             raise CheckpointError(f"no checkpoint in {self._directory}")
         return steps[-1]
 
+    def oldest(self) -> int:
+        """The first step after 0 that can be restored, 0 where there is none: what came before it is done with."""
+        return min((step for step in self.steps() if step), default=0)
+
     def restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
         """Restores a checkpoint into the shardings of `like`.
 

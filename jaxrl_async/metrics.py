@@ -38,7 +38,7 @@ METRICS: dict[str, str] = {
     "weights/delay": "steps by which it is older than the version published, where rollout.delay_steps asks for it",
     "weights/push_secs": "seconds of the last push, write included",
     "weights/bytes": "bytes of a version",
-    "time/step_secs": "seconds, whole step",
+    "time/step_secs": "seconds since the row before, as are all times of a row",
     "time/wait_data_secs": "seconds the learner waited for chunks",
     "time/wait_push_secs": "seconds the learner waited for a push",
     "time/pack_secs": "seconds of packing",
@@ -49,6 +49,8 @@ METRICS: dict[str, str] = {
     "rollout/tokens_per_sec": "completion tokens pushed per second since the last step",
     "learner/tokens_per_sec": "trained tokens per second of the step",
     "returned/": "groups returned so far, by reason",
+    "retired/": "prompt indexes that are never trained on, so far, by reason",
+    "fairness/": "tokens, mean length so far: fairness/{prompt,completion}/{admitted,trained,dropped}",
     "lag/": "of the tokens of one staleness: lag/BUCKET/{tokens,ratio,clip_fraction,kl,ess,advantage_sign}",
     "proximal/": "error of a cheap anchor against the recomputed one: proximal/ANCHOR/{abs,relative,ratio,weight}",
     "compile/count": "programs compiled so far by the learner",
@@ -139,6 +141,11 @@ class Timers:
         finally:
             self._charge()
             self._names.pop()
+
+    def current(self) -> tuple[str, float] | None:
+        """(innermost name, seconds since it was entered or came back from one within it); for another thread."""
+        names, since = tuple(self._names), self._since
+        return (names[-1], self._clock() - since) if names else None
 
     def pop(self) -> dict[str, float]:
         """{"time/NAME_secs": seconds} since the last pop."""

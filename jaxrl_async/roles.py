@@ -11,7 +11,9 @@ import logging
 import os
 import pathlib
 import signal
+import socket
 import subprocess
+import threading
 import time
 import urllib.parse
 
@@ -21,6 +23,7 @@ log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_SECS = 60.0  # to the queue, which needs no device and is up within seconds
 CALL_TIMEOUT_SECS = 30.0
+TELL_SECS = 2.0  # The queue hears so often what the learner is at.
 COMMAND_STOP_SECS = 4.0  # A server that ignores SIGTERM for so long is killed, before its role is.
 
 
@@ -52,7 +55,7 @@ def run(
             else:
                 asyncio.run(_server(settings, workdir, index))
         case "rollout":
-            asyncio.run(_rollout(settings, workdir))
+            asyncio.run(_rollout(settings, workdir, index))
         case "learner":
             from jaxrl_async.learner import processes
 
@@ -241,6 +244,7 @@ def _checkpoints(settings: Settings, workdir: pathlib.Path):
 async def _queue(settings: Settings, workdir: pathlib.Path) -> None:
     from jaxrl_async.channels import queue_service
     from jaxrl_async.channels.admission import Admission
+    from jaxrl_async.channels.journal import Journal
 
     queue = settings.queue
     admission = Admission(
@@ -253,6 +257,16 @@ async def _queue(settings: Settings, workdir: pathlib.Path) -> None:
         max_bytes=queue.max_bytes,
         chunk_groups=queue.chunk_groups or None,
     )
+    wanted = settings.journal
+    journal = None
+    if wanted.keep != "none":
+        journal = Journal(
+            pathlib.Path(wanted.path or workdir / "journal.sqlite"),
+            batch_groups=settings.learner.groups_per_step,
+            keep=wanted.keep,
+            mode=wanted.mode,
+            synchronous=wanted.synchronous,
+        )
     await queue_service.serve(
         queue.address,
         admission=admission,
@@ -260,6 +274,7 @@ async def _queue(settings: Settings, workdir: pathlib.Path) -> None:
         vocab_size=vocab_size_of(settings, tokenizer_of(settings, workdir)),
         max_tokens=settings.learner.row_tokens,
         max_message_bytes=queue.max_message_bytes,
+        journal=journal,
         on_bound=lambda address: log.info("queue at %s", address),
     )
 
@@ -328,7 +343,7 @@ def _model_path(settings: Settings, workdir: pathlib.Path) -> pathlib.Path:
     return directory
 
 
-async def _rollout(settings: Settings, workdir: pathlib.Path) -> None:
+async def _rollout(settings: Settings, workdir: pathlib.Path, index: int) -> None:
     from jaxrl_async.channels.queue_client import QueueClient
     from jaxrl_async.rewards.overlong import overlong_penalty
     from jaxrl_async.rewards.pool import RewardPool
@@ -388,6 +403,7 @@ async def _rollout(settings: Settings, workdir: pathlib.Path) -> None:
             max_retries=rollout.max_retries,
         )
         worker = Worker(
+            name=f"rollout-{index}@{socket.gethostname()}",
             queue=queue,
             sampler=sampler,
             fleet=fleet,
@@ -418,6 +434,7 @@ def _learner(settings: Settings, workdir: pathlib.Path, process: int, *, resume:
     from jaxrl_async.learner import learner as learners
     from jaxrl_async.learner.packing import empty_batch, pack_share
     from jaxrl_async.learner.versions import Delay, Versions
+    from jaxrl_async.metrics import Timers
     from jaxrl_async.models import sharding
     from jaxrl_async.objectives.advantages import ADVANTAGES
 
@@ -450,10 +467,10 @@ def _learner(settings: Settings, workdir: pathlib.Path, process: int, *, resume:
                 share=Share(**part, num_minibatches=learner.num_minibatches),
             )
         )
-        make_ends = _ends if process == 0 else _follower_ends
-        queue, publisher, metrics = make_ends(settings, workdir, queue)
-        for end in (checkpoints, metrics, publisher):
-            stack.callback(end.close)
+        make_parts = _leader_parts if process == 0 else _follower_parts
+        queue, publisher, metrics = make_parts(settings, workdir, queue)
+        for part_of_run in (checkpoints, metrics, publisher):
+            stack.callback(part_of_run.close)
         delay = Delay(*delay_of(settings.rollout.delay_steps), seed=settings.seed)
         versions = Versions(
             publisher,
@@ -464,8 +481,20 @@ def _learner(settings: Settings, workdir: pathlib.Path, process: int, *, resume:
             delay=delay,
             **part,
         )
-        versions.publish(version, versions.snapshot(state), position)
+        if position is None:
+            versions.publish(version, versions.snapshot(state))
+        else:
+            versions.resume(version, state, queue.status(), position)
         versions.wait()
+
+        timers = Timers()
+        tell = functools.partial(_tell_status, queue, process, timers, publisher)
+        threading.Thread(target=tell, name="status", daemon=True).start()
+
+        def save(step: int, state, position) -> None:
+            checkpoints.save(step, state, position.to_json())
+            queue.checkpointed(checkpoints.oldest())
+
         learners.train(
             state,
             first_step=version + 1,
@@ -485,13 +514,29 @@ def _learner(settings: Settings, workdir: pathlib.Path, process: int, *, resume:
             advantages=ADVANTAGES[settings.loss.advantage],
             queue=queue,
             publisher=versions,
-            save=lambda step, state, position: checkpoints.save(step, state, position.to_json()),
+            save=save,
             metrics=metrics,
+            timers=timers,
             reference=reference,
         )
 
 
-def _ends(settings: Settings, workdir: pathlib.Path, queue):
+def _tell_status(queue, process: int, timers, publisher) -> None:
+    """Tells the queue what the learner is at, for as long as the process lives."""
+    from jaxrl_async.channels.queue_client import QueueError
+    from jaxrl_async.channels.wire import Wait
+
+    places = {"wait_data": "the queue", "update": "its device", "accumulate": "its device"}
+    while True:
+        name, secs = timers.current() or ("start", 0.0)
+        place = publisher.waits_for() if name == "wait_push" else places.get(name, "itself")
+        # Another call finds out, and says so, when the queue is gone.
+        with contextlib.suppress(ConnectionError, TimeoutError, QueueError, ValueError):
+            queue.report(f"learner-{process}", [Wait(f"learner ({name})", place, secs)])
+        time.sleep(TELL_SECS)
+
+
+def _leader_parts(settings: Settings, workdir: pathlib.Path, queue):
     """What learner process 0 has beside the loop: the queue, a publisher and a writer of metrics."""
     from jaxrl_async.metrics import MetricsWriter
     from jaxrl_async.servers.client import InferenceClient
@@ -511,7 +556,7 @@ def _ends(settings: Settings, workdir: pathlib.Path, queue):
     return queue, publisher, MetricsWriter(workdir)
 
 
-def _follower_ends(settings: Settings, workdir: pathlib.Path, queue):
+def _follower_parts(settings: Settings, workdir: pathlib.Path, queue):
     """What the other learner processes have in their place."""
     from jaxrl_async.learner import follower
 

@@ -24,6 +24,9 @@ PACKINGS = ("in_order", "first_fit", "fewest")  # learner.packing knows each of 
 TRANSPORTS = ("disk", "tensor", "stream")  # servers.transports has one of each name.
 ATTENTION_KERNELS = ("xla", "cudnn", "splash")  # models.attention has one of each name.
 PAUSE_MODES = ("retract", "in_place")
+JOURNAL_KEEPS = ("all", "checkpointed", "none")  # channels.journal knows each of these names.
+JOURNAL_MODES = ("wal", "delete")
+JOURNAL_SYNCHRONOUS = ("normal", "full")
 COMMAND_FIELDS = ("model_path", "host", "port", "index")
 
 
@@ -121,6 +124,16 @@ class Queue:
 
 
 @dataclasses.dataclass(frozen=True)
+class Journal:
+    """The queue's memory of the run; see channels/journal.py."""
+
+    keep: str  # groups: "all", for replay | "checkpointed", for a restored learner | "none": no journal
+    path: str  # of the file; "" for WORKDIR/journal.sqlite
+    mode: str  # "wal" | "delete", which also suits network file systems
+    synchronous: str  # "normal": survives a killed process | "full": a loss of power, too
+
+
+@dataclasses.dataclass(frozen=True)
 class Server:
     addresses: tuple[str, ...]  # "http://host:port"; () starts num_local servers on this machine
     control_addresses: tuple[
@@ -131,7 +144,6 @@ class Server:
     admin_api_key_env: str  # the same for the key of the control routes
     command: str  # starts one local server; see command_words. "" for the embedded server
     num_local: int
-    max_restarts: int  # of local servers, over the whole run; requests and pushes must outlast one
     num_slots: int
     decode_chunk: int  # decode steps per dispatch; weights change between chunks
     max_total_tokens: int  # prompt + completion of one request
@@ -196,6 +208,16 @@ class Checkpoint:
 
 
 @dataclasses.dataclass(frozen=True)
+class Supervisor:
+    """Of a run whose roles are all on this machine."""
+
+    max_restarts: (
+        int  # of roles that were killed, over the whole run; requests and pushes must outlast one
+    )
+    stall_secs: float  # without a step for so long the run is stopped, and says who waits for whom
+
+
+@dataclasses.dataclass(frozen=True)
 class Evaluate:
     num_prompts: int  # held-out prompts
     num_samples: int  # per prompt, for pass@k
@@ -223,6 +245,7 @@ class Settings:
     model: Model
     warm_start: WarmStart
     queue: Queue
+    journal: Journal
     server: Server
     rollout: Rollout
     loss: LossConfig
@@ -230,6 +253,7 @@ class Settings:
     weights: Weights
     checkpoint: Checkpoint
     evaluate: Evaluate
+    supervisor: Supervisor
     cpus: Cpus
 
     @classmethod
@@ -297,12 +321,19 @@ def _check(s: Settings) -> None:
     _one_of("weights.dtype", s.weights.dtype, ("float32", "bfloat16"))
     _one_of("weights.transport", s.weights.transport, TRANSPORTS)
     _one_of("weights.pause_mode", s.weights.pause_mode, PAUSE_MODES)
+    _one_of("journal.keep", s.journal.keep, JOURNAL_KEEPS)
+    _one_of("journal.mode", s.journal.mode, JOURNAL_MODES)
+    _one_of("journal.synchronous", s.journal.synchronous, JOURNAL_SYNCHRONOUS)
     _one_of("tokenizer.kind", s.tokenizer.kind, ("char", "bpe", "huggingface"))
     for name, value in _positive(s).items():
         if value < 1:
             raise SettingsError(f"{name} must be ≥ 1, got {value}")
     if s.weights.keep < 2:  # A late server may still be reading the version before.
         raise SettingsError(f"weights.keep must be ≥ 2, got {s.weights.keep}")
+    if s.supervisor.max_restarts < 0:
+        raise SettingsError(f"supervisor.max_restarts must be ≥ 0, got {s.supervisor.max_restarts}")
+    if not s.supervisor.stall_secs > 0:
+        raise SettingsError(f"supervisor.stall_secs must be > 0, got {s.supervisor.stall_secs}")
     _check_servers(s.server)
     _check_rewards(s.rollout)
     _check_mode(s)
@@ -410,8 +441,6 @@ def _check_servers(server: Server) -> None:
     for speed in server.speeds:
         if not 0 < speed < float("inf"):
             raise SettingsError(f"server.speeds must be > 0 and finite, got {speed}")
-    if server.max_restarts < 0:
-        raise SettingsError(f"server.max_restarts must be ≥ 0, got {server.max_restarts}")
     command_words(server.command, **dict.fromkeys(COMMAND_FIELDS, "0"))
 
 

@@ -41,7 +41,9 @@ class Role:
 
 
 def run(settings: Settings, *, workdir: pathlib.Path, resume: bool) -> None:
-    """Runs all roles until the learner is done. A local server that dies is started again, within bounds.
+    """Runs all roles until the learner is done. A role that is killed is started again, within bounds.
+
+    A role that ends by itself has said why in its log, and ends the run; but a server is started again in any case.
 
     Args:
       settings: the run.
@@ -49,7 +51,7 @@ def run(settings: Settings, *, workdir: pathlib.Path, resume: bool) -> None:
       resume: go on from the last checkpoint.
 
     Raises:
-      RoleDiedError: a role ended too soon, or servers did more often than server.max_restarts.
+      RoleDiedError: a role failed, or roles were killed more often than supervisor.max_restarts.
     """
     queue_address = settings.queue.address or f"127.0.0.1:{free_port()}"
     servers = settings.server.addresses or tuple(
@@ -76,13 +78,13 @@ def run(settings: Settings, *, workdir: pathlib.Path, resume: bool) -> None:
     )
     print(banner(settings, workdir, queue_address, servers, devices), flush=True)
 
-    def start(name: str) -> Role:
+    def start(name: str, resume: bool) -> Role:
         return _start(name, workdir, addresses, devices, resume=resume)
 
     roles: list[Role] = []
     try:
         for name in names:
-            roles.append(start(name))
+            roles.append(start(name, resume))
         _watch(roles, len(learners), settings, workdir, queue_address, start)
     finally:
         stop(roles)
@@ -241,47 +243,63 @@ def _watch(
     settings: Settings,
     workdir,
     queue_address: str,
-    start: Callable[[str], Role],
+    start: Callable[[str, bool], Role],
 ) -> None:
-    """Until every learner process, which come last, is done; or one of them failed."""
-    learners, num_restarts = roles[-num_learners:], 0
+    """Until every learner process, which come last, is done; or a role failed."""
+    restarts = _Restarts(settings.supervisor.max_restarts, workdir, start)
     with tqdm.tqdm(total=settings.learner.num_steps, unit="step", dynamic_ncols=True) as bar:
-        progress = _progress(bar, workdir, learners[0].log, queue_address)
-        while not _over([learner.process.poll() for learner in learners]):
+        progress = _progress(bar, workdir, roles[-num_learners].log, queue_address)
+        while not all(role.process.poll() == 0 for role in roles[-num_learners:]):
             for i, role in enumerate(roles[:-num_learners]):
                 if role.process.poll() is not None:
-                    roles[i] = _start_again(role, num_restarts, settings.server.max_restarts, start)
-                    num_restarts += 1
+                    roles[i] = restarts.of(role)
+            learners = roles[-num_learners:]
+            if any(role.process.poll() for role in learners):
+                roles[-num_learners:] = restarts.of_learners(learners)
             next(progress)
             time.sleep(POLL_SECS)
         next(progress)
-    if failed := [learner for learner in learners if learner.process.poll()]:
-        raise RoleDiedError("\n".join(map(_obituary, failed)))
 
 
-def _over(codes: list[int | None]) -> bool:
-    """All learner processes are done, or one failed: then the others would wait for it."""
-    return None not in codes or any(codes)
+class _Restarts:
+    """Starts roles again that were killed, so many times in the run."""
 
+    def __init__(self, at_most: int, workdir: pathlib.Path, start: Callable[[str, bool], Role]):
+        self._at_most, self._workdir, self._start = at_most, workdir, start
+        self._done = 0
 
-def _start_again(role: Role, num_restarts: int, max_restarts: int, start) -> Role:
-    """A server in place of one that died; every other role's death ends the run."""
-    if not role.name.startswith("server-"):
-        raise RoleDiedError(_obituary(role))
-    if num_restarts == max_restarts:
-        raise RoleDiedError(
-            f"after {num_restarts} restarts of servers (server.max_restarts = {max_restarts}): "
-            + _obituary(role)
+    def of(self, role: Role) -> Role:
+        """A role in place of one that ended; not a learner."""
+        if role.process.returncode >= 0 and not role.name.startswith("server-"):
+            raise RoleDiedError(_obituary(role))
+        self._count(role)
+        return self._start(role.name, False)
+
+    def of_learners(self, learners: list[Role]) -> list[Role]:
+        """All processes of the learner in place of those of which one failed: they are one program."""
+        killed = [role for role in learners if (role.process.returncode or 0) < 0]
+        if not killed:
+            raise RoleDiedError("\n".join(_obituary(r) for r in learners if r.process.returncode))
+        self._count(killed[0])
+        stop(learners)
+        checkpoints = self._workdir / "checkpoints"
+        started = checkpoints.is_dir() and any(p.name.isdigit() for p in checkpoints.iterdir())
+        return [self._start(role.name, started) for role in learners]
+
+    def _count(self, role: Role) -> None:
+        if self._done == self._at_most:
+            raise RoleDiedError(
+                f"after {self._done} restarts (supervisor.max_restarts = {self._at_most}): {_obituary(role)}"
+            )
+        self._done += 1
+        _kill_group(role)  # What it left behind may hold its port or its device.
+        what = (
+            f"role {role.name!r} ended {how_it_ended(role.process.returncode)}; "
+            f"restart {self._done} of at most {self._at_most}"
         )
-    _kill_group(role)  # What it left behind may hold its port or its device.
-    what = (
-        f"role {role.name!r} ended {how_it_ended(role.process.returncode)}; "
-        f"restart {num_restarts + 1} of at most {max_restarts}"
-    )
-    with open(role.log, "a") as log:
-        print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} WARNING supervisor: {what}", file=log)
-    tqdm.tqdm.write(what)
-    return start(role.name)
+        with open(role.log, "a") as log:
+            print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} WARNING supervisor: {what}", file=log)
+        tqdm.tqdm.write(what)
 
 
 def how_it_ended(code: int) -> str:

@@ -25,6 +25,7 @@ from jaxrl_async.learner.train_step import TrainStep
 from jaxrl_async.learner.versions import Delay, Versions
 from jaxrl_async.learner.warm_start import warm_start
 from jaxrl_async.loss_config import LossConfig
+from jaxrl_async.metrics import Timers
 from jaxrl_async.models import sharding, transformer
 from jaxrl_async.objectives import advantages
 from jaxrl_async.types import NOT_SAMPLED, Chunk, Group, Trajectory
@@ -207,6 +208,7 @@ def run(directory, *, process=0, num_processes=1, mesh_shape=(1, 1, 1), first_st
         ),
         save=lambda step, state, position: checkpoints.save(step, state, position.to_json()),
         metrics=metrics,
+        timers=Timers(),
         reference=reference.params,
     )
     checkpoints.close()

@@ -58,4 +58,5 @@ def empty_status(**changes):
     """A QueueStatus of nothing but `changes`."""
     zeros = dict.fromkeys((field.name for field in dataclasses.fields(QueueStatus)), 0)
     nothing = {"returned": {}, "retired": {}, "last_push_age_secs": None, "waits": ()}
+    nothing |= {"roles": (), "servers": (), "lengths": {}}
     return QueueStatus(**zeros | nothing | changes)

@@ -84,10 +84,14 @@ def test_spans_that_do_not_cover_the_tokens_exactly_are_refused(spans):
         read_completion(broken)
 
 
-@pytest.mark.parametrize("version", ["default", "-1", "1.5", "", 3, None])
+@pytest.mark.parametrize("version", ["default", "-1", "1.5.2", "1.", ".5", "", 3, None])
 def test_a_version_that_is_no_integer_from_zero_is_refused(version):
     with pytest.raises(ValueError, match="is not an integer ≥ 0"):
         read_completion(answer([7], versions=[(version, 1)]))
+
+
+def test_the_version_stands_behind_the_run_epoch():
+    assert read_completion(answer([7, 8], versions=[("3.12", 2)])).versions.tolist() == [12, 12]
 
 
 def test_of_too_many_logprobs_the_last_ones_count():

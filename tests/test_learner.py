@@ -12,6 +12,7 @@ from jaxrl_async.channels.admission import Position
 from jaxrl_async.learner import learner, packing
 from jaxrl_async.learner.train_step import TrainStep
 from jaxrl_async.loss_config import LossConfig
+from jaxrl_async.metrics import Timers
 from jaxrl_async.models import sharding, transformer
 from jaxrl_async.objectives import advantages
 from jaxrl_async.types import Chunk, Group, Trajectory
@@ -151,6 +152,7 @@ def train(
         publisher=recorder,
         save=recorder.save,
         metrics=recorder,
+        timers=Timers(),
         reference=over.get("reference"),
     )
 

@@ -24,6 +24,7 @@ from jaxrl_async.inference.sampling import SamplingParams
 from jaxrl_async.learner import learner, packing
 from jaxrl_async.learner.train_step import TrainStep
 from jaxrl_async.loss_config import LossConfig
+from jaxrl_async.metrics import Timers
 from jaxrl_async.models import sharding
 from jaxrl_async.objectives.advantages import ADVANTAGES
 from jaxrl_async.types import Chunk, Group, Trajectory
@@ -222,6 +223,7 @@ def train(run, loss, *, mesh_shape=ONE, rows=4, policy="in_order", num_steps=1, 
         publisher=run,
         save=run.save,
         metrics=run,
+        timers=Timers(),
         # Of other weights, so that a KL to them has a gradient.
         reference=params_on(mesh, CONFIG, seed=1) if loss.needs_reference else None,
     )

@@ -24,10 +24,11 @@ class Queue:
         self.published = []  # (version, {address: (state, version)}, position)
         self.error = None
 
-    def __call__(self, version, records, position):
+    def __call__(self, version, records, position, run_epoch):
         if self.error is not None:
             raise self.error
         states = {r.address: (r.state, r.version) for r in records}
+        self.run_epoch = run_epoch
         self.published.append((version, states, position))
 
     @property
@@ -93,6 +94,21 @@ def write(tmp_path):
         return write
 
     return make
+
+
+def test_a_version_that_came_out_otherwise_is_pushed_again_under_a_new_run_epoch(
+    queue, servers, start, write
+):
+    publisher = start(servers)
+    push(publisher, 3, write)
+    assert queue.run_epoch == 0
+    with pytest.raises(ValueError, match="version 3 is not above version 3"):
+        publisher.publish(3, write(3), timeout_secs=WAIT_SECS)
+    push(publisher, 3, write, run_epoch=1)
+    assert [server.version for server in servers] == ["1.3", "1.3"]
+    assert (queue.versions[-1], queue.run_epoch) == (3, 1)
+    push(publisher, 4, write, run_epoch=1)
+    assert [server.version for server in servers] == ["1.4", "1.4"]
 
 
 def push(publisher, version, write, **kwargs):

@@ -69,7 +69,7 @@ class Queue:
 
 
 @contextlib.asynccontextmanager
-async def served(address="127.0.0.1:0", *, max_message_bytes=100_000, **values):
+async def served(address="127.0.0.1:0", *, max_message_bytes=100_000, journal=None, **values):
     defaults = dict(
         batch_groups=4,
         max_staleness=0,
@@ -88,6 +88,7 @@ async def served(address="127.0.0.1:0", *, max_message_bytes=100_000, **values):
             vocab_size=VOCAB_SIZE,
             max_tokens=MAX_TOKENS,
             max_message_bytes=max_message_bytes,
+            journal=journal,
             on_bound=bound.set_result,
         )
     )

@@ -359,10 +359,12 @@ class FakeQueue:
         self.asked = []
         self.pushed = []
         self.returned = []
+        self.dropped = []  # (prompt tokens, completion tokens) of each return
+        self.told = {}
         self.push_error = None
         self._next = 0
 
-    async def admit(self, max_permits, wait_secs):
+    async def admit(self, max_permits, wait_secs, *, worker, working_on):
         self.asked.append(max_permits)
         if self._next == self.limit:
             await asyncio.sleep(wait_secs)
@@ -376,9 +378,13 @@ class FakeQueue:
         self.pushed.append(group)
         return "held"
 
-    async def return_permit(self, permit, reason, detail=""):
+    async def return_permit(self, permit, reason, detail="", *, prompt_tokens, completion_tokens):
         self.returned.append((permit, reason, detail))
+        self.dropped.append((prompt_tokens, sorted(completion_tokens)))
         return "reissued"
+
+    async def report(self, role, waits):
+        self.told[role] = waits
 
     async def watch_fleet(self):
         yield self.records
@@ -414,6 +420,7 @@ def make_worker(client, queue, rewards):
     def make(**changes):
         fleet = Fleet(suspect_secs=60.0, clock=time.monotonic, speeds={})
         arguments = {
+            "name": "rollout-0",
             "queue": queue,
             "sampler": make_sampler(client, fleet),
             "fleet": fleet,
@@ -602,6 +609,42 @@ async def test_a_worker_says_what_it_waits_for(make_worker, queue, servers):
     assert worker.waits_for() == "permits from the queue"
     await work_until(worker, lambda: "4 wait for a HEALTHY one" in worker.waits_for())
     assert worker.waits_for() == "permits from the queue"
+    (wait,) = worker.waits()
+    assert (wait.what, wait.on) == ("rollout-0", "permits from the queue")
+
+
+async def test_a_worker_tells_the_queue_on_whom_each_group_waits(
+    make_worker, queue, servers, monkeypatch
+):
+    servers[0].hang.add("/generate")
+    servers[1].hang.add("/generate")
+    monkeypatch.setattr("jaxrl_async.rollout.worker.TELL_SECS", 0.01)
+
+    def told():
+        waits = queue.told.get("rollout-0", [])
+        return [wait.on for wait in waits if wait.what == "group 0.0"]
+
+    await work_until(make_worker(group_size=1), told)
+    assert told()[0] in [f"server {server.address}" for server in servers]
+
+
+async def test_a_group_waits_for_its_reward(make_worker, rewards, monkeypatch):
+    async def never(text, answer):
+        await asyncio.sleep(3600)
+
+    monkeypatch.setattr(rewards, "score", never)
+    worker = make_worker()
+    found = []
+    await work_until(worker, lambda: found.append(worker.waits()[0]) or "reward" in found[-1].on)
+    assert (found[-1].what, found[-1].on) == ("group 0.0", "its reward, in the pool")
+
+
+async def test_the_lengths_of_what_is_dropped_are_told(make_worker, queue, rewards):
+    rewards.error = RewardError("no")
+    await work_until(make_worker(), lambda: queue.returned)
+    (prompt, completions), *_ = queue.dropped
+    assert prompt == len(PROMPT.tokens)
+    assert completions and set(completions) == {5}
 
 
 async def test_no_progress_is_logged_with_what_is_waited_for(
@@ -732,6 +775,7 @@ async def real_queue():
             vocab_size=VOCAB_SIZE,
             max_tokens=8,
             max_message_bytes=10**6,
+            journal=None,
             on_bound=bound.set_result,
         )
     )

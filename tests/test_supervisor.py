@@ -144,33 +144,73 @@ def test_the_children_of_a_role_end_with_it(start, deaf, monkeypatch):
     assert psutil.wait_procs([child], timeout=5)[1] == []
 
 
-def test_a_server_that_died_is_started_again_without_what_it_left_behind(start, capsys):
+@pytest.fixture
+def restarts(tmp_path):
+    """(restarts, what they started): at most 2."""
+    started = []
+    made = supervisor._Restarts(
+        2, tmp_path, lambda name, resume: started.append((name, resume)) or f"again {name}"
+    )
+    return made, started
+
+
+def test_a_server_that_died_is_started_again_without_what_it_left_behind(start, restarts, capsys):
+    restarts, started = restarts
     role = start(WITH_A_CHILD.format(deaf=False, then="os = __import__('os'); os._exit(3)"))
     wait_for(lambda: role.process.poll() is not None)
     child = child_of(role)
-    started = []
-    again = supervisor._start_again(role, 1, 2, lambda name: started.append(name) or "again")
-    assert (again, started) == ("again", ["server-0"])
+    assert restarts.of(role) == "again server-0"
+    assert started == [("server-0", False)]
     assert psutil.wait_procs([child], timeout=5)[1] == []
-    what = "role 'server-0' ended with exit code 3; restart 2 of at most 2"
+    what = "role 'server-0' ended with exit code 3; restart 1 of at most 2"
     assert what in capsys.readouterr().out
     assert what in supervisor.last_lines(role.log, 1)
 
 
-def test_restarts_end(start):
+@pytest.mark.parametrize("name", ["queue", "rollout-0", "server-0"])
+def test_a_role_that_was_killed_is_started_again(start, restarts, name):
+    role = start("import os; os.kill(os.getpid(), 9)", name)
+    wait_for(lambda: role.process.poll() is not None)
+    assert restarts[0].of(role) == f"again {name}"
+
+
+def test_restarts_end(start, restarts):
+    restarts, _ = restarts
     role = start("raise SystemExit('out of memory')")
     wait_for(lambda: role.process.poll() is not None)
+    restarts.of(role), restarts.of(role)
     with pytest.raises(
         supervisor.RoleDiedError,
-        match=r"(?s)after 2 restarts of servers \(server.max_restarts = 2\): role 'server-0' ended "
+        match=r"(?s)after 2 restarts \(supervisor.max_restarts = 2\): role 'server-0' ended "
         "with exit code 1.*out of memory",
     ):
-        supervisor._start_again(role, 2, 2, start)
+        restarts.of(role)
 
 
 @pytest.mark.parametrize("name", ["queue", "rollout-0"])
-def test_only_servers_are_started_again(start, name):
+def test_a_role_that_failed_ends_the_run(start, restarts, name):
     role = start("raise SystemExit(1)", name)
     wait_for(lambda: role.process.poll() is not None)
     with pytest.raises(supervisor.RoleDiedError, match=f"^role '{name}' ended with exit code 1"):
-        supervisor._start_again(role, 0, 2, start)
+        restarts[0].of(role)
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_all_processes_of_a_learner_are_started_again_where_one_was_killed(
+    start, restarts, tmp_path, started
+):
+    if started:
+        (tmp_path / "checkpoints" / "0").mkdir(parents=True)
+    killed = start("import os; os.kill(os.getpid(), 9)", "learner-0")
+    left = start("import time; time.sleep(600)", "learner-1")
+    wait_for(lambda: killed.process.poll() is not None)
+    assert restarts[0].of_learners([killed, left]) == ["again learner-0", "again learner-1"]
+    assert restarts[1] == [("learner-0", started), ("learner-1", started)]
+    assert left.process.poll() is not None
+
+
+def test_a_learner_that_failed_ends_the_run(start, restarts):
+    role = start("raise SystemExit('not finite')", "learner")
+    wait_for(lambda: role.process.poll() is not None)
+    with pytest.raises(supervisor.RoleDiedError, match="(?s)'learner' ended with exit code 1.*not"):
+        restarts[0].of_learners([role])

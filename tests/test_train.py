@@ -232,7 +232,7 @@ def test_a_role_that_dies_is_named_with_the_end_of_its_log(role, command, tmp_pa
         "train",
         f"--config={QUICKSTART}:smoke",
         "--config.learner.num_steps=100000",
-        "--config.server.max_restarts=0",
+        "--config.supervisor.max_restarts=0",
     )
     wait_for_step(tmp_path / "run", 1)
     roles = roles_of(process.pid)
@@ -286,7 +286,7 @@ def test_a_server_that_is_killed_is_started_again_and_no_group_is_lost_or_double
     go.touch()
     output, _ = process.communicate(timeout=RUN_TIMEOUT_SECS)
     assert process.returncode == 0, output
-    what = "role 'server-1' ended by signal SIGKILL; restart 1 of at most 2"
+    what = "role 'server-1' ended by signal SIGKILL; restart 1 of at most 4"
     assert what in output and what in (workdir / "logs" / "server-1.log").read_text()
     rows = read_metrics(workdir)
     assert [row["step"] for row in rows] == list(range(1, 9))
@@ -348,7 +348,7 @@ def test_a_command_starts_the_local_server_and_nothing_of_it_is_left(end, comman
             "server.command ended by signal SIGKILL"
             in (tmp_path / "run" / "logs" / "server-0.log").read_text()
         )
-        assert "role 'server-0' ended with exit code 1; restart 1 of at most 2" in output
+        assert "role 'server-0' ended with exit code 1; restart 1 of at most 4" in output
         left += live(pids.read_text().splitlines()[1])
     else:
         process.kill()

@@ -11,6 +11,7 @@ import collections
 import dataclasses
 import heapq
 import logging
+from collections.abc import Collection
 from typing import Any
 
 from jaxrl_async.channels.lease import FixedChunk, Leases, OrderError
@@ -56,9 +57,26 @@ class Position:
 
 
 @dataclasses.dataclass(frozen=True)
+class State:
+    """What a queue that comes back knows of the one before; see `Admission.recover`."""
+
+    position: Position  # as of the last commit
+    v_pub: int | None
+    frontier: int
+    retired: dict[str, int]  # indexes by reason
+    returned: dict[str, int]  # returns by reason
+    reissue: tuple[Permit, ...]
+    running: tuple[tuple[Permit, str], ...]  # with the worker that has it
+    held: tuple[tuple[Permit, int], ...]  # with its bytes, in completion order
+    leased: tuple[tuple[Permit, int], ...]  # with its bytes
+    chunks: dict[int, tuple[FixedChunk, ...]]  # by step, of the steps that are not committed
+
+
+@dataclasses.dataclass(frozen=True)
 class _Running:
     attempt: int
     since: float  # clock, seconds
+    worker: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,6 +214,28 @@ class Admission:
 
     # Events.
 
+    def recover(self, state: State, now: float) -> None:
+        """Takes over from the queue before, of the same settings; only when new.
+
+        Permits that were out stay out: their age begins anew, and their workers may still push.
+
+        Raises:
+          OrderError: the state contradicts itself or batch_groups.
+        """
+        self._restore(state.position)
+        self.position = state.position
+        self.v_pub, self.frontier = state.v_pub, state.frontier
+        self.retired = collections.Counter(state.retired)
+        self.returned = collections.Counter(state.returned)
+        self._reissue = sorted(state.reissue)
+        self._running = {
+            p.prompt_index: _Running(p.attempt, now, worker) for p, worker in state.running
+        }
+        self._held = {p.prompt_index: _Held(p.attempt, size) for p, size in state.held}
+        self._leased = {p.prompt_index: _Held(p.attempt, size) for p, size in state.leased}
+        self.num_bytes = sum(size for _, size in (*state.held, *state.leased))
+        self.leases.recover(state.chunks)
+
     def publish(self, version: int, position: Position | None = None) -> None:
         """The servers hold `version`; the first publication may say where the queue starts.
 
@@ -228,13 +268,24 @@ class Admission:
             )
         self.v_pub = version
 
-    def admit(self, max_permits: int, now: float) -> list[Permit]:
+    def admit(self, max_permits: int, now: float, worker: str = "") -> list[Permit]:
         """Issues at most `max_permits`: returned indexes first, the lowest first, then fresh ones."""
         count = min(max_permits, self.admissible)
         permits = [self._next_permit() for _ in range(count)]
         for permit in permits:
-            self._running[permit.prompt_index] = _Running(permit.attempt, now)
+            self._running[permit.prompt_index] = _Running(permit.attempt, now, worker)
         return permits
+
+    def readmit(self, permits: Collection[Permit], now: float) -> None:
+        """Permits that are out are issued anew, to the worker that has them: their age begins again."""
+        for permit in permits:
+            running = self._running[permit.prompt_index]
+            self._running[permit.prompt_index] = dataclasses.replace(running, since=now)
+
+    def permits_of(self, worker: str) -> list[Permit]:
+        """The permits that are out to a worker, ascending."""
+        running = self._running.items()
+        return sorted(Permit(i, r.attempt) for i, r in running if r.worker == worker)
 
     def push(self, permit: Permit, num_bytes: int) -> str:
         """A group came.

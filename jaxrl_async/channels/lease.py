@@ -5,7 +5,7 @@ again. It knows nothing of what is in a group, of permits or of capacity.
 """
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 
 class OrderError(RuntimeError):
@@ -75,6 +75,10 @@ class Leases:
         self.chunk_groups = chunk_groups
         self.committed_step = committed_step
         self._chunks: dict[int, list[FixedChunk]] = {}  # by step, committed_step < step
+
+    def recover(self, chunks: Mapping[int, tuple[FixedChunk, ...]]) -> None:
+        """Takes over the chunks of the steps after `committed_step`, by step."""
+        self._chunks = {step: list(fixed) for step, fixed in chunks.items()}
 
     @property
     def leased_step(self) -> int:

@@ -8,7 +8,7 @@ what is in a group.
 import asyncio
 import dataclasses
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -18,7 +18,7 @@ from jaxrl_async.channels import wire
 from jaxrl_async.channels.admission import Permit, Position
 from jaxrl_async.channels.lease import WHOLE, Share
 from jaxrl_async.channels.trajectory_queue_pb2_grpc import TrajectoryQueueStub
-from jaxrl_async.channels.wire import QueueStatus, ServerRecord
+from jaxrl_async.channels.wire import QueueStatus, ServerRecord, Wait
 from jaxrl_async.types import Chunk, Group, InvalidTrajectoryError
 
 RETRY_SECS = 0.2
@@ -75,9 +75,28 @@ class QueueClient:
     async def __aexit__(self, *_: object) -> None:
         await self._channel.close()
 
-    async def admit(self, max_permits: int, wait_secs: float) -> list[Permit]:
-        """Asks for permits; the queue waits at most wait_secs before it answers with none."""
-        request = pb.AdmitRequest(max_permits=max_permits, wait_secs=wait_secs)
+    async def admit(
+        self,
+        max_permits: int,
+        wait_secs: float,
+        *,
+        worker: str = "",
+        working_on: Collection[Permit] = (),
+    ) -> list[Permit]:
+        """Asks for permits.
+
+        Args:
+          max_permits: at most so many are given.
+          wait_secs: the queue waits at most so long before it answers with none.
+          worker: who asks; no other process has this name. "" for nobody in particular.
+          working_on: the permits that it has; others that are out to it are given again.
+        """
+        request = pb.AdmitRequest(
+            max_permits=max_permits,
+            wait_secs=wait_secs,
+            worker=worker,
+            working_on=[wire.encode_permit(p) for p in working_on],
+        )
         reply = await self._call("Admit", request, wait_secs)
         return [wire.decode_permit(p) for p in reply.permits]
 
@@ -95,10 +114,33 @@ class QueueClient:
         except ValueError as error:
             raise InvalidTrajectoryError(str(error)) from error
 
-    async def return_permit(self, permit: Permit, reason: str, detail: str = "") -> str:
-        """Gives a permit back: "reissued", "retired" or "stale" (`Admission.return_permit`)."""
+    async def return_permit(
+        self,
+        permit: Permit,
+        reason: str,
+        detail: str = "",
+        *,
+        prompt_tokens: int = 0,
+        completion_tokens: Sequence[int] = (),
+    ) -> str:
+        """Gives a permit back.
+
+        Args:
+          permit: the permit.
+          reason: one of admission's.
+          detail: for the log.
+          prompt_tokens: of the prompt that is dropped.
+          completion_tokens: of each of its completions that came to an end.
+
+        Returns:
+          "reissued", "retired" or "stale" (`Admission.return_permit`).
+        """
         request = pb.ReturnRequest(
-            permit=wire.encode_permit(permit), reason=reason, detail=detail[:1000]
+            permit=wire.encode_permit(permit),
+            reason=reason,
+            detail=detail[:1000],
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
         )
         return (await self._call("Return", request)).outcome
 
@@ -118,6 +160,10 @@ class QueueClient:
             if servers != last:
                 last = servers
                 yield last
+
+    async def report(self, role: str, waits: Sequence[Wait]) -> None:
+        """Says what a role waits for; also a sign of its life."""
+        await self._call("Report", pb.RoleReport(role=role, waits=wire.encode_waits(waits)))
 
     async def status(self) -> QueueStatus:
         """What the queue holds, and who waits for what."""
@@ -226,8 +272,16 @@ class LearnerQueue:
         """Says that a step is trained; returns what a checkpoint of it needs of the queue."""
         return wire.decode_position(self._call("Commit", pb.CommitRequest(step=step)))
 
+    def checkpointed(self, step: int) -> None:
+        """Says that no learner will be restored before a step."""
+        self._call("Checkpointed", pb.CheckpointedRequest(step=step))
+
     def publish_version(
-        self, version: int, servers: Sequence[ServerRecord], position: Position | None = None
+        self,
+        version: int,
+        servers: Sequence[ServerRecord],
+        position: Position | None = None,
+        run_epoch: int = 0,
     ) -> None:
         """Says what the servers hold.
 
@@ -235,11 +289,18 @@ class LearnerQueue:
           version: the version of the HEALTHY ones.
           servers: all of them.
           position: of the checkpoint that the run resumes from, at its first publication.
+          run_epoch: grows where a resumed run came to other weights under a version that was published.
         """
         encoded = None if position is None else wire.encode_position(position)
         records = wire.encode_servers(servers)
-        request = pb.PublishRequest(version=version, servers=records, position=encoded)
+        request = pb.PublishRequest(
+            version=version, servers=records, position=encoded, run_epoch=run_epoch
+        )
         self._call("PublishVersion", request)
+
+    def report(self, role: str, waits: Sequence[Wait]) -> None:
+        """Says what a role waits for; also a sign of its life."""
+        self._call("Report", pb.RoleReport(role=role, waits=wire.encode_waits(waits)))
 
     def status(self) -> QueueStatus:
         """What the queue holds, and who waits for what."""

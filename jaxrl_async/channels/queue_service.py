@@ -1,16 +1,20 @@
 """The queue as a gRPC service: one asyncio loop owns admission and the groups in memory.
 
+Every change is applied in memory, written to the journal, and only then answered: what was answered survives the
+process. A journal that cannot be written stops the service.
+
 Messages are parsed here rather than by gRPC, so that whatever arrives is answered with a status: bad
 bytes and bad values are INVALID_ARGUMENT, an event out of order FAILED_PRECONDITION, a wait that ran
 out DEADLINE_EXCEEDED. The service knows nothing of rewards, prompts or weights.
 """
 
 import asyncio
+import collections
 import contextlib
 import functools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import grpc
@@ -19,7 +23,8 @@ from google.protobuf import message_factory
 
 from jaxrl_async.channels import trajectory_queue_pb2 as pb
 from jaxrl_async.channels import wire
-from jaxrl_async.channels.admission import Admission
+from jaxrl_async.channels.admission import EXHAUSTED, REISSUE_REASONS, Admission, Permit
+from jaxrl_async.channels.journal import Journal, JournalError
 from jaxrl_async.channels.lease import FixedChunk, OrderError, Share
 
 log = logging.getLogger(__name__)
@@ -29,6 +34,7 @@ BEAT_SECS = (
     5.0  # A watch repeats itself this often, so that its reader can tell silence from death.
 )
 MAX_WAIT_SECS = 3600.0  # Longest wait that a caller may ask for.
+MAX_ROLES = 100_000  # that may report
 STOP_SECS = 0.5  # Calls that are open when the service stops get this long.
 
 T = TypeVar("T")
@@ -42,6 +48,7 @@ async def serve(
     vocab_size: int,
     max_tokens: int,
     max_message_bytes: int,
+    journal: Journal | None,
     on_bound: Callable[[str], None],
 ) -> None:
     """Serves the queue until cancelled.
@@ -53,13 +60,19 @@ async def serve(
       vocab_size: token ids must lie in [0, vocab_size).
       max_tokens: bound on a trajectory's length.
       max_message_bytes: larger messages are refused (RESOURCE_EXHAUSTED).
+      journal: where what happened is kept, and comes back from; closed in the end. None for memory alone.
       on_bound: gets "host:port", with the true port, once calls are answered.
 
     Raises:
       OSError: the address cannot be bound.
+      JournalError: the journal cannot be read or written.
     """
     service = QueueService(
-        admission, group_size=group_size, vocab_size=vocab_size, max_tokens=max_tokens
+        admission,
+        group_size=group_size,
+        vocab_size=vocab_size,
+        max_tokens=max_tokens,
+        journal=journal,
     )
     server = grpc.aio.server(options=_options(max_message_bytes))
     server.add_generic_rpc_handlers((_handlers(service),))
@@ -72,9 +85,36 @@ async def serve(
         on_bound(f"{address.rpartition(':')[0]}:{port}")
         while True:
             await asyncio.sleep(TICK_SECS)
-            service.tick()
+            await service.tick()
     finally:
         await server.stop(STOP_SECS)
+        if journal is not None:
+            journal.close()
+
+
+class Lengths:
+    """Mean tokens of prompts and completions, by what became of them: whether the long ones are lost shows here.
+
+    "admitted" came to the queue, "trained" were trained on, "dropped" came back with a reason.
+    """
+
+    def __init__(self):
+        self._sums: collections.Counter[str] = collections.Counter()
+        self._counts: collections.Counter[str] = collections.Counter()
+
+    def count(self, what: str, prompt: int, completions: Sequence[int]) -> None:
+        """Counts a group: its prompt's length, and those of its completions that are known."""
+        for name, values in (("prompt", [prompt] if prompt else []), ("completion", completions)):
+            self._sums[f"{name}/{what}"] += sum(values)
+            self._counts[f"{name}/{what}"] += len(values)
+
+    def count_group(self, what: str, group: pb.Group) -> None:
+        """Counts a group from its message."""
+        pairs = zip(group.lengths, group.prompt_lengths, strict=True)
+        self.count(what, group.prompt_lengths[0], [length - prompt for length, prompt in pairs])
+
+    def means(self) -> dict[str, float]:
+        return {name: self._sums[name] / count for name, count in self._counts.items() if count}
 
 
 class QueueService:
@@ -87,10 +127,12 @@ class QueueService:
         group_size: int,
         vocab_size: int,
         max_tokens: int,
+        journal: Journal | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
         """See `serve`."""
         self._admission = admission
+        self._journal = journal
         self._check_group = functools.partial(
             wire.check_group, group_size=group_size, vocab_size=vocab_size, max_tokens=max_tokens
         )
@@ -100,23 +142,52 @@ class QueueService:
         self._completion_tokens = 0
         self._last_push: float | None = None
         self._waits: dict[object, Callable[[], str]] = {}
+        self._run_epoch = 0
+        self._roles: dict[str, tuple[float, tuple[wire.Wait, ...]]] = {}  # when, and what, it said
+        self._lengths = Lengths()
         self._changed = asyncio.Event()
+        if journal is not None and (found := journal.recover()):
+            state, messages, self._run_epoch, self._completion_tokens = found
+            admission.recover(state, clock())
+            self._groups = {i: pb.Group.FromString(message) for i, message in messages.items()}
+            log.info(
+                "the journal brings back step %d, version %s, %d groups and %d permits that are out",
+                admission.leases.committed_step,
+                admission.v_pub,
+                len(self._groups),
+                admission.running,
+            )
 
-    def tick(self) -> None:
-        """Takes back the permits that have been out for too long."""
+    async def tick(self) -> None:
+        """Takes back the permits that have been out for too long.
+
+        Raises:
+          JournalError: the journal cannot be written.
+        """
+        if self._journal is not None:
+            self._journal.check()
         for permit in self._admission.expired(self._clock()):
             log.warning("permit %s timed out", permit)
-            self._apply(self._admission.return_permit, permit, "timeout")
+            await self._return(permit, "timeout")
 
     async def Admit(self, request: pb.AdmitRequest) -> pb.AdmitReply:
         """Waits until there is something to give, at most wait_secs; then gives what there is."""
         count = request.max_permits
+        permits = self._left_by(request)[:count]
         waits_for = f"admit of up to {count} permits"
-        with contextlib.suppress(TimeoutError):
-            await self._until(
-                lambda: self._admission.admissible > 0, request.wait_secs, lambda: waits_for
-            )
-        permits = self._apply(self._admission.admit, count, self._clock())
+        if not permits:
+            with contextlib.suppress(TimeoutError):
+                await self._until(
+                    lambda: self._admission.admissible > 0, request.wait_secs, lambda: waits_for
+                )
+        else:
+            log.info("%s is given %d permits again", request.worker, len(permits))
+            self._apply(self._admission.readmit, permits, self._clock())
+        permits += self._apply(
+            self._admission.admit, count - len(permits), self._clock(), request.worker
+        )
+        if self._journal is not None and permits:
+            await self._journal.admitted(permits, request.worker)
         return pb.AdmitReply(permits=[wire.encode_permit(p) for p in permits])
 
     async def Push(self, request: pb.Group) -> pb.PushReply:
@@ -124,17 +195,26 @@ class QueueService:
         group = wire.decode_group(request)
         self._check_group(group)
         permit = wire.decode_permit(request.permit)
-        outcome = self._apply(self._admission.push, permit, request.ByteSize())
+        message = request.SerializeToString()
+        outcome = self._apply(self._admission.push, permit, len(message))
         if outcome == "held":
             self._groups[permit.prompt_index] = request
-            self._completion_tokens += sum(len(t.completion) for t in group.trajectories)
+            self._lengths.count_group("admitted", request)
+            tokens = sum(len(t.completion) for t in group.trajectories)
+            self._completion_tokens += tokens
             self._last_push = self._clock()
+            if self._journal is not None:
+                await self._journal.pushed(permit, message, tokens)
+        elif self._journal is not None:
+            await self._journal.flushed()  # A duplicate of what is perhaps being written.
         return pb.PushReply(outcome=outcome)
 
     async def Return(self, request: pb.ReturnRequest) -> pb.ReturnReply:
         """Takes back a permit."""
         permit = wire.decode_permit(request.permit)
-        outcome = self._apply(self._admission.return_permit, permit, request.reason)
+        outcome = await self._return(permit, request.reason)
+        if outcome != "stale":
+            self._lengths.count("dropped", request.prompt_tokens, request.completion_tokens)
         log.info("%s returned (%s): %s %s", permit, request.reason, outcome, request.detail)
         return pb.ReturnReply(outcome=outcome)
 
@@ -142,31 +222,66 @@ class QueueService:
         """Sends one chunk: its header, then its groups, with tokens those of the process that asks."""
         step, index = request.step, request.chunk
         share = Share(request.process, request.num_processes or 1, request.num_minibatches or 1)
-        await self._until(
-            lambda: self._admission.chunk_is_ready(step, index),
-            request.wait_secs,
-            lambda: f"lease of {self._admission.waiting_for(step, self._clock())}",
-        )
-        chunk = self._apply(self._admission.lease, step, index)
-        groups = [self._groups[i] for i in chunk.indexes]
+        if self._journal is not None and 0 < step <= self._admission.leases.committed_step:
+            chunk, messages = await self._journal.chunk(step, index)
+            groups = [pb.Group.FromString(message) for message in messages]
+        else:
+            chunk = await self._chunk(request)
+            groups = [self._groups[i] for i in chunk.indexes]
         own = set(share.of_chunk(len(groups)))
         yield pb.LeaseReply(header=_chunk_header(step, index, chunk, groups))
         for position, group in enumerate(groups):
             yield pb.LeaseReply(group=group if position in own else wire.encode_outline(group))
 
+    async def _chunk(self, request: pb.LeaseRequest) -> FixedChunk:
+        """A chunk of a step that is not committed, as soon as its groups are there."""
+        step, index = request.step, request.chunk
+        await self._until(
+            lambda: self._admission.chunk_is_ready(step, index),
+            request.wait_secs,
+            lambda: f"lease of {self._admission.waiting_for(step, self._clock())}",
+        )
+        new = self._admission.leases.fixed(step, index) is None
+        chunk = self._apply(self._admission.lease, step, index)
+        if self._journal is not None:
+            # Also to the second who asks, the answer is given when it is written.
+            await self._journal.leased(step, index, chunk, new=new)
+        return chunk
+
     async def Commit(self, request: pb.CommitRequest) -> pb.Position:
-        """Forgets the groups of a trained step."""
-        for index in self._apply(self._admission.commit, request.step):
-            del self._groups[index]
-        return wire.encode_position(self._admission.position)
+        """Forgets the groups of a trained step; a step that was trained before is answered as then."""
+        step, journal = request.step, self._journal
+        if journal is not None and 0 < step <= self._admission.leases.committed_step:
+            return wire.encode_position(await journal.position(step))
+        indexes = self._apply(self._admission.commit, step)
+        position = self._admission.position
+        for index in indexes:
+            self._lengths.count_group("trained", self._groups.pop(index))
+        if journal is not None:
+            await journal.committed(position, indexes)
+        return wire.encode_position(position)
+
+    async def Checkpointed(self, request: pb.CheckpointedRequest) -> pb.CheckpointedReply:
+        """Learns that no learner will be restored before a step."""
+        if self._journal is not None:
+            await self._journal.checkpointed(request.step)
+        return pb.CheckpointedReply()
 
     async def PublishVersion(self, request: pb.PublishRequest) -> pb.PublishReply:
         """Learns what the servers hold."""
         servers = wire.decode_servers(request.servers)
         with_position = request.HasField("position")
         position = wire.decode_position(request.position) if with_position else None
+        if request.run_epoch < self._run_epoch:
+            raise OrderError(
+                f"run_epoch {request.run_epoch} is published after run_epoch {self._run_epoch}"
+            )
+        before = (self._admission.v_pub, self._run_epoch)
         self._apply(self._admission.publish, request.version, position)
-        self._servers = servers
+        self._servers, self._run_epoch = servers, request.run_epoch
+        if self._journal is not None and before != (request.version, self._run_epoch):
+            start = position if before[0] is None else None
+            await self._journal.published(request.version, self._run_epoch, start)
         return pb.PublishReply()
 
     async def WatchVersion(self, request: pb.WatchRequest) -> AsyncIterator[pb.VersionReply]:
@@ -178,6 +293,13 @@ class QueueService:
         """Sends the table of servers."""
         async for servers in self._watch(lambda: self._servers):
             yield pb.FleetReply(servers=wire.encode_servers(servers))
+
+    async def Report(self, request: pb.RoleReport) -> pb.ReportReply:
+        """Learns what a role waits for."""
+        if request.role not in self._roles and len(self._roles) >= MAX_ROLES:
+            raise ValueError(f"{request.role!r} reports after {MAX_ROLES} roles, the bound")
+        self._roles[request.role] = (self._clock(), wire.decode_waits(request.waits))
+        return pb.ReportReply()
 
     async def Status(self, request: pb.StatusRequest) -> pb.StatusReply:
         """Says what is held, and who waits for what."""
@@ -200,8 +322,29 @@ class QueueService:
                 completion_tokens=self._completion_tokens,
                 last_push_age_secs=None if self._last_push is None else now - self._last_push,
                 waits=tuple(describe() for describe in self._waits.values()),
+                run_epoch=self._run_epoch,
+                roles=tuple(
+                    wire.RoleStatus(role, now - since, waits)
+                    for role, (since, waits) in sorted(self._roles.items())
+                ),
+                servers=self._servers,
+                lengths=self._lengths.means(),
             )
         )
+
+    async def _return(self, permit: Permit, reason: str) -> str:
+        outcome = self._apply(self._admission.return_permit, permit, reason)
+        if self._journal is not None and outcome != "stale":
+            retired_as = EXHAUSTED if reason in REISSUE_REASONS else reason
+            await self._journal.returned(permit, reason, outcome, retired_as)
+        return outcome
+
+    def _left_by(self, request: pb.AdmitRequest) -> list[Permit]:
+        """Permits that are out to a worker who does not work on them: a reply was lost, or it is a new process."""
+        if not request.worker:
+            return []
+        known = {wire.decode_permit(permit) for permit in request.working_on}
+        return [p for p in self._admission.permits_of(request.worker) if p not in known]
 
     def _apply(self, event: Callable[..., T], *args: Any) -> T:
         """Every change of state passes here, one after another; then all who wait look again."""
@@ -305,6 +448,8 @@ async def _refusals(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
         yield
     except (ValueError, protobuf.DecodeError) as error:
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+    except JournalError as error:
+        await context.abort(grpc.StatusCode.INTERNAL, str(error))
     except OrderError as error:
         await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
     except TimeoutError as error:

@@ -69,10 +69,20 @@ class TrajectoryQueueStub(object):
                 request_serializer=jaxrl__async_dot_channels_dot_trajectory__queue__pb2.CommitRequest.SerializeToString,
                 response_deserializer=jaxrl__async_dot_channels_dot_trajectory__queue__pb2.Position.FromString,
                 _registered_method=True)
+        self.Checkpointed = channel.unary_unary(
+                '/jaxrl_async.TrajectoryQueue/Checkpointed',
+                request_serializer=jaxrl__async_dot_channels_dot_trajectory__queue__pb2.CheckpointedRequest.SerializeToString,
+                response_deserializer=jaxrl__async_dot_channels_dot_trajectory__queue__pb2.CheckpointedReply.FromString,
+                _registered_method=True)
         self.PublishVersion = channel.unary_unary(
                 '/jaxrl_async.TrajectoryQueue/PublishVersion',
                 request_serializer=jaxrl__async_dot_channels_dot_trajectory__queue__pb2.PublishRequest.SerializeToString,
                 response_deserializer=jaxrl__async_dot_channels_dot_trajectory__queue__pb2.PublishReply.FromString,
+                _registered_method=True)
+        self.Report = channel.unary_unary(
+                '/jaxrl_async.TrajectoryQueue/Report',
+                request_serializer=jaxrl__async_dot_channels_dot_trajectory__queue__pb2.RoleReport.SerializeToString,
+                response_deserializer=jaxrl__async_dot_channels_dot_trajectory__queue__pb2.ReportReply.FromString,
                 _registered_method=True)
         self.Status = channel.unary_unary(
                 '/jaxrl_async.TrajectoryQueue/Status',
@@ -128,15 +138,27 @@ class TrajectoryQueueServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Checkpointed(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def PublishVersion(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Status(self, request, context):
+    def Report(self, request, context):
         """Anyone.
         """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Status(self, request, context):
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -179,10 +201,20 @@ def add_TrajectoryQueueServicer_to_server(servicer, server):
                     request_deserializer=jaxrl__async_dot_channels_dot_trajectory__queue__pb2.CommitRequest.FromString,
                     response_serializer=jaxrl__async_dot_channels_dot_trajectory__queue__pb2.Position.SerializeToString,
             ),
+            'Checkpointed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Checkpointed,
+                    request_deserializer=jaxrl__async_dot_channels_dot_trajectory__queue__pb2.CheckpointedRequest.FromString,
+                    response_serializer=jaxrl__async_dot_channels_dot_trajectory__queue__pb2.CheckpointedReply.SerializeToString,
+            ),
             'PublishVersion': grpc.unary_unary_rpc_method_handler(
                     servicer.PublishVersion,
                     request_deserializer=jaxrl__async_dot_channels_dot_trajectory__queue__pb2.PublishRequest.FromString,
                     response_serializer=jaxrl__async_dot_channels_dot_trajectory__queue__pb2.PublishReply.SerializeToString,
+            ),
+            'Report': grpc.unary_unary_rpc_method_handler(
+                    servicer.Report,
+                    request_deserializer=jaxrl__async_dot_channels_dot_trajectory__queue__pb2.RoleReport.FromString,
+                    response_serializer=jaxrl__async_dot_channels_dot_trajectory__queue__pb2.ReportReply.SerializeToString,
             ),
             'Status': grpc.unary_unary_rpc_method_handler(
                     servicer.Status,
@@ -390,6 +422,33 @@ class TrajectoryQueue(object):
             _registered_method=True)
 
     @staticmethod
+    def Checkpointed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxrl_async.TrajectoryQueue/Checkpointed',
+            jaxrl__async_dot_channels_dot_trajectory__queue__pb2.CheckpointedRequest.SerializeToString,
+            jaxrl__async_dot_channels_dot_trajectory__queue__pb2.CheckpointedReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def PublishVersion(request,
             target,
             options=(),
@@ -406,6 +465,33 @@ class TrajectoryQueue(object):
             '/jaxrl_async.TrajectoryQueue/PublishVersion',
             jaxrl__async_dot_channels_dot_trajectory__queue__pb2.PublishRequest.SerializeToString,
             jaxrl__async_dot_channels_dot_trajectory__queue__pb2.PublishReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Report(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxrl_async.TrajectoryQueue/Report',
+            jaxrl__async_dot_channels_dot_trajectory__queue__pb2.RoleReport.SerializeToString,
+            jaxrl__async_dot_channels_dot_trajectory__queue__pb2.ReportReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -28,6 +28,24 @@ class ServerRecord:
 
 
 @dataclasses.dataclass(frozen=True)
+class Wait:
+    """Something that does not go on before something else does."""
+
+    what: str  # "group 512.0"
+    on: str  # "server http://127.0.0.1:30000"
+    secs: float  # so far
+
+
+@dataclasses.dataclass(frozen=True)
+class RoleStatus:
+    """What a role said of itself last."""
+
+    role: str
+    silent_secs: float  # since then
+    waits: tuple[Wait, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class QueueStatus:
     """What the queue holds, and who waits for what."""
 
@@ -47,6 +65,10 @@ class QueueStatus:
     completion_tokens: int  # pushed since the queue started
     last_push_age_secs: float | None
     waits: tuple[str, ...]  # one sentence for each call that waits
+    run_epoch: int  # of v_pub: how often a resumed run came to other weights under a version
+    roles: tuple[RoleStatus, ...]  # of those that report, by name
+    servers: tuple[ServerRecord, ...]
+    lengths: dict[str, float]  # mean tokens so far, by "prompt/trained", "completion/dropped", …
 
 
 def encode_group(group: Group) -> pb.Group:
@@ -185,7 +207,20 @@ def decode_servers(messages: Sequence[pb.ServerRecord]) -> tuple[ServerRecord, .
 
 
 def encode_status(status: QueueStatus) -> pb.StatusReply:
-    return pb.StatusReply(**_present(status))
+    roles = [
+        pb.RoleStatus(role=r.role, silent_secs=r.silent_secs, waits=encode_waits(r.waits))
+        for r in status.roles
+    ]
+    servers = encode_servers(status.servers)
+    return pb.StatusReply(**_present(status) | {"roles": roles, "servers": servers})
+
+
+def encode_waits(waits: Sequence[Wait]) -> list[pb.Wait]:
+    return [pb.Wait(**vars(wait)) for wait in waits]
+
+
+def decode_waits(messages: Sequence[pb.Wait]) -> tuple[Wait, ...]:
+    return tuple(Wait(m.what, m.on, m.secs) for m in messages)
 
 
 def decode_status(message: pb.StatusReply) -> QueueStatus:
@@ -200,6 +235,11 @@ def decode_status(message: pb.StatusReply) -> QueueStatus:
             "returned": dict(message.returned),
             "retired": dict(message.retired),
             "waits": tuple(message.waits),
+            "roles": tuple(
+                RoleStatus(r.role, r.silent_secs, decode_waits(r.waits)) for r in message.roles
+            ),
+            "servers": decode_servers(message.servers),
+            "lengths": dict(message.lengths),
         }
     )
 

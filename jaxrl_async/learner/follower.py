@@ -6,12 +6,12 @@ version that the queue says is published.
 
 import concurrent.futures
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxrl_async.channels.admission import Position
 from jaxrl_async.channels.queue_client import LearnerQueue
-from jaxrl_async.channels.wire import QueueStatus
+from jaxrl_async.channels.wire import QueueStatus, Wait
 from jaxrl_async.types import Chunk
 
 POLL_SECS = 0.05
@@ -31,6 +31,12 @@ class FollowerQueue:
     def commit(self, step: int) -> Position:
         """Commits nothing. Process 0 saves its own position, and this one goes nowhere."""
         return Position(step, 0, (), {}, {})
+
+    def checkpointed(self, step: int) -> None:
+        """Process 0 says it."""
+
+    def report(self, role: str, waits: Sequence[Wait]) -> None:
+        self._queue.report(role, waits)
 
     def status(self) -> QueueStatus:
         return self._queue.status()
@@ -57,6 +63,7 @@ class FollowerPublisher:
         *,
         timeout_secs: float,
         position: Position | None = None,
+        run_epoch: int = 0,
     ) -> None:
         """Starts `write`; waits first until the version before is published, as `Publisher.publish` does."""
         if self._version is not None:
@@ -84,6 +91,9 @@ class FollowerPublisher:
         """Raises what stopped `write`, if anything did."""
         if self._writing is not None and self._writing.done():
             self._writing.result()
+
+    def waits_for(self) -> str:
+        return "learner process 0 to publish"
 
     def metrics(self) -> dict[str, float]:
         return {}

@@ -91,6 +91,7 @@ def train(
     publisher: Publish,
     save: Callable[[int, TrainState, Position], None],
     metrics: MetricsWriter,
+    timers: Timers,
     reference: Any = None,
 ) -> TrainState:
     """Trains from first_step to schedule.num_steps. Step s turns version s − 1 into version s.
@@ -107,6 +108,7 @@ def train(
       publisher: takes new versions.
       save: (step, state, position) → checkpoint.
       metrics: one row per step.
+      timers: says at any time what the loop is at.
       reference: parameters that a KL penalty is taken to; None where the loss has none.
 
     Returns:
@@ -117,7 +119,6 @@ def train(
       TooManyFailuresError: more groups came back for infrastructure failures than the budget allows.
       RecompileError: a program compiled after the first step, where the schedule says so.
     """
-    timers = Timers()
     state, accumulator = train_step.warm_up(state, padding, reference)
     ends = _Ends(schedule, train_step, queue, publisher, save, metrics, timers)
     for step in range(first_step, schedule.num_steps + 1):
@@ -334,7 +335,10 @@ class _Rates:
             "queue/depth_groups": status.depth_groups,
             "queue/running_groups": status.running_groups,
             "queue/capacity": status.capacity,
-        } | {f"returned/{reason}": count for reason, count in status.returned.items()}
+            **{f"returned/{reason}": count for reason, count in status.returned.items()},
+            **{f"retired/{reason}": count for reason, count in status.retired.items()},
+            **{f"fairness/{name}": length for name, length in status.lengths.items()},
+        }
 
 
 def _check_failures(status: QueueStatus, max_failures: int) -> None:

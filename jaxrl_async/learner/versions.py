@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import logging
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from flax import nnx
 
 from jaxrl_async.channels.admission import Position
 from jaxrl_async.channels.weight_store import WeightStore
+from jaxrl_async.channels.wire import QueueStatus
 from jaxrl_async.learner import processes
 from jaxrl_async.learner.train_step import TrainState
 from jaxrl_async.models import hf, transformer
@@ -84,6 +85,55 @@ class Versions:
         self._process = process
         self._num_processes = num_processes
         self._version: int | None = None
+        self._run_epoch = 0
+        self._restored = -1  # published by the learner before; up to it, nothing is published again
+        self._known = False  # whether its files are here, to compare with
+
+    def resume(
+        self, version: int, state: TrainState, status: QueueStatus, position: Position
+    ) -> None:
+        """Starts the push of what the servers are to hold when a learner was restored.
+
+        Where a later version was published already, it is given to the servers again, from its files: published
+        versions never go back, and the steps up to it are trained again without a push.
+
+        Args:
+          version: of the state.
+          state: restored.
+          status: of the queue.
+          position: of the checkpoint, for a queue that knows nothing yet.
+
+        Raises:
+          ValueError: the queue's journal ends before the checkpoint.
+        """
+        if status.v_pub is None:
+            self.publish(version, self.snapshot(state), position)
+            return
+        if status.committed_step < version:
+            raise ValueError(
+                f"the checkpoint is of step {version}, but the queue's journal ends at step {status.committed_step}: "
+                "it was not written to the disk in full. Remove the later checkpoints, or the journal"
+            )
+        self._run_epoch = status.run_epoch
+        if status.v_pub <= version:
+            self.publish(version, self.snapshot(state))
+            return
+        self._restored, self._known = status.v_pub, status.v_pub in self._store.versions()
+        if not self._known:
+            self._restored -= 1  # It is published when it was trained again.
+            log.warning(
+                "the weights of version %d, which was published, are no longer in the store: servers wait until it "
+                "was trained again",
+                status.v_pub,
+            )
+            return
+        log.info(
+            "servers are given version %d, which was published; steps %d to %d are trained again",
+            status.v_pub,
+            version + 1,
+            status.committed_step,
+        )
+        self._push(self._restored, lambda: self._store.path(self._held(self._restored)), None)
 
     def snapshot(self, state: TrainState) -> Iterable[tuple[str, np.ndarray]]:
         """The tensors that this process writes of a state, which may be donated: to be drawn once, in any thread."""
@@ -106,13 +156,39 @@ class Versions:
           snapshot: its weights, from `snapshot`.
           position: where a new queue starts from, at the first publication after a restore.
         """
+        if version == self._restored and self._known:
+            self._compare(version, snapshot)
+        if version > self._restored:
+            self._push(version, functools.partial(self._write, version, snapshot), position)
+
+    def _push(
+        self, version: int, write: Callable[[], pathlib.Path | None], position: Position | None
+    ) -> None:
         self._publisher.publish(
             version,
-            functools.partial(self._write, version, snapshot),
+            write,
             timeout_secs=self._timeout_secs,
             position=position,
+            run_epoch=self._run_epoch,
         )
         self._version = version
+
+    def _compare(self, version: int, snapshot: Iterable[tuple[str, np.ndarray]]) -> None:
+        """Writes a version again that was published; where it came out otherwise, a new run epoch begins with it."""
+        before = self._store.manifest(version)["digest"]
+        path = self._write(version, snapshot)
+        if self._process != 0 or (digest := self._store.manifest(version)["digest"]) == before:
+            return
+        self._run_epoch += 1
+        log.warning(
+            "fork: version %d, trained again, has digest %s, and was published with %s (another device count, "
+            "process count, setting or library?). Run epoch %d begins: the servers are given it again",
+            version,
+            digest[:12],
+            before[:12],
+            self._run_epoch,
+        )
+        self._push(version, lambda: path, None)
 
     def wait(self) -> None:
         """Waits until the servers hold the newest version, or what a delay makes of it."""

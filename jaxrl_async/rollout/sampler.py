@@ -87,7 +87,7 @@ class Sampler:
           ValueError: a token id outside the vocabulary.
         """
         seed = request_seed(self._run_seed, permit, sample)
-        prefix = f"{_permit_prefix(permit)}{sample:04d}-"
+        prefix = _sample_prefix(permit, sample)
         return functools.partial(self._generate, prefix, itertools.count(), seed)
 
     async def abort(self, permit: Permit, *, timeout_secs: float) -> None:
@@ -102,6 +102,11 @@ class Sampler:
         for result in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(result, BaseException) and not isinstance(result, ServerError):
                 raise result
+
+    def address_of(self, permit: Permit, sample: int) -> str | None:
+        """The server that a sample's request runs on, None while it has none."""
+        prefix = _sample_prefix(permit, sample)
+        return next((a for rid, a in self._running.items() if rid.startswith(prefix)), None)
 
     def leave_dead(self) -> None:
         """Gives up every call to a server that the fleet holds for DEAD: its requests go on elsewhere.
@@ -226,6 +231,10 @@ def request_seed(run_seed: int, permit: Permit, sample: int) -> int:
 
 def _permit_prefix(permit: Permit) -> str:
     return f"{permit.prompt_index:012d}-{permit.attempt:04d}-"
+
+
+def _sample_prefix(permit: Permit, sample: int) -> str:
+    return f"{_permit_prefix(permit)}{sample:04d}-"
 
 
 def _join(parts: list[Completion], finish_reason: str) -> Completion:

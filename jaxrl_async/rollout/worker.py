@@ -12,12 +12,14 @@ import collections
 import dataclasses
 import importlib
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 
 from jaxrl_async.channels.admission import Permit
 from jaxrl_async.channels.queue_client import QueueClient
+from jaxrl_async.channels.wire import Wait
 from jaxrl_async.rewards.pool import RewardError, RewardPool, RewardTimeoutError
 from jaxrl_async.rollout.frictions import Frictions, rng_of
 from jaxrl_async.rollout.sampler import RolloutError, Sampler
@@ -59,6 +61,7 @@ class Worker:
     def __init__(
         self,
         *,
+        name: str,
         queue: QueueClient,
         sampler: Sampler,
         fleet: Fleet,
@@ -79,6 +82,7 @@ class Worker:
         """Starts nothing yet.
 
         Args:
+          name: what the queue knows it by; a worker that is started again under its name is given its permits again.
           queue: gives permits and takes groups.
           sampler: makes `generate`.
           fleet: the sampler's table, kept up to date here.
@@ -97,6 +101,7 @@ class Worker:
           frictions: what is recorded wrongly, on purpose; None for nothing.
           run_seed: with prompt_index, attempt and sample it decides which samples a friction strikes.
         """
+        self._name = name
         self._queue = queue
         self._sampler = sampler
         self._fleet = fleet
@@ -113,7 +118,11 @@ class Worker:
         self._overlong = overlong
         self._frictions = frictions
         self._run_seed = run_seed
-        self._running: set[Permit] = set()
+        self._running: dict[Permit, list[int]] = {}  # lengths of the completions that have ended
+        self._stages: dict[
+            tuple[Permit, int], tuple[str, float]
+        ] = {}  # of a sample, and since when
+        self._idle_since = time.monotonic()
         self._finished = asyncio.Event()  # since the last look for free places
         self._scoring = 0  # answers that wait for their reward
         self.statistics = Statistics()
@@ -128,6 +137,7 @@ class Worker:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._watch_fleet(), name="rollout fleet")
                 tasks.create_task(self._report(), name="rollout report")
+                tasks.create_task(self._tell(), name="rollout status")
                 await self._work(tasks)
         except BaseExceptionGroup as group:
             raise _worst(group) from None
@@ -142,6 +152,31 @@ class Worker:
             f"reward ({self._fleet.describe()})"
         )
 
+    def waits(self) -> list[Wait]:
+        """What each group waits for, the one that waits longest first."""
+        now = time.monotonic()
+        if not self._running:
+            return [Wait(self._name, "permits from the queue", now - self._idle_since)]
+        oldest: dict[Permit, tuple[float, str, int]] = {}
+        for (permit, sample), (stage, since) in self._stages.items():
+            oldest[permit] = min(oldest.get(permit, (now, "", 0)), (since, stage, sample))
+        waits = [
+            Wait(f"group {p.prompt_index}.{p.attempt}", self._place(p, sample, stage), now - since)
+            for p, (since, stage, sample) in oldest.items()
+        ]
+        return sorted(waits, key=lambda wait: -wait.secs)[:MAX_WAITS]
+
+    def _place(self, permit: Permit, sample: int, stage: str) -> str:
+        if stage != GENERATING:
+            return stage
+        address = self._sampler.address_of(permit, sample)
+        return f"server {address}" if address else f"a HEALTHY server ({self._fleet.describe()})"
+
+    async def _tell(self) -> None:
+        while True:
+            await self._queue.report(self._name, self.waits())
+            await asyncio.sleep(TELL_SECS)
+
     async def _watch_fleet(self) -> None:
         async for records in self._queue.watch_fleet():
             self._fleet.update(records)
@@ -152,8 +187,11 @@ class Worker:
             while (free := self._max_running_groups - len(self._running)) == 0:
                 self._finished.clear()
                 await self._finished.wait()
-            for permit in await self._queue.admit(free, ADMIT_WAIT_SECS):
-                self._running.add(permit)
+            permits = await self._queue.admit(
+                free, ADMIT_WAIT_SECS, worker=self._name, working_on=self._running
+            )
+            for permit in permits:
+                self._running[permit] = []
                 name = f"permit {permit.prompt_index}.{permit.attempt}"
                 tasks.create_task(self._run_permit(permit), name=name)
 
@@ -171,14 +209,21 @@ class Worker:
         else:
             self.statistics.count(group, outcome)
         finally:
-            self._running.discard(permit)
+            del self._running[permit]
+            self._idle_since = time.monotonic()
             self._finished.set()
 
     async def _return(self, permit: Permit, reason: str, detail: str) -> None:
         normal = reason == "equal_rewards"  # With drop_equal_rewards, many are.
         level = logging.DEBUG if normal else logging.WARNING
         log.log(level, "%s returned as %s: %s", permit, reason, detail)
-        await self._queue.return_permit(permit, reason, detail)
+        await self._queue.return_permit(
+            permit,
+            reason,
+            detail,
+            prompt_tokens=len(self._prompts[permit.prompt_index].tokens),
+            completion_tokens=self._running[permit],
+        )
         self.statistics.returned[reason] += 1
 
     async def _make_group(self, permit: Permit) -> Group:
@@ -198,11 +243,20 @@ class Worker:
         return Group(permit.prompt_index, permit.attempt, tuple(s.result() for s in samples))
 
     async def _sample(self, permit: Permit, prompt: Prompt, sample: int) -> Trajectory:
+        self._stages[permit, sample] = (GENERATING, time.monotonic())
+        try:
+            return await self._finish(permit, prompt, sample)
+        finally:
+            del self._stages[permit, sample]
+
+    async def _finish(self, permit: Permit, prompt: Prompt, sample: int) -> Trajectory:
         trajectory = await self._rollout(prompt, self._sampler.bind(permit, sample))
+        self._running[permit].append(len(trajectory.completion))
         if self._frictions is not None:
             rng = rng_of(self._run_seed, permit.prompt_index, sample, permit.attempt)
             trajectory = self._frictions.of_trajectory(trajectory, rng)
         check_trajectory(trajectory, vocab_size=self._vocab_size, max_tokens=self._max_tokens)
+        self._stages[permit, sample] = (SCORING, time.monotonic())
         reward = await self._score(trajectory, prompt)
         reward += self._overlong(len(trajectory.completion))
         if self._frictions is not None:
@@ -286,6 +340,9 @@ def _leaves(error: BaseException) -> list[BaseException]:
     return [error]
 
 
+GENERATING, SCORING = "a server", "its reward, in the pool"  # stages of a sample
+TELL_SECS = 2.0  # The queue hears so often what is waited for.
+MAX_WAITS = 16  # groups that it hears of
 ADMIT_WAIT_SECS = 10.0  # The queue answers an empty hand after so long; then it is asked again.
 ABORT_TIMEOUT_SECS = 5.0
 REPORT_SECS = 30.0

@@ -8,6 +8,7 @@ import asyncio
 import dataclasses
 import json
 import pathlib
+import re
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -352,9 +353,12 @@ def _read_versions(spans: Sequence[Mapping[str, Any]], count: int) -> np.ndarray
 
 
 def _read_version(text: str) -> int:
-    if not (isinstance(text, str) and text.isdecimal()):
-        raise ForeignWeightsError(f"weight version {text!r} is not an integer ≥ 0")
-    return int(text)
+    """The version in "12" or, of run epoch 1, in "1.12"."""
+    if not (isinstance(text, str) and _VERSION.fullmatch(text)):
+        raise ForeignWeightsError(
+            f"weight version {text!r} is not an integer ≥ 0, with or without a run epoch before it"
+        )
+    return int(text.rpartition(".")[2])
 
 
 def _decode(text: bytes, address: str, route: str) -> dict:
@@ -383,6 +387,7 @@ def _message(text: bytes) -> str:
 
 # Everything else is control, which SGLang's admin key guards.
 _INFORMATION_ROUTES = frozenset({"/generate", "/model_info", "/server_info"})
+_VERSION = re.compile(r"([0-9]{1,9}\.)?[0-9]{1,9}")
 _EMPTY = (np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32))
 _MESSAGE_CHARS = 500
 _READY_POLL_SECS = 0.2

@@ -57,7 +57,7 @@ class Publisher:
             more behind a router); they need not be up yet.
           client: for this publisher alone, not opened yet.
           transport: how a server is given a version; see transports.TRANSPORTS.
-          announce: called as announce(version, records, position), `LearnerQueue.publish_version`.
+          announce: called as announce(version, records, position, run_epoch), `LearnerQueue.publish_version`.
           push_timeout_secs: a server that has not taken a version by then is STALE; with nothing HEALTHY to route
             to for so long the publisher fails, unless a server is DEAD or has just started again.
           poll_secs: between looks at each server.
@@ -78,13 +78,13 @@ class Publisher:
         self._published: int | None = None
         self._error: BaseException | None = None
 
-        self._requested: int | None = None  # the learner's
+        self._requested: tuple[int, int] | None = None  # (run epoch, version), the learner's
         self._phase = "a first version"
         self._metrics: dict[str, float] = {}
 
         # Everything below belongs to the thread.
         self._target: _Target | None = None
-        self._announced: int | None = None
+        self._announced: tuple[int, int] | None = None  # (version, run epoch)
         self._held: int | None = None  # by HEALTHY servers, under the version announced
         self._told: list[str] = []  # the states that the queue knows
         self._pushing = False
@@ -104,6 +104,7 @@ class Publisher:
         *,
         timeout_secs: float,
         position: Position | None = None,
+        run_epoch: int = 0,
     ) -> None:
         """Starts a push and returns; waits first for the push before it.
 
@@ -113,17 +114,21 @@ class Publisher:
             own, or those of another version, named in their manifest. Called in a thread of the publisher.
           timeout_secs: bound on waiting for the push before.
           position: where the queue starts from, at the first publication after a restore.
+          run_epoch: grows where the weights of a version are not those that were published under its number; then
+            the same version may be published again.
 
         Raises:
           PublisherError: the push before failed, or is still running.
           ValueError: the version is not above the one before.
         """
         if self._requested is not None:
-            self.wait(self._requested, timeout_secs=timeout_secs)
-            if version <= self._requested:
-                raise ValueError(f"version {version} is not above version {self._requested}")
-        self._requested = version
-        request = _Request(version, write, position)
+            self.wait(self._requested[1], timeout_secs=timeout_secs)
+            if (run_epoch, version) <= self._requested or version < self._requested[1]:
+                raise ValueError(f"version {version} is not above version {self._requested[1]}")
+            with self._condition:
+                self._published = None
+        self._requested = (run_epoch, version)
+        request = _Request(version, run_epoch, write, position)
         self._loop.call_soon_threadsafe(self._requests.put_nowait, request)
 
     def wait(self, version: int, *, timeout_secs: float) -> None:
@@ -140,7 +145,7 @@ class Publisher:
         if not over:
             raise PublisherError(
                 f"version {version} is not published after {timeout_secs:g} s: "
-                f"the publisher waits for {self._waits_for()}"
+                f"the publisher waits for {self.waits_for()}"
             )
         self.check()
 
@@ -162,7 +167,7 @@ class Publisher:
             log.warning(
                 "the publisher's thread still runs %g s after close: it waits for %s",
                 _CLOSE_TIMEOUT_SECS,
-                self._waits_for(),
+                self.waits_for(),
             )
 
     def _run(self) -> None:
@@ -196,7 +201,8 @@ class Publisher:
 
         self._pushing = True
         manifest = weight_store.read_manifest(path)
-        target = _Target(manifest["version"], path, manifest["digest"])
+        name = weight_name(manifest["version"], request.run_epoch)
+        target = _Target(manifest["version"], name, path, manifest["digest"])
         first, self._target = self._target is None, target
         self._phase = f"version {request.version} on the servers"
         await self._deliver(first)
@@ -310,7 +316,7 @@ class Publisher:
             client,
             server.address,
             path=target.path,
-            version=target.version,
+            version=target.name,
             timeout_secs=self._push_timeout_secs,
         )
         server.version = target.version
@@ -331,23 +337,25 @@ class Publisher:
 
     async def _tell_version(self, request: "_Request") -> None:
         async with self._announcing:
-            self._announced, self._held = request.version, self._target.version
-            await self._tell(request.version, request.position)
+            self._announced = (request.version, request.run_epoch)
+            self._held = self._target.version
+            await self._tell(request.position)
 
     async def _tell_states(self) -> None:
         """Publishes the states again, under the version published last, where they changed."""
         async with self._announcing:
             states = [record.state for record in server_records(self._servers)]
             if self._announced is not None and self._told != states:
-                log.info("version %d: %s", self._announced, self._describe())
-                await self._tell(self._announced, None)
+                log.info("version %d: %s", self._announced[0], self._describe())
+                await self._tell(None)
 
-    async def _tell(self, version: int, position: Position | None) -> None:
-        records = server_records(self._servers)
+    async def _tell(self, position: Position | None) -> None:
+        records, (version, run_epoch) = server_records(self._servers), self._announced
         self._told = [record.state for record in records]
-        await asyncio.to_thread(self._announce, version, records, position)
+        await asyncio.to_thread(self._announce, version, records, position, run_epoch)
 
-    def _waits_for(self) -> str:
+    def waits_for(self) -> str:
+        """In words: what the push under way waits for, and the state of every server."""
         return f"{self._phase}; {self._describe()}"
 
     def _describe(self) -> str:
@@ -357,13 +365,15 @@ class Publisher:
 @dataclasses.dataclass(frozen=True)
 class _Request:
     version: int
+    run_epoch: int
     write: Callable[[], str | os.PathLike]
     position: Position | None
 
 
 @dataclasses.dataclass(frozen=True)
 class _Target:
-    version: int  # of the weights, which the servers report
+    version: int  # of the weights
+    name: str  # of the weights, which the servers report
     path: str
     digest: str  # of the manifest
 
@@ -389,6 +399,11 @@ class _Server:
         return f"{self.address} is {self.state} ({self.reason})"
 
 
+def weight_name(version: int, run_epoch: int) -> str:
+    """What servers call the weights of a version: "12", and "1.12" in run epoch 1."""
+    return f"{run_epoch}.{version}" if run_epoch else str(version)
+
+
 def server_records(servers: Sequence[_Server]) -> list[ServerRecord]:
     """One record for each address that takes requests.
 
@@ -412,8 +427,8 @@ def _record(address: str, servers: list[_Server]) -> ServerRecord:
 def _difference(info: Mapping[str, Any], target: _Target) -> str | None:
     """How what a server reports is not the target, in words; None where it is."""
     held, digest = info.get("weight_version"), info.get("weight_digest", target.digest)
-    if held != str(target.version):
-        return f"version {held!r} instead of {target.version}"
+    if held != target.name:
+        return f"version {held!r} instead of {target.name}"
     if digest != target.digest:
         return f"weights with digest {digest} as version {held}, its manifest says {target.digest}"
     return None

@@ -29,7 +29,7 @@ async def disk(
     address: str,
     *,
     path: str | os.PathLike,
-    version: int,
+    version: int | str,
     mode: str,
     timeout_secs: float,
 ) -> None:
@@ -39,7 +39,7 @@ async def disk(
       client: the HTTP client.
       address: "http://host:port", where the server takes control calls.
       path: the version's directory, as WeightStore wrote it.
-      version: its number.
+      version: its number, or what `publisher.weight_name` makes of it.
       mode: what becomes of running requests. "retract": their tokens stay and their KV is computed anew, so every
         token's log-prob is exactly that of the version stamped on it. "in_place": stale KV is kept; the tokens
         sampled afterwards come from a mixture which no version has.
@@ -66,7 +66,7 @@ async def tensor(
     address: str,
     *,
     path: str | os.PathLike,
-    version: int,
+    version: int | str,
     mode: str,
     timeout_secs: float,
 ) -> None:
@@ -100,7 +100,7 @@ async def stream(
     address: str,
     *,
     path: str | os.PathLike,
-    version: int,
+    version: int | str,
     mode: str,
     timeout_secs: float,
 ) -> None:

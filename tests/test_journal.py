@@ -1,0 +1,363 @@
+"""The journal: a queue that was killed comes back as it was, a restored learner gets its batches again, and what is
+damaged is named."""
+
+import asyncio
+import contextlib
+import dataclasses
+import pathlib
+import sqlite3
+
+import grain
+import numpy as np
+import pytest
+from test_queue import group, opened, served
+
+from jaxrl_async.channels import journal as journals
+from jaxrl_async.channels.admission import Admission, Permit, Position
+from jaxrl_async.channels.journal import Journal, JournalError, JournalReader
+from jaxrl_async.channels.queue_client import QueueError
+
+ADMISSION = dict(
+    batch_groups=4,
+    max_staleness=2,
+    push_every_steps=1,
+    max_running_groups=100,
+    max_attempts=3,
+    permit_timeout_secs=30.0,
+    max_bytes=10**9,
+)
+
+
+@contextlib.asynccontextmanager
+async def queue_of(path, **values):
+    """A served queue with a journal at `path`."""
+    keep = values.pop("keep", "all")
+    journal = Journal(path, batch_groups=4, keep=keep)
+    async with opened(journal=journal, **ADMISSION | values) as queue:
+        queue.journal = journal
+        yield queue
+
+
+async def copied(path: pathlib.Path, to: pathlib.Path) -> pathlib.Path:
+    """The files as a SIGKILL would leave them now: the log beside them, nothing brought in."""
+    for file in path.parent.glob(path.name + "*"):
+        (to / file.name).write_bytes(file.read_bytes())
+    return to / path.name
+
+
+def seen(status) -> dict:
+    changing = {"last_push_age_secs", "waits", "stale_events", "lengths", "roles", "servers"}
+    return {k: v for k, v in dataclasses.asdict(status).items() if k not in changing}
+
+
+async def some_history(queue):
+    """Version 1 of 4-group steps; of step 2 all is leased; others are held, running, returned, retired, waiting."""
+    await queue.publish(0)
+    await queue.fill(4)
+    await queue.lease(1)
+    await queue.commit(1)
+    await queue.publish(1)
+    await queue.fill(4)
+    await queue.lease(2)
+    permits = await queue.client.admit(7, 5.0, worker="w", working_on=())
+    await queue.client.push(group(permits[0]))
+    await queue.client.push(group(permits[3]))
+    await queue.client.return_permit(permits[1], "server_error")
+    await queue.client.return_permit(permits[2], "equal_rewards")
+    return permits
+
+
+async def test_a_queue_that_was_killed_comes_back_as_it_was(tmp_path):
+    path = tmp_path / "a" / "journal.sqlite"
+    path.parent.mkdir()
+    (tmp_path / "b").mkdir()
+    async with queue_of(path) as queue:
+        permits = await some_history(queue)
+        before = await queue.client.status()
+        left = await copied(path, tmp_path / "b")
+    async with queue_of(left) as queue:
+        assert seen(await queue.client.status()) == seen(before)
+        (chunk,) = await queue.lease(2)
+        assert [g.prompt_index for g in chunk.groups] == [4, 5, 6, 7]
+        np.testing.assert_array_equal(
+            chunk.groups[3].trajectories[0].tokens, group(Permit(7, 0)).trajectories[0].tokens
+        )
+        # What was running may still be pushed, once; what was held is a duplicate.
+        assert await queue.client.push(group(permits[4])) == "held"
+        assert await queue.client.push(group(permits[4])) == "duplicate"
+        assert await queue.client.push(group(permits[3])) == "duplicate"
+        # The returned index is issued again, with its next attempt.
+        assert (await queue.client.admit(1, 5.0))[0] == Permit(permits[1].prompt_index, 1)
+    reader = JournalReader(left)
+    assert reader.audit() == {"lost": [], "doubled": [], "gap": [], "stray": []}
+
+
+async def test_the_order_in_which_groups_came_survives(tmp_path):
+    async with queue_of(tmp_path / "j", chunk_groups=2) as queue:
+        await queue.publish(0)
+        permits = await queue.client.admit(4, 5.0)
+        for i in (3, 0, 2):
+            await queue.client.push(group(permits[i]))
+    async with queue_of(tmp_path / "j", chunk_groups=2) as queue:
+        await queue.client.push(group(permits[1]))
+        chunks = await queue.lease(1)
+        assert [[g.prompt_index for g in c.groups] for c in chunks] == [[3, 0], [2, 1]]
+
+
+async def test_a_learner_restored_earlier_gets_the_same_batches_again(tmp_path):
+    async with queue_of(tmp_path / "j") as queue:
+        await queue.publish(0)
+        chunks, positions = [], []
+        for step in (1, 2, 3):
+            await queue.fill(4)
+            chunks += await queue.lease(step)
+            positions.append(await queue.commit(step))
+            await queue.publish(step)
+        await assert_steps_again(queue, chunks, positions)
+    async with queue_of(tmp_path / "j") as queue:
+        await assert_steps_again(queue, chunks, positions)
+
+
+async def assert_steps_again(queue, chunks, positions):
+    """Steps 2 and 3 are as they were, and nothing else has changed."""
+    for step in (2, 3):
+        (chunk,) = await queue.lease(step)
+        for got, sent in zip(chunk.groups, chunks[step - 1].groups, strict=True):
+            assert (got.prompt_index, got.attempt) == (sent.prompt_index, sent.attempt)
+            np.testing.assert_array_equal(
+                got.trajectories[0].logprobs, sent.trajectories[0].logprobs
+            )
+        assert await queue.commit(step) == positions[step - 1]
+    status = await queue.client.status()
+    assert (status.committed_step, status.v_pub, status.frontier) == (3, 3, 12)
+    await queue.publish(3)  # The servers hold it again; versions do not go back.
+    with pytest.raises(QueueError, match="version 2 is published after version 3"):
+        await queue.publish(2)
+
+
+async def test_admission_is_bounded_by_the_history_after_recovery(tmp_path):
+    async with queue_of(tmp_path / "j") as queue:
+        await queue.publish(0)
+        permits = await queue.client.admit(100, 5.0)
+        assert len(permits) == 12  # (η 2 + v 0 + 1) · 4
+        for permit in permits[:5]:
+            await queue.client.push(group(permit))
+    async with queue_of(tmp_path / "j") as queue:
+        status = await queue.client.status()
+        assert (status.capacity, status.running_groups, status.depth_groups) == (0, 7, 5)
+        assert await queue.client.admit(100, 0.0) == []
+
+
+async def test_a_worker_that_comes_back_is_given_its_permits_again(tmp_path):
+    async with queue_of(tmp_path / "j") as queue:
+        await queue.publish(0)
+        ask = queue.client.admit
+        mine = await ask(3, 5.0, worker="mine", working_on=())
+        other = await ask(2, 5.0, worker="other", working_on=())
+        # A reply that was lost: the worker knows of one permit only.
+        assert await ask(5, 5.0, worker="mine", working_on=mine[:1]) == [
+            *mine[1:],
+            *[Permit(i, 0) for i in (5, 6, 7)],
+        ]
+    async with queue_of(tmp_path / "j") as queue:
+        again = await queue.client.admit(8, 5.0, worker="other", working_on=())
+        assert again[:2] == other
+        assert not set(again) & set(mine)
+
+
+async def test_groups_before_the_oldest_checkpoint_are_forgotten(tmp_path):
+    async with queue_of(tmp_path / "j", keep="checkpointed") as queue:
+        await queue.publish(0)
+        for step in (1, 2, 3):
+            await queue.fill(4)
+            await queue.lease(step)
+            await queue.commit(step)
+            await queue.publish(step)
+        await asyncio.to_thread(queue._learner.checkpointed, 2)
+        (chunk,) = await queue.lease(3)
+        assert len(chunk.groups) == 4
+        with pytest.raises(
+            QueueError, match=r"prompt_index 4 is no longer there; only journal.keep"
+        ):
+            await queue.lease(2)
+    reader = JournalReader(tmp_path / "j")
+    assert reader.audit()["gap"] == []
+    assert reader[8].prompt_index == 8
+    with pytest.raises(JournalError, match="no longer there"):
+        reader[0]
+
+
+async def test_with_keep_all_nothing_is_forgotten(tmp_path):
+    async with queue_of(tmp_path / "j") as queue:
+        await queue.publish(0)
+        await queue.fill(4)
+        await queue.lease(1)
+        await queue.commit(1)
+        await asyncio.to_thread(queue._learner.checkpointed, 1)
+        assert len((await queue.lease(1))[0].groups) == 4
+
+
+async def test_a_queue_that_started_from_a_position_comes_back(tmp_path):
+    start = Position(
+        5, 26, tuple(Permit(i, 1) for i in (3, 20, 25)), {"invalid": 3}, {"invalid": 3}
+    )
+    async with queue_of(tmp_path / "j") as queue:
+        await queue.publish(5, position=start)
+        await queue.fill(4)
+        await queue.lease(6)
+        before = await queue.client.status()
+    async with queue_of(tmp_path / "j") as queue:
+        assert seen(await queue.client.status()) == seen(before)
+        await queue.commit(6)
+    assert JournalReader(tmp_path / "j").audit() == {
+        "lost": [],
+        "doubled": [],
+        "gap": [],
+        "stray": [],
+    }
+
+
+async def test_a_journal_is_a_dataset(tmp_path):
+    async with queue_of(tmp_path / "j") as queue:
+        await queue.publish(0)
+        await queue.fill(8)
+        for step in (1, 2):
+            await queue.lease(step)
+            await queue.commit(step)
+    data = grain.MapDataset.source(JournalReader(tmp_path / "j")).shuffle(seed=0)
+    assert sorted(data[i].prompt_index for i in range(len(data))) == list(range(8))
+
+
+def rotten(path, statement, *values):
+    connection = sqlite3.connect(path)
+    with connection:
+        connection.execute(statement, values)
+    connection.close()
+
+
+async def with_groups(path):
+    async with queue_of(path) as queue:
+        await queue.publish(0)
+        await queue.fill(4)
+        await queue.lease(1)
+
+
+async def test_a_group_that_was_damaged_is_named(tmp_path):
+    await with_groups(tmp_path / "j")
+    rotten(tmp_path / "j", "UPDATE groups SET message = zeroblob(200) WHERE prompt_index = 2")
+    with pytest.raises(
+        JournalError, match=r"j: the group of prompt_index 2 is damaged \(checksum\)"
+    ):
+        Journal(tmp_path / "j", batch_groups=4).recover()
+
+
+async def test_a_group_that_is_gone_is_named(tmp_path):
+    await with_groups(tmp_path / "j")
+    rotten(tmp_path / "j", "DELETE FROM groups WHERE prompt_index = 2")
+    with pytest.raises(JournalError, match=r"the groups of prompt_index \[2\] are missing"):
+        Journal(tmp_path / "j", batch_groups=4).recover()
+
+
+async def test_an_audit_finds_what_must_not_be(tmp_path):
+    path = tmp_path / "j"
+    async with queue_of(path) as queue:
+        await queue.publish(0)
+        await queue.fill(8)
+        for step in (1, 2):
+            await queue.lease(step)
+            await queue.commit(step)
+    rotten(path, "UPDATE chunks SET prompt_indexes = '[0, 1, 2, 3]' WHERE step = 2")
+    rotten(path, "DELETE FROM permits WHERE prompt_index = 6")
+    rotten(path, "DELETE FROM commits WHERE step = 1")
+    audit = JournalReader(path).audit()
+    assert audit["lost"] == [6]
+    assert audit["gap"] == [1]
+    assert audit["stray"] == [4, 5, 7]
+    rotten(path, "INSERT INTO commits VALUES (1, '{}', 0)")
+    assert JournalReader(path).audit()["doubled"] == [0, 1, 2, 3]
+
+
+def test_a_file_that_is_no_journal_is_refused(tmp_path):
+    (tmp_path / "j").write_bytes(b"not a database" * 1000)
+    with pytest.raises(JournalError, match="j is damaged, or no journal"):
+        Journal(tmp_path / "j", batch_groups=4)
+
+
+async def test_a_damaged_file_is_refused(tmp_path):
+    await with_groups(tmp_path / "j")
+    raw = bytearray((tmp_path / "j").read_bytes())
+    raw[4096 * 2 : 4096 * 4] = b"\x07" * 8192
+    (tmp_path / "j").write_bytes(raw)
+    with pytest.raises(JournalError, match="damaged"):
+        Journal(tmp_path / "j", batch_groups=4).recover()
+
+
+def test_a_journal_of_other_batches_is_refused(tmp_path):
+    Journal(tmp_path / "j", batch_groups=4).close()
+    with pytest.raises(JournalError, match=r"learner.groups_per_step = 4, not 8"):
+        Journal(tmp_path / "j", batch_groups=8)
+
+
+def test_one_process_has_the_journal(tmp_path):
+    first = Journal(tmp_path / "j", batch_groups=4)
+    with pytest.raises(JournalError, match="another process has it open"):
+        Journal(tmp_path / "j", batch_groups=4)
+    with pytest.raises(JournalError, match="another process has it open"):
+        JournalReader(tmp_path / "j")
+    first.close()
+    Journal(tmp_path / "j", batch_groups=4).close()
+
+
+def test_a_directory_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(JournalError, match=r"nowhere/j: it cannot be opened"):
+        Journal(tmp_path / "nowhere" / "j", batch_groups=4)
+
+
+def test_a_network_file_system_needs_the_other_mode(tmp_path, monkeypatch):
+    monkeypatch.setattr(journals, "file_system_of", lambda path: "nfs4")
+    with pytest.raises(JournalError, match=r"\(nfs4\).*journal.mode = 'delete'"):
+        Journal(tmp_path / "j", batch_groups=4)
+    Journal(tmp_path / "j", batch_groups=4, mode="delete").close()
+
+
+def test_the_kind_of_a_file_system_is_found():
+    assert journals.file_system_of("/proc/self") == "proc"
+
+
+async def test_a_full_disk_stops_the_queue_and_says_so(tmp_path):
+    journal = Journal(tmp_path / "j", batch_groups=4)
+    (pages,) = journal._connection.execute("PRAGMA page_count").fetchone()
+    journal._connection.execute(f"PRAGMA max_page_count = {pages + 3}")
+    with pytest.raises(JournalError, match=r"j: database or disk is full"):
+        async with served(journal=journal, **ADMISSION) as address:
+            await fill_until_it_stops(address)
+    # What was answered is there, and a queue with room goes on.
+    again = Journal(tmp_path / "j", batch_groups=4)
+    state, messages, _, _ = again.recover()
+    assert len(state.held) == len(messages) > 0
+    again.close()
+
+
+async def fill_until_it_stops(address):
+    from jaxrl_async.channels.queue_client import LearnerQueue, QueueClient
+
+    timeouts = dict(connect_timeout_secs=5.0, call_timeout_secs=5.0)
+    learner = LearnerQueue(address, **timeouts)
+    await asyncio.to_thread(learner.__enter__)
+    await asyncio.to_thread(learner.publish_version, 0, ())
+    async with QueueClient(address, **timeouts) as client:
+        with pytest.raises(QueueError, match="database or disk is full"):
+            for permit in await client.admit(12, 5.0):
+                await client.push(group(permit, num_tokens=60))
+    learner.__exit__()
+    await asyncio.sleep(1.0)  # The service looks at its journal.
+
+
+async def test_a_state_of_other_batches_is_refused(tmp_path):
+    await with_groups(tmp_path / "j")
+    journal = Journal(tmp_path / "j", batch_groups=4)
+    state, *_ = journal.recover()
+    journal.close()
+    admission = Admission(**ADMISSION)
+    admission.recover(state, 0.0)
+    assert (admission.leased, admission.frontier) == (4, 4)
