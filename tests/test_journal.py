@@ -17,6 +17,7 @@ from jaxrl_async.channels.admission import Admission, Permit, Position
 from jaxrl_async.channels.journal import Journal, JournalError, JournalReader
 from jaxrl_async.channels.queue_client import QueueError
 
+NOTHING = {"lost": [], "doubled": [], "gap": [], "stray": []}
 ADMISSION = dict(
     batch_groups=4,
     max_staleness=2,
@@ -89,7 +90,7 @@ async def test_a_queue_that_was_killed_comes_back_as_it_was(tmp_path):
         # The returned index is issued again, with its next attempt.
         assert (await queue.client.admit(1, 5.0))[0] == Permit(permits[1].prompt_index, 1)
     reader = JournalReader(left)
-    assert reader.audit() == {"lost": [], "doubled": [], "gap": [], "stray": []}
+    assert reader.audit() == NOTHING
 
 
 async def test_the_order_in_which_groups_came_survives(tmp_path):
@@ -209,12 +210,7 @@ async def test_a_queue_that_started_from_a_position_comes_back(tmp_path):
     async with queue_of(tmp_path / "j") as queue:
         assert seen(await queue.client.status()) == seen(before)
         await queue.commit(6)
-    assert JournalReader(tmp_path / "j").audit() == {
-        "lost": [],
-        "doubled": [],
-        "gap": [],
-        "stray": [],
-    }
+    assert JournalReader(tmp_path / "j").audit() == NOTHING
 
 
 async def test_a_journal_is_a_dataset(tmp_path):

@@ -8,7 +8,9 @@ import types
 
 import jax
 import pytest
+from small_learner import empty_status
 
+from jaxrl_async.channels.admission import Position
 from jaxrl_async.channels.weight_store import WeightStore
 from jaxrl_async.cli import config as config_lib
 from jaxrl_async.learner.versions import Delay, Versions
@@ -34,6 +36,8 @@ CONFIG = transformer.ModelConfig(
     remat=False,
 )
 NORM = "model.norm.weight"
+NO_DELAY = Delay(0, uniform=False, seed=0)
+POSITION = Position(3, 12, (), {}, {})
 
 
 class Publisher:
@@ -41,9 +45,11 @@ class Publisher:
 
     def __init__(self):
         self.path = None
+        self.pushed = []  # (version, run epoch, position)
 
-    def publish(self, version, write, **_):
+    def publish(self, version, write, *, timeout_secs, position, run_epoch):
         self.path = write()
+        self.pushed.append((version, run_epoch, position))
 
     def metrics(self):
         return {"weights/version": 1, "weights/delay": 2}
@@ -68,11 +74,17 @@ def make(params, tmp_path):
         def given(version):
             state = types.SimpleNamespace(params=jax.tree.map(lambda x: x * 0 + version, params))
             versions.publish(version, versions.snapshot(state))
-            held = int(publisher.path.name)
-            assert set(store.read(held)[NORM]) == {held}
+            held = int(publisher.path.name) if publisher.path else None
+            assert held is None or set(store.read(held)[NORM]) == {held}
             return held
 
-        return types.SimpleNamespace(given=given, versions=versions, store=store)
+        def resume(version, status):
+            state = types.SimpleNamespace(params=jax.tree.map(lambda x: x * 0 + version, params))
+            versions.resume(version, state, status, POSITION)
+
+        return types.SimpleNamespace(
+            given=given, resume=resume, versions=versions, store=store, pushed=publisher.pushed
+        )
 
     return make
 
@@ -146,6 +158,67 @@ def test_a_resumed_run_whose_delayed_weights_are_gone_takes_the_oldest_and_says_
     caplog.clear()
     assert [after.given(n) for n in (6, 7, 8)] == [3, 4, 5]
     assert caplog.text == ""
+
+
+def at(v_pub, committed_step, run_epoch=0):
+    return empty_status(v_pub=v_pub, committed_step=committed_step, run_epoch=run_epoch)
+
+
+@pytest.fixture
+def left(make):
+    """Versions 0 to 5, published by a learner that is gone, and what takes their place."""
+    before = make(NO_DELAY, keep=3)
+    for version in range(6):
+        before.given(version)
+    return make(NO_DELAY, keep=3)
+
+
+def test_a_queue_that_knows_nothing_is_told_where_to_start(left):
+    left.resume(3, empty_status(v_pub=None))
+    assert left.pushed == [(3, 0, POSITION)]
+
+
+def test_a_restored_version_is_published_where_no_later_one_was(left):
+    left.resume(3, at(v_pub=2, committed_step=4))
+    assert left.pushed == [(3, 0, None)]
+
+
+def test_what_was_published_is_given_again_and_the_steps_up_to_it_are_trained_without_a_push(left):
+    left.resume(3, at(v_pub=5, committed_step=6, run_epoch=1))
+    assert left.pushed == [(5, 1, None)]
+    for version in (4, 5):  # 5 comes out with the bits it had.
+        left.given(version)
+    assert left.pushed == [(5, 1, None)]
+    left.given(6)
+    assert left.pushed == [(5, 1, None), (6, 1, None)]
+
+
+def test_other_weights_under_a_published_version_are_a_fork(left, params, caplog):
+    left.resume(3, at(v_pub=5, committed_step=5))
+    state = types.SimpleNamespace(params=jax.tree.map(lambda x: x * 0 + 5.5, params))
+    left.versions.publish(5, left.versions.snapshot(state))
+    assert left.pushed == [(5, 0, None), (5, 1, None)]
+    assert set(left.store.read(5)[NORM]) == {5.5}
+    assert "fork: version 5, trained again, has digest" in caplog.text
+    left.given(6)
+    assert left.pushed[-1] == (6, 1, None)
+
+
+def test_a_published_version_whose_files_are_gone_is_published_when_it_was_trained_again(
+    make, caplog
+):
+    run = make(NO_DELAY, keep=3)
+    run.resume(3, at(v_pub=5, committed_step=6))
+    assert run.pushed == [] and "version 5, which was published, are no longer" in caplog.text
+    run.versions.publish(4, iter(()))
+    assert run.pushed == []
+    run.given(5)
+    assert run.pushed == [(5, 0, None)]
+
+
+def test_a_journal_that_ends_before_the_checkpoint_is_refused(left):
+    with pytest.raises(ValueError, match=r"of step 3, but the queue's journal ends at step 2"):
+        left.resume(3, at(v_pub=2, committed_step=2))
 
 
 @pytest.mark.parametrize("delay_steps", ["1", "uniform(2)"])

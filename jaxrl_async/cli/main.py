@@ -10,6 +10,8 @@ VERBS = {
     "train": "train a policy: every role on this machine, or one --role on a pod",
     "serve": "serve a checkpoint or a Hugging Face directory over SGLang's HTTP API",
     "evaluate": "greedy accuracy and pass@k of a run's checkpoints on held-out prompts",
+    "replay": "train again on the journal of a run: the same parameters, or another objective on the same data",
+    "status": "say who waits for whom in a run, and since when",
     "parity": "compare a server's log-probs with the learner's, and name the likely cause",
     "report": "write report.html from a run's workdir",
 }

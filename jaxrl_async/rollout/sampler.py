@@ -74,7 +74,7 @@ class Sampler:
         self._max_retries = max_retries
         self._running: dict[str, str] = {}  # rid → address, of what may still run on a server
         self._asking: dict[str, asyncio.Task[Completion]] = {}  # rid → the call that waits for it
-        self.num_unrouted = 0  # requests that wait for a HEALTHY server
+        self._unrouted: set[str] = set()  # prefixes of samples that wait for a HEALTHY server
 
     def bind(self, permit: Permit, sample: int) -> Generate:
         """The `generate` of one sample of a permit.
@@ -103,10 +103,14 @@ class Sampler:
             if isinstance(result, BaseException) and not isinstance(result, ServerError):
                 raise result
 
-    def address_of(self, permit: Permit, sample: int) -> str | None:
-        """The server that a sample's request runs on, None while it has none."""
+    def place_of(self, permit: Permit, sample: int) -> str:
+        """In words: where a sample is that was not returned yet."""
         prefix = _sample_prefix(permit, sample)
-        return next((a for rid, a in self._running.items() if rid.startswith(prefix)), None)
+        if prefix in self._unrouted:
+            return f"a HEALTHY server ({self._fleet.describe()})"
+        running = (a for rid, a in self._running.items() if rid.startswith(prefix))
+        address = next(running, None)
+        return f"server {address}" if address else "its rollout function"
 
     def leave_dead(self) -> None:
         """Gives up every call to a server that the fleet holds for DEAD: its requests go on elsewhere.
@@ -131,7 +135,7 @@ class Sampler:
         parts: list[Completion] = []
         reason, detail, last = "", "", ""
         for retry in range(self._max_retries + 1):
-            last = await self._route(last, deadline)
+            last = await self._route(prefix, last, deadline)
             rid = f"{prefix}{next(resumes):04d}"
             try:
                 part = await self._ask(last, rid, input_ids, sampling, deadline)
@@ -186,11 +190,11 @@ class Sampler:
         self._running.pop(rid, None)
         return completion
 
-    async def _route(self, excluding: str, deadline: float) -> str:
+    async def _route(self, prefix: str, excluding: str, deadline: float) -> str:
         address = self._fleet.route((excluding,))
         if address is not None:
             return address
-        self.num_unrouted += 1
+        self._unrouted.add(prefix)
         try:
             while (address := self._fleet.route((excluding,))) is None:
                 if time.monotonic() > deadline:
@@ -201,7 +205,7 @@ class Sampler:
                     raise RolloutError("server_error", detail)
                 await asyncio.sleep(_ROUTE_POLL_SECS)
         finally:
-            self.num_unrouted -= 1
+            self._unrouted.discard(prefix)
         return address
 
     async def _back_off(self, retry: int, deadline: float) -> None:
@@ -215,6 +219,11 @@ class Sampler:
                 f"tokens to continue must be [T ≥ 1] ids in [0, {self._vocab_size}), got {ids}"
             )
         return ids.tolist()
+
+    @property
+    def num_unrouted(self) -> int:
+        """Requests that wait for a HEALTHY server."""
+        return len(self._unrouted)
 
     @property
     def num_running(self) -> int:

@@ -167,10 +167,7 @@ class Worker:
         return sorted(waits, key=lambda wait: -wait.secs)[:MAX_WAITS]
 
     def _place(self, permit: Permit, sample: int, stage: str) -> str:
-        if stage != GENERATING:
-            return stage
-        address = self._sampler.address_of(permit, sample)
-        return f"server {address}" if address else f"a HEALTHY server ({self._fleet.describe()})"
+        return self._sampler.place_of(permit, sample) if stage == GENERATING else stage
 
     async def _tell(self) -> None:
         while True:

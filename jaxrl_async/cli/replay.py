@@ -1,0 +1,62 @@
+"""`replay`: runs a learner again from its workdir, on the same groups in the same order."""
+
+import os
+import pathlib
+import sys
+
+from jaxrl_async.cli.config import UsageError, parse_flags, settings_of
+
+USAGE = """Trains again what a run was trained on, from its config.json, a checkpoint and its journal: no servers, no
+tasks. Compares every checkpoint it passes with the run's, bit for bit. With --config.loss.… (or another learner
+setting) it trains another objective on the identical data, and compares nothing. Exit code 1 where bits differ."""
+
+
+def main(argv: list[str]) -> int:
+    workdirs = [word.partition("=")[2] for word in argv if word.startswith("--workdir=")]
+    if not workdirs and not {"--help", "-h"} & set(argv):
+        raise UsageError("--workdir=DIR is needed")
+    changed = [word for word in argv if word.startswith("--config.")]
+    config = [f"--config={workdirs[-1]}/config.json"] if workdirs else []
+    flags = parse_flags(
+        USAGE,
+        [*config, *argv],
+        config=bool(config),
+        workdir=("", "directory of the run"),
+        first=(0, "checkpoint to start from"),
+        until=(-1, "last step; default the last one that was committed"),
+        out=("", "directory for metrics and the last checkpoint; default WORKDIR/replay"),
+    )
+    workdir = pathlib.Path(flags.workdir).absolute()
+    out = pathlib.Path(flags.out).absolute() if flags.out else workdir / "replay"
+    settings = settings_of(flags.config)
+    if settings.learner.num_processes > 1:
+        raise UsageError("replay runs one process: --config.learner.num_processes=1")
+    if out.exists() and any(out.iterdir()):
+        raise UsageError(f"{out} is not empty: name another --out")
+    learner = settings.learner
+    if (devices := learner.data * learner.fsdp * learner.tensor) > 1:  # Of a CPU, as in the run.
+        os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(devices))
+    # After the flags are known to be good: what follows loads JAX.
+    from jaxrl_async.channels.journal import JournalError
+    from jaxrl_async.checkpoint import CheckpointError
+    from jaxrl_async.replay import ReplayError, replay
+
+    until = None if flags.until < 0 else flags.until
+    try:
+        comparisons = replay(settings, workdir, out=out, first=flags.first, until=until)
+    except (ReplayError, JournalError, CheckpointError) as error:
+        print(f"replay: {error}", file=sys.stderr)
+        return 1
+    (out / "config.json").write_text(flags.config.to_json(indent=2), encoding="utf-8")
+    print(f"replayed into {out}")
+    if changed:
+        print(f"not compared: {' '.join(changed)} differs from the run")
+        return 0
+    for found in comparisons:
+        verdict = (
+            "equal, bit for bit"
+            if found.equal
+            else f"DIFFERENT: {found.where} by up to {found.max_difference:.3g}"
+        )
+        print(f"step {found.step}: {verdict}")
+    return 0 if all(found.equal for found in comparisons) else 1

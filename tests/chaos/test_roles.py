@@ -1,0 +1,126 @@
+"""Real runs whose roles are killed and frozen: they finish, nothing is lost or doubled, and they can be replayed."""
+
+import json
+import pathlib
+import random
+import subprocess
+import sys
+
+import chaos
+import pytest
+from test_journal import NOTHING
+
+from jaxrl_async.channels.journal import JournalReader
+from jaxrl_async.metrics import read_metrics
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+SMOKE = "configs/quickstart.py:smoke"
+START_SECS = 300.0
+
+
+@pytest.fixture(scope="module")
+def attacked(tmp_path_factory):
+    """(workdir, trials) of an asynchronous run of 50 steps, 2 servers and 2 workers, each of whose roles was killed."""
+    workdir, rng = tmp_path_factory.mktemp("chaos") / "run", random.Random(0)
+    with chaos.Run(workdir, num_steps=50, config=SMOKE) as run:
+        run.wait_for(2, START_SECS, "start")
+        trials = [run.strike("kill", (role,), rng) for role in chaos.ROLES]
+        audit = run.finish(START_SECS)
+    return workdir, trials, audit
+
+
+def test_a_run_whose_roles_are_killed_finishes_and_nothing_is_lost_or_doubled(attacked):
+    workdir, trials, audit = attacked
+    assert len(trials) == 4 and None not in trials
+    assert audit == NOTHING
+    assert [row["step"] for row in read_metrics(workdir)] == list(range(1, 51))
+    reader = JournalReader(workdir / "journal.sqlite")
+    assert reader.steps() == list(range(1, 51)) and len(reader) == 50 * 8
+    logs = "".join(file.read_text() for file in (workdir / "logs").iterdir())
+    for role in ("queue", "learner", "rollout-", "server-"):
+        assert f"role '{role}" in logs
+
+
+def replay(workdir, *argv):
+    words = [sys.executable, "-m", "jaxrl_async", "replay", f"--workdir={workdir}", *argv]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_its_replay_has_the_same_parameters_bit_for_bit(attacked):
+    workdir, _, _ = attacked
+    code, printed = replay(workdir)
+    assert code == 0, printed
+    assert "step 50: equal, bit for bit" in printed
+    ours, theirs = read_metrics(workdir / "replay"), read_metrics(workdir)
+    for name in ("reward/mean", "loss/policy", "policy/grad_norm", "staleness/mean"):
+        assert [row[name] for row in ours] == [row[name] for row in theirs], name
+
+
+def test_another_objective_is_trained_on_the_same_data(attacked, tmp_path):
+    workdir, _, _ = attacked
+    loss = "--config.loss.anchor=behavior"
+    code, printed = replay(workdir, "--until=5", f"--out={tmp_path}/b", loss)
+    assert code == 0 and f"not compared: {loss}" in printed
+    ours, theirs = read_metrics(tmp_path / "b"), read_metrics(workdir)[:5]
+    assert [r["reward/mean"] for r in ours] == [r["reward/mean"] for r in theirs]
+    assert [r["policy/grad_norm"] for r in ours[1:]] != [r["policy/grad_norm"] for r in theirs[1:]]
+    config = json.loads((tmp_path / "b" / "config.json").read_text())
+    assert config["loss"]["anchor"] == "behavior"
+
+
+def test_a_replay_with_other_rounding_is_found_out(attacked, tmp_path):
+    workdir, _, _ = attacked
+    from jaxrl_async import replay as replays
+    from jaxrl_async.cli.config import load_config, settings_of
+
+    config = load_config(str(workdir / "config.json"))
+    config.learner.learning_rate *= 1.0001
+    last = max(step for step in replays_of(workdir))
+    (found,) = replays.replay(
+        settings_of(config), workdir, out=tmp_path / "b", first=last - 5, until=last
+    )[-1:]
+    assert found.step == last and not found.equal and found.max_difference > 0
+
+
+def replays_of(workdir):
+    return [int(p.name) for p in (workdir / "checkpoints").iterdir() if p.name.isdigit()]
+
+
+def test_what_cannot_be_replayed_is_said(attacked, tmp_path):
+    workdir, _, _ = attacked
+    code, printed = replay(workdir, "--until=60", f"--out={tmp_path}/c")
+    assert code == 1
+    assert "steps 1 to 60 are asked for, the journal has 1 to 50, and lacks [51, 52" in printed
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "something").touch()
+    code, printed = replay(workdir, f"--out={tmp_path}/d")
+    assert code == 2 and "is not empty" in printed
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "fault", chaos.FAULTS, ids=lambda fault: f"{fault[0]} {'+'.join(fault[1])}"
+)
+def test_every_fault_is_survived(fault, tmp_path):
+    with chaos.Run(tmp_path / "run", num_steps=30, config=SMOKE) as run:
+        run.wait_for(3, START_SECS, "start")
+        assert run.strike(*fault, random.Random(1)) is not None
+        assert run.finish(START_SECS) == NOTHING
+    assert len(JournalReader(tmp_path / "run" / "journal.sqlite")) == 30 * 8
+
+
+@pytest.mark.long
+def test_a_sync_run_whose_learner_was_killed_equals_the_undisturbed_one_bit_for_bit(tmp_path):
+    settings = [*chaos.SETTINGS, "--config.rollout.num_workers=1", "--config.server.num_local=1"]
+    config, rng = f"{SMOKE},mode=sync", random.Random(2)
+    for name in ("whole", "killed"):
+        with chaos.Run(tmp_path / name, num_steps=25, config=config, settings=settings) as run:
+            if name == "killed":
+                for role in ("learner", "queue", "rollout"):
+                    run.wait_for(run.step + 2, START_SECS, "start")
+                    assert run.strike("kill", (role,), rng) is not None
+            assert run.finish(START_SECS) == NOTHING
+    ours, theirs = (read_metrics(tmp_path / name) for name in ("whole", "killed"))
+    for name in ("reward/mean", "loss/policy", "policy/grad_norm"):
+        assert [row[name] for row in ours] == [row[name] for row in theirs], name
