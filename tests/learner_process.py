@@ -183,6 +183,7 @@ def run(directory, *, process=0, num_processes=1, mesh_shape=(1, 1, 1), first_st
             num_minibatches=NUM_MINIBATCHES,
             lease_timeout_secs=10.0,
             max_failures=0,
+            budgets={},
             fail_on_recompile=True,
         ),
         train_step=train_step,

@@ -1,5 +1,6 @@
 """The loop: what it leases, commits, saves and publishes, in which order, in each mode. Queue and servers are fakes."""
 
+import dataclasses
 import functools
 
 import jax
@@ -136,6 +137,7 @@ def train(
         num_minibatches=num_minibatches,
         lease_timeout_secs=1.0,
         max_failures=over.get("max_failures", 10),
+        budgets=over.get("budgets", {}),
         fail_on_recompile=True,
     )
     return learner.train(
@@ -281,6 +283,32 @@ def test_too_many_failures_stop_the_run_and_are_counted_by_reason():
     recorder = Recorder(returned={"server_error": 7, "timeout": 4, "invalid": 100})
     with pytest.raises(learner.TooManyFailuresError, match=r"^11 groups.*is 10.*'server_error': 7"):
         train(recorder)
+
+
+@pytest.mark.parametrize("where", ["returned", "retired"])
+def test_a_reason_may_have_a_budget_of_its_own(where):
+    recorder = Recorder(returned={"reward_error": 3})
+    status = recorder.status()
+    recorder.status = lambda: dataclasses.replace(status, **{where: {"equal_rewards": 5}})
+    train(recorder, budgets={"equal_rewards": 5})
+    with pytest.raises(
+        learner.TooManyFailuresError,
+        match=rf"^5 groups came back as equal_rewards, the budget .*equal_rewards is 4; .*{where}: "
+        r"{'equal_rewards': 5}",
+    ):
+        train(recorder, budgets={"equal_rewards": 4})
+
+
+def test_a_drift_of_lengths_is_warned_about_once_in_a_while(caplog):
+    watch = learner._FairnessWatch()
+    same = {"completion/trained": 100.0, "completion/dropped": 140.0, "prompt/trained": 10.0}
+    watch(1, same)
+    assert caplog.text == ""
+    for step in (2, 3, 22):
+        watch(step, same | {"completion/dropped": 200.0})
+    said = [r.getMessage() for r in caplog.records]
+    assert len(said) == 2
+    assert said[0].startswith("step 2: completions of dropped groups have 200.0 tokens on average")
 
 
 def test_what_is_about_a_staleness_counts_by_its_tokens():

@@ -203,6 +203,7 @@ def train(run, loss, *, mesh_shape=ONE, rows=4, policy="in_order", num_steps=1, 
         num_minibatches=1,
         lease_timeout_secs=1.0,
         max_failures=0,
+        budgets={},
         fail_on_recompile=False,
     )
     state = learner.train(

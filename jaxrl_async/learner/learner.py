@@ -29,6 +29,8 @@ from jaxrl_async.types import Batch, Chunk, Group
 # nats, of mismatch/mean_abs. float32 on both sides gave below 1e-6; the bound leaves room for an engine in bfloat16,
 # which was not measured. Beyond it engine and learner do not compute the same policy.
 MAX_MISMATCH = 0.02
+MAX_DRIFT = 1.5  # between the mean lengths of what is dropped and of what is trained on
+FAIRNESS_WARNING_STEPS = 20  # At most one warning in so many steps.
 MISMATCH_WARNING_STEPS = 20  # At most one warning in so many steps.
 
 _log = logging.getLogger(__name__)
@@ -67,6 +69,7 @@ class Schedule:
     num_minibatches: int
     lease_timeout_secs: float
     max_failures: int  # groups returned for infrastructure failures before the run is stopped
+    budgets: Mapping[str, int]  # the same for single reasons, of returns or retirements
     fail_on_recompile: bool  # stop where a program compiles after the first step
 
     def pushes(self, step: int) -> bool:
@@ -135,11 +138,14 @@ def train(
             with timers("pack"):
                 packed = [pack(m, advantages(_rewards(m))) for m in minibatches]
             with timers("accumulate"):
+                placed = [[train_step.place(batch) for batch in m] for m in packed]
                 # Before any update, which moves the weights that anchors are taken at.
-                anchors = [[train_step.anchor(state.params, b) for b in m] for m in packed]
-            for minibatch, rows, anchor in zip(minibatches, packed, anchors, strict=True):
+                anchors = [[train_step.anchor(state.params, b) for b in m] for m in placed]
+            for minibatch, rows, there, anchor in zip(
+                minibatches, packed, placed, anchors, strict=True
+            ):
                 with timers("accumulate"):
-                    for batch, proximal in zip(rows, anchor, strict=True):
+                    for batch, proximal in zip(there, anchor, strict=True):
                         accumulator = train_step.accumulate(
                             state.params, accumulator, batch, proximal, step - 1, reference
                         )
@@ -189,6 +195,7 @@ class _Ends:
         self._publisher, self._save, self._metrics = publisher, save, metrics
         self._timers, self._since = timers, time.monotonic()
         self._rates, self._watch = _Rates(queue.status()), _MismatchWatch()
+        self._fairness = _FairnessWatch()
         self._compiled = train_step.num_compilations()
         self._begun: _End | None = None
 
@@ -216,13 +223,14 @@ class _Ends:
         status = self._queue.status()
         row = _step_metrics(minibatches, end.groups, end.batches)
         self._watch(end.step, row)
+        self._fairness(end.step, status.lengths)
         row |= self._timers.pop() | self._publisher.metrics() | self._rates.metrics(status)
         now = time.monotonic()
         row["time/step_secs"], self._since = now - self._since, now
         row["compile/count"] = self._train_step.num_compilations()
         row["learner/tokens_per_sec"] = row.pop("tokens") / row["time/step_secs"]
         self._metrics.write(end.step, row)
-        _check_failures(status, self._schedule.max_failures)
+        _check_failures(status, self._schedule)
         if self._schedule.fail_on_recompile and row["compile/count"] > self._compiled:
             raise RecompileError(
                 f"step {end.step}: {row['compile/count']} programs were compiled, {self._compiled} before the first "
@@ -320,6 +328,30 @@ class _MismatchWatch:
         )
 
 
+class _FairnessWatch:
+    """Warns when what is dropped is longer or shorter than what is trained on: then the policy learns from a part."""
+
+    def __init__(self):
+        self._next_step = 0
+
+    def __call__(self, step: int, lengths: Mapping[str, float]) -> None:
+        if step < self._next_step:
+            return
+        for what in ("prompt", "completion"):
+            dropped, trained = (lengths.get(f"{what}/{fate}") for fate in ("dropped", "trained"))
+            if not dropped or not trained or max(dropped / trained, trained / dropped) < MAX_DRIFT:
+                continue
+            self._next_step = step + FAIRNESS_WARNING_STEPS
+            _log.warning(
+                "step %d: %ss of dropped groups have %.1f tokens on average, those trained on %.1f: see fairness/ and "
+                "returned/ for why",
+                step,
+                what,
+                dropped,
+                trained,
+            )
+
+
 class _Rates:
     """What the queue did since the last step."""
 
@@ -341,10 +373,18 @@ class _Rates:
         }
 
 
-def _check_failures(status: QueueStatus, max_failures: int) -> None:
+def _check_failures(status: QueueStatus, schedule: Schedule) -> None:
+    """Raises where a budget is spent; the message counts everything that was not trained on."""
     failures = {r: n for r, n in status.returned.items() if r in REISSUE_REASONS}
-    if sum(failures.values()) > max_failures:
+    report = f"returned: {status.returned}, retired: {status.retired}"
+    if sum(failures.values()) > schedule.max_failures:
         raise TooManyFailuresError(
             f"{sum(failures.values())} groups came back for infrastructure failures, the budget "
-            f"queue.max_failures is {max_failures}: {failures}"
+            f"queue.max_failures is {schedule.max_failures}; {report}"
         )
+    for reason, budget in schedule.budgets.items():
+        count = max(status.returned.get(reason, 0), status.retired.get(reason, 0))
+        if count > budget:
+            raise TooManyFailuresError(
+                f"{count} groups came back as {reason}, the budget queue.budgets.{reason} is {budget}; {report}"
+            )

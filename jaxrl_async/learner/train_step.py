@@ -156,13 +156,21 @@ class TrainStep:
         )
         return self.update(state, accumulator)[:2]
 
+    def place(self, batch: Batch) -> Batch:
+        """A batch on the devices, for several programs; one that is there already is returned as it is."""
+        if isinstance(batch.tokens, jax.Array):
+            return batch
+        if jax.process_count() == 1:
+            return jax.device_put(batch, self._rows)
+        return jax.tree.map(self._place_rows, batch)
+
     def score(self, params: nnx.State, batch: Batch) -> jax.Array:
         """Log-probs of the batch's tokens at these weights, without a gradient.
 
         Returns:
           float32 [B, T], nats; finite but meaningless where the mask is False.
         """
-        return self._run(self._score, params, self._place(batch))
+        return self._run(self._score, params, self.place(batch))
 
     def anchor(self, params: nnx.State, batch: Batch) -> jax.Array | None:
         """What `accumulate` needs as proximal_logprobs, at the weights the step starts from.
@@ -210,7 +218,7 @@ class TrainStep:
             params,
             reference,
             accumulator,
-            self._place(batch),
+            self.place(batch),
             proximal_logprobs,
             version,
         )
@@ -238,10 +246,6 @@ class TrainStep:
         programs = (self._init, self._zeros, self._score, self._accumulate, self._update)
         return sum(program._cache_size() for program in programs)
 
-    def _place(self, batch):
-        if jax.process_count() == 1:
-            return jax.device_put(batch, self._rows)
-        return jax.tree.map(self._place_rows, batch)
 
     def _place_rows(self, own):
         # With its shape said, rows that several processes would hold are refused rather than mixed.
