@@ -11,6 +11,7 @@ in two places is doubled.
 import argparse
 import dataclasses
 import json
+import os
 import pathlib
 import random
 import signal
@@ -35,7 +36,7 @@ FREEZE_SECS = 5.0
 RECOVERY_LIMIT_SECS = 180.0
 START_LIMIT_SECS = 300.0
 SETTINGS = (  # of both sizes
-    "--config.warm_start.num_steps=20",
+    "--config.warm_start.num_steps=400",
     "--config.rollout.num_workers=2",
     "--config.server.num_local=2",
     "--config.supervisor.max_restarts=1000",
@@ -65,8 +66,12 @@ class Run:
         self.workdir, self._output = workdir, workdir.with_suffix(".out")
         words = [sys.executable, "-m", "jaxrl_async", "train", f"--config={config}"]
         words += [f"--workdir={workdir}", f"--config.learner.num_steps={num_steps}", *settings]
+        # The devices that tests make up for themselves are not the run's.
+        environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
         with open(self._output, "w") as out:
-            self.process = subprocess.Popen(words, cwd=ROOT, stdout=out, stderr=out)
+            self.process = subprocess.Popen(
+                words, cwd=ROOT, env=environment, stdout=out, stderr=out
+            )
 
     def __enter__(self) -> "Run":
         return self

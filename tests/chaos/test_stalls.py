@@ -1,0 +1,168 @@
+"""Ten stalls are planted in real runs; `python -m jaxrl_async status` names who is at the end of the chain."""
+
+import contextlib
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import chaos
+import psutil
+import pytest
+from fake_sglang import FakeServer
+
+pytestmark = pytest.mark.long
+ROOT = pathlib.Path(__file__).parent.parent.parent
+CONFIG = "configs/quickstart.py:smoke"
+START_SECS = 300.0
+SETTLE_SECS = 14.0  # Longer than a role may be silent.
+NAMED_WITHIN_SECS = 60.0
+
+PLANTED = """
+import asyncio, time
+from jaxrl_async.rollout.single_turn import single_turn
+
+async def hanging_rollout(prompt, generate):
+    if prompt.index >= 24:
+        await asyncio.sleep(3600)
+    return await single_turn(prompt, generate)
+
+def hanging_reward(completion, answer):
+    time.sleep(3600)
+
+def constant_reward(completion, answer):
+    return 0.5
+"""
+
+
+def ask(workdir) -> str:
+    words = [sys.executable, "-m", "jaxrl_async", "status", f"--workdir={workdir}"]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60).stdout
+
+
+def named(workdir, culprit: str) -> bool:
+    """Asks until the end of the chain matches, or too long."""
+    deadline = time.monotonic() + NAMED_WITHIN_SECS
+    while not re.search(rf"end of the chain: .*{culprit}", printed := ask(workdir)):
+        assert time.monotonic() < deadline, f"{culprit!r} is not at the end of\n{printed}"
+        time.sleep(1.0)
+    return True
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """One run whose roles are stopped in turn."""
+    workdir = tmp_path_factory.mktemp("stalls") / "run"
+    with chaos.Run(workdir, num_steps=100_000, config=CONFIG) as run:
+        run.wait_for(3, START_SECS, "start")
+        yield run
+
+
+@pytest.mark.parametrize("role", ["queue", "learner", "rollout", "server"])
+def test_a_stopped_role_is_named(role, run):
+    children = psutil.Process(run.process.pid).children()
+    stopped = [c for c in children if f"--role={role}" in c.cmdline()]
+    for process in stopped:
+        process.send_signal(signal.SIGSTOP)
+    try:
+        time.sleep(SETTLE_SECS)
+        assert named(run.workdir, "the queue" if role == "queue" else rf"{role}(-\d)? \(pid \d+\)")
+    finally:
+        for process in stopped:
+            process.send_signal(signal.SIGCONT)
+    run.wait_for(run.step + 2, 120.0, f"after {role} went on")
+
+
+@contextlib.contextmanager
+def planted(tmp_path, monkeypatch, *settings):
+    (tmp_path / "planted.py").write_text(PLANTED)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    wanted = [*chaos.SETTINGS, *settings]
+    with chaos.Run(tmp_path / "run", num_steps=100, config=CONFIG, settings=wanted) as run:
+        yield run
+
+
+def test_a_rollout_function_that_hangs_is_named(tmp_path, monkeypatch):
+    with planted(tmp_path, monkeypatch, "--config.rollout.function=planted:hanging_rollout") as run:
+        run.wait_for(1, START_SECS, "start")
+        assert named(run.workdir, r"its rollout function: group \d+\.0 waits")
+
+
+@pytest.mark.parametrize(
+    ("reward", "settings", "culprit"),
+    [
+        ("hanging_reward", ["--config.rollout.reward_timeout_secs=600.0"], "its reward, in the pool: group"),
+        ("constant_reward", ["--config.rollout.drop_equal_rewards=True"], r"come back instead of .*equal_rewards"),
+    ],
+)  # fmt: skip
+def test_a_reward_that_stalls_the_run_is_named(reward, settings, culprit, tmp_path, monkeypatch):
+    task = f"""
+from jaxrl_async.tasks import make_task
+
+def task(**args):
+    made = make_task("arithmetic", **args)
+    made.reward = "planted:{reward}"
+    return made
+"""
+    (tmp_path / "planted_task.py").write_text(task)
+    with planted(tmp_path, monkeypatch, "--config.task.name=planted_task:task", *settings) as run:
+        assert named_after_start(run, culprit)
+
+
+def named_after_start(run, culprit):
+    deadline = time.monotonic() + START_SECS
+    while "lease of step 1" not in ask(run.workdir) or "version 0: pushed" not in _log(run):
+        assert run.process.poll() is None, run.printed()
+        assert time.monotonic() < deadline, run.printed()
+        time.sleep(1.0)
+    time.sleep(SETTLE_SECS)
+    return named(run.workdir, culprit)
+
+
+def _log(run) -> str:
+    file = run.workdir / "logs" / "learner.log"
+    return file.read_text() if file.exists() else ""
+
+
+@pytest.mark.parametrize(
+    ("route", "culprit"),
+    [
+        ("/generate", r"server http://127.0.0.1:\d+: group \d+\.0 waits for it"),
+        ("/update_weights_from_disk", r"publisher: version 0 on the servers; http://127.0.0.1"),
+        ("/model_info", r"publisher: version 0 on the servers; http://127.0.0.1:\d+ is (STALE|DEAD)"),
+    ],
+)  # fmt: skip
+def test_a_server_that_hangs_is_named(route, culprit, tmp_path, monkeypatch):
+    server = FakeServer().start()
+    server.hang.add(route)
+    try:
+        with planted(
+            tmp_path, monkeypatch, f"--config.server.addresses=('{server.address}',)"
+        ) as run:
+            if route == "/generate":
+                assert named_after_start(run, culprit)
+            else:
+                run_log = time.monotonic() + START_SECS
+                while "wait_push" not in ask(run.workdir):
+                    assert time.monotonic() < run_log and run.process.poll() is None, run.printed()
+                    time.sleep(1.0)
+                time.sleep(SETTLE_SECS)
+                assert named(run.workdir, culprit)
+    finally:
+        server.stop()
+
+
+def test_a_run_that_stalls_for_too_long_ends_with_the_chain(tmp_path, monkeypatch):
+    with planted(
+        tmp_path,
+        monkeypatch,
+        "--config.rollout.function=planted:hanging_rollout",
+        "--config.supervisor.stall_secs=45.0",
+    ) as run:
+        assert run.process.wait(START_SECS) == 1
+        printed = run.printed()
+        assert re.search(r"no step for 45 s \(supervisor.stall_secs = 45\):", printed)
+        assert "end of the chain: its rollout function: group" in printed
+        assert run.step >= 1  # What was done is there.
