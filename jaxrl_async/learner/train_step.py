@@ -246,7 +246,6 @@ class TrainStep:
         programs = (self._init, self._zeros, self._score, self._accumulate, self._update)
         return sum(program._cache_size() for program in programs)
 
-
     def _place_rows(self, own):
         # With its shape said, rows that several processes would hold are refused rather than mixed.
         shape = (len(own) * jax.process_count(), *own.shape[1:])
