@@ -69,6 +69,10 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
 
     c.queue = dict(
         address="",
+        token_env="",
+        tls_cert="",
+        tls_key="",
+        tls_ca="",
         max_staleness=arg.every + 1 if asynchronous else 0,
         chunk_groups=16 if periodic else 0,
         max_running_groups=256,
@@ -77,6 +81,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         permit_timeout_secs=600.0,
         max_attempts=4,
         max_failures=64,
+        budgets=dict(),
     )
 
     c.journal = dict(
@@ -92,6 +97,9 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         speeds=(),
         api_key_env="",
         admin_api_key_env="",
+        tls_cert="",
+        tls_key="",
+        tls_ca="",
         command="" if arg.embedded else COMMAND,
         num_local=1,
         num_slots=256,
@@ -167,6 +175,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         max_grad_norm=1.0,
         lease_timeout_secs=300.0,
         fail_on_recompile=True,
+        deterministic=False,
         compilation_cache="",
     )
 

@@ -19,7 +19,7 @@ from jaxrl_async.cli.config import parse_arg
 
 COMMAND = (
     "tests/real/sglang_jax.sh serve .venv-servers/sglang_jax --load-format=dummy "
-    "--model-path={model_path} --host={host} --port={port} --context-length=64 "
+    "--model-path={model_path} --weights-root={weights} --host={host} --port={port} --context-length=64 "
     # Its attention on the CPU costs as much as the whole pool of KV, used or not.
     "--max-total-tokens=2048"
 )
@@ -72,6 +72,10 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
 
     c.queue = dict(
         address="",
+        token_env="",
+        tls_cert="",
+        tls_key="",
+        tls_ca="",
         max_staleness=arg.every + 1 if asynchronous else 0,
         chunk_groups=16 if periodic else 0,
         max_running_groups=256,
@@ -80,6 +84,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         permit_timeout_secs=600.0,
         max_attempts=4,
         max_failures=64,
+        budgets=dict(),
     )
 
     c.journal = dict(
@@ -95,6 +100,9 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         speeds=(),
         api_key_env="",
         admin_api_key_env="",
+        tls_cert="",
+        tls_key="",
+        tls_ca="",
         command="" if arg.embedded else COMMAND,
         num_local=1,
         num_slots=256,
@@ -170,6 +178,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         max_grad_norm=1.0,
         lease_timeout_secs=300.0,
         fail_on_recompile=True,
+        deterministic=False,
         compilation_cache="",
     )
 

@@ -6,7 +6,8 @@ One command per host, the same config everywhere:
     python -m jaxrl_async train --config=... --workdir=DIR --role=learner
     python -m jaxrl_async train --config=... --workdir=DIR --role=rollout
 
-with the checkpoint's files at `model.path` and an SGLang server on each host of `server.addresses`:
+with one secret of your making as JAXRL_QUEUE_TOKEN in the environment of each (or "@PATH" of its file), with the
+checkpoint's files at `model.path` and an SGLang server on each host of `server.addresses`:
 
     python -m sglang.launch_server --model-path checkpoints/Qwen2.5-1.5B-Instruct --skip-tokenizer-init \\
         --host 0.0.0.0 --port 30000 --api-key "$SGLANG_API_KEY" --admin-api-key "$SGLANG_ADMIN_API_KEY"
@@ -73,6 +74,10 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
 
     c.queue = dict(
         address="" if arg.smoke else "queue-0:7000",
+        token_env="" if arg.smoke else "JAXRL_QUEUE_TOKEN",
+        tls_cert="",
+        tls_key="",
+        tls_ca="",
         max_staleness=4 if asynchronous else 0,
         chunk_groups=(2 if arg.smoke else 16) if periodic else 0,
         max_running_groups=2048,
@@ -81,6 +86,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         permit_timeout_secs=1800.0,
         max_attempts=4,
         max_failures=64,
+        budgets=dict(),
     )
 
     c.journal = dict(
@@ -96,6 +102,9 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         speeds=(),
         api_key_env="",
         admin_api_key_env="",
+        tls_cert="",
+        tls_key="",
+        tls_ca="",
         command="",
         num_local=1,
         num_slots=16,
@@ -171,6 +180,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         max_grad_norm=1.0,
         lease_timeout_secs=1800.0,
         fail_on_recompile=True,
+        deterministic=False,
         compilation_cache="",
     )
 

@@ -65,6 +65,10 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
 
     c.queue = dict(
         address="",
+        token_env="",
+        tls_cert="",
+        tls_key="",
+        tls_ca="",
         max_staleness=2 if asynchronous else 0,
         chunk_groups=16 if periodic else 0,
         max_running_groups=256,
@@ -73,6 +77,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         permit_timeout_secs=120.0,
         max_attempts=4,
         max_failures=64,
+        budgets=dict(),
     )
 
     c.journal = dict(
@@ -88,6 +93,9 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         speeds=(),
         api_key_env="",
         admin_api_key_env="",
+        tls_cert="",
+        tls_key="",
+        tls_ca="",
         command="",
         num_local=1,
         num_slots=256,
@@ -163,6 +171,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         max_grad_norm=1.0,
         lease_timeout_secs=120.0,
         fail_on_recompile=True,
+        deterministic=False,
         compilation_cache="",
     )
 

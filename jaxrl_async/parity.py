@@ -174,6 +174,7 @@ async def measure(
     tolerance: float,
     timeout_secs: float,
     api_key: str | None,
+    tls_ca: str = "",
 ) -> Evidence:
     """Asks a server random prompts, twice, and computes its log-probs again from a checkpoint.
 
@@ -188,13 +189,14 @@ async def measure(
       tolerance: nats, > 0.
       timeout_secs: bound on each call.
       api_key: of the server, None where it asks for none.
+      tls_ca: PEM file of the authorities to trust at https://; "" for those of the system.
 
     Raises:
       ParityError: no checkpoint there, a server that cannot be reached or answers with nothing, a smaller
         vocabulary than the checkpoint's, or weights that changed meanwhile.
     """
     config, manifest = _read_checkpoint(directory, dtype)
-    async with _Client(api_key=api_key) as client:
+    async with _Client(api_key=api_key, tls_ca=tls_ca) as client:
         try:
             info = await client.model_info(server, timeout_secs=timeout_secs)
             prompts = _prompts(questions, _num_ids(info, config, directory))

@@ -17,7 +17,15 @@ import threading
 import time
 import urllib.parse
 
-from jaxrl_async.settings import Settings, command_words, delay_of, key_named
+from jaxrl_async import security
+from jaxrl_async.settings import (
+    Settings,
+    SettingsError,
+    command_words,
+    delay_of,
+    key_named,
+    queue_access_of,
+)
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +66,11 @@ def run(
             asyncio.run(_rollout(settings, workdir, index))
         case "learner":
             from jaxrl_async.learner import processes
+            from jaxrl_async.supervisor import visible_devices
 
+            if settings.learner.deterministic and visible_devices()[0] == "gpu":
+                flags = os.environ.get("XLA_FLAGS", "")
+                os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true"
             with processes.joined(
                 coordinator=coordinator,
                 process=index,
@@ -93,6 +105,49 @@ def keys_of(settings: Settings) -> dict[str, str | None]:
         key: key_named(f"server.{key}_env", getattr(settings.server, f"{key}_env"))
         for key in ("api_key", "admin_api_key")
     }
+
+
+def check_access(settings: Settings, role: str, index: int) -> None:
+    """Reads the keys and certificates that a role needs, so that what is wrong with them is found before it starts.
+
+    Args:
+      settings: the run.
+      role: as of `run`, or "all".
+      index: which one.
+
+    Raises:
+      SettingsError: names the setting, and the variable, file or address.
+    """
+    queue, server = settings.queue, settings.server
+    try:
+        if role != "queue":
+            keys = keys_of(settings)
+        if role != "server":
+            queue_access_of(settings)
+        if role in ("all", "queue"):
+            security.server_context(queue.tls_cert, queue.tls_key)
+        if role in ("all", "learner", "rollout"):
+            for ca in filter(None, (queue.tls_ca, server.tls_ca)):
+                security.client_context(ca)
+        if role in ("all", "server") and not server.command:
+            security.server_context(server.tls_cert, server.tls_key)
+        if role == "server" and not server.command and index < len(server.addresses):
+            url = urllib.parse.urlparse(server.addresses[index])
+            what = f"the embedded server {index}"
+            security.check_listener(what, url.netloc, keys["api_key"], "server.api_key_env")
+            if (url.scheme == "https") != bool(server.tls_cert):
+                raise ValueError(
+                    f"server.addresses says {server.addresses[index]}, and server.tls_cert {server.tls_cert!r}: "
+                    "the embedded server speaks https with a certificate, http without one"
+                )
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
+
+
+def weight_roots_of(settings: Settings, workdir: pathlib.Path) -> list[pathlib.Path]:
+    """The directories that an embedded server takes weights from: the run's versions, and model.path."""
+    model = [pathlib.Path(settings.model.path)] if settings.model.path else []
+    return [workdir / "weights", *model]
 
 
 def tokenizer_of(settings: Settings, workdir: pathlib.Path):
@@ -276,6 +331,9 @@ async def _queue(settings: Settings, workdir: pathlib.Path) -> None:
         max_message_bytes=queue.max_message_bytes,
         journal=journal,
         on_bound=lambda address: log.info("queue at %s", address),
+        token=queue_access_of(settings)["token"],
+        tls_cert=queue.tls_cert,
+        tls_key=queue.tls_key,
     )
 
 
@@ -288,7 +346,15 @@ async def _server(settings: Settings, workdir: pathlib.Path, index: int) -> None
     engine.start()
     log.info("engine ready: %d programs", engine.num_compiled)
     try:
-        async with http.serve(engine, host=url.hostname, port=url.port, **keys_of(settings)):
+        async with http.serve(
+            engine,
+            host=url.hostname,
+            port=url.port,
+            weight_roots=weight_roots_of(settings, workdir),
+            tls_cert=settings.server.tls_cert,
+            tls_key=settings.server.tls_key,
+            **keys_of(settings),
+        ):
             log.info("server %d at %s", index, address)
             await asyncio.wrap_future(engine.stopped)
     finally:
@@ -306,6 +372,7 @@ def _command(settings: Settings, workdir: pathlib.Path, index: int) -> None:
         host=url.hostname,
         port=url.port,
         index=index,
+        weights=workdir / "weights",
     )
     log.info("server %d: %s", index, words)
     environment = {name: value for name, value in os.environ.items() if name != "JAXRL_PARENT"}
@@ -374,7 +441,7 @@ async def _rollout(settings: Settings, workdir: pathlib.Path, index: int) -> Non
         speeds=dict(zip(server.addresses, server.speeds, strict=False)),
     )
     async with (
-        InferenceClient(**keys_of(settings)) as client,
+        InferenceClient(**keys_of(settings), tls_ca=server.tls_ca) as client,
         RewardPool(
             task.reward,
             num_processes=rollout.reward_processes,
@@ -386,6 +453,7 @@ async def _rollout(settings: Settings, workdir: pathlib.Path, index: int) -> Non
             settings.queue.address,
             connect_timeout_secs=CONNECT_TIMEOUT_SECS,
             call_timeout_secs=CALL_TIMEOUT_SECS,
+            **queue_access_of(settings),
         ) as queue,
     ):
         sampler = Sampler(
@@ -432,11 +500,9 @@ def _learner(settings: Settings, workdir: pathlib.Path, process: int, *, resume:
     from jaxrl_async.channels.queue_client import LearnerQueue
     from jaxrl_async.channels.weight_store import WeightStore
     from jaxrl_async.learner import learner as learners
-    from jaxrl_async.learner.packing import empty_batch, pack_share
     from jaxrl_async.learner.versions import Delay, Versions
     from jaxrl_async.metrics import Timers
     from jaxrl_async.models import sharding
-    from jaxrl_async.objectives.advantages import ADVANTAGES
 
     learner, weights = settings.learner, settings.weights
     if learner.compilation_cache:
@@ -465,6 +531,7 @@ def _learner(settings: Settings, workdir: pathlib.Path, process: int, *, resume:
                 connect_timeout_secs=CONNECT_TIMEOUT_SECS,
                 call_timeout_secs=CALL_TIMEOUT_SECS,
                 share=Share(**part, num_minibatches=learner.num_minibatches),
+                **queue_access_of(settings),
             )
         )
         make_parts = _leader_parts if process == 0 else _follower_parts
@@ -481,15 +548,15 @@ def _learner(settings: Settings, workdir: pathlib.Path, process: int, *, resume:
             delay=delay,
             **part,
         )
+        timers = Timers()
+        tell = functools.partial(_tell_status, queue, process, timers, publisher)
+        threading.Thread(target=tell, name="status", daemon=True).start()
         if position is None:
             versions.publish(version, versions.snapshot(state))
         else:
             versions.resume(version, state, queue.status(), position)
-        versions.wait()
-
-        timers = Timers()
-        tell = functools.partial(_tell_status, queue, process, timers, publisher)
-        threading.Thread(target=tell, name="status", daemon=True).start()
+        with timers("wait_push"):
+            versions.wait()
 
         def save(step: int, state, position) -> None:
             checkpoints.save(step, state, position.to_json())
@@ -500,18 +567,9 @@ def _learner(settings: Settings, workdir: pathlib.Path, process: int, *, resume:
             first_step=version + 1,
             schedule=schedule_of(settings),
             train_step=train_step,
-            pack=functools.partial(
-                pack_share,
-                **part,
-                microbatch_rows=learner.microbatch_rows,
-                row_tokens=learner.row_tokens,
-                policy=learner.packing,
-                shared_prompts=learner.shared_prompts,
-            ),
-            padding=empty_batch(
-                learner.microbatch_rows // learner.num_processes, learner.row_tokens
-            ),
-            advantages=ADVANTAGES[settings.loss.advantage],
+            pack=pack_of(settings, process=process),
+            padding=padding_of(settings),
+            advantages=advantages_of(settings),
             queue=queue,
             publisher=versions,
             save=save,
@@ -529,7 +587,8 @@ def _tell_status(queue, process: int, timers, publisher) -> None:
     places = {"wait_data": "the queue", "update": "its device", "accumulate": "its device"}
     while True:
         name, secs = timers.current() or ("start", 0.0)
-        place = publisher.waits_for() if name == "wait_push" else places.get(name, "itself")
+        pushing = name in ("wait_push", "publish")  # A push waits for the one before it.
+        place = publisher.waits_for() if pushing else places.get(name, "itself")
         # Another call finds out, and says so, when the queue is gone.
         with contextlib.suppress(ConnectionError, TimeoutError, QueueError, ValueError):
             queue.report(f"learner-{process}", [Wait(f"learner ({name})", place, secs)])
@@ -546,7 +605,7 @@ def _leader_parts(settings: Settings, workdir: pathlib.Path, queue):
     weights = settings.weights
     publisher = Publisher(
         settings.server.controls,
-        client=InferenceClient(**keys_of(settings)),
+        client=InferenceClient(**keys_of(settings), tls_ca=settings.server.tls_ca),
         transport=functools.partial(TRANSPORTS[weights.transport], mode=weights.pause_mode),
         announce=queue.publish_version,
         push_timeout_secs=weights.push_timeout_secs,
@@ -612,6 +671,37 @@ def first_params_of(settings: Settings, config, mesh, tokenizer):
     )
 
 
+def pack_of(settings: Settings, *, process: int):
+    """Groups and advantages → the microbatches of one process of the learner."""
+    from jaxrl_async.learner.packing import pack_share
+
+    learner = settings.learner
+    return functools.partial(
+        pack_share,
+        process=process,
+        num_processes=learner.num_processes,
+        microbatch_rows=learner.microbatch_rows,
+        row_tokens=learner.row_tokens,
+        policy=learner.packing,
+        shared_prompts=learner.shared_prompts,
+    )
+
+
+def padding_of(settings: Settings):
+    """A microbatch of one process without a token."""
+    from jaxrl_async.learner.packing import empty_batch
+
+    learner = settings.learner
+    return empty_batch(learner.microbatch_rows // learner.num_processes, learner.row_tokens)
+
+
+def advantages_of(settings: Settings):
+    """Rewards [N, G] → advantages [N, G]."""
+    from jaxrl_async.objectives.advantages import ADVANTAGES
+
+    return ADVANTAGES[settings.loss.advantage]
+
+
 def schedule_of(settings: Settings):
     """When the run pushes, saves and stops."""
     from jaxrl_async.learner.learner import Schedule
@@ -624,5 +714,6 @@ def schedule_of(settings: Settings):
         num_minibatches=settings.learner.num_minibatches,
         lease_timeout_secs=settings.learner.lease_timeout_secs,
         max_failures=settings.queue.max_failures,
+        budgets=settings.queue.budgets,
         fail_on_recompile=settings.learner.fail_on_recompile,
     )

@@ -7,7 +7,6 @@ one another are refused here, before any device is touched. This module knows no
 
 import dataclasses
 import difflib
-import os
 import re
 import shlex
 import string
@@ -16,6 +15,8 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
+from jaxrl_async import security
+from jaxrl_async.channels.admission import EXHAUSTED, REISSUE_REASONS, RETIRE_REASONS
 from jaxrl_async.loss_config import LossConfig
 from jaxrl_async.rewards.pool import MIN_MEMORY_BYTES
 
@@ -24,10 +25,11 @@ PACKINGS = ("in_order", "first_fit", "fewest")  # learner.packing knows each of 
 TRANSPORTS = ("disk", "tensor", "stream")  # servers.transports has one of each name.
 ATTENTION_KERNELS = ("xla", "cudnn", "splash")  # models.attention has one of each name.
 PAUSE_MODES = ("retract", "in_place")
+REASONS = (*sorted(REISSUE_REASONS), *sorted(RETIRE_REASONS), EXHAUSTED)
 JOURNAL_KEEPS = ("all", "checkpointed", "none")  # channels.journal knows each of these names.
 JOURNAL_MODES = ("wal", "delete")
 JOURNAL_SYNCHRONOUS = ("normal", "full")
-COMMAND_FIELDS = ("model_path", "host", "port", "index")
+COMMAND_FIELDS = ("model_path", "host", "port", "index", "weights")
 
 
 class SettingsError(ValueError):
@@ -113,6 +115,12 @@ class Rollout:
 @dataclasses.dataclass(frozen=True)
 class Queue:
     address: str  # "host:port"; "" for a free loopback port
+    # NAME of the environment variable that holds the token that every call must give, or "@PATH" of its file; "" for
+    # none, on loopback only
+    token_env: str
+    tls_cert: str  # PEM files, all three or none: of the queue's certificate,
+    tls_key: str  # its key, which no other role reads,
+    tls_ca: str  # and the authorities whose certificates the other roles trust
     max_staleness: int  # η, in steps
     chunk_groups: int  # periodic mode: groups per chunk; 0 means the whole batch in prompt order
     max_running_groups: int
@@ -121,6 +129,9 @@ class Queue:
     permit_timeout_secs: float
     max_attempts: int  # issues of one prompt_index before it is retired as exhausted
     max_failures: int  # groups returned for infrastructure failures before the run is stopped
+    budgets: Mapping[
+        str, int
+    ]  # reason → groups that may come back for it before the run is stopped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,8 +151,12 @@ class Server:
         str, ...
     ]  # for pause, update, model_info and abort; () for `addresses`
     speeds: tuple[float, ...]  # relative, of each address; () for all equal
-    api_key_env: str  # NAME of the environment variable that holds the servers' key; "" for none
+    # NAME of the environment variable that holds the servers' key, or "@PATH" of its file; "" for none
+    api_key_env: str
     admin_api_key_env: str  # the same for the key of the control routes
+    tls_cert: str  # PEM file of the embedded servers' certificate; addresses are https:// with it
+    tls_key: str  # and of its key
+    tls_ca: str  # PEM file of the authorities that clients of https:// trust; "" for the system's
     command: str  # starts one local server; see command_words. "" for the embedded server
     num_local: int
     num_slots: int
@@ -185,6 +200,9 @@ class Learner:
     max_grad_norm: float
     lease_timeout_secs: float
     fail_on_recompile: bool  # stop where a program compiles after the first step
+    deterministic: (
+        bool  # on GPUs: the same bits for the same input, slower; CPUs and TPUs are so anyway
+    )
     compilation_cache: str  # directory that keeps compiled programs between runs; "" for none
 
 
@@ -321,6 +339,12 @@ def _check(s: Settings) -> None:
     _one_of("weights.dtype", s.weights.dtype, ("float32", "bfloat16"))
     _one_of("weights.transport", s.weights.transport, TRANSPORTS)
     _one_of("weights.pause_mode", s.weights.pause_mode, PAUSE_MODES)
+    for reason, budget in s.queue.budgets.items():
+        _one_of("queue.budgets' reasons", reason, REASONS)
+        if type(budget) is not int or budget < 0:
+            raise SettingsError(
+                f"queue.budgets.{reason} must be a whole number ≥ 0, got {budget!r}"
+            )
     _one_of("journal.keep", s.journal.keep, JOURNAL_KEEPS)
     _one_of("journal.mode", s.journal.mode, JOURNAL_MODES)
     _one_of("journal.synchronous", s.journal.synchronous, JOURNAL_SYNCHRONOUS)
@@ -335,6 +359,7 @@ def _check(s: Settings) -> None:
     if not s.supervisor.stall_secs > 0:
         raise SettingsError(f"supervisor.stall_secs must be > 0, got {s.supervisor.stall_secs}")
     _check_servers(s.server)
+    _check_tls(s.queue, s.server)
     _check_rewards(s.rollout)
     _check_mode(s)
     _check_lengths(s)
@@ -441,7 +466,33 @@ def _check_servers(server: Server) -> None:
     for speed in server.speeds:
         if not 0 < speed < float("inf"):
             raise SettingsError(f"server.speeds must be > 0 and finite, got {speed}")
-    command_words(server.command, **dict.fromkeys(COMMAND_FIELDS, "0"))
+    for word in command_words(server.command, **dict.fromkeys(COMMAND_FIELDS, "0")):
+        flag = word.partition("=")[0]
+        if flag in ("--api-key", "--admin-api-key"):  # config.json and `ps` would show it.
+            raise SettingsError(f"server.command gives {flag}: keys stay in the environment")
+
+
+def _check_tls(queue: Queue, server: Server) -> None:
+    try:
+        security.check_listener(
+            "the queue", queue.address or "localhost:0", queue.token_env, "queue.token_env"
+        )
+    except ValueError as error:
+        raise SettingsError(f"queue.address: {error}") from None
+    if len({bool(path) for path in (queue.tls_cert, queue.tls_key, queue.tls_ca)}) > 1:
+        raise SettingsError(
+            "queue.tls_cert, queue.tls_key and queue.tls_ca go together, got "
+            f"{queue.tls_cert!r}, {queue.tls_key!r} and {queue.tls_ca!r}"
+        )
+    if bool(server.tls_cert) != bool(server.tls_key):
+        raise SettingsError(
+            f"server.tls_cert and server.tls_key go together, got {server.tls_cert!r} and {server.tls_key!r}"
+        )
+    for address in (*server.addresses, *server.control_addresses) if server.tls_cert else ():
+        if not address.startswith("https://"):
+            raise SettingsError(
+                f"server.addresses must be https:// with server.tls_cert, got {address}"
+            )
 
 
 def _check_rewards(rollout: Rollout) -> None:
@@ -460,7 +511,7 @@ def command_words(command: str, **values: Any) -> list[str]:
 
     Args:
       command: `server.command`; it is cut into words first, so a value may hold spaces.
-      **values: of the placeholders model_path, host, port and index.
+      **values: of the placeholders model_path, host, port, index and weights.
 
     Raises:
       SettingsError: an unknown placeholder, or quotes or braces that do not close.
@@ -546,13 +597,23 @@ def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
         )
 
 
-def key_named(option: str, variable: str) -> str | None:
-    """A server's key, from the environment variable whose name an option holds; None for "".
+def queue_access_of(settings: Settings) -> dict[str, Any]:
+    """What a client of the queue needs beside its address, as keyword arguments.
 
     Raises:
-      SettingsError: the variable is unset or empty.
+      SettingsError: as of `key_named`.
     """
-    key = os.environ.get(variable) if variable else None
-    if variable and not key:
-        raise SettingsError(f"{option} names {variable}, which is unset or empty here")
-    return key
+    queue = settings.queue
+    return {"token": key_named("queue.token_env", queue.token_env), "tls_ca": queue.tls_ca}
+
+
+def key_named(option: str, variable: str) -> str | None:
+    """The key in the environment variable whose name an option holds (`security.read_key`); None for "".
+
+    Raises:
+      SettingsError: no key there; the message never shows it.
+    """
+    try:
+        return security.read_key(option, variable)
+    except ValueError as error:
+        raise SettingsError(str(error)) from None

@@ -19,16 +19,24 @@ from collections.abc import Callable, Iterator
 import grpc
 import tqdm
 
+from jaxrl_async import status
 from jaxrl_async.channels import queue_client
 from jaxrl_async.metrics import last_metrics
-from jaxrl_async.settings import Settings
+from jaxrl_async.settings import Settings, queue_access_of
 
 STOP_SECS = 6.0  # A role that ignores SIGTERM for so long is killed.
 POLL_SECS = 0.2
+STALL_WORDS_SECS = (
+    30.0  # Without a step for so long, and again after as long, the chain is printed.
+)
 
 
 class RoleDiedError(RuntimeError):
     """A role ended before the run did; the message names it and shows the end of its log."""
+
+
+class StalledError(RuntimeError):
+    """No step for too long; the message is the chain of who waits for whom."""
 
 
 @dataclasses.dataclass
@@ -52,10 +60,12 @@ def run(settings: Settings, *, workdir: pathlib.Path, resume: bool) -> None:
 
     Raises:
       RoleDiedError: a role failed, or roles were killed more often than supervisor.max_restarts.
+      StalledError: no step within supervisor.stall_secs.
     """
     queue_address = settings.queue.address or f"127.0.0.1:{free_port()}"
     servers = settings.server.addresses or tuple(
-        f"http://127.0.0.1:{free_port()}" for _ in range(settings.server.num_local)
+        f"{'https' if settings.server.tls_cert else 'http'}://127.0.0.1:{free_port()}"
+        for _ in range(settings.server.num_local)
     )
     addresses = [
         f"--config.queue.address={queue_address}",
@@ -247,8 +257,14 @@ def _watch(
 ) -> None:
     """Until every learner process, which come last, is done; or a role failed."""
     restarts = _Restarts(settings.supervisor.max_restarts, workdir, start)
-    with tqdm.tqdm(total=settings.learner.num_steps, unit="step", dynamic_ncols=True) as bar:
-        progress = _progress(bar, workdir, roles[-num_learners].log, queue_address)
+    channel = queue_client.open_channel(queue_address, **queue_access_of(settings))
+    stalls = _Stalls(channel, workdir, settings.supervisor.stall_secs)
+    pids: dict[str, int] = {}
+    with (
+        contextlib.closing(channel),
+        tqdm.tqdm(total=settings.learner.num_steps, unit="step", dynamic_ncols=True) as bar,
+    ):
+        progress = _progress(bar, workdir, roles[-num_learners].log, channel)
         while not all(role.process.poll() == 0 for role in roles[-num_learners:]):
             for i, role in enumerate(roles[:-num_learners]):
                 if role.process.poll() is not None:
@@ -256,9 +272,38 @@ def _watch(
             learners = roles[-num_learners:]
             if any(role.process.poll() for role in learners):
                 roles[-num_learners:] = restarts.of_learners(learners)
+            if pids != (now := {role.name: role.process.pid for role in roles}):
+                status.write_roles(workdir, queue_address, pids := now)
             next(progress)
+            stalls.look(bar.n)
             time.sleep(POLL_SECS)
         next(progress)
+
+
+class _Stalls:
+    """Says who waits for whom when no step ends, and stops the run in the end."""
+
+    def __init__(self, channel: grpc.Channel, workdir: pathlib.Path, stall_secs: float):
+        self._channel, self._workdir, self._stall_secs = channel, workdir, stall_secs
+        self._step, self._since = -1, time.monotonic()
+        self._next_secs = STALL_WORDS_SECS
+
+    def look(self, step: int) -> None:
+        """Notes the last step; raises StalledError when it has been the last one for too long."""
+        now = time.monotonic()
+        if step != self._step:
+            self._step, self._since, self._next_secs = step, now, STALL_WORDS_SECS
+        secs = now - self._since
+        if secs < min(self._next_secs, self._stall_secs):
+            return
+        found = queue_client.glance(self._channel)
+        chain = status.explain(found, status.processes_of(self._workdir), step or None)
+        if secs >= self._stall_secs:
+            raise StalledError(
+                f"no step for {secs:.0f} s (supervisor.stall_secs = {self._stall_secs:g}):\n{chain}"
+            )
+        self._next_secs += STALL_WORDS_SECS
+        tqdm.tqdm.write(f"no step for {secs:.0f} s:\n{chain}")
 
 
 class _Restarts:
@@ -307,23 +352,20 @@ def how_it_ended(code: int) -> str:
     return f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
 
 
-def _progress(bar, workdir, log: pathlib.Path, queue_address: str) -> Iterator[None]:
+def _progress(bar, workdir, log: pathlib.Path, channel: grpc.Channel) -> Iterator[None]:
     """Advances the bar at every `next`: the last step's metrics, and who waits for whom."""
-    channel = grpc.insecure_channel(queue_address)
-    try:
-        while True:
-            before, row = bar.postfix, last_metrics(workdir)
-            if row:
-                bar.n = int(row["step"])
-                waits = queue_client.who_waits(channel) if sys.stderr.isatty() else ""
-                bar.set_postfix_str(_summary(row, waits), refresh=False)
-            else:
-                bar.set_postfix_str(last_lines(log, 1).rpartition(" INFO ")[2][:80], refresh=False)
-            if sys.stderr.isatty() or bar.postfix != before:  # A log file gets each line once.
-                bar.refresh()
-            yield
-    finally:
-        channel.close()
+    while True:
+        before, row = bar.postfix, last_metrics(workdir)
+        if row:
+            bar.n = int(row["step"])
+            found = queue_client.glance(channel) if sys.stderr.isatty() else None
+            waits = "; ".join(found.waits) if found else ""
+            bar.set_postfix_str(_summary(row, waits), refresh=False)
+        else:
+            bar.set_postfix_str(last_lines(log, 1).rpartition(" INFO ")[2][:80], refresh=False)
+        if sys.stderr.isatty() or bar.postfix != before:  # A log file gets each line once.
+            bar.refresh()
+        yield
 
 
 def _summary(row: dict, waiting: str) -> str:

@@ -139,7 +139,7 @@ def check_trajectory(trajectory: Trajectory, *, vocab_size: int, max_tokens: int
     if not np.isfinite(t.reward):
         _refuse(f"reward must be finite, got {t.reward}")
     if t.finish_reason not in ("stop", "length"):
-        _refuse(f"finish_reason must be 'stop' or 'length', got {t.finish_reason!r}")
+        _refuse(f"finish_reason must be 'stop' or 'length', got {t.finish_reason!r:.80}")
 
 
 _DTYPES = {

@@ -9,6 +9,7 @@ import os
 import pathlib
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 import urllib.request
@@ -34,7 +35,11 @@ API_KEY, ADMIN_API_KEY = "key-of-generation", "key-of-control"
 
 _FLAGS = {
     "sglang": ("--max-total-tokens=8192", "--context-length=256"),
-    "sglang_jax": ("--max-total-tokens=8192", "--context-length=256"),
+    "sglang_jax": (
+        "--max-total-tokens=8192",
+        "--context-length=256",
+        f"--weights-root={tempfile.gettempdir()}",
+    ),
 }
 
 
@@ -126,7 +131,8 @@ def _embedded(config):
 
     async def serve():
         keys = {"api_key": API_KEY, "admin_api_key": ADMIN_API_KEY}
-        async with http.serve(engine, host="127.0.0.1", port=port, **keys):
+        roots = [tempfile.gettempdir()]
+        async with http.serve(engine, host="127.0.0.1", port=port, weight_roots=roots, **keys):
             up.set()
             await down.wait()
 

@@ -5,6 +5,7 @@ import io
 import json
 import pathlib
 import socket
+import tempfile
 import time
 
 import aiohttp
@@ -132,7 +133,8 @@ async def client(engine):
 
 class serving:
     def __init__(self, engine):
-        self._context = http.serve(engine, host="127.0.0.1", port=0)
+        roots = [tempfile.gettempdir()]  # Of pytest's tmp_path.
+        self._context = http.serve(engine, host="127.0.0.1", port=0, weight_roots=roots)
 
     async def __aenter__(self):
         port = await self._context.__aenter__()
@@ -342,7 +344,8 @@ async def test_weights_that_are_refused_leave_the_old_ones_serving(client, tmp_p
     path = write_weights(tmp_path)
     file = tmp_path / path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-8])
-    for broken, message in ((path, "model.safetensors"), ("/no/such/dir", "not a directory")):
+    nowhere = str(tmp_path / "nowhere")
+    for broken, message in ((path, "model.safetensors"), (nowhere, "not a directory")):
         body = {"model_path": broken, "weight_version": "4"}
         status, answer = await client("/update_weights_from_disk", body)
         assert status == 400 and answer["success"] is False
@@ -391,7 +394,8 @@ async def test_before_any_weights_generate_is_503_and_an_update_brings_them(bare
         ({"input_ids": None}, "input_ids must be a list"),
         ({"input_ids": [1] * 61}, "61 tokens and max_new_tokens 4 exceed the 64 tokens"),
         ({"sampling_params": {}}, "1 tokens and max_new_tokens 128 exceed"),  # SGLang's default
-        ({"rid": 7}, "rid must be a string, got 7"),
+        ({"rid": 7}, "rid must be a string of 1 to 256 characters, got 7"),
+        ({"rid": "x" * 257}, "rid must be a string of 1 to 256 characters"),
         ({"stream": True}, "stream: true is not supported"),
         ({"return_logprob": "yes"}, "return_logprob must be true or false, got 'yes'"),
         ({"text": "hello"}, "unknown keys: text"),

@@ -143,7 +143,8 @@ async def test_each_process_of_a_learner_gets_the_tokens_of_its_share_alone():
         permits = await queue.fill(4)
         for process, own in enumerate(([0, 2], [1, 3])):
             learner = LearnerQueue(queue.address, **TIMEOUTS, share=Share(process, 2, 2))
-            with await asyncio.to_thread(learner.__enter__):
+            with contextlib.ExitStack() as stack:
+                stack.push(await asyncio.to_thread(learner.__enter__))
                 (chunk,) = await asyncio.to_thread(
                     lambda learner=learner: list(learner.lease(1, 30.0, lambda: None))
                 )
@@ -483,7 +484,9 @@ async def test_a_watch_outlives_a_restart_of_the_queue():
         fleets = client.watch_fleet()
         assert await anext(fleets) == ()
     async with served(address):
-        with await asyncio.to_thread(LearnerQueue(address, **TIMEOUTS).__enter__) as learner:
+        with contextlib.ExitStack() as stack:
+            learner = await asyncio.to_thread(LearnerQueue(address, **TIMEOUTS).__enter__)
+            stack.push(learner)
             await asyncio.to_thread(learner.publish_version, 0, servers)
         assert await anext(fleets) == servers
         await fleets.aclose()
@@ -499,15 +502,15 @@ async def test_a_watch_says_a_sign_of_life_again_and_again(monkeypatch):
         call.cancel()
 
 
-async def test_a_lease_wait_is_shown_by_status_and_by_who_waits():
+async def test_a_lease_wait_is_shown_by_status_and_at_a_glance():
     async with opened() as queue:
         lease = asyncio.create_task(queue.lease(1))
         await until_waits(
             queue, r"^lease of step 1: 0 of 4 groups; .*no version .*, for \d+\.\d s$"
         )
         with grpc.insecure_channel(queue.address) as channel:
-            shown = await asyncio.to_thread(queue_client.who_waits, channel)
-        assert shown.startswith("lease of step 1: 0 of 4 groups; waiting for 4 not issued")
+            shown = await asyncio.to_thread(queue_client.glance, channel)
+        assert shown.waits[0].startswith("lease of step 1: 0 of 4 groups; waiting for 4 not issued")
         await queue.publish(0)
         await queue.fill(4)
         assert len(await lease) == 1

@@ -473,12 +473,65 @@ def test_no_engine_is_refused():
 
 
 def test_a_taken_port_is_named():
-    listener = server._bind("127.0.0.1", 0)
+    listener = server._bind("127.0.0.1", 0, None)
     listener.listen()
     port = listener.getsockname()[1]
     with pytest.raises(SystemExit, match=f"cannot listen on 127.0.0.1:{port}: Address already"):
-        server._bind("127.0.0.1", port)
+        server._bind("127.0.0.1", port, None)
     listener.close()
+
+
+def test_everyone_is_not_listened_to_without_a_key():
+    message = r"listen on 0\.0\.0\.0:0, which is not loopback, without a key: set SGLANG_API_KEY"
+    with pytest.raises(SystemExit, match=message):
+        server._bind("0.0.0.0", 0, None)
+    server._bind("0.0.0.0", 0, "key").close()
+
+
+def test_the_roots_of_weights_are_taken_out_of_the_arguments():
+    argv = ["--weights-root", "/a", "--port", "1", "--weights-root=/b"]
+    assert server.take_roots(argv) == (["/a", "/b"], ["--port", "1"])
+    assert server.take_roots(["--port", "1"]) == ([], ["--port", "1"])
+
+
+class Asked:
+    """A request of Starlette's, as far as it is looked at."""
+
+    def __init__(self, body: bytes):
+        self._body = body
+
+    async def stream(self):
+        for start in range(0, len(self._body), 1 << 20):
+            yield self._body[start : start + (1 << 20)]
+
+
+@pytest.mark.parametrize(
+    "place", ["outside", "root/../outside", "root/link", "root/none/../../outside"]
+)
+async def test_weights_from_outside_the_roots_are_refused(tmp_path, monkeypatch, place):
+    monkeypatch.setattr(server, "_json", lambda content, status=200: (status, content))
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "link").symlink_to(tmp_path / "outside")
+    routes = server._Routes(None, None, None, [str(tmp_path / "root")])
+    body = json.dumps({"model_path": f"{tmp_path}/{place}", "weight_version": "1"})
+    status, answer = await routes.update_from_disk(Asked(body.encode()))
+    assert (status, answer["success"]) == (400, False)
+    assert "within the directories that weights may come from" in answer["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"[" * 100_000, "not JSON"),
+        (b"\xff", "not JSON"),
+        (b"[]", "must be a JSON object, got list"),
+        (b" " * (server.MAX_BODY_BYTES + 1), f"at most {server.MAX_BODY_BYTES} bytes"),
+    ],
+)
+async def test_a_body_that_is_no_object_within_the_bound_is_refused(body, message):
+    with pytest.raises(RequestError, match=message):
+        await server._read(Asked(body))
 
 
 def test_what_is_handed_to_jax_is_a_copy():

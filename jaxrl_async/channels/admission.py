@@ -318,7 +318,7 @@ class Admission:
         """
         if reason not in REISSUE_REASONS | RETIRE_REASONS:
             known = sorted(REISSUE_REASONS | RETIRE_REASONS)
-            raise ValueError(f"return reason {reason!r} is none of {', '.join(known)}")
+            raise ValueError(f"return reason {reason!r:.80} is none of {', '.join(known)}")
         if self._standing(permit) != "running":
             self.stale_events += 1
             return "stale"

@@ -7,12 +7,14 @@ what is in a group.
 
 import asyncio
 import dataclasses
+import pathlib
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import grpc
 
+from jaxrl_async import security
 from jaxrl_async.channels import trajectory_queue_pb2 as pb
 from jaxrl_async.channels import wire
 from jaxrl_async.channels.admission import Permit, Position
@@ -22,7 +24,7 @@ from jaxrl_async.channels.wire import QueueStatus, ServerRecord, Wait
 from jaxrl_async.types import Chunk, Group, InvalidTrajectoryError
 
 RETRY_SECS = 0.2
-GLANCE_SECS = 1.0  # Longest wait of `who_waits`.
+GLANCE_SECS = 1.0  # Longest wait of `glance`.
 
 _OPTIONS = [
     ("grpc.max_receive_message_length", -1),  # The queue bounds what it takes.
@@ -44,15 +46,30 @@ class QueueError(RuntimeError):
 class QueueClient:
     """The rollout side. An async context manager; belongs to the loop that it is entered in."""
 
-    def __init__(self, address: str, *, connect_timeout_secs: float, call_timeout_secs: float):
+    def __init__(
+        self,
+        address: str,
+        *,
+        connect_timeout_secs: float,
+        call_timeout_secs: float,
+        token: str | None = None,
+        tls_ca: str = "",
+    ):
         """Connects nowhere yet.
 
         Args:
           address: "host:port".
           connect_timeout_secs: bound on the first connection, and on a watch's reconnection.
           call_timeout_secs: bound on each call, besides the wait that it asks for.
+          token: what the queue asks for; None for nothing.
+          tls_ca: PEM file of the authorities to trust; "" for a queue without TLS.
+
+        Raises:
+          ValueError: no certificate in tls_ca.
         """
         self._address = address
+        self._metadata = _metadata(token)
+        self._credentials = _credentials(tls_ca)
         self._connect_timeout_secs = connect_timeout_secs
         self._call_timeout_secs = call_timeout_secs
 
@@ -61,16 +78,38 @@ class QueueClient:
 
         Raises:
           ConnectionError: nobody answers within connect_timeout_secs.
+          PermissionError: it asks for another token, or its certificate is of no authority trusted here.
+          QueueError: one side speaks TLS, and the other does not.
         """
-        self._channel = grpc.aio.insecure_channel(self._address, options=_OPTIONS)
+        if self._credentials is None:
+            self._channel = grpc.aio.insecure_channel(self._address, options=_OPTIONS)
+        else:
+            self._channel = grpc.aio.secure_channel(
+                self._address, self._credentials, options=_OPTIONS
+            )
         self._stub = TrajectoryQueueStub(self._channel)
         try:
-            async with asyncio.timeout(self._connect_timeout_secs):
-                await self._channel.channel_ready()
-        except TimeoutError:
+            await self._greet()
+        except BaseException:
             await self._channel.close()
-            raise _nobody(self._address, self._connect_timeout_secs) from None
+            raise
         return self
+
+    async def _greet(self) -> None:
+        limit = self._connect_timeout_secs
+        deadline = time.monotonic() + limit
+        while True:
+            try:
+                left = max(deadline - time.monotonic(), 1e-3)
+                await self._stub.Status(pb.StatusRequest(), timeout=left, metadata=self._metadata)
+                return
+            except grpc.aio.AioRpcError as error:
+                doubt = await asyncio.to_thread(
+                    _doubt, error, self._address, tls=self._credentials is not None
+                )
+                if doubt or not _again(error, deadline):
+                    raise doubt or _unmet(error, self._address, limit) from None
+            await asyncio.sleep(RETRY_SECS)
 
     async def __aexit__(self, *_: object) -> None:
         await self._channel.close()
@@ -175,7 +214,9 @@ class QueueClient:
         while True:
             try:
                 left = deadline - time.monotonic()
-                return await getattr(self._stub, name)(request, timeout=left)
+                return await getattr(self._stub, name)(
+                    request, timeout=left, metadata=self._metadata
+                )
             except grpc.aio.AioRpcError as error:
                 if not _again(error, deadline):
                     raise _explained(error, name, self._address, limit) from error
@@ -185,7 +226,7 @@ class QueueClient:
         """Replies of a stream that shows signs of life; opened again when it shows none."""
         deadline = time.monotonic() + self._connect_timeout_secs
         while True:
-            call = getattr(self._stub, name)(pb.WatchRequest())
+            call = getattr(self._stub, name)(pb.WatchRequest(), metadata=self._metadata)
             try:
                 while True:
                     async with asyncio.timeout(self._call_timeout_secs):
@@ -195,6 +236,8 @@ class QueueClient:
                     yield reply
                     deadline = time.monotonic() + self._connect_timeout_secs
             except (TimeoutError, grpc.aio.AioRpcError) as error:
+                if _is_refused(error):
+                    raise _refused(self._address) from error
                 if time.monotonic() > deadline:
                     raise _nobody(self._address, self._connect_timeout_secs) from error
             finally:
@@ -212,6 +255,8 @@ class LearnerQueue:
         connect_timeout_secs: float,
         call_timeout_secs: float,
         share: Share = WHOLE,
+        token: str | None = None,
+        tls_ca: str = "",
     ):
         """Connects nowhere yet; arguments as of `QueueClient`.
 
@@ -219,24 +264,36 @@ class LearnerQueue:
           share: the groups that this learner process packs.
         """
         self._address = address
+        self._metadata = _metadata(token)
+        self._credentials = _credentials(tls_ca)
         self._share = share
         self._connect_timeout_secs = connect_timeout_secs
         self._call_timeout_secs = call_timeout_secs
 
     def __enter__(self) -> "LearnerQueue":
-        """Connects.
-
-        Raises:
-          ConnectionError: nobody answers within connect_timeout_secs.
-        """
-        self._channel = grpc.insecure_channel(self._address, options=_OPTIONS)
+        """Connects; errors as of `QueueClient`."""
+        self._channel = _open(self._address, self._credentials)
         self._stub = TrajectoryQueueStub(self._channel)
         try:
-            grpc.channel_ready_future(self._channel).result(self._connect_timeout_secs)
-        except grpc.FutureTimeoutError:
+            self._greet()
+        except BaseException:
             self._channel.close()
-            raise _nobody(self._address, self._connect_timeout_secs) from None
+            raise
         return self
+
+    def _greet(self) -> None:
+        limit = self._connect_timeout_secs
+        deadline = time.monotonic() + limit
+        while True:
+            try:
+                left = max(deadline - time.monotonic(), 1e-3)
+                self._stub.Status(pb.StatusRequest(), timeout=left, metadata=self._metadata)
+                return
+            except grpc.RpcError as error:
+                doubt = _doubt(error, self._address, tls=self._credentials is not None)
+                if doubt or not _again(error, deadline):
+                    raise doubt or _unmet(error, self._address, limit) from None
+            time.sleep(RETRY_SECS)
 
     def __exit__(self, *_: object) -> None:
         self._channel.close()
@@ -323,7 +380,8 @@ class LearnerQueue:
         while True:
             try:
                 left = deadline - time.monotonic()
-                return take(getattr(self._stub, name)(request, timeout=left))
+                call = getattr(self._stub, name)
+                return take(call(request, timeout=left, metadata=self._metadata))
             except grpc.RpcError as error:
                 if not _again(error, deadline):
                     raise _explained(error, name, self._address, limit) from error
@@ -345,13 +403,93 @@ class LearnerQueue:
         return Chunk(header.step, header.index, groups, header.last)
 
 
-def who_waits(channel: grpc.Channel) -> str:
-    """In words: who waits for what at the queue; "" when it does not answer within a second."""
+def open_channel(address: str, *, token: str | None = None, tls_ca: str = "") -> grpc.Channel:
+    """A channel for `glance`, to a queue that may be away; arguments as of `QueueClient`."""
+    channel = _open(address, _credentials(tls_ca))
+    return grpc.intercept_channel(channel, _WithToken(token)) if token else channel
+
+
+def glance(channel: grpc.Channel) -> QueueStatus | None:
+    """What the queue says of itself; None when it does not answer within a second."""
     try:
-        reply = TrajectoryQueueStub(channel).Status(pb.StatusRequest(), timeout=GLANCE_SECS)
+        return wire.decode_status(
+            TrajectoryQueueStub(channel).Status(pb.StatusRequest(), timeout=GLANCE_SECS)
+        )
     except grpc.RpcError:
-        return ""
-    return "; ".join(reply.waits)
+        return None
+
+
+class _WithToken(grpc.UnaryUnaryClientInterceptor):
+    """Gives the token with every call of one message and one reply."""
+
+    def __init__(self, token: str):
+        self._metadata = _metadata(token)
+
+    def intercept_unary_unary(self, continuation, details, request):
+        return continuation(_Details(details.method, details.timeout, self._metadata), request)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Details(grpc.ClientCallDetails):
+    method: str
+    timeout: float | None
+    metadata: tuple[tuple[str, str], ...]
+    credentials: None = None
+    wait_for_ready: None = None
+    compression: None = None
+
+
+def _open(address: str, credentials: grpc.ChannelCredentials | None) -> grpc.Channel:
+    if credentials is None:
+        return grpc.insecure_channel(address, options=_OPTIONS)
+    return grpc.secure_channel(address, credentials, options=_OPTIONS)
+
+
+def _credentials(tls_ca: str) -> grpc.ChannelCredentials | None:
+    if not tls_ca:
+        return None
+    security.client_context(tls_ca)  # Its errors say what is wrong; gRPC's do not.
+    return grpc.ssl_channel_credentials(pathlib.Path(tls_ca).read_bytes())
+
+
+def _metadata(token: str | None) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {token}"),) if token else ()
+
+
+def _is_refused(error: Exception) -> bool:
+    return isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+def _refused(address: str) -> PermissionError:
+    return PermissionError(
+        f"the queue {address} asks for a token, and this process gave none or another one: its queue.token_env must "
+        "name the queue's"
+    )
+
+
+def _doubt(error: grpc.RpcError, address: str, *, tls: bool) -> Exception | None:
+    """What no waiting mends when a queue is first called; None where it may be starting."""
+    details = error.details() or ""
+    if _is_refused(error):
+        return _refused(address)
+    if "CERTIFICATE_VERIFY_FAILED" in details or "Hostname Verification" in details:
+        return PermissionError(
+            f"the certificate of the queue {address} is not of an authority in queue.tls_ca, or not of that host: "
+            f"{details}"
+        )
+    if "WRONG_VERSION_NUMBER" in details:
+        return QueueError(f"the queue {address} speaks no TLS, and queue.tls_ca is set: {details}")
+    lost = error.code() is grpc.StatusCode.UNAVAILABLE and "refused" not in details
+    if lost and not tls and security.speaks_tls(address):
+        return QueueError(f"the queue {address} speaks TLS: set queue.tls_ca")
+    return None
+
+
+def _unmet(error: grpc.RpcError, address: str, seconds: float) -> Exception:
+    """The error of a first call that was not answered."""
+    if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+        return _nobody(address, seconds)
+    return _explained(error, "Status", address, seconds)
 
 
 def _again(error: grpc.RpcError, deadline: float) -> bool:
@@ -371,6 +509,8 @@ def _explained(error: grpc.RpcError, name: str, address: str, seconds: float) ->
             return TimeoutError(f"{where}, deadline {seconds:g} s: {error.details()}")
         case grpc.StatusCode.UNAVAILABLE:
             return ConnectionError(f"{where} is unavailable for {seconds:g} s: {error.details()}")
+        case grpc.StatusCode.UNAUTHENTICATED:
+            return _refused(address)
         case grpc.StatusCode.INVALID_ARGUMENT | grpc.StatusCode.RESOURCE_EXHAUSTED:
             return ValueError(f"{where}: {error.details()}")
         case _:

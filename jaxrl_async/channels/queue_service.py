@@ -5,7 +5,8 @@ process. A journal that cannot be written stops the service.
 
 Messages are parsed here rather than by gRPC, so that whatever arrives is answered with a status: bad
 bytes and bad values are INVALID_ARGUMENT, an event out of order FAILED_PRECONDITION, a wait that ran
-out DEADLINE_EXCEEDED. The service knows nothing of rewards, prompts or weights.
+out DEADLINE_EXCEEDED. A call without the token is UNAUTHENTICATED, and its message is not even received.
+The service knows nothing of rewards, prompts or weights.
 """
 
 import asyncio
@@ -13,6 +14,7 @@ import collections
 import contextlib
 import functools
 import logging
+import pathlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -21,6 +23,7 @@ import grpc
 from google.protobuf import message as protobuf
 from google.protobuf import message_factory
 
+from jaxrl_async import security
 from jaxrl_async.channels import trajectory_queue_pb2 as pb
 from jaxrl_async.channels import wire
 from jaxrl_async.channels.admission import EXHAUSTED, REISSUE_REASONS, Admission, Permit
@@ -34,7 +37,8 @@ BEAT_SECS = (
     5.0  # A watch repeats itself this often, so that its reader can tell silence from death.
 )
 MAX_WAIT_SECS = 3600.0  # Longest wait that a caller may ask for.
-MAX_ROLES = 100_000  # that may report
+MAX_ROLES = 10_000  # that may report
+MAX_DETAIL_CHARS = 1500  # of a refusal: a status travels in headers, which are bounded.
 STOP_SECS = 0.5  # Calls that are open when the service stops get this long.
 
 T = TypeVar("T")
@@ -50,6 +54,9 @@ async def serve(
     max_message_bytes: int,
     journal: Journal | None,
     on_bound: Callable[[str], None],
+    token: str | None = None,
+    tls_cert: str = "",
+    tls_key: str = "",
 ) -> None:
     """Serves the queue until cancelled.
 
@@ -62,11 +69,17 @@ async def serve(
       max_message_bytes: larger messages are refused (RESOURCE_EXHAUSTED).
       journal: where what happened is kept, and comes back from; closed in the end. None for memory alone.
       on_bound: gets "host:port", with the true port, once calls are answered.
+      token: every call gives it as "authorization: Bearer TOKEN"; None for none, on loopback only.
+      tls_cert: PEM file of the certificate, "" for no TLS.
+      tls_key: PEM file of its key.
 
     Raises:
       OSError: the address cannot be bound.
+      ValueError: the address is not loopback, and there is no token; or no certificate is in the files.
       JournalError: the journal cannot be read or written.
     """
+    security.check_listener("the queue", address, token, "queue.token_env")
+    credentials = _credentials(tls_cert, tls_key)
     service = QueueService(
         admission,
         group_size=group_size,
@@ -74,10 +87,15 @@ async def serve(
         max_tokens=max_tokens,
         journal=journal,
     )
-    server = grpc.aio.server(options=_options(max_message_bytes))
+    server = grpc.aio.server(
+        options=_options(max_message_bytes), interceptors=[_TokenCheck(token)] if token else []
+    )
     server.add_generic_rpc_handlers((_handlers(service),))
     try:
-        port = server.add_insecure_port(address)
+        if credentials is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, credentials)
     except RuntimeError as error:
         raise OSError(f"the queue cannot listen on {address}: is the port taken?") from error
     await server.start()
@@ -136,6 +154,9 @@ class QueueService:
         self._check_group = functools.partial(
             wire.check_group, group_size=group_size, vocab_size=vocab_size, max_tokens=max_tokens
         )
+        self._check_outline = functools.partial(
+            wire.check_outline, group_size=group_size, max_tokens=max_tokens
+        )
         self._clock = clock
         self._groups: dict[int, pb.Group] = {}  # by prompt_index: held and leased
         self._servers: tuple[wire.ServerRecord, ...] = ()
@@ -166,12 +187,15 @@ class QueueService:
         """
         if self._journal is not None:
             self._journal.check()
-        for permit in self._admission.expired(self._clock()):
+        expired = self._admission.expired(self._clock())
+        for permit in expired:
             log.warning("permit %s timed out", permit)
-            await self._return(permit, "timeout")
+        # All at once: one that waited for the journal could be given again before its turn.
+        await asyncio.gather(*(self._return(permit, "timeout") for permit in expired))
 
     async def Admit(self, request: pb.AdmitRequest) -> pb.AdmitReply:
         """Waits until there is something to give, at most wait_secs; then gives what there is."""
+        wire.check_admit(request)
         count = request.max_permits
         permits = self._left_by(request)[:count]
         waits_for = f"admit of up to {count} permits"
@@ -192,6 +216,7 @@ class QueueService:
 
     async def Push(self, request: pb.Group) -> pb.PushReply:
         """Takes a group, once."""
+        self._check_outline(request)
         group = wire.decode_group(request)
         self._check_group(group)
         permit = wire.decode_permit(request.permit)
@@ -211,6 +236,7 @@ class QueueService:
 
     async def Return(self, request: pb.ReturnRequest) -> pb.ReturnReply:
         """Takes back a permit."""
+        wire.check_return(request)
         permit = wire.decode_permit(request.permit)
         outcome = await self._return(permit, request.reason)
         if outcome != "stale":
@@ -226,15 +252,14 @@ class QueueService:
             chunk, messages = await self._journal.chunk(step, index)
             groups = [pb.Group.FromString(message) for message in messages]
         else:
-            chunk = await self._chunk(request)
-            groups = [self._groups[i] for i in chunk.indexes]
+            chunk, groups = await self._chunk(request)
         own = set(share.of_chunk(len(groups)))
         yield pb.LeaseReply(header=_chunk_header(step, index, chunk, groups))
         for position, group in enumerate(groups):
             yield pb.LeaseReply(group=group if position in own else wire.encode_outline(group))
 
-    async def _chunk(self, request: pb.LeaseRequest) -> FixedChunk:
-        """A chunk of a step that is not committed, as soon as its groups are there."""
+    async def _chunk(self, request: pb.LeaseRequest) -> tuple[FixedChunk, list[pb.Group]]:
+        """A chunk of a step that is not committed, with its groups, as soon as they are there."""
         step, index = request.step, request.chunk
         await self._until(
             lambda: self._admission.chunk_is_ready(step, index),
@@ -243,10 +268,13 @@ class QueueService:
         )
         new = self._admission.leases.fixed(step, index) is None
         chunk = self._apply(self._admission.lease, step, index)
+        groups = [
+            self._groups[i] for i in chunk.indexes
+        ]  # Now: a commit may come while it is written.
         if self._journal is not None:
             # Also to the second who asks, the answer is given when it is written.
             await self._journal.leased(step, index, chunk, new=new)
-        return chunk
+        return chunk, groups
 
     async def Commit(self, request: pb.CommitRequest) -> pb.Position:
         """Forgets the groups of a trained step; a step that was trained before is answered as then."""
@@ -257,7 +285,7 @@ class QueueService:
         position = self._admission.position
         for index in indexes:
             self._lengths.count_group("trained", self._groups.pop(index))
-        if journal is not None:
+        if journal is not None and indexes:  # None of them: step 0, which nobody trained.
             await journal.committed(position, indexes)
         return wire.encode_position(position)
 
@@ -269,6 +297,7 @@ class QueueService:
 
     async def PublishVersion(self, request: pb.PublishRequest) -> pb.PublishReply:
         """Learns what the servers hold."""
+        wire.check_publish(request)
         servers = wire.decode_servers(request.servers)
         with_position = request.HasField("position")
         position = wire.decode_position(request.position) if with_position else None
@@ -279,7 +308,9 @@ class QueueService:
         before = (self._admission.v_pub, self._run_epoch)
         self._apply(self._admission.publish, request.version, position)
         self._servers, self._run_epoch = servers, request.run_epoch
-        if self._journal is not None and before != (request.version, self._run_epoch):
+        if self._journal is not None and before == (request.version, self._run_epoch):
+            await self._journal.flushed()  # The same call before is perhaps being written.
+        elif self._journal is not None:
             start = position if before[0] is None else None
             await self._journal.published(request.version, self._run_epoch, start)
         return pb.PublishReply()
@@ -296,6 +327,7 @@ class QueueService:
 
     async def Report(self, request: pb.RoleReport) -> pb.ReportReply:
         """Learns what a role waits for."""
+        wire.check_report(request)
         if request.role not in self._roles and len(self._roles) >= MAX_ROLES:
             raise ValueError(f"{request.role!r} reports after {MAX_ROLES} roles, the bound")
         self._roles[request.role] = (self._clock(), wire.decode_waits(request.waits))
@@ -334,7 +366,9 @@ class QueueService:
 
     async def _return(self, permit: Permit, reason: str) -> str:
         outcome = self._apply(self._admission.return_permit, permit, reason)
-        if self._journal is not None and outcome != "stale":
+        if self._journal is not None and outcome == "stale":
+            await self._journal.flushed()  # What made it stale is perhaps being written.
+        elif self._journal is not None:
             retired_as = EXHAUSTED if reason in REISSUE_REASONS else reason
             await self._journal.returned(permit, reason, outcome, retired_as)
         return outcome
@@ -402,10 +436,39 @@ def _options(max_message_bytes: int) -> list[tuple[str, int]]:
         ("grpc.so_reuseport", 0),  # Else two queues would share a port, and calls fall to either.
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", -1),
+        # One bound: between a soft and a hard one gRPC refuses at random.
+        ("grpc.max_metadata_size", security.MAX_HEADER_BYTES),
+        ("grpc.absolute_max_metadata_size", security.MAX_HEADER_BYTES),
         # Clients ping every ten seconds, also while a call waits.
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.keepalive_permit_without_calls", 1),
     ]
+
+
+def _credentials(cert: str, key: str) -> grpc.ServerCredentials | None:
+    if security.server_context(cert, key) is None:  # Its errors say what is wrong; gRPC's do not.
+        return None
+    pair = [pathlib.Path(path).read_bytes() for path in (key, cert)]
+    return grpc.ssl_server_credentials([tuple(pair)])
+
+
+class _TokenCheck(grpc.aio.ServerInterceptor):
+    """Refuses calls without the token, known or unknown, without a look at their messages."""
+
+    def __init__(self, token: str):
+        self._token = token
+
+    async def intercept_service(self, continuation, details):
+        given = dict(details.invocation_metadata).get("authorization", "")
+        if security.is_bearer(given, self._token):
+            return await continuation(details)
+        # A handler of a stream: gRPC receives nothing before it asks.
+        return grpc.stream_unary_rpc_method_handler(_unauthenticated)
+
+
+async def _unauthenticated(messages, context: grpc.aio.ServicerContext):
+    reason = "this queue asks for a token, and this call gave none or another one"
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, reason)
 
 
 def _handlers(service: QueueService) -> grpc.GenericRpcHandler:
@@ -447,10 +510,15 @@ async def _refusals(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
     try:
         yield
     except (ValueError, protobuf.DecodeError) as error:
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, _short(error))
     except JournalError as error:
-        await context.abort(grpc.StatusCode.INTERNAL, str(error))
+        await context.abort(grpc.StatusCode.INTERNAL, _short(error))
     except OrderError as error:
-        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, _short(error))
     except TimeoutError as error:
-        await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, str(error))
+        await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, _short(error))
+
+
+def _short(error: Exception) -> str:
+    text = str(error)
+    return text if len(text) <= MAX_DETAIL_CHARS else text[:MAX_DETAIL_CHARS] + "…"

@@ -5,7 +5,7 @@ copy. This module knows nothing of sockets, and not what a group is for.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,18 @@ from jaxrl_async.channels.admission import Permit, Position
 from jaxrl_async.types import NOT_SAMPLED, Group, InvalidTrajectoryError, Trajectory
 
 SERVER_STATES = ("HEALTHY", "SUSPECT", "DEAD", "STALE")
+
+# Bounds on what a peer may send, besides queue.max_message_bytes.
+MAX_NAME_CHARS = 256  # of a role, a worker, a reason, an address
+MAX_TEXT_CHARS = (
+    2000  # of a detail, or of what waits on what; longer ones are cut before they are sent
+)
+MAX_WAITS = 64  # of one report
+MAX_ENTRIES = 65_536  # permits, or lengths, in one message
+MAX_SERVERS = 4096
+MAX_REASONS = 64  # of a position
+MAX_VERSION = 2**31 - 1  # of weights, as every token carries it, and steps
+MAX_COUNT = 2**53
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,6 +171,80 @@ def check_group(group: Group, *, group_size: int, vocab_size: int, max_tokens: i
             _refuse(f"{where}: trajectory {number} has another prompt than trajectory 0")
 
 
+def check_outline(message: pb.Group, *, group_size: int, max_tokens: int) -> None:
+    """Checks how many trajectories and tokens a group claims to have, before anything is made of it.
+
+    Raises:
+      InvalidTrajectoryError: names the group, the value and the bound; see `check_group`.
+    """
+    where = f"prompt_index {message.permit.prompt_index}"
+    if len(message.lengths) != group_size:
+        _refuse(f"{where}: a group has {group_size} trajectories, got {len(message.lengths)}")
+    for number, length in enumerate(message.lengths):
+        if not 0 < length <= max_tokens:
+            _refuse(f"{where}, trajectory {number}: length {length} is outside [1, {max_tokens}]")
+    for reason in message.finish_reasons:
+        _check_text("finish_reason", reason, MAX_NAME_CHARS)
+
+
+def check_return(message: pb.ReturnRequest) -> None:
+    """Checks the sizes of what comes with a permit.
+
+    Raises:
+      ValueError: names the field, the value and the bound.
+    """
+    _check_text("reason", message.reason, MAX_NAME_CHARS)
+    _check_text("detail", message.detail, MAX_TEXT_CHARS)
+    _check_size("completion_tokens", message.completion_tokens, MAX_ENTRIES)
+
+
+def check_admit(message: pb.AdmitRequest) -> None:
+    """Checks the sizes of who asks, and of what it works on.
+
+    Raises:
+      ValueError: names the field, the value and the bound.
+    """
+    _check_text("worker", message.worker, MAX_NAME_CHARS)
+    _check_size("working_on", message.working_on, MAX_ENTRIES)
+
+
+def check_publish(message: pb.PublishRequest) -> None:
+    """Checks the sizes of a table of servers and of a position.
+
+    Raises:
+      ValueError: names the field, the value and the bound.
+    """
+    _check_number("version", message.version, MAX_VERSION)
+    _check_size("servers", message.servers, MAX_SERVERS)
+    position = message.position
+    _check_number("position.step", position.step, MAX_VERSION)
+    _check_number("position.frontier", position.frontier, MAX_COUNT)
+    _check_size("position.outstanding", position.outstanding, MAX_ENTRIES)
+    for permit in position.outstanding:
+        _check_number("position.outstanding", permit.prompt_index, MAX_COUNT)
+    for name in ("retired", "returned"):
+        counts = getattr(position, name)
+        _check_size(f"position.{name}", counts, MAX_REASONS)
+        for reason, count in counts.items():
+            _check_text(f"a reason of position.{name}", reason, MAX_NAME_CHARS)
+            _check_number(f"position.{name}", count, MAX_COUNT)
+
+
+def check_report(message: pb.RoleReport) -> None:
+    """Checks the sizes of what a role says of itself.
+
+    Raises:
+      ValueError: names the field, the value and the bound.
+    """
+    _check_text("role", message.role, MAX_NAME_CHARS)
+    _check_size("waits", message.waits, MAX_WAITS)
+    for wait in message.waits:
+        _check_text("what waits", wait.what, MAX_TEXT_CHARS)
+        _check_text("what is waited for", wait.on, MAX_TEXT_CHARS)
+        if not 0 <= wait.secs < float("inf"):
+            raise ValueError(f"secs of a wait must be finite and ≥ 0, got {wait.secs}")
+
+
 def encode_permit(permit: Permit) -> pb.Permit:
     return pb.Permit(prompt_index=permit.prompt_index, attempt=permit.attempt)
 
@@ -198,9 +284,10 @@ def decode_servers(messages: Sequence[pb.ServerRecord]) -> tuple[ServerRecord, .
       ValueError: a state is not one of SERVER_STATES.
     """
     for message in messages:
+        _check_text("the address of a server", message.address, MAX_NAME_CHARS)
         if message.state not in SERVER_STATES:
             raise ValueError(
-                f"server {message.address}: state {message.state!r} is none of "
+                f"server {message.address}: state {message.state!r:.80} is none of "
                 f"{', '.join(SERVER_STATES)}"
             )
     return tuple(ServerRecord(m.address, m.state, _optional(m, "version")) for m in messages)
@@ -216,7 +303,9 @@ def encode_status(status: QueueStatus) -> pb.StatusReply:
 
 
 def encode_waits(waits: Sequence[Wait]) -> list[pb.Wait]:
-    return [pb.Wait(**vars(wait)) for wait in waits]
+    return [
+        pb.Wait(what=w.what[:MAX_TEXT_CHARS], on=w.on[:MAX_TEXT_CHARS], secs=w.secs) for w in waits
+    ]
 
 
 def decode_waits(messages: Sequence[pb.Wait]) -> tuple[Wait, ...]:
@@ -275,6 +364,21 @@ def _present(record: Any) -> dict[str, Any]:
 
 def _optional(message: Any, name: str) -> Any:
     return getattr(message, name) if message.HasField(name) else None
+
+
+def _check_text(name: str, text: str, bound: int) -> None:
+    if len(text) > bound:
+        raise ValueError(f"{name} has at most {bound} characters, got {len(text)}: {text[:40]!r}…")
+
+
+def _check_size(name: str, items: Sized, bound: int) -> None:
+    if len(items) > bound:
+        raise ValueError(f"{name} has at most {bound} entries, got {len(items)}")
+
+
+def _check_number(name: str, value: int, bound: int) -> None:
+    if not 0 <= value <= bound:
+        raise ValueError(f"{name} must be in [0, {bound}], got {value}")
 
 
 def _refuse(message: str):

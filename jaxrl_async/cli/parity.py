@@ -35,6 +35,7 @@ def main(argv: list[str]) -> int:
         ),
         timeout_secs=("120.0", "seconds, of each call"),
         api_key_env=("", "name of the environment variable that holds the server's key"),
+        tls_ca=("", "PEM file of the authorities to trust at https://; default the system's"),
         seed=(0, "of the prompts"),
     )
     options = _options(flags)
@@ -82,6 +83,7 @@ def _options(flags) -> dict:
         "tolerance": _number("tolerance", flags.tolerance),
         "timeout_secs": _number("timeout_secs", flags.timeout_secs),
         "api_key": key_named("--api_key_env", flags.api_key_env),
+        "tls_ca": flags.tls_ca,
     }
 
 

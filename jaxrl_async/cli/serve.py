@@ -6,6 +6,7 @@ import logging
 import pathlib
 import signal
 
+from jaxrl_async import security
 from jaxrl_async.cli.config import UsageError, load_config, parse_flags, settings_of
 from jaxrl_async.settings import key_named
 
@@ -24,6 +25,8 @@ def main(argv: list[str]) -> int:
         port=(30000, "port to bind; 0 picks a free one"),
         api_key_env=("", "name of the environment variable that holds the key of every route"),
         admin_api_key_env=("", "name of the one that holds the key of the control routes"),
+        tls_cert=("", "PEM file of a certificate, for https"),
+        tls_key=("", "PEM file of its key"),
     )
     if not flags.workdir:
         raise UsageError("--workdir=DIR is needed")
@@ -31,17 +34,30 @@ def main(argv: list[str]) -> int:
         name: key_named(f"--{name}_env", getattr(flags, f"{name}_env"))
         for name in ("api_key", "admin_api_key")
     }
+    try:
+        security.check_listener(
+            "the server", f"{flags.host}:{flags.port}", keys["api_key"], "--api_key_env"
+        )
+        security.server_context(flags.tls_cert, flags.tls_key)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    options = keys | {"tls_cert": flags.tls_cert, "tls_key": flags.tls_key}
     workdir = pathlib.Path(flags.workdir).absolute()
     settings = settings_of(load_config(str(workdir / "config.json")))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("absl").setLevel(logging.WARNING)
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_serve(settings, workdir, flags.step, flags.host, flags.port, keys))
+        asyncio.run(_serve(settings, workdir, flags.step, flags.host, flags.port, options))
     return 0
 
 
 async def _serve(
-    settings, workdir: pathlib.Path, step: int, host: str, port: int, keys: dict[str, str | None]
+    settings,
+    workdir: pathlib.Path,
+    step: int,
+    host: str,
+    port: int,
+    options: dict[str, str | None],
 ) -> None:
     from jaxrl_async import roles
     from jaxrl_async.inference import http
@@ -52,8 +68,10 @@ async def _serve(
     engine.start()
     try:
         await asyncio.wrap_future(engine.update_weights(params, str(step)))
-        async with http.serve(engine, host=host, port=port, **keys) as bound:
-            logging.info("checkpoint %d of %s at http://%s:%d", step, workdir, host, bound)
+        roots = roles.weight_roots_of(settings, workdir)
+        async with http.serve(engine, host=host, port=port, weight_roots=roots, **options) as bound:
+            scheme = "https" if options["tls_cert"] else "http"
+            logging.info("checkpoint %d of %s at %s://%s:%d", step, workdir, scheme, host, bound)
             await asyncio.wrap_future(engine.stopped)
     finally:
         engine.close(timeout_secs=CLOSE_TIMEOUT_SECS)

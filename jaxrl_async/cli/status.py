@@ -4,8 +4,9 @@ import pathlib
 
 from jaxrl_async import status
 from jaxrl_async.channels import queue_client
-from jaxrl_async.cli.config import UsageError, parse_flags
+from jaxrl_async.cli.config import UsageError, load_config, parse_flags, settings_of
 from jaxrl_async.metrics import last_metrics
+from jaxrl_async.settings import queue_access_of
 
 CONNECT_SECS = 2.0
 
@@ -27,15 +28,20 @@ def main(argv: list[str]) -> int:
     if address is None:
         raise UsageError(f"{workdir} has no {status.ROLES_FILE}: give --queue=HOST:PORT")
     row = last_metrics(workdir)
-    found = _ask(address)
+    try:
+        found = _ask(address, workdir / "config.json")
+    except PermissionError as error:
+        raise UsageError(str(error)) from None
     print(status.explain(found, status.processes_of(workdir), int(row["step"]) if row else None))
     return 0 if found else 1
 
 
-def _ask(address: str):
-    timeouts = dict(connect_timeout_secs=CONNECT_SECS, call_timeout_secs=CONNECT_SECS)
+def _ask(address: str, config: pathlib.Path):
+    options = dict(connect_timeout_secs=CONNECT_SECS, call_timeout_secs=CONNECT_SECS)
+    if config.exists():
+        options |= queue_access_of(settings_of(load_config(str(config))))
     try:
-        with queue_client.LearnerQueue(address, **timeouts) as queue:
+        with queue_client.LearnerQueue(address, **options) as queue:
             return queue.status()
     except (ConnectionError, TimeoutError, queue_client.QueueError):
         return None

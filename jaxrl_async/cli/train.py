@@ -33,8 +33,7 @@ def main(argv: list[str]) -> int:
     if flags.role not in ROLES:
         raise UsageError(f"unknown role {flags.role!r}{nearest(flags.role, ROLES)}")
     settings = settings_of(flags.config)
-    if flags.role != "queue":
-        roles.keys_of(settings)  # Raises here, before any role starts.
+    roles.check_access(settings, flags.role, flags.index)  # Before any role starts.
     name = f"{settings.task.name.split(':')[0]}-{time.strftime('%Y%m%d-%H%M%S')}"
     workdir = pathlib.Path(flags.workdir or f"runs/{name}").absolute()
     supervised = "JAXRL_PARENT" in os.environ
@@ -68,7 +67,7 @@ def _all(settings: Settings, workdir: pathlib.Path, *, resume: bool) -> int:
     except KeyboardInterrupt:
         print(f"stopped; go on with --resume --workdir={workdir}", file=sys.stderr)
         return 1
-    except (supervisor.RoleDiedError, ValueError) as error:
+    except (supervisor.RoleDiedError, supervisor.StalledError, ValueError) as error:
         print(f"train: {error}", file=sys.stderr)
         return 1
     print(f"done: {workdir}")

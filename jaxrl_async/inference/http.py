@@ -6,6 +6,7 @@ It checks and translates; it knows nothing of slots, caches or weights.
 import asyncio
 import contextlib
 import json
+import os
 import pathlib
 import re
 import secrets
@@ -13,11 +14,12 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import numpy as np
 from aiohttp import web
 
+from jaxrl_async import security
 from jaxrl_async.inference import loading, sampling
 from jaxrl_async.inference.engine import (
     Completion,
@@ -27,10 +29,13 @@ from jaxrl_async.inference.engine import (
     UnavailableError,
 )
 
-MAX_BODY_BYTES = 16 << 20
+MAX_BODY_BYTES = 16 << 20  # of all but an upload
+MAX_HEADERS = 64
+MAX_RID_CHARS = 256
+MAX_VERSION_CHARS = 128
 _SHUTDOWN_SECS = 2.0
 _INFORMATION_ROUTES = ("/generate", "/model_info")
-_VERSION = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_VERSION = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}")
 _VERSION_FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,128}\.(json|safetensors)")
 _GENERATE_KEYS = {"rid", "input_ids", "sampling_params", "return_logprob", "stream"}
 # SGLang's defaults.
@@ -53,6 +58,9 @@ async def serve(
     port: int,
     api_key: str | None = None,
     admin_api_key: str | None = None,
+    weight_roots: Sequence[str | os.PathLike] = (),
+    tls_cert: str = "",
+    tls_key: str = "",
 ) -> AsyncIterator[int]:
     """Answers over HTTP while the context lasts; works in any thread's event loop.
 
@@ -60,25 +68,36 @@ async def serve(
       engine: a started engine. It outlives the context: closing it is the caller's.
       host: address to bind.
       port: 0 picks a free one.
-      api_key: every route but /health asks for "Authorization: Bearer KEY".
+      api_key: every route but /health asks for "Authorization: Bearer KEY"; None for none, on loopback only.
       admin_api_key: the control routes ask for this one instead, and for it alone.
+      weight_roots: /update_weights_from_disk reads from within these directories alone.
+      tls_cert: PEM file of the certificate; "" for http.
+      tls_key: PEM file of its key.
 
     Yields:
       the port.
 
     Raises:
       OSError: the address cannot be bound; the message names it.
+      ValueError: the host is not loopback, and there is no api_key; or no certificate is in the files.
     """
+    security.check_listener(
+        f"engine {engine.name!r}", f"{host}:{port}", api_key, "the server's api_key"
+    )
+    context = security.server_context(tls_cert, tls_key)
     runner = web.AppRunner(
-        make_app(engine, api_key=api_key, admin_api_key=admin_api_key),
+        make_app(engine, api_key=api_key, admin_api_key=admin_api_key, weight_roots=weight_roots),
         access_log=None,
+        max_line_size=security.MAX_HEADER_BYTES,
+        max_field_size=security.MAX_HEADER_BYTES,
+        max_headers=MAX_HEADERS,
         handler_cancellation=True,  # a client that hangs up aborts its request
         shutdown_timeout=_SHUTDOWN_SECS,
     )
     await runner.setup()
     try:
         try:
-            await web.TCPSite(runner, host, port).start()
+            await web.TCPSite(runner, host, port, ssl_context=context).start()
         except OSError as error:
             raise OSError(
                 error.errno, f"cannot listen on {host}:{port}: {error.strerror}"
@@ -89,10 +108,14 @@ async def serve(
 
 
 def make_app(
-    engine: Engine, *, api_key: str | None = None, admin_api_key: str | None = None
+    engine: Engine,
+    *,
+    api_key: str | None = None,
+    admin_api_key: str | None = None,
+    weight_roots: Sequence[str | os.PathLike] = (),
 ) -> web.Application:
-    """The routes over an engine. Build it inside the event loop that will serve it."""
-    routes = _Routes(engine)
+    """The routes over an engine, see `serve`. Build it inside the event loop that will serve it."""
+    routes = _Routes(engine, weight_roots)
     app = web.Application(
         client_max_size=MAX_BODY_BYTES,
         middlewares=[_answer_errors, _key_check(api_key, admin_api_key)],
@@ -136,10 +159,7 @@ def _key_check(api_key, admin_api_key):
         information = request.path in _INFORMATION_ROUTES
         wanted = api_key if information else admin_api_key or api_key
         if wanted is not None and request.path != "/health":
-            scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-            if scheme.lower() != "bearer" or not secrets.compare_digest(
-                key.encode(), wanted.encode()
-            ):
+            if not security.is_bearer(request.headers.get("Authorization", ""), wanted):
                 which = "api" if information or not admin_api_key else "admin api"
                 return _error(401, f"{request.path} needs the {which} key of this server")
         return await handler(request)
@@ -148,8 +168,11 @@ def _key_check(api_key, admin_api_key):
 
 
 class _Routes:
-    def __init__(self, engine):
+    def __init__(self, engine, weight_roots):
         self._engine = engine
+        self._weight_roots = weight_roots
+        # The parameters in float32, twice, and room for what is no tensor.
+        self._max_upload_bytes = 8 * loading.num_parameters(engine.config) + MAX_BODY_BYTES
         self._uploads = None  # directory of uploaded versions
         self._loop = asyncio.get_running_loop()
         self._generating = {}  # rid -> asyncio.Future of a Completion
@@ -207,8 +230,13 @@ class _Routes:
             raise InvalidRequestError(
                 f"load_format must be auto or safetensors, got {body['load_format']!r:.80}"
             )
-        path, version = (_str(body, key) for key in ("model_path", "weight_version"))
-        return await self._update(path, version, body)
+        path = _str(body, "model_path", security.MAX_PATH_CHARS)
+        version = _str(body, "weight_version", MAX_VERSION_CHARS)
+        try:
+            path = security.confined(path, self._weight_roots)
+        except ValueError as error:
+            return _refused(f"model_path {error}")
+        return await self._update(str(path), version, body)
 
     async def keep_uploads(self, app):
         """A private directory, as long as the server answers."""
@@ -229,15 +257,21 @@ class _Routes:
                 shutil.rmtree(other)
         directory = self._uploads / version
         directory.mkdir(exist_ok=True)
-        num_bytes = 0
+        num_bytes, before = 0, sum(f.stat().st_size for f in directory.iterdir() if f.name != name)
         with open(directory / name, "wb") as file:
             async for chunk in http_request.content.iter_any():
+                if before + num_bytes + len(chunk) > self._max_upload_bytes:
+                    file.truncate(0)
+                    raise InvalidRequestError(
+                        f"the files of a version have at most {self._max_upload_bytes} bytes together: "
+                        f"{name} is refused"
+                    )
                 num_bytes += file.write(chunk)
         return _json({"message": f"stored {num_bytes} bytes of {name}"})
 
     async def update_weights_from_upload(self, http_request):
         body = await _read(http_request, {"weight_version", "flush_cache"})
-        version = _str(body, "weight_version")
+        version = _str(body, "weight_version", MAX_VERSION_CHARS)
         directory = self._uploads / version
         if not (_VERSION.fullmatch(version) and directory.exists()):
             raise InvalidRequestError(f"no file of version {version!r:.80} was uploaded")
@@ -256,7 +290,7 @@ class _Routes:
         try:
             num_paused = await asyncio.wrap_future(future)
         except loading.WeightsError as error:
-            return _json({"success": False, "message": str(error), "num_paused_requests": 0}, 400)
+            return _refused(str(error))
         message = f"weights are now version {version}"
         return _json({"success": True, "message": message, "num_paused_requests": num_paused})
 
@@ -337,7 +371,7 @@ async def _read(http_request, keys):
     body = await http_request.read()
     try:
         body = json.loads(body) if body else {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # The last of "[[[[…".
         raise InvalidRequestError(f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise InvalidRequestError(f"the body must be a JSON object, got {type(body).__name__}")
@@ -375,8 +409,10 @@ def _per_prompt(name, value, num, *, alone):
 def _parse_request(input_ids, rid, params):
     if rid is None:
         rid = uuid.uuid4().hex
-    if not isinstance(rid, str) or not rid:
-        raise InvalidRequestError(f"rid must be a string, got {rid!r:.80}")
+    if not isinstance(rid, str) or not 0 < len(rid) <= MAX_RID_CHARS:
+        raise InvalidRequestError(
+            f"rid must be a string of 1 to {MAX_RID_CHARS} characters, got {rid!r:.80}"
+        )
     return Request(rid=rid, input_ids=_parse_ids(input_ids), sampling=_parse_sampling(params))
 
 
@@ -413,8 +449,9 @@ def _parse_sampling(params):
 def _check_keys(where, found, known):
     unknown = sorted(found.keys() - known)
     if unknown:
+        named = ", ".join(f"{key:.80}" for key in unknown[:8])
         raise InvalidRequestError(
-            f"{where} has unknown keys: {', '.join(unknown)} (known: {', '.join(sorted(known))})"
+            f"{where} has unknown keys: {named} (known: {', '.join(sorted(known))})"
         )
 
 
@@ -425,11 +462,20 @@ def _bool(body, key, *, default=False):
     return value
 
 
-def _str(body, key):
+def _str(body, key, max_chars):
     value = body.get(key)
     if not isinstance(value, str) or not value:
         raise InvalidRequestError(f"{key} must be a string, got {value!r:.80}")
+    if len(value) > max_chars:
+        raise InvalidRequestError(
+            f"{key} has at most {max_chars} characters, got {len(value)}: {value[:40]!r}…"
+        )
     return value
+
+
+def _refused(message):
+    """How weights are refused, as SGLang does."""
+    return _json({"success": False, "message": message, "num_paused_requests": 0}, 400)
 
 
 def _json(answer, status=200):

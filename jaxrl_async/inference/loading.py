@@ -64,6 +64,11 @@ def to_device(params: nnx.State, config: transformer.ModelConfig) -> nnx.State:
     return treedef.unflatten(_placed(name, found[name], want) for name, want in wanted.items())
 
 
+def num_parameters(config: transformer.ModelConfig) -> int:
+    """How many numbers a model has."""
+    return sum(leaf.size for leaf in _wanted(config)[0].values())
+
+
 def _check_config(path, config):
     """Shapes alone do not tell one rope_theta or norm_eps from another."""
     if not os.path.exists(os.path.join(path, "config.json")):

@@ -1,6 +1,9 @@
 """The SGLang-JAX engine, with SGLang's weight updates and per-token weight versions added.
 
-    python -m jaxrl_async.inference.sglang_jax_server --model-path DIR --port P [flags of sgl_jax.launch_server]
+    python -m jaxrl_async.inference.sglang_jax_server --model-path DIR --port P [--weights-root DIR …]
+        [flags of sgl_jax.launch_server]
+
+/update_weights_from_disk reads from within --model-path and the --weights-root directories alone.
 
 One process: HTTP and tokenizer manager on the main thread, sgl_jax's scheduler on a thread of its own
 (upstream's --enable-single-process). New weights are read, checked and put on the devices by a third thread,
@@ -8,7 +11,7 @@ and swapped in by the scheduler thread between two steps: the same shapes and sh
 Old and new weights are on the devices together for that time.
 
 It runs in SGLang-JAX's environment and imports nothing of this project but its two neighbours, sglang_jax_engine and
-sglang_jax_checkpoints. It knows nothing of trainers, and serves one host: no speculative decoding, LoRA,
+sglang_jax_checkpoints, and security. It knows nothing of trainers, and serves one host: no speculative decoding, LoRA,
 quantization, disaggregation or multimodal models.
 """
 
@@ -23,7 +26,6 @@ import logging
 import os
 import pathlib
 import re
-import secrets
 import shutil
 import signal
 import socket
@@ -33,10 +35,12 @@ import threading
 import uuid
 from typing import Any
 
+from jaxrl_async import security
 from jaxrl_async.inference import sglang_jax_engine
 from jaxrl_async.inference.sglang_jax_checkpoints import WeightsError
 from jaxrl_async.inference.sglang_jax_engine import RequestError, WeightsLoader, end_process
 
+MAX_BODY_BYTES = 16 << 20  # of the routes here, but an upload
 SGLANG_JAX_VERSION = "0.1.0rc0"  # The one whose internals sglang_jax_engine knows.
 
 _VERSION_NAME = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,63}")
@@ -153,8 +157,7 @@ def is_allowed(
     key = (admin_api_key or api_key) if is_admin else api_key
     if not key:
         return True
-    scheme, _, given = authorization.partition(" ")
-    return scheme.lower() == "bearer" and secrets.compare_digest(given.encode(), key.encode())
+    return security.is_bearer(authorization, key)
 
 
 class _KeyCheck:
@@ -176,11 +179,11 @@ class _KeyCheck:
 # HTTP.
 
 
-def _add_routes(app, manager, loader: WeightsLoader, uploads: Uploads) -> None:
+def _add_routes(app, manager, loader: WeightsLoader, uploads: Uploads, roots: list[str]) -> None:
     """SGLang's routes that upstream lacks, and those that it has otherwise."""
     from fastapi import Request
 
-    routes = _Routes(manager, loader, uploads)
+    routes = _Routes(manager, loader, uploads, roots)
     ours = [
         ("GET", "/model_info", routes.model_info),
         ("GET", "/get_model_info", routes.model_info),
@@ -203,8 +206,9 @@ def _add_routes(app, manager, loader: WeightsLoader, uploads: Uploads) -> None:
 
 
 class _Routes:
-    def __init__(self, manager, loader, uploads):
+    def __init__(self, manager, loader, uploads, roots):
         self._manager = manager
+        self._roots = roots
         self._loader = loader
         self._uploads = uploads
 
@@ -232,7 +236,10 @@ class _Routes:
 
     async def update_from_disk(self, request):
         body = await _read(request)
-        path = _field(body, "model_path", str)
+        try:
+            path = str(security.confined(_field(body, "model_path", str), self._roots))
+        except ValueError as error:
+            return _refusal(f"model_path {error}")
         answer = await self._update(body, functools.partial(self._loader, path))
         if answer.status_code == 200:
             self._manager.model_path = path
@@ -278,9 +285,14 @@ class _Routes:
 
 
 async def _read(request) -> dict[str, Any]:
+    raw = bytearray()
+    async for chunk in request.stream():
+        raw += chunk
+        if len(raw) > MAX_BODY_BYTES:
+            raise RequestError(f"a body has at most {MAX_BODY_BYTES} bytes")
     try:
-        body = json.loads(await request.body() or b"{}")
-    except ValueError as error:
+        body = json.loads(raw or b"{}")
+    except (ValueError, RecursionError) as error:  # The last of "[[[[…".
         raise RequestError(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise RequestError(f"the body must be a JSON object, got {type(body).__name__}")
@@ -339,6 +351,14 @@ def take_keys(argv: list[str], environ: dict[str, str]) -> tuple[Keys, list[str]
     return Keys(found.api_key or None, found.admin_api_key or None), rest
 
 
+def take_roots(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Takes every --weights-root out of the arguments; returns them, and the other arguments."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--weights-root", action="append", default=[])
+    found, rest = parser.parse_known_args(argv)
+    return found.weights_root, rest
+
+
 def check_version() -> None:
     """Raises SystemExit, naming both versions, where sgl_jax is not the one this module knows."""
     try:
@@ -390,10 +410,11 @@ def _serve(keys: Keys, argv: list[str]) -> None:
     from sgl_jax.srt.managers.template_manager import TemplateManager  # noqa: F401
     from sgl_jax.srt.server_args import PortArgs, ServerArgs
 
+    roots, argv = take_roots(argv)
     server_args = ServerArgs.from_cli(argv)
     server_args.enable_single_process = True
     _refuse_unsupported(server_args)
-    listener = _bind(server_args.host, server_args.port)
+    listener = _bind(server_args.host, server_args.port, keys.api_key)
     upstream.Scheduler = type(
         "Scheduler", (sglang_jax_engine.SchedulerMixin, upstream.Scheduler), {}
     )
@@ -416,7 +437,7 @@ def _serve(keys: Keys, argv: list[str]) -> None:
     app = http_server.app
     app.server_args = server_args
     loader = WeightsLoader(scheduler.tp_worker.model_runner, server_args.model_path, mappings)
-    _add_routes(app, manager, loader, uploads)
+    _add_routes(app, manager, loader, uploads, [server_args.model_path, *roots])
     app.add_middleware(_KeyCheck, **dataclasses.asdict(keys))
     http_server.set_uvicorn_logging_configs()
     config = uvicorn.Config(
@@ -439,8 +460,12 @@ def _refuse_unsupported(args) -> None:
         raise SystemExit(f"weights cannot be updated with {', '.join(used)}")
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def _bind(host: str, port: int, api_key: str | None) -> socket.socket:
     """Before the model is loaded: a taken port is found in a second, not in minutes."""
+    try:
+        security.check_listener("the server", f"{host}:{port}", api_key, "SGLANG_API_KEY")
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -16,6 +16,8 @@ from typing import Any
 import aiohttp
 import numpy as np
 
+from jaxrl_async import security
+
 MAX_LOGPROB_ROUNDING = 1e-6  # A log-prob may exceed 0 by this much: float32 rounding of log 1.
 
 
@@ -52,14 +54,21 @@ class Completion:
 class InferenceClient:
     """One HTTP session, for all servers. Use within one event loop, as `async with`."""
 
-    def __init__(self, *, api_key: str | None = None, admin_api_key: str | None = None):
+    def __init__(
+        self, *, api_key: str | None = None, admin_api_key: str | None = None, tls_ca: str = ""
+    ):
         """Opens nothing yet.
 
         Args:
           api_key: what /generate and the information routes ask for, as `--api-key` of a server.
           admin_api_key: what the control routes ask for, as `--admin-api-key`; they take the api_key where
             a server has no other.
+          tls_ca: PEM file of the authorities to trust at https:// addresses; "" for those of the system.
+
+        Raises:
+          ValueError: no certificate in tls_ca.
         """
+        self._tls = security.client_context(tls_ca) if tls_ca else True
         self._api_key = api_key
         self._admin_api_key = admin_api_key or api_key
         self._session: aiohttp.ClientSession | None = None
@@ -67,7 +76,7 @@ class InferenceClient:
     async def __aenter__(self) -> "InferenceClient":
         self._session = aiohttp.ClientSession(
             # uvicorn closes a connection after 5 s of rest: a reused one would break.
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0),
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0, ssl=self._tls),
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
         )
@@ -289,6 +298,11 @@ class InferenceClient:
         except TimeoutError:
             reason = f"no answer within {timeout_secs:g} s"
             raise ServerTimeoutError(address, route, reason, retryable=True) from None
+        except aiohttp.ClientConnectorCertificateError as error:
+            reason = (
+                f"its certificate is of no authority in server.tls_ca, or not of that host: {error}"
+            )
+            raise ServerError(address, route, reason, retryable=False) from error
         except (aiohttp.ClientError, OSError) as error:
             reason = f"connection lost: {error or type(error).__name__}"
             raise ServerError(address, route, reason, retryable=True) from error

@@ -1,0 +1,159 @@
+"""What every listener and every client here does alike: who may listen where, keys, TLS, and paths that peers give.
+
+It needs nothing but Python's own library, and knows nothing of queues, engines or settings.
+"""
+
+import hmac
+import ipaddress
+import os
+import pathlib
+import re
+import socket
+import ssl
+from collections.abc import Sequence
+
+MAX_KEY_CHARS = 1024
+MAX_PATH_CHARS = 4096
+MAX_HEADER_BYTES = 8192  # of all metadata of a gRPC call, of a line or a header of HTTP
+_PROBE_SECS = 1.0
+_KEY = re.compile(r"[!-~]+")  # What a header carries as it stands.
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a listener on a host; a name other than "localhost" is not looked up."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def check_listener(what: str, address: str, key: str | None, setting: str) -> None:
+    """Refuses to listen for everyone without a key.
+
+    Args:
+      what: listens, "the queue".
+      address: "host:port".
+      key: that it asks for; None or "" for none.
+      setting: what names the key.
+
+    Raises:
+      ValueError: the host is not of loopback, and there is no key.
+    """
+    if not key and not is_loopback(address.rpartition(":")[0]):
+        raise ValueError(
+            f"{what} would listen on {address}, which is not loopback, without a key: set {setting}"
+        )
+
+
+def read_key(option: str, variable: str) -> str | None:
+    """The key in an environment variable, or in the file PATH where the variable says "@PATH"; None for "".
+
+    Args:
+      option: what names the variable, for errors. These never show the key.
+      variable: its name.
+
+    Raises:
+      ValueError: the variable is unset or empty, the file cannot be read, or the key is not one of 1 to MAX_KEY_CHARS
+        ASCII characters without spaces.
+    """
+    if not variable:
+        return None
+    key, where = os.environ.get(variable), f"{option} names {variable}, which"
+    if not key:
+        raise ValueError(f"{where} is unset or empty here")
+    if key.startswith("@"):
+        path, where = key[1:], f"{option} names {variable}, whose file {key[1:]}"
+        try:
+            with open(path, encoding="utf-8") as file:
+                key = file.read(MAX_KEY_CHARS + 2).rstrip("\r\n")
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or "not text"
+            raise ValueError(f"{where} cannot be read: {reason}") from None
+    if len(key) > MAX_KEY_CHARS or not _KEY.fullmatch(key):
+        raise ValueError(
+            f"{where} must hold 1 to {MAX_KEY_CHARS} ASCII characters without spaces; it does not"
+        )
+    return key
+
+
+def is_bearer(authorization: str, key: str) -> bool:
+    """Whether a header says "Bearer KEY"; takes as long for a wrong key as for the right one."""
+    scheme, _, given = authorization.partition(" ")
+    same = hmac.compare_digest(given.encode("utf-8", "surrogateescape"), key.encode())
+    return same and scheme.lower() == "bearer"
+
+
+def server_context(cert: str, key: str) -> ssl.SSLContext | None:
+    """TLS of a server, from PEM files; None for ("", "").
+
+    Raises:
+      ValueError: one without the other, or files that are no certificate and its key.
+    """
+    if bool(cert) != bool(key):
+        raise ValueError(
+            f"a certificate and its key go together, got tls_cert {cert!r}, tls_key {key!r}"
+        )
+    if not cert:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(cert, key)
+    except OSError as error:  # Of ssl.SSLError, too.
+        raise ValueError(
+            f"no certificate and key in tls_cert {cert}, tls_key {key}: {_why(error)}"
+        ) from None
+    return context
+
+
+def client_context(ca: str) -> ssl.SSLContext:
+    """TLS of a client that trusts the authorities in a PEM file; "" for those of the system.
+
+    Raises:
+      ValueError: no such file, or no certificate in it.
+    """
+    try:
+        return ssl.create_default_context(cafile=ca or None)
+    except OSError as error:
+        raise ValueError(f"no certificate in tls_ca {ca}: {_why(error)}") from None
+
+
+def speaks_tls(address: str) -> bool:
+    """Whether somebody at "host:port" takes up TLS, whatever the certificate."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECS) as plain:
+            context.wrap_socket(plain).close()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def confined(path: str, roots: Sequence[str | os.PathLike]) -> pathlib.Path:
+    """A directory that a peer names, with its links followed; it must lie in one of the roots, or be one.
+
+    What lies in it is trusted: whoever may write there needs no peer to name it.
+
+    Raises:
+      ValueError: it lies in none of them, or is no path.
+    """
+    if len(path) > MAX_PATH_CHARS:
+        raise ValueError(
+            f"a path has at most {MAX_PATH_CHARS} characters, got {len(path)}: {path[:80]!r}…"
+        )
+    allowed = [pathlib.Path(root).resolve() for root in roots]
+    try:
+        found = pathlib.Path(path).resolve()
+    except (OSError, ValueError, RuntimeError) as error:  # A zero byte; links that go in circles.
+        raise ValueError(f"{path!r:.200} is no path: {error}") from None
+    if not pathlib.Path(path).is_absolute() or not any(found.is_relative_to(r) for r in allowed):
+        places = ", ".join(map(str, allowed)) or "none"
+        raise ValueError(
+            f"{path!r:.200} is no absolute path within the directories that weights may come from: {places}"
+        )
+    return found
+
+
+def _why(error: OSError) -> str:
+    return error.strerror or str(error)
