@@ -267,14 +267,15 @@ class Journal:
 
         def write(c: sqlite3.Connection) -> None:
             chunks = "SELECT prompt_indexes FROM chunks WHERE step <= ? AND step > ?"
-            meta = _meta(c)
-            before = meta.get("forgotten_step", 0)
-            for (indexes,) in c.execute(chunks, (step, before)).fetchall():
+            (committed,) = c.execute("SELECT COALESCE(MAX(step), 0) FROM commits").fetchone()
+            last = min(step, committed)  # Later groups are still to be trained on.
+            before = _meta(c).get("forgotten_step", 0)
+            for (indexes,) in c.execute(chunks, (last, before)).fetchall():
                 rows = [(index,) for index in json.loads(indexes)]
                 c.executemany("DELETE FROM groups WHERE prompt_index = ?", rows)
             c.execute(
                 "INSERT OR REPLACE INTO meta VALUES ('forgotten_step', ?)",
-                (json.dumps(max(step, before)),),
+                (json.dumps(max(last, before)),),
             )
 
         await self._write(write)
@@ -343,9 +344,10 @@ class Journal:
                         ) as refusal:  # The answer to a question; nothing was changed.
                             outcomes.append(refusal)
                     self._connection.execute("COMMIT")
-        except JournalError as error:
+        except Exception as error:  # The thread may not die with its callers waiting.
             # Memory is ahead of the file now, so nothing more is believed or answered.
-            self._failure = error
+            known = isinstance(error, JournalError)
+            self._failure = error if known else JournalError(f"journal {self._path}: {error!r}")
         if self._failure is not None:
             outcomes = [self._failure] * len(events)
         futures = [future for _, future in events]

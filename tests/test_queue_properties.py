@@ -1,0 +1,719 @@
+"""The queue under random schedules with a fake clock, killed at any moment: what was answered stays true.
+
+First admission by itself, whose memory is rebuilt from a ledger of its answers; then the service with a journal in a
+real file. 300 schedules each; 10,000 with --long.
+"""
+
+import asyncio
+import collections
+import dataclasses
+import logging
+import pathlib
+import shutil
+import tempfile
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_queue import GROUP_SIZE, MAX_TOKENS, VOCAB_SIZE, group
+
+from jaxrl_async.channels import trajectory_queue_pb2 as pb
+from jaxrl_async.channels import wire
+from jaxrl_async.channels.admission import (
+    EXHAUSTED,
+    REISSUE_REASONS,
+    RETIRE_REASONS,
+    Admission,
+    Permit,
+    Position,
+    State,
+)
+from jaxrl_async.channels.journal import Journal, JournalError, JournalReader
+from jaxrl_async.channels.lease import FixedChunk, OrderError
+from jaxrl_async.channels.queue_service import QueueService
+
+REASONS = sorted(REISSUE_REASONS | RETIRE_REASONS)
+WORKERS = ("", "a", "b")
+MAX_ATTEMPTS = 3
+ADMISSION = dict(push_every_steps=1, max_attempts=MAX_ATTEMPTS, permit_timeout_secs=20.0)
+SETTINGS = dict(
+    batch_groups=st.integers(1, 4),
+    max_staleness=st.integers(0, 3),
+    max_running_groups=st.integers(1, 9),
+    chunk_groups=st.sampled_from([None, 1, 2, 3, 5]),
+    max_bytes=st.sampled_from([300, 10**9]),
+)
+NUMBERS = st.integers(0, 10_000)
+STALE_ERRORS = (OrderError, TimeoutError)
+
+
+@pytest.fixture
+def examples(request, caplog) -> int:
+    caplog.set_level(logging.ERROR)
+    return 10_000 if request.config.getoption("--long") else 300
+
+
+def schedules(**weights: int):
+    """Lists of (event, number), an event as often as its weight says."""
+    names = [name for name, weight in weights.items() for _ in range(weight)]
+    event = st.tuples(st.sampled_from(names), NUMBERS)
+    # The length is drawn first: lists by themselves have five elements in the mean.
+    return st.integers(0, 100).flatmap(lambda n: st.lists(event, min_size=n, max_size=n))
+
+
+def pick(items, number: int):
+    """One of some items, or None."""
+    return items[number % len(items)] if items else None
+
+
+# Admission by itself.
+
+
+@dataclasses.dataclass
+class Entry:
+    """One index of the ledger."""
+
+    state: str
+    attempt: int  # of reissue: the one to be issued
+    worker: str
+    num_bytes: int = 0
+    reason: str = ""  # of retired
+    arrival: int = 0  # of held and leased
+
+
+class Ledger:
+    """What became of every index, by the answers of admission alone; holds what a journal holds."""
+
+    def __init__(self, batch_groups: int):
+        self.batch_groups = batch_groups
+        self.entries: dict[int, Entry] = {}
+        self.issued: list[Permit] = []
+        self.returned = collections.Counter()
+        self.chunks: dict[int, list[FixedChunk]] = collections.defaultdict(list)
+        self.position = Position(0, 0, (), {}, {})
+        self.arrivals = 0
+
+    def indexes(self, *states: str) -> list[int]:
+        return sorted(i for i, e in self.entries.items() if e.state in states)
+
+    def permits(self, state: str) -> list[Permit]:
+        return [Permit(i, self.entries[i].attempt) for i in self.indexes(state)]
+
+    def admitted(self, permits: list[Permit], worker: str) -> None:
+        for permit in permits:
+            entry = self.entries.get(permit.prompt_index)
+            if entry is None:
+                assert permit == Permit(len(self.entries), 0)
+                assert not self.indexes("reissue")
+            else:
+                assert (entry.state, entry.attempt) == ("reissue", permit.attempt)
+            self.entries[permit.prompt_index] = Entry("running", permit.attempt, worker)
+            self.issued.append(permit)
+
+    def standing(self, permit: Permit) -> str:
+        entry = self.entries[permit.prompt_index]
+        if permit.attempt != entry.attempt:
+            return "stale"
+        return {"running": "running", "held": "duplicate", "leased": "duplicate"}.get(
+            entry.state, "stale"
+        )
+
+    def pushed(self, permit: Permit, num_bytes: int) -> None:
+        entry, self.arrivals = self.entries[permit.prompt_index], self.arrivals + 1
+        entry.state, entry.num_bytes, entry.arrival = "held", num_bytes, self.arrivals
+
+    def gave_back(self, permit: Permit, reason: str) -> str:
+        """What a return must do."""
+        self.returned[reason] += 1
+        entry = self.entries[permit.prompt_index]
+        if reason in REISSUE_REASONS and permit.attempt + 1 < MAX_ATTEMPTS:
+            entry.state, entry.attempt = "reissue", permit.attempt + 1
+            return "reissued"
+        entry.state = "retired"
+        entry.reason = EXHAUSTED if reason in REISSUE_REASONS else reason
+        return "retired"
+
+    def leased(self, step: int, chunk: FixedChunk) -> None:
+        for index in chunk.indexes:
+            assert self.entries[index].state == "held"
+            self.entries[index].state = "leased"
+        self.chunks[step].append(chunk)
+        in_step = [i for fixed in self.chunks[step] for i in fixed.indexes]
+        assert chunk.last == (len(in_step) == self.batch_groups)
+
+    def committed(self, step: int) -> list[int]:
+        indexes = [i for chunk in self.chunks[step] for i in chunk.indexes]
+        for index in indexes:
+            assert self.entries[index].state == "leased"
+            self.entries[index].state = "committed"
+        out = self.indexes("reissue", "running", "held", "leased")
+        self.position = Position(
+            step=step,
+            frontier=len(self.entries),
+            outstanding=tuple(Permit(i, self.entries[i].attempt) for i in out),
+            retired=self.retired(),
+            returned=dict(self.returned),
+        )
+        return indexes
+
+    def retired(self) -> dict[str, int]:
+        return dict(collections.Counter(e.reason for e in self.entries.values() if e.reason))
+
+    def state(self, v_pub: int) -> State:
+        """What a journal would give a queue that comes back."""
+
+        def sized(state: str):
+            permits = sorted(
+                self.permits(state), key=lambda p: self.entries[p.prompt_index].arrival
+            )
+            return tuple((p, self.entries[p.prompt_index].num_bytes) for p in permits)
+
+        return State(
+            position=self.position,
+            v_pub=v_pub,
+            frontier=len(self.entries),
+            retired=self.retired(),
+            returned=dict(self.returned),
+            reissue=tuple(self.permits("reissue")),
+            running=tuple(
+                (p, self.entries[p.prompt_index].worker) for p in self.permits("running")
+            ),
+            held=sized("held"),
+            leased=sized("leased"),
+            chunks={s: tuple(c) for s, c in self.chunks.items() if c and s > self.position.step},
+        )
+
+    def agrees(self, admission: Admission) -> None:
+        """Every index is in exactly one state, and in the same one there."""
+        count = {
+            s: len(self.indexes(s))
+            for s in ("reissue", "running", "held", "leased", "committed", "retired")
+        }
+        assert count["committed"] == admission.leases.committed_step * self.batch_groups
+        assert (admission.held, admission.leased) == (count["held"], count["leased"])
+        assert (admission.running, admission.reissues) == (count["running"], count["reissue"])
+        assert sum(count.values()) == admission.frontier == len(self.entries)
+        assert admission.retired == self.retired()
+        assert admission.returned == self.returned
+        assert admission.position == self.position
+        here = self.indexes("held", "leased")
+        assert admission.num_bytes == sum(self.entries[i].num_bytes for i in here)
+        for worker in WORKERS:
+            out = self.permits("running")
+            mine = [p for p in out if self.entries[p.prompt_index].worker == worker]
+            assert admission.permits_of(worker) == mine
+        in_chunks = [i for fixed in self.chunks.values() for c in fixed for i in c.indexes]
+        assert len(in_chunks) == len(set(in_chunks))
+        for step, fixed in self.chunks.items():
+            if step > self.position.step:
+                assert [admission.lease(step, i) for i in range(len(fixed))] == fixed
+
+
+ADMISSION_EVENTS = schedules(
+    admit=3, ask_again=1, push=4, give_back=1, stray=1, tick=1, lease=3, commit=2, publish=2, kill=1
+)
+
+
+def test_whatever_happens_to_admission_every_index_is_in_one_state(examples):
+    @settings(max_examples=examples, deadline=None)
+    @given(events=ADMISSION_EVENTS, **SETTINGS)
+    def holds(events, **values):
+        run_admission(events, values | ADMISSION)
+
+    holds()
+
+
+def run_admission(events, values):
+    admission, ledger, now = Admission(**values), Ledger(values["batch_groups"]), 0
+    bound = values["max_staleness"] + 1
+    admission.publish(0)
+
+    def give_back(permit, reason):
+        expected = ledger.gave_back(permit, reason)
+        assert admission.return_permit(permit, reason) == expected
+
+    for event, number in events:
+        now += number % 11
+        worker, permit = pick(WORKERS, number), pick(ledger.issued, number)
+        if event == "admit":
+            count = min(number % 6, admission.admissible)
+            permits = admission.admit(number % 6, now, worker)
+            assert len(permits) == count
+            ledger.admitted(permits, worker)
+        elif event == "ask_again":  # The reply was lost: what is out is given again.
+            out = admission.permits_of(worker)
+            admission.readmit(out, now)
+            assert not set(out) & set(admission.expired(now + 20.0))
+        elif event == "push" and (permit := pick(ledger.permits("running"), number)):
+            assert admission.push(permit, number) == "held"
+            ledger.pushed(permit, number)
+            assert admission.push(permit, 1) == "duplicate"
+        elif event == "give_back" and (permit := pick(ledger.permits("running"), number)):
+            give_back(permit, pick(REASONS, number))
+        elif event == "stray" and permit and ledger.standing(permit) != "running":
+            assert admission.push(permit, 1) == ledger.standing(permit)
+            assert admission.return_permit(permit, pick(REASONS, number)) == "stale"
+            with pytest.raises(OrderError):
+                admission.push(Permit(admission.frontier, 0), 1)
+        elif event == "tick":
+            for permit in admission.expired(now):
+                give_back(permit, "timeout")
+            assert not admission.expired(now)
+        elif event == "lease":
+            step = admission.leases.leased_step + 1
+            index = len(ledger.chunks[step])
+            ready = admission.chunk_is_ready(step, index)
+            chunk = admission.lease(step, index)
+            assert (chunk is not None) == ready
+            if chunk:
+                ledger.leased(step, chunk)
+        elif event == "commit" and admission.leases.leased_step > ledger.position.step:
+            step = ledger.position.step + 1
+            assert list(admission.commit(step)) == ledger.committed(step)
+            assert admission.commit(step) == ()
+        elif event == "publish":
+            admission.publish(max(admission.v_pub, ledger.position.step))
+        elif event == "kill":
+            state = ledger.state(admission.v_pub)
+            admission = Admission(**values)
+            admission.recover(state, now)
+            assert not admission.expired(now + 20.0)
+        ledger.agrees(admission)
+        limit = (bound + admission.v_pub) * values["batch_groups"]
+        assert admission.accepted + admission.running <= limit
+        assert admission.running <= values["max_running_groups"]
+        assert 0 <= admission.admissible <= admission.capacity
+
+
+# The service with its journal.
+
+
+class HeldJournal(Journal):
+    """A journal that writes when it is told to, so that a schedule always does the same."""
+
+    def __init__(self, *args, **kwargs):
+        self.waiting = []
+        super().__init__(*args, **kwargs)
+        self._thread.join()
+
+    def _run(self):
+        pass
+
+    def _write(self, event):
+        self.check()
+        done = asyncio.get_running_loop().create_future()
+        self.waiting.append((event, done))
+        return done
+
+    def write(self, count: int) -> None:
+        """The first `count` events that wait, in one transaction; their callers are answered."""
+        events, self.waiting = self.waiting[:count], self.waiting[count:]
+        if events:
+            self._transact(events)
+
+    def close(self) -> None:
+        self._connection.close()
+
+
+@dataclasses.dataclass
+class Call:
+    task: asyncio.Task
+    name: str
+    request: Any
+
+
+class World:
+    """A service that is killed again and again, its callers, and what they were answered."""
+
+    def __init__(self, root: pathlib.Path, values: dict, keep: str, start: Position | None):
+        self.root, self.values, self.keep = root, values | ADMISSION, keep
+        self.start = start
+        self.now, self.lives = 0.0, 0
+        self.calls: list[Call] = []
+        # What was answered.
+        self.issued: list[Permit] = []
+        self.sent: dict[Permit, set[bytes]] = collections.defaultdict(set)
+        self.held: dict[Permit, bytes | None] = {}  # None: a duplicate, of one of `sent`
+        self.closed: set[Permit] = set()  # neither out nor here any more, or here
+        self.returned = collections.Counter()
+        self.chunks: dict[tuple[int, int], tuple] = {}
+        self.positions: dict[int, bytes] = {}
+        self.v_pub: int | None = None
+        self.forgotten = 0
+        self.open()
+
+    @property
+    def path(self) -> pathlib.Path:
+        return self.root / f"{self.lives}" / "journal"
+
+    @property
+    def base(self) -> int:
+        """The step that the run began at."""
+        return self.start.step if self.start else 0
+
+    def open(self) -> None:
+        self.path.parent.mkdir(exist_ok=True)
+        self.journal = HeldJournal(
+            self.path,
+            batch_groups=self.values["batch_groups"],
+            keep=self.keep,
+            synchronous="off",
+        )
+        self.admission = Admission(**self.values)
+        self.service = QueueService(
+            self.admission,
+            group_size=GROUP_SIZE,
+            vocab_size=VOCAB_SIZE,
+            max_tokens=MAX_TOKENS,
+            journal=self.journal,
+            clock=lambda: self.now,
+        )
+
+    # Calls.
+
+    def call(self, name: str, request: Any) -> None:
+        method = getattr(self.service, name)
+
+        async def unary():
+            return await method(request)
+
+        async def stream():
+            return [reply async for reply in method(request)]
+
+        run = stream if name == "Lease" else unary
+        if name == "Push":
+            self.sent[wire.decode_permit(request.permit)].add(request.SerializeToString())
+        self.calls.append(Call(asyncio.create_task(run()), name, request))
+
+    async def settle(self) -> None:
+        """Lets the service do what it can before the journal writes more; takes its answers."""
+        for _ in range(12):
+            await asyncio.sleep(0)
+        done = [call for call in self.calls if call.task.done()]
+        self.calls = [call for call in self.calls if not call.task.done()]
+        for call in done:
+            if (error := call.task.exception()) is None:
+                getattr(self, f"answered_{call.name}")(call.request, call.task.result())
+            elif isinstance(error, JournalError):
+                assert not self.is_kept(call), error
+            elif not isinstance(error, STALE_ERRORS):
+                raise error
+        self.check()
+
+    def is_kept(self, call: Call) -> bool:
+        """Whether the journal has to know what the call asks."""
+        if call.name == "Commit":
+            return call.request.step >= self.base
+        if call.name == "Lease":
+            step, index = call.request.step, call.request.chunk
+            forgotten = self.forgotten if self.keep == "checkpointed" else 0
+            return (step, index) in self.chunks and step > forgotten
+        return True
+
+    # Answers.
+
+    def answered_Admit(self, request, reply):
+        for permit in map(wire.decode_permit, reply.permits):
+            assert permit not in self.held and permit not in self.closed
+            self.issued.append(permit)
+
+    def answered_Push(self, request, reply):
+        permit = wire.decode_permit(request.permit)
+        if reply.outcome == "held":
+            assert permit not in self.closed and permit not in self.held
+            self.held[permit] = request.SerializeToString()
+        elif reply.outcome == "duplicate":
+            self.held.setdefault(permit, None)
+        self.closed.add(permit)
+
+    def answered_Return(self, request, reply):
+        permit = wire.decode_permit(request.permit)
+        if reply.outcome != "stale":
+            assert permit not in self.closed
+            self.returned[request.reason] += 1
+        self.closed.add(permit)
+
+    def answered_Lease(self, request, replies):
+        header, groups = replies[0].header, [reply.group for reply in replies[1:]]
+        permits = [wire.decode_permit(g.permit) for g in groups]
+        messages = [g.SerializeToString() for g in groups]
+        assert permits == [wire.decode_permit(g.permit) for g in header.groups]
+        found = (header.last, tuple(messages))
+        assert self.chunks.setdefault((request.step, request.chunk), found) == found
+        for permit, message in zip(permits, messages, strict=True):
+            assert message in self.sent[permit]
+            assert (self.held.get(permit) or message) == message
+
+    def answered_Commit(self, request, reply):
+        found = reply.SerializeToString(deterministic=True)
+        assert self.positions.setdefault(request.step, found) == found
+
+    def answered_PublishVersion(self, request, reply):
+        self.v_pub = max(request.version, self.v_pub or 0)
+
+    def answered_Checkpointed(self, request, reply):
+        pass
+
+    def answered_tick(self, request, reply):
+        pass
+
+    # What must hold.
+
+    def check(self) -> None:
+        a, batch = self.admission, self.values["batch_groups"]
+        if a.v_pub is not None:
+            limit = (self.values["max_staleness"] + a.v_pub + 1) * batch
+            assert a.accepted + a.running <= limit
+        states = [a._reissue, a._running, a._held, a._leased]
+        indexes = [getattr(i, "prompt_index", i) for state in states for i in state]
+        assert len(indexes) == len(set(indexes))
+        retired = sum(a.retired.values())
+        assert len(indexes) + a.leases.committed_step * batch + retired == a.frontier
+        assert set(self.service._groups) == a._held.keys() | a._leased.keys()
+        assert (self.v_pub or 0) <= (a.v_pub or 0)
+        assert max(self.positions, default=0) <= a.leases.committed_step
+        assert max((p.prompt_index for p in self.issued), default=-1) < a.frontier
+        for reason, count in self.returned.items():
+            assert count <= a.returned[reason]
+
+    def memory(self) -> dict:
+        """All that a killed service has to come back with."""
+        a, s = self.admission, self.service
+        return {
+            "v_pub": a.v_pub,
+            "frontier": a.frontier,
+            "position": a.position,
+            "num_bytes": a.num_bytes,
+            "returned": +a.returned,
+            "retired": +a.retired,
+            "reissue": sorted(a._reissue),
+            "running": {i: (r.attempt, r.worker) for i, r in a._running.items()},
+            "held": list(a._held.items()),
+            "leased": a._leased,
+            "chunks": a.leases._chunks,
+            "groups": {i: g.SerializeToString() for i, g in s._groups.items()},
+            "run_epoch": s._run_epoch,
+            "tokens": s._completion_tokens,
+        }
+
+    async def kill(self, written: int) -> list[Call]:
+        """SIGKILL, with the first `written` events in the file; returns the calls that were not answered."""
+        whole = written >= len(self.journal.waiting)
+        before = self.memory()
+        self.journal.write(written)
+        self.lives += 1
+        old = self.journal._path
+        self.path.parent.mkdir()
+        for file in old.parent.iterdir():
+            shutil.copy(file, self.path.parent / file.name)
+        calls, self.calls = self.calls, []
+        for call in calls:
+            call.task.cancel()
+        await asyncio.gather(*(call.task for call in calls), return_exceptions=True)
+        self.journal.close()
+        shutil.rmtree(old.parent)
+        self.open()
+        if whole and before["v_pub"] is not None:
+            assert self.memory() == before
+        self.check()
+        return [call for call in calls if call.name != "tick"]
+
+    async def flush(self) -> None:
+        while self.journal.waiting:
+            self.journal.write(10**6)
+            await self.settle()
+
+
+SERVICE_EVENTS = schedules(
+    admit=4,
+    push=6,
+    push_again=2,
+    give_back=2,
+    tick=1,
+    lease=5,
+    lease_again=1,
+    commit=4,
+    publish=4,
+    checkpointed=1,
+    write=8,
+    kill=2,
+)
+
+
+def make_request(world: World, event: str, number: int) -> tuple[str, Any] | None:
+    """The call of an event."""
+    a = world.admission
+    running = [Permit(i, r.attempt) for i, r in sorted(a._running.items())]
+    known = pick(world.issued, number)
+    wait_secs = pick([0.0, 0.0, 1000.0], number)
+    step = a.leases.committed_step
+    if event == "admit":
+        worker, some = pick(WORKERS, number), world.issued[number % 3 :: 2]
+        return "Admit", pb.AdmitRequest(
+            max_permits=number % 7,
+            wait_secs=wait_secs,
+            worker=worker,
+            working_on=[wire.encode_permit(p) for p in some],
+        )
+    if event in ("push", "push_again"):
+        permit = pick(running, number) if event == "push" else known
+        if permit is None:
+            return None
+        message = wire.encode_group(group(permit, num_tokens=3 + number % 5))
+        return "Push", message
+    if event == "give_back":
+        permit = pick([*running, *world.issued], number)
+        if permit is None:
+            return None
+        reason = pick(REASONS, number)
+        return "Return", pb.ReturnRequest(permit=wire.encode_permit(permit), reason=reason)
+    if event == "lease":
+        step = a.leases.leased_step + 1
+        index = len(a.leases._chunks.get(step, []))
+        return "Lease", pb.LeaseRequest(step=step, chunk=index, wait_secs=wait_secs)
+    if event == "lease_again":
+        step, index = pick(sorted(world.chunks), number) or (1, 0)
+        return "Lease", pb.LeaseRequest(step=step, chunk=index)
+    if event == "commit":
+        return "Commit", pb.CommitRequest(step=step + 1 - (number % 4 == 0) * (number % 3))
+    if event == "publish":
+        if a.v_pub is None and world.start:
+            start = wire.encode_position(world.start)
+            return "PublishVersion", pb.PublishRequest(version=world.base, position=start)
+        epoch = world.service._run_epoch + (number % 9 == 0)
+        version = max(
+            a.v_pub or 0, pick([step, step, step, step - 1, a.leases.leased_step], number)
+        )
+        return "PublishVersion", pb.PublishRequest(version=version, run_epoch=epoch)
+    if event == "checkpointed":  # Now and then by a learner that errs: step 2 steps ahead.
+        named = step + pick([0, -1, 0, -1, 2], number)
+        world.forgotten = max(world.forgotten, min(named, step))
+        return "Checkpointed", pb.CheckpointedRequest(step=named)
+    return "tick", None
+
+
+async def run_service(root: pathlib.Path, events, values, keep: str, start: Position | None):
+    world = World(root, values, keep, start)
+    for event, number in events:
+        world.now += number % 11
+        if event == "write":
+            world.journal.write(1 + number % 4)
+        elif event == "kill":
+            for i, call in enumerate(await world.kill(number % (len(world.journal.waiting) + 1))):
+                if number >> i & 1:  # Sent again, as clients do.
+                    world.call(call.name, call.request)
+        elif event == "tick":
+            world.calls.append(Call(asyncio.create_task(world.service.tick()), "tick", None))
+        elif found := make_request(world, event, number):
+            world.call(*found)
+        await world.settle()
+    await world.flush()
+    await world.kill(0)
+    await assert_all_is_true(world)
+    for call in world.calls:
+        call.task.cancel()
+    await asyncio.gather(*(call.task for call in world.calls), return_exceptions=True)
+    world.journal.close()
+    reader = JournalReader(world.path)
+    assert reader.audit() == {"lost": [], "doubled": [], "gap": [], "stray": []}
+    assert reader.steps() == list(range(world.base + 1, world.admission.leases.committed_step + 1))
+    reader.close()
+
+
+async def assert_all_is_true(world: World):
+    """Every answer is given once more, as it was."""
+    for step, index in sorted(world.chunks):
+        world.call("Lease", pb.LeaseRequest(step=step, chunk=index))
+    for step in sorted(world.positions):
+        world.call("Commit", pb.CommitRequest(step=step))
+    before = world.memory()
+    for permit, message in world.held.items():
+        raw = message or sorted(world.sent[permit])[0]
+        outcome = await answer(world, "Push", pb.Group.FromString(raw))
+        here = permit.prompt_index in before["groups"]
+        assert outcome == ("duplicate" if here else "stale")
+    await world.settle()
+    await world.flush()
+    assert not [c for c in world.calls if c.name in ("Lease", "Commit")]
+    assert world.memory() == before
+
+
+async def answer(world: World, name: str, request) -> str:
+    world.call(name, request)
+    task = world.calls[-1].task
+    await asyncio.sleep(0)
+    world.journal.write(10**6)
+    return (await task).outcome
+
+
+def starts(batch_groups: int):
+    """Where a run may begin: anew, or at step 2 with two indexes outstanding and one retired."""
+    frontier = 2 * batch_groups + 3
+    resumed = Position(
+        2, frontier, (Permit(1, 1), Permit(frontier - 1, 0)), {"invalid": 1}, {"invalid": 1}
+    )
+    return st.sampled_from([None, None, Position(0, 0, (), {}, {}), resumed])
+
+
+def test_whatever_was_answered_is_true_after_a_kill(examples):
+    @settings(max_examples=examples, deadline=None)
+    @given(data=st.data(), events=SERVICE_EVENTS, **SETTINGS)
+    def holds(data, events, **values):
+        keep = data.draw(st.sampled_from(["all", "checkpointed"]), "keep")
+        start = data.draw(starts(values["batch_groups"]), "start")
+        with tempfile.TemporaryDirectory() as root:
+            asyncio.run(run_service(pathlib.Path(root), events, values, keep, start))
+
+    holds()
+
+
+def world_of(root: pathlib.Path, **values) -> World:
+    defaults = dict(
+        batch_groups=4, max_staleness=1, max_running_groups=8, chunk_groups=None, max_bytes=10**9
+    )
+    return World(root, defaults | values, "all", None)
+
+
+async def written(world: World, name: str, request: Any):
+    world.call(name, request)
+    task = world.calls[-1].task
+    await world.settle()
+    await world.flush()
+    return task.result()
+
+
+async def test_a_permit_that_is_given_again_does_not_time_out_with_those_before_it(tmp_path):
+    world = world_of(tmp_path)
+    await written(world, "PublishVersion", pb.PublishRequest(version=0))
+    ask = pb.AdmitRequest(max_permits=2, worker="a")
+    await written(world, "Admit", ask)
+    world.now = 21.0
+    tick = asyncio.create_task(world.service.tick())
+    await world.settle()
+    # Both are returned before anything is written, so what is given is their next attempt.
+    again = await written(world, "Admit", ask)
+    assert [wire.decode_permit(p) for p in again.permits] == [Permit(0, 1), Permit(1, 1)]
+    await tick
+    assert (world.admission.running, world.admission.returned) == (2, {"timeout": 2})
+    world.journal.close()
+
+
+async def test_a_commit_of_step_0_twice_does_not_stop_the_journal(tmp_path):
+    world = world_of(tmp_path)
+    start = wire.encode_position(Position(0, 0, (), {}, {}))
+    await written(world, "PublishVersion", pb.PublishRequest(version=0, position=start))
+    for _ in range(2):
+        assert await written(world, "Commit", pb.CommitRequest(step=0)) == start
+    await written(world, "Admit", pb.AdmitRequest(max_permits=1))
+    world.journal.close()
+
+
+async def test_an_error_of_any_kind_stops_the_journal_and_is_said(tmp_path):
+    journal = Journal(tmp_path / "j", batch_groups=4)
+    with pytest.raises(JournalError, match="j: ZeroDivisionError"):
+        async with asyncio.timeout(10.0):
+            await journal._write(lambda c: 1 / 0)
+    with pytest.raises(JournalError, match="ZeroDivisionError"):
+        await journal.flushed()
+    journal.close()
