@@ -1,5 +1,10 @@
-"""Held-out evaluation of checkpoints: greedy accuracy and pass@k, on the embedded engine in this process."""
+"""Held-out evaluation of checkpoints: greedy accuracy and pass@k, on the embedded engine in this process.
 
+Rewards run in the pool, within the run's bounds. A completion whose reward fails is not right, and is counted.
+"""
+
+import asyncio
+import logging
 import math
 import pathlib
 import queue
@@ -10,12 +15,14 @@ import numpy as np
 from jaxrl_async import roles
 from jaxrl_async.inference.engine import Completion, Engine, Request
 from jaxrl_async.inference.sampling import SamplingParams
-from jaxrl_async.rewards import Reward, reward_function
+from jaxrl_async.rewards.pool import RewardError, RewardPool
 from jaxrl_async.settings import Settings
 from jaxrl_async.tasks.prompts import test_prompts
 from jaxrl_async.types import Prompt
 
 ENGINE_TIMEOUT_SECS = 600.0
+
+_log = logging.getLogger(__name__)
 
 
 def evaluate(settings: Settings, workdir: pathlib.Path, steps: Sequence[int | None]) -> list[dict]:
@@ -37,7 +44,7 @@ def evaluate(settings: Settings, workdir: pathlib.Path, steps: Sequence[int | No
     task = roles.task_of(settings)
     max_prompt_tokens = settings.rollout.max_prompt_tokens
     prompts = test_prompts(task, tokenizer, max_prompt_tokens=max_prompt_tokens)
-    prompts, reward = prompts[: settings.evaluate.num_prompts], reward_function(task.reward)
+    prompts = prompts[: settings.evaluate.num_prompts]
     engine = roles.engine_of(settings, workdir, name="evaluate")
     engine.start()
     try:
@@ -45,7 +52,7 @@ def evaluate(settings: Settings, workdir: pathlib.Path, steps: Sequence[int | No
         for step in steps:
             step, params = roles.checkpoint_params(settings, workdir, step)
             engine.update_weights(params, str(step)).result(ENGINE_TIMEOUT_SECS)
-            rows.append({"step": step} | _score(engine, settings, tokenizer, prompts, reward))
+            rows.append({"step": step} | _score(engine, settings, tokenizer, prompts, task.reward))
         return rows
     finally:
         engine.close(timeout_secs=ENGINE_TIMEOUT_SECS)
@@ -61,15 +68,13 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def _score(
-    engine: Engine, settings: Settings, tokenizer, prompts: Sequence[Prompt], reward: Reward
+    engine: Engine, settings: Settings, tokenizer, prompts: Sequence[Prompt], reward: str
 ) -> dict:
     rollout, n = settings.rollout, settings.evaluate.num_samples
 
-    def correct(prompt: Prompt, completion: Completion) -> bool:
+    def text(completion: Completion) -> str:
         ids = completion.output_ids.tolist()
-        if completion.finish_reason["type"] == "stop":
-            ids = ids[:-1]
-        return reward(tokenizer.decode(ids), prompt.answer) >= 1.0  # Partial credit is not right.
+        return tokenizer.decode(ids[:-1] if completion.finish_reason["type"] == "stop" else ids)
 
     def sampled(temperature: float, count: int) -> np.ndarray:
         """bool [prompts, count]"""
@@ -89,11 +94,10 @@ def _score(
             for i, prompt in enumerate(prompts)
             for sample in range(count)
         ]
-        completions = complete(engine, requests)
-        verdicts = [
-            correct(prompts[int(c.rid[:6])], c) for c in sorted(completions, key=lambda c: c.rid)
-        ]
-        return np.array(verdicts).reshape(len(prompts), count)
+        completions = sorted(complete(engine, requests), key=lambda c: c.rid)
+        calls = [(text(c), prompts[int(c.rid[:6])].answer) for c in completions]
+        # Partial credit is not right.
+        return np.array(_rewards(calls, settings, reward)).reshape(len(prompts), count) >= 1.0
 
     greedy = sampled(0.0, 1)
     counts = sampled(rollout.temperature, n).sum(1)
@@ -102,6 +106,34 @@ def _score(
         f"pass@{k}": float(np.mean([pass_at_k(n, int(c), k) for c in counts]))
         for k in sorted({1, n})
     }
+
+
+def _rewards(calls: Sequence[tuple[str, str]], settings: Settings, reward: str) -> list[float]:
+    """Of (completion, answer) pairs; −inf where the reward failed."""
+    rollout = settings.rollout
+
+    async def score() -> list[float | BaseException]:
+        async with RewardPool(
+            reward,
+            num_processes=rollout.reward_processes,
+            timeout_secs=rollout.reward_timeout_secs,
+            memory_bytes=rollout.reward_memory_bytes,
+            calls_per_process=rollout.reward_calls_per_process,
+        ) as pool:
+            return await asyncio.gather(*(pool.score(*c) for c in calls), return_exceptions=True)
+
+    outcomes = asyncio.run(score())
+    failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+    if other := [failure for failure in failures if not isinstance(failure, RewardError)]:
+        raise other[0]
+    if failures:
+        _log.warning(
+            "%d of %d rewards failed and count as not right: %s",
+            len(failures),
+            len(calls),
+            failures[0],
+        )
+    return [-math.inf if isinstance(o, BaseException) else o for o in outcomes]
 
 
 def complete(engine: Engine, requests: Sequence[Request]) -> list[Completion]:
