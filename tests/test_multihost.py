@@ -19,6 +19,7 @@ from learner_process import MODEL, NUM_STEPS, make_group, make_train_step, outli
 from learner_process import run as run_here
 
 from jaxrl_async import supervisor
+from jaxrl_async.channels.journal import JournalReader
 from jaxrl_async.channels.lease import Share
 from jaxrl_async.channels.weight_store import WeightStore, WeightStoreError
 from jaxrl_async.checkpoint import Checkpoints
@@ -297,6 +298,7 @@ def test_a_learner_process_that_dies_is_named_and_ends_the_run(start, tmp_path):
             f"--workdir={workdir}",
             *SMOKE,
             "--config.learner.num_steps=100000",
+            "--config.supervisor.max_restarts=0",
         ]
     )
     log = workdir / "logs" / "learner-1.log"
@@ -310,6 +312,22 @@ def test_a_learner_process_that_dies_is_named_and_ends_the_run(start, tmp_path):
         r"role 'learner-1' ended by signal SIGKILL; the end of .*learner-1.log", output
     )
     assert psutil.wait_procs(roles, timeout=1)[1] == []
+
+
+@pytest.mark.long
+def test_all_processes_of_a_learner_are_started_again_when_one_is_killed(start, tmp_path):
+    workdir = tmp_path / "run"
+    words = ["-m", "jaxrl_async", "train", f"--workdir={workdir}", *SMOKE]
+    process = start([*words, "--config.learner.num_steps=30", "--config.checkpoint.every_steps=3"])
+    wait_for(lambda: len(read_metrics(workdir)) >= 5, process)
+    roles = psutil.Process(process.pid).children()
+    (second,) = [r for r in roles if {"--role=learner", "--index=1"} <= set(r.cmdline())]
+    second.kill()
+    (output,) = outputs_of([process])
+    assert "role 'learner-1' ended by signal SIGKILL; restart 1 of" in output
+    assert [row["step"] for row in read_metrics(workdir)] == list(range(1, 31))
+    nothing = {"lost": [], "doubled": [], "gap": [], "stray": []}
+    assert JournalReader(workdir / "journal.sqlite").audit() == nothing
 
 
 # What the processes agree on without talking.
