@@ -108,9 +108,10 @@ class Run:
 
     def strike(self, kind: str, roles: tuple[str, ...], rng: random.Random) -> Trial | None:
         """One fault, and the wait for the step after it; None when the run ended before the fault."""
-        found = [self._process_of(role, rng) for role in roles]
-        if None in found:
+        alive = [self.processes_of(role) for role in roles]
+        if not all(alive):
             return None
+        found = [rng.choice(processes) for processes in alive]
         step, start, fault = self.step, time.monotonic(), f"{kind} {'+'.join(roles)}"
         for process in found:
             process.send_signal(signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
@@ -140,13 +141,13 @@ class Run:
         """The end of what the run printed."""
         return self._output.read_text(errors="replace")[-3000:]
 
-    def _process_of(self, role: str, rng: random.Random) -> psutil.Process | None:
+    def processes_of(self, role: str) -> list[psutil.Process]:
+        """The processes of a role, [] when the run is over."""
         try:
             children = psutil.Process(self.process.pid).children()
-            found = [c for c in children if f"--role={role}" in c.cmdline()]
+            return [c for c in children if f"--role={role}" in c.cmdline()]
         except psutil.NoSuchProcess:
-            return None
-        return rng.choice(found) if found else None
+            return []
 
 
 def main() -> None:

@@ -9,7 +9,6 @@ import sys
 import time
 
 import chaos
-import psutil
 import pytest
 from fake_sglang import FakeServer
 
@@ -51,28 +50,19 @@ def named(workdir, culprit: str) -> bool:
     return True
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """One run whose roles are stopped in turn."""
-    workdir = tmp_path_factory.mktemp("stalls") / "run"
-    with chaos.Run(workdir, num_steps=100_000, config=CONFIG) as run:
+def test_a_stopped_role_is_named(tmp_path):
+    with chaos.Run(tmp_path / "run", num_steps=100_000, config=CONFIG) as run:
         run.wait_for(3, START_SECS, "start")
-        yield run
-
-
-@pytest.mark.parametrize("role", ["queue", "learner", "rollout", "server"])
-def test_a_stopped_role_is_named(role, run):
-    children = psutil.Process(run.process.pid).children()
-    stopped = [c for c in children if f"--role={role}" in c.cmdline()]
-    for process in stopped:
-        process.send_signal(signal.SIGSTOP)
-    try:
-        time.sleep(SETTLE_SECS)
-        assert named(run.workdir, "the queue" if role == "queue" else rf"{role}(-\d)? \(pid \d+\)")
-    finally:
-        for process in stopped:
-            process.send_signal(signal.SIGCONT)
-    run.wait_for(run.step + 2, 120.0, f"after {role} went on")
+        for role in chaos.ROLES:
+            stopped = run.processes_of(role)
+            for process in stopped:
+                process.send_signal(signal.SIGSTOP)
+            time.sleep(SETTLE_SECS)
+            who = "the queue" if role == "queue" else rf"{role}(-\d)? \(pid \d+\) is stopped"
+            assert named(run.workdir, who)
+            for process in stopped:
+                process.send_signal(signal.SIGCONT)
+            run.wait_for(run.step + 2, 120.0, f"after {role} went on")
 
 
 @contextlib.contextmanager
@@ -103,7 +93,7 @@ from jaxrl_async.tasks import make_task
 
 def task(**args):
     made = make_task("arithmetic", **args)
-    made.reward = "planted:{reward}"
+    type(made).reward = "planted:{reward}"
     return made
 """
     (tmp_path / "planted_task.py").write_text(task)
