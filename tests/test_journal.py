@@ -5,11 +5,15 @@ import asyncio
 import contextlib
 import dataclasses
 import pathlib
+import random
 import sqlite3
+import tempfile
 
 import grain
+import hypothesis
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 from test_queue import group, opened, served
 
 from jaxrl_async.channels import journal as journals
@@ -357,3 +361,45 @@ async def test_a_state_of_other_batches_is_refused(tmp_path):
     admission = Admission(**ADMISSION)
     admission.recover(state, 0.0)
     assert (admission.leased, admission.frontier) == (4, 4)
+
+
+class Sound:
+    """A journal that is in order; its repr is short."""
+
+    def __init__(self, raw, messages):
+        self.raw, self.messages = raw, messages
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    """The bytes of a journal with groups, and what it says."""
+    path = tmp_path_factory.mktemp("sound") / "j"
+    asyncio.run(with_groups(path))
+    journal = Journal(path, batch_groups=4)
+    _, messages, *_ = journal.recover()
+    journal.close()
+    return Sound(path.read_bytes(), messages)
+
+
+@hypothesis.settings(deadline=None, max_examples=150)
+@hypothesis.given(seed=st.integers(0, 2**32))
+def test_flipped_bytes_are_an_error_with_the_files_name_or_do_no_harm_to_a_group(sound, seed):
+    raw, messages = sound.raw, sound.messages
+    broken, rng = bytearray(raw), random.Random(seed)
+    for _ in range(rng.randint(1, 8)):
+        broken[rng.randrange(len(raw))] ^= rng.randint(1, 255)
+    with tempfile.TemporaryDirectory() as directory:
+        path = pathlib.Path(directory) / "j"
+        path.write_bytes(broken)
+        try:
+            journal = Journal(path, batch_groups=4)
+            try:
+                found = journal.recover()
+            finally:
+                journal.close()
+        except JournalError as error:
+            assert str(path) in str(error)
+            return
+        # A row may be gone with its page; a group that is there has the bytes it was pushed with.
+        for index, message in (found[1] if found else {}).items():
+            assert message == messages.get(index, message)

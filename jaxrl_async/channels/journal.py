@@ -593,5 +593,6 @@ def _named(path: pathlib.Path) -> Iterator[None]:
             "unable to open database file": "it cannot be opened: does its directory exist, and may it be written?",
         }.get(str(error), str(error))
         raise JournalError(f"journal {path}: {reason}") from error
-    except sqlite3.Error as error:
-        raise JournalError(f"journal {path} is damaged, or no journal: {error}") from error
+    except (sqlite3.Error, ValueError, TypeError, LookupError) as error:
+        # Of a row that is not what was written, too.
+        raise JournalError(f"journal {path} is damaged, or no journal: {error!r}") from error
