@@ -35,6 +35,7 @@ from jaxrl_async import security
 from jaxrl_async.channels import queue_client, queue_service, wire
 from jaxrl_async.channels import trajectory_queue_pb2 as pb
 from jaxrl_async.channels.admission import Admission, Permit, Position
+from jaxrl_async.channels.journal import Journal
 from jaxrl_async.channels.queue_client import LearnerQueue, QueueClient, QueueError
 from jaxrl_async.channels.wire import ServerRecord, Wait
 from jaxrl_async.cli import config as config_lib
@@ -97,7 +98,7 @@ def in_a_thread(context):
 
 
 @contextlib.asynccontextmanager
-async def queue_of(address="127.0.0.1:0", *, max_message_bytes=100_000, **access):
+async def queue_of(address="127.0.0.1:0", *, max_message_bytes=100_000, journal=None, **access):
     """A served queue; yields its address."""
     admission = Admission(
         batch_groups=4,
@@ -117,7 +118,7 @@ async def queue_of(address="127.0.0.1:0", *, max_message_bytes=100_000, **access
             vocab_size=VOCAB_SIZE,
             max_tokens=MAX_TOKENS,
             max_message_bytes=max_message_bytes,
-            journal=None,
+            journal=journal,
             on_bound=bound.set_result,
             **access,
         )
@@ -644,7 +645,7 @@ def places(tmp_path):
     foreign = pathlib.Path(write_weights(outside))
     (root / "link").symlink_to(foreign)
     (root / "loop").symlink_to(root / "loop")
-    (tmp_path / "root-beside").symlink_to(foreign)
+    write_weights(tmp_path / "root-beside")
     return {"root": root, "inside": inside, "foreign": foreign}
 
 
@@ -656,7 +657,7 @@ def confined_paths(places):
         "up from nowhere": f"{root}/none/../../outside/{foreign.name}",
         "link": root / "link",
         "through a link": root / "link" / ".." / foreign.name,
-        "a name that begins alike": f"{root}-beside",
+        "a name that begins alike": f"{root}-beside/{foreign.name}",
         "relative": os.path.relpath(places["inside"]),
         "circle": root / "loop" / "x",
         "zero byte": f"{root}/\0",
@@ -885,8 +886,10 @@ REFUSALS = {
 
 
 @pytest.fixture
-def caller():
-    with in_a_thread(queue_of()) as address, grpc.insecure_channel(address) as channel:
+def caller(tmp_path):
+    journal = Journal(tmp_path / "journal", batch_groups=4, keep="all")
+    served = in_a_thread(queue_of(journal=journal))
+    with served as address, grpc.insecure_channel(address) as channel:
         channel.unary_unary("/jaxrl_async.TrajectoryQueue/PublishVersion")(b"", timeout=20)
         yield Caller(channel)
 
