@@ -13,6 +13,7 @@ import shutil
 import tempfile
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,6 +33,7 @@ from jaxrl_async.channels.admission import (
 from jaxrl_async.channels.journal import Journal, JournalError, JournalReader
 from jaxrl_async.channels.lease import FixedChunk, OrderError
 from jaxrl_async.channels.queue_service import QueueService
+from jaxrl_async.types import InvalidTrajectoryError
 
 REASONS = sorted(REISSUE_REASONS | RETIRE_REASONS)
 WORKERS = ("", "a", "b")
@@ -666,6 +668,67 @@ def test_whatever_was_answered_is_true_after_a_kill(examples):
             asyncio.run(run_service(pathlib.Path(root), events, values, keep, start))
 
     holds()
+
+
+# What makes a message of 2 rows of 5 tokens, 2 of them the prompt, unsound, or does not: (field, position, value).
+SPOILS = st.sampled_from(
+    [
+        *[("tokens", i, v) for i in (0, 2, 5, 9) for v in (-1, 7, VOCAB_SIZE - 1, VOCAB_SIZE)],
+        *[("logprobs", i, v) for i in (1, 3, 9) for v in (0.0, 0.1, -np.inf, np.nan, -5.0)],
+        *[("versions", i, v) for i in (1, 3, 9) for v in (-2, -1, 0, 4)],
+        *[("mask", i, v) for i in (0, 4, 6, 8) for v in (0, 1, 2)],
+        *[("prompt_lengths", i, v) for i in (0, 1) for v in (0, 1, 3, 5, 6)],
+        *[("lengths", i, v) for i in (0, 1) for v in (0, 4, 6, 1000)],
+        *[("rewards", 1, v) for v in (np.nan, np.inf, 2.0)],
+        *[("finish_reasons", 0, v) for v in ("", "length", "bored")],
+        ("tokens", slice(9), None),
+        ("rewards", slice(1), None),
+    ]
+)
+DTYPES = {"tokens": np.int32, "logprobs": np.float32, "versions": np.int32, "mask": np.uint8}
+
+
+def spoiled(spoils) -> pb.Group:
+    message = wire.encode_group(group(Permit(0, 0)))
+    for name, at, value in spoils:
+        values = list(getattr(message, name))
+        if name in DTYPES:
+            values = np.frombuffer(getattr(message, name), DTYPES[name]).tolist()
+        if value is None:
+            values = values[at]
+        elif at < len(values):
+            values[at] = value
+        if name in DTYPES:
+            setattr(message, name, np.array(values, DTYPES[name]).tobytes())
+        else:
+            message.ClearField(name)
+            getattr(message, name).extend(values)
+    return message
+
+
+def refusal(check, *args) -> str:
+    try:
+        check(*args, group_size=GROUP_SIZE, vocab_size=VOCAB_SIZE, max_tokens=MAX_TOKENS)
+    except InvalidTrajectoryError as error:
+        return str(error)
+    return ""
+
+
+def test_a_message_is_refused_where_one_of_its_rows_is(examples):
+    @settings(max_examples=examples, deadline=None)
+    @given(st.lists(SPOILS, max_size=3))
+    def holds(spoils):
+        message = spoiled(spoils)
+
+        def row_by_row(message, group_size, max_tokens, **bounds):
+            wire.check_outline(message, group_size=group_size, max_tokens=max_tokens)
+            decoded = wire.decode_group(message)
+            wire.check_group(decoded, group_size=group_size, max_tokens=max_tokens, **bounds)
+
+        assert refusal(wire.check_message, message) == refusal(row_by_row, message)
+
+    holds()
+    assert refusal(wire.check_message, spoiled([])) == ""
 
 
 def world_of(root: pathlib.Path, **values) -> World:

@@ -31,6 +31,8 @@ from jaxrl_async.channels.lease import FixedChunk
 
 FORMAT = 1
 MAX_TRANSACTION = 256  # Events written together at most.
+# Of the log, before it is brought into the file, which waits for the disk; with SQLite's 4 MB it does so all the time.
+CHECKPOINT_BYTES = 64 << 20
 CLOSE_TIMEOUT_SECS = 10.0
 
 _NETWORK_FILE_SYSTEMS = frozenset(
@@ -130,6 +132,8 @@ class Journal:
         c.execute("PRAGMA locking_mode = EXCLUSIVE")
         c.execute(f"PRAGMA journal_mode = {mode.upper()}")
         c.execute(f"PRAGMA synchronous = {synchronous.upper()}")
+        (page_bytes,) = c.execute("PRAGMA page_size").fetchone()
+        c.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_BYTES // page_bytes}")
         c.execute("BEGIN IMMEDIATE")  # Takes the lock now, or fails.
         tables = c.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
         if not tables:

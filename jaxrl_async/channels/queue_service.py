@@ -15,6 +15,7 @@ import contextlib
 import functools
 import logging
 import pathlib
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -39,6 +40,9 @@ BEAT_SECS = (
 MAX_WAIT_SECS = 3600.0  # Longest wait that a caller may ask for.
 MAX_ROLES = 10_000  # that may report
 MAX_DETAIL_CHARS = 1500  # of a refusal: a status travels in headers, which are bounded.
+# The journal's thread waits so long for the interpreter, several times an event, while the loop is busy; Python's 5 ms
+# would be most of what it does.
+SWITCH_SECS = 1e-4
 STOP_SECS = 0.5  # Calls that are open when the service stops get this long.
 
 T = TypeVar("T")
@@ -99,12 +103,15 @@ async def serve(
     except RuntimeError as error:
         raise OSError(f"the queue cannot listen on {address}: is the port taken?") from error
     await server.start()
+    switch_secs = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_SECS)
     try:
         on_bound(f"{address.rpartition(':')[0]}:{port}")
         while True:
             await asyncio.sleep(TICK_SECS)
             await service.tick()
     finally:
+        sys.setswitchinterval(switch_secs)
         await server.stop(STOP_SECS)
         if journal is not None:
             journal.close()
@@ -151,11 +158,8 @@ class QueueService:
         """See `serve`."""
         self._admission = admission
         self._journal = journal
-        self._check_group = functools.partial(
-            wire.check_group, group_size=group_size, vocab_size=vocab_size, max_tokens=max_tokens
-        )
-        self._check_outline = functools.partial(
-            wire.check_outline, group_size=group_size, max_tokens=max_tokens
+        self._check_message = functools.partial(
+            wire.check_message, group_size=group_size, vocab_size=vocab_size, max_tokens=max_tokens
         )
         self._clock = clock
         self._groups: dict[int, pb.Group] = {}  # by prompt_index: held and leased
@@ -214,18 +218,16 @@ class QueueService:
             await self._journal.admitted(permits, request.worker)
         return pb.AdmitReply(permits=[wire.encode_permit(p) for p in permits])
 
-    async def Push(self, request: pb.Group) -> pb.PushReply:
-        """Takes a group, once."""
-        self._check_outline(request)
-        group = wire.decode_group(request)
-        self._check_group(group)
+    async def Push(self, request: pb.Group, raw: bytes | None = None) -> pb.PushReply:
+        """Takes a group, once; `raw` is the message as it came, so that it is not made again."""
+        self._check_message(request)
         permit = wire.decode_permit(request.permit)
-        message = request.SerializeToString()
+        message = request.SerializeToString() if raw is None else raw
         outcome = self._apply(self._admission.push, permit, len(message))
         if outcome == "held":
             self._groups[permit.prompt_index] = request
             self._lengths.count_group("admitted", request)
-            tokens = sum(len(t.completion) for t in group.trajectories)
+            tokens = sum(request.lengths) - sum(request.prompt_lengths)
             self._completion_tokens += tokens
             self._last_push = self._clock()
             if self._journal is not None:
@@ -268,9 +270,8 @@ class QueueService:
         )
         new = self._admission.leases.fixed(step, index) is None
         chunk = self._apply(self._admission.lease, step, index)
-        groups = [
-            self._groups[i] for i in chunk.indexes
-        ]  # Now: a commit may come while it is written.
+        # Before it is written: a commit may come meanwhile.
+        groups = [self._groups[i] for i in chunk.indexes]
         if self._journal is not None:
             # Also to the second who asks, the answer is given when it is written.
             await self._journal.leased(step, index, chunk, new=new)
@@ -481,16 +482,17 @@ def _handlers(service: QueueService) -> grpc.GenericRpcHandler:
         if method.server_streaming:
             make, behavior = grpc.unary_stream_rpc_method_handler, _streaming(call, parse)
         else:
-            make, behavior = grpc.unary_unary_rpc_method_handler, _unary(call, parse)
+            as_it_came = method.name == "Push"
+            make, behavior = grpc.unary_unary_rpc_method_handler, _unary(call, parse, as_it_came)
         reply = message_factory.GetMessageClass(method.output_type)
         handlers[method.name] = make(behavior, response_serializer=reply.SerializeToString)
     return grpc.method_handlers_generic_handler(described.full_name, handlers)
 
 
-def _unary(call: Callable, parse: Callable[[bytes], Any]) -> Callable:
+def _unary(call: Callable, parse: Callable[[bytes], Any], as_it_came: bool) -> Callable:
     async def behavior(raw: bytes, context: grpc.aio.ServicerContext):
         async with _refusals(context):
-            return await call(parse(raw))
+            return await (call(parse(raw), raw) if as_it_came else call(parse(raw)))
 
     return behavior
 

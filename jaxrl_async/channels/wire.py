@@ -5,6 +5,8 @@ copy. This module knows nothing of sockets, and not what a group is for.
 """
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Sequence, Sized
 from typing import Any
 
@@ -169,6 +171,18 @@ def check_group(group: Group, *, group_size: int, vocab_size: int, max_tokens: i
             raise InvalidTrajectoryError(f"{where}, trajectory {number}: {error}") from error
         if not np.array_equal(_prompt(row), _prompt(rows[0])):
             _refuse(f"{where}: trajectory {number} has another prompt than trajectory 0")
+
+
+def check_message(message: pb.Group, *, group_size: int, vocab_size: int, max_tokens: int) -> None:
+    """As `check_group`, of a message: all trajectories at once, and one by one only to name what is wrong.
+
+    Raises:
+      InvalidTrajectoryError: as `check_outline`, `decode_group` and `check_group`.
+    """
+    check_outline(message, group_size=group_size, max_tokens=max_tokens)
+    if not _is_sound(message, vocab_size):
+        bounds = dict(group_size=group_size, vocab_size=vocab_size, max_tokens=max_tokens)
+        check_group(decode_group(message), **bounds)
 
 
 def check_outline(message: pb.Group, *, group_size: int, max_tokens: int) -> None:
@@ -351,6 +365,39 @@ def _from_bytes(message: pb.Group, name: str, dtype: str, lengths: list[int]) ->
             _refuse(f"mask holds {array.max()}, its bytes must be 0 or 1")
         return array.view(np.bool_)
     return array.astype(array.dtype.newbyteorder("="), copy=False)
+
+
+def _is_sound(message: pb.Group, vocab_size: int) -> bool:
+    """Whether the rows of a message, whose lengths are in their bounds, are as `types.check_trajectory` wants them."""
+    lengths, prompts, rewards = list(message.lengths), message.prompt_lengths, message.rewards
+    reasons = message.finish_reasons
+    if not len(lengths) == len(prompts) == len(rewards) == len(reasons):
+        return False
+    if len(set(prompts)) > 1 or not set(reasons) <= {"stop", "length"}:
+        return False
+    arrays = [_from_bytes(message, name, dtype, lengths) for name, dtype in _ARRAYS]
+    tokens, logprobs, versions, mask = arrays
+    return bool(
+        all(map(math.isfinite, rewards))
+        and 0 <= tokens.min() <= tokens.max() < vocab_size
+        and -np.inf < logprobs.min() <= logprobs.max() <= 0  # False with a NaN
+        and versions.min() >= NOT_SAMPLED
+        and np.array_equal(versions > NOT_SAMPLED, mask)
+        and not logprobs[~mask].any()
+        and _prompts_agree(tokens, mask, lengths, prompts[0])
+    )
+
+
+def _prompts_agree(
+    tokens: np.ndarray, mask: np.ndarray, lengths: list[int], prompt_length: int
+) -> bool:
+    starts = itertools.accumulate(lengths[:-1], initial=0)
+    parts = [slice(start, start + prompt_length) for start in starts]
+    return (
+        1 <= prompt_length <= min(lengths)
+        and not any(mask[part].any() for part in parts)
+        and len({tokens[part].tobytes() for part in parts}) == 1
+    )
 
 
 def _prompt(row: Trajectory) -> np.ndarray:
