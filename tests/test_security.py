@@ -48,7 +48,7 @@ from jaxrl_async.settings import SettingsError
 ROOT = pathlib.Path(__file__).parent.parent
 QUICKSTART = ROOT / "configs" / "quickstart.py"
 TIMEOUTS = dict(connect_timeout_secs=20.0, call_timeout_secs=20.0)
-SOON_SECS = 5.0  # What no waiting mends is said within this, far below the timeouts.
+SOON_SECS = 10.0  # What no waiting mends is said within this, far below the timeouts.
 RUN_TIMEOUT_SECS = 400
 TOKEN, API_KEY, ADMIN_KEY = "secret-of-the-queue", "secret-of-generation", "secret-of-control"
 
@@ -368,8 +368,8 @@ async def test_no_call_without_the_token_is_looked_at(method, monkeypatch):
     for name in ("_unary", "_streaming"):
         make = getattr(queue_service, name)
 
-        def spied(call, parse, make=make):
-            return make(call, lambda raw: looked.append(raw) or parse(raw))
+        def spied(call, parse, *rest, make=make):
+            return make(call, lambda raw: looked.append(raw) or parse(raw), *rest)
 
         monkeypatch.setattr(queue_service, name, spied)
     async with queue_of(token=TOKEN) as address, grpc.aio.insecure_channel(address) as channel:

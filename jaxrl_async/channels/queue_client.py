@@ -470,8 +470,6 @@ def _refused(address: str) -> PermissionError:
 def _doubt(error: grpc.RpcError, address: str, *, tls: bool) -> Exception | None:
     """What no waiting mends when a queue is first called; None where it may be starting."""
     details = error.details() or ""
-    if _is_refused(error):
-        return _refused(address)
     if "CERTIFICATE_VERIFY_FAILED" in details or "Hostname Verification" in details:
         return PermissionError(
             f"the certificate of the queue {address} is not of an authority in queue.tls_ca, or not of that host: "
