@@ -1,0 +1,368 @@
+"""Groups per second through the trajectory queue, beside a bare gRPC server and a bare SQLite loop of the same bytes.
+
+    python benchmarks/trajectory_queue.py [--rounds=7] [--dir=DIRECTORY] [--smoke]
+
+A group is 8 trajectories of 512, 2,048 or 16,384 tokens, of 13 bytes on the wire each. Every server is a process of its
+own; 1, 16 or 256 workers, tasks of this process that share four connections, push groups one after another. In turn:
+
+    off, on    the queue without and with its journal (synchronous = "normal"), as a run serves it
+    echo       a grpc.aio server that sends every message back
+    sink       one that answers with as little as the queue does
+    insert     no server: the same blobs into a fresh SQLite file here, WAL, synchronous = NORMAL, a transaction each
+
+Messages are sent as bytes made beforehand but for the permit, to all alike. Then a learner leases what was pushed, in
+chunks of 8 groups, as arrays.
+
+Every round has each kind in turn, the next one in the opposite order; a rate is the median over rounds with the
+quartiles, a ratio that of the rates in the same round. Latencies are of all calls of all rounds. The first round does
+not count.
+The bars are off / echo ≥ 0.60 and on / insert ≥ 0.70. `load` is the machine's, before and after.
+
+Results are printed and written to benchmarks/results/queue.json, or to --out. The journals are in a temporary directory
+in --dir, which has to be on a disk, and are removed.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import multiprocessing
+import os
+import pathlib
+import platform
+import shutil
+import sqlite3
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import grpc
+import numpy as np
+
+from jaxrl_async.channels import queue_service, wire
+from jaxrl_async.channels import trajectory_queue_pb2 as pb
+from jaxrl_async.channels.admission import Admission, Permit
+from jaxrl_async.channels.journal import Journal, file_system_of
+from jaxrl_async.channels.queue_client import LearnerQueue
+from jaxrl_async.types import NOT_SAMPLED, Group, Trajectory
+
+ROOT = pathlib.Path(__file__).parent.parent
+GROUP_SIZE, VOCAB_SIZE, CHUNK_GROUPS, NUM_CHANNELS = 8, 150_000, 8, 4
+NUM_GROUPS = {512: 1024, 2048: 512, 16_384: 256}  # of a measurement, by tokens of a trajectory
+NUM_WORKERS = (1, 16, 256)
+SMOKE_GROUPS, SMOKE_WORKERS = {16: 24}, (1, 4)
+KINDS = ("off", "on", "echo", "sink", "insert")
+BARS = {"off/echo": 0.60, "on/insert": 0.70}
+RATIOS = (*BARS, "off/sink", "on/off")
+START_SECS, CALL_SECS = 60.0, 300.0
+MAX_MESSAGE_BYTES = 1 << 24
+PUSH, ECHO = "/jaxrl_async.TrajectoryQueue/Push", "/bare/Echo"
+
+Push = Callable[[bytes], Any]
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--dir", type=pathlib.Path, help="of the temporary journals")
+    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--smoke", action="store_true", help="few and small groups, two rounds")
+    args = parser.parse_args(argv)
+    sizes, workers, rounds = NUM_GROUPS, NUM_WORKERS, args.rounds
+    if args.smoke:
+        sizes, workers, rounds = SMOKE_GROUPS, SMOKE_WORKERS, 2
+    result = {
+        "machine": platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "grpc": grpc.__version__,
+        "sqlite": sqlite3.sqlite_version,
+        "load": [os.getloadavg()[0]],
+        "rounds": rounds,
+        "bars": BARS,
+        "tokens": {},
+    }
+    with tempfile.TemporaryDirectory(prefix="jaxrl-queue-", dir=args.dir) as directory:
+        result["file_system"] = file_system_of(directory)
+        if result["file_system"] in ("tmpfs", "ramfs"):
+            raise SystemExit(f"{directory} is in memory: name a directory on a disk with --dir")
+        for num_tokens, num_groups in sizes.items():
+            found = measure(pathlib.Path(directory), num_tokens, num_groups, workers, rounds)
+            result["tokens"][str(num_tokens)] = found
+            print(json.dumps({num_tokens: found}, indent=2), flush=True)
+    result["load"].append(os.getloadavg()[0])
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "queue.json").write_text(json.dumps(result, indent=2) + "\n", "utf-8")
+
+
+def measure(
+    directory: pathlib.Path, num_tokens: int, num_groups: int, workers: Sequence[int], rounds: int
+) -> dict:
+    """Rates, latencies and ratios with groups of one size."""
+    body = make_body(num_tokens)
+    pushes = {n: {kind: [] for kind in KINDS} for n in workers}  # seconds of each call, by round
+    secs = {n: {kind: [] for kind in KINDS} for n in workers}
+    leases: dict[str, list[list[float]]] = {"off": [], "on": []}
+    order = list(KINDS)
+    for turn in range(rounds + 1):
+        with servers(directory, num_groups) as addresses:
+            for step, num in enumerate(workers, 1):
+                for kind in order:
+                    taken = run(kind, addresses.get(kind), directory, body, num_groups, num, step)
+                    if turn:
+                        secs[num][kind].append(taken["secs"])
+                        pushes[num][kind].append(taken["calls"])
+                    if turn and kind in leases:
+                        leases[kind].append(taken["leases"])
+        order.reverse()
+    num_bytes = len(message(0, body))
+    return {
+        "group_bytes": num_bytes,
+        "groups": num_groups,
+        "push": {
+            str(num): {
+                kind: rates(num_groups / np.array(secs[num][kind]), num_bytes)
+                | latencies(pushes[num][kind])
+                for kind in KINDS
+            }
+            | {"ratios": {name: ratio(secs[num], name) for name in RATIOS}}
+            for num in workers
+        },
+        "lease": {
+            kind: rates(num_groups / np.array([sum(c) for c in calls]), num_bytes)
+            | latencies(calls)
+            for kind, calls in leases.items()
+        },
+    }
+
+
+def run(
+    kind: str,
+    address: str | None,
+    directory: pathlib.Path,
+    body: bytes,
+    num_groups: int,
+    num_workers: int,
+    step: int,
+) -> dict:
+    """Pushes as many groups as a step has and, at the queue, leases them: seconds in all and of each call."""
+    first = (step - 1) * num_groups
+    messages = [(index, body) for index in range(first, first + num_groups)]
+    if kind == "insert":
+        return insert(directory / "insert", messages)
+    if kind in ("echo", "sink"):
+        return asyncio.run(push(address, ECHO, messages, num_workers))
+    learner = LearnerQueue(address, connect_timeout_secs=START_SECS, call_timeout_secs=CALL_SECS)
+    with learner:
+        learner.publish_version(step - 1, ())
+        admit(address, num_groups)
+        taken = asyncio.run(push(address, PUSH, messages, num_workers))
+        leases, start = [], time.perf_counter()
+        for chunk in learner.lease(step, CALL_SECS, lambda: None):
+            leases.append(time.perf_counter() - start)
+            assert len(chunk.groups) == CHUNK_GROUPS
+            start = time.perf_counter()
+        learner.commit(step)
+    return taken | {"leases": leases}
+
+
+async def push(
+    address: str, method: str, messages: Sequence[tuple[int, bytes]], num_workers: int
+) -> dict:
+    """Sends every message once, each worker one at a time."""
+    options = [("grpc.use_local_subchannel_pool", 1)]  # Else the channels share one connection.
+    options += [(f"grpc.max_{way}_message_length", -1) for way in ("send", "receive")]
+    calls: list[float] = []
+    async with contextlib.AsyncExitStack() as stack:
+        sends = []
+        for _ in range(min(NUM_CHANNELS, num_workers)):
+            channel = grpc.aio.insecure_channel(address, options=options)
+            await stack.enter_async_context(channel)
+            await channel.channel_ready()
+            sends.append(channel.unary_unary(method))
+        left = iter(messages)
+
+        async def worker(number: int) -> None:
+            send = sends[number % len(sends)]
+            for index, body in left:
+                start = time.perf_counter()
+                await send(message(index, body), timeout=CALL_SECS)
+                calls.append(time.perf_counter() - start)
+
+        start = time.perf_counter()
+        await asyncio.gather(*(worker(number) for number in range(num_workers)))
+        secs = time.perf_counter() - start
+    return {"secs": secs, "calls": calls}
+
+
+def insert(path: pathlib.Path, messages: Sequence[tuple[int, bytes]]) -> dict:
+    """Inserts every message in a transaction of its own, into a new file."""
+    path.mkdir()
+    connection = sqlite3.connect(path / "blobs", isolation_level=None)
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = NORMAL")
+    connection.execute("CREATE TABLE blobs (id INTEGER PRIMARY KEY, message BLOB NOT NULL)")
+    calls = []
+    begin = time.perf_counter()
+    for index, body in messages:
+        start = time.perf_counter()
+        connection.execute("INSERT INTO blobs VALUES (?, ?)", (index, message(index, body)))
+        calls.append(time.perf_counter() - start)
+    secs = time.perf_counter() - begin
+    connection.close()
+    shutil.rmtree(path)
+    return {"secs": secs, "calls": calls}
+
+
+def admit(address: str, num_groups: int) -> None:
+    with grpc.insecure_channel(address) as channel:
+        call = channel.unary_unary(
+            "/jaxrl_async.TrajectoryQueue/Admit",
+            request_serializer=pb.AdmitRequest.SerializeToString,
+            response_deserializer=pb.AdmitReply.FromString,
+        )
+        reply = call(pb.AdmitRequest(max_permits=num_groups, wait_secs=0.0), timeout=CALL_SECS)
+    if len(reply.permits) != num_groups:
+        raise RuntimeError(f"the queue gives {len(reply.permits)} permits, not {num_groups}")
+
+
+# Messages.
+
+
+def make_body(num_tokens: int) -> bytes:
+    """The message of a group without its permit: random, a quarter of each trajectory its prompt."""
+    rng = np.random.default_rng(0)
+    num_prompt = num_tokens // 4
+    prompt = rng.integers(0, VOCAB_SIZE, num_prompt)
+    mask = np.arange(num_tokens) >= num_prompt
+    rows = []
+    for _ in range(GROUP_SIZE):
+        completion = rng.integers(0, VOCAB_SIZE, num_tokens - num_prompt)
+        rows.append(
+            Trajectory(
+                tokens=np.append(prompt, completion).astype(np.int32),
+                logprobs=np.where(mask, -rng.exponential(size=num_tokens), 0).astype(np.float32),
+                versions=np.where(mask, 0, NOT_SAMPLED).astype(np.int32),
+                mask=mask,
+                prompt_length=num_prompt,
+            )
+        )
+    encoded = wire.encode_group(Group(0, 0, tuple(rows)))
+    encoded.ClearField("permit")
+    return encoded.SerializeToString()
+
+
+def message(index: int, body: bytes) -> bytes:
+    """A group's message: those of its parts, end to end."""
+    permit = wire.encode_permit(Permit(index, 0))
+    return pb.Group(permit=permit).SerializeToString() + body
+
+
+# Servers, each in a process of its own.
+
+
+@contextlib.contextmanager
+def servers(directory: pathlib.Path, num_groups: int) -> Iterator[dict[str, str]]:
+    """Addresses of fresh servers, by kind."""
+    path = directory / "journal"
+    path.mkdir()
+    targets = {
+        "off": (serve_queue, (num_groups, None)),
+        "on": (serve_queue, (num_groups, path / "journal.sqlite")),
+        "echo": (serve_bare, (True,)),
+        "sink": (serve_bare, (False,)),
+    }
+    context, processes, addresses = multiprocessing.get_context("spawn"), [], {}
+    try:
+        for kind, (target, args) in targets.items():
+            here, there = context.Pipe()
+            process = context.Process(target=target, args=(there, *args), name=kind)
+            process.start()
+            processes.append(process)
+            if not here.poll(START_SECS):
+                raise TimeoutError(f"the server {kind} does not start within {START_SECS:g} s")
+            addresses[kind] = here.recv()
+        yield addresses
+    finally:
+        for process in processes:
+            process.terminate()
+            process.join()
+        shutil.rmtree(path)
+
+
+def serve_queue(bound: Any, num_groups: int, path: pathlib.Path | None) -> None:
+    """The queue, of steps of `num_groups` groups."""
+    admission = Admission(
+        batch_groups=num_groups,
+        max_staleness=0,
+        push_every_steps=1,
+        max_running_groups=num_groups,
+        max_attempts=1,
+        permit_timeout_secs=CALL_SECS,
+        max_bytes=1 << 40,
+        chunk_groups=CHUNK_GROUPS,
+    )
+    asyncio.run(
+        queue_service.serve(
+            "127.0.0.1:0",
+            admission=admission,
+            group_size=GROUP_SIZE,
+            vocab_size=VOCAB_SIZE,
+            max_tokens=1 << 20,
+            max_message_bytes=MAX_MESSAGE_BYTES,
+            journal=None if path is None else Journal(path, batch_groups=num_groups),
+            on_bound=bound.send,
+        )
+    )
+
+
+def serve_bare(bound: Any, echo: bool) -> None:
+    """Answers every message with itself, or with the shortest answer of the queue."""
+    answer = pb.PushReply(outcome="held").SerializeToString()
+
+    async def reply(raw: bytes, context: grpc.aio.ServicerContext) -> bytes:
+        return raw if echo else answer
+
+    async def serve() -> None:
+        options = [(f"grpc.max_{way}_message_length", -1) for way in ("send", "receive")]
+        server = grpc.aio.server(options=options)
+        handlers = {"Echo": grpc.unary_unary_rpc_method_handler(reply)}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("bare", handlers),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        bound.send(f"127.0.0.1:{port}")
+        await server.wait_for_termination()
+
+    asyncio.run(serve())
+
+
+# Figures.
+
+
+def rates(groups_per_sec: np.ndarray, group_bytes: int) -> dict:
+    return {
+        "groups_per_sec": quartiles(groups_per_sec),
+        "mb_per_sec": quartiles(groups_per_sec * group_bytes / 1e6),
+    }
+
+
+def latencies(calls: Sequence[Sequence[float]]) -> dict:
+    """Of all calls of all rounds."""
+    p50, p99 = np.quantile(np.concatenate([np.array(c) for c in calls]), (0.5, 0.99)) * 1e3
+    return {"p50_ms": float(p50), "p99_ms": float(p99)}
+
+
+def ratio(secs: dict[str, list[float]], name: str) -> dict:
+    """Quartiles of the ratio of two kinds' rates in the same round."""
+    this, other = name.split("/")
+    return quartiles(np.array(secs[other]) / np.array(secs[this]))
+
+
+def quartiles(values: np.ndarray) -> dict[str, float]:
+    low, median, high = np.quantile(values, (0.25, 0.5, 0.75))
+    return {"median": float(median), "low": float(low), "high": float(high)}
+
+
+if __name__ == "__main__":
+    main()
