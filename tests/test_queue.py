@@ -580,3 +580,41 @@ async def test_a_watch_gives_up_when_the_queue_stays_away():
     with pytest.raises(ConnectionError, match=rf"no trajectory queue answers at {address} within"):
         await anext(fleets)
     await client.__aexit__()
+
+
+async def test_lengths_are_counted_by_what_became_of_a_group():
+    async with opened() as queue:
+        await queue.publish(0)
+        await queue.fill(3)
+        (permit,) = await queue.client.admit(1, 5.0)
+        for reason in ("server_error", "timeout"):  # The second one is stale, and counts nothing.
+            await queue.client.return_permit(
+                permit, reason, prompt_tokens=2, completion_tokens=[30, 50]
+            )
+        await queue.fill(1)
+        assert len(await queue.lease(1)) == 1
+        await queue.commit(1)
+        status = await queue.client.status()
+        assert status.lengths == {
+            "prompt/admitted": 2.0,
+            "completion/admitted": 3.0,
+            "prompt/dropped": 2.0,
+            "completion/dropped": 40.0,
+            "prompt/trained": 2.0,
+            "completion/trained": 3.0,
+        }
+        assert status.returned == {"server_error": 1}
+
+
+async def test_what_roles_report_is_shown_by_status():
+    async with opened() as queue:
+        await queue.client.report("rollout-0", [wire.Wait("group 5.0", "server a", 3.0)])
+        await queue.client.report("learner-0", [])
+        await queue.client.report("rollout-0", [wire.Wait("group 6.1", "server b", 4.5)])
+        learner, worker = (await queue.client.status()).roles
+        assert (learner.role, learner.waits) == ("learner-0", ())
+        assert (worker.role, worker.waits) == (
+            "rollout-0",
+            (wire.Wait("group 6.1", "server b", 4.5),),
+        )
+        assert 0 <= worker.silent_secs < HANG_SECS
