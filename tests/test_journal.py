@@ -20,6 +20,7 @@ from jaxrl_async.channels import journal as journals
 from jaxrl_async.channels.admission import Admission, Permit, Position
 from jaxrl_async.channels.journal import Journal, JournalError, JournalReader
 from jaxrl_async.channels.queue_client import QueueError
+from jaxrl_async.channels.wire import ServerRecord
 
 NOTHING = {"lost": [], "doubled": [], "gap": [], "stray": []}
 ADMISSION = dict(
@@ -95,6 +96,18 @@ async def test_a_queue_that_was_killed_comes_back_as_it_was(tmp_path):
         assert (await queue.client.admit(1, 5.0))[0] == Permit(permits[1].prompt_index, 1)
     reader = JournalReader(left)
     assert reader.audit() == NOTHING
+
+
+async def test_workers_find_the_servers_that_the_learner_reported_last(tmp_path):
+    """Else nothing is generated, no step ends, and the learner, who publishes at its end, never reports again."""
+    servers = (ServerRecord("http://a:1", "HEALTHY", 1), ServerRecord("http://b:1", "DEAD", None))
+    async with queue_of(tmp_path / "j") as queue:
+        await queue.publish(0, [ServerRecord("http://a:1", "STALE", 0)])
+        await queue.publish(0, servers)
+    async with queue_of(tmp_path / "j") as queue:
+        watch = queue.client.watch_fleet()
+        assert await anext(watch) == servers
+        await watch.aclose()
 
 
 async def test_the_order_in_which_groups_came_survives(tmp_path):
@@ -333,7 +346,7 @@ async def test_a_full_disk_stops_the_queue_and_says_so(tmp_path):
             await fill_until_it_stops(address)
     # What was answered is there, and a queue with room goes on.
     again = Journal(tmp_path / "j", batch_groups=4)
-    state, messages, _, _ = again.recover()
+    state, messages, *_ = again.recover()
     assert len(state.held) == len(messages) > 0
     again.close()
 
@@ -401,5 +414,5 @@ def test_flipped_bytes_are_an_error_with_the_files_name_or_do_no_harm_to_a_group
             assert str(path) in str(error)
             return
         # A row may be gone with its page; a group that is there has the bytes it was pushed with.
-        for index, message in (found[1] if found else {}).items():
+        for index, message in (found.messages if found else {}).items():
             assert message == messages.get(index, message)

@@ -24,7 +24,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxrl_async.channels.admission import Permit, Position, State
 from jaxrl_async.channels.lease import FixedChunk
@@ -83,6 +83,16 @@ CREATE TABLE publications (
 
 class JournalError(RuntimeError):
     """A journal that cannot be written, read or trusted; the message names the file and why."""
+
+
+class Recovered(NamedTuple):
+    """What a queue that is gone has left."""
+
+    state: State
+    messages: dict[int, bytes]  # of the groups held and leased, by prompt_index
+    run_epoch: int
+    completion_tokens: int  # pushed so far
+    servers: list[tuple[str, str, int | None]]  # address, state and version of each
 
 
 class Journal:
@@ -171,10 +181,8 @@ class Journal:
 
     # Before serving.
 
-    def recover(self) -> tuple[State, dict[int, bytes], int, int] | None:
-        """What the queue before knew: its state, the messages of the groups it held, run epoch, tokens pushed.
-
-        None for a journal without an event. Blocks; call it before any event.
+    def recover(self) -> "Recovered | None":
+        """What the queue before knew; None for a journal without an event. Blocks; call it before any event.
 
         Raises:
           JournalError: the file contradicts itself.
@@ -263,6 +271,13 @@ class Journal:
             )
 
         await self._write(write)
+
+    async def fleet(self, servers: Sequence[Sequence[Any]]) -> None:
+        """The table of servers, as (address, state, version): workers are told of it before a learner reports again."""
+        text = json.dumps(servers)
+        await self._write(
+            lambda c: c.execute("INSERT OR REPLACE INTO meta VALUES ('servers', ?)", (text,))
+        )
 
     async def checkpointed(self, step: int) -> None:
         """No learner will be restored before `step`: with keep = "checkpointed" earlier groups are forgotten."""
@@ -531,7 +546,8 @@ def _recover(c: sqlite3.Connection, path: pathlib.Path):
         leased=sized("leased"),
         chunks={step: tuple(fixed) for step, fixed in chunks.items()},
     )
-    return state, messages, run_epoch, tokens
+    servers = [tuple(record) for record in _meta(c).get("servers", [])]
+    return Recovered(state, messages, run_epoch, tokens, servers)
 
 
 def _chunk(c: sqlite3.Connection, path: pathlib.Path, step: int, index: int):

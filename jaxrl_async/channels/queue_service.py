@@ -12,6 +12,7 @@ The service knows nothing of rewards, prompts or weights.
 import asyncio
 import collections
 import contextlib
+import dataclasses
 import functools
 import logging
 import pathlib
@@ -172,9 +173,10 @@ class QueueService:
         self._lengths = Lengths()
         self._changed = asyncio.Event()
         if journal is not None and (found := journal.recover()):
-            state, messages, self._run_epoch, self._completion_tokens = found
-            admission.recover(state, clock())
-            self._groups = {i: pb.Group.FromString(message) for i, message in messages.items()}
+            admission.recover(found.state, clock())
+            self._groups = {i: pb.Group.FromString(m) for i, m in found.messages.items()}
+            self._run_epoch, self._completion_tokens = found.run_epoch, found.completion_tokens
+            self._servers = tuple(wire.ServerRecord(*record) for record in found.servers)
             log.info(
                 "the journal brings back step %d, version %s, %d groups and %d permits that are out",
                 admission.leases.committed_step,
@@ -306,9 +308,11 @@ class QueueService:
             raise OrderError(
                 f"run_epoch {request.run_epoch} is published after run_epoch {self._run_epoch}"
             )
-        before = (self._admission.v_pub, self._run_epoch)
+        before, before_servers = (self._admission.v_pub, self._run_epoch), self._servers
         self._apply(self._admission.publish, request.version, position)
         self._servers, self._run_epoch = servers, request.run_epoch
+        if self._journal is not None and servers != before_servers:
+            await self._journal.fleet([dataclasses.astuple(record) for record in servers])
         if self._journal is not None and before == (request.version, self._run_epoch):
             await self._journal.flushed()  # The same call before is perhaps being written.
         elif self._journal is not None:
