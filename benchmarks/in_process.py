@@ -26,7 +26,7 @@ from flax import nnx
 
 from jaxrl_async import roles
 from jaxrl_async.channels.admission import Permit, Position
-from jaxrl_async.channels.wire import QueueStatus
+from jaxrl_async.channels.wire import NO_STATUS, QueueStatus
 from jaxrl_async.evaluation import complete
 from jaxrl_async.inference import engine as engines
 from jaxrl_async.inference.sampling import SamplingParams
@@ -252,8 +252,7 @@ class _Samples:
         return Position(step, step * self._settings.learner.groups_per_step, (), {}, {})
 
     def status(self) -> QueueStatus:
-        empty = dict.fromkeys((f.name for f in dataclasses.fields(QueueStatus)), 0)
-        return QueueStatus(**empty | {"returned": {}, "completion_tokens": self._completion_tokens})
+        return dataclasses.replace(NO_STATUS, completion_tokens=self._completion_tokens)
 
     def _complete(
         self, asked: dict[tuple[int, int], tuple[Prompt, int]], temperature: float

@@ -6,7 +6,7 @@ import functools
 import jax
 import numpy as np
 
-from jaxrl_async.channels.wire import QueueStatus
+from jaxrl_async.channels.wire import NO_STATUS
 from jaxrl_async.models import sharding, transformer
 
 MODEL = transformer.ModelConfig(
@@ -56,7 +56,4 @@ def assert_same(found, expected, tolerance=2e-6):
 
 def empty_status(**changes):
     """A QueueStatus of nothing but `changes`."""
-    zeros = dict.fromkeys((field.name for field in dataclasses.fields(QueueStatus)), 0)
-    nothing = {"returned": {}, "retired": {}, "last_push_age_secs": None, "waits": ()}
-    nothing |= {"roles": (), "servers": (), "lengths": {}}
-    return QueueStatus(**zeros | nothing | changes)
+    return dataclasses.replace(NO_STATUS, **{"v_pub": 0} | changes)

@@ -3,19 +3,12 @@
 The learner's loop runs on it as on a live one. There is nothing to wait for, and nothing is changed.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterator
 
 from jaxrl_async.channels.admission import Position
 from jaxrl_async.channels.journal import JournalReader
-from jaxrl_async.channels.wire import QueueStatus
+from jaxrl_async.channels.wire import NO_STATUS, QueueStatus
 from jaxrl_async.types import Chunk
-
-_NOTHING = QueueStatus(
-    **dict.fromkeys((field.name for field in dataclasses.fields(QueueStatus)), 0)
-    | {"returned": {}, "retired": {}, "lengths": {}, "last_push_age_secs": None}
-    | {"waits": (), "roles": (), "servers": ()}
-)
 
 
 class ReplayQueue:
@@ -40,4 +33,4 @@ class ReplayQueue:
         return Position(step, 0, (), {}, {})
 
     def status(self) -> QueueStatus:
-        return _NOTHING
+        return NO_STATUS

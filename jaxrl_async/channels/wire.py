@@ -85,6 +85,13 @@ class QueueStatus:
     lengths: dict[str, float]  # mean tokens so far, by "prompt/trained", "completion/dropped", …
 
 
+NO_STATUS = QueueStatus(  # Of a queue that holds nothing, and was told nothing.
+    **dict.fromkeys((field.name for field in dataclasses.fields(QueueStatus)), 0)
+    | {"v_pub": None, "last_push_age_secs": None, "returned": {}, "retired": {}, "lengths": {}}
+    | {"waits": (), "roles": (), "servers": ()}
+)
+
+
 def encode_group(group: Group) -> pb.Group:
     """A group as a message."""
     rows = group.trajectories
