@@ -103,7 +103,7 @@ def outline(group: Group) -> Group:
 class Servers:
     """A publisher without servers: writes at once."""
 
-    def publish(self, version, write, *, timeout_secs, position=None):
+    def publish(self, version, write, *, timeout_secs, position, run_epoch):
         write()
 
     def wait(self, version, *, timeout_secs): ...
