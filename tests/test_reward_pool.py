@@ -367,8 +367,10 @@ async def failure_of(call):
 
 async def test_closing_fails_what_waits_and_leaves_no_process():
     pool = make_pool(2, timeout_secs=LONG_SECS)
+    others = {child.pid for child in psutil.Process().children()}  # of tests before
     await pool.start()
-    pids = {child.pid for child in psutil.Process().children()}
+    pids = {child.pid for child in psutil.Process().children()} - others
+    assert len(pids) == 2
     calls = [asyncio.create_task(pool.score("loop", "")) for _ in range(50)]
     await asyncio.sleep(0.05)
     await pool.close()
