@@ -241,6 +241,23 @@ async def test_a_journal_is_a_dataset(tmp_path):
     assert sorted(data[i].prompt_index for i in range(len(data))) == list(range(8))
 
 
+async def test_no_cursor_leaves_the_journals_thread(tmp_path, monkeypatch):
+    """Dropped elsewhere, it would reset a statement that runs: "bad parameter or other API misuse", now and then."""
+    given, answer = [], journals._answer
+    monkeypatch.setattr(
+        journals,
+        "_answer",
+        lambda futures, outcomes: given.extend(outcomes) or answer(futures, outcomes),
+    )
+    async with queue_of(tmp_path / "j") as queue:
+        await some_history(queue)
+        await queue.publish(1, [ServerRecord("http://a:1", "HEALTHY", 1)])
+        await asyncio.to_thread(queue._learner.checkpointed, 1)
+        await queue.lease(1)
+    assert len(given) > 20
+    assert not [outcome for outcome in given if isinstance(outcome, sqlite3.Cursor)]
+
+
 def rotten(path, statement, *values):
     connection = sqlite3.connect(path)
     with connection:

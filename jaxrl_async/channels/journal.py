@@ -195,7 +195,7 @@ class Journal:
     async def admitted(self, permits: Sequence[Permit], worker: str) -> None:
         """Permits were issued."""
         rows = [(p.prompt_index, p.attempt, worker) for p in permits]
-        await self._write(
+        await self._change(
             lambda c: c.executemany(
                 "INSERT OR REPLACE INTO permits VALUES (?, ?, 'running', '', ?, 0)", rows
             )
@@ -215,7 +215,7 @@ class Journal:
                 (attempt, completion_tokens, index),
             )
 
-        await self._write(write)
+        await self._change(write)
 
     async def returned(self, permit: Permit, reason: str, outcome: str, retired_as: str) -> None:
         """A permit came back: "reissued", or "retired" for a reason."""
@@ -232,7 +232,7 @@ class Journal:
                 (last, state, retired_as if state == "retired" else "", index),
             )
 
-        await self._write(write)
+        await self._change(write)
 
     async def leased(self, step: int, chunk: int, fixed: FixedChunk, *, new: bool) -> None:
         """A chunk was fixed, now or (not new) before; returns when that is written."""
@@ -243,7 +243,7 @@ class Journal:
                 c.execute("INSERT INTO chunks VALUES (?, ?, ?, ?)", row)
                 _set_states(c, "leased", fixed.indexes)
 
-        await self._write(write)
+        await self._change(write)
 
     async def committed(self, position: Position, indexes: Sequence[int]) -> None:
         """A step was trained, on the groups with these indexes."""
@@ -253,7 +253,7 @@ class Journal:
             c.execute("INSERT INTO commits VALUES (?, ?, ?)", row)
             _set_states(c, "trained", indexes)
 
-        await self._write(write)
+        await self._change(write)
 
     async def published(self, version: int, run_epoch: int, position: Position | None) -> None:
         """The servers hold a version; with a position, it is where the queue started."""
@@ -270,12 +270,12 @@ class Journal:
                 (version, run_epoch, time.time()),
             )
 
-        await self._write(write)
+        await self._change(write)
 
     async def fleet(self, servers: Sequence[Sequence[Any]]) -> None:
         """The table of servers, as (address, state, version): workers are told of it before a learner reports again."""
         text = json.dumps(servers)
-        await self._write(
+        await self._change(
             lambda c: c.execute("INSERT OR REPLACE INTO meta VALUES ('servers', ?)", (text,))
         )
 
@@ -297,11 +297,11 @@ class Journal:
                 (json.dumps(max(last, before)),),
             )
 
-        await self._write(write)
+        await self._change(write)
 
     async def flushed(self) -> None:
         """Returns when everything before is written."""
-        await self._write(lambda c: None)
+        await self._change(lambda c: None)
 
     # Questions.
 
@@ -311,7 +311,7 @@ class Journal:
         Raises:
           JournalError: there is none, or its groups are forgotten or damaged.
         """
-        return await self._write(lambda c: _chunk(c, self._path, step, index))
+        return await self._ask(lambda c: _chunk(c, self._path, step, index))
 
     async def position(self, step: int) -> Position:
         """What the commit of a step answered.
@@ -326,12 +326,20 @@ class Journal:
                 raise JournalError(f"journal {self._path} has no commit of step {step}")
             return Position.from_json(json.loads(row[0]))
 
-        return await self._write(read)
+        return await self._ask(read)
 
-    def _write(self, event: Callable[[sqlite3.Connection], Any]) -> asyncio.Future:
+    def _change(self, event: Callable[[sqlite3.Connection], Any]) -> asyncio.Future:
+        def change(c: sqlite3.Connection) -> None:
+            # What SQLite returns stays in its thread: a cursor that another one drops resets the statement that it
+            # shares with whatever runs here now.
+            event(c)
+
+        return self._ask(change)
+
+    def _ask(self, question: Callable[[sqlite3.Connection], Any]) -> asyncio.Future:
         self.check()
         done = asyncio.get_running_loop().create_future()
-        self._events.put((event, done))
+        self._events.put((question, done))
         return done
 
     def _run(self) -> None:
@@ -361,7 +369,7 @@ class Journal:
                         except (
                             JournalError
                         ) as refusal:  # The answer to a question; nothing was changed.
-                            outcomes.append(refusal)
+                            outcomes.append(refusal.with_traceback(None))
                     self._connection.execute("COMMIT")
         except Exception as error:  # The thread may not die with its callers waiting.
             # Memory is ahead of the file now, so nothing more is believed or answered.
