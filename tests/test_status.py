@@ -1,6 +1,7 @@
 """The stall explainer names who is at the end of the chain, in each of ten stalls."""
 
 import subprocess
+import time
 
 import pytest
 from small_learner import empty_status
@@ -141,8 +142,9 @@ def test_processes_are_seen_as_they_are(tmp_path):
     gone.wait()
     try:
         stopped.send_signal(19)
+        deadline = time.monotonic() + 10.0
         while statuses._state_of(stopped.pid) != "is stopped":
-            pass
+            assert time.monotonic() < deadline
         pids = {"queue": sleeper.pid, "learner": stopped.pid, "rollout-0": gone.pid}
         statuses.write_roles(tmp_path, "127.0.0.1:7", pids)
         found = {p.role: p.state for p in statuses.processes_of(tmp_path)}

@@ -9,7 +9,7 @@ killed comes back as it was; and a learner restored at an earlier step is given 
     returns, commits, publications
 
 One thread owns the connection and writes whatever waits in one transaction. `JournalReader` reads the file of a run
-that is over. This module knows nothing of gRPC, admission's rules or what is in a group.
+that is over. This module knows nothing of gRPC or admission's rules; the writing end not of what is in a group.
 """
 
 import asyncio
@@ -26,8 +26,11 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jaxrl_async.channels import trajectory_queue_pb2 as pb
+from jaxrl_async.channels import wire
 from jaxrl_async.channels.admission import Permit, Position, State
 from jaxrl_async.channels.lease import FixedChunk
+from jaxrl_async.types import Group
 
 FORMAT = 1
 MAX_TRANSACTION = 256  # Events written together at most.
@@ -366,9 +369,8 @@ class Journal:
                     for event, _ in events:
                         try:
                             outcomes.append(event(self._connection))
-                        except (
-                            JournalError
-                        ) as refusal:  # The answer to a question; nothing was changed.
+                        except JournalError as refusal:
+                            # The answer to a question; nothing was changed.
                             outcomes.append(refusal.with_traceback(None))
                     self._connection.execute("COMMIT")
         except Exception as error:  # The thread may not die with its callers waiting.
@@ -408,8 +410,8 @@ class JournalReader:
         """Groups that were trained on."""
         return len(self._order)
 
-    def __getitem__(self, position: int):
-        """The group at a position, 0 for the first one trained on; a types.Group.
+    def __getitem__(self, position: int) -> Group:
+        """The group at a position, 0 for the first one trained on.
 
         Raises:
           IndexError: outside.
@@ -430,7 +432,7 @@ class JournalReader:
         """Chunks of a step."""
         return len(self._chunks(step))
 
-    def chunk(self, step: int, index: int):
+    def chunk(self, step: int, index: int) -> tuple[tuple[Group, ...], bool]:
         """(groups, whether it is the last) of a chunk.
 
         Raises:
@@ -499,7 +501,7 @@ def file_system_of(path: str | os.PathLike) -> str:
     return next((points[p] for p in (resolved, *resolved.parents) if p in points), "")
 
 
-def _recover(c: sqlite3.Connection, path: pathlib.Path):
+def _recover(c: sqlite3.Connection, path: pathlib.Path) -> Recovered | None:
     if not c.execute("SELECT EXISTS (SELECT 1 FROM publications)").fetchone()[0]:
         return None
     start = _meta(c).get("start")
@@ -584,10 +586,7 @@ def _message(c: sqlite3.Connection, path: pathlib.Path, index: int) -> bytes:
     return row[1]
 
 
-def _decode(message: bytes):
-    from jaxrl_async.channels import trajectory_queue_pb2 as pb
-    from jaxrl_async.channels import wire
-
+def _decode(message: bytes) -> Group:
     return wire.decode_group(pb.Group.FromString(message))
 
 
