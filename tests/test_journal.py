@@ -13,6 +13,7 @@ import grain
 import hypothesis
 import numpy as np
 import pytest
+import test_queue
 from hypothesis import strategies as st
 from test_queue import group, opened, served
 
@@ -23,15 +24,7 @@ from jaxrl_async.channels.queue_client import QueueError
 from jaxrl_async.channels.wire import ServerRecord
 
 NOTHING = {"lost": [], "doubled": [], "gap": [], "stray": []}
-ADMISSION = dict(
-    batch_groups=4,
-    max_staleness=2,
-    push_every_steps=1,
-    max_running_groups=100,
-    max_attempts=3,
-    permit_timeout_secs=30.0,
-    max_bytes=10**9,
-)
+ADMISSION = test_queue.ADMISSION | {"max_staleness": 2}
 
 
 @contextlib.asynccontextmanager

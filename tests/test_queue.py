@@ -36,6 +36,17 @@ def group(permit: Permit, num_tokens=5) -> Group:
     return Group(permit.prompt_index, permit.attempt, (row,) * GROUP_SIZE)
 
 
+ADMISSION = dict(
+    batch_groups=4,
+    max_staleness=0,
+    push_every_steps=1,
+    max_running_groups=100,
+    max_attempts=3,
+    permit_timeout_secs=30.0,
+    max_bytes=10**9,
+)
+
+
 class Queue:
     """A served queue, a worker's client, and the learner's calls run in a thread."""
 
@@ -69,31 +80,31 @@ class Queue:
 
 
 @contextlib.asynccontextmanager
-async def served(address="127.0.0.1:0", *, max_message_bytes=100_000, journal=None, **values):
-    defaults = dict(
-        batch_groups=4,
-        max_staleness=0,
-        push_every_steps=1,
-        max_running_groups=100,
-        max_attempts=3,
-        permit_timeout_secs=30.0,
-        max_bytes=10**9,
-    )
+async def served(
+    address="127.0.0.1:0",
+    *,
+    max_message_bytes=100_000,
+    journal=None,
+    access=None,
+    hang_secs=HANG_SECS,
+    **values,
+):
     bound = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(
         queue_service.serve(
             address,
-            admission=Admission(**defaults | values),
+            admission=Admission(**ADMISSION | values),
             group_size=GROUP_SIZE,
             vocab_size=VOCAB_SIZE,
             max_tokens=MAX_TOKENS,
             max_message_bytes=max_message_bytes,
             journal=journal,
             on_bound=bound.set_result,
+            **access or {},
         )
     )
     try:
-        async with asyncio.timeout(HANG_SECS):
+        async with asyncio.timeout(hang_secs):
             await asyncio.wait([task, bound], return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 task.result()

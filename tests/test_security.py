@@ -29,12 +29,12 @@ from google.protobuf import message as protobuf
 from google.protobuf import message_factory
 from hypothesis import strategies as st
 from test_inference_http import CONFIG, SHAPE, serving, upload, weights, write_weights
-from test_queue import GROUP_SIZE, MAX_TOKENS, VOCAB_SIZE, group
+from test_queue import group, served
 
 from jaxrl_async import security
 from jaxrl_async.channels import queue_client, queue_service, wire
 from jaxrl_async.channels import trajectory_queue_pb2 as pb
-from jaxrl_async.channels.admission import Admission, Permit, Position
+from jaxrl_async.channels.admission import Permit, Position
 from jaxrl_async.channels.journal import Journal
 from jaxrl_async.channels.queue_client import LearnerQueue, QueueClient, QueueError
 from jaxrl_async.channels.wire import ServerRecord, Wait
@@ -97,41 +97,16 @@ def in_a_thread(context):
         loop.close()
 
 
-@contextlib.asynccontextmanager
-async def queue_of(address="127.0.0.1:0", *, max_message_bytes=100_000, journal=None, **access):
-    """A served queue; yields its address."""
-    admission = Admission(
-        batch_groups=4,
+def queue_of(address="127.0.0.1:0", *, max_message_bytes=100_000, journal=None, **access):
+    """A served queue, for as long as a test runs; yields its address."""
+    return served(
+        address,
+        max_message_bytes=max_message_bytes,
+        journal=journal,
+        access=access,
+        hang_secs=RUN_TIMEOUT_SECS,
         max_staleness=2,
-        push_every_steps=1,
-        max_running_groups=100,
-        max_attempts=3,
-        permit_timeout_secs=30.0,
-        max_bytes=10**9,
     )
-    bound = asyncio.get_running_loop().create_future()
-    task = asyncio.create_task(
-        queue_service.serve(
-            address,
-            admission=admission,
-            group_size=GROUP_SIZE,
-            vocab_size=VOCAB_SIZE,
-            max_tokens=MAX_TOKENS,
-            max_message_bytes=max_message_bytes,
-            journal=journal,
-            on_bound=bound.set_result,
-            **access,
-        )
-    )
-    try:
-        await asyncio.wait([task, bound], return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            task.result()
-        yield bound.result()
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError, ValueError):
-            await task
 
 
 # Who may listen where.
