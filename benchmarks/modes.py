@@ -50,6 +50,7 @@ WORKLOAD = {
     "learner.row_tokens": 128,
     "loss.anchor": "current",
     "checkpoint.every_steps": 1_000_000,
+    "evaluate.every_steps": 0,
     "cpus.learner": "(0,)",
     "cpus.server": "(1,)",
     "cpus.rollout": "(1,)",

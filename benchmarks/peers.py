@@ -95,6 +95,7 @@ WORKLOAD = {
     "learner.learning_rate": 1e-6,
     "learner.adam_b2": 0.95,
     "checkpoint.every_steps": 1_000_000,
+    "evaluate.every_steps": 0,
 }
 ASYNC = {"loss.anchor": "a3po", "loss.behavior_cap_mode": "mask", "loss.behavior_cap": 5.0}
 TINY = {

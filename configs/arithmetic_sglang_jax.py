@@ -201,6 +201,9 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         num_prompts=512,
         num_samples=4,
         seed=0,
+        every_steps=0,
+        max_running_requests=64,
+        timeout_secs=300.0,
     )
 
     c.supervisor = dict(

@@ -190,6 +190,9 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         num_prompts=64,
         num_samples=2,
         seed=0,
+        every_steps=0,
+        max_running_requests=64,
+        timeout_secs=300.0,
     )
 
     c.supervisor = dict(

@@ -186,7 +186,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
     )
 
     c.checkpoint = dict(
-        every_steps=50,
+        every_steps=20,
         keep=2,
     )
 
@@ -194,6 +194,9 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         num_prompts=512,
         num_samples=4,
         seed=0,
+        every_steps=0 if arg.smoke else 20,
+        max_running_requests=64,
+        timeout_secs=300.0,
     )
 
     c.supervisor = dict(

@@ -203,6 +203,9 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         num_prompts=256,
         num_samples=4,
         seed=0,
+        every_steps=0,
+        max_running_requests=64,
+        timeout_secs=300.0,
     )
 
     c.supervisor = dict(

@@ -1,9 +1,11 @@
 """Checkpoints: the learner's state, its version and the queue's position, saved and restored as one (orbax).
 
-Checkpoint s holds version s. Checkpoint 0 is what RL starts from and is never pruned.
+Checkpoint s holds version s. Checkpoint 0 is what RL starts from and is never pruned, nor is the best one.
 """
 
+import dataclasses
 import pathlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,16 +20,23 @@ class CheckpointError(ValueError):
 class Checkpoints:
     """The checkpoints of one workdir."""
 
-    def __init__(self, directory: str | pathlib.Path, *, keep: int):
+    def __init__(
+        self,
+        directory: str | pathlib.Path,
+        *,
+        keep: int,
+        best: Callable[[], int | None] = lambda: None,
+    ):
         """Opens or makes the directory.
 
         Args:
           directory: `checkpoints/` of a workdir.
-          keep: newest checkpoints kept, besides checkpoint 0.
+          keep: newest checkpoints kept, besides checkpoint 0 and the best.
+          best: the step that is the best so far, asked whenever one is saved; None where there is none.
         """
         self._directory = pathlib.Path(directory).absolute()
         preservation = policies.AnyPreservationPolicy(
-            [policies.LatestN(keep), policies.CustomSteps([0])]
+            [policies.LatestN(keep), policies.CustomSteps([0]), _Best(best)]
         )
         self._manager = ocp.CheckpointManager(
             self._directory,
@@ -112,6 +121,17 @@ class Checkpoints:
                     f"checkpoint {step} in {self._directory} does not fit: {name} has shape "
                     f"{saved.get(name, 'nothing')}, the config's model needs {wanted.get(name, 'nothing')}"
                 )
+
+
+@dataclasses.dataclass
+class _Best:
+    """Orbax's policy that preserves the best step."""
+
+    best: Callable[[], int | None]
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        best = self.best()
+        return [checkpoint.step == best for checkpoint in checkpoints]
 
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxrl_async import roles
+from jaxrl_async import roles, scores
 from jaxrl_async.inference.engine import Completion, Engine, Request
 from jaxrl_async.inference.sampling import SamplingParams
-from jaxrl_async.rewards.pool import RewardError, RewardPool
+from jaxrl_async.rewards.pool import RewardError
 from jaxrl_async.settings import Settings
 from jaxrl_async.tasks.prompts import test_prompts
 from jaxrl_async.types import Prompt
@@ -35,7 +35,7 @@ def evaluate(settings: Settings, workdir: pathlib.Path, steps: Sequence[int | No
 
     Returns:
       One row per checkpoint: step, greedy (accuracy at temperature 0), and pass@1 and pass@n at the run's
-      temperature, n = evaluate.num_samples.
+      temperature, n = evaluate.num_samples, with their intervals (see `scores.row`).
 
     Raises:
       CheckpointError: no such checkpoint, or one of another shape.
@@ -56,15 +56,6 @@ def evaluate(settings: Settings, workdir: pathlib.Path, steps: Sequence[int | No
         return rows
     finally:
         engine.close(timeout_secs=ENGINE_TIMEOUT_SECS)
-
-
-def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Chance that one of k samples is correct: 1 − C(n − c, k) / C(n, k).
-
-    Source: Evaluating Large Language Models Trained on Code (Chen et al., arXiv 2107.03374), Eq. 1.
-    """
-    wrong = num_samples - num_correct
-    return 1.0 - math.comb(wrong, k) / math.comb(num_samples, k)
 
 
 def _score(
@@ -99,27 +90,14 @@ def _score(
         # Partial credit is not right.
         return np.array(_rewards(calls, settings, reward)).reshape(len(prompts), count) >= 1.0
 
-    greedy = sampled(0.0, 1)
-    counts = sampled(rollout.temperature, n).sum(1)
-    row = {"greedy": float(greedy.mean())}
-    return row | {
-        f"pass@{k}": float(np.mean([pass_at_k(n, int(c), k) for c in counts]))
-        for k in sorted({1, n})
-    }
+    return scores.row(sampled(0.0, 1)[:, 0], sampled(rollout.temperature, n))
 
 
 def _rewards(calls: Sequence[tuple[str, str]], settings: Settings, reward: str) -> list[float]:
     """Of (completion, answer) pairs; −inf where the reward failed."""
-    rollout = settings.rollout
 
     async def score() -> list[float | BaseException]:
-        async with RewardPool(
-            reward,
-            num_processes=rollout.reward_processes,
-            timeout_secs=rollout.reward_timeout_secs,
-            memory_bytes=rollout.reward_memory_bytes,
-            calls_per_process=rollout.reward_calls_per_process,
-        ) as pool:
+        async with roles.reward_pool_of(settings, reward) as pool:
             return await asyncio.gather(*(pool.score(*c) for c in calls), return_exceptions=True)
 
     outcomes = asyncio.run(score())

@@ -48,6 +48,7 @@ METRICS: dict[str, str] = {
     "time/checkpoint_secs": "seconds of saving a checkpoint",
     "rollout/tokens_per_sec": "completion tokens pushed per second since the last step",
     "learner/tokens_per_sec": "trained tokens per second of the step",
+    "eval/": "held-out scores of version eval/version: eval/{greedy,pass@K}, their _low and _high; eval/secs",
     "returned/": "groups returned so far, by reason",
     "retired/": "prompt indexes that are never trained on, so far, by reason",
     "fairness/": "tokens, mean length so far: fairness/{prompt,completion}/{admitted,trained,dropped}",

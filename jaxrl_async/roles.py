@@ -174,6 +174,46 @@ def task_of(settings: Settings):
     return make_task(settings.task.name, **settings.task.args)
 
 
+def reward_pool_of(settings: Settings, reward: str):
+    """Processes that score completions with a reward, within the run's bounds; not started yet."""
+    from jaxrl_async.rewards.pool import RewardPool
+
+    rollout = settings.rollout
+    return RewardPool(
+        reward,
+        num_processes=rollout.reward_processes,
+        timeout_secs=rollout.reward_timeout_secs,
+        memory_bytes=rollout.reward_memory_bytes,
+        calls_per_process=rollout.reward_calls_per_process,
+    )
+
+
+def evaluator_of(settings: Settings, workdir: pathlib.Path):
+    """What scores versions while the run trains; None where evaluate.every_steps is 0."""
+    from jaxrl_async.evaluator import Evaluator
+    from jaxrl_async.tasks.prompts import test_prompts
+
+    evaluate, rollout = settings.evaluate, settings.rollout
+    if not evaluate.every_steps:
+        return None
+    tokenizer, task = tokenizer_of(settings, workdir), task_of(settings)
+    prompts = test_prompts(task, tokenizer, max_prompt_tokens=rollout.max_prompt_tokens)
+    return Evaluator(
+        workdir,
+        prompts[: evaluate.num_prompts],
+        every_steps=evaluate.every_steps,
+        num_samples=evaluate.num_samples,
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=rollout.temperature,
+        stop_token_ids=tokenizer.stop_token_ids,
+        seed=evaluate.seed,
+        max_running_requests=evaluate.max_running_requests,
+        timeout_secs=evaluate.timeout_secs,
+        decode=tokenizer.decode,
+        pool=functools.partial(reward_pool_of, settings, task.reward),
+    )
+
+
 def vocab_size_of(settings: Settings, tokenizer) -> int:
     """Bound on token ids: the model's, which published checkpoints pad beyond the tokenizer's."""
     if not settings.model.path:
@@ -292,8 +332,13 @@ def checkpoint_params(settings: Settings, workdir: pathlib.Path, step: int | Non
 
 def _checkpoints(settings: Settings, workdir: pathlib.Path):
     from jaxrl_async.checkpoint import Checkpoints
+    from jaxrl_async.evaluator import best_version
 
-    return Checkpoints(workdir / "checkpoints", keep=settings.checkpoint.keep)
+    return Checkpoints(
+        workdir / "checkpoints",
+        keep=settings.checkpoint.keep,
+        best=functools.partial(best_version, workdir),
+    )
 
 
 async def _queue(settings: Settings, workdir: pathlib.Path) -> None:
@@ -413,7 +458,6 @@ def _model_path(settings: Settings, workdir: pathlib.Path) -> pathlib.Path:
 async def _rollout(settings: Settings, workdir: pathlib.Path, index: int) -> None:
     from jaxrl_async.channels.queue_client import QueueClient
     from jaxrl_async.rewards.overlong import overlong_penalty
-    from jaxrl_async.rewards.pool import RewardPool
     from jaxrl_async.rollout.sampler import Sampler
     from jaxrl_async.rollout.worker import Worker, rollout_function
     from jaxrl_async.servers.client import InferenceClient
@@ -442,13 +486,7 @@ async def _rollout(settings: Settings, workdir: pathlib.Path, index: int) -> Non
     )
     async with (
         InferenceClient(**keys_of(settings), tls_ca=server.tls_ca) as client,
-        RewardPool(
-            task.reward,
-            num_processes=rollout.reward_processes,
-            timeout_secs=rollout.reward_timeout_secs,
-            memory_bytes=rollout.reward_memory_bytes,
-            calls_per_process=rollout.reward_calls_per_process,
-        ) as rewards,
+        reward_pool_of(settings, task.reward) as rewards,
         QueueClient(
             settings.queue.address,
             connect_timeout_secs=CONNECT_TIMEOUT_SECS,
@@ -611,6 +649,7 @@ def _leader_parts(settings: Settings, workdir: pathlib.Path, queue):
         push_timeout_secs=weights.push_timeout_secs,
         poll_secs=weights.poll_secs,
         start_timeout_secs=settings.server.start_timeout_secs,
+        evaluation=evaluator_of(settings, workdir),
     )
     return queue, publisher, MetricsWriter(workdir)
 

@@ -240,6 +240,9 @@ class Evaluate:
     num_prompts: int  # held-out prompts
     num_samples: int  # per prompt, for pass@k
     seed: int
+    every_steps: int  # versions that are scored while the run trains; 0 for none
+    max_running_requests: int  # of that at a time
+    timeout_secs: float  # bound on one version
 
 
 @dataclasses.dataclass(frozen=True)
@@ -358,6 +361,7 @@ def _check(s: Settings) -> None:
         raise SettingsError(f"supervisor.max_restarts must be ≥ 0, got {s.supervisor.max_restarts}")
     if not s.supervisor.stall_secs > 0:
         raise SettingsError(f"supervisor.stall_secs must be > 0, got {s.supervisor.stall_secs}")
+    _check_evaluate(s)
     _check_servers(s.server)
     _check_tls(s.queue, s.server)
     _check_rewards(s.rollout)
@@ -440,8 +444,22 @@ def _positive(s: Settings) -> dict[str, int]:
         ),
         "weights": ("push_every_steps",),
         "checkpoint": ("every_steps", "keep"),
+        "evaluate": ("num_prompts", "num_samples", "max_running_requests"),
     }  # fmt: skip
     return {f"{b}.{f}": getattr(getattr(s, b), f) for b, names in fields.items() for f in names}
+
+
+def _check_evaluate(s: Settings) -> None:
+    every = s.evaluate.every_steps
+    if every < 0:
+        raise SettingsError(f"evaluate.every_steps must be ≥ 0, got {every}")
+    if every % s.weights.push_every_steps:  # Servers hold no other version.
+        raise SettingsError(
+            f"evaluate.every_steps must be a multiple of weights.push_every_steps = {s.weights.push_every_steps}, "
+            f"got {every}"
+        )
+    if not s.evaluate.timeout_secs > 0:
+        raise SettingsError(f"evaluate.timeout_secs must be > 0, got {s.evaluate.timeout_secs}")
 
 
 def _check_servers(server: Server) -> None:

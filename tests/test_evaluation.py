@@ -1,22 +1,13 @@
-"""Evaluation: pass@k, and rewards that fail."""
+"""Evaluation: rewards that fail."""
 
 import dataclasses
 import math
 import pathlib
 
-import pytest
-
 from jaxrl_async import evaluation
 from jaxrl_async.cli.config import load_config, settings_of
 
 QUICKSTART = pathlib.Path(__file__).parent.parent / "configs" / "quickstart.py"
-
-
-def test_pass_at_k_is_the_chance_that_one_of_k_is_right():
-    assert evaluation.pass_at_k(4, 1, 1) == 0.25
-    assert evaluation.pass_at_k(4, 1, 4) == 1.0
-    assert evaluation.pass_at_k(4, 0, 4) == 0.0
-    assert evaluation.pass_at_k(4, 2, 2) == pytest.approx(1 - 1 / 6)
 
 
 def test_a_reward_that_hangs_or_crashes_is_not_right_and_is_counted(tmp_path, monkeypatch, caplog):

@@ -13,10 +13,12 @@ MAY_IMPORT = {
     "security": set(),
     "loss_config": set(),
     "metrics": set(),
+    "scores": set(),
     "tasks": {"types", "metrics", "rewards"},
     "rewards": {"types", "metrics"},
     "channels": {"types", "metrics", "security"},
     "servers": {"types", "metrics", "channels", "security"},
+    "evaluator": {"types", "scores", "rewards", "servers"},
     "objectives": {"types", "loss_config"},
     "models": {"types"},
     "inference": {"types", "models", "security"},
@@ -50,6 +52,8 @@ WITHOUT_JAX = (
     "rewards",
     "channels",
     "servers",
+    "scores",
+    "evaluator",
     "rollout",
 )
 JAX = {"jax", "flax", "optax", "orbax", "chex"}

@@ -5,6 +5,7 @@ import pathlib
 import sys
 
 from jaxrl_async.cli.config import UsageError, load_config, parse_flags, settings_of
+from jaxrl_async.evaluator import best_version
 
 USAGE = """Scores checkpoints on the task's held-out prompts: greedy accuracy, and pass@k at the run's temperature.
 Prints a table and writes evaluation.json into the workdir."""
@@ -15,15 +16,15 @@ def main(argv: list[str]) -> int:
         USAGE,
         argv,
         workdir=("", "directory of the run"),
-        steps=("0,last", "checkpoints, comma-separated; `last` is the newest"),
+        steps=(
+            "0,last",
+            "checkpoints, comma-separated; `last` is the newest, `best` that of best.json",
+        ),
     )
     if not flags.workdir:
         raise UsageError("--workdir=DIR is needed")
     workdir = pathlib.Path(flags.workdir).absolute()
-    try:
-        steps = [None if step == "last" else int(step) for step in flags.steps.split(",")]
-    except ValueError:
-        raise UsageError(f"--steps must be numbers or `last`, got {flags.steps!r}") from None
+    steps = [_step(step, workdir) for step in flags.steps.split(",")]
     settings = settings_of(load_config(str(workdir / "config.json")))
     from jaxrl_async import evaluation  # After the flags are known to be good: loads JAX.
     from jaxrl_async.checkpoint import CheckpointError
@@ -34,8 +35,20 @@ def main(argv: list[str]) -> int:
         print(f"evaluate: {error}", file=sys.stderr)
         return 1
     (workdir / "evaluation.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
-    names = list(rows[0])
+    names = [name for name in rows[0] if not name.endswith(("_low", "_high"))]
     print("  ".join(f"{name:>10}" for name in names))
     for row in rows:
         print("  ".join(f"{row[n]:>10}" if n == "step" else f"{row[n]:>10.3f}" for n in names))
     return 0
+
+
+def _step(word: str, workdir: pathlib.Path) -> int | None:
+    if word == "last":
+        return None
+    if word == "best" and (best := best_version(workdir)) is not None:
+        return best
+    if not word.isdigit():
+        raise UsageError(
+            f"--steps must be numbers, `last`, or `best` where evaluate.every_steps found one; got {word!r}"
+        )
+    return int(word)

@@ -4,8 +4,8 @@ One task per server is the only one that talks to it: it pushes a new version, l
 pushes again to a server that was late, failed or restarted. The queue hears of a version when all HEALTHY servers
 answered with it, and of every change of a state. It is told of addresses that take requests, which may be routers;
 the publisher talks to the servers behind them. What is written for a version may be the weights of another one,
-which servers then hold and stamp on tokens, while the queue counts the version published. The publisher knows nothing
-of requests, prompts or tensors.
+which servers then hold and stamp on tokens, while the queue counts the version published. A server may be lent to an
+evaluation, which it is left alone for. The publisher knows nothing of requests, prompts or tensors.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ import pathlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from jaxrl_async.channels import weight_store
 from jaxrl_async.channels.admission import Position
@@ -31,6 +31,14 @@ log = logging.getLogger(__name__)
 
 class PublisherError(RuntimeError):
     """A version did not reach the servers; the message names each server and why."""
+
+
+class Evaluation(Protocol):
+    """Scores versions on a server that holds them, and fails by itself."""
+
+    def wants(self, version: int) -> bool: ...
+    async def run(self, client: InferenceClient, address: str, version: int) -> None: ...
+    def pop(self) -> dict[str, float]: ...
 
 
 class Publisher:
@@ -49,6 +57,7 @@ class Publisher:
         push_timeout_secs: float,
         poll_secs: float,
         start_timeout_secs: float,
+        evaluation: Evaluation | None = None,
     ):
         """Starts the thread.
 
@@ -73,6 +82,7 @@ class Publisher:
         self._push_timeout_secs = push_timeout_secs
         self._poll_secs = poll_secs
         self._start_timeout_secs = start_timeout_secs
+        self._evaluation = evaluation
 
         self._condition = threading.Condition()  # The learner waits here for these two.
         self._published: int | None = None
@@ -88,6 +98,7 @@ class Publisher:
         self._held: int | None = None  # by HEALTHY servers, under the version announced
         self._told: list[str] = []  # the states that the queue knows
         self._pushing = False
+        self._evaluating: asyncio.Task | None = None
         self._healthy_at = time.monotonic()
         self._changed = asyncio.Condition()
         self._announcing = asyncio.Lock()
@@ -155,8 +166,11 @@ class Publisher:
             raise PublisherError(f"the publisher failed: {self._error}") from self._error
 
     def metrics(self) -> dict[str, float]:
-        """weights/version, weights/delay, weights/push_secs (write included) and weights/bytes of the last push."""
-        return dict(self._metrics)
+        """weights/version, weights/delay, weights/push_secs (write included) and weights/bytes of the last push.
+
+        Once, those of an evaluation that is over.
+        """
+        return self._metrics | (self._evaluation.pop() if self._evaluation else {})
 
     def close(self) -> None:
         """Ends the thread. A server that is being pushed to is told to go on sampling."""
@@ -193,11 +207,14 @@ class Publisher:
                 tasks.create_task(self._keep(client, server), name=f"publisher {server.address}")
             while True:
                 await self._push(await self._requests.get())
+                self._start_evaluation(client, tasks)
 
     async def _push(self, request: "_Request") -> None:
         start = time.monotonic()
         self._phase = f"version {request.version} to be written"
         path, num_bytes = await asyncio.to_thread(_write, request.write)
+        if not any(s.state == HEALTHY and not s.lent for s in self._servers):
+            await self._wait_for_evaluation()
 
         self._pushing = True
         manifest = weight_store.read_manifest(path)
@@ -224,10 +241,38 @@ class Publisher:
         self._phase = "the next version"
         log.info("version %d: pushed; %s", request.version, self._describe())
 
+    def _start_evaluation(self, client: InferenceClient, tasks: asyncio.TaskGroup) -> None:
+        """Lends the last HEALTHY server, where the version it holds is to be evaluated."""
+        version, healthy = self._target.version, [s for s in self._servers if s.state == HEALTHY]
+        if self._evaluation is None or not self._evaluation.wants(version) or not healthy:
+            return
+        if self._evaluating is not None:
+            log.warning("version %d is not evaluated: one before it still is", version)
+            return
+        (server,) = healthy[-1:]
+        server.lent = True
+        if len(healthy) > 1:
+            server.state, server.reason = STALE, f"evaluates version {version}"
+        evaluate = self._evaluate(client, server, version)
+        self._evaluating = tasks.create_task(evaluate, name=f"evaluation of version {version}")
+
+    async def _evaluate(self, client: InferenceClient, server: "_Server", version: int) -> None:
+        try:
+            await self._tell_states()
+            await self._evaluation.run(client, server.address, version)
+        finally:
+            server.lent, self._evaluating = False, None
+            server.due.set()
+
+    async def _wait_for_evaluation(self) -> None:
+        if self._evaluating is not None:
+            self._phase = f"the {self._evaluating.get_name()}, on the only HEALTHY server"
+            await asyncio.wait({self._evaluating})
+
     async def _deliver(self, first: bool) -> None:
         """Waits until every server (the first time) or every HEALTHY one tried the target."""
         target = self._target
-        expected = [s for s in self._servers if first or s.state == HEALTHY]
+        expected = [s for s in self._servers if first or (s.state == HEALTHY and not s.lent)]
         for server in self._servers:
             server.due.set()
 
@@ -251,8 +296,8 @@ class Publisher:
                 await self._changed.wait_for(condition)
 
     def _may_one_return(self) -> bool:
-        """A server is gone, or back without our weights."""
-        return any(server.state == DEAD or server.version is None for server in self._servers)
+        """A server is gone, or back without our weights, or lent."""
+        return any(s.state == DEAD or s.version is None or s.lent for s in self._servers)
 
     def _judge(self, first: bool, timeout_secs: float) -> None:
         """The push is over: whoever does not hold the target is not HEALTHY."""
@@ -278,7 +323,7 @@ class Publisher:
                 async with asyncio.timeout(self._poll_secs):
                     await server.due.wait()
             server.due.clear()
-            if self._target is not None:
+            if self._target is not None and not server.lent:
                 await self._look_after(client, server, self._target)
 
     async def _look_after(
@@ -288,8 +333,9 @@ class Publisher:
             await self._bring_to(client, server, target)
             # During a push the weights before it are still the current ones.
             current = (self._target.version, self._held if self._pushing else None)
-            server.state = HEALTHY if server.version in current else STALE
-            server.reason = f"holds version {server.version}"
+            if not server.lent:  # meanwhile
+                server.state = HEALTHY if server.version in current else STALE
+                server.reason = f"holds version {server.version}"
         except ServerError as error:
             server.state = STALE if await _answers(client, server) else DEAD
             server.reason = str(error)
@@ -388,6 +434,7 @@ class _Server:
     reason: str = "has not answered yet"
     version: int | None = None  # of the weights; None before the first push
     tried: _Target | None = None  # the last target that it took or failed to take
+    lent: bool = False  # to an evaluation
     due: asyncio.Event = dataclasses.field(
         default_factory=asyncio.Event
     )  # do not sleep till the next look

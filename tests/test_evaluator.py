@@ -1,0 +1,212 @@
+"""Evaluation while a run trains: what it scores, the server it is lent, and the best checkpoint."""
+
+import asyncio
+import functools
+import threading
+import time
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from fake_sglang import FakeServer, answer, token
+
+from jaxrl_async.channels.weight_store import WeightStore
+from jaxrl_async.checkpoint import Checkpoints
+from jaxrl_async.evaluator import Evaluator, best_version
+from jaxrl_async.rewards.pool import RewardPool
+from jaxrl_async.servers.client import InferenceClient
+from jaxrl_async.servers.publisher import Publisher
+from jaxrl_async.servers.transports import TRANSPORTS
+from jaxrl_async.types import Prompt
+
+WAIT_SECS = 20.0  # Of the tests for what should come soon.
+SEED = 3
+
+
+@pytest.fixture
+def servers():
+    servers = [FakeServer().start(), FakeServer().start()]
+    yield servers
+    for server in servers:
+        server.stop()
+
+
+def text(prompt: int, sample: int) -> str:
+    """What the fake server answers to a prompt of two tokens: three tokens from its seed and position."""
+    seed = SEED * 1_000_003 + prompt * 3 + sample
+    return " ".join(str(token(seed, 2 + i)) for i in range(3))
+
+
+def make(workdir, answers, *, timeout_secs=WAIT_SECS, reward="exact"):
+    prompts = [Prompt(i, np.array([5, i], np.int32), "", a) for i, a in enumerate(answers)]
+    return Evaluator(
+        workdir,
+        prompts,
+        every_steps=4,
+        num_samples=2,
+        max_new_tokens=3,
+        temperature=1.0,
+        stop_token_ids=(0,),
+        seed=SEED,
+        max_running_requests=2,
+        timeout_secs=timeout_secs,
+        decode=lambda ids: " ".join(map(str, ids)),
+        pool=functools.partial(
+            RewardPool,
+            reward,
+            num_processes=1,
+            timeout_secs=WAIT_SECS,
+            memory_bytes=0,
+            calls_per_process=0,
+        ),
+    )
+
+
+def evaluate(evaluator, server, version=8):
+    async def run():
+        async with InferenceClient() as client:
+            await evaluator.run(client, server.address, version)
+
+    asyncio.run(run())
+    return evaluator.pop()
+
+
+def test_greedy_and_sampled_completions_are_scored_for_the_version(servers, tmp_path):
+    # Greedy is right for prompts 0 and 1, one sample of two for prompt 2.
+    evaluator = make(tmp_path, [text(0, 0), text(1, 0), text(2, 1)])
+    servers[0].version = "8"
+    row = evaluate(evaluator, servers[0])
+    assert row["eval/version"] == 8
+    assert row["eval/greedy"] == pytest.approx(2 / 3)
+    assert (row["eval/pass@1"], row["eval/pass@2"]) == pytest.approx((1 / 6, 1 / 3))
+    assert row["eval/greedy_low"] < 2 / 3 < row["eval/greedy_high"]
+    assert evaluator.pop() == {}  # once
+    temperatures = [p["sampling_params"]["temperature"] for p in servers[0].payloads("/generate")]
+    assert sorted(temperatures) == [0.0] * 3 + [1.0] * 6
+
+
+def test_only_every_nth_version_is_wanted(tmp_path):
+    evaluator = make(tmp_path, ["1"])
+    assert [v for v in range(10) if evaluator.wants(v)] == [0, 4, 8]
+
+
+def test_a_token_of_another_version_is_no_score(servers, tmp_path, caplog):
+    evaluator = make(tmp_path, [text(0, 0)])
+    servers[0].version = "8"
+    servers[0].answers = [answer([1, 2, 3], versions=[("8", 2), ("9", 1)])]
+    assert evaluate(evaluator, servers[0]) == {"eval/version": 8}
+    assert "sampled tokens with version 9" in caplog.text
+    assert best_version(tmp_path) is None
+
+
+def test_a_server_that_hangs_ends_at_the_deadline(servers, tmp_path, caplog):
+    evaluator = make(tmp_path, [text(0, 0)], timeout_secs=0.3)
+    servers[0].hang.add("/generate")
+    assert evaluate(evaluator, servers[0]) == {"eval/version": 8}
+    assert "version 8 is not evaluated" in caplog.text
+
+
+def test_a_reward_that_cannot_be_found_costs_the_evaluation_alone(servers, tmp_path, caplog):
+    evaluator = make(tmp_path, [text(0, 0)], reward="nowhere:nothing")
+    assert evaluate(evaluator, servers[0]) == {"eval/version": 8}
+    assert "version 8 is not evaluated" in caplog.text and "nowhere" in caplog.text
+
+
+def test_the_best_version_is_kept_over_a_restart_and_its_checkpoint_too(servers, tmp_path):
+    right = make(tmp_path, [text(0, 0)])
+    servers[0].version = "4"
+    evaluate(right, servers[0], 4)
+    wrong = make(tmp_path, ["nothing"])  # as after a restart
+    servers[0].version = "8"
+    evaluate(wrong, servers[0], 8)
+    assert best_version(tmp_path) == 4
+    best = functools.partial(best_version, tmp_path)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1, best=best)
+    for step in (0, 4, 8, 12):
+        checkpoints.save(step, {"w": jnp.zeros(2)}, {})
+    assert checkpoints.steps() == [0, 4, 12]
+
+
+class Evaluation:
+    """Stands for an Evaluator: works until it is let go."""
+
+    def __init__(self):
+        self.go, self.ran, self.over = threading.Event(), [], []
+
+    def wants(self, version):
+        return version == 0
+
+    async def run(self, client, address, version):
+        self.ran.append((address, version))
+        while not self.go.is_set():
+            await asyncio.sleep(0.005)
+        self.over.append(version)
+
+    def pop(self):
+        return {}
+
+
+@pytest.fixture
+def lending(tmp_path):
+    """(publisher of servers, its evaluation, what the queue was told, write)"""
+    store, publishers = WeightStore(tmp_path / "weights", keep=100), []
+
+    def start(servers):
+        evaluation, told = Evaluation(), []
+        publisher = Publisher(
+            {server.address: [server.address] for server in servers},
+            client=InferenceClient(),
+            transport=functools.partial(TRANSPORTS["disk"], mode="retract"),
+            announce=lambda version, records, position, run_epoch: told.append(
+                (version, [(r.state, r.version) for r in records])
+            ),
+            push_timeout_secs=WAIT_SECS,
+            poll_secs=0.02,
+            start_timeout_secs=WAIT_SECS,
+            evaluation=evaluation,
+        )
+        publishers.append(publisher)
+
+        def publish(version):
+            def write():
+                return store.write(version, [("weight", np.array([version]))], {})
+
+            publisher.publish(version, write, timeout_secs=WAIT_SECS)
+
+        return publisher, evaluation, told, publish
+
+    yield start
+    for publisher in publishers:
+        publisher.close()
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + WAIT_SECS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_lent_server_keeps_its_version_while_pushes_reach_the_others(lending, servers):
+    publisher, evaluation, told, publish = lending(servers)
+    publish(0)
+    wait_until(lambda: told and told[-1] == (0, [("HEALTHY", 0), ("STALE", 0)]))
+    publish(1)
+    publisher.wait(1, timeout_secs=WAIT_SECS)
+    assert [server.version for server in servers] == ["1", "0"]
+    assert evaluation.ran == [(servers[1].address, 0)] and not evaluation.over
+    evaluation.go.set()
+    wait_until(lambda: told[-1] == (1, [("HEALTHY", 1), ("HEALTHY", 1)]))
+    assert servers[1].version == "1"
+
+
+def test_a_push_waits_for_the_evaluation_on_the_only_server(lending, servers):
+    publisher, evaluation, told, publish = lending(servers[:1])
+    publish(0)
+    wait_until(lambda: evaluation.ran)
+    publish(1)
+    wait_until(lambda: "evaluation of version 0" in publisher.waits_for())
+    assert servers[0].version == "0" and told[-1] == (0, [("HEALTHY", 0)])
+    evaluation.go.set()
+    publisher.wait(1, timeout_secs=WAIT_SECS)
+    assert servers[0].version == "1" and evaluation.over == [0]
