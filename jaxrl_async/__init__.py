@@ -1,3 +1,32 @@
-"""jaxrl_async: an asynchronous RL trainer for language models, in JAX."""
+"""jaxrl_async: an asynchronous RL trainer for language models, in JAX.
+
+    config = jaxrl_async.load_config("configs/quickstart.py")
+    run = jaxrl_async.run(config, workdir="runs/a")
+    run.evaluate()
+
+Names are imported when they are asked for: a role's process loads no more than it needs.
+"""
+
+import importlib
 
 __version__ = "0.1.0"
+
+_NAMES = {
+    "run": "jaxrl_async.api",
+    "Run": "jaxrl_async.api",
+    "load_config": "jaxrl_async.api",
+    "register_task": "jaxrl_async.tasks",
+    "register_reward": "jaxrl_async.rewards",
+    "Example": "jaxrl_async.tasks",
+}
+__all__ = list(_NAMES)
+
+
+def __getattr__(name: str):
+    if name not in _NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_NAMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -176,11 +176,12 @@ def task_of(settings: Settings):
 
 def reward_pool_of(settings: Settings, reward: str):
     """Processes that score completions with a reward, within the run's bounds; not started yet."""
+    from jaxrl_async.rewards import REWARDS, importable
     from jaxrl_async.rewards.pool import RewardPool
 
     rollout = settings.rollout
     return RewardPool(
-        reward,
+        importable(reward, REWARDS),
         num_processes=rollout.reward_processes,
         timeout_secs=rollout.reward_timeout_secs,
         memory_bytes=rollout.reward_memory_bytes,

@@ -48,7 +48,13 @@ class Role:
     log: pathlib.Path
 
 
-def run(settings: Settings, *, workdir: pathlib.Path, resume: bool) -> None:
+def run(
+    settings: Settings,
+    *,
+    workdir: pathlib.Path,
+    resume: bool,
+    on_step: Callable[[], None] | None = None,
+) -> None:
     """Runs all roles until the learner is done. A role that is killed is started again, within bounds.
 
     A role that ends by itself has said why in its log, and ends the run; but a server is started again in any case.
@@ -57,6 +63,7 @@ def run(settings: Settings, *, workdir: pathlib.Path, resume: bool) -> None:
       settings: the run.
       workdir: holds config.json; receives logs/ROLE.log.
       resume: go on from the last checkpoint.
+      on_step: called here when steps have ended.
 
     Raises:
       RoleDiedError: a role failed, or roles were killed more often than supervisor.max_restarts.
@@ -95,7 +102,7 @@ def run(settings: Settings, *, workdir: pathlib.Path, resume: bool) -> None:
     try:
         for name in names:
             roles.append(start(name, resume))
-        _watch(roles, len(learners), settings, workdir, queue_address, start)
+        _watch(roles, len(learners), settings, workdir, queue_address, start, on_step)
     finally:
         stop(roles)
 
@@ -254,6 +261,7 @@ def _watch(
     workdir,
     queue_address: str,
     start: Callable[[str, bool], Role],
+    on_step: Callable[[], None] | None,
 ) -> None:
     """Until every learner process, which come last, is done; or a role failed."""
     restarts = _Restarts(settings.supervisor.max_restarts, workdir, start)
@@ -264,7 +272,7 @@ def _watch(
         contextlib.closing(channel),
         tqdm.tqdm(total=settings.learner.num_steps, unit="step", dynamic_ncols=True) as bar,
     ):
-        progress = _progress(bar, workdir, roles[-num_learners].log, channel)
+        progress = _progress(bar, workdir, roles[-num_learners].log, channel, on_step)
         while not all(role.process.poll() == 0 for role in roles[-num_learners:]):
             for i, role in enumerate(roles[:-num_learners]):
                 if role.process.poll() is not None:
@@ -352,12 +360,20 @@ def how_it_ended(code: int) -> str:
     return f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
 
 
-def _progress(bar, workdir, log: pathlib.Path, channel: grpc.Channel) -> Iterator[None]:
+def _progress(
+    bar,
+    workdir,
+    log: pathlib.Path,
+    channel: grpc.Channel,
+    on_step: Callable[[], None] | None,
+) -> Iterator[None]:
     """Advances the bar at every `next`: the last step's metrics, and who waits for whom."""
     while True:
         before, row = bar.postfix, last_metrics(workdir)
         if row:
-            bar.n = int(row["step"])
+            last, bar.n = bar.n, int(row["step"])
+            if on_step is not None and bar.n != last:
+                on_step()
             found = queue_client.glance(channel) if sys.stderr.isatty() else None
             waits = "; ".join(found.waits) if found else ""
             bar.set_postfix_str(_summary(row, waits), refresh=False)

@@ -97,6 +97,7 @@ def test_every_room_is_under_the_rule():
         "__init__",
         "__main__",
         "cli",
+        "api",
         "roles",
         "settings",
         "supervisor",

@@ -1,6 +1,7 @@
 """Rewards: functions of a completion and a gold answer, by name. They know nothing of prompts or tokens."""
 
 import difflib
+import functools
 import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,6 +18,45 @@ REWARDS: dict[str, Reward | str] = {
     "math_verify": "jaxrl_async.rewards.math_verifier:math_verify",
     "positions": positions,
 }
+
+
+def register_reward(name: str) -> Callable[[Reward], Reward]:
+    """Decorates a reward of a module of yours, so that a task may name it.
+
+        @jaxrl_async.register_reward("within_one")
+        def within_one(completion: str, answer: str) -> float: …
+
+    Args:
+      name: new in REWARDS, or this very function's.
+
+    Raises (when it decorates):
+      ValueError: the name is taken, or other processes cannot import the function.
+    """
+    return functools.partial(register, "reward", name, REWARDS)
+
+
+def register(what: str, name: str, table: dict[str, Any], entry: Any) -> Any:
+    """Adds "module:attribute" of a class or function to a table, by which any process finds it; returns the entry.
+
+    Raises:
+      ValueError: the name is taken, or no other process could import the entry.
+    """
+    spec = f"{entry.__module__}:{entry.__qualname__}"
+    if entry.__module__ == "__main__" or "." in entry.__qualname__:
+        raise ValueError(
+            f"{what} {name!r} is {spec}, which other processes cannot import: define it at the top of a module (in a "
+            "notebook: a cell that begins with %%writefile my_task.py, and then `import my_task`)"
+        )
+    if table.get(name, spec) != spec:
+        raise ValueError(f"there is a {what} {name!r} already: {table[name]}")
+    table[name] = spec
+    return entry
+
+
+def importable(name: str, table: Mapping[str, Any]) -> str:
+    """What finds an entry in any process: "module:attribute" where it was registered, else the name itself."""
+    entry = table.get(name)
+    return entry if isinstance(entry, str) else name
 
 
 def reward_function(name: str) -> Reward:

@@ -1,20 +1,36 @@
 """Tasks: prompts, gold answers and demonstrations, by name. A task knows nothing of tokens, models or queues."""
 
+import functools
 from collections.abc import Callable
 
-from jaxrl_async.rewards import find
+from jaxrl_async.rewards import find, register
 from jaxrl_async.tasks.arithmetic import Arithmetic
 from jaxrl_async.tasks.gsm8k import Gsm8k
 from jaxrl_async.tasks.task import Example, Task
 from jaxrl_async.tasks.token_reversal import TokenReversal
 
-__all__ = ["TASKS", "Example", "Task", "make_task"]
+__all__ = ["TASKS", "Example", "Task", "make_task", "register_task"]
 
-TASKS: dict[str, Callable[..., Task]] = {
+TASKS: dict[str, Callable[..., Task] | str] = {
     "arithmetic": Arithmetic,
     "gsm8k": Gsm8k,
     "token_reversal": TokenReversal,
 }
+
+
+def register_task(name: str) -> Callable[[Callable[..., Task]], Callable[..., Task]]:
+    """Decorates a task of a module of yours, so that a config may name it once the module is imported.
+
+        @jaxrl_async.register_task("coins")
+        class Coins: …
+
+    Args:
+      name: new in TASKS, or this very factory's.
+
+    Raises (when it decorates):
+      ValueError: the name is taken, or other processes cannot import the factory.
+    """
+    return functools.partial(register, "task", name, TASKS)
 
 
 def make_task(name: str, **kwargs) -> Task:

@@ -1,0 +1,116 @@
+"""The programmatic door: a config in, a run out. It does what the verbs `train`, `evaluate` and `report` do."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import ml_collections
+
+from jaxrl_async import report, rewards, roles, supervisor, tasks
+from jaxrl_async.cli.config import load_config, settings_of
+from jaxrl_async.metrics import read_metrics
+
+__all__ = ["Run", "begin", "load_config", "run"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run by its directory, under way or over."""
+
+    workdir: pathlib.Path
+
+    def __post_init__(self):
+        object.__setattr__(self, "workdir", pathlib.Path(self.workdir).absolute())
+
+    @property
+    def config(self) -> ml_collections.ConfigDict:
+        """What the run was started with."""
+        return load_config(str(self.workdir / "config.json"))
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        """One row per step so far; the names are those of jaxrl_async.metrics.METRICS."""
+        return read_metrics(self.workdir)
+
+    def evaluate(self, steps: Sequence[int | str] = (0, "last")) -> list[dict[str, float]]:
+        """Scores checkpoints on held-out prompts, in a process of its own.
+
+        Args:
+          steps: checkpoints; "last" is the newest, "best" the best of the evaluations while the run trained.
+
+        Returns:
+          One row per checkpoint: step, greedy, pass@1 and pass@n, with their intervals.
+
+        Raises:
+          RuntimeError: it failed; the message is what it printed last.
+        """
+        words = [sys.executable, "-m", "jaxrl_async", "evaluate", f"--workdir={self.workdir}"]
+        words.append(f"--steps={','.join(map(str, steps))}")
+        done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        if done.returncode:
+            raise RuntimeError(f"evaluate: {done.stderr.strip()[-2000:]}")
+        return json.loads((self.workdir / "evaluation.json").read_text("utf-8"))
+
+    def report(self) -> pathlib.Path:
+        """Writes report.html and returns its path."""
+        return report.write_report(self.workdir)
+
+
+def run(
+    config: ml_collections.ConfigDict,
+    *,
+    workdir: str | os.PathLike | None = None,
+    resume: bool = False,
+    on_step: Callable[[Run], None] | None = None,
+) -> Run:
+    """Trains, with every role on this machine, and returns when the run is over.
+
+    Args:
+      config: of a file in configs/ (`load_config`), changed as you like.
+      workdir: of the run; runs/TASK-TIME for None.
+      resume: go on from the last checkpoint in the workdir.
+      on_step: called after steps, in this thread, with the run so far; a plot, say.
+
+    Raises:
+      SettingsError: the config contradicts itself.
+      ValueError, OSError: the workdir cannot be used, or the task not be read.
+      RoleDiedError, StalledError: the run failed.
+    """
+    settings = settings_of(config)
+    run = Run(workdir or f"runs/{settings.task.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    roles.check_access(settings, "all", 0)
+    settings = begin(config, run.workdir, resume=resume)
+    roles.prepare(settings, run.workdir)
+    supervisor.run(
+        settings,
+        workdir=run.workdir,
+        resume=resume,
+        on_step=(lambda: on_step(run)) if on_step else None,
+    )
+    return run
+
+
+def begin(config: ml_collections.ConfigDict, workdir: pathlib.Path, *, resume: bool):
+    """Makes the directory of a run, with its config.json, and returns the settings there.
+
+    What was registered by name is written as "module:attribute", which other processes can import.
+
+    Raises:
+      ValueError: it holds a run and resume is False, or has none to resume.
+    """
+    checkpoints = workdir / "checkpoints"
+    started = checkpoints.is_dir() and any(checkpoints.iterdir())
+    if started and not resume:
+        raise ValueError(f"{workdir} holds a run: go on with --resume, or name another --workdir")
+    if resume and not started:
+        raise ValueError(f"{workdir} has no checkpoint to resume from")
+    config = config.copy_and_resolve_references()
+    config.task.name = rewards.importable(config.task.name, tasks.TASKS)
+    workdir.mkdir(parents=True, exist_ok=True)
+    (workdir / "config.json").write_text(config.to_json(indent=2), encoding="utf-8")
+    return settings_of(config)

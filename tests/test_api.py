@@ -1,0 +1,121 @@
+"""The programmatic door: a run from Python, and tasks and rewards of one's own."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import jaxrl_async
+from jaxrl_async import api, rewards, tasks
+from jaxrl_async.cli.config import load_config
+
+MODULE = """
+import jaxrl_async
+
+
+@jaxrl_async.register_reward("same_length")
+def same_length(completion: str, answer: str) -> float:
+    return float(len(completion) == len(answer))
+
+
+@jaxrl_async.register_task("echo")
+class Echo:
+    reward = "same_length"
+
+    def examples(self, split):
+        first = 0 if split == "train" else 50
+        return [jaxrl_async.Example(f"{i}+", str(i)) for i in range(first, first + 50)]
+
+    def demonstrations(self, num=None):
+        pairs = [(e.text, e.answer) for e in self.examples("train")]
+        return [pairs[i % len(pairs)] for i in range(num or len(pairs))]
+"""
+
+
+@pytest.fixture
+def echo_task(tmp_path, monkeypatch):
+    """A module of the user's, found by every process that is started here."""
+    (tmp_path / "echo_task.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "echo_task", None)
+    del sys.modules["echo_task"]
+    import echo_task
+
+    yield echo_task
+    tasks.TASKS.pop("echo", None)
+    rewards.REWARDS.pop("same_length", None)
+
+
+def smoke(**changes):
+    config = load_config("configs/quickstart.py:smoke")
+    config.update_from_flattened_dict(changes)
+    return config
+
+
+def test_a_run_from_python_with_a_task_and_reward_of_ones_own(echo_task, tmp_path, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "")
+    config = smoke(**{"learner.groups_per_step": 4, "warm_start.num_steps": 0})
+    with config.unlocked():
+        config.task.args = {}
+    config.task.name = "echo"
+    seen = []
+    run = jaxrl_async.run(
+        config, workdir=tmp_path / "run", on_step=lambda run: seen.append(len(run.metrics))
+    )
+    assert [row["step"] for row in run.metrics] == [1, 2]
+    assert seen and seen[-1] == 2
+    assert run.config.task.name == "echo_task:Echo"  # what other processes can import
+    (row,) = run.evaluate(["last"])
+    assert row["step"] == 2 and 0 <= row["greedy_low"] <= row["greedy"] <= row["greedy_high"] <= 1
+    assert run.report().read_text().startswith("<!doctype html>")
+    with pytest.raises(ValueError, match="holds a run"):
+        jaxrl_async.run(config, workdir=run.workdir)
+
+
+def test_what_other_processes_cannot_import_is_refused():
+    def local(completion, answer):
+        return 0.0
+
+    with pytest.raises(ValueError, match="cannot import: define it at the top of a module"):
+        jaxrl_async.register_reward("mine")(local)
+    local.__qualname__, local.__module__ = "local", "__main__"
+    with pytest.raises(ValueError, match="%%writefile"):
+        jaxrl_async.register_reward("mine")(local)
+    assert "mine" not in rewards.REWARDS
+
+
+def test_a_name_that_is_taken_is_refused_and_the_same_again_is_not(echo_task):
+    jaxrl_async.register_task("echo")(echo_task.Echo)
+    with pytest.raises(ValueError, match="there is a task 'arithmetic' already"):
+        jaxrl_async.register_task("arithmetic")(echo_task.Echo)
+
+
+def test_a_workdir_is_begun_once_and_resumed_only_with_a_checkpoint(tmp_path):
+    workdir = tmp_path / "run"
+    with pytest.raises(ValueError, match="no checkpoint to resume from"):
+        api.begin(smoke(), workdir, resume=True)
+    settings = api.begin(smoke(), workdir, resume=False)
+    assert settings.learner.num_steps == 2
+    assert json.loads((workdir / "config.json").read_text())["task"]["name"] == "arithmetic"
+    (workdir / "checkpoints" / "0").mkdir(parents=True)
+    with pytest.raises(ValueError, match="holds a run"):
+        api.begin(smoke(), workdir, resume=False)
+    api.begin(smoke(), workdir, resume=True)
+
+
+def test_an_evaluation_that_fails_says_why(tmp_path):
+    api.begin(smoke(), tmp_path, resume=False)
+    with pytest.raises(RuntimeError, match="no checkpoint"):
+        jaxrl_async.Run(tmp_path).evaluate()
+
+
+def test_importing_the_package_loads_nothing_else():
+    code = (
+        "import sys, jaxrl_async; print([m for m in sys.modules if m.startswith(('jax', 'grpc'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['jaxrl_async']"
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        jaxrl_async.nothing  # noqa: B018
