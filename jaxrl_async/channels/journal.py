@@ -36,6 +36,9 @@ FORMAT = 1
 MAX_TRANSACTION = 256  # Events written together at most.
 # Of the log, before it is brought into the file, which waits for the disk; with SQLite's 4 MB it does so all the time.
 CHECKPOINT_BYTES = 64 << 20
+PAGE_BYTES = (
+    16 << 10
+)  # A group takes many of SQLite's usual 4 KB, each with a checksum and a frame of its own.
 CLOSE_TIMEOUT_SECS = 10.0
 
 _NETWORK_FILE_SYSTEMS = frozenset(
@@ -143,6 +146,7 @@ class Journal:
     def _open(self, batch_groups: int, mode: str, synchronous: str) -> None:
         c = self._connection
         c.execute("PRAGMA locking_mode = EXCLUSIVE")
+        c.execute(f"PRAGMA page_size = {PAGE_BYTES}")  # of a new file
         c.execute(f"PRAGMA journal_mode = {mode.upper()}")
         c.execute(f"PRAGMA synchronous = {synchronous.upper()}")
         (page_bytes,) = c.execute("PRAGMA page_size").fetchone()
