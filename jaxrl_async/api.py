@@ -7,7 +7,9 @@ import pathlib
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import ml_collections
 
@@ -49,16 +51,39 @@ class Run:
         Raises:
           RuntimeError: it failed; the message is what it printed last.
         """
-        words = [sys.executable, "-m", "jaxrl_async", "evaluate", f"--workdir={self.workdir}"]
-        words.append(f"--steps={','.join(map(str, steps))}")
-        done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-        if done.returncode:
-            raise RuntimeError(f"evaluate: {done.stderr.strip()[-2000:]}")
+        self._verb("evaluate", f"--steps={','.join(map(str, steps))}")
         return json.loads((self.workdir / "evaluation.json").read_text("utf-8"))
+
+    def replay(
+        self, out: str | os.PathLike, overrides: Mapping[str, Any] = types.MappingProxyType({})
+    ) -> "Run":
+        """Trains again on the groups that this run was trained on, in a process of its own.
+
+        Args:
+          out: empty directory of the replay.
+          overrides: config keys and values, {"loss.anchor": "behavior"}: another objective on identical data. Without
+            any, every checkpoint must come out the same, bit for bit.
+
+        Returns:
+          The replay.
+
+        Raises:
+          RuntimeError: it failed, or a bit differs; the message is what it printed last.
+        """
+        out = pathlib.Path(out).absolute()
+        changes = [f"--config.{key}={value}" for key, value in overrides.items()]
+        self._verb("replay", f"--out={out}", *changes)
+        return Run(out)
 
     def report(self) -> pathlib.Path:
         """Writes report.html and returns its path."""
         return report.write_report(self.workdir)
+
+    def _verb(self, verb: str, *flags: str) -> None:
+        words = [sys.executable, "-m", "jaxrl_async", verb, f"--workdir={self.workdir}", *flags]
+        done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        if done.returncode:
+            raise RuntimeError(f"{verb}: {(done.stdout + done.stderr).strip()[-2000:]}")
 
 
 def run(

@@ -70,6 +70,7 @@ def test_a_run_from_python_with_a_task_and_reward_of_ones_own(echo_task, tmp_pat
     (row,) = run.evaluate(["last"])
     assert row["step"] == 2 and 0 <= row["greedy_low"] <= row["greedy"] <= row["greedy_high"] <= 1
     assert run.report().read_text().startswith("<!doctype html>")
+    assert len(run.replay(tmp_path / "again").metrics) == 2  # else it would have raised
     with pytest.raises(ValueError, match="holds a run"):
         jaxrl_async.run(config, workdir=run.workdir)
 
