@@ -371,7 +371,7 @@ async def fill_until_it_stops(address):
     async with QueueClient(address, **timeouts) as client:
         with pytest.raises(QueueError, match="database or disk is full"):
             for permit in await client.admit(12, 5.0):
-                await client.push(group(permit, num_tokens=60))
+                await client.push(group(permit, num_tokens=240))
     learner.__exit__()
     await asyncio.sleep(1.0)  # The service looks at its journal.
 
