@@ -350,7 +350,7 @@ def test_the_kind_of_a_file_system_is_found():
 async def test_a_full_disk_stops_the_queue_and_says_so(tmp_path):
     journal = Journal(tmp_path / "j", batch_groups=4)
     (pages,) = journal._connection.execute("PRAGMA page_count").fetchone()
-    journal._connection.execute(f"PRAGMA max_page_count = {pages + 3}")
+    journal._connection.execute(f"PRAGMA max_page_count = {pages + 1}")
     with pytest.raises(JournalError, match=r"j: database or disk is full"):
         async with served(journal=journal, **ADMISSION) as address:
             await fill_until_it_stops(address)
@@ -371,7 +371,7 @@ async def fill_until_it_stops(address):
     async with QueueClient(address, **timeouts) as client:
         with pytest.raises(QueueError, match="database or disk is full"):
             for permit in await client.admit(12, 5.0):
-                await client.push(group(permit, num_tokens=240))
+                await client.push(group(permit, num_tokens=60))
     learner.__exit__()
     await asyncio.sleep(1.0)  # The service looks at its journal.
 
