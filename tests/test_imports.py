@@ -14,6 +14,7 @@ MAY_IMPORT = {
     "loss_config": set(),
     "metrics": set(),
     "scores": set(),
+    "simulate": {"channels"},
     "tasks": {"types", "metrics", "rewards"},
     "rewards": {"types", "metrics"},
     "channels": {"types", "metrics", "security"},
@@ -55,6 +56,7 @@ WITHOUT_JAX = (
     "scores",
     "evaluator",
     "rollout",
+    "simulate",
 )
 JAX = {"jax", "flax", "optax", "orbax", "chex"}
 

@@ -11,6 +11,7 @@ import collections
 import dataclasses
 import heapq
 import logging
+import operator
 from collections.abc import Collection
 from typing import Any
 
@@ -420,7 +421,8 @@ class Admission:
 
     def _outstanding(self) -> tuple[Permit, ...]:
         out = {**self._running, **self._held, **self._leased}
-        return tuple(sorted([*self._reissue, *(Permit(i, g.attempt) for i, g in out.items())]))
+        permits = [*self._reissue, *(Permit(i, g.attempt) for i, g in out.items())]
+        return tuple(sorted(permits, key=operator.attrgetter("prompt_index")))  # each index once
 
     def _restore(self, position: Position) -> None:
         committed = position.step * self._batch_groups

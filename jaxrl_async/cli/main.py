@@ -13,6 +13,7 @@ VERBS = {
     "replay": "train again on the journal of a run: the same parameters, or another objective on the same data",
     "status": "say who waits for whom in a run, and since when",
     "parity": "compare a server's log-probs with the learner's, and name the likely cause",
+    "simulate": "say what a run would do: steps a second, idle shares, staleness, the best split of devices",
     "report": "write report.html from a run's workdir",
 }
 

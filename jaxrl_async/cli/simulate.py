@@ -1,0 +1,183 @@
+"""`simulate`: what a run would do, without running it."""
+
+import dataclasses
+import json
+import math
+import pathlib
+from typing import Any
+
+from jaxrl_async import simulate
+from jaxrl_async.channels.journal import JournalError
+from jaxrl_async.cli.config import UsageError, parse_flags, settings_of
+from jaxrl_async.settings import Settings
+from jaxrl_async.simulate import Outcome, Plan
+
+USAGE = """Says what a run would do, by discrete events under a virtual clock: steps a second, who waits, how stale the
+trained tokens are, what is dropped. The sizes come from --config=FILE[:ARG] where one is given, else from flags; what
+takes time is yours to say:
+
+    python -m jaxrl_async simulate --config=configs/quickstart.py --lengths=lognormal:300:1 --request_rate=80
+        --server_rate=4000 --step_secs=0.5 --token_secs=1e-5 --push_secs=1
+
+With --devices=N it tries the ways to divide N devices between learner and servers."""
+
+# What a config says, too; a flag that is given comes first.
+_SIZES = {
+    "mode": ("async", "sync, periodic or async"),
+    "num_steps": ("200", "steps"),
+    "groups_per_step": ("", "B"),
+    "group_size": ("", "G"),
+    "max_staleness": ("", "η, steps"),
+    "push_every_steps": ("1", "N"),
+    "chunk_groups": ("0", "groups a chunk, of mode periodic"),
+    "max_running_groups": ("1000000", "groups generated at once"),
+    "permit_timeout_secs": ("inf", "a group that takes longer is issued again"),
+    "max_attempts": ("1", "issues of one prompt before it is retired"),
+    "num_servers": ("", "inference servers"),
+    "num_slots": ("", "requests that run at once on a server"),
+    "max_new_tokens": ("0", "longer completions are cut; 0 for no bound"),
+    "seed": ("0", "of the lengths"),
+}
+_COSTS = {
+    "lengths": (
+        "",
+        "of completions: constant:L, uniform:LOW:HIGH, lognormal:MEAN:SIGMA, pareto:MEAN:ALPHA or journal:FILE",
+    ),
+    "request_rate": ("", "tokens/s of a request that is alone on a server"),
+    "server_rate": ("", "tokens/s that a server approaches as it fills"),
+    "step_secs": ("", "of the learner for a step, whatever is in it"),
+    "token_secs": ("", "of the learner for each completion token"),
+    "push_secs": ("0", "of a push of weights"),
+    "pause_secs": ("0", "of a push: generation stands still"),
+    "drop_share": ("0", "of generated groups that are retired for equal rewards"),
+    "warm_steps": ("", "at the start, left out of the figures; default a tenth"),
+    "devices": ("0", "to be divided between learner and servers"),
+    "devices_per_server": ("1", "with --devices"),
+    "learner_devices": ("1", "with --devices: how many --token_secs was measured on"),
+    "out": ("", "JSON file for what is printed, and more"),
+}
+
+
+def main(argv: list[str]) -> int:
+    has_config = any(word.startswith("--config") for word in argv)
+    flags = parse_flags(USAGE, argv, config=has_config, **_SIZES, **_COSTS)
+    given = _sizes_of(settings_of(flags.config)) if has_config else {}
+    words = {name: _word(name, flags, given) for name in (*_SIZES, *_COSTS)}
+    words["warm_steps"] = words["warm_steps"] or str(_number("num_steps", words, int) // 10)
+    if words["devices"] != "0":
+        words["num_servers"] = "1"  # It is what is asked for.
+    if missing := [name for name in _NEEDED if not words[name]]:
+        raise UsageError(", ".join(f"--{name}" for name in missing) + " must be given")
+    try:
+        plan = Plan(**{f.name: _number(f.name, words, f.type) for f in dataclasses.fields(Plan)})
+        cut = _number("max_new_tokens", words, int)
+        lengths = simulate.lengths_of(words["lengths"], cut)
+        devices = _number("devices", words, int)
+        found = _splits(plan, lengths, words) if devices else simulate.simulate(plan, lengths)
+    except (ValueError, JournalError) as error:
+        raise UsageError(str(error)) from None
+    except simulate.StallError as error:
+        print(f"simulate: the learner would wait for ever: {error}")
+        return 1
+    inputs = dataclasses.asdict(plan) | {"lengths": words["lengths"], "max_new_tokens": cut}
+    result: dict[str, Any] = {"plan": inputs}
+    if devices:
+        best = max(found, key=lambda row: row[1].steps_per_sec)[0]
+        print(_split_table(found, best, devices, _number("devices_per_server", words, int)))
+        result["splits"] = [dataclasses.asdict(o) | {"num_servers": n} for n, o in found]
+        result["best_num_servers"] = best
+    else:
+        print(table(found))
+        result["outcome"] = dataclasses.asdict(found)
+    if words["out"]:
+        text = json.dumps(_finite(result), indent=2)
+        pathlib.Path(words["out"]).write_text(text + "\n", encoding="utf-8")
+    return 0
+
+
+def table(outcome: Outcome) -> str:
+    """An outcome in words, a line each."""
+    o = outcome
+    stale = ", ".join(f"{k}: {share:.1%}" for k, share in o.staleness.items())
+    lost = ", ".join(f"{count} {reason}" for reason, count in o.dropped.items()) or "none"
+    rows = {
+        "steps/s": f"{o.steps_per_sec:.4g}  ({1 / o.steps_per_sec:.4g} s a step)"
+        if o.steps_per_sec
+        else "no time passed",
+        "trained tokens/s": f"{o.trained_tokens_per_sec:,.0f}",
+        "learner": f"waits {o.wait_data_share:.1%} for data, {o.wait_push_share:.1%} for pushes",
+        "servers": f"idle {o.servers_idle_share:.1%}, paused {o.servers_paused_share:.1%}; "
+        f"slots used {o.slots_used_share:.1%}",
+        "staleness": f"mean {o.staleness_mean:.2f}, at most {o.staleness_max} ({stale})",
+        "dropped groups": f"{o.drop_share:.1%} ({lost})",
+        "completion length": f"{o.mean_generated:.1f} generated, {o.mean_trained:.1f} trained on "
+        f"(bias {o.length_bias:.3f})",
+    }
+    return "\n".join(f"{name:18} {text}" for name, text in rows.items())
+
+
+def _splits(plan: Plan, lengths: simulate.Lengths, words: dict[str, str]):
+    sizes = ("devices", "devices_per_server", "learner_devices")
+    return simulate.split(plan, lengths, **{name: _number(name, words, int) for name in sizes})
+
+
+def _split_table(rows: list[tuple[int, Outcome]], best: int, devices: int, per_server: int) -> str:
+    lines = ["servers  learner devices    steps/s  learner waits  servers idle  staleness"]
+    for servers, o in rows:
+        waits = o.wait_data_share + o.wait_push_share
+        lines.append(
+            f"{servers:7}  {devices - servers * per_server:15}  {o.steps_per_sec:9.4g}  {waits:13.1%}  "
+            f"{o.servers_idle_share:12.1%}  {o.staleness_mean:9.2f}"
+            + "  ← best"
+            * (servers == best)
+        )
+    return "\n".join(lines)
+
+
+def _sizes_of(settings: Settings) -> dict[str, Any]:
+    """What a config says of _SIZES."""
+    s = settings
+    return {
+        "mode": s.mode,
+        "num_steps": s.learner.num_steps,
+        "groups_per_step": s.learner.groups_per_step,
+        "group_size": s.rollout.group_size,
+        "max_staleness": s.queue.max_staleness,
+        "push_every_steps": s.weights.push_every_steps,
+        "chunk_groups": s.queue.chunk_groups,
+        "max_running_groups": min(
+            s.queue.max_running_groups, s.rollout.num_workers * s.rollout.max_running_groups
+        ),
+        "permit_timeout_secs": s.queue.permit_timeout_secs,
+        "max_attempts": s.queue.max_attempts,
+        "num_servers": len(s.server.addresses) or s.server.num_local,
+        "num_slots": s.server.num_slots,
+        "max_new_tokens": s.rollout.max_new_tokens,
+        "seed": s.seed,
+    }
+
+
+def _word(name: str, flags: Any, given: dict[str, Any]) -> str:
+    if name in given and not flags[name].present:
+        return str(given[name])
+    return flags[name].value
+
+
+def _number(name: str, words: dict[str, str], kind: type) -> Any:
+    try:
+        return kind(words[name])
+    except ValueError:
+        raise UsageError(f"--{name} must be {kind.__name__}, got {words[name]!r}") from None
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN or infinity: they become null."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+_NEEDED = [name for name, (default, _) in {**_SIZES, **_COSTS}.items() if not default]
+_NEEDED = [name for name in _NEEDED if name not in ("warm_steps", "out")]
