@@ -204,9 +204,7 @@ def lengths_of(spec: str, max_new_tokens: int = 0) -> Lengths:
         except ValueError:
             numbers = []
         if len(numbers) != num or not all(map(math.isfinite, numbers)):
-            raise ValueError(
-                f"lengths {spec!r}: {kind} takes {num} numbers, {kind}:{':X' * num}"[:-1]
-            )
+            raise ValueError(f"lengths {spec!r}: {kind} takes {num} numbers, {kind}{':X' * num}")
         draw = make(*numbers)
     else:
         kinds = ", ".join((*_DISTRIBUTIONS, "journal"))

@@ -1,0 +1,363 @@
+"""The planner: steps by pencil, the bound on staleness at every event, lengths of a journal, what is refused."""
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+from test_journal import queue_of
+
+from jaxrl_async import simulate as simulation
+from jaxrl_async.cli import main
+from jaxrl_async.simulate import Plan, StallError, lengths_of, simulate
+
+ALONE = dict(request_rate=100.0, server_rate=math.inf)  # 100 tokens take 1 s, whatever else runs
+SHARED = dict(request_rate=math.inf, server_rate=100.0)  # 100 tokens take 1 s for all requests
+
+
+def make(**values) -> Plan:
+    """B = 4 groups of 2 samples; free learner and pushes."""
+    defaults = dict(
+        mode="async",
+        num_steps=10,
+        warm_steps=4,
+        groups_per_step=4,
+        group_size=2,
+        max_staleness=1,
+        push_every_steps=1,
+        chunk_groups=0,
+        max_running_groups=1000,
+        permit_timeout_secs=math.inf,
+        max_attempts=1,
+        num_servers=2,
+        num_slots=64,
+        step_secs=0.0,
+        token_secs=0.0,
+        push_secs=0.0,
+        pause_secs=0.0,
+        drop_share=0.0,
+        seed=0,
+    )
+    return Plan(**defaults | ALONE | values)
+
+
+def sync(**values) -> Plan:
+    return make(mode="sync", max_staleness=0, **values)
+
+
+def in_turn(*groups):
+    """Lengths: the groups given, then the last one for ever. Of prompts below 1024."""
+    rows = np.array([*groups, *[groups[-1]] * (1024 - len(groups))], float)
+    return lambda rng, num_groups, group_size: rows
+
+
+def test_a_synchronous_step_is_generation_then_training_then_the_push():
+    # 100 tokens at 100 a second: T_inf = 1. T_train = .5 + 4·2·100 tokens · 1 ms = 1.3. Push: .25.
+    plan = sync(warm_steps=1, step_secs=0.5, token_secs=1e-3, push_secs=0.25)
+    outcome = simulate(plan, lengths_of("constant:100"))
+    assert 1 / outcome.steps_per_sec == pytest.approx(2.55, rel=1e-12)
+    assert outcome.wait_data_share == pytest.approx(1 / 2.55)
+    assert outcome.wait_push_share == pytest.approx(0.25 / 2.55)
+    assert outcome.servers_idle_share == pytest.approx(1.55 / 2.55)
+    assert outcome.slots_used_share == pytest.approx(4 * 2 / (2 * 64) / 2.55)
+    assert outcome.staleness == {0: 1.0}
+    assert outcome.trained_tokens_per_sec == pytest.approx(800 / 2.55)
+    assert (outcome.length_bias, outcome.drop_share) == (1, 0)
+
+
+def test_a_servers_requests_share_its_rate():
+    # Two groups, 4 requests a server: 1/100 + 4/400 = .02 s a token, so 100 tokens take 2 s.
+    plan = sync(request_rate=100.0, server_rate=400.0)
+    assert 1 / simulate(plan, lengths_of("constant:100")).steps_per_sec == pytest.approx(2)
+
+
+def test_groups_beyond_a_servers_slots_wait_their_turn():
+    # One server with slots for one group: four turns of 1 s.
+    plan = sync(num_servers=1, num_slots=2)
+    outcome = simulate(plan, lengths_of("constant:100"))
+    assert 1 / outcome.steps_per_sec == pytest.approx(4)
+    assert outcome.slots_used_share == pytest.approx(1)
+
+
+def test_a_full_server_loses_no_token_to_unequal_lengths():
+    # Where the rate is shared, the tokens of a step take tokens / rate, in whatever order they come.
+    plan = sync(num_servers=1, num_slots=3, warm_steps=0, **SHARED)
+    outcome = simulate(plan, lengths_of("lognormal:50:1"))
+    assert outcome.trained_tokens_per_sec == pytest.approx(100)
+
+
+@pytest.mark.parametrize(
+    ("step_secs", "expected"), [(0.4, 1.0), (1.0, 1.0), (1.3, 1.3), (5.0, 5.0)]
+)
+def test_an_asynchronous_step_takes_what_the_slower_side_takes(step_secs, expected):
+    # At most B groups at once, 1 s each: T_inf = 1. Staleness is no bound.
+    plan = make(max_staleness=100, max_running_groups=4, step_secs=step_secs)
+    outcome = simulate(plan, lengths_of("constant:100"))
+    assert 1 / outcome.steps_per_sec == pytest.approx(expected)
+
+
+def test_a_periodic_step_trains_a_chunk_while_the_next_is_generated():
+    # One server with slots for one group: groups of 200 tokens end at 1, 2, 3 and 4 s; a chunk of two trains for
+    # .8 s. The first chunk is there at 2 s, the second at 4 s, trained at 4.8 s; then .1 s for the step.
+    plan = make(mode="periodic", max_staleness=0, chunk_groups=2, num_servers=1, num_slots=2)
+    plan = dataclasses.replace(plan, step_secs=0.1, token_secs=0.002)
+    outcome = simulate(plan, lengths_of("constant:100"))
+    assert 1 / outcome.steps_per_sec == pytest.approx(4.9)
+    assert outcome.wait_data_share == pytest.approx((2 + 4 - 2.8) / 4.9)
+
+
+@pytest.mark.parametrize("eta", [1, 2, 5])
+def test_behind_a_slow_learner_every_token_is_eta_old(eta):
+    # Groups are admitted when version v is there, generated at once, and trained in step v + η + 1.
+    plan = make(max_staleness=eta, step_secs=3.0, num_steps=20, warm_steps=10)
+    assert simulate(plan, lengths_of("constant:100")).staleness == {eta: 1.0}
+
+
+def test_weights_change_under_a_group_that_is_being_generated():
+    # One group at a time, 10 s; a step of 3 s. Step s begins when group s is there, at 10·s, and ends 3 s later, so
+    # its two samples of 10 and 4 tokens have 3 + 3 tokens of the version before and 7 + 1 of the newest.
+    plan = make(
+        groups_per_step=1, max_running_groups=1, num_servers=1, step_secs=3.0, request_rate=1.0
+    )
+    outcome = simulate(plan, in_turn((10, 4)))
+    assert outcome.staleness == pytest.approx({0: 8 / 14, 1: 6 / 14})
+    assert outcome.staleness_mean == pytest.approx(6 / 14)
+
+
+def test_a_push_stops_generation_for_its_pause():
+    # As above with a push of 2 s, of which 1 s is a pause: a group takes 11 s, and the new version is there after 3
+    # + 2 − 1 = 4 tokens of each sample.
+    plan = make(
+        groups_per_step=1, max_running_groups=1, num_servers=1, step_secs=3.0, request_rate=1.0
+    )
+    plan = dataclasses.replace(plan, push_secs=2.0, pause_secs=1.0)
+    outcome = simulate(plan, in_turn((10, 4)))
+    assert 1 / outcome.steps_per_sec == pytest.approx(11)
+    assert outcome.servers_paused_share == pytest.approx(1 / 11)
+    assert outcome.staleness == pytest.approx({0: 6 / 14, 1: 8 / 14})
+
+
+def test_a_push_that_is_under_way_holds_up_the_next():
+    # Steps of 1 s, pushes of 3 s: the learner hands over a version when the one before is there. The last version is
+    # not pushed, so steps 5 to 10 take 5·3 + 1 s.
+    plan = make(max_staleness=4, step_secs=1.0, push_secs=3.0)
+    outcome = simulate(plan, lengths_of("constant:100"))
+    assert 6 / outcome.steps_per_sec == pytest.approx(16)
+    assert outcome.wait_push_share == pytest.approx(10 / 16)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(mode="sync", max_staleness=0),
+        dict(mode="periodic", max_staleness=0, chunk_groups=3),
+        dict(max_staleness=3, push_every_steps=3, push_secs=1.0, pause_secs=0.5),
+        dict(max_staleness=8, drop_share=0.3, max_running_groups=7),
+        dict(max_staleness=2, permit_timeout_secs=3.0, max_attempts=3),
+    ],
+)
+def test_accepted_and_running_groups_keep_the_bound_at_every_event(changes):
+    plan, events = make(num_steps=30, step_secs=0.5, token_secs=1e-3, **changes), []
+
+    def watch(admission):
+        bound = (plan.max_staleness + admission.v_pub + 1) * plan.groups_per_step
+        assert admission.accepted + admission.running <= bound
+        assert admission.running <= plan.max_running_groups
+        events.append(admission.accepted)
+
+    outcome = simulate(plan, lengths_of("pareto:100:1.5", 1000), watch)
+    assert len(events) >= plan.num_steps * plan.groups_per_step
+    assert sum(outcome.staleness.values()) == pytest.approx(1)
+
+
+def test_the_seed_decides_everything():
+    plan = make(drop_share=0.2, num_steps=30)
+    first, again = (simulate(plan, lengths_of("lognormal:100:1")) for _ in range(2))
+    assert first == again
+    other = simulate(dataclasses.replace(plan, seed=1), lengths_of("lognormal:100:1"))
+    assert other.steps_per_sec != first.steps_per_sec
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_more_servers_are_not_slower(mode):
+    eta = 0 if mode == "sync" else 2
+    base = make(mode=mode, max_staleness=eta, num_steps=40, step_secs=0.2, server_rate=400.0)
+    rates = [
+        simulate(
+            dataclasses.replace(base, num_servers=n), lengths_of("lognormal:100:1")
+        ).steps_per_sec
+        for n in (1, 2, 4, 8)
+    ]
+    assert (
+        rates == sorted(rates) and rates[-1] > 1.1 * rates[0]
+    )  # A tail is no faster with more servers.
+
+
+def test_a_timeout_drops_long_groups_and_the_trained_ones_are_shorter():
+    plan = make(permit_timeout_secs=2.0, num_steps=40)
+    outcome = simulate(plan, lengths_of("lognormal:100:1"))
+    assert outcome.dropped.keys() == {"timeout"} and 0.05 < outcome.drop_share < 0.5
+    assert outcome.mean_trained < 100 and outcome.length_bias < 0.9
+
+
+def test_equal_rewards_drop_their_share_whatever_the_length():
+    plan = make(drop_share=0.4, num_steps=400)
+    outcome = simulate(plan, lengths_of("lognormal:100:0.5"))
+    # 1600 of 2667 groups; three deviations of a share of .4 are .028.
+    assert outcome.drop_share == pytest.approx(0.4, abs=0.03)
+    assert outcome.dropped.keys() == {"equal_rewards"}
+    assert outcome.length_bias == pytest.approx(1, abs=0.03)
+
+
+def test_a_run_whose_groups_all_time_out_is_named_and_ends():
+    plan = make(permit_timeout_secs=0.5)  # of groups that take 1 s
+    with pytest.raises(StallError, match=r"1201 groups in a row .*timeout.*step 1: 0 of 4 groups"):
+        simulate(plan, lengths_of("constant:100"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "mean", "low", "high"),
+    [
+        ("constant:7", 7, 7, 7),
+        ("uniform:10:30", 20, 10, 30),
+        ("lognormal:50:0.5", 50, 1, math.inf),
+        ("pareto:50:3", 50, 100 / 3, math.inf),
+    ],
+)
+def test_lengths_have_the_mean_that_they_are_given(spec, mean, low, high):
+    drawn = lengths_of(spec)(np.random.default_rng(0), 20_000, 4)
+    assert drawn.shape == (20_000, 4) and low <= drawn.min() and drawn.max() <= high
+    assert drawn.mean() == pytest.approx(mean, rel=0.02)
+    assert lengths_of(spec, 20)(np.random.default_rng(0), 100, 4).max() <= 20
+
+
+async def test_lengths_are_read_from_a_journal_group_by_group(tmp_path):
+    async with queue_of(tmp_path / "j") as queue:
+        await queue.publish(0)
+        await queue.fill(4)
+        chunks = await queue.lease(1)
+        await queue.commit(1)
+    rows = [[len(t.completion) for t in g.trajectories] for c in chunks for g in c.groups]
+    assert simulation.journal_lengths(tmp_path / "j") == rows
+    drawn = lengths_of(f"journal:{tmp_path}/j")(np.random.default_rng(0), 50, len(rows[0]))
+    assert {tuple(row) for row in drawn.tolist()} == set(map(tuple, rows))
+    wrong = rf"group_size must be {len(rows[0])}, that of the groups measured, got 7"
+    with pytest.raises(ValueError, match=wrong):
+        simulate(make(group_size=7), lengths_of(f"journal:{tmp_path}/j"))
+
+
+REFUSED = [
+    (dict(groups_per_step=0), "groups_per_step must be ≥ 1, got 0"),
+    (dict(num_servers=0), "num_servers must be ≥ 1, got 0"),
+    (dict(request_rate=0.0), "request_rate must be > 0, got 0.0"),
+    (dict(server_rate=math.nan), "server_rate must be > 0, got nan"),
+    (dict(step_secs=-1.0), "step_secs must be ≥ 0 and finite, got -1.0"),
+    (dict(token_secs=math.inf), "token_secs must be ≥ 0 and finite, got inf"),
+    (dict(drop_share=1.0), "drop_share must be in [0, 1), got 1.0"),
+    (dict(push_secs=1.0, pause_secs=2.0), "pause_secs must be ≤ push_secs = 1, got 2.0"),
+    (dict(warm_steps=10), "warm_steps must be in [0, num_steps = 10), got 10"),
+    (dict(num_slots=1), "num_slots must be ≥ group_size = 2, got 1"),
+    (dict(mode="lazy"), "mode must be one of sync, periodic, async, got 'lazy'"),
+    (
+        dict(mode="sync"),
+        "mode 'sync' needs max_staleness = 0 and push_every_steps = 1, got 1 and 1",
+    ),
+    (
+        dict(chunk_groups=2),
+        "chunk_groups must be ≥ 1 in mode 'periodic' and 0 in the others, got 2",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED)
+def test_a_plan_out_of_bounds_is_refused_with_the_bound(changes, message):
+    with pytest.raises(ValueError) as refusal:
+        make(**changes)
+    assert message in str(refusal.value)
+
+
+def test_a_plan_that_would_deadlock_is_refused():
+    with pytest.raises(ValueError, match=r"max_staleness 2 < push_every_steps 4 − 1"):
+        simulate(make(max_staleness=2, push_every_steps=4), lengths_of("constant:1"))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("normal:5", "the kind 'normal' is none of constant, uniform, lognormal, pareto, journal"),
+        ("constant", "constant takes 1 numbers, constant:X"),
+        ("uniform:1", "uniform takes 2 numbers, uniform:X:X"),
+        ("lognormal:5:nan", "lognormal takes 2 numbers"),
+        ("uniform:9:5", "uniform LOW must be in [1, HIGH = 5], got 9.0"),
+        ("constant:0.5", "constant length must be ≥ 1, got 0.5"),
+        ("pareto:5:1", "pareto ALPHA must be > 1, got 1.0"),
+    ],
+)
+def test_lengths_that_are_none_are_refused(spec, message):
+    with pytest.raises(ValueError) as refusal:
+        lengths_of(spec)
+    assert message in str(refusal.value)
+
+
+def test_devices_are_split_where_both_sides_are_equally_fast():
+    # n servers generate at most 4 groups of 2 × 100 tokens at 100·n tokens a second: 8/n s. The learner takes 800
+    # tokens · .01 s / (8 − n) devices = 8/(8 − n) s. Both are 2 s at n = 4.
+    plan = make(
+        max_staleness=20, max_running_groups=16, num_steps=60, warm_steps=20, token_secs=0.01
+    )
+    plan = dataclasses.replace(plan, **SHARED)
+    rows = dict(simulation.split(plan, lengths_of("constant:100"), devices=8))
+    assert list(rows) == [1, 2, 3, 4, 5, 6, 7]
+    assert max(rows, key=lambda n: rows[n].steps_per_sec) == 4
+    assert 1 / rows[6].steps_per_sec == pytest.approx(4)  # 8/(8 − 6)
+    assert 1 / rows[1].steps_per_sec == pytest.approx(8, rel=0.1)
+    two = simulation.split(plan, lengths_of("constant:100"), devices=8, devices_per_server=3)
+    assert [n for n, _ in two] == [1, 2]
+    with pytest.raises(ValueError, match=r"devices must be ≥ devices_per_server \+ 1 = 4, got 3"):
+        simulation.split(plan, lengths_of("constant:100"), devices=3, devices_per_server=3)
+
+
+COSTS = ["--lengths=uniform:1:9", "--request_rate=50", "--server_rate=900", "--step_secs=0.1"]
+COSTS += ["--token_secs=1e-4", "--num_steps=20"]
+
+
+def test_the_command_takes_sizes_from_a_config_and_flags_before_them(tmp_path, capsys):
+    out = tmp_path / "plan.json"
+    config = ["--config=configs/quickstart.py", "--config.queue.max_staleness=3"]
+    assert main.main(["simulate", *config, *COSTS, "--group_size=4", f"--out={out}"]) == 0
+    printed, found = capsys.readouterr().out, json.loads(out.read_text())
+    plan = found["plan"]
+    assert (plan["groups_per_step"], plan["group_size"], plan["max_staleness"]) == (64, 4, 3)
+    assert (plan["max_running_groups"], plan["max_new_tokens"], plan["num_steps"]) == (128, 4, 20)
+    assert f"{found['outcome']['steps_per_sec']:.4g}" in printed and "staleness" in printed
+    assert sum(found["outcome"]["staleness"].values()) == pytest.approx(1)
+
+
+SIZES = ["--groups_per_step=8", "--group_size=2", "--max_staleness=2", "--num_slots=16"]
+
+
+def test_the_command_names_the_best_split(tmp_path, capsys):
+    out = tmp_path / "plan.json"
+    assert main.main(["simulate", *COSTS, *SIZES, "--devices=4", f"--out={out}"]) == 0
+    found = json.loads(out.read_text())
+    rates = {row["num_servers"]: row["steps_per_sec"] for row in found["splits"]}
+    assert list(rates) == [1, 2, 3]
+    assert rates[found["best_num_servers"]] == max(rates.values())
+    best = next(line for line in capsys.readouterr().out.splitlines() if "best" in line)
+    assert best.split()[0] == str(found["best_num_servers"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([*COSTS, *SIZES], "--num_servers must be given"),
+        ([*COSTS, *SIZES, "--num_servers=two"], "--num_servers must be int, got 'two'"),
+        ([*COSTS, *SIZES, "--num_servers=1", "--push_every_steps=4"], "2 < push_every_steps 4 − 1"),
+        ([*COSTS, *SIZES, "--num_servers=1", "--lengths=journal:none"], "no journal at"),
+        ([*COSTS, *SIZES, "--num_server=1"], "num_server"),
+    ],
+)
+def test_bad_usage_of_the_command_is_named(argv, message, capsys):
+    assert main.main(["simulate", *argv]) == 2
+    assert message in capsys.readouterr().err
