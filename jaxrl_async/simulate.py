@@ -526,7 +526,7 @@ class _Run:
             trained_tokens_per_sec=_share(tokens, secs),
             wait_data_share=_share(tally.waited["wait_data"], secs),
             wait_push_share=_share(tally.waited["wait_push"], secs),
-            servers_idle_share=_share(generating - busy / plan.num_servers, secs),
+            servers_idle_share=max(0.0, _share(generating - busy / plan.num_servers, secs)),
             servers_paused_share=_share(secs - generating, secs),
             slots_used_share=_share(slots, secs * plan.num_servers * plan.num_slots),
             staleness_mean=sum(k * n for k, n in tally.staleness.items()) / tokens,
