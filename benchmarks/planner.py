@@ -359,10 +359,13 @@ def plot_areal(table: list[dict], tails: list[dict], path: pathlib.Path) -> None
     left.set(xlabel="η", ylabel="thousand trained tokens/s", title="Throughput by η")
     left.set_ylim(bottom=0)
     bars = right.barh([row["lengths"] for row in tails], [row["speedup"] for row in tails])
-    right.bar_label(bars, fmt="%.2f", padding=2)
+    right.bar_label(bars, fmt="%.2f", label_type="center", color="white")
+    right.invert_yaxis()
     right.axvline(PUBLISHED_SPEEDUP, color="black", linestyle=":", label="AReaL, 2.77")
-    right.set(xlabel="speed-up over the synchronous system", title="Asynchronous, η = 8")
-    right.legend()
+    right.set(
+        xlabel="speed-up over the synchronous system", title="Asynchronous, η = 8", xlim=(0, 4)
+    )
+    right.legend(loc="upper right")
     figure.savefig(path, dpi=80)
     plt.close(figure)
 

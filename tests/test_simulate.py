@@ -3,6 +3,10 @@
 import dataclasses
 import json
 import math
+import os
+import pathlib
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -11,6 +15,11 @@ from test_journal import queue_of
 from jaxrl_async import simulate as simulation
 from jaxrl_async.cli import main
 from jaxrl_async.simulate import Plan, StallError, lengths_of, simulate
+
+ROOT = pathlib.Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import planner  # noqa: E402
 
 ALONE = dict(request_rate=100.0, server_rate=math.inf)  # 100 tokens take 1 s, whatever else runs
 SHARED = dict(request_rate=math.inf, server_rate=100.0)  # 100 tokens take 1 s for all requests
@@ -361,3 +370,56 @@ def test_the_command_names_the_best_split(tmp_path, capsys):
 def test_bad_usage_of_the_command_is_named(argv, message, capsys):
     assert main.main(["simulate", *argv]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_benchmark_finds_the_costs_of_synchronous_runs_again():
+    # Two runs that the planner itself made, by costs that the benchmark is not told.
+    told = dict(
+        request_rate=60.0, server_rate=1500.0, step_secs=0.2, token_secs=1e-4, push_secs=0.3
+    )
+    rows = simulation.lengths_of("uniform:1:40")(np.random.default_rng(0), 64, planner.GROUP_SIZE)
+    runs = {}
+    for groups in (8, 16):
+        plan = sync(
+            groups_per_step=groups,
+            group_size=planner.GROUP_SIZE,
+            num_servers=1,
+            num_steps=40,
+            **told,
+        )
+        o = simulate(plan, simulation.measured(rows))
+        secs, tokens = 1 / o.steps_per_sec, o.mean_trained
+        row = {"time/step_secs": secs, "tokens/completion_mean": tokens}
+        row["time/wait_data_secs"] = secs * o.wait_data_share
+        row["time/wait_push_secs"] = secs * o.wait_push_share
+        runs[groups] = {"metrics": [row], "lengths": rows.tolist()}
+    found = planner.costs_of(planner.calibrated(runs)[0])
+    assert found == pytest.approx(told | {"pause_secs": 0.0}, rel=0.05)
+
+
+def test_the_benchmark_compares_in_shares_of_what_was_measured():
+    predicted = simulate(
+        make(step_secs=2.0, num_steps=20, warm_steps=10), lengths_of("constant:100")
+    )
+    rows = [
+        {"time/step_secs": 1.0, "staleness/mean": 0.5},
+        {"time/step_secs": 2.0, "staleness/mean": 1.5},
+    ]
+    row = planner.compared(predicted, rows)  # predicted .5 steps/s and 1; measured 1/1.5 and 1
+    assert (row["steps_error"], row["staleness_error"]) == pytest.approx((-0.25, 0.0))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", ["calibrate", "areal", "scale"])
+def test_the_benchmark_runs_and_writes_where_it_is_told(part, tmp_path):
+    """Its figures are not checked here: a machine that does other work has others."""
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    command = [sys.executable, ROOT / "benchmarks" / "planner.py", f"--part={part}"]
+    command += [f"--out={tmp_path}", "--steps=12"]
+    subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=1500)
+    found = json.loads((tmp_path / "planner.json").read_text("utf-8"))[part]
+    if part == "calibrate":
+        assert len(found["settings"]) == 6
+        assert all(math.isfinite(row["steps_error"]) for row in found["settings"].values())
+    else:
+        assert (tmp_path / f"planner_{part}.png").stat().st_size > 10_000
