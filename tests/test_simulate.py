@@ -11,6 +11,7 @@ import sys
 import numpy as np
 import pytest
 from test_journal import queue_of
+from test_queue import group
 
 from jaxrl_async import simulate as simulation
 from jaxrl_async.cli import main
@@ -244,11 +245,13 @@ def test_lengths_have_the_mean_that_they_are_given(spec, mean, low, high):
 async def test_lengths_are_read_from_a_journal_group_by_group(tmp_path):
     async with queue_of(tmp_path / "j") as queue:
         await queue.publish(0)
-        await queue.fill(4)
+        for permit in await queue.client.admit(4, 5.0):
+            await queue.client.push(group(permit, num_tokens=4 + permit.prompt_index))
         chunks = await queue.lease(1)
         await queue.commit(1)
     rows = [[len(t.completion) for t in g.trajectories] for c in chunks for g in c.groups]
     assert simulation.journal_lengths(tmp_path / "j") == rows
+    assert [row[0] for row in rows] == [2, 3, 4, 5]  # behind prompts of two tokens
     drawn = lengths_of(f"journal:{tmp_path}/j")(np.random.default_rng(0), 50, len(rows[0]))
     assert {tuple(row) for row in drawn.tolist()} == set(map(tuple, rows))
     wrong = rf"group_size must be {len(rows[0])}, that of the groups measured, got 7"
