@@ -105,6 +105,7 @@ def test_every_room_is_under_the_rule():
         "supervisor",
         "report",
         "evaluation",
+        "export",
         "parity",
         "replay",
         "status",

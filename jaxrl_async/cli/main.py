@@ -14,6 +14,7 @@ VERBS = {
     "status": "say who waits for whom in a run, and since when",
     "parity": "compare a server's log-probs with the learner's, and name the likely cause",
     "simulate": "say what a run would do: steps a second, idle shares, staleness, the best split of devices",
+    "export": "write a checkpoint as a Hugging Face directory, for transformers and SGLang",
     "report": "write report.html from a run's workdir",
 }
 

@@ -25,6 +25,15 @@ TEMPLATE_FILE = "chat_template.jinja"
 HF_FILES = (TOKENIZER_FILE, CONFIG_FILE, GENERATION_FILE, TEMPLATE_FILE)
 PAD, EOS = "<pad>", "<eos>"
 
+_FURTHER_HF_FILES = (  # of published tokenizers; not read here
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+_UNBOUNDED = 10**30  # model_max_length, where transformers is to know of none
+
 
 class Tokenizer(Protocol):
     """What the project needs of a tokenizer."""
@@ -49,6 +58,9 @@ class Tokenizer(Protocol):
         Raises:
           FileExistsError: the directory exists and holds something else.
         """
+
+    def hf_files(self) -> dict[str, bytes]:
+        """The files, by name, from which Hugging Face's libraries make a tokenizer of the same ids."""
 
 
 def load_tokenizer(directory: str | os.PathLike) -> Tokenizer:
@@ -154,8 +166,16 @@ class CharTokenizer:
 
     def save(self, directory: str | os.PathLike) -> None:
         """Writes the alphabet."""
-        content = json.dumps({"alphabet": self._alphabet}, indent=2)
-        _write(pathlib.Path(directory), {CHAR_FILE: content.encode()})
+        _write(pathlib.Path(directory), {CHAR_FILE: _json_bytes({"alphabet": self._alphabet})})
+
+    def hf_files(self) -> dict[str, bytes]:
+        """A tokenizer of words that are one character long. A text that holds "<pad>" or "<eos>" holds that token."""
+        words = tokenizers.Tokenizer(models.WordLevel({PAD: 0, EOS: 1} | self._ids))
+        words.add_special_tokens([PAD, EOS])
+        words.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
+        words.decoder = decoders.Fuse()
+        config = {"eos_token": EOS, "pad_token": PAD, "model_max_length": _UNBOUNDED}
+        return {TOKENIZER_FILE: words.to_str(pretty=True).encode()} | _hf_configs(config, {}, self)
 
 
 class HFTokenizer:
@@ -213,8 +233,14 @@ class HFTokenizer:
 
     def save(self, directory: str | os.PathLike) -> None:
         """Copies the files."""
-        files = _content(self._directory)
-        _write(pathlib.Path(directory), files)
+        _write(pathlib.Path(directory), _content(self._directory))
+
+    def hf_files(self) -> dict[str, bytes]:
+        """The files as they are; what they leave unsaid (class, what ends a completion) is said."""
+        files = {name: self._directory / name for name in (*HF_FILES, *_FURTHER_HF_FILES)}
+        found = {name: path.read_bytes() for name, path in files.items() if path.is_file()}
+        configs = (_read_json(self._directory / name) for name in (CONFIG_FILE, GENERATION_FILE))
+        return found | _hf_configs(*configs, self)
 
     def _stop_token_ids(self) -> tuple[int, ...]:
         listed = _read_json(self._directory / GENERATION_FILE).get("eos_token_id")
@@ -270,6 +296,23 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path}: expected a JSON object, got {type(content).__name__}")
     return content
+
+
+def _hf_configs(
+    config: Mapping[str, Any], generation: Mapping[str, Any], tokenizer: Tokenizer
+) -> dict[str, bytes]:
+    """tokenizer_config.json and generation_config.json: what they say, and what they leave to guesses."""
+    # Without a class, transformers takes that of the model's architecture, which splits texts in its own way.
+    guessed = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    ends = {"eos_token_id": list(tokenizer.stop_token_ids), "pad_token_id": tokenizer.pad_id}
+    return {
+        CONFIG_FILE: _json_bytes(guessed | config),
+        GENERATION_FILE: _json_bytes(ends | generation | {"eos_token_id": ends["eos_token_id"]}),
+    }
+
+
+def _json_bytes(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(content, indent=2).encode()
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

@@ -1,0 +1,54 @@
+"""`export`: a checkpoint as a Hugging Face directory."""
+
+import pathlib
+import sys
+
+from jaxrl_async.cli.config import UsageError, load_config, parse_flags, settings_of
+
+USAGE = """Writes a checkpoint of a run as a Hugging Face directory: config.json, safetensors, tokenizer and generation
+settings. transformers and SGLang load it, and so does --config.model.path of a new run."""
+
+
+def main(argv: list[str]) -> int:
+    flags = parse_flags(
+        USAGE,
+        argv,
+        workdir=("", "directory of the run"),
+        step=("last", "checkpoint; `last` is the newest"),
+        checkpoint=("", "WORKDIR/checkpoints/N, in place of --workdir and --step"),
+        out=("", "directory to write, new or empty"),
+        dtype=("", "float32 or bfloat16; default the run's weights.dtype, which its servers had"),
+    )
+    workdir, step = _which(flags.workdir, flags.step, flags.checkpoint)
+    if not flags.out:
+        raise UsageError("--out=DIR is needed")
+    if flags.dtype not in ("", "float32", "bfloat16"):
+        raise UsageError(f"--dtype must be float32 or bfloat16, got {flags.dtype!r}")
+    settings = settings_of(load_config(str(workdir / "config.json")))
+    out = pathlib.Path(flags.out).absolute()
+    from jaxrl_async.checkpoint import CheckpointError  # After the flags are known to be good: JAX.
+    from jaxrl_async.export import export
+
+    try:
+        step = export(settings, workdir, step, out, dtype=flags.dtype or settings.weights.dtype)
+    except FileExistsError as error:
+        raise UsageError(f"{error}: name another --out") from None
+    except (CheckpointError, OSError) as error:
+        print(f"export: {error}", file=sys.stderr)
+        return 1
+    print(f"checkpoint {step} of {workdir}: {out}")
+    return 0
+
+
+def _which(workdir: str, step: str, checkpoint: str) -> tuple[pathlib.Path, int | None]:
+    """(workdir, step; None for the last one) of the flags."""
+    if bool(workdir) == bool(checkpoint):
+        raise UsageError("one of --workdir=DIR and --checkpoint=DIR/checkpoints/N is needed")
+    if checkpoint:
+        path = pathlib.Path(checkpoint).absolute()
+        if path.parent.name != "checkpoints" or not path.name.isdecimal():
+            raise UsageError(f"--checkpoint must be WORKDIR/checkpoints/N, got {checkpoint!r}")
+        return path.parent.parent, int(path.name)
+    if step != "last" and not step.isdecimal():
+        raise UsageError(f"--step must be a number or `last`, got {step!r}")
+    return pathlib.Path(workdir).absolute(), None if step == "last" else int(step)
