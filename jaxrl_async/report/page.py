@@ -1,0 +1,178 @@
+"""The page: a workdir's files → report.html, section by section. What is worth a word or a plot is said elsewhere."""
+
+import datetime
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from jaxrl_async.metrics import read_metrics
+from jaxrl_async.report import plots, tables
+from jaxrl_async.report.tables import escape, number
+from jaxrl_async.report.warnings import warnings
+
+_PAGE = """<!doctype html>
+<html lang="en">
+<head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title><style>{css}</style></head>
+<body>
+<header><h1>{title}</h1><p>{subtitle}</p></header>
+<nav aria-label="Sections">{links}</nav>
+{warnings}
+<dl class="tiles">{tiles}</dl>
+<main>
+{sections}
+</main>
+</body></html>
+"""
+Rows = Sequence[Mapping[str, float | None]]
+
+_CSS = pathlib.Path(__file__).with_name("page.css")
+
+
+def write_report(workdir: str | pathlib.Path) -> pathlib.Path:
+    """Writes report.html into a workdir.
+
+    Args:
+      workdir: holds config.json, metrics.jsonl and, after `evaluate`, evaluation.json; completions are taken from its
+        journal where no run is writing that.
+
+    Returns:
+      The path of the page.
+
+    Raises:
+      ValueError: no step has been trained yet.
+    """
+    workdir = pathlib.Path(workdir)
+    rows = read_metrics(workdir)
+    if not rows:
+        raise ValueError(f"{workdir} has no metrics.jsonl with a trained step")
+    config = json.loads((workdir / "config.json").read_text("utf-8"))
+    points = evaluation_points(workdir, rows)
+    sections = {
+        "Reward": _plots(plots.reward(rows) + plots.evaluations(points)) + tables.scores(points),
+        "Completions": tables.completions(workdir, config),
+        "Staleness": _plots(plots.staleness(rows)),
+        "Loss": _plots(plots.loss(rows)),
+        "Time": _plots(plots.time(rows)) + tables.time(rows),
+        "Queue and servers": _plots(plots.traffic(rows)),
+        "Not trained on": _plots(plots.fate(rows)) + tables.fate(rows[-1]),
+        "Last step": tables.last_step(rows[-1]),
+        "Config": tables.settings(config),
+    }
+    sections = {name: content for name, content in sections.items() if content}
+    page = _PAGE.format(
+        css=_CSS.read_text("utf-8"),
+        title=escape(f"{config['task']['name']} · {config['mode']}"),
+        subtitle=_subtitle(workdir, rows),
+        links="".join(f'<a href="#{_anchor(name)}">{name}</a>' for name in sections),
+        warnings=_warnings(warnings(rows)),
+        tiles=_tiles(rows, points),
+        sections="\n".join(
+            f'<section id="{_anchor(name)}"><h2>{name}</h2>{content}</section>'
+            for name, content in sections.items()
+        ),
+    )
+    path = workdir / "report.html"
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def evaluation_points(workdir: pathlib.Path, rows: Rows) -> list[dict[str, float]]:
+    """Held-out scores by version: those logged while training (eval/…) and those of `evaluate`, which go before.
+
+    Returns:
+      {"version", NAME and, where known, NAME_low and NAME_high}, by version.
+    """
+    logged = (
+        {n.removeprefix("eval/"): v for n, v in row.items() if n.startswith("eval/")}
+        for row in rows
+        if row.get("eval/version") is not None
+    )
+    points = {point["version"]: point for point in logged}
+    path = workdir / "evaluation.json"
+    for row in json.loads(path.read_text("utf-8")) if path.exists() else ():
+        scores = {name: value for name, value in row.items() if name != "step"}
+        points[row["step"]] = {"version": row["step"]} | scores
+    return [points[version] for version in sorted(points)]
+
+
+def _subtitle(workdir: pathlib.Path, rows: Rows) -> str:
+    parts = [f"jaxrl_async, run {workdir.absolute().name}"]
+    if "unix_time" in rows[-1]:
+        when = datetime.datetime.fromtimestamp(rows[-1]["unix_time"], datetime.UTC)
+        parts.append(f"last step on {when:%Y-%m-%d at %H:%M} UTC")
+    return escape(", ".join(parts))
+
+
+def _warnings(sentences: Sequence[str]) -> str:
+    if not sentences:
+        return '<p class="fine">Nothing in the metrics asks for attention.</p>'
+    items = "".join(f"<li>{escape(sentence)}" for sentence in sentences)
+    return f'<div class="warnings" role="note"><h2>Worth a look</h2><ul>{items}</ul></div>'
+
+
+def _tiles(rows: Rows, points: Rows) -> str:
+    """What a run came to, in a few numbers."""
+    first, last = rows[0], rows[-1]
+    secs = np.nansum(plots.column(rows, "time/step_secs"))
+    began = f"{number(first.get('reward/mean'))} at first"
+    tiles = [
+        ("Steps", f"{last['step']:.0f}", f"{_duration(secs)}, {secs / len(rows):.2g} s a step"),
+        ("Reward", number(last.get("reward/mean")), began),
+        *_score_tiles(points),
+    ]
+    staleness, rates = (plots.column(rows, n) for n in ("staleness/mean", "learner/tokens_per_sec"))
+    if np.isfinite(staleness).any():
+        most = np.nanmax(plots.column(rows, "staleness/max"))
+        note = f"steps in the mean, {most:.0f} at most"
+        tiles.append(("Staleness", f"{np.nanmean(staleness):.2f}", note))
+    if np.isfinite(rates).any():
+        note = "trained on, median of the steps"
+        tiles.append(("Tokens a second", f"{np.nanmedian(rates):,.0f}", note))
+    if compared := [row["mismatch/mean_abs"] for row in rows if row.get("mismatch/mean_abs")]:
+        note = "nats between engine and learner, the worst step"
+        tiles.append(("Mismatch", f"{max(compared):.2g}", note))
+    return "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{value}<small>{escape(note)}</small></dd></div>"
+        for name, value, note in tiles
+    )
+
+
+def _score_tiles(points: Rows) -> list[tuple[str, str, str]]:
+    """The last held-out score beside the first; none where nothing was evaluated."""
+    if not (names := plots.score_names(points)):
+        return []
+    name = names[0]
+    scores = [point for point in points if point.get(name) is not None]
+    note = f"version {scores[-1]['version']:.0f}"
+    if len(scores) > 1:
+        note += f"; {number(scores[0][name])} of version {scores[0]['version']:.0f}"
+    return [(f"Held-out {name}", number(scores[-1][name]), note)]
+
+
+def _plots(figures: Sequence[plots.Figure]) -> str:
+    return f'<div class="plots">{"".join(map(_plot, figures))}</div>' if figures else ""
+
+
+def _plot(figure: plots.Figure) -> str:
+    legend = "".join(
+        f'<span><i style="background:{color}"></i>{escape(label)}</span>'
+        for label, color in figure.legend
+    )
+    return (
+        f"<figure><figcaption>{escape(figure.title)}</figcaption>"
+        f'<div class="legend">{legend}</div>{figure.svg}</figure>'
+    )
+
+
+def _anchor(name: str) -> str:
+    return name.lower().replace(" ", "-")
+
+
+def _duration(secs: float) -> str:
+    minutes, hours = secs / 60, secs / 3600
+    return (
+        f"{secs:.0f} s" if secs < 120 else f"{minutes:.0f} min" if hours < 2 else f"{hours:.1f} h"
+    )

@@ -1,0 +1,330 @@
+"""The plots of a report: rows of metrics → figures, each an SVG that takes colors and fonts from its page.
+
+A figure whose metrics are not there is None, and left out by whoever asked.
+"""
+
+import dataclasses
+import html
+import io
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+PALETTE = ("#3f86d6", "#e0822a", "#2fa37c", "#c75a9f", "#8b7fd6", "#a88a2a", "#d4575c", "#4fa9bd")
+INK, RULE = "#010203", "#040506"  # In their places the page's own colors are written.
+FEW_POINTS = 20  # Up to so many are marked one by one.
+SMOOTH_STEPS = 50  # A reward over more steps is smoothed, too.
+
+_STYLE = {
+    "svg.fonttype": "none",
+    "font.size": 8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": RULE,
+    "grid.linewidth": 0.6,
+    "lines.linewidth": 1.3,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
+    "axes.edgecolor": RULE,
+}
+# matplotlib numbers the elements of each figure from 1; several figures make a page.
+_IDS = re.compile(
+    r' id="(?:figure|axes|patch|text|legend|line2d|matplotlib\.axis|[xy]tick|\w+Collection)_\d+"'
+)
+_LAGS = {
+    "ratio": "Ratio π_θ/π_prox, by staleness",
+    "clip_fraction": "Share of tokens clipped, by staleness",
+    "kl": "KL(behavior ‖ policy), nats, by staleness",
+    "ess": "Effective sample size, share, by staleness",
+    "advantage_sign": "Mean sign of the advantage, by staleness",
+}
+
+Rows = Sequence[Mapping[str, float | None]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """A plot with its title and legend, which the page sets in its own type."""
+
+    title: str
+    svg: str
+    legend: tuple[tuple[str, str], ...]  # (label, color)
+
+
+def reward(rows: Rows) -> list[Figure]:
+    """The reward of every step, and its mean over a twentieth of the run."""
+
+    def draw(axes) -> None:
+        steps, values = column(rows, "step"), column(rows, "reward/mean")
+        smooth = len(rows) > SMOOTH_STEPS
+        axes.plot(steps, values, color=PALETTE[0], alpha=0.4 if smooth else 1, **_marks(values))
+        if smooth:
+            width = len(rows) // 20
+            means = np.convolve(values, np.ones(width) / width, "valid")
+            axes.plot(
+                steps[width - 1 :], means, color=PALETTE[0], label=f"mean of {width} steps", lw=2
+            )
+
+    return [_figure("Reward, mean of the step", draw)]
+
+
+def evaluations(points: Rows) -> list[Figure]:
+    """Held-out scores against the version that they belong to.
+
+    Args:
+      points: {"version", NAME, NAME_low, NAME_high}; low and high may be missing.
+    """
+    names = score_names(points)
+    if not names:
+        return []
+
+    def draw(axes) -> None:
+        for name, color in zip(names, _colors(len(names)), strict=True):
+            values = column(points, name)
+            there = np.isfinite(values)
+            low, high = (column(points, f"{name}_{end}") for end in ("low", "high"))
+            bars = np.nan_to_num(np.maximum([values - low, high - values], 0.0))[:, there]
+            axes.errorbar(
+                column(points, "version")[there],
+                values[there],
+                yerr=bars if bars.any() else None,
+                color=color,
+                label=name,
+                marker="o",
+                markersize=4,
+                capsize=3,
+            )
+
+    return [_figure("Held-out scores", draw, xlabel="version")]
+
+
+def score_names(points: Rows) -> list[str]:
+    """The scores that evaluation points have, without their intervals."""
+    names = {name: None for point in points for name, value in point.items() if value is not None}
+    return [n for n in names if n != "version" and not n.endswith(("_low", "_high"))]
+
+
+def staleness(rows: Rows) -> list[Figure]:
+    """How old trained tokens were, and what the loss makes of it."""
+    buckets = _by_staleness(rows)
+
+    def histogram(axes) -> None:
+        tokens = [np.nansum(column(rows, f"lag/{bucket}/tokens")) for bucket in buckets]
+        axes.bar(range(len(buckets)), tokens, color=PALETTE[0])
+        axes.set_xticks(range(len(buckets)), buckets)
+        axes.set_ylabel("tokens")
+
+    figures = [_lines("Staleness of trained tokens, steps", rows, _last("staleness/mean", "/max"))]
+    if buckets:
+        figures.append(_figure("Tokens by staleness", histogram, xlabel="steps stale"))
+    for key, title in _LAGS.items():
+        series = {bucket: there.get(key) for bucket, there in buckets.items()}
+        figures.append(_series(title, rows, {b: s for b, s in series.items() if s is not None}))
+    return _drawn(figures)
+
+
+def loss(rows: Rows) -> list[Figure]:
+    """The loss and its parts."""
+    mismatches = _last("mismatch/mean_abs", "/max_abs", "/kl")
+    compared = any(row.get("mismatch/mean_abs") for row in rows)  # Else no token was.
+    title = "Engine against learner, same weights, nats"
+    return _drawn(
+        [
+            _lines("Loss", rows, {"loss/policy": "policy"}),
+            _lines("KL(behavior ‖ policy), nats a token", rows, {"policy/kl_behavior": "k3"}),
+            _lines(
+                "Share of tokens",
+                rows,
+                {
+                    "policy/clip_fraction": "clipped",
+                    "policy/ess": "effective sample size",
+                    "policy/dropped_by_cap": "dropped by the cap",
+                },
+            ),
+            _lines("Entropy, nats a token", rows, {"policy/entropy": "entropy"}),
+            _lines("Gradient norm, before clipping", rows, {"policy/grad_norm": "norm"}),
+            _lines(title, rows, mismatches, yscale="log") if compared else None,
+            _lines(
+                "Completions",
+                rows,
+                {"tokens/completion_mean": "mean length, tokens"},
+            ),
+            _lines("Share of completions cut off", rows, {"tokens/truncated_share": "share"}),
+        ]
+    )
+
+
+def time(rows: Rows) -> list[Figure]:
+    """What the learner's steps were spent on."""
+    parts = {name: np.nan_to_num(column(rows, name)) for name in timers(rows)}
+
+    def draw(axes) -> None:
+        labels = [timer_label(name) for name in parts]
+        values = np.array(list(parts.values()))
+        steps = column(rows, "step")
+        axes.stackplot(steps, values, labels=labels, colors=_colors(len(parts)), step="mid")
+        axes.set_ylim(0, 1.5 * np.quantile(values.sum(0), 0.95) or None)  # Step 1 may compile.
+        axes.set_ylabel("seconds")
+
+    rates = {"rollout/tokens_per_sec": "generated", "learner/tokens_per_sec": "trained on"}
+    return _drawn(
+        [
+            _figure("Learner, seconds a step", draw) if parts else None,
+            _lines("Tokens a second", rows, rates),
+            _lines("Share of padding in microbatches", rows, {"pack/padding_share": "share"}),
+        ]
+    )
+
+
+def timers(rows: Rows) -> list[str]:
+    """The learner's timers, the greatest first."""
+    names = {n for row in rows for n in row if n.startswith("time/")} - {"time/step_secs"}
+    return sorted(names, key=lambda name: -np.nansum(column(rows, name)))
+
+
+def timer_label(name: str) -> str:
+    """ "time/wait_data_secs" → "wait data"."""
+    return name.removeprefix("time/").removesuffix("_secs").replace("_", " ")
+
+
+def traffic(rows: Rows) -> list[Figure]:
+    """The queue and the servers."""
+    groups = {
+        "queue/depth_groups": "held, not leased",
+        "queue/running_groups": "being generated",
+        "queue/capacity": "could be admitted",
+    }
+    steps, versions = column(rows, "step"), column(rows, "weights/version")
+    behind = {"versions": steps - versions} if np.isfinite(versions).any() else {}
+    return _drawn(
+        [
+            _lines("Queue, groups", rows, groups),
+            _series("Servers behind the learner, versions", rows, behind),
+            _lines("Last push of weights, seconds", rows, {"weights/push_secs": "push"}),
+        ]
+    )
+
+
+def fate(rows: Rows) -> list[Figure]:
+    """What became of prompts and groups that were not trained on."""
+    lengths = {f"fairness/completion/{fate}": fate for fate in ("admitted", "trained", "dropped")}
+    families = {}
+    for family in ("returned", "retired"):
+        names = sorted({n for row in rows for n in row if n.startswith(f"{family}/")})
+        families |= {name: name.replace("/", ": ") for name in names}
+    return _drawn(
+        [
+            _lines("Mean completion length so far, tokens", rows, lengths),
+            _lines("Groups returned, prompts retired, so far", rows, families),
+        ]
+    )
+
+
+def column(rows: Rows, name: str) -> np.ndarray:
+    """float64 [rows], NaN where there is no finite value."""
+    return np.array([np.nan if row.get(name) is None else row[name] for row in rows], float)
+
+
+def _by_staleness(rows: Rows) -> dict[str, dict[str, np.ndarray]]:
+    """Staleness → metric → values over the steps, NaN in a step without such tokens; those seen at all."""
+    names = sorted({n for row in rows for n in row if n.startswith("lag/")}, key=_bucket_start)
+    found: dict[str, dict[str, np.ndarray]] = {}
+    for name in names:
+        _, bucket, key = name.split("/")
+        tokens = np.nan_to_num(column(rows, f"lag/{bucket}/tokens"))
+        if tokens.any():
+            values = np.where(tokens > 0, column(rows, name), np.nan)
+            found.setdefault(bucket, {})[key] = values
+    return found
+
+
+def _bucket_start(name: str) -> int:
+    return int(name.split("/")[1].rstrip("+").split("-")[0])
+
+
+def _last(first: str, *others: str) -> dict[str, str]:
+    """Names of one family, labelled by their last parts: ("a/b", "/c") → {"a/b": "b", "a/c": "c"}."""
+    family, _, label = first.partition("/")
+    return {first: label} | {f"{family}{other}": other[1:] for other in others}
+
+
+def _lines(
+    title: str, rows: Rows, labels: Mapping[str, str], *, yscale: str = "linear"
+) -> Figure | None:
+    """A line for each metric that is there."""
+    series = {label: column(rows, name) for name, label in labels.items()}
+    there = {label: values for label, values in series.items() if np.isfinite(values).any()}
+    return _series(title, rows, there, yscale=yscale)
+
+
+def _series(
+    title: str, rows: Rows, series: Mapping[str, np.ndarray], *, yscale: str = "linear"
+) -> Figure | None:
+    if not series:
+        return None
+
+    def draw(axes) -> None:
+        axes.set_yscale(yscale)
+        for (label, values), color in zip(series.items(), _colors(len(series)), strict=True):
+            there = np.isfinite(
+                values
+            )  # Lines go over gaps: a point between two would not be seen.
+            steps = column(rows, "step")[there]
+            axes.plot(steps, values[there], label=label, color=color, **_marks(values))
+
+    return _figure(title, draw, legend=len(series) > 1)
+
+
+def _marks(values: np.ndarray) -> dict[str, object]:
+    few = np.isfinite(values).sum() <= FEW_POINTS
+    return {"marker": "o", "markersize": 3} if few else {}
+
+
+def _colors(count: int) -> list[str]:
+    return [PALETTE[i % len(PALETTE)] for i in range(count)]
+
+
+def _drawn(figures: Sequence[Figure | None]) -> list[Figure]:
+    return [figure for figure in figures if figure is not None]
+
+
+def _figure(title: str, draw: Callable, *, xlabel: str = "step", legend: bool = True) -> Figure:
+    """Draws on axes of its own."""
+    import matplotlib  # Imports slowly; only reports draw.
+    from matplotlib.figure import Figure as Canvas
+    from matplotlib.ticker import MaxNLocator
+
+    with matplotlib.rc_context(_STYLE | {"svg.hashsalt": title}):
+        canvas = Canvas(figsize=(4.6, 2.4), layout="constrained")
+        axes = canvas.add_subplot(xlabel=xlabel)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+        draw(axes)
+        handles, labels = axes.get_legend_handles_labels() if legend else ((), ())
+        out = io.StringIO()
+        canvas.savefig(out, format="svg", transparent=True, metadata={"Date": None})
+    colors = [_color(handle) for handle in handles]
+    return Figure(title, _embedded(out.getvalue(), title), tuple(zip(labels, colors, strict=True)))
+
+
+def _color(handle) -> str:
+    """The color of a line, an error bar or an area."""
+    from matplotlib.colors import to_hex
+
+    if hasattr(handle, "lines"):  # An error bar is a container.
+        handle = handle.lines[0]
+    if hasattr(handle, "get_color"):
+        return to_hex(handle.get_color())
+    return to_hex(handle.get_facecolor()[0])
+
+
+def _embedded(svg: str, title: str) -> str:
+    """As an element of a page: no prologue or size, the page's colors, no ids but those it refers to."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'(<svg [^>]*?) ?width="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r'(<svg [^>]*?) ?height="[^"]*"', r"\1", svg, count=1)
+    label = html.escape(title, quote=True)
+    svg = svg.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
+    return _IDS.sub("", svg).replace(INK, "currentColor").replace(RULE, "var(--rule)")

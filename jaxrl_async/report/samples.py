@@ -1,0 +1,143 @@
+"""Completions to look at, from a run's journal: the first and the last, the best, the worst and the longest."""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrl_async.channels.journal import JournalError, JournalReader
+from jaxrl_async.tasks.tokenizer import load_tokenizer
+from jaxrl_async.types import NOT_SAMPLED, Trajectory
+
+MAX_GROUPS = 4096  # read at most, evenly spaced over the run
+
+
+class NoSamplesError(ValueError):
+    """There is nothing to show; the message says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """A completion that was trained on."""
+
+    what: str  # "first", "last", "best", "worst", "longest", or several of them
+    step: int
+    prompt_index: int
+    prompt: str
+    spans: tuple[tuple[str, int | None], ...]  # text and the version that sampled it; None for none
+    num_tokens: int
+    reward: float
+    group_reward: float  # mean of its group
+    truncated: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    step: int
+    prompt_index: int
+    group_reward: float
+    trajectory: Trajectory
+
+
+def samples(workdir: pathlib.Path, config: Mapping[str, Any]) -> list[Sample]:
+    """Completions of a run; of equals, the latest.
+
+    Args:
+      workdir: of a run that is over, or not running.
+      config: the content of its config.json.
+
+    Raises:
+      NoSamplesError: no journal or none of its groups, no tokenizer, or a queue at work.
+    """
+    journal = config.get("journal", {})
+    if journal.get("keep") == "none":
+        raise NoSamplesError("the run kept no journal (journal.keep is 'none')")
+    try:
+        reader = JournalReader(journal.get("path") or workdir / "journal.sqlite")
+        try:
+            chosen = _choose(_trained(reader))
+        finally:
+            reader.close()
+        decode = load_tokenizer(_tokenizer_path(workdir, config)).decode
+        return [_sample(what, found, decode) for what, found in _merged(chosen)]
+    except (JournalError, OSError, ValueError) as error:
+        raise NoSamplesError(str(error)) from error
+
+
+def _tokenizer_path(workdir: pathlib.Path, config: Mapping[str, Any]) -> pathlib.Path:
+    wanted = config.get("tokenizer", {})
+    if wanted.get("kind") == "huggingface":
+        return pathlib.Path(wanted["path"])
+    return workdir / "tokenizer"
+
+
+def _trained(reader: JournalReader) -> Iterator[_Found]:
+    """The trajectories of groups that are there, in the order of training."""
+    chunks = [(step, chunk) for step in reader.steps() for chunk in range(reader.num_chunks(step))]
+    if len(reader) > MAX_GROUPS:
+        every = -(-len(reader) // MAX_GROUPS)
+        chunks = sorted({*chunks[::every], chunks[-1]})
+    for step, chunk in chunks:
+        try:
+            groups, _ = reader.chunk(step, chunk)
+        except JournalError:  # Forgotten: journal.keep = "checkpointed".
+            continue
+        for group in groups:
+            mean = float(group.rewards.mean())
+            for trajectory in group.trajectories:
+                yield _Found(step, group.prompt_index, mean, trajectory)
+
+
+def _choose(found: Iterator[_Found]) -> dict[str, _Found]:
+    first = next(found, None)
+    if first is None:
+        raise NoSamplesError("the journal holds no group that was trained on")
+    chosen = dict.fromkeys(("first", "last", "best", "worst", "longest"), first)
+    for candidate in found:
+        new, kept = candidate.trajectory, {what: f.trajectory for what, f in chosen.items()}
+        chosen["last"] = candidate
+        if new.reward >= kept["best"].reward:
+            chosen["best"] = candidate
+        if new.reward <= kept["worst"].reward:
+            chosen["worst"] = candidate
+        if len(new.completion) >= len(kept["longest"].completion):
+            chosen["longest"] = candidate
+    return chosen
+
+
+def _merged(chosen: Mapping[str, _Found]) -> Iterator[tuple[str, _Found]]:
+    """Each that was chosen, once, with all that it is."""
+    for what, found in chosen.items():
+        names = [name for name, other in chosen.items() if other is found]
+        if names[0] == what:
+            yield ", ".join(names), found
+
+
+def _sample(what: str, found: _Found, decode: Callable[[Sequence[int]], str]) -> Sample:
+    trajectory = found.trajectory
+    return Sample(
+        what=what,
+        step=found.step,
+        prompt_index=found.prompt_index,
+        prompt=decode(trajectory.tokens[: trajectory.prompt_length].tolist()),
+        spans=tuple(_spans(trajectory, decode)),
+        num_tokens=len(trajectory.completion),
+        reward=float(trajectory.reward),
+        group_reward=found.group_reward,
+        truncated=trajectory.finish_reason == "length",
+    )
+
+
+def _spans(
+    trajectory: Trajectory, decode: Callable[[Sequence[int]], str]
+) -> Iterator[tuple[str, int | None]]:
+    """The completion, cut where the version changes."""
+    versions = trajectory.versions[trajectory.prompt_length :]
+    cuts = np.flatnonzero(np.diff(versions)) + 1
+    parts = (np.split(trajectory.completion, cuts), np.split(versions, cuts))
+    for tokens, same in zip(*parts, strict=True):
+        if len(same):
+            version = int(same[0])
+            yield decode(tokens.tolist()), None if version == NOT_SAMPLED else version

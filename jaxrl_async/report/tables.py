@@ -1,0 +1,180 @@
+"""The tables of a report: rows, completions and settings → HTML."""
+
+import html
+import json
+import pathlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrl_async.metrics import METRICS
+from jaxrl_async.report import plots
+from jaxrl_async.report.samples import NoSamplesError, Sample, samples
+
+_MANY_POINTS = 8  # A longer table of evaluations is folded away.
+
+Rows = Sequence[Mapping[str, float | None]]
+
+
+def scores(points: Rows) -> str:
+    """Held-out scores by version, with their intervals; "" where there are none."""
+    names = plots.score_names(points)
+    if not names:
+        return ""
+
+    def score(point, name: str) -> str:
+        if point.get(name) is None:
+            return "–"
+        ends = [point.get(f"{name}_{end}") for end in ("low", "high")]
+        interval = "" if None in ends else f" ({ends[0]:.3f}–{ends[1]:.3f})"
+        return f"{point[name]:.3f}{interval}"
+
+    body = [[f"{p['version']:.0f}", *(score(p, name) for name in names)] for p in points]
+    table = _table(["version", *names], body)
+    if len(points) > _MANY_POINTS:
+        return f"<details><summary>{len(points)} evaluations</summary>{table}</details>"
+    return f"<h3>Held-out evaluation</h3>{table}"
+
+
+def completions(workdir: pathlib.Path, config: Mapping[str, Any]) -> str:
+    """Completions of the run, or why there are none."""
+    try:
+        found = samples(workdir, config)
+    except NoSamplesError as error:
+        return f'<p class="soft">No completions to show: {escape(str(error))}.</p>'
+    names = ("Which", "Step", "Prompt", "Completion", "Reward", "Versions")
+    head = "".join(f"<th>{name}</th>" for name in names)
+    return (
+        f'<table class="samples stacked"><thead><tr>{head}</tr></thead>'
+        f"<tbody>{''.join(map(_completion, found))}</tbody></table>"
+        '<p class="note">Of all that was trained on; of equals, the latest. Shades change where a new version of the '
+        "weights went on with a completion.</p>"
+    )
+
+
+def time(rows: Rows) -> str:
+    """Who spent what, role by role, as far as it is measured; "" where nothing is."""
+    total = np.nansum(plots.column(rows, "time/step_secs"))
+    if not total:
+        return ""
+    spent = {name: np.nansum(plots.column(rows, name)) for name in plots.timers(rows)}
+    parts = [(f"learner: {plots.timer_label(name)}", secs) for name, secs in spent.items()]
+    parts.append(("learner: other", max(0.0, total - sum(spent.values()))))
+    pushes = {  # The row of a step repeats the last push.
+        row["weights/version"]: row
+        for row in rows
+        if row.get("weights/version") and row.get("weights/push_secs") is not None
+    }
+    if pushes:
+        secs = [row["weights/push_secs"] for row in pushes.values()]
+        megabytes = (rows[-1].get("weights/bytes") or 0) / 1e6
+        what = f"publisher and servers: pushes of {megabytes:.3g} MB, {np.mean(secs):.3g} s each"
+        parts.append((what, sum(secs)))
+    body = [[what, f"{s / len(rows):.3g}", f"{100 * s / total:.1f} %"] for what, s in parts]
+    running = plots.column(rows, "queue/running_groups")
+    note = "The learner times itself; in mode async pushes go on beside it."
+    if np.isfinite(running).any():
+        note += (
+            " Rollout workers and servers keep no times of their own: at the steps' ends they had "
+            f"{np.nanmean(running):.0f} groups under way in the mean, and none at "
+            f"{np.nanmean(running == 0):.0%} of them."
+        )
+    table = _table(["who and what", "s a step", "share of the time"], body)
+    return f'<h3>By role</h3>{table}<p class="note">{note}</p>'
+
+
+def fate(last: Mapping[str, float | None]) -> str:
+    """Groups returned and prompts retired, by reason."""
+    counts = [
+        [*name.split("/"), f"{value:.0f}"]
+        for name, value in sorted(last.items())
+        if name.startswith(("returned/", "retired/")) and value
+    ]
+    if not counts:
+        return '<p class="soft">Every group that was begun was trained on, or is under way.</p>'
+    return _table(["what", "why", "groups"], counts, left=2)
+
+
+def last_step(last: Mapping[str, float | None]) -> str:
+    """Every metric of a row, with its meaning."""
+
+    def meaning(name: str) -> str:
+        return METRICS.get(name) or METRICS.get(f"{name.split('/')[0]}/", "")
+
+    body = "".join(
+        f'<tr><td><code>{escape(name)}</code></td><td class="n">{number(value)}</td><td>{escape(meaning(name))}</td>'
+        "</tr>"
+        for name, value in sorted(last.items())
+        if name not in ("step", "unix_time")
+    )
+    head = "<thead><tr><th>metric</th><th class=n>value</th><th>meaning</th></tr></thead>"
+    table = f'<table class="stacked">{head}<tbody>{body}</tbody></table>'
+    return f"<details><summary>All metrics of step {last['step']:.0f}</summary>{table}</details>"
+
+
+def settings(config: Mapping[str, Any]) -> str:
+    """Every setting, block by block."""
+    blocks = {name: block for name, block in config.items() if isinstance(block, Mapping)}
+    scalars = {name: value for name, value in config.items() if name not in blocks}
+    sections = "".join(
+        f"<section><h3>{escape(name)}</h3><table>{''.join(_setting(*s) for s in _flat(block))}</table></section>"
+        for name, block in {"run": scalars, **blocks}.items()
+        if block
+    )
+    return f'<div class="config">{sections}</div>'
+
+
+def number(value: float | None) -> str:
+    """Four digits of a metric."""
+    return "not finite" if value is None else f"{value:.4g}"
+
+
+def escape(text: str) -> str:
+    """A text as HTML, in an attribute too."""
+    return html.escape(text, quote=True)
+
+
+def _completion(sample: Sample) -> str:
+    versions = [version for _, version in sample.spans if version is not None]
+    several = len(sample.spans) > 1
+    text = "".join(
+        f"<mark>{escape(part)}{f'<sub>v{version}</sub>' if several and version is not None else ''}</mark>"
+        for part, version in sample.spans
+    )
+    low, high = min(versions, default=0), max(versions, default=0)
+    tokens = f"{sample.num_tokens} tokens" + (", cut off" if sample.truncated else "")
+    cells = {
+        "Step": f"{sample.step}",
+        "Prompt": f'<div class="text">{escape(sample.prompt)}</div>',
+        "Completion": f'<div class="text">{text}</div><span class="note">{tokens}</span>',
+        "Reward": f'{sample.reward:.3g}<br><span class="note">group mean {sample.group_reward:.2g}</span>',
+        "Versions": f"{low}" if low == high else f"{low}–{high}",
+    }
+    body = "".join(f'<td data-label="{name}">{cell}</td>' for name, cell in cells.items())
+    return f"<tr><td>{escape(sample.what)}</td>{body}</tr>"
+
+
+def _flat(block: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    for name, value in block.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _setting(name: str, value: Any) -> str:
+    shown = value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
+    return f"<tr><td>{escape(name)}</td><td><code>{escape(shown)}</code></td></tr>"
+
+
+def _table(head: Sequence[str], body: Iterable[Sequence[str]], *, left: int = 1) -> str:
+    """A table whose first `left` columns are words, the others numbers."""
+
+    def row(cells: Sequence[str], tag: str) -> str:
+        numbers = (f"<{tag} class=n>{escape(cell)}</{tag}>" for cell in cells[left:])
+        words = (f"<{tag}>{escape(cell)}</{tag}>" for cell in cells[:left])
+        return f"<tr>{''.join(words)}{''.join(numbers)}</tr>"
+
+    rows = "".join(row(cells, "td") for cells in body)
+    return f"<table><thead>{row(head, 'th')}</thead><tbody>{rows}</tbody></table>"

@@ -1,0 +1,240 @@
+"""What a run's metrics say that its user should hear, in words.
+
+Each function takes the rows of metrics.jsonl, the last one newest, and gives a sentence, or None where there is
+nothing to say. They know nothing of pages.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from jaxrl_async.channels.admission import EXHAUSTED, REISSUE_REASONS
+from jaxrl_async.learner.learner import MAX_DRIFT, MAX_MISMATCH
+
+MAX_TRUNCATED = 0.2  # share of completions
+MAX_CLIPPED = 0.3  # share of tokens
+MAX_DROPPED = 0.1  # share of tokens, by the behavior weight
+MIN_ESS = 0.5  # share of tokens
+MAX_WAITING = 0.5  # share of the learner's time
+MAX_PADDING = 0.5  # share of the microbatches
+MAX_EQUAL = 0.5  # share of the steps
+MIN_FALL_STEPS = 20  # A shorter run is not judged by its trend.
+MIN_FALL = 0.05  # reward
+
+Rows = Sequence[dict[str, float | None]]
+
+
+def warnings(rows: Rows) -> list[str]:
+    """Every sentence that there is to say, the gravest first.
+
+    Args:
+      rows: of `read_metrics`, at least one.
+    """
+    return [sentence for check in WARNINGS if (sentence := check(rows))]
+
+
+def not_finite(rows: Rows) -> str | None:
+    """A metric that was NaN or infinite."""
+    holes = {n: row["step"] for row in reversed(rows) for n, value in row.items() if value is None}
+    if not holes:
+        return None
+    names = ", ".join(f"{name} (step {step:.0f})" for name, step in sorted(holes.items()))
+    return f"Not finite, in these steps first: {names}."
+
+
+def mismatch(rows: Rows) -> str | None:
+    """Engine and learner disagree at the same weights."""
+    worst = max(rows, key=lambda row: row.get("mismatch/mean_abs") or 0.0)
+    value = worst.get("mismatch/mean_abs") or 0.0
+    if value <= MAX_MISMATCH:
+        return None
+    return (
+        f"Engine and learner differ at the same weights by {value:.3g} nats a token in step {worst['step']:.0f}; "
+        f"up to {MAX_MISMATCH:g} is usual. `python -m jaxrl_async parity` names the likely cause."
+    )
+
+
+def no_checkpoint(rows: Rows) -> str | None:
+    """Nothing to resume from but version 0."""
+    if any("time/checkpoint_secs" in row for row in rows):
+        return None
+    return (
+        f"No checkpoint was saved in {_count(len(rows), 'step')}: a run that stops now starts again from version 0. "
+        "See checkpoint.every_steps."
+    )
+
+
+def reward_fell(rows: Rows) -> str | None:
+    """The reward lost more than half of what it had gained."""
+    rows = [row for row in rows if row.get("reward/mean") is not None]
+    if len(rows) < MIN_FALL_STEPS:
+        return None
+    width = len(rows) // 10
+    means = np.convolve(_column(rows, "reward/mean"), np.ones(width) / width, "valid")
+    best, last = int(np.argmax(means)), means[-1]
+    fall = means[best] - last
+    if fall < MIN_FALL or fall < 0.5 * (means[best] - means[: best + 1].min()):
+        return None
+    return (
+        f"The reward fell: {means[best]:.3f} in the mean of steps {rows[best]['step']:.0f} to "
+        f"{rows[best + width - 1]['step']:.0f}, {last:.3f} in that of the last {width}."
+    )
+
+
+def equal_rewards(rows: Rows) -> str | None:
+    """Rewards that do not differ teach nothing."""
+    equal = sum(row.get("reward/std") == 0 for row in rows)
+    if equal <= MAX_EQUAL * len(rows):
+        return None
+    return (
+        f"In {equal} of {_count(len(rows), 'step')} all rewards were equal, so that there was nothing to learn: the "
+        "task is too hard or too easy for the policy, or the reward does not see the answer."
+    )
+
+
+def exhausted(rows: Rows) -> str | None:
+    """Prompts given up."""
+    last = rows[-1]
+    given_up, invalid = last.get(f"retired/{EXHAUSTED}", 0), last.get("retired/invalid", 0)
+    said = [
+        f"{_count(given_up, 'prompt')} given up after queue.max_attempts" if given_up else "",
+        f"{_count(invalid, 'group')} refused as invalid" if invalid else "",
+    ]
+    said = " and ".join(filter(None, said))
+    return f"Never trained on: {said}. logs/rollout-*.log says why." if said else None
+
+
+def failures(rows: Rows) -> str | None:
+    """Groups that servers or rewards failed on, one in every step or more."""
+    names = sorted(REISSUE_REASONS)
+    counts = {name: rows[-1].get(f"returned/{name}", 0) for name in names}
+    total = sum(counts.values())
+    if total < len(rows):
+        return None
+    listed = ", ".join(f"{count:.0f} {name}" for name, count in counts.items() if count)
+    return f"{_count(total, 'group')} came back and had to be generated again: {listed}."
+
+
+def fairness(rows: Rows) -> str | None:
+    """What is dropped differs from what is trained on."""
+    for what in ("completion", "prompt"):
+        dropped, trained = (rows[-1].get(f"fairness/{what}/{f}") for f in ("dropped", "trained"))
+        if dropped and trained and max(dropped / trained, trained / dropped) >= MAX_DRIFT:
+            return (
+                f"What is dropped is not like what is trained on: {what}s of {dropped:.1f} tokens in the mean, against "
+                f"{trained:.1f}. The policy learns from a part of its task."
+            )
+    return None
+
+
+def truncated(rows: Rows) -> str | None:
+    """Completions that ran out of tokens."""
+    share = _recent(rows, "tokens/truncated_share")
+    if not share > MAX_TRUNCATED:
+        return None
+    return (
+        f"{_percent(share)} of the recent completions were cut off at rollout.max_new_tokens; their rewards are those "
+        "of unfinished answers."
+    )
+
+
+def clipping(rows: Rows) -> str | None:
+    """Most of the gradient is clipped away."""
+    share = _recent(rows, "policy/clip_fraction")
+    if not share > MAX_CLIPPED:
+        return None
+    return (
+        f"{_percent(share)} of the recent tokens were clipped: steps are too large for loss.clip_low and "
+        "loss.clip_high. A lower learning rate, fewer minibatches or fresher data would help."
+    )
+
+
+def sample_size(rows: Rows) -> str | None:
+    """Few tokens carry the weight of all."""
+    share = _recent(rows, "policy/ess")
+    if not share < MIN_ESS:
+        return None
+    return (
+        f"The effective sample size of the behavior weights was {_percent(share)} of the recent tokens: the data is "
+        "too far from the policy. See queue.max_staleness, and mismatch/ below."
+    )
+
+
+def dropped_by_cap(rows: Rows) -> str | None:
+    """The behavior weight throws tokens away."""
+    share = _recent(rows, "policy/dropped_by_cap")
+    if not share > MAX_DROPPED:
+        return None
+    return f"loss.behavior_cap dropped {_percent(share)} of the recent tokens."
+
+
+def waiting(rows: Rows) -> str | None:
+    """The learner is idle."""
+    secs = {what: np.nansum(_column(rows, f"time/wait_{what}_secs")) for what in ("data", "push")}
+    total = np.nansum(_column(rows, "time/step_secs"))
+    share = sum(secs.values()) / total if total else 0.0
+    if share <= MAX_WAITING:
+        return None
+    if secs["data"] >= secs["push"]:
+        what = "groups: generation is the bottleneck. More servers, or a larger queue.max_staleness, would help"
+    else:
+        what = "pushes of weights: see weights.transport, and weights.push_every_steps"
+    return f"The learner waited {_percent(share)} of its time, mostly for {what}."
+
+
+def padding(rows: Rows) -> str | None:
+    """The learner computes on nothing."""
+    share = _recent(rows, "pack/padding_share")
+    if not share > MAX_PADDING:
+        return None
+    return (
+        f"{_percent(share)} of the learner's recent microbatches was padding: see learner.packing, row_tokens and "
+        "microbatch_rows."
+    )
+
+
+def recompiled(rows: Rows) -> str | None:
+    """Programs compiled while the run went on."""
+    counts = _column(rows, "compile/count")
+    again = np.flatnonzero(np.diff(counts) > 0)
+    if not len(again):
+        return None
+    return f"The learner compiled programs again in step {rows[again[0] + 1]['step']:.0f}, which takes its time."
+
+
+WARNINGS: tuple[Callable[[Rows], str | None], ...] = (
+    not_finite,
+    mismatch,
+    no_checkpoint,
+    reward_fell,
+    equal_rewards,
+    exhausted,
+    failures,
+    fairness,
+    truncated,
+    clipping,
+    sample_size,
+    dropped_by_cap,
+    waiting,
+    padding,
+    recompiled,
+)
+
+
+def _column(rows: Rows, name: str) -> np.ndarray:
+    return np.array([np.nan if row.get(name) is None else row[name] for row in rows], float)
+
+
+def _recent(rows: Rows, name: str) -> float:
+    """Mean over the last quarter of the steps; NaN where none has it."""
+    values = _column(rows[-max(1, len(rows) // 4) :], name)
+    values = values[np.isfinite(values)]
+    return float(values.mean()) if len(values) else float("nan")
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def _count(number: float, what: str) -> str:
+    return f"{number:.0f} {what}" + ("" if number == 1 else "s")
