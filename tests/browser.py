@@ -44,10 +44,10 @@ class Page:
         return answer["result"]
 
     async def evaluate(self, script: str):
-        """The value of an expression in the page."""
+        """The value of an expression in the page, None where it has none."""
         answer = await self.call("Runtime.evaluate", expression=script, returnByValue=True)
         assert "exceptionDetails" not in answer, answer
-        return answer["result"]["value"]
+        return answer["result"].get("value")
 
     async def open(self, path: pathlib.Path, *, width: int, dark: bool) -> None:
         """Loads a file in a window of a width, as a reader with a dark or a light screen has it."""

@@ -1,15 +1,42 @@
-"""The report: one page from a workdir alone, also of a run whose metrics have holes."""
+"""The report: one page from a workdir alone, also of a run whose metrics have holes; it looks right in a browser."""
 
 import json
+import re
 
+import browser
 import numpy as np
 import pytest
 
 from jaxrl_async import report
+from jaxrl_async.channels import wire
+from jaxrl_async.channels.admission import Permit, Position
+from jaxrl_async.channels.journal import Journal
+from jaxrl_async.channels.lease import FixedChunk
+from jaxrl_async.report import page as pages
+from jaxrl_async.report import plots, samples, tables
+from jaxrl_async.tasks.tokenizer import CharTokenizer
+from jaxrl_async.types import Group, Trajectory
+
+ALPHABET = "0123456789+=<&\n"
+TOKENIZER = CharTokenizer(ALPHABET)
+# What reaches beyond the window, but for rounding; what is drawn at no size.
+OVERFLOWING = """
+[...document.querySelectorAll('body *')]
+  .filter(e => e.getBoundingClientRect().right > document.documentElement.clientWidth + 1)
+  .filter(e => !e.closest('svg *'))
+  .map(e => e.tagName + '.' + e.className)
+"""
+EMPTY = """
+[...document.querySelectorAll('svg, img, figure')]
+  .filter(e => !(e.getBoundingClientRect().width > 50 && e.getBoundingClientRect().height > 50))
+  .map(e => e.outerHTML.slice(0, 80))
+"""
+SIZE = "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"
 
 
-def write_run(workdir, rows):
-    (workdir / "config.json").write_text(json.dumps({"task": {"name": "a<b"}, "mode": "async"}))
+def write_run(workdir, rows, **config):
+    config = {"task": {"name": "a<b"}, "mode": "async"} | config
+    (workdir / "config.json").write_text(json.dumps(config))
     lines = [json.dumps({"step": i, **row}) + "\n" for i, row in enumerate(rows, start=1)]
     (workdir / "metrics.jsonl").write_text("".join(lines))
 
@@ -28,49 +55,250 @@ def row(**values):
     return dict.fromkeys(names, 1.0) | values
 
 
+def trajectory(text, reward, versions, *, prompt="1+1=", finish="stop"):
+    """A completion and the version that sampled each of its tokens."""
+    tokens = TOKENIZER.encode(prompt + text)
+    mask = np.arange(len(tokens)) >= len(prompt)
+    return Trajectory(
+        tokens=np.array(tokens, np.int32),
+        logprobs=np.zeros(len(tokens), np.float32),
+        versions=np.array([-1] * len(prompt) + versions, np.int32),
+        mask=mask,
+        prompt_length=len(prompt),
+        reward=reward,
+        finish_reason=finish,
+    )
+
+
+async def write_journal(workdir, *steps, keep="all"):
+    """A step is its groups, a group its trajectories."""
+    TOKENIZER.save(workdir / "tokenizer")
+    journal = Journal(workdir / "journal.sqlite", batch_groups=len(steps[0]), keep=keep)
+    await journal.published(0, 0, None)
+    index = 0
+    for step, groups in enumerate(steps, start=1):
+        permits = [Permit(index + i, 0) for i in range(len(groups))]
+        indexes = tuple(permit.prompt_index for permit in permits)
+        await journal.admitted(permits, "worker")
+        for permit, trajectories in zip(permits, groups, strict=True):
+            group = Group(permit.prompt_index, 0, tuple(trajectories))
+            await journal.pushed(permit, wire.encode_group(group).SerializeToString(), 1)
+        await journal.leased(step, 0, FixedChunk(indexes, True), new=True)
+        await journal.committed(Position(step, index + len(groups), (), {}, {}), indexes)
+        index += len(groups)
+    return journal
+
+
 def test_a_page_is_self_contained_and_escapes_what_it_shows(tmp_path):
-    write_run(tmp_path, [row(), row()])
+    write_run(tmp_path, [row(), row()], rollout={"frictions": {"bug": 0.5}, "note": "<i>"})
     page = report.write_report(tmp_path).read_text()
-    assert page.count("<svg") == 8
     assert "a&lt;b" in page and "a<b" not in page
-    assert "2 steps in 2 s" in page
+    assert "&lt;i&gt;" in page and "<i>" not in page
+    assert "frictions.bug" in page
+    assert "2 s, 1 s a step" in page
     assert "<script" not in page and "<link" not in page and "<img" not in page
+    assert "No checkpoint was saved in 2 steps" in page
+    assert "No completions to show: no journal at" in page
+    links = re.findall(r'<a href="#([^"]+)"', page)
+    assert links and set(links) == set(re.findall(r'<section id="([^"]+)"', page))
+    referred = re.findall(r'xlink:href="#([^"]+)"|url\(#([^)]+)\)', page)
+    ids = re.findall(r' id="([^"]+)"', page)
+    assert len(ids) == len(set(ids)) and {a or b for a, b in referred} <= set(ids)
 
 
-def test_numbers_that_were_not_finite_leave_holes(tmp_path):
-    write_run(tmp_path, [row(), row(**{"loss/policy": None})])
-    assert "not finite" in report.write_report(tmp_path).read_text()
-
-
-def test_the_mismatch_is_drawn_where_tokens_were_compared(tmp_path):
-    found = {"mismatch/mean_abs": 1e-6, "mismatch/max_abs": 1e-5, "mismatch/kl": 1e-12}
-    write_run(tmp_path, [row(**found, **{"mismatch/tokens": 9}), row(**{"mismatch/tokens": 0})])
+def test_numbers_that_were_not_finite_are_named(tmp_path):
+    write_run(tmp_path, [row(), row(**{"loss/policy": None, "staleness/mean": None})])
     page = report.write_report(tmp_path).read_text()
-    assert page.count("<svg") == 9 and "Engine against learner" in page
+    assert "Not finite, in these steps first: loss/policy (step 2)" in page
+    assert '<code>loss/policy</code></td><td class="n">not finite' in page
 
 
-def test_the_loss_is_drawn_by_staleness_where_there_were_tokens(tmp_path):
+def test_a_run_that_measured_little_has_a_page(tmp_path):
+    write_run(tmp_path, [{"reward/mean": 0.5}])
+    page = report.write_report(tmp_path).read_text()
+    assert page.count("<svg") == 1 and "Staleness" not in page
+
+
+def test_the_mismatch_is_drawn_where_tokens_were_compared():
+    compared = row(**{"mismatch/mean_abs": 1e-6, "mismatch/max_abs": 1e-5, "mismatch/kl": 1e-12})
+    rows = [{"step": 1, **compared}, {"step": 2, **row()}]
+    titles = [figure.title for figure in plots.loss(rows)]
+    assert "Engine against learner, same weights, nats" in titles
+    assert len(plots.loss(rows[1:])) == len(titles) - 1
+
+
+def test_the_loss_is_drawn_by_staleness_where_there_were_tokens():
     fresh = {"lag/0/tokens": 5, "lag/0/ratio": 1.5, "lag/1/tokens": 0, "lag/1/ratio": 0.0}
     stale = {"lag/0/tokens": 0, "lag/0/ratio": 0.0, "lag/1/tokens": 5, "lag/1/ratio": 2.5}
-    rows = [{**fresh, "lag/9+/tokens": 0, "lag/9+/ratio": 0.0}, {**stale, "lag/9+/ratio": 0.0}]
-    found = report._by_staleness(rows, "ratio")
-    np.testing.assert_array_equal(found["0"], [1.5, np.nan])
-    np.testing.assert_array_equal(found["1"], [np.nan, 2.5])
+    rows = [{"step": 1, **fresh, "lag/9+/tokens": 0, "lag/9+/ratio": 0.0}, {"step": 2, **stale}]
+    found = plots._by_staleness(rows)
+    np.testing.assert_array_equal(found["0"]["ratio"], [1.5, np.nan])
+    np.testing.assert_array_equal(found["1"]["ratio"], [np.nan, 2.5])
     assert list(found) == ["0", "1"]
-    write_run(tmp_path, [row(**fresh), row(**stale)])
-    page = report.write_report(tmp_path).read_text()
-    assert page.count("<svg") == 9 and "π_θ/π_prox, by staleness" in page
+    (ratio,) = [f for f in plots.staleness(rows) if "π_θ/π_prox, by staleness" in f.title]
+    assert [label for label, _ in ratio.legend] == ["0", "1"]
 
 
-def test_an_evaluation_is_shown_when_there_is_one(tmp_path):
-    write_run(tmp_path, [row()])
-    assert "Held-out" not in report.write_report(tmp_path).read_text()
-    (tmp_path / "evaluation.json").write_text('[{"step": 0, "greedy": 0.375}]')
-    page = report.write_report(tmp_path).read_text()
-    assert "Held-out" in page and "0.375" in page
+def test_a_figure_takes_the_colors_of_its_page():
+    (figure,) = plots.reward([{"step": 1, "reward/mean": 0.0}, {"step": 2, "reward/mean": 1.0}])
+    assert "currentColor" in figure.svg and "var(--rule)" in figure.svg
+    assert plots.INK not in figure.svg and plots.RULE not in figure.svg
+    tag = figure.svg[: figure.svg.index(">")]
+    assert "viewBox" in tag and "width=" not in tag and "height=" not in tag
+    assert 'aria-label="Reward, mean of the step"' in tag
+
+
+def test_scores_come_from_both_files_and_show_their_intervals(tmp_path):
+    logged = {
+        "eval/version": 4,
+        "eval/greedy": 0.5,
+        "eval/greedy_low": 0.4,
+        "eval/greedy_high": 0.7,
+    }
+    write_run(tmp_path, [row(), row(**logged), row(**logged | {"eval/version": 8})])
+    rows = pages.read_metrics(tmp_path)
+    written = [{"step": 0, "greedy": 0.375, "pass@1": 0.25}, {"step": 8, "greedy": 0.875}]
+    (tmp_path / "evaluation.json").write_text(json.dumps(written))
+    points = pages.evaluation_points(tmp_path, rows)
+    assert [p["version"] for p in points] == [0, 4, 8]
+    assert points[1] == {"version": 4, "greedy": 0.5, "greedy_low": 0.4, "greedy_high": 0.7}
+    assert plots.score_names(points) == ["greedy", "pass@1"]
+    table = tables.scores(points)
+    for cell in (">0.375<", ">0.500 (0.400–0.700)<", ">0.875<", ">0.250<", ">–<"):
+        assert cell in table
+    (figure,) = plots.evaluations(points)
+    assert [label for label, _ in figure.legend] == ["greedy", "pass@1"]
+    assert figure.svg.count("LineCollection") == 0 and figure.svg.count("<use") > len(points)
+    assert "version 8; 0.375 of version 0" in pages._tiles(rows, points)
+
+
+def test_a_run_without_an_evaluation_shows_none(tmp_path):
+    assert pages.evaluation_points(tmp_path, [row()]) == []
+    assert tables.scores([]) == "" and plots.evaluations([]) == []
+
+
+def test_time_is_split_by_role():
+    secs = {"time/step_secs": 2.0, "time/wait_data_secs": 0.5, "time/update_secs": 1.0}
+    push = {"weights/version": 1, "weights/push_secs": 0.4, "weights/bytes": 3e6}
+    table = tables.time([secs | push, secs | push | {"queue/running_groups": 0}])
+    lines = re.findall(r"<tr><td>(.*?)</td><td class=n>(.*?)</td><td class=n>(.*?)</td>", table)
+    assert lines == [
+        ("learner: update", "1", "50.0 %"),
+        ("learner: wait data", "0.5", "25.0 %"),
+        ("learner: other", "0.5", "25.0 %"),
+        # One push, whose seconds stand in both rows.
+        ("publisher and servers: pushes of 3 MB, 0.4 s each", "0.2", "10.0 %"),
+    ]
+
+
+async def test_completions_are_the_first_last_best_worst_and_longest(tmp_path):
+    first = trajectory("1", 0.5, [0])
+    long = trajectory("11111", 0.25, [0, 0, 1, 1, 2], finish="length")
+    best, worst = trajectory("2", 1.0, [1]), trajectory("<&", -1.0, [1, 1])
+    last = trajectory("3", 0.5, [1])
+    (await write_journal(tmp_path, [[first, long]], [[best, worst, last]])).close()
+    found = samples.samples(tmp_path, {})
+    assert [(s.what, s.step, s.reward) for s in found] == [
+        ("first", 1, 0.5),
+        ("last", 2, 0.5),
+        ("best", 2, 1.0),
+        ("worst", 2, -1.0),
+        ("longest", 1, 0.25),
+    ]
+    assert found[4].spans == (("11", 0), ("11", 1), ("1", 2))
+    assert found[4].truncated and found[4].num_tokens == 5
+    assert found[4].group_reward == 0.375 and found[4].prompt == "1+1="
+    table = tables.completions(tmp_path, {})
+    assert "<mark>11<sub>v0</sub></mark><mark>11<sub>v1</sub></mark>" in table
+    assert ">0–2</td>" in table and "5 tokens, cut off" in table
+    assert "<mark>&lt;&amp;</mark>" in table
+
+
+async def test_of_equals_the_latest_is_shown_once_with_all_it_is(tmp_path):
+    steps = [[[trajectory("1", 1.0, [step])]] for step in range(3)]
+    (await write_journal(tmp_path, *steps)).close()
+    found = samples.samples(tmp_path, {})
+    assert [(s.what, s.step) for s in found] == [("first", 1), ("last, best, worst, longest", 3)]
+
+
+async def test_why_there_is_no_completion_is_said(tmp_path):
+    def why(**config):
+        with pytest.raises(samples.NoSamplesError) as raised:
+            samples.samples(tmp_path, config)
+        return str(raised.value)
+
+    assert why(journal={"keep": "none"}) == "the run kept no journal (journal.keep is 'none')"
+    assert "no journal at" in why(journal={"keep": "all", "path": ""})
+    journal = await write_journal(tmp_path, [[trajectory("1", 1.0, [0])]], keep="checkpointed")
+    assert "another process has it open" in why()
+    await journal.checkpointed(1)
+    journal.close()
+    assert why() == "the journal holds no group that was trained on"
+
+
+async def test_forgotten_groups_are_passed_over(tmp_path):
+    steps = [[[trajectory(str(step), 1.0, [step])]] for step in range(3)]
+    journal = await write_journal(tmp_path, *steps, keep="checkpointed")
+    await journal.checkpointed(2)
+    journal.close()
+    assert [s.step for s in samples.samples(tmp_path, {})] == [3]
+
+
+async def test_a_long_journal_is_read_evenly(tmp_path, monkeypatch):
+    monkeypatch.setattr(samples, "MAX_GROUPS", 4)
+    steps = [[[trajectory("1" * (1 + step % 2), 1.0, [0] * (1 + step % 2))]] for step in range(9)]
+    (await write_journal(tmp_path, *steps)).close()
+    found = {s.what: s.step for s in samples.samples(tmp_path, {})}
+    # Of steps 1, 4, 7 and the last one; the even ones are longer.
+    assert found == {"first": 1, "last, best, worst": 9, "longest": 4}
 
 
 def test_a_run_without_a_step_is_refused(tmp_path):
     write_run(tmp_path, [])
     with pytest.raises(ValueError, match=r"no metrics.jsonl with a trained step"):
         report.write_report(tmp_path)
+
+
+async def make_full_run(workdir):
+    """A run with all that a page can show: much of it, wide of it and warned of."""
+    config = {"rollout": {"function": "a" * 90}, "tokenizer": {"kind": "char"}}
+    rng = np.random.default_rng(0)
+    rows = []
+    for step in range(1, 61):
+        names = [*row(), "policy/grad_norm", "tokens/completion_mean", "time/update_secs"]
+        names += ["tokens/truncated_share", "queue/depth_groups", "queue/running_groups"]
+        names += ["mismatch/mean_abs", "weights/push_secs", "fairness/completion/trained"]
+        names += [f"lag/{bucket}/{key}" for bucket in (0, 1, "3-4") for key in plots._LAGS]
+        values = dict(zip(names, rng.random(len(names)), strict=True))
+        values |= {"lag/3-4/tokens": 3.0, "returned/server_error": step, "retired/exhausted": 1}
+        if step % 10 == 0:
+            values |= {"eval/version": step, "eval/greedy": 0.5}
+            values |= {"eval/greedy_low": 0.4, "eval/greedy_high": 0.6}
+        rows.append(values)
+    write_run(workdir, rows, **config)
+    long = "1234567890" * 60
+    group = [
+        trajectory(long, 0.0, [0] * 300 + [1] * 300, prompt=long),
+        trajectory("1\n2", 1.0, [2] * 3),
+    ]
+    (await write_journal(workdir, [group])).close()
+
+
+async def test_a_page_looks_right_in_a_browser(tmp_path):
+    browser.require()
+    await make_full_run(tmp_path)
+    path = report.write_report(tmp_path)
+    async with browser.browsing() as page:
+        for width, dark in [(1280, False), (390, False), (768, True)]:
+            await page.open(path, width=width, dark=dark)
+            await page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
+            assert await page.evaluate(OVERFLOWING) == [], width
+            scrolled, visible = await page.evaluate(SIZE)
+            assert scrolled <= visible <= width
+            assert await page.evaluate("document.querySelectorAll('svg').length") > 20
+            assert await page.evaluate(EMPTY) == [], width
+            color = await page.evaluate("getComputedStyle(document.body).backgroundColor")
+            assert (color == "rgb(20, 23, 28)") == dark
+            file = tmp_path / f"page-{width}.png"
+            await page.screenshot(file)
+            assert file.stat().st_size > 50_000  # Not a blank one.
