@@ -113,6 +113,12 @@ def test_numbers_that_were_not_finite_are_named(tmp_path):
     assert '<code>loss/policy</code></td><td class="n">not finite' in page
 
 
+def test_warnings_show_commands_as_such_and_are_escaped():
+    shown = pages._warnings(["a < b: `c --d` says why", "e"])
+    assert "<li>a &lt; b: <code>c --d</code> says why</li><li>e</li>" in shown
+    assert "Nothing" in pages._warnings([])
+
+
 def test_a_run_that_measured_little_has_a_page(tmp_path):
     write_run(tmp_path, [{"reward/mean": 0.5}])
     page = report.write_report(tmp_path).read_text()
@@ -168,7 +174,9 @@ def test_scores_come_from_both_files_and_show_their_intervals(tmp_path):
         assert cell in table
     (figure,) = plots.evaluations(points)
     assert [label for label, _ in figure.legend] == ["greedy", "pass@1"]
-    assert figure.svg.count("LineCollection") == 0 and figure.svg.count("<use") > len(points)
+    bare = [{n: v for n, v in point.items() if "_" not in n} for point in points]
+    (without,) = plots.evaluations(bare)
+    assert figure.svg.count("<path") > without.svg.count("<path")  # The error bars.
     assert "version 8; 0.375 of version 0" in pages._tiles(rows, points)
 
 

@@ -3,6 +3,7 @@
 import datetime
 import json
 import pathlib
+import re
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -109,7 +110,8 @@ def _subtitle(workdir: pathlib.Path, rows: Rows) -> str:
 def _warnings(sentences: Sequence[str]) -> str:
     if not sentences:
         return '<p class="fine">Nothing in the metrics asks for attention.</p>'
-    items = "".join(f"<li>{escape(sentence)}" for sentence in sentences)
+    quoted = (re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(s)) for s in sentences)
+    items = "".join(f"<li>{sentence}</li>" for sentence in quoted)
     return f'<div class="warnings" role="note"><h2>Worth a look</h2><ul>{items}</ul></div>'
 
 

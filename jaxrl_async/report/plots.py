@@ -146,11 +146,7 @@ def loss(rows: Rows) -> list[Figure]:
             _lines("Entropy, nats a token", rows, {"policy/entropy": "entropy"}),
             _lines("Gradient norm, before clipping", rows, {"policy/grad_norm": "norm"}),
             _lines(title, rows, mismatches, yscale="log") if compared else None,
-            _lines(
-                "Completions",
-                rows,
-                {"tokens/completion_mean": "mean length, tokens"},
-            ),
+            _lines("Mean completion length, tokens", rows, {"tokens/completion_mean": "tokens"}),
             _lines("Share of completions cut off", rows, {"tokens/truncated_share": "share"}),
         ]
     )
