@@ -52,9 +52,8 @@ def _config(settings: Settings, model, tokenizer) -> dict:
     if settings.model.path:
         path = pathlib.Path(settings.model.path) / "config.json"
         config = json.loads(path.read_text("utf-8"))
-        config.pop(
-            "dtype", None
-        )  # transformers 5 writes it in place of torch_dtype, and would believe it.
+        # transformers 5 writes it in place of torch_dtype, and would believe it.
+        config.pop("dtype", None)
         return config
     ends = {"eos_token_id": list(tokenizer.stop_token_ids), "pad_token_id": tokenizer.pad_id}
     return hf.write_config(model) | ends | {"bos_token_id": None}
