@@ -30,8 +30,8 @@ print(json.dumps([tokenizer(sys.argv[2]).input_ids, tokenizer.eos_token_id, toke
 """
 
 
-def make_run(workdir, config="quickstart.py", **model):
-    """A workdir with checkpoints 0 and 3, of other weights each. Returns its settings and those of 3."""
+def make_run(workdir, config="quickstart.py", versions=(0, 3), **model):
+    """A workdir with checkpoints of other weights each. Returns its settings and the last weights."""
     config = load_config(f"{CONFIGS / config}:smoke")
     config.model.update(model)
     workdir.mkdir()
@@ -41,7 +41,7 @@ def make_run(workdir, config="quickstart.py", **model):
     mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
     step = roles.train_step_of(settings, shape, mesh)
     checkpoints = roles._checkpoints(settings, workdir)
-    for version in (0, 3):
+    for version in versions:
         params = sharding.init_sharded(shape, mesh, version)
         # Peaked enough that other weights show in every logit.
         params["embedding"] = params["embedding"].replace(params["embedding"].get_value() * 10)
@@ -133,7 +133,7 @@ def test_an_export_is_a_model_to_start_from_and_keeps_its_settings(run, tmp_path
     content = json.loads((first / "config.json").read_text())
     changed = content | {"max_position_embeddings": 77, "dtype": "float16"}  # as if published
     (first / "config.json").write_text(json.dumps(changed))
-    make_run(tmp_path / "run", path=str(first))
+    make_run(tmp_path / "run", versions=(3,), path=str(first))
     assert main(["export", f"--workdir={tmp_path / 'run'}", f"--out={second}"]) == 0
     expected = content | {"max_position_embeddings": 77}
     assert json.loads((second / "config.json").read_text()) == expected
@@ -206,7 +206,7 @@ def test_what_cannot_be_exported_is_refused_and_named(run, tmp_path, capsys):
 @pytest.mark.long
 async def test_a_real_sglang_serves_an_export(tmp_path):
     real_servers.require("sglang")
-    settings, params = make_run(tmp_path / "run", "arithmetic_sglang.py")
+    settings, params = make_run(tmp_path / "run", "arithmetic_sglang.py", versions=(3,))
     out = tmp_path / "out"
     assert main(["export", f"--workdir={tmp_path / 'run'}", f"--out={out}"]) == 0
     tokenizer = roles.tokenizer_of(settings, tmp_path / "run")
