@@ -1,5 +1,7 @@
 """Configs at the door: files with `get_config(arg)`, arg strings, `--config.a.b=value`, a workdir's config.json.
 
+Files with `get_sweep(arg)` too, whose points are such overrides.
+
 Flags and ConfigDict live in cli/ only; what leaves is `Settings`.
 """
 
@@ -13,7 +15,8 @@ import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
-from jaxrl_async.settings import Settings, nearest
+from jaxrl_async.settings import Settings, SettingsError, nearest
+from jaxrl_async.sweeps.points import Point, Sweep
 
 
 class UsageError(ValueError):
@@ -82,6 +85,7 @@ def parse_flags(
         spec, argv = _split_config(argv)
         loaded = load_config(spec)
         _check_keys(loaded, argv)
+        argv = _set_nones(loaded, argv)
         config_flags.DEFINE_config_dict("config", loaded, flag_values=values, sys_argv=["", *argv])
     try:
         extra = values(["", *argv])[1:]
@@ -107,15 +111,63 @@ def load_config(spec: str) -> ml_collections.ConfigDict:
             return ml_collections.ConfigDict(_tuples(json.loads(path.read_text("utf-8"))))
         except json.JSONDecodeError as error:
             raise UsageError(f"{path} is not JSON: {error}") from None
-    get_config = runpy.run_path(str(path)).get("get_config")
-    if get_config is None:
-        raise UsageError(f"{path} has no get_config(arg)")
-    return get_config(arg)
+    return _function(path, "get_config")(arg)
 
 
 def settings_of(config: ml_collections.ConfigDict) -> Settings:
     """The checked settings of a config."""
     return Settings.from_dict(config.to_dict())
+
+
+def load_sweep(spec: str) -> Sweep:
+    """Loads FILE.py[:ARG] (its `get_sweep(arg)`); the base config's path becomes absolute.
+
+    Raises:
+      UsageError: no such file, no get_sweep, an arg string it does not know, or points that cannot be told apart.
+    """
+    file, _, arg = spec.partition(":")
+    path = pathlib.Path(file).absolute()
+    if not path.is_file():
+        raise UsageError(f"no sweep at {path}")
+    try:
+        sweep = _function(path, "get_sweep")(arg)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{path}: {error}") from None
+    config, colon, arg = sweep.config.partition(":")
+    return Sweep(f"{(path.parent / config).resolve()}{colon if arg else ''}{arg}", sweep.points)
+
+
+def settings_of_point(sweep: Sweep, point: Point) -> Settings:
+    """The checked settings that the command of a point runs: its words are parsed as `train` parses them.
+
+    Raises:
+      UsageError: an unknown key, or a value that comes through the command line as another.
+      SettingsError: a point that cannot be run.
+    """
+    try:
+        argv = [f"--config={sweep.config}", *point.words]
+        config = parse_flags("", argv, config=True).config
+    except (TypeError, UsageError) as error:
+        raise UsageError(f"point {point.name!r}: {error}") from None
+    for key, value in point.overrides.items():
+        found = config
+        for part in key.split("."):
+            found = found[part]
+        if found != value:
+            raise UsageError(
+                f"point {point.name!r}: config.{key} = {value!r} would come through as {found!r}"
+            )
+    try:
+        return settings_of(config)
+    except SettingsError as error:
+        raise SettingsError(f"point {point.name!r}: {error}") from None
+
+
+def _function(path: pathlib.Path, name: str):
+    function = runpy.run_path(str(path)).get(name)
+    if function is None:
+        raise UsageError(f"{path} has no {name}(arg)")
+    return function
 
 
 def _split_config(argv: list[str]) -> tuple[str, list[str]]:
@@ -139,6 +191,26 @@ def _check_keys(config: ml_collections.ConfigDict, argv: list[str]) -> None:
             if key not in known:
                 raise UsageError(f"unknown config key {path}.{key}{nearest(key, known)}")
             node, path = node[key], f"{path}.{key}"
+
+
+def _set_nones(config: ml_collections.ConfigDict, argv: list[str]) -> list[str]:
+    """Applies --config.a.b=None, which the flags of a number cannot say; returns the other words."""
+    others = []
+    for word in argv:
+        key, _, text = word.partition("=")
+        if not (key.startswith("--config.") and text == "None"):
+            others.append(word)
+            continue
+        *path, field = key.removeprefix("--config.").split(".")
+        node = config
+        for part in path:
+            node = node[part]
+        if isinstance(node[field], str):  # The string "None".
+            others.append(word)
+            continue
+        node[field] = None
+        others = [other for other in others if other.partition("=")[0] != key]
+    return others
 
 
 def _tuples(value: Any) -> Any:
