@@ -88,7 +88,7 @@ class Job:
             return FINISHED
         if not self.lock.exists():
             return "waiting"
-        with open(self.lock, "r+") as file:
+        with open(self.lock, encoding="utf-8") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -152,7 +152,8 @@ class _Attempt:
         self._process: subprocess.Popen | None = None
         self._verb = ""
         _write(lock, f"running since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
-        if job.last_checkpoint() is None and (job.workdir / "config.json").exists():
+        new = self._commands and job.last_checkpoint() is None
+        if new and (job.workdir / "config.json").exists():
             shutil.rmtree(job.workdir)  # It never got to a checkpoint: there is nothing to resume.
 
     def look(self) -> str | None:

@@ -41,13 +41,8 @@ class Point:
         return tuple(_word(key, value) for key, value in self.overrides.items())
 
     @property
-    def without_seed(self) -> tuple[tuple[str, Any], ...]:
-        """What points that differ in their seeds alone have in common."""
-        return tuple(item for item in self.overrides.items() if item[0] not in SEED_KEYS)
-
-    @property
     def label(self) -> str:
-        """The name without its seed."""
+        """The name without its "-seedN": points with the same label are runs of one setting."""
         return re.sub(r"-?seed\d+$", "", self.name) or "all"
 
 

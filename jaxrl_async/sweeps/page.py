@@ -1,0 +1,283 @@
+"""index.html of a sweep: one self-contained page with a table and plots, from the workdirs of its points alone."""
+
+import dataclasses
+import html
+import io
+import json
+import math
+import pathlib
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrl_async.metrics import read_metrics
+from jaxrl_async.sweeps.driver import Job
+from jaxrl_async.sweeps.points import Sweep
+
+CONFIDENCE = 0.95
+
+_PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>{title}</title>
+<style>
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 1060px; margin: 2rem auto; padding: 0 1rem; color: #222 }}
+h1 {{ font-size: 1.5rem }} h2 {{ font-size: 1.1rem; margin-top: 2rem }}
+svg {{ width: 100%; height: auto }}
+.scroll {{ overflow-x: auto }} table {{ border-collapse: collapse }}
+td, th {{ padding: .15rem .8rem .15rem 0; text-align: left; vertical-align: top }}
+td.n, th.n {{ text-align: right; font-variant-numeric: tabular-nums }}
+tr + tr td {{ border-top: 1px solid #eee }}
+</style>
+<h1>{title}</h1>
+<p>{summary}</p>
+<h2>Held-out score</h2>
+<p>Greedy accuracy on the held-out prompts: before RL and after it, and pass@k at the run's temperature. The mean over
+the finished points that differ in their seeds alone, ± half the width of its {confidence:.0%} interval (Student's t);
+a single point has none.</p>
+<div class="scroll">{scores}</div>
+{plots}
+<h2>Points</h2>
+<p>Seconds add up the learner's steps, without the warm start before them and without what an interruption lost.</p>
+<div class="scroll">{points}</div>
+</html>
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What the workdir of one point holds."""
+
+    name: str
+    label: str  # the name without its seed
+    overrides: dict[str, Any]
+    state: str  # of Job.state
+    steps: np.ndarray  # [steps]
+    rewards: np.ndarray  # [steps], mean reward of a step
+    secs: np.ndarray  # [steps], of the learner, up to the step's end
+    tokens: np.ndarray  # [steps], trained up to the step's end
+    before: dict[str, float] | None  # evaluation of the first checkpoint asked for
+    after: dict[str, float] | None  # of the last step; None while the point is not finished
+
+
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """A mean over n seeds."""
+
+    mean: float
+    half_width: float | None  # None for n = 1
+    count: int
+
+    def __str__(self):
+        half = "" if self.half_width is None else f" ± {self.half_width:.3f}"
+        return f"{self.mean:.3f}{half}"
+
+
+def interval_of(values: Sequence[float]) -> Interval:
+    """mean ± t₀.₉₇₅(n − 1) · s/√n, s² = Σ (x − mean)²/(n − 1).
+
+    Args:
+      values: one per seed, n ≥ 1, taken for independent draws of one normal distribution.
+    """
+    from scipy.special import stdtrit  # Only pages need it.
+
+    n = len(values)
+    mean = math.fsum(values) / n
+    if n == 1:
+        return Interval(mean, None, 1)
+    deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1))
+    quantile = stdtrit(n - 1, 0.5 + CONFIDENCE / 2)
+    return Interval(mean, float(quantile) * deviation / math.sqrt(n), n)
+
+
+def read_results(sweep: Sweep, jobs: Sequence[Job]) -> list[Result]:
+    """Results of the points, in their order; those of points that never ran are empty.
+
+    Raises:
+      ValueError: a damaged metrics.jsonl.
+    """
+    return [_result(point, job) for point, job in zip(sweep.points, jobs, strict=True)]
+
+
+def _result(point, job: Job) -> Result:
+    rows = [row for row in read_metrics(job.workdir) if row.get("time/step_secs") is not None]
+    secs = _column(rows, "time/step_secs")
+    tokens = np.nan_to_num(_column(rows, "learner/tokens_per_sec")) * secs
+    after = job.result()
+    first = json.loads((job.workdir / "evaluation.json").read_text("utf-8"))[0] if after else None
+    return Result(
+        name=point.name,
+        label=point.label,
+        overrides=dict(point.overrides),
+        state=job.state(),
+        steps=_column(rows, "step"),
+        rewards=_column(rows, "reward/mean"),
+        secs=np.cumsum(secs),
+        tokens=np.cumsum(tokens),
+        before=first,
+        after=after,
+    )
+
+
+def _column(rows: list[dict], name: str) -> np.ndarray:
+    return np.array([np.nan if row.get(name) is None else row[name] for row in rows], float)
+
+
+def write_page(sweep: Sweep, jobs: Sequence[Job], directory: pathlib.Path) -> pathlib.Path:
+    """Writes index.html into a sweep's directory, finished or not.
+
+    Returns:
+      The path of the page.
+
+    Raises:
+      ValueError: a damaged metrics.jsonl.
+    """
+    results = read_results(sweep, jobs)
+    states = Counter(result.state.partition(":")[0] for result in results)
+    counts = ", ".join(f"{count} {state}" for state, count in states.most_common())
+    page = _PAGE.format(
+        title=html.escape(f"jaxrl_async · sweep · {directory.name}"),
+        summary=html.escape(f"{len(results)} points around {_shown(sweep.config)}: {counts}."),
+        confidence=CONFIDENCE,
+        scores=_score_table(results),
+        plots="\n".join(_plots(results)),
+        points=_point_table(results),
+    )
+    directory.mkdir(parents=True, exist_ok=True)
+    path, aside = directory / "index.html", directory / ".index.html"
+    aside.write_text(page, encoding="utf-8")
+    aside.rename(path)
+    return path
+
+
+def grouped(results: Sequence[Result]) -> dict[str, list[Result]]:
+    """Label → its results, in the order of the sweep."""
+    groups: dict[str, list[Result]] = {}
+    for result in results:
+        groups.setdefault(result.label, []).append(result)
+    return groups
+
+
+def _shown(config: str) -> str:
+    path, colon, arg = config.partition(":")
+    return f"{pathlib.Path(path).name}{colon}{arg}"
+
+
+def _score_table(results: Sequence[Result]) -> str:
+    names = next((list(r.after) for r in results if r.after), ["step"])
+    columns = [name for name in names if name != "step"]
+    head = ["", "finished", "before: greedy", *(f"after: {name}" for name in columns)]
+    lines = []
+    for label, group in grouped(results).items():
+        done = [r for r in group if r.after]
+        cells = [f"{len(done)} of {len(group)}", _mean(r.before.get("greedy") for r in done)]
+        cells += [_mean(r.after.get(name) for r in done) for name in columns]
+        lines.append([label, *cells])
+    return _table(head, lines, numbers_from=1)
+
+
+def _mean(values) -> str:
+    values = [value for value in values if value is not None]
+    return str(interval_of(values)) if values else "–"
+
+
+def _point_table(results: Sequence[Result]) -> str:
+    head = ["point", "step", "seconds", "trained tokens", "reward", "greedy", "state", "overrides"]
+    lines = []
+    for r in results:
+        numbers = ["–"] * 4
+        if len(r.steps):
+            reward = f"{r.rewards[-1]:.3f}" if math.isfinite(r.rewards[-1]) else "not finite"
+            numbers = [f"{r.steps[-1]:.0f}", f"{r.secs[-1]:.1f}", f"{r.tokens[-1]:,.0f}", reward]
+        greedy = f"{r.after['greedy']:.3f}" if r.after else "–"
+        overrides = ", ".join(f"{key}={value}" for key, value in r.overrides.items())
+        lines.append([r.name, *numbers, greedy, r.state, overrides])
+    return _table(head, lines, numbers_from=1, numbers_to=6)
+
+
+def _table(
+    head: list[str], lines: list[list[str]], *, numbers_from: int, numbers_to: int | None = None
+) -> str:
+    numbers = range(numbers_from, len(head) if numbers_to is None else numbers_to)
+
+    def row(tag: str, cells: list[str]) -> str:
+        shown = (
+            f"<{tag}{' class=n' if i in numbers else ''}>{html.escape(cell)}"
+            for i, cell in enumerate(cells)
+        )
+        return f"<tr>{''.join(shown)}</tr>"
+
+    body = "\n".join(row("td", line) for line in lines)
+    return f"<table>{row('th', head)}\n{body}</table>"
+
+
+def _plots(results: Sequence[Result]) -> list[str]:
+    """Headed SVG elements: final score, reward against seconds, reward against tokens; those with anything in them."""
+    import matplotlib
+    from matplotlib.figure import Figure  # Imports slowly; only pages draw.
+
+    groups = grouped(results)
+    colors = matplotlib.colormaps["turbo"](np.linspace(0.05, 0.95, len(groups)))
+    figures = {}
+    scored = {label: [r for r in group if r.after] for label, group in groups.items()}
+    if any(scored.values()):
+        figure = Figure(figsize=(9, 1.2 + 0.28 * len(groups)), layout="constrained")
+        _draw_scores(figure.add_subplot(), scored, colors)
+        figures["Final score"] = figure
+    if any(len(r.steps) for r in results):
+        for title, attribute, label in (
+            ("Reward against wall-clock", "secs", "seconds of the learner"),
+            ("Reward against trained tokens", "tokens", "trained tokens"),
+        ):
+            lines_high = 0.17 * math.ceil(len(groups) / 4)
+            figure = Figure(figsize=(9, 3.8 + lines_high), layout="constrained")
+            _draw_rewards(figure, groups, colors, attribute, label)
+            figures[title] = figure
+    return [f"<h2>{html.escape(title)}</h2>\n{_svg(fig)}" for title, fig in figures.items()]
+
+
+def _draw_scores(axes, scored: dict[str, list[Result]], colors) -> None:
+    """A dot and its interval for each label, the single points small beside it."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel(f"held-out greedy accuracy, mean and {CONFIDENCE:.0%} interval over seeds")
+    axes.set_yticks(range(len(scored)), list(scored), fontsize=8)
+    axes.set_ylim(len(scored) - 0.4, -0.6)
+    for y, (group, color) in enumerate(zip(scored.values(), colors, strict=True)):
+        values = [r.after["greedy"] for r in group]
+        if not values:
+            continue
+        interval = interval_of(values)
+        axes.errorbar(interval.mean, y, xerr=interval.half_width, fmt="o", color=color, capsize=3)
+        if len(values) > 1:
+            axes.plot(values, [y] * len(values), "|", color="#555", markersize=7)
+
+
+def _draw_rewards(
+    figure, groups: dict[str, list[Result]], colors, attribute: str, xlabel: str
+) -> None:
+    axes = figure.add_subplot(xlabel=xlabel, ylabel="mean reward of a step")
+    axes.spines[["top", "right"]].set_visible(False)
+    for (label, group), color in zip(groups.items(), colors, strict=True):
+        for r in group:
+            if len(r.steps):
+                window = max(1, len(r.steps) // 20)
+                x, y = getattr(r, attribute)[window - 1 :], _smoothed(r.rewards, window)
+                marker = "." if len(y) < 5 else None
+                axes.plot(x, y, label=label, color=color, linewidth=1.1, marker=marker)
+                label = "_"  # One entry of the legend a label.
+    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=7)
+
+
+def _smoothed(values: np.ndarray, window: int) -> np.ndarray:
+    """[n − window + 1], means of `window` successive values."""
+    return np.convolve(values, np.full(window, 1 / window), mode="valid")
+
+
+def _svg(figure) -> str:
+    import matplotlib
+
+    out = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # Text stays text.
+        figure.savefig(out, format="svg")
+    text = out.getvalue()
+    return text[text.index("<svg") :]

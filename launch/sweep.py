@@ -1,0 +1,194 @@
+#!/usr/bin/env python3
+"""Prints, runs, submits and gathers the points of a sweep.
+
+    python launch/sweep.py --sweep=configs/sweeps/seeds.py                            # prints one command per point
+    python launch/sweep.py --sweep=configs/sweeps/seeds.py --dir=runs/seeds --run --jobs=2
+    python launch/sweep.py --sweep=configs/sweeps/seeds.py --dir=runs/seeds --gather  # DIR/index.html, at any time
+    python launch/sweep.py --sweep=configs/sweeps/seeds.py --dir=runs/seeds --submit=slurm --sbatch='--partition=gpu'
+
+What is printed is what runs: `train`, then `evaluate`, in DIR/NAME, with the log DIR/NAME.log. The same command again
+skips what is finished, resumes what was interrupted, and tries again what failed. Drivers on several hosts may share
+a DIR. Exit codes: 0 done, 1 a point failed or the sweep was interrupted, 2 bad usage.
+"""
+
+import pathlib
+import shlex
+import signal
+import subprocess
+import sys
+
+from jaxrl_async.cli.config import (
+    UsageError,
+    load_config,
+    load_sweep,
+    parse_flags,
+    settings_of,
+    settings_of_point,
+)
+from jaxrl_async.settings import Settings, SettingsError, nearest
+from jaxrl_async.sweeps import driver, page, submit
+
+PROGRAM = (sys.executable, "-m", "jaxrl_async")
+CLUSTERS = ("slurm", "jobset")
+ACTIONS = ("run", "submit", "gather", "point")
+
+
+def main(argv: list[str], program: tuple[str, ...] = PROGRAM) -> int:
+    """Runs the script.
+
+    Args:
+      argv: the words after its name.
+      program: the words before `train` and `evaluate`.
+
+    Returns:
+      The exit code.
+    """
+    try:
+        return _main(argv, program)
+    except (UsageError, SettingsError) as error:
+        print(f"sweep: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("sweep: stopped; the same command goes on", file=sys.stderr)
+        return 1
+
+
+def _main(argv: list[str], program: tuple[str, ...]) -> int:
+    flags = parse_flags(
+        __doc__,
+        argv,
+        sweep=("", "FILE[:ARG] with get_sweep(arg)"),
+        dir=("", "directory of the sweep; default runs/NAME of the sweep's file"),
+        run=(False, "run here what is missing, then gather"),
+        jobs=(0, "points at a time, which share this machine's devices; default 1 with --run, all with --submit"),
+        point=(-1, "run what is missing of the point with this index alone"),
+        submit=("", " | ".join(CLUSTERS)),
+        sbatch=("", "further words for sbatch"),
+        image=("", "container image, for --submit=jobset"),
+        claim=("", "PersistentVolumeClaim that is mounted at --dir, for --submit=jobset"),
+        gather=(False, "write DIR/index.html"),
+        **{"dry-run": (False, "print, and do nothing")},
+    )  # fmt: skip
+    if not flags.sweep:
+        raise UsageError("--sweep=FILE[:ARG] is needed")
+    asked = [name for name in ACTIONS if flags[name].value != flags[name].default]
+    if len(asked) > 1:
+        raise UsageError(f"--{asked[0]} and --{asked[1]} are two actions: choose one")
+    if flags.submit and flags.submit not in CLUSTERS:
+        raise UsageError(f"unknown --submit={flags.submit}{nearest(flags.submit, CLUSTERS)}")
+    if flags.jobs < 0:
+        raise UsageError(f"--jobs must be ≥ 1, got {flags.jobs}")
+    sweep = load_sweep(flags.sweep)
+    stem = pathlib.Path(flags.sweep.partition(":")[0]).stem
+    directory = pathlib.Path(flags.dir or f"runs/{stem}").absolute()
+    settings = [settings_of_point(sweep, point) for point in sweep.points]
+    jobs = [
+        driver.Job(
+            name=point.name,
+            directory=directory,
+            num_steps=own.learner.num_steps,
+            program=program,
+            words=(f"--config={sweep.config}", *point.words),
+        )
+        for point, own in zip(sweep.points, settings, strict=True)
+    ]
+    if flags.submit:
+        return _submit(flags, jobs, directory, stem)
+    if not asked or flags["dry-run"].value:
+        print("\n".join(job.shell for job in jobs))
+        return 0
+    for job, own in zip(jobs, settings, strict=True):
+        _check_workdir(job, own)
+    if flags.gather:
+        print(page.write_page(sweep, jobs, directory))
+        return 0
+    if flags.point == -1:
+        code = _run(jobs, flags.jobs or 1)
+        print(page.write_page(sweep, jobs, directory))
+        return code
+    if not 0 <= flags.point < len(jobs):
+        raise UsageError(f"--point must be in [0, {len(jobs)}), got {flags.point}")
+    return _run(jobs[flags.point : flags.point + 1], 1)
+
+
+def _run(jobs: list[driver.Job], at_once: int) -> int:
+    ends = driver.run(jobs, at_once=at_once, say=lambda line: print(line, flush=True))
+    failed = [name for name, how in ends.items() if how.startswith("failed: ")]
+    for name in failed:
+        print(f"sweep: {name} {ends[name]}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _submit(flags, jobs: list[driver.Job], directory: pathlib.Path, stem: str) -> int:
+    script = pathlib.Path(__file__).absolute()
+    name = f"sweep-{stem}"
+    if flags.submit == "jobset":
+        for flag in ("image", "claim"):
+            if not flags[flag].value:
+                raise UsageError(f"--submit=jobset needs --{flag}")
+        # Paths as they were given: the image has its own.
+        command = ("python", "launch/sweep.py", f"--sweep={flags.sweep}", f"--dir={directory}")
+        text = submit.jobset_yaml(
+            command,
+            name=name,
+            directory=str(directory),
+            num_points=len(jobs),
+            at_once=flags.jobs,
+            image=flags.image,
+            claim=flags.claim,
+        )
+        path, then = directory / "jobset.yaml", None
+    else:
+        command = (sys.executable, str(script), f"--sweep={flags.sweep}", f"--dir={directory}")
+        try:
+            text = submit.slurm_script(
+                command,
+                name=name,
+                directory=str(directory),
+                cwd=str(pathlib.Path.cwd()),
+                indexes=[i for i, job in enumerate(jobs) if job.result() is None],
+                at_once=flags.jobs,
+            )
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        path = directory / "sweep.sbatch"
+        then = ["sbatch", *shlex.split(flags.sbatch), str(path)]
+    if flags["dry-run"].value:
+        print(text, end="")
+        return 0
+    directory.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    print(shlex.join(then or ["kubectl", "apply", f"--filename={path}"]), flush=True)
+    if then is None:
+        return 0
+    try:
+        return subprocess.run(then, timeout=60).returncode
+    except (FileNotFoundError, subprocess.TimeoutExpired) as error:
+        print(f"sweep: {error}", file=sys.stderr)
+        return 1
+
+
+def _check_workdir(job: driver.Job, wanted: Settings) -> None:
+    """What stands in DIR/NAME must be a run of this point, not one of a changed sweep."""
+    path = job.workdir / "config.json"
+    if not path.exists():
+        return
+    try:
+        found = settings_of(load_config(str(path)))
+    except (SettingsError, UsageError) as error:
+        raise UsageError(f"{path} cannot be read ({error}): name another --dir") from None
+    for block in vars(wanted):
+        if getattr(found, block) != getattr(wanted, block):
+            raise UsageError(
+                f"{job.workdir} holds another run: its config.{block} is {getattr(found, block)}, this point's is "
+                f"{getattr(wanted, block)}. Name another --dir"
+            )
+
+
+def _interrupt(signum, frame):
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _interrupt)
+    sys.exit(main(sys.argv[1:]))
