@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 
+import numpy as np
 import pytest
 import yaml
 
@@ -637,6 +638,16 @@ def test_the_curves_are_those_of_the_results(jobs, tmp_path):
     assert result.secs.tolist() == [2.0, 6.0]
     assert result.tokens.tolist() == [20.0, 100.0]
     assert result.rewards.tolist() == [0.5, 0.75]
+
+
+def test_the_mean_curve_goes_as_far_as_the_shortest_and_is_smoothed_over_a_twentieth():
+    long = (np.array([1.0, 2.0, 3.0]), np.array([0.0, 0.5, 1.0]))
+    short = (np.array([3.0, 6.0]), np.array([1.0, 0.0]))
+    x, y = page._mean_curve([long, short])
+    assert (x.tolist(), y.tolist()) == ([2.0, 4.0], [0.5, 0.25])
+    # 40 steps: windows of two, so 0, 1, 0, 1, … becomes 0.5 everywhere, from the second x on.
+    x, y = page._smoothed(np.arange(40.0), np.arange(40) % 2)
+    assert x[0] == 1 and len(x) == len(y) == 39 and set(y) == {0.5}
 
 
 def test_a_page_is_gathered_while_a_point_runs(jobs, tmp_path):

@@ -34,7 +34,8 @@ tr + tr td {{ border-top: 1px solid #eee }}
 <h2>Held-out score</h2>
 <p>Greedy accuracy on the held-out prompts: before RL and after it, and pass@k at the run's temperature. The mean over
 the finished points that differ in their seeds alone, ± half the width of its {confidence:.0%} interval (Student's t);
-a single point has none.</p>
+a single point has none. In the plot, small ticks are single seeds. Rewards are running means over a twentieth of the
+steps; faint lines are single seeds.</p>
 <div class="scroll">{scores}</div>
 {plots}
 <h2>Points</h2>
@@ -250,27 +251,38 @@ def _draw_scores(axes, scored: dict[str, list[Result]], colors) -> None:
         axes.errorbar(interval.mean, y, xerr=interval.half_width, fmt="o", color=color, capsize=3)
         if len(values) > 1:
             axes.plot(values, [y] * len(values), "|", color="#555", markersize=7)
+    values = [r.after["greedy"] for group in scored.values() for r in group]
+    # Of two seeds the interval can be wider than all accuracies: it is cut off.
+    axes.set_xlim(max(-0.01, min(values) - 0.1), min(1.01, max(values) + 0.1))
 
 
 def _draw_rewards(
     figure, groups: dict[str, list[Result]], colors, attribute: str, xlabel: str
 ) -> None:
+    """A line for each label, the mean over the steps that all its seeds have; each seed's own faint behind it."""
     axes = figure.add_subplot(xlabel=xlabel, ylabel="mean reward of a step")
     axes.spines[["top", "right"]].set_visible(False)
     for (label, group), color in zip(groups.items(), colors, strict=True):
-        for r in group:
-            if len(r.steps):
-                window = max(1, len(r.steps) // 20)
-                x, y = getattr(r, attribute)[window - 1 :], _smoothed(r.rewards, window)
-                marker = "." if len(y) < 5 else None
-                axes.plot(x, y, label=label, color=color, linewidth=1.1, marker=marker)
-                label = "_"  # One entry of the legend a label.
+        curves = [(getattr(r, attribute), r.rewards) for r in group if len(r.steps)]
+        for x, y in curves if len(curves) > 1 else ():
+            axes.plot(*_smoothed(x, y), color=color, linewidth=0.8, alpha=0.25)
+        if curves:
+            x, y = _mean_curve(curves)
+            marker = "." if len(x) < 5 else None
+            axes.plot(*_smoothed(x, y), label=label, color=color, linewidth=1.2, marker=marker)
     figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=7)
 
 
-def _smoothed(values: np.ndarray, window: int) -> np.ndarray:
-    """[n − window + 1], means of `window` successive values."""
-    return np.convolve(values, np.full(window, 1 / window), mode="valid")
+def _mean_curve(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    """The mean x and y of each step, as far as the shortest curve goes."""
+    common = min(len(x) for x, _ in curves)
+    return tuple(np.mean([curve[i][:common] for curve in curves], axis=0) for i in (0, 1))
+
+
+def _smoothed(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Running means of y over a twentieth of the steps, at the last x of each."""
+    window = max(1, len(y) // 20)
+    return x[window - 1 :], np.convolve(y, np.full(window, 1 / window), mode="valid")
 
 
 def _svg(figure) -> str:
