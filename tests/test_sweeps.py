@@ -166,9 +166,9 @@ def test_what_is_printed_is_what_runs(path, tmp_path, capsys):
 
 def test_printing_is_the_default_and_what_dry_run_does(tmp_path, capsys):
     argv = [f"--sweep={SEEDS}", f"--dir={tmp_path}/DIR"]
-    script.main(argv)
+    script.main(argv, ("false",))
     printed = capsys.readouterr().out
-    assert script.main([*argv, "--run", "--dry-run"]) == 0
+    assert script.main([*argv, "--run", "--dry-run"], ("false",)) == 0
     assert capsys.readouterr().out == printed != ""
     assert not (tmp_path / "DIR").exists()
 

@@ -120,9 +120,7 @@ def run(jobs: Sequence[Job], *, at_once: int, say: Callable[[str], None] = print
         while waiting or attempts:
             while waiting and len(attempts) < at_once:
                 job = waiting.pop(0)
-                if job.result() is not None:
-                    ended(job, FINISHED)
-                elif (lock := _take(job.lock)) is None:
+                if (lock := _take(job.lock)) is None:
                     ended(job, ELSEWHERE)
                 else:
                     attempts.append(_Attempt(job, lock, say))
