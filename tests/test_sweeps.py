@@ -41,7 +41,7 @@ NUM_STEPS = 4
 
 # `train` and `evaluate` of a point NAME, as the file DIR/NAME.plan has it; its calls are noted in DIR/calls.
 FAKE = """
-import json, os, pathlib, sys, time
+import json, os, pathlib, signal, sys, time
 
 verb, *words = sys.argv[1:]
 flags = {word.partition("=")[0]: word.partition("=")[2] for word in words}
@@ -55,9 +55,16 @@ def note(what):
 
 def wait_for(path):
     deadline = time.monotonic() + 60
-    while not path.exists() and time.monotonic() < deadline:
+    while not path.exists():
+        if time.monotonic() > deadline:
+            sys.exit(f"{path} never came")
         time.sleep(0.01)
 
+def end(*_):
+    (workdir / "ended in order").touch()
+    sys.exit(1)
+
+signal.signal(signal.SIGTERM, end)
 note(" ".join([name, verb, *(["resumed"] if "--resume" in flags else [])]))
 (workdir / "pid").write_text(str(os.getpid()))
 plan = directory / f"{name}.plan"
@@ -436,6 +443,7 @@ def test_an_interrupt_ends_the_commands_and_the_next_driver_goes_on(
     process.send_signal(number)
     _, err = process.communicate(timeout=TIMEOUT_SECS)
     assert process.returncode == 1 and "the same command goes on" in err
+    assert (directory / "a" / "ended in order").exists()
     with pytest.raises(ProcessLookupError):
         os.kill(int((directory / "a" / "pid").read_text()), 0)
     assert driver.Job("a", directory, NUM_STEPS, program, ()).state() == "interrupted"

@@ -194,15 +194,15 @@ class _Attempt:
         self._say(f"{self.job.name}: {self._verb}{resumed}, log {self.job.log}")
         with open(self.job.log, "a", encoding="utf-8") as log:
             print(f"$ {shlex.join(command)}", file=log, flush=True)
+            # A session of its own: Ctrl-C reaches the driver, which ends it in order. It inherits the lock: a driver
+            # that is killed leaves the point locked for as long as its command runs.
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # Ctrl-C reaches the driver, which ends it in order.
-                pass_fds=(
-                    self._lock,
-                ),  # A driver that is killed leaves the point locked while it runs.
+                start_new_session=True,
+                pass_fds=(self._lock,),
             )
 
 
