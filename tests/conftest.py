@@ -7,9 +7,12 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
 
+import hypothesis
 import jax
 import pytest
 
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
