@@ -214,7 +214,7 @@ class _Samples:
         self._completion_tokens = 0
 
     def lease(
-        self, step: int, timeout_secs: float, before_waiting: Callable[[], None]
+        self, step: int, timeout_secs: float, gives_up: Callable[[], bool]
     ) -> Iterator[Chunk]:
         self._versions.hold_for(step)
         size = self._settings.learner.groups_per_step

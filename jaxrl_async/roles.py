@@ -16,6 +16,7 @@ import subprocess
 import threading
 import time
 import urllib.parse
+from collections.abc import Callable
 
 from jaxrl_async import security
 from jaxrl_async.settings import (
@@ -43,7 +44,8 @@ def run(
     workdir: pathlib.Path,
     resume: bool,
     coordinator: str = "",
-) -> None:
+    asked: Callable[[], bool] = lambda: False,
+) -> bool:
     """Runs one role until it is done (the learner) or interrupted (the others).
 
     Args:
@@ -53,6 +55,10 @@ def run(
       workdir: directory of the run.
       resume: the learner goes on from the last checkpoint.
       coordinator: "host:port" of learner process 0, where there are several; see `processes.joined`.
+      asked: whether to leave early; the learner does, with a checkpoint, at the end of a step.
+
+    Returns:
+      Whether it is done; False for a learner that left early.
     """
     match role:
         case "queue":
@@ -76,7 +82,8 @@ def run(
                 process=index,
                 num_processes=settings.learner.num_processes,
             ) as process:
-                _learner(settings, workdir, process, resume=resume)
+                return _learner(settings, workdir, process, resume=resume, asked=asked)
+    return True
 
 
 def prepare(settings: Settings, workdir: pathlib.Path) -> None:
@@ -531,7 +538,14 @@ async def _rollout(settings: Settings, workdir: pathlib.Path, index: int) -> Non
         await worker.run()
 
 
-def _learner(settings: Settings, workdir: pathlib.Path, process: int, *, resume: bool) -> None:
+def _learner(
+    settings: Settings,
+    workdir: pathlib.Path,
+    process: int,
+    *,
+    resume: bool,
+    asked: Callable[[], bool],
+) -> bool:
     import jax
 
     from jaxrl_async.channels.admission import Position
@@ -539,6 +553,7 @@ def _learner(settings: Settings, workdir: pathlib.Path, process: int, *, resume:
     from jaxrl_async.channels.queue_client import LearnerQueue
     from jaxrl_async.channels.weight_store import WeightStore
     from jaxrl_async.learner import learner as learners
+    from jaxrl_async.learner.processes import Agreement
     from jaxrl_async.learner.versions import Delay, Versions
     from jaxrl_async.metrics import Timers
     from jaxrl_async.models import sharding
@@ -615,7 +630,9 @@ def _learner(settings: Settings, workdir: pathlib.Path, process: int, *, resume:
             metrics=metrics,
             timers=timers,
             reference=reference,
+            leaves=Agreement(asked, **part, timeout_secs=learner.lease_timeout_secs).leaves,
         )
+        return checkpoints.latest() == learner.num_steps  # The last step is always saved.
 
 
 def _tell_status(queue, process: int, timers, publisher) -> None:

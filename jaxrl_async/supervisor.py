@@ -22,8 +22,13 @@ import tqdm
 from jaxrl_async import status
 from jaxrl_async.channels import queue_client
 from jaxrl_async.metrics import last_metrics
+from jaxrl_async.preemption import GRACE_SECS, ORDERLY_SECS, PREEMPTED
 from jaxrl_async.settings import Settings, queue_access_of
 
+LEAVE = (
+    signal.SIGUSR1
+)  # A learner that hears it checkpoints and leaves; SIGTERM ends a role at once.
+LEAVE_SECS = GRACE_SECS + ORDERLY_SECS
 STOP_SECS = 6.0  # A role that ignores SIGTERM for so long is killed.
 POLL_SECS = 0.2
 STALL_WORDS_SECS = (
@@ -54,7 +59,8 @@ def run(
     workdir: pathlib.Path,
     resume: bool,
     on_step: Callable[[], None] | None = None,
-) -> None:
+    asked: Callable[[], bool] = lambda: False,
+) -> bool:
     """Runs all roles until the learner is done. A role that is killed is started again, within bounds.
 
     A role that ends by itself has said why in its log, and ends the run; but a server is started again in any case.
@@ -64,6 +70,10 @@ def run(
       workdir: holds config.json; receives logs/ROLE.log.
       resume: go on from the last checkpoint.
       on_step: called here when steps have ended.
+      asked: whether to leave early; the learner is told then, and the other roles end when it has left.
+
+    Returns:
+      Whether the learner is done; False where it left early.
 
     Raises:
       RoleDiedError: a role failed, or roles were killed more often than supervisor.max_restarts.
@@ -102,7 +112,7 @@ def run(
     try:
         for name in names:
             roles.append(start(name, resume))
-        _watch(roles, len(learners), settings, workdir, queue_address, start, on_step)
+        return _watch(roles, len(learners), settings, workdir, queue_address, start, on_step, asked)
     finally:
         stop(roles)
 
@@ -262,8 +272,9 @@ def _watch(
     queue_address: str,
     start: Callable[[str, bool], Role],
     on_step: Callable[[], None] | None,
-) -> None:
-    """Until every learner process, which come last, is done; or a role failed."""
+    asked: Callable[[], bool],
+) -> bool:
+    """Until every learner process, which come last, is done (True) or has left as it was asked; or a role failed."""
     restarts = _Restarts(settings.supervisor.max_restarts, workdir, start)
     channel = queue_client.open_channel(queue_address, **queue_access_of(settings))
     stalls = _Stalls(channel, workdir, settings.supervisor.stall_secs)
@@ -278,6 +289,9 @@ def _watch(
                 if role.process.poll() is not None:
                     roles[i] = restarts.of(role)
             learners = roles[-num_learners:]
+            if asked():
+                next(progress)
+                return _leave(learners)
             if any(role.process.poll() for role in learners):
                 roles[-num_learners:] = restarts.of_learners(learners)
             if pids != (now := {role.name: role.process.pid for role in roles}):
@@ -286,6 +300,27 @@ def _watch(
             stalls.look(bar.n)
             time.sleep(POLL_SECS)
         next(progress)
+        return True
+
+
+def _leave(learners: list[Role]) -> bool:
+    """Tells the learner to leave, and waits until it has; whether it was done before it heard.
+
+    Raises:
+      RoleDiedError: it failed instead.
+    """
+    for role in learners:
+        role.process.send_signal(LEAVE)
+    deadline = time.monotonic() + LEAVE_SECS
+    for role in learners:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            role.process.wait(max(0.0, deadline - time.monotonic()))
+    codes = {role.process.returncode for role in learners}
+    if failed := codes - {0, PREEMPTED, -LEAVE, None}:
+        raise RoleDiedError(
+            "\n".join(_obituary(role) for role in learners if role.process.returncode in failed)
+        )
+    return codes == {0}
 
 
 class _Stalls:

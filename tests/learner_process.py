@@ -80,7 +80,7 @@ class Queue:
     def __init__(self, share: Share):
         self._share = share
 
-    def lease(self, step, timeout_secs, before_waiting):
+    def lease(self, step, timeout_secs, gives_up):
         groups = [
             make_group(i, max(0, step - 2)) for i in range(step * GROUPS, (step + 1) * GROUPS)
         ]

@@ -11,6 +11,8 @@ ROOT = pathlib.Path(__file__).parent.parent / "jaxrl_async"
 MAY_IMPORT = {
     "types": set(),
     "security": set(),
+    "cluster": set(),
+    "preemption": set(),
     "loss_config": set(),
     "metrics": set(),
     "scores": set(),
@@ -48,6 +50,8 @@ MAY_IMPORT = {
 WITHOUT_JAX = (
     "types",
     "security",
+    "cluster",
+    "preemption",
     "loss_config",
     "metrics",
     "sweeps",

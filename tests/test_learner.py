@@ -81,11 +81,11 @@ class Recorder:
         self.returned, self.broken_step = returned or {}, broken_step
         self.waits_for = waits_for  # steps whose groups are not there when they are asked for
 
-    def lease(self, step, timeout_secs, before_waiting):
+    def lease(self, step, timeout_secs, gives_up):
         version = max(0, step - 1 - self.staleness)
         groups = [make_group(i, version) for i in range((step - 1) * B, step * B)]
         if step in self.waits_for:
-            before_waiting()
+            gives_up()
         if step == self.broken_step:  # As a fault after the queue's checks would.
             groups[1].trajectories[0].logprobs[-1] = np.nan
         for index, start in enumerate(range(0, B, self.chunk_groups)):
@@ -344,7 +344,7 @@ def test_the_mismatch_is_of_the_weights_a_step_starts_from():
     recorder, half = Recorder(), Recorder(chunk_groups=B // 2)
     train(recorder, num_minibatches=2, anchor="recompute", num_steps=1)
     first = next(iter(half.lease(1, 1.0, None))).groups
-    half.lease = lambda step, timeout_secs, before_waiting: iter([Chunk(step, 0, first, True)])
+    half.lease = lambda step, timeout_secs, gives_up: iter([Chunk(step, 0, first, True)])
     train(half, anchor="recompute", num_steps=1)
     assert mismatch(recorder.rows[0]) == mismatch(half.rows[0])
     assert recorder.rows[0]["mismatch/tokens"] == B // 2 * G * 4

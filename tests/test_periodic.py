@@ -120,9 +120,9 @@ class Run:
         self._random = random.Random(seed) if seed is not None else None
         self._pushes, self._running, self._groups = collections.deque(), [], {}
 
-    def lease(self, step, timeout_secs, before_waiting):
+    def lease(self, step, timeout_secs, gives_up):
         if not self.admission.chunk_is_ready(step, 0):
-            before_waiting()
+            gives_up()
         index, last = 0, False
         while not last:
             while not self.admission.chunk_is_ready(step, index):
@@ -325,7 +325,7 @@ def packed(groups, rows=4):
 def batches_of_chunks(sample, chunk_groups):
     """Microbatches of a whole batch, and of its chunks in prompt order."""
     run = Run(sample, chunk_groups=chunk_groups)
-    chunks = [chunk.groups for chunk in run.lease(1, 1.0, before_waiting=lambda: None)]
+    chunks = [chunk.groups for chunk in run.lease(1, 1.0, gives_up=lambda: None)]
     return packed(run.trained), [batch for chunk in chunks for batch in packed(chunk)]
 
 

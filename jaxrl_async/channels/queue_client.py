@@ -6,6 +6,8 @@ what is in a group.
 """
 
 import asyncio
+import concurrent.futures
+import contextlib
 import dataclasses
 import pathlib
 import time
@@ -24,6 +26,7 @@ from jaxrl_async.channels.wire import QueueStatus, ServerRecord, Wait
 from jaxrl_async.types import Chunk, Group, InvalidTrajectoryError
 
 RETRY_SECS = 0.2
+LOOK_SECS = 0.5  # A learner that waits for a step is asked so often whether to go on waiting.
 GLANCE_SECS = 1.0  # Longest wait of `glance`.
 
 _OPTIONS = [
@@ -299,7 +302,7 @@ class LearnerQueue:
         self._channel.close()
 
     def lease(
-        self, step: int, timeout_secs: float, before_waiting: Callable[[], None]
+        self, step: int, timeout_secs: float, gives_up: Callable[[], bool]
     ) -> Iterator[Chunk]:
         """The chunks of a step, each asked for when the one before was taken.
 
@@ -309,17 +312,16 @@ class LearnerQueue:
         Args:
           step: ≥ 1; asked again, the same chunks come again.
           timeout_secs: bound on waiting for one chunk.
-          before_waiting: called where the first chunk is not there yet, before it is waited for.
+          gives_up: called where the first chunk is not there yet, before it is waited for, and again every
+            LOOK_SECS. With True the step has no chunk.
 
         Raises:
           TimeoutError: says which groups are missing.
           QueueError: the step is committed, or an earlier one was not leased.
         """
-        try:
-            chunk = self._chunk(step, 0, 0.0)
-        except TimeoutError:
-            before_waiting()
-            chunk = self._chunk(step, 0, timeout_secs)
+        chunk = self._first_chunk(step, timeout_secs, gives_up)
+        if chunk is None:
+            return
         yield chunk
         while not chunk.last:
             chunk = self._chunk(step, chunk.index + 1, timeout_secs)
@@ -362,6 +364,20 @@ class LearnerQueue:
     def status(self) -> QueueStatus:
         """What the queue holds, and who waits for what."""
         return wire.decode_status(self._call("Status", pb.StatusRequest()))
+
+    def _first_chunk(self, step, timeout_secs, gives_up) -> Chunk | None:
+        with contextlib.suppress(TimeoutError):
+            return self._chunk(step, 0, 0.0)
+        if gives_up():
+            return None
+        # One call, which says how long it has waited. Where it is given up, it ends with the channel.
+        thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="lease")
+        call = thread.submit(self._chunk, step, 0, timeout_secs)
+        thread.shutdown(wait=False)
+        while not concurrent.futures.wait([call], LOOK_SECS).done:
+            if gives_up():
+                return None
+        return call.result()
 
     def _chunk(self, step: int, index: int, wait_secs: float) -> Chunk:
         share = dataclasses.asdict(self._share)

@@ -18,7 +18,7 @@ class ReplayQueue:
         self._reader = reader
 
     def lease(
-        self, step: int, timeout_secs: float, before_waiting: Callable[[], None]
+        self, step: int, timeout_secs: float, gives_up: Callable[[], bool]
     ) -> Iterator[Chunk]:
         """The chunks of a step, as they were.
 

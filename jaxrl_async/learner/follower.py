@@ -24,9 +24,9 @@ class FollowerQueue:
         self._queue = queue
 
     def lease(
-        self, step: int, timeout_secs: float, before_waiting: Callable[[], None]
+        self, step: int, timeout_secs: float, gives_up: Callable[[], bool]
     ) -> Iterator[Chunk]:
-        return self._queue.lease(step, timeout_secs, before_waiting)
+        return self._queue.lease(step, timeout_secs, gives_up)
 
     def commit(self, step: int) -> Position:
         """Commits nothing. Process 0 saves its own position, and this one goes nowhere."""

@@ -10,6 +10,7 @@ metrics) is done when the next step's gradient has been dispatched, or when ther
 """
 
 import dataclasses
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -96,6 +97,7 @@ def train(
     metrics: MetricsWriter,
     timers: Timers,
     reference: Any = None,
+    leaves: Callable[[int, bool], bool] = lambda step, is_here: False,
 ) -> TrainState:
     """Trains from first_step to schedule.num_steps. Step s turns version s − 1 into version s.
 
@@ -113,6 +115,9 @@ def train(
       metrics: one row per step.
       timers: says at any time what the loop is at.
       reference: parameters that a KL penalty is taken to; None where the loss has none.
+      leaves: (step, whether its first chunk is here) → whether to leave before that step. Asked once with True, and
+        with False again and again while the chunk is waited for. The version before is saved then, and not published:
+        a resumed run does it. Every process of the learner is told the same.
 
     Returns:
       The state of the last version.
@@ -133,7 +138,16 @@ def train(
                 publisher.wait()
         publisher.check()
 
-        for chunk in _timed(queue.lease(step, schedule.lease_timeout_secs, ends.finish), timers):
+        def gives_up(step: int = step) -> bool:
+            ends.finish()  # There is nothing to dispatch.
+            return leaves(step, False)
+
+        chunks = _timed(queue.lease(step, schedule.lease_timeout_secs, gives_up), timers)
+        first = next(chunks, None)
+        if first is None or leaves(step, True):
+            ends.leave()
+            break
+        for chunk in itertools.chain([first], chunks):
             minibatches = packing.split_minibatches(chunk.groups, schedule.num_minibatches)
             with timers("pack"):
                 packed = [pack(m, advantages(_rewards(m))) for m in minibatches]
@@ -198,12 +212,21 @@ class _Ends:
         self._fairness = _FairnessWatch()
         self._compiled = train_step.num_compilations()
         self._begun: _End | None = None
+        self._last: tuple[int, TrainState, Position] | None = None  # the last step that ended
 
     def begin(self, end: _End) -> None:
         """Takes the end of the step that was dispatched last."""
         self._begun = end
 
-    def finish(self) -> None:
+    def leave(self) -> None:
+        """Ends the step that was begun without a push, and saves the last one, if it was not saved."""
+        self.finish(pushes=False)
+        if self._last is not None and not self._schedule.saves(self._last[0]):
+            with self._timers("checkpoint"):
+                self._save(*self._last)
+        _log.info("left before the end, after step %s", self._last[0] if self._last else "none")
+
+    def finish(self, *, pushes: bool = True) -> None:
         """Waits for the device and ends the step that was begun, if there is one."""
         if self._begun is None:
             return
@@ -211,7 +234,8 @@ class _Ends:
         with self._timers("update"):  # Waits for the device; bad numbers go nowhere beyond this.
             rows = [_checked(end.step, i, *outcome) for i, outcome in enumerate(end.outcomes, 1)]
         position = self._queue.commit(end.step)
-        if end.snapshot is not None:
+        self._last = (end.step, end.state, position)
+        if end.snapshot is not None and pushes:
             with self._timers("publish"):
                 self._publisher.publish(end.step, end.snapshot)
         if schedule.saves(end.step):

@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 from orbax.checkpoint import multihost
@@ -19,6 +19,8 @@ HEARTBEAT_MARGIN_SECS = 10
 SHUTDOWN_TIMEOUT_SECS = 60  # Process 0 has servers to leave before it is done.
 RETRY_SECS = 0.2
 
+_ASKED, _LEAVES = "jaxrl/asked", "jaxrl/leaves/"  # keys of JAX's coordinator
+
 _log = logging.getLogger(__name__)
 
 
@@ -28,7 +30,7 @@ def joined(*, coordinator: str, process: int, num_processes: int) -> Iterator[in
 
     An exception of the body is logged and ends the process here and now: the others, which JAX would wait for, wait
     for this one. JAX ends them then, at once where this is process 0, else after HEARTBEAT_TIMEOUT_SECS. A program
-    that fails is given as long first, so that JAX can say whose death it was.
+    that fails is given as long first, so that JAX can say whose death it was. A SystemExit keeps its code.
 
     Args:
       coordinator: "host:port" at process 0; "" where JAX finds it, and `process`, in the environment (Slurm, a TPU
@@ -54,7 +56,8 @@ def joined(*, coordinator: str, process: int, num_processes: int) -> Iterator[in
             )
         yield jax.process_index()
     except BaseException as error:
-        if not isinstance(error, KeyboardInterrupt):  # That is how the supervisor ends a role.
+        # Those are how the supervisor and a second signal end a role.
+        if not isinstance(error, KeyboardInterrupt | SystemExit):
             _log.exception("learner process %d of %d failed", jax.process_index(), num_processes)
         # Not all that the CPU's collectives raise has JAX's type.
         if isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error):
@@ -62,7 +65,7 @@ def joined(*, coordinator: str, process: int, num_processes: int) -> Iterator[in
             # this one when it misses the heartbeats.
             time.sleep(HEARTBEAT_TIMEOUT_SECS + HEARTBEAT_MARGIN_SECS)
         logging.shutdown()
-        os._exit(1)
+        os._exit(error.code if isinstance(error, SystemExit) else 1)
 
 
 def barrier(name: str, *, timeout_secs: float) -> None:
@@ -72,6 +75,63 @@ def barrier(name: str, *, timeout_secs: float) -> None:
       RuntimeError: some did not come in time; names them.
     """
     multihost.get_barrier_sync_fn()(key=name, timeout_ms=int(timeout_secs * 1000))
+
+
+class Agreement:
+    """Whether the learner leaves before a step: process 0 says so, for all, when it has the step's first chunk.
+
+    A process that is asked to leave tells process 0. None but process 0 is waited for, and that only by the others.
+    """
+
+    def __init__(
+        self,
+        asked: Callable[[], bool],
+        *,
+        process: int,
+        num_processes: int,
+        timeout_secs: float,
+    ):
+        """Says nothing yet.
+
+        Args:
+          asked: whether this process was asked to leave.
+          process: this one.
+          num_processes: of the learner, which are joined.
+          timeout_secs: bound on waiting for process 0's word, which has the same chunk to wait for.
+        """
+        self._asked, self._process, self._timeout_secs = asked, process, timeout_secs
+        self._client = multihost.get_jax_distributed_client() if num_processes > 1 else None
+        self._told = False
+
+    def leaves(self, step: int, is_here: bool) -> bool:
+        """Whether to leave before a step; `leaves` of `learner.train`.
+
+        Raises:
+          RuntimeError: process 0 said nothing in time.
+        """
+        if self._client is None:
+            return self._asked()
+        if self._asked() and not self._told:
+            self._told = True
+            self._client.key_value_set(_ASKED, "yes", allow_overwrite=True)
+        key = f"{_LEAVES}{step}"
+        if self._process == 0:
+            leaves = self._found(_ASKED) is not None
+            if leaves or is_here:
+                self._client.key_value_set(key, str(leaves), allow_overwrite=True)
+                # All have begun the step before, so that they have heard about the one before that.
+                self._client.key_value_delete(f"{_LEAVES}{step - 2}")
+            return leaves
+        if is_here:
+            found = self._client.blocking_key_value_get(key, int(self._timeout_secs * 1000))
+            return found == str(True)
+        return self._found(key) == str(True)
+
+    def _found(self, key: str) -> str | None:
+        try:
+            return self._client.key_value_try_get(key)
+        except jax.errors.JaxRuntimeError:  # There is no such key.
+            return None
 
 
 def _join(coordinator, process, num_processes):
