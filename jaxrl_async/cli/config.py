@@ -62,7 +62,7 @@ def parse_flags(
 
     Args:
       usage: what the verb does, for --help.
-      argv: the words after the verb.
+      argv: the words after the verb; --dry-run is --dry_run.
       config: also takes --config=FILE[:ARG] and --config.a.b=value; the result is `.config`.
       **definitions: each flag's name, with its default (which gives the type) and its help.
 
@@ -75,6 +75,7 @@ def parse_flags(
             type(default), flags.DEFINE_string
         )
         define(name, default, text, flag_values=values)
+    argv = [_underscored(word) for word in argv]
     if {"--help", "-h"} & set(argv):
         print(f"{usage}\n")
         if config:
@@ -94,6 +95,12 @@ def parse_flags(
     if extra:
         raise UsageError(f"unexpected word {extra[0]!r}")
     return values
+
+
+def _underscored(word: str) -> str:
+    """A flag with dashes in its name, as absl wants it."""
+    name, equals, value = word.removeprefix("--").partition("=")
+    return f"--{name.replace('-', '_')}{equals}{value}" if word.startswith("--") else word
 
 
 def load_config(spec: str) -> ml_collections.ConfigDict:

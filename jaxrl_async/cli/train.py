@@ -3,24 +3,30 @@
 import logging
 import os
 import pathlib
+import shlex
 import signal
 import sys
 import threading
 import time
 
-from jaxrl_async import roles, supervisor
+from absl import flags
+
+from jaxrl_async import cluster, roles, supervisor
 from jaxrl_async.cli.config import UsageError, parse_flags, settings_of
+from jaxrl_async.preemption import PREEMPTED, Notice
 from jaxrl_async.settings import Settings, nearest
 
-ROLES = ("all", "queue", "learner", "rollout", "server")
+ROLES = ("all", "queue", "learner", "rollout", "server", "auto")
 PARENT_POLL_SECS = 1.0
 
 USAGE = """Trains a policy. With --role=all (the default) starts queue, servers, rollout workers and learner on this
-machine and supervises them; with another role runs that role alone, as one host of a pod would."""
+machine and supervises them; with another role runs that role alone, as one host of a pod would. With --role=auto the
+environment says which, and where the others are (Slurm, a Kubernetes JobSet, a TPU slice; none: all), and a workdir
+that holds a run is gone on with. SIGTERM checkpoints and leaves with exit code 75: the same command goes on."""
 
 
 def main(argv: list[str]) -> int:
-    flags = parse_flags(
+    values = parse_flags(
         USAGE,
         argv,
         config=True,
@@ -29,31 +35,82 @@ def main(argv: list[str]) -> int:
         index=(0, "which server, rollout worker or learner process of this run"),
         coordinator=("", "HOST:PORT of learner process 0, where learner.num_processes > 1"),
         resume=(False, "go on from the last checkpoint of --workdir"),
+        dry_run=(False, "print the command and the settings that this comes to, and start nothing"),
     )
-    if flags.role not in ROLES:
-        raise UsageError(f"unknown role {flags.role!r}{nearest(flags.role, ROLES)}")
-    settings = settings_of(flags.config)
-    roles.check_access(settings, flags.role, flags.index)  # Before any role starts.
+    if values.role not in ROLES:
+        raise UsageError(f"unknown role {values.role!r}{nearest(values.role, ROLES)}")
+    auto = values.role == "auto"
+    if auto:
+        _take_place(values)
+    settings = settings_of(values.config)
+    roles.check_access(settings, values.role, values.index)  # Before any role starts.
     name = f"{settings.task.name.split(':')[0]}-{time.strftime('%Y%m%d-%H%M%S')}"
-    workdir = pathlib.Path(flags.workdir or f"runs/{name}").absolute()
+    workdir = pathlib.Path(values.workdir or f"runs/{name}").absolute()
     supervised = "JAXRL_PARENT" in os.environ
-    if flags.role in ("all", "learner") and not supervised:
-        _check_workdir(workdir, resume=flags.resume)
-        workdir.mkdir(parents=True, exist_ok=True)
-        if flags.index == 0:
-            (workdir / "config.json").write_text(flags.config.to_json(indent=2), encoding="utf-8")
-    if flags.role == "all":
-        return _all(settings, workdir, resume=flags.resume)
-    _check_addresses(settings, flags.role, flags.index)
+    if values.role in ("all", "learner") and not supervised:
+        _check_workdir(workdir, resume=values.resume)
+    if values.role != "all":
+        _check_addresses(settings, values.role, values.index)
+    if values.dry_run:
+        print(_resolved(values, argv, workdir))
+        return 0
     workdir.mkdir(parents=True, exist_ok=True)
+    if values.role in ("all", "learner") and not supervised and values.index == 0:
+        (workdir / "config.json").write_text(values.config.to_json(indent=2), encoding="utf-8")
+    if values.role == "all":
+        return _all(settings, workdir, resume=values.resume)
+    # Where a scheduler asks all roles to leave at once, the learner still needs the others to end its step.
+    heeds = not supervised and (auto or values.role == "learner")
     return _one(
         settings,
-        flags.role,
-        flags.index,
+        values.role,
+        values.index,
         workdir,
-        resume=flags.resume,
-        coordinator=flags.coordinator,
+        resume=values.resume,
+        coordinator=values.coordinator,
+        heeds=heeds,
     )
+
+
+def _take_place(values: flags.FlagValues) -> None:
+    """Sets what the environment and the workdir say, in place of flags and config."""
+    if not values.workdir:
+        raise UsageError("--role=auto needs --workdir, which all roles share")
+    try:
+        place = cluster.place_of(os.environ)
+    except cluster.ClusterError as error:
+        raise UsageError(f"--role=auto: {error}") from None
+    values.role, values.index = place.role, place.index
+    values.resume = _holds_run(pathlib.Path(values.workdir))
+    config, wanted = values.config, values.config.learner.num_processes
+    if place.role == "all":
+        return
+    if place.role == "learner" and place.num_learners != wanted:
+        raise UsageError(
+            f"--role=auto: the environment has {place.num_learners} learner processes, and the config "
+            f"learner.num_processes = {wanted}"
+        )
+    values.coordinator = place.coordinator
+    config.queue.address = place.queue_address or config.queue.address
+    if place.server_addresses:
+        scheme = "https" if config.server.tls_cert else "http"
+        config.server.addresses = tuple(
+            address.replace("http", scheme, 1) for address in place.server_addresses
+        )
+
+
+def _resolved(values: flags.FlagValues, argv: list[str], workdir: pathlib.Path) -> str:
+    """The command that says by flags what --role=auto found, and the settings."""
+    config = next(w for w in argv if w.startswith("--config=") or w == "--config")
+    words = ["python", "-m", "jaxrl_async", "train", f"--workdir={workdir}"]
+    words += [config] if "=" in config else [f"--config={argv[argv.index(config) + 1]}"]
+    words += [word for word in argv if word.startswith("--config.")]
+    words += [f"--role={values.role}", f"--index={values.index}"]
+    words += [f"--config.queue.address={values.config.queue.address}"]
+    words += [f"--config.server.addresses={values.config.server.addresses!r}"]
+    words += [f"--coordinator={values.coordinator}"] if values.coordinator else []
+    words += ["--resume"] if values.resume else []
+    return f"{shlex.join(words)}\n{values.config.to_json(indent=2)}"
 
 
 def _all(settings: Settings, workdir: pathlib.Path, *, resume: bool) -> int:
@@ -61,15 +118,21 @@ def _all(settings: Settings, workdir: pathlib.Path, *, resume: bool) -> int:
         roles.prepare(settings, workdir)
     except (OSError, TypeError, ValueError) as error:
         raise UsageError(f"task {settings.task.name!r}: {error}") from None
-    signal.signal(signal.SIGTERM, _interrupt)
+    # The learner has its own deadline, which comes first.
+    notice = Notice(grace_secs=supervisor.LEAVE_SECS + supervisor.STOP_SECS)
+    notice.heed(signal.SIGTERM)
+    again = f"go on with --resume --workdir={workdir}"
     try:
-        supervisor.run(settings, workdir=workdir, resume=resume)
+        done = supervisor.run(settings, workdir=workdir, resume=resume, asked=notice.given)
     except KeyboardInterrupt:
-        print(f"stopped; go on with --resume --workdir={workdir}", file=sys.stderr)
+        print(f"stopped; {again}", file=sys.stderr)
         return 1
     except (supervisor.RoleDiedError, supervisor.StalledError, ValueError) as error:
         print(f"train: {error}", file=sys.stderr)
         return 1
+    if not done:
+        print(f"left early; {again}", file=sys.stderr)
+        return PREEMPTED
     print(f"done: {workdir}")
     return 0
 
@@ -82,6 +145,7 @@ def _one(
     *,
     resume: bool,
     coordinator: str,
+    heeds: bool,
 ) -> int:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
@@ -91,25 +155,42 @@ def _one(
     cpus = getattr(settings.cpus, role)
     if cpus:  # Before JAX counts the cores for its threads.
         os.sched_setaffinity(0, cpus)
-    signal.signal(signal.SIGTERM, _interrupt)
+    notice = Notice()
+    notice.heed(supervisor.LEAVE)
+    if heeds:
+        notice.heed(signal.SIGTERM)
+        signal.signal(signal.SIGINT, _interrupt)  # What a scheduler starts may ignore it.
+    else:
+        signal.signal(signal.SIGTERM, _interrupt)
     if "JAXRL_PARENT" in os.environ:
         parent = int(os.environ["JAXRL_PARENT"])
         threading.Thread(target=_end_with, args=(parent,), name="parent", daemon=True).start()
     try:
-        roles.run(
-            role, settings, index=index, workdir=workdir, resume=resume, coordinator=coordinator
+        done = roles.run(
+            role,
+            settings,
+            index=index,
+            workdir=workdir,
+            resume=resume,
+            coordinator=coordinator,
+            asked=notice.given,
         )
     except KeyboardInterrupt:
         return 1
     except Exception:
         logging.exception("role %s failed", role)
         return 1
-    return 0
+    return 0 if done else PREEMPTED
+
+
+def _holds_run(workdir: pathlib.Path) -> bool:
+    """Whether there is a checkpoint to resume from; one that was not written to its end has another name."""
+    checkpoints = workdir / "checkpoints"
+    return checkpoints.is_dir() and any(path.name.isdigit() for path in checkpoints.iterdir())
 
 
 def _check_workdir(workdir: pathlib.Path, *, resume: bool) -> None:
-    checkpoints = workdir / "checkpoints"
-    started = checkpoints.is_dir() and any(checkpoints.iterdir())
+    started = _holds_run(workdir)
     if started and not resume:
         raise UsageError(f"{workdir} holds a run: go on with --resume, or name another --workdir")
     if resume and not started:

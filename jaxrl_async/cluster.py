@@ -1,0 +1,177 @@
+"""Where a process stands in a cluster: its role, its number, and where the others are, from the environment alone.
+
+Three environments are known, each with one layout:
+
+    Slurm         a heterogeneous job of three components: learner hosts; servers; the queue, then rollout workers
+    JobSet        replicated jobs named as roles: learner, queue and rollout are jobs of n pods, servers n jobs of a pod
+    a TPU slice   learner hosts; where the others are, the config says
+
+Pure: a mapping goes in, a `Place` comes out. It knows nothing of flags, settings, files or sockets.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+
+QUEUE_PORT = 7000
+SERVER_PORT = 30000  # and the next ones, where a host has several servers
+COORDINATOR_PORT = 8476
+SLURM_COMPONENTS = ("learner", "server", "queue")
+ROLES = ("learner", "server", "queue", "rollout")
+
+
+class ClusterError(ValueError):
+    """An environment that does not say where this process stands; the message names the variable."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A process's place among the others of a run."""
+
+    role: str  # one of ROLES; "all" where no cluster is
+    index: int  # which server, rollout worker or learner process
+    num_learners: int  # processes of the learner
+    queue_address: str  # "host:port"; "" where the config must say
+    server_addresses: tuple[str, ...]  # "http://host:port"; () where the config must say
+    coordinator: str  # "host:port" of learner process 0; "" where there is one learner process
+
+
+ALONE = Place("all", 0, 1, "", (), "")
+
+
+def place_of(environ: Mapping[str, str]) -> Place:
+    """The place that an environment gives this process; `ALONE` where it is of no cluster.
+
+    Args:
+      environ: of the process, `os.environ`.
+
+    Raises:
+      ClusterError: a cluster's variable is missing, or says what no layout above has.
+    """
+    if "SLURM_HET_SIZE" in environ:
+        return _slurm(environ)
+    if "JOBSET_NAME" in environ:
+        return _jobset(environ)
+    if environ.get("TPU_WORKER_HOSTNAMES", "").count(","):
+        return _tpu(environ)
+    if _number(environ, "SLURM_NTASKS", "1") > 1:
+        raise ClusterError(
+            f"SLURM_NTASKS = {environ['SLURM_NTASKS']} and SLURM_HET_SIZE is missing: a Slurm job of several tasks "
+            "must be heterogeneous, as launch/slurm.sbatch is"
+        )
+    return ALONE
+
+
+def hosts_of(nodelist: str) -> list[str]:
+    """The hosts of a Slurm node list: "gpu[1-2,07],login" → gpu1, gpu2, gpu07, login.
+
+    Raises:
+      ClusterError: no such list.
+    """
+    words = re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", nodelist)
+    if not words or ",".join(words) != nodelist:
+        raise ClusterError(f"no list of Slurm nodes: {nodelist!r}")
+    return [host for word in words for host in _expand(word)]
+
+
+def _expand(word: str) -> list[str]:
+    head, bracket, rest = word.partition("[")
+    if not bracket:
+        return [head]
+    ranges, _, tail = rest.partition("]")
+    numbers = []
+    for part in ranges.split(","):
+        first, _, last = part.partition("-")
+        if not first.isdigit() or not (last or first).isdigit():
+            raise ClusterError(f"no range of Slurm nodes: {part!r} in {word!r}")
+        numbers += [f"{n:0{len(first)}}" for n in range(int(first), int(last or first) + 1)]
+    return [head + number + end for number in numbers for end in _expand(tail)]
+
+
+def _slurm(environ: Mapping[str, str]) -> Place:
+    num = _number(environ, "SLURM_HET_SIZE")
+    if num != len(SLURM_COMPONENTS):
+        raise ClusterError(
+            f"SLURM_HET_SIZE = {num}: the components must be {len(SLURM_COMPONENTS)}, in this order: "
+            "learner hosts, servers, the queue with the rollout workers"
+        )
+    lists = [_value(environ, f"SLURM_JOB_NODELIST_HET_GROUP_{k}") for k in range(num)]
+    # What `srun --het-group=k` sets for its tasks; in the batch shell it is of component 0.
+    own = _value(environ, "SLURM_JOB_NODELIST")
+    if lists.count(own) != 1:
+        raise ClusterError(
+            f"SLURM_JOB_NODELIST = {own} must be the nodes of one component: {', '.join(lists)}"
+        )
+    role, index = SLURM_COMPONENTS[lists.index(own)], _number(environ, "SLURM_PROCID")
+    if role == "queue" and index > 0:
+        role, index = "rollout", index - 1
+    learners, servers, queue = (_slurm_tasks(environ, k, nodes) for k, nodes in enumerate(lists))
+    return Place(
+        role,
+        index,
+        len(learners),
+        f"{queue[0][0]}:{QUEUE_PORT}",
+        tuple(f"http://{host}:{SERVER_PORT + local}" for host, local in servers),
+        _coordinator([host for host, _ in learners]),
+    )
+
+
+def _slurm_tasks(environ: Mapping[str, str], component: int, nodes: str) -> list[tuple[str, int]]:
+    """(host, number on it) of every task, in the order of their numbers where they are laid out in blocks."""
+    variable = f"SLURM_TASKS_PER_NODE_HET_GROUP_{component}"
+    counts = []
+    for word in _value(environ, variable).split(","):  # "2(x3),1"
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", word)
+        if not match:
+            raise ClusterError(f"{variable} must be counts such as 2(x3),1; got {word!r}")
+        counts += [int(match[1])] * int(match[2] or 1)
+    hosts = hosts_of(nodes)
+    if len(counts) != len(hosts):
+        raise ClusterError(f"{variable} counts {len(counts)} nodes, and there are {len(hosts)}")
+    return [(host, i) for host, count in zip(hosts, counts, strict=True) for i in range(count)]
+
+
+def _jobset(environ: Mapping[str, str]) -> Place:
+    name = _value(environ, "JOBSET_NAME")
+    role = _value(environ, "JOBSET_REPLICATED_JOB")
+    if role not in ROLES:
+        raise ClusterError(f"JOBSET_REPLICATED_JOB must be one of {', '.join(ROLES)}; got {role!r}")
+    learners, servers = (
+        range(_number(environ, variable)) for variable in ("JOBSET_LEARNERS", "JOBSET_SERVERS")
+    )
+
+    def host(role: str, job: int, pod: int) -> str:
+        return f"{name}-{role}-{job}-{pod}.{name}"
+
+    return Place(
+        role,
+        _number(environ, "JOBSET_JOB_INDEX" if role == "server" else "JOB_COMPLETION_INDEX"),
+        len(learners),
+        f"{host('queue', 0, 0)}:{QUEUE_PORT}",
+        tuple(f"http://{host('server', i, 0)}:{SERVER_PORT}" for i in servers),
+        _coordinator([host("learner", 0, i) for i in learners]),
+    )
+
+
+def _tpu(environ: Mapping[str, str]) -> Place:
+    hosts = environ["TPU_WORKER_HOSTNAMES"].split(",")
+    return Place(
+        "learner", _number(environ, "TPU_WORKER_ID"), len(hosts), "", (), _coordinator(hosts)
+    )
+
+
+def _coordinator(hosts: Sequence[str]) -> str:
+    return f"{hosts[0]}:{COORDINATOR_PORT}" if len(hosts) > 1 else ""
+
+
+def _value(environ: Mapping[str, str], variable: str) -> str:
+    if not environ.get(variable):
+        raise ClusterError(f"{variable} is missing from the environment")
+    return environ[variable]
+
+
+def _number(environ: Mapping[str, str], variable: str, default: str = "") -> int:
+    text = environ.get(variable, default) or _value(environ, variable)
+    if not text.isdigit():
+        raise ClusterError(f"{variable} must be a whole number ≥ 0, got {text!r}")
+    return int(text)
