@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Trains a config on this machine: queue, servers, rollout workers and learner as processes of one command.
+#
+#   launch/local.sh [--dry-run] CONFIG WORKDIR [FLAG …]
+#   launch/local.sh configs/quickstart.py:mode=sync,seed=3 runs/a --config.learner.num_steps=50
+#
+# The same command goes on with a run that was ended by Ctrl-C (exit code 1), by SIGTERM (75, with a checkpoint of the
+# last step) or by a crash. JAXRL_PYTHON names the Python that has jaxrl_async; --dry-run prints the command.
+set -euo pipefail
+
+dry=
+[ "${1:-}" = --dry-run ] && { dry=1 && shift; }
+[ $# -ge 2 ] || { sed -n '2,8s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+config=$1 workdir=$2
+shift 2
+exec ${dry:+echo} "${JAXRL_PYTHON:-python}" -m jaxrl_async train --role=auto --config="$config" --workdir="$workdir" "$@"

@@ -1,0 +1,98 @@
+#!/usr/bin/env bash
+# Trains a config on TPU VMs by gcloud: the learner on all workers of one slice, a server on each of some other VMs.
+#
+#   launch/tpu_pod.sh [--dry-run] CONFIG WORKDIR [FLAG …]
+#   PROJECT=p ZONE=us-west4-a LEARNER=learn SERVERS="serve-0 serve-1" launch/tpu_pod.sh configs/gsm8k_qwen2_5_1p5b.py \
+#       /mnt/runs/a --config.learner.num_processes=2 --config.model.path=/mnt/qwen --config.tokenizer.path=/mnt/qwen
+#
+# LEARNER is a slice of learner.num_processes hosts, SERVERS are TPU VMs of one host. All have this repository and its
+# environment in ~/jaxrl_async (.venv; the servers' SGLang-JAX in .venv-sglang-jax), and WORKDIR on a shared disk
+# (Filestore). The queue and one rollout worker run on the learner's first host. FLAGS go to `train`; --config.model.path
+# must be one of them. The same command goes on with a run that ended, or was preempted (exit code 75).
+#
+# --dry-run prints the commands, with names in place of the addresses that gcloud would tell. With xpk, on a cluster that
+# `xpk cluster create` made, the learner alone is
+#   xpk workload create --cluster=C --workload=jaxrl --tpu-type=v5litepod-8 --docker-image=IMAGE --command="python -m
+#       jaxrl_async train --role=auto --config=… --workdir=… --config.queue.address=… --config.server.addresses=…"
+# as its pods have TPU_WORKER_ID and TPU_WORKER_HOSTNAMES; launch/gke_jobset.yaml has the other roles, too.
+#
+# Never run: no TPU was available.
+set -euo pipefail
+
+# On a host: launch/tpu_pod.sh --on-host ROLE WORKDIR MODEL [FLAG …]
+on_host() {
+    local role=$1 workdir=$2 model=$3 key=$2/key
+    shift 3
+    mkdir -p "$workdir/logs"
+    local train=(.venv/bin/python -m jaxrl_async train --workdir="$workdir" "$@")
+    export JAXRL_KEY=@$key
+    case $role in
+    key) [ -s "$key" ] || (umask 077 && head -c 24 /dev/urandom | base64 | tr '+/' '-_' >"$key") ;;
+    server)
+        SGLANG_API_KEY=$(<"$key") SGLANG_ADMIN_API_KEY=$(<"$key") background "server-$HOSTNAME" \
+            .venv-sglang-jax/bin/python -m jaxrl_async.inference.sglang_jax_server --model-path="$model" \
+            --host=0.0.0.0 --port=30000 --skip-tokenizer-init
+        ;;
+    queue | rollout) JAX_PLATFORMS=cpu background "$role" "${train[@]}" --role="$role" ;;
+    learner)
+        TPU_WORKER_ID=$(metadata agent-worker-number)
+        # "…:…:ADDRESS,…" of every worker
+        TPU_WORKER_HOSTNAMES=$(metadata worker-network-endpoints | tr , '\n' | cut -d: -f3 | paste -sd,)
+        export TPU_WORKER_ID TPU_WORKER_HOSTNAMES
+        exec "${train[@]}" --role=auto
+        ;;
+    esac
+}
+background() { # NAME COMMAND …: outlives the ssh, and takes the place of the one before
+    local name=$1 pid=~/jaxrl-$1.pid
+    shift
+    if [ -e "$pid" ] && kill -INT "$(<"$pid")" 2>/dev/null; then sleep 10; fi
+    nohup setsid "$@" >>"$workdir/logs/$name.log" 2>&1 </dev/null &
+    echo $! >"$pid"
+}
+metadata() {
+    curl -sf -H Metadata-Flavor:Google "http://metadata.google.internal/computeMetadata/v1/instance/attributes/$1"
+}
+[ "${1:-}" = --on-host ] && { shift && on_host "$@" && exit; }
+
+dry=
+[ "${1:-}" = --dry-run ] && { dry=1 && shift; }
+[ $# -ge 2 ] || { sed -n '2,22s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+config=$1 workdir=$2
+shift 2
+model=
+for flag in "$@"; do [[ $flag == --config.model.path=* ]] && model=${flag#*=}; done
+[ "$model" ] || { echo "--config.model.path=DIR is needed: the servers start from it" >&2; exit 2; }
+read -ra servers <<<"${SERVERS:?names of TPU VMs}"
+where=(--project="${PROJECT:?its name}" --zone="${ZONE:?its name}")
+
+address() { # NAME: of its first host
+    if [ "$dry" ]; then echo "$1.example"; else
+        gcloud compute tpus tpu-vm describe "$1" "${where[@]}" --format='value(networkEndpoints[0].ipAddress)'
+    fi
+}
+on() { # NAME WORKER ROLE [FLAG …]
+    local name=$1 worker=$2 role=$3
+    shift 3
+    set -- launch/tpu_pod.sh --on-host "$role" "$workdir" "$model" "$@"
+    set -- gcloud compute tpus tpu-vm ssh "$name" "${where[@]}" --worker="$worker" \
+        --command="cd jaxrl_async && $(printf '%q ' "$@")"
+    if [ "$dry" ]; then printf '%q ' "$@" && echo; else "$@"; fi
+}
+
+queue=$(address "${LEARNER:?name of a TPU slice}"):7000
+urls=
+for name in "${servers[@]}"; do urls+="'http://$(address "$name"):30000',"; done
+flags=(
+    --config="$config" --config.queue.address="$queue" --config.server.addresses="($urls)"
+    --config.queue.token_env=JAXRL_KEY
+    --config.server.api_key_env=JAXRL_KEY --config.server.admin_api_key_env=JAXRL_KEY
+    --config.weights.transport=stream
+    --config.journal.mode=delete # A write-ahead log is not safe on a network file system.
+    "$@"
+)
+on "$LEARNER" 0 key
+for name in "${servers[@]}"; do on "$name" 0 server; done
+on "$LEARNER" 0 queue "${flags[@]}"
+on "$LEARNER" 0 rollout "${flags[@]}"
+on "$LEARNER" all learner "${flags[@]}"
