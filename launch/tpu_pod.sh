@@ -53,7 +53,11 @@ background() { # NAME COMMAND …: outlives the ssh, and takes the place of the 
 metadata() {
     curl -sf -H Metadata-Flavor:Google "http://metadata.google.internal/computeMetadata/v1/instance/attributes/$1"
 }
-[ "${1:-}" = --on-host ] && { shift && on_host "$@" && exit; }
+if [ "${1:-}" = --on-host ]; then
+    shift
+    on_host "$@"
+    exit
+fi
 
 dry=
 [ "${1:-}" = --dry-run ] && { dry=1 && shift; }

@@ -84,8 +84,8 @@ class Recorder:
     def lease(self, step, timeout_secs, gives_up):
         version = max(0, step - 1 - self.staleness)
         groups = [make_group(i, version) for i in range((step - 1) * B, step * B)]
-        if step in self.waits_for:
-            gives_up()
+        if step in self.waits_for and gives_up():
+            return
         if step == self.broken_step:  # As a fault after the queue's checks would.
             groups[1].trajectories[0].logprobs[-1] = np.nan
         for index, start in enumerate(range(0, B, self.chunk_groups)):
@@ -128,7 +128,7 @@ def train(
     recorder, *, anchor="current", num_minibatches=1, wait=True, every=1, num_steps=2, **over
 ):
     train_step, mesh = make_train_step(anchor, num_minibatches, **over.get("loss", {}))
-    state = train_step.init(sharding.init_sharded(CONFIG, mesh, seed=0))
+    state = over.get("state") or train_step.init(sharding.init_sharded(CONFIG, mesh, seed=0))
     schedule = learner.Schedule(
         num_steps=num_steps,
         push_every_steps=every,
@@ -142,7 +142,7 @@ def train(
     )
     return learner.train(
         state,
-        first_step=1,
+        first_step=over.get("first_step", 1),
         schedule=schedule,
         train_step=train_step,
         pack=functools.partial(
@@ -156,6 +156,7 @@ def train(
         metrics=recorder,
         timers=Timers(),
         reference=over.get("reference"),
+        leaves=over.get("leaves", lambda step, is_here: False),
     )
 
 

@@ -1,0 +1,299 @@
+"""A run that is asked to leave ends its step, saves it and leaves; resumed, it is as if it had never left."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import psutil
+import pytest
+from small_learner import flat
+from test_learner import Recorder
+from test_learner import train as train_recorded
+from test_train import (
+    QUICKSTART,
+    RUN_TIMEOUT_SECS,
+    assert_same,
+    cache,
+    command,
+    params_of,
+    run,
+    wait_for_step,
+)
+
+from jaxrl_async.channels.journal import JournalReader
+from jaxrl_async.learner.processes import Agreement
+from jaxrl_async.metrics import read_metrics
+from jaxrl_async.preemption import PREEMPTED
+
+__all__ = ["cache", "command", "run"]  # fixtures
+WAIT_SECS = 60.0
+
+HEEDS = """
+import os, signal, time
+from jaxrl_async.preemption import Notice
+
+notice = Notice(grace_secs={grace_secs})
+notice.heed(signal.SIGTERM)
+print("heeds", flush=True)
+while not (notice.given() and {heeds}):
+    time.sleep(0.01)
+print("left", flush=True)
+"""
+
+
+@pytest.fixture
+def heeds():
+    """Starts a process that heeds SIGTERM, or only takes notice of it."""
+    started = []
+
+    def start(*, heeds=True, grace_secs=600.0):
+        code = HEEDS.format(heeds=heeds, grace_secs=grace_secs)
+        process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        started.append(process)
+        assert process.stdout.readline() == "heeds\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_a_signal_is_a_notice_that_ends_nothing_by_itself(heeds):
+    process = heeds()
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=WAIT_SECS)
+    assert process.returncode == 0 and "left\n" in output
+
+
+def test_a_second_signal_ends_the_process_at_once_and_says_that_it_may_go_on(heeds):
+    process = heeds(heeds=False)
+    process.send_signal(signal.SIGTERM)
+    line = process.stdout.readline()
+    assert line == "asked to leave by SIGTERM: at the end of the step, or in 600 s\n"
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=WAIT_SECS)
+    assert process.returncode == PREEMPTED == 75 and "left" not in output
+
+
+def test_a_deadline_ends_the_process_and_says_that_it_may_go_on(heeds):
+    process = heeds(heeds=False, grace_secs=0.1)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=WAIT_SECS)
+    assert process.returncode == PREEMPTED
+    assert "still here 0.1 s after SIGTERM" in output
+
+
+# The loop.
+
+
+class Saving(Recorder):
+    """Keeps what is saved."""
+
+    saved = None
+
+    def save(self, step, state, position):
+        super().save(step, state, position)
+        self.saved = jax.tree.map(jnp.copy, state)
+
+
+def test_a_synchronous_run_leaves_before_a_step_and_saves_the_one_before():
+    recorder = Recorder()
+    train_recorded(recorder, num_steps=5, leaves=lambda step, is_here: step == 3)
+    assert recorder.events == [
+        "wait", "lease 1.0", "commit 1", "publish 1",
+        "wait", "lease 2.0", "commit 2", "publish 2",
+        "wait", "lease 3.0", "save 2",
+    ]  # fmt: skip
+    assert len(recorder.rows) == 2
+
+
+def test_an_asynchronous_run_ends_the_step_under_way_without_a_push():
+    recorder = Recorder(staleness=1)
+    train_recorded(recorder, wait=False, num_steps=5, leaves=lambda step, is_here: step == 3)
+    assert recorder.events == [
+        "lease 1.0", "lease 2.0", "commit 1", "publish 1", "lease 3.0", "commit 2", "save 2",
+    ]  # fmt: skip
+    assert len(recorder.rows) == 2
+
+
+def test_a_run_does_not_wait_for_a_step_that_it_will_not_train():
+    recorder, asked = Recorder(staleness=1, waits_for=[2, 3]), []
+
+    def leaves(step, is_here):
+        asked.append((step, is_here))
+        return (step, is_here) == (3, False)
+
+    train_recorded(recorder, wait=False, num_steps=5, leaves=leaves)
+    assert asked == [(1, True), (2, False), (2, True), (3, False)]
+    assert recorder.events[-2:] == ["publish 2", "save 2"]
+
+
+def test_a_step_that_was_saved_is_not_saved_again():
+    recorder = Recorder()
+    train_recorded(
+        recorder, num_steps=5, checkpoint_every_steps=2, leaves=lambda step, is_here: step == 3
+    )
+    assert recorder.events.count("save 2") == 1
+
+
+def test_a_run_that_leaves_before_its_first_step_saves_nothing():
+    recorder = Recorder()
+    train_recorded(recorder, leaves=lambda step, is_here: True)
+    assert recorder.events == ["wait", "lease 1.0"]
+
+
+def test_a_run_that_left_goes_on_as_if_it_had_not_bit_for_bit():
+    whole, first, second = Saving(), Saving(), Saving()
+    train_recorded(whole, num_steps=5)
+    train_recorded(first, num_steps=5, leaves=lambda step, is_here: step == 3)
+    assert int(first.events[-1].split()[1]) == 2
+    left = flat(first.saved.params)  # The state is donated to what goes on with it.
+    train_recorded(second, num_steps=5, state=first.saved, first_step=3)
+    np.testing.assert_array_equal(flat(second.saved.params), flat(whole.saved.params))
+    assert np.any(flat(second.saved.params) != left)
+
+
+# Several processes.
+
+
+class Coordinator:
+    """The key-value store of JAX's coordinator."""
+
+    def __init__(self):
+        self.values, self._changed = {}, threading.Condition()
+
+    def key_value_set(self, key, value, allow_overwrite=False):
+        with self._changed:
+            self.values[key] = value
+            self._changed.notify_all()
+
+    def key_value_try_get(self, key):
+        if key not in self.values:
+            raise jax.errors.JaxRuntimeError(f"NOT_FOUND: {key}")
+        return self.values[key]
+
+    def blocking_key_value_get(self, key, timeout_ms):
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self.values, timeout_ms / 1000):
+                raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: {key}")
+            return self.values[key]
+
+    def key_value_delete(self, key):
+        self.values.pop(key, None)
+
+
+@pytest.fixture
+def agreements(monkeypatch):
+    """(agreements of two processes, the processes that were asked to leave, the store)"""
+    asked, coordinator = set(), Coordinator()
+    monkeypatch.setattr(
+        "jaxrl_async.learner.processes.multihost.get_jax_distributed_client", lambda: coordinator
+    )
+    made = [
+        Agreement(lambda i=i: i in asked, process=i, num_processes=2, timeout_secs=WAIT_SECS)
+        for i in range(2)
+    ]
+    return made, asked, coordinator
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_whoever_is_asked_all_processes_leave_before_the_same_step(agreements, who):
+    (first, second), asked, _ = agreements
+    assert not first.leaves(1, True) and not second.leaves(1, True)
+    assert not first.leaves(2, True)
+    asked.add(who)
+    # The other one heard of step 2 before, and only process 0 may think again, at step 3.
+    assert not second.leaves(2, True)
+    assert first.leaves(3, True) and second.leaves(3, True)
+
+
+def test_a_process_waits_for_the_word_of_process_0(agreements):
+    (first, second), _, _ = agreements
+    said = []
+    waiting = threading.Thread(target=lambda: said.append(second.leaves(1, True)))
+    waiting.start()
+    assert not first.leaves(1, True)
+    waiting.join(WAIT_SECS)
+    assert said == [False]
+
+
+def test_while_a_chunk_is_waited_for_nobody_leaves_before_process_0_says_so(agreements):
+    (first, second), asked, _ = agreements
+    asked.add(1)
+    assert not second.leaves(1, False)
+    assert first.leaves(1, False)
+    assert second.leaves(1, False) and second.leaves(1, True)
+
+
+def test_a_word_is_forgotten_when_all_have_heard_it(agreements):
+    (first, second), _, coordinator = agreements
+    for step in range(1, 9):
+        assert not first.leaves(step, True) and not second.leaves(step, True)
+    assert len(coordinator.values) == 2
+
+
+# The whole path.
+
+SYNC = f"--config={QUICKSTART}:smoke,mode=sync"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "learner", [(), ("--config.learner.num_processes=2", "--config.learner.data=2")]
+)
+def test_the_command_that_was_ended_by_sigterm_goes_on_to_the_same_weights(
+    learner, command, run, tmp_path
+):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    words = ["train", "--role=auto", SYNC, "--config.learner.num_steps=60", *learner]
+    code, output = run(*words, workdir=whole)
+    assert code == 0, output
+    process = command(*words, workdir=parts)
+    wait_for_step(parts, 3)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=RUN_TIMEOUT_SECS)
+    assert process.returncode == PREEMPTED, output
+    assert f"left early; go on with --resume --workdir={parts}" in output
+    assert psutil.wait_procs(children, timeout=5)[1] == []
+    steps = sorted(int(path.name) for path in (parts / "checkpoints").iterdir())
+    rows = read_metrics(parts)
+    assert steps == [0, rows[-1]["step"]] and 3 <= steps[1] < 50
+    code, output = run(*words, workdir=parts)
+    assert code == 0, output
+    assert [row["step"] for row in read_metrics(parts)] == list(range(1, 61))
+    assert_same(params_of(whole, 60), params_of(parts, 60))
+    nothing = {"lost": [], "doubled": [], "gap": [], "stray": []}
+    assert JournalReader(parts / "journal.sqlite").audit() == nothing
+
+
+@pytest.mark.long
+def test_a_learner_that_stands_alone_leaves_though_its_servers_are_gone(command, tmp_path):
+    process = command("train", SYNC, "--config.learner.num_steps=100000")
+    wait_for_step(tmp_path / "run", 2)
+    roles = psutil.Process(process.pid).children()
+    servers = [role for role in roles if "--role=server" in role.cmdline()]
+    for server in servers:
+        server.suspend()
+    time.sleep(3.0)  # The step that has its groups ends; the next one has none.
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=RUN_TIMEOUT_SECS)
+    for server in servers:
+        if server.is_running():
+            os.kill(server.pid, signal.SIGCONT)
+    assert process.returncode == PREEMPTED, output
+    log = (tmp_path / "run" / "logs" / "learner.log").read_text()
+    assert re.search(r"left before the end, after step \d+", log)
