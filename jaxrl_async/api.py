@@ -13,11 +13,12 @@ from typing import Any
 
 import ml_collections
 
-from jaxrl_async import report, rewards, roles, supervisor, tasks
+from jaxrl_async import report, roles, supervisor
+from jaxrl_async import workdir as workdirs
 from jaxrl_async.cli.config import load_config, settings_of
 from jaxrl_async.metrics import read_metrics
 
-__all__ = ["Run", "begin", "load_config", "run"]
+__all__ = ["Run", "load_config", "run"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +110,8 @@ def run(
     settings = settings_of(config)
     run = Run(workdir or f"runs/{settings.task.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     roles.check_access(settings, "all", 0)
-    settings = begin(config, run.workdir, resume=resume)
+    workdirs.check(run.workdir, resume=resume)
+    workdirs.write_config(run.workdir, config)
     roles.prepare(settings, run.workdir)
     supervisor.run(
         settings,
@@ -118,24 +120,3 @@ def run(
         on_step=(lambda: on_step(run)) if on_step else None,
     )
     return run
-
-
-def begin(config: ml_collections.ConfigDict, workdir: pathlib.Path, *, resume: bool):
-    """Makes the directory of a run, with its config.json, and returns the settings there.
-
-    What was registered by name is written as "module:attribute", which other processes can import.
-
-    Raises:
-      ValueError: it holds a run and resume is False, or has none to resume.
-    """
-    checkpoints = workdir / "checkpoints"
-    started = checkpoints.is_dir() and any(checkpoints.iterdir())
-    if started and not resume:
-        raise ValueError(f"{workdir} holds a run: go on with --resume, or name another --workdir")
-    if resume and not started:
-        raise ValueError(f"{workdir} has no checkpoint to resume from")
-    config = config.copy_and_resolve_references()
-    config.task.name = rewards.importable(config.task.name, tasks.TASKS)
-    workdir.mkdir(parents=True, exist_ok=True)
-    (workdir / "config.json").write_text(config.to_json(indent=2), encoding="utf-8")
-    return settings_of(config)

@@ -24,6 +24,7 @@ from jaxrl_async.channels import queue_client
 from jaxrl_async.metrics import last_metrics
 from jaxrl_async.preemption import GRACE_SECS, ORDERLY_SECS, PREEMPTED
 from jaxrl_async.settings import Settings, queue_access_of
+from jaxrl_async.workdir import holds_run
 
 LEAVE = (
     signal.SIGUSR1
@@ -370,8 +371,7 @@ class _Restarts:
             raise RoleDiedError("\n".join(_obituary(r) for r in learners if r.process.returncode))
         self._count(killed[0])
         stop(learners)
-        checkpoints = self._workdir / "checkpoints"
-        started = checkpoints.is_dir() and any(p.name.isdigit() for p in checkpoints.iterdir())
+        started = holds_run(self._workdir)
         return [self._start(role.name, started) for role in learners]
 
     def _count(self, role: Role) -> None:

@@ -7,7 +7,8 @@ import sys
 import pytest
 
 import jaxrl_async
-from jaxrl_async import api, rewards, tasks
+from jaxrl_async import rewards, tasks
+from jaxrl_async import workdir as workdirs
 from jaxrl_async.cli.config import load_config
 
 MODULE = """
@@ -96,18 +97,18 @@ def test_a_name_that_is_taken_is_refused_and_the_same_again_is_not(echo_task):
 def test_a_workdir_is_begun_once_and_resumed_only_with_a_checkpoint(tmp_path):
     workdir = tmp_path / "run"
     with pytest.raises(ValueError, match="no checkpoint to resume from"):
-        api.begin(smoke(), workdir, resume=True)
-    settings = api.begin(smoke(), workdir, resume=False)
-    assert settings.learner.num_steps == 2
+        workdirs.check(workdir, resume=True)
+    workdirs.check(workdir, resume=False)
+    workdirs.write_config(workdir, smoke())
     assert json.loads((workdir / "config.json").read_text())["task"]["name"] == "arithmetic"
     (workdir / "checkpoints" / "0").mkdir(parents=True)
     with pytest.raises(ValueError, match="holds a run"):
-        api.begin(smoke(), workdir, resume=False)
-    api.begin(smoke(), workdir, resume=True)
+        workdirs.check(workdir, resume=False)
+    workdirs.check(workdir, resume=True)
 
 
 def test_an_evaluation_that_fails_says_why(tmp_path):
-    api.begin(smoke(), tmp_path, resume=False)
+    workdirs.write_config(tmp_path, smoke())
     with pytest.raises(RuntimeError, match="no checkpoint"):
         jaxrl_async.Run(tmp_path).evaluate()
 

@@ -137,4 +137,8 @@ def test_everything_that_a_run_logs_is_in_the_reference(workdir):
     known = {n for n in names if n in METRICS or f"{n.split('/')[0]}/" in METRICS}
     assert len(rows) == 2 and names == known
     always = {n for n in METRICS if not n.endswith("/")} - {"weights/delay", "policy/kl_penalty"}
-    assert always - names <= {"policy/max_anchor_ratio", "time/checkpoint_secs", "time/publish_secs"}
+    assert always - names <= {
+        "policy/max_anchor_ratio",
+        "time/checkpoint_secs",
+        "time/publish_secs",
+    }

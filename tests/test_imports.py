@@ -106,6 +106,7 @@ def test_every_room_is_under_the_rule():
         "__main__",
         "cli",
         "api",
+        "workdir",
         "roles",
         "settings",
         "supervisor",

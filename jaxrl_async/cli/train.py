@@ -12,6 +12,7 @@ import time
 from absl import flags
 
 from jaxrl_async import cluster, roles, supervisor
+from jaxrl_async import workdir as workdirs
 from jaxrl_async.cli.config import UsageError, parse_flags, settings_of
 from jaxrl_async.preemption import PREEMPTED, Notice
 from jaxrl_async.settings import Settings, nearest
@@ -48,7 +49,10 @@ def main(argv: list[str]) -> int:
     workdir = pathlib.Path(values.workdir or f"runs/{name}").absolute()
     supervised = "JAXRL_PARENT" in os.environ
     if values.role in ("all", "learner") and not supervised:
-        _check_workdir(workdir, resume=values.resume)
+        try:
+            workdirs.check(workdir, resume=values.resume)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
     if values.role != "all":
         _check_addresses(settings, values.role, values.index)
     if values.dry_run:
@@ -56,7 +60,7 @@ def main(argv: list[str]) -> int:
         return 0
     workdir.mkdir(parents=True, exist_ok=True)
     if values.role in ("all", "learner") and not supervised and values.index == 0:
-        (workdir / "config.json").write_text(values.config.to_json(indent=2), encoding="utf-8")
+        workdirs.write_config(workdir, values.config)
     if values.role == "all":
         return _all(settings, workdir, resume=values.resume)
     # Where a scheduler asks all roles to leave at once, the learner still needs the others to end its step.
@@ -81,7 +85,7 @@ def _take_place(values: flags.FlagValues) -> None:
     except cluster.ClusterError as error:
         raise UsageError(f"--role=auto: {error}") from None
     values.role, values.index = place.role, place.index
-    values.resume = _holds_run(pathlib.Path(values.workdir))
+    values.resume = workdirs.holds_run(pathlib.Path(values.workdir))
     config, wanted = values.config, values.config.learner.num_processes
     if place.role == "all":
         return
@@ -181,20 +185,6 @@ def _one(
         logging.exception("role %s failed", role)
         return 1
     return 0 if done else PREEMPTED
-
-
-def _holds_run(workdir: pathlib.Path) -> bool:
-    """Whether there is a checkpoint to resume from; one that was not written to its end has another name."""
-    checkpoints = workdir / "checkpoints"
-    return checkpoints.is_dir() and any(path.name.isdigit() for path in checkpoints.iterdir())
-
-
-def _check_workdir(workdir: pathlib.Path, *, resume: bool) -> None:
-    started = _holds_run(workdir)
-    if started and not resume:
-        raise UsageError(f"{workdir} holds a run: go on with --resume, or name another --workdir")
-    if resume and not started:
-        raise UsageError(f"{workdir} has no checkpoint to resume from")
 
 
 def _check_addresses(settings: Settings, role: str, index: int) -> None:
