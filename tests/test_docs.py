@@ -28,9 +28,10 @@ ELSEWHERE = {
     "notebooks/": "test_notebooks",
     "gcloud": "a cloud's own",
     "kubectl": "a cluster's own",
-    "sbatch": "test_slurm",
     "xpk": "a cloud's own",
-    "./launch/": "test_launch",
+    "launch/local.sh": "test_slurm",
+    "launch/tpu_pod.sh": "test_slurm",
+    "launch/slurm.sbatch": "test_slurm",
 }
 
 
