@@ -67,7 +67,7 @@ def _main(argv: list[str], program: tuple[str, ...]) -> int:
         image=("", "container image, for --submit=jobset"),
         claim=("", "PersistentVolumeClaim that is mounted at --dir, for --submit=jobset"),
         gather=(False, "write DIR/index.html"),
-        **{"dry-run": (False, "print, and do nothing")},
+        dry_run=(False, "print, and do nothing"),
     )  # fmt: skip
     if not flags.sweep:
         raise UsageError("--sweep=FILE[:ARG] is needed")
@@ -94,7 +94,7 @@ def _main(argv: list[str], program: tuple[str, ...]) -> int:
     ]
     if flags.submit:
         return _submit(flags, jobs, directory, stem)
-    if not asked or flags["dry-run"].value:
+    if not asked or flags.dry_run:
         print("\n".join(job.shell for job in jobs))
         return 0
     for job, own in zip(jobs, settings, strict=True):
@@ -153,7 +153,7 @@ def _submit(flags, jobs: list[driver.Job], directory: pathlib.Path, stem: str) -
             raise UsageError(str(error)) from None
         path = directory / "sweep.sbatch"
         then = ["sbatch", *shlex.split(flags.sbatch), str(path)]
-    if flags["dry-run"].value:
+    if flags.dry_run:
         print(text, end="")
         return 0
     directory.mkdir(parents=True, exist_ok=True)

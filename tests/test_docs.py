@@ -1,6 +1,7 @@
 """README and docs/ are true: their links, their names of metrics, their example, and every command that they show."""
 
 import importlib
+import os
 import pathlib
 import re
 import shlex
@@ -106,9 +107,8 @@ def call(command: str) -> str:
 
 
 def environment() -> dict[str, str]:
-    import os
-
-    return {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"PYTHONPATH": str(ROOT)}
+    known = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    return known | {"PYTHONPATH": str(ROOT), "JAXRL_QUEUE_TOKEN": "made-up"}
 
 
 def at_smoke_size(command: str, workdir: pathlib.Path, out: pathlib.Path) -> str:
@@ -118,7 +118,7 @@ def at_smoke_size(command: str, workdir: pathlib.Path, out: pathlib.Path) -> str
         command = re.sub(r"--run( --jobs=\d+)?", "--dry-run", command)
         command = re.sub(r"(--submit=\S+)", r"\1 --dry-run", command)
     if " train" in command:
-        command = f"{command} --dry_run"
+        command = f"{command} --dry-run"
         command = re.sub(r"--workdir=\S+", f"--workdir={out / 'new'}", command)
         return command.replace(" --resume", "")
     command = re.sub(r"--workdir=\S+", f"--workdir={workdir}", command)
