@@ -16,6 +16,16 @@ hypothesis.settings.load_profile("untimed")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def compilation_cache(tmp_path_factory):
+    """What one process that a test starts compiles, the next ones read. This one has read its settings already."""
+    os.environ |= {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("jax-cache")),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+
+
 def pytest_addoption(parser):
     parser.addoption("--long", action="store_true", help="also run what takes minutes")
 

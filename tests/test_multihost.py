@@ -42,18 +42,15 @@ TIMES = {
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory):
+def start():
     """Starts Python processes on as many CPU devices as asked for; none outlives the tests."""
-    cache, started = tmp_path_factory.mktemp("jax-cache"), []
+    started = []
 
     def start(command, *, devices=1):
         environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
         environment |= {
             "PYTHONPATH": f"{ROOT}:{environment.get('PYTHONPATH', '')}",
             "JAX_NUM_CPU_DEVICES": str(devices),
-            "JAX_COMPILATION_CACHE_DIR": str(cache),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         }
         words = [sys.executable, *map(str, command)]
         process = subprocess.Popen(

@@ -20,7 +20,6 @@ from test_train import (
     QUICKSTART,
     RUN_TIMEOUT_SECS,
     assert_same,
-    cache,
     command,
     params_of,
     run,
@@ -32,7 +31,7 @@ from jaxrl_async.learner.processes import Agreement
 from jaxrl_async.metrics import read_metrics
 from jaxrl_async.preemption import PREEMPTED
 
-__all__ = ["cache", "command", "run"]  # fixtures
+__all__ = ["command", "run"]  # fixtures
 WAIT_SECS = 60.0
 
 HEEDS = """

@@ -26,23 +26,12 @@ RUN_TIMEOUT_SECS = 400
 FIRST_STEP_TIMEOUT_SECS = 200
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """One compilation cache for all runs of this module: programs are the same from run to run."""
-    return tmp_path_factory.mktemp("jax-cache")
-
-
 @pytest.fixture
-def command(cache, tmp_path):
+def command(tmp_path):
     """Starts `python -m jaxrl_async …` with a workdir of its own."""
 
     def start(verb, *argv, workdir=tmp_path / "run", **popen):
         environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-        environment |= {
-            "JAX_COMPILATION_CACHE_DIR": str(cache),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        }
         words = [sys.executable, "-m", "jaxrl_async", verb, f"--workdir={workdir}", *argv]
         return subprocess.Popen(
             words,
