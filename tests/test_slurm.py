@@ -51,13 +51,6 @@ def slurm(tmp_path, monkeypatch):
         subprocess.run([script, "down", directory], check=False, timeout=60)
 
 
-def wait_for(condition, what):
-    deadline = time.monotonic() + TIMEOUT_SECS
-    while not condition():
-        assert time.monotonic() < deadline, what()
-        time.sleep(0.2)
-
-
 def test_a_preempted_job_is_requeued_and_ends_with_the_weights_of_one_that_was_not(
     slurm, tmp_path, monkeypatch, capsys
 ):
@@ -76,32 +69,48 @@ def test_a_preempted_job_is_requeued_and_ends_with_the_weights_of_one_that_was_n
 
     def logs_of(workdir):
         files = [tmp_path / f"{workdir.name}.txt", *sorted((workdir / "logs").glob("*.log"))]
-        return "\n".join(f"{file.name}:\n{file.read_text()}" for file in files if file.exists())
+        files += [tmp_path / "slurm" / "log" / "slurmctld.log"]
+        jobs = slurm("squeue")
+        return jobs + "\n".join(f"{f.name}:\n{f.read_text()}" for f in files if f.exists())
 
-    def wait_for_end(workdir):
-        wait_for(lambda: not slurm("squeue", "--noheader"), lambda: logs_of(workdir))
+    def state_of(job):
+        return slurm("scontrol", "show", "job", job)
+
+    def wait_for(condition, job, workdir):
+        deadline = time.monotonic() + TIMEOUT_SECS
+        while not condition():
+            assert time.monotonic() < deadline, logs_of(workdir)
+            if "PENDING" in state_of(
+                job
+            ):  # The scheduler of an idle cluster sleeps until something changes.
+                slurm("scontrol", "update", f"JobId={job}", f"Comment={time.monotonic()}")
+            time.sleep(0.5)
+
+    def wait_for_end(job, workdir):
+        wait_for(lambda: not slurm("squeue", "--noheader"), job, workdir)
 
     preempted, whole = tmp_path / "preempted", tmp_path / "whole"
     job = submit(preempted)
-    wait_for(lambda: len(read_metrics(preempted)) >= 3, lambda: logs_of(preempted))
+    wait_for(lambda: len(read_metrics(preempted)) >= 3, job, preempted)
     asked = time.monotonic()
     slurm(
         "sbatch", "--partition=high", "--nodes=3", "--exclusive", "--time=1", "--output=/dev/null",
         "--wrap", "sleep 2",
     )  # fmt: skip
-    wait_for(lambda: "PENDING" in slurm("squeue", "--jobs", job), lambda: logs_of(preempted))
+    wait_for(lambda: "PENDING" in state_of(job), job, preempted)
     left = time.monotonic() - asked
     steps = [int(path.name) for path in (preempted / "checkpoints").iterdir()]
     assert max(steps) == read_metrics(preempted)[-1]["step"] < NUM_STEPS
-    wait_for_end(preempted)
+    wait_for_end(job, preempted)
     secs = time.monotonic() - asked
     with capsys.disabled():
         print(
             f"\nSlurm: preempted after step {max(steps)}, requeued {left:.1f} s after the signal, at the end after "
             f"{secs:.0f} s"
         )
-    state = slurm("scontrol", "show", "job", job)
-    assert "JobState=COMPLETED" in state and "Restarts=1" in state, logs_of(preempted)
+    assert "JobState=COMPLETED" in state_of(job) and "Restarts=1" in state_of(job), logs_of(
+        preempted
+    )
     learner, server = (
         (preempted / "logs" / f"{role}-0.log").read_text() for role in ("learner", "server")
     )
@@ -114,6 +123,5 @@ def test_a_preempted_job_is_requeued_and_ends_with_the_weights_of_one_that_was_n
     nothing = {"lost": [], "doubled": [], "gap": [], "stray": []}
     assert JournalReader(preempted / "journal.sqlite").audit() == nothing
 
-    submit(whole)
-    wait_for_end(whole)
+    wait_for_end(submit(whole), whole)
     assert_same(params_of(whole, NUM_STEPS), params_of(preempted, NUM_STEPS))
