@@ -320,6 +320,22 @@ async def test_a_lease_that_times_out_names_what_is_missing():
         assert indexes(await queue.lease(1)) == [[0, 1, 2, 3]]
 
 
+async def test_a_lease_that_is_given_up_has_no_chunk_and_takes_none():
+    async with opened() as queue:
+        await queue.publish(0)
+        asked = []
+
+        def gives_up():
+            asked.append(True)
+            return len(asked) == 3
+
+        lease = queue._learner.lease(1, 300.0, gives_up)
+        assert await asyncio.to_thread(list, lease) == []
+        assert len(asked) == 3
+        await queue.fill(4)
+        assert indexes(await queue.lease(1)) == [[0, 1, 2, 3]]
+
+
 async def test_a_step_out_of_order_is_refused():
     async with opened() as queue:
         await queue.publish(0)

@@ -1,0 +1,338 @@
+"""The launch scripts say what they would run, and that is what `train` and the clusters' schemas take."""
+
+import json
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import stat
+import subprocess
+import sys
+
+import pytest
+import yaml
+from kubernetes import client as kubernetes
+
+from jaxrl_async import cluster
+from jaxrl_async.cli import main
+
+ROOT = pathlib.Path(__file__).parent.parent
+LAUNCH = ROOT / "launch"
+SCRIPTS = sorted([*LAUNCH.glob("*.sh"), *LAUNCH.glob("*.sbatch")])
+JOBSETS = sorted(LAUNCH.glob("*.yaml"))
+QUICKSTART = f"{ROOT}/configs/quickstart.py:smoke"
+KEYS = {"JAXRL_KEY": "secret", "JAXRL_QUEUE_TOKEN": "secret"}
+
+
+def printed(*words, **variables):
+    """What a script prints, as lists of words, one a line."""
+    environment = os.environ | {"JAXRL_PYTHON": "python"} | variables
+    result = subprocess.run(
+        ["bash", *map(str, words)],
+        env=environment,
+        check=True,
+        timeout=60,
+        text=True,
+        capture_output=True,
+    )
+    return [shlex.split(line) for line in result.stdout.splitlines()]
+
+
+def train_of(words):
+    """The words after `python -m jaxrl_async`."""
+    return words[words.index("jaxrl_async") + 1 :]
+
+
+@pytest.fixture
+def dry(monkeypatch, capsys):
+    """Runs `train --dry-run` in an environment: (the words that it resolves to, the settings)."""
+
+    def run(words, environ):
+        for name in list(os.environ):
+            if name.startswith(("SLURM", "JOBSET", "JOB_", "TPU_")):
+                monkeypatch.delenv(name)
+        for name, value in (KEYS | environ).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.chdir(ROOT)
+        assert main.main([*words, "--dry-run"]) == 0, capsys.readouterr().err
+        command, _, settings = capsys.readouterr().out.partition("\n")
+        return shlex.split(command), json.loads(settings)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "script", [*SCRIPTS, ROOT / "tests/real/slurm.sh"], ids=lambda path: path.name
+)
+def test_shellcheck_finds_nothing_in_a_script(script):
+    shellcheck = shutil.which("shellcheck", path=pathlib.Path(sys.executable).parent)
+    subprocess.run([shellcheck or "shellcheck", script], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("script", [s for s in SCRIPTS if s.name != "quickstart.sh"], ids=str)
+def test_a_script_without_its_words_says_how_it_is_called(script):
+    result = subprocess.run(["bash", script], text=True, capture_output=True, timeout=60)
+    assert result.returncode == 2
+    assert f"launch/{script.name} [--dry-run]" in result.stderr or "--dry-run" in result.stderr
+    assert "#" not in result.stderr.replace("#SBATCH", "")
+
+
+def test_local_sh_trains_here_and_goes_on_with_a_run_that_is_there(dry, tmp_path):
+    words = (LAUNCH / "local.sh", "--dry-run", QUICKSTART, tmp_path, "--config.seed=3")
+    (command,) = printed(*words)
+    resolved, settings = dry(train_of(command), {})
+    assert "--role=all" in resolved and "--resume" not in resolved
+    assert settings["seed"] == 3
+    (tmp_path / "checkpoints" / "0.orbax-checkpoint-tmp-1").mkdir(parents=True)
+    assert "--resume" not in dry(train_of(command), {})[0]
+    (tmp_path / "checkpoints" / "0").mkdir()
+    assert "--resume" in dry(train_of(command), {})[0]
+
+
+def test_a_dry_run_starts_nothing_and_leaves_nothing(dry, tmp_path):
+    resolved, settings = dry(["train", f"--config={QUICKSTART}", f"--workdir={tmp_path}/a"], {})
+    assert resolved[:4] == ["python", "-m", "jaxrl_async", "train"]
+    assert settings["learner"]["num_steps"] == 2
+    assert not (tmp_path / "a").exists()
+
+
+SLURM = {
+    "SLURM_HET_SIZE": "3",
+    "SLURM_JOB_NODELIST_HET_GROUP_0": "a[1-2]",
+    "SLURM_JOB_NODELIST_HET_GROUP_1": "b1",
+    "SLURM_JOB_NODELIST_HET_GROUP_2": "c1",
+    "SLURM_TASKS_PER_NODE_HET_GROUP_0": "1(x2)",
+    "SLURM_TASKS_PER_NODE_HET_GROUP_1": "1",
+    "SLURM_TASKS_PER_NODE_HET_GROUP_2": "2",
+}
+
+
+def test_slurm_starts_one_command_on_three_components(dry, tmp_path):
+    two = ("--config.learner.num_processes=2", "--config.learner.data=2")
+    mkdir, *steps = printed(LAUNCH / "slurm.sbatch", "--dry-run", QUICKSTART, tmp_path / "a", *two)
+    assert mkdir == ["mkdir", "-p", f"{tmp_path}/a/logs"]
+    assert {tuple(train_of(step)) for step in steps} == {tuple(train_of(steps[0]))}
+    groups = [next(w for w in step if w.startswith("--het-group=")) for step in steps]
+    assert groups == ["--het-group=2", "--het-group=1", "--het-group=0"]
+    places = []
+    for nodes, task in (("a[1-2]", "0"), ("a[1-2]", "1"), ("b1", "0"), ("c1", "0"), ("c1", "1")):
+        environ = SLURM | {"SLURM_JOB_NODELIST": nodes, "SLURM_PROCID": task}
+        resolved, settings = dry(train_of(steps[0]), environ)
+        places.append([w.partition("=")[2] for w in resolved if re.match("--(role|index)=", w)])
+        assert "--coordinator=a1:8476" in resolved
+        assert settings["queue"]["address"] == "c1:7000"
+        assert settings["server"]["addresses"] == ["http://b1:30000"]
+    assert places == [
+        ["learner", "0"], ["learner", "1"], ["server", "0"], ["queue", "0"], ["rollout", "0"],
+    ]  # fmt: skip
+
+
+def test_learners_that_the_config_does_not_count_are_refused(monkeypatch, capsys, tmp_path):
+    for name, value in (
+        SLURM | KEYS | {"SLURM_JOB_NODELIST": "a[1-2]", "SLURM_PROCID": "0"}
+    ).items():
+        monkeypatch.setenv(name, value)
+    words = ["train", "--role=auto", f"--config={QUICKSTART}", f"--workdir={tmp_path}"]
+    assert main.main([*words, "--config.queue.token_env=JAXRL_KEY"]) == 2
+    message = "has 2 learner processes, and the config learner.num_processes = 1"
+    assert message in capsys.readouterr().err
+
+
+def test_a_role_that_the_environment_gives_needs_a_workdir_and_its_variables(
+    monkeypatch, capsys, tmp_path
+):
+    assert main.main(["train", "--role=auto", f"--config={QUICKSTART}"]) == 2
+    assert "--role=auto needs --workdir" in capsys.readouterr().err
+    monkeypatch.setenv("SLURM_HET_SIZE", "3")
+    words = ["train", "--role=auto", f"--config={QUICKSTART}", f"--workdir={tmp_path}"]
+    assert main.main(words) == 2
+    assert "SLURM_JOB_NODELIST_HET_GROUP_0 is missing" in capsys.readouterr().err
+
+
+def test_the_script_of_tpu_vms_starts_every_role_with_the_same_addresses(dry, tmp_path):
+    names = {"PROJECT": "p", "ZONE": "z", "LEARNER": "learn", "SERVERS": "s0 s1"}
+    flags = (
+        "--config.model.path=/mnt/q",
+        "--config.learner.num_processes=2",
+        "--config.learner.data=2",
+    )
+    config = f"{ROOT}/configs/gsm8k_qwen2_5_1p5b.py:smoke"
+    commands = printed(
+        LAUNCH / "tpu_pod.sh", "--dry-run", config, tmp_path / "a b", *flags, **names
+    )
+    roles = []
+    for command in commands:
+        assert command[:6] == ["gcloud", "compute", "tpus", "tpu-vm", "ssh", command[5]]
+        remote = shlex.split(command[-1].removeprefix("--command="))
+        assert remote[:5] == ["cd", "jaxrl_async", "&&", "launch/tpu_pod.sh", "--on-host"]
+        role, workdir, model, *rest = remote[5:]
+        assert (workdir, model) == (f"{tmp_path}/a b", "/mnt/q")
+        roles.append((command[5], command[-2], role))
+    assert roles == [
+        ("learn", "--worker=0", "key"),
+        ("s0", "--worker=0", "server"),
+        ("s1", "--worker=0", "server"),
+        ("learn", "--worker=0", "queue"),
+        ("learn", "--worker=0", "rollout"),
+        ("learn", "--worker=all", "learner"),
+    ]
+    environ = {"TPU_WORKER_ID": "1", "TPU_WORKER_HOSTNAMES": "10.0.0.1,10.0.0.2"}
+    rest = [word for word in rest if word != "--config.model.path=/mnt/q"]  # There is none here.
+    resolved, settings = dry(["train", f"--workdir={tmp_path}/a", *rest, "--role=auto"], environ)
+    assert {"--role=learner", "--index=1", "--coordinator=10.0.0.1:8476"} <= set(resolved)
+    assert settings["queue"]["address"] == "learn.example:7000"
+    assert settings["server"]["addresses"] == [
+        "http://s0.example:30000",
+        "http://s1.example:30000",
+    ]
+
+
+# Kubernetes. A JobSet's own fields are those of its CRD (jobset.x-k8s.io/v1alpha2), which no package registry has; what
+# is in `template` is checked against the published models of Kubernetes.
+
+JOBSET = {
+    "apiVersion": str,
+    "kind": str,
+    "metadata": {"name": str},
+    "spec": {
+        "successPolicy": {"operator": ("All", "Any"), "targetReplicatedJobs": [str]},
+        "failurePolicy": {
+            "maxRestarts": int,
+            "restartStrategy": ("Recreate", "BlockingRecreate"),
+            "rules": [
+                {
+                    "name": re.compile(r"[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?"),
+                    "action": ("FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"),
+                    "onJobFailureReasons": [
+                        ("BackoffLimitExceeded", "DeadlineExceeded", "PodFailurePolicy")
+                    ],
+                    "targetReplicatedJobs": [str],
+                }
+            ],
+        },
+        "replicatedJobs": [
+            {"name": cluster.ROLES, "replicas": int, "template": "V1JobTemplateSpec"}
+        ],
+    },
+}
+
+
+def check(value, schema, path):
+    """Raises where a value has an unknown field, or one of another type."""
+    match schema:
+        case dict():
+            assert isinstance(value, dict) and value.keys() <= schema.keys(), f"{path}: {value}"
+            for key in value:
+                check(value[key], schema[key], f"{path}.{key}")
+        case [item]:
+            assert isinstance(value, list), f"{path}: {value!r}"
+            for i, element in enumerate(value):
+                check(element, item, f"{path}[{i}]")
+        case tuple():
+            assert value in schema, f"{path}: {value!r}"
+        case re.Pattern():
+            assert schema.fullmatch(value), f"{path}: {value!r}"
+        case str():
+            check_model(value, schema, path)
+        case _:
+            assert type(value) is schema, f"{path}: {value!r}"
+
+
+def check_model(value, kind, path):
+    """The same for a type as Kubernetes' models name it, "List[V1Container]"; makes the model, which checks more."""
+    if found := re.fullmatch(r"[Ll]ist\[(.*)\]", kind):
+        assert isinstance(value, list), f"{path}: {value!r}"
+        return [check_model(v, found[1], f"{path}[{i}]") for i, v in enumerate(value)]
+    if found := re.fullmatch(r"[Dd]ict[(\[](\w+), (\w+)[)\]]", kind):
+        assert isinstance(value, dict), f"{path}: {value!r}"
+        return {k: check_model(v, found[2], f"{path}.{k}") for k, v in value.items()}
+    if kind in ("str", "int", "bool"):
+        assert type(value).__name__ == kind, f"{path} must be {kind}, got {value!r}"
+        return value
+    if kind == "object":
+        return value
+    model = getattr(kubernetes, kind)
+    fields = {theirs: ours for ours, theirs in model.attribute_map.items()}
+    assert isinstance(value, dict) and value.keys() <= fields.keys(), f"{path}: {value}"
+    parts = {
+        fields[key]: check_model(value[key], model.openapi_types[fields[key]], f"{path}.{key}")
+        for key in value
+    }
+    return model(**parts)  # Raises where a field that it needs is missing.
+
+
+@pytest.fixture(params=JOBSETS, ids=lambda path: path.name)
+def jobset(request):
+    return yaml.safe_load(request.param.read_text())
+
+
+def test_a_jobset_has_the_fields_of_its_schemas(jobset):
+    assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    check(jobset, JOBSET, "JobSet")
+
+
+def test_a_field_that_no_schema_has_is_found(jobset):
+    container = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    for broken, error in (({"image": 3}, "must be str"), ({"images": "a"}, "images")):
+        container["containers"][0] |= broken
+        with pytest.raises(AssertionError, match=error):
+            check(jobset, JOBSET, "JobSet")
+        container["containers"][0] = {"name": "train"}
+    del container["containers"]
+    with pytest.raises(ValueError, match="containers"):
+        check(jobset, JOBSET, "JobSet")
+
+
+def pods_of(jobset):
+    """(environment of the pod, its command) of every pod, as JobSet would make them."""
+    name = jobset["metadata"]["name"]
+    for job in jobset["spec"]["replicatedJobs"]:
+        spec = job["template"]["spec"]
+        (container,) = spec["template"]["spec"]["containers"]
+        annotations = {"jobset-name": name, "replicatedjob-name": job["name"]}
+        for index in range(job["replicas"]):
+            for pod in range(spec["completions"]):
+                known = annotations | {"job-index": str(index)}
+                environ = {"JOB_COMPLETION_INDEX": str(pod)}
+                for variable in container["env"]:
+                    path = variable.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "")
+                    found = re.search(r"jobset.sigs.k8s.io/([\w-]+)'", path)
+                    environ[variable["name"]] = (
+                        known[found[1]] if found else variable.get("value", "secret")
+                    )
+                yield job["name"], environ, container["command"]
+
+
+def test_the_pods_of_a_jobset_are_all_processes_of_one_run(jobset, dry):
+    places, servers = [], 0
+    for role, environ, command in pods_of(jobset):
+        if role == "server":  # SGLang, which needs to be told nothing.
+            servers += 1
+            assert "--port=30000" in command
+            continue
+        words = [w for w in train_of(command) if not re.search(r"config\.(model|tokenizer)", w)]
+        resolved, settings = dry(words, environ)
+        places.append((role, environ["JOB_COMPLETION_INDEX"]))
+        assert {f"--role={role}", f"--index={places[-1][1]}"} <= set(resolved)
+        name = environ["JOBSET_NAME"]
+        assert settings["queue"]["address"] == f"{name}-queue-0-0.{name}:7000"
+        assert len(settings["server"]["addresses"]) == int(environ["JOBSET_SERVERS"])
+    assert servers == int(environ["JOBSET_SERVERS"])
+    learners = [place for place in places if place[0] == "learner"]
+    assert len(learners) == settings["learner"]["num_processes"] == int(environ["JOBSET_LEARNERS"])
+    assert ("queue", "0") in places and ("rollout", "1") in places
+
+
+def test_the_jobs_of_a_preempted_learner_are_started_again_and_others_are_counted(jobset):
+    (rule,) = jobset["spec"]["failurePolicy"]["rules"]
+    assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
+    for job in jobset["spec"]["replicatedJobs"]:
+        first, _ = job["template"]["spec"]["podFailurePolicy"]["rules"]
+        assert (first["action"], first["onExitCodes"]["values"]) == ("FailJob", [75])
+        assert job["template"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > 66
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_a_script_may_be_run(script):
+    assert script.stat().st_mode & stat.S_IXUSR or script.suffix == ".sbatch"
