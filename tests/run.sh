@@ -17,4 +17,5 @@ for server in sglang sglang_jax; do
     "tests/real/$server.sh" install "$JAXRL_SERVERS/$server" ||
         echo "no environment of $server (see above): its tests will be skipped" >&2
 done
-exec "$venv/bin/python" -m pytest "$@"
+# Two files of tests at a time: most of the time of a test is a process that starts.
+exec "$venv/bin/python" -m pytest --numprocesses="${JAXRL_TEST_PROCESSES:-2}" --dist=loadfile "$@"

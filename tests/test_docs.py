@@ -30,8 +30,8 @@ ELSEWHERE = {
     "gcloud": "a cloud's own",
     "kubectl": "a cluster's own",
     "xpk": "a cloud's own",
-    "launch/local.sh": "test_slurm",
-    "launch/tpu_pod.sh": "test_slurm",
+    "launch/local.sh": "test_launch",
+    "launch/tpu_pod.sh": "test_launch",
     "launch/slurm.sbatch": "test_slurm",
 }
 
