@@ -183,7 +183,8 @@ def _one(
         return 1
     except Exception:
         logging.exception("role %s failed", role)
-        return 1
+        # Of a role that was asked to leave, most likely because the others have left before.
+        return PREEMPTED if notice.given() else 1
     return 0 if done else PREEMPTED
 
 
