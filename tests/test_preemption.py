@@ -177,6 +177,7 @@ class Coordinator:
 
     def __init__(self):
         self.values, self._changed = {}, threading.Condition()
+        self.waited_for = threading.Event()
 
     def key_value_set(self, key, value, allow_overwrite=False):
         with self._changed:
@@ -189,6 +190,7 @@ class Coordinator:
         return self.values[key]
 
     def blocking_key_value_get(self, key, timeout_ms):
+        self.waited_for.set()
         with self._changed:
             if not self._changed.wait_for(lambda: key in self.values, timeout_ms / 1000):
                 raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: {key}")
@@ -224,10 +226,11 @@ def test_whoever_is_asked_all_processes_leave_before_the_same_step(agreements, w
 
 
 def test_a_process_waits_for_the_word_of_process_0(agreements):
-    (first, second), _, _ = agreements
+    (first, second), _, coordinator = agreements
     said = []
     waiting = threading.Thread(target=lambda: said.append(second.leaves(1, True)))
     waiting.start()
+    assert coordinator.waited_for.wait(WAIT_SECS) and said == []
     assert not first.leaves(1, True)
     waiting.join(WAIT_SECS)
     assert said == [False]
