@@ -185,10 +185,12 @@ def _check_workdir(job: driver.Job, wanted: Settings) -> None:
             )
 
 
-def _interrupt(signum, frame):
-    raise KeyboardInterrupt
+def heed_interrupts() -> None:
+    """SIGINT and SIGTERM end the commands in order; a shell's background job would ignore the first."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _interrupt)
+    heed_interrupts()
     sys.exit(main(sys.argv[1:]))

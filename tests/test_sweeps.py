@@ -418,8 +418,8 @@ def test_two_drivers_at_once_run_each_point_once(jobs, tmp_path):
 
 def start_script(argv, program):
     """launch/sweep.py with another program, as a process."""
-    code = f"import sys; sys.path.insert(0, {str(ROOT / 'launch')!r}); import sweep, signal; "
-    code += "signal.signal(signal.SIGTERM, sweep._interrupt); "
+    code = f"import sys; sys.path.insert(0, {str(ROOT / 'launch')!r}); import sweep; "
+    code += "sweep.heed_interrupts(); "
     code += f"sys.exit(sweep.main({argv!r}, {program!r}))"
     return subprocess.Popen(
         [sys.executable, "-c", code],
