@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
+from jaxrl_async import rewards, tasks
 from jaxrl_async.metrics import METRICS, read_metrics
-from jaxrl_async.tasks import make_task
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -77,10 +77,14 @@ def test_the_example_of_a_task_is_one(tmp_path, monkeypatch):
     (source,) = blocks(ROOT / "docs" / "extending.md", "python")
     (tmp_path / "my_task.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "my_task", raising=False)  # another test's
     importlib.import_module("my_task")
-    task = make_task("my_task:Lines", num_test=10)
+    assert tasks.TASKS.pop("lines") == "my_task:Lines"
+    assert rewards.REWARDS.pop("shorter") == "my_task:shorter"
+    task = tasks.make_task("my_task:Lines", num_test=10)
     assert (len(task.examples("train")), len(task.examples("test"))) == (90, 10)
     assert len(task.demonstrations(7)) == 7
+    del sys.modules["my_task"]
 
 
 @pytest.fixture(scope="module")
