@@ -7,7 +7,6 @@ import pathlib
 import subprocess
 import sys
 import time
-import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -55,9 +54,7 @@ class Run:
         self._verb("evaluate", f"--steps={','.join(map(str, steps))}")
         return json.loads((self.workdir / "evaluation.json").read_text("utf-8"))
 
-    def replay(
-        self, out: str | os.PathLike, overrides: Mapping[str, Any] = types.MappingProxyType({})
-    ) -> "Run":
+    def replay(self, out: str | os.PathLike, overrides: Mapping[str, Any] | None = None) -> "Run":
         """Trains again on the groups that this run was trained on, in a process of its own.
 
         Args:
@@ -72,7 +69,7 @@ class Run:
           RuntimeError: it failed, or a bit differs; the message is what it printed last.
         """
         out = pathlib.Path(out).absolute()
-        changes = [f"--config.{key}={value}" for key, value in overrides.items()]
+        changes = [f"--config.{key}={value}" for key, value in (overrides or {}).items()]
         self._verb("replay", f"--out={out}", *changes)
         return Run(out)
 

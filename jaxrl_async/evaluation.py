@@ -18,6 +18,7 @@ from jaxrl_async.inference.sampling import SamplingParams
 from jaxrl_async.rewards.pool import RewardError
 from jaxrl_async.settings import Settings
 from jaxrl_async.tasks.prompts import test_prompts
+from jaxrl_async.tasks.tokenizer import completion_text
 from jaxrl_async.types import Prompt
 
 ENGINE_TIMEOUT_SECS = 600.0
@@ -64,8 +65,11 @@ def _score(
     rollout, n = settings.rollout, settings.evaluate.num_samples
 
     def text(completion: Completion) -> str:
-        ids = completion.output_ids.tolist()
-        return tokenizer.decode(ids[:-1] if completion.finish_reason["type"] == "stop" else ids)
+        return completion_text(
+            completion.output_ids.tolist(),
+            decode=tokenizer.decode,
+            stop_token_ids=tokenizer.stop_token_ids,
+        )
 
     def sampled(temperature: float, count: int) -> np.ndarray:
         """bool [prompts, count]"""

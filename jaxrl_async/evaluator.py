@@ -17,6 +17,7 @@ import numpy as np
 from jaxrl_async import scores
 from jaxrl_async.rewards.pool import RewardError, RewardPool
 from jaxrl_async.servers.client import Completion, InferenceClient, ServerError
+from jaxrl_async.tasks.tokenizer import completion_text
 from jaxrl_async.types import Prompt
 
 BEST_FILE = "best.json"
@@ -124,8 +125,11 @@ class Evaluator:
                     timeout_secs=self._timeout_secs,
                 )
             self._check(completion, address, version)
+            text = completion_text(
+                completion.tokens.tolist(), decode=self._decode, stop_token_ids=self._stops
+            )
             try:
-                return await pool.score(self._text(completion), prompt.answer) >= 1.0
+                return await pool.score(text, prompt.answer) >= 1.0
             except RewardError:
                 return False
 
@@ -145,10 +149,6 @@ class Evaluator:
         others = set(completion.versions.tolist()) - {version}
         if others:
             raise EvaluationError(f"{address} sampled tokens with version {min(others)}")
-
-    def _text(self, completion: Completion) -> str:
-        ids = completion.tokens.tolist()
-        return self._decode(ids[:-1] if ids and ids[-1] in self._stops else ids)
 
     def _keep_best(self, version: int, greedy: float) -> None:
         best = _read_best(self._best_path)

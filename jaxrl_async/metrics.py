@@ -5,7 +5,9 @@ import json
 import math
 import pathlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
 
 # Name (or "prefix/" for an open family): unit and meaning.
 METRICS: dict[str, str] = {
@@ -123,6 +125,11 @@ def last_metrics(workdir: str | pathlib.Path) -> dict[str, float] | None:
         file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
         lines = file.read().split(b"\n")[:-1]
     return json.loads(lines[-1]) if lines else None
+
+
+def column(rows: Sequence[Mapping[str, float | None]], name: str) -> np.ndarray:
+    """One metric over rows: float64 [rows], NaN where a row has no finite value of it."""
+    return np.array([np.nan if row.get(name) is None else row[name] for row in rows], float)
 
 
 class Timers:

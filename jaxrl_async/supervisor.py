@@ -24,11 +24,9 @@ from jaxrl_async.channels import queue_client
 from jaxrl_async.metrics import last_metrics
 from jaxrl_async.preemption import GRACE_SECS, ORDERLY_SECS, PREEMPTED
 from jaxrl_async.settings import Settings, queue_access_of
-from jaxrl_async.workdir import holds_run
+from jaxrl_async.workdir import checkpoint_steps
 
-LEAVE = (
-    signal.SIGUSR1
-)  # A learner that hears it checkpoints and leaves; SIGTERM ends a role at once.
+LEAVE = signal.SIGUSR1  # A learner checkpoints and leaves; SIGTERM ends a role at once.
 LEAVE_SECS = GRACE_SECS + ORDERLY_SECS
 STOP_SECS = 6.0  # A role that ignores SIGTERM for so long is killed.
 POLL_SECS = 0.2
@@ -371,7 +369,7 @@ class _Restarts:
             raise RoleDiedError("\n".join(_obituary(r) for r in learners if r.process.returncode))
         self._count(killed[0])
         stop(learners)
-        started = holds_run(self._workdir)
+        started = bool(checkpoint_steps(self._workdir))
         return [self._start(role.name, started) for role in learners]
 
     def _count(self, role: Role) -> None:

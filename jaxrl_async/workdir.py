@@ -8,15 +8,14 @@ from jaxrl_async.rewards import importable
 from jaxrl_async.tasks import TASKS
 
 
-def holds_run(workdir: pathlib.Path) -> bool:
-    """Whether there is a checkpoint to resume from; one that was not written to its end has another name."""
-    checkpoints = workdir / "checkpoints"
-    return checkpoints.is_dir() and any(path.name.isdigit() for path in checkpoints.iterdir())
+def checkpoint_steps(workdir: pathlib.Path) -> list[int]:
+    """The steps whose checkpoints are there, ascending; one that was not written to its end has another name."""
+    return sorted(int(path.name) for path in workdir.glob("checkpoints/*") if path.name.isdigit())
 
 
 def check(workdir: pathlib.Path, *, resume: bool) -> None:
     """Raises ValueError where a run can neither begin nor, with resume, go on."""
-    started = holds_run(workdir)
+    started = bool(checkpoint_steps(workdir))
     if started and not resume:
         raise ValueError(f"{workdir} holds a run: go on with --resume, or name another --workdir")
     if resume and not started:

@@ -391,7 +391,7 @@ def test_a_command_that_was_killed_is_a_failure(jobs):
     assert job.state() == "running"
     os.kill(int((job.workdir / "pid").read_text()), signal.SIGKILL)
     thread.join(TIMEOUT_SECS)
-    assert ends["a"].startswith("failed: train ended by SIGKILL")
+    assert ends["a"].startswith("failed: train ended by signal SIGKILL")
 
 
 def test_a_point_that_another_driver_holds_is_left_alone(jobs, tmp_path, monkeypatch):

@@ -36,9 +36,8 @@ FORMAT = 1
 MAX_TRANSACTION = 256  # Events written together at most.
 # Of the log, before it is brought into the file, which waits for the disk; with SQLite's 4 MB it does so all the time.
 CHECKPOINT_BYTES = 64 << 20
-PAGE_BYTES = (
-    16 << 10
-)  # A group takes many of SQLite's usual 4 KB, each with a checksum and a frame of its own.
+# A group takes many of SQLite's usual 4 KB, each with a checksum and a frame of its own.
+PAGE_BYTES = 16 << 10
 CLOSE_TIMEOUT_SECS = 10.0
 
 _NETWORK_FILE_SYSTEMS = frozenset(

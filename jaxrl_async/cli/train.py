@@ -85,7 +85,7 @@ def _take_place(values: flags.FlagValues) -> None:
     except cluster.ClusterError as error:
         raise UsageError(f"--role=auto: {error}") from None
     values.role, values.index = place.role, place.index
-    values.resume = workdirs.holds_run(pathlib.Path(values.workdir))
+    values.resume = bool(workdirs.checkpoint_steps(pathlib.Path(values.workdir)))
     config, wanted = values.config, values.config.learner.num_processes
     if place.role == "all":
         return

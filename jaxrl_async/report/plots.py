@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from jaxrl_async.metrics import column
+
 PALETTE = ("#3f86d6", "#e0822a", "#2fa37c", "#c75a9f", "#8b7fd6", "#a88a2a", "#d4575c", "#4fa9bd")
 INK, RULE = "#010203", "#040506"  # In their places the page's own colors are written.
 FEW_POINTS = 20  # Up to so many are marked one by one.
@@ -218,11 +220,6 @@ def fate(rows: Rows) -> list[Figure]:
     )
 
 
-def column(rows: Rows, name: str) -> np.ndarray:
-    """float64 [rows], NaN where there is no finite value."""
-    return np.array([np.nan if row.get(name) is None else row[name] for row in rows], float)
-
-
 def _by_staleness(rows: Rows) -> dict[str, dict[str, np.ndarray]]:
     """Staleness → metric → values over the steps, NaN in a step without such tokens; those seen at all."""
     names = sorted({n for row in rows for n in row if n.startswith("lag/")}, key=_bucket_start)
@@ -264,9 +261,8 @@ def _series(
     def draw(axes) -> None:
         axes.set_yscale(yscale)
         for (label, values), color in zip(series.items(), _colors(len(series)), strict=True):
-            there = np.isfinite(
-                values
-            )  # Lines go over gaps: a point between two would not be seen.
+            # Lines go over gaps: a point between two would not be seen.
+            there = np.isfinite(values)
             steps = column(rows, "step")[there]
             axes.plot(steps, values[there], label=label, color=color, **_marks(values))
 

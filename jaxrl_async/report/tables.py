@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_async.metrics import METRICS
+from jaxrl_async.metrics import METRICS, column
 from jaxrl_async.report import plots
 from jaxrl_async.report.samples import NoSamplesError, Sample, samples
 
@@ -55,10 +55,10 @@ def completions(workdir: pathlib.Path, config: Mapping[str, Any]) -> str:
 
 def time(rows: Rows) -> str:
     """Who spent what, role by role, as far as it is measured; "" where nothing is."""
-    total = np.nansum(plots.column(rows, "time/step_secs"))
+    total = np.nansum(column(rows, "time/step_secs"))
     if not total:
         return ""
-    spent = {name: np.nansum(plots.column(rows, name)) for name in plots.timers(rows)}
+    spent = {name: np.nansum(column(rows, name)) for name in plots.timers(rows)}
     parts = [(f"learner: {plots.timer_label(name)}", secs) for name, secs in spent.items()]
     parts.append(("learner: other", max(0.0, total - sum(spent.values()))))
     pushes = {  # The row of a step repeats the last push.
@@ -72,7 +72,7 @@ def time(rows: Rows) -> str:
         what = f"publisher and servers: pushes of {megabytes:.3g} MB, {np.mean(secs):.3g} s each"
         parts.append((what, sum(secs)))
     body = [[what, f"{s / len(rows):.3g}", f"{100 * s / total:.1f} %"] for what, s in parts]
-    running = plots.column(rows, "queue/running_groups")
+    running = column(rows, "queue/running_groups")
     note = "The learner times itself; in mode async pushes go on beside it."
     if np.isfinite(running).any():
         note += (

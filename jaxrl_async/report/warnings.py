@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxrl_async.channels.admission import EXHAUSTED, REISSUE_REASONS
 from jaxrl_async.learner.learner import MAX_DRIFT, MAX_MISMATCH
+from jaxrl_async.metrics import column
 
 MAX_TRUNCATED = 0.2  # share of completions
 MAX_CLIPPED = 0.3  # share of tokens
@@ -70,7 +71,7 @@ def reward_fell(rows: Rows) -> str | None:
     if len(rows) < MIN_FALL_STEPS:
         return None
     width = len(rows) // 10
-    means = np.convolve(_column(rows, "reward/mean"), np.ones(width) / width, "valid")
+    means = np.convolve(column(rows, "reward/mean"), np.ones(width) / width, "valid")
     best, last = int(np.argmax(means)), means[-1]
     fall = means[best] - last
     if fall < MIN_FALL or fall < 0.5 * (means[best] - means[: best + 1].min()):
@@ -170,8 +171,8 @@ def dropped_by_cap(rows: Rows) -> str | None:
 
 def waiting(rows: Rows) -> str | None:
     """The learner is idle."""
-    secs = {what: np.nansum(_column(rows, f"time/wait_{what}_secs")) for what in ("data", "push")}
-    total = np.nansum(_column(rows, "time/step_secs"))
+    secs = {what: np.nansum(column(rows, f"time/wait_{what}_secs")) for what in ("data", "push")}
+    total = np.nansum(column(rows, "time/step_secs"))
     share = sum(secs.values()) / total if total else 0.0
     if share <= MAX_WAITING:
         return None
@@ -195,7 +196,7 @@ def padding(rows: Rows) -> str | None:
 
 def recompiled(rows: Rows) -> str | None:
     """Programs compiled while the run went on."""
-    counts = _column(rows, "compile/count")
+    counts = column(rows, "compile/count")
     again = np.flatnonzero(np.diff(counts) > 0)
     if not len(again):
         return None
@@ -221,13 +222,9 @@ WARNINGS: tuple[Callable[[Rows], str | None], ...] = (
 )
 
 
-def _column(rows: Rows, name: str) -> np.ndarray:
-    return np.array([np.nan if row.get(name) is None else row[name] for row in rows], float)
-
-
 def _recent(rows: Rows, name: str) -> float:
     """Mean over the last quarter of the steps; NaN where none has it."""
-    values = _column(rows[-max(1, len(rows) // 4) :], name)
+    values = column(rows[-max(1, len(rows) // 4) :], name)
     values = values[np.isfinite(values)]
     return float(values.mean()) if len(values) else float("nan")
 

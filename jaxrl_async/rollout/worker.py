@@ -25,6 +25,7 @@ from jaxrl_async.rollout.frictions import Frictions, rng_of
 from jaxrl_async.rollout.sampler import RolloutError, Sampler
 from jaxrl_async.rollout.single_turn import Generate, single_turn
 from jaxrl_async.servers.fleet import Fleet
+from jaxrl_async.tasks.tokenizer import completion_text
 from jaxrl_async.types import (
     Group,
     InvalidTrajectoryError,
@@ -262,20 +263,19 @@ class Worker:
 
     async def _score(self, trajectory: Trajectory, prompt: Prompt) -> float:
         self._scoring += 1
+        text = completion_text(
+            trajectory.completion.tolist(),
+            decode=self._decode,
+            stop_token_ids=self._stop_token_ids,
+        )
         try:
-            return await self._rewards.score(self._text(trajectory), prompt.answer)
+            return await self._rewards.score(text, prompt.answer)
         except RewardTimeoutError as error:
             raise RolloutError("reward_timeout", str(error)) from error
         except RewardError as error:
             raise RolloutError("reward_error", str(error)) from error
         finally:
             self._scoring -= 1
-
-    def _text(self, trajectory: Trajectory) -> str:
-        ids = trajectory.completion.tolist()
-        if ids and ids[-1] in self._stop_token_ids:
-            del ids[-1]
-        return self._decode(ids)
 
     async def _report(self) -> None:
         """Every REPORT_SECS a line in the log: what was done or, if nothing was, what is waited for."""

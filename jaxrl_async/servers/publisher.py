@@ -249,7 +249,7 @@ class Publisher:
         if self._evaluating is not None:
             log.warning("version %d is not evaluated: one before it still is", version)
             return
-        (server,) = healthy[-1:]
+        server = healthy[-1]
         server.lent = True
         if len(healthy) > 1:
             server.state, server.reason = STALE, f"evaluates version {version}"

@@ -17,6 +17,9 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 
+from jaxrl_async.supervisor import how_it_ended
+from jaxrl_async.workdir import checkpoint_steps
+
 POLL_SECS = 0.1
 LOCK_SECS = 1.0  # `Job.state` holds a lock for a moment too; a driver holds it for minutes.
 STOP_SECS = 15.0  # `train` needs a few seconds to end its roles in order.
@@ -66,21 +69,15 @@ class Job:
             return None
         return rows[-1] if rows and rows[-1]["step"] == self.num_steps else None
 
-    def last_checkpoint(self) -> int | None:
-        with contextlib.suppress(FileNotFoundError):
-            names = [path.name for path in (self.workdir / "checkpoints").iterdir()]
-            return max((int(name) for name in names if name.isdigit()), default=None)
-        return None
-
     def missing(self) -> list[tuple[str, ...]]:
         """The commands that are left to run; none where the point is finished."""
         if self.result() is not None:
             return []
         train, evaluate = self.commands
-        step = self.last_checkpoint()
-        if step == self.num_steps:
+        steps = checkpoint_steps(self.workdir)
+        if self.num_steps in steps[-1:]:
             return [evaluate]
-        return [train if step is None else (*train, "--resume"), evaluate]
+        return [(*train, "--resume") if steps else train, evaluate]
 
     def state(self) -> str:
         """ "finished" | "running" | "failed: WHY" | "interrupted" | "waiting"."""
@@ -150,7 +147,7 @@ class _Attempt:
         self._process: subprocess.Popen | None = None
         self._verb = ""
         _write(lock, f"running since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
-        new = self._commands and job.last_checkpoint() is None
+        new = self._commands and not checkpoint_steps(job.workdir)
         if new and (job.workdir / "config.json").exists():
             shutil.rmtree(job.workdir)  # It never got to a checkpoint: there is nothing to resume.
 
@@ -162,7 +159,7 @@ class _Attempt:
                 return None
             self.kill(time.monotonic())
             if code:
-                return f"failed: {self._verb} {_how_it_ended(code)}, see {self.job.log}"
+                return f"failed: {self._verb} ended {how_it_ended(code)}, see {self.job.log}"
         if self._commands:
             self._start(self._commands.pop(0))
             return None
@@ -225,7 +222,3 @@ def _take(path: pathlib.Path) -> int | None:
 def _write(lock: int, text: str) -> None:
     os.ftruncate(lock, 0)
     os.pwrite(lock, text.encode(), 0)
-
-
-def _how_it_ended(code: int) -> str:
-    return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_async.metrics import read_metrics
+from jaxrl_async.metrics import column, read_metrics
 from jaxrl_async.sweeps.driver import Job
 from jaxrl_async.sweeps.points import Sweep
 
@@ -102,8 +102,8 @@ def read_results(sweep: Sweep, jobs: Sequence[Job]) -> list[Result]:
 
 def _result(point, job: Job) -> Result:
     rows = [row for row in read_metrics(job.workdir) if row.get("time/step_secs") is not None]
-    secs = _column(rows, "time/step_secs")
-    tokens = np.nan_to_num(_column(rows, "learner/tokens_per_sec")) * secs
+    secs = column(rows, "time/step_secs")
+    tokens = np.nan_to_num(column(rows, "learner/tokens_per_sec")) * secs
     after = job.result()
     first = json.loads((job.workdir / "evaluation.json").read_text("utf-8"))[0] if after else None
     return Result(
@@ -111,17 +111,13 @@ def _result(point, job: Job) -> Result:
         label=point.label,
         overrides=dict(point.overrides),
         state=job.state(),
-        steps=_column(rows, "step"),
-        rewards=_column(rows, "reward/mean"),
+        steps=column(rows, "step"),
+        rewards=column(rows, "reward/mean"),
         secs=np.cumsum(secs),
         tokens=np.cumsum(tokens),
         before=first,
         after=after,
     )
-
-
-def _column(rows: list[dict], name: str) -> np.ndarray:
-    return np.array([np.nan if row.get(name) is None else row[name] for row in rows], float)
 
 
 def write_page(sweep: Sweep, jobs: Sequence[Job], directory: pathlib.Path) -> pathlib.Path:

@@ -21,9 +21,8 @@ class Point:
     """
 
     name: str
-    overrides: Mapping[
-        str, Any
-    ]  # {"learner.learning_rate": 1e-3}: None, bool, int, float, str, or tuple
+    # {"learner.learning_rate": 1e-3}; values are None, bool, int, float, str or tuple
+    overrides: Mapping[str, Any]
 
     def __post_init__(self):
         if not _NAME.fullmatch(self.name):

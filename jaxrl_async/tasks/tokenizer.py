@@ -9,7 +9,7 @@ import os
 import pathlib
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jinja2
@@ -121,6 +121,19 @@ def train_bpe(
     }
     _write(pathlib.Path(directory), {name: text.encode() for name, text in files.items()})
     return HFTokenizer(directory)
+
+
+def completion_text(
+    ids: Sequence[int], *, decode: Callable[[Sequence[int]], str], stop_token_ids: Collection[int]
+) -> str:
+    """What a reward reads of a completion: its text, without the token that ended it.
+
+    Args:
+      ids: int [N], sampled.
+      decode: token ids → text.
+      stop_token_ids: of which one may stand at the end.
+    """
+    return decode(ids[:-1] if ids and ids[-1] in stop_token_ids else ids)
 
 
 class CharTokenizer:
