@@ -200,7 +200,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         seed=0,
         every_steps=0,
         max_running_requests=64,
-        timeout_secs=300.0,
+        timeout_secs=120.0,
     )
 
     c.supervisor = dict(

@@ -196,7 +196,7 @@ def get_config(arg: str = "") -> ml_collections.ConfigDict:
         seed=0,
         every_steps=0 if arg.smoke else 20,
         max_running_requests=64,
-        timeout_secs=300.0,
+        timeout_secs=60.0,
     )
 
     c.supervisor = dict(

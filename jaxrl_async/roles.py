@@ -598,7 +598,7 @@ def _learner(
             WeightStore(workdir / "weights", keep=max(weights.keep, delay.max_steps + 2)),
             config=config,
             dtype=weights.dtype,
-            timeout_secs=settings.server.start_timeout_secs + weights.push_timeout_secs,
+            timeout_secs=push_deadline_of(settings),
             delay=delay,
             **part,
         )
@@ -757,6 +757,12 @@ def advantages_of(settings: Settings):
     from jaxrl_async.objectives.advantages import ADVANTAGES
 
     return ADVANTAGES[settings.loss.advantage]
+
+
+def push_deadline_of(settings: Settings) -> float:
+    """Seconds a push may take: servers that start, or take it late, after an evaluation on the only one."""
+    evaluation = settings.evaluate.timeout_secs if settings.evaluate.every_steps else 0.0
+    return settings.server.start_timeout_secs + settings.weights.push_timeout_secs + evaluation
 
 
 def schedule_of(settings: Settings):

@@ -458,8 +458,14 @@ def _check_evaluate(s: Settings) -> None:
             f"evaluate.every_steps must be a multiple of weights.push_every_steps = {s.weights.push_every_steps}, "
             f"got {every}"
         )
-    if not s.evaluate.timeout_secs > 0:
-        raise SettingsError(f"evaluate.timeout_secs must be > 0, got {s.evaluate.timeout_secs}")
+    timeout, lease = s.evaluate.timeout_secs, s.learner.lease_timeout_secs
+    if not timeout > 0:
+        raise SettingsError(f"evaluate.timeout_secs must be > 0, got {timeout}")
+    # The only server is lent: the learner may wait for that long.
+    if every and not timeout < lease:
+        raise SettingsError(
+            f"evaluate.timeout_secs must be < learner.lease_timeout_secs = {lease:g}, got {timeout:g}"
+        )
 
 
 def _check_servers(server: Server) -> None:

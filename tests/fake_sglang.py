@@ -7,6 +7,7 @@ request can be compared with one that was never interrupted.
 """
 
 import asyncio
+import contextlib
 import pathlib
 import socket
 import threading
@@ -26,6 +27,17 @@ def token(seed: int, position: int) -> int:
 
 def logprob(token_id: int) -> float:
     return -token_id / 1000
+
+
+@contextlib.contextmanager
+def started(count):
+    """Fake servers that answer until the end of the block."""
+    servers = [FakeServer().start() for _ in range(count)]
+    try:
+        yield servers
+    finally:
+        for server in servers:
+            server.stop()
 
 
 class FakeServer:

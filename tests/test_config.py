@@ -107,6 +107,16 @@ def test_a_value_of_another_type_is_refused():
             ["--config.learner.num_processes=2", "--config.learner.tensor=2"],
             r"learner.data · learner.fsdp = 1 must be a multiple of learner.num_processes = 2",
         ),
+        (["--config.evaluate.every_steps=-1"], r"evaluate.every_steps must be ≥ 0, got -1"),
+        (
+            ["--config.weights.push_every_steps=2", "--config.evaluate.every_steps=21"],
+            r"multiple of weights.push_every_steps = 2, got 21",
+        ),
+        (["--config.evaluate.timeout_secs=0.0"], r"evaluate.timeout_secs must be > 0, got 0.0"),
+        (
+            ["--config.evaluate.timeout_secs=120.0"],
+            r"evaluate.timeout_secs must be < learner.lease_timeout_secs = 120, got 120",
+        ),
         (["--config.weights.keep=1"], r"weights.keep must be ≥ 2, got 1"),
         (["--config.queue.chunk_groups=8"], r"chunk_groups"),
         (["--config.weights.transport=distributed"], r"weights.transport .* disk, tensor, stream"),

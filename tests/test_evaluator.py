@@ -1,6 +1,7 @@
 """Evaluation while a run trains: what it scores, the server it is lent, and the best checkpoint."""
 
 import asyncio
+import dataclasses
 import functools
 import threading
 import time
@@ -8,12 +9,14 @@ import time
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fake_sglang import FakeServer, answer, token
+from fake_sglang import answer, started, token
 
 from jaxrl_async.channels.weight_store import WeightStore
 from jaxrl_async.checkpoint import Checkpoints
+from jaxrl_async.cli.config import load_config, settings_of
 from jaxrl_async.evaluator import Evaluator, best_version
 from jaxrl_async.rewards.pool import RewardPool
+from jaxrl_async.roles import push_deadline_of
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.publisher import Publisher
 from jaxrl_async.servers.transports import TRANSPORTS
@@ -25,10 +28,8 @@ SEED = 3
 
 @pytest.fixture
 def servers():
-    servers = [FakeServer().start(), FakeServer().start()]
-    yield servers
-    for server in servers:
-        server.stop()
+    with started(2) as servers:
+        yield servers
 
 
 def text(prompt: int, sample: int) -> str:
@@ -198,6 +199,14 @@ def test_a_lent_server_keeps_its_version_while_pushes_reach_the_others(lending, 
     evaluation.go.set()
     wait_until(lambda: told[-1] == (1, [("HEALTHY", 1), ("HEALTHY", 1)]))
     assert servers[1].version == "1"
+
+
+def test_a_push_is_given_the_time_of_an_evaluation():
+    settings = settings_of(load_config("configs/quickstart.py"))
+    assert (settings.evaluate.every_steps, settings.evaluate.timeout_secs) == (20, 60.0)
+    assert push_deadline_of(settings) == 120.0 + 60.0 + 60.0
+    without = dataclasses.replace(settings.evaluate, every_steps=0)
+    assert push_deadline_of(dataclasses.replace(settings, evaluate=without)) == 120.0 + 60.0
 
 
 def test_a_push_waits_for_the_evaluation_on_the_only_server(lending, servers):

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from fake_sglang import FakeServer
+from fake_sglang import FakeServer, started
 
 from jaxrl_async.channels.weight_store import WeightStore
 from jaxrl_async.channels.wire import ServerRecord
@@ -52,10 +52,8 @@ def queue():
 
 @pytest.fixture
 def servers():
-    servers = [FakeServer().start(), FakeServer().start()]
-    yield servers
-    for server in servers:
-        server.stop()
+    with started(2) as servers:
+        yield servers
 
 
 @pytest.fixture

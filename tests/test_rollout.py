@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from fake_sglang import VOCAB_SIZE, FakeServer, answer, logprob, token
+from fake_sglang import VOCAB_SIZE, FakeServer, answer, logprob, started, token
 
 from jaxrl_async.channels import queue_service
 from jaxrl_async.channels.admission import Admission, Permit
@@ -28,12 +28,10 @@ PROMPT = Prompt(index=7, tokens=np.array([11, 12, 13], np.int32), text="?", answ
 
 @pytest.fixture
 def servers():
-    servers = [FakeServer().start(), FakeServer().start()]
-    for server in servers:
-        server.version = "3"
-    yield servers
-    for server in servers:
-        server.stop()
+    with started(2) as servers:
+        for server in servers:
+            server.version = "3"
+        yield servers
 
 
 @pytest.fixture
