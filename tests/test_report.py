@@ -160,6 +160,7 @@ def test_scores_come_from_both_files_and_show_their_intervals(tmp_path):
         "eval/greedy": 0.5,
         "eval/greedy_low": 0.4,
         "eval/greedy_high": 0.7,
+        "eval/secs": 2.0,
     }
     write_run(tmp_path, [row(), row(**logged), row(**logged | {"eval/version": 8})])
     rows = pages.read_metrics(tmp_path)

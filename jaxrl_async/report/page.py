@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jaxrl_async.metrics import read_metrics
+from jaxrl_async.metrics import column, read_metrics
 from jaxrl_async.report import plots, tables
 from jaxrl_async.report.tables import escape, number
 from jaxrl_async.report.warnings import warnings
@@ -87,7 +87,11 @@ def evaluation_points(workdir: pathlib.Path, rows: Rows) -> list[dict[str, float
       {"version", NAME and, where known, NAME_low and NAME_high}, by version.
     """
     logged = (
-        {n.removeprefix("eval/"): v for n, v in row.items() if n.startswith("eval/")}
+        {
+            n.removeprefix("eval/"): v
+            for n, v in row.items()
+            if n.startswith("eval/") and n != "eval/secs"
+        }
         for row in rows
         if row.get("eval/version") is not None
     )
@@ -118,16 +122,16 @@ def _warnings(sentences: Sequence[str]) -> str:
 def _tiles(rows: Rows, points: Rows) -> str:
     """What a run came to, in a few numbers."""
     first, last = rows[0], rows[-1]
-    secs = np.nansum(plots.column(rows, "time/step_secs"))
+    secs = np.nansum(column(rows, "time/step_secs"))
     began = f"{number(first.get('reward/mean'))} at first"
     tiles = [
         ("Steps", f"{last['step']:.0f}", f"{_duration(secs)}, {secs / len(rows):.2g} s a step"),
         ("Reward", number(last.get("reward/mean")), began),
         *_score_tiles(points),
     ]
-    staleness, rates = (plots.column(rows, n) for n in ("staleness/mean", "learner/tokens_per_sec"))
+    staleness, rates = (column(rows, n) for n in ("staleness/mean", "learner/tokens_per_sec"))
     if np.isfinite(staleness).any():
-        most = np.nanmax(plots.column(rows, "staleness/max"))
+        most = np.nanmax(column(rows, "staleness/max"))
         note = f"steps in the mean, {most:.0f} at most"
         tiles.append(("Staleness", f"{np.nanmean(staleness):.2f}", note))
     if np.isfinite(rates).any():
