@@ -18,7 +18,7 @@ from jaxrl_async.evaluator import Evaluator, best_version
 from jaxrl_async.rewards.pool import RewardPool
 from jaxrl_async.roles import push_deadline_of
 from jaxrl_async.servers.client import InferenceClient
-from jaxrl_async.servers.publisher import Publisher
+from jaxrl_async.servers.publisher import Publisher, PublisherError
 from jaxrl_async.servers.transports import TRANSPORTS
 from jaxrl_async.types import Prompt
 
@@ -38,7 +38,7 @@ def text(prompt: int, sample: int) -> str:
     return " ".join(str(token(seed, 2 + i)) for i in range(3))
 
 
-def make(workdir, answers, *, timeout_secs=WAIT_SECS, reward="exact"):
+def make(workdir, answers, *, timeout_secs=WAIT_SECS, reward="exact", seed=SEED):
     prompts = [Prompt(i, np.array([5, i], np.int32), "", a) for i, a in enumerate(answers)]
     return Evaluator(
         workdir,
@@ -48,7 +48,7 @@ def make(workdir, answers, *, timeout_secs=WAIT_SECS, reward="exact"):
         max_new_tokens=3,
         temperature=1.0,
         stop_token_ids=(0,),
-        seed=SEED,
+        seed=seed,
         max_running_requests=2,
         timeout_secs=timeout_secs,
         decode=lambda ids: " ".join(map(str, ids)),
@@ -63,10 +63,10 @@ def make(workdir, answers, *, timeout_secs=WAIT_SECS, reward="exact"):
     )
 
 
-def evaluate(evaluator, server, version=8):
+def evaluate(evaluator, server, version=8, client=InferenceClient):
     async def run():
-        async with InferenceClient() as client:
-            await evaluator.run(client, server.address, version)
+        async with client() as client_of_run:
+            await evaluator.run(client_of_run, server.address, version)
 
     asyncio.run(run())
     return evaluator.pop()
@@ -84,6 +84,31 @@ def test_greedy_and_sampled_completions_are_scored_for_the_version(servers, tmp_
     assert evaluator.pop() == {}  # once
     temperatures = [p["sampling_params"]["temperature"] for p in servers[0].payloads("/generate")]
     assert sorted(temperatures) == [0.0] * 3 + [1.0] * 6
+
+
+def test_training_keeps_most_of_a_server_that_it_shares(servers, tmp_path):
+    running, most = 0, 0
+
+    class Client(InferenceClient):
+        async def generate(self, *args, **kwargs):
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            try:
+                return await super().generate(*args, **kwargs)
+            finally:
+                running -= 1
+
+    servers[0].version = "8"
+    row = evaluate(make(tmp_path, ["1"] * 4), servers[0], client=Client)
+    assert row["eval/greedy"] == 0.0 and most == 2
+
+
+def test_a_seed_of_any_size_is_one_that_servers_take(servers, tmp_path):
+    servers[0].version = "8"
+    evaluate(make(tmp_path, ["1"], seed=5_000), servers[0])
+    seeds = [p["sampling_params"]["sampling_seed"] for p in servers[0].payloads("/generate")]
+    assert len(set(seeds)) == 3 and max(seeds) < 2**31
 
 
 def test_only_every_nth_version_is_wanted(tmp_path):
@@ -131,13 +156,15 @@ def test_the_best_version_is_kept_over_a_restart_and_its_checkpoint_too(servers,
 class Evaluation:
     """Stands for an Evaluator: works until it is let go."""
 
-    def __init__(self):
+    def __init__(self, told, wanted):
         self.go, self.ran, self.over = threading.Event(), [], []
+        self.told, self.wanted = told, wanted
 
     def wants(self, version):
-        return version == 0
+        return version in self.wanted
 
     async def run(self, client, address, version):
+        self.told_before = self.told[-1]
         self.ran.append((address, version))
         while not self.go.is_set():
             await asyncio.sleep(0.005)
@@ -152,8 +179,9 @@ def lending(tmp_path):
     """(publisher of servers, its evaluation, what the queue was told, write)"""
     store, publishers = WeightStore(tmp_path / "weights", keep=100), []
 
-    def start(servers):
-        evaluation, told = Evaluation(), []
+    def start(servers, *, wanted=(0,), push_timeout_secs=WAIT_SECS):
+        told = []
+        evaluation = Evaluation(told, wanted)
         publisher = Publisher(
             {server.address: [server.address] for server in servers},
             client=InferenceClient(),
@@ -161,7 +189,7 @@ def lending(tmp_path):
             announce=lambda version, records, position, run_epoch: told.append(
                 (version, [(r.state, r.version) for r in records])
             ),
-            push_timeout_secs=WAIT_SECS,
+            push_timeout_secs=push_timeout_secs,
             poll_secs=0.02,
             start_timeout_secs=WAIT_SECS,
             evaluation=evaluation,
@@ -191,7 +219,9 @@ def wait_until(condition):
 def test_a_lent_server_keeps_its_version_while_pushes_reach_the_others(lending, servers):
     publisher, evaluation, told, publish = lending(servers)
     publish(0)
-    wait_until(lambda: told and told[-1] == (0, [("HEALTHY", 0), ("STALE", 0)]))
+    wait_until(lambda: evaluation.ran)
+    # Workers know before it begins: what they send now goes to the others.
+    assert evaluation.told_before == (0, [("HEALTHY", 0), ("STALE", 0)])
     publish(1)
     publisher.wait(1, timeout_secs=WAIT_SECS)
     assert [server.version for server in servers] == ["1", "0"]
@@ -199,6 +229,45 @@ def test_a_lent_server_keeps_its_version_while_pushes_reach_the_others(lending, 
     evaluation.go.set()
     wait_until(lambda: told[-1] == (1, [("HEALTHY", 1), ("HEALTHY", 1)]))
     assert servers[1].version == "1"
+
+
+def test_a_version_is_left_out_while_one_before_it_is_evaluated(lending, servers, caplog):
+    publisher, evaluation, _, publish = lending(servers, wanted=(0, 1))
+    for version in (0, 1):
+        publish(version)
+        publisher.wait(version, timeout_secs=WAIT_SECS)
+    wait_until(lambda: "version 1 is not evaluated: one before it still is" in caplog.text)
+    assert evaluation.ran == [(servers[1].address, 0)]
+
+
+def test_a_push_that_reaches_nobody_waits_for_the_lent_server(lending, servers):
+    publisher, evaluation, _, publish = lending(servers, push_timeout_secs=0.2)
+    publish(0)
+    wait_until(lambda: evaluation.ran)
+    servers[0].fail["/update_weights_from_disk"] = (500, "no")
+    publish(1)
+    with pytest.raises(PublisherError, match=r"not published after 1 s"):  # and no other error
+        publisher.wait(1, timeout_secs=1.0)
+    evaluation.go.set()
+    publisher.wait(1, timeout_secs=WAIT_SECS)
+    assert [server.version for server in servers] == ["0", "1"]
+
+
+def test_a_push_does_not_wait_for_the_lent_server_where_another_came_back(lending, servers):
+    publisher, evaluation, told, publish = lending(servers, wanted=(1,), push_timeout_secs=3600.0)
+    publish(0)
+    publisher.wait(0, timeout_secs=WAIT_SECS)
+    servers[1].drop.add("/model_info")
+    wait_until(lambda: told[-1] == (0, [("HEALTHY", 0), ("DEAD", 0)]))
+    publish(1)
+    wait_until(lambda: evaluation.ran)
+    servers[1].drop.clear()
+    wait_until(lambda: told[-1] == (1, [("HEALTHY", 1), ("HEALTHY", 1)]))
+    publish(2)
+    publisher.wait(2, timeout_secs=WAIT_SECS)
+    assert [server.version for server in servers] == ["1", "2"] and not evaluation.over
+    evaluation.go.set()
+    wait_until(lambda: told[-1] == (2, [("HEALTHY", 2), ("HEALTHY", 2)]))
 
 
 def test_a_push_is_given_the_time_of_an_evaluation():

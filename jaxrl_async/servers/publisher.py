@@ -296,8 +296,11 @@ class Publisher:
                 await self._changed.wait_for(condition)
 
     def _may_one_return(self) -> bool:
-        """A server is gone, or back without our weights, or lent."""
-        return any(s.state == DEAD or s.version is None or s.lent for s in self._servers)
+        """A server is gone, or back without our weights, or was lent and has not tried the target yet."""
+        return any(
+            s.state == DEAD or s.version is None or s.tried is not self._target
+            for s in self._servers
+        )
 
     def _judge(self, first: bool, timeout_secs: float) -> None:
         """The push is over: whoever does not hold the target is not HEALTHY."""
@@ -435,9 +438,8 @@ class _Server:
     version: int | None = None  # of the weights; None before the first push
     tried: _Target | None = None  # the last target that it took or failed to take
     lent: bool = False  # to an evaluation
-    due: asyncio.Event = dataclasses.field(
-        default_factory=asyncio.Event
-    )  # do not sleep till the next look
+    # Do not sleep till the next look.
+    due: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
     def holds(self, target: _Target) -> bool:
         return self.state == HEALTHY and self.version == target.version
