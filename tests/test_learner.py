@@ -9,6 +9,7 @@ import optax
 import pytest
 from small_learner import empty_status, flat
 
+from jaxrl_async.channels import wire
 from jaxrl_async.channels.admission import Position
 from jaxrl_async.learner import learner, packing
 from jaxrl_async.learner.train_step import TrainStep
@@ -310,6 +311,29 @@ def test_a_drift_of_lengths_is_warned_about_once_in_a_while(caplog):
     said = [r.getMessage() for r in caplog.records]
     assert len(said) == 2
     assert said[0].startswith("step 2: completions of dropped groups have 200.0 tokens on average")
+
+
+def test_what_workers_are_at_is_the_mean_of_what_they_told_last():
+    def told(**secs):
+        return wire.RoleStatus("rollout-0", 1.0, (), secs)
+
+    rates = learner._Rates(empty_status())
+
+    def logged(*roles):
+        row = rates.metrics(empty_status(roles=roles))
+        return [row.get(f"rollout/{what}") for what in ("generating", "scoring", "idle")]
+
+    assert logged() == [None, None, None]
+    first = told(up=10.0, generating=80.0, scoring=5.0, idle=1.0)
+    assert logged(first) == [8.0, 0.5, 0.1]
+    assert logged(first) == [8.0, 0.5, 0.1]  # It has told nothing new.
+    second = told(up=12.0, generating=82.0, scoring=5.0, idle=2.0)
+    other = dataclasses.replace(first, role="rollout-1")
+    assert logged(second, other) == [1.0 + 8.0, 0.0 + 0.5, 0.5 + 0.1]
+    again = told(up=1.0, generating=3.0, scoring=0.0, idle=0.0)  # a new process
+    silent = dataclasses.replace(other, silent_secs=11.0)
+    learner_itself = wire.RoleStatus("learner-0", 0.0, (), {})
+    assert logged(again, silent, learner_itself) == [3.0, 0.0, 0.0]
 
 
 def test_what_is_about_a_staleness_counts_by_its_tokens():

@@ -637,7 +637,9 @@ async def test_what_roles_report_is_shown_by_status():
     async with opened() as queue:
         await queue.client.report("rollout-0", [wire.Wait("group 5.0", "server a", 3.0)])
         await queue.client.report("learner-0", [])
-        await queue.client.report("rollout-0", [wire.Wait("group 6.1", "server b", 4.5)])
+        await queue.client.report(
+            "rollout-0", [wire.Wait("group 6.1", "server b", 4.5)], {"up": 5.0, "idle": 1.5}
+        )
         learner, worker = (await queue.client.status()).roles
         assert (learner.role, learner.waits) == ("learner-0", ())
         assert (worker.role, worker.waits) == (
@@ -645,3 +647,4 @@ async def test_what_roles_report_is_shown_by_status():
             (wire.Wait("group 6.1", "server b", 4.5),),
         )
         assert 0 <= worker.silent_secs < HANG_SECS
+        assert (learner.secs, worker.secs) == ({}, {"up": 5.0, "idle": 1.5})

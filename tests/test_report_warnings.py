@@ -111,6 +111,18 @@ CASES = [  # (check, rows that it warns of, words of the warning, rows that are 
     ),
     (
         room.waiting,
+        rows(2, time__wait_data_secs=0.6, rollout__scoring=9.0, rollout__generating=8.0),
+        "mostly for rewards: most samples wait for theirs",
+        rows(2, time__wait_data_secs=0.4, rollout__scoring=9.0, rollout__generating=8.0),
+    ),
+    (
+        room.waiting,
+        rows(2, time__wait_data_secs=0.6, rollout__scoring=8.0, rollout__generating=9.0),
+        "mostly for groups",
+        rows(2),
+    ),
+    (
+        room.waiting,
         rows(2, time__wait_data_secs=0.1, time__wait_push_secs=0.5),
         "mostly for pushes of weights",
         without("time/step_secs", rows(2)),

@@ -381,8 +381,8 @@ class FakeQueue:
         self.dropped.append((prompt_tokens, sorted(completion_tokens)))
         return "reissued"
 
-    async def report(self, role, waits):
-        self.told[role] = waits
+    async def report(self, role, waits, secs):
+        self.told[role], self.secs = waits, secs
 
     async def watch_fleet(self):
         yield self.records
@@ -635,6 +635,31 @@ async def test_a_group_waits_for_its_reward(make_worker, rewards, monkeypatch):
     found = []
     await work_until(worker, lambda: found.append(worker.waits()[0]) or "reward" in found[-1].on)
     assert (found[-1].what, found[-1].on) == ("group 0.0", "its reward, in the pool")
+
+
+async def test_a_worker_counts_what_its_samples_and_its_waiting_take(
+    make_worker, queue, servers, rewards, monkeypatch
+):
+    for server in servers:
+        server.slow["/generate"] = 0.2
+
+    async def slow(text, answer):
+        await asyncio.sleep(0.4)
+        return 1.0
+
+    monkeypatch.setattr(rewards, "score", slow)
+    monkeypatch.setattr("jaxrl_async.rollout.worker.TELL_SECS", 0.01)
+    worker = make_worker()
+    await asyncio.sleep(0.3)
+    start = worker.secs()
+    assert start["idle"] == pytest.approx(start["up"], abs=0.01) and len(start) == 2
+    await work_until(worker, lambda: queue.pushed)
+    secs = worker.secs()
+    assert set(queue.secs) == set(secs)
+    assert secs["generating"] >= 4 * 0.2 and secs["scoring"] >= 4 * 0.4 and secs["idle"] >= 0.3
+    # At any moment all samples of the group are at one thing, or the worker is idle.
+    assert secs["generating"] + secs["scoring"] <= 4 * (secs["up"] - secs["idle"])
+    assert worker._stages == {}
 
 
 async def test_the_lengths_of_what_is_dropped_are_told(make_worker, queue, rewards):

@@ -413,8 +413,8 @@ def refusals():
     def returned(field, said, **values):
         table[field] = ("Return", pb.ReturnRequest(permit=permit, **values), said)
 
-    def reported(field, said, *waits, role="a"):
-        table[field] = ("Report", pb.RoleReport(role=role, waits=waits), said)
+    def reported(field, said, *waits, role="a", secs=None):
+        table[field] = ("Report", pb.RoleReport(role=role, waits=waits, secs=secs), said)
 
     def published(field, said, *servers, version=0, **position):
         message = pb.PublishRequest(
@@ -442,6 +442,9 @@ def refusals():
     reported("what", f"what waits {words}", pb.Wait(what=LONG))
     reported("on", f"what is waited for {words}", pb.Wait(on=LONG))
     reported("secs", "finite and ≥ 0, got nan", pb.Wait(secs=float("nan")))
+    reported("kinds of secs", entries(64, 65), secs={str(i): 1.0 for i in range(65)})
+    reported("spent on", f"secs are spent on {name}", secs={LONG: 1.0})
+    reported("spent", "'a' must be finite and ≥ 0, got -1.0", secs={"a": -1.0})
     published("servers", entries(4096, 4097), *[pb.ServerRecord()] * 4097)
     published("address", f"address of a server {name}", pb.ServerRecord(address=LONG))
     published("state", "state 'x{79} is none of", pb.ServerRecord(state=LONG))
@@ -766,7 +769,9 @@ VALID = {
         servers=[pb.ServerRecord(address="http://a:1", state="HEALTHY", version=0)],
         position=pb.Position(step=0, frontier=1, outstanding=[PERMIT], retired={"overlong": 1}),
     ),
-    "Report": pb.RoleReport(role="r", waits=[pb.Wait(what="a", on="b", secs=1.0)]),
+    "Report": pb.RoleReport(
+        role="r", waits=[pb.Wait(what="a", on="b", secs=1.0)], secs={"up": 1.0}
+    ),
     "Status": pb.StatusRequest(),
 }
 # How a byte string is changed: (where, what is put there, how many bytes go).

@@ -23,11 +23,11 @@ def with_state(role, state):
 
 
 def learner(what="wait_data", on="the queue", secs=94.0, silent=1.0):
-    return RoleStatus("learner-0", silent, (Wait(f"learner ({what})", on, secs),))
+    return RoleStatus("learner-0", silent, (Wait(f"learner ({what})", on, secs),), {})
 
 
 def worker(*waits, silent=1.0):
-    return RoleStatus("rollout-0@host", silent, waits)
+    return RoleStatus("rollout-0@host", silent, waits, {})
 
 
 def waiting(**changes):

@@ -167,7 +167,9 @@ def test_positions_servers_and_status_come_out_as_they_went_in():
                 "returned": {"timeout": 1},
                 "retired": {},
                 "waits": ("lease of step 3",),
-                "roles": (wire.RoleStatus("rollout-0", 1.5, (wire.Wait("a", "b", 2.5),)),),
+                "roles": (
+                    wire.RoleStatus("rollout-0", 1.5, (wire.Wait("a", "b", 2.5),), {"up": 3.5}),
+                ),
                 "servers": servers,
                 "lengths": {"prompt/trained": 2.5},
             }

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import pathlib
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -203,9 +203,12 @@ class QueueClient:
                 last = servers
                 yield last
 
-    async def report(self, role: str, waits: Sequence[Wait]) -> None:
-        """Says what a role waits for; also a sign of its life."""
-        await self._call("Report", pb.RoleReport(role=role, waits=wire.encode_waits(waits)))
+    async def report(
+        self, role: str, waits: Sequence[Wait], secs: Mapping[str, float] | None = None
+    ) -> None:
+        """Says what a role waits for, and its `RoleStatus.secs`; also a sign of its life."""
+        report = pb.RoleReport(role=role, waits=wire.encode_waits(waits), secs=secs)
+        await self._call("Report", report)
 
     async def status(self) -> QueueStatus:
         """What the queue holds, and who waits for what."""

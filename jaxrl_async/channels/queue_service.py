@@ -169,7 +169,7 @@ class QueueService:
         self._last_push: float | None = None
         self._waits: dict[object, Callable[[], str]] = {}
         self._run_epoch = 0
-        self._roles: dict[str, tuple[float, tuple[wire.Wait, ...]]] = {}  # when, and what, it said
+        self._roles: dict[str, tuple[float, pb.RoleReport]] = {}  # when, and what, it said
         self._lengths = Lengths()
         self._changed = asyncio.Event()
         if journal is not None and (found := journal.recover()):
@@ -331,11 +331,11 @@ class QueueService:
             yield pb.FleetReply(servers=wire.encode_servers(servers))
 
     async def Report(self, request: pb.RoleReport) -> pb.ReportReply:
-        """Learns what a role waits for."""
+        """Learns what a role waits for, and what it spent its time on."""
         wire.check_report(request)
         if request.role not in self._roles and len(self._roles) >= MAX_ROLES:
             raise ValueError(f"{request.role!r} reports after {MAX_ROLES} roles, the bound")
-        self._roles[request.role] = (self._clock(), wire.decode_waits(request.waits))
+        self._roles[request.role] = (self._clock(), request)
         return pb.ReportReply()
 
     async def Status(self, request: pb.StatusRequest) -> pb.StatusReply:
@@ -361,8 +361,10 @@ class QueueService:
                 waits=tuple(describe() for describe in self._waits.values()),
                 run_epoch=self._run_epoch,
                 roles=tuple(
-                    wire.RoleStatus(role, now - since, waits)
-                    for role, (since, waits) in sorted(self._roles.items())
+                    wire.RoleStatus(
+                        role, now - since, wire.decode_waits(said.waits), dict(said.secs)
+                    )
+                    for role, (since, said) in sorted(self._roles.items())
                 ),
                 servers=self._servers,
                 lengths=self._lengths.means(),

@@ -27,7 +27,8 @@ MAX_TEXT_CHARS = (
 MAX_WAITS = 64  # of one report
 MAX_ENTRIES = 65_536  # permits, or lengths, in one message
 MAX_SERVERS = 4096
-MAX_REASONS = 64  # of a position
+MAX_REASONS = 64  # of a position, and what a role spends its time on
+UP = "up"  # in RoleStatus.secs
 MAX_VERSION = 2**31 - 1  # of weights, as every token carries it, and steps
 MAX_COUNT = 2**53
 
@@ -57,6 +58,9 @@ class RoleStatus:
     role: str
     silent_secs: float  # since then
     waits: tuple[Wait, ...]
+    secs: dict[
+        str, float
+    ]  # since it started, by what, of everything it has under way; UP is the time itself
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,6 +268,11 @@ def check_report(message: pb.RoleReport) -> None:
         _check_text("what is waited for", wait.on, MAX_TEXT_CHARS)
         if not 0 <= wait.secs < float("inf"):
             raise ValueError(f"secs of a wait must be finite and ≥ 0, got {wait.secs}")
+    _check_size("secs", message.secs, MAX_REASONS)
+    for what, secs in message.secs.items():
+        _check_text("what secs are spent on", what, MAX_NAME_CHARS)
+        if not 0 <= secs < float("inf"):
+            raise ValueError(f"secs of {what!r} must be finite and ≥ 0, got {secs}")
 
 
 def encode_permit(permit: Permit) -> pb.Permit:
@@ -316,7 +325,9 @@ def decode_servers(messages: Sequence[pb.ServerRecord]) -> tuple[ServerRecord, .
 
 def encode_status(status: QueueStatus) -> pb.StatusReply:
     roles = [
-        pb.RoleStatus(role=r.role, silent_secs=r.silent_secs, waits=encode_waits(r.waits))
+        pb.RoleStatus(
+            role=r.role, silent_secs=r.silent_secs, waits=encode_waits(r.waits), secs=r.secs
+        )
         for r in status.roles
     ]
     servers = encode_servers(status.servers)
@@ -346,7 +357,8 @@ def decode_status(message: pb.StatusReply) -> QueueStatus:
             "retired": dict(message.retired),
             "waits": tuple(message.waits),
             "roles": tuple(
-                RoleStatus(r.role, r.silent_secs, decode_waits(r.waits)) for r in message.roles
+                RoleStatus(r.role, r.silent_secs, decode_waits(r.waits), dict(r.secs))
+                for r in message.roles
             ),
             "servers": decode_servers(message.servers),
             "lengths": dict(message.lengths),

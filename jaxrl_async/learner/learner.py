@@ -9,6 +9,7 @@ The device is not waited for where there is other work: what follows an update (
 metrics) is done when the next step's gradient has been dispatched, or when there is nothing to dispatch.
 """
 
+import collections
 import dataclasses
 import itertools
 import logging
@@ -21,7 +22,7 @@ import numpy as np
 
 from jaxrl_async.channels.admission import REISSUE_REASONS, Position
 from jaxrl_async.channels.queue_client import LearnerQueue
-from jaxrl_async.channels.wire import QueueStatus
+from jaxrl_async.channels.wire import UP, QueueStatus, RoleStatus
 from jaxrl_async.learner import packing
 from jaxrl_async.learner.train_step import TrainState, TrainStep
 from jaxrl_async.metrics import MetricsWriter, Timers
@@ -33,6 +34,7 @@ MAX_MISMATCH = 0.02
 MAX_DRIFT = 1.5  # between the mean lengths of what is dropped and of what is trained on
 FAIRNESS_WARNING_STEPS = 20  # At most one warning in so many steps.
 MISMATCH_WARNING_STEPS = 20  # At most one warning in so many steps.
+SILENT_SECS = 10.0  # What a rollout worker said longer ago is not logged any more.
 
 _log = logging.getLogger(__name__)
 
@@ -381,6 +383,8 @@ class _Rates:
 
     def __init__(self, status: QueueStatus):
         self._tokens, self._time = status.completion_tokens, time.monotonic()
+        self._secs: dict[str, dict[str, float]] = {}  # role → what → seconds, as it said last
+        self._means: dict[str, dict[str, float]] = {}  # role → what → how many were at it
 
     def metrics(self, status: QueueStatus) -> dict[str, float]:
         now = time.monotonic()
@@ -391,10 +395,26 @@ class _Rates:
             "queue/depth_groups": status.depth_groups,
             "queue/running_groups": status.running_groups,
             "queue/capacity": status.capacity,
+            **self._at_work(status.roles),
             **{f"returned/{reason}": count for reason, count in status.returned.items()},
             **{f"retired/{reason}": count for reason, count in status.retired.items()},
             **{f"fairness/{name}": length for name, length in status.lengths.items()},
         }
+
+    def _at_work(self, roles: Sequence[RoleStatus]) -> dict[str, float]:
+        """How many samples or workers were at what, in the mean of the time of which the workers told last."""
+        sums = collections.Counter()
+        for role in roles:
+            now, last = role.secs, self._secs.get(role.role, {})
+            if now.get(UP, 0.0) < last.get(UP, 0.0):  # It was started again.
+                last = {}
+            if (elapsed := now.get(UP, 0.0) - last.get(UP, 0.0)) > 0:
+                spent = {what: now[what] - last.get(what, 0.0) for what in now if what != UP}
+                self._means[role.role] = {what: secs / elapsed for what, secs in spent.items()}
+                self._secs[role.role] = now
+            if role.silent_secs < SILENT_SECS:
+                sums.update(self._means.get(role.role, {}))
+        return {f"rollout/{what}": sums[what] for what in ("generating", "scoring", "idle") if sums}
 
 
 def _check_failures(status: QueueStatus, schedule: Schedule) -> None:

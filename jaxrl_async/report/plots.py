@@ -194,11 +194,13 @@ def traffic(rows: Rows) -> list[Figure]:
         "queue/running_groups": "being generated",
         "queue/capacity": "could be admitted",
     }
+    samples = {"rollout/generating": "on servers", "rollout/scoring": "wait for their reward"}
     steps, versions = column(rows, "step"), column(rows, "weights/version")
     behind = {"versions": steps - versions} if np.isfinite(versions).any() else {}
     return _drawn(
         [
             _lines("Queue, groups", rows, groups),
+            _lines("Samples under way", rows, samples),
             _series("Servers behind the learner, versions", rows, behind),
             _lines("Last push of weights, seconds", rows, {"weights/push_secs": "push"}),
         ]

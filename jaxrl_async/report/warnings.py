@@ -176,10 +176,12 @@ def waiting(rows: Rows) -> str | None:
     share = sum(secs.values()) / total if total else 0.0
     if share <= MAX_WAITING:
         return None
-    if secs["data"] >= secs["push"]:
-        what = "groups: generation is the bottleneck. More servers, or a larger queue.max_staleness, would help"
-    else:
+    if secs["data"] < secs["push"]:
         what = "pushes of weights: see weights.transport, and weights.push_every_steps"
+    elif _recent(rows, "rollout/scoring") > _recent(rows, "rollout/generating"):
+        what = "rewards: most samples wait for theirs. More rollout.reward_processes would help"
+    else:
+        what = "groups: generation is the bottleneck. More servers, or a larger queue.max_staleness, would help"
     return f"The learner waited {_percent(share)} of its time, mostly for {what}."
 
 

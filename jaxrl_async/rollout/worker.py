@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxrl_async.channels.admission import Permit
 from jaxrl_async.channels.queue_client import QueueClient
-from jaxrl_async.channels.wire import Wait
+from jaxrl_async.channels.wire import UP, Wait
 from jaxrl_async.rewards.pool import RewardError, RewardPool, RewardTimeoutError
 from jaxrl_async.rollout.frictions import Frictions, rng_of
 from jaxrl_async.rollout.sampler import RolloutError, Sampler
@@ -120,12 +120,11 @@ class Worker:
         self._frictions = frictions
         self._run_seed = run_seed
         self._running: dict[Permit, list[int]] = {}  # lengths of the completions that have ended
-        self._stages: dict[
-            tuple[Permit, int], tuple[str, float]
-        ] = {}  # of a sample, and since when
-        self._idle_since = time.monotonic()
+        # Of a sample, and since when.
+        self._stages: dict[tuple[Permit, int], tuple[str, float]] = {}
+        self._secs: collections.Counter[str] = collections.Counter()  # of stages that are over
+        self._start = self._idle_since = time.monotonic()
         self._finished = asyncio.Event()  # since the last look for free places
-        self._scoring = 0  # answers that wait for their reward
         self.statistics = Statistics()
 
     async def run(self) -> None:
@@ -147,9 +146,10 @@ class Worker:
         """In words: what the worker is waiting for now."""
         if not self._running:
             return "permits from the queue"
+        scoring = sum(stage == SCORING for stage, _ in self._stages.values())
         return (
             f"{len(self._running)} groups: {self._sampler.num_running} requests run on servers, "
-            f"{self._sampler.num_unrouted} wait for a HEALTHY one, {self._scoring} answers wait for their "
+            f"{self._sampler.num_unrouted} wait for a HEALTHY one, {scoring} answers wait for their "
             f"reward ({self._fleet.describe()})"
         )
 
@@ -167,12 +167,30 @@ class Worker:
         ]
         return sorted(waits, key=lambda wait: -wait.secs)[:MAX_WAITS]
 
+    def secs(self) -> dict[str, float]:
+        """Since the start: sample-seconds by stage, seconds without a permit ("idle"), and all seconds (UP)."""
+        now, secs = time.monotonic(), self._secs.copy()
+        for stage, since in self._stages.values():
+            secs[_SECS[stage]] += now - since
+        if not self._running:
+            secs["idle"] += now - self._idle_since
+        return secs | {UP: now - self._start}
+
+    def _enter(self, permit: Permit, sample: int, stage: str | None) -> None:
+        """A sample goes on to a stage, or, with None, is over."""
+        now = time.monotonic()
+        last, since = self._stages.pop((permit, sample), (None, now))
+        if last is not None:
+            self._secs[_SECS[last]] += now - since
+        if stage is not None:
+            self._stages[permit, sample] = (stage, now)
+
     def _place(self, permit: Permit, sample: int, stage: str) -> str:
         return self._sampler.place_of(permit, sample) if stage == GENERATING else stage
 
     async def _tell(self) -> None:
         while True:
-            await self._queue.report(self._name, self.waits())
+            await self._queue.report(self._name, self.waits(), self.secs())
             await asyncio.sleep(TELL_SECS)
 
     async def _watch_fleet(self) -> None:
@@ -188,6 +206,8 @@ class Worker:
             permits = await self._queue.admit(
                 free, ADMIT_WAIT_SECS, worker=self._name, working_on=self._running
             )
+            if permits and not self._running:
+                self._secs["idle"] += time.monotonic() - self._idle_since
             for permit in permits:
                 self._running[permit] = []
                 name = f"permit {permit.prompt_index}.{permit.attempt}"
@@ -241,11 +261,11 @@ class Worker:
         return Group(permit.prompt_index, permit.attempt, tuple(s.result() for s in samples))
 
     async def _sample(self, permit: Permit, prompt: Prompt, sample: int) -> Trajectory:
-        self._stages[permit, sample] = (GENERATING, time.monotonic())
+        self._enter(permit, sample, GENERATING)
         try:
             return await self._finish(permit, prompt, sample)
         finally:
-            del self._stages[permit, sample]
+            self._enter(permit, sample, None)
 
     async def _finish(self, permit: Permit, prompt: Prompt, sample: int) -> Trajectory:
         trajectory = await self._rollout(prompt, self._sampler.bind(permit, sample))
@@ -254,7 +274,7 @@ class Worker:
             rng = rng_of(self._run_seed, permit.prompt_index, sample, permit.attempt)
             trajectory = self._frictions.of_trajectory(trajectory, rng)
         check_trajectory(trajectory, vocab_size=self._vocab_size, max_tokens=self._max_tokens)
-        self._stages[permit, sample] = (SCORING, time.monotonic())
+        self._enter(permit, sample, SCORING)
         reward = await self._score(trajectory, prompt)
         reward += self._overlong(len(trajectory.completion))
         if self._frictions is not None:
@@ -262,7 +282,6 @@ class Worker:
         return dataclasses.replace(trajectory, reward=reward)
 
     async def _score(self, trajectory: Trajectory, prompt: Prompt) -> float:
-        self._scoring += 1
         text = completion_text(
             trajectory.completion.tolist(),
             decode=self._decode,
@@ -274,8 +293,6 @@ class Worker:
             raise RolloutError("reward_timeout", str(error)) from error
         except RewardError as error:
             raise RolloutError("reward_error", str(error)) from error
-        finally:
-            self._scoring -= 1
 
     async def _report(self) -> None:
         """Every REPORT_SECS a line in the log: what was done or, if nothing was, what is waited for."""
@@ -338,6 +355,7 @@ def _leaves(error: BaseException) -> list[BaseException]:
 
 
 GENERATING, SCORING = "a server", "its reward, in the pool"  # stages of a sample
+_SECS = {GENERATING: "generating", SCORING: "scoring"}  # their names where seconds are counted
 TELL_SECS = 2.0  # The queue hears so often what is waited for.
 MAX_WAITS = 16  # groups that it hears of
 ADMIT_WAIT_SECS = 10.0  # The queue answers an empty hand after so long; then it is asked again.
