@@ -609,8 +609,9 @@ def _learner(
             versions.publish(version, versions.snapshot(state))
         else:
             versions.resume(version, state, queue.status(), position)
+        leaves = Agreement(asked, **part, timeout_secs=learner.lease_timeout_secs).leaves
         with timers("wait_push"):
-            versions.wait()
+            versions.wait(lambda: leaves(version + 1, False))
 
         def save(step: int, state, position) -> None:
             checkpoints.save(step, state, position.to_json())
@@ -630,7 +631,7 @@ def _learner(
             metrics=metrics,
             timers=timers,
             reference=reference,
-            leaves=Agreement(asked, **part, timeout_secs=learner.lease_timeout_secs).leaves,
+            leaves=leaves,
         )
         return checkpoints.latest() == learner.num_steps  # The last step is always saved.
 

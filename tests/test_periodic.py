@@ -143,7 +143,7 @@ class Run:
     def publish(self, version, snapshot):
         self._pushes.append((version, snapshot))
 
-    def wait(self):
+    def wait(self, gives_up):
         while self._pushes:
             self._push()
 

@@ -144,6 +144,24 @@ def test_a_run_does_not_wait_for_a_step_that_it_will_not_train():
     assert recorder.events[-2:] == ["publish 2", "save 2"]
 
 
+def test_a_run_does_not_wait_for_a_push_to_servers_that_hang():
+    class Hanging(Recorder):
+        def wait(self, gives_up):
+            super().wait(gives_up)
+            if "publish 2" in self.events:
+                while not gives_up():
+                    self.events.append("waits on")
+
+    answers = iter([False, True])
+    recorder = Hanging(waits_for=[3])
+
+    def leaves(step, is_here):
+        return step == 3 and (is_here or next(answers, True))
+
+    train_recorded(recorder, num_steps=5, leaves=leaves)
+    assert recorder.events[-4:] == ["publish 2", "wait", "waits on", "save 2"]
+
+
 def test_a_step_that_was_saved_is_not_saved_again():
     recorder = Recorder()
     train_recorded(

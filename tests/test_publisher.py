@@ -167,6 +167,14 @@ def test_the_first_push_waits_for_a_server_that_is_not_up_yet(queue, servers, st
     late.stop()
 
 
+def test_whoever_waits_for_a_push_may_give_up(queue, servers, start, write):
+    publisher = start([*servers, FakeServer()])
+    publisher.publish(0, write(0), timeout_secs=WAIT_SECS)
+    answers = [False, True]
+    publisher.wait(0, timeout_secs=WAIT_SECS, gives_up=lambda: answers.pop(0))
+    assert answers == [] and queue.published == []
+
+
 def test_the_first_push_names_who_never_answered(queue, servers, start, write):
     absent = FakeServer()
     publisher = start([*servers, absent], start_timeout_secs=0.3)

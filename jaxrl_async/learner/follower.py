@@ -70,8 +70,10 @@ class FollowerPublisher:
             self.wait(self._version, timeout_secs=timeout_secs)
         self._version, self._writing = version, self._thread.submit(write)
 
-    def wait(self, version: int, *, timeout_secs: float) -> None:
-        """Waits until process 0 has published a version.
+    def wait(
+        self, version: int, *, timeout_secs: float, gives_up: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Waits until process 0 has published a version, or `gives_up`, asked again and again, says so.
 
         Raises:
           TimeoutError: it has not within timeout_secs.
@@ -80,6 +82,8 @@ class FollowerPublisher:
         deadline = time.monotonic() + timeout_secs
         while (published := self._status().v_pub) is None or published < version:
             self.check()
+            if gives_up():
+                return
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"version {version} is not published by learner process 0 after {timeout_secs:g} s: "

@@ -56,7 +56,7 @@ class Publish(Protocol):
 
     def snapshot(self, state: TrainState) -> Any: ...
     def publish(self, version: int, snapshot: Any) -> None: ...
-    def wait(self) -> None: ...
+    def wait(self, gives_up: Callable[[], bool]) -> None: ...
     def check(self) -> None: ...
     def metrics(self) -> dict[str, float]: ...
 
@@ -118,8 +118,8 @@ def train(
       timers: says at any time what the loop is at.
       reference: parameters that a KL penalty is taken to; None where the loss has none.
       leaves: (step, whether its first chunk is here) → whether to leave before that step. Asked once with True, and
-        with False again and again while the chunk is waited for. The version before is saved then, and not published:
-        a resumed run does it. Every process of the learner is told the same.
+        with False again and again while the chunk, or a push, is waited for. The version before is saved then, and
+        not published: a resumed run does it. Every process of the learner is told the same.
 
     Returns:
       The state of the last version.
@@ -135,15 +135,15 @@ def train(
         groups: list[Group] = []
         batches: list[Batch] = []
         outcomes = []  # (metrics on the device, groups) of every minibatch
-        if schedule.wait_for_push:
-            with timers("wait_push"):
-                publisher.wait()
-        publisher.check()
 
         def gives_up(step: int = step) -> bool:
             ends.finish()  # There is nothing to dispatch.
             return leaves(step, False)
 
+        if schedule.wait_for_push:
+            with timers("wait_push"):
+                publisher.wait(gives_up)
+        publisher.check()
         chunks = _timed(queue.lease(step, schedule.lease_timeout_secs, gives_up), timers)
         first = next(chunks, None)
         if first is None or leaves(step, True):

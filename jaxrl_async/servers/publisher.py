@@ -142,22 +142,28 @@ class Publisher:
         request = _Request(version, run_epoch, write, position)
         self._loop.call_soon_threadsafe(self._requests.put_nowait, request)
 
-    def wait(self, version: int, *, timeout_secs: float) -> None:
-        """Waits until the servers hold what was written for a version.
+    def wait(
+        self, version: int, *, timeout_secs: float, gives_up: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Waits until the servers hold what was written for a version, or `gives_up`, asked every LOOK_SECS, says so.
 
         Raises:
           PublisherError: the publisher failed, or the push still runs after timeout_secs; says what it waits for.
         """
+
+        def over() -> bool:
+            return self._error is not None or _at_least(self._published, version)
+
+        deadline = time.monotonic() + timeout_secs
         with self._condition:
-            over = self._condition.wait_for(
-                lambda: self._error is not None or _at_least(self._published, version),
-                timeout_secs,
-            )
-        if not over:
-            raise PublisherError(
-                f"version {version} is not published after {timeout_secs:g} s: "
-                f"the publisher waits for {self.waits_for()}"
-            )
+            while not self._condition.wait_for(over, min(LOOK_SECS, deadline - time.monotonic())):
+                if gives_up():
+                    return
+                if time.monotonic() > deadline:
+                    raise PublisherError(
+                        f"version {version} is not published after {timeout_secs:g} s: "
+                        f"the publisher waits for {self.waits_for()}"
+                    )
         self.check()
 
     def check(self) -> None:
@@ -507,5 +513,6 @@ def _first(error: BaseException) -> BaseException:
     return error
 
 
+LOOK_SECS = 0.5  # Whoever waits for a push is asked so often whether to go on waiting.
 PROBE_TIMEOUT_SECS = 5.0  # A server that pushes and samples at once still answers within this.
 _CLOSE_TIMEOUT_SECS = 15.0
