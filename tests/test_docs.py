@@ -27,6 +27,7 @@ ELSEWHERE = {
     "benchmarks/": "test_benchmark_scripts",
     "pytest": "a test",
     "notebooks/": "test_notebooks",
+    "my_task:Lines": "test_the_example_of_a_task_trains",
     "gcloud": "a cloud's own",
     "kubectl": "a cluster's own",
     "xpk": "a cloud's own",
@@ -87,6 +88,22 @@ def test_the_example_of_a_task_is_one(tmp_path, monkeypatch):
     del sys.modules["my_task"]
 
 
+def test_the_example_of_a_task_trains(tmp_path):
+    page = ROOT / "docs" / "extending.md"
+    (command,) = [block for block in blocks(page, "") if "my_task:Lines" in block]
+    (tmp_path / "my_task.py").write_text(blocks(page, "python")[0])
+    found = {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    call(f"{command.strip()} --workdir={tmp_path / 'run'}", **found)
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2]
+    with pytest.raises(
+        AssertionError, match=r"takes \(num_test: int\), and task.args is .*'forget_carry'"
+    ):
+        call(
+            re.sub(r"--config.task.args=.*", f"--workdir={tmp_path / 'no'}", command.strip()),
+            **found,
+        )
+
+
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory):
     """A smoke run, which the commands are about."""
@@ -95,7 +112,7 @@ def workdir(tmp_path_factory):
     return workdir
 
 
-def call(command: str) -> str:
+def call(command: str, **variables: str) -> str:
     words = [sys.executable if word == "python" else word for word in shlex.split(command)]
     done = subprocess.run(
         words,
@@ -104,7 +121,7 @@ def call(command: str) -> str:
         text=True,
         timeout=RUN_TIMEOUT_SECS,
         stdin=subprocess.DEVNULL,
-        env=environment(),
+        env=environment() | variables,
     )
     assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}{done.stderr[-3000:]}"
     return done.stdout

@@ -1,6 +1,7 @@
 """Tasks: prompts, gold answers and demonstrations, by name. A task knows nothing of tokens, models or queues."""
 
 import functools
+import inspect
 from collections.abc import Callable
 
 from jaxrl_async.rewards import find, register
@@ -42,6 +43,15 @@ def make_task(name: str, **kwargs) -> Task:
 
     Raises:
       ValueError: no such task (names the nearest), or an argument outside its bounds.
-      TypeError: an unknown or a missing argument.
+      TypeError: an unknown or a missing argument; says what the factory takes.
     """
-    return find("task", name, TASKS)(**kwargs)
+    factory = find("task", name, TASKS)
+    takes = inspect.signature(factory)
+    try:
+        takes.bind(**kwargs)
+    except TypeError as error:
+        raise TypeError(
+            f"{error}: it takes {takes}, and task.args is {kwargs}; on a command line, "
+            "--config.task.args=\"{'NAME': VALUE}\" replaces all of them"
+        ) from None
+    return factory(**kwargs)
