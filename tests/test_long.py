@@ -16,6 +16,7 @@ import psutil
 import pytest
 import real_servers
 
+from jaxrl_async.cli.config import load_config
 from jaxrl_async.metrics import read_metrics
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -63,11 +64,18 @@ def test_twenty_steps_of_gsm8k_in_async_mode(tmp_path):
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == list(range(1, 21))
 
 
+def command_of(server):
+    """The config's server.command, with the environment of these tests."""
+    command = load_config(f"configs/arithmetic_{server}.py").server.command
+    where = command.replace(f".venv-servers/{server}", str(real_servers.environment_of(server)))
+    return f"--config.server.command={where}"
+
+
 @pytest.mark.parametrize("server", ["sglang", "sglang_jax"])
 def test_a_real_server_teaches_what_the_embedded_one_does(server, tmp_path):
     real_servers.require(server)
     config = f"--config=configs/arithmetic_{server}.py:seed=21"
-    jaxrl("train", config, f"--workdir={tmp_path}/run")
+    jaxrl("train", config, command_of(server), f"--workdir={tmp_path}/run")
     jaxrl("evaluate", f"--workdir={tmp_path}/run")
     before, after = json.loads((tmp_path / "run" / "evaluation.json").read_text())
     assert after["greedy"] >= 0.80
@@ -82,7 +90,8 @@ def test_one_of_two_real_servers_is_killed_and_rejoins(server, tmp_path, capsys)
     real_servers.require(server)
     workdir, num_steps = tmp_path / "run", 120
     command = [sys.executable, "-m", "jaxrl_async", "train", f"--workdir={workdir}"]
-    command += [f"--config=configs/arithmetic_{server}.py", "--config.server.num_local=2"]
+    command += [f"--config=configs/arithmetic_{server}.py", command_of(server)]
+    command += ["--config.server.num_local=2"]
     command += [
         "--config.warm_start.num_steps=20",
         f"--config.learner.num_steps={num_steps}",
