@@ -163,4 +163,5 @@ def test_everything_that_a_run_logs_is_in_the_reference(workdir):
         "policy/max_anchor_ratio",
         "time/checkpoint_secs",
         "time/publish_secs",
+        "time/wait_push_secs",
     }

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import time
 
 import jax
 import numpy as np
@@ -155,7 +156,7 @@ def train(
         publisher=recorder,
         save=recorder.save,
         metrics=recorder,
-        timers=Timers(),
+        timers=over.get("timers") or Timers(),
         reference=over.get("reference"),
         leaves=over.get("leaves", lambda step, is_here: False),
     )
@@ -169,6 +170,16 @@ def test_a_synchronous_step_waits_leases_commits_and_publishes_in_this_order():
         "wait", "lease 2.0", "commit 2", "publish 2",
         "wait", "lease 3.0", "commit 3", "save 3",
     ]  # fmt: skip
+
+
+def test_what_was_waited_for_before_the_loop_is_of_no_row():
+    recorder, timers = Recorder(), Timers()
+    with timers("wait_push"):
+        time.sleep(0.5)
+    train(recorder, num_steps=2, timers=timers)
+    for row in recorder.rows:
+        spent = [secs for name, secs in row.items() if name.startswith("time/")]
+        assert sum(spent) - row["time/step_secs"] <= row["time/step_secs"] + 1e-3
 
 
 def test_a_kl_penalty_is_taken_to_the_reference_and_holds_the_policy_there():

@@ -194,7 +194,7 @@ class _End:
 class _Ends:
     """What follows a step's last update, once: its flag is read, then it is committed, published, saved and logged.
 
-    The times of a row are what was spent since the row before.
+    The times of a row are what was spent since the row before; of the first, since this was made.
     """
 
     def __init__(
@@ -209,7 +209,9 @@ class _Ends:
     ):
         self._schedule, self._train_step, self._queue = schedule, train_step, queue
         self._publisher, self._save, self._metrics = publisher, save, metrics
-        self._timers, self._since = timers, time.monotonic()
+        self._timers = timers
+        timers.pop()  # What was spent before the first step is of no row.
+        self._since = time.monotonic()
         self._rates, self._watch = _Rates(queue.status()), _MismatchWatch()
         self._fairness = _FairnessWatch()
         self._compiled = train_step.num_compilations()
@@ -250,7 +252,7 @@ class _Ends:
         row = _step_metrics(minibatches, end.groups, end.batches)
         self._watch(end.step, row)
         self._fairness(end.step, status.lengths)
-        row |= self._timers.pop() | self._publisher.metrics() | self._rates.metrics(status)
+        row |= self._publisher.metrics() | self._rates.metrics(status) | self._timers.pop()
         now = time.monotonic()
         row["time/step_secs"], self._since = now - self._since, now
         row["compile/count"] = self._train_step.num_compilations()
