@@ -56,7 +56,7 @@ def dry(monkeypatch, capsys):
             monkeypatch.setenv(name, value)
         monkeypatch.chdir(ROOT)
         assert main.main([*words, "--dry-run"]) == 0, capsys.readouterr().err
-        command, _, settings = capsys.readouterr().out.partition("\n")
+        settings, _, command = capsys.readouterr().out.strip().rpartition("\n")
         return shlex.split(command), json.loads(settings)
 
     return run

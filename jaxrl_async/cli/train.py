@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
         index=(0, "which server, rollout worker or learner process of this run"),
         coordinator=("", "HOST:PORT of learner process 0, where learner.num_processes > 1"),
         resume=(False, "go on from the last checkpoint of --workdir"),
-        dry_run=(False, "print the command and the settings that this comes to, and start nothing"),
+        dry_run=(False, "print the settings and the command that this comes to, and start nothing"),
     )
     if values.role not in ROLES:
         raise UsageError(f"unknown role {values.role!r}{nearest(values.role, ROLES)}")
@@ -104,7 +104,7 @@ def _take_place(values: flags.FlagValues) -> None:
 
 
 def _resolved(values: flags.FlagValues, argv: list[str], workdir: pathlib.Path) -> str:
-    """The command that says by flags what --role=auto found, and the settings."""
+    """The settings, and the command that says by flags what --role=auto found; it comes last, where it is seen."""
     config = next(w for w in argv if w.startswith("--config=") or w == "--config")
     words = ["python", "-m", "jaxrl_async", "train", f"--workdir={workdir}"]
     words += [config] if "=" in config else [f"--config={argv[argv.index(config) + 1]}"]
@@ -114,7 +114,7 @@ def _resolved(values: flags.FlagValues, argv: list[str], workdir: pathlib.Path) 
     words += [f"--config.server.addresses={values.config.server.addresses!r}"]
     words += [f"--coordinator={values.coordinator}"] if values.coordinator else []
     words += ["--resume"] if values.resume else []
-    return f"{shlex.join(words)}\n{values.config.to_json(indent=2)}"
+    return f"{values.config.to_json(indent=2)}\n{shlex.join(words)}"
 
 
 def _all(settings: Settings, workdir: pathlib.Path, *, resume: bool) -> int:
