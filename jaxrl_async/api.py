@@ -96,18 +96,25 @@ def run(
     Args:
       config: of a file in configs/ (`load_config`), changed as you like.
       workdir: of the run; runs/TASK-TIME for None.
-      resume: go on from the last checkpoint in the workdir.
+      resume: go on from the last checkpoint in the workdir. What the config changes of the run's is printed.
       on_step: called after steps, in this thread, with the run so far; a plot, say.
 
     Raises:
       SettingsError: the config contradicts itself.
-      ValueError, OSError: the workdir cannot be used, or the task not be read.
+      ValueError, OSError: the workdir cannot be used, its run not take such a config, or the task not be read.
       RoleDiedError, StalledError: the run failed.
     """
     settings = settings_of(config)
     run = Run(workdir or f"runs/{settings.task.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     roles.check_access(settings, "all", 0)
     workdirs.check(run.workdir, resume=resume)
+    if resume:
+        changes = workdirs.changes(run.workdir, config)
+        if said := workdirs.nothing_to_do(run.workdir, settings.learner.num_steps):
+            print(said)
+            return run
+        for line in changes:
+            print(line, flush=True)
     workdirs.write_config(run.workdir, config)
     roles.prepare(settings, run.workdir)
     supervisor.run(

@@ -633,7 +633,7 @@ def _learner(
             reference=reference,
             leaves=leaves,
         )
-        return checkpoints.latest() == learner.num_steps  # The last step is always saved.
+        return checkpoints.latest() >= learner.num_steps  # The last step is always saved.
 
 
 def _tell_status(queue, process: int, timers, publisher) -> None:

@@ -55,7 +55,9 @@ def smoke(**changes):
     return config
 
 
-def test_a_run_from_python_with_a_task_and_reward_of_ones_own(echo_task, tmp_path, monkeypatch):
+def test_a_run_from_python_with_a_task_and_reward_of_ones_own(
+    echo_task, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setenv("XLA_FLAGS", "")
     config = smoke(**{"learner.groups_per_step": 4, "warm_start.num_steps": 0})
     with config.unlocked():
@@ -74,6 +76,11 @@ def test_a_run_from_python_with_a_task_and_reward_of_ones_own(echo_task, tmp_pat
     assert len(run.replay(tmp_path / "again").metrics) == 2  # else it would have raised
     with pytest.raises(ValueError, match="holds a run"):
         jaxrl_async.run(config, workdir=run.workdir)
+    assert jaxrl_async.run(config, workdir=run.workdir, resume=True).metrics == run.metrics
+    assert "nothing to do: the last checkpoint is of step 2 " in capsys.readouterr().out
+    config.seed = 7
+    with pytest.raises(ValueError, match="seed 0 → 7: a resumed run cannot change it"):
+        jaxrl_async.run(config, workdir=run.workdir, resume=True)
 
 
 def test_what_other_processes_cannot_import_is_refused():

@@ -291,7 +291,8 @@ def test_the_command_that_was_ended_by_sigterm_goes_on_to_the_same_weights(
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=RUN_TIMEOUT_SECS)
     assert process.returncode == PREEMPTED, output
-    assert f"left early; go on with --resume --workdir={parts}" in output
+    again = f"python -m jaxrl_async train --resume --workdir={parts}"
+    assert f"left early; go on with: {again}\n" in output
     assert psutil.wait_procs(children, timeout=5)[1] == []
     steps = sorted(int(path.name) for path in (parts / "checkpoints").iterdir())
     rows = read_metrics(parts)

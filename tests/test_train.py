@@ -405,14 +405,31 @@ def test_on_a_cpu_the_learner_is_shown_as_many_devices_as_its_mesh_has(run):
     assert code == 0, output
 
 
-def test_a_checkpoint_of_another_shape_is_refused_with_both_shapes(run):
-    code, output = run("train", f"--config={QUICKSTART}:smoke,mode=sync")
+def test_a_run_goes_on_with_the_command_that_it_prints(command, run, tmp_path):
+    """It takes the config of its workdir, overrides on top, and says at the end that nothing is left."""
+    workdir = tmp_path / "run"
+    process = command("train", f"--config={QUICKSTART}:smoke", "--config.learner.num_steps=100000")
+    wait_for_step(workdir, 1)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=RUN_TIMEOUT_SECS)
+    assert process.returncode == 75, output
+    again = re.search(r"go on with: python -m jaxrl_async (.*)", output)[1].split()
+    assert again == ["train", "--resume", f"--workdir={workdir}"]
+    code, output = run("status")
+    step = read_metrics(workdir)[-1]["step"]
     assert code == 0, output
-    code, output = run(
-        "train", f"--config={QUICKSTART}:smoke,mode=sync", "--config.model.mlp_dim=96", "--resume"
-    )
-    assert code == 1
-    assert re.search(r"down.* has shape \(2, 192, 64\).* needs \(2, 96, 64\)", output), output
+    assert output.startswith(f"the run has left after step {step:.0f}; go on with: python -m")
+    more = f"--config.learner.num_steps={step + 2:.0f}"
+    code, output = run(*again, more)
+    assert code == 0, output
+    assert f"config.json: learner.num_steps 100000 → {step + 2:.0f}\n" in output
+    assert read_metrics(workdir)[-1]["step"] == step + 2
+    code, output = run("status")
+    assert code == 0 and output == f"the run is done: its last step was {step + 2:.0f}\n"
+    begun = time.monotonic()
+    code, output = run(*again)
+    assert code == 0 and f"the last checkpoint is of step {step + 2:.0f} " in output, output
+    assert time.monotonic() - begun < 30
 
 
 def test_keys_guard_the_servers_of_a_run_and_a_served_checkpoint(

@@ -9,6 +9,7 @@ import json
 import pathlib
 import runpy
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import ml_collections
@@ -56,7 +57,12 @@ def _typed(name: str, text: str, kind: type):
 
 
 def parse_flags(
-    usage: str, argv: list[str], *, config: bool = False, **definitions: tuple[Any, str]
+    usage: str,
+    argv: list[str],
+    *,
+    config: bool = False,
+    config_of: Callable[[flags.FlagValues], str | None] = lambda values: None,
+    **definitions: tuple[Any, str],
 ) -> flags.FlagValues:
     """Parses the flags of one verb; prints help and exits 0 on --help.
 
@@ -64,6 +70,7 @@ def parse_flags(
       usage: what the verb does, for --help.
       argv: the words after the verb; --dry-run is --dry_run.
       config: also takes --config=FILE[:ARG] and --config.a.b=value; the result is `.config`.
+      config_of: the FILE where there is no --config, of the other flags; None where it is needed.
       **definitions: each flag's name, with its default (which gives the type) and its help.
 
     Raises:
@@ -84,7 +91,7 @@ def parse_flags(
         sys.exit(0)
     if config:
         spec, argv = _split_config(argv)
-        loaded = load_config(spec)
+        loaded = load_config(spec or _other_config(values, argv, config_of))
         _check_keys(loaded, argv)
         argv = _set_nones(loaded, argv)
         config_flags.DEFINE_config_dict("config", loaded, flag_values=values, sys_argv=["", *argv])
@@ -177,14 +184,26 @@ def _function(path: pathlib.Path, name: str):
     return function
 
 
-def _split_config(argv: list[str]) -> tuple[str, list[str]]:
-    """FILE[:ARG] of --config=FILE[:ARG] or --config FILE[:ARG], and the other words."""
+def _other_config(values: flags.FlagValues, argv: list[str], config_of) -> str:
+    """What `config_of` says of the flags that are no config's."""
+    try:
+        values(["", *argv], known_only=True)
+    except flags.Error as error:
+        raise UsageError(str(error)) from None
+    spec = config_of(values)
+    if spec is None:
+        raise UsageError("--config=FILE[:ARG] is needed")
+    return spec
+
+
+def _split_config(argv: list[str]) -> tuple[str | None, list[str]]:
+    """FILE[:ARG] of --config=FILE[:ARG] or --config FILE[:ARG], None without either; and the other words."""
     for i, word in enumerate(argv):
         if word.startswith("--config="):
             return word.partition("=")[2], argv[:i] + argv[i + 1 :]
         if word == "--config" and i + 1 < len(argv):
             return argv[i + 1], argv[:i] + argv[i + 2 :]
-    raise UsageError("--config=FILE[:ARG] is needed")
+    return None, argv
 
 
 def _check_keys(config: ml_collections.ConfigDict, argv: list[str]) -> None:

@@ -23,7 +23,8 @@ PARENT_POLL_SECS = 1.0
 USAGE = """Trains a policy. With --role=all (the default) starts queue, servers, rollout workers and learner on this
 machine and supervises them; with another role runs that role alone, as one host of a pod would. With --role=auto the
 environment says which, and where the others are (Slurm, a Kubernetes JobSet, a TPU slice; none: all), and a workdir
-that holds a run is gone on with. SIGTERM checkpoints and leaves with exit code 75: the same command goes on."""
+that holds a run is gone on with. SIGTERM checkpoints and leaves with exit code 75. `train --resume --workdir=DIR` goes
+on with the config of DIR; what --config or --config.a.b=value change of it is printed, and kept in DIR."""
 
 
 def main(argv: list[str]) -> int:
@@ -31,6 +32,7 @@ def main(argv: list[str]) -> int:
         USAGE,
         argv,
         config=True,
+        config_of=_config_of_workdir,
         workdir=("", "directory of the run; default runs/CONFIG-TIME"),
         role=("all", " | ".join(ROLES)),
         index=(0, "which server, rollout worker or learner process of this run"),
@@ -48,9 +50,12 @@ def main(argv: list[str]) -> int:
     name = f"{settings.task.name.split(':')[0]}-{time.strftime('%Y%m%d-%H%M%S')}"
     workdir = pathlib.Path(values.workdir or f"runs/{name}").absolute()
     supervised = "JAXRL_PARENT" in os.environ
-    if values.role in ("all", "learner") and not supervised:
+    begins = values.role in ("all", "learner") and not supervised  # The others go by what it finds.
+    changes: list[str] = []
+    if begins:
         try:
             workdirs.check(workdir, resume=values.resume)
+            changes = workdirs.changes(workdir, values.config) if values.resume else []
         except ValueError as error:
             raise UsageError(str(error)) from None
     if values.role != "all":
@@ -58,8 +63,14 @@ def main(argv: list[str]) -> int:
     if values.dry_run:
         print(_resolved(values, argv, workdir))
         return 0
+    if begins and values.resume:
+        if said := workdirs.nothing_to_do(workdir, settings.learner.num_steps):
+            print(said)
+            return 0
     workdir.mkdir(parents=True, exist_ok=True)
-    if values.role in ("all", "learner") and not supervised and values.index == 0:
+    if begins and values.index == 0:
+        for line in changes:
+            print(line, flush=True)
         workdirs.write_config(workdir, values.config)
     if values.role == "all":
         return _all(settings, workdir, resume=values.resume)
@@ -74,6 +85,11 @@ def main(argv: list[str]) -> int:
         coordinator=values.coordinator,
         heeds=heeds,
     )
+
+
+def _config_of_workdir(values: flags.FlagValues) -> str | None:
+    """The config of the run that is resumed."""
+    return f"{values.workdir}/config.json" if values.resume and values.workdir else None
 
 
 def _take_place(values: flags.FlagValues) -> None:
@@ -105,7 +121,8 @@ def _take_place(values: flags.FlagValues) -> None:
 
 def _resolved(values: flags.FlagValues, argv: list[str], workdir: pathlib.Path) -> str:
     """The settings, and the command that says by flags what --role=auto found; it comes last, where it is seen."""
-    config = next(w for w in argv if w.startswith("--config=") or w == "--config")
+    given = [w for w in argv if w.startswith("--config=") or w == "--config"]
+    config = given[0] if given else f"--config={workdir}/config.json"
     words = ["python", "-m", "jaxrl_async", "train", f"--workdir={workdir}"]
     words += [config] if "=" in config else [f"--config={argv[argv.index(config) + 1]}"]
     words += [word for word in argv if word.startswith("--config.")]
@@ -125,20 +142,25 @@ def _all(settings: Settings, workdir: pathlib.Path, *, resume: bool) -> int:
     # The learner has its own deadline, which comes first.
     notice = Notice(grace_secs=supervisor.LEAVE_SECS + supervisor.STOP_SECS)
     notice.heed(signal.SIGTERM)
-    again = f"go on with --resume --workdir={workdir}"
     try:
         done = supervisor.run(settings, workdir=workdir, resume=resume, asked=notice.given)
     except KeyboardInterrupt:
-        print(f"stopped; {again}", file=sys.stderr)
+        print(f"stopped; {_again(workdir)}", file=sys.stderr)
         return 1
     except (supervisor.RoleDiedError, supervisor.StalledError, ValueError) as error:
         print(f"train: {error}", file=sys.stderr)
         return 1
     if not done:
-        print(f"left early; {again}", file=sys.stderr)
+        print(f"left early; {_again(workdir)}", file=sys.stderr)
         return PREEMPTED
     print(f"done: {workdir}")
     return 0
+
+
+def _again(workdir: pathlib.Path) -> str:
+    if not workdirs.checkpoint_steps(workdir):
+        return "no checkpoint yet: the same command begins again"
+    return f"go on with: {workdirs.resume_command(workdir)}"
 
 
 def _one(
