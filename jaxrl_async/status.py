@@ -8,6 +8,7 @@ import dataclasses
 import json
 import pathlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jaxrl_async.channels.wire import QueueStatus, RoleStatus, Wait
 
@@ -46,11 +47,28 @@ def address_of(workdir: str | pathlib.Path) -> str | None:
         return None
 
 
+def end_of(workdir: str | pathlib.Path) -> str | None:
+    """How the run has ended that a supervisor ran: "done", "left" or "failed"; None where none has said so."""
+    path = pathlib.Path(workdir) / ROLES_FILE
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))["ended"]
+    except (OSError, ValueError, KeyError):
+        return None
+
+
 def write_roles(workdir: pathlib.Path, queue_address: str, pids: Mapping[str, int]) -> None:
     """What `processes_of` and `address_of` read."""
-    text = json.dumps({"queue_address": queue_address, "roles": dict(pids)}, indent=2)
+    _write(workdir, {"queue_address": queue_address, "roles": dict(pids)})
+
+
+def write_end(workdir: pathlib.Path, how: str) -> None:
+    """What `end_of` reads: no process is left."""
+    _write(workdir, {"ended": how})
+
+
+def _write(workdir: pathlib.Path, value: Mapping[str, Any]) -> None:
     aside = workdir / f".{ROLES_FILE}"
-    aside.write_text(text, encoding="utf-8")
+    aside.write_text(json.dumps(value, indent=2), encoding="utf-8")
     aside.rename(workdir / ROLES_FILE)
 
 

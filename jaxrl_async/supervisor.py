@@ -66,7 +66,7 @@ def run(
 
     Args:
       settings: the run.
-      workdir: holds config.json; receives logs/ROLE.log.
+      workdir: holds config.json; receives logs/ROLE.log, and roles.json: who runs, or how it ended.
       resume: go on from the last checkpoint.
       on_step: called here when steps have ended.
       asked: whether to leave early; the learner is told then, and the other roles end when it has left.
@@ -108,12 +108,19 @@ def run(
         return _start(name, workdir, addresses, devices, resume=resume)
 
     roles: list[Role] = []
+    end = "failed"
     try:
         for name in names:
             roles.append(start(name, resume))
-        return _watch(roles, len(learners), settings, workdir, queue_address, start, on_step, asked)
+        done = _watch(roles, len(learners), settings, workdir, queue_address, start, on_step, asked)
+        end = "done" if done else "left"
+        return done
+    except (KeyboardInterrupt, SystemExit):  # Ctrl-C, or SIGTERM for the second time.
+        end = "left"
+        raise
     finally:
         stop(roles)
+        status.write_end(workdir, end)
 
 
 def stop(roles: list[Role]) -> None:

@@ -8,6 +8,7 @@ from small_learner import empty_status
 
 from jaxrl_async import status as statuses
 from jaxrl_async.channels.wire import RoleStatus, ServerRecord, Wait
+from jaxrl_async.cli import main
 from jaxrl_async.status import Process, explain
 
 A, B = "http://127.0.0.1:1", "http://127.0.0.1:2"
@@ -154,3 +155,32 @@ def test_processes_are_seen_as_they_are(tmp_path):
         sleeper.kill(), stopped.kill()
         sleeper.wait(), stopped.wait()
     assert statuses.processes_of(tmp_path / "nowhere") == ()
+
+
+@pytest.mark.parametrize(
+    ("how", "step", "said"),
+    [
+        ("done", 4, "the run is done: its last step was 4"),
+        ("left", 4, "the run has left after step 4; go on with: {again}"),
+        ("left", None, "the run has left before the first step; go on with: {again}"),
+        ("failed", 4, "the run failed after step 4: {workdir}/logs says why; go on with: {again}"),
+    ],
+)
+def test_a_run_that_ended_is_not_one_whose_queue_is_dead(how, step, said, tmp_path, capsys):
+    statuses.write_roles(tmp_path, "127.0.0.1:7", {})
+    statuses.write_end(tmp_path, how)
+    (tmp_path / "checkpoints" / "0").mkdir(parents=True)
+    if step is not None:
+        (tmp_path / "metrics.jsonl").write_text(f'{{"step": {step}}}\n')
+    assert main.main(["status", f"--workdir={tmp_path}"]) == 0
+    again = f"python -m jaxrl_async train --resume --workdir={tmp_path}"
+    assert capsys.readouterr().out == said.format(again=again, workdir=tmp_path) + "\n"
+    assert statuses.processes_of(tmp_path) == ()
+    statuses.write_roles(tmp_path, "127.0.0.1:7", {})
+    assert statuses.end_of(tmp_path) is None
+
+
+def test_a_run_that_left_before_any_checkpoint_has_nothing_to_go_on_from(tmp_path, capsys):
+    statuses.write_end(tmp_path, "left")
+    assert main.main(["status", f"--workdir={tmp_path}"]) == 0
+    assert "the run has left before the first step; it has no checkpoint" in capsys.readouterr().out

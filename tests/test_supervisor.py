@@ -1,5 +1,6 @@
 """What the supervisor decides, and what it does with processes that are no roles."""
 
+import contextlib
 import subprocess
 import sys
 import time
@@ -7,7 +8,8 @@ import time
 import psutil
 import pytest
 
-from jaxrl_async import supervisor
+from jaxrl_async import status, supervisor
+from jaxrl_async.cli.config import load_config, settings_of
 
 WAIT_SECS = 20.0
 
@@ -214,3 +216,32 @@ def test_a_learner_that_failed_ends_the_run(start, restarts):
     wait_for(lambda: role.process.poll() is not None)
     with pytest.raises(supervisor.RoleDiedError, match="(?s)'learner' ended with exit code 1.*not"):
         restarts[0].of_learners([role])
+
+
+@pytest.mark.parametrize(
+    ("outcome", "end"),
+    [
+        (True, "done"),
+        (False, "left"),
+        (KeyboardInterrupt(), "left"),
+        (SystemExit(75), "left"),
+        (ValueError(), "failed"),
+    ],
+)
+def test_the_end_of_a_run_is_written_when_no_role_is_left(outcome, end, tmp_path, monkeypatch):
+    settings = settings_of(load_config("configs/quickstart.py:smoke"))
+
+    def watch(*_):
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    def stop(roles):
+        assert len(roles) == 4 and status.end_of(tmp_path) is None
+
+    monkeypatch.setattr(supervisor, "_start", lambda *_, **__: None)
+    monkeypatch.setattr(supervisor, "_watch", watch)
+    monkeypatch.setattr(supervisor, "stop", stop)
+    with contextlib.suppress(KeyboardInterrupt, SystemExit, ValueError):
+        assert supervisor.run(settings, workdir=tmp_path, resume=False) == outcome
+    assert status.end_of(tmp_path) == end

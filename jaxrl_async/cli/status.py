@@ -3,6 +3,7 @@
 import pathlib
 
 from jaxrl_async import status
+from jaxrl_async import workdir as workdirs
 from jaxrl_async.channels import queue_client
 from jaxrl_async.cli.config import UsageError, load_config, parse_flags, settings_of
 from jaxrl_async.metrics import last_metrics
@@ -10,8 +11,8 @@ from jaxrl_async.settings import queue_access_of
 
 CONNECT_SECS = 2.0
 
-USAGE = """Prints who waits for whom in a run, since when, and who is at the end of the chain. A run whose roles are on
-several hosts needs --queue."""
+USAGE = """Prints who waits for whom in a run, since when, and who is at the end of the chain; of a run that has ended,
+how, and what goes on with it. A run whose roles are on several hosts needs --queue."""
 
 
 def main(argv: list[str]) -> int:
@@ -24,16 +25,35 @@ def main(argv: list[str]) -> int:
     if not flags.workdir:
         raise UsageError("--workdir=DIR is needed")
     workdir = pathlib.Path(flags.workdir)
+    row = last_metrics(workdir)
+    step = int(row["step"]) if row else None
+    end = status.end_of(workdir)
+    if end and not flags.queue:
+        print(_ended(end, step, workdir.absolute()))
+        return 0
     address = flags.queue or status.address_of(workdir)
     if address is None:
         raise UsageError(f"{workdir} has no {status.ROLES_FILE}: give --queue=HOST:PORT")
-    row = last_metrics(workdir)
     try:
         found = _ask(address, workdir / "config.json")
     except PermissionError as error:
         raise UsageError(str(error)) from None
-    print(status.explain(found, status.processes_of(workdir), int(row["step"]) if row else None))
+    print(status.explain(found, status.processes_of(workdir), step))
     return 0 if found else 1
+
+
+def _ended(how: str, step: int | None, workdir: pathlib.Path) -> str:
+    """What there is to say of a run that has ended in order: no process of it is left."""
+    if how == "done":
+        return f"the run is done: its last step was {step}"
+    when = "before the first step" if step is None else f"after step {step}"
+    words = {
+        "left": f"the run has left {when}",
+        "failed": f"the run failed {when}: {workdir}/logs says why",
+    }
+    if not workdirs.checkpoint_steps(workdir):
+        return f"{words[how]}; it has no checkpoint to go on from"
+    return f"{words[how]}; go on with: {workdirs.resume_command(workdir)}"
 
 
 def _ask(address: str, config: pathlib.Path):
