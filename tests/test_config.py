@@ -266,6 +266,16 @@ def test_exit_codes(argv, code, text, capsys):
     assert text in out + err
 
 
+def test_evaluate_refuses_a_task_that_cannot_be_imported(tmp_path, capsys):
+    config = config_lib.load_config(str(QUICKSTART))
+    config.task.name = "no_such_module:Task"
+    (tmp_path / "config.json").write_text(config.to_json())
+    assert main.main(["evaluate", f"--workdir={tmp_path}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("evaluate: task 'no_such_module:Task'")
+    assert line.endswith("No module named 'no_such_module'; is its directory on PYTHONPATH?")
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -552,7 +552,8 @@ async def test_a_port_that_is_taken_is_named():
                 pass
 
 
-async def test_nobody_there_is_said_with_address_and_seconds():
+async def test_nobody_there_is_said_with_address_and_seconds(caplog):
+    caplog.set_level("INFO")
     async with served() as address:
         pass
     short = dict(connect_timeout_secs=0.3, call_timeout_secs=1.0)
@@ -562,6 +563,7 @@ async def test_nobody_there_is_said_with_address_and_seconds():
             pass
     with pytest.raises(ConnectionError, match=said):
         await asyncio.to_thread(LearnerQueue(address, **short).__enter__)
+    assert caplog.text.count(f"waiting for the queue at {address}, at most 0.3 s") == 2
 
 
 async def test_calls_are_sent_again_while_the_queue_is_away():

@@ -143,7 +143,7 @@ def test_rewards_are_found_by_name_or_by_path():
     [
         ("exat", "unknown reward 'exat', did you mean 'exact'.*last_number"),
         ("jaxrl_async.rewards.math:exat", "cannot be imported.*no attribute 'exat'"),
-        ("no_such_module:f", "cannot be imported: No module named 'no_such_module'"),
+        ("no_such_module:f", "No module named 'no_such_module'; is its directory on PYTHONPATH"),
         (":f", "cannot be imported"),
         (".a:f", "cannot be imported"),
     ],
@@ -151,3 +151,10 @@ def test_rewards_are_found_by_name_or_by_path():
 def test_an_unknown_reward_names_what_is_wrong(name, message):
     with pytest.raises(ValueError, match=message):
         reward_function(name)
+
+
+def test_a_module_that_is_there_is_not_looked_for(tmp_path, monkeypatch):
+    (tmp_path / "needs_more.py").write_text("import no_such_module")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ValueError, match="cannot be imported: No module named 'no_such_module'$"):
+        reward_function("needs_more:f")

@@ -9,6 +9,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
+import logging
 import pathlib
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
@@ -24,6 +25,8 @@ from jaxrl_async.channels.lease import WHOLE, Share
 from jaxrl_async.channels.trajectory_queue_pb2_grpc import TrajectoryQueueStub
 from jaxrl_async.channels.wire import QueueStatus, ServerRecord, Wait
 from jaxrl_async.types import Chunk, Group, InvalidTrajectoryError
+
+log = logging.getLogger(__name__)
 
 RETRY_SECS = 0.2
 LOOK_SECS = 0.5  # A learner that waits for a step is asked so often whether to go on waiting.
@@ -101,6 +104,7 @@ class QueueClient:
     async def _greet(self) -> None:
         limit = self._connect_timeout_secs
         deadline = time.monotonic() + limit
+        log.info("waiting for the queue at %s, at most %g s", self._address, limit)
         while True:
             try:
                 left = max(deadline - time.monotonic(), 1e-3)
@@ -290,6 +294,7 @@ class LearnerQueue:
     def _greet(self) -> None:
         limit = self._connect_timeout_secs
         deadline = time.monotonic() + limit
+        log.info("waiting for the queue at %s, at most %g s", self._address, limit)
         while True:
             try:
                 left = max(deadline - time.monotonic(), 1e-3)
@@ -515,7 +520,9 @@ def _again(error: grpc.RpcError, deadline: float) -> bool:
 
 
 def _nobody(address: str, seconds: float) -> ConnectionError:
-    return ConnectionError(f"no trajectory queue answers at {address} within {seconds:g} s")
+    return ConnectionError(
+        f"no trajectory queue answers at {address} within {seconds:g} s: is its role up?"
+    )
 
 
 def _explained(error: grpc.RpcError, name: str, address: str, seconds: float) -> Exception:

@@ -4,6 +4,7 @@ import json
 import pathlib
 import sys
 
+from jaxrl_async import roles
 from jaxrl_async.cli.config import UsageError, load_config, parse_flags, settings_of
 from jaxrl_async.evaluator import best_version
 
@@ -26,6 +27,10 @@ def main(argv: list[str]) -> int:
     workdir = pathlib.Path(flags.workdir).absolute()
     steps = [_step(step, workdir) for step in flags.steps.split(",")]
     settings = settings_of(load_config(str(workdir / "config.json")))
+    try:
+        roles.task_of(settings).examples("test")
+    except (OSError, TypeError, ValueError) as error:
+        raise UsageError(f"task {settings.task.name!r}: {error}") from None
     from jaxrl_async import evaluation  # After the flags are known to be good: loads JAX.
     from jaxrl_async.checkpoint import CheckpointError
 

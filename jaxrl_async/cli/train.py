@@ -1,5 +1,6 @@
 """`train`: every role on this machine, or one --role of a run that spans hosts."""
 
+import errno
 import logging
 import os
 import pathlib
@@ -15,7 +16,7 @@ from jaxrl_async import cluster, roles, supervisor
 from jaxrl_async import workdir as workdirs
 from jaxrl_async.cli.config import UsageError, parse_flags, settings_of
 from jaxrl_async.preemption import PREEMPTED, Notice
-from jaxrl_async.settings import Settings, nearest
+from jaxrl_async.settings import Settings, SettingsError, nearest
 
 ROLES = ("all", "queue", "learner", "rollout", "server", "auto")
 PARENT_POLL_SECS = 1.0
@@ -203,11 +204,28 @@ def _one(
         )
     except KeyboardInterrupt:
         return 1
-    except Exception:
-        logging.exception("role %s failed", role)
+    except Exception as error:
+        if _says_all(error):
+            print(f"{role}: {error}", file=sys.stderr, flush=True)
+        else:
+            logging.exception("role %s failed", role)
         # Of a role that was asked to leave, most likely because the others have left before.
         return PREEMPTED if notice.given() else 1
     return 0 if done else PREEMPTED
+
+
+def _says_all(error: BaseException) -> bool:
+    """Whether a role's error is of a kind whose message names what is wrong, so that nobody needs a traceback."""
+    from jaxrl_async.channels.journal import JournalError
+    from jaxrl_async.servers.publisher import PublisherError
+
+    if isinstance(
+        error, OSError
+    ):  # Without a number it is ours: the queue's address, and what to do.
+        return bool(error.args) and error.errno in (None, errno.EADDRINUSE)
+    if isinstance(error, PublisherError):  # It also tells of what ended the publisher.
+        return error.__cause__ is None or _says_all(error.__cause__)
+    return isinstance(error, (JournalError, SettingsError))
 
 
 def _check_addresses(settings: Settings, role: str, index: int) -> None:

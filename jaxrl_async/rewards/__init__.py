@@ -91,4 +91,7 @@ def find(what: str, name: str, table: Mapping[str, Any]) -> Any:
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ValueError(f"{what} {name!r} cannot be imported: {error}") from error
+        # Not where the module is found, and one that it imports is not.
+        lost = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
+        hint = "; is its directory on PYTHONPATH?" if lost else ""
+        raise ValueError(f"{what} {name!r} cannot be imported: {error}{hint}") from error

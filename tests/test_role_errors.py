@@ -1,0 +1,65 @@
+"""How a role ends that cannot go on: a line where the message says all, a traceback where nobody foresaw it."""
+
+import errno
+
+import pytest
+
+from jaxrl_async.channels.journal import JournalError
+from jaxrl_async.cli import train
+from jaxrl_async.servers.publisher import PublisherError
+from jaxrl_async.settings import SettingsError
+
+
+def caused(error, cause):
+    error.__cause__ = cause
+    return error
+
+
+FORESEEN = [
+    ConnectionError("no trajectory queue answers at localhost:1 within 60 s"),
+    PermissionError("the queue localhost:1 asks for a token"),
+    OSError("the queue cannot listen on localhost:1: is the port taken?"),
+    OSError(errno.EADDRINUSE, "cannot listen on localhost:1"),
+    JournalError("journal a is in use"),
+    PublisherError("version 0 did not reach every inference server within 3 s"),
+    caused(PublisherError("the publisher failed: no server"), PublisherError("no server")),
+    SettingsError("server.api_key_env names THE_KEY, which is unset"),
+]
+UNFORESEEN = [
+    RuntimeError("bad"),
+    ValueError("bad"),
+    ConnectionResetError(),
+    OSError(errno.ENOENT, "bad"),
+    caused(PublisherError("the publisher failed: bad"), TypeError("bad")),
+]
+
+
+@pytest.fixture
+def end_with(monkeypatch, tmp_path):
+    """Runs a role that raises, in this process, whose signals and log stay as they are; its exit code."""
+    monkeypatch.setattr(train.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(train.logging, "basicConfig", lambda **_: None)
+
+    def end_with(error):
+        def run(*_, **__):
+            raise error
+
+        monkeypatch.setattr(train.roles, "run", run)
+        words = ["--config=configs/quickstart.py:smoke", "--config.queue.address=localhost:1"]
+        return train.main(["--role=queue", f"--workdir={tmp_path}/run", *words])
+
+    return end_with
+
+
+@pytest.mark.parametrize("error", FORESEEN, ids=lambda error: type(error).__name__)
+def test_a_foreseen_error_is_a_line(error, end_with, capsys, caplog):
+    assert end_with(error) == 1
+    assert capsys.readouterr().err == f"queue: {error}\n"
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("error", UNFORESEEN, ids=lambda error: type(error).__name__)
+def test_an_unforeseen_error_keeps_its_traceback(error, end_with, capsys, caplog):
+    assert end_with(error) == 1
+    assert "role queue failed" in caplog.text and "Traceback" in caplog.text
+    assert capsys.readouterr().err.count("queue:") == 0
