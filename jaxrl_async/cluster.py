@@ -95,6 +95,13 @@ def _slurm(environ: Mapping[str, str]) -> Place:
             f"SLURM_HET_SIZE = {num}: the components must be {len(SLURM_COMPONENTS)}, in this order: "
             "learner hosts, servers, the queue with the rollout workers"
         )
+    given = ("SLURM_JOB_NODELIST_HET_GROUP_", "SLURM_TASKS_PER_NODE_HET_GROUP_")
+    groups = [f"{variable}{k}" for variable in given for k in range(num)]
+    _require(
+        environ,
+        (*groups, "SLURM_JOB_NODELIST", "SLURM_PROCID"),
+        "`srun --het-group=K` in a heterogeneous job sets them: start it as launch/slurm.sbatch does",
+    )
     lists = [_value(environ, f"SLURM_JOB_NODELIST_HET_GROUP_{k}") for k in range(num)]
     # What `srun --het-group=k` sets for its tasks; in the batch shell it is of component 0.
     own = _value(environ, "SLURM_JOB_NODELIST")
@@ -132,8 +139,13 @@ def _slurm_tasks(environ: Mapping[str, str], component: int, nodes: str) -> list
 
 
 def _jobset(environ: Mapping[str, str]) -> Place:
-    name = _value(environ, "JOBSET_NAME")
-    role = _value(environ, "JOBSET_REPLICATED_JOB")
+    name, role = _value(environ, "JOBSET_NAME"), environ.get("JOBSET_REPLICATED_JOB", "")
+    index = "JOBSET_JOB_INDEX" if role == "server" else "JOB_COMPLETION_INDEX"
+    _require(
+        environ,
+        ("JOBSET_REPLICATED_JOB", index, "JOBSET_LEARNERS", "JOBSET_SERVERS"),
+        "a pod has them from its JobSet: write it as launch/gke_jobset.yaml is",
+    )
     if role not in ROLES:
         raise ClusterError(f"JOBSET_REPLICATED_JOB must be one of {', '.join(ROLES)}; got {role!r}")
     learners, servers = (
@@ -145,7 +157,7 @@ def _jobset(environ: Mapping[str, str]) -> Place:
 
     return Place(
         role,
-        _number(environ, "JOBSET_JOB_INDEX" if role == "server" else "JOB_COMPLETION_INDEX"),
+        _number(environ, index),
         len(learners),
         f"{host('queue', 0, 0)}:{QUEUE_PORT}",
         tuple(f"http://{host('server', i, 0)}:{SERVER_PORT}" for i in servers),
@@ -164,9 +176,17 @@ def _coordinator(hosts: Sequence[str]) -> str:
     return f"{hosts[0]}:{COORDINATOR_PORT}" if len(hosts) > 1 else ""
 
 
+def _require(environ: Mapping[str, str], variables: Sequence[str], remedy: str = "") -> None:
+    """Raises ClusterError that names every one of the variables that is missing."""
+    missing = [variable for variable in variables if not environ.get(variable)]
+    if missing:
+        verb = "is" if len(missing) == 1 else "are"
+        text = f"{', '.join(missing)} {verb} missing from the environment"
+        raise ClusterError(f"{text}; {remedy}" if remedy else text)
+
+
 def _value(environ: Mapping[str, str], variable: str) -> str:
-    if not environ.get(variable):
-        raise ClusterError(f"{variable} is missing from the environment")
+    _require(environ, [variable])
     return environ[variable]
 
 

@@ -125,6 +125,25 @@ def test_a_variable_that_is_missing_is_named(environment, variable):
 
 
 @pytest.mark.parametrize(
+    ("environment", "known"),
+    [
+        (recorded("slurm_server"), {"SLURM_HET_SIZE"}),
+        (recorded("slurm_server"), {"SLURM_HET_SIZE", "SLURM_PROCID"}),
+        (JOBSET | {"JOBSET_REPLICATED_JOB": "learner"}, {"JOBSET_NAME"}),
+        (JOBSET | {"JOBSET_REPLICATED_JOB": "server"}, {"JOBSET_NAME", "JOBSET_REPLICATED_JOB"}),
+    ],
+)
+def test_all_variables_that_are_missing_are_named_at_once(environment, known):
+    left = {name: environment[name] for name in known}
+    with pytest.raises(ClusterError, match="are missing from the environment; .*launch/") as error:
+        place_of(left)
+    # With those that it names, and no others, the place is found.
+    named = str(error.value).partition(" are missing")[0].split(", ")
+    assert not known & set(named)
+    place_of(left | {name: environment[name] for name in named})
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"SLURM_HET_SIZE": "2"}, "SLURM_HET_SIZE = 2: the components must be 3"),

@@ -147,7 +147,8 @@ def test_a_role_that_the_environment_gives_needs_a_workdir_and_its_variables(
     monkeypatch.setenv("SLURM_HET_SIZE", "3")
     words = ["train", "--role=auto", f"--config={QUICKSTART}", f"--workdir={tmp_path}"]
     assert main.main(words) == 2
-    assert "SLURM_JOB_NODELIST_HET_GROUP_0 is missing" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "SLURM_JOB_NODELIST_HET_GROUP_0" in error and "SLURM_PROCID are missing" in error
 
 
 def test_the_script_of_tpu_vms_starts_every_role_with_the_same_addresses(dry, tmp_path):
