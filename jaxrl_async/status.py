@@ -16,6 +16,7 @@ SILENT_SECS = (
     10.0  # A role that has not reported for so long is suspected; roles report every two seconds.
 )
 ROLES_FILE = "roles.json"
+CONFIG_FILE = "config.json"
 MAX_GROUPS = 3  # groups that are named one by one
 
 
@@ -39,12 +40,18 @@ def processes_of(workdir: str | pathlib.Path) -> tuple[Process, ...]:
 
 
 def address_of(workdir: str | pathlib.Path) -> str | None:
-    """ "host:port" of the queue of a run, None where no supervisor has written it."""
-    path = pathlib.Path(workdir) / ROLES_FILE
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))["queue_address"]
-    except (OSError, ValueError, KeyError):
-        return None
+    """ "host:port" of the queue of a run: as its supervisor, or else its config.json says; None where neither does."""
+    workdir = pathlib.Path(workdir)
+    for name, keys in ((ROLES_FILE, ("queue_address",)), (CONFIG_FILE, ("queue", "address"))):
+        try:
+            found = json.loads((workdir / name).read_text(encoding="utf-8"))
+            for key in keys:
+                found = found[key]
+        except (OSError, ValueError, KeyError):
+            continue
+        if found:
+            return found
+    return None
 
 
 def end_of(workdir: str | pathlib.Path) -> str | None:

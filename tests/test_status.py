@@ -1,5 +1,6 @@
 """The stall explainer names who is at the end of the chain, in each of ten stalls."""
 
+import pathlib
 import subprocess
 import time
 
@@ -8,9 +9,12 @@ from small_learner import empty_status
 
 from jaxrl_async import status as statuses
 from jaxrl_async.channels.wire import RoleStatus, ServerRecord, Wait
-from jaxrl_async.cli import main
+from jaxrl_async.cli import config, main
 from jaxrl_async.status import Process, explain
+from jaxrl_async.supervisor import free_port
+from jaxrl_async.workdir import write_config
 
+QUICKSTART = pathlib.Path(__file__).parent.parent / "configs" / "quickstart.py"
 A, B = "http://127.0.0.1:1", "http://127.0.0.1:2"
 HEALTHY = (ServerRecord(A, "HEALTHY", 4), ServerRecord(B, "HEALTHY", 4))
 RUNS = tuple(
@@ -157,30 +161,17 @@ def test_processes_are_seen_as_they_are(tmp_path):
     assert statuses.processes_of(tmp_path / "nowhere") == ()
 
 
-@pytest.mark.parametrize(
-    ("how", "step", "said"),
-    [
-        ("done", 4, "the run is done: its last step was 4"),
-        ("left", 4, "the run has left after step 4; go on with: {again}"),
-        ("left", None, "the run has left before the first step; go on with: {again}"),
-        ("failed", 4, "the run failed after step 4: {workdir}/logs says why; go on with: {again}"),
-    ],
-)
-def test_a_run_that_ended_is_not_one_whose_queue_is_dead(how, step, said, tmp_path, capsys):
+def test_the_queue_of_roles_that_were_started_by_hand_is_in_the_config(tmp_path, capsys):
+    loaded = config.load_config(f"{QUICKSTART}:smoke")
+    write_config(tmp_path, loaded)
+    assert main.main(["status", f"--workdir={tmp_path}"]) == 2
+    message = "has no roles.json, and no config.json with queue.address: give --queue=HOST:PORT"
+    assert message in capsys.readouterr().err
+    with loaded.unlocked():
+        loaded.queue.address = address = f"127.0.0.1:{free_port()}"
+    write_config(tmp_path, loaded)
+    assert statuses.address_of(tmp_path) == address
+    assert main.main(["status", f"--workdir={tmp_path}"]) == 1  # Nothing listens there.
+    assert "end of the chain: the queue" in capsys.readouterr().out
     statuses.write_roles(tmp_path, "127.0.0.1:7", {})
-    statuses.write_end(tmp_path, how)
-    (tmp_path / "checkpoints" / "0").mkdir(parents=True)
-    if step is not None:
-        (tmp_path / "metrics.jsonl").write_text(f'{{"step": {step}}}\n')
-    assert main.main(["status", f"--workdir={tmp_path}"]) == 0
-    again = f"python -m jaxrl_async train --resume --workdir={tmp_path}"
-    assert capsys.readouterr().out == said.format(again=again, workdir=tmp_path) + "\n"
-    assert statuses.processes_of(tmp_path) == ()
-    statuses.write_roles(tmp_path, "127.0.0.1:7", {})
-    assert statuses.end_of(tmp_path) is None
-
-
-def test_a_run_that_left_before_any_checkpoint_has_nothing_to_go_on_from(tmp_path, capsys):
-    statuses.write_end(tmp_path, "left")
-    assert main.main(["status", f"--workdir={tmp_path}"]) == 0
-    assert "the run has left before the first step; it has no checkpoint" in capsys.readouterr().out
+    assert statuses.address_of(tmp_path) == "127.0.0.1:7"

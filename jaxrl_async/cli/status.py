@@ -12,7 +12,8 @@ from jaxrl_async.settings import queue_access_of
 CONNECT_SECS = 2.0
 
 USAGE = """Prints who waits for whom in a run, since when, and who is at the end of the chain; of a run that has ended,
-how, and what goes on with it. A run whose roles are on several hosts needs --queue."""
+how, and what goes on with it. Of a run whose roles were started one by one, only the queue is asked; processes are those
+of this machine."""
 
 
 def main(argv: list[str]) -> int:
@@ -20,7 +21,7 @@ def main(argv: list[str]) -> int:
         USAGE,
         argv,
         workdir=("", "directory of the run"),
-        queue=("", "HOST:PORT of its queue; default the one that runs on this machine"),
+        queue=("", "HOST:PORT of its queue; default as DIR/roles.json or DIR/config.json has it"),
     )
     if not flags.workdir:
         raise UsageError("--workdir=DIR is needed")
@@ -33,7 +34,10 @@ def main(argv: list[str]) -> int:
         return 0
     address = flags.queue or status.address_of(workdir)
     if address is None:
-        raise UsageError(f"{workdir} has no {status.ROLES_FILE}: give --queue=HOST:PORT")
+        raise UsageError(
+            f"{workdir} has no {status.ROLES_FILE}, and no {status.CONFIG_FILE} with queue.address: "
+            "give --queue=HOST:PORT"
+        )
     try:
         found = _ask(address, workdir / "config.json")
     except PermissionError as error:
