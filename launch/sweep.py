@@ -6,9 +6,12 @@
     python launch/sweep.py --sweep=configs/sweeps/seeds.py --dir=runs/seeds --gather  # DIR/index.html, at any time
     python launch/sweep.py --sweep=configs/sweeps/seeds.py --dir=runs/seeds --submit=slurm --sbatch='--partition=gpu'
 
-What is printed is what runs: `train`, then `evaluate`, in DIR/NAME, with the log DIR/NAME.log. The same command again
-skips what is finished, resumes what was interrupted, and tries again what failed. Drivers on several hosts may share
-a DIR. Exit codes: 0 done, 1 a point failed or the sweep was interrupted, 2 bad usage.
+What is printed is what runs: `train`, then `evaluate`, in DIR/NAME, with the log DIR/NAME.log; "# finished: " stands
+before what does not run again. The same command again skips what is finished, resumes what was interrupted, and tries
+again what failed. Drivers on several hosts may share a DIR. With --submit a task is one whole run, all its roles, on
+one node; a run of several nodes is launch/slurm.sbatch, or launch/gke_jobset.yaml.
+
+Exit codes: 0 done, 1 a point failed or the sweep was interrupted, 2 bad usage.
 """
 
 import pathlib
@@ -95,7 +98,8 @@ def _main(argv: list[str], program: tuple[str, ...]) -> int:
     if flags.submit:
         return _submit(flags, jobs, directory, stem)
     if not asked or flags.dry_run:
-        print("\n".join(job.shell for job in jobs))
+        for job in jobs:
+            print(job.shell if job.result() is None else f"# finished: {job.shell}")
         return 0
     for job, own in zip(jobs, settings, strict=True):
         _check_workdir(job, own)
@@ -155,6 +159,10 @@ def _submit(flags, jobs: list[driver.Job], directory: pathlib.Path, stem: str) -
         then = ["sbatch", *shlex.split(flags.sbatch), str(path)]
     if flags.dry_run:
         print(text, end="")
+        if then:
+            if done := [job.name for job in jobs if job.result() is not None]:
+                print(f"# finished, not in the array: {', '.join(done)}")
+            print(shlex.join(then))
         return 0
     directory.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")

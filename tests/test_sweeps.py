@@ -180,6 +180,26 @@ def test_printing_is_the_default_and_what_dry_run_does(tmp_path, capsys):
     assert not (tmp_path / "DIR").exists()
 
 
+def test_what_is_finished_is_marked_where_the_commands_are_printed(sweep_file, tmp_path, capsys):
+    (tmp_path / "DIR" / "a").mkdir(parents=True)
+    rows = '[{"step": 4, "greedy": 0.5}]'
+    (tmp_path / "DIR" / "a" / "evaluation.json").write_text(rows)
+    assert (
+        script.main([f"--sweep={sweep_file}", f"--dir={tmp_path}/DIR", "--run", "--dry-run"]) == 0
+    )
+    finished, left = capsys.readouterr().out.splitlines()
+    assert finished.startswith("# finished: ") and f"--workdir={tmp_path}/DIR/a " in finished
+    assert shlex.split(left)[0] == sys.executable and f"--workdir={tmp_path}/DIR/b " in left
+
+
+def test_help_says_what_a_task_of_an_array_is(capsys):
+    with pytest.raises(SystemExit) as ended:
+        script.main(["--help"])
+    assert ended.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "a task is one whole run, all its roles, on one node" in text
+
+
 def test_the_sweep_of_modes_has_what_the_settings_accept_and_nothing_else():
     sweep = loaded(ROOT / "configs" / "sweeps" / "modes.py", "")
     periodic = {"queue.chunk_groups": 16, "learner.num_minibatches": 1}
@@ -523,8 +543,14 @@ def test_the_script_for_slurm_is_one_array_of_what_is_missing(sweep_file, tmp_pa
     assert not (tmp_path / "DIR").exists()
     workdir.mkdir(parents=True)
     (workdir / "evaluation.json").write_text('[{"step": 4, "greedy": 0.5}]')
-    assert script.main(argv) == 0
-    assert "#SBATCH --array=1\n" in capsys.readouterr().out
+    assert script.main([*argv, "--sbatch=--partition=gpu --time=1:00"]) == 0
+    text = capsys.readouterr().out
+    assert "#SBATCH --array=1\n" in text
+    assert text.splitlines()[-2:] == [
+        "# finished, not in the array: a",
+        f"sbatch --partition=gpu --time=1:00 {tmp_path}/DIR/sweep.sbatch",
+    ]
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
 
 
 def test_a_finished_sweep_and_a_path_with_spaces_are_not_submitted(sweep_file, tmp_path, capsys):
