@@ -59,9 +59,11 @@ if [ "${1:-}" = --on-host ]; then
     exit
 fi
 
+usage() { sed -En '2,/^[^#]/s/^#( |$)//p' "$0"; } # the comment at the head
+case ${1:-} in -h | --help) usage && exit ;; esac
 dry=
 [ "${1:-}" = --dry-run ] && { dry=1 && shift; }
-[ $# -ge 2 ] || { sed -n '2,22s/^# \{0,1\}//p' "$0" >&2; exit 2; }
+[ $# -ge 2 ] || { usage >&2; exit 2; }
 config=$1 workdir=$2
 shift 2
 model=

@@ -16,6 +16,8 @@ from kubernetes import client as kubernetes
 
 from jaxrl_async import cluster
 from jaxrl_async.cli import main
+from jaxrl_async.cli.config import UsageError, load_config, settings_of
+from jaxrl_async.settings import SettingsError
 
 ROOT = pathlib.Path(__file__).parent.parent
 LAUNCH = ROOT / "launch"
@@ -76,6 +78,103 @@ def test_a_script_without_its_words_says_how_it_is_called(script):
     assert result.returncode == 2
     assert f"launch/{script.name} [--dry-run]" in result.stderr or "--dry-run" in result.stderr
     assert "#" not in result.stderr.replace("#SBATCH", "")
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("word", ["--help", "-h"])
+def test_help_is_the_whole_comment_at_the_head_of_a_script(script, word):
+    result = subprocess.run(["bash", script, word], text=True, capture_output=True, timeout=60)
+    assert (result.returncode, result.stderr) == (0, "")
+    head = script.read_text().partition("\n")[2].partition("\nset -euo")[0].splitlines()
+    if "#SBATCH hetjob" in head:
+        head = [line for line in head if not line.startswith("#SBATCH")]
+    comment = [line[2:] for line in head[: head.index("") if "" in head else None]]
+    assert result.stdout.splitlines() == comment and comment[-1] != "set -euo pipefail"
+
+
+@pytest.mark.parametrize("name", ["local.sh", "slurm.sbatch"])
+def test_the_environment_of_the_repository_comes_before_any_python(name, tmp_path, monkeypatch):
+    """From a fresh shell, after launch/quickstart.sh."""
+    monkeypatch.delenv("JAXRL_PYTHON", raising=False)
+    monkeypatch.chdir(tmp_path)
+    script, own = tmp_path / "launch" / name, tmp_path / ".venv" / "bin" / "python"
+    script.parent.mkdir()
+    shutil.copy(LAUNCH / name, script)
+
+    def python():
+        words = ["bash", script, "--dry-run", "configs/c.py", "runs/a"]
+        out = subprocess.run(words, text=True, capture_output=True, timeout=60).stdout
+        return next(line for line in out.splitlines() if " -m jaxrl_async" in line)
+
+    own.parent.mkdir(parents=True)
+    assert " python -m" in f" {python()}"
+    own.write_text("#!/bin/sh\n")
+    own.chmod(0o755)
+    assert f" {own} -m" in f" {python()}"
+    monkeypatch.setenv("JAXRL_PYTHON", "/opt/python")
+    assert " /opt/python -m" in f" {python()}"
+
+
+@pytest.fixture
+def quickstart(tmp_path):
+    """Runs quickstart.sh with an environment whose programs note how they were called: (exit code, stderr, calls)."""
+    calls, venv = tmp_path / "calls", tmp_path / "venv"
+    (venv / "bin").mkdir(parents=True)
+    for name in ("python", "pip"):
+        (venv / "bin" / name).write_text(f'#!/bin/sh\necho {name} "$@" >>{calls}\n')
+        (venv / "bin" / name).chmod(0o755)
+
+    def run(*words):
+        calls.write_text("")
+        result = subprocess.run(
+            ["bash", LAUNCH / "quickstart.sh", *words],
+            env=os.environ | {"JAXRL_VENV": str(venv)},
+            text=True,
+            capture_output=True,
+            timeout=60,
+        )
+        return result.returncode, result.stderr, calls.read_text().splitlines()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["smok"],
+        ["mode=fast"],
+        ["seed="],
+        ["seed=x"],
+        ["smoke mode=sync"],
+        ["runs/a"],
+        ["--dry-run"],
+    ],
+    ids=str,
+)
+def test_a_wrong_word_of_the_quickstart_is_refused_before_anything_is_installed(quickstart, words):
+    code, error, calls = quickstart(*words)
+    assert (code, calls) == (2, []) and len(error.splitlines()) == 1
+    assert repr(words[0]) in error and "smoke, mode=sync|periodic|async, seed=N" in error
+    with pytest.raises((UsageError, SettingsError)):
+        settings_of(load_config(f"{ROOT}/configs/quickstart.py:{words[0]}"))
+
+
+def test_a_third_word_of_the_quickstart_is_refused(quickstart):
+    code, error, calls = quickstart("smoke", "runs/a", "seed=3")
+    assert (code, calls) == (2, []) and "unexpected word 'seed=3'" in error
+
+
+@pytest.mark.parametrize(
+    "arg", ["", "smoke", "smoke=true,seed=3", "mode=periodic", "seed=3,mode=async"]
+)
+def test_the_words_that_the_quickstart_takes_are_those_of_its_config(quickstart, arg, tmp_path):
+    load_config(f"{ROOT}/configs/quickstart.py:{arg}")
+    code, error, calls = quickstart(arg, str(tmp_path / "run"))
+    assert (code, error) == (0, "")
+    assert calls[0].startswith("pip install")
+    assert calls[1] == (
+        f"python -m jaxrl_async train --config=configs/quickstart.py:{arg} --workdir={tmp_path}/run"
+    )
 
 
 def test_local_sh_trains_here_and_goes_on_with_a_run_that_is_there(dry, tmp_path):
