@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
 # Trains a config on TPU VMs by gcloud: the learner on all workers of one slice, a server on each of some other VMs.
 #
-#   launch/tpu_pod.sh [--dry-run] CONFIG WORKDIR [FLAG …]
+#   PROJECT=… ZONE=… LEARNER=… SERVERS=… launch/tpu_pod.sh [--dry-run] CONFIG WORKDIR [FLAG …]
 #   PROJECT=p ZONE=us-west4-a LEARNER=learn SERVERS="serve-0 serve-1" launch/tpu_pod.sh configs/gsm8k_qwen2_5_1p5b.py \
 #       /mnt/runs/a --config.learner.num_processes=2 --config.model.path=/mnt/qwen --config.tokenizer.path=/mnt/qwen
 #
 # LEARNER is a slice of learner.num_processes hosts, SERVERS are TPU VMs of one host. All have this repository and its
 # environment in ~/jaxrl_async (.venv; the servers' SGLang-JAX in .venv-sglang-jax), and WORKDIR on a shared disk
 # (Filestore). The queue and one rollout worker run on the learner's first host. FLAGS go to `train`; --config.model.path
-# must be one of them. The same command goes on with a run that ended, or was preempted (exit code 75).
+# must be one of them. The same command goes on with a run that ended, or was preempted (exit code 75): it ends what is left
+# of the queue, the worker and the servers by SIGTERM, and starts them again. They stay up when the learner is done; on a
+# host, `kill $(cat ~/jaxrl-*.pid)` ends them.
 #
 # --dry-run prints the commands, with names in place of the addresses that gcloud would tell. With xpk, on a cluster that
 # `xpk cluster create` made, the learner alone is
@@ -46,9 +48,18 @@ on_host() {
 background() { # NAME COMMAND …: outlives the ssh, and takes the place of the one before
     local name=$1 pid=~/jaxrl-$1.pid
     shift
-    if [ -e "$pid" ] && kill -INT "$(<"$pid")" 2>/dev/null; then sleep 10; fi
+    if [ -e "$pid" ]; then end "$(<"$pid")"; fi
     nohup setsid "$@" >>"$workdir/logs/$name.log" 2>&1 </dev/null &
     echo $! >"$pid"
+}
+end() { # PID: of a role, with what it has started; SIGINT would not do, which a shell's background commands ignore
+    grep -qs jaxrl_async "/proc/$1/cmdline" || return 0 # It is gone; after a reboot its number may be another's.
+    kill "$1" || true
+    for _ in {1..60}; do
+        grep -qs jaxrl_async "/proc/$1/cmdline" || break # A zombie has no command line.
+        sleep 0.5
+    done
+    kill -KILL -- "-$1" 2>/dev/null || true # It leads its group.
 }
 metadata() {
     curl -sf -H Metadata-Flavor:Google "http://metadata.google.internal/computeMetadata/v1/instance/attributes/$1"
@@ -68,9 +79,16 @@ config=$1 workdir=$2
 shift 2
 model=
 for flag in "$@"; do [[ $flag == --config.model.path=* ]] && model=${flag#*=}; done
-[ "$model" ] || { echo "--config.model.path=DIR is needed: the servers start from it" >&2; exit 2; }
-read -ra servers <<<"${SERVERS:?names of TPU VMs}"
-where=(--project="${PROJECT:?its name}" --zone="${ZONE:?its name}")
+missing=()
+for name in PROJECT ZONE LEARNER SERVERS; do [ "${!name:-}" ] || missing+=("$name"); done
+[ "$model" ] || missing+=(--config.model.path=DIR)
+[ ${#missing[@]} = 0 ] || {
+    echo "missing: ${missing[*]}. PROJECT and ZONE are gcloud's, LEARNER a TPU slice, SERVERS TPU VMs of one host, from" \
+        "model.path they start: PROJECT=p ZONE=z LEARNER=learn SERVERS=\"serve-0 serve-1\" $0 … --config.model.path=DIR" >&2
+    exit 2
+}
+read -ra servers <<<"${SERVERS:?}"
+where=(--project="$PROJECT" --zone="$ZONE")
 
 address() { # NAME: of its first host
     if [ "$dry" ]; then echo "$1.example"; else
@@ -86,7 +104,7 @@ on() { # NAME WORKER ROLE [FLAG …]
     if [ "$dry" ]; then printf '%q ' "$@" && echo; else "$@"; fi
 }
 
-queue=$(address "${LEARNER:?name of a TPU slice}"):7000
+queue=$(address "$LEARNER"):7000
 urls=
 for name in "${servers[@]}"; do urls+="'http://$(address "$name"):30000',"; done
 flags=(

@@ -1,11 +1,13 @@
 """The launch scripts say what they would run, and that is what `train` and the clusters' schemas take."""
 
+import contextlib
 import json
 import os
 import pathlib
 import re
 import shlex
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -15,9 +17,11 @@ import yaml
 from kubernetes import client as kubernetes
 
 from jaxrl_async import cluster
+from jaxrl_async.channels import queue_client
 from jaxrl_async.cli import main
 from jaxrl_async.cli.config import UsageError, load_config, settings_of
 from jaxrl_async.settings import SettingsError
+from jaxrl_async.supervisor import free_port
 
 ROOT = pathlib.Path(__file__).parent.parent
 LAUNCH = ROOT / "launch"
@@ -286,6 +290,69 @@ def test_the_script_of_tpu_vms_starts_every_role_with_the_same_addresses(dry, tm
         "http://s0.example:30000",
         "http://s1.example:30000",
     ]
+
+
+def test_all_that_the_script_of_tpu_vms_lacks_is_said_at_once(monkeypatch):
+    for name in ("PROJECT", "LEARNER", "SERVERS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("ZONE", "z")
+    words = ["bash", LAUNCH / "tpu_pod.sh", "--dry-run", "configs/c.py", "/mnt/runs/a"]
+    result = subprocess.run(words, text=True, capture_output=True, timeout=60)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "missing: PROJECT LEARNER SERVERS --config.model.path=DIR. " in result.stderr
+    assert 'SERVERS="serve-0 serve-1"' in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+@pytest.fixture
+def host(tmp_path, monkeypatch):
+    """A host as tpu_pod.sh wants it: runs its --on-host, and ends what that has left."""
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    for name, value in (("HOME", tmp_path), ("PYTHONPATH", ROOT)):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+
+    def run(role, *flags):
+        words = ["--on-host", role, tmp_path / "run", "/no/model", *flags]
+        subprocess.run(
+            ["bash", LAUNCH / "tpu_pod.sh", *words], cwd=tmp_path, check=True, timeout=60
+        )
+        pid = tmp_path / f"jaxrl-{role}.pid"
+        return int(pid.read_text()) if pid.exists() else None
+
+    yield run
+    for pid in tmp_path.glob("jaxrl-*.pid"):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(int(pid.read_text()), signal.SIGKILL)
+
+
+def test_the_queue_on_a_host_takes_the_place_of_the_one_before(host, tmp_path):
+    address = f"127.0.0.1:{free_port()}"
+    flags = (f"--config={QUICKSTART}", f"--config.queue.address={address}")
+    host("key")
+    key = (tmp_path / "run" / "key").read_text().strip()
+    pids = []
+    for _ in range(2):
+        pids.append(host("queue", *flags, "--config.queue.token_env=JAXRL_KEY"))
+        with queue_client.LearnerQueue(
+            address, connect_timeout_secs=60.0, call_timeout_secs=10.0, token=key
+        ) as queue:
+            assert queue.status().leased_groups == 0
+    lines = [pathlib.Path(f"/proc/{pid}/cmdline") for pid in pids]
+    roles = [b"--role=queue" in line.read_bytes() if line.exists() else False for line in lines]
+    assert roles == [False, True]
+    log = (tmp_path / "run" / "logs" / "queue.log").read_text()
+    assert "Error" not in log, log
+
+
+def test_a_number_that_is_another_programs_by_now_is_left_alone(host, tmp_path):
+    with subprocess.Popen(["sleep", "600"]) as other:
+        (tmp_path / "jaxrl-queue.pid").write_text(f"{other.pid}\n")
+        host("queue", f"--config={QUICKSTART}", "--config.queue.address=127.0.0.1:0")
+        assert other.poll() is None
+        other.kill()
 
 
 # Kubernetes. A JobSet's own fields are those of its CRD (jobset.x-k8s.io/v1alpha2), which no package registry has; what
