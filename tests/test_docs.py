@@ -12,6 +12,7 @@ import pytest
 
 from jaxrl_async import rewards, tasks
 from jaxrl_async.metrics import METRICS, read_metrics
+from jaxrl_async.supervisor import free_port
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -23,7 +24,7 @@ ELSEWHERE = {
     "jaxrl_async serve": "serves for ever: test_inference_http",
     "jaxrl_async status": "is about a run under way: test_status, test_stalls",
     "jaxrl_async parity": "needs a server: test_parity",
-    "sglang.launch_server": "SGLang's own: test_conformance",
+    "python -m sglang.launch_server --model-path Qwen": "SGLang's own: test_conformance",
     "benchmarks/": "test_benchmark_scripts",
     "pytest": "a test",
     "notebooks/": "test_notebooks",
@@ -32,9 +33,8 @@ ELSEWHERE = {
     "kubectl": "a cluster's own",
     "xpk": "a cloud's own",
     "launch/local.sh": "test_launch",
-    "launch/tpu_pod.sh": "test_launch",
-    "launch/slurm.sbatch": "test_slurm",
 }
+VARIABLES = r"""(?:[A-Z]+=(?:"[^"]*"|[^\s"]*) +)*"""  # set before a command
 
 
 def blocks(page: pathlib.Path, *languages: str) -> list[str]:
@@ -50,7 +50,7 @@ def commands() -> list[str]:
         for page in PAGES
         for block in blocks(page, "", "bash")
         for line in block.replace("\\\n", " ").splitlines()
-        if re.match(r"python -m|python \w|\./|sbatch|gcloud|kubectl|xpk", line)
+        if re.match(rf"{VARIABLES}(python -m|python \w|\./|bash|sbatch|gcloud|kubectl|xpk)", line)
     ]
     return list(dict.fromkeys(lines))
 
@@ -113,7 +113,10 @@ def workdir(tmp_path_factory):
 
 
 def call(command: str, **variables: str) -> str:
-    words = [sys.executable if word == "python" else word for word in shlex.split(command)]
+    before = re.match(VARIABLES, command)[0]
+    variables |= dict(word.split("=", 1) for word in shlex.split(before))
+    words = shlex.split(command.removeprefix(before))
+    words = [sys.executable if word == "python" else word for word in words]
     done = subprocess.run(
         words,
         cwd=ROOT,
@@ -129,7 +132,11 @@ def call(command: str, **variables: str) -> str:
 
 def environment() -> dict[str, str]:
     known = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    return known | {"PYTHONPATH": str(ROOT), "JAXRL_QUEUE_TOKEN": "made-up"}
+    return known | {
+        "PYTHONPATH": str(ROOT),
+        "JAXRL_QUEUE_TOKEN": "made-up",
+        "JAXRL_PYTHON": sys.executable,
+    }
 
 
 def at_smoke_size(command: str, workdir: pathlib.Path, out: pathlib.Path) -> str:
@@ -138,6 +145,11 @@ def at_smoke_size(command: str, workdir: pathlib.Path, out: pathlib.Path) -> str
         command = re.sub(r"(sweeps/\w+\.py)", r"\1:smoke", command)
         command = re.sub(r"--run( --jobs=\d+)?", "--dry-run", command)
         command = re.sub(r"(--submit=\S+)", r"\1 --dry-run", command)
+    if "launch/tpu_pod.sh" in command:  # As it stands: it only prints.
+        assert "--dry-run" in command
+        return command
+    if "launch/slurm.sbatch" in command:  # test_slurm submits it.
+        return re.sub(r"^sbatch (\S+)", r"bash \1 --dry-run", command)
     if " train" in command:
         command = f"{command} --dry-run"
         command = re.sub(r"--workdir=\S+", f"--workdir={out / 'new'}", command)
@@ -151,6 +163,42 @@ def at_smoke_size(command: str, workdir: pathlib.Path, out: pathlib.Path) -> str
 @pytest.mark.parametrize("command", [c for c in commands() if not is_elsewhere(c)])
 def test_a_command_of_a_page_runs(command, workdir, tmp_path):
     call(at_smoke_size(command, workdir, tmp_path))
+
+
+def test_a_run_by_hand_goes_as_its_commands_are_printed(tmp_path):
+    text = (ROOT / "docs" / "pods.md").read_text("utf-8").partition("## By hand")[2]
+    lines = re.search(r"^```\n(.*?)^```$", text, re.M | re.S)[1].splitlines()
+    assert len(lines) == 4
+    queue, server = free_port(), free_port()
+    roles = {}
+    try:
+        for line in lines:
+            role = re.search(r"--role=(\w+)", line)[1]
+            for old, new in (
+                ("127.0.0.1:7000", f"127.0.0.1:{queue}"),
+                ("127.0.0.1:30000", f"127.0.0.1:{server}"),
+                ("runs/hand", str(tmp_path / "run")),
+            ):
+                assert old in line
+                line = line.replace(old, new)
+            words = [sys.executable if word == "python" else word for word in shlex.split(line)]
+            with open(tmp_path / f"{role}.log", "w") as log:
+                roles[role] = subprocess.Popen(
+                    words, cwd=ROOT, env=environment(), stdout=log, stderr=log
+                )
+        logs = lambda: "".join(path.read_text() for path in tmp_path.glob("*.log"))  # noqa: E731
+        assert roles["learner"].wait(RUN_TIMEOUT_SECS) == 0, logs()
+        assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2]
+        others = [roles[role] for role in ("rollout", "server", "queue")]
+        assert [role.poll() for role in others] == [None] * 3, logs()
+        call(f"python -m jaxrl_async status --workdir={tmp_path}/run")
+        for role in others:
+            role.terminate()
+            assert role.wait(30) == 1, logs()
+    finally:
+        for role in roles.values():
+            role.kill()
+            role.wait()
 
 
 def test_everything_that_a_run_logs_is_in_the_reference(workdir):

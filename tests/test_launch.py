@@ -211,9 +211,37 @@ SLURM = {
 }
 
 
-def test_slurm_starts_one_command_on_three_components(dry, tmp_path):
-    two = ("--config.learner.num_processes=2", "--config.learner.data=2")
-    mkdir, *steps = printed(LAUNCH / "slurm.sbatch", "--dry-run", QUICKSTART, tmp_path / "a", *two)
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    """Dry-runs slurm.sbatch, outside of any job, with lines of #SBATCH changed: (commands, places of the tasks)."""
+    for name in list(os.environ):
+        if name.startswith(("SLURM", "JAXRL_KEY")):
+            monkeypatch.delenv(name)
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+    def run(*words, changes=()):
+        text = (LAUNCH / "slurm.sbatch").read_text()
+        for old, new in changes:
+            assert old in text
+            text = text.replace(old, new, 1)
+        script = tmp_path / "slurm.sbatch"
+        script.write_text(text)
+        lines = printed(script, "--dry-run", *words, JAXRL_PYTHON=sys.executable)
+        assert not (tmp_path / "a").exists()
+        return [line for line in lines if line[0] != "#"], [
+            line[1:] for line in lines if line[0] == "#"
+        ]
+
+    return run
+
+
+TWO = ("--config.learner.num_processes=2", "--config.learner.data=2")
+TWO_LEARNERS = ("#SBATCH --nodes=1", "#SBATCH --nodes=2")  # the first such line
+
+
+def test_slurm_starts_one_command_on_three_components(dry, slurm, tmp_path):
+    (mkdir, *steps), _ = slurm(QUICKSTART, tmp_path / "a", *TWO, changes=[TWO_LEARNERS])
     assert mkdir == ["mkdir", "-p", f"{tmp_path}/a/logs"]
     assert {tuple(train_of(step)) for step in steps} == {tuple(train_of(steps[0]))}
     groups = [next(w for w in step if w.startswith("--het-group=")) for step in steps]
@@ -229,6 +257,52 @@ def test_slurm_starts_one_command_on_three_components(dry, tmp_path):
     assert places == [
         ["learner", "0"], ["learner", "1"], ["server", "0"], ["queue", "0"], ["rollout", "0"],
     ]  # fmt: skip
+
+
+def test_a_dry_run_of_slurm_says_what_each_of_three_nodes_would_be(slurm, tmp_path):
+    _, places = slurm(QUICKSTART, tmp_path / "a")
+    addresses = [
+        "--config.queue.address=queue-0:7000",
+        "--config.server.addresses=('http://server-0:30000',)",
+    ]
+    assert places == [
+        ["component", f"{k},", "task", f"{task}:", f"--role={role}", "--index=0", *addresses]
+        for k, task, role in (
+            ("0", 0, "learner"),
+            ("1", 0, "server"),
+            ("2", 0, "queue"),
+            ("2", 1, "rollout"),
+        )
+    ]
+
+
+def test_a_dry_run_of_slurm_reads_how_many_nodes_and_tasks_there_are(slurm, tmp_path):
+    changes = [
+        TWO_LEARNERS,
+        ("--nodes=1 --ntasks-per-node=1", "--nodes=3 --ntasks-per-node=2"),  # the servers'
+        ("--nodes=1 --ntasks=2", "--nodes=2 --ntasks=3"),
+    ]
+    _, places = slurm(QUICKSTART, tmp_path / "a", *TWO, changes=changes)
+    roles = [f"{place[4]} {place[5]}".replace("--", "") for place in places]
+    assert roles == [
+        *(f"role=learner index={i}" for i in range(2)),
+        *(f"role=server index={i}" for i in range(6)),
+        "role=queue index=0",
+        *(f"role=rollout index={i}" for i in range(2)),
+    ]
+    for place in places:
+        assert "--coordinator=learner-0:8476" in place
+        (servers,) = (w for w in place if w.startswith("--config.server.addresses="))
+        assert re.findall(r"server-\d:\d+", servers) == [
+            f"server-{node}:{port}" for node in range(3) for port in (30000, 30001)
+        ]
+
+
+def test_a_dry_run_of_slurm_refuses_what_the_job_would(slurm, tmp_path, capfd):
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        slurm(QUICKSTART, tmp_path / "a", *TWO)
+    message = "has 1 learner processes, and the config learner.num_processes = 2"
+    assert error.value.returncode == 2 and message in error.value.stderr
 
 
 def test_learners_that_the_config_does_not_count_are_refused(monkeypatch, capsys, tmp_path):
