@@ -399,7 +399,7 @@ def host(tmp_path, monkeypatch):
     yield run
     for pid in tmp_path.glob("jaxrl-*.pid"):
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(int(pid.read_text()), signal.SIGKILL)
+            os.kill(int(pid.read_text()), signal.SIGKILL)
 
 
 def test_the_queue_on_a_host_takes_the_place_of_the_one_before(host, tmp_path):
