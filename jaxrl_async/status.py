@@ -12,9 +12,8 @@ from typing import Any
 
 from jaxrl_async.channels.wire import QueueStatus, RoleStatus, Wait
 
-SILENT_SECS = (
-    10.0  # A role that has not reported for so long is suspected; roles report every two seconds.
-)
+# A role that has not reported for so long is suspected; roles report every two seconds.
+SILENT_SECS = 10.0
 ROLES_FILE = "roles.json"
 CONFIG_FILE = "config.json"
 MAX_GROUPS = 3  # groups that are named one by one

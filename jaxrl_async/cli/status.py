@@ -12,8 +12,8 @@ from jaxrl_async.settings import queue_access_of
 CONNECT_SECS = 2.0
 
 USAGE = """Prints who waits for whom in a run, since when, and who is at the end of the chain; of a run that has ended,
-how, and what goes on with it. Of a run whose roles were started one by one, only the queue is asked; processes are those
-of this machine."""
+how, and what goes on with it. Of a run whose roles were started one by one, only the queue is asked; processes are
+those of this machine."""
 
 
 def main(argv: list[str]) -> int:

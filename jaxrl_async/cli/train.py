@@ -219,9 +219,7 @@ def _says_all(error: BaseException) -> bool:
     from jaxrl_async.channels.journal import JournalError
     from jaxrl_async.servers.publisher import PublisherError
 
-    if isinstance(
-        error, OSError
-    ):  # Without a number it is ours: the queue's address, and what to do.
+    if isinstance(error, OSError):  # Without a number it is ours, and says what to do.
         return bool(error.args) and error.errno in (None, errno.EADDRINUSE)
     if isinstance(error, PublisherError):  # It also tells of what ended the publisher.
         return error.__cause__ is None or _says_all(error.__cause__)
