@@ -150,6 +150,8 @@ def at_smoke_size(command: str, workdir: pathlib.Path, out: pathlib.Path) -> str
         return command
     if "launch/slurm.sbatch" in command:  # test_slurm submits it.
         return re.sub(r"^sbatch (\S+)", r"bash \1 --dry-run", command)
+    if "--resume" in command and "--config=" not in command:
+        return f"{re.sub(r'--workdir=[^ ]+', f'--workdir={workdir}', command)} --dry-run"
     if " train" in command:
         command = f"{command} --dry-run"
         command = re.sub(r"--workdir=\S+", f"--workdir={out / 'new'}", command)
