@@ -17,17 +17,25 @@ from jaxrl_async.objectives.tokens import Tokens
 ROOT = pathlib.Path(__file__).parent.parent
 LOSSES = (ROOT / "README.md").read_text("utf-8").partition("## Losses")[2].partition("\n## ")[0]
 ROWS = [line.strip("| ").split(" | ") for line in LOSSES.split("\n") if line.startswith("| `")]
+SECTIONS = {
+    re.sub(r"[^\w -]", "", title).lower().replace(" ", "-")
+    for title in re.findall(
+        r"^## (.+)$", (ROOT / "benchmarks" / "README.md").read_text("utf-8"), re.M
+    )
+}
 ROOMS = {"worker": "rollout", "overlong": "rewards"}
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0][:40])
 def test_a_row_names_what_there_is(row):
-    _, _, functions, tests = row
+    _, _, functions, tests, results = row
     for module, name in re.findall(r"`(\w+)\.([\w*]+)`", functions):
         found = importlib.import_module(f"jaxrl_async.{ROOMS.get(module, 'objectives')}.{module}")
         assert name == "*" or callable(getattr(found, name))
     for name in re.findall(r"`(test_\w+)`", tests):
         assert (ROOT / "tests" / f"{name}.py").exists(), name
+    for section in re.findall(r"benchmarks/README.md#([\w-]+)", results):
+        assert section in SECTIONS
 
 
 def test_every_name_of_a_loss_stands_in_the_table():
