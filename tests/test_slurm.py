@@ -5,6 +5,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 
 import pytest
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.long
 
 
 @pytest.fixture
-def slurm(tmp_path, monkeypatch):
+def slurm(monkeypatch):
     """Runs a client of a Slurm that is there for the test; what the client printed."""
     missing = [name for name in PROGRAMS if shutil.which(name, path="/usr/sbin:/usr/bin") is None]
     if missing or os.getuid() != 0:
@@ -31,7 +32,9 @@ def slurm(tmp_path, monkeypatch):
             "apt-get install --no-install-recommends slurm-wlm munge"
         )
     monkeypatch.setenv("PATH", f"{os.environ['PATH']}:/usr/sbin")
-    script, directory = ROOT / "tests" / "real" / "slurm.sh", tmp_path / "slurm"
+    script = ROOT / "tests" / "real" / "slurm.sh"
+    # Not in tmp_path: a socket of Slurm's has a path of 107 characters at most.
+    directory = pathlib.Path(tempfile.mkdtemp(prefix="slurm-"))
     monkeypatch.setenv("SLURM_CONF", str(directory / "slurm.conf"))
     try:
         subprocess.run([script, "up", directory], check=True, timeout=60)
@@ -49,6 +52,7 @@ def slurm(tmp_path, monkeypatch):
         )
     finally:
         subprocess.run([script, "down", directory], check=False, timeout=60)
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def test_a_preempted_job_is_requeued_and_ends_with_the_weights_of_one_that_was_not(
@@ -69,7 +73,7 @@ def test_a_preempted_job_is_requeued_and_ends_with_the_weights_of_one_that_was_n
 
     def logs_of(workdir):
         files = [tmp_path / f"{workdir.name}.txt", *sorted((workdir / "logs").glob("*.log"))]
-        files += [tmp_path / "slurm" / "log" / "slurmctld.log"]
+        files += [pathlib.Path(os.environ["SLURM_CONF"]).parent / "log" / "slurmctld.log"]
         jobs = slurm("squeue")
         return jobs + "\n".join(f"{f.name}:\n{f.read_text()}" for f in files if f.exists())
 
