@@ -120,7 +120,7 @@ async def test_nothing_is_lost_when_connections_break(num_steps, tmp_path):
     rng, path = random.Random(0), tmp_path / "journal"
     journal = Journal(path, batch_groups=4)
     async with (
-        asyncio.timeout(HANG_SECS),
+        asyncio.timeout(HANG_SECS + 0.2 * num_steps),
         served(journal=journal, **ADMISSION | {"permit_timeout_secs": 60.0}) as target,
     ):
         proxy = Proxy(target, rng, every_secs=0.15)
