@@ -1,5 +1,6 @@
 """The notebooks run from top to bottom: at the smoke size in the normal run, whole with --long."""
 
+import importlib.util
 import pathlib
 
 import nbclient
@@ -64,6 +65,22 @@ def test_a_whole_notebook_shows_what_it_says(name, tmp_path):
         assert before < 0.5 and after > 0.8
     if name == "replay.ipynb":
         assert "equal, bit for bit: True" in done
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+@pytest.mark.parametrize("missing", ["matplotlib", "grain", None])
+def test_a_notebook_installs_where_a_dependency_is_missing(name, missing, tmp_path, monkeypatch):
+    """The package itself is always found: the working directory is its clone."""
+    notebook = nbformat.read(ROOT / "notebooks" / name, as_version=4)
+    (cell,) = [c for c in notebook.cells if "parameters" in c.metadata.get("tags", ())]
+    monkeypatch.chdir(tmp_path)
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == missing else find_spec(name)
+    )
+    found = {"installed": False}
+    exec(cell.source.replace("%pip install --quiet {root}", "installed = True"), found)
+    assert found["installed"] == (missing is not None)
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
