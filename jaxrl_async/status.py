@@ -10,10 +10,8 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxrl_async.channels.wire import QueueStatus, RoleStatus, Wait
+from jaxrl_async.channels.wire import SILENT_SECS, QueueStatus, RoleStatus, Wait
 
-# A role that has not reported for so long is suspected; roles report every two seconds.
-SILENT_SECS = 10.0
 ROLES_FILE = "roles.json"
 CONFIG_FILE = "config.json"
 MAX_GROUPS = 3  # groups that are named one by one
@@ -30,36 +28,30 @@ class Process:
 
 def processes_of(workdir: str | pathlib.Path) -> tuple[Process, ...]:
     """The processes of a run on this machine, as the supervisor started them; () where there are none."""
-    path = pathlib.Path(workdir) / ROLES_FILE
-    try:
-        roles = json.loads(path.read_text(encoding="utf-8"))["roles"]
-    except (OSError, ValueError, KeyError):
-        return ()
+    roles = _read(workdir, ROLES_FILE, "roles") or {}
     return tuple(Process(name, pid, _state_of(pid)) for name, pid in roles.items())
 
 
 def address_of(workdir: str | pathlib.Path) -> str | None:
     """ "host:port" of the queue of a run: as its supervisor, or else its config.json says; None where neither does."""
-    workdir = pathlib.Path(workdir)
-    for name, keys in ((ROLES_FILE, ("queue_address",)), (CONFIG_FILE, ("queue", "address"))):
-        try:
-            found = json.loads((workdir / name).read_text(encoding="utf-8"))
-            for key in keys:
-                found = found[key]
-        except (OSError, ValueError, KeyError):
-            continue
-        if found:
-            return found
-    return None
+    said = _read(workdir, ROLES_FILE, "queue_address")
+    return said or _read(workdir, CONFIG_FILE, "queue", "address") or None
 
 
 def end_of(workdir: str | pathlib.Path) -> str | None:
     """How the run has ended that a supervisor ran: "done", "left" or "failed"; None where none has said so."""
-    path = pathlib.Path(workdir) / ROLES_FILE
+    return _read(workdir, ROLES_FILE, "ended")
+
+
+def _read(workdir: str | pathlib.Path, name: str, *keys: str) -> Any:
+    """What stands under the keys in a file of the workdir; None where it is not there, or not whole."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))["ended"]
+        found = json.loads((pathlib.Path(workdir) / name).read_text(encoding="utf-8"))
+        for key in keys:
+            found = found[key]
     except (OSError, ValueError, KeyError):
         return None
+    return found
 
 
 def write_roles(workdir: pathlib.Path, queue_address: str, pids: Mapping[str, int]) -> None:

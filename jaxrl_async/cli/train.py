@@ -186,9 +186,9 @@ def _one(
     notice.heed(supervisor.LEAVE)
     if heeds:
         notice.heed(signal.SIGTERM)
-        signal.signal(signal.SIGINT, _interrupt)  # What a scheduler starts may ignore it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # What a scheduler starts may ignore it.
     else:
-        signal.signal(signal.SIGTERM, _interrupt)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     if "JAXRL_PARENT" in os.environ:
         parent = int(os.environ["JAXRL_PARENT"])
         threading.Thread(target=_end_with, args=(parent,), name="parent", daemon=True).start()
@@ -240,10 +240,6 @@ def _check_addresses(settings: Settings, role: str, index: int) -> None:
             f"--role=learner --index={index} must be in [0, config.learner.num_processes = "
             f"{settings.learner.num_processes})"
         )
-
-
-def _interrupt(signum, frame):
-    raise KeyboardInterrupt
 
 
 def _end_with(parent: int) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxrl_async.channels.admission import REISSUE_REASONS, Position
 from jaxrl_async.channels.queue_client import LearnerQueue
-from jaxrl_async.channels.wire import UP, QueueStatus, RoleStatus
+from jaxrl_async.channels.wire import SILENT_SECS, UP, QueueStatus, RoleStatus
 from jaxrl_async.learner import packing
 from jaxrl_async.learner.train_step import TrainState, TrainStep
 from jaxrl_async.metrics import MetricsWriter, Timers
@@ -34,7 +34,6 @@ MAX_MISMATCH = 0.02
 MAX_DRIFT = 1.5  # between the mean lengths of what is dropped and of what is trained on
 FAIRNESS_WARNING_STEPS = 20  # At most one warning in so many steps.
 MISMATCH_WARNING_STEPS = 20  # At most one warning in so many steps.
-SILENT_SECS = 10.0  # What a rollout worker said longer ago is not logged any more.
 
 _log = logging.getLogger(__name__)
 
@@ -414,7 +413,7 @@ class _Rates:
                 spent = {what: now[what] - last.get(what, 0.0) for what in now if what != UP}
                 self._means[role.role] = {what: secs / elapsed for what, secs in spent.items()}
                 self._secs[role.role] = now
-            if role.silent_secs < SILENT_SECS:
+            if role.silent_secs < SILENT_SECS:  # Else it does nothing that is known.
                 sums.update(self._means.get(role.role, {}))
         return {f"rollout/{what}": sums[what] for what in ("generating", "scoring", "idle") if sums}
 

@@ -193,8 +193,7 @@ class Versions:
     def wait(self, gives_up: Callable[[], bool]) -> None:
         """Waits until the servers hold the newest version, or what a delay makes of it, or `gives_up` says so."""
         if self._version is not None:
-            limit = {"timeout_secs": self._timeout_secs, "gives_up": gives_up}
-            self._publisher.wait(self._version, **limit)
+            self._publisher.wait(self._version, timeout_secs=self._timeout_secs, gives_up=gives_up)
 
     def check(self) -> None:
         """Raises what stopped the publisher, if anything did."""
