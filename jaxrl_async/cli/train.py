@@ -186,7 +186,8 @@ def _one(
     notice.heed(supervisor.LEAVE)
     if heeds:
         notice.heed(signal.SIGTERM)
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # What a scheduler starts may ignore it.
+        # What a scheduler starts may ignore it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     else:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     if "JAXRL_PARENT" in os.environ:
