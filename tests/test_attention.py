@@ -91,6 +91,26 @@ def test_blocks_equal_the_whole_in_values_and_gradients():
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=5e-6)
 
 
+def test_a_few_rows_at_a_time_equal_the_whole_in_values_and_gradients():
+    # Two of six rows at a time; each row has blocks of its own that nobody may see.
+    q, k, v = _qkv(7, B=6, T=300, H=16, N=8, C=4)
+    mask = _causal_mask(
+        np.stack([np.repeat([1, 2], [50 * i + 10, 290 - 50 * i]) for i in range(6)])
+    )
+
+    def run(function):
+        def gradient(q, k, v):
+            attended, of_attended = jax.vjp(lambda *qkv: function(*qkv, mask), q, k, v)
+            return attended, *of_attended(jnp.sin(attended))
+
+        return jax.jit(gradient)(q, k, v), str(jax.make_jaxpr(gradient)(q, k, v))
+
+    (blocks, program), (whole, _) = run(attention.causal_attention), run(attention.attention)
+    assert "f32[2,8,256,128] = dot_general" in program
+    for found, expected in zip(blocks, whole, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=5e-6)
+
+
 def test_a_long_row_is_cut_into_sixteen_blocks():
     # 3000 tokens are 16 blocks of 188: the largest scores are [B, N, 188, 188], forwards and backwards.
     q, k, v = (jax.ShapeDtypeStruct((1, 3000, 2, 4), jnp.float32) for _ in range(3))
@@ -148,7 +168,7 @@ def test_rows_that_share_prompts_are_attended_to_in_blocks_as_in_whole(dtype):
 
 def test_blocks_on_eight_devices_equal_one():
     mesh = sharding.make_mesh(2, 2, 2)
-    q, k, v = _qkv(6, B=4, T=300, H=4, N=2, C=8)
+    q, k, v = _qkv(6, B=4, T=300, H=16, N=2, C=8)
     mask = np.array(_causal_mask(np.tile(np.repeat([1, 2], 150), (4, 1))))
     rows, heads = (
         jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(("data", "fsdp"), *axes))
@@ -158,9 +178,11 @@ def test_blocks_on_eight_devices_equal_one():
     def loss(q, k, v, mask):
         return jnp.sum(attention.causal_attention(q, k, v, mask) ** 2)
 
-    gradient = jax.grad(loss, (0, 1, 2))
-    one = jax.jit(gradient)(q, k, v, mask)
-    eight = jax.jit(gradient, in_shardings=(heads, heads, heads, rows))(q, k, v, mask)
+    gradient = jax.jit(jax.grad(loss, (0, 1, 2)))
+    one = gradient(q, k, v, mask)
+    divided = jax.device_put((q, k, v, mask), (heads, heads, heads, rows))
+    eight = gradient(*divided)
+    assert "f32[4,2,1024,128] = dot_general" in str(gradient.trace(*divided).jaxpr)
     for found, expected in zip(eight, one, strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 

@@ -178,6 +178,26 @@ def test_remat_changes_no_gradient():
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
+def test_attention_in_blocks_is_computed_once_more_with_remat_alone():
+    row = jax.ShapeDtypeStruct((1, 300), jnp.int32)
+    mask = jax.ShapeDtypeStruct((1, 300, 300), bool)
+
+    def products(remat):
+        config = dataclasses.replace(QWEN2, remat=remat)
+
+        def loss(params, tokens, positions, mask):
+            return jnp.sum(nnx.merge(transformer.graphdef(config), params)(tokens, positions, mask))
+
+        params = transformer.abstract_params(config)
+        program = str(jax.jit(jax.grad(loss)).trace(params, row, row, mask).jaxpr)
+        heads, group = config.num_kv_heads, config.num_heads // config.num_kv_heads
+        return program.count(f"f32[1,{heads},{128 * group},128] = dot_general")
+
+    # Scores forwards, and backwards scores and the gradient of the weights.
+    assert products(remat=False) == 3
+    assert products(remat=True) == 4
+
+
 def test_only_relative_positions_matter():
     model = _model(LLAMA)
     tokens, positions, mask = _row(np.ones((1, 6), int))

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_kernel as splash_kernel,
 )
@@ -13,11 +14,15 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 from jax.sharding import PartitionSpec
 
 KERNELS = ("xla", "cudnn", "splash")
+ATTENDED = "attended"  # What the backward pass of "xla" needs of the forward one, by the name of checkpoint policies.
 
 _SPLASH_BLOCKS = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
 _NEVER = -1e30  # Finite, so that a masked score has a zero and not a NaN gradient.
 _MIN_BLOCK_TOKENS = 128  # Queries whose scores stay near the cache of a CPU core.
 _MAX_BLOCKS = 16  # More of them skip more, and take longer to visit.
+_MAX_SCORES = (
+    1 << 19
+)  # that are computed at a time; more of them leave the cache between two products.
 
 
 def of_rows(kernel: str, segment_ids, prefix_ids=None) -> tuple[jax.Array, Callable]:
@@ -85,10 +90,12 @@ def causal_attention(q_BTHC, k_BTNC, v_BTNC, mask_BTT):
     block = max(_MIN_BLOCK_TOKENS, -(-T // _MAX_BLOCKS))
     if T <= block:
         return attention(q_BTHC, k_BTNC, v_BTNC, mask_BTT)
+    rows = _rows_at_a_time(q_BTHC, block)
     q_BTHC = q_BTHC * q_BTHC.shape[-1] ** -0.5
-    q, k, v = (_split(x, block, k_BTNC.shape[2]) for x in (q_BTHC, k_BTNC, v_BTNC))
+    q, k, v = (_split(x, block, k_BTNC.shape[2], rows) for x in (q_BTHC, k_BTNC, v_BTNC))
     ragged = (0, -T % block)
-    attended = _attend_blocks(q, k, v, jnp.pad(mask_BTT, ((0, 0), ragged, ragged)))
+    mask = jnp.pad(mask_BTT, ((0, 0), ragged, ragged))
+    attended = _attend_blocks(q, k, v, mask.reshape(-1, rows, *mask.shape[1:]))
     return _join(attended, block)[:, :T]
 
 
@@ -174,13 +181,47 @@ def _splash(q_BTHC, k_BTNC, v_BTNC, segment_ids):
     return jax.vmap(of_row)(q_BHTC, k_BHTC, v_BHTC, segment_ids).swapaxes(1, 2)
 
 
+def _rows_at_a_time(q_BTHC, block):
+    """R, a divisor of B, all of it where devices share the rows."""
+    B, _, H, _ = q_BTHC.shape
+    mesh = jax.typeof(q_BTHC).sharding.mesh
+    if not mesh.empty and mesh.size > 1:
+        return B
+    most = max(1, _MAX_SCORES // (H * block * block))
+    return max(rows for rows in range(1, B + 1) if B % rows == 0 and rows <= most)
+
+
 @jax.custom_vjp
-def _attend_blocks(q_IBNQC, k_JBNSC, v_JBNSC, mask_BTT):
-    """[I, B, N, Q, C]: I blocks of queries, a group's heads beside one another, against J = I of S keys; Q = G·S."""
-    return _forward(q_IBNQC, k_JBNSC, v_JBNSC, mask_BTT)[0]
+def _attend_blocks(q, k, v, mask):
+    """R rows after the other; of them a block of queries after the other, against a block of keys after the other.
+
+    Args:
+      q: [B/R, I, R, N, Q, C]: I blocks of queries, a group's heads beside one another; Q = G·S.
+      k: [B/R, J, R, N, S, C]; J = I blocks of S keys.
+      v: [B/R, J, R, N, S, C].
+      mask: bool [B/R, R, T, T].
+
+    Returns:
+      As q, in the dtype of v.
+    """
+    return _forward(q, k, v, mask)[0]
 
 
 def _forward(q, k, v, mask):
+    kept = jax.lax.map(lambda rows: _forward_of_rows(*rows), (q, k, v, mask))
+    attended, log_total = checkpoint_name(kept, ATTENDED)
+    return attended, (q, k, v, mask, attended, log_total)
+
+
+def _backward(residuals, d_attended):
+    d_q, d_k, d_v = jax.lax.map(lambda rows: _backward_of_rows(*rows), (*residuals, d_attended))
+    return d_q, d_k, d_v, None
+
+
+_attend_blocks.defvjp(_forward, _backward)
+
+
+def _forward_of_rows(q, k, v, mask):
     order, count = _visible_blocks(mask, len(q))
 
     def attend(i):
@@ -199,12 +240,10 @@ def _forward(q, k, v, mask):
         top, total, sums = jax.lax.fori_loop(0, count[i], visit, start)
         return (sums / total[..., None]).astype(v.dtype), top + jnp.log(total)
 
-    attended, log_total = jax.lax.map(attend, jnp.arange(len(q)))
-    return attended, (q, k, v, mask, attended, log_total)
+    return jax.lax.map(attend, jnp.arange(len(q)))
 
 
-def _backward(residuals, d_attended):
-    q, k, v, mask, attended, log_total = residuals
+def _backward_of_rows(q, k, v, mask, attended, log_total, d_attended):
     order, count = _visible_blocks(mask, len(q))
     inner = jnp.sum(d_attended.astype(jnp.float32) * attended.astype(jnp.float32), axis=-1)
 
@@ -227,10 +266,7 @@ def _backward(residuals, d_attended):
 
     zeros = jnp.zeros(k.shape, jnp.float32)
     (d_k, d_v), d_q = jax.lax.scan(attend, (zeros, zeros), jnp.arange(len(q)))
-    return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), None
-
-
-_attend_blocks.defvjp(_forward, _backward)
+    return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype)
 
 
 def _visible_blocks(mask_BTT, num_blocks):
@@ -258,16 +294,17 @@ def _add_at(x, index, addend):
     return jax.lax.dynamic_update_index_in_dim(x, x[index] + addend, index, axis=0)
 
 
-def _split(x_BTHC, block, num_kv_heads):
-    """[B, T, H, C] → [I, B, N, G·S, C], the last block padded with zeros."""
+def _split(x_BTHC, block, num_kv_heads, rows):
+    """[B, T, H, C] → [B/R, I, R, N, G·S, C], the last block padded with zeros."""
     B, T, H, C = x_BTHC.shape
     x = jnp.pad(x_BTHC, ((0, 0), (0, -T % block), (0, 0), (0, 0)))
-    x = x.reshape(B, -1, block, num_kv_heads, H // num_kv_heads, C).transpose(1, 0, 3, 4, 2, 5)
-    return x.reshape(*x.shape[:3], -1, C)
+    x = x.reshape(B // rows, rows, -1, block, num_kv_heads, H // num_kv_heads, C)
+    x = x.transpose(0, 2, 1, 4, 5, 3, 6)
+    return x.reshape(*x.shape[:4], -1, C)
 
 
-def _join(x_IBNQC, block):
+def _join(x, block):
     """The inverse of `_split`, but for the padding."""
-    num_blocks, B, N, Q, C = x_IBNQC.shape
-    x = x_IBNQC.reshape(num_blocks, B, N, Q // block, block, C).transpose(1, 0, 4, 2, 3, 5)
-    return x.reshape(B, num_blocks * block, -1, C)
+    groups, num_blocks, rows, N, Q, C = x.shape
+    x = x.reshape(groups, num_blocks, rows, N, Q // block, block, C).transpose(0, 2, 1, 5, 3, 4, 6)
+    return x.reshape(groups * rows, num_blocks * block, -1, C)

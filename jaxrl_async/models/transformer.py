@@ -94,9 +94,13 @@ class Transformer(nnx.Module):
         def layer(x_BTD, block):
             return nnx.merge(graphdef, block)(x_BTD, rope, mask, attend)[0], None
 
-        # Without remat the matmuls' outputs are kept, and what is cheap is computed again: stacking
-        # every intermediate of every layer costs more than computing it.
-        saved = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        # Without remat the matmuls' and the attention's outputs are kept, and what is cheap is computed
+        # again: stacking every intermediate of every layer costs more than computing it.
+        policies = jax.checkpoint_policies
+        saved = policies.save_from_both_policies(
+            policies.dots_with_no_batch_dims_saveable,
+            policies.save_only_these_names(attention.ATTENDED),
+        )
         layer = jax.checkpoint(  # prevent_cse is not needed within a scan.
             layer, policy=None if self.config.remat else saved, prevent_cse=False
         )
@@ -251,11 +255,12 @@ class Block(nnx.Module):
 
     def project(self, x_BTD, rope):
         """Queries [B, T, H, C], keys and values [B, T, N, C]; queries and keys after RoPE."""
-        B, T, _ = x_BTD.shape
-        x_BTD = self.attention_norm(x_BTD)
-        q = self.query(x_BTD).reshape(B, T, -1, self.config.head_dim)
-        k = self.key(x_BTD).reshape(B, T, -1, self.config.head_dim)
-        v = self.value(x_BTD).reshape(B, T, -1, self.config.head_dim)
+        B, T, D = x_BTD.shape
+        # Tokens on one axis: XLA's CPU backend transposes around the gradients of 3-D matmuls.
+        x_ND = self.attention_norm(x_BTD).reshape(B * T, D)
+        q = self.query(x_ND).reshape(B, T, -1, self.config.head_dim)
+        k = self.key(x_ND).reshape(B, T, -1, self.config.head_dim)
+        v = self.value(x_ND).reshape(B, T, -1, self.config.head_dim)
         if self.config.qk_norm:
             q, k = self.query_norm(q), self.key_norm(k)
         return _rotate(q, rope), _rotate(k, rope), v
@@ -263,7 +268,6 @@ class Block(nnx.Module):
     def finish(self, x_BTD, attended_BTHC):
         """What follows the attention: output projection, MLP, both residuals."""
         B, T, D = x_BTD.shape
-        # Tokens on one axis: XLA's CPU backend transposes around the gradients of 3-D matmuls.
         x_ND = x_BTD.reshape(B * T, D) + self.output(attended_BTHC.reshape(B * T, -1))
         y_ND = self.mlp_norm(x_ND)
         x_ND += self.down(jax.nn.silu(self.gate(y_ND)) * self.up(y_ND))
