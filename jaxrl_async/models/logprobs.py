@@ -150,9 +150,13 @@ def _tiled_forward(head, hidden_ND, kernel, tokens_N, temperature):
     def tile(_, index):
         kernel_tile = head.slice(shards, index)
         logits_NSW, chosen_NSW = head.logits(hidden_ND, kernel_tile, tokens_N, temperature, index)
-        log_z_NS = jax.nn.logsumexp(logits_NSW, axis=-1)
-        mean_NS = jnp.sum(jnp.exp(logits_NSW - log_z_NS[:, :, None]) * logits_NSW, axis=-1)
-        return None, (log_z_NS, mean_NS, jnp.sum(jnp.where(chosen_NSW, logits_NSW, 0), axis=-1))
+        top_NS = logits_NSW.max(axis=-1)
+        weights_NSW = jnp.exp(logits_NSW - top_NS[:, :, None])
+        total_NS = weights_NSW.sum(axis=-1)
+        # An einsum and not a sum of products: XLA's CPU backend takes eight times as long for that.
+        mean_NS = jnp.einsum("nsv,nsv->ns", weights_NSW, logits_NSW) / total_NS
+        own_NS = jnp.sum(jnp.where(chosen_NSW, logits_NSW, 0), axis=-1)
+        return None, (top_NS + jnp.log(total_NS), mean_NS, own_NS)
 
     # Shards are summed at the end, so that nothing is communicated within the loop.
     _, (log_z_INS, mean_INS, own_INS) = jax.lax.scan(tile, None, jnp.arange(head.num_tiles))
