@@ -14,7 +14,11 @@ from jaxrl_async.cli.config import load_config, settings_of
 WAIT_SECS = 20.0
 
 
-def test_a_cpu_is_not_divided():
+def test_a_cpu_is_not_divided_and_gives_the_learner_huge_pages(monkeypatch):
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    pages = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+    assert supervisor.divide_devices(("cpu", 0), num_servers=1) == {"learner": pages}
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=3")
     assert supervisor.divide_devices(("cpu", 0), num_servers=1) == {}
 
 
@@ -72,11 +76,13 @@ def test_learner_processes_share_the_learners_gpus_evenly(monkeypatch):
     assert division == {f"learner-{i}": {"CUDA_VISIBLE_DEVICES": str(i)} for i in range(2)}
 
 
-def test_a_cpu_shows_the_learner_as_many_devices_as_its_mesh_has():
+def test_a_cpu_shows_the_learner_as_many_devices_as_its_mesh_has(monkeypatch):
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+
     def divide(**values):
         return supervisor.divide_devices(("cpu", 0), num_servers=1, **values)
 
-    two, four = ({"JAX_NUM_CPU_DEVICES": str(count)} for count in (2, 4))
+    two, four = (supervisor.HUGE_PAGES | {"JAX_NUM_CPU_DEVICES": str(count)} for count in (2, 4))
     assert divide(learner_devices=4) == {"learner": four}
     assert divide(learner_devices=4, num_learners=2) == {"learner-0": two, "learner-1": two}
 
