@@ -11,6 +11,8 @@ policies  Policy, proximal policy and reference of a microbatch, one update a st
 length    Seconds of an accumulate and its temporary memory by XLA's account, for rows of 128 to 2048 tokens and equally
           many tokens.
 
+On a CPU set GLIBC_TUNABLES=glibc.malloc.hugetlb=1, as `train` does for the learner (supervisor.HUGE_PAGES).
+
 The shapes qwen2.5-* run on accelerators only (bfloat16, remat, random weights). Results are printed and written to
 benchmarks/results/learner.json; a part that was not run keeps what stands there.
 """

@@ -143,4 +143,5 @@ def machine() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
         "jax": jax.__version__,
+        "glibc_tunables": os.environ.get("GLIBC_TUNABLES", ""),
     }
