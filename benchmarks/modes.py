@@ -10,9 +10,8 @@ turn, `rounds` times, and each figure is the median over its steps after the fir
                                                                     generated, the last one not trained before the end
     bound   = (T_inf + T_train) / (max(T_inf, T_train) + tail)      what perfect overlap would give; async has no tail
 
-and the share of the bound that a mode reaches is (sync step / its step) / bound. In every mode the server has slots for
-half a chunk of the periodic mode, so that groups end one after another, and a microbatch is small, so that a chunk
-fills its last one. Results are printed and written to
+and the share of the bound that a mode reaches is (sync step / its step) / bound. The server has slots for two chunks of
+the periodic mode, in every mode, so that groups end one after another. Results are printed and written to
 benchmarks/results/modes.json.
 """
 
@@ -43,11 +42,11 @@ WORKLOAD = {
     "warm_start.num_steps": 0,
     "rollout.max_new_tokens": 40,
     "server.max_total_tokens": 48,
-    "server.num_slots": 16,
+    "server.num_slots": 64,
     "server.decode_chunk": 8,
     "learner.groups_per_step": 16,
     "learner.num_minibatches": 1,
-    "learner.microbatch_rows": 4,
+    "learner.microbatch_rows": 8,
     "learner.row_tokens": 128,
     "loss.anchor": "current",
     "checkpoint.every_steps": 1_000_000,
