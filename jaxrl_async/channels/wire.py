@@ -29,9 +29,8 @@ MAX_ENTRIES = 65_536  # permits, or lengths, in one message
 MAX_SERVERS = 4096
 MAX_REASONS = 64  # of a position, and what a role spends its time on
 UP = "up"  # in RoleStatus.secs
-SILENT_SECS = (
-    10.0  # A role that has not reported for so long is suspected; roles report every two seconds.
-)
+# A role that has not reported for so long is suspected; roles report every two seconds.
+SILENT_SECS = 10.0
 MAX_VERSION = 2**31 - 1  # of weights, as every token carries it, and steps
 MAX_COUNT = 2**53
 

@@ -20,9 +20,8 @@ _SPLASH_BLOCKS = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", 
 _NEVER = -1e30  # Finite, so that a masked score has a zero and not a NaN gradient.
 _MIN_BLOCK_TOKENS = 128  # Queries whose scores stay near the cache of a CPU core.
 _MAX_BLOCKS = 16  # More of them skip more, and take longer to visit.
-_MAX_SCORES = (
-    1 << 19
-)  # that are computed at a time; more of them leave the cache between two products.
+# Scores that are computed at a time; more of them leave the cache between two products.
+_MAX_SCORES = 1 << 19
 
 
 def of_rows(kernel: str, segment_ids, prefix_ids=None) -> tuple[jax.Array, Callable]:

@@ -153,7 +153,7 @@ def _tiled_forward(head, hidden_ND, kernel, tokens_N, temperature):
         top_NS = logits_NSW.max(axis=-1)
         weights_NSW = jnp.exp(logits_NSW - top_NS[:, :, None])
         total_NS = weights_NSW.sum(axis=-1)
-        # An einsum and not a sum of products: XLA's CPU backend takes eight times as long for that.
+        # An einsum and not a sum of products: XLA's CPU backend takes seven times as long for that.
         mean_NS = jnp.einsum("nsv,nsv->ns", weights_NSW, logits_NSW) / total_NS
         own_NS = jnp.sum(jnp.where(chosen_NSW, logits_NSW, 0), axis=-1)
         return None, (top_NS + jnp.log(total_NS), mean_NS, own_NS)
