@@ -31,7 +31,6 @@ from jaxrl_async.evaluation import complete
 from jaxrl_async.inference import engine as engines
 from jaxrl_async.inference.sampling import SamplingParams
 from jaxrl_async.learner import learner as learners
-from jaxrl_async.learner.packing import empty_batch, pack
 from jaxrl_async.learner.train_step import TrainState, TrainStep
 from jaxrl_async.learner.versions import Delay
 from jaxrl_async.metrics import Timers
@@ -87,7 +86,7 @@ class Laboratory:
           ValueError: settings that need the real processes.
         """
         _check(settings)
-        start, learner = time.monotonic(), settings.learner
+        start = time.monotonic()
         engine, train_step = self._engine(settings), self._train_step(settings)
         versions = _Versions(engine, settings)
         samples = _Samples(engine, versions, settings, self._tokenizer(settings))
@@ -106,14 +105,8 @@ class Laboratory:
             first_step=1,
             schedule=roles.schedule_of(settings),
             train_step=train_step,
-            pack=functools.partial(
-                pack,
-                microbatch_rows=learner.microbatch_rows,
-                row_tokens=learner.row_tokens,
-                policy=learner.packing,
-                shared_prompts=learner.shared_prompts,
-            ),
-            padding=empty_batch(learner.microbatch_rows, learner.row_tokens),
+            pack=roles.pack_of(settings, process=0),
+            padding=roles.padding_of(settings),
             advantages=ADVANTAGES[settings.loss.advantage],
             queue=samples,
             publisher=versions,

@@ -731,11 +731,10 @@ def first_params_of(settings: Settings, config, mesh, tokenizer):
 
 def pack_of(settings: Settings, *, process: int):
     """Groups and advantages → the microbatches of one process of the learner."""
-    from jaxrl_async.learner.packing import pack_share
+    from jaxrl_async.learner.packing import Packer
 
     learner = settings.learner
-    return functools.partial(
-        pack_share,
+    return Packer(
         process=process,
         num_processes=learner.num_processes,
         microbatch_rows=learner.microbatch_rows,

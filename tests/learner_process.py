@@ -187,8 +187,7 @@ def run(directory, *, process=0, num_processes=1, mesh_shape=(1, 1, 1), first_st
             fail_on_recompile=True,
         ),
         train_step=train_step,
-        pack=functools.partial(
-            packing.pack_share,
+        pack=packing.Packer(
             **part,
             microbatch_rows=MICROBATCH_ROWS,
             row_tokens=ROW_TOKENS,

@@ -147,8 +147,13 @@ def train(
         first_step=over.get("first_step", 1),
         schedule=schedule,
         train_step=train_step,
-        pack=functools.partial(
-            packing.pack, microbatch_rows=4, row_tokens=16, policy="in_order", shared_prompts=False
+        pack=packing.Packer(
+            process=0,
+            num_processes=1,
+            microbatch_rows=4,
+            row_tokens=16,
+            policy="in_order",
+            shared_prompts=False,
         ),
         padding=over.get("padding", packing.empty_batch(4, 16)),
         advantages=advantages.grpo,

@@ -353,6 +353,40 @@ def test_a_share_that_is_none_is_refused(values):
 
 @pytest.mark.parametrize("shared_prompts", [False, True])
 @pytest.mark.parametrize("policy", packing.POLICIES)
+@pytest.mark.parametrize("chunks", [(3, 1, 8), (7,) * 4, (12,)])
+def test_processes_make_equally_many_microbatches_of_every_chunk_and_lose_no_token(
+    chunks, policy, shared_prompts
+):
+    layout = {"row_tokens": 16, "policy": policy, "shared_prompts": shared_prompts}
+    packers = [
+        packing.Packer(process=i, num_processes=4, microbatch_rows=8, **layout) for i in range(4)
+    ]
+    groups, start, found = [make_group(i, 0) for i in range(sum(chunks))], 0, []
+    for size in chunks:
+        chunk = groups[start : start + size]
+        advantage = np.array([[100 * g.prompt_index + k for k in range(4)] for g in chunk])
+        parts = []
+        for process, packer in enumerate(packers):
+            own = Share(process, 4).of_minibatch(size)
+            known = [group if i in own else outline(group) for i, group in enumerate(chunk)]
+            last = start + size == len(groups)
+            parts.append(packer(known, advantage.astype(np.float32), last=last))
+        assert len({len(part) for part in parts}) == 1
+        found += [batch for part in parts for batch in part]
+        start += size
+    # Each token that is trained on, with its trajectory's advantage: all of them, once.
+    seen = np.concatenate([np.stack([b.advantages, b.tokens], -1)[b.mask] for b in found])
+    expected = [
+        (100 * group.prompt_index + k, token)
+        for group in groups
+        for k, t in enumerate(group.trajectories)
+        for token in t.tokens[t.mask]
+    ]
+    assert sorted(map(tuple, seen.tolist())) == sorted(expected)
+
+
+@pytest.mark.parametrize("shared_prompts", [False, True])
+@pytest.mark.parametrize("policy", packing.POLICIES)
 @pytest.mark.parametrize("num_groups", [1, 5, 12])
 def test_every_process_packs_its_groups_into_as_many_microbatches(
     num_groups, policy, shared_prompts
@@ -365,7 +399,8 @@ def test_every_process_packs_its_groups_into_as_many_microbatches(
         own = Share(process, 4).of_minibatch(num_groups)
         known = [group if i in own else outline(group) for i, group in enumerate(groups)]
         part = {"process": process, "num_processes": 4}
-        parts.append(packing.pack_share(known, advantage, **part, microbatch_rows=4, **layout))
+        packer = packing.Packer(**part, microbatch_rows=4, **layout)
+        parts.append(packer(known, advantage, last=True))
         own_batches = packing.pack(
             groups[own.start : own.stop],
             advantage[own.start : own.stop],
@@ -386,7 +421,7 @@ def test_one_process_packs_as_ever():
     groups = [make_group(i, 0) for i in range(5)]
     advantage = np.ones((5, 4), np.float32)
     shape = {"microbatch_rows": 4, "row_tokens": 16, "policy": "fewest", "shared_prompts": True}
-    shared = packing.pack_share(groups, advantage, process=0, num_processes=1, **shape)
+    shared = packing.Packer(process=0, num_processes=1, **shape)(groups, advantage, last=True)
     whole = packing.pack(groups, advantage, **shape)
     for a, b in zip(shared, whole, strict=True):
         for name in vars(a):

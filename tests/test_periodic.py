@@ -211,13 +211,7 @@ def train(run, loss, *, mesh_shape=ONE, rows=4, policy="in_order", num_steps=1, 
         first_step=1,
         schedule=schedule,
         train_step=train_step,
-        pack=functools.partial(
-            packing.pack,
-            microbatch_rows=rows,
-            row_tokens=ROW_TOKENS,
-            policy=policy,
-            shared_prompts=False,
-        ),
+        pack=packer(rows, policy),
         padding=packing.empty_batch(rows, ROW_TOKENS),
         advantages=ADVANTAGES[loss.advantage],
         queue=run,
@@ -306,68 +300,49 @@ def test_in_a_periodic_step_a_recomputed_anchor_is_the_current_policy():
     assert_same(recomputed, current)  # The ratio is among the sums.
 
 
-# Of 9 to 12 tokens two fit into a row of 24 and three do not: 2 groups of 4 trajectories are 4 rows, one microbatch.
-WHOLE_MICROBATCHES = {"shortest": 9, "longest": 12}
-
-
-def packed(groups, rows=4):
-    batches = packing.pack(
-        groups,
-        np.zeros((len(groups), G), np.float32),
+def packer(rows=4, policy="in_order"):
+    return packing.Packer(
+        process=0,
+        num_processes=1,
         microbatch_rows=rows,
         row_tokens=ROW_TOKENS,
-        policy="in_order",
+        policy=policy,
         shared_prompts=False,
     )
-    return [jax.tree.leaves(batch) for batch in batches]
 
 
-def batches_of_chunks(sample, chunk_groups):
-    """Microbatches of a whole batch, and of its chunks in prompt order."""
-    run = Run(sample, chunk_groups=chunk_groups)
-    chunks = [chunk.groups for chunk in run.lease(1, 1.0, gives_up=lambda: None)]
-    return packed(run.trained), [batch for chunk in chunks for batch in packed(chunk)]
-
-
-def are_equal(found, expected):
-    leaves = jax.tree.leaves([found, expected])
-    half = len(leaves) // 2
-    return len(found) == len(expected) and all(map(np.array_equal, leaves[:half], leaves[half:]))
-
-
-@pytest.mark.parametrize(
-    ("lengths", "chunk_groups", "equal"),
-    [
-        pytest.param(WHOLE_MICROBATCHES, 2, True, id="chunks that fill whole microbatches"),
-        pytest.param(WHOLE_MICROBATCHES, 4, True, id="the last chunk may be smaller"),
-        pytest.param(WHOLE_MICROBATCHES, 1, False, id="chunks that fill half a microbatch"),
-        pytest.param({"shortest": 5, "longest": 7}, 2, False, id="a next trajectory fits behind"),
-    ],
-)
-def test_chunks_are_cut_into_the_microbatches_of_the_whole_batch_where_they_fill_them(
-    lengths, chunk_groups, equal
+@pytest.mark.parametrize("chunk_groups", [1, 2, 4, 5])
+@pytest.mark.parametrize("lengths", [(5, 14), (9, 12), (5, 7), (24, 24)])
+def test_chunks_in_prompt_order_are_cut_into_the_microbatches_of_the_whole_batch(
+    lengths, chunk_groups
 ):
-    whole, chunks = batches_of_chunks(made_up(**lengths), chunk_groups)
-    assert are_equal(chunks, whole) == equal
+    run = Run(made_up(*lengths), chunk_groups=chunk_groups)
+    pack, found, of_chunks = packer(), [], []
+    for chunk in run.lease(1, 1.0, gives_up=lambda: None):
+        advantages = np.array([g.prompt_index for g in chunk.groups])[:, None] + np.arange(G)
+        found.append(pack(chunk.groups, advantages.astype(np.float32), last=chunk.last))
+        of_chunks.append(len(found[-1]))
+    advantages = np.arange(B, dtype=np.float32)[:, None] + np.arange(G, dtype=np.float32)
+    whole = packer()(run.trained, advantages, last=True)
+    found = [batch for batches in found for batch in batches]
+    for batch, expected in zip(found, whole, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, batch, expected)
+    assert len(whole) < 3 or sum(of_chunks[:-1]), "all of them waited for the last chunk"
 
 
 @pytest.mark.parametrize("mesh_shape", [ONE, EIGHT])
 def test_twenty_periodic_steps_in_prompt_order_are_the_synchronous_ones_bit_for_bit(mesh_shape):
-    """With packing "in_order", chunks in prompt order, equal shapes and device count.
-
-    And chunks that end where a microbatch of the whole batch ends: each but the last fills whole microbatches, and the
-    next trajectory would not fit behind its last row. Otherwise the same terms are added up in another grouping.
-    """
+    """With packing "in_order", chunks in prompt order, equal shapes and device count."""
     states = []
-    for chunk_groups in (None, 2, 4):
-        run = Run(made_up(**WHOLE_MICROBATCHES), chunk_groups=chunk_groups)
+    for chunk_groups in (None, 1, 2, 4):
+        run = Run(made_up(), chunk_groups=chunk_groups)
         state, _ = train(run, A3PO, mesh_shape=mesh_shape, num_steps=20)
         assert [row["staleness/max"] for row in run.rows] == [0] * 20
         states.append(flat(state.params))
     first = flat(host_params(CONFIG))
     assert np.max(np.abs(states[0] - first)) > 1e-2, "nothing was learned"
-    np.testing.assert_array_equal(states[1], states[0])
-    np.testing.assert_array_equal(states[2], states[0])
+    for state in states[1:]:
+        np.testing.assert_array_equal(state, states[0])
 
 
 class Engine:

@@ -50,6 +50,14 @@ class RecompileError(RuntimeError):
     """A program compiled again after the first step; the message names the step and the counts."""
 
 
+class Pack(Protocol):
+    """Makes microbatches of a chunk, or of what is here of it so far; what the learner needs of `packing.Packer`."""
+
+    def __call__(
+        self, groups: Sequence[Group], advantages: np.ndarray, *, last: bool
+    ) -> list[Batch]: ...
+
+
 class Publish(Protocol):
     """Hands the weights of a version to the servers; what the learner needs of the publisher."""
 
@@ -89,7 +97,7 @@ def train(
     first_step: int,
     schedule: Schedule,
     train_step: TrainStep,
-    pack: Callable[[Sequence[Group], np.ndarray], list[Batch]],
+    pack: Pack,
     padding: Batch,
     advantages: Callable[[np.ndarray], np.ndarray],
     queue: LearnerQueue,
@@ -107,7 +115,7 @@ def train(
       first_step: ≥ 1.
       schedule: when to push, save and stop.
       train_step: the three jitted programs.
-      pack: groups and advantages [N, G] → microbatches of one static shape.
+      pack: groups and advantages [N, G] → microbatches of one static shape, a `packing.Packer`.
       padding: a microbatch of that shape without a token.
       advantages: rewards [N, G] → advantages [N, G].
       queue: leases and commits.
@@ -151,7 +159,7 @@ def train(
         for chunk in itertools.chain([first], chunks):
             minibatches = packing.split_minibatches(chunk.groups, schedule.num_minibatches)
             with timers("pack"):
-                packed = [pack(m, advantages(_rewards(m))) for m in minibatches]
+                packed = [pack(m, advantages(_rewards(m)), last=chunk.last) for m in minibatches]
             with timers("accumulate"):
                 placed = [[train_step.place(batch) for batch in m] for m in packed]
                 # Before any update, which moves the weights that anchors are taken at.

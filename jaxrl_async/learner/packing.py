@@ -29,7 +29,7 @@ def pack(
 
     Args:
       groups: in lease order.
-      advantages: float32 [N, G], one per trajectory of each group.
+      advantages: float32 [N, G], one per trajectory; flat where groups differ in their number.
       microbatch_rows: B of every microbatch; the last one is filled up with empty rows.
       row_tokens: T of every microbatch.
       policy: as in `assign_rows`.
@@ -85,48 +85,81 @@ def pack(
     ]
 
 
-def pack_share(
-    groups: Sequence[Group],
-    advantages: np.ndarray,
-    *,
-    process: int,
-    num_processes: int,
-    microbatch_rows: int,
-    row_tokens: int,
-    policy: str,
-    shared_prompts: bool,
-) -> list[Batch]:
-    """One process's rows of every microbatch: its own groups, laid out as `pack` would do with them alone.
+class Packer:
+    """One process's rows of a step's microbatches, made while its chunks arrive.
 
-    All processes make the same number of microbatches, the largest that any of them needs. Each works that out from
-    the lengths, which it knows of all groups, and fills up with padding.
+    What fills no microbatch waits for the groups that come next, so that small chunks cost no padding. With the
+    policy "in_order" one process makes the microbatches that `pack` makes of all groups at once, however they were cut.
 
-    Args:
-      groups: of a minibatch, in lease order; those of other processes need no tokens.
-      advantages: as in `pack`, of all groups.
-      process: this one, in [0, num_processes).
-      num_processes: among whom the groups and the rows are divided; a divisor of microbatch_rows.
-      microbatch_rows: rows of a microbatch, over all processes.
-      row_tokens: T of every microbatch.
-      policy: as in `assign_rows`.
-      shared_prompts: as in `pack`.
-
-    Returns:
-      Batches of shape [microbatch_rows / num_processes, T].
-
-    Raises:
-      ValueError: as `pack`.
+    All processes make the same number of microbatches at a time. Each works that out from the lengths, which it knows
+    of all groups, and fills up with padding at the end.
     """
-    own_rows = microbatch_rows // num_processes
-    layout = {"row_tokens": row_tokens, "policy": policy, "shared_prompts": shared_prompts}
-    shares = [Share(i, num_processes).of_minibatch(len(groups)) for i in range(num_processes)]
-    own = slice(shares[process].start, shares[process].stop)
-    batches = pack(groups[own], advantages[own], microbatch_rows=own_rows, **layout)
-    for others in shares[:process] + shares[process + 1 :]:
-        rows = _num_rows([groups[i] for i in others], **layout)
-        while len(batches) * own_rows < rows:
-            batches.append(empty_batch(own_rows, row_tokens))
-    return batches
+
+    def __init__(
+        self,
+        *,
+        process: int,
+        num_processes: int,
+        microbatch_rows: int,
+        row_tokens: int,
+        policy: str,
+        shared_prompts: bool,
+    ):
+        """Nothing waits yet.
+
+        Args:
+          process: this one, in [0, num_processes).
+          num_processes: among whom the groups and the rows are divided; a divisor of microbatch_rows.
+          microbatch_rows: rows of a microbatch, over all processes.
+          row_tokens: T of every microbatch.
+          policy: as in `assign_rows`.
+          shared_prompts: as in `lay_out`.
+        """
+        self._process, self._num_processes = process, num_processes
+        self._own_rows = microbatch_rows // num_processes
+        self._layout = dict(row_tokens=row_tokens, policy=policy, shared_prompts=shared_prompts)
+        # The trajectories that wait, of each process: groups, perhaps of a part of theirs, with their advantages.
+        self._waiting: list[list[tuple[Group, np.ndarray]]] = [[] for _ in range(num_processes)]
+
+    def __call__(
+        self, groups: Sequence[Group], advantages: np.ndarray, *, last: bool
+    ) -> list[Batch]:
+        """The microbatches that can be made now.
+
+        Args:
+          groups: in lease order; those of other processes need no tokens.
+          advantages: float32 [N, G], of all groups.
+          last: whether nothing of the minibatch is to come: then nothing waits on.
+
+        Returns:
+          Batches of shape [microbatch_rows / num_processes, T].
+
+        Raises:
+          ValueError: as `pack`.
+        """
+        layouts = []
+        for i, waiting in enumerate(self._waiting):
+            own = Share(i, self._num_processes).of_minibatch(len(groups))
+            waiting += [(groups[j], advantages[j]) for j in own]
+            layouts.append(_lay_out_groups([g for g, _ in waiting], **self._layout))
+        rows = [int(segments.row.max(initial=-1)) + 1 for segments in layouts]
+        if last:
+            count = max(-(-r // self._own_rows) for r in rows)
+        else:
+            still_open = self._layout["policy"] == "in_order"  # the last row, to what comes next
+            count = min(max(0, r - still_open) // self._own_rows for r in rows)
+        own = self._waiting[self._process]
+        batches = pack(
+            [group for group, _ in own],
+            np.concatenate([a for _, a in own]) if own else np.zeros(0, np.float32),
+            microbatch_rows=self._own_rows,
+            **self._layout,
+        )[:count]
+        empty = empty_batch(self._own_rows, self._layout["row_tokens"])
+        batches += [empty] * (count - len(batches))
+        for i, segments in enumerate(layouts):
+            self._waiting[i] = _from_row(count * self._own_rows, self._waiting[i], segments)
+        return batches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +203,7 @@ def lay_out(
         slices = _shared_slices(lengths, prompt_lengths, row_tokens)
     else:
         slices = [(i, 0, length, i) for i, length in enumerate(itertools.chain(*lengths))]
-    trajectory, begin, length, part = np.array(slices).T
+    trajectory, begin, length, part = np.array(slices, np.int64).reshape(-1, 4).T
     rows, starts = assign_rows(
         np.bincount(part, length).astype(int), row_tokens=row_tokens, policy=policy
     )
@@ -255,12 +288,23 @@ def padding_share(batches: Sequence[Batch]) -> float:
     return 1 - used / total if total else 0.0
 
 
-def _num_rows(groups, **layout):
-    """How many rows `pack` fills with groups of which the lengths alone are known."""
-    return _lay_out_groups(groups, **layout).row.max() + 1 if groups else 0
+def _from_row(first, pieces, segments):
+    """Of groups and their advantages, the trajectories whose segments lie in a row ≥ first."""
+    continued = np.isin(np.arange(len(segments.row)), segments.prefix)
+    # A prompt that is laid down for completions belongs to each of them.
+    rest = set(segments.trajectory[(segments.row >= first) & ~continued].tolist())
+    found, index = [], 0
+    for group, advantages in pieces:
+        kept = [i for i in range(len(group.trajectories)) if index + i in rest]
+        index += len(group.trajectories)
+        if kept:
+            trajectories = tuple(group.trajectories[i] for i in kept)
+            found.append((dataclasses.replace(group, trajectories=trajectories), advantages[kept]))
+    return found
 
 
 def _lay_out_groups(groups, **layout):
+    """`lay_out` of groups of which the lengths alone need be known."""
     lengths = [[len(t) for t in group.trajectories] for group in groups]
     prompt_lengths = [group.trajectories[0].prompt_length for group in groups]
     return lay_out(lengths, prompt_lengths, **layout)
