@@ -80,7 +80,7 @@ def test_decoding_token_by_token_equals_the_whole_row(config):
     hidden, cache = _prefill(model, tokens[:, :5], positions[:, :5], prompt_mask)
     np.testing.assert_allclose(np.asarray(hidden)[0], whole[0, :5], atol=1e-5)
     np.testing.assert_allclose(np.asarray(hidden)[1, :3], whole[1, :3], atol=1e-5)
-    cache = jax.tree.map(lambda x: np.pad(x, [(0, 0), (0, 0), (0, S - 5), (0, 0), (0, 0)]), cache)
+    cache = jax.tree.map(lambda x: np.pad(x, [(0, 0), (0, 0), (0, 0), (0, S - 5), (0, 0)]), cache)
     rows = np.arange(2)
     for step in range(S - 5):
         now = prompt_lengths + step
@@ -93,14 +93,14 @@ def test_prefill_equals_the_call_and_keeps_every_layer():
     row = _row([[1, 1, 1, 2, 2, 0]])
     hidden, cache = _prefill(model, *row)
     np.testing.assert_allclose(hidden, _call(model, *row), atol=1e-6)
-    assert cache.k.shape == cache.v.shape == (3, 1, 6, 2, 8)
+    assert cache.k.shape == cache.v.shape == (3, 1, 2, 6, 8)
 
 
 def test_a_row_decoded_outside_the_cache_writes_nothing():
     model = _model(LLAMA)
-    cache = transformer.KVCache(*(np.ones((3, 2, 4, 2, 8), np.float32) for _ in range(2)))
+    cache = transformer.KVCache(*(np.ones((3, 2, 2, 4, 8), np.float32) for _ in range(2)))
     _, after = _decode(model, np.array([1, 2]), np.array([4, 2]), cache)
-    written_LBS = np.any(np.asarray(after.k) != np.asarray(cache.k), axis=(3, 4))
+    written_LBS = np.any(np.asarray(after.k) != np.asarray(cache.k), axis=(2, 4))
     np.testing.assert_array_equal(written_LBS[:, 0], np.zeros((3, 4), bool))
     np.testing.assert_array_equal(written_LBS[:, 1], [[False, False, True, False]] * 3)
 

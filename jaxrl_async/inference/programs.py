@@ -63,7 +63,7 @@ class Programs:
         self.abstract_params = transformer.abstract_params(config)
         self._num_slots = num_slots
         self._shape = (
-            config.num_layers, num_slots, max_total_tokens, config.num_kv_heads, config.head_dim
+            config.num_layers, num_slots, config.num_kv_heads, max_total_tokens, config.head_dim
         )  # fmt: skip
         self._dtype = jnp.dtype(config.dtype)
         cache = transformer.KVCache(*2 * (jax.ShapeDtypeStruct(self._shape, self._dtype),))
@@ -104,7 +104,7 @@ class Programs:
 
         Args:
           params: nnx.State.
-          cache: KVCache of [L, S, T, N, C], donated.
+          cache: KVCache of [L, S, N, T, C], donated.
           rows: int32 arrays of 1 to max_rows tokens' rows, all of one bucket.
           slots: for each row, the slots that receive it.
 

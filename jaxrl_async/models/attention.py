@@ -115,17 +115,21 @@ def attention(q_BTHC, k_BSNC, v_BSNC, mask_BTS):
     Returns:
       [B, T, H, C] in the dtype of v. Scores and softmax are float32.
     """
+    return cached_attention(q_BTHC, k_BSNC.swapaxes(1, 2), v_BSNC.swapaxes(1, 2), mask_BTS)
+
+
+def cached_attention(q_BTHC, k_BNSC, v_BNSC, mask_BTS):
+    """`attention` to keys and values as a cache has them, heads before tokens: what the products read in order."""
     B, T, H, C = q_BTHC.shape
-    S, N = k_BSNC.shape[1:3]
+    N, S = k_BNSC.shape[1:3]
     G = H // N
     # The heads of a group stand beside the queries, so both products are plain matmuls with the
     # leading batch dimensions [B, N]: on a CPU twice as fast as the einsum over [B, T, N, G, C].
     q_BNQC = (q_BTHC * C**-0.5).reshape(B, T, N, G, C).transpose(0, 2, 3, 1, 4)
     q_BNQC = q_BNQC.reshape(B, N, G * T, C)
-    k_BNSC, v_BNSC = k_BSNC.transpose(0, 2, 1, 3), v_BSNC.transpose(0, 2, 1, 3)
     scores = jnp.einsum("bnqc,bnsc->bnqs", q_BNQC, k_BNSC, preferred_element_type=jnp.float32)
     scores = jnp.where(mask_BTS[:, None, None], scores.reshape(B, N, G, T, S), _NEVER)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v_BSNC.dtype).reshape(B, N, G * T, S)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v_BNSC.dtype).reshape(B, N, G * T, S)
     attended_BNQC = jnp.einsum("bnqs,bnsc->bnqc", weights, v_BNSC)
     return attended_BNQC.reshape(B, N, G, T, C).transpose(0, 3, 1, 2, 4).reshape(B, T, H, C)
 

@@ -59,8 +59,8 @@ class ModelConfig:
 class KVCache(NamedTuple):
     """Keys (after RoPE) and values of every layer, in the compute dtype."""
 
-    k: jax.Array  # [L, B, S, N, C]
-    v: jax.Array  # [L, B, S, N, C]
+    k: jax.Array  # [L, B, N, S, C]
+    v: jax.Array  # [L, B, N, S, C]
 
 
 class Transformer(nnx.Module):
@@ -111,7 +111,7 @@ class Transformer(nnx.Module):
         """As __call__ with its default attention, and keeps the keys and values.
 
         Returns:
-          hidden [B, T, D] and a KVCache of [L, B, T, N, C].
+          hidden [B, T, D] and a KVCache of [L, B, N, T, C].
         """
         graphdef, blocks = nnx.split(self.blocks)
         rope = rope_cos_sin(self.config, positions_BT)
@@ -131,7 +131,7 @@ class Transformer(nnx.Module):
         Args:
           tokens_B: int32 [B].
           positions_B: int32 [B], in [0, S).
-          cache: KVCache of [L, B, S, N, C]; index s holds the token at position s.
+          cache: KVCache of [L, B, N, S, C]; index s holds the token at position s.
 
         Returns:
           hidden [B, D], after the final norm, and the cache. Donate the cache to the jit around
@@ -140,7 +140,7 @@ class Transformer(nnx.Module):
         graphdef, blocks = nnx.split(self.blocks)
         rope = rope_cos_sin(self.config, positions_B[:, None])
         rows = jnp.arange(tokens_B.shape[0])
-        mask_B1S = (jnp.arange(cache.k.shape[2])[None] <= positions_B[:, None])[:, None]
+        mask_B1S = (jnp.arange(cache.k.shape[3])[None] <= positions_B[:, None])[:, None]
 
         # The cache is carried whole: as a scanned input and output each step would copy all of it.
         def layer(carry, indexed_block):
@@ -148,9 +148,9 @@ class Transformer(nnx.Module):
             index, block = indexed_block
             block = nnx.merge(graphdef, block)
             q, new_k, new_v = block.project(x_B1D, rope)
-            k = k.at[index, rows, positions_B].set(new_k[:, 0])
-            v = v.at[index, rows, positions_B].set(new_v[:, 0])
-            attended = attention.attention(q, k[index], v[index], mask_B1S)
+            k = k.at[index, rows, :, positions_B].set(new_k[:, 0])
+            v = v.at[index, rows, :, positions_B].set(new_v[:, 0])
+            attended = attention.cached_attention(q, k[index], v[index], mask_B1S)
             return (block.finish(x_B1D, attended), KVCache(k, v)), None
 
         indexed_blocks = (jnp.arange(self.config.num_layers), blocks)
@@ -251,7 +251,7 @@ class Block(nnx.Module):
 
     def __call__(self, x_BTD, rope, mask, attend=attention.causal_attention):
         q, k, v = self.project(x_BTD, rope)
-        return self.finish(x_BTD, attend(q, k, v, mask)), KVCache(k, v)
+        return self.finish(x_BTD, attend(q, k, v, mask)), KVCache(k.swapaxes(1, 2), v.swapaxes(1, 2))
 
     def project(self, x_BTD, rope):
         """Queries [B, T, H, C], keys and values [B, T, N, C]; queries and keys after RoPE."""
