@@ -1,12 +1,15 @@
 """What a step costs under each anchor of the clip, and what the statistics by lag add: the learner alone, no sampling.
 
-    python benchmarks/anchors.py [--shape=quickstart|17m|100m|all] [--rounds=12] [--smoke]
+    python benchmarks/anchors.py [--shape=quickstart|17m|100m|all] [--rounds=12] [--pairs=100] [--smoke]
 
 A step is what `learner.train` makes of a batch that lies ready: the anchor of every microbatch, then accumulate and
 update for each minibatch, and their metrics on the host. The configurations take turns in one process, in alternating
 order, and a figure is the median over rounds of (step / step of `behavior` in the same round), with the quartiles: a
 machine that slows down slows them all. "recompute" runs one more forward than the others, so its ideal is 4/3 without
 remat (forward 1, backward 2) and 5/4 with; with one minibatch its anchor is the policy itself, computed once.
+
+What is as small as A-3PO's interpolation or the statistics is lost in a step's noise. So single calls of `accumulate`
+take turns as well, --pairs times: the median of their ratios, and the 95 % interval of that median (bootstrap).
 
 Beside the times, XLA's count of the FLOPs of `score` and of `accumulate` with each anchor, the time of
 `anchors.a3po` by itself beside that of `score`, and the step with the statistics taken out of `accumulate`: all of
@@ -52,7 +55,7 @@ SHAPES = {
     ),
     "17m": (
         shapes.MODELS["17m"],
-        dict(rows=4, row_tokens=128, microbatches=1, prompt=64, completion=64, steps=1),
+        dict(rows=4, row_tokens=128, microbatches=4, prompt=64, completion=64, steps=1),
     ),
     "100m": (
         shapes.MODELS["100m"],
@@ -122,6 +125,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shape", choices=[*SHAPES, "all"], default="all")
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--pairs", type=int, default=100, help="turns of single accumulates")
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument(
         "--smoke", action="store_true", help="a tiny model, few configurations, two rounds"
@@ -129,7 +133,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     two, one, counted, remats = TWO_MINIBATCHES, ONE_MINIBATCH, TWO_MINIBATCHES, (False, True)
     if args.smoke:
-        args.shape, args.rounds = "smoke", 2
+        args.shape, args.rounds, args.pairs = "smoke", 2, 3
         two, one, counted = ("behavior", "a3po", "recompute"), ("behavior",), ("behavior",)
         remats = (False,)
     device = jax.devices()[0]
@@ -141,12 +145,15 @@ def main(argv: list[str] | None = None) -> None:
     start = time.perf_counter()
     for name in names if args.shape == "all" else [args.shape]:
         shape, work = SHAPES[name]
-        rounds = args.rounds
+        rounds, pairs = args.rounds, args.pairs
         if name == "100m" and device.platform == "cpu":
             work = work | dict(rows=4, microbatches=1)
             one, remats, rounds = (), (False,), max(2, rounds // 3)
+            pairs = max(2, args.pairs // 10)
         table = result["shapes"][name] = {"costs": costs(shape, work, counted)}
         report_costs(name, table["costs"])
+        table["accumulate"] = single_calls(shapes.model_config(shape), work, pairs)
+        report_calls(name, table["accumulate"])
         for remat in remats:
             measured = measure(
                 shapes.model_config(shape, remat=remat), work, rounds, two=two, one=one
@@ -190,6 +197,40 @@ def measure(
         }
     share = shapes.quartiles(secs["a3po"] / secs["a3po, no statistics"] - 1)
     return {"steps": steps, "statistics_share": share}
+
+
+def single_calls(config: transformer.ModelConfig, work: dict, pairs: int) -> dict:
+    """`accumulate` with A-3PO over that with `behavior`, and over that without statistics: calls in turn."""
+    (batch,) = make_batches(config, work, num_microbatches=1)
+    with mock.patch.object(train_steps, "Statistics", LossAlone):
+        programs = {"no statistics": make_programs(config, "a3po", 2)}
+    programs |= {name: make_programs(config, name, 2) for name in ("behavior", "a3po")}
+    params = sharding.init_sharded(config, shapes.one_device(), seed=0)
+    batch = programs["a3po"].place(batch)
+    sums = {name: program.zero_accumulator() for name, program in programs.items()}
+    order, secs = list(programs), {name: [] for name in programs}
+    for _ in range(pairs + 2):
+        for name in order:
+            start = time.perf_counter()
+            sums[name] = programs[name].accumulate(params, sums[name], batch, None, VERSION)
+            jax.block_until_ready(sums[name])
+            secs[name].append(time.perf_counter() - start)
+        order.reverse()
+    secs = {name: np.array(values[2:]) for name, values in secs.items()}  # They compile first.
+    return {
+        "pairs": pairs,
+        "secs": float(np.median(secs["a3po"])),
+        "a3po_over_behavior": median_interval(secs["a3po"] / secs["behavior"]),
+        "statistics_share": median_interval(secs["a3po"] / secs["no statistics"] - 1),
+    }
+
+
+def median_interval(values: np.ndarray) -> dict[str, float]:
+    """The median and its 95 % interval, by resampling."""
+    rng = np.random.default_rng(0)
+    medians = np.median(rng.choice(values, (2000, len(values))), axis=1)
+    low, high = np.quantile(medians, (0.025, 0.975))
+    return {"median": float(np.median(values)), "low": float(low), "high": float(high)}
 
 
 def interleaved(learners: dict[str, Learner], rounds: int, steps: int) -> dict[str, np.ndarray]:
@@ -299,6 +340,16 @@ def report_costs(name: str, found: dict) -> None:
     )
 
 
+def report_calls(name: str, found: dict) -> None:
+    over, share = found["a3po_over_behavior"], found["statistics_share"]
+    print(
+        f"\n{name}: {found['pairs']} single calls of accumulate in turn, median (its 95 % interval)\n"
+        f"  a3po over behavior {over['median']:.4f} ({over['low']:.4f} to {over['high']:.4f})\n"
+        f"  statistics {share['median']:+.2%} ({share['low']:+.2%} to {share['high']:+.2%})",
+        flush=True,
+    )
+
+
 def report_steps(name: str, remat: bool, measured: dict) -> None:
     print(
         f"\n{name}, {'with' if remat else 'without'} remat"
@@ -322,7 +373,7 @@ def plot(result: dict, path: pathlib.Path) -> None:
     tables = result["shapes"]
     figure, axes = plt.subplots(1, len(tables), figsize=(5.5 * len(tables), 4), squeeze=False)
     for axis, (name, table) in zip(axes[0], tables.items(), strict=True):
-        for i, kind in enumerate(kind for kind in table if kind != "costs"):
+        for i, kind in enumerate(kind for kind in table if kind.endswith("remat")):
             rows = table[kind]["steps"]
             over = [row["over_behavior"] for row in rows.values()]
             median = np.array([o["median"] for o in over])

@@ -171,6 +171,10 @@ def test_the_anchors_benchmark_counts_forwards_and_one_compilation_of_each_progr
         "a3po, no statistics": 2,
         "behavior, 1 minibatch": 2,
     }
+    calls = table["accumulate"]
+    assert calls["pairs"] == 3
+    for figure in (calls["a3po_over_behavior"], calls["statistics_share"]):
+        assert figure["low"] <= figure["median"] <= figure["high"]
     # init, zeros, accumulate, update, and score where the anchor is recomputed.
     assert {name: row["compilations"] for name, row in steps.items()} == {
         name: 4 + (name == "recompute") for name in steps
@@ -258,6 +262,7 @@ def test_the_learners_benchmark_runs_in_small_and_keeps_what_it_does_not_run(tmp
     learner.main(["--smoke", "--part=length", f"--out={tmp_path}"])
     found = json.loads((tmp_path / "learner.json").read_text())
     assert found["smoke"]["tokens_per_update"] == 16 and found["smoke"]["share_of_matmul"] > 0
+    assert found["smoke"]["share_of_matmul_beside"] >= found["smoke"]["share_of_matmul"]
     assert found["policies"]["speedup_low"] <= found["policies"]["speedup"]
     assert list(found["length"]) == ["8", "16"]
     assert found["length"]["16"]["temporary_bytes"] > 0
