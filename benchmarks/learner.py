@@ -3,8 +3,10 @@
     python benchmarks/learner.py [--part=rate|policies|length|all] [--updates=2] [--shape=NAME|all]
 
 rate      Accumulate + update in tokens/s. Model FLOPs of a trained token are 6·P + 6·L·H·C·T (P parameters, attention
-          at its causal half; no credit for what remat computes again), forward and backward. They are given as a share
-          of the best 4096³ matmul rate in the same dtype, measured before and after in the same process.
+          at its causal half; no credit for what remat computes again), forward and backward. A 4096³ matmul in the same
+          dtype takes turns with the microbatches: share_of_matmul is of its best rate in the run,
+          share_of_matmul_beside, the median over updates, of its mean rate between the microbatches of the same
+          update, for a machine whose own rate moves.
 policies  Policy, proximal policy and reference of a microbatch, one update a step: one program and one pass, against
           three dispatches (score, score, accumulate). The proximal policy is then the policy itself, so one pass runs
           two forwards where three dispatches run three. Median ratio over rounds that take turns, with quartiles.
@@ -18,9 +20,11 @@ benchmarks/results/learner.json; a part that was not run keeps what stands there
 """
 
 import argparse
+import itertools
 import json
 import pathlib
 import time
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -106,66 +110,63 @@ def report(name: str, measured: dict[str, float]) -> None:
 
 
 def rate(name: str, updates: int) -> dict[str, float]:
-    """`measure` beside the matmul rate."""
-    dtype = shapes.model_config(SHAPES[name][0]).dtype
-    before = matmul_rate(dtype)
-    measured = measure(name, updates)
-    best = max(before, matmul_rate(dtype))
-    return measured | {
-        "matmul_flops_per_sec": best,
-        "share_of_matmul": measured["flops_per_sec"] / best,
-    }
-
-
-def matmul_rate(dtype: str, tries: int = 5) -> float:
-    """Best 4096³ matmul of a few, in FLOP/s."""
-    a, b = (
-        jax.random.normal(jax.random.key(i), (MATMUL_SIZE, MATMUL_SIZE), dtype) for i in range(2)
-    )
-    matmul = jax.jit(jnp.matmul)
-    jax.block_until_ready(matmul(a, b))
-    secs = []
-    for _ in range(tries):
-        start = time.perf_counter()
-        jax.block_until_ready(matmul(a, b))
-        secs.append(time.perf_counter() - start)
-    return 2 * MATMUL_SIZE**3 / min(secs)
-
-
-def measure(name: str, updates: int) -> dict[str, float]:
-    """Tokens/s and FLOP/s of whole updates: accumulate every microbatch, then update."""
+    """Tokens/s and FLOP/s of whole updates, accumulate every microbatch and then update, beside the matmul rate."""
     shape, work = SHAPES[name]
     config = shapes.model_config(shape)
     train_step = shapes.make_train_step(config, learning_rate=1e-4, head_chunk=work["head_chunk"])
     state = train_step.init(sharding.init_sharded(config, shapes.one_device(), seed=0))
     accumulator, batches = train_step.zero_accumulator(), make_batches(config, work)
 
-    def update(state, accumulator):
+    matmul = make_matmul(config.dtype)
+    secs, rates = np.zeros(updates + 1), [[] for _ in range(updates + 1)]
+    for number in range(updates + 1):  # The first one compiles.
         for batch in batches:
+            rates[number].append(matmul())
+            start = time.perf_counter()
             accumulator = train_step.accumulate(state.params, accumulator, batch, None, 2)
-        return train_step.update(state, accumulator)
-
-    state, accumulator, metrics = update(state, accumulator)  # compiles
-    jax.block_until_ready(metrics)
-    secs = []
-    for _ in range(updates):
+            jax.block_until_ready(accumulator)
+            secs[number] += time.perf_counter() - start
+        rates[number].append(matmul())
         start = time.perf_counter()
-        state, accumulator, metrics = update(state, accumulator)
+        state, accumulator, metrics = train_step.update(state, accumulator)
         jax.block_until_ready(metrics)
-        secs.append(time.perf_counter() - start)
+        secs[number] += time.perf_counter() - start
     assert metrics["finite"] == 1
     params = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     tokens = sum(batch.tokens.size for batch in batches)
     attention = 6 * config.num_layers * config.num_heads * config.head_dim * sequence_length(work)
-    secs = float(np.median(secs))
+    flops = tokens * (6 * params + attention)
+    beside = flops / secs[1:] / np.mean(rates[1:], axis=1)
+    secs, best = float(np.median(secs[1:])), max(itertools.chain(*rates))
     return {
         "parameters": params,
         "tokens_per_update": tokens,
         "update_secs": secs,
         "tokens_per_sec": tokens / secs,
-        "flops_per_sec": tokens * (6 * params + attention) / secs,
+        "flops_per_sec": flops / secs,
         "compilations": train_step.num_compilations(),
+        "matmul_flops_per_sec": best,
+        "share_of_matmul": flops / secs / best,
+        "share_of_matmul_beside": float(np.median(beside)),
     }
+
+
+def make_matmul(dtype: str, tries: int = 3) -> Callable[[], float]:
+    """A function that gives the best of a few 4096³ matmuls, in FLOP/s."""
+    shape = (MATMUL_SIZE, MATMUL_SIZE)
+    a, b = (jax.random.normal(jax.random.key(i), shape, dtype) for i in range(2))
+    matmul = jax.jit(jnp.matmul)
+    jax.block_until_ready(matmul(a, b))
+
+    def rate() -> float:
+        secs = []
+        for _ in range(tries):
+            start = time.perf_counter()
+            jax.block_until_ready(matmul(a, b))
+            secs.append(time.perf_counter() - start)
+        return 2 * MATMUL_SIZE**3 / min(secs)
+
+    return rate
 
 
 def policies(shape: dict, tokens: int, rounds: int) -> dict[str, float]:
