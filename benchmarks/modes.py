@@ -10,8 +10,9 @@ turn, `rounds` times, and each figure is the median over its steps after the fir
                                                                     generated, the last one not trained before the end
     bound   = (T_inf + T_train) / (max(T_inf, T_train) + tail)      what perfect overlap would give; async has no tail
 
-and the share of the bound that a mode reaches is (sync step / its step) / bound. The server has slots for two chunks of
-the periodic mode, in every mode, so that groups end one after another. Results are printed and written to
+and the share of the bound that a mode reaches is (sync step / its step) / bound. A step has 16 samples for each slot of
+the server, so that its groups end one after another: were all of them generated at once, they would end together, and
+no schedule could overlap them. Results are printed and written to
 benchmarks/results/modes.json.
 """
 
@@ -42,11 +43,11 @@ WORKLOAD = {
     "warm_start.num_steps": 0,
     "rollout.max_new_tokens": 40,
     "server.max_total_tokens": 48,
-    "server.num_slots": 64,
+    "server.num_slots": 16,
     "server.decode_chunk": 8,
-    "learner.groups_per_step": 16,
+    "learner.groups_per_step": 32,
     "learner.num_minibatches": 1,
-    "learner.microbatch_rows": 8,
+    "learner.microbatch_rows": 4,
     "learner.row_tokens": 128,
     "loss.anchor": "current",
     "checkpoint.every_steps": 1_000_000,

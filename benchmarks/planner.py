@@ -34,7 +34,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
-from modes import CHUNK_GROUPS, WORKLOAD
+from modes import WORKLOAD
 from scipy import optimize
 
 from jaxrl_async.metrics import read_metrics
@@ -52,11 +52,17 @@ ROOT = pathlib.Path(__file__).parent.parent
 WARM_STEPS = 5
 GROUP_SIZE = 8
 
+GROUPS = 16
 # On top of benchmarks/modes.py.
-FROZEN = WORKLOAD | {"learner.learning_rate": 1e-9, "rollout.group_size": GROUP_SIZE}
-GROUPS = WORKLOAD["learner.groups_per_step"]
+FROZEN = WORKLOAD | {
+    "learner.learning_rate": 1e-9,
+    "learner.groups_per_step": GROUPS,
+    "learner.microbatch_rows": 8,
+    "rollout.group_size": GROUP_SIZE,
+    "server.num_slots": 64,
+}
 SETTINGS = {  # name → (mode, what differs)
-    "periodic": ("periodic", {"queue.chunk_groups": CHUNK_GROUPS}),
+    "periodic": ("periodic", {"queue.chunk_groups": 4}),
     "async, η = 1": ("async", {"queue.max_staleness": 1}),
     "async, η = 2": ("async", {"queue.max_staleness": 2}),
     "async, η = 4": ("async", {"queue.max_staleness": 4}),
