@@ -251,7 +251,8 @@ class Block(nnx.Module):
 
     def __call__(self, x_BTD, rope, mask, attend=attention.causal_attention):
         q, k, v = self.project(x_BTD, rope)
-        return self.finish(x_BTD, attend(q, k, v, mask)), KVCache(k.swapaxes(1, 2), v.swapaxes(1, 2))
+        cache = KVCache(k.swapaxes(1, 2), v.swapaxes(1, 2))
+        return self.finish(x_BTD, attend(q, k, v, mask)), cache
 
     def project(self, x_BTD, rope):
         """Queries [B, T, H, C], keys and values [B, T, N, C]; queries and keys after RoPE."""
