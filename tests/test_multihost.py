@@ -372,7 +372,9 @@ def test_processes_make_equally_many_microbatches_of_every_chunk_and_lose_no_tok
             last = start + size == len(groups)
             parts.append(packer(known, advantage.astype(np.float32), last=last))
         assert len({len(part) for part in parts}) == 1
-        found += [batch for part in parts for batch in part]
+        batches = [batch for part in parts for batch in part]
+        assert last or all(batch.segment_ids[:, 0].all() for batch in batches), "an empty row"
+        found += batches
         start += size
     # Each token that is trained on, with its trajectory's advantage: all of them, once.
     seen = np.concatenate([np.stack([b.advantages, b.tokens], -1)[b.mask] for b in found])
