@@ -29,7 +29,7 @@ def pack(
 
     Args:
       groups: in lease order.
-      advantages: float32 [N, G], one per trajectory; flat where groups differ in their number.
+      advantages: float32 [N, G], one per trajectory of each group.
       microbatch_rows: B of every microbatch; the last one is filled up with empty rows.
       row_tokens: T of every microbatch.
       policy: as in `assign_rows`.
@@ -43,8 +43,7 @@ def pack(
         match the trajectories, or prompts to be shared that differ within a group.
     """
     trajectories = [t for group in groups for t in group.trajectories]
-    if np.size(advantages) != len(trajectories):
-        raise ValueError(f"{np.size(advantages)} advantages for {len(trajectories)} trajectories")
+    _check_advantages(advantages, trajectories)
     if not trajectories:
         return []
     if shared_prompts:
@@ -52,6 +51,11 @@ def pack(
     segments = _lay_out_groups(
         groups, row_tokens=row_tokens, policy=policy, shared_prompts=shared_prompts
     )
+    return _fill(trajectories, np.ravel(advantages), segments, microbatch_rows, row_tokens)
+
+
+def _fill(trajectories, advantages, segments, microbatch_rows, row_tokens):
+    """Microbatches of trajectories that were laid out; advantages float32 [n], one of each."""
     num_microbatches = -(-(segments.row.max() + 1) // microbatch_rows)
     whole = empty_batch(num_microbatches * microbatch_rows, row_tokens)
 
@@ -76,7 +80,7 @@ def pack(
         (whole.mask, np.concatenate([t.mask for t in trajectories])[source]),
         (whole.behavior_logprobs, np.concatenate([t.logprobs for t in trajectories])[source]),
         (whole.token_versions, np.concatenate([t.versions for t in trajectories])[source]),
-        (whole.advantages, np.ravel(advantages)[segments.trajectory][segment]),
+        (whole.advantages, advantages[segments.trajectory][segment]),
     ):
         array.reshape(-1)[row[segment] * row_tokens + column] = values
     return [
@@ -139,8 +143,10 @@ class Packer:
         """
         layouts = []
         for i, waiting in enumerate(self._waiting):
-            own = Share(i, self._num_processes).of_minibatch(len(groups))
-            waiting += [(groups[j], advantages[j]) for j in own]
+            share = Share(i, self._num_processes).of_minibatch(len(groups))
+            if i == self._process and self._layout["shared_prompts"]:
+                _check_prompts([groups[j] for j in share])
+            waiting += [(groups[j], advantages[j]) for j in share]
             layouts.append(_lay_out_groups([g for g, _ in waiting], **self._layout))
         rows = [int(segments.row.max(initial=-1)) + 1 for segments in layouts]
         if last:
@@ -148,14 +154,15 @@ class Packer:
         else:
             still_open = self._layout["policy"] == "in_order"  # the last row, to what comes next
             count = min(max(0, r - still_open) // self._own_rows for r in rows)
-        own = self._waiting[self._process]
-        batches = pack(
-            [group for group, _ in own],
-            np.concatenate([a for _, a in own]) if own else np.zeros(0, np.float32),
-            microbatch_rows=self._own_rows,
-            **self._layout,
-        )[:count]
-        empty = empty_batch(self._own_rows, self._layout["row_tokens"])
+        own, row_tokens = self._waiting[self._process], self._layout["row_tokens"]
+        batches = []
+        if own and count:
+            trajectories = [t for group, _ in own for t in group.trajectories]
+            of_own = np.concatenate([a for _, a in own])
+            segments = layouts[self._process]
+            _check_advantages(of_own, trajectories)
+            batches = _fill(trajectories, of_own, segments, self._own_rows, row_tokens)[:count]
+        empty = empty_batch(self._own_rows, row_tokens)
         batches += [empty] * (count - len(batches))
         for i, segments in enumerate(layouts):
             self._waiting[i] = _from_row(count * self._own_rows, self._waiting[i], segments)
@@ -308,6 +315,11 @@ def _lay_out_groups(groups, **layout):
     lengths = [[len(t) for t in group.trajectories] for group in groups]
     prompt_lengths = [group.trajectories[0].prompt_length for group in groups]
     return lay_out(lengths, prompt_lengths, **layout)
+
+
+def _check_advantages(advantages, trajectories):
+    if np.size(advantages) != len(trajectories):
+        raise ValueError(f"{np.size(advantages)} advantages for {len(trajectories)} trajectories")
 
 
 def _check_prompts(groups):

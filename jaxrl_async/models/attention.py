@@ -119,7 +119,17 @@ def attention(q_BTHC, k_BSNC, v_BSNC, mask_BTS):
 
 
 def cached_attention(q_BTHC, k_BNSC, v_BNSC, mask_BTS):
-    """`attention` to keys and values as a cache has them, heads before tokens: what the products read in order."""
+    """`attention` to keys and values as a cache has them, heads before tokens: what the products read in order.
+
+    Args:
+      q_BTHC: [B, T, H, C].
+      k_BNSC: [B, N, S, C]; N divides H.
+      v_BNSC: [B, N, S, C].
+      mask_BTS: bool [B, T, S], True = may attend; at least one True for each query.
+
+    Returns:
+      [B, T, H, C] in the dtype of v. Scores and softmax are float32.
+    """
     B, T, H, C = q_BTHC.shape
     N, S = k_BNSC.shape[1:3]
     G = H // N
