@@ -181,7 +181,8 @@ def _tiled_backward(head, saved, cotangents):
         probs_NSW = jnp.exp(logits_NSW - log_z_N[:, None, None])
         d_logits_NSW = ((chosen_NSW - probs_NSW) * scale_N[:, None, None]).astype(head.dtype)
         d_hidden_SND += dot(f"nsv,{head.axes}->snd", d_logits_NSW, kernel_tile)
-        d_tile = dot(f"nsv,nd->{head.axes}", d_logits_NSW, hidden_ND)
+        # Hidden states first: with the logits first XLA's CPU backend transposes these.
+        d_tile = jnp.einsum(f"dsv->{head.axes}", dot("nd,nsv->dsv", hidden_ND, d_logits_NSW))
         return (d_hidden_SND, head.add(d_kernel, d_tile, index)), None
 
     zeros = jnp.zeros((head.shards, *hidden_ND.shape)), jnp.zeros(shards.shape)
