@@ -47,7 +47,7 @@ SHAPES = {
     ),
     "100m": (
         shapes.MODELS["100m"] | FLOAT32,
-        dict(rows=8, row_tokens=512, microbatches=4, head_chunk=128, prompt=256, completion=256),
+        dict(rows=4, row_tokens=512, microbatches=8, head_chunk=128, prompt=256, completion=256),
     ),
     "qwen2.5-0.5b": (
         dict(vocab_size=151936, num_layers=24, model_dim=896, num_heads=14, num_kv_heads=2, head_dim=64, mlp_dim=4864,

@@ -18,10 +18,11 @@ Adam, clipped at norm 1, a step; the clipped surrogate without KL; the version o
 first steps count nowhere. Tunix is set to the least that its GRPO does: beta 0 and one iteration, so no reference, no
 second forward; trainer and sampler share one copy of the weights; a step is one batch, as it is by default.
 
-Not equal: our engine returns log-probs, tunix's sampler is not asked for them. Our engine computes a prompt once for
-its 8 samples, tunix 8 times. Tunix computes each step in one process, without HTTP, gRPC or files; our `train` sends
-every sample, reward and weight between processes, and writes weights to disk. In mode async our
-updates are of samples up to 2 steps old, with the anchor and the weights for that: another algorithm, the same work.
+Not equal: we take a step's 128 rows in two microbatches, tunix all at once. Our engine returns log-probs, tunix's
+sampler is not asked for them. Our engine computes a prompt once for its 8 samples, tunix 8 times. Tunix computes each
+step in one process, without HTTP, gRPC or files; our `train` sends every sample, reward and weight between processes,
+and writes weights to disk. In mode async our updates are of samples up to 2 steps old, with the anchor and the weights
+for that: another algorithm, the same work.
 
 Runs on a CPU (JAX_PLATFORMS=cpu where there is more). `--smoke`: our side alone, tiny. Results are printed and
 written to benchmarks/results/peers.json, or to --out.
@@ -90,7 +91,7 @@ WORKLOAD = {
     "loss.anchor": "current",
     "learner.groups_per_step": 16,
     "learner.num_minibatches": 1,
-    "learner.microbatch_rows": 128,
+    "learner.microbatch_rows": 64,
     "learner.row_tokens": 32,
     "learner.learning_rate": 1e-6,
     "learner.adam_b2": 0.95,
