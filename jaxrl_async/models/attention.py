@@ -131,12 +131,16 @@ def cached_attention(q_BTHC, k_BNSC, v_BNSC, mask_BTS):
       [B, T, H, C] in the dtype of v. Scores and softmax are float32.
     """
     B, T, H, C = q_BTHC.shape
-    N = k_BNSC.shape[1]
+    N, S = k_BNSC.shape[1:3]
     G = H // N
     # The heads of a group stand beside the queries, so both products are plain matmuls with the
     # leading batch dimensions [B, N]: on a CPU twice as fast as the einsum over [B, T, N, G, C].
     q_BNQC = (q_BTHC * C**-0.5).reshape(B, T, N, G, C).transpose(0, 2, 3, 1, 4)
-    attended_BNQC = _attend_whole(q_BNQC.reshape(B, N, G * T, C), k_BNSC, v_BNSC, mask_BTS)
+    q_BNQC = q_BNQC.reshape(B, N, G * T, C)
+    scores = jnp.einsum("bnqc,bnsc->bnqs", q_BNQC, k_BNSC, preferred_element_type=jnp.float32)
+    scores = jnp.where(mask_BTS[:, None, None], scores.reshape(B, N, G, T, S), _NEVER)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v_BNSC.dtype).reshape(B, N, G * T, S)
+    attended_BNQC = jnp.einsum("bnqs,bnsc->bnqc", weights, v_BNSC)
     return attended_BNQC.reshape(B, N, G, T, C).transpose(0, 3, 1, 2, 4).reshape(B, T, H, C)
 
 
@@ -201,33 +205,6 @@ def _rows_at_a_time(q_BTHC, block):
 
 
 @jax.custom_vjp
-def _attend_whole(q_BNQC, k_BNSC, v_BNSC, mask_BTS):
-    """A group's heads beside one another, Q = G·T; of the queries, scaled, to all keys at once."""
-    return _forward_of_whole(q_BNQC, k_BNSC, v_BNSC, mask_BTS)[0]
-
-
-def _forward_of_whole(q, k, v, mask):
-    scores = _scores(q, k, mask)
-    top = scores.max(axis=-1)
-    weights = jnp.exp(scores - top[..., None])
-    total = weights.sum(axis=-1)
-    sums = _product("bnqs,bnsc->bnqc", weights.astype(v.dtype), v)
-    kept = (sums / total[..., None]).astype(v.dtype), top + jnp.log(total)
-    attended, log_total = checkpoint_name(kept, ATTENDED)
-    return attended, (q, k, v, mask, attended, log_total)
-
-
-def _backward_of_whole(residuals, d):
-    q, k, v, mask, attended, log_total = residuals
-    inner = jnp.sum(d.astype(jnp.float32) * attended.astype(jnp.float32), axis=-1)
-    d_q, d_k, d_v = _gradients(q, log_total, inner, d, k, v, mask)
-    return d_q.astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), None
-
-
-_attend_whole.defvjp(_forward_of_whole, _backward_of_whole)
-
-
-@jax.custom_vjp
 def _attend_blocks(q, k, v, mask):
     """R rows after the other; of them a block of queries after the other, against a block of keys after the other.
 
@@ -264,7 +241,7 @@ def _forward_of_rows(q, k, v, mask):
         def visit(n, carry):
             top, total, sums = carry
             j = order[i, n]
-            scores = _scores(q[i], k[j], _mask_of_pair(mask, i, j, k.shape[-2]))
+            scores = _block_scores(q, k, mask, i, j)
             new_top = jnp.maximum(top, scores.max(axis=-1))
             # Where nothing was allowed yet these are exp(0), which the first allowed key scales to 0.
             weights, kept = jnp.exp(scores - new_top[..., None]), jnp.exp(top - new_top)
@@ -284,16 +261,16 @@ def _backward_of_rows(q, k, v, mask, attended, log_total, d_attended):
     inner = jnp.sum(d_attended.astype(jnp.float32) * attended.astype(jnp.float32), axis=-1)
 
     def attend(carry, i):
-        of_queries = q[i], log_total[i], inner[i], d_attended[i]
-
         def visit(n, carry):
             d_q, d_k, d_v = carry
-            j = order[i, n]
-            of_pair = _gradients(*of_queries, k[j], v[j], _mask_of_pair(mask, i, j, k.shape[-2]))
+            j, d = order[i, n], d_attended[i]
+            weights = jnp.exp(_block_scores(q, k, mask, i, j) - log_total[i][..., None])
+            d_weights = _product("bnqc,bnsc->bnqs", d, v[j])
+            d_scores = (weights * (d_weights - inner[i][..., None])).astype(q.dtype)
             return (
-                d_q + of_pair[0],
-                _add_at(d_k, j, of_pair[1]),
-                _add_at(d_v, j, of_pair[2]),
+                d_q + _product("bnqs,bnsc->bnqc", d_scores, k[j]),
+                _add_at(d_k, j, _product("bnqs,bnqc->bnsc", d_scores, q[i])),
+                _add_at(d_v, j, _product("bnqs,bnqc->bnsc", weights.astype(d.dtype), d)),
             )
 
         start = (jnp.zeros(q.shape[1:], jnp.float32), *carry)
@@ -305,34 +282,6 @@ def _backward_of_rows(q, k, v, mask, attended, log_total, d_attended):
     return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype)
 
 
-def _scores(q_BNQC, k_BNSC, mask_BTS):
-    """float32 [B, N, Q, S]; Q = G·T."""
-    B, N, Q, _ = q_BNQC.shape
-    T, S = mask_BTS.shape[1:]
-    scores = _product("bnqc,bnsc->bnqs", q_BNQC, k_BNSC).reshape(B, N, Q // T, T, S)
-    return jnp.where(mask_BTS[:, None, None], scores, _NEVER).reshape(B, N, Q, S)
-
-
-def _gradients(q_BNQC, log_total_BNQ, inner_BNQ, d_BNQC, k_BNSC, v_BNSC, mask_BTS):
-    """Of queries against keys: their share of the queries' gradients, the keys' and the values'; float32.
-
-    Keys stand before queries here, so that of the five products one alone is of a transposed matrix.
-    """
-    B, N, Q, _ = q_BNQC.shape
-    T, S = mask_BTS.shape[1:]
-    scores = _product("bnsc,bnqc->bnsq", k_BNSC, q_BNQC).reshape(B, N, S, Q // T, T)
-    mask_BST = mask_BTS.swapaxes(1, 2)
-    scores = jnp.where(mask_BST[:, None, :, None], scores, _NEVER).reshape(B, N, S, Q)
-    weights = jnp.exp(scores - log_total_BNQ[:, :, None])
-    d_weights = _product("bnsc,bnqc->bnsq", v_BNSC, d_BNQC)
-    d_scores = (weights * (d_weights - inner_BNQ[:, :, None])).astype(q_BNQC.dtype)
-    return (
-        _product("bnsq,bnsc->bnqc", d_scores, k_BNSC),
-        _product("bnsq,bnqc->bnsc", d_scores, q_BNQC),
-        _product("bnsq,bnqc->bnsc", weights.astype(d_BNQC.dtype), d_BNQC),
-    )
-
-
 def _visible_blocks(mask_BTT, num_blocks):
     """Of each block of queries: blocks of keys, those first of which it may see any, and how many these are."""
     B, T, _ = mask_BTT.shape
@@ -341,9 +290,13 @@ def _visible_blocks(mask_BTT, num_blocks):
     return jnp.argsort(~visible_IJ, axis=1), visible_IJ.sum(axis=1)
 
 
-def _mask_of_pair(mask_BTT, i, j, size):
-    """bool [B, S, S], of a block of queries and one of keys."""
-    return jax.lax.dynamic_slice(mask_BTT, (0, i * size, j * size), (len(mask_BTT), size, size))
+def _block_scores(q, k, mask_BTT, i, j):
+    """float32 [B, N, Q, S]"""
+    B, N, Q, _ = q.shape[1:]
+    S = k.shape[3]
+    mask = jax.lax.dynamic_slice(mask_BTT, (0, i * S, j * S), (B, S, S))
+    scores = _product("bnqc,bnsc->bnqs", q[i], k[j]).reshape(B, N, Q // S, S, S)
+    return jnp.where(mask[:, None, None], scores, _NEVER).reshape(B, N, Q, S)
 
 
 def _product(equation, a, b):
