@@ -17,6 +17,15 @@ def _qkv(seed, B, T, H, N, C, dtype=jnp.float32):
     return tuple(rng.normal(size=(B, T, heads, C)).astype(dtype) for heads in (H, N, N))
 
 
+def _plain_attention(q, k, v, mask):
+    """Grouped-query attention as its formula has it, differentiated by JAX."""
+    group = q.shape[2] // k.shape[2]
+    k, v = (jnp.repeat(x, group, axis=2) for x in (k, v))
+    scores = jnp.einsum("bthc,bshc->bhts", q, k, preferred_element_type=jnp.float32)
+    scores = jnp.where(mask[:, None], scores * q.shape[-1] ** -0.5, -jnp.inf)
+    return jnp.einsum("bhts,bshc->bthc", jax.nn.softmax(scores, axis=-1).astype(v.dtype), v)
+
+
 def test_mask_of_two_segments_and_padding():
     mask = _causal_mask(jnp.array([[1, 1, 2, 2, 0, 0]]))
     expected = [
@@ -72,10 +81,15 @@ def test_query_heads_of_a_group_share_a_key_head():
     np.testing.assert_allclose(_attention(q, k, v, mask), repeated, atol=1e-6)
 
 
-def test_blocks_equal_the_whole_in_values_and_gradients():
-    # 300 tokens are three blocks, the last one ragged.
-    q, k, v = _qkv(1, B=1, T=300, H=4, N=2, C=8)
-    mask = _causal_mask(np.repeat([1, 2, 0], [20, 250, 30])[None])
+@pytest.mark.parametrize("num_tokens", [40, 300])  # whole, and in three blocks, the last one ragged
+def test_attention_equals_its_formula_in_values_and_gradients(num_tokens):
+    q, k, v = _qkv(1, B=2, T=num_tokens, H=4, N=2, C=8)
+    segments = (
+        num_tokens // 15,
+        num_tokens - num_tokens // 15 - num_tokens // 10,
+        num_tokens // 10,
+    )
+    mask = _causal_mask(np.stack([np.repeat([1, 2, 0], segments), np.ones(num_tokens, int)]))
 
     def run(function):
         def loss(q, k, v):
@@ -86,12 +100,13 @@ def test_blocks_equal_the_whole_in_values_and_gradients():
         (_, attended), grads = gradient(q, k, v)
         return attended, *grads
 
-    blocks, whole = run(attention.causal_attention), run(attention.attention)
-    for found, expected in zip(blocks, whole, strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=5e-6)
+    expected = run(_plain_attention)
+    for function in (attention.causal_attention, attention.attention):
+        for found, wanted in zip(run(function), expected, strict=True):
+            np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_a_few_rows_at_a_time_equal_the_whole_in_values_and_gradients():
+def test_a_few_rows_at_a_time_equal_the_formula_in_values_and_gradients():
     # Two of six rows at a time; each row has blocks of its own that nobody may see.
     q, k, v = _qkv(7, B=6, T=300, H=16, N=8, C=4)
     mask = _causal_mask(
@@ -105,7 +120,7 @@ def test_a_few_rows_at_a_time_equal_the_whole_in_values_and_gradients():
 
         return jax.jit(gradient)(q, k, v), str(jax.make_jaxpr(gradient)(q, k, v))
 
-    (blocks, program), (whole, _) = run(attention.causal_attention), run(attention.attention)
+    (blocks, program), (whole, _) = run(attention.causal_attention), run(_plain_attention)
     assert "f32[2,8,256,128] = dot_general" in program
     for found, expected in zip(blocks, whole, strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=5e-6)
@@ -143,7 +158,7 @@ def test_a_block_that_no_query_may_see_is_not_visited():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_rows_that_share_prompts_are_attended_to_in_blocks_as_in_whole(dtype):
+def test_rows_that_share_prompts_are_attended_to_in_blocks_as_by_the_formula(dtype):
     # [150 | 90 | 10 | 70] and [40 | 30], ragged blocks, and a row whose prompt is the whole of it.
     q, k, v = _qkv(5, B=2, T=410, H=4, N=2, C=8, dtype=dtype)
     segment_ids = np.repeat([1, 2, 3, 4, 5, 6, 0], [150, 90, 10, 70, 40, 30, 20])
@@ -157,7 +172,7 @@ def test_rows_that_share_prompts_are_attended_to_in_blocks_as_in_whole(dtype):
 
         return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(q, k, v)
 
-    blocks, whole = run(attention.causal_attention), run(attention.attention)
+    blocks, whole = run(attention.causal_attention), run(_plain_attention)
     tolerance = 1e-5 if dtype == jnp.float32 else 3e-2
     np.testing.assert_allclose(blocks[0], whole[0], rtol=tolerance)
     for found, expected in zip(blocks[1], whole[1], strict=True):
