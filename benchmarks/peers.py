@@ -18,7 +18,9 @@ Adam, clipped at norm 1, a step; the clipped surrogate without KL; the version o
 first steps count nowhere. Tunix is set to the least that its GRPO does: beta 0 and one iteration, so no reference, no
 second forward; trainer and sampler share one copy of the weights; a step is one batch, as it is by default.
 
-Not equal: we take a step's 128 rows in two microbatches, tunix all at once. Our engine returns log-probs, tunix's
+Not equal: we lay a group in two rows, of a prompt and the four completions behind it, which have the loss and the
+gradients of a row for each (`learner.shared_prompts`, tests/test_shared_prompts.py), and take a step's 32 rows in two
+microbatches; tunix has 128 rows of a prompt and a completion, all at once. Our engine returns log-probs, tunix's
 sampler is not asked for them. Our engine computes a prompt once for its 8 samples, tunix 8 times. Tunix computes each
 step in one process, without HTTP, gRPC or files; our `train` sends every sample, reward and weight between processes,
 and writes weights to disk. In mode async our updates are of samples up to 2 steps old, with the anchor and the weights
@@ -91,8 +93,9 @@ WORKLOAD = {
     "loss.anchor": "current",
     "learner.groups_per_step": 16,
     "learner.num_minibatches": 1,
-    "learner.microbatch_rows": 64,
-    "learner.row_tokens": 32,
+    "learner.microbatch_rows": 16,
+    "learner.row_tokens": 80,
+    "learner.shared_prompts": True,
     "learner.learning_rate": 1e-6,
     "learner.adam_b2": 0.95,
     "checkpoint.every_steps": 1_000_000,
@@ -300,7 +303,7 @@ class Ours:
                         mask=mask,
                         prompt_length=prompt_tokens,
                     )
-                    for tokens in self._random_tokens((shape[1], length))
+                    for tokens in self._random_group(prompt_tokens, length)
                 ),
             )
             for prompt_index in range(num_prompts)
@@ -312,8 +315,14 @@ class Ours:
             microbatch_rows=learner.microbatch_rows,
             row_tokens=learner.row_tokens,
             policy=learner.packing,
-            shared_prompts=False,
+            shared_prompts=learner.shared_prompts,
         )
+
+    def _random_group(self, prompt_tokens: int, length: int) -> np.ndarray:
+        """int32 [G, length], of one prompt."""
+        tokens = self._random_tokens((self.settings.rollout.group_size, length))
+        tokens[:, :prompt_tokens] = tokens[0, :prompt_tokens]
+        return tokens
 
     def _prompt_shape(self) -> tuple[int, int]:
         return self.settings.learner.groups_per_step, self.settings.rollout.max_prompt_tokens
