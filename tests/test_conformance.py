@@ -164,18 +164,25 @@ async def generate(client, server, rid="0001-0000", prompt=PROMPT, **sampling):
 
 @contextlib.asynccontextmanager
 async def in_flight(client, server, count, **sampling):
-    """Requests that run; yields their tasks."""
+    """Requests that run, each with a token at least; yields their tasks."""
     tasks = [
-        asyncio.create_task(
-            generate(client, server, f"{i:04d}-0000", [1 + i % 50, 2, 3], **sampling)
-        )
+        asyncio.create_task(generate(client, server, f"{i:04d}-0000", prompt_of(i), **sampling))
         for i in range(count)
     ]
-    await asyncio.sleep(0.3)
+    await until_they_run(client, server)
     try:
         yield tasks
     finally:
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def until_they_run(client, server):
+    """Servers take requests in the order of their arrival: one that came later has its token, so those before have.
+
+    Pausing right after sending them is too early on a machine that has much else to do.
+    """
+    await asyncio.sleep(0.2)  # What was sent has arrived.
+    await generate(client, server, "9998-0000", max_new_tokens=1)
 
 
 @jax.jit
@@ -384,7 +391,7 @@ async def test_an_abort_takes_along_what_an_id_is_a_prefix_of(server, client):
         asyncio.create_task(generate(client, server, rid, max_new_tokens=server.long))
         for rid in rids
     ]
-    await asyncio.sleep(0.3)
+    await until_they_run(client, server)
     await client.abort(server.address, rid="77", timeout_secs=CALL_SECS)
     assert [(await task).finish_reason for task in tasks] == ["abort", "abort", "length"]
 
