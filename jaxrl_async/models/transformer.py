@@ -180,15 +180,14 @@ class Transformer(nnx.Module):
         return constrain(table_VD[tokens].astype(self.config.dtype), ("data", "fsdp"))
 
 
-@functools.lru_cache
 def graphdef(config: ModelConfig) -> nnx.GraphDef:
     """The static half of a Transformer, made without allocating it: nnx.merge(graphdef, params)."""
-    return nnx.split(_abstract(config))[0]
+    return _abstract(config)[0]
 
 
 def abstract_params(config: ModelConfig) -> nnx.State:
     """The parameters' shapes and dtypes: an nnx.State of jax.ShapeDtypeStruct."""
-    return nnx.split(_abstract(config))[1]
+    return jax.tree.map(lambda leaf: leaf, _abstract(config)[1])  # The caller's own.
 
 
 def rope_cos_sin(config: ModelConfig, positions_BT):
@@ -295,8 +294,9 @@ def _linear(num_in, num_out, config, rngs, *, use_bias=False):
     )
 
 
+@functools.lru_cache
 def _abstract(config):
-    return nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0)))
+    return nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
 
 
 def _stretch(frequency, scaling):
