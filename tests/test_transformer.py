@@ -256,6 +256,11 @@ def test_the_graphdef_made_without_allocating_is_the_models_own():
         assert (x.shape, x.dtype) == (abstract.shape, abstract.dtype)
 
 
+def test_the_abstract_parameters_are_the_callers_own():
+    del transformer.abstract_params(QWEN3)["blocks"]
+    assert "blocks" in transformer.abstract_params(QWEN3)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
