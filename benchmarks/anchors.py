@@ -33,10 +33,10 @@ import matplotlib.pyplot as plt
 import numpy as np
 import shapes
 
+from jaxrl_async.config.loss import LossConfig
 from jaxrl_async.learner import train_step as train_steps
 from jaxrl_async.learner.statistics import Statistics
 from jaxrl_async.learner.train_step import TrainStep
-from jaxrl_async.loss_config import LossConfig
 from jaxrl_async.models import sharding, transformer
 from jaxrl_async.objectives import anchors
 from jaxrl_async.types import Batch

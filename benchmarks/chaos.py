@@ -22,8 +22,8 @@ import time
 
 import psutil
 
-from jaxrl_async.channels.journal import JournalReader
 from jaxrl_async.metrics import last_metrics
+from jaxrl_async.queue.journal import JournalReader
 
 ROOT = pathlib.Path(__file__).parent.parent
 ROLES = ("queue", "learner", "rollout", "server")

@@ -31,7 +31,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import optax
 
-from jaxrl_async.loss_config import LossConfig
+from jaxrl_async.config.loss import LossConfig
 from jaxrl_async.objectives.objective import objective
 from jaxrl_async.objectives.tokens import Tokens
 

@@ -24,8 +24,8 @@ import scipy.stats
 from in_process import Laboratory, Outcome
 
 from jaxrl_async.cli.config import load_config, settings_of
+from jaxrl_async.config.settings import Settings
 from jaxrl_async.learner.learner import NonFiniteError
-from jaxrl_async.settings import Settings
 
 ROOT = pathlib.Path(__file__).parent.parent
 

@@ -25,9 +25,7 @@ import numpy as np
 from flax import nnx
 
 from jaxrl_async import roles
-from jaxrl_async.channels.admission import Permit, Position
-from jaxrl_async.channels.wire import NO_STATUS, QueueStatus
-from jaxrl_async.evaluation import complete
+from jaxrl_async.config.settings import Settings, delay_of
 from jaxrl_async.inference import engine as engines
 from jaxrl_async.inference.sampling import SamplingParams
 from jaxrl_async.learner import learner as learners
@@ -36,14 +34,16 @@ from jaxrl_async.learner.versions import Delay
 from jaxrl_async.metrics import Timers
 from jaxrl_async.models import sharding, transformer
 from jaxrl_async.objectives.advantages import ADVANTAGES
+from jaxrl_async.queue.admission import Permit, Position
+from jaxrl_async.queue.wire import NO_STATUS, QueueStatus
 from jaxrl_async.rewards import reward_function
 from jaxrl_async.rewards.math import exact
 from jaxrl_async.rollout.frictions import rng_of
 from jaxrl_async.rollout.sampler import request_seed
 from jaxrl_async.rollout.single_turn import single_turn
 from jaxrl_async.servers.client import Completion
-from jaxrl_async.settings import Settings, delay_of
 from jaxrl_async.tasks.prompts import prompt_stream, test_prompts
+from jaxrl_async.tools.evaluate import complete
 from jaxrl_async.types import Chunk, Group, Prompt, Trajectory, check_trajectory
 
 TIMEOUT_SECS = 600.0

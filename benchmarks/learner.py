@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 import shapes
 
-from jaxrl_async.loss_config import LossConfig
+from jaxrl_async.config.loss import LossConfig
 from jaxrl_async.models import sharding
 from jaxrl_async.types import Batch
 

@@ -51,12 +51,12 @@ import shapes
 
 from jaxrl_async import roles
 from jaxrl_async.cli.config import parse_flags, settings_of
+from jaxrl_async.config.settings import Settings
 from jaxrl_async.inference import engine as engines
 from jaxrl_async.inference.sampling import SamplingParams
 from jaxrl_async.learner.packing import pack
 from jaxrl_async.metrics import read_metrics
 from jaxrl_async.models import sharding
-from jaxrl_async.settings import Settings
 from jaxrl_async.types import NOT_SAMPLED, Group, Trajectory
 
 BENCHMARKS = pathlib.Path(__file__).parent

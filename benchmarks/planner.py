@@ -38,7 +38,7 @@ from modes import WORKLOAD
 from scipy import optimize
 
 from jaxrl_async.metrics import read_metrics
-from jaxrl_async.simulate import (
+from jaxrl_async.tools.simulate import (
     Outcome,
     Plan,
     journal_lengths,
@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(f"--steps must be > {WARM_STEPS}, got {args.steps}")
     args.out.mkdir(parents=True, exist_ok=True)
     # That generation waits for pushes at η = 1 is among what is shown.
-    logging.getLogger("jaxrl_async.channels.admission").setLevel(logging.ERROR)
+    logging.getLogger("jaxrl_async.queue.admission").setLevel(logging.ERROR)
     path = args.out / "planner.json"
     result = json.loads(path.read_text("utf-8")) if path.exists() else {}
     result[args.part] = {"machine": machine()} | PARTS[args.part](args)

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrl_async.config.loss import LossConfig
 from jaxrl_async.learner import optimizer, packing
 from jaxrl_async.learner.train_step import TrainStep
-from jaxrl_async.loss_config import LossConfig
 from jaxrl_async.models import sharding, transformer
 from jaxrl_async.types import NOT_SAMPLED, Batch, Group, Trajectory
 

@@ -40,11 +40,12 @@ from typing import Any
 import grpc
 import numpy as np
 
-from jaxrl_async.channels import queue_service, wire
-from jaxrl_async.channels import trajectory_queue_pb2 as pb
-from jaxrl_async.channels.admission import Admission, Permit
-from jaxrl_async.channels.journal import Journal, file_system_of
-from jaxrl_async.channels.queue_client import LearnerQueue
+from jaxrl_async.queue import service as queue_service
+from jaxrl_async.queue import trajectory_queue_pb2 as pb
+from jaxrl_async.queue import wire
+from jaxrl_async.queue.admission import Admission, Permit
+from jaxrl_async.queue.client import LearnerQueue
+from jaxrl_async.queue.journal import Journal, file_system_of
 from jaxrl_async.types import NOT_SAMPLED, Group, Trajectory
 
 ROOT = pathlib.Path(__file__).parent.parent

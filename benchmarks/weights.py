@@ -22,10 +22,10 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 
-from jaxrl_async.channels.weight_store import WeightStore
 from jaxrl_async.models import hf, transformer
-from jaxrl_async.servers import transports
 from jaxrl_async.servers.client import InferenceClient
+from jaxrl_async.weights import transports
+from jaxrl_async.weights.store import WeightStore
 
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.append(str(ROOT / "tests"))

@@ -15,7 +15,7 @@ checkpoint's files at `model.path` and an SGLang server on each host of `server.
 and `--config.server.api_key_env=SGLANG_API_KEY --config.server.admin_api_key_env=SGLANG_ADMIN_API_KEY` on the learner
 and the rollout workers. Weights travel through a file system that learner and servers share; without one,
 `--config.weights.transport=tensor` sends them over HTTP. On TPU hosts a server is
-`python -m jaxrl_async.inference.sglang_jax_server`, and `stream` sends over HTTP. The accuracy is not measured.
+`python -m jaxrl_async.sglang_jax.server`, and `stream` sends over HTTP. The accuracy is not measured.
 
 Arguments, after a colon: `smoke` (two steps of a tiny random model and an embedded server, on this machine),
 `mode=sync|periodic|async`, `seed=N`.

@@ -12,10 +12,11 @@ from typing import Any
 
 import ml_collections
 
-from jaxrl_async import report, roles, supervisor
-from jaxrl_async import workdir as workdirs
+from jaxrl_async import report, roles
 from jaxrl_async.cli.config import load_config, settings_of
 from jaxrl_async.metrics import read_metrics
+from jaxrl_async.run import supervisor
+from jaxrl_async.run import workdir as workdirs
 
 __all__ = ["Run", "load_config", "run"]
 

@@ -28,7 +28,7 @@ from jaxrl_async.cli.config import (
     settings_of,
     settings_of_point,
 )
-from jaxrl_async.settings import Settings, SettingsError, nearest
+from jaxrl_async.config.settings import Settings, SettingsError, nearest
 from jaxrl_async.sweeps import driver, page, submit
 
 PROGRAM = (sys.executable, "-m", "jaxrl_async")

@@ -32,7 +32,7 @@ on_host() {
     key) [ -s "$key" ] || (umask 077 && head -c 24 /dev/urandom | base64 | tr '+/' '-_' >"$key") ;;
     server)
         SGLANG_API_KEY=$(<"$key") SGLANG_ADMIN_API_KEY=$(<"$key") background "server-$HOSTNAME" \
-            .venv-sglang-jax/bin/python -m jaxrl_async.inference.sglang_jax_server --model-path="$model" \
+            .venv-sglang-jax/bin/python -m jaxrl_async.sglang_jax.server --model-path="$model" \
             --host=0.0.0.0 --port=30000 --skip-tokenizer-init
         ;;
     queue | rollout) JAX_PLATFORMS=cpu background "$role" "${train[@]}" --role="$role" ;;

@@ -14,8 +14,8 @@ import threading
 
 from aiohttp import web
 
-from jaxrl_async.channels import weight_store
-from jaxrl_async.servers import verification
+from jaxrl_async.weights import store as weight_store
+from jaxrl_async.weights import verification
 
 VOCAB_SIZE = 100
 

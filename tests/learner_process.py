@@ -15,20 +15,20 @@ import numpy as np
 import optax
 from small_learner import empty_status
 
-from jaxrl_async.channels import wire
-from jaxrl_async.channels.admission import Position
-from jaxrl_async.channels.lease import Share
-from jaxrl_async.channels.weight_store import WeightStore
-from jaxrl_async.checkpoint import Checkpoints
+from jaxrl_async.config.loss import LossConfig
 from jaxrl_async.learner import learner, packing, processes
+from jaxrl_async.learner.checkpoint import Checkpoints
 from jaxrl_async.learner.train_step import TrainStep
 from jaxrl_async.learner.versions import Delay, Versions
 from jaxrl_async.learner.warm_start import warm_start
-from jaxrl_async.loss_config import LossConfig
 from jaxrl_async.metrics import Timers
 from jaxrl_async.models import sharding, transformer
 from jaxrl_async.objectives import advantages
+from jaxrl_async.queue import wire
+from jaxrl_async.queue.admission import Position
+from jaxrl_async.queue.leases import Share
 from jaxrl_async.types import NOT_SAMPLED, Chunk, Group, Trajectory
+from jaxrl_async.weights.store import WeightStore
 
 MODEL = transformer.ModelConfig(  # of configs/quickstart.py
     vocab_size=14,

@@ -33,7 +33,7 @@ TESTS = collections.defaultdict(  # file → pytest's arguments; the rest: IN_OR
         ),
         f"{LEARNER}/statistics.py": ("tests/test_statistics.py",),
         f"{LEARNER}/train_step.py": ("tests/test_train_step.py", "-k=staleness or token_count"),
-        "jaxrl_async/loss_config.py": ("tests/test_loss_config.py",),
+        "jaxrl_async/config/loss.py": ("tests/test_loss_config.py",),
     },
 )
 DETACHED_U = "u = jax.lax.stop_gradient(jnp.exp(jnp.asarray(log_u, jnp.float32)))"
@@ -487,7 +487,7 @@ MUTATIONS = [
         ("the gradient is not divided", "lambda g: g / denominator", "lambda g: g"),
     ),
     *_of(
-        "jaxrl_async/loss_config.py",
+        "jaxrl_async/config/loss.py",
         ("a dual clip of 1 is taken", "self.dual_clip <= 1", "self.dual_clip < 1"),
         ("a cap of 0 is taken", "self.behavior_cap <= 0", "self.behavior_cap < 0"),
         ("a δ of 1 is taken", "not 0 < self.dppo_delta < 1", "not 0 < self.dppo_delta <= 1"),

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl_async.channels.admission import (
+from jaxrl_async.queue.admission import (
     REISSUE_REASONS,
     RETIRE_REASONS,
     Admission,
     Permit,
     Position,
 )
-from jaxrl_async.channels.lease import OrderError
+from jaxrl_async.queue.leases import OrderError
 
 
 def make(**values) -> Admission:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_async import settings
+from jaxrl_async.config import settings
 from jaxrl_async.models import attention, sharding
 
 _causal_mask = jax.jit(attention.causal_mask)

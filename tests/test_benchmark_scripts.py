@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
 
+from jaxrl_async.config.loss import LossConfig
 from jaxrl_async.learner import packing
-from jaxrl_async.loss_config import LossConfig
 from jaxrl_async.models import sharding
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "benchmarks"))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_async.checkpoint import CheckpointError, Checkpoints
+from jaxrl_async.learner.checkpoint import CheckpointError, Checkpoints
 
 
 def state(value=1.0, shape=(4, 2)):

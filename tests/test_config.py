@@ -5,12 +5,12 @@ import pathlib
 import pytest
 
 from jaxrl_async import roles
-from jaxrl_async import settings as settings_lib
 from jaxrl_async.cli import config as config_lib
 from jaxrl_async.cli import main
+from jaxrl_async.config import settings as settings_lib
+from jaxrl_async.config.settings import Settings, SettingsError, command_words
 from jaxrl_async.learner import packing
-from jaxrl_async.servers import transports
-from jaxrl_async.settings import Settings, SettingsError, command_words
+from jaxrl_async.weights import transports
 
 ROOT = pathlib.Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.py"))

@@ -20,11 +20,11 @@ import pytest
 import real_servers
 from flax import nnx
 
-from jaxrl_async import parity
-from jaxrl_async.channels import weight_store
 from jaxrl_async.models import attention, hf, transformer
-from jaxrl_async.servers import transports
 from jaxrl_async.servers.client import InferenceClient, ServerError, read_completion
+from jaxrl_async.tools import parity
+from jaxrl_async.weights import store as weight_store
+from jaxrl_async.weights import transports
 
 CONFIG = transformer.ModelConfig(
     vocab_size=60,  # Not a multiple of 64: servers pad it.

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxrl_async.channels import weight_store
 from jaxrl_async.inference import engine as engine_lib
 from jaxrl_async.inference import loading, programs, sampling
 from jaxrl_async.models import attention, hf, transformer
+from jaxrl_async.weights import store as weight_store
 
 CONFIG = transformer.ModelConfig(
     vocab_size=29,

@@ -4,8 +4,8 @@ import dataclasses
 import math
 import pathlib
 
-from jaxrl_async import evaluation
 from jaxrl_async.cli.config import load_config, settings_of
+from jaxrl_async.tools import evaluate as evaluation
 
 QUICKSTART = pathlib.Path(__file__).parent.parent / "configs" / "quickstart.py"
 

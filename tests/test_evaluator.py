@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 from fake_sglang import answer, started, token
 
-from jaxrl_async.channels.weight_store import WeightStore
-from jaxrl_async.checkpoint import Checkpoints
 from jaxrl_async.cli.config import load_config, settings_of
-from jaxrl_async.evaluator import Evaluator, best_version
+from jaxrl_async.evaluation.evaluator import Evaluator, best_version
+from jaxrl_async.learner.checkpoint import Checkpoints
 from jaxrl_async.rewards.pool import RewardPool
 from jaxrl_async.roles import push_deadline_of
 from jaxrl_async.servers.client import InferenceClient
-from jaxrl_async.servers.publisher import Publisher, PublisherError
-from jaxrl_async.servers.transports import TRANSPORTS
 from jaxrl_async.types import Prompt
+from jaxrl_async.weights.publisher import Publisher, PublisherError
+from jaxrl_async.weights.store import WeightStore
+from jaxrl_async.weights.transports import TRANSPORTS
 
 WAIT_SECS = 20.0  # Of the tests for what should come soon.
 SEED = 3

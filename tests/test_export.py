@@ -13,12 +13,12 @@ from flax import nnx
 from test_tokenizer import CHAT, make_bpe, write_hf
 
 from jaxrl_async import roles
-from jaxrl_async.channels import weight_store
 from jaxrl_async.cli.config import load_config, settings_of
 from jaxrl_async.cli.main import main
 from jaxrl_async.models import attention, hf, sharding, transformer
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.tasks.tokenizer import CharTokenizer, HFTokenizer
+from jaxrl_async.weights import store as weight_store
 
 CONFIGS = pathlib.Path(__file__).parent.parent / "configs"
 TEXT = "47+38="

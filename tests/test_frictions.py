@@ -7,9 +7,9 @@ import pytest
 
 from jaxrl_async import roles
 from jaxrl_async.cli import config as config_lib
+from jaxrl_async.config.settings import SettingsError
 from jaxrl_async.rollout import frictions
 from jaxrl_async.rollout.frictions import Frictions, rng_of
-from jaxrl_async.settings import SettingsError
 from jaxrl_async.tasks.tokenizer import CharTokenizer
 from jaxrl_async.types import Trajectory, check_trajectory
 

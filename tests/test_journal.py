@@ -17,11 +17,11 @@ import test_queue
 from hypothesis import strategies as st
 from test_queue import group, opened, served
 
-from jaxrl_async.channels import journal as journals
-from jaxrl_async.channels.admission import Admission, Permit, Position
-from jaxrl_async.channels.journal import Journal, JournalError, JournalReader
-from jaxrl_async.channels.queue_client import QueueError
-from jaxrl_async.channels.wire import ServerRecord
+from jaxrl_async.queue import journal as journals
+from jaxrl_async.queue.admission import Admission, Permit, Position
+from jaxrl_async.queue.client import QueueError
+from jaxrl_async.queue.journal import Journal, JournalError, JournalReader
+from jaxrl_async.queue.wire import ServerRecord
 
 NOTHING = {"lost": [], "doubled": [], "gap": [], "stray": []}
 ADMISSION = test_queue.ADMISSION | {"max_staleness": 2}
@@ -362,7 +362,7 @@ async def test_a_full_disk_stops_the_queue_and_says_so(tmp_path):
 
 
 async def fill_until_it_stops(address):
-    from jaxrl_async.channels.queue_client import LearnerQueue, QueueClient
+    from jaxrl_async.queue.client import LearnerQueue, QueueClient
 
     timeouts = dict(connect_timeout_secs=5.0, call_timeout_secs=5.0)
     learner = LearnerQueue(address, **timeouts)

@@ -16,12 +16,12 @@ import pytest
 import yaml
 from kubernetes import client as kubernetes
 
-from jaxrl_async import cluster
-from jaxrl_async.channels import queue_client
 from jaxrl_async.cli import main
 from jaxrl_async.cli.config import UsageError, load_config, settings_of
-from jaxrl_async.settings import SettingsError
-from jaxrl_async.supervisor import free_port
+from jaxrl_async.config.settings import SettingsError
+from jaxrl_async.queue import client as queue_client
+from jaxrl_async.run import cluster
+from jaxrl_async.run.supervisor import free_port
 
 ROOT = pathlib.Path(__file__).parent.parent
 LAUNCH = ROOT / "launch"

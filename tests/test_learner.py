@@ -10,14 +10,14 @@ import optax
 import pytest
 from small_learner import empty_status, flat
 
-from jaxrl_async.channels import wire
-from jaxrl_async.channels.admission import Position
+from jaxrl_async.config.loss import LossConfig
 from jaxrl_async.learner import learner, packing
 from jaxrl_async.learner.train_step import TrainStep
-from jaxrl_async.loss_config import LossConfig
 from jaxrl_async.metrics import Timers
 from jaxrl_async.models import sharding, transformer
 from jaxrl_async.objectives import advantages
+from jaxrl_async.queue import wire
+from jaxrl_async.queue.admission import Position
 from jaxrl_async.types import Chunk, Group, Trajectory
 
 CONFIG = transformer.ModelConfig(

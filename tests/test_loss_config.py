@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from jaxrl_async import loss_config
-from jaxrl_async.loss_config import LossConfig
+from jaxrl_async.config import loss as loss_config
+from jaxrl_async.config.loss import LossConfig
 from jaxrl_async.objectives.advantages import ADVANTAGES
 from jaxrl_async.objectives.anchors import ANCHORS, APPROXIMATIONS
 from jaxrl_async.objectives.kl import KLS

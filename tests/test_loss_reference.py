@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_async import loss_config
-from jaxrl_async.loss_config import LossConfig
+from jaxrl_async.config import loss as loss_config
+from jaxrl_async.config.loss import LossConfig
 from jaxrl_async.objectives.advantages import ADVANTAGES
 from jaxrl_async.objectives.objective import objective
 from jaxrl_async.objectives.tokens import Tokens

@@ -17,7 +17,7 @@ from test_train_step import (
     params_on,
 )
 
-from jaxrl_async.loss_config import LossConfig
+from jaxrl_async.config.loss import LossConfig
 
 NO_WEIGHT = {"behavior_cap_mode": "none", "behavior_cap": None}
 GSPO = LossConfig(

@@ -9,7 +9,7 @@ import pytest
 from jax.test_util import check_grads
 from test_loss_reference import FLOATS, random_tokens, tokens_of
 
-from jaxrl_async.loss_config import LossConfig
+from jaxrl_async.config.loss import LossConfig
 from jaxrl_async.objectives import anchors, kl, policy_loss, surrogates, weights
 from jaxrl_async.objectives.objective import objective
 from jaxrl_async.objectives.tokens import Tokens

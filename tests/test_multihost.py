@@ -18,16 +18,16 @@ from hypothesis import strategies as st
 from learner_process import MODEL, NUM_STEPS, make_group, make_train_step, outline
 from learner_process import run as run_here
 
-from jaxrl_async import supervisor
-from jaxrl_async.channels.journal import JournalReader
-from jaxrl_async.channels.lease import Share
-from jaxrl_async.channels.weight_store import WeightStore, WeightStoreError
-from jaxrl_async.checkpoint import Checkpoints
 from jaxrl_async.learner import packing, processes
+from jaxrl_async.learner.checkpoint import Checkpoints
 from jaxrl_async.learner.follower import FollowerPublisher
 from jaxrl_async.metrics import read_metrics
 from jaxrl_async.models import hf, sharding
 from jaxrl_async.objectives import advantages
+from jaxrl_async.queue.journal import JournalReader
+from jaxrl_async.queue.leases import Share
+from jaxrl_async.run import supervisor
+from jaxrl_async.weights.store import WeightStore, WeightStoreError
 
 ROOT = pathlib.Path(__file__).parent.parent
 RUN_TIMEOUT_SECS = 400

@@ -10,12 +10,12 @@ import pytest
 from aiohttp import web
 from flax import nnx
 
-from jaxrl_async import parity
-from jaxrl_async.channels import weight_store
 from jaxrl_async.cli import main as cli
 from jaxrl_async.inference import engine as engine_lib
 from jaxrl_async.inference import http, programs
 from jaxrl_async.models import hf, transformer
+from jaxrl_async.tools import parity
+from jaxrl_async.weights import store as weight_store
 
 CONFIG = transformer.ModelConfig(
     vocab_size=19,

@@ -17,16 +17,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_learner import MODEL, assert_same, empty_status, flat, host_params, params_on
 
-from jaxrl_async.channels.admission import Admission
-from jaxrl_async.evaluation import complete
+from jaxrl_async.config.loss import LossConfig
 from jaxrl_async.inference import engine as engines
 from jaxrl_async.inference.sampling import SamplingParams
 from jaxrl_async.learner import learner, packing
 from jaxrl_async.learner.train_step import TrainStep
-from jaxrl_async.loss_config import LossConfig
 from jaxrl_async.metrics import Timers
 from jaxrl_async.models import sharding
 from jaxrl_async.objectives.advantages import ADVANTAGES
+from jaxrl_async.queue.admission import Admission
+from jaxrl_async.tools.evaluate import complete
 from jaxrl_async.types import Chunk, Group, Trajectory
 
 CONFIG = dataclasses.replace(MODEL, num_layers=1)

@@ -27,20 +27,20 @@ from test_train import (
     wait_for_step,
 )
 
-from jaxrl_async import status
-from jaxrl_async.channels import queue_client
-from jaxrl_async.channels.journal import JournalReader
-from jaxrl_async.channels.weight_store import WeightStore
 from jaxrl_async.learner.processes import Agreement
 from jaxrl_async.metrics import read_metrics
-from jaxrl_async.preemption import PREEMPTED
+from jaxrl_async.queue import client as queue_client
+from jaxrl_async.queue.journal import JournalReader
+from jaxrl_async.run import status
+from jaxrl_async.run.preemption import PREEMPTED
+from jaxrl_async.weights.store import WeightStore
 
 __all__ = ["command", "run"]  # fixtures
 WAIT_SECS = 60.0
 
 HEEDS = """
 import os, signal, time
-from jaxrl_async.preemption import Notice
+from jaxrl_async.run.preemption import Notice
 
 notice = Notice(grace_secs={grace_secs})
 notice.heed(signal.SIGTERM)

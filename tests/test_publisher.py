@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from fake_sglang import FakeServer, started
 
-from jaxrl_async.channels.weight_store import WeightStore
-from jaxrl_async.channels.wire import ServerRecord
+from jaxrl_async.queue.wire import ServerRecord
 from jaxrl_async.servers.client import InferenceClient
-from jaxrl_async.servers.publisher import Publisher, PublisherError, _Server, server_records
-from jaxrl_async.servers.transports import TRANSPORTS
+from jaxrl_async.weights.publisher import Publisher, PublisherError, _Server, server_records
+from jaxrl_async.weights.store import WeightStore
+from jaxrl_async.weights.transports import TRANSPORTS
 
 WAIT_SECS = 20.0  # Of the tests for what should come soon.
 

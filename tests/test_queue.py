@@ -9,13 +9,15 @@ import grpc
 import numpy as np
 import pytest
 
-from jaxrl_async.channels import queue_client, queue_service, wire
-from jaxrl_async.channels import trajectory_queue_pb2 as pb
-from jaxrl_async.channels.admission import Admission, Permit, Position
-from jaxrl_async.channels.lease import Share
-from jaxrl_async.channels.queue_client import LearnerQueue, QueueClient, QueueError
-from jaxrl_async.channels.trajectory_queue_pb2_grpc import TrajectoryQueueStub
-from jaxrl_async.channels.wire import ServerRecord
+from jaxrl_async.queue import client as queue_client
+from jaxrl_async.queue import service as queue_service
+from jaxrl_async.queue import trajectory_queue_pb2 as pb
+from jaxrl_async.queue import wire
+from jaxrl_async.queue.admission import Admission, Permit, Position
+from jaxrl_async.queue.client import LearnerQueue, QueueClient, QueueError
+from jaxrl_async.queue.leases import Share
+from jaxrl_async.queue.trajectory_queue_pb2_grpc import TrajectoryQueueStub
+from jaxrl_async.queue.wire import ServerRecord
 from jaxrl_async.types import Group, InvalidTrajectoryError, Trajectory
 
 GROUP_SIZE, VOCAB_SIZE, MAX_TOKENS = 2, 50, 64

@@ -19,9 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_queue import GROUP_SIZE, MAX_TOKENS, VOCAB_SIZE, group
 
-from jaxrl_async.channels import trajectory_queue_pb2 as pb
-from jaxrl_async.channels import wire
-from jaxrl_async.channels.admission import (
+from jaxrl_async.queue import trajectory_queue_pb2 as pb
+from jaxrl_async.queue import wire
+from jaxrl_async.queue.admission import (
     EXHAUSTED,
     REISSUE_REASONS,
     RETIRE_REASONS,
@@ -30,9 +30,9 @@ from jaxrl_async.channels.admission import (
     Position,
     State,
 )
-from jaxrl_async.channels.journal import Journal, JournalError, JournalReader
-from jaxrl_async.channels.lease import FixedChunk, OrderError
-from jaxrl_async.channels.queue_service import QueueService
+from jaxrl_async.queue.journal import Journal, JournalError, JournalReader
+from jaxrl_async.queue.leases import FixedChunk, OrderError
+from jaxrl_async.queue.service import QueueService
 from jaxrl_async.types import InvalidTrajectoryError
 
 REASONS = sorted(REISSUE_REASONS | RETIRE_REASONS)

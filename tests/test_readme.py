@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_async import loss_config
+from jaxrl_async.config import loss as loss_config
 from jaxrl_async.objectives import surrogates
 from jaxrl_async.objectives.objective import objective
 from jaxrl_async.objectives.tokens import Tokens

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from jaxrl_async import report
-from jaxrl_async.channels import wire
-from jaxrl_async.channels.admission import Permit, Position
-from jaxrl_async.channels.journal import Journal
-from jaxrl_async.channels.lease import FixedChunk
+from jaxrl_async.queue import wire
+from jaxrl_async.queue.admission import Permit, Position
+from jaxrl_async.queue.journal import Journal
+from jaxrl_async.queue.leases import FixedChunk
 from jaxrl_async.report import page as pages
 from jaxrl_async.report import plots, samples, tables
 from jaxrl_async.tasks.tokenizer import CharTokenizer

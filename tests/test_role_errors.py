@@ -4,10 +4,10 @@ import errno
 
 import pytest
 
-from jaxrl_async.channels.journal import JournalError
 from jaxrl_async.cli import train
-from jaxrl_async.servers.publisher import PublisherError
-from jaxrl_async.settings import SettingsError
+from jaxrl_async.config.settings import SettingsError
+from jaxrl_async.queue.journal import JournalError
+from jaxrl_async.weights.publisher import PublisherError
 
 
 def caused(error, cause):

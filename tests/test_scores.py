@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxrl_async import scores
+from jaxrl_async.evaluation import scores
 
 
 def test_pass_at_k_is_the_chance_that_one_of_k_is_right():

@@ -32,18 +32,20 @@ from test_inference_http import CONFIG, SHAPE, serving, upload, weights, write_w
 from test_queue import group, served
 
 from jaxrl_async import security
-from jaxrl_async.channels import queue_client, queue_service, wire
-from jaxrl_async.channels import trajectory_queue_pb2 as pb
-from jaxrl_async.channels.admission import Permit, Position
-from jaxrl_async.channels.journal import Journal
-from jaxrl_async.channels.queue_client import LearnerQueue, QueueClient, QueueError
-from jaxrl_async.channels.wire import ServerRecord, Wait
 from jaxrl_async.cli import config as config_lib
 from jaxrl_async.cli import main
+from jaxrl_async.config.settings import SettingsError
 from jaxrl_async.inference import engine as engines
 from jaxrl_async.inference import http, loading
+from jaxrl_async.queue import client as queue_client
+from jaxrl_async.queue import service as queue_service
+from jaxrl_async.queue import trajectory_queue_pb2 as pb
+from jaxrl_async.queue import wire
+from jaxrl_async.queue.admission import Permit, Position
+from jaxrl_async.queue.client import LearnerQueue, QueueClient, QueueError
+from jaxrl_async.queue.journal import Journal
+from jaxrl_async.queue.wire import ServerRecord, Wait
 from jaxrl_async.servers.client import InferenceClient, ServerError
-from jaxrl_async.settings import SettingsError
 
 ROOT = pathlib.Path(__file__).parent.parent
 QUICKSTART = ROOT / "configs" / "quickstart.py"
@@ -1023,7 +1025,7 @@ def test_random_bytes_on_the_wire_never_stop_the_server(address, request, caplog
 
 FORBIDDEN_MODULES = {"pickle", "marshal", "dill", "cloudpickle", "shelve", "joblib", "cPickle"}
 FORBIDDEN_CALLS = {"eval", "exec", "__import__", "yaml.load", "yaml.unsafe_load", "torch.load"}
-SENDS = "servers/transports.py"  # SGLang's tensor route takes nothing else.
+SENDS = "weights/transports.py"  # SGLang's tensor route takes nothing else.
 
 
 def unsafe(tree):

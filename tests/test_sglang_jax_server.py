@@ -7,21 +7,21 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxrl_async.channels.weight_store import WeightStore
-from jaxrl_async.inference import sglang_jax_checkpoints
-from jaxrl_async.inference import sglang_jax_server as server
-from jaxrl_async.inference.sglang_jax_checkpoints import (
+from jaxrl_async.sglang_jax import checkpoints as sglang_jax_checkpoints
+from jaxrl_async.sglang_jax import server
+from jaxrl_async.sglang_jax.checkpoints import (
     WeightsError,
     check_checkpoint,
     identity,
     total_digest,
 )
-from jaxrl_async.inference.sglang_jax_engine import (
+from jaxrl_async.sglang_jax.engine import (
     RequestError,
     VersionLog,
     check_prompt,
     copied_result,
 )
+from jaxrl_async.weights.store import WeightStore
 
 CONFIG = {
     "model_type": "qwen3",

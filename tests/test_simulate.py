@@ -13,9 +13,9 @@ import pytest
 from test_journal import queue_of
 from test_queue import group
 
-from jaxrl_async import simulate as simulation
 from jaxrl_async.cli import main
-from jaxrl_async.simulate import Plan, StallError, lengths_of, simulate
+from jaxrl_async.tools import simulate as simulation
+from jaxrl_async.tools.simulate import Plan, StallError, lengths_of, simulate
 
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))

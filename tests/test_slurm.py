@@ -11,8 +11,8 @@ import time
 import pytest
 from test_train import assert_same, params_of
 
-from jaxrl_async.channels.journal import JournalReader
 from jaxrl_async.metrics import read_metrics
+from jaxrl_async.queue.journal import JournalReader
 
 ROOT = pathlib.Path(__file__).parent.parent
 NUM_STEPS = 40

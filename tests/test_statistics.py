@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from test_loss_reference import anchor_of, random_tokens, reference, tokens_of, trajectories
 
+from jaxrl_async.config.loss import LossConfig
 from jaxrl_async.learner.statistics import LAG_BUCKETS, Statistics
-from jaxrl_async.loss_config import LossConfig
 from jaxrl_async.metrics import METRICS
 from jaxrl_async.objectives.anchors import APPROXIMATIONS
 from jaxrl_async.objectives.objective import objective

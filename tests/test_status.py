@@ -7,12 +7,12 @@ import time
 import pytest
 from small_learner import empty_status
 
-from jaxrl_async import status as statuses
-from jaxrl_async.channels.wire import RoleStatus, ServerRecord, Wait
 from jaxrl_async.cli import config, main
-from jaxrl_async.status import Process, explain
-from jaxrl_async.supervisor import free_port
-from jaxrl_async.workdir import write_config
+from jaxrl_async.queue.wire import RoleStatus, ServerRecord, Wait
+from jaxrl_async.run import status as statuses
+from jaxrl_async.run.status import Process, explain
+from jaxrl_async.run.supervisor import free_port
+from jaxrl_async.run.workdir import write_config
 
 QUICKSTART = pathlib.Path(__file__).parent.parent / "configs" / "quickstart.py"
 A, B = "http://127.0.0.1:1", "http://127.0.0.1:2"

@@ -8,8 +8,8 @@ import time
 import psutil
 import pytest
 
-from jaxrl_async import status, supervisor
 from jaxrl_async.cli.config import load_config, settings_of
+from jaxrl_async.run import status, supervisor
 
 WAIT_SECS = 20.0
 

@@ -23,8 +23,8 @@ import pytest
 import yaml
 
 from jaxrl_async.cli import config as config_lib
-from jaxrl_async.loss_config import ANCHORS
-from jaxrl_async.settings import MODES, SettingsError
+from jaxrl_async.config.loss import ANCHORS
+from jaxrl_async.config.settings import MODES, SettingsError
 from jaxrl_async.sweeps import driver, page
 from jaxrl_async.sweeps.points import Point, Sweep, seeded
 

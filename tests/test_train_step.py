@@ -10,9 +10,9 @@ import optax
 import pytest
 from small_learner import MODEL, assert_same, flat, params_on
 
+from jaxrl_async.config.loss import LossConfig
 from jaxrl_async.learner import packing
 from jaxrl_async.learner.train_step import TrainStep
-from jaxrl_async.loss_config import LossConfig
 from jaxrl_async.models import sharding
 from jaxrl_async.objectives import anchors, kl, policy_loss
 from jaxrl_async.types import NOT_SAMPLED, Group, Trajectory

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from fake_sglang import FakeServer
 
-from jaxrl_async.channels.weight_store import WeightStore
-from jaxrl_async.servers import transports, verification
 from jaxrl_async.servers.client import InferenceClient, ServerError, ServerTimeoutError
+from jaxrl_async.weights import transports, verification
+from jaxrl_async.weights.store import WeightStore
 
 TIMEOUT_SECS = 10.0
 

@@ -10,12 +10,12 @@ import jax
 import pytest
 from small_learner import empty_status
 
-from jaxrl_async.channels.admission import Position
-from jaxrl_async.channels.weight_store import WeightStore
 from jaxrl_async.cli import config as config_lib
+from jaxrl_async.config.settings import Settings, SettingsError
 from jaxrl_async.learner.versions import Delay, Versions
 from jaxrl_async.models import sharding, transformer
-from jaxrl_async.settings import Settings, SettingsError
+from jaxrl_async.queue.admission import Position
+from jaxrl_async.weights.store import WeightStore
 
 QUICKSTART = pathlib.Path(__file__).parent.parent / "configs" / "quickstart.py"
 CONFIG = transformer.ModelConfig(

@@ -8,7 +8,7 @@ import pytest
 import safetensors.numpy
 from safetensors import safe_open
 
-from jaxrl_async.channels.weight_store import WeightStore, WeightStoreError
+from jaxrl_async.weights.store import WeightStore, WeightStoreError
 
 CONFIG = {"architectures": ["Qwen2ForCausalLM"], "hidden_size": 4}
 

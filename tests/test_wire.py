@@ -11,9 +11,9 @@ from google.protobuf import descriptor_pb2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl_async.channels import trajectory_queue_pb2 as pb
-from jaxrl_async.channels import wire
-from jaxrl_async.channels.admission import Permit, Position
+from jaxrl_async.queue import trajectory_queue_pb2 as pb
+from jaxrl_async.queue import wire
+from jaxrl_async.queue.admission import Permit, Position
 from jaxrl_async.types import Group, InvalidTrajectoryError, Trajectory
 
 BOUNDS = dict(group_size=2, vocab_size=100, max_tokens=16)
@@ -194,7 +194,7 @@ def test_the_generated_code_is_of_the_committed_proto(tmp_path):
         f"-I{root}",
         f"--descriptor_set_out={out}",
     ]
-    proto = root / "jaxrl_async/channels/trajectory_queue.proto"
+    proto = root / "jaxrl_async/queue/trajectory_queue.proto"
     subprocess.run([*command, str(proto)], check=True)
     (described,) = descriptor_pb2.FileDescriptorSet.FromString(out.read_bytes()).file
     generated = descriptor_pb2.FileDescriptorProto.FromString(pb.DESCRIPTOR.serialized_pb)
@@ -207,9 +207,9 @@ def test_the_generated_code_is_of_the_committed_proto(tmp_path):
     assert described == generated
 
 
-def test_channels_import_without_jax():
+def test_the_queue_and_the_store_import_without_jax():
     code = (
-        "import sys; from jaxrl_async.channels import queue_client, queue_service, weight_store; "
+        "import sys; from jaxrl_async.queue import client, service; from jaxrl_async.weights import store; "
         "print(sorted({'jax', 'flax', 'orbax'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

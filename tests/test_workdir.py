@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from jaxrl_async import workdir as workdirs
 from jaxrl_async.cli import main, train
 from jaxrl_async.cli.config import load_config
+from jaxrl_async.run import workdir as workdirs
 
 QUICKSTART = pathlib.Path(__file__).parent.parent / "configs" / "quickstart.py"
 

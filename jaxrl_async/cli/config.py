@@ -16,7 +16,7 @@ import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
-from jaxrl_async.settings import Settings, SettingsError, nearest
+from jaxrl_async.config.settings import Settings, SettingsError, nearest
 from jaxrl_async.sweeps.points import Point, Sweep
 
 

@@ -6,7 +6,7 @@ import sys
 
 from jaxrl_async import roles
 from jaxrl_async.cli.config import UsageError, load_config, parse_flags, settings_of
-from jaxrl_async.evaluator import best_version
+from jaxrl_async.evaluation.evaluator import best_version
 
 USAGE = """Scores checkpoints on the task's held-out prompts: greedy accuracy, and pass@k at the run's temperature.
 Prints a table and writes evaluation.json into the workdir."""
@@ -31,8 +31,10 @@ def main(argv: list[str]) -> int:
         roles.task_of(settings).examples("test")
     except (OSError, TypeError, ValueError) as error:
         raise UsageError(f"task {settings.task.name!r}: {error}") from None
-    from jaxrl_async import evaluation  # After the flags are known to be good: loads JAX.
-    from jaxrl_async.checkpoint import CheckpointError
+    from jaxrl_async.learner.checkpoint import CheckpointError
+    from jaxrl_async.tools import (
+        evaluate as evaluation,  # After the flags are known to be good: loads JAX.
+    )
 
     try:
         rows = evaluation.evaluate(settings, workdir, steps)

@@ -26,8 +26,10 @@ def main(argv: list[str]) -> int:
         raise UsageError(f"--dtype must be float32 or bfloat16, got {flags.dtype!r}")
     settings = settings_of(load_config(str(workdir / "config.json")))
     out = pathlib.Path(flags.out).absolute()
-    from jaxrl_async.checkpoint import CheckpointError  # After the flags are known to be good: JAX.
-    from jaxrl_async.export import export
+    from jaxrl_async.learner.checkpoint import (
+        CheckpointError,  # After the flags are known to be good: JAX.
+    )
+    from jaxrl_async.tools.export import export
 
     try:
         step = export(settings, workdir, step, out, dtype=flags.dtype or settings.weights.dtype)

@@ -4,7 +4,7 @@ import importlib
 import sys
 
 from jaxrl_async.cli import config as config_lib
-from jaxrl_async.settings import SettingsError, nearest
+from jaxrl_async.config.settings import SettingsError, nearest
 
 VERBS = {
     "train": "train a policy: every role on this machine, or one --role on a pod",

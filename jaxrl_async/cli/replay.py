@@ -37,9 +37,9 @@ def main(argv: list[str]) -> int:
     if (devices := learner.data * learner.fsdp * learner.tensor) > 1:  # Of a CPU, as in the run.
         os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(devices))
     # After the flags are known to be good: what follows loads JAX.
-    from jaxrl_async.channels.journal import JournalError
-    from jaxrl_async.checkpoint import CheckpointError
-    from jaxrl_async.replay import ReplayError, replay
+    from jaxrl_async.learner.checkpoint import CheckpointError
+    from jaxrl_async.queue.journal import JournalError
+    from jaxrl_async.tools.replay import ReplayError, replay
 
     until = None if flags.until < 0 else flags.until
     try:

@@ -6,11 +6,11 @@ import math
 import pathlib
 from typing import Any
 
-from jaxrl_async import simulate
-from jaxrl_async.channels.journal import JournalError
 from jaxrl_async.cli.config import UsageError, parse_flags, settings_of
-from jaxrl_async.settings import Settings
-from jaxrl_async.simulate import Outcome, Plan
+from jaxrl_async.config.settings import Settings
+from jaxrl_async.queue.journal import JournalError
+from jaxrl_async.tools import simulate
+from jaxrl_async.tools.simulate import Outcome, Plan
 
 USAGE = """Says what a run would do, by discrete events under a virtual clock: steps a second, who waits, how stale the
 trained tokens are, what is dropped. The sizes come from --config=FILE[:ARG] where one is given, else from flags; what

@@ -2,12 +2,12 @@
 
 import pathlib
 
-from jaxrl_async import status
-from jaxrl_async import workdir as workdirs
-from jaxrl_async.channels import queue_client
 from jaxrl_async.cli.config import UsageError, load_config, parse_flags, settings_of
+from jaxrl_async.config.settings import queue_access_of
 from jaxrl_async.metrics import last_metrics
-from jaxrl_async.settings import queue_access_of
+from jaxrl_async.queue import client as queue_client
+from jaxrl_async.run import status
+from jaxrl_async.run import workdir as workdirs
 
 CONNECT_SECS = 2.0
 

@@ -12,11 +12,12 @@ import time
 
 from absl import flags
 
-from jaxrl_async import cluster, roles, supervisor
-from jaxrl_async import workdir as workdirs
+from jaxrl_async import roles
 from jaxrl_async.cli.config import UsageError, parse_flags, settings_of
-from jaxrl_async.preemption import PREEMPTED, Notice
-from jaxrl_async.settings import Settings, SettingsError, nearest
+from jaxrl_async.config.settings import Settings, SettingsError, nearest
+from jaxrl_async.run import cluster, supervisor
+from jaxrl_async.run import workdir as workdirs
+from jaxrl_async.run.preemption import PREEMPTED, Notice
 
 ROLES = ("all", "queue", "learner", "rollout", "server", "auto")
 PARENT_POLL_SECS = 1.0
@@ -217,8 +218,8 @@ def _one(
 
 def _says_all(error: BaseException) -> bool:
     """Whether a role's error is of a kind whose message names what is wrong, so that nobody needs a traceback."""
-    from jaxrl_async.channels.journal import JournalError
-    from jaxrl_async.servers.publisher import PublisherError
+    from jaxrl_async.queue.journal import JournalError
+    from jaxrl_async.weights.publisher import PublisherError
 
     if isinstance(error, OSError):  # Without a number it is ours, and says what to do.
         return bool(error.args) and error.errno in (None, errno.EADDRINUSE)

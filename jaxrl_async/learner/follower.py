@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxrl_async.channels.admission import Position
-from jaxrl_async.channels.queue_client import LearnerQueue
-from jaxrl_async.channels.wire import QueueStatus, Wait
+from jaxrl_async.queue.admission import Position
+from jaxrl_async.queue.client import LearnerQueue
+from jaxrl_async.queue.wire import QueueStatus, Wait
 from jaxrl_async.types import Chunk
 
 POLL_SECS = 0.05

@@ -20,12 +20,12 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from jaxrl_async.channels.admission import REISSUE_REASONS, Position
-from jaxrl_async.channels.queue_client import LearnerQueue
-from jaxrl_async.channels.wire import SILENT_SECS, UP, QueueStatus, RoleStatus
 from jaxrl_async.learner import packing
 from jaxrl_async.learner.train_step import TrainState, TrainStep
 from jaxrl_async.metrics import MetricsWriter, Timers
+from jaxrl_async.queue.admission import REISSUE_REASONS, Position
+from jaxrl_async.queue.client import LearnerQueue
+from jaxrl_async.queue.wire import SILENT_SECS, UP, QueueStatus, RoleStatus
 from jaxrl_async.types import Batch, Chunk, Group
 
 # nats, of mismatch/mean_abs. float32 on both sides gave below 1e-6; the bound leaves room for an engine in bfloat16,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from jaxrl_async.loss_config import LossConfig
+from jaxrl_async.config.loss import LossConfig
 from jaxrl_async.objectives import anchors, kl, masked, ratios
 from jaxrl_async.objectives.objective import Objective
 from jaxrl_async.objectives.tokens import Tokens

@@ -12,8 +12,8 @@ import numpy as np
 import optax
 from flax import nnx
 
+from jaxrl_async.config.loss import LossConfig
 from jaxrl_async.learner.statistics import Statistics
-from jaxrl_async.loss_config import LossConfig
 from jaxrl_async.models import attention, logprobs, sharding, transformer
 from jaxrl_async.objectives.objective import objective
 from jaxrl_async.objectives.tokens import Tokens

@@ -16,13 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxrl_async.channels.admission import Position
-from jaxrl_async.channels.weight_store import WeightStore
-from jaxrl_async.channels.wire import QueueStatus
 from jaxrl_async.learner import processes
 from jaxrl_async.learner.train_step import TrainState
 from jaxrl_async.models import hf, transformer
-from jaxrl_async.servers.publisher import Publisher
+from jaxrl_async.queue.admission import Position
+from jaxrl_async.queue.wire import QueueStatus
+from jaxrl_async.weights.publisher import Publisher
+from jaxrl_async.weights.store import WeightStore
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxrl_async.loss_config import LossConfig
+from jaxrl_async.config.loss import LossConfig
 from jaxrl_async.objectives import anchors, kl, masked, ratios, reductions, surrogates, weights
 from jaxrl_async.objectives.tokens import Tokens
 

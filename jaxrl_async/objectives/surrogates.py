@@ -5,7 +5,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jaxrl_async.loss_config import LossConfig
+from jaxrl_async.config.loss import LossConfig
 from jaxrl_async.objectives.tokens import Tokens
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_async.channels.journal import JournalError, JournalReader
+from jaxrl_async.queue.journal import JournalError, JournalReader
 from jaxrl_async.tasks.tokenizer import load_tokenizer
 from jaxrl_async.types import NOT_SAMPLED, Trajectory
 

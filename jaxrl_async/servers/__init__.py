@@ -1,1 +1,1 @@
-"""Inference servers, from outside: the client, the table of their states, transports and publisher."""
+"""Inference servers from outside: the client of SGLang's HTTP API, and the fleet's states."""

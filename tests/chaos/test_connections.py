@@ -8,8 +8,8 @@ import pytest
 from test_journal import ADMISSION, NOTHING
 from test_queue import group, served
 
-from jaxrl_async.channels.journal import Journal, JournalReader
-from jaxrl_async.channels.queue_client import LearnerQueue, QueueClient
+from jaxrl_async.queue.client import LearnerQueue, QueueClient
+from jaxrl_async.queue.journal import Journal, JournalReader
 
 TIMEOUTS = dict(connect_timeout_secs=30.0, call_timeout_secs=30.0)
 HANG_SECS = 240.0

@@ -13,11 +13,11 @@ import jax
 import pytest
 from test_journal import NOTHING
 
-from jaxrl_async import replay as replays
-from jaxrl_async.channels.journal import JournalReader
 from jaxrl_async.cli.config import load_config, settings_of
 from jaxrl_async.metrics import read_metrics
 from jaxrl_async.models import sharding
+from jaxrl_async.queue.journal import JournalReader
+from jaxrl_async.tools import replay as replays
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 SMOKE = "configs/quickstart.py:smoke"

@@ -1,0 +1,1 @@
+"""Held-out accuracy: how completions are scored, and which version is best."""

@@ -1,0 +1,475 @@
+"""Who may generate what, and what became of every prompt index; pure, driven by events.
+
+Time is an argument of the events that need it, so that the service, the tests and a planner use the
+same object. It knows nothing of what is in a group, of sockets or of clocks.
+
+An index goes   fresh → running → held → leased → committed,   and from running back to `reissue` or
+out to `retired`. It is in exactly one of these states.
+"""
+
+import collections
+import dataclasses
+import heapq
+import logging
+import operator
+from collections.abc import Collection
+from typing import Any
+
+from jaxrl_async.queue.leases import FixedChunk, Leases, OrderError
+
+log = logging.getLogger(__name__)
+
+# What a return does: the infrastructure's fault, so the index is issued again; or the prompt's.
+REISSUE_REASONS = frozenset(
+    {"server_error", "timeout", "aborted", "reward_error", "reward_timeout", "over_age"}
+)
+RETIRE_REASONS = frozenset({"equal_rewards", "overlong", "invalid"})
+EXHAUSTED = "exhausted"  # Retired by us, after max_attempts.
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Permit:
+    """The right to generate one group, once."""
+
+    prompt_index: int
+    attempt: int  # 0 for the first issue of the prompt_index, + 1 for each reissue
+
+
+@dataclasses.dataclass(frozen=True)
+class Position:
+    """What a learner restored at `step` gives a new queue to start from."""
+
+    step: int  # committed, with all steps before it
+    frontier: int  # the next index never issued
+    outstanding: tuple[Permit, ...]  # issued, neither committed by `step` nor retired; ascending
+    retired: dict[str, int]  # indexes by reason
+    returned: dict[str, int]  # returns by reason
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values for a checkpoint."""
+        return dataclasses.asdict(self) | {
+            "outstanding": [[p.prompt_index, p.attempt] for p in self.outstanding]
+        }
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "Position":
+        """The inverse of `to_json`."""
+        return cls(**values | {"outstanding": tuple(Permit(*p) for p in values["outstanding"])})
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """What a queue that comes back knows of the one before; see `Admission.recover`."""
+
+    position: Position  # as of the last commit
+    v_pub: int | None
+    frontier: int
+    retired: dict[str, int]  # indexes by reason
+    returned: dict[str, int]  # returns by reason
+    reissue: tuple[Permit, ...]
+    running: tuple[tuple[Permit, str], ...]  # with the worker that has it
+    held: tuple[tuple[Permit, int], ...]  # with its bytes, in completion order
+    leased: tuple[tuple[Permit, int], ...]  # with its bytes
+    chunks: dict[int, tuple[FixedChunk, ...]]  # by step, of the steps that are not committed
+
+
+@dataclasses.dataclass(frozen=True)
+class _Running:
+    attempt: int
+    since: float  # clock, seconds
+    worker: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Held:
+    attempt: int
+    num_bytes: int
+
+
+class Admission:
+    """Permits, capacity and leases.
+
+        capacity = min((η + v_pub + 1)·B − (accepted + running), max_running_groups − running)
+
+    accepted = held + leased + committed groups, B = batch_groups, η = max_staleness, v_pub = the version
+    published last, which the servers hold; before the first publication the capacity is 0. So after every event
+
+        accepted + running ≤ (η + v_pub + 1)·B
+
+    AReaL (Fu et al., arXiv 2505.24298), Eq. 3.
+    """
+
+    def __init__(
+        self,
+        *,
+        batch_groups: int,
+        max_staleness: int,
+        push_every_steps: int,
+        max_running_groups: int,
+        max_attempts: int,
+        permit_timeout_secs: float,
+        max_bytes: int,
+        chunk_groups: int | None = None,
+    ):
+        """Starts with nothing issued and nothing published.
+
+        Args:
+          batch_groups: B ≥ 1, groups per step.
+          max_staleness: η ≥ 0, steps.
+          push_every_steps: N ≥ 1, steps between two publications.
+          max_running_groups: permits out at once, ≥ 1.
+          max_attempts: issues of one index before it is retired as exhausted, ≥ 1.
+          permit_timeout_secs: a permit that is older is returned as a timeout.
+          max_bytes: with so many bytes in memory, only groups that the next lease needs are admitted.
+          chunk_groups: see `Leases`.
+
+        Raises:
+          ValueError: a value outside its bound, or η < N − 1, which would deadlock.
+        """
+        _check_bounds(
+            batch_groups=batch_groups,
+            push_every_steps=push_every_steps,
+            max_running_groups=max_running_groups,
+            max_attempts=max_attempts,
+            max_bytes=max_bytes,
+            chunk_groups=1 if chunk_groups is None else chunk_groups,
+        )
+        _check_staleness(max_staleness, push_every_steps)
+        if permit_timeout_secs <= 0:
+            raise ValueError(f"permit_timeout_secs must be > 0, got {permit_timeout_secs}")
+        self._batch_groups = batch_groups
+        self._max_staleness = max_staleness
+        self._max_running_groups = max_running_groups
+        self._max_attempts = max_attempts
+        self._permit_timeout_secs = permit_timeout_secs
+        self._max_bytes = max_bytes
+
+        self.v_pub: int | None = None
+        self.frontier = 0
+        self.leases = Leases(batch_groups=batch_groups, chunk_groups=chunk_groups)
+        self.position = Position(0, 0, (), {}, {})  # as of the last commit
+        self.num_bytes = 0  # of the groups held and leased
+        self.stale_events = 0  # pushes and returns whose permit was no longer good
+        self.returned: collections.Counter[str] = collections.Counter()
+        self.retired: collections.Counter[str] = collections.Counter()
+        self._reissue: list[Permit] = []  # heap: the lowest index first
+        self._running: dict[int, _Running] = {}
+        self._held: dict[int, _Held] = {}  # in completion order
+        self._leased: dict[int, _Held] = {}
+
+    # What it says.
+
+    @property
+    def running(self) -> int:
+        """Permits that are out."""
+        return len(self._running)
+
+    @property
+    def held(self) -> int:
+        """Groups pushed and not leased."""
+        return len(self._held)
+
+    @property
+    def leased(self) -> int:
+        """Groups leased and not committed."""
+        return len(self._leased)
+
+    @property
+    def reissues(self) -> int:
+        """Indexes that wait to be issued again."""
+        return len(self._reissue)
+
+    @property
+    def accepted(self) -> int:
+        """Groups held, leased and committed."""
+        return self.held + self.leased + self.leases.committed_step * self._batch_groups
+
+    @property
+    def capacity(self) -> int:
+        """Groups that may be admitted now, ≥ 0, were it not for `max_bytes`."""
+        if self.v_pub is None:
+            return 0
+        bound = (self._max_staleness + self.v_pub + 1) * self._batch_groups
+        by_staleness = bound - (self.accepted + self.running)
+        return max(0, min(by_staleness, self._max_running_groups - self.running))
+
+    @property
+    def admissible(self) -> int:
+        """Permits that `admit` would give now.
+
+        With max_bytes reached, those that the next lease needs and no more: refusing these would
+        deadlock, for nothing is freed before that lease.
+        """
+        if self.num_bytes < self._max_bytes:
+            return self.capacity
+        lacking = self.leases.missing_groups - self.held - self.running - self.reissues
+        return min(self.capacity, self.reissues + max(0, lacking))
+
+    def chunk_is_ready(self, step: int, index: int) -> bool:
+        """True when `lease` would give this chunk.
+
+        Raises:
+          OrderError: as `lease`.
+        """
+        return self.leases.fixed(step, index) is not None or self._choose() is not None
+
+    # Events.
+
+    def recover(self, state: State, now: float) -> None:
+        """Takes over from the queue before, of the same settings; only when new.
+
+        Permits that were out stay out: their age begins anew, and their workers may still push.
+
+        Raises:
+          OrderError: the state contradicts itself or batch_groups.
+        """
+        self._restore(state.position)
+        self.position = state.position
+        self.v_pub, self.frontier = state.v_pub, state.frontier
+        self.retired = collections.Counter(state.retired)
+        self.returned = collections.Counter(state.returned)
+        self._reissue = sorted(state.reissue)
+        self._running = {
+            p.prompt_index: _Running(p.attempt, now, worker) for p, worker in state.running
+        }
+        self._held = {p.prompt_index: _Held(p.attempt, size) for p, size in state.held}
+        self._leased = {p.prompt_index: _Held(p.attempt, size) for p, size in state.leased}
+        self.num_bytes = sum(size for _, size in (*state.held, *state.leased))
+        self.leases.recover(state.chunks)
+
+    def publish(self, version: int, position: Position | None = None) -> None:
+        """The servers hold `version`; the first publication may say where the queue starts.
+
+        Publishing the same version again changes nothing. A position that agrees with a queue that is
+        already at work is ignored: the queue knows more.
+
+        Raises:
+          OrderError: the version goes back or was not trained here, or the position contradicts it,
+            itself, or the queue.
+        """
+        if version < 0:
+            raise OrderError(f"version {version} is published; versions start at 0")
+        if position is not None and position.step != version:
+            raise OrderError(
+                f"version {version} is published with the position of step {position.step}"
+            )
+        if position is not None and self.v_pub is None:
+            self._restore(position)
+        elif position is not None and position.step != self.leases.committed_step:
+            raise OrderError(
+                f"position of step {position.step} is given to a queue at work, whose last committed "
+                f"step is {self.leases.committed_step}; start a new queue"
+            )
+        if self.v_pub is not None and version < self.v_pub:
+            raise OrderError(f"version {version} is published after version {self.v_pub}")
+        if version > self.leases.leased_step:
+            raise OrderError(
+                f"version {version} is published, but the last step leased in full is "
+                f"{self.leases.leased_step}; a resumed run gives its position"
+            )
+        self.v_pub = version
+
+    def admit(self, max_permits: int, now: float, worker: str = "") -> list[Permit]:
+        """Issues at most `max_permits`: returned indexes first, the lowest first, then fresh ones."""
+        count = min(max_permits, self.admissible)
+        permits = [self._next_permit() for _ in range(count)]
+        for permit in permits:
+            self._running[permit.prompt_index] = _Running(permit.attempt, now, worker)
+        return permits
+
+    def readmit(self, permits: Collection[Permit], now: float) -> None:
+        """Permits that are out are issued anew, to the worker that has them: their age begins again."""
+        for permit in permits:
+            running = self._running[permit.prompt_index]
+            self._running[permit.prompt_index] = dataclasses.replace(running, since=now)
+
+    def permits_of(self, worker: str) -> list[Permit]:
+        """The permits that are out to a worker, ascending."""
+        running = self._running.items()
+        return sorted(Permit(i, r.attempt) for i, r in running if r.worker == worker)
+
+    def push(self, permit: Permit, num_bytes: int) -> str:
+        """A group came.
+
+        Returns:
+          "held"; "duplicate" when this attempt is here already; "stale" when the permit was returned
+          in the meantime or its index is done with. Only the first is stored.
+
+        Raises:
+          OrderError: the permit was never issued.
+        """
+        standing = self._standing(permit)
+        if standing == "running":
+            del self._running[permit.prompt_index]
+            self._held[permit.prompt_index] = _Held(permit.attempt, num_bytes)
+            self.num_bytes += num_bytes
+            return "held"
+        self.stale_events += standing == "stale"
+        return standing
+
+    def return_permit(self, permit: Permit, reason: str) -> str:
+        """A permit comes back without a group; its capacity is free again.
+
+        Returns:
+          "reissued", "retired", or "stale" when the permit was no longer out.
+
+        Raises:
+          ValueError: the reason is not one of REISSUE_REASONS and RETIRE_REASONS.
+          OrderError: the permit was never issued.
+        """
+        if reason not in REISSUE_REASONS | RETIRE_REASONS:
+            known = sorted(REISSUE_REASONS | RETIRE_REASONS)
+            raise ValueError(f"return reason {reason!r:.80} is none of {', '.join(known)}")
+        if self._standing(permit) != "running":
+            self.stale_events += 1
+            return "stale"
+        del self._running[permit.prompt_index]
+        self.returned[reason] += 1
+        if reason in REISSUE_REASONS and permit.attempt + 1 < self._max_attempts:
+            heapq.heappush(self._reissue, Permit(permit.prompt_index, permit.attempt + 1))
+            return "reissued"
+        self.retired[EXHAUSTED if reason in REISSUE_REASONS else reason] += 1
+        return "retired"
+
+    def expired(self, now: float) -> list[Permit]:
+        """Permits that are out for longer than permit_timeout_secs."""
+        return [
+            Permit(index, running.attempt)
+            for index, running in self._running.items()
+            if now - running.since > self._permit_timeout_secs
+        ]
+
+    def lease(self, step: int, index: int) -> FixedChunk | None:
+        """The chunk at position `index` of a step; fixed now if its groups are there, else None.
+
+        Raises:
+          OrderError: the step is committed, or an earlier step or chunk was not leased.
+        """
+        chunk = self.leases.fixed(step, index)
+        if chunk is None and (indexes := self._choose()) is not None:
+            chunk = self.leases.fix(indexes)
+            self._leased |= {i: self._held.pop(i) for i in indexes}
+        return chunk
+
+    def commit(self, step: int) -> tuple[int, ...]:
+        """A step is trained; sets `position`. The last committed step again changes nothing.
+
+        Returns:
+          The indexes whose groups may be forgotten.
+
+        Raises:
+          OrderError: not the step after the last committed one, or not leased in full.
+        """
+        if step == self.leases.committed_step:
+            return ()
+        indexes = self.leases.commit(step)
+        self.num_bytes -= sum(self._leased.pop(i).num_bytes for i in indexes)
+        self.position = Position(
+            step, self.frontier, self._outstanding(), dict(self.retired), dict(self.returned)
+        )
+        return indexes
+
+    def waiting_for(self, step: int, now: float) -> str:
+        """In words: what the lease of a step waits for."""
+        missing, batch = self.leases.missing_groups, self._batch_groups
+        issued = {p.prompt_index: f"attempt {p.attempt}, to be issued again" for p in self._reissue}
+        for index, running in self._running.items():
+            issued[index] = f"attempt {running.attempt}, running {now - running.since:.0f} s"
+        nearest = sorted(issued.keys() | self._held.keys())[:missing]
+        late = [f"{i} ({issued[i]})" for i in nearest if i in issued]
+        there = batch - missing + len(nearest) - len(late)
+        parts = []
+        if late:
+            more = f" and {len(late) - 5} more" if len(late) > 5 else ""
+            parts.append(f"prompt_index {', '.join(late[:5])}{more}")
+        if len(nearest) < missing:
+            parts.append(f"{missing - len(nearest)} not issued ({self._why_no_more()})")
+        waiting = f"step {step}: {there} of {batch} groups; waiting for {' and '.join(parts)}"
+        retired = ", ".join(f"{count} as {reason}" for reason, count in self.retired.items())
+        return f"{waiting}; prompts retired so far: {retired}" if retired else waiting
+
+    # How.
+
+    def _next_permit(self) -> Permit:
+        if self._reissue:
+            return heapq.heappop(self._reissue)
+        self.frontier += 1
+        return Permit(self.frontier - 1, 0)
+
+    def _choose(self) -> tuple[int, ...] | None:
+        open_indexes = self._running.keys() | {p.prompt_index for p in self._reissue}
+        return self.leases.choose(list(self._held), open_indexes)
+
+    def _standing(self, permit: Permit) -> str:
+        """ "running", "duplicate" (its group is here) or "stale"."""
+        index = permit.prompt_index
+        group = self._running.get(index) or self._held.get(index) or self._leased.get(index)
+        last = group.attempt if group else self._last_attempt(index)
+        if not 0 <= index < self.frontier or not 0 <= permit.attempt <= last:
+            raise OrderError(
+                f"prompt_index {index}, attempt {permit.attempt} was never issued "
+                f"(next fresh index {self.frontier})"
+            )
+        if group is None or permit.attempt < group.attempt:
+            return "stale"
+        return "running" if index in self._running else "duplicate"
+
+    def _last_attempt(self, index: int) -> int:
+        """The last attempt of an index that is not out, or an upper bound once it is done with."""
+        waiting = (p.attempt - 1 for p in self._reissue if p.prompt_index == index)
+        return next(waiting, self._max_attempts - 1)
+
+    def _outstanding(self) -> tuple[Permit, ...]:
+        out = {**self._running, **self._held, **self._leased}
+        permits = [*self._reissue, *(Permit(i, g.attempt) for i, g in out.items())]
+        return tuple(sorted(permits, key=operator.attrgetter("prompt_index")))  # each index once
+
+    def _restore(self, position: Position) -> None:
+        committed = position.step * self._batch_groups
+        indexes = {p.prompt_index for p in position.outstanding}
+        done = committed + sum(position.retired.values())
+        if len(indexes) + done != position.frontier or len(indexes) != len(position.outstanding):
+            raise OrderError(
+                f"position of step {position.step}: {committed} groups trained, "
+                f"{sum(position.retired.values())} retired and {len(position.outstanding)} outstanding "
+                f"do not make its frontier {position.frontier} (other batch_groups?)"
+            )
+        if any(not 0 <= i < position.frontier for i in indexes):
+            raise OrderError(f"position: an outstanding index is outside [0, {position.frontier})")
+        self.position = position
+        self.frontier = position.frontier
+        self.leases.committed_step = position.step
+        self.retired.update(position.retired)
+        self.returned.update(position.returned)
+        self._reissue = sorted(position.outstanding)
+
+    def _why_no_more(self) -> str:
+        if self.v_pub is None:
+            return "no version was published yet"
+        if self.capacity:
+            return f"capacity {self.capacity}: no worker asks"
+        return (
+            f"capacity 0 = min((η {self._max_staleness} + v_pub {self.v_pub} + 1)·{self._batch_groups}"
+            f" − ({self.accepted} accepted + {self.running} running), "
+            f"{self._max_running_groups} − {self.running})"
+        )
+
+
+def _check_bounds(**values: int) -> None:
+    for name, value in values.items():
+        if value < 1:
+            raise ValueError(f"{name} must be ≥ 1, got {value}")
+
+
+def _check_staleness(max_staleness: int, push_every_steps: int) -> None:
+    if max_staleness < max(0, push_every_steps - 1):
+        raise ValueError(
+            f"max_staleness {max_staleness} < push_every_steps {push_every_steps} − 1: "
+            "no group could be admitted before the next push"
+        )
+    if 0 < max_staleness < push_every_steps + 1:
+        log.warning(
+            "max_staleness %d < push_every_steps %d + 1: generation will wait for pushes",
+            max_staleness,
+            push_every_steps,
+        )

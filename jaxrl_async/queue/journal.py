@@ -1,0 +1,628 @@
+"""The journal: what happened to every prompt index, and every group, in one SQLite file.
+
+It is the authority on a run. The queue answers a call when what the call changed is written here, so a queue that is
+killed comes back as it was; and a learner restored at an earlier step is given the groups of later ones again.
+
+    permits       one row for each index that was issued, in exactly one state
+    groups        the groups that came, as they came over the wire, with a checksum
+    chunks        which groups made which chunk of which step: what the parameters have seen, in order
+    returns, commits, publications
+
+One thread owns the connection and writes whatever waits in one transaction. `JournalReader` reads the file of a run
+that is over. This module knows nothing of gRPC or admission's rules; the writing end not of what is in a group.
+"""
+
+import asyncio
+import collections
+import contextlib
+import json
+import os
+import pathlib
+import queue
+import sqlite3
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxrl_async.queue import trajectory_queue_pb2 as pb
+from jaxrl_async.queue import wire
+from jaxrl_async.queue.admission import Permit, Position, State
+from jaxrl_async.queue.leases import FixedChunk
+from jaxrl_async.types import Group
+
+FORMAT = 1
+MAX_TRANSACTION = 256  # Events written together at most.
+# Of the log, before it is brought into the file, which waits for the disk; with SQLite's 4 MB it does so all the time.
+CHECKPOINT_BYTES = 64 << 20
+# A group takes many of SQLite's usual 4 KB, each with a checksum and a frame of its own.
+PAGE_BYTES = 16 << 10
+CLOSE_TIMEOUT_SECS = 10.0
+
+_NETWORK_FILE_SYSTEMS = frozenset(
+    {"nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "afs", "ceph", "lustre", "gpfs", "beegfs"}
+    | {"fuse.sshfs", "fuse.gcsfuse", "fuse.s3fs", "fuse.glusterfs"}
+)
+
+_SCHEMA = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE permits (
+    prompt_index INTEGER PRIMARY KEY,
+    attempt INTEGER NOT NULL,
+    state TEXT NOT NULL,            -- reissue, running, held, leased, trained or retired
+    reason TEXT NOT NULL,           -- of retired
+    worker TEXT NOT NULL,
+    completion_tokens INTEGER NOT NULL
+);
+CREATE TABLE groups (
+    arrival INTEGER PRIMARY KEY,
+    prompt_index INTEGER NOT NULL UNIQUE,
+    attempt INTEGER NOT NULL,
+    checksum INTEGER NOT NULL,      -- CRC-32 of the message
+    message BLOB NOT NULL           -- Group of trajectory_queue.proto
+);
+CREATE TABLE returns (
+    id INTEGER PRIMARY KEY,
+    prompt_index INTEGER NOT NULL,
+    attempt INTEGER NOT NULL,
+    reason TEXT NOT NULL,
+    unix_time REAL NOT NULL
+);
+CREATE TABLE chunks (
+    step INTEGER NOT NULL,
+    chunk INTEGER NOT NULL,
+    last INTEGER NOT NULL,
+    prompt_indexes TEXT NOT NULL,   -- JSON, in the order of training
+    PRIMARY KEY (step, chunk)
+);
+CREATE TABLE commits (step INTEGER PRIMARY KEY, position TEXT NOT NULL, unix_time REAL NOT NULL);
+CREATE TABLE publications (
+    id INTEGER PRIMARY KEY,
+    version INTEGER NOT NULL,
+    run_epoch INTEGER NOT NULL,
+    unix_time REAL NOT NULL
+);
+"""
+
+
+class JournalError(RuntimeError):
+    """A journal that cannot be written, read or trusted; the message names the file and why."""
+
+
+class Recovered(NamedTuple):
+    """What a queue that is gone has left."""
+
+    state: State
+    messages: dict[int, bytes]  # of the groups held and leased, by prompt_index
+    run_epoch: int
+    completion_tokens: int  # pushed so far
+    servers: list[tuple[str, str, int | None]]  # address, state and version of each
+
+
+class Journal:
+    """The queue's end of a journal: events in, the state of the queue before out."""
+
+    def __init__(
+        self,
+        path: str | os.PathLike,
+        *,
+        batch_groups: int,
+        keep: str = "all",
+        mode: str = "wal",
+        synchronous: str = "normal",
+    ):
+        """Opens or makes the file, for this process alone, and checks all of it.
+
+        Args:
+          path: of the file.
+          batch_groups: B, groups per step; a journal of another B is refused.
+          keep: "all" or "checkpointed", which forgets groups of steps before every checkpoint.
+          mode: "wal", or "delete", which also suits network file systems and is slower.
+          synchronous: "normal", which survives a killed process, or "full", which survives a loss of power.
+
+        Raises:
+          JournalError: the file is no journal, damaged, of another format or run, in use by another process, or on
+            a network file system in mode "wal".
+        """
+        self._path = pathlib.Path(path).absolute()
+        self._keep = keep
+        if mode == "wal" and (kind := file_system_of(self._path.parent)) in _NETWORK_FILE_SYSTEMS:
+            raise JournalError(
+                f"journal {self._path} is on a network file system ({kind}), where a write-ahead log is not safe: "
+                "set journal.mode = 'delete', or journal.path to a local disk"
+            )
+        with _named(self._path):
+            self._connection = sqlite3.connect(
+                self._path, isolation_level=None, check_same_thread=False, timeout=0.0
+            )
+            self._open(batch_groups, mode, synchronous)
+        self._failure: JournalError | None = None
+        self._events: queue.SimpleQueue = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
+        self._thread.start()
+
+    def _open(self, batch_groups: int, mode: str, synchronous: str) -> None:
+        c = self._connection
+        c.execute("PRAGMA locking_mode = EXCLUSIVE")
+        c.execute(f"PRAGMA page_size = {PAGE_BYTES}")  # of a new file
+        c.execute(f"PRAGMA journal_mode = {mode.upper()}")
+        c.execute(f"PRAGMA synchronous = {synchronous.upper()}")
+        (page_bytes,) = c.execute("PRAGMA page_size").fetchone()
+        c.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_BYTES // page_bytes}")
+        c.execute("BEGIN IMMEDIATE")  # Takes the lock now, or fails.
+        tables = c.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
+        if not tables:
+            for statement in _SCHEMA.split(";"):
+                c.execute(statement)
+            meta = {"format": FORMAT, "batch_groups": batch_groups}
+            c.executemany(
+                "INSERT INTO meta VALUES (?, ?)", [(k, json.dumps(v)) for k, v in meta.items()]
+            )
+        c.execute("COMMIT")
+        damage = c.execute("PRAGMA quick_check(1)").fetchone()[0]
+        if damage != "ok":
+            raise JournalError(f"journal {self._path} is damaged: {damage}")
+        meta = _meta(c)
+        if meta.get("format") != FORMAT:
+            raise JournalError(
+                f"journal {self._path} has format {meta.get('format')}, this program reads {FORMAT}"
+            )
+        if meta["batch_groups"] != batch_groups:
+            raise JournalError(
+                f"journal {self._path} is of a run with learner.groups_per_step = {meta['batch_groups']}, "
+                f"not {batch_groups}"
+            )
+
+    def close(self) -> None:
+        """Writes what waits and closes the file."""
+        if self._thread.is_alive():
+            self._events.put(None)
+            self._thread.join(CLOSE_TIMEOUT_SECS)
+
+    def check(self) -> None:
+        """Raises what stopped the journal, if anything did."""
+        if self._failure is not None:
+            raise self._failure
+
+    # Before serving.
+
+    def recover(self) -> "Recovered | None":
+        """What the queue before knew; None for a journal without an event. Blocks; call it before any event.
+
+        Raises:
+          JournalError: the file contradicts itself.
+        """
+        with _named(self._path):
+            return _recover(self._connection, self._path)
+
+    # Events. Each returns when it is written.
+
+    async def admitted(self, permits: Sequence[Permit], worker: str) -> None:
+        """Permits were issued."""
+        rows = [(p.prompt_index, p.attempt, worker) for p in permits]
+        await self._change(
+            lambda c: c.executemany(
+                "INSERT OR REPLACE INTO permits VALUES (?, ?, 'running', '', ?, 0)", rows
+            )
+        )
+
+    async def pushed(self, permit: Permit, message: bytes, completion_tokens: int) -> None:
+        """A group is held."""
+        index, attempt = permit.prompt_index, permit.attempt
+
+        def write(c: sqlite3.Connection) -> None:
+            c.execute(
+                "INSERT INTO groups (prompt_index, attempt, checksum, message) VALUES (?, ?, ?, ?)",
+                (index, attempt, zlib.crc32(message), message),
+            )
+            c.execute(
+                "UPDATE permits SET attempt = ?, state = 'held', completion_tokens = ? WHERE prompt_index = ?",
+                (attempt, completion_tokens, index),
+            )
+
+        await self._change(write)
+
+    async def returned(self, permit: Permit, reason: str, outcome: str, retired_as: str) -> None:
+        """A permit came back: "reissued", or "retired" for a reason."""
+        index, attempt = permit.prompt_index, permit.attempt
+        state, last = ("retired", attempt) if outcome == "retired" else ("reissue", attempt + 1)
+
+        def write(c: sqlite3.Connection) -> None:
+            c.execute(
+                "INSERT INTO returns (prompt_index, attempt, reason, unix_time) VALUES (?, ?, ?, ?)",
+                (index, attempt, reason, time.time()),
+            )
+            c.execute(
+                "UPDATE permits SET attempt = ?, state = ?, reason = ? WHERE prompt_index = ?",
+                (last, state, retired_as if state == "retired" else "", index),
+            )
+
+        await self._change(write)
+
+    async def leased(self, step: int, chunk: int, fixed: FixedChunk, *, new: bool) -> None:
+        """A chunk was fixed, now or (not new) before; returns when that is written."""
+        row = (step, chunk, fixed.last, json.dumps(fixed.indexes))
+
+        def write(c: sqlite3.Connection) -> None:
+            if new:
+                c.execute("INSERT INTO chunks VALUES (?, ?, ?, ?)", row)
+                _set_states(c, "leased", fixed.indexes)
+
+        await self._change(write)
+
+    async def committed(self, position: Position, indexes: Sequence[int]) -> None:
+        """A step was trained, on the groups with these indexes."""
+        row = (position.step, json.dumps(position.to_json()), time.time())
+
+        def write(c: sqlite3.Connection) -> None:
+            c.execute("INSERT INTO commits VALUES (?, ?, ?)", row)
+            _set_states(c, "trained", indexes)
+
+        await self._change(write)
+
+    async def published(self, version: int, run_epoch: int, position: Position | None) -> None:
+        """The servers hold a version; with a position, it is where the queue started."""
+
+        def write(c: sqlite3.Connection) -> None:
+            if position is not None:
+                row = (position.step, json.dumps(position.to_json()), time.time())
+                c.execute("INSERT INTO commits VALUES (?, ?, ?)", row)
+                permits = [(p.prompt_index, p.attempt) for p in position.outstanding]
+                c.executemany("INSERT INTO permits VALUES (?, ?, 'reissue', '', '', 0)", permits)
+                c.execute("INSERT INTO meta VALUES ('start', ?)", (json.dumps(position.to_json()),))
+            c.execute(
+                "INSERT INTO publications (version, run_epoch, unix_time) VALUES (?, ?, ?)",
+                (version, run_epoch, time.time()),
+            )
+
+        await self._change(write)
+
+    async def fleet(self, servers: Sequence[Sequence[Any]]) -> None:
+        """The table of servers, as (address, state, version): workers are told of it before a learner reports again."""
+        text = json.dumps(servers)
+        await self._change(
+            lambda c: c.execute("INSERT OR REPLACE INTO meta VALUES ('servers', ?)", (text,))
+        )
+
+    async def checkpointed(self, step: int) -> None:
+        """No learner will be restored before `step`: with keep = "checkpointed" earlier groups are forgotten."""
+        if self._keep == "all":
+            return
+
+        def write(c: sqlite3.Connection) -> None:
+            chunks = "SELECT prompt_indexes FROM chunks WHERE step <= ? AND step > ?"
+            (committed,) = c.execute("SELECT COALESCE(MAX(step), 0) FROM commits").fetchone()
+            last = min(step, committed)  # Later groups are still to be trained on.
+            before = _meta(c).get("forgotten_step", 0)
+            for (indexes,) in c.execute(chunks, (last, before)).fetchall():
+                rows = [(index,) for index in json.loads(indexes)]
+                c.executemany("DELETE FROM groups WHERE prompt_index = ?", rows)
+            c.execute(
+                "INSERT OR REPLACE INTO meta VALUES ('forgotten_step', ?)",
+                (json.dumps(max(last, before)),),
+            )
+
+        await self._change(write)
+
+    async def flushed(self) -> None:
+        """Returns when everything before is written."""
+        await self._change(lambda c: None)
+
+    # Questions.
+
+    async def chunk(self, step: int, index: int) -> tuple[FixedChunk, list[bytes]]:
+        """A chunk that was fixed before, with its groups.
+
+        Raises:
+          JournalError: there is none, or its groups are forgotten or damaged.
+        """
+        return await self._ask(lambda c: _chunk(c, self._path, step, index))
+
+    async def position(self, step: int) -> Position:
+        """What the commit of a step answered.
+
+        Raises:
+          JournalError: it was not committed.
+        """
+
+        def read(c: sqlite3.Connection) -> Position:
+            row = c.execute("SELECT position FROM commits WHERE step = ?", (step,)).fetchone()
+            if row is None:
+                raise JournalError(f"journal {self._path} has no commit of step {step}")
+            return Position.from_json(json.loads(row[0]))
+
+        return await self._ask(read)
+
+    def _change(self, event: Callable[[sqlite3.Connection], Any]) -> asyncio.Future:
+        def change(c: sqlite3.Connection) -> None:
+            # What SQLite returns stays in its thread: a cursor that another one drops resets the statement that it
+            # shares with whatever runs here now.
+            event(c)
+
+        return self._ask(change)
+
+    def _ask(self, question: Callable[[sqlite3.Connection], Any]) -> asyncio.Future:
+        self.check()
+        done = asyncio.get_running_loop().create_future()
+        self._events.put((question, done))
+        return done
+
+    def _run(self) -> None:
+        """Everything that waits, in one transaction; then the next."""
+        over = False
+        while not over:
+            batch = [self._events.get()]
+            with contextlib.suppress(queue.Empty):
+                while len(batch) < MAX_TRANSACTION:
+                    batch.append(self._events.get_nowait())
+            over = None in batch
+            events = batch[: batch.index(None)] if over else batch
+            if events:
+                self._transact(events)
+        with contextlib.suppress(sqlite3.Error):
+            self._connection.close()
+
+    def _transact(self, events: Sequence[tuple[Callable, asyncio.Future]]) -> None:
+        outcomes: list[Any] = []
+        try:
+            if self._failure is None:
+                with _named(self._path):
+                    self._connection.execute("BEGIN")
+                    for event, _ in events:
+                        try:
+                            outcomes.append(event(self._connection))
+                        except JournalError as refusal:
+                            # The answer to a question; nothing was changed.
+                            outcomes.append(refusal.with_traceback(None))
+                    self._connection.execute("COMMIT")
+        except Exception as error:  # The thread may not die with its callers waiting.
+            # Memory is ahead of the file now, so nothing more is believed or answered.
+            known = isinstance(error, JournalError)
+            self._failure = error if known else JournalError(f"journal {self._path}: {error!r}")
+        if self._failure is not None:
+            outcomes = [self._failure] * len(events)
+        futures = [future for _, future in events]
+        with contextlib.suppress(RuntimeError):  # The loop is closed.
+            futures[0].get_loop().call_soon_threadsafe(_answer, futures, outcomes)
+
+
+class JournalReader:
+    """The journal of a run that is over: a sequence of groups in the order of training.
+
+    It has what `grain.MapDataset.source` asks of a source.
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        """Opens a file that nothing writes.
+
+        Raises:
+          JournalError: there is none, it is damaged, or a queue is at work on it.
+        """
+        self._path = pathlib.Path(path).absolute()
+        if not self._path.exists():
+            raise JournalError(f"no journal at {self._path}")
+        with _named(self._path):
+            # Written to once: what a killed queue left in its log is brought into the file.
+            self._connection = sqlite3.connect(self._path, timeout=0.0, check_same_thread=False)
+            if _meta(self._connection).get("format") != FORMAT:
+                raise JournalError(f"{self._path} is no journal of format {FORMAT}")
+        self._order = [i for step in self.steps() for i in self._indexes(step)]
+
+    def __len__(self) -> int:
+        """Groups that were trained on."""
+        return len(self._order)
+
+    def __getitem__(self, position: int) -> Group:
+        """The group at a position, 0 for the first one trained on.
+
+        Raises:
+          IndexError: outside.
+          JournalError: it was forgotten (journal.keep) or is damaged.
+        """
+        with _named(self._path):
+            return _decode(_message(self._connection, self._path, self._order[position]))
+
+    def steps(self) -> list[int]:
+        """The committed steps whose chunks are here, ascending."""
+        with _named(self._path):
+            rows = self._connection.execute(
+                "SELECT DISTINCT step FROM chunks JOIN commits USING (step) ORDER BY step"
+            )
+            return [step for (step,) in rows.fetchall()]
+
+    def num_chunks(self, step: int) -> int:
+        """Chunks of a step."""
+        return len(self._chunks(step))
+
+    def chunk(self, step: int, index: int) -> tuple[tuple[Group, ...], bool]:
+        """(groups, whether it is the last) of a chunk.
+
+        Raises:
+          JournalError: there is none, or its groups are forgotten or damaged.
+        """
+        with _named(self._path):
+            fixed, messages = _chunk(self._connection, self._path, step, index)
+        return tuple(map(_decode, messages)), fixed.last
+
+    def run_epochs(self) -> list[tuple[int, int]]:
+        """(version, run_epoch) of every publication, in order."""
+        with _named(self._path):
+            rows = self._connection.execute(
+                "SELECT version, run_epoch FROM publications ORDER BY id"
+            )
+            return rows.fetchall()
+
+    def audit(self) -> dict[str, list[int]]:
+        """What must not be: indexes "lost" (issued, and in no state) and "doubled" (trained more than once), steps
+        in a "gap" (a committed step without its chunks), and "stray" groups (trained on, without a commit)."""
+        with _named(self._path):
+            c, start = self._connection, _meta(self._connection).get("start")
+            first, step = (start["frontier"], start["step"]) if start else (0, 0)
+            (frontier,) = c.execute("SELECT MAX(prompt_index) + 1 FROM permits").fetchone()
+            known = {i for (i,) in c.execute("SELECT prompt_index FROM permits")}
+            trained = {
+                i for (i,) in c.execute("SELECT prompt_index FROM permits WHERE state = 'trained'")
+            }
+            commits = [
+                s for (s,) in c.execute("SELECT step FROM commits ORDER BY step") if s > step
+            ]
+        counts = collections.Counter(self._order)
+        whole = set(self.steps())
+        return {
+            "lost": sorted(set(range(first, frontier or first)) - known),
+            "doubled": sorted(i for i, n in counts.items() if n > 1),
+            "gap": sorted(
+                {s for s in commits if s not in whole}
+                | set(range(step + 1, (max(commits, default=step)) + 1)) - set(commits)
+            ),
+            "stray": sorted(trained ^ set(counts)),
+        }
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def _chunks(self, step: int) -> list[FixedChunk]:
+        rows = self._connection.execute(
+            "SELECT last, prompt_indexes FROM chunks WHERE step = ? ORDER BY chunk", (step,)
+        )
+        return [FixedChunk(tuple(json.loads(i)), bool(last)) for last, i in rows.fetchall()]
+
+    def _indexes(self, step: int) -> Iterator[int]:
+        return (i for chunk in self._chunks(step) for i in chunk.indexes)
+
+
+def file_system_of(path: str | os.PathLike) -> str:
+    """The kind of file system that a path is on, as /proc/mounts names it; "" where that cannot be told."""
+    try:
+        mounts = pathlib.Path("/proc/mounts").read_text().splitlines()
+    except OSError:
+        return ""
+    fields = [line.split() for line in mounts]
+    points = {pathlib.PurePath(f[1].replace("\\040", " ")): f[2] for f in fields if len(f) > 2}
+    resolved = pathlib.Path(path).resolve()
+    return next((points[p] for p in (resolved, *resolved.parents) if p in points), "")
+
+
+def _recover(c: sqlite3.Connection, path: pathlib.Path) -> Recovered | None:
+    if not c.execute("SELECT EXISTS (SELECT 1 FROM publications)").fetchone()[0]:
+        return None
+    start = _meta(c).get("start")
+    base = Position.from_json(start) if start else Position(0, 0, (), {}, {})
+    last = c.execute("SELECT position FROM commits ORDER BY step DESC LIMIT 1").fetchone()
+    position = Position.from_json(json.loads(last[0])) if last else base
+    rows = c.execute("SELECT prompt_index, attempt, state, reason, worker FROM permits").fetchall()
+    by_state: dict[str, list] = collections.defaultdict(list)
+    retired = collections.Counter(base.retired)
+    for index, attempt, state, reason, worker in rows:
+        by_state[state].append((Permit(index, attempt), worker))
+        if state == "retired":
+            retired[reason] += 1
+    returned = collections.Counter(base.returned)
+    returned.update(
+        dict(c.execute("SELECT reason, COUNT(*) FROM returns GROUP BY reason").fetchall())
+    )
+    order = dict(
+        c.execute(
+            "SELECT prompt_index, arrival FROM groups JOIN permits USING (prompt_index) "
+            "WHERE state IN ('held', 'leased')"
+        ).fetchall()
+    )
+    messages = {i: _message(c, path, i) for i in order}
+    here = {p.prompt_index for s in ("held", "leased") for p, _ in by_state[s]}
+    if here != set(messages):
+        raise JournalError(
+            f"journal {path}: the groups of prompt_index {sorted(here ^ set(messages))[:5]} are missing"
+        )
+
+    def sized(state: str) -> tuple[tuple[Permit, int], ...]:
+        permits = sorted((p for p, _ in by_state[state]), key=lambda p: order[p.prompt_index])
+        return tuple((p, len(messages[p.prompt_index])) for p in permits)
+
+    chunks: dict[int, list[FixedChunk]] = collections.defaultdict(list)
+    fixed = "SELECT step, last, prompt_indexes FROM chunks WHERE step > ? ORDER BY step, chunk"
+    for step, is_last, indexes in c.execute(fixed, (position.step,)).fetchall():
+        chunks[step].append(FixedChunk(tuple(json.loads(indexes)), bool(is_last)))
+    v_pub, run_epoch = c.execute(
+        "SELECT version, run_epoch FROM publications ORDER BY id DESC LIMIT 1"
+    ).fetchone()
+    (tokens,) = c.execute("SELECT COALESCE(SUM(completion_tokens), 0) FROM permits").fetchone()
+    state = State(
+        position=position,
+        v_pub=v_pub,
+        frontier=max([base.frontier, *(row[0] + 1 for row in rows)]),
+        retired=dict(retired),
+        returned=dict(returned),
+        reissue=tuple(p for p, _ in by_state["reissue"]),
+        running=tuple(by_state["running"]),
+        held=sized("held"),
+        leased=sized("leased"),
+        chunks={step: tuple(fixed) for step, fixed in chunks.items()},
+    )
+    servers = [tuple(record) for record in _meta(c).get("servers", [])]
+    return Recovered(state, messages, run_epoch, tokens, servers)
+
+
+def _chunk(c: sqlite3.Connection, path: pathlib.Path, step: int, index: int):
+    row = c.execute(
+        "SELECT last, prompt_indexes FROM chunks WHERE step = ? AND chunk = ?", (step, index)
+    ).fetchone()
+    if row is None:
+        raise JournalError(f"journal {path} has no chunk {index} of step {step}")
+    indexes = tuple(json.loads(row[1]))
+    return FixedChunk(indexes, bool(row[0])), [_message(c, path, i) for i in indexes]
+
+
+def _message(c: sqlite3.Connection, path: pathlib.Path, index: int) -> bytes:
+    row = c.execute(
+        "SELECT checksum, message FROM groups WHERE prompt_index = ?", (index,)
+    ).fetchone()
+    if row is None:
+        raise JournalError(
+            f"journal {path}: the group of prompt_index {index} is no longer there; only journal.keep = 'all' keeps "
+            "the groups of steps before the oldest checkpoint"
+        )
+    if zlib.crc32(row[1]) != row[0]:
+        raise JournalError(
+            f"journal {path}: the group of prompt_index {index} is damaged (checksum)"
+        )
+    return row[1]
+
+
+def _decode(message: bytes) -> Group:
+    return wire.decode_group(pb.Group.FromString(message))
+
+
+def _set_states(c: sqlite3.Connection, state: str, indexes: Sequence[int]) -> None:
+    rows = [(state, index) for index in indexes]
+    c.executemany("UPDATE permits SET state = ? WHERE prompt_index = ?", rows)
+
+
+def _meta(c: sqlite3.Connection) -> Mapping[str, Any]:
+    return {key: json.loads(value) for key, value in c.execute("SELECT key, value FROM meta")}
+
+
+def _answer(futures: Sequence[asyncio.Future], outcomes: Sequence[Any]) -> None:
+    for future, outcome in zip(futures, outcomes, strict=True):
+        if future.done():  # Its caller was cancelled.
+            continue
+        if isinstance(outcome, BaseException):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
+
+
+@contextlib.contextmanager
+def _named(path: pathlib.Path) -> Iterator[None]:
+    """SQLite's errors, with the file's name."""
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        reason = {
+            "database is locked": "another process has it open",
+            "unable to open database file": "it cannot be opened: does its directory exist, and may it be written?",
+        }.get(str(error), str(error))
+        raise JournalError(f"journal {path}: {reason}") from error
+    except (sqlite3.Error, ValueError, TypeError, LookupError) as error:
+        # Of a row that is not what was written, too.
+        raise JournalError(f"journal {path} is damaged, or no journal: {error!r}") from error

@@ -1,0 +1,532 @@
+"""The queue as a gRPC service: one asyncio loop owns admission and the groups in memory.
+
+Every change is applied in memory, written to the journal, and only then answered: what was answered survives the
+process. A journal that cannot be written stops the service.
+
+Messages are parsed here rather than by gRPC, so that whatever arrives is answered with a status: bad
+bytes and bad values are INVALID_ARGUMENT, an event out of order FAILED_PRECONDITION, a wait that ran
+out DEADLINE_EXCEEDED. A call without the token is UNAUTHENTICATED, and its message is not even received.
+The service knows nothing of rewards, prompts or weights.
+"""
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import functools
+import logging
+import pathlib
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import grpc
+from google.protobuf import message as protobuf
+from google.protobuf import message_factory
+
+from jaxrl_async import security
+from jaxrl_async.queue import trajectory_queue_pb2 as pb
+from jaxrl_async.queue import wire
+from jaxrl_async.queue.admission import EXHAUSTED, REISSUE_REASONS, Admission, Permit
+from jaxrl_async.queue.journal import Journal, JournalError
+from jaxrl_async.queue.leases import FixedChunk, OrderError, Share
+
+log = logging.getLogger(__name__)
+
+TICK_SECS = 0.25  # Permits are looked through for timeouts this often.
+BEAT_SECS = (
+    5.0  # A watch repeats itself this often, so that its reader can tell silence from death.
+)
+MAX_WAIT_SECS = 3600.0  # Longest wait that a caller may ask for.
+MAX_ROLES = 10_000  # that may report
+MAX_DETAIL_CHARS = 1500  # of a refusal: a status travels in headers, which are bounded.
+# The journal's thread waits so long for the interpreter, several times an event, while the loop is busy; Python's 5 ms
+# would be most of what it does.
+SWITCH_SECS = 1e-4
+STOP_SECS = 0.5  # Calls that are open when the service stops get this long.
+
+T = TypeVar("T")
+
+
+async def serve(
+    address: str,
+    *,
+    admission: Admission,
+    group_size: int,
+    vocab_size: int,
+    max_tokens: int,
+    max_message_bytes: int,
+    journal: Journal | None,
+    on_bound: Callable[[str], None],
+    token: str | None = None,
+    tls_cert: str = "",
+    tls_key: str = "",
+) -> None:
+    """Serves the queue until cancelled.
+
+    Args:
+      address: "host:port"; port 0 for a free one.
+      admission: the state to serve, nothing published yet.
+      group_size: G, trajectories per group.
+      vocab_size: token ids must lie in [0, vocab_size).
+      max_tokens: bound on a trajectory's length.
+      max_message_bytes: larger messages are refused (RESOURCE_EXHAUSTED).
+      journal: where what happened is kept, and comes back from; closed in the end. None for memory alone.
+      on_bound: gets "host:port", with the true port, once calls are answered.
+      token: every call gives it as "authorization: Bearer TOKEN"; None for none, on loopback only.
+      tls_cert: PEM file of the certificate, "" for no TLS.
+      tls_key: PEM file of its key.
+
+    Raises:
+      OSError: the address cannot be bound.
+      ValueError: the address is not loopback, and there is no token; or no certificate is in the files.
+      JournalError: the journal cannot be read or written.
+    """
+    security.check_listener("the queue", address, token, "queue.token_env")
+    credentials = _credentials(tls_cert, tls_key)
+    service = QueueService(
+        admission,
+        group_size=group_size,
+        vocab_size=vocab_size,
+        max_tokens=max_tokens,
+        journal=journal,
+    )
+    server = grpc.aio.server(
+        options=_options(max_message_bytes), interceptors=[_TokenCheck(token)] if token else []
+    )
+    server.add_generic_rpc_handlers((_handlers(service),))
+    try:
+        if credentials is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise OSError(f"the queue cannot listen on {address}: is the port taken?") from error
+    await server.start()
+    switch_secs = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_SECS)
+    try:
+        on_bound(f"{address.rpartition(':')[0]}:{port}")
+        while True:
+            await asyncio.sleep(TICK_SECS)
+            await service.tick()
+    finally:
+        sys.setswitchinterval(switch_secs)
+        await server.stop(STOP_SECS)
+        if journal is not None:
+            journal.close()
+
+
+class Lengths:
+    """Mean tokens of prompts and completions, by what became of them: whether the long ones are lost shows here.
+
+    "admitted" came to the queue, "trained" were trained on, "dropped" came back with a reason.
+    """
+
+    def __init__(self):
+        self._sums: collections.Counter[str] = collections.Counter()
+        self._counts: collections.Counter[str] = collections.Counter()
+
+    def count(self, what: str, prompt: int, completions: Sequence[int]) -> None:
+        """Counts a group: its prompt's length, and those of its completions that are known."""
+        for name, values in (("prompt", [prompt] if prompt else []), ("completion", completions)):
+            self._sums[f"{name}/{what}"] += sum(values)
+            self._counts[f"{name}/{what}"] += len(values)
+
+    def count_group(self, what: str, group: pb.Group) -> None:
+        """Counts a group from its message."""
+        pairs = zip(group.lengths, group.prompt_lengths, strict=True)
+        self.count(what, group.prompt_lengths[0], [length - prompt for length, prompt in pairs])
+
+    def means(self) -> dict[str, float]:
+        return {name: self._sums[name] / count for name, count in self._counts.items() if count}
+
+
+class QueueService:
+    """The calls of trajectory_queue.proto."""
+
+    def __init__(
+        self,
+        admission: Admission,
+        *,
+        group_size: int,
+        vocab_size: int,
+        max_tokens: int,
+        journal: Journal | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """See `serve`."""
+        self._admission = admission
+        self._journal = journal
+        self._check_message = functools.partial(
+            wire.check_message, group_size=group_size, vocab_size=vocab_size, max_tokens=max_tokens
+        )
+        self._clock = clock
+        self._groups: dict[int, pb.Group] = {}  # by prompt_index: held and leased
+        self._servers: tuple[wire.ServerRecord, ...] = ()
+        self._completion_tokens = 0
+        self._last_push: float | None = None
+        self._waits: dict[object, Callable[[], str]] = {}
+        self._run_epoch = 0
+        self._roles: dict[str, tuple[float, pb.RoleReport]] = {}  # when, and what, it said
+        self._lengths = Lengths()
+        self._changed = asyncio.Event()
+        if journal is not None and (found := journal.recover()):
+            admission.recover(found.state, clock())
+            self._groups = {i: pb.Group.FromString(m) for i, m in found.messages.items()}
+            self._run_epoch, self._completion_tokens = found.run_epoch, found.completion_tokens
+            self._servers = tuple(wire.ServerRecord(*record) for record in found.servers)
+            log.info(
+                "the journal brings back step %d, version %s, %d groups and %d permits that are out",
+                admission.leases.committed_step,
+                admission.v_pub,
+                len(self._groups),
+                admission.running,
+            )
+
+    async def tick(self) -> None:
+        """Takes back the permits that have been out for too long.
+
+        Raises:
+          JournalError: the journal cannot be written.
+        """
+        if self._journal is not None:
+            self._journal.check()
+        expired = self._admission.expired(self._clock())
+        for permit in expired:
+            log.warning("permit %s timed out", permit)
+        # All at once: one that waited for the journal could be given again before its turn.
+        await asyncio.gather(*(self._return(permit, "timeout") for permit in expired))
+
+    async def Admit(self, request: pb.AdmitRequest) -> pb.AdmitReply:
+        """Waits until there is something to give, at most wait_secs; then gives what there is."""
+        wire.check_admit(request)
+        count = request.max_permits
+        permits = self._left_by(request)[:count]
+        waits_for = f"admit of up to {count} permits"
+        if not permits:
+            with contextlib.suppress(TimeoutError):
+                await self._until(
+                    lambda: self._admission.admissible > 0, request.wait_secs, lambda: waits_for
+                )
+        else:
+            log.info("%s is given %d permits again", request.worker, len(permits))
+            self._apply(self._admission.readmit, permits, self._clock())
+        permits += self._apply(
+            self._admission.admit, count - len(permits), self._clock(), request.worker
+        )
+        if self._journal is not None and permits:
+            await self._journal.admitted(permits, request.worker)
+        return pb.AdmitReply(permits=[wire.encode_permit(p) for p in permits])
+
+    async def Push(self, request: pb.Group, raw: bytes | None = None) -> pb.PushReply:
+        """Takes a group, once; `raw` is the message as it came, so that it is not made again."""
+        self._check_message(request)
+        permit = wire.decode_permit(request.permit)
+        message = request.SerializeToString() if raw is None else raw
+        outcome = self._apply(self._admission.push, permit, len(message))
+        if outcome == "held":
+            self._groups[permit.prompt_index] = request
+            self._lengths.count_group("admitted", request)
+            tokens = sum(request.lengths) - sum(request.prompt_lengths)
+            self._completion_tokens += tokens
+            self._last_push = self._clock()
+            if self._journal is not None:
+                await self._journal.pushed(permit, message, tokens)
+        elif self._journal is not None:
+            await self._journal.flushed()  # A duplicate of what is perhaps being written.
+        return pb.PushReply(outcome=outcome)
+
+    async def Return(self, request: pb.ReturnRequest) -> pb.ReturnReply:
+        """Takes back a permit."""
+        wire.check_return(request)
+        permit = wire.decode_permit(request.permit)
+        outcome = await self._return(permit, request.reason)
+        if outcome != "stale":
+            self._lengths.count("dropped", request.prompt_tokens, request.completion_tokens)
+        log.info("%s returned (%s): %s %s", permit, request.reason, outcome, request.detail)
+        return pb.ReturnReply(outcome=outcome)
+
+    async def Lease(self, request: pb.LeaseRequest) -> AsyncIterator[pb.LeaseReply]:
+        """Sends one chunk: its header, then its groups, with tokens those of the process that asks."""
+        step, index = request.step, request.chunk
+        share = Share(request.process, request.num_processes or 1, request.num_minibatches or 1)
+        if self._journal is not None and 0 < step <= self._admission.leases.committed_step:
+            chunk, messages = await self._journal.chunk(step, index)
+            groups = [pb.Group.FromString(message) for message in messages]
+        else:
+            chunk, groups = await self._chunk(request)
+        own = set(share.of_chunk(len(groups)))
+        yield pb.LeaseReply(header=_chunk_header(step, index, chunk, groups))
+        for position, group in enumerate(groups):
+            yield pb.LeaseReply(group=group if position in own else wire.encode_outline(group))
+
+    async def _chunk(self, request: pb.LeaseRequest) -> tuple[FixedChunk, list[pb.Group]]:
+        """A chunk of a step that is not committed, with its groups, as soon as they are there."""
+        step, index = request.step, request.chunk
+        await self._until(
+            lambda: self._admission.chunk_is_ready(step, index),
+            request.wait_secs,
+            lambda: f"lease of {self._admission.waiting_for(step, self._clock())}",
+        )
+        new = self._admission.leases.fixed(step, index) is None
+        chunk = self._apply(self._admission.lease, step, index)
+        # Before it is written: a commit may come meanwhile.
+        groups = [self._groups[i] for i in chunk.indexes]
+        if self._journal is not None:
+            # Also to the second who asks, the answer is given when it is written.
+            await self._journal.leased(step, index, chunk, new=new)
+        return chunk, groups
+
+    async def Commit(self, request: pb.CommitRequest) -> pb.Position:
+        """Forgets the groups of a trained step; a step that was trained before is answered as then."""
+        step, journal = request.step, self._journal
+        if journal is not None and 0 < step <= self._admission.leases.committed_step:
+            return wire.encode_position(await journal.position(step))
+        indexes = self._apply(self._admission.commit, step)
+        position = self._admission.position
+        for index in indexes:
+            self._lengths.count_group("trained", self._groups.pop(index))
+        if journal is not None and indexes:  # None of them: step 0, which nobody trained.
+            await journal.committed(position, indexes)
+        return wire.encode_position(position)
+
+    async def Checkpointed(self, request: pb.CheckpointedRequest) -> pb.CheckpointedReply:
+        """Learns that no learner will be restored before a step."""
+        if self._journal is not None:
+            await self._journal.checkpointed(request.step)
+        return pb.CheckpointedReply()
+
+    async def PublishVersion(self, request: pb.PublishRequest) -> pb.PublishReply:
+        """Learns what the servers hold."""
+        wire.check_publish(request)
+        servers = wire.decode_servers(request.servers)
+        with_position = request.HasField("position")
+        position = wire.decode_position(request.position) if with_position else None
+        if request.run_epoch < self._run_epoch:
+            raise OrderError(
+                f"run_epoch {request.run_epoch} is published after run_epoch {self._run_epoch}"
+            )
+        before, before_servers = (self._admission.v_pub, self._run_epoch), self._servers
+        self._apply(self._admission.publish, request.version, position)
+        self._servers, self._run_epoch = servers, request.run_epoch
+        if self._journal is not None and servers != before_servers:
+            await self._journal.fleet([dataclasses.astuple(record) for record in servers])
+        if self._journal is not None and before == (request.version, self._run_epoch):
+            await self._journal.flushed()  # The same call before is perhaps being written.
+        elif self._journal is not None:
+            start = position if before[0] is None else None
+            await self._journal.published(request.version, self._run_epoch, start)
+        return pb.PublishReply()
+
+    async def WatchVersion(self, request: pb.WatchRequest) -> AsyncIterator[pb.VersionReply]:
+        """Sends the published version."""
+        async for version in self._watch(lambda: self._admission.v_pub):
+            yield pb.VersionReply(version=version)
+
+    async def WatchFleet(self, request: pb.WatchRequest) -> AsyncIterator[pb.FleetReply]:
+        """Sends the table of servers."""
+        async for servers in self._watch(lambda: self._servers):
+            yield pb.FleetReply(servers=wire.encode_servers(servers))
+
+    async def Report(self, request: pb.RoleReport) -> pb.ReportReply:
+        """Learns what a role waits for, and what it spent its time on."""
+        wire.check_report(request)
+        if request.role not in self._roles and len(self._roles) >= MAX_ROLES:
+            raise ValueError(f"{request.role!r} reports after {MAX_ROLES} roles, the bound")
+        self._roles[request.role] = (self._clock(), request)
+        return pb.ReportReply()
+
+    async def Status(self, request: pb.StatusRequest) -> pb.StatusReply:
+        """Says what is held, and who waits for what."""
+        a, now = self._admission, self._clock()
+        return wire.encode_status(
+            wire.QueueStatus(
+                depth_groups=a.held,
+                depth_bytes=a.num_bytes,
+                leased_groups=a.leased,
+                running_groups=a.running,
+                reissue_groups=a.reissues,
+                capacity=a.capacity,
+                v_pub=a.v_pub,
+                committed_step=a.leases.committed_step,
+                leased_step=a.leases.leased_step,
+                frontier=a.frontier,
+                returned=dict(a.returned),
+                retired=dict(a.retired),
+                stale_events=a.stale_events,
+                completion_tokens=self._completion_tokens,
+                last_push_age_secs=None if self._last_push is None else now - self._last_push,
+                waits=tuple(describe() for describe in self._waits.values()),
+                run_epoch=self._run_epoch,
+                roles=tuple(
+                    wire.RoleStatus(
+                        role, now - since, wire.decode_waits(said.waits), dict(said.secs)
+                    )
+                    for role, (since, said) in sorted(self._roles.items())
+                ),
+                servers=self._servers,
+                lengths=self._lengths.means(),
+            )
+        )
+
+    async def _return(self, permit: Permit, reason: str) -> str:
+        outcome = self._apply(self._admission.return_permit, permit, reason)
+        if self._journal is not None and outcome == "stale":
+            await self._journal.flushed()  # What made it stale is perhaps being written.
+        elif self._journal is not None:
+            retired_as = EXHAUSTED if reason in REISSUE_REASONS else reason
+            await self._journal.returned(permit, reason, outcome, retired_as)
+        return outcome
+
+    def _left_by(self, request: pb.AdmitRequest) -> list[Permit]:
+        """Permits that are out to a worker who does not work on them: a reply was lost, or it is a new process."""
+        if not request.worker:
+            return []
+        known = {wire.decode_permit(permit) for permit in request.working_on}
+        return [p for p in self._admission.permits_of(request.worker) if p not in known]
+
+    def _apply(self, event: Callable[..., T], *args: Any) -> T:
+        """Every change of state passes here, one after another; then all who wait look again."""
+        result = event(*args)
+        self._changed.set()
+        self._changed = asyncio.Event()
+        return result
+
+    async def _until(
+        self, ready: Callable[[], bool], wait_secs: float, describe: Callable[[], str]
+    ) -> None:
+        """Waits until ready() holds; looks after every change."""
+        if not 0 <= wait_secs <= MAX_WAIT_SECS:
+            raise ValueError(f"wait_secs must be in [0, {MAX_WAIT_SECS:.0f}], got {wait_secs}")
+        deadline = self._clock() + wait_secs
+        with self._waiting(describe):
+            while not ready():
+                try:
+                    async with asyncio.timeout(max(0.0, deadline - self._clock())):
+                        await self._changed.wait()
+                except TimeoutError:
+                    if not ready():
+                        message = f"{describe()}; gave up after {wait_secs:g} s"
+                        raise TimeoutError(message) from None
+
+    @contextlib.contextmanager
+    def _waiting(self, describe: Callable[[], str]) -> Iterator[None]:
+        since, key = self._clock(), object()
+        self._waits[key] = lambda: f"{describe()}, for {self._clock() - since:.1f} s"
+        try:
+            yield
+        finally:
+            del self._waits[key]
+
+    async def _watch(self, read: Callable[[], T]) -> AsyncIterator[T]:
+        """A value: now, at every change, and every BEAT_SECS."""
+        while True:
+            value = read()
+            yield value
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(BEAT_SECS):
+                    while read() == value:
+                        await self._changed.wait()
+
+
+def _chunk_header(
+    step: int, index: int, chunk: FixedChunk, groups: list[pb.Group]
+) -> pb.ChunkHeader:
+    headers = [pb.GroupHeader(permit=g.permit, lengths=g.lengths) for g in groups]
+    return pb.ChunkHeader(step=step, index=index, last=chunk.last, groups=headers)
+
+
+def _options(max_message_bytes: int) -> list[tuple[str, int]]:
+    return [
+        ("grpc.so_reuseport", 0),  # Else two queues would share a port, and calls fall to either.
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", -1),
+        # One bound: between a soft and a hard one gRPC refuses at random.
+        ("grpc.max_metadata_size", security.MAX_HEADER_BYTES),
+        ("grpc.absolute_max_metadata_size", security.MAX_HEADER_BYTES),
+        # Clients ping every ten seconds, also while a call waits.
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+    ]
+
+
+def _credentials(cert: str, key: str) -> grpc.ServerCredentials | None:
+    if security.server_context(cert, key) is None:  # Its errors say what is wrong; gRPC's do not.
+        return None
+    pair = [pathlib.Path(path).read_bytes() for path in (key, cert)]
+    return grpc.ssl_server_credentials([tuple(pair)])
+
+
+class _TokenCheck(grpc.aio.ServerInterceptor):
+    """Refuses calls without the token, known or unknown, without a look at their messages."""
+
+    def __init__(self, token: str):
+        self._token = token
+
+    async def intercept_service(self, continuation, details):
+        given = dict(details.invocation_metadata).get("authorization", "")
+        if security.is_bearer(given, self._token):
+            return await continuation(details)
+        # A handler of a stream: gRPC receives nothing before it asks.
+        return grpc.stream_unary_rpc_method_handler(_unauthenticated)
+
+
+async def _unauthenticated(messages, context: grpc.aio.ServicerContext):
+    reason = "this queue asks for a token, and this call gave none or another one"
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, reason)
+
+
+def _handlers(service: QueueService) -> grpc.GenericRpcHandler:
+    """The service's table of methods, which take bytes and parse them inside `_refusals`."""
+    described = pb.DESCRIPTOR.services_by_name["TrajectoryQueue"]
+    handlers = {}
+    for method in described.methods:
+        call = getattr(service, method.name)
+        parse = message_factory.GetMessageClass(method.input_type).FromString
+        if method.server_streaming:
+            make, behavior = grpc.unary_stream_rpc_method_handler, _streaming(call, parse)
+        else:
+            as_it_came = method.name == "Push"
+            make, behavior = grpc.unary_unary_rpc_method_handler, _unary(call, parse, as_it_came)
+        reply = message_factory.GetMessageClass(method.output_type)
+        handlers[method.name] = make(behavior, response_serializer=reply.SerializeToString)
+    return grpc.method_handlers_generic_handler(described.full_name, handlers)
+
+
+def _unary(call: Callable, parse: Callable[[bytes], Any], as_it_came: bool) -> Callable:
+    async def behavior(raw: bytes, context: grpc.aio.ServicerContext):
+        async with _refusals(context):
+            return await (call(parse(raw), raw) if as_it_came else call(parse(raw)))
+
+    return behavior
+
+
+def _streaming(call: Callable, parse: Callable[[bytes], Any]) -> Callable:
+    async def behavior(raw: bytes, context: grpc.aio.ServicerContext):
+        async with _refusals(context):
+            async for reply in call(parse(raw)):
+                yield reply
+
+    return behavior
+
+
+@contextlib.asynccontextmanager
+async def _refusals(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
+    """Answers a refused call with the status of its error; the service goes on."""
+    try:
+        yield
+    except (ValueError, protobuf.DecodeError) as error:
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, _short(error))
+    except JournalError as error:
+        await context.abort(grpc.StatusCode.INTERNAL, _short(error))
+    except OrderError as error:
+        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, _short(error))
+    except TimeoutError as error:
+        await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, _short(error))
+
+
+def _short(error: Exception) -> str:
+    text = str(error)
+    return text if len(text) <= MAX_DETAIL_CHARS else text[:MAX_DETAIL_CHARS] + "…"

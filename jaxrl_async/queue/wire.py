@@ -1,0 +1,453 @@
+"""Groups, positions, server records and status ↔ protobuf, checked at the border.
+
+A group's arrays travel as raw little-endian bytes, its trajectories end to end, and are read without a
+copy. This module knows nothing of sockets, and not what a group is for.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence, Sized
+from typing import Any
+
+import numpy as np
+
+from jaxrl_async import types
+from jaxrl_async.queue import trajectory_queue_pb2 as pb
+from jaxrl_async.queue.admission import Permit, Position
+from jaxrl_async.types import NOT_SAMPLED, Group, InvalidTrajectoryError, Trajectory
+
+SERVER_STATES = ("HEALTHY", "SUSPECT", "DEAD", "STALE")
+
+# Bounds on what a peer may send, besides queue.max_message_bytes.
+MAX_NAME_CHARS = 256  # of a role, a worker, a reason, an address
+MAX_TEXT_CHARS = (
+    2000  # of a detail, or of what waits on what; longer ones are cut before they are sent
+)
+MAX_WAITS = 64  # of one report
+MAX_ENTRIES = 65_536  # permits, or lengths, in one message
+MAX_SERVERS = 4096
+MAX_REASONS = 64  # of a position, and what a role spends its time on
+UP = "up"  # in RoleStatus.secs
+# A role that has not reported for so long is suspected; roles report every two seconds.
+SILENT_SECS = 10.0
+MAX_VERSION = 2**31 - 1  # of weights, as every token carries it, and steps
+MAX_COUNT = 2**53
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerRecord:
+    """One inference server, as the publisher last saw it."""
+
+    address: str
+    state: str  # one of SERVER_STATES; only HEALTHY servers get requests
+    version: int | None  # of the weights it holds, None while it holds none of ours
+
+
+@dataclasses.dataclass(frozen=True)
+class Wait:
+    """Something that does not go on before something else does."""
+
+    what: str  # "group 512.0"
+    on: str  # "server http://127.0.0.1:30000"
+    secs: float  # so far
+
+
+@dataclasses.dataclass(frozen=True)
+class RoleStatus:
+    """What a role said of itself last."""
+
+    role: str
+    silent_secs: float  # since then
+    waits: tuple[Wait, ...]
+    secs: dict[
+        str, float
+    ]  # since it started, by what, of everything it has under way; UP is the time itself
+
+
+@dataclasses.dataclass(frozen=True)
+class QueueStatus:
+    """What the queue holds, and who waits for what."""
+
+    depth_groups: int  # held, not leased
+    depth_bytes: int  # of the groups in memory, held and leased
+    leased_groups: int  # leased, not committed
+    running_groups: int  # permits out
+    reissue_groups: int  # indexes that wait to be issued again
+    capacity: int  # groups that may be admitted
+    v_pub: int | None  # published last: servers hold it, or one delay_steps older
+    committed_step: int
+    leased_step: int  # last step leased in full
+    frontier: int  # next fresh prompt_index
+    returned: dict[str, int]  # returns by reason
+    retired: dict[str, int]  # indexes by reason
+    stale_events: int  # pushes and returns whose permit was no longer good
+    completion_tokens: int  # pushed since the queue started
+    last_push_age_secs: float | None
+    waits: tuple[str, ...]  # one sentence for each call that waits
+    run_epoch: int  # of v_pub: how often a resumed run came to other weights under a version
+    roles: tuple[RoleStatus, ...]  # of those that report, by name
+    servers: tuple[ServerRecord, ...]
+    lengths: dict[str, float]  # mean tokens so far, by "prompt/trained", "completion/dropped", …
+
+
+NO_STATUS = QueueStatus(  # Of a queue that holds nothing, and was told nothing.
+    **dict.fromkeys((field.name for field in dataclasses.fields(QueueStatus)), 0)
+    | {"v_pub": None, "last_push_age_secs": None, "returned": {}, "retired": {}, "lengths": {}}
+    | {"waits": (), "roles": (), "servers": ()}
+)
+
+
+def encode_group(group: Group) -> pb.Group:
+    """A group as a message."""
+    rows = group.trajectories
+    return pb.Group(
+        permit=encode_permit(Permit(group.prompt_index, group.attempt)),
+        lengths=[len(t) for t in rows],
+        prompt_lengths=[t.prompt_length for t in rows],
+        rewards=[t.reward for t in rows],
+        finish_reasons=[t.finish_reason for t in rows],
+        **{name: _to_bytes([getattr(t, name) for t in rows], dtype) for name, dtype in _ARRAYS},
+    )
+
+
+def decode_group(message: pb.Group) -> Group:
+    """A message as a group, of the sizes it states; the arrays are read-only views of its bytes.
+
+    Raises:
+      InvalidTrajectoryError: a size or a mask value contradicts the message's lengths.
+    """
+    lengths = list(message.lengths)
+    for name in ("prompt_lengths", "rewards", "finish_reasons"):
+        if len(getattr(message, name)) != len(lengths):
+            _refuse(f"{name} has {len(getattr(message, name))} entries, lengths has {len(lengths)}")
+    arrays = {name: _from_bytes(message, name, dtype, lengths) for name, dtype in _ARRAYS}
+    fields = zip(message.prompt_lengths, message.rewards, message.finish_reasons, strict=True)
+    trajectories, start = [], 0
+    for length, (prompt_length, reward, finish_reason) in zip(lengths, fields, strict=True):
+        row = {name: array[start : start + length] for name, array in arrays.items()}
+        start += length
+        trajectories.append(
+            Trajectory(
+                **row, prompt_length=prompt_length, reward=reward, finish_reason=finish_reason
+            )
+        )
+    return Group(message.permit.prompt_index, message.permit.attempt, tuple(trajectories))
+
+
+def encode_outline(message: pb.Group) -> pb.Group:
+    """A group's message without its arrays, for a process that does not train on it."""
+    arrays = {name for name, _ in _ARRAYS}
+    return pb.Group(**{f.name: value for f, value in message.ListFields() if f.name not in arrays})
+
+
+def decode_outline(message: pb.Group) -> Group:
+    """A message without arrays as a group: lengths, rewards and finish reasons are true, nothing is sampled.
+
+    The arrays take no memory, however long they are.
+    """
+    rows = []
+    for i, length in enumerate(message.lengths):
+        row = {name: np.broadcast_to(np.zeros((), dtype), length) for name, dtype in _ARRAYS}
+        row["mask"] = row["mask"].view(np.bool_)
+        row["versions"] = np.broadcast_to(np.int32(NOT_SAMPLED), length)
+        rows.append(
+            Trajectory(
+                **row,
+                prompt_length=message.prompt_lengths[i],
+                reward=message.rewards[i],
+                finish_reason=message.finish_reasons[i],
+            )
+        )
+    return Group(message.permit.prompt_index, message.permit.attempt, tuple(rows))
+
+
+def check_group(group: Group, *, group_size: int, vocab_size: int, max_tokens: int) -> None:
+    """Checks what a group promises, where it enters the queue.
+
+    Args:
+      group: decoded, so its sizes agree.
+      group_size: G, trajectories per group.
+      vocab_size: token ids must lie in [0, vocab_size).
+      max_tokens: bound on a trajectory's length.
+
+    Raises:
+      InvalidTrajectoryError: names the group, the trajectory, the field, the value and the bound.
+    """
+    rows, where = group.trajectories, f"prompt_index {group.prompt_index}"
+    if len(rows) != group_size:
+        _refuse(f"{where}: a group has {group_size} trajectories, got {len(rows)}")
+    for number, row in enumerate(rows):
+        try:
+            types.check_trajectory(row, vocab_size=vocab_size, max_tokens=max_tokens)
+        except InvalidTrajectoryError as error:
+            raise InvalidTrajectoryError(f"{where}, trajectory {number}: {error}") from error
+        if not np.array_equal(_prompt(row), _prompt(rows[0])):
+            _refuse(f"{where}: trajectory {number} has another prompt than trajectory 0")
+
+
+def check_message(message: pb.Group, *, group_size: int, vocab_size: int, max_tokens: int) -> None:
+    """As `check_group`, of a message: all trajectories at once, and one by one only to name what is wrong.
+
+    Raises:
+      InvalidTrajectoryError: as `check_outline`, `decode_group` and `check_group`.
+    """
+    check_outline(message, group_size=group_size, max_tokens=max_tokens)
+    if not _is_sound(message, vocab_size):
+        bounds = dict(group_size=group_size, vocab_size=vocab_size, max_tokens=max_tokens)
+        check_group(decode_group(message), **bounds)
+
+
+def check_outline(message: pb.Group, *, group_size: int, max_tokens: int) -> None:
+    """Checks how many trajectories and tokens a group claims to have, before anything is made of it.
+
+    Raises:
+      InvalidTrajectoryError: names the group, the value and the bound; see `check_group`.
+    """
+    where = f"prompt_index {message.permit.prompt_index}"
+    if len(message.lengths) != group_size:
+        _refuse(f"{where}: a group has {group_size} trajectories, got {len(message.lengths)}")
+    for number, length in enumerate(message.lengths):
+        if not 0 < length <= max_tokens:
+            _refuse(f"{where}, trajectory {number}: length {length} is outside [1, {max_tokens}]")
+    for reason in message.finish_reasons:
+        _check_text("finish_reason", reason, MAX_NAME_CHARS)
+
+
+def check_return(message: pb.ReturnRequest) -> None:
+    """Checks the sizes of what comes with a permit.
+
+    Raises:
+      ValueError: names the field, the value and the bound.
+    """
+    _check_text("reason", message.reason, MAX_NAME_CHARS)
+    _check_text("detail", message.detail, MAX_TEXT_CHARS)
+    _check_size("completion_tokens", message.completion_tokens, MAX_ENTRIES)
+
+
+def check_admit(message: pb.AdmitRequest) -> None:
+    """Checks the sizes of who asks, and of what it works on.
+
+    Raises:
+      ValueError: names the field, the value and the bound.
+    """
+    _check_text("worker", message.worker, MAX_NAME_CHARS)
+    _check_size("working_on", message.working_on, MAX_ENTRIES)
+
+
+def check_publish(message: pb.PublishRequest) -> None:
+    """Checks the sizes of a table of servers and of a position.
+
+    Raises:
+      ValueError: names the field, the value and the bound.
+    """
+    _check_number("version", message.version, MAX_VERSION)
+    _check_size("servers", message.servers, MAX_SERVERS)
+    position = message.position
+    _check_number("position.step", position.step, MAX_VERSION)
+    _check_number("position.frontier", position.frontier, MAX_COUNT)
+    _check_size("position.outstanding", position.outstanding, MAX_ENTRIES)
+    for permit in position.outstanding:
+        _check_number("position.outstanding", permit.prompt_index, MAX_COUNT)
+    for name in ("retired", "returned"):
+        counts = getattr(position, name)
+        _check_size(f"position.{name}", counts, MAX_REASONS)
+        for reason, count in counts.items():
+            _check_text(f"a reason of position.{name}", reason, MAX_NAME_CHARS)
+            _check_number(f"position.{name}", count, MAX_COUNT)
+
+
+def check_report(message: pb.RoleReport) -> None:
+    """Checks the sizes of what a role says of itself.
+
+    Raises:
+      ValueError: names the field, the value and the bound.
+    """
+    _check_text("role", message.role, MAX_NAME_CHARS)
+    _check_size("waits", message.waits, MAX_WAITS)
+    for wait in message.waits:
+        _check_text("what waits", wait.what, MAX_TEXT_CHARS)
+        _check_text("what is waited for", wait.on, MAX_TEXT_CHARS)
+        if not 0 <= wait.secs < float("inf"):
+            raise ValueError(f"secs of a wait must be finite and ≥ 0, got {wait.secs}")
+    _check_size("secs", message.secs, MAX_REASONS)
+    for what, secs in message.secs.items():
+        _check_text("what secs are spent on", what, MAX_NAME_CHARS)
+        if not 0 <= secs < float("inf"):
+            raise ValueError(f"secs of {what!r} must be finite and ≥ 0, got {secs}")
+
+
+def encode_permit(permit: Permit) -> pb.Permit:
+    return pb.Permit(prompt_index=permit.prompt_index, attempt=permit.attempt)
+
+
+def decode_permit(message: pb.Permit) -> Permit:
+    return Permit(message.prompt_index, message.attempt)
+
+
+def encode_position(position: Position) -> pb.Position:
+    return pb.Position(
+        step=position.step,
+        frontier=position.frontier,
+        outstanding=[encode_permit(p) for p in position.outstanding],
+        retired=position.retired,
+        returned=position.returned,
+    )
+
+
+def decode_position(message: pb.Position) -> Position:
+    return Position(
+        step=message.step,
+        frontier=message.frontier,
+        outstanding=tuple(decode_permit(p) for p in message.outstanding),
+        retired=dict(message.retired),
+        returned=dict(message.returned),
+    )
+
+
+def encode_servers(servers: Sequence[ServerRecord]) -> list[pb.ServerRecord]:
+    return [pb.ServerRecord(**_present(record)) for record in servers]
+
+
+def decode_servers(messages: Sequence[pb.ServerRecord]) -> tuple[ServerRecord, ...]:
+    """Server records.
+
+    Raises:
+      ValueError: a state is not one of SERVER_STATES.
+    """
+    for message in messages:
+        _check_text("the address of a server", message.address, MAX_NAME_CHARS)
+        if message.state not in SERVER_STATES:
+            raise ValueError(
+                f"server {message.address}: state {message.state!r:.80} is none of "
+                f"{', '.join(SERVER_STATES)}"
+            )
+    return tuple(ServerRecord(m.address, m.state, _optional(m, "version")) for m in messages)
+
+
+def encode_status(status: QueueStatus) -> pb.StatusReply:
+    roles = [
+        pb.RoleStatus(
+            role=r.role, silent_secs=r.silent_secs, waits=encode_waits(r.waits), secs=r.secs
+        )
+        for r in status.roles
+    ]
+    servers = encode_servers(status.servers)
+    return pb.StatusReply(**_present(status) | {"roles": roles, "servers": servers})
+
+
+def encode_waits(waits: Sequence[Wait]) -> list[pb.Wait]:
+    return [
+        pb.Wait(what=w.what[:MAX_TEXT_CHARS], on=w.on[:MAX_TEXT_CHARS], secs=w.secs) for w in waits
+    ]
+
+
+def decode_waits(messages: Sequence[pb.Wait]) -> tuple[Wait, ...]:
+    return tuple(Wait(m.what, m.on, m.secs) for m in messages)
+
+
+def decode_status(message: pb.StatusReply) -> QueueStatus:
+    values: dict[str, Any] = {
+        field.name: getattr(message, field.name) for field in dataclasses.fields(QueueStatus)
+    }
+    return QueueStatus(
+        **values
+        | {
+            "v_pub": _optional(message, "v_pub"),
+            "last_push_age_secs": _optional(message, "last_push_age_secs"),
+            "returned": dict(message.returned),
+            "retired": dict(message.retired),
+            "waits": tuple(message.waits),
+            "roles": tuple(
+                RoleStatus(r.role, r.silent_secs, decode_waits(r.waits), dict(r.secs))
+                for r in message.roles
+            ),
+            "servers": decode_servers(message.servers),
+            "lengths": dict(message.lengths),
+        }
+    )
+
+
+_ARRAYS = (("tokens", "<i4"), ("logprobs", "<f4"), ("versions", "<i4"), ("mask", "|u1"))
+
+
+def _to_bytes(rows: list[np.ndarray], dtype: str) -> bytes:
+    return np.concatenate(rows).astype(dtype, copy=False).tobytes() if rows else b""
+
+
+def _from_bytes(message: pb.Group, name: str, dtype: str, lengths: list[int]) -> np.ndarray:
+    raw, total = getattr(message, name), sum(lengths)
+    size = np.dtype(dtype).itemsize
+    if len(raw) != size * total:
+        _refuse(f"{name} has {len(raw)} bytes, {total} tokens of {size} bytes need {size * total}")
+    array = np.frombuffer(raw, dtype)
+    if name == "mask":
+        if total and array.max() > 1:
+            _refuse(f"mask holds {array.max()}, its bytes must be 0 or 1")
+        return array.view(np.bool_)
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
+
+
+def _is_sound(message: pb.Group, vocab_size: int) -> bool:
+    """Whether the rows of a message, whose lengths are in their bounds, are as `types.check_trajectory` wants them."""
+    lengths, prompts, rewards = list(message.lengths), message.prompt_lengths, message.rewards
+    reasons = message.finish_reasons
+    if not len(lengths) == len(prompts) == len(rewards) == len(reasons):
+        return False
+    if len(set(prompts)) > 1 or not set(reasons) <= {"stop", "length"}:
+        return False
+    arrays = [_from_bytes(message, name, dtype, lengths) for name, dtype in _ARRAYS]
+    tokens, logprobs, versions, mask = arrays
+    return bool(
+        all(map(math.isfinite, rewards))
+        and 0 <= tokens.min() <= tokens.max() < vocab_size
+        and -np.inf < logprobs.min() <= logprobs.max() <= 0  # False with a NaN
+        and versions.min() >= NOT_SAMPLED
+        and np.array_equal(versions > NOT_SAMPLED, mask)
+        and not logprobs[~mask].any()
+        and _prompts_agree(tokens, mask, lengths, prompts[0])
+    )
+
+
+def _prompts_agree(
+    tokens: np.ndarray, mask: np.ndarray, lengths: list[int], prompt_length: int
+) -> bool:
+    starts = itertools.accumulate(lengths[:-1], initial=0)
+    parts = [slice(start, start + prompt_length) for start in starts]
+    return (
+        1 <= prompt_length <= min(lengths)
+        and not any(mask[part].any() for part in parts)
+        and len({tokens[part].tobytes() for part in parts}) == 1
+    )
+
+
+def _prompt(row: Trajectory) -> np.ndarray:
+    return row.tokens[: row.prompt_length]
+
+
+def _present(record: Any) -> dict[str, Any]:
+    """Fields of a dataclass without those that are None."""
+    return {name: value for name, value in vars(record).items() if value is not None}
+
+
+def _optional(message: Any, name: str) -> Any:
+    return getattr(message, name) if message.HasField(name) else None
+
+
+def _check_text(name: str, text: str, bound: int) -> None:
+    if len(text) > bound:
+        raise ValueError(f"{name} has at most {bound} characters, got {len(text)}: {text[:40]!r}…")
+
+
+def _check_size(name: str, items: Sized, bound: int) -> None:
+    if len(items) > bound:
+        raise ValueError(f"{name} has at most {bound} entries, got {len(items)}")
+
+
+def _check_number(name: str, value: int, bound: int) -> None:
+    if not 0 <= value <= bound:
+        raise ValueError(f"{name} must be in [0, {bound}], got {value}")
+
+
+def _refuse(message: str):
+    raise InvalidTrajectoryError(message)

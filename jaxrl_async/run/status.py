@@ -1,0 +1,186 @@
+"""The stall explainer: who waits for whom in a run, since when, and who is at the end of the chain.
+
+Everything comes from the queue, to which all roles report, and from the table of processes that a supervisor keeps.
+Pure functions of the two; it knows nothing of sockets, JAX or weights.
+"""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxrl_async.queue.wire import SILENT_SECS, QueueStatus, RoleStatus, Wait
+
+ROLES_FILE = "roles.json"
+CONFIG_FILE = "config.json"
+MAX_GROUPS = 3  # groups that are named one by one
+
+
+@dataclasses.dataclass(frozen=True)
+class Process:
+    """A role's process on this machine."""
+
+    role: str  # "queue", "server-0", …
+    pid: int
+    state: str  # "runs" | "is stopped" | "is dead"
+
+
+def processes_of(workdir: str | pathlib.Path) -> tuple[Process, ...]:
+    """The processes of a run on this machine, as the supervisor started them; () where there are none."""
+    roles = _read(workdir, ROLES_FILE, "roles") or {}
+    return tuple(Process(name, pid, _state_of(pid)) for name, pid in roles.items())
+
+
+def address_of(workdir: str | pathlib.Path) -> str | None:
+    """ "host:port" of the queue of a run: as its supervisor, or else its config.json says; None where neither does."""
+    said = _read(workdir, ROLES_FILE, "queue_address")
+    return said or _read(workdir, CONFIG_FILE, "queue", "address") or None
+
+
+def end_of(workdir: str | pathlib.Path) -> str | None:
+    """How the run has ended that a supervisor ran: "done", "left" or "failed"; None where none has said so."""
+    return _read(workdir, ROLES_FILE, "ended")
+
+
+def _read(workdir: str | pathlib.Path, name: str, *keys: str) -> Any:
+    """What stands under the keys in a file of the workdir; None where it is not there, or not whole."""
+    try:
+        found = json.loads((pathlib.Path(workdir) / name).read_text(encoding="utf-8"))
+        for key in keys:
+            found = found[key]
+    except (OSError, ValueError, KeyError):
+        return None
+    return found
+
+
+def write_roles(workdir: pathlib.Path, queue_address: str, pids: Mapping[str, int]) -> None:
+    """What `processes_of` and `address_of` read."""
+    _write(workdir, {"queue_address": queue_address, "roles": dict(pids)})
+
+
+def write_end(workdir: pathlib.Path, how: str) -> None:
+    """What `end_of` reads: no process is left."""
+    _write(workdir, {"ended": how})
+
+
+def _write(workdir: pathlib.Path, value: Mapping[str, Any]) -> None:
+    aside = workdir / f".{ROLES_FILE}"
+    aside.write_text(json.dumps(value, indent=2), encoding="utf-8")
+    aside.rename(workdir / ROLES_FILE)
+
+
+def explain(status: QueueStatus | None, processes: Sequence[Process], step: int | None) -> str:
+    """The chain, one link a line, its end last.
+
+    Args:
+      status: of the queue; None where it does not answer.
+      processes: of this machine, as far as they are known.
+      step: the last one that is done, None before the first.
+    """
+    lines = [f"last step done: {'none' if step is None else step}"]
+    if status is None:
+        lines.append(f"the queue does not answer{_process(processes, 'queue')}")
+        return "\n".join([*lines, *_other(processes, {"queue"}), _culprit("the queue")])
+    learner, workers = _roles(status)
+    for role in learner:
+        lines += [_wait(wait) + _silence(role) for wait in role.waits[:1]]
+    lines += [f"  ← {wait}" for wait in status.waits if wait.startswith("lease")]
+    groups = sorted((w for role in workers for w in role.waits), key=lambda w: -w.secs)
+    lines += [f"    ← {_wait(wait)}" for wait in groups[:MAX_GROUPS]]
+    lines += [
+        f"      ← server {s.address}: {s.state}, version {'none' if s.version is None else s.version}"
+        for s in status.servers
+    ]
+    lines += _other(processes, set())
+    lines += [
+        f"{role.role} has been silent for {role.silent_secs:.0f} s"
+        for role in status.roles
+        if role.silent_secs > SILENT_SECS
+    ]
+    return "\n".join([*lines, _culprit(_end_of_chain(status, processes, learner, workers, groups))])
+
+
+def _end_of_chain(status, processes, learner, workers, groups) -> str:
+    """Whoever waits for nobody. A process that does not run comes before all others."""
+    for process in sorted(processes, key=lambda p: _RANK.get(p.role.partition("-")[0], 9)):
+        if process.state != "runs":
+            return f"{process.role} (pid {process.pid}) {process.state}"
+    for role in (*learner, *workers):
+        if role.silent_secs > SILENT_SECS:
+            return f"{role.role}, silent for {role.silent_secs:.0f} s"
+    if not learner:
+        return "the learner, which has not reported yet"
+    at = learner[0].waits[0] if learner[0].waits else Wait("learner", "itself", 0.0)
+    if "wait_push" in at.what or "publish" in at.what:
+        late = [s.address for s in status.servers if s.state != "HEALTHY"]
+        return f"the push of weights, to {', '.join(late)}" if late else f"the publisher: {at.on}"
+    if "wait_data" not in at.what:
+        return f"{learner[0].role}, at work ({at.what}) for {at.secs:.0f} s"
+    if not status.running_groups:
+        if not workers:
+            return "the rollout workers: none has reported"
+        if status.v_pub is None:
+            return "the learner, which has published no version yet"
+        if status.capacity:
+            return "the rollout workers, which ask for no permits"
+        retired = ", ".join(f"{n} {reason}" for reason, n in status.retired.items())
+        return "the bound on staleness: nothing may be admitted" + (
+            f" (retired: {retired})" if retired else ""
+        )
+    waits = [w for w in groups if w.what.startswith("group ")]
+    if not waits:
+        return f"{status.running_groups} permits are out to workers that do not report"
+    longest, lost = waits[0], status.returned | status.retired
+    pushed = status.last_push_age_secs
+    if lost and longest.secs < SILENT_SECS and (pushed is None or pushed > SILENT_SECS):
+        counts = ", ".join(f"{count} {reason}" for reason, count in lost.items())
+        return f"the groups: they come back instead of being pushed ({counts})"
+    same = sum(w.on == longest.on for w in waits)
+    return f"{longest.on}: {longest.what} waits for it since {longest.secs:.0f} s, as do {same - 1} others"
+
+
+def _roles(status: QueueStatus) -> tuple[list[RoleStatus], list[RoleStatus]]:
+    learner = [r for r in status.roles if r.role.startswith("learner")]
+    return learner, [r for r in status.roles if r.role.startswith("rollout")]
+
+
+def _wait(wait: Wait) -> str:
+    return f"{wait.what} waits for {wait.on} since {wait.secs:.0f} s"
+
+
+def _silence(role: RoleStatus) -> str:
+    return f" (said {role.silent_secs:.0f} s ago)" if role.silent_secs > SILENT_SECS else ""
+
+
+def _other(processes: Sequence[Process], named: set[str]) -> list[str]:
+    return [
+        f"{p.role} (pid {p.pid}) {p.state}"
+        for p in processes
+        if p.state != "runs" and p.role not in named
+    ]
+
+
+def _process(processes: Sequence[Process], role: str) -> str:
+    return next((f": its process {p.pid} {p.state}" for p in processes if p.role == role), "")
+
+
+def _culprit(who: str) -> str:
+    return f"end of the chain: {who}"
+
+
+def _state_of(pid: int) -> str:
+    try:
+        stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return "is dead"
+    match stat.rpartition(")")[2].split()[0]:
+        case "T" | "t":
+            return "is stopped"
+        case "Z" | "X":
+            return "is dead"
+        case _:
+            return "runs"
+
+
+_RANK = {"queue": 0, "learner": 1, "server": 2, "rollout": 3}

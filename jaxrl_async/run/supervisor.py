@@ -1,0 +1,450 @@
+"""Starts every role of a run on this machine as a process, watches them, and ends them.
+
+Each role is the command that a pod would run on a host of its own: `train --role=ROLE` with the addresses of the
+others. The supervisor knows processes, logs and metrics; it knows nothing of JAX, weights or rewards.
+"""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import grpc
+import tqdm
+
+from jaxrl_async.config.settings import Settings, queue_access_of
+from jaxrl_async.metrics import last_metrics
+from jaxrl_async.queue import client as queue_client
+from jaxrl_async.run import status
+from jaxrl_async.run.preemption import GRACE_SECS, ORDERLY_SECS, PREEMPTED
+from jaxrl_async.run.workdir import checkpoint_steps
+
+# Of a learner on a CPU: XLA's buffers of a step lie in fresh memory each time, and 4 KiB pages cost a tenth of it.
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+LEAVE = signal.SIGUSR1  # A learner checkpoints and leaves; SIGTERM ends a role at once.
+LEAVE_SECS = GRACE_SECS + ORDERLY_SECS
+STOP_SECS = 6.0  # A role that ignores SIGTERM for so long is killed.
+POLL_SECS = 0.2
+STALL_WORDS_SECS = (
+    30.0  # Without a step for so long, and again after as long, the chain is printed.
+)
+
+
+class RoleDiedError(RuntimeError):
+    """A role ended before the run did; the message names it and shows the end of its log."""
+
+
+class StalledError(RuntimeError):
+    """No step for too long; the message is the chain of who waits for whom."""
+
+
+@dataclasses.dataclass
+class Role:
+    """One process of the run."""
+
+    name: str  # "queue", "server-0", …
+    process: subprocess.Popen
+    log: pathlib.Path
+
+
+def run(
+    settings: Settings,
+    *,
+    workdir: pathlib.Path,
+    resume: bool,
+    on_step: Callable[[], None] | None = None,
+    asked: Callable[[], bool] = lambda: False,
+) -> bool:
+    """Runs all roles until the learner is done. A role that is killed is started again, within bounds.
+
+    A role that ends by itself has said why in its log, and ends the run; but a server is started again in any case.
+
+    Args:
+      settings: the run.
+      workdir: holds config.json; receives logs/ROLE.log, and roles.json: who runs, or how it ended.
+      resume: go on from the last checkpoint.
+      on_step: called here when steps have ended.
+      asked: whether to leave early; the learner is told then, and the other roles end when it has left.
+
+    Returns:
+      Whether the learner is done; False where it left early.
+
+    Raises:
+      RoleDiedError: a role failed, or roles were killed more often than supervisor.max_restarts.
+      StalledError: no step within supervisor.stall_secs.
+    """
+    queue_address = settings.queue.address or f"127.0.0.1:{free_port()}"
+    servers = settings.server.addresses or tuple(
+        f"{'https' if settings.server.tls_cert else 'http'}://127.0.0.1:{free_port()}"
+        for _ in range(settings.server.num_local)
+    )
+    addresses = [
+        f"--config.queue.address={queue_address}",
+        f"--config.server.addresses={servers!r}",
+    ]
+    names = ["queue"]
+    if not settings.server.addresses:
+        names += [f"server-{i}" for i in range(len(servers))]
+    names += [f"rollout-{i}" for i in range(settings.rollout.num_workers)]
+    num_learners = settings.learner.num_processes
+    learners = _learner_names(num_learners)
+    if num_learners > 1:
+        addresses += [f"--coordinator=127.0.0.1:{free_port()}"]
+    names += learners
+    devices = divide_devices(
+        visible_devices(),
+        num_servers=len([n for n in names if "server" in n]),
+        num_learners=num_learners,
+        learner_devices=settings.learner.data * settings.learner.fsdp * settings.learner.tensor,
+    )
+    print(banner(settings, workdir, queue_address, servers, devices), flush=True)
+
+    def start(name: str, resume: bool) -> Role:
+        return _start(name, workdir, addresses, devices, resume=resume)
+
+    roles: list[Role] = []
+    end = "failed"
+    try:
+        for name in names:
+            roles.append(start(name, resume))
+        done = _watch(roles, len(learners), settings, workdir, queue_address, start, on_step, asked)
+        end = "done" if done else "left"
+        return done
+    except (KeyboardInterrupt, SystemExit):  # Ctrl-C, or SIGTERM for the second time.
+        end = "left"
+        raise
+    finally:
+        stop(roles)
+        status.write_end(workdir, end)
+
+
+def stop(roles: list[Role]) -> None:
+    """Ends every role in reverse order of start: SIGTERM, and SIGKILL for what is left after STOP_SECS.
+
+    What a role left behind in its process group is killed too.
+    """
+    for role in reversed(roles):
+        if role.process.poll() is None:
+            role.process.terminate()
+    deadline = time.monotonic() + STOP_SECS
+    for role in reversed(roles):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            role.process.wait(max(0.0, deadline - time.monotonic()))
+        _kill_group(role)
+
+
+def _kill_group(role: Role) -> None:
+    """A role leads its group, whose number stays taken for as long as one of its children lives."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(role.process.pid, signal.SIGKILL)
+    role.process.wait()
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def visible_devices() -> tuple[str, int]:
+    """("tpu" | "gpu" | "cpu", number of chips) of this machine, without importing JAX."""
+    platform = os.environ.get("JAX_PLATFORMS", "")
+    chips = len(list(pathlib.Path("/dev").glob("accel[0-9]*")))
+    chips = chips or len(list(pathlib.Path("/dev/vfio").glob("[0-9]*")))
+    if chips and platform in ("", "tpu"):
+        return "tpu", chips
+    if platform in ("", "cuda", "gpu"):
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if visible is not None:
+            gpus = len([d for d in visible.split(",") if d])
+        else:
+            gpus = len(list(pathlib.Path("/proc/driver/nvidia/gpus").glob("*")))
+        if gpus:
+            return "gpu", gpus
+    return "cpu", 0
+
+
+def divide_devices(
+    devices: tuple[str, int],
+    *,
+    num_servers: int,
+    num_learners: int = 1,
+    learner_devices: int = 1,
+) -> dict[str, dict[str, str]]:
+    """Divides the machine's devices: one for each local server, the rest for the learner.
+
+    Args:
+      devices: platform and number of chips.
+      num_servers: embedded servers on this machine.
+      num_learners: processes of the learner, which share its devices evenly.
+      learner_devices: of the learner's mesh. A CPU is made to show as many.
+
+    Returns:
+      Role name → environment variables. On a single GPU the roles share its memory by fractions; a learner on a CPU
+      gets HUGE_PAGES, unless GLIBC_TUNABLES says something already.
+
+    Raises:
+      ValueError: fewer chips than the roles need, or chips that learner processes cannot share.
+    """
+    platform, count = devices
+    learners = _learner_names(num_learners)
+    if platform == "cpu":
+        shown = {} if "GLIBC_TUNABLES" in os.environ else HUGE_PAGES
+        if learner_devices > 1:
+            shown = shown | {"JAX_NUM_CPU_DEVICES": str(learner_devices // num_learners)}
+        return dict.fromkeys(learners, shown) if shown else {}
+    each, rest = divmod(count - num_servers, num_learners)
+    if num_learners > 1 and (platform == "tpu" or each < 1 or rest):
+        raise ValueError(
+            f"{num_learners} learner processes cannot share the {count} {platform.upper()} chips of this machine "
+            f"beside {num_servers} servers: lower learner.num_processes, or start one --role=learner on each host"
+        )
+    if num_servers == 0 and num_learners == 1:
+        return {}
+    if platform == "gpu" and count == 1:
+        share = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / (num_servers + 1):.2f}"}
+        return {name: share for name in ("learner", *(f"server-{i}" for i in range(num_servers)))}
+    if count <= num_servers:
+        raise ValueError(
+            f"{num_servers} servers and a learner need {num_servers + 1} {platform.upper()} chips, "
+            f"this machine has {count}: lower server.num_local or give server.addresses"
+        )
+    variable = "TPU_VISIBLE_CHIPS" if platform == "tpu" else "CUDA_VISIBLE_DEVICES"
+    ids = [str(i) for i in range(count)]
+    if platform == "gpu" and os.environ.get("CUDA_VISIBLE_DEVICES"):
+        ids = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+    first = count - num_servers
+    division = {f"server-{i}": {variable: ids[first + i]} for i in range(num_servers)}
+    for i, name in enumerate(learners):
+        division[name] = {variable: ",".join(ids[i * each : (i + 1) * each])}
+    return division
+
+
+def _learner_names(count: int) -> list[str]:
+    return ["learner"] if count == 1 else [f"learner-{i}" for i in range(count)]
+
+
+def banner(settings: Settings, workdir, queue_address, servers, devices) -> str:
+    """What is about to run, and on what."""
+    learner = settings.learner
+    lines = [
+        f"jaxrl_async · {settings.task.name} · mode {settings.mode} · η = {settings.queue.max_staleness} · "
+        f"push every {settings.weights.push_every_steps} · {learner.num_steps} steps of "
+        f"{learner.groups_per_step} × {settings.rollout.group_size}",
+        f"  workdir  {workdir}",
+        f"  queue    {queue_address}",
+        f"  servers  {', '.join(servers)}" + _kind(settings.server),
+    ]
+    for name, environment in devices.items():
+        lines.append(f"  {name:8} {' '.join(f'{k}={v}' for k, v in environment.items())}")
+    return "\n".join(lines)
+
+
+def _kind(server) -> str:
+    if server.addresses:
+        return ""
+    return f" ({shlex.split(server.command)[0]})" if server.command else " (embedded)"
+
+
+def _start(name: str, workdir, addresses, devices, *, resume: bool) -> Role:
+    role, _, index = name.partition("-")
+    command = [sys.executable, "-m", "jaxrl_async", "train", f"--config={workdir}/config.json"]
+    command += [f"--workdir={workdir}", f"--role={role}", f"--index={index or 0}", *addresses]
+    command += ["--resume"] if resume else []
+    log = workdir / "logs" / f"{name}.log"
+    log.parent.mkdir(exist_ok=True)
+    environment = os.environ | devices.get(name, {}) | {"JAXRL_PARENT": str(os.getpid())}
+    with open(log, "a") as out:
+        # A session of its own: Ctrl-C reaches the supervisor, which ends the roles in order.
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            env=environment,
+            start_new_session=True,
+        )
+    return Role(name, process, log)
+
+
+def _watch(
+    roles: list[Role],
+    num_learners: int,
+    settings: Settings,
+    workdir,
+    queue_address: str,
+    start: Callable[[str, bool], Role],
+    on_step: Callable[[], None] | None,
+    asked: Callable[[], bool],
+) -> bool:
+    """Until every learner process, which come last, is done (True) or has left as it was asked; or a role failed."""
+    restarts = _Restarts(settings.supervisor.max_restarts, workdir, start)
+    channel = queue_client.open_channel(queue_address, **queue_access_of(settings))
+    stalls = _Stalls(channel, workdir, settings.supervisor.stall_secs)
+    pids: dict[str, int] = {}
+    with (
+        contextlib.closing(channel),
+        tqdm.tqdm(total=settings.learner.num_steps, unit="step", dynamic_ncols=True) as bar,
+    ):
+        progress = _progress(bar, workdir, roles[-num_learners].log, channel, on_step)
+        while not all(role.process.poll() == 0 for role in roles[-num_learners:]):
+            for i, role in enumerate(roles[:-num_learners]):
+                if role.process.poll() is not None:
+                    roles[i] = restarts.of(role)
+            learners = roles[-num_learners:]
+            if asked():
+                next(progress)
+                return _leave(learners)
+            if any(role.process.poll() for role in learners):
+                roles[-num_learners:] = restarts.of_learners(learners)
+            if pids != (now := {role.name: role.process.pid for role in roles}):
+                status.write_roles(workdir, queue_address, pids := now)
+            next(progress)
+            stalls.look(bar.n)
+            time.sleep(POLL_SECS)
+        next(progress)
+        return True
+
+
+def _leave(learners: list[Role]) -> bool:
+    """Tells the learner to leave, and waits until it has; whether it was done before it heard.
+
+    Raises:
+      RoleDiedError: it failed instead.
+    """
+    for role in learners:
+        role.process.send_signal(LEAVE)
+    deadline = time.monotonic() + LEAVE_SECS
+    for role in learners:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            role.process.wait(max(0.0, deadline - time.monotonic()))
+    codes = {role.process.returncode for role in learners}
+    if failed := codes - {0, PREEMPTED, -LEAVE, None}:
+        raise RoleDiedError(
+            "\n".join(_obituary(role) for role in learners if role.process.returncode in failed)
+        )
+    return codes == {0}
+
+
+class _Stalls:
+    """Says who waits for whom when no step ends, and stops the run in the end."""
+
+    def __init__(self, channel: grpc.Channel, workdir: pathlib.Path, stall_secs: float):
+        self._channel, self._workdir, self._stall_secs = channel, workdir, stall_secs
+        self._step, self._since = -1, time.monotonic()
+        self._next_secs = STALL_WORDS_SECS
+
+    def look(self, step: int) -> None:
+        """Notes the last step; raises StalledError when it has been the last one for too long."""
+        now = time.monotonic()
+        if step != self._step:
+            self._step, self._since, self._next_secs = step, now, STALL_WORDS_SECS
+        secs = now - self._since
+        if secs < min(self._next_secs, self._stall_secs):
+            return
+        found = queue_client.glance(self._channel)
+        chain = status.explain(found, status.processes_of(self._workdir), step or None)
+        if secs >= self._stall_secs:
+            raise StalledError(
+                f"no step for {secs:.0f} s (supervisor.stall_secs = {self._stall_secs:g}):\n{chain}"
+            )
+        self._next_secs += STALL_WORDS_SECS
+        tqdm.tqdm.write(f"no step for {secs:.0f} s:\n{chain}")
+
+
+class _Restarts:
+    """Starts roles again that were killed, so many times in the run."""
+
+    def __init__(self, at_most: int, workdir: pathlib.Path, start: Callable[[str, bool], Role]):
+        self._at_most, self._workdir, self._start = at_most, workdir, start
+        self._done = 0
+
+    def of(self, role: Role) -> Role:
+        """A role in place of one that ended; not a learner."""
+        if role.process.returncode >= 0 and not role.name.startswith("server-"):
+            raise RoleDiedError(_obituary(role))
+        self._count(role)
+        return self._start(role.name, False)
+
+    def of_learners(self, learners: list[Role]) -> list[Role]:
+        """All processes of the learner in place of those of which one failed: they are one program."""
+        killed = [role for role in learners if (role.process.returncode or 0) < 0]
+        if not killed:
+            raise RoleDiedError("\n".join(_obituary(r) for r in learners if r.process.returncode))
+        self._count(killed[0])
+        stop(learners)
+        started = bool(checkpoint_steps(self._workdir))
+        return [self._start(role.name, started) for role in learners]
+
+    def _count(self, role: Role) -> None:
+        if self._done == self._at_most:
+            raise RoleDiedError(
+                f"after {self._done} restarts (supervisor.max_restarts = {self._at_most}): {_obituary(role)}"
+            )
+        self._done += 1
+        _kill_group(role)  # What it left behind may hold its port or its device.
+        what = (
+            f"role {role.name!r} ended {how_it_ended(role.process.returncode)}; "
+            f"restart {self._done} of at most {self._at_most}"
+        )
+        with open(role.log, "a") as log:
+            print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} WARNING supervisor: {what}", file=log)
+        tqdm.tqdm.write(what)
+
+
+def how_it_ended(code: int) -> str:
+    """A return code of subprocess in words."""
+    return f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+
+
+def _progress(
+    bar,
+    workdir,
+    log: pathlib.Path,
+    channel: grpc.Channel,
+    on_step: Callable[[], None] | None,
+) -> Iterator[None]:
+    """Advances the bar at every `next`: the last step's metrics, and who waits for whom."""
+    while True:
+        before, row = bar.postfix, last_metrics(workdir)
+        if row:
+            last, bar.n = bar.n, int(row["step"])
+            if on_step is not None and bar.n != last:
+                on_step()
+            found = queue_client.glance(channel) if sys.stderr.isatty() else None
+            waits = "; ".join(found.waits) if found else ""
+            bar.set_postfix_str(_summary(row, waits), refresh=False)
+        else:
+            bar.set_postfix_str(last_lines(log, 1).rpartition(" INFO ")[2][:80], refresh=False)
+        if sys.stderr.isatty() or bar.postfix != before:  # A log file gets each line once.
+            bar.refresh()
+        yield
+
+
+def _summary(row: dict, waiting: str) -> str:
+    return (
+        f"reward {row['reward/mean']:.3f}, staleness {row['staleness/mean']:.1f}, "
+        f"{row['rollout/tokens_per_sec']:.0f} tok/s out, {row['learner/tokens_per_sec']:.0f} tok/s in {waiting}"
+    )
+
+
+def _obituary(role: Role) -> str:
+    how = how_it_ended(role.process.returncode)
+    return f"role {role.name!r} ended {how}; the end of {role.log}:\n{last_lines(role.log, 20)}"
+
+
+def last_lines(path: pathlib.Path, count: int) -> str:
+    """The last lines of a text file, "" when there is none yet."""
+    if not path.exists():
+        return ""
+    with open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - 16_384))
+        return "\n".join(file.read().decode("utf-8", "replace").strip().split("\n")[-count:])

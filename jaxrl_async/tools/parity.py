@@ -1,0 +1,724 @@
+"""A server's log-probs against the learner's forward on the same weights, and why they differ.
+
+`measure` asks a server; `diagnose` is pure and names the hypothesis that explains the numbers best. It knows
+nothing of runs, rewards or how a server came to its weights.
+"""
+
+import asyncio
+import dataclasses
+import functools
+import pathlib
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jaxrl_async.models import attention, hf, logprobs, transformer
+from jaxrl_async.objectives import kl
+from jaxrl_async.servers.client import Completion, InferenceClient, ServerError
+from jaxrl_async.weights import store as weight_store
+
+CAUSES = (
+    "ok",
+    "temperature",
+    "truncation",
+    "alignment",
+    "cache",
+    "version",
+    "weights",
+    "dtype",
+    "sampler",
+    "unexplained",
+)
+
+_FAR_OFF = 0.3  # nats, mean |d|: no rounding does this; other weights give 0.3 and more.
+_MAX_BEYOND = 0.01  # Share of tokens that may differ by more than 10 tolerances.
+_WORSE = 5.0  # A prefix-cache hit is wrong when it is this many times as far off.
+_SAMPLER_Z = 6.0  # Standard errors; by chance once in 10⁹.
+_TOP_PS = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99)
+_TOP_KS = (1, 2, 5, 8, 10, 20, 40, 50, 64, 100)
+_TOP_P_MARGIN = 1e-2  # Rounding may move a token over the border of the top-p set.
+_MAX_IMPOSSIBLE = 0.02  # Share of tokens outside a truncated set, by rounding at its border.
+_MAX_FIT_TOKENS = 256  # Hypotheses are judged on so many tokens: a vocabulary makes them dear.
+_MAX_CONCURRENT = 8  # Requests at a time.
+_HEAD_CHUNK_TOKENS = 16  # Columns whose logits exist at a time.
+_SAFE_IDS = 1024  # Prompt ids stay below this where a server does not say its vocabulary.
+
+
+class ParityError(Exception):
+    """Nothing could be compared: the checkpoint, the server or their shapes; the message says which."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Asking:
+    """Every prompt asked once: N tokens that the server sampled, completion after completion."""
+
+    tokens: np.ndarray  # int32 [N]
+    rows: np.ndarray  # int32 [N], the completion of each token
+    server_logprobs: np.ndarray  # float32 [N]
+    logprobs: np.ndarray  # float32 [N], the learner's, at the asked temperature
+
+    @property
+    def differences(self) -> np.ndarray:
+        """float32 [N], nats: learner's minus server's."""
+        return self.logprobs - self.server_logprobs
+
+
+@dataclasses.dataclass(frozen=True)
+class Evidence:
+    """What `diagnose` judges."""
+
+    first: Asking
+    logits: np.ndarray  # float32 [N, V], the learner's, of the first asking, before temperature
+    other_logprobs: np.ndarray  # float32 [N], the learner's in other_dtype, of the first asking
+    other_dtype: str  # "bfloat16" where the learner's forward is float32, and the reverse
+    second: Asking | None  # every prompt again: prefix-cache hits
+    flushed: Asking | None  # and again after a flush; None where it was not needed, or refused
+    temperature: float  # asked, > 0
+    top_p: float  # asked, in (0, 1]
+    label_fault: str | None  # how the server's name of its weights contradicts the manifest
+
+    @property
+    def dtype(self) -> str:
+        """Of the learner's forward."""
+        return "float32" if self.other_dtype == "bfloat16" else "bfloat16"
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """One line of the table."""
+
+    tokens: int
+    mean_abs: float  # nats, mean |d|
+    max_abs: float  # nats, max |d|
+    kl: float  # nats per token, k3 estimate of KL(server ‖ learner)
+    beyond: float  # share of the tokens with |d| > tolerance
+    within: bool  # mean |d| ≤ tolerance, and ≤ 1 % of the tokens beyond 10 tolerances
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """The likely cause, how it shows, and what to do."""
+
+    cause: str  # one of CAUSES
+    finding: str
+    advice: str
+
+    def __str__(self) -> str:
+        return f"{self.cause}: {self.finding}. {self.advice}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Questions:
+    """What the server is asked."""
+
+    num_prompts: int  # ≥ 1
+    prompt_tokens: int  # ≥ 2, so that the prefix cache can hit
+    max_new_tokens: int  # ≥ 1
+    temperature: float  # > 0
+    top_p: float  # in (0, 1]
+    seed: int  # of the prompts
+
+
+@dataclasses.dataclass(frozen=True)
+class _Explanation:
+    cause: str
+    finding: str
+    advice: str
+    logprobs: np.ndarray  # float [N], what the server would report; NaN unknown, −inf impossible
+
+
+def stats(asking: Asking, tolerance: float) -> Stats:
+    """The table's numbers of an asking; tolerance in nats, > 0."""
+    d = np.abs(asking.differences)
+    k3 = kl.k3(asking.server_logprobs, asking.logprobs, np.ones(len(d), bool))
+    mean, far = float(d.mean()), float(np.mean(d > 10 * tolerance))
+    return Stats(
+        tokens=len(d),
+        mean_abs=mean,
+        max_abs=float(d.max()),
+        kl=float(k3.mean()),
+        beyond=float(np.mean(d > tolerance)),
+        within=mean <= tolerance and far <= _MAX_BEYOND,
+    )
+
+
+def table(evidence: Evidence, tolerance: float) -> str:
+    """The differences of every asking, in nats, as text."""
+    askings = {
+        "first asking": evidence.first,
+        "second (prefix cache)": evidence.second,
+        "after a flush": evidence.flushed,
+    }
+    lines = [
+        f"{'':22} {'tokens':>7} {'mean |d|':>10} {'max |d|':>10} {'kl':>10} {f'> {tolerance:g}':>9}"
+    ]
+    for name, asking in askings.items():
+        if asking is not None:
+            s = stats(asking, tolerance)
+            lines.append(
+                f"{name:22} {s.tokens:7} {s.mean_abs:10.3g} {s.max_abs:10.3g} {s.kl:10.3g} {s.beyond:9.1%}"
+            )
+    return "\n".join(lines)
+
+
+async def measure(
+    server: str,
+    directory: str | pathlib.Path,
+    questions: Questions,
+    *,
+    dtype: str,
+    tolerance: float,
+    timeout_secs: float,
+    api_key: str | None,
+    tls_ca: str = "",
+) -> Evidence:
+    """Asks a server random prompts, twice, and computes its log-probs again from a checkpoint.
+
+    Where the first asking is beyond the tolerance, the server's prefix cache is flushed and every prompt asked
+    once more; a server that refuses to flush is left as it is.
+
+    Args:
+      server: "http://host:port".
+      directory: in Hugging Face layout, with a manifest.json where the weight store wrote it.
+      questions: what the server is asked.
+      dtype: of the learner's forward, "float32" | "bfloat16".
+      tolerance: nats, > 0.
+      timeout_secs: bound on each call.
+      api_key: of the server, None where it asks for none.
+      tls_ca: PEM file of the authorities to trust at https://; "" for those of the system.
+
+    Raises:
+      ParityError: no checkpoint there, a server that cannot be reached or answers with nothing, a smaller
+        vocabulary than the checkpoint's, or weights that changed meanwhile.
+    """
+    config, manifest = _read_checkpoint(directory, dtype)
+    async with _Client(api_key=api_key, tls_ca=tls_ca) as client:
+        try:
+            info = await client.model_info(server, timeout_secs=timeout_secs)
+            prompts = _prompts(questions, _num_ids(info, config, directory))
+            learner = _Learner(config, directory)
+            ask = functools.partial(_ask, client, server, prompts, questions, timeout_secs)
+
+            async def asking():
+                return _asking(learner, prompts, await ask(), questions.temperature)
+
+            completions = await ask()
+            first = _asking(learner, prompts, completions, questions.temperature)
+            second, flushed = await asking(), None
+            if not stats(first, tolerance).within and await _flush(client, server, timeout_secs):
+                flushed = await asking()
+            after = await client.model_info(server, timeout_secs=timeout_secs)
+        except ServerError as error:
+            raise ParityError(str(error)) from error
+    before, now = info.get("weight_version"), after.get("weight_version")
+    if before != now:
+        raise ParityError(
+            f"{server} went from version {before} to {now} meanwhile: compare when no push is under way"
+        )
+    other = "bfloat16" if dtype == "float32" else "float32"
+    return Evidence(
+        first=first,
+        logits=learner.logits(prompts, completions),
+        other_logprobs=learner.of(other).logprobs(prompts, completions, questions.temperature),
+        other_dtype=other,
+        second=second,
+        flushed=flushed,
+        temperature=questions.temperature,
+        top_p=questions.top_p,
+        label_fault=label_fault(info, manifest),
+    )
+
+
+def diagnose(evidence: Evidence, tolerance: float) -> Verdict:
+    """Names the hypothesis that explains the server's numbers best.
+
+    A hypothesis gives the log-probs that a server with that fault would report. It explains the numbers where
+    it leaves at most a third of the difference, and no more than the tolerance, a tenth of the difference, or
+    twice what rounding to the other dtype does.
+
+    Args:
+      evidence: what was measured.
+      tolerance: nats, > 0; see Stats.within.
+
+    Returns:
+      A verdict whose cause is "ok" only where every asking is within the tolerance, the server names the
+      weights as the manifest does, and its tokens are drawn from the distribution that it was asked for.
+    """
+    verdict = _cache_fault(evidence, tolerance)
+    if verdict is not None:
+        return verdict
+    askings = [evidence.first] + ([evidence.second] if evidence.second else [])
+    if all(stats(asking, tolerance).within for asking in askings):
+        return _label_fault(evidence) or _sampler_fault(evidence) or _agreement(evidence)
+    return (
+        _best_explanation(evidence, tolerance)
+        or _label_fault(evidence)
+        or _dtype_fault(evidence)
+        or _remainder(evidence)
+    )
+
+
+def label_fault(model_info: Mapping[str, Any], manifest: Mapping[str, Any] | None) -> str | None:
+    """How the server's name of its weights contradicts a checkpoint's manifest; None where it does not.
+
+    Args:
+      model_info: the answer of /model_info; a name that is no version (SGLang's "default") says nothing.
+      manifest: {"version", "digest", …}, None where the checkpoint has none.
+    """
+    if manifest is None:
+        return None
+    said, wanted = model_info.get("weight_digest"), manifest["digest"]
+    digests = f"digest {str(said)[:12]}, the manifest says {wanted[:12]}"
+    version = str(model_info.get("weight_version"))
+    if version.isdecimal() and int(version) != manifest["version"]:
+        found = (
+            f"the server holds version {version}, the checkpoint is version {manifest['version']}"
+        )
+        return found if said is None else f"{found} ({digests})"
+    if said is not None and said != wanted:
+        return f"the server's weights have {digests}"
+    return None
+
+
+# Asking.
+
+
+class _Client(InferenceClient):
+    """Also takes completions of servers whose weights have no version, as SGLang's before any push."""
+
+    async def _post(self, address, route, payload, timeout_secs):
+        answer = await super()._post(address, route, payload, timeout_secs)
+        if route == "/generate" and isinstance(answer.get("meta_info"), dict):
+            end = len(answer.get("output_ids") or ())
+            answer["meta_info"]["weight_versions"] = [{"version": "0", "start": 0, "end": end}]
+        return answer
+
+
+def _read_checkpoint(directory, dtype):
+    """The model's config, and the manifest or None."""
+    directory = pathlib.Path(directory)
+    try:
+        config = hf.read_config(directory, dtype=dtype, remat=False)
+        has_manifest = (directory / weight_store.MANIFEST).exists()
+        return config, weight_store.read_manifest(directory) if has_manifest else None
+    except (OSError, ValueError, KeyError, TypeError, weight_store.WeightStoreError) as error:
+        raise ParityError(
+            f"{directory} is no Hugging Face checkpoint (config.json, *.safetensors): {error}"
+        ) from error
+
+
+def _num_ids(info, config, directory) -> int:
+    """Prompts take ids below this: one beyond the vocabulary kills an SGLang server."""
+    vocab_size = info.get("vocab_size")
+    if vocab_size is None:
+        return min(config.vocab_size, _SAFE_IDS)
+    if vocab_size < config.vocab_size:
+        raise ParityError(
+            f"the server's vocabulary has {vocab_size} tokens, that of {directory} has "
+            f"{config.vocab_size}: the server holds another model"
+        )
+    return config.vocab_size
+
+
+def _prompts(questions: Questions, num_ids: int) -> np.ndarray:
+    """int32 [B, P]"""
+    rng = np.random.default_rng(questions.seed)
+    shape = (questions.num_prompts, questions.prompt_tokens)
+    return rng.integers(0, num_ids, shape).astype(np.int32)
+
+
+async def _ask(client, server, prompts, questions: Questions, timeout_secs) -> list[Completion]:
+    params = {
+        "temperature": questions.temperature,
+        "top_p": questions.top_p,
+        "max_new_tokens": questions.max_new_tokens,
+        "ignore_eos": True,
+    }
+    run, slots = uuid.uuid4().hex, asyncio.Semaphore(_MAX_CONCURRENT)
+
+    async def one(i):
+        async with slots:
+            return await client.generate(
+                server,
+                rid=f"parity-{run}-{i:06d}",
+                input_ids=prompts[i].tolist(),
+                sampling_params=params,
+                timeout_secs=timeout_secs,
+            )
+
+    completions = await asyncio.gather(*(one(i) for i in range(len(prompts))))
+    if not any(len(completion.tokens) for completion in completions):
+        raise ParityError(f"{server} aborted every request: is it paused or stopping?")
+    return completions
+
+
+async def _flush(client, server, timeout_secs) -> bool:
+    try:
+        await client.flush_cache(server, timeout_secs=timeout_secs)
+    except ServerError:  # Requests of others are running, or the key is not the admin's.
+        return False
+    return True
+
+
+def _asking(learner, prompts, completions, temperature) -> Asking:
+    return Asking(
+        tokens=np.concatenate([c.tokens for c in completions]),
+        rows=np.repeat(np.arange(len(completions)), [len(c.tokens) for c in completions]),
+        server_logprobs=np.concatenate([c.logprobs for c in completions]),
+        logprobs=learner.logprobs(prompts, completions, temperature),
+    )
+
+
+class _Learner:
+    """The forward of the learner on a checkpoint's weights."""
+
+    def __init__(self, config: transformer.ModelConfig, directory):
+        try:
+            self._params = jax.device_put(hf.from_tensors(hf.read_tensors(directory), config))
+        except (OSError, ValueError) as error:
+            raise ParityError(f"the weights of {directory} cannot be read: {error}") from error
+        self._config = config
+
+    def of(self, dtype: str) -> "_Learner":
+        """The same weights, in another dtype."""
+        other = object.__new__(_Learner)
+        other._params = self._params
+        other._config = dataclasses.replace(self._config, dtype=dtype)
+        return other
+
+    def logprobs(self, prompts, completions, temperature) -> np.ndarray:
+        """float32 [N]"""
+        tokens, sampled = _rows(prompts, completions)
+        return np.asarray(_logprobs(self._config, self._params, tokens, temperature))[sampled]
+
+    def logits(self, prompts, completions) -> np.ndarray:
+        """float32 [N, V], before temperature."""
+        tokens, sampled = _rows(prompts, completions)
+        rows = [
+            np.asarray(_logits(self._config, self._params, row[None]))[0, :-1][keep]
+            for row, keep in zip(tokens, sampled[:, 1:], strict=True)
+        ]
+        return np.concatenate(rows)
+
+
+def _rows(prompts, completions: Sequence[Completion]):
+    """Prompts and completions as rows, int32 [B, T], and where they hold sampled tokens, bool [B, T]."""
+    num_prompt = prompts.shape[1]
+    T = num_prompt + max(len(c.tokens) for c in completions)
+    tokens = np.zeros((len(completions), T), np.int32)
+    sampled = np.zeros(tokens.shape, bool)
+    tokens[:, :num_prompt] = prompts
+    for i, completion in enumerate(completions):
+        end = num_prompt + len(completion.tokens)
+        tokens[i, num_prompt:end], sampled[i, num_prompt:end] = completion.tokens, True
+    return tokens, sampled
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _logprobs(config, params, tokens, temperature):
+    model, hidden = _hidden(config, params, tokens)
+    predictors = np.broadcast_to(np.maximum(np.arange(tokens.shape[1]) - 1, 0), tokens.shape)
+    found, _ = logprobs.token_logprobs(
+        model, hidden, tokens, predictors, temperature=temperature, chunk_tokens=_HEAD_CHUNK_TOKENS
+    )
+    return found
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _logits(config, params, tokens):
+    """[B, T, V]; entry t predicts the token at t + 1."""
+    model, hidden = _hidden(config, params, tokens)
+    return model.logits(hidden)
+
+
+def _hidden(config, params, tokens):
+    model = nnx.merge(transformer.graphdef(config), params)
+    positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+    return model, model(tokens, positions, attention.causal_mask(np.ones(tokens.shape, np.int32)))
+
+
+# The hypotheses.
+
+
+def _cache_fault(e: Evidence, tolerance: float) -> Verdict | None:
+    advice = (
+        "Flush the cache with every update of the weights (POST /flush_cache, or flush_cache: true)"
+    )
+    first = stats(e.first, tolerance)
+    if e.flushed is not None:
+        flushed = stats(e.flushed, tolerance)
+        if not first.within and first.mean_abs > max(tolerance, _WORSE * flushed.mean_abs):
+            finding = (
+                f"mean |d| {first.mean_abs:.3g} fell to {flushed.mean_abs:.3g} when the prefix cache "
+                "was flushed: it held keys and values of other weights"
+            )
+            return Verdict("cache", finding, advice)
+    if e.second is not None:
+        second = stats(e.second, tolerance)
+        if not second.within and second.mean_abs > max(tolerance, _WORSE * first.mean_abs):
+            finding = (
+                f"a prompt asked for the second time, from the prefix cache, is off by "
+                f"{second.mean_abs:.3g} in the mean, the first time by {first.mean_abs:.3g}"
+            )
+            advice = "Start the server without the prefix cache (SGLang: --disable-radix-cache)"
+            return Verdict("cache", finding, advice)
+    return None
+
+
+def _best_explanation(e: Evidence, tolerance: float) -> Verdict | None:
+    part = _head(e)
+    base = float(np.abs(part.first.differences).mean())
+    bound = min(base / 3, max(tolerance, base / 10, 2 * _rounding(part)))
+    best, least = None, bound
+    for explanation in _explanations(part):
+        left = _residual(explanation.logprobs, part.first.server_logprobs)
+        if left < least * (1 - 1e-6):  # Of equals the first, which is the simplest.
+            best, least = explanation, left
+    if best is None:
+        return None
+    finding = f"{best.finding}: that leaves mean |d| {least:.2g} of {base:.3g}"
+    return Verdict(best.cause, finding, best.advice)
+
+
+def _explanations(e: Evidence) -> Iterator[_Explanation]:
+    yield _Explanation(
+        "dtype",
+        f"the server computes in {e.other_dtype}, the learner here in {e.dtype}",
+        f"Compare with --dtype={e.other_dtype}, and train in the dtype that the server has",
+        e.other_logprobs,
+    )
+    yield from _temperatures(e)
+    yield from _shifts(e)
+    yield from _truncations(e)
+
+
+def _temperatures(e: Evidence) -> Iterator[_Explanation]:
+    asked, server = e.temperature, e.first.server_logprobs
+
+    def at(temperature):
+        return _chosen(_log_softmax(e.logits / temperature), e.first.tokens)
+
+    for temperature, how in (
+        (1.0, "it leaves the temperature out"),
+        (asked**2, "it divides by the temperature twice"),
+        (1 / asked, "it multiplies by the temperature"),
+    ):
+        if not np.isclose(temperature, asked):
+            yield _of_temperature(asked, temperature, how, at(temperature))
+    low, high = 0.2, 5.0
+    for _ in range(3):  # Each round looks at a seventh of the range before.
+        grid = np.geomspace(low, high, 15)
+        i = int(np.argmin([_residual(at(t), server) for t in grid]))
+        low, high = grid[max(i - 1, 0)], grid[min(i + 1, len(grid) - 1)]
+    best = float(np.sqrt(low * high))
+    if not np.isclose(best, asked, rtol=1e-3):
+        yield _of_temperature(asked, best, "the best fit", at(best))
+
+
+def _of_temperature(asked, temperature, how, logprobs):
+    return _Explanation(
+        "temperature",
+        f"the server's log-probs are those of logits / {temperature:.3g}, asked was {asked:.3g} ({how})",
+        "Make the server report log-probs after the temperature that it samples with, and give the learner "
+        "the same rollout.temperature",
+        logprobs,
+    )
+
+
+def _shifts(e: Evidence) -> Iterator[_Explanation]:
+    advice = "Look at how the server's output_token_logprobs are cut: entry t must be about output_ids[t]"
+    log_probs = _log_softmax(e.logits / e.temperature)
+    for shift in (1, -1):
+        where = "next" if shift == 1 else "previous"
+        finding = f"the server's log-probs are those of the {where} token: they are shifted by one"
+        logprobs = _shifted(e.first.logprobs, e.first.rows, shift)
+        yield _Explanation("alignment", finding, advice, logprobs)
+    for shift in (1, -1):
+        where = "next" if shift == 1 else "previous"
+        finding = (
+            f"the server takes a token's log-prob from the distribution of the {where} position"
+        )
+        logprobs = _chosen(_shifted(log_probs, e.first.rows, shift), e.first.tokens)
+        yield _Explanation("alignment", finding, advice, logprobs)
+
+
+def _shifted(values, rows, shift):
+    """values[t + shift] at t, NaN where that is in another completion."""
+    found = np.roll(values, -shift, axis=0)
+    same = np.roll(rows, -shift) == rows
+    same[-1 if shift == 1 else 0] = False
+    return np.where(same.reshape(-1, *[1] * (values.ndim - 1)), found, np.nan)
+
+
+def _truncations(e: Evidence) -> Iterator[_Explanation]:
+    advice = (
+        "Take the log-probs before top-p and top-k, or train with top_p 1 and top_k −1: the learner's are "
+        "of the whole distribution"
+    )
+    log_probs = _log_softmax(e.logits / e.temperature)
+    sorted_probs, before = _before(log_probs, e.first.tokens)
+    rank = np.sum(log_probs > e.first.logprobs[:, None], axis=1)
+    mass_through = np.cumsum(sorted_probs, axis=1)  # [N, V]
+    ahead = mass_through - sorted_probs
+    for top_p in dict.fromkeys((e.top_p, *_TOP_PS)):
+        if top_p < 1:
+            mass = np.take_along_axis(
+                mass_through, np.sum(ahead <= top_p, axis=1)[:, None] - 1, axis=1
+            )[:, 0]
+            found = np.where(
+                before <= top_p + _TOP_P_MARGIN, e.first.logprobs - np.log(mass), -np.inf
+            )
+            finding = (
+                f"the server's log-probs are divided by the mass of the top-p set at {top_p:g}"
+            )
+            yield _Explanation("truncation", finding, advice, found)
+    for top_k in _TOP_KS:
+        if top_k < log_probs.shape[1]:
+            mass = mass_through[:, top_k - 1]
+            found = np.where(rank <= top_k, e.first.logprobs - np.log(mass), -np.inf)
+            finding = f"the server's log-probs are divided by the mass of the top-k set at {top_k}"
+            yield _Explanation("truncation", finding, advice, found)
+
+
+def _label_fault(e: Evidence) -> Verdict | None:
+    if e.label_fault is None:
+        return None
+    advice = "Compare with the version that the server names, or push this one"
+    mean = np.abs(e.first.differences).mean()
+    return Verdict("version", f"{e.label_fault}; mean |d| {mean:.3g}", advice)
+
+
+def _dtype_fault(e: Evidence) -> Verdict | None:
+    """Differences that are centred on zero and as large as rounding makes them."""
+    d, scale = e.first.differences, _rounding(e)
+    mean_abs = np.abs(d).mean()
+    standard_error = d.std() / np.sqrt(len(d))
+    centred = abs(d.mean()) <= max(mean_abs / 3, 3 * standard_error)
+    # float16 keeps three bits more than bfloat16.
+    if not (centred and scale / 32 < mean_abs <= 3 * scale):
+        return None
+    other = "float16" if e.dtype == "float32" and mean_abs < scale / 3 else e.other_dtype
+    finding = (
+        f"noise around zero of mean |d| {mean_abs:.3g} (mean {d.mean():+.2g}), where rounding to "
+        f"{e.other_dtype} does {scale:.3g}: the server computes in {other} or the like, not in {e.dtype}"
+    )
+    advice = (
+        f"Compare with --dtype={e.other_dtype} and a --tolerance above {mean_abs:.2g}, or start the "
+        f"server with --dtype {e.dtype}"
+    )
+    return Verdict("dtype", finding, advice)
+
+
+def _remainder(e: Evidence) -> Verdict:
+    mean = np.abs(e.first.differences).mean()
+    if mean > _FAR_OFF:
+        return Verdict(
+            "weights",
+            f"mean |d| {mean:.3g} is far off and nothing else explains it: other weights, or another model",
+            "Push this checkpoint to the server and compare again; check the server's model_path and config.json",
+        )
+    return Verdict(
+        "unexplained",
+        f"mean |d| {mean:.3g}, and no hypothesis explains it",
+        "Compare on an idle server right after a push and a flush; then try its other attention backend "
+        "and dtype",
+    )
+
+
+def _sampler_fault(e: Evidence) -> Verdict | None:
+    """The log-probs agree: are the tokens drawn from the distribution that was asked for?"""
+    e = _head(e)
+    advice = (
+        "Check that the server takes the request's temperature and top_p and no default of its own"
+    )
+    log_probs = _log_softmax(e.logits / e.temperature)
+    if e.top_p < 1:
+        _, before = _before(log_probs, e.first.tokens)
+        outside = int(np.sum(before > e.top_p + _TOP_P_MARGIN))
+        if outside:
+            finding = (
+                f"log-probs agree, but {outside} of {len(before)} tokens lie outside the top-p set"
+            )
+            return Verdict("sampler", finding, advice)
+    z = _surprise(log_probs, e)
+    if abs(z) > _SAMPLER_Z:
+        what = "likelier" if z > 0 else "less likely"
+        finding = (
+            f"log-probs agree, but the tokens are {what} than the asked distribution draws them, "
+            f"by {abs(z):.0f} standard errors"
+        )
+        return Verdict("sampler", finding, advice)
+    return None
+
+
+def _surprise(log_probs, e: Evidence) -> float:
+    """Σ (log p(token) − E log p) in its standard errors: a martingale under the asked distribution."""
+    probs = np.exp(log_probs)
+    if e.top_p < 1:
+        order = np.argsort(-log_probs, axis=1, kind="stable")
+        sorted_probs = np.take_along_axis(probs, order, axis=1)
+        kept = np.cumsum(sorted_probs, axis=1) - sorted_probs <= e.top_p
+        inside = np.zeros_like(kept)
+        np.put_along_axis(inside, order, kept, axis=1)
+        probs = np.where(inside, probs, 0)
+        probs /= probs.sum(axis=1, keepdims=True)
+    mean = np.sum(probs * log_probs, axis=1)
+    variance = np.sum(probs * np.square(log_probs - mean[:, None]), axis=1)
+    excess = _chosen(log_probs, e.first.tokens) - mean
+    return float(excess.sum() / np.sqrt(max(variance.sum(), 1e-12)))
+
+
+def _agreement(e: Evidence) -> Verdict:
+    mean = np.abs(e.first.differences).mean()
+    return Verdict(
+        "ok", f"server and learner agree to {mean:.2g} nats in the mean", "Nothing to do"
+    )
+
+
+def _head(e: Evidence) -> Evidence:
+    """The first tokens, as many as hypotheses are judged on."""
+    first = Asking(
+        *(getattr(e.first, f.name)[:_MAX_FIT_TOKENS] for f in dataclasses.fields(Asking))
+    )
+    return dataclasses.replace(
+        e,
+        first=first,
+        logits=e.logits[:_MAX_FIT_TOKENS],
+        other_logprobs=e.other_logprobs[:_MAX_FIT_TOKENS],
+    )
+
+
+def _rounding(e: Evidence) -> float:
+    """nats: what the other dtype does to the learner's own log-probs, in the mean."""
+    return float(np.abs(e.other_logprobs - e.first.logprobs).mean())
+
+
+def _residual(logprobs, server_logprobs) -> float:
+    """Mean |difference| where it is defined; infinite where more than 2 % of the tokens were impossible."""
+    if np.mean(logprobs == -np.inf) > _MAX_IMPOSSIBLE:
+        return np.inf
+    d = np.abs(logprobs - server_logprobs)
+    defined = np.isfinite(d)
+    return float(d[defined].mean()) if defined.any() else np.inf
+
+
+def _log_softmax(logits):
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True, dtype=np.float64)).astype(
+        np.float32
+    )
+
+
+def _chosen(values, tokens):
+    return np.take_along_axis(values, tokens[:, None], axis=1)[:, 0]
+
+
+def _before(log_probs, tokens):
+    """Probabilities in falling order [N, V], and the mass of what is likelier than each token [N]."""
+    probs = np.exp(log_probs)
+    likelier = probs > _chosen(probs, tokens)[:, None]
+    return -np.sort(-probs, axis=1), np.sum(probs, axis=1, where=likelier)

@@ -1,0 +1,173 @@
+"""Replay: the learner again, from a run's config, checkpoint and journal. No servers, tasks or rewards.
+
+With the settings of the run, and the same devices and libraries, the parameters come out the same bit for bit, those
+of an asynchronous run included: what it was trained on, in which step and order, is in the journal. With another
+objective it is trained on the identical data.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl_async import roles
+from jaxrl_async.config.settings import Settings
+from jaxrl_async.learner import learner as learners
+from jaxrl_async.learner.checkpoint import Checkpoints
+from jaxrl_async.learner.train_step import TrainState
+from jaxrl_async.metrics import MetricsWriter, Timers
+from jaxrl_async.models import sharding
+from jaxrl_async.queue.journal import JournalReader
+from jaxrl_async.queue.replay import ReplayQueue
+
+log = logging.getLogger(__name__)
+
+
+class ReplayError(ValueError):
+    """A run that cannot be replayed; the message says what is missing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """A checkpoint of the run beside the same step of its replay."""
+
+    step: int
+    max_difference: (
+        float  # over all parameters and the optimizer's state; 0 where all bits are equal
+    )
+    where: str  # the array that differs most, "" where none does
+
+    @property
+    def equal(self) -> bool:
+        return not self.where
+
+
+def replay(
+    settings: Settings,
+    workdir: pathlib.Path,
+    *,
+    out: pathlib.Path,
+    first: int = 0,
+    until: int | None = None,
+) -> list[Comparison]:
+    """Trains again what a run was trained on.
+
+    Args:
+      settings: the run's, or with another objective, optimizer or packing.
+      workdir: of the run; nothing in it is changed.
+      out: receives metrics.jsonl, tensorboard/ and checkpoints/.
+      first: the checkpoint to start from.
+      until: the last step; None for the last one that was committed.
+
+    Returns:
+      A comparison with each checkpoint of the run that was passed.
+
+    Raises:
+      ReplayError: the journal lacks a step in between, or names a last step it does not have.
+      JournalError: groups are forgotten or damaged.
+      CheckpointError: no checkpoint `first`.
+    """
+    journal = pathlib.Path(settings.journal.path or workdir / "journal.sqlite")
+    reader = JournalReader(journal)
+    last = _check_steps(reader, first, until)
+    for version, epoch in reader.run_epochs():
+        if epoch:
+            log.warning(
+                "version %d was published in run epoch %d: the run came to other weights under a version after a "
+                "resume, so a replay cannot equal it from before on",
+                version,
+                epoch,
+            )
+            break
+    config = roles.model_config_of(settings, roles.tokenizer_of(settings, workdir))
+    learner = settings.learner
+    mesh = sharding.make_mesh(learner.data, learner.fsdp, learner.tensor)
+    train_step = roles.train_step_of(settings, config, mesh)
+    out.mkdir(parents=True, exist_ok=True)
+    comparisons: list[Comparison] = []
+    with contextlib.ExitStack() as stack:
+        theirs, ours = (
+            stack.enter_context(
+                contextlib.closing(
+                    Checkpoints(directory / "checkpoints", keep=settings.checkpoint.keep)
+                )
+            )
+            for directory in (workdir, out)
+        )
+        abstract = train_step.abstract_state()
+        state, position = theirs.restore(first, abstract)
+        reference = theirs.restore(0, abstract)[0].params if settings.loss.needs_reference else None
+        metrics = stack.enter_context(contextlib.closing(MetricsWriter(out)))
+        known = set(theirs.steps())
+
+        def save(step: int, state: TrainState, _: Any) -> None:
+            if step in known:
+                comparisons.append(_compare(step, state, theirs.restore(step, abstract)[0]))
+            if step == last:
+                ours.save(step, state, position)
+
+        schedule = dataclasses.replace(
+            roles.schedule_of(settings), num_steps=last, checkpoint_every_steps=1
+        )
+        learners.train(
+            state,
+            first_step=first + 1,
+            schedule=schedule,
+            train_step=train_step,
+            pack=roles.pack_of(settings, process=0),
+            padding=roles.padding_of(settings),
+            advantages=roles.advantages_of(settings),
+            queue=ReplayQueue(reader),
+            publisher=_Nobody(),
+            save=save,
+            metrics=metrics,
+            timers=Timers(),
+            reference=reference,
+        )
+    reader.close()
+    return comparisons
+
+
+def _check_steps(reader: JournalReader, first: int, until: int | None) -> int:
+    steps = set(reader.steps())
+    last = max(steps, default=first) if until is None else until
+    missing = sorted(set(range(first + 1, last + 1)) - steps)
+    if missing or last <= first:
+        held = f"{min(steps)} to {max(steps)}" if steps else "none"
+        raise ReplayError(
+            f"steps {first + 1} to {last} are asked for, the journal has {held}"
+            + (f", and lacks {missing[:5]}" if missing and steps else "")
+        )
+    return last
+
+
+def _compare(step: int, state: TrainState, theirs: TrainState) -> Comparison:
+    worst, where = 0.0, ""
+    pairs, _ = jax.tree_util.tree_flatten_with_path(state)
+    for (path, leaf), other in zip(pairs, jax.tree.leaves(theirs), strict=True):
+        a, b = np.asarray(leaf), np.asarray(other)
+        if a.tobytes() != b.tobytes():
+            difference = float(np.max(np.abs(a.astype(np.float64) - b.astype(np.float64))))
+            if not where or difference > worst:
+                worst, where = difference, jax.tree_util.keystr(path)
+    return Comparison(step, worst, where)
+
+
+class _Nobody:
+    """A publisher without servers."""
+
+    def snapshot(self, state: TrainState) -> None:
+        return None
+
+    def publish(self, version: int, snapshot: Any) -> None: ...
+
+    def wait(self, gives_up) -> None: ...
+
+    def check(self) -> None: ...
+
+    def metrics(self) -> dict[str, float]:
+        return {}

@@ -1,0 +1,518 @@
+"""The publisher: a named thread that keeps every inference server at the current version.
+
+One task per server is the only one that talks to it: it pushes a new version, looks after it every poll_secs, and
+pushes again to a server that was late, failed or restarted. The queue hears of a version when all HEALTHY servers
+answered with it, and of every change of a state. It is told of addresses that take requests, which may be routers;
+the publisher talks to the servers behind them. What is written for a version may be the weights of another one,
+which servers then hold and stamp on tokens, while the queue counts the version published. A server may be lent to an
+evaluation, which it is left alone for. The publisher knows nothing of requests, prompts or tensors.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import os
+import pathlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from jaxrl_async.queue.admission import Position
+from jaxrl_async.queue.wire import ServerRecord
+from jaxrl_async.servers.client import InferenceClient, ServerError
+from jaxrl_async.servers.fleet import DEAD, HEALTHY, STALE
+from jaxrl_async.weights import store as weight_store
+from jaxrl_async.weights.transports import Transport
+
+log = logging.getLogger(__name__)
+
+
+class PublisherError(RuntimeError):
+    """A version did not reach the servers; the message names each server and why."""
+
+
+class Evaluation(Protocol):
+    """Scores versions on a server that holds them, and fails by itself."""
+
+    def wants(self, version: int) -> bool: ...
+    async def run(self, client: InferenceClient, address: str, version: int) -> None: ...
+    def pop(self) -> dict[str, float]: ...
+
+
+class Publisher:
+    """Owns the states of all inference servers. One push is in flight at most.
+
+    All public methods are for the learner's thread.
+    """
+
+    def __init__(
+        self,
+        controls: Mapping[str, Sequence[str]],
+        *,
+        client: InferenceClient,
+        transport: Transport,
+        announce: Callable[..., None],
+        push_timeout_secs: float,
+        poll_secs: float,
+        start_timeout_secs: float,
+        evaluation: Evaluation | None = None,
+    ):
+        """Starts the thread.
+
+        Args:
+          controls: "http://host:port" that takes requests → control addresses of the servers behind it (one, or
+            more behind a router); they need not be up yet.
+          client: for this publisher alone, not opened yet.
+          transport: how a server is given a version; see transports.TRANSPORTS.
+          announce: called as announce(version, records, position, run_epoch), `LearnerQueue.publish_version`.
+          push_timeout_secs: a server that has not taken a version by then is STALE; with nothing HEALTHY to route
+            to for so long the publisher fails, unless a server is DEAD or has just started again.
+          poll_secs: between looks at each server.
+          start_timeout_secs: the first push waits for every server at most so long, and with nothing HEALTHY to
+            route to a DEAD server is waited for so long: it may be starting again.
+        """
+        self._servers = [_Server(c, serves) for serves, behind in controls.items() for c in behind]
+        if not self._servers:
+            raise ValueError("the publisher needs at least one server address")
+        self._client = client
+        self._transport = transport
+        self._announce = announce
+        self._push_timeout_secs = push_timeout_secs
+        self._poll_secs = poll_secs
+        self._start_timeout_secs = start_timeout_secs
+        self._evaluation = evaluation
+
+        self._condition = threading.Condition()  # The learner waits here for these two.
+        self._published: int | None = None
+        self._error: BaseException | None = None
+
+        self._requested: tuple[int, int] | None = None  # (run epoch, version), the learner's
+        self._phase = "a first version"
+        self._metrics: dict[str, float] = {}
+
+        # Everything below belongs to the thread.
+        self._target: _Target | None = None
+        self._announced: tuple[int, int] | None = None  # (version, run epoch)
+        self._held: int | None = None  # by HEALTHY servers, under the version announced
+        self._told: list[str] = []  # the states that the queue knows
+        self._pushing = False
+        self._evaluating: asyncio.Task | None = None
+        self._healthy_at = time.monotonic()
+        self._changed = asyncio.Condition()
+        self._announcing = asyncio.Lock()
+        self._requests: asyncio.Queue[_Request] = asyncio.Queue()
+        self._loop = asyncio.new_event_loop()
+        self._task = self._loop.create_task(self._main(), name="publisher")
+        self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
+        self._thread.start()
+
+    def publish(
+        self,
+        version: int,
+        write: Callable[[], str | os.PathLike],
+        *,
+        timeout_secs: float,
+        position: Position | None = None,
+        run_epoch: int = 0,
+    ) -> None:
+        """Starts a push and returns; waits first for the push before it.
+
+        Args:
+          version: ≥ 0, above every version published before.
+          write: writes the version and returns the directory of the weights to hold, as WeightStore wrote it: its
+            own, or those of another version, named in their manifest. Called in a thread of the publisher.
+          timeout_secs: bound on waiting for the push before.
+          position: where the queue starts from, at the first publication after a restore.
+          run_epoch: grows where the weights of a version are not those that were published under its number; then
+            the same version may be published again.
+
+        Raises:
+          PublisherError: the push before failed, or is still running.
+          ValueError: the version is not above the one before.
+        """
+        if self._requested is not None:
+            self.wait(self._requested[1], timeout_secs=timeout_secs)
+            if (run_epoch, version) <= self._requested or version < self._requested[1]:
+                raise ValueError(f"version {version} is not above version {self._requested[1]}")
+            with self._condition:
+                self._published = None
+        self._requested = (run_epoch, version)
+        request = _Request(version, run_epoch, write, position)
+        self._loop.call_soon_threadsafe(self._requests.put_nowait, request)
+
+    def wait(
+        self, version: int, *, timeout_secs: float, gives_up: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Waits until the servers hold what was written for a version, or `gives_up`, asked every LOOK_SECS, says so.
+
+        Raises:
+          PublisherError: the publisher failed, or the push still runs after timeout_secs; says what it waits for.
+        """
+
+        def over() -> bool:
+            return self._error is not None or _at_least(self._published, version)
+
+        deadline = time.monotonic() + timeout_secs
+        with self._condition:
+            while not self._condition.wait_for(over, min(LOOK_SECS, deadline - time.monotonic())):
+                if gives_up():
+                    return
+                if time.monotonic() > deadline:
+                    raise PublisherError(
+                        f"version {version} is not published after {timeout_secs:g} s: "
+                        f"the publisher waits for {self.waits_for()}"
+                    )
+        self.check()
+
+    def check(self) -> None:
+        """Raises the publisher's failure, if it has failed."""
+        if self._error is not None:
+            raise PublisherError(f"the publisher failed: {self._error}") from self._error
+
+    def metrics(self) -> dict[str, float]:
+        """weights/version, weights/delay, weights/push_secs (write included) and weights/bytes of the last push.
+
+        Once, those of an evaluation that is over.
+        """
+        return self._metrics | (self._evaluation.pop() if self._evaluation else {})
+
+    def close(self) -> None:
+        """Ends the thread. A server that is being pushed to is told to go on sampling."""
+        with contextlib.suppress(RuntimeError):  # The loop of a failed publisher is closed.
+            self._loop.call_soon_threadsafe(self._task.cancel)
+        self._thread.join(_CLOSE_TIMEOUT_SECS)
+        if self._thread.is_alive():
+            log.warning(
+                "the publisher's thread still runs %g s after close: it waits for %s",
+                _CLOSE_TIMEOUT_SECS,
+                self.waits_for(),
+            )
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._task)
+        except asyncio.CancelledError:
+            pass  # close()
+        except BaseException as error:
+            self._fail(_first(error))
+        finally:
+            self._loop.run_until_complete(self._loop.shutdown_default_executor())
+            self._loop.close()
+
+    def _fail(self, error: BaseException) -> None:
+        log.error("the publisher failed: %s", error)
+        with self._condition:
+            self._error = error
+            self._condition.notify_all()
+
+    async def _main(self) -> None:
+        async with self._client as client, asyncio.TaskGroup() as tasks:
+            for server in self._servers:
+                tasks.create_task(self._keep(client, server), name=f"publisher {server.address}")
+            while True:
+                await self._push(await self._requests.get())
+                self._start_evaluation(client, tasks)
+
+    async def _push(self, request: "_Request") -> None:
+        start = time.monotonic()
+        self._phase = f"version {request.version} to be written"
+        path, num_bytes = await asyncio.to_thread(_write, request.write)
+        if not any(s.state == HEALTHY and not s.lent for s in self._servers):
+            await self._wait_for_evaluation()
+
+        self._pushing = True
+        manifest = weight_store.read_manifest(path)
+        name = weight_name(manifest["version"], request.run_epoch)
+        target = _Target(manifest["version"], name, path, manifest["digest"])
+        first, self._target = self._target is None, target
+        self._phase = f"version {request.version} on the servers"
+        await self._deliver(first)
+        self._pushing = False
+
+        self._phase = f"the queue to take version {request.version}"
+        # States first: when the queue admits for the new version, no worker routes to a late server.
+        await self._tell_states()
+        await self._tell_version(request)
+        self._metrics = {
+            "weights/version": target.version,
+            "weights/delay": request.version - target.version,
+            "weights/push_secs": time.monotonic() - start,
+            "weights/bytes": num_bytes,
+        }
+        with self._condition:
+            self._published = request.version
+            self._condition.notify_all()
+        self._phase = "the next version"
+        log.info("version %d: pushed; %s", request.version, self._describe())
+
+    def _start_evaluation(self, client: InferenceClient, tasks: asyncio.TaskGroup) -> None:
+        """Lends the last HEALTHY server, where the version it holds is to be evaluated."""
+        version, healthy = self._target.version, [s for s in self._servers if s.state == HEALTHY]
+        if self._evaluation is None or not self._evaluation.wants(version) or not healthy:
+            return
+        if self._evaluating is not None:
+            log.warning("version %d is not evaluated: one before it still is", version)
+            return
+        server = healthy[-1]
+        server.lent = True
+        if len(healthy) > 1:
+            server.state, server.reason = STALE, f"evaluates version {version}"
+        evaluate = self._evaluate(client, server, version)
+        self._evaluating = tasks.create_task(evaluate, name=f"evaluation of version {version}")
+
+    async def _evaluate(self, client: InferenceClient, server: "_Server", version: int) -> None:
+        try:
+            await self._tell_states()
+            await self._evaluation.run(client, server.address, version)
+        finally:
+            server.lent, self._evaluating = False, None
+            server.due.set()
+
+    async def _wait_for_evaluation(self) -> None:
+        if self._evaluating is not None:
+            self._phase = f"the {self._evaluating.get_name()}, on the only HEALTHY server"
+            await asyncio.wait({self._evaluating})
+
+    async def _deliver(self, first: bool) -> None:
+        """Waits until every server (the first time) or every HEALTHY one tried the target."""
+        target = self._target
+        expected = [s for s in self._servers if first or (s.state == HEALTHY and not s.lent)]
+        for server in self._servers:
+            server.due.set()
+
+        def delivered() -> bool:
+            done = all(s.holds(target) if first else s.tried is target for s in expected)
+            return done and any(s.holds(target) for s in self._servers)
+
+        def delivered_or_hopeless() -> bool:
+            return delivered() or not self._may_one_return()
+
+        timeout_secs = self._start_timeout_secs if first else self._push_timeout_secs
+        await self._wait(delivered, timeout_secs)
+        if not any(s.holds(target) for s in self._servers):
+            await self._wait(delivered_or_hopeless, self._start_timeout_secs - timeout_secs)
+        self._judge(first, timeout_secs)
+        self._healthy_at = time.monotonic()
+
+    async def _wait(self, condition: Callable[[], bool], timeout_secs: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_secs), self._changed:
+                await self._changed.wait_for(condition)
+
+    def _may_one_return(self) -> bool:
+        """A server is gone, or back without our weights, or was lent and has not tried the target yet."""
+        return any(
+            s.state == DEAD or s.version is None or s.tried is not self._target
+            for s in self._servers
+        )
+
+    def _judge(self, first: bool, timeout_secs: float) -> None:
+        """The push is over: whoever does not hold the target is not HEALTHY."""
+        version = self._target.version
+        for server in self._servers:
+            if server.state == HEALTHY and not server.holds(self._target):
+                server.state = STALE
+                server.reason = f"did not take version {version} within {timeout_secs:g} s"
+        if first and not all(s.holds(self._target) for s in self._servers):
+            raise PublisherError(
+                f"version {version} did not reach every inference server within {timeout_secs:g} s: "
+                + self._describe()
+            )
+        if not any(s.state == HEALTHY for s in self._servers):
+            raise PublisherError(
+                f"no HEALTHY inference server left for version {version}: {self._describe()}"
+            )
+
+    async def _keep(self, client: InferenceClient, server: "_Server") -> None:
+        """The one task that talks to a server: keeps it at the target for as long as the publisher runs."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._poll_secs):
+                    await server.due.wait()
+            server.due.clear()
+            if self._target is not None and not server.lent:
+                await self._look_after(client, server, self._target)
+
+    async def _look_after(
+        self, client: InferenceClient, server: "_Server", target: "_Target"
+    ) -> None:
+        try:
+            await self._bring_to(client, server, target)
+            # During a push the weights before it are still the current ones.
+            current = (self._target.version, self._held if self._pushing else None)
+            if not server.lent:  # meanwhile
+                server.state = HEALTHY if server.version in current else STALE
+                server.reason = f"holds version {server.version}"
+        except ServerError as error:
+            server.state = STALE if await _answers(client, server) else DEAD
+            server.reason = str(error)
+        server.tried = target
+        await self._tell_states()
+        async with self._changed:
+            self._changed.notify_all()
+        self._check_any_healthy()
+
+    async def _bring_to(
+        self, client: InferenceClient, server: "_Server", target: "_Target"
+    ) -> None:
+        """Pushes the target to a server unless it holds it already."""
+        info = await client.model_info(server.address, timeout_secs=PROBE_TIMEOUT_SECS)
+        # Before the first push, an equal number would be another run's.
+        if server.version == target.version:
+            difference = _difference(info, target)
+            if difference is None:
+                return
+            server.state, server.version = STALE, None
+            server.reason = f"restarted: reports {difference}"
+            await self._tell_states()
+        await self._transport(
+            client,
+            server.address,
+            path=target.path,
+            version=target.name,
+            timeout_secs=self._push_timeout_secs,
+        )
+        server.version = target.version
+
+    def _check_any_healthy(self) -> None:
+        """Outside of pushes, which have their own deadline."""
+        now = time.monotonic()
+        if self._pushing or any(r.state == HEALTHY for r in server_records(self._servers)):
+            self._healthy_at = now
+            return
+        timeout_secs = self._push_timeout_secs
+        if self._may_one_return():
+            timeout_secs = max(timeout_secs, self._start_timeout_secs)
+        if self._published is not None and now - self._healthy_at > timeout_secs:
+            raise PublisherError(
+                f"no HEALTHY inference server for {timeout_secs:g} s: {self._describe()}"
+            )
+
+    async def _tell_version(self, request: "_Request") -> None:
+        async with self._announcing:
+            self._announced = (request.version, request.run_epoch)
+            self._held = self._target.version
+            await self._tell(request.position)
+
+    async def _tell_states(self) -> None:
+        """Publishes the states again, under the version published last, where they changed."""
+        async with self._announcing:
+            states = [record.state for record in server_records(self._servers)]
+            if self._announced is not None and self._told != states:
+                log.info("version %d: %s", self._announced[0], self._describe())
+                await self._tell(None)
+
+    async def _tell(self, position: Position | None) -> None:
+        records, (version, run_epoch) = server_records(self._servers), self._announced
+        self._told = [record.state for record in records]
+        await asyncio.to_thread(self._announce, version, records, position, run_epoch)
+
+    def waits_for(self) -> str:
+        """In words: what the push under way waits for, and the state of every server."""
+        return f"{self._phase}; {self._describe()}"
+
+    def _describe(self) -> str:
+        return "; ".join(map(str, self._servers))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Request:
+    version: int
+    run_epoch: int
+    write: Callable[[], str | os.PathLike]
+    position: Position | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Target:
+    version: int  # of the weights
+    name: str  # of the weights, which the servers report
+    path: str
+    digest: str  # of the manifest
+
+
+@dataclasses.dataclass(eq=False)
+class _Server:
+    """What the publisher knows of a server. Written by the task that keeps it, and where it was late."""
+
+    address: str  # where it takes control calls
+    serves: str  # where requests for it go: the same, or a router
+    state: str = STALE
+    reason: str = "has not answered yet"
+    version: int | None = None  # of the weights; None before the first push
+    tried: _Target | None = None  # the last target that it took or failed to take
+    lent: bool = False  # to an evaluation
+    # Do not sleep till the next look.
+    due: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+
+    def holds(self, target: _Target) -> bool:
+        return self.state == HEALTHY and self.version == target.version
+
+    def __str__(self) -> str:
+        return f"{self.address} is {self.state} ({self.reason})"
+
+
+def weight_name(version: int, run_epoch: int) -> str:
+    """What servers call the weights of a version: "12", and "1.12" in run epoch 1."""
+    return f"{run_epoch}.{version}" if run_epoch else str(version)
+
+
+def server_records(servers: Sequence[_Server]) -> list[ServerRecord]:
+    """One record for each address that takes requests.
+
+    A router leaves out servers that are gone, not those of another version: its address is STALE while one behind
+    it is, HEALTHY when one of the others is, else DEAD. Its version is the smallest of the HEALTHY ones.
+    """
+    behind: dict[str, list[_Server]] = {}
+    for server in servers:
+        behind.setdefault(server.serves, []).append(server)
+    return [_record(address, group) for address, group in behind.items()]
+
+
+def _record(address: str, servers: list[_Server]) -> ServerRecord:
+    states = {server.state for server in servers}
+    state = next(state for state in (STALE, HEALTHY, DEAD) if state in states)
+    known = [s for s in servers if s.version is not None]
+    versions = [s.version for s in known if s.state == HEALTHY] or [s.version for s in known]
+    return ServerRecord(address, state, min(versions, default=None))
+
+
+def _difference(info: Mapping[str, Any], target: _Target) -> str | None:
+    """How what a server reports is not the target, in words; None where it is."""
+    held, digest = info.get("weight_version"), info.get("weight_digest", target.digest)
+    if held != target.name:
+        return f"version {held!r} instead of {target.name}"
+    if digest != target.digest:
+        return f"weights with digest {digest} as version {held}, its manifest says {target.digest}"
+    return None
+
+
+async def _answers(client: InferenceClient, server: _Server) -> bool:
+    try:
+        await client.model_info(server.address, timeout_secs=PROBE_TIMEOUT_SECS)
+    except ServerError:
+        return False
+    return True
+
+
+def _write(write: Callable[[], str | os.PathLike]) -> tuple[str, int]:
+    path = pathlib.Path(write())
+    return str(path), sum(f.stat().st_size for f in path.iterdir())
+
+
+def _at_least(published: int | None, version: int) -> bool:
+    return published is not None and published >= version
+
+
+def _first(error: BaseException) -> BaseException:
+    """The failure that cancelled the other tasks of a group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+LOOK_SECS = 0.5  # Whoever waits for a push is asked so often whether to go on waiting.
+PROBE_TIMEOUT_SECS = 5.0  # A server that pushes and samples at once still answers within this.
+_CLOSE_TIMEOUT_SECS = 15.0

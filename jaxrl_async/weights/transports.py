@@ -1,0 +1,243 @@
+"""Ways of giving a server a version: functions of one signature, by name.
+
+A transport returns when the server holds the version, which was verified, and samples with it; it raises
+ServerError when it does not. Whatever happens, the server is told to go on sampling, and weights that were not
+verified never sample a token that a client accepts: until they are, their name is no version's. A transport knows
+nothing of other servers, schedules or states.
+"""
+
+import asyncio
+import base64
+import contextlib
+import os
+import pathlib
+import pickle
+import time
+from collections.abc import Awaitable, Callable
+
+import numpy as np
+
+from jaxrl_async.servers.client import InferenceClient, ServerError
+from jaxrl_async.weights import store as weight_store
+from jaxrl_async.weights import verification
+
+Transport = Callable[..., Awaitable[None]]
+
+
+async def disk(
+    client: InferenceClient,
+    address: str,
+    *,
+    path: str | os.PathLike,
+    version: int | str,
+    mode: str,
+    timeout_secs: float,
+) -> None:
+    """Has a server read a version from a directory that it can see. Any server.
+
+    Args:
+      client: the HTTP client.
+      address: "http://host:port", where the server takes control calls.
+      path: the version's directory, as WeightStore wrote it.
+      version: its number, or what `publisher.weight_name` makes of it.
+      mode: what becomes of running requests. "retract": their tokens stay and their KV is computed anew, so every
+        token's log-prob is exactly that of the version stamped on it. "in_place": stale KV is kept; the tokens
+        sampled afterwards come from a mixture which no version has.
+      timeout_secs: bound on the whole call.
+
+    Raises:
+      ServerError: the version's files are damaged (the server was not asked), or the server refused, was lost, was
+        late, or holds something else afterwards.
+    """
+    push = _Push(client, address, path=path, version=version, mode=mode, timeout_secs=timeout_secs)
+    await push.look()
+    async with push.paused() as name:
+        await client.update_weights_from_disk(
+            address,
+            path=os.fspath(path),
+            version=name,
+            flush_cache=push.flush_cache,
+            timeout_secs=push.left(),
+        )
+
+
+async def tensor(
+    client: InferenceClient,
+    address: str,
+    *,
+    path: str | os.PathLike,
+    version: int | str,
+    mode: str,
+    timeout_secs: float,
+) -> None:
+    """Sends the tensors of a version to an SGLang server over HTTP; no shared file system.
+
+    Needs PyTorch (the CPU build does) in this process: SGLang's route takes pickled lists of (name, tensor). Only
+    sending pickles; nothing is unpickled here. Arguments and errors as of `disk`.
+    """
+    torch = await asyncio.to_thread(_torch)  # Its import takes seconds.
+    push = _Push(client, address, path=path, version=version, mode=mode, timeout_secs=timeout_secs)
+    if await push.look():
+        raise push.error("has no route for 'tensor': give it weights by 'disk' or 'stream'")
+    num_ranks = (await client.server_info(address, timeout_secs=push.left())).get("tp_size", 1)
+    buckets = _buckets(push.tensors, BUCKET_BYTES)
+    async with push.paused() as name:
+        await client.begin_weight_update(address, timeout_secs=push.left())
+        for number, bucket in enumerate(buckets, 1):
+            payload = await asyncio.to_thread(_pickled, bucket, torch)
+            await client.update_weights_from_tensor(
+                address,
+                serialized_named_tensors=[payload] * num_ranks,
+                version=name,
+                flush_cache=push.flush_cache and number == len(buckets),
+                timeout_secs=push.left(),
+            )
+        await client.end_weight_update(address, timeout_secs=push.left())
+
+
+async def stream(
+    client: InferenceClient,
+    address: str,
+    *,
+    path: str | os.PathLike,
+    version: int | str,
+    mode: str,
+    timeout_secs: float,
+) -> None:
+    """Uploads the files of a version to a server of this project; no shared file system.
+
+    The upload runs while the server samples. Arguments and errors as of `disk`.
+    """
+    push = _Push(client, address, path=path, version=version, mode=mode, timeout_secs=timeout_secs)
+    if not await push.look():
+        raise push.error("has no route for 'stream': give it weights by 'disk' or 'tensor'")
+    for file in sorted(pathlib.Path(path).iterdir()):
+        await client.upload(address, file=file, version=str(version), timeout_secs=push.left())
+    async with push.paused() as name:
+        await client.update_weights_from_upload(
+            address, version=name, flush_cache=push.flush_cache, timeout_secs=push.left()
+        )
+
+
+TRANSPORTS: dict[str, Transport] = {"disk": disk, "tensor": tensor, "stream": stream}
+MODES = ("retract", "in_place")
+
+
+class _Push:
+    """What all transports have in common: sound files, the pause around the change, and the proof after it."""
+
+    def __init__(self, client, address, *, path, version, mode, timeout_secs):
+        if mode not in MODES:
+            raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+        self._client, self._address = client, address
+        self._path, self._version, self._mode = path, version, mode
+        self._deadline = time.monotonic() + timeout_secs
+        self._expected: verification.Expected | None = None  # of a server that does not verify
+        self.flush_cache = mode != "in_place"  # SGLang refuses to flush under stale KV.
+        try:
+            self.tensors = weight_store.read_tensors(path)
+        except weight_store.WeightStoreError as error:  # A truncated file kills an SGLang server.
+            raise self.error(f"was not asked: {error}") from error
+
+    def left(self) -> float:
+        """Seconds until the push is late."""
+        return max(self._deadline - time.monotonic(), 1e-3)
+
+    def error(self, reason: str) -> ServerError:
+        """An error of this push that trying again does not mend."""
+        return ServerError(self._address, "", reason, retryable=False)
+
+    async def look(self) -> bool:
+        """Asks what the server is; True for one of this project's, which verifies by itself.
+
+        For another one it computes what the server is to hold afterwards, while the server still samples.
+        """
+        info = await self._client.model_info(self._address, timeout_secs=self.left())
+        if verification.reports_digest(info):
+            return True
+        self._expected = await verification.expect(
+            self._client, self._address, path=self._path, timeout_secs=self.left()
+        )
+        return False
+
+    @contextlib.asynccontextmanager
+    async def paused(self):
+        """Pauses; yields the name to load the weights under; verifies them and continues.
+
+        A server of this project verifies before it changes anything, so the name is the version's. Another one
+        gets a name that no client accepts as a version until the weights have been verified.
+        """
+        client, address = self._client, self._address
+        name = str(self._version) if self._expected is None else f"{self._version}-unverified"
+        try:
+            await client.pause(address, mode=self._mode, timeout_secs=self.left())
+            yield name
+            await self._verify()
+        except BaseException:
+            await self._abandon()
+            raise
+        await client.continue_(address, timeout_secs=self.left())
+
+    async def _verify(self) -> None:
+        """Raises ServerError when the server holds something else than the version."""
+        client, address = self._client, self._address
+        if self._expected is not None:
+            await verification.verify_checksums(
+                client, address, expected=self._expected, timeout_secs=self.left()
+            )
+            await client.update_weight_version(
+                address, version=str(self._version), timeout_secs=self.left()
+            )
+        info = await client.model_info(address, timeout_secs=self.left())
+        if self._expected is None:
+            verification.verify_digest(address, info, path=self._path)
+        if info.get("weight_version") != str(self._version):
+            held = info.get("weight_version")
+            reason = f"reports version {held!r} after a push of version {self._version}"
+            raise ServerError(self._address, "/model_info", reason, retryable=False)
+
+    async def _abandon(self) -> None:
+        """A server that lives must not stay paused; what runs there must not go on with unknown weights."""
+        call = {"timeout_secs": CONTINUE_TIMEOUT_SECS}
+        with contextlib.suppress(ServerError):
+            if self._expected is not None:
+                await self._client.abort(self._address, rid=None, **call)
+        with contextlib.suppress(ServerError):
+            await self._client.continue_(self._address, **call)
+
+
+def _buckets(tensors: dict[str, np.ndarray], max_bytes: int) -> list[dict[str, np.ndarray]]:
+    """Cuts a version into parts of at most max_bytes, or of one larger tensor."""
+    buckets: list[dict[str, np.ndarray]] = []
+    size = 0
+    for name, array in tensors.items():
+        if not buckets or size + array.nbytes > max_bytes:
+            buckets.append({})
+            size = 0
+        buckets[-1][name] = array
+        size += array.nbytes
+    return buckets
+
+
+def _torch():
+    try:
+        import torch
+    except ImportError as error:
+        raise ImportError(
+            "weights.transport 'tensor' needs PyTorch in the learner's environment; a CPU build does"
+        ) from error
+    return torch
+
+
+def _pickled(tensors: dict[str, np.ndarray], torch) -> str:
+    """Base64 of a pickled list of (name, CPU tensor): what update_weights_from_tensor reads."""
+    named = []
+    for name, array in tensors.items():
+        raw = torch.frombuffer(bytearray(array.tobytes()), dtype=torch.uint8)
+        named.append((name, raw.view(getattr(torch, array.dtype.name)).reshape(array.shape)))
+    return base64.b64encode(pickle.dumps(named)).decode("ascii")
+
+
+# SGLang reads large bodies slowly: in parts of 256 MB a push took several times as long.
+BUCKET_BYTES = 8 << 20
+CONTINUE_TIMEOUT_SECS = 5.0

@@ -1,0 +1,171 @@
+"""What a server holds after a push, compared with the version that it was given.
+
+The servers of this project report the digest of what they loaded. SGLang reports a hash of each tensor under names
+of its own, some of them fused; the same hashes are computed here from the version's files. This module knows
+nothing of how weights travel.
+"""
+
+import asyncio
+import dataclasses
+import functools
+import hashlib
+import logging
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jaxrl_async.servers.client import InferenceClient, ServerError
+from jaxrl_async.weights import store as weight_store
+
+log = logging.getLogger(__name__)
+
+
+def reports_digest(model_info: Mapping[str, Any]) -> bool:
+    """Whether a server is one of this project's: it checks a version itself before it samples with it."""
+    return "weight_digest" in model_info
+
+
+def verify_digest(address: str, info: Mapping[str, Any], *, path: str | os.PathLike) -> None:
+    """Compares the digest of what a server says that it loaded with the version's manifest.
+
+    Args:
+      address: of the server, for the error.
+      info: its /model_info.
+      path: the version's directory.
+
+    Raises:
+      ServerError: another digest.
+    """
+    said, wanted = info.get("weight_digest"), weight_store.read_manifest(path)["digest"]
+    if said != wanted:
+        reason = f"holds weights with digest {said}, the manifest of {path} says {wanted}"
+        raise ServerError(address, "/model_info", reason, retryable=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """What an SGLang server is to report once it holds a version."""
+
+    path: str
+    checksums: Mapping[str, str]  # by SGLang's names
+    comparable: bool  # False where the server hashes by a GPU kernel, or shards: only names are compared then
+
+
+async def expect(
+    client: InferenceClient, address: str, *, path: str | os.PathLike, timeout_secs: float
+) -> Expected:
+    """Computes, before a push, what `verify_checksums` compares after it.
+
+    The values can be compared where SGLang hashes on the CPU and a tensor lies on one rank. A warning says once where
+    they cannot.
+
+    Raises:
+      ServerError: the version's files are not what their manifest says, or the server did not answer.
+    """
+    server = await client.server_info(address, timeout_secs=timeout_secs)
+    device, tp_size, dtype = (server.get(key) for key in ("device", "tp_size", "dtype"))
+    path = os.fspath(path)
+    try:
+        digest = weight_store.read_manifest(path)["digest"]
+        checksums = await asyncio.to_thread(_expected_checksums, path, digest, dtype)
+    except weight_store.WeightStoreError as error:
+        raise ServerError(address, "", f"was not asked: {error}", retryable=False) from error
+    comparable = device == "cpu" and tp_size == 1
+    if not comparable:
+        _warn_once(
+            f"{address}: only the names of tensors are verified: their hashes on device {device!r} "
+            f"with tp_size {tp_size} cannot be computed here; watch mismatch/mean_abs"
+        )
+    return Expected(path, checksums, comparable)
+
+
+async def verify_checksums(
+    client: InferenceClient, address: str, *, expected: Expected, timeout_secs: float
+) -> None:
+    """Compares every tensor that an SGLang server holds with what is expected.
+
+    Raises:
+      ServerError: a tensor is missing, unexpected or different, or the server did not answer.
+    """
+    found = await client.checksums(address, timeout_secs=timeout_secs)
+    if odd := sorted(expected.checksums.keys() ^ found.keys()):
+        reason = f"the server holds another model: tensors {', '.join(odd[:4])} differ in name"
+        raise ServerError(address, "/weights_checker", reason, retryable=False)
+    for name, checksum in expected.checksums.items():
+        if expected.comparable and found[name] != checksum:
+            reason = (
+                f"tensor {name} has checksum {found[name]}, that of {expected.path} is {checksum}"
+            )
+            raise ServerError(address, "/weights_checker", reason, retryable=False)
+
+
+@functools.lru_cache(maxsize=4)
+def _expected_checksums(path: str, digest: str, dtype: str | None) -> dict[str, str]:
+    """SGLang's checksums of a version, by SGLang's names; the digest is part of the cache's key.
+
+    Raises:
+      WeightStoreError: the files are not what their manifest says.
+    """
+    weight_store.verify(path)
+    tensors = weight_store.read_tensors(path)
+    return {name: _checksum(parts, dtype) for name, parts in fuse(tensors).items()}
+
+
+def fuse(tensors: Mapping[str, np.ndarray]) -> dict[str, list[np.ndarray]]:
+    """Groups a Hugging Face checkpoint as SGLang's Qwen2, Qwen3 and Llama hold it.
+
+    Args:
+      tensors: by Hugging Face's names.
+
+    Returns:
+      SGLang's name → the tensors that are stacked in it along their first axis; vocabulary tables are padded with
+      zeros to a multiple of 64 rows.
+    """
+    fused: dict[str, dict[str, np.ndarray]] = {}
+    for name, tensor in tensors.items():
+        match = _FUSED.fullmatch(name)
+        into, part = (match[1] + _INTO[match[2]] + match[3], match[2]) if match else (name, "")
+        fused.setdefault(into, {})[part] = _padded(name, tensor)
+    return {name: [parts[p] for p in _ORDER if p in parts] for name, parts in fused.items()}
+
+
+def _padded(name: str, tensor: np.ndarray) -> np.ndarray:
+    missing = -tensor.shape[0] % _VOCAB_MULTIPLE
+    if name not in _VOCAB_TABLES or not missing:
+        return tensor
+    return np.concatenate([tensor, np.zeros((missing, *tensor.shape[1:]), tensor.dtype)])
+
+
+def _checksum(parts: list[np.ndarray], dtype: str | None) -> str:
+    hasher = hashlib.sha256()
+    for part in parts:
+        part = part.astype(_DTYPES.get(dtype, part.dtype), copy=False)
+        hasher.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8))
+    return hasher.digest()[:8].hex()
+
+
+@functools.lru_cache(maxsize=64)
+def _warn_once(message: str) -> None:
+    log.warning("%s", message)
+
+
+_DTYPES = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
+_INTO = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
+_ORDER = ("", *_INTO)
+_FUSED = re.compile(rf"(.*\.)({'|'.join(_INTO)})(\.(?:weight|bias))")
+_VOCAB_TABLES = ("model.embed_tokens.weight", "lm_head.weight")
+_VOCAB_MULTIPLE = 64
