@@ -34,7 +34,7 @@ from jaxrl_async.learner.versions import Delay
 from jaxrl_async.metrics import Timers
 from jaxrl_async.models import sharding, transformer
 from jaxrl_async.objectives.advantages import ADVANTAGES
-from jaxrl_async.queue.admission import Permit, Position
+from jaxrl_async.queue.admission import Permit, ResumePoint
 from jaxrl_async.queue.wire import NO_STATUS, QueueStatus
 from jaxrl_async.rewards import reward_function
 from jaxrl_async.rewards.math import exact
@@ -92,7 +92,7 @@ class Laboratory:
         samples = _Samples(engine, versions, settings, self._tokenizer(settings))
         metrics, evaluations = _Metrics(), []
 
-        def evaluate(step: int, state: TrainState, position: Position | None) -> None:
+        def evaluate(step: int, state: TrainState, resume_point: ResumePoint | None) -> None:
             versions.hold_for_evaluation(state)
             evaluations.append({"step": step} | samples.evaluate())
 
@@ -241,8 +241,8 @@ class _Samples:
             for name, r in {"reward": self._reward, "exact": exact}.items()
         }
 
-    def commit(self, step: int) -> Position:
-        return Position(step, step * self._settings.learner.groups_per_step, (), {}, {})
+    def commit(self, step: int) -> ResumePoint:
+        return ResumePoint(step, step * self._settings.learner.groups_per_step, (), {}, {})
 
     def status(self) -> QueueStatus:
         return dataclasses.replace(NO_STATUS, completion_tokens=self._completion_tokens)

@@ -25,7 +25,7 @@ from jaxrl_async.metrics import Timers
 from jaxrl_async.models import sharding, transformer
 from jaxrl_async.objectives import advantages
 from jaxrl_async.queue import wire
-from jaxrl_async.queue.admission import Position
+from jaxrl_async.queue.admission import ResumePoint
 from jaxrl_async.queue.leases import Share
 from jaxrl_async.types import NOT_SAMPLED, Chunk, Group, Trajectory
 from jaxrl_async.weights.store import WeightStore
@@ -49,7 +49,7 @@ MODEL = transformer.ModelConfig(  # of configs/quickstart.py
 )
 GROUPS, GROUP_SIZE, NUM_MINIBATCHES, NUM_STEPS = 10, 4, 2, 6
 MICROBATCH_ROWS, ROW_TOKENS = 4, 16
-NO_POSITION = Position(0, 0, (), {}, {})
+NO_RESUME_POINT = ResumePoint(0, 0, (), {}, {})
 
 
 def make_group(index: int, version: int) -> Group:
@@ -90,7 +90,7 @@ class Queue:
         )
 
     def commit(self, step):
-        return NO_POSITION
+        return NO_RESUME_POINT
 
     def status(self):
         return empty_status()
@@ -103,7 +103,7 @@ def outline(group: Group) -> Group:
 class Servers:
     """A publisher without servers: writes at once."""
 
-    def publish(self, version, write, *, timeout_secs, position, run_epoch):
+    def publish(self, version, write, *, timeout_secs, resume_point, run_epoch):
         write()
 
     def wait(self, version, *, timeout_secs, gives_up): ...
@@ -167,7 +167,7 @@ def run(directory, *, process=0, num_processes=1, mesh_shape=(1, 1, 1), first_st
             report=lambda step, loss: None,
         )
         state = train_step.init(params)
-        checkpoints.save(0, state, NO_POSITION.to_json())
+        checkpoints.save(0, state, NO_RESUME_POINT.to_json())
     else:
         state, _ = checkpoints.restore(first_step - 1, train_step.abstract_state())
     reference, _ = checkpoints.restore(0, train_step.abstract_state())
@@ -206,7 +206,9 @@ def run(directory, *, process=0, num_processes=1, mesh_shape=(1, 1, 1), first_st
             delay=Delay(0, uniform=False, seed=0),
             **part,
         ),
-        save=lambda step, state, position: checkpoints.save(step, state, position.to_json()),
+        save=lambda step, state, resume_point: checkpoints.save(
+            step, state, resume_point.to_json()
+        ),
         metrics=metrics,
         timers=Timers(),
         reference=reference.params,

@@ -13,7 +13,7 @@ from jaxrl_async.queue.admission import (
     RETIRE_REASONS,
     Admission,
     Permit,
-    Position,
+    ResumePoint,
 )
 from jaxrl_async.queue.leases import OrderError
 
@@ -268,11 +268,11 @@ def test_a_commit_frees_its_groups_and_may_be_repeated():
     admission.lease(1, 0)
     assert admission.num_bytes == 8
     assert admission.commit(1) == (0, 1, 2, 3)
-    position = admission.position
+    resume_point = admission.resume_point
     assert admission.num_bytes == 4
     admission.lease(2, 0)
     assert admission.commit(1) == ()
-    assert admission.position == position
+    assert admission.resume_point == resume_point
 
 
 def test_the_position_holds_what_must_be_issued_again():
@@ -288,14 +288,14 @@ def test_the_position_holds_what_must_be_issued_again():
     admission.lease(1, 0)  # 0 2 3 4
     admission.commit(1)
     # Held: 5 6 7; running: 8 10 11; returned: 9.
-    assert admission.position == Position(
+    assert admission.resume_point == ResumePoint(
         step=1,
         frontier=12,
         outstanding=tuple(Permit(i, int(i in (7, 9))) for i in range(5, 12)),
         retired={"invalid": 1},
         returned={"invalid": 1, "timeout": 1, "aborted": 1},
     )
-    assert Position.from_json(admission.position.to_json()) == admission.position
+    assert ResumePoint.from_json(admission.resume_point.to_json()) == admission.resume_point
 
 
 def test_groups_leased_for_a_later_step_are_outstanding():
@@ -304,51 +304,53 @@ def test_groups_leased_for_a_later_step_are_outstanding():
     admission.lease(1, 0)
     admission.lease(2, 0)
     admission.commit(1)
-    assert admission.position.outstanding == tuple(Permit(i, 0) for i in range(4, 8))
+    assert admission.resume_point.outstanding == tuple(Permit(i, 0) for i in range(4, 8))
 
 
 def test_a_new_queue_goes_on_from_a_position():
-    position = Position(3, 15, (Permit(12, 1), Permit(14, 0)), {"overlong": 1}, {"overlong": 1})
+    resume_point = ResumePoint(
+        3, 15, (Permit(12, 1), Permit(14, 0)), {"overlong": 1}, {"overlong": 1}
+    )
     admission = make(max_staleness=1)  # 3·4 trained + 1 retired + 2 outstanding = 15
-    admission.publish(3, position)
+    admission.publish(3, resume_point)
     assert admission.capacity == 8  # (1 + 3 + 1)·4 − 12
     permits = admission.admit(4, 0.0)
     assert permits == [Permit(12, 1), Permit(14, 0), Permit(15, 0), Permit(16, 0)]
     push_all(admission, permits)
-    assert admission.position == position
+    assert admission.resume_point == resume_point
     assert admission.commit(3) == ()
     assert admission.lease(4, 0).indexes == (12, 14, 15, 16)
     admission.commit(4)
-    assert admission.position == Position(4, 17, (), {"overlong": 1}, {"overlong": 1})
+    assert admission.resume_point == ResumePoint(4, 17, (), {"overlong": 1}, {"overlong": 1})
 
 
 def test_a_resumed_synchronous_run_issues_what_the_uninterrupted_one_issues():
     whole, resumed = published(), make()
     for step in range(1, 4):
         train_step(whole, step)
-    resumed.publish(3, whole.position)
+    resumed.publish(3, whole.resume_point)
     assert resumed.admit(100, 0.0) == whole.admit(100, 0.0)
 
 
 def test_a_position_that_contradicts_itself_or_the_queue_is_refused():
-    position = Position(3, 12, (), {}, {})
-    with pytest.raises(OrderError, match=r"version 4 .* position of step 3"):
-        make().publish(4, position)
+    resume_point = ResumePoint(3, 12, (), {}, {})
+    with pytest.raises(OrderError, match=r"version 4 .* resume point of step 3"):
+        make().publish(4, resume_point)
     with pytest.raises(OrderError, match=r"15 groups trained.*frontier 12.*batch_groups"):
-        make(batch_groups=5).publish(3, position)
+        make(batch_groups=5).publish(3, resume_point)
     with pytest.raises(OrderError, match="outside"):
-        make().publish(3, Position(3, 13, (Permit(13, 0),), {}, {}))
+        make().publish(3, ResumePoint(3, 13, (Permit(13, 0),), {}, {}))
     with pytest.raises(OrderError, match=r"step 3 is given to a queue at work.* step is 0"):
-        published().publish(3, position)
+        published().publish(3, resume_point)
 
 
 def test_a_position_that_agrees_with_a_queue_at_work_is_ignored():
     admission = published(max_staleness=1)
     train_step(admission, 1)
     push_all(admission, admission.admit(2, 0.0))
-    before = (admission.frontier, admission.held, admission.position)
-    admission.publish(1, admission.position)
-    assert (admission.frontier, admission.held, admission.position) == before
+    before = (admission.frontier, admission.held, admission.resume_point)
+    admission.publish(1, admission.resume_point)
+    assert (admission.frontier, admission.held, admission.resume_point) == before
 
 
 def test_full_memory_admits_only_what_the_next_lease_needs():

@@ -186,7 +186,7 @@ def lending(tmp_path):
             {server.address: [server.address] for server in servers},
             client=InferenceClient(),
             transport=functools.partial(TRANSPORTS["disk"], mode="retract"),
-            announce=lambda version, records, position, run_epoch: told.append(
+            announce=lambda version, records, resume_point, run_epoch: told.append(
                 (version, [(r.state, r.version) for r in records])
             ),
             push_timeout_secs=push_timeout_secs,

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from test_queue import group, opened, served
 
 from jaxrl_async.queue import journal as journals
-from jaxrl_async.queue.admission import Admission, Permit, Position
+from jaxrl_async.queue.admission import Admission, Permit, ResumePoint
 from jaxrl_async.queue.client import QueueError
 from jaxrl_async.queue.journal import Journal, JournalError, JournalReader
 from jaxrl_async.queue.wire import ServerRecord
@@ -209,11 +209,11 @@ async def test_with_keep_all_nothing_is_forgotten(tmp_path):
 
 
 async def test_a_queue_that_started_from_a_position_comes_back(tmp_path):
-    start = Position(
+    start = ResumePoint(
         5, 26, tuple(Permit(i, 1) for i in (3, 20, 25)), {"invalid": 3}, {"invalid": 3}
     )
     async with queue_of(tmp_path / "j") as queue:
-        await queue.publish(5, position=start)
+        await queue.publish(5, resume_point=start)
         await queue.fill(4)
         await queue.lease(6)
         before = await queue.client.status()

@@ -17,7 +17,7 @@ from jaxrl_async.metrics import Timers
 from jaxrl_async.models import sharding, transformer
 from jaxrl_async.objectives import advantages
 from jaxrl_async.queue import wire
-from jaxrl_async.queue.admission import Position
+from jaxrl_async.queue.admission import ResumePoint
 from jaxrl_async.types import Chunk, Group, Trajectory
 
 CONFIG = transformer.ModelConfig(
@@ -97,7 +97,7 @@ class Recorder:
 
     def commit(self, step):
         self.events.append(f"commit {step}")
-        return Position(step, step * B, (), {}, {})
+        return ResumePoint(step, step * B, (), {}, {})
 
     def status(self):
         return empty_status(returned=self.returned)
@@ -118,8 +118,8 @@ class Recorder:
     def metrics(self):
         return {"weights/version": 0}
 
-    def save(self, step, state, position):
-        assert position.step == step
+    def save(self, step, state, resume_point):
+        assert resume_point.step == step
         self.events.append(f"save {step}")
 
     def write(self, step, row):

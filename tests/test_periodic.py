@@ -135,7 +135,7 @@ class Run:
 
     def commit(self, step):
         self.admission.commit(step)
-        return self.admission.position
+        return self.admission.resume_point
 
     def snapshot(self, state):
         return jax.tree.map(np.array, state.params)
@@ -156,7 +156,7 @@ class Run:
     def metrics(self):
         return {}
 
-    def save(self, step, state, position):
+    def save(self, step, state, resume_point):
         pass
 
     def write(self, step, row):

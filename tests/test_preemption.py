@@ -107,8 +107,8 @@ class Saving(Recorder):
 
     saved = None
 
-    def save(self, step, state, position):
-        super().save(step, state, position)
+    def save(self, step, state, resume_point):
+        super().save(step, state, resume_point)
         self.saved = jax.tree.map(jnp.copy, state)
 
 

@@ -21,15 +21,15 @@ class Queue:
     """Stands for LearnerQueue.publish_version."""
 
     def __init__(self):
-        self.published = []  # (version, {address: (state, version)}, position)
+        self.published = []  # (version, {address: (state, version)}, resume_point)
         self.error = None
 
-    def __call__(self, version, records, position, run_epoch):
+    def __call__(self, version, records, resume_point, run_epoch):
         if self.error is not None:
             raise self.error
         states = {r.address: (r.state, r.version) for r in records}
         self.run_epoch = run_epoch
-        self.published.append((version, states, position))
+        self.published.append((version, states, resume_point))
 
     @property
     def versions(self):
@@ -136,9 +136,9 @@ def test_versions_follow_one_another_and_the_position_goes_with_its_own(
     queue, servers, start, write
 ):
     publisher = start(servers)
-    push(publisher, 4, write, position="where the queue starts")
+    push(publisher, 4, write, resume_point="where the queue starts")
     push(publisher, 6, write)
-    assert [(version, position) for version, _, position in queue.published] == [
+    assert [(version, resume_point) for version, _, resume_point in queue.published] == [
         (4, "where the queue starts"),
         (6, None),
     ]

@@ -13,7 +13,7 @@ from jaxrl_async.queue import client as queue_client
 from jaxrl_async.queue import service as queue_service
 from jaxrl_async.queue import trajectory_queue_pb2 as pb
 from jaxrl_async.queue import wire
-from jaxrl_async.queue.admission import Admission, Permit, Position
+from jaxrl_async.queue.admission import Admission, Permit, ResumePoint
 from jaxrl_async.queue.client import LearnerQueue, QueueClient, QueueError
 from jaxrl_async.queue.leases import Share
 from jaxrl_async.queue.trajectory_queue_pb2_grpc import TrajectoryQueueStub
@@ -65,8 +65,8 @@ class Queue:
     async def commit(self, step):
         return await asyncio.to_thread(self._learner.commit, step)
 
-    async def publish(self, version, servers=(), position=None):
-        await asyncio.to_thread(self._learner.publish_version, version, servers, position)
+    async def publish(self, version, servers=(), resume_point=None):
+        await asyncio.to_thread(self._learner.publish_version, version, servers, resume_point)
 
     async def learner_status(self):
         return await asyncio.to_thread(self._learner.status)
@@ -142,9 +142,9 @@ async def test_a_step_goes_round():
             np.testing.assert_array_equal(
                 got.trajectories[1].logprobs, sent.trajectories[1].logprobs
             )
-        position = await queue.commit(1)
-        assert (position.step, position.frontier, position.outstanding) == (1, 4, ())
-        assert await queue.commit(1) == position
+        resume_point = await queue.commit(1)
+        assert (resume_point.step, resume_point.frontier, resume_point.outstanding) == (1, 4, ())
+        assert await queue.commit(1) == resume_point
         status = await queue.client.status()
         assert (status.depth_groups, status.leased_groups, status.depth_bytes) == (0, 0, 0)
         assert status.completion_tokens == 4 * GROUP_SIZE * 3
@@ -372,9 +372,9 @@ async def test_a_resumed_run_goes_on_where_the_position_says():
             await queue.client.push(group(permit))
         await queue.client.return_permit(permits[6], "timeout")
         await queue.lease(1)
-        position = await queue.commit(1)
+        resume_point = await queue.commit(1)
     async with opened(max_staleness=1) as queue:
-        await queue.publish(1, position=position)
+        await queue.publish(1, resume_point=resume_point)
         again = await queue.client.admit(100, 1.0)
         expected = [Permit(4, 0), Permit(5, 0), Permit(6, 1), Permit(7, 0)]
         assert again == expected + [Permit(i, 0) for i in range(8, 12)]  # (1 + 1 + 1)·4 − 4
@@ -501,7 +501,7 @@ async def test_no_version_is_seen_before_the_first_publication():
             call = TrajectoryQueueStub(channel).WatchVersion(pb.WatchRequest(), timeout=10.0)
             assert not (await call.read()).HasField("version")
             call.cancel()
-        await queue.publish(1, position=Position(1, 4, (), {}, {}))
+        await queue.publish(1, resume_point=ResumePoint(1, 4, (), {}, {}))
         assert await first == 1
         await versions.aclose()
 

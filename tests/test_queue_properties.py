@@ -27,7 +27,7 @@ from jaxrl_async.queue.admission import (
     RETIRE_REASONS,
     Admission,
     Permit,
-    Position,
+    ResumePoint,
     State,
 )
 from jaxrl_async.queue.journal import Journal, JournalError, JournalReader
@@ -93,7 +93,7 @@ class Ledger:
         self.issued: list[Permit] = []
         self.returned = collections.Counter()
         self.chunks: dict[int, list[FixedChunk]] = collections.defaultdict(list)
-        self.position = Position(0, 0, (), {}, {})
+        self.resume_point = ResumePoint(0, 0, (), {}, {})
         self.arrivals = 0
 
     def indexes(self, *states: str) -> list[int]:
@@ -150,7 +150,7 @@ class Ledger:
             assert self.entries[index].state == "leased"
             self.entries[index].state = "committed"
         out = self.indexes("reissue", "running", "held", "leased")
-        self.position = Position(
+        self.resume_point = ResumePoint(
             step=step,
             frontier=len(self.entries),
             outstanding=tuple(Permit(i, self.entries[i].attempt) for i in out),
@@ -172,7 +172,7 @@ class Ledger:
             return tuple((p, self.entries[p.prompt_index].num_bytes) for p in permits)
 
         return State(
-            position=self.position,
+            resume_point=self.resume_point,
             v_pub=v_pub,
             frontier=len(self.entries),
             retired=self.retired(),
@@ -183,7 +183,9 @@ class Ledger:
             ),
             held=sized("held"),
             leased=sized("leased"),
-            chunks={s: tuple(c) for s, c in self.chunks.items() if c and s > self.position.step},
+            chunks={
+                s: tuple(c) for s, c in self.chunks.items() if c and s > self.resume_point.step
+            },
         )
 
     def agrees(self, admission: Admission) -> None:
@@ -198,7 +200,7 @@ class Ledger:
         assert sum(count.values()) == admission.frontier == len(self.entries)
         assert admission.retired == self.retired()
         assert admission.returned == self.returned
-        assert admission.position == self.position
+        assert admission.resume_point == self.resume_point
         here = self.indexes("held", "leased")
         assert admission.num_bytes == sum(self.entries[i].num_bytes for i in here)
         for worker in WORKERS:
@@ -208,7 +210,7 @@ class Ledger:
         in_chunks = [i for fixed in self.chunks.values() for c in fixed for i in c.indexes]
         assert len(in_chunks) == len(set(in_chunks))
         for step, fixed in self.chunks.items():
-            if step > self.position.step:
+            if step > self.resume_point.step:
                 assert [admission.lease(step, i) for i in range(len(fixed))] == fixed
 
 
@@ -270,12 +272,12 @@ def run_admission(events, values):
             assert (chunk is not None) == ready
             if chunk:
                 ledger.leased(step, chunk)
-        elif event == "commit" and admission.leases.leased_step > ledger.position.step:
-            step = ledger.position.step + 1
+        elif event == "commit" and admission.leases.leased_step > ledger.resume_point.step:
+            step = ledger.resume_point.step + 1
             assert list(admission.commit(step)) == ledger.committed(step)
             assert admission.commit(step) == ()
         elif event == "publish":
-            admission.publish(max(admission.v_pub, ledger.position.step))
+            admission.publish(max(admission.v_pub, ledger.resume_point.step))
         elif event == "kill":
             state = ledger.state(admission.v_pub)
             admission = Admission(**values)
@@ -328,7 +330,7 @@ class Call:
 class World:
     """A service that is killed again and again, its callers, and what they were answered."""
 
-    def __init__(self, root: pathlib.Path, values: dict, keep: str, start: Position | None):
+    def __init__(self, root: pathlib.Path, values: dict, keep: str, start: ResumePoint | None):
         self.root, self.values, self.keep = root, values | ADMISSION, keep
         self.start = start
         self.now, self.lives = 0.0, 0
@@ -485,7 +487,7 @@ class World:
         return {
             "v_pub": a.v_pub,
             "frontier": a.frontier,
-            "position": a.position,
+            "resume_point": a.resume_point,
             "num_bytes": a.num_bytes,
             "returned": +a.returned,
             "retired": +a.retired,
@@ -581,7 +583,7 @@ def make_request(world: World, event: str, number: int) -> tuple[str, Any] | Non
         return "Commit", pb.CommitRequest(step=step + 1 - (number % 4 == 0) * (number % 3))
     if event == "publish":
         if a.v_pub is None and world.start:
-            start = wire.encode_position(world.start)
+            start = wire.encode_resume_point(world.start)
             return "PublishVersion", pb.PublishRequest(version=world.base, position=start)
         epoch = world.service._run_epoch + (number % 9 == 0)
         version = max(
@@ -595,7 +597,7 @@ def make_request(world: World, event: str, number: int) -> tuple[str, Any] | Non
     return "tick", None
 
 
-async def run_service(root: pathlib.Path, events, values, keep: str, start: Position | None):
+async def run_service(root: pathlib.Path, events, values, keep: str, start: ResumePoint | None):
     world = World(root, values, keep, start)
     for event, number in events:
         world.now += number % 11
@@ -652,10 +654,10 @@ async def answer(world: World, name: str, request) -> str:
 def starts(batch_groups: int):
     """Where a run may begin: anew, or at step 2 with two indexes outstanding and one retired."""
     frontier = 2 * batch_groups + 3
-    resumed = Position(
+    resumed = ResumePoint(
         2, frontier, (Permit(1, 1), Permit(frontier - 1, 0)), {"invalid": 1}, {"invalid": 1}
     )
-    return st.sampled_from([None, None, Position(0, 0, (), {}, {}), resumed])
+    return st.sampled_from([None, None, ResumePoint(0, 0, (), {}, {}), resumed])
 
 
 def test_whatever_was_answered_is_true_after_a_kill(examples):
@@ -764,7 +766,7 @@ async def test_a_permit_that_is_given_again_does_not_time_out_with_those_before_
 
 async def test_a_commit_of_step_0_twice_does_not_stop_the_journal(tmp_path):
     world = world_of(tmp_path)
-    start = wire.encode_position(Position(0, 0, (), {}, {}))
+    start = wire.encode_resume_point(ResumePoint(0, 0, (), {}, {}))
     await written(world, "PublishVersion", pb.PublishRequest(version=0, position=start))
     for _ in range(2):
         assert await written(world, "Commit", pb.CommitRequest(step=0)) == start

@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl_async import report
 from jaxrl_async.queue import wire
-from jaxrl_async.queue.admission import Permit, Position
+from jaxrl_async.queue.admission import Permit, ResumePoint
 from jaxrl_async.queue.journal import Journal
 from jaxrl_async.queue.leases import FixedChunk
 from jaxrl_async.report import page as pages
@@ -84,7 +84,7 @@ async def write_journal(workdir, *steps, keep="all"):
             group = Group(permit.prompt_index, 0, tuple(trajectories))
             await journal.pushed(permit, wire.encode_group(group).SerializeToString(), 1)
         await journal.leased(step, 0, FixedChunk(indexes, True), new=True)
-        await journal.committed(Position(step, index + len(groups), (), {}, {}), indexes)
+        await journal.committed(ResumePoint(step, index + len(groups), (), {}, {}), indexes)
         index += len(groups)
     return journal
 

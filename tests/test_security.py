@@ -41,7 +41,7 @@ from jaxrl_async.queue import client as queue_client
 from jaxrl_async.queue import service as queue_service
 from jaxrl_async.queue import trajectory_queue_pb2 as pb
 from jaxrl_async.queue import wire
-from jaxrl_async.queue.admission import Permit, Position
+from jaxrl_async.queue.admission import Permit, ResumePoint
 from jaxrl_async.queue.client import LearnerQueue, QueueClient, QueueError
 from jaxrl_async.queue.journal import Journal
 from jaxrl_async.queue.wire import ServerRecord, Wait
@@ -480,7 +480,7 @@ async def test_what_is_within_the_bounds_is_taken():
         learner = LearnerQueue(address, **TIMEOUTS)
         await asyncio.to_thread(learner.__enter__)
         servers = [ServerRecord(f"http://{i:0249}", "DEAD", None) for i in range(300)]
-        await asyncio.to_thread(learner.publish_version, 0, servers, Position(0, 0, (), {}, {}))
+        await asyncio.to_thread(learner.publish_version, 0, servers, ResumePoint(0, 0, (), {}, {}))
         learner.__exit__()
         (permit, *_) = await client.admit(4, 5.0, worker="w" * 256)
         assert await client.return_permit(permit, "timeout", "d" * 5000) == "reissued"

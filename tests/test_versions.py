@@ -14,7 +14,7 @@ from jaxrl_async.cli import config as config_lib
 from jaxrl_async.config.settings import Settings, SettingsError
 from jaxrl_async.learner.versions import Delay, Versions
 from jaxrl_async.models import sharding, transformer
-from jaxrl_async.queue.admission import Position
+from jaxrl_async.queue.admission import ResumePoint
 from jaxrl_async.weights.store import WeightStore
 
 QUICKSTART = pathlib.Path(__file__).parent.parent / "configs" / "quickstart.py"
@@ -37,7 +37,7 @@ CONFIG = transformer.ModelConfig(
 )
 NORM = "model.norm.weight"
 NO_DELAY = Delay(0, uniform=False, seed=0)
-POSITION = Position(3, 12, (), {}, {})
+RESUME_POINT = ResumePoint(3, 12, (), {}, {})
 
 
 class Publisher:
@@ -45,11 +45,11 @@ class Publisher:
 
     def __init__(self):
         self.path = None
-        self.pushed = []  # (version, run epoch, position)
+        self.pushed = []  # (version, run epoch, resume_point)
 
-    def publish(self, version, write, *, timeout_secs, position, run_epoch):
+    def publish(self, version, write, *, timeout_secs, resume_point, run_epoch):
         self.path = write()
-        self.pushed.append((version, run_epoch, position))
+        self.pushed.append((version, run_epoch, resume_point))
 
     def metrics(self):
         return {"weights/version": 1, "weights/delay": 2}
@@ -80,7 +80,7 @@ def make(params, tmp_path):
 
         def resume(version, status):
             state = types.SimpleNamespace(params=jax.tree.map(lambda x: x * 0 + version, params))
-            versions.resume(version, state, status, POSITION)
+            versions.resume(version, state, status, RESUME_POINT)
 
         return types.SimpleNamespace(
             given=given, resume=resume, versions=versions, store=store, pushed=publisher.pushed
@@ -175,7 +175,7 @@ def left(make):
 
 def test_a_queue_that_knows_nothing_is_told_where_to_start(left):
     left.resume(3, empty_status(v_pub=None))
-    assert left.pushed == [(3, 0, POSITION)]
+    assert left.pushed == [(3, 0, RESUME_POINT)]
 
 
 def test_a_restored_version_is_published_where_no_later_one_was(left):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from jaxrl_async.queue import trajectory_queue_pb2 as pb
 from jaxrl_async.queue import wire
-from jaxrl_async.queue.admission import Permit, Position
+from jaxrl_async.queue.admission import Permit, ResumePoint
 from jaxrl_async.types import Group, InvalidTrajectoryError, Trajectory
 
 BOUNDS = dict(group_size=2, vocab_size=100, max_tokens=16)
@@ -150,8 +150,8 @@ def test_damaged_messages_decode_to_a_valid_group_or_a_named_error(junk, positio
 
 
 def test_positions_servers_and_status_come_out_as_they_went_in():
-    position = Position(3, 17, (Permit(4, 1), Permit(16, 0)), {"invalid": 2}, {"timeout": 5})
-    assert wire.decode_position(wire.encode_position(position)) == position
+    resume_point = ResumePoint(3, 17, (Permit(4, 1), Permit(16, 0)), {"invalid": 2}, {"timeout": 5})
+    assert wire.decode_resume_point(wire.encode_resume_point(resume_point)) == resume_point
     servers = (
         wire.ServerRecord("http://a:1", "HEALTHY", 0),
         wire.ServerRecord("http://b:1", "DEAD", None),

@@ -49,18 +49,18 @@ class Checkpoints:
             ),
         )
 
-    def save(self, step: int, state: Any, position: dict[str, Any]) -> None:
+    def save(self, step: int, state: Any, resume_point: dict[str, Any]) -> None:
         """Saves the state after a step, with what a resumed queue starts from.
 
         Args:
           step: the version that `state` holds.
           state: pytree of jax arrays.
-          position: JSON values, the queue's answer to Commit(step).
+          resume_point: JSON values, the queue's answer to Commit(step).
         """
         self._manager.save(
             step,
             args=ocp.args.Composite(
-                state=ocp.args.StandardSave(state), position=ocp.args.JsonSave(position)
+                state=ocp.args.StandardSave(state), position=ocp.args.JsonSave(resume_point)
             ),
         )
 

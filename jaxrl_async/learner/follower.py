@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxrl_async.queue.admission import Position
+from jaxrl_async.queue.admission import ResumePoint
 from jaxrl_async.queue.client import LearnerQueue
 from jaxrl_async.queue.wire import QueueStatus, Wait
 from jaxrl_async.types import Chunk
@@ -28,9 +28,9 @@ class FollowerQueue:
     ) -> Iterator[Chunk]:
         return self._queue.lease(step, timeout_secs, gives_up)
 
-    def commit(self, step: int) -> Position:
-        """Commits nothing. Process 0 saves its own position, and this one goes nowhere."""
-        return Position(step, 0, (), {}, {})
+    def commit(self, step: int) -> ResumePoint:
+        """Commits nothing. Process 0 saves its own resume point, and this one goes nowhere."""
+        return ResumePoint(step, 0, (), {}, {})
 
     def checkpointed(self, step: int) -> None:
         """Process 0 says it."""
@@ -62,7 +62,7 @@ class FollowerPublisher:
         write: Callable[[], Any],
         *,
         timeout_secs: float,
-        position: Position | None = None,
+        resume_point: ResumePoint | None = None,
         run_epoch: int = 0,
     ) -> None:
         """Starts `write`; waits first until the version before is published, as `Publisher.publish` does."""

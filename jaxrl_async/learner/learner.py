@@ -23,7 +23,7 @@ import numpy as np
 from jaxrl_async.learner import packing
 from jaxrl_async.learner.train_step import TrainState, TrainStep
 from jaxrl_async.metrics import MetricsWriter, Timers
-from jaxrl_async.queue.admission import REISSUE_REASONS, Position
+from jaxrl_async.queue.admission import REISSUE_REASONS, ResumePoint
 from jaxrl_async.queue.client import LearnerQueue
 from jaxrl_async.queue.wire import SILENT_SECS, UP, QueueStatus, RoleStatus
 from jaxrl_async.types import Batch, Chunk, Group
@@ -102,7 +102,7 @@ def train(
     advantages: Callable[[np.ndarray], np.ndarray],
     queue: LearnerQueue,
     publisher: Publish,
-    save: Callable[[int, TrainState, Position], None],
+    save: Callable[[int, TrainState, ResumePoint], None],
     metrics: MetricsWriter,
     timers: Timers,
     reference: Any = None,
@@ -120,7 +120,7 @@ def train(
       advantages: rewards [N, G] → advantages [N, G].
       queue: leases and commits.
       publisher: takes new versions.
-      save: (step, state, position) → checkpoint.
+      save: (step, state, resume_point) → checkpoint.
       metrics: one row per step.
       timers: says at any time what the loop is at.
       reference: parameters that a KL penalty is taken to; None where the loss has none.
@@ -210,7 +210,7 @@ class _Ends:
         train_step: TrainStep,
         queue: LearnerQueue,
         publisher: Publish,
-        save: Callable[[int, TrainState, Position], None],
+        save: Callable[[int, TrainState, ResumePoint], None],
         metrics: MetricsWriter,
         timers: Timers,
     ):
@@ -223,7 +223,7 @@ class _Ends:
         self._fairness = _FairnessWatch()
         self._compiled = train_step.num_compilations()
         self._begun: _End | None = None
-        self._last: tuple[int, TrainState, Position] | None = None  # the last step that ended
+        self._last: tuple[int, TrainState, ResumePoint] | None = None  # the last step that ended
 
     def begin(self, end: _End) -> None:
         """Takes the end of the step that was dispatched last."""
@@ -244,14 +244,14 @@ class _Ends:
         end, self._begun, schedule = self._begun, None, self._schedule
         with self._timers("update"):  # Waits for the device; bad numbers go nowhere beyond this.
             rows = [_checked(end.step, i, *outcome) for i, outcome in enumerate(end.outcomes, 1)]
-        position = self._queue.commit(end.step)
-        self._last = (end.step, end.state, position)
+        resume_point = self._queue.commit(end.step)
+        self._last = (end.step, end.state, resume_point)
         if end.snapshot is not None and pushes:
             with self._timers("publish"):
                 self._publisher.publish(end.step, end.snapshot)
         if schedule.saves(end.step):
             with self._timers("checkpoint"):
-                self._save(end.step, end.state, position)
+                self._save(end.step, end.state, resume_point)
         self._log(end, rows)
 
     def _log(self, end: _End, minibatches: Sequence[Mapping[str, float]]) -> None:

@@ -19,7 +19,7 @@ from flax import nnx
 from jaxrl_async.learner import processes
 from jaxrl_async.learner.train_step import TrainState
 from jaxrl_async.models import hf, transformer
-from jaxrl_async.queue.admission import Position
+from jaxrl_async.queue.admission import ResumePoint
 from jaxrl_async.queue.wire import QueueStatus
 from jaxrl_async.weights.publisher import Publisher
 from jaxrl_async.weights.store import WeightStore
@@ -90,7 +90,7 @@ class Versions:
         self._known = False  # whether its files are here, to compare with
 
     def resume(
-        self, version: int, state: TrainState, status: QueueStatus, position: Position
+        self, version: int, state: TrainState, status: QueueStatus, resume_point: ResumePoint
     ) -> None:
         """Starts the push of what the servers are to hold when a learner was restored.
 
@@ -101,13 +101,13 @@ class Versions:
           version: of the state.
           state: restored.
           status: of the queue.
-          position: of the checkpoint, for a queue that knows nothing yet.
+          resume_point: of the checkpoint, for a queue that knows nothing yet.
 
         Raises:
           ValueError: the queue's journal ends before the checkpoint.
         """
         if status.v_pub is None:
-            self.publish(version, self.snapshot(state), position)
+            self.publish(version, self.snapshot(state), resume_point)
             return
         if status.committed_step < version:
             raise ValueError(
@@ -147,28 +147,31 @@ class Versions:
         self,
         version: int,
         snapshot: Iterable[tuple[str, np.ndarray]],
-        position: Position | None = None,
+        resume_point: ResumePoint | None = None,
     ) -> None:
         """Starts the push of a version; waits first for the push before it.
 
         Args:
           version: ≥ 0.
           snapshot: its weights, from `snapshot`.
-          position: where a new queue starts from, at the first publication after a restore.
+          resume_point: where a new queue starts from, at the first publication after a restore.
         """
         if version == self._restored and self._known:
             self._compare(version, snapshot)
         if version > self._restored:
-            self._push(version, functools.partial(self._write, version, snapshot), position)
+            self._push(version, functools.partial(self._write, version, snapshot), resume_point)
 
     def _push(
-        self, version: int, write: Callable[[], pathlib.Path | None], position: Position | None
+        self,
+        version: int,
+        write: Callable[[], pathlib.Path | None],
+        resume_point: ResumePoint | None,
     ) -> None:
         self._publisher.publish(
             version,
             write,
             timeout_secs=self._timeout_secs,
-            position=position,
+            resume_point=resume_point,
             run_epoch=self._run_epoch,
         )
         self._version = version

@@ -36,7 +36,7 @@ class Permit:
 
 
 @dataclasses.dataclass(frozen=True)
-class Position:
+class ResumePoint:
     """What a learner restored at `step` gives a new queue to start from."""
 
     step: int  # committed, with all steps before it
@@ -52,7 +52,7 @@ class Position:
         }
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "Position":
+    def from_json(cls, values: dict[str, Any]) -> "ResumePoint":
         """The inverse of `to_json`."""
         return cls(**values | {"outstanding": tuple(Permit(*p) for p in values["outstanding"])})
 
@@ -61,7 +61,7 @@ class Position:
 class State:
     """What a queue that comes back knows of the one before; see `Admission.recover`."""
 
-    position: Position  # as of the last commit
+    resume_point: ResumePoint  # as of the last commit
     v_pub: int | None
     frontier: int
     retired: dict[str, int]  # indexes by reason
@@ -147,7 +147,7 @@ class Admission:
         self.v_pub: int | None = None
         self.frontier = 0
         self.leases = Leases(batch_groups=batch_groups, chunk_groups=chunk_groups)
-        self.position = Position(0, 0, (), {}, {})  # as of the last commit
+        self.resume_point = ResumePoint(0, 0, (), {}, {})  # as of the last commit
         self.num_bytes = 0  # of the groups held and leased
         self.stale_events = 0  # pushes and returns whose permit was no longer good
         self.returned: collections.Counter[str] = collections.Counter()
@@ -223,8 +223,8 @@ class Admission:
         Raises:
           OrderError: the state contradicts itself or batch_groups.
         """
-        self._restore(state.position)
-        self.position = state.position
+        self._restore(state.resume_point)
+        self.resume_point = state.resume_point
         self.v_pub, self.frontier = state.v_pub, state.frontier
         self.retired = collections.Counter(state.retired)
         self.returned = collections.Counter(state.returned)
@@ -237,27 +237,27 @@ class Admission:
         self.num_bytes = sum(size for _, size in (*state.held, *state.leased))
         self.leases.recover(state.chunks)
 
-    def publish(self, version: int, position: Position | None = None) -> None:
+    def publish(self, version: int, resume_point: ResumePoint | None = None) -> None:
         """The servers hold `version`; the first publication may say where the queue starts.
 
-        Publishing the same version again changes nothing. A position that agrees with a queue that is
+        Publishing the same version again changes nothing. A resume point that agrees with a queue that is
         already at work is ignored: the queue knows more.
 
         Raises:
-          OrderError: the version goes back or was not trained here, or the position contradicts it,
+          OrderError: the version goes back or was not trained here, or the resume point contradicts it,
             itself, or the queue.
         """
         if version < 0:
             raise OrderError(f"version {version} is published; versions start at 0")
-        if position is not None and position.step != version:
+        if resume_point is not None and resume_point.step != version:
             raise OrderError(
-                f"version {version} is published with the position of step {position.step}"
+                f"version {version} is published with the resume point of step {resume_point.step}"
             )
-        if position is not None and self.v_pub is None:
-            self._restore(position)
-        elif position is not None and position.step != self.leases.committed_step:
+        if resume_point is not None and self.v_pub is None:
+            self._restore(resume_point)
+        elif resume_point is not None and resume_point.step != self.leases.committed_step:
             raise OrderError(
-                f"position of step {position.step} is given to a queue at work, whose last committed "
+                f"resume point of step {resume_point.step} is given to a queue at work, whose last committed "
                 f"step is {self.leases.committed_step}; start a new queue"
             )
         if self.v_pub is not None and version < self.v_pub:
@@ -265,7 +265,7 @@ class Admission:
         if version > self.leases.leased_step:
             raise OrderError(
                 f"version {version} is published, but the last step leased in full is "
-                f"{self.leases.leased_step}; a resumed run gives its position"
+                f"{self.leases.leased_step}; a resumed run gives its resume point"
             )
         self.v_pub = version
 
@@ -352,7 +352,7 @@ class Admission:
         return chunk
 
     def commit(self, step: int) -> tuple[int, ...]:
-        """A step is trained; sets `position`. The last committed step again changes nothing.
+        """A step is trained; sets `resume_point`. The last committed step again changes nothing.
 
         Returns:
           The indexes whose groups may be forgotten.
@@ -364,7 +364,7 @@ class Admission:
             return ()
         indexes = self.leases.commit(step)
         self.num_bytes -= sum(self._leased.pop(i).num_bytes for i in indexes)
-        self.position = Position(
+        self.resume_point = ResumePoint(
             step, self.frontier, self._outstanding(), dict(self.retired), dict(self.returned)
         )
         return indexes
@@ -424,24 +424,24 @@ class Admission:
         permits = [*self._reissue, *(Permit(i, g.attempt) for i, g in out.items())]
         return tuple(sorted(permits, key=operator.attrgetter("prompt_index")))  # each index once
 
-    def _restore(self, position: Position) -> None:
-        committed = position.step * self._batch_groups
-        indexes = {p.prompt_index for p in position.outstanding}
-        done = committed + sum(position.retired.values())
-        if len(indexes) + done != position.frontier or len(indexes) != len(position.outstanding):
+    def _restore(self, point: ResumePoint) -> None:
+        committed = point.step * self._batch_groups
+        indexes = {p.prompt_index for p in point.outstanding}
+        done = committed + sum(point.retired.values())
+        if len(indexes) + done != point.frontier or len(indexes) != len(point.outstanding):
             raise OrderError(
-                f"position of step {position.step}: {committed} groups trained, "
-                f"{sum(position.retired.values())} retired and {len(position.outstanding)} outstanding "
-                f"do not make its frontier {position.frontier} (other batch_groups?)"
+                f"resume point of step {point.step}: {committed} groups trained, "
+                f"{sum(point.retired.values())} retired and {len(point.outstanding)} outstanding "
+                f"do not make its frontier {point.frontier} (other batch_groups?)"
             )
-        if any(not 0 <= i < position.frontier for i in indexes):
-            raise OrderError(f"position: an outstanding index is outside [0, {position.frontier})")
-        self.position = position
-        self.frontier = position.frontier
-        self.leases.committed_step = position.step
-        self.retired.update(position.retired)
-        self.returned.update(position.returned)
-        self._reissue = sorted(position.outstanding)
+        if any(not 0 <= i < point.frontier for i in indexes):
+            raise OrderError(f"resume point: an outstanding index is outside [0, {point.frontier})")
+        self.resume_point = point
+        self.frontier = point.frontier
+        self.leases.committed_step = point.step
+        self.retired.update(point.retired)
+        self.returned.update(point.returned)
+        self._reissue = sorted(point.outstanding)
 
     def _why_no_more(self) -> str:
         if self.v_pub is None:

@@ -20,7 +20,7 @@ import grpc
 from jaxrl_async import security
 from jaxrl_async.queue import trajectory_queue_pb2 as pb
 from jaxrl_async.queue import wire
-from jaxrl_async.queue.admission import Permit, Position
+from jaxrl_async.queue.admission import Permit, ResumePoint
 from jaxrl_async.queue.leases import WHOLE, Share
 from jaxrl_async.queue.trajectory_queue_pb2_grpc import TrajectoryQueueStub
 from jaxrl_async.queue.wire import QueueStatus, ServerRecord, Wait
@@ -335,7 +335,7 @@ class LearnerQueue:
             chunk = self._chunk(step, chunk.index + 1, timeout_secs)
             yield chunk
 
-    def commit(self, step: int) -> Position:
+    def commit(self, step: int) -> ResumePoint:
         """Says that a step is trained; returns what a checkpoint of it needs of the queue."""
         return wire.decode_position(self._call("Commit", pb.CommitRequest(step=step)))
 
@@ -347,7 +347,7 @@ class LearnerQueue:
         self,
         version: int,
         servers: Sequence[ServerRecord],
-        position: Position | None = None,
+        resume_point: ResumePoint | None = None,
         run_epoch: int = 0,
     ) -> None:
         """Says what the servers hold.
@@ -355,10 +355,10 @@ class LearnerQueue:
         Args:
           version: the version of the HEALTHY ones.
           servers: all of them.
-          position: of the checkpoint that the run resumes from, at its first publication.
+          resume_point: of the checkpoint that the run resumes from, at its first publication.
           run_epoch: grows where a resumed run came to other weights under a version that was published.
         """
-        encoded = None if position is None else wire.encode_position(position)
+        encoded = None if resume_point is None else wire.encode_resume_point(resume_point)
         records = wire.encode_servers(servers)
         request = pb.PublishRequest(
             version=version, servers=records, position=encoded, run_epoch=run_epoch

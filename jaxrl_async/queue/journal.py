@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 from jaxrl_async.queue import trajectory_queue_pb2 as pb
 from jaxrl_async.queue import wire
-from jaxrl_async.queue.admission import Permit, Position, State
+from jaxrl_async.queue.admission import Permit, ResumePoint, State
 from jaxrl_async.queue.leases import FixedChunk
 from jaxrl_async.types import Group
 
@@ -251,9 +251,9 @@ class Journal:
 
         await self._change(write)
 
-    async def committed(self, position: Position, indexes: Sequence[int]) -> None:
+    async def committed(self, resume_point: ResumePoint, indexes: Sequence[int]) -> None:
         """A step was trained, on the groups with these indexes."""
-        row = (position.step, json.dumps(position.to_json()), time.time())
+        row = (resume_point.step, json.dumps(resume_point.to_json()), time.time())
 
         def write(c: sqlite3.Connection) -> None:
             c.execute("INSERT INTO commits VALUES (?, ?, ?)", row)
@@ -261,16 +261,20 @@ class Journal:
 
         await self._change(write)
 
-    async def published(self, version: int, run_epoch: int, position: Position | None) -> None:
-        """The servers hold a version; with a position, it is where the queue started."""
+    async def published(
+        self, version: int, run_epoch: int, resume_point: ResumePoint | None
+    ) -> None:
+        """The servers hold a version; with a resume point, it is where the queue started."""
 
         def write(c: sqlite3.Connection) -> None:
-            if position is not None:
-                row = (position.step, json.dumps(position.to_json()), time.time())
+            if resume_point is not None:
+                row = (resume_point.step, json.dumps(resume_point.to_json()), time.time())
                 c.execute("INSERT INTO commits VALUES (?, ?, ?)", row)
-                permits = [(p.prompt_index, p.attempt) for p in position.outstanding]
+                permits = [(p.prompt_index, p.attempt) for p in resume_point.outstanding]
                 c.executemany("INSERT INTO permits VALUES (?, ?, 'reissue', '', '', 0)", permits)
-                c.execute("INSERT INTO meta VALUES ('start', ?)", (json.dumps(position.to_json()),))
+                c.execute(
+                    "INSERT INTO meta VALUES ('start', ?)", (json.dumps(resume_point.to_json()),)
+                )
             c.execute(
                 "INSERT INTO publications (version, run_epoch, unix_time) VALUES (?, ?, ?)",
                 (version, run_epoch, time.time()),
@@ -319,18 +323,18 @@ class Journal:
         """
         return await self._ask(lambda c: _chunk(c, self._path, step, index))
 
-    async def position(self, step: int) -> Position:
+    async def resume_point(self, step: int) -> ResumePoint:
         """What the commit of a step answered.
 
         Raises:
           JournalError: it was not committed.
         """
 
-        def read(c: sqlite3.Connection) -> Position:
+        def read(c: sqlite3.Connection) -> ResumePoint:
             row = c.execute("SELECT position FROM commits WHERE step = ?", (step,)).fetchone()
             if row is None:
                 raise JournalError(f"journal {self._path} has no commit of step {step}")
-            return Position.from_json(json.loads(row[0]))
+            return ResumePoint.from_json(json.loads(row[0]))
 
         return await self._ask(read)
 
@@ -508,9 +512,9 @@ def _recover(c: sqlite3.Connection, path: pathlib.Path) -> Recovered | None:
     if not c.execute("SELECT EXISTS (SELECT 1 FROM publications)").fetchone()[0]:
         return None
     start = _meta(c).get("start")
-    base = Position.from_json(start) if start else Position(0, 0, (), {}, {})
+    base = ResumePoint.from_json(start) if start else ResumePoint(0, 0, (), {}, {})
     last = c.execute("SELECT position FROM commits ORDER BY step DESC LIMIT 1").fetchone()
-    position = Position.from_json(json.loads(last[0])) if last else base
+    resume_point = ResumePoint.from_json(json.loads(last[0])) if last else base
     rows = c.execute("SELECT prompt_index, attempt, state, reason, worker FROM permits").fetchall()
     by_state: dict[str, list] = collections.defaultdict(list)
     retired = collections.Counter(base.retired)
@@ -541,14 +545,14 @@ def _recover(c: sqlite3.Connection, path: pathlib.Path) -> Recovered | None:
 
     chunks: dict[int, list[FixedChunk]] = collections.defaultdict(list)
     fixed = "SELECT step, last, prompt_indexes FROM chunks WHERE step > ? ORDER BY step, chunk"
-    for step, is_last, indexes in c.execute(fixed, (position.step,)).fetchall():
+    for step, is_last, indexes in c.execute(fixed, (resume_point.step,)).fetchall():
         chunks[step].append(FixedChunk(tuple(json.loads(indexes)), bool(is_last)))
     v_pub, run_epoch = c.execute(
         "SELECT version, run_epoch FROM publications ORDER BY id DESC LIMIT 1"
     ).fetchone()
     (tokens,) = c.execute("SELECT COALESCE(SUM(completion_tokens), 0) FROM permits").fetchone()
     state = State(
-        position=position,
+        resume_point=resume_point,
         v_pub=v_pub,
         frontier=max([base.frontier, *(row[0] + 1 for row in rows)]),
         retired=dict(retired),

@@ -5,7 +5,7 @@ The learner's loop runs on it as on a live one. There is nothing to wait for, an
 
 from collections.abc import Callable, Iterator
 
-from jaxrl_async.queue.admission import Position
+from jaxrl_async.queue.admission import ResumePoint
 from jaxrl_async.queue.journal import JournalReader
 from jaxrl_async.queue.wire import NO_STATUS, QueueStatus
 from jaxrl_async.types import Chunk
@@ -29,8 +29,8 @@ class ReplayQueue:
             groups, last = self._reader.chunk(step, index)
             yield Chunk(step, index, groups, last)
 
-    def commit(self, step: int) -> Position:
-        return Position(step, 0, (), {}, {})
+    def commit(self, step: int) -> ResumePoint:
+        return ResumePoint(step, 0, (), {}, {})
 
     def status(self) -> QueueStatus:
         return NO_STATUS

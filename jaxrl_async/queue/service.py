@@ -283,14 +283,14 @@ class QueueService:
         """Forgets the groups of a trained step; a step that was trained before is answered as then."""
         step, journal = request.step, self._journal
         if journal is not None and 0 < step <= self._admission.leases.committed_step:
-            return wire.encode_position(await journal.position(step))
+            return wire.encode_resume_point(await journal.resume_point(step))
         indexes = self._apply(self._admission.commit, step)
-        position = self._admission.position
+        resume_point = self._admission.resume_point
         for index in indexes:
             self._lengths.count_group("trained", self._groups.pop(index))
         if journal is not None and indexes:  # None of them: step 0, which nobody trained.
-            await journal.committed(position, indexes)
-        return wire.encode_position(position)
+            await journal.committed(resume_point, indexes)
+        return wire.encode_resume_point(resume_point)
 
     async def Checkpointed(self, request: pb.CheckpointedRequest) -> pb.CheckpointedReply:
         """Learns that no learner will be restored before a step."""
@@ -302,21 +302,21 @@ class QueueService:
         """Learns what the servers hold."""
         wire.check_publish(request)
         servers = wire.decode_servers(request.servers)
-        with_position = request.HasField("position")
-        position = wire.decode_position(request.position) if with_position else None
+        has_resume_point = request.HasField("position")
+        resume_point = wire.decode_resume_point(request.position) if has_resume_point else None
         if request.run_epoch < self._run_epoch:
             raise OrderError(
                 f"run_epoch {request.run_epoch} is published after run_epoch {self._run_epoch}"
             )
         before, before_servers = (self._admission.v_pub, self._run_epoch), self._servers
-        self._apply(self._admission.publish, request.version, position)
+        self._apply(self._admission.publish, request.version, resume_point)
         self._servers, self._run_epoch = servers, request.run_epoch
         if self._journal is not None and servers != before_servers:
             await self._journal.fleet([dataclasses.astuple(record) for record in servers])
         if self._journal is not None and before == (request.version, self._run_epoch):
             await self._journal.flushed()  # The same call before is perhaps being written.
         elif self._journal is not None:
-            start = position if before[0] is None else None
+            start = resume_point if before[0] is None else None
             await self._journal.published(request.version, self._run_epoch, start)
         return pb.PublishReply()
 

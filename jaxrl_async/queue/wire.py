@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxrl_async import types
 from jaxrl_async.queue import trajectory_queue_pb2 as pb
-from jaxrl_async.queue.admission import Permit, Position
+from jaxrl_async.queue.admission import Permit, ResumePoint
 from jaxrl_async.types import NOT_SAMPLED, Group, InvalidTrajectoryError, Trajectory
 
 SERVER_STATES = ("HEALTHY", "SUSPECT", "DEAD", "STALE")
@@ -285,18 +285,18 @@ def decode_permit(message: pb.Permit) -> Permit:
     return Permit(message.prompt_index, message.attempt)
 
 
-def encode_position(position: Position) -> pb.Position:
+def encode_resume_point(resume_point: ResumePoint) -> pb.Position:
     return pb.Position(
-        step=position.step,
-        frontier=position.frontier,
-        outstanding=[encode_permit(p) for p in position.outstanding],
-        retired=position.retired,
-        returned=position.returned,
+        step=resume_point.step,
+        frontier=resume_point.frontier,
+        outstanding=[encode_permit(p) for p in resume_point.outstanding],
+        retired=resume_point.retired,
+        returned=resume_point.returned,
     )
 
 
-def decode_position(message: pb.Position) -> Position:
-    return Position(
+def decode_resume_point(message: pb.Position) -> ResumePoint:
+    return ResumePoint(
         step=message.step,
         frontier=message.frontier,
         outstanding=tuple(decode_permit(p) for p in message.outstanding),

@@ -553,7 +553,7 @@ def _learner(
     from jaxrl_async.learner.versions import Delay, Versions
     from jaxrl_async.metrics import Timers
     from jaxrl_async.models import sharding
-    from jaxrl_async.queue.admission import Position
+    from jaxrl_async.queue.admission import ResumePoint
     from jaxrl_async.queue.client import LearnerQueue
     from jaxrl_async.queue.leases import Share
     from jaxrl_async.weights.store import WeightStore
@@ -567,15 +567,15 @@ def _learner(
     mesh = sharding.make_mesh(learner.data, learner.fsdp, learner.tensor)
     train_step = train_step_of(settings, config, mesh)
     checkpoints = _checkpoints(settings, workdir)
-    version, position = 0, None
+    version, resume_point = 0, None
     if resume:
         version = checkpoints.latest()
-        state, position = checkpoints.restore(version, train_step.abstract_state())
-        position = Position.from_json(position)
+        state, resume_point = checkpoints.restore(version, train_step.abstract_state())
+        resume_point = ResumePoint.from_json(resume_point)
         log.info("resumed at version %d", version)
     else:
         state = train_step.init(first_params_of(settings, config, mesh, tokenizer))
-        checkpoints.save(0, state, Position(0, 0, (), {}, {}).to_json())
+        checkpoints.save(0, state, ResumePoint(0, 0, (), {}, {}).to_json())
     reference = _reference(settings, checkpoints, train_step)
 
     with contextlib.ExitStack() as stack:
@@ -605,16 +605,16 @@ def _learner(
         timers = Timers()
         tell = functools.partial(_tell_status, queue, process, timers, publisher)
         threading.Thread(target=tell, name="status", daemon=True).start()
-        if position is None:
+        if resume_point is None:
             versions.publish(version, versions.snapshot(state))
         else:
-            versions.resume(version, state, queue.status(), position)
+            versions.resume(version, state, queue.status(), resume_point)
         leaves = Agreement(asked, **part, timeout_secs=learner.lease_timeout_secs).leaves
         with timers("wait_push"):
             versions.wait(lambda: leaves(version + 1, False))
 
-        def save(step: int, state, position) -> None:
-            checkpoints.save(step, state, position.to_json())
+        def save(step: int, state, resume_point) -> None:
+            checkpoints.save(step, state, resume_point.to_json())
             queue.checkpointed(checkpoints.oldest())
 
         learners.train(

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from jaxrl_async.queue.admission import Position
+from jaxrl_async.queue.admission import ResumePoint
 from jaxrl_async.queue.wire import ServerRecord
 from jaxrl_async.servers.client import InferenceClient, ServerError
 from jaxrl_async.servers.fleet import DEAD, HEALTHY, STALE
@@ -66,7 +66,7 @@ class Publisher:
             more behind a router); they need not be up yet.
           client: for this publisher alone, not opened yet.
           transport: how a server is given a version; see transports.TRANSPORTS.
-          announce: called as announce(version, records, position, run_epoch), `LearnerQueue.publish_version`.
+          announce: called as announce(version, records, resume_point, run_epoch), `LearnerQueue.publish_version`.
           push_timeout_secs: a server that has not taken a version by then is STALE; with nothing HEALTHY to route
             to for so long the publisher fails, unless a server is DEAD or has just started again.
           poll_secs: between looks at each server.
@@ -114,7 +114,7 @@ class Publisher:
         write: Callable[[], str | os.PathLike],
         *,
         timeout_secs: float,
-        position: Position | None = None,
+        resume_point: ResumePoint | None = None,
         run_epoch: int = 0,
     ) -> None:
         """Starts a push and returns; waits first for the push before it.
@@ -124,7 +124,7 @@ class Publisher:
           write: writes the version and returns the directory of the weights to hold, as WeightStore wrote it: its
             own, or those of another version, named in their manifest. Called in a thread of the publisher.
           timeout_secs: bound on waiting for the push before.
-          position: where the queue starts from, at the first publication after a restore.
+          resume_point: where the queue starts from, at the first publication after a restore.
           run_epoch: grows where the weights of a version are not those that were published under its number; then
             the same version may be published again.
 
@@ -139,7 +139,7 @@ class Publisher:
             with self._condition:
                 self._published = None
         self._requested = (run_epoch, version)
-        request = _Request(version, run_epoch, write, position)
+        request = _Request(version, run_epoch, write, resume_point)
         self._loop.call_soon_threadsafe(self._requests.put_nowait, request)
 
     def wait(
@@ -394,7 +394,7 @@ class Publisher:
         async with self._announcing:
             self._announced = (request.version, request.run_epoch)
             self._held = self._target.version
-            await self._tell(request.position)
+            await self._tell(request.resume_point)
 
     async def _tell_states(self) -> None:
         """Publishes the states again, under the version published last, where they changed."""
@@ -404,10 +404,10 @@ class Publisher:
                 log.info("version %d: %s", self._announced[0], self._describe())
                 await self._tell(None)
 
-    async def _tell(self, position: Position | None) -> None:
+    async def _tell(self, resume_point: ResumePoint | None) -> None:
         records, (version, run_epoch) = server_records(self._servers), self._announced
         self._told = [record.state for record in records]
-        await asyncio.to_thread(self._announce, version, records, position, run_epoch)
+        await asyncio.to_thread(self._announce, version, records, resume_point, run_epoch)
 
     def waits_for(self) -> str:
         """In words: what the push under way waits for, and the state of every server."""
@@ -422,7 +422,7 @@ class _Request:
     version: int
     run_epoch: int
     write: Callable[[], str | os.PathLike]
-    position: Position | None
+    resume_point: ResumePoint | None
 
 
 @dataclasses.dataclass(frozen=True)
