@@ -182,7 +182,7 @@ class _Versions:
         self._engine.update_weights(state.params, "0").result(TIMEOUT_SECS)
         self._held = None
 
-    def wait(self, gives_up) -> None: ...
+    def wait(self, should_stop) -> None: ...
     def check(self) -> None: ...
     def metrics(self) -> dict[str, float]:
         return {}
@@ -207,7 +207,7 @@ class _Samples:
         self._completion_tokens = 0
 
     def lease(
-        self, step: int, timeout_secs: float, gives_up: Callable[[], bool]
+        self, step: int, timeout_secs: float, should_stop: Callable[[], bool]
     ) -> Iterator[Chunk]:
         self._versions.hold_for(step)
         size = self._settings.learner.groups_per_step

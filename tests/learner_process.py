@@ -80,7 +80,7 @@ class Queue:
     def __init__(self, share: Share):
         self._share = share
 
-    def lease(self, step, timeout_secs, gives_up):
+    def lease(self, step, timeout_secs, should_stop):
         groups = [
             make_group(i, max(0, step - 2)) for i in range(step * GROUPS, (step + 1) * GROUPS)
         ]
@@ -106,7 +106,7 @@ class Servers:
     def publish(self, version, write, *, timeout_secs, resume_point, run_epoch):
         write()
 
-    def wait(self, version, *, timeout_secs, gives_up): ...
+    def wait(self, version, *, timeout_secs, should_stop): ...
 
     def check(self): ...
 

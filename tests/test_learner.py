@@ -83,10 +83,10 @@ class Recorder:
         self.returned, self.broken_step = returned or {}, broken_step
         self.waits_for = waits_for  # steps whose groups are not there when they are asked for
 
-    def lease(self, step, timeout_secs, gives_up):
+    def lease(self, step, timeout_secs, should_stop):
         version = max(0, step - 1 - self.staleness)
         groups = [make_group(i, version) for i in range((step - 1) * B, step * B)]
-        if step in self.waits_for and gives_up():
+        if step in self.waits_for and should_stop():
             return
         if step == self.broken_step:  # As a fault after the queue's checks would.
             groups[1].trajectories[0].logprobs[-1] = np.nan
@@ -109,7 +109,7 @@ class Recorder:
         self.events.append(f"publish {version}")
         self.weights[version] = snapshot
 
-    def wait(self, gives_up):
+    def wait(self, should_stop):
         self.events.append("wait")
 
     def check(self):
@@ -163,7 +163,7 @@ def train(
         metrics=recorder,
         timers=over.get("timers") or Timers(),
         reference=over.get("reference"),
-        leaves=over.get("leaves", lambda step, is_here: False),
+        should_stop=over.get("should_stop", lambda step, chunk_arrived: False),
     )
 
 
@@ -385,7 +385,7 @@ def test_the_mismatch_is_of_the_weights_a_step_starts_from():
     recorder, half = Recorder(), Recorder(chunk_groups=B // 2)
     train(recorder, num_minibatches=2, anchor="recompute", num_steps=1)
     first = next(iter(half.lease(1, 1.0, None))).groups
-    half.lease = lambda step, timeout_secs, gives_up: iter([Chunk(step, 0, first, True)])
+    half.lease = lambda step, timeout_secs, should_stop: iter([Chunk(step, 0, first, True)])
     train(half, anchor="recompute", num_steps=1)
     assert mismatch(recorder.rows[0]) == mismatch(half.rows[0])
     assert recorder.rows[0]["mismatch/tokens"] == B // 2 * G * 4

@@ -448,7 +448,7 @@ def test_a_follower_waits_until_the_queue_says_that_a_version_is_published():
     assert status().v_pub == 2 and len(status._versions) == 1
     with pytest.raises(TimeoutError, match=r"version 3 .*after 0.1 s: the queue has version 2"):
         FollowerPublisher(status).wait(3, timeout_secs=0.1)
-    FollowerPublisher(status).wait(3, timeout_secs=30.0, gives_up=lambda: True)
+    FollowerPublisher(status).wait(3, timeout_secs=30.0, should_stop=lambda: True)
 
 
 def test_a_follower_that_cannot_write_says_so():

@@ -120,9 +120,9 @@ class Run:
         self._random = random.Random(seed) if seed is not None else None
         self._pushes, self._running, self._groups = collections.deque(), [], {}
 
-    def lease(self, step, timeout_secs, gives_up):
+    def lease(self, step, timeout_secs, should_stop):
         if not self.admission.chunk_is_ready(step, 0):
-            gives_up()
+            should_stop()
         index, last = 0, False
         while not last:
             while not self.admission.chunk_is_ready(step, index):
@@ -143,7 +143,7 @@ class Run:
     def publish(self, version, snapshot):
         self._pushes.append((version, snapshot))
 
-    def wait(self, gives_up):
+    def wait(self, should_stop):
         while self._pushes:
             self._push()
 
@@ -318,7 +318,7 @@ def test_chunks_in_prompt_order_are_cut_into_the_microbatches_of_the_whole_batch
 ):
     run = Run(made_up(*lengths), chunk_groups=chunk_groups)
     pack, found, of_chunks = packer(), [], []
-    for chunk in run.lease(1, 1.0, gives_up=lambda: None):
+    for chunk in run.lease(1, 1.0, should_stop=lambda: None):
         advantages = np.array([g.prompt_index for g in chunk.groups])[:, None] + np.arange(G)
         found.append(pack(chunk.groups, advantages.astype(np.float32), last=chunk.last))
         of_chunks.append(len(found[-1]))

@@ -114,7 +114,7 @@ class Saving(Recorder):
 
 def test_a_synchronous_run_leaves_before_a_step_and_saves_the_one_before():
     recorder = Recorder()
-    train_recorded(recorder, num_steps=5, leaves=lambda step, is_here: step == 3)
+    train_recorded(recorder, num_steps=5, should_stop=lambda step, chunk_arrived: step == 3)
     assert recorder.events == [
         "wait", "lease 1.0", "commit 1", "publish 1",
         "wait", "lease 2.0", "commit 2", "publish 2",
@@ -125,7 +125,9 @@ def test_a_synchronous_run_leaves_before_a_step_and_saves_the_one_before():
 
 def test_an_asynchronous_run_ends_the_step_under_way_without_a_push():
     recorder = Recorder(staleness=1)
-    train_recorded(recorder, wait=False, num_steps=5, leaves=lambda step, is_here: step == 3)
+    train_recorded(
+        recorder, wait=False, num_steps=5, should_stop=lambda step, chunk_arrived: step == 3
+    )
     assert recorder.events == [
         "lease 1.0", "lease 2.0", "commit 1", "publish 1", "lease 3.0", "commit 2", "save 2",
     ]  # fmt: skip
@@ -135,51 +137,54 @@ def test_an_asynchronous_run_ends_the_step_under_way_without_a_push():
 def test_a_run_does_not_wait_for_a_step_that_it_will_not_train():
     recorder, asked = Recorder(staleness=1, waits_for=[2, 3]), []
 
-    def leaves(step, is_here):
-        asked.append((step, is_here))
-        return (step, is_here) == (3, False)
+    def should_stop(step, chunk_arrived):
+        asked.append((step, chunk_arrived))
+        return (step, chunk_arrived) == (3, False)
 
-    train_recorded(recorder, wait=False, num_steps=5, leaves=leaves)
+    train_recorded(recorder, wait=False, num_steps=5, should_stop=should_stop)
     assert asked == [(1, True), (2, False), (2, True), (3, False)]
     assert recorder.events[-2:] == ["publish 2", "save 2"]
 
 
 def test_a_run_does_not_wait_for_a_push_to_servers_that_hang():
     class Hanging(Recorder):
-        def wait(self, gives_up):
-            super().wait(gives_up)
+        def wait(self, should_stop):
+            super().wait(should_stop)
             if "publish 2" in self.events:
-                while not gives_up():
+                while not should_stop():
                     self.events.append("waits on")
 
     answers = iter([False, True])
     recorder = Hanging(waits_for=[3])
 
-    def leaves(step, is_here):
-        return step == 3 and (is_here or next(answers, True))
+    def should_stop(step, chunk_arrived):
+        return step == 3 and (chunk_arrived or next(answers, True))
 
-    train_recorded(recorder, num_steps=5, leaves=leaves)
+    train_recorded(recorder, num_steps=5, should_stop=should_stop)
     assert recorder.events[-4:] == ["publish 2", "wait", "waits on", "save 2"]
 
 
 def test_a_step_that_was_saved_is_not_saved_again():
     recorder = Recorder()
     train_recorded(
-        recorder, num_steps=5, checkpoint_every_steps=2, leaves=lambda step, is_here: step == 3
+        recorder,
+        num_steps=5,
+        checkpoint_every_steps=2,
+        should_stop=lambda step, chunk_arrived: step == 3,
     )
     assert recorder.events.count("save 2") == 1
 
 
 def test_a_run_that_leaves_before_its_first_step_saves_nothing():
     recorder = Recorder()
-    train_recorded(recorder, leaves=lambda step, is_here: True)
+    train_recorded(recorder, should_stop=lambda step, chunk_arrived: True)
     assert recorder.events == ["wait", "lease 1.0"]
 
 
 def test_a_run_that_left_goes_on_as_if_it_had_not_bit_for_bit():
     whole, first, second = Saving(), Saving(), Saving()
     train_recorded(whole, num_steps=5)
-    train_recorded(first, num_steps=5, leaves=lambda step, is_here: step == 3)
+    train_recorded(first, num_steps=5, should_stop=lambda step, chunk_arrived: step == 3)
     assert int(first.events[-1].split()[1]) == 2
     left = flat(first.saved.params)  # The state is donated to what goes on with it.
     train_recorded(second, num_steps=5, state=first.saved, first_step=3)
@@ -235,21 +240,21 @@ def agreements(monkeypatch):
 @pytest.mark.parametrize("who", [0, 1])
 def test_whoever_is_asked_all_processes_leave_before_the_same_step(agreements, who):
     (first, second), asked, _ = agreements
-    assert not first.leaves(1, True) and not second.leaves(1, True)
-    assert not first.leaves(2, True)
+    assert not first.should_stop(1, True) and not second.should_stop(1, True)
+    assert not first.should_stop(2, True)
     asked.add(who)
     # The other one heard of step 2 before, and only process 0 may think again, at step 3.
-    assert not second.leaves(2, True)
-    assert first.leaves(3, True) and second.leaves(3, True)
+    assert not second.should_stop(2, True)
+    assert first.should_stop(3, True) and second.should_stop(3, True)
 
 
 def test_a_process_waits_for_the_word_of_process_0(agreements):
     (first, second), _, coordinator = agreements
     said = []
-    waiting = threading.Thread(target=lambda: said.append(second.leaves(1, True)))
+    waiting = threading.Thread(target=lambda: said.append(second.should_stop(1, True)))
     waiting.start()
     assert coordinator.waited_for.wait(WAIT_SECS) and said == []
-    assert not first.leaves(1, True)
+    assert not first.should_stop(1, True)
     waiting.join(WAIT_SECS)
     assert said == [False]
 
@@ -257,15 +262,15 @@ def test_a_process_waits_for_the_word_of_process_0(agreements):
 def test_while_a_chunk_is_waited_for_nobody_leaves_before_process_0_says_so(agreements):
     (first, second), asked, _ = agreements
     asked.add(1)
-    assert not second.leaves(1, False)
-    assert first.leaves(1, False)
-    assert second.leaves(1, False) and second.leaves(1, True)
+    assert not second.should_stop(1, False)
+    assert first.should_stop(1, False)
+    assert second.should_stop(1, False) and second.should_stop(1, True)
 
 
 def test_a_word_is_forgotten_when_all_have_heard_it(agreements):
     (first, second), _, coordinator = agreements
     for step in range(1, 9):
-        assert not first.leaves(step, True) and not second.leaves(step, True)
+        assert not first.should_stop(step, True) and not second.should_stop(step, True)
     assert len(coordinator.values) == 2
 
 

@@ -171,7 +171,7 @@ def test_whoever_waits_for_a_push_may_give_up(queue, servers, start, write):
     publisher = start([*servers, FakeServer()])
     publisher.publish(0, write(0), timeout_secs=WAIT_SECS)
     answers = [False, True]
-    publisher.wait(0, timeout_secs=WAIT_SECS, gives_up=lambda: answers.pop(0))
+    publisher.wait(0, timeout_secs=WAIT_SECS, should_stop=lambda: answers.pop(0))
     assert answers == [] and queue.published == []
 
 

@@ -327,11 +327,11 @@ async def test_a_lease_that_is_given_up_has_no_chunk_and_takes_none():
         await queue.publish(0)
         asked = []
 
-        def gives_up():
+        def should_stop():
             asked.append(True)
             return len(asked) == 3
 
-        lease = queue._learner.lease(1, 300.0, gives_up)
+        lease = queue._learner.lease(1, 300.0, should_stop)
         assert await asyncio.to_thread(list, lease) == []
         assert len(asked) == 3
         await queue.fill(4)

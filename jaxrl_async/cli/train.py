@@ -145,7 +145,7 @@ def _all(settings: Settings, workdir: pathlib.Path, *, resume: bool) -> int:
     notice = Notice(grace_secs=supervisor.LEAVE_SECS + supervisor.STOP_SECS)
     notice.heed(signal.SIGTERM)
     try:
-        done = supervisor.run(settings, workdir=workdir, resume=resume, asked=notice.given)
+        done = supervisor.run(settings, workdir=workdir, resume=resume, stop_requested=notice.given)
     except KeyboardInterrupt:
         print(f"stopped; {_again(workdir)}", file=sys.stderr)
         return 1
@@ -202,7 +202,7 @@ def _one(
             workdir=workdir,
             resume=resume,
             coordinator=coordinator,
-            asked=notice.given,
+            stop_requested=notice.given,
         )
     except KeyboardInterrupt:
         return 1

@@ -24,9 +24,9 @@ class FollowerQueue:
         self._queue = queue
 
     def lease(
-        self, step: int, timeout_secs: float, gives_up: Callable[[], bool]
+        self, step: int, timeout_secs: float, should_stop: Callable[[], bool]
     ) -> Iterator[Chunk]:
-        return self._queue.lease(step, timeout_secs, gives_up)
+        return self._queue.lease(step, timeout_secs, should_stop)
 
     def commit(self, step: int) -> ResumePoint:
         """Commits nothing. Process 0 saves its own resume point, and this one goes nowhere."""
@@ -71,9 +71,9 @@ class FollowerPublisher:
         self._version, self._writing = version, self._thread.submit(write)
 
     def wait(
-        self, version: int, *, timeout_secs: float, gives_up: Callable[[], bool] = lambda: False
+        self, version: int, *, timeout_secs: float, should_stop: Callable[[], bool] = lambda: False
     ) -> None:
-        """Waits until process 0 has published a version, or `gives_up`, asked again and again, says so.
+        """Waits until process 0 has published a version, or `should_stop`, asked again and again, says so.
 
         Raises:
           TimeoutError: it has not within timeout_secs.
@@ -82,7 +82,7 @@ class FollowerPublisher:
         deadline = time.monotonic() + timeout_secs
         while (published := self._status().v_pub) is None or published < version:
             self.check()
-            if gives_up():
+            if should_stop():
                 return
             if time.monotonic() > deadline:
                 raise TimeoutError(

@@ -35,7 +35,7 @@ MAX_DRIFT = 1.5  # between the mean lengths of what is dropped and of what is tr
 FAIRNESS_WARNING_STEPS = 20  # At most one warning in so many steps.
 MISMATCH_WARNING_STEPS = 20  # At most one warning in so many steps.
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class NonFiniteError(RuntimeError):
@@ -63,7 +63,7 @@ class Publish(Protocol):
 
     def snapshot(self, state: TrainState) -> Any: ...
     def publish(self, version: int, snapshot: Any) -> None: ...
-    def wait(self, gives_up: Callable[[], bool]) -> None: ...
+    def wait(self, should_stop: Callable[[], bool]) -> None: ...
     def check(self) -> None: ...
     def metrics(self) -> dict[str, float]: ...
 
@@ -106,7 +106,7 @@ def train(
     metrics: MetricsWriter,
     timers: Timers,
     reference: Any = None,
-    leaves: Callable[[int, bool], bool] = lambda step, is_here: False,
+    should_stop: Callable[[int, bool], bool] = lambda step, chunk_arrived: False,
 ) -> TrainState:
     """Trains from first_step to schedule.num_steps. Step s turns version s − 1 into version s.
 
@@ -124,9 +124,9 @@ def train(
       metrics: one row per step.
       timers: says at any time what the loop is at.
       reference: parameters that a KL penalty is taken to; None where the loss has none.
-      leaves: (step, whether its first chunk is here) → whether to leave before that step. Asked once with True, and
-        with False again and again while the chunk, or a push, is waited for. The version before is saved then, and
-        not published: a resumed run does it. Every process of the learner is told the same.
+      should_stop: (step, whether its first chunk has arrived) → whether to stop before that step. Called once with
+        True, and repeatedly with False during a wait for that chunk or for a push. The version before is then saved
+        and not published: a resumed run publishes it. All processes of the learner get the same answer.
 
     Returns:
       The state of the last version.
@@ -137,24 +137,24 @@ def train(
       RecompileError: a program compiled after the first step, where the schedule says so.
     """
     state, accumulator = train_step.warm_up(state, padding, reference)
-    ends = _Ends(schedule, train_step, queue, publisher, save, metrics, timers)
+    finalizer = _StepFinalizer(schedule, train_step, queue, publisher, save, metrics, timers)
     for step in range(first_step, schedule.num_steps + 1):
         groups: list[Group] = []
         batches: list[Batch] = []
         outcomes = []  # (metrics on the device, groups) of every minibatch
 
-        def gives_up(step: int = step) -> bool:
-            ends.finish()  # There is nothing to dispatch.
-            return leaves(step, False)
+        def stop_waiting(step: int = step) -> bool:
+            finalizer.finalize()  # There is nothing to dispatch.
+            return should_stop(step, False)
 
         if schedule.wait_for_push:
             with timers("wait_push"):
-                publisher.wait(gives_up)
+                publisher.wait(stop_waiting)
         publisher.check()
-        chunks = _timed(queue.lease(step, schedule.lease_timeout_secs, gives_up), timers)
+        chunks = _timed(queue.lease(step, schedule.lease_timeout_secs, stop_waiting), timers)
         first = next(chunks, None)
-        if first is None or leaves(step, True):
-            ends.leave()
+        if first is None or should_stop(step, True):
+            finalizer.stop()
             break
         for chunk in itertools.chain([first], chunks):
             minibatches = packing.split_minibatches(chunk.groups, schedule.num_minibatches)
@@ -175,19 +175,19 @@ def train(
                 groups += minibatch
                 batches += rows
                 if chunk.last:
-                    ends.finish()  # Of the step before: its state is consumed here.
+                    finalizer.finalize()  # Of the step before: its state is consumed here.
                     state, accumulator, outcome = train_step.update(state, accumulator)
                     outcomes.append((outcome, minibatch))
 
         snapshot = publisher.snapshot(state) if schedule.pushes(step) else None
-        ends.begin(_End(step, state, snapshot, outcomes, groups, batches))
+        finalizer.add(_DispatchedStep(step, state, snapshot, outcomes, groups, batches))
         if schedule.wait_for_push or schedule.saves(step) or not train_step.runs_ahead:
-            ends.finish()
+            finalizer.finalize()
     return state
 
 
 @dataclasses.dataclass(frozen=True)
-class _End:
+class _DispatchedStep:
     """A step that was dispatched, and what its end needs."""
 
     step: int
@@ -198,7 +198,7 @@ class _End:
     batches: Sequence[Batch]
 
 
-class _Ends:
+class _StepFinalizer:
     """What follows a step's last update, once: its flag is read, then it is committed, published, saved and logged.
 
     The times of a row are what was spent since the row before; of the first, since this was made.
@@ -222,53 +222,57 @@ class _Ends:
         self._rates, self._watch = _Rates(queue.status()), _MismatchWatch()
         self._fairness = _FairnessWatch()
         self._compiled = train_step.num_compilations()
-        self._begun: _End | None = None
+        self._dispatched: _DispatchedStep | None = None
         self._last: tuple[int, TrainState, ResumePoint] | None = None  # the last step that ended
 
-    def begin(self, end: _End) -> None:
-        """Takes the end of the step that was dispatched last."""
-        self._begun = end
+    def add(self, step: _DispatchedStep) -> None:
+        """Takes the step that was dispatched last."""
+        self._dispatched = step
 
-    def leave(self) -> None:
+    def stop(self) -> None:
         """Ends the step that was begun without a push, and saves the last one, if it was not saved."""
-        self.finish(pushes=False)
+        self.finalize(pushes=False)
         if self._last is not None and not self._schedule.saves(self._last[0]):
             with self._timers("checkpoint"):
                 self._save(*self._last)
-        _log.info("left before the end, after step %s", self._last[0] if self._last else "none")
+        log.info("left before the end, after step %s", self._last[0] if self._last else "none")
 
-    def finish(self, *, pushes: bool = True) -> None:
-        """Waits for the device and ends the step that was begun, if there is one."""
-        if self._begun is None:
+    def finalize(self, *, pushes: bool = True) -> None:
+        """Waits for the device and finalizes the dispatched step, if there is one."""
+        if self._dispatched is None:
             return
-        end, self._begun, schedule = self._begun, None, self._schedule
+        ended, self._dispatched, schedule = self._dispatched, None, self._schedule
         with self._timers("update"):  # Waits for the device; bad numbers go nowhere beyond this.
-            rows = [_checked(end.step, i, *outcome) for i, outcome in enumerate(end.outcomes, 1)]
-        resume_point = self._queue.commit(end.step)
-        self._last = (end.step, end.state, resume_point)
-        if end.snapshot is not None and pushes:
+            rows = [
+                _checked(ended.step, i, *outcome) for i, outcome in enumerate(ended.outcomes, 1)
+            ]
+        resume_point = self._queue.commit(ended.step)
+        self._last = (ended.step, ended.state, resume_point)
+        if ended.snapshot is not None and pushes:
             with self._timers("publish"):
-                self._publisher.publish(end.step, end.snapshot)
-        if schedule.saves(end.step):
+                self._publisher.publish(ended.step, ended.snapshot)
+        if schedule.saves(ended.step):
             with self._timers("checkpoint"):
-                self._save(end.step, end.state, resume_point)
-        self._log(end, rows)
+                self._save(ended.step, ended.state, resume_point)
+        self._write_metrics(ended, rows)
 
-    def _log(self, end: _End, minibatches: Sequence[Mapping[str, float]]) -> None:
+    def _write_metrics(
+        self, ended: _DispatchedStep, minibatches: Sequence[Mapping[str, float]]
+    ) -> None:
         status = self._queue.status()
-        row = _step_metrics(minibatches, end.groups, end.batches)
-        self._watch(end.step, row)
-        self._fairness(end.step, status.lengths)
+        row = _step_metrics(minibatches, ended.groups, ended.batches)
+        self._watch(ended.step, row)
+        self._fairness(ended.step, status.lengths)
         row |= self._publisher.metrics() | self._rates.metrics(status) | self._timers.pop()
         now = time.monotonic()
         row["time/step_secs"], self._since = now - self._since, now
         row["compile/count"] = self._train_step.num_compilations()
         row["learner/tokens_per_sec"] = row.pop("tokens") / row["time/step_secs"]
-        self._metrics.write(end.step, row)
+        self._metrics.write(ended.step, row)
         _check_failures(status, self._schedule)
         if self._schedule.fail_on_recompile and row["compile/count"] > self._compiled:
             raise RecompileError(
-                f"step {end.step}: {row['compile/count']} programs were compiled, {self._compiled} before the first "
+                f"step {ended.step}: {row['compile/count']} programs were compiled, {self._compiled} before the first "
                 "step: a microbatch of another shape, dtype or layout reached the device"
             )
 
@@ -351,7 +355,7 @@ class _MismatchWatch:
         if step < self._next_step or row.get("mismatch/mean_abs", 0.0) <= MAX_MISMATCH:
             return
         self._next_step = step + MISMATCH_WARNING_STEPS
-        _log.warning(
+        log.warning(
             "step %d: engine and learner differ at the same weights: mismatch/mean_abs %.3g nats exceeds "
             "%g (max_abs %.3g, kl %.3g, %d tokens). `python -m jaxrl_async parity` names the likely cause",
             step,
@@ -377,7 +381,7 @@ class _FairnessWatch:
             if not dropped or not trained or max(dropped / trained, trained / dropped) < MAX_DRIFT:
                 continue
             self._next_step = step + FAIRNESS_WARNING_STEPS
-            _log.warning(
+            log.warning(
                 "step %d: %ss of dropped groups have %.1f tokens on average, those trained on %.1f: see fairness/ and "
                 "returned/ for why",
                 step,

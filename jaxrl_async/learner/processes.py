@@ -19,9 +19,10 @@ HEARTBEAT_MARGIN_SECS = 10
 SHUTDOWN_TIMEOUT_SECS = 60  # Process 0 has servers to leave before it is done.
 RETRY_SECS = 0.2
 
-_ASKED, _LEAVES = "jaxrl/asked", "jaxrl/leaves/"  # keys of JAX's coordinator
+# Keys of JAX's coordinator.
+_STOP_REQUESTED, _SHOULD_STOP = "jaxrl/stop_requested", "jaxrl/should_stop/"
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -58,7 +59,7 @@ def joined(*, coordinator: str, process: int, num_processes: int) -> Iterator[in
     except BaseException as error:
         # Those are how the supervisor and a second signal end a role.
         if not isinstance(error, KeyboardInterrupt | SystemExit):
-            _log.exception("learner process %d of %d failed", jax.process_index(), num_processes)
+            log.exception("learner process %d of %d failed", jax.process_index(), num_processes)
         # Not all that the CPU's collectives raise has JAX's type.
         if isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error):
             # Perhaps another's death, of which a collective knows the socket alone. JAX names the process and ends
@@ -85,7 +86,7 @@ class Agreement:
 
     def __init__(
         self,
-        asked: Callable[[], bool],
+        stop_requested: Callable[[], bool],
         *,
         process: int,
         num_processes: int,
@@ -94,35 +95,36 @@ class Agreement:
         """Says nothing yet.
 
         Args:
-          asked: whether this process was asked to leave.
+          stop_requested: whether this process was asked to stop.
           process: this one.
           num_processes: of the learner, which are joined.
           timeout_secs: bound on waiting for process 0's word, which has the same chunk to wait for.
         """
-        self._asked, self._process, self._timeout_secs = asked, process, timeout_secs
+        self._stop_requested, self._process = stop_requested, process
+        self._timeout_secs = timeout_secs
         self._client = multihost.get_jax_distributed_client() if num_processes > 1 else None
-        self._told = False
+        self._announced = False
 
-    def leaves(self, step: int, is_here: bool) -> bool:
-        """Whether to leave before a step; `leaves` of `learner.train`.
+    def should_stop(self, step: int, chunk_arrived: bool) -> bool:
+        """Whether to stop before a step; `should_stop` of `learner.train`.
 
         Raises:
           RuntimeError: process 0 said nothing in time.
         """
         if self._client is None:
-            return self._asked()
-        if self._asked() and not self._told:
-            self._told = True
-            self._client.key_value_set(_ASKED, "yes", allow_overwrite=True)
-        key = f"{_LEAVES}{step}"
+            return self._stop_requested()
+        if self._stop_requested() and not self._announced:
+            self._announced = True
+            self._client.key_value_set(_STOP_REQUESTED, "yes", allow_overwrite=True)
+        key = f"{_SHOULD_STOP}{step}"
         if self._process == 0:
-            leaves = self._found(_ASKED) is not None
-            if leaves or is_here:
-                self._client.key_value_set(key, str(leaves), allow_overwrite=True)
+            stop = self._found(_STOP_REQUESTED) is not None
+            if stop or chunk_arrived:
+                self._client.key_value_set(key, str(stop), allow_overwrite=True)
                 # All have begun the step before, so that they have heard about the one before that.
-                self._client.key_value_delete(f"{_LEAVES}{step - 2}")
-            return leaves
-        if is_here:
+                self._client.key_value_delete(f"{_SHOULD_STOP}{step - 2}")
+            return stop
+        if chunk_arrived:
             found = self._client.blocking_key_value_get(key, int(self._timeout_secs * 1000))
             return found == str(True)
         return self._found(key) == str(True)
@@ -139,7 +141,7 @@ def _join(coordinator, process, num_processes):
     jax.config.update("jax_enable_preemption_service", False)
     if coordinator and process > 0:
         _find(coordinator, process)
-    _log.info(
+    log.info(
         "learner process %d of %d waits for the others at %s, at most %g s",
         process,
         num_processes,

@@ -193,10 +193,12 @@ class Versions:
         )
         self._push(version, lambda: path, None)
 
-    def wait(self, gives_up: Callable[[], bool]) -> None:
-        """Waits until the servers hold the newest version, or what a delay makes of it, or `gives_up` says so."""
+    def wait(self, should_stop: Callable[[], bool]) -> None:
+        """Waits until the servers hold the newest version, or what a delay makes of it, or `should_stop` says so."""
         if self._version is not None:
-            self._publisher.wait(self._version, timeout_secs=self._timeout_secs, gives_up=gives_up)
+            self._publisher.wait(
+                self._version, timeout_secs=self._timeout_secs, should_stop=should_stop
+            )
 
     def check(self) -> None:
         """Raises what stopped the publisher, if anything did."""

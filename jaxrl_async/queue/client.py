@@ -310,7 +310,7 @@ class LearnerQueue:
         self._channel.close()
 
     def lease(
-        self, step: int, timeout_secs: float, gives_up: Callable[[], bool]
+        self, step: int, timeout_secs: float, should_stop: Callable[[], bool]
     ) -> Iterator[Chunk]:
         """The chunks of a step, each asked for when the one before was taken.
 
@@ -320,14 +320,14 @@ class LearnerQueue:
         Args:
           step: ≥ 1; asked again, the same chunks come again.
           timeout_secs: bound on waiting for one chunk.
-          gives_up: called where the first chunk is not there yet, before it is waited for, and again every
+          should_stop: called where the first chunk is not there yet, before it is waited for, and again every
             LOOK_SECS. With True the step has no chunk.
 
         Raises:
           TimeoutError: says which groups are missing.
           QueueError: the step is committed, or an earlier one was not leased.
         """
-        chunk = self._first_chunk(step, timeout_secs, gives_up)
+        chunk = self._first_chunk(step, timeout_secs, should_stop)
         if chunk is None:
             return
         yield chunk
@@ -373,17 +373,17 @@ class LearnerQueue:
         """What the queue holds, and who waits for what."""
         return wire.decode_status(self._call("Status", pb.StatusRequest()))
 
-    def _first_chunk(self, step, timeout_secs, gives_up) -> Chunk | None:
+    def _first_chunk(self, step, timeout_secs, should_stop) -> Chunk | None:
         with contextlib.suppress(TimeoutError):
             return self._chunk(step, 0, 0.0)
-        if gives_up():
+        if should_stop():
             return None
         # One call, which says how long it has waited. Where it is given up, it ends with the channel.
         thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="lease")
         call = thread.submit(self._chunk, step, 0, timeout_secs)
         thread.shutdown(wait=False)
         while not concurrent.futures.wait([call], LOOK_SECS).done:
-            if gives_up():
+            if should_stop():
                 return None
         return call.result()
 

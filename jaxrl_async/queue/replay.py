@@ -18,7 +18,7 @@ class ReplayQueue:
         self._reader = reader
 
     def lease(
-        self, step: int, timeout_secs: float, gives_up: Callable[[], bool]
+        self, step: int, timeout_secs: float, should_stop: Callable[[], bool]
     ) -> Iterator[Chunk]:
         """The chunks of a step, as they were.
 

@@ -44,7 +44,7 @@ def run(
     workdir: pathlib.Path,
     resume: bool,
     coordinator: str = "",
-    asked: Callable[[], bool] = lambda: False,
+    stop_requested: Callable[[], bool] = lambda: False,
 ) -> bool:
     """Runs one role until it is done (the learner) or interrupted (the others).
 
@@ -55,7 +55,7 @@ def run(
       workdir: directory of the run.
       resume: the learner goes on from the last checkpoint.
       coordinator: "host:port" of learner process 0, where there are several; see `processes.joined`.
-      asked: whether to leave early; the learner does, with a checkpoint, at the end of a step.
+      stop_requested: whether to leave early; the learner does, with a checkpoint, at the end of a step.
 
     Returns:
       Whether it is done; False for a learner that left early.
@@ -82,7 +82,9 @@ def run(
                 process=index,
                 num_processes=settings.learner.num_processes,
             ) as process:
-                return _learner(settings, workdir, process, resume=resume, asked=asked)
+                return _learner(
+                    settings, workdir, process, resume=resume, stop_requested=stop_requested
+                )
     return True
 
 
@@ -544,7 +546,7 @@ def _learner(
     process: int,
     *,
     resume: bool,
-    asked: Callable[[], bool],
+    stop_requested: Callable[[], bool],
 ) -> bool:
     import jax
 
@@ -609,9 +611,9 @@ def _learner(
             versions.publish(version, versions.snapshot(state))
         else:
             versions.resume(version, state, queue.status(), resume_point)
-        leaves = Agreement(asked, **part, timeout_secs=learner.lease_timeout_secs).leaves
+        agreement = Agreement(stop_requested, **part, timeout_secs=learner.lease_timeout_secs)
         with timers("wait_push"):
-            versions.wait(lambda: leaves(version + 1, False))
+            versions.wait(lambda: agreement.should_stop(version + 1, False))
 
         def save(step: int, state, resume_point) -> None:
             checkpoints.save(step, state, resume_point.to_json())
@@ -631,7 +633,7 @@ def _learner(
             metrics=metrics,
             timers=timers,
             reference=reference,
-            leaves=leaves,
+            should_stop=agreement.should_stop,
         )
         return checkpoints.latest() >= learner.num_steps  # The last step is always saved.
 

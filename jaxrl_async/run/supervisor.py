@@ -60,7 +60,7 @@ def run(
     workdir: pathlib.Path,
     resume: bool,
     on_step: Callable[[], None] | None = None,
-    asked: Callable[[], bool] = lambda: False,
+    stop_requested: Callable[[], bool] = lambda: False,
 ) -> bool:
     """Runs all roles until the learner is done. A role that is killed is started again, within bounds.
 
@@ -71,7 +71,7 @@ def run(
       workdir: holds config.json; receives logs/ROLE.log, and roles.json: who runs, or how it ended.
       resume: go on from the last checkpoint.
       on_step: called here when steps have ended.
-      asked: whether to leave early; the learner is told then, and the other roles end when it has left.
+      stop_requested: whether to leave early; the learner is told then, and the other roles end when it has left.
 
     Returns:
       Whether the learner is done; False where it left early.
@@ -114,7 +114,9 @@ def run(
     try:
         for name in names:
             roles.append(start(name, resume))
-        done = _watch(roles, len(learners), settings, workdir, queue_address, start, on_step, asked)
+        done = _watch(
+            roles, len(learners), settings, workdir, queue_address, start, on_step, stop_requested
+        )
         end = "done" if done else "left"
         return done
     except (KeyboardInterrupt, SystemExit):  # Ctrl-C, or SIGTERM for the second time.
@@ -283,7 +285,7 @@ def _watch(
     queue_address: str,
     start: Callable[[str, bool], Role],
     on_step: Callable[[], None] | None,
-    asked: Callable[[], bool],
+    stop_requested: Callable[[], bool],
 ) -> bool:
     """Until every learner process, which come last, is done (True) or has left as it was asked; or a role failed."""
     restarts = _Restarts(settings.supervisor.max_restarts, workdir, start)
@@ -300,7 +302,7 @@ def _watch(
                 if role.process.poll() is not None:
                     roles[i] = restarts.of(role)
             learners = roles[-num_learners:]
-            if asked():
+            if stop_requested():
                 next(progress)
                 return _leave(learners)
             if any(role.process.poll() for role in learners):

@@ -143,9 +143,9 @@ class Publisher:
         self._loop.call_soon_threadsafe(self._requests.put_nowait, request)
 
     def wait(
-        self, version: int, *, timeout_secs: float, gives_up: Callable[[], bool] = lambda: False
+        self, version: int, *, timeout_secs: float, should_stop: Callable[[], bool] = lambda: False
     ) -> None:
-        """Waits until the servers hold what was written for a version, or `gives_up`, asked every LOOK_SECS, says so.
+        """Waits until the servers hold what was written for a version, or until `should_stop`, called every LOOK_SECS.
 
         Raises:
           PublisherError: the publisher failed, or the push still runs after timeout_secs; says what it waits for.
@@ -157,7 +157,7 @@ class Publisher:
         deadline = time.monotonic() + timeout_secs
         with self._condition:
             while not self._condition.wait_for(over, min(LOOK_SECS, deadline - time.monotonic())):
-                if gives_up():
+                if should_stop():
                     return
                 if time.monotonic() > deadline:
                     raise PublisherError(
