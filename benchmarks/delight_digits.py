@@ -46,17 +46,15 @@ _PLAIN = LossConfig(
     advantage="dr_grpo",
     anchor="behavior",
     surrogate="reinforce",
-    behavior_cap_mode="none",
+    behavior_weight="none",
     behavior_cap=None,
 )
 # Name → loss. An anchor at the learner itself makes the behavior weight the whole π_θ/π_b.
 METHODS = {
     "policy gradient": _PLAIN,
-    "importance weights": dataclasses.replace(
-        _PLAIN, anchor="current", behavior_cap_mode="uncapped"
-    ),
+    "importance weights": dataclasses.replace(_PLAIN, anchor="current", behavior_weight="uncapped"),
     "truncated weights": dataclasses.replace(
-        _PLAIN, anchor="current", behavior_cap_mode="tis", behavior_cap=2.0
+        _PLAIN, anchor="current", behavior_weight="tis", behavior_cap=2.0
     ),
     "PPO": dataclasses.replace(_PLAIN, surrogate="clipped"),
     "A-3PO": dataclasses.replace(LossConfig(), advantage="dr_grpo"),

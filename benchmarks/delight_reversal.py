@@ -49,7 +49,7 @@ BASE = {
     "evaluate.num_prompts": 64,
     "loss.advantage": "dr_grpo",
     "loss.anchor": "behavior",
-    "loss.behavior_cap_mode": "none",
+    "loss.behavior_weight": "none",
     "loss.behavior_cap": None,
 }
 
@@ -59,13 +59,13 @@ METHODS = {
     "decoupled_a3po": {
         "loss.surrogate": "clipped",
         "loss.anchor": "a3po",
-        "loss.behavior_cap_mode": "mask",
+        "loss.behavior_weight": "mask",
         "loss.behavior_cap": 5.0,
     },
     "tis": {
         "loss.surrogate": "reinforce",
         "loss.anchor": "current",
-        "loss.behavior_cap_mode": "tis",
+        "loss.behavior_weight": "tis",
         "loss.behavior_cap": 2.0,
     },
     "dg": {"loss.surrogate": "dg"},

@@ -101,7 +101,7 @@ WORKLOAD = {
     "checkpoint.every_steps": 1_000_000,
     "evaluate.every_steps": 0,
 }
-ASYNC = {"loss.anchor": "a3po", "loss.behavior_cap_mode": "mask", "loss.behavior_cap": 5.0}
+ASYNC = {"loss.anchor": "a3po", "loss.behavior_weight": "mask", "loss.behavior_cap": 5.0}
 TINY = {
     "model.num_layers": 1,
     "model.model_dim": 16,

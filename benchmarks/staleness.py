@@ -34,7 +34,7 @@ BASE = {
     "learner.learning_rate": 3e-4,
     "checkpoint.every_steps": 50,
     "loss.advantage": "grpo",
-    "loss.behavior_cap_mode": "none",
+    "loss.behavior_weight": "none",
     "loss.behavior_cap": None,
 }
 
@@ -82,19 +82,19 @@ METHODS = {
     "recompute": {
         "loss.surrogate": "clipped",
         "loss.anchor": "recompute",
-        "loss.behavior_cap_mode": "mask",
+        "loss.behavior_weight": "mask",
         "loss.behavior_cap": 5.0,
     },
     "a3po": {
         "loss.surrogate": "clipped",
         "loss.anchor": "a3po",
-        "loss.behavior_cap_mode": "mask",
+        "loss.behavior_weight": "mask",
         "loss.behavior_cap": 5.0,
     },
     "tis": {
         "loss.surrogate": "reinforce",
         "loss.anchor": "current",
-        "loss.behavior_cap_mode": "tis",
+        "loss.behavior_weight": "tis",
         "loss.behavior_cap": 2.0,
     },
     "dg": {"loss.surrogate": "dg", "loss.anchor": "behavior", "loss.advantage": "dr_grpo"},

@@ -273,7 +273,7 @@ def test_the_three_dispatches_end_in_the_gradient_of_the_one_pass():
     config, mesh = shapes.model_config(learner.SHAPES["smoke"][0]), shapes.one_device()
     params, reference = (sharding.init_sharded(config, mesh, seed=seed) for seed in range(2))
     (batch,) = learner.make_batches(config, learner.work_of(16, row_tokens=8))
-    loss = dict(anchor="recompute", kl="k3", kl_coefficient=0.5, behavior_cap_mode="none")
+    loss = dict(anchor="recompute", kl="k3", kl_coefficient=0.5, behavior_weight="none")
     loss |= dict(behavior_cap=None)
     one = shapes.make_train_step(config, loss=LossConfig(**loss))
     three = shapes.make_train_step(

@@ -42,7 +42,7 @@ B, G = 4, 2
 
 @functools.cache  # Compiled once for all tests.
 def make_train_step(anchor, num_minibatches, **loss):
-    loss = LossConfig(anchor=anchor, behavior_cap_mode="uncapped", behavior_cap=None, **loss)
+    loss = LossConfig(anchor=anchor, behavior_weight="uncapped", behavior_cap=None, **loss)
     mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
     train_step = TrainStep(
         CONFIG,

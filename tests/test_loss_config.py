@@ -15,18 +15,18 @@ from jaxrl_async.objectives.reductions import REDUCTIONS
 from jaxrl_async.objectives.surrogates import CLIPS, SURROGATES
 from jaxrl_async.objectives.weights import MODES, WEIGHTS
 
-NO_WEIGHT = {"behavior_cap_mode": "none", "behavior_cap": None}
+NO_WEIGHT = {"behavior_weight": "none", "behavior_cap": None}
 REINFORCE = NO_WEIGHT | {"surrogate": "reinforce", "anchor": "behavior"}
 DG = REINFORCE | {"surrogate": "dg", "advantage": "dr_grpo"}
 CISPO = {"surrogate": "cispo", "clip_low": 1.0, "clip_high": 4.0}
-ICEPOP = {"behavior_cap_mode": "icepop", "behavior_floor": 0.5}
+ICEPOP = {"behavior_weight": "icepop", "behavior_floor": 0.5}
 DPPO = {
     "surrogate": "unclipped",
-    "behavior_cap_mode": "dppo_mask",
+    "behavior_weight": "dppo_mask",
     "behavior_cap": None,
     "dppo_delta": 0.2,
 }
-TIS = {"anchor": "recompute", "behavior_cap_mode": "tis", "behavior_cap": 2.0}
+TIS = {"anchor": "recompute", "behavior_weight": "tis", "behavior_cap": 2.0}
 KL = {"kl": "k3", "kl_coefficient": 0.1}
 
 
@@ -57,7 +57,7 @@ def test_the_default_is_a3po():
     c = LossConfig()
     assert (c.advantage, c.anchor, c.a3po_fresh, c.ratio) == ("grpo", "a3po", "behavior", "token")
     assert (c.surrogate, c.clip_low, c.clip_high, c.dual_clip) == ("clipped", 0.2, 0.2, None)
-    assert (c.behavior_cap_mode, c.behavior_cap, c.kl, c.reduction) == (
+    assert (c.behavior_weight, c.behavior_cap, c.kl, c.reduction) == (
         "mask",
         5.0,
         "none",
@@ -78,8 +78,8 @@ def test_the_default_is_a3po():
         {"dual_clip": 3.0},
         {"clip_low": 0.0, "clip_high": 0.0},
         {"clip_low": 1.0},
-        {"behavior_cap_mode": "uncapped", "behavior_cap": None},
-        {"behavior_cap_mode": "clamp", "behavior_cap": 100.0},
+        {"behavior_weight": "uncapped", "behavior_cap": None},
+        {"behavior_weight": "clamp", "behavior_cap": 100.0},
         {"reduction": "sequence_mean"},
         {"reduction": "fixed_length", "fixed_length": 1024},
         {"proximal_metrics": True},
@@ -94,7 +94,7 @@ def test_the_default_is_a3po():
         REINFORCE,
         REINFORCE | {"anchor": "current"},
         REINFORCE | TIS,
-        REINFORCE | {"behavior_cap_mode": "mask", "behavior_cap": 5.0, "anchor": "a3po"},
+        REINFORCE | {"behavior_weight": "mask", "behavior_cap": 5.0, "anchor": "a3po"},
         DG,
         DG | {"advantage": "rloo"},
         DG | KL,
@@ -117,7 +117,7 @@ def test_what_goes_together_is_taken(settings):
         ("a3po_fresh", "behavior, current"),
         ("ratio", "token, sequence"),
         ("surrogate", "clipped, unclipped, cispo, reinforce, dg"),
-        ("behavior_cap_mode", "none, uncapped, mask, clamp, tis, icepop, dppo_mask"),
+        ("behavior_weight", "none, uncapped, mask, clamp, tis, icepop, dppo_mask"),
         ("kl", "none, k1, k2, k3"),
         ("kl_to", "reference, behavior"),
         ("reduction", "token_mean, sequence_mean, fixed_length"),
@@ -162,11 +162,11 @@ def test_an_unknown_name_is_refused_with_the_known_ones(field, known, value):
             r"behavior_cap must be a number .* got None in mode 'tis'",
         ),
         (
-            {"behavior_cap_mode": "none"},
+            {"behavior_weight": "none"},
             r"behavior_cap must be a number .* None in the others, got 5.0 in mode 'none'",
         ),
         (
-            {"behavior_cap_mode": "uncapped"},
+            {"behavior_weight": "uncapped"},
             r"behavior_cap must be a number .* got 5.0 in mode 'uncapped'",
         ),
         (DPPO | {"behavior_cap": 5.0}, r"got 5.0 in mode 'dppo_mask'"),
@@ -174,7 +174,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones(field, known, value):
         ({"behavior_cap": -1.0}, r"behavior_cap must be > 0, got -1.0"),
         (
             ICEPOP | {"behavior_floor": None},
-            r"behavior_floor must be a number with behavior_cap_mode 'icepop' .* got None",
+            r"behavior_floor must be a number with behavior_weight 'icepop' .* got None",
         ),
         ({"behavior_floor": 0.5}, r"behavior_floor must be .* None otherwise, got 0.5"),
         (
@@ -187,7 +187,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones(field, known, value):
         ),
         (
             DPPO | {"dppo_delta": None},
-            r"dppo_delta must be a number with behavior_cap_mode 'dppo_mask' .* got None",
+            r"dppo_delta must be a number with behavior_weight 'dppo_mask' .* got None",
         ),
         ({"dppo_delta": 0.2}, r"dppo_delta must be .* None otherwise, got 0.2"),
         (DPPO | {"dppo_delta": 0.0}, r"dppo_delta must be in \(0, 1\), got 0.0"),
@@ -247,7 +247,7 @@ def test_every_number_of_a_config_is_tried():
             r"'cispo' clips the ratio to the anchor, which is 1 with anchor 'current'",
         ),
         (
-            DG | {"behavior_cap_mode": "uncapped"},
+            DG | {"behavior_weight": "uncapped"},
             r"'dg' uses no behavior probabilities, .* must be 'none', got 'uncapped'",
         ),
         (

@@ -125,17 +125,17 @@ def anchor_of(token, c):
 def weight_of(token, anchor, c):
     """What the surrogate of a token is multiplied by."""
     u = math.exp(anchor) / math.exp(token.behavior)
-    if c.behavior_cap_mode == "none":
+    if c.behavior_weight == "none":
         return 1.0
-    if c.behavior_cap_mode == "uncapped":
+    if c.behavior_weight == "uncapped":
         return u
-    if c.behavior_cap_mode == "mask":
+    if c.behavior_weight == "mask":
         return 0.0 if u > c.behavior_cap else u
-    if c.behavior_cap_mode in ("clamp", "tis"):
+    if c.behavior_weight in ("clamp", "tis"):
         return min(u, c.behavior_cap)
-    if c.behavior_cap_mode == "icepop":
+    if c.behavior_weight == "icepop":
         return u if c.behavior_floor <= u <= c.behavior_cap else 0.0
-    assert c.behavior_cap_mode == "dppo_mask"
+    assert c.behavior_weight == "dppo_mask"
     moved = math.exp(token.logprob) - math.exp(token.behavior)
     if token.advantage > 0 and moved > c.dppo_delta:
         return 0.0
@@ -347,7 +347,7 @@ def permitted():
             "a3po_fresh": fresh,
             "ratio": ratio,
             "surrogate": of,
-            "behavior_cap_mode": weight,
+            "behavior_weight": weight,
             "behavior_cap": None,
             "kl": kl[0],
             "kl_to": kl[1],
@@ -385,7 +385,7 @@ def test_the_drawn_losses_hold_every_name_of_every_table():
         ("a3po_fresh", ("behavior", "current")),
         ("ratio", loss_config.RATIOS),
         ("surrogate", loss_config.SURROGATES),
-        ("behavior_cap_mode", loss_config.WEIGHTS),
+        ("behavior_weight", loss_config.WEIGHTS),
         ("kl", loss_config.KLS),
         ("kl_to", ("reference", "behavior")),
         ("reduction", loss_config.REDUCTIONS),

@@ -19,7 +19,7 @@ from test_train_step import (
 
 from jaxrl_async.config.loss import LossConfig
 
-NO_WEIGHT = {"behavior_cap_mode": "none", "behavior_cap": None}
+NO_WEIGHT = {"behavior_weight": "none", "behavior_cap": None}
 GSPO = LossConfig(
     anchor="behavior",
     ratio="sequence",
@@ -36,7 +36,7 @@ PENALISED = LossConfig(
 TIS = LossConfig(
     anchor="recompute",
     surrogate="unclipped",
-    behavior_cap_mode="tis",
+    behavior_weight="tis",
     behavior_cap=2.0,
     proximal_metrics=True,
 )
@@ -44,7 +44,7 @@ CISPO = LossConfig(
     surrogate="cispo",
     clip_low=1.0,
     clip_high=4.0,
-    behavior_cap_mode="icepop",
+    behavior_weight="icepop",
     behavior_cap=5.0,
     behavior_floor=0.5,
 )

@@ -16,8 +16,8 @@ from jaxrl_async.objectives.tokens import Tokens
 
 A3PO = LossConfig()
 RECOMPUTE = LossConfig(anchor="recompute")
-PLAIN = {"behavior_cap_mode": "none", "behavior_cap": None}
-UNCAPPED = {"behavior_cap_mode": "uncapped", "behavior_cap": None}
+PLAIN = {"behavior_weight": "none", "behavior_cap": None}
+UNCAPPED = {"behavior_weight": "uncapped", "behavior_cap": None}
 REINFORCE = LossConfig(surrogate="reinforce", anchor="behavior", **PLAIN)
 DG = dataclasses.replace(REINFORCE, surrogate="dg", advantage="dr_grpo")
 GSPO = LossConfig(
@@ -32,7 +32,7 @@ DR_GRPO = LossConfig(advantage="dr_grpo", reduction="fixed_length", fixed_length
 
 
 def named(c):
-    return "-".join((c.anchor, c.ratio, c.surrogate, c.behavior_cap_mode, c.kl, c.reduction))
+    return "-".join((c.anchor, c.ratio, c.surrogate, c.behavior_weight, c.kl, c.reduction))
 
 
 def row(logprobs, **values):
@@ -282,14 +282,18 @@ def test_the_named_loss_is_policy_loss(mode, cap, dual_clip):
         "clip_low": 0.2,
         "clip_high": 0.28,
         "behavior_cap": cap,
-        "behavior_cap_mode": mode,
         "dual_clip": dual_clip,
     }
     args = (tokens.logprobs, tokens.behavior_logprobs, tokens.staleness, tokens.mask)
     expected = policy_loss.policy_loss(
-        *args[:2], anchors.a3po(*args), tokens.advantages, tokens.mask, **numbers
+        *args[:2],
+        anchors.a3po(*args),
+        tokens.advantages,
+        tokens.mask,
+        behavior_cap_mode=mode,
+        **numbers,
     )
-    found = objective(tokens, LossConfig(**numbers)).loss
+    found = objective(tokens, LossConfig(behavior_weight=mode, **numbers)).loss
     np.testing.assert_array_equal(found, expected)
     assert np.any(found)
 
@@ -305,7 +309,7 @@ def test_cispo_keeps_the_gradient_of_what_it_clips():
 
 
 def test_truncated_importance_sampling_bounds_engine_mismatch():
-    config = LossConfig(anchor="recompute", behavior_cap_mode="tis", behavior_cap=2.0)
+    config = LossConfig(anchor="recompute", behavior_weight="tis", behavior_cap=2.0)
     tokens = row(
         [[-1.0, -1.0]],
         proximal_logprobs=[[-1.0, -1.0]],
@@ -339,7 +343,7 @@ def test_dppo_drops_what_moved_too_far_the_way_the_advantage_pulls(policy, engin
     config = LossConfig(
         surrogate="unclipped",
         anchor="behavior",
-        behavior_cap_mode="dppo_mask",
+        behavior_weight="dppo_mask",
         behavior_cap=None,
         dppo_delta=0.2,
     )
@@ -399,7 +403,7 @@ def test_a_penalty_is_not_weighted_by_the_behavior_weight():
     [
         LossConfig(anchor="behavior", **PLAIN),
         RECOMPUTE,
-        LossConfig(anchor="recompute", behavior_cap_mode="clamp", behavior_cap=1.05),
+        LossConfig(anchor="recompute", behavior_weight="clamp", behavior_cap=1.05),
         LossConfig(anchor="recompute", surrogate="unclipped", **UNCAPPED),
         LossConfig(anchor="recompute", ratio="sequence", reduction="sequence_mean", **UNCAPPED),
         LossConfig(anchor="behavior", surrogate="unclipped", ratio="sequence", **PLAIN),

@@ -24,7 +24,7 @@ CISPO = LossConfig(
     anchor="behavior",
     clip_low=1.0,
     clip_high=0.3,
-    behavior_cap_mode="none",
+    behavior_weight="none",
     behavior_cap=None,
 )
 GSPO = LossConfig(anchor="recompute", ratio="sequence", behavior_cap=1.3)

@@ -249,7 +249,7 @@ def test_a_value_survives_the_shell_and_the_flags(key, value, tmp_path):
 
 
 def test_none_on_the_command_line_empties_a_number():
-    flags = ["--config.loss.behavior_cap_mode=none", "--config.loss.behavior_cap=None"]
+    flags = ["--config.loss.behavior_weight=none", "--config.loss.behavior_cap=None"]
     argv = [f"--config={ROOT}/configs/quickstart.py", "--config.loss.behavior_cap=2.0", *flags]
     settings = config_lib.settings_of(config_lib.parse_flags("", argv, config=True).config)
     assert settings.loss.behavior_cap is None

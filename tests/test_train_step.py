@@ -21,7 +21,7 @@ A3PO = LossConfig(clip_high=0.28, behavior_cap=1.5)
 RECOMPUTE = dataclasses.replace(A3PO, anchor="recompute")
 CURRENT = dataclasses.replace(A3PO, anchor="current")
 UNCLIPPED = dataclasses.replace(
-    A3PO, clip_low=1.0, clip_high=1e9, behavior_cap=None, behavior_cap_mode="uncapped"
+    A3PO, clip_low=1.0, clip_high=1e9, behavior_cap=None, behavior_weight="uncapped"
 )
 VERSION = 6  # v_θ; trajectories hold tokens of versions 2 to 6
 

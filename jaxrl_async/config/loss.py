@@ -24,7 +24,7 @@ _NAMES = {
     "a3po_fresh": ("behavior", "current"),
     "ratio": RATIOS,
     "surrogate": SURROGATES,
-    "behavior_cap_mode": WEIGHTS,
+    "behavior_weight": WEIGHTS,
     "kl": KLS,
     "kl_to": ("reference", "behavior"),
     "reduction": REDUCTIONS,
@@ -50,7 +50,7 @@ class LossConfig:
     dual_clip: float | None = None  # c > 1, or None
     dg_temperature: float = 1.0  # η > 0 of the gate of "dg"
     dg_threshold: float = 0.0  # λ of the gate of "dg", nats
-    behavior_cap_mode: str = "mask"  # the weight π_p/π_b: one of WEIGHTS
+    behavior_weight: str = "mask"  # the weight π_p/π_b: one of WEIGHTS
     behavior_cap: float | None = 5.0  # C > 0 of "mask", "clamp", "tis", "icepop"; else None
     behavior_floor: float | None = None  # of "icepop", whose band ends at behavior_cap; else None
     dppo_delta: float | None = None  # δ in (0, 1) of "dppo_mask", in probability; else None
@@ -124,7 +124,7 @@ class LossConfig:
             raise ValueError(f"fixed_length must be > 0, got {self.fixed_length}")
 
     def _check_weight(self):
-        mode = self.behavior_cap_mode
+        mode = self.behavior_weight
         if (mode in _CAPPED) != (self.behavior_cap is not None):
             raise ValueError(
                 f"behavior_cap must be a number in the modes {', '.join(map(repr, _CAPPED))} and None in the others, "
@@ -132,12 +132,12 @@ class LossConfig:
             )
         if self.behavior_cap is not None and self.behavior_cap <= 0:
             raise ValueError(f"behavior_cap must be > 0, got {self.behavior_cap}")
-        self._check_given("behavior_floor", mode == "icepop", "behavior_cap_mode 'icepop'")
+        self._check_given("behavior_floor", mode == "icepop", "behavior_weight 'icepop'")
         if self.behavior_floor is not None and not 0 <= self.behavior_floor <= self.behavior_cap:
             raise ValueError(
                 f"behavior_floor must be in [0, behavior_cap = {self.behavior_cap}], got {self.behavior_floor}"
             )
-        self._check_given("dppo_delta", mode == "dppo_mask", "behavior_cap_mode 'dppo_mask'")
+        self._check_given("dppo_delta", mode == "dppo_mask", "behavior_weight 'dppo_mask'")
         if self.dppo_delta is not None and not 0 < self.dppo_delta < 1:
             raise ValueError(f"dppo_delta must be in (0, 1), got {self.dppo_delta}")
 
@@ -150,7 +150,7 @@ class LossConfig:
     def _check_parts(self):
         """Parts that do not go together, each with the reason."""
         uses_ratio = self.surrogate not in WITHOUT_RATIO
-        weighted = self.behavior_cap_mode != "none"
+        weighted = self.behavior_weight != "none"
         for wrong, reason in (
             (
                 self.dual_clip is not None and self.surrogate != "clipped",
@@ -170,8 +170,8 @@ class LossConfig:
             ),
             (
                 self.surrogate == "dg" and weighted,
-                "surrogate 'dg' uses no behavior probabilities, which a weight would bring back: behavior_cap_mode "
-                f"must be 'none', got {self.behavior_cap_mode!r}",
+                "surrogate 'dg' uses no behavior probabilities, which a weight would bring back: behavior_weight "
+                f"must be 'none', got {self.behavior_weight!r}",
             ),
             (
                 self.surrogate == "dg" and self.kl != "none" and self.kl_to == "behavior",
@@ -188,12 +188,12 @@ class LossConfig:
                 "use 'behavior'",
             ),
             (
-                self.behavior_cap_mode == "tis" and self.anchor not in ("recompute", "current"),
+                self.behavior_weight == "tis" and self.anchor not in ("recompute", "current"),
                 "weight 'tis' compares the trainer's own log-probs with the engine's: anchor must be 'recompute' or "
                 f"'current', got {self.anchor!r}",
             ),
             (
-                self.behavior_cap_mode == "dppo_mask" and self.surrogate == "clipped",
+                self.behavior_weight == "dppo_mask" and self.surrogate == "clipped",
                 "weight 'dppo_mask' stands in the place of the clip: surrogate must not be 'clipped'",
             ),
         ):

@@ -41,7 +41,7 @@ def objective(tokens: Tokens, config: LossConfig) -> Objective:
     t = tokens.kept()
     anchor = anchors.ANCHORS[config.anchor](t, config)
     ratio = ratios.RATIOS[config.ratio](t.logprobs, anchor, t.mask, t.segment_ids)
-    weight = weights.WEIGHTS[config.behavior_cap_mode](t, anchor - t.behavior_logprobs, config)
+    weight = weights.WEIGHTS[config.behavior_weight](t, anchor - t.behavior_logprobs, config)
     loss = weight * surrogates.SURROGATES[config.surrogate](t, ratio, config)
     penalty = _penalty(t, config)
     if penalty is not None:
