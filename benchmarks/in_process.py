@@ -34,8 +34,7 @@ from jaxrl_async.learner.versions import Delay
 from jaxrl_async.metrics import Timers
 from jaxrl_async.models import sharding, transformer
 from jaxrl_async.objectives.advantages import ADVANTAGES
-from jaxrl_async.queue.admission import Permit, ResumePoint
-from jaxrl_async.queue.wire import NO_STATUS, QueueStatus
+from jaxrl_async.queue.records import NO_STATUS, Permit, QueueStatus, ResumePoint
 from jaxrl_async.rewards import reward_function
 from jaxrl_async.rewards.math import exact
 from jaxrl_async.rollout.frictions import rng_of

@@ -43,9 +43,10 @@ import numpy as np
 from jaxrl_async.queue import service as queue_service
 from jaxrl_async.queue import trajectory_queue_pb2 as pb
 from jaxrl_async.queue import wire
-from jaxrl_async.queue.admission import Admission, Permit
+from jaxrl_async.queue.admission import Admission
 from jaxrl_async.queue.client import LearnerQueue
 from jaxrl_async.queue.journal import Journal, file_system_of
+from jaxrl_async.queue.records import Permit
 from jaxrl_async.types import NOT_SAMPLED, Group, Trajectory
 
 ROOT = pathlib.Path(__file__).parent.parent

@@ -25,8 +25,7 @@ from jaxrl_async.metrics import Timers
 from jaxrl_async.models import sharding, transformer
 from jaxrl_async.objectives import advantages
 from jaxrl_async.queue import wire
-from jaxrl_async.queue.admission import ResumePoint
-from jaxrl_async.queue.leases import Share
+from jaxrl_async.queue.records import ResumePoint, Share
 from jaxrl_async.types import NOT_SAMPLED, Chunk, Group, Trajectory
 from jaxrl_async.weights.store import WeightStore
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jaxrl_async.models import sharding, transformer
-from jaxrl_async.queue.wire import NO_STATUS
+from jaxrl_async.queue.records import NO_STATUS
 
 MODEL = transformer.ModelConfig(
     vocab_size=16,

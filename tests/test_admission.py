@@ -8,14 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl_async.queue.admission import (
-    REISSUE_REASONS,
-    RETIRE_REASONS,
-    Admission,
-    Permit,
-    ResumePoint,
-)
+from jaxrl_async.queue.admission import Admission
 from jaxrl_async.queue.leases import OrderError
+from jaxrl_async.queue.records import REISSUE_REASONS, RETIRE_REASONS, Permit, ResumePoint
 
 
 def make(**values) -> Admission:

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 
-from jaxrl_async.queue.wire import ServerRecord
+from jaxrl_async.queue.records import ServerRecord
 from jaxrl_async.servers.fleet import Fleet
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from test_queue import group, opened, served
 
 from jaxrl_async.queue import journal as journals
-from jaxrl_async.queue.admission import Admission, Permit, ResumePoint
+from jaxrl_async.queue.admission import Admission
 from jaxrl_async.queue.client import QueueError
 from jaxrl_async.queue.journal import Journal, JournalError, JournalReader
-from jaxrl_async.queue.wire import ServerRecord
+from jaxrl_async.queue.records import Permit, ResumePoint, ServerRecord
 
 NOTHING = {"lost": [], "doubled": [], "gap": [], "stray": []}
 ADMISSION = test_queue.ADMISSION | {"max_staleness": 2}

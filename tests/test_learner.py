@@ -16,8 +16,7 @@ from jaxrl_async.learner.train_step import TrainStep
 from jaxrl_async.metrics import Timers
 from jaxrl_async.models import sharding, transformer
 from jaxrl_async.objectives import advantages
-from jaxrl_async.queue import wire
-from jaxrl_async.queue.admission import ResumePoint
+from jaxrl_async.queue.records import ResumePoint, RoleStatus
 from jaxrl_async.types import Chunk, Group, Trajectory
 
 CONFIG = transformer.ModelConfig(
@@ -331,7 +330,7 @@ def test_a_drift_of_lengths_is_warned_about_once_in_a_while(caplog):
 
 def test_what_workers_are_at_is_the_mean_of_what_they_told_last():
     def told(**secs):
-        return wire.RoleStatus("rollout-0", 1.0, (), secs)
+        return RoleStatus("rollout-0", 1.0, (), secs)
 
     rates = learner._Rates(empty_status())
 
@@ -348,7 +347,7 @@ def test_what_workers_are_at_is_the_mean_of_what_they_told_last():
     assert logged(second, other) == [1.0 + 8.0, 0.0 + 0.5, 0.5 + 0.1]
     again = told(up=1.0, generating=3.0, scoring=0.0, idle=0.0)  # a new process
     silent = dataclasses.replace(other, silent_secs=11.0)
-    learner_itself = wire.RoleStatus("learner-0", 0.0, (), {})
+    learner_itself = RoleStatus("learner-0", 0.0, (), {})
     assert logged(again, silent, learner_itself) == [3.0, 0.0, 0.0]
 
 

@@ -25,7 +25,7 @@ from jaxrl_async.metrics import read_metrics
 from jaxrl_async.models import hf, sharding
 from jaxrl_async.objectives import advantages
 from jaxrl_async.queue.journal import JournalReader
-from jaxrl_async.queue.leases import Share
+from jaxrl_async.queue.records import Share
 from jaxrl_async.run import supervisor
 from jaxrl_async.weights.store import WeightStore, WeightStoreError
 

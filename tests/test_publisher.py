@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from fake_sglang import FakeServer, started
 
-from jaxrl_async.queue.wire import ServerRecord
+from jaxrl_async.queue.records import ServerRecord
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.weights.publisher import Publisher, PublisherError, _Server, server_records
 from jaxrl_async.weights.store import WeightStore

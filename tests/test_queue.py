@@ -13,11 +13,10 @@ from jaxrl_async.queue import client as queue_client
 from jaxrl_async.queue import service as queue_service
 from jaxrl_async.queue import trajectory_queue_pb2 as pb
 from jaxrl_async.queue import wire
-from jaxrl_async.queue.admission import Admission, Permit, ResumePoint
+from jaxrl_async.queue.admission import Admission
 from jaxrl_async.queue.client import LearnerQueue, QueueClient, QueueError
-from jaxrl_async.queue.leases import Share
+from jaxrl_async.queue.records import Permit, ResumePoint, ServerRecord, Share, Wait
 from jaxrl_async.queue.trajectory_queue_pb2_grpc import TrajectoryQueueStub
-from jaxrl_async.queue.wire import ServerRecord
 from jaxrl_async.types import Group, InvalidTrajectoryError, Trajectory
 
 GROUP_SIZE, VOCAB_SIZE, MAX_TOKENS = 2, 50, 64
@@ -639,16 +638,16 @@ async def test_lengths_are_counted_by_what_became_of_a_group():
 
 async def test_what_roles_report_is_shown_by_status():
     async with opened() as queue:
-        await queue.client.report("rollout-0", [wire.Wait("group 5.0", "server a", 3.0)])
+        await queue.client.report("rollout-0", [Wait("group 5.0", "server a", 3.0)])
         await queue.client.report("learner-0", [])
         await queue.client.report(
-            "rollout-0", [wire.Wait("group 6.1", "server b", 4.5)], {"up": 5.0, "idle": 1.5}
+            "rollout-0", [Wait("group 6.1", "server b", 4.5)], {"up": 5.0, "idle": 1.5}
         )
         learner, worker = (await queue.client.status()).roles
         assert (learner.role, learner.waits) == ("learner-0", ())
         assert (worker.role, worker.waits) == (
             "rollout-0",
-            (wire.Wait("group 6.1", "server b", 4.5),),
+            (Wait("group 6.1", "server b", 4.5),),
         )
         assert 0 <= worker.silent_secs < HANG_SECS
         assert (learner.secs, worker.secs) == ({}, {"up": 5.0, "idle": 1.5})

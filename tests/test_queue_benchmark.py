@@ -8,7 +8,7 @@ import pytest
 
 from jaxrl_async.queue import trajectory_queue_pb2 as pb
 from jaxrl_async.queue import wire
-from jaxrl_async.queue.admission import Permit
+from jaxrl_async.queue.records import Permit
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "benchmarks"))
 

@@ -21,17 +21,16 @@ from test_queue import GROUP_SIZE, MAX_TOKENS, VOCAB_SIZE, group
 
 from jaxrl_async.queue import trajectory_queue_pb2 as pb
 from jaxrl_async.queue import wire
-from jaxrl_async.queue.admission import (
+from jaxrl_async.queue.admission import Admission, State
+from jaxrl_async.queue.journal import Journal, JournalError, JournalReader
+from jaxrl_async.queue.leases import FixedChunk, OrderError
+from jaxrl_async.queue.records import (
     EXHAUSTED,
     REISSUE_REASONS,
     RETIRE_REASONS,
-    Admission,
     Permit,
     ResumePoint,
-    State,
 )
-from jaxrl_async.queue.journal import Journal, JournalError, JournalReader
-from jaxrl_async.queue.leases import FixedChunk, OrderError
 from jaxrl_async.queue.service import QueueService
 from jaxrl_async.types import InvalidTrajectoryError
 

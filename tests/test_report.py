@@ -9,9 +9,9 @@ import pytest
 
 from jaxrl_async import report
 from jaxrl_async.queue import wire
-from jaxrl_async.queue.admission import Permit, ResumePoint
 from jaxrl_async.queue.journal import Journal
 from jaxrl_async.queue.leases import FixedChunk
+from jaxrl_async.queue.records import Permit, ResumePoint
 from jaxrl_async.report import page as pages
 from jaxrl_async.report import plots, samples, tables
 from jaxrl_async.tasks.tokenizer import CharTokenizer

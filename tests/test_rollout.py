@@ -10,9 +10,9 @@ import pytest
 from fake_sglang import VOCAB_SIZE, FakeServer, answer, logprob, started, token
 
 from jaxrl_async.queue import service as queue_service
-from jaxrl_async.queue.admission import Admission, Permit
+from jaxrl_async.queue.admission import Admission
 from jaxrl_async.queue.client import LearnerQueue, QueueClient
-from jaxrl_async.queue.wire import ServerRecord
+from jaxrl_async.queue.records import Permit, ServerRecord
 from jaxrl_async.rewards.pool import RewardError, RewardPool, RewardTimeoutError
 from jaxrl_async.rollout.frictions import Frictions, rng_of
 from jaxrl_async.rollout.sampler import RolloutError, Sampler, request_seed

@@ -41,10 +41,9 @@ from jaxrl_async.queue import client as queue_client
 from jaxrl_async.queue import service as queue_service
 from jaxrl_async.queue import trajectory_queue_pb2 as pb
 from jaxrl_async.queue import wire
-from jaxrl_async.queue.admission import Permit, ResumePoint
 from jaxrl_async.queue.client import LearnerQueue, QueueClient, QueueError
 from jaxrl_async.queue.journal import Journal
-from jaxrl_async.queue.wire import ServerRecord, Wait
+from jaxrl_async.queue.records import Permit, ResumePoint, ServerRecord, Wait
 from jaxrl_async.servers.client import InferenceClient, ServerError
 
 ROOT = pathlib.Path(__file__).parent.parent

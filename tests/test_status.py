@@ -8,7 +8,7 @@ import pytest
 from small_learner import empty_status
 
 from jaxrl_async.cli import config, main
-from jaxrl_async.queue.wire import RoleStatus, ServerRecord, Wait
+from jaxrl_async.queue.records import RoleStatus, ServerRecord, Wait
 from jaxrl_async.run import status as statuses
 from jaxrl_async.run.status import Process, explain
 from jaxrl_async.run.supervisor import free_port

@@ -14,7 +14,7 @@ from jaxrl_async.cli import config as config_lib
 from jaxrl_async.config.settings import Settings, SettingsError
 from jaxrl_async.learner.versions import Delay, Versions
 from jaxrl_async.models import sharding, transformer
-from jaxrl_async.queue.admission import ResumePoint
+from jaxrl_async.queue.records import ResumePoint
 from jaxrl_async.weights.store import WeightStore
 
 QUICKSTART = pathlib.Path(__file__).parent.parent / "configs" / "quickstart.py"

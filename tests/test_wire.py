@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 
 from jaxrl_async.queue import trajectory_queue_pb2 as pb
 from jaxrl_async.queue import wire
-from jaxrl_async.queue.admission import Permit, ResumePoint
+from jaxrl_async.queue.records import (
+    Permit,
+    QueueStatus,
+    ResumePoint,
+    RoleStatus,
+    ServerRecord,
+    Wait,
+)
 from jaxrl_async.types import Group, InvalidTrajectoryError, Trajectory
 
 BOUNDS = dict(group_size=2, vocab_size=100, max_tokens=16)
@@ -153,13 +160,13 @@ def test_positions_servers_and_status_come_out_as_they_went_in():
     resume_point = ResumePoint(3, 17, (Permit(4, 1), Permit(16, 0)), {"invalid": 2}, {"timeout": 5})
     assert wire.decode_resume_point(wire.encode_resume_point(resume_point)) == resume_point
     servers = (
-        wire.ServerRecord("http://a:1", "HEALTHY", 0),
-        wire.ServerRecord("http://b:1", "DEAD", None),
+        ServerRecord("http://a:1", "HEALTHY", 0),
+        ServerRecord("http://b:1", "DEAD", None),
     )
     assert wire.decode_servers(wire.encode_servers(servers)) == servers
     for absent in (None, 0):
-        numbers = dict.fromkeys((f.name for f in dataclasses.fields(wire.QueueStatus)), 3)
-        status = wire.QueueStatus(
+        numbers = dict.fromkeys((f.name for f in dataclasses.fields(QueueStatus)), 3)
+        status = QueueStatus(
             **numbers
             | {
                 "v_pub": absent,
@@ -167,9 +174,7 @@ def test_positions_servers_and_status_come_out_as_they_went_in():
                 "returned": {"timeout": 1},
                 "retired": {},
                 "waits": ("lease of step 3",),
-                "roles": (
-                    wire.RoleStatus("rollout-0", 1.5, (wire.Wait("a", "b", 2.5),), {"up": 3.5}),
-                ),
+                "roles": (RoleStatus("rollout-0", 1.5, (Wait("a", "b", 2.5),), {"up": 3.5}),),
                 "servers": servers,
                 "lengths": {"prompt/trained": 2.5},
             }

@@ -17,7 +17,7 @@ from typing import Any
 
 from jaxrl_async import security
 from jaxrl_async.config.loss import LossConfig
-from jaxrl_async.queue.admission import EXHAUSTED, REISSUE_REASONS, RETIRE_REASONS
+from jaxrl_async.queue.records import EXHAUSTED, REISSUE_REASONS, RETIRE_REASONS
 from jaxrl_async.rewards.pool import MIN_MEMORY_BYTES
 
 MODES = ("sync", "periodic", "async")

@@ -9,9 +9,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxrl_async.queue.admission import ResumePoint
 from jaxrl_async.queue.client import LearnerQueue
-from jaxrl_async.queue.wire import QueueStatus, Wait
+from jaxrl_async.queue.records import QueueStatus, ResumePoint, Wait
 from jaxrl_async.types import Chunk
 
 POLL_SECS = 0.05

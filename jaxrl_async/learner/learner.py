@@ -23,9 +23,15 @@ import numpy as np
 from jaxrl_async.learner import packing
 from jaxrl_async.learner.train_step import TrainState, TrainStep
 from jaxrl_async.metrics import MetricsWriter, Timers
-from jaxrl_async.queue.admission import REISSUE_REASONS, ResumePoint
-from jaxrl_async.queue.client import LearnerQueue
-from jaxrl_async.queue.wire import SILENT_SECS, UP, QueueStatus, RoleStatus
+from jaxrl_async.queue.records import (
+    REISSUE_REASONS,
+    SILENT_SECS,
+    UP,
+    QueueStatus,
+    ResumePoint,
+    RoleStatus,
+)
+from jaxrl_async.queue.source import GroupSource
 from jaxrl_async.types import Batch, Chunk, Group
 
 # nats, of mismatch/mean_abs. float32 on both sides gave below 1e-6; the bound leaves room for an engine in bfloat16,
@@ -100,7 +106,7 @@ def train(
     pack: Pack,
     padding: Batch,
     advantages: Callable[[np.ndarray], np.ndarray],
-    queue: LearnerQueue,
+    queue: GroupSource,
     publisher: Publish,
     save: Callable[[int, TrainState, ResumePoint], None],
     metrics: MetricsWriter,
@@ -208,7 +214,7 @@ class _StepFinalizer:
         self,
         schedule: Schedule,
         train_step: TrainStep,
-        queue: LearnerQueue,
+        queue: GroupSource,
         publisher: Publish,
         save: Callable[[int, TrainState, ResumePoint], None],
         metrics: MetricsWriter,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxrl_async.queue.leases import Share
+from jaxrl_async.queue.records import Share
 from jaxrl_async.types import NOT_SAMPLED, Batch, Group
 
 POLICIES = ("in_order", "first_fit", "fewest")

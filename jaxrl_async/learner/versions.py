@@ -19,8 +19,7 @@ from flax import nnx
 from jaxrl_async.learner import processes
 from jaxrl_async.learner.train_step import TrainState
 from jaxrl_async.models import hf, transformer
-from jaxrl_async.queue.admission import ResumePoint
-from jaxrl_async.queue.wire import QueueStatus
+from jaxrl_async.queue.records import QueueStatus, ResumePoint
 from jaxrl_async.weights.publisher import Publisher
 from jaxrl_async.weights.store import WeightStore
 

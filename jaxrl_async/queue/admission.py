@@ -13,48 +13,17 @@ import heapq
 import logging
 import operator
 from collections.abc import Collection
-from typing import Any
 
 from jaxrl_async.queue.leases import FixedChunk, Leases, OrderError
+from jaxrl_async.queue.records import (
+    EXHAUSTED,
+    REISSUE_REASONS,
+    RETIRE_REASONS,
+    Permit,
+    ResumePoint,
+)
 
 log = logging.getLogger(__name__)
-
-# What a return does: the infrastructure's fault, so the index is issued again; or the prompt's.
-REISSUE_REASONS = frozenset(
-    {"server_error", "timeout", "aborted", "reward_error", "reward_timeout", "over_age"}
-)
-RETIRE_REASONS = frozenset({"equal_rewards", "overlong", "invalid"})
-EXHAUSTED = "exhausted"  # Retired by us, after max_attempts.
-
-
-@dataclasses.dataclass(frozen=True, order=True)
-class Permit:
-    """The right to generate one group, once."""
-
-    prompt_index: int
-    attempt: int  # 0 for the first issue of the prompt_index, + 1 for each reissue
-
-
-@dataclasses.dataclass(frozen=True)
-class ResumePoint:
-    """What a learner restored at `step` gives a new queue to start from."""
-
-    step: int  # committed, with all steps before it
-    frontier: int  # the next index never issued
-    outstanding: tuple[Permit, ...]  # issued, neither committed by `step` nor retired; ascending
-    retired: dict[str, int]  # indexes by reason
-    returned: dict[str, int]  # returns by reason
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON values for a checkpoint."""
-        return dataclasses.asdict(self) | {
-            "outstanding": [[p.prompt_index, p.attempt] for p in self.outstanding]
-        }
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "ResumePoint":
-        """The inverse of `to_json`."""
-        return cls(**values | {"outstanding": tuple(Permit(*p) for p in values["outstanding"])})
 
 
 @dataclasses.dataclass(frozen=True)

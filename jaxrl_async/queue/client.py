@@ -20,10 +20,16 @@ import grpc
 from jaxrl_async import security
 from jaxrl_async.queue import trajectory_queue_pb2 as pb
 from jaxrl_async.queue import wire
-from jaxrl_async.queue.admission import Permit, ResumePoint
-from jaxrl_async.queue.leases import WHOLE, Share
+from jaxrl_async.queue.records import (
+    WHOLE,
+    Permit,
+    QueueStatus,
+    ResumePoint,
+    ServerRecord,
+    Share,
+    Wait,
+)
 from jaxrl_async.queue.trajectory_queue_pb2_grpc import TrajectoryQueueStub
-from jaxrl_async.queue.wire import QueueStatus, ServerRecord, Wait
 from jaxrl_async.types import Chunk, Group, InvalidTrajectoryError
 
 log = logging.getLogger(__name__)
@@ -337,7 +343,7 @@ class LearnerQueue:
 
     def commit(self, step: int) -> ResumePoint:
         """Says that a step is trained; returns what a checkpoint of it needs of the queue."""
-        return wire.decode_position(self._call("Commit", pb.CommitRequest(step=step)))
+        return wire.decode_resume_point(self._call("Commit", pb.CommitRequest(step=step)))
 
     def checkpointed(self, step: int) -> None:
         """Says that no learner will be restored before a step."""

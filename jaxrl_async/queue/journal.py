@@ -28,8 +28,9 @@ from typing import Any, NamedTuple
 
 from jaxrl_async.queue import trajectory_queue_pb2 as pb
 from jaxrl_async.queue import wire
-from jaxrl_async.queue.admission import Permit, ResumePoint, State
+from jaxrl_async.queue.admission import State
 from jaxrl_async.queue.leases import FixedChunk
+from jaxrl_async.queue.records import Permit, ResumePoint
 from jaxrl_async.types import Group
 
 FORMAT = 1

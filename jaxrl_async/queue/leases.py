@@ -13,45 +13,6 @@ class OrderError(RuntimeError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Share:
-    """Which groups one of several learner processes trains on: of every minibatch, a consecutive part."""
-
-    process: int = 0  # in [0, num_processes)
-    num_processes: int = 1
-    num_minibatches: int = 1  # that a chunk is cut into
-
-    def __post_init__(self):
-        if not 0 <= self.process < self.num_processes:
-            raise ValueError(
-                f"process must be in [0, num_processes = {self.num_processes}), got {self.process}"
-            )
-        if self.num_minibatches < 1:
-            raise ValueError(f"num_minibatches must be ≥ 1, got {self.num_minibatches}")
-
-    def of_minibatch(self, num_groups: int) -> range:
-        """Positions in a minibatch: [i·k/n, (i+1)·k/n) of k groups, for process i of n."""
-        i, n = self.process, self.num_processes
-        return range(i * num_groups // n, (i + 1) * num_groups // n)
-
-    def of_chunk(self, num_groups: int) -> list[int]:
-        """Positions in a chunk, ascending.
-
-        Raises:
-          ValueError: num_minibatches does not divide the number of groups.
-        """
-        size, rest = divmod(num_groups, self.num_minibatches)
-        if rest:
-            raise ValueError(
-                f"num_minibatches {self.num_minibatches} does not divide {num_groups} groups"
-            )
-        own = self.of_minibatch(size)
-        return [start + position for start in range(0, num_groups, size) for position in own]
-
-
-WHOLE = Share()  # of the one process
-
-
-@dataclasses.dataclass(frozen=True)
 class FixedChunk:
     """The groups of one chunk, in the order in which the learner gets them."""
 

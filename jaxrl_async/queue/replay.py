@@ -1,18 +1,14 @@
-"""A queue that plays the journal of a run that is over: the same chunks, in the same steps.
-
-The learner's loop runs on it as on a live one. There is nothing to wait for, and nothing is changed.
-"""
+"""A queue that replays the journal of a finished run: the same chunks, in the same steps."""
 
 from collections.abc import Callable, Iterator
 
-from jaxrl_async.queue.admission import ResumePoint
 from jaxrl_async.queue.journal import JournalReader
-from jaxrl_async.queue.wire import NO_STATUS, QueueStatus
+from jaxrl_async.queue.records import NO_STATUS, QueueStatus, ResumePoint
 from jaxrl_async.types import Chunk
 
 
 class ReplayQueue:
-    """What the learner's loop needs of a `LearnerQueue`, out of a journal."""
+    """A `GroupSource` that reads a journal. It never waits, and changes nothing."""
 
     def __init__(self, reader: JournalReader):
         self._reader = reader
@@ -20,7 +16,7 @@ class ReplayQueue:
     def lease(
         self, step: int, timeout_secs: float, should_stop: Callable[[], bool]
     ) -> Iterator[Chunk]:
-        """The chunks of a step, as they were.
+        """Yields the chunks of a step as they were.
 
         Raises:
           JournalError: its groups are forgotten or damaged.

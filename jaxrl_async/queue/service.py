@@ -28,9 +28,18 @@ from google.protobuf import message_factory
 from jaxrl_async import security
 from jaxrl_async.queue import trajectory_queue_pb2 as pb
 from jaxrl_async.queue import wire
-from jaxrl_async.queue.admission import EXHAUSTED, REISSUE_REASONS, Admission, Permit
+from jaxrl_async.queue.admission import Admission
 from jaxrl_async.queue.journal import Journal, JournalError
-from jaxrl_async.queue.leases import FixedChunk, OrderError, Share
+from jaxrl_async.queue.leases import FixedChunk, OrderError
+from jaxrl_async.queue.records import (
+    EXHAUSTED,
+    REISSUE_REASONS,
+    Permit,
+    QueueStatus,
+    RoleStatus,
+    ServerRecord,
+    Share,
+)
 
 log = logging.getLogger(__name__)
 
@@ -164,7 +173,7 @@ class QueueService:
         )
         self._clock = clock
         self._groups: dict[int, pb.Group] = {}  # by prompt_index: held and leased
-        self._servers: tuple[wire.ServerRecord, ...] = ()
+        self._servers: tuple[ServerRecord, ...] = ()
         self._completion_tokens = 0
         self._last_push: float | None = None
         self._waits: dict[object, Callable[[], str]] = {}
@@ -176,7 +185,7 @@ class QueueService:
             admission.recover(found.state, clock())
             self._groups = {i: pb.Group.FromString(m) for i, m in found.messages.items()}
             self._run_epoch, self._completion_tokens = found.run_epoch, found.completion_tokens
-            self._servers = tuple(wire.ServerRecord(*record) for record in found.servers)
+            self._servers = tuple(ServerRecord(*record) for record in found.servers)
             log.info(
                 "the journal brings back step %d, version %s, %d groups and %d permits that are out",
                 admission.leases.committed_step,
@@ -342,7 +351,7 @@ class QueueService:
         """Says what is held, and who waits for what."""
         a, now = self._admission, self._clock()
         return wire.encode_status(
-            wire.QueueStatus(
+            QueueStatus(
                 depth_groups=a.held,
                 depth_bytes=a.num_bytes,
                 leased_groups=a.leased,
@@ -361,9 +370,7 @@ class QueueService:
                 waits=tuple(describe() for describe in self._waits.values()),
                 run_epoch=self._run_epoch,
                 roles=tuple(
-                    wire.RoleStatus(
-                        role, now - since, wire.decode_waits(said.waits), dict(said.secs)
-                    )
+                    RoleStatus(role, now - since, wire.decode_waits(said.waits), dict(said.secs))
                     for role, (since, said) in sorted(self._roles.items())
                 ),
                 servers=self._servers,

@@ -14,10 +14,16 @@ import numpy as np
 
 from jaxrl_async import types
 from jaxrl_async.queue import trajectory_queue_pb2 as pb
-from jaxrl_async.queue.admission import Permit, ResumePoint
+from jaxrl_async.queue.records import (
+    SERVER_STATES,
+    Permit,
+    QueueStatus,
+    ResumePoint,
+    RoleStatus,
+    ServerRecord,
+    Wait,
+)
 from jaxrl_async.types import NOT_SAMPLED, Group, InvalidTrajectoryError, Trajectory
-
-SERVER_STATES = ("HEALTHY", "SUSPECT", "DEAD", "STALE")
 
 # Bounds on what a peer may send, besides queue.max_message_bytes.
 MAX_NAME_CHARS = 256  # of a role, a worker, a reason, an address
@@ -28,74 +34,8 @@ MAX_WAITS = 64  # of one report
 MAX_ENTRIES = 65_536  # permits, or lengths, in one message
 MAX_SERVERS = 4096
 MAX_REASONS = 64  # of a position, and what a role spends its time on
-UP = "up"  # in RoleStatus.secs
-# A role that has not reported for so long is suspected; roles report every two seconds.
-SILENT_SECS = 10.0
 MAX_VERSION = 2**31 - 1  # of weights, as every token carries it, and steps
 MAX_COUNT = 2**53
-
-
-@dataclasses.dataclass(frozen=True)
-class ServerRecord:
-    """One inference server, as the publisher last saw it."""
-
-    address: str
-    state: str  # one of SERVER_STATES; only HEALTHY servers get requests
-    version: int | None  # of the weights it holds, None while it holds none of ours
-
-
-@dataclasses.dataclass(frozen=True)
-class Wait:
-    """Something that does not go on before something else does."""
-
-    what: str  # "group 512.0"
-    on: str  # "server http://127.0.0.1:30000"
-    secs: float  # so far
-
-
-@dataclasses.dataclass(frozen=True)
-class RoleStatus:
-    """What a role said of itself last."""
-
-    role: str
-    silent_secs: float  # since then
-    waits: tuple[Wait, ...]
-    secs: dict[
-        str, float
-    ]  # since it started, by what, of everything it has under way; UP is the time itself
-
-
-@dataclasses.dataclass(frozen=True)
-class QueueStatus:
-    """What the queue holds, and who waits for what."""
-
-    depth_groups: int  # held, not leased
-    depth_bytes: int  # of the groups in memory, held and leased
-    leased_groups: int  # leased, not committed
-    running_groups: int  # permits out
-    reissue_groups: int  # indexes that wait to be issued again
-    capacity: int  # groups that may be admitted
-    v_pub: int | None  # published last: servers hold it, or one delay_steps older
-    committed_step: int
-    leased_step: int  # last step leased in full
-    frontier: int  # next fresh prompt_index
-    returned: dict[str, int]  # returns by reason
-    retired: dict[str, int]  # indexes by reason
-    stale_events: int  # pushes and returns whose permit was no longer good
-    completion_tokens: int  # pushed since the queue started
-    last_push_age_secs: float | None
-    waits: tuple[str, ...]  # one sentence for each call that waits
-    run_epoch: int  # of v_pub: how often a resumed run came to other weights under a version
-    roles: tuple[RoleStatus, ...]  # of those that report, by name
-    servers: tuple[ServerRecord, ...]
-    lengths: dict[str, float]  # mean tokens so far, by "prompt/trained", "completion/dropped", …
-
-
-NO_STATUS = QueueStatus(  # Of a queue that holds nothing, and was told nothing.
-    **dict.fromkeys((field.name for field in dataclasses.fields(QueueStatus)), 0)
-    | {"v_pub": None, "last_push_age_secs": None, "returned": {}, "retired": {}, "lengths": {}}
-    | {"waits": (), "roles": (), "servers": ()}
-)
 
 
 def encode_group(group: Group) -> pb.Group:

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxrl_async.learner.learner import MAX_DRIFT, MAX_MISMATCH
 from jaxrl_async.metrics import column
-from jaxrl_async.queue.admission import EXHAUSTED, REISSUE_REASONS
+from jaxrl_async.queue.records import EXHAUSTED, REISSUE_REASONS
 
 MAX_TRUNCATED = 0.2  # share of completions
 MAX_CLIPPED = 0.3  # share of tokens

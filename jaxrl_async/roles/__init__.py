@@ -555,9 +555,8 @@ def _learner(
     from jaxrl_async.learner.versions import Delay, Versions
     from jaxrl_async.metrics import Timers
     from jaxrl_async.models import sharding
-    from jaxrl_async.queue.admission import ResumePoint
     from jaxrl_async.queue.client import LearnerQueue
-    from jaxrl_async.queue.leases import Share
+    from jaxrl_async.queue.records import ResumePoint, Share
     from jaxrl_async.weights.store import WeightStore
 
     learner, weights = settings.learner, settings.weights
@@ -641,7 +640,7 @@ def _learner(
 def _tell_status(queue, process: int, timers, publisher) -> None:
     """Tells the queue what the learner is at, for as long as the process lives."""
     from jaxrl_async.queue.client import QueueError
-    from jaxrl_async.queue.wire import Wait
+    from jaxrl_async.queue.records import Wait
 
     places = {"wait_data": "the queue", "update": "its device", "accumulate": "its device"}
     while True:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_async.queue.admission import Permit
+from jaxrl_async.queue.records import Permit
 from jaxrl_async.rollout.single_turn import Generate
 from jaxrl_async.servers.client import (
     Completion,

@@ -17,9 +17,8 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import numpy as np
 
-from jaxrl_async.queue.admission import Permit
 from jaxrl_async.queue.client import QueueClient
-from jaxrl_async.queue.wire import UP, Wait
+from jaxrl_async.queue.records import UP, Permit, Wait
 from jaxrl_async.rewards.pool import RewardError, RewardPool, RewardTimeoutError
 from jaxrl_async.rollout.frictions import Frictions, rng_of
 from jaxrl_async.rollout.sampler import RolloutError, Sampler

@@ -10,7 +10,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxrl_async.queue.wire import SILENT_SECS, QueueStatus, RoleStatus, Wait
+from jaxrl_async.queue.records import SILENT_SECS, QueueStatus, RoleStatus, Wait
 
 ROLES_FILE = "roles.json"
 CONFIG_FILE = "config.json"

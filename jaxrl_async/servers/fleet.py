@@ -8,7 +8,7 @@ import collections
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
-from jaxrl_async.queue.wire import ServerRecord
+from jaxrl_async.queue.records import ServerRecord
 
 HEALTHY = "HEALTHY"  # holds the current version
 SUSPECT = "SUSPECT"  # failed a request of this process a moment ago

@@ -26,8 +26,9 @@ from typing import NoReturn
 
 import numpy as np
 
-from jaxrl_async.queue.admission import Admission, Permit
+from jaxrl_async.queue.admission import Admission
 from jaxrl_async.queue.journal import JournalReader
+from jaxrl_async.queue.records import Permit
 
 MODES = ("sync", "periodic", "async")
 MAX_LOST = 300

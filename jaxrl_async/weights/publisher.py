@@ -19,8 +19,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from jaxrl_async.queue.admission import ResumePoint
-from jaxrl_async.queue.wire import ServerRecord
+from jaxrl_async.queue.records import ResumePoint, ServerRecord
 from jaxrl_async.servers.client import InferenceClient, ServerError
 from jaxrl_async.servers.fleet import DEAD, HEALTHY, STALE
 from jaxrl_async.weights import store as weight_store

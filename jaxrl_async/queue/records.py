@@ -1,0 +1,154 @@
+"""The queue's records: permits, resume points, shares, servers, waits and status.
+
+Plain dataclasses and names. Imports neither protobuf nor gRPC, so that every part may use them.
+"""
+
+import dataclasses
+from typing import Any
+
+# Reasons of a return. After a reissue reason, the infrastructure's fault, the index is issued again. A retire reason
+# is the prompt's: the index is done with.
+REISSUE_REASONS = frozenset(
+    {"server_error", "timeout", "aborted", "reward_error", "reward_timeout", "over_age"}
+)
+RETIRE_REASONS = frozenset({"equal_rewards", "overlong", "invalid"})
+EXHAUSTED = "exhausted"  # Retired by the queue, after max_attempts.
+
+SERVER_STATES = ("HEALTHY", "SUSPECT", "DEAD", "STALE")
+
+UP = "up"  # Key of RoleStatus.secs: the time since the role started.
+SILENT_SECS = (
+    10.0  # A role without a report for longer is suspected. Roles report every two seconds.
+)
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Permit:
+    """The right to generate one group, once."""
+
+    prompt_index: int
+    attempt: int  # 0 for the first issue of the prompt_index, + 1 for each reissue
+
+
+@dataclasses.dataclass(frozen=True)
+class ResumePoint:
+    """The state that a new queue starts from, when a learner is restored at `step`."""
+
+    step: int  # committed, with all steps before it
+    frontier: int  # the next fresh prompt_index
+    outstanding: tuple[Permit, ...]  # issued, neither committed by `step` nor retired; ascending
+    retired: dict[str, int]  # indexes by reason
+    returned: dict[str, int]  # returns by reason
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values for a checkpoint."""
+        return dataclasses.asdict(self) | {
+            "outstanding": [[p.prompt_index, p.attempt] for p in self.outstanding]
+        }
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "ResumePoint":
+        """The inverse of `to_json`."""
+        return cls(**values | {"outstanding": tuple(Permit(*p) for p in values["outstanding"])})
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """The groups that one of several learner processes trains on: a consecutive part of every minibatch."""
+
+    process: int = 0  # in [0, num_processes)
+    num_processes: int = 1
+    num_minibatches: int = 1  # per chunk
+
+    def __post_init__(self):
+        if not 0 <= self.process < self.num_processes:
+            raise ValueError(
+                f"process must be in [0, num_processes = {self.num_processes}), got {self.process}"
+            )
+        if self.num_minibatches < 1:
+            raise ValueError(f"num_minibatches must be ≥ 1, got {self.num_minibatches}")
+
+    def of_minibatch(self, num_groups: int) -> range:
+        """Positions in a minibatch: [i·k/n, (i+1)·k/n) of k groups, for process i of n."""
+        i, n = self.process, self.num_processes
+        return range(i * num_groups // n, (i + 1) * num_groups // n)
+
+    def of_chunk(self, num_groups: int) -> list[int]:
+        """Positions in a chunk, ascending.
+
+        Raises:
+          ValueError: num_minibatches does not divide the number of groups.
+        """
+        size, rest = divmod(num_groups, self.num_minibatches)
+        if rest:
+            raise ValueError(
+                f"num_minibatches {self.num_minibatches} does not divide {num_groups} groups"
+            )
+        own = self.of_minibatch(size)
+        return [start + position for start in range(0, num_groups, size) for position in own]
+
+
+WHOLE = Share()  # The share of a learner of one process: all groups.
+
+
+@dataclasses.dataclass(frozen=True)
+class ServerRecord:
+    """One inference server, as the publisher saw it last."""
+
+    address: str
+    state: str  # one of SERVER_STATES; only HEALTHY servers get requests
+    version: int | None  # of its weights; None before the first push to it
+
+
+@dataclasses.dataclass(frozen=True)
+class Wait:
+    """A wait of one thing for another."""
+
+    what: str  # "group 512.0"
+    on: str  # "server http://127.0.0.1:30000"
+    secs: float  # so far
+
+
+@dataclasses.dataclass(frozen=True)
+class RoleStatus:
+    """The last report of a role."""
+
+    role: str
+    silent_secs: float  # since that report
+    waits: tuple[Wait, ...]
+    secs: dict[str, float]  # since it started, summed over its samples, by stage; UP is the time
+
+
+@dataclasses.dataclass(frozen=True)
+class QueueStatus:
+    """The contents of the queue, its counts, and the waits of every role."""
+
+    depth_groups: int  # held, not leased
+    depth_bytes: int  # of the groups in memory, held and leased
+    leased_groups: int  # leased, not committed
+    running_groups: int  # permits out
+    reissue_groups: int  # indexes to be issued again
+    capacity: int  # groups that may be admitted
+    v_pub: int | None  # published last: servers hold it, or one delay_steps older
+    committed_step: int
+    leased_step: int  # last step leased in full
+    frontier: int  # next fresh prompt_index
+    returned: dict[str, int]  # returns by reason
+    retired: dict[str, int]  # indexes by reason
+    stale_events: int  # submissions and returns whose permit was no longer valid
+    completion_tokens: int  # submitted so far
+    last_push_age_secs: (
+        float | None
+    )  # since a group was submitted; None where none was to this process
+    waits: tuple[str, ...]  # one sentence per waiting call
+    run_epoch: int  # of v_pub: how often a resumed run came to other weights under a version
+    roles: tuple[RoleStatus, ...]  # that report, by name
+    servers: tuple[ServerRecord, ...]
+    lengths: dict[str, float]  # mean tokens so far, by "prompt/trained", "completion/dropped", …
+
+
+NO_STATUS = QueueStatus(  # of a queue without groups or reports
+    **dict.fromkeys((field.name for field in dataclasses.fields(QueueStatus)), 0)
+    | {"v_pub": None, "last_push_age_secs": None, "returned": {}, "retired": {}, "lengths": {}}
+    | {"waits": (), "roles": (), "servers": ()}
+)
