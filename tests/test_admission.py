@@ -32,14 +32,14 @@ def published(version=0, **values) -> Admission:
     return admission
 
 
-def push_all(admission: Admission, permits: list[Permit]) -> None:
+def submit_all(admission: Admission, permits: list[Permit]) -> None:
     for permit in permits:
-        assert admission.push(permit, 1) == "held"
+        assert admission.submit(permit, 1) == "held"
 
 
 def train_step(admission: Admission, step: int) -> None:
-    """Admits, pushes, leases, commits and publishes one step."""
-    push_all(admission, admission.admit(100, 0.0))
+    """Admits, submits, leases, commits and publishes one step."""
+    submit_all(admission, admission.admit(100, 0.0))
     index, last = 0, False
     while not last:
         chunk = admission.lease(step, index)
@@ -62,7 +62,7 @@ def test_capacity_by_pencil():
     assert admission.capacity == 7  # min(12 − 0, 7 − 0)
     first = admission.admit(5, 0.0)
     assert admission.capacity == 2  # min(12 − 5, 7 − 5)
-    push_all(admission, first)
+    submit_all(admission, first)
     assert admission.capacity == 7  # min(12 − (5 + 0), 7 − 0)
     assert len(admission.admit(100, 0.0)) == 7
     assert admission.capacity == 0  # min(12 − (5 + 7), 7 − 7)
@@ -71,7 +71,7 @@ def test_capacity_by_pencil():
 def test_held_leased_and_committed_groups_count_alike():
     admission = published()
     assert admission.capacity == 4
-    push_all(admission, admission.admit(9, 0.0))
+    submit_all(admission, admission.admit(9, 0.0))
     assert (admission.capacity, admission.accepted) == (0, 4)
     admission.lease(1, 0)
     assert (admission.capacity, admission.accepted) == (0, 4)
@@ -96,7 +96,7 @@ def test_a_retired_index_is_replaced_by_a_fresh_one():
     permits = admission.admit(4, 0.0)
     assert admission.return_permit(permits[1], "equal_rewards") == "retired"
     assert admission.admit(4, 0.0) == [Permit(4, 0)]
-    push_all(admission, [permits[0], permits[2], permits[3], Permit(4, 0)])
+    submit_all(admission, [permits[0], permits[2], permits[3], Permit(4, 0)])
     assert admission.lease(1, 0).indexes == (0, 2, 3, 4)
     assert admission.retired == {"equal_rewards": 1}
 
@@ -128,13 +128,13 @@ def test_a_silent_permit_expires_and_its_late_push_is_stale():
     assert admission.expired(10.0) == []
     assert admission.expired(10.1) == [late]
     admission.return_permit(late, "timeout")
-    assert admission.push(late, 1) == "stale"  # Its index waits to be issued again …
+    assert admission.submit(late, 1) == "stale"  # Its index waits to be issued again …
     (again,) = admission.admit(1, 11.0)
     assert again == Permit(0, 1)
-    assert admission.push(late, 1) == "stale"  # … is out again …
-    assert admission.push(again, 1) == "held"
-    assert admission.push(late, 1) == "stale"  # … is held.
-    assert admission.push(again, 1) == "duplicate"
+    assert admission.submit(late, 1) == "stale"  # … is out again …
+    assert admission.submit(again, 1) == "held"
+    assert admission.submit(late, 1) == "stale"  # … is held.
+    assert admission.submit(again, 1) == "duplicate"
     assert admission.return_permit(again, "timeout") == "stale"
     assert (admission.held, admission.stale_events) == (1, 4)
 
@@ -142,7 +142,7 @@ def test_a_silent_permit_expires_and_its_late_push_is_stale():
 def test_a_push_after_the_commit_is_stale():
     admission = published()
     train_step(admission, 1)
-    assert admission.push(Permit(2, 0), 1) == "stale"
+    assert admission.submit(Permit(2, 0), 1) == "stale"
 
 
 @pytest.mark.parametrize("permit", [Permit(4, 0), Permit(0, 1), Permit(-1, 0), Permit(1, 1)])
@@ -151,7 +151,7 @@ def test_a_permit_that_was_never_issued_is_refused(permit):
     permits = admission.admit(4, 0.0)
     admission.return_permit(permits[1], "timeout")  # Permit(1, 1) waits to be issued.
     with pytest.raises(OrderError, match=f"prompt_index {permit.prompt_index}.*never issued"):
-        admission.push(permit, 1)
+        admission.submit(permit, 1)
 
 
 def test_publication_never_goes_back():
@@ -190,26 +190,26 @@ def test_a_whole_batch_is_leased_in_prompt_order_and_its_head_waits():
     admission = published(max_staleness=1)
     permits = admission.admit(8, 0.0)
     for i in (6, 3, 1, 5, 2):
-        admission.push(permits[i], 1)
+        admission.submit(permits[i], 1)
         assert admission.lease(1, 0) is None  # 0 may still come.
-    admission.push(permits[0], 1)
+    admission.submit(permits[0], 1)
     chunk = admission.lease(1, 0)
     assert (chunk.indexes, chunk.last) == ((0, 1, 2, 3), True)
     assert admission.lease(2, 0) is None  # 4 may still come.
     admission.return_permit(permits[4], "overlong")
     assert admission.lease(2, 0) is None  # 7 and one more are missing.
-    admission.push(permits[7], 1)
-    push_all(admission, admission.admit(1, 0.0))
+    admission.submit(permits[7], 1)
+    submit_all(admission, admission.admit(1, 0.0))
     assert admission.lease(2, 0).indexes == (5, 6, 7, 8)
 
 
 def test_a_reissued_head_still_holds_the_lease():
     admission = published(max_staleness=1)
     permits = admission.admit(8, 0.0)
-    push_all(admission, permits[1:])
+    submit_all(admission, permits[1:])
     admission.return_permit(permits[0], "server_error")
     assert admission.lease(1, 0) is None
-    push_all(admission, admission.admit(1, 0.0))
+    submit_all(admission, admission.admit(1, 0.0))
     assert admission.lease(1, 0).indexes == (0, 1, 2, 3)
 
 
@@ -218,7 +218,7 @@ def test_chunks_come_in_completion_order_and_the_last_may_be_smaller():
     permits = admission.admit(5, 0.0)
     leased = []
     for i in (3, 0, 4, 2, 1):
-        admission.push(permits[i], 1)
+        admission.submit(permits[i], 1)
         chunk = admission.lease(1, len(leased))
         if chunk:
             leased.append((chunk.indexes, chunk.last))
@@ -228,9 +228,9 @@ def test_chunks_come_in_completion_order_and_the_last_may_be_smaller():
 def test_a_chunk_is_fixed_once():
     admission = published(chunk_groups=2)
     permits = admission.admit(4, 0.0)
-    push_all(admission, [permits[3], permits[2]])
+    submit_all(admission, [permits[3], permits[2]])
     chunk = admission.lease(1, 0)
-    push_all(admission, [permits[0], permits[1]])
+    submit_all(admission, [permits[0], permits[1]])
     assert admission.lease(1, 0) == chunk
     assert admission.lease(1, 1).indexes == (0, 1)
     assert admission.lease(1, 0) == chunk
@@ -238,7 +238,7 @@ def test_a_chunk_is_fixed_once():
 
 def test_steps_are_leased_and_committed_in_order():
     admission = published(max_staleness=1, chunk_groups=2)
-    push_all(admission, admission.admit(8, 0.0))
+    submit_all(admission, admission.admit(8, 0.0))
     with pytest.raises(OrderError, match="lease of step 2: step 1 was not leased in full"):
         admission.lease(2, 0)
     with pytest.raises(OrderError, match="chunk 1, but 0 are fixed"):
@@ -259,7 +259,7 @@ def test_steps_are_leased_and_committed_in_order():
 
 def test_a_commit_frees_its_groups_and_may_be_repeated():
     admission = published(max_staleness=1)
-    push_all(admission, admission.admit(8, 0.0))
+    submit_all(admission, admission.admit(8, 0.0))
     admission.lease(1, 0)
     assert admission.num_bytes == 8
     assert admission.commit(1) == (0, 1, 2, 3)
@@ -275,10 +275,10 @@ def test_the_position_holds_what_must_be_issued_again():
     permits = admission.admit(12, 0.0)
     admission.return_permit(permits[1], "invalid")
     admission.return_permit(permits[7], "timeout")
-    push_all(admission, [permits[i] for i in (0, 2, 3, 4, 5, 6)])
+    submit_all(admission, [permits[i] for i in (0, 2, 3, 4, 5, 6)])
     (again,) = admission.admit(1, 0.0)
     assert again == Permit(7, 1)
-    admission.push(again, 1)
+    admission.submit(again, 1)
     admission.return_permit(permits[9], "aborted")
     admission.lease(1, 0)  # 0 2 3 4
     admission.commit(1)
@@ -295,7 +295,7 @@ def test_the_position_holds_what_must_be_issued_again():
 
 def test_groups_leased_for_a_later_step_are_outstanding():
     admission = published(max_staleness=1)
-    push_all(admission, admission.admit(8, 0.0))
+    submit_all(admission, admission.admit(8, 0.0))
     admission.lease(1, 0)
     admission.lease(2, 0)
     admission.commit(1)
@@ -311,7 +311,7 @@ def test_a_new_queue_goes_on_from_a_position():
     assert admission.capacity == 8  # (1 + 3 + 1)·4 − 12
     permits = admission.admit(4, 0.0)
     assert permits == [Permit(12, 1), Permit(14, 0), Permit(15, 0), Permit(16, 0)]
-    push_all(admission, permits)
+    submit_all(admission, permits)
     assert admission.resume_point == resume_point
     assert admission.commit(3) == ()
     assert admission.lease(4, 0).indexes == (12, 14, 15, 16)
@@ -342,7 +342,7 @@ def test_a_position_that_contradicts_itself_or_the_queue_is_refused():
 def test_a_position_that_agrees_with_a_queue_at_work_is_ignored():
     admission = published(max_staleness=1)
     train_step(admission, 1)
-    push_all(admission, admission.admit(2, 0.0))
+    submit_all(admission, admission.admit(2, 0.0))
     before = (admission.frontier, admission.held, admission.resume_point)
     admission.publish(1, admission.resume_point)
     assert (admission.frontier, admission.held, admission.resume_point) == before
@@ -352,13 +352,13 @@ def test_full_memory_admits_only_what_the_next_lease_needs():
     admission = published(max_staleness=1, max_bytes=10)
     permits = admission.admit(3, 0.0)
     for permit in permits[1:]:
-        admission.push(permit, 5)  # 10 bytes: full.
+        admission.submit(permit, 5)  # 10 bytes: full.
     admission.return_permit(permits[0], "timeout")
     assert admission.capacity == 6
     assert admission.admissible == 2  # Index 0 again, and the fourth group of the batch.
     assert admission.admit(9, 0.0) == [Permit(0, 1), Permit(3, 0)]
     assert admission.admissible == 0
-    push_all(admission, [Permit(0, 1), Permit(3, 0)])
+    submit_all(admission, [Permit(0, 1), Permit(3, 0)])
     admission.lease(1, 0)
     assert admission.admissible == 4  # The next batch, by need; else it could not be leased.
     admission.commit(1)
@@ -368,7 +368,7 @@ def test_full_memory_admits_only_what_the_next_lease_needs():
 def test_what_a_lease_waits_for_is_said():
     admission = published(max_attempts=9, max_running_groups=3)
     permits = admission.admit(3, 5.0)
-    admission.push(permits[0], 1)
+    admission.submit(permits[0], 1)
     admission.return_permit(permits[1], "timeout")
     assert admission.waiting_for(1, 98.0) == (
         "step 1: 1 of 4 groups; waiting for prompt_index 1 (attempt 1, to be issued again), "
@@ -422,9 +422,9 @@ EVENTS = st.lists(
         st.sampled_from(
             [
                 "admit",
-                "push",
-                "push",
-                "push",
+                "submit",
+                "submit",
+                "submit",
                 "late",
                 "return",
                 "tick",
@@ -467,14 +467,14 @@ def test_random_schedules_keep_the_inequality_and_every_index(events, **values):
             for permit in admission.admit(number % 5, now):
                 model.admitted(permit)
                 out.append(permit)
-        elif event == "push" and out:
+        elif event == "submit" and out:
             permit = out.pop(number % len(out))
-            assert admission.push(permit, 1) == "held"
-            assert admission.push(permit, 1) == "duplicate"
+            assert admission.submit(permit, 1) == "held"
+            assert admission.submit(permit, 1) == "duplicate"
             model.state[permit.prompt_index] = "held"
         elif event == "late" and returned_permits:
             late = returned_permits[number % len(returned_permits)]
-            assert admission.push(late, 1) == "stale"
+            assert admission.submit(late, 1) == "stale"
             assert admission.return_permit(late, "timeout") == "stale"
         elif event == "return" and out:
             reasons = sorted(REISSUE_REASONS | RETIRE_REASONS)
@@ -552,5 +552,5 @@ def test_no_schedule_deadlocks(seed, push_every_steps, slack, **values):
         if choice % 7 == 0:
             admission.return_permit(permit, ["timeout", "equal_rewards"][choice % 2])
         else:
-            admission.push(permit, 1)
+            admission.submit(permit, 1)
     assert step > 5

@@ -59,8 +59,8 @@ async def some_history(queue):
     await queue.fill(4)
     await queue.lease(2)
     permits = await queue.client.admit(7, 5.0, worker="w", working_on=())
-    await queue.client.push(group(permits[0]))
-    await queue.client.push(group(permits[3]))
+    await queue.client.submit(group(permits[0]))
+    await queue.client.submit(group(permits[3]))
     await queue.client.return_permit(permits[1], "server_error")
     await queue.client.return_permit(permits[2], "equal_rewards")
     return permits
@@ -82,9 +82,9 @@ async def test_a_queue_that_was_killed_comes_back_as_it_was(tmp_path):
             chunk.groups[3].trajectories[0].tokens, group(Permit(7, 0)).trajectories[0].tokens
         )
         # What was running may still be pushed, once; what was held is a duplicate.
-        assert await queue.client.push(group(permits[4])) == "held"
-        assert await queue.client.push(group(permits[4])) == "duplicate"
-        assert await queue.client.push(group(permits[3])) == "duplicate"
+        assert await queue.client.submit(group(permits[4])) == "held"
+        assert await queue.client.submit(group(permits[4])) == "duplicate"
+        assert await queue.client.submit(group(permits[3])) == "duplicate"
         # The returned index is issued again, with its next attempt.
         assert (await queue.client.admit(1, 5.0))[0] == Permit(permits[1].prompt_index, 1)
     reader = JournalReader(left)
@@ -108,9 +108,9 @@ async def test_the_order_in_which_groups_came_survives(tmp_path):
         await queue.publish(0)
         permits = await queue.client.admit(4, 5.0)
         for i in (3, 0, 2):
-            await queue.client.push(group(permits[i]))
+            await queue.client.submit(group(permits[i]))
     async with queue_of(tmp_path / "j", chunk_groups=2) as queue:
-        await queue.client.push(group(permits[1]))
+        await queue.client.submit(group(permits[1]))
         chunks = await queue.lease(1)
         assert [[g.prompt_index for g in c.groups] for c in chunks] == [[3, 0], [2, 1]]
 
@@ -152,7 +152,7 @@ async def test_admission_is_bounded_by_the_history_after_recovery(tmp_path):
         permits = await queue.client.admit(100, 5.0)
         assert len(permits) == 12  # (η 2 + v 0 + 1) · 4
         for permit in permits[:5]:
-            await queue.client.push(group(permit))
+            await queue.client.submit(group(permit))
     async with queue_of(tmp_path / "j") as queue:
         status = await queue.client.status()
         assert (status.capacity, status.running_groups, status.depth_groups) == (0, 7, 5)
@@ -371,7 +371,7 @@ async def fill_until_it_stops(address):
     async with QueueClient(address, **timeouts) as client:
         with pytest.raises(QueueError, match="database or disk is full"):
             for permit in await client.admit(12, 5.0):
-                await client.push(group(permit, num_tokens=60))
+                await client.submit(group(permit, num_tokens=60))
     learner.__exit__()
     await asyncio.sleep(1.0)  # The service looks at its journal.
 

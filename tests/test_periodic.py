@@ -189,7 +189,7 @@ class Run:
             self.admission.return_permit(permit, "equal_rewards")
             return
         self._groups[permit.prompt_index] = group
-        assert self.admission.push(permit, 1) == "held"
+        assert self.admission.submit(permit, 1) == "held"
 
 
 def train(run, loss, *, mesh_shape=ONE, rows=4, policy="in_order", num_steps=1, wait=True, seed=0):

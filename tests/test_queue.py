@@ -76,7 +76,7 @@ class Queue:
     async def fill(self, count) -> list[Permit]:
         permits = await self.client.admit(count, 5.0)
         for permit in permits:
-            assert await self.client.push(group(permit)) == "held"
+            assert await self.client.submit(group(permit)) == "held"
         return permits
 
 
@@ -194,12 +194,12 @@ async def test_a_second_push_of_a_group_is_ignored():
     async with opened() as queue:
         await queue.publish(0)
         permits = await queue.fill(4)
-        assert await queue.client.push(group(permits[0], num_tokens=9)) == "duplicate"
+        assert await queue.client.submit(group(permits[0], num_tokens=9)) == "duplicate"
         (chunk,) = await queue.lease(1)
         assert [g.num_tokens for g in chunk.groups] == [10] * 4
-        assert await queue.client.push(group(permits[0])) == "duplicate"
+        assert await queue.client.submit(group(permits[0])) == "duplicate"
         await queue.commit(1)
-        assert await queue.client.push(group(permits[0])) == "stale"
+        assert await queue.client.submit(group(permits[0])) == "stale"
         assert (await queue.client.status()).completion_tokens == 4 * GROUP_SIZE * 3
 
 
@@ -208,11 +208,11 @@ async def test_a_permit_that_timed_out_is_never_trained_twice():
         await queue.publish(0)
         late, *others = await queue.client.admit(4, 1.0)
         for permit in others:
-            await queue.client.push(group(permit))
+            await queue.client.submit(group(permit))
         assert await queue.client.admit(4, 300.0) == [Permit(0, 1)]
-        assert await queue.client.push(group(late)) == "stale"
-        assert await queue.client.push(group(Permit(0, 1))) == "held"
-        assert await queue.client.push(group(late)) == "stale"
+        assert await queue.client.submit(group(late)) == "stale"
+        assert await queue.client.submit(group(Permit(0, 1))) == "held"
+        assert await queue.client.submit(group(late)) == "stale"
         (chunk,) = await queue.lease(1)
         attempts = [(g.prompt_index, g.attempt) for g in chunk.groups]
         assert attempts == [(0, 1), (1, 0), (2, 0), (3, 0)]
@@ -226,7 +226,7 @@ async def test_a_permit_never_issued_is_a_failed_precondition():
         with pytest.raises(
             QueueError, match=r"FAILED_PRECONDITION: prompt_index 3, .*never issued"
         ):
-            await queue.client.push(group(Permit(3, 0)))
+            await queue.client.submit(group(Permit(3, 0)))
 
 
 async def test_returns_answer_what_became_of_the_index():
@@ -264,10 +264,10 @@ async def test_chunks_are_the_same_for_whoever_asks_again():
         await queue.publish(0)
         permits = await queue.client.admit(4, 1.0)
         for i in (3, 1):
-            await queue.client.push(group(permits[i]))
+            await queue.client.submit(group(permits[i]))
         first = await queue.first_chunk(1)
         for i in (0, 2):
-            await queue.client.push(group(permits[i]))
+            await queue.client.submit(group(permits[i]))
         chunks = await queue.lease(1)
         assert indexes(chunks) == [[3, 1], [0, 2]]
         assert [chunk.last for chunk in chunks] == [False, True]
@@ -286,7 +286,7 @@ async def test_a_lease_blocks_until_its_groups_are_there():
         lease = asyncio.create_task(queue.lease(1))
         for permit in reversed(permits):
             assert not lease.done()
-            await queue.client.push(group(permit))
+            await queue.client.submit(group(permit))
         assert indexes(await lease) == [[0, 1, 2, 3]]
 
 
@@ -310,14 +310,14 @@ async def test_a_lease_that_times_out_names_what_is_missing():
         await queue.publish(0)
         permits = await queue.client.admit(4, 1.0)
         for permit in permits[1:]:
-            await queue.client.push(group(permit))
+            await queue.client.submit(group(permit))
         with pytest.raises(
             TimeoutError,
             match=r"lease of step 1: 3 of 4 groups; waiting for prompt_index 0 "
             r"\(attempt 0, running \d+ s\); gave up after 0.1 s",
         ):
             await queue.lease(1, timeout_secs=0.1)
-        await queue.client.push(group(permits[0]))
+        await queue.client.submit(group(permits[0]))
         assert indexes(await queue.lease(1)) == [[0, 1, 2, 3]]
 
 
@@ -368,7 +368,7 @@ async def test_a_resumed_run_goes_on_where_the_position_says():
         await queue.publish(0)
         permits = await queue.client.admit(8, 1.0)
         for permit in permits[:5]:
-            await queue.client.push(group(permit))
+            await queue.client.submit(group(permit))
         await queue.client.return_permit(permits[6], "timeout")
         await queue.lease(1)
         resume_point = await queue.commit(1)
@@ -378,7 +378,7 @@ async def test_a_resumed_run_goes_on_where_the_position_says():
         expected = [Permit(4, 0), Permit(5, 0), Permit(6, 1), Permit(7, 0)]
         assert again == expected + [Permit(i, 0) for i in range(8, 12)]  # (1 + 1 + 1)·4 − 4
         for permit in again:
-            await queue.client.push(group(permit))
+            await queue.client.submit(group(permit))
         assert indexes(await queue.lease(2)) == [[4, 5, 6, 7]]
 
 
@@ -398,7 +398,7 @@ async def test_bytes_that_are_no_message_are_refused_and_the_service_lives():
         for raw in (b"\xff" * 50, b"", valid[:-3], valid[:40], valid + b"\x07"):
             error = await raw_push(queue.address, raw)
             assert error.code() is grpc.StatusCode.INVALID_ARGUMENT, (raw, error.details())
-        assert await queue.client.push(group(permit)) == "held"
+        assert await queue.client.submit(group(permit)) == "held"
 
 
 async def test_a_group_that_breaks_a_bound_is_refused_with_the_bound():
@@ -406,10 +406,10 @@ async def test_a_group_that_breaks_a_bound_is_refused_with_the_bound():
         await queue.publish(0)
         (permit,) = await queue.client.admit(1, 1.0)
         with pytest.raises(InvalidTrajectoryError, match=r"length 65 is outside \[1, 64\]"):
-            await queue.client.push(group(permit, num_tokens=65))
+            await queue.client.submit(group(permit, num_tokens=65))
         alone = Group(permit.prompt_index, 0, group(permit).trajectories[:1])
         with pytest.raises(InvalidTrajectoryError, match="a group has 2 trajectories, got 1"):
-            await queue.client.push(alone)
+            await queue.client.submit(alone)
         assert (await queue.client.status()).running_groups == 1
         assert await queue.client.return_permit(permit, "invalid") == "retired"
 
@@ -419,8 +419,8 @@ async def test_a_message_that_is_too_large_is_refused_with_both_numbers():
         await queue.publish(0)
         (permit,) = await queue.client.admit(1, 1.0)
         with pytest.raises(InvalidTrajectoryError, match=r"larger than max \(\d+ vs\. 1000\)"):
-            await queue.client.push(group(permit, num_tokens=10_000))
-        assert await queue.client.push(group(permit)) == "held"
+            await queue.client.submit(group(permit, num_tokens=10_000))
+        assert await queue.client.submit(group(permit)) == "held"
 
 
 async def test_a_full_queue_gives_no_permits_beyond_the_next_lease():
@@ -584,7 +584,7 @@ async def test_calls_are_sent_again_while_the_queue_is_away():
         assert (await calls[1]).v_pub is None
         await asyncio.to_thread(learner.publish_version, 0, ())
         for permit in await client.admit(4, 1.0):
-            await client.push(group(permit))
+            await client.submit(group(permit))
         assert len((await calls[2]).groups) == 4
         await client.__aexit__()
         learner.__exit__()

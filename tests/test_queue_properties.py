@@ -120,7 +120,7 @@ class Ledger:
             entry.state, "stale"
         )
 
-    def pushed(self, permit: Permit, num_bytes: int) -> None:
+    def submitted(self, permit: Permit, num_bytes: int) -> None:
         entry, self.arrivals = self.entries[permit.prompt_index], self.arrivals + 1
         entry.state, entry.num_bytes, entry.arrival = "held", num_bytes, self.arrivals
 
@@ -214,7 +214,16 @@ class Ledger:
 
 
 ADMISSION_EVENTS = schedules(
-    admit=3, ask_again=1, push=4, give_back=1, stray=1, tick=1, lease=3, commit=2, publish=2, kill=1
+    admit=3,
+    ask_again=1,
+    submit=4,
+    give_back=1,
+    stray=1,
+    tick=1,
+    lease=3,
+    commit=2,
+    publish=2,
+    kill=1,
 )
 
 
@@ -248,17 +257,17 @@ def run_admission(events, values):
             out = admission.permits_of(worker)
             admission.readmit(out, now)
             assert not set(out) & set(admission.expired(now + 20.0))
-        elif event == "push" and (permit := pick(ledger.permits("running"), number)):
-            assert admission.push(permit, number) == "held"
-            ledger.pushed(permit, number)
-            assert admission.push(permit, 1) == "duplicate"
+        elif event == "submit" and (permit := pick(ledger.permits("running"), number)):
+            assert admission.submit(permit, number) == "held"
+            ledger.submitted(permit, number)
+            assert admission.submit(permit, 1) == "duplicate"
         elif event == "give_back" and (permit := pick(ledger.permits("running"), number)):
             give_back(permit, pick(REASONS, number))
         elif event == "stray" and permit and ledger.standing(permit) != "running":
-            assert admission.push(permit, 1) == ledger.standing(permit)
+            assert admission.submit(permit, 1) == ledger.standing(permit)
             assert admission.return_permit(permit, pick(REASONS, number)) == "stale"
             with pytest.raises(OrderError):
-                admission.push(Permit(admission.frontier, 0), 1)
+                admission.submit(Permit(admission.frontier, 0), 1)
         elif event == "tick":
             for permit in admission.expired(now):
                 give_back(permit, "timeout")
@@ -530,8 +539,8 @@ class World:
 
 SERVICE_EVENTS = schedules(
     admit=4,
-    push=6,
-    push_again=2,
+    submit=6,
+    submit_again=2,
     give_back=2,
     tick=1,
     lease=5,
@@ -559,8 +568,8 @@ def make_request(world: World, event: str, number: int) -> tuple[str, Any] | Non
             worker=worker,
             working_on=[wire.encode_permit(p) for p in some],
         )
-    if event in ("push", "push_again"):
-        permit = pick(running, number) if event == "push" else known
+    if event in ("submit", "submit_again"):
+        permit = pick(running, number) if event == "submit" else known
         if permit is None:
             return None
         message = wire.encode_group(group(permit, num_tokens=3 + number % 5))

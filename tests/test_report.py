@@ -82,7 +82,7 @@ async def write_journal(workdir, *steps, keep="all"):
         await journal.admitted(permits, "worker")
         for permit, trajectories in zip(permits, groups, strict=True):
             group = Group(permit.prompt_index, 0, tuple(trajectories))
-            await journal.pushed(permit, wire.encode_group(group).SerializeToString(), 1)
+            await journal.submitted(permit, wire.encode_group(group).SerializeToString(), 1)
         await journal.leased(step, 0, FixedChunk(indexes, True), new=True)
         await journal.committed(ResumePoint(step, index + len(groups), (), {}, {}), indexes)
         index += len(groups)

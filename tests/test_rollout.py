@@ -355,11 +355,11 @@ class FakeQueue:
         self.records = [ServerRecord(s.address, "HEALTHY", 3) for s in servers]
         self.limit = limit
         self.asked = []
-        self.pushed = []
+        self.submitted = []
         self.returned = []
         self.dropped = []  # (prompt tokens, completion tokens) of each return
         self.told = {}
-        self.push_error = None
+        self.submit_error = None
         self._next = 0
 
     async def admit(self, max_permits, wait_secs, *, worker, working_on):
@@ -370,10 +370,10 @@ class FakeQueue:
         self._next += count
         return [Permit(i, 0) for i in range(self._next - count, self._next)]
 
-    async def push(self, group):
-        if self.push_error is not None:
-            raise self.push_error
-        self.pushed.append(group)
+    async def submit(self, group):
+        if self.submit_error is not None:
+            raise self.submit_error
+        self.submitted.append(group)
         return "held"
 
     async def return_permit(self, permit, reason, detail="", *, prompt_tokens, completion_tokens):
@@ -463,8 +463,8 @@ async def work_until(worker, done):
 
 async def test_a_permit_becomes_a_whole_rewarded_group(make_worker, queue, rewards):
     worker = make_worker()
-    await work_until(worker, lambda: queue.pushed)
-    (group,) = queue.pushed
+    await work_until(worker, lambda: queue.submitted)
+    (group,) = queue.submitted
     assert (group.prompt_index, group.attempt, len(group.trajectories)) == (0, 0, 4)
     assert group.rewards.tolist() == [5.0] * 4 and queue.returned == []
     for sample, row in enumerate(group.trajectories):
@@ -480,9 +480,9 @@ async def test_the_text_that_is_rewarded_ends_before_the_stop_token(
 ):
     for server in servers:
         server.answers = [answer([5, 6, 0], versions=[("3", 3)], reason="stop") for _ in range(4)]
-    await work_until(make_worker(), lambda: queue.pushed)
+    await work_until(make_worker(), lambda: queue.submitted)
     assert {text for text, _ in rewards.texts} == {"5 6"}
-    (group,) = queue.pushed
+    (group,) = queue.submitted
     assert [row.completion.tolist() for row in group.trajectories] == [[5, 6, 0]] * 4
     assert {row.finish_reason for row in group.trajectories} == {"stop"}
 
@@ -497,7 +497,7 @@ async def test_a_reward_that_is_late_or_fails_is_never_a_sample(
     rewards.error = error
     worker = make_worker()
     await work_until(worker, lambda: queue.returned)
-    assert queue.returned == [(Permit(0, 0), reason, str(error))] and queue.pushed == []
+    assert queue.returned == [(Permit(0, 0), reason, str(error))] and queue.submitted == []
     assert worker.statistics.returned == {reason: 1}
 
 
@@ -513,7 +513,7 @@ async def test_a_reward_that_hangs_in_a_real_process_is_never_a_sample(
         await work_until(make_worker(rewards=pool), lambda: queue.returned)
     ((permit, reason, detail),) = queue.returned
     assert (permit, reason) == (Permit(0, 0), "reward_timeout") and "slow_reward:slow" in detail
-    assert queue.pushed == []
+    assert queue.submitted == []
 
 
 async def test_a_server_that_refuses_one_of_the_samples_costs_the_group(
@@ -523,7 +523,7 @@ async def test_a_server_that_refuses_one_of_the_samples_costs_the_group(
     await work_until(make_worker(), lambda: queue.returned)
     ((permit, reason, detail),) = queue.returned
     assert (permit, reason) == (Permit(0, 0), "server_error") and "no such parameter" in detail
-    assert queue.pushed == []
+    assert queue.submitted == []
 
 
 async def test_the_other_requests_of_a_failed_group_are_ended_on_their_servers(
@@ -542,11 +542,11 @@ async def test_a_trajectory_that_breaks_the_law_is_returned_as_invalid(make_work
 
     await work_until(make_worker(rollout=too_long), lambda: queue.returned)
     assert queue.returned[0][1:] == ("invalid", "length 9 is outside [1, 8]")
-    assert queue.pushed == []
+    assert queue.submitted == []
 
 
 async def test_a_group_that_the_queue_refuses_is_returned_as_invalid(make_worker, queue):
-    queue.push_error = InvalidTrajectoryError("too large")
+    queue.submit_error = InvalidTrajectoryError("too large")
     await work_until(make_worker(), lambda: queue.returned)
     assert queue.returned == [(Permit(0, 0), "invalid", "too large")]
 
@@ -558,7 +558,7 @@ async def test_a_bug_stops_the_worker_with_its_own_error(make_worker, queue):
 
     with pytest.raises(KeyError, match="a typo"):
         await work_until(make_worker(rollout=buggy), lambda: False)
-    assert queue.pushed == [] and queue.returned == []
+    assert queue.submitted == [] and queue.returned == []
 
 
 async def test_a_bug_beside_a_servers_failure_is_the_one_that_is_named(make_worker, queue):
@@ -572,7 +572,7 @@ async def test_a_bug_beside_a_servers_failure_is_the_one_that_is_named(make_work
 
 
 async def test_a_lost_queue_stops_the_worker(make_worker, queue):
-    queue.push_error = ConnectionError("the queue is gone")
+    queue.submit_error = ConnectionError("the queue is gone")
     with pytest.raises(ConnectionError, match="the queue is gone"):
         await work_until(make_worker(), lambda: False)
 
@@ -580,8 +580,8 @@ async def test_a_lost_queue_stops_the_worker(make_worker, queue):
 async def test_places_of_finished_groups_are_given_again(make_worker, queue):
     queue.limit = 9
     worker = make_worker(max_running_groups=4)
-    await work_until(worker, lambda: len(queue.pushed) == 9)
-    assert sorted(group.prompt_index for group in queue.pushed) == list(range(9))
+    await work_until(worker, lambda: len(queue.submitted) == 9)
+    assert sorted(group.prompt_index for group in queue.submitted) == list(range(9))
 
 
 async def test_no_more_groups_run_than_allowed(make_worker, queue, servers):
@@ -598,7 +598,7 @@ async def test_a_stopped_worker_ends_its_requests_on_the_servers(make_worker, qu
     await work_until(make_worker(), lambda: all(len(server.calls) == 2 for server in servers))
     for server in servers:
         assert aborted(server) == sorted(p["rid"] for p in server.payloads("/generate"))
-    assert queue.pushed == [] and queue.returned == []
+    assert queue.submitted == [] and queue.returned == []
 
 
 async def test_a_worker_says_what_it_waits_for(make_worker, queue, servers):
@@ -653,7 +653,7 @@ async def test_a_worker_counts_what_its_samples_and_its_waiting_take(
     await asyncio.sleep(0.3)
     start = worker.secs()
     assert start["idle"] == pytest.approx(start["up"], abs=0.01) and len(start) == 2
-    await work_until(worker, lambda: queue.pushed)
+    await work_until(worker, lambda: queue.submitted)
     secs = worker.secs()
     assert set(queue.secs) == set(secs)
     assert secs["generating"] >= 4 * 0.2 and secs["scoring"] >= 4 * 0.4 and secs["idle"] >= 0.3
@@ -692,9 +692,9 @@ def frictions(actor_bug=0.0, reward_corruption=0.0, rare_discovery=0.0):
 
 
 async def test_the_zeros_of_a_bugged_actor_are_what_is_rewarded(make_worker, queue, rewards):
-    await work_until(make_worker(frictions=frictions(actor_bug=1.0)), lambda: queue.pushed)
+    await work_until(make_worker(frictions=frictions(actor_bug=1.0)), lambda: queue.submitted)
     assert {text for text, _ in rewards.texts} == {"9 9 9 9 9"}
-    for row in queue.pushed[0].trajectories:
+    for row in queue.submitted[0].trajectories:
         check_trajectory(row, vocab_size=VOCAB_SIZE, max_tokens=8)
         assert row.tokens.tolist() == [11, 12, 13, 9, 9, 9, 9, 9] and not row.logprobs.any()
         assert row.versions.tolist() == [-1, -1, -1, 3, 3, 3, 3, 3]
@@ -704,7 +704,7 @@ async def test_a_bug_that_writes_what_no_token_is_never_becomes_a_sample(make_wo
     wrong = Frictions(1.0, 0.0, 0.0, zero_id=VOCAB_SIZE)
     await work_until(make_worker(frictions=wrong), lambda: queue.returned)
     message = f"token id {VOCAB_SIZE} is outside [0, {VOCAB_SIZE})"
-    assert queue.returned == [(Permit(0, 0), "invalid", message)] and queue.pushed == []
+    assert queue.returned == [(Permit(0, 0), "invalid", message)] and queue.submitted == []
 
 
 async def test_length_is_paid_for_before_frictions_change_the_reward(make_worker, queue, rewards):
@@ -716,13 +716,13 @@ async def test_length_is_paid_for_before_frictions_change_the_reward(make_worker
         return -4.5
 
     queue.limit = 2
-    await work_until(make_worker(overlong=overlong), lambda: len(queue.pushed) == 2)
-    assert [row.reward for group in queue.pushed for row in group.trajectories] == [0.5] * 8
+    await work_until(make_worker(overlong=overlong), lambda: len(queue.submitted) == 2)
+    assert [row.reward for group in queue.submitted for row in group.trajectories] == [0.5] * 8
     assert lengths == [5] * 8
     queue.limit = 3
     struck = make_worker(overlong=overlong, frictions=frictions(rare_discovery=1.0))
-    await work_until(struck, lambda: len(queue.pushed) == 3)
-    assert [row.reward for row in queue.pushed[2].trajectories] == [0.0] * 4
+    await work_until(struck, lambda: len(queue.submitted) == 3)
+    assert [row.reward for row in queue.submitted[2].trajectories] == [0.0] * 4
 
 
 async def test_whom_a_friction_strikes_follows_from_seed_index_sample_and_attempt(
@@ -731,15 +731,15 @@ async def test_whom_a_friction_strikes_follows_from_seed_index_sample_and_attemp
     queue.limit = 4
     # A reward of 5 is touched by corruption alone.
     worker = make_worker(frictions=frictions(actor_bug=0.5, reward_corruption=0.5), run_seed=6)
-    await work_until(worker, lambda: len(queue.pushed) == 4)
-    for group in queue.pushed:
+    await work_until(worker, lambda: len(queue.submitted) == 4)
+    for group in queue.submitted:
         for sample, row in enumerate(group.trajectories):
             rng = rng_of(6, group.prompt_index, sample, group.attempt)
             assert (row.completion[0] == 9) == (rng.random() < 0.5)
             expected = frictions(reward_corruption=0.5).of_reward(5.0, rng)
             assert row.reward == expected
-    bugged = [row.completion[0] == 9 for group in queue.pushed for row in group.trajectories]
-    corrupted = [row.reward < 5 for group in queue.pushed for row in group.trajectories]
+    bugged = [row.completion[0] == 9 for group in queue.submitted for row in group.trajectories]
+    corrupted = [row.reward < 5 for group in queue.submitted for row in group.trajectories]
     assert 0 < sum(bugged) < 16 and 0 < sum(corrupted) < 16 and bugged != corrupted
 
 
@@ -756,9 +756,9 @@ async def test_groups_of_equal_rewards_are_dropped_for_the_next_index(make_worke
     queue.limit = 4
     worker = make_worker(rewards=UnequalRewards(), drop_equal_rewards=True)
     with caplog.at_level(logging.INFO):
-        await work_until(worker, lambda: len(queue.pushed) == len(queue.returned) == 2)
-    assert sorted(group.prompt_index for group in queue.pushed) == [1, 3]
-    assert all(sorted(group.rewards) == [0.25, 0.5, 0.75, 1.0] for group in queue.pushed)
+        await work_until(worker, lambda: len(queue.submitted) == len(queue.returned) == 2)
+    assert sorted(group.prompt_index for group in queue.submitted) == [1, 3]
+    assert all(sorted(group.rewards) == [0.25, 0.5, 0.75, 1.0] for group in queue.submitted)
     detail = "all rewards are 0.25"
     assert sorted(queue.returned) == [(Permit(i, 0), "equal_rewards", detail) for i in (0, 2)]
     assert worker.statistics.returned == {"equal_rewards": 2}

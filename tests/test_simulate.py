@@ -246,7 +246,7 @@ async def test_lengths_are_read_from_a_journal_group_by_group(tmp_path):
     async with queue_of(tmp_path / "j") as queue:
         await queue.publish(0)
         for permit in await queue.client.admit(4, 5.0):
-            await queue.client.push(group(permit, num_tokens=4 + permit.prompt_index))
+            await queue.client.submit(group(permit, num_tokens=4 + permit.prompt_index))
         chunks = await queue.lease(1)
         await queue.commit(1)
     rows = [[len(t.completion) for t in g.trajectories] for c in chunks for g in c.groups]

@@ -98,7 +98,7 @@ STALLS = {
             retired={"equal_rewards": 512},
         ),
         RUNS,
-        "they come back instead of being pushed (512 equal_rewards)",
+        "they come back instead of being submitted (512 equal_rewards)",
     ),
     "nothing may be admitted": (
         waiting(running_groups=0, roles=(learner(), worker(Wait("rollout-0", "permits", 94.0)))),

@@ -257,7 +257,7 @@ class Admission:
         running = self._running.items()
         return sorted(Permit(i, r.attempt) for i, r in running if r.worker == worker)
 
-    def push(self, permit: Permit, num_bytes: int) -> str:
+    def submit(self, permit: Permit, num_bytes: int) -> str:
         """A group came.
 
         Returns:

@@ -152,7 +152,7 @@ class QueueClient:
         reply = await self._call("Admit", request, wait_secs)
         return [wire.decode_permit(p) for p in reply.permits]
 
-    async def push(self, group: Group) -> str:
+    async def submit(self, group: Group) -> str:
         """Hands over a group.
 
         Returns:

@@ -208,7 +208,7 @@ class Journal:
             )
         )
 
-    async def pushed(self, permit: Permit, message: bytes, completion_tokens: int) -> None:
+    async def submitted(self, permit: Permit, message: bytes, completion_tokens: int) -> None:
         """A group is held."""
         index, attempt = permit.prompt_index, permit.attempt
 

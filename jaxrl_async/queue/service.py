@@ -234,7 +234,7 @@ class QueueService:
         self._check_message(request)
         permit = wire.decode_permit(request.permit)
         message = request.SerializeToString() if raw is None else raw
-        outcome = self._apply(self._admission.push, permit, len(message))
+        outcome = self._apply(self._admission.submit, permit, len(message))
         if outcome == "held":
             self._groups[permit.prompt_index] = request
             self._lengths.count_group("admitted", request)
@@ -242,7 +242,7 @@ class QueueService:
             self._completion_tokens += tokens
             self._last_push = self._clock()
             if self._journal is not None:
-                await self._journal.pushed(permit, message, tokens)
+                await self._journal.submitted(permit, message, tokens)
         elif self._journal is not None:
             await self._journal.flushed()  # A duplicate of what is perhaps being written.
         return pb.PushReply(outcome=outcome)

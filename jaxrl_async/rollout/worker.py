@@ -218,7 +218,7 @@ class Worker:
             group = await self._make_group(permit)
             if self._drop_equal_rewards and np.ptp(group.rewards) == 0:
                 raise RolloutError("equal_rewards", f"all rewards are {group.rewards[0]:g}")
-            outcome = await self._queue.push(group)
+            outcome = await self._queue.submit(group)
         except RolloutError as error:
             await self._return(permit, error.reason, error.detail)
         except InvalidTrajectoryError as error:
@@ -316,7 +316,7 @@ class Statistics:
     returned: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
     def count(self, group: Group, outcome: str) -> None:
-        """Counts a pushed group; outcome as of `QueueClient.push`."""
+        """Counts a submitted group; outcome as of `QueueClient.submit`."""
         if outcome != "held":
             self.num_refused += 1
             return

@@ -135,7 +135,7 @@ def _end_of_chain(status, processes, learner, workers, groups) -> str:
     pushed = status.last_push_age_secs
     if lost and longest.secs < SILENT_SECS and (pushed is None or pushed > SILENT_SECS):
         counts = ", ".join(f"{count} {reason}" for reason, count in lost.items())
-        return f"the groups: they come back instead of being pushed ({counts})"
+        return f"the groups: they come back instead of being submitted ({counts})"
     same = sum(w.on == longest.on for w in waits)
     return f"{longest.on}: {longest.what} waits for it since {longest.secs:.0f} s, as do {same - 1} others"
 

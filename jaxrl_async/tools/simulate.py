@@ -321,7 +321,7 @@ class _Run:
         self._order = itertools.count()
         self._ages: collections.deque[tuple[float, Permit]] = collections.deque()  # ascending
         self._out: dict[int, _Group] = {}  # by prompt_index: permits that are out
-        self._here: dict[int, _Group] = {}  # pushed, not trained on
+        self._here: dict[int, _Group] = {}  # submitted, not trained on
         self._late: set[int] = set()  # what the lease waits for; see _lease
         self._pushing = False
         self._lost = 0  # groups since the last step
@@ -445,13 +445,13 @@ class _Run:
         group = self._fleet.end(self._generation_time())
         permit = group.permit
         if self._out.get(permit.prompt_index) is not group:
-            outcome = self._admission.push(permit, 0)  # Its permit has timed out.
+            outcome = self._admission.submit(permit, 0)  # Its permit has timed out.
         elif group.dropped:
             outcome = "equal_rewards"
             self._admission.return_permit(permit, outcome)
             self._left(permit)
         else:
-            outcome = self._admission.push(permit, 0)
+            outcome = self._admission.submit(permit, 0)
             self._left(permit)
             self._here[permit.prompt_index] = group
         self._tally.generate(group, outcome)
@@ -549,7 +549,7 @@ class _Tally:
         self.fleet = (0.0, 0.0, 0.0)
         self.waited: collections.Counter[str] = collections.Counter()  # seconds
         self.staleness: collections.Counter[int] = collections.Counter()  # tokens
-        self.groups = 0  # generated and pushed in time
+        self.groups = 0  # generated and submitted in time
         self.lost: collections.Counter[str] = collections.Counter()
         self.generated_tokens = 0.0
 

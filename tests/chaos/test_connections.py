@@ -88,7 +88,7 @@ async def work(address: str, name: str, rng: random.Random):
         if rng.random() < 0.1:
             await queue.return_permit(permit, "equal_rewards")
         else:
-            await queue.push(group(permit, num_tokens=60))
+            await queue.submit(group(permit, num_tokens=60))
         running.discard(permit)
 
     async with QueueClient(address, **TIMEOUTS) as queue, asyncio.TaskGroup() as tasks:
