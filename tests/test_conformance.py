@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import real_servers
+from fixtures.models import tiny
 from flax import nnx
 
 from jaxrl_async.models import attention, hf, transformer
@@ -26,22 +27,13 @@ from jaxrl_async.tools import parity
 from jaxrl_async.weights import store as weight_store
 from jaxrl_async.weights import transports
 
-CONFIG = transformer.ModelConfig(
+CONFIG = tiny(
     vocab_size=60,  # Not a multiple of 64: servers pad it.
-    num_layers=2,
     model_dim=64,
     num_heads=2,
     num_kv_heads=1,
     head_dim=128,  # SGLang-JAX on the CPU needs a multiple of 128.
     mlp_dim=96,
-    rope_theta=10_000.0,
-    rope_scaling=None,
-    norm_eps=1e-6,
-    qk_norm=True,
-    attention_bias=False,
-    tied_embeddings=True,
-    dtype="float32",
-    remat=False,
 )
 ROWS = (64, 256, 512)  # Lengths that the forward pass is compiled for.
 CALL_SECS = 60.0

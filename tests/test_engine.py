@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fixtures.models import tiny
 from flax import nnx
 
 from jaxrl_async.inference import engine as engine_lib
@@ -17,23 +18,7 @@ from jaxrl_async.inference import loading, programs, sampling
 from jaxrl_async.models import attention, hf, transformer
 from jaxrl_async.weights import store as weight_store
 
-CONFIG = transformer.ModelConfig(
-    vocab_size=29,
-    num_layers=2,
-    model_dim=32,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    mlp_dim=48,
-    rope_theta=10_000.0,
-    rope_scaling=None,
-    norm_eps=1e-6,
-    qk_norm=True,
-    attention_bias=False,
-    tied_embeddings=True,
-    dtype="float32",
-    remat=False,
-)
+CONFIG = tiny(vocab_size=29, model_dim=32, head_dim=8, mlp_dim=48)
 NUM_SLOTS, MAX_TOTAL_TOKENS, CHUNK, MAX_QUEUED = 13, 48, 4, 64
 DEADLINE_SECS = 30.0
 PARAMS = sampling.SamplingParams(

@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+from fixtures.models import tiny
 from flax import nnx
 
 from jaxrl_async.models import attention, hf, transformer
@@ -69,21 +70,14 @@ def _load(directory):
     return hf.from_tensors(hf.read_tensors(directory), config), config
 
 
-LLAMA = transformer.ModelConfig(
+LLAMA = tiny(
     vocab_size=12,
-    num_layers=2,
     model_dim=8,
     num_heads=2,
     num_kv_heads=1,
-    head_dim=4,
     mlp_dim=10,
-    rope_theta=10000.0,
-    rope_scaling=None,
-    norm_eps=1e-6,
     qk_norm=False,
-    attention_bias=False,
     tied_embeddings=False,
-    dtype="float32",
     remat=True,
 )
 

@@ -11,6 +11,7 @@ import time
 import aiohttp
 import pytest
 import yarl
+from fixtures.models import tiny
 from flax import nnx
 
 from jaxrl_async.inference import engine as engine_lib
@@ -18,22 +19,16 @@ from jaxrl_async.inference import http, programs
 from jaxrl_async.models import hf, transformer
 from jaxrl_async.weights import store as weight_store
 
-CONFIG = transformer.ModelConfig(
+CONFIG = tiny(
     vocab_size=19,
     num_layers=1,
-    model_dim=16,
     num_heads=2,
     num_kv_heads=1,
     head_dim=8,
     mlp_dim=24,
-    rope_theta=10_000.0,
-    rope_scaling=None,
-    norm_eps=1e-6,
     qk_norm=False,
     attention_bias=True,
     tied_embeddings=False,
-    dtype="float32",
-    remat=False,
 )
 SHAPE = {"num_slots": 6, "max_total_tokens": 64, "decode_chunk": 2}
 DEADLINE_SECS = 30.0

@@ -1,169 +1,19 @@
 """The loop: what it leases, commits, saves and publishes, in which order, in each mode. Queue and servers are fakes."""
 
 import dataclasses
-import functools
 import time
 
 import jax
 import numpy as np
-import optax
 import pytest
-from small_learner import empty_status, flat
+from fixtures.recorded_run import CONFIG, B, G, Recorder, make_train_step, train
+from fixtures.small_learner import empty_status, flat
 
-from jaxrl_async.config.loss import LossConfig
 from jaxrl_async.learner import learner, packing
-from jaxrl_async.learner.train_step import TrainStep
 from jaxrl_async.metrics import Timers
-from jaxrl_async.models import sharding, transformer
-from jaxrl_async.objectives import advantages
-from jaxrl_async.queue.records import ResumePoint, RoleStatus
-from jaxrl_async.types import Chunk, Group, Trajectory
-
-CONFIG = transformer.ModelConfig(
-    vocab_size=16,
-    num_layers=1,
-    model_dim=16,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    mlp_dim=32,
-    rope_theta=10_000.0,
-    rope_scaling=None,
-    norm_eps=1e-6,
-    qk_norm=False,
-    attention_bias=False,
-    tied_embeddings=True,
-    dtype="float32",
-    remat=False,
-)
-B, G = 4, 2
-
-
-@functools.cache  # Compiled once for all tests.
-def make_train_step(anchor, num_minibatches, **loss):
-    loss = LossConfig(anchor=anchor, behavior_weight="uncapped", behavior_cap=None, **loss)
-    mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
-    train_step = TrainStep(
-        CONFIG,
-        mesh,
-        loss=loss,
-        temperature=1.0,
-        optimizer=optax.adam(1e-2, b2=0.95),
-        max_grad_norm=1.0,
-        num_minibatches=num_minibatches,
-        head_chunk_tokens=None,
-    )
-    return train_step, mesh
-
-
-def make_group(index, version, rewards=(1.0, 0.0)):
-    rng = np.random.default_rng(index)
-    mask = np.array([False] * 3 + [True] * 4)
-    trajectories = tuple(
-        Trajectory(
-            tokens=rng.integers(0, 16, 7).astype(np.int32),
-            logprobs=np.where(mask, -2.5, 0).astype(np.float32),
-            versions=np.where(mask, version, -1).astype(np.int32),
-            mask=mask,
-            prompt_length=3,
-            reward=reward,
-        )
-        for reward in rewards
-    )
-    return Group(index, 0, trajectories)
-
-
-class Recorder:
-    """Queue, publisher, checkpoints and metrics of a run, with the order of what was asked of them."""
-
-    def __init__(self, chunk_groups=B, staleness=0, returned=None, broken_step=None, waits_for=()):
-        self.events, self.rows, self.weights = [], [], {}
-        self.chunk_groups, self.staleness = chunk_groups, staleness
-        self.returned, self.broken_step = returned or {}, broken_step
-        self.waits_for = waits_for  # steps whose groups are not there when they are asked for
-
-    def lease(self, step, timeout_secs, should_stop):
-        version = max(0, step - 1 - self.staleness)
-        groups = [make_group(i, version) for i in range((step - 1) * B, step * B)]
-        if step in self.waits_for and should_stop():
-            return
-        if step == self.broken_step:  # As a fault after the queue's checks would.
-            groups[1].trajectories[0].logprobs[-1] = np.nan
-        for index, start in enumerate(range(0, B, self.chunk_groups)):
-            last = start + self.chunk_groups == B
-            self.events.append(f"lease {step}.{index}")
-            yield Chunk(step, index, tuple(groups[start : start + self.chunk_groups]), last)
-
-    def commit(self, step):
-        self.events.append(f"commit {step}")
-        return ResumePoint(step, step * B, (), {}, {})
-
-    def status(self):
-        return empty_status(returned=self.returned)
-
-    def snapshot(self, state):
-        return jax.device_get(state.params)
-
-    def publish(self, version, snapshot):
-        self.events.append(f"publish {version}")
-        self.weights[version] = snapshot
-
-    def wait(self, should_stop):
-        self.events.append("wait")
-
-    def check(self):
-        pass
-
-    def metrics(self):
-        return {"weights/version": 0}
-
-    def save(self, step, state, resume_point):
-        assert resume_point.step == step
-        self.events.append(f"save {step}")
-
-    def write(self, step, row):
-        self.rows.append(row)
-
-
-def train(
-    recorder, *, anchor="current", num_minibatches=1, wait=True, every=1, num_steps=2, **over
-):
-    train_step, mesh = make_train_step(anchor, num_minibatches, **over.get("loss", {}))
-    state = over.get("state") or train_step.init(sharding.init_sharded(CONFIG, mesh, seed=0))
-    schedule = learner.Schedule(
-        num_steps=num_steps,
-        push_every_steps=every,
-        wait_for_push=wait,
-        checkpoint_every_steps=over.get("checkpoint_every_steps", 100),
-        num_minibatches=num_minibatches,
-        lease_timeout_secs=1.0,
-        max_failures=over.get("max_failures", 10),
-        budgets=over.get("budgets", {}),
-        fail_on_recompile=True,
-    )
-    return learner.train(
-        state,
-        first_step=over.get("first_step", 1),
-        schedule=schedule,
-        train_step=train_step,
-        pack=packing.Packer(
-            process=0,
-            num_processes=1,
-            microbatch_rows=4,
-            row_tokens=16,
-            policy="in_order",
-            shared_prompts=False,
-        ),
-        padding=over.get("padding", packing.empty_batch(4, 16)),
-        advantages=advantages.grpo,
-        queue=recorder,
-        publisher=recorder,
-        save=recorder.save,
-        metrics=recorder,
-        timers=over.get("timers") or Timers(),
-        reference=over.get("reference"),
-        should_stop=over.get("should_stop", lambda step, chunk_arrived: False),
-    )
+from jaxrl_async.models import sharding
+from jaxrl_async.queue.records import RoleStatus
+from jaxrl_async.types import Chunk
 
 
 def test_a_synchronous_step_waits_leases_commits_and_publishes_in_this_order():

@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fixtures.models import tiny
 from flax import nnx
 from jax.test_util import check_grads
 
@@ -16,22 +17,16 @@ def model():
 
 
 def _model(*, tied, dtype="float32", vocab_size=V, model_dim=D):
-    config = transformer.ModelConfig(
+    config = tiny(
         vocab_size=vocab_size,
         num_layers=1,
         model_dim=model_dim,
         num_heads=2,
         num_kv_heads=1,
-        head_dim=4,
         mlp_dim=8,
-        rope_theta=10000.0,
-        rope_scaling=None,
-        norm_eps=1e-6,
         qk_norm=False,
-        attention_bias=False,
         tied_embeddings=tied,
         dtype=dtype,
-        remat=False,
     )
     params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), transformer.abstract_params(config))
     kernel_DV = np.random.default_rng(2).normal(0, model_dim**-0.5, (model_dim, vocab_size))

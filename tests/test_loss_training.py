@@ -6,56 +6,19 @@ import functools
 import jax
 import numpy as np
 import pytest
-from test_train_step import (
+from fixtures.small_learner import assert_same, flat, params_on
+from fixtures.train_steps import (
+    DG,
+    DR_GRPO,
+    GSPO,
+    LOSSES,
+    PENALISED,
     RECOMPUTE,
     VERSION,
-    assert_same,
-    flat,
     groups_of,
     make,
     pack,
-    params_on,
 )
-
-from jaxrl_async.config.loss import LossConfig
-
-NO_WEIGHT = {"behavior_weight": "none", "behavior_cap": None}
-GSPO = LossConfig(
-    anchor="behavior",
-    ratio="sequence",
-    clip_low=0.1,
-    clip_high=0.1,
-    reduction="sequence_mean",
-    **NO_WEIGHT,
-)
-DR_GRPO = LossConfig(advantage="dr_grpo", reduction="fixed_length", fixed_length=16.0)
-DG = LossConfig(advantage="dr_grpo", surrogate="dg", anchor="behavior", **NO_WEIGHT)
-PENALISED = LossConfig(
-    anchor="linear", kl="k3", kl_coefficient=0.1, reduction="sequence_mean", **NO_WEIGHT
-)
-TIS = LossConfig(
-    anchor="recompute",
-    surrogate="unclipped",
-    behavior_weight="tis",
-    behavior_cap=2.0,
-    proximal_metrics=True,
-)
-CISPO = LossConfig(
-    surrogate="cispo",
-    clip_low=1.0,
-    clip_high=4.0,
-    behavior_weight="icepop",
-    behavior_cap=5.0,
-    behavior_floor=0.5,
-)
-LOSSES = {
-    "gspo": GSPO,
-    "dr_grpo": DR_GRPO,
-    "dg": DG,
-    "penalised": PENALISED,
-    "tis": TIS,
-    "cispo": CISPO,
-}
 
 
 @functools.lru_cache

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fixtures.loss_reference import FLOATS, random_tokens, tokens_of
 from jax.test_util import check_grads
-from test_loss_reference import FLOATS, random_tokens, tokens_of
 
 from jaxrl_async.config.loss import LossConfig
 from jaxrl_async.objectives import anchors, kl, policy_loss, surrogates, weights

@@ -13,10 +13,10 @@ import jax
 import numpy as np
 import psutil
 import pytest
+from fixtures.learner_process import MODEL, NUM_STEPS, make_group, make_train_step, outline
+from fixtures.learner_process import run as run_here
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from learner_process import MODEL, NUM_STEPS, make_group, make_train_step, outline
-from learner_process import run as run_here
 
 from jaxrl_async.learner import packing, processes
 from jaxrl_async.learner.checkpoint import Checkpoints
@@ -49,7 +49,7 @@ def start():
     def start(command, *, devices=1):
         environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
         environment |= {
-            "PYTHONPATH": f"{ROOT}:{environment.get('PYTHONPATH', '')}",
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{environment.get('PYTHONPATH', '')}",
             "JAX_NUM_CPU_DEVICES": str(devices),
         }
         words = [sys.executable, *map(str, command)]
@@ -72,7 +72,7 @@ def start():
 
 @pytest.fixture(scope="module")
 def learner(start):
-    """Starts n processes of tests/learner_process.py."""
+    """Starts n processes of fixtures.learner_process."""
 
     def learner(directory, num_processes, mesh, *, first_step=1):
         coordinator = f"127.0.0.1:{supervisor.free_port()}"
@@ -81,7 +81,7 @@ def learner(start):
         return [
             start(
                 [
-                    "tests/learner_process.py", directory, i, num_processes, coordinator, mesh,
+                    "-m", "fixtures.learner_process", directory, i, num_processes, coordinator, mesh,
                     first_step,
                 ],
                 devices=devices,

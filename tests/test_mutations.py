@@ -3,19 +3,19 @@
 import subprocess
 import sys
 
-import mutate_objectives
 import pytest
+from fixtures import mutations
 
 
 def test_every_mutation_still_finds_what_it_replaces():
-    assert mutate_objectives.not_found() == []
-    assert all(m.old != m.new for m in mutate_objectives.MUTATIONS)
-    assert len(mutate_objectives.MUTATIONS) > 100
+    assert mutations.not_found() == []
+    assert all(m.old != m.new for m in mutations.MUTATIONS)
+    assert len(mutations.MUTATIONS) > 100
 
 
 @pytest.mark.long
 def test_every_mutation_is_killed():
     done = subprocess.run(
-        [sys.executable, mutate_objectives.__file__], capture_output=True, text=True, check=False
+        [sys.executable, mutations.__file__], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -13,9 +13,10 @@ import jax
 import numpy as np
 import optax
 import pytest
+from fixtures.models import tiny
+from fixtures.small_learner import assert_same, empty_status, flat, host_params, params_on
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_learner import MODEL, assert_same, empty_status, flat, host_params, params_on
 
 from jaxrl_async.config.loss import LossConfig
 from jaxrl_async.inference import engine as engines
@@ -29,7 +30,7 @@ from jaxrl_async.queue.admission import Admission
 from jaxrl_async.tools.evaluate import complete
 from jaxrl_async.types import Chunk, Group, Trajectory
 
-CONFIG = dataclasses.replace(MODEL, num_layers=1)
+CONFIG = tiny(num_layers=1)
 B, G, PROMPT = 6, 4, 3
 ROW_TOKENS = 24
 DEADLINE_SECS = 60.0

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 import psutil
 import pytest
-from small_learner import flat
-from test_learner import Recorder
-from test_learner import train as train_recorded
+from fixtures.recorded_run import Recorder
+from fixtures.recorded_run import train as train_recorded
+from fixtures.small_learner import flat
 from test_train import (
     QUICKSTART,
     RUN_TIMEOUT_SECS,

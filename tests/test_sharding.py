@@ -5,27 +5,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fixtures.models import tiny
 from flax import nnx
 
 from jaxrl_async.models import attention, logprobs, sharding, transformer
 
-CONFIG = transformer.ModelConfig(
-    vocab_size=24,
-    num_layers=2,
-    model_dim=16,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    mlp_dim=20,
-    rope_theta=10000.0,
-    rope_scaling=None,
-    norm_eps=1e-6,
-    qk_norm=True,
-    attention_bias=True,
-    tied_embeddings=False,
-    dtype="float32",
-    remat=False,
-)
+CONFIG = tiny(vocab_size=24, head_dim=8, mlp_dim=20, attention_bias=True, tied_embeddings=False)
 
 
 @pytest.fixture(scope="module")

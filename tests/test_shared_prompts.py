@@ -5,16 +5,17 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from test_loss_training import DR_GRPO, GSPO, LOSSES
-from test_train_step import (
+from fixtures.models import TINY
+from fixtures.small_learner import assert_same, params_on
+from fixtures.train_steps import (
     CURRENT,
-    MODEL,
+    DR_GRPO,
+    GSPO,
+    LOSSES,
     RECOMPUTE,
     VERSION,
     advantages_of,
-    assert_same,
     make,
-    params_on,
     updated,
 )
 
@@ -25,11 +26,11 @@ from jaxrl_async.types import NOT_SAMPLED, Group, Trajectory
 def group_of(prompt_length, *completion_lengths, index=0):
     """Random trajectories behind one prompt, with a tool's token in each long completion."""
     rng = np.random.default_rng((index, prompt_length, *completion_lengths))
-    prompt = rng.integers(0, MODEL.vocab_size, prompt_length)
+    prompt = rng.integers(0, TINY.vocab_size, prompt_length)
 
     def trajectory(completion_length):
         length = prompt_length + completion_length
-        completion = rng.integers(0, MODEL.vocab_size, completion_length)
+        completion = rng.integers(0, TINY.vocab_size, completion_length)
         mask = np.arange(length) >= prompt_length
         if completion_length > 3:
             mask[-2] = False
@@ -162,7 +163,7 @@ def test_no_completion_and_no_other_group_changes_a_completions_log_probs():
     for changed, seen_by in {1: {1, 2, 3, 4}, 2: {2}, 3: {3}, 4: {4}, 5: {5, 6, 7}, 7: {7}}.items():
         first = np.flatnonzero(segments == changed)[0]
         tokens = batch.tokens.copy()
-        tokens[0, first] = (tokens[0, first] + 1) % MODEL.vocab_size
+        tokens[0, first] = (tokens[0, first] + 1) % TINY.vocab_size
         after = np.asarray(train_step.score(params, dataclasses.replace(batch, tokens=tokens)))
         moved = np.unique(segments[(after != before)[0] & (segments > 0)])
         assert set(moved) == seen_by, changed

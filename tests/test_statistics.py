@@ -6,7 +6,7 @@ import itertools
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_loss_reference import anchor_of, random_tokens, reference, tokens_of, trajectories
+from fixtures.loss_reference import anchor_of, random_tokens, reference, tokens_of, trajectories
 
 from jaxrl_async.config.loss import LossConfig
 from jaxrl_async.learner.statistics import LAG_BUCKETS, Statistics

@@ -5,7 +5,7 @@ import subprocess
 import time
 
 import pytest
-from small_learner import empty_status
+from fixtures.small_learner import empty_status
 
 from jaxrl_async.cli import config, main
 from jaxrl_async.queue.records import RoleStatus, ServerRecord, Wait

@@ -1,93 +1,32 @@
 """The learner's three programs: what cannot change a gradient, what an update refuses, what compiles."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from small_learner import MODEL, assert_same, flat, params_on
+from fixtures.models import TINY
+from fixtures.small_learner import assert_same, flat, params_on
+from fixtures.train_steps import (
+    A3PO,
+    CURRENT,
+    RECOMPUTE,
+    UNCLIPPED,
+    VERSION,
+    accumulated,
+    advantages_of,
+    groups_of,
+    make,
+    pack,
+    updated,
+)
 
-from jaxrl_async.config.loss import LossConfig
 from jaxrl_async.learner import packing
 from jaxrl_async.learner.train_step import TrainStep
-from jaxrl_async.models import sharding
 from jaxrl_async.objectives import anchors, kl, policy_loss
 from jaxrl_async.types import NOT_SAMPLED, Group, Trajectory
-
-A3PO = LossConfig(clip_high=0.28, behavior_cap=1.5)
-RECOMPUTE = dataclasses.replace(A3PO, anchor="recompute")
-CURRENT = dataclasses.replace(A3PO, anchor="current")
-UNCLIPPED = dataclasses.replace(
-    A3PO, clip_low=1.0, clip_high=1e9, behavior_cap=None, behavior_weight="uncapped"
-)
-VERSION = 6  # v_θ; trajectories hold tokens of versions 2 to 6
-
-
-@functools.lru_cache
-def make(loss=A3PO, mesh_shape=(1, 1, 1), max_grad_norm=1e9, temperature=0.7):
-    """A mesh and a TrainStep whose first update moves the parameters by the gradient itself."""
-    mesh = sharding.make_mesh(*mesh_shape, jax.devices()[: np.prod(mesh_shape)])
-    return mesh, TrainStep(
-        MODEL,
-        mesh,
-        loss=loss,
-        temperature=temperature,
-        optimizer=optax.sgd(1.0, momentum=0.9),
-        max_grad_norm=max_grad_norm,
-        num_minibatches=1 if loss.anchor == "current" else 2,
-        head_chunk_tokens=None,
-    )
-
-
-def groups_of(num_groups=4, group_size=2, seed=0):
-    rng = np.random.default_rng(seed)
-
-    def trajectory():
-        prompt, length = 3, int(rng.integers(5, 14))
-        mask = np.arange(length) >= prompt
-        mask[length - 2] = False  # A tool's token, between sampled ones.
-        return Trajectory(
-            tokens=rng.integers(0, MODEL.vocab_size, length).astype(np.int32),
-            logprobs=np.where(mask, -2.5 - rng.random(length), 0).astype(np.float32),
-            versions=np.where(mask, rng.integers(2, VERSION + 1, length), NOT_SAMPLED).astype(
-                np.int32
-            ),
-            mask=mask,
-            prompt_length=prompt,
-        )
-
-    return [Group(i, 0, tuple(trajectory() for _ in range(group_size))) for i in range(num_groups)]
-
-
-def advantages_of(groups, seed=1):
-    shape = (len(groups), len(groups[0].trajectories))
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
-
-
-def pack(groups, *, microbatch_rows=8, row_tokens=32, advantages=None):
-    advantages = advantages_of(groups) if advantages is None else advantages
-    return packing.pack(
-        groups,
-        advantages,
-        microbatch_rows=microbatch_rows,
-        row_tokens=row_tokens,
-        policy="in_order",
-        shared_prompts=False,
-    )
-
-
-def accumulated(batches, made=None, version=VERSION):
-    """The accumulator after these microbatches, at random parameters."""
-    mesh, train_step = make() if made is None else made
-    params = params_on(mesh)
-    accumulator = train_step.zero_accumulator()
-    for batch in batches:
-        proximal = train_step.anchor(params, batch)
-        accumulator = train_step.accumulate(params, accumulator, batch, proximal, version)
-    return accumulator
 
 
 def test_one_microbatch_equals_four():
@@ -173,19 +112,6 @@ def test_staleness_is_that_of_the_token():
     ratio = np.exp(logprobs - anchor)[batch.mask]
     assert (metrics["staleness/mean"], metrics["staleness/max"]) == (2, 3)
     np.testing.assert_allclose(metrics["policy/ratio"], ratio.mean(), rtol=1e-5)
-
-
-def updated(train_step, batches, version=VERSION):
-    """What `update` returned, and the parameters before it."""
-    mesh = make()[0]
-    before = params_on(mesh)
-    state = train_step.init(params_on(mesh))
-    accumulator = train_step.zero_accumulator()
-    for batch in batches:
-        accumulator = train_step.accumulate(
-            state.params, accumulator, batch, train_step.anchor(state.params, batch), version
-        )
-    return train_step.update(state, accumulator), before
 
 
 def test_metrics_and_denominator_are_over_the_original_mask():
@@ -389,7 +315,7 @@ def test_score_is_at_the_samplers_temperature():
     _, flat_step = make(temperature=1e6)
     params = params_on(mesh)
     (batch,) = pack(groups_of())
-    uniform = -np.log(MODEL.vocab_size)
+    uniform = -np.log(TINY.vocab_size)
     np.testing.assert_allclose(flat_step.score(params, batch)[batch.mask], uniform, rtol=1e-4)
     assert np.std(sharp.score(params, batch)[batch.mask]) > 0.1
 
@@ -398,7 +324,7 @@ def test_the_current_anchor_is_refused_with_several_minibatches():
     mesh, _ = make()
     with pytest.raises(ValueError, match="num_minibatches = 2"):
         TrainStep(
-            MODEL,
+            TINY,
             mesh,
             loss=CURRENT,
             temperature=1.0,
@@ -410,7 +336,7 @@ def test_the_current_anchor_is_refused_with_several_minibatches():
 
 
 def test_bfloat16_compute_keeps_float32_sums():
-    config = dataclasses.replace(MODEL, dtype="bfloat16")
+    config = dataclasses.replace(TINY, dtype="bfloat16")
     mesh, _ = make()
     train_step = TrainStep(
         config,

@@ -5,28 +5,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fixtures.models import tiny
 from flax import nnx
 
 from jaxrl_async.models import attention, transformer
 
-LLAMA = transformer.ModelConfig(
+LLAMA = tiny(
     vocab_size=40,
     num_layers=3,
     model_dim=24,
-    num_heads=4,
-    num_kv_heads=2,
     head_dim=8,
     mlp_dim=36,
-    rope_theta=10000.0,
     rope_scaling=transformer.RopeScaling(
         factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_tokens=16
     ),
-    norm_eps=1e-6,
     qk_norm=False,
-    attention_bias=False,
     tied_embeddings=False,
-    dtype="float32",
-    remat=False,
 )
 QWEN2 = dataclasses.replace(LLAMA, rope_scaling=None, attention_bias=True)
 QWEN3 = dataclasses.replace(LLAMA, rope_scaling=None, qk_norm=True, tied_embeddings=True)

@@ -8,33 +8,18 @@ import types
 
 import jax
 import pytest
-from small_learner import empty_status
+from fixtures.models import tiny
+from fixtures.small_learner import empty_status
 
 from jaxrl_async.cli import config as config_lib
 from jaxrl_async.config.settings import Settings, SettingsError
 from jaxrl_async.learner.versions import Delay, Versions
-from jaxrl_async.models import sharding, transformer
+from jaxrl_async.models import sharding
 from jaxrl_async.queue.records import ResumePoint
 from jaxrl_async.weights.store import WeightStore
 
 QUICKSTART = pathlib.Path(__file__).parent.parent / "configs" / "quickstart.py"
-CONFIG = transformer.ModelConfig(
-    vocab_size=16,
-    num_layers=1,
-    model_dim=16,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    mlp_dim=32,
-    rope_theta=10_000.0,
-    rope_scaling=None,
-    norm_eps=1e-6,
-    qk_norm=False,
-    attention_bias=False,
-    tied_embeddings=True,
-    dtype="float32",
-    remat=False,
-)
+CONFIG = tiny(num_layers=1)
 NORM = "model.norm.weight"
 NO_DELAY = Delay(0, uniform=False, seed=0)
 RESUME_POINT = ResumePoint(3, 12, (), {}, {})

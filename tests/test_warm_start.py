@@ -3,7 +3,8 @@
 import jax
 import numpy as np
 import pytest
-from test_train_step import MODEL, flat, params_on
+from fixtures.models import TINY
+from fixtures.small_learner import flat, params_on
 
 from jaxrl_async.learner import train_step
 from jaxrl_async.learner.warm_start import warm_start
@@ -35,7 +36,7 @@ def train(demos, mesh_shape=(1, 1, 1), **settings):
         "seed": 0,
     }
     params = params_on(mesh)
-    params = warm_start(MODEL, mesh, params, demos, **(defaults | settings), report=report)
+    params = warm_start(TINY, mesh, params, demos, **(defaults | settings), report=report)
     return params, losses
 
 
@@ -53,9 +54,9 @@ def logprobs_of(params, *rows):
     column = np.tile(np.arange(6, dtype=np.int32), (len(rows), 1))
     unshared, predictor = np.zeros_like(segments), np.maximum(column - 1, 0)
     batch = Batch(tokens, column, segments, unshared, predictor, *[None] * 4)
-    return train_step.policy_logprobs(
-        MODEL, params, batch, temperature=1.0, head_chunk_tokens=None
-    )[0]
+    return train_step.policy_logprobs(TINY, params, batch, temperature=1.0, head_chunk_tokens=None)[
+        0
+    ]
 
 
 def test_a_rule_is_learnt_with_its_stop_token(learnt):
