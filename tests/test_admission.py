@@ -5,6 +5,7 @@ import logging
 from random import Random
 
 import pytest
+from fixtures.queues import make_admission
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,21 +14,8 @@ from jaxrl_async.queue.leases import OrderError
 from jaxrl_async.queue.records import REISSUE_REASONS, RETIRE_REASONS, Permit, ResumePoint
 
 
-def make(**values) -> Admission:
-    defaults = dict(
-        batch_groups=4,
-        max_staleness=0,
-        push_every_steps=1,
-        max_running_groups=100,
-        max_attempts=3,
-        permit_timeout_secs=10.0,
-        max_bytes=10**9,
-    )
-    return Admission(**defaults | values)
-
-
 def published(version=0, **values) -> Admission:
-    admission = make(**values)
+    admission = make_admission(**values)
     admission.publish(version)
     return admission
 
@@ -49,7 +37,7 @@ def train_step(admission: Admission, step: int) -> None:
 
 
 def test_nothing_is_admitted_before_the_first_publication():
-    admission = make()
+    admission = make_admission()
     assert admission.capacity == 0
     assert admission.admit(5, 0.0) == []
     admission.publish(0)
@@ -168,13 +156,13 @@ def test_publication_never_goes_back():
 @pytest.mark.parametrize("eta, every", [(0, 2), (2, 4), (-1, 1)])
 def test_staleness_below_the_push_interval_is_refused_with_both_numbers(eta, every):
     with pytest.raises(ValueError, match=rf"max_staleness {eta} < push_every_steps {every} − 1"):
-        make(max_staleness=eta, push_every_steps=every)
+        make_admission(max_staleness=eta, push_every_steps=every)
 
 
 @pytest.mark.parametrize("eta, every, warned", [(3, 4, True), (5, 4, False), (0, 1, False)])
 def test_staleness_that_cannot_hide_a_push_is_warned_about(eta, every, warned, caplog):
     with caplog.at_level(logging.WARNING):
-        make(max_staleness=eta, push_every_steps=every)
+        make_admission(max_staleness=eta, push_every_steps=every)
     assert bool(caplog.records) == warned
 
 
@@ -183,7 +171,7 @@ def test_staleness_that_cannot_hide_a_push_is_warned_about(eta, every, warned, c
 )
 def test_bounds_are_at_least_one(name):
     with pytest.raises(ValueError, match=f"{name} must be ≥ 1, got 0"):
-        make(**{name: 0})
+        make_admission(**{name: 0})
 
 
 def test_a_whole_batch_is_leased_in_prompt_order_and_its_head_waits():
@@ -306,7 +294,7 @@ def test_a_new_queue_goes_on_from_a_position():
     resume_point = ResumePoint(
         3, 15, (Permit(12, 1), Permit(14, 0)), {"overlong": 1}, {"overlong": 1}
     )
-    admission = make(max_staleness=1)  # 3·4 trained + 1 retired + 2 outstanding = 15
+    admission = make_admission(max_staleness=1)  # 3·4 trained + 1 retired + 2 outstanding = 15
     admission.publish(3, resume_point)
     assert admission.capacity == 8  # (1 + 3 + 1)·4 − 12
     permits = admission.admit(4, 0.0)
@@ -320,7 +308,7 @@ def test_a_new_queue_goes_on_from_a_position():
 
 
 def test_a_resumed_synchronous_run_issues_what_the_uninterrupted_one_issues():
-    whole, resumed = published(), make()
+    whole, resumed = published(), make_admission()
     for step in range(1, 4):
         train_step(whole, step)
     resumed.publish(3, whole.resume_point)
@@ -330,11 +318,11 @@ def test_a_resumed_synchronous_run_issues_what_the_uninterrupted_one_issues():
 def test_a_position_that_contradicts_itself_or_the_queue_is_refused():
     resume_point = ResumePoint(3, 12, (), {}, {})
     with pytest.raises(OrderError, match=r"version 4 .* resume point of step 3"):
-        make().publish(4, resume_point)
+        make_admission().publish(4, resume_point)
     with pytest.raises(OrderError, match=r"15 groups trained.*frontier 12.*batch_groups"):
-        make(batch_groups=5).publish(3, resume_point)
+        make_admission(batch_groups=5).publish(3, resume_point)
     with pytest.raises(OrderError, match="outside"):
-        make().publish(3, ResumePoint(3, 13, (Permit(13, 0),), {}, {}))
+        make_admission().publish(3, ResumePoint(3, 13, (Permit(13, 0),), {}, {}))
     with pytest.raises(OrderError, match=r"step 3 is given to a queue at work.* step is 0"):
         published().publish(3, resume_point)
 
@@ -379,7 +367,7 @@ def test_what_a_lease_waits_for_is_said():
         "step 1: 1 of 4 groups; waiting for prompt_index 1 (attempt 1, running 0 s), "
         "2 (attempt 0, running 93 s), 3 (attempt 0, running 0 s)"
     )
-    assert make().waiting_for(1, 0.0) == (
+    assert make_admission().waiting_for(1, 0.0) == (
         "step 1: 0 of 4 groups; waiting for 4 not issued (no version was published yet)"
     )
 
@@ -449,7 +437,7 @@ EVENTS = st.lists(
     max_bytes=st.sampled_from([3, 10**9]),
 )
 def test_random_schedules_keep_the_inequality_and_every_index(events, **values):
-    admission = make(**values, permit_timeout_secs=20.0)
+    admission = make_admission(**values, permit_timeout_secs=20.0)
     batch, eta = values["batch_groups"], values["max_staleness"]
     model, now, out, returned_permits = Model(), 0.0, [], []
     chunks, committed, trained = {}, 0, []
@@ -534,7 +522,7 @@ def test_random_schedules_keep_the_inequality_and_every_index(events, **values):
 def test_no_schedule_deadlocks(seed, push_every_steps, slack, **values):
     # As long as the next chunk is not there, a permit is out or is to be had.
     every, random = push_every_steps, Random(seed)
-    admission = make(max_staleness=every - 1 + slack, push_every_steps=every, **values)
+    admission = make_admission(max_staleness=every - 1 + slack, push_every_steps=every, **values)
     admission.publish(0)
     out, step, index = [], 1, 0
     for choice in (random.randrange(100) for _ in range(400)):

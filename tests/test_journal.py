@@ -2,7 +2,6 @@
 damaged is named."""
 
 import asyncio
-import contextlib
 import dataclasses
 import pathlib
 import random
@@ -13,28 +12,13 @@ import grain
 import hypothesis
 import numpy as np
 import pytest
-import test_queue
+from fixtures.queues import SOUND_AUDIT, group, journaled, make_admission, served
 from hypothesis import strategies as st
-from test_queue import group, opened, served
 
 from jaxrl_async.queue import journal as journals
-from jaxrl_async.queue.admission import Admission
 from jaxrl_async.queue.client import QueueError
 from jaxrl_async.queue.journal import Journal, JournalError, JournalReader
 from jaxrl_async.queue.records import Permit, ResumePoint, ServerRecord
-
-NOTHING = {"lost": [], "doubled": [], "gap": [], "stray": []}
-ADMISSION = test_queue.ADMISSION | {"max_staleness": 2}
-
-
-@contextlib.asynccontextmanager
-async def queue_of(path, **values):
-    """A served queue with a journal at `path`."""
-    keep = values.pop("keep", "all")
-    journal = Journal(path, batch_groups=4, keep=keep)
-    async with opened(journal=journal, **ADMISSION | values) as queue:
-        queue.journal = journal
-        yield queue
 
 
 async def copied(path: pathlib.Path, to: pathlib.Path) -> pathlib.Path:
@@ -70,11 +54,11 @@ async def test_a_queue_that_was_killed_comes_back_as_it_was(tmp_path):
     path = tmp_path / "a" / "journal.sqlite"
     path.parent.mkdir()
     (tmp_path / "b").mkdir()
-    async with queue_of(path) as queue:
+    async with journaled(path) as queue:
         permits = await some_history(queue)
         before = await queue.client.status()
         left = await copied(path, tmp_path / "b")
-    async with queue_of(left) as queue:
+    async with journaled(left) as queue:
         assert seen(await queue.client.status()) == seen(before)
         (chunk,) = await queue.lease(2)
         assert [g.prompt_index for g in chunk.groups] == [4, 5, 6, 7]
@@ -88,35 +72,35 @@ async def test_a_queue_that_was_killed_comes_back_as_it_was(tmp_path):
         # The returned index is issued again, with its next attempt.
         assert (await queue.client.admit(1, 5.0))[0] == Permit(permits[1].prompt_index, 1)
     reader = JournalReader(left)
-    assert reader.audit() == NOTHING
+    assert reader.audit() == SOUND_AUDIT
 
 
 async def test_workers_find_the_servers_that_the_learner_reported_last(tmp_path):
     """Else nothing is generated, no step ends, and the learner, who publishes at its end, never reports again."""
     servers = (ServerRecord("http://a:1", "HEALTHY", 1), ServerRecord("http://b:1", "DEAD", None))
-    async with queue_of(tmp_path / "j") as queue:
+    async with journaled(tmp_path / "j") as queue:
         await queue.publish(0, [ServerRecord("http://a:1", "STALE", 0)])
         await queue.publish(0, servers)
-    async with queue_of(tmp_path / "j") as queue:
+    async with journaled(tmp_path / "j") as queue:
         watch = queue.client.watch_fleet()
         assert await anext(watch) == servers
         await watch.aclose()
 
 
 async def test_the_order_in_which_groups_came_survives(tmp_path):
-    async with queue_of(tmp_path / "j", chunk_groups=2) as queue:
+    async with journaled(tmp_path / "j", chunk_groups=2) as queue:
         await queue.publish(0)
         permits = await queue.client.admit(4, 5.0)
         for i in (3, 0, 2):
             await queue.client.submit(group(permits[i]))
-    async with queue_of(tmp_path / "j", chunk_groups=2) as queue:
+    async with journaled(tmp_path / "j", chunk_groups=2) as queue:
         await queue.client.submit(group(permits[1]))
         chunks = await queue.lease(1)
         assert [[g.prompt_index for g in c.groups] for c in chunks] == [[3, 0], [2, 1]]
 
 
 async def test_a_learner_restored_earlier_gets_the_same_batches_again(tmp_path):
-    async with queue_of(tmp_path / "j") as queue:
+    async with journaled(tmp_path / "j") as queue:
         await queue.publish(0)
         chunks, positions = [], []
         for step in (1, 2, 3):
@@ -125,7 +109,7 @@ async def test_a_learner_restored_earlier_gets_the_same_batches_again(tmp_path):
             positions.append(await queue.commit(step))
             await queue.publish(step)
         await assert_steps_again(queue, chunks, positions)
-    async with queue_of(tmp_path / "j") as queue:
+    async with journaled(tmp_path / "j") as queue:
         await assert_steps_again(queue, chunks, positions)
 
 
@@ -147,20 +131,20 @@ async def assert_steps_again(queue, chunks, positions):
 
 
 async def test_admission_is_bounded_by_the_history_after_recovery(tmp_path):
-    async with queue_of(tmp_path / "j") as queue:
+    async with journaled(tmp_path / "j") as queue:
         await queue.publish(0)
         permits = await queue.client.admit(100, 5.0)
         assert len(permits) == 12  # (η 2 + v 0 + 1) · 4
         for permit in permits[:5]:
             await queue.client.submit(group(permit))
-    async with queue_of(tmp_path / "j") as queue:
+    async with journaled(tmp_path / "j") as queue:
         status = await queue.client.status()
         assert (status.capacity, status.running_groups, status.depth_groups) == (0, 7, 5)
         assert await queue.client.admit(100, 0.0) == []
 
 
 async def test_a_worker_that_comes_back_is_given_its_permits_again(tmp_path):
-    async with queue_of(tmp_path / "j") as queue:
+    async with journaled(tmp_path / "j") as queue:
         await queue.publish(0)
         ask = queue.client.admit
         mine = await ask(3, 5.0, worker="mine", working_on=())
@@ -170,21 +154,21 @@ async def test_a_worker_that_comes_back_is_given_its_permits_again(tmp_path):
             *mine[1:],
             *[Permit(i, 0) for i in (5, 6, 7)],
         ]
-    async with queue_of(tmp_path / "j") as queue:
+    async with journaled(tmp_path / "j") as queue:
         again = await queue.client.admit(8, 5.0, worker="other", working_on=())
         assert again[:2] == other
         assert not set(again) & set(mine)
 
 
 async def test_groups_before_the_oldest_checkpoint_are_forgotten(tmp_path):
-    async with queue_of(tmp_path / "j", keep="checkpointed") as queue:
+    async with journaled(tmp_path / "j", keep="checkpointed") as queue:
         await queue.publish(0)
         for step in (1, 2, 3):
             await queue.fill(4)
             await queue.lease(step)
             await queue.commit(step)
             await queue.publish(step)
-        await asyncio.to_thread(queue._learner.checkpointed, 2)
+        await queue.checkpointed(2)
         (chunk,) = await queue.lease(3)
         assert len(chunk.groups) == 4
         with pytest.raises(
@@ -199,12 +183,12 @@ async def test_groups_before_the_oldest_checkpoint_are_forgotten(tmp_path):
 
 
 async def test_with_keep_all_nothing_is_forgotten(tmp_path):
-    async with queue_of(tmp_path / "j") as queue:
+    async with journaled(tmp_path / "j") as queue:
         await queue.publish(0)
         await queue.fill(4)
         await queue.lease(1)
         await queue.commit(1)
-        await asyncio.to_thread(queue._learner.checkpointed, 1)
+        await queue.checkpointed(1)
         assert len((await queue.lease(1))[0].groups) == 4
 
 
@@ -212,19 +196,19 @@ async def test_a_queue_that_started_from_a_position_comes_back(tmp_path):
     start = ResumePoint(
         5, 26, tuple(Permit(i, 1) for i in (3, 20, 25)), {"invalid": 3}, {"invalid": 3}
     )
-    async with queue_of(tmp_path / "j") as queue:
+    async with journaled(tmp_path / "j") as queue:
         await queue.publish(5, resume_point=start)
         await queue.fill(4)
         await queue.lease(6)
         before = await queue.client.status()
-    async with queue_of(tmp_path / "j") as queue:
+    async with journaled(tmp_path / "j") as queue:
         assert seen(await queue.client.status()) == seen(before)
         await queue.commit(6)
-    assert JournalReader(tmp_path / "j").audit() == NOTHING
+    assert JournalReader(tmp_path / "j").audit() == SOUND_AUDIT
 
 
 async def test_a_journal_is_a_dataset(tmp_path):
-    async with queue_of(tmp_path / "j") as queue:
+    async with journaled(tmp_path / "j") as queue:
         await queue.publish(0)
         await queue.fill(8)
         for step in (1, 2):
@@ -242,10 +226,10 @@ async def test_no_cursor_leaves_the_journals_thread(tmp_path, monkeypatch):
         "_answer",
         lambda futures, outcomes: given.extend(outcomes) or answer(futures, outcomes),
     )
-    async with queue_of(tmp_path / "j") as queue:
+    async with journaled(tmp_path / "j") as queue:
         await some_history(queue)
         await queue.publish(1, [ServerRecord("http://a:1", "HEALTHY", 1)])
-        await asyncio.to_thread(queue._learner.checkpointed, 1)
+        await queue.checkpointed(1)
         await queue.lease(1)
     assert len(given) > 20
     assert not [outcome for outcome in given if isinstance(outcome, sqlite3.Cursor)]
@@ -259,7 +243,7 @@ def rotten(path, statement, *values):
 
 
 async def with_groups(path):
-    async with queue_of(path) as queue:
+    async with journaled(path) as queue:
         await queue.publish(0)
         await queue.fill(4)
         await queue.lease(1)
@@ -283,7 +267,7 @@ async def test_a_group_that_is_gone_is_named(tmp_path):
 
 async def test_an_audit_finds_what_must_not_be(tmp_path):
     path = tmp_path / "j"
-    async with queue_of(path) as queue:
+    async with journaled(path) as queue:
         await queue.publish(0)
         await queue.fill(8)
         for step in (1, 2):
@@ -352,7 +336,7 @@ async def test_a_full_disk_stops_the_queue_and_says_so(tmp_path):
     (pages,) = journal._connection.execute("PRAGMA page_count").fetchone()
     journal._connection.execute(f"PRAGMA max_page_count = {pages + 1}")
     with pytest.raises(JournalError, match=r"j: database or disk is full"):
-        async with served(journal=journal, **ADMISSION) as address:
+        async with served(journal=journal, max_staleness=2) as address:
             await fill_until_it_stops(address)
     # What was answered is there, and a queue with room goes on.
     again = Journal(tmp_path / "j", batch_groups=4)
@@ -381,7 +365,7 @@ async def test_a_state_of_other_batches_is_refused(tmp_path):
     journal = Journal(tmp_path / "j", batch_groups=4)
     state, *_ = journal.recover()
     journal.close()
-    admission = Admission(**ADMISSION)
+    admission = make_admission(max_staleness=2)
     admission.recover(state, 0.0)
     assert (admission.leased, admission.frontier) == (4, 4)
 

@@ -8,123 +8,26 @@ import sys
 import grpc
 import numpy as np
 import pytest
+from fixtures.queues import (
+    GROUP_SIZE,
+    HANG_SECS,
+    MAX_TOKENS,
+    TIMEOUTS,
+    VOCAB_SIZE,
+    group,
+    make_admission,
+    opened,
+    served,
+)
 
 from jaxrl_async.queue import client as queue_client
 from jaxrl_async.queue import service as queue_service
 from jaxrl_async.queue import trajectory_queue_pb2 as pb
 from jaxrl_async.queue import wire
-from jaxrl_async.queue.admission import Admission
 from jaxrl_async.queue.client import LearnerQueue, QueueClient, QueueError
 from jaxrl_async.queue.records import Permit, ResumePoint, ServerRecord, Share, Wait
 from jaxrl_async.queue.trajectory_queue_pb2_grpc import TrajectoryQueueStub
-from jaxrl_async.types import Group, InvalidTrajectoryError, Trajectory
-
-GROUP_SIZE, VOCAB_SIZE, MAX_TOKENS = 2, 50, 64
-HANG_SECS = 30.0  # No test waits for ever, and none passes because a wait ran out.
-TIMEOUTS = dict(connect_timeout_secs=10.0, call_timeout_secs=10.0)
-
-
-def group(permit: Permit, num_tokens=5) -> Group:
-    """Tokens tell the index, log-probs the attempt."""
-    mask = np.arange(num_tokens) >= 2
-    row = Trajectory(
-        tokens=np.full(num_tokens, permit.prompt_index % VOCAB_SIZE, np.int32),
-        logprobs=np.where(mask, -1.0 - permit.attempt, 0).astype(np.float32),
-        versions=np.where(mask, 0, -1).astype(np.int32),
-        mask=mask,
-        prompt_length=2,
-    )
-    return Group(permit.prompt_index, permit.attempt, (row,) * GROUP_SIZE)
-
-
-ADMISSION = dict(
-    batch_groups=4,
-    max_staleness=0,
-    push_every_steps=1,
-    max_running_groups=100,
-    max_attempts=3,
-    permit_timeout_secs=30.0,
-    max_bytes=10**9,
-)
-
-
-class Queue:
-    """A served queue, a worker's client, and the learner's calls run in a thread."""
-
-    def __init__(self, address: str, client: QueueClient, learner: LearnerQueue):
-        self.address, self.client, self._learner = address, client, learner
-        self.waited = []  # steps whose lease found nothing at once
-
-    async def lease(self, step, timeout_secs=300.0):
-        return await asyncio.to_thread(lambda: list(self._lease(step, timeout_secs)))
-
-    async def first_chunk(self, step, timeout_secs=300.0):
-        return await asyncio.to_thread(lambda: next(self._lease(step, timeout_secs)))
-
-    async def commit(self, step):
-        return await asyncio.to_thread(self._learner.commit, step)
-
-    async def publish(self, version, servers=(), resume_point=None):
-        await asyncio.to_thread(self._learner.publish_version, version, servers, resume_point)
-
-    async def learner_status(self):
-        return await asyncio.to_thread(self._learner.status)
-
-    def _lease(self, step, timeout_secs):
-        return self._learner.lease(step, timeout_secs, lambda: self.waited.append(step))
-
-    async def fill(self, count) -> list[Permit]:
-        permits = await self.client.admit(count, 5.0)
-        for permit in permits:
-            assert await self.client.submit(group(permit)) == "held"
-        return permits
-
-
-@contextlib.asynccontextmanager
-async def served(
-    address="127.0.0.1:0",
-    *,
-    max_message_bytes=100_000,
-    journal=None,
-    access=None,
-    hang_secs=HANG_SECS,
-    **values,
-):
-    bound = asyncio.get_running_loop().create_future()
-    task = asyncio.create_task(
-        queue_service.serve(
-            address,
-            admission=Admission(**ADMISSION | values),
-            group_size=GROUP_SIZE,
-            vocab_size=VOCAB_SIZE,
-            max_tokens=MAX_TOKENS,
-            max_message_bytes=max_message_bytes,
-            journal=journal,
-            on_bound=bound.set_result,
-            **access or {},
-        )
-    )
-    try:
-        async with asyncio.timeout(hang_secs):
-            await asyncio.wait([task, bound], return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                task.result()
-            yield bound.result()
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-
-
-@contextlib.asynccontextmanager
-async def opened(**values):
-    async with served(**values) as address, QueueClient(address, **TIMEOUTS) as client:
-        learner = LearnerQueue(address, **TIMEOUTS)
-        await asyncio.to_thread(learner.__enter__)
-        try:
-            yield Queue(address, client, learner)
-        finally:
-            learner.__exit__()
+from jaxrl_async.types import Group, InvalidTrajectoryError
 
 
 async def test_a_step_goes_round():
@@ -330,7 +233,7 @@ async def test_a_lease_that_is_given_up_has_no_chunk_and_takes_none():
             asked.append(True)
             return len(asked) == 3
 
-        lease = queue._learner.lease(1, 300.0, should_stop)
+        lease = queue.learner.lease(1, 300.0, should_stop)
         assert await asyncio.to_thread(list, lease) == []
         assert len(asked) == 3
         await queue.fill(4)
@@ -440,15 +343,7 @@ async def test_a_full_queue_gives_no_permits_beyond_the_next_lease():
 
 
 async def test_a_commit_frees_the_memory_of_its_groups():
-    admission = Admission(
-        batch_groups=1,
-        max_staleness=0,
-        push_every_steps=1,
-        max_running_groups=1,
-        max_attempts=1,
-        permit_timeout_secs=1.0,
-        max_bytes=1,
-    )
+    admission = make_admission(batch_groups=1)
     service = queue_service.QueueService(
         admission, group_size=GROUP_SIZE, vocab_size=VOCAB_SIZE, max_tokens=MAX_TOKENS
     )

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fixtures.queues import GROUP_SIZE, MAX_TOKENS, VOCAB_SIZE, group
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_queue import GROUP_SIZE, MAX_TOKENS, VOCAB_SIZE, group
 
 from jaxrl_async.queue import trajectory_queue_pb2 as pb
 from jaxrl_async.queue import wire

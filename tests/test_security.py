@@ -25,11 +25,11 @@ import grpc
 import hypothesis
 import psutil
 import pytest
+from fixtures.queues import group, served
 from google.protobuf import message as protobuf
 from google.protobuf import message_factory
 from hypothesis import strategies as st
 from test_inference_http import CONFIG, SHAPE, serving, upload, weights, write_weights
-from test_queue import group, served
 
 from jaxrl_async import security
 from jaxrl_async.cli import config as config_lib

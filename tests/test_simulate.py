@@ -10,8 +10,7 @@ import sys
 
 import numpy as np
 import pytest
-from test_journal import queue_of
-from test_queue import group
+from fixtures.queues import group, journaled
 
 from jaxrl_async.cli import main
 from jaxrl_async.tools import simulate as simulation
@@ -243,7 +242,7 @@ def test_lengths_have_the_mean_that_they_are_given(spec, mean, low, high):
 
 
 async def test_lengths_are_read_from_a_journal_group_by_group(tmp_path):
-    async with queue_of(tmp_path / "j") as queue:
+    async with journaled(tmp_path / "j") as queue:
         await queue.publish(0)
         for permit in await queue.client.admit(4, 5.0):
             await queue.client.submit(group(permit, num_tokens=4 + permit.prompt_index))

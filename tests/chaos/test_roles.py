@@ -11,7 +11,7 @@ import sys
 import chaos
 import jax
 import pytest
-from test_journal import NOTHING
+from fixtures.queues import SOUND_AUDIT
 
 from jaxrl_async.cli.config import load_config, settings_of
 from jaxrl_async.metrics import read_metrics
@@ -38,7 +38,7 @@ def attacked(tmp_path_factory):
 def test_a_run_whose_roles_are_killed_finishes_and_nothing_is_lost_or_doubled(attacked):
     workdir, trials, audit = attacked
     assert len(trials) == 4 and None not in trials
-    assert audit == NOTHING
+    assert audit == SOUND_AUDIT
     rows = read_metrics(workdir)
     assert [row["step"] for row in rows] == list(range(1, 51))
     assert sum(row["policy/grad_norm"] > 0 for row in rows) > 40  # There is something to replay.
@@ -109,7 +109,7 @@ def test_every_fault_is_survived(fault, tmp_path):
     with chaos.Run(tmp_path / "run", num_steps=30, config=SMOKE) as run:
         run.wait_for(3, START_SECS, "start")
         assert run.strike(*fault, random.Random(1)) is not None
-        assert run.finish(START_SECS) == NOTHING
+        assert run.finish(START_SECS) == SOUND_AUDIT
     assert len(JournalReader(tmp_path / "run" / "journal.sqlite")) == 30 * 8
 
 
@@ -123,7 +123,7 @@ def test_a_sync_run_whose_learner_was_killed_equals_the_undisturbed_one_bit_for_
                 for role in ("learner", "queue", "rollout"):
                     run.wait_for(run.step + 2, START_SECS, "start")
                     assert run.strike("kill", (role,), rng) is not None
-            assert run.finish(START_SECS) == NOTHING
+            assert run.finish(START_SECS) == SOUND_AUDIT
     ours, theirs = (read_metrics(tmp_path / name) for name in ("whole", "killed"))
     for name in ("reward/mean", "loss/policy", "policy/grad_norm"):
         assert [row[name] for row in ours] == [row[name] for row in theirs], name
