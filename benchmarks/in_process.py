@@ -25,7 +25,8 @@ import numpy as np
 from flax import nnx
 
 from jaxrl_async import roles
-from jaxrl_async.config.settings import Settings, delay_of
+from jaxrl_async.config.checks import delay_of
+from jaxrl_async.config.settings import Settings
 from jaxrl_async.inference import engine as engines
 from jaxrl_async.inference.sampling import SamplingParams
 from jaxrl_async.learner import learner as learners

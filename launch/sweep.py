@@ -20,15 +20,12 @@ import signal
 import subprocess
 import sys
 
-from jaxrl_async.cli.config import (
-    UsageError,
-    load_config,
-    load_sweep,
-    parse_flags,
-    settings_of,
-    settings_of_point,
-)
-from jaxrl_async.config.settings import Settings, SettingsError, nearest
+import ml_collections
+
+from jaxrl_async.cli.config import UsageError, config_of_point, load_sweep, parse_flags
+from jaxrl_async.config.checks import nearest
+from jaxrl_async.config.settings import SettingsError
+from jaxrl_async.run import workdir as workdirs
 from jaxrl_async.sweeps import driver, page, submit
 
 PROGRAM = (sys.executable, "-m", "jaxrl_async")
@@ -84,16 +81,16 @@ def _main(argv: list[str], program: tuple[str, ...]) -> int:
     sweep = load_sweep(flags.sweep)
     stem = pathlib.Path(flags.sweep.partition(":")[0]).stem
     directory = pathlib.Path(flags.dir or f"runs/{stem}").absolute()
-    settings = [settings_of_point(sweep, point) for point in sweep.points]
+    configs = [config_of_point(sweep, point) for point in sweep.points]
     jobs = [
         driver.Job(
             name=point.name,
             directory=directory,
-            num_steps=own.learner.num_steps,
+            num_steps=config.learner.num_steps,
             program=program,
             words=(f"--config={sweep.config}", *point.words),
         )
-        for point, own in zip(sweep.points, settings, strict=True)
+        for point, config in zip(sweep.points, configs, strict=True)
     ]
     if flags.submit:
         return _submit(flags, jobs, directory, stem)
@@ -101,8 +98,8 @@ def _main(argv: list[str], program: tuple[str, ...]) -> int:
         for job in jobs:
             print(job.shell if job.result() is None else f"# finished: {job.shell}")
         return 0
-    for job, own in zip(jobs, settings, strict=True):
-        _check_workdir(job, own)
+    for job, config in zip(jobs, configs, strict=True):
+        _check_workdir(job, config)
     if flags.gather:
         print(page.write_page(sweep, jobs, directory))
         return 0
@@ -176,21 +173,23 @@ def _submit(flags, jobs: list[driver.Job], directory: pathlib.Path, stem: str) -
         return 1
 
 
-def _check_workdir(job: driver.Job, wanted: Settings) -> None:
-    """What stands in DIR/NAME must be a run of this point, not one of a changed sweep."""
-    path = job.workdir / "config.json"
-    if not path.exists():
-        return
+def _check_workdir(job: driver.Job, config: ml_collections.ConfigDict) -> None:
+    """Refuses DIR/NAME when it holds a run of another config, as of a sweep that was changed since.
+
+    Raises:
+      UsageError: the settings that differ, or a config.json that cannot be read.
+    """
     try:
-        found = settings_of(load_config(str(path)))
-    except (SettingsError, UsageError) as error:
-        raise UsageError(f"{path} cannot be read ({error}): name another --dir") from None
-    for block in vars(wanted):
-        if getattr(found, block) != getattr(wanted, block):
-            raise UsageError(
-                f"{job.workdir} holds another run: its config.{block} is {getattr(found, block)}, this point's is "
-                f"{getattr(wanted, block)}. Name another --dir"
-            )
+        found = workdirs.differences(job.workdir, config)
+    except ValueError as error:
+        raise UsageError(f"{error}; or name another --dir") from None
+    if found:
+        key, (theirs, ours) = next(iter(found.items()))
+        more = f" (and {len(found) - 1} more keys differ)" if len(found) > 1 else ""
+        raise UsageError(
+            f"{job.workdir} holds another run: its config.{key} is {theirs!r}, this point's is {ours!r}{more}. "
+            "Name another --dir"
+        )
 
 
 def heed_interrupts() -> None:

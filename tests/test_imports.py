@@ -7,11 +7,12 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent / "jaxrl_async"
 
-# Room → rooms it may import. Rooms that are not here (config, report, roles, cli …) may import anything.
+# Room → rooms it may import. Rooms that are not here (report, roles, cli …) may import anything.
 MAY_IMPORT = {
     "types": set(),
     "security": set(),
     "metrics": set(),
+    "config": {"queue", "rewards", "security"},
     "tasks": {"types", "metrics", "rewards"},
     "rewards": {"types", "metrics"},
     "queue": {"types", "metrics", "security"},
@@ -87,6 +88,6 @@ def test_the_rollout_side_never_imports_jax(room):
 
 
 def test_every_room_is_under_the_rule():
-    free = {"__init__", "__main__", "api", "cli", "config", "report", "roles", "run", "tools"}
+    free = {"__init__", "__main__", "api", "cli", "report", "roles", "run", "tools"}
     rooms = {p.stem for p in ROOT.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()}
     assert rooms - free == set(MAY_IMPORT)

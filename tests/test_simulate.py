@@ -269,10 +269,10 @@ REFUSED = [
     (dict(push_secs=1.0, pause_secs=2.0), "pause_secs must be ≤ push_secs = 1, got 2.0"),
     (dict(warm_steps=10), "warm_steps must be in [0, num_steps = 10), got 10"),
     (dict(num_slots=1), "num_slots must be ≥ group_size = 2, got 1"),
-    (dict(mode="lazy"), "mode must be one of sync, periodic, async, got 'lazy'"),
+    (dict(mode="lazy"), "mode must be one of sync, periodic, async; got 'lazy'"),
     (
         dict(mode="sync"),
-        "mode 'sync' needs max_staleness = 0 and push_every_steps = 1, got 1 and 1",
+        "queue.max_staleness = 0 and weights.push_every_steps = 1, got 1 and 1",
     ),
     (
         dict(chunk_groups=2),

@@ -145,11 +145,15 @@ def loaded(path, arg):
     return config_lib.load_sweep(f"{path}:{arg}")
 
 
+def settings_of_point(sweep, point):
+    return config_lib.settings_of(config_lib.config_of_point(sweep, point))
+
+
 @pytest.mark.parametrize("arg", ["", "smoke", "num_seeds=2"])
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda p: p.stem)
 def test_every_point_can_be_run(path, arg):
     sweep = loaded(path, arg)
-    runs = [config_lib.settings_of_point(sweep, point) for point in sweep.points]
+    runs = [settings_of_point(sweep, point) for point in sweep.points]
     assert len(set(map(repr, runs))) == len(runs) > 1, "two points are the same run"
     if arg == "smoke":
         assert {run.learner.num_steps for run in runs} == {2}
@@ -168,7 +172,7 @@ def test_what_is_printed_is_what_runs(path, tmp_path, capsys):
         assert evaluate == [sys.executable, "-m", "jaxrl_async", "evaluate", workdir]
         assert train[:4] == [sys.executable, "-m", "jaxrl_async", "train"] and workdir in train
         flags = config_lib.parse_flags("", train[4:], config=True, workdir=("", ""))
-        assert config_lib.settings_of(flags.config) == config_lib.settings_of_point(sweep, point)
+        assert config_lib.settings_of(flags.config) == settings_of_point(sweep, point)
 
 
 def test_printing_is_the_default_and_what_dry_run_does(tmp_path, capsys):
@@ -208,7 +212,7 @@ def test_the_sweep_of_modes_has_what_the_settings_accept_and_nothing_else():
         overrides = {"mode": mode, "queue.max_staleness": eta, "loss.anchor": anchor}
         overrides |= periodic if mode == "periodic" else {}
         try:
-            config_lib.settings_of_point(sweep, Point("x", overrides))
+            settings_of_point(sweep, Point("x", overrides))
         except SettingsError:
             continue
         accepted.add((mode, eta, anchor))
@@ -269,7 +273,7 @@ def test_none_on_the_command_line_empties_a_number():
 def test_a_point_that_cannot_be_run_is_named(overrides, message):
     sweep = Sweep(f"{ROOT}/configs/quickstart.py", (Point("x", overrides),))
     with pytest.raises((config_lib.UsageError, SettingsError), match=message):
-        config_lib.settings_of_point(sweep, sweep.points[0])
+        settings_of_point(sweep, sweep.points[0])
 
 
 def test_points_that_cannot_be_told_apart_are_refused():

@@ -12,7 +12,8 @@ from fixtures.models import tiny
 from fixtures.small_learner import empty_status
 
 from jaxrl_async.cli import config as config_lib
-from jaxrl_async.config.settings import Settings, SettingsError
+from jaxrl_async.config.build import make_settings
+from jaxrl_async.config.settings import SettingsError
 from jaxrl_async.learner.versions import Delay, Versions
 from jaxrl_async.models import sharding
 from jaxrl_async.queue.records import ResumePoint
@@ -210,11 +211,11 @@ def test_a_journal_that_ends_before_the_checkpoint_is_refused(left):
 def test_a_delay_needs_every_step_to_be_published(delay_steps):
     config = json.loads(config_lib.load_config(str(QUICKSTART)).to_json())
     config["rollout"]["delay_steps"] = delay_steps
-    Settings.from_dict(config)
+    make_settings(config)
     config["weights"]["push_every_steps"] = 2
     with pytest.raises(
         SettingsError, match=r"delay_steps = .*needs weights\.push_every_steps = 1, got 2"
     ):
-        Settings.from_dict(config)
+        make_settings(config)
     config["rollout"]["delay_steps"] = "uniform(0)"
-    Settings.from_dict(config)
+    make_settings(config)

@@ -1,14 +1,17 @@
-"""Configs at the door: files with `get_config(arg)`, arg strings, `--config.a.b=value`, a workdir's config.json.
+"""Configs on the command line, and the verb `config`, which prints one.
 
-Files with `get_sweep(arg)` too, whose points are such overrides.
-
-Flags and ConfigDict live in cli/ only; what leaves is `Settings`.
+A config is FILE.py[:ARG], whose `get_config(arg)` makes it, or the config.json of a workdir; --config.a.b=value changes
+one of its settings. A sweep is FILE.py[:ARG] with `get_sweep(arg)`: a config and named lists of such changes. Flags
+and ConfigDict are not used below this module and the verbs: they pass `Settings` on.
 """
 
 import json
+import logging
 import pathlib
+import re
 import runpy
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -16,44 +19,49 @@ import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
-from jaxrl_async.config.settings import Settings, SettingsError, nearest
+from jaxrl_async.config.build import (
+    UsageError,
+    complete,
+    config_dict,
+    default_values,
+    flat,
+    from_json,
+    make_settings,
+    parse_arg,
+)
+from jaxrl_async.config.checks import nearest
+from jaxrl_async.config.settings import RENAMED, Settings, SettingsError
 from jaxrl_async.sweeps.points import Point, Sweep
 
+__all__ = [
+    "UsageError",
+    "config_of_point",
+    "load_config",
+    "load_sweep",
+    "main",
+    "parse_arg",
+    "parse_flags",
+    "settings_of",
+]
+log = logging.getLogger(__name__)
 
-class UsageError(ValueError):
-    """The command line cannot be used; the message names the word and what it could be."""
-
-
-def parse_arg(arg: str, **defaults: Any) -> ml_collections.ConfigDict:
-    """Reads a config's arg string, "smoke,mode=sync,seed=3".
-
-    A bare word sets a boolean. Values take the type of their default.
-
-    Args:
-      arg: what follows the colon in --config=FILE:ARG.
-      **defaults: every name the config knows, with its default.
-
-    Raises:
-      UsageError: an unknown name (with the nearest) or a value of another type.
-    """
-    values = ml_collections.ConfigDict(defaults)
-    for word in filter(None, arg.split(",")):
-        name, equals, text = word.partition("=")
-        if name not in defaults:
-            raise UsageError(f"unknown config argument {name!r}{nearest(name, defaults)}")
-        values[name] = _typed(name, text if equals else "true", type(defaults[name]))
-    return values
+USAGE = """Prints every setting of a config, a line each. A * marks those that differ from the defaults
+(jaxrl_async/config/settings.py), which stand behind them. With --workdir=DIR: of the run in DIR."""
 
 
-def _typed(name: str, text: str, kind: type):
-    if kind is bool:
-        if text.lower() not in ("true", "false"):
-            raise UsageError(f"config argument {name} must be true or false, got {text!r}")
-        return text.lower() == "true"
-    try:
-        return kind(text)
-    except ValueError:
-        raise UsageError(f"config argument {name} must be {kind.__name__}, got {text!r}") from None
+def main(argv: list[str]) -> int:
+    values = parse_flags(
+        USAGE,
+        argv,
+        config=True,
+        config_of=lambda flags: f"{flags.workdir}/config.json" if flags.workdir else None,
+        workdir=("", "directory of a run"),
+    )
+    defaults = default_values()
+    for key, value in flat(settings_of(values.config)):
+        base = "" if value == defaults[key] else f"    (default {defaults[key]!r})"
+        print(f"{'*' if base else ' '} {key} = {value!r}{base}")
+    return 0
 
 
 def parse_flags(
@@ -90,7 +98,7 @@ def parse_flags(
         print(values.main_module_help() or values.get_help())
         sys.exit(0)
     if config:
-        spec, argv = _split_config(argv)
+        spec, argv = _split_config([_renamed(word) for word in argv])
         loaded = load_config(spec or _other_config(values, argv, config_of))
         _check_keys(loaded, argv)
         argv = _set_nones(loaded, argv)
@@ -110,11 +118,26 @@ def _underscored(word: str) -> str:
     return f"--{name.replace('-', '_')}{equals}{value}" if word.startswith("--") else word
 
 
+def _renamed(word: str) -> str:
+    """--config.OLD=value under the name that the setting has now."""
+    flag, equals, value = word.partition("=")
+    new = RENAMED.get(flag.removeprefix("--config."))
+    if new is None or not flag.startswith("--config."):
+        return word
+    log.warning("%s is now --config.%s", flag, new)
+    return f"--config.{new}{equals}{value}"
+
+
 def load_config(spec: str) -> ml_collections.ConfigDict:
-    """Loads FILE.py[:ARG] (its `get_config(arg)`) or a workdir's config.json.
+    """Loads FILE.py[:ARG] (its `get_config(arg)`) or a workdir's config.json; the result has every setting.
+
+    A setting that a file does not state has its default. One that a config.json does not have, has the value from
+    before it existed. This and renamed keys are logged.
 
     Raises:
-      UsageError: no such file, not JSON, no get_config, or an arg string it does not know.
+      UsageError: no such file, not JSON, no get_config, an arg string or a key that it does not know, or a value of
+        another type.
+      SettingsError: a config.json without a key of its time.
     """
     file, _, arg = spec.partition(":")
     path = pathlib.Path(file)
@@ -122,15 +145,22 @@ def load_config(spec: str) -> ml_collections.ConfigDict:
         raise UsageError(f"no config at {path}")
     if path.suffix == ".json":
         try:
-            return ml_collections.ConfigDict(_tuples(json.loads(path.read_text("utf-8"))))
+            values = json.loads(path.read_text("utf-8"))
         except json.JSONDecodeError as error:
             raise UsageError(f"{path} is not JSON: {error}") from None
-    return _function(path, "get_config")(arg)
+        values, said = from_json(values, str(path))
+        config = config_dict(_tuples(values))
+    else:
+        config = _call(path, "get_config", arg)
+        said = [f"{path}: {line}" for line in complete(config)]
+    for line in said:
+        log.warning("%s", line)
+    return config
 
 
 def settings_of(config: ml_collections.ConfigDict) -> Settings:
     """The checked settings of a config."""
-    return Settings.from_dict(config.to_dict())
+    return make_settings(config.to_dict())
 
 
 def load_sweep(spec: str) -> Sweep:
@@ -144,15 +174,15 @@ def load_sweep(spec: str) -> Sweep:
     if not path.is_file():
         raise UsageError(f"no sweep at {path}")
     try:
-        sweep = _function(path, "get_sweep")(arg)
+        sweep = _call(path, "get_sweep", arg)
     except (TypeError, ValueError) as error:
         raise UsageError(f"{path}: {error}") from None
     config, colon, arg = sweep.config.partition(":")
     return Sweep(f"{(path.parent / config).resolve()}{colon if arg else ''}{arg}", sweep.points)
 
 
-def settings_of_point(sweep: Sweep, point: Point) -> Settings:
-    """The checked settings that the command of a point runs: its words are parsed as `train` parses them.
+def config_of_point(sweep: Sweep, point: Point) -> ml_collections.ConfigDict:
+    """The config that the command of a point runs: its words are parsed as `train` parses them.
 
     Raises:
       UsageError: an unknown key, or a value that comes through the command line as another.
@@ -165,27 +195,42 @@ def settings_of_point(sweep: Sweep, point: Point) -> Settings:
         raise UsageError(f"point {point.name!r}: {error}") from None
     for key, value in point.overrides.items():
         found = config
-        for part in key.split("."):
+        for part in RENAMED.get(key, key).split("."):
             found = found[part]
         if found != value:
             raise UsageError(
                 f"point {point.name!r}: config.{key} = {value!r} would come through as {found!r}"
             )
     try:
-        return settings_of(config)
+        settings_of(config)
     except SettingsError as error:
         raise SettingsError(f"point {point.name!r}: {error}") from None
+    return config
 
 
-def _function(path: pathlib.Path, name: str):
+def _call(path: pathlib.Path, name: str, arg: str) -> Any:
+    """The result of a function of a config file.
+
+    Raises:
+      UsageError: no such function; or the file sets a setting that does not exist, or to a value of another type.
+    """
     function = runpy.run_path(str(path)).get(name)
     if function is None:
         raise UsageError(f"{path} has no {name}(arg)")
-    return function
+    try:
+        return function(arg)
+    except (AttributeError, KeyError, TypeError) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        if "ml_collections" not in pathlib.Path(frames[-1].filename).parts:
+            raise  # A mistake of another kind: the traceback shows where.
+        line = next(frame.lineno for frame in reversed(frames) if frame.filename == str(path))
+        cause = error.args[0].args[0] if isinstance(error.args[0], KeyError) else error.args[0]
+        text = re.sub(r" and cannot be added since.*\n", "; ", cause, flags=re.DOTALL)
+        raise UsageError(f"{path}, line {line}: {text}") from error
 
 
 def _other_config(values: flags.FlagValues, argv: list[str], config_of) -> str:
-    """What `config_of` says of the flags that are no config's."""
+    """The result of `config_of` for the flags that are no config's."""
     try:
         values(["", *argv], known_only=True)
     except flags.Error as error:

@@ -4,10 +4,12 @@ import importlib
 import sys
 
 from jaxrl_async.cli import config as config_lib
-from jaxrl_async.config.settings import SettingsError, nearest
+from jaxrl_async.config.checks import nearest
+from jaxrl_async.config.settings import SettingsError
 
 VERBS = {
     "train": "train a policy: every role on this machine, or one --role on a pod",
+    "config": "print every setting of a config or a run, and what differs from the defaults",
     "serve": "serve a checkpoint or a Hugging Face directory over SGLang's HTTP API",
     "evaluate": "greedy accuracy and pass@k of a run's checkpoints on held-out prompts",
     "replay": "train again on the journal of a run: the same parameters, or another objective on the same data",

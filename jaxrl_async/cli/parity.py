@@ -4,7 +4,7 @@ import asyncio
 import sys
 
 from jaxrl_async.cli.config import UsageError, parse_flags
-from jaxrl_async.config.settings import key_named
+from jaxrl_async.config.checks import key_named
 
 USAGE = """Asks a server (SGLang, SGLang-JAX or this project's) random prompts, twice, and computes its log-probs again
 with the learner's forward on a checkpoint. Prints how far they differ, and the likely cause. A server whose

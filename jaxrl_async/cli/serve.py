@@ -8,7 +8,7 @@ import signal
 
 from jaxrl_async import security
 from jaxrl_async.cli.config import UsageError, load_config, parse_flags, settings_of
-from jaxrl_async.config.settings import key_named
+from jaxrl_async.config.checks import key_named
 
 CLOSE_TIMEOUT_SECS = 30.0
 

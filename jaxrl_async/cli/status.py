@@ -3,7 +3,7 @@
 import pathlib
 
 from jaxrl_async.cli.config import UsageError, load_config, parse_flags, settings_of
-from jaxrl_async.config.settings import queue_access_of
+from jaxrl_async.config.checks import queue_access_of
 from jaxrl_async.metrics import last_metrics
 from jaxrl_async.queue import client as queue_client
 from jaxrl_async.run import status

@@ -14,7 +14,8 @@ from absl import flags
 
 from jaxrl_async import roles
 from jaxrl_async.cli.config import UsageError, parse_flags, settings_of
-from jaxrl_async.config.settings import Settings, SettingsError, nearest
+from jaxrl_async.config.checks import nearest
+from jaxrl_async.config.settings import Settings, SettingsError
 from jaxrl_async.run import cluster, supervisor
 from jaxrl_async.run import workdir as workdirs
 from jaxrl_async.run.preemption import PREEMPTED, Notice

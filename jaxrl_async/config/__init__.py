@@ -1,1 +1,16 @@
-"""The settings of a run: their defaults, types and units, and the checks between them."""
+"""The settings of a run: defaults, types and units (settings, loss), checks between them, and how they are built.
+
+    from jaxrl_async.config import base_config, parse_arg      # all that a config file needs
+
+The two names are imported when they are asked for: `config.settings` alone needs no ml_collections.
+"""
+
+__all__ = ["base_config", "parse_arg"]
+
+
+def __getattr__(name: str):
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from jaxrl_async.config import build
+
+    return getattr(build, name)

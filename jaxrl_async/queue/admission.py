@@ -103,7 +103,13 @@ class Admission:
             max_bytes=max_bytes,
             chunk_groups=1 if chunk_groups is None else chunk_groups,
         )
-        _check_staleness(max_staleness, push_every_steps)
+        check_staleness(max_staleness, push_every_steps)
+        if 0 < max_staleness < push_every_steps + 1:
+            log.warning(
+                "max_staleness %d < push_every_steps %d + 1: generation will wait for pushes",
+                max_staleness,
+                push_every_steps,
+            )
         if permit_timeout_secs <= 0:
             raise ValueError(f"permit_timeout_secs must be > 0, got {permit_timeout_secs}")
         self._batch_groups = batch_groups
@@ -424,21 +430,20 @@ class Admission:
         )
 
 
-def _check_bounds(**values: int) -> None:
-    for name, value in values.items():
-        if value < 1:
-            raise ValueError(f"{name} must be ≥ 1, got {value}")
+def check_staleness(max_staleness: int, push_every_steps: int) -> None:
+    """Refuses η < N − 1, with which no group could be admitted before the next push.
 
-
-def _check_staleness(max_staleness: int, push_every_steps: int) -> None:
+    Raises:
+      ValueError: the bound, with both values.
+    """
     if max_staleness < max(0, push_every_steps - 1):
         raise ValueError(
             f"max_staleness {max_staleness} < push_every_steps {push_every_steps} − 1: "
             "no group could be admitted before the next push"
         )
-    if 0 < max_staleness < push_every_steps + 1:
-        log.warning(
-            "max_staleness %d < push_every_steps %d + 1: generation will wait for pushes",
-            max_staleness,
-            push_every_steps,
-        )
+
+
+def _check_bounds(**values: int) -> None:
+    for name, value in values.items():
+        if value < 1:
+            raise ValueError(f"{name} must be ≥ 1, got {value}")

@@ -19,14 +19,8 @@ import urllib.parse
 from collections.abc import Callable
 
 from jaxrl_async import security
-from jaxrl_async.config.settings import (
-    Settings,
-    SettingsError,
-    command_words,
-    delay_of,
-    key_named,
-    queue_access_of,
-)
+from jaxrl_async.config.checks import command_words, delay_of, key_named, queue_access_of
+from jaxrl_async.config.settings import Settings, SettingsError
 
 log = logging.getLogger(__name__)
 

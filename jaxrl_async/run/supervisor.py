@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterator
 import grpc
 import tqdm
 
-from jaxrl_async.config.settings import Settings, queue_access_of
+from jaxrl_async.config.checks import queue_access_of
+from jaxrl_async.config.settings import Settings
 from jaxrl_async.metrics import last_metrics
 from jaxrl_async.queue import client as queue_client
 from jaxrl_async.run import status

@@ -1,4 +1,4 @@
-"""The directory of a run: whether it holds one, the config it starts with, and what a resumed run may change of it."""
+"""The directory of a run: whether it holds one, its config.json, and the settings that a resumed run may change."""
 
 import json
 import pathlib
@@ -9,32 +9,38 @@ from typing import Any
 
 import ml_collections
 
+from jaxrl_async.config.build import complete, from_json
 from jaxrl_async.rewards import importable
 from jaxrl_async.tasks import TASKS
 
-# Keys and blocks that a resumed run cannot change, and why. Whatever is not here is taken from the step on.
+# Keys and blocks that a resumed run cannot change, and why. A change of another key holds from the resumed step on.
 _PROMPTS = "the journal and the checkpoint count prompts of the old stream"
 _MODEL = "the checkpoint holds the old model"
 FIXED = {
-    "mode": "the prompts that are under way were admitted by the old mode's bound on staleness",
+    "mode": "its outstanding prompts were admitted under the old mode's bound on staleness",
     "seed": "samples and delays are drawn from it",
     "task": _PROMPTS,
     "tokenizer": _PROMPTS,
-    "rollout.max_prompt_tokens": _PROMPTS,  # Longer ones are left out before they are counted.
+    "rollout.max_prompt_tokens": _PROMPTS,  # Longer prompts are left out before they are counted.
     "rollout.group_size": "the journal holds groups of the old size",
-    "learner.groups_per_step": "the journal holds steps of so many groups",
+    "learner.groups_per_step": "the journal holds steps of the old size",
     "model": _MODEL,
 }
 FREE = ("model.remat",)  # of them: costs time or memory, and changes no number
+MISSING = object()  # the value of a key that a config does not have
 
 
 def checkpoint_steps(workdir: pathlib.Path) -> list[int]:
-    """The steps whose checkpoints are there, ascending; one that was not written to its end has another name."""
+    """The steps with a complete checkpoint, ascending; an incomplete one has a name that is no number."""
     return sorted(int(path.name) for path in workdir.glob("checkpoints/*") if path.name.isdigit())
 
 
 def check(workdir: pathlib.Path, *, resume: bool) -> None:
-    """Raises ValueError where a run can neither begin nor, with resume, go on."""
+    """Refuses a directory in which a run cannot start or, with resume, cannot continue.
+
+    Raises:
+      ValueError: it holds a run already; or, with resume, no checkpoint.
+    """
     started = bool(checkpoint_steps(workdir))
     if started and not resume:
         raise ValueError(f"{workdir} holds a run: go on with --resume, or name another --workdir")
@@ -43,31 +49,41 @@ def check(workdir: pathlib.Path, *, resume: bool) -> None:
 
 
 def nothing_to_do(workdir: pathlib.Path, num_steps: int) -> str:
-    """Why a run that is resumed has nothing to do, "" where it has."""
+    """A sentence if a resumed run has reached its last step already, else ""."""
     last = max(checkpoint_steps(workdir), default=-1)
     if last < num_steps:
         return ""
     return f"nothing to do: the last checkpoint is of step {last} (learner.num_steps = {num_steps})"
 
 
-def changes(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> list[str]:
-    """What a config changes of the one that the workdir's run has, a sentence for each key; [] where it has none.
+def differences(
+    workdir: pathlib.Path, config: ml_collections.ConfigDict
+) -> dict[str, tuple[Any, Any]]:
+    """Key → (value in the workdir's config.json, value in a config) where they differ, by key; {} without config.json.
+
+    Old workdirs are read as `config.build.from_json` reads them; MISSING stands for a key that one of them lacks.
 
     Raises:
-      ValueError: a key of FIXED, with the reason; or the workdir's config.json is not JSON.
+      ValueError: the workdir's config.json cannot be read.
     """
     path = workdir / "config.json"
     if not path.is_file():
-        return []
+        return {}
     old, new = dict(_flat(_read(path))), dict(_flat(json.loads(_text(config))))
-    nothing = object()
+    pairs = {key: (old.get(key, MISSING), new.get(key, MISSING)) for key in old.keys() | new.keys()}
+    return {key: pairs[key] for key in sorted(pairs) if pairs[key][0] != pairs[key][1]}
+
+
+def changes(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> list[str]:
+    """A sentence for each setting of the workdir's run that a config changes.
+
+    Raises:
+      ValueError: a key of FIXED, with the reason; or the workdir's config.json cannot be read.
+    """
     said = []
-    for key in sorted(old.keys() | new.keys()):
-        before, after = old.get(key, nothing), new.get(key, nothing)
-        if before == after:
-            continue
-        words = " → ".join("nothing" if v is nothing else repr(v) for v in (before, after))
-        said.append(f"config differs from {path}: {key} {words}")
+    for key, values in differences(workdir, config).items():
+        words = " → ".join("nothing" if v is MISSING else repr(v) for v in values)
+        said.append(f"config differs from {workdir / 'config.json'}: {key} {words}")
         if reason := _reason(key):
             raise ValueError(
                 f"{said[-1]}: a resumed run cannot change it, {reason}; leave --config away, or name another --workdir"
@@ -76,43 +92,46 @@ def changes(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> list[st
 
 
 def write_config(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> None:
-    """Writes config.json, from which every role starts, into a directory that is made for it.
+    """Writes config.json, from which every role starts; makes the directory.
 
-    A task that was registered by name is written as "module:attribute", which other processes can import. Another
-    config.json, which the run has come to its last checkpoint with, is kept as config.until-step-N.json.
+    A task that was registered by name is written as "module:attribute", which other processes can import. A
+    different config.json with which the run reached its last checkpoint is kept as config.until-step-N.json.
 
     Raises:
-      ValueError: the config.json that is there is not JSON.
+      ValueError: the config.json that is there cannot be read.
     """
-    text, path = _text(config), workdir / "config.json"
+    path = workdir / "config.json"
     workdir.mkdir(parents=True, exist_ok=True)
     steps = checkpoint_steps(workdir)
-    if steps and path.is_file() and _read(path) != json.loads(text):
+    if steps and differences(workdir, config):
         kept = workdir / f"config.until-step-{steps[-1]}.json"
-        if not kept.exists():  # Else no checkpoint was made with what is there now.
+        if not kept.exists():  # Else no checkpoint was made with the config.json that is there.
             shutil.copy(path, kept)
     aside = workdir / ".config.json"  # Other roles may read it now.
-    aside.write_text(text, encoding="utf-8")
+    aside.write_text(_text(config), encoding="utf-8")
     aside.rename(path)
 
 
 def resume_command(workdir: pathlib.Path) -> str:
-    """What goes on with a run, for a shell."""
+    """The shell command that resumes a run."""
     return f"python -m jaxrl_async train --resume {shlex.quote(f'--workdir={workdir}')}"
 
 
 def _read(path: pathlib.Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text("utf-8"))
+        values = json.loads(path.read_text("utf-8"))
     except ValueError as error:
         raise ValueError(
             f"{path} is not JSON: {error}; mend it, or delete it and give --config"
         ) from None
+    return from_json(values, str(path))[0]
 
 
 def _text(config: ml_collections.ConfigDict) -> str:
     config = config.copy_and_resolve_references()
-    config.task.name = importable(config.task.name, TASKS)
+    complete(config)
+    with config.unlocked():
+        config.task.name = importable(config.task.name, TASKS)
     return config.to_json(indent=2)
 
 

@@ -26,11 +26,11 @@ from typing import NoReturn
 
 import numpy as np
 
+from jaxrl_async.config.checks import check_mode
 from jaxrl_async.queue.admission import Admission
 from jaxrl_async.queue.journal import JournalReader
 from jaxrl_async.queue.records import Permit
 
-MODES = ("sync", "periodic", "async")
 MAX_LOST = 300
 
 # (rng, num_groups, group_size) → completion lengths, float64 [num_groups, group_size], tokens ≥ 1.
@@ -45,7 +45,7 @@ class StallError(RuntimeError):
 class Plan:
     """A run to simulate. Rates are in tokens a second, times in seconds."""
 
-    mode: str  # one of MODES
+    mode: str  # one of config.settings.MODES
     num_steps: int
     warm_steps: int  # at the start, left out of every figure
     groups_per_step: int  # B
@@ -86,16 +86,12 @@ class Plan:
         _check("warm_steps", self.warm_steps, in_run, 0 <= self.warm_steps < self.num_steps)
         a_group = f"≥ group_size = {self.group_size}"
         _check("num_slots", self.num_slots, a_group, self.num_slots >= self.group_size)
-        _check("mode", self.mode, f"one of {', '.join(MODES)}", self.mode in MODES)
-        eta, every, chunk = self.max_staleness, self.push_every_steps, self.chunk_groups
-        if self.mode != "async" and (eta, every) != (0, 1):
-            raise ValueError(
-                f"mode {self.mode!r} needs max_staleness = 0 and push_every_steps = 1, got {eta} and {every}"
-            )
-        if chunk < 0 or (self.mode == "periodic") != (chunk > 0):
-            raise ValueError(
-                f"chunk_groups must be ≥ 1 in mode 'periodic' and 0 in the others, got {chunk} in {self.mode!r}"
-            )
+        check_mode(
+            self.mode,
+            max_staleness=self.max_staleness,
+            push_every_steps=self.push_every_steps,
+            chunk_groups=self.chunk_groups,
+        )
 
 
 @dataclasses.dataclass(frozen=True)

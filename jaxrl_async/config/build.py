@@ -1,0 +1,253 @@
+"""Configs become `Settings`: defaults, unknown keys, types, renamed keys, and keys that old workdirs lack.
+
+A config file starts from `base_config()`, reads its arg string with `parse_arg`, and states its choices. Imports no
+JAX.
+"""
+
+import dataclasses
+import functools
+import types
+import typing
+from collections.abc import Iterator, Mapping, MutableMapping
+from typing import Any
+
+import ml_collections
+
+from jaxrl_async.config.checks import check, nearest
+from jaxrl_async.config.settings import ADDED, RENAMED, Settings, SettingsError
+
+
+class UsageError(ValueError):
+    """The command line cannot be used; the message names the word and what it could be."""
+
+
+def base_config() -> ml_collections.ConfigDict:
+    """The defaults of every setting, locked: a config file changes some of them and returns the rest as they are."""
+    return config_dict(dataclasses.asdict(Settings())).lock()
+
+
+def parse_arg(arg: str, **defaults: Any) -> ml_collections.ConfigDict:
+    """Reads a config's arg string, "smoke,mode=sync,seed=3".
+
+    A bare word sets a boolean. Values take the type of their default.
+
+    Args:
+      arg: the text after the colon of --config=FILE:ARG.
+      **defaults: every name that the config knows, with its default; a tuple of words for one of them, by default the
+        first.
+
+    Raises:
+      UsageError: an unknown name (with the nearest), a value of another type or none of the words.
+    """
+    values = {name: d[0] if isinstance(d, tuple) else d for name, d in defaults.items()}
+    for word in filter(None, arg.split(",")):
+        name, equals, text = word.partition("=")
+        if name not in defaults:
+            raise UsageError(f"unknown config argument {name!r}{nearest(name, defaults)}")
+        values[name] = _typed(name, text if equals else "true", defaults[name])
+    return ml_collections.ConfigDict(values)
+
+
+def make_settings(config: Mapping[str, Any]) -> Settings:
+    """Builds and checks the settings of a run.
+
+    Args:
+      config: nested mapping of settings; a missing one has its default.
+
+    Raises:
+      SettingsError: an unknown key (with the nearest), a wrong type, a value outside its bound or a contradiction.
+    """
+    config = _copied(config)
+    rename_keys(config)
+    settings = _build(Settings, config, "")
+    check(settings)
+    return settings
+
+
+def config_dict(values: Mapping[str, Any]) -> ml_collections.ConfigDict:
+    """A ConfigDict of nested values, in which a number that may be None keeps its type when it is None."""
+    return ml_collections.ConfigDict(_with_optionals(Settings, values))
+
+
+def complete(config: ml_collections.ConfigDict) -> list[str]:
+    """Gives a config of its own making today's names, and the default of each key that it lacks; in place, locked.
+
+    Returns:
+      A sentence for each renamed key.
+    """
+    config.unlock()
+    said = rename_keys(config)
+    _fill(config, base_config())
+    config.lock()
+    return said
+
+
+def from_json(config: Mapping[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
+    """The content of a workdir's config.json with today's keys, whatever code wrote it.
+
+    A key that did not exist then has the value that the code had before the key existed (`settings.ADDED`), not the
+    default.
+
+    Args:
+      config: the content, with every key of its time.
+      where: the file, for messages.
+
+    Returns:
+      The config, and a sentence for each renamed and each added key.
+
+    Raises:
+      SettingsError: a key is missing that existed then.
+    """
+    config = _copied(config)
+    said = [f"{where}: {line}" for line in rename_keys(config)]
+    for key in default_values():
+        block, name = _block_of(config, key)
+        if name in block:
+            continue
+        if key not in ADDED:
+            raise SettingsError(f"{where}: missing config key config.{key}")
+        block[name] = _copied(ADDED[key])
+        said.append(
+            f"{where}: no {key}; read as {ADDED[key]!r}, the value before that setting existed"
+        )
+    return config, said
+
+
+def rename_keys(config: MutableMapping[str, Any]) -> list[str]:
+    """Gives renamed keys of a nested mapping their new names, in place; returns a sentence for each.
+
+    Raises:
+      SettingsError: both names are there.
+    """
+    said = []
+    for old, new in RENAMED.items():
+        if not _has(config, old):
+            continue
+        if _has(config, new):
+            raise SettingsError(f"config.{old} is the old name of config.{new}: give one of them")
+        block, name = _block_of(config, old)
+        value = block[name]
+        del block[name]
+        block, name = _block_of(config, new)
+        block[name] = value
+        said.append(f"{old} is now {new}")
+    return said
+
+
+def default_values() -> dict[str, Any]:
+    """Every key, "block.name", with its default, in the order of the settings."""
+    return dict(flat(Settings()))
+
+
+def flat(block: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(key, value) of every setting of a settings block, in order."""
+    for field in dataclasses.fields(block):
+        value = getattr(block, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from flat(value, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", value
+
+
+def _typed(name: str, text: str, default: Any) -> Any:
+    if isinstance(default, tuple):
+        if text not in default:
+            raise UsageError(
+                f"config argument {name} must be one of {', '.join(default)}; got {text!r}"
+                f"{nearest(text, default)}"
+            )
+        return text
+    if isinstance(default, bool):
+        if text.lower() not in ("true", "false"):
+            raise UsageError(f"config argument {name} must be true or false, got {text!r}")
+        return text.lower() == "true"
+    try:
+        return type(default)(text)
+    except ValueError:
+        raise UsageError(
+            f"config argument {name} must be {type(default).__name__}, got {text!r}"
+        ) from None
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _build(cls: type, values: Mapping[str, Any], path: str) -> Any:
+    hints = _hints(cls)
+    for key in values:
+        if key not in hints:
+            raise SettingsError(f"unknown config key config.{path}{key}{nearest(key, hints)}")
+    given = {key: _convert(hints[key], value, f"{path}{key}") for key, value in values.items()}
+    try:
+        return cls(**given)
+    except ValueError as error:  # Of a block that checks itself.
+        raise SettingsError(f"{path.removesuffix('.')}: {error}") from None
+
+
+def _convert(hint: Any, value: Any, path: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, Mapping):
+            raise SettingsError(f"config.{path} must be a block of settings, got {value!r}")
+        return _build(hint, value, f"{path}.")
+    if isinstance(hint, types.UnionType):
+        kinds = typing.get_args(hint)
+        if value is None and type(None) in kinds:
+            return None
+        return _convert(type(value) if type(value) in kinds else kinds[0], value, path)
+    origin = typing.get_origin(hint)
+    if origin is tuple and isinstance(value, list | tuple):
+        return tuple(_convert(typing.get_args(hint)[0], item, path) for item in value)
+    if origin is Mapping and isinstance(value, Mapping):
+        return dict(value)
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if hint in (int, float, str, bool) and type(value) is hint:
+        return value
+    raise SettingsError(f"config.{path} must be {getattr(hint, '__name__', hint)}, got {value!r}")
+
+
+def _with_optionals(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    hints, found = _hints(cls), {}
+    for key, value in values.items():
+        hint = hints.get(key)
+        if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
+            value = _with_optionals(hint, value)
+        elif isinstance(hint, types.UnionType) and type(None) in typing.get_args(hint):
+            value = ml_collections.FieldReference(value, field_type=typing.get_args(hint)[0])
+        found[key] = value
+    return found
+
+
+def _fill(config: ml_collections.ConfigDict, base: ml_collections.ConfigDict) -> None:
+    for key in base:
+        is_block = isinstance(base[key], ml_collections.ConfigDict)
+        if key not in config:
+            config[key] = base[key] if is_block else base.get_ref(key)  # A reference has its type.
+        elif is_block and isinstance(config[key], ml_collections.ConfigDict):
+            _fill(config[key], base[key])
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _copied(item) for key, item in value.items()}
+    return value
+
+
+def _has(config: Mapping[str, Any], key: str) -> bool:
+    for part in key.split("."):
+        if not isinstance(config, Mapping | ml_collections.ConfigDict) or part not in config:
+            return False
+        config = config[part]
+    return True
+
+
+def _block_of(config: MutableMapping[str, Any], key: str) -> tuple[MutableMapping[str, Any], str]:
+    """The block that has or is to have a key, which is made where it is missing; and the last part of the key."""
+    *path, name = key.split(".")
+    for part in path:
+        if part not in config:
+            config[part] = {}
+        config = config[part]
+    return config, name

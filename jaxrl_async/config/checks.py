@@ -1,0 +1,379 @@
+"""The checks between settings, each once: a config that cannot be run is refused before any device is touched.
+
+Settings that are written in a small language of their own (a delay, a command, the name of a key's variable) are read
+here too: reading is their check. The bounds of a loss alone are `loss.LossConfig`'s. Imports no JAX.
+"""
+
+import difflib
+import re
+import shlex
+import string
+from collections.abc import Iterable
+from typing import Any
+
+from jaxrl_async import security
+from jaxrl_async.config.settings import (
+    ATTENTION_KERNELS,
+    DTYPES,
+    JOURNAL_KEEPS,
+    JOURNAL_MODES,
+    JOURNAL_SYNCHRONOUS,
+    MODES,
+    PACKINGS,
+    PAUSE_MODES,
+    TOKENIZERS,
+    TRANSPORTS,
+    Queue,
+    Rollout,
+    Server,
+    Settings,
+    SettingsError,
+)
+from jaxrl_async.queue.admission import check_staleness
+from jaxrl_async.queue.records import EXHAUSTED, REISSUE_REASONS, RETIRE_REASONS
+from jaxrl_async.rewards.pool import MIN_MEMORY_BYTES
+
+COMMAND_FIELDS = ("model_path", "host", "port", "index", "weights")
+REASONS = (*sorted(REISSUE_REASONS), *sorted(RETIRE_REASONS), EXHAUSTED)
+_ONE_OF = {
+    "mode": MODES,
+    "learner.packing": PACKINGS,
+    "learner.attention_kernel": ATTENTION_KERNELS,
+    "model.dtype": DTYPES,
+    "weights.dtype": DTYPES,
+    "weights.transport": TRANSPORTS,
+    "weights.pause_mode": PAUSE_MODES,
+    "journal.keep": JOURNAL_KEEPS,
+    "journal.mode": JOURNAL_MODES,
+    "journal.synchronous": JOURNAL_SYNCHRONOUS,
+    "tokenizer.kind": TOKENIZERS,
+}
+_AT_LEAST_ONE = {
+    "queue": ("max_running_groups", "max_bytes", "max_message_bytes", "max_attempts"),
+    "server": ("num_slots", "decode_chunk", "max_total_tokens", "max_queued_requests"),
+    "rollout": (
+        "group_size", "max_prompt_tokens", "max_new_tokens", "num_workers",
+        "max_running_groups", "reward_processes",
+    ),
+    "learner": (
+        "num_steps", "groups_per_step", "num_minibatches", "microbatch_rows", "row_tokens",
+        "num_processes", "data", "fsdp", "tensor",
+    ),
+    "weights": ("push_every_steps",),
+    "checkpoint": ("every_steps", "keep"),
+    "evaluate": ("num_prompts", "num_samples", "max_running_requests"),
+}  # fmt: skip
+
+
+def check(s: Settings) -> None:
+    """Refuses settings that cannot be run.
+
+    Raises:
+      SettingsError: a value outside its bound, or a contradiction.
+    """
+    for key, known in _ONE_OF.items():
+        _one_of(key, _value(s, key), known)
+    for block, names in _AT_LEAST_ONE.items():
+        for name in names:
+            _at_least(f"{block}.{name}", _value(s, f"{block}.{name}"), 1)
+    _at_least("weights.keep", s.weights.keep, 2)  # A late server may still read the version before.
+    _at_least("supervisor.max_restarts", s.supervisor.max_restarts, 0)
+    if not s.supervisor.stall_secs > 0:
+        raise SettingsError(f"supervisor.stall_secs must be > 0, got {s.supervisor.stall_secs}")
+    _check_queue(s.queue)
+    _check_server(s.server)
+    _check_rollout(s.rollout)
+    _check_loop(s)
+    _check_minibatches(s)
+    _check_shapes(s)
+    _check_attention(s)
+    _check_delay(s)
+    _check_evaluate(s)
+
+
+def check_mode(mode: str, *, max_staleness: int, push_every_steps: int, chunk_groups: int) -> None:
+    """The mode's rule: on-policy modes have η = 0 and N = 1, "periodic" alone has chunks; η ≥ N − 1.
+
+    Raises:
+      SettingsError: settings of another mode, or a run that would wait for ever.
+    """
+    _one_of("mode", mode, MODES)
+    if mode != "async" and (max_staleness, push_every_steps) != (0, 1):
+        raise SettingsError(
+            f"mode {mode!r} needs queue.max_staleness = 0 and weights.push_every_steps = 1, got "
+            f"{max_staleness} and {push_every_steps}"
+        )
+    if mode == "async" and max_staleness < 1:
+        raise SettingsError(
+            f"mode 'async' needs queue.max_staleness ≥ 1, got {max_staleness}; with 0 it is mode 'sync', bit for bit"
+        )
+    if chunk_groups < 0 or (mode == "periodic") != (chunk_groups > 0):
+        raise SettingsError(
+            f"queue.chunk_groups must be ≥ 1 in mode 'periodic' and 0 in the others, got {chunk_groups} in {mode!r}"
+        )
+    try:
+        check_staleness(max_staleness, push_every_steps)
+    except ValueError as error:
+        raise SettingsError(f"queue.{error}") from None
+
+
+def delay_of(delay_steps: int | str) -> tuple[int, bool]:
+    """(D, whether the delay of each step is drawn uniformly from 0 to D) of rollout.delay_steps.
+
+    Raises:
+      SettingsError: neither D nor "uniform(D)" with a whole D ≥ 0.
+    """
+    match = re.fullmatch(r"(\d+)|uniform\((\d+)\)", str(delay_steps).strip())
+    if not match:
+        raise SettingsError(
+            f'rollout.delay_steps must be D or "uniform(D)", with a whole D ≥ 0; got {delay_steps!r}'
+        )
+    return int(match[1] or match[2]), match[2] is not None
+
+
+def command_words(command: str, **values: Any) -> list[str]:
+    """The words that start one local server.
+
+    Args:
+      command: `server.command`; it is cut into words first, so a value may hold spaces.
+      **values: of the placeholders, COMMAND_FIELDS.
+
+    Raises:
+      SettingsError: an unknown placeholder, or quotes or braces that do not close.
+    """
+    try:
+        words = shlex.split(command)
+        fields = [field for word in words for _, field, _, _ in string.Formatter().parse(word)]
+    except ValueError as error:
+        raise SettingsError(f"server.command {command!r}: {error}") from None
+    for field in fields:
+        if field is not None and field not in COMMAND_FIELDS:
+            known = ", ".join(f"{{{name}}}" for name in COMMAND_FIELDS)
+            raise SettingsError(
+                f"server.command has the placeholder {{{field}}}, which is none of {known}"
+            )
+    return [word.format(**values) for word in words]
+
+
+def queue_access_of(settings: Settings) -> dict[str, Any]:
+    """The keyword arguments of a client of the queue, beside its address.
+
+    Raises:
+      SettingsError: as of `key_named`.
+    """
+    queue = settings.queue
+    return {"token": key_named("queue.token_env", queue.token_env), "tls_ca": queue.tls_ca}
+
+
+def key_named(option: str, variable: str) -> str | None:
+    """The key in the environment variable that an option names (`security.read_key`); None for "".
+
+    Raises:
+      SettingsError: no key there; the message never shows it.
+    """
+    try:
+        return security.read_key(option, variable)
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """ ", did you mean 'x'?", or nothing when no known name is close."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f", did you mean {close[0]!r}?" if close else ""
+
+
+def _check_queue(queue: Queue) -> None:
+    try:
+        security.check_listener(
+            "the queue", queue.address or "localhost:0", queue.token_env, "queue.token_env"
+        )
+    except ValueError as error:
+        raise SettingsError(f"queue.address: {error}") from None
+    if len({bool(path) for path in (queue.tls_cert, queue.tls_key, queue.tls_ca)}) > 1:
+        raise SettingsError(
+            "queue.tls_cert, queue.tls_key and queue.tls_ca go together, got "
+            f"{queue.tls_cert!r}, {queue.tls_key!r} and {queue.tls_ca!r}"
+        )
+    for reason, budget in queue.budgets.items():
+        _one_of("queue.budgets' reasons", reason, REASONS)
+        if type(budget) is not int or budget < 0:
+            raise SettingsError(
+                f"queue.budgets.{reason} must be a whole number ≥ 0, got {budget!r}"
+            )
+
+
+def _check_server(server: Server) -> None:
+    num_servers, num_controls = len(server.addresses), len(server.control_addresses)
+    if num_servers == 0 and server.num_local < 1:
+        raise SettingsError(
+            f"server.num_local must be ≥ 1 where server.addresses is (), got {server.num_local}"
+        )
+    for name in ("addresses", "control_addresses"):
+        if len(set(getattr(server, name))) < len(getattr(server, name)):
+            raise SettingsError(f"server.{name} names a server twice: {getattr(server, name)}")
+    if num_controls and num_servers not in (1, num_controls):
+        raise SettingsError(
+            f"server.control_addresses has {num_controls} entries and server.addresses has {num_servers}: "
+            "there must be as many, or one address (a router) in front of them all"
+        )
+    wanted = num_servers or server.num_local
+    if server.speeds and len(server.speeds) != wanted:
+        raise SettingsError(
+            f"server.speeds must have one entry for each of {wanted} servers, or none; got {len(server.speeds)}"
+        )
+    for speed in server.speeds:
+        if not 0 < speed < float("inf"):
+            raise SettingsError(f"server.speeds must be > 0 and finite, got {speed}")
+    if bool(server.tls_cert) != bool(server.tls_key):
+        raise SettingsError(
+            f"server.tls_cert and server.tls_key go together, got {server.tls_cert!r} and {server.tls_key!r}"
+        )
+    for address in (*server.addresses, *server.control_addresses) if server.tls_cert else ():
+        if not address.startswith("https://"):
+            raise SettingsError(
+                f"server.addresses must be https:// with server.tls_cert, got {address}"
+            )
+    for word in command_words(server.command, **dict.fromkeys(COMMAND_FIELDS, "0")):
+        flag = word.partition("=")[0]
+        if flag in ("--api-key", "--admin-api-key"):  # config.json and `ps` would show it.
+            raise SettingsError(f"server.command gives {flag}: keys stay in the environment")
+
+
+def _check_rollout(rollout: Rollout) -> None:
+    if rollout.reward_memory_bytes != 0:
+        if rollout.reward_memory_bytes < MIN_MEMORY_BYTES:
+            raise SettingsError(
+                f"rollout.reward_memory_bytes must be 0 or ≥ {MIN_MEMORY_BYTES}, got {rollout.reward_memory_bytes}"
+            )
+    _at_least("rollout.reward_calls_per_process", rollout.reward_calls_per_process, 0)
+    for name, value in vars(rollout.frictions).items():
+        if not 0 <= value <= 1:
+            raise SettingsError(f"rollout.frictions.{name} must be in [0, 1], got {value}")
+    if rollout.drop_equal_rewards and rollout.group_size < 2:
+        raise SettingsError(
+            "rollout.drop_equal_rewards needs rollout.group_size ≥ 2: the rewards of a group of 1 are always equal"
+        )
+    if not 0 <= rollout.overlong_buffer_tokens <= rollout.max_new_tokens:
+        raise SettingsError(
+            f"rollout.overlong_buffer_tokens must be in [0, rollout.max_new_tokens = {rollout.max_new_tokens}], got "
+            f"{rollout.overlong_buffer_tokens}"
+        )
+
+
+def _check_loop(s: Settings) -> None:
+    check_mode(
+        s.mode,
+        max_staleness=s.queue.max_staleness,
+        push_every_steps=s.weights.push_every_steps,
+        chunk_groups=s.queue.chunk_groups,
+    )
+    if s.mode == "periodic" and s.learner.num_minibatches != 1:
+        raise SettingsError(
+            "mode 'periodic' accumulates one gradient over the whole step, so learner.num_minibatches must be 1, "
+            f"got {s.learner.num_minibatches}"
+        )
+
+
+def _check_minibatches(s: Settings) -> None:
+    if s.learner.groups_per_step % s.learner.num_minibatches:
+        raise SettingsError(
+            f"learner.num_minibatches = {s.learner.num_minibatches} does not divide "
+            f"learner.groups_per_step = {s.learner.groups_per_step}"
+        )
+    try:
+        s.loss.check_minibatches(s.learner.num_minibatches)
+    except ValueError as error:
+        raise SettingsError(f"loss.{error}") from None
+    if s.loss.advantage in ("grpo", "rloo") and s.rollout.group_size < 2:
+        raise SettingsError(
+            f"loss.advantage {s.loss.advantage!r} needs rollout.group_size ≥ 2, got {s.rollout.group_size}"
+        )
+
+
+def _check_shapes(s: Settings) -> None:
+    longest = s.rollout.max_prompt_tokens + s.rollout.max_new_tokens
+    for key in ("learner.row_tokens", "server.max_total_tokens"):
+        if longest > _value(s, key):
+            raise SettingsError(
+                f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest} exceeds {key} = {_value(s, key)}"
+            )
+    row_shards = s.learner.data * s.learner.fsdp
+    if s.learner.microbatch_rows % row_shards:
+        raise SettingsError(
+            f"learner.microbatch_rows = {s.learner.microbatch_rows} must be a multiple of "
+            f"learner.data · learner.fsdp = {row_shards}"
+        )
+    if row_shards % s.learner.num_processes:  # Each has rows of its own.
+        raise SettingsError(
+            f"learner.data · learner.fsdp = {row_shards} must be a multiple of "
+            f"learner.num_processes = {s.learner.num_processes}"
+        )
+
+
+def _check_attention(s: Settings) -> None:
+    kernel, learner = s.learner.attention_kernel, s.learner
+    if kernel == "cudnn" and s.model.dtype != "bfloat16":
+        raise SettingsError(
+            f"learner.attention_kernel 'cudnn' needs model.dtype = 'bfloat16', got {s.model.dtype!r}"
+        )
+    if kernel == "splash" and learner.row_tokens % 128:
+        raise SettingsError(
+            "learner.attention_kernel 'splash' needs learner.row_tokens to be a multiple of 128, got "
+            f"{learner.row_tokens}"
+        )
+    if kernel == "splash" and learner.shared_prompts:
+        raise SettingsError(
+            "learner.attention_kernel 'splash' has masks of segments alone, which cannot say that every completion "
+            "sees its group's prompt: set learner.shared_prompts = False"
+        )
+
+
+def _check_delay(s: Settings) -> None:
+    max_delay, _ = delay_of(s.rollout.delay_steps)
+    if max_delay and s.weights.push_every_steps != 1:
+        raise SettingsError(
+            f"rollout.delay_steps = {s.rollout.delay_steps!r} needs weights.push_every_steps = 1, got "
+            f"{s.weights.push_every_steps}: the versions in between are never written, so no server could be given one"
+        )
+    if max_delay and s.mode == "periodic":
+        raise SettingsError(
+            f"mode 'periodic' is on-policy, which rollout.delay_steps = {s.rollout.delay_steps!r} is not: use mode "
+            "'sync' for the same gradient at that delay"
+        )
+
+
+def _check_evaluate(s: Settings) -> None:
+    every, timeout = s.evaluate.every_steps, s.evaluate.timeout_secs
+    _at_least("evaluate.every_steps", every, 0)
+    if every % s.weights.push_every_steps:  # Servers hold no other version.
+        raise SettingsError(
+            f"evaluate.every_steps must be a multiple of weights.push_every_steps = {s.weights.push_every_steps}, "
+            f"got {every}"
+        )
+    if not timeout > 0:
+        raise SettingsError(f"evaluate.timeout_secs must be > 0, got {timeout}")
+    # Where there is one server the learner waits for it during an evaluation.
+    if every and not timeout < s.learner.lease_timeout_secs:
+        raise SettingsError(
+            f"evaluate.timeout_secs must be < learner.lease_timeout_secs = {s.learner.lease_timeout_secs:g}, "
+            f"got {timeout:g}"
+        )
+
+
+def _value(settings: Settings, key: str) -> Any:
+    for part in key.split("."):
+        settings = getattr(settings, part)
+    return settings
+
+
+def _at_least(key: str, value: int, bound: int) -> None:
+    if value < bound:
+        raise SettingsError(f"{key} must be ≥ {bound}, got {value}")
+
+
+def _one_of(key: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise SettingsError(
+            f"{key} must be one of {', '.join(known)}; got {value!r}{nearest(value, known)}"
+        )
