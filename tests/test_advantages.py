@@ -63,7 +63,7 @@ def test_numpy_stays_numpy_and_jax_stays_jax(name):
 
 @pytest.mark.parametrize("name", ["grpo", "rloo"])
 def test_a_group_of_one_is_refused_where_it_has_no_spread(name):
-    with pytest.raises(ValueError, match=r"G ≥ 2, got shape \[3, 1\]"):
+    with pytest.raises(ValueError, match=r"G ≥ 2.*\[3, 1\]"):
         advantages.ADVANTAGES[name](np.zeros((3, 1)))
 
 

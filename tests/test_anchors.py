@@ -112,7 +112,7 @@ def test_a3po_at_staleness_one_is_the_behavior_anchor_bit_for_bit():
     "anchor",
     [
         lambda x, mask: anchors.recompute(x, mask),
-        lambda x, mask: anchors.current(x, mask, num_minibatches=1),
+        lambda x, mask: anchors.current(x, mask),
         lambda x, mask: anchors.behavior(x, mask),
         lambda x, mask: anchors.a3po(x, x, np.full(mask.shape, 4), mask),
         lambda x, mask: anchors.a3po(x, x, np.zeros(mask.shape), mask, fresh="current"),
@@ -124,11 +124,6 @@ def test_anchors_are_detached_and_finite_over_bad_padding(anchor):
     value, gradient = jax.value_and_grad(lambda x: anchor(x, mask).sum())(x)
     assert value == -1.0
     np.testing.assert_array_equal(gradient, np.zeros((1, 4)))
-
-
-def test_the_current_policy_is_refused_as_anchor_of_several_minibatches():
-    with pytest.raises(ValueError, match="num_minibatches = 2"):
-        anchors.current(np.zeros((1, 1)), TRUE, num_minibatches=2)
 
 
 def test_an_unknown_anchor_of_fresh_tokens_is_refused():

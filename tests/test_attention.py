@@ -235,8 +235,9 @@ def test_softmax_is_float32_under_bfloat16():
     assert exponentials and all(":f32" in line for line in exponentials)
 
 
-def test_settings_and_attention_name_the_same_kernels():
-    assert settings.ATTENTION_KERNELS == attention.KERNELS
+def test_every_kernel_that_settings_name_is_one_of_its_own():
+    kernels = settings.ATTENTION_KERNELS
+    assert len({attention.of_rows(name, np.ones((1, 4), int))[1] for name in kernels}) == 3
 
 
 @pytest.mark.parametrize("mesh_shape", [None, (2, 1, 2)], ids=["one device", "divided"])

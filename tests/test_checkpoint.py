@@ -37,14 +37,14 @@ def test_the_newest_are_kept_and_zero_always(tmp_path):
 def test_a_step_that_is_not_there_is_named_with_those_that_are(tmp_path):
     checkpoints = open_checkpoints(tmp_path)
     checkpoints.save(2, state(), {})
-    with pytest.raises(CheckpointError, match=r"no checkpoint 3 in .*\[2\]"):
+    with pytest.raises(CheckpointError, match=r"checkpoint 3 .*\[2\]"):
         checkpoints.restore(3, state())
 
 
 def test_a_checkpoint_of_another_shape_names_the_tensor_and_both_shapes(tmp_path):
     checkpoints = open_checkpoints(tmp_path)
     checkpoints.save(1, state(), {})
-    with pytest.raises(CheckpointError, match=r"params.w has shape \(4, 2\).* needs \(4, 3\)"):
+    with pytest.raises(CheckpointError, match=r"params\.w .*\(4, 2\).*\(4, 3\)"):
         checkpoints.restore(1, state(shape=(4, 3)))
 
 
@@ -53,7 +53,7 @@ def test_a_tensor_that_is_missing_is_named(tmp_path):
     checkpoints.save(1, state(), {})
     wanted = state()
     wanted["params"]["bias"] = jnp.zeros(2)
-    with pytest.raises(CheckpointError, match=r"params.bias has shape nothing.* needs \(2,\)"):
+    with pytest.raises(CheckpointError, match=r"params\.bias .*nothing.*\(2,\)"):
         checkpoints.restore(1, wanted)
 
 

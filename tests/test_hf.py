@@ -182,9 +182,9 @@ def test_the_config_of_transformers_4_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mistral"}, "model_type 'mistral' is not one of"),
+        ({"model_type": "mistral"}, "model_type 'mistral'"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type 'yarn'"),
-        ({"mlp_bias": True}, "mlp_bias of llama is unsupported"),
+        ({"mlp_bias": True}, "mlp_bias of llama"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
     ],
@@ -196,7 +196,7 @@ def test_a_setting_that_the_decoder_lacks_is_refused(tmp_path, change, message):
 
 
 def test_bias_and_qk_norm_together_are_refused():
-    with pytest.raises(ValueError, match="attention_bias and qk_norm are both True"):
+    with pytest.raises(ValueError, match="attention_bias and qk_norm"):
         hf.write_config(dataclasses.replace(LLAMA, attention_bias=True, qk_norm=True))
 
 
@@ -243,7 +243,7 @@ def test_a_wrong_shape_is_named_with_both_shapes():
     tensors = dict(hf.to_tensors(_random_params(LLAMA), LLAMA, "float32"))
     name = "model.layers.0.mlp.down_proj.weight"
     tensors[name] = tensors[name].T
-    with pytest.raises(ValueError, match=rf"{name} has shape \[10, 8\], expected \[8, 10\]"):
+    with pytest.raises(ValueError, match=rf"{name} .*\[10, 8\].*\[8, 10\]"):
         hf.from_tensors(tensors, LLAMA)
 
 
@@ -266,20 +266,20 @@ def test_a_truncated_file_is_named(tmp_path, num_bytes):
 
 def test_a_file_that_is_not_safetensors_is_named(tmp_path):
     (tmp_path / "model.safetensors").write_bytes((4).to_bytes(8, "little") + b"\xff{}}rest")
-    with pytest.raises(ValueError, match=r"model.safetensors: the safetensors header is not JSON"):
+    with pytest.raises(ValueError, match=r"model\.safetensors.* header"):
         hf.read_tensors(tmp_path)
 
 
 def test_tensors_that_are_not_floating_are_refused(tmp_path):
     safetensors.numpy.save_file({"a": np.ones(3, np.int8)}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="tensor a is I8"):
+    with pytest.raises(ValueError, match="tensor a .*I8"):
         hf.read_tensors(tmp_path)
 
 
 def test_a_name_in_two_files_is_refused(tmp_path):
     for name in ("model.safetensors", "stale.safetensors"):
         safetensors.numpy.save_file({"a": np.ones(3, np.float32)}, tmp_path / name)
-    with pytest.raises(ValueError, match=r"stale.safetensors: tensor a stands in another file"):
+    with pytest.raises(ValueError, match=r"stale\.safetensors: tensor a "):
         hf.read_tensors(tmp_path)
 
 

@@ -140,15 +140,15 @@ def test_bad_numbers_that_are_read_late_are_not_committed_or_published_either():
 def test_a_program_that_compiles_again_stops_the_run():
     make_train_step.cache_clear()  # Else the other shape may have been compiled before.
     jax.clear_caches()  # See test_train_step.
-    with pytest.raises(
-        learner.RecompileError, match=r"step 1: 5 programs were compiled, 4 before the first step"
-    ):
+    with pytest.raises(learner.RecompileError, match=r"step 1: 5 .*\b4\b"):
         train(Recorder(), padding=packing.empty_batch(8, 16))
 
 
 def test_too_many_failures_stop_the_run_and_are_counted_by_reason():
     recorder = Recorder(returned={"server_error": 7, "timeout": 4, "invalid": 100})
-    with pytest.raises(learner.TooManyFailuresError, match=r"^11 groups.*is 10.*'server_error': 7"):
+    with pytest.raises(
+        learner.TooManyFailuresError, match=r"^11 .*queue\.max_failures.* 10\b.*'server_error': 7"
+    ):
         train(recorder)
 
 
@@ -160,8 +160,7 @@ def test_a_reason_may_have_a_budget_of_its_own(where):
     train(recorder, budgets={"equal_rewards": 5})
     with pytest.raises(
         learner.TooManyFailuresError,
-        match=rf"^5 groups came back as equal_rewards, the budget .*equal_rewards is 4; .*{where}: "
-        r"{'equal_rewards': 5}",
+        match=rf"^5 .*equal_rewards.* queue\.budgets\.equal_rewards .*4.*{where}: {{'equal_rewards': 5}}",
     ):
         train(recorder, budgets={"equal_rewards": 4})
 

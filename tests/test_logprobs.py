@@ -232,7 +232,7 @@ def test_extreme_logits_stay_finite(model):
 
 def test_a_chunk_of_no_tokens_is_refused(model):
     hidden, tokens, predictor_index = _inputs()
-    with pytest.raises(ValueError, match="chunk_tokens must be ≥ 1 or None, got 0"):
+    with pytest.raises(ValueError, match="chunk_tokens .*≥ 1.* 0$"):
         logprobs.token_logprobs(
             model, hidden, tokens, predictor_index, temperature=1.0, chunk_tokens=0
         )

@@ -235,7 +235,7 @@ def test_the_death_of_another_process_ends_process_0_and_is_named(learner, tmp_p
 def test_no_coordinator_is_an_error_that_names_its_address(monkeypatch):
     monkeypatch.setattr(processes, "JOIN_TIMEOUT_SECS", 0.3)
     address = f"127.0.0.1:{supervisor.free_port()}"
-    message = rf"learner process 1 finds no coordinator at {address} within 0.3 s"
+    message = rf"process 1 .*coordinator .*{address}.* 0\.3 s"
     with (
         pytest.raises(ConnectionError, match=message),
         processes.joined(coordinator=address, process=1, num_processes=2),
@@ -347,7 +347,7 @@ def test_shares_divide_every_minibatch_into_consecutive_parts(size, num_processe
 
 @pytest.mark.parametrize("values", [(2, 2), (-1, 2), (0, 1, 0)])
 def test_a_share_that_is_none_is_refused(values):
-    with pytest.raises(ValueError, match=r"must be (in \[0, num_processes = 2\)|≥ 1), got"):
+    with pytest.raises(ValueError, match=r"(num_processes = 2|≥ 1).* got"):
         Share(*values)
 
 
@@ -446,7 +446,7 @@ def test_a_follower_waits_until_the_queue_says_that_a_version_is_published():
     status = Status(None, 0, 1, 2)
     FollowerPublisher(status).wait(2, timeout_secs=30.0)
     assert status().v_pub == 2 and len(status._versions) == 1
-    with pytest.raises(TimeoutError, match=r"version 3 .*after 0.1 s: the queue has version 2"):
+    with pytest.raises(TimeoutError, match=r"version 3 .*0\.1 s.* version 2"):
         FollowerPublisher(status).wait(3, timeout_secs=0.1)
     FollowerPublisher(status).wait(3, timeout_secs=30.0, should_stop=lambda: True)
 
@@ -467,7 +467,7 @@ def test_a_follower_that_cannot_write_says_so():
 def test_a_follower_starts_no_version_before_the_last_is_published():
     publisher, written = FollowerPublisher(Status(0)), []
     publisher.publish(1, lambda: written.append(1), timeout_secs=0.1)
-    with pytest.raises(TimeoutError, match="version 1 is not published"):
+    with pytest.raises(TimeoutError, match="version 1 .*published"):
         publisher.publish(2, lambda: written.append(2), timeout_secs=0.1)
     publisher.close()
     assert written == [1]
@@ -504,11 +504,11 @@ def test_a_part_that_is_missing_or_doubled_makes_no_version(tmp_path):
     store = WeightStore(tmp_path, keep=2)
     store.begin(1)
     store.write_part(1, 0, tensors().items())
-    with pytest.raises(WeightStoreError, match=r"part-1.json: this part .* was not written"):
+    with pytest.raises(WeightStoreError, match=r"part-1\.json"):
         store.finish(1, 2, {})
     store.begin(1)
     for part in range(2):
         store.write_part(1, part, tensors().items())
-    with pytest.raises(ValueError, match="tensor layer.0 comes twice"):
+    with pytest.raises(ValueError, match=r"layer\.0 .*twice"):
         store.finish(1, 2, {})
     assert store.versions() == []

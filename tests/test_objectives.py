@@ -111,12 +111,12 @@ def test_each_weight_mode_is_itself():
 
 @pytest.mark.parametrize("mode", ["none", "uncapped"])
 def test_a_cap_that_would_not_be_applied_is_refused(mode):
-    with pytest.raises(ValueError, match=rf"'{mode}' applies no cap, got cap = 5.0"):
+    with pytest.raises(ValueError, match=rf"'{mode}' .*cap = 5\.0"):
         weights.capped(np.zeros((1, 1)), cap=5.0, mode=mode)
 
 
 def test_an_unknown_weight_mode_is_refused():
-    with pytest.raises(ValueError, match=r"none, uncapped, mask, clamp; got 'truncate'"):
+    with pytest.raises(ValueError, match=r"none, uncapped, mask, clamp.*'truncate'"):
         weights.capped(np.zeros((1, 1)), cap=5.0, mode="truncate")
 
 

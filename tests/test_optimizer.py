@@ -53,5 +53,5 @@ def test_weight_decay_pulls_to_zero_at_the_learning_rate():
 
 
 def test_a_decay_within_the_warm_up_is_refused():
-    with pytest.raises(ValueError, match="decay_updates 4 must be greater than warmup_updates 4"):
+    with pytest.raises(ValueError, match="decay_updates .*4.* warmup_updates .*4"):
         make_optimizer(**(ADAM | {"warmup_updates": 4, "decay_updates": 4}))

@@ -208,17 +208,17 @@ def test_padding_share_counts_padding_over_all_tokens():
 
 
 def test_a_trajectory_longer_than_a_row_is_refused_with_both_numbers():
-    with pytest.raises(ValueError, match=r"trajectory of 9 tokens exceeds row_tokens 8"):
+    with pytest.raises(ValueError, match=r"trajectory .*\b9\b.* row_tokens .*8"):
         pack(groups_of(3, 9))
 
 
 def test_an_unknown_policy_is_refused():
-    with pytest.raises(ValueError, match=r"in_order, first_fit, fewest; got 'best_fit'"):
+    with pytest.raises(ValueError, match=r"in_order, first_fit, fewest.*'best_fit'"):
         pack(groups_of(3), policy="best_fit")
 
 
 def test_advantages_that_do_not_match_the_trajectories_are_refused():
-    with pytest.raises(ValueError, match="3 advantages for 2 trajectories"):
+    with pytest.raises(ValueError, match=r"3 advantages .*\b2 trajectories"):
         pack(groups_of(3, 3), np.ones((3, 1)))
 
 
@@ -232,7 +232,7 @@ def test_minibatches_are_consecutive_slices():
 
 
 def test_minibatches_of_unequal_size_are_refused():
-    with pytest.raises(ValueError, match="num_minibatches 4 does not divide 6 groups"):
+    with pytest.raises(ValueError, match=r"num_minibatches .*4.* 6 groups"):
         packing.split_minibatches("abcdef", 4)
 
 
@@ -384,18 +384,18 @@ def test_shared_rows_repeat_a_prompt_only_where_a_group_is_divided(policy, shape
 
 
 def test_a_completion_that_fits_no_row_with_its_prompt_is_refused():
-    with pytest.raises(ValueError, match=r"trajectory of 9 tokens exceeds row_tokens 8"):
+    with pytest.raises(ValueError, match=r"trajectory .*\b9\b.* row_tokens .*8"):
         pack(shared_groups_of((4, 2, 5, 1)), np.ones(3), shared_prompts=True)
 
 
 def test_prompts_that_differ_cannot_be_shared():
     first, second = shared_groups_of((3, 2), (3, 2))
     mixed = Group(17, 0, first.trajectories + second.trajectories)
-    with pytest.raises(ValueError, match=r"prompt_index 17 .* prompts, of 3 and 3 tokens"):
+    with pytest.raises(ValueError, match=r"shared_prompts.* prompt_index 17 .*\b3\b.*\b3\b"):
         pack([mixed], row_tokens=16, shared_prompts=True)
     t = first.trajectories[0]
     longer = Group(18, 0, (t, dataclasses.replace(t, prompt_length=4)))
-    with pytest.raises(ValueError, match=r"prompt_index 18 .* prompts, of 3 and 4 tokens"):
+    with pytest.raises(ValueError, match=r"shared_prompts.* prompt_index 18 .*\b3\b.*\b4\b"):
         pack([longer], row_tokens=16, shared_prompts=True)
     assert pack([mixed], row_tokens=16), "rows of whole trajectories take any prompts"
 

@@ -99,14 +99,14 @@ def test_every_parameter_of_every_architecture_has_a_sharding(mesh):
 
 
 def test_a_mesh_of_another_size_than_the_devices_is_refused():
-    with pytest.raises(ValueError, match="= 12 devices asked for, but there are 8"):
+    with pytest.raises(ValueError, match=r"= 12\b.*\b8$"):
         sharding.make_mesh(data=2, fsdp=2, tensor=3)
-    with pytest.raises(ValueError, match="= 4 devices asked for, but there are 2"):
+    with pytest.raises(ValueError, match=r"= 4\b.*\b2$"):
         sharding.make_mesh(data=4, fsdp=1, tensor=1, devices=jax.devices()[:2])
 
 
 def test_a_dimension_that_its_axis_does_not_divide_names_the_parameter(mesh):
     abstract = transformer.abstract_params(dataclasses.replace(CONFIG, mlp_dim=21))
-    message = r"dimension 1 of blocks.down.kernel \[2, 21, 16\] is not a multiple of .* tensor = 2"
+    message = r"1 of blocks\.down\.kernel \[2, 21, 16\].* tensor = 2"
     with pytest.raises(ValueError, match=message):
         sharding.param_shardings(mesh, abstract)

@@ -258,9 +258,9 @@ def test_the_abstract_parameters_are_the_callers_own():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_kv_heads": 3}, "num_heads 4 is not a multiple of num_kv_heads 3"),
-        ({"head_dim": 7}, "head_dim must be even for RoPE, got 7"),
-        ({"dtype": "float16"}, "got 'float16'"),
+        ({"num_kv_heads": 3}, "num_heads .*4.* num_kv_heads .*3"),
+        ({"head_dim": 7}, "head_dim .*even.* 7"),
+        ({"dtype": "float16"}, "dtype .*'float16'"),
     ],
 )
 def test_a_shape_that_cannot_be_is_refused(change, message):

@@ -203,7 +203,7 @@ def test_a_published_version_whose_files_are_gone_is_published_when_it_was_train
 
 
 def test_a_journal_that_ends_before_the_checkpoint_is_refused(left):
-    with pytest.raises(ValueError, match=r"of step 3, but the queue's journal ends at step 2"):
+    with pytest.raises(ValueError, match=r"step 3\b.*journal .*step 2\b"):
         left.resume(3, at(v_pub=2, committed_step=2))
 
 
@@ -214,7 +214,7 @@ def test_a_delay_needs_every_step_to_be_published(delay_steps):
     make_settings(config)
     config["weights"]["push_every_steps"] = 2
     with pytest.raises(
-        SettingsError, match=r"delay_steps = .*needs weights\.push_every_steps = 1, got 2"
+        SettingsError, match=r"delay_steps.* weights\.push_every_steps .*1\b.*\b2\b"
     ):
         make_settings(config)
     config["rollout"]["delay_steps"] = "uniform(0)"

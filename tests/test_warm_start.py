@@ -99,14 +99,14 @@ def test_no_steps_change_nothing():
 
 
 def test_a_loss_that_is_not_finite_names_its_step():
-    with pytest.raises(FloatingPointError, match="loss of step 2 is nan"):
+    with pytest.raises(FloatingPointError, match="step 2 .*nan"):
         train(demonstrations(), learning_rate=float("nan"))
 
 
 @pytest.mark.parametrize(
     ("demos", "message"),
     [
-        ([], "needs demonstrations, got none"),
+        ([], "demonstrations.* none"),
         ([(np.array([1]), np.arange(6))], r"demonstration 0 has 1 \+ 6 tokens.* row_tokens 6"),
         ([(np.array([1]), np.array([]))], r"demonstration 0 has 1 \+ 0 tokens"),
         ([(np.array([]), np.array([1]))], r"demonstration 0 has 0 \+ 1 tokens"),

@@ -72,7 +72,7 @@ class TrainStep:
           max_grad_norm: bound on the global norm of a minibatch's gradient, > 0.
           num_minibatches: optimizer updates per step; more than one refuses a clip against 'current'.
           head_chunk_tokens: columns whose logits exist at a time; None for all at once.
-          attention_kernel: one of attention.KERNELS.
+          attention_kernel: "xla" | "cudnn" | "splash", see attention.of_rows.
 
         Raises:
           ValueError: a clip against 'current' with several minibatches, or a temperature that is not > 0.

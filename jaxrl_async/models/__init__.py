@@ -1,1 +1,1 @@
-"""The decoder, its log-probs, its shardings, and its Hugging Face form. Knows nothing about RL."""
+"""The decoder, its log-probs, its shardings and its Hugging Face format. Independent of RL."""

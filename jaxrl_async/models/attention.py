@@ -1,4 +1,4 @@
-"""Who attends to whom, and grouped-query attention, by platform. Knows nothing of layers, caches or positions."""
+"""Attention masks and grouped-query attention, with a kernel per platform. Independent of layers and positions."""
 
 from collections.abc import Callable
 
@@ -13,45 +13,45 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 from jax.sharding import PartitionSpec
 
-KERNELS = ("xla", "cudnn", "splash")
-ATTENDED = "attended"  # What the backward pass of "xla" needs of the forward one, by the name of checkpoint policies.
+# The name in checkpoint policies of the results that the backward pass of "xla" needs.
+ATTENDED = "attended"
 
 _SPLASH_BLOCKS = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
-_NEVER = -1e30  # Finite, so that a masked score has a zero and not a NaN gradient.
-_MIN_BLOCK_TOKENS = 128  # Queries whose scores stay near the cache of a CPU core.
-_MAX_BLOCKS = 16  # More of them skip more, and take longer to visit.
-# Scores that are computed at a time; more of them leave the cache between two products.
+_NEVER = -1e30  # Finite: the gradient of a masked score is then 0 instead of NaN.
+_MIN_BLOCK_TOKENS = 128  # The scores of so small a block stay near the cache of a CPU core.
+_MAX_BLOCKS = 16  # More blocks skip more, but take longer to visit.
+# Scores computed at a time; more would leave the cache between two products.
 _MAX_SCORES = 1 << 19
 
 
 def of_rows(kernel: str, segment_ids, prefix_ids=None) -> tuple[jax.Array, Callable]:
-    """The attention of whole rows by one of KERNELS, equal but for what padding gets, which is finite.
+    """The attention of whole rows by one kernel. Kernels differ only in the values of padding, which are finite.
 
     Args:
       kernel: "xla" anywhere | "cudnn" on an NVIDIA GPU, in bfloat16 | "splash" on a TPU, T a multiple of 128.
       segment_ids: int32 [B, T], from 1 within each row; 0 is padding.
-      prefix_ids: int32 [B, T], as of `causal_mask`. "splash" has masks of segments alone and ignores them.
+      prefix_ids: int32 [B, T], as in `causal_mask`. "splash" masks by segments only and ignores them.
 
     Returns:
-      mask: who attends to whom, in the form that `attend` takes.
+      mask: the mask in the form that `attend` takes.
       attend: (q [B, T, H, C], k [B, T, N, C], v [B, T, N, C], mask) → [B, T, H, C].
     """
     if kernel == "splash":
         return segment_ids, splash_attention
     mask_BTT = causal_mask(segment_ids, prefix_ids)
-    return mask_BTT, cudnn_attention if kernel == "cudnn" else causal_attention
+    return mask_BTT, {"xla": causal_attention, "cudnn": cudnn_attention}[kernel]
 
 
 def causal_mask(segment_ids, prefix_ids=None):
-    """True where a token may attend: to itself and to what stands before it in its segment and prefix.
+    """True where a token may attend: to itself and to earlier tokens of its segment and its prefix.
 
         allow(q, k) = q = k  or  (k < q and segment[k] ≠ 0 and segment[k] ∈ {segment[q], prefix[q]})
 
-    Padding (segment 0) attends to itself alone, so its softmax stays finite.
+    Padding (segment 0) attends only to itself, so its softmax stays finite.
 
     Args:
       segment_ids: int32 [B, T], from 1 within each row; 0 is padding.
-      prefix_ids: int32 [B, T], the segment that a token's segment continues; 0 for none. None: all 0.
+      prefix_ids: int32 [B, T], the segment that a token's segment continues, 0 for none; None for all 0.
 
     Returns:
       bool [B, T, T], queries before keys.
@@ -69,9 +69,9 @@ def causal_mask(segment_ids, prefix_ids=None):
 def causal_attention(q_BTHC, k_BTNC, v_BTNC, mask_BTT):
     """Attention of whole rows, in blocks of queries and of keys.
 
-    Equal to `attention`. A pair of blocks in which no row of the batch allows anything is not visited:
-    keys behind their queries, other segments of packed rows. [B, H, T, T] never exists, and what is
-    computed of it is computed again in the backward pass.
+    Equal to `attention`. A pair of blocks is skipped where the mask allows nothing in any row of the batch: keys
+    after their queries, other segments of packed rows. [B, H, T, T] never exists; the backward pass recomputes the
+    scores of the visited blocks.
 
     Source: FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning (Dao,
     arXiv 2307.08691), in plain XLA.
@@ -119,7 +119,7 @@ def attention(q_BTHC, k_BSNC, v_BSNC, mask_BTS):
 
 
 def cached_attention(q_BTHC, k_BNSC, v_BNSC, mask_BTS):
-    """`attention` to keys and values as a cache has them, heads before tokens: what the products read in order.
+    """`attention` to keys and values in a cache's layout, heads before tokens, which the products read in order.
 
     Args:
       q_BTHC: [B, T, H, C].
@@ -133,8 +133,8 @@ def cached_attention(q_BTHC, k_BNSC, v_BNSC, mask_BTS):
     B, T, H, C = q_BTHC.shape
     N = k_BNSC.shape[1]
     G = H // N
-    # The heads of a group stand beside the queries, so both products are plain matmuls with the
-    # leading batch dimensions [B, N]: on a CPU twice as fast as the einsum over [B, T, N, G, C].
+    # With the heads of a group beside the queries both products are plain matmuls with leading batch
+    # dimensions [B, N]: on a CPU twice as fast as the einsum over [B, T, N, G, C].
     q_BNQC = (q_BTHC * C**-0.5).reshape(B, T, N, G, C).transpose(0, 2, 3, 1, 4)
     mask_BQS = jnp.tile(mask_BTS, (1, G, 1))
     attended_BNQC = _attend_whole(q_BNQC.reshape(B, N, G * T, C), k_BNSC, v_BNSC, mask_BQS)
@@ -142,7 +142,7 @@ def cached_attention(q_BTHC, k_BNSC, v_BNSC, mask_BTS):
 
 
 def cudnn_attention(q_BTHC, k_BTNC, v_BTNC, mask_BTT):
-    """`causal_attention` by cuDNN's fused kernel; the mask is handed to it as a bias."""
+    """`causal_attention` by cuDNN's fused kernel, which takes the mask as a bias."""
     mask_B1TT = mask_BTT[:, None]
     return jax.nn.dot_product_attention(
         q_BTHC, k_BTNC, v_BTNC, mask=mask_B1TT, implementation="cudnn"
@@ -150,7 +150,7 @@ def cudnn_attention(q_BTHC, k_BTNC, v_BTNC, mask_BTT):
 
 
 def splash_attention(q_BTHC, k_BTNC, v_BTNC, segment_ids):
-    """`causal_attention` within segments by JAX's kernel for TPUs; elsewhere interpreted, which is slow.
+    """`causal_attention` within segments by JAX's TPU kernel; on other platforms it is interpreted, slowly.
 
     Args:
       q_BTHC: [B, T, H, C], T a multiple of 128.
@@ -161,7 +161,7 @@ def splash_attention(q_BTHC, k_BTNC, v_BTNC, segment_ids):
     mesh = jax.typeof(q_BTHC).sharding.mesh
     if mesh.empty:
         return _splash(q_BTHC, k_BTNC, v_BTNC, segment_ids)
-    # The compiler does not divide a kernel: each device runs it on its own rows and heads.
+    # The compiler does not partition a kernel: each device runs it on its own rows and heads.
     rows = PartitionSpec(("data", "fsdp"))
     heads = PartitionSpec(("data", "fsdp"), None, "tensor")
     specs = dict(in_specs=(heads, heads, heads, rows), out_specs=heads)
@@ -192,7 +192,7 @@ def _splash(q_BTHC, k_BTNC, v_BTNC, segment_ids):
 
 
 def _rows_at_a_time(q_BTHC, block):
-    """R, a divisor of B, all of it where devices share the rows."""
+    """R, a divisor of B; B itself where several devices share the rows."""
     B, _, H, _ = q_BTHC.shape
     mesh = jax.typeof(q_BTHC).sharding.mesh
     if not mesh.empty and mesh.size > 1:
@@ -203,7 +203,7 @@ def _rows_at_a_time(q_BTHC, block):
 
 @jax.custom_vjp
 def _attend_whole(q_BNQC, k_BNSC, v_BNSC, mask_BQS):
-    """Of scaled queries, a group's heads beside one another (Q = G·T), to all keys at once."""
+    """Attention of scaled queries, a group's heads side by side (Q = G·T), to all keys at once."""
     return _forward_of_whole(q_BNQC, k_BNSC, v_BNSC, mask_BQS)[0]
 
 
@@ -219,7 +219,7 @@ def _forward_of_whole(q, k, v, mask_BQS):
 
 
 def _backward_of_whole(residuals, d_attended):
-    """Keys stand before queries here, so that of the five products one alone is of a transposed matrix."""
+    """Keys come before queries here, so that only one of the five products has a transposed matrix."""
     q, k, v, mask_BQS, top_BNQ, total_BNQ = residuals
     mask_BSQ = mask_BQS.swapaxes(1, 2)
     scores_BNSQ = jnp.where(mask_BSQ[:, None], _product("bnsc,bnqc->bnsq", k, q), _NEVER)
@@ -238,16 +238,16 @@ _attend_whole.defvjp(_forward_of_whole, _backward_of_whole)
 
 @jax.custom_vjp
 def _attend_blocks(q, k, v, mask):
-    """R rows after the other; of them a block of queries after the other, against a block of keys after the other.
+    """Attention of R rows at a time, and of one block of queries to one block of keys at a time.
 
     Args:
-      q: [B/R, I, R, N, Q, C]: I blocks of queries, a group's heads beside one another; Q = G·S.
+      q: [B/R, I, R, N, Q, C]: I blocks of queries, a group's heads side by side; Q = G·S.
       k: [B/R, J, R, N, S, C]; J = I blocks of S keys.
       v: [B/R, J, R, N, S, C].
       mask: bool [B/R, R, T, T].
 
     Returns:
-      As q, in the dtype of v.
+      The shape of q, in the dtype of v.
     """
     return _forward(q, k, v, mask)[0]
 
@@ -275,7 +275,7 @@ def _forward_of_rows(q, k, v, mask):
             j = order[i, n]
             scores = _block_scores(q, k, mask, i, j)
             new_top = jnp.maximum(top, scores.max(axis=-1))
-            # Where nothing was allowed yet these are exp(0), which the first allowed key scales to 0.
+            # Before the first allowed key these are exp(0); that key then scales them to 0.
             weights, kept = jnp.exp(scores - new_top[..., None]), jnp.exp(top - new_top)
             values = _product("bnqs,bnsc->bnqc", weights.astype(v.dtype), v[j])
             return new_top, total * kept + weights.sum(axis=-1), sums * kept[..., None] + values
@@ -315,7 +315,7 @@ def _backward_of_rows(q, k, v, mask, attended, log_total, d_attended):
 
 
 def _visible_blocks(mask_BTT, num_blocks):
-    """Of each block of queries: blocks of keys, those first of which it may see any, and how many these are."""
+    """For each block of queries: the blocks of keys, visible ones first, and the number of visible ones."""
     B, T, _ = mask_BTT.shape
     pairs = mask_BTT.reshape(B, num_blocks, T // num_blocks, num_blocks, T // num_blocks)
     visible_IJ = pairs.any(axis=(0, 2, 4))
@@ -349,7 +349,7 @@ def _split(x_BTHC, block, num_kv_heads, rows):
 
 
 def _join(x, block):
-    """The inverse of `_split`, but for the padding."""
+    """The inverse of `_split`, with the padding."""
     groups, num_blocks, rows, N, Q, C = x.shape
     x = x.reshape(groups, num_blocks, rows, N, Q // block, block, C).transpose(0, 2, 1, 5, 3, 4, 6)
     return x.reshape(groups * rows, num_blocks * block, -1, C)

@@ -1,6 +1,6 @@
 """Hugging Face checkpoints (config.json, *.safetensors) to and from the decoder's parameters.
 
-One table of names serves both directions. It knows nothing of meshes, versions or who serves them.
+One table of names serves both directions. Independent of meshes, versions and servers.
 """
 
 import functools
@@ -10,8 +10,8 @@ import pathlib
 from collections.abc import Iterator, Mapping
 
 import jax
-import ml_dtypes
 import numpy as np
+import safetensors
 from flax import nnx
 
 from jaxrl_async.models import transformer
@@ -42,27 +42,24 @@ _ARCHITECTURES = {  # model_type → architecture
     "llama": "LlamaForCausalLM",
 }
 
-_DTYPES = {
-    "F64": np.dtype(np.float64),
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-}
+_DTYPES = ("F64", "F32", "F16", "BF16")  # safetensors' names
 
-_UNSCALED_MAX_TOKENS = 32768  # max_position_embeddings that config.json needs and RoPE does not.
+_UNSCALED_MAX_TOKENS = (
+    32768  # max_position_embeddings: config.json requires one, unscaled RoPE needs none.
+)
 
 
 def read_config(directory, *, dtype: str, remat: bool) -> transformer.ModelConfig:
-    """The shape that a checkpoint's config.json describes.
+    """Reads the model shape from a checkpoint's config.json.
 
     Args:
       directory: holds config.json of a Qwen2, Qwen2.5, Qwen3 or Llama model.
-      dtype: compute dtype, "float32" | "bfloat16"; what the checkpoint is stored in does not matter.
+      dtype: compute dtype, "float32" | "bfloat16", whatever the dtype of the stored tensors.
       remat: recompute each layer in the backward pass.
 
     Raises:
       FileNotFoundError: no config.json.
-      ValueError: a model or a setting that the decoder does not have; the message names it.
+      ValueError: a model or setting that the decoder does not support; names it.
     """
     path = pathlib.Path(directory) / "config.json"
     hf = json.loads(path.read_text())
@@ -95,14 +92,15 @@ def read_config(directory, *, dtype: str, remat: bool) -> transformer.ModelConfi
 def write_config(config: transformer.ModelConfig) -> dict:
     """The content of config.json, as transformers 4 and 5 and SGLang read it.
 
-    The architecture follows from the fields: attention_bias is Qwen2, qk_norm is Qwen3, neither is
-    Llama.
+    The architecture follows from the fields: Qwen2 with attention_bias, Qwen3 with qk_norm, else Llama.
 
     Raises:
-      ValueError: attention_bias and qk_norm together, which no such architecture has.
+      ValueError: attention_bias and qk_norm together, which none of these architectures has.
     """
     if config.attention_bias and config.qk_norm:
-        raise ValueError("attention_bias and qk_norm are both True: no Hugging Face model has both")
+        raise ValueError(
+            "attention_bias and qk_norm are both True, but no supported architecture has both"
+        )
     model_type = "qwen2" if config.attention_bias else "qwen3" if config.qk_norm else "llama"
     scaling, max_tokens = config.rope_scaling, _UNSCALED_MAX_TOKENS
     if scaling is not None:
@@ -135,15 +133,16 @@ def to_tensors(
     part: int = 0,
     num_parts: int = 1,
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """The parameters as Hugging Face tensors, one layer at a time: never a second copy of all.
+    """Converts parameters to Hugging Face tensors, one layer at a time; never holds a second copy of all.
 
     Args:
-      params: an nnx.State, on devices or on the host. Where its arrays are spread over processes, all of these
-        must draw from their iterators alike: each tensor is gathered before it is cut into parts.
+      params: an nnx.State, on devices or on the host. Where processes share its arrays, all of them must draw from
+        their iterators in step: each tensor is gathered before it is cut into parts.
       config: the shape of params.
       dtype: "float32" | "bfloat16", of the tensors; the cast rounds to nearest even.
-      part: in [0, num_parts): of layer l those with l mod num_parts = part, and so on for what is not in a layer.
-      num_parts: into which the tensors are divided.
+      part: in [0, num_parts); it has the layers l with l mod num_parts = part. The embedding counts as layer 0, final
+        norm and head as the layer after the last.
+      num_parts: number of parts.
 
     Yields:
       (name, array), C-contiguous: embedding, layers in order, final norm, head.
@@ -156,7 +155,7 @@ def to_tensors(
 
 
 def from_tensors(tensors: Mapping[str, np.ndarray], config: transformer.ModelConfig) -> nnx.State:
-    """The parameters that Hugging Face tensors hold: an nnx.State of float32 NumPy arrays.
+    """Converts Hugging Face tensors to parameters: an nnx.State of float32 NumPy arrays.
 
     Args:
       tensors: by Hugging Face name, any floating dtype.
@@ -171,7 +170,7 @@ def from_tensors(tensors: Mapping[str, np.ndarray], config: transformer.ModelCon
         for name in _by_name(abstract)
         for tensor_name in _tensor_names(name, config.num_layers)
     }
-    # A tied checkpoint may hold the head all the same; transformers ignores it too.
+    # A tied checkpoint may still hold the head, which transformers ignores too.
     found = set(tensors) - ({"lm_head.weight"} if config.tied_embeddings else set())
     if missing := sorted(expected - found):
         raise ValueError(f"tensor {missing[0]} is missing ({len(missing)} missing in all)")
@@ -191,33 +190,55 @@ def from_tensors(tensors: Mapping[str, np.ndarray], config: transformer.ModelCon
     return nnx.map_state(read, abstract)
 
 
-def read_tensors(directory) -> dict[str, np.ndarray]:
-    """Every tensor of every *.safetensors file in a directory.
+def read_tensors(directory) -> Mapping[str, np.ndarray]:
+    """Opens every *.safetensors file of a directory.
 
     Args:
-      directory: holds one or several files; bfloat16 comes as ml_dtypes.bfloat16.
+      directory: holds one or more files; bfloat16 is read as ml_dtypes.bfloat16.
 
     Returns:
-      By name, arrays that are mapped from the files and read-only: read when they are used.
+      Tensors by name, each read from its file when it is used.
 
     Raises:
       FileNotFoundError: no *.safetensors file.
-      ValueError: a file is truncated or not safetensors, or two files hold one name.
+      ValueError: a file is truncated or not safetensors, a tensor is not floating, or two files hold one name.
     """
     paths = sorted(pathlib.Path(directory).glob("*.safetensors"))
     if not paths:
         raise FileNotFoundError(f"no *.safetensors file in {directory}")
-    tensors = {}
+    file_of = {}
     for path in paths:
-        for name, array in _read_file(path):
-            if name in tensors:
-                raise ValueError(f"{path}: tensor {name} stands in another file too")
-            tensors[name] = array
-    return tensors
+        try:
+            file = safetensors.safe_open(path, framework="numpy")
+        except safetensors.SafetensorError as error:
+            raise ValueError(f"{path}: truncated or not a safetensors file: {error}") from error
+        for name in file.keys():
+            if name in file_of:
+                raise ValueError(f"{path}: tensor {name} is in another file too")
+            if (dtype := file.get_slice(name).get_dtype()) not in _DTYPES:
+                raise ValueError(f"{path}: tensor {name} is {dtype}, not one of {list(_DTYPES)}")
+            file_of[name] = file
+    return _LazyTensors(file_of)
+
+
+class _LazyTensors(Mapping):
+    """Tensors by name, read from open safetensors files."""
+
+    def __init__(self, file_of: dict[str, safetensors.safe_open]):
+        self._file_of = file_of
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._file_of[name].get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file_of)
+
+    def __len__(self) -> int:
+        return len(self._file_of)
 
 
 def _refuse_unsupported(hf, path):
-    # Biases on the output projection and the MLP, which Llama and Qwen3 have as settings.
+    # Llama and Qwen3 have settings for biases on the output projection and the MLP.
     biased = hf.get("attention_bias") or hf.get("mlp_bias")
     if biased and hf["model_type"] != "qwen2":
         raise ValueError(f"{path}: attention_bias or mlp_bias of {hf['model_type']} is unsupported")
@@ -254,7 +275,7 @@ def _write_rope_scaling(scaling):
 
 
 def _pieces(params, config):
-    """(layer, parameter, tensor, array), with layer 0 for the embedding and the layer after the last for the rest."""
+    """(layer, parameter, tensor, array); the embedding has layer 0, final norm and head the layer after the last."""
     ours = _by_name(params)
     stacked = [name for name in ours if "{}" in _NAMES[name]]
     yield 0, "embedding", _NAMES["embedding"], ours["embedding"]
@@ -267,7 +288,7 @@ def _pieces(params, config):
 
 
 def _gathered(array):
-    """This process's copy of an array that is spread over processes. No other is gathered meanwhile."""
+    """This process's copy of an array that processes share. Waits, so that one array is gathered at a time."""
     everywhere = jax.sharding.NamedSharding(array.sharding.mesh, jax.sharding.PartitionSpec())
     return jax.block_until_ready(_identity(everywhere)(array)).addressable_data(0)
 
@@ -278,7 +299,7 @@ def _identity(out_sharding):
 
 
 def _by_name(params):
-    """The parameters' arrays by their name in the tables, in the table's order."""
+    """The parameters' arrays by name, in the order of _NAMES."""
     arrays = {".".join(path): param.get_value() for path, param in nnx.to_flat_state(params)}
     return {name: arrays[name] for name in _NAMES if name in arrays}
 
@@ -290,7 +311,7 @@ def _tensor_names(name, num_layers):
 
 
 def _to_tensor(name, array, dtype):
-    # Cast before the transfer to the host, which then moves half as much.
+    # Cast before the transfer to the host: bfloat16 then moves half the bytes.
     array = np.asarray(jax.device_get(array.astype(dtype)))
     return np.ascontiguousarray(array.T if name.endswith("kernel") else array)
 
@@ -303,27 +324,3 @@ def _from_tensor(tensor_name, tensor, name, shape):
             f"tensor {tensor_name} has shape {list(tensor.shape)}, expected {list(expected)}"
         )
     return np.asarray(tensor.T if transposed else tensor, np.float32)
-
-
-def _read_file(path):
-    """Yields (name, array). The layout: u64 length of a JSON header, the header, the bytes."""
-    data = np.memmap(path, np.uint8, mode="r") if path.stat().st_size else np.zeros(0, np.uint8)
-    start = 8 + int.from_bytes(data[:8].tobytes(), "little")
-    if not 8 < start <= len(data):
-        raise ValueError(
-            f"{path}: {len(data)} bytes do not hold the safetensors header; truncated?"
-        )
-    try:
-        header = json.loads(data[8:start].tobytes())
-    except ValueError as error:
-        raise ValueError(f"{path}: the safetensors header is not JSON: {error}") from error
-    header.pop("__metadata__", None)
-    end = start + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if end != len(data):
-        raise ValueError(f"{path}: has {len(data)} bytes, its header says {end}; truncated?")
-    for name, entry in header.items():
-        if entry["dtype"] not in _DTYPES:
-            raise ValueError(f"{path}: tensor {name} is {entry['dtype']}, not {list(_DTYPES)}")
-        first, last = entry["data_offsets"]
-        array = data[start + first : start + last].view(_DTYPES[entry["dtype"]])
-        yield name, array.reshape(entry["shape"])

@@ -1,6 +1,6 @@
-"""Log-probs of given tokens, from hidden states, without the logits of a whole row in memory.
+"""Log-probs of given tokens from hidden states, without the logits of a whole row in memory.
 
-It knows nothing of masks, segments or policies: padding gets a finite number like any token.
+There is no mask: padding gets a finite number like any token.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxrl_async.models import transformer
 
-_NEVER = -1e30  # Finite: zero times it is zero, where zero times infinity is NaN.
+_NEVER = -1e30  # Finite: 0 · −1e30 is 0, but 0 · −∞ is NaN.
 
 
 def token_logprobs(
@@ -23,7 +23,7 @@ def token_logprobs(
     temperature: float,
     chunk_tokens: int | None,
 ):
-    """Log-prob of each token, and the entropy of the distribution that it was drawn from.
+    """Log-prob of each token, and entropy of the distribution that predicts it.
 
         logprobs[b, t] = log_softmax(logits(hidden[b, predictor_index[b, t]]) / temperature)[tokens[b, t]]
 
@@ -32,12 +32,12 @@ def token_logprobs(
       hidden_BTD: [B, T, D], after the final norm.
       tokens_BT: int32 [B, T], in [0, V).
       predictor_index_BT: int32 [B, T], in [0, T): the column whose hidden state predicts the token.
-      temperature: the sampling temperature, > 0; it carries no gradient.
-      chunk_tokens: as many logits exist at a time as this many columns have; they are computed
-        again in the backward pass. None: all at once, and kept.
+      temperature: of sampling, > 0; carries no gradient.
+      chunk_tokens: bound on memory, ≥ 1: at most the logits of this many columns exist at a time, and the backward
+        pass recomputes them. None computes all at once and keeps them.
 
     Returns:
-      logprobs float32 [B, T]; entropy float32 [B, T] in nats, which carries no gradient.
+      logprobs float32 [B, T]; entropy float32 [B, T] in nats, without a gradient.
 
     Raises:
       ValueError: chunk_tokens < 1.
@@ -62,8 +62,8 @@ def token_logprobs(
 
 def _logprobs_and_entropy(logits_BTV, tokens_BT):
     log_z_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
-    # A comparison and not a gather: it partitions over a sharded vocabulary, and its gradient is a
-    # select that fuses with the softmax's, where a gather's is a scatter into [B, T, V].
+    # A comparison instead of a gather: it partitions over a sharded vocabulary, and its gradient is a
+    # select that fuses with the softmax's; the gradient of a gather is a scatter into [B, T, V].
     chosen_BTV = jnp.arange(logits_BTV.shape[-1])[None, None] == tokens_BT[:, :, None]
     logprobs_BT = jnp.sum(jnp.where(chosen_BTV, logits_BTV, 0), axis=-1) - log_z_BT
     logits_BTV, log_z_BT = jax.lax.stop_gradient((logits_BTV, log_z_BT))
@@ -73,11 +73,11 @@ def _logprobs_and_entropy(logits_BTV, tokens_BT):
 
 @dataclasses.dataclass(frozen=True)
 class _TiledHead:
-    """How the kernel is cut: S shards of the vocabulary side by side, each walked in tiles of W.
+    """The cut of the kernel: S shards of the vocabulary side by side, each walked in tiles of W.
 
-    Tiles are of the vocabulary and not of the tokens, so that each slice of the kernel's gradient is
-    one matmul over all N tokens and is written once: a sum over chunks of tokens holds the gradient
-    twice and passes over all of it for each chunk.
+    The vocabulary is tiled instead of the tokens. Each slice of the kernel's gradient is then one matmul over all N
+    tokens and is written once; a sum over chunks of tokens would hold the gradient twice and pass over all of it for
+    each chunk.
     """
 
     vocab_axis: int  # of the kernel: 0 of [V, D], 1 of [D, V]
@@ -92,7 +92,7 @@ class _TiledHead:
 
     @property
     def axes(self):
-        """The dimensions of the kernel in shards: v is walked in tiles, d is whole."""
+        """Dimensions of the sharded kernel: v is walked in tiles, d is whole."""
         return ("svd", "sdv")[self.vocab_axis]
 
     def split(self, kernel):
@@ -108,25 +108,25 @@ class _TiledHead:
         return kernel.swapaxes(0, 1).reshape(-1, self.shards * self.shard_size)
 
     def start(self, index):
-        """Where a tile begins in its shard. The last reaches back where W does not divide V / S."""
+        """Start of a tile in its shard. Where W does not divide V / S, the last tile overlaps the one before."""
         return jnp.minimum(index * self.tile, self.shard_size - self.tile)
 
     def slice(self, kernel, index):
-        """A tile of a kernel in shards."""
+        """A tile of a sharded kernel."""
         return jax.lax.dynamic_slice_in_dim(
             kernel, self.start(index), self.tile, self.axes.index("v")
         )
 
     def add(self, kernel, tile, index):
-        """A kernel in shards with something added to one of its tiles."""
+        """A sharded kernel with `tile` added to one of its tiles."""
         return jax.lax.dynamic_update_slice_in_dim(
             kernel, self.slice(kernel, index) + tile, self.start(index), self.axes.index("v")
         )
 
     def logits(self, hidden_ND, kernel_tile, tokens_N, temperature, index):
-        """Logits / temperature [N, S, W] of a tile, and where they are the tokens' own.
+        """Logits / temperature [N, S, W] of a tile, and where they belong to the given tokens.
 
-        Entries that an earlier tile has seen are −1e30 here, and nobody's own.
+        Entries that an earlier tile has covered are −1e30 here and belong to no token.
         """
         logits_NSW = jnp.einsum(
             f"nd,{self.axes}->nsv", hidden_ND, kernel_tile, preferred_element_type=jnp.float32
@@ -153,12 +153,12 @@ def _tiled_forward(head, hidden_ND, kernel, tokens_N, temperature):
         top_NS = logits_NSW.max(axis=-1)
         weights_NSW = jnp.exp(logits_NSW - top_NS[:, :, None])
         total_NS = weights_NSW.sum(axis=-1)
-        # An einsum and not a sum of products: XLA's CPU backend takes seven times as long for that.
+        # An einsum instead of a sum of products, which takes XLA's CPU backend seven times as long.
         mean_NS = jnp.einsum("nsv,nsv->ns", weights_NSW, logits_NSW) / total_NS
         own_NS = jnp.sum(jnp.where(chosen_NSW, logits_NSW, 0), axis=-1)
         return None, (top_NS + jnp.log(total_NS), mean_NS, own_NS)
 
-    # Shards are summed at the end, so that nothing is communicated within the loop.
+    # Shards are summed at the end: the loop communicates nothing.
     _, (log_z_INS, mean_INS, own_INS) = jax.lax.scan(tile, None, jnp.arange(head.num_tiles))
     log_z_N = jax.nn.logsumexp(log_z_INS, axis=(0, 2))
     share_INS = jnp.exp(log_z_INS - log_z_N[None, :, None])
@@ -181,7 +181,7 @@ def _tiled_backward(head, saved, cotangents):
         probs_NSW = jnp.exp(logits_NSW - log_z_N[:, None, None])
         d_logits_NSW = ((chosen_NSW - probs_NSW) * scale_N[:, None, None]).astype(head.dtype)
         d_hidden_SND += dot(f"nsv,{head.axes}->snd", d_logits_NSW, kernel_tile)
-        # Hidden states first: with the logits first XLA's CPU backend transposes these.
+        # Hidden states first: with the logits first, XLA's CPU backend would transpose the logits.
         d_tile = jnp.einsum(f"dsv->{head.axes}", dot("nd,nsv->dsv", hidden_ND, d_logits_NSW))
         return (d_hidden_SND, head.add(d_kernel, d_tile, index)), None
 

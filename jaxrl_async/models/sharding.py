@@ -1,7 +1,6 @@
-"""Which mesh axis divides which dimension of which parameter.
+"""Shardings of parameters and batches: the mesh axis of each dimension, by the parameter's path.
 
-Parameters carry no partition metadata; their paths are looked up here. It knows nothing of what is
-computed with them.
+Parameters carry no partition metadata; their paths are looked up in a table here.
 """
 
 import math
@@ -51,10 +50,10 @@ def make_mesh(data: int, fsdp: int, tensor: int, devices=None) -> jax.sharding.M
     """A mesh of the axes data, fsdp and tensor.
 
     Args:
-      data: ways in which rows are divided, parameters whole.
-      fsdp: ways in which rows and parameters are divided.
-      tensor: ways in which heads, mlp and vocabulary are divided.
-      devices: the devices to use, or None for all.
+      data: number of ways to divide rows, with whole parameters.
+      fsdp: number of ways to divide rows and parameters.
+      tensor: number of ways to divide heads, mlp and vocabulary.
+      devices: the devices to use; None for all.
 
     Raises:
       ValueError: data · fsdp · tensor is not the number of devices.
@@ -63,8 +62,8 @@ def make_mesh(data: int, fsdp: int, tensor: int, devices=None) -> jax.sharding.M
     devices = jax.devices() if devices is None else devices
     if math.prod(shape) != len(devices):
         raise ValueError(
-            f"data {data} × fsdp {fsdp} × tensor {tensor} = {math.prod(shape)} devices asked for, "
-            f"but there are {len(devices)}"
+            f"data {data} × fsdp {fsdp} × tensor {tensor} = {math.prod(shape)} devices, but there are "
+            f"{len(devices)}"
         )
     # Without axis_types the axes would be Explicit, and every gather would need an out_sharding.
     axis_types = (jax.sharding.AxisType.Auto,) * len(shape)
@@ -95,7 +94,7 @@ def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
 
 
 def place(tree: Any, shardings: Any) -> Any:
-    """Puts host arrays where their shardings say. With several processes, each hands in all of every array."""
+    """Puts host arrays on devices by their shardings. With several processes, each passes every array whole."""
     return jax.tree.map(
         lambda array, sharding: jax.make_array_from_process_local_data(
             sharding, np.asarray(array), np.shape(array)
@@ -106,7 +105,7 @@ def place(tree: Any, shardings: Any) -> Any:
 
 
 def init_sharded(config: transformer.ModelConfig, mesh: jax.sharding.Mesh, seed: int) -> nnx.State:
-    """Random parameters, each made where it will live. The values do not depend on the mesh."""
+    """Random parameters, each initialised on its own devices. The values do not depend on the mesh."""
 
     def init():
         return nnx.split(transformer.Transformer(config, rngs=nnx.Rngs(seed)))[1]

@@ -1,7 +1,7 @@
-"""One decoder for the shapes of Qwen2, Qwen2.5, Qwen3 and Llama-3.
+"""One decoder for the architectures of Qwen2, Qwen2.5, Qwen3 and Llama-3.
 
-Parameters are float32; the compute dtype is a setting; norms, softmax and logits are float32.
-It knows nothing of tokenizers, losses or how requests are batched; of meshes, the axes' names.
+Parameters are float32; the compute dtype is a setting; norms, softmax and logits are float32. Independent of
+tokenizers, losses and the batching of requests; of a mesh it uses the names of the axes.
 """
 
 import dataclasses
@@ -19,9 +19,9 @@ from jaxrl_async.models import attention
 class RopeScaling:
     """Llama-3's stretching of RoPE's long wavelengths (config.json: rope_type "llama3")."""
 
-    factor: float  # long wavelengths are stretched by this
+    factor: float  # stretches long wavelengths
     low_freq_factor: float  # wavelengths > original_max_tokens / this are stretched in full
-    high_freq_factor: float  # wavelengths < original_max_tokens / this are left alone
+    high_freq_factor: float  # wavelengths < original_max_tokens / this are kept
     original_max_tokens: int  # context length before stretching
 
 
@@ -81,8 +81,8 @@ class Transformer(nnx.Module):
         Args:
           tokens_BT: int32 [B, T].
           positions_BT: int32 [B, T], from 0 within each segment.
-          mask: who attends to whom, as `attend` takes it: for the default bool [B, T, T], True = may attend, False
-            where a key stands after its query; at least one True for each query.
+          mask: in the form that `attend` takes. For the default: bool [B, T, T], True = may attend, False where a key
+            comes after its query; at least one True for each query.
           attend: (q, k, v, mask) → attended; with its mask from `attention.of_rows`.
 
         Returns:
@@ -94,8 +94,8 @@ class Transformer(nnx.Module):
         def layer(x_BTD, block):
             return nnx.merge(graphdef, block)(x_BTD, rope, mask, attend)[0], None
 
-        # Without remat the matmuls' and the attention's outputs are kept, and what is cheap is computed
-        # again: stacking every intermediate of every layer costs more than computing it.
+        # Without remat the outputs of the matmuls and of attention are kept and the cheap rest is recomputed:
+        # stacking every intermediate of every layer costs more than computing it again.
         policies = jax.checkpoint_policies
         saved = policies.save_from_both_policies(
             policies.dots_with_no_batch_dims_saveable,
@@ -108,7 +108,7 @@ class Transformer(nnx.Module):
         return self.final_norm(x_BTD)
 
     def prefill(self, tokens_BT, positions_BT, mask_BTS):
-        """As __call__ with its default attention, and keeps the keys and values.
+        """As __call__ with its default attention; also returns the keys and values.
 
         Returns:
           hidden [B, T, D] and a KVCache of [L, B, N, T, C].
@@ -134,15 +134,15 @@ class Transformer(nnx.Module):
           cache: KVCache of [L, B, N, S, C]; index s holds the token at position s.
 
         Returns:
-          hidden [B, D], after the final norm, and the cache. Donate the cache to the jit around
-          this, and it is updated in place.
+          hidden [B, D], after the final norm, and the cache. It is updated in place where the enclosing jit
+          donates it.
         """
         graphdef, blocks = nnx.split(self.blocks)
         rope = rope_cos_sin(self.config, positions_B[:, None])
         rows = jnp.arange(tokens_B.shape[0])
         mask_B1S = (jnp.arange(cache.k.shape[3])[None] <= positions_B[:, None])[:, None]
 
-        # The cache is carried whole: as a scanned input and output each step would copy all of it.
+        # The cache is carried whole: as a scanned input and output, it would be copied in full by each step.
         def layer(carry, indexed_block):
             x_B1D, (k, v) = carry
             index, block = indexed_block
@@ -166,10 +166,10 @@ class Transformer(nnx.Module):
         return jnp.dot(hidden, kernel_DV, preferred_element_type=jnp.float32)
 
     def head_kernel(self):
-        """The projection onto the vocabulary, float32 as it lies, and which of its axes is V.
+        """The projection onto the vocabulary, float32 as stored, and the index of its vocabulary axis.
 
         Returns:
-          [V, D] and 0 where it is the embedding table, else [D, V] and 1.
+          [V, D] and 0 for tied embeddings, else [D, V] and 1.
         """
         if self.config.tied_embeddings:
             return self.embedding[...], 0
@@ -181,13 +181,13 @@ class Transformer(nnx.Module):
 
 
 def graphdef(config: ModelConfig) -> nnx.GraphDef:
-    """The static half of a Transformer, made without allocating it: nnx.merge(graphdef, params)."""
+    """The static half of a Transformer, without allocating one: nnx.merge(graphdef, params)."""
     return _abstract(config)[0]
 
 
 def abstract_params(config: ModelConfig) -> nnx.State:
     """The parameters' shapes and dtypes: an nnx.State of jax.ShapeDtypeStruct."""
-    return jax.tree.map(lambda leaf: leaf, _abstract(config)[1])  # The caller's own.
+    return jax.tree.map(lambda leaf: leaf, _abstract(config)[1])  # A copy for the caller.
 
 
 def rope_cos_sin(config: ModelConfig, positions_BT):
@@ -206,7 +206,7 @@ def rope_cos_sin(config: ModelConfig, positions_BT):
 
 
 def constrain(x, *axes):
-    """On a mesh: says how x is divided, where the compiler would choose something dearer."""
+    """On a mesh: fixes the sharding of x where the compiler would choose a more expensive one."""
     mesh = jax.typeof(x).sharding.mesh
     if mesh.empty:
         return x
@@ -266,7 +266,7 @@ class Block(nnx.Module):
         return _rotate(q, rope), _rotate(k, rope), v
 
     def finish(self, x_BTD, attended_BTHC):
-        """What follows the attention: output projection, MLP, both residuals."""
+        """The rest of the layer after attention: output projection, MLP, both residuals."""
         B, T, D = x_BTD.shape
         x_ND = x_BTD.reshape(B * T, D) + self.output(attended_BTHC.reshape(B * T, -1))
         y_ND = self.mlp_norm(x_ND)
@@ -300,7 +300,7 @@ def _abstract(config):
 
 
 def _stretch(frequency, scaling):
-    """Interpolates between stretched (long) and untouched (short) wavelengths."""
+    """Interpolates between stretched (long) and unchanged (short) wavelengths."""
     turns = scaling.original_max_tokens * frequency / (2 * jnp.pi)
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     keep = jnp.clip((turns - low) / (high - low), 0, 1)

@@ -1,4 +1,4 @@
-"""Objectives: what a policy gradient is made of, as pure functions on arrays of any one shape."""
+"""Objectives: the parts of a policy-gradient loss, as pure functions on arrays of one shape."""
 
 from jaxrl_async.objectives import (
     advantages,

@@ -1,8 +1,8 @@
-"""Advantages from the rewards of a group: the baseline is the group itself, no critic.
+"""Advantages from the rewards of a group. The baseline is the group itself; there is no critic.
 
-Written with array methods alone, so that NumPy arrays stay NumPy (the learner's host computes them
-without a dispatch) and JAX arrays stay JAX. Rewards are shifted by the group's first, which changes
-nothing but rounding: groups with equal rewards give exactly 0, also where their mean would round.
+Only array methods are used: NumPy arrays stay NumPy (the host computes them without a dispatch) and JAX arrays stay
+JAX. Rewards are shifted by the group's first, which changes only rounding: a group with equal rewards gives exactly
+0, even where its mean would round.
 """
 
 import jax
@@ -12,7 +12,7 @@ Array = np.ndarray | jax.Array
 
 
 def grpo(rewards: Array) -> Array:
-    """Rewards of a group in units of their own spread.
+    """Rewards of a group relative to their mean, in units of their spread.
 
         A = (R − mean_G) / (std_G + 1e-6),    sample standard deviation (ddof 1)
 
@@ -22,17 +22,17 @@ def grpo(rewards: Array) -> Array:
       rewards: float [N, G], one row per group, G ≥ 2.
 
     Returns:
-      float32 [N, G], of the library of the rewards.
+      float32 [N, G], NumPy or JAX as the rewards are.
 
     Raises:
-      ValueError: not [N, G], or G = 1, where the spread is undefined.
+      ValueError: not [N, G], or G = 1, which has no spread.
     """
     centred = _centred(rewards, min_group_size=2)
     return centred / (centred.std(axis=1, ddof=1, keepdims=True) + 1e-6)
 
 
 def dr_grpo(rewards: Array) -> Array:
-    """Rewards of a group against their mean, not divided by their spread.
+    """Rewards of a group relative to their mean.
 
         A = R − mean_G
 
@@ -42,7 +42,7 @@ def dr_grpo(rewards: Array) -> Array:
       rewards: float [N, G], one row per group.
 
     Returns:
-      float32 [N, G], of the library of the rewards.
+      float32 [N, G], NumPy or JAX as the rewards are.
 
     Raises:
       ValueError: not [N, G].
@@ -51,7 +51,7 @@ def dr_grpo(rewards: Array) -> Array:
 
 
 def rloo(rewards: Array) -> Array:
-    """Each reward against the mean of the other G − 1.
+    """Each reward relative to the mean of the other G − 1.
 
         A_i = R_i − mean_{j ≠ i} R_j = (R_i − mean_G)·G / (G − 1)
 
@@ -62,7 +62,7 @@ def rloo(rewards: Array) -> Array:
       rewards: float [N, G], one row per group, G ≥ 2.
 
     Returns:
-      float32 [N, G], of the library of the rewards.
+      float32 [N, G], NumPy or JAX as the rewards are.
 
     Raises:
       ValueError: not [N, G], or G = 1, where there are no others.
@@ -72,7 +72,7 @@ def rloo(rewards: Array) -> Array:
     return centred * (group_size / (group_size - 1))
 
 
-# Each needs one group's rewards and no more, so groups can be trained in any order, a few at a time (mode periodic).
+# Each needs the rewards of one group only, so groups can be trained in any order, a few at a time (mode periodic).
 # Advantages that need the whole batch, such as whitened ones, would have to be refused there.
 ADVANTAGES = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
 

@@ -1,7 +1,6 @@
-"""Anchors of the clip: where the proximal log-probs come from. All detached.
+"""Anchors of the clip: the proximal log-probs. All are detached.
 
-Nothing here runs a model: `recompute` is handed what a forward pass at the step's first weights
-gave.
+No function here runs a model: `recompute` takes the result of a forward pass at the step's first weights.
 """
 
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from jaxrl_async.objectives.tokens import Tokens
 
 
 def recompute(proximal_logprobs: jax.Array, mask: jax.Array) -> jax.Array:
-    """The log-probs of the weights that the step starts from, by one more forward pass.
+    """Log-probs of the weights that the step starts from, by one more forward pass.
 
         log π_p = log π_{θ at the start of the step}
 
@@ -31,33 +30,25 @@ def recompute(proximal_logprobs: jax.Array, mask: jax.Array) -> jax.Array:
     return _detached(proximal_logprobs, mask)
 
 
-def current(logprobs: jax.Array, mask: jax.Array, *, num_minibatches: int) -> jax.Array:
-    """The policy itself: free, and equal to `recompute` while the step has made no update.
+def current(logprobs: jax.Array, mask: jax.Array) -> jax.Array:
+    """The policy itself: free, and equal to `recompute` until the step's first update.
 
         log π_p = sg(log π_θ)
+
+    With several minibatches per step nothing would ever be clipped; `LossConfig.check_minibatches` refuses that.
 
     Args:
       logprobs: float [B, T], nats.
       mask: bool [B, T].
-      num_minibatches: optimizer updates of the step.
 
     Returns:
       float32 [B, T], detached, 0 where the mask is False.
-
-    Raises:
-      ValueError: num_minibatches is not 1. From the second on, the policy is no longer what the
-        step started from, and nothing would ever be clipped.
     """
-    if num_minibatches != 1:
-        raise ValueError(
-            "anchor 'current' is exact with one minibatch per step only, "
-            f"got num_minibatches = {num_minibatches}"
-        )
     return _detached(logprobs, mask)
 
 
 def behavior(behavior_logprobs: jax.Array, mask: jax.Array) -> jax.Array:
-    """The policy that sampled: plain PPO against π_b, without a behavior weight.
+    """The policy that sampled: plain PPO against π_b, with a behavior weight of 1.
 
         log π_p = log π_b
 
@@ -81,12 +72,12 @@ def a3po(
     *,
     fresh: str = "behavior",
 ) -> jax.Array:
-    """A log-linear path from π_b to π_θ, by the token's own staleness; needs no forward pass.
+    """A log-linear path from π_b to π_θ by the token's staleness; needs no forward pass.
 
         log π_p = α(d)·log π_b + (1 − α(d))·sg(log π_θ),    α(d) = 1/d for d ≥ 1
 
-    α(0) is 1 with fresh="behavior" (the paper) and 0 with fresh="current" (its author's blog: fresh
-    tokens are then never clipped). d < 0 does not occur and counts as 0.
+    α(0) is 1 with fresh="behavior" (the paper) and 0 with fresh="current" (its author's blog), where fresh tokens
+    are never clipped. d < 0 does not occur and counts as 0.
 
     "A-3PO: Accelerating Asynchronous LLM Training with Staleness-aware Proximal Policy
     Approximation", Li, Wu, Zheng, arXiv 2512.06547.
@@ -102,7 +93,7 @@ def a3po(
       float32 [B, T], detached, 0 where the mask is False.
 
     Raises:
-      ValueError: another value of fresh.
+      ValueError: an unknown `fresh`.
     """
     alpha = _alpha(staleness, fresh)
     log_b, log_theta = masked.keep(behavior_logprobs, mask), masked.keep(logprobs, mask)
@@ -117,11 +108,11 @@ def linear(
     *,
     fresh: str = "behavior",
 ) -> jax.Array:
-    """A-3PO's path in probabilities instead of log-probs.
+    """A-3PO's path, linear in probabilities instead of log-probs.
 
         π_p = α(d)·π_b + (1 − α(d))·sg(π_θ),    α as in `a3po`
 
-    The choice beside A-3PO's in AReaL.
+    AReaL's alternative to A-3PO.
 
     Args:
       logprobs: float [B, T], nats.
@@ -134,7 +125,7 @@ def linear(
       float32 [B, T], detached, 0 where the mask is False.
 
     Raises:
-      ValueError: another value of fresh.
+      ValueError: an unknown `fresh`.
     """
     alpha = _alpha(staleness, fresh)
     log_b, log_theta = masked.keep(behavior_logprobs, mask), masked.keep(logprobs, mask)
@@ -145,7 +136,7 @@ def linear(
 # Name → log π_p, from (tokens, config).
 ANCHORS: dict[str, Callable[[Tokens, LossConfig], jax.Array]] = {
     "recompute": lambda t, c: recompute(t.proximal_logprobs, t.mask),
-    "current": lambda t, c: _detached(t.logprobs, t.mask),
+    "current": lambda t, c: current(t.logprobs, t.mask),
     "a3po": lambda t, c: a3po(
         t.logprobs, t.behavior_logprobs, t.staleness, t.mask, fresh=c.a3po_fresh
     ),
@@ -155,7 +146,7 @@ ANCHORS: dict[str, Callable[[Tokens, LossConfig], jax.Array]] = {
     "behavior": lambda t, c: behavior(t.behavior_logprobs, t.mask),
 }
 
-# Those that need no forward pass of their own: what `proximal_metrics` compares with "recompute".
+# Anchors without a forward pass of their own; `proximal_metrics` compares them with "recompute".
 APPROXIMATIONS = ("a3po", "linear", "current", "behavior")
 
 

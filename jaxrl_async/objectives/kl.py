@@ -1,7 +1,7 @@
-"""Estimators of KL(p ‖ q) from tokens that p sampled. They know nothing of whose p and q are.
+"""Estimators of KL(p ‖ q) from tokens that p sampled, for any two policies p and q.
 
-"Approximating KL divergence", Schulman, http://joschu.net/blog/kl-approx.html. With
-x = log q − log p: nothing is detached, so a penalty's gradient flows through whatever carries one.
+"Approximating KL divergence", Schulman, http://joschu.net/blog/kl-approx.html, with x = log q − log p.
+Nothing is detached: the gradient of a penalty flows through every argument that carries one.
 """
 
 import jax
@@ -11,7 +11,7 @@ from jaxrl_async.objectives import masked
 
 
 def k1(p_logprobs: jax.Array, q_logprobs: jax.Array, mask: jax.Array) -> jax.Array:
-    """Unbiased, of high variance, may be negative.
+    """Unbiased, of high variance, possibly negative.
 
         −x
 
@@ -27,7 +27,7 @@ def k1(p_logprobs: jax.Array, q_logprobs: jax.Array, mask: jax.Array) -> jax.Arr
 
 
 def k2(p_logprobs: jax.Array, q_logprobs: jax.Array, mask: jax.Array) -> jax.Array:
-    """Biased, of low variance.
+    """Biased, of low variance, never negative.
 
         x² / 2
 
@@ -43,7 +43,7 @@ def k2(p_logprobs: jax.Array, q_logprobs: jax.Array, mask: jax.Array) -> jax.Arr
 
 
 def k3(p_logprobs: jax.Array, q_logprobs: jax.Array, mask: jax.Array) -> jax.Array:
-    """Unbiased and never negative.
+    """Unbiased, of low variance, never negative.
 
         exp(x) − 1 − x
 

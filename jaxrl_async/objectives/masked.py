@@ -1,7 +1,7 @@
-"""Masking, which comes before any exp. Knows nothing of what the numbers mean.
+"""Masking before any exp.
 
-A mask that is applied in the reduction alone gives a finite loss and a NaN gradient when padding
-holds an infinity: 0 · inf in the backward pass. Here the masked entries are replaced first.
+A mask that is applied only in the reduction gives a finite loss and a NaN gradient where padding holds an infinity:
+0 · inf in the backward pass. Here masked entries are replaced first.
 """
 
 import jax
@@ -9,10 +9,10 @@ import jax.numpy as jnp
 
 
 def keep(x: jax.Array, mask: jax.Array) -> jax.Array:
-    """x where the mask is True and 0 elsewhere, whatever x holds there.
+    """x where the mask is True, 0 elsewhere, even where x is NaN or infinite.
 
     Args:
-      x: [...], any number type.
+      x: [...], of any number type.
       mask: bool, shape of x.
 
     Returns:
@@ -27,12 +27,12 @@ def total(x: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def largest(x: jax.Array, mask: jax.Array) -> jax.Array:
-    """max over m of x, and 0 when that is negative or the mask is empty, float32 []."""
+    """max(0, max of x over the mask), and 0 for an empty mask, float32 []."""
     return jnp.max(keep(x, mask))
 
 
 def segment_sum(x: jax.Array, segment_ids: jax.Array) -> jax.Array:
-    """Σ of x over each token's segment, given back on every token of it.
+    """Σ of x over each segment, on every token of the segment.
 
     Args:
       x: float [B, T], 0 where it is masked.

@@ -1,4 +1,4 @@
-"""The loss of a config: one row of each table, composed. Knows nothing of models, batches or devices."""
+"""The loss of a config: one row of each table, composed. Independent of models, batches and devices."""
 
 import dataclasses
 
@@ -12,28 +12,30 @@ from jaxrl_async.objectives.tokens import Tokens
 
 @dataclasses.dataclass(frozen=True)
 class Objective:
-    """The loss of a microbatch, and what it was made of: float32 [B, T], 0 (ratio: 1) where the mask is False.
+    """The loss of a microbatch and its parts: float32 [B, T], 0 (ratio: 1) where the mask is False.
 
-    Only `loss` and `kl` carry a gradient that means anything.
+    Only the gradients of `loss` and `kl` are meaningful.
     """
 
-    loss: jax.Array  # to be summed, and divided by Σ share over the whole minibatch
+    loss: jax.Array  # the caller sums it and divides by Σ share over the whole minibatch
     share: jax.Array  # of the denominator
     anchor: jax.Array  # log π_p, nats
     ratio: jax.Array  # π_θ / π_p
     weight: jax.Array  # of the surrogate, ≥ 0
-    clipped: jax.Array  # bool, where the surrogate's clip acts
-    kl: jax.Array | None  # the penalty's estimate, nats, before its coefficient; None without one
+    clipped: jax.Array  # bool, True where the surrogate's clip acts
+    kl: (
+        jax.Array | None
+    )  # estimate of the penalty in nats, before its coefficient; None without a penalty
 
 
 def objective(tokens: Tokens, config: LossConfig) -> Objective:
-    """Composes a loss by the names in its config.
+    """Composes the loss that a config names.
 
         loss_t = scale_t · m_t · (weight_t · surrogate_t(ratio_t, A_t) + kl_coefficient · kl_t)
 
     Args:
-      tokens: of one microbatch; the entries that are masked out may hold anything.
-      config: the names and numbers.
+      tokens: of one microbatch; masked entries may hold anything.
+      config: the names of the parts and their numbers.
 
     Returns:
       The loss of each token, and its parts.
@@ -60,7 +62,7 @@ def objective(tokens: Tokens, config: LossConfig) -> Objective:
 
 
 def _penalty(t: Tokens, config: LossConfig) -> jax.Array | None:
-    """KL(policy ‖ other) from tokens that a policy near ours sampled."""
+    """KL(policy ‖ other), estimated from tokens that an older policy sampled."""
     if config.kl == "none":
         return None
     other = t.reference_logprobs if config.kl_to == "reference" else t.behavior_logprobs

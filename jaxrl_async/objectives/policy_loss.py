@@ -1,4 +1,4 @@
-"""Decoupled PPO, as the composition of the other modules. Knows nothing of reductions."""
+"""Decoupled PPO: `objective` for these settings, on arrays instead of a config, before any reduction."""
 
 import jax
 
@@ -18,7 +18,7 @@ def policy_loss(
     behavior_cap_mode: str,
     dual_clip: float | None,
 ) -> jax.Array:
-    """Loss of each token.
+    """Loss of each token; `objective` with ratio "token", surrogate "clipped" and no KL gives the same numbers.
 
         loss_t = −m_t · sg(g(u_t)) · min(r_t·A_t, clip(r_t, 1 − ε_low, 1 + ε_high)·A_t)
         r = π_θ / π_p,    u = π_p / π_b
@@ -31,7 +31,7 @@ def policy_loss(
       behavior_logprobs: float [B, T], log π_b in nats.
       proximal_logprobs: float [B, T], log π_p in nats, from `anchors`.
       advantages: float [B, T].
-      mask: bool [B, T], True where a sampled token counts; the rest may hold anything.
+      mask: bool [B, T], True where a sampled token counts; masked entries may hold anything.
       clip_low: ε_low, in [0, 1].
       clip_high: ε_high, ≥ 0.
       behavior_cap: C of `weights.capped`, or None.
@@ -39,8 +39,8 @@ def policy_loss(
       dual_clip: c > 1 of `surrogates.clipped`, or None.
 
     Returns:
-      float32 [B, T], 0 where the mask is False. To be summed, and divided by the count of the mask
-      (tokens which the cap drops included) over the whole minibatch.
+      float32 [B, T], 0 where the mask is False. The caller sums it and divides by the count of the mask, tokens
+      dropped by the cap included, over the whole minibatch.
     """
     log_u = masked.keep(proximal_logprobs, mask) - masked.keep(behavior_logprobs, mask)
     weight = weights.capped(log_u, cap=behavior_cap, mode=behavior_cap_mode)

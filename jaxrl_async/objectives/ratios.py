@@ -1,7 +1,4 @@
-"""Importance ratios of the policy to the anchor of the clip. Knows nothing of advantages.
-
-Every function has the same arguments, so that one can stand for another.
-"""
+"""Importance ratios of the policy to the anchor of the clip. All functions have the same arguments."""
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +22,7 @@ def token(
       logprobs: float [B, T], nats; carries the gradient.
       anchor_logprobs: float [B, T], nats; detached here.
       mask: bool [B, T].
-      segment_ids: not looked at.
+      segment_ids: unused.
 
     Returns:
       float32 [B, T], 1 where the mask is False.
@@ -36,7 +33,7 @@ def token(
 def sequence(
     logprobs: jax.Array, anchor_logprobs: jax.Array, mask: jax.Array, segment_ids: jax.Array
 ) -> jax.Array:
-    """Ratio of each segment, length-normalised, on each of its tokens.
+    """Length-normalised ratio of each segment, on each of its tokens.
 
         r_t = exp(mean over the masked tokens j of t's segment of log(π_θ(j) / π_p(j)))
 
@@ -46,7 +43,7 @@ def sequence(
       logprobs: float [B, T], nats; carries the gradient.
       anchor_logprobs: float [B, T], nats; detached here.
       mask: bool [B, T].
-      segment_ids: int [B, T], in [0, T]; equal within a row means same trajectory.
+      segment_ids: int [B, T], in [0, T]; equal ids in a row are one trajectory.
 
     Returns:
       float32 [B, T], 1 where the mask is False.

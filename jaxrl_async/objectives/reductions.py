@@ -1,9 +1,9 @@
-"""Reductions: how the losses of tokens become one number, as sums, so that microbatches and hosts do not change it.
+"""Reductions of the tokens' losses to one number, as sums that no cut into microbatches or hosts changes.
 
     L = Σ_t scale_t · loss_t / Σ_t share_t
 
-Each gives (scale, share) of every token; the division happens once, over the whole minibatch. A trajectory lies
-whole in one row. What a weight drops keeps its share.
+A reduction gives (scale, share) of every token; the caller divides once, over the whole minibatch. A trajectory lies
+whole in one row. A token that a weight drops keeps its share.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from jaxrl_async.objectives.tokens import Tokens
 
 
 def token_mean(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Every token counts alike, so long answers count more: D = tokens of the minibatch.
+    """Mean over tokens: long completions count more. D = tokens of the minibatch.
 
     "DAPO", Yu et al., arXiv 2503.14476.
 
@@ -32,7 +32,7 @@ def token_mean(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def sequence_mean(mask: jax.Array, segment_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The mean over trajectories of each one's mean: D = trajectories with a sampled token.
+    """Mean over trajectories of the mean over each one's tokens. D = trajectories with a sampled token.
 
     "DeepSeekMath", Shao et al., arXiv 2402.03300.
 
@@ -51,7 +51,7 @@ def sequence_mean(mask: jax.Array, segment_ids: jax.Array) -> tuple[jax.Array, j
 def fixed_length(
     mask: jax.Array, segment_ids: jax.Array, *, length: float
 ) -> tuple[jax.Array, jax.Array]:
-    """Sums over a constant: no length of its own makes a trajectory count less. D = trajectories · length.
+    """Sum over a constant: a token weighs the same in a trajectory of any length. D = trajectories · length.
 
     "Understanding R1-Zero-Like Training" (Dr. GRPO), Liu et al., arXiv 2503.20783.
 

@@ -1,4 +1,4 @@
-"""Surrogate losses: from ratio, log-prob and advantage to a loss per token. Knows nothing of masks."""
+"""Surrogate losses: ratio, log-prob and advantage of a token to its loss. Masks are applied elsewhere."""
 
 from collections.abc import Callable
 
@@ -17,7 +17,7 @@ def clipped(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> jax.Array:
-    """PPO's pessimistic bound, as a loss to be minimised.
+    """PPO's pessimistic bound, as a loss to minimise.
 
         loss = −min(r·A, clip(r, 1 − ε_low, 1 + ε_high)·A),    and where A < 0 at most c·|A|
 
@@ -66,7 +66,7 @@ def is_clipped(
 
 
 def unclipped(ratio: jax.Array, advantages: jax.Array) -> jax.Array:
-    """The importance-weighted surrogate, which the clip bounds in the others.
+    """The importance-weighted surrogate without a clip.
 
         loss = −r·A
 
@@ -83,7 +83,7 @@ def unclipped(ratio: jax.Array, advantages: jax.Array) -> jax.Array:
 def cispo(
     logprobs: jax.Array, ratio: jax.Array, advantages: jax.Array, *, clip_high: float
 ) -> jax.Array:
-    """The clip on a detached weight: no token's gradient is ever dropped.
+    """The clip acts on a detached weight, so that no token's gradient is dropped.
 
         loss = −sg(min(r, 1 + ε_high))·A·log π_θ
 
@@ -103,7 +103,7 @@ def cispo(
 
 
 def reinforce(logprobs: jax.Array, advantages: jax.Array) -> jax.Array:
-    """The policy gradient itself: no ratio, no clip.
+    """The plain policy gradient: no ratio, no clip.
 
         loss = −A·log π_θ
 
@@ -122,7 +122,7 @@ def reinforce(logprobs: jax.Array, advantages: jax.Array) -> jax.Array:
 def dg(
     logprobs: jax.Array, advantages: jax.Array, *, temperature: float, threshold: float
 ) -> jax.Array:
-    """The policy gradient gated by delight, advantage times surprisal. No behavior probabilities.
+    """The policy gradient gated by delight, advantage times surprisal; uses no behavior probabilities.
 
         loss = −sg(g)·A·log π_θ,    g = σ((A·(−log π_θ) − λ) / η)
 
@@ -130,7 +130,7 @@ def dg(
 
     Args:
       logprobs: float [B, T], nats, of the policy being trained; carries the gradient.
-      advantages: float [B, T], in units of reward, not of its spread; detached here.
+      advantages: float [B, T], in units of reward, not divided by its spread; detached here.
       temperature: η > 0; towards 0 the gate becomes the indicator of A·(−log π_θ) > λ.
       threshold: λ, nats times reward.
 
@@ -155,7 +155,7 @@ SURROGATES: dict[str, Callable[[Tokens, jax.Array, LossConfig], jax.Array]] = {
     ),
 }
 
-# Name → where its clip acts, from (tokens, ratio, config); the others have none.
+# Name → where its clip acts, from (tokens, ratio, config). Surrogates without a clip are absent.
 CLIPS: dict[str, Callable[[Tokens, jax.Array, LossConfig], jax.Array]] = {
     "clipped": lambda t, ratio, c: is_clipped(
         ratio, t.advantages, clip_low=c.clip_low, clip_high=c.clip_high

@@ -1,4 +1,4 @@
-"""Tokens: all that a loss may look at, of one microbatch. Knows nothing of models or of how they were made."""
+"""Tokens: the inputs of a loss, of one microbatch."""
 
 import dataclasses
 
@@ -14,19 +14,16 @@ class Tokens:
 
     logprobs: jax.Array  # log π_θ in nats; the only one that carries a gradient
     behavior_logprobs: jax.Array  # log π_b in nats
-    proximal_logprobs: (
-        jax.Array | None
-    )  # log π at the weights the step starts from, where it was recomputed
-    reference_logprobs: jax.Array | None  # log π_ref in nats, where a KL to it is wanted
+    # log π in nats at the weights that the step starts from; None unless it was recomputed
+    proximal_logprobs: jax.Array | None
+    reference_logprobs: jax.Array | None  # log π_ref in nats; None unless the loss has a KL to it
     advantages: jax.Array
     staleness: jax.Array  # int, d in steps, ≥ 0
-    segment_ids: (
-        jax.Array
-    )  # int, from 1 within each row, 0 is padding: equal within a row means same trajectory
+    segment_ids: jax.Array  # int, from 1 in each row, one per trajectory; 0 is padding
     mask: jax.Array  # bool, True where a sampled token counts
 
     def kept(self) -> "Tokens":
-        """The same with 0 wherever the mask is False, whatever stood there; what is not differentiated is detached."""
+        """The same tokens with 0 wherever the mask is False, and all but `logprobs` detached."""
 
         def keep(x):
             return None if x is None else masked.keep(jax.lax.stop_gradient(x), self.mask)

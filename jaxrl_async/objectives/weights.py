@@ -1,4 +1,4 @@
-"""Behavior weights: the correction from the policy that sampled to the anchor. All detached."""
+"""Behavior weights: the correction from the policy that sampled to the anchor. All are detached."""
 
 from collections.abc import Callable
 
@@ -16,7 +16,7 @@ def capped(log_u: jax.Array, *, cap: float | None, mode: str) -> jax.Array:
 
         "none"      1
         "uncapped"  u
-        "mask"      u where u ≤ C, 0 above: the token is dropped, and stays in the denominator
+        "mask"      u where u ≤ C, else 0: the token is dropped but stays in the denominator
         "clamp"     min(u, C)
 
     "Batch size-invariance for policy optimization", Hilton, Cobbe, Schulman, arXiv 2110.00641
@@ -24,14 +24,14 @@ def capped(log_u: jax.Array, *, cap: float | None, mode: str) -> jax.Array:
 
     Args:
       log_u: float [B, T], log π_p − log π_b in nats, already masked.
-      cap: C > 0, or None: without a cap, whatever the mode.
+      cap: C > 0, or None for no cap.
       mode: one of MODES.
 
     Returns:
       float32 [B, T], detached.
 
     Raises:
-      ValueError: an unknown mode, or a cap that the mode would not apply.
+      ValueError: an unknown mode, or a cap with a mode that applies none.
     """
     if mode not in MODES:
         raise ValueError(f"behavior cap mode must be one of {', '.join(MODES)}; got {mode!r}")
@@ -46,7 +46,7 @@ def capped(log_u: jax.Array, *, cap: float | None, mode: str) -> jax.Array:
 
 
 def banded(log_u: jax.Array, *, low: float, high: float) -> jax.Array:
-    """The weight inside a band, and nothing outside: tokens that engine and trainer see too differently are dropped.
+    """u inside a band, 0 outside: drops tokens on which engine and trainer differ too much.
 
         u where low ≤ u ≤ high, else 0
 
@@ -67,7 +67,7 @@ def banded(log_u: jax.Array, *, low: float, high: float) -> jax.Array:
 def dppo_mask(
     logprobs: jax.Array, behavior_logprobs: jax.Array, advantages: jax.Array, *, delta: float
 ) -> jax.Array:
-    """A trust region in probabilities, where ratios say little of rare tokens: 1, or 0 where a token is dropped.
+    """A trust region in probabilities, since ratios of rare tokens say little: 1, or 0 for a dropped token.
 
         0 where A > 0 and π_θ − π_b > δ,    or A < 0 and π_θ − π_b < −δ
 
@@ -93,7 +93,7 @@ WEIGHTS: dict[str, Callable[[Tokens, jax.Array, LossConfig], jax.Array]] = {
     "uncapped": lambda t, log_u, c: capped(log_u, cap=None, mode="uncapped"),
     "mask": lambda t, log_u, c: capped(log_u, cap=c.behavior_cap, mode="mask"),
     "clamp": lambda t, log_u, c: capped(log_u, cap=c.behavior_cap, mode="clamp"),
-    # Truncated importance sampling, Yao et al. 2025: of the trainer's own log-probs, which the config sees to.
+    # Truncated importance sampling, Yao et al. 2025. LossConfig requires an anchor of the trainer's own log-probs.
     "tis": lambda t, log_u, c: capped(log_u, cap=c.behavior_cap, mode="clamp"),
     "icepop": lambda t, log_u, c: banded(log_u, low=c.behavior_floor, high=c.behavior_cap),
     "dppo_mask": lambda t, log_u, c: dppo_mask(
