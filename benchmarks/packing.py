@@ -27,6 +27,7 @@ import jax
 import numpy as np
 import shapes
 
+from jaxrl_async.config.settings import PACKINGS
 from jaxrl_async.learner import packing
 from jaxrl_async.models import sharding
 from jaxrl_async.types import Batch, Group
@@ -98,9 +99,7 @@ def padding(row_tokens: Sequence[int], sizes: Sequence[int]) -> list[dict]:
             "num_sequences": size,
             "row_tokens": tokens,
             "microbatch_rows": MICROBATCH_TOKENS // tokens,
-            "policies": {
-                policy: shares(size, tokens, policy) for policy in (FIXED, *packing.POLICIES)
-            },
+            "policies": {policy: shares(size, tokens, policy) for policy in (FIXED, *PACKINGS)},
         }
         for size in sizes
         for tokens in row_tokens
@@ -124,8 +123,7 @@ def shares(num_sequences: int, row_tokens: int, policy: str) -> dict[str, dict[s
 def host_seconds(sizes: Sequence[int]) -> dict:
     """Median seconds of `assign_rows`, by policy and number of sequences, into rows of 4096 tokens."""
     return shapes.machine() | {
-        policy: {str(size): assign_secs(size, policy) for size in sizes}
-        for policy in packing.POLICIES
+        policy: {str(size): assign_secs(size, policy) for size in sizes} for policy in PACKINGS
     }
 
 
@@ -145,7 +143,7 @@ def accumulate_times(model: dict, work: dict, rounds: int) -> dict:
     params = sharding.init_sharded(config, shapes.one_device(), seed=0)
     groups = make_groups(model["vocab_size"], work)
     batches = {FIXED: fixed(groups, work)}
-    batches |= {policy: pack(groups, work, policy) for policy in packing.POLICIES}
+    batches |= {policy: pack(groups, work, policy) for policy in PACKINGS}
 
     def accumulated(policy):
         accumulator = train_step.zero_accumulator()

@@ -16,6 +16,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 from jaxrl_async.config.loss import LossConfig
+from jaxrl_async.config.settings import PACKINGS
 from jaxrl_async.learner import packing
 from jaxrl_async.models import sharding
 
@@ -197,7 +198,7 @@ def test_without_statistics_the_benchmark_trains_the_same(monkeypatch):
     np.testing.assert_array_equal(vectors[1], vectors[2])
 
 
-@pytest.mark.parametrize("policy", [packings.FIXED, *packing.POLICIES])
+@pytest.mark.parametrize("policy", [packings.FIXED, *PACKINGS])
 def test_the_packing_benchmark_counts_the_padding_of_the_batches_themselves(policy, monkeypatch):
     work = {"num_sequences": 40, "shorter": 1, "rows": 8, "row_tokens": 2048}
     monkeypatch.setattr(packings, "SEEDS", [0])  # That of `make_groups`.
@@ -222,7 +223,7 @@ def test_the_packing_benchmark_keeps_the_parts_it_was_not_asked_for(tmp_path):
     assert set(result) == {"lengths", "padding", "host"}
     assert result["lengths"]["mean"] == pytest.approx(594, abs=1)
     for entry in result["padding"]:
-        assert set(entry["policies"]) == {"fixed", *packing.POLICIES}
+        assert set(entry["policies"]) == {"fixed", *PACKINGS}
 
 
 @pytest.mark.long

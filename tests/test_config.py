@@ -11,7 +11,6 @@ from jaxrl_async.config import settings as settings_lib
 from jaxrl_async.config.build import make_settings
 from jaxrl_async.config.checks import command_words
 from jaxrl_async.config.settings import SettingsError
-from jaxrl_async.learner import packing
 from jaxrl_async.weights import transports
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -176,8 +175,7 @@ def test_a_command_is_cut_into_words_before_its_placeholders_are_filled():
     ]  # fmt: skip
 
 
-def test_every_packing_transport_and_pause_mode_has_its_name_in_the_settings():
-    assert settings_lib.PACKINGS == packing.POLICIES
+def test_every_transport_and_pause_mode_has_its_name_in_the_settings():
     assert set(settings_lib.TRANSPORTS) == set(transports.TRANSPORTS)
     assert set(settings_lib.PAUSE_MODES) == set(transports.MODES)
 

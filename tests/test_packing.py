@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxrl_async.config.settings import PACKINGS
 from jaxrl_async.learner import packing
 from jaxrl_async.types import NOT_SAMPLED, Group, Trajectory
 
-each_policy = pytest.mark.parametrize("policy", packing.POLICIES)
+each_policy = pytest.mark.parametrize("policy", PACKINGS)
 
 
 def trajectory(length, prompt_length=1, first_token=1):
@@ -213,7 +214,7 @@ def test_a_trajectory_longer_than_a_row_is_refused_with_both_numbers():
 
 
 def test_an_unknown_policy_is_refused():
-    with pytest.raises(ValueError, match=r"in_order, first_fit, fewest.*'best_fit'"):
+    with pytest.raises(ValueError, match=f"{', '.join(PACKINGS)}; .*'best_fit'"):
         pack(groups_of(3), policy="best_fit")
 
 

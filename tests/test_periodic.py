@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl_async.config.loss import LossConfig
+from jaxrl_async.config.settings import PACKINGS
 from jaxrl_async.inference import engine as engines
 from jaxrl_async.inference.sampling import SamplingParams
 from jaxrl_async.learner import learner, packing
@@ -251,7 +252,7 @@ def synchronous(loss, drop_equal_rewards):
 @given(
     seed=st.integers(0, 10**9),
     chunk_groups=st.integers(1, B),
-    policy=st.sampled_from(packing.POLICIES),
+    policy=st.sampled_from(PACKINGS),
     drop_equal_rewards=st.booleans(),
 )
 def test_the_gradient_is_the_synchronous_one_in_whatever_order_groups_arrive(

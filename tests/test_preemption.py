@@ -330,7 +330,7 @@ def test_a_learner_that_waits_for_groups_that_never_come_leaves_too(command, tmp
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=RUN_TIMEOUT_SECS)
     assert process.returncode == PREEMPTED, output
-    assert re.search(r"left before the end, after step \d+", log.read_text())
+    assert re.search(r"stopped early after step \d+", log.read_text())
 
 
 def learner_is_at(workdir):

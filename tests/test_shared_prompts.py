@@ -19,6 +19,7 @@ from fixtures.train_steps import (
     updated,
 )
 
+from jaxrl_async.config.settings import PACKINGS
 from jaxrl_async.learner import packing
 from jaxrl_async.types import NOT_SAMPLED, Group, Trajectory
 
@@ -103,7 +104,7 @@ def test_log_probs_equal_those_of_replicated_rows(groups):
     np.testing.assert_allclose(logprobs_of(shared), logprobs_of(replicated), atol=1e-5)
 
 
-@pytest.mark.parametrize("policy", packing.POLICIES)
+@pytest.mark.parametrize("policy", PACKINGS)
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
 def test_gradients_and_statistics_equal_those_of_replicated_rows(groups, policy):
     shared = accumulated(pack(groups, shared_prompts=True, policy=policy), make())

@@ -119,7 +119,7 @@ def test_a_preempted_job_is_requeued_and_ends_with_the_weights_of_one_that_was_n
         (preempted / "logs" / f"{role}-0.log").read_text() for role in ("learner", "server")
     )
     assert "asked to leave by SIGTERM" in learner
-    assert f"left before the end, after step {max(steps)}" in learner
+    assert f"stopped early after step {max(steps)}" in learner
     assert f"resumed at version {max(steps)}" in learner
     assert server.count("server 0 at http://127.0.0.12:30000") == 2
     assert [row["step"] for row in read_metrics(preempted)] == list(range(1, NUM_STEPS + 1))

@@ -1,6 +1,6 @@
-"""Checkpoints: the learner's state, its version and the queue's position, saved and restored as one (orbax).
+"""Checkpoints: the learner's state, its version and the queue's resume point, saved and restored as one (orbax).
 
-Checkpoint s holds version s. Checkpoint 0 is what RL starts from and is never pruned, nor is the best one.
+Checkpoint s holds version s. Checkpoint 0, from which RL starts, and the best one are never pruned.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is missing or does not fit; the message names what differs."""
+    """A checkpoint that is missing or does not fit; the message names the difference."""
 
 
 class Checkpoints:
@@ -31,8 +31,8 @@ class Checkpoints:
 
         Args:
           directory: `checkpoints/` of a workdir.
-          keep: newest checkpoints kept, besides checkpoint 0 and the best.
-          best: the step that is the best so far, asked whenever one is saved; None where there is none.
+          keep: number of newest checkpoints to keep, besides checkpoint 0 and the best.
+          best: the best step so far, or None; called at each save.
         """
         self._directory = pathlib.Path(directory).absolute()
         preservation = policies.AnyPreservationPolicy(
@@ -40,7 +40,7 @@ class Checkpoints:
         )
         self._manager = ocp.CheckpointManager(
             self._directory,
-            item_handlers={  # Else a manager that has saved nothing cannot read shapes.
+            item_handlers={  # Without handlers a manager that has saved nothing cannot read shapes.
                 "state": ocp.StandardCheckpointHandler(),
                 "position": ocp.JsonCheckpointHandler(),
             },
@@ -50,7 +50,7 @@ class Checkpoints:
         )
 
     def save(self, step: int, state: Any, resume_point: dict[str, Any]) -> None:
-        """Saves the state after a step, with what a resumed queue starts from.
+        """Saves the state after a step and the point where a resumed queue starts.
 
         Args:
           step: the version that `state` holds.
@@ -65,11 +65,11 @@ class Checkpoints:
         )
 
     def steps(self) -> list[int]:
-        """The steps that can be restored, ascending."""
+        """The restorable steps, ascending."""
         return sorted(self._manager.all_steps())
 
     def latest(self) -> int:
-        """The last step that can be restored.
+        """The last restorable step.
 
         Raises:
           CheckpointError: there is none.
@@ -79,7 +79,7 @@ class Checkpoints:
         return steps[-1]
 
     def oldest(self) -> int:
-        """The first step after 0 that can be restored, 0 where there is none: what came before it is done with."""
+        """The first restorable step after 0, else 0: nothing resumes from before it."""
         return min((step for step in self.steps() if step), default=0)
 
     def restore(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
@@ -90,10 +90,10 @@ class Checkpoints:
           like: pytree of jax arrays or ShapeDtypeStructs with shardings.
 
         Returns:
-          The state and the queue's position.
+          The state and the queue's resume point.
 
         Raises:
-          CheckpointError: no such step, or a tensor of another shape (named, with both shapes).
+          CheckpointError: no such step, or a tensor of another shape; names it with both shapes.
         """
         if step not in self.steps():
             raise CheckpointError(
@@ -119,7 +119,7 @@ class Checkpoints:
             if saved.get(name) != wanted.get(name):
                 raise CheckpointError(
                     f"checkpoint {step} in {self._directory} does not fit: {name} has shape "
-                    f"{saved.get(name, 'nothing')}, the config's model needs {wanted.get(name, 'nothing')}"
+                    f"{saved.get(name, 'nothing')}, the model of the config needs {wanted.get(name, 'nothing')}"
                 )
 
 
@@ -135,7 +135,7 @@ class _Best:
 
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-    """Path → shape, with paths that do not depend on how a container spells its keys."""
+    """Path → shape, with paths that do not depend on the types of containers."""
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {_name(path): tuple(leaf.shape) for path, leaf in flat}
 

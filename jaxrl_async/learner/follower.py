@@ -1,7 +1,7 @@
-"""What learner processes other than 0 have where process 0 has publisher, commits and metrics.
+"""Stand-ins for the publisher, queue and metrics in learner processes other than 0.
 
-The loop is the same for all. Process 0 alone talks to servers and changes the queue; the others follow it by the
-version that the queue says is published.
+All processes run the same loop. Only process 0 talks to servers and changes the queue; the others follow the version
+that the queue reports as published.
 """
 
 import concurrent.futures
@@ -17,7 +17,7 @@ POLL_SECS = 0.05
 
 
 class FollowerQueue:
-    """The queue, where process 0 commits."""
+    """The queue without commits, which are process 0's."""
 
     def __init__(self, queue: LearnerQueue):
         self._queue = queue
@@ -28,11 +28,11 @@ class FollowerQueue:
         return self._queue.lease(step, timeout_secs, should_stop)
 
     def commit(self, step: int) -> ResumePoint:
-        """Commits nothing. Process 0 saves its own resume point, and this one goes nowhere."""
+        """Commits nothing. The result is a placeholder: only process 0 saves its resume point."""
         return ResumePoint(step, 0, (), {}, {})
 
     def checkpointed(self, step: int) -> None:
-        """Process 0 says it."""
+        """Reports nothing; process 0 does."""
 
     def report(self, role: str, waits: Sequence[Wait]) -> None:
         self._queue.report(role, waits)
@@ -42,13 +42,13 @@ class FollowerQueue:
 
 
 class FollowerPublisher:
-    """Writes this process's part of a version, in a thread; "published" is what the queue calls so."""
+    """Writes this process's part of a version in a thread; the queue tells when a version is published."""
 
     def __init__(self, status: Callable[[], QueueStatus]):
         """Starts nothing yet.
 
         Args:
-          status: of the queue, `LearnerQueue.status`.
+          status: status of the queue, `LearnerQueue.status`.
         """
         self._status = status
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="weights")
@@ -64,7 +64,7 @@ class FollowerPublisher:
         resume_point: ResumePoint | None = None,
         run_epoch: int = 0,
     ) -> None:
-        """Starts `write`; waits first until the version before is published, as `Publisher.publish` does."""
+        """Starts `write` once the version before is published, as `Publisher.publish` does."""
         if self._version is not None:
             self.wait(self._version, timeout_secs=timeout_secs)
         self._version, self._writing = version, self._thread.submit(write)
@@ -72,11 +72,11 @@ class FollowerPublisher:
     def wait(
         self, version: int, *, timeout_secs: float, should_stop: Callable[[], bool] = lambda: False
     ) -> None:
-        """Waits until process 0 has published a version, or `should_stop`, asked again and again, says so.
+        """Waits until process 0 has published a version, or until `should_stop`, called every POLL_SECS.
 
         Raises:
-          TimeoutError: it has not within timeout_secs.
-          Exception: what stopped `write`.
+          TimeoutError: it is not published within timeout_secs.
+          Exception: the failure of `write`.
         """
         deadline = time.monotonic() + timeout_secs
         while (published := self._status().v_pub) is None or published < version:
@@ -85,13 +85,13 @@ class FollowerPublisher:
                 return
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"version {version} is not published by learner process 0 after {timeout_secs:g} s: "
+                    f"learner process 0 has not published version {version} after {timeout_secs:g} s: "
                     f"the queue has version {published}"
                 )
             time.sleep(POLL_SECS)
 
     def check(self) -> None:
-        """Raises what stopped `write`, if anything did."""
+        """Raises the failure of `write`, if it failed."""
         if self._writing is not None and self._writing.done():
             self._writing.result()
 
@@ -106,7 +106,7 @@ class FollowerPublisher:
 
 
 class FollowerMetrics:
-    """Writes nothing."""
+    """Discards metrics; process 0 writes them."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         pass

@@ -2,11 +2,11 @@
 
     lease → pack → (score) → accumulate → update → commit → checkpoint → publish
 
-It knows nothing of prompts, rewards or servers: groups come from the queue, weights go to the publisher. What
-differs between the modes is how many chunks a lease has, and whether a push is waited for.
+Groups come from the queue and weights go to the publisher; the loop handles no prompt, reward or server. The modes
+differ in the number of chunks per lease and in whether a step waits for the push before it.
 
-The device is not waited for where there is other work: what follows an update (its flag, commit, publication and
-metrics) is done when the next step's gradient has been dispatched, or when there is nothing to dispatch.
+The loop does not wait for the device while there is work to dispatch. It finalizes a step (flag, commit, publication,
+metrics) after it has dispatched the next step's gradient, or when there is nothing to dispatch.
 """
 
 import collections
@@ -34,12 +34,12 @@ from jaxrl_async.queue.records import (
 from jaxrl_async.queue.source import GroupSource
 from jaxrl_async.types import Batch, Chunk, Group
 
-# nats, of mismatch/mean_abs. float32 on both sides gave below 1e-6; the bound leaves room for an engine in bfloat16,
-# which was not measured. Beyond it engine and learner do not compute the same policy.
+# Bound on mismatch/mean_abs, in nats. Float32 on both sides gave less than 1e-6; the bound leaves room for an engine
+# in bfloat16, which was not measured. Beyond it engine and learner do not compute the same policy.
 MAX_MISMATCH = 0.02
-MAX_DRIFT = 1.5  # between the mean lengths of what is dropped and of what is trained on
-FAIRNESS_WARNING_STEPS = 20  # At most one warning in so many steps.
-MISMATCH_WARNING_STEPS = 20  # At most one warning in so many steps.
+MAX_DRIFT = 1.5  # bound on the ratio of the mean lengths of dropped groups and of trained ones
+FAIRNESS_WARNING_STEPS = 20  # least number of steps between two warnings
+MISMATCH_WARNING_STEPS = 20  # least number of steps between two warnings
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class RecompileError(RuntimeError):
 
 
 class Pack(Protocol):
-    """Makes microbatches of a chunk, or of what is here of it so far; what the learner needs of `packing.Packer`."""
+    """Turns the groups of a chunk into microbatches, as `packing.Packer` does."""
 
     def __call__(
         self, groups: Sequence[Group], advantages: np.ndarray, *, last: bool
@@ -65,7 +65,7 @@ class Pack(Protocol):
 
 
 class Publish(Protocol):
-    """Hands the weights of a version to the servers; what the learner needs of the publisher."""
+    """Publishes versions of the weights, as `versions.Versions` does."""
 
     def snapshot(self, state: TrainState) -> Any: ...
     def publish(self, version: int, snapshot: Any) -> None: ...
@@ -76,20 +76,22 @@ class Publish(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """When things happen, in steps."""
+    """When a run pushes, checkpoints and stops, in steps."""
 
     num_steps: int
     push_every_steps: int
-    wait_for_push: bool  # sync and periodic: a step starts when the servers hold the step before
+    wait_for_push: (
+        bool  # sync and periodic: a step starts once the servers hold the version before it
+    )
     checkpoint_every_steps: int
     num_minibatches: int
     lease_timeout_secs: float
-    max_failures: int  # groups returned for infrastructure failures before the run is stopped
-    budgets: Mapping[str, int]  # the same for single reasons, of returns or retirements
-    fail_on_recompile: bool  # stop where a program compiles after the first step
+    max_failures: int  # groups returned for infrastructure failures before the run stops
+    budgets: Mapping[str, int]  # the same per reason, of returns or retirements
+    fail_on_recompile: bool  # stop when a program compiles after the first step
 
     def pushes(self, step: int) -> bool:
-        """Whether the servers get this version while the run goes on."""
+        """Whether the servers get this version during the run."""
         return step % self.push_every_steps == 0 and step < self.num_steps
 
     def saves(self, step: int) -> bool:
@@ -117,7 +119,7 @@ def train(
     """Trains from first_step to schedule.num_steps. Step s turns version s − 1 into version s.
 
     Args:
-      state: holds version first_step − 1, which the servers hold too.
+      state: holds version first_step − 1, as the servers do.
       first_step: ≥ 1.
       schedule: when to push, save and stop.
       train_step: the three jitted programs.
@@ -128,8 +130,8 @@ def train(
       publisher: takes new versions.
       save: (step, state, resume_point) → checkpoint.
       metrics: one row per step.
-      timers: says at any time what the loop is at.
-      reference: parameters that a KL penalty is taken to; None where the loss has none.
+      timers: measure the stages of the loop.
+      reference: parameters of the policy that the KL penalty pulls to; None without a penalty.
       should_stop: (step, whether its first chunk has arrived) → whether to stop before that step. Called once with
         True, and repeatedly with False during a wait for that chunk or for a push. The version before is then saved
         and not published: a resumed run publishes it. All processes of the learner get the same answer.
@@ -138,9 +140,9 @@ def train(
       The state of the last version.
 
     Raises:
-      NonFiniteError: before anything of the step was committed, saved or published.
-      TooManyFailuresError: more groups came back for infrastructure failures than the budget allows.
-      RecompileError: a program compiled after the first step, where the schedule says so.
+      NonFiniteError: a loss or gradient is not finite; nothing of the step was committed, saved or published.
+      TooManyFailuresError: infrastructure failures exceed their budget.
+      RecompileError: a program compiled after the first step, with schedule.fail_on_recompile.
     """
     state, accumulator = train_step.warm_up(state, padding, reference)
     finalizer = _StepFinalizer(schedule, train_step, queue, publisher, save, metrics, timers)
@@ -168,7 +170,7 @@ def train(
                 packed = [pack(m, advantages(_rewards(m)), last=chunk.last) for m in minibatches]
             with timers("accumulate"):
                 placed = [[train_step.place(batch) for batch in m] for m in packed]
-                # Before any update, which moves the weights that anchors are taken at.
+                # Before any update: anchors are scored at the weights that the step starts from.
                 anchors = [[train_step.anchor(state.params, b) for b in m] for m in placed]
             for minibatch, rows, there, anchor in zip(
                 minibatches, packed, placed, anchors, strict=True
@@ -181,7 +183,7 @@ def train(
                 groups += minibatch
                 batches += rows
                 if chunk.last:
-                    finalizer.finalize()  # Of the step before: its state is consumed here.
+                    finalizer.finalize()  # The step before, whose state is consumed here.
                     state, accumulator, outcome = train_step.update(state, accumulator)
                     outcomes.append((outcome, minibatch))
 
@@ -194,7 +196,7 @@ def train(
 
 @dataclasses.dataclass(frozen=True)
 class _DispatchedStep:
-    """A step that was dispatched, and what its end needs."""
+    """A step that was dispatched to the device, and the inputs of its finalizer."""
 
     step: int
     state: TrainState
@@ -205,9 +207,9 @@ class _DispatchedStep:
 
 
 class _StepFinalizer:
-    """What follows a step's last update, once: its flag is read, then it is committed, published, saved and logged.
+    """Finalizes each dispatched step once: reads its flag, then commits, publishes, saves and logs it.
 
-    The times of a row are what was spent since the row before; of the first, since this was made.
+    The times of a row are those since the row before; of the first row, since construction.
     """
 
     def __init__(
@@ -223,32 +225,32 @@ class _StepFinalizer:
         self._schedule, self._train_step, self._queue = schedule, train_step, queue
         self._publisher, self._save, self._metrics = publisher, save, metrics
         self._timers = timers
-        timers.pop()  # What was spent before the first step is of no row.
+        timers.pop()  # Time before the first step belongs to no row.
         self._since = time.monotonic()
         self._rates, self._watch = _Rates(queue.status()), _MismatchWatch()
         self._fairness = _FairnessWatch()
         self._compiled = train_step.num_compilations()
         self._dispatched: _DispatchedStep | None = None
-        self._last: tuple[int, TrainState, ResumePoint] | None = None  # the last step that ended
+        self._last: tuple[int, TrainState, ResumePoint] | None = None  # the last finalized step
 
     def add(self, step: _DispatchedStep) -> None:
         """Takes the step that was dispatched last."""
         self._dispatched = step
 
     def stop(self) -> None:
-        """Ends the step that was begun without a push, and saves the last one, if it was not saved."""
+        """Finalizes the dispatched step without a push, and saves the last step if it was not saved."""
         self.finalize(pushes=False)
         if self._last is not None and not self._schedule.saves(self._last[0]):
             with self._timers("checkpoint"):
                 self._save(*self._last)
-        log.info("left before the end, after step %s", self._last[0] if self._last else "none")
+        log.info("stopped early after step %s", self._last[0] if self._last else "none")
 
     def finalize(self, *, pushes: bool = True) -> None:
         """Waits for the device and finalizes the dispatched step, if there is one."""
         if self._dispatched is None:
             return
         ended, self._dispatched, schedule = self._dispatched, None, self._schedule
-        with self._timers("update"):  # Waits for the device; bad numbers go nowhere beyond this.
+        with self._timers("update"):  # Waits for the device; raises on bad numbers.
             rows = [
                 _checked(ended.step, i, *outcome) for i, outcome in enumerate(ended.outcomes, 1)
             ]
@@ -284,7 +286,7 @@ class _StepFinalizer:
 
 
 def _timed(lease: Iterator[Chunk], timers: Timers) -> Iterator[Chunk]:
-    """The chunks of a lease; the time until each came is "wait_data"."""
+    """The chunks of a lease; the wait for each is timed as "wait_data"."""
     while True:
         with timers("wait_data"):
             chunk = next(lease, None)
@@ -299,14 +301,14 @@ def _rewards(groups: Sequence[Group]) -> np.ndarray:
 
 
 def _checked(step: int, minibatch: int, outcome: Any, groups: Sequence[Group]) -> dict[str, float]:
-    """A minibatch's metrics on the host; raises where its update was refused."""
+    """A minibatch's metrics on the host; raises if its update was refused."""
     values = {name: float(value) for name, value in jax.device_get(outcome).items()}
     if not values.pop("finite"):
         indexes = ", ".join(str(group.prompt_index) for group in groups)
         raise NonFiniteError(
             f"step {step}, minibatch {minibatch}: loss {values['loss/policy']} and gradient norm "
-            f"{values['policy/grad_norm']}, of the groups with prompt_index {indexes}; nothing of this "
-            "step was committed, saved or published"
+            f"{values['policy/grad_norm']} of the groups with prompt_index {indexes}; the step was not "
+            "committed, saved or published"
         )
     return values
 
@@ -323,7 +325,7 @@ def _step_metrics(
         "tokens/truncated_share": np.mean([t.finish_reason == "length" for t in trajectories]),
         "pack/padding_share": packing.padding_share(batches),
         "pack/microbatches": len(batches),
-        # Of all learner processes, where `batches` are this one's.
+        # Of all learner processes; `batches` are only those of this one.
         "tokens": sum(minibatch["tokens"] for minibatch in minibatches),
     }
     shared = [n for n in minibatches[0] if n != "tokens" and not n.startswith("mismatch/")]
@@ -332,14 +334,14 @@ def _step_metrics(
 
 
 def _mismatch(first: Mapping[str, float]) -> dict[str, float]:
-    """Of a step's first minibatch, as the next ones have moved weights; without a token, the count alone."""
+    """The mismatch of a step's first minibatch: later ones have moved weights. Without tokens, only the count."""
     found = {name: value for name, value in first.items() if name.startswith("mismatch/")}
     tokens = found["mismatch/tokens"]
     return found if tokens else {"mismatch/tokens": tokens}
 
 
 def _over_minibatches(name: str, minibatches: Sequence[Mapping[str, float]]) -> float:
-    """Tokens add up, maxima stay maxima, and what is about a staleness counts by its tokens; the rest is a mean."""
+    """Sums of tokens, maxima of maxima, means of lag/ weighted by its tokens; the mean of the rest."""
     values = [row[name] for row in minibatches]
     if name.endswith("/tokens"):
         return sum(values)
@@ -352,7 +354,7 @@ def _over_minibatches(name: str, minibatches: Sequence[Mapping[str, float]]) -> 
 
 
 class _MismatchWatch:
-    """Warns when engine and learner give the same tokens other log-probs at the same weights."""
+    """Warns when engine and learner give the same tokens different log-probs at the same weights."""
 
     def __init__(self):
         self._next_step = 0
@@ -374,7 +376,7 @@ class _MismatchWatch:
 
 
 class _FairnessWatch:
-    """Warns when what is dropped is longer or shorter than what is trained on: then the policy learns from a part."""
+    """Warns when dropped groups are much longer or shorter than trained ones: training is then biased by length."""
 
     def __init__(self):
         self._next_step = 0
@@ -382,28 +384,30 @@ class _FairnessWatch:
     def __call__(self, step: int, lengths: Mapping[str, float]) -> None:
         if step < self._next_step:
             return
-        for what in ("prompt", "completion"):
-            dropped, trained = (lengths.get(f"{what}/{fate}") for fate in ("dropped", "trained"))
+        for part in ("prompt", "completion"):
+            dropped, trained = (lengths.get(f"{part}/{fate}") for fate in ("dropped", "trained"))
             if not dropped or not trained or max(dropped / trained, trained / dropped) < MAX_DRIFT:
                 continue
             self._next_step = step + FAIRNESS_WARNING_STEPS
             log.warning(
-                "step %d: %ss of dropped groups have %.1f tokens on average, those trained on %.1f: see fairness/ and "
-                "returned/ for why",
+                "step %d: %ss of dropped groups have %.1f tokens on average, those of trained groups %.1f; fairness/ "
+                "and returned/ show why",
                 step,
-                what,
+                part,
                 dropped,
                 trained,
             )
 
 
 class _Rates:
-    """What the queue did since the last step."""
+    """Metrics of the queue since the last step."""
 
     def __init__(self, status: QueueStatus):
         self._tokens, self._time = status.completion_tokens, time.monotonic()
-        self._secs: dict[str, dict[str, float]] = {}  # role → what → seconds, as it said last
-        self._means: dict[str, dict[str, float]] = {}  # role → what → how many were at it
+        self._secs: dict[str, dict[str, float]] = {}  # role → stage → seconds, as last reported
+        self._means: dict[
+            str, dict[str, float]
+        ] = {}  # role → stage → mean number of samples or workers
 
     def metrics(self, status: QueueStatus) -> dict[str, float]:
         now = time.monotonic()
@@ -421,33 +425,36 @@ class _Rates:
         }
 
     def _at_work(self, roles: Sequence[RoleStatus]) -> dict[str, float]:
-        """How many samples or workers were at what, in the mean of the time of which the workers told last."""
+        """Mean number of samples and workers per stage since the last report."""
         sums = collections.Counter()
         for role in roles:
             now, last = role.secs, self._secs.get(role.role, {})
-            if now.get(UP, 0.0) < last.get(UP, 0.0):  # It was started again.
+            if now.get(UP, 0.0) < last.get(UP, 0.0):  # The role was restarted.
                 last = {}
             if (elapsed := now.get(UP, 0.0) - last.get(UP, 0.0)) > 0:
-                spent = {what: now[what] - last.get(what, 0.0) for what in now if what != UP}
-                self._means[role.role] = {what: secs / elapsed for what, secs in spent.items()}
+                spent = {stage: now[stage] - last.get(stage, 0.0) for stage in now if stage != UP}
+                self._means[role.role] = {stage: secs / elapsed for stage, secs in spent.items()}
                 self._secs[role.role] = now
-            if role.silent_secs < SILENT_SECS:  # Else it does nothing that is known.
+            if role.silent_secs < SILENT_SECS:  # A silent role counts as doing nothing.
                 sums.update(self._means.get(role.role, {}))
-        return {f"rollout/{what}": sums[what] for what in ("generating", "scoring", "idle") if sums}
+        return {
+            f"rollout/{stage}": sums[stage] for stage in ("generating", "scoring", "idle") if sums
+        }
 
 
 def _check_failures(status: QueueStatus, schedule: Schedule) -> None:
-    """Raises where a budget is spent; the message counts everything that was not trained on."""
+    """Raises when a budget is exceeded; the message counts all groups that were not trained on."""
     failures = {r: n for r, n in status.returned.items() if r in REISSUE_REASONS}
     report = f"returned: {status.returned}, retired: {status.retired}"
     if sum(failures.values()) > schedule.max_failures:
         raise TooManyFailuresError(
-            f"{sum(failures.values())} groups came back for infrastructure failures, the budget "
+            f"{sum(failures.values())} groups were returned for infrastructure failures, the budget "
             f"queue.max_failures is {schedule.max_failures}; {report}"
         )
     for reason, budget in schedule.budgets.items():
         count = max(status.returned.get(reason, 0), status.retired.get(reason, 0))
         if count > budget:
             raise TooManyFailuresError(
-                f"{count} groups came back as {reason}, the budget queue.budgets.{reason} is {budget}; {report}"
+                f"{count} groups were returned or retired as {reason}, the budget queue.budgets.{reason} is {budget}; "
+                f"{report}"
             )

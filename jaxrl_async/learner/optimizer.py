@@ -1,4 +1,4 @@
-"""The optimizer of the learner. Clipping is not here: `update` needs the norm for its flag."""
+"""The optimizer of the learner. Clipping is in `update`, which needs the norm for its flag."""
 
 import optax
 
@@ -30,7 +30,7 @@ def make_optimizer(
       weight_decay: ≥ 0, per unit of learning rate, on every parameter.
 
     Raises:
-      ValueError: decay_updates that leaves no room behind the warm-up.
+      ValueError: decay_updates ends within the warm-up.
     """
     if decay_updates is not None and decay_updates <= warmup_updates:
         raise ValueError(

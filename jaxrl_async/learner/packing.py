@@ -1,7 +1,6 @@
 """Packing: groups and their advantages become microbatches of one static shape. NumPy, on the host.
 
-Which segment lies where is a pure function of the lengths, so hosts that know the lengths alone
-agree on it. It knows nothing of JAX, losses or devices.
+The layout is a pure function of the lengths, so hosts that know only the lengths agree on it. Imports no JAX.
 """
 
 import dataclasses
@@ -12,8 +11,6 @@ import numpy as np
 
 from jaxrl_async.queue.records import Share
 from jaxrl_async.types import NOT_SAMPLED, Batch, Group
-
-POLICIES = ("in_order", "first_fit", "fewest")
 
 
 def pack(
@@ -30,7 +27,7 @@ def pack(
     Args:
       groups: in lease order.
       advantages: float32 [N, G], one per trajectory of each group.
-      microbatch_rows: B of every microbatch; the last one is filled up with empty rows.
+      microbatch_rows: B of every microbatch; empty rows fill up the last one.
       row_tokens: T of every microbatch.
       policy: as in `assign_rows`.
       shared_prompts: as in `lay_out`.
@@ -39,8 +36,8 @@ def pack(
       Batches of shape [B, T]; none for no groups.
 
     Raises:
-      ValueError: a trajectory longer than row_tokens, an unknown policy, advantages that do not
-        match the trajectories, or prompts to be shared that differ within a group.
+      ValueError: a trajectory longer than row_tokens, an unknown policy, advantages that do not match the
+        trajectories, or, with shared_prompts, a group with several prompts.
     """
     trajectories = [t for group in groups for t in group.trajectories]
     _check_advantages(advantages, trajectories)
@@ -55,17 +52,17 @@ def pack(
 
 
 def _fill(trajectories, advantages, segments, microbatch_rows, row_tokens):
-    """Microbatches of trajectories that were laid out; advantages float32 [n], one of each."""
+    """Microbatches of trajectories with a layout; advantages float32 [n], one per trajectory."""
     num_microbatches = -(-(segments.row.max() + 1) // microbatch_rows)
     whole = empty_batch(num_microbatches * microbatch_rows, row_tokens)
 
     row, start, length, prefix = segments.row, segments.column, segments.length, segments.prefix
     ids = _ordinals_in_row(row, start)
-    # A completion's first token is predicted from the prompt's last column. The first token of a
-    # row's segment that continues none has no predictor; its own column stands in, never counted.
+    # A completion's first token is predicted from the prompt's last column. The first token of a segment
+    # that continues none has no predictor: its own column stands in and never counts.
     first_predictor = np.where(prefix >= 0, start[prefix] + length[prefix] - 1, start)
 
-    segment = np.repeat(np.arange(len(length)), length)  # of each token laid down
+    segment = np.repeat(np.arange(len(length)), length)  # of each placed token
     nth = np.arange(len(segment)) - (np.cumsum(length) - length)[segment]  # in its segment, from 0
     position = segments.begin[segment] + nth
     column = start[segment] + nth
@@ -92,11 +89,11 @@ def _fill(trajectories, advantages, segments, microbatch_rows, row_tokens):
 class Packer:
     """One process's rows of a step's microbatches, made while its chunks arrive.
 
-    What fills no microbatch waits for the groups that come next, so that small chunks cost no padding. With the
-    policy "in_order" one process makes the microbatches that `pack` makes of all groups at once, however they were cut.
+    Trajectories that fill no microbatch wait for the next groups, so small chunks cost no padding. With the policy
+    "in_order" one process makes the same microbatches as `pack` of all groups at once, for any cut into chunks.
 
-    All processes make the same number of microbatches at a time. Each works that out from the lengths, which it knows
-    of all groups, and fills up with padding at the end.
+    All processes make the same number of microbatches per call. Each computes that number from the lengths of all
+    groups, and fills up with padding at the end.
     """
 
     def __init__(
@@ -109,11 +106,11 @@ class Packer:
         policy: str,
         shared_prompts: bool,
     ):
-        """Nothing waits yet.
+        """Starts with no waiting trajectory.
 
         Args:
-          process: this one, in [0, num_processes).
-          num_processes: among whom the groups and the rows are divided; a divisor of microbatch_rows.
+          process: index of this process, in [0, num_processes).
+          num_processes: number of processes that share groups and rows; a divisor of microbatch_rows.
           microbatch_rows: rows of a microbatch, over all processes.
           row_tokens: T of every microbatch.
           policy: as in `assign_rows`.
@@ -122,18 +119,18 @@ class Packer:
         self._process, self._num_processes = process, num_processes
         self._own_rows = microbatch_rows // num_processes
         self._layout = dict(row_tokens=row_tokens, policy=policy, shared_prompts=shared_prompts)
-        # The trajectories that wait, of each process: groups, perhaps of a part of theirs, with their advantages.
+        # Waiting trajectories of each process: groups, some with a part of their trajectories, and advantages.
         self._waiting: list[list[tuple[Group, np.ndarray]]] = [[] for _ in range(num_processes)]
 
     def __call__(
         self, groups: Sequence[Group], advantages: np.ndarray, *, last: bool
     ) -> list[Batch]:
-        """The microbatches that can be made now.
+        """Makes the microbatches that are full.
 
         Args:
           groups: in lease order; those of other processes need no tokens.
           advantages: float32 [N, G], of all groups.
-          last: whether nothing of the minibatch is to come: then nothing waits on.
+          last: whether these groups complete the minibatch; then no trajectory waits.
 
         Returns:
           Batches of shape [microbatch_rows / num_processes, T].
@@ -152,7 +149,9 @@ class Packer:
         if last:
             count = max(-(-r // self._own_rows) for r in rows)
         else:
-            still_open = self._layout["policy"] == "in_order"  # the last row, to what comes next
+            still_open = (
+                self._layout["policy"] == "in_order"
+            )  # the last row may take the next trajectories
             count = min(max(0, r - still_open) // self._own_rows for r in rows)
         own, row_tokens = self._waiting[self._process], self._layout["row_tokens"]
         batches = []
@@ -171,14 +170,16 @@ class Packer:
 
 @dataclasses.dataclass(frozen=True)
 class Segments:
-    """What is laid down, and where: slices of trajectories, each whole and in one row."""
+    """Slices of trajectories and their places; each slice lies in one row."""
 
-    trajectory: np.ndarray  # int [n], from 0 over all groups; one of the group's for its prompt
+    trajectory: np.ndarray  # int [n], from 0 over all groups; for a shared prompt, one of its group
     begin: np.ndarray  # int [n], first token of the slice within its trajectory
     length: np.ndarray  # int [n], ≥ 1
-    row: np.ndarray  # int [n], from 0 without holes
+    row: np.ndarray  # int [n], from 0 without gaps
     column: np.ndarray  # int [n], of the slice's first token
-    prefix: np.ndarray  # int [n], index of the segment that it continues, in its row; −1 for none
+    prefix: (
+        np.ndarray
+    )  # int [n], index of the segment in the same row that the slice continues; −1 for none
 
 
 def lay_out(
@@ -189,19 +190,19 @@ def lay_out(
     policy: str,
     shared_prompts: bool,
 ) -> Segments:
-    """Cuts trajectories into segments and gives each its place.
+    """Cuts trajectories into segments and places them in rows.
 
-    With shared prompts a row holds [prompt | completion | completion …]: the prompt once, as a segment of
-    its own, for all completions of its group behind it. A group that is too long for a row is divided,
-    as many completions in order as fit, and its prompt is repeated for each part. A policy then places
-    whole parts. Without, a segment is a trajectory.
+    With shared prompts a row holds [prompt | completion | completion …]: the prompt once, as its own segment, before
+    all completions of its group. A group too long for a row is divided into parts, each with as many completions in
+    order as fit and a copy of the prompt. The policy places whole parts. Without shared prompts a segment is a
+    trajectory.
 
     Args:
       lengths: tokens of each trajectory of each group, prompt included.
       prompt_lengths: tokens of each group's prompt.
       row_tokens: capacity of a row.
       policy: as in `assign_rows`.
-      shared_prompts: whether rows share prompts.
+      shared_prompts: whether the completions of a group share one prompt.
 
     Raises:
       ValueError: a trajectory longer than row_tokens, or an unknown policy.
@@ -229,39 +230,39 @@ def lay_out(
 def assign_rows(
     lengths: np.ndarray, *, row_tokens: int, policy: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Gives each sequence a row and a first column.
+    """Assigns a row and a first column to each sequence.
 
-        "in_order"   next-fit: a sequence goes behind the one before it, or opens a row
+        "in_order"   next-fit: each sequence after the one before it, else in a new row
         "first_fit"  first-fit decreasing: longest first, each into the first row with room
-        "fewest"     longest first, each into the row with room that holds the fewest sequences, of
-                     equals the emptiest; a row is opened only when none has room
+        "fewest"     longest first, each into the row with room that holds the fewest sequences, among
+                     equals the emptiest; a new row only if none has room
 
     "fewest" is the dynamic batching of "AReaL", Fu et al., arXiv 2505.24298, Algorithm 1, at k_min = 1.
-    More rows than are needed help nobody here: a microbatch has its static number of them anyway.
+    More rows than needed do not help here: a microbatch has a static number of rows.
 
     Args:
       lengths: int [n], in [1, row_tokens].
       row_tokens: capacity of a row.
-      policy: one of POLICIES.
+      policy: one of the three.
 
     Returns:
-      int rows [n], from 0 without holes, and int columns [n].
+      int rows [n], from 0 without gaps, and int columns [n].
 
     Raises:
       ValueError: a length beyond row_tokens, or an unknown policy.
     """
-    if policy not in POLICIES:
-        raise ValueError(f"packing must be one of {', '.join(POLICIES)}; got {policy!r}")
+    assign = {"in_order": _next_fit, "first_fit": _first_fit_decreasing, "fewest": _fewest_first}
+    if policy not in assign:
+        raise ValueError(f"packing must be one of {', '.join(assign)}; got {policy!r}")
     if np.max(lengths, initial=0) > row_tokens:
         raise ValueError(
             f"a trajectory of {np.max(lengths)} tokens exceeds row_tokens {row_tokens}"
         )
-    assign = {"in_order": _next_fit, "first_fit": _first_fit_decreasing, "fewest": _fewest_first}
     return assign[policy](lengths, row_tokens)
 
 
 def empty_batch(microbatch_rows: int, row_tokens: int) -> Batch:
-    """A microbatch of padding alone, for a host that has fewer rows than the others."""
+    """A microbatch of padding, for a process with fewer rows than the others."""
     shape = (microbatch_rows, row_tokens)
     return Batch(
         tokens=np.zeros(shape, np.int32),
@@ -289,16 +290,16 @@ def split_minibatches(groups: Sequence[Group], num_minibatches: int) -> list[Seq
 
 
 def padding_share(batches: Sequence[Batch]) -> float:
-    """Share of the tokens of the batches that is padding, in [0, 1]; 0 for no batches."""
+    """Share of padding in the columns of the batches, in [0, 1]; 0 for no batches."""
     total = sum(batch.segment_ids.size for batch in batches)
     used = sum(np.count_nonzero(batch.segment_ids) for batch in batches)
     return 1 - used / total if total else 0.0
 
 
 def _from_row(first, pieces, segments):
-    """Of groups and their advantages, the trajectories whose segments lie in a row ≥ first."""
+    """The groups, with their advantages, cut to the trajectories whose segments lie in a row ≥ first."""
     continued = np.isin(np.arange(len(segments.row)), segments.prefix)
-    # A prompt that is laid down for completions belongs to each of them.
+    # A shared prompt belongs to each of its completions.
     rest = set(segments.trajectory[(segments.row >= first) & ~continued].tolist())
     found, index = [], 0
     for group, advantages in pieces:
@@ -311,7 +312,7 @@ def _from_row(first, pieces, segments):
 
 
 def _lay_out_groups(groups, **layout):
-    """`lay_out` of groups of which the lengths alone need be known."""
+    """`lay_out` of groups, by their lengths only."""
     lengths = [[len(t) for t in group.trajectories] for group in groups]
     prompt_lengths = [group.trajectories[0].prompt_length for group in groups]
     return lay_out(lengths, prompt_lengths, **layout)
@@ -328,20 +329,20 @@ def _check_prompts(groups):
         for t in group.trajectories:
             if not np.array_equal(t.tokens[: t.prompt_length], first.tokens[: first.prompt_length]):
                 raise ValueError(
-                    f"shared_prompts: the trajectories of the group with prompt_index {group.prompt_index} "
-                    f"begin with different prompts, of {first.prompt_length} and {t.prompt_length} tokens"
+                    f"shared_prompts: the group with prompt_index {group.prompt_index} has different prompts, "
+                    f"of {first.prompt_length} and {t.prompt_length} tokens"
                 )
 
 
 def _shared_slices(lengths, prompt_lengths, row_tokens):
-    """(trajectory, begin, length, part) of each segment; a part is a prompt and completions behind it."""
+    """(trajectory, begin, length, part) of each segment; a part is a prompt and the completions after it."""
     slices, first, part = [], 0, 0
     for of_group, prompt in zip(lengths, prompt_lengths, strict=True):
         completions = np.array(of_group) - prompt
         room, _ = _next_fit(completions, row_tokens - prompt)
         for one in np.unique(room):
             slices.append((first, 0, prompt, part))
-            # A trajectory without a completion is its prompt alone.
+            # A trajectory without a completion is only its prompt.
             fit = np.flatnonzero((room == one) & (completions > 0))
             slices += [(first + i, prompt, completions[i], part) for i in fit]
             part += 1
@@ -363,8 +364,7 @@ def _next_fit(lengths, row_tokens):
 def _first_fit_decreasing(lengths, row_tokens):
     rows, starts = np.zeros(len(lengths), np.int64), np.zeros(len(lengths), np.int64)
     free = np.full(len(lengths), row_tokens)  # One row each is always enough.
-    # Rows before `first` have no room for the current length, nor for the shorter ones of a run of
-    # equal lengths that follow: a run is searched once.
+    # Within a run of equal lengths, rows before `first` have no room: each run searches the rows once.
     order = np.argsort(-lengths, kind="stable")
     for length, run in itertools.groupby(order.tolist(), key=lengths.__getitem__):
         first = 0
@@ -391,7 +391,7 @@ def _fewest_first(lengths, row_tokens):
 
 
 def _ordinals_in_row(rows, starts):
-    """From 1, by column: the segment ids."""
+    """Segment ids: from 1 in each row, by column."""
     order = np.lexsort((starts, rows))
     sorted_rows = rows[order]
     first_of_row = np.searchsorted(sorted_rows, sorted_rows)

@@ -1,6 +1,6 @@
-"""The learner's processes: how they become one JAX program, wait for one another, and end together.
+"""The learner's processes: they join one JAX program, wait for one another and end together.
 
-All of them run the same loop on the same steps. It knows nothing of what they compute.
+All run the same loop on the same steps. Independent of the computation.
 """
 
 import contextlib
@@ -14,9 +14,9 @@ import jax
 from orbax.checkpoint import multihost
 
 JOIN_TIMEOUT_SECS = 120.0
-HEARTBEAT_TIMEOUT_SECS = 30  # JAX ends the processes that are left when one was silent for so long.
+HEARTBEAT_TIMEOUT_SECS = 30  # JAX ends the other processes when one has been silent for this long.
 HEARTBEAT_MARGIN_SECS = 10
-SHUTDOWN_TIMEOUT_SECS = 60  # Process 0 has servers to leave before it is done.
+SHUTDOWN_TIMEOUT_SECS = 60  # Process 0 has servers to close before it is done.
 RETRY_SECS = 0.2
 
 # Keys of JAX's coordinator.
@@ -27,24 +27,25 @@ log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def joined(*, coordinator: str, process: int, num_processes: int) -> Iterator[int]:
-    """Makes this process one of the learner's, before it touches a device.
+    """Joins this process to the learner before it touches a device.
 
-    An exception of the body is logged and ends the process here and now: the others, which JAX would wait for, wait
-    for this one. JAX ends them then, at once where this is process 0, else after HEARTBEAT_TIMEOUT_SECS. A program
-    that fails is given as long first, so that JAX can say whose death it was. A SystemExit keeps its code.
+    An exception in the body is logged and ends the process at once, since JAX would wait for the other processes and
+    they wait for this one. JAX then ends them: at once if this is process 0, else after HEARTBEAT_TIMEOUT_SECS. A
+    failed JAX program waits for that timeout first, so that JAX can name the process that died. A SystemExit keeps
+    its code.
 
     Args:
-      coordinator: "host:port" at process 0; "" where JAX finds it, and `process`, in the environment (Slurm, a TPU
-        pod). Nothing is joined where num_processes is 1.
-      process: this one, in [0, num_processes).
-      num_processes: of the learner.
+      coordinator: "host:port" at process 0; "" if JAX finds it, and `process`, in the environment (Slurm, a TPU
+        pod). With num_processes = 1 there is nothing to join.
+      process: index of this process, in [0, num_processes).
+      num_processes: number of processes of the learner.
 
     Yields:
-      This process's number.
+      The index of this process.
 
     Raises:
       ConnectionError: no coordinator answers within JOIN_TIMEOUT_SECS.
-      ValueError: no coordinator is given, and JAX finds none.
+      ValueError: there is no coordinator, neither given nor in the environment.
     """
     if num_processes == 1:
         yield 0
@@ -57,31 +58,31 @@ def joined(*, coordinator: str, process: int, num_processes: int) -> Iterator[in
             )
         yield jax.process_index()
     except BaseException as error:
-        # Those are how the supervisor and a second signal end a role.
+        # The supervisor and a second signal end a role by these two.
         if not isinstance(error, KeyboardInterrupt | SystemExit):
             log.exception("learner process %d of %d failed", jax.process_index(), num_processes)
-        # Not all that the CPU's collectives raise has JAX's type.
+        # The CPU's collectives also raise other types.
         if isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error):
-            # Perhaps another's death, of which a collective knows the socket alone. JAX names the process and ends
-            # this one when it misses the heartbeats.
+            # Another process may have died: a collective sees only a closed socket. When the heartbeats stop, JAX
+            # names that process and ends this one.
             time.sleep(HEARTBEAT_TIMEOUT_SECS + HEARTBEAT_MARGIN_SECS)
         logging.shutdown()
         os._exit(error.code if isinstance(error, SystemExit) else 1)
 
 
 def barrier(name: str, *, timeout_secs: float) -> None:
-    """Waits for all processes, in any thread. No name may come twice.
+    """Waits for all processes, in any thread. Names must be unique.
 
     Raises:
-      RuntimeError: some did not come in time; names them.
+      RuntimeError: some processes did not arrive in time; names them.
     """
     multihost.get_barrier_sync_fn()(key=name, timeout_ms=int(timeout_secs * 1000))
 
 
 class Agreement:
-    """Whether the learner leaves before a step: process 0 says so, for all, when it has the step's first chunk.
+    """Agreement of all processes to stop before a step. Process 0 decides when it has the step's first chunk.
 
-    A process that is asked to leave tells process 0. None but process 0 is waited for, and that only by the others.
+    A process that was asked to stop reports it to process 0. The others wait for process 0; it waits for none.
     """
 
     def __init__(
@@ -92,13 +93,13 @@ class Agreement:
         num_processes: int,
         timeout_secs: float,
     ):
-        """Says nothing yet.
+        """Reports nothing yet.
 
         Args:
           stop_requested: whether this process was asked to stop.
-          process: this one.
-          num_processes: of the learner, which are joined.
-          timeout_secs: bound on waiting for process 0's word, which has the same chunk to wait for.
+          process: index of this process.
+          num_processes: number of processes of the learner, which have joined.
+          timeout_secs: deadline for process 0's decision; process 0 waits for the same chunk.
         """
         self._stop_requested, self._process = stop_requested, process
         self._timeout_secs = timeout_secs
@@ -109,7 +110,7 @@ class Agreement:
         """Whether to stop before a step; `should_stop` of `learner.train`.
 
         Raises:
-          RuntimeError: process 0 said nothing in time.
+          RuntimeError: process 0 did not decide in time.
         """
         if self._client is None:
             return self._stop_requested()
@@ -121,7 +122,7 @@ class Agreement:
             stop = self._found(_STOP_REQUESTED) is not None
             if stop or chunk_arrived:
                 self._client.key_value_set(key, str(stop), allow_overwrite=True)
-                # All have begun the step before, so that they have heard about the one before that.
+                # All processes are in the step before, so all have read the decision on the one before that.
                 self._client.key_value_delete(f"{_SHOULD_STOP}{step - 2}")
             return stop
         if chunk_arrived:
@@ -132,17 +133,17 @@ class Agreement:
     def _found(self, key: str) -> str | None:
         try:
             return self._client.key_value_try_get(key)
-        except jax.errors.JaxRuntimeError:  # There is no such key.
+        except jax.errors.JaxRuntimeError:  # No such key.
             return None
 
 
 def _join(coordinator, process, num_processes):
-    # JAX would take SIGTERM for itself, by which roles are ended.
+    # JAX would handle SIGTERM, which ends roles.
     jax.config.update("jax_enable_preemption_service", False)
     if coordinator and process > 0:
         _find(coordinator, process)
     log.info(
-        "learner process %d of %d waits for the others at %s, at most %g s",
+        "learner process %d of %d waits for the others at %s, for at most %g s",
         process,
         num_processes,
         coordinator or "the coordinator of the environment",
@@ -153,7 +154,7 @@ def _join(coordinator, process, num_processes):
         jax.distributed.initialize(
             coordinator or None,
             **identity,
-            # The default is all interfaces, which loopback does not need.
+            # The default binds all interfaces, which loopback does not need.
             coordinator_bind_address=coordinator if coordinator.startswith("127.") else None,
             initialization_timeout=int(JOIN_TIMEOUT_SECS),
             heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_SECS,
@@ -161,13 +162,13 @@ def _join(coordinator, process, num_processes):
         )
     except ValueError as error:
         raise ValueError(
-            f"learner.num_processes = {num_processes} needs --coordinator=HOST:PORT and --index, where JAX finds "
+            f"learner.num_processes = {num_processes} needs --coordinator=HOST:PORT and --index; JAX finds "
             f"neither in the environment: {error}"
         ) from error
 
 
 def _find(coordinator, process):
-    """JAX would end the process by a signal, and not say what it looked for."""
+    """Connects once: without a coordinator JAX would end the process by a signal, without naming the address."""
     host, _, port = coordinator.rpartition(":")
     deadline = time.monotonic() + JOIN_TIMEOUT_SECS
     while True:
@@ -178,6 +179,6 @@ def _find(coordinator, process):
             if time.monotonic() > deadline:
                 raise ConnectionError(
                     f"learner process {process} finds no coordinator at {coordinator} within "
-                    f"{JOIN_TIMEOUT_SECS:g} s: does learner process 0 run? ({error})"
+                    f"{JOIN_TIMEOUT_SECS:g} s. Is learner process 0 running? ({error})"
                 ) from error
         time.sleep(RETRY_SECS)

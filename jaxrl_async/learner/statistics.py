@@ -1,7 +1,7 @@
-"""Statistics of a loss, as sums over tokens by staleness and as maxima: what `accumulate` carries beside the gradient.
+"""Statistics of a loss: sums over tokens by staleness, and maxima. `accumulate` carries them beside the gradient.
 
-Sums, so that microbatches and devices do not change a mean; by staleness, so that one can see which tokens a loss
-clips, drops or mistrusts. It knows nothing of models or optimizers.
+Sums keep means independent of the cut into microbatches and devices; staleness shows which tokens a loss clips, drops
+or down-weights.
 """
 
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ _ERRORS = ("abs", "ratio", "weight")  # of an approximated anchor
 
 
 class Statistics:
-    """The columns that a loss is measured in."""
+    """The columns of statistics that a loss needs."""
 
     def __init__(self, config: LossConfig):
         self._penalty = config.kl != "none"
@@ -52,18 +52,18 @@ class Statistics:
         self._sums = tuple(sums)
 
     def zeros(self) -> tuple[jax.Array, jax.Array]:
-        """Sums float32 [buckets, columns] and maxima float32 [columns] of nothing."""
+        """Sums float32 [buckets, columns] and maxima float32 [columns], all 0."""
         return jnp.zeros((len(LAG_BUCKETS), len(self._sums))), jnp.zeros(len(_MAXIMA))
 
     def measure(
         self, tokens: Tokens, entropy: jax.Array, parts: Objective
     ) -> tuple[jax.Array, jax.Array]:
-        """The sums and maxima of a microbatch, of the shapes of `zeros`.
+        """The sums and maxima of a microbatch, in the shapes of `zeros`.
 
         Args:
-          tokens: what the loss looked at, [B, T].
+          tokens: the inputs of the loss, [B, T].
           entropy: float32 [B, T], nats.
-          parts: the loss and what it was made of, [B, T].
+          parts: the loss and its parts, [B, T].
         """
         t = tokens.kept()
         abs_log_ratio = jnp.abs(t.logprobs - t.behavior_logprobs)
@@ -100,7 +100,7 @@ class Statistics:
         )
 
     def denominator(self, sums: jax.Array) -> jax.Array:
-        """What the summed loss and its gradient are divided by, float32 []."""
+        """The divisor of the summed loss and of its gradient, float32 []."""
         return sums[:, self._sums.index("share")].sum()
 
     def summed_loss(self, sums: jax.Array) -> jax.Array:
@@ -108,7 +108,7 @@ class Statistics:
         return sums[:, self._sums.index("loss")].sum()
 
     def metrics(self, sums: jax.Array, maxima: jax.Array) -> dict[str, jax.Array]:
-        """The metrics of a minibatch, by their public names, and "tokens", how many they are over."""
+        """The metrics of a minibatch by their public names, and "tokens", the number of its sampled tokens."""
         total = dict(zip(self._sums, sums.sum(axis=0), strict=True))
         largest = dict(zip(_MAXIMA, maxima, strict=True))
         metrics = {name: total[key] / total["tokens"] for name, key in _MEANS.items()}
@@ -133,7 +133,7 @@ class Statistics:
         return metrics | self._proximal(total) | _mismatch(rows[0], largest)
 
     def _errors(self, t: Tokens) -> dict[str, jax.Array]:
-        """Of each approximated anchor against the recomputed one: |Δ log π_p|, |Δ π_θ/π_p| and |Δ π_p/π_b|."""
+        """Errors of each approximated anchor against the recomputed one: |Δ log π_p|, |Δ π_θ/π_p|, |Δ π_p/π_b|."""
         found = {}
         for name in self._approximations:
             anchor, exact = anchors.ANCHORS[name](t, self._config), t.proximal_logprobs
@@ -155,7 +155,7 @@ class Statistics:
 
 
 def _mismatch(fresh, largest):
-    """Engine against learner, of the tokens with staleness 0."""
+    """Difference of engine and learner on the tokens with staleness 0."""
     tokens = jnp.maximum(fresh["tokens"], 1.0)
     return {
         "mismatch/mean_abs": fresh["abs_log_ratio"] / tokens,

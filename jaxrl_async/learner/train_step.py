@@ -1,7 +1,7 @@
 """The three jitted programs of the learner, on a mesh: `score`, `accumulate`, `update`.
 
-Sums go in and one division comes out, so how a minibatch is cut into microbatches, hosts and devices
-does not change its gradient. It knows nothing of groups, rewards, queues or time.
+Microbatches add up to sums and `update` divides once, so the cut of a minibatch into microbatches, hosts and devices
+does not change its gradient. Independent of groups, rewards and the queue.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ jax.tree_util.register_dataclass(Batch)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """What an update changes. `update` consumes it: copy what has to outlive the call."""
+    """The state that an update changes. `update` consumes it: copy arrays that must outlive the call."""
 
     params: nnx.State  # float32
     opt_state: optax.OptState
@@ -66,7 +66,7 @@ class TrainStep:
         Args:
           config: the model's shape.
           mesh: from sharding.make_mesh.
-          loss: what is minimised.
+          loss: the loss to minimise.
           temperature: the sampler's, > 0: log-probs are of logits / temperature.
           optimizer: from optimizer.make_optimizer.
           max_grad_norm: bound on the global norm of a minibatch's gradient, > 0.
@@ -91,7 +91,7 @@ class TrainStep:
         state, accumulator = make_shardings(config, mesh, optimizer)
         self._everywhere, self._state_shardings = everywhere, _ = accumulator.sums, state
         reference = state.params if loss.needs_reference else None
-        # Every output names its sharding: one that came back otherwise would compile again.
+        # Every output names its sharding: a different one would compile the next program again.
         self._init = jax.jit(
             self._init_program,
             in_shardings=(state.params,),
@@ -116,15 +116,15 @@ class TrainStep:
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether calls return before the device is done, so that a caller may use the time."""
+        """Whether calls return before the device is done."""
         return not self._one_at_a_time
 
     def init(self, params: nnx.State) -> TrainState:
-        """The state before the first update; the parameters are part of it, not copied."""
+        """The state before the first update. It holds the parameters themselves, not a copy."""
         return TrainState(params, *self._init(params))
 
     def abstract_state(self) -> TrainState:
-        """Shapes, dtypes and shardings of a state: what a checkpoint is restored into."""
+        """Shapes, dtypes and shardings of a state, for restoring a checkpoint."""
         params = transformer.abstract_params(self._config)
         state = TrainState(params, *jax.eval_shape(self._init_program, params))
         return jax.tree.map(
@@ -134,7 +134,7 @@ class TrainStep:
         )
 
     def zero_accumulator(self) -> Accumulator:
-        """The accumulator of a minibatch of which nothing was seen yet."""
+        """The accumulator at the start of a minibatch."""
         return self._zeros()
 
     def warm_up(
@@ -145,7 +145,7 @@ class TrainStep:
         Args:
           state: consumed.
           padding: a microbatch without a token.
-          reference: as of `accumulate`.
+          reference: as in `accumulate`.
 
         Returns:
           The same state, as an update without a token is refused, and an accumulator at zero.
@@ -157,7 +157,7 @@ class TrainStep:
         return self.update(state, accumulator)[:2]
 
     def place(self, batch: Batch) -> Batch:
-        """A batch on the devices, for several programs; one that is there already is returned as it is."""
+        """Puts a batch on the devices; returns one that is there already."""
         if isinstance(batch.tokens, jax.Array):
             return batch
         if jax.process_count() == 1:
@@ -173,11 +173,11 @@ class TrainStep:
         return self._run(self._score, params, self.place(batch))
 
     def anchor(self, params: nnx.State, batch: Batch) -> jax.Array | None:
-        """What `accumulate` needs as proximal_logprobs, at the weights the step starts from.
+        """The proximal_logprobs of `accumulate`, at the weights that the step starts from.
 
         Returns:
-          `score` where the loss needs it ('recompute', proximal_metrics) and the weights move before the step
-          ends; None, and no work, elsewhere: with one minibatch they are the policy that `accumulate` computes anyway.
+          `score` if the loss needs it ('recompute', proximal_metrics) and the weights move within the step, else None:
+          with one minibatch the anchor is the policy, which `accumulate` computes anyway.
         """
         moves = self._num_minibatches > 1
         return self.score(params, batch) if self._loss.needs_recompute and moves else None
@@ -194,7 +194,7 @@ class TrainStep:
         """Adds a microbatch's gradient of the summed loss, and its sums and maxima.
 
         Policy, anchor and reference come from one program and one pass over the batch: "Periodic Asynchrony", Lu, Luo,
-        arXiv 2511.18871. Where anchor and policy are the same weights, they are computed once.
+        arXiv 2511.18871. Anchor and policy are computed once where they have the same weights.
 
         Args:
           params: the weights to differentiate at.
@@ -202,10 +202,10 @@ class TrainStep:
           batch: one microbatch.
           proximal_logprobs: from `anchor`, at the weights the step started from.
           policy_version: v_θ of the step, s − 1.
-          reference: weights laid out as `params`, where the loss has a KL to them.
+          reference: weights laid out as `params`, for a loss with a KL to them.
 
         Raises:
-          ValueError: the loss needs what is missing.
+          ValueError: the loss needs reference or proximal_logprobs, which is None.
         """
         if self._loss.needs_reference and reference is None:
             raise ValueError("loss.kl_to = 'reference' needs the reference's weights")
@@ -233,11 +233,10 @@ class TrainStep:
           accumulator: consumed.
 
         Returns:
-          The next state, or the same numbers where the loss or the gradient norm is not finite (a
-          minibatch without a token included); the accumulator at zero; the minibatch's metrics, float32
-          [] on the device, by the names of jaxrl_async.metrics, and beside them "finite" (1 or 0) and
-          "tokens". mismatch/ is about the weights that were differentiated at: those
-          of policy_version in a step's first minibatch only.
+          The next state, with the same numbers where the loss or the gradient norm is not finite, as it is without
+          a token; the accumulator at zero; the minibatch's metrics, float32 [] on the device, by the names of
+          jaxrl_async.metrics, with "finite" (1 or 0) and "tokens". mismatch/ compares the weights that were
+          differentiated at; only in a step's first minibatch are those the weights of policy_version.
         """
         return self._run(self._update, state, accumulator)
 
@@ -247,12 +246,12 @@ class TrainStep:
         return sum(program._cache_size() for program in programs)
 
     def _place_rows(self, own):
-        # With its shape said, rows that several processes would hold are refused rather than mixed.
+        # With an explicit shape, rows that several processes hold are refused instead of mixed.
         shape = (len(own) * jax.process_count(), *own.shape[1:])
         return jax.make_array_from_process_local_data(self._rows, own, shape)
 
     def _run(self, program, *args):
-        with jax.transfer_guard("disallow"):  # What goes to the device is put there by name.
+        with jax.transfer_guard("disallow"):  # Transfers to the device are explicit.
             outputs = program(*args)
         return jax.block_until_ready(outputs) if self._one_at_a_time else outputs
 
@@ -330,7 +329,7 @@ def make_shardings(
     mesh: jax.sharding.Mesh,
     optimizer: optax.GradientTransformation,
 ) -> tuple[TrainState, Accumulator]:
-    """A NamedSharding for each array: what has a parameter's shape lies where that parameter lies."""
+    """A NamedSharding for each array: optimizer state and gradients lie where their parameter lies."""
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     abstract = transformer.abstract_params(config)
     params = sharding.param_shardings(mesh, abstract)

@@ -1,8 +1,8 @@
-"""Versions: a training state becomes the weights that servers sample with.
+"""Versions: turns a training state into the weights that servers sample with.
 
-The learner copies and casts on the device and goes on; gathering and writing happen in the publisher's thread.
-With several processes each gathers with the others before it goes on, and its thread writes a part.
-An experiment may delay the servers: each version is written, and an older one is handed out.
+The learner copies and casts on the device and goes on; the publisher's thread gathers and writes. With several
+processes, all gather together before they go on, and the thread of each writes a part. An experiment may delay the
+servers: each version is written, and an older one is pushed.
 """
 
 import dataclasses
@@ -28,19 +28,19 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Delay:
-    """How much older than the published version n the weights of the servers are.
+    """The delay of the servers' weights behind the published version n.
 
         held(n) = max(0, n − d),    d = D, or d ~ uniform{0 … D} by (seed, n)
 
-    Drawn delays let the servers go back to older weights than they had.
+    With drawn delays the servers may go back to older weights.
     """
 
     max_steps: int  # D ≥ 0; 0 for none
-    uniform: bool  # d is drawn anew for every version
+    uniform: bool  # draw d for every version
     seed: int  # ≥ 0, of the draws
 
     def held(self, version: int) -> int:
-        """The version that the servers are to hold when `version` is published."""
+        """The version that the servers shall hold when `version` is published."""
         steps = self.max_steps
         if self.uniform:
             steps = int(np.random.default_rng([self.seed, version]).integers(steps + 1))
@@ -48,7 +48,7 @@ class Delay:
 
 
 class Versions:
-    """Hands versions to the publisher, one push in flight at a time."""
+    """Passes versions to the publisher, one push in flight at a time."""
 
     def __init__(
         self,
@@ -65,15 +65,15 @@ class Versions:
         """Publishes nothing yet.
 
         Args:
-          publisher: pushes to the servers; in a process other than 0 a FollowerPublisher.
-          store: where versions are written. It keeps delay.max_steps + 2 of them or more: a late server may still
-            be reading what the push before gave it.
-          config: of the model.
-          dtype: of the written tensors.
-          timeout_secs: bound on every wait for a push.
-          delay: which version the servers are given; every version must be published then, without a gap.
-          process: of the learner, this one.
-          num_processes: of the learner; each writes its part of a version.
+          publisher: pushes to the servers; a FollowerPublisher in processes other than 0.
+          store: the versions on disk. It keeps at least delay.max_steps + 2 of them: a late server may still read the
+            version of the push before.
+          config: shape of the model.
+          dtype: dtype of the written tensors.
+          timeout_secs: deadline of every wait for a push.
+          delay: the servers' delay; if there is one, every version must be published, without a gap.
+          process: index of this process of the learner.
+          num_processes: number of processes of the learner; each writes its part of a version.
         """
         self._publisher = publisher
         self._store = store
@@ -85,22 +85,24 @@ class Versions:
         self._num_processes = num_processes
         self._version: int | None = None
         self._run_epoch = 0
-        self._restored = -1  # published by the learner before; up to it, nothing is published again
-        self._known = False  # whether its files are here, to compare with
+        self._restored = (
+            -1
+        )  # last version that an earlier learner published; up to it nothing is published again
+        self._known = False  # whether its files are still in the store, for comparison
 
     def resume(
         self, version: int, state: TrainState, status: QueueStatus, resume_point: ResumePoint
     ) -> None:
-        """Starts the push of what the servers are to hold when a learner was restored.
+        """Starts the first push after a learner was restored.
 
-        Where a later version was published already, it is given to the servers again, from its files: published
+        If a later version was published already, the servers get that version again, from its files: published
         versions never go back, and the steps up to it are trained again without a push.
 
         Args:
-          version: of the state.
-          state: restored.
-          status: of the queue.
-          resume_point: of the checkpoint, for a queue that knows nothing yet.
+          version: version of the state.
+          state: restored from a checkpoint.
+          status: status of the queue.
+          resume_point: of the checkpoint, for a queue without a journal.
 
         Raises:
           ValueError: the queue's journal ends before the checkpoint.
@@ -111,7 +113,7 @@ class Versions:
         if status.committed_step < version:
             raise ValueError(
                 f"the checkpoint is of step {version}, but the queue's journal ends at step {status.committed_step}: "
-                "it was not written to the disk in full. Remove the later checkpoints, or the journal"
+                "its end did not reach the disk. Remove the later checkpoints or the journal"
             )
         self._run_epoch = status.run_epoch
         if status.v_pub <= version:
@@ -119,15 +121,15 @@ class Versions:
             return
         self._restored, self._known = status.v_pub, status.v_pub in self._store.versions()
         if not self._known:
-            self._restored -= 1  # It is published when it was trained again.
+            self._restored -= 1  # It is published after it is trained again.
             log.warning(
-                "the weights of version %d, which was published, are no longer in the store: servers wait until it "
-                "was trained again",
+                "the weights of published version %d are no longer in the store: servers wait until it is trained "
+                "again",
                 status.v_pub,
             )
             return
         log.info(
-            "servers are given version %d, which was published; steps %d to %d are trained again",
+            "servers get published version %d again; steps %d to %d are trained again without a push",
             status.v_pub,
             version + 1,
             status.committed_step,
@@ -135,11 +137,11 @@ class Versions:
         self._push(self._restored, lambda: self._store.path(self._held(self._restored)), None)
 
     def snapshot(self, state: TrainState) -> Iterable[tuple[str, np.ndarray]]:
-        """The tensors that this process writes of a state, which may be donated: to be drawn once, in any thread."""
+        """This process's tensors of a state, which may be donated afterwards. Iterate once, in any thread."""
         part = {"part": self._process, "num_parts": self._num_processes}
         copy = _cast(state.params, self._dtype)
         tensors = hf.to_tensors(copy, self._config, self._dtype, **part)
-        # To gather is a program of all processes, which each must dispatch at the same place among its others.
+        # Gathering is a program of all processes: each must dispatch it at the same place among its other programs.
         return tensors if self._num_processes == 1 else list(tensors)
 
     def publish(
@@ -148,12 +150,12 @@ class Versions:
         snapshot: Iterable[tuple[str, np.ndarray]],
         resume_point: ResumePoint | None = None,
     ) -> None:
-        """Starts the push of a version; waits first for the push before it.
+        """Starts the push of a version, after the push before it is done.
 
         Args:
           version: ≥ 0.
           snapshot: its weights, from `snapshot`.
-          resume_point: where a new queue starts from, at the first publication after a restore.
+          resume_point: start of a new queue, for the first publication after a restore.
         """
         if version == self._restored and self._known:
             self._compare(version, snapshot)
@@ -176,15 +178,15 @@ class Versions:
         self._version = version
 
     def _compare(self, version: int, snapshot: Iterable[tuple[str, np.ndarray]]) -> None:
-        """Writes a version again that was published; where it came out otherwise, a new run epoch begins with it."""
+        """Writes a published version again. If its weights differ, a new run epoch begins with it."""
         before = self._store.manifest(version)["digest"]
         path = self._write(version, snapshot)
         if self._process != 0 or (digest := self._store.manifest(version)["digest"]) == before:
             return
         self._run_epoch += 1
         log.warning(
-            "fork: version %d, trained again, has digest %s, and was published with %s (another device count, "
-            "process count, setting or library?). Run epoch %d begins: the servers are given it again",
+            "fork: version %d, trained again, has digest %s, but was published with %s (another device count, "
+            "process count, setting or library?). Run epoch %d begins and the version is pushed again",
             version,
             digest[:12],
             before[:12],
@@ -193,18 +195,18 @@ class Versions:
         self._push(version, lambda: path, None)
 
     def wait(self, should_stop: Callable[[], bool]) -> None:
-        """Waits until the servers hold the newest version, or what a delay makes of it, or `should_stop` says so."""
+        """Waits until the servers hold the newest version, or its delayed one, or until `should_stop`."""
         if self._version is not None:
             self._publisher.wait(
                 self._version, timeout_secs=self._timeout_secs, should_stop=should_stop
             )
 
     def check(self) -> None:
-        """Raises what stopped the publisher, if anything did."""
+        """Raises the failure of the publisher, if it failed."""
         self._publisher.check()
 
     def metrics(self) -> dict[str, float]:
-        """weights/version, weights/push_secs and weights/bytes of the last push; with a delay also weights/delay."""
+        """weights/version, weights/push_secs and weights/bytes of the last push; with a delay, weights/delay too."""
         metrics = self._publisher.metrics()
         if not self._delay.max_steps:
             metrics.pop("weights/delay", None)
@@ -213,7 +215,7 @@ class Versions:
     def _write(
         self, version: int, tensors: Iterable[tuple[str, np.ndarray]]
     ) -> pathlib.Path | None:
-        """Writes a version with the other processes; process 0 returns the directory of what servers are to hold."""
+        """Writes a version with the other processes; process 0 returns the directory of the version to push."""
         if self._process == 0:
             self._store.begin(version)
         processes.barrier(f"version {version} is begun", timeout_secs=self._timeout_secs)
@@ -225,14 +227,14 @@ class Versions:
         return self._store.path(self._held(version))
 
     def _held(self, version: int) -> int:
-        """The version that servers are to hold, or the nearest that is left of it."""
+        """The version to push, or the oldest newer one if the store has lost it."""
         wanted = self._delay.held(version)
         held = min(kept for kept in self._store.versions() if kept >= wanted)
         if held != wanted:
-            # After a restore: the run that was left had gone on, and its store lost older versions.
+            # After a restore: the run had gone on after the checkpoint, and its store pruned older versions.
             log.warning(
-                "version %d is published with the weights of version %d: those of version %d, which its delay "
-                "asks for, are no longer in the store",
+                "version %d is published with the weights of version %d: those of version %d, by its delay, are no "
+                "longer in the store",
                 version,
                 held,
                 wanted,
@@ -242,5 +244,5 @@ class Versions:
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def _cast(params: nnx.State, dtype: str) -> nnx.State:
-    """A copy, never the same buffers: the learner donates its own to the next update."""
+    """A copy in buffers of its own: the learner donates the parameters to the next update."""
     return jax.tree.map(lambda leaf: jnp.array(leaf, dtype, copy=True), params)

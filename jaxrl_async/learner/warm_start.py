@@ -1,6 +1,6 @@
-"""Warm start: supervised training on demonstrations, before RL begins. Knows nothing of rewards.
+"""Warm start: supervised training on demonstrations before RL. The result is version 0.
 
-RL needs a policy that is sometimes right; random weights never are. What comes out is version 0.
+RL needs a policy that is sometimes right, which random weights never are.
 """
 
 import math
@@ -54,7 +54,7 @@ def warm_start(
 
     Raises:
       ValueError: no demonstrations, or one that is empty or longer than a row.
-      FloatingPointError: the loss of a step, which it names, is not finite.
+      FloatingPointError: the loss of a step is not finite; names the step.
     """
     rows = _rows(demonstrations, row_tokens)
     optimizer = optax.adam(learning_rate, b2=0.99)
@@ -65,7 +65,9 @@ def warm_start(
         _epochs(len(demonstrations), batch_size, num_steps, seed), start=1
     ):
         batch = Batch(**{name: array[chosen] for name, array in vars(rows).items()})
-        if jax.process_count() > 1:  # Else the jit places NumPy arrays, and faster.
+        if (
+            jax.process_count() > 1
+        ):  # With one process the jit places NumPy arrays, which is faster.
             batch = sharding.place(batch, jax.tree.map(lambda _: row_sharding, batch))
         params, opt_state, next_loss = step_program(params, opt_state, batch)
         if loss is not None:  # Read while the next step runs.
@@ -77,7 +79,7 @@ def warm_start(
 
 
 def _rows(demonstrations, row_tokens) -> Batch:
-    """One demonstration to a row."""
+    """A batch with one demonstration per row."""
     if not demonstrations:
         raise ValueError("warm start needs demonstrations, got none")
     rows = packing.empty_batch(len(demonstrations), row_tokens)
@@ -85,8 +87,8 @@ def _rows(demonstrations, row_tokens) -> Batch:
         start, end = len(prompt), len(prompt) + len(completion)
         if not 0 < start < end <= row_tokens:
             raise ValueError(
-                f"demonstration {i} has {len(prompt)} + {len(completion)} tokens: prompt and "
-                f"completion must not be empty, nor exceed row_tokens {row_tokens} together"
+                f"demonstration {i} has {len(prompt)} + {len(completion)} tokens: prompt and completion must not "
+                f"be empty, and at most row_tokens {row_tokens} together"
             )
         rows.tokens[i, :start], rows.tokens[i, start:end] = prompt, completion
         rows.mask[i, start:end] = True
@@ -98,7 +100,7 @@ def _rows(demonstrations, row_tokens) -> Batch:
 
 
 def _epochs(num_demonstrations, batch_size, num_steps, seed):
-    """Indexes [batch_size] of each step: shuffled epochs, end to end."""
+    """Indexes [batch_size] of each step, from consecutive shuffled epochs."""
     rng = np.random.default_rng(seed)
     waiting = np.zeros(0, np.int64)
     for _ in range(num_steps):
