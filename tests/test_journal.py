@@ -56,10 +56,10 @@ async def test_a_queue_that_was_killed_comes_back_as_it_was(tmp_path):
     (tmp_path / "b").mkdir()
     async with journaled(path) as queue:
         permits = await some_history(queue)
-        before = await queue.client.status()
+        before = await queue.status()
         left = await copied(path, tmp_path / "b")
     async with journaled(left) as queue:
-        assert seen(await queue.client.status()) == seen(before)
+        assert seen(await queue.status()) == seen(before)
         (chunk,) = await queue.lease(2)
         assert [g.prompt_index for g in chunk.groups] == [4, 5, 6, 7]
         np.testing.assert_array_equal(
@@ -123,7 +123,7 @@ async def assert_steps_again(queue, chunks, positions):
                 got.trajectories[0].logprobs, sent.trajectories[0].logprobs
             )
         assert await queue.commit(step) == positions[step - 1]
-    status = await queue.client.status()
+    status = await queue.status()
     assert (status.committed_step, status.v_pub, status.frontier) == (3, 3, 12)
     await queue.publish(3)  # The servers hold it again; versions do not go back.
     with pytest.raises(QueueError, match="version 2 is published after version 3"):
@@ -138,7 +138,7 @@ async def test_admission_is_bounded_by_the_history_after_recovery(tmp_path):
         for permit in permits[:5]:
             await queue.client.submit(group(permit))
     async with journaled(tmp_path / "j") as queue:
-        status = await queue.client.status()
+        status = await queue.status()
         assert (status.capacity, status.running_groups, status.depth_groups) == (0, 7, 5)
         assert await queue.client.admit(100, 0.0) == []
 
@@ -200,9 +200,9 @@ async def test_a_queue_that_started_from_a_position_comes_back(tmp_path):
         await queue.publish(5, resume_point=start)
         await queue.fill(4)
         await queue.lease(6)
-        before = await queue.client.status()
+        before = await queue.status()
     async with journaled(tmp_path / "j") as queue:
-        assert seen(await queue.client.status()) == seen(before)
+        assert seen(await queue.status()) == seen(before)
         await queue.commit(6)
     assert JournalReader(tmp_path / "j").audit() == SOUND_AUDIT
 

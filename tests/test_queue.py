@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import inspect
 import re
 import sys
 
@@ -14,20 +15,40 @@ from fixtures.queues import (
     MAX_TOKENS,
     TIMEOUTS,
     VOCAB_SIZE,
+    connected,
     group,
     make_admission,
     opened,
     served,
 )
 
+from jaxrl_async.learner.follower import FollowerQueue
 from jaxrl_async.queue import client as queue_client
 from jaxrl_async.queue import service as queue_service
 from jaxrl_async.queue import trajectory_queue_pb2 as pb
 from jaxrl_async.queue import wire
 from jaxrl_async.queue.client import LearnerQueue, QueueClient, QueueError
-from jaxrl_async.queue.records import Permit, ResumePoint, ServerRecord, Share, Wait
+from jaxrl_async.queue.records import Permit, ServerRecord, Share, Wait
+from jaxrl_async.queue.replay import ReplayQueue
+from jaxrl_async.queue.source import GroupSource
 from jaxrl_async.queue.trajectory_queue_pb2_grpc import TrajectoryQueueStub
 from jaxrl_async.types import Group, InvalidTrajectoryError
+
+SERVERS = (ServerRecord("http://a:1", "HEALTHY", 0), ServerRecord("http://b:1", "DEAD", None))
+
+
+def indexes(chunks):
+    return [[g.prompt_index for g in chunk.groups] for chunk in chunks]
+
+
+@pytest.mark.parametrize("queue", [LearnerQueue, FollowerQueue, ReplayQueue])
+def test_a_queue_of_the_loop_has_the_methods_of_a_group_source(queue):
+    methods = {name for name, value in vars(GroupSource).items() if inspect.isfunction(value)}
+    methods = {name for name in methods if not name.startswith("_")}
+    assert methods == {"lease", "commit", "status"}
+    for name in methods:
+        found = inspect.signature(getattr(queue, name))
+        assert found == inspect.signature(getattr(GroupSource, name)), name
 
 
 async def test_a_step_goes_round():
@@ -38,18 +59,17 @@ async def test_a_step_goes_round():
         (chunk,) = await queue.lease(1)
         assert (chunk.step, chunk.index, chunk.last) == (1, 0, True)
         for permit, got in zip(permits, chunk.groups, strict=True):
-            sent = group(permit)
             assert (got.prompt_index, got.attempt) == (permit.prompt_index, permit.attempt)
-            np.testing.assert_array_equal(got.trajectories[1].tokens, sent.trajectories[1].tokens)
-            np.testing.assert_array_equal(
-                got.trajectories[1].logprobs, sent.trajectories[1].logprobs
-            )
+            row, sent = got.trajectories[1], group(permit).trajectories[1]
+            np.testing.assert_array_equal(row.tokens, sent.tokens)
+            np.testing.assert_array_equal(row.logprobs, sent.logprobs)
         resume_point = await queue.commit(1)
         assert (resume_point.step, resume_point.frontier, resume_point.outstanding) == (1, 4, ())
         assert await queue.commit(1) == resume_point
-        status = await queue.client.status()
+        status = await queue.status()
         assert (status.depth_groups, status.leased_groups, status.depth_bytes) == (0, 0, 0)
         assert status.completion_tokens == 4 * GROUP_SIZE * 3
+        assert status.last_push_age_secs >= 0
 
 
 async def test_each_process_of_a_learner_gets_the_tokens_of_its_share_alone():
@@ -66,34 +86,32 @@ async def test_each_process_of_a_learner_gets_the_tokens_of_its_share_alone():
             assert [Permit(g.prompt_index, g.attempt) for g in chunk.groups] == permits
             for i, (permit, got) in enumerate(zip(permits, chunk.groups, strict=True)):
                 for sent, found in zip(group(permit).trajectories, got.trajectories, strict=True):
-                    outline = ("prompt_length", "reward", "finish_reason")
-                    assert [getattr(found, n) for n in outline] == [
-                        getattr(sent, n) for n in outline
-                    ]
+                    for name in ("prompt_length", "reward", "finish_reason"):
+                        assert getattr(found, name) == getattr(sent, name)
                     assert (len(found), len(found.completion)) == (len(sent), len(sent.completion))
                     assert found.mask.any() == (i in own)
                     if i in own:
                         np.testing.assert_array_equal(found.tokens, sent.tokens)
 
 
-async def test_a_share_that_does_not_divide_the_chunk_is_refused():
-    async with opened() as queue:
+@pytest.mark.parametrize(
+    ("share", "said"),
+    [
+        (dict(num_processes=1, num_minibatches=3), "num_minibatches 3 .* 4 groups"),
+        (dict(process=2, num_processes=2), r"process .*num_processes = 2\), got 2"),
+    ],
+)
+async def test_a_share_that_does_not_divide_the_chunk_is_refused(share, said):
+    async with opened() as queue, grpc.aio.insecure_channel(queue.address) as channel:
         await queue.publish(0)
         await queue.fill(4)
-        for values, message in (
-            ((0, 1, 3), "num_minibatches 3 does not divide 4 groups"),
-            ((2, 2, 1), r"process must be in \[0, num_processes = 2\), got 2"),
-        ):
-            names = ("process", "num_processes", "num_minibatches")
-            request = pb.LeaseRequest(step=1, **dict(zip(names, values, strict=True)))
-            async with grpc.aio.insecure_channel(queue.address) as channel:
-                with pytest.raises(grpc.aio.AioRpcError, match=message) as refused:
-                    async for _ in TrajectoryQueueStub(channel).Lease(request):
-                        pass
-            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        with pytest.raises(grpc.aio.AioRpcError, match=said) as refused:
+            async for _ in TrajectoryQueueStub(channel).Lease(pb.LeaseRequest(step=1, **share)):
+                pass
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_a_second_push_of_a_group_is_ignored():
+async def test_a_second_submission_of_a_group_is_ignored():
     async with opened() as queue:
         await queue.publish(0)
         permits = await queue.fill(4)
@@ -103,7 +121,7 @@ async def test_a_second_push_of_a_group_is_ignored():
         assert await queue.client.submit(group(permits[0])) == "duplicate"
         await queue.commit(1)
         assert await queue.client.submit(group(permits[0])) == "stale"
-        assert (await queue.client.status()).completion_tokens == 4 * GROUP_SIZE * 3
+        assert (await queue.status()).completion_tokens == 4 * GROUP_SIZE * 3
 
 
 async def test_a_permit_that_timed_out_is_never_trained_twice():
@@ -119,30 +137,21 @@ async def test_a_permit_that_timed_out_is_never_trained_twice():
         (chunk,) = await queue.lease(1)
         attempts = [(g.prompt_index, g.attempt) for g in chunk.groups]
         assert attempts == [(0, 1), (1, 0), (2, 0), (3, 0)]
-        status = await queue.client.status()
+        status = await queue.status()
         assert (status.returned, status.stale_events) == ({"timeout": 1}, 2)
 
 
-async def test_a_permit_never_issued_is_a_failed_precondition():
-    async with opened() as queue:
-        await queue.publish(0)
-        with pytest.raises(
-            QueueError, match=r"FAILED_PRECONDITION: prompt_index 3, .*never issued"
-        ):
-            await queue.client.submit(group(Permit(3, 0)))
-
-
-async def test_returns_answer_what_became_of_the_index():
+async def test_a_return_is_answered_with_the_fate_of_the_index():
     async with opened() as queue:
         await queue.publish(0)
         a, b, *_ = await queue.client.admit(4, 1.0)
         assert await queue.client.return_permit(a, "server_error", "HTTP 500") == "reissued"
         assert await queue.client.return_permit(a, "server_error") == "stale"
         assert await queue.client.return_permit(b, "equal_rewards") == "retired"
-        with pytest.raises(ValueError, match="reason 'tired' is none of aborted"):
+        with pytest.raises(ValueError, match="'tired'.*aborted"):
             await queue.client.return_permit(Permit(2, 0), "tired")
         assert await queue.client.admit(4, 1.0) == [Permit(0, 1), Permit(4, 0)]
-        status = await queue.client.status()
+        status = await queue.status()
         assert status.returned == {"server_error": 1, "equal_rewards": 1}
         assert status.retired == {"equal_rewards": 1}
 
@@ -158,11 +167,11 @@ async def test_admit_waits_for_a_publication_and_answers_empty_when_none_comes()
 
 async def until_waits(queue, pattern):
     async with asyncio.timeout(10.0):
-        while not any(re.search(pattern, wait) for wait in (await queue.client.status()).waits):
+        while not any(re.search(pattern, wait) for wait in (await queue.status()).waits):
             await asyncio.sleep(0.01)
 
 
-async def test_chunks_are_the_same_for_whoever_asks_again():
+async def test_a_chunk_is_the_same_for_every_caller():
     async with opened(chunk_groups=2) as queue:
         await queue.publish(0)
         permits = await queue.client.admit(4, 1.0)
@@ -178,10 +187,6 @@ async def test_chunks_are_the_same_for_whoever_asks_again():
         assert indexes(await queue.lease(1)) == indexes(chunks)
 
 
-def indexes(chunks):
-    return [[g.prompt_index for g in chunk.groups] for chunk in chunks]
-
-
 async def test_a_lease_blocks_until_its_groups_are_there():
     async with opened() as queue:
         await queue.publish(0)
@@ -193,7 +198,7 @@ async def test_a_lease_blocks_until_its_groups_are_there():
         assert indexes(await lease) == [[0, 1, 2, 3]]
 
 
-async def test_a_lease_says_before_it_waits_and_not_where_it_need_not():
+async def test_should_stop_is_called_before_a_wait_and_not_where_there_is_none():
     async with opened(max_staleness=1) as queue:
         await queue.publish(0)
         await queue.fill(4)
@@ -208,65 +213,56 @@ async def test_a_lease_says_before_it_waits_and_not_where_it_need_not():
         assert indexes(await lease) == [[4, 5, 6, 7]]
 
 
-async def test_a_lease_that_times_out_names_what_is_missing():
+async def test_a_lease_that_is_stopped_has_no_chunk_and_takes_none():
+    async with opened() as queue:
+        await queue.publish(0)
+        calls = []
+
+        def should_stop():
+            calls.append(True)
+            return len(calls) == 3
+
+        lease = queue.learner.lease(1, 300.0, should_stop)
+        assert await asyncio.to_thread(list, lease) == []
+        assert len(calls) == 3
+        await queue.fill(4)
+        assert indexes(await queue.lease(1)) == [[0, 1, 2, 3]]
+
+
+async def test_a_lease_that_times_out_names_the_missing_groups():
     async with opened() as queue:
         await queue.publish(0)
         permits = await queue.client.admit(4, 1.0)
         for permit in permits[1:]:
             await queue.client.submit(group(permit))
-        with pytest.raises(
-            TimeoutError,
-            match=r"lease of step 1: 3 of 4 groups; waiting for prompt_index 0 "
-            r"\(attempt 0, running \d+ s\); gave up after 0.1 s",
-        ):
+        missing = r"step 1: 3 of 4 groups.*prompt_index 0 \(attempt 0, running \d+ s\).*0\.1 s"
+        with pytest.raises(TimeoutError, match=missing):
             await queue.lease(1, timeout_secs=0.1)
         await queue.client.submit(group(permits[0]))
         assert indexes(await queue.lease(1)) == [[0, 1, 2, 3]]
 
 
-async def test_a_lease_that_is_given_up_has_no_chunk_and_takes_none():
+async def test_an_event_out_of_order_is_a_failed_precondition():
     async with opened() as queue:
         await queue.publish(0)
-        asked = []
-
-        def should_stop():
-            asked.append(True)
-            return len(asked) == 3
-
-        lease = queue.learner.lease(1, 300.0, should_stop)
-        assert await asyncio.to_thread(list, lease) == []
-        assert len(asked) == 3
+        with pytest.raises(QueueError, match="FAILED_PRECONDITION.*prompt_index 3.*never issued"):
+            await queue.client.submit(group(Permit(3, 0)))
         await queue.fill(4)
-        assert indexes(await queue.lease(1)) == [[0, 1, 2, 3]]
-
-
-async def test_a_step_out_of_order_is_refused():
-    async with opened() as queue:
-        await queue.publish(0)
-        await queue.fill(4)
-        with pytest.raises(QueueError, match="lease of step 2: step 1 was not leased in full"):
+        with pytest.raises(QueueError, match="FAILED_PRECONDITION.*lease of step 2.*step 1"):
             await queue.lease(2)
-        with pytest.raises(QueueError, match="commit of step 1: .* leased in full is 0"):
+        with pytest.raises(QueueError, match="FAILED_PRECONDITION.*commit of step 1.* is 0"):
             await queue.commit(1)
         await queue.lease(1)
         await queue.commit(1)
-        with pytest.raises(QueueError, match="lease of step 1: it is committed"):
+        with pytest.raises(QueueError, match="FAILED_PRECONDITION.*lease of step 1.*committed"):
             await queue.lease(1)
-
-
-async def test_publication_going_back_is_refused_and_named():
-    async with opened() as queue:
-        await queue.publish(0)
-        await queue.fill(4)
-        await queue.lease(1)
-        await queue.commit(1)
         await queue.publish(1)
         await queue.publish(1)
-        with pytest.raises(QueueError, match="version 0 is published after version 1"):
+        with pytest.raises(QueueError, match="FAILED_PRECONDITION.*version 0.*version 1"):
             await queue.publish(0)
 
 
-async def test_a_resumed_run_goes_on_where_the_position_says():
+async def test_a_new_queue_starts_from_the_resume_point():
     async with opened(max_staleness=1) as queue:
         await queue.publish(0)
         permits = await queue.client.admit(8, 1.0)
@@ -285,22 +281,16 @@ async def test_a_resumed_run_goes_on_where_the_position_says():
         assert indexes(await queue.lease(2)) == [[4, 5, 6, 7]]
 
 
-async def raw_push(address: str, raw: bytes) -> grpc.aio.AioRpcError:
-    async with grpc.aio.insecure_channel(address) as channel:
-        call = channel.unary_unary("/jaxrl_async.TrajectoryQueue/Push")
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call(raw, timeout=10.0)
-        return caught.value
-
-
-async def test_bytes_that_are_no_message_are_refused_and_the_service_lives():
-    async with opened() as queue:
+async def test_malformed_bytes_are_refused_and_the_service_lives():
+    async with opened() as queue, grpc.aio.insecure_channel(queue.address) as channel:
         await queue.publish(0)
         (permit,) = await queue.client.admit(1, 1.0)
         valid = wire.encode_group(group(permit)).SerializeToString()
+        push = channel.unary_unary("/jaxrl_async.TrajectoryQueue/Push")
         for raw in (b"\xff" * 50, b"", valid[:-3], valid[:40], valid + b"\x07"):
-            error = await raw_push(queue.address, raw)
-            assert error.code() is grpc.StatusCode.INVALID_ARGUMENT, (raw, error.details())
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await push(raw, timeout=10.0)
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT, raw
         assert await queue.client.submit(group(permit)) == "held"
 
 
@@ -308,12 +298,12 @@ async def test_a_group_that_breaks_a_bound_is_refused_with_the_bound():
     async with opened() as queue:
         await queue.publish(0)
         (permit,) = await queue.client.admit(1, 1.0)
-        with pytest.raises(InvalidTrajectoryError, match=r"length 65 is outside \[1, 64\]"):
+        with pytest.raises(InvalidTrajectoryError, match=r"length 65 .*\[1, 64\]"):
             await queue.client.submit(group(permit, num_tokens=65))
         alone = Group(permit.prompt_index, 0, group(permit).trajectories[:1])
-        with pytest.raises(InvalidTrajectoryError, match="a group has 2 trajectories, got 1"):
+        with pytest.raises(InvalidTrajectoryError, match="2 trajectories, got 1"):
             await queue.client.submit(alone)
-        assert (await queue.client.status()).running_groups == 1
+        assert (await queue.status()).running_groups == 1
         assert await queue.client.return_permit(permit, "invalid") == "retired"
 
 
@@ -321,7 +311,7 @@ async def test_a_message_that_is_too_large_is_refused_with_both_numbers():
     async with opened(max_message_bytes=1000) as queue:
         await queue.publish(0)
         (permit,) = await queue.client.admit(1, 1.0)
-        with pytest.raises(InvalidTrajectoryError, match=r"larger than max \(\d+ vs\. 1000\)"):
+        with pytest.raises(InvalidTrajectoryError, match=r"\(\d+ vs\. 1000\)"):
             await queue.client.submit(group(permit, num_tokens=10_000))
         assert await queue.client.submit(group(permit)) == "held"
 
@@ -331,7 +321,7 @@ async def test_a_full_queue_gives_no_permits_beyond_the_next_lease():
         await queue.publish(0)
         assert len(await queue.fill(4)) == 4
         assert await queue.client.admit(4, 0.05) == []
-        status = await queue.client.status()
+        status = await queue.status()
         assert (status.capacity, status.depth_groups) == (8, 4)
         assert status.depth_bytes == sum(
             wire.encode_group(group(Permit(i, 0))).ByteSize() for i in range(4)
@@ -343,9 +333,11 @@ async def test_a_full_queue_gives_no_permits_beyond_the_next_lease():
 
 
 async def test_a_commit_frees_the_memory_of_its_groups():
-    admission = make_admission(batch_groups=1)
     service = queue_service.QueueService(
-        admission, group_size=GROUP_SIZE, vocab_size=VOCAB_SIZE, max_tokens=MAX_TOKENS
+        make_admission(batch_groups=1),
+        group_size=GROUP_SIZE,
+        vocab_size=VOCAB_SIZE,
+        max_tokens=MAX_TOKENS,
     )
     await service.PublishVersion(pb.PublishRequest(version=0))
     await service.Admit(pb.AdmitRequest(max_permits=1))
@@ -357,157 +349,126 @@ async def test_a_commit_frees_the_memory_of_its_groups():
     assert sys.getrefcount(message) < references
 
 
-async def test_waits_outside_their_bound_are_refused():
-    async with opened() as queue:
+async def test_a_wait_outside_its_bound_is_refused():
+    async with opened() as queue, grpc.aio.insecure_channel(queue.address) as channel:
         for wait_secs in (-1.0, 1e6, float("nan")):
             request = pb.AdmitRequest(max_permits=1, wait_secs=wait_secs)
-            async with grpc.aio.insecure_channel(queue.address) as channel:
-                with pytest.raises(grpc.aio.AioRpcError, match=r"wait_secs must be in \[0, 3600\]"):
-                    await TrajectoryQueueStub(channel).Admit(request, timeout=10.0)
+            with pytest.raises(grpc.aio.AioRpcError, match=r"wait_secs .*\[0, 3600\]"):
+                await TrajectoryQueueStub(channel).Admit(request, timeout=10.0)
 
 
-async def test_versions_and_servers_are_watched(monkeypatch):
-    monkeypatch.setattr(queue_service, "BEAT_SECS", 300.0)
-    servers = (ServerRecord("http://a:1", "HEALTHY", 0), ServerRecord("http://b:1", "DEAD", None))
+async def test_the_table_of_servers_is_watched(monkeypatch):
+    monkeypatch.setattr(queue_service, "HEARTBEAT_SECS", 300.0)
     async with opened() as queue:
-        versions, fleets = queue.client.watch_version(), queue.client.watch_fleet()
+        fleets = queue.client.watch_fleet()
         assert await anext(fleets) == ()
-        await queue.publish(0, servers)
-        assert await anext(versions) == 0
-        assert await anext(fleets) == servers
-        await queue.fill(4)
-        await queue.lease(1)
-        await queue.publish(1, servers)
-        assert await anext(versions) == 1
-        await queue.publish(1, servers[:1])
-        assert await anext(fleets) == servers[:1]
-        await versions.aclose()
+        await queue.publish(0, SERVERS)
+        assert await anext(fleets) == SERVERS
+        await queue.publish(0, SERVERS[:1])
+        assert await anext(fleets) == SERVERS[:1]
         await fleets.aclose()
-        with pytest.raises(ValueError, match="http://a:1: state 'ILL' is none of HEALTHY"):
-            await queue.publish(1, [ServerRecord("http://a:1", "ILL", 1)])
-
-
-async def test_no_version_is_seen_before_the_first_publication():
-    async with opened() as queue:
-        versions = queue.client.watch_version()
-        first = asyncio.create_task(anext(versions))
-        async with grpc.aio.insecure_channel(queue.address) as channel:
-            call = TrajectoryQueueStub(channel).WatchVersion(pb.WatchRequest(), timeout=10.0)
-            assert not (await call.read()).HasField("version")
-            call.cancel()
-        await queue.publish(1, resume_point=ResumePoint(1, 4, (), {}, {}))
-        assert await first == 1
-        await versions.aclose()
+        with pytest.raises(ValueError, match="http://a:1.*'ILL'.*HEALTHY"):
+            await queue.publish(0, [ServerRecord("http://a:1", "ILL", 1)])
 
 
 async def test_a_watch_outlives_a_restart_of_the_queue():
-    servers = (ServerRecord("http://a:1", "HEALTHY", 0),)
     async with served() as address:
         client = await QueueClient(address, **TIMEOUTS).__aenter__()
         fleets = client.watch_fleet()
         assert await anext(fleets) == ()
-    async with served(address):
-        with contextlib.ExitStack() as stack:
-            learner = await asyncio.to_thread(LearnerQueue(address, **TIMEOUTS).__enter__)
-            stack.push(learner)
-            await asyncio.to_thread(learner.publish_version, 0, servers)
-        assert await anext(fleets) == servers
+    async with served(address), connected(address) as queue:
+        await queue.publish(0, SERVERS)
+        assert await anext(fleets) == SERVERS
         await fleets.aclose()
         await client.__aexit__()
 
 
-async def test_a_watch_says_a_sign_of_life_again_and_again(monkeypatch):
-    monkeypatch.setattr(queue_service, "BEAT_SECS", 0.05)
+async def test_a_watch_sends_heartbeats(monkeypatch):
+    monkeypatch.setattr(queue_service, "HEARTBEAT_SECS", 0.05)
     async with opened() as queue, grpc.aio.insecure_channel(queue.address) as channel:
-        call = TrajectoryQueueStub(channel).WatchVersion(pb.WatchRequest(), timeout=10.0)
+        call = TrajectoryQueueStub(channel).WatchFleet(pb.WatchRequest(), timeout=10.0)
         for _ in range(3):
-            assert not (await call.read()).HasField("version")
+            assert not (await call.read()).servers
         call.cancel()
 
 
-async def test_a_lease_wait_is_shown_by_status_and_at_a_glance():
+async def test_the_wait_of_a_lease_is_in_the_status_and_in_a_glance():
     async with opened() as queue:
         lease = asyncio.create_task(queue.lease(1))
-        await until_waits(
-            queue, r"^lease of step 1: 0 of 4 groups; .*no version .*, for \d+\.\d s$"
-        )
+        await until_waits(queue, r"^lease of step 1: 0 of 4 groups; .*version.*, for \d+\.\d s$")
         with grpc.insecure_channel(queue.address) as channel:
             shown = await asyncio.to_thread(queue_client.glance, channel)
-        assert shown.waits[0].startswith("lease of step 1: 0 of 4 groups; waiting for 4 not issued")
+        assert shown.waits[0].startswith("lease of step 1: 0 of 4 groups; ")
         await queue.publish(0)
         await queue.fill(4)
         assert len(await lease) == 1
-        status = await queue.learner_status()
-        assert status.waits == () and status.last_push_age_secs >= 0
+        assert (await queue.status()).waits == ()
 
 
 async def test_a_port_that_is_taken_is_named():
     async with served() as address:
-        with pytest.raises(OSError, match=f"cannot listen on {address}: is the port taken"):
+        with pytest.raises(OSError, match=f"{address}.*port"):
             async with served(address):
                 pass
 
 
-async def test_nobody_there_is_said_with_address_and_seconds(caplog):
+async def test_an_address_without_a_queue_is_an_error_with_address_and_seconds(caplog):
     caplog.set_level("INFO")
     async with served() as address:
         pass
     short = dict(connect_timeout_secs=0.3, call_timeout_secs=1.0)
-    said = rf"no trajectory queue answers at {address} within 0\.3 s"
+    said = rf"queue .*{address} within 0\.3 s"
     with pytest.raises(ConnectionError, match=said):
         async with QueueClient(address, **short):
             pass
     with pytest.raises(ConnectionError, match=said):
         await asyncio.to_thread(LearnerQueue(address, **short).__enter__)
-    assert caplog.text.count(f"waiting for the queue at {address}, at most 0.3 s") == 2
+    assert len(re.findall(rf"queue at {address}.* 0\.3 s", caplog.text)) == 2
 
 
-async def test_calls_are_sent_again_while_the_queue_is_away():
+async def test_calls_are_retried_while_the_queue_is_away():
     async with served() as address:
         client = await QueueClient(address, **TIMEOUTS).__aenter__()
         learner = LearnerQueue(address, **TIMEOUTS)
         await asyncio.to_thread(learner.__enter__)
     calls = [
-        asyncio.create_task(client.status()),
+        asyncio.create_task(client.admit(4, 10.0)),
         asyncio.create_task(asyncio.to_thread(learner.status)),
         asyncio.create_task(asyncio.to_thread(lambda: next(learner.lease(1, 10.0, lambda: None)))),
     ]
     await asyncio.sleep(0.1)
     assert not any(call.done() for call in calls)
     async with served(address):
-        assert (await calls[0]).v_pub is None
         assert (await calls[1]).v_pub is None
         await asyncio.to_thread(learner.publish_version, 0, ())
-        for permit in await client.admit(4, 1.0):
+        for permit in await calls[0]:
             await client.submit(group(permit))
         assert len((await calls[2]).groups) == 4
         await client.__aexit__()
         learner.__exit__()
 
 
-async def test_a_call_gives_up_at_its_deadline_and_names_the_queue():
+async def test_a_call_ends_at_its_deadline_and_names_the_queue():
     async with served() as address:
-        client = await QueueClient(
-            address, connect_timeout_secs=10.0, call_timeout_secs=0.5
-        ).__aenter__()
-    with pytest.raises((ConnectionError, TimeoutError), match=f"Status at the queue {address}"):
-        await client.status()
+        client = QueueClient(address, connect_timeout_secs=10.0, call_timeout_secs=0.5)
+        await client.__aenter__()
+    with pytest.raises((ConnectionError, TimeoutError), match=f"Report .*{address}.* 0.5 s"):
+        await client.report("rollout-0", [])
     await client.__aexit__()
 
 
-async def test_a_watch_gives_up_when_the_queue_stays_away():
+async def test_a_watch_ends_when_the_queue_stays_away():
     async with served() as address:
-        client = await QueueClient(
-            address, connect_timeout_secs=0.5, call_timeout_secs=5.0
-        ).__aenter__()
+        client = QueueClient(address, connect_timeout_secs=0.5, call_timeout_secs=5.0)
+        await client.__aenter__()
         fleets = client.watch_fleet()
         await anext(fleets)
-    with pytest.raises(ConnectionError, match=rf"no trajectory queue answers at {address} within"):
+    with pytest.raises(ConnectionError, match=rf"{address} within 0.5 s"):
         await anext(fleets)
     await client.__aexit__()
 
 
-async def test_lengths_are_counted_by_what_became_of_a_group():
+async def test_lengths_are_counted_by_the_fate_of_a_group():
     async with opened() as queue:
         await queue.publish(0)
         await queue.fill(3)
@@ -519,7 +480,7 @@ async def test_lengths_are_counted_by_what_became_of_a_group():
         await queue.fill(1)
         assert len(await queue.lease(1)) == 1
         await queue.commit(1)
-        status = await queue.client.status()
+        status = await queue.status()
         assert status.lengths == {
             "prompt/admitted": 2.0,
             "completion/admitted": 3.0,
@@ -531,18 +492,13 @@ async def test_lengths_are_counted_by_what_became_of_a_group():
         assert status.returned == {"server_error": 1}
 
 
-async def test_what_roles_report_is_shown_by_status():
+async def test_the_status_has_the_last_report_of_each_role():
     async with opened() as queue:
         await queue.client.report("rollout-0", [Wait("group 5.0", "server a", 3.0)])
         await queue.client.report("learner-0", [])
-        await queue.client.report(
-            "rollout-0", [Wait("group 6.1", "server b", 4.5)], {"up": 5.0, "idle": 1.5}
-        )
-        learner, worker = (await queue.client.status()).roles
-        assert (learner.role, learner.waits) == ("learner-0", ())
-        assert (worker.role, worker.waits) == (
-            "rollout-0",
-            (Wait("group 6.1", "server b", 4.5),),
-        )
+        wait, secs = Wait("group 6.1", "server b", 4.5), {"up": 5.0, "idle": 1.5}
+        await queue.client.report("rollout-0", [wait], secs)
+        learner, worker = (await queue.status()).roles
+        assert (learner.role, learner.waits, learner.secs) == ("learner-0", (), {})
+        assert (worker.role, worker.waits, worker.secs) == ("rollout-0", (wait,), secs)
         assert 0 <= worker.silent_secs < HANG_SECS
-        assert (learner.secs, worker.secs) == ({}, {"up": 5.0, "idle": 1.5})

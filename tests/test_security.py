@@ -266,7 +266,7 @@ def learner_connects(address, **access):
 
 async def worker_connects(address, **access):
     async with QueueClient(address, **TIMEOUTS, **access) as queue:
-        return await queue.status()
+        return await queue.admit(1, 0.0)
 
 
 async def refused_soon(kind, message, address, **access):
@@ -284,7 +284,7 @@ async def refused_soon(kind, message, address, **access):
 async def test_the_right_token_over_tls_is_let_in(certificates):
     access = {"token": TOKEN, "tls_ca": str(certificates / "queue.pem")}
     async with queue_of(token=TOKEN, **tls_of(certificates)) as address:
-        assert (await worker_connects(address, **access)).capacity == 0
+        assert await worker_connects(address, **access) == []
         assert (await asyncio.to_thread(learner_connects, address, **access)).capacity == 0
         with contextlib.closing(queue_client.open_channel(address, **access)) as channel:
             assert (await asyncio.to_thread(queue_client.glance, channel)).capacity == 0
@@ -302,11 +302,12 @@ async def test_another_token_is_refused_at_once_and_named(token):
 async def test_a_queue_whose_token_changed_refuses_calls_and_watches_at_once():
     async with queue_of(token=TOKEN) as address:
         client = await QueueClient(address, **TIMEOUTS, token=TOKEN).__aenter__()
-        versions = client.watch_version()
-        watch = asyncio.create_task(anext(versions))
+        fleets = client.watch_fleet()
+        assert await anext(fleets) == ()
+        watch = asyncio.create_task(anext(fleets))
     async with queue_of(address, token="changed"):
         start = time.monotonic()
-        for call in (client.status(), watch):
+        for call in (client.admit(1, 0.0), watch):
             with pytest.raises(PermissionError, match=f"the queue {address} asks for a token"):
                 await call
         assert time.monotonic() - start < SOON_SECS
@@ -377,7 +378,7 @@ async def test_one_side_without_tls_is_named(certificates):
         await refused_soon(QueueError, message, address, token=TOKEN)
         # And it is still there.
         ca = str(certificates / "queue.pem")
-        assert (await worker_connects(address, token=TOKEN, tls_ca=ca)).capacity == 0
+        assert await worker_connects(address, token=TOKEN, tls_ca=ca) == []
     async with queue_of(token=TOKEN) as address:
         message = f"the queue {address} speaks no TLS, and queue.tls_ca is set"
         await refused_soon(QueueError, message, address, token=TOKEN, tls_ca=ca)
@@ -474,10 +475,10 @@ async def test_what_is_within_the_bounds_is_taken():
     served = queue_of(max_message_bytes=1_000_000)
     async with served as address, QueueClient(address, **TIMEOUTS) as client:
         await client.report("r" * 256, [Wait("a" * 5000, "b" * 5000, 1.0)] * 64)
-        (role,) = (await client.status()).roles
-        assert {len(wait.what) for wait in role.waits} == {2000}  # Cut before it was sent.
         learner = LearnerQueue(address, **TIMEOUTS)
         await asyncio.to_thread(learner.__enter__)
+        (role,) = (await asyncio.to_thread(learner.status)).roles
+        assert {len(wait.what) for wait in role.waits} == {2000}  # Cut before it was sent.
         servers = [ServerRecord(f"http://{i:0249}", "DEAD", None) for i in range(300)]
         await asyncio.to_thread(learner.publish_version, 0, servers, ResumePoint(0, 0, (), {}, {}))
         learner.__exit__()
@@ -760,7 +761,6 @@ VALID = {
     "Admit": pb.AdmitRequest(max_permits=2, worker="w", working_on=[PERMIT]),
     "Push": wire.encode_group(group(Permit(0, 0))),
     "Return": pb.ReturnRequest(permit=PERMIT, reason="timeout", detail="d", completion_tokens=[3]),
-    "WatchVersion": pb.WatchRequest(),
     "WatchFleet": pb.WatchRequest(),
     "Lease": pb.LeaseRequest(step=1, num_processes=1, num_minibatches=1),
     "Commit": pb.CommitRequest(step=1),

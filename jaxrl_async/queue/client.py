@@ -1,8 +1,7 @@
 """Clients of the trajectory queue: asyncio for rollout workers, blocking for the learner.
 
-Every call has a deadline and an error that names the queue's address. Calls may safely be sent twice,
-so one that finds the queue unavailable is sent again until its deadline. The clients know nothing of
-what is in a group.
+Every call has a deadline, and an error that names the queue's address. Every call is idempotent, so one that finds the
+queue unavailable is retried until its deadline. The clients do not read what a group is for.
 """
 
 import asyncio
@@ -34,29 +33,30 @@ from jaxrl_async.types import Chunk, Group, InvalidTrajectoryError
 
 log = logging.getLogger(__name__)
 
-RETRY_SECS = 0.2
-LOOK_SECS = 0.5  # A learner that waits for a step is asked so often whether to go on waiting.
-GLANCE_SECS = 1.0  # Longest wait of `glance`.
+RETRY_SECS = 0.2  # backoff between two tries of a call
+POLL_SECS = 0.5  # interval between two calls of `should_stop`
+GLANCE_SECS = 1.0  # deadline of `glance`
+MAX_DETAIL_CHARS = 1000  # of a return; the rest is cut off
 
 _OPTIONS = [
-    ("grpc.max_receive_message_length", -1),  # The queue bounds what it takes.
+    ("grpc.max_receive_message_length", -1),  # The service bounds the messages.
     ("grpc.max_send_message_length", -1),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1_000),  # The default would wait for two minutes.
+    ("grpc.max_reconnect_backoff_ms", 1_000),  # The default is two minutes.
     ("grpc.enable_http_proxy", 0),
 ]
 
 
 class QueueError(RuntimeError):
-    """The queue refused a call: it contradicts what happened before, or failed there."""
+    """The queue refused a call that contradicts earlier ones, or failed in it."""
 
 
 class QueueClient:
-    """The rollout side. An async context manager; belongs to the loop that it is entered in."""
+    """The rollout side: an async context manager, used in the loop that enters it."""
 
     def __init__(
         self,
@@ -67,17 +67,17 @@ class QueueClient:
         token: str | None = None,
         tls_ca: str = "",
     ):
-        """Connects nowhere yet.
+        """Opens no connection yet.
 
         Args:
           address: "host:port".
-          connect_timeout_secs: bound on the first connection, and on a watch's reconnection.
-          call_timeout_secs: bound on each call, besides the wait that it asks for.
-          token: what the queue asks for; None for nothing.
-          tls_ca: PEM file of the authorities to trust; "" for a queue without TLS.
+          connect_timeout_secs: bound on the first connection, and on the reconnection of a watch.
+          call_timeout_secs: bound on each call, in addition to the wait that the call asks for.
+          token: bearer token of the queue; None where it has none.
+          tls_ca: PEM file of the trusted authorities; "" for a queue without TLS.
 
         Raises:
-          ValueError: no certificate in tls_ca.
+          ValueError: tls_ca holds no certificate.
         """
         self._address = address
         self._metadata = _metadata(token)
@@ -89,8 +89,8 @@ class QueueClient:
         """Connects.
 
         Raises:
-          ConnectionError: nobody answers within connect_timeout_secs.
-          PermissionError: it asks for another token, or its certificate is of no authority trusted here.
+          ConnectionError: no answer within connect_timeout_secs.
+          PermissionError: the token is wrong, or the certificate is of no trusted authority.
           QueueError: one side speaks TLS, and the other does not.
         """
         if self._credentials is None:
@@ -101,13 +101,13 @@ class QueueClient:
             )
         self._stub = TrajectoryQueueStub(self._channel)
         try:
-            await self._greet()
+            await self._connect()
         except BaseException:
             await self._channel.close()
             raise
         return self
 
-    async def _greet(self) -> None:
+    async def _connect(self) -> None:
         limit = self._connect_timeout_secs
         deadline = time.monotonic() + limit
         log.info("waiting for the queue at %s, at most %g s", self._address, limit)
@@ -117,11 +117,11 @@ class QueueClient:
                 await self._stub.Status(pb.StatusRequest(), timeout=left, metadata=self._metadata)
                 return
             except grpc.aio.AioRpcError as error:
-                doubt = await asyncio.to_thread(
-                    _doubt, error, self._address, tls=self._credentials is not None
+                permanent = await asyncio.to_thread(
+                    _permanent_error, error, self._address, tls=self._credentials is not None
                 )
-                if doubt or not _again(error, deadline):
-                    raise doubt or _unmet(error, self._address, limit) from None
+                if permanent or not _should_retry(error, deadline):
+                    raise permanent or _connect_error(error, self._address, limit) from None
             await asyncio.sleep(RETRY_SECS)
 
     async def __aexit__(self, *_: object) -> None:
@@ -138,10 +138,10 @@ class QueueClient:
         """Asks for permits.
 
         Args:
-          max_permits: at most so many are given.
-          wait_secs: the queue waits at most so long before it answers with none.
-          worker: who asks; no other process has this name. "" for nobody in particular.
-          working_on: the permits that it has; others that are out to it are given again.
+          max_permits: bound on their number.
+          wait_secs: of the long poll; the queue answers with none after it.
+          worker: unique name of the caller; "" for none.
+          working_on: the permits that the worker has. Others that are out to it are given again.
         """
         request = pb.AdmitRequest(
             max_permits=max_permits,
@@ -153,13 +153,13 @@ class QueueClient:
         return [wire.decode_permit(p) for p in reply.permits]
 
     async def submit(self, group: Group) -> str:
-        """Hands over a group.
+        """Submits a group.
 
         Returns:
-          "held", "duplicate" or "stale" (`Admission.push`): in each case the worker is done with it.
+          "held", "duplicate" or "stale" (`Admission.submit`). After each of them the worker is done with the permit.
 
         Raises:
-          InvalidTrajectoryError: the queue found it malformed or too large; its permit is still out.
+          InvalidTrajectoryError: the group is malformed or too large; its permit is still out.
         """
         try:
             return (await self._call("Push", wire.encode_group(group))).outcome
@@ -175,14 +175,14 @@ class QueueClient:
         prompt_tokens: int = 0,
         completion_tokens: Sequence[int] = (),
     ) -> str:
-        """Gives a permit back.
+        """Returns a permit without a group.
 
         Args:
           permit: the permit.
-          reason: one of admission's.
-          detail: for the log.
-          prompt_tokens: of the prompt that is dropped.
-          completion_tokens: of each of its completions that came to an end.
+          reason: one of REISSUE_REASONS or RETIRE_REASONS.
+          detail: for the log of the queue.
+          prompt_tokens: length of the dropped prompt.
+          completion_tokens: lengths of its finished completions.
 
         Returns:
           "reissued", "retired" or "stale" (`Admission.return_permit`).
@@ -190,39 +190,49 @@ class QueueClient:
         request = pb.ReturnRequest(
             permit=wire.encode_permit(permit),
             reason=reason,
-            detail=detail[:1000],
+            detail=detail[:MAX_DETAIL_CHARS],
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
         )
         return (await self._call("Return", request)).outcome
 
-    async def watch_version(self) -> AsyncIterator[int]:
-        """The published version, now and whenever it changes; versions may be skipped."""
-        last = None
-        async for reply in self._watch("WatchVersion"):
-            if reply.HasField("version") and reply.version != last:
-                last = reply.version
-                yield last
-
     async def watch_fleet(self) -> AsyncIterator[tuple[ServerRecord, ...]]:
-        """The table of servers, now and whenever it changes."""
+        """Yields the table of servers, at once and at every change. Reconnects where no heartbeat comes.
+
+        Raises:
+          ConnectionError: no answer within connect_timeout_secs.
+          PermissionError: the token is wrong.
+        """
         last = None
-        async for reply in self._watch("WatchFleet"):
-            servers = wire.decode_servers(reply.servers)
-            if servers != last:
-                last = servers
-                yield last
+        deadline = time.monotonic() + self._connect_timeout_secs
+        while True:
+            call = self._stub.WatchFleet(pb.WatchRequest(), metadata=self._metadata)
+            try:
+                while True:
+                    async with asyncio.timeout(self._call_timeout_secs):
+                        reply = await call.read()
+                    if reply is grpc.aio.EOF:
+                        break
+                    servers = wire.decode_servers(reply.servers)
+                    if servers != last:
+                        last = servers
+                        yield servers
+                    deadline = time.monotonic() + self._connect_timeout_secs
+            except (TimeoutError, grpc.aio.AioRpcError) as error:
+                if _is_unauthenticated(error):
+                    raise _token_error(self._address) from error
+                if time.monotonic() > deadline:
+                    raise _no_answer(self._address, self._connect_timeout_secs) from error
+            finally:
+                call.cancel()
+            await asyncio.sleep(RETRY_SECS)
 
     async def report(
         self, role: str, waits: Sequence[Wait], secs: Mapping[str, float] | None = None
     ) -> None:
-        """Says what a role waits for, and its `RoleStatus.secs`; also a sign of its life."""
+        """Reports the waits of a role and its `RoleStatus.secs`; also its heartbeat."""
         report = pb.RoleReport(role=role, waits=wire.encode_waits(waits), secs=secs)
         await self._call("Report", report)
-
-    async def status(self) -> QueueStatus:
-        """What the queue holds, and who waits for what."""
-        return wire.decode_status(await self._call("Status", pb.StatusRequest()))
 
     async def _call(self, name: str, request: Any, wait_secs: float = 0.0) -> Any:
         limit = self._call_timeout_secs + wait_secs
@@ -234,35 +244,13 @@ class QueueClient:
                     request, timeout=left, metadata=self._metadata
                 )
             except grpc.aio.AioRpcError as error:
-                if not _again(error, deadline):
-                    raise _explained(error, name, self._address, limit) from error
-            await asyncio.sleep(RETRY_SECS)
-
-    async def _watch(self, name: str) -> AsyncIterator[Any]:
-        """Replies of a stream that shows signs of life; opened again when it shows none."""
-        deadline = time.monotonic() + self._connect_timeout_secs
-        while True:
-            call = getattr(self._stub, name)(pb.WatchRequest(), metadata=self._metadata)
-            try:
-                while True:
-                    async with asyncio.timeout(self._call_timeout_secs):
-                        reply = await call.read()
-                    if reply is grpc.aio.EOF:
-                        break
-                    yield reply
-                    deadline = time.monotonic() + self._connect_timeout_secs
-            except (TimeoutError, grpc.aio.AioRpcError) as error:
-                if _is_refused(error):
-                    raise _refused(self._address) from error
-                if time.monotonic() > deadline:
-                    raise _nobody(self._address, self._connect_timeout_secs) from error
-            finally:
-                call.cancel()
+                if not _should_retry(error, deadline):
+                    raise _call_error(error, name, self._address, limit) from error
             await asyncio.sleep(RETRY_SECS)
 
 
 class LearnerQueue:
-    """The learner's side. A context manager."""
+    """The learner's side, a `GroupSource`: a context manager of blocking calls."""
 
     def __init__(
         self,
@@ -274,10 +262,10 @@ class LearnerQueue:
         token: str | None = None,
         tls_ca: str = "",
     ):
-        """Connects nowhere yet; arguments as of `QueueClient`.
+        """Opens no connection yet. Arguments as of `QueueClient`, and:
 
         Args:
-          share: the groups that this learner process packs.
+          share: the groups of this learner process; only these come with their tokens.
         """
         self._address = address
         self._metadata = _metadata(token)
@@ -291,13 +279,13 @@ class LearnerQueue:
         self._channel = _open(self._address, self._credentials)
         self._stub = TrajectoryQueueStub(self._channel)
         try:
-            self._greet()
+            self._connect()
         except BaseException:
             self._channel.close()
             raise
         return self
 
-    def _greet(self) -> None:
+    def _connect(self) -> None:
         limit = self._connect_timeout_secs
         deadline = time.monotonic() + limit
         log.info("waiting for the queue at %s, at most %g s", self._address, limit)
@@ -307,9 +295,11 @@ class LearnerQueue:
                 self._stub.Status(pb.StatusRequest(), timeout=left, metadata=self._metadata)
                 return
             except grpc.RpcError as error:
-                doubt = _doubt(error, self._address, tls=self._credentials is not None)
-                if doubt or not _again(error, deadline):
-                    raise doubt or _unmet(error, self._address, limit) from None
+                permanent = _permanent_error(
+                    error, self._address, tls=self._credentials is not None
+                )
+                if permanent or not _should_retry(error, deadline):
+                    raise permanent or _connect_error(error, self._address, limit) from None
             time.sleep(RETRY_SECS)
 
     def __exit__(self, *_: object) -> None:
@@ -318,19 +308,19 @@ class LearnerQueue:
     def lease(
         self, step: int, timeout_secs: float, should_stop: Callable[[], bool]
     ) -> Iterator[Chunk]:
-        """The chunks of a step, each asked for when the one before was taken.
+        """Yields the chunks of a step, each requested when the one before was taken.
 
-        Every chunk has all its groups; those that are not in the share have their true lengths, rewards and
-        finish reasons, and no tokens (`wire.decode_outline`).
+        Every chunk has all its groups. Groups outside the share have their true lengths, rewards and finish reasons,
+        and no tokens (`wire.decode_outline`).
 
         Args:
-          step: ≥ 1; asked again, the same chunks come again.
-          timeout_secs: bound on waiting for one chunk.
-          should_stop: called where the first chunk is not there yet, before it is waited for, and again every
-            LOOK_SECS. With True the step has no chunk.
+          step: ≥ 1. A step that is leased again gives the same chunks.
+          timeout_secs: bound on the wait for one chunk.
+          should_stop: called before the first chunk is waited for, and every POLL_SECS during that wait. With True the
+            step has no chunk.
 
         Raises:
-          TimeoutError: says which groups are missing.
+          TimeoutError: names the groups that are missing.
           QueueError: the step is committed, or an earlier one was not leased.
         """
         chunk = self._first_chunk(step, timeout_secs, should_stop)
@@ -342,11 +332,11 @@ class LearnerQueue:
             yield chunk
 
     def commit(self, step: int) -> ResumePoint:
-        """Says that a step is trained; returns what a checkpoint of it needs of the queue."""
+        """Commits a trained step; returns the resume point for its checkpoint."""
         return wire.decode_resume_point(self._call("Commit", pb.CommitRequest(step=step)))
 
     def checkpointed(self, step: int) -> None:
-        """Says that no learner will be restored before a step."""
+        """Reports the step of the oldest checkpoint: no learner will be restored before it."""
         self._call("Checkpointed", pb.CheckpointedRequest(step=step))
 
     def publish_version(
@@ -356,13 +346,13 @@ class LearnerQueue:
         resume_point: ResumePoint | None = None,
         run_epoch: int = 0,
     ) -> None:
-        """Says what the servers hold.
+        """Publishes the version that the servers hold.
 
         Args:
-          version: the version of the HEALTHY ones.
+          version: of the HEALTHY servers.
           servers: all of them.
-          resume_point: of the checkpoint that the run resumes from, at its first publication.
-          run_epoch: grows where a resumed run came to other weights under a version that was published.
+          resume_point: of the restored checkpoint, at the first publication of a resumed run.
+          run_epoch: grows where a resumed run came to other weights under a published version.
         """
         encoded = None if resume_point is None else wire.encode_resume_point(resume_point)
         records = wire.encode_servers(servers)
@@ -372,23 +362,25 @@ class LearnerQueue:
         self._call("PublishVersion", request)
 
     def report(self, role: str, waits: Sequence[Wait]) -> None:
-        """Says what a role waits for; also a sign of its life."""
+        """Reports the waits of a role; also its heartbeat."""
         self._call("Report", pb.RoleReport(role=role, waits=wire.encode_waits(waits)))
 
     def status(self) -> QueueStatus:
-        """What the queue holds, and who waits for what."""
+        """The contents of the queue, its counts, and the waits of every role."""
         return wire.decode_status(self._call("Status", pb.StatusRequest()))
 
-    def _first_chunk(self, step, timeout_secs, should_stop) -> Chunk | None:
+    def _first_chunk(
+        self, step: int, timeout_secs: float, should_stop: Callable[[], bool]
+    ) -> Chunk | None:
         with contextlib.suppress(TimeoutError):
             return self._chunk(step, 0, 0.0)
         if should_stop():
             return None
-        # One call, which says how long it has waited. Where it is given up, it ends with the channel.
+        # One call for the whole wait, so that its error has the whole time. After a stop it ends with the channel.
         thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="lease")
         call = thread.submit(self._chunk, step, 0, timeout_secs)
         thread.shutdown(wait=False)
-        while not concurrent.futures.wait([call], LOOK_SECS).done:
+        while not concurrent.futures.wait([call], POLL_SECS).done:
             if should_stop():
                 return None
         return call.result()
@@ -396,14 +388,14 @@ class LearnerQueue:
     def _chunk(self, step: int, index: int, wait_secs: float) -> Chunk:
         share = dataclasses.asdict(self._share)
         request = pb.LeaseRequest(step=step, chunk=index, wait_secs=wait_secs, **share)
-        return self._call("Lease", request, wait_secs, take=self._read_chunk)
+        return self._call("Lease", request, wait_secs, read=self._read_chunk)
 
     def _call(
         self,
         name: str,
         request: Any,
         wait_secs: float = 0.0,
-        take: Callable[[Any], Any] = lambda reply: reply,
+        read: Callable[[Any], Any] = lambda reply: reply,
     ) -> Any:
         limit = self._call_timeout_secs + wait_secs
         deadline = time.monotonic() + limit
@@ -411,10 +403,10 @@ class LearnerQueue:
             try:
                 left = deadline - time.monotonic()
                 call = getattr(self._stub, name)
-                return take(call(request, timeout=left, metadata=self._metadata))
+                return read(call(request, timeout=left, metadata=self._metadata))
             except grpc.RpcError as error:
-                if not _again(error, deadline):
-                    raise _explained(error, name, self._address, limit) from error
+                if not _should_retry(error, deadline):
+                    raise _call_error(error, name, self._address, limit) from error
             time.sleep(RETRY_SECS)
 
     def _read_chunk(self, replies: Iterator[pb.LeaseReply]) -> Chunk:
@@ -434,13 +426,13 @@ class LearnerQueue:
 
 
 def open_channel(address: str, *, token: str | None = None, tls_ca: str = "") -> grpc.Channel:
-    """A channel for `glance`, to a queue that may be away; arguments as of `QueueClient`."""
+    """Opens a channel for `glance`, to a queue that need not be up; arguments as of `QueueClient`."""
     channel = _open(address, _credentials(tls_ca))
-    return grpc.intercept_channel(channel, _WithToken(token)) if token else channel
+    return grpc.intercept_channel(channel, _TokenSender(token)) if token else channel
 
 
 def glance(channel: grpc.Channel) -> QueueStatus | None:
-    """What the queue says of itself; None when it does not answer within a second."""
+    """The status of the queue; None where it does not answer within GLANCE_SECS."""
     try:
         return wire.decode_status(
             TrajectoryQueueStub(channel).Status(pb.StatusRequest(), timeout=GLANCE_SECS)
@@ -449,8 +441,8 @@ def glance(channel: grpc.Channel) -> QueueStatus | None:
         return None
 
 
-class _WithToken(grpc.UnaryUnaryClientInterceptor):
-    """Gives the token with every call of one message and one reply."""
+class _TokenSender(grpc.UnaryUnaryClientInterceptor):
+    """Adds the token to every unary call."""
 
     def __init__(self, token: str):
         self._metadata = _metadata(token)
@@ -478,7 +470,7 @@ def _open(address: str, credentials: grpc.ChannelCredentials | None) -> grpc.Cha
 def _credentials(tls_ca: str) -> grpc.ChannelCredentials | None:
     if not tls_ca:
         return None
-    security.client_context(tls_ca)  # Its errors say what is wrong; gRPC's do not.
+    security.client_context(tls_ca)  # Its errors name the cause; those of gRPC do not.
     return grpc.ssl_channel_credentials(pathlib.Path(tls_ca).read_bytes())
 
 
@@ -486,19 +478,13 @@ def _metadata(token: str | None) -> tuple[tuple[str, str], ...]:
     return (("authorization", f"Bearer {token}"),) if token else ()
 
 
-def _is_refused(error: Exception) -> bool:
-    return isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.UNAUTHENTICATED
+def _should_retry(error: grpc.RpcError, deadline: float) -> bool:
+    unavailable = error.code() is grpc.StatusCode.UNAVAILABLE
+    return unavailable and time.monotonic() + RETRY_SECS < deadline
 
 
-def _refused(address: str) -> PermissionError:
-    return PermissionError(
-        f"the queue {address} asks for a token, and this process gave none or another one: its queue.token_env must "
-        "name the queue's"
-    )
-
-
-def _doubt(error: grpc.RpcError, address: str, *, tls: bool) -> Exception | None:
-    """What no waiting mends when a queue is first called; None where it may be starting."""
+def _permanent_error(error: grpc.RpcError, address: str, *, tls: bool) -> Exception | None:
+    """The error of a first call that no retry mends; None where the queue may still be starting."""
     details = error.details() or ""
     if "CERTIFICATE_VERIFY_FAILED" in details or "Hostname Verification" in details:
         return PermissionError(
@@ -513,35 +499,43 @@ def _doubt(error: grpc.RpcError, address: str, *, tls: bool) -> Exception | None
     return None
 
 
-def _unmet(error: grpc.RpcError, address: str, seconds: float) -> Exception:
-    """The error of a first call that was not answered."""
+def _connect_error(error: grpc.RpcError, address: str, limit_secs: float) -> Exception:
+    """The error of a first call, after its deadline."""
     if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-        return _nobody(address, seconds)
-    return _explained(error, "Status", address, seconds)
+        return _no_answer(address, limit_secs)
+    return _call_error(error, "Status", address, limit_secs)
 
 
-def _again(error: grpc.RpcError, deadline: float) -> bool:
-    unavailable = error.code() is grpc.StatusCode.UNAVAILABLE
-    return unavailable and time.monotonic() + RETRY_SECS < deadline
-
-
-def _nobody(address: str, seconds: float) -> ConnectionError:
-    return ConnectionError(
-        f"no trajectory queue answers at {address} within {seconds:g} s: is its role up?"
-    )
-
-
-def _explained(error: grpc.RpcError, name: str, address: str, seconds: float) -> Exception:
-    """The error of a call, in the caller's terms."""
+def _call_error(error: grpc.RpcError, name: str, address: str, limit_secs: float) -> Exception:
+    """The error of a call, as an exception of Python."""
     code, where = error.code(), f"{name} at the queue {address}"
     match code:
         case grpc.StatusCode.DEADLINE_EXCEEDED:
-            return TimeoutError(f"{where}, deadline {seconds:g} s: {error.details()}")
+            return TimeoutError(f"{where}, deadline {limit_secs:g} s: {error.details()}")
         case grpc.StatusCode.UNAVAILABLE:
-            return ConnectionError(f"{where} is unavailable for {seconds:g} s: {error.details()}")
+            return ConnectionError(
+                f"{where} is unavailable for {limit_secs:g} s: {error.details()}"
+            )
         case grpc.StatusCode.UNAUTHENTICATED:
-            return _refused(address)
+            return _token_error(address)
         case grpc.StatusCode.INVALID_ARGUMENT | grpc.StatusCode.RESOURCE_EXHAUSTED:
             return ValueError(f"{where}: {error.details()}")
         case _:
             return QueueError(f"{where}: {code.name}: {error.details()}")
+
+
+def _no_answer(address: str, limit_secs: float) -> ConnectionError:
+    return ConnectionError(
+        f"no trajectory queue answers at {address} within {limit_secs:g} s: is its role up?"
+    )
+
+
+def _is_unauthenticated(error: Exception) -> bool:
+    return isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+def _token_error(address: str) -> PermissionError:
+    return PermissionError(
+        f"the queue {address} asks for a token; this process sent none or a wrong one: queue.token_env must name the "
+        "variable that holds it"
+    )

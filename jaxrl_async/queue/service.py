@@ -1,12 +1,12 @@
 """The queue as a gRPC service: one asyncio loop owns admission and the groups in memory.
 
-Every change is applied in memory, written to the journal, and only then answered: what was answered survives the
+A change is applied in memory, written to the journal, and only then answered, so an answered change survives the
 process. A journal that cannot be written stops the service.
 
-Messages are parsed here rather than by gRPC, so that whatever arrives is answered with a status: bad
-bytes and bad values are INVALID_ARGUMENT, an event out of order FAILED_PRECONDITION, a wait that ran
-out DEADLINE_EXCEEDED. A call without the token is UNAUTHENTICATED, and its message is not even received.
-The service knows nothing of rewards, prompts or weights.
+Messages are parsed here rather than by gRPC, so that every message is answered with a status: malformed bytes and
+values outside their bounds with INVALID_ARGUMENT, an event out of order with FAILED_PRECONDITION, a wait beyond its
+deadline with DEADLINE_EXCEEDED. A call without the token is UNAUTHENTICATED, and its message is not received.
+Independent of rewards, prompts and weights.
 """
 
 import asyncio
@@ -43,17 +43,15 @@ from jaxrl_async.queue.records import (
 
 log = logging.getLogger(__name__)
 
-TICK_SECS = 0.25  # Permits are looked through for timeouts this often.
-BEAT_SECS = (
-    5.0  # A watch repeats itself this often, so that its reader can tell silence from death.
-)
-MAX_WAIT_SECS = 3600.0  # Longest wait that a caller may ask for.
+TICK_SECS = 0.25  # interval of the search for timed-out permits
+HEARTBEAT_SECS = 5.0  # interval at which a watch repeats an unchanged value
+MAX_WAIT_SECS = 3600.0  # longest wait that a caller may ask for
 MAX_ROLES = 10_000  # that may report
-MAX_DETAIL_CHARS = 1500  # of a refusal: a status travels in headers, which are bounded.
-# The journal's thread waits so long for the interpreter, several times an event, while the loop is busy; Python's 5 ms
-# would be most of what it does.
+MAX_DETAIL_CHARS = 1500  # of a refusal: a status travels in headers, which are bounded
+# While the loop is busy, the journal's thread waits this long for the interpreter, several times per event. Python's
+# 5 ms would be most of its time.
 SWITCH_SECS = 1e-4
-STOP_SECS = 0.5  # Calls that are open when the service stops get this long.
+STOP_SECS = 0.5  # grace period of open calls when the service stops
 
 T = TypeVar("T")
 
@@ -76,20 +74,20 @@ async def serve(
 
     Args:
       address: "host:port"; port 0 for a free one.
-      admission: the state to serve, nothing published yet.
+      admission: a new one, without a publication.
       group_size: G, trajectories per group.
       vocab_size: token ids must lie in [0, vocab_size).
       max_tokens: bound on a trajectory's length.
       max_message_bytes: larger messages are refused (RESOURCE_EXHAUSTED).
-      journal: where what happened is kept, and comes back from; closed in the end. None for memory alone.
-      on_bound: gets "host:port", with the true port, once calls are answered.
-      token: every call gives it as "authorization: Bearer TOKEN"; None for none, on loopback only.
+      journal: records the events, and restores them at the start; closed at the end. None for memory alone.
+      on_bound: called with "host:port", with the true port, once calls are answered.
+      token: required of every call, as "authorization: Bearer TOKEN"; None for none, on loopback only.
       tls_cert: PEM file of the certificate, "" for no TLS.
       tls_key: PEM file of its key.
 
     Raises:
       OSError: the address cannot be bound.
-      ValueError: the address is not loopback, and there is no token; or no certificate is in the files.
+      ValueError: no token on an address that is not loopback, or no certificate in the files.
       JournalError: the journal cannot be read or written.
     """
     security.check_listener("the queue", address, token, "queue.token_env")
@@ -128,25 +126,25 @@ async def serve(
 
 
 class Lengths:
-    """Mean tokens of prompts and completions, by what became of them: whether the long ones are lost shows here.
+    """Mean tokens of prompts and completions by fate; they show whether long ones are lost.
 
-    "admitted" came to the queue, "trained" were trained on, "dropped" came back with a reason.
+    "admitted" groups were submitted, "trained" ones committed, "dropped" ones returned with a reason.
     """
 
     def __init__(self):
         self._sums: collections.Counter[str] = collections.Counter()
         self._counts: collections.Counter[str] = collections.Counter()
 
-    def count(self, what: str, prompt: int, completions: Sequence[int]) -> None:
-        """Counts a group: its prompt's length, and those of its completions that are known."""
+    def count(self, fate: str, prompt: int, completions: Sequence[int]) -> None:
+        """Counts a prompt, unless its length is 0 for unknown, and the finished completions."""
         for name, values in (("prompt", [prompt] if prompt else []), ("completion", completions)):
-            self._sums[f"{name}/{what}"] += sum(values)
-            self._counts[f"{name}/{what}"] += len(values)
+            self._sums[f"{name}/{fate}"] += sum(values)
+            self._counts[f"{name}/{fate}"] += len(values)
 
-    def count_group(self, what: str, group: pb.Group) -> None:
+    def count_group(self, fate: str, group: pb.Group) -> None:
         """Counts a group from its message."""
         pairs = zip(group.lengths, group.prompt_lengths, strict=True)
-        self.count(what, group.prompt_lengths[0], [length - prompt for length, prompt in pairs])
+        self.count(fate, group.prompt_lengths[0], [length - prompt for length, prompt in pairs])
 
     def means(self) -> dict[str, float]:
         return {name: self._sums[name] / count for name, count in self._counts.items() if count}
@@ -175,19 +173,20 @@ class QueueService:
         self._groups: dict[int, pb.Group] = {}  # by prompt_index: held and leased
         self._servers: tuple[ServerRecord, ...] = ()
         self._completion_tokens = 0
-        self._last_push: float | None = None
-        self._waits: dict[object, Callable[[], str]] = {}
+        self._last_submission: float | None = None  # clock, seconds
+        self._waits: dict[object, Callable[[], str]] = {}  # descriptions of the waiting calls
         self._run_epoch = 0
-        self._roles: dict[str, tuple[float, pb.RoleReport]] = {}  # when, and what, it said
+        self._roles: dict[str, tuple[float, pb.RoleReport]] = {}  # time and text of the last report
         self._lengths = Lengths()
         self._changed = asyncio.Event()
-        if journal is not None and (found := journal.recover()):
-            admission.recover(found.state, clock())
-            self._groups = {i: pb.Group.FromString(m) for i, m in found.messages.items()}
-            self._run_epoch, self._completion_tokens = found.run_epoch, found.completion_tokens
-            self._servers = tuple(ServerRecord(*record) for record in found.servers)
+        if journal is not None and (recovered := journal.recover()):
+            admission.recover(recovered.state, clock())
+            self._groups = {i: pb.Group.FromString(m) for i, m in recovered.messages.items()}
+            self._run_epoch = recovered.run_epoch
+            self._completion_tokens = recovered.completion_tokens
+            self._servers = tuple(ServerRecord(*record) for record in recovered.servers)
             log.info(
-                "the journal brings back step %d, version %s, %d groups and %d permits that are out",
+                "recovered from the journal: step %d, version %s, %d groups, %d permits out",
                 admission.leases.committed_step,
                 admission.v_pub,
                 len(self._groups),
@@ -195,7 +194,7 @@ class QueueService:
             )
 
     async def tick(self) -> None:
-        """Takes back the permits that have been out for too long.
+        """Returns the permits that have been out for longer than their timeout.
 
         Raises:
           JournalError: the journal cannot be written.
@@ -205,22 +204,22 @@ class QueueService:
         expired = self._admission.expired(self._clock())
         for permit in expired:
             log.warning("permit %s timed out", permit)
-        # All at once: one that waited for the journal could be given again before its turn.
+        # All at once: while one return waits for the journal, the permits after it could be given again.
         await asyncio.gather(*(self._return(permit, "timeout") for permit in expired))
 
     async def Admit(self, request: pb.AdmitRequest) -> pb.AdmitReply:
-        """Waits until there is something to give, at most wait_secs; then gives what there is."""
+        """Gives permits: those that the worker has lost, then new ones; a long poll of at most wait_secs."""
         wire.check_admit(request)
         count = request.max_permits
-        permits = self._left_by(request)[:count]
-        waits_for = f"admit of up to {count} permits"
+        permits = self._lost_permits(request)[:count]
+        description = f"admit of up to {count} permits"
         if not permits:
             with contextlib.suppress(TimeoutError):
                 await self._until(
-                    lambda: self._admission.admissible > 0, request.wait_secs, lambda: waits_for
+                    lambda: self._admission.admissible > 0, request.wait_secs, lambda: description
                 )
         else:
-            log.info("%s is given %d permits again", request.worker, len(permits))
+            log.info("%d lost permits are given again to %s", len(permits), request.worker)
             self._apply(self._admission.readmit, permits, self._clock())
         permits += self._apply(
             self._admission.admit, count - len(permits), self._clock(), request.worker
@@ -230,7 +229,7 @@ class QueueService:
         return pb.AdmitReply(permits=[wire.encode_permit(p) for p in permits])
 
     async def Push(self, request: pb.Group, raw: bytes | None = None) -> pb.PushReply:
-        """Takes a group, once; `raw` is the message as it came, so that it is not made again."""
+        """Takes a group, once. `raw` is the received message, for the journal, so that it is not serialized again."""
         self._check_message(request)
         permit = wire.decode_permit(request.permit)
         message = request.SerializeToString() if raw is None else raw
@@ -240,11 +239,11 @@ class QueueService:
             self._lengths.count_group("admitted", request)
             tokens = sum(request.lengths) - sum(request.prompt_lengths)
             self._completion_tokens += tokens
-            self._last_push = self._clock()
+            self._last_submission = self._clock()
             if self._journal is not None:
                 await self._journal.submitted(permit, message, tokens)
         elif self._journal is not None:
-            await self._journal.flushed()  # A duplicate of what is perhaps being written.
+            await self._journal.flushed()  # The first submission may still be unwritten.
         return pb.PushReply(outcome=outcome)
 
     async def Return(self, request: pb.ReturnRequest) -> pb.ReturnReply:
@@ -258,7 +257,7 @@ class QueueService:
         return pb.ReturnReply(outcome=outcome)
 
     async def Lease(self, request: pb.LeaseRequest) -> AsyncIterator[pb.LeaseReply]:
-        """Sends one chunk: its header, then its groups, with tokens those of the process that asks."""
+        """Sends one chunk: its header, then its groups. Those outside the caller's share come without tokens."""
         step, index = request.step, request.chunk
         share = Share(request.process, request.num_processes or 1, request.num_minibatches or 1)
         if self._journal is not None and 0 < step <= self._admission.leases.committed_step:
@@ -272,7 +271,7 @@ class QueueService:
             yield pb.LeaseReply(group=group if position in own else wire.encode_outline(group))
 
     async def _chunk(self, request: pb.LeaseRequest) -> tuple[FixedChunk, list[pb.Group]]:
-        """A chunk of a step that is not committed, with its groups, as soon as they are there."""
+        """Waits for a chunk of a step that is not committed; returns it with its groups."""
         step, index = request.step, request.chunk
         await self._until(
             lambda: self._admission.chunk_is_ready(step, index),
@@ -281,15 +280,15 @@ class QueueService:
         )
         new = self._admission.leases.fixed(step, index) is None
         chunk = self._apply(self._admission.lease, step, index)
-        # Before it is written: a commit may come meanwhile.
+        # Before the write: a commit may come in the meantime.
         groups = [self._groups[i] for i in chunk.indexes]
         if self._journal is not None:
-            # Also to the second who asks, the answer is given when it is written.
+            # A second caller, too, is answered after the write.
             await self._journal.leased(step, index, chunk, new=new)
         return chunk, groups
 
     async def Commit(self, request: pb.CommitRequest) -> pb.Position:
-        """Forgets the groups of a trained step; a step that was trained before is answered as then."""
+        """Commits a trained step and drops its groups; a repeated call gets the first answer."""
         step, journal = request.step, self._journal
         if journal is not None and 0 < step <= self._admission.leases.committed_step:
             return wire.encode_resume_point(await journal.resume_point(step))
@@ -297,18 +296,18 @@ class QueueService:
         resume_point = self._admission.resume_point
         for index in indexes:
             self._lengths.count_group("trained", self._groups.pop(index))
-        if journal is not None and indexes:  # None of them: step 0, which nobody trained.
+        if journal is not None and indexes:  # Step 0, the initial weights, has none.
             await journal.committed(resume_point, indexes)
         return wire.encode_resume_point(resume_point)
 
     async def Checkpointed(self, request: pb.CheckpointedRequest) -> pb.CheckpointedReply:
-        """Learns that no learner will be restored before a step."""
+        """Lets the journal forget the groups that no restored learner will need."""
         if self._journal is not None:
             await self._journal.checkpointed(request.step)
         return pb.CheckpointedReply()
 
     async def PublishVersion(self, request: pb.PublishRequest) -> pb.PublishReply:
-        """Learns what the servers hold."""
+        """Publishes a version, the table of servers, and at the first publication a resume point."""
         wire.check_publish(request)
         servers = wire.decode_servers(request.servers)
         has_resume_point = request.HasField("position")
@@ -323,24 +322,24 @@ class QueueService:
         if self._journal is not None and servers != before_servers:
             await self._journal.fleet([dataclasses.astuple(record) for record in servers])
         if self._journal is not None and before == (request.version, self._run_epoch):
-            await self._journal.flushed()  # The same call before is perhaps being written.
+            await self._journal.flushed()  # The same publication may still be unwritten.
         elif self._journal is not None:
             start = resume_point if before[0] is None else None
             await self._journal.published(request.version, self._run_epoch, start)
         return pb.PublishReply()
 
-    async def WatchVersion(self, request: pb.WatchRequest) -> AsyncIterator[pb.VersionReply]:
-        """Sends the published version."""
-        async for version in self._watch(lambda: self._admission.v_pub):
-            yield pb.VersionReply(version=version)
-
     async def WatchFleet(self, request: pb.WatchRequest) -> AsyncIterator[pb.FleetReply]:
-        """Sends the table of servers."""
-        async for servers in self._watch(lambda: self._servers):
+        """Sends the table of servers: at once, at every change, and every HEARTBEAT_SECS."""
+        while True:
+            servers = self._servers
             yield pb.FleetReply(servers=wire.encode_servers(servers))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(HEARTBEAT_SECS):
+                    while self._servers == servers:
+                        await self._changed.wait()
 
     async def Report(self, request: pb.RoleReport) -> pb.ReportReply:
-        """Learns what a role waits for, and what it spent its time on."""
+        """Takes the report of a role."""
         wire.check_report(request)
         if request.role not in self._roles and len(self._roles) >= MAX_ROLES:
             raise ValueError(f"{request.role!r} reports after {MAX_ROLES} roles, the bound")
@@ -348,7 +347,7 @@ class QueueService:
         return pb.ReportReply()
 
     async def Status(self, request: pb.StatusRequest) -> pb.StatusReply:
-        """Says what is held, and who waits for what."""
+        """The contents of the queue, its counts, and the waits of every role."""
         a, now = self._admission, self._clock()
         return wire.encode_status(
             QueueStatus(
@@ -366,12 +365,16 @@ class QueueService:
                 retired=dict(a.retired),
                 stale_events=a.stale_events,
                 completion_tokens=self._completion_tokens,
-                last_push_age_secs=None if self._last_push is None else now - self._last_push,
+                last_push_age_secs=(
+                    None if self._last_submission is None else now - self._last_submission
+                ),
                 waits=tuple(describe() for describe in self._waits.values()),
                 run_epoch=self._run_epoch,
                 roles=tuple(
-                    RoleStatus(role, now - since, wire.decode_waits(said.waits), dict(said.secs))
-                    for role, (since, said) in sorted(self._roles.items())
+                    RoleStatus(
+                        role, now - since, wire.decode_waits(report.waits), dict(report.secs)
+                    )
+                    for role, (since, report) in sorted(self._roles.items())
                 ),
                 servers=self._servers,
                 lengths=self._lengths.means(),
@@ -381,21 +384,21 @@ class QueueService:
     async def _return(self, permit: Permit, reason: str) -> str:
         outcome = self._apply(self._admission.return_permit, permit, reason)
         if self._journal is not None and outcome == "stale":
-            await self._journal.flushed()  # What made it stale is perhaps being written.
+            await self._journal.flushed()  # The event that made it stale may still be unwritten.
         elif self._journal is not None:
             retired_as = EXHAUSTED if reason in REISSUE_REASONS else reason
             await self._journal.returned(permit, reason, outcome, retired_as)
         return outcome
 
-    def _left_by(self, request: pb.AdmitRequest) -> list[Permit]:
-        """Permits that are out to a worker who does not work on them: a reply was lost, or it is a new process."""
+    def _lost_permits(self, request: pb.AdmitRequest) -> list[Permit]:
+        """Permits that are out to the worker without its knowledge: a reply was lost, or it was restarted."""
         if not request.worker:
             return []
         known = {wire.decode_permit(permit) for permit in request.working_on}
         return [p for p in self._admission.permits_of(request.worker) if p not in known]
 
     def _apply(self, event: Callable[..., T], *args: Any) -> T:
-        """Every change of state passes here, one after another; then all who wait look again."""
+        """Applies an event and wakes all waiting calls. Every change of admission passes here."""
         result = event(*args)
         self._changed.set()
         self._changed = asyncio.Event()
@@ -404,7 +407,11 @@ class QueueService:
     async def _until(
         self, ready: Callable[[], bool], wait_secs: float, describe: Callable[[], str]
     ) -> None:
-        """Waits until ready() holds; looks after every change."""
+        """Waits until ready() holds, checked after every change.
+
+        Raises:
+          TimeoutError: it does not within wait_secs; the message is `describe()`.
+        """
         if not 0 <= wait_secs <= MAX_WAIT_SECS:
             raise ValueError(f"wait_secs must be in [0, {MAX_WAIT_SECS:.0f}], got {wait_secs}")
         deadline = self._clock() + wait_secs
@@ -427,16 +434,6 @@ class QueueService:
         finally:
             del self._waits[key]
 
-    async def _watch(self, read: Callable[[], T]) -> AsyncIterator[T]:
-        """A value: now, at every change, and every BEAT_SECS."""
-        while True:
-            value = read()
-            yield value
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(BEAT_SECS):
-                    while read() == value:
-                        await self._changed.wait()
-
 
 def _chunk_header(
     step: int, index: int, chunk: FixedChunk, groups: list[pb.Group]
@@ -447,27 +444,32 @@ def _chunk_header(
 
 def _options(max_message_bytes: int) -> list[tuple[str, int]]:
     return [
-        ("grpc.so_reuseport", 0),  # Else two queues would share a port, and calls fall to either.
+        (
+            "grpc.so_reuseport",
+            0,
+        ),  # Else two queues could share a port, and each get some of the calls.
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", -1),
-        # One bound: between a soft and a hard one gRPC refuses at random.
+        # Both bounds equal: between a soft and a hard one gRPC refuses at random.
         ("grpc.max_metadata_size", security.MAX_HEADER_BYTES),
         ("grpc.absolute_max_metadata_size", security.MAX_HEADER_BYTES),
-        # Clients ping every ten seconds, also while a call waits.
+        # Clients ping every ten seconds, also during a wait.
         ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
         ("grpc.keepalive_permit_without_calls", 1),
     ]
 
 
 def _credentials(cert: str, key: str) -> grpc.ServerCredentials | None:
-    if security.server_context(cert, key) is None:  # Its errors say what is wrong; gRPC's do not.
+    if (
+        security.server_context(cert, key) is None
+    ):  # Its errors name the cause; those of gRPC do not.
         return None
     pair = [pathlib.Path(path).read_bytes() for path in (key, cert)]
     return grpc.ssl_server_credentials([tuple(pair)])
 
 
 class _TokenCheck(grpc.aio.ServerInterceptor):
-    """Refuses calls without the token, known or unknown, without a look at their messages."""
+    """Refuses calls without the token, of known and unknown methods, before their messages are received."""
 
     def __init__(self, token: str):
         self._token = token
@@ -476,7 +478,7 @@ class _TokenCheck(grpc.aio.ServerInterceptor):
         given = dict(details.invocation_metadata).get("authorization", "")
         if security.is_bearer(given, self._token):
             return await continuation(details)
-        # A handler of a stream: gRPC receives nothing before it asks.
+        # A handler of a stream: gRPC receives no message before the handler reads one.
         return grpc.stream_unary_rpc_method_handler(_unauthenticated)
 
 
@@ -486,7 +488,7 @@ async def _unauthenticated(messages, context: grpc.aio.ServicerContext):
 
 
 def _handlers(service: QueueService) -> grpc.GenericRpcHandler:
-    """The service's table of methods, which take bytes and parse them inside `_refusals`."""
+    """The table of the service's methods, which take bytes and parse them inside `_refusals`."""
     described = pb.DESCRIPTOR.services_by_name["TrajectoryQueue"]
     handlers = {}
     for method in described.methods:
@@ -495,17 +497,17 @@ def _handlers(service: QueueService) -> grpc.GenericRpcHandler:
         if method.server_streaming:
             make, behavior = grpc.unary_stream_rpc_method_handler, _streaming(call, parse)
         else:
-            as_it_came = method.name == "Push"
-            make, behavior = grpc.unary_unary_rpc_method_handler, _unary(call, parse, as_it_came)
+            with_raw = method.name == "Push"
+            make, behavior = grpc.unary_unary_rpc_method_handler, _unary(call, parse, with_raw)
         reply = message_factory.GetMessageClass(method.output_type)
         handlers[method.name] = make(behavior, response_serializer=reply.SerializeToString)
     return grpc.method_handlers_generic_handler(described.full_name, handlers)
 
 
-def _unary(call: Callable, parse: Callable[[bytes], Any], as_it_came: bool) -> Callable:
+def _unary(call: Callable, parse: Callable[[bytes], Any], with_raw: bool) -> Callable:
     async def behavior(raw: bytes, context: grpc.aio.ServicerContext):
         async with _refusals(context):
-            return await (call(parse(raw), raw) if as_it_came else call(parse(raw)))
+            return await (call(parse(raw), raw) if with_raw else call(parse(raw)))
 
     return behavior
 
@@ -521,7 +523,7 @@ def _streaming(call: Callable, parse: Callable[[bytes], Any]) -> Callable:
 
 @contextlib.asynccontextmanager
 async def _refusals(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
-    """Answers a refused call with the status of its error; the service goes on."""
+    """Answers a refused call with the status that fits its error."""
     try:
         yield
     except (ValueError, protobuf.DecodeError) as error:

@@ -49,11 +49,6 @@ class TrajectoryQueueStub(object):
                 request_serializer=jaxrl__async_dot_queue_dot_trajectory__queue__pb2.ReturnRequest.SerializeToString,
                 response_deserializer=jaxrl__async_dot_queue_dot_trajectory__queue__pb2.ReturnReply.FromString,
                 _registered_method=True)
-        self.WatchVersion = channel.unary_stream(
-                '/jaxrl_async.TrajectoryQueue/WatchVersion',
-                request_serializer=jaxrl__async_dot_queue_dot_trajectory__queue__pb2.WatchRequest.SerializeToString,
-                response_deserializer=jaxrl__async_dot_queue_dot_trajectory__queue__pb2.VersionReply.FromString,
-                _registered_method=True)
         self.WatchFleet = channel.unary_stream(
                 '/jaxrl_async.TrajectoryQueue/WatchFleet',
                 request_serializer=jaxrl__async_dot_queue_dot_trajectory__queue__pb2.WatchRequest.SerializeToString,
@@ -108,12 +103,6 @@ class TrajectoryQueueServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Return(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def WatchVersion(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -180,11 +169,6 @@ def add_TrajectoryQueueServicer_to_server(servicer, server):
                     servicer.Return,
                     request_deserializer=jaxrl__async_dot_queue_dot_trajectory__queue__pb2.ReturnRequest.FromString,
                     response_serializer=jaxrl__async_dot_queue_dot_trajectory__queue__pb2.ReturnReply.SerializeToString,
-            ),
-            'WatchVersion': grpc.unary_stream_rpc_method_handler(
-                    servicer.WatchVersion,
-                    request_deserializer=jaxrl__async_dot_queue_dot_trajectory__queue__pb2.WatchRequest.FromString,
-                    response_serializer=jaxrl__async_dot_queue_dot_trajectory__queue__pb2.VersionReply.SerializeToString,
             ),
             'WatchFleet': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchFleet,
@@ -303,33 +287,6 @@ class TrajectoryQueue(object):
             '/jaxrl_async.TrajectoryQueue/Return',
             jaxrl__async_dot_queue_dot_trajectory__queue__pb2.ReturnRequest.SerializeToString,
             jaxrl__async_dot_queue_dot_trajectory__queue__pb2.ReturnReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def WatchVersion(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/jaxrl_async.TrajectoryQueue/WatchVersion',
-            jaxrl__async_dot_queue_dot_trajectory__queue__pb2.WatchRequest.SerializeToString,
-            jaxrl__async_dot_queue_dot_trajectory__queue__pb2.VersionReply.FromString,
             options,
             channel_credentials,
             insecure,
