@@ -1,15 +1,21 @@
-"""Configs at the door: each builds, and what cannot be run is refused with the key, the value and the bound."""
+"""Configs: each builds, and one that cannot be run is refused with the key, the value and the bound."""
 
+import json
 import pathlib
+import re
+import subprocess
+import sys
 
 import pytest
 
 from jaxrl_async import roles
 from jaxrl_async.cli import config as config_lib
 from jaxrl_async.cli import main
+from jaxrl_async.config import base_config, build, parse_arg
 from jaxrl_async.config import settings as settings_lib
-from jaxrl_async.config.build import make_settings
+from jaxrl_async.config.build import default_values, make_settings
 from jaxrl_async.config.checks import command_words
+from jaxrl_async.config.loss import LossConfig
 from jaxrl_async.config.settings import SettingsError
 from jaxrl_async.weights import transports
 
@@ -23,14 +29,20 @@ def parse(*argv):
     return config_lib.settings_of(flags.config)
 
 
-@pytest.mark.parametrize("arg", ["", "smoke"])
+MODES = ["", "mode=sync", "mode=periodic", "mode=async"]
+
+
+@pytest.mark.parametrize("arg", [*MODES, *(f"smoke,{mode}" for mode in MODES)])
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
 def test_every_config_builds(path, arg):
-    assert parse(f"--config={path}:{arg}").mode in ("sync", "periodic", "async")
+    settings = parse(f"--config={path}:{arg}")
+    assert settings.mode in (arg.rpartition("=")[2], "async", "sync")
+    if "smoke" in arg:
+        assert settings.learner.num_steps == 2
 
 
 @pytest.mark.parametrize("mode", ["sync", "periodic", "async"])
-def test_the_quickstart_knows_three_modes(mode):
+def test_the_quickstart_has_three_modes(mode):
     settings = parse(f"--config={QUICKSTART}:mode={mode},seed=3")
     assert (settings.mode, settings.seed) == (mode, 3)
 
@@ -60,6 +72,18 @@ def test_an_unknown_key_in_a_config_is_named_with_the_nearest():
 def test_an_unknown_config_argument_is_named_with_the_nearest():
     with pytest.raises(config_lib.UsageError, match=r"'smok', did you mean 'smoke'"):
         parse(f"--config={QUICKSTART}:smok")
+
+
+def test_an_argument_of_several_words_is_one_of_them():
+    def read(arg):
+        return parse_arg(arg, loss=("dg", "ppo"), every=1, smoke=False).to_dict()
+
+    assert read("") == {"loss": "dg", "every": 1, "smoke": False}
+    assert read("loss=ppo,every=4,smoke") == {"loss": "ppo", "every": 4, "smoke": True}
+    with pytest.raises(config_lib.UsageError, match=r"loss must be one of dg, ppo; got 'pp'"):
+        read("loss=pp")
+    with pytest.raises(config_lib.UsageError, match=r"every must be int, got 'x'"):
+        read("every=x")
 
 
 def test_an_unknown_flag_is_named_with_the_nearest():
@@ -175,9 +199,8 @@ def test_a_command_is_cut_into_words_before_its_placeholders_are_filled():
     ]  # fmt: skip
 
 
-def test_every_transport_and_pause_mode_has_its_name_in_the_settings():
-    assert set(settings_lib.TRANSPORTS) == set(transports.TRANSPORTS)
-    assert set(settings_lib.PAUSE_MODES) == set(transports.MODES)
+def test_every_transport_has_its_name_in_the_settings():
+    assert settings_lib.TRANSPORTS == tuple(transports.TRANSPORTS)
 
 
 def test_keys_come_from_the_environment(monkeypatch):
@@ -233,6 +256,160 @@ def test_a_config_survives_its_json(tmp_path):
     addresses = ("http://a:1", "http://b:2")  # A list in JSON, a tuple on the command line.
     override = f"--config.server.addresses={addresses!r}"
     assert parse(f"--config={tmp_path}/config.json", override).server.addresses == addresses
+    clip = "--config.loss.dual_clip=3"  # null in JSON, where it keeps its type.
+    assert parse(f"--config={tmp_path}/config.json", clip).loss.dual_clip == 3.0
+
+
+# ── the defaults, and configs that do not state every setting ───────────────────────────────────────────────────────
+
+
+def test_the_defaults_are_a_locked_config_that_passes_its_checks():
+    config = base_config()
+    assert config_lib.settings_of(config) == settings_lib.Settings()
+    with pytest.raises(AttributeError, match="num_steps"):
+        config.learner.num_stepz = 7
+
+
+def test_the_settings_need_the_standard_library_alone():
+    heavy = "{'jax', 'numpy', 'ml_collections', 'absl', 'grpc'}"
+    code = f"import sys; import jaxrl_async.config.settings; print({heavy} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    """Writes a config file with the given body of get_config; its path."""
+
+    def write(*lines):
+        path = tmp_path / "mine.py"
+        text = "from jaxrl_async.config import base_config\ndef get_config(arg):\n"
+        path.write_text(text + "".join(f"    {line}\n" for line in lines))
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("c.learner.num_stepz = 7", r"line 4: .*num_stepz.*num_steps"),
+        ("c.learner.update(num_stepz=7)", r"line 4: .*num_stepz.*num_steps"),
+        ("c.learner.num_steps = 'x'", r"line 4: .*num_steps.*str.*int"),
+    ],
+)
+def test_a_setting_that_a_file_gets_wrong_is_named_with_its_line(
+    line, message, config_file, capsys
+):
+    path = config_file("c = base_config()", line, "return c")
+    assert main.main(["config", f"--config={path}"]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert re.search(f"{path}, {message}", said), said
+
+
+def test_a_mistake_of_another_kind_in_a_file_keeps_its_traceback(config_file):
+    with pytest.raises(TypeError, match="unsupported operand"):
+        parse(f"--config={config_file('return 1 + None')}")
+
+
+def test_a_file_that_builds_its_own_config_has_the_defaults_of_what_it_leaves_out(config_file):
+    path = config_file(
+        "from ml_collections import ConfigDict",
+        "c = ConfigDict(dict(mode='sync', queue=dict(max_staleness=0)))",
+        "c.loss = dict(behavior_cap_mode='clamp', clip_high=0.3)",
+        "c.task = dict(name='gsm8k', args=dict(directory='x'), seed=1)",
+        "return c",
+    )
+    settings = parse(f"--config={path}", "--config.loss.dual_clip=7")
+    assert settings.loss == LossConfig(behavior_weight="clamp", clip_high=0.3, dual_clip=7.0)
+    assert settings.task == settings_lib.Task("gsm8k", {"directory": "x"}, 1)
+    assert settings.learner == settings_lib.Learner()
+
+
+# ── renamed and added settings ──────────────────────────────────────────────────────────────────────────────────────
+
+OLD_KEYS = (ROOT / "tests/fixtures/config_keys.txt").read_text().split()
+
+
+def test_every_setting_is_read_from_workdirs_that_are_older():
+    """config_keys.txt has the keys that every workdir states; a later one needs its value from before it existed."""
+    renamed = {settings_lib.RENAMED.get(key, key) for key in OLD_KEYS}
+    assert set(default_values()) == renamed | settings_lib.ADDED.keys()
+    assert set(settings_lib.RENAMED) <= set(OLD_KEYS) | settings_lib.ADDED.keys()
+
+
+@pytest.fixture
+def old_workdir(tmp_path):
+    """Writes the config.json of a smoke run without some keys; the directory."""
+
+    def write(*missing, **blocks):
+        values = json.loads(config_lib.load_config(f"{QUICKSTART}:smoke").to_json())
+        for key in missing:
+            block, _, name = key.rpartition(".")
+            del (values[block] if block else values)[name]
+        for block, content in blocks.items():
+            values[block] |= content
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        return tmp_path
+
+    return write
+
+
+def test_a_setting_that_an_old_workdir_lacks_has_the_value_from_before_it_existed(
+    old_workdir, monkeypatch, caplog
+):
+    before = {"loss.clip_low": 0.5, "evaluate.seed": 9, "evaluate.num_prompts": 3}
+    before |= {f"cpus.{role}": () for role in ("learner", "server", "rollout", "queue")}
+    monkeypatch.setattr(settings_lib, "ADDED", before)
+    monkeypatch.setattr(build, "ADDED", before)
+    workdir = old_workdir("loss.clip_low", "evaluate.seed", "cpus")
+    settings = parse(f"--config={workdir}/config.json")
+    assert (settings.loss.clip_low, settings.evaluate.seed) == (0.5, 9)
+    assert settings.evaluate.num_prompts == 512, "what config.json states"
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 6
+    assert f"{workdir}/config.json: no loss.clip_low; read as 0.5" in said[0]
+
+
+def test_a_setting_that_a_workdir_must_have_is_named_where_it_lacks_it(old_workdir, capsys):
+    workdir = old_workdir("loss.anchor")
+    assert main.main(["config", f"--workdir={workdir}"]) == 2
+    assert (
+        f"{workdir}/config.json: missing config key config.loss.anchor" in capsys.readouterr().err
+    )
+
+
+def test_the_old_name_of_a_setting_is_taken_and_said(old_workdir, caplog):
+    workdir = old_workdir("loss.behavior_weight", loss={"behavior_cap_mode": "clamp"})
+    assert parse(f"--config={workdir}/config.json").loss.behavior_weight == "clamp"
+    word = "--config.loss.behavior_cap_mode=clamp"
+    assert parse(f"--config={QUICKSTART}", word).loss.behavior_weight == "clamp"
+    first, second = (record.getMessage() for record in caplog.records)
+    assert "config.json: loss.behavior_cap_mode is now loss.behavior_weight" in first
+    assert "loss.behavior_cap_mode is now --config.loss.behavior_weight" in second
+
+
+def test_a_setting_under_both_its_names_is_refused(old_workdir):
+    workdir = old_workdir(loss={"behavior_cap_mode": "clamp"})
+    with pytest.raises(SettingsError, match=r"loss\.behavior_cap_mode .*loss\.behavior_weight"):
+        parse(f"--config={workdir}/config.json")
+
+
+# ── verbs ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("given", ["--config={}:smoke", "--workdir={}"])
+def test_every_setting_is_printed_and_what_differs_from_the_defaults_is_marked(
+    given, old_workdir, capsys
+):
+    where = QUICKSTART if "config" in given else old_workdir()
+    assert main.main(["config", given.format(where), "--config.loss.dual_clip=3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[2:].partition(" = ")[0] for line in lines] == list(default_values())
+    assert "  learner.adam_b1 = 0.9" in lines
+    assert "* learner.num_steps = 2    (default 100)" in lines
+    assert "* loss.dual_clip = 3.0    (default None)" in lines
+    assert sum(line.startswith("* ") for line in lines) < 30
 
 
 @pytest.mark.parametrize(
@@ -242,6 +419,9 @@ def test_a_config_survives_its_json(tmp_path):
         (["--help"], 0, "evaluate"),
         (["trian"], 2, "did you mean 'train'"),
         (["train"], 2, "--config=FILE"),
+        (["config"], 2, "--config=FILE"),
+        (["config", "--workdir=nowhere"], 2, "no config at nowhere/config.json"),
+        (["config", f"--config={QUICKSTART}", "--config.mode=asink"], 2, "did you mean 'async'"),
         (["train", "--config=nowhere.py"], 2, "no config at nowhere.py"),
         (["train", f"--config={QUICKSTART}", "--role=quue"], 2, "did you mean 'queue'"),
         (["train", f"--config={QUICKSTART}", "--role=queue"], 2, "needs --config.queue.address"),

@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "rewards": {"types", "metrics"},
     "queue": {"types", "metrics", "security"},
     "servers": {"types", "metrics", "queue", "security"},
-    "weights": {"types", "metrics", "queue", "servers"},
+    "weights": {"types", "config", "metrics", "queue", "servers"},
     "evaluation": {"types", "tasks", "rewards", "servers"},
     "objectives": {"types", "config"},
     "models": {"types"},

@@ -8,6 +8,7 @@ import pytest
 
 from jaxrl_async.cli import main, train
 from jaxrl_async.cli.config import load_config
+from jaxrl_async.config import build
 from jaxrl_async.run import workdir as workdirs
 
 QUICKSTART = pathlib.Path(__file__).parent.parent / "configs" / "quickstart.py"
@@ -73,6 +74,24 @@ def test_what_is_changed_is_said_and_the_old_config_is_kept(workdir, started, ca
     assert resume(workdir, "--config.learner.num_steps=12") == 0
     kept = json.loads((workdir / "config.until-step-5.json").read_text())
     assert kept["learner"]["num_steps"] == 11
+
+
+def test_an_older_workdir_goes_on_with_the_values_of_its_time(
+    workdir, started, monkeypatch, capsys
+):
+    values = json.loads((workdir / "config.json").read_text())
+    del values["loss"]["clip_low"]
+    values["loss"]["behavior_cap_mode"] = values["loss"].pop("behavior_weight")
+    (workdir / "config.json").write_text(json.dumps(values))
+    monkeypatch.setattr(build, "ADDED", {"loss.clip_low": 0.5})
+    assert resume(workdir) == 0
+    assert started[-1].loss.clip_low == 0.5
+    assert capsys.readouterr().out == "" and not list(workdir.glob("config.until*"))
+    assert json.loads((workdir / "config.json").read_text())["loss"]["clip_low"] == 0.5
+    (workdir / "config.json").write_text(json.dumps(values))
+    assert resume(workdir, f"--config={QUICKSTART}:smoke") == 0  # Of now, with the default of now.
+    assert capsys.readouterr().out.endswith("config.json: loss.clip_low 0.5 → 0.2\n")
+    assert started[-1].loss.clip_low == 0.2
 
 
 @pytest.mark.parametrize(

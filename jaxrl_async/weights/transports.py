@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable
 
 import numpy as np
 
+from jaxrl_async.config.settings import PAUSE_MODES
 from jaxrl_async.servers.client import InferenceClient, ServerError
 from jaxrl_async.weights import store as weight_store
 from jaxrl_async.weights import verification
@@ -120,15 +121,14 @@ async def stream(
 
 
 TRANSPORTS: dict[str, Transport] = {"disk": disk, "tensor": tensor, "stream": stream}
-MODES = ("retract", "in_place")
 
 
 class _Push:
     """What all transports have in common: sound files, the pause around the change, and the proof after it."""
 
     def __init__(self, client, address, *, path, version, mode, timeout_secs):
-        if mode not in MODES:
-            raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+        if mode not in PAUSE_MODES:
+            raise ValueError(f"mode must be one of {', '.join(PAUSE_MODES)}, got {mode!r}")
         self._client, self._address = client, address
         self._path, self._version, self._mode = path, version, mode
         self._deadline = time.monotonic() + timeout_secs
