@@ -24,7 +24,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxrl_async import roles
 from jaxrl_async.config.checks import delay_of
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.inference import engine as engines
@@ -38,6 +37,8 @@ from jaxrl_async.objectives.advantages import ADVANTAGES
 from jaxrl_async.queue.records import NO_STATUS, Permit, QueueStatus, ResumePoint
 from jaxrl_async.rewards import reward_function
 from jaxrl_async.rewards.math import exact
+from jaxrl_async.roles import learner as learner_role
+from jaxrl_async.roles import parts
 from jaxrl_async.rollout.frictions import rng_of
 from jaxrl_async.rollout.sampler import request_seed
 from jaxrl_async.rollout.single_turn import single_turn
@@ -103,10 +104,10 @@ class Laboratory:
         state = learners.train(
             state,
             first_step=1,
-            schedule=roles.schedule_of(settings),
+            schedule=parts.schedule_of(settings),
             train_step=train_step,
-            pack=roles.pack_of(settings, process=0),
-            padding=roles.padding_of(settings),
+            pack=parts.pack_of(settings, process=0),
+            padding=parts.padding_of(settings),
             advantages=ADVANTAGES[settings.loss.advantage],
             queue=samples,
             publisher=versions,
@@ -124,9 +125,12 @@ class Laboratory:
         name = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
         path = self._directory / f"version-0-{name}.npz"
         tokenizer, mesh = self._tokenizer(settings), _mesh(settings)
-        config = roles.model_config_of(settings, tokenizer)
+        config = parts.model_config_of(settings, tokenizer)
         if not path.exists():
-            _write(path, jax.tree.leaves(roles.first_params_of(settings, config, mesh, tokenizer)))
+            _write(
+                path,
+                jax.tree.leaves(learner_role.first_params_of(settings, config, mesh, tokenizer)),
+            )
         abstract = transformer.abstract_params(config)
         with np.load(path) as leaves:
             params = jax.tree.unflatten(jax.tree.structure(abstract), list(leaves.values()))
@@ -135,7 +139,7 @@ class Laboratory:
     def _engine(self, settings: Settings) -> engines.Engine:
         key = (settings.model, settings.tokenizer, settings.server)
         if key not in self._engines:
-            self._engines[key] = roles.engine_of(settings, self._workdir(settings), name="engine")
+            self._engines[key] = parts.engine_of(settings, self._workdir(settings), name="engine")
             self._engines[key].start()
         return self._engines[key]
 
@@ -143,12 +147,12 @@ class Laboratory:
         learner = dataclasses.replace(settings.learner, num_steps=1, groups_per_step=1)
         key = (settings.model, settings.tokenizer, settings.loss, settings.rollout.temperature)
         if (key := (*key, learner)) not in self._train_steps:
-            config = roles.model_config_of(settings, self._tokenizer(settings))
-            self._train_steps[key] = roles.train_step_of(settings, config, _mesh(settings))
+            config = parts.model_config_of(settings, self._tokenizer(settings))
+            self._train_steps[key] = parts.train_step_of(settings, config, _mesh(settings))
         return self._train_steps[key]
 
     def _tokenizer(self, settings: Settings):
-        return roles.tokenizer_of(settings, self._workdir(settings))
+        return parts.tokenizer_of(settings, self._workdir(settings))
 
     def _workdir(self, settings: Settings) -> pathlib.Path:
         parts = (settings.tokenizer, settings.task)
@@ -195,7 +199,7 @@ class _Samples:
         self, engine: engines.Engine, versions: _Versions, settings: Settings, tokenizer: Any
     ):
         self._engine, self._versions, self._settings = engine, versions, settings
-        self._tokenizer, task = tokenizer, roles.task_of(settings)
+        self._tokenizer, task = tokenizer, parts.task_of(settings)
         self._reward = reward_function(task.reward)
         bound = settings.rollout.max_prompt_tokens
         self._prompts = prompt_stream(
@@ -203,7 +207,7 @@ class _Samples:
         )
         held_out = test_prompts(task, tokenizer, max_prompt_tokens=bound)
         self._held_out = held_out[: settings.evaluate.num_prompts]
-        self._frictions = roles.frictions_of(settings, tokenizer)
+        self._frictions = parts.frictions_of(settings, tokenizer)
         self._completion_tokens = 0
 
     def lease(

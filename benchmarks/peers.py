@@ -49,7 +49,6 @@ import jax
 import numpy as np
 import shapes
 
-from jaxrl_async import roles
 from jaxrl_async.cli.config import parse_flags, settings_of
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.inference import engine as engines
@@ -57,6 +56,8 @@ from jaxrl_async.inference.sampling import SamplingParams
 from jaxrl_async.learner.packing import pack
 from jaxrl_async.metrics import read_metrics
 from jaxrl_async.models import sharding
+from jaxrl_async.roles import learner as learner_role
+from jaxrl_async.roles import parts
 from jaxrl_async.types import NOT_SAMPLED, Group, Trajectory
 
 BENCHMARKS = pathlib.Path(__file__).parent
@@ -228,12 +229,12 @@ class Ours:
 
     def __enter__(self) -> "Ours":
         with tempfile.TemporaryDirectory() as workdir:
-            tokenizer = roles.tokenizer_of(self.settings, pathlib.Path(workdir))
-            self._engine = roles.engine_of(self.settings, pathlib.Path(workdir), name="engine")
+            tokenizer = parts.tokenizer_of(self.settings, pathlib.Path(workdir))
+            self._engine = parts.engine_of(self.settings, pathlib.Path(workdir), name="engine")
         config = self._engine.config
         mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
-        self._train_step = roles.train_step_of(self.settings, config, mesh)
-        params = roles.first_params_of(self.settings, config, mesh, tokenizer)
+        self._train_step = parts.train_step_of(self.settings, config, mesh)
+        params = learner_role.first_params_of(self.settings, config, mesh, tokenizer)
         self._engine.start()
         self._engine.update_weights(params, "0").result(TIMEOUT_SECS)
         self.state = self._train_step.init(params)

@@ -6,17 +6,15 @@ import os
 import pathlib
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ml_collections
 
-from jaxrl_async import report, roles
+from jaxrl_async import report
 from jaxrl_async.cli.config import load_config, settings_of
 from jaxrl_async.metrics import read_metrics
-from jaxrl_async.run import supervisor
-from jaxrl_async.run import workdir as workdirs
+from jaxrl_async.roles import local, start
 
 __all__ = ["Run", "load_config", "run"]
 
@@ -97,28 +95,19 @@ def run(
     Args:
       config: of a file in configs/ (`load_config`), changed as you like.
       workdir: of the run; runs/TASK-TIME for None.
-      resume: go on from the last checkpoint in the workdir. What the config changes of the run's is printed.
+      resume: continue from the last checkpoint in the workdir. Changes to the run's config are printed.
       on_step: called after steps, in this thread, with the run so far; a plot, say.
 
     Raises:
       SettingsError: the config contradicts itself.
-      ValueError, OSError: the workdir cannot be used, its run not take such a config, or the task not be read.
+      StartError: the workdir holds a run, its run cannot take such a config, or the task cannot be read.
       RoleDiedError, StalledError: the run failed.
     """
     settings = settings_of(config)
-    run = Run(workdir or f"runs/{settings.task.name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    roles.check_access(settings, "all", 0)
-    workdirs.check(run.workdir, resume=resume)
-    if resume:
-        changes = workdirs.changes(run.workdir, config)
-        if said := workdirs.nothing_to_do(run.workdir, settings.learner.num_steps):
-            print(said)
-            return run
-        for line in changes:
-            print(line, flush=True)
-    workdirs.write_config(run.workdir, config)
-    roles.prepare(settings, run.workdir)
-    supervisor.run(
+    run = Run(workdir or start.default_workdir(settings))
+    start.check_access(settings, "all", 0)
+    local.run(
+        config,
         settings,
         workdir=run.workdir,
         resume=resume,

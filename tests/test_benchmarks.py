@@ -40,14 +40,14 @@ COMPARE = """
 import json, pathlib, sys
 import grid, jax, numpy as np
 from in_process import Laboratory
-from jaxrl_async import roles
+from jaxrl_async.roles import parts
 
 overrides, arg, directory = json.loads(sys.argv[1]), sys.argv[2], sys.argv[3]
 settings = grid.settings_with(overrides, arg=arg)
 with Laboratory(f"{directory}/laboratory") as laboratory:
     outcome, again = laboratory.run(settings), laboratory.run(settings)
     first = laboratory.first_params(settings)
-step, params = roles.checkpoint_params(settings, pathlib.Path(directory, "run"))
+step, params = parts.checkpoint_params(settings, pathlib.Path(directory, "run"))
 assert step == overrides["learner.num_steps"]
 jax.tree.map(np.testing.assert_array_equal, outcome.params, params)
 jax.tree.map(np.testing.assert_array_equal, again.params, params)

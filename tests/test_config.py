@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-from jaxrl_async import roles
 from jaxrl_async.cli import config as config_lib
 from jaxrl_async.cli import main
 from jaxrl_async.config import base_config, build, parse_arg
@@ -17,6 +16,7 @@ from jaxrl_async.config.build import default_values, make_settings
 from jaxrl_async.config.checks import command_words
 from jaxrl_async.config.loss import LossConfig
 from jaxrl_async.config.settings import SettingsError
+from jaxrl_async.roles import parts
 from jaxrl_async.weights import transports
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -207,7 +207,7 @@ def test_keys_come_from_the_environment(monkeypatch):
     flags = [f"--config={QUICKSTART}", "--config.server.api_key_env=THE_KEY"]
     monkeypatch.setenv("THE_KEY", "secret")
     settings = parse(*flags)
-    assert roles.keys_of(settings) == {"api_key": "secret", "admin_api_key": None}
+    assert parts.keys_of(settings) == {"api_key": "secret", "admin_api_key": None}
     assert "secret" not in repr(settings)
 
 

@@ -15,7 +15,7 @@ from jaxrl_async.cli.config import load_config, settings_of
 from jaxrl_async.evaluation.evaluator import Evaluator, best_version
 from jaxrl_async.learner.checkpoint import Checkpoints
 from jaxrl_async.rewards.pool import RewardPool
-from jaxrl_async.roles import push_deadline_of
+from jaxrl_async.roles.learner import push_deadline_of
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.types import Prompt
 from jaxrl_async.weights.publisher import Publisher, PublisherError

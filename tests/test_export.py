@@ -12,10 +12,10 @@ import safetensors
 from flax import nnx
 from test_tokenizer import CHAT, make_bpe, write_hf
 
-from jaxrl_async import roles
 from jaxrl_async.cli.config import load_config, settings_of
 from jaxrl_async.cli.main import main
 from jaxrl_async.models import attention, hf, sharding, transformer
+from jaxrl_async.roles import parts
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.tasks.tokenizer import CharTokenizer, HFTokenizer
 from jaxrl_async.weights import store as weight_store
@@ -37,10 +37,10 @@ def make_run(workdir, config="quickstart.py", versions=(0, 3), **model):
     workdir.mkdir()
     (workdir / "config.json").write_text(config.to_json())
     settings = settings_of(config)
-    shape = roles.model_config_of(settings, roles.tokenizer_of(settings, workdir))
+    shape = parts.model_config_of(settings, parts.tokenizer_of(settings, workdir))
     mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
-    step = roles.train_step_of(settings, shape, mesh)
-    checkpoints = roles._checkpoints(settings, workdir)
+    step = parts.train_step_of(settings, shape, mesh)
+    checkpoints = parts.checkpoints_of(settings, workdir)
     for version in versions:
         params = sharding.init_sharded(shape, mesh, version)
         # Peaked enough that other weights show in every logit.
@@ -99,7 +99,7 @@ def test_transformers_computes_what_the_learner_does(run, tmp_path, by, capsys):
     out = tmp_path / "exports" / "three"
     assert main(["export", *where, f"--out={out}"]) == 0
     assert "checkpoint 3 of" in capsys.readouterr().out
-    shape = roles.model_config_of(settings, roles.tokenizer_of(settings, workdir))
+    shape = parts.model_config_of(settings, parts.tokenizer_of(settings, workdir))
     tokens = np.random.default_rng(0).integers(2, shape.vocab_size, (2, 12))
     np.testing.assert_allclose(
         their_logits(out, tokens), our_logits(params, shape, tokens), atol=2e-4
@@ -209,13 +209,13 @@ async def test_a_real_sglang_serves_an_export(tmp_path):
     settings, params = make_run(tmp_path / "run", "arithmetic_sglang.py", versions=(3,))
     out = tmp_path / "out"
     assert main(["export", f"--workdir={tmp_path / 'run'}", f"--out={out}"]) == 0
-    tokenizer = roles.tokenizer_of(settings, tmp_path / "run")
+    tokenizer = parts.tokenizer_of(settings, tmp_path / "run")
     python = real_servers.environment_of("sglang") / "bin" / "python"
     read = [python, "-c", TOKENIZE, out, TEXT]
     text = subprocess.run(read, check=True, capture_output=True, text=True, timeout=240).stdout
     assert json.loads(text.splitlines()[-1]) == [tokenizer.encode(TEXT), 1, 0]
 
-    shape = roles.model_config_of(settings, tokenizer)
+    shape = parts.model_config_of(settings, tokenizer)
     flags = ["--load-format=auto"]  # The weights that are there, in place of random ones.
     with real_servers.serving("sglang", shape, out, tmp_path / "log", *flags) as address:
         async with InferenceClient(

@@ -5,9 +5,9 @@ import pathlib
 import numpy as np
 import pytest
 
-from jaxrl_async import roles
 from jaxrl_async.cli import config as config_lib
 from jaxrl_async.config.settings import SettingsError
+from jaxrl_async.roles import parts, start
 from jaxrl_async.rollout import frictions
 from jaxrl_async.rollout.frictions import Frictions, rng_of
 from jaxrl_async.tasks.tokenizer import CharTokenizer
@@ -135,18 +135,18 @@ def test_what_is_no_probability_is_refused(name, value):
 
 
 def test_a_run_without_frictions_needs_no_token_for_zero():
-    assert roles.frictions_of(settings_of(), tokenizer=None) is None
+    assert parts.frictions_of(settings_of(), tokenizer=None) is None
 
 
 def test_a_run_whose_rewards_alone_go_wrong_needs_no_token_for_zero():
     settings = settings_of("frictions.reward_corruption=0.1", "frictions.rare_discovery=1")
-    wanted = roles.frictions_of(settings, tokenizer=None)
+    wanted = parts.frictions_of(settings, tokenizer=None)
     assert (wanted.actor_bug, wanted.reward_corruption, wanted.rare_discovery) == (0.0, 0.1, 1.0)
 
 
 def test_a_bugged_actor_writes_the_tokenizers_zero():
     settings = settings_of("frictions.actor_bug=0.25")
-    wanted = roles.frictions_of(settings, CharTokenizer("=+10"))
+    wanted = parts.frictions_of(settings, CharTokenizer("=+10"))
     assert wanted == Frictions(0.25, 0.0, 0.0, zero_id=5)  # padding, end, "=", "+", "1", "0"
 
 
@@ -167,10 +167,10 @@ class Wordy:
 )
 def test_a_tokenizer_without_one_token_for_zero_is_refused(tokenizer, message):
     with pytest.raises(ValueError, match=f"rollout.frictions.actor_bug needs .*{message}"):
-        roles.frictions_of(settings_of("frictions.actor_bug=1"), tokenizer)
+        parts.frictions_of(settings_of("frictions.actor_bug=1"), tokenizer)
 
 
 def test_a_missing_zero_is_found_before_any_role_starts(tmp_path):
     CharTokenizer("123456789+=").save(tmp_path / "tokenizer")
     with pytest.raises(ValueError, match="one token for '0'"):
-        roles.prepare(settings_of("frictions.actor_bug=1"), tmp_path)
+        start.prepare(settings_of("frictions.actor_bug=1"), tmp_path)

@@ -4,9 +4,9 @@ import json
 import pathlib
 import sys
 
-from jaxrl_async import roles
 from jaxrl_async.cli.config import UsageError, load_config, parse_flags, settings_of
 from jaxrl_async.evaluation.evaluator import best_version
+from jaxrl_async.roles import parts
 
 USAGE = """Scores checkpoints on the task's held-out prompts: greedy accuracy, and pass@k at the run's temperature.
 Prints a table and writes evaluation.json into the workdir."""
@@ -28,7 +28,7 @@ def main(argv: list[str]) -> int:
     steps = [_step(step, workdir) for step in flags.steps.split(",")]
     settings = settings_of(load_config(str(workdir / "config.json")))
     try:
-        roles.task_of(settings).examples("test")
+        parts.task_of(settings).examples("test")
     except (OSError, TypeError, ValueError) as error:
         raise UsageError(f"task {settings.task.name!r}: {error}") from None
     from jaxrl_async.learner.checkpoint import CheckpointError

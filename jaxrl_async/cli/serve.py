@@ -59,16 +59,16 @@ async def _serve(
     port: int,
     options: dict[str, str | None],
 ) -> None:
-    from jaxrl_async import roles
     from jaxrl_async.inference import http
+    from jaxrl_async.roles import parts
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asyncio.current_task().cancel)
-    step, params = roles.checkpoint_params(settings, workdir, None if step < 0 else step)
-    engine = roles.engine_of(settings, workdir, name="serve")
+    step, params = parts.checkpoint_params(settings, workdir, None if step < 0 else step)
+    engine = parts.engine_of(settings, workdir, name="serve")
     engine.start()
     try:
         await asyncio.wrap_future(engine.update_weights(params, str(step)))
-        roots = roles.weight_roots_of(settings, workdir)
+        roots = parts.weight_roots_of(settings, workdir)
         async with http.serve(engine, host=host, port=port, weight_roots=roots, **options) as bound:
             scheme = "https" if options["tls_cert"] else "http"
             logging.info("checkpoint %d of %s at %s://%s:%d", step, workdir, scheme, host, bound)

@@ -12,10 +12,10 @@ import time
 
 from absl import flags
 
-from jaxrl_async import roles
 from jaxrl_async.cli.config import UsageError, parse_flags, settings_of
 from jaxrl_async.config.checks import nearest
 from jaxrl_async.config.settings import Settings, SettingsError
+from jaxrl_async.roles import local, start
 from jaxrl_async.run import cluster, supervisor
 from jaxrl_async.run import workdir as workdirs
 from jaxrl_async.run.preemption import PREEMPTED, Notice
@@ -49,54 +49,47 @@ def main(argv: list[str]) -> int:
     if auto:
         _take_place(values)
     settings = settings_of(values.config)
-    roles.check_access(settings, values.role, values.index)  # Before any role starts.
-    name = f"{settings.task.name.split(':')[0]}-{time.strftime('%Y%m%d-%H%M%S')}"
-    workdir = pathlib.Path(values.workdir or f"runs/{name}").absolute()
+    start.check_access(settings, values.role, values.index)
+    workdir = pathlib.Path(values.workdir or start.default_workdir(settings)).absolute()
     supervised = "JAXRL_PARENT" in os.environ
-    begins = values.role in ("all", "learner") and not supervised  # The others go by what it finds.
-    changes: list[str] = []
-    if begins:
-        try:
-            workdirs.check(workdir, resume=values.resume)
-            changes = workdirs.changes(workdir, values.config) if values.resume else []
-        except ValueError as error:
-            raise UsageError(str(error)) from None
-    if values.role != "all":
-        _check_addresses(settings, values.role, values.index)
-    if values.dry_run:
-        print(_resolved(values, argv, workdir))
-        return 0
-    if begins and values.resume:
-        if said := workdirs.nothing_to_do(workdir, settings.learner.num_steps):
-            print(said)
+    # The other roles take the config.json that these write.
+    begins = values.role in ("all", "learner") and not supervised
+    try:
+        if begins:
+            start.check_workdir(values.config, workdir, resume=values.resume)
+        if values.role != "all":
+            _check_addresses(settings, values.role, values.index)
+        if values.dry_run:
+            print(_resolved(values, argv, workdir))
             return 0
+        if values.role == "all":
+            return _run_all(values.config, settings, workdir, resume=values.resume)
+        if begins and not start.begin(
+            values.config, settings, workdir, resume=values.resume, process=values.index
+        ):
+            return 0
+    except start.StartError as error:
+        raise UsageError(str(error)) from None
     workdir.mkdir(parents=True, exist_ok=True)
-    if begins and values.index == 0:
-        for line in changes:
-            print(line, flush=True)
-        workdirs.write_config(workdir, values.config)
-    if values.role == "all":
-        return _all(settings, workdir, resume=values.resume)
-    # Where a scheduler asks all roles to leave at once, the learner still needs the others to end its step.
-    heeds = not supervised and (auto or values.role == "learner")
-    return _one(
+    return _run_one(
         settings,
         values.role,
         values.index,
         workdir,
         resume=values.resume,
         coordinator=values.coordinator,
-        heeds=heeds,
+        # A scheduler signals all roles at once, and the learner still needs the others to end its step.
+        takes_notice=not supervised and (auto or values.role == "learner"),
     )
 
 
 def _config_of_workdir(values: flags.FlagValues) -> str | None:
-    """The config of the run that is resumed."""
+    """The config.json of the run to resume; None where --resume or --workdir is missing."""
     return f"{values.workdir}/config.json" if values.resume and values.workdir else None
 
 
 def _take_place(values: flags.FlagValues) -> None:
-    """Sets what the environment and the workdir say, in place of flags and config."""
+    """Sets role, index, addresses and --resume from the environment and the workdir."""
     if not values.workdir:
         raise UsageError("--role=auto needs --workdir, which all roles share")
     try:
@@ -123,7 +116,7 @@ def _take_place(values: flags.FlagValues) -> None:
 
 
 def _resolved(values: flags.FlagValues, argv: list[str], workdir: pathlib.Path) -> str:
-    """The settings, and the command that says by flags what --role=auto found; it comes last, where it is seen."""
+    """The settings, then the command with the resolved role and addresses as flags."""
     given = [w for w in argv if w.startswith("--config=") or w == "--config"]
     config = given[0] if given else f"--config={workdir}/config.json"
     words = ["python", "-m", "jaxrl_async", "train", f"--workdir={workdir}"]
@@ -137,36 +130,36 @@ def _resolved(values: flags.FlagValues, argv: list[str], workdir: pathlib.Path) 
     return f"{values.config.to_json(indent=2)}\n{shlex.join(words)}"
 
 
-def _all(settings: Settings, workdir: pathlib.Path, *, resume: bool) -> int:
-    try:
-        roles.prepare(settings, workdir)
-    except (OSError, TypeError, ValueError) as error:
-        raise UsageError(f"task {settings.task.name!r}: {error}") from None
-    # The learner has its own deadline, which comes first.
+def _run_all(config, settings: Settings, workdir: pathlib.Path, *, resume: bool) -> int:
+    # The learner has a deadline of its own, which comes first.
     notice = Notice(grace_secs=supervisor.LEAVE_SECS + supervisor.STOP_SECS)
     notice.heed(signal.SIGTERM)
     try:
-        done = supervisor.run(settings, workdir=workdir, resume=resume, stop_requested=notice.given)
+        done = local.run(
+            config, settings, workdir=workdir, resume=resume, stop_requested=notice.given
+        )
     except KeyboardInterrupt:
-        print(f"stopped; {_again(workdir)}", file=sys.stderr)
+        print(f"stopped; {_resume_hint(workdir)}", file=sys.stderr)
         return 1
+    except start.StartError:
+        raise
     except (supervisor.RoleDiedError, supervisor.StalledError, ValueError) as error:
         print(f"train: {error}", file=sys.stderr)
         return 1
     if not done:
-        print(f"left early; {_again(workdir)}", file=sys.stderr)
+        print(f"left early; {_resume_hint(workdir)}", file=sys.stderr)
         return PREEMPTED
     print(f"done: {workdir}")
     return 0
 
 
-def _again(workdir: pathlib.Path) -> str:
+def _resume_hint(workdir: pathlib.Path) -> str:
     if not workdirs.checkpoint_steps(workdir):
         return "no checkpoint yet: the same command begins again"
     return f"go on with: {workdirs.resume_command(workdir)}"
 
 
-def _one(
+def _run_one(
     settings: Settings,
     role: str,
     index: int,
@@ -174,7 +167,7 @@ def _one(
     *,
     resume: bool,
     coordinator: str,
-    heeds: bool,
+    takes_notice: bool,
 ) -> int:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
@@ -186,7 +179,7 @@ def _one(
         os.sched_setaffinity(0, cpus)
     notice = Notice()
     notice.heed(supervisor.LEAVE)
-    if heeds:
+    if takes_notice:
         notice.heed(signal.SIGTERM)
         # What a scheduler starts may ignore it.
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -196,7 +189,7 @@ def _one(
         parent = int(os.environ["JAXRL_PARENT"])
         threading.Thread(target=_end_with, args=(parent,), name="parent", daemon=True).start()
     try:
-        done = roles.run(
+        done = start.run_role(
             role,
             settings,
             index=index,

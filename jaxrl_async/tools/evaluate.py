@@ -12,12 +12,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxrl_async import roles
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.evaluation import scores
 from jaxrl_async.inference.engine import Completion, Engine, Request
 from jaxrl_async.inference.sampling import SamplingParams
 from jaxrl_async.rewards.pool import RewardError
+from jaxrl_async.roles import parts
 from jaxrl_async.tasks.prompts import test_prompts
 from jaxrl_async.tasks.tokenizer import completion_text
 from jaxrl_async.types import Prompt
@@ -42,17 +42,17 @@ def evaluate(settings: Settings, workdir: pathlib.Path, steps: Sequence[int | No
     Raises:
       CheckpointError: no such checkpoint, or one of another shape.
     """
-    tokenizer = roles.tokenizer_of(settings, workdir)
-    task = roles.task_of(settings)
+    tokenizer = parts.tokenizer_of(settings, workdir)
+    task = parts.task_of(settings)
     max_prompt_tokens = settings.rollout.max_prompt_tokens
     prompts = test_prompts(task, tokenizer, max_prompt_tokens=max_prompt_tokens)
     prompts = prompts[: settings.evaluate.num_prompts]
-    engine = roles.engine_of(settings, workdir, name="evaluate")
+    engine = parts.engine_of(settings, workdir, name="evaluate")
     engine.start()
     try:
         rows = []
         for step in steps:
-            step, params = roles.checkpoint_params(settings, workdir, step)
+            step, params = parts.checkpoint_params(settings, workdir, step)
             engine.update_weights(params, str(step)).result(ENGINE_TIMEOUT_SECS)
             rows.append({"step": step} | _score(engine, settings, tokenizer, prompts, task.reward))
         return rows
@@ -102,7 +102,7 @@ def _rewards(calls: Sequence[tuple[str, str]], settings: Settings, reward: str) 
     """Of (completion, answer) pairs; −inf where the reward failed."""
 
     async def score() -> list[float | BaseException]:
-        async with roles.reward_pool_of(settings, reward) as pool:
+        async with parts.reward_pool_of(settings, reward) as pool:
             return await asyncio.gather(*(pool.score(*c) for c in calls), return_exceptions=True)
 
     outcomes = asyncio.run(score())

@@ -4,9 +4,9 @@ import json
 import pathlib
 import tempfile
 
-from jaxrl_async import roles
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.models import hf
+from jaxrl_async.roles import parts
 from jaxrl_async.weights.store import WeightStore
 
 
@@ -32,9 +32,9 @@ def export(
     """
     if out.exists() and any(out.iterdir()):
         raise FileExistsError(f"{out} is not empty")
-    tokenizer = roles.tokenizer_of(settings, workdir)
-    model = roles.model_config_of(settings, tokenizer)
-    step, params = roles.checkpoint_params(settings, workdir, step)
+    tokenizer = parts.tokenizer_of(settings, workdir)
+    model = parts.model_config_of(settings, tokenizer)
+    step, params = parts.checkpoint_params(settings, workdir, step)
     config = _config(settings, model, tokenizer) | {"torch_dtype": dtype}
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.aside-", dir=out.parent) as aside:

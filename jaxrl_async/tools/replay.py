@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl_async import roles
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.learner import learner as learners
 from jaxrl_async.learner.checkpoint import Checkpoints
@@ -23,6 +22,7 @@ from jaxrl_async.metrics import MetricsWriter, Timers
 from jaxrl_async.models import sharding
 from jaxrl_async.queue.journal import JournalReader
 from jaxrl_async.queue.replay import ReplayQueue
+from jaxrl_async.roles import parts
 
 log = logging.getLogger(__name__)
 
@@ -83,10 +83,10 @@ def replay(
                 epoch,
             )
             break
-    config = roles.model_config_of(settings, roles.tokenizer_of(settings, workdir))
+    config = parts.model_config_of(settings, parts.tokenizer_of(settings, workdir))
     learner = settings.learner
     mesh = sharding.make_mesh(learner.data, learner.fsdp, learner.tensor)
-    train_step = roles.train_step_of(settings, config, mesh)
+    train_step = parts.train_step_of(settings, config, mesh)
     out.mkdir(parents=True, exist_ok=True)
     comparisons: list[Comparison] = []
     with contextlib.ExitStack() as stack:
@@ -111,16 +111,16 @@ def replay(
                 ours.save(step, state, position)
 
         schedule = dataclasses.replace(
-            roles.schedule_of(settings), num_steps=last, checkpoint_every_steps=1
+            parts.schedule_of(settings), num_steps=last, checkpoint_every_steps=1
         )
         learners.train(
             state,
             first_step=first + 1,
             schedule=schedule,
             train_step=train_step,
-            pack=roles.pack_of(settings, process=0),
-            padding=roles.padding_of(settings),
-            advantages=roles.advantages_of(settings),
+            pack=parts.pack_of(settings, process=0),
+            padding=parts.padding_of(settings),
+            advantages=parts.advantages_of(settings),
             queue=ReplayQueue(reader),
             publisher=_Nobody(),
             save=save,

@@ -1,0 +1,271 @@
+"""The learner role: one process of the SPMD program. Process 0 also publishes weights and writes metrics."""
+
+import contextlib
+import functools
+import logging
+import os
+import pathlib
+import threading
+import time
+from collections.abc import Callable
+
+import jax
+
+from jaxrl_async.config.checks import delay_of, queue_access_of
+from jaxrl_async.config.settings import Settings
+from jaxrl_async.evaluation.evaluator import Evaluator
+from jaxrl_async.learner import follower, processes
+from jaxrl_async.learner import learner as learners
+from jaxrl_async.learner.processes import Agreement
+from jaxrl_async.learner.versions import Delay, Versions
+from jaxrl_async.learner.warm_start import warm_start
+from jaxrl_async.metrics import MetricsWriter, Timers
+from jaxrl_async.models import hf, sharding
+from jaxrl_async.queue.client import LearnerQueue, QueueError
+from jaxrl_async.queue.records import ResumePoint, Share, Wait
+from jaxrl_async.roles import parts
+from jaxrl_async.run.supervisor import visible_devices
+from jaxrl_async.servers.client import InferenceClient
+from jaxrl_async.tasks.prompts import demonstration_tokens, test_prompts
+from jaxrl_async.weights.publisher import Publisher
+from jaxrl_async.weights.store import WeightStore
+from jaxrl_async.weights.transports import TRANSPORTS
+
+REPORT_SECS = 2.0  # between the learner's reports to the queue
+
+log = logging.getLogger(__name__)
+
+
+def run(
+    settings: Settings,
+    workdir: pathlib.Path,
+    *,
+    process: int,
+    coordinator: str,
+    resume: bool,
+    stop_requested: Callable[[], bool],
+) -> bool:
+    """Trains as one process of the learner, from the start or from the last checkpoint.
+
+    Args:
+      settings: the run; queue.address and server.addresses are set.
+      workdir: directory of the run.
+      process: of this machine or pod, in [0, learner.num_processes).
+      coordinator: "host:port" of process 0, where there are several; see `processes.joined`.
+      resume: continue from the last checkpoint.
+      stop_requested: whether to stop at the end of a step, with a checkpoint.
+
+    Returns:
+      Whether the last step is done.
+    """
+    if settings.learner.deterministic and visible_devices()[0] == "gpu":
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true"
+    with processes.joined(
+        coordinator=coordinator,
+        process=process,
+        num_processes=settings.learner.num_processes,
+    ) as process:
+        return _train(settings, workdir, process, resume=resume, stop_requested=stop_requested)
+
+
+def _train(
+    settings: Settings,
+    workdir: pathlib.Path,
+    process: int,
+    *,
+    resume: bool,
+    stop_requested: Callable[[], bool],
+) -> bool:
+    learner, weights = settings.learner, settings.weights
+    if learner.compilation_cache:
+        jax.config.update("jax_compilation_cache_dir", learner.compilation_cache)
+    part = {"process": process, "num_processes": learner.num_processes}
+    tokenizer = parts.tokenizer_of(settings, workdir)
+    config = parts.model_config_of(settings, tokenizer)
+    mesh = sharding.make_mesh(learner.data, learner.fsdp, learner.tensor)
+    train_step = parts.train_step_of(settings, config, mesh)
+    checkpoints = parts.checkpoints_of(settings, workdir)
+    version, resume_point = 0, None
+    if resume:
+        version = checkpoints.latest()
+        state, resume_point = checkpoints.restore(version, train_step.abstract_state())
+        resume_point = ResumePoint.from_json(resume_point)
+        log.info("resumed at version %d", version)
+    else:
+        state = train_step.init(first_params_of(settings, config, mesh, tokenizer))
+        checkpoints.save(0, state, ResumePoint(0, 0, (), {}, {}).to_json())
+    reference = _reference(settings, checkpoints, train_step)
+
+    with contextlib.ExitStack() as stack:
+        queue = stack.enter_context(
+            LearnerQueue(
+                settings.queue.address,
+                connect_timeout_secs=parts.CONNECT_TIMEOUT_SECS,
+                call_timeout_secs=parts.CALL_TIMEOUT_SECS,
+                share=Share(**part, num_minibatches=learner.num_minibatches),
+                **queue_access_of(settings),
+            )
+        )
+        make_parts = _leader_parts if process == 0 else _follower_parts
+        queue, publisher, metrics = make_parts(settings, workdir, queue)
+        for part_of_run in (checkpoints, metrics, publisher):
+            stack.callback(part_of_run.close)
+        delay = Delay(*delay_of(settings.rollout.delay_steps), seed=settings.seed)
+        versions = Versions(
+            publisher,
+            WeightStore(workdir / "weights", keep=max(weights.keep, delay.max_steps + 2)),
+            config=config,
+            dtype=weights.dtype,
+            timeout_secs=push_deadline_of(settings),
+            delay=delay,
+            **part,
+        )
+        timers = Timers()
+        report = functools.partial(_report_status, queue, process, timers, publisher)
+        threading.Thread(target=report, name="status", daemon=True).start()
+        if resume_point is None:
+            versions.publish(version, versions.snapshot(state))
+        else:
+            versions.resume(version, state, queue.status(), resume_point)
+        agreement = Agreement(stop_requested, **part, timeout_secs=learner.lease_timeout_secs)
+        with timers("wait_push"):
+            versions.wait(lambda: agreement.should_stop(version + 1, False))
+
+        def save(step: int, state, resume_point) -> None:
+            checkpoints.save(step, state, resume_point.to_json())
+            queue.checkpointed(checkpoints.oldest())
+
+        learners.train(
+            state,
+            first_step=version + 1,
+            schedule=parts.schedule_of(settings),
+            train_step=train_step,
+            pack=parts.pack_of(settings, process=process),
+            padding=parts.padding_of(settings),
+            advantages=parts.advantages_of(settings),
+            queue=queue,
+            publisher=versions,
+            save=save,
+            metrics=metrics,
+            timers=timers,
+            reference=reference,
+            should_stop=agreement.should_stop,
+        )
+        return checkpoints.latest() >= learner.num_steps  # The last step is always saved.
+
+
+def first_params_of(settings: Settings, config, mesh, tokenizer):
+    """Version 0: random weights or those at model.path, after the warm start."""
+
+    if settings.model.path:
+        params = hf.from_tensors(hf.read_tensors(settings.model.path), config)
+        params = sharding.place(params, sharding.param_shardings(mesh, params))
+    else:
+        params = sharding.init_sharded(config, mesh, settings.seed)
+    stage = settings.warm_start
+    if stage.num_steps == 0:
+        return params
+    demonstrations = demonstration_tokens(
+        parts.task_of(settings),
+        tokenizer,
+        num=stage.num_demonstrations,
+        max_tokens=stage.row_tokens,
+    )
+
+    def report(step: int, loss: float) -> None:
+        if step % 100 == 0 or step == stage.num_steps:
+            log.info("warm start: step %d of %d, loss %.4f", step, stage.num_steps, loss)
+
+    return warm_start(
+        config,
+        mesh,
+        params,
+        demonstrations,
+        num_steps=stage.num_steps,
+        batch_size=stage.batch_size,
+        row_tokens=stage.row_tokens,
+        learning_rate=stage.learning_rate,
+        head_chunk_tokens=settings.learner.head_chunk_tokens or None,
+        seed=settings.seed,
+        report=report,
+    )
+
+
+def _reference(settings: Settings, checkpoints, train_step):
+    """Parameters of version 0 for a KL penalty; None where the loss has none."""
+    if not settings.loss.needs_reference:
+        return None
+    state, _ = checkpoints.restore(0, train_step.abstract_state())
+    return state.params
+
+
+def _leader_parts(settings: Settings, workdir: pathlib.Path, queue):
+    """(queue, publisher, metrics) of process 0."""
+
+    weights = settings.weights
+    publisher = Publisher(
+        settings.server.controls,
+        client=InferenceClient(**parts.keys_of(settings), tls_ca=settings.server.tls_ca),
+        transport=functools.partial(TRANSPORTS[weights.transport], mode=weights.pause_mode),
+        announce=queue.publish_version,
+        push_timeout_secs=weights.push_timeout_secs,
+        poll_secs=weights.poll_secs,
+        start_timeout_secs=settings.server.start_timeout_secs,
+        evaluation=evaluator_of(settings, workdir),
+    )
+    return queue, publisher, MetricsWriter(workdir)
+
+
+def _follower_parts(settings: Settings, workdir: pathlib.Path, queue):
+    """(queue, publisher, metrics) of the other processes, which follow process 0."""
+
+    return (
+        follower.FollowerQueue(queue),
+        follower.FollowerPublisher(queue.status),
+        follower.FollowerMetrics(),
+    )
+
+
+def evaluator_of(settings: Settings, workdir: pathlib.Path):
+    """The evaluator of versions while the run trains; None where evaluate.every_steps is 0."""
+
+    evaluate, rollout = settings.evaluate, settings.rollout
+    if not evaluate.every_steps:
+        return None
+    tokenizer, task = parts.tokenizer_of(settings, workdir), parts.task_of(settings)
+    prompts = test_prompts(task, tokenizer, max_prompt_tokens=rollout.max_prompt_tokens)
+    return Evaluator(
+        workdir,
+        prompts[: evaluate.num_prompts],
+        every_steps=evaluate.every_steps,
+        num_samples=evaluate.num_samples,
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=rollout.temperature,
+        stop_token_ids=tokenizer.stop_token_ids,
+        seed=evaluate.seed,
+        max_running_requests=evaluate.max_running_requests,
+        timeout_secs=evaluate.timeout_secs,
+        decode=tokenizer.decode,
+        pool=functools.partial(parts.reward_pool_of, settings, task.reward),
+    )
+
+
+def push_deadline_of(settings: Settings) -> float:
+    """Bound on one push in seconds: a server's start, the push itself, and an evaluation on the only server."""
+    evaluation = settings.evaluate.timeout_secs if settings.evaluate.every_steps else 0.0
+    return settings.server.start_timeout_secs + settings.weights.push_timeout_secs + evaluation
+
+
+def _report_status(queue, process: int, timers, publisher) -> None:
+    """Reports the learner's stage to the queue, every REPORT_SECS."""
+
+    places = {"wait_data": "the queue", "update": "its device", "accumulate": "its device"}
+    while True:
+        name, secs = timers.current() or ("start", 0.0)
+        pushing = name in ("wait_push", "publish")  # A push waits for the one before it.
+        place = publisher.waits_for() if pushing else places.get(name, "itself")
+        # A lost queue is found, and named, by the loop's own calls.
+        with contextlib.suppress(ConnectionError, TimeoutError, QueueError, ValueError):
+            queue.report(f"learner-{process}", [Wait(f"learner ({name})", place, secs)])
+        time.sleep(REPORT_SECS)

@@ -1,0 +1,262 @@
+"""Parts that several roles, tools and benchmarks make from the settings.
+
+Each function imports its own part, so that a process loads no more than it needs.
+"""
+
+import contextlib
+import functools
+import json
+import pathlib
+
+from jaxrl_async.config.checks import key_named
+from jaxrl_async.config.settings import Settings
+
+# Deadlines of a client of the queue, which needs no device and is up within seconds.
+CONNECT_TIMEOUT_SECS = 60.0
+CALL_TIMEOUT_SECS = 30.0
+
+
+def keys_of(settings: Settings) -> dict[str, str | None]:
+    """The servers' keys from the environment, as {"api_key", "admin_api_key"}; None where none is named.
+
+    Raises:
+      SettingsError: a variable that the config names is unset or empty.
+    """
+    return {
+        key: key_named(f"server.{key}_env", getattr(settings.server, f"{key}_env"))
+        for key in ("api_key", "admin_api_key")
+    }
+
+
+def weight_roots_of(settings: Settings, workdir: pathlib.Path) -> list[pathlib.Path]:
+    """The directories that an embedded server takes weights from: the run's versions, and model.path."""
+    model = [pathlib.Path(settings.model.path)] if settings.model.path else []
+    return [workdir / "weights", *model]
+
+
+def tokenizer_of(settings: Settings, workdir: pathlib.Path):
+    """The run's tokenizer. The first role that needs it writes its files; the others read them."""
+    from jaxrl_async.tasks import tokenizer as tokenizers
+
+    wanted, directory = settings.tokenizer, workdir / "tokenizer"
+    if wanted.kind == "huggingface":
+        return tokenizers.load_tokenizer(wanted.path)
+    if directory.exists():
+        return tokenizers.load_tokenizer(directory)
+    if wanted.kind == "bpe":
+        texts = (text for pair in task_of(settings).demonstrations() for text in pair)
+        return tokenizers.train_bpe(texts, vocab_size=wanted.vocab_size, directory=directory)
+    tokenizer = tokenizers.CharTokenizer(wanted.alphabet)
+    tokenizer.save(directory)
+    return tokenizer
+
+
+def task_of(settings: Settings):
+    """The run's task."""
+    from jaxrl_async.tasks import make_task
+
+    return make_task(settings.task.name, **settings.task.args)
+
+
+def reward_pool_of(settings: Settings, reward: str):
+    """Processes that score completions with a reward, within the run's bounds; not started yet."""
+    from jaxrl_async.rewards import REWARDS, importable
+    from jaxrl_async.rewards.pool import RewardPool
+
+    rollout = settings.rollout
+    return RewardPool(
+        importable(reward, REWARDS),
+        num_processes=rollout.reward_processes,
+        timeout_secs=rollout.reward_timeout_secs,
+        memory_bytes=rollout.reward_memory_bytes,
+        calls_per_process=rollout.reward_calls_per_process,
+    )
+
+
+def vocab_size_of(settings: Settings, tokenizer) -> int:
+    """Bound on token ids: the model's, which published checkpoints pad beyond the tokenizer's."""
+    if not settings.model.path:
+        return tokenizer.vocab_size
+    config = pathlib.Path(settings.model.path) / "config.json"
+    return json.loads(config.read_text(encoding="utf-8"))["vocab_size"]
+
+
+def frictions_of(settings: Settings, tokenizer):
+    """The frictions of the run's rollouts; None where every probability is 0.
+
+    Raises:
+      ValueError: rollout.frictions.actor_bug > 0, and the tokenizer has no single token for "0".
+    """
+    from jaxrl_async.rollout.frictions import Frictions
+
+    wanted = settings.rollout.frictions
+    if not any(vars(wanted).values()):
+        return None
+    zero_id = _zero_id(tokenizer) if wanted.actor_bug else 0  # Otherwise unused.
+    return Frictions(**vars(wanted), zero_id=zero_id)
+
+
+def _zero_id(tokenizer) -> int:
+    needs = "rollout.frictions.actor_bug needs a tokenizer with one token for '0'"
+    try:
+        ids = tokenizer.encode("0")
+    except ValueError as error:  # not in its alphabet
+        raise ValueError(f"{needs}: {error}") from None
+    if len(ids) != 1:
+        raise ValueError(f"{needs}, got the ids {ids}")
+    return ids[0]
+
+
+def model_config_of(settings: Settings, tokenizer):
+    """The model's shape: from the files at model.path, or from the config."""
+    from jaxrl_async.models import hf, transformer
+
+    model = settings.model
+    if model.path:
+        return hf.read_config(model.path, dtype=model.dtype, remat=model.remat)
+    return transformer.ModelConfig(
+        vocab_size=tokenizer.vocab_size,
+        num_layers=model.num_layers,
+        model_dim=model.model_dim,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        mlp_dim=model.mlp_dim,
+        rope_theta=model.rope_theta,
+        rope_scaling=None,
+        norm_eps=model.norm_eps,
+        qk_norm=model.qk_norm,
+        attention_bias=model.attention_bias,
+        tied_embeddings=model.tied_embeddings,
+        dtype=model.dtype,
+        remat=model.remat,
+    )
+
+
+def model_path(settings: Settings, workdir: pathlib.Path) -> pathlib.Path:
+    """The directory that a local server starts from: model.path, or one that holds a config.json alone."""
+    if settings.model.path:
+        return pathlib.Path(settings.model.path)
+    from jaxrl_async.models import hf
+
+    directory = workdir / "model"
+    directory.mkdir(parents=True, exist_ok=True)
+    config = hf.write_config(model_config_of(settings, tokenizer_of(settings, workdir)))
+    text = json.dumps(config, indent=2)
+    (directory / "config.json").write_text(text, encoding="utf-8")
+    return directory
+
+
+def engine_of(settings: Settings, workdir: pathlib.Path, *, name: str):
+    """An embedded engine for the run's model, not started, without weights."""
+    from jaxrl_async.inference.engine import Engine
+
+    server = settings.server
+    return Engine(
+        model_config_of(settings, tokenizer_of(settings, workdir)),
+        num_slots=server.num_slots,
+        max_total_tokens=server.max_total_tokens,
+        decode_chunk=server.decode_chunk,
+        max_queued_requests=server.max_queued_requests,
+        name=name,
+    )
+
+
+def train_step_of(settings: Settings, config, mesh):
+    """The learner's programs, on a mesh."""
+    from jaxrl_async.learner import optimizer
+    from jaxrl_async.learner.train_step import TrainStep
+
+    learner = settings.learner
+    return TrainStep(
+        config,
+        mesh,
+        loss=settings.loss,
+        temperature=settings.rollout.temperature,
+        optimizer=optimizer.make_optimizer(
+            learning_rate=learner.learning_rate,
+            warmup_updates=learner.warmup_updates,
+            decay_updates=None,
+            b1=learner.adam_b1,
+            b2=learner.adam_b2,
+            eps=learner.adam_eps,
+            weight_decay=learner.weight_decay,
+        ),
+        max_grad_norm=learner.max_grad_norm,
+        num_minibatches=learner.num_minibatches,
+        head_chunk_tokens=learner.head_chunk_tokens or None,
+        attention_kernel=learner.attention_kernel,
+    )
+
+
+def checkpoints_of(settings: Settings, workdir: pathlib.Path):
+    """The checkpoints of the run; the best evaluated version is kept besides the last ones."""
+    from jaxrl_async.evaluation.evaluator import best_version
+    from jaxrl_async.learner.checkpoint import Checkpoints
+
+    return Checkpoints(
+        workdir / "checkpoints",
+        keep=settings.checkpoint.keep,
+        best=functools.partial(best_version, workdir),
+    )
+
+
+def checkpoint_params(settings: Settings, workdir: pathlib.Path, step: int | None = None):
+    """(step, parameters on one device) of a checkpoint of the run; the last one for step None."""
+    import jax
+
+    from jaxrl_async.models import sharding
+
+    config = model_config_of(settings, tokenizer_of(settings, workdir))
+    mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
+    with contextlib.closing(checkpoints_of(settings, workdir)) as checkpoints:
+        step = checkpoints.latest() if step is None else step
+        state, _ = checkpoints.restore(step, train_step_of(settings, config, mesh).abstract_state())
+    return step, state.params
+
+
+def pack_of(settings: Settings, *, process: int):
+    """Groups and advantages → the microbatches of one process of the learner."""
+    from jaxrl_async.learner.packing import Packer
+
+    learner = settings.learner
+    return Packer(
+        process=process,
+        num_processes=learner.num_processes,
+        microbatch_rows=learner.microbatch_rows,
+        row_tokens=learner.row_tokens,
+        policy=learner.packing,
+        shared_prompts=learner.shared_prompts,
+    )
+
+
+def padding_of(settings: Settings):
+    """A microbatch of one process without a token."""
+    from jaxrl_async.learner.packing import empty_batch
+
+    learner = settings.learner
+    return empty_batch(learner.microbatch_rows // learner.num_processes, learner.row_tokens)
+
+
+def advantages_of(settings: Settings):
+    """Rewards [N, G] → advantages [N, G]."""
+    from jaxrl_async.objectives.advantages import ADVANTAGES
+
+    return ADVANTAGES[settings.loss.advantage]
+
+
+def schedule_of(settings: Settings):
+    """When the run pushes, saves and stops."""
+    from jaxrl_async.learner.learner import Schedule
+
+    return Schedule(
+        num_steps=settings.learner.num_steps,
+        push_every_steps=settings.weights.push_every_steps,
+        wait_for_push=settings.mode != "async",
+        checkpoint_every_steps=settings.checkpoint.every_steps,
+        num_minibatches=settings.learner.num_minibatches,
+        lease_timeout_secs=settings.learner.lease_timeout_secs,
+        max_failures=settings.queue.max_failures,
+        budgets=settings.queue.budgets,
+        fail_on_recompile=settings.learner.fail_on_recompile,
+    )

@@ -1,0 +1,50 @@
+"""The queue role: admission and journal behind the gRPC service."""
+
+import logging
+import pathlib
+
+from jaxrl_async.config.checks import queue_access_of
+from jaxrl_async.config.settings import Settings
+from jaxrl_async.queue import service
+from jaxrl_async.queue.admission import Admission
+from jaxrl_async.queue.journal import Journal
+from jaxrl_async.roles.parts import tokenizer_of, vocab_size_of
+
+log = logging.getLogger(__name__)
+
+
+async def run(settings: Settings, workdir: pathlib.Path) -> None:
+    """Serves the queue at queue.address until it is interrupted."""
+    queue = settings.queue
+    admission = Admission(
+        batch_groups=settings.learner.groups_per_step,
+        max_staleness=queue.max_staleness,
+        push_every_steps=settings.weights.push_every_steps,
+        max_running_groups=queue.max_running_groups,
+        max_attempts=queue.max_attempts,
+        permit_timeout_secs=queue.permit_timeout_secs,
+        max_bytes=queue.max_bytes,
+        chunk_groups=queue.chunk_groups or None,
+    )
+    journal = None
+    if settings.journal.keep != "none":
+        journal = Journal(
+            pathlib.Path(settings.journal.path or workdir / "journal.sqlite"),
+            batch_groups=settings.learner.groups_per_step,
+            keep=settings.journal.keep,
+            mode=settings.journal.mode,
+            synchronous=settings.journal.synchronous,
+        )
+    await service.serve(
+        queue.address,
+        admission=admission,
+        group_size=settings.rollout.group_size,
+        vocab_size=vocab_size_of(settings, tokenizer_of(settings, workdir)),
+        max_tokens=settings.learner.row_tokens,
+        max_message_bytes=queue.max_message_bytes,
+        journal=journal,
+        on_bound=lambda address: log.info("queue at %s", address),
+        token=queue_access_of(settings)["token"],
+        tls_cert=queue.tls_cert,
+        tls_key=queue.tls_key,
+    )

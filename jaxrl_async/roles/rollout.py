@@ -1,0 +1,86 @@
+"""The rollout role: one worker, between the queue and the inference servers. It imports no JAX."""
+
+import functools
+import pathlib
+import socket
+import time
+
+from jaxrl_async.config.checks import queue_access_of
+from jaxrl_async.config.settings import Settings
+from jaxrl_async.queue.client import QueueClient
+from jaxrl_async.rewards.overlong import overlong_penalty
+from jaxrl_async.roles import parts
+from jaxrl_async.rollout.sampler import Sampler
+from jaxrl_async.rollout.worker import Worker, rollout_function
+from jaxrl_async.servers.client import InferenceClient
+from jaxrl_async.servers.fleet import Fleet
+from jaxrl_async.tasks.prompts import prompt_stream
+
+
+async def run(settings: Settings, workdir: pathlib.Path, index: int) -> None:
+    """Turns permits into groups until it is interrupted."""
+
+    rollout, tokenizer = settings.rollout, parts.tokenizer_of(settings, workdir)
+    task = parts.task_of(settings)
+    prompts = prompt_stream(
+        task,
+        tokenizer,
+        split="train",
+        seed=settings.task.seed,
+        max_prompt_tokens=rollout.max_prompt_tokens,
+    )
+    overlong = functools.partial(
+        overlong_penalty,
+        max_tokens=rollout.max_new_tokens,
+        buffer_tokens=rollout.overlong_buffer_tokens,
+    )
+    server = settings.server
+    fleet = Fleet(
+        suspect_secs=settings.weights.poll_secs,
+        clock=time.monotonic,
+        speeds=dict(zip(server.addresses, server.speeds, strict=False)),
+    )
+    async with (
+        InferenceClient(**parts.keys_of(settings), tls_ca=server.tls_ca) as client,
+        parts.reward_pool_of(settings, task.reward) as rewards,
+        QueueClient(
+            settings.queue.address,
+            connect_timeout_secs=parts.CONNECT_TIMEOUT_SECS,
+            call_timeout_secs=parts.CALL_TIMEOUT_SECS,
+            **queue_access_of(settings),
+        ) as queue,
+    ):
+        sampler = Sampler(
+            client=client,
+            fleet=fleet,
+            controls=server.controls,
+            sampling={
+                "max_new_tokens": rollout.max_new_tokens,
+                "temperature": rollout.temperature,
+                "stop_token_ids": list(tokenizer.stop_token_ids),
+            },
+            run_seed=settings.seed,
+            vocab_size=parts.vocab_size_of(settings, tokenizer),
+            request_timeout_secs=rollout.request_timeout_secs,
+            max_retries=rollout.max_retries,
+        )
+        worker = Worker(
+            name=f"rollout-{index}@{socket.gethostname()}",
+            queue=queue,
+            sampler=sampler,
+            fleet=fleet,
+            rewards=rewards,
+            prompts=prompts,
+            decode=tokenizer.decode,
+            rollout=rollout_function(rollout.function),
+            group_size=rollout.group_size,
+            max_running_groups=rollout.max_running_groups,
+            vocab_size=parts.vocab_size_of(settings, tokenizer),
+            max_tokens=settings.learner.row_tokens,
+            stop_token_ids=tokenizer.stop_token_ids,
+            drop_equal_rewards=rollout.drop_equal_rewards,
+            overlong=overlong,
+            frictions=parts.frictions_of(settings, tokenizer),
+            run_seed=settings.seed,
+        )
+        await worker.run()

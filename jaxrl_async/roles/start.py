@@ -1,0 +1,183 @@
+"""Starting a run or one of its roles: the one path of `jaxrl_async.run` and of the verb `train`."""
+
+import asyncio
+import pathlib
+import time
+import urllib.parse
+from collections.abc import Callable
+
+import ml_collections
+
+from jaxrl_async import security
+from jaxrl_async.config.checks import queue_access_of
+from jaxrl_async.config.settings import Settings, SettingsError
+from jaxrl_async.roles import parts
+from jaxrl_async.run import workdir as workdirs
+
+
+class StartError(ValueError):
+    """A run that cannot start: a taken workdir, a change that a resumed run refuses, or an unreadable task."""
+
+
+def default_workdir(settings: Settings) -> pathlib.Path:
+    """runs/TASK-TIME; of a task "module:function" the module."""
+    task = settings.task.name.partition(":")[0]
+    return pathlib.Path(f"runs/{task}-{time.strftime('%Y%m%d-%H%M%S')}")
+
+
+def check_workdir(
+    config: ml_collections.ConfigDict, workdir: pathlib.Path, *, resume: bool
+) -> list[str]:
+    """The changes that a config makes to the run in a workdir, a sentence for each key; writes nothing.
+
+    Raises:
+      StartError: the workdir holds a run, or with resume none; or a change that a resumed run cannot take.
+    """
+    try:
+        workdirs.check(workdir, resume=resume)
+        return workdirs.changes(workdir, config) if resume else []
+    except ValueError as error:
+        raise StartError(str(error)) from None
+
+
+def begin(
+    config: ml_collections.ConfigDict,
+    settings: Settings,
+    workdir: pathlib.Path,
+    *,
+    resume: bool,
+    process: int = 0,
+) -> bool:
+    """Checks the workdir, prints the changes to a resumed run, and writes config.json.
+
+    Args:
+      config: written to the workdir.
+      settings: the checked settings of the config.
+      workdir: made where it is not there.
+      resume: the workdir's run continues.
+      process: of the learner; only process 0 prints and writes.
+
+    Returns:
+      Whether there is anything to do; False, with the reason printed, where the last step is done.
+
+    Raises:
+      StartError: as of `check_workdir`.
+    """
+    changes = check_workdir(config, workdir, resume=resume)
+    if resume and (reason := workdirs.nothing_to_do(workdir, settings.learner.num_steps)):
+        print(reason)
+        return False
+    if process == 0:
+        for line in changes:
+            print(line, flush=True)
+        workdirs.write_config(workdir, config)
+    return True
+
+
+def prepare(settings: Settings, workdir: pathlib.Path) -> None:
+    """Reads the task and makes the tokenizer, so that errors in them are found before any role starts.
+
+    Writes the config.json that servers started by `server.command` read, where the run has no model.path.
+
+    Raises:
+      StartError: names the file, the argument or the line.
+    """
+    try:
+        task = parts.task_of(settings)
+        for split in ("train", "test"):
+            task.examples(split)
+        parts.frictions_of(settings, parts.tokenizer_of(settings, workdir))
+        if settings.server.command and not settings.server.addresses:
+            parts.model_path(settings, workdir)
+    except (OSError, TypeError, ValueError) as error:
+        raise StartError(f"task {settings.task.name!r}: {error}") from error
+
+
+def check_access(settings: Settings, role: str, index: int) -> None:
+    """Reads the keys and certificates that a role needs, so that errors in them are found before it starts.
+
+    Args:
+      settings: the run.
+      role: as of `run_role`, or "all".
+      index: of the server, rollout worker or learner process.
+
+    Raises:
+      SettingsError: names the setting, and the variable, file or address.
+    """
+    queue, server = settings.queue, settings.server
+    try:
+        if role != "queue":
+            keys = parts.keys_of(settings)
+        if role != "server":
+            queue_access_of(settings)
+        if role in ("all", "queue"):
+            security.server_context(queue.tls_cert, queue.tls_key)
+        if role in ("all", "learner", "rollout"):
+            for ca in filter(None, (queue.tls_ca, server.tls_ca)):
+                security.client_context(ca)
+        if role in ("all", "server") and not server.command:
+            security.server_context(server.tls_cert, server.tls_key)
+        if role == "server" and not server.command and index < len(server.addresses):
+            url = urllib.parse.urlparse(server.addresses[index])
+            listener = f"the embedded server {index}"
+            security.check_listener(listener, url.netloc, keys["api_key"], "server.api_key_env")
+            if (url.scheme == "https") != bool(server.tls_cert):
+                raise ValueError(
+                    f"server.addresses says {server.addresses[index]}, and server.tls_cert {server.tls_cert!r}: "
+                    "the embedded server speaks https with a certificate, http without one"
+                )
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
+
+
+def run_role(
+    role: str,
+    settings: Settings,
+    *,
+    index: int,
+    workdir: pathlib.Path,
+    resume: bool,
+    coordinator: str = "",
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> bool:
+    """Runs one role until it is done (the learner) or interrupted (the others).
+
+    A role's module is imported when the role starts, so that queue and rollout workers load no JAX.
+
+    Args:
+      role: "queue" | "server" | "rollout" | "learner".
+      settings: the run; queue.address and server.addresses are set.
+      index: of the server, rollout worker or learner process.
+      workdir: directory of the run.
+      resume: the learner continues from the last checkpoint.
+      coordinator: "host:port" of learner process 0, where there are several.
+      stop_requested: whether the learner should stop at the end of a step, with a checkpoint.
+
+    Returns:
+      Whether the run is done; False for a learner that stopped early.
+    """
+    match role:
+        case "queue":
+            from jaxrl_async.roles import queue
+
+            asyncio.run(queue.run(settings, workdir))
+        case "server":
+            from jaxrl_async.roles import server
+
+            server.run(settings, workdir, index)
+        case "rollout":
+            from jaxrl_async.roles import rollout
+
+            asyncio.run(rollout.run(settings, workdir, index))
+        case "learner":
+            from jaxrl_async.roles import learner
+
+            return learner.run(
+                settings,
+                workdir,
+                process=index,
+                coordinator=coordinator,
+                resume=resume,
+                stop_requested=stop_requested,
+            )
+    return True
