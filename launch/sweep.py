@@ -25,7 +25,7 @@ import ml_collections
 from jaxrl_async.cli.config import UsageError, config_of_point, load_sweep, parse_flags
 from jaxrl_async.config.checks import nearest
 from jaxrl_async.config.settings import SettingsError
-from jaxrl_async.run import workdir as workdirs
+from jaxrl_async.runtime import workdir as workdirs
 from jaxrl_async.sweeps import driver, page, submit
 
 PROGRAM = (sys.executable, "-m", "jaxrl_async")

@@ -18,7 +18,7 @@ import pytest
 
 from jaxrl_async.inference import http
 from jaxrl_async.inference.engine import Engine
-from jaxrl_async.run.supervisor import free_port
+from jaxrl_async.runtime.supervisor import free_port
 
 ROOT = pathlib.Path(__file__).parent.parent
 SCRIPTS = ROOT / "tests" / "real"

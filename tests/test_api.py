@@ -9,7 +9,7 @@ import pytest
 import jaxrl_async
 from jaxrl_async import rewards, tasks
 from jaxrl_async.cli.config import load_config
-from jaxrl_async.run import workdir as workdirs
+from jaxrl_async.runtime import workdir as workdirs
 
 MODULE = """
 import jaxrl_async

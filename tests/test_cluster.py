@@ -4,8 +4,8 @@ import pathlib
 
 import pytest
 
-from jaxrl_async.run import cluster
-from jaxrl_async.run.cluster import ClusterError, Place, hosts_of, place_of
+from jaxrl_async.runtime import cluster
+from jaxrl_async.runtime.cluster import ClusterError, Place, hosts_of, place_of
 
 RECORDED = pathlib.Path(__file__).parent / "recorded_environments"
 

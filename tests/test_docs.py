@@ -12,7 +12,7 @@ import pytest
 
 from jaxrl_async import rewards, tasks
 from jaxrl_async.metrics import METRICS, read_metrics
-from jaxrl_async.run.supervisor import free_port
+from jaxrl_async.runtime.supervisor import free_port
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -20,8 +20,8 @@ from jaxrl_async.cli import main
 from jaxrl_async.cli.config import UsageError, load_config, settings_of
 from jaxrl_async.config.settings import SettingsError
 from jaxrl_async.queue import client as queue_client
-from jaxrl_async.run import cluster
-from jaxrl_async.run.supervisor import free_port
+from jaxrl_async.runtime import cluster
+from jaxrl_async.runtime.supervisor import free_port
 
 ROOT = pathlib.Path(__file__).parent.parent
 LAUNCH = ROOT / "launch"

@@ -27,7 +27,7 @@ from jaxrl_async.models import hf, sharding
 from jaxrl_async.objectives import advantages
 from jaxrl_async.queue.journal import JournalReader
 from jaxrl_async.queue.records import Share
-from jaxrl_async.run import supervisor
+from jaxrl_async.runtime import supervisor
 from jaxrl_async.weights.store import WeightStore, WeightStoreError
 
 ROOT = pathlib.Path(__file__).parent.parent

@@ -31,8 +31,8 @@ from jaxrl_async.learner.processes import Agreement
 from jaxrl_async.metrics import read_metrics
 from jaxrl_async.queue import client as queue_client
 from jaxrl_async.queue.journal import JournalReader
-from jaxrl_async.run import status
-from jaxrl_async.run.preemption import PREEMPTED
+from jaxrl_async.runtime import status
+from jaxrl_async.runtime.preemption import PREEMPTED
 from jaxrl_async.weights.store import WeightStore
 
 __all__ = ["command", "run"]  # fixtures
@@ -40,7 +40,7 @@ WAIT_SECS = 60.0
 
 HEEDS = """
 import os, signal, time
-from jaxrl_async.run.preemption import Notice
+from jaxrl_async.runtime.preemption import Notice
 
 notice = Notice(grace_secs={grace_secs})
 notice.heed(signal.SIGTERM)

@@ -9,10 +9,10 @@ from fixtures.small_learner import empty_status
 
 from jaxrl_async.cli import config, main
 from jaxrl_async.queue.records import RoleStatus, ServerRecord, Wait
-from jaxrl_async.run import status as statuses
-from jaxrl_async.run.status import Process, explain
-from jaxrl_async.run.supervisor import free_port
-from jaxrl_async.run.workdir import write_config
+from jaxrl_async.runtime import status as statuses
+from jaxrl_async.runtime.status import Process, explain
+from jaxrl_async.runtime.supervisor import free_port
+from jaxrl_async.runtime.workdir import write_config
 
 QUICKSTART = pathlib.Path(__file__).parent.parent / "configs" / "quickstart.py"
 A, B = "http://127.0.0.1:1", "http://127.0.0.1:2"

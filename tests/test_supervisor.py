@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from jaxrl_async.cli.config import load_config, settings_of
-from jaxrl_async.run import status, supervisor
+from jaxrl_async.runtime import status, supervisor
 
 WAIT_SECS = 20.0
 

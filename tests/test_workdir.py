@@ -9,7 +9,7 @@ import pytest
 from jaxrl_async.cli import main, train
 from jaxrl_async.cli.config import load_config
 from jaxrl_async.config import build
-from jaxrl_async.run import workdir as workdirs
+from jaxrl_async.runtime import workdir as workdirs
 
 QUICKSTART = pathlib.Path(__file__).parent.parent / "configs" / "quickstart.py"
 

@@ -6,8 +6,8 @@ from jaxrl_async.cli.config import UsageError, load_config, parse_flags, setting
 from jaxrl_async.config.checks import queue_access_of
 from jaxrl_async.metrics import last_metrics
 from jaxrl_async.queue import client as queue_client
-from jaxrl_async.run import status
-from jaxrl_async.run import workdir as workdirs
+from jaxrl_async.runtime import status
+from jaxrl_async.runtime import workdir as workdirs
 
 CONNECT_SECS = 2.0
 

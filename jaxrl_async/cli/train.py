@@ -16,9 +16,9 @@ from jaxrl_async.cli.config import UsageError, parse_flags, settings_of
 from jaxrl_async.config.checks import nearest
 from jaxrl_async.config.settings import Settings, SettingsError
 from jaxrl_async.roles import local, start
-from jaxrl_async.run import cluster, supervisor
-from jaxrl_async.run import workdir as workdirs
-from jaxrl_async.run.preemption import PREEMPTED, Notice
+from jaxrl_async.runtime import cluster, supervisor
+from jaxrl_async.runtime import workdir as workdirs
+from jaxrl_async.runtime.preemption import PREEMPTED, Notice
 
 ROLES = ("all", "queue", "learner", "rollout", "server", "auto")
 PARENT_POLL_SECS = 1.0

@@ -24,7 +24,7 @@ from jaxrl_async.models import hf, sharding
 from jaxrl_async.queue.client import LearnerQueue, QueueError
 from jaxrl_async.queue.records import ResumePoint, Share, Wait
 from jaxrl_async.roles import parts
-from jaxrl_async.run.supervisor import visible_devices
+from jaxrl_async.runtime.supervisor import visible_devices
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.tasks.prompts import demonstration_tokens, test_prompts
 from jaxrl_async.weights.publisher import Publisher

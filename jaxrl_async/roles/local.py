@@ -7,7 +7,7 @@ import ml_collections
 
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.roles import start
-from jaxrl_async.run import supervisor
+from jaxrl_async.runtime import supervisor
 
 
 def run(

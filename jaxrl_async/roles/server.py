@@ -12,7 +12,7 @@ import urllib.parse
 from jaxrl_async.config.checks import command_words
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.roles.parts import engine_of, keys_of, model_path, weight_roots_of
-from jaxrl_async.run.supervisor import how_it_ended
+from jaxrl_async.runtime.supervisor import how_it_ended
 
 ENGINE_STOP_SECS = 30.0  # An engine that has not ended by then is left behind.
 COMMAND_STOP_SECS = 4.0  # A command that ignores SIGTERM is killed then, before its role is.

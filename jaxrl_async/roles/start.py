@@ -12,7 +12,7 @@ from jaxrl_async import security
 from jaxrl_async.config.checks import queue_access_of
 from jaxrl_async.config.settings import Settings, SettingsError
 from jaxrl_async.roles import parts
-from jaxrl_async.run import workdir as workdirs
+from jaxrl_async.runtime import workdir as workdirs
 
 
 class StartError(ValueError):

@@ -17,8 +17,8 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 
-from jaxrl_async.run.supervisor import how_it_ended
-from jaxrl_async.run.workdir import checkpoint_steps
+from jaxrl_async.runtime.supervisor import how_it_ended
+from jaxrl_async.runtime.workdir import checkpoint_steps
 
 POLL_SECS = 0.1
 LOCK_SECS = 1.0  # `Job.state` holds a lock for a moment too; a driver holds it for minutes.

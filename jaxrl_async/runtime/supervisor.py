@@ -23,9 +23,9 @@ from jaxrl_async.config.checks import queue_access_of
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.metrics import last_metrics
 from jaxrl_async.queue import client as queue_client
-from jaxrl_async.run import status
-from jaxrl_async.run.preemption import GRACE_SECS, ORDERLY_SECS, PREEMPTED
-from jaxrl_async.run.workdir import checkpoint_steps
+from jaxrl_async.runtime import status
+from jaxrl_async.runtime.preemption import GRACE_SECS, ORDERLY_SECS, PREEMPTED
+from jaxrl_async.runtime.workdir import checkpoint_steps
 
 # Of a learner on a CPU: XLA's buffers of a step lie in fresh memory each time, and 4 KiB pages cost a tenth of it.
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
