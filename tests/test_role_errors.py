@@ -44,7 +44,7 @@ def end_with(monkeypatch, tmp_path):
         def run(*_, **__):
             raise error
 
-        monkeypatch.setattr(train.roles, "run", run)
+        monkeypatch.setattr(train.start, "run_role", run)
         words = ["--config=configs/quickstart.py:smoke", "--config.queue.address=localhost:1"]
         return train.main(["--role=queue", f"--workdir={tmp_path}/run", *words])
 
