@@ -106,11 +106,11 @@ def run(
     settings = settings_of(config)
     run = Run(workdir or start.default_workdir(settings))
     start.check_access(settings, "all", 0)
-    local.run(
-        config,
-        settings,
-        workdir=run.workdir,
-        resume=resume,
-        on_step=(lambda: on_step(run)) if on_step else None,
-    )
+    if start.begin(config, settings, run.workdir, resume=resume):
+        local.run(
+            settings,
+            workdir=run.workdir,
+            resume=resume,
+            on_step=(lambda: on_step(run)) if on_step else None,
+        )
     return run

@@ -28,7 +28,7 @@ def workdir(tmp_path):
 def started(monkeypatch):
     """The settings of the runs that `train` would have started."""
     started = []
-    monkeypatch.setattr(train, "_all", lambda settings, *_, **__: started.append(settings) or 0)
+    monkeypatch.setattr(train, "_run_all", lambda settings, *_, **__: started.append(settings) or 0)
     return started
 
 
@@ -137,7 +137,7 @@ def test_a_run_that_has_come_to_its_last_step_has_nothing_to_do(role, workdir, s
 
 def test_a_role_that_a_supervisor_starts_again_leaves_the_config_alone(workdir, monkeypatch):
     monkeypatch.setenv("JAXRL_PARENT", "1")
-    monkeypatch.setattr(train, "_one", lambda *_, **__: 0)
+    monkeypatch.setattr(train, "_run_one", lambda *_, **__: 0)
     words = ["--config.queue.address=localhost:1", "--config.server.addresses=('http://a:1',)"]
     before = (workdir / "config.json").read_text()
     assert resume(workdir, "--role=learner", *words) == 0

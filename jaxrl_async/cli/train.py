@@ -62,12 +62,12 @@ def main(argv: list[str]) -> int:
         if values.dry_run:
             print(_resolved(values, argv, workdir))
             return 0
-        if values.role == "all":
-            return _run_all(values.config, settings, workdir, resume=values.resume)
         if begins and not start.begin(
             values.config, settings, workdir, resume=values.resume, process=values.index
         ):
             return 0
+        if values.role == "all":
+            return _run_all(settings, workdir, resume=values.resume)
     except start.StartError as error:
         raise UsageError(str(error)) from None
     workdir.mkdir(parents=True, exist_ok=True)
@@ -130,14 +130,12 @@ def _resolved(values: flags.FlagValues, argv: list[str], workdir: pathlib.Path) 
     return f"{values.config.to_json(indent=2)}\n{shlex.join(words)}"
 
 
-def _run_all(config, settings: Settings, workdir: pathlib.Path, *, resume: bool) -> int:
+def _run_all(settings: Settings, workdir: pathlib.Path, *, resume: bool) -> int:
     # The learner has a deadline of its own, which comes first.
     notice = Notice(grace_secs=supervisor.LEAVE_SECS + supervisor.STOP_SECS)
     notice.heed(signal.SIGTERM)
     try:
-        done = local.run(
-            config, settings, workdir=workdir, resume=resume, stop_requested=notice.given
-        )
+        done = local.run(settings, workdir=workdir, resume=resume, stop_requested=notice.given)
     except KeyboardInterrupt:
         print(f"stopped; {_resume_hint(workdir)}", file=sys.stderr)
         return 1

@@ -3,15 +3,12 @@
 import pathlib
 from collections.abc import Callable
 
-import ml_collections
-
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.roles import start
 from jaxrl_async.runtime import supervisor
 
 
 def run(
-    config: ml_collections.ConfigDict,
     settings: Settings,
     *,
     workdir: pathlib.Path,
@@ -19,13 +16,12 @@ def run(
     on_step: Callable[[], None] | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Starts a run in a workdir, and returns when it is over.
+    """Runs every role, and returns when the run is over. `start.begin` comes first.
 
     Args:
-      config: written to the workdir's config.json, which every role reads.
-      settings: the checked settings of the config.
-      workdir: of a new run or, with resume, of one that has a checkpoint.
-      resume: continue from the last checkpoint. Changes to the run's config are printed.
+      settings: the run.
+      workdir: holds its config.json, which every role reads.
+      resume: continue from the last checkpoint.
       on_step: called in this thread after steps.
       stop_requested: whether to stop at the end of a step, with a checkpoint.
 
@@ -33,12 +29,10 @@ def run(
       Whether the last step is done.
 
     Raises:
-      StartError: the workdir or the task cannot be used; nothing was started.
+      StartError: the task cannot be used; nothing was started.
       RoleDiedError, StalledError: the run failed.
       ValueError: the machine has fewer devices than the roles need.
     """
-    if not start.begin(config, settings, workdir, resume=resume):
-        return True
     start.prepare(settings, workdir)
     return supervisor.run(
         settings, workdir=workdir, resume=resume, on_step=on_step, stop_requested=stop_requested
