@@ -78,7 +78,9 @@ async def browsing():
     """Starts a browser; yields its page."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         command = [require(), "--headless=new", "--no-sandbox", "--disable-gpu"]
-        command += ["--disable-dev-shm-usage", "--no-first-run", "--remote-debugging-port=0"]
+        command += ["--disable-dev-shm-usage", "--disable-quic", "--no-first-run"]
+        command += ["--disable-background-networking", "--disable-component-update"]
+        command += ["--disable-sync", "--remote-debugging-port=0"]
         command += [f"--user-data-dir={profile}", "about:blank"]
         process = subprocess.Popen(
             command,

@@ -43,6 +43,12 @@ def blocks(page: pathlib.Path, *languages: str) -> list[str]:
     return [block for language, block in found if language in languages]
 
 
+def anchors(page: pathlib.Path) -> set[str]:
+    """The sections of a page, as links name them."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), re.M)
+    return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
+
+
 def commands() -> list[str]:
     """Every line of a code block that calls a program of this project's, comments cut off, as pages show it."""
     lines = [
@@ -62,10 +68,31 @@ def is_elsewhere(command: str) -> bool:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_and_named_files_are_there(page):
     text = page.read_text("utf-8")
-    for target in re.findall(r"\]\(([^)#:]+?)\)", text):
-        assert (page.parent / target).exists(), target
+    for target, anchor in re.findall(r"\]\(([^)#:]*)#?([^)#:]*)\)", text):
+        linked = page.parent / target if target else page
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors(linked), f"{target}#{anchor}"
     for name in re.findall(r"`((?:tests|benchmarks|configs|launch|docs|notebooks)/[\w./]+)`", text):
         assert (ROOT / name).exists() or name.startswith("configs/X"), name
+
+
+def test_every_promise_names_the_tests_that_hold_it():
+    text = (ROOT / "docs" / "trust.md").read_text("utf-8")
+    promises = text.partition("\n## Limits")[0]
+    rows = re.findall(r"^\| (?!promise|---)(.+?) \| (.+) \|$", promises, re.M)
+    assert len(rows) > 30
+    for promise, holders in rows:
+        found = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", holders)
+        assert found and len(found) == holders.count("`") // 2, promise
+        for file, name in found:
+            source = (ROOT / file).read_text("utf-8")
+            assert re.search(rf"^(async )?def {name}\(", source, re.M), f"{file}::{name}"
+
+
+def test_the_lexicon_is_in_order_and_says_each_term_once():
+    text = (ROOT / "docs" / "lexicon.md").read_text("utf-8")
+    terms = [term.lower() for term in re.findall(r"^\| (?!term)(\w.*?) \| \S", text, re.M)]
+    assert len(terms) > 30 and terms == sorted(set(terms))
 
 
 def test_the_reference_of_metrics_is_the_table():
