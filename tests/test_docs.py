@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from jaxrl_async import rewards, tasks
+from jaxrl_async.cli.config import settings_of
 from jaxrl_async.metrics import METRICS, read_metrics
 from jaxrl_async.runtime.supervisor import free_port
 
@@ -99,6 +100,14 @@ def test_the_reference_of_metrics_is_the_table():
     text = (ROOT / "docs" / "metrics.md").read_text("utf-8")
     rows = dict(re.findall(r"^\| `(.+?)` \| (.+) \|$", text, re.M))
     assert rows == METRICS
+
+
+def test_the_example_of_a_config_is_one():
+    (source,) = blocks(ROOT / "docs" / "command_line.md", "python")
+    found = {}
+    exec(source, found)
+    settings = settings_of(found["get_config"]("smoke,seed=3"))
+    assert (settings.seed, settings.task.seed, settings.learner.num_steps) == (3, 3, 2)
 
 
 def test_the_example_of_a_task_is_one(tmp_path, monkeypatch):
