@@ -6,10 +6,10 @@
     python launch/sweep.py --sweep=configs/sweeps/seeds.py --dir=runs/seeds --gather  # DIR/index.html, at any time
     python launch/sweep.py --sweep=configs/sweeps/seeds.py --dir=runs/seeds --submit=slurm --sbatch='--partition=gpu'
 
-What is printed is what runs: `train`, then `evaluate`, in DIR/NAME, with the log DIR/NAME.log; "# finished: " stands
-before what does not run again. The same command again skips what is finished, resumes what was interrupted, and tries
-again what failed. Drivers on several hosts may share a DIR. With --submit a task is one whole run, all its roles, on
-one node; a run of several nodes is launch/slurm.sbatch, or launch/gke_jobset.yaml.
+The printed commands are those that run: `train`, then `evaluate`, in DIR/NAME, with the log DIR/NAME.log. A line that
+begins with "# finished: " does not run again. The same command skips finished points, resumes interrupted ones and
+retries failed ones. Drivers on several hosts may share a DIR. With --submit a task is one whole run, all its roles, on
+one node; launch/slurm.sbatch and launch/gke_jobset.yaml start a run on several nodes.
 
 Exit codes: 0 done, 1 a point failed or the sweep was interrupted, 2 bad usage.
 """
@@ -49,7 +49,7 @@ def main(argv: list[str], program: tuple[str, ...] = PROGRAM) -> int:
         print(f"sweep: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("sweep: stopped; the same command goes on", file=sys.stderr)
+        print("sweep: stopped; the same command resumes it", file=sys.stderr)
         return 1
 
 
@@ -59,21 +59,21 @@ def _main(argv: list[str], program: tuple[str, ...]) -> int:
         argv,
         sweep=("", "FILE[:ARG] with get_sweep(arg)"),
         dir=("", "directory of the sweep; default runs/NAME of the sweep's file"),
-        run=(False, "run here what is missing, then gather"),
+        run=(False, "run the missing points here, then gather"),
         jobs=(0, "points at a time, which share this machine's devices; default 1 with --run, all with --submit"),
-        point=(-1, "run what is missing of the point with this index alone"),
+        point=(-1, "run the point with this index alone"),
         submit=("", " | ".join(CLUSTERS)),
         sbatch=("", "further words for sbatch"),
         image=("", "container image, for --submit=jobset"),
         claim=("", "PersistentVolumeClaim that is mounted at --dir, for --submit=jobset"),
         gather=(False, "write DIR/index.html"),
-        dry_run=(False, "print, and do nothing"),
+        dry_run=(False, "print only"),
     )  # fmt: skip
     if not flags.sweep:
         raise UsageError("--sweep=FILE[:ARG] is needed")
-    asked = [name for name in ACTIONS if flags[name].value != flags[name].default]
-    if len(asked) > 1:
-        raise UsageError(f"--{asked[0]} and --{asked[1]} are two actions: choose one")
+    actions = [name for name in ACTIONS if flags[name].value != flags[name].default]
+    if len(actions) > 1:
+        raise UsageError(f"--{actions[0]} and --{actions[1]} are two actions: choose one")
     if flags.submit and flags.submit not in CLUSTERS:
         raise UsageError(f"unknown --submit={flags.submit}{nearest(flags.submit, CLUSTERS)}")
     if flags.jobs < 0:
@@ -94,7 +94,7 @@ def _main(argv: list[str], program: tuple[str, ...]) -> int:
     ]
     if flags.submit:
         return _submit(flags, jobs, directory, stem)
-    if not asked or flags.dry_run:
+    if not actions or flags.dry_run:
         for job in jobs:
             print(job.shell if job.result() is None else f"# finished: {job.shell}")
         return 0
@@ -193,7 +193,7 @@ def _check_workdir(job: driver.Job, config: ml_collections.ConfigDict) -> None:
 
 
 def heed_interrupts() -> None:
-    """SIGINT and SIGTERM end the commands in order; a shell's background job would ignore the first."""
+    """Makes SIGINT and SIGTERM raise KeyboardInterrupt; a shell's background job would ignore SIGINT."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
 

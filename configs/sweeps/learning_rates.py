@@ -8,7 +8,7 @@ Arguments, after a colon: `smoke` (two steps each), `mode=sync|periodic|async`, 
 seed).
 """
 
-from jaxrl_async.cli.config import parse_arg
+from jaxrl_async.config import parse_arg
 from jaxrl_async.sweeps.points import Point, Sweep, seeded
 
 RATES = (3e-5, 1e-4, 3e-4, 1e-3, 3e-3)

@@ -1,16 +1,16 @@
-"""Modes × staleness bound × anchor of the loss on the quickstart: what old data costs, and what an anchor mends.
+"""Modes × staleness bound × anchor of the loss on the quickstart: the cost of old data, and how far an anchor mends it.
 
     python launch/sweep.py --sweep=configs/sweeps/modes.py                            # prints the commands
     python launch/sweep.py --sweep=configs/sweeps/modes.py --dir=runs/modes --run     # 25 runs
     python launch/sweep.py --sweep=configs/sweeps/modes.py:num_seeds=3 --dir=runs/modes3 --run --jobs=2
 
-Only what can be run: a bound η ≥ 1 is asynchronous, η = 0 is not; the anchor `current` is exact with one minibatch a
+Only valid settings: a bound η ≥ 1 is asynchronous, η = 0 is not; the anchor `current` is exact with one minibatch per
 step, which only the periodic mode has here. Not measured.
 
 Arguments, after a colon: `smoke` (two steps each), `num_seeds=N` (0: the config's own seed).
 """
 
-from jaxrl_async.cli.config import parse_arg
+from jaxrl_async.config import parse_arg
 from jaxrl_async.sweeps.points import Point, Sweep, seeded
 
 ANCHORS = ("recompute", "a3po", "linear", "behavior")

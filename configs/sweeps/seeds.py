@@ -9,7 +9,7 @@ same. Not measured.
 Arguments, after a colon: `smoke` (two steps each), `mode=sync|periodic|async`, `num_seeds=N`.
 """
 
-from jaxrl_async.cli.config import parse_arg
+from jaxrl_async.config import parse_arg
 from jaxrl_async.sweeps.points import Point, Sweep, seeded
 
 

@@ -75,10 +75,10 @@ def parse_flags(
     """Parses the flags of one verb; prints help and exits 0 on --help.
 
     Args:
-      usage: what the verb does, for --help.
+      usage: the text of --help.
       argv: the words after the verb; --dry-run is --dry_run.
-      config: also takes --config=FILE[:ARG] and --config.a.b=value; the result is `.config`.
-      config_of: the FILE where there is no --config, of the other flags; None where it is needed.
+      config: also takes --config=FILE[:ARG] and --config.a.b=value; the result has the config as `.config`.
+      config_of: the FILE to read without --config, from the other flags; None: --config is needed.
       **definitions: each flag's name, with its default (which gives the type) and its help.
 
     Raises:
@@ -113,7 +113,7 @@ def parse_flags(
 
 
 def _underscored(word: str) -> str:
-    """A flag with dashes in its name, as absl wants it."""
+    """A flag with underscores for the dashes in its name, which absl needs."""
     name, equals, value = word.removeprefix("--").partition("=")
     return f"--{name.replace('-', '_')}{equals}{value}" if word.startswith("--") else word
 
@@ -164,10 +164,10 @@ def settings_of(config: ml_collections.ConfigDict) -> Settings:
 
 
 def load_sweep(spec: str) -> Sweep:
-    """Loads FILE.py[:ARG] (its `get_sweep(arg)`); the base config's path becomes absolute.
+    """Loads FILE.py[:ARG] (its `get_sweep(arg)`); the path of its config becomes absolute.
 
     Raises:
-      UsageError: no such file, no get_sweep, an arg string it does not know, or points that cannot be told apart.
+      UsageError: no such file, no get_sweep, an unknown argument, or two points of one name.
     """
     file, _, arg = spec.partition(":")
     path = pathlib.Path(file).absolute()
@@ -252,7 +252,7 @@ def _split_config(argv: list[str]) -> tuple[str | None, list[str]]:
 
 
 def _check_keys(config: ml_collections.ConfigDict, argv: list[str]) -> None:
-    """Every --config.a.b=value must name a key, or the error says which is nearest."""
+    """Refuses --config.a.b=value without a key a.b; the error names the nearest."""
     for word in argv:
         if not word.startswith("--config."):
             continue
@@ -265,7 +265,7 @@ def _check_keys(config: ml_collections.ConfigDict, argv: list[str]) -> None:
 
 
 def _set_nones(config: ml_collections.ConfigDict, argv: list[str]) -> list[str]:
-    """Applies --config.a.b=None, which the flags of a number cannot say; returns the other words."""
+    """Applies --config.a.b=None, which the flag of a number refuses; returns the other words."""
     others = []
     for word in argv:
         key, _, text = word.partition("=")

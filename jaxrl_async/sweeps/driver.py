@@ -1,7 +1,7 @@
-"""Runs the points of a sweep as commands, n at a time, and goes on where an earlier driver stopped.
+"""Runs the points of a sweep as commands, n at a time, and resumes where an earlier driver stopped.
 
-What is done is read from the workdirs alone. A point's lock file keeps a second driver off it, and says how the last
-attempt ended. The driver knows commands, files and processes; it knows nothing of configs or of what is trained.
+The workdirs alone say which points are finished. A point's lock file keeps a second driver off it, and holds the
+outcome of the last attempt. The driver has commands, files and processes; it reads no config.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from jaxrl_async.runtime.supervisor import how_it_ended
 from jaxrl_async.runtime.workdir import checkpoint_steps
 
 POLL_SECS = 0.1
-LOCK_SECS = 1.0  # `Job.state` holds a lock for a moment too; a driver holds it for minutes.
+LOCK_SECS = 1.0  # `Job.state` holds a lock for a moment, a driver for minutes.
 STOP_SECS = 15.0  # `train` needs a few seconds to end its roles in order.
 
 FINISHED, ELSEWHERE = "finished", "runs elsewhere"
@@ -29,11 +29,11 @@ FINISHED, ELSEWHERE = "finished", "runs elsewhere"
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One point and where it runs: in DIR/NAME, with the log DIR/NAME.log and the lock DIR/NAME.lock."""
+    """One point, which runs in DIR/NAME with the log DIR/NAME.log and the lock DIR/NAME.lock."""
 
     name: str
     directory: pathlib.Path  # DIR, absolute
-    num_steps: int  # with a result of this step it is finished
+    num_steps: int  # a result of this step finishes it
     program: tuple[str, ...]  # the words before `train` and `evaluate`
     words: tuple[str, ...]  # --config=… and the overrides
 
@@ -51,7 +51,7 @@ class Job:
 
     @property
     def commands(self) -> tuple[tuple[str, ...], ...]:
-        """What a point that was never run needs: train, then evaluate."""
+        """The commands of a point that never ran: train, then evaluate."""
         workdir = f"--workdir={self.workdir}"
         train = (*self.program, "train", *self.words, workdir)
         return train, (*self.program, "evaluate", workdir)
@@ -62,15 +62,15 @@ class Job:
         return " && ".join(shlex.join(command) for command in self.commands)
 
     def result(self) -> dict | None:
-        """The last row of evaluation.json, None where it is not there or of an earlier checkpoint."""
+        """The last row of evaluation.json, None if it is missing or of an earlier checkpoint."""
         try:
             rows = json.loads((self.workdir / "evaluation.json").read_text("utf-8"))
-        except (OSError, ValueError):  # Not there, or half written.
+        except (OSError, ValueError):  # Missing, or half written.
             return None
         return rows[-1] if rows and rows[-1]["step"] == self.num_steps else None
 
     def missing(self) -> list[tuple[str, ...]]:
-        """The commands that are left to run; none where the point is finished."""
+        """The commands left to run; none if the point is finished."""
         if self.result() is not None:
             return []
         train, evaluate = self.commands
@@ -95,17 +95,17 @@ class Job:
 
 
 def run(jobs: Sequence[Job], *, at_once: int, say: Callable[[str], None] = print) -> dict[str, str]:
-    """Runs what is missing of each job. A job that fails does not stop the others.
+    """Runs the missing commands of each job. A failed job does not stop the others.
 
-    An interrupt (KeyboardInterrupt, SystemExit, …) ends the commands that run, and goes on to the caller.
+    An interrupt (KeyboardInterrupt, SystemExit, …) ends the running commands and is raised again.
 
     Args:
       jobs: in the order in which they are started.
-      at_once: how many run at the same time.
+      at_once: jobs that run at the same time.
       say: receives a line for each job that starts or ends.
 
     Returns:
-      Name → "finished", "failed: WHY", or "runs elsewhere" where another driver holds its lock.
+      Name → "finished", "failed: WHY", or "runs elsewhere" if another driver holds its lock.
     """
     waiting, attempts, ends = list(jobs), [], {}
 
@@ -122,7 +122,7 @@ def run(jobs: Sequence[Job], *, at_once: int, say: Callable[[str], None] = print
                 else:
                     attempts.append(_Attempt(job, lock, say))
             for attempt in list(attempts):
-                if (how := attempt.look()) is not None:
+                if (how := attempt.poll()) is not None:
                     attempts.remove(attempt)
                     attempt.close(how)
                     ended(attempt.job, how)
@@ -143,16 +143,18 @@ class _Attempt:
 
     def __init__(self, job: Job, lock: int, say: Callable[[str], None]):
         self.job, self._lock, self._say = job, lock, say
-        self._commands = job.missing()  # Under the lock: another driver may have ended it just now.
+        self._commands = (
+            job.missing()
+        )  # Under the lock: another driver may just have finished some.
         self._process: subprocess.Popen | None = None
         self._verb = ""
         _write(lock, f"running since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
         new = self._commands and not checkpoint_steps(job.workdir)
         if new and (job.workdir / "config.json").exists():
-            shutil.rmtree(job.workdir)  # It never got to a checkpoint: there is nothing to resume.
+            shutil.rmtree(job.workdir)  # Without a checkpoint there is nothing to resume.
 
-    def look(self) -> str | None:
-        """How the attempt ended, None while a command runs; starts the next one."""
+    def poll(self) -> str | None:
+        """The outcome of the attempt, None while a command runs; starts the next command."""
         if self._process is not None:
             code = self._process.poll()
             if code is None:
@@ -172,7 +174,7 @@ class _Attempt:
             self._process.terminate()
 
     def kill(self, deadline: float) -> None:
-        """Waits until the deadline, then kills what is left of the command and of its process group."""
+        """Waits until the deadline, then kills the command and its process group."""
         if self._process is None:
             return
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -191,8 +193,8 @@ class _Attempt:
         self._say(f"{self.job.name}: {self._verb}{resumed}, log {self.job.log}")
         with open(self.job.log, "a", encoding="utf-8") as log:
             print(f"$ {shlex.join(command)}", file=log, flush=True)
-            # A session of its own: Ctrl-C reaches the driver, which ends it in order. It inherits the lock: a driver
-            # that is killed leaves the point locked for as long as its command runs.
+            # A session of its own: Ctrl-C reaches the driver alone, which ends the command in order. The command
+            # inherits the lock, so that the point stays locked while it runs, even if the driver is killed.
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -204,7 +206,7 @@ class _Attempt:
 
 
 def _take(path: pathlib.Path) -> int | None:
-    """The descriptor of a lock file that is now held, None where another holds it."""
+    """Takes a lock file; returns its descriptor, None if another process holds it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     deadline = time.monotonic() + LOCK_SECS

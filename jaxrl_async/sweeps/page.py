@@ -1,4 +1,4 @@
-"""index.html of a sweep: one self-contained page with a table and plots, from the workdirs of its points alone."""
+"""index.html of a sweep: one self-contained page with tables and plots, made from the workdirs of its points."""
 
 import dataclasses
 import html
@@ -39,7 +39,7 @@ steps; faint lines are single seeds.</p>
 <div class="scroll">{scores}</div>
 {plots}
 <h2>Points</h2>
-<p>Seconds add up the learner's steps, without the warm start before them and without what an interruption lost.</p>
+<p>Seconds are the sum of the learner's steps, without the warm start and without steps lost to an interruption.</p>
 <div class="scroll">{points}</div>
 </html>
 """
@@ -47,7 +47,7 @@ steps; faint lines are single seeds.</p>
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What the workdir of one point holds."""
+    """The result of one point, read from its workdir."""
 
     name: str
     label: str  # the name without its seed
@@ -57,7 +57,7 @@ class Result:
     rewards: np.ndarray  # [steps], mean reward of a step
     secs: np.ndarray  # [steps], of the learner, up to the step's end
     tokens: np.ndarray  # [steps], trained up to the step's end
-    before: dict[str, float] | None  # evaluation of the first checkpoint asked for
+    before: dict[str, float] | None  # evaluation of the first checkpoint
     after: dict[str, float] | None  # of the last step; None while the point is not finished
 
 
@@ -209,7 +209,7 @@ def _table(
 
 
 def _plots(results: Sequence[Result]) -> list[str]:
-    """Headed SVG elements: final score, reward against seconds, reward against tokens; those with anything in them."""
+    """SVG elements with headings: final score, reward against seconds, reward against tokens; no empty ones."""
     import matplotlib
     from matplotlib.figure import Figure  # Imports slowly; only pages draw.
 
@@ -234,7 +234,7 @@ def _plots(results: Sequence[Result]) -> list[str]:
 
 
 def _draw_scores(axes, scored: dict[str, list[Result]], colors) -> None:
-    """A dot and its interval for each label, the single points small beside it."""
+    """A dot with its interval for each label, and a small tick for each seed."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel(f"held-out greedy accuracy, mean and {CONFIDENCE:.0%} interval over seeds")
     axes.set_yticks(range(len(scored)), list(scored), fontsize=8)
@@ -255,7 +255,7 @@ def _draw_scores(axes, scored: dict[str, list[Result]], colors) -> None:
 def _draw_rewards(
     figure, groups: dict[str, list[Result]], colors, attribute: str, xlabel: str
 ) -> None:
-    """A line for each label, the mean over the steps that all its seeds have; each seed's own faint behind it."""
+    """A line for each label, the mean over the steps that all its seeds have; a faint line for each seed."""
     axes = figure.add_subplot(xlabel=xlabel, ylabel="mean reward of a step")
     axes.spines[["top", "right"]].set_visible(False)
     for (label, group), color in zip(groups.items(), colors, strict=True):

@@ -1,6 +1,6 @@
 """A sweep: a base config and named points, each a mapping of config keys to values.
 
-It knows nothing of what the keys mean; that each point can be run is checked where the config is loaded.
+The meaning of the keys is not used here: the config's loader checks that each point can run.
 """
 
 import dataclasses
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 SEED_KEYS = ("seed", "task.seed")
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_=+-]*")  # It names a directory, and files by a suffix.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_=+-]*")  # of a directory, and with a suffix of files
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,13 +35,13 @@ class Point:
         """The overrides as the words of a command line, not quoted for a shell.
 
         Raises:
-          TypeError: a value that a command line cannot say.
+          TypeError: a value that a command line cannot hold.
         """
         return tuple(_word(key, value) for key, value in self.overrides.items())
 
     @property
     def label(self) -> str:
-        """The name without its "-seedN": points with the same label are runs of one setting."""
+        """The name without its "-seedN": points with one label differ in their seed alone."""
         return re.sub(r"-?seed\d+$", "", self.name) or "all"
 
 

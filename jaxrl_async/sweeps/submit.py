@@ -1,4 +1,4 @@
-"""What hands a sweep to a cluster: the text of a Slurm array job, or of a JobSet with an index per point.
+"""Job descriptions for a cluster: a Slurm array job, or a JobSet with an index per point.
 
 Each task runs `sweep.py --point=INDEX`, which skips, resumes and locks as the local driver does; all tasks must see
 the sweep's directory.
@@ -112,7 +112,7 @@ def jobset_yaml(
 
     Args:
       command: as of `slurm_script`, as the image's shell can run it.
-      name: of the JobSet; what Kubernetes does not take in names becomes "-".
+      name: of the JobSet; a character that Kubernetes refuses in names becomes "-".
       directory: the sweep's, absolute; the claim is mounted there.
       num_points: of the whole sweep.
       at_once: pods that run at the same time; 0 for no limit.
