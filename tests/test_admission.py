@@ -1,7 +1,7 @@
-"""Admission and leases: the inequality by pencil, then random schedules with a fake clock."""
+"""Admission and leases, by pencil. test_queue_properties.py drives them with random schedules."""
 
-import collections
 import logging
+import re
 from random import Random
 
 import pytest
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jaxrl_async.queue.admission import Admission
 from jaxrl_async.queue.leases import OrderError
-from jaxrl_async.queue.records import REISSUE_REASONS, RETIRE_REASONS, Permit, ResumePoint
+from jaxrl_async.queue.records import Permit, ResumePoint
 
 
 def published(version=0, **values) -> Admission:
@@ -103,14 +103,14 @@ def test_an_index_is_exhausted_after_max_attempts():
 def test_an_unknown_reason_is_refused_with_the_known_ones():
     admission = published()
     (permit,) = admission.admit(1, 0.0)
-    with pytest.raises(ValueError, match=r"'bored' is none of aborted, .*timeout"):
+    with pytest.raises(ValueError, match="'bored'.*aborted, .*timeout"):
         admission.return_permit(permit, "bored")
-    with pytest.raises(ValueError, match="'exhausted' is none of"):
+    with pytest.raises(ValueError, match="'exhausted'.*aborted"):
         admission.return_permit(permit, "exhausted")
     assert admission.running == 1
 
 
-def test_a_silent_permit_expires_and_its_late_push_is_stale():
+def test_a_silent_permit_expires_and_its_late_submission_is_stale():
     admission = published(permit_timeout_secs=10.0)
     (late,) = admission.admit(1, 0.0)
     assert admission.expired(10.0) == []
@@ -127,18 +127,14 @@ def test_a_silent_permit_expires_and_its_late_push_is_stale():
     assert (admission.held, admission.stale_events) == (1, 4)
 
 
-def test_a_push_after_the_commit_is_stale():
-    admission = published()
-    train_step(admission, 1)
-    assert admission.submit(Permit(2, 0), 1) == "stale"
-
-
 @pytest.mark.parametrize("permit", [Permit(4, 0), Permit(0, 1), Permit(-1, 0), Permit(1, 1)])
 def test_a_permit_that_was_never_issued_is_refused(permit):
     admission = published()
     permits = admission.admit(4, 0.0)
     admission.return_permit(permits[1], "timeout")  # Permit(1, 1) waits to be issued.
-    with pytest.raises(OrderError, match=f"prompt_index {permit.prompt_index}.*never issued"):
+    with pytest.raises(
+        OrderError, match=f"prompt_index {permit.prompt_index}, attempt {permit.attempt} "
+    ):
         admission.submit(permit, 1)
 
 
@@ -146,16 +142,16 @@ def test_publication_never_goes_back():
     admission = published(max_staleness=3)
     train_step(admission, 1)
     admission.publish(1)
-    with pytest.raises(OrderError, match="version 0 is published after version 1"):
+    with pytest.raises(OrderError, match="version 0 .*version 1"):
         admission.publish(0)
-    with pytest.raises(OrderError, match=r"version 2 .* last step leased in full is 1"):
+    with pytest.raises(OrderError, match="version 2 .*leased.* 1"):
         admission.publish(2)
     assert admission.v_pub == 1
 
 
 @pytest.mark.parametrize("eta, every", [(0, 2), (2, 4), (-1, 1)])
 def test_staleness_below_the_push_interval_is_refused_with_both_numbers(eta, every):
-    with pytest.raises(ValueError, match=rf"max_staleness {eta} < push_every_steps {every} − 1"):
+    with pytest.raises(ValueError, match=rf"max_staleness {eta} .*push_every_steps {every}"):
         make_admission(max_staleness=eta, push_every_steps=every)
 
 
@@ -170,7 +166,7 @@ def test_staleness_that_cannot_hide_a_push_is_warned_about(eta, every, warned, c
     "name", ["batch_groups", "max_running_groups", "max_attempts", "chunk_groups", "max_bytes"]
 )
 def test_bounds_are_at_least_one(name):
-    with pytest.raises(ValueError, match=f"{name} must be ≥ 1, got 0"):
+    with pytest.raises(ValueError, match=f"{name}.* 1.* 0"):
         make_admission(**{name: 0})
 
 
@@ -227,21 +223,21 @@ def test_a_chunk_is_fixed_once():
 def test_steps_are_leased_and_committed_in_order():
     admission = published(max_staleness=1, chunk_groups=2)
     submit_all(admission, admission.admit(8, 0.0))
-    with pytest.raises(OrderError, match="lease of step 2: step 1 was not leased in full"):
+    with pytest.raises(OrderError, match="lease of step 2.*step 1"):
         admission.lease(2, 0)
-    with pytest.raises(OrderError, match="chunk 1, but 0 are fixed"):
+    with pytest.raises(OrderError, match="lease of step 1.*chunk 1.* 0 "):
         admission.lease(1, 1)
     admission.lease(1, 0)
-    with pytest.raises(OrderError, match="commit of step 1: .* leased in full is 0"):
+    with pytest.raises(OrderError, match="commit of step 1.*leased.* 0"):
         admission.commit(1)
     admission.lease(1, 1)
     admission.lease(2, 0)
-    with pytest.raises(OrderError, match="chunk 2, but 2 are fixed"):
+    with pytest.raises(OrderError, match="lease of step 1.*chunk 2.* 2 "):
         admission.lease(1, 2)
     admission.commit(1)
-    with pytest.raises(OrderError, match="step 1: it is committed"):
+    with pytest.raises(OrderError, match="lease of step 1.*committed step 1"):
         admission.lease(1, 0)
-    with pytest.raises(OrderError, match="commit of step 3: the last committed step is 1"):
+    with pytest.raises(OrderError, match="commit of step 3.*committed step is 1"):
         admission.commit(3)
 
 
@@ -258,7 +254,7 @@ def test_a_commit_frees_its_groups_and_may_be_repeated():
     assert admission.resume_point == resume_point
 
 
-def test_the_position_holds_what_must_be_issued_again():
+def test_the_resume_point_has_the_permits_to_issue_again():
     admission = published(max_staleness=2, max_attempts=5)
     permits = admission.admit(12, 0.0)
     admission.return_permit(permits[1], "invalid")
@@ -267,10 +263,12 @@ def test_the_position_holds_what_must_be_issued_again():
     (again,) = admission.admit(1, 0.0)
     assert again == Permit(7, 1)
     admission.submit(again, 1)
+    admission.submit(permits[8], 1)
     admission.return_permit(permits[9], "aborted")
     admission.lease(1, 0)  # 0 2 3 4
+    admission.lease(2, 0)
     admission.commit(1)
-    # Held: 5 6 7; running: 8 10 11; returned: 9.
+    # Leased: 5 6 7 8; running: 10 11; returned: 9.
     assert admission.resume_point == ResumePoint(
         step=1,
         frontier=12,
@@ -281,16 +279,7 @@ def test_the_position_holds_what_must_be_issued_again():
     assert ResumePoint.from_json(admission.resume_point.to_json()) == admission.resume_point
 
 
-def test_groups_leased_for_a_later_step_are_outstanding():
-    admission = published(max_staleness=1)
-    submit_all(admission, admission.admit(8, 0.0))
-    admission.lease(1, 0)
-    admission.lease(2, 0)
-    admission.commit(1)
-    assert admission.resume_point.outstanding == tuple(Permit(i, 0) for i in range(4, 8))
-
-
-def test_a_new_queue_goes_on_from_a_position():
+def test_a_new_queue_starts_from_a_resume_point():
     resume_point = ResumePoint(
         3, 15, (Permit(12, 1), Permit(14, 0)), {"overlong": 1}, {"overlong": 1}
     )
@@ -315,19 +304,19 @@ def test_a_resumed_synchronous_run_issues_what_the_uninterrupted_one_issues():
     assert resumed.admit(100, 0.0) == whole.admit(100, 0.0)
 
 
-def test_a_position_that_contradicts_itself_or_the_queue_is_refused():
+def test_a_resume_point_that_contradicts_itself_or_the_queue_is_refused():
     resume_point = ResumePoint(3, 12, (), {}, {})
-    with pytest.raises(OrderError, match=r"version 4 .* resume point of step 3"):
+    with pytest.raises(OrderError, match="version 4 .*step 3"):
         make_admission().publish(4, resume_point)
-    with pytest.raises(OrderError, match=r"15 groups trained.*frontier 12.*batch_groups"):
+    with pytest.raises(OrderError, match="15 groups.*frontier 12.*batch_groups"):
         make_admission(batch_groups=5).publish(3, resume_point)
-    with pytest.raises(OrderError, match="outside"):
+    with pytest.raises(OrderError, match=r"resume point.*\[0, 13\)"):
         make_admission().publish(3, ResumePoint(3, 13, (Permit(13, 0),), {}, {}))
-    with pytest.raises(OrderError, match=r"step 3 is given to a queue at work.* step is 0"):
+    with pytest.raises(OrderError, match="resume point of step 3 .*step is 0"):
         published().publish(3, resume_point)
 
 
-def test_a_position_that_agrees_with_a_queue_at_work_is_ignored():
+def test_a_resume_point_of_the_last_step_is_ignored_by_a_queue_at_work():
     admission = published(max_staleness=1)
     train_step(admission, 1)
     submit_all(admission, admission.admit(2, 0.0))
@@ -353,160 +342,27 @@ def test_full_memory_admits_only_what_the_next_lease_needs():
     assert admission.num_bytes == 0
 
 
-def test_what_a_lease_waits_for_is_said():
+def test_the_wait_of_a_lease_names_the_missing_groups():
     admission = published(max_attempts=9, max_running_groups=3)
     permits = admission.admit(3, 5.0)
     admission.submit(permits[0], 1)
     admission.return_permit(permits[1], "timeout")
-    assert admission.waiting_for(1, 98.0) == (
-        "step 1: 1 of 4 groups; waiting for prompt_index 1 (attempt 1, to be issued again), "
-        "2 (attempt 0, running 93 s) and 1 not issued (capacity 2: no worker asks)"
-    )
+    first, second = r"prompt_index 1 \(attempt 1, .*", r"2 \(attempt 0, running 93 s\).*"
+    said = admission.waiting_for(1, 98.0)
+    assert re.match(rf"step 1: 1 of 4 .*{first}{second} 1 not issued \(capacity 2\b", said), said
     admission.admit(2, 98.0)
-    assert admission.waiting_for(1, 98.0) == (
-        "step 1: 1 of 4 groups; waiting for prompt_index 1 (attempt 1, running 0 s), "
-        "2 (attempt 0, running 93 s), 3 (attempt 0, running 0 s)"
-    )
-    assert make_admission().waiting_for(1, 0.0) == (
-        "step 1: 0 of 4 groups; waiting for 4 not issued (no version was published yet)"
-    )
+    said = admission.waiting_for(1, 98.0)
+    assert re.match(rf"step 1: 1 of 4 .*{first}{second}3 \(attempt 0, running 0 s\)$", said), said
+    said = make_admission().waiting_for(1, 0.0)
+    assert re.match(r"step 1: 0 of 4 .*4 not issued \(.*version", said), said
 
 
-def test_a_lease_that_waits_says_what_became_of_the_prompts_that_are_gone():
+def test_the_wait_of_a_lease_counts_the_retired_prompts():
     admission = published()
     for reason in ("equal_rewards", "equal_rewards", "invalid"):
         (permit,) = admission.admit(1, 0.0)
         admission.return_permit(permit, reason)
-    admission.admit(1, 0.0)
-    assert admission.waiting_for(1, 2.0) == (
-        "step 1: 0 of 4 groups; waiting for prompt_index 3 (attempt 0, running 2 s) and 3 not issued "
-        "(capacity 3: no worker asks); prompts retired so far: 2 as equal_rewards, 1 as invalid"
-    )
-
-
-class Model:
-    """What became of every index, kept beside Admission by the events' answers alone."""
-
-    def __init__(self):
-        self.state = {}
-        self.attempt = collections.defaultdict(lambda: -1)
-
-    def admitted(self, permit):
-        index = permit.prompt_index
-        assert self.state.get(index, "fresh") in ("fresh", "reissue")
-        assert permit.attempt == self.attempt[index] + 1
-        if self.state.get(index) is None:
-            assert "reissue" not in self.state.values()
-            assert index == len(self.state)
-        self.state[index], self.attempt[index] = "running", permit.attempt
-
-    def count(self, *states):
-        return sum(state in states for state in self.state.values())
-
-
-MODES = st.sampled_from([None, 1, 2, 3, 5])
-EVENTS = st.lists(
-    st.tuples(
-        st.sampled_from(
-            [
-                "admit",
-                "submit",
-                "submit",
-                "submit",
-                "late",
-                "return",
-                "tick",
-                "lease",
-                "commit",
-                "publish",
-            ]
-        ),
-        st.integers(0, 1000),
-    ),
-    max_size=120,
-)
-
-
-@settings(max_examples=400, deadline=None)
-@given(
-    events=EVENTS,
-    batch_groups=st.integers(1, 4),
-    max_staleness=st.integers(0, 3),
-    max_running_groups=st.integers(1, 9),
-    chunk_groups=MODES,
-    max_bytes=st.sampled_from([3, 10**9]),
-)
-def test_random_schedules_keep_the_inequality_and_every_index(events, **values):
-    admission = make_admission(**values, permit_timeout_secs=20.0)
-    batch, eta = values["batch_groups"], values["max_staleness"]
-    model, now, out, returned_permits = Model(), 0.0, [], []
-    chunks, committed, trained = {}, 0, []
-
-    def give_back(permit, reason):
-        outcome = admission.return_permit(permit, reason)
-        out.remove(permit)
-        returned_permits.append(permit)
-        model.state[permit.prompt_index] = {"reissued": "reissue", "retired": "retired"}[outcome]
-
-    admission.publish(0)
-    for event, number in events:
-        now += number / 100
-        if event == "admit":
-            for permit in admission.admit(number % 5, now):
-                model.admitted(permit)
-                out.append(permit)
-        elif event == "submit" and out:
-            permit = out.pop(number % len(out))
-            assert admission.submit(permit, 1) == "held"
-            assert admission.submit(permit, 1) == "duplicate"
-            model.state[permit.prompt_index] = "held"
-        elif event == "late" and returned_permits:
-            late = returned_permits[number % len(returned_permits)]
-            assert admission.submit(late, 1) == "stale"
-            assert admission.return_permit(late, "timeout") == "stale"
-        elif event == "return" and out:
-            reasons = sorted(REISSUE_REASONS | RETIRE_REASONS)
-            give_back(out[number % len(out)], reasons[number % len(reasons)])
-        elif event == "tick":
-            for permit in admission.expired(now):
-                give_back(permit, "timeout")
-        elif event == "lease":
-            step = admission.leases.leased_step + 1
-            fixed = chunks.setdefault(step, [])
-            chunk = admission.lease(step, len(fixed))
-            assert [admission.lease(step, i) for i in range(len(fixed))] == fixed
-            if chunk:
-                fixed.append(chunk)
-                for index in chunk.indexes:
-                    assert model.state[index] == "held"
-                    model.state[index] = "leased"
-                if values["chunk_groups"] is None:
-                    still = [
-                        i for i, s in model.state.items() if s in ("running", "reissue", "held")
-                    ]
-                    assert list(chunk.indexes) == sorted(chunk.indexes)
-                    assert max(chunk.indexes) < min(still, default=10**9)
-                assert chunk.last == (sum(len(c.indexes) for c in fixed) == batch)
-        elif event == "commit" and committed < admission.leases.leased_step:
-            committed += 1
-            freed = admission.commit(committed)
-            assert freed == tuple(i for c in chunks.pop(committed) for i in c.indexes)
-            trained += freed
-            for index in freed:
-                model.state[index] = "committed"
-        elif event == "publish":
-            admission.publish(max(admission.v_pub, committed))
-
-        accepted = model.count("held", "leased", "committed")
-        running = model.count("running")
-        assert accepted + running <= (eta + admission.v_pub + 1) * batch
-        assert running <= values["max_running_groups"]
-        assert (admission.accepted, admission.running) == (accepted, running)
-        assert admission.reissues == model.count("reissue")
-        assert sum(admission.retired.values()) == model.count("retired")
-        assert admission.frontier == len(model.state)
-        assert admission.num_bytes == model.count("held", "leased")
-    assert len(set(trained)) == len(trained) == committed * batch
+    assert admission.waiting_for(1, 2.0).endswith("2 as equal_rewards, 1 as invalid")
 
 
 @settings(max_examples=300, deadline=None)
@@ -516,11 +372,11 @@ def test_random_schedules_keep_the_inequality_and_every_index(events, **values):
     push_every_steps=st.integers(1, 3),
     slack=st.integers(0, 2),
     max_running_groups=st.integers(1, 6),
-    chunk_groups=MODES,
+    chunk_groups=st.sampled_from([None, 1, 2, 3, 5]),
     max_bytes=st.sampled_from([1, 3, 10**9]),
 )
 def test_no_schedule_deadlocks(seed, push_every_steps, slack, **values):
-    # As long as the next chunk is not there, a permit is out or is to be had.
+    # While the next chunk is not there, a permit is running or may be admitted.
     every, random = push_every_steps, Random(seed)
     admission = make_admission(max_staleness=every - 1 + slack, push_every_steps=every, **values)
     admission.publish(0)

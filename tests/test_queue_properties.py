@@ -280,6 +280,10 @@ def run_admission(events, values):
             assert (chunk is not None) == ready
             if chunk:
                 ledger.leased(step, chunk)
+                if values["chunk_groups"] is None:  # In prompt order, no lower index to come.
+                    later = ledger.indexes("running", "reissue", "held")
+                    assert list(chunk.indexes) == sorted(chunk.indexes)
+                    assert chunk.indexes[-1] < min(later, default=admission.frontier)
         elif event == "commit" and admission.leases.leased_step > ledger.resume_point.step:
             step = ledger.resume_point.step + 1
             assert list(admission.commit(step)) == ledger.committed(step)

@@ -1,10 +1,10 @@
-"""Who may generate what, and what became of every prompt index; pure, driven by events.
+"""Admission: permits to generate, capacity, and the state of every prompt index. Pure, driven by events.
 
-Time is an argument of the events that need it, so that the service, the tests and a planner use the
-same object. It knows nothing of what is in a group, of sockets or of clocks.
+Time is an argument of the events that need it, so that the service, the tests and the simulator use the same object.
+Independent of the contents of groups, of sockets and of clocks.
 
-An index goes   fresh → running → held → leased → committed,   and from running back to `reissue` or
-out to `retired`. It is in exactly one of these states.
+An index is in exactly one state. It goes   fresh → running → held → leased → committed,   or from running back to
+`reissue` or out to `retired`.
 """
 
 import collections
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """What a queue that comes back knows of the one before; see `Admission.recover`."""
+    """The state that a restarted queue recovers; see `Admission.recover`."""
 
     resume_point: ResumePoint  # as of the last commit
     v_pub: int | None
@@ -36,10 +36,10 @@ class State:
     retired: dict[str, int]  # indexes by reason
     returned: dict[str, int]  # returns by reason
     reissue: tuple[Permit, ...]
-    running: tuple[tuple[Permit, str], ...]  # with the worker that has it
-    held: tuple[tuple[Permit, int], ...]  # with its bytes, in completion order
-    leased: tuple[tuple[Permit, int], ...]  # with its bytes
-    chunks: dict[int, tuple[FixedChunk, ...]]  # by step, of the steps that are not committed
+    running: tuple[tuple[Permit, str], ...]  # each with its worker
+    held: tuple[tuple[Permit, int], ...]  # each with its bytes, in completion order
+    leased: tuple[tuple[Permit, int], ...]  # each with its bytes
+    chunks: dict[int, tuple[FixedChunk, ...]]  # of the uncommitted steps, by step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Admission:
 
         capacity = min((η + v_pub + 1)·B − (accepted + running), max_running_groups − running)
 
-    accepted = held + leased + committed groups, B = batch_groups, η = max_staleness, v_pub = the version
-    published last, which the servers hold; before the first publication the capacity is 0. So after every event
+    accepted = held + leased + committed groups, B = batch_groups, η = max_staleness, v_pub = the version published
+    last, which the servers hold. Before the first publication the capacity is 0. So after every event
 
         accepted + running ≤ (η + v_pub + 1)·B
 
@@ -80,7 +80,7 @@ class Admission:
         max_bytes: int,
         chunk_groups: int | None = None,
     ):
-        """Starts with nothing issued and nothing published.
+        """Starts without a permit and without a publication.
 
         Args:
           batch_groups: B ≥ 1, groups per step.
@@ -88,12 +88,12 @@ class Admission:
           push_every_steps: N ≥ 1, steps between two publications.
           max_running_groups: permits out at once, ≥ 1.
           max_attempts: issues of one index before it is retired as exhausted, ≥ 1.
-          permit_timeout_secs: a permit that is older is returned as a timeout.
-          max_bytes: with so many bytes in memory, only groups that the next lease needs are admitted.
+          permit_timeout_secs: age at which a permit is returned as a timeout.
+          max_bytes: of groups in memory; at this bound only groups that the next lease needs are admitted.
           chunk_groups: see `Leases`.
 
         Raises:
-          ValueError: a value outside its bound, or η < N − 1, which would deadlock.
+          ValueError: a value is outside its bound, or η < N − 1, which would deadlock.
         """
         _check_bounds(
             batch_groups=batch_groups,
@@ -124,7 +124,7 @@ class Admission:
         self.leases = Leases(batch_groups=batch_groups, chunk_groups=chunk_groups)
         self.resume_point = ResumePoint(0, 0, (), {}, {})  # as of the last commit
         self.num_bytes = 0  # of the groups held and leased
-        self.stale_events = 0  # pushes and returns whose permit was no longer good
+        self.stale_events = 0  # submissions and returns whose permit was no longer valid
         self.returned: collections.Counter[str] = collections.Counter()
         self.retired: collections.Counter[str] = collections.Counter()
         self._reissue: list[Permit] = []  # heap: the lowest index first
@@ -132,7 +132,7 @@ class Admission:
         self._held: dict[int, _Held] = {}  # in completion order
         self._leased: dict[int, _Held] = {}
 
-    # What it says.
+    # State.
 
     @property
     def running(self) -> int:
@@ -141,7 +141,7 @@ class Admission:
 
     @property
     def held(self) -> int:
-        """Groups pushed and not leased."""
+        """Groups submitted and not leased."""
         return len(self._held)
 
     @property
@@ -151,7 +151,7 @@ class Admission:
 
     @property
     def reissues(self) -> int:
-        """Indexes that wait to be issued again."""
+        """Indexes to be issued again."""
         return len(self._reissue)
 
     @property
@@ -161,7 +161,7 @@ class Admission:
 
     @property
     def capacity(self) -> int:
-        """Groups that may be admitted now, ≥ 0, were it not for `max_bytes`."""
+        """Groups that may be admitted now, ≥ 0, without regard to `max_bytes`."""
         if self.v_pub is None:
             return 0
         bound = (self._max_staleness + self.v_pub + 1) * self._batch_groups
@@ -172,8 +172,8 @@ class Admission:
     def admissible(self) -> int:
         """Permits that `admit` would give now.
 
-        With max_bytes reached, those that the next lease needs and no more: refusing these would
-        deadlock, for nothing is freed before that lease.
+        At max_bytes, only those that the next lease needs. To refuse these, too, would deadlock: nothing is freed
+        before that lease.
         """
         if self.num_bytes < self._max_bytes:
             return self.capacity
@@ -181,7 +181,7 @@ class Admission:
         return min(self.capacity, self.reissues + max(0, lacking))
 
     def chunk_is_ready(self, step: int, index: int) -> bool:
-        """True when `lease` would give this chunk.
+        """Whether `lease` would give this chunk.
 
         Raises:
           OrderError: as `lease`.
@@ -191,9 +191,9 @@ class Admission:
     # Events.
 
     def recover(self, state: State, now: float) -> None:
-        """Takes over from the queue before, of the same settings; only when new.
+        """Takes over the state of a former queue with the same settings. Only for a new object.
 
-        Permits that were out stay out: their age begins anew, and their workers may still push.
+        Its running permits stay out: their age starts again, and their workers may still submit.
 
         Raises:
           OrderError: the state contradicts itself or batch_groups.
@@ -213,13 +213,13 @@ class Admission:
         self.leases.recover(state.chunks)
 
     def publish(self, version: int, resume_point: ResumePoint | None = None) -> None:
-        """The servers hold `version`; the first publication may say where the queue starts.
+        """The servers hold `version`. The first publication may give the point that the queue starts from.
 
-        Publishing the same version again changes nothing. A resume point that agrees with a queue that is
-        already at work is ignored: the queue knows more.
+        A repeated publication changes nothing. A resume point of the last committed step is ignored by a queue at
+        work, whose state is newer.
 
         Raises:
-          OrderError: the version goes back or was not trained here, or the resume point contradicts it,
+          OrderError: the version goes back or was not leased here, or the resume point contradicts the version,
             itself, or the queue.
         """
         if version < 0:
@@ -245,7 +245,7 @@ class Admission:
         self.v_pub = version
 
     def admit(self, max_permits: int, now: float, worker: str = "") -> list[Permit]:
-        """Issues at most `max_permits`: returned indexes first, the lowest first, then fresh ones."""
+        """Issues at most `max_permits`: returned indexes in ascending order, then fresh ones."""
         count = min(max_permits, self.admissible)
         permits = [self._next_permit() for _ in range(count)]
         for permit in permits:
@@ -253,22 +253,22 @@ class Admission:
         return permits
 
     def readmit(self, permits: Collection[Permit], now: float) -> None:
-        """Permits that are out are issued anew, to the worker that has them: their age begins again."""
+        """Issues permits again to the worker that has them: their age starts again."""
         for permit in permits:
             running = self._running[permit.prompt_index]
             self._running[permit.prompt_index] = dataclasses.replace(running, since=now)
 
     def permits_of(self, worker: str) -> list[Permit]:
-        """The permits that are out to a worker, ascending."""
+        """The running permits of a worker, ascending."""
         running = self._running.items()
         return sorted(Permit(i, r.attempt) for i, r in running if r.worker == worker)
 
     def submit(self, permit: Permit, num_bytes: int) -> str:
-        """A group came.
+        """A group was submitted.
 
         Returns:
-          "held"; "duplicate" when this attempt is here already; "stale" when the permit was returned
-          in the meantime or its index is done with. Only the first is stored.
+          "held"; "duplicate" where this attempt is here already; "stale" where the permit was returned in the meantime
+          or its index is committed or retired. Only a "held" group is stored.
 
         Raises:
           OrderError: the permit was never issued.
@@ -283,10 +283,10 @@ class Admission:
         return standing
 
     def return_permit(self, permit: Permit, reason: str) -> str:
-        """A permit comes back without a group; its capacity is free again.
+        """A permit was returned without a group; its capacity is free again.
 
         Returns:
-          "reissued", "retired", or "stale" when the permit was no longer out.
+          "reissued", "retired", or "stale" where the permit was no longer out.
 
         Raises:
           ValueError: the reason is not one of REISSUE_REASONS and RETIRE_REASONS.
@@ -307,7 +307,7 @@ class Admission:
         return "retired"
 
     def expired(self, now: float) -> list[Permit]:
-        """Permits that are out for longer than permit_timeout_secs."""
+        """Permits older than permit_timeout_secs."""
         return [
             Permit(index, running.attempt)
             for index, running in self._running.items()
@@ -315,7 +315,7 @@ class Admission:
         ]
 
     def lease(self, step: int, index: int) -> FixedChunk | None:
-        """The chunk at position `index` of a step; fixed now if its groups are there, else None.
+        """The chunk at position `index` of a step, fixed now if its groups are there; None if they are not.
 
         Raises:
           OrderError: the step is committed, or an earlier step or chunk was not leased.
@@ -327,10 +327,10 @@ class Admission:
         return chunk
 
     def commit(self, step: int) -> tuple[int, ...]:
-        """A step is trained; sets `resume_point`. The last committed step again changes nothing.
+        """A step was trained; sets `resume_point`. A repeated commit of the last step changes nothing.
 
         Returns:
-          The indexes whose groups may be forgotten.
+          The indexes whose groups may be dropped.
 
         Raises:
           OrderError: not the step after the last committed one, or not leased in full.
@@ -345,7 +345,7 @@ class Admission:
         return indexes
 
     def waiting_for(self, step: int, now: float) -> str:
-        """In words: what the lease of a step waits for."""
+        """Describes the groups that the lease of a step waits for."""
         missing, batch = self.leases.missing_groups, self._batch_groups
         issued = {p.prompt_index: f"attempt {p.attempt}, to be issued again" for p in self._reissue}
         for index, running in self._running.items():
@@ -363,8 +363,6 @@ class Admission:
         retired = ", ".join(f"{count} as {reason}" for reason, count in self.retired.items())
         return f"{waiting}; prompts retired so far: {retired}" if retired else waiting
 
-    # How.
-
     def _next_permit(self) -> Permit:
         if self._reissue:
             return heapq.heappop(self._reissue)
@@ -376,7 +374,7 @@ class Admission:
         return self.leases.choose(list(self._held), open_indexes)
 
     def _standing(self, permit: Permit) -> str:
-        """ "running", "duplicate" (its group is here) or "stale"."""
+        """The state of a permit: "running", "duplicate" where its group is here, or "stale"."""
         index = permit.prompt_index
         group = self._running.get(index) or self._held.get(index) or self._leased.get(index)
         last = group.attempt if group else self._last_attempt(index)
@@ -390,7 +388,7 @@ class Admission:
         return "running" if index in self._running else "duplicate"
 
     def _last_attempt(self, index: int) -> int:
-        """The last attempt of an index that is not out, or an upper bound once it is done with."""
+        """The last attempt of an index that is not out; an upper bound where it is committed or retired."""
         waiting = (p.attempt - 1 for p in self._reissue if p.prompt_index == index)
         return next(waiting, self._max_attempts - 1)
 
@@ -422,7 +420,7 @@ class Admission:
         if self.v_pub is None:
             return "no version was published yet"
         if self.capacity:
-            return f"capacity {self.capacity}: no worker asks"
+            return f"capacity {self.capacity}: no worker asks for permits"
         return (
             f"capacity 0 = min((η {self._max_staleness} + v_pub {self.v_pub} + 1)·{self._batch_groups}"
             f" − ({self.accepted} accepted + {self.running} running), "
@@ -439,7 +437,7 @@ def check_staleness(max_staleness: int, push_every_steps: int) -> None:
     if max_staleness < max(0, push_every_steps - 1):
         raise ValueError(
             f"max_staleness {max_staleness} < push_every_steps {push_every_steps} − 1: "
-            "no group could be admitted before the next push"
+            "no group could be admitted before the next push of weights"
         )
 
 

@@ -1,7 +1,7 @@
-"""Which held groups make which chunk of which step; pure.
+"""Leases: the assignment of held groups to the chunks of a step. Pure.
 
-A chunk is fixed once, by count and never by time, and the same chunk is given again to whoever asks
-again. It knows nothing of what is in a group, of permits or of capacity.
+A chunk is fixed once, by count and never by time, and is the same for every caller. Independent of the contents of
+groups, of permits and of capacity.
 """
 
 import dataclasses
@@ -9,47 +9,46 @@ from collections.abc import Collection, Mapping, Sequence
 
 
 class OrderError(RuntimeError):
-    """An event that cannot follow what happened before; the message names both."""
+    """An event that contradicts earlier ones; the message names both."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FixedChunk:
-    """The groups of one chunk, in the order in which the learner gets them."""
+    """The groups of one chunk, in the order of training."""
 
     indexes: tuple[int, ...]  # prompt_index of each group
     last: bool  # True on the step's last chunk
 
 
 class Leases:
-    """The chunks of every step that is not committed yet. Steps are leased and committed in order."""
+    """The chunks of every uncommitted step. Steps are leased and committed in order."""
 
-    def __init__(self, *, batch_groups: int, chunk_groups: int | None, committed_step: int = 0):
-        """Starts after `committed_step`.
+    def __init__(self, *, batch_groups: int, chunk_groups: int | None):
+        """Starts at step 1.
 
         Args:
           batch_groups: B, groups per step.
-          chunk_groups: None for one chunk, the whole batch in prompt order, whose head of line waits;
+          chunk_groups: None for one chunk, the whole batch in prompt order, which waits for its lowest indexes;
             k for chunks of k groups in completion order (the last one may be smaller).
-          committed_step: the last step that is done with.
         """
         self.batch_groups = batch_groups
         self.chunk_groups = chunk_groups
-        self.committed_step = committed_step
+        self.committed_step = 0
         self._chunks: dict[int, list[FixedChunk]] = {}  # by step, committed_step < step
 
     def recover(self, chunks: Mapping[int, tuple[FixedChunk, ...]]) -> None:
-        """Takes over the chunks of the steps after `committed_step`, by step."""
+        """Takes over the chunks of the uncommitted steps, by step."""
         self._chunks = {step: list(fixed) for step, fixed in chunks.items()}
 
     @property
     def leased_step(self) -> int:
-        """The last step whose chunks are all fixed."""
+        """The last step leased in full: all its chunks are fixed."""
         full = [step for step, chunks in self._chunks.items() if chunks[-1].last]
         return max(full, default=self.committed_step)
 
     @property
     def missing_groups(self) -> int:
-        """Groups that the step being leased still needs, 1 … B."""
+        """Groups that the first step not leased in full still needs, 1 … B."""
         chunks = self._chunks.get(self.leased_step + 1, [])
         return self.batch_groups - sum(len(chunk.indexes) for chunk in chunks)
 
@@ -74,11 +73,11 @@ class Leases:
         return chunks[index] if index < len(chunks) else None
 
     def choose(self, held: Sequence[int], open_indexes: Collection[int]) -> tuple[int, ...] | None:
-        """The groups that the next chunk is to have, None while they are not all there.
+        """The groups of the next chunk, None while one of them is missing.
 
         Args:
           held: indexes of the held groups, in completion order.
-          open_indexes: indexes that were issued and may still come.
+          open_indexes: issued indexes whose groups may still be submitted.
         """
         if self.chunk_groups is not None:
             count = min(self.chunk_groups, self.missing_groups)
@@ -89,7 +88,7 @@ class Leases:
         return lowest if lowest[-1] < min(open_indexes, default=lowest[-1] + 1) else None
 
     def fix(self, indexes: tuple[int, ...]) -> FixedChunk:
-        """Makes the chosen groups the next chunk."""
+        """Makes the next chunk of the chosen groups."""
         chunk = FixedChunk(indexes, last=len(indexes) == self.missing_groups)
         self._chunks.setdefault(self.leased_step + 1, []).append(chunk)
         return chunk
