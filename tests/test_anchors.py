@@ -4,30 +4,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fixtures.losses import gradient, reduced, row
 
+from jaxrl_async.config.loss import LossConfig
 from jaxrl_async.objectives import anchors, policy_loss
+from jaxrl_async.objectives.objective import objective
 
-SETTINGS = {
-    "clip_low": 0.2,
-    "clip_high": 0.2,
-    "behavior_cap": 5.0,
-    "behavior_cap_mode": "mask",
-    "dual_clip": None,
-}
+A3PO = LossConfig()
 TRUE = np.ones((1, 1), bool)
 
 
-def a3po_loss(logprob, behavior_logprob, advantage, staleness, **settings):
-    """The loss of one token."""
-    row = [jnp.full((1, 1), x, jnp.float32) for x in (logprob, behavior_logprob, advantage)]
-    anchor = anchors.a3po(row[0], row[1], np.full((1, 1), staleness), TRUE)
-    return policy_loss.policy_loss(
-        row[0], row[1], anchor, row[2], TRUE, **(SETTINGS | settings)
-    ).sum()
-
-
 @pytest.mark.parametrize(
-    ("logprob", "behavior", "advantage", "staleness", "loss", "gradient"),
+    ("logprob", "behavior", "advantage", "staleness", "loss", "slope"),
     [
         (-1.0, -1.3, +1, 0, -1.200000, 0),
         (-1.0, -1.3, +1, 2, -1.349859, -1.349859),
@@ -39,50 +27,78 @@ def a3po_loss(logprob, behavior_logprob, advantage, staleness, **settings):
         (-1.0, -4.0, -1, 4, 0, 0),  # u = exp(3 · 3/4) = 9.49 > 5: dropped
     ],
 )
-def test_a3po_gives_the_losses_and_gradients_of_its_table(
-    logprob, behavior, advantage, staleness, loss, gradient
+def test_the_default_loss_is_a3po_by_its_table(
+    logprob, behavior, advantage, staleness, loss, slope
 ):
-    found = jax.value_and_grad(a3po_loss)(logprob, behavior, advantage, staleness)
-    np.testing.assert_allclose(found, (loss, gradient), atol=2e-6)
+    t = row(logprob, behavior_logprobs=behavior, advantages=advantage, staleness=staleness)
+    np.testing.assert_allclose(reduced(t, A3PO), loss, atol=2e-6)
+    np.testing.assert_allclose(gradient(t, A3PO), [[slope]], atol=2e-6)
+    anchor = anchors.a3po(t.logprobs, t.behavior_logprobs, t.staleness, t.mask)
+    numbers = dict(clip_low=0.2, clip_high=0.2, behavior_cap=5.0, dual_clip=None)
+    by_parts = policy_loss.policy_loss(
+        t.logprobs,
+        t.behavior_logprobs,
+        anchor,
+        t.advantages,
+        t.mask,
+        behavior_cap_mode="mask",
+        **numbers,
+    )
+    np.testing.assert_allclose(by_parts, [[loss]], atol=2e-6)
 
 
 @pytest.mark.parametrize("staleness", [1, 2, 4, 8])
-def test_an_unclipped_gradient_does_not_depend_on_staleness(staleness):
-    # With log π_p = α log π_b + (1 − α) sg(log π_θ), α = 1/d, and w = π_θ/π_b:
-    #   r = w^(1/d), u = w^(1 − 1/d), so u·r = w, and d(−u r A)/dlogπ_θ = −w A.
-    logprob, behavior, advantage = -1.0, -1.1, 1.7
-    w = np.exp(logprob - behavior)
-    loss, gradient = jax.value_and_grad(a3po_loss)(logprob, behavior, advantage, staleness)
-    np.testing.assert_allclose([loss, gradient], [-w * advantage] * 2, rtol=1e-5)
-
-
-@pytest.mark.parametrize("staleness", [1, 2, 4, 8])
-def test_the_anchor_is_the_staleness_root_of_the_ratio(staleness):
-    logprobs, behavior = np.array([[-1.0, -0.2]]), np.array([[-1.9, -2.3]])
-    anchor = anchors.a3po(logprobs, behavior, np.full((1, 2), staleness), np.ones((1, 2), bool))
-    w = np.exp(logprobs - behavior)
-    np.testing.assert_allclose(np.exp(logprobs - anchor), w ** (1 / staleness), rtol=1e-5)
-    np.testing.assert_allclose(np.exp(anchor - behavior), w ** (1 - 1 / staleness), rtol=1e-5)
+def test_a3po_has_its_closed_form(staleness):
+    # With log π_p = α log π_b + (1 − α) sg(log π_θ), α = 1/d, and w = π_θ/π_b: r = w^(1/d), u = w^(1 − 1/d), so
+    # u·r = w, and an unclipped token's gradient is −w·A, whatever d is.
+    advantages = np.array([[1.7, -0.6, 0.4, -1.1]])
+    behavior = np.array([[-1.1, -1.0, -0.9, -1.02]])
+    tokens = row(
+        np.full((1, 4), -1.0),
+        behavior_logprobs=behavior,
+        advantages=advantages,
+        staleness=staleness,
+    )
+    w = np.exp(-1.0 - behavior)
+    parts = objective(tokens, A3PO)
+    np.testing.assert_allclose(parts.ratio, w ** (1 / staleness), rtol=1e-5)
+    np.testing.assert_allclose(parts.weight, w ** (1 - 1 / staleness), rtol=1e-5)
+    np.testing.assert_allclose(parts.loss, -w * advantages, rtol=1e-5)
+    np.testing.assert_allclose(gradient(tokens, A3PO), -w * advantages / 4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("staleness", [1, 2, 4, 8])
 @pytest.mark.parametrize(("advantage", "edge"), [(1.0, 1.2), (-1.0, 0.8)])
-def test_the_clip_band_on_the_whole_ratio_widens_with_staleness(staleness, advantage, edge):
+def test_the_clip_band_on_the_whole_ratio_is_a_power(staleness, advantage, edge):
+    config = LossConfig(behavior_weight="uncapped", behavior_cap=None)
     bound = staleness * np.log(edge)  # log w at which r = w^(1/d) reaches the clip
-
-    def gradient(log_w):
-        loss = jax.grad(a3po_loss)
-        return loss(log_w - 9.0, -9.0, advantage, staleness, behavior_cap=None)
-
-    assert gradient(bound * 0.99) != 0
-    assert gradient(bound * 1.01) == 0
+    slopes = [
+        gradient(
+            row(
+                bound * by - 9.0,
+                behavior_logprobs=-9.0,
+                advantages=advantage,
+                staleness=staleness,
+            ),
+            config,
+        ).item()
+        for by in (0.99, 1.01)
+    ]
+    assert slopes[0] != 0 and slopes[1] == 0
 
 
 @pytest.mark.parametrize("staleness", [2, 4, 8])
-def test_the_cap_drops_tokens_beyond_its_power_of_the_whole_ratio(staleness):
+def test_the_cap_on_the_weight_is_a_power_of_the_whole_ratio(staleness):
     bound = staleness / (staleness - 1) * np.log(5.0)  # u = w^(1 − 1/d) = C
-    assert a3po_loss(bound * 0.99 - 9.0, -9.0, -1.0, staleness) != 0
-    assert a3po_loss(bound * 1.01 - 9.0, -9.0, -1.0, staleness) == 0
+    tokens = row(
+        np.array([[bound * 0.99, bound * 1.01]]) - 9.0,
+        behavior_logprobs=-9.0,
+        advantages=-1.0,
+        staleness=staleness,
+    )
+    parts = objective(tokens, A3PO)
+    np.testing.assert_array_equal(parts.weight[0] == 0, [False, True])
+    np.testing.assert_array_equal(parts.loss[0] == 0, [False, True])
 
 
 def test_each_token_is_anchored_by_its_own_staleness():
@@ -93,12 +109,19 @@ def test_each_token_is_anchored_by_its_own_staleness():
     np.testing.assert_allclose(anchor, [[-1.0, -1.0, -3.0, -3.0]], rtol=1e-6)
 
 
-def test_fresh_tokens_are_anchored_at_behavior_or_at_the_policy():
-    logprobs, behavior = np.array([[-1.0, -1.0]]), np.array([[-2.0, -2.0]])
+def test_fresh_tokens_are_anchored_at_behavior_or_at_the_policy_which_never_clips():
+    logprobs, behavior = np.array([[-1.0, -1.0]]), np.array([[-3.0, -3.0]])
     staleness, mask = np.array([[0, 1]]), np.ones((1, 2), bool)
-    for fresh, expected in (("behavior", [[-2.0, -2.0]]), ("current", [[-1.0, -2.0]])):
+    for fresh, expected in (("behavior", [[-3.0, -3.0]]), ("current", [[-1.0, -3.0]])):
         anchor = anchors.a3po(logprobs, behavior, staleness, mask, fresh=fresh)
         np.testing.assert_array_equal(anchor, expected)
+    tokens = row(logprobs, behavior_logprobs=behavior, advantages=1.0, staleness=staleness)
+    for name in ("a3po", "linear"):
+        at_behavior = objective(tokens, LossConfig(anchor=name))
+        at_policy = objective(tokens, LossConfig(anchor=name, a3po_fresh="current"))
+        np.testing.assert_array_equal(at_behavior.clipped, [[True, True]])
+        np.testing.assert_array_equal(at_policy.clipped, [[False, True]])
+        np.testing.assert_allclose(at_policy.ratio[0, 0], 1.0)
 
 
 def test_a3po_at_staleness_one_is_the_behavior_anchor_bit_for_bit():
@@ -108,24 +131,31 @@ def test_a3po_at_staleness_one_is_the_behavior_anchor_bit_for_bit():
     np.testing.assert_array_equal(anchor, anchors.behavior(behavior, mask))
 
 
+def test_the_linear_anchor_mixes_probabilities():
+    tokens = row(np.log(0.5), behavior_logprobs=np.log(0.1), advantages=1.0, staleness=4)
+    anchor = objective(tokens, LossConfig(anchor="linear")).anchor
+    np.testing.assert_allclose(np.exp(anchor), [[0.1 / 4 + 0.5 * 3 / 4]], rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     "anchor",
     [
-        lambda x, mask: anchors.recompute(x, mask),
-        lambda x, mask: anchors.current(x, mask),
-        lambda x, mask: anchors.behavior(x, mask),
+        anchors.recompute,
+        anchors.current,
+        anchors.behavior,
         lambda x, mask: anchors.a3po(x, x, np.full(mask.shape, 4), mask),
         lambda x, mask: anchors.a3po(x, x, np.zeros(mask.shape), mask, fresh="current"),
+        lambda x, mask: anchors.linear(x, 2 * x, np.ones(mask.shape), mask) / 2,
     ],
 )
 def test_anchors_are_detached_and_finite_over_bad_padding(anchor):
     mask = np.array([[True, False, False, False]])
     x = jnp.array([[-1.0, np.nan, np.inf, -np.inf]])
-    value, gradient = jax.value_and_grad(lambda x: anchor(x, mask).sum())(x)
+    value, slope = jax.value_and_grad(lambda x: anchor(x, mask).sum())(x)
     assert value == -1.0
-    np.testing.assert_array_equal(gradient, np.zeros((1, 4)))
+    np.testing.assert_array_equal(slope, np.zeros((1, 4)))
 
 
 def test_an_unknown_anchor_of_fresh_tokens_is_refused():
-    with pytest.raises(ValueError, match="'proximal'"):
+    with pytest.raises(ValueError, match="fresh .*'proximal'"):
         anchors.a3po(np.zeros((1, 1)), np.zeros((1, 1)), TRUE * 0, TRUE, fresh="proximal")

@@ -1,22 +1,19 @@
-"""The policy loss and its parts: by hand, against a reference, in their limits, by their gradients."""
+"""The policy loss in its limits, and its parts by hand."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.test_util import check_grads
 
 from jaxrl_async.objectives import kl, masked, policy_loss, ratios, surrogates, weights
 
-PLAIN = {
+CAPPED = {
     "clip_low": 0.2,
     "clip_high": 0.28,
-    "behavior_cap": None,
-    "behavior_cap_mode": "uncapped",
+    "behavior_cap": 1.1,
+    "behavior_cap_mode": "mask",
     "dual_clip": None,
 }
-CAPPED = PLAIN | {"behavior_cap": 1.1, "behavior_cap_mode": "mask"}
-ARGUMENTS = ("logprobs", "behavior_logprobs", "proximal_logprobs", "advantages")
 
 
 def batch(seed=0, shape=(4, 16)):
@@ -26,41 +23,6 @@ def batch(seed=0, shape=(4, 16)):
     behavior = np.minimum(logprobs + rng.normal(scale=0.5, size=shape), 0)
     proximal = np.minimum(logprobs + rng.normal(scale=0.3, size=shape), 0)
     return logprobs, behavior, proximal, rng.normal(size=shape), rng.random(shape) < 0.7
-
-
-def reference(logprobs, behavior, proximal, advantages, mask, settings):
-    """Token by token in float64, from the text of the definition."""
-    loss = np.zeros(mask.shape)
-    for index in zip(*np.nonzero(mask), strict=True):
-        r = np.exp(logprobs[index] - proximal[index])
-        u = np.exp(proximal[index] - behavior[index])
-        advantage, cap = advantages[index], settings["behavior_cap"]
-        inside = min(max(r, 1 - settings["clip_low"]), 1 + settings["clip_high"])
-        value = -min(r * advantage, inside * advantage)
-        if settings["dual_clip"] is not None and advantage < 0:
-            value = min(value, settings["dual_clip"] * -advantage)
-        if settings["behavior_cap_mode"] == "none":
-            u = 1.0
-        elif settings["behavior_cap_mode"] == "mask":
-            u = u if u <= cap else 0.0
-        elif settings["behavior_cap_mode"] == "clamp":
-            u = min(u, cap)
-        loss[index] = u * value
-    return loss
-
-
-@pytest.mark.parametrize("cap", [("none", None), ("uncapped", None), ("mask", 1.1), ("clamp", 1.1)])
-@pytest.mark.parametrize("dual_clip", [None, 1.5])
-def test_policy_loss_agrees_with_a_float64_reference(cap, dual_clip):
-    settings = PLAIN | {
-        "behavior_cap_mode": cap[0],
-        "behavior_cap": cap[1],
-        "dual_clip": dual_clip,
-    }
-    arguments = batch()
-    found = policy_loss.policy_loss(*arguments, **settings)
-    assert found.dtype == jnp.float32
-    np.testing.assert_allclose(found, reference(*arguments, settings), rtol=1e-5, atol=1e-5)
 
 
 def test_decoupled_is_ppo_when_behavior_is_proximal():
@@ -78,13 +40,6 @@ def test_on_policy_gradient_is_reinforce():
         lambda x: policy_loss.policy_loss(x, logprobs, logprobs, advantages, mask, **CAPPED).sum()
     )(jnp.asarray(logprobs))
     np.testing.assert_allclose(gradient, np.where(mask, -advantages, 0), rtol=1e-6)
-
-
-def test_dual_clip_bounds_the_loss_of_negative_advantages_only():
-    # r = 10: A = −2 gives 20, at most 3·2 = 6; A = +2 is clipped at 1.2·2 by the first clip alone.
-    ratio, advantages = jnp.full((1, 2), 10.0), np.array([[-2.0, 2.0]])
-    loss = surrogates.clipped(ratio, advantages, clip_low=0.2, clip_high=0.2, dual_clip=3.0)
-    np.testing.assert_allclose(loss, [[6.0, -2.4]], rtol=1e-6)
 
 
 def test_is_clipped_is_where_the_gradient_vanishes():
@@ -147,75 +102,6 @@ def test_the_anchor_of_a_ratio_is_detached(ratio):
         jnp.asarray(proximal)
     )
     np.testing.assert_array_equal(gradient, np.zeros(mask.shape))
-
-
-def test_advantages_and_weights_are_detached():
-    log_u = jnp.zeros((1, 1))
-    for mode, cap in (("uncapped", None), ("mask", 2.0), ("clamp", 2.0)):
-        weight = jax.grad(lambda x, c=cap, m=mode: weights.capped(x, cap=c, mode=m).sum())
-        assert weight(log_u) == 0
-    loss = jax.grad(
-        lambda a: surrogates.clipped(jnp.ones((1, 1)), a, clip_low=0.2, clip_high=0.2).sum()
-    )
-    assert loss(jnp.ones((1, 1))) == 0
-
-
-@pytest.mark.parametrize("number", range(1, 4))
-def test_only_logprobs_carries_a_gradient(number):
-    *arguments, mask = (jnp.asarray(x) for x in batch())
-    gradients = jax.grad(
-        lambda *a: policy_loss.policy_loss(*a, mask, **PLAIN).sum(), argnums=(0, number)
-    )(*arguments)
-    assert np.any(gradients[0]), ARGUMENTS[0]
-    assert not np.any(gradients[1]), ARGUMENTS[number]
-
-
-def test_the_gradient_is_that_of_finite_differences():
-    # Away from the kinks: log-ratios of at most 0.1 stay inside the clip.
-    rng = np.random.default_rng(5)
-    logprobs = -1 - rng.random((2, 6)).astype(np.float32)
-    proximal = logprobs + rng.uniform(-0.1, 0.1, (2, 6)).astype(np.float32)
-    mask = rng.random((2, 6)) < 0.7
-    advantages = rng.normal(size=(2, 6)).astype(np.float32)
-
-    def loss(x):
-        return policy_loss.policy_loss(x, proximal - 0.2, proximal, advantages, mask, **PLAIN)
-
-    check_grads(loss, (logprobs,), order=1, modes=["rev"], atol=2e-2, rtol=2e-2, eps=1e-2)
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, -1e38])
-def test_padding_never_reaches_the_loss_or_the_gradient(bad):
-    *arguments, mask = batch()
-
-    def loss_and_gradient(fill):
-        filled = [jnp.asarray(np.where(mask, x, fill)) for x in arguments]
-        return jax.value_and_grad(
-            lambda x: policy_loss.policy_loss(x, *filled[1:], mask, **CAPPED).sum()
-        )(filled[0])
-
-    for found, expected in zip(loss_and_gradient(bad), loss_and_gradient(0.0), strict=True):
-        np.testing.assert_array_equal(found, expected)
-
-
-@pytest.mark.parametrize("ratio", [ratios.token, ratios.sequence])
-def test_padding_never_reaches_a_ratio(ratio):
-    logprobs, _, proximal, _, mask = batch()
-    segment_ids = np.tile(np.repeat([1, 2], 8), (4, 1))
-    value, gradient = jax.value_and_grad(
-        lambda x: ratio(x, np.where(mask, proximal, -np.inf), mask, segment_ids).sum()
-    )(jnp.asarray(np.where(mask, logprobs, np.nan)))
-    assert np.isfinite(value)
-    assert np.isfinite(gradient).all()
-    assert not gradient[~mask].any()
-
-
-def test_masked_tokens_are_as_if_removed():
-    *arguments, mask = batch()
-    whole = policy_loss.policy_loss(*arguments, mask, **CAPPED)
-    removed = policy_loss.policy_loss(*(x[mask] for x in arguments), mask[mask], **CAPPED)
-    np.testing.assert_array_equal(whole[mask], removed)
-    np.testing.assert_array_equal(whole[~mask], np.zeros((~mask).sum()))
 
 
 def test_kl_estimates_by_hand():
