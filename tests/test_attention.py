@@ -27,6 +27,18 @@ def _plain_attention(q, k, v, mask):
     return jnp.einsum("bhts,bshc->bthc", jax.nn.softmax(scores, axis=-1).astype(v.dtype), v)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _values_and_gradients(function, q, k, v, mask):
+    """The values of a kernel, and the gradients of the sum of −cos of them."""
+    attended, of_attended = jax.vjp(lambda *qkv: function(*qkv, mask), q, k, v)
+    return attended, *of_attended(jnp.sin(attended))
+
+
+def _assert_close(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=5e-6)
+
+
 def test_mask_of_two_segments_and_padding():
     mask = _causal_mask(jnp.array([[1, 1, 2, 2, 0, 0]]))
     expected = [
@@ -86,19 +98,8 @@ def test_blocks_equal_the_whole_in_values_and_gradients():
     # 300 tokens are three blocks, the last one ragged.
     q, k, v = _qkv(1, B=1, T=300, H=4, N=2, C=8)
     mask = _causal_mask(np.repeat([1, 2, 0], [20, 250, 30])[None])
-
-    def run(function):
-        def loss(q, k, v):
-            attended = function(q, k, v, mask)
-            return jnp.sum(attended**2), attended
-
-        gradient = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
-        (_, attended), grads = gradient(q, k, v)
-        return attended, *grads
-
-    blocks, whole = run(attention.causal_attention), run(attention.attention)
-    for found, expected in zip(blocks, whole, strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=5e-6)
+    blocks = _values_and_gradients(attention.causal_attention, q, k, v, mask)
+    _assert_close(blocks, _values_and_gradients(attention.attention, q, k, v, mask))
 
 
 @pytest.mark.parametrize("num_tokens", [40, 300])
@@ -106,35 +107,19 @@ def test_the_whole_equals_the_formula_in_values_and_gradients(num_tokens):
     q, k, v = _qkv(1, B=2, T=num_tokens, H=4, N=2, C=8)
     padded = np.repeat([1, 2, 0], [10, num_tokens - 20, 10])
     mask = _causal_mask(np.stack([padded, np.ones(num_tokens, int)]))
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def run(function, q, k, v):
-        attended, of_attended = jax.vjp(lambda *qkv: function(*qkv, mask), q, k, v)
-        return attended, *of_attended(jnp.sin(attended))
-
-    whole, formula = run(attention.attention, q, k, v), run(_plain_attention, q, k, v)
-    for found, expected in zip(whole, formula, strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=5e-6)
+    whole = _values_and_gradients(attention.attention, q, k, v, mask)
+    _assert_close(whole, _values_and_gradients(_plain_attention, q, k, v, mask))
 
 
 def test_a_few_rows_at_a_time_equal_the_formula_in_values_and_gradients():
     # Two of six rows at a time; each row has blocks of its own that nobody may see.
     q, k, v = _qkv(7, B=6, T=300, H=16, N=8, C=4)
-    mask = _causal_mask(
-        np.stack([np.repeat([1, 2], [50 * i + 10, 290 - 50 * i]) for i in range(6)])
-    )
-
-    def run(function):
-        def gradient(q, k, v):
-            attended, of_attended = jax.vjp(lambda *qkv: function(*qkv, mask), q, k, v)
-            return attended, *of_attended(jnp.sin(attended))
-
-        return jax.jit(gradient)(q, k, v), str(jax.make_jaxpr(gradient)(q, k, v))
-
-    (blocks, program), (whole, _) = run(attention.causal_attention), run(_plain_attention)
-    assert "f32[2,8,256,128] = dot_general" in program
-    for found, expected in zip(blocks, whole, strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=5e-6)
+    segment_ids = [np.repeat([1, 2], [50 * i + 10, 290 - 50 * i]) for i in range(6)]
+    mask = _causal_mask(np.stack(segment_ids))
+    program = _values_and_gradients.trace(attention.causal_attention, q, k, v, mask).jaxpr
+    assert "f32[2,8,256,128] = dot_general" in str(program)
+    blocks = _values_and_gradients(attention.causal_attention, q, k, v, mask)
+    _assert_close(blocks, _values_and_gradients(_plain_attention, q, k, v, mask))
 
 
 def test_a_long_row_is_cut_into_sixteen_blocks():

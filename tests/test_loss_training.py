@@ -13,7 +13,6 @@ from fixtures.train_steps import (
     GSPO,
     LOSSES,
     PENALISED,
-    RECOMPUTE,
     VERSION,
     groups_of,
     make,
@@ -117,21 +116,3 @@ def test_a_penalty_pulls_to_its_reference_and_rests_there(name):
         state, _, metrics = train_step.update(state, accumulator)
         penalties.append(float(metrics["policy/kl_penalty"]))
     assert penalties == sorted(penalties, reverse=True) and penalties[-1] < 0.95 * penalties[0]
-
-
-def test_recompute_at_the_steps_weights_moves_as_current_whatever_the_ratio_and_reduction():
-    batches, moved = microbatches(2), []
-    for anchor in ("recompute", "current"):
-        loss = dataclasses.replace(
-            RECOMPUTE, anchor=anchor, ratio="sequence", reduction="sequence_mean"
-        )
-        mesh, train_step = make(loss)
-        state, accumulator = train_step.init(params_on(mesh)), train_step.zero_accumulator()
-        for batch in batches:
-            scored = train_step.anchor(state.params, batch)
-            accumulator = train_step.accumulate(state.params, accumulator, batch, scored, VERSION)
-        state, _, metrics = train_step.update(state, accumulator)
-        np.testing.assert_allclose(metrics["policy/ratio"], 1, rtol=1e-5)
-        assert metrics["policy/clip_fraction"] == 0
-        moved.append(flat(state.params))
-    np.testing.assert_allclose(moved[0], moved[1], rtol=1e-5, atol=1e-6)

@@ -288,13 +288,6 @@ def test_arrival_orders_of_the_tests_above_are_several():
     assert len(orders) >= 15 and tuple(range(B)) not in orders
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
-def test_advantages_need_one_group_and_no_more(name):
-    rewards = np.random.default_rng(0).normal(size=(B, G)).astype(np.float32)
-    alone = np.concatenate([ADVANTAGES[name](row[None]) for row in rewards])
-    np.testing.assert_array_equal(ADVANTAGES[name](rewards), alone)
-
-
 def test_in_a_periodic_step_a_recomputed_anchor_is_the_current_policy():
     """No update moves the weights between a chunk's anchor and its gradient."""
     recomputed = accumulated(Run(made_up(), chunk_groups=1, seed=0), RECOMPUTE)

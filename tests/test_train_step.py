@@ -5,12 +5,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from fixtures.models import TINY
+from fixtures.models import TINY, tiny
 from fixtures.small_learner import assert_same, flat, params_on
 from fixtures.train_steps import (
-    A3PO,
     CURRENT,
     RECOMPUTE,
     UNCLIPPED,
@@ -24,9 +22,10 @@ from fixtures.train_steps import (
 )
 
 from jaxrl_async.learner import packing
-from jaxrl_async.learner.train_step import TrainStep
 from jaxrl_async.objectives import anchors, kl, policy_loss
 from jaxrl_async.types import NOT_SAMPLED, Group, Trajectory
+
+SEQUENCE = dataclasses.replace(RECOMPUTE, ratio="sequence", reduction="sequence_mean")
 
 
 def test_one_microbatch_equals_four():
@@ -245,10 +244,11 @@ def test_a_minibatch_without_tokens_is_refused():
     np.testing.assert_array_equal(flat(state.params), flat(params))
 
 
-def test_recompute_with_one_minibatch_has_ratio_one_and_equals_current():
-    batches = pack(groups_of())
-    (recomputed, _, metrics), _ = updated(make(RECOMPUTE)[1], batches)
-    (current, _, _), _ = updated(make(CURRENT)[1], batches)
+@pytest.mark.parametrize("loss", [RECOMPUTE, SEQUENCE], ids=["token", "sequence"])
+def test_an_anchor_at_the_weights_of_the_policy_has_ratio_one_and_equals_current(loss):
+    batches = pack(groups_of(num_groups=13), microbatch_rows=2)
+    (recomputed, _, metrics), _ = updated(make(loss)[1], batches)
+    (current, _, _), _ = updated(make(dataclasses.replace(loss, anchor="current"))[1], batches)
     assert metrics["policy/clip_fraction"] == 0
     np.testing.assert_allclose(metrics["policy/ratio"], 1, rtol=1e-6)
     np.testing.assert_allclose(flat(recomputed.params), flat(current.params), rtol=1e-5, atol=1e-6)
@@ -321,34 +321,13 @@ def test_score_is_at_the_samplers_temperature():
 
 
 def test_the_current_anchor_is_refused_with_several_minibatches():
-    mesh, _ = make()
     with pytest.raises(ValueError, match="num_minibatches = 2"):
-        TrainStep(
-            TINY,
-            mesh,
-            loss=CURRENT,
-            temperature=1.0,
-            optimizer=optax.sgd(1.0),
-            max_grad_norm=1.0,
-            num_minibatches=2,
-            head_chunk_tokens=None,
-        )
+        make(CURRENT, num_minibatches=2)
 
 
 def test_bfloat16_compute_keeps_float32_sums():
-    config = dataclasses.replace(TINY, dtype="bfloat16")
-    mesh, _ = make()
-    train_step = TrainStep(
-        config,
-        mesh,
-        loss=A3PO,
-        temperature=1.0,
-        optimizer=optax.sgd(1.0),
-        max_grad_norm=1.0,
-        num_minibatches=1,
-        head_chunk_tokens=8,
-    )
-    (batch,) = pack(groups_of())
-    accumulator = accumulated([batch], (mesh, train_step))
+    config = tiny(dtype="bfloat16")
+    made = make(config=config, temperature=1.0, num_minibatches=1, head_chunk_tokens=8)
+    accumulator = accumulated(pack(groups_of()), made)
     assert {leaf.dtype for leaf in jax.tree.leaves(accumulator)} == {jnp.dtype("float32")}
     assert np.isfinite(flat(accumulator)).all()
