@@ -11,10 +11,17 @@ import random
 
 import jax
 import numpy as np
-import optax
 import pytest
+from fixtures import small_learner
 from fixtures.models import tiny
-from fixtures.small_learner import assert_same, empty_status, flat, host_params, params_on
+from fixtures.small_learner import (
+    assert_same,
+    empty_status,
+    flat,
+    host_params,
+    make_packer,
+    params_on,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,9 +29,8 @@ from jaxrl_async.config.loss import LossConfig
 from jaxrl_async.config.settings import PACKINGS
 from jaxrl_async.inference import engine as engines
 from jaxrl_async.inference.sampling import SamplingParams
-from jaxrl_async.learner import learner, packing
+from jaxrl_async.learner import packing
 from jaxrl_async.learner.train_step import TrainStep
-from jaxrl_async.metrics import Timers
 from jaxrl_async.models import sharding
 from jaxrl_async.objectives.advantages import ADVANTAGES
 from jaxrl_async.queue.admission import Admission
@@ -61,16 +67,7 @@ class Measured(TrainStep):
 @functools.cache  # Compiled once for all tests.
 def make_train_step(loss, mesh_shape):
     mesh = sharding.make_mesh(*mesh_shape, jax.devices()[: np.prod(mesh_shape)])
-    train_step = Measured(
-        CONFIG,
-        mesh,
-        loss=loss,
-        temperature=1.0,
-        optimizer=optax.adam(1e-2, b2=0.95),
-        max_grad_norm=1.0,
-        num_minibatches=1,
-        head_chunk_tokens=None,
-    )
+    train_step = small_learner.make_train_step(CONFIG, mesh, loss, of=Measured)
     return train_step, mesh
 
 
@@ -197,30 +194,16 @@ class Run:
 def train(run, loss, *, mesh_shape=ONE, rows=4, policy="in_order", num_steps=1, wait=True, seed=0):
     """The last state of `learner.train`, and the parameters' mesh's train step."""
     train_step, mesh = make_train_step(loss, mesh_shape)
-    schedule = learner.Schedule(
-        num_steps=num_steps,
-        push_every_steps=1,
-        wait_for_push=wait,
-        checkpoint_every_steps=100,
-        num_minibatches=1,
-        lease_timeout_secs=1.0,
-        max_failures=0,
-        budgets={},
-        fail_on_recompile=False,
-    )
-    state = learner.train(
+    state = small_learner.train(
+        run,
         train_step.init(params_on(mesh, CONFIG, seed)),
-        first_step=1,
-        schedule=schedule,
-        train_step=train_step,
-        pack=packer(rows, policy),
+        train_step,
+        num_steps=num_steps,
+        wait_for_push=wait,
+        fail_on_recompile=False,
+        pack=make_packer(rows, ROW_TOKENS, policy),
         padding=packing.empty_batch(rows, ROW_TOKENS),
         advantages=ADVANTAGES[loss.advantage],
-        queue=run,
-        publisher=run,
-        save=run.save,
-        metrics=run,
-        timers=Timers(),
         # Of other weights, so that a KL to them has a gradient.
         reference=params_on(mesh, CONFIG, seed=1) if loss.needs_reference else None,
     )
@@ -295,30 +278,19 @@ def test_in_a_periodic_step_a_recomputed_anchor_is_the_current_policy():
     assert_same(recomputed, current)  # The ratio is among the sums.
 
 
-def packer(rows=4, policy="in_order"):
-    return packing.Packer(
-        process=0,
-        num_processes=1,
-        microbatch_rows=rows,
-        row_tokens=ROW_TOKENS,
-        policy=policy,
-        shared_prompts=False,
-    )
-
-
 @pytest.mark.parametrize("chunk_groups", [1, 2, 4, 5])
 @pytest.mark.parametrize("lengths", [(5, 14), (9, 12), (5, 7), (24, 24)])
 def test_chunks_in_prompt_order_are_cut_into_the_microbatches_of_the_whole_batch(
     lengths, chunk_groups
 ):
     run = Run(made_up(*lengths), chunk_groups=chunk_groups)
-    pack, found, of_chunks = packer(), [], []
+    pack, found, of_chunks = make_packer(row_tokens=ROW_TOKENS), [], []
     for chunk in run.lease(1, 1.0, should_stop=lambda: None):
         advantages = np.array([g.prompt_index for g in chunk.groups])[:, None] + np.arange(G)
         found.append(pack(chunk.groups, advantages.astype(np.float32), last=chunk.last))
         of_chunks.append(len(found[-1]))
     advantages = np.arange(B, dtype=np.float32)[:, None] + np.arange(G, dtype=np.float32)
-    whole = packer()(run.trained, advantages, last=True)
+    whole = make_packer(row_tokens=ROW_TOKENS)(run.trained, advantages, last=True)
     found = [batch for batches in found for batch in batches]
     for batch, expected in zip(found, whole, strict=True):
         jax.tree.map(np.testing.assert_array_equal, batch, expected)
