@@ -75,10 +75,7 @@ def test_the_clip_band_on_the_whole_ratio_is_a_power(staleness, advantage, edge)
     slopes = [
         gradient(
             row(
-                bound * by - 9.0,
-                behavior_logprobs=-9.0,
-                advantages=advantage,
-                staleness=staleness,
+                bound * by - 9.0, behavior_logprobs=-9.0, advantages=advantage, staleness=staleness
             ),
             config,
         ).item()

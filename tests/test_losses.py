@@ -138,12 +138,7 @@ def test_the_reductions_of_one_minibatch_by_hand():
 
 def test_dropped_tokens_stay_in_the_denominator():
     # u = 9.49 > 5 drops one of two tokens, and the other's gradient is halved by both.
-    tokens = row(
-        [[-1.0, -1.0]],
-        behavior_logprobs=[[-4.0, -1.0]],
-        advantages=-1.0,
-        staleness=4,
-    )
+    tokens = row([[-1.0, -1.0]], behavior_logprobs=[[-4.0, -1.0]], advantages=-1.0, staleness=4)
     np.testing.assert_allclose(gradient(tokens, A3PO), [[0.0, 0.5]], rtol=1e-6)
 
 

@@ -110,10 +110,7 @@ def test_fewest_goes_by_length_into_the_row_that_holds_the_fewest_and_of_equals_
     np.testing.assert_array_equal(columns, [2, 0, 0, 0, 5, 7])
 
 
-@given(
-    lengths=st.lists(st.integers(1, 12), max_size=60),
-    row_tokens=st.integers(12, 40),
-)
+@given(lengths=st.lists(st.integers(1, 12), max_size=60), row_tokens=st.integers(12, 40))
 def test_fewest_is_the_algorithm_of_its_source(lengths, row_tokens):
     """Algorithm 1 of AReaL as it is written, over lists of lengths."""
     expected = []
@@ -279,11 +276,7 @@ def test_a_group_too_long_for_a_row_is_divided_and_its_prompt_repeated():
     batches = pack(groups, np.ones(5), row_tokens=8, microbatch_rows=3, shared_prompts=True)
     np.testing.assert_array_equal(
         batches[0].tokens,
-        [
-            [1, 2, 3, 4, 5, 6, 7, 8],
-            [1, 2, 3, 9, 10, 11, 12, 0],
-            [1, 2, 3, 13, 14, 15, 16, 17],
-        ],
+        [[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 9, 10, 11, 12, 0], [1, 2, 3, 13, 14, 15, 16, 17]],
     )
     assert len(batches) == 2 and batches[1].tokens[0].tolist() == [18] + [0] * 7
 

@@ -116,8 +116,7 @@ SHORT = ("recompute", "gspo", "dr_grpo")  # One of each ratio and reduction.
 
 
 @pytest.mark.parametrize(
-    "loss",
-    [pytest.param(ALL[n], id=n, marks=() if n in SHORT else pytest.mark.long) for n in ALL],
+    "loss", [pytest.param(ALL[n], id=n, marks=() if n in SHORT else pytest.mark.long) for n in ALL]
 )
 def test_every_objective_is_the_same_as_on_replicated_rows_by_the_same_programs(loss):
     groups, made = GROUPS["all of these"], make(loss)

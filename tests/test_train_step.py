@@ -223,11 +223,7 @@ def test_bad_numbers_keep_the_state_and_are_gone_afterwards(bad):
     kept = flat(state)
     poisoned = np.where(batch.mask, bad, 0).astype(np.float32)
     accumulator = train_step.accumulate(
-        state.params,
-        accumulator,
-        dataclasses.replace(batch, advantages=poisoned),
-        None,
-        VERSION,
+        state.params, accumulator, dataclasses.replace(batch, advantages=poisoned), None, VERSION
     )
     state, accumulator, metrics = train_step.update(state, accumulator)
     assert metrics["finite"] == 0
