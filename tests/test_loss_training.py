@@ -1,7 +1,6 @@
 """Losses by name in the learner's programs: what compiles, what cannot change a gradient, where a penalty pulls."""
 
 import dataclasses
-import functools
 
 import jax
 import numpy as np
@@ -14,35 +13,15 @@ from fixtures.train_steps import (
     LOSSES,
     PENALISED,
     VERSION,
+    accumulated,
     groups_of,
     make,
     pack,
 )
 
 
-@functools.lru_cache
-def reference():
-    """The weights of a policy other than ours."""
-    return jax.tree.map(lambda x: x * 1.5, params_on(make()[0]))
-
-
 def microbatches(microbatch_rows):
     return pack(groups_of(num_groups=13), microbatch_rows=microbatch_rows)
-
-
-def accumulated(loss, microbatch_rows):
-    mesh, train_step = make(loss)
-    params, accumulator = params_on(mesh), train_step.zero_accumulator()
-    for batch in microbatches(microbatch_rows):
-        accumulator = train_step.accumulate(
-            params,
-            accumulator,
-            batch,
-            train_step.anchor(params, batch),
-            VERSION,
-            reference() if loss.needs_reference else None,
-        )
-    return accumulator
 
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
@@ -77,7 +56,7 @@ def test_no_cut_into_microbatches_changes_an_update_and_its_denominator_is_of_th
     )
     assert trajectories == 26 and len(batches) == 4
     denominator = trajectories * (loss.fixed_length or 1)
-    one, four = accumulated(loss, 8), accumulated(loss, 2)
+    one, four = accumulated(microbatches(8), make(loss)), accumulated(batches, make(loss))
     assert_same(four, one)
     expected = flat(one.grads) / denominator
     mesh, train_step = make(loss)

@@ -84,16 +84,6 @@ def test_a_sequence_ratio_is_the_mean_over_its_segment():
     np.testing.assert_allclose(ratio, [[1.0, 4.0, 4.0, 9.0, 1.0]], rtol=1e-6)
 
 
-def test_a_sequence_of_one_token_has_the_tokens_ratio():
-    logprobs, _, proximal, _, mask = batch(shape=(3, 6))
-    segment_ids = np.tile(np.arange(1, 7), (3, 1))
-    np.testing.assert_allclose(
-        ratios.sequence(logprobs, proximal, mask, segment_ids),
-        ratios.token(logprobs, proximal, mask, segment_ids),
-        rtol=1e-6,
-    )
-
-
 @pytest.mark.parametrize("ratio", [ratios.token, ratios.sequence])
 def test_the_anchor_of_a_ratio_is_detached(ratio):
     logprobs, _, proximal, _, mask = batch()

@@ -14,13 +14,13 @@ from fixtures.train_steps import (
     LOSSES,
     RECOMPUTE,
     VERSION,
-    advantages_of,
+    accumulated,
     make,
+    pack,
     updated,
 )
 
 from jaxrl_async.config.settings import PACKINGS
-from jaxrl_async.learner import packing
 from jaxrl_async.types import NOT_SAMPLED, Group, Trajectory
 
 
@@ -63,29 +63,6 @@ GROUPS = {
         group_of(7, 6, 25, 2, 11, index=3),
     ],
 }
-
-
-def pack(groups, *, shared_prompts, advantages=None, policy="in_order"):
-    return packing.pack(
-        groups,
-        advantages_of(groups) if advantages is None else advantages,
-        microbatch_rows=8,
-        row_tokens=32,
-        policy=policy,
-        shared_prompts=shared_prompts,
-    )
-
-
-def accumulated(batches, made):
-    """As the learner does, beside a policy other than ours where the loss takes a KL to one."""
-    mesh, train_step = made
-    params = params_on(mesh)
-    reference = jax.tree.map(lambda x: x * 1.5, params)
-    accumulator = train_step.zero_accumulator()
-    for batch in batches:
-        anchor = train_step.anchor(params, batch)
-        accumulator = train_step.accumulate(params, accumulator, batch, anchor, VERSION, reference)
-    return accumulator
 
 
 def logprobs_of(batches, made=None):
