@@ -257,14 +257,14 @@ def test_cudnn_is_handed_the_mask_and_the_groups_of_heads_as_xla_reads_them(monk
     q, k, v = _qkv(5, B=2, T=7, H=4, N=2, C=8)
     segment_ids = np.array([[1, 1, 2, 2, 3, 0, 0], [1, 1, 1, 2, 2, 2, 2]], np.int32)
     prefix_ids = np.array([[0, 0, 1, 1, 1, 0, 0], [0] * 7], np.int32)
-    called, asked = jax.nn.dot_product_attention, []
+    called, implementations = jax.nn.dot_product_attention, []
 
     def anywhere(*args, implementation, **kwargs):
-        asked.append(implementation)
+        implementations.append(implementation)
         return called(*args, **kwargs)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", anywhere)
     rows = {name: attention.of_rows(name, segment_ids, prefix_ids) for name in ("cudnn", "xla")}
     found, expected = (jax.jit(attend)(q, k, v, mask) for mask, attend in rows.values())
-    assert asked == ["cudnn"]
+    assert implementations == ["cudnn"]
     np.testing.assert_allclose(found, expected, atol=1e-6)

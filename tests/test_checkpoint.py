@@ -1,4 +1,4 @@
-"""Checkpoints: what is saved is restored, 0 is kept, and what does not fit is named."""
+"""Checkpoints: saved states come back, 0 is kept, and a misfit is named."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The loop: what it leases, commits, saves and publishes, in which order, in each mode. Queue and servers are fakes."""
+"""The loop: the order of leases, commits, saves and pushes in each mode. Queue and servers are fakes."""
 
 import dataclasses
 import time
@@ -26,7 +26,7 @@ def test_a_synchronous_step_waits_leases_commits_and_publishes_in_this_order():
     ]  # fmt: skip
 
 
-def test_what_was_waited_for_before_the_loop_is_of_no_row():
+def test_waits_before_the_loop_are_of_no_row():
     recorder, timers = Recorder(), Timers()
     with timers("wait_push"):
         time.sleep(0.5)
@@ -177,30 +177,30 @@ def test_a_drift_of_lengths_is_warned_about_once_in_a_while(caplog):
     assert said[0].startswith("step 2: completions of dropped groups have 200.0 tokens on average")
 
 
-def test_what_workers_are_at_is_the_mean_of_what_they_told_last():
-    def told(**secs):
+def test_workers_per_stage_are_the_mean_since_their_last_report():
+    def reported(**secs):
         return RoleStatus("rollout-0", 1.0, (), secs)
 
     rates = learner._Rates(empty_status())
 
     def logged(*roles):
         row = rates.metrics(empty_status(roles=roles))
-        return [row.get(f"rollout/{what}") for what in ("generating", "scoring", "idle")]
+        return [row.get(f"rollout/{stage}") for stage in ("generating", "scoring", "idle")]
 
     assert logged() == [None, None, None]
-    first = told(up=10.0, generating=80.0, scoring=5.0, idle=1.0)
+    first = reported(up=10.0, generating=80.0, scoring=5.0, idle=1.0)
     assert logged(first) == [8.0, 0.5, 0.1]
-    assert logged(first) == [8.0, 0.5, 0.1]  # It has told nothing new.
-    second = told(up=12.0, generating=82.0, scoring=5.0, idle=2.0)
+    assert logged(first) == [8.0, 0.5, 0.1]  # No new report.
+    second = reported(up=12.0, generating=82.0, scoring=5.0, idle=2.0)
     other = dataclasses.replace(first, role="rollout-1")
     assert logged(second, other) == [1.0 + 8.0, 0.0 + 0.5, 0.5 + 0.1]
-    again = told(up=1.0, generating=3.0, scoring=0.0, idle=0.0)  # a new process
+    restarted = reported(up=1.0, generating=3.0, scoring=0.0, idle=0.0)  # a new process
     silent = dataclasses.replace(other, silent_secs=11.0)
     learner_itself = RoleStatus("learner-0", 0.0, (), {})
-    assert logged(again, silent, learner_itself) == [3.0, 0.0, 0.0]
+    assert logged(restarted, silent, learner_itself) == [3.0, 0.0, 0.0]
 
 
-def test_what_is_about_a_staleness_counts_by_its_tokens():
+def test_metrics_of_a_staleness_count_by_its_tokens():
     """3 tokens of ratio 1 in one minibatch, 1 of ratio 2 in the other: 1.25. An empty bucket reads 0."""
     rows = [
         {

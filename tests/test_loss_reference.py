@@ -1,6 +1,6 @@
 """Every loss that a config can name, against a float64 reference that walks the tokens one by one.
 
-The reference is written from the formulas, in scalars: it knows trajectories, not rows, scales or shares.
+The reference is written from the formulas, in scalars: trajectories instead of rows, scales and shares.
 """
 
 import collections
@@ -67,7 +67,7 @@ def check(x, c, cut):
 # --- Which configs.
 
 SURROGATES = (*loss_config.SURROGATES, "dual_clip")
-NUMBERS = {  # by weight, then by what else has a number
+NUMBERS = {  # by weight, then by the other parts with a number
     "mask": ({"behavior_cap": 1.5}, {"behavior_cap": 0.8}),
     "clamp": ({"behavior_cap": 1.5}, {"behavior_cap": 0.8}),
     "tis": ({"behavior_cap": 2.0}, {"behavior_cap": 1.1}),
@@ -185,7 +185,7 @@ def test_a_loss_its_gradient_and_its_parts_agree_with_the_reference(pair):
 
 @pytest.mark.parametrize("reduction", loss_config.REDUCTIONS)
 def test_the_references_own_gradient_is_that_of_central_differences(reduction):
-    # With what is detached held fixed. In float64, 1e-6 apart, away from kinks: 1e-8 of truncation and rounding.
+    # With detached values held fixed. In float64, 1e-6 apart, away from kinks: 1e-8 of truncation and rounding.
     x, step = random_tokens(1), 1e-6
     found = trajectories(x)
     of_reduction = [

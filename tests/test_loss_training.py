@@ -1,4 +1,4 @@
-"""Losses by name in the learner's programs: what compiles, what cannot change a gradient, where a penalty pulls."""
+"""Losses by name in the learner's programs: compilations, invariances, the pull of a penalty."""
 
 import dataclasses
 

@@ -44,7 +44,7 @@ TIMES = {
 
 @pytest.fixture(scope="module")
 def start():
-    """Starts Python processes on as many CPU devices as asked for; none outlives the tests."""
+    """Starts Python processes on a number of CPU devices; none outlives the tests."""
     started = []
 
     def start(command, *, devices=1):
@@ -94,7 +94,7 @@ def learner(start):
 
 
 def outputs_of(started):
-    """What processes printed, once all have ended well."""
+    """The output of processes that have all ended with 0."""
     outputs = [process.communicate(timeout=RUN_TIMEOUT_SECS)[0] for process in started]
     assert [process.returncode for process in started] == [0] * len(started), "\n".join(outputs)
     return outputs
@@ -328,7 +328,7 @@ def test_all_processes_of_a_learner_are_started_again_when_one_is_killed(start, 
     assert JournalReader(workdir / "journal.sqlite").audit() == nothing
 
 
-# What the processes agree on without talking.
+# Packing, on which the processes agree without communicating.
 
 
 @settings(deadline=None)
@@ -420,7 +420,7 @@ def test_every_process_packs_its_groups_into_as_many_microbatches(
     assert tokens == sum(t.mask.sum() for group in groups for t in group.trajectories)
 
 
-# What followers do.
+# Followers.
 
 
 class Status:

@@ -1,4 +1,4 @@
-"""Packing: what lies where, what it refuses, and that nothing is lost."""
+"""Packing: layouts, refusals, and that no token is lost."""
 
 import dataclasses
 
@@ -322,7 +322,7 @@ def test_every_completion_token_sees_its_trajectory_so_far_and_nothing_else(poli
     for batch in batches:
         for row, segments in enumerate(batch.segment_ids):
             used = np.count_nonzero(segments)
-            assert (segments[:used] > 0).all(), "padding stands behind what is used"
+            assert (segments[:used] > 0).all(), "padding comes last"
             for c in range(used):
                 token = int(batch.tokens[row, c])
                 allowed = (column <= c) & (segments > 0)

@@ -57,7 +57,7 @@ ONE, TWO, EIGHT = (1, 1, 1), (2, 1, 1), (2, 2, 2)  # Devices: data · fsdp · te
 
 
 class Measured(TrainStep):
-    """Keeps what the last update was given."""
+    """Keeps the accumulator of the last update."""
 
     def update(self, state, accumulator):
         self.given = jax.tree.map(np.array, accumulator)
@@ -72,7 +72,7 @@ def make_train_step(loss, mesh_shape):
 
 
 def made_up(shortest=5, longest=14):
-    """A sampler that knows no weights: what a prompt gets follows from its index alone."""
+    """A sampler without weights: the completions of a prompt follow from its index."""
 
     def sample(permit, version):
         rng = np.random.default_rng(permit.prompt_index)
@@ -95,9 +95,9 @@ def made_up(shortest=5, longest=14):
 
 
 class Run:
-    """Queue, servers, publisher, checkpoints and metrics of a run. A seed draws what happens next; None is in order.
+    """Queue, servers, publisher, checkpoints and metrics of a run.
 
-    A push is under way until `wait`, or until its turn comes among what else happens.
+    A seed draws the next event; None takes events in order. A push is in flight until `wait`, or until it is drawn.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ def train(run, loss, *, mesh_shape=ONE, rows=4, policy="in_order", num_steps=1, 
 
 
 def accumulated(run, loss, **values):
-    """What the update of a run of one step was given."""
+    """The accumulator of the update of a run of one step."""
     return train(run, loss, **values)[1].given
 
 

@@ -1,4 +1,4 @@
-"""The learner's three programs: what cannot change a gradient, what an update refuses, what compiles."""
+"""The learner's three programs: invariances of the gradient, refused updates, compilations."""
 
 import dataclasses
 

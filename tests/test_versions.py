@@ -1,4 +1,4 @@
-"""Which weights servers are given when a version is published: its own, or with a delay those of an older one."""
+"""The weights of a published version: its own, or with a delay those of an older one."""
 
 import collections
 import itertools
@@ -27,7 +27,7 @@ RESUME_POINT = ResumePoint(3, 12, (), {}, {})
 
 
 class Publisher:
-    """Writes at once; the last directory is what servers would be given."""
+    """Writes at once; the last directory is the one that servers would load."""
 
     def __init__(self):
         self.path = None
@@ -49,7 +49,7 @@ def params():
 
 @pytest.fixture
 def make(params, tmp_path):
-    """Versions over one directory; `given(n)` publishes n, all of whose weights are n, and says what servers get."""
+    """Versions over one directory; `given(n)` publishes n, all of whose weights are n, and returns what servers get."""
 
     def make(delay, *, keep):
         store, publisher = WeightStore(tmp_path / "weights", keep=keep), Publisher()
@@ -151,14 +151,14 @@ def at(v_pub, committed_step, run_epoch=0):
 
 @pytest.fixture
 def left(make):
-    """Versions 0 to 5, published by a learner that is gone, and what takes their place."""
+    """Versions 0 to 5, published by a learner that is gone, and the next learner's."""
     before = make(NO_DELAY, keep=3)
     for version in range(6):
         before.given(version)
     return make(NO_DELAY, keep=3)
 
 
-def test_a_queue_that_knows_nothing_is_told_where_to_start(left):
+def test_a_queue_without_a_journal_gets_the_resume_point(left):
     left.resume(3, empty_status(v_pub=None))
     assert left.pushed == [(3, 0, RESUME_POINT)]
 
@@ -168,7 +168,9 @@ def test_a_restored_version_is_published_where_no_later_one_was(left):
     assert left.pushed == [(3, 0, None)]
 
 
-def test_what_was_published_is_given_again_and_the_steps_up_to_it_are_trained_without_a_push(left):
+def test_a_published_version_is_pushed_again_and_the_steps_up_to_it_are_trained_without_a_push(
+    left,
+):
     left.resume(3, at(v_pub=5, committed_step=6, run_epoch=1))
     assert left.pushed == [(5, 1, None)]
     for version in (4, 5):  # 5 comes out with the bits it had.

@@ -1,4 +1,4 @@
-"""Warm start: it learns, repeats itself by seed, and refuses what it cannot train on."""
+"""Warm start: it learns, repeats itself by seed, and refuses bad demonstrations."""
 
 import jax
 import numpy as np

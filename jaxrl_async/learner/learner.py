@@ -1,6 +1,6 @@
 """The learner: one loop for the synchronous, the periodic and the asynchronous mode.
 
-    lease → pack → (score) → accumulate → update → commit → checkpoint → publish
+    lease → pack → (score) → accumulate → update → commit → publish → checkpoint
 
 Groups come from the queue and weights go to the publisher; the loop handles no prompt, reward or server. The modes
 differ in the number of chunks per lease and in whether a step waits for the push before it.
@@ -80,9 +80,7 @@ class Schedule:
 
     num_steps: int
     push_every_steps: int
-    wait_for_push: (
-        bool  # sync and periodic: a step starts once the servers hold the version before it
-    )
+    wait_for_push: bool  # whether a step waits for the push before it: sync and periodic
     checkpoint_every_steps: int
     num_minibatches: int
     lease_timeout_secs: float
