@@ -1,4 +1,4 @@
-"""What a loss config takes, what it refuses, and with which words."""
+"""The losses that a config can name, and those that it refuses, with the reason."""
 
 import dataclasses
 import math
@@ -103,7 +103,7 @@ def test_the_default_is_a3po():
     ],
     ids=str,
 )
-def test_what_goes_together_is_taken(settings):
+def test_parts_that_go_together_are_taken(settings):
     config = LossConfig(**settings)
     assert {name: getattr(config, name) for name in settings} == settings
     assert dataclasses.replace(config) == config
@@ -125,73 +125,46 @@ def test_what_goes_together_is_taken(settings):
 )
 @pytest.mark.parametrize("value", ["old", None])
 def test_an_unknown_name_is_refused_with_the_known_ones(field, known, value):
-    with pytest.raises(ValueError, match=f"^{field} must be one of {known}; got {value!r}$"):
+    with pytest.raises(ValueError, match=f"^{field} .*{known}.*{value!r}$"):
         LossConfig(**{field: value})
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"clip_low": -0.1}, r"clip_low must be in \[0, 1\] and clip_high ≥ 0, got -0.1, 0.2"),
-        ({"clip_low": 1.1}, r"clip_low must be in \[0, 1\] and clip_high ≥ 0, got 1.1, 0.2"),
-        ({"clip_high": -0.1}, r"clip_low must be in \[0, 1\] and clip_high ≥ 0, got 0.2, -0.1"),
-        ({"dual_clip": 1.0}, r"dual_clip must be > 1 or None, got 1.0"),
-        (DG | {"dg_temperature": 0.0}, r"dg_temperature must be > 0, got 0.0"),
-        (DG | {"dg_temperature": -1.0}, r"dg_temperature must be > 0, got -1.0"),
-        ({"kl": "k3"}, r"kl_coefficient must be > 0 .* got 0.0 with 'k3'"),
-        ({"kl": "k1", "kl_coefficient": -0.1}, r"kl_coefficient must be > 0 .* got -0.1 with 'k1'"),
-        ({"kl_coefficient": 0.1}, r"0 with kl 'none', got 0.1 with 'none'"),
-        (
-            {"reduction": "fixed_length"},
-            r"fixed_length must be a number with reduction 'fixed_length' and None .* got None",
-        ),
-        (
-            {"fixed_length": 8.0},
-            r"fixed_length must be a number with reduction 'fixed_length' and None .* got 8.0",
-        ),
+        ({"clip_low": -0.1}, r"clip_low .*\[0, 1\].* -0.1, 0.2"),
+        ({"clip_low": 1.1}, r"clip_low .*\[0, 1\].* 1.1, 0.2"),
+        ({"clip_high": -0.1}, r"clip_high ≥ 0.* 0.2, -0.1"),
+        ({"dual_clip": 1.0}, r"dual_clip .*> 1.* 1.0"),
+        (DG | {"dg_temperature": 0.0}, r"dg_temperature .*> 0.* 0.0"),
+        (DG | {"dg_temperature": -1.0}, r"dg_temperature .*> 0.* -1.0"),
+        ({"kl": "k3"}, r"kl_coefficient .*> 0.* 0.0 .*'k3'"),
+        ({"kl": "k1", "kl_coefficient": -0.1}, r"kl_coefficient .*> 0.* -0.1 .*'k1'"),
+        ({"kl_coefficient": 0.1}, r"kl_coefficient .* 0 .*'none'.* 0.1 "),
+        ({"reduction": "fixed_length"}, r"fixed_length .*'fixed_length'.* None$"),
+        ({"fixed_length": 8.0}, r"fixed_length .*'fixed_length' and None.* 8.0"),
         (
             {"reduction": "fixed_length", "fixed_length": 0.0},
-            r"fixed_length must be > 0, got 0.0",
+            r"fixed_length .*> 0.* 0.0",
         ),
         (
             {"behavior_cap": None},
-            r"a number in the modes 'mask', 'clamp', 'tis', 'icepop' .* got None in mode 'mask'",
+            r"behavior_cap .*'mask', 'clamp', 'tis', 'icepop'.* None .*'mask'",
         ),
-        (
-            TIS | {"behavior_cap": None},
-            r"behavior_cap must be a number .* got None in mode 'tis'",
-        ),
-        (
-            {"behavior_weight": "none"},
-            r"behavior_cap must be a number .* None in the others, got 5.0 in mode 'none'",
-        ),
-        (
-            {"behavior_weight": "uncapped"},
-            r"behavior_cap must be a number .* got 5.0 in mode 'uncapped'",
-        ),
-        (DPPO | {"behavior_cap": 5.0}, r"got 5.0 in mode 'dppo_mask'"),
-        ({"behavior_cap": 0.0}, r"behavior_cap must be > 0, got 0.0"),
-        ({"behavior_cap": -1.0}, r"behavior_cap must be > 0, got -1.0"),
-        (
-            ICEPOP | {"behavior_floor": None},
-            r"behavior_floor must be a number with behavior_weight 'icepop' .* got None",
-        ),
-        ({"behavior_floor": 0.5}, r"behavior_floor must be .* None otherwise, got 0.5"),
-        (
-            ICEPOP | {"behavior_floor": 6.0},
-            r"behavior_floor must be in \[0, behavior_cap = 5.0\], got 6.0",
-        ),
-        (
-            ICEPOP | {"behavior_floor": -0.5},
-            r"behavior_floor must be in \[0, behavior_cap = 5.0\], got -0.5",
-        ),
-        (
-            DPPO | {"dppo_delta": None},
-            r"dppo_delta must be a number with behavior_weight 'dppo_mask' .* got None",
-        ),
-        ({"dppo_delta": 0.2}, r"dppo_delta must be .* None otherwise, got 0.2"),
-        (DPPO | {"dppo_delta": 0.0}, r"dppo_delta must be in \(0, 1\), got 0.0"),
-        (DPPO | {"dppo_delta": 1.0}, r"dppo_delta must be in \(0, 1\), got 1.0"),
+        (TIS | {"behavior_cap": None}, r"behavior_cap .* None .*'tis'$"),
+        ({"behavior_weight": "none"}, r"behavior_cap .*None .* 5.0 .*'none'"),
+        ({"behavior_weight": "uncapped"}, r"behavior_cap .* 5.0 .*'uncapped'"),
+        (DPPO | {"behavior_cap": 5.0}, r"behavior_cap .* 5.0 .*'dppo_mask'"),
+        ({"behavior_cap": 0.0}, r"behavior_cap .*> 0.* 0.0"),
+        ({"behavior_cap": -1.0}, r"behavior_cap .*> 0.* -1.0"),
+        (ICEPOP | {"behavior_floor": None}, r"behavior_floor .*behavior_weight 'icepop'.* None$"),
+        ({"behavior_floor": 0.5}, r"behavior_floor .*None.* 0.5"),
+        (ICEPOP | {"behavior_floor": 6.0}, r"behavior_floor .*\[0, behavior_cap = 5.0\].* 6.0"),
+        (ICEPOP | {"behavior_floor": -0.5}, r"behavior_floor .*\[0, behavior_cap = 5.0\].* -0.5"),
+        (DPPO | {"dppo_delta": None}, r"dppo_delta .*behavior_weight 'dppo_mask'.* None$"),
+        ({"dppo_delta": 0.2}, r"dppo_delta .*None.* 0.2"),
+        (DPPO | {"dppo_delta": 0.0}, r"dppo_delta .*\(0, 1\).* 0.0"),
+        (DPPO | {"dppo_delta": 1.0}, r"dppo_delta .*\(0, 1\).* 1.0"),
     ],
 )
 def test_a_number_out_of_bounds_is_refused_with_the_bound(settings, message):
@@ -216,7 +189,7 @@ NUMBERS = {
 @pytest.mark.parametrize("field", NUMBERS)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_number_that_is_not_finite_is_refused(field, value):
-    with pytest.raises(ValueError, match=f"{field} must be finite, got {value}"):
+    with pytest.raises(ValueError, match=f"{field} .*finite.* {value}"):
         LossConfig(**NUMBERS[field] | {field: value})
 
 
@@ -228,56 +201,25 @@ def test_every_number_of_a_config_is_tried():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            {"surrogate": "unclipped", "dual_clip": 3.0},
-            r"dual_clip bounds the loss of surrogate 'clipped'; 'unclipped' has no such bound",
-        ),
-        (CISPO | {"dual_clip": 3.0}, r"'cispo' has no such bound"),
-        (
-            REINFORCE | {"ratio": "sequence"},
-            r"surrogate 'reinforce' uses no ratio, so ratio 'sequence' would do nothing",
-        ),
-        (DG | {"ratio": "sequence"}, r"surrogate 'dg' uses no ratio, so"),
-        (
-            CISPO | {"clip_low": 0.2},
-            r"'cispo' has no lower clip: clip_low must be 1 \(the ratio is ≥ 0\), got 0.2",
-        ),
-        (
-            CISPO | {"anchor": "current"},
-            r"'cispo' clips the ratio to the anchor, which is 1 with anchor 'current'",
-        ),
-        (
-            DG | {"behavior_weight": "uncapped"},
-            r"'dg' uses no behavior probabilities, .* must be 'none', got 'uncapped'",
-        ),
-        (
-            DG | KL | {"kl_to": "behavior"},
-            r"'dg' uses no behavior probabilities, which a KL to 'behavior' would bring back",
-        ),
-        (
-            DG | {"advantage": "grpo"},
-            r"advantage must be 'dr_grpo' or 'rloo', got 'grpo', which divides by the spread",
-        ),
+        ({"surrogate": "unclipped", "dual_clip": 3.0}, r"dual_clip .*'clipped'.*'unclipped'"),
+        (CISPO | {"dual_clip": 3.0}, r"dual_clip .*'clipped'.*'cispo'"),
+        (REINFORCE | {"ratio": "sequence"}, r"'reinforce' .*ratio 'sequence'"),
+        (DG | {"ratio": "sequence"}, r"'dg' .*ratio 'sequence'"),
+        (CISPO | {"clip_low": 0.2}, r"'cispo' .*clip_low must be 1.* 0.2"),
+        (CISPO | {"anchor": "current"}, r"'cispo' .*anchor 'current'"),
+        (DG | {"behavior_weight": "uncapped"}, r"'dg' .*behavior_weight .*'none'.*'uncapped'"),
+        (DG | KL | {"kl_to": "behavior"}, r"'dg' .*KL to 'behavior'"),
+        (DG | {"advantage": "grpo"}, r"'dg' .*advantage .*'dr_grpo' or 'rloo'.*'grpo'"),
         *(
-            (
-                of | {"anchor": anchor},
-                f"surrogate '{of['surrogate']}' without a weight uses no anchor, so '{anchor}' would do "
-                "nothing: use 'behavior'",
-            )
+            (of | {"anchor": anchor}, f"'{of['surrogate']}' .*anchor.*'{anchor}'.*use 'behavior'")
             for of in (REINFORCE, DG)
             for anchor in ("recompute", "a3po", "linear")
         ),
         *(
-            (
-                TIS | {"anchor": anchor},
-                f"weight 'tis' .* anchor must be 'recompute' or 'current', got '{anchor}'",
-            )
+            (TIS | {"anchor": anchor}, f"'tis' .*anchor .*'recompute' or 'current'.*'{anchor}'")
             for anchor in ("a3po", "linear", "behavior")
         ),
-        (
-            DPPO | {"surrogate": "clipped"},
-            r"'dppo_mask' stands in the place of the clip: surrogate must not be 'clipped'",
-        ),
+        (DPPO | {"surrogate": "clipped"}, r"'dppo_mask' .*surrogate must not be 'clipped'"),
     ],
 )
 def test_parts_that_do_not_go_together_are_refused_with_the_reason(settings, message):
@@ -289,7 +231,7 @@ def test_a_clip_against_current_is_refused_with_several_minibatches():
     for surrogate in ("clipped", "unclipped"):
         current = LossConfig(anchor="current", surrogate=surrogate)
         current.check_minibatches(1)
-        with pytest.raises(ValueError, match=r"'current' is exact with one .* num_minibatches = 2"):
+        with pytest.raises(ValueError, match=r"'current' .*num_minibatches = 2"):
             current.check_minibatches(2)
 
 
@@ -300,7 +242,7 @@ def test_other_losses_take_any_number_of_minibatches():
         LossConfig(**without_ratio | {"anchor": "current"}).check_minibatches(4)
 
 
-def test_what_a_loss_needs_to_be_scored():
+def test_a_loss_says_which_log_probs_it_needs():
     assert LossConfig(anchor="recompute").needs_recompute
     assert LossConfig(proximal_metrics=True).needs_recompute
     assert not any(LossConfig(anchor=anchor).needs_recompute for anchor in APPROXIMATIONS)

@@ -1,9 +1,9 @@
-"""What the learner minimises, as a value: names of parts, their numbers, and which do not go together.
+"""The loss of a run: the names of its parts, their numbers, and the combinations that are refused.
 
     loss = Σ_t scale_t · m_t · (weight_t · surrogate_t(ratio_t, A_t) + kl_coefficient · kl_t) / D
 
-Each part is a pure function in `jaxrl_async.objectives`, in a table that has the names below. This module knows
-nothing of JAX, so that a config is refused before any device is touched.
+Each part is a pure function in `jaxrl_async.objectives`, in a table with the names below. Imports no JAX: a config is
+refused before any device is touched.
 """
 
 import dataclasses
@@ -37,17 +37,17 @@ class LossConfig:
     """One loss, by the names of its parts; the defaults are A-3PO.
 
     Raises:
-      ValueError: an unknown name, a number outside its bounds, or parts that do not go together; says why.
+      ValueError: an unknown name, a number outside its bounds, or parts that contradict one another; says why.
     """
 
     advantage: str = "grpo"  # one of ADVANTAGES
-    anchor: str = "a3po"  # of the clip, one of ANCHORS
+    anchor: str = "a3po"  # π_p, the policy that the clip is around: one of ANCHORS
     a3po_fresh: str = "behavior"  # the anchor of tokens with staleness 0: "behavior" | "current"
-    ratio: str = "token"  # one of RATIOS: of each token, or of its whole sequence (GSPO)
+    ratio: str = "token"  # π_θ/π_p of each token, or of its whole sequence (GSPO): one of RATIOS
     surrogate: str = "clipped"  # one of SURROGATES
     clip_low: float = 0.2  # ε_low, in [0, 1]
     clip_high: float = 0.2  # ε_high, ≥ 0
-    dual_clip: float | None = None  # c > 1, or None
+    dual_clip: float | None = None  # c > 1: bounds the loss of a negative advantage; None: no bound
     dg_temperature: float = 1.0  # η > 0 of the gate of "dg"
     dg_threshold: float = 0.0  # λ of the gate of "dg", nats
     behavior_weight: str = "mask"  # the weight π_p/π_b: one of WEIGHTS
@@ -59,9 +59,8 @@ class LossConfig:
     kl_coefficient: float = 0.0  # ≥ 0, > 0 unless kl is "none"
     reduction: str = "token_mean"  # one of REDUCTIONS
     fixed_length: float | None = None  # tokens > 0: the constant of "fixed_length"; else None
-    proximal_metrics: bool = (
-        False  # one more forward: the error of each cheap anchor against "recompute"
-    )
+    # report the error of each cheap anchor against "recompute": one more forward pass
+    proximal_metrics: bool = False
 
     def __post_init__(self):
         for name, known in _NAMES.items():
@@ -74,7 +73,7 @@ class LossConfig:
         self._check_parts()
 
     def check_minibatches(self, num_minibatches: int) -> None:
-        """Refuses an anchor that is right with one minibatch per step only.
+        """Refuses an anchor that is exact with one minibatch per step only.
 
         Raises:
           ValueError: a clip against 'current' with several.
@@ -85,9 +84,8 @@ class LossConfig:
             and num_minibatches != 1
         ):
             raise ValueError(
-                "anchor 'current' is exact with one minibatch per step only (from the second on the policy is no "
-                "longer what the step started from, and nothing would be clipped), got num_minibatches = "
-                f"{num_minibatches}"
+                "anchor 'current' is exact with one minibatch per step only: from the second on the policy is not the "
+                f"one that the step started from, and nothing would be clipped; got num_minibatches = {num_minibatches}"
             )
 
     @property
@@ -97,7 +95,7 @@ class LossConfig:
 
     @property
     def needs_recompute(self) -> bool:
-        """Whether log-probs at the weights that the step starts from are needed: one more forward."""
+        """Whether log-probs at the weights of the step's start are needed: one more forward pass."""
         return self.anchor == "recompute" or self.proximal_metrics
 
     def _check_numbers(self):
@@ -114,8 +112,8 @@ class LossConfig:
             raise ValueError(f"dg_temperature must be > 0, got {self.dg_temperature}")
         if (self.kl == "none") != (self.kl_coefficient == 0) or self.kl_coefficient < 0:
             raise ValueError(
-                f"kl_coefficient must be > 0 with an estimator and 0 with kl 'none', got {self.kl_coefficient} with "
-                f"{self.kl!r}"
+                "kl_coefficient must be > 0 with an estimator and 0 with kl 'none', got "
+                f"{self.kl_coefficient} with {self.kl!r}"
             )
         self._check_given(
             "fixed_length", self.reduction == "fixed_length", "reduction 'fixed_length'"
@@ -124,20 +122,20 @@ class LossConfig:
             raise ValueError(f"fixed_length must be > 0, got {self.fixed_length}")
 
     def _check_weight(self):
-        mode = self.behavior_weight
-        if (mode in _CAPPED) != (self.behavior_cap is not None):
+        weight = self.behavior_weight
+        if (weight in _CAPPED) != (self.behavior_cap is not None):
             raise ValueError(
-                f"behavior_cap must be a number in the modes {', '.join(map(repr, _CAPPED))} and None in the others, "
-                f"got {self.behavior_cap} in mode {mode!r}"
+                f"behavior_cap must be a number with behavior_weight {', '.join(map(repr, _CAPPED))} and None with "
+                f"others, got {self.behavior_cap} with {weight!r}"
             )
         if self.behavior_cap is not None and self.behavior_cap <= 0:
             raise ValueError(f"behavior_cap must be > 0, got {self.behavior_cap}")
-        self._check_given("behavior_floor", mode == "icepop", "behavior_weight 'icepop'")
+        self._check_given("behavior_floor", weight == "icepop", "behavior_weight 'icepop'")
         if self.behavior_floor is not None and not 0 <= self.behavior_floor <= self.behavior_cap:
             raise ValueError(
                 f"behavior_floor must be in [0, behavior_cap = {self.behavior_cap}], got {self.behavior_floor}"
             )
-        self._check_given("dppo_delta", mode == "dppo_mask", "behavior_weight 'dppo_mask'")
+        self._check_given("dppo_delta", weight == "dppo_mask", "behavior_weight 'dppo_mask'")
         if self.dppo_delta is not None and not 0 < self.dppo_delta < 1:
             raise ValueError(f"dppo_delta must be in (0, 1), got {self.dppo_delta}")
 
@@ -148,7 +146,7 @@ class LossConfig:
             )
 
     def _check_parts(self):
-        """Parts that do not go together, each with the reason."""
+        """Refuses parts that contradict one another, each with the reason."""
         uses_ratio = self.surrogate not in WITHOUT_RATIO
         weighted = self.behavior_weight != "none"
         for wrong, reason in (
@@ -194,7 +192,7 @@ class LossConfig:
             ),
             (
                 self.behavior_weight == "dppo_mask" and self.surrogate == "clipped",
-                "weight 'dppo_mask' stands in the place of the clip: surrogate must not be 'clipped'",
+                "weight 'dppo_mask' replaces the clip: surrogate must not be 'clipped'",
             ),
         ):
             if wrong:
