@@ -1,4 +1,4 @@
-"""Metrics: the table of their names, the writer, and timers. Knows nothing of what it measures."""
+"""Metrics: the table of their names, the writer, the reader, and timers. Imports no other module of the package."""
 
 import contextlib
 import json
@@ -64,6 +64,12 @@ METRICS: dict[str, str] = {
     "pack/microbatches": "microbatches of the step",
 }
 
+
+# The learner and the report warn beyond these bounds.
+# Of mismatch/mean_abs, in nats. Float32 on both sides gave less than 1e-6; the bound leaves room for an engine in
+# bfloat16, which was not measured. Beyond it engine and learner do not compute the same policy.
+MAX_MISMATCH = 0.02
+MAX_DRIFT = 1.5  # of the ratio of the mean lengths of dropped groups and of trained ones
 
 _TAIL_BYTES = 1 << 16  # More than one row.
 

@@ -1,4 +1,6 @@
-"""What is worth a word: each warning is given where it is due, and held back just before."""
+"""Each warning is given beyond its bound, with the number and the key, and not at it."""
+
+import re
 
 import pytest
 
@@ -30,123 +32,123 @@ def without(name, made):
 
 RISEN = [0.1] * 10 + [0.5] * 10
 
-CASES = [  # (check, rows that it warns of, words of the warning, rows that are just well)
+CASES = [  # (check, rows beyond its bound, a pattern of the warning, rows at the bound)
     (
         room.not_finite,
         rows(4, loss__policy=[0.0, None, None, 0.0]),
-        "loss/policy (step 2)",
+        r"loss/policy \(step 2\)",
         rows(4),
     ),
     (
         room.mismatch,
         rows(3, mismatch__mean_abs=[0.01, 0.021, 0.0]),
-        "by 0.021 nats a token in step 2",
+        r"0\.021 nats .* step 2.*parity",
         rows(3, mismatch__mean_abs=[0.01, 0.02, 0.0]),
     ),
     (
         room.no_checkpoint,
         without("time/checkpoint_secs", rows(3)),
-        "No checkpoint was saved in 3 steps",
+        r"No checkpoint .* 3 steps.*checkpoint\.every_steps",
         rows(3),
     ),
     (
         room.reward_fell,
         rows(30, reward__mean=RISEN + [0.2] * 10),
-        "The reward fell: 0.500 in the mean of steps 11 to 13, 0.200 in that of the last 3.",
+        r"fell: .*0\.500 in steps 11 to 13, 0\.200 in the last 3",
         rows(30, reward__mean=RISEN + [0.31] * 10),
     ),
     (
         room.equal_rewards,
         rows(4, reward__std=[0.0, 0.0, 0.0, 0.5]),
-        "In 3 of 4 steps all rewards were equal",
+        "equal in 3 of 4 steps",
         rows(4, reward__std=[0.0, 0.0, 0.5, 0.5]),
     ),
     (
         room.exhausted,
         rows(2, retired__exhausted=[0, 1], retired__invalid=[0, 2]),
-        "1 prompt given up after queue.max_attempts and 2 groups refused as invalid",
+        r"1 prompt exhausted .*queue\.max_attempts and 2 groups .*invalid",
         rows(2, retired__exhausted=0, retired__equal_rewards=9),
     ),
     (
         room.failures,
         rows(5, returned__timeout=3, returned__server_error=2, returned__equal_rewards=9),
-        "5 groups came back and had to be generated again: 2 server_error, 3 timeout.",
+        r"5 groups \(2 server_error, 3 timeout\)",
         rows(5, returned__timeout=4, returned__equal_rewards=9),
     ),
     (
         room.fairness,
         rows(1, fairness__completion__dropped=15.0, fairness__completion__trained=10.0),
-        "completions of 15.0 tokens in the mean, against 10.0",
+        r"completions of 15\.0 tokens .* 10\.0",
         rows(1, fairness__completion__dropped=14.9, fairness__completion__trained=10.0),
     ),
     (
         room.truncated,
         rows(8, tokens__truncated_share=[0.0] * 6 + [0.2, 0.3]),
-        "25 % of the recent completions were cut off",
+        r"25 % .*completions .*rollout\.max_new_tokens",
         rows(8, tokens__truncated_share=[0.9] * 6 + [0.2, 0.2]),
     ),
     (
         room.clipping,
         rows(4, policy__clip_fraction=0.4),
-        "40 % of the recent tokens were clipped",
+        r"40 % .*clipped.*loss\.clip_low",
         rows(4, policy__clip_fraction=0.3),
     ),
     (
         room.sample_size,
         rows(4, policy__ess=0.4),
-        "40 % of the recent tokens",
+        r"effective sample size .*40 %.*queue\.max_staleness",
         rows(4, policy__ess=0.5),
     ),
     (
         room.dropped_by_cap,
         rows(4, policy__dropped_by_cap=0.11),
-        "loss.behavior_cap dropped 11 % of the recent tokens",
+        r"loss\.behavior_cap .*11 %",
         rows(4, policy__dropped_by_cap=0.1),
     ),
     (
         room.waiting,
         rows(2, time__wait_data_secs=[0.2, 0.7], time__wait_push_secs=[0.0, 0.2]),
-        "The learner waited 55 % of its time, mostly for groups",
+        "waited 55 % .*for groups",
         rows(2, time__wait_data_secs=0.4, time__wait_push_secs=0.1),
     ),
     (
         room.waiting,
         rows(2, time__wait_data_secs=0.6, rollout__scoring=9.0, rollout__generating=8.0),
-        "mostly for rewards: most samples wait for theirs",
+        r"for rewards.*rollout\.reward_processes",
         rows(2, time__wait_data_secs=0.4, rollout__scoring=9.0, rollout__generating=8.0),
     ),
     (
         room.waiting,
         rows(2, time__wait_data_secs=0.6, rollout__scoring=8.0, rollout__generating=9.0),
-        "mostly for groups",
+        "for groups",
         rows(2),
     ),
     (
         room.waiting,
         rows(2, time__wait_data_secs=0.1, time__wait_push_secs=0.5),
-        "mostly for pushes of weights",
+        r"for pushes .*weights\.transport",
         without("time/step_secs", rows(2)),
     ),
     (
         room.padding,
         rows(4, pack__padding_share=0.6),
-        "60 % of the learner's recent microbatches was padding",
+        r"60 % .*padding.*learner\.packing",
         rows(4, pack__padding_share=0.5),
     ),
     (
         room.recompiled,
         rows(3, compile__count=[4, 4, 5]),
-        "compiled programs again in step 3",
+        "compiled .* step 3",
         rows(3, compile__count=[5, 4, 4]),
     ),
 ]
 
 
 @pytest.mark.parametrize(
-    ("check", "bad", "words", "good"), CASES, ids=[case[0].__name__ for case in CASES]
+    ("check", "bad", "pattern", "good"), CASES, ids=[case[0].__name__ for case in CASES]
 )
-def test_a_warning_is_given_where_it_is_due_and_there_only(check, bad, words, good):
-    assert words in check(bad)
+def test_a_warning_is_given_where_it_is_due_and_there_only(check, bad, pattern, good):
+    assert re.search(pattern, check(bad))
     assert check(good) is None
     assert room.warnings(bad) == [check(bad)]
 
@@ -162,7 +164,7 @@ def test_nothing_is_said_of_a_healthy_run_or_of_one_that_measured_little():
 
 def test_prompts_may_be_dropped_unfairly_too():
     found = rows(1, fairness__prompt__dropped=10.0, fairness__prompt__trained=20.0)
-    assert "prompts of 10.0 tokens" in room.fairness(found)
+    assert re.search(r"prompts of 10\.0 tokens .* 20\.0", room.fairness(found))
 
 
 def test_a_short_run_is_not_judged_by_its_trend():

@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxrl_async.learner import packing
 from jaxrl_async.learner.train_step import TrainState, TrainStep
-from jaxrl_async.metrics import MetricsWriter, Timers
+from jaxrl_async.metrics import MAX_DRIFT, MAX_MISMATCH, MetricsWriter, Timers
 from jaxrl_async.queue.records import (
     REISSUE_REASONS,
     SILENT_SECS,
@@ -34,10 +34,6 @@ from jaxrl_async.queue.records import (
 from jaxrl_async.queue.source import GroupSource
 from jaxrl_async.types import Batch, Chunk, Group
 
-# Bound on mismatch/mean_abs, in nats. Float32 on both sides gave less than 1e-6; the bound leaves room for an engine
-# in bfloat16, which was not measured. Beyond it engine and learner do not compute the same policy.
-MAX_MISMATCH = 0.02
-MAX_DRIFT = 1.5  # bound on the ratio of the mean lengths of dropped groups and of trained ones
 FAIRNESS_WARNING_STEPS = 20  # least number of steps between two warnings
 MISMATCH_WARNING_STEPS = 20  # least number of steps between two warnings
 

@@ -1,4 +1,4 @@
-"""The page: a workdir's files → report.html, section by section. What is worth a word or a plot is said elsewhere."""
+"""Assembles the page: a workdir's files → report.html, section by section."""
 
 import datetime
 import json
@@ -36,8 +36,8 @@ def write_report(workdir: str | pathlib.Path) -> pathlib.Path:
     """Writes report.html into a workdir.
 
     Args:
-      workdir: holds config.json, metrics.jsonl and, after `evaluate`, evaluation.json; completions are taken from its
-        journal where no run is writing that.
+      workdir: holds config.json, metrics.jsonl and, after `evaluate`, evaluation.json. Completions come from its
+        journal, unless a run is writing it.
 
     Returns:
       The path of the page.
@@ -81,7 +81,7 @@ def write_report(workdir: str | pathlib.Path) -> pathlib.Path:
 
 
 def evaluation_points(workdir: pathlib.Path, rows: Rows) -> list[dict[str, float]]:
-    """Held-out scores by version: those logged while training (eval/…) and those of `evaluate`, which go before.
+    """Held-out scores by version: those logged during training (eval/…), replaced by those of `evaluate`.
 
     Returns:
       {"version", NAME and, where known, NAME_low and NAME_high}, by version.
@@ -113,32 +113,32 @@ def _subtitle(workdir: pathlib.Path, rows: Rows) -> str:
 
 def _warnings(sentences: Sequence[str]) -> str:
     if not sentences:
-        return '<p class="fine">Nothing in the metrics asks for attention.</p>'
+        return '<p class="fine">No warnings.</p>'
     quoted = (re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(s)) for s in sentences)
     items = "".join(f"<li>{sentence}</li>" for sentence in quoted)
-    return f'<div class="warnings" role="note"><h2>Worth a look</h2><ul>{items}</ul></div>'
+    return f'<div class="warnings" role="note"><h2>Warnings</h2><ul>{items}</ul></div>'
 
 
 def _tiles(rows: Rows, points: Rows) -> str:
-    """What a run came to, in a few numbers."""
+    """A run in a few numbers."""
     first, last = rows[0], rows[-1]
     secs = np.nansum(column(rows, "time/step_secs"))
-    began = f"{number(first.get('reward/mean'))} at first"
+    began = f"{number(first.get('reward/mean'))} in step {first['step']:.0f}"
     tiles = [
-        ("Steps", f"{last['step']:.0f}", f"{_duration(secs)}, {secs / len(rows):.2g} s a step"),
+        ("Steps", f"{last['step']:.0f}", f"{_duration(secs)}, {secs / len(rows):.2g} s per step"),
         ("Reward", number(last.get("reward/mean")), began),
         *_score_tiles(points),
     ]
     staleness, rates = (column(rows, n) for n in ("staleness/mean", "learner/tokens_per_sec"))
     if np.isfinite(staleness).any():
         most = np.nanmax(column(rows, "staleness/max"))
-        note = f"steps in the mean, {most:.0f} at most"
+        note = f"steps on average, {most:.0f} at most"
         tiles.append(("Staleness", f"{np.nanmean(staleness):.2f}", note))
     if np.isfinite(rates).any():
-        note = "trained on, median of the steps"
-        tiles.append(("Tokens a second", f"{np.nanmedian(rates):,.0f}", note))
+        note = "trained, median of the steps"
+        tiles.append(("Tokens per second", f"{np.nanmedian(rates):,.0f}", note))
     if compared := [row["mismatch/mean_abs"] for row in rows if row.get("mismatch/mean_abs")]:
-        note = "nats between engine and learner, the worst step"
+        note = "nats between engine and learner in the worst step"
         tiles.append(("Mismatch", f"{max(compared):.2g}", note))
     return "".join(
         f"<div><dt>{escape(name)}</dt><dd>{value}<small>{escape(note)}</small></dd></div>"
@@ -147,14 +147,14 @@ def _tiles(rows: Rows, points: Rows) -> str:
 
 
 def _score_tiles(points: Rows) -> list[tuple[str, str, str]]:
-    """The last held-out score beside the first; none where nothing was evaluated."""
+    """The last held-out score and the first; none without an evaluation."""
     if not (names := plots.score_names(points)):
         return []
     name = names[0]
     scores = [point for point in points if point.get(name) is not None]
-    note = f"version {scores[-1]['version']:.0f}"
+    note = f"for version {scores[-1]['version']:.0f}"
     if len(scores) > 1:
-        note += f"; {number(scores[0][name])} of version {scores[0]['version']:.0f}"
+        note += f"; {number(scores[0][name])} for version {scores[0]['version']:.0f}"
     return [(f"Held-out {name}", number(scores[-1][name]), note)]
 
 

@@ -1,6 +1,6 @@
-"""The plots of a report: rows of metrics → figures, each an SVG that takes colors and fonts from its page.
+"""The plots of a report: rows of metrics → figures, each an SVG that inherits the page's colors and fonts.
 
-A figure whose metrics are not there is None, and left out by whoever asked.
+A figure without its metrics is None, and is left out.
 """
 
 import dataclasses
@@ -14,9 +14,9 @@ import numpy as np
 from jaxrl_async.metrics import column
 
 PALETTE = ("#3f86d6", "#e0822a", "#2fa37c", "#c75a9f", "#8b7fd6", "#a88a2a", "#d4575c", "#4fa9bd")
-INK, RULE = "#010203", "#040506"  # In their places the page's own colors are written.
-FEW_POINTS = 20  # Up to so many are marked one by one.
-SMOOTH_STEPS = 50  # A reward over more steps is smoothed, too.
+INK, RULE = "#010203", "#040506"  # placeholders for the page's own colors
+FEW_POINTS = 20  # up to this number, each point is marked
+SMOOTH_STEPS = 50  # the reward of a longer run is also smoothed
 
 _STYLE = {
     "svg.fonttype": "none",
@@ -48,7 +48,7 @@ Rows = Sequence[Mapping[str, float | None]]
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """A plot with its title and legend, which the page sets in its own type."""
+    """A plot; the page typesets its title and legend."""
 
     title: str
     svg: str
@@ -56,7 +56,7 @@ class Figure:
 
 
 def reward(rows: Rows) -> list[Figure]:
-    """The reward of every step, and its mean over a twentieth of the run."""
+    """The reward of every step, and its moving mean over a twentieth of a long run."""
 
     def draw(axes) -> None:
         steps, values = column(rows, "step"), column(rows, "reward/mean")
@@ -73,10 +73,10 @@ def reward(rows: Rows) -> list[Figure]:
 
 
 def evaluations(points: Rows) -> list[Figure]:
-    """Held-out scores against the version that they belong to.
+    """Held-out scores by version.
 
     Args:
-      points: {"version", NAME, NAME_low, NAME_high}; low and high may be missing.
+      points: {"version", NAME, NAME_low, NAME_high}; low and high are optional.
     """
     names = score_names(points)
     if not names:
@@ -85,12 +85,12 @@ def evaluations(points: Rows) -> list[Figure]:
     def draw(axes) -> None:
         for name, color in zip(names, _colors(len(names)), strict=True):
             values = column(points, name)
-            there = np.isfinite(values)
+            known = np.isfinite(values)
             low, high = (column(points, f"{name}_{end}") for end in ("low", "high"))
-            bars = np.nan_to_num(np.maximum([values - low, high - values], 0.0))[:, there]
+            bars = np.nan_to_num(np.maximum([values - low, high - values], 0.0))[:, known]
             axes.errorbar(
-                column(points, "version")[there],
-                values[there],
+                column(points, "version")[known],
+                values[known],
                 yerr=bars if bars.any() else None,
                 color=color,
                 label=name,
@@ -103,13 +103,13 @@ def evaluations(points: Rows) -> list[Figure]:
 
 
 def score_names(points: Rows) -> list[str]:
-    """The scores that evaluation points have, without their intervals."""
+    """The names of the scores in evaluation points, without those of their intervals."""
     names = {name: None for point in points for name, value in point.items() if value is not None}
     return [n for n in names if n != "version" and not n.endswith(("_low", "_high"))]
 
 
 def staleness(rows: Rows) -> list[Figure]:
-    """How old trained tokens were, and what the loss makes of it."""
+    """The age of trained tokens, and the loss by it."""
     buckets = _by_staleness(rows)
 
     def histogram(axes) -> None:
@@ -122,7 +122,7 @@ def staleness(rows: Rows) -> list[Figure]:
     if buckets:
         figures.append(_figure("Tokens by staleness", histogram, xlabel="steps stale"))
     for key, title in _LAGS.items():
-        series = {bucket: there.get(key) for bucket, there in buckets.items()}
+        series = {bucket: values.get(key) for bucket, values in buckets.items()}
         figures.append(_series(title, rows, {b: s for b, s in series.items() if s is not None}))
     return _drawn(figures)
 
@@ -130,12 +130,12 @@ def staleness(rows: Rows) -> list[Figure]:
 def loss(rows: Rows) -> list[Figure]:
     """The loss and its parts."""
     mismatches = _last("mismatch/mean_abs", "/max_abs", "/kl")
-    compared = any(row.get("mismatch/mean_abs") for row in rows)  # Else no token was.
+    compared = any(row.get("mismatch/mean_abs") for row in rows)
     title = "Engine against learner, same weights, nats"
     return _drawn(
         [
             _lines("Loss", rows, {"loss/policy": "policy"}),
-            _lines("KL(behavior ‖ policy), nats a token", rows, {"policy/kl_behavior": "k3"}),
+            _lines("KL(behavior ‖ policy), nats per token", rows, {"policy/kl_behavior": "k3"}),
             _lines(
                 "Share of tokens",
                 rows,
@@ -145,7 +145,7 @@ def loss(rows: Rows) -> list[Figure]:
                     "policy/dropped_by_cap": "dropped by the cap",
                 },
             ),
-            _lines("Entropy, nats a token", rows, {"policy/entropy": "entropy"}),
+            _lines("Entropy, nats per token", rows, {"policy/entropy": "entropy"}),
             _lines("Gradient norm, before clipping", rows, {"policy/grad_norm": "norm"}),
             _lines(title, rows, mismatches, yscale="log") if compared else None,
             _lines("Mean completion length, tokens", rows, {"tokens/completion_mean": "tokens"}),
@@ -155,7 +155,7 @@ def loss(rows: Rows) -> list[Figure]:
 
 
 def time(rows: Rows) -> list[Figure]:
-    """What the learner's steps were spent on."""
+    """Seconds and tokens of the learner's steps."""
     parts = {name: np.nan_to_num(column(rows, name)) for name in timers(rows)}
 
     def draw(axes) -> None:
@@ -163,21 +163,21 @@ def time(rows: Rows) -> list[Figure]:
         values = np.array(list(parts.values()))
         steps = column(rows, "step")
         axes.stackplot(steps, values, labels=labels, colors=_colors(len(parts)), step="mid")
-        axes.set_ylim(0, 1.5 * np.quantile(values.sum(0), 0.95) or None)  # Step 1 may compile.
+        axes.set_ylim(0, 1.5 * np.quantile(values.sum(0), 0.95) or None)  # step 1 may compile
         axes.set_ylabel("seconds")
 
-    rates = {"rollout/tokens_per_sec": "generated", "learner/tokens_per_sec": "trained on"}
+    rates = {"rollout/tokens_per_sec": "generated", "learner/tokens_per_sec": "trained"}
     return _drawn(
         [
-            _figure("Learner, seconds a step", draw) if parts else None,
-            _lines("Tokens a second", rows, rates),
+            _figure("Learner, seconds per step", draw) if parts else None,
+            _lines("Tokens per second", rows, rates),
             _lines("Share of padding in microbatches", rows, {"pack/padding_share": "share"}),
         ]
     )
 
 
 def timers(rows: Rows) -> list[str]:
-    """The learner's timers, the greatest first."""
+    """The learner's timers, the largest first."""
     names = {n for row in rows for n in row if n.startswith("time/")} - {"time/step_secs"}
     return sorted(names, key=lambda name: -np.nansum(column(rows, name)))
 
@@ -192,15 +192,15 @@ def traffic(rows: Rows) -> list[Figure]:
     groups = {
         "queue/depth_groups": "held, not leased",
         "queue/running_groups": "being generated",
-        "queue/capacity": "could be admitted",
+        "queue/capacity": "capacity",
     }
-    samples = {"rollout/generating": "on servers", "rollout/scoring": "wait for their reward"}
+    samples = {"rollout/generating": "on servers", "rollout/scoring": "waiting for a reward"}
     steps, versions = column(rows, "step"), column(rows, "weights/version")
     behind = {"versions": steps - versions} if np.isfinite(versions).any() else {}
     return _drawn(
         [
             _lines("Queue, groups", rows, groups),
-            _lines("Samples under way", rows, samples),
+            _lines("Samples in progress", rows, samples),
             _series("Servers behind the learner, versions", rows, behind),
             _lines("Last push of weights, seconds", rows, {"weights/push_secs": "push"}),
         ]
@@ -208,7 +208,7 @@ def traffic(rows: Rows) -> list[Figure]:
 
 
 def fate(rows: Rows) -> list[Figure]:
-    """What became of prompts and groups that were not trained on."""
+    """Prompts and groups that were not trained on."""
     lengths = {f"fairness/completion/{fate}": fate for fate in ("admitted", "trained", "dropped")}
     families = {}
     for family in ("returned", "retired"):
@@ -223,7 +223,7 @@ def fate(rows: Rows) -> list[Figure]:
 
 
 def _by_staleness(rows: Rows) -> dict[str, dict[str, np.ndarray]]:
-    """Staleness → metric → values over the steps, NaN in a step without such tokens; those seen at all."""
+    """Staleness → metric → values over the steps, NaN in a step without such tokens; empty buckets are left out."""
     names = sorted({n for row in rows for n in row if n.startswith("lag/")}, key=_bucket_start)
     found: dict[str, dict[str, np.ndarray]] = {}
     for name in names:
@@ -248,10 +248,10 @@ def _last(first: str, *others: str) -> dict[str, str]:
 def _lines(
     title: str, rows: Rows, labels: Mapping[str, str], *, yscale: str = "linear"
 ) -> Figure | None:
-    """A line for each metric that is there."""
+    """One line per metric with a finite value."""
     series = {label: column(rows, name) for name, label in labels.items()}
-    there = {label: values for label, values in series.items() if np.isfinite(values).any()}
-    return _series(title, rows, there, yscale=yscale)
+    known = {label: values for label, values in series.items() if np.isfinite(values).any()}
+    return _series(title, rows, known, yscale=yscale)
 
 
 def _series(
@@ -263,10 +263,10 @@ def _series(
     def draw(axes) -> None:
         axes.set_yscale(yscale)
         for (label, values), color in zip(series.items(), _colors(len(series)), strict=True):
-            # Lines go over gaps: a point between two would not be seen.
-            there = np.isfinite(values)
-            steps = column(rows, "step")[there]
-            axes.plot(steps, values[there], label=label, color=color, **_marks(values))
+            # Lines span gaps: a single point between two gaps would be invisible.
+            known = np.isfinite(values)
+            steps = column(rows, "step")[known]
+            axes.plot(steps, values[known], label=label, color=color, **_marks(values))
 
     return _figure(title, draw, legend=len(series) > 1)
 
@@ -285,8 +285,8 @@ def _drawn(figures: Sequence[Figure | None]) -> list[Figure]:
 
 
 def _figure(title: str, draw: Callable, *, xlabel: str = "step", legend: bool = True) -> Figure:
-    """Draws on axes of its own."""
-    import matplotlib  # Imports slowly; only reports draw.
+    """One figure, drawn on its own axes."""
+    import matplotlib  # imports slowly; only reports draw
     from matplotlib.figure import Figure as Canvas
     from matplotlib.ticker import MaxNLocator
 
@@ -314,7 +314,7 @@ def _color(handle) -> str:
 
 
 def _embedded(svg: str, title: str) -> str:
-    """As an element of a page: no prologue or size, the page's colors, no ids but those it refers to."""
+    """The SVG as an element of a page: no prologue, no size, the page's colors, and only the ids it refers to."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'(<svg [^>]*?) ?width="[^"]*"', r"\1", svg, count=1)

@@ -1,4 +1,4 @@
-"""Completions to look at, from a run's journal: the first and the last, the best, the worst and the longest."""
+"""Sample completions from a run's journal: the first, the last, the best, the worst and the longest."""
 
 import dataclasses
 import pathlib
@@ -15,18 +15,20 @@ MAX_GROUPS = 4096  # read at most, evenly spaced over the run
 
 
 class NoSamplesError(ValueError):
-    """There is nothing to show; the message says why."""
+    """No completion can be shown; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """A completion that was trained on."""
+    """A trained completion."""
 
-    what: str  # "first", "last", "best", "worst", "longest", or several of them
+    chosen_as: str  # "first", "last", "best", "worst", "longest", or several of them
     step: int
     prompt_index: int
     prompt: str
-    spans: tuple[tuple[str, int | None], ...]  # text and the version that sampled it; None for none
+    spans: tuple[
+        tuple[str, int | None], ...
+    ]  # (text, version that sampled it; None if not sampled)
     num_tokens: int
     reward: float
     group_reward: float  # mean of its group
@@ -45,11 +47,11 @@ def samples(workdir: pathlib.Path, config: Mapping[str, Any]) -> list[Sample]:
     """Completions of a run; of equals, the latest.
 
     Args:
-      workdir: of a run that is over, or not running.
+      workdir: of a run that has ended.
       config: the content of its config.json.
 
     Raises:
-      NoSamplesError: no journal or none of its groups, no tokenizer, or a queue at work.
+      NoSamplesError: no journal, no group in it, no tokenizer, or a queue that has the journal open.
     """
     journal = config.get("journal", {})
     if journal.get("keep") == "none":
@@ -74,7 +76,7 @@ def _tokenizer_path(workdir: pathlib.Path, config: Mapping[str, Any]) -> pathlib
 
 
 def _trained(reader: JournalReader) -> Iterator[_Found]:
-    """The trajectories of groups that are there, in the order of training."""
+    """The trajectories of the groups in the journal, in the order of training."""
     chunks = [(step, chunk) for step in reader.steps() for chunk in range(reader.num_chunks(step))]
     if len(reader) > MAX_GROUPS:
         every = -(-len(reader) // MAX_GROUPS)
@@ -82,7 +84,7 @@ def _trained(reader: JournalReader) -> Iterator[_Found]:
     for step, chunk in chunks:
         try:
             groups, _ = reader.chunk(step, chunk)
-        except JournalError:  # Forgotten: journal.keep = "checkpointed".
+        except JournalError:  # deleted: journal.keep = "checkpointed"
             continue
         for group in groups:
             mean = float(group.rewards.mean())
@@ -93,7 +95,7 @@ def _trained(reader: JournalReader) -> Iterator[_Found]:
 def _choose(found: Iterator[_Found]) -> dict[str, _Found]:
     first = next(found, None)
     if first is None:
-        raise NoSamplesError("the journal holds no group that was trained on")
+        raise NoSamplesError("the journal holds no trained group")
     chosen = dict.fromkeys(("first", "last", "best", "worst", "longest"), first)
     for candidate in found:
         new, kept = candidate.trajectory, {what: f.trajectory for what, f in chosen.items()}
@@ -108,7 +110,7 @@ def _choose(found: Iterator[_Found]) -> dict[str, _Found]:
 
 
 def _merged(chosen: Mapping[str, _Found]) -> Iterator[tuple[str, _Found]]:
-    """Each that was chosen, once, with all that it is."""
+    """(joined names, found) of each choice, once."""
     for what, found in chosen.items():
         names = [name for name, other in chosen.items() if other is found]
         if names[0] == what:
@@ -118,7 +120,7 @@ def _merged(chosen: Mapping[str, _Found]) -> Iterator[tuple[str, _Found]]:
 def _sample(what: str, found: _Found, decode: Callable[[Sequence[int]], str]) -> Sample:
     trajectory = found.trajectory
     return Sample(
-        what=what,
+        chosen_as=what,
         step=found.step,
         prompt_index=found.prompt_index,
         prompt=decode(trajectory.tokens[: trajectory.prompt_length].tolist()),
@@ -133,7 +135,7 @@ def _sample(what: str, found: _Found, decode: Callable[[Sequence[int]], str]) ->
 def _spans(
     trajectory: Trajectory, decode: Callable[[Sequence[int]], str]
 ) -> Iterator[tuple[str, int | None]]:
-    """The completion, cut where the version changes."""
+    """The completion, split where the version changes."""
     versions = trajectory.versions[trajectory.prompt_length :]
     cuts = np.flatnonzero(np.diff(versions)) + 1
     parts = (np.split(trajectory.completion, cuts), np.split(versions, cuts))

@@ -1,15 +1,13 @@
-"""What a run's metrics say that its user should hear, in words.
+"""Warnings in words, from a run's metrics.
 
-Each function takes the rows of metrics.jsonl, the last one newest, and gives a sentence, or None where there is
-nothing to say. They know nothing of pages.
+Each check takes the rows of metrics.jsonl, the newest last, and returns one sentence, or None. Independent of the page.
 """
 
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxrl_async.learner.learner import MAX_DRIFT, MAX_MISMATCH
-from jaxrl_async.metrics import column
+from jaxrl_async.metrics import MAX_DRIFT, MAX_MISMATCH, column
 from jaxrl_async.queue.records import EXHAUSTED, REISSUE_REASONS
 
 MAX_TRUNCATED = 0.2  # share of completions
@@ -26,7 +24,7 @@ Rows = Sequence[dict[str, float | None]]
 
 
 def warnings(rows: Rows) -> list[str]:
-    """Every sentence that there is to say, the gravest first.
+    """The sentences of all checks that fail, the gravest first.
 
     Args:
       rows: of `read_metrics`, at least one.
@@ -50,7 +48,7 @@ def mismatch(rows: Rows) -> str | None:
     if value <= MAX_MISMATCH:
         return None
     return (
-        f"Engine and learner differ at the same weights by {value:.3g} nats a token in step {worst['step']:.0f}; "
+        f"Engine and learner differ at the same weights by {value:.3g} nats per token in step {worst['step']:.0f}; "
         f"up to {MAX_MISMATCH:g} is usual. `python -m jaxrl_async parity` names the likely cause."
     )
 
@@ -66,7 +64,7 @@ def no_checkpoint(rows: Rows) -> str | None:
 
 
 def reward_fell(rows: Rows) -> str | None:
-    """The reward lost more than half of what it had gained."""
+    """The reward lost more than half of its gain."""
     rows = [row for row in rows if row.get("reward/mean") is not None]
     if len(rows) < MIN_FALL_STEPS:
         return None
@@ -77,59 +75,59 @@ def reward_fell(rows: Rows) -> str | None:
     if fall < MIN_FALL or fall < 0.5 * (means[best] - means[: best + 1].min()):
         return None
     return (
-        f"The reward fell: {means[best]:.3f} in the mean of steps {rows[best]['step']:.0f} to "
-        f"{rows[best + width - 1]['step']:.0f}, {last:.3f} in that of the last {width}."
+        f"The reward fell: on average {means[best]:.3f} in steps {rows[best]['step']:.0f} to "
+        f"{rows[best + width - 1]['step']:.0f}, {last:.3f} in the last {width}."
     )
 
 
 def equal_rewards(rows: Rows) -> str | None:
-    """Rewards that do not differ teach nothing."""
+    """All rewards equal in most steps."""
     equal = sum(row.get("reward/std") == 0 for row in rows)
     if equal <= MAX_EQUAL * len(rows):
         return None
     return (
-        f"In {equal} of {_count(len(rows), 'step')} all rewards were equal, so that there was nothing to learn: the "
-        "task is too hard or too easy for the policy, or the reward does not see the answer."
+        f"All rewards were equal in {equal} of {_count(len(rows), 'step')}, which teaches nothing: the task is too "
+        "hard or too easy for the policy, or the reward does not see the answer."
     )
 
 
 def exhausted(rows: Rows) -> str | None:
-    """Prompts given up."""
+    """Prompts retired after failures."""
     last = rows[-1]
-    given_up, invalid = last.get(f"retired/{EXHAUSTED}", 0), last.get("retired/invalid", 0)
-    said = [
-        f"{_count(given_up, 'prompt')} given up after queue.max_attempts" if given_up else "",
+    exhausted, invalid = last.get(f"retired/{EXHAUSTED}", 0), last.get("retired/invalid", 0)
+    reasons = [
+        f"{_count(exhausted, 'prompt')} exhausted after queue.max_attempts" if exhausted else "",
         f"{_count(invalid, 'group')} refused as invalid" if invalid else "",
     ]
-    said = " and ".join(filter(None, said))
-    return f"Never trained on: {said}. logs/rollout-*.log says why." if said else None
+    listed = " and ".join(filter(None, reasons))
+    return f"Never trained on: {listed}. logs/rollout-*.log says why." if listed else None
 
 
 def failures(rows: Rows) -> str | None:
-    """Groups that servers or rewards failed on, one in every step or more."""
+    """One group or more per step returned for a failure of a server or a reward."""
     names = sorted(REISSUE_REASONS)
     counts = {name: rows[-1].get(f"returned/{name}", 0) for name in names}
     total = sum(counts.values())
     if total < len(rows):
         return None
     listed = ", ".join(f"{count:.0f} {name}" for name, count in counts.items() if count)
-    return f"{_count(total, 'group')} came back and had to be generated again: {listed}."
+    return f"Returned and generated again: {_count(total, 'group')} ({listed})."
 
 
 def fairness(rows: Rows) -> str | None:
-    """What is dropped differs from what is trained on."""
+    """Dropped groups differ in length from trained ones."""
     for what in ("completion", "prompt"):
         dropped, trained = (rows[-1].get(f"fairness/{what}/{f}") for f in ("dropped", "trained"))
         if dropped and trained and max(dropped / trained, trained / dropped) >= MAX_DRIFT:
             return (
-                f"What is dropped is not like what is trained on: {what}s of {dropped:.1f} tokens in the mean, against "
+                f"Dropped groups differ from trained ones: {what}s of {dropped:.1f} tokens on average, against "
                 f"{trained:.1f}. The policy learns from a part of its task."
             )
     return None
 
 
 def truncated(rows: Rows) -> str | None:
-    """Completions that ran out of tokens."""
+    """Completions cut off at the limit of tokens."""
     share = _recent(rows, "tokens/truncated_share")
     if not share > MAX_TRUNCATED:
         return None
@@ -151,7 +149,7 @@ def clipping(rows: Rows) -> str | None:
 
 
 def sample_size(rows: Rows) -> str | None:
-    """Few tokens carry the weight of all."""
+    """Few tokens carry most of the behavior weight."""
     share = _recent(rows, "policy/ess")
     if not share < MIN_ESS:
         return None
@@ -186,7 +184,7 @@ def waiting(rows: Rows) -> str | None:
 
 
 def padding(rows: Rows) -> str | None:
-    """The learner computes on nothing."""
+    """Most of the learner's input is padding."""
     share = _recent(rows, "pack/padding_share")
     if not share > MAX_PADDING:
         return None
@@ -197,12 +195,12 @@ def padding(rows: Rows) -> str | None:
 
 
 def recompiled(rows: Rows) -> str | None:
-    """Programs compiled while the run went on."""
+    """Programs compiled after the first step."""
     counts = column(rows, "compile/count")
     again = np.flatnonzero(np.diff(counts) > 0)
     if not len(again):
         return None
-    return f"The learner compiled programs again in step {rows[again[0] + 1]['step']:.0f}, which takes its time."
+    return f"The learner compiled programs again in step {rows[again[0] + 1]['step']:.0f}, which costs time."
 
 
 WARNINGS: tuple[Callable[[Rows], str | None], ...] = (
