@@ -41,9 +41,8 @@ def test_a_loss_compiles_once(loss):
         state, accumulator, metrics = train_step.update(state, accumulator)
         assert metrics["finite"] == 1
         compiled.append(train_step.num_compilations())
-    assert (
-        compiled == [4 + loss.needs_recompute] * 3
-    )  # init, zeros, accumulate, update, and score where needed
+    # init, zeros, accumulate, update, and score where needed
+    assert compiled == [4 + loss.needs_recompute] * 3
 
 
 @pytest.mark.parametrize("loss", [GSPO, DR_GRPO, PENALISED], ids=["gspo", "dr_grpo", "penalised"])

@@ -149,9 +149,7 @@ class Packer:
         if last:
             count = max(-(-r // self._own_rows) for r in rows)
         else:
-            still_open = (
-                self._layout["policy"] == "in_order"
-            )  # the last row may take the next trajectories
+            still_open = self._layout["policy"] == "in_order"  # The last row may grow.
             count = min(max(0, r - still_open) // self._own_rows for r in rows)
         own, row_tokens = self._waiting[self._process], self._layout["row_tokens"]
         batches = []
@@ -177,9 +175,7 @@ class Segments:
     length: np.ndarray  # int [n], ≥ 1
     row: np.ndarray  # int [n], from 0 without gaps
     column: np.ndarray  # int [n], of the slice's first token
-    prefix: (
-        np.ndarray
-    )  # int [n], index of the segment in the same row that the slice continues; −1 for none
+    prefix: np.ndarray  # int [n], index of the segment that it continues, in its row; −1 for none
 
 
 def lay_out(

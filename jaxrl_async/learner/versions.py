@@ -85,9 +85,8 @@ class Versions:
         self._num_processes = num_processes
         self._version: int | None = None
         self._run_epoch = 0
-        self._restored = (
-            -1
-        )  # last version that an earlier learner published; up to it nothing is published again
+        # The last version that an earlier learner published; up to it nothing is published again.
+        self._restored = -1
         self._known = False  # whether its files are still in the store, for comparison
 
     def resume(

@@ -23,9 +23,7 @@ class Objective:
     ratio: jax.Array  # π_θ / π_p
     weight: jax.Array  # of the surrogate, ≥ 0
     clipped: jax.Array  # bool, True where the surrogate's clip acts
-    kl: (
-        jax.Array | None
-    )  # estimate of the penalty in nats, before its coefficient; None without a penalty
+    kl: jax.Array | None  # the penalty in nats, before its coefficient; None without one
 
 
 def objective(tokens: Tokens, config: LossConfig) -> Objective:
