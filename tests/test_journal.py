@@ -1,5 +1,4 @@
-"""The journal: a queue that was killed comes back as it was, a restored learner gets its batches again, and what is
-damaged is named."""
+"""The journal: a killed queue restarts as it was, a restored learner gets its batches again, damage is named."""
 
 import asyncio
 import dataclasses
@@ -12,7 +11,7 @@ import grain
 import hypothesis
 import numpy as np
 import pytest
-from fixtures.queues import SOUND_AUDIT, group, journaled, make_admission, served
+from fixtures.queues import SOUND_AUDIT, group, journaled, opened
 from hypothesis import strategies as st
 
 from jaxrl_async.queue import journal as journals
@@ -34,12 +33,9 @@ def seen(status) -> dict:
 
 
 async def some_history(queue):
-    """Version 1 of 4-group steps; of step 2 all is leased; others are held, running, returned, retired, waiting."""
+    """Step 1 is committed, step 2 leased; of 7 permits 2 are held, 1 is to be reissued, 1 retired, 3 are running."""
     await queue.publish(0)
-    await queue.fill(4)
-    await queue.lease(1)
-    await queue.commit(1)
-    await queue.publish(1)
+    await queue.train(1)
     await queue.fill(4)
     await queue.lease(2)
     permits = await queue.client.admit(7, 5.0, worker="w", working_on=())
@@ -50,7 +46,7 @@ async def some_history(queue):
     return permits
 
 
-async def test_a_queue_that_was_killed_comes_back_as_it_was(tmp_path):
+async def test_a_killed_queue_restarts_as_it_was(tmp_path):
     path = tmp_path / "a" / "journal.sqlite"
     path.parent.mkdir()
     (tmp_path / "b").mkdir()
@@ -65,7 +61,7 @@ async def test_a_queue_that_was_killed_comes_back_as_it_was(tmp_path):
         np.testing.assert_array_equal(
             chunk.groups[3].trajectories[0].tokens, group(Permit(7, 0)).trajectories[0].tokens
         )
-        # What was running may still be pushed, once; what was held is a duplicate.
+        # A running permit may still submit, once; a group that was held is a duplicate.
         assert await queue.client.submit(group(permits[4])) == "held"
         assert await queue.client.submit(group(permits[4])) == "duplicate"
         assert await queue.client.submit(group(permits[3])) == "duplicate"
@@ -75,8 +71,8 @@ async def test_a_queue_that_was_killed_comes_back_as_it_was(tmp_path):
     assert reader.audit() == SOUND_AUDIT
 
 
-async def test_workers_find_the_servers_that_the_learner_reported_last(tmp_path):
-    """Else nothing is generated, no step ends, and the learner, who publishes at its end, never reports again."""
+async def test_workers_find_the_servers_that_the_learner_published_last(tmp_path):
+    """Without them nothing is generated and no step ends, so the learner would never publish again."""
     servers = (ServerRecord("http://a:1", "HEALTHY", 1), ServerRecord("http://b:1", "DEAD", None))
     async with journaled(tmp_path / "j") as queue:
         await queue.publish(0, [ServerRecord("http://a:1", "STALE", 0)])
@@ -87,7 +83,7 @@ async def test_workers_find_the_servers_that_the_learner_reported_last(tmp_path)
         await watch.aclose()
 
 
-async def test_the_order_in_which_groups_came_survives(tmp_path):
+async def test_the_order_of_submission_survives(tmp_path):
     async with journaled(tmp_path / "j", chunk_groups=2) as queue:
         await queue.publish(0)
         permits = await queue.client.admit(4, 5.0)
@@ -102,18 +98,18 @@ async def test_the_order_in_which_groups_came_survives(tmp_path):
 async def test_a_learner_restored_earlier_gets_the_same_batches_again(tmp_path):
     async with journaled(tmp_path / "j") as queue:
         await queue.publish(0)
-        chunks, positions = [], []
+        chunks, resume_points = [], []
         for step in (1, 2, 3):
             await queue.fill(4)
             chunks += await queue.lease(step)
-            positions.append(await queue.commit(step))
+            resume_points.append(await queue.commit(step))
             await queue.publish(step)
-        await assert_steps_again(queue, chunks, positions)
+        await assert_steps_again(queue, chunks, resume_points)
     async with journaled(tmp_path / "j") as queue:
-        await assert_steps_again(queue, chunks, positions)
+        await assert_steps_again(queue, chunks, resume_points)
 
 
-async def assert_steps_again(queue, chunks, positions):
+async def assert_steps_again(queue, chunks, resume_points):
     """Steps 2 and 3 are as they were, and nothing else has changed."""
     for step in (2, 3):
         (chunk,) = await queue.lease(step)
@@ -122,11 +118,11 @@ async def assert_steps_again(queue, chunks, positions):
             np.testing.assert_array_equal(
                 got.trajectories[0].logprobs, sent.trajectories[0].logprobs
             )
-        assert await queue.commit(step) == positions[step - 1]
+        assert await queue.commit(step) == resume_points[step - 1]
     status = await queue.status()
     assert (status.committed_step, status.v_pub, status.frontier) == (3, 3, 12)
     await queue.publish(3)  # The servers hold it again; versions do not go back.
-    with pytest.raises(QueueError, match="version 2 is published after version 3"):
+    with pytest.raises(QueueError, match="version 2 .*version 3"):
         await queue.publish(2)
 
 
@@ -143,13 +139,13 @@ async def test_admission_is_bounded_by_the_history_after_recovery(tmp_path):
         assert await queue.client.admit(100, 0.0) == []
 
 
-async def test_a_worker_that_comes_back_is_given_its_permits_again(tmp_path):
+async def test_a_restarted_worker_is_given_its_permits_again(tmp_path):
     async with journaled(tmp_path / "j") as queue:
         await queue.publish(0)
         ask = queue.client.admit
         mine = await ask(3, 5.0, worker="mine", working_on=())
         other = await ask(2, 5.0, worker="other", working_on=())
-        # A reply that was lost: the worker knows of one permit only.
+        # A reply was lost: the worker has one permit only.
         assert await ask(5, 5.0, worker="mine", working_on=mine[:1]) == [
             *mine[1:],
             *[Permit(i, 0) for i in (5, 6, 7)],
@@ -163,36 +159,28 @@ async def test_a_worker_that_comes_back_is_given_its_permits_again(tmp_path):
 async def test_groups_before_the_oldest_checkpoint_are_forgotten(tmp_path):
     async with journaled(tmp_path / "j", keep="checkpointed") as queue:
         await queue.publish(0)
-        for step in (1, 2, 3):
-            await queue.fill(4)
-            await queue.lease(step)
-            await queue.commit(step)
-            await queue.publish(step)
+        await queue.train(1, 2, 3)
         await queue.checkpointed(2)
         (chunk,) = await queue.lease(3)
         assert len(chunk.groups) == 4
-        with pytest.raises(
-            QueueError, match=r"prompt_index 4 is no longer there; only journal.keep"
-        ):
+        with pytest.raises(QueueError, match="prompt_index 4 is deleted.*journal.keep"):
             await queue.lease(2)
     reader = JournalReader(tmp_path / "j")
     assert reader.audit()["gap"] == []
     assert reader[8].prompt_index == 8
-    with pytest.raises(JournalError, match="no longer there"):
+    with pytest.raises(JournalError, match="j: .*prompt_index 0 is deleted"):
         reader[0]
 
 
 async def test_with_keep_all_nothing_is_forgotten(tmp_path):
     async with journaled(tmp_path / "j") as queue:
         await queue.publish(0)
-        await queue.fill(4)
-        await queue.lease(1)
-        await queue.commit(1)
+        await queue.train(1)
         await queue.checkpointed(1)
         assert len((await queue.lease(1))[0].groups) == 4
 
 
-async def test_a_queue_that_started_from_a_position_comes_back(tmp_path):
+async def test_a_queue_that_started_from_a_resume_point_restarts_as_it_was(tmp_path):
     start = ResumePoint(
         5, 26, tuple(Permit(i, 1) for i in (3, 20, 25)), {"invalid": 3}, {"invalid": 3}
     )
@@ -210,16 +198,13 @@ async def test_a_queue_that_started_from_a_position_comes_back(tmp_path):
 async def test_a_journal_is_a_dataset(tmp_path):
     async with journaled(tmp_path / "j") as queue:
         await queue.publish(0)
-        await queue.fill(8)
-        for step in (1, 2):
-            await queue.lease(step)
-            await queue.commit(step)
+        await queue.train(1, 2)
     data = grain.MapDataset.source(JournalReader(tmp_path / "j")).shuffle(seed=0)
     assert sorted(data[i].prompt_index for i in range(len(data))) == list(range(8))
 
 
 async def test_no_cursor_leaves_the_journals_thread(tmp_path, monkeypatch):
-    """Dropped elsewhere, it would reset a statement that runs: "bad parameter or other API misuse", now and then."""
+    """Dropped in another thread, it may reset a running statement: "bad parameter or other API misuse"."""
     given, answer = [], journals._answer
     monkeypatch.setattr(
         journals,
@@ -252,27 +237,22 @@ async def with_groups(path):
 async def test_a_group_that_was_damaged_is_named(tmp_path):
     await with_groups(tmp_path / "j")
     rotten(tmp_path / "j", "UPDATE groups SET message = zeroblob(200) WHERE prompt_index = 2")
-    with pytest.raises(
-        JournalError, match=r"j: the group of prompt_index 2 is damaged \(checksum\)"
-    ):
+    with pytest.raises(JournalError, match="j: .*prompt_index 2 is damaged"):
         Journal(tmp_path / "j", batch_groups=4).recover()
 
 
 async def test_a_group_that_is_gone_is_named(tmp_path):
     await with_groups(tmp_path / "j")
     rotten(tmp_path / "j", "DELETE FROM groups WHERE prompt_index = 2")
-    with pytest.raises(JournalError, match=r"the groups of prompt_index \[2\] are missing"):
+    with pytest.raises(JournalError, match=r"j: .*\[2\] are missing"):
         Journal(tmp_path / "j", batch_groups=4).recover()
 
 
-async def test_an_audit_finds_what_must_not_be(tmp_path):
+async def test_an_audit_finds_contradictions(tmp_path):
     path = tmp_path / "j"
     async with journaled(path) as queue:
         await queue.publish(0)
-        await queue.fill(8)
-        for step in (1, 2):
-            await queue.lease(step)
-            await queue.commit(step)
+        await queue.train(1, 2)
     rotten(path, "UPDATE chunks SET prompt_indexes = '[0, 1, 2, 3]' WHERE step = 2")
     rotten(path, "DELETE FROM permits WHERE prompt_index = 6")
     rotten(path, "DELETE FROM commits WHERE step = 1")
@@ -286,7 +266,7 @@ async def test_an_audit_finds_what_must_not_be(tmp_path):
 
 def test_a_file_that_is_no_journal_is_refused(tmp_path):
     (tmp_path / "j").write_bytes(b"not a database" * 1000)
-    with pytest.raises(JournalError, match="j is damaged, or no journal"):
+    with pytest.raises(JournalError, match="j is damaged"):
         Journal(tmp_path / "j", batch_groups=4)
 
 
@@ -295,13 +275,13 @@ async def test_a_damaged_file_is_refused(tmp_path):
     raw = bytearray((tmp_path / "j").read_bytes())
     raw[4096 * 2 : 4096 * 4] = b"\x07" * 8192
     (tmp_path / "j").write_bytes(raw)
-    with pytest.raises(JournalError, match="damaged"):
+    with pytest.raises(JournalError, match="j is damaged"):
         Journal(tmp_path / "j", batch_groups=4).recover()
 
 
 def test_a_journal_of_other_batches_is_refused(tmp_path):
     Journal(tmp_path / "j", batch_groups=4).close()
-    with pytest.raises(JournalError, match=r"learner.groups_per_step = 4, not 8"):
+    with pytest.raises(JournalError, match=r"j .*learner\.groups_per_step.* 4.* 8"):
         Journal(tmp_path / "j", batch_groups=8)
 
 
@@ -316,13 +296,13 @@ def test_one_process_has_the_journal(tmp_path):
 
 
 def test_a_directory_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(JournalError, match=r"nowhere/j: it cannot be opened"):
+    with pytest.raises(JournalError, match="nowhere/j: .*directory"):
         Journal(tmp_path / "nowhere" / "j", batch_groups=4)
 
 
 def test_a_network_file_system_needs_the_other_mode(tmp_path, monkeypatch):
     monkeypatch.setattr(journals, "file_system_of", lambda path: "nfs4")
-    with pytest.raises(JournalError, match=r"\(nfs4\).*journal.mode = 'delete'"):
+    with pytest.raises(JournalError, match=r"j .*\(nfs4\).*journal\.mode.*delete"):
         Journal(tmp_path / "j", batch_groups=4)
     Journal(tmp_path / "j", batch_groups=4, mode="delete").close()
 
@@ -335,39 +315,18 @@ async def test_a_full_disk_stops_the_queue_and_says_so(tmp_path):
     journal = Journal(tmp_path / "j", batch_groups=4)
     (pages,) = journal._connection.execute("PRAGMA page_count").fetchone()
     journal._connection.execute(f"PRAGMA max_page_count = {pages + 1}")
-    with pytest.raises(JournalError, match=r"j: database or disk is full"):
-        async with served(journal=journal, max_staleness=2) as address:
-            await fill_until_it_stops(address)
-    # What was answered is there, and a queue with room goes on.
+    with pytest.raises(JournalError, match="j: .*full"):
+        async with opened(journal=journal, max_staleness=2) as queue:
+            await queue.publish(0)
+            with pytest.raises(QueueError, match="j: .*full"):
+                for permit in await queue.client.admit(12, 5.0):
+                    await queue.client.submit(group(permit, num_tokens=60))
+            await asyncio.sleep(1.0)  # The service checks its journal.
+    # Every answered event is there, and a queue with room starts from it.
     again = Journal(tmp_path / "j", batch_groups=4)
     state, messages, *_ = again.recover()
     assert len(state.held) == len(messages) > 0
     again.close()
-
-
-async def fill_until_it_stops(address):
-    from jaxrl_async.queue.client import LearnerQueue, QueueClient
-
-    timeouts = dict(connect_timeout_secs=5.0, call_timeout_secs=5.0)
-    learner = LearnerQueue(address, **timeouts)
-    await asyncio.to_thread(learner.__enter__)
-    await asyncio.to_thread(learner.publish_version, 0, ())
-    async with QueueClient(address, **timeouts) as client:
-        with pytest.raises(QueueError, match="database or disk is full"):
-            for permit in await client.admit(12, 5.0):
-                await client.submit(group(permit, num_tokens=60))
-    learner.__exit__()
-    await asyncio.sleep(1.0)  # The service looks at its journal.
-
-
-async def test_a_state_of_other_batches_is_refused(tmp_path):
-    await with_groups(tmp_path / "j")
-    journal = Journal(tmp_path / "j", batch_groups=4)
-    state, *_ = journal.recover()
-    journal.close()
-    admission = make_admission(max_staleness=2)
-    admission.recover(state, 0.0)
-    assert (admission.leased, admission.frontier) == (4, 4)
 
 
 class Sound:
@@ -407,6 +366,6 @@ def test_flipped_bytes_are_an_error_with_the_files_name_or_do_no_harm_to_a_group
         except JournalError as error:
             assert str(path) in str(error)
             return
-        # A row may be gone with its page; a group that is there has the bytes it was pushed with.
+        # A row may be gone with its page; a group that is there has the bytes that were submitted.
         for index, message in (found.messages if found else {}).items():
             assert message == messages.get(index, message)

@@ -316,7 +316,7 @@ class HeldJournal(Journal):
     def _run(self):
         pass
 
-    def _ask(self, event):
+    def _put(self, event):
         self.check()
         done = asyncio.get_running_loop().create_future()
         self.waiting.append((event, done))
@@ -790,7 +790,7 @@ async def test_an_error_of_any_kind_stops_the_journal_and_is_said(tmp_path):
     journal = Journal(tmp_path / "j", batch_groups=4)
     with pytest.raises(JournalError, match="j: ZeroDivisionError"):
         async with asyncio.timeout(10.0):
-            await journal._ask(lambda c: 1 / 0)
+            await journal._put(lambda c: 1 / 0)
     with pytest.raises(JournalError, match="ZeroDivisionError"):
         await journal.flushed()
     journal.close()

@@ -1,15 +1,15 @@
-"""The journal: what happened to every prompt index, and every group, in one SQLite file.
+"""The journal: the history of every prompt index, and every group, in one SQLite file.
 
-It is the authority on a run. The queue answers a call when what the call changed is written here, so a queue that is
-killed comes back as it was; and a learner restored at an earlier step is given the groups of later ones again.
+It is the authority on a run. The queue answers a call after the change is written here. So a killed queue restarts in
+the state that it answered, and a learner restored at an earlier step gets the groups of later steps again.
 
-    permits       one row for each index that was issued, in exactly one state
-    groups        the groups that came, as they came over the wire, with a checksum
-    chunks        which groups made which chunk of which step: what the parameters have seen, in order
+    permits       one row for each issued index, in exactly one state
+    groups        every submitted group, its message as received, with a checksum
+    chunks        the groups of each chunk of each step: the data of training, in order
     returns, commits, publications
 
-One thread owns the connection and writes whatever waits in one transaction. `JournalReader` reads the file of a run
-that is over. This module knows nothing of gRPC or admission's rules; the writing end not of what is in a group.
+One thread owns the connection and writes all waiting events in one transaction. `JournalReader` reads the file of a
+finished run. Independent of gRPC and of admission's rules; only the reader decodes groups.
 """
 
 import asyncio
@@ -34,10 +34,10 @@ from jaxrl_async.queue.records import Permit, ResumePoint
 from jaxrl_async.types import Group
 
 FORMAT = 1
-MAX_TRANSACTION = 256  # Events written together at most.
-# Of the log, before it is brought into the file, which waits for the disk; with SQLite's 4 MB it does so all the time.
+MAX_TRANSACTION = 256  # events
+# Size of the log at which SQLite copies it into the file and waits for the disk; at its default of 4 MB it always does.
 CHECKPOINT_BYTES = 64 << 20
-# A group takes many of SQLite's usual 4 KB, each with a checksum and a frame of its own.
+# A group takes many of SQLite's default pages of 4 KB, each with a checksum and a frame of its own.
 PAGE_BYTES = 16 << 10
 CLOSE_TIMEOUT_SECS = 10.0
 
@@ -88,21 +88,21 @@ CREATE TABLE publications (
 
 
 class JournalError(RuntimeError):
-    """A journal that cannot be written, read or trusted; the message names the file and why."""
+    """A journal that cannot be written or read, or is damaged; the message names the file and the cause."""
 
 
 class Recovered(NamedTuple):
-    """What a queue that is gone has left."""
+    """The state of a former queue, from its journal."""
 
     state: State
     messages: dict[int, bytes]  # of the groups held and leased, by prompt_index
     run_epoch: int
-    completion_tokens: int  # pushed so far
+    completion_tokens: int  # submitted so far
     servers: list[tuple[str, str, int | None]]  # address, state and version of each
 
 
 class Journal:
-    """The queue's end of a journal: events in, the state of the queue before out."""
+    """The queue's end of a journal: records events, and recovers the state of a former queue."""
 
     def __init__(
         self,
@@ -113,25 +113,25 @@ class Journal:
         mode: str = "wal",
         synchronous: str = "normal",
     ):
-        """Opens or makes the file, for this process alone, and checks all of it.
+        """Opens or creates the file, locks it for this process, and checks all of it.
 
         Args:
           path: of the file.
-          batch_groups: B, groups per step; a journal of another B is refused.
-          keep: "all" or "checkpointed", which forgets groups of steps before every checkpoint.
-          mode: "wal", or "delete", which also suits network file systems and is slower.
+          batch_groups: B, groups per step; a journal with another B is refused.
+          keep: "all", or "checkpointed", which deletes the groups of steps up to the oldest checkpoint.
+          mode: "wal", or "delete", which is slower and also safe on network file systems.
           synchronous: "normal", which survives a killed process, or "full", which survives a loss of power.
 
         Raises:
-          JournalError: the file is no journal, damaged, of another format or run, in use by another process, or on
+          JournalError: the file is not a journal, damaged, of another format or run, in use by another process, or on
             a network file system in mode "wal".
         """
         self._path = pathlib.Path(path).absolute()
         self._keep = keep
         if mode == "wal" and (kind := file_system_of(self._path.parent)) in _NETWORK_FILE_SYSTEMS:
             raise JournalError(
-                f"journal {self._path} is on a network file system ({kind}), where a write-ahead log is not safe: "
-                "set journal.mode = 'delete', or journal.path to a local disk"
+                f"journal {self._path} is on a network file system ({kind}), where a write-ahead log is unsafe: set "
+                "journal.mode = 'delete', or journal.path to a local disk"
             )
         with _named(self._path):
             self._connection = sqlite3.connect(
@@ -176,28 +176,26 @@ class Journal:
             )
 
     def close(self) -> None:
-        """Writes what waits and closes the file."""
+        """Writes the waiting events and closes the file."""
         if self._thread.is_alive():
             self._events.put(None)
             self._thread.join(CLOSE_TIMEOUT_SECS)
 
     def check(self) -> None:
-        """Raises what stopped the journal, if anything did."""
+        """Raises the error that stopped the journal, if there is one."""
         if self._failure is not None:
             raise self._failure
 
-    # Before serving.
-
-    def recover(self) -> "Recovered | None":
-        """What the queue before knew; None for a journal without an event. Blocks; call it before any event.
+    def recover(self) -> Recovered | None:
+        """Reads the state of the former queue; None for a new journal. Blocks: to be called before any event.
 
         Raises:
-          JournalError: the file contradicts itself.
+          JournalError: a group is missing or damaged.
         """
         with _named(self._path):
             return _recover(self._connection, self._path)
 
-    # Events. Each returns when it is written.
+    # Events. Each returns after it is written.
 
     async def admitted(self, permits: Sequence[Permit], worker: str) -> None:
         """Permits were issued."""
@@ -209,7 +207,7 @@ class Journal:
         )
 
     async def submitted(self, permit: Permit, message: bytes, completion_tokens: int) -> None:
-        """A group is held."""
+        """A group was submitted, and is held."""
         index, attempt = permit.prompt_index, permit.attempt
 
         def write(c: sqlite3.Connection) -> None:
@@ -225,7 +223,7 @@ class Journal:
         await self._change(write)
 
     async def returned(self, permit: Permit, reason: str, outcome: str, retired_as: str) -> None:
-        """A permit came back: "reissued", or "retired" for a reason."""
+        """A permit was returned, with the outcome "reissued", or "retired" under the reason `retired_as`."""
         index, attempt = permit.prompt_index, permit.attempt
         state, last = ("retired", attempt) if outcome == "retired" else ("reissue", attempt + 1)
 
@@ -242,7 +240,7 @@ class Journal:
         await self._change(write)
 
     async def leased(self, step: int, chunk: int, fixed: FixedChunk, *, new: bool) -> None:
-        """A chunk was fixed, now or (not new) before; returns when that is written."""
+        """A chunk was leased; `new` where it was fixed now. Returns after the fixing is written."""
         row = (step, chunk, fixed.last, json.dumps(fixed.indexes))
 
         def write(c: sqlite3.Connection) -> None:
@@ -253,7 +251,7 @@ class Journal:
         await self._change(write)
 
     async def committed(self, resume_point: ResumePoint, indexes: Sequence[int]) -> None:
-        """A step was trained, on the groups with these indexes."""
+        """A step was committed, trained on the groups with these indexes."""
         row = (resume_point.step, json.dumps(resume_point.to_json()), time.time())
 
         def write(c: sqlite3.Connection) -> None:
@@ -265,7 +263,7 @@ class Journal:
     async def published(
         self, version: int, run_epoch: int, resume_point: ResumePoint | None
     ) -> None:
-        """The servers hold a version; with a resume point, it is where the queue started."""
+        """A version was published; a new queue may give the point that it starts from."""
 
         def write(c: sqlite3.Connection) -> None:
             if resume_point is not None:
@@ -284,21 +282,21 @@ class Journal:
         await self._change(write)
 
     async def fleet(self, servers: Sequence[Sequence[Any]]) -> None:
-        """The table of servers, as (address, state, version): workers are told of it before a learner reports again."""
+        """The table of servers changed; (address, state, version) of each. A restarted queue gives it to workers."""
         text = json.dumps(servers)
         await self._change(
             lambda c: c.execute("INSERT OR REPLACE INTO meta VALUES ('servers', ?)", (text,))
         )
 
     async def checkpointed(self, step: int) -> None:
-        """No learner will be restored before `step`: with keep = "checkpointed" earlier groups are forgotten."""
+        """The oldest checkpoint is of `step`: with keep = "checkpointed" the groups up to it are deleted."""
         if self._keep == "all":
             return
 
         def write(c: sqlite3.Connection) -> None:
             chunks = "SELECT prompt_indexes FROM chunks WHERE step <= ? AND step > ?"
             (committed,) = c.execute("SELECT COALESCE(MAX(step), 0) FROM commits").fetchone()
-            last = min(step, committed)  # Later groups are still to be trained on.
+            last = min(step, committed)  # Later groups are not trained on yet.
             before = _meta(c).get("forgotten_step", 0)
             for (indexes,) in c.execute(chunks, (last, before)).fetchall():
                 rows = [(index,) for index in json.loads(indexes)]
@@ -311,21 +309,21 @@ class Journal:
         await self._change(write)
 
     async def flushed(self) -> None:
-        """Returns when everything before is written."""
+        """Returns after all earlier events are written."""
         await self._change(lambda c: None)
 
-    # Questions.
+    # Reads, in turn with the events.
 
     async def chunk(self, step: int, index: int) -> tuple[FixedChunk, list[bytes]]:
-        """A chunk that was fixed before, with its groups.
+        """Reads a fixed chunk and its groups.
 
         Raises:
-          JournalError: there is none, or its groups are forgotten or damaged.
+          JournalError: it was not fixed, or its groups are deleted or damaged.
         """
-        return await self._ask(lambda c: _chunk(c, self._path, step, index))
+        return await self._put(lambda c: _chunk(c, self._path, step, index))
 
     async def resume_point(self, step: int) -> ResumePoint:
-        """What the commit of a step answered.
+        """Reads the resume point of a committed step.
 
         Raises:
           JournalError: it was not committed.
@@ -337,32 +335,32 @@ class Journal:
                 raise JournalError(f"journal {self._path} has no commit of step {step}")
             return ResumePoint.from_json(json.loads(row[0]))
 
-        return await self._ask(read)
+        return await self._put(read)
 
     def _change(self, event: Callable[[sqlite3.Connection], Any]) -> asyncio.Future:
         def change(c: sqlite3.Connection) -> None:
-            # What SQLite returns stays in its thread: a cursor that another one drops resets the statement that it
-            # shares with whatever runs here now.
+            # A cursor must not leave this thread: dropped in another one, it resets a statement that may be running
+            # here.
             event(c)
 
-        return self._ask(change)
+        return self._put(change)
 
-    def _ask(self, question: Callable[[sqlite3.Connection], Any]) -> asyncio.Future:
+    def _put(self, event: Callable[[sqlite3.Connection], Any]) -> asyncio.Future:
         self.check()
         done = asyncio.get_running_loop().create_future()
-        self._events.put((question, done))
+        self._events.put((event, done))
         return done
 
     def _run(self) -> None:
-        """Everything that waits, in one transaction; then the next."""
-        over = False
-        while not over:
+        """Writes all waiting events in one transaction, again and again until `close`."""
+        closed = False
+        while not closed:
             batch = [self._events.get()]
             with contextlib.suppress(queue.Empty):
                 while len(batch) < MAX_TRANSACTION:
                     batch.append(self._events.get_nowait())
-            over = None in batch
-            events = batch[: batch.index(None)] if over else batch
+            closed = None in batch
+            events = batch[: batch.index(None)] if closed else batch
             if events:
                 self._transact(events)
         with contextlib.suppress(sqlite3.Error):
@@ -378,11 +376,11 @@ class Journal:
                         try:
                             outcomes.append(event(self._connection))
                         except JournalError as refusal:
-                            # The answer to a question; nothing was changed.
+                            # The result of a read, which changed nothing.
                             outcomes.append(refusal.with_traceback(None))
                     self._connection.execute("COMMIT")
-        except Exception as error:  # The thread may not die with its callers waiting.
-            # Memory is ahead of the file now, so nothing more is believed or answered.
+        except Exception as error:  # The thread must not die while its callers wait.
+            # The queue's memory is ahead of the file now, so every later call fails.
             known = isinstance(error, JournalError)
             self._failure = error if known else JournalError(f"journal {self._path}: {error!r}")
         if self._failure is not None:
@@ -393,43 +391,43 @@ class Journal:
 
 
 class JournalReader:
-    """The journal of a run that is over: a sequence of groups in the order of training.
+    """The journal of a finished run: a sequence of groups in the order of training.
 
-    It has what `grain.MapDataset.source` asks of a source.
+    A source for `grain.MapDataset.source`.
     """
 
     def __init__(self, path: str | os.PathLike):
-        """Opens a file that nothing writes.
+        """Opens the file.
 
         Raises:
-          JournalError: there is none, it is damaged, or a queue is at work on it.
+          JournalError: there is none, it is damaged, or a queue is writing it.
         """
         self._path = pathlib.Path(path).absolute()
         if not self._path.exists():
             raise JournalError(f"no journal at {self._path}")
         with _named(self._path):
-            # Written to once: what a killed queue left in its log is brought into the file.
+            # Opened for writing: SQLite copies the log of a killed queue into the file.
             self._connection = sqlite3.connect(self._path, timeout=0.0, check_same_thread=False)
             if _meta(self._connection).get("format") != FORMAT:
                 raise JournalError(f"{self._path} is no journal of format {FORMAT}")
         self._order = [i for step in self.steps() for i in self._indexes(step)]
 
     def __len__(self) -> int:
-        """Groups that were trained on."""
+        """Number of groups that were trained on."""
         return len(self._order)
 
     def __getitem__(self, position: int) -> Group:
         """The group at a position, 0 for the first one trained on.
 
         Raises:
-          IndexError: outside.
-          JournalError: it was forgotten (journal.keep) or is damaged.
+          IndexError: the position is outside.
+          JournalError: the group is deleted (journal.keep) or damaged.
         """
         with _named(self._path):
             return _decode(_message(self._connection, self._path, self._order[position]))
 
     def steps(self) -> list[int]:
-        """The committed steps whose chunks are here, ascending."""
+        """The committed steps that have chunks, ascending."""
         with _named(self._path):
             rows = self._connection.execute(
                 "SELECT DISTINCT step FROM chunks JOIN commits USING (step) ORDER BY step"
@@ -437,14 +435,14 @@ class JournalReader:
             return [step for (step,) in rows.fetchall()]
 
     def num_chunks(self, step: int) -> int:
-        """Chunks of a step."""
+        """Number of chunks of a step."""
         return len(self._chunks(step))
 
     def chunk(self, step: int, index: int) -> tuple[tuple[Group, ...], bool]:
-        """(groups, whether it is the last) of a chunk.
+        """The groups of a chunk, and whether it is the last of its step.
 
         Raises:
-          JournalError: there is none, or its groups are forgotten or damaged.
+          JournalError: there is none, or its groups are deleted or damaged.
         """
         with _named(self._path):
             fixed, messages = _chunk(self._connection, self._path, step, index)
@@ -459,8 +457,13 @@ class JournalReader:
             return rows.fetchall()
 
     def audit(self) -> dict[str, list[int]]:
-        """What must not be: indexes "lost" (issued, and in no state) and "doubled" (trained more than once), steps
-        in a "gap" (a committed step without its chunks), and "stray" groups (trained on, without a commit)."""
+        """Finds contradictions, each list empty in a sound journal.
+
+        Returns:
+          "lost": indexes that were issued and have no state. "doubled": indexes in more than one chunk. "gap": steps
+          before the last commit that lack their commit or chunks. "stray": indexes that are trained without a chunk of
+          a committed step, or the reverse.
+        """
         with _named(self._path):
             c, start = self._connection, _meta(self._connection).get("start")
             first, step = (start["frontier"], start["step"]) if start else (0, 0)
@@ -498,7 +501,7 @@ class JournalReader:
 
 
 def file_system_of(path: str | os.PathLike) -> str:
-    """The kind of file system that a path is on, as /proc/mounts names it; "" where that cannot be told."""
+    """The kind of file system of a path, as in /proc/mounts; "" where it is unknown."""
     try:
         mounts = pathlib.Path("/proc/mounts").read_text().splitlines()
     except OSError:
@@ -584,8 +587,8 @@ def _message(c: sqlite3.Connection, path: pathlib.Path, index: int) -> bytes:
     ).fetchone()
     if row is None:
         raise JournalError(
-            f"journal {path}: the group of prompt_index {index} is no longer there; only journal.keep = 'all' keeps "
-            "the groups of steps before the oldest checkpoint"
+            f"journal {path}: the group of prompt_index {index} is deleted; only journal.keep = 'all' keeps the groups "
+            "of steps before the oldest checkpoint"
         )
     if zlib.crc32(row[1]) != row[0]:
         raise JournalError(
@@ -619,7 +622,7 @@ def _answer(futures: Sequence[asyncio.Future], outcomes: Sequence[Any]) -> None:
 
 @contextlib.contextmanager
 def _named(path: pathlib.Path) -> Iterator[None]:
-    """SQLite's errors, with the file's name."""
+    """Raises SQLite's errors as JournalError, with the file's name."""
     try:
         yield
     except sqlite3.OperationalError as error:
@@ -629,5 +632,5 @@ def _named(path: pathlib.Path) -> Iterator[None]:
         }.get(str(error), str(error))
         raise JournalError(f"journal {path}: {reason}") from error
     except (sqlite3.Error, ValueError, TypeError, LookupError) as error:
-        # Of a row that is not what was written, too.
-        raise JournalError(f"journal {path} is damaged, or no journal: {error!r}") from error
+        # The other three come from a row that is not as it was written.
+        raise JournalError(f"journal {path} is damaged, or not a journal: {error!r}") from error

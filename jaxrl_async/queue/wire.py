@@ -1,7 +1,7 @@
-"""Groups, positions, server records and status ↔ protobuf, checked at the border.
+"""Conversion of groups and of the queue's records to and from protobuf, and checks of received messages.
 
-A group's arrays travel as raw little-endian bytes, its trajectories end to end, and are read without a
-copy. This module knows nothing of sockets, and not what a group is for.
+A group's arrays are raw little-endian bytes, its trajectories end to end, and are read without a copy. Independent of
+sockets and of the use of a group.
 """
 
 import dataclasses
@@ -25,21 +25,19 @@ from jaxrl_async.queue.records import (
 )
 from jaxrl_async.types import NOT_SAMPLED, Group, InvalidTrajectoryError, Trajectory
 
-# Bounds on what a peer may send, besides queue.max_message_bytes.
+# Bounds on the messages of a peer, besides queue.max_message_bytes.
 MAX_NAME_CHARS = 256  # of a role, a worker, a reason, an address
-MAX_TEXT_CHARS = (
-    2000  # of a detail, or of what waits on what; longer ones are cut before they are sent
-)
+MAX_TEXT_CHARS = 2000  # of a detail, and of either end of a wait, which is cut before it is sent
 MAX_WAITS = 64  # of one report
 MAX_ENTRIES = 65_536  # permits, or lengths, in one message
 MAX_SERVERS = 4096
-MAX_REASONS = 64  # of a position, and what a role spends its time on
-MAX_VERSION = 2**31 - 1  # of weights, as every token carries it, and steps
+MAX_REASONS = 64  # of a resume point, and stages of a role's time
+MAX_VERSION = 2**31 - 1  # of weights, an int32 per token; also of steps
 MAX_COUNT = 2**53
 
 
 def encode_group(group: Group) -> pb.Group:
-    """A group as a message."""
+    """Encodes a group."""
     rows = group.trajectories
     return pb.Group(
         permit=encode_permit(Permit(group.prompt_index, group.attempt)),
@@ -52,10 +50,10 @@ def encode_group(group: Group) -> pb.Group:
 
 
 def decode_group(message: pb.Group) -> Group:
-    """A message as a group, of the sizes it states; the arrays are read-only views of its bytes.
+    """Decodes a group; its arrays are read-only views of the message's bytes.
 
     Raises:
-      InvalidTrajectoryError: a size or a mask value contradicts the message's lengths.
+      InvalidTrajectoryError: a size contradicts the lengths, or a mask byte is not 0 or 1.
     """
     lengths = list(message.lengths)
     for name in ("prompt_lengths", "rewards", "finish_reasons"):
@@ -76,15 +74,15 @@ def decode_group(message: pb.Group) -> Group:
 
 
 def encode_outline(message: pb.Group) -> pb.Group:
-    """A group's message without its arrays, for a process that does not train on it."""
+    """Drops the arrays of a group's message, for a learner process that does not train on it."""
     arrays = {name for name, _ in _ARRAYS}
     return pb.Group(**{f.name: value for f, value in message.ListFields() if f.name not in arrays})
 
 
 def decode_outline(message: pb.Group) -> Group:
-    """A message without arrays as a group: lengths, rewards and finish reasons are true, nothing is sampled.
+    """Decodes a message without arrays: lengths, rewards and finish reasons are true, no token is sampled.
 
-    The arrays take no memory, however long they are.
+    The arrays are broadcast, and take no memory.
     """
     rows = []
     for i, length in enumerate(message.lengths):
@@ -103,10 +101,10 @@ def decode_outline(message: pb.Group) -> Group:
 
 
 def check_group(group: Group, *, group_size: int, vocab_size: int, max_tokens: int) -> None:
-    """Checks what a group promises, where it enters the queue.
+    """Checks the tokens, log-probs, versions, masks and rewards of a group that enters the queue.
 
     Args:
-      group: decoded, so its sizes agree.
+      group: decoded, so that its sizes agree.
       group_size: G, trajectories per group.
       vocab_size: token ids must lie in [0, vocab_size).
       max_tokens: bound on a trajectory's length.
@@ -127,7 +125,7 @@ def check_group(group: Group, *, group_size: int, vocab_size: int, max_tokens: i
 
 
 def check_message(message: pb.Group, *, group_size: int, vocab_size: int, max_tokens: int) -> None:
-    """As `check_group`, of a message: all trajectories at once, and one by one only to name what is wrong.
+    """Checks a group's message like `check_group`: all trajectories at once, one by one only to name an error.
 
     Raises:
       InvalidTrajectoryError: as `check_outline`, `decode_group` and `check_group`.
@@ -139,7 +137,7 @@ def check_message(message: pb.Group, *, group_size: int, vocab_size: int, max_to
 
 
 def check_outline(message: pb.Group, *, group_size: int, max_tokens: int) -> None:
-    """Checks how many trajectories and tokens a group claims to have, before anything is made of it.
+    """Checks the numbers of trajectories and tokens that a group's message states, before it is decoded.
 
     Raises:
       InvalidTrajectoryError: names the group, the value and the bound; see `check_group`.
@@ -155,7 +153,7 @@ def check_outline(message: pb.Group, *, group_size: int, max_tokens: int) -> Non
 
 
 def check_return(message: pb.ReturnRequest) -> None:
-    """Checks the sizes of what comes with a permit.
+    """Checks the sizes of a return.
 
     Raises:
       ValueError: names the field, the value and the bound.
@@ -166,7 +164,7 @@ def check_return(message: pb.ReturnRequest) -> None:
 
 
 def check_admit(message: pb.AdmitRequest) -> None:
-    """Checks the sizes of who asks, and of what it works on.
+    """Checks the sizes of a request for permits.
 
     Raises:
       ValueError: names the field, the value and the bound.
@@ -176,7 +174,7 @@ def check_admit(message: pb.AdmitRequest) -> None:
 
 
 def check_publish(message: pb.PublishRequest) -> None:
-    """Checks the sizes of a table of servers and of a position.
+    """Checks the sizes of a publication: of its table of servers and its resume point.
 
     Raises:
       ValueError: names the field, the value and the bound.
@@ -198,7 +196,7 @@ def check_publish(message: pb.PublishRequest) -> None:
 
 
 def check_report(message: pb.RoleReport) -> None:
-    """Checks the sizes of what a role says of itself.
+    """Checks the sizes of a role's report.
 
     Raises:
       ValueError: names the field, the value and the bound.
@@ -206,13 +204,13 @@ def check_report(message: pb.RoleReport) -> None:
     _check_text("role", message.role, MAX_NAME_CHARS)
     _check_size("waits", message.waits, MAX_WAITS)
     for wait in message.waits:
-        _check_text("what waits", wait.what, MAX_TEXT_CHARS)
-        _check_text("what is waited for", wait.on, MAX_TEXT_CHARS)
+        _check_text("waits.what", wait.what, MAX_TEXT_CHARS)
+        _check_text("waits.on", wait.on, MAX_TEXT_CHARS)
         if not 0 <= wait.secs < float("inf"):
             raise ValueError(f"secs of a wait must be finite and ≥ 0, got {wait.secs}")
     _check_size("secs", message.secs, MAX_REASONS)
     for what, secs in message.secs.items():
-        _check_text("what secs are spent on", what, MAX_NAME_CHARS)
+        _check_text("a key of secs", what, MAX_NAME_CHARS)
         if not 0 <= secs < float("inf"):
             raise ValueError(f"secs of {what!r} must be finite and ≥ 0, got {secs}")
 
@@ -250,7 +248,7 @@ def encode_servers(servers: Sequence[ServerRecord]) -> list[pb.ServerRecord]:
 
 
 def decode_servers(messages: Sequence[pb.ServerRecord]) -> tuple[ServerRecord, ...]:
-    """Server records.
+    """Decodes a table of servers.
 
     Raises:
       ValueError: a state is not one of SERVER_STATES.
@@ -329,7 +327,7 @@ def _from_bytes(message: pb.Group, name: str, dtype: str, lengths: list[int]) ->
 
 
 def _is_sound(message: pb.Group, vocab_size: int) -> bool:
-    """Whether the rows of a message, whose lengths are in their bounds, are as `types.check_trajectory` wants them."""
+    """Whether every row of a message passes `types.check_trajectory`; its lengths were checked before."""
     lengths, prompts, rewards = list(message.lengths), message.prompt_lengths, message.rewards
     reasons = message.finish_reasons
     if not len(lengths) == len(prompts) == len(rewards) == len(reasons):
@@ -366,7 +364,7 @@ def _prompt(row: Trajectory) -> np.ndarray:
 
 
 def _present(record: Any) -> dict[str, Any]:
-    """Fields of a dataclass without those that are None."""
+    """The fields of a dataclass that are not None."""
     return {name: value for name, value in vars(record).items() if value is not None}
 
 
