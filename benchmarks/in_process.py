@@ -104,7 +104,7 @@ class Laboratory:
         state = learners.train(
             state,
             first_step=1,
-            schedule=parts.schedule_of(settings),
+            settings=settings,
             train_step=train_step,
             pack=parts.pack_of(settings, process=0),
             padding=parts.padding_of(settings),
@@ -120,9 +120,9 @@ class Laboratory:
 
     def first_params(self, settings: Settings) -> nnx.State:
         """Version 0: from its file where a run has left one, else made (and warm-started) and left there."""
-        parts = (settings.seed, settings.task, settings.tokenizer, settings.model)
-        parts += (settings.warm_start, settings.learner.head_chunk_tokens)
-        name = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+        key = (settings.seed, settings.task, settings.tokenizer, settings.model)
+        key += (settings.warm_start, settings.learner.head_chunk_tokens)
+        name = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
         path = self._directory / f"version-0-{name}.npz"
         tokenizer, mesh = self._tokenizer(settings), _mesh(settings)
         config = parts.model_config_of(settings, tokenizer)

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jaxrl_async.config.loss import LossConfig
+from jaxrl_async.config.settings import Learner
 from jaxrl_async.learner import optimizer, packing
 from jaxrl_async.learner.train_step import TrainStep
 from jaxrl_async.models import sharding, transformer
@@ -53,24 +54,18 @@ def make_train_step(
     head_chunk: int | None = None,
 ) -> TrainStep:
     """A learner's programs on one device, with Adam; the default loss unless another is given."""
-    adam = optimizer.make_optimizer(
+    settings = Learner(
         learning_rate=learning_rate,
-        warmup_updates=0,
-        decay_updates=None,
-        b1=0.9,
-        b2=0.95,
-        eps=1e-8,
-        weight_decay=0.0,
+        num_minibatches=num_minibatches,
+        head_chunk_tokens=head_chunk or 0,
     )
     return TrainStep(
         config,
         one_device(),
         loss=loss or LossConfig(),
+        learner=settings,
         temperature=1.0,
-        optimizer=adam,
-        max_grad_norm=1.0,
-        num_minibatches=num_minibatches,
-        head_chunk_tokens=head_chunk,
+        optimizer=optimizer.make_optimizer(settings),
     )
 
 

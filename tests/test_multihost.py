@@ -18,7 +18,7 @@ from fixtures.learner_process import run as run_here
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl_async.config.settings import PACKINGS
+from jaxrl_async.config.settings import PACKINGS, Learner
 from jaxrl_async.learner import packing, processes
 from jaxrl_async.learner.checkpoint import Checkpoints
 from jaxrl_async.learner.follower import FollowerPublisher
@@ -358,10 +358,14 @@ def test_a_share_that_is_none_is_refused(values):
 def test_processes_make_equally_many_microbatches_of_every_chunk_and_lose_no_token(
     chunks, policy, shared_prompts
 ):
-    layout = {"row_tokens": 16, "policy": policy, "shared_prompts": shared_prompts}
-    packers = [
-        packing.Packer(process=i, num_processes=4, microbatch_rows=8, **layout) for i in range(4)
-    ]
+    settings = Learner(
+        num_processes=4,
+        microbatch_rows=8,
+        row_tokens=16,
+        packing=policy,
+        shared_prompts=shared_prompts,
+    )
+    packers = [packing.Packer(settings, process=i) for i in range(4)]
     groups, start, found = [make_group(i, 0) for i in range(sum(chunks))], 0, []
     for size in chunks:
         chunk = groups[start : start + size]
@@ -395,14 +399,20 @@ def test_every_process_packs_its_groups_into_as_many_microbatches(
     num_groups, num_processes, policy, shared_prompts
 ):
     layout = {"row_tokens": 16, "policy": policy, "shared_prompts": shared_prompts}
+    settings = Learner(
+        num_processes=num_processes,
+        microbatch_rows=4,
+        row_tokens=16,
+        packing=policy,
+        shared_prompts=shared_prompts,
+    )
     groups = [make_group(i, 0) for i in range(num_groups)]
     advantage = advantages.grpo(np.stack([group.rewards for group in groups]))
     parts = []
     for process in range(num_processes):
         own = Share(process, num_processes).of_minibatch(num_groups)
         known = [group if i in own else outline(group) for i, group in enumerate(groups)]
-        part = {"process": process, "num_processes": num_processes}
-        packer = packing.Packer(**part, microbatch_rows=4, **layout)
+        packer = packing.Packer(settings, process=process)
         parts.append(packer(known, advantage, last=True))
         own_batches = packing.pack(
             groups[own.start : own.stop],

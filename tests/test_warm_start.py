@@ -1,11 +1,14 @@
 """Warm start: it learns, repeats itself by seed, and refuses bad demonstrations."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 from fixtures.models import TINY
 from fixtures.small_learner import flat, params_on
 
+from jaxrl_async.config.settings import WarmStart
 from jaxrl_async.learner import train_step
 from jaxrl_async.learner.warm_start import warm_start
 from jaxrl_async.models import sharding
@@ -19,7 +22,7 @@ def demonstrations():
     return [(np.array([n]), np.array([n + 1, n + 2, STOP])) for n in range(1, 9)]
 
 
-def train(demos, mesh_shape=(1, 1, 1), **settings):
+def train(demos, mesh_shape=(1, 1, 1), head_chunk_tokens=None, seed=0, **settings):
     mesh = sharding.make_mesh(*mesh_shape, jax.devices()[: np.prod(mesh_shape)])
     losses = []
 
@@ -27,16 +30,19 @@ def train(demos, mesh_shape=(1, 1, 1), **settings):
         losses.append(loss)
         assert step == len(losses)
 
-    defaults = {
-        "num_steps": 6,
-        "batch_size": 8,
-        "row_tokens": 6,
-        "learning_rate": 1e-2,
-        "head_chunk_tokens": None,
-        "seed": 0,
-    }
+    stage = WarmStart(num_steps=6, batch_size=8, row_tokens=6, learning_rate=1e-2)
+    stage = dataclasses.replace(stage, **settings)
     params = params_on(mesh)
-    params = warm_start(TINY, mesh, params, demos, **(defaults | settings), report=report)
+    params = warm_start(
+        TINY,
+        mesh,
+        params,
+        demos,
+        stage,
+        head_chunk_tokens=head_chunk_tokens,
+        seed=seed,
+        report=report,
+    )
     return params, losses
 
 

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from jaxrl_async.config.settings import Queue, Settings
 from jaxrl_async.learner import packing
 from jaxrl_async.learner.train_step import TrainState, TrainStep
 from jaxrl_async.metrics import MAX_DRIFT, MAX_MISMATCH, MetricsWriter, Timers
@@ -70,34 +71,11 @@ class Publish(Protocol):
     def metrics(self) -> dict[str, float]: ...
 
 
-@dataclasses.dataclass(frozen=True)
-class Schedule:
-    """When a run pushes, checkpoints and stops, in steps."""
-
-    num_steps: int
-    push_every_steps: int
-    wait_for_push: bool  # whether a step waits for the push before it: sync and periodic
-    checkpoint_every_steps: int
-    num_minibatches: int
-    lease_timeout_secs: float
-    max_failures: int  # groups returned for infrastructure failures before the run stops
-    budgets: Mapping[str, int]  # the same per reason, of returns or retirements
-    fail_on_recompile: bool  # stop when a program compiles after the first step
-
-    def pushes(self, step: int) -> bool:
-        """Whether the servers get this version during the run."""
-        return step % self.push_every_steps == 0 and step < self.num_steps
-
-    def saves(self, step: int) -> bool:
-        """Whether this version is checkpointed."""
-        return step % self.checkpoint_every_steps == 0 or step == self.num_steps
-
-
 def train(
     state: TrainState,
     *,
     first_step: int,
-    schedule: Schedule,
+    settings: Settings,
     train_step: TrainStep,
     pack: Pack,
     padding: Batch,
@@ -110,12 +88,13 @@ def train(
     reference: Any = None,
     should_stop: Callable[[int, bool], bool] = lambda step, chunk_arrived: False,
 ) -> TrainState:
-    """Trains from first_step to schedule.num_steps. Step s turns version s − 1 into version s.
+    """Trains from first_step to learner.num_steps. Step s turns version s − 1 into version s.
 
     Args:
       state: holds version first_step − 1, as the servers do.
       first_step: ≥ 1.
-      schedule: when to push, save and stop.
+      settings: of the run; the loop reads mode, and of learner, weights, checkpoint and queue when to push, save and
+        stop.
       train_step: the three jitted programs.
       pack: groups and advantages [N, G] → microbatches of one static shape, a `packing.Packer`.
       padding: a microbatch of that shape without a token.
@@ -136,11 +115,14 @@ def train(
     Raises:
       NonFiniteError: a loss or gradient is not finite; nothing of the step was committed, saved or published.
       TooManyFailuresError: infrastructure failures exceed their budget.
-      RecompileError: a program compiled after the first step, with schedule.fail_on_recompile.
+      RecompileError: a program compiled after the first step, with learner.fail_on_recompile.
     """
     state, accumulator = train_step.warm_up(state, padding, reference)
-    finalizer = _StepFinalizer(schedule, train_step, queue, publisher, save, metrics, timers)
-    for step in range(first_step, schedule.num_steps + 1):
+    wait_for_push = (
+        settings.mode != "async"
+    )  # A step starts when the servers hold the version before it.
+    finalizer = _StepFinalizer(settings, train_step, queue, publisher, save, metrics, timers)
+    for step in range(first_step, settings.learner.num_steps + 1):
         groups: list[Group] = []
         batches: list[Batch] = []
         outcomes = []  # (metrics on the device, groups) of every minibatch
@@ -149,17 +131,19 @@ def train(
             finalizer.finalize()  # There is nothing to dispatch.
             return should_stop(step, False)
 
-        if schedule.wait_for_push:
+        if wait_for_push:
             with timers("wait_push"):
                 publisher.wait(stop_waiting)
         publisher.check()
-        chunks = _timed(queue.lease(step, schedule.lease_timeout_secs, stop_waiting), timers)
+        chunks = _timed(
+            queue.lease(step, settings.learner.lease_timeout_secs, stop_waiting), timers
+        )
         first = next(chunks, None)
         if first is None or should_stop(step, True):
             finalizer.stop()
             break
         for chunk in itertools.chain([first], chunks):
-            minibatches = packing.split_minibatches(chunk.groups, schedule.num_minibatches)
+            minibatches = packing.split_minibatches(chunk.groups, settings.learner.num_minibatches)
             with timers("pack"):
                 packed = [pack(m, advantages(_rewards(m)), last=chunk.last) for m in minibatches]
             with timers("accumulate"):
@@ -181,9 +165,9 @@ def train(
                     state, accumulator, outcome = train_step.update(state, accumulator)
                     outcomes.append((outcome, minibatch))
 
-        snapshot = publisher.snapshot(state) if schedule.pushes(step) else None
+        snapshot = publisher.snapshot(state) if _pushes(settings, step) else None
         finalizer.add(_DispatchedStep(step, state, snapshot, outcomes, groups, batches))
-        if schedule.wait_for_push or schedule.saves(step) or not train_step.runs_ahead:
+        if wait_for_push or _saves(settings, step) or not train_step.runs_ahead:
             finalizer.finalize()
     return state
 
@@ -200,6 +184,16 @@ class _DispatchedStep:
     batches: Sequence[Batch]
 
 
+def _pushes(settings: Settings, step: int) -> bool:
+    """Whether the servers get this version while the run continues."""
+    return step % settings.weights.push_every_steps == 0 and step < settings.learner.num_steps
+
+
+def _saves(settings: Settings, step: int) -> bool:
+    """Whether this version is checkpointed."""
+    return step % settings.checkpoint.every_steps == 0 or step == settings.learner.num_steps
+
+
 class _StepFinalizer:
     """Finalizes each dispatched step once: reads its flag, then commits, publishes, saves and logs it.
 
@@ -208,7 +202,7 @@ class _StepFinalizer:
 
     def __init__(
         self,
-        schedule: Schedule,
+        settings: Settings,
         train_step: TrainStep,
         queue: GroupSource,
         publisher: Publish,
@@ -216,7 +210,7 @@ class _StepFinalizer:
         metrics: MetricsWriter,
         timers: Timers,
     ):
-        self._schedule, self._train_step, self._queue = schedule, train_step, queue
+        self._settings, self._train_step, self._queue = settings, train_step, queue
         self._publisher, self._save, self._metrics = publisher, save, metrics
         self._timers = timers
         timers.pop()  # Time before the first step belongs to no row.
@@ -234,7 +228,7 @@ class _StepFinalizer:
     def stop(self) -> None:
         """Finalizes the dispatched step without a push, and saves the last step if it was not saved."""
         self.finalize(pushes=False)
-        if self._last is not None and not self._schedule.saves(self._last[0]):
+        if self._last is not None and not _saves(self._settings, self._last[0]):
             with self._timers("checkpoint"):
                 self._save(*self._last)
         log.info("stopped early after step %s", self._last[0] if self._last else "none")
@@ -243,7 +237,7 @@ class _StepFinalizer:
         """Waits for the device and finalizes the dispatched step, if there is one."""
         if self._dispatched is None:
             return
-        ended, self._dispatched, schedule = self._dispatched, None, self._schedule
+        ended, self._dispatched = self._dispatched, None
         with self._timers("update"):  # Waits for the device; raises on bad numbers.
             rows = [
                 _checked(ended.step, i, *outcome) for i, outcome in enumerate(ended.outcomes, 1)
@@ -253,7 +247,7 @@ class _StepFinalizer:
         if ended.snapshot is not None and pushes:
             with self._timers("publish"):
                 self._publisher.publish(ended.step, ended.snapshot)
-        if schedule.saves(ended.step):
+        if _saves(self._settings, ended.step):
             with self._timers("checkpoint"):
                 self._save(ended.step, ended.state, resume_point)
         self._write_metrics(ended, rows)
@@ -271,8 +265,8 @@ class _StepFinalizer:
         row["compile/count"] = self._train_step.num_compilations()
         row["learner/tokens_per_sec"] = row.pop("tokens") / row["time/step_secs"]
         self._metrics.write(ended.step, row)
-        _check_failures(status, self._schedule)
-        if self._schedule.fail_on_recompile and row["compile/count"] > self._compiled:
+        _check_failures(status, self._settings.queue)
+        if self._settings.learner.fail_on_recompile and row["compile/count"] > self._compiled:
             raise RecompileError(
                 f"step {ended.step}: {row['compile/count']} programs were compiled, {self._compiled} before the first "
                 "step: a microbatch of another shape, dtype or layout reached the device"
@@ -436,16 +430,16 @@ class _Rates:
         }
 
 
-def _check_failures(status: QueueStatus, schedule: Schedule) -> None:
+def _check_failures(status: QueueStatus, queue: Queue) -> None:
     """Raises when a budget is exceeded; the message counts all groups that were not trained on."""
     failures = {r: n for r, n in status.returned.items() if r in REISSUE_REASONS}
     report = f"returned: {status.returned}, retired: {status.retired}"
-    if sum(failures.values()) > schedule.max_failures:
+    if sum(failures.values()) > queue.max_failures:
         raise TooManyFailuresError(
             f"{sum(failures.values())} groups were returned for infrastructure failures, the budget "
-            f"queue.max_failures is {schedule.max_failures}; {report}"
+            f"queue.max_failures is {queue.max_failures}; {report}"
         )
-    for reason, budget in schedule.budgets.items():
+    for reason, budget in queue.budgets.items():
         count = max(status.returned.get(reason, 0), status.retired.get(reason, 0))
         if count > budget:
             raise TooManyFailuresError(

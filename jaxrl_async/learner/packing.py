@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxrl_async.config.settings import Learner
 from jaxrl_async.queue.records import Share
 from jaxrl_async.types import NOT_SAMPLED, Batch, Group
 
@@ -96,31 +97,24 @@ class Packer:
     groups, and fills up with padding at the end.
     """
 
-    def __init__(
-        self,
-        *,
-        process: int,
-        num_processes: int,
-        microbatch_rows: int,
-        row_tokens: int,
-        policy: str,
-        shared_prompts: bool,
-    ):
+    def __init__(self, learner: Learner, *, process: int = 0):
         """Starts with no waiting trajectory.
 
         Args:
+          learner: microbatch_rows (over all processes), row_tokens, packing, shared_prompts and num_processes are read.
           process: index of this process, in [0, num_processes).
-          num_processes: number of processes that share groups and rows; a divisor of microbatch_rows.
-          microbatch_rows: rows of a microbatch, over all processes.
-          row_tokens: T of every microbatch.
-          policy: as in `assign_rows`.
-          shared_prompts: as in `lay_out`.
         """
-        self._process, self._num_processes = process, num_processes
-        self._own_rows = microbatch_rows // num_processes
-        self._layout = dict(row_tokens=row_tokens, policy=policy, shared_prompts=shared_prompts)
+        self._process, self._num_processes = process, learner.num_processes
+        self._own_rows = learner.microbatch_rows // learner.num_processes
+        self._layout = {
+            "row_tokens": learner.row_tokens,
+            "policy": learner.packing,
+            "shared_prompts": learner.shared_prompts,
+        }
         # Waiting trajectories of each process: groups, some with a part of their trajectories, and advantages.
-        self._waiting: list[list[tuple[Group, np.ndarray]]] = [[] for _ in range(num_processes)]
+        self._waiting: list[list[tuple[Group, np.ndarray]]] = [
+            [] for _ in range(learner.num_processes)
+        ]
 
     def __call__(
         self, groups: Sequence[Group], advantages: np.ndarray, *, last: bool

@@ -13,6 +13,7 @@ import optax
 from flax import nnx
 
 from jaxrl_async.config.loss import LossConfig
+from jaxrl_async.config.settings import Learner
 from jaxrl_async.learner.statistics import Statistics
 from jaxrl_async.models import attention, logprobs, sharding, transformer
 from jaxrl_async.objectives.objective import objective
@@ -54,12 +55,9 @@ class TrainStep:
         mesh: jax.sharding.Mesh,
         *,
         loss: LossConfig,
+        learner: Learner,
         temperature: float,
         optimizer: optax.GradientTransformation,
-        max_grad_norm: float,
-        num_minibatches: int,
-        head_chunk_tokens: int | None,
-        attention_kernel: str = "xla",
     ):
         """Declares the programs; nothing is compiled yet.
 
@@ -67,24 +65,19 @@ class TrainStep:
           config: the model's shape.
           mesh: from sharding.make_mesh.
           loss: the loss to minimise.
+          learner: max_grad_norm, num_minibatches, head_chunk_tokens and attention_kernel are read.
           temperature: the sampler's, > 0: log-probs are of logits / temperature.
           optimizer: from optimizer.make_optimizer.
-          max_grad_norm: bound on the global norm of a minibatch's gradient, > 0.
-          num_minibatches: optimizer updates per step; more than one refuses a clip against 'current'.
-          head_chunk_tokens: columns whose logits exist at a time; None for all at once.
-          attention_kernel: "xla" | "cudnn" | "splash", see attention.of_rows.
 
         Raises:
           ValueError: a clip against 'current' with several minibatches, or a temperature that is not > 0.
         """
-        loss.check_minibatches(num_minibatches)
+        loss.check_minibatches(learner.num_minibatches)
         if temperature <= 0:
             raise ValueError(f"temperature must be > 0, got {temperature}")
         self._config, self._loss, self._optimizer = config, loss, optimizer
-        self._max_grad_norm, self._temperature = max_grad_norm, temperature
-        self._num_minibatches = num_minibatches
+        self._learner, self._temperature = learner, temperature
         self._statistics = Statistics(loss)
-        self._head_chunk_tokens, self._attention_kernel = head_chunk_tokens, attention_kernel
         self._rows = rows = sharding.batch_sharding(mesh)
         # XLA's CPU collectives hang when programs of several devices pile up on few threads.
         self._one_at_a_time = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
@@ -179,7 +172,7 @@ class TrainStep:
           `score` if the loss needs it ('recompute', proximal_metrics) and the weights move within the step, else None:
           with one minibatch the anchor is the policy, which `accumulate` computes anyway.
         """
-        moves = self._num_minibatches > 1
+        moves = self._learner.num_minibatches > 1
         return self.score(params, batch) if self._loss.needs_recompute and moves else None
 
     def accumulate(
@@ -209,7 +202,11 @@ class TrainStep:
         """
         if self._loss.needs_reference and reference is None:
             raise ValueError("loss.kl_to = 'reference' needs the reference's weights")
-        if self._loss.needs_recompute and self._num_minibatches > 1 and proximal_logprobs is None:
+        if (
+            self._loss.needs_recompute
+            and self._learner.num_minibatches > 1
+            and proximal_logprobs is None
+        ):
             raise ValueError("the loss needs log-probs at the step's first weights: see `anchor`")
         version = sharding.place(np.int32(policy_version), self._everywhere)
         reference = reference if self._loss.needs_reference else None
@@ -283,7 +280,7 @@ class TrainStep:
         grads = jax.tree.map(lambda g: g / denominator, accumulator.grads)
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-        scale = jnp.minimum(1.0, self._max_grad_norm / grad_norm)
+        scale = jnp.minimum(1.0, self._learner.max_grad_norm / grad_norm)
         updates, opt_state = self._optimizer.update(
             jax.tree.map(lambda g: g * scale, grads), state.opt_state, state.params
         )
@@ -296,7 +293,7 @@ class TrainStep:
 
     def _summed_loss(self, params, reference, batch, proximal_logprobs, policy_version):
         logprobs, entropy = self._logprobs_and_entropy(params, batch)
-        if self._loss.needs_recompute and self._num_minibatches == 1:
+        if self._loss.needs_recompute and self._learner.num_minibatches == 1:
             proximal_logprobs = jax.lax.stop_gradient(logprobs)
         reference_logprobs = None if reference is None else self._score_program(reference, batch)
         tokens = Tokens(
@@ -319,8 +316,8 @@ class TrainStep:
             params,
             batch,
             temperature=self._temperature,
-            head_chunk_tokens=self._head_chunk_tokens,
-            attention_kernel=self._attention_kernel,
+            head_chunk_tokens=self._learner.head_chunk_tokens or None,
+            attention_kernel=self._learner.attention_kernel,
         )
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+from jaxrl_async.config.settings import WarmStart
 from jaxrl_async.learner import packing, train_step
 from jaxrl_async.models import sharding, transformer
 from jaxrl_async.objectives import masked
@@ -22,11 +23,8 @@ def warm_start(
     mesh: jax.sharding.Mesh,
     params: nnx.State,
     demonstrations: Sequence[tuple[np.ndarray, np.ndarray]],
+    settings: WarmStart,
     *,
-    num_steps: int,
-    batch_size: int,
-    row_tokens: int,
-    learning_rate: float,
     head_chunk_tokens: int | None,
     seed: int,
     report: Callable[[int, float], None],
@@ -41,10 +39,8 @@ def warm_start(
       params: float32, consumed.
       demonstrations: prompt tokens int [P] and completion tokens int [R] with their stop token,
         P ≥ 1, R ≥ 1.
-      num_steps: optimizer updates, ≥ 0.
-      batch_size: demonstrations per update, one to a row; a multiple of the mesh's data · fsdp.
-      row_tokens: length of a row, ≥ P + R.
-      learning_rate: of Adam.
+      settings: num_steps (optimizer updates), batch_size (demonstrations per update, one to a row; a multiple of the
+        mesh's data · fsdp), row_tokens (length of a row, ≥ P + R) and learning_rate are read.
       head_chunk_tokens: columns whose logits exist at a time; None for all at once.
       seed: of the order of the demonstrations.
       report: called with (step, loss) for each step from 1, one step behind.
@@ -56,13 +52,13 @@ def warm_start(
       ValueError: no demonstrations, or one that is empty or longer than a row.
       FloatingPointError: the loss of a step is not finite; names the step.
     """
-    rows = _rows(demonstrations, row_tokens)
-    optimizer = optax.adam(learning_rate, b2=0.99)
+    rows = _rows(demonstrations, settings.row_tokens)
+    optimizer = optax.adam(settings.learning_rate, b2=0.99)
     step_program = _step_program(config, mesh, optimizer, head_chunk_tokens)
     row_sharding = sharding.batch_sharding(mesh)
     opt_state, loss = _init_program(config, mesh, optimizer)(params), None
     for step, chosen in enumerate(
-        _epochs(len(demonstrations), batch_size, num_steps, seed), start=1
+        _epochs(len(demonstrations), settings.batch_size, settings.num_steps, seed), start=1
     ):
         batch = Batch(**{name: array[chosen] for name, array in vars(rows).items()})
         if (
@@ -74,7 +70,7 @@ def warm_start(
             _checked_report(report, step - 1, loss)
         loss = next_loss
     if loss is not None:
-        _checked_report(report, num_steps, loss)
+        _checked_report(report, settings.num_steps, loss)
     return params
 
 

@@ -114,23 +114,8 @@ def model_config_of(settings: Settings, tokenizer):
     model = settings.model
     if model.path:
         return hf.read_config(model.path, dtype=model.dtype, remat=model.remat)
-    return transformer.ModelConfig(
-        vocab_size=tokenizer.vocab_size,
-        num_layers=model.num_layers,
-        model_dim=model.model_dim,
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        mlp_dim=model.mlp_dim,
-        rope_theta=model.rope_theta,
-        rope_scaling=None,
-        norm_eps=model.norm_eps,
-        qk_norm=model.qk_norm,
-        attention_bias=model.attention_bias,
-        tied_embeddings=model.tied_embeddings,
-        dtype=model.dtype,
-        remat=model.remat,
-    )
+    shape = {name: value for name, value in vars(model).items() if name != "path"}
+    return transformer.ModelConfig(vocab_size=tokenizer.vocab_size, rope_scaling=None, **shape)
 
 
 def model_path(settings: Settings, workdir: pathlib.Path) -> pathlib.Path:
@@ -167,25 +152,13 @@ def train_step_of(settings: Settings, config, mesh):
     from jaxrl_async.learner import optimizer
     from jaxrl_async.learner.train_step import TrainStep
 
-    learner = settings.learner
     return TrainStep(
         config,
         mesh,
         loss=settings.loss,
+        learner=settings.learner,
         temperature=settings.rollout.temperature,
-        optimizer=optimizer.make_optimizer(
-            learning_rate=learner.learning_rate,
-            warmup_updates=learner.warmup_updates,
-            decay_updates=None,
-            b1=learner.adam_b1,
-            b2=learner.adam_b2,
-            eps=learner.adam_eps,
-            weight_decay=learner.weight_decay,
-        ),
-        max_grad_norm=learner.max_grad_norm,
-        num_minibatches=learner.num_minibatches,
-        head_chunk_tokens=learner.head_chunk_tokens or None,
-        attention_kernel=learner.attention_kernel,
+        optimizer=optimizer.make_optimizer(settings.learner),
     )
 
 
@@ -219,15 +192,7 @@ def pack_of(settings: Settings, *, process: int):
     """Groups and advantages → the microbatches of one process of the learner."""
     from jaxrl_async.learner.packing import Packer
 
-    learner = settings.learner
-    return Packer(
-        process=process,
-        num_processes=learner.num_processes,
-        microbatch_rows=learner.microbatch_rows,
-        row_tokens=learner.row_tokens,
-        policy=learner.packing,
-        shared_prompts=learner.shared_prompts,
-    )
+    return Packer(settings.learner, process=process)
 
 
 def padding_of(settings: Settings):
@@ -243,20 +208,3 @@ def advantages_of(settings: Settings):
     from jaxrl_async.objectives.advantages import ADVANTAGES
 
     return ADVANTAGES[settings.loss.advantage]
-
-
-def schedule_of(settings: Settings):
-    """When the run pushes, saves and stops."""
-    from jaxrl_async.learner.learner import Schedule
-
-    return Schedule(
-        num_steps=settings.learner.num_steps,
-        push_every_steps=settings.weights.push_every_steps,
-        wait_for_push=settings.mode != "async",
-        checkpoint_every_steps=settings.checkpoint.every_steps,
-        num_minibatches=settings.learner.num_minibatches,
-        lease_timeout_secs=settings.learner.lease_timeout_secs,
-        max_failures=settings.queue.max_failures,
-        budgets=settings.queue.budgets,
-        fail_on_recompile=settings.learner.fail_on_recompile,
-    )

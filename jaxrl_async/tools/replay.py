@@ -110,13 +110,15 @@ def replay(
             if step == last:
                 ours.save(step, state, position)
 
-        schedule = dataclasses.replace(
-            parts.schedule_of(settings), num_steps=last, checkpoint_every_steps=1
+        replayed = dataclasses.replace(
+            settings,
+            learner=dataclasses.replace(learner, num_steps=last),
+            checkpoint=dataclasses.replace(settings.checkpoint, every_steps=1),
         )
         learners.train(
             state,
             first_step=first + 1,
-            schedule=schedule,
+            settings=replayed,
             train_step=train_step,
             pack=parts.pack_of(settings, process=0),
             padding=parts.padding_of(settings),
