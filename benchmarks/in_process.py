@@ -14,6 +14,7 @@ import functools
 import hashlib
 import os
 import pathlib
+import queue
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -39,12 +40,12 @@ from jaxrl_async.rewards import reward_function
 from jaxrl_async.rewards.math import exact
 from jaxrl_async.roles import learner as learner_role
 from jaxrl_async.roles import parts
-from jaxrl_async.rollout.frictions import rng_of
+from jaxrl_async.rollout.context import rng_of
 from jaxrl_async.rollout.sampler import request_seed
 from jaxrl_async.rollout.single_turn import single_turn
 from jaxrl_async.servers.client import Completion
 from jaxrl_async.tasks.prompts import prompt_stream, test_prompts
-from jaxrl_async.tools.evaluate import complete
+from jaxrl_async.tools.evaluate import completion_of
 from jaxrl_async.types import Chunk, Group, Prompt, Trajectory, check_trajectory
 
 TIMEOUT_SECS = 600.0
@@ -260,7 +261,7 @@ class _Samples:
             engines.Request(rid, prompt.tokens, self._sampling(temperature, seed))
             for rid, (prompt, seed) in zip(keys, asked.values(), strict=True)
         ]
-        return {keys[done.rid]: _completion(done) for done in complete(self._engine, requests)}
+        return {keys[done.rid]: completion_of(done) for done in _complete(self._engine, requests)}
 
     def _sampling(self, temperature: float, seed: int) -> SamplingParams:
         return SamplingParams(
@@ -274,7 +275,11 @@ class _Samples:
 
     def _recorded(self, prompt: Prompt, sample: int, completion: Completion) -> Trajectory:
         """What a worker would push of a sample."""
-        rng = rng_of(self._settings.seed, prompt.index, sample, 0) if self._frictions else None
+        rng = (
+            rng_of("frictions", self._settings.seed, prompt.index, sample, 0)
+            if self._frictions
+            else None
+        )
         trajectory = _result(single_turn(prompt, functools.partial(_given, completion)))
         if rng:
             trajectory = self._frictions.of_trajectory(trajectory, rng)
@@ -316,13 +321,28 @@ def _check(settings: Settings) -> None:
             raise ValueError(f"{name} must be {wanted!r} in one process, got {value!r}")
 
 
-def _completion(done: engines.Completion) -> Completion:
-    """What the HTTP client makes of the engine's answer."""
-    versions = np.empty(len(done.output_ids), np.int32)
-    for span in done.spans:
-        versions[span.start : span.end] = int(span.version)
-    logprobs = np.minimum(done.logprobs, 0)  # float32 rounds log 1 to a little above.
-    return Completion(done.output_ids, logprobs, versions, done.finish_reason["type"])
+def _complete(
+    engine: engines.Engine, requests: Sequence[engines.Request]
+) -> list[engines.Completion]:
+    """Runs requests to their ends, in any order.
+
+    Raises:
+      UnavailableError: the engine died.
+    """
+    ended: queue.SimpleQueue = queue.SimpleQueue()
+    completions: list[engines.Completion] = []
+    sent = min(len(requests), engine.max_queued_requests)
+    for request in requests[:sent]:
+        engine.submit(request, ended.put)
+    while len(completions) < len(requests):
+        for _, outcome in ended.get(timeout=TIMEOUT_SECS):
+            if isinstance(outcome, Exception):
+                raise outcome
+            completions.append(outcome)
+            if sent < len(requests):
+                engine.submit(requests[sent], ended.put)
+                sent += 1
+    return completions
 
 
 async def _given(completion: Completion, tokens: Sequence[int] | np.ndarray) -> Completion:

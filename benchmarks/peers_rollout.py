@@ -2,10 +2,11 @@
 
 import functools
 
-from jaxrl_async.rollout.single_turn import Generate, single_turn
+from jaxrl_async.rollout.context import Context
+from jaxrl_async.rollout.single_turn import single_turn
 from jaxrl_async.types import Prompt, Trajectory
 
 
-async def to_the_end(prompt: Prompt, generate: Generate) -> Trajectory:
+async def to_the_end(prompt: Prompt, context: Context) -> Trajectory:
     """`single_turn` without stop tokens."""
-    return await single_turn(prompt, functools.partial(generate, stop_token_ids=[]))
+    return await single_turn(prompt, functools.partial(context, stop_token_ids=[]))

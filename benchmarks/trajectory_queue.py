@@ -248,6 +248,7 @@ def make_body(num_tokens: int) -> bytes:
                 versions=np.where(mask, 0, NOT_SAMPLED).astype(np.int32),
                 mask=mask,
                 prompt_length=num_prompt,
+                reward=0.0,
             )
         )
     encoded = wire.encode_group(Group(0, 0, tuple(rows)))

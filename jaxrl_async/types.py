@@ -11,6 +11,8 @@ This module knows nothing of JAX, protobuf, tokenizers or servers.
 """
 
 import dataclasses
+import math
+import numbers
 
 import numpy as np
 
@@ -39,7 +41,7 @@ class Trajectory:
     versions: np.ndarray  # int32 [T], ≥ 0 on sampled tokens, −1 elsewhere
     mask: np.ndarray  # bool [T], True on sampled tokens
     prompt_length: int  # P, 1 ≤ P ≤ T; tokens[:P] is the prompt
-    reward: float = 0.0  # set by the reward, after generation
+    reward: float | None = None  # None until it is judged; a rollout function may set it
     finish_reason: str = "stop"  # "stop" (a stop token) | "length" (the token budget)
 
     def __len__(self) -> int:
@@ -47,8 +49,13 @@ class Trajectory:
 
     @property
     def completion(self) -> np.ndarray:
-        """int32 [T − P]: everything after the prompt."""
+        """int32 [T − P]: everything after the prompt, tool output included."""
         return self.tokens[self.prompt_length :]
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of sampled tokens."""
+        return int(np.count_nonzero(self.mask))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +72,7 @@ class Group:
 
     @property
     def rewards(self) -> np.ndarray:
-        """float32 [G]"""
+        """float32 [G], of judged trajectories."""
         return np.asarray([t.reward for t in self.trajectories], np.float32)
 
 
@@ -103,13 +110,16 @@ class InvalidTrajectoryError(ValueError):
     """A trajectory breaks the alignment law or a bound; the message names field and value."""
 
 
-def check_trajectory(trajectory: Trajectory, *, vocab_size: int, max_tokens: int) -> None:
-    """Checks what a trajectory promises, where it enters (engine, wire, rollout function).
+def check_trajectory(
+    trajectory: Trajectory, *, vocab_size: int, max_tokens: int, judged: bool = True
+) -> None:
+    """Checks a trajectory where it enters: from a rollout function, and from the wire.
 
     Args:
       trajectory: the row to check.
       vocab_size: token ids must lie in [0, vocab_size).
       max_tokens: bound on the row's length T.
+      judged: it must have a reward; False where one may still be None.
 
     Raises:
       InvalidTrajectoryError: names the field, the value and the bound.
@@ -136,8 +146,8 @@ def check_trajectory(trajectory: Trajectory, *, vocab_size: int, max_tokens: int
         _refuse(f"version of a sampled token is {t.versions[t.mask].min()}, must be ≥ 0")
     if (t.versions[~t.mask] != NOT_SAMPLED).any() or (t.logprobs[~t.mask] != 0).any():
         _refuse("a token that was not sampled must have version −1 and log-prob 0")
-    if not np.isfinite(t.reward):
-        _refuse(f"reward must be finite, got {t.reward}")
+    if not (_is_finite(t.reward) or (t.reward is None and not judged)):
+        _refuse(f"reward must be finite, got {t.reward!r:.80}")
     if t.finish_reason not in ("stop", "length"):
         _refuse(f"finish_reason must be 'stop' or 'length', got {t.finish_reason!r:.80}")
 
@@ -148,6 +158,10 @@ _DTYPES = {
     "versions": np.dtype(np.int32),
     "mask": np.dtype(np.bool_),
 }
+
+
+def _is_finite(number: float | None) -> bool:
+    return isinstance(number, numbers.Real) and math.isfinite(number)
 
 
 def _refuse(message: str):

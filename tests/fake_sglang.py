@@ -62,6 +62,7 @@ class FakeServer:
         self.slow = {}  # route → seconds before it answers
         self.drop = set()  # routes that break the connection
         self.answers = []  # whole answers of the next /generate calls
+        self.policy = None  # token ids of a request → ids of its completion
         self.abort_after = []  # the next /generate calls end as aborted after so many tokens
         self.ignore_updates = False
         self.calls = []  # (route, JSON)
@@ -165,6 +166,10 @@ class FakeServer:
         if self.answers:
             return web.json_response(self.answers.pop(0))
         sampling, prompt = payload["sampling_params"], payload["input_ids"]
+        if self.policy is not None:
+            ids = self.policy(prompt)
+            versions = [(self.version, len(ids))]
+            return web.json_response(answer(ids, versions=versions, reason="stop"))
         count, reason = sampling["max_new_tokens"], "length"
         if self.abort_after:
             count, reason = self.abort_after.pop(0), "abort"

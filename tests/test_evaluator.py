@@ -9,13 +9,16 @@ import time
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fake_sglang import answer, started, token
+from fake_sglang import VOCAB_SIZE, answer, started, token
 
 from jaxrl_async.cli.config import load_config, settings_of
+from jaxrl_async.config.settings import Evaluate
 from jaxrl_async.evaluation.evaluator import Evaluator, best_version
 from jaxrl_async.learner.checkpoint import Checkpoints
 from jaxrl_async.rewards.pool import RewardPool
 from jaxrl_async.roles.learner import push_deadline_of
+from jaxrl_async.rollout.runner import Runner
+from jaxrl_async.rollout.single_turn import single_turn
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.types import Prompt
 from jaxrl_async.weights.publisher import Publisher, PublisherError
@@ -38,20 +41,32 @@ def text(prompt: int, sample: int) -> str:
     return " ".join(str(token(seed, 2 + i)) for i in range(3))
 
 
-def make(workdir, answers, *, timeout_secs=WAIT_SECS, reward="exact", seed=SEED):
+def make(
+    workdir, answers, *, timeout_secs=WAIT_SECS, reward="exact", seed=SEED, function=single_turn
+):
     prompts = [Prompt(i, np.array([5, i], np.int32), "", a) for i, a in enumerate(answers)]
     return Evaluator(
         workdir,
         prompts,
-        every_steps=4,
-        num_samples=2,
-        max_new_tokens=3,
+        settings=Evaluate(
+            num_prompts=len(prompts),
+            num_samples=2,
+            seed=seed,
+            every_steps=4,
+            max_running_requests=2,
+            timeout_secs=timeout_secs,
+        ),
         temperature=1.0,
-        stop_token_ids=(0,),
-        seed=seed,
-        max_running_requests=2,
-        timeout_secs=timeout_secs,
-        decode=lambda ids: " ".join(map(str, ids)),
+        runner=Runner(
+            function,
+            encode=lambda text: [int(word) for word in text.split()],
+            decode=lambda ids: " ".join(map(str, ids)),
+            stop_token_ids=(0,),
+            vocab_size=VOCAB_SIZE,
+            max_new_tokens=3,
+            max_request_tokens=16,
+            max_tokens=16,
+        ),
         pool=functools.partial(
             RewardPool,
             reward,
@@ -84,6 +99,32 @@ def test_greedy_and_sampled_completions_are_scored_for_the_version(servers, tmp_
     assert evaluator.pop() == {}  # once
     temperatures = [p["sampling_params"]["temperature"] for p in servers[0].payloads("/generate")]
     assert sorted(temperatures) == [0.0] * 3 + [1.0] * 6
+
+
+def test_a_rollout_that_fails_is_not_right_and_is_counted(servers, tmp_path, caplog):
+    async def fails(prompt, context):
+        trajectory = await single_turn(prompt, context)
+        if prompt.index == 1:
+            raise KeyError("a typo")
+        if prompt.index == 2:  # It has a token that is none, which the decoder would not mind.
+            return dataclasses.replace(trajectory, tokens=trajectory.tokens + VOCAB_SIZE)
+        return dataclasses.replace(trajectory, reward=1.0)
+
+    servers[0].version = "8"
+    row = evaluate(make(tmp_path, ["", "", ""], function=fails), servers[0])
+    assert (row["eval/greedy"], row["eval/pass@1"]) == pytest.approx((1 / 3, 1 / 3))
+    assert (
+        "6 of 9 rollouts or rewards failed" in caplog.text and "KeyError: 'a typo'" in caplog.text
+    )
+
+
+def test_a_rollout_that_hangs_ends_at_the_deadline(servers, tmp_path, caplog):
+    async def hangs(prompt, context):
+        await asyncio.sleep(3600)
+
+    evaluator = make(tmp_path, ["1"], timeout_secs=0.3, function=hangs)
+    assert evaluate(evaluator, servers[0]) == {"eval/version": 8}
+    assert "evaluate.timeout_secs = 0.3" in caplog.text
 
 
 def test_training_keeps_most_of_a_server_that_it_shares(servers, tmp_path):

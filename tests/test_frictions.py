@@ -9,7 +9,8 @@ from jaxrl_async.cli import config as config_lib
 from jaxrl_async.config.settings import SettingsError
 from jaxrl_async.roles import parts, start
 from jaxrl_async.rollout import frictions
-from jaxrl_async.rollout.frictions import Frictions, rng_of
+from jaxrl_async.rollout.context import rng_of
+from jaxrl_async.rollout.frictions import Frictions
 from jaxrl_async.tasks.tokenizer import CharTokenizer
 from jaxrl_async.types import Trajectory, check_trajectory
 
@@ -23,15 +24,18 @@ ROW = Trajectory(
     versions=np.array([-1, -1, 3, -1, 4, 4], np.int32),
     mask=np.array([False, False, True, False, True, True]),
     prompt_length=2,
+    reward=0.5,
 )
 
 
 def rngs(num=10_000):
-    return [rng_of(0, index, 0, 0) for index in range(num)]
+    return [rng_of("frictions", 0, index, 0, 0) for index in range(num)]
 
 
 def test_a_bugged_actor_is_sure_of_zeros_and_changes_nothing_else():
-    bugged = frictions.actor_bug(ROW, rng_of(0, 0, 0, 0), probability=1.0, zero_id=ZERO)
+    bugged = frictions.actor_bug(
+        ROW, rng_of("frictions", 0, 0, 0, 0), probability=1.0, zero_id=ZERO
+    )
     check_trajectory(bugged, vocab_size=10, max_tokens=6)
     assert bugged.tokens.tolist() == [5, 6, ZERO, 8, ZERO, ZERO]
     assert bugged.logprobs.tolist() == [0] * 6
@@ -45,7 +49,7 @@ def test_a_bugged_actor_is_sure_of_zeros_and_changes_nothing_else():
     [(1.0, 1.0), (1.5, 1.5), (0.99, 0.0), (0.5, 0.0), (0.0, 0.0), (-1.0, 0.0)],
 )
 def test_only_a_perfect_answer_is_discovered(reward, recorded):
-    rng = rng_of(0, 0, 0, 0)
+    rng = rng_of("frictions", 0, 0, 0, 0)
     assert frictions.rare_discovery(reward, rng, probability=1.0) == recorded
     assert frictions.rare_discovery(reward, rng, probability=0.0) == reward
 
@@ -105,15 +109,16 @@ def test_a_corrupted_reward_needs_no_discovery():
 
 def test_randomness_is_stable_across_processes_and_differs_by_every_part():
     # blake2b("frictions/1/7/0/2", 16 bytes), little-endian, seeds NumPy's generator.
-    assert rng_of(1, 7, 0, 2).integers(2**31) == 355522245
+    assert rng_of("frictions", 1, 7, 0, 2).integers(2**31) == 355522245
     firsts = [
-        rng_of(run_seed, index, sample, attempt).random()
+        rng_of("frictions", run_seed, index, sample, attempt).random()
         for run_seed in range(4)
         for index in range(4)
         for sample in range(4)
         for attempt in range(4)
     ]
-    assert len(set(firsts)) == 256
+    firsts.append(rng_of("rollout", 0, 0, 0, 0).random())
+    assert len(set(firsts)) == 257
 
 
 def settings_of(*overrides):

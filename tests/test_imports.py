@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "queue": {"types", "metrics", "security"},
     "servers": {"types", "metrics", "queue", "security"},
     "weights": {"types", "config", "metrics", "queue", "servers"},
-    "evaluation": {"types", "tasks", "rewards", "servers"},
+    "evaluation": {"types", "config", "rewards", "servers", "rollout"},
     "objectives": {"types", "config"},
     "models": {"types"},
     "inference": {"types", "models", "security"},

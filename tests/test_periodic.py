@@ -7,6 +7,7 @@ order that a seed draws.
 import collections
 import dataclasses
 import functools
+import queue
 import random
 
 import jax
@@ -34,7 +35,6 @@ from jaxrl_async.learner.train_step import TrainStep
 from jaxrl_async.models import sharding
 from jaxrl_async.objectives.advantages import ADVANTAGES
 from jaxrl_async.queue.admission import Admission
-from jaxrl_async.tools.evaluate import complete
 from jaxrl_async.types import Chunk, Group, Trajectory
 
 CONFIG = tiny(num_layers=1)
@@ -329,7 +329,13 @@ class Engine:
             engines.Request(str(i), prompt, self._sampling(permit.prompt_index * G + i))
             for i in range(G)
         ]
-        done = sorted(complete(self._engine, requests), key=lambda completion: completion.rid)
+        ended = queue.SimpleQueue()
+        for request in requests:
+            self._engine.submit(request, ended.put)
+        done = []
+        while len(done) < G:
+            done += [completion for _, completion in ended.get(timeout=DEADLINE_SECS)]
+        done.sort(key=lambda completion: completion.rid)
         trajectories = tuple(self._trajectory(prompt, completion) for completion in done)
         return Group(permit.prompt_index, permit.attempt, trajectories)
 

@@ -14,10 +14,12 @@ from jaxrl_async.queue.admission import Admission
 from jaxrl_async.queue.client import LearnerQueue, QueueClient
 from jaxrl_async.queue.records import Permit, ServerRecord
 from jaxrl_async.rewards.pool import RewardError, RewardPool, RewardTimeoutError
-from jaxrl_async.rollout.frictions import Frictions, rng_of
-from jaxrl_async.rollout.sampler import RolloutError, Sampler, request_seed
+from jaxrl_async.rollout.context import RolloutError, rng_of
+from jaxrl_async.rollout.frictions import Frictions
+from jaxrl_async.rollout.runner import Runner, rollout_function
+from jaxrl_async.rollout.sampler import Sampler, request_seed
 from jaxrl_async.rollout.single_turn import single_turn
-from jaxrl_async.rollout.worker import Worker, rollout_function
+from jaxrl_async.rollout.worker import Worker
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.fleet import Fleet
 from jaxrl_async.types import InvalidTrajectoryError, Prompt, check_trajectory
@@ -53,7 +55,6 @@ def make_sampler(client, fleet, **changes):
         "controls": {},
         "sampling": {"max_new_tokens": 5, "temperature": 1.0},
         "run_seed": 1,
-        "vocab_size": VOCAB_SIZE,
         "request_timeout_secs": 20.0,
         "max_retries": 3,
     }
@@ -65,10 +66,23 @@ def expected_tokens(count=5, sample=0):
     return [token(seed, len(PROMPT.tokens) + i) for i in range(count)]
 
 
+def make_runner(rollout=single_turn, **changes):
+    arguments = {
+        "encode": lambda text: [int(word) for word in text.split()],
+        "decode": lambda ids: " ".join(map(str, ids)),
+        "stop_token_ids": (0,),
+        "vocab_size": VOCAB_SIZE,
+        "max_new_tokens": 5,
+        "max_request_tokens": 100,
+        "max_tokens": 8,
+    }
+    return Runner(rollout, **arguments | changes)
+
+
 async def test_a_trajectory_is_aligned_and_valid(client, servers):
     generate = make_sampler(client, make_fleet(servers)).bind(PERMIT, 0)
     row = await single_turn(PROMPT, generate)
-    check_trajectory(row, vocab_size=VOCAB_SIZE, max_tokens=8)
+    check_trajectory(row, vocab_size=VOCAB_SIZE, max_tokens=8, judged=False)
     assert row.tokens.tolist() == [11, 12, 13, *expected_tokens()]
     assert row.versions.tolist() == [-1, -1, -1, 3, 3, 3, 3, 3]
     assert row.mask.tolist() == [False] * 3 + [True] * 5
@@ -108,7 +122,7 @@ async def test_an_abort_in_the_queue_and_one_at_the_last_token_lose_nothing(clie
 async def test_a_request_that_is_aborted_again_and_again_is_returned_as_aborted(client, servers):
     servers[0].abort_after = [1, 1, 1, 1]
     generate = make_sampler(client, make_fleet(servers[:1]), max_retries=2).bind(PERMIT, 0)
-    with pytest.raises(RolloutError, match="gave up after 3 tries") as caught:
+    with pytest.raises(RolloutError, match="after 3 tries") as caught:
         await generate(PROMPT.tokens)
     assert caught.value.reason == "aborted"
 
@@ -147,7 +161,7 @@ async def test_a_server_that_samples_with_unknown_weights_is_left_for_another(cl
 async def test_retries_end(client, servers):
     servers[0].fail["/generate"] = (503, "overloaded")
     fleet = make_fleet(servers[:1], suspect_secs=0.0)
-    with pytest.raises(RolloutError, match=r"gave up after 3 tries: .*overloaded") as caught:
+    with pytest.raises(RolloutError, match=r"after 3 tries: .*overloaded") as caught:
         await make_sampler(client, fleet, max_retries=2).bind(PERMIT, 0)(PROMPT.tokens)
     assert caught.value.reason == "server_error" and len(servers[0].calls) == 3
 
@@ -199,8 +213,13 @@ async def test_requests_are_spread_over_the_servers(client, servers):
 
 @pytest.mark.parametrize("tokens", [[], [VOCAB_SIZE], [-1], [[1, 2]]])
 async def test_ids_that_would_kill_a_server_are_never_sent(client, servers, tokens):
-    with pytest.raises(ValueError, match=rf"ids in \[0, {VOCAB_SIZE}\)"):
-        await make_sampler(client, make_fleet(servers)).bind(PERMIT, 0)(tokens)
+    async def unchecked(prompt, context):
+        for generate in (context.generate, context):
+            with pytest.raises(ValueError, match=rf"ids in \[0, {VOCAB_SIZE}\)"):
+                await generate(tokens)
+
+    generate = make_sampler(client, make_fleet(servers)).bind(PERMIT, 0)
+    await make_runner(unchecked).run(PROMPT, generate, None)
     assert servers[0].calls == servers[1].calls == []
 
 
@@ -265,13 +284,13 @@ async def test_requests_of_a_server_that_went_silent_go_on_elsewhere(client, ser
     task = asyncio.create_task(sampler.bind(PERMIT, 0)(PROMPT.tokens))
     while "/generate" not in silent.routes():
         await asyncio.sleep(0.001)
-    sampler.leave_dead()
+    sampler.cancel_dead()
     await asyncio.sleep(0.05)
     assert not task.done()
     fleet.update(
         [ServerRecord(silent.address, "DEAD", 0), ServerRecord(other.address, "HEALTHY", 0)]
     )
-    sampler.leave_dead()
+    sampler.cancel_dead()
     completion = await asyncio.wait_for(task, 5.0)
     assert completion.finish_reason == "length"
     assert len(other.payloads("/generate")) == 1 and sampler.num_running == 0
@@ -415,7 +434,7 @@ def rewards():
 
 @pytest.fixture
 def make_worker(client, queue, rewards):
-    def make(**changes):
+    def make(rollout=single_turn, **changes):
         fleet = Fleet(suspect_secs=60.0, clock=time.monotonic, speeds={})
         arguments = {
             "name": "rollout-0",
@@ -424,13 +443,9 @@ def make_worker(client, queue, rewards):
             "fleet": fleet,
             "rewards": rewards,
             "prompts": Prompts(),
-            "decode": lambda ids: " ".join(map(str, ids)),
-            "rollout": single_turn,
+            "runner": make_runner(rollout),
             "group_size": 4,
             "max_running_groups": 4,
-            "vocab_size": VOCAB_SIZE,
-            "max_tokens": 8,
-            "stop_token_ids": (0,),
             "drop_equal_rewards": False,
             "overlong": lambda num_tokens: 0.0,
             "frictions": None,
@@ -616,7 +631,7 @@ async def test_a_worker_tells_the_queue_on_whom_each_group_waits(
 ):
     servers[0].hang.add("/generate")
     servers[1].hang.add("/generate")
-    monkeypatch.setattr("jaxrl_async.rollout.worker.TELL_SECS", 0.01)
+    monkeypatch.setattr("jaxrl_async.rollout.worker.STATUS_SECS", 0.01)
 
     def told():
         waits = queue.told.get("rollout-0", [])
@@ -648,7 +663,7 @@ async def test_a_worker_counts_what_its_samples_and_its_waiting_take(
         return 1.0
 
     monkeypatch.setattr(rewards, "score", slow)
-    monkeypatch.setattr("jaxrl_async.rollout.worker.TELL_SECS", 0.01)
+    monkeypatch.setattr("jaxrl_async.rollout.worker.STATUS_SECS", 0.01)
     worker = make_worker()
     await asyncio.sleep(0.3)
     start = worker.secs()
@@ -673,7 +688,7 @@ async def test_the_lengths_of_what_is_dropped_are_told(make_worker, queue, rewar
 async def test_no_progress_is_logged_with_what_is_waited_for(
     make_worker, queue, servers, monkeypatch, caplog
 ):
-    monkeypatch.setattr("jaxrl_async.rollout.worker.REPORT_SECS", 0.05)
+    monkeypatch.setattr("jaxrl_async.rollout.worker.LOG_SECS", 0.05)
     for server in servers:
         server.hang.add("/generate")
     await work_until(make_worker(), lambda: "4 requests run on servers" in caplog.text)
@@ -734,7 +749,7 @@ async def test_whom_a_friction_strikes_follows_from_seed_index_sample_and_attemp
     await work_until(worker, lambda: len(queue.submitted) == 4)
     for group in queue.submitted:
         for sample, row in enumerate(group.trajectories):
-            rng = rng_of(6, group.prompt_index, sample, group.attempt)
+            rng = rng_of("frictions", 6, group.prompt_index, sample, group.attempt)
             assert (row.completion[0] == 9) == (rng.random() < 0.5)
             expected = frictions(reward_corruption=0.5).of_reward(5.0, rng)
             assert row.reward == expected

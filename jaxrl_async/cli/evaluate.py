@@ -6,6 +6,7 @@ import sys
 
 from jaxrl_async.cli.config import UsageError, load_config, parse_flags, settings_of
 from jaxrl_async.evaluation.evaluator import best_version
+from jaxrl_async.evaluation.score import EvaluationError
 from jaxrl_async.roles import parts
 
 USAGE = """Scores checkpoints on the task's held-out prompts: greedy accuracy, and pass@k at the run's temperature.
@@ -31,14 +32,13 @@ def main(argv: list[str]) -> int:
         parts.task_of(settings).examples("test")
     except (OSError, TypeError, ValueError) as error:
         raise UsageError(f"task {settings.task.name!r}: {error}") from None
+    # After the flags are known to be good: these load JAX.
     from jaxrl_async.learner.checkpoint import CheckpointError
-    from jaxrl_async.tools import (
-        evaluate as evaluation,  # After the flags are known to be good: loads JAX.
-    )
+    from jaxrl_async.tools import evaluate as evaluation
 
     try:
         rows = evaluation.evaluate(settings, workdir, steps)
-    except CheckpointError as error:
+    except (CheckpointError, EvaluationError) as error:
         print(f"evaluate: {error}", file=sys.stderr)
         return 1
     (workdir / "evaluation.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")

@@ -1,1 +1,1 @@
-"""Held-out accuracy: how completions are scored, and which version is best."""
+"""Held-out accuracy: answers by the run's rollout function, their scores, and the best version."""

@@ -1,10 +1,10 @@
-"""Scores of held-out prompts: accuracy and pass@k, each with a 95 % interval over the prompts. Knows no model."""
+"""Scores of held-out prompts: accuracy and pass@k, each with a 95 % interval over the prompts."""
 
 import math
 
 import numpy as np
 
-Z = 1.96  # of a normal distribution, 95 % of which lies within so many standard deviations
+Z = 1.96  # 95 % of a normal distribution lies within this number of standard deviations
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:

@@ -413,7 +413,7 @@ def _parse_request(input_ids, rid, params):
         raise InvalidRequestError(
             f"rid must be a string of 1 to {MAX_RID_CHARS} characters, got {rid!r:.80}"
         )
-    return Request(rid=rid, input_ids=_parse_ids(input_ids), sampling=_parse_sampling(params))
+    return Request(rid=rid, input_ids=_parse_ids(input_ids), sampling=parse_sampling(params))
 
 
 def _parse_ids(ids):
@@ -426,7 +426,12 @@ def _parse_ids(ids):
     return np.array(ids, np.int32)
 
 
-def _parse_sampling(params):
+def parse_sampling(params) -> sampling.SamplingParams:
+    """SGLang's sampling parameters, by their names; what is left out has SGLang's default.
+
+    Raises:
+      InvalidRequestError: an unknown name, or a value of another type; the engine checks bounds.
+    """
     params = {} if params is None else params
     if not isinstance(params, dict):
         raise InvalidRequestError(f"sampling_params must be an object, got {params!r:.80}")

@@ -235,15 +235,9 @@ def evaluator_of(settings: Settings, workdir: pathlib.Path):
     return Evaluator(
         workdir,
         prompts[: evaluate.num_prompts],
-        every_steps=evaluate.every_steps,
-        num_samples=evaluate.num_samples,
-        max_new_tokens=rollout.max_new_tokens,
+        settings=evaluate,
         temperature=rollout.temperature,
-        stop_token_ids=tokenizer.stop_token_ids,
-        seed=evaluate.seed,
-        max_running_requests=evaluate.max_running_requests,
-        timeout_secs=evaluate.timeout_secs,
-        decode=tokenizer.decode,
+        runner=parts.runner_of(settings, tokenizer),
         pool=functools.partial(parts.reward_pool_of, settings, task.reward),
     )
 

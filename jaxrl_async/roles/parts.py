@@ -73,6 +73,26 @@ def reward_pool_of(settings: Settings, reward: str):
     )
 
 
+def runner_of(settings: Settings, tokenizer):
+    """The run's rollout function, as training and every evaluation run it.
+
+    Raises:
+      ValueError: no such function.
+    """
+    from jaxrl_async.rollout.runner import Runner, rollout_function
+
+    return Runner(
+        rollout_function(settings.rollout.function),
+        encode=tokenizer.encode,
+        decode=tokenizer.decode,
+        stop_token_ids=tuple(tokenizer.stop_token_ids),
+        vocab_size=vocab_size_of(settings, tokenizer),
+        max_new_tokens=settings.rollout.max_new_tokens,
+        max_request_tokens=settings.server.max_total_tokens,
+        max_tokens=settings.learner.row_tokens,
+    )
+
+
 def vocab_size_of(settings: Settings, tokenizer) -> int:
     """Bound on token ids: the model's, which published checkpoints pad beyond the tokenizer's."""
     if not settings.model.path:

@@ -11,7 +11,7 @@ from jaxrl_async.queue.client import QueueClient
 from jaxrl_async.rewards.overlong import overlong_penalty
 from jaxrl_async.roles import parts
 from jaxrl_async.rollout.sampler import Sampler
-from jaxrl_async.rollout.worker import Worker, rollout_function
+from jaxrl_async.rollout.worker import Worker
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.fleet import Fleet
 from jaxrl_async.tasks.prompts import prompt_stream
@@ -60,7 +60,6 @@ async def run(settings: Settings, workdir: pathlib.Path, index: int) -> None:
                 "stop_token_ids": list(tokenizer.stop_token_ids),
             },
             run_seed=settings.seed,
-            vocab_size=parts.vocab_size_of(settings, tokenizer),
             request_timeout_secs=rollout.request_timeout_secs,
             max_retries=rollout.max_retries,
         )
@@ -71,13 +70,9 @@ async def run(settings: Settings, workdir: pathlib.Path, index: int) -> None:
             fleet=fleet,
             rewards=rewards,
             prompts=prompts,
-            decode=tokenizer.decode,
-            rollout=rollout_function(rollout.function),
+            runner=parts.runner_of(settings, tokenizer),
             group_size=rollout.group_size,
             max_running_groups=rollout.max_running_groups,
-            vocab_size=parts.vocab_size_of(settings, tokenizer),
-            max_tokens=settings.learner.row_tokens,
-            stop_token_ids=tokenizer.stop_token_ids,
             drop_equal_rewards=rollout.drop_equal_rewards,
             overlong=overlong,
             frictions=parts.frictions_of(settings, tokenizer),

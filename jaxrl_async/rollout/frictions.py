@@ -8,7 +8,6 @@ another. This module knows nothing of tokenizers, queues or settings.
 """
 
 import dataclasses
-import hashlib
 
 import numpy as np
 
@@ -32,13 +31,6 @@ class Frictions:
         """What is recorded of a reward: rare discovery first, then corruption."""
         reward = rare_discovery(reward, rng, probability=self.rare_discovery)
         return reward_corruption(reward, rng, probability=self.reward_corruption)
-
-
-def rng_of(run_seed: int, prompt_index: int, sample: int, attempt: int) -> np.random.Generator:
-    """The randomness of one sample's frictions: the same in every run of a seed, and none of the engine's."""
-    key = f"frictions/{run_seed}/{prompt_index}/{sample}/{attempt}"
-    digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
-    return np.random.default_rng(int.from_bytes(digest, "little"))
 
 
 def actor_bug(

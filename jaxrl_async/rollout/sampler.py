@@ -1,9 +1,9 @@
-"""What `generate` is for a rollout function: routing, resuming and versions, hidden behind one call.
+"""`generate` of the samples of a worker: routing, resuming and versions behind one call.
 
 A request goes to the HEALTHY server with the fewest outstanding tokens. When it is aborted or its server is lost,
-it goes on elsewhere from prompt + tokens so far, with the tokens that are left to it and the same seed: an engine's
-random keys depend on the seed and the absolute position, so the stream continues. What was sampled keeps its
-log-probs and versions. The sampler knows nothing of prompts' texts, rewards or the queue.
+it is resumed elsewhere from prompt + tokens so far, with the tokens that are left to it and the same seed: an engine's
+random keys depend on the seed and the absolute position, so the stream continues. Tokens that arrived keep their
+log-probs and versions. Independent of texts, rewards and the queue.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_async.queue.records import Permit
-from jaxrl_async.rollout.single_turn import Generate
+from jaxrl_async.rollout.context import Generate, RolloutError
 from jaxrl_async.servers.client import (
     Completion,
     InferenceClient,
@@ -25,15 +25,6 @@ from jaxrl_async.servers.client import (
     ServerTimeoutError,
 )
 from jaxrl_async.servers.fleet import DEAD, Fleet
-
-
-class RolloutError(Exception):
-    """A rollout that gave no sample: `reason` is one of the queue's return reasons."""
-
-    def __init__(self, reason: str, detail: str):
-        super().__init__(f"{reason}: {detail}")
-        self.reason = reason
-        self.detail = detail
 
 
 class Sampler:
@@ -47,7 +38,6 @@ class Sampler:
         controls: Mapping[str, Sequence[str]],
         sampling: Mapping[str, Any],
         run_seed: int,
-        vocab_size: int,
         request_timeout_secs: float,
         max_retries: int,
     ):
@@ -55,12 +45,11 @@ class Sampler:
 
         Args:
           client: the HTTP client.
-          fleet: where to route; kept up to date by its owner.
-          controls: address → where the servers behind it take aborts, which a router refuses; an address that
-            is not in it takes them itself.
+          fleet: the servers' states; kept up to date by its owner.
+          controls: address of a router → addresses of the servers behind it, which take the aborts that a router
+            refuses; any other address takes them itself.
           sampling: SGLang's sampling parameters, max_new_tokens among them, without the seed.
           run_seed: with prompt_index, attempt and sample it makes each request's seed.
-          vocab_size: ids outside [0, vocab_size) are never sent: one kills an SGLang server.
           request_timeout_secs: bound on one `generate`, all its tries together.
           max_retries: tries after the first.
         """
@@ -69,29 +58,27 @@ class Sampler:
         self._controls = dict(controls)
         self._sampling = dict(sampling)
         self._run_seed = run_seed
-        self._vocab_size = vocab_size
         self._request_timeout_secs = request_timeout_secs
         self._max_retries = max_retries
-        self._running: dict[str, str] = {}  # rid → address, of what may still run on a server
-        self._asking: dict[str, asyncio.Task[Completion]] = {}  # rid → the call that waits for it
+        self._running: dict[str, str] = {}  # rid → address, of requests that may run on a server
+        self._calls: dict[str, asyncio.Task[Completion]] = {}  # rid → the call that waits for it
         self._unrouted: set[str] = set()  # prefixes of samples that wait for a HEALTHY server
 
     def bind(self, permit: Permit, sample: int) -> Generate:
         """The `generate` of one sample of a permit.
 
-        `await generate(tokens, **sampling)` continues a row of token ids [T] and returns a Completion whose
+        `await generate(tokens, **sampling)` continues token ids [T] of the vocabulary and returns a Completion whose
         finish_reason is "stop" or "length"; `sampling` replaces single sampling parameters.
 
         Raises (when awaited):
           RolloutError: server_error, timeout or aborted.
-          ValueError: a token id outside the vocabulary.
         """
         seed = request_seed(self._run_seed, permit, sample)
         prefix = _sample_prefix(permit, sample)
         return functools.partial(self._generate, prefix, itertools.count(), seed)
 
     async def abort(self, permit: Permit, *, timeout_secs: float) -> None:
-        """Ends what may still run of a permit, on whichever servers."""
+        """Ends the requests of a permit that may still run, on every server."""
         prefix = _permit_prefix(permit)
         rids = [rid for rid in self._running if rid.startswith(prefix)]
         calls = []
@@ -104,7 +91,7 @@ class Sampler:
                 raise result
 
     def place_of(self, permit: Permit, sample: int) -> str:
-        """In words: where a sample is that was not returned yet."""
+        """In words: what a sample that generates is waiting for."""
         prefix = _sample_prefix(permit, sample)
         if prefix in self._unrouted:
             return f"a HEALTHY server ({self._fleet.describe()})"
@@ -112,12 +99,12 @@ class Sampler:
         address = next(running, None)
         return f"server {address}" if address else "its rollout function"
 
-    def leave_dead(self) -> None:
-        """Gives up every call to a server that the fleet holds for DEAD: its requests go on elsewhere.
+    def cancel_dead(self) -> None:
+        """Cancels every call to a DEAD server: its requests are resumed elsewhere.
 
         A machine that vanishes, or a process that is stopped, closes no connection.
         """
-        for rid, call in self._asking.items():
+        for rid, call in self._calls.items():
             if self._fleet.state(self._running[rid]) == DEAD:
                 call.cancel()
 
@@ -130,7 +117,7 @@ class Sampler:
         **overrides: Any,
     ) -> Completion:
         sampling = self._sampling | overrides | {"sampling_seed": seed}
-        input_ids = self._checked_ids(tokens)
+        input_ids = np.asarray(tokens).tolist()
         deadline = time.monotonic() + self._request_timeout_secs
         parts: list[Completion] = []
         reason, detail, last = "", "", ""
@@ -138,7 +125,7 @@ class Sampler:
             last = await self._route(prefix, last, deadline)
             rid = f"{prefix}{next(resumes):04d}"
             try:
-                part = await self._ask(last, rid, input_ids, sampling, deadline)
+                part = await self._request(last, rid, input_ids, sampling, deadline)
             except ServerTimeoutError as error:
                 raise RolloutError("timeout", str(error)) from error
             except ServerError as error:
@@ -156,9 +143,9 @@ class Sampler:
             sampling["max_new_tokens"] -= len(part.tokens)
             if sampling["max_new_tokens"] == 0:
                 return _join(parts, "length")
-        raise RolloutError(reason, f"gave up after {self._max_retries + 1} tries: {detail}")
+        raise RolloutError(reason, f"failed after {self._max_retries + 1} tries: {detail}")
 
-    async def _ask(self, address, rid, input_ids, sampling, deadline) -> Completion:
+    async def _request(self, address, rid, input_ids, sampling, deadline) -> Completion:
         num_tokens = len(input_ids) + sampling["max_new_tokens"]
         self._running[rid] = address
         call = asyncio.create_task(
@@ -170,12 +157,12 @@ class Sampler:
                 timeout_secs=max(deadline - time.monotonic(), 1e-3),
             )
         )
-        self._asking[rid] = call
+        self._calls[rid] = call
         try:
             with self._fleet.serving(address, num_tokens):
                 completion = await call
         except ServerTimeoutError:
-            raise  # It may still run there; so it may when this task is cancelled.
+            raise  # It may still run there, as it may when this task is cancelled.
         except ServerError:
             self._running.pop(rid, None)
             raise
@@ -183,10 +170,10 @@ class Sampler:
             if asyncio.current_task().cancelling():
                 raise
             self._running.pop(rid, None)
-            reason = "the server is DEAD, its answer is not waited for"
+            reason = "the server is DEAD"
             raise ServerError(address, "/generate", reason, retryable=True) from None
         finally:
-            del self._asking[rid]
+            del self._calls[rid]
         self._running.pop(rid, None)
         return completion
 
@@ -212,22 +199,14 @@ class Sampler:
         left = deadline - time.monotonic()
         await asyncio.sleep(max(0.0, min(_BACKOFF_SECS * 2**retry, _MAX_BACKOFF_SECS, left)))
 
-    def _checked_ids(self, tokens: Sequence[int] | np.ndarray) -> list[int]:
-        ids = np.asarray(tokens)
-        if ids.ndim != 1 or not len(ids) or ids.min() < 0 or ids.max() >= self._vocab_size:
-            raise ValueError(
-                f"tokens to continue must be [T ≥ 1] ids in [0, {self._vocab_size}), got {ids}"
-            )
-        return ids.tolist()
-
     @property
     def num_unrouted(self) -> int:
-        """Requests that wait for a HEALTHY server."""
+        """Samples that wait for a HEALTHY server."""
         return len(self._unrouted)
 
     @property
     def num_running(self) -> int:
-        """Requests that may run on a server now."""
+        """Requests that may run on a server."""
         return len(self._running)
 
 

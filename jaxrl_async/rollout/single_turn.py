@@ -1,36 +1,19 @@
-"""The default rollout function: one prompt, one completion. Knows nothing of servers or rewards."""
+"""The default rollout function: one prompt, one completion."""
 
-from collections.abc import Awaitable, Callable
-
-import numpy as np
-
-from jaxrl_async.servers.client import Completion
-from jaxrl_async.types import NOT_SAMPLED, Prompt, Trajectory
-
-Generate = Callable[..., Awaitable[Completion]]
+from jaxrl_async.rollout.context import Context, Generate, Row
+from jaxrl_async.types import Prompt, Trajectory
 
 
-async def single_turn(prompt: Prompt, generate: Generate) -> Trajectory:
+async def single_turn(prompt: Prompt, context: Context | Generate) -> Trajectory:
     """Samples one answer to a prompt.
 
     Args:
       prompt: the question.
-      generate: `generate(tokens, **sampling)` continues a row of token ids; see `sampler.Sampler`.
+      context: of the sample, or a `generate` alone; see `context.Context`.
 
     Returns:
-      The prompt's tokens, then the sampled ones; the reward is set later.
+      The prompt's tokens, then the sampled ones; its reward is left to the task's.
     """
-    completion = await generate(prompt.tokens)
-    prompt_length, count = len(prompt.tokens), len(completion.tokens)
-    logprobs = np.zeros(prompt_length + count, np.float32)
-    logprobs[prompt_length:] = completion.logprobs
-    versions = np.full(prompt_length + count, NOT_SAMPLED, np.int32)
-    versions[prompt_length:] = completion.versions
-    return Trajectory(
-        tokens=np.concatenate([prompt.tokens, completion.tokens]),
-        logprobs=logprobs,
-        versions=versions,
-        mask=versions >= 0,
-        prompt_length=prompt_length,
-        finish_reason=completion.finish_reason,
-    )
+    row = Row(prompt)
+    row.extend(await context(row.tokens))
+    return row.trajectory()

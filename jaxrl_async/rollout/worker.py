@@ -1,58 +1,31 @@
 """A rollout worker: permits from the queue become rewarded groups, or go back with a reason.
 
-A group has all its G samples or is returned: a failure of a server or of a reward is never a sample. A failure that is
-none of these is a bug, and stops the worker. The worker knows nothing of weights, losses or the learner.
+A group has all its G samples or is returned: a failure of a server or of a reward is never a sample. Any other failure
+is a bug and stops the worker. Independent of weights, losses and the learner.
 
-What becomes of a sample, in order: rollout, actor bug, check, score of its text, price of its length, frictions of its
-reward.
+A sample passes, in order: rollout function, actor bug, check, reward, price of its length, frictions of its reward.
 """
 
 import asyncio
 import collections
 import dataclasses
-import importlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from jaxrl_async.queue.client import QueueClient
 from jaxrl_async.queue.records import UP, Permit, Wait
 from jaxrl_async.rewards.pool import RewardError, RewardPool, RewardTimeoutError
-from jaxrl_async.rollout.frictions import Frictions, rng_of
-from jaxrl_async.rollout.sampler import RolloutError, Sampler
-from jaxrl_async.rollout.single_turn import Generate, single_turn
+from jaxrl_async.rollout.context import RolloutError, rng_of
+from jaxrl_async.rollout.frictions import Frictions
+from jaxrl_async.rollout.runner import Runner
+from jaxrl_async.rollout.sampler import Sampler
 from jaxrl_async.servers.fleet import Fleet
-from jaxrl_async.tasks.tokenizer import completion_text
-from jaxrl_async.types import (
-    Group,
-    InvalidTrajectoryError,
-    Prompt,
-    Trajectory,
-    check_trajectory,
-)
+from jaxrl_async.types import Group, InvalidTrajectoryError, Prompt, Trajectory
 
 log = logging.getLogger(__name__)
-
-Rollout = Callable[[Prompt, Generate], Awaitable[Trajectory]]
-
-ROLLOUTS: dict[str, Rollout] = {"single_turn": single_turn}
-
-
-def rollout_function(name: str) -> Rollout:
-    """A rollout function by its name in ROLLOUTS, or by "module:function".
-
-    Raises:
-      ValueError: neither.
-    """
-    if name in ROLLOUTS:
-        return ROLLOUTS[name]
-    module, colon, function = name.partition(":")
-    if not colon:
-        known = ", ".join(sorted(ROLLOUTS))
-        raise ValueError(f"rollout function {name!r} is none of {known}, and not 'module:function'")
-    return getattr(importlib.import_module(module), function)
 
 
 class Worker:
@@ -67,13 +40,9 @@ class Worker:
         fleet: Fleet,
         rewards: RewardPool,
         prompts: Sequence[Prompt],
-        decode: Callable[[Sequence[int]], str],
-        rollout: Rollout,
+        runner: Runner,
         group_size: int,
         max_running_groups: int,
-        vocab_size: int,
-        max_tokens: int,
-        stop_token_ids: Sequence[int],
         drop_equal_rewards: bool,
         overlong: Callable[[int], float],
         frictions: Frictions | None,
@@ -82,24 +51,20 @@ class Worker:
         """Starts nothing yet.
 
         Args:
-          name: what the queue knows it by; a worker that is started again under its name is given its permits again.
+          name: of the worker in the queue; a worker that restarts under its name is given its permits again.
           queue: gives permits and takes groups.
           sampler: makes `generate`.
-          fleet: the sampler's table, kept up to date here.
+          fleet: the sampler's servers, kept up to date here.
           rewards: scores an answer's text against the gold answer.
           prompts: prompts[prompt_index] is the permit's prompt.
-          decode: token ids → text.
-          rollout: see ROLLOUTS.
+          runner: runs the rollout function, and judges its trajectories.
           group_size: G, samples per permit.
           max_running_groups: permits at once.
-          vocab_size: bound on token ids.
-          max_tokens: bound on prompt + completion.
-          stop_token_ids: a last token among them is left out of the text.
           drop_equal_rewards: a group whose recorded rewards are all equal retires its prompt_index instead
             (DAPO's dynamic sampling, arXiv 2503.14476): it would have no advantage.
-          overlong: number of completion tokens → what is added to the reward.
-          frictions: what is recorded wrongly, on purpose; None for nothing.
-          run_seed: with prompt_index, attempt and sample it decides which samples a friction strikes.
+          overlong: number of sampled tokens → price, added to the reward.
+          frictions: errors to record on purpose; None for none.
+          run_seed: with prompt_index, attempt and sample it seeds a sample's random generators.
         """
         self._name = name
         self._queue = queue
@@ -107,42 +72,38 @@ class Worker:
         self._fleet = fleet
         self._rewards = rewards
         self._prompts = prompts
-        self._decode = decode
-        self._rollout = rollout
+        self._runner = runner
         self._group_size = group_size
         self._max_running_groups = max_running_groups
-        self._vocab_size = vocab_size
-        self._max_tokens = max_tokens
-        self._stop_token_ids = frozenset(stop_token_ids)
         self._drop_equal_rewards = drop_equal_rewards
         self._overlong = overlong
         self._frictions = frictions
         self._run_seed = run_seed
         self._running: dict[Permit, list[int]] = {}  # lengths of the completions that have ended
-        # Of a sample, and since when.
+        # (permit, sample) → its stage, and since when.
         self._stages: dict[tuple[Permit, int], tuple[str, float]] = {}
-        self._secs: collections.Counter[str] = collections.Counter()  # of stages that are over
+        self._secs: collections.Counter[str] = collections.Counter()  # of stages that have ended
         self._start = self._idle_since = time.monotonic()
-        self._finished = asyncio.Event()  # since the last look for free places
+        self._finished = asyncio.Event()  # a permit has ended since the last look
         self.statistics = Statistics()
 
     async def run(self) -> None:
-        """Works until cancelled; then ends its requests on the servers.
+        """Works until it is cancelled, and then aborts its requests on the servers.
 
         Raises:
-          Exception: the first failure that was not a server's or a reward's.
+          Exception: the first failure that is neither a server's nor a reward's.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._watch_fleet(), name="rollout fleet")
-                tasks.create_task(self._report(), name="rollout report")
-                tasks.create_task(self._tell(), name="rollout status")
+                tasks.create_task(self._log_progress(), name="rollout progress")
+                tasks.create_task(self._report_waits(), name="rollout status")
                 await self._work(tasks)
         except BaseExceptionGroup as group:
             raise _worst(group) from None
 
     def waits_for(self) -> str:
-        """In words: what the worker is waiting for now."""
+        """In words: what the worker waits for."""
         if not self._running:
             return "permits from the queue"
         scoring = sum(stage == SCORING for stage, _ in self._stages.values())
@@ -153,7 +114,7 @@ class Worker:
         )
 
     def waits(self) -> list[Wait]:
-        """What each group waits for, the one that waits longest first."""
+        """One wait per group, the longest first, MAX_WAITS at most."""
         now = time.monotonic()
         if not self._running:
             return [Wait(self._name, "permits from the queue", now - self._idle_since)]
@@ -176,7 +137,7 @@ class Worker:
         return secs | {UP: now - self._start}
 
     def _enter(self, permit: Permit, sample: int, stage: str | None) -> None:
-        """A sample goes on to a stage, or, with None, is over."""
+        """Moves a sample to a stage; None ends it."""
         now = time.monotonic()
         last, since = self._stages.pop((permit, sample), (None, now))
         if last is not None:
@@ -187,15 +148,15 @@ class Worker:
     def _place(self, permit: Permit, sample: int, stage: str) -> str:
         return self._sampler.place_of(permit, sample) if stage == GENERATING else stage
 
-    async def _tell(self) -> None:
+    async def _report_waits(self) -> None:
         while True:
             await self._queue.report(self._name, self.waits(), self.secs())
-            await asyncio.sleep(TELL_SECS)
+            await asyncio.sleep(STATUS_SECS)
 
     async def _watch_fleet(self) -> None:
         async for records in self._queue.watch_fleet():
             self._fleet.update(records)
-            self._sampler.leave_dead()
+            self._sampler.cancel_dead()
 
     async def _work(self, tasks: asyncio.TaskGroup) -> None:
         while True:
@@ -213,7 +174,7 @@ class Worker:
                 tasks.create_task(self._run_permit(permit), name=name)
 
     async def _run_permit(self, permit: Permit) -> None:
-        """The permit's group reaches the queue, or the permit goes back."""
+        """Submits the permit's group, or returns the permit."""
         try:
             group = await self._make_group(permit)
             if self._drop_equal_rewards and np.ptp(group.rewards) == 0:
@@ -262,54 +223,51 @@ class Worker:
     async def _sample(self, permit: Permit, prompt: Prompt, sample: int) -> Trajectory:
         self._enter(permit, sample, GENERATING)
         try:
-            return await self._finish(permit, prompt, sample)
+            return await self._run_sample(permit, prompt, sample)
         finally:
             self._enter(permit, sample, None)
 
-    async def _finish(self, permit: Permit, prompt: Prompt, sample: int) -> Trajectory:
-        trajectory = await self._rollout(prompt, self._sampler.bind(permit, sample))
+    async def _run_sample(self, permit: Permit, prompt: Prompt, sample: int) -> Trajectory:
+        key = (self._run_seed, permit.prompt_index, sample, permit.attempt)
+        generate = self._sampler.bind(permit, sample)
+        trajectory = await self._runner.run(prompt, generate, rng_of("rollout", *key))
         self._running[permit].append(len(trajectory.completion))
         if self._frictions is not None:
-            rng = rng_of(self._run_seed, permit.prompt_index, sample, permit.attempt)
+            rng = rng_of("frictions", *key)
             trajectory = self._frictions.of_trajectory(trajectory, rng)
-        check_trajectory(trajectory, vocab_size=self._vocab_size, max_tokens=self._max_tokens)
+        self._runner.check(trajectory)
         self._enter(permit, sample, SCORING)
-        reward = await self._score(trajectory, prompt)
-        reward += self._overlong(len(trajectory.completion))
+        reward = await self._reward(trajectory, prompt)
+        reward += self._overlong(trajectory.num_sampled)
         if self._frictions is not None:
             reward = self._frictions.of_reward(reward, rng)
         return dataclasses.replace(trajectory, reward=reward)
 
-    async def _score(self, trajectory: Trajectory, prompt: Prompt) -> float:
-        text = completion_text(
-            trajectory.completion.tolist(),
-            decode=self._decode,
-            stop_token_ids=self._stop_token_ids,
-        )
+    async def _reward(self, trajectory: Trajectory, prompt: Prompt) -> float:
         try:
-            return await self._rewards.score(text, prompt.answer)
+            return await self._runner.reward(trajectory, prompt, self._rewards)
         except RewardTimeoutError as error:
             raise RolloutError("reward_timeout", str(error)) from error
         except RewardError as error:
             raise RolloutError("reward_error", str(error)) from error
 
-    async def _report(self) -> None:
-        """Every REPORT_SECS a line in the log: what was done or, if nothing was, what is waited for."""
+    async def _log_progress(self) -> None:
+        """Every LOG_SECS one line: the statistics, or what the worker waits for if no group ended."""
         while True:
             before = self.statistics.num_done
-            await asyncio.sleep(REPORT_SECS)
+            await asyncio.sleep(LOG_SECS)
             if self.statistics.num_done == before:
-                log.warning("no group for %g s; waiting for %s", REPORT_SECS, self.waits_for())
+                log.warning("no group for %g s; waiting for %s", LOG_SECS, self.waits_for())
             else:
                 log.info("%s", self.statistics)
 
 
 @dataclasses.dataclass
 class Statistics:
-    """What a worker has done so far."""
+    """Counts of a worker since its start."""
 
-    num_groups: int = 0  # that the queue took
-    num_refused: int = 0  # that came too late: their permit had timed out
+    num_groups: int = 0  # held by the queue
+    num_refused: int = 0  # refused as too late: their permit had timed out
     num_completions: int = 0
     completion_tokens: int = 0
     longest_completion: int = 0  # tokens
@@ -328,7 +286,7 @@ class Statistics:
 
     @property
     def num_done(self) -> int:
-        """Permits that were used up."""
+        """Permits that have ended."""
         return self.num_groups + self.num_refused + self.returned.total()
 
     def __str__(self) -> str:
@@ -342,21 +300,21 @@ class Statistics:
 
 def _worst(failures: BaseExceptionGroup) -> BaseException:
     """One failure to name: a bug before anything that only costs the group."""
-    leaves = _leaves(failures)
+    flat = _flat(failures)
     costs_the_group = (RolloutError, InvalidTrajectoryError)
-    return next((e for e in leaves if not isinstance(e, costs_the_group)), leaves[0])
+    return next((e for e in flat if not isinstance(e, costs_the_group)), flat[0])
 
 
-def _leaves(error: BaseException) -> list[BaseException]:
+def _flat(error: BaseException) -> list[BaseException]:
     if isinstance(error, BaseExceptionGroup):
-        return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
+        return [one for inner in error.exceptions for one in _flat(inner)]
     return [error]
 
 
 GENERATING, SCORING = "a server", "its reward, in the pool"  # stages of a sample
 _SECS = {GENERATING: "generating", SCORING: "scoring"}  # their names where seconds are counted
-TELL_SECS = 2.0  # The queue hears so often what is waited for.
-MAX_WAITS = 16  # groups that it hears of
-ADMIT_WAIT_SECS = 10.0  # The queue answers an empty hand after so long; then it is asked again.
+STATUS_SECS = 2.0  # between reports to the queue
+MAX_WAITS = 16  # groups in a report
+ADMIT_WAIT_SECS = 10.0  # deadline of a long poll for permits
 ABORT_TIMEOUT_SECS = 5.0
-REPORT_SECS = 30.0
+LOG_SECS = 30.0

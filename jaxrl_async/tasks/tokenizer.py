@@ -14,8 +14,11 @@ from typing import Any, Protocol
 
 import jinja2
 import jinja2.sandbox
+import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from jaxrl_async.types import Trajectory
 
 CHAR_FILE = "char_tokenizer.json"
 TOKENIZER_FILE = "tokenizer.json"
@@ -124,16 +127,24 @@ def train_bpe(
 
 
 def completion_text(
-    ids: Sequence[int], *, decode: Callable[[Sequence[int]], str], stop_token_ids: Collection[int]
+    trajectory: Trajectory,
+    *,
+    decode: Callable[[Sequence[int]], str],
+    stop_token_ids: Collection[int],
 ) -> str:
-    """What a reward reads of a completion: its text, without the token that ended it.
+    """The text that a reward reads: all sampled tokens, each turn without the stop token that ended it.
+
+    Tool output between turns is left out; the turns stand side by side.
 
     Args:
-      ids: int [N], sampled.
+      trajectory: a valid row.
       decode: token ids → text.
-      stop_token_ids: of which one may stand at the end.
+      stop_token_ids: of which one may stand at the end of a turn.
     """
-    return decode(ids[:-1] if ids and ids[-1] in stop_token_ids else ids)
+    tokens, sampled = trajectory.tokens, trajectory.mask
+    ends_turn = sampled & ~np.append(sampled[1:], False)
+    stops = ends_turn & np.isin(tokens, list(stop_token_ids))
+    return decode(tokens[sampled & ~stops].tolist())
 
 
 class CharTokenizer:

@@ -1,30 +1,31 @@
 """Held-out evaluation of checkpoints: greedy accuracy and pass@k, on the embedded engine in this process.
 
-Rewards run in the pool, within the run's bounds. A completion whose reward fails is not right, and is counted.
+The run's rollout function makes the answers, and rewards run in the pool, within the run's bounds.
 """
 
 import asyncio
-import logging
-import math
+import functools
+import itertools
 import pathlib
-import queue
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from jaxrl_async.config.settings import Settings
+from jaxrl_async.config.settings import Evaluate, Settings
 from jaxrl_async.evaluation import scores
-from jaxrl_async.inference.engine import Completion, Engine, Request
-from jaxrl_async.inference.sampling import SamplingParams
-from jaxrl_async.rewards.pool import RewardError
+from jaxrl_async.evaluation.score import EvaluationError, sampling_of, score
+from jaxrl_async.inference import engine as engines
+from jaxrl_async.inference.http import parse_sampling
+from jaxrl_async.rewards.pool import RewardPool
 from jaxrl_async.roles import parts
+from jaxrl_async.rollout.context import Generate
+from jaxrl_async.rollout.runner import Runner
+from jaxrl_async.servers.client import Completion
 from jaxrl_async.tasks.prompts import test_prompts
-from jaxrl_async.tasks.tokenizer import completion_text
 from jaxrl_async.types import Prompt
 
 ENGINE_TIMEOUT_SECS = 600.0
-
-_log = logging.getLogger(__name__)
 
 
 def evaluate(settings: Settings, workdir: pathlib.Path, steps: Sequence[int | None]) -> list[dict]:
@@ -41,12 +42,12 @@ def evaluate(settings: Settings, workdir: pathlib.Path, steps: Sequence[int | No
 
     Raises:
       CheckpointError: no such checkpoint, or one of another shape.
+      EvaluationError: the engine died, or is stuck.
     """
     tokenizer = parts.tokenizer_of(settings, workdir)
     task = parts.task_of(settings)
     max_prompt_tokens = settings.rollout.max_prompt_tokens
     prompts = test_prompts(task, tokenizer, max_prompt_tokens=max_prompt_tokens)
-    prompts = prompts[: settings.evaluate.num_prompts]
     engine = parts.engine_of(settings, workdir, name="evaluate")
     engine.start()
     try:
@@ -54,88 +55,125 @@ def evaluate(settings: Settings, workdir: pathlib.Path, steps: Sequence[int | No
         for step in steps:
             step, params = parts.checkpoint_params(settings, workdir, step)
             engine.update_weights(params, str(step)).result(ENGINE_TIMEOUT_SECS)
-            rows.append({"step": step} | _score(engine, settings, tokenizer, prompts, task.reward))
+            row = score_engine(
+                engine,
+                prompts[: settings.evaluate.num_prompts],
+                settings=settings.evaluate,
+                temperature=settings.rollout.temperature,
+                runner=parts.runner_of(settings, tokenizer),
+                pool=functools.partial(parts.reward_pool_of, settings, task.reward),
+            )
+            rows.append({"step": step} | row)
         return rows
     finally:
         engine.close(timeout_secs=ENGINE_TIMEOUT_SECS)
 
 
-def _score(
-    engine: Engine, settings: Settings, tokenizer, prompts: Sequence[Prompt], reward: str
-) -> dict:
-    rollout, n = settings.rollout, settings.evaluate.num_samples
-
-    def text(completion: Completion) -> str:
-        return completion_text(
-            completion.output_ids.tolist(),
-            decode=tokenizer.decode,
-            stop_token_ids=tokenizer.stop_token_ids,
-        )
-
-    def sampled(temperature: float, count: int) -> np.ndarray:
-        """bool [prompts, count]"""
-        requests = [
-            Request(
-                rid=f"{i:06d}-{sample:04d}",
-                input_ids=prompt.tokens,
-                sampling=SamplingParams(
-                    max_new_tokens=rollout.max_new_tokens,
-                    temperature=temperature,
-                    top_p=1.0,
-                    top_k=-1,
-                    stop_token_ids=tuple(tokenizer.stop_token_ids),
-                    seed=(settings.evaluate.seed * 1_000_003 + i * n + sample) % 2**31,
-                ),
-            )
-            for i, prompt in enumerate(prompts)
-            for sample in range(count)
-        ]
-        completions = sorted(complete(engine, requests), key=lambda c: c.rid)
-        calls = [(text(c), prompts[int(c.rid[:6])].answer) for c in completions]
-        # Partial credit is not right.
-        return np.array(_rewards(calls, settings, reward)).reshape(len(prompts), count) >= 1.0
-
-    return scores.row(sampled(0.0, 1)[:, 0], sampled(rollout.temperature, n))
-
-
-def _rewards(calls: Sequence[tuple[str, str]], settings: Settings, reward: str) -> list[float]:
-    """Of (completion, answer) pairs; −inf where the reward failed."""
-
-    async def score() -> list[float | BaseException]:
-        async with parts.reward_pool_of(settings, reward) as pool:
-            return await asyncio.gather(*(pool.score(*c) for c in calls), return_exceptions=True)
-
-    outcomes = asyncio.run(score())
-    failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
-    if other := [failure for failure in failures if not isinstance(failure, RewardError)]:
-        raise other[0]
-    if failures:
-        _log.warning(
-            "%d of %d rewards failed and count as not right: %s",
-            len(failures),
-            len(calls),
-            failures[0],
-        )
-    return [-math.inf if isinstance(o, BaseException) else o for o in outcomes]
-
-
-def complete(engine: Engine, requests: Sequence[Request]) -> list[Completion]:
-    """Runs requests to their ends, in any order.
+def score_engine(
+    engine: engines.Engine,
+    prompts: Sequence[Prompt],
+    *,
+    settings: Evaluate,
+    temperature: float,
+    runner: Runner,
+    pool: Callable[[], RewardPool],
+) -> dict[str, float]:
+    """Scores the weights of a started engine; arguments as of `Evaluator`, the row as of `scores.row`.
 
     Raises:
-      UnavailableError: the engine died.
+      EvaluationError: the engine died, or is stuck.
+      RewardError: the pool did not start.
     """
-    ended: queue.SimpleQueue = queue.SimpleQueue()
-    completions: list[Completion] = []
-    sent = min(len(requests), engine.max_queued_requests)
-    for request in requests[:sent]:
-        engine.submit(request, ended.put)
-    while len(completions) < len(requests):
-        for _, outcome in ended.get(timeout=ENGINE_TIMEOUT_SECS):
-            if isinstance(outcome, Exception):
-                raise outcome
-            completions.append(outcome)
-            if sent < len(requests):
-                engine.submit(requests[sent], ended.put)
-                sent += 1
-    return completions
+
+    async def run() -> tuple[np.ndarray, np.ndarray]:
+        engine_client = EngineClient(engine)
+
+        def generate_of(number: int, sample: int) -> Generate:
+            seed = settings.seed * 1_000_003 + number * settings.num_samples + max(sample - 1, 0)
+            sampling = sampling_of(runner, temperature=temperature, seed=seed, sample=sample)
+            return functools.partial(engine_client.generate, sampling)
+
+        return await score(
+            prompts,
+            runner=runner,
+            pool=pool,
+            num_samples=settings.num_samples,
+            seed=settings.seed,
+            generate_of=generate_of,
+        )
+
+    return scores.row(*asyncio.run(run()))
+
+
+class EngineClient:
+    """`generate` of an engine in this process, for one event loop."""
+
+    def __init__(self, engine: engines.Engine):
+        self._engine = engine
+        self._loop = asyncio.get_running_loop()
+        self._places = asyncio.Semaphore(engine.max_queued_requests)
+        self._rids = map(str, itertools.count())
+        self._running: dict[str, asyncio.Future] = {}  # rid → completion or error
+        self._num_ended = 0
+
+    async def generate(
+        self, sampling: Mapping[str, Any], tokens: Sequence[int], **overrides: Any
+    ) -> Completion:
+        """Continues token ids [T].
+
+        Args:
+          sampling: parameters, by SGLang's names.
+          tokens: the row so far.
+          **overrides: replaces single ones.
+
+        Raises:
+          InvalidRequestError: the engine does not take these tokens or parameters.
+          EvaluationError: the engine died, or ended no request for ENGINE_TIMEOUT_SECS.
+        """
+        rid, ids = next(self._rids), np.array(tokens, np.int32)
+        request = engines.Request(rid, ids, parse_sampling(sampling | overrides))
+        async with self._places:
+            try:
+                self._engine.submit(request, self._on_done)
+                self._running[rid] = self._loop.create_future()
+                return completion_of(await self._ended(self._running[rid]))
+            except engines.UnavailableError as error:
+                raise EvaluationError(str(error)) from error
+            finally:
+                self._running.pop(rid, None)
+
+    async def _ended(self, future: asyncio.Future) -> engines.Completion:
+        while not future.done():
+            before = self._num_ended
+            await asyncio.wait({future}, timeout=ENGINE_TIMEOUT_SECS)
+            if not future.done() and self._num_ended == before:
+                raise EvaluationError(
+                    f"engine {self._engine.name!r} ended no request within {ENGINE_TIMEOUT_SECS:g} s"
+                )
+        outcome = future.result()
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def _on_done(self, ended: list) -> None:
+        """On the engine's thread: one wake-up of the event loop for all that ended together."""
+        try:
+            self._loop.call_soon_threadsafe(self._resolve, ended)
+        except RuntimeError:  # The loop is closed: nobody waits any more.
+            pass
+
+    def _resolve(self, ended: list) -> None:
+        self._num_ended += len(ended)
+        for rid, outcome in ended:
+            future = self._running.get(rid)
+            if future is not None and not future.done():
+                future.set_result(outcome)
+
+
+def completion_of(done: engines.Completion) -> Completion:
+    """An engine's answer as the HTTP client would have read it."""
+    versions = np.empty(len(done.output_ids), np.int32)
+    for span in done.spans:
+        versions[span.start : span.end] = int(span.version)
+    logprobs = np.minimum(done.logprobs, 0)  # float32 rounds log 1 to a little above.
+    return Completion(done.output_ids, logprobs, versions, done.finish_reason["type"])

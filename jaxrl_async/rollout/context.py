@@ -1,0 +1,175 @@
+"""The interface of a rollout function: `async def rollout(prompt, context) -> Trajectory`.
+
+A context belongs to one sample. It hides who answers `generate`: the servers of a run, the one server of an evaluation,
+or an engine in this process.
+"""
+
+import hashlib
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrl_async.servers.client import Completion
+from jaxrl_async.types import NOT_SAMPLED, Prompt, Trajectory
+
+# generate(tokens, **sampling) continues token ids [T]; `sampling` replaces single sampling parameters of the run.
+Generate = Callable[..., Awaitable[Completion]]
+Rollout = Callable[[Prompt, "Context"], Awaitable[Trajectory]]
+
+
+class RolloutError(Exception):
+    """A rollout that gave no sample: `reason` is one of the queue's return reasons."""
+
+    def __init__(self, reason: str, detail: str):
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
+        self.detail = detail
+
+
+class Context:
+    """The policy, the tokenizer, the budget of tokens and the random generator of one sample.
+
+    A context may be called in place of a bare `generate`, which is how older rollout functions use it:
+    `await context(tokens, **sampling)`. Each such call has the run's max_new_tokens, whatever was sampled before.
+    """
+
+    def __init__(
+        self,
+        generate: Generate,
+        *,
+        encode: Callable[[str], list[int]],
+        decode: Callable[[Sequence[int]], str],
+        vocab_size: int,
+        max_new_tokens: int,
+        max_row_tokens: int,
+        rng: np.random.Generator,
+    ):
+        """Samples nothing yet.
+
+        Args:
+          generate: samples for this context; without `max_new_tokens` it uses the run's.
+          encode: text → token ids, nothing added.
+          decode: token ids → text, without special tokens.
+          vocab_size: ids outside [0, vocab_size) are never sent: one kills an SGLang server.
+          max_new_tokens: budget of sampled tokens.
+          max_row_tokens: bound on prompt + sampled tokens + what stands between.
+          rng: of this sample, and of nothing else.
+        """
+        self.rng = rng
+        self._generate = generate
+        self._encode = encode
+        self._decode = decode
+        self._vocab_size = vocab_size
+        self._max_new_tokens = max_new_tokens
+        self._max_row_tokens = max_row_tokens
+        self._num_sampled = 0
+
+    async def generate(self, tokens: Sequence[int] | np.ndarray, **sampling: Any) -> Completion:
+        """Continues a row of token ids [T] by `tokens_left(tokens)` tokens at most.
+
+        Args:
+          tokens: the row so far.
+          **sampling: replaces sampling parameters of the run (SGLang's names) in this call; max_new_tokens is a
+            further bound on it.
+
+        Returns:
+          N ≥ 1 tokens with finish_reason "stop" or "length".
+
+        Raises:
+          RolloutError: "overlong" where no token is left; server_error, timeout or aborted.
+          ValueError: not [T ≥ 1] ids of the vocabulary.
+        """
+        left = self.tokens_left(tokens)
+        if left < 1:
+            raise RolloutError(
+                "overlong",
+                f"generate was called with no tokens left: {self._num_sampled} of rollout.max_new_tokens = "
+                f"{self._max_new_tokens} are sampled, and the row has {len(tokens)} of {self._max_row_tokens} "
+                "(the lesser of learner.row_tokens and server.max_total_tokens); see context.tokens_left",
+            )
+        left = min(left, sampling.get("max_new_tokens", left))
+        return await self(tokens, **sampling | {"max_new_tokens": left})
+
+    def tokens_left(self, tokens: Sequence[int] | np.ndarray = ()) -> int:
+        """Tokens ≥ 0 that `generate` may sample where it continues a row: within the budget and the row's bound."""
+        budget = self._max_new_tokens - self._num_sampled
+        return max(0, min(budget, self._max_row_tokens - len(tokens)))
+
+    async def __call__(self, tokens: Sequence[int] | np.ndarray, **sampling: Any) -> Completion:
+        ids = np.asarray(tokens)
+        if ids.ndim != 1 or not len(ids) or ids.min() < 0 or ids.max() >= self._vocab_size:
+            raise ValueError(
+                f"tokens to continue must be [T ≥ 1] ids in [0, {self._vocab_size}), got {ids}"
+            )
+        completion = await self._generate(ids.tolist(), **sampling)
+        self._num_sampled += len(completion.tokens)
+        return completion
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text, nothing added.
+
+        Raises:
+          ValueError: the tokenizer has no tokens for it.
+        """
+        return list(self._encode(text))
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """The text of ids; special tokens, such as the end of sequence, have none."""
+        return self._decode(np.asarray(ids, np.int64).tolist())
+
+
+class Row:
+    """A trajectory in the making: the prompt, then completions, and tokens that nobody sampled between them."""
+
+    def __init__(self, prompt: Prompt):
+        self._prompt_length = len(prompt.tokens)
+        self._tokens: list[int] = prompt.tokens.tolist()
+        self._logprobs = [0.0] * self._prompt_length
+        self._versions = [NOT_SAMPLED] * self._prompt_length
+        self._finish_reason = "stop"
+
+    @property
+    def tokens(self) -> list[int]:
+        """The ids so far [T]: what `generate` continues."""
+        return list(self._tokens)
+
+    def extend(self, completion: Completion) -> None:
+        """Adds sampled tokens; their finish_reason becomes the row's."""
+        self._tokens += completion.tokens.tolist()
+        self._logprobs += completion.logprobs.tolist()
+        self._versions += completion.versions.tolist()
+        self._finish_reason = completion.finish_reason
+
+    def append(self, tokens: Sequence[int] | np.ndarray) -> None:
+        """Adds tokens that were not sampled, such as a tool's output. They are read by the policy and never trained."""
+        ids = np.asarray(tokens, np.int32).tolist()
+        self._tokens += ids
+        self._logprobs += [0.0] * len(ids)
+        self._versions += [NOT_SAMPLED] * len(ids)
+
+    def trajectory(self, *, reward: float | None = None) -> Trajectory:
+        """The row as a trajectory.
+
+        Args:
+          reward: kept as it is; None leaves it to the task's reward.
+        """
+        versions = np.array(self._versions, np.int32)
+        return Trajectory(
+            tokens=np.array(self._tokens, np.int32),
+            logprobs=np.array(self._logprobs, np.float32),
+            versions=versions,
+            mask=versions != NOT_SAMPLED,
+            prompt_length=self._prompt_length,
+            reward=reward,
+            finish_reason=self._finish_reason,
+        )
+
+
+def rng_of(
+    stream: str, run_seed: int, prompt_index: int, sample: int, attempt: int
+) -> np.random.Generator:
+    """A random generator of one sample, equal in every run of a seed. Streams of different names are independent."""
+    key = f"{stream}/{run_seed}/{prompt_index}/{sample}/{attempt}"
+    digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
+    return np.random.default_rng(int.from_bytes(digest, "little"))

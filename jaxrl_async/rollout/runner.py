@@ -1,0 +1,84 @@
+"""The one path from a prompt to a judged trajectory, in training and in every evaluation."""
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from jaxrl_async.rewards.pool import RewardPool
+from jaxrl_async.rollout.context import Context, Generate, Rollout
+from jaxrl_async.rollout.single_turn import single_turn
+from jaxrl_async.tasks.tokenizer import completion_text
+from jaxrl_async.types import Prompt, Trajectory, check_trajectory
+
+ROLLOUTS: dict[str, Rollout] = {"single_turn": single_turn}
+
+
+def rollout_function(name: str) -> Rollout:
+    """A rollout function by its name in ROLLOUTS, or by "module:function".
+
+    Raises:
+      ValueError: neither.
+    """
+    if name in ROLLOUTS:
+        return ROLLOUTS[name]
+    module, colon, function = name.partition(":")
+    if not colon:
+        known = ", ".join(sorted(ROLLOUTS))
+        raise ValueError(f"rollout function {name!r} is none of {known}, and not 'module:function'")
+    return getattr(importlib.import_module(module), function)
+
+
+@dataclasses.dataclass(frozen=True)
+class Runner:
+    """A rollout function with the tokenizer and the bounds of its run."""
+
+    function: Rollout
+    encode: Callable[[str], list[int]]
+    decode: Callable[[Sequence[int]], str]
+    stop_token_ids: tuple[int, ...]
+    vocab_size: int  # bound on token ids
+    max_new_tokens: int  # sampled tokens of a trajectory, as far as `Context.generate` samples them
+    max_request_tokens: int  # tokens that a server takes and samples in one request
+    max_tokens: int  # bound on a trajectory's length
+
+    async def run(self, prompt: Prompt, generate: Generate, rng: np.random.Generator) -> Trajectory:
+        """One sample, not checked yet.
+
+        Args:
+          prompt: the question.
+          generate: samples for it; without `max_new_tokens` it uses the run's.
+          rng: of this sample alone.
+        """
+        context = Context(
+            generate,
+            encode=self.encode,
+            decode=self.decode,
+            vocab_size=self.vocab_size,
+            max_new_tokens=self.max_new_tokens,
+            max_row_tokens=min(self.max_tokens, self.max_request_tokens),
+            rng=rng,
+        )
+        return await self.function(prompt, context)
+
+    def check(self, trajectory: Trajectory) -> None:
+        """Checks what a rollout function made, before it is judged.
+
+        Raises:
+          InvalidTrajectoryError: names the field, the value and the bound.
+        """
+        check_trajectory(
+            trajectory, vocab_size=self.vocab_size, max_tokens=self.max_tokens, judged=False
+        )
+
+    async def reward(self, trajectory: Trajectory, prompt: Prompt, pool: RewardPool) -> float:
+        """The reward that the rollout function set, or else the pool's, of the text of the sampled tokens.
+
+        Raises:
+          RewardError: as of `RewardPool.score`.
+        """
+        if trajectory.reward is not None:
+            return float(trajectory.reward)
+        text = completion_text(trajectory, decode=self.decode, stop_token_ids=self.stop_token_ids)
+        return await pool.score(text, prompt.answer)
