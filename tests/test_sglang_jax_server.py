@@ -13,7 +13,6 @@ from jaxrl_async.sglang_jax.checkpoints import (
     WeightsError,
     check_checkpoint,
     identity,
-    total_digest,
 )
 from jaxrl_async.sglang_jax.engine import (
     RequestError,
@@ -21,6 +20,7 @@ from jaxrl_async.sglang_jax.engine import (
     check_prompt,
     copied_result,
 )
+from jaxrl_async.weights.files import version_digest
 from jaxrl_async.weights.store import WeightStore
 
 CONFIG = {
@@ -126,14 +126,14 @@ def test_the_digest_is_that_of_the_store(tmp_path, max_shard_bytes):
     store, path = write(tmp_path, max_shard_bytes=max_shard_bytes)
     digests = check_checkpoint(path, CONFIG)
     assert digests == {n: t["digest"] for n, t in store.manifest(1)["tensors"].items()}
-    assert total_digest(digests) == store.manifest(1)["digest"]
+    assert version_digest(digests) == store.manifest(1)["digest"]
 
 
 def test_a_tensor_larger_than_a_chunk_is_read_in_full(tmp_path, monkeypatch):
     monkeypatch.setattr(sglang_jax_checkpoints, "_CHUNK_BYTES", 16)
     store, path = write(tmp_path)
     digests = check_checkpoint(path, CONFIG)
-    assert total_digest(digests) == store.manifest(1)["digest"]
+    assert version_digest(digests) == store.manifest(1)["digest"]
 
 
 def test_model_safetensors_alone_is_enough(tmp_path):

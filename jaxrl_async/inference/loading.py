@@ -1,12 +1,11 @@
-"""Weights on their way into an engine: everything that can be wrong with them is found here.
+"""Loading weights into an engine: the checks of files, shapes and numbers.
 
-What comes out has the shapes, dtypes and placement the compiled programs were made for, and finite
-numbers. It knows nothing of versions, requests or when weights change.
+The result has the shapes, dtypes and placement of the compiled programs, and finite numbers. Versions, requests and
+the time of a swap are the engine's.
 """
 
 import dataclasses
 import functools
-import hashlib
 import json
 import os
 
@@ -15,6 +14,7 @@ import numpy as np
 from flax import nnx
 
 from jaxrl_async.models import hf, transformer
+from jaxrl_async.weights import files
 
 
 class WeightsError(ValueError):
@@ -29,8 +29,7 @@ def read(path: str, config: transformer.ModelConfig) -> tuple[nnx.State, str]:
       config: the model it must be of.
 
     Returns:
-      the parameters, on the device, and the digest of the tensors as they were read: SHA-256 over a
-      line "name digest" of each, sorted, as a manifest's.
+      the parameters, on the device, and the digest of the tensors as they were read, `files.version_digest`.
 
     Raises:
       WeightsError: missing, truncated, of another architecture, altered, or not finite.
@@ -40,14 +39,13 @@ def read(path: str, config: transformer.ModelConfig) -> tuple[nnx.State, str]:
             raise ValueError(f"{path} is not a directory")
         _check_config(path, config)
         tensors = hf.read_tensors(path)
-        digests = {name: _digest(tensor) for name, tensor in tensors.items()}
+        digests = {name: files.tensor_digest(tensor) for name, tensor in tensors.items()}
         _check_digests(path, digests)
         params = hf.from_tensors(tensors, config)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         # The last three: JSON that is well formed and not what it should be.
         raise WeightsError(f"{path}: {error}") from error
-    lines = "".join(f"{name} {digests[name]}\n" for name in sorted(digests))
-    return to_device(params, config), hashlib.sha256(lines.encode()).hexdigest()
+    return to_device(params, config), files.version_digest(digests)
 
 
 def to_device(params: nnx.State, config: transformer.ModelConfig) -> nnx.State:
@@ -81,10 +79,6 @@ def _check_config(path, config):
     ]
     if differ:
         raise ValueError(f"config.json is of another model: {', '.join(differ)}")
-
-
-def _digest(tensor):
-    return hashlib.sha256(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)).hexdigest()
 
 
 def _check_digests(path, digests):

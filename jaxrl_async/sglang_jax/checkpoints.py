@@ -1,19 +1,20 @@
-"""Checkpoints in Hugging Face's layout, as far as their files alone tell whether they are sound.
+"""Checks of a checkpoint in Hugging Face's layout that need its files alone.
 
-Reads every byte and nothing but bytes: for SGLang-JAX's environment, where this project's other rooms cannot be
-imported. It knows nothing of devices, engines or requests.
+Every byte is read, in pieces: SGLang-JAX loads the files itself afterwards. This runs in SGLang-JAX's environment,
+which has no protobuf, gRPC or flax of this project's versions; of the other rooms it imports weights.files alone.
 """
 
-import dataclasses
 import hashlib
 import json
 import math
 import os
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+
+from jaxrl_async.weights.files import TensorEntry, read_header, version_digest
 
 _CHUNK_BYTES = 4 << 20
 # safetensors dtype → bits of an element as an integer, and those of its exponent: all ones is inf or NaN.
@@ -47,17 +48,6 @@ _UNDECIDING = {
 
 class WeightsError(ValueError):
     """Weights that were refused; the message names the file, tensor or field."""
-
-
-@dataclasses.dataclass(frozen=True)
-class TensorEntry:
-    """Where a tensor stands in a safetensors file."""
-
-    file: pathlib.Path
-    dtype: str  # safetensors' name
-    shape: tuple[int, ...]
-    start: int  # byte offset in the file
-    num_bytes: int
 
 
 def check_checkpoint(directory: str | os.PathLike, served: Mapping[str, Any]) -> dict[str, str]:
@@ -99,7 +89,7 @@ def read_headers(directory: pathlib.Path) -> dict[str, TensorEntry]:
         raise WeightsError(f"no *.safetensors file in {directory}")
     tensors: dict[str, TensorEntry] = {}
     for file in files:
-        for name, entry in _read_header(file):
+        for name, entry in _entries(file).items():
             if name in tensors:
                 raise WeightsError(f"{file}: tensor {name} stands in {tensors[name].file.name} too")
             tensors[name] = entry
@@ -127,46 +117,27 @@ def digest(name: str, entry: TensorEntry) -> str:
     return sha.hexdigest()
 
 
-def total_digest(digests: Mapping[str, str]) -> str:
-    """One sha256 over the lines "name digest", sorted by name: "digest" of a manifest.json."""
-    lines = "".join(f"{name} {digests[name]}\n" for name in sorted(digests))
-    return hashlib.sha256(lines.encode()).hexdigest()
-
-
 def identity(directory: str | os.PathLike) -> dict[str, tuple[int, ...]]:
     """What changes when a *.safetensors file of the directory is written or replaced."""
     stats = {file.name: file.stat() for file in pathlib.Path(directory).glob("*.safetensors")}
     return {name: (s.st_ino, s.st_size, s.st_mtime_ns) for name, s in stats.items()}
 
 
-def _read_header(file: pathlib.Path) -> Iterator[tuple[str, TensorEntry]]:
-    """https://github.com/huggingface/safetensors#format."""
-    num_bytes = file.stat().st_size
-    with open(file, "rb") as stream:
-        start = 8 + int.from_bytes(stream.read(8), "little")
-        if not 8 < start <= num_bytes:
-            raise WeightsError(f"{file}: {num_bytes} bytes do not hold its header; truncated?")
-        try:
-            header = json.loads(stream.read(start - 8))
-        except ValueError as error:
-            raise WeightsError(f"{file}: the safetensors header is not JSON: {error}") from error
-    header.pop("__metadata__", None)
-    end = start + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if end != num_bytes:
-        raise WeightsError(f"{file}: has {num_bytes} bytes, its header says {end}; truncated?")
-    for name, entry in header.items():
-        yield name, _entry(file, name, entry, start)
-
-
-def _entry(file, name, entry, data_start) -> TensorEntry:
-    dtype, shape, (first, last) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
-    if dtype not in _EXPONENTS:
-        raise WeightsError(f"{file}: tensor {name} is {dtype}, not one of {', '.join(_EXPONENTS)}")
-    if math.prod(shape) * _EXPONENTS[dtype][0].itemsize != last - first or first < 0:
-        raise WeightsError(
-            f"{file}: tensor {name} has {last - first} bytes, not those of {shape} {dtype}"
-        )
-    return TensorEntry(file, dtype, shape, data_start + first, last - first)
+def _entries(file: pathlib.Path) -> dict[str, TensorEntry]:
+    try:
+        entries = read_header(file)
+    except ValueError as error:
+        raise WeightsError(str(error)) from error
+    for name, entry in entries.items():
+        if entry.dtype not in _EXPONENTS:
+            known = ", ".join(_EXPONENTS)
+            raise WeightsError(f"{file}: tensor {name} is {entry.dtype}, not one of {known}")
+        num_bytes = math.prod(entry.shape) * _EXPONENTS[entry.dtype][0].itemsize
+        if num_bytes != entry.num_bytes:
+            raise WeightsError(
+                f"{file}: tensor {name} has {entry.num_bytes} bytes, not those of {entry.shape} {entry.dtype}"
+            )
+    return entries
 
 
 def _check_config(directory: pathlib.Path, served: Mapping[str, Any]) -> None:
@@ -225,7 +196,7 @@ def _check_manifest(directory: pathlib.Path, digests: Mapping[str, str]) -> None
             raise WeightsError(
                 f"{file}: tensor {name} has digest {found}, the manifest says {said[name]}"
             )
-    if manifest.get("digest", total := total_digest(digests)) != total:
+    if manifest.get("digest", total := version_digest(digests)) != total:
         raise WeightsError(f"{file}: the digest is {total}, the manifest says {manifest['digest']}")
 
 

@@ -27,8 +27,8 @@ from jaxrl_async.sglang_jax.checkpoints import (
     check_checkpoint,
     identity,
     read_json,
-    total_digest,
 )
+from jaxrl_async.weights.files import version_digest
 
 FIRST_VERSION = "default"  # What weights are called before any update, as in SGLang.
 
@@ -501,7 +501,7 @@ class WeightsLoader:
             raise WeightsError(f"{directory}: its files changed while they were read")
         treedef = jax.tree.structure(state)
         state = jax.tree.unflatten(treedef, leaves)
-        return Weights(state, jax.block_until_ready(leaves), total_digest(digests))
+        return Weights(state, jax.block_until_ready(leaves), version_digest(digests))
 
     def _check_names(self, directory, names):
         known = "|".join(_pattern(name) for name in self._names())

@@ -7,11 +7,8 @@
 A version is written aside, synced and renamed, so it is there in full or not at all. One process writes
 a store, or several write parts of one version at a time; any may read it. The store knows nothing of models,
 servers or JAX.
-
-The format is https://github.com/huggingface/safetensors#format.
 """
 
-import hashlib
 import json
 import mmap
 import os
@@ -23,6 +20,8 @@ from typing import Any, BinaryIO
 
 import ml_dtypes
 import numpy as np
+
+from jaxrl_async.weights import files
 
 MANIFEST = "manifest.json"
 MAX_SHARD_BYTES = 1 << 30  # A shard is closed before it grows beyond; a larger tensor has its own.
@@ -39,7 +38,7 @@ _DTYPES = {
 }
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _VERSION_NAME = re.compile(r"\d{8,}")
-_ASIDE = ".aside-"
+_TEMPORARY = ".aside-"
 
 
 class WeightStoreError(ValueError):
@@ -93,7 +92,7 @@ class WeightStore:
     def begin(self, version: int) -> None:
         """Makes room for the parts of a version. Of several processes one calls it, before any writes a part."""
         self._sweep()
-        self._aside(version).mkdir()
+        self._temporary(version).mkdir()
 
     def write_part(
         self, version: int, part: int, tensors: Iterable[tuple[str, np.ndarray]]
@@ -108,7 +107,7 @@ class WeightStore:
         Raises:
           ValueError: a name comes twice, or a dtype has no safetensors name.
         """
-        _write_part(self._aside(version), part, tensors, self._max_shard_bytes)
+        _write_part(self._temporary(version), part, tensors, self._max_shard_bytes)
 
     def finish(self, version: int, num_parts: int, config: Mapping[str, Any]) -> pathlib.Path:
         """Makes one version of its parts, and removes old ones; see `write`.
@@ -117,14 +116,14 @@ class WeightStore:
           WeightStoreError: a part is missing.
           ValueError: a name comes twice, or there is no tensor.
         """
-        aside = self._aside(version)
-        table = _join_parts(aside, num_parts)
-        _write_json(aside / "config.json", config)
-        _write_json(aside / MANIFEST, _manifest(version, table))
-        _sync(aside)
+        temporary = self._temporary(version)
+        table = _join_parts(temporary, num_parts)
+        _write_json(temporary / "config.json", config)
+        _write_json(temporary / MANIFEST, _manifest(version, table))
+        _sync(temporary)
         if (path := self.path(version)).exists():
-            path.rename(self._root / f"{_ASIDE}replaced-{version}")
-        aside.rename(path)
+            path.rename(self._root / f"{_TEMPORARY}replaced-{version}")
+        temporary.rename(path)
         _sync(self._root)
         self._prune(version)
         return path
@@ -172,12 +171,12 @@ class WeightStore:
         self.manifest(version)
         verify(self.path(version))
 
-    def _aside(self, version: int) -> pathlib.Path:
-        return self._root / f"{_ASIDE}{version}"
+    def _temporary(self, version: int) -> pathlib.Path:
+        return self._root / f"{_TEMPORARY}{version}"
 
     def _sweep(self) -> None:
         """Removes what a crash left half done."""
-        for entry in self._root.glob(f"{_ASIDE}*"):
+        for entry in self._root.glob(f"{_TEMPORARY}*"):
             shutil.rmtree(entry)
 
     def _prune(self, newest: int) -> None:
@@ -185,7 +184,7 @@ class WeightStore:
         for version in self.versions():
             if version not in keep:
                 # Renamed first: a directory that is half removed must not look like a version.
-                self.path(version).rename(self._root / f"{_ASIDE}pruned-{version}")
+                self.path(version).rename(self._root / f"{_TEMPORARY}pruned-{version}")
         self._sweep()
 
 
@@ -243,22 +242,12 @@ def read_safetensors(file: pathlib.Path) -> dict[str, np.ndarray]:
       WeightStoreError: the file is missing, truncated or no safetensors file.
     """
     try:
+        entries = files.read_header(file)
         with open(file, "rb") as stream:
-            raw = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError) as error:
+            mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        return {name: _view(mapped, entry) for name, entry in entries.items()}
+    except (OSError, ValueError, KeyError) as error:
         raise WeightStoreError(f"{file}: cannot be read: {error}") from error
-    start = 8 + int.from_bytes(raw[:8], "little")
-    if len(raw) < start:
-        raise WeightStoreError(f"{file}: {len(raw)} bytes, its header alone needs {start}")
-    try:
-        header = json.loads(raw[8:start])
-    except ValueError as error:
-        raise WeightStoreError(f"{file}: its header is no JSON: {error}") from error
-    header.pop("__metadata__", None)
-    needed = start + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if len(raw) != needed:
-        raise WeightStoreError(f"{file}: {len(raw)} bytes, its header says {needed}")
-    return {name: _view(raw, start, entry) for name, entry in header.items()}
 
 
 def _write_part(
@@ -339,7 +328,7 @@ def _write_safetensors(
     with open(file, "wb") as stream:
         stream.write(len(encoded).to_bytes(8, "little") + encoded)
         for array in tensors.values():
-            stream.write(_raw(array))
+            stream.write(files.raw(array))
         _flush(stream)
 
 
@@ -350,20 +339,15 @@ def _describe(array: np.ndarray) -> dict[str, Any]:
         "dtype": _DTYPE_NAMES[array.dtype],
         "shape": list(array.shape),
         "num_bytes": array.nbytes,
-        "digest": hashlib.sha256(_raw(array)).hexdigest(),
+        "digest": files.tensor_digest(array),
     }
 
 
-def _raw(array: np.ndarray) -> memoryview:
-    return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-
-
 def _manifest(version: int, table: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    digests = (f"{name} {table[name]['digest']}\n" for name in sorted(table))
     return {
         "version": version,
         "total_bytes": _total_bytes(table),
-        "digest": hashlib.sha256("".join(digests).encode()).hexdigest(),
+        "digest": files.version_digest({name: entry["digest"] for name, entry in table.items()}),
         "tensors": table,
     }
 
@@ -391,8 +375,7 @@ def _sync(directory: pathlib.Path) -> None:
         os.close(handle)
 
 
-def _view(raw: mmap.mmap, start: int, entry: dict[str, Any]) -> np.ndarray:
-    begin, end = entry["data_offsets"]
-    dtype = _DTYPES[entry["dtype"]]
-    count = (end - begin) // dtype.itemsize
-    return np.frombuffer(raw, dtype, count, start + begin).reshape(entry["shape"])
+def _view(mapped: mmap.mmap, entry: files.TensorEntry) -> np.ndarray:
+    dtype = _DTYPES[entry.dtype]
+    count = entry.num_bytes // dtype.itemsize
+    return np.frombuffer(mapped, dtype, count, entry.start).reshape(entry.shape)
