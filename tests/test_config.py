@@ -99,66 +99,66 @@ def test_a_value_of_another_type_is_refused():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["--config.mode=asink"], r"'asink', did you mean 'async'"),
+        (["--config.mode=asink"], r"mode .*'asink'.*'async'"),
         (["--config.queue.max_staleness=1", "--config.weights.push_every_steps=4"], r"max_staleness 1 < .*_steps 4"),
-        (["--config.queue.max_staleness=0"], r"max_staleness ≥ 1, got 0; with 0 it is mode 'sync'"),
-        (["--config.loss.anchor=current"], r"num_minibatches = 2"),
-        (["--config.learner.num_minibatches=3"], r"num_minibatches = 3 does not divide.*64"),
-        (["--config.rollout.group_size=1"], r"group_size ≥ 2"),
+        (["--config.queue.max_staleness=0"], r"'async' .*queue.max_staleness ≥ 1.* 0.*'sync'"),
+        (["--config.loss.anchor=current"], r"loss.*'current'.*num_minibatches = 2"),
+        (["--config.learner.num_minibatches=3"], r"learner.num_minibatches = 3 .*groups_per_step = 64"),
+        (["--config.rollout.group_size=1"], r"loss.advantage .*rollout.group_size ≥ 2.* 1"),
         (
             ["--config.rollout.group_size=1", "--config.loss.advantage=dr_grpo", "--config.rollout.drop_equal_rewards"],
-            r"drop_equal_rewards needs rollout.group_size ≥ 2",
+            r"drop_equal_rewards .*rollout.group_size ≥ 2",
         ),
         (
             ["--config.rollout.overlong_buffer_tokens=5"],
-            r"overlong_buffer_tokens must be in \[0, rollout.max_new_tokens = 4\], got 5",
+            r"overlong_buffer_tokens .*\[0, rollout.max_new_tokens = 4\].* 5",
         ),
-        (["--config.rollout.overlong_buffer_tokens=-1"], r"overlong_buffer_tokens .* got -1"),
-        (["--config.rollout.max_new_tokens=400"], r"= 408 exceeds learner.row_tokens"),
-        (["--config.rollout.reward_memory_bytes=1048575"], r"must be 0 or ≥ 1048576, got 1048575"),
-        (["--config.rollout.reward_memory_bytes=-1"], r"reward_memory_bytes must be 0 or .*, got -1"),
-        (["--config.rollout.reward_calls_per_process=-1"], r"reward_calls_per_process must be ≥ 0, got -1"),
-        (["--config.learner.num_steps=0"], r"num_steps must be ≥ 1, got 0"),
-        (["--config.learner.data=3"], r"multiple of learner.data · learner.fsdp = 3"),
-        (["--config.learner.num_processes=0"], r"learner.num_processes must be ≥ 1, got 0"),
+        (["--config.rollout.overlong_buffer_tokens=-1"], r"overlong_buffer_tokens .* -1"),
+        (["--config.rollout.max_new_tokens=400"], r"max_new_tokens = 408 .*learner.row_tokens = 48"),
+        (["--config.rollout.reward_memory_bytes=1048575"], r"rollout.reward_memory_bytes .*0 or ≥ 1048576.* 1048575"),
+        (["--config.rollout.reward_memory_bytes=-1"], r"reward_memory_bytes .*0 or ≥ .* -1"),
+        (["--config.rollout.reward_calls_per_process=-1"], r"reward_calls_per_process .*≥ 0.* -1"),
+        (["--config.learner.num_steps=0"], r"learner.num_steps .*≥ 1.* 0"),
+        (["--config.learner.data=3"], r"microbatch_rows = 64 .*learner.data · learner.fsdp = 3"),
+        (["--config.learner.num_processes=0"], r"learner.num_processes .*≥ 1.* 0"),
         (
             ["--config.learner.num_processes=2", "--config.learner.tensor=2"],
-            r"learner.data · learner.fsdp = 1 must be a multiple of learner.num_processes = 2",
+            r"learner.data · learner.fsdp = 1 .*learner.num_processes = 2",
         ),
-        (["--config.evaluate.every_steps=-1"], r"evaluate.every_steps must be ≥ 0, got -1"),
+        (["--config.evaluate.every_steps=-1"], r"evaluate.every_steps .*≥ 0.* -1"),
         (
             ["--config.weights.push_every_steps=2", "--config.evaluate.every_steps=21"],
-            r"multiple of weights.push_every_steps = 2, got 21",
+            r"evaluate.every_steps .*weights.push_every_steps = 2.* 21",
         ),
-        (["--config.evaluate.timeout_secs=0.0"], r"evaluate.timeout_secs must be > 0, got 0.0"),
+        (["--config.evaluate.timeout_secs=0.0"], r"evaluate.timeout_secs .*> 0.* 0.0"),
         (
             ["--config.evaluate.timeout_secs=120.0"],
-            r"evaluate.timeout_secs must be < learner.lease_timeout_secs = 120, got 120",
+            r"evaluate.timeout_secs .*< learner.lease_timeout_secs = 120.* 120",
         ),
-        (["--config.weights.keep=1"], r"weights.keep must be ≥ 2, got 1"),
-        (["--config.queue.chunk_groups=8"], r"chunk_groups"),
-        (["--config.weights.transport=distributed"], r"weights.transport .* disk, tensor, stream"),
-        (["--config.weights.pause_mode=abort"], r"weights.pause_mode .* retract, in_place; got 'abort'"),
-        (["--config.supervisor.max_restarts=-1"], r"supervisor.max_restarts must be ≥ 0, got -1"),
-        (["--config.supervisor.stall_secs=0.0"], r"supervisor.stall_secs must be > 0, got 0.0"),
-        (["--config.journal.keep=some"], r"journal.keep must be one of all, checkpointed, none; got 'some'"),
-        (["--config.server.num_local=0"], r"server.num_local must be ≥ 1 .*, got 0"),
-        (["--config.server.speeds=(1.0, 2.0)"], r"server.speeds .* each of 1 servers, or none; got 2"),
-        (["--config.server.speeds=(0.0,)"], r"server.speeds must be > 0 and finite, got 0.0"),
-        (["--config.server.control_addresses=('http://c:1',)"], r"has 1 entries and .* has 0"),
+        (["--config.weights.keep=1"], r"weights.keep .*≥ 2.* 1"),
+        (["--config.queue.chunk_groups=8"], r"queue.chunk_groups .*≥ 1 .*'periodic'.* 8 "),
+        (["--config.weights.transport=distributed"], r"weights.transport .* disk, tensor, stream.*'distributed'"),
+        (["--config.weights.pause_mode=abort"], r"weights.pause_mode .* retract, in_place.*'abort'"),
+        (["--config.supervisor.max_restarts=-1"], r"supervisor.max_restarts .*≥ 0.* -1"),
+        (["--config.supervisor.stall_secs=0.0"], r"supervisor.stall_secs .*> 0.* 0.0"),
+        (["--config.journal.keep=some"], r"journal.keep .* all, checkpointed, none.*'some'"),
+        (["--config.server.num_local=0"], r"server.num_local .*≥ 1 .* 0"),
+        (["--config.server.speeds=(1.0, 2.0)"], r"server.speeds .* 1 servers.* 2"),
+        (["--config.server.speeds=(0.0,)"], r"server.speeds .*> 0 .* 0.0"),
+        (["--config.server.control_addresses=('http://c:1',)"], r"control_addresses .* 1 .*server.addresses .* 0"),
         (
             ["--config.server.addresses=('http://a:1','http://b:1')",
              "--config.server.control_addresses=('http://c:1','http://d:1','http://e:1')"],
-            r"server.control_addresses has 3 entries and server.addresses has 2",
+            r"server.control_addresses .* 3 .*server.addresses .* 2",
         ),
         (
             ["--config.server.addresses=('http://a:1','http://a:1')"],
-            r"server.addresses names a server twice",
+            r"server.addresses .*twice.*http://a:1",
         ),
-        (["--config.server.command=serve {modelpath}"], r"{modelpath}, which is none of {model_path}, {host}"),
-        (["--config.server.command=serve {}"], r"placeholder {}, which is none"),
-        (["--config.server.command=serve {port"], r"server.command 'serve {port': expected '}'"),
-        (["--config.server.command=serve 'x"], r"No closing quotation"),
+        (["--config.server.command=serve {modelpath}"], r"server.command .*{modelpath}.*{model_path}, {host}"),
+        (["--config.server.command=serve {}"], r"server.command .*{}"),
+        (["--config.server.command=serve {port"], r"server.command 'serve {port'.*'}'"),
+        (["--config.server.command=serve 'x"], r"server.command .*serve 'x.*quotation"),
     ],
 )  # fmt: skip
 def test_settings_that_contradict_one_another_are_refused(overrides, message):
@@ -222,29 +222,27 @@ def test_a_key_that_the_environment_lacks_is_named_before_any_role_starts(
     argv = [f"--config={QUICKSTART}", "--config.server.admin_api_key_env=THE_KEY"]
     code = main.main(["train", *argv, f"--role={role}", f"--workdir={tmp_path}/run"])
     assert code == 2
-    assert "server.admin_api_key_env names THE_KEY, which is unset" in capsys.readouterr().err
+    assert "server.admin_api_key_env names THE_KEY" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("mode", ["sync", "periodic"])
 def test_on_policy_modes_refuse_staleness(mode):
     with pytest.raises(
-        SettingsError, match=rf"mode '{mode}' needs queue.max_staleness = 0 .* got 1 and 1"
+        SettingsError, match=rf"'{mode}' .*queue.max_staleness = 0 .*push_every_steps = 1.* 1 and 1"
     ):
         parse(f"--config={QUICKSTART}:mode={mode}", "--config.queue.max_staleness=1")
 
 
 def test_periodic_mode_refuses_updates_inside_the_step():
-    with pytest.raises(SettingsError, match="periodic.*num_minibatches must be 1, got 2"):
+    with pytest.raises(SettingsError, match="'periodic' .*learner.num_minibatches .* 1.* 2$"):
         parse(f"--config={QUICKSTART}:mode=periodic", "--config.learner.num_minibatches=2")
 
 
 @pytest.mark.parametrize("delay_steps", ["2", "uniform(3)"])
 def test_periodic_mode_refuses_weights_that_are_older(delay_steps):
     delay = f"--config.rollout.delay_steps={delay_steps}"
-    with pytest.raises(
-        SettingsError, match=r"'periodic' is on-policy.*delay_steps = .* use mode 'sync'"
-    ):
+    with pytest.raises(SettingsError, match=r"'periodic' .*rollout.delay_steps = .*'sync'"):
         parse(f"--config={QUICKSTART}:mode=periodic", delay)
     assert parse(f"--config={QUICKSTART}:mode=sync", delay).rollout.delay_steps == delay_steps
 
@@ -454,16 +452,16 @@ def test_evaluate_refuses_a_task_that_cannot_be_imported(tmp_path, capsys):
     [
         (
             ["attention_kernel=flash"],
-            "attention_kernel must be one of xla, cudnn, splash; got 'flash'",
+            "attention_kernel .* xla, cudnn, splash.*'flash'",
         ),
-        (["attention_kernel=cudnn"], "'cudnn' needs model.dtype = 'bfloat16', got 'float32'"),
-        (["attention_kernel=splash"], "multiple of 128, got 48"),
+        (["attention_kernel=cudnn"], "'cudnn' .*model.dtype = 'bfloat16'.*'float32'"),
+        (["attention_kernel=splash"], "'splash' .*learner.row_tokens .*128.* 48"),
         (
             ["attention_kernel=splash", "row_tokens=128", "shared_prompts=True"],
-            "set learner.shared_prompts = False",
+            "'splash' .*learner.shared_prompts = False",
         ),
     ],
 )
-def test_an_attention_kernel_that_cannot_do_what_is_asked_is_refused(overrides, message):
+def test_an_attention_kernel_that_does_not_fit_the_run_is_refused(overrides, message):
     with pytest.raises(SettingsError, match=message):
         parse(f"--config={QUICKSTART}", *(f"--config.learner.{item}" for item in overrides))
