@@ -1,4 +1,4 @@
-"""The programmatic door: a config in, a run out. It does what the verbs `train`, `evaluate` and `report` do."""
+"""The Python API: a config in, a run out, as with the verbs `train`, `evaluate`, `replay` and `report`."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ __all__ = ["Run", "load_config", "run"]
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run by its directory, under way or over."""
+    """A run in its directory, running or done."""
 
     workdir: pathlib.Path
 
@@ -30,7 +30,7 @@ class Run:
 
     @property
     def config(self) -> ml_collections.ConfigDict:
-        """What the run was started with."""
+        """The resolved config of the run."""
         return load_config(str(self.workdir / "config.json"))
 
     @property
@@ -42,30 +42,30 @@ class Run:
         """Scores checkpoints on held-out prompts, in a process of its own.
 
         Args:
-          steps: checkpoints; "last" is the newest, "best" the best of the evaluations while the run trained.
+          steps: checkpoints; "last" is the newest, "best" the one with the best evaluation during training.
 
         Returns:
           One row per checkpoint: step, greedy, pass@1 and pass@n, with their intervals.
 
         Raises:
-          RuntimeError: it failed; the message is what it printed last.
+          RuntimeError: it failed; the message is the end of its output.
         """
         self._verb("evaluate", f"--steps={','.join(map(str, steps))}")
         return json.loads((self.workdir / "evaluation.json").read_text("utf-8"))
 
     def replay(self, out: str | os.PathLike, overrides: Mapping[str, Any] | None = None) -> "Run":
-        """Trains again on the groups that this run was trained on, in a process of its own.
+        """Trains again on the groups that this run trained on, in a process of its own.
 
         Args:
           out: empty directory of the replay.
           overrides: config keys and values, {"loss.anchor": "behavior"}: another objective on identical data. Without
-            any, every checkpoint must come out the same, bit for bit.
+            any, every checkpoint must equal the run's, bit for bit.
 
         Returns:
           The replay.
 
         Raises:
-          RuntimeError: it failed, or a bit differs; the message is what it printed last.
+          RuntimeError: it failed, or a bit differs; the message is the end of its output.
         """
         out = pathlib.Path(out).absolute()
         changes = [f"--config.{key}={value}" for key, value in (overrides or {}).items()]
@@ -90,10 +90,10 @@ def run(
     resume: bool = False,
     on_step: Callable[[Run], None] | None = None,
 ) -> Run:
-    """Trains, with every role on this machine, and returns when the run is over.
+    """Trains, with every role on this machine, and returns when the run is done.
 
     Args:
-      config: of a file in configs/ (`load_config`), changed as you like.
+      config: of a file in configs/ (`load_config`), with your changes.
       workdir: of the run; runs/TASK-TIME for None.
       resume: continue from the last checkpoint in the workdir. Changes to the run's config are printed.
       on_step: called after steps, in this thread, with the run so far; a plot, say.

@@ -71,7 +71,7 @@ METRICS: dict[str, str] = {
 MAX_MISMATCH = 0.02
 MAX_DRIFT = 1.5  # of the ratio of the mean lengths of dropped groups and of trained ones
 
-_TAIL_BYTES = 1 << 16  # More than one row.
+_TAIL_BYTES = 1 << 16  # longer than a row
 
 
 class MetricsWriter:
@@ -105,10 +105,11 @@ class MetricsWriter:
 
 
 def read_metrics(workdir: str | pathlib.Path) -> list[dict[str, float]]:
-    """The rows of metrics.jsonl, one per step; of a step run twice (after a resume), the last.
+    """The rows of metrics.jsonl, one per step; for a step run twice (after a resume), the later. Omits an incomplete
+    last line.
 
     Raises:
-      ValueError: a line that is not JSON, with file and line number. A half-written last line is left out.
+      ValueError: a line that is not JSON, with file and line number.
     """
     path = pathlib.Path(workdir) / "metrics.jsonl"
     if not path.exists():
@@ -126,7 +127,7 @@ def read_metrics(workdir: str | pathlib.Path) -> list[dict[str, float]]:
 
 
 def last_metrics(workdir: str | pathlib.Path) -> dict[str, float] | None:
-    """The newest whole row of metrics.jsonl, None while there is none. Reads the end of the file only."""
+    """The last complete row of metrics.jsonl, None while there is none. Reads the end of the file only."""
     path = pathlib.Path(workdir) / "metrics.jsonl"
     if not path.exists():
         return None
@@ -142,11 +143,11 @@ def column(rows: Sequence[Mapping[str, float | None]], name: str) -> np.ndarray:
 
 
 class Timers:
-    """Adds up the seconds spent under each name, without those under a name within it; `pop` gives and resets them."""
+    """Sums the seconds under each name, excluding those under names nested in it; `pop` returns and resets them."""
 
     def __init__(self, clock=time.monotonic):
         self._clock, self._since = clock, clock()
-        self._names: list[str] = []  # entered and not left, the innermost last
+        self._names: list[str] = []  # open, the innermost last
         self._secs: dict[str, float] = {}
 
     @contextlib.contextmanager
@@ -160,7 +161,7 @@ class Timers:
             self._names.pop()
 
     def current(self) -> tuple[str, float] | None:
-        """(innermost name, seconds since it was entered or came back from one within it); for another thread."""
+        """(innermost name, seconds since it became the innermost), read from another thread; None outside all."""
         names, since = tuple(self._names), self._since
         return (names[-1], self._clock() - since) if names else None
 

@@ -1,6 +1,6 @@
-"""What every listener and every client here does alike: who may listen where, keys, TLS, and paths that peers give.
+"""The security rules that all listeners and clients share: addresses, keys, TLS, and paths that peers name.
 
-It needs nothing but Python's own library, and knows nothing of queues, engines or settings.
+Imports the standard library alone.
 """
 
 import hmac
@@ -16,11 +16,11 @@ MAX_KEY_CHARS = 1024
 MAX_PATH_CHARS = 4096
 MAX_HEADER_BYTES = 8192  # of all metadata of a gRPC call, of a line or a header of HTTP
 _PROBE_SECS = 1.0
-_KEY = re.compile(r"[!-~]+")  # What a header carries as it stands.
+_KEY = re.compile(r"[!-~]+")  # what a header carries without encoding
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a listener on a host; a name other than "localhost" is not looked up."""
+    """Whether only this machine reaches a listener on a host. Names other than "localhost" are not resolved."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -28,16 +28,16 @@ def is_loopback(host: str) -> bool:
 
 
 def check_listener(what: str, address: str, key: str | None, setting: str) -> None:
-    """Refuses to listen for everyone without a key.
+    """Refuses a listener beyond loopback without a key.
 
     Args:
-      what: listens, "the queue".
+      what: the listener, "the queue".
       address: "host:port".
-      key: that it asks for; None or "" for none.
-      setting: what names the key.
+      key: required of clients; None or "" for none.
+      setting: the setting that names the key.
 
     Raises:
-      ValueError: the host is not of loopback, and there is no key.
+      ValueError: the host is not loopback, and there is no key.
     """
     if not key and not is_loopback(address.rpartition(":")[0]):
         raise ValueError(
@@ -46,10 +46,10 @@ def check_listener(what: str, address: str, key: str | None, setting: str) -> No
 
 
 def read_key(option: str, variable: str) -> str | None:
-    """The key in an environment variable, or in the file PATH where the variable says "@PATH"; None for "".
+    """The key in an environment variable, or in the file PATH where its value is "@PATH"; None for "".
 
     Args:
-      option: what names the variable, for errors. These never show the key.
+      option: the setting that names the variable, for errors. Errors never show the key.
       variable: its name.
 
     Raises:
@@ -77,7 +77,7 @@ def read_key(option: str, variable: str) -> str | None:
 
 
 def is_bearer(authorization: str, key: str) -> bool:
-    """Whether a header says "Bearer KEY"; takes as long for a wrong key as for the right one."""
+    """Whether a header is "Bearer KEY", compared in constant time."""
     scheme, _, given = authorization.partition(" ")
     same = hmac.compare_digest(given.encode("utf-8", "surrogateescape"), key.encode())
     return same and scheme.lower() == "bearer"
@@ -87,7 +87,7 @@ def server_context(cert: str, key: str) -> ssl.SSLContext | None:
     """TLS of a server, from PEM files; None for ("", "").
 
     Raises:
-      ValueError: one without the other, or files that are no certificate and its key.
+      ValueError: one without the other, or files that are not a certificate and its key.
     """
     if bool(cert) != bool(key):
         raise ValueError(
@@ -98,7 +98,7 @@ def server_context(cert: str, key: str) -> ssl.SSLContext | None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(cert, key)
-    except OSError as error:  # Of ssl.SSLError, too.
+    except OSError as error:  # ssl.SSLError is one.
         raise ValueError(
             f"no certificate and key in tls_cert {cert}, tls_key {key}: {_why(error)}"
         ) from None
@@ -106,7 +106,7 @@ def server_context(cert: str, key: str) -> ssl.SSLContext | None:
 
 
 def client_context(ca: str) -> ssl.SSLContext:
-    """TLS of a client that trusts the authorities in a PEM file; "" for those of the system.
+    """TLS of a client that trusts the authorities in a PEM file; "" for the system's.
 
     Raises:
       ValueError: no such file, or no certificate in it.
@@ -118,7 +118,7 @@ def client_context(ca: str) -> ssl.SSLContext:
 
 
 def speaks_tls(address: str) -> bool:
-    """Whether somebody at "host:port" takes up TLS, whatever the certificate."""
+    """Whether a listener at "host:port" speaks TLS, with any certificate."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     host, _, port = address.rpartition(":")
@@ -131,12 +131,12 @@ def speaks_tls(address: str) -> bool:
 
 
 def confined(path: str, roots: Sequence[str | os.PathLike]) -> pathlib.Path:
-    """A directory that a peer names, with its links followed; it must lie in one of the roots, or be one.
+    """A directory that a peer names, with links resolved. It must be one of the roots or lie in one.
 
-    What lies in it is trusted: whoever may write there needs no peer to name it.
+    Its contents are trusted: whoever can write there needs no peer to name it.
 
     Raises:
-      ValueError: it lies in none of them, or is no path.
+      ValueError: it lies in no root, or is not a path.
     """
     if len(path) > MAX_PATH_CHARS:
         raise ValueError(

@@ -183,5 +183,5 @@ def test_a_node_list_is_what_slurm_means_by_it(nodelist, hosts):
 
 @pytest.mark.parametrize("nodelist", ["", "n[1-", "n[a-b]", "a,,b", "n1]"])
 def test_what_is_no_node_list_is_refused(nodelist):
-    with pytest.raises(ClusterError, match="no (list|range) of Slurm nodes"):
+    with pytest.raises(ClusterError, match="not a (list|range) of Slurm nodes"):
         hosts_of(nodelist)

@@ -1,4 +1,4 @@
-"""A run that is asked to leave ends its step, saves it and leaves; resumed, it is as if it had never left."""
+"""A preempted run finishes its step, saves it and exits; resumed, it equals an uninterrupted one."""
 
 import contextlib
 import re
@@ -38,26 +38,26 @@ from jaxrl_async.weights.store import WeightStore
 __all__ = ["command", "run"]  # fixtures
 WAIT_SECS = 60.0
 
-HEEDS = """
+LISTENS = """
 import os, signal, time
-from jaxrl_async.runtime.preemption import Notice
+from jaxrl_async.runtime.preemption import StopRequest
 
-notice = Notice(grace_secs={grace_secs})
-notice.heed(signal.SIGTERM)
-print("heeds", flush=True)
-while not (notice.given() and {heeds}):
+stop = StopRequest(grace_secs={grace_secs})
+stop.listen(signal.SIGTERM)
+print("listens", flush=True)
+while not (stop.received() and {stops}):
     time.sleep(0.01)
-print("left", flush=True)
+print("stopped", flush=True)
 """
 
 
 @pytest.fixture
-def heeds():
-    """Starts a process that heeds SIGTERM, or only takes notice of it."""
+def listens():
+    """Starts a process that listens to SIGTERM, and stops on it or runs on."""
     started = []
 
-    def start(*, heeds=True, grace_secs=600.0):
-        code = HEEDS.format(heeds=heeds, grace_secs=grace_secs)
+    def start(*, stops=True, grace_secs=600.0):
+        code = LISTENS.format(stops=stops, grace_secs=grace_secs)
         process = subprocess.Popen(
             [sys.executable, "-c", code],
             text=True,
@@ -65,7 +65,7 @@ def heeds():
             stderr=subprocess.STDOUT,
         )
         started.append(process)
-        assert process.stdout.readline() == "heeds\n"
+        assert process.stdout.readline() == "listens\n"
         return process
 
     yield start
@@ -74,29 +74,29 @@ def heeds():
         process.communicate()
 
 
-def test_a_signal_is_a_notice_that_ends_nothing_by_itself(heeds):
-    process = heeds()
+def test_a_signal_is_a_request_that_ends_nothing_by_itself(listens):
+    process = listens()
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=WAIT_SECS)
-    assert process.returncode == 0 and "left\n" in output
+    assert process.returncode == 0 and "stopped\n" in output
 
 
-def test_a_second_signal_ends_the_process_at_once_and_says_that_it_may_go_on(heeds):
-    process = heeds(heeds=False)
+def test_a_second_signal_ends_the_process_at_once_with_the_code_of_preemption(listens):
+    process = listens(stops=False)
     process.send_signal(signal.SIGTERM)
     line = process.stdout.readline()
-    assert line == "asked to leave by SIGTERM: at the end of the step, or in 600 s\n"
+    assert line == "SIGTERM: stopping after this step, or in 600 s\n"
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=WAIT_SECS)
-    assert process.returncode == PREEMPTED == 75 and "left" not in output
+    assert process.returncode == PREEMPTED == 75 and "stopped" not in output
 
 
-def test_a_deadline_ends_the_process_and_says_that_it_may_go_on(heeds):
-    process = heeds(heeds=False, grace_secs=0.1)
+def test_the_grace_period_ends_the_process_with_the_code_of_preemption(listens):
+    process = listens(stops=False, grace_secs=0.1)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=WAIT_SECS)
     assert process.returncode == PREEMPTED
-    assert "still here 0.1 s after SIGTERM" in output
+    assert "still running 0.1 s after SIGTERM" in output
 
 
 # The loop.
@@ -112,7 +112,7 @@ class Saving(Recorder):
         self.saved = jax.tree.map(jnp.copy, state)
 
 
-def test_a_synchronous_run_leaves_before_a_step_and_saves_the_one_before():
+def test_a_synchronous_run_stops_before_a_step_and_saves_the_one_before():
     recorder = Recorder()
     train_recorded(recorder, num_steps=5, should_stop=lambda step, chunk_arrived: step == 3)
     assert recorder.events == [
@@ -135,14 +135,14 @@ def test_an_asynchronous_run_ends_the_step_under_way_without_a_push():
 
 
 def test_a_run_does_not_wait_for_a_step_that_it_will_not_train():
-    recorder, asked = Recorder(staleness=1, waits_for=[2, 3]), []
+    recorder, calls = Recorder(staleness=1, waits_for=[2, 3]), []
 
     def should_stop(step, chunk_arrived):
-        asked.append((step, chunk_arrived))
+        calls.append((step, chunk_arrived))
         return (step, chunk_arrived) == (3, False)
 
     train_recorded(recorder, wait=False, num_steps=5, should_stop=should_stop)
-    assert asked == [(1, True), (2, False), (2, True), (3, False)]
+    assert calls == [(1, True), (2, False), (2, True), (3, False)]
     assert recorder.events[-2:] == ["publish 2", "save 2"]
 
 
@@ -175,21 +175,21 @@ def test_a_step_that_was_saved_is_not_saved_again():
     assert recorder.events.count("save 2") == 1
 
 
-def test_a_run_that_leaves_before_its_first_step_saves_nothing():
+def test_a_run_that_stops_before_its_first_step_saves_nothing():
     recorder = Recorder()
     train_recorded(recorder, should_stop=lambda step, chunk_arrived: True)
     assert recorder.events == ["wait", "lease 1.0"]
 
 
-def test_a_run_that_left_goes_on_as_if_it_had_not_bit_for_bit():
+def test_a_run_that_stopped_and_resumed_equals_an_uninterrupted_one_bit_for_bit():
     whole, first, second = Saving(), Saving(), Saving()
     train_recorded(whole, num_steps=5)
     train_recorded(first, num_steps=5, should_stop=lambda step, chunk_arrived: step == 3)
     assert int(first.events[-1].split()[1]) == 2
-    left = flat(first.saved.params)  # The state is donated to what goes on with it.
+    stopped = flat(first.saved.params)  # The state is donated to the resumed run.
     train_recorded(second, num_steps=5, state=first.saved, first_step=3)
     np.testing.assert_array_equal(flat(second.saved.params), flat(whole.saved.params))
-    assert np.any(flat(second.saved.params) != left)
+    assert np.any(flat(second.saved.params) != stopped)
 
 
 # Several processes.
@@ -225,49 +225,49 @@ class Coordinator:
 
 @pytest.fixture
 def agreements(monkeypatch):
-    """(agreements of two processes, the processes that were asked to leave, the store)"""
-    asked, coordinator = set(), Coordinator()
+    """(agreements of two processes, the processes with a stop request, the store)"""
+    stopping, coordinator = set(), Coordinator()
     monkeypatch.setattr(
         "jaxrl_async.learner.processes.multihost.get_jax_distributed_client", lambda: coordinator
     )
     made = [
-        Agreement(lambda i=i: i in asked, process=i, num_processes=2, timeout_secs=WAIT_SECS)
+        Agreement(lambda i=i: i in stopping, process=i, num_processes=2, timeout_secs=WAIT_SECS)
         for i in range(2)
     ]
-    return made, asked, coordinator
+    return made, stopping, coordinator
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_whoever_is_asked_all_processes_leave_before_the_same_step(agreements, who):
-    (first, second), asked, _ = agreements
+def test_all_processes_stop_before_the_same_step_whichever_has_the_request(agreements, who):
+    (first, second), stopping, _ = agreements
     assert not first.should_stop(1, True) and not second.should_stop(1, True)
     assert not first.should_stop(2, True)
-    asked.add(who)
-    # The other one heard of step 2 before, and only process 0 may think again, at step 3.
+    stopping.add(who)
+    # Process 0 has decided step 2 already; step 3 is the next decision.
     assert not second.should_stop(2, True)
     assert first.should_stop(3, True) and second.should_stop(3, True)
 
 
-def test_a_process_waits_for_the_word_of_process_0(agreements):
+def test_a_process_waits_for_the_decision_of_process_0(agreements):
     (first, second), _, coordinator = agreements
-    said = []
-    waiting = threading.Thread(target=lambda: said.append(second.should_stop(1, True)))
+    decided = []
+    waiting = threading.Thread(target=lambda: decided.append(second.should_stop(1, True)))
     waiting.start()
-    assert coordinator.waited_for.wait(WAIT_SECS) and said == []
+    assert coordinator.waited_for.wait(WAIT_SECS) and decided == []
     assert not first.should_stop(1, True)
     waiting.join(WAIT_SECS)
-    assert said == [False]
+    assert decided == [False]
 
 
-def test_while_a_chunk_is_waited_for_nobody_leaves_before_process_0_says_so(agreements):
-    (first, second), asked, _ = agreements
-    asked.add(1)
+def test_during_the_wait_for_a_chunk_no_process_stops_before_process_0_decides(agreements):
+    (first, second), stopping, _ = agreements
+    stopping.add(1)
     assert not second.should_stop(1, False)
     assert first.should_stop(1, False)
     assert second.should_stop(1, False) and second.should_stop(1, True)
 
 
-def test_a_word_is_forgotten_when_all_have_heard_it(agreements):
+def test_a_decision_is_deleted_when_all_processes_have_read_it(agreements):
     (first, second), _, coordinator = agreements
     for step in range(1, 9):
         assert not first.should_stop(step, True) and not second.should_stop(step, True)
@@ -283,9 +283,7 @@ SYNC = f"--config={QUICKSTART}:smoke,mode=sync"
 @pytest.mark.parametrize(
     "learner", [(), ("--config.learner.num_processes=2", "--config.learner.data=2")]
 )
-def test_the_command_that_was_ended_by_sigterm_goes_on_to_the_same_weights(
-    learner, command, run, tmp_path
-):
+def test_a_command_ended_by_sigterm_resumes_to_the_same_weights(learner, command, run, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     words = ["train", "--role=auto", SYNC, "--config.learner.num_steps=30", *learner]
     code, output = run(*words, workdir=whole)
@@ -296,8 +294,8 @@ def test_the_command_that_was_ended_by_sigterm_goes_on_to_the_same_weights(
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=RUN_TIMEOUT_SECS)
     assert process.returncode == PREEMPTED, output
-    again = f"python -m jaxrl_async train --resume --workdir={parts}"
-    assert f"left early; go on with: {again}\n" in output
+    resume_command = f"python -m jaxrl_async train --resume --workdir={parts}"
+    assert f"stopped early; resume with: {resume_command}\n" in output
     assert psutil.wait_procs(children, timeout=5)[1] == []
     steps = sorted(int(path.name) for path in (parts / "checkpoints").iterdir())
     rows = read_metrics(parts)
@@ -317,7 +315,7 @@ def test_the_command_that_was_ended_by_sigterm_goes_on_to_the_same_weights(
 
 
 @pytest.mark.long
-def test_a_learner_that_waits_for_groups_that_never_come_leaves_too(command, tmp_path):
+def test_a_learner_that_waits_for_groups_that_never_come_stops_too(command, tmp_path):
     process = command("train", SYNC, "--config.learner.num_steps=100000")
     wait_for_step(tmp_path / "run", 2)
     worker = roles_of(process.pid)["rollout"]
@@ -334,7 +332,7 @@ def test_a_learner_that_waits_for_groups_that_never_come_leaves_too(command, tmp
 
 
 def learner_is_at(workdir):
-    """What the learner last said that it is at, for at least three seconds."""
+    """The learner's stage in its last report; "" where it began less than three seconds ago."""
     with contextlib.closing(queue_client.open_channel(status.address_of(workdir))) as channel:
         found = queue_client.glance(channel)
     waits = [w for role in found.roles if role.role == "learner-0" for w in role.waits]

@@ -118,7 +118,7 @@ def test_a_preempted_job_is_requeued_and_ends_with_the_weights_of_one_that_was_n
     learner, server = (
         (preempted / "logs" / f"{role}-0.log").read_text() for role in ("learner", "server")
     )
-    assert "asked to leave by SIGTERM" in learner
+    assert "SIGTERM: stopping after this step" in learner
     assert f"stopped early after step {max(steps)}" in learner
     assert f"resumed at version {max(steps)}" in learner
     assert server.count("server 0 at http://127.0.0.12:30000") == 2

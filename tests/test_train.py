@@ -417,12 +417,12 @@ def test_a_run_goes_on_with_the_command_that_it_prints(command, run, tmp_path):
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=RUN_TIMEOUT_SECS)
     assert process.returncode == 75, output
-    again = re.search(r"go on with: python -m jaxrl_async (.*)", output)[1].split()
+    again = re.search(r"resume with: python -m jaxrl_async (.*)", output)[1].split()
     assert again == ["train", "--resume", f"--workdir={workdir}"]
     code, output = run("status")
     step = read_metrics(workdir)[-1]["step"]
     assert code == 0, output
-    assert output.startswith(f"the run has left after step {step:.0f}; go on with: python -m")
+    assert output.startswith(f"the run stopped after step {step:.0f}; resume with: python -m")
     more = f"--config.learner.num_steps={step + 2:.0f}"
     code, output = run(*again, more)
     assert code == 0, output

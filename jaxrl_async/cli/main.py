@@ -1,4 +1,4 @@
-"""`python -m jaxrl_async VERB`: finds the verb and turns its outcome into an exit code."""
+"""`python -m jaxrl_async VERB`: runs the verb's module and returns its exit code."""
 
 import importlib
 import sys
@@ -13,9 +13,9 @@ VERBS = {
     "serve": "serve a checkpoint or a Hugging Face directory over SGLang's HTTP API",
     "evaluate": "greedy accuracy and pass@k of a run's checkpoints on held-out prompts",
     "replay": "train again on the journal of a run: the same parameters, or another objective on the same data",
-    "status": "say who waits for whom in a run, and since when",
+    "status": "show who waits for whom in a run, and since when",
     "parity": "compare a server's log-probs with the learner's, and name the likely cause",
-    "simulate": "say what a run would do: steps a second, idle shares, staleness, the best split of devices",
+    "simulate": "predict a run: steps a second, idle shares, staleness, the best split of devices",
     "export": "write a checkpoint as a Hugging Face directory, for transformers and SGLang",
     "report": "write report.html from a run's workdir",
 }

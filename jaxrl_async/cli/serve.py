@@ -12,6 +12,8 @@ from jaxrl_async.config.checks import key_named
 
 CLOSE_TIMEOUT_SECS = 30.0
 
+log = logging.getLogger(__name__)
+
 USAGE = """Serves the weights of a run's checkpoint over SGLang's HTTP API, on the embedded engine of this machine."""
 
 
@@ -23,8 +25,11 @@ def main(argv: list[str]) -> int:
         step=(-1, "checkpoint; default the last"),
         host=("127.0.0.1", "address to bind"),
         port=(30000, "port to bind; 0 picks a free one"),
-        api_key_env=("", "name of the environment variable that holds the key of every route"),
-        admin_api_key_env=("", "name of the one that holds the key of the control routes"),
+        api_key_env=("", "name of the environment variable with the key of every route"),
+        admin_api_key_env=(
+            "",
+            "name of the environment variable with the key of the control routes",
+        ),
         tls_cert=("", "PEM file of a certificate, for https"),
         tls_key=("", "PEM file of its key"),
     )
@@ -71,7 +76,7 @@ async def _serve(
         roots = parts.weight_roots_of(settings, workdir)
         async with http.serve(engine, host=host, port=port, weight_roots=roots, **options) as bound:
             scheme = "https" if options["tls_cert"] else "http"
-            logging.info("checkpoint %d of %s at %s://%s:%d", step, workdir, scheme, host, bound)
+            log.info("checkpoint %d of %s at %s://%s:%d", step, workdir, scheme, host, bound)
             await asyncio.wrap_future(engine.stopped)
     finally:
         engine.close(timeout_secs=CLOSE_TIMEOUT_SECS)

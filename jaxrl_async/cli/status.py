@@ -11,9 +11,8 @@ from jaxrl_async.runtime import workdir as workdirs
 
 CONNECT_SECS = 2.0
 
-USAGE = """Prints who waits for whom in a run, since when, and who is at the end of the chain; of a run that has ended,
-how, and what goes on with it. Of a run whose roles were started one by one, only the queue is asked; processes are
-those of this machine."""
+USAGE = """Prints who waits for whom in a run, since when, and who is at the end of the chain; for a run that has ended,
+how, and the command that resumes it. It asks the queue, and lists the processes of a supervisor on this machine."""
 
 
 def main(argv: list[str]) -> int:
@@ -47,17 +46,17 @@ def main(argv: list[str]) -> int:
 
 
 def _ended(how: str, step: int | None, workdir: pathlib.Path) -> str:
-    """What there is to say of a run that has ended in order: no process of it is left."""
+    """How a supervised run ended, and the command that resumes it."""
     if how == "done":
         return f"the run is done: its last step was {step}"
     when = "before the first step" if step is None else f"after step {step}"
     words = {
-        "left": f"the run has left {when}",
-        "failed": f"the run failed {when}: {workdir}/logs says why",
+        "left": f"the run stopped {when}",
+        "failed": f"the run failed {when}, see {workdir}/logs",
     }
     if not workdirs.checkpoint_steps(workdir):
-        return f"{words[how]}; it has no checkpoint to go on from"
-    return f"{words[how]}; go on with: {workdirs.resume_command(workdir)}"
+        return f"{words[how]}; it has no checkpoint to resume from"
+    return f"{words[how]}; resume with: {workdirs.resume_command(workdir)}"
 
 
 def _ask(address: str, config: pathlib.Path):

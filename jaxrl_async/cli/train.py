@@ -18,16 +18,18 @@ from jaxrl_async.config.settings import Settings, SettingsError
 from jaxrl_async.roles import local, start
 from jaxrl_async.runtime import cluster, supervisor
 from jaxrl_async.runtime import workdir as workdirs
-from jaxrl_async.runtime.preemption import PREEMPTED, Notice
+from jaxrl_async.runtime.preemption import PREEMPTED, StopRequest
 
 ROLES = ("all", "queue", "learner", "rollout", "server", "auto")
-PARENT_POLL_SECS = 1.0
+PARENT_POLL_SECS = 1.0  # poll interval
 
-USAGE = """Trains a policy. With --role=all (the default) starts queue, servers, rollout workers and learner on this
-machine and supervises them; with another role runs that role alone, as one host of a pod would. With --role=auto the
-environment says which, and where the others are (Slurm, a Kubernetes JobSet, a TPU slice; none: all), and a workdir
-that holds a run is gone on with. SIGTERM checkpoints and leaves with exit code 75. `train --resume --workdir=DIR` goes
-on with the config of DIR; what --config or --config.a.b=value change of it is printed, and kept in DIR."""
+log = logging.getLogger(__name__)
+
+USAGE = """Trains a policy. --role=all (the default) starts queue, servers, rollout workers and learner on this machine
+and supervises them; another role runs alone, as on one host of a pod. --role=auto takes the role and the addresses of
+the others from the environment (Slurm, a Kubernetes JobSet, a TPU slice; none of them: all), and resumes a workdir
+that holds a run. SIGTERM finishes the step, checkpoints and exits with code 75. `train --resume --workdir=DIR` resumes
+with the config of DIR; changes by --config or --config.a.b=value are printed, and kept in DIR."""
 
 
 def main(argv: list[str]) -> int:
@@ -38,21 +40,21 @@ def main(argv: list[str]) -> int:
         config_of=_config_of_workdir,
         workdir=("", "directory of the run; default runs/CONFIG-TIME"),
         role=("all", " | ".join(ROLES)),
-        index=(0, "which server, rollout worker or learner process of this run"),
+        index=(0, "index of the server, rollout worker or learner process"),
         coordinator=("", "HOST:PORT of learner process 0, where learner.num_processes > 1"),
-        resume=(False, "go on from the last checkpoint of --workdir"),
-        dry_run=(False, "print the settings and the command that this comes to, and start nothing"),
+        resume=(False, "continue from the last checkpoint of --workdir"),
+        dry_run=(False, "print the settings and the resolved command, and start nothing"),
     )
     if values.role not in ROLES:
         raise UsageError(f"unknown role {values.role!r}{nearest(values.role, ROLES)}")
     auto = values.role == "auto"
     if auto:
-        _take_place(values)
+        _apply_place(values)
     settings = settings_of(values.config)
     start.check_access(settings, values.role, values.index)
     workdir = pathlib.Path(values.workdir or start.default_workdir(settings)).absolute()
     supervised = "JAXRL_PARENT" in os.environ
-    # The other roles take the config.json that these write.
+    # These write the config.json; the other roles read it.
     begins = values.role in ("all", "learner") and not supervised
     try:
         if begins:
@@ -78,8 +80,8 @@ def main(argv: list[str]) -> int:
         workdir,
         resume=values.resume,
         coordinator=values.coordinator,
-        # A scheduler signals all roles at once, and the learner still needs the others to end its step.
-        takes_notice=not supervised and (auto or values.role == "learner"),
+        # A scheduler signals all roles at once, and the learner needs the others to finish its step.
+        graceful=not supervised and (auto or values.role == "learner"),
     )
 
 
@@ -88,8 +90,8 @@ def _config_of_workdir(values: flags.FlagValues) -> str | None:
     return f"{values.workdir}/config.json" if values.resume and values.workdir else None
 
 
-def _take_place(values: flags.FlagValues) -> None:
-    """Sets role, index, addresses and --resume from the environment and the workdir."""
+def _apply_place(values: flags.FlagValues) -> None:
+    """Sets role, index and addresses from the environment, and --resume from the workdir."""
     if not values.workdir:
         raise UsageError("--role=auto needs --workdir, which all roles share")
     try:
@@ -131,11 +133,11 @@ def _resolved(values: flags.FlagValues, argv: list[str], workdir: pathlib.Path) 
 
 
 def _run_all(settings: Settings, workdir: pathlib.Path, *, resume: bool) -> int:
-    # The learner has a deadline of its own, which comes first.
-    notice = Notice(grace_secs=supervisor.LEAVE_SECS + supervisor.STOP_SECS)
-    notice.heed(signal.SIGTERM)
+    # The learner has its own grace period, which ends first.
+    stop = StopRequest(grace_secs=supervisor.LEARNER_STOP_SECS + supervisor.STOP_SECS)
+    stop.listen(signal.SIGTERM)
     try:
-        done = local.run(settings, workdir=workdir, resume=resume, stop_requested=notice.given)
+        done = local.run(settings, workdir=workdir, resume=resume, stop_requested=stop.received)
     except KeyboardInterrupt:
         print(f"stopped; {_resume_hint(workdir)}", file=sys.stderr)
         return 1
@@ -145,7 +147,7 @@ def _run_all(settings: Settings, workdir: pathlib.Path, *, resume: bool) -> int:
         print(f"train: {error}", file=sys.stderr)
         return 1
     if not done:
-        print(f"left early; {_resume_hint(workdir)}", file=sys.stderr)
+        print(f"stopped early; {_resume_hint(workdir)}", file=sys.stderr)
         return PREEMPTED
     print(f"done: {workdir}")
     return 0
@@ -153,8 +155,8 @@ def _run_all(settings: Settings, workdir: pathlib.Path, *, resume: bool) -> int:
 
 def _resume_hint(workdir: pathlib.Path) -> str:
     if not workdirs.checkpoint_steps(workdir):
-        return "no checkpoint yet: the same command begins again"
-    return f"go on with: {workdirs.resume_command(workdir)}"
+        return "no checkpoint yet: the same command starts anew"
+    return f"resume with: {workdirs.resume_command(workdir)}"
 
 
 def _run_one(
@@ -165,21 +167,21 @@ def _run_one(
     *,
     resume: bool,
     coordinator: str,
-    takes_notice: bool,
+    graceful: bool,
 ) -> int:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
     )
-    for chatty in ("absl", "jax", "tensorboardX"):  # Every file touched, every backend lacked …
+    for chatty in ("absl", "jax", "tensorboardX"):  # They log every file and every missing backend.
         logging.getLogger(chatty).setLevel(logging.WARNING)
     cpus = getattr(settings.cpus, role)
-    if cpus:  # Before JAX counts the cores for its threads.
+    if cpus:  # Before JAX counts cores for its threads.
         os.sched_setaffinity(0, cpus)
-    notice = Notice()
-    notice.heed(supervisor.LEAVE)
-    if takes_notice:
-        notice.heed(signal.SIGTERM)
-        # What a scheduler starts may ignore it.
+    stop = StopRequest()
+    stop.listen(supervisor.STOP_SIGNAL)
+    if graceful:
+        stop.listen(signal.SIGTERM)
+        # Processes of a scheduler may start with SIGINT ignored.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     else:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -194,34 +196,34 @@ def _run_one(
             workdir=workdir,
             resume=resume,
             coordinator=coordinator,
-            stop_requested=notice.given,
+            stop_requested=stop.received,
         )
     except KeyboardInterrupt:
         return 1
     except Exception as error:
-        if _says_all(error):
+        if _is_explained(error):
             print(f"{role}: {error}", file=sys.stderr, flush=True)
         else:
-            logging.exception("role %s failed", role)
-        # Of a role that was asked to leave, most likely because the others have left before.
-        return PREEMPTED if notice.given() else 1
+            log.exception("role %s failed", role)
+        # After a stop request, most likely because the other roles exited first.
+        return PREEMPTED if stop.received() else 1
     return 0 if done else PREEMPTED
 
 
-def _says_all(error: BaseException) -> bool:
-    """Whether a role's error is of a kind whose message names what is wrong, so that nobody needs a traceback."""
+def _is_explained(error: BaseException) -> bool:
+    """Whether a role's error names its cause in its message, so that a line suffices instead of a traceback."""
     from jaxrl_async.queue.journal import JournalError
     from jaxrl_async.weights.publisher import PublisherError
 
-    if isinstance(error, OSError):  # Without a number it is ours, and says what to do.
+    if isinstance(error, OSError):  # Without an errno it is ours, and names the remedy.
         return bool(error.args) and error.errno in (None, errno.EADDRINUSE)
-    if isinstance(error, PublisherError):  # It also tells of what ended the publisher.
-        return error.__cause__ is None or _says_all(error.__cause__)
+    if isinstance(error, PublisherError):  # It also wraps the error that ended the publisher.
+        return error.__cause__ is None or _is_explained(error.__cause__)
     return isinstance(error, (JournalError, SettingsError))
 
 
 def _check_addresses(settings: Settings, role: str, index: int) -> None:
-    """A role that runs alone must be told where the others are."""
+    """Refuses a role that runs alone without the addresses of the others."""
     if not settings.queue.address and role != "server":
         raise UsageError(f"--role={role} needs --config.queue.address=HOST:PORT")
     if len(settings.server.addresses) < {"server": index + 1, "learner": 1}.get(role, 0):
@@ -237,10 +239,10 @@ def _check_addresses(settings: Settings, role: str, index: int) -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Ends this process when its supervisor is gone, so that none is left behind."""
+    """Ends this process when its supervisor has died."""
     while os.getppid() == parent:
         time.sleep(PARENT_POLL_SECS)
-    logging.error("the supervisor (pid %d) is gone", parent)
+    log.error("the supervisor (pid %d) is gone", parent)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(supervisor.STOP_SECS)
     os._exit(1)

@@ -50,7 +50,7 @@ def run(
     Args:
       settings: the run; queue.address and server.addresses are set.
       workdir: directory of the run.
-      process: of this machine or pod, in [0, learner.num_processes).
+      process: index of this process, in [0, learner.num_processes).
       coordinator: "host:port" of process 0, where there are several; see `processes.joined`.
       resume: continue from the last checkpoint.
       stop_requested: whether to stop at the end of a step, with a checkpoint.
@@ -157,7 +157,6 @@ def _train(
 
 def first_params_of(settings: Settings, config, mesh, tokenizer):
     """Version 0: random weights or those at model.path, after the warm start."""
-
     if settings.model.path:
         params = hf.from_tensors(hf.read_tensors(settings.model.path), config)
         params = sharding.place(params, sharding.param_shardings(mesh, params))
@@ -199,7 +198,6 @@ def _reference(settings: Settings, checkpoints, train_step):
 
 def _leader_parts(settings: Settings, workdir: pathlib.Path, queue):
     """(queue, publisher, metrics) of process 0."""
-
     weights = settings.weights
     publisher = Publisher(
         settings.server.controls,
@@ -225,8 +223,7 @@ def _follower_parts(settings: Settings, workdir: pathlib.Path, queue):
 
 
 def evaluator_of(settings: Settings, workdir: pathlib.Path):
-    """The evaluator of versions while the run trains; None where evaluate.every_steps is 0."""
-
+    """The evaluator of versions during training; None where evaluate.every_steps is 0."""
     evaluate, rollout = settings.evaluate, settings.rollout
     if not evaluate.every_steps:
         return None
@@ -250,13 +247,12 @@ def push_deadline_of(settings: Settings) -> float:
 
 def _report_status(queue, process: int, timers, publisher) -> None:
     """Reports the learner's stage to the queue, every REPORT_SECS."""
-
     places = {"wait_data": "the queue", "update": "its device", "accumulate": "its device"}
     while True:
         name, secs = timers.current() or ("start", 0.0)
         pushing = name in ("wait_push", "publish")  # A push waits for the one before it.
         place = publisher.waits_for() if pushing else places.get(name, "itself")
-        # A lost queue is found, and named, by the loop's own calls.
+        # The loop's own calls raise when the queue is lost.
         with contextlib.suppress(ConnectionError, TimeoutError, QueueError, ValueError):
             queue.report(f"learner-{process}", [Wait(f"learner ({name})", place, secs)])
         time.sleep(REPORT_SECS)

@@ -1,4 +1,4 @@
-"""All roles of a run on this machine, each a supervised process. It knows no flags."""
+"""All roles of a run on this machine, each a supervised process. Reads no flags."""
 
 import pathlib
 from collections.abc import Callable
@@ -16,7 +16,7 @@ def run(
     on_step: Callable[[], None] | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Runs every role, and returns when the run is over. `start.begin` comes first.
+    """Runs every role until the run is done. `start.begin` comes first.
 
     Args:
       settings: the run.

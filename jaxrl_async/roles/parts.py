@@ -11,13 +11,13 @@ import pathlib
 from jaxrl_async.config.checks import key_named
 from jaxrl_async.config.settings import Settings
 
-# Deadlines of a client of the queue, which needs no device and is up within seconds.
+# Deadlines of the queue's clients. The queue needs no device and is up within seconds.
 CONNECT_TIMEOUT_SECS = 60.0
 CALL_TIMEOUT_SECS = 30.0
 
 
 def keys_of(settings: Settings) -> dict[str, str | None]:
-    """The servers' keys from the environment, as {"api_key", "admin_api_key"}; None where none is named.
+    """The servers' keys from the environment, {"api_key": …, "admin_api_key": …}; None where none is named.
 
     Raises:
       SettingsError: a variable that the config names is unset or empty.

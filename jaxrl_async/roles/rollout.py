@@ -19,7 +19,6 @@ from jaxrl_async.tasks.prompts import prompt_stream
 
 async def run(settings: Settings, workdir: pathlib.Path, index: int) -> None:
     """Turns permits into groups until it is interrupted."""
-
     rollout, tokenizer = settings.rollout, parts.tokenizer_of(settings, workdir)
     task = parts.task_of(settings)
     prompts = prompt_stream(

@@ -14,8 +14,8 @@ from jaxrl_async.config.settings import Settings
 from jaxrl_async.roles.parts import engine_of, keys_of, model_path, weight_roots_of
 from jaxrl_async.runtime.supervisor import how_it_ended
 
-ENGINE_STOP_SECS = 30.0  # An engine that has not ended by then is left behind.
-COMMAND_STOP_SECS = 4.0  # A command that ignores SIGTERM is killed then, before its role is.
+ENGINE_STOP_SECS = 30.0  # deadline of the engine's thread at the end
+COMMAND_STOP_SECS = 4.0  # from SIGTERM to SIGKILL of the command; shorter than that of its role
 
 log = logging.getLogger(__name__)
 
@@ -85,5 +85,5 @@ def _terminate(process: subprocess.Popen) -> None:
     process.kill()
     process.wait()
     if "JAXRL_PARENT" in os.environ:
-        # This role leads a process group: end the command's children too.
+        # This role leads a process group: kill the command's children too.
         os.killpg(0, signal.SIGKILL)

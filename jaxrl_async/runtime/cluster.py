@@ -1,12 +1,12 @@
-"""Where a process stands in a cluster: its role, its number, and where the others are, from the environment alone.
+"""The place of a process in a cluster, from its environment: its role, its index, and the addresses of the others.
 
-Three environments are known, each with one layout:
+Three environments are supported, each with one layout:
 
     Slurm         a heterogeneous job of three components: learner hosts; servers; the queue, then rollout workers
     JobSet        replicated jobs named as roles: learner, queue and rollout are jobs of n pods, servers n jobs of a pod
-    a TPU slice   learner hosts; where the others are, the config says
+    a TPU slice   learner hosts; the config has the addresses of the others
 
-Pure: a mapping goes in, a `Place` comes out. It knows nothing of flags, settings, files or sockets.
+A pure function from a mapping to a `Place`. Reads no flags, settings, files or sockets.
 """
 
 import dataclasses
@@ -21,32 +21,32 @@ ROLES = ("learner", "server", "queue", "rollout")
 
 
 class ClusterError(ValueError):
-    """An environment that does not say where this process stands; the message names the variable."""
+    """An environment without this process's place; the message names the variable."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A process's place among the others of a run."""
+    """A process's role and index in a run, and the addresses of the other roles."""
 
-    role: str  # one of ROLES; "all" where no cluster is
-    index: int  # which server, rollout worker or learner process
+    role: str  # one of ROLES; "all" outside a cluster
+    index: int  # of the server, rollout worker or learner process
     num_learners: int  # processes of the learner
-    queue_address: str  # "host:port"; "" where the config must say
-    server_addresses: tuple[str, ...]  # "http://host:port"; () where the config must say
-    coordinator: str  # "host:port" of learner process 0; "" where there is one learner process
+    queue_address: str  # "host:port"; "" where the config has it
+    server_addresses: tuple[str, ...]  # "http://host:port"; () where the config has them
+    coordinator: str  # "host:port" of learner process 0; "" with one learner process
 
 
 ALONE = Place("all", 0, 1, "", (), "")
 
 
 def place_of(environ: Mapping[str, str]) -> Place:
-    """The place that an environment gives this process; `ALONE` where it is of no cluster.
+    """The place that an environment gives this process; `ALONE` outside a cluster.
 
     Args:
       environ: of the process, `os.environ`.
 
     Raises:
-      ClusterError: a cluster's variable is missing, or says what no layout above has.
+      ClusterError: a cluster's variable is missing, or fits no layout above.
     """
     if "SLURM_HET_SIZE" in environ:
         return _slurm(environ)
@@ -66,11 +66,11 @@ def hosts_of(nodelist: str) -> list[str]:
     """The hosts of a Slurm node list: "gpu[1-2,07],login" → gpu1, gpu2, gpu07, login.
 
     Raises:
-      ClusterError: no such list.
+      ClusterError: not such a list.
     """
     words = re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", nodelist)
     if not words or ",".join(words) != nodelist:
-        raise ClusterError(f"no list of Slurm nodes: {nodelist!r}")
+        raise ClusterError(f"not a list of Slurm nodes: {nodelist!r}")
     return [host for word in words for host in _expand(word)]
 
 
@@ -83,7 +83,7 @@ def _expand(word: str) -> list[str]:
     for part in ranges.split(","):
         first, _, last = part.partition("-")
         if not first.isdigit() or not (last or first).isdigit():
-            raise ClusterError(f"no range of Slurm nodes: {part!r} in {word!r}")
+            raise ClusterError(f"not a range of Slurm nodes: {part!r} in {word!r}")
         numbers += [f"{n:0{len(first)}}" for n in range(int(first), int(last or first) + 1)]
     return [head + number + end for number in numbers for end in _expand(tail)]
 
@@ -100,10 +100,10 @@ def _slurm(environ: Mapping[str, str]) -> Place:
     _require(
         environ,
         (*groups, "SLURM_JOB_NODELIST", "SLURM_PROCID"),
-        "`srun --het-group=K` in a heterogeneous job sets them: start it as launch/slurm.sbatch does",
+        "`srun --het-group=K` in a heterogeneous job sets them: follow launch/slurm.sbatch",
     )
     lists = [_value(environ, f"SLURM_JOB_NODELIST_HET_GROUP_{k}") for k in range(num)]
-    # What `srun --het-group=k` sets for its tasks; in the batch shell it is of component 0.
+    # `srun --het-group=k` sets it for its tasks; in the batch shell it is that of component 0.
     own = _value(environ, "SLURM_JOB_NODELIST")
     if lists.count(own) != 1:
         raise ClusterError(
@@ -124,7 +124,7 @@ def _slurm(environ: Mapping[str, str]) -> Place:
 
 
 def _slurm_tasks(environ: Mapping[str, str], component: int, nodes: str) -> list[tuple[str, int]]:
-    """(host, number on it) of every task, in the order of their numbers where they are laid out in blocks."""
+    """(host, index on it) of every task, in order of rank for a block distribution."""
     variable = f"SLURM_TASKS_PER_NODE_HET_GROUP_{component}"
     counts = []
     for word in _value(environ, variable).split(","):  # "2(x3),1"
@@ -134,7 +134,7 @@ def _slurm_tasks(environ: Mapping[str, str], component: int, nodes: str) -> list
         counts += [int(match[1])] * int(match[2] or 1)
     hosts = hosts_of(nodes)
     if len(counts) != len(hosts):
-        raise ClusterError(f"{variable} counts {len(counts)} nodes, and there are {len(hosts)}")
+        raise ClusterError(f"{variable} counts {len(counts)} nodes, the node list has {len(hosts)}")
     return [(host, i) for host, count in zip(hosts, counts, strict=True) for i in range(count)]
 
 
@@ -144,7 +144,7 @@ def _jobset(environ: Mapping[str, str]) -> Place:
     _require(
         environ,
         ("JOBSET_REPLICATED_JOB", index, "JOBSET_LEARNERS", "JOBSET_SERVERS"),
-        "a pod has them from its JobSet: write it as launch/gke_jobset.yaml is",
+        "a JobSet sets them in its pods: follow launch/gke_jobset.yaml",
     )
     if role not in ROLES:
         raise ClusterError(f"JOBSET_REPLICATED_JOB must be one of {', '.join(ROLES)}; got {role!r}")
@@ -177,7 +177,7 @@ def _coordinator(hosts: Sequence[str]) -> str:
 
 
 def _require(environ: Mapping[str, str], variables: Sequence[str], remedy: str = "") -> None:
-    """Raises ClusterError that names every one of the variables that is missing."""
+    """Raises a ClusterError that names every missing variable."""
     missing = [variable for variable in variables if not environ.get(variable)]
     if missing:
         verb = "is" if len(missing) == 1 else "are"

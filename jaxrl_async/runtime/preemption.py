@@ -1,7 +1,7 @@
-"""What a process does that is asked to leave: it goes on to a good end, at most so long, and then says "again".
+"""Graceful preemption: finish the step, checkpoint, exit 75.
 
-The first signal sets a flag, which whoever ends steps looks at. The second one, or a deadline, ends the process.
-It knows nothing of roles, checkpoints or schedulers.
+The first signal sets a flag, which the learner's loop or the supervisor reads. A second signal, or the end of the grace
+period, ends the process. Independent of roles, checkpoints and schedulers.
 """
 
 import logging
@@ -10,50 +10,47 @@ import signal
 import threading
 import time
 
-GRACE_SECS = 60.0  # from the first signal to the end, whatever the process is at
-ORDERLY_SECS = 6.0  # for what is interrupted at the deadline to end its children
-PREEMPTED = os.EX_TEMPFAIL  # 75: the run is not over, and the same command goes on with it
+GRACE_SECS = 60.0  # grace period: from the first signal to the forced exit
+CLEANUP_SECS = 6.0  # for the children of a process that is interrupted after its grace period
+PREEMPTED = os.EX_TEMPFAIL  # 75: the run is not done, and the same command resumes it
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
-class Notice:
-    """Whether this process was asked to leave."""
+class StopRequest:
+    """Whether a signal requested that this process stop."""
 
     def __init__(self, *, grace_secs: float = GRACE_SECS):
-        """Heeds nothing yet.
+        """Listens to no signal yet.
 
         Args:
-          grace_secs: from the first signal on.
+          grace_secs: grace period, from the first signal.
         """
         self._grace_secs = grace_secs
         self._signal: int | None = None
 
-    def heed(self, *signals: int) -> None:
-        """Takes signals as the notice; in the main thread only."""
+    def listen(self, *signals: int) -> None:
+        """Installs the handlers of signals; in the main thread only."""
         for number in signals:
-            signal.signal(number, self._take)
+            signal.signal(number, self._handle)
 
-    def given(self) -> bool:
+    def received(self) -> bool:
         """Whether a signal came."""
         return self._signal is not None
 
-    def _take(self, number, frame) -> None:
-        if self.given():
+    def _handle(self, number, frame) -> None:
+        if self.received():
             raise SystemExit(PREEMPTED)
         self._signal = number
-        # Logging here could meet itself: a handler runs between any two lines of the main thread.
-        threading.Thread(target=self._end_in_time, name="preemption", daemon=True).start()
+        # A handler runs between any two lines of the main thread: logging here could interrupt logging.
+        threading.Thread(target=self._enforce, name="preemption", daemon=True).start()
 
-    def _end_in_time(self) -> None:
-        _log.warning(
-            "asked to leave by %s: at the end of the step, or in %g s",
-            signal.Signals(self._signal).name,
-            self._grace_secs,
-        )
+    def _enforce(self) -> None:
+        name = signal.Signals(self._signal).name
+        log.warning("%s: stopping after this step, or in %g s", name, self._grace_secs)
         time.sleep(self._grace_secs)
-        _log.error("still here %g s after %s", self._grace_secs, signal.Signals(self._signal).name)
-        os.kill(os.getpid(), self._signal)  # Where the main thread hears it, children end too.
-        time.sleep(ORDERLY_SECS)
+        log.error("still running %g s after %s: exiting", self._grace_secs, name)
+        os.kill(os.getpid(), self._signal)  # The main thread exits, and ends its children.
+        time.sleep(CLEANUP_SECS)
         logging.shutdown()
         os._exit(PREEMPTED)

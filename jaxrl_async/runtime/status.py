@@ -1,7 +1,7 @@
 """The stall explainer: who waits for whom in a run, since when, and who is at the end of the chain.
 
-Everything comes from the queue, to which all roles report, and from the table of processes that a supervisor keeps.
-Pure functions of the two; it knows nothing of sockets, JAX or weights.
+Pure functions of the queue's status, to which all roles report, and of the supervisor's table of processes. Opens no
+socket, imports no JAX.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from jaxrl_async.queue.records import SILENT_SECS, QueueStatus, RoleStatus, Wait
 
 ROLES_FILE = "roles.json"
 CONFIG_FILE = "config.json"
-MAX_GROUPS = 3  # groups that are named one by one
+MAX_GROUPS = 3  # groups in the chain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,24 +27,24 @@ class Process:
 
 
 def processes_of(workdir: str | pathlib.Path) -> tuple[Process, ...]:
-    """The processes of a run on this machine, as the supervisor started them; () where there are none."""
+    """The processes that the supervisor of a run started on this machine; () without a supervisor."""
     roles = _read(workdir, ROLES_FILE, "roles") or {}
     return tuple(Process(name, pid, _state_of(pid)) for name, pid in roles.items())
 
 
 def address_of(workdir: str | pathlib.Path) -> str | None:
-    """ "host:port" of the queue of a run: as its supervisor, or else its config.json says; None where neither does."""
-    said = _read(workdir, ROLES_FILE, "queue_address")
-    return said or _read(workdir, CONFIG_FILE, "queue", "address") or None
+    """ "host:port" of a run's queue, from its roles.json or else its config.json; None where neither has it."""
+    address = _read(workdir, ROLES_FILE, "queue_address")
+    return address or _read(workdir, CONFIG_FILE, "queue", "address") or None
 
 
 def end_of(workdir: str | pathlib.Path) -> str | None:
-    """How the run has ended that a supervisor ran: "done", "left" or "failed"; None where none has said so."""
+    """How a supervised run ended: "done", "left" (stopped early) or "failed"; None while it runs or without one."""
     return _read(workdir, ROLES_FILE, "ended")
 
 
 def _read(workdir: str | pathlib.Path, name: str, *keys: str) -> Any:
-    """What stands under the keys in a file of the workdir; None where it is not there, or not whole."""
+    """The value under the keys in a JSON file of the workdir; None where the file or a key is missing."""
     try:
         found = json.loads((pathlib.Path(workdir) / name).read_text(encoding="utf-8"))
         for key in keys:
@@ -55,28 +55,28 @@ def _read(workdir: str | pathlib.Path, name: str, *keys: str) -> Any:
 
 
 def write_roles(workdir: pathlib.Path, queue_address: str, pids: Mapping[str, int]) -> None:
-    """What `processes_of` and `address_of` read."""
+    """Writes the file of `processes_of` and `address_of`."""
     _write(workdir, {"queue_address": queue_address, "roles": dict(pids)})
 
 
 def write_end(workdir: pathlib.Path, how: str) -> None:
-    """What `end_of` reads: no process is left."""
+    """Writes the file of `end_of`, once every process has ended."""
     _write(workdir, {"ended": how})
 
 
 def _write(workdir: pathlib.Path, value: Mapping[str, Any]) -> None:
-    aside = workdir / f".{ROLES_FILE}"
-    aside.write_text(json.dumps(value, indent=2), encoding="utf-8")
-    aside.rename(workdir / ROLES_FILE)
+    temporary = workdir / f".{ROLES_FILE}"
+    temporary.write_text(json.dumps(value, indent=2), encoding="utf-8")
+    temporary.rename(workdir / ROLES_FILE)
 
 
 def explain(status: QueueStatus | None, processes: Sequence[Process], step: int | None) -> str:
-    """The chain, one link a line, its end last.
+    """The chain of waits, one link a line, its end last.
 
     Args:
       status: of the queue; None where it does not answer.
-      processes: of this machine, as far as they are known.
-      step: the last one that is done, None before the first.
+      processes: the known ones of this machine.
+      step: the last step done; None before the first.
     """
     lines = [f"last step done: {'none' if step is None else step}"]
     if status is None:
@@ -102,7 +102,7 @@ def explain(status: QueueStatus | None, processes: Sequence[Process], step: int 
 
 
 def _end_of_chain(status, processes, learner, workers, groups) -> str:
-    """Whoever waits for nobody. A process that does not run comes before all others."""
+    """The role that waits for nobody. A process that does not run comes first."""
     for process in sorted(processes, key=lambda p: _RANK.get(p.role.partition("-")[0], 9)):
         if process.state != "runs":
             return f"{process.role} (pid {process.pid}) {process.state}"

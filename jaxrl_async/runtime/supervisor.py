@@ -1,7 +1,7 @@
 """Starts every role of a run on this machine as a process, watches them, and ends them.
 
-Each role is the command that a pod would run on a host of its own: `train --role=ROLE` with the addresses of the
-others. The supervisor knows processes, logs and metrics; it knows nothing of JAX, weights or rewards.
+Each role runs the command of a host of a pod: `train --role=ROLE` with the addresses of the others. Handles processes,
+logs and metrics; imports no JAX.
 """
 
 import contextlib
@@ -24,18 +24,16 @@ from jaxrl_async.config.settings import Settings
 from jaxrl_async.metrics import last_metrics
 from jaxrl_async.queue import client as queue_client
 from jaxrl_async.runtime import status
-from jaxrl_async.runtime.preemption import GRACE_SECS, ORDERLY_SECS, PREEMPTED
+from jaxrl_async.runtime.preemption import CLEANUP_SECS, GRACE_SECS, PREEMPTED
 from jaxrl_async.runtime.workdir import checkpoint_steps
 
-# Of a learner on a CPU: XLA's buffers of a step lie in fresh memory each time, and 4 KiB pages cost a tenth of it.
+# For a learner on a CPU: XLA allocates a step's buffers anew each time, and pages of 4 KiB cost a tenth of the step.
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-LEAVE = signal.SIGUSR1  # A learner checkpoints and leaves; SIGTERM ends a role at once.
-LEAVE_SECS = GRACE_SECS + ORDERLY_SECS
-STOP_SECS = 6.0  # A role that ignores SIGTERM for so long is killed.
-POLL_SECS = 0.2
-STALL_WORDS_SECS = (
-    30.0  # Without a step for so long, and again after as long, the chain is printed.
-)
+STOP_SIGNAL = signal.SIGUSR1  # The learner checkpoints and exits; SIGTERM ends a role at once.
+LEARNER_STOP_SECS = GRACE_SECS + CLEANUP_SECS  # from STOP_SIGNAL to the learner's exit, at most
+STOP_SECS = 6.0  # from SIGTERM to SIGKILL
+POLL_SECS = 0.2  # poll interval of the processes
+STALL_REPORT_SECS = 30.0  # interval of the printed chains while no step ends
 
 
 class RoleDiedError(RuntimeError):
@@ -63,19 +61,20 @@ def run(
     on_step: Callable[[], None] | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Runs all roles until the learner is done. A role that is killed is started again, within bounds.
+    """Runs all roles until the learner is done.
 
-    A role that ends by itself has said why in its log, and ends the run; but a server is started again in any case.
+    A role that was killed is restarted, at most supervisor.max_restarts times in the run. A role that exits by itself
+    ends the run, and its log says why; a server is restarted in either case.
 
     Args:
       settings: the run.
-      workdir: holds config.json; receives logs/ROLE.log, and roles.json: who runs, or how it ended.
-      resume: go on from the last checkpoint.
-      on_step: called here when steps have ended.
-      stop_requested: whether to leave early; the learner is told then, and the other roles end when it has left.
+      workdir: holds config.json; receives logs/ROLE.log, and roles.json: the processes, or how the run ended.
+      resume: continue from the last checkpoint.
+      on_step: called in this thread after steps.
+      stop_requested: whether to stop early: the learner finishes its step and checkpoints, then all roles end.
 
     Returns:
-      Whether the learner is done; False where it left early.
+      Whether the last step is done; False where the learner stopped early.
 
     Raises:
       RoleDiedError: a role failed, or roles were killed more often than supervisor.max_restarts.
@@ -120,7 +119,7 @@ def run(
         )
         end = "done" if done else "left"
         return done
-    except (KeyboardInterrupt, SystemExit):  # Ctrl-C, or SIGTERM for the second time.
+    except (KeyboardInterrupt, SystemExit):  # Ctrl-C, or a second SIGTERM.
         end = "left"
         raise
     finally:
@@ -129,9 +128,9 @@ def run(
 
 
 def stop(roles: list[Role]) -> None:
-    """Ends every role in reverse order of start: SIGTERM, and SIGKILL for what is left after STOP_SECS.
+    """Ends every role in reverse order of start: SIGTERM, then SIGKILL after STOP_SECS.
 
-    What a role left behind in its process group is killed too.
+    Other processes in a role's process group are killed too.
     """
     for role in reversed(roles):
         if role.process.poll() is None:
@@ -144,7 +143,7 @@ def stop(roles: list[Role]) -> None:
 
 
 def _kill_group(role: Role) -> None:
-    """A role leads its group, whose number stays taken for as long as one of its children lives."""
+    """Kills a role's process group. The role leads it, and its number stays taken while a child lives."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(role.process.pid, signal.SIGKILL)
     role.process.wait()
@@ -188,11 +187,11 @@ def divide_devices(
       devices: platform and number of chips.
       num_servers: embedded servers on this machine.
       num_learners: processes of the learner, which share its devices evenly.
-      learner_devices: of the learner's mesh. A CPU is made to show as many.
+      learner_devices: of the learner's mesh; on a CPU, the number of virtual devices.
 
     Returns:
-      Role name → environment variables. On a single GPU the roles share its memory by fractions; a learner on a CPU
-      gets HUGE_PAGES, unless GLIBC_TUNABLES says something already.
+      Role name → environment variables. Roles on a single GPU get fractions of its memory; a learner on a CPU gets
+      HUGE_PAGES, unless GLIBC_TUNABLES is set.
 
     Raises:
       ValueError: fewer chips than the roles need, or chips that learner processes cannot share.
@@ -236,7 +235,7 @@ def _learner_names(count: int) -> list[str]:
 
 
 def banner(settings: Settings, workdir, queue_address, servers, devices) -> str:
-    """What is about to run, and on what."""
+    """The banner of a run: its settings, its addresses, and the devices of each role."""
     learner = settings.learner
     lines = [
         f"jaxrl_async · {settings.task.name} · mode {settings.mode} · η = {settings.queue.max_staleness} · "
@@ -288,7 +287,7 @@ def _watch(
     on_step: Callable[[], None] | None,
     stop_requested: Callable[[], bool],
 ) -> bool:
-    """Until every learner process, which come last, is done (True) or has left as it was asked; or a role failed."""
+    """Watches the roles, learner processes last. Returns whether the learner is done; False where it stopped early."""
     restarts = _Restarts(settings.supervisor.max_restarts, workdir, start)
     channel = queue_client.open_channel(queue_address, **queue_access_of(settings))
     stalls = _Stalls(channel, workdir, settings.supervisor.stall_secs)
@@ -305,51 +304,51 @@ def _watch(
             learners = roles[-num_learners:]
             if stop_requested():
                 next(progress)
-                return _leave(learners)
+                return _stop_learners(learners)
             if any(role.process.poll() for role in learners):
                 roles[-num_learners:] = restarts.of_learners(learners)
             if pids != (now := {role.name: role.process.pid for role in roles}):
                 status.write_roles(workdir, queue_address, pids := now)
             next(progress)
-            stalls.look(bar.n)
+            stalls.check(bar.n)
             time.sleep(POLL_SECS)
         next(progress)
         return True
 
 
-def _leave(learners: list[Role]) -> bool:
-    """Tells the learner to leave, and waits until it has; whether it was done before it heard.
+def _stop_learners(learners: list[Role]) -> bool:
+    """Sends STOP_SIGNAL to the learner and waits for its exit. Returns whether the last step was done by then.
 
     Raises:
       RoleDiedError: it failed instead.
     """
     for role in learners:
-        role.process.send_signal(LEAVE)
-    deadline = time.monotonic() + LEAVE_SECS
+        role.process.send_signal(STOP_SIGNAL)
+    deadline = time.monotonic() + LEARNER_STOP_SECS
     for role in learners:
         with contextlib.suppress(subprocess.TimeoutExpired):
             role.process.wait(max(0.0, deadline - time.monotonic()))
     codes = {role.process.returncode for role in learners}
-    if failed := codes - {0, PREEMPTED, -LEAVE, None}:
+    if failed := codes - {0, PREEMPTED, -STOP_SIGNAL, None}:
         raise RoleDiedError(
-            "\n".join(_obituary(role) for role in learners if role.process.returncode in failed)
+            "\n".join(_exit_report(role) for role in learners if role.process.returncode in failed)
         )
     return codes == {0}
 
 
 class _Stalls:
-    """Says who waits for whom when no step ends, and stops the run in the end."""
+    """Prints the chain of waits while no step ends; after supervisor.stall_secs, stops the run."""
 
     def __init__(self, channel: grpc.Channel, workdir: pathlib.Path, stall_secs: float):
         self._channel, self._workdir, self._stall_secs = channel, workdir, stall_secs
         self._step, self._since = -1, time.monotonic()
-        self._next_secs = STALL_WORDS_SECS
+        self._next_secs = STALL_REPORT_SECS
 
-    def look(self, step: int) -> None:
-        """Notes the last step; raises StalledError when it has been the last one for too long."""
+    def check(self, step: int) -> None:
+        """Takes the last step; raises StalledError when no later one ended within stall_secs."""
         now = time.monotonic()
         if step != self._step:
-            self._step, self._since, self._next_secs = step, now, STALL_WORDS_SECS
+            self._step, self._since, self._next_secs = step, now, STALL_REPORT_SECS
         secs = now - self._since
         if secs < min(self._next_secs, self._stall_secs):
             return
@@ -359,44 +358,48 @@ class _Stalls:
             raise StalledError(
                 f"no step for {secs:.0f} s (supervisor.stall_secs = {self._stall_secs:g}):\n{chain}"
             )
-        self._next_secs += STALL_WORDS_SECS
+        self._next_secs += STALL_REPORT_SECS
         tqdm.tqdm.write(f"no step for {secs:.0f} s:\n{chain}")
 
 
 class _Restarts:
-    """Starts roles again that were killed, so many times in the run."""
+    """Restarts roles, at most max_restarts times in the run."""
 
-    def __init__(self, at_most: int, workdir: pathlib.Path, start: Callable[[str, bool], Role]):
-        self._at_most, self._workdir, self._start = at_most, workdir, start
+    def __init__(
+        self, max_restarts: int, workdir: pathlib.Path, start: Callable[[str, bool], Role]
+    ):
+        self._max_restarts, self._workdir, self._start = max_restarts, workdir, start
         self._done = 0
 
     def of(self, role: Role) -> Role:
-        """A role in place of one that ended; not a learner."""
+        """The restart of a role that ended and is not a learner; raises RoleDiedError where it failed by itself."""
         if role.process.returncode >= 0 and not role.name.startswith("server-"):
-            raise RoleDiedError(_obituary(role))
+            raise RoleDiedError(_exit_report(role))
         self._count(role)
         return self._start(role.name, False)
 
     def of_learners(self, learners: list[Role]) -> list[Role]:
-        """All processes of the learner in place of those of which one failed: they are one program."""
+        """The restart of all processes of the learner after one was killed: they are one program."""
         killed = [role for role in learners if (role.process.returncode or 0) < 0]
         if not killed:
-            raise RoleDiedError("\n".join(_obituary(r) for r in learners if r.process.returncode))
+            raise RoleDiedError(
+                "\n".join(_exit_report(r) for r in learners if r.process.returncode)
+            )
         self._count(killed[0])
         stop(learners)
         started = bool(checkpoint_steps(self._workdir))
         return [self._start(role.name, started) for role in learners]
 
     def _count(self, role: Role) -> None:
-        if self._done == self._at_most:
+        if self._done == self._max_restarts:
             raise RoleDiedError(
-                f"after {self._done} restarts (supervisor.max_restarts = {self._at_most}): {_obituary(role)}"
+                f"after {self._done} restarts (supervisor.max_restarts = {self._max_restarts}): {_exit_report(role)}"
             )
         self._done += 1
-        _kill_group(role)  # What it left behind may hold its port or its device.
+        _kill_group(role)  # A child may hold its port or its device.
         what = (
             f"role {role.name!r} ended {how_it_ended(role.process.returncode)}; "
-            f"restart {self._done} of at most {self._at_most}"
+            f"restart {self._done} of at most {self._max_restarts}"
         )
         with open(role.log, "a") as log:
             print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} WARNING supervisor: {what}", file=log)
@@ -404,7 +407,7 @@ class _Restarts:
 
 
 def how_it_ended(code: int) -> str:
-    """A return code of subprocess in words."""
+    """A return code of `subprocess` in words: "by signal SIGKILL", "with exit code 1"."""
     return f"by signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
 
 
@@ -415,7 +418,7 @@ def _progress(
     channel: grpc.Channel,
     on_step: Callable[[], None] | None,
 ) -> Iterator[None]:
-    """Advances the bar at every `next`: the last step's metrics, and who waits for whom."""
+    """Updates the bar at every `next`: the last step's metrics, and the queue's waits."""
     while True:
         before, row = bar.postfix, last_metrics(workdir)
         if row:
@@ -439,13 +442,13 @@ def _summary(row: dict, waiting: str) -> str:
     )
 
 
-def _obituary(role: Role) -> str:
+def _exit_report(role: Role) -> str:
     how = how_it_ended(role.process.returncode)
     return f"role {role.name!r} ended {how}; the end of {role.log}:\n{last_lines(role.log, 20)}"
 
 
 def last_lines(path: pathlib.Path, count: int) -> str:
-    """The last lines of a text file, "" when there is none yet."""
+    """The last lines of a text file; "" where it does not exist."""
     if not path.exists():
         return ""
     with open(path, "rb") as file:
