@@ -1,6 +1,7 @@
-"""The programmatic door: a run from Python, and tasks and rewards of one's own."""
+"""The Python API: a run, and a user's own tasks and rewards."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -8,7 +9,8 @@ import pytest
 
 import jaxrl_async
 from jaxrl_async import rewards, tasks
-from jaxrl_async.cli.config import load_config
+from jaxrl_async.cli.config import load_config, settings_of
+from jaxrl_async.roles import start
 from jaxrl_async.runtime import workdir as workdirs
 
 MODULE = """
@@ -79,7 +81,7 @@ def test_a_run_from_python_with_a_task_and_reward_of_ones_own(
     assert jaxrl_async.run(config, workdir=run.workdir, resume=True).metrics == run.metrics
     assert "nothing to do: the last checkpoint is of step 2 " in capsys.readouterr().out
     config.seed = 7
-    with pytest.raises(ValueError, match="seed 0 → 7: a resumed run cannot change it"):
+    with pytest.raises(ValueError, match=r"seed 0 → 7: .*cannot change"):
         jaxrl_async.run(config, workdir=run.workdir, resume=True)
 
 
@@ -87,7 +89,7 @@ def test_what_other_processes_cannot_import_is_refused():
     def local(completion, answer):
         return 0.0
 
-    with pytest.raises(ValueError, match="cannot import: define it at the top of a module"):
+    with pytest.raises(ValueError, match="cannot import"):
         jaxrl_async.register_reward("mine")(local)
     local.__qualname__, local.__module__ = "local", "__main__"
     with pytest.raises(ValueError, match="%%writefile"):
@@ -97,7 +99,7 @@ def test_what_other_processes_cannot_import_is_refused():
 
 def test_a_name_that_is_taken_is_refused_and_the_same_again_is_not(echo_task):
     jaxrl_async.register_task("echo")(echo_task.Echo)
-    with pytest.raises(ValueError, match="there is a task 'arithmetic' already"):
+    with pytest.raises(ValueError, match="task 'arithmetic'"):
         jaxrl_async.register_task("arithmetic")(echo_task.Echo)
 
 
@@ -112,6 +114,14 @@ def test_a_workdir_is_begun_once_and_resumed_only_with_a_checkpoint(tmp_path):
     with pytest.raises(ValueError, match="holds a run"):
         workdirs.check(workdir, resume=False)
     workdirs.check(workdir, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("task", "name"), [("arithmetic", "arithmetic"), ("pkg.tasks:Echo", "pkg.tasks")]
+)
+def test_the_default_workdir_is_named_by_the_task_without_a_colon(task, name):
+    workdir = start.default_workdir(settings_of(smoke(**{"task.name": task})))
+    assert re.fullmatch(rf"runs/{re.escape(name)}-\d{{8}}-\d{{6}}", str(workdir))
 
 
 def test_an_evaluation_that_fails_says_why(tmp_path):

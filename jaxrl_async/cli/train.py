@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
         argv,
         config=True,
         config_of=_config_of_workdir,
-        workdir=("", "directory of the run; default runs/CONFIG-TIME"),
+        workdir=("", "directory of the run; default runs/TASK-TIME"),
         role=("all", " | ".join(ROLES)),
         index=(0, "index of the server, rollout worker or learner process"),
         coordinator=("", "HOST:PORT of learner process 0, where learner.num_processes > 1"),

@@ -20,7 +20,7 @@ class StartError(ValueError):
 
 
 def default_workdir(settings: Settings) -> pathlib.Path:
-    """runs/TASK-TIME; of a task "module:function" the module."""
+    """runs/TASK-TIME, where TASK is the task's name or, for "module:attribute", its module."""
     task = settings.task.name.partition(":")[0]
     return pathlib.Path(f"runs/{task}-{time.strftime('%Y%m%d-%H%M%S')}")
 
@@ -28,10 +28,10 @@ def default_workdir(settings: Settings) -> pathlib.Path:
 def check_workdir(
     config: ml_collections.ConfigDict, workdir: pathlib.Path, *, resume: bool
 ) -> list[str]:
-    """The changes that a config makes to the run in a workdir, a sentence for each key; writes nothing.
+    """The changes of a config to the run in a workdir, a sentence for each key; writes nothing.
 
     Raises:
-      StartError: the workdir holds a run, or with resume none; or a change that a resumed run cannot take.
+      StartError: the workdir holds a run; with resume, it holds none, or the run cannot take a change.
     """
     try:
         workdirs.check(workdir, resume=resume)
@@ -53,15 +53,15 @@ def begin(
     Args:
       config: written to the workdir.
       settings: the checked settings of the config.
-      workdir: made where it is not there.
-      resume: the workdir's run continues.
-      process: of the learner; only process 0 prints and writes.
+      workdir: made where it does not exist.
+      resume: continue the run in the workdir.
+      process: index of the learner process; only process 0 prints and writes.
 
     Returns:
       Whether there is anything to do; False, with the reason printed, where the last step is done.
 
     Raises:
-      StartError: as of `check_workdir`.
+      StartError: as `check_workdir`.
     """
     changes = check_workdir(config, workdir, resume=resume)
     if resume and (reason := workdirs.nothing_to_do(workdir, settings.learner.num_steps)):
@@ -98,7 +98,7 @@ def check_access(settings: Settings, role: str, index: int) -> None:
 
     Args:
       settings: the run.
-      role: as of `run_role`, or "all".
+      role: as in `run_role`, or "all".
       index: of the server, rollout worker or learner process.
 
     Raises:
@@ -123,7 +123,7 @@ def check_access(settings: Settings, role: str, index: int) -> None:
             security.check_listener(listener, url.netloc, keys["api_key"], "server.api_key_env")
             if (url.scheme == "https") != bool(server.tls_cert):
                 raise ValueError(
-                    f"server.addresses says {server.addresses[index]}, and server.tls_cert {server.tls_cert!r}: "
+                    f"server.addresses has {server.addresses[index]}, server.tls_cert is {server.tls_cert!r}: "
                     "the embedded server speaks https with a certificate, http without one"
                 )
     except ValueError as error:
