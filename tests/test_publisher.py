@@ -10,7 +10,8 @@ from fake_sglang import FakeServer, started
 
 from jaxrl_async.queue.records import ServerRecord
 from jaxrl_async.servers.client import InferenceClient
-from jaxrl_async.weights.publisher import Publisher, PublisherError, _Server, server_records
+from jaxrl_async.weights.health import Server, server_records
+from jaxrl_async.weights.publisher import Publisher, PublisherError
 from jaxrl_async.weights.store import WeightStore
 from jaxrl_async.weights.transports import TRANSPORTS
 
@@ -380,7 +381,7 @@ ROUTER = "http://router:1"
 def test_an_address_is_healthy_where_no_server_behind_it_is_stale_and_one_is_healthy(
     workers, record
 ):
-    servers = [_Server(f"http://w{i}:1", ROUTER, *_state(w)) for i, w in enumerate(workers)]
+    servers = [Server(f"http://w{i}:1", ROUTER, *_state(w)) for i, w in enumerate(workers)]
     assert server_records(servers) == [ServerRecord(ROUTER, *record)]
 
 

@@ -1,1 +1,5 @@
-"""The way of the weights: versions on disk, the publisher that pushes them, and the transports."""
+"""The way of the weights, from the learner to the servers.
+
+Reading order: learner.versions (a snapshot) → store (a directory per version) → publisher (a push to every server;
+health has the servers' states) → transports (one server's push; verification proves it) → servers.client (HTTP).
+"""

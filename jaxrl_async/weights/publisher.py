@@ -1,11 +1,11 @@
 """The publisher: a named thread that keeps every inference server at the current version.
 
-One task per server is the only one that talks to it: it pushes a new version, looks after it every poll_secs, and
-pushes again to a server that was late, failed or restarted. The queue hears of a version when all HEALTHY servers
-answered with it, and of every change of a state. It is told of addresses that take requests, which may be routers;
-the publisher talks to the servers behind them. What is written for a version may be the weights of another one,
-which servers then hold and stamp on tokens, while the queue counts the version published. A server may be lent to an
-evaluation, which it is left alone for. The publisher knows nothing of requests, prompts or tensors.
+Each server has one task, the only one that talks to it: the task pushes a new version, polls the server every
+poll_secs, and pushes again to one that was late, failed or restarted. The queue gets a version when all HEALTHY
+servers answered with it, and every change of a state. The queue's addresses take requests and may be routers; the
+publisher talks to the servers behind them. The weights written for a version may be those of another one
+(rollout.delay_steps): servers hold and stamp the latter, and the queue counts the former. A server that is reserved
+for an evaluation is not touched. Requests, prompts and tensors are not the publisher's.
 """
 
 import asyncio
@@ -17,11 +17,12 @@ import pathlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
-from jaxrl_async.queue.records import ResumePoint, ServerRecord
+from jaxrl_async.queue.records import ResumePoint
 from jaxrl_async.servers.client import InferenceClient, ServerError
 from jaxrl_async.servers.fleet import DEAD, HEALTHY, STALE
+from jaxrl_async.weights import health
 from jaxrl_async.weights import store as weight_store
 from jaxrl_async.weights.transports import Transport
 
@@ -33,7 +34,7 @@ class PublisherError(RuntimeError):
 
 
 class Evaluation(Protocol):
-    """Scores versions on a server that holds them, and fails by itself."""
+    """Scores a version on a server that holds it; its failures are its own."""
 
     def wants(self, version: int) -> bool: ...
     async def run(self, client: InferenceClient, address: str, version: int) -> None: ...
@@ -64,15 +65,17 @@ class Publisher:
           controls: "http://host:port" that takes requests → control addresses of the servers behind it (one, or
             more behind a router); they need not be up yet.
           client: for this publisher alone, not opened yet.
-          transport: how a server is given a version; see transports.TRANSPORTS.
+          transport: gives one server a version; see transports.TRANSPORTS.
           announce: called as announce(version, records, resume_point, run_epoch), `LearnerQueue.publish_version`.
-          push_timeout_secs: a server that has not taken a version by then is STALE; with nothing HEALTHY to route
-            to for so long the publisher fails, unless a server is DEAD or has just started again.
-          poll_secs: between looks at each server.
-          start_timeout_secs: the first push waits for every server at most so long, and with nothing HEALTHY to
-            route to a DEAD server is waited for so long: it may be starting again.
+          push_timeout_secs: deadline of a server for a version; one that misses it is STALE. Without a HEALTHY
+            server for this time the publisher fails, unless a server is DEAD or has just restarted.
+          poll_secs: poll interval of each server.
+          start_timeout_secs: deadline of the first push, for all servers. Without a HEALTHY server, a DEAD one has
+            this time to restart.
         """
-        self._servers = [_Server(c, serves) for serves, behind in controls.items() for c in behind]
+        self._servers = [
+            health.Server(c, serves) for serves, behind in controls.items() for c in behind
+        ]
         if not self._servers:
             raise ValueError("the publisher needs at least one server address")
         self._client = client
@@ -91,11 +94,11 @@ class Publisher:
         self._phase = "a first version"
         self._metrics: dict[str, float] = {}
 
-        # Everything below belongs to the thread.
-        self._target: _Target | None = None
+        # The thread's own state:
+        self._target: health.Target | None = None
         self._announced: tuple[int, int] | None = None  # (version, run epoch)
         self._held: int | None = None  # by HEALTHY servers, under the version announced
-        self._told: list[str] = []  # the states that the queue knows
+        self._known_states: list[str] = []  # the states that the queue knows
         self._pushing = False
         self._evaluating: asyncio.Task | None = None
         self._healthy_at = time.monotonic()
@@ -144,10 +147,10 @@ class Publisher:
     def wait(
         self, version: int, *, timeout_secs: float, should_stop: Callable[[], bool] = lambda: False
     ) -> None:
-        """Waits until the servers hold what was written for a version, or until `should_stop`, called every LOOK_SECS.
+        """Waits until the servers hold a version, or until `should_stop`, called every LOOK_SECS.
 
         Raises:
-          PublisherError: the publisher failed, or the push still runs after timeout_secs; says what it waits for.
+          PublisherError: the publisher failed, or the push still runs after timeout_secs; names the wait.
         """
 
         def over() -> bool:
@@ -173,12 +176,12 @@ class Publisher:
     def metrics(self) -> dict[str, float]:
         """weights/version, weights/delay, weights/push_secs (write included) and weights/bytes of the last push.
 
-        Once, those of an evaluation that is over.
+        The metrics of an evaluation that ended are added once.
         """
         return self._metrics | (self._evaluation.pop() if self._evaluation else {})
 
     def close(self) -> None:
-        """Ends the thread. A server that is being pushed to is told to go on sampling."""
+        """Ends the thread. A paused server continues."""
         with contextlib.suppress(RuntimeError):  # The loop of a failed publisher is closed.
             self._loop.call_soon_threadsafe(self._task.cancel)
         self._thread.join(_CLOSE_TIMEOUT_SECS)
@@ -218,13 +221,13 @@ class Publisher:
         start = time.monotonic()
         self._phase = f"version {request.version} to be written"
         path, num_bytes = await asyncio.to_thread(_write, request.write)
-        if not any(s.state == HEALTHY and not s.lent for s in self._servers):
+        if not any(s.state == HEALTHY and not s.reserved for s in self._servers):
             await self._wait_for_evaluation()
 
         self._pushing = True
         manifest = weight_store.read_manifest(path)
-        name = weight_name(manifest["version"], request.run_epoch)
-        target = _Target(manifest["version"], name, path, manifest["digest"])
+        name = health.weight_name(manifest["version"], request.run_epoch)
+        target = health.Target(manifest["version"], name, path, manifest["digest"])
         first, self._target = self._target is None, target
         self._phase = f"version {request.version} on the servers"
         await self._deliver(first)
@@ -232,8 +235,8 @@ class Publisher:
 
         self._phase = f"the queue to take version {request.version}"
         # States first: when the queue admits for the new version, no worker routes to a late server.
-        await self._tell_states()
-        await self._tell_version(request)
+        await self._publish_states()
+        await self._publish_version(request)
         self._metrics = {
             "weights/version": target.version,
             "weights/delay": request.version - target.version,
@@ -247,7 +250,7 @@ class Publisher:
         log.info("version %d: pushed; %s", request.version, self._describe())
 
     def _start_evaluation(self, client: InferenceClient, tasks: asyncio.TaskGroup) -> None:
-        """Lends the last HEALTHY server, where the version it holds is to be evaluated."""
+        """Reserves the last HEALTHY server when its version is due for an evaluation."""
         version, healthy = self._target.version, [s for s in self._servers if s.state == HEALTHY]
         if self._evaluation is None or not self._evaluation.wants(version) or not healthy:
             return
@@ -255,18 +258,18 @@ class Publisher:
             log.warning("version %d is not evaluated: one before it still is", version)
             return
         server = healthy[-1]
-        server.lent = True
+        server.reserved = True
         if len(healthy) > 1:
             server.state, server.reason = STALE, f"evaluates version {version}"
         evaluate = self._evaluate(client, server, version)
         self._evaluating = tasks.create_task(evaluate, name=f"evaluation of version {version}")
 
-    async def _evaluate(self, client: InferenceClient, server: "_Server", version: int) -> None:
+    async def _evaluate(self, client: InferenceClient, server: health.Server, version: int) -> None:
         try:
-            await self._tell_states()
+            await self._publish_states()
             await self._evaluation.run(client, server.address, version)
         finally:
-            server.lent, self._evaluating = False, None
+            server.reserved, self._evaluating = False, None
             server.due.set()
 
     async def _wait_for_evaluation(self) -> None:
@@ -277,7 +280,7 @@ class Publisher:
     async def _deliver(self, first: bool) -> None:
         """Waits until every server (the first time) or every HEALTHY one tried the target."""
         target = self._target
-        expected = [s for s in self._servers if first or (s.state == HEALTHY and not s.lent)]
+        expected = [s for s in self._servers if first or (s.state == HEALTHY and not s.reserved)]
         for server in self._servers:
             server.due.set()
 
@@ -285,14 +288,14 @@ class Publisher:
             done = all(s.holds(target) if first else s.tried is target for s in expected)
             return done and any(s.holds(target) for s in self._servers)
 
-        def delivered_or_hopeless() -> bool:
-            return delivered() or not self._may_one_return()
+        def delivered_or_impossible() -> bool:
+            return delivered() or not self._may_recover()
 
         timeout_secs = self._start_timeout_secs if first else self._push_timeout_secs
         await self._wait(delivered, timeout_secs)
         if not any(s.holds(target) for s in self._servers):
-            await self._wait(delivered_or_hopeless, self._start_timeout_secs - timeout_secs)
-        self._judge(first, timeout_secs)
+            await self._wait(delivered_or_impossible, self._start_timeout_secs - timeout_secs)
+        self._end_push(first, timeout_secs)
         self._healthy_at = time.monotonic()
 
     async def _wait(self, condition: Callable[[], bool], timeout_secs: float) -> None:
@@ -300,15 +303,15 @@ class Publisher:
             async with asyncio.timeout(timeout_secs), self._changed:
                 await self._changed.wait_for(condition)
 
-    def _may_one_return(self) -> bool:
-        """A server is gone, or back without our weights, or was lent and has not tried the target yet."""
+    def _may_recover(self) -> bool:
+        """Whether a server may become HEALTHY: it is DEAD, restarted without weights, or has not tried the target."""
         return any(
             s.state == DEAD or s.version is None or s.tried is not self._target
             for s in self._servers
         )
 
-    def _judge(self, first: bool, timeout_secs: float) -> None:
-        """The push is over: whoever does not hold the target is not HEALTHY."""
+    def _end_push(self, first: bool, timeout_secs: float) -> None:
+        """Ends a push: a server that does not hold the target is not HEALTHY."""
         version = self._target.version
         for server in self._servers:
             if server.state == HEALTHY and not server.holds(self._target):
@@ -324,48 +327,48 @@ class Publisher:
                 f"no HEALTHY inference server left for version {version}: {self._describe()}"
             )
 
-    async def _keep(self, client: InferenceClient, server: "_Server") -> None:
-        """The one task that talks to a server: keeps it at the target for as long as the publisher runs."""
+    async def _keep(self, client: InferenceClient, server: health.Server) -> None:
+        """The one task that talks to a server: keeps it at the target."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._poll_secs):
                     await server.due.wait()
             server.due.clear()
-            if self._target is not None and not server.lent:
-                await self._look_after(client, server, self._target)
+            if self._target is not None and not server.reserved:
+                await self._poll(client, server, self._target)
 
-    async def _look_after(
-        self, client: InferenceClient, server: "_Server", target: "_Target"
+    async def _poll(
+        self, client: InferenceClient, server: health.Server, target: health.Target
     ) -> None:
         try:
-            await self._bring_to(client, server, target)
-            # During a push the weights before it are still the current ones.
+            await self._push_target(client, server, target)
+            # During a push the version before it is still current.
             current = (self._target.version, self._held if self._pushing else None)
-            if not server.lent:  # meanwhile
+            if not server.reserved:  # meanwhile
                 server.state = HEALTHY if server.version in current else STALE
                 server.reason = f"holds version {server.version}"
         except ServerError as error:
-            server.state = STALE if await _answers(client, server) else DEAD
+            server.state = STALE if await health.answers(client, server) else DEAD
             server.reason = str(error)
         server.tried = target
-        await self._tell_states()
+        await self._publish_states()
         async with self._changed:
             self._changed.notify_all()
         self._check_any_healthy()
 
-    async def _bring_to(
-        self, client: InferenceClient, server: "_Server", target: "_Target"
+    async def _push_target(
+        self, client: InferenceClient, server: health.Server, target: health.Target
     ) -> None:
-        """Pushes the target to a server unless it holds it already."""
-        info = await client.model_info(server.address, timeout_secs=PROBE_TIMEOUT_SECS)
+        """Pushes the target to a server that does not hold it."""
+        info = await client.model_info(server.address, timeout_secs=health.PROBE_TIMEOUT_SECS)
         # Before the first push, an equal number would be another run's.
         if server.version == target.version:
-            difference = _difference(info, target)
+            difference = health.difference(info, target)
             if difference is None:
                 return
             server.state, server.version = STALE, None
             server.reason = f"restarted: reports {difference}"
-            await self._tell_states()
+            await self._publish_states()
         await self._transport(
             client,
             server.address,
@@ -376,40 +379,40 @@ class Publisher:
         server.version = target.version
 
     def _check_any_healthy(self) -> None:
-        """Outside of pushes, which have their own deadline."""
+        """Raises when no server was HEALTHY for too long; a push has a deadline of its own."""
         now = time.monotonic()
-        if self._pushing or any(r.state == HEALTHY for r in server_records(self._servers)):
+        if self._pushing or any(r.state == HEALTHY for r in health.server_records(self._servers)):
             self._healthy_at = now
             return
         timeout_secs = self._push_timeout_secs
-        if self._may_one_return():
+        if self._may_recover():
             timeout_secs = max(timeout_secs, self._start_timeout_secs)
         if self._published is not None and now - self._healthy_at > timeout_secs:
             raise PublisherError(
                 f"no HEALTHY inference server for {timeout_secs:g} s: {self._describe()}"
             )
 
-    async def _tell_version(self, request: "_Request") -> None:
+    async def _publish_version(self, request: "_Request") -> None:
         async with self._announcing:
             self._announced = (request.version, request.run_epoch)
             self._held = self._target.version
-            await self._tell(request.resume_point)
+            await self._announce_records(request.resume_point)
 
-    async def _tell_states(self) -> None:
-        """Publishes the states again, under the version published last, where they changed."""
+    async def _publish_states(self) -> None:
+        """Publishes changed states, under the version published last."""
         async with self._announcing:
-            states = [record.state for record in server_records(self._servers)]
-            if self._announced is not None and self._told != states:
+            states = [record.state for record in health.server_records(self._servers)]
+            if self._announced is not None and self._known_states != states:
                 log.info("version %d: %s", self._announced[0], self._describe())
-                await self._tell(None)
+                await self._announce_records(None)
 
-    async def _tell(self, resume_point: ResumePoint | None) -> None:
-        records, (version, run_epoch) = server_records(self._servers), self._announced
-        self._told = [record.state for record in records]
+    async def _announce_records(self, resume_point: ResumePoint | None) -> None:
+        records, (version, run_epoch) = health.server_records(self._servers), self._announced
+        self._known_states = [record.state for record in records]
         await asyncio.to_thread(self._announce, version, records, resume_point, run_epoch)
 
     def waits_for(self) -> str:
-        """In words: what the push under way waits for, and the state of every server."""
+        """The wait of the push under way, and the state of every server, in words."""
         return f"{self._phase}; {self._describe()}"
 
     def _describe(self) -> str:
@@ -422,78 +425,6 @@ class _Request:
     run_epoch: int
     write: Callable[[], str | os.PathLike]
     resume_point: ResumePoint | None
-
-
-@dataclasses.dataclass(frozen=True)
-class _Target:
-    version: int  # of the weights
-    name: str  # of the weights, which the servers report
-    path: str
-    digest: str  # of the manifest
-
-
-@dataclasses.dataclass(eq=False)
-class _Server:
-    """What the publisher knows of a server. Written by the task that keeps it, and where it was late."""
-
-    address: str  # where it takes control calls
-    serves: str  # where requests for it go: the same, or a router
-    state: str = STALE
-    reason: str = "has not answered yet"
-    version: int | None = None  # of the weights; None before the first push
-    tried: _Target | None = None  # the last target that it took or failed to take
-    lent: bool = False  # to an evaluation
-    # Do not sleep till the next look.
-    due: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
-
-    def holds(self, target: _Target) -> bool:
-        return self.state == HEALTHY and self.version == target.version
-
-    def __str__(self) -> str:
-        return f"{self.address} is {self.state} ({self.reason})"
-
-
-def weight_name(version: int, run_epoch: int) -> str:
-    """What servers call the weights of a version: "12", and "1.12" in run epoch 1."""
-    return f"{run_epoch}.{version}" if run_epoch else str(version)
-
-
-def server_records(servers: Sequence[_Server]) -> list[ServerRecord]:
-    """One record for each address that takes requests.
-
-    A router leaves out servers that are gone, not those of another version: its address is STALE while one behind
-    it is, HEALTHY when one of the others is, else DEAD. Its version is the smallest of the HEALTHY ones.
-    """
-    behind: dict[str, list[_Server]] = {}
-    for server in servers:
-        behind.setdefault(server.serves, []).append(server)
-    return [_record(address, group) for address, group in behind.items()]
-
-
-def _record(address: str, servers: list[_Server]) -> ServerRecord:
-    states = {server.state for server in servers}
-    state = next(state for state in (STALE, HEALTHY, DEAD) if state in states)
-    known = [s for s in servers if s.version is not None]
-    versions = [s.version for s in known if s.state == HEALTHY] or [s.version for s in known]
-    return ServerRecord(address, state, min(versions, default=None))
-
-
-def _difference(info: Mapping[str, Any], target: _Target) -> str | None:
-    """How what a server reports is not the target, in words; None where it is."""
-    held, digest = info.get("weight_version"), info.get("weight_digest", target.digest)
-    if held != target.name:
-        return f"version {held!r} instead of {target.name}"
-    if digest != target.digest:
-        return f"weights with digest {digest} as version {held}, its manifest says {target.digest}"
-    return None
-
-
-async def _answers(client: InferenceClient, server: _Server) -> bool:
-    try:
-        await client.model_info(server.address, timeout_secs=PROBE_TIMEOUT_SECS)
-    except ServerError:
-        return False
-    return True
 
 
 def _write(write: Callable[[], str | os.PathLike]) -> tuple[str, int]:
@@ -512,6 +443,5 @@ def _first(error: BaseException) -> BaseException:
     return error
 
 
-LOOK_SECS = 0.5  # Whoever waits for a push is asked so often whether to go on waiting.
-PROBE_TIMEOUT_SECS = 5.0  # A server that pushes and samples at once still answers within this.
+LOOK_SECS = 0.5  # between two calls of should_stop during a wait
 _CLOSE_TIMEOUT_SECS = 15.0

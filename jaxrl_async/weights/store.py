@@ -4,9 +4,8 @@
     root/00000012/model.safetensors            (or model-00001-of-00003.safetensors … and their index)
     root/00000012/manifest.json                digests of the bytes as written, after any cast
 
-A version is written aside, synced and renamed, so it is there in full or not at all. One process writes
-a store, or several write parts of one version at a time; any may read it. The store knows nothing of models,
-servers or JAX.
+A version is written under a temporary name, synced and renamed: it is there in full or not at all. One process
+writes a store, or several write parts of one version at a time; any process may read it. Imports no JAX.
 """
 
 import json
@@ -42,7 +41,7 @@ _TEMPORARY = ".aside-"
 
 
 class WeightStoreError(ValueError):
-    """A version that is missing or not what its manifest says; names the file and the tensor."""
+    """A version is missing or differs from its manifest; names the file and the tensor."""
 
 
 class WeightStore:
@@ -71,8 +70,8 @@ class WeightStore:
     ) -> pathlib.Path:
         """Writes a version and removes old ones.
 
-        The version that was written last is the newest: higher ones are of a future that a resumed run
-        has left, and are removed as well. A version that is there already is replaced.
+        The version written last is the newest: higher ones belong to a future that a resumed run has left, and are
+        removed too. An existing version is replaced.
 
         Args:
           version: ≥ 0.
@@ -90,7 +89,7 @@ class WeightStore:
         return self.finish(version, 1, config)
 
     def begin(self, version: int) -> None:
-        """Makes room for the parts of a version. Of several processes one calls it, before any writes a part."""
+        """Makes the directory for the parts of a version; one process calls it, before any writes a part."""
         self._sweep()
         self._temporary(version).mkdir()
 
@@ -175,7 +174,7 @@ class WeightStore:
         return self._root / f"{_TEMPORARY}{version}"
 
     def _sweep(self) -> None:
-        """Removes what a crash left half done."""
+        """Removes the leftovers of a crash."""
         for entry in self._root.glob(f"{_TEMPORARY}*"):
             shutil.rmtree(entry)
 
@@ -183,7 +182,7 @@ class WeightStore:
         keep = [version for version in self.versions() if version <= newest][-self._keep :]
         for version in self.versions():
             if version not in keep:
-                # Renamed first: a directory that is half removed must not look like a version.
+                # Renamed first: a half-removed directory must not look like a version.
                 self.path(version).rename(self._root / f"{_TEMPORARY}pruned-{version}")
         self._sweep()
 
@@ -256,7 +255,7 @@ def _write_part(
     tensors: Iterable[tuple[str, np.ndarray]],
     max_shard_bytes: int,
 ) -> None:
-    """Writes tensors as they come, and what is in which file: [[file, {name: entry of the manifest}]]."""
+    """Writes tensors as they come, and a table of the files: [[file, {name: entry of the manifest}]]."""
     shards = []
     for number, shard in enumerate(_split(tensors, max_shard_bytes)):
         described = {name: _describe(array) for name, array in shard.items()}

@@ -1,9 +1,11 @@
-"""Ways of giving a server a version: functions of one signature, by name.
+"""Transports: the ways in which servers get a version.
 
-A transport returns when the server holds the version, which was verified, and samples with it; it raises
-ServerError when it does not. Whatever happens, the server is told to go on sampling, and weights that were not
-verified never sample a token that a client accepts: until they are, their name is no version's. A transport knows
-nothing of other servers, schedules or states.
+A transport of files is a function for one server. It returns when the server holds the version, verified, and samples
+with it; otherwise it raises ServerError. In every case the server continues to sample, and unverified weights never
+sample a token that a client accepts: until they are verified, their name is no version's. A transport of files sees
+neither other servers nor their states.
+
+A collective is one call for all servers at once.
 """
 
 import asyncio
@@ -13,7 +15,8 @@ import os
 import pathlib
 import pickle
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -22,7 +25,49 @@ from jaxrl_async.servers.client import InferenceClient, ServerError
 from jaxrl_async.weights import store as weight_store
 from jaxrl_async.weights import verification
 
-Transport = Callable[..., Awaitable[None]]
+
+class Transport(Protocol):
+    """A transport of files: gives one server a version from the version's directory."""
+
+    async def __call__(
+        self,
+        client: InferenceClient,
+        address: str,
+        *,
+        path: str | os.PathLike,
+        version: int | str,
+        timeout_secs: float,
+    ) -> None:
+        """Arguments and errors as of `disk`, whose mode is bound beforehand."""
+
+
+class Collective(Protocol):
+    """A transport that gives all servers a version in one operation, from the learner's own processes.
+
+    The publisher calls `join` when the set of servers changes and `push` for each version. A server that fails
+    leaves the group; the others must not wait for it beyond the deadline.
+    """
+
+    async def join(self, addresses: Sequence[str], *, timeout_secs: float) -> None:
+        """Makes the group of the learner's processes and these servers anew.
+
+        Raises:
+          ServerError: a server did not join; names it.
+        """
+
+    async def push(
+        self, path: str | os.PathLike, *, version: str, timeout_secs: float
+    ) -> Mapping[str, ServerError]:
+        """Gives every server of the group a version.
+
+        Args:
+          path: the version's directory, whose manifest has the digests to verify.
+          version: name of the weights, `health.weight_name`.
+          timeout_secs: deadline of the whole operation.
+
+        Returns:
+          The servers that do not hold the version, by address, with the reason; {} when all do.
+        """
 
 
 async def disk(
@@ -34,24 +79,24 @@ async def disk(
     mode: str,
     timeout_secs: float,
 ) -> None:
-    """Has a server read a version from a directory that it can see. Any server.
+    """A server reads the version from a directory that it can see. For every kind of server.
 
     Args:
       client: the HTTP client.
       address: "http://host:port", where the server takes control calls.
       path: the version's directory, as WeightStore wrote it.
-      version: its number, or what `publisher.weight_name` makes of it.
-      mode: what becomes of running requests. "retract": their tokens stay and their KV is computed anew, so every
-        token's log-prob is exactly that of the version stamped on it. "in_place": stale KV is kept; the tokens
-        sampled afterwards come from a mixture which no version has.
+      version: its number, or its name in a later run epoch (`health.weight_name`).
+      mode: of running requests. "retract": their tokens stay and their KV is computed again, so every token's
+        log-prob is exactly that of the version stamped on it. "in_place": stale KV stays, and later tokens come from
+        a mixture of versions.
       timeout_secs: bound on the whole call.
 
     Raises:
-      ServerError: the version's files are damaged (the server was not asked), or the server refused, was lost, was
-        late, or holds something else afterwards.
+      ServerError: the version's files are damaged (no request was sent); or the server refused, was lost, was late,
+        or holds other weights afterwards.
     """
     push = _Push(client, address, path=path, version=version, mode=mode, timeout_secs=timeout_secs)
-    await push.look()
+    await push.verifies_itself()
     async with push.paused() as name:
         await client.update_weights_from_disk(
             address,
@@ -71,14 +116,14 @@ async def tensor(
     mode: str,
     timeout_secs: float,
 ) -> None:
-    """Sends the tensors of a version to an SGLang server over HTTP; no shared file system.
+    """Sends the tensors of a version to an SGLang server over HTTP, without a shared file system.
 
     Needs PyTorch (the CPU build does) in this process: SGLang's route takes pickled lists of (name, tensor). Only
     sending pickles; nothing is unpickled here. Arguments and errors as of `disk`.
     """
     torch = await asyncio.to_thread(_torch)  # Its import takes seconds.
     push = _Push(client, address, path=path, version=version, mode=mode, timeout_secs=timeout_secs)
-    if await push.look():
+    if await push.verifies_itself():
         raise push.error("has no route for 'tensor': give it weights by 'disk' or 'stream'")
     num_ranks = (await client.server_info(address, timeout_secs=push.left())).get("tp_size", 1)
     buckets = _buckets(push.tensors, BUCKET_BYTES)
@@ -105,12 +150,12 @@ async def stream(
     mode: str,
     timeout_secs: float,
 ) -> None:
-    """Uploads the files of a version to a server of this project; no shared file system.
+    """Uploads the files of a version to a server of this project, without a shared file system.
 
     The upload runs while the server samples. Arguments and errors as of `disk`.
     """
     push = _Push(client, address, path=path, version=version, mode=mode, timeout_secs=timeout_secs)
-    if not await push.look():
+    if not await push.verifies_itself():
         raise push.error("has no route for 'stream': give it weights by 'disk' or 'tensor'")
     for file in sorted(pathlib.Path(path).iterdir()):
         await client.upload(address, file=file, version=str(version), timeout_secs=push.left())
@@ -124,7 +169,7 @@ TRANSPORTS: dict[str, Transport] = {"disk": disk, "tensor": tensor, "stream": st
 
 
 class _Push:
-    """What all transports have in common: sound files, the pause around the change, and the proof after it."""
+    """The common part of the transports: checked files, the pause around the change, verification after it."""
 
     def __init__(self, client, address, *, path, version, mode, timeout_secs):
         if mode not in PAUSE_MODES:
@@ -144,13 +189,13 @@ class _Push:
         return max(self._deadline - time.monotonic(), 1e-3)
 
     def error(self, reason: str) -> ServerError:
-        """An error of this push that trying again does not mend."""
+        """An error of this push that a retry does not mend."""
         return ServerError(self._address, "", reason, retryable=False)
 
-    async def look(self) -> bool:
-        """Asks what the server is; True for one of this project's, which verifies by itself.
+    async def verifies_itself(self) -> bool:
+        """Whether the server is one of this project's, which verifies a version itself.
 
-        For another one it computes what the server is to hold afterwards, while the server still samples.
+        For another one the expected checksums are computed here, while it still samples.
         """
         info = await self._client.model_info(self._address, timeout_secs=self.left())
         if verification.reports_digest(info):
@@ -179,7 +224,7 @@ class _Push:
         await client.continue_(address, timeout_secs=self.left())
 
     async def _verify(self) -> None:
-        """Raises ServerError when the server holds something else than the version."""
+        """Raises ServerError when the server holds other weights than the version's."""
         client, address = self._client, self._address
         if self._expected is not None:
             await verification.verify_checksums(
@@ -197,7 +242,7 @@ class _Push:
             raise ServerError(self._address, "/model_info", reason, retryable=False)
 
     async def _abandon(self) -> None:
-        """A server that lives must not stay paused; what runs there must not go on with unknown weights."""
+        """Aborts the requests of a server with unverified weights, and lets it continue."""
         call = {"timeout_secs": CONTINUE_TIMEOUT_SECS}
         with contextlib.suppress(ServerError):
             if self._expected is not None:
@@ -207,7 +252,7 @@ class _Push:
 
 
 def _buckets(tensors: dict[str, np.ndarray], max_bytes: int) -> list[dict[str, np.ndarray]]:
-    """Cuts a version into parts of at most max_bytes, or of one larger tensor."""
+    """Parts of a version of at most max_bytes each; a larger tensor is a part of its own."""
     buckets: list[dict[str, np.ndarray]] = []
     size = 0
     for name, array in tensors.items():
@@ -230,7 +275,7 @@ def _torch():
 
 
 def _pickled(tensors: dict[str, np.ndarray], torch) -> str:
-    """Base64 of a pickled list of (name, CPU tensor): what update_weights_from_tensor reads."""
+    """Base64 of a pickled list of (name, CPU tensor), the format of update_weights_from_tensor."""
     named = []
     for name, array in tensors.items():
         raw = torch.frombuffer(bytearray(array.tobytes()), dtype=torch.uint8)

@@ -1,8 +1,7 @@
-"""What a server holds after a push, compared with the version that it was given.
+"""Verification of a push: the weights that a server holds, compared with the version's files.
 
-The servers of this project report the digest of what they loaded. SGLang reports a hash of each tensor under names
-of its own, some of them fused; the same hashes are computed here from the version's files. This module knows
-nothing of how weights travel.
+The servers of this project report the digest of the weights they loaded. SGLang reports a hash of each tensor under
+its own names, some of them fused; the same hashes are computed here from the version's files.
 """
 
 import asyncio
@@ -25,12 +24,12 @@ log = logging.getLogger(__name__)
 
 
 def reports_digest(model_info: Mapping[str, Any]) -> bool:
-    """Whether a server is one of this project's: it checks a version itself before it samples with it."""
+    """Whether a server is one of this project's, which verifies a version before it samples with it."""
     return "weight_digest" in model_info
 
 
 def verify_digest(address: str, info: Mapping[str, Any], *, path: str | os.PathLike) -> None:
-    """Compares the digest of what a server says that it loaded with the version's manifest.
+    """Compares a server's report of its weights with the version's manifest.
 
     Args:
       address: of the server, for the error.
@@ -48,7 +47,7 @@ def verify_digest(address: str, info: Mapping[str, Any], *, path: str | os.PathL
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """What an SGLang server is to report once it holds a version."""
+    """The report that an SGLang server should give once it holds a version."""
 
     path: str
     checksums: Mapping[str, str]  # by SGLang's names
@@ -58,7 +57,7 @@ class Expected:
 async def expect(
     client: InferenceClient, address: str, *, path: str | os.PathLike, timeout_secs: float
 ) -> Expected:
-    """Computes, before a push, what `verify_checksums` compares after it.
+    """Computes, before a push, the checksums that `verify_checksums` compares after it.
 
     The values can be compared where SGLang hashes on the CPU and a tensor lies on one rank. A warning says once where
     they cannot.
@@ -86,7 +85,7 @@ async def expect(
 async def verify_checksums(
     client: InferenceClient, address: str, *, expected: Expected, timeout_secs: float
 ) -> None:
-    """Compares every tensor that an SGLang server holds with what is expected.
+    """Compares every tensor that an SGLang server holds with its expected checksum.
 
     Raises:
       ServerError: a tensor is missing, unexpected or different, or the server did not answer.
