@@ -1,15 +1,13 @@
 """The one client of inference servers: SGLang's HTTP API, whichever engine answers it.
 
-Every call has a deadline and fails with a ServerError that names the address, the route and the reason. The
-client knows nothing of routing, retries, prompts, or which version a server should hold.
+Every call has a deadline and fails with a ServerError that names the address, the route and the reason. Routing and
+retries are the sampler's; the version that a server should hold is the publisher's.
 """
 
-import asyncio
 import dataclasses
 import json
 import pathlib
 import re
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,11 +20,11 @@ MAX_LOGPROB_ROUNDING = 1e-6  # A log-prob may exceed 0 by this much: float32 rou
 
 
 class ServerError(Exception):
-    """A call that failed: which address and route, why, and whether calling again can help."""
+    """A failed call: its address, route and reason, and whether a retry can help."""
 
     def __init__(self, address: str, route: str, reason: str, *, retryable: bool):
-        what = f"{route}: {reason}" if route else f" {reason}"
-        super().__init__(f"inference server {address}{what}")
+        detail = f"{route}: {reason}" if route else f" {reason}"
+        super().__init__(f"inference server {address}{detail}")
         self.address = address
         self.route = route
         self.reason = reason
@@ -34,16 +32,16 @@ class ServerError(Exception):
 
 
 class ServerTimeoutError(ServerError):
-    """A call that was not answered before its deadline."""
+    """A call without an answer before its deadline."""
 
 
 class ForeignWeightsError(ValueError):
-    """Tokens sampled by weights that no push gave: a server that restarted a moment ago."""
+    """Tokens of weights that no push gave, as of a server that has just restarted."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """What a server sampled for one request: N tokens, the stop token included."""
+    """The sampled tokens of one request: N tokens, the stop token included."""
 
     tokens: np.ndarray  # int32 [N]
     logprobs: np.ndarray  # float32 [N], at the sampling temperature, ≤ 0
@@ -60,10 +58,9 @@ class InferenceClient:
         """Opens nothing yet.
 
         Args:
-          api_key: what /generate and the information routes ask for, as `--api-key` of a server.
-          admin_api_key: what the control routes ask for, as `--admin-api-key`; they take the api_key where
-            a server has no other.
-          tls_ca: PEM file of the authorities to trust at https:// addresses; "" for those of the system.
+          api_key: key of /generate and the information routes, a server's `--api-key`.
+          admin_api_key: key of the control routes, a server's `--admin-api-key`; without one they take the api_key.
+          tls_ca: PEM file of the authorities to trust at https:// addresses; "" for the system's.
 
         Raises:
           ValueError: no certificate in tls_ca.
@@ -194,7 +191,7 @@ class InferenceClient:
         Args:
           address: "http://host:port".
           serialized_named_tensors: one base64 string for each tensor-parallel rank.
-          version: what the weights are called from now on.
+          version: new name of the weights.
           flush_cache: empty the prefix cache.
           timeout_secs: bound on the whole call.
 
@@ -216,7 +213,7 @@ class InferenceClient:
     async def update_weight_version(
         self, address: str, *, version: str, timeout_secs: float
     ) -> None:
-        """Renames the weights that a server holds; tokens sampled before keep the name they have."""
+        """Renames the weights that a server holds. Earlier tokens keep their name."""
         payload = {"new_version": version, "abort_all_requests": False}
         await self._update(address, "/update_weight_version", payload, timeout_secs)
 
@@ -234,36 +231,15 @@ class InferenceClient:
             raise ServerError(address, route, reason, retryable=False) from error
 
     async def server_info(self, address: str, *, timeout_secs: float) -> dict[str, Any]:
-        """How an SGLang server was started: "device", "tp_size", "dtype", "version", …"""
+        """The settings of an SGLang server: "device", "tp_size", "dtype", "version", …"""
         return await self._call("GET", address, "/server_info", None, timeout_secs)
 
     async def model_info(self, address: str, *, timeout_secs: float) -> dict[str, Any]:
-        """What the server holds: "weight_version" (a string), "model_path", …
+        """The weights of a server: "weight_version" (a string), "model_path", …
 
         This is the liveness route: SGLang's /health samples a token and does not answer during a pause.
         """
         return await self._call("GET", address, "/model_info", None, timeout_secs)
-
-    async def wait_until_ready(self, address: str, *, timeout_secs: float) -> dict[str, Any]:
-        """Asks for /model_info until it is answered.
-
-        Raises:
-          ServerError: no answer before the deadline, with the last error.
-        """
-        deadline = time.monotonic() + timeout_secs
-        last = "none"
-        while (left := deadline - time.monotonic()) > 0:
-            try:
-                return await self.model_info(address, timeout_secs=left)
-            except ServerError as error:
-                last = error.reason
-            await asyncio.sleep(min(_READY_POLL_SECS, max(deadline - time.monotonic(), 0)))
-        raise ServerError(
-            address,
-            "",
-            f"did not answer /model_info within {timeout_secs:g} s (last error: {last})",
-            retryable=True,
-        )
 
     async def _post(self, address: str, route: str, payload: dict, timeout_secs: float) -> dict:
         body = _encode(payload).encode()
@@ -389,7 +365,7 @@ def _decode(text: bytes, address: str, route: str) -> dict:
 
 
 def _message(text: bytes) -> str:
-    """The server's own words, out of whichever shape of error it sent."""
+    """The server's own message, from any of its shapes of error."""
     try:
         answer = json.loads(text)
     except ValueError:
@@ -404,5 +380,4 @@ _INFORMATION_ROUTES = frozenset({"/generate", "/model_info", "/server_info"})
 _VERSION = re.compile(r"([0-9]{1,9}\.)?[0-9]{1,9}")
 _EMPTY = (np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32))
 _MESSAGE_CHARS = 500
-_READY_POLL_SECS = 0.2
 _encode = json.JSONEncoder(separators=(",", ":")).encode

@@ -1,7 +1,7 @@
-"""The table by which requests are routed: each server's state, version, speed and outstanding tokens.
+"""The routing table: each server's state, version, speed and outstanding tokens.
 
-A pure table: no I/O and no clock of its own. It decides nothing about states except one: a server that failed
-a request here is SUSPECT for a while. All other states come from the publisher, through the queue.
+A pure table, without I/O or a clock of its own. It adds one state: a server that failed a request of this process is
+SUSPECT for a while. All other states come from the publisher, through the queue.
 """
 
 import collections
@@ -11,13 +11,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from jaxrl_async.queue.records import ServerRecord
 
 HEALTHY = "HEALTHY"  # holds the current version
-SUSPECT = "SUSPECT"  # failed a request of this process a moment ago
+SUSPECT = "SUSPECT"  # failed a request of this process within suspect_secs
 STALE = "STALE"  # answers, but does not hold the current version
 DEAD = "DEAD"  # does not answer
 
 
 class Fleet:
-    """Which server gets the next request: the HEALTHY one with the fewest outstanding tokens for its speed."""
+    """Routes a request to the HEALTHY server with the fewest outstanding tokens for its speed."""
 
     def __init__(
         self, *, suspect_secs: float, clock: Callable[[], float], speeds: Mapping[str, float]
@@ -25,7 +25,7 @@ class Fleet:
         """Starts with no server.
 
         Args:
-          suspect_secs: a server that failed a request gets none for so long.
+          suspect_secs: time without requests for a server that failed one.
           clock: monotonic seconds.
           speeds: address → relative speed, > 0; 1 for an address that is not in it.
         """
@@ -43,7 +43,7 @@ class Fleet:
     def route(self, excluding: Collection[str] = ()) -> str | None:
         """The HEALTHY server with the fewest outstanding tokens / speed, the first in the table among equals.
 
-        An excluded one only when no other is left.
+        An excluded server is taken only when no other is HEALTHY.
 
         Returns:
           The address, or None when no server is HEALTHY.
@@ -53,7 +53,7 @@ class Fleet:
         return min(preferred, key=self._load, default=None)
 
     def state(self, address: str) -> str:
-        """The publisher's state of a server, or SUSPECT where this process has reason to."""
+        """The publisher's state of a server, or SUSPECT after a failed request of this process."""
         record = self._records.get(address)
         if record is None:
             return DEAD
