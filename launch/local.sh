@@ -4,9 +4,9 @@
 #   launch/local.sh [--dry-run] CONFIG WORKDIR [FLAG …]
 #   launch/local.sh configs/quickstart.py:mode=sync,seed=3 runs/a --config.learner.num_steps=50
 #
-# The same command goes on with a run that was ended by Ctrl-C (exit code 1), by SIGTERM (75, with a checkpoint of the
-# last step) or by a crash. JAXRL_PYTHON names the Python that has jaxrl_async: by default .venv/bin/python of
-# this repository, which launch/quickstart.sh makes, or else `python`. --dry-run prints the command.
+# The same command resumes a run that was ended by Ctrl-C (exit code 1), by SIGTERM (75, with a checkpoint of the last
+# step) or by a crash. JAXRL_PYTHON names the Python that has jaxrl_async: by default .venv/bin/python of this
+# repository, which launch/quickstart.sh makes, or else `python`. --dry-run prints the command.
 set -euo pipefail
 
 usage() { sed -En '2,/^[^#]/s/^#( |$)//p' "$0"; } # the comment at the head

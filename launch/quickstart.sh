@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# The main job on this machine: makes its own environment, installs, trains, evaluates, writes the report.
+# The quickstart on this machine: makes an environment, installs, trains, evaluates, writes the report.
 #
 #   ./launch/quickstart.sh [ARG] [WORKDIR]
 #   ./launch/quickstart.sh mode=sync,seed=3 runs/a
 #
-# ARG are words of configs/quickstart.py, with commas between: smoke (two steps), mode=sync|periodic|async, seed=N; "" is
-# none. WORKDIR is where the run goes, by default runs/quickstart-TIME; a relative one is in the repository.
-# JAXRL_VENV names the environment (.venv), PYTHON the Python it is made from (python3).
+# ARG is the argument of configs/quickstart.py, words with commas between: smoke (two steps), mode=sync|periodic|async,
+# seed=N; "" for none. WORKDIR is the run's directory, by default runs/quickstart-TIME; a relative one is in the
+# repository. JAXRL_VENV names the environment (.venv), PYTHON the Python that makes it (python3).
 set -euo pipefail
 
 usage() { sed -En '2,/^[^#]/s/^#( |$)//p' "$0"; } # the comment at the head

@@ -8,11 +8,11 @@
 # LEARNER is a slice of learner.num_processes hosts, SERVERS are TPU VMs of one host. All have this repository and its
 # environment in ~/jaxrl_async (.venv; the servers' SGLang-JAX in .venv-sglang-jax), and WORKDIR on a shared disk
 # (Filestore). The queue and one rollout worker run on the learner's first host. FLAGS go to `train`; --config.model.path
-# must be one of them. The same command goes on with a run that ended, or was preempted (exit code 75): it ends what is left
-# of the queue, the worker and the servers by SIGTERM, and starts them again. They stay up when the learner is done; on a
-# host, `kill $(cat ~/jaxrl-*.pid)` ends them.
+# must be one of them. The same command resumes a run that ended, or was preempted (exit code 75): it ends the remaining
+# queue, worker and servers by SIGTERM, and starts them again. They stay up when the learner is done; on a host,
+# `kill $(cat ~/jaxrl-*.pid)` ends them.
 #
-# --dry-run prints the commands, with names in place of the addresses that gcloud would tell. With xpk, on a cluster that
+# --dry-run prints the commands, with names in place of gcloud's addresses. With xpk, on a cluster that
 # `xpk cluster create` made, the learner alone is
 #   xpk workload create --cluster=C --workload=jaxrl --tpu-type=v5litepod-8 --docker-image=IMAGE --command="python -m
 #       jaxrl_async train --role=auto --config=… --workdir=… --config.queue.address=… --config.server.addresses=…"
@@ -45,15 +45,15 @@ on_host() {
         ;;
     esac
 }
-background() { # NAME COMMAND …: outlives the ssh, and takes the place of the one before
+background() { # NAME COMMAND …: outlives the ssh, and replaces the one before
     local name=$1 pid=~/jaxrl-$1.pid
     shift
     if [ -e "$pid" ]; then end "$(<"$pid")"; fi
     nohup setsid "$@" >>"$workdir/logs/$name.log" 2>&1 </dev/null &
     echo $! >"$pid"
 }
-end() { # PID: of a role, with what it has started; SIGINT would not do, which a shell's background commands ignore
-    grep -qs jaxrl_async "/proc/$1/cmdline" || return 0 # It is gone; after a reboot its number may be another's.
+end() { # PID: of a role, with its children. By SIGTERM: a shell's background commands ignore SIGINT.
+    grep -qs jaxrl_async "/proc/$1/cmdline" || return 0 # Ended; after a reboot another process may have its number.
     kill "$1" || true
     for _ in {1..60}; do
         grep -qs jaxrl_async "/proc/$1/cmdline" || break # A zombie has no command line.
