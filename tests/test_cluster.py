@@ -1,4 +1,4 @@
-"""Every process of a cluster learns its role and the same addresses from its environment, or what is missing there."""
+"""Every process of a cluster finds its role and the same addresses in its environment, or names what is missing."""
 
 import pathlib
 
@@ -11,7 +11,7 @@ RECORDED = pathlib.Path(__file__).parent / "recorded_environments"
 
 
 def recorded(name):
-    """What tasks of a job saw in Slurm 22.05: a learner, two nodes of two servers, three tasks on the last node."""
+    """Environments of a job in Slurm 22.05: a learner, two nodes of two servers, three tasks on the last node."""
     lines = (RECORDED / f"{name}.txt").read_text().splitlines()
     return dict(line.split("=", 1) for line in lines)
 

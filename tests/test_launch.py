@@ -1,4 +1,4 @@
-"""The launch scripts say what they would run, and that is what `train` and the clusters' schemas take."""
+"""The dry runs of the launch scripts print commands that `train` accepts; the JobSets fit their schemas."""
 
 import contextlib
 import json
@@ -32,7 +32,7 @@ KEYS = {"JAXRL_KEY": "secret", "JAXRL_QUEUE_TOKEN": "secret"}
 
 
 def printed(*words, **variables):
-    """What a script prints, as lists of words, one a line."""
+    """The output of a script, a list of words for each line."""
     environment = os.environ | {"JAXRL_PYTHON": "python"} | variables
     result = subprocess.run(
         ["bash", *map(str, words)],
@@ -379,7 +379,7 @@ def test_all_that_the_script_of_tpu_vms_lacks_is_said_at_once(monkeypatch):
 
 @pytest.fixture
 def host(tmp_path, monkeypatch):
-    """A host as tpu_pod.sh wants it: runs its --on-host, and ends what that has left."""
+    """A host as tpu_pod.sh needs it: runs its --on-host, and ends the processes that remain."""
     python = tmp_path / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.long
 
 @pytest.fixture
 def slurm(monkeypatch):
-    """Runs a client of a Slurm that is there for the test; what the client printed."""
+    """Starts a Slurm for the test, and runs its clients: their output."""
     missing = [name for name in PROGRAMS if shutil.which(name, path="/usr/sbin:/usr/bin") is None]
     if missing or os.getuid() != 0:
         pytest.skip(
@@ -96,21 +96,21 @@ def test_a_preempted_job_is_requeued_and_ends_with_the_weights_of_one_that_was_n
     preempted, whole = tmp_path / "preempted", tmp_path / "whole"
     job = submit(preempted)
     wait_for(lambda: len(read_metrics(preempted)) >= 3, job, preempted)
-    asked = time.monotonic()
+    signaled = time.monotonic()
     slurm(
         "sbatch", "--partition=high", "--nodes=3", "--exclusive", "--time=1", "--output=/dev/null",
         "--wrap", "sleep 2",
     )  # fmt: skip
     wait_for(lambda: "PENDING" in state_of(job), job, preempted)
-    left = time.monotonic() - asked
+    requeue_secs = time.monotonic() - signaled
     steps = [int(path.name) for path in (preempted / "checkpoints").iterdir()]
     assert max(steps) == read_metrics(preempted)[-1]["step"] < NUM_STEPS
     wait_for_end(job, preempted)
-    secs = time.monotonic() - asked
+    secs = time.monotonic() - signaled
     with capsys.disabled():
         print(
-            f"\nSlurm: preempted after step {max(steps)}, requeued {left:.1f} s after the signal, at the end after "
-            f"{secs:.0f} s"
+            f"\nSlurm: preempted after step {max(steps)}, requeued {requeue_secs:.1f} s after the signal, "
+            f"at the end after {secs:.0f} s"
         )
     assert "JobState=COMPLETED" in state_of(job) and "Restarts=1" in state_of(job), logs_of(
         preempted

@@ -1,4 +1,4 @@
-"""What the supervisor decides, and what it does with processes that are no roles."""
+"""The supervisor: the division of devices, restarts and ends, on processes that are not roles."""
 
 import contextlib
 import subprocess
@@ -154,7 +154,7 @@ def test_the_children_of_a_role_end_with_it(start, deaf, monkeypatch):
 
 @pytest.fixture
 def restarts(tmp_path):
-    """(restarts, what they started): at most 2."""
+    """(restarts, the roles that they started): at most 2."""
     started = []
     made = supervisor._Restarts(
         2, tmp_path, lambda name, resume: started.append((name, resume)) or f"again {name}"
@@ -162,7 +162,7 @@ def restarts(tmp_path):
     return made, started
 
 
-def test_a_server_that_died_is_started_again_without_what_it_left_behind(start, restarts, capsys):
+def test_a_server_that_died_is_restarted_and_its_children_are_killed(start, restarts, capsys):
     restarts, started = restarts
     role = start(WITH_A_CHILD.format(deaf=False, then="os = __import__('os'); os._exit(3)"))
     wait_for(lambda: role.process.poll() is not None)
@@ -170,9 +170,9 @@ def test_a_server_that_died_is_started_again_without_what_it_left_behind(start, 
     assert restarts.of(role) == "again server-0"
     assert started == [("server-0", False)]
     assert psutil.wait_procs([child], timeout=5)[1] == []
-    what = "role 'server-0' ended with exit code 3; restart 1 of at most 2"
-    assert what in capsys.readouterr().out
-    assert what in supervisor.last_lines(role.log, 1)
+    line = "role 'server-0' ended with exit code 3; restart 1 of at most 2"
+    assert line in capsys.readouterr().out
+    assert line in supervisor.last_lines(role.log, 1)
 
 
 @pytest.mark.parametrize("name", ["queue", "rollout-0", "server-0"])

@@ -48,7 +48,7 @@ def command(tmp_path):
 
 @pytest.fixture
 def run(command):
-    """Runs a command to its end: (exit code, what it printed)."""
+    """Runs a command to its end: (exit code, its output)."""
 
     def finish(verb, *argv, **kwargs):
         process = command(verb, *argv, **kwargs)
@@ -191,14 +191,14 @@ def test_a_workdir_that_holds_a_run_is_not_overwritten(run, tmp_path):
 
 
 @pytest.fixture
-def heeds_ctrl_c():
+def ctrl_c_is_not_ignored():
     """A shell's background job, which may run these tests, ignores Ctrl-C, and so would its children."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.usefixtures("heeds_ctrl_c")
+@pytest.mark.usefixtures("ctrl_c_is_not_ignored")
 def test_ctrl_c_ends_every_process_within_ten_seconds(command, tmp_path):
     process = command(
         "train",
@@ -275,13 +275,13 @@ def test_a_server_that_is_killed_is_started_again_and_no_group_is_lost_or_double
     go.touch()
     output, _ = process.communicate(timeout=RUN_TIMEOUT_SECS)
     assert process.returncode == 0, output
-    what = "role 'server-1' ended by signal SIGKILL; restart 1 of at most 4"
-    assert what in output and what in (workdir / "logs" / "server-1.log").read_text()
+    line = "role 'server-1' ended by signal SIGKILL; restart 1 of at most 4"
+    assert line in output and line in (workdir / "logs" / "server-1.log").read_text()
     rows = read_metrics(workdir)
     assert [row["step"] for row in rows] == list(range(1, 9))
     lines = [line for line in log.read_text().splitlines() if ": pushed;" in line]
     assert lines[-1].count("is HEALTHY") == 2
-    # Each of the 8 × 8 groups trained on is another index: what was issued is trained, out, or held.
+    # The 8 × 8 trained groups have distinct indexes: every issued index is trained, out, or held.
     position = json.loads((workdir / "checkpoints" / "8" / "position" / "metadata").read_text())
     outstanding = [permit[0] for permit in position["outstanding"]]
     assert len(set(outstanding)) == len(outstanding)
@@ -330,7 +330,7 @@ def test_a_command_starts_the_local_server_and_nothing_of_it_is_left(end, comman
     left = live(pids.read_text())
     assert len(left) == 2
     if end == "done":
-        left[0].kill()  # The run goes on: its role is started again.
+        left[0].kill()  # The run continues: the role is restarted.
         output, _ = process.communicate(timeout=RUN_TIMEOUT_SECS)
         assert process.returncode == 0, output
         assert (
@@ -409,29 +409,29 @@ def test_on_a_cpu_the_learner_is_shown_as_many_devices_as_its_mesh_has(run):
     assert code == 0, output
 
 
-def test_a_run_goes_on_with_the_command_that_it_prints(command, run, tmp_path):
-    """It takes the config of its workdir, overrides on top, and says at the end that nothing is left."""
+def test_a_run_resumes_with_the_command_that_it_prints(command, run, tmp_path):
+    """The command takes the config of the workdir, with overrides; once done, there is nothing to do."""
     workdir = tmp_path / "run"
     process = command("train", f"--config={QUICKSTART}:smoke", "--config.learner.num_steps=100000")
     wait_for_step(workdir, 1)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=RUN_TIMEOUT_SECS)
     assert process.returncode == 75, output
-    again = re.search(r"resume with: python -m jaxrl_async (.*)", output)[1].split()
-    assert again == ["train", "--resume", f"--workdir={workdir}"]
+    resume = re.search(r"resume with: python -m jaxrl_async (.*)", output)[1].split()
+    assert resume == ["train", "--resume", f"--workdir={workdir}"]
     code, output = run("status")
     step = read_metrics(workdir)[-1]["step"]
     assert code == 0, output
     assert output.startswith(f"the run stopped after step {step:.0f}; resume with: python -m")
     more = f"--config.learner.num_steps={step + 2:.0f}"
-    code, output = run(*again, more)
+    code, output = run(*resume, more)
     assert code == 0, output
     assert f"config.json: learner.num_steps 100000 → {step + 2:.0f}\n" in output
     assert read_metrics(workdir)[-1]["step"] == step + 2
     code, output = run("status")
     assert code == 0 and output == f"the run is done: its last step was {step + 2:.0f}\n"
     begun = time.monotonic()
-    code, output = run(*again)
+    code, output = run(*resume)
     assert code == 0 and f"the last checkpoint is of step {step + 2:.0f} " in output, output
     assert time.monotonic() - begun < 30
 

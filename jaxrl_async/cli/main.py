@@ -49,4 +49,4 @@ def main(argv: list[str]) -> int:
 def _overview() -> str:
     lines = ["usage: python -m jaxrl_async VERB [--flag=value ...]", ""]
     lines += [f"  {verb:10} {text}" for verb, text in VERBS.items()]
-    return "\n".join([*lines, "", "VERB --help says what a verb takes."])
+    return "\n".join([*lines, "", "VERB --help lists its flags."])

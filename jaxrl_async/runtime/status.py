@@ -150,7 +150,7 @@ def _wait(wait: Wait) -> str:
 
 
 def _silence(role: RoleStatus) -> str:
-    return f" (said {role.silent_secs:.0f} s ago)" if role.silent_secs > SILENT_SECS else ""
+    return f" (reported {role.silent_secs:.0f} s ago)" if role.silent_secs > SILENT_SECS else ""
 
 
 def _other(processes: Sequence[Process], named: set[str]) -> list[str]:

@@ -397,13 +397,13 @@ class _Restarts:
             )
         self._done += 1
         _kill_group(role)  # A child may hold its port or its device.
-        what = (
+        line = (
             f"role {role.name!r} ended {how_it_ended(role.process.returncode)}; "
             f"restart {self._done} of at most {self._max_restarts}"
         )
         with open(role.log, "a") as log:
-            print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} WARNING supervisor: {what}", file=log)
-        tqdm.tqdm.write(what)
+            print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} WARNING supervisor: {line}", file=log)
+        tqdm.tqdm.write(line)
 
 
 def how_it_ended(code: int) -> str:
