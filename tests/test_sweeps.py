@@ -276,6 +276,13 @@ def test_a_point_that_cannot_be_run_is_named(overrides, message):
         settings_of_point(sweep, sweep.points[0])
 
 
+def test_a_point_may_give_a_setting_its_old_name():
+    sweep = Sweep(
+        f"{ROOT}/configs/quickstart.py", (Point("x", {"loss.behavior_cap_mode": "clamp"}),)
+    )
+    assert settings_of_point(sweep, sweep.points[0]).loss.behavior_weight == "clamp"
+
+
 def test_points_that_cannot_be_told_apart_are_refused():
     with pytest.raises(ValueError, match="two points named 'x'"):
         Sweep("c.py", (Point("x", {}), Point("y", {}), Point("x", {"seed": 1})))
