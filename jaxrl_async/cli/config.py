@@ -45,8 +45,8 @@ __all__ = [
 ]
 log = logging.getLogger(__name__)
 
-USAGE = """Prints every setting of a config, a line each. A * marks those that differ from the defaults
-(jaxrl_async/config/settings.py), which stand behind them. With --workdir=DIR: of the run in DIR."""
+USAGE = """Prints every setting of a config, one per line. A * marks a setting that differs from its default
+(jaxrl_async/config/settings.py), which follows in parentheses. With --workdir=DIR: the settings of the run in DIR."""
 
 
 def main(argv: list[str]) -> int:
@@ -57,10 +57,11 @@ def main(argv: list[str]) -> int:
         config_of=lambda flags: f"{flags.workdir}/config.json" if flags.workdir else None,
         workdir=("", "directory of a run"),
     )
-    defaults = default_values()
+    defaults, lines = default_values(), []
     for key, value in flat(settings_of(values.config)):
         base = "" if value == defaults[key] else f"    (default {defaults[key]!r})"
-        print(f"{'*' if base else ' '} {key} = {value!r}{base}")
+        lines.append(f"{'*' if base else ' '} {key} = {value!r}{base}")
+    print("\n".join(lines))
     return 0
 
 
