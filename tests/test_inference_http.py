@@ -2,41 +2,27 @@
 
 import asyncio
 import io
-import json
 import pathlib
 import socket
-import tempfile
 import time
 
 import aiohttp
 import pytest
 import yarl
-from fixtures.models import tiny
-from flax import nnx
+from fixtures.served_engine import (
+    CONFIG,
+    DEADLINE_SECS,
+    LONG,
+    SHAPE,
+    serving,
+    upload,
+    weights,
+    write_weights,
+)
 
 from jaxrl_async.inference import engine as engine_lib
 from jaxrl_async.inference import http, programs
-from jaxrl_async.models import hf, transformer
 from jaxrl_async.weights import store as weight_store
-
-CONFIG = tiny(
-    vocab_size=19,
-    num_layers=1,
-    num_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    mlp_dim=24,
-    qk_norm=False,
-    attention_bias=True,
-    tied_embeddings=False,
-)
-SHAPE = {"num_slots": 6, "max_total_tokens": 64, "decode_chunk": 2}
-DEADLINE_SECS = 30.0
-LONG = {"max_new_tokens": 50, "sampling_seed": 1}
-
-
-def weights(seed):
-    return nnx.split(transformer.Transformer(CONFIG, rngs=nnx.Rngs(seed)))[1]
 
 
 @pytest.fixture(scope="module")
@@ -83,69 +69,10 @@ class Held:
         return self._inner.decode(*args)
 
 
-class Client:
-    """Speaks JSON to one server."""
-
-    def __init__(self, session, port):
-        self.session, self.port = session, port
-
-    async def __call__(self, route, body=None, *, data=None):
-        """(status, JSON) of a POST."""
-        data = json.dumps({} if body is None else body) if data is None else data
-        async with self.session.post(f"http://127.0.0.1:{self.port}{route}", data=data) as answer:
-            return answer.status, await answer.json()
-
-    async def get(self, route):
-        async with self.session.get(f"http://127.0.0.1:{self.port}{route}") as answer:
-            return answer.status, await answer.json()
-
-    async def generate(self, input_ids=(1, 2, 3), *, rid=None, **params):
-        """The answer of a request that must succeed."""
-        params = {"max_new_tokens": 5, "sampling_seed": 0} | params
-        body = {"input_ids": list(input_ids), "sampling_params": params, "return_logprob": True}
-        status, answer = await self("/generate", body | ({} if rid is None else {"rid": rid}))
-        assert status == 200, answer
-        return answer
-
-    def start(self, **kwargs):
-        return asyncio.create_task(self.generate(**kwargs))
-
-    async def until(self, **wanted):
-        """Waits until /model_info says so."""
-        async with asyncio.timeout(DEADLINE_SECS):
-            while True:
-                info = (await self.get("/model_info"))[1]
-                if all(info[key] == value for key, value in wanted.items()):
-                    return
-                await asyncio.sleep(0.005)
-
-
 @pytest.fixture
 async def client(engine):
     async with serving(engine) as client:
         yield client
-
-
-class serving:
-    def __init__(self, engine):
-        roots = [tempfile.gettempdir()]  # Of pytest's tmp_path.
-        self._context = http.serve(engine, host="127.0.0.1", port=0, weight_roots=roots)
-
-    async def __aenter__(self):
-        port = await self._context.__aenter__()
-        timeout = aiohttp.ClientTimeout(total=DEADLINE_SECS)
-        self._session = aiohttp.ClientSession(timeout=timeout)
-        return Client(self._session, port)
-
-    async def __aexit__(self, *error):
-        await self._session.close()
-        await self._context.__aexit__(*error)
-
-
-def write_weights(root, seed=1):
-    store = weight_store.WeightStore(root, keep=4)
-    tensors = hf.to_tensors(weights(seed), CONFIG, "float32")
-    return str(store.write(1, tensors, hf.write_config(CONFIG)))
 
 
 # Answers.
@@ -534,13 +461,6 @@ async def test_the_servers_end_ends_its_answers_and_not_the_engine(engine):
 
 
 # Uploads and keys.
-
-
-async def upload(client, path, version="9", *, files=None):
-    for file in files or sorted(path.iterdir()):
-        url = f"http://127.0.0.1:{client.port}/weights/{version}/{file.name}"
-        async with client.session.put(url, data=file.read_bytes()) as answer:
-            assert answer.status == 200, await answer.text()
 
 
 async def test_an_uploaded_version_is_loaded_and_removed(client, tmp_path):
