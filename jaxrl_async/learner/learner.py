@@ -93,8 +93,8 @@ def train(
     Args:
       state: holds version first_step − 1, as the servers do.
       first_step: ≥ 1.
-      settings: of the run; the loop reads mode, and of learner, weights, checkpoint and queue when to push, save and
-        stop.
+      settings: of the run. The loop reads mode and, in learner, weights, checkpoint and queue, the schedule and the
+        budgets.
       train_step: the three jitted programs.
       pack: groups and advantages [N, G] → microbatches of one static shape, a `packing.Packer`.
       padding: a microbatch of that shape without a token.
@@ -118,9 +118,7 @@ def train(
       RecompileError: a program compiled after the first step, with learner.fail_on_recompile.
     """
     state, accumulator = train_step.warm_up(state, padding, reference)
-    wait_for_push = (
-        settings.mode != "async"
-    )  # A step starts when the servers hold the version before it.
+    wait_for_push = settings.mode != "async"  # A step then starts after the push before it.
     finalizer = _StepFinalizer(settings, train_step, queue, publisher, save, metrics, timers)
     for step in range(first_step, settings.learner.num_steps + 1):
         groups: list[Group] = []
@@ -185,7 +183,7 @@ class _DispatchedStep:
 
 
 def _pushes(settings: Settings, step: int) -> bool:
-    """Whether the servers get this version while the run continues."""
+    """Whether the servers get this version during the run."""
     return step % settings.weights.push_every_steps == 0 and step < settings.learner.num_steps
 
 

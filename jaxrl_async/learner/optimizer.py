@@ -1,4 +1,4 @@
-"""The optimizer of the learner. Clipping is not here: `update` needs the norm for its flag."""
+"""The optimizer of the learner. Clipping is in `update`, which needs the norm for its flag."""
 
 import optax
 
