@@ -33,13 +33,13 @@ class Page:
         self._socket, self._calls = socket, 0
 
     async def call(self, method: str, **params):
-        """What the protocol answers."""
+        """The protocol's answer."""
         self._calls += 1
         await self._socket.send_json({"id": self._calls, "method": method, "params": params})
         while (answer := await self._socket.receive_json(timeout=CALL_SECS)).get(
             "id"
         ) != self._calls:
-            pass  # An event.
+            pass  # an event
         assert "error" not in answer, answer
         return answer["result"]
 
@@ -50,7 +50,7 @@ class Page:
         return answer["result"].get("value")
 
     async def open(self, path: pathlib.Path, *, width: int, dark: bool) -> None:
-        """Loads a file in a window of a width, as a reader with a dark or a light screen has it."""
+        """Loads a file in a window of a width, with a dark or a light color scheme."""
         await self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -103,7 +103,7 @@ async def browsing():
 
 
 def _port(process: subprocess.Popen, profile: pathlib.Path) -> int:
-    """Where the browser listens, which it writes when it does."""
+    """The port that the browser listens on, from the file that it writes."""
     file, deadline = profile / "DevToolsActivePort", time.monotonic() + START_SECS
     while not (file.exists() and (lines := file.read_text().splitlines())):
         assert process.poll() is None, f"the browser ended with {process.returncode}"

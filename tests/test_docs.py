@@ -1,4 +1,4 @@
-"""README and docs/ are true: their links, their names of metrics, their example, and every command that they show."""
+"""The pages are true: links, anchors, names of metrics and of tests, examples, and every command that they show."""
 
 import importlib
 import os
@@ -18,12 +18,12 @@ from jaxrl_async.runtime.supervisor import free_port
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 RUN_TIMEOUT_SECS = 400
-# What is not run here, and why; the named test runs it.
+# Commands that are not run here, with the reason or the test that runs them.
 ELSEWHERE = {
     "./launch/quickstart.sh": "installs: test_long",
     "./tests/run.sh": "is this",
-    "jaxrl_async serve": "serves for ever: test_inference_http",
-    "jaxrl_async status": "is about a run under way: test_status, test_stalls",
+    "jaxrl_async serve": "does not end: test_inference_http",
+    "jaxrl_async status": "needs a running run: test_status, test_stalls",
     "jaxrl_async parity": "needs a server: test_parity",
     "python -m sglang.launch_server --model-path Qwen": "SGLang's own: test_conformance",
     "benchmarks/": "test_benchmark_scripts",
@@ -51,7 +51,7 @@ def anchors(page: pathlib.Path) -> set[str]:
 
 
 def commands() -> list[str]:
-    """Every line of a code block that calls a program of this project's, comments cut off, as pages show it."""
+    """Every line of a code block that calls a program of the project, without its comment."""
     lines = [
         line.partition("  #")[0].strip()
         for page in PAGES
@@ -114,7 +114,7 @@ def test_the_example_of_a_task_is_one(tmp_path, monkeypatch):
     (source,) = blocks(ROOT / "docs" / "extending.md", "python")
     (tmp_path / "my_task.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "my_task", raising=False)  # another test's
+    monkeypatch.delitem(sys.modules, "my_task", raising=False)  # from another test
     importlib.import_module("my_task")
     assert tasks.TASKS.pop("lines") == "my_task:Lines"
     assert rewards.REWARDS.pop("shorter") == "my_task:shorter"
@@ -142,7 +142,7 @@ def test_the_example_of_a_task_trains(tmp_path):
 
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory):
-    """A smoke run, which the commands are about."""
+    """The smoke run that the commands take."""
     workdir = tmp_path_factory.mktemp("docs") / "run"
     call(f"python -m jaxrl_async train --config=configs/quickstart.py:smoke --workdir={workdir}")
     return workdir
@@ -176,15 +176,15 @@ def environment() -> dict[str, str]:
 
 
 def at_smoke_size(command: str, workdir: pathlib.Path, out: pathlib.Path) -> str:
-    """A command of a page, about the smoke run, and writing into a directory of its own."""
-    if "launch/sweep.py" in command:  # Printed, checked and gathered; test_sweeps runs them.
+    """A command of a page, applied to the smoke run, and writing into a new directory."""
+    if "launch/sweep.py" in command:  # printed, checked and gathered; test_sweeps runs them
         command = re.sub(r"(sweeps/\w+\.py)", r"\1:smoke", command)
         command = re.sub(r"--run( --jobs=\d+)?", "--dry-run", command)
         command = re.sub(r"(--submit=\S+)", r"\1 --dry-run", command)
-    if "launch/tpu_pod.sh" in command:  # As it stands: it only prints.
+    if "launch/tpu_pod.sh" in command:  # unchanged: it only prints
         assert "--dry-run" in command
         return command
-    if "launch/slurm.sbatch" in command:  # test_slurm submits it.
+    if "launch/slurm.sbatch" in command:  # test_slurm submits it
         return re.sub(r"^sbatch (\S+)", r"bash \1 --dry-run", command)
     if "--resume" in command and "--config=" not in command:
         return f"{re.sub(r'--workdir=[^ ]+', f'--workdir={workdir}', command)} --dry-run"

@@ -1,6 +1,6 @@
-"""What takes minutes: learning through the real processes on three seeds, benchmarks, GSM8K, the other command.
+"""Slow tests: learning through the real processes on three seeds, benchmarks, GSM8K, the quickstart command.
 
-Nothing here asserts a time. The figures are printed by the benchmarks and stand in the README.
+No test asserts a time. The benchmarks print the figures, which stand in docs/results.md.
 """
 
 import itertools
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.long
 
 
 def run(*words, **variables):
-    """Runs a command as a user would: without the 8 host devices that the tests ask for."""
+    """Runs a command as a user would: without the 8 host devices of the tests."""
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     subprocess.run(
         [*map(str, words)], cwd=ROOT, env=environment | variables, check=True, timeout=1800
@@ -65,7 +65,7 @@ def test_twenty_steps_of_gsm8k_in_async_mode(tmp_path):
 
 
 def command_of(server):
-    """The config's server.command, with the environment of these tests."""
+    """The config's server.command, in the environment of these tests."""
     command = load_config(f"configs/arithmetic_{server}.py").server.command
     where = command.replace(f".venv-servers/{server}", str(real_servers.environment_of(server)))
     return f"--config.server.command={where}"
@@ -86,7 +86,7 @@ def test_a_real_server_teaches_what_the_embedded_one_does(server, tmp_path):
 
 @pytest.mark.parametrize("server", ["sglang", "sglang_jax"])
 def test_one_of_two_real_servers_is_killed_and_rejoins(server, tmp_path, capsys):
-    """Printed: how long the learner went without a step after the kill."""
+    """Prints the longest time without a step after the kill."""
     real_servers.require(server)
     workdir, num_steps = tmp_path / "run", 120
     command = [sys.executable, "-m", "jaxrl_async", "train", f"--workdir={workdir}"]

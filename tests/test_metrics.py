@@ -1,4 +1,4 @@
-"""Metrics: what is written is what is read, and names stand in one table."""
+"""Metrics: rows are read as they were written, and names stand in one table."""
 
 import json
 
@@ -65,7 +65,7 @@ def test_timers_add_up_under_each_name_and_pop_resets():
     for name, secs in (("update", 1.0), ("update", 2.0), ("pack", 0.5)):
         with timers(name):
             now += secs
-        now += 10.0  # Under no name.
+        now += 10.0  # under no name
     assert timers.pop() == {"time/update_secs": 3.0, "time/pack_secs": 0.5}
     assert timers.pop() == {}
 

@@ -37,7 +37,7 @@ def printed(notebook: nbformat.NotebookNode) -> str:
 
 @pytest.fixture(autouse=True)
 def one_device(monkeypatch):
-    """The devices that tests make up for themselves are not the notebooks'."""
+    """Notebooks run without the 8 host devices of the tests."""
     monkeypatch.setenv("XLA_FLAGS", "")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
@@ -70,7 +70,7 @@ def test_a_whole_notebook_shows_what_it_says(name, tmp_path):
 @pytest.mark.parametrize("name", NOTEBOOKS)
 @pytest.mark.parametrize("missing", ["matplotlib", "grain", None])
 def test_a_notebook_installs_where_a_dependency_is_missing(name, missing, tmp_path, monkeypatch):
-    """The package itself is always found: the working directory is its clone."""
+    """The package itself is always found, in the clone that is the working directory."""
     notebook = nbformat.read(ROOT / "notebooks" / name, as_version=4)
     (cell,) = [c for c in notebook.cells if "parameters" in c.metadata.get("tags", ())]
     monkeypatch.chdir(tmp_path)

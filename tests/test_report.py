@@ -1,4 +1,4 @@
-"""The report: one page from a workdir alone, also of a run whose metrics have holes; it looks right in a browser."""
+"""The report: one page from a workdir alone, also with metrics missing; it looks right in a browser."""
 
 import json
 import re
@@ -19,7 +19,7 @@ from jaxrl_async.types import Group, Trajectory
 
 ALPHABET = "0123456789+=<&\n"
 TOKENIZER = CharTokenizer(ALPHABET)
-# What reaches beyond the window, but for rounding; what is drawn at no size.
+# Elements that reach beyond the window, up to rounding; figures without a size.
 OVERFLOWING = """
 [...document.querySelectorAll('body *')]
   .filter(e => e.getBoundingClientRect().right > document.documentElement.clientWidth + 1)
@@ -56,7 +56,7 @@ def row(**values):
 
 
 def trajectory(text, reward, versions, *, prompt="1+1=", finish="stop"):
-    """A completion and the version that sampled each of its tokens."""
+    """A completion, with the version that sampled each of its tokens."""
     tokens = TOKENIZER.encode(prompt + text)
     mask = np.arange(len(tokens)) >= len(prompt)
     return Trajectory(
@@ -71,7 +71,7 @@ def trajectory(text, reward, versions, *, prompt="1+1=", finish="stop"):
 
 
 async def write_journal(workdir, *steps, keep="all"):
-    """A step is its groups, a group its trajectories."""
+    """Writes steps, each a list of groups, each a list of trajectories."""
     TOKENIZER.save(workdir / "tokenizer")
     journal = Journal(workdir / "journal.sqlite", batch_groups=len(steps[0]), keep=keep)
     await journal.published(0, 0, None)
@@ -177,7 +177,7 @@ def test_scores_come_from_both_files_and_show_their_intervals(tmp_path):
     assert [label for label, _ in figure.legend] == ["greedy", "pass@1"]
     bare = [{n: v for n, v in point.items() if "_" not in n} for point in points]
     (without,) = plots.evaluations(bare)
-    assert figure.svg.count("<path") > without.svg.count("<path")  # The error bars.
+    assert figure.svg.count("<path") > without.svg.count("<path")  # the error bars
     assert "version 8; 0.375 for version 0" in pages._tiles(rows, points)
 
 
@@ -195,7 +195,7 @@ def test_time_is_split_by_role():
         ("learner: update", "1", "50.0 %"),
         ("learner: wait data", "0.5", "25.0 %"),
         ("learner: other", "0.5", "25.0 %"),
-        # One push, whose seconds stand in both rows.
+        # one push, whose seconds stand in both rows
         ("publisher and servers: pushes of 3 MB, 0.4 s each", "0.2", "10.0 %"),
     ]
     assert "samples" not in table
@@ -269,7 +269,7 @@ async def test_a_long_journal_is_read_evenly(tmp_path, monkeypatch):
     steps = [[[trajectory("1" * (1 + step % 2), 1.0, [0] * (1 + step % 2))]] for step in range(9)]
     (await write_journal(tmp_path, *steps)).close()
     found = {s.chosen_as: s.step for s in samples.samples(tmp_path, {})}
-    # Of steps 1, 4, 7 and the last one; the even ones are longer.
+    # steps 1, 4, 7 and the last are read; completions of even steps are longer
     assert found == {"first": 1, "last, best, worst": 9, "longest": 4}
 
 
@@ -280,7 +280,7 @@ def test_a_run_without_a_step_is_refused(tmp_path):
 
 
 async def make_full_run(workdir):
-    """A run with all that a page can show: much of it, wide of it and warned of."""
+    """A run with every section, long and wide content, and warnings."""
     config = {"rollout": {"function": "a" * 90}, "tokenizer": {"kind": "char"}}
     rng = np.random.default_rng(0)
     rows = []
@@ -321,4 +321,4 @@ async def test_a_page_looks_right_in_a_browser(tmp_path):
             assert (color == "rgb(20, 23, 28)") == dark
             file = tmp_path / f"page-{width}.png"
             await page.screenshot(file)
-            assert file.stat().st_size > 50_000  # Not a blank one.
+            assert file.stat().st_size > 50_000  # not blank
