@@ -2,24 +2,23 @@
 
     python benchmarks/trajectory_queue.py [--rounds=7] [--dir=DIRECTORY] [--smoke]
 
-A group is 8 trajectories of 512, 2,048 or 16,384 tokens, of 13 bytes on the wire each. Every server is a process of its
-own; 1, 16 or 256 workers, tasks of this process that share four connections, push groups one after another. In turn:
+A group is 8 trajectories of 512, 2,048 or 16,384 tokens, at 13 bytes per token on the wire. Each server is a process of
+its own. 1, 16 or 256 workers, tasks of this process over four connections, submit one group after another to:
 
     off, on    the queue without and with its journal (synchronous = "normal"), as a run serves it
     echo       a grpc.aio server that sends every message back
-    sink       one that answers with as little as the queue does
-    insert     no server: the same blobs into a fresh SQLite file here, WAL, synchronous = NORMAL, a transaction each
+    sink       a grpc.aio server with a reply as short as the queue's
+    insert     no server: a fresh SQLite file in this process, WAL, synchronous = NORMAL, one transaction per group
 
-Messages are sent as bytes made beforehand but for the permit, to all alike. Then a learner leases what was pushed, in
-chunks of 8 groups, as arrays.
+All get the same bytes, prepared beforehand except for the permit. Then a learner leases the groups as arrays, in chunks
+of 8.
 
-Every round has each kind in turn, the next one in the opposite order; a rate is the median over rounds with the
-quartiles, a ratio that of the rates in the same round. Latencies are of all calls of all rounds. The first round does
-not count.
-The bars are off / echo ≥ 0.60 and on / insert ≥ 0.70. `load` is the machine's, before and after.
+A round measures every kind; each round reverses the order of the one before. A rate is the median over rounds with the
+quartiles, a ratio is of rates of the same round, latencies are of all calls of all rounds. The first round is not
+counted. The bars are off / echo ≥ 0.60 and on / insert ≥ 0.70. `load` is the machine's, before and after.
 
 Results are printed and written to benchmarks/results/queue.json, or to --out. The journals are in a temporary directory
-in --dir, which has to be on a disk, and are removed.
+in --dir, which must be on a disk, and are removed.
 """
 
 import argparse
@@ -34,7 +33,7 @@ import shutil
 import sqlite3
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -51,7 +50,7 @@ from jaxrl_async.types import NOT_SAMPLED, Group, Trajectory
 
 ROOT = pathlib.Path(__file__).parent.parent
 GROUP_SIZE, VOCAB_SIZE, CHUNK_GROUPS, NUM_CHANNELS = 8, 150_000, 8, 4
-NUM_GROUPS = {512: 1024, 2048: 512, 16_384: 256}  # of a measurement, by tokens of a trajectory
+NUM_GROUPS = {512: 1024, 2048: 512, 16_384: 256}  # per measurement, by tokens per trajectory
 NUM_WORKERS = (1, 16, 256)
 SMOKE_GROUPS, SMOKE_WORKERS = {16: 24}, (1, 4)
 KINDS = ("off", "on", "echo", "sink", "insert")
@@ -61,13 +60,11 @@ START_SECS, CALL_SECS = 60.0, 300.0
 MAX_MESSAGE_BYTES = 1 << 24
 PUSH, ECHO = "/jaxrl_async.TrajectoryQueue/Push", "/bare/Echo"
 
-Push = Callable[[bytes], Any]
-
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--dir", type=pathlib.Path, help="of the temporary journals")
+    parser.add_argument("--dir", type=pathlib.Path, help="for the temporary journals")
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--smoke", action="store_true", help="few and small groups, two rounds")
     args = parser.parse_args(argv)
@@ -101,9 +98,9 @@ def main(argv: list[str] | None = None) -> None:
 def measure(
     directory: pathlib.Path, num_tokens: int, num_groups: int, workers: Sequence[int], rounds: int
 ) -> dict:
-    """Rates, latencies and ratios with groups of one size."""
+    """Measures groups of one size: rates, latencies and ratios."""
     body = make_body(num_tokens)
-    pushes = {n: {kind: [] for kind in KINDS} for n in workers}  # seconds of each call, by round
+    calls = {n: {kind: [] for kind in KINDS} for n in workers}  # seconds of each call, by round
     secs = {n: {kind: [] for kind in KINDS} for n in workers}
     leases: dict[str, list[list[float]]] = {"off": [], "on": []}
     order = list(KINDS)
@@ -114,7 +111,7 @@ def measure(
                     taken = run(kind, addresses.get(kind), directory, body, num_groups, num, step)
                     if turn:
                         secs[num][kind].append(taken["secs"])
-                        pushes[num][kind].append(taken["calls"])
+                        calls[num][kind].append(taken["calls"])
                     if turn and kind in leases:
                         leases[kind].append(taken["leases"])
         order.reverse()
@@ -125,16 +122,16 @@ def measure(
         "push": {
             str(num): {
                 kind: rates(num_groups / np.array(secs[num][kind]), num_bytes)
-                | latencies(pushes[num][kind])
+                | latencies(calls[num][kind])
                 for kind in KINDS
             }
             | {"ratios": {name: ratio(secs[num], name) for name in RATIOS}}
             for num in workers
         },
         "lease": {
-            kind: rates(num_groups / np.array([sum(c) for c in calls]), num_bytes)
-            | latencies(calls)
-            for kind, calls in leases.items()
+            kind: rates(num_groups / np.array([sum(secs) for secs in leased]), num_bytes)
+            | latencies(leased)
+            for kind, leased in leases.items()
         },
     }
 
@@ -148,18 +145,18 @@ def run(
     num_workers: int,
     step: int,
 ) -> dict:
-    """Pushes as many groups as a step has and, at the queue, leases them: seconds in all and of each call."""
+    """Submits the groups of a step, and leases them from a queue: seconds in all and of each call."""
     first = (step - 1) * num_groups
     messages = [(index, body) for index in range(first, first + num_groups)]
     if kind == "insert":
         return insert(directory / "insert", messages)
     if kind in ("echo", "sink"):
-        return asyncio.run(push(address, ECHO, messages, num_workers))
+        return asyncio.run(submit(address, ECHO, messages, num_workers))
     learner = LearnerQueue(address, connect_timeout_secs=START_SECS, call_timeout_secs=CALL_SECS)
     with learner:
         learner.publish_version(step - 1, ())
         admit(address, num_groups)
-        taken = asyncio.run(push(address, PUSH, messages, num_workers))
+        taken = asyncio.run(submit(address, PUSH, messages, num_workers))
         leases, start = [], time.perf_counter()
         for chunk in learner.lease(step, CALL_SECS, lambda: None):
             leases.append(time.perf_counter() - start)
@@ -169,11 +166,13 @@ def run(
     return taken | {"leases": leases}
 
 
-async def push(
+async def submit(
     address: str, method: str, messages: Sequence[tuple[int, bytes]], num_workers: int
 ) -> dict:
-    """Sends every message once, each worker one at a time."""
-    options = [("grpc.use_local_subchannel_pool", 1)]  # Else the channels share one connection.
+    """Sends every message once; each worker has one call at a time."""
+    options = [
+        ("grpc.use_local_subchannel_pool", 1)
+    ]  # By default the channels share one connection.
     options += [(f"grpc.max_{way}_message_length", -1) for way in ("send", "receive")]
     calls: list[float] = []
     async with contextlib.AsyncExitStack() as stack:
@@ -199,7 +198,7 @@ async def push(
 
 
 def insert(path: pathlib.Path, messages: Sequence[tuple[int, bytes]]) -> dict:
-    """Inserts every message in a transaction of its own, into a new file."""
+    """Inserts every message into a new file, in a transaction of its own."""
     path.mkdir()
     connection = sqlite3.connect(path / "blobs", isolation_level=None)
     connection.execute("PRAGMA journal_mode = WAL")
@@ -226,14 +225,14 @@ def admit(address: str, num_groups: int) -> None:
         )
         reply = call(pb.AdmitRequest(max_permits=num_groups, wait_secs=0.0), timeout=CALL_SECS)
     if len(reply.permits) != num_groups:
-        raise RuntimeError(f"the queue gives {len(reply.permits)} permits, not {num_groups}")
+        raise RuntimeError(f"the queue gave {len(reply.permits)} permits, not {num_groups}")
 
 
 # Messages.
 
 
 def make_body(num_tokens: int) -> bytes:
-    """The message of a group without its permit: random, a quarter of each trajectory its prompt."""
+    """The message of a random group without its permit; a quarter of each trajectory is the prompt."""
     rng = np.random.default_rng(0)
     num_prompt = num_tokens // 4
     prompt = rng.integers(0, VOCAB_SIZE, num_prompt)
@@ -257,17 +256,17 @@ def make_body(num_tokens: int) -> bytes:
 
 
 def message(index: int, body: bytes) -> bytes:
-    """A group's message: those of its parts, end to end."""
+    """A group's message: its permit's, then its body."""
     permit = wire.encode_permit(Permit(index, 0))
     return pb.Group(permit=permit).SerializeToString() + body
 
 
-# Servers, each in a process of its own.
+# Servers, each in its own process.
 
 
 @contextlib.contextmanager
 def servers(directory: pathlib.Path, num_groups: int) -> Iterator[dict[str, str]]:
-    """Addresses of fresh servers, by kind."""
+    """Starts fresh servers; yields their addresses by kind."""
     path = directory / "journal"
     path.mkdir()
     targets = {
@@ -284,7 +283,7 @@ def servers(directory: pathlib.Path, num_groups: int) -> Iterator[dict[str, str]
             process.start()
             processes.append(process)
             if not here.poll(START_SECS):
-                raise TimeoutError(f"the server {kind} does not start within {START_SECS:g} s")
+                raise TimeoutError(f"the server {kind} did not start within {START_SECS:g} s")
             addresses[kind] = here.recv()
         yield addresses
     finally:
@@ -295,7 +294,7 @@ def servers(directory: pathlib.Path, num_groups: int) -> Iterator[dict[str, str]
 
 
 def serve_queue(bound: Any, num_groups: int, path: pathlib.Path | None) -> None:
-    """The queue, of steps of `num_groups` groups."""
+    """Serves the queue, with `num_groups` groups per step."""
     admission = Admission(
         batch_groups=num_groups,
         max_staleness=0,
@@ -321,7 +320,7 @@ def serve_queue(bound: Any, num_groups: int, path: pathlib.Path | None) -> None:
 
 
 def serve_bare(bound: Any, echo: bool) -> None:
-    """Answers every message with itself, or with the shortest answer of the queue."""
+    """Serves every message back, or the shortest reply of the queue."""
     answer = pb.PushReply(outcome="held").SerializeToString()
 
     async def reply(raw: bytes, context: grpc.aio.ServicerContext) -> bytes:
@@ -351,13 +350,13 @@ def rates(groups_per_sec: np.ndarray, group_bytes: int) -> dict:
 
 
 def latencies(calls: Sequence[Sequence[float]]) -> dict:
-    """Of all calls of all rounds."""
+    """Quantiles over all calls of all rounds."""
     p50, p99 = np.quantile(np.concatenate([np.array(c) for c in calls]), (0.5, 0.99)) * 1e3
     return {"p50_ms": float(p50), "p99_ms": float(p99)}
 
 
 def ratio(secs: dict[str, list[float]], name: str) -> dict:
-    """Quartiles of the ratio of two kinds' rates in the same round."""
+    """Quartiles over rounds of the ratio of two rates."""
     this, other = name.split("/")
     return quartiles(np.array(secs[other]) / np.array(secs[this]))
 

@@ -1,4 +1,4 @@
-"""Messages: what goes in comes out, and what is malformed is named."""
+"""Messages: a record is decoded as it was encoded, and a malformed message is named."""
 
 import dataclasses
 import pathlib
@@ -61,7 +61,7 @@ def check(message: pb.Group) -> Group:
     return decoded
 
 
-def test_a_group_comes_out_as_it_went_in():
+def test_a_group_is_decoded_as_it_was_encoded():
     sent = wire.encode_group(group()).SerializeToString()
     assert_same(check(pb.Group.FromString(sent)), group())
 
@@ -81,7 +81,7 @@ def test_the_bytes_are_little_endian_and_end_to_end():
 
 
 def test_an_empty_group_is_refused():
-    with pytest.raises(InvalidTrajectoryError, match="a group has 2 trajectories, got 0"):
+    with pytest.raises(InvalidTrajectoryError, match="2 trajectories, got 0"):
         check(wire.encode_group(Group(5, 0, ())))
 
 
@@ -102,31 +102,31 @@ FLOATS = np.array([0, 0, -1, np.nan, -1, 0, 0, -1], "<f4").tobytes()
 @pytest.mark.parametrize(
     "message, said",
     [
-        (changed(tokens=b"\0" * 31), "tokens has 31 bytes, 8 tokens of 4 bytes need 32"),
-        (changed(logprobs=b""), "logprobs has 0 bytes, 8 tokens of 4 bytes need 32"),
-        (changed(mask=b"\0" * 9), "mask has 9 bytes, 8 tokens of 1 bytes need 8"),
-        (changed(mask=bytes([0, 0, 1, 1, 1, 0, 0, 2])), "mask holds 2"),
-        (changed(lengths=[5, 2**32 - 1]), "tokens has 32 bytes, 4294967300 tokens"),
-        (changed(rewards=[1.0]), "rewards has 1 entries, lengths has 2"),
-        (changed(prompt_lengths=[2]), "prompt_lengths has 1 entries"),
-        (changed(finish_reasons=[]), "finish_reasons has 0 entries"),
-        (changed(finish_reasons=["stop", "dunno"]), "trajectory 1: finish_reason .* 'dunno'"),
-        (changed(rewards=[0.0, float("inf")]), "trajectory 1: reward must be finite, got inf"),
-        (changed(prompt_lengths=[2, 4]), r"trajectory 1: prompt_length 4 is outside \[1, 3\]"),
-        (changed(lengths=[8, 0]), "trajectory 0: .*|trajectory 1: length 0"),
-        (changed(logprobs=FLOATS), "trajectory 0: logprobs must be finite and ≤ 0, got nan"),
-        (changed(versions=b"\xff" * 32), "trajectory 0: version of a sampled token is -1"),
+        (changed(tokens=b"\0" * 31), "tokens has 31 bytes.* 32"),
+        (changed(logprobs=b""), "logprobs has 0 bytes.* 32"),
+        (changed(mask=b"\0" * 9), "mask has 9 bytes.* 8$"),
+        (changed(mask=bytes([0, 0, 1, 1, 1, 0, 0, 2])), "mask .*2.* 1"),
+        (changed(lengths=[5, 2**32 - 1]), "tokens has 32 bytes.*4294967300"),
+        (changed(rewards=[1.0]), "rewards has 1 .*lengths has 2"),
+        (changed(prompt_lengths=[2]), "prompt_lengths has 1 .*lengths has 2"),
+        (changed(finish_reasons=[]), "finish_reasons has 0 .*lengths has 2"),
+        (changed(finish_reasons=["stop", "dunno"]), "trajectory 1.*finish_reason.*'dunno'"),
+        (changed(rewards=[0.0, float("inf")]), "trajectory 1.*reward .*inf"),
+        (changed(prompt_lengths=[2, 4]), r"trajectory 1.*prompt_length 4 .*\[1, 3\]"),
+        (changed(lengths=[8, 0]), r"trajectory [01].*length"),
+        (changed(logprobs=FLOATS), "trajectory 0.*logprobs .*0, got nan"),
+        (changed(versions=b"\xff" * 32), "trajectory 0.*version .*-1"),
         (
             changed(tokens=np.array([1, 2, 100, 0, 0, 1, 2, 0], "<i4").tobytes()),
-            r"prompt_index 5, trajectory 0: token id 100 is outside \[0, 100\)",
+            r"prompt_index 5, trajectory 0.* 100 .*\[0, 100\)",
         ),
         (
             changed(tokens=np.array([1, 2, 3, 4, 5, 1, 9, 0], "<i4").tobytes()),
-            "trajectory 1 has another prompt than trajectory 0",
+            "trajectory 1 .*prompt.*trajectory 0",
         ),
     ],
 )
-def test_what_is_malformed_is_named(message, said):
+def test_a_malformed_message_is_named(message, said):
     with pytest.raises(InvalidTrajectoryError, match=said):
         check(message)
 
@@ -134,7 +134,7 @@ def test_what_is_malformed_is_named(message, said):
 def test_a_row_beyond_max_tokens_is_refused():
     long = trajectory(completion=range(15))
     message = wire.encode_group(Group(5, 0, (long, long)))
-    with pytest.raises(InvalidTrajectoryError, match=r"length 17 is outside \[1, 16\]"):
+    with pytest.raises(InvalidTrajectoryError, match=r"length 17 .*\[1, 16\]"):
         check(message)
 
 
@@ -156,7 +156,7 @@ def test_damaged_messages_decode_to_a_valid_group_or_a_named_error(junk, positio
         assert len(decoded.trajectories) == 2
 
 
-def test_positions_servers_and_status_come_out_as_they_went_in():
+def test_a_resume_point_servers_and_a_status_are_decoded_as_they_were_encoded():
     resume_point = ResumePoint(3, 17, (Permit(4, 1), Permit(16, 0)), {"invalid": 2}, {"timeout": 5})
     assert wire.decode_resume_point(wire.encode_resume_point(resume_point)) == resume_point
     servers = (
@@ -184,7 +184,7 @@ def test_positions_servers_and_status_come_out_as_they_went_in():
 
 def test_an_unknown_server_state_is_refused():
     record = pb.ServerRecord(address="http://a:1", state="TIRED")
-    with pytest.raises(ValueError, match="http://a:1: state 'TIRED' is none of HEALTHY"):
+    with pytest.raises(ValueError, match="http://a:1.*'TIRED'.*HEALTHY"):
         wire.decode_servers([record])
 
 
@@ -212,10 +212,24 @@ def test_the_generated_code_is_of_the_committed_proto(tmp_path):
     assert described == generated
 
 
-def test_the_queue_and_the_store_import_without_jax():
-    code = (
-        "import sys; from jaxrl_async.queue import client, service; from jaxrl_async.weights import store; "
-        "print(sorted({'jax', 'flax', 'orbax'} & set(sys.modules)))"
-    )
+@pytest.mark.parametrize(
+    ("modules", "absent"),
+    [
+        (("queue.client", "queue.service", "weights.store"), {"jax", "flax", "orbax"}),
+        (
+            (
+                "queue.source",
+                "queue.admission",
+                "servers.fleet",
+                "weights.publisher",
+                "runtime.status",
+            ),
+            {"grpc", "google.protobuf"},
+        ),
+    ],
+)
+def test_modules_import_without_the_libraries_that_they_do_not_use(modules, absent):
+    imports = ", ".join(f"jaxrl_async.{module}" for module in modules)
+    code = f"import sys, {imports}; print(sorted({absent} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
