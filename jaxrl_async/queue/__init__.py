@@ -1,1 +1,1 @@
-"""The trajectory queue: who may generate, which groups wait, and which ones a step trains on."""
+"""The trajectory queue: permits to generate, the groups that wait, and the chunks of each training step."""
