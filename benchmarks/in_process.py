@@ -30,11 +30,11 @@ from jaxrl_async.config.settings import Settings
 from jaxrl_async.inference import engine as engines
 from jaxrl_async.inference.sampling import SamplingParams
 from jaxrl_async.learner import learner as learners
+from jaxrl_async.learner.packing import Packer
 from jaxrl_async.learner.train_step import TrainState, TrainStep
 from jaxrl_async.learner.versions import Delay
 from jaxrl_async.metrics import Timers
 from jaxrl_async.models import sharding, transformer
-from jaxrl_async.objectives.advantages import ADVANTAGES
 from jaxrl_async.queue.records import NO_STATUS, Permit, QueueStatus, ResumePoint
 from jaxrl_async.rewards import reward_function
 from jaxrl_async.rewards.math import exact
@@ -107,9 +107,7 @@ class Laboratory:
             first_step=1,
             settings=settings,
             train_step=train_step,
-            pack=parts.pack_of(settings, process=0),
-            padding=parts.padding_of(settings),
-            advantages=ADVANTAGES[settings.loss.advantage],
+            pack=Packer(settings.learner, process=0),
             queue=samples,
             publisher=versions,
             save=evaluate,

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from fixtures.recorded_run import CONFIG, B, G, Recorder, make_train_step, train
-from fixtures.small_learner import empty_status, flat
+from fixtures.small_learner import empty_status, flat, make_packer
 
 from jaxrl_async.learner import learner, packing
 from jaxrl_async.metrics import Timers
@@ -140,8 +140,10 @@ def test_bad_numbers_that_are_read_late_are_not_committed_or_published_either():
 def test_a_program_that_compiles_again_stops_the_run():
     make_train_step.cache_clear()  # Else the other shape may have been compiled before.
     jax.clear_caches()  # See test_train_step.
+    pack = make_packer()
+    pack.padding = lambda: packing.empty_batch(8, 16)
     with pytest.raises(learner.RecompileError, match=r"step 1: 5 .*\b4\b"):
-        train(Recorder(), padding=packing.empty_batch(8, 16))
+        train(Recorder(), pack=pack)
 
 
 def test_too_many_failures_stop_the_run_and_are_counted_by_reason():

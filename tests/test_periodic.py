@@ -30,10 +30,8 @@ from jaxrl_async.config.loss import LossConfig
 from jaxrl_async.config.settings import PACKINGS
 from jaxrl_async.inference import engine as engines
 from jaxrl_async.inference.sampling import SamplingParams
-from jaxrl_async.learner import packing
 from jaxrl_async.learner.train_step import TrainStep
 from jaxrl_async.models import sharding
-from jaxrl_async.objectives.advantages import ADVANTAGES
 from jaxrl_async.queue.admission import Admission
 from jaxrl_async.types import Chunk, Group, Trajectory
 
@@ -202,8 +200,7 @@ def train(run, loss, *, mesh_shape=ONE, rows=4, policy="in_order", num_steps=1, 
         wait_for_push=wait,
         fail_on_recompile=False,
         pack=make_packer(rows, ROW_TOKENS, policy),
-        padding=packing.empty_batch(rows, ROW_TOKENS),
-        advantages=ADVANTAGES[loss.advantage],
+        loss=loss,
         # Of other weights, so that a KL to them has a gradient.
         reference=params_on(mesh, CONFIG, seed=1) if loss.needs_reference else None,
     )

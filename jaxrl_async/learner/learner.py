@@ -24,6 +24,7 @@ from jaxrl_async.config.settings import Queue, Settings
 from jaxrl_async.learner import packing
 from jaxrl_async.learner.train_step import TrainState, TrainStep
 from jaxrl_async.metrics import MAX_DRIFT, MAX_MISMATCH, MetricsWriter, Timers
+from jaxrl_async.objectives.advantages import ADVANTAGES
 from jaxrl_async.queue.records import (
     REISSUE_REASONS,
     SILENT_SECS,
@@ -59,6 +60,7 @@ class Pack(Protocol):
     def __call__(
         self, groups: Sequence[Group], advantages: np.ndarray, *, last: bool
     ) -> list[Batch]: ...
+    def padding(self) -> Batch: ...
 
 
 class Publish(Protocol):
@@ -78,8 +80,6 @@ def train(
     settings: Settings,
     train_step: TrainStep,
     pack: Pack,
-    padding: Batch,
-    advantages: Callable[[np.ndarray], np.ndarray],
     queue: GroupSource,
     publisher: Publish,
     save: Callable[[int, TrainState, ResumePoint], None],
@@ -93,12 +93,10 @@ def train(
     Args:
       state: holds version first_step − 1, as the servers do.
       first_step: ≥ 1.
-      settings: of the run. The loop reads mode and, in learner, weights, checkpoint and queue, the schedule and the
-        budgets.
+      settings: of the run. The loop reads mode, loss.advantage and, in learner, weights, checkpoint and queue, the
+        schedule and the budgets.
       train_step: the three jitted programs.
       pack: groups and advantages [N, G] → microbatches of one static shape, a `packing.Packer`.
-      padding: a microbatch of that shape without a token.
-      advantages: rewards [N, G] → advantages [N, G].
       queue: leases and commits.
       publisher: takes new versions.
       save: (step, state, resume_point) → checkpoint.
@@ -117,7 +115,8 @@ def train(
       TooManyFailuresError: infrastructure failures exceed their budget.
       RecompileError: a program compiled after the first step, with learner.fail_on_recompile.
     """
-    state, accumulator = train_step.warm_up(state, padding, reference)
+    advantages = ADVANTAGES[settings.loss.advantage]
+    state, accumulator = train_step.warm_up(state, pack.padding(), reference)
     wait_for_push = settings.mode != "async"  # A step then starts after the push before it.
     finalizer = _StepFinalizer(settings, train_step, queue, publisher, save, metrics, timers)
     for step in range(first_step, settings.learner.num_steps + 1):

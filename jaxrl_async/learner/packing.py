@@ -153,11 +153,14 @@ class Packer:
             segments = layouts[self._process]
             _check_advantages(of_own, trajectories)
             batches = _fill(trajectories, of_own, segments, self._own_rows, row_tokens)[:count]
-        empty = empty_batch(self._own_rows, row_tokens)
-        batches += [empty] * (count - len(batches))
+        batches += [self.padding()] * (count - len(batches))
         for i, segments in enumerate(layouts):
             self._waiting[i] = _from_row(count * self._own_rows, self._waiting[i], segments)
         return batches
+
+    def padding(self) -> Batch:
+        """A microbatch of this process without a token."""
+        return empty_batch(self._own_rows, self._layout["row_tokens"])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,7 @@ from jaxrl_async.config.settings import Settings
 from jaxrl_async.evaluation.evaluator import Evaluator
 from jaxrl_async.learner import follower, processes
 from jaxrl_async.learner import learner as learners
+from jaxrl_async.learner.packing import Packer
 from jaxrl_async.learner.processes import Agreement
 from jaxrl_async.learner.versions import Delay, Versions
 from jaxrl_async.learner.warm_start import warm_start
@@ -141,9 +142,7 @@ def _train(
             first_step=version + 1,
             settings=settings,
             train_step=train_step,
-            pack=parts.pack_of(settings, process=process),
-            padding=parts.padding_of(settings),
-            advantages=parts.advantages_of(settings),
+            pack=Packer(settings.learner, process=process),
             queue=queue,
             publisher=versions,
             save=save,

@@ -206,25 +206,3 @@ def checkpoint_params(settings: Settings, workdir: pathlib.Path, step: int | Non
         step = checkpoints.latest() if step is None else step
         state, _ = checkpoints.restore(step, train_step_of(settings, config, mesh).abstract_state())
     return step, state.params
-
-
-def pack_of(settings: Settings, *, process: int):
-    """Groups and advantages → the microbatches of one process of the learner."""
-    from jaxrl_async.learner.packing import Packer
-
-    return Packer(settings.learner, process=process)
-
-
-def padding_of(settings: Settings):
-    """A microbatch of one process without a token."""
-    from jaxrl_async.learner.packing import empty_batch
-
-    learner = settings.learner
-    return empty_batch(learner.microbatch_rows // learner.num_processes, learner.row_tokens)
-
-
-def advantages_of(settings: Settings):
-    """Rewards [N, G] → advantages [N, G]."""
-    from jaxrl_async.objectives.advantages import ADVANTAGES
-
-    return ADVANTAGES[settings.loss.advantage]

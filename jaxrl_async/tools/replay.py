@@ -17,6 +17,7 @@ import numpy as np
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.learner import learner as learners
 from jaxrl_async.learner.checkpoint import Checkpoints
+from jaxrl_async.learner.packing import Packer
 from jaxrl_async.learner.train_step import TrainState
 from jaxrl_async.metrics import MetricsWriter, Timers
 from jaxrl_async.models import sharding
@@ -120,9 +121,7 @@ def replay(
             first_step=first + 1,
             settings=replayed,
             train_step=train_step,
-            pack=parts.pack_of(settings, process=0),
-            padding=parts.padding_of(settings),
-            advantages=parts.advantages_of(settings),
+            pack=Packer(settings.learner, process=0),
             queue=ReplayQueue(reader),
             publisher=_Nobody(),
             save=save,
