@@ -198,7 +198,8 @@ async def test_a_lease_blocks_until_its_groups_are_there():
         assert indexes(await lease) == [[0, 1, 2, 3]]
 
 
-async def test_should_stop_is_called_before_a_wait_and_not_where_there_is_none():
+async def test_should_stop_is_called_before_a_wait_and_not_where_there_is_none(monkeypatch):
+    monkeypatch.setattr(queue_client, "POLL_SECS", 300.0)
     async with opened(max_staleness=1) as queue:
         await queue.publish(0)
         await queue.fill(4)
