@@ -131,9 +131,7 @@ def test_the_example_of_a_task_trains(tmp_path):
     found = {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
     call(f"{command.strip()} --workdir={tmp_path / 'run'}", **found)
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2]
-    with pytest.raises(
-        AssertionError, match=r"takes \(num_test: int\), and task.args is .*'forget_carry'"
-    ):
+    with pytest.raises(AssertionError, match=r"num_test.*task\.args.*forget_carry"):
         call(
             re.sub(r"--config.task.args=.*", f"--workdir={tmp_path / 'no'}", command.strip()),
             **found,
