@@ -7,7 +7,7 @@ Alignment law. Entry t of every per-token array is about the token at t:
 Nothing is shifted here, on the wire or in the queue. The one shift by one is the gather index
 `Batch.predictor_index`, made in packing and used where log-probs are computed.
 
-This module knows nothing of JAX, protobuf, tokenizers or servers.
+Imports no JAX, no protobuf, no tokenizers.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ NOT_SAMPLED = -1  # The version of a token that no policy sampled: prompt, tool 
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """One question, as tokens, with what its reward needs to judge an answer."""
+    """One question as tokens, and the answer that its reward compares with."""
 
     index: int  # prompt_index: the position in the endless, seeded stream of prompts
     tokens: np.ndarray  # int32 [P], P ≥ 1
@@ -31,7 +31,7 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True)
 class Trajectory:
-    """One token row: the prompt, then what was sampled (and, between, what tools answered).
+    """One token row: the prompt, then sampled tokens, with tool output between turns.
 
     Tokens that were not sampled have mask False, version −1 and log-prob 0.
     """

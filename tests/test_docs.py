@@ -30,6 +30,7 @@ ELSEWHERE = {
     "pytest": "a test",
     "notebooks/": "test_notebooks",
     "my_task:Lines": "test_the_example_of_a_task_trains",
+    "calculator:calculator": "test_the_example_of_a_rollout_function_trains_and_is_evaluated",
     "gcloud": "a cloud's own",
     "kubectl": "a cluster's own",
     "xpk": "a cloud's own",
@@ -111,7 +112,7 @@ def test_the_example_of_a_config_is_one():
 
 
 def test_the_example_of_a_task_is_one(tmp_path, monkeypatch):
-    (source,) = blocks(ROOT / "docs" / "extending.md", "python")
+    source, _ = blocks(ROOT / "docs" / "extending.md", "python")
     (tmp_path / "my_task.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "my_task", raising=False)  # from another test
@@ -136,6 +137,19 @@ def test_the_example_of_a_task_trains(tmp_path):
             re.sub(r"--config.task.args=.*", f"--workdir={tmp_path / 'no'}", command.strip()),
             **found,
         )
+
+
+def test_the_example_of_a_rollout_function_trains_and_is_evaluated(tmp_path):
+    page = ROOT / "docs" / "extending.md"
+    _, source = blocks(page, "python")
+    assert source == (ROOT / "tests" / "fixtures" / "calculator.py").read_text("utf-8")
+    (command,) = [block.strip() for block in blocks(page, "") if "calculator:calculator" in block]
+    (tmp_path / "calculator.py").write_text(source)
+    found = {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    run = f"--workdir={tmp_path / 'run'}"
+    call(f"{command} {run}", **found)
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2]
+    call(f"python -m jaxrl_async evaluate {run}", **found)
 
 
 @pytest.fixture(scope="module")

@@ -134,7 +134,7 @@ def settings_of(*overrides):
 @pytest.mark.parametrize("name", ["actor_bug", "reward_corruption", "rare_discovery"])
 @pytest.mark.parametrize("value", [2, -0.1, "nan"])
 def test_what_is_no_probability_is_refused(name, value):
-    message = rf"rollout.frictions.{name} must be in \[0, 1\], got {value}"
+    message = rf"rollout\.frictions\.{name} .*\[0, 1\].*{value}"
     with pytest.raises(SettingsError, match=message):
         settings_of(f"frictions.{name}={value}")
 
@@ -165,17 +165,17 @@ class Wordy:
     [
         (
             CharTokenizer("ab"),
-            "one token for '0': character '0' of '0' is not in the alphabet 'ab'",
+            "'0' .*alphabet 'ab'",
         ),
-        (Wordy(), r"one token for '0', got the ids \[3, 4\]"),
+        (Wordy(), r"'0'.*\[3, 4\]"),
     ],
 )
 def test_a_tokenizer_without_one_token_for_zero_is_refused(tokenizer, message):
-    with pytest.raises(ValueError, match=f"rollout.frictions.actor_bug needs .*{message}"):
+    with pytest.raises(ValueError, match=rf"rollout\.frictions\.actor_bug .*{message}"):
         parts.frictions_of(settings_of("frictions.actor_bug=1"), tokenizer)
 
 
 def test_a_missing_zero_is_found_before_any_role_starts(tmp_path):
     CharTokenizer("123456789+=").save(tmp_path / "tokenizer")
-    with pytest.raises(ValueError, match="one token for '0'"):
+    with pytest.raises(ValueError, match=r"rollout\.frictions\.actor_bug .*'0'"):
         start.prepare(settings_of("frictions.actor_bug=1"), tmp_path)

@@ -67,7 +67,7 @@ def test_an_answer_is_right_when_it_is_the_same_mathematics(
 
 @pytest.mark.parametrize("answer", ["", "?", "x^2+", r"\frac{1}{"])
 def test_a_gold_answer_that_is_no_mathematics_is_an_error(math_verify, answer):
-    with pytest.raises(ValueError, match="gold answer '.*' cannot be parsed"):
+    with pytest.raises(ValueError, match="gold answer '.*'"):
         math_verify("4", answer)
 
 

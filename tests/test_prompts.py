@@ -104,9 +104,9 @@ def test_nothing_is_said_when_everything_fits(caplog):
 @pytest.mark.parametrize(
     ("lengths", "message"),
     [
-        ((9, 12), "none of 2 train prompts has 1 to 8 tokens; they have 9 to 12"),
-        ((0,), "none of 1 train prompts has 1 to 8 tokens; they have 0 to 0"),
-        ((), "none of 0 train prompts"),
+        ((9, 12), "2 train prompts .*1 to 8 tokens.*9 to 12"),
+        ((0,), "1 train prompts .*1 to 8 tokens.*0 to 0"),
+        ((), "0 train prompts"),
     ],
 )
 def test_a_stream_of_nothing_is_refused_with_counts(lengths, message):
@@ -122,7 +122,7 @@ def test_a_negative_seed_is_refused():
 def test_held_out_prompts_keep_the_tasks_order():
     held_out = prompts.test_prompts(Letters((1, 9, 2)), TOKENIZER, max_prompt_tokens=8)
     assert [(p.index, p.text, p.answer) for p in held_out] == [(0, "b", "0"), (1, "bb", "2")]
-    with pytest.raises(ValueError, match="none of 1 test prompts"):
+    with pytest.raises(ValueError, match="1 test prompts"):
         prompts.test_prompts(Letters((9,)), TOKENIZER, max_prompt_tokens=8)
 
 
@@ -141,9 +141,7 @@ def test_demonstrations_that_are_too_long_are_left_out(caplog):
     rows = prompts.demonstration_tokens(Letters((6, 7, 1)), TOKENIZER, num=3, max_tokens=8)
     assert [len(prompt) for prompt, _ in rows] == [6, 1]
     assert "1 of 3 demonstrations left out" in caplog.text
-    with pytest.raises(
-        ValueError, match="none of 1 demonstrations has 1 to 2 tokens; they have 8 to 8"
-    ):
+    with pytest.raises(ValueError, match="1 demonstrations .*1 to 2 tokens.*8 to 8"):
         prompts.demonstration_tokens(Letters((6,)), TOKENIZER, num=1, max_tokens=2)
 
 

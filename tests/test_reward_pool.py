@@ -279,11 +279,11 @@ async def test_a_call_that_fails_while_its_process_is_due_costs_no_other():
 @pytest.mark.parametrize(
     ("verb", "message"),
     [
-        ("nan", "returned nan, not a finite number"),
-        ("inf", "returned inf, not a finite number"),
-        ("none", "returned None, not a finite number"),
-        ("text", "returned '1.0', not a finite number"),
-        ("huge", "returned 1000.*, not a finite number"),
+        ("nan", "returned nan, .*finite"),
+        ("inf", "returned inf, .*finite"),
+        ("none", "returned None, .*finite"),
+        ("text", "returned '1.0', .*finite"),
+        ("huge", "returned 1000.*, .*finite"),
         ("unheard", "KeyError: 'unheard'"),
         ("sys.exit", "SystemExit: 3"),
         ("raise", "KeyError: 'xxx"),
@@ -347,7 +347,7 @@ async def test_a_caller_that_gave_up_does_not_disturb_the_others(pool):
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        ("exat", "did not start: unknown reward 'exat', did you mean 'exact'"),
+        ("exat", "did not start: .*'exat'.*'exact'"),
         ("broken:reward", "did not start: .*No module named 'no_such_module'"),
         ("silent:reward", r"did not start: it ended \(exit code 4\)"),
     ],
@@ -403,12 +403,12 @@ async def test_a_pool_that_was_not_started_says_so():
 @pytest.mark.parametrize(
     ("bounds", "message"),
     [
-        ({"num_processes": 0}, "num_processes must be ≥ 1, got 0"),
-        ({"timeout_secs": 0.0}, "timeout_secs must be > 0, got 0.0"),
-        ({"timeout_secs": float("nan")}, "timeout_secs must be > 0, got nan"),
-        ({"memory_bytes": MIB - 1}, "memory_bytes must be 0 or ≥ 1048576, got 1048575"),
-        ({"memory_bytes": -1}, "memory_bytes must be 0 or ≥ 1048576, got -1"),
-        ({"calls_per_process": -1}, "calls_per_process must be ≥ 0, got -1"),
+        ({"num_processes": 0}, "num_processes .*1.*0"),
+        ({"timeout_secs": 0.0}, r"timeout_secs .*0.*0\.0"),
+        ({"timeout_secs": float("nan")}, "timeout_secs .*0.*nan"),
+        ({"memory_bytes": MIB - 1}, "memory_bytes .*1048576.*1048575"),
+        ({"memory_bytes": -1}, "memory_bytes .*1048576.*-1"),
+        ({"calls_per_process": -1}, "calls_per_process .*0.*-1"),
     ],
 )
 def test_bounds_are_checked(bounds, message):

@@ -59,7 +59,7 @@ def test_the_last_number_is_compared_by_value():
 
 
 def test_a_gold_answer_without_a_number_is_an_error():
-    with pytest.raises(ValueError, match="gold answer 'many' holds no number"):
+    with pytest.raises(ValueError, match="gold answer 'many'"):
         math.last_number("7", "many")
 
 
@@ -88,7 +88,7 @@ def test_positions_counts_the_places_that_are_right(completion, answer, reward):
 
 
 def test_an_empty_gold_answer_is_an_error():
-    with pytest.raises(ValueError, match="gold answer is empty"):
+    with pytest.raises(ValueError, match="gold answer .*empty"):
         positions("1", " ")
 
 
@@ -141,11 +141,11 @@ def test_rewards_are_found_by_name_or_by_path():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("exat", "unknown reward 'exat', did you mean 'exact'.*last_number"),
-        ("jaxrl_async.rewards.math:exat", "cannot be imported.*no attribute 'exat'"),
-        ("no_such_module:f", "No module named 'no_such_module'; is its directory on PYTHONPATH"),
-        (":f", "cannot be imported"),
-        (".a:f", "cannot be imported"),
+        ("exat", "reward 'exat'.*'exact'.*last_number"),
+        ("jaxrl_async.rewards.math:exat", "no attribute 'exat'"),
+        ("no_such_module:f", "'no_such_module'; .*PYTHONPATH"),
+        (":f", "reward ':f' .*import"),
+        (".a:f", r"reward '\.a:f' .*import"),
     ],
 )
 def test_an_unknown_reward_names_what_is_wrong(name, message):
@@ -156,5 +156,5 @@ def test_an_unknown_reward_names_what_is_wrong(name, message):
 def test_a_module_that_is_there_is_not_looked_for(tmp_path, monkeypatch):
     (tmp_path / "needs_more.py").write_text("import no_such_module")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ValueError, match="cannot be imported: No module named 'no_such_module'$"):
+    with pytest.raises(ValueError, match="'no_such_module'$"):
         reward_function("needs_more:f")

@@ -180,7 +180,7 @@ async def test_no_healthy_server_within_the_deadline_is_an_error_that_names_them
     sampler = make_sampler(client, fleet, request_timeout_secs=0.1)
     with pytest.raises(
         RolloutError,
-        match=rf"no HEALTHY server within 0\.1 s: {servers[0].address} STALE version 2",
+        match=rf"HEALTHY .*0\.1 s.*{servers[0].address} STALE version 2",
     ) as caught:
         await sampler.bind(PERMIT, 0)(PROMPT.tokens)
     assert caught.value.reason == "server_error" and servers[0].calls == []
@@ -698,7 +698,7 @@ async def test_no_progress_is_logged_with_what_is_waited_for(
 def test_a_rollout_function_has_a_name_or_a_path():
     assert rollout_function("single_turn") is single_turn
     assert rollout_function("jaxrl_async.rollout.single_turn:single_turn") is single_turn
-    with pytest.raises(ValueError, match="'double_turn' is none of single_turn"):
+    with pytest.raises(ValueError, match="'double_turn' .*single_turn"):
         rollout_function("double_turn")
 
 

@@ -220,12 +220,12 @@ def test_a_reversal_outside_its_bounds_is_refused(changes, message):
     ids=["arithmetic", "gsm8k", "token_reversal"],
 )
 def test_an_unknown_split_is_refused(task):
-    with pytest.raises(ValueError, match="split must be 'train' or 'test', got 'dev'"):
+    with pytest.raises(ValueError, match="'train' or 'test'.*'dev'"):
         task.examples("dev")
 
 
 def test_an_unknown_task_names_the_nearest():
-    with pytest.raises(ValueError, match="unknown task 'arithmetics', did you mean 'arithmetic'"):
+    with pytest.raises(ValueError, match="task 'arithmetics'.*'arithmetic'"):
         tasks.make_task("arithmetics")
 
 
@@ -292,12 +292,12 @@ def test_the_published_files_are_read_whole():
 
 def test_a_missing_file_is_named_with_what_to_do(tmp_path):
     (tmp_path / "train.jsonl").write_text("")
-    with pytest.raises(FileNotFoundError, match=r"test.jsonl is missing: download it from http"):
+    with pytest.raises(FileNotFoundError, match=r"test.jsonl .*http"):
         tasks.make_task("gsm8k", directory=tmp_path)
 
 
 def test_a_template_without_a_question_is_refused():
-    with pytest.raises(ValueError, match=r"template must contain '\{question\}', got 'Q:'"):
+    with pytest.raises(ValueError, match=r"template .*\{question\}.*'Q:'"):
         tasks.make_task("gsm8k", directory=TINY, template="Q:")
 
 
@@ -306,11 +306,11 @@ def test_a_template_without_a_question_is_refused():
     [
         (b"{", "Expecting property name"),
         (b"", "Expecting value"),
-        (b"[1]", "expected a JSON object, got list"),
-        (b'{"answer": "#### 1"}', "field 'question' must be a string, got None"),
-        (b'{"question": "?", "answer": 3}', "field 'answer' must be a string, got 3"),
-        (b'{"question": "?", "answer": "3"}', "field 'answer' must end in '#### N', got '3'"),
-        (b'{"question": "?", "answer": "3 #### x"}', "must end in '#### N', got '3 #### x'"),
+        (b"[1]", "object.* list"),
+        (b'{"answer": "#### 1"}', "'question' .*string.*None"),
+        (b'{"question": "?", "answer": 3}', "'answer' .*string.*3"),
+        (b'{"question": "?", "answer": "3"}', "'answer' .*'#### N'.*'3'"),
+        (b'{"question": "?", "answer": "3 #### x"}', "'answer' .*'#### N'.*'3 #### x'"),
         (b'{"question": "\xff"}', "can't decode byte 0xff"),
         (b"[" * 100_000, "recursion"),
     ],
@@ -325,7 +325,7 @@ def test_a_broken_line_is_named(tmp_path, line, message):
 
 def test_an_empty_file_is_named(tmp_path):
     (tmp_path / "train.jsonl").write_text("")
-    with pytest.raises(ValueError, match=r"train.jsonl is empty"):
+    with pytest.raises(ValueError, match=r"train.jsonl.* empty"):
         gsm8k.read_problems(tmp_path / "train.jsonl")
 
 

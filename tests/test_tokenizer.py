@@ -73,13 +73,13 @@ def test_characters_come_back(text):
 
 
 def test_an_unknown_character_is_named():
-    with pytest.raises(ValueError, match="character '-' of '47-38=' is not in the alphabet '0123"):
+    with pytest.raises(ValueError, match="'-' of '47-38=' .*'0123"):
         CharTokenizer(ALPHABET).encode("47-38=")
 
 
 @pytest.mark.parametrize("alphabet", ["", "abca"])
 def test_an_alphabet_holds_each_character_once(alphabet):
-    with pytest.raises(ValueError, match=f"each of them once, got '{alphabet}'"):
+    with pytest.raises(ValueError, match=f"alphabet .*'{alphabet}'"):
         CharTokenizer(alphabet)
 
 
@@ -112,7 +112,7 @@ def test_every_digit_is_a_token_of_its_own(bpe):
 
 
 def test_the_vocabulary_must_hold_every_byte(tmp_path):
-    with pytest.raises(ValueError, match="vocab_size must be ≥ 258, got 257"):
+    with pytest.raises(ValueError, match="vocab_size .*258.*257"):
         train_bpe(TEXTS, vocab_size=257, directory=tmp_path / "t")
 
 
@@ -158,7 +158,7 @@ def test_saving_twice_is_fine_and_saving_over_something_else_is_not(tmp_path, ki
     tokenizer.save(tmp_path / "same")
     tokenizer.save(tmp_path / "same")
     CharTokenizer("ab").save(tmp_path / "other")
-    with pytest.raises(FileExistsError, match="other exists and holds something else"):
+    with pytest.raises(FileExistsError, match="other exists"):
         tokenizer.save(tmp_path / "other")
     assert load_tokenizer(tmp_path / "other").encode("ab") == [2, 3]
     assert not list(tmp_path.glob("*.aside-*"))
@@ -220,7 +220,7 @@ def test_a_template_may_stand_in_the_config(tmp_path, source):
 
 def test_several_templates_need_a_default(tmp_path):
     config = {"eos_token": "<|im_end|>", "chat_template": [{"name": "rag", "template": "x"}]}
-    with pytest.raises(ValueError, match=r"none of the chat templates \['rag'\] is 'default'"):
+    with pytest.raises(ValueError, match=r"\['rag'\].*'default'"):
         load_tokenizer(write_hf(tmp_path, config=config))
 
 
@@ -269,11 +269,11 @@ def test_completions_stop_at_what_the_files_list(tmp_path, eos_token, listed, st
 @pytest.mark.parametrize(
     ("config", "generation", "message"),
     [
-        ({}, None, "names no end-of-sequence token: expected eos_token in tokenizer_config.json"),
-        ({"eos_token": "</s>"}, None, "eos_token '</s>' of .* is not in the vocabulary"),
-        ({}, {"eos_token_id": 280}, r"eos_token_id 280 is outside \[0, 280\)"),
-        ({}, {"eos_token_id": ["<|im_end|>"]}, "eos_token_id '<|im_end|>' is outside"),
-        ([], None, "tokenizer_config.json: expected a JSON object, got list"),
+        ({}, None, r"end-of-sequence .*eos_token .*tokenizer_config\.json"),
+        ({"eos_token": "</s>"}, None, "eos_token '</s>' .*vocabulary"),
+        ({}, {"eos_token_id": 280}, r"eos_token_id 280 .*\[0, 280\)"),
+        ({}, {"eos_token_id": ["<|im_end|>"]}, r"eos_token_id '<\|im_end\|>' .*\[0, 280\)"),
+        ([], None, r"tokenizer_config\.json: .*object.* list"),
     ],
 )
 def test_files_without_a_usable_end_are_refused(tmp_path, config, generation, message):
@@ -291,7 +291,5 @@ def test_a_broken_file_is_named(tmp_path, name, content):
 
 
 def test_a_missing_tokenizer_is_named(tmp_path):
-    with pytest.raises(
-        FileNotFoundError, match=f"no tokenizer in {tmp_path}: expected tokenizer.json"
-    ):
+    with pytest.raises(FileNotFoundError, match=f"{tmp_path}: .*tokenizer.json"):
         load_tokenizer(tmp_path)

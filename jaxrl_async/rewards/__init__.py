@@ -1,4 +1,4 @@
-"""Rewards: functions of a completion and a gold answer, by name. They know nothing of prompts or tokens."""
+"""Rewards: functions of the text of a completion and a gold answer, by name."""
 
 import difflib
 import functools
@@ -11,7 +11,7 @@ from jaxrl_async.rewards.positions import positions
 
 Reward = Callable[[str, str], float]  # (completion, gold answer) → reward
 
-# "module:function" where the module needs an extra, and is imported when it is asked for.
+# "module:function" where the module needs an extra: it is imported on use.
 REWARDS: dict[str, Reward | str] = {
     "exact": exact,
     "last_number": last_number,
@@ -54,7 +54,7 @@ def register(what: str, name: str, table: dict[str, Any], entry: Any) -> Any:
 
 
 def importable(name: str, table: Mapping[str, Any]) -> str:
-    """What finds an entry in any process: "module:attribute" where it was registered, else the name itself."""
+    """The name by which any process finds an entry: "module:attribute" if it was registered, else the name itself."""
     entry = table.get(name)
     return entry if isinstance(entry, str) else name
 
@@ -69,15 +69,15 @@ def reward_function(name: str) -> Reward:
 
 
 def find(what: str, name: str, table: Mapping[str, Any]) -> Any:
-    """The entry of a table by its name, or what "module:attribute" imports.
+    """The entry of a table by its name, or the attribute that "module:attribute" names.
 
     Args:
-      what: kind of thing, for the message.
+      what: kind of entry, for the message.
       name: a key of the table, or "module:attribute".
-      table: the known ones, or "module:attribute" of them.
+      table: name → entry, or its "module:attribute".
 
     Raises:
-      ValueError: neither, which names the nearest key; or it cannot be imported.
+      ValueError: neither (names the nearest key), or it cannot be imported.
     """
     entry = table.get(name, name)
     if not isinstance(entry, str):
@@ -91,7 +91,8 @@ def find(what: str, name: str, table: Mapping[str, Any]) -> Any:
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        # Not where the module is found, and one that it imports is not.
-        lost = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
+        # No hint where the module is found, and a module that it imports is not.
+        not_found = isinstance(error, ModuleNotFoundError)
+        lost = not_found and f"{module}.".startswith(f"{error.name}.")
         hint = "; is its directory on PYTHONPATH?" if lost else ""
         raise ValueError(f"{what} {name!r} cannot be imported: {error}{hint}") from error

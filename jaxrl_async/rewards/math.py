@@ -1,4 +1,4 @@
-"""Rewards for answers that are numbers or short texts. Pure functions of two strings; nothing here waits or logs."""
+"""Rewards for answers that are numbers or short texts: pure functions of two strings."""
 
 import decimal
 import re
@@ -8,11 +8,11 @@ _NUMBER = re.compile(
     r"(?P<sign>(?<![\w)])[-\u2212])?\$?(?P<inner_sign>(?<=\$)[-\u2212])?"
     r"(?P<digits>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
 )
-_MARKER = "####"  # GSM8K writes the final answer behind it.
+_MARKER = "####"  # stands before the final answer in GSM8K
 
 
 def exact(completion: str, answer: str) -> float:
-    """1.0 when completion and answer are the same text but for surrounding white space, else 0.0."""
+    """1.0 when completion and answer are equal up to surrounding white space, else 0.0."""
     return float(completion.strip() == answer.strip())
 
 
@@ -29,10 +29,10 @@ def last_number(completion: str, answer: str) -> float:
 
 
 def final_number(text: str) -> decimal.Decimal | None:
-    """The number a text ends on: the first one after the last "####", or else the last one.
+    """The final number of a text: the first one after the last "####", or else the last one.
 
     Thousands commas, a dollar sign, a percent sign, units and a trailing period are ignored: "$1,250.00." is 1250.
-    "5-3" ends on 3 and "x = -3" on -3.
+    The final number of "5-3" is 3, and of "x = -3" it is -3.
 
     Returns:
       The number, exactly; None when there is none.

@@ -1,7 +1,7 @@
 r"""A reward for answers that are mathematics, by math-verify: fractions, sets, intervals, matrices, LaTeX.
 
-It needs the extra `math`. math-verify's own timeouts are alarm signals, and are off: a call that hangs, as one with
-9^{9^{9^{9}}} does, is for the pool to end. Knows nothing of pools.
+It needs the extra `math`. math-verify's own timeouts are alarm signals, and are off: a call that hangs, such as one
+with 9^{9^{9^{9}}}, is ended by the caller.
 """
 
 import logging
@@ -18,7 +18,7 @@ def math_verify(completion: str, answer: str) -> float:
     r"""1.0 when the completion's final answer is mathematically the gold one, else 0.0.
 
     The final answer is the last one in \boxed{}, or else the last LaTeX formula or plain number; math-verify decides.
-    A completion in which it finds none that it can parse or compare, for want of memory too, scores 0.0.
+    A completion without one that it can parse and compare scores 0.0, also where memory runs out.
 
     Args:
       completion: a text.
@@ -34,8 +34,8 @@ def math_verify(completion: str, answer: str) -> float:
 
 
 def _parsed(text: str) -> list:
-    """The candidates, as SymPy's; none when there is nothing that can be parsed."""
+    """The candidates as SymPy expressions; none when nothing can be parsed."""
     return parse(text, fallback_mode="no_fallback", parsing_timeout=None)
 
 
-_parsed(r"\boxed{1}")  # Compiles the expressions and loads the grammar: no call should pay for it.
+_parsed(r"\boxed{1}")  # Compiles the expressions and loads the grammar before the first call.

@@ -1,8 +1,8 @@
-"""A price on completions that come close to the bound on their length. It knows their number of tokens, no text."""
+"""The price of completions that come close to the bound on their length."""
 
 
 def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: int) -> float:
-    """What is added to the reward of a long completion, in [−1, 0]: the soft overlong punishment.
+    """The soft overlong punishment, in [−1, 0], which is added to the reward of a long completion.
 
         0                                        n ≤ max − buffer
         (max − buffer − n) / buffer              max − buffer < n ≤ max
@@ -11,9 +11,9 @@ def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: int) ->
     DAPO: An Open-Source LLM Reinforcement Learning System at Scale (Yu et al., arXiv 2503.14476), Eq. 13.
 
     Args:
-      num_tokens: n, tokens of the completion, ≥ 0.
+      num_tokens: n, sampled tokens, ≥ 0.
       max_tokens: bound on n.
-      buffer_tokens: in [0, max_tokens]; the last so many tokens cost. 0 for no penalty at any length.
+      buffer_tokens: number of the last tokens that cost, in [0, max_tokens]; 0 for no penalty.
     """
     if buffer_tokens == 0:
         return 0.0

@@ -1,8 +1,8 @@
-"""Rewards in processes that can be killed, each call bounded by the wall clock and in memory.
+"""Rewards in processes that can be killed, each call bounded in time and memory.
 
-A reward is code that judges what a model wrote: it may hang, crash, leak or eat its interpreter. It costs the one call
-that did it; the process is replaced, and calls that shared its batch go to the next. A process that has answered so
-many calls is replaced too, between calls. The pool knows nothing of groups, prompts or what a reward means.
+A reward judges text that a model wrote: it may hang, crash, leak or corrupt its interpreter. That costs one call: the
+process is replaced, and the other calls of its batch go to the next process. A process is also replaced, between
+calls, after `calls_per_process` of them. Independent of groups and prompts.
 """
 
 import asyncio
@@ -17,10 +17,12 @@ from collections.abc import Sequence
 
 START_TIMEOUT_SECS = 30.0
 CLOSE_TIMEOUT_SECS = 5.0
-LATE_SECS = 0.1  # A reply that is there already, when this event loop was the one that was late.
-ORPHAN_SECS = 5.0  # Beyond the bound, a process whose parent is gone ends itself.
-MAX_BATCH_CALLS = 16  # Calls in a message: more wait longer behind one that hangs.
-MIN_MEMORY_BYTES = 1 << 20  # Python takes memory from the system in pieces of this size.
+LATE_SECS = 0.1  # to read a reply that arrived in time while this event loop was late
+ORPHAN_SECS = (
+    5.0  # beyond the bound on a call, after which a process without its parent ends itself
+)
+MAX_BATCH_CALLS = 16  # calls in a message; the rest of a batch waits behind a call that hangs
+MIN_MEMORY_BYTES = 1 << 20  # the size in which Python takes memory from the system
 
 
 class RewardError(Exception):
@@ -48,10 +50,10 @@ class RewardPool:
         Args:
           reward: a name in rewards.REWARDS, or "module:function".
           num_processes: ≥ 1.
-          timeout_secs: bound on one call, > 0; waiting for a free process does not count.
-          memory_bytes: address space that a process may take beyond what it has once the reward is imported, ≥ 1 MiB;
-            0 for no bound. What the reward starts may take as much each.
-          calls_per_process: a process that has answered so many is replaced, ≥ 0; 0 for never.
+          timeout_secs: bound on one call, > 0, without the wait for a free process.
+          memory_bytes: bound on the address space that a process takes after the reward's import, ≥ 1 MiB; 0 for none.
+            Each process that the reward starts has the same bound.
+          calls_per_process: calls after which a process is replaced, ≥ 0; 0 for never.
 
         Raises:
           ValueError: a bound is broken.
@@ -73,9 +75,8 @@ class RewardPool:
         self._arrived = asyncio.Event()
         self._tasks: list[asyncio.Task] = []
         self._processes: set[asyncio.subprocess.Process] = set()  # alive
-        self._refusal: str | None = (
-            "is not started"  # Why there are no scores; None when there are.
-        )
+        # Why the pool takes no calls; None when it does.
+        self._refusal: str | None = "is not started"
 
     async def start(self) -> None:
         """Starts the processes, within START_TIMEOUT_SECS.
@@ -96,7 +97,7 @@ class RewardPool:
         self._refusal = None
         self._tasks = [
             asyncio.create_task(
-                # Staggered, so that they are not all replaced at once.
+                # Staggered, so that processes are not all replaced at once.
                 self._serve(process, i * self._calls_per_process // self._num_processes),
                 name=f"reward process {i}",
             )
@@ -104,7 +105,7 @@ class RewardPool:
         ]
 
     async def close(self) -> None:
-        """Kills the processes, within CLOSE_TIMEOUT_SECS; calls that still wait fail with RewardError."""
+        """Kills the processes within CLOSE_TIMEOUT_SECS; waiting calls fail with RewardError."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -119,10 +120,10 @@ class RewardPool:
         await self.close()
 
     async def score(self, completion: str, answer: str) -> float:
-        """The reward of one completion. Calls that wait together travel together.
+        """The reward of one completion. Calls that wait at the same time share messages.
 
         Args:
-          completion: what the policy wrote, without its stop token.
+          completion: the text of the sampled tokens, without stop tokens.
           answer: the gold answer.
 
         Returns:
@@ -131,7 +132,7 @@ class RewardPool:
         Raises:
           RewardTimeoutError: the call ran for more than timeout_secs.
           RewardError: the reward raised, crashed, took more than memory_bytes or returned no finite number; or the pool
-            has no processes.
+            is not started, or closed, or lost its processes.
         """
         return await self._submit(completion, answer)
 
@@ -157,7 +158,7 @@ class RewardPool:
         return call.outcome
 
     async def _serve(self, process: asyncio.subprocess.Process, num_answered: int) -> None:
-        """Gives calls to a process, and to the next one when it is lost or has answered its number."""
+        """Gives calls to a process, and to its successor when it is lost or has answered calls_per_process."""
         try:
             while True:
                 calls = await self._next_calls(self._calls_per_process - num_answered)
@@ -170,7 +171,7 @@ class RewardPool:
             self._refuse(f"lost a process and cannot replace it: {error}")
 
     async def _next_calls(self, num_left: int) -> "collections.deque[_Call]":
-        """This process's share of the calls that wait, at least one; at most num_left where processes are recycled."""
+        """One process's share of the waiting calls: at least one, at most num_left where processes are replaced."""
         while not self._waiting:
             self._arrived.clear()
             await self._arrived.wait()
@@ -182,7 +183,9 @@ class RewardPool:
     async def _answer(self, process, calls: "collections.deque[_Call]") -> bool:
         """Has a process answer the calls; False when it is lost."""
         try:
-            if process.returncode is not None:  # It ended between calls: none of these did it.
+            if (
+                process.returncode is not None
+            ):  # It ended between calls, and none of these is the cause.
                 return False
             process.stdin.write(_message(calls))
             while calls:
@@ -196,7 +199,7 @@ class RewardPool:
         return True
 
     async def _read(self, process) -> float | RewardError:
-        """The outcome of the call that the process is at."""
+        """The outcome of the call that the process runs."""
         for secs in (self._timeout_secs, LATE_SECS):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(secs):
@@ -212,7 +215,7 @@ class RewardPool:
             )
             raise _LostError(RewardError(message))
         outcome = json.loads(line)
-        if outcome is None:  # What it leaked may be all there is: the next calls would fail too.
+        if outcome is None:  # Memory that it leaked would fail the next calls too.
             bound = f"took more than {self._memory_bytes} bytes of memory"
             message = bound if self._memory_bytes else "ran out of memory"
             raise _LostError(RewardError(f"reward {self._reward!r} {message}"))
@@ -221,7 +224,7 @@ class RewardPool:
         return outcome
 
     async def _start_process(self) -> asyncio.subprocess.Process:
-        # -P and the path: the same modules as here are found, in the same order.
+        # -P and this path: the process finds the same modules as this one, in the same order.
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", "jaxrl_async.rewards.process"),
@@ -229,14 +232,14 @@ class RewardPool:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env=os.environ | {"PYTHONPATH": path},
-            start_new_session=True,  # A group of its own, killed as one; and no Ctrl-C from the terminal.
+            start_new_session=True,  # A process group of its own, killed as one, without Ctrl-C from the terminal.
         )
         self._processes.add(process)
         try:
             async with asyncio.timeout(START_TIMEOUT_SECS):
                 line = await process.stdout.readline()
         except TimeoutError:
-            reason = f"no sign of it for {START_TIMEOUT_SECS:g} s"
+            reason = f"no answer for {START_TIMEOUT_SECS:g} s"
         else:
             reason = json.loads(line) if line else f"it ended ({await _exit_of(process)})"
         if reason:
@@ -247,7 +250,7 @@ class RewardPool:
         await asyncio.gather(*(self._end(process) for process in self._processes))
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
-        """Kills a process with all it has started."""
+        """Kills a process and all that it started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         process.stdin.close()
@@ -284,7 +287,7 @@ def _message(calls: "collections.deque[_Call]") -> bytes:
 
 
 class _LostError(Exception):
-    """The process is of no more use; carries the outcome of the call it was at."""
+    """The process cannot be used any more; carries the outcome of the call that it ran."""
 
     def __init__(self, outcome: RewardError):
         super().__init__(outcome)

@@ -1,14 +1,14 @@
 """One reward process: reads calls from stdin, writes their outcomes to stdout, as lines of JSON.
 
     in     [[completion, answer], …]                    a batch of calls
-    out    0.5   or   "what went wrong"   or   null     one line per call, as soon as it is known; null: out of memory
+    out    0.5   or   "what went wrong"   or   null     one line per call, as soon as it is known; null is out of memory
 
-The first line out is "" when the reward was found, or else says why not. The process ends with its stdin. It knows
-nothing of the pool's queue; it imports nothing but rewards, so that starting another one is cheap.
+The first line out is "" when the reward was found, or else says why not. The process ends with its stdin. It imports
+nothing but rewards, so that starting another one is cheap.
 
 The limit on memory is on address space (RLIMIT_AS), on top of what the process has at its start, after the reward's
 imports: the interpreter and its libraries do not count, what a reward imports while it is called does. A reward that
-swallows its MemoryError breaks no limit. A process that the reward starts has the same limit, for itself.
+catches its MemoryError stays within the limit. A process that the reward starts has the same limit of its own.
 """
 
 import json
@@ -28,11 +28,11 @@ def main(name: str, max_secs: str, memory_bytes: str) -> None:
 
     Args:
       name: of the reward.
-      max_secs: a call that runs so long ends the process, also when nobody is left to kill it.
-      memory_bytes: what it may take from here on; 0 for no limit.
+      max_secs: a call that takes longer ends the process, even where the pool is gone.
+      memory_bytes: bound on the address space it takes from here on; 0 for none.
     """
     calls, outcomes = _private_streams()
-    # The default action works even where a call never returns to the interpreter.
+    # The default action ends the process even where a call never returns to the interpreter.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     try:
         reward = reward_function(name)
@@ -58,7 +58,7 @@ def _private_streams():
 
 
 def _limit_memory(more_bytes: int) -> None:
-    """Bounds the address space at what it is now and so much more."""
+    """Bounds the address space at its present size + more_bytes."""
     with open("/proc/self/statm", "rb") as statm:  # in pages; Linux has it
         limit = int(statm.read().split()[0]) * resource.getpagesize() + more_bytes
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -72,12 +72,14 @@ def _outcome(reward: Reward, completion: str, answer: str) -> float | str | None
         return _checked(reward(completion, answer))
     except MemoryError:
         return None
-    except BaseException as error:  # SystemExit too: it is about this call, not about the process.
+    except (
+        BaseException
+    ) as error:  # SystemExit too: it is an outcome of this call, not the end of the process.
         return f"{type(error).__name__}: {error}"
 
 
 def _checked(value) -> float | str:
-    """A reward as a float, or what is wrong with it."""
+    """A reward as a float, or the reason why it is none."""
     try:
         number = math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -86,7 +88,7 @@ def _checked(value) -> float | str:
 
 
 def _write(outcomes: int, outcome: float | str | None) -> None:
-    # Unbuffered: when the next call hangs or crashes, it must be clear which one did.
+    # Unbuffered: when the next call hangs or crashes, the pool must know which one did.
     if isinstance(outcome, str):
         outcome = outcome[:MAX_MESSAGE_CHARS]
     os.write(outcomes, json.dumps(outcome).encode() + b"\n")

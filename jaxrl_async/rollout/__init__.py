@@ -1,1 +1,1 @@
-"""Rollout: prompts become rewarded groups, on asyncio and without JAX."""
+"""Rollout: from prompts to rewarded groups, on asyncio and without JAX."""

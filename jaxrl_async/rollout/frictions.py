@@ -1,10 +1,9 @@
-"""What goes wrong between a policy and its learner, on purpose: each friction strikes a sample with a probability.
+"""Faults between a policy and its learner, injected on purpose: each friction strikes a sample with a probability.
 
 The setting is Delightful Distributed Policy Gradient (Osband, arXiv 2603.20521), which names an actor bug, corrupted
-rewards and rare discovery. The paper does not publish its probabilities: they are the caller's. Nor is its definition
-of rare discovery public: the one below is ours. A friction changes what is recorded of a sample, never whether
-there is one, and draws the same number of times whatever its probability, so that none shifts the draws of
-another. This module knows nothing of tokenizers, queues or settings.
+rewards and rare discovery. The paper publishes neither its probabilities, which the caller gives, nor its definition
+of rare discovery: the one below is ours. A friction changes the record of a sample and never drops one. It draws the
+same number of times whatever its probability, so that no friction shifts the draws of another.
 """
 
 import dataclasses
@@ -21,14 +20,14 @@ class Frictions:
     actor_bug: float
     reward_corruption: float
     rare_discovery: float
-    zero_id: int  # the token that stands for "0", which a bugged actor writes
+    zero_id: int  # the token of "0", which a bugged actor writes
 
     def of_trajectory(self, trajectory: Trajectory, rng: np.random.Generator) -> Trajectory:
-        """What is recorded of a trajectory, before it is rewarded."""
+        """The trajectory as it is recorded, before its reward."""
         return actor_bug(trajectory, rng, probability=self.actor_bug, zero_id=self.zero_id)
 
     def of_reward(self, reward: float, rng: np.random.Generator) -> float:
-        """What is recorded of a reward: rare discovery first, then corruption."""
+        """The reward as it is recorded: rare discovery first, then corruption."""
         reward = rare_discovery(reward, rng, probability=self.rare_discovery)
         return reward_corruption(reward, rng, probability=self.reward_corruption)
 
@@ -36,9 +35,9 @@ class Frictions:
 def actor_bug(
     trajectory: Trajectory, rng: np.random.Generator, *, probability: float, zero_id: int
 ) -> Trajectory:
-    """An actor that writes zeros and is sure of them: every sampled token is zero_id, recorded with log-prob 0.
+    """Records every sampled token as zero_id with log-prob 0: an actor that writes zeros and is sure of them.
 
-    A stop token too. Length, mask, versions and what was not sampled stay as they are.
+    Stop tokens are replaced too. Length, mask, versions and all other tokens stay as they are.
     """
     if rng.random() >= probability:
         return trajectory
@@ -50,11 +49,11 @@ def actor_bug(
 
 
 def rare_discovery(reward: float, rng: np.random.Generator, *, probability: float) -> float:
-    """A reward below 1 is recorded as 0: there is no credit on the way to a perfect answer."""
+    """Records a reward below 1 as 0: no credit on the way to a perfect answer."""
     return 0.0 if rng.random() < probability and reward < 1 else reward
 
 
 def reward_corruption(reward: float, rng: np.random.Generator, *, probability: float) -> float:
-    """The reward is replaced by 0 or 1, each with probability 1/2."""
+    """Replaces the reward by 0 or 1, each with probability 1/2."""
     struck, noise = rng.random() < probability, float(rng.integers(2))
     return noise if struck else reward

@@ -1,4 +1,4 @@
-"""Tasks: prompts, gold answers and demonstrations, by name. A task knows nothing of tokens, models or queues."""
+"""Tasks: prompts, gold answers and demonstrations as texts, by name."""
 
 import functools
 import inspect
@@ -39,19 +39,19 @@ def make_task(name: str, **kwargs) -> Task:
 
     Args:
       name: of the task.
-      **kwargs: what its factory takes.
+      **kwargs: arguments of its factory.
 
     Raises:
       ValueError: no such task (names the nearest), or an argument outside its bounds.
-      TypeError: an unknown or a missing argument; says what the factory takes.
+      TypeError: an unknown or a missing argument; shows the factory's signature.
     """
     factory = find("task", name, TASKS)
-    takes = inspect.signature(factory)
+    signature = inspect.signature(factory)
     try:
-        takes.bind(**kwargs)
+        signature.bind(**kwargs)
     except TypeError as error:
         raise TypeError(
-            f"{error}: it takes {takes}, and task.args is {kwargs}; on a command line, "
+            f"{error}: it takes {signature}, and task.args is {kwargs}; on a command line, "
             "--config.task.args=\"{'NAME': VALUE}\" replaces all of them"
         ) from None
     return factory(**kwargs)

@@ -1,7 +1,7 @@
-"""Addition of two numbers, made up here: "47+38=" → "85". Knows nothing of tokens.
+"""Synthetic addition of two numbers: "47+38=" → "85".
 
-Its demonstrations can be bad on purpose: a share of them forgets to carry, 47+38 → 75. A policy that imitates them
-is right sometimes, which is where RL can begin.
+A share of its demonstrations forgets to carry, on purpose: 47+38 → 75. A policy that imitates them is right
+sometimes, so RL has something to select.
 """
 
 import dataclasses
@@ -12,8 +12,8 @@ import numpy as np
 
 from jaxrl_async.tasks.task import Example, check_split
 
-MAX_PAIRS = 100_000  # Where there are more pairs of operands, so many are drawn.
-MAX_DIGITS = 9  # Pairs of operands are numbered in 64 bits.
+MAX_PAIRS = 100_000  # drawn at random where there are more pairs of operands
+MAX_DIGITS = 9  # numbers of pairs of operands fit in 64 bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Arithmetic:
     """
 
     num_digits: int  # in [1, 9]; operands of two or more digits do not start with 0
-    num_test: int  # pairs that are held out
+    num_test: int  # held-out pairs
     forget_carry: float  # share of demonstrations that forget to carry, in [0, 1]
-    seed: int  # of the split, and of which demonstrations forget
+    seed: int  # of the split, and of the demonstrations that forget
 
     reward: ClassVar[str] = "exact"
 
@@ -48,7 +48,7 @@ class Arithmetic:
         return [Example(f"{a}+{b}=", str(a + b)) for a, b in self._pairs[check_split(split)]]
 
     def demonstrations(self, num: int | None = None) -> list[tuple[str, str]]:
-        """Sums with an answer, of which forget_carry forget to carry; each round of train forgets others."""
+        """Sums with an answer, a share forget_carry of them wrong; each cycle over train forgets others."""
         pairs = self._pairs["train"]
         num = len(pairs) if num is None else num
         forgets = np.random.default_rng([self.seed, 1]).random(num) < self.forget_carry
@@ -71,7 +71,7 @@ class Arithmetic:
 
     @functools.cached_property
     def _pairs(self) -> dict[str, list[tuple[int, int]]]:
-        """Operands of each split."""
+        """Split → pairs of operands."""
         operands, rng = self._operands, np.random.default_rng([self.seed, 0])
         numbers = rng.choice(len(operands) ** 2, self._num_pairs, replace=False).tolist()
         pairs = [(operands[i], operands[j]) for i, j in (divmod(n, len(operands)) for n in numbers)]

@@ -1,4 +1,4 @@
-"""GSM8K: grade-school word problems, read from the published files. Knows nothing of tokens.
+"""GSM8K: grade-school word problems, read from the published files.
 
 Training Verifiers to Solve Math Word Problems (Cobbe et al., arXiv 2110.14168); the files are in
 https://github.com/openai/grade-school-math, grade_school_math/data. A line is a JSON object with the fields question
@@ -19,7 +19,7 @@ TEMPLATE = (
     "{question}\nReason step by step; end with a line that is #### and the answer as a number.\n"
 )
 
-_CALCULATION = re.compile(r"<<.*?>>")  # notes to a calculator: 48/2 = <<48/2=24>>24
+_CALCULATION = re.compile(r"<<.*?>>")  # calculator annotations: 48/2 = <<48/2=24>>24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Problem:
     """One line of a file."""
 
     question: str
-    solution: str  # without notes to a calculator, with "#### N"
-    answer: str  # N as written, such as "1,080"
+    solution: str  # without calculator annotations, with "#### N"
+    answer: str  # N as it is written, such as "1,080"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,12 +37,12 @@ class Gsm8k:
 
     Raises:
       FileNotFoundError: one of the files is missing.
-      ValueError: the template has no place for the question.
+      ValueError: the template does not contain "{question}".
     """
 
     directory: str | os.PathLike
-    template: str = TEMPLATE  # of a prompt; "{question}" stands for the question
-    reward: str = "last_number"  # or "math_verify", or another that reads N
+    template: str = TEMPLATE  # of a prompt; "{question}" is replaced
+    reward: str = "last_number"  # or another reward that reads N, such as "math_verify"
 
     def __post_init__(self):
         if "{question}" not in self.template:

@@ -1,7 +1,7 @@
 """Tokens of a task's prompts: the endless training stream, the held-out list, demonstrations.
 
-The stream is what makes the prompt frontier one integer: stream[prompt_index] is the same prompt in every process,
-at every epoch. It knows nothing of permits, models or rewards.
+The stream makes the prompt frontier one integer: stream[prompt_index] is the same prompt in every process, at every
+epoch.
 """
 
 import dataclasses
@@ -26,25 +26,24 @@ def prompt_stream(
 ) -> "grain.MapDataset[Prompt]":
     """The endless stream of a split's prompts, with random access: stream[prompt_index].
 
-    Each epoch (len(filtered) indexes) is another permutation of the prompts that fit.
+    Each epoch (one index per prompt that fits) is another permutation.
 
     Args:
       task: gives the examples.
       tokenizer: makes tokens of them.
       split: "train" or "test".
       seed: of the order, ≥ 0.
-      max_prompt_tokens: longer prompts are left out, before indexes are given.
+      max_prompt_tokens: longer prompts are left out, and have no index.
 
     Raises:
       ValueError: no prompt fits.
     """
-    # Here, because grain brings JAX along, which processes that need no stream should not pay for.
+    # Here, because grain imports JAX, which a process without a stream need not load.
     import grain
 
     prompts = _fitting(task.examples(split), tokenizer, f"{split} prompts", max_prompt_tokens)
-    # Filtered before, since `filter` would leave holes; shuffled before repeated, since the other order samples
-    # with replacement. grain shuffles epoch e with seed + e: the seed is hashed so that neighbouring seeds share no
-    # epochs.
+    # Filtered first: grain's `filter` leaves holes. Shuffled before repeated: the other order samples with
+    # replacement. grain shuffles epoch e with seed + e: hashed seeds share no epochs with their neighbours.
     hashed = int(np.random.SeedSequence(seed).generate_state(1)[0])
     stream = grain.MapDataset.source(prompts).shuffle(seed=hashed).repeat()
     return stream.map_with_index(lambda index, prompt: dataclasses.replace(prompt, index=index))
@@ -67,7 +66,7 @@ def demonstration_tokens(
     Args:
       task: gives the texts.
       tokenizer: makes tokens of them.
-      num: how many are taken of the task, ≥ 1.
+      num: how many the task is asked for, ≥ 1.
       max_tokens: bound on P + R; longer ones are left out.
 
     Raises:
@@ -100,7 +99,7 @@ def _fitting(
 
 
 def _choose(lengths: Sequence[int], what: str, max_tokens: int) -> list[int]:
-    """Positions of the lengths in [1, max_tokens]; the others are counted."""
+    """Positions of the lengths in [1, max_tokens]; a warning counts the others."""
     chosen = [i for i, length in enumerate(lengths) if 1 <= length <= max_tokens]
     if not chosen:
         longest = max(lengths, default=0)

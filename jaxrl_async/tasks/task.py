@@ -1,4 +1,4 @@
-"""What a task is. It knows texts only: tokens, order and epochs are made from them in tasks/prompts.py."""
+"""The interface of a task: texts alone. Tokens, order and epochs are made of them in tasks/prompts.py."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -27,15 +27,15 @@ class Task(Protocol):
         """Prompts and completions to imitate in a warm start.
 
         Args:
-          num: how many, going round the train split; None for one of each train example.
+          num: how many, in cycles over the train split; None for one per train example.
         """
 
 
 def check_split(split: str) -> str:
-    """The split, if it is one.
+    """Returns the name of a split.
 
     Raises:
-      ValueError: it is not.
+      ValueError: there is no such split.
     """
     if split not in SPLITS:
         raise ValueError(f"split must be 'train' or 'test', got {split!r}")

@@ -1,7 +1,7 @@
-"""Token reversal, made up here: "0111>" → "1110". Knows nothing of tokens, for all its name.
+"""Synthetic reversal of a sequence of symbols: "0111>" → "1110".
 
 The task of Delightful Distributed Policy Gradient (Osband, arXiv 2603.20521), there with 10 tokens of 2 symbols. Its
-reward is the share of positions that are right, so that a policy can begin from nothing.
+reward is the share of right positions, so that a policy without a warm start can learn.
 """
 
 import dataclasses
@@ -12,9 +12,9 @@ import numpy as np
 
 from jaxrl_async.tasks.task import Example, check_split
 
-MAX_PROMPTS = 100_000  # Where there are more, so many are drawn.
+MAX_PROMPTS = 100_000  # drawn at random where there are more
 MAX_SYMBOLS = 10  # A symbol is a digit.
-SEPARATOR = ">"  # ends a prompt, so that the policy sees where its answer begins
+SEPARATOR = ">"  # ends a prompt, and marks where the answer begins
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,7 @@ class TokenReversal:
 
     num_tokens: int  # H ≥ 1, symbols in a sequence; M^H < 2^63
     num_symbols: int  # M in [2, 10]; symbols are the digits from "0"
-    num_test: int  # sequences that are held out
+    num_test: int  # held-out sequences
     seed: int  # of the split
 
     reward: ClassVar[str] = "positions"
@@ -35,7 +35,9 @@ class TokenReversal:
     def __post_init__(self):
         if not 2 <= self.num_symbols <= MAX_SYMBOLS:
             raise ValueError(f"num_symbols must be in [2, {MAX_SYMBOLS}], got {self.num_symbols}")
-        if self.num_tokens < 1 or self._num_sequences >= 2**63:  # They are numbered in 64 bits.
+        if (
+            self.num_tokens < 1 or self._num_sequences >= 2**63
+        ):  # Their numbers must fit in 64 bits.
             raise ValueError(
                 f"num_tokens must be ≥ 1, and num_symbols^num_tokens < 2^63, got {self.num_tokens} of "
                 f"{self.num_symbols} symbols"
@@ -63,7 +65,7 @@ class TokenReversal:
 
     @functools.cached_property
     def _sequences(self) -> dict[str, list[str]]:
-        """Sequences of each split: numbers in base num_symbols."""
+        """Split → sequences, which are numbers in base num_symbols."""
         count, rng = self._num_sequences, np.random.default_rng(self.seed)
         numbers = rng.choice(count, min(count, MAX_PROMPTS), replace=False).tolist()
         sequences = [np.base_repr(n, self.num_symbols).zfill(self.num_tokens) for n in numbers]

@@ -1,7 +1,7 @@
-"""Text ↔ token ids, and the files a run's roles share. A tokenizer knows nothing of tasks or models.
+"""Text ↔ token ids, and the files that a run's roles share.
 
 Two kinds, one protocol: characters of a given alphabet, and the Hugging Face layout (tokenizer.json beside
-tokenizer_config.json), which also holds the byte-pair encodings trained here.
+tokenizer_config.json), in which the byte-pair encodings trained here are saved too.
 """
 
 import json
@@ -28,18 +28,18 @@ TEMPLATE_FILE = "chat_template.jinja"
 HF_FILES = (TOKENIZER_FILE, CONFIG_FILE, GENERATION_FILE, TEMPLATE_FILE)
 PAD, EOS = "<pad>", "<eos>"
 
-_FURTHER_HF_FILES = (  # of published tokenizers; not read here
+_FURTHER_HF_FILES = (  # of published tokenizers, copied and not read
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
 )
-_UNBOUNDED = 10**30  # model_max_length, where transformers is to know of none
+_UNBOUNDED = 10**30  # model_max_length without a bound, as transformers writes it
 
 
 class Tokenizer(Protocol):
-    """What the project needs of a tokenizer."""
+    """The interface of a tokenizer."""
 
     vocab_size: int  # token ids are in [0, vocab_size)
     eos_id: int  # ends a demonstration
@@ -50,20 +50,20 @@ class Tokenizer(Protocol):
         """The ids of a text, nothing added."""
 
     def encode_prompt(self, text: str) -> list[int]:
-        """The ids of what the policy sees when it is asked `text`, up to where its answer begins."""
+        """The ids that the policy reads when it is asked `text`, up to where its answer begins."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids; special tokens have none."""
+        """The text of ids, without special tokens."""
 
     def save(self, directory: str | os.PathLike) -> None:
         """Writes the files that `load_tokenizer` reads, all or none.
 
         Raises:
-          FileExistsError: the directory exists and holds something else.
+          FileExistsError: the directory exists with other files.
         """
 
     def hf_files(self) -> dict[str, bytes]:
-        """The files, by name, from which Hugging Face's libraries make a tokenizer of the same ids."""
+        """Files, by name, from which Hugging Face's libraries make the same tokenizer."""
 
 
 def load_tokenizer(directory: str | os.PathLike) -> Tokenizer:
@@ -92,13 +92,13 @@ def train_bpe(
     Every byte has a token, so every text can be encoded; every digit is a token of its own.
 
     Args:
-      texts: what to train on.
-      vocab_size: bound on the vocabulary, ≥ 258 (256 bytes, padding, end of sequence); few texts give fewer.
-      directory: where its files go.
+      texts: to train on.
+      vocab_size: bound on the vocabulary, ≥ 258 (256 bytes, padding, end of sequence); few texts fill less of it.
+      directory: of its files.
 
     Raises:
       ValueError: vocab_size is too small.
-      FileExistsError: the directory exists and holds something else.
+      FileExistsError: the directory exists with other files.
     """
     special, alphabet = [PAD, EOS], pre_tokenizers.ByteLevel.alphabet()
     if vocab_size < len(special) + len(alphabet):
@@ -148,7 +148,7 @@ def completion_text(
 
 
 class CharTokenizer:
-    """One token per character of an alphabet, for made-up tasks. Id 0 is padding, 1 the end of sequence."""
+    """One token per character of an alphabet, for synthetic tasks. Id 0 is padding, 1 the end of sequence."""
 
     pad_id = 0
     eos_id = 1
@@ -181,7 +181,7 @@ class CharTokenizer:
             ) from None
 
     def encode_prompt(self, text: str) -> list[int]:
-        """The ids of the text: there is no chat template."""
+        """The ids of the text; there is no chat template."""
         return self.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -193,7 +193,7 @@ class CharTokenizer:
         _write(pathlib.Path(directory), {CHAR_FILE: _json_bytes({"alphabet": self._alphabet})})
 
     def hf_files(self) -> dict[str, bytes]:
-        """A tokenizer of words that are one character long. A text that holds "<pad>" or "<eos>" holds that token."""
+        """A tokenizer of one-character words. "<pad>" or "<eos>" within a text becomes that token."""
         words = tokenizers.Tokenizer(models.WordLevel({PAD: 0, EOS: 1} | self._ids))
         words.add_special_tokens([PAD, EOS])
         words.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex(r"[\s\S]"), "isolated")
@@ -206,7 +206,7 @@ class HFTokenizer:
     """A tokenizer in Hugging Face layout, with its chat template if it has one.
 
     The end of sequence is tokenizer_config.json's eos_token, or else the first of generation_config.json's
-    eos_token_id; the rest of those stop a completion too. Where a text holds a special token's text, it is that token.
+    eos_token_id; the others of those stop a completion too. A special token's text within a text becomes that token.
     """
 
     def __init__(self, directory: str | os.PathLike):
@@ -221,7 +221,7 @@ class HFTokenizer:
         config = _read_json(self._directory / CONFIG_FILE)
         self._special = _special_tokens(config)
         self._template = _chat_template(self._directory, config)
-        # Not their number: added tokens may leave holes.
+        # Not the number of tokens: added tokens may leave holes.
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self.stop_token_ids = self._stop_token_ids()
         self.eos_id = self.stop_token_ids[0]
@@ -260,7 +260,7 @@ class HFTokenizer:
         _write(pathlib.Path(directory), _content(self._directory))
 
     def hf_files(self) -> dict[str, bytes]:
-        """The files as they are; what they leave unsaid (class, what ends a completion) is said."""
+        """The files as they are, with the class and the tokens that end a completion added where they are left out."""
         files = {name: self._directory / name for name in (*HF_FILES, *_FURTHER_HF_FILES)}
         found = {name: path.read_bytes() for name, path in files.items() if path.is_file()}
         configs = (_read_json(self._directory / name) for name in (CONFIG_FILE, GENERATION_FILE))
@@ -303,7 +303,7 @@ def _read_tokenizer(path: pathlib.Path) -> tokenizers.Tokenizer:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # The library raises nothing narrower.
         raise ValueError(f"{path}: {error}") from error
-    # Some published files say so, and would cut prompts short in silence.
+    # Some published files ask for truncation or padding, which would change prompts silently.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -325,8 +325,8 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
 def _hf_configs(
     config: Mapping[str, Any], generation: Mapping[str, Any], tokenizer: Tokenizer
 ) -> dict[str, bytes]:
-    """tokenizer_config.json and generation_config.json: what they say, and what they leave to guesses."""
-    # Without a class, transformers takes that of the model's architecture, which splits texts in its own way.
+    """tokenizer_config.json and generation_config.json, with values for what they leave to guesses."""
+    # Without a class, transformers takes the one of the model's architecture, which splits texts differently.
     guessed = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     ends = {"eos_token_id": list(tokenizer.stop_token_ids), "pad_token_id": tokenizer.pad_id}
     return {
@@ -340,7 +340,7 @@ def _json_bytes(content: Mapping[str, Any]) -> bytes:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """bos_token, eos_token, …: written as a text or as an object with a text."""
+    """bos_token, eos_token, … → text; a file has them as a text or as an object with a text."""
     texts = {
         name: value.get("content") if isinstance(value, dict) else value
         for name, value in config.items()
@@ -352,7 +352,7 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 def _chat_template(directory: pathlib.Path, config: Mapping[str, Any]) -> jinja2.Template | None:
     """Compiles the template as Hugging Face's `apply_chat_template` does.
 
-    `strftime_now` is left out on purpose: a prompt must not depend on the day. Templates then write a fixed date.
+    `strftime_now` is left out: a prompt must not depend on the day. Templates then write a fixed date.
     """
     path, source = directory / TEMPLATE_FILE, config.get("chat_template")
     if path.is_file():
@@ -386,21 +386,21 @@ def _raise_exception(message: str):
 
 
 def _write(directory: pathlib.Path, files: Mapping[str, bytes]) -> None:
-    """Writes aside and renames: where several processes write the same files at once, one does."""
+    """Writes a directory whole, by renaming it: of several processes that write the same files, one does."""
     directory.parent.mkdir(parents=True, exist_ok=True)
-    aside = tempfile.mkdtemp(prefix=f"{directory.name}.aside-", dir=directory.parent)
+    partial = tempfile.mkdtemp(prefix=f"{directory.name}.aside-", dir=directory.parent)
     try:
-        os.chmod(aside, 0o755)
+        os.chmod(partial, 0o755)
         for name, content in files.items():
-            pathlib.Path(aside, name).write_bytes(content)
-        os.rename(aside, directory)
+            pathlib.Path(partial, name).write_bytes(content)
+        os.rename(partial, directory)
     except OSError:
         if not directory.is_dir():
             raise
         if _content(directory) != files:
-            raise FileExistsError(f"{directory} exists and holds something else") from None
+            raise FileExistsError(f"{directory} exists with other files") from None
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _content(directory: pathlib.Path) -> dict[str, bytes]:
