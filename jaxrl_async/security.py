@@ -16,7 +16,7 @@ MAX_KEY_CHARS = 1024
 MAX_PATH_CHARS = 4096
 MAX_HEADER_BYTES = 8192  # of all metadata of a gRPC call, of a line or a header of HTTP
 _PROBE_SECS = 1.0
-_KEY = re.compile(r"[!-~]+")  # what a header carries without encoding
+_KEY = re.compile(r"[!-~]+")  # characters that a header carries without encoding
 
 
 def is_loopback(host: str) -> bool:

@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
 
 
 def _options(flags) -> dict:
-    """Checks the flags; what `measure` takes as keywords."""
+    """The keyword arguments of `measure`, from checked flags."""
     for name in ("server", "checkpoint"):
         if not getattr(flags, name):
             raise UsageError(f"--{name} is needed")

@@ -6,9 +6,9 @@ import sys
 
 from jaxrl_async.cli.config import UsageError, parse_flags, settings_of
 
-USAGE = """Trains again what a run was trained on, from its config.json, a checkpoint and its journal: no servers, no
-tasks. Compares every checkpoint it passes with the run's, bit for bit. With --config.loss.… (or another learner
-setting) it trains another objective on the identical data, and compares nothing. Exit code 1 where bits differ."""
+USAGE = """Trains again on a run's groups, from its config.json, a checkpoint and its journal, without servers or tasks.
+Compares every checkpoint with the run's, bit for bit. With --config.loss.… (or another learner setting) it trains
+another objective on the identical data, and compares nothing. Exit code 1 if bits differ."""
 
 
 def main(argv: list[str]) -> int:
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
     learner = settings.learner
     if (devices := learner.data * learner.fsdp * learner.tensor) > 1:  # Of a CPU, as in the run.
         os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(devices))
-    # After the flags are known to be good: what follows loads JAX.
+    # These load JAX, so the flags are checked first.
     from jaxrl_async.learner.checkpoint import CheckpointError
     from jaxrl_async.queue.journal import JournalError
     from jaxrl_async.tools.replay import ReplayError, replay

@@ -1,4 +1,4 @@
-"""`simulate`: what a run would do, without running it."""
+"""`simulate`: plans a run by discrete events, without running it."""
 
 import dataclasses
 import json
@@ -12,16 +12,15 @@ from jaxrl_async.queue.journal import JournalError
 from jaxrl_async.tools import simulate
 from jaxrl_async.tools.simulate import Outcome, Plan
 
-USAGE = """Says what a run would do, by discrete events under a virtual clock: steps a second, who waits, how stale the
-trained tokens are, what is dropped. The sizes come from --config=FILE[:ARG] where one is given, else from flags; what
-takes time is yours to say:
+USAGE = """Plans a run by discrete events under a virtual clock: steps a second, waits, staleness, dropped groups. Sizes
+come from --config=FILE[:ARG] or from flags, times from flags:
 
     python -m jaxrl_async simulate --config=configs/quickstart.py --lengths=lognormal:300:1 --request_rate=80
         --server_rate=4000 --step_secs=0.5 --token_secs=1e-5 --push_secs=1
 
 With --devices=N it tries the ways to divide N devices between learner and servers."""
 
-# What a config says, too; a flag that is given comes first.
+# Also in a config; a given flag comes first.
 _SIZES = {
     "mode": ("async", "sync, periodic or async"),
     "num_steps": ("200", "steps"),
@@ -54,7 +53,7 @@ _COSTS = {
     "devices": ("0", "to be divided between learner and servers"),
     "devices_per_server": ("1", "with --devices"),
     "learner_devices": ("1", "with --devices: how many --token_secs was measured on"),
-    "out": ("", "JSON file for what is printed, and more"),
+    "out": ("", "JSON file for all figures"),
 }
 
 
@@ -135,7 +134,7 @@ def _split_table(rows: list[tuple[int, Outcome]], best: int, devices: int, per_s
 
 
 def _sizes_of(settings: Settings) -> dict[str, Any]:
-    """What a config says of _SIZES."""
+    """The sizes of a config."""
     s = settings
     return {
         "mode": s.mode,

@@ -18,7 +18,7 @@ from jaxrl_async.config.settings import ADDED, RENAMED, Settings, SettingsError
 
 
 class UsageError(ValueError):
-    """The command line cannot be used; the message names the word and what it could be."""
+    """An unusable command line; the message names the word and the possible ones."""
 
 
 def base_config() -> ml_collections.ConfigDict:

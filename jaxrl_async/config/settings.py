@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxrl_async.config.loss import LossConfig
 
-# The names that a setting can have; what each does is said where it is implemented.
+# The names that a setting can have. Each is documented where it is implemented.
 MODES = ("sync", "periodic", "async")
 TOKENIZERS = ("char", "bpe", "huggingface")
 DTYPES = ("float32", "bfloat16")

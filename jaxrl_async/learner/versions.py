@@ -1,7 +1,7 @@
 """Versions: turns a training state into the weights that servers sample with.
 
-The learner copies and casts on the device and goes on; the publisher's thread gathers and writes. With several
-processes, all gather together before they go on, and the thread of each writes a part. An experiment may delay the
+The learner copies and casts on the device and continues; the publisher's thread gathers and writes. With several
+processes, all gather together before they continue, and the thread of each writes a part. An experiment may delay the
 servers: each version is written, and an older one is pushed.
 """
 

@@ -43,7 +43,9 @@ def check(workdir: pathlib.Path, *, resume: bool) -> None:
     """
     started = bool(checkpoint_steps(workdir))
     if started and not resume:
-        raise ValueError(f"{workdir} holds a run: go on with --resume, or name another --workdir")
+        raise ValueError(
+            f"{workdir} holds a run: continue it with --resume, or name another --workdir"
+        )
     if resume and not started:
         raise ValueError(f"{workdir} has no checkpoint to resume from")
 
@@ -107,9 +109,9 @@ def write_config(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> No
         kept = workdir / f"config.until-step-{steps[-1]}.json"
         if not kept.exists():  # Else no checkpoint was made with the config.json that is there.
             shutil.copy(path, kept)
-    aside = workdir / ".config.json"  # Other roles may read it now.
-    aside.write_text(_text(config), encoding="utf-8")
-    aside.rename(path)
+    temporary = workdir / ".config.json"  # Other roles may be reading the present one.
+    temporary.write_text(_text(config), encoding="utf-8")
+    temporary.rename(path)
 
 
 def resume_command(workdir: pathlib.Path) -> str:

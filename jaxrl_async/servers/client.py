@@ -156,7 +156,7 @@ class InferenceClient:
     async def upload(
         self, address: str, *, file: pathlib.Path, version: str, timeout_secs: float
     ) -> None:
-        """Sends one file of a version to a server of this project, in chunks; generation goes on."""
+        """Sends one file of a version to a server of this project, in chunks, while it generates."""
         with open(file, "rb") as stream:
             await self._call(
                 "PUT", address, f"/weights/{version}/{file.name}", stream, timeout_secs

@@ -141,9 +141,9 @@ def write_page(sweep: Sweep, jobs: Sequence[Job], directory: pathlib.Path) -> pa
         points=_point_table(results),
     )
     directory.mkdir(parents=True, exist_ok=True)
-    path, aside = directory / "index.html", directory / ".index.html"
-    aside.write_text(page, encoding="utf-8")
-    aside.rename(path)
+    path, temporary = directory / "index.html", directory / ".index.html"
+    temporary.write_text(page, encoding="utf-8")
+    temporary.rename(path)
     return path
 
 

@@ -1,1 +1,1 @@
-"""What is done with a run or before one: evaluate, replay, export, parity, simulate."""
+"""Tools for a run, or before one: evaluate, replay, export, parity, simulate."""

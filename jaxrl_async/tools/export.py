@@ -1,4 +1,4 @@
-"""Export: a checkpoint as a Hugging Face directory, which transformers, SGLang and `model.path` of a new run read."""
+"""Export: a checkpoint as a Hugging Face directory, for transformers, SGLang, or `model.path` of a new run."""
 
 import json
 import pathlib
@@ -19,7 +19,7 @@ def export(
       settings: the run's settings.
       workdir: its directory.
       step: the checkpoint; None is the last one.
-      out: the directory to write; there is none yet, or it is empty.
+      out: the directory to write, new or empty.
       dtype: "float32" | "bfloat16", of the tensors.
 
     Returns:
@@ -28,7 +28,7 @@ def export(
     Raises:
       CheckpointError: no such checkpoint, or one of another shape.
       FileExistsError: `out` is not empty.
-      OSError, ValueError: `out` cannot be written, or files that the run was started from are gone or broken.
+      OSError, ValueError: `out` cannot be written, or the files at model.path are missing or damaged.
     """
     if out.exists() and any(out.iterdir()):
         raise FileExistsError(f"{out} is not empty")
@@ -37,8 +37,8 @@ def export(
     step, params = parts.checkpoint_params(settings, workdir, step)
     config = _config(settings, model, tokenizer) | {"torch_dtype": dtype}
     out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.aside-", dir=out.parent) as aside:
-        written = WeightStore(aside, keep=1).write(
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.partial-", dir=out.parent) as partial:
+        written = WeightStore(partial, keep=1).write(
             step, hf.to_tensors(params, model, dtype), config
         )
         for name, content in tokenizer.hf_files().items():
@@ -48,7 +48,7 @@ def export(
 
 
 def _config(settings: Settings, model, tokenizer) -> dict:
-    """What stands in config.json: the published model's own, or the shape and what ends a completion."""
+    """The content of config.json: the published model's, or the shape and the tokens that end a completion."""
     if settings.model.path:
         path = pathlib.Path(settings.model.path) / "config.json"
         config = json.loads(path.read_text("utf-8"))

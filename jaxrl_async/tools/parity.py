@@ -1,7 +1,7 @@
-"""A server's log-probs against the learner's forward on the same weights, and why they differ.
+"""Parity: a server's log-probs beside the learner's on the same weights, and the cause of a difference.
 
-`measure` asks a server; `diagnose` is pure and names the hypothesis that explains the numbers best. It knows
-nothing of runs, rewards or how a server came to its weights.
+`measure` samples from a server; `diagnose` is pure and names the hypothesis that explains the numbers best. Runs and
+rewards play no part, nor does the way by which the server got its weights.
 """
 
 import asyncio
@@ -36,25 +36,25 @@ CAUSES = (
 
 _FAR_OFF = 0.3  # nats, mean |d|: no rounding does this; other weights give 0.3 and more.
 _MAX_BEYOND = 0.01  # Share of tokens that may differ by more than 10 tolerances.
-_WORSE = 5.0  # A prefix-cache hit is wrong when it is this many times as far off.
-_SAMPLER_Z = 6.0  # Standard errors; by chance once in 10⁹.
+_WORSE = 5.0  # A prefix-cache hit this many times as far off is wrong.
+_SAMPLER_Z = 6.0  # standard errors; exceeded by chance once in 10⁹
 _TOP_PS = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99)
 _TOP_KS = (1, 2, 5, 8, 10, 20, 40, 50, 64, 100)
 _TOP_P_MARGIN = 1e-2  # Rounding may move a token over the border of the top-p set.
 _MAX_IMPOSSIBLE = 0.02  # Share of tokens outside a truncated set, by rounding at its border.
-_MAX_FIT_TOKENS = 256  # Hypotheses are judged on so many tokens: a vocabulary makes them dear.
-_MAX_CONCURRENT = 8  # Requests at a time.
+_MAX_FIT_TOKENS = 256  # tokens that hypotheses are fitted to; each costs a vocabulary of logits
+_MAX_CONCURRENT = 8  # requests at a time
 _HEAD_CHUNK_TOKENS = 16  # Columns whose logits exist at a time.
-_SAFE_IDS = 1024  # Prompt ids stay below this where a server does not say its vocabulary.
+_SAFE_IDS = 1024  # Prompt ids stay below this where a server does not report its vocabulary.
 
 
 class ParityError(Exception):
-    """Nothing could be compared: the checkpoint, the server or their shapes; the message says which."""
+    """Nothing could be compared; the message names the checkpoint, the server or the shapes at fault."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Asking:
-    """Every prompt asked once: N tokens that the server sampled, completion after completion."""
+    """One completion of every prompt: N sampled tokens, completion after completion."""
 
     tokens: np.ndarray  # int32 [N]
     rows: np.ndarray  # int32 [N], the completion of each token
@@ -69,7 +69,7 @@ class Asking:
 
 @dataclasses.dataclass(frozen=True)
 class Evidence:
-    """What `diagnose` judges."""
+    """The input of `diagnose`."""
 
     first: Asking
     logits: np.ndarray  # float32 [N, V], the learner's, of the first asking, before temperature
@@ -79,7 +79,9 @@ class Evidence:
     flushed: Asking | None  # and again after a flush; None where it was not needed, or refused
     temperature: float  # asked, > 0
     top_p: float  # asked, in (0, 1]
-    label_fault: str | None  # how the server's name of its weights contradicts the manifest
+    label_fault: (
+        str | None
+    )  # contradiction between the server's name of its weights and the manifest
 
     @property
     def dtype(self) -> str:
@@ -101,7 +103,7 @@ class Stats:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """The likely cause, how it shows, and what to do."""
+    """The likely cause, its symptom and a remedy."""
 
     cause: str  # one of CAUSES
     finding: str
@@ -113,7 +115,7 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True)
 class Questions:
-    """What the server is asked."""
+    """The prompts and the sampling of a measurement."""
 
     num_prompts: int  # ≥ 1
     prompt_tokens: int  # ≥ 2, so that the prefix cache can hit
@@ -128,7 +130,7 @@ class _Explanation:
     cause: str
     finding: str
     advice: str
-    logprobs: np.ndarray  # float [N], what the server would report; NaN unknown, −inf impossible
+    logprobs: np.ndarray  # float [N], of a server with this fault; NaN unknown, −inf impossible
 
 
 def stats(asking: Asking, tolerance: float) -> Stats:
@@ -176,24 +178,24 @@ async def measure(
     api_key: str | None,
     tls_ca: str = "",
 ) -> Evidence:
-    """Asks a server random prompts, twice, and computes its log-probs again from a checkpoint.
+    """Sends random prompts to a server, twice, and computes its log-probs from a checkpoint.
 
-    Where the first asking is beyond the tolerance, the server's prefix cache is flushed and every prompt asked
-    once more; a server that refuses to flush is left as it is.
+    Where the first answers are beyond the tolerance, the server's prefix cache is flushed and every prompt is sent a
+    third time; a server that refuses to flush is left alone.
 
     Args:
       server: "http://host:port".
       directory: in Hugging Face layout, with a manifest.json where the weight store wrote it.
-      questions: what the server is asked.
+      questions: the prompts and the sampling.
       dtype: of the learner's forward, "float32" | "bfloat16".
       tolerance: nats, > 0.
       timeout_secs: bound on each call.
-      api_key: of the server, None where it asks for none.
-      tls_ca: PEM file of the authorities to trust at https://; "" for those of the system.
+      api_key: of the server, or None.
+      tls_ca: PEM file of the authorities to trust at https://; "" for the system's.
 
     Raises:
-      ParityError: no checkpoint there, a server that cannot be reached or answers with nothing, a smaller
-        vocabulary than the checkpoint's, or weights that changed meanwhile.
+      ParityError: no checkpoint; a server that cannot be reached, returns no tokens, has a smaller vocabulary than the
+        checkpoint, or changed its weights meanwhile.
     """
     config, manifest = _read_checkpoint(directory, dtype)
     async with _Client(api_key=api_key, tls_ca=tls_ca) as client:
@@ -236,17 +238,17 @@ async def measure(
 def diagnose(evidence: Evidence, tolerance: float) -> Verdict:
     """Names the hypothesis that explains the server's numbers best.
 
-    A hypothesis gives the log-probs that a server with that fault would report. It explains the numbers where
-    it leaves at most a third of the difference, and no more than the tolerance, a tenth of the difference, or
-    twice what rounding to the other dtype does.
+    A hypothesis predicts the log-probs of a server with that fault. It explains the numbers if it leaves at most a
+    third of the difference, and at most the tolerance, a tenth of the difference, or twice the effect of rounding to
+    the other dtype.
 
     Args:
-      evidence: what was measured.
+      evidence: of `measure`.
       tolerance: nats, > 0; see Stats.within.
 
     Returns:
-      A verdict whose cause is "ok" only where every asking is within the tolerance, the server names the
-      weights as the manifest does, and its tokens are drawn from the distribution that it was asked for.
+      A verdict. Its cause is "ok" only if every asking is within the tolerance, the server names the weights as the
+      manifest does, and its tokens are drawn from the requested distribution.
     """
     verdict = _cache_fault(evidence, tolerance)
     if verdict is not None:
@@ -263,10 +265,10 @@ def diagnose(evidence: Evidence, tolerance: float) -> Verdict:
 
 
 def label_fault(model_info: Mapping[str, Any], manifest: Mapping[str, Any] | None) -> str | None:
-    """How the server's name of its weights contradicts a checkpoint's manifest; None where it does not.
+    """The contradiction between a server's name of its weights and a checkpoint's manifest, or None.
 
     Args:
-      model_info: the answer of /model_info; a name that is no version (SGLang's "default") says nothing.
+      model_info: the answer of /model_info; a name that is no version (SGLang's "default") contradicts nothing.
       manifest: {"version", "digest", …}, None where the checkpoint has none.
     """
     if manifest is None:
@@ -288,7 +290,7 @@ def label_fault(model_info: Mapping[str, Any], manifest: Mapping[str, Any] | Non
 
 
 class _Client(InferenceClient):
-    """Also takes completions of servers whose weights have no version, as SGLang's before any push."""
+    """Also accepts completions of weights without a version, as of an SGLang before any push."""
 
     async def _post(self, address, route, payload, timeout_secs):
         answer = await super()._post(address, route, payload, timeout_secs)
@@ -299,7 +301,7 @@ class _Client(InferenceClient):
 
 
 def _read_checkpoint(directory, dtype):
-    """The model's config, and the manifest or None."""
+    """(config of the model, manifest or None)"""
     directory = pathlib.Path(directory)
     try:
         config = hf.read_config(directory, dtype=dtype, remat=False)
@@ -312,7 +314,7 @@ def _read_checkpoint(directory, dtype):
 
 
 def _num_ids(info, config, directory) -> int:
-    """Prompts take ids below this: one beyond the vocabulary kills an SGLang server."""
+    """Bound on prompt ids: an id beyond the vocabulary kills an SGLang server."""
     vocab_size = info.get("vocab_size")
     if vocab_size is None:
         return min(config.vocab_size, _SAFE_IDS)
@@ -406,7 +408,7 @@ class _Learner:
 
 
 def _rows(prompts, completions: Sequence[Completion]):
-    """Prompts and completions as rows, int32 [B, T], and where they hold sampled tokens, bool [B, T]."""
+    """Rows of prompts and completions, int32 [B, T], and the mask of sampled tokens, bool [B, T]."""
     num_prompt = prompts.shape[1]
     T = num_prompt + max(len(c.tokens) for c in completions)
     tokens = np.zeros((len(completions), T), np.int32)
@@ -593,7 +595,7 @@ def _label_fault(e: Evidence) -> Verdict | None:
 
 
 def _dtype_fault(e: Evidence) -> Verdict | None:
-    """Differences that are centred on zero and as large as rounding makes them."""
+    """A verdict for differences that are centred on zero and of the size of rounding."""
     d, scale = e.first.differences, _rounding(e)
     mean_abs = np.abs(d).mean()
     standard_error = d.std() / np.sqrt(len(d))
@@ -630,7 +632,7 @@ def _remainder(e: Evidence) -> Verdict:
 
 
 def _sampler_fault(e: Evidence) -> Verdict | None:
-    """The log-probs agree: are the tokens drawn from the distribution that was asked for?"""
+    """A verdict if the log-probs agree and the tokens are not drawn from the requested distribution."""
     e = _head(e)
     advice = (
         "Check that the server takes the request's temperature and top_p and no default of its own"
@@ -680,7 +682,7 @@ def _agreement(e: Evidence) -> Verdict:
 
 
 def _head(e: Evidence) -> Evidence:
-    """The first tokens, as many as hypotheses are judged on."""
+    """The first _MAX_FIT_TOKENS tokens."""
     first = Asking(
         *(getattr(e.first, f.name)[:_MAX_FIT_TOKENS] for f in dataclasses.fields(Asking))
     )
@@ -693,7 +695,7 @@ def _head(e: Evidence) -> Evidence:
 
 
 def _rounding(e: Evidence) -> float:
-    """nats: what the other dtype does to the learner's own log-probs, in the mean."""
+    """nats: mean effect of the other dtype on the learner's own log-probs."""
     return float(np.abs(e.other_logprobs - e.first.logprobs).mean())
 
 
@@ -718,7 +720,7 @@ def _chosen(values, tokens):
 
 
 def _before(log_probs, tokens):
-    """Probabilities in falling order [N, V], and the mass of what is likelier than each token [N]."""
+    """Probabilities in falling order [N, V], and the mass of the tokens likelier than each token [N]."""
     probs = np.exp(log_probs)
     likelier = probs > _chosen(probs, tokens)[:, None]
     return -np.sort(-probs, axis=1), np.sum(probs, axis=1, where=likelier)

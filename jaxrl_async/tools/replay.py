@@ -1,8 +1,7 @@
 """Replay: the learner again, from a run's config, checkpoint and journal. No servers, tasks or rewards.
 
-With the settings of the run, and the same devices and libraries, the parameters come out the same bit for bit, those
-of an asynchronous run included: what it was trained on, in which step and order, is in the journal. With another
-objective it is trained on the identical data.
+With the run's settings, devices and libraries the parameters are equal bit for bit, also those of an asynchronous run:
+the journal has the groups of every step, in order. Another objective is trained on the identical data.
 """
 
 import contextlib
@@ -29,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class ReplayError(ValueError):
-    """A run that cannot be replayed; the message says what is missing."""
+    """A run that cannot be replayed; the message names the missing part."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +54,7 @@ def replay(
     first: int = 0,
     until: int | None = None,
 ) -> list[Comparison]:
-    """Trains again what a run was trained on.
+    """Trains again on a run's groups.
 
     Args:
       settings: the run's, or with another objective, optimizer or packing.
@@ -65,10 +64,10 @@ def replay(
       until: the last step; None for the last one that was committed.
 
     Returns:
-      A comparison with each checkpoint of the run that was passed.
+      A comparison with each checkpoint of the run between the two steps.
 
     Raises:
-      ReplayError: the journal lacks a step in between, or names a last step it does not have.
+      ReplayError: the journal lacks a step.
       JournalError: groups are forgotten or damaged.
       CheckpointError: no checkpoint `first`.
     """

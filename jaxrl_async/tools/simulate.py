@@ -1,7 +1,6 @@
-"""The planner: what a run would do, by discrete events under a virtual clock. No JAX, sockets or weights.
+"""The planner: a run by discrete events under a virtual clock. No JAX, sockets or weights.
 
-Who may generate what is decided by the object that decides it in a run, `channels.admission.Admission`. What takes time
-is a model, in five sentences:
+Admission is the run's own object, `queue.admission.Admission`. Time is a model, in five sentences:
 
 - A server with n requests running gives each of them  1 / (1/request_rate + n/server_rate)  tokens a second: a decode
   step reads the weights once, and pays for each request.
@@ -9,7 +8,7 @@ is a model, in five sentences:
 - A group is one event, the end of its longest sample. Until then it takes Σ lengths / longest slots, its own mean, so
   that slots and tokens are conserved.
 - A step takes the learner step_secs, and token_secs for each completion token of a chunk as soon as that is leased.
-- A push takes push_secs, and generation stands still for the last pause_secs of it; then all servers hold the version.
+- A push takes push_secs, and pauses generation for its last pause_secs; then all servers hold the version.
 
 Not modelled: failures other than a permit's timeout, rewards, prompts, the network, checkpoints, evaluation.
 """
@@ -38,7 +37,7 @@ Lengths = Callable[[np.random.Generator, int, int], np.ndarray]
 
 
 class StallError(RuntimeError):
-    """The learner waits for ever; the message says for what."""
+    """The learner would wait forever; the message names the wait."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Plan:
 
     mode: str  # one of config.settings.MODES
     num_steps: int
-    warm_steps: int  # at the start, left out of every figure
+    warm_steps: int  # at the start, excluded from every figure
     groups_per_step: int  # B
     group_size: int  # G
     max_staleness: int  # η, steps
@@ -96,7 +95,7 @@ class Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a simulated run did after its warm steps."""
+    """The figures of a simulated run, after its warm steps."""
 
     steps_per_sec: float
     trained_tokens_per_sec: float
@@ -156,7 +155,7 @@ def split(
       max_splits: bound on the number of simulations.
 
     Returns:
-      (number of servers, outcome), ascending. What no server takes is the learner's.
+      (number of servers, outcome), ascending. The remaining devices are the learner's.
 
     Raises:
       ValueError: the devices are too few for a server and a learner.
@@ -211,7 +210,7 @@ def lengths_of(spec: str, max_new_tokens: int = 0) -> Lengths:
 
 
 def measured(rows: Sequence[Sequence[float]]) -> Lengths:
-    """Draws whole groups, with replacement, of those that were measured.
+    """Draws measured groups whole, with replacement.
 
     Raises:
       ValueError (when drawn from): the groups have another size.
@@ -230,8 +229,8 @@ def journal_lengths(path: str | pathlib.Path) -> list[list[int]]:
     """The completion lengths of every group of a journal, in the order of training.
 
     Raises:
-      JournalError: no journal, a queue at work on it, or its groups are forgotten.
-      ValueError: nothing was trained on.
+      JournalError: no journal, a queue that has it open, or forgotten groups.
+      ValueError: no group was trained on.
     """
     reader = JournalReader(path)
     try:
@@ -318,7 +317,7 @@ class _Run:
         self._ages: collections.deque[tuple[float, Permit]] = collections.deque()  # ascending
         self._out: dict[int, _Group] = {}  # by prompt_index: permits that are out
         self._here: dict[int, _Group] = {}  # submitted, not trained on
-        self._late: set[int] = set()  # what the lease waits for; see _lease
+        self._late: set[int] = set()  # permits that the lease waits for; see _lease
         self._pushing = False
         self._lost = 0  # groups since the last step
         self._tally = _Tally()
@@ -328,7 +327,7 @@ class _Run:
         self._hold(0)
         self._admit()
         learner = self._learn()
-        wakes = next(learner)  # when what it does is done; None: after any event it looks again
+        wakes = next(learner)  # end of its activity; None: it checks again after every event
         while wakes is not _OVER:
             at, event = self._next_event()
             if wakes is not None and wakes <= at:
@@ -378,7 +377,7 @@ class _Run:
         self._tally.waited[name] += self._now - since
 
     def _lease(self, step: int, index: int):
-        """Admission's lease, asked only when it may have another answer than the last time."""
+        """Admission's lease, called only when its answer may have changed."""
         admission, plan = self._admission, self._plan
         if plan.chunk_groups:
             wanted = min(plan.chunk_groups, admission.leases.missing_groups)
@@ -496,7 +495,7 @@ class _Run:
         return at, event
 
     def _next_age(self) -> float:
-        """When the oldest permit times out."""
+        """The time at which the oldest permit expires."""
         while self._ages and self._is_over(self._ages[0][1]):
             self._ages.popleft()
         return self._ages[0][0] if self._ages else math.inf
@@ -538,7 +537,7 @@ class _Run:
 
 
 class _Tally:
-    """What is counted since the warm steps."""
+    """Counts since the warm steps."""
 
     def __init__(self):
         self.since = 0.0
@@ -563,7 +562,7 @@ class _Tally:
 
 
 class _Fleet:
-    """Servers that share their rate among what runs on them. Its clock is generation time.
+    """Servers that share their rate among their requests. Its clock is generation time.
 
     A server's progress is the number of tokens that each request there has got so far, so a group ends when the
     progress has grown by its longest sample, however the load changed in between.
@@ -590,13 +589,13 @@ class _Fleet:
             self._start_waiting(now)
 
     def next_end(self) -> float:
-        """When the next group ends, if nothing changes until then; inf where nothing runs."""
+        """The time at which the next group ends if nothing changes before; inf when nothing runs."""
         while self._ends and self._ends[0][2] != self._stamps[self._ends[0][1]]:
             heapq.heappop(self._ends)
         return self._ends[0][0] if self._ends else math.inf
 
     def end(self, now: float) -> _Group:
-        """The group that `next_end` spoke of, with its tokens by version."""
+        """The group of `next_end`, with its tokens by version."""
         server = self._ends[0][1]
         self._count(now)
         self._progress[server], _, group = heapq.heappop(self._running[server])
@@ -608,13 +607,13 @@ class _Fleet:
         return group
 
     def hold(self, version: int, now: float) -> None:
-        """What is generated from now on is of this version."""
+        """Sets the version of the tokens generated from now on."""
         for server in range(len(self._progress)):
             self._advance(server, now)
         self._held.append((version, self._progress.copy()))
 
     def used(self, now: float) -> tuple[float, float]:
-        """(seconds of servers with something to do, seconds of slots taken), so far."""
+        """(busy seconds of servers, seconds of slots taken), so far."""
         self._count(now)
         return self._busy_secs, self._slot_secs
 

@@ -1,4 +1,4 @@
-"""The health of the inference servers: what each one holds, and whether it gets requests.
+"""The health of the inference servers: the version each one holds, and whether it gets requests.
 
     HEALTHY  answers, and holds the current version
     STALE    answers, and does not

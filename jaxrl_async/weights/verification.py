@@ -63,7 +63,7 @@ async def expect(
     they cannot.
 
     Raises:
-      ServerError: the version's files are not what their manifest says, or the server did not answer.
+      ServerError: the version's files differ from their manifest, or the server did not answer.
     """
     server = await client.server_info(address, timeout_secs=timeout_secs)
     device, tp_size, dtype = (server.get(key) for key in ("device", "tp_size", "dtype"))
@@ -107,7 +107,7 @@ def _expected_checksums(path: str, digest: str, dtype: str | None) -> dict[str, 
     """SGLang's checksums of a version, by SGLang's names; the digest is part of the cache's key.
 
     Raises:
-      WeightStoreError: the files are not what their manifest says.
+      WeightStoreError: the files differ from their manifest.
     """
     weight_store.verify(path)
     tensors = weight_store.read_tensors(path)
