@@ -1,12 +1,11 @@
 """The embedded inference engine: continuous batching on fixed slots, on one device.
 
-One thread owns the slots, the cache and the weights; everyone else posts a command and holds a
-future. A request waits in the queue, is prefilled into a free slot, and gets its tokens in chunks
-of decode steps; commands are obeyed between chunks. What a request is answered depends on its own
-tokens, seed and settings and on the weights, never on its neighbours, its slot or its time of
-arrival.
+One thread owns the slots, the cache and the weights; other threads post commands and hold futures. A request waits in
+the queue, is prefilled into a free slot, and gets its tokens in chunks of decode steps. Commands run between chunks. An
+answer depends on the request's tokens, seed and settings and on the weights; not on its neighbours, its slot or its
+time of arrival.
 
-The engine knows nothing of HTTP, tokenizers, prompts' meaning or rewards.
+Requests are token ids: HTTP and tokenizers are not the engine's.
 """
 
 import collections
@@ -24,7 +23,7 @@ from jaxrl_async.inference import loading, programs, sampling
 from jaxrl_async.models import transformer
 
 PAUSE_MODES = ("abort", "retract", "in_place")
-_IDLE_SECS = 1.0  # between looks at the command queue when there is nothing to do
+_IDLE_SECS = 1.0  # poll interval of the command queue while idle
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """What became of a request; after an abort, its partial tokens."""
+    """The outcome of a request; after an abort, its partial tokens."""
 
     rid: str
     output_ids: np.ndarray  # int32 [N], the stop token included
@@ -58,7 +57,7 @@ class Completion:
     num_retractions: int
 
 
-# Called on the engine thread with all that ended together, as (rid, completion or error).
+# Called on the engine thread with all requests that ended together, as (rid, completion or error).
 OnDone = Callable[[list[tuple[str, "Completion | UnavailableError"]]], None]
 
 
@@ -67,7 +66,7 @@ class InvalidRequestError(ValueError):
 
 
 class UnavailableError(RuntimeError):
-    """The engine cannot serve now: no weights yet, the queue is full, or its thread has ended."""
+    """The engine cannot serve: no weights yet, a full queue, or an ended thread."""
 
 
 class Engine:
@@ -92,7 +91,7 @@ class Engine:
           config: the model's shape.
           num_slots: requests decoded together.
           max_total_tokens: bound on prompt + completion of one request.
-          decode_chunk: decode steps between two looks at the commands.
+          decode_chunk: decode steps between two checks for commands.
           max_queued_requests: requests that may wait beyond those in slots.
           name: of the thread, and in errors.
         """
@@ -102,7 +101,7 @@ class Engine:
         self.max_total_tokens = max_total_tokens
         self.decode_chunk = decode_chunk
         self.max_queued_requests = max_queued_requests
-        # Resolved when the thread ends: None after close(), else the error it died of.
+        # Resolved when the thread ends: None after close(), else its error.
         self.stopped = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._loader = concurrent.futures.ThreadPoolExecutor(1, f"{name}-loader")
@@ -111,7 +110,7 @@ class Engine:
         self._commands = queue.SimpleQueue()
         self._futures = set()  # of commands not yet answered
         self._live = {}  # rid -> _Live, from submit to its end
-        self._error = None  # what every call fails with, once the thread has ended
+        self._error = None  # error of every call after the end of the thread
         # The engine thread's own.
         self._closing = False
         self._paused = None  # one of PAUSE_MODES
@@ -129,7 +128,7 @@ class Engine:
         self._slots = programs.empty_slots(num_slots)
 
     def start(self) -> None:
-        """Compiles every program and starts the thread; nothing is compiled after it."""
+        """Compiles every program and starts the thread; nothing is compiled afterwards."""
         self._programs = programs.Programs(
             self.config,
             num_slots=self.num_slots,
@@ -140,7 +139,7 @@ class Engine:
         self._thread.start()
 
     def close(self, *, timeout_secs: float) -> None:
-        """Ends the thread; what is unfinished fails with UnavailableError.
+        """Ends the thread; unfinished requests fail with UnavailableError.
 
         Raises:
           TimeoutError: the thread did not end in time.
@@ -170,7 +169,7 @@ class Engine:
 
     @property
     def error(self) -> UnavailableError | None:
-        """Why nothing can be served any more; None while the thread lives."""
+        """The error that ended the thread; None while it lives."""
         return self._error
 
     @property
@@ -189,11 +188,11 @@ class Engine:
         return len(self._live) - len(self._running)
 
     def submit(self, request: Request, on_done: OnDone) -> None:
-        """Queues a request; on_done hears of its end, once, and must not raise.
+        """Queues a request; on_done is called once at its end, and must not raise.
 
         Raises:
-          InvalidRequestError: what was asked can never be served.
-          UnavailableError: no weights yet, the queue is full, or the thread has ended.
+          InvalidRequestError: the request can never be served.
+          UnavailableError: no weights yet, a full queue, or an ended thread.
         """
         self._check(request)
         live = _Live(request, on_done)
@@ -213,15 +212,15 @@ class Engine:
             self._commands.put(live)
 
     def pause(self, mode: str) -> concurrent.futures.Future:
-        """Stops generating; requests that come later wait for `resume`.
+        """Pauses generation; later requests wait for `resume`.
 
         Args:
-          mode: "abort" ends every request with its partial tokens. "retract" sends the running
-            ones back to the queue with their tokens; their keys and values are computed anew when
-            they go on. "in_place" keeps keys and values, stale ones after a change of weights.
+          mode: "abort" ends every request with its partial tokens. "retract" returns running
+            requests to the queue with their tokens; their keys and values are recomputed when they
+            continue. "in_place" keeps keys and values, stale after a change of weights.
 
         Returns:
-          a future of None, resolved when it is done.
+          a future of None, resolved when generation is paused.
         """
         if mode not in PAUSE_MODES:
             raise InvalidRequestError(f"mode must be one of {', '.join(PAUSE_MODES)}; got {mode!r}")
@@ -232,21 +231,21 @@ class Engine:
         return self._post(lambda: setattr(self, "_paused", None))
 
     def abort(self, matches: Callable[[str], bool]) -> concurrent.futures.Future:
-        """Ends every request whose rid matches. Returns a future of how many."""
+        """Ends every request whose rid matches. Returns a future of their number."""
         return self._post(lambda: self._abort(matches, "aborted by request"))
 
     def flush(self) -> concurrent.futures.Future:
-        """Returns a future of True when no request is live: keys and values outlive none."""
+        """Returns a future of whether no request is live. The cache holds live requests alone."""
         return self._post(lambda: not self._running and not self._waiting)
 
     def update_weights(self, params: nnx.State, version: str) -> concurrent.futures.Future:
         """Changes the weights between two chunks, whether paused or not.
 
-        Running requests keep their tokens, and their keys and values are computed anew; paused
-        "in_place", they are kept. The arrays are copied, so the caller may go on to donate them.
+        Running requests keep their tokens, and their keys and values are recomputed; while paused
+        "in_place", they are kept. The arrays are copied, so the caller may donate them.
 
         Returns:
-          a future of the number of requests that went on with the new weights.
+          a future of the number of requests that continued with the new weights.
 
         Raises:
           WeightsError: names, shapes or numbers are not the model's.
@@ -259,14 +258,14 @@ class Engine:
     def update_weights_from_disk(
         self, model_path: str, *, version: str, flush_cache: bool, abort_all_requests: bool
     ) -> concurrent.futures.Future:
-        """Loads a checkpoint directory while generation goes on, and then changes the weights.
+        """Loads a checkpoint directory during generation, then changes the weights.
 
-        While paused the change comes at once. Otherwise it waits for the running requests to end,
-        and new ones wait for it; or it aborts them all.
+        While paused the change is immediate. Otherwise it waits for the running requests to end, and
+        new ones wait for it; or it aborts them all.
 
         Args:
           model_path: directory in Hugging Face's layout, of this engine's model.
-          version: what the new weights are called from then on.
+          version: name of the new weights.
           flush_cache: refused, with nothing changed, while requests are held "in_place".
           abort_all_requests: end every request with its partial tokens.
 
@@ -360,14 +359,14 @@ class Engine:
         self._stop(error)
 
     def _can_admit(self):
-        # Running requests come to an end, and with them the wait for the weights.
+        # Running requests end, and with them the wait of the new weights.
         return bool(self._waiting and self._free and not self._paused and not self._updates)
 
     def _can_decode(self):
         return bool(self._running and not self._paused)
 
     def _obey(self):
-        """Takes every command there is, and waits for one when there is nothing else to do."""
+        """Takes all commands; waits for one while idle."""
         wait = not (self._can_admit() or self._can_decode())
         while True:
             try:
@@ -384,7 +383,7 @@ class Engine:
         self._closing = True
 
     def _stop(self, cause):
-        """Fails everything that is pending, and every later call."""
+        """Fails every pending request and command, and every later call."""
         error = UnavailableError(f"engine {self.name!r} is closed")
         if cause:
             error = UnavailableError(f"engine {self.name!r} died: {cause!r}")
@@ -419,7 +418,7 @@ class Engine:
         return len(ended) + len(queued)
 
     def _retract(self):
-        """Sends the running requests back to the head of the queue, in the order they came in."""
+        """Returns the running requests to the head of the queue, in order of arrival."""
         lives = list(self._running.values())
         for live in lives:
             self._release(live)
@@ -454,7 +453,7 @@ class Engine:
         _resolve(update.future, held if paused else 0)
 
     def _admit(self):
-        """One prefill: the head of the queue, and what waits behind it in the same bucket."""
+        """One prefill: the head of the queue, and the waiting requests of its bucket."""
         batch, slots_of_row, passed_over = [], {}, []
         bucket = self._bucket(self._waiting[0])
         max_rows = self._programs.max_rows(bucket) if bucket else 1
@@ -501,7 +500,7 @@ class Engine:
         slots.draw.top_k[slot] = min(ask.top_k, self.config.vocab_size)
 
     def _release(self, live):
-        """Takes a request out of its slot, with what it has so far."""
+        """Takes a request out of its slot, with its tokens so far."""
         slot, prompt_length = live.slot, len(live.request.input_ids)
         num_tokens = self._lengths[slot]
         live.close_span(self._version, num_tokens)
@@ -514,7 +513,7 @@ class Engine:
         del self._running[slot]
 
     def _decode(self):
-        """One chunk for everything in a slot, and the end of what ended in it."""
+        """One chunk for every slot; ends the requests that are complete."""
         self._cache, decoded = self._programs.decode(self._params, self._cache, self._slots)
         decoded = jax.device_get(decoded)
         step, slot = np.nonzero(np.arange(self.decode_chunk)[:, None] < decoded.counts[None])
@@ -537,7 +536,7 @@ class Engine:
             self._abandon(broken.tolist())
 
     def _abandon(self, slots):
-        """Ends what met a number that is not finite, with the tokens before it."""
+        """Ends requests with a number that is not finite, with the tokens before it."""
         rids = set()
         for slot in slots:
             live = self._running[slot]
@@ -565,14 +564,14 @@ class _Live:
         self.request = request
         self.on_done = on_done
         self.slot = None
-        # While in a slot, what stands in the engine's arrays is newer than these.
+        # While in a slot, the engine's arrays are newer than these.
         self.tokens = request.input_ids
         self.logprobs = np.zeros(0, np.float32)
         self.spans = []
         self.num_retractions = 0
 
     def close_span(self, version, num_tokens):
-        """Writes down that the tokens since the last span are this version's."""
+        """Records that the tokens since the last span are of this version."""
         end = int(num_tokens) - len(self.request.input_ids)
         start = self.spans[-1].end if self.spans else 0
         if start == end:
@@ -606,13 +605,13 @@ class _Update:
     version: str
     model_path: str
     digest: str | None
-    running: str  # what becomes of running requests when not paused: "wait" | "abort" | "retract"
+    running: str  # for running requests, when not paused: "wait" | "abort" | "retract"
     flush_cache: bool
     future: concurrent.futures.Future
 
 
 def _deliver(outcomes):
-    """One call of each distinct on_done: hundreds end together and share one."""
+    """Calls each distinct on_done once: hundreds of requests end together and share one."""
     by_callback = {}
     for live, outcome in outcomes:
         by_callback.setdefault(live.on_done, []).append((live.request.rid, outcome))

@@ -1,6 +1,6 @@
-"""SGLang's HTTP API over an engine: the routes and the JSON which the project's one client speaks.
+"""SGLang's HTTP API over an engine: the routes and the JSON of the project's one client.
 
-It checks and translates; it knows nothing of slots, caches or weights.
+It checks and translates; slots, caches and weights are the engine's.
 """
 
 import asyncio
@@ -68,9 +68,9 @@ async def serve(
       engine: a started engine. It outlives the context: closing it is the caller's.
       host: address to bind.
       port: 0 picks a free one.
-      api_key: every route but /health asks for "Authorization: Bearer KEY"; None for none, on loopback only.
-      admin_api_key: the control routes ask for this one instead, and for it alone.
-      weight_roots: /update_weights_from_disk reads from within these directories alone.
+      api_key: required as "Authorization: Bearer KEY" by every route but /health; None for none, on loopback only.
+      admin_api_key: required by the control routes in place of api_key.
+      weight_roots: the directories within which /update_weights_from_disk reads.
       tls_cert: PEM file of the certificate; "" for http.
       tls_key: PEM file of its key.
 
@@ -79,7 +79,7 @@ async def serve(
 
     Raises:
       OSError: the address cannot be bound; the message names it.
-      ValueError: the host is not loopback, and there is no api_key; or no certificate is in the files.
+      ValueError: a host beyond loopback without an api_key, or files without a certificate.
     """
     security.check_listener(
         f"engine {engine.name!r}", f"{host}:{port}", api_key, "the server's api_key"
@@ -152,7 +152,7 @@ async def _answer_errors(request, handler):
 
 
 def _key_check(api_key, admin_api_key):
-    """SGLang's rule: the admin key, where there is one, is the only one for what is not information."""
+    """SGLang's rule: with an admin key, the control routes accept no other."""
 
     @web.middleware
     async def check(request, handler):
@@ -171,7 +171,7 @@ class _Routes:
     def __init__(self, engine, weight_roots):
         self._engine = engine
         self._weight_roots = weight_roots
-        # The parameters in float32, twice, and room for what is no tensor.
+        # The parameters in float32, twice, and room for headers.
         self._max_upload_bytes = 8 * loading.num_parameters(engine.config) + MAX_BODY_BYTES
         self._uploads = None  # directory of uploaded versions
         self._loop = asyncio.get_running_loop()
@@ -239,13 +239,13 @@ class _Routes:
         return await self._update(str(path), version, body)
 
     async def keep_uploads(self, app):
-        """A private directory, as long as the server answers."""
+        """A private directory for uploads, while the server runs."""
         with tempfile.TemporaryDirectory(prefix="jaxrl-uploads-") as directory:
             self._uploads = pathlib.Path(directory)
             yield
 
     async def upload(self, http_request):
-        """Stores one file of a version, as it comes. Files of other versions go."""
+        """Streams one file of a version to disk. Files of other versions are removed."""
         version, name = (http_request.match_info[key] for key in ("version", "file"))
         if not (_VERSION.fullmatch(version) and _VERSION_FILE.fullmatch(name)):
             raise InvalidRequestError(
@@ -326,10 +326,10 @@ class _Routes:
         self._generating[request.rid] = self._loop.create_future()
 
     def _on_done(self, ended):
-        """On the engine thread: one wake-up of the event loop for all that ended together."""
+        """On the engine thread: wakes the event loop once for all requests that ended together."""
         try:
             self._loop.call_soon_threadsafe(self._resolve, ended)
-        except RuntimeError:  # the loop is closed: nobody waits any more
+        except RuntimeError:  # the loop is closed, without waiters
             pass
 
     def _resolve(self, ended):
@@ -343,7 +343,7 @@ class _Routes:
                 future.set_exception(outcome)
 
     def _abandon(self, rids):
-        """Nobody will read these answers."""
+        """Aborts requests whose client is gone."""
         self._engine.abort(rids.__contains__)
 
     def _answer(self, completion: Completion, return_logprob, start):
@@ -427,7 +427,7 @@ def _parse_ids(ids):
 
 
 def parse_sampling(params) -> sampling.SamplingParams:
-    """SGLang's sampling parameters, by their names; what is left out has SGLang's default.
+    """SGLang's sampling parameters, by name, with SGLang's defaults.
 
     Raises:
       InvalidRequestError: an unknown name, or a value of another type; the engine checks bounds.
@@ -479,7 +479,7 @@ def _str(body, key, max_chars):
 
 
 def _refused(message):
-    """How weights are refused, as SGLang does."""
+    """A refusal of weights, in SGLang's form."""
     return _json({"success": False, "message": message, "num_paused_requests": 0}, 400)
 
 

@@ -1,7 +1,7 @@
-"""What the engine runs on the device: every program, compiled before the first request.
+"""The engine's programs on the device, all compiled before the first request.
 
-A program is compiled ahead of time from shapes alone, so a call that would need another one is an
-error and never a compilation. The programs know nothing of requests, queues or versions.
+A program is compiled ahead of time from shapes alone, so a call of another shape is an error and never a compilation.
+The programs see arrays, not requests or versions.
 """
 
 import functools
@@ -16,11 +16,11 @@ from jaxrl_async.inference import sampling
 from jaxrl_async.models import attention, transformer
 
 _MIN_BUCKET = 16
-_MAX_PREFILL_TOKENS = 8192  # of one dispatch, padding included: what a pause may have to wait for
+_MAX_PREFILL_TOKENS = 8192  # of one dispatch, padding included: the longest wait of a pause
 
 
 class Slots(NamedTuple):
-    """What `Programs.decode` needs of each of the S slots."""
+    """The state of each of the S slots, for `Programs.decode`."""
 
     tokens: jax.Array  # int32 [S], the last token so far: the next one to decode
     positions: jax.Array  # int32 [S], its absolute position
@@ -31,7 +31,7 @@ class Slots(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """What a chunk of K decode steps brought. Steps k < counts[s] of slot s hold its tokens."""
+    """The tokens of a chunk of K decode steps. Steps k < counts[s] of slot s hold its tokens."""
 
     tokens: jax.Array  # int32 [K, S]
     logprobs: jax.Array  # float32 [K, S]
@@ -100,7 +100,7 @@ class Programs:
         """Fills the cache with each row's keys and values.
 
         Every row is computed alone, padded to the bucket of its own length, so its numbers do not
-        depend on what it is prefilled with.
+        depend on the other rows.
 
         Args:
           params: nnx.State.

@@ -1,7 +1,6 @@
-"""How one token is drawn for each slot, and what a request may ask of it.
+"""Sampling of one token per slot, and the sampling parameters of a request.
 
-It knows nothing of models, caches or requests other than its own row: a row's token depends on
-that row's logits, seed and settings alone.
+A row's token depends on that row's logits, seed and settings alone.
 """
 
 import dataclasses
@@ -18,7 +17,7 @@ MAX_SEED = 2**63 - 1
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """What one request asks for. Temperature 0 is greedy; top_p 1 and top_k −1 truncate nothing."""
+    """The parameters of one request. Temperature 0 is greedy; top_p 1 and top_k −1 truncate nothing."""
 
     max_new_tokens: int  # ≥ 1
     temperature: float  # ≥ 0
@@ -46,7 +45,7 @@ class SamplingParams:
 
 
 class Draw(NamedTuple):
-    """What `sample` needs of each slot."""
+    """The settings of each slot, for `sample`."""
 
     key: jax.Array  # uint32 [S, 2]: the request's seed, as `seed_words`
     temperature: jax.Array  # float32 [S], 0 is greedy
@@ -60,13 +59,13 @@ def seed_words(seed: int) -> np.ndarray:
 
 
 def sample(logits, position, draw: Draw):
-    """Draws a token for each slot, and says how probable it was.
+    """Draws a token for each slot, with its log-prob.
 
-        token   = argmax(log_softmax(logits / T) + Gumbel noise), over what top-p and top-k leave
+        token   = argmax(log_softmax(logits / T) + Gumbel noise), over the tokens left by top-p and top-k
         logprob = log_softmax(logits / T)[token], before they truncate
 
-    The noise is keyed by fold_in(seed, position), so a completion that was cut off and is resumed
-    elsewhere with its tokens as prompt goes on with the same stream. Temperature 0 takes the
+    The noise is keyed by fold_in(seed, position), so a completion that is resumed elsewhere, with
+    its tokens as prompt, continues the same stream. Temperature 0 takes the
     argmax, with log-probs at temperature 1.
 
     Args:
@@ -95,7 +94,7 @@ def _gumbel(key, position, num):
 
 
 def _kept(logprobs, draw):
-    """True on the top_k most probable tokens, as far as those before them hold ≤ top_p together."""
+    """True on the top_k most probable tokens whose predecessors together hold ≤ top_p."""
     order = jnp.argsort(-logprobs, axis=1)  # stable: of equals the lower id comes first
     sorted_probs = jnp.exp(jnp.take_along_axis(logprobs, order, axis=1))
     before = jnp.cumsum(sorted_probs, axis=1) - sorted_probs

@@ -1,1 +1,4 @@
-"""An SGLang-JAX server with versions per token. It runs in an environment of its own."""
+"""An SGLang-JAX server with versions per token.
+
+It runs in SGLang-JAX's own environment, so it imports jaxrl_async.security and weights.files alone.
+"""
