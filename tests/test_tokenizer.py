@@ -161,7 +161,7 @@ def test_saving_twice_is_fine_and_saving_over_something_else_is_not(tmp_path, ki
     with pytest.raises(FileExistsError, match="other exists"):
         tokenizer.save(tmp_path / "other")
     assert load_tokenizer(tmp_path / "other").encode("ab") == [2, 3]
-    assert not list(tmp_path.glob("*.aside-*"))
+    assert not list(tmp_path.glob("*.partial-*"))
 
 
 def test_a_tokenizer_is_there_in_full_or_not_at_all(tmp_path, monkeypatch):

@@ -95,7 +95,7 @@ def check_mode(mode: str, *, max_staleness: int, push_every_steps: int, chunk_gr
     """The mode's rule: on-policy modes have η = 0 and N = 1, "periodic" alone has chunks; η ≥ N − 1.
 
     Raises:
-      SettingsError: settings of another mode, or a run that would wait for ever.
+      SettingsError: settings of another mode, or a run that would deadlock.
     """
     _one_of("mode", mode, MODES)
     if mode != "async" and (max_staleness, push_every_steps) != (0, 1):

@@ -1,7 +1,7 @@
-"""SGLang-JAX's engine, which can also swap weights and says which of them sampled a token.
+"""SGLang-JAX's engine, with swaps of weights and a weight version per token.
 
-Mixins over upstream's scheduler and tokenizer manager. sgl_jax is imported inside functions, so that what needs no
-engine can be imported, and tested, without it. It knows nothing of HTTP.
+Mixins over upstream's scheduler and tokenizer manager. sgl_jax is imported inside functions, so that the parts without
+an engine can be imported and tested without it. HTTP is the server's.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from jaxrl_async.sglang_jax.checkpoints import (
 )
 from jaxrl_async.weights.files import version_digest
 
-FIRST_VERSION = "default"  # What weights are called before any update, as in SGLang.
+FIRST_VERSION = "default"  # Name of the weights before any update, as in SGLang.
 
 _IDLE_POLL_MS = 20
 _DRAIN_POLL_SECS = 0.01
@@ -42,7 +42,7 @@ class RequestError(ValueError):
     """A request that can never be served; the message names the value and the bound."""
 
 
-# Which weights sampled which token.
+# Weight versions per token.
 
 
 class VersionLog:
@@ -56,7 +56,7 @@ class VersionLog:
         self._lock = threading.Lock()
 
     def change(self, rid: str, start: int, version: str) -> None:
-        """The output tokens of `rid` from index `start` on are sampled by `version`."""
+        """Records that the output tokens of `rid` from index `start` on are of `version`."""
         with self._lock:
             self._starts.setdefault(rid, []).append((start, version))
 
@@ -96,13 +96,13 @@ class Weights:
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """A message: the scheduler thread is to run this job. It keeps its place among other messages."""
+    """A message: a job for the scheduler thread, in order with the other messages."""
 
     key: int
 
 
 class SchedulerMixin:
-    """Upstream's scheduler, which can also swap weights and says which of them sampled a token."""
+    """Upstream's scheduler, with swaps of weights and a weight version per token."""
 
     def __init__(self, *args, **kwargs):
         self.versions = VersionLog()
@@ -112,7 +112,7 @@ class SchedulerMixin:
         super().__init__(*args, **kwargs)
         self._request_dispatcher._mapping.append((_Job, self._run_job))
         self.send_to_tokenizer = _Outbox(self.send_to_tokenizer, self._answer_aborted)
-        # Upstream reports its death to the parent process: here that is somebody else's.
+        # Upstream reports its death to its parent process, which is another program here.
         self.parent_process = self.tp_worker.parent_process = _Deathbed()
 
     # Messages.
@@ -154,7 +154,7 @@ class SchedulerMixin:
         skip_reqs=None,
         cache_miss_count=None,
     ):
-        """Upstream mixes up the log-probs of requests that want them and those that do not: one kind at a time."""
+        """Runs requests with and without log-probs apart: upstream mixes up their log-probs."""
         kinds = {}
         for req in reqs:
             kind = (bool(req.return_logprob), bool(req.return_output_logprob_only))
@@ -168,7 +168,7 @@ class SchedulerMixin:
                 self._live.pop(req.rid, None)
 
     def abort_request(self, recv_req):
-        """Under a pause no step follows that would end a running request: it is ended here."""
+        """Ends an aborted running request during a pause, when no step would end it."""
         super().abort_request(recv_req)
         if self._engine_paused:
             for req in self._running():
@@ -178,7 +178,7 @@ class SchedulerMixin:
             self.running_batch.filter_batch()
 
     def _answer_aborted(self, rid):
-        """Upstream would drop the tokens which the request has already."""
+        """Keeps the tokens of an aborted request, which upstream would drop."""
         from sgl_jax.srt.managers.schedule_batch import FINISH_ABORT
 
         if (req := self._live.get(rid)) is None:
@@ -192,10 +192,10 @@ class SchedulerMixin:
     def _running(self):
         return [req for info in self.running_batch.reqs_info for req in info.reqs or ()]
 
-    # Pauses and swaps; jobs, except for the message that upstream knows.
+    # Pauses and swaps, as jobs, except for upstream's own message.
 
     def pause(self, mode: str) -> None:
-        """Stops before the next step. "abort" ends every request with what it has."""
+        """Pauses before the next step. "abort" ends every request with its tokens so far."""
         from sgl_jax.srt.managers.io_struct import AbortReq, PauseGenerationReqInput
 
         kept = "retract" if mode == "abort" else mode
@@ -208,10 +208,10 @@ class SchedulerMixin:
         super().pause_generation(recv_req)
         for info in self.running_batch.reqs_info:
             if not info.reqs:
-                info.batch_is_full = False  # Upstream forgets to, and then admits nobody.
+                info.batch_is_full = False  # Upstream does not, and then admits no request.
 
     def swap(self, weights: Weights, version: str, flush_cache: bool) -> int:
-        """Serves these weights from the next step on; returns how many requests were held.
+        """Serves these weights from the next step on; returns the number of held requests.
 
         Raises:
           WeightsError: flush_cache while requests are paused in place; nothing has changed.
@@ -242,9 +242,9 @@ class SchedulerMixin:
         return len(self._live)
 
     def _settle(self):
-        """Finishes the step that is under way and puts what it prefilled among the running requests.
+        """Finishes the step under way and adds its prefilled requests to the running ones.
 
-        As get_next_batch_to_run does; upstream's pause forgets those requests.
+        As get_next_batch_to_run does; upstream's pause loses those requests.
         """
         if self.enable_overlap and self.last_batch:
             self.process_batch_result(*self.result_queue.popleft())
@@ -261,7 +261,7 @@ class SchedulerMixin:
         self.last_batch = self.cur_batch = None
 
     def _empty_cache(self):
-        """Requests that wait hold no KV, whatever upstream's flush thinks of them: it does not see them."""
+        """Hides waiting requests, which hold no KV, from upstream's flush."""
         waiting = self.waiting_queue, self.grammar_queue, self.pending_dp_reqs
         self.waiting_queue, self.grammar_queue, self.pending_dp_reqs = [], [], []
         try:
@@ -284,7 +284,7 @@ class SchedulerMixin:
 
 
 class _Outbox:
-    """The socket to the tokenizer manager; aborts take the way of all answers."""
+    """The socket to the tokenizer manager, by which aborts are answered too."""
 
     def __init__(self, inner, on_abort):
         self._inner = inner
@@ -309,7 +309,7 @@ class TokenizerManagerMixin:
         self._keys = itertools.count()
 
     def attach(self, scheduler) -> None:
-        """The scheduler exists before the tokenizer manager and does not know it."""
+        """Takes the scheduler, which exists before the tokenizer manager."""
         self._scheduler = scheduler
 
     # Requests.
@@ -398,13 +398,13 @@ class TokenizerManagerMixin:
           load: called on another thread.
           version: the name of the weights.
           flush_cache: empty the prefix cache.
-          abort_all_requests: end every request with what it has.
+          abort_all_requests: end every request with its tokens so far.
 
         Returns:
-          How many requests were held during the swap.
+          The number of requests held during the swap.
 
         Raises:
-          WeightsError: refused; the served weights are what they were.
+          WeightsError: refused; the served weights are unchanged.
         """
         async with self._control:
             was_paused = self.is_pause
@@ -440,7 +440,7 @@ class TokenizerManagerMixin:
         return await asyncio.wrap_future(future)
 
     def auto_create_handle_loop(self):
-        """Upstream also installs signal handlers here, which wait for requests that may never end."""
+        """Installs no signal handlers: upstream's wait for requests that may never end."""
         if not self.no_create_loop:
             self.no_create_loop = True
             self.asyncio_tasks.add(asyncio.get_running_loop().create_task(self._handle()))
@@ -451,7 +451,7 @@ class TokenizerManagerMixin:
 
 
 def check_prompt(prompt: Any, *, vocab_size: int, max_tokens: int) -> None:
-    """Upstream crashes on a token id beyond the vocabulary, or reads another row of the embedding.
+    """Refuses token ids beyond the vocabulary, on which upstream crashes or reads another row of the embedding.
 
     Raises:
       RequestError: names the value and the bound.
@@ -473,8 +473,8 @@ class WeightsLoader:
     def __init__(self, runner, model_path: str, mappings: Mapping[str, Any]):
         """Args:
         runner: sgl_jax's ModelRunner.
-        model_path: what the server was started with.
-        mappings: where upstream's loader puts each tensor: {Hugging Face name or pattern: mapping}.
+        model_path: of the server's command line.
+        mappings: upstream's target of each tensor: {Hugging Face name or pattern: mapping}.
         """
         config = pathlib.Path(model_path) / "config.json"
         self._runner = runner
@@ -485,7 +485,7 @@ class WeightsLoader:
         """Reads a directory in Hugging Face's layout. For any one thread at a time.
 
         Raises:
-          WeightsError: the weights are not what their files say, or not of the served model.
+          WeightsError: damaged files, or weights of another model than the served one.
         """
         import jax
 
@@ -532,7 +532,7 @@ class WeightsLoader:
         return nnx.split(model)[1]
 
     def _fitted(self, directory, state):
-        """The leaves, checked against those that are served and placed as they are."""
+        """The leaves, checked against the served ones and placed like them."""
         import jax
 
         served = self._runner.model_state_leaves
@@ -581,11 +581,11 @@ def _release_kv_cache(req, tree_cache):
     release_kv_cache(req, tree_cache)
 
 
-# What upstream has to be told differently.
+# Changes to upstream's functions.
 
 
 def copied_result(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    """Upstream hands JAX a view of a buffer that it overwrites for the next step.
+    """Copies a buffer that upstream hands to JAX as a view and overwrites for the next step.
 
     Where the buffer happens to be aligned, JAX on the CPU does not copy it, and the step that still runs then
     reads the KV of other requests. Elsewhere the transfer is a race.
@@ -600,7 +600,7 @@ def copied_result(function: Callable[..., np.ndarray]) -> Callable[..., np.ndarr
 
 @contextlib.contextmanager
 def recorded_mappings():
-    """What upstream's loader is told of tensors and where they go, while the context lasts."""
+    """Records upstream's mapping of tensors to parameters, while the context lasts."""
     from sgl_jax.srt.utils.weight_utils import WeightLoader
 
     mappings: dict[str, Any] = {}
@@ -621,7 +621,7 @@ def recorded_mappings():
 
 
 class _Deathbed:
-    """In the place of a parent process: whoever signals it ends this one."""
+    """Takes the place of a parent process: a signal to it ends this process."""
 
     def send_signal(self, signum):
         logger.error("A thread of the engine died or hangs (%s).", signum)
@@ -645,7 +645,7 @@ at_end: list[Callable[[], None]] = []
 
 
 def end_process(code: int) -> None:
-    """Ends this process and its children now, whatever its threads do."""
+    """Ends this process and its children at once, in any state of its threads."""
     import psutil
 
     try:

@@ -10,9 +10,8 @@ One process: HTTP and tokenizer manager on the main thread, sgl_jax's scheduler 
 and swapped in by the scheduler thread between two steps: the same shapes and shardings, so nothing is compiled.
 Old and new weights are on the devices together for that time.
 
-It runs in SGLang-JAX's environment and imports nothing of this project but its two neighbours, sglang_jax_engine and
-sglang_jax_checkpoints, and security. It knows nothing of trainers, and serves one host: no speculative decoding, LoRA,
-quantization, disaggregation or multimodal models.
+It runs in SGLang-JAX's environment and imports of this project its two neighbours, engine and checkpoints, and security
+and weights.files. It serves one host: no speculative decoding, LoRA, quantization, disaggregation or multimodal models.
 """
 
 import argparse
@@ -41,7 +40,7 @@ from jaxrl_async.sglang_jax.checkpoints import WeightsError
 from jaxrl_async.sglang_jax.engine import RequestError, WeightsLoader, end_process
 
 MAX_BODY_BYTES = 16 << 20  # of the routes here, but an upload
-SGLANG_JAX_VERSION = "0.1.0rc0"  # The one whose internals sglang_jax_engine knows.
+SGLANG_JAX_VERSION = "0.1.0rc0"  # The version whose internals engine.py relies on.
 
 _VERSION_NAME = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,63}")
 _FILE_NAME = re.compile(
@@ -84,10 +83,10 @@ class Uploads:
         self._claims = itertools.count()
 
     def begin(self, version: str, file: str) -> pathlib.Path:
-        """Where to write the bytes of a file; forgets an earlier version.
+        """The path for the bytes of a file; removes an earlier version.
 
         Raises:
-          RequestError: not the name of a version, or not of a file of a checkpoint.
+          RequestError: no name of a version, or of a file of a checkpoint.
         """
         if not _VERSION_NAME.fullmatch(version):
             raise RequestError(
@@ -105,14 +104,14 @@ class Uploads:
         """Makes a written file part of its version.
 
         Raises:
-          RequestError: another version came since, or this one was loaded.
+          RequestError: another version was begun since, or this one was loaded.
         """
         if version != self._version:
             raise RequestError(f"version {version}: the upload is of {self._version} now")
         part.rename(self._directory / file)
 
     def claim(self, version: str) -> pathlib.Path:
-        """Hands over the directory of a version; removing it is the caller's.
+        """Hands over the directory of a version, which the caller removes.
 
         Raises:
           WeightsError: it was not uploaded.
@@ -143,7 +142,7 @@ class Uploads:
 def is_allowed(
     path: str, authorization: str, *, api_key: str | None, admin_api_key: str | None
 ) -> bool:
-    """SGLang's rule: control routes take the admin key where there is one, all others the API key.
+    """SGLang's rule: with an admin key, control routes take it alone; all other routes take the API key.
 
     Args:
       path: of the URL. /health… and /metrics… are always allowed.
@@ -180,7 +179,7 @@ class _KeyCheck:
 
 
 def _add_routes(app, manager, loader: WeightsLoader, uploads: Uploads, roots: list[str]) -> None:
-    """SGLang's routes that upstream lacks, and those that it has otherwise."""
+    """SGLang's routes that upstream lacks, or has in another form."""
     from fastapi import Request
 
     routes = _Routes(manager, loader, uploads, roots)
@@ -213,7 +212,7 @@ class _Routes:
         self._uploads = uploads
 
     async def model_info(self, request):
-        """Answers at once, whatever the scheduler does."""
+        """Answers at once, in any state of the scheduler."""
         manager = self._manager
         return _json(
             {
@@ -334,7 +333,7 @@ class Keys:
 
 
 def take_keys(argv: list[str], environ: dict[str, str]) -> tuple[Keys, list[str]]:
-    """Takes the keys out of the arguments and the environment, so that nothing logs or inherits them.
+    """Takes the keys out of the arguments and the environment, so that they are neither logged nor inherited.
 
     Args:
       argv: --api-key and --admin-api-key count before the environment.
@@ -360,7 +359,7 @@ def take_roots(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def check_version() -> None:
-    """Raises SystemExit, naming both versions, where sgl_jax is not the one this module knows."""
+    """Raises SystemExit, naming both versions, when sgl_jax is another version than the supported one."""
     try:
         found = importlib.metadata.version("sglang-jax")
     except importlib.metadata.PackageNotFoundError:
@@ -376,7 +375,7 @@ def main() -> None:
     _end_on_signals()
     import setproctitle
 
-    # Otherwise the keys would stand in the list of processes.
+    # Otherwise `ps` would show the keys.
     setproctitle.setproctitle("sglang-jax-server")
     code = 1
     try:
@@ -391,7 +390,7 @@ def main() -> None:
 
 
 def _end_on_signals() -> None:
-    """A thread that waits for SIGTERM and SIGINT: it ends even a process whose other threads hang."""
+    """Ends the process at SIGTERM and SIGINT, from a thread of its own, even when other threads hang."""
     signals = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
 
@@ -425,7 +424,7 @@ def _serve(keys: Keys, argv: list[str]) -> None:
         upstream.ScheduleBatch._merge_cache_loc
     )
     with sglang_jax_engine.recorded_mappings() as mappings:
-        # With ports of ours upstream does not log the arguments.
+        # With given ports upstream does not log the arguments.
         manager, templates, info = engine._launch_threads(
             server_args, PortArgs.init_new(server_args)
         )
@@ -461,7 +460,7 @@ def _refuse_unsupported(args) -> None:
 
 
 def _bind(host: str, port: int, api_key: str | None) -> socket.socket:
-    """Before the model is loaded: a taken port is found in a second, not in minutes."""
+    """Binds the port before the model is loaded, so that a taken one is found at once."""
     try:
         security.check_listener("the server", f"{host}:{port}", api_key, "SGLANG_API_KEY")
     except ValueError as error:

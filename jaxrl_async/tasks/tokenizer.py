@@ -388,7 +388,7 @@ def _raise_exception(message: str):
 def _write(directory: pathlib.Path, files: Mapping[str, bytes]) -> None:
     """Writes a directory whole, by renaming it: of several processes that write the same files, one does."""
     directory.parent.mkdir(parents=True, exist_ok=True)
-    partial = tempfile.mkdtemp(prefix=f"{directory.name}.aside-", dir=directory.parent)
+    partial = tempfile.mkdtemp(prefix=f"{directory.name}.partial-", dir=directory.parent)
     try:
         os.chmod(partial, 0o755)
         for name, content in files.items():
