@@ -1,11 +1,10 @@
-"""The benchmarks that are scripts over the product's parts: each runs in small, and compares what it says it compares.
+"""The computations of the benchmarks: gradients, counts and turns, against worked examples.
 
 No figure of theirs is checked here: those are in benchmarks/results.
 """
 
 import dataclasses
 import functools
-import json
 import pathlib
 import sys
 
@@ -19,17 +18,22 @@ from jaxrl_async.config.loss import LossConfig
 from jaxrl_async.config.settings import PACKINGS
 from jaxrl_async.learner import packing
 from jaxrl_async.models import sharding
+from jaxrl_async.queue import trajectory_queue_pb2 as pb
+from jaxrl_async.queue import wire
+from jaxrl_async.queue.records import Permit
+from jaxrl_async.rewards import reward_function
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "benchmarks"))
 
 import anchors
 import delight_digits as digits
-import head
 import learner
 import packing as packings
 import peers
+import rewards
 import shapes
 import shared_prompts
+import trajectory_queue
 
 
 def logits_gradient(method, logits, labels, actions, behavior_logprobs, staleness=3):
@@ -115,19 +119,6 @@ def test_a_batch_is_sampled_by_the_weights_of_d_steps_ago(delay, monkeypatch):
         np.testing.assert_allclose(recorded, logprobs, atol=1e-5)
 
 
-def test_the_digits_benchmark_writes_its_tables_where_it_is_told(tmp_path):
-    pytest.importorskip("sklearn")
-    argv = ["--seeds=2", "--steps=20", "--delays=3", "--learning-rates=1e-3,1e-2"]
-    digits.main([*argv, "--methods=delightful", f"--out={tmp_path}"])
-    result = json.loads((tmp_path / "delight_digits.json").read_text())
-    (table,) = result["tables"]
-    errors = {run["rate"]: run["error"] for run in result["runs"]}
-    assert table["methods"]["delightful"]["error"] == errors[1e-3]
-    assert table["methods"]["delightful"]["best_error"] == min(errors.values())
-    assert result["num_test"] == 359 and len(result["runs"][0]["curve"]) == 20
-    assert (tmp_path / "delight_digits.png").stat().st_size > 0
-
-
 def test_a_delays_table_is_of_the_methods_run_at_it(tmp_path):
     runs = [
         dict(method=method, delay=delay, rate=rate, error=error, half=0.0, curve=[1, 1], curve_half=[0, 0])
@@ -158,29 +149,6 @@ def test_mnists_files_are_read_by_their_headers(tmp_path):
     assert images.pixels.shape == (5, 4) and images.pixels[1, 0] == np.float32(4 / 255)
     assert images.labels.tolist() == [0, 1, 2, 0, 1]
     assert images.train.tolist() == [[0, 1, 2]] * 2 and images.test.tolist() == [[3, 4]] * 2
-
-
-@pytest.mark.long
-def test_the_anchors_benchmark_counts_forwards_and_one_compilation_of_each_program(tmp_path):
-    anchors.main(["--smoke", f"--out={tmp_path}"])
-    table = json.loads((tmp_path / "anchors.json").read_text())["shapes"]["smoke"]
-    steps = table["no remat"]["steps"]
-    assert {name: row["forwards"] for name, row in steps.items()} == {
-        "behavior": 2,
-        "a3po": 2,
-        "recompute": 4,
-        "a3po, no statistics": 2,
-        "behavior, 1 minibatch": 2,
-    }
-    calls = table["accumulate"]
-    assert calls["pairs"] == 3
-    for figure in (calls["a3po_over_behavior"], calls["statistics_share"]):
-        assert figure["low"] <= figure["median"] <= figure["high"]
-    # init, zeros, accumulate, update, and score where the anchor is recomputed.
-    assert {name: row["compilations"] for name, row in steps.items()} == {
-        name: 4 + (name == "recompute") for name in steps
-    }
-    assert (tmp_path / "anchors.png").stat().st_size > 0
 
 
 @pytest.mark.long
@@ -216,26 +184,6 @@ def test_the_packing_benchmark_counts_the_padding_of_the_batches_themselves(poli
         assert len(batches) == 5 and all(batch.segment_ids.max() == 1 for batch in batches)
 
 
-def test_the_packing_benchmark_keeps_the_parts_it_was_not_asked_for(tmp_path):
-    for part in ("padding", "host"):
-        packings.main(["--smoke", f"--only={part}", f"--out={tmp_path}"])
-    result = json.loads((tmp_path / "packing.json").read_text())
-    assert set(result) == {"lengths", "padding", "host"}
-    assert result["lengths"]["mean"] == pytest.approx(594, abs=1)
-    for entry in result["padding"]:
-        assert set(entry["policies"]) == {"fixed", *PACKINGS}
-
-
-@pytest.mark.long
-def test_the_packing_benchmark_times_the_same_gradients_with_one_program(tmp_path):
-    packings.main(["--smoke", "--only=accumulate", f"--out={tmp_path}"])
-    measured = json.loads((tmp_path / "packing.json").read_text())["accumulate"]
-    assert measured["compilations"] == 2  # zeros and accumulate
-    policies = measured["policies"]
-    assert policies["fewest"]["microbatches"] < policies["fixed"]["microbatches"]
-    assert policies["fixed"]["fixed_over_this"] == {"median": 1, "low": 1, "high": 1}
-
-
 def test_flops_of_layers_are_counted_once_each():
     config = shapes.model_config(shapes.MODELS["smoke"])
     size, counts = 4, []
@@ -256,17 +204,6 @@ def test_flops_of_layers_are_counted_once_each():
 
     config = dataclasses.replace(config, num_layers=size)
     assert anchors.count_flops(config, lowered) == 7 + 10 * size
-
-
-def test_the_learners_benchmark_runs_in_small_and_keeps_what_it_does_not_run(tmp_path):
-    learner.main(["--smoke", f"--out={tmp_path}"])
-    learner.main(["--smoke", "--part=length", f"--out={tmp_path}"])
-    found = json.loads((tmp_path / "learner.json").read_text())
-    assert found["smoke"]["tokens_per_update"] == 16 and found["smoke"]["share_of_matmul"] > 0
-    assert found["smoke"]["share_of_matmul_beside"] >= found["smoke"]["share_of_matmul"]
-    assert found["policies"]["speedup_low"] <= found["policies"]["speedup"]
-    assert list(found["length"]) == ["8", "16"]
-    assert found["length"]["16"]["temporary_bytes"] > 0
 
 
 def test_the_three_dispatches_end_in_the_gradient_of_the_one_pass():
@@ -359,17 +296,6 @@ def test_our_side_of_the_comparison_works_on_whole_steps():
         assert np.abs(ravel_pytree(ours.state.params)[0] - before).max() > 0
 
 
-@pytest.mark.long
-def test_the_comparison_runs_our_side_alone_and_writes_it_where_it_is_told(tmp_path, monkeypatch):
-    monkeypatch.delenv("XLA_FLAGS")  # The run's processes have the device that they ask for.
-    peers.main(["--smoke", f"--out={tmp_path}"])
-    result = json.loads((tmp_path / "peers.json").read_text())
-    sides = {name: list(found["sides"]) for name, found in result["measures"].items()}
-    assert sides == {"training": ["ours"], "generation": ["ours"], "step": ["sync"]}
-    assert result["measures"]["generation"]["amount"] == 4 * 2 * 16
-    assert result["workload"]["completion_tokens"] == 16
-
-
 def test_both_sides_are_given_the_same_workload():
     settings = peers.settings_with("sync", peers.WORKLOAD)
     workload = peers.workload_of(settings)
@@ -377,21 +303,6 @@ def test_both_sides_are_given_the_same_workload():
     assert len(workload["alphabet"]) == 254  # and two special tokens
     asynchronous = peers.settings_with("async", peers.WORKLOAD)
     assert peers.workload_of(asynchronous) == workload and asynchronous.loss.anchor == "a3po"
-
-
-@pytest.mark.long
-def test_the_shared_prompts_benchmark_packs_the_same_tokens_into_full_rows(tmp_path):
-    shared_prompts.main(["--smoke", f"--out={tmp_path}"])
-    table = json.loads((tmp_path / "shared_prompts.json").read_text())["shapes"]["smoke"]
-    replicated, shared = table["replicated"], table["shared"]
-    # Two groups of 3 completions of 2 tokens behind a prompt of 4.
-    assert (replicated["rows"], shared["rows"]) == ([6, 6], [2, 10])
-    assert (replicated["padding_share"], shared["padding_share"]) == (0, 0)
-    assert (table["useful_tokens"], table["ideal"]) == (12, 36 / 20)
-    assert table["share_of_ideal"] == pytest.approx(table["ratio"]["median"] / 1.8)
-    for row in (replicated, shared):
-        rate = table["useful_tokens"] / row["accumulate_secs"]["median"]
-        assert row["useful_tokens_per_sec"] == pytest.approx(rate)
 
 
 def test_both_kinds_of_rows_train_the_same_tokens():
@@ -405,11 +316,23 @@ def test_both_kinds_of_rows_train_the_same_tokens():
     np.testing.assert_array_equal(*found)
 
 
-def test_the_heads_benchmark_compares_dense_with_chunks_of_both_heads(tmp_path):
-    head.main(["--smoke", "--rounds=1", f"--out={tmp_path}"])
-    heads = json.loads((tmp_path / "head.json").read_text())["heads"]
-    for rows in heads.values():
-        assert rows["dense"]["over_dense"] == 1
-        assert rows["4"]["temporary_bytes"] < rows["dense"]["temporary_bytes"] / 2
-        assert rows["4"]["over_dense"] > 0
-    assert list(heads) == ["tied", "untied"]
+@pytest.mark.parametrize("num_tokens", [16, 512])
+def test_a_message_is_a_sound_group_of_13_bytes_a_token(num_tokens):
+    raw = trajectory_queue.message(7, trajectory_queue.make_body(num_tokens))
+    group = pb.Group.FromString(raw)
+    wire.check_message(
+        group, group_size=8, vocab_size=trajectory_queue.VOCAB_SIZE, max_tokens=num_tokens
+    )
+    assert wire.decode_permit(group.permit) == Permit(7, 0)
+    assert 0 <= len(raw) - 13 * 8 * num_tokens < 300
+
+
+def test_a_ratio_is_that_of_the_rates_of_the_same_round():
+    secs = {"off": [2.0, 3.0, 10.0], "echo": [1.0, 3.0, 8.0]}  # Ratios .5, 1 and .8.
+    assert trajectory_queue.ratio(secs, "off/echo") == {"median": 0.8, "low": 0.65, "high": 0.9}
+
+
+@pytest.mark.parametrize("name", ["last_number", "math_verify"])
+def test_every_second_completion_is_right(name):
+    calls = rewards.make_calls(name, 40, np.random.default_rng(1))
+    assert [reward_function(name)(*call) for call in calls] == [1.0, 0.0] * 20

@@ -1,0 +1,164 @@
+"""Every benchmark that is a script over the product's parts runs in small, and writes what its page reads.
+
+No figure is checked here: those are in benchmarks/results.
+"""
+
+import importlib
+import json
+import pathlib
+import sys
+
+import pytest
+
+from jaxrl_async.config.settings import PACKINGS
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "benchmarks"))
+
+
+def check_digits(result, directory):
+    (table,) = result["tables"]
+    errors = {run["rate"]: run["error"] for run in result["runs"]}
+    assert table["methods"]["delightful"]["error"] == errors[1e-3]
+    assert table["methods"]["delightful"]["best_error"] == min(errors.values())
+    assert result["num_test"] == 359 and len(result["runs"][0]["curve"]) == 20
+    assert (directory / "delight_digits.png").stat().st_size > 0
+
+
+def check_anchors(result, directory):
+    table = result["shapes"]["smoke"]
+    steps = table["no remat"]["steps"]
+    assert {name: row["forwards"] for name, row in steps.items()} == {
+        "behavior": 2,
+        "a3po": 2,
+        "recompute": 4,
+        "a3po, no statistics": 2,
+        "behavior, 1 minibatch": 2,
+    }
+    calls = table["accumulate"]
+    assert calls["pairs"] == 3
+    for figure in (calls["a3po_over_behavior"], calls["statistics_share"]):
+        assert figure["low"] <= figure["median"] <= figure["high"]
+    # init, zeros, accumulate, update, and score where the anchor is recomputed.
+    assert {name: row["compilations"] for name, row in steps.items()} == {
+        name: 4 + (name == "recompute") for name in steps
+    }
+    assert (directory / "anchors.png").stat().st_size > 0
+
+
+def check_packing(result, directory):
+    assert set(result) == {"lengths", "padding", "host"}
+    assert result["lengths"]["mean"] == pytest.approx(594, abs=1)
+    for entry in result["padding"]:
+        assert set(entry["policies"]) == {"fixed", *PACKINGS}
+
+
+def check_packed_gradients(result, directory):
+    measured = result["accumulate"]
+    assert measured["compilations"] == 2  # zeros and accumulate
+    policies = measured["policies"]
+    assert policies["fewest"]["microbatches"] < policies["fixed"]["microbatches"]
+    assert policies["fixed"]["fixed_over_this"] == {"median": 1, "low": 1, "high": 1}
+
+
+def check_learner(result, directory):
+    """The second run, of one part, keeps the others."""
+    assert result["smoke"]["tokens_per_update"] == 16 and result["smoke"]["share_of_matmul"] > 0
+    assert result["smoke"]["share_of_matmul_beside"] >= result["smoke"]["share_of_matmul"]
+    assert result["policies"]["speedup_low"] <= result["policies"]["speedup"]
+    assert list(result["length"]) == ["8", "16"]
+    assert result["length"]["16"]["temporary_bytes"] > 0
+
+
+def check_peers(result, directory):
+    sides = {name: list(found["sides"]) for name, found in result["measures"].items()}
+    assert sides == {"training": ["ours"], "generation": ["ours"], "step": ["sync"]}
+    assert result["measures"]["generation"]["amount"] == 4 * 2 * 16
+    assert result["workload"]["completion_tokens"] == 16
+
+
+def check_shared_prompts(result, directory):
+    table = result["shapes"]["smoke"]
+    replicated, shared = table["replicated"], table["shared"]
+    # Two groups of 3 completions of 2 tokens behind a prompt of 4.
+    assert (replicated["rows"], shared["rows"]) == ([6, 6], [2, 10])
+    assert (replicated["padding_share"], shared["padding_share"]) == (0, 0)
+    assert (table["useful_tokens"], table["ideal"]) == (12, 36 / 20)
+    assert table["share_of_ideal"] == pytest.approx(table["ratio"]["median"] / 1.8)
+    for row in (replicated, shared):
+        rate = table["useful_tokens"] / row["accumulate_secs"]["median"]
+        assert row["useful_tokens_per_sec"] == pytest.approx(rate)
+
+
+def check_head(result, directory):
+    for rows in result["heads"].values():
+        assert rows["dense"]["over_dense"] == 1
+        assert rows["4"]["temporary_bytes"] < rows["dense"]["temporary_bytes"] / 2
+        assert rows["4"]["over_dense"] > 0
+    assert list(result["heads"]) == ["tied", "untied"]
+
+
+def check_queue(result, directory):
+    assert result["bars"] == {"off/echo": 0.60, "on/insert": 0.70}
+    for size in result["tokens"].values():
+        assert list(size["push"]) == ["1", "4"]
+        for push in size["push"].values():
+            kinds = push.keys() - {"ratios"}
+            assert kinds == set(importlib.import_module("trajectory_queue").KINDS)
+            assert all(push[kind]["p50_ms"] <= push[kind]["p99_ms"] for kind in kinds)
+        assert set(size["lease"]) == {"off", "on"}
+
+
+def check_rewards(result, directory):
+    assert set(result["rewards"]) == {"last_number", "math_verify"}
+    for reward in result["rewards"].values():
+        assert list(reward["processes"])[1:] == ["1", "2"]  # after the calls in this process
+        assert reward["processes"]["1"]["over_one"] == {"median": 1, "low": 1, "high": 1}
+        assert all(row["calls_per_sec"]["low"] > 0 for row in reward["processes"].values())
+
+
+DIGITS = ["--seeds=2", "--steps=20", "--delays=3", "--learning-rates=1e-3,1e-2"]
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize(
+    ("script", "runs", "file", "check"),
+    [
+        ("delight_digits", [[*DIGITS, "--methods=delightful"]], "delight_digits", check_digits),
+        pytest.param("anchors", [["--smoke"]], "anchors", check_anchors, marks=LONG),
+        (
+            "packing",
+            [["--smoke", "--only=padding"], ["--smoke", "--only=host"]],
+            "packing",
+            check_packing,
+        ),
+        pytest.param(
+            "packing",
+            [["--smoke", "--only=accumulate"]],
+            "packing",
+            check_packed_gradients,
+            marks=LONG,
+        ),
+        ("learner", [["--smoke"], ["--smoke", "--part=length"]], "learner", check_learner),
+        pytest.param("peers", [["--smoke"]], "peers", check_peers, marks=LONG),
+        pytest.param(
+            "shared_prompts", [["--smoke"]], "shared_prompts", check_shared_prompts, marks=LONG
+        ),
+        ("head", [["--smoke", "--rounds=1"]], "head", check_head),
+        ("trajectory_queue", [["--smoke"]], "queue", check_queue),
+        ("rewards", [["--smoke"]], "rewards", check_rewards),
+    ],
+)
+def test_a_benchmark_runs_in_small_and_writes_its_figures(
+    script, runs, file, check, tmp_path, monkeypatch
+):
+    if script == "delight_digits":
+        pytest.importorskip("sklearn")
+    if script == "peers":  # The run's processes have the device that they ask for.
+        monkeypatch.delenv("XLA_FLAGS")
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    where = [f"--dir={scratch}"] if script == "trajectory_queue" else []
+    for argv in runs:
+        importlib.import_module(script).main([*argv, f"--out={tmp_path}", *where])
+    check(json.loads((tmp_path / f"{file}.json").read_text()), tmp_path)
+    assert list(scratch.iterdir()) == []
