@@ -35,7 +35,7 @@ FIRST_VERSION = "default"  # Name of the weights before any update, as in SGLang
 _IDLE_POLL_MS = 20
 _DRAIN_POLL_SECS = 0.01
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 class RequestError(ValueError):
@@ -233,7 +233,7 @@ class SchedulerMixin:
         finally:
             self._engine_paused = was_paused
         milliseconds = 1e3 * (time.perf_counter() - began)
-        logger.info(
+        log.info(
             "The weights are version %s: swapped in %.1f ms, %d requests held.",
             version,
             milliseconds,
@@ -624,7 +624,7 @@ class _Deathbed:
     """Takes the place of a parent process: a signal to it ends this process."""
 
     def send_signal(self, signum):
-        logger.error("A thread of the engine died or hangs (%s).", signum)
+        log.error("A thread of the engine died or hangs (%s).", signum)
         end_process(1)
 
 
@@ -635,9 +635,9 @@ def _ends_the_process(what: str):
     except asyncio.CancelledError:
         raise
     except BaseException:
-        logger.exception("%s died; so does the process.", what)
+        log.exception("%s died; so does the process.", what)
         end_process(1)
-    logger.error("%s ended; so does the process.", what)
+    log.error("%s ended; so does the process.", what)
     end_process(1)
 
 

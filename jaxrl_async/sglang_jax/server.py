@@ -65,7 +65,7 @@ _ADMIN_PATHS = {
     "/update_weights_from_upload",
 }
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 # Uploads.
@@ -311,7 +311,7 @@ def _field(body, name, kind, default=_REQUIRED):
 
 
 def _refusal(error):
-    logger.error("Weights refused: %s", error)
+    log.error("Weights refused: %s", error)
     return _json({"success": False, "message": str(error), "num_paused_requests": 0}, 400)
 
 
@@ -385,7 +385,7 @@ def main() -> None:
         if not isinstance(end.code, int):
             print(end.code, file=sys.stderr)
     except BaseException:
-        logger.exception("The server died.")
+        log.exception("The server died.")
     end_process(code)
 
 
@@ -396,7 +396,7 @@ def _end_on_signals() -> None:
 
     def wait():
         signum = signal.sigwait(signals)
-        logger.warning("%s: the end.", signal.Signals(signum).name)
+        log.warning("%s: the end.", signal.Signals(signum).name)
         end_process(0)
 
     threading.Thread(target=wait, name="signals", daemon=True).start()
