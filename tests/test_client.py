@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 import pytest
-from fake_sglang import FakeServer, answer, logprob, token
+from fixtures.fake_sglang import FakeServer, answer, logprob, token
 
 from jaxrl_async.servers.client import (
     InferenceClient,

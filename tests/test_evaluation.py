@@ -7,9 +7,9 @@ import time
 
 import numpy as np
 import pytest
-from fake_sglang import FakeServer
 from fixtures import sums
 from fixtures.calculator import calculator
+from fixtures.fake_sglang import FakeServer
 
 from jaxrl_async.config.settings import Evaluate
 from jaxrl_async.evaluation.evaluator import Evaluator

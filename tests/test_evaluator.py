@@ -9,7 +9,7 @@ import time
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fake_sglang import VOCAB_SIZE, answer, started, token
+from fixtures.fake_sglang import VOCAB_SIZE, answer, started, token
 
 from jaxrl_async.cli.config import load_config, settings_of
 from jaxrl_async.config.settings import Evaluate

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from fake_sglang import FakeServer, started
+from fixtures.fake_sglang import FakeServer, started
 
 from jaxrl_async.queue.records import ServerRecord
 from jaxrl_async.servers.client import InferenceClient

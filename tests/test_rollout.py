@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 import pytest
-from fake_sglang import VOCAB_SIZE, FakeServer, answer, logprob, started, token
+from fixtures.fake_sglang import VOCAB_SIZE, FakeServer, answer, logprob, started, token
 
 from jaxrl_async.queue import service as queue_service
 from jaxrl_async.queue.admission import Admission

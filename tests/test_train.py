@@ -293,7 +293,7 @@ def test_a_server_that_is_killed_is_started_again_and_no_group_is_lost_or_double
 SERVER_OF_A_COMMAND = f"""
 import pathlib, subprocess, sys, threading
 sys.path.insert(0, {str(ROOT / "tests")!r})
-import fake_sglang
+from fixtures import fake_sglang
 
 pids, model_path, host, port = sys.argv[1:]
 assert [p.name for p in pathlib.Path(model_path).iterdir()] == ["config.json"], model_path

@@ -7,7 +7,7 @@ import shutil
 
 import numpy as np
 import pytest
-from fake_sglang import FakeServer
+from fixtures.fake_sglang import FakeServer
 
 from jaxrl_async.servers.client import InferenceClient, ServerError, ServerTimeoutError
 from jaxrl_async.weights import transports, verification

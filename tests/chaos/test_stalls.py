@@ -10,7 +10,7 @@ import time
 
 import chaos
 import pytest
-from fake_sglang import FakeServer
+from fixtures.fake_sglang import FakeServer
 
 pytestmark = pytest.mark.long
 ROOT = pathlib.Path(__file__).parent.parent.parent
