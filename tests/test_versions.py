@@ -17,7 +17,7 @@ from jaxrl_async.config.settings import SettingsError
 from jaxrl_async.learner.versions import Delay, Versions
 from jaxrl_async.models import sharding
 from jaxrl_async.queue.records import ResumePoint
-from jaxrl_async.weights.store import WeightStore
+from jaxrl_async.weights.store import WeightStore, read_tensors
 
 QUICKSTART = pathlib.Path(__file__).parent.parent / "configs" / "quickstart.py"
 CONFIG = tiny(num_layers=1)
@@ -61,7 +61,7 @@ def make(params, tmp_path):
             state = types.SimpleNamespace(params=jax.tree.map(lambda x: x * 0 + version, params))
             versions.publish(version, versions.snapshot(state))
             held = int(publisher.path.name) if publisher.path else None
-            assert held is None or set(store.read(held)[NORM]) == {held}
+            assert held is None or set(read_tensors(store.path(held))[NORM]) == {held}
             return held
 
         def resume(version, status):
@@ -185,7 +185,7 @@ def test_other_weights_under_a_published_version_are_a_fork(left, params, caplog
     state = types.SimpleNamespace(params=jax.tree.map(lambda x: x * 0 + 5.5, params))
     left.versions.publish(5, left.versions.snapshot(state))
     assert left.pushed == [(5, 0, None), (5, 1, None)]
-    assert set(left.store.read(5)[NORM]) == {5.5}
+    assert set(read_tensors(left.store.path(5))[NORM]) == {5.5}
     assert "fork: version 5, trained again, has digest" in caplog.text
     left.given(6)
     assert left.pushed[-1] == (6, 1, None)

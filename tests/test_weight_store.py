@@ -8,7 +8,7 @@ import pytest
 import safetensors.numpy
 from safetensors import safe_open
 
-from jaxrl_async.weights.store import WeightStore, WeightStoreError
+from jaxrl_async.weights.store import WeightStore, WeightStoreError, read_tensors, verify
 
 CONFIG = {"architectures": ["Qwen2ForCausalLM"], "hidden_size": 4}
 
@@ -44,9 +44,9 @@ def test_what_was_written_is_read(tmp_path):
         "model.safetensors",
     ]
     assert json.loads((path / "config.json").read_text()) == CONFIG
-    assert_same(store.read(12), tensors())
-    store.verify(12)
-    assert (store.latest(), store.versions()) == (12, [12])
+    assert_same(read_tensors(store.path(12)), tensors())
+    verify(store.path(12))
+    assert store.versions() == [12]
 
 
 def test_the_safetensors_library_reads_the_files(tmp_path):
@@ -68,8 +68,8 @@ def test_shards_are_bounded_and_indexed(tmp_path):
         list(index["weight_map"].values())
         == ["model-00001-of-00002.safetensors"] + ["model-00002-of-00002.safetensors"] * 3
     )
-    assert_same(store.read(0), tensors())
-    store.verify(0)
+    assert_same(read_tensors(store.path(0)), tensors())
+    verify(store.path(0))
 
 
 def test_one_shard_is_in_memory_at_a_time(tmp_path):
@@ -89,7 +89,7 @@ def test_layouts_that_are_not_contiguous_and_scalars_are_written_by_value(tmp_pa
     values = {"t": np.arange(6, dtype=np.float32).reshape(2, 3).T, "s": np.array(3, np.int32)}
     store = make(tmp_path)
     store.write(0, values.items(), CONFIG)
-    assert_same(store.read(0), values)
+    assert_same(read_tensors(store.path(0)), values)
 
 
 def test_the_digest_depends_on_the_values_alone(tmp_path):
@@ -128,7 +128,7 @@ def test_a_resumed_run_replaces_a_version_and_leaves_the_abandoned_future(tmp_pa
         store.write(version, tensors().items(), CONFIG)
     store.write(5, tensors(seed=1).items(), CONFIG)
     assert store.versions() == [4, 5]
-    assert_same(store.read(5), tensors(seed=1))
+    assert_same(read_tensors(store.path(5)), tensors(seed=1))
 
 
 def test_a_changed_byte_is_found_and_its_tensor_named(tmp_path):
@@ -137,10 +137,8 @@ def test_a_changed_byte_is_found_and_its_tensor_named(tmp_path):
     raw = bytearray(file.read_bytes())
     raw[-1] ^= 1
     file.write_bytes(raw)
-    with pytest.raises(
-        WeightStoreError, match=r"model\.safetensors: tensor model\.norm\.weight has digest"
-    ):
-        store.verify(0)
+    with pytest.raises(WeightStoreError, match=r"model\.safetensors.*model\.norm\.weight.*digest"):
+        verify(store.path(0))
 
 
 @pytest.mark.parametrize("size", [0, 5, 40, -1])
@@ -149,34 +147,34 @@ def test_a_truncated_file_is_found_and_named(tmp_path, size):
     file = store.write(0, tensors().items(), CONFIG) / "model.safetensors"
     raw = file.read_bytes()
     file.write_bytes(raw[:size])
-    with pytest.raises(WeightStoreError, match=r"model\.safetensors: (\d+ bytes|cannot be read)"):
-        store.read(0)
+    with pytest.raises(WeightStoreError, match=r"model\.safetensors.*truncated"):
+        read_tensors(store.path(0))
 
 
 def test_a_missing_tensor_file_or_version_is_named(tmp_path):
     store = make(tmp_path)
     path = store.write(3, tensors().items(), CONFIG)
-    with pytest.raises(WeightStoreError, match=r"no version 7 .* it holds \[3\]"):
-        store.read(7)
+    with pytest.raises(WeightStoreError, match=r"version 7 .*\[3\]"):
+        store.manifest(7)
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["tensors"]["lost"] = manifest["tensors"]["model.norm.weight"]
     (path / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(WeightStoreError, match=r"model\.safetensors: tensor lost is missing"):
-        store.verify(3)
+    with pytest.raises(WeightStoreError, match=r"model\.safetensors.* lost .*missing"):
+        verify(store.path(3))
     (path / "model.safetensors").unlink()
-    with pytest.raises(WeightStoreError, match=r"model\.safetensors: cannot be read"):
-        store.verify(3)
+    with pytest.raises(WeightStoreError, match=r"model\.safetensors.*No such file"):
+        verify(store.path(3))
 
 
 def test_bad_input_is_refused(tmp_path):
     store = make(tmp_path)
     one = np.zeros(1, np.float32)
-    with pytest.raises(ValueError, match="tensor a comes twice"):
+    with pytest.raises(ValueError, match="tensor a .*twice"):
         store.write(0, [("a", one), ("a", one)], CONFIG)
-    with pytest.raises(ValueError, match="at least one tensor"):
+    with pytest.raises(ValueError, match="at least one"):
         store.write(0, [], CONFIG)
-    with pytest.raises(ValueError, match="dtype complex64 is none of"):
+    with pytest.raises(ValueError, match="complex64.*float32"):
         store.write(0, [("a", one.astype(np.complex64))], CONFIG)
-    with pytest.raises(ValueError, match="keep must be ≥ 1, got 0"):
+    with pytest.raises(ValueError, match="keep.* 1.* 0"):
         make(tmp_path, keep=0)
-    assert store.latest() is None
+    assert store.versions() == []

@@ -136,10 +136,6 @@ class WeightStore:
         names = (entry.name for entry in self._root.iterdir())
         return sorted(int(name) for name in names if _VERSION_NAME.fullmatch(name))
 
-    def latest(self) -> int | None:
-        """The newest version, None when there is none."""
-        return max(self.versions(), default=None)
-
     def manifest(self, version: int) -> dict[str, Any]:
         """{version, total_bytes, digest, tensors: {name: {file, dtype, shape, num_bytes, digest}}}.
 
@@ -151,24 +147,6 @@ class WeightStore:
                 f"no version {version} in {self._root}; it holds {self.versions()}"
             )
         return read_manifest(self.path(version))
-
-    def read(self, version: int) -> dict[str, np.ndarray]:
-        """The tensors by name, read-only, as maps of the files.
-
-        Raises:
-          WeightStoreError: a file is missing or truncated.
-        """
-        self.manifest(version)
-        return read_tensors(self.path(version))
-
-    def verify(self, version: int) -> None:
-        """Compares every tensor with the manifest.
-
-        Raises:
-          WeightStoreError: names the first file and tensor that differ.
-        """
-        self.manifest(version)
-        verify(self.path(version))
 
     def _temporary(self, version: int) -> pathlib.Path:
         return self._root / f"{_TEMPORARY}{version}"
