@@ -87,17 +87,17 @@ def write_versions(root: pathlib.Path, config: transformer.ModelConfig) -> list[
     return [store.write(v, tensors(v), hf.write_config(config)) for v in range(2)]
 
 
-def copy_secs(path: pathlib.Path, aside: pathlib.Path) -> float:
+def copy_secs(path: pathlib.Path, temporary: pathlib.Path) -> float:
     """Seconds of a plain copy of a version's files, flushed to the disk as the store's are."""
     start = time.monotonic()
-    aside.mkdir()
+    temporary.mkdir()
     for file in path.iterdir():
-        with open(file, "rb") as source, open(aside / file.name, "wb") as target:
+        with open(file, "rb") as source, open(temporary / file.name, "wb") as target:
             shutil.copyfileobj(source, target, 1 << 20)
             target.flush()
             os.fsync(target.fileno())
     seconds = time.monotonic() - start
-    shutil.rmtree(aside)
+    shutil.rmtree(temporary)
     return seconds
 
 
