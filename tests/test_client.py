@@ -1,4 +1,4 @@
-"""The client of inference servers, against a fake that answers what the test wants."""
+"""The client of inference servers, against a fake one."""
 
 import asyncio
 import time
@@ -80,13 +80,13 @@ def test_spans_that_do_not_cover_the_tokens_exactly_are_refused(spans):
     broken["meta_info"]["weight_versions"] = [
         {"version": v, "start": start, "end": end} for v, start, end in spans
     ]
-    with pytest.raises(ValueError, match=r"do not cover \[0, 3\) exactly"):
+    with pytest.raises(ValueError, match=r"weight_versions .*\[0, 3\)"):
         read_completion(broken)
 
 
 @pytest.mark.parametrize("version", ["default", "-1", "1.5.2", "1.", ".5", "", 3, None])
 def test_a_version_that_is_no_integer_from_zero_is_refused(version):
-    with pytest.raises(ValueError, match="is not an integer ≥ 0"):
+    with pytest.raises(ValueError, match="weight version .* 0"):
         read_completion(answer([7], versions=[(version, 1)]))
 
 
@@ -103,7 +103,7 @@ def test_of_too_many_logprobs_the_last_ones_count():
 def test_logprobs_of_other_tokens_are_refused():
     broken = answer([7, 8], versions=[("0", 2)])
     broken["meta_info"]["output_token_logprobs"][0][1] = 9
-    with pytest.raises(ValueError, match="are not output_ids"):
+    with pytest.raises(ValueError, match="output_token_logprobs.*output_ids"):
         read_completion(broken)
 
 
@@ -111,7 +111,7 @@ def test_logprobs_of_other_tokens_are_refused():
 def test_a_logprob_that_is_not_finite_or_above_zero_is_refused(bad):
     broken = answer([7, 8], versions=[("0", 2)])
     broken["meta_info"]["output_token_logprobs"][1][0] = bad
-    with pytest.raises(ValueError, match="is not finite and ≤ 0"):
+    with pytest.raises(ValueError, match="log-prob .*finite.* 0"):
         read_completion(broken)
 
 
@@ -124,7 +124,7 @@ def test_rounding_above_zero_becomes_zero():
 def test_a_dropped_special_token_is_noticed():
     broken = answer([7, 8], versions=[("0", 2)])
     broken["meta_info"]["completion_tokens"] = 3
-    with pytest.raises(ValueError, match="2 output_ids, but completion_tokens is 3"):
+    with pytest.raises(ValueError, match="2 output_ids.*completion_tokens.* 3"):
         read_completion(broken)
 
 
@@ -136,23 +136,35 @@ def test_a_request_aborted_in_the_queue_has_no_tokens():
     assert len(completion.tokens) == len(completion.logprobs) == len(completion.versions) == 0
 
 
-async def test_a_malformed_answer_is_an_error_of_the_server_and_not_asked_again(server):
+def test_an_abort_in_a_queue_keeps_its_tokens_with_less_about_them():
+    """SGLang's answer for a request that is aborted while it is retracted."""
+    short = answer([5, 6], versions=[("3", 2)], reason="abort")
+    del short["meta_info"]["completion_tokens"]
+    completion = read_completion(short)
+    assert completion.tokens.tolist() == [5, 6]
+    assert completion.versions.tolist() == [3, 3]
+    assert completion.finish_reason == "abort"
+
+
+async def test_a_malformed_answer_is_an_error_of_the_server_and_not_retryable(server):
     server.answers = [{"output_ids": [1]}]
     async with InferenceClient() as client:
-        with pytest.raises(ServerError, match=r"malformed answer .* 'meta_info'") as caught:
+        with pytest.raises(ServerError, match=r"/generate: malformed .*meta_info") as caught:
             await generate(client, server.address)
     assert not caught.value.retryable
 
 
-async def test_tokens_of_a_restarted_server_are_refused_and_may_be_asked_for_again(server):
+async def test_tokens_of_a_restarted_server_are_refused_and_retryable(server):
     async with InferenceClient() as client:
-        with pytest.raises(ServerError, match="'default' is not an integer") as caught:
+        with pytest.raises(ServerError, match="weight version 'default'") as caught:
             await generate(client, server.address)
     assert caught.value.retryable
 
 
 @pytest.mark.parametrize(("status", "retryable"), [(400, False), (429, True), (503, True)])
-async def test_a_refusal_says_the_servers_words_and_whether_to_try_again(server, status, retryable):
+async def test_a_refusal_has_the_server_s_message_and_is_retryable_by_its_status(
+    server, status, retryable
+):
     server.fail["/generate"] = (status, "the prompt is too long")
     async with InferenceClient() as client:
         with pytest.raises(ServerError, match="the prompt is too long") as caught:
@@ -164,7 +176,7 @@ async def test_a_refusal_says_the_servers_words_and_whether_to_try_again(server,
 async def test_a_call_that_is_not_answered_ends_at_its_deadline(server):
     server.hang.add("/generate")
     async with InferenceClient() as client:
-        with pytest.raises(ServerTimeoutError, match=r"no answer within 0\.1 s") as caught:
+        with pytest.raises(ServerTimeoutError, match=r"/generate: .* 0\.1 s") as caught:
             await generate(client, server.address, timeout_secs=0.1)
     assert caught.value.retryable
 
@@ -172,7 +184,7 @@ async def test_a_call_that_is_not_answered_ends_at_its_deadline(server):
 async def test_a_connection_that_breaks_is_an_error_to_retry(server):
     server.drop.add("/generate")
     async with InferenceClient() as client:
-        with pytest.raises(ServerError, match="connection lost") as caught:
+        with pytest.raises(ServerError, match="/generate: connection") as caught:
             await generate(client, server.address)
     assert caught.value.retryable
 
@@ -212,7 +224,7 @@ async def test_control_routes_send_what_sglang_expects(server):
 async def test_a_port_where_nobody_listens_is_a_lost_connection_that_names_it():
     address = FakeServer().address
     async with InferenceClient() as client:
-        with pytest.raises(ServerError, match=f"{address}/model_info: connection lost") as caught:
+        with pytest.raises(ServerError, match=f"{address}/model_info: connection") as caught:
             await client.model_info(address, timeout_secs=5)
     assert caught.value.retryable
 
@@ -227,13 +239,3 @@ async def test_many_requests_run_at_once(server):
             await asyncio.sleep(0.01)
         server.paused = False
         assert len(await asyncio.gather(*calls)) == 300
-
-
-def test_an_abort_in_a_queue_keeps_its_tokens_with_less_about_them():
-    """As SGLang answers what it aborts while it is retracted."""
-    short = answer([5, 6], versions=[("3", 2)], reason="abort")
-    del short["meta_info"]["completion_tokens"]
-    completion = read_completion(short)
-    assert completion.tokens.tolist() == [5, 6]
-    assert completion.versions.tolist() == [3, 3]
-    assert completion.finish_reason == "abort"

@@ -1,4 +1,4 @@
-"""The table by which requests are routed: who may get one, and who gets the next."""
+"""The routing table: which servers get requests, and which one gets the next."""
 
 import contextlib
 
@@ -63,7 +63,7 @@ def test_only_healthy_servers_are_routed_to(state):
     assert make_fleet(a=state).route() is None
 
 
-def test_nobody_is_routed_to_before_the_first_table():
+def test_no_server_is_routed_to_before_the_first_table():
     fleet = Fleet(suspect_secs=5.0, clock=Clock(), speeds={})
     assert fleet.route() is None
     assert fleet.describe() == "no server is known yet"
@@ -75,7 +75,7 @@ def test_an_excluded_server_is_the_last_resort():
     assert fleet.route(excluding=(A, B)) == A
 
 
-def test_a_server_that_failed_gets_nothing_until_it_cooled_down():
+def test_a_server_that_failed_gets_no_request_for_suspect_secs():
     clock = Clock()
     fleet = make_fleet(clock, a="HEALTHY")
     fleet.suspect(A)
@@ -93,7 +93,7 @@ def test_suspicion_outlives_a_new_table():
         assert fleet.route() == B
 
 
-def test_a_cooled_down_server_is_still_what_the_publisher_says():
+def test_after_suspect_secs_a_server_has_the_publisher_s_state():
     clock = Clock()
     fleet = make_fleet(clock, a="HEALTHY")
     fleet.suspect(A)
@@ -102,7 +102,7 @@ def test_a_cooled_down_server_is_still_what_the_publisher_says():
     assert fleet.state(A) == "STALE" and fleet.route() is None
 
 
-def test_a_server_that_left_the_table_is_forgotten_and_its_requests_still_end():
+def test_a_server_that_left_the_table_is_dead_and_its_requests_still_end():
     fleet = make_fleet(a="HEALTHY")
     with fleet.serving(A, 10):
         fleet.update([ServerRecord(B, "HEALTHY", 3)])

@@ -15,7 +15,14 @@ from jaxrl_async.weights.publisher import Publisher, PublisherError
 from jaxrl_async.weights.store import WeightStore
 from jaxrl_async.weights.transports import TRANSPORTS
 
-WAIT_SECS = 20.0  # Of the tests for what should come soon.
+WAIT_SECS = 20.0  # deadline of every wait of these tests
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + WAIT_SECS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
 
 
 class Queue:
@@ -40,10 +47,7 @@ class Queue:
         return self.published[-1][1][server.address]
 
     def wait_for(self, condition):
-        deadline = time.monotonic() + WAIT_SECS
-        while not (self.published and condition()):
-            assert time.monotonic() < deadline, self.published
-            time.sleep(0.005)
+        wait_until(lambda: self.published and condition())
 
 
 @pytest.fixture
@@ -95,14 +99,13 @@ def write(tmp_path):
     return make
 
 
-def test_a_version_that_came_out_otherwise_is_pushed_again_under_a_new_run_epoch(
-    queue, servers, start, write
-):
+def test_versions_go_up_and_may_repeat_under_a_new_run_epoch_only(queue, servers, start, write):
     publisher = start(servers)
     push(publisher, 3, write)
     assert queue.run_epoch == 0
-    with pytest.raises(ValueError, match="version 3 is not above version 3"):
-        publisher.publish(3, write(3), timeout_secs=WAIT_SECS)
+    for version, run_epoch in [(3, 0), (2, 0), (2, 1)]:
+        with pytest.raises(ValueError, match=f"version {version} .*version 3"):
+            publisher.publish(version, write(3), timeout_secs=WAIT_SECS, run_epoch=run_epoch)
     push(publisher, 3, write, run_epoch=1)
     assert [server.version for server in servers] == ["1.3", "1.3"]
     assert (queue.versions[-1], queue.run_epoch) == (3, 1)
@@ -133,9 +136,7 @@ def test_a_version_reaches_every_server_and_then_the_queue(queue, servers, start
     assert metrics["weights/push_secs"] > 0
 
 
-def test_versions_follow_one_another_and_the_position_goes_with_its_own(
-    queue, servers, start, write
-):
+def test_versions_follow_one_another_and_each_has_its_resume_point(queue, servers, start, write):
     publisher = start(servers)
     push(publisher, 4, write, resume_point="where the queue starts")
     push(publisher, 6, write)
@@ -146,9 +147,7 @@ def test_versions_follow_one_another_and_the_position_goes_with_its_own(
     assert [server.version for server in servers] == ["6", "6"]
 
 
-def test_the_first_push_does_not_trust_an_equal_number_since_it_is_another_runs(
-    servers, start, write
-):
+def test_the_first_push_ignores_an_equal_version_of_another_run(servers, start, write):
     for server in servers:
         server.version = "0"
     push(start(servers), 0, write)
@@ -159,7 +158,7 @@ def test_the_first_push_waits_for_a_server_that_is_not_up_yet(queue, servers, st
     late = FakeServer()
     publisher = start([*servers, late])
     publisher.publish(0, write(0), timeout_secs=WAIT_SECS)
-    with pytest.raises(PublisherError, match=rf"not published after 0\.2 s.*{late.address}"):
+    with pytest.raises(PublisherError, match=rf"version 0 .* 0\.2 s.*{late.address}"):
         publisher.wait(0, timeout_secs=0.2)
     assert queue.published == []
     late.start()
@@ -168,7 +167,7 @@ def test_the_first_push_waits_for_a_server_that_is_not_up_yet(queue, servers, st
     late.stop()
 
 
-def test_whoever_waits_for_a_push_may_give_up(queue, servers, start, write):
+def test_a_wait_for_a_push_ends_when_it_should_stop(queue, servers, start, write):
     publisher = start([*servers, FakeServer()])
     publisher.publish(0, write(0), timeout_secs=WAIT_SECS)
     answers = [False, True]
@@ -176,14 +175,13 @@ def test_whoever_waits_for_a_push_may_give_up(queue, servers, start, write):
     assert answers == [] and queue.published == []
 
 
-def test_the_first_push_names_who_never_answered(queue, servers, start, write):
+def test_the_first_push_names_a_server_that_never_answered(queue, servers, start, write):
     absent = FakeServer()
     publisher = start([*servers, absent], start_timeout_secs=0.3)
     publisher.publish(0, write(0), timeout_secs=WAIT_SECS)
     with pytest.raises(
         PublisherError,
-        match=r"version 0 did not reach every inference server within 0\.3 s: .*"
-        rf"{absent.address} is DEAD \(.*/model_info: connection lost",
+        match=rf"version 0 .* 0\.3 s.*{absent.address} .*DEAD .*/model_info",
     ):
         publisher.wait(0, timeout_secs=WAIT_SECS)
     assert queue.published == []
@@ -200,23 +198,11 @@ def test_a_late_server_is_stale_until_it_holds_the_current_version(queue, server
         ("HEALTHY", 1),
         ("STALE", 0),
     )
-    # The states come first, under the old version: nobody routes to it when version 1 is announced.
+    # States first, under the old version: no worker routes to it when version 1 is announced.
     assert (queue.published[-2][0], queue.published[-2][1][late.address]) == (0, ("STALE", 0))
     late.hang.clear()
     queue.wait_for(lambda: queue.last(late) == ("HEALTHY", 1))
     assert late.version == "1" and not late.paused and queue.versions[-1] == 1
-
-
-def test_a_look_that_a_push_overtakes_does_not_take_the_server_away(queue, servers, start, write):
-    publisher = start(servers)
-    push(publisher, 0, write)
-    for server in servers:
-        server.slow["/model_info"] = 0.2
-        server.calls.clear()
-    queue.wait_for(lambda: all("/model_info" in server.routes() for server in servers))
-    push(publisher, 1, write)
-    states = {state for _, states, _ in queue.published for state, _ in states.values()}
-    assert states == {"HEALTHY"}
 
 
 def test_a_server_that_takes_the_version_before_during_a_push_is_stale_after_it(
@@ -250,21 +236,18 @@ def test_a_server_that_dies_in_a_push_does_not_hold_it_up(queue, servers, start,
     assert (queue.last(good), queue.last(dead)) == (("HEALTHY", 1), ("DEAD", 0))
 
 
-def test_a_refused_update_leaves_the_server_sampling_and_stale(queue, servers, start, write):
+def test_a_server_that_refuses_an_update_samples_on_and_is_stale(queue, servers, start, write):
     _, refusing = servers
     publisher = start(servers)
     push(publisher, 0, write)
     refusing.fail["/update_weights_from_disk"] = (400, "wrong shapes")
     push(publisher, 1, write)
     assert queue.last(refusing) == ("STALE", 0)
-    # It must go on with what it has: a paused server would hold its requests for ever.
-    deadline = time.monotonic() + WAIT_SECS
-    while refusing.paused:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    # It continues with its old weights: paused, it would hold its requests for ever.
+    wait_until(lambda: not refusing.paused)
 
 
-def test_a_server_that_says_success_and_keeps_its_weights_is_not_healthy(
+def test_a_server_that_reports_success_and_keeps_its_weights_is_not_healthy(
     queue, servers, start, write
 ):
     _, lying = servers
@@ -292,63 +275,51 @@ def test_a_restarted_server_is_given_the_current_version_before_it_is_healthy(
     publisher.check()
 
 
-def test_a_restart_that_no_look_saw_is_found_by_the_version(queue, servers, start, write):
+@pytest.mark.parametrize(
+    ("report", "after_restart"), [("version", "default"), ("digest", "of other weights")]
+)
+def test_a_restart_between_two_polls_is_found_by_version_or_digest(
+    queue, servers, start, write, report, after_restart
+):
     _, restarted = servers
     push(start(servers), 3, write)
-    restarted.version = "default"
+    setattr(restarted, report, after_restart)
     queue.wait_for(lambda: queue.last(restarted) == ("HEALTHY", 3) and len(queue.published) == 3)
-    assert [p[1][restarted.address] for p in queue.published[1:]] == [
-        ("STALE", None),
-        ("HEALTHY", 3),
-    ]
-
-
-def test_a_restart_that_no_look_saw_is_found_by_the_digest(queue, servers, start, write):
-    _, restarted = servers
-    push(start(servers), 3, write)
-    restarted.digest = "of other weights"
-    queue.wait_for(lambda: queue.last(restarted) == ("HEALTHY", 3) and len(queue.published) == 3)
-    assert queue.published[1][1][restarted.address] == ("STALE", None)
-    assert restarted.digest == servers[0].digest
+    records = [states[restarted.address] for _, states, _ in queue.published[1:]]
+    assert records == [("STALE", None), ("HEALTHY", 3)]
+    assert (restarted.version, restarted.digest) == ("3", servers[0].digest)
     assert len(restarted.payloads("/update_weights_from_disk")) == 2
 
 
-def test_a_server_without_digests_is_looked_at_by_its_version(queue, servers, start, write):
+def test_a_server_without_digests_is_polled_for_its_version(queue, servers, start, write):
     _, silent = servers
     push(start(servers), 3, write)
     silent.sglang = True  # reports none
     silent.calls.clear()
-    deadline = time.monotonic() + WAIT_SECS
-    while silent.routes().count("/model_info") < 5:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    wait_until(lambda: silent.routes().count("/model_info") >= 5)
     assert set(silent.routes()) == {"/model_info"} and len(queue.published) == 1
 
 
-def test_a_server_that_answers_and_whose_update_hangs_is_tried_again_at_every_look(
-    queue, servers, start, write
-):
+def test_an_update_that_hangs_is_tried_again_at_every_poll(queue, servers, start, write):
     _, hanging = servers
     publisher = start(servers, push_timeout_secs=0.2)
     push(publisher, 0, write)
     hanging.hang.add("/update_weights_from_disk")
     push(publisher, 1, write)
-    deadline = time.monotonic() + WAIT_SECS
-    while len(hanging.payloads("/update_weights_from_disk")) < 4:
-        assert time.monotonic() < deadline
-        assert queue.last(hanging) == ("STALE", 0)
-        time.sleep(0.005)
+    wait_until(lambda: len(hanging.payloads("/update_weights_from_disk")) >= 4)
+    states = [(version, states[hanging.address]) for version, states, _ in queue.published]
+    assert states == [(0, ("HEALTHY", 0)), (0, ("STALE", 0)), (1, ("STALE", 0))]
     hanging.hang.clear()
     queue.wait_for(lambda: queue.last(hanging) == ("HEALTHY", 1))
 
 
-def test_the_only_server_has_the_time_of_a_start_to_come_back(queue, servers, start, write):
+def test_the_only_server_may_restart_within_the_start_timeout(queue, servers, start, write):
     (server, _) = servers
     publisher = start([server], push_timeout_secs=0.3)
     push(publisher, 0, write)
     server.stop()
     publisher.publish(1, write(1), timeout_secs=WAIT_SECS)  # It is gone in mid-push …
-    with pytest.raises(PublisherError, match="is not published after 1 s"):
+    with pytest.raises(PublisherError, match="version 1 .* 1 s"):
         publisher.wait(1, timeout_secs=1.0)
     server.reset()
     server.start()
@@ -414,11 +385,11 @@ def test_a_router_that_stays_stale_ends_the_run(queue, servers, start, write):
     push(publisher, 0, write)
     servers[1].fail["/update_weights_from_disk"] = (400, "wrong shapes")
     push(publisher, 1, write)
-    with pytest.raises(PublisherError, match=r"(?s)no HEALTHY .* for 0\.4 s: .*wrong shapes"):
+    with pytest.raises(PublisherError, match=r"(?s)no HEALTHY .* 0\.4 s.*wrong shapes"):
         publisher.wait(2, timeout_secs=WAIT_SECS)
 
 
-def test_a_server_that_only_did_not_answer_is_not_pushed_to_again(queue, servers, start, write):
+def test_a_server_that_missed_a_poll_is_not_pushed_to_again(queue, servers, start, write):
     _, silent = servers
     push(start(servers), 3, write)
     silent.fail["/model_info"] = (500, "busy")
@@ -439,8 +410,8 @@ def test_no_healthy_server_after_a_push_is_an_error_that_names_each_and_why(
     publisher.publish(1, write(1), timeout_secs=WAIT_SECS)
     with pytest.raises(
         PublisherError,
-        match="(?s)no HEALTHY inference server left for version 1: "
-        rf"{refusing.address} is STALE \(.*wrong shapes.*{dead.address} is DEAD \(.*connection lost",
+        match=rf"(?s)no HEALTHY .*version 1.*{refusing.address} .*STALE .*wrong shapes.*"
+        rf"{dead.address} .*DEAD ",
     ):
         publisher.wait(1, timeout_secs=WAIT_SECS)
     assert 1 not in queue.versions
@@ -451,7 +422,7 @@ def test_no_healthy_server_between_pushes_is_an_error_too(servers, start, write)
     push(publisher, 0, write)
     for server in servers:
         server.drop.add("/model_info")
-    with pytest.raises(PublisherError, match=r"no HEALTHY inference server for 0\.6 s: .* is DEAD"):
+    with pytest.raises(PublisherError, match=r"no HEALTHY .* 0\.6 s.*DEAD"):
         publisher.wait(1, timeout_secs=WAIT_SECS)
 
 
@@ -478,7 +449,7 @@ def test_one_push_is_in_flight_at_most_and_the_wait_has_a_name(servers, start, w
         return write(0)()
 
     publisher.publish(0, slow, timeout_secs=WAIT_SECS)
-    with pytest.raises(PublisherError, match=r"waits for version 0 to be written"):
+    with pytest.raises(PublisherError, match=r"waits for version 0 .*written"):
         publisher.publish(1, write(1), timeout_secs=0.05)
     release.set()
     push(publisher, 1, write)
@@ -489,7 +460,7 @@ def push_delayed(publisher, version, held, write):
     push(publisher, version, functools.partial(write, held=held))
 
 
-def test_servers_hold_and_stamp_what_was_written_and_the_queue_counts_what_was_published(
+def test_servers_hold_the_written_version_and_the_queue_counts_the_published_one(
     queue, servers, start, write, tmp_path
 ):
     publisher = start(servers)
@@ -510,8 +481,9 @@ def test_servers_hold_and_stamp_what_was_written_and_the_queue_counts_what_was_p
         ]
 
 
-def test_a_look_that_a_push_of_older_weights_overtakes_does_not_take_the_server_away(
-    queue, servers, start, write
+@pytest.mark.parametrize("newer", [True, False])
+def test_a_poll_that_a_push_overtakes_leaves_the_server_healthy(
+    queue, servers, start, write, newer
 ):
     publisher = start(servers)
     for version, held in [(0, 0), (1, 1), (3, 1)]:
@@ -520,9 +492,10 @@ def test_a_look_that_a_push_of_older_weights_overtakes_does_not_take_the_server_
         server.slow["/model_info"] = 0.2
         server.calls.clear()
     queue.wait_for(lambda: all("/model_info" in server.routes() for server in servers))
-    push_delayed(publisher, 4, 0, write)
+    held = 4 if newer else 0
+    push_delayed(publisher, 4, held, write)
     states = {state for _, states, _ in queue.published for state, _ in states.values()}
-    assert states == {"HEALTHY"} and [server.version for server in servers] == ["0", "0"]
+    assert states == {"HEALTHY"} and [server.version for server in servers] == [str(held)] * 2
 
 
 def test_a_restarted_server_is_given_the_delayed_weights_again(
@@ -542,13 +515,6 @@ def test_a_restarted_server_is_given_the_delayed_weights_again(
     (update,) = restarted.payloads("/update_weights_from_disk")
     assert update["model_path"] == str(tmp_path / "00000001")
     assert {version for version, _, _ in queue.published[before:]} == {3}
-
-
-def test_versions_go_up(servers, start, write):
-    publisher = start(servers)
-    push(publisher, 2, write)
-    with pytest.raises(ValueError, match="version 2 is not above version 2"):
-        publisher.publish(2, write(3), timeout_secs=WAIT_SECS)
 
 
 def test_a_failed_write_reaches_the_learner(servers, start, write):
@@ -580,10 +546,7 @@ def test_closing_while_a_push_runs_leaves_no_server_paused(servers, start, write
     for server in servers:
         server.hang.add("/update_weights_from_disk")
     publisher.publish(1, write(1), timeout_secs=WAIT_SECS)
-    deadline = time.monotonic() + WAIT_SECS
-    while not all(server.paused for server in servers):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    wait_until(lambda: all(server.paused for server in servers))
     publisher.close()
     assert not any(server.paused for server in servers)
     assert "publisher" not in [thread.name for thread in threading.enumerate()]

@@ -1,4 +1,4 @@
-"""Transports against a fake server: what is sent, in which order, and what happens when something is wrong."""
+"""Transports against a fake server: the calls, their order, and the effects of failures."""
 
 import base64
 import io
@@ -7,11 +7,12 @@ import shutil
 
 import numpy as np
 import pytest
+from aiohttp import web
 from fixtures.fake_sglang import FakeServer
 
 from jaxrl_async.servers.client import InferenceClient, ServerError, ServerTimeoutError
 from jaxrl_async.weights import transports, verification
-from jaxrl_async.weights.store import WeightStore
+from jaxrl_async.weights.store import WeightStore, read_manifest
 
 TIMEOUT_SECS = 10.0
 
@@ -94,7 +95,7 @@ async def test_in_place_keeps_the_cache(client, server, path):
 
 
 async def test_an_unknown_mode_is_refused_before_anything_is_sent(client, server, path):
-    with pytest.raises(ValueError, match="mode must be one of retract, in_place, got 'drain'"):
+    with pytest.raises(ValueError, match="mode .*retract, in_place.*drain"):
         await push("disk", client, server, path, mode="drain")
     assert server.routes() == []
 
@@ -103,19 +104,28 @@ async def test_an_unknown_mode_is_refused_before_anything_is_sent(client, server
 async def test_a_truncated_file_is_never_sent(client, server, path, transport):
     file = path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(ServerError, match="was not asked: .*model.safetensors: .* its header says"):
+    with pytest.raises(ServerError, match=r"model\.safetensors: .*header"):
         await push(transport, client, server, path)
     assert server.routes() == []
 
 
-async def test_another_digest_than_the_manifest_s_is_an_error(client, server, path, tmp_path):
+async def test_a_digest_other_than_the_manifest_s_is_an_error(client, server, path, tmp_path):
     other = WeightStore(tmp_path / "other", keep=2).write(7, tensors(8).items(), {})
     await push("disk", client, server, other)
     server.ignore_updates = True
-    with pytest.raises(ServerError, match="holds weights with digest .* the manifest of .* says"):
+    with pytest.raises(ServerError, match="digest .* manifest"):
         await push("disk", client, server, path)
     assert server.routes()[-1] == "/continue_generation"
-    assert "/abort_request" not in server.routes()  # What runs there runs on verified weights.
+    assert "/abort_request" not in server.routes()  # Its requests run on verified weights.
+
+
+def keep_weights(server):
+    """From now on the server takes the name of a version and keeps its weights."""
+
+    async def update_weights_from_disk(payload):
+        return server._load(payload, server.path)
+
+    server.update_weights_from_disk = update_weights_from_disk
 
 
 async def test_wrong_checksums_leave_a_name_that_no_client_accepts(client, server, path, tmp_path):
@@ -124,18 +134,14 @@ async def test_wrong_checksums_leave_a_name_that_no_client_accepts(client, serve
     await push("disk", client, server, other, version=6)
     server.calls.clear()
 
-    async def load_nothing(payload):
-        server.version = payload["weight_version"]
-        return server._load({"weight_version": server.version}, server.path)
-
-    server.update_weights_from_disk = load_nothing
-    with pytest.raises(ServerError, match=r"tensor model\.\S+ has checksum \w{16}, that of .* is"):
+    keep_weights(server)
+    with pytest.raises(ServerError, match=r"model\.\S+ .*checksum \w{16}"):
         await push("disk", client, server, path)
     assert server.routes()[-2:] == ["/abort_request", "/continue_generation"]
     assert server.payloads("/abort_request") == [{"abort_all": True}]
     assert "/update_weight_version" not in server.routes()
     assert server.version == "7-unverified"
-    with pytest.raises(ServerError, match="'7-unverified' is not an integer") as caught:
+    with pytest.raises(ServerError, match="7-unverified.*integer") as caught:
         await client.generate(
             server.address,
             rid="0",
@@ -153,30 +159,24 @@ async def test_tensors_of_another_name_are_named(client, server, path, tmp_path)
     other = WeightStore(tmp_path / "other", keep=2).write(6, fewer.items(), {})
     server.path, server.digest = str(other), "of the other"
 
-    async def load_nothing(payload):
-        server.version = payload["weight_version"]
-        return server._load({"weight_version": server.version}, server.path)
-
-    server.update_weights_from_disk = load_nothing
-    with pytest.raises(
-        ServerError, match="another model: tensors model.norm.weight differ in name"
-    ):
+    keep_weights(server)
+    with pytest.raises(ServerError, match=r"tensors model\.norm\.weight "):
         await push("disk", client, server, path)
 
 
-async def test_files_that_are_not_what_their_manifest_says_are_found_out(client, server, path):
+async def test_files_that_differ_from_their_manifest_are_not_pushed(client, server, path):
     server.sglang = True
     file = path / "model.safetensors"
     content = bytearray(file.read_bytes())
     content[-3] ^= 1
     file.write_bytes(content)
-    with pytest.raises(ServerError, match="was not asked: .*tensor model.norm.weight has digest"):
+    with pytest.raises(ServerError, match=r"model\.norm\.weight .*digest"):
         await push("disk", client, server, path)
     assert "/pause_generation" not in server.routes()
 
 
 @pytest.mark.parametrize(("device", "tp_size"), [("cuda", 1), ("cpu", 2)])
-async def test_where_hashes_cannot_be_computed_names_are_compared_and_it_is_said(
+async def test_where_hashes_cannot_be_computed_names_are_compared_and_a_warning_says_so(
     client, server, path, device, tp_size, caplog
 ):
     server.sglang, server.device, server.tp_size = True, device, tp_size
@@ -185,16 +185,18 @@ async def test_where_hashes_cannot_be_computed_names_are_compared_and_it_is_said
     assert server.version == "7"
 
 
-async def test_a_server_that_keeps_another_name_is_found_out(client, server, path):
+async def success(_):
+    return web.json_response({"success": True, "message": "done"})
+
+
+async def test_a_server_that_keeps_another_name_is_an_error(client, server, path):
     server.sglang, server.update_weight_version = True, success
-    with pytest.raises(
-        ServerError, match="reports version '7-unverified' after a push of version 7"
-    ):
+    with pytest.raises(ServerError, match="7-unverified.* version 7"):
         await push("disk", client, server, path)
     assert not server.paused
 
 
-async def test_a_refusal_is_an_error_and_the_server_goes_on(client, server, path):
+async def test_a_refusal_is_an_error_and_the_server_continues(client, server, path):
     server.fail["/update_weights_from_disk"] = (400, "wrong shapes")
     with pytest.raises(ServerError, match="HTTP 400: wrong shapes"):
         await push("disk", client, server, path)
@@ -204,7 +206,7 @@ async def test_a_refusal_is_an_error_and_the_server_goes_on(client, server, path
 
 async def test_a_server_that_hangs_is_late(client, server, path):
     server.hang.add("/update_weights_from_disk")
-    with pytest.raises(ServerTimeoutError, match="no answer within"):
+    with pytest.raises(ServerTimeoutError, match="/update_weights_from_disk.* 0"):
         await push("disk", client, server, path, timeout_secs=0.3)
     assert not server.paused
 
@@ -257,14 +259,8 @@ async def test_half_of_the_tensors_are_no_version(client, server, path, monkeypa
     assert server.routes()[-2:] == ["/abort_request", "/continue_generation"]
 
 
-async def success(_):
-    from aiohttp import web
-
-    return web.json_response({"success": True, "message": "done"})
-
-
 async def test_a_stream_uploads_every_file_before_the_pause(client, server, path):
-    server.digest = WeightStore(path.parent, keep=2).manifest(7)["digest"]
+    server.digest = read_manifest(path)["digest"]
     await push("stream", client, server, path)
     assert server.uploads == {f"7/{file.name}": file.read_bytes() for file in path.iterdir()}
     routes = server.routes()
@@ -282,9 +278,7 @@ async def test_a_transport_that_a_server_lacks_is_named(
     client, server, path, transport, sglang, other
 ):
     server.sglang = sglang
-    with pytest.raises(
-        ServerError, match=f"has no route for '{transport}': give it weights by 'disk' or '{other}'"
-    ):
+    with pytest.raises(ServerError, match=f"'{transport}'.*'disk'.*'{other}'"):
         await push(transport, client, server, path)
     assert not server.paused
     assert "/pause_generation" not in server.routes()
@@ -303,7 +297,7 @@ def test_sglang_s_names_stack_projections_and_pad_vocabularies():
     assert not fused["model.embed_tokens.weight"][0][70:].any()
 
 
-def test_projections_stack_in_sglang_s_order_whatever_the_file_s():
+def test_projections_stack_in_sglang_s_order_in_any_order_of_the_file():
     names = [f"model.layers.0.self_attn.{p}_proj.bias" for p in ("v", "q", "k")]
     (parts,) = verification.fuse(
         {n: np.array([ord(n.split("_proj")[0][-1])]) for n in names}
@@ -332,7 +326,7 @@ async def test_one_key_serves_all_routes_and_none_sends_none(server, path):
 
 def test_copies_of_a_version_elsewhere_are_the_same_version(path, tmp_path):
     copy = shutil.copytree(path, tmp_path / "copy")
-    digest = verification.weight_store.read_manifest(path)["digest"]
+    digest = read_manifest(path)["digest"]
     first = verification._expected_checksums(str(path), digest, "float32")
     assert verification._expected_checksums(str(copy), digest, "float32") == first
     assert verification._expected_checksums(str(copy), digest, "bfloat16") != first
