@@ -10,6 +10,7 @@ os.environ["XLA_FLAGS"] = (
 import hypothesis
 import jax
 import pytest
+from fixtures.runs import command, run  # noqa: F401
 
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")

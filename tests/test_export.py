@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import real_servers
 import safetensors
+from fixtures.tokenizers_hf import CHAT, make_bpe, write_hf
 from flax import nnx
-from test_tokenizer import CHAT, make_bpe, write_hf
 
 from jaxrl_async.cli.config import load_config, settings_of
 from jaxrl_async.cli.main import main

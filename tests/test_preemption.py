@@ -15,17 +15,15 @@ import psutil
 import pytest
 from fixtures.recorded_run import Recorder
 from fixtures.recorded_run import train as train_recorded
-from fixtures.small_learner import flat
-from test_train import (
+from fixtures.runs import (
     QUICKSTART,
     RUN_TIMEOUT_SECS,
     assert_same,
-    command,
     params_of,
     roles_of,
-    run,
     wait_for_step,
 )
+from fixtures.small_learner import flat
 
 from jaxrl_async.learner.processes import Agreement
 from jaxrl_async.metrics import read_metrics
@@ -35,7 +33,6 @@ from jaxrl_async.runtime import status
 from jaxrl_async.runtime.preemption import PREEMPTED
 from jaxrl_async.weights.store import WeightStore
 
-__all__ = ["command", "run"]  # fixtures
 WAIT_SECS = 60.0
 
 LISTENS = """

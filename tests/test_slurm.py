@@ -9,7 +9,7 @@ import tempfile
 import time
 
 import pytest
-from test_train import assert_same, params_of
+from fixtures.runs import assert_same, params_of
 
 from jaxrl_async.metrics import read_metrics
 from jaxrl_async.queue.journal import JournalReader

@@ -1,11 +1,10 @@
 """Tokenizers: round trips, files that all roles share, chat templates, and what stops a completion."""
 
-import json
 import subprocess
 import sys
 
 import pytest
-import tokenizers
+from fixtures.tokenizers_hf import CHAT, TEXTS, make_bpe, write_hf
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -13,46 +12,6 @@ from jaxrl_async.tasks import tokenizer as room
 from jaxrl_async.tasks.tokenizer import CharTokenizer, HFTokenizer, load_tokenizer, train_bpe
 
 ALPHABET = "0123456789+="
-TEXTS = ["Ada has 12 pens and buys 34 more.", "How many pens has she?", "#### 46"] * 3
-CHAT = (
-    "{%- for message in messages %}\n"
-    "    {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' }}\n"
-    "{%- endfor %}\n"
-    "{%- if add_generation_prompt %}\n"
-    "    {{- '<|im_start|>assistant\\n' }}\n"
-    "{%- endif %}\n"
-)
-
-
-def make_bpe(directory):
-    return train_bpe(TEXTS, vocab_size=280, directory=directory)
-
-
-def write_hf(directory, *, config=None, generation=None, template=None):
-    """A directory in Hugging Face layout: ids 0 <|endoftext|>, 1 <|im_start|>, 2 <|im_end|>, then bytes."""
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=280,
-        special_tokens=special,
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(TEXTS, trainer)
-    tokenizer.enable_truncation(4)
-    tokenizer.enable_padding(length=4)
-    directory.mkdir(exist_ok=True)
-    tokenizer.save(str(directory / "tokenizer.json"))
-    default = {"eos_token": "<|im_end|>", "pad_token": {"content": "<|endoftext|>"}}
-    config = default if config is None else config
-    (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    if generation is not None:
-        (directory / "generation_config.json").write_text(json.dumps(generation))
-    if template is not None:
-        (directory / "chat_template.jinja").write_text(template)
-    return directory
 
 
 def test_characters_are_numbered_after_padding_and_end():

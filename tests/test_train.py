@@ -1,95 +1,31 @@
 """The main job through its real processes and wire: modes, resume, bad input, deaths and Ctrl-C."""
 
 import json
-import os
-import pathlib
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 
-import numpy as np
 import psutil
 import pytest
+from fixtures.runs import (
+    FIRST_STEP_TIMEOUT_SECS,
+    QUICKSTART,
+    ROOT,
+    RUN_TIMEOUT_SECS,
+    assert_same,
+    params_of,
+    roles_of,
+    wait_for_step,
+)
 
 from jaxrl_async.learner.versions import Delay
 from jaxrl_async.metrics import METRICS, read_metrics
 
-ROOT = pathlib.Path(__file__).parent.parent
-QUICKSTART = "configs/quickstart.py"
 GSM8K = f"--config.task.args.directory={ROOT}/tests/gsm8k_tiny"
-RUN_TIMEOUT_SECS = 400
-FIRST_STEP_TIMEOUT_SECS = 200
-
-
-@pytest.fixture
-def command(tmp_path):
-    """Starts `python -m jaxrl_async …` with a workdir of its own."""
-
-    def start(verb, *argv, workdir=tmp_path / "run", **popen):
-        environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-        words = [sys.executable, "-m", "jaxrl_async", verb, f"--workdir={workdir}", *argv]
-        return subprocess.Popen(
-            words,
-            cwd=ROOT,
-            env=environment,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            **popen,
-        )
-
-    return start
-
-
-@pytest.fixture
-def run(command):
-    """Runs a command to its end: (exit code, its output)."""
-
-    def finish(verb, *argv, **kwargs):
-        process = command(verb, *argv, **kwargs)
-        output, _ = process.communicate(timeout=RUN_TIMEOUT_SECS)
-        return process.returncode, output
-
-    return finish
-
-
-def wait_for_step(workdir, step):
-    deadline = time.monotonic() + FIRST_STEP_TIMEOUT_SECS
-    while not (rows := read_metrics(workdir)) or rows[-1]["step"] < step:
-        assert time.monotonic() < deadline, f"no step {step} in {workdir}"
-        time.sleep(0.1)
-
-
-def roles_of(supervisor_pid):
-    """Role name → process, of a run."""
-    roles = {}
-    for child in psutil.Process(supervisor_pid).children():
-        words = child.cmdline()
-        role = next(w.split("=")[1] for w in words if w.startswith("--role="))
-        roles[role] = child
-    return roles
-
-
-def params_of(workdir, step):
-    """The last published weights of a run, as bytes."""
-    path = pathlib.Path(workdir) / "checkpoints" / str(step) / "state"
-    assert path.is_dir()
-    import orbax.checkpoint as ocp
-
-    with ocp.StandardCheckpointer() as checkpointer:
-        return checkpointer.restore(path)["params"]
-
-
-def assert_same(a, b):
-    import jax
-
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
 @pytest.mark.parametrize("mode", ["sync", "periodic", "async"])
