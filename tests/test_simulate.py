@@ -411,6 +411,12 @@ def test_the_benchmark_compares_in_shares_of_what_was_measured():
     assert (row["steps_error"], row["staleness_error"]) == pytest.approx((-0.25, 0.0))
 
 
+def test_a_plan_may_be_asynchronous_without_staleness():
+    """The limit of small bounds, which a run calls mode 'sync'."""
+    plan = make(mode="async", max_staleness=0, push_every_steps=1, chunk_groups=0)
+    assert plan.max_staleness == 0
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("part", ["calibrate", "areal", "scale"])
 def test_the_benchmark_runs_and_writes_where_it_is_told(part, tmp_path):

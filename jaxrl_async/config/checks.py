@@ -103,10 +103,6 @@ def check_mode(mode: str, *, max_staleness: int, push_every_steps: int, chunk_gr
             f"mode {mode!r} needs queue.max_staleness = 0 and weights.push_every_steps = 1, got "
             f"{max_staleness} and {push_every_steps}"
         )
-    if mode == "async" and max_staleness < 1:
-        raise SettingsError(
-            f"mode 'async' needs queue.max_staleness ≥ 1, got {max_staleness}; with 0 it is mode 'sync', bit for bit"
-        )
     if chunk_groups < 0 or (mode == "periodic") != (chunk_groups > 0):
         raise SettingsError(
             f"queue.chunk_groups must be ≥ 1 in mode 'periodic' and 0 in the others, got {chunk_groups} in {mode!r}"
@@ -268,6 +264,12 @@ def _check_loop(s: Settings) -> None:
         push_every_steps=s.weights.push_every_steps,
         chunk_groups=s.queue.chunk_groups,
     )
+    # Not in check_mode: a plan may have η = 0, as the limit of small bounds.
+    if s.mode == "async" and s.queue.max_staleness < 1:
+        raise SettingsError(
+            f"mode 'async' needs queue.max_staleness ≥ 1, got {s.queue.max_staleness}; with 0 it is mode 'sync', bit "
+            "for bit"
+        )
     if s.mode == "periodic" and s.learner.num_minibatches != 1:
         raise SettingsError(
             "mode 'periodic' accumulates one gradient over the whole step, so learner.num_minibatches must be 1, "
