@@ -529,6 +529,33 @@ async def refused(client, server, versions, path, transport):
     assert errors(versions, PROMPT, completion).max() <= EXACT
 
 
+async def test_a_push_of_tensors_that_fails_halfway_blocks_no_later_one(
+    server, client, versions, monkeypatch
+):
+    """SGLang refuses to open a second session: one that is left open would end every later push."""
+    if "tensor" not in real_servers.TRANSPORTS_OF[server.name]:
+        return
+    monkeypatch.setattr(transports, "BUCKET_BYTES", 1 << 14)
+    pickled, calls = transports._pickled, []
+
+    def lost(*arguments):
+        calls.append(None)
+        if len(calls) == 3:
+            raise ServerError(server.address, "", "lost in the third bucket", retryable=False)
+        return pickled(*arguments)
+
+    monkeypatch.setattr(transports, "_pickled", lost)
+    with pytest.raises(ServerError, match="lost in the third bucket"):
+        await push(client, server, versions, 2, transport="tensor")
+    info = await client.model_info(server.address, timeout_secs=CALL_SECS)
+    assert info["weight_version"] == "2-unverified"
+    await client.begin_weight_update(server.address, timeout_secs=CALL_SECS)  # and is killed
+    await push(client, server, versions, 3, transport="tensor")
+    completion = await generate(client, server)
+    assert completion.versions.tolist() == [3] * 8
+    assert errors(versions, PROMPT, completion).max() <= EXACT
+
+
 async def test_parity_tells_the_right_weights_from_others(server, versions):
     questions = parity.Questions(
         num_prompts=4, prompt_tokens=8, max_new_tokens=16, temperature=1.3, top_p=1.0, seed=0

@@ -77,6 +77,7 @@ async def test_sglang_gets_the_name_after_its_checksums_were_compared(client, se
         "/model_info",
         "/server_info",
         "/pause_generation",
+        "/update_weight_version",
         "/update_weights_from_disk",
         "/weights_checker",
         "/update_weight_version",
@@ -139,7 +140,6 @@ async def test_wrong_checksums_leave_a_name_that_no_client_accepts(client, serve
         await push("disk", client, server, path)
     assert server.routes()[-2:] == ["/abort_request", "/continue_generation"]
     assert server.payloads("/abort_request") == [{"abort_all": True}]
-    assert "/update_weight_version" not in server.routes()
     assert server.version == "7-unverified"
     with pytest.raises(ServerError, match="7-unverified.*integer") as caught:
         await client.generate(
@@ -225,7 +225,6 @@ async def test_tensors_travel_as_a_pickled_list_in_buckets(client, server, path,
             received[name] = tensor.numpy()
         return server._load(payload, str(path))
 
-    server.begin_weight_update = server.end_weight_update = success
     server.update_weights_from_tensor = update
     await push("tensor", client, server, path)
     for name, array in tensors(7).items():
@@ -235,8 +234,13 @@ async def test_tensors_travel_as_a_pickled_list_in_buckets(client, server, path,
     assert len(updates) == 2
     assert {update["weight_version"] for update in updates} == {"7-unverified"}
     routes = server.routes()
-    assert routes.index("/begin_weight_update") < routes.index("/update_weights_from_tensor")
-    assert routes.index("/end_weight_update") < routes.index("/update_weight_version")
+    begin, end = (
+        routes.index("/begin_weight_update"),
+        len(routes) - 1 - routes[::-1].index("/end_weight_update"),
+    )
+    assert begin < routes.index("/update_weights_from_tensor") < end
+    assert end < len(routes) - 1 - routes[::-1].index("/update_weight_version")
+    assert not server.session_open
 
 
 async def test_half_of_the_tensors_are_no_version(client, server, path, monkeypatch):
@@ -251,12 +255,47 @@ async def test_half_of_the_tensors_are_no_version(client, server, path, monkeypa
             server.fail["/update_weights_from_tensor"] = (500, "lost")
         return server._load(payload, str(path))
 
-    server.begin_weight_update = server.end_weight_update = success
     server.update_weights_from_tensor = update
     with pytest.raises(ServerError, match="HTTP 500: lost"):
         await push("tensor", client, server, path)
     assert server.version == "7-unverified"
     assert server.routes()[-2:] == ["/abort_request", "/continue_generation"]
+    assert not server.session_open
+
+
+@pytest.mark.parametrize("left_by", ["a push that failed", "a learner that was killed"])
+async def test_a_session_left_open_blocks_no_later_push(client, server, path, left_by):
+    pytest.importorskip("torch")
+    server.sglang = True
+    if left_by == "a learner that was killed":
+        server.session_open = True
+    else:
+        server.fail["/update_weights_from_tensor"] = (500, "lost")
+        with pytest.raises(ServerError, match="HTTP 500: lost"):
+            await push("tensor", client, server, path)
+        server.fail.clear()
+
+    async def update(payload):
+        return server._load(payload, str(path))
+
+    server.update_weights_from_tensor = update
+    await push("tensor", client, server, path)
+    assert (server.version, server.session_open) == ("7", False)
+
+
+@pytest.mark.parametrize("transport", ["disk", "tensor"])
+async def test_the_name_is_no_version_s_before_the_first_byte_changes(
+    client, server, path, transport
+):
+    """A load that fails halfway has changed some weights: they are no longer those of the version before."""
+    if transport == "tensor":
+        pytest.importorskip("torch")
+    server.sglang, server.version = True, "6"
+    server.fail[f"/update_weights_from_{transport}"] = (500, "out of memory in the first bucket")
+    with pytest.raises(ServerError, match="out of memory"):
+        await push(transport, client, server, path)
+    assert server.version == "7-unverified"
+    assert not server.paused
 
 
 async def test_a_stream_uploads_every_file_before_the_pause(client, server, path):

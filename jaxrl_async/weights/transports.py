@@ -127,8 +127,7 @@ async def tensor(
         raise push.error("has no route for 'tensor': give it weights by 'disk' or 'stream'")
     num_ranks = (await client.server_info(address, timeout_secs=push.left())).get("tp_size", 1)
     buckets = _buckets(push.tensors, BUCKET_BYTES)
-    async with push.paused() as name:
-        await client.begin_weight_update(address, timeout_secs=push.left())
+    async with push.paused() as name, push.session():
         for number, bucket in enumerate(buckets, 1):
             payload = await asyncio.to_thread(_pickled, bucket, torch)
             await client.update_weights_from_tensor(
@@ -138,7 +137,6 @@ async def tensor(
                 flush_cache=push.flush_cache and number == len(buckets),
                 timeout_secs=push.left(),
             )
-        await client.end_weight_update(address, timeout_secs=push.left())
 
 
 async def stream(
@@ -210,18 +208,39 @@ class _Push:
         """Pauses; yields the name to load the weights under; verifies them and continues.
 
         A server of this project verifies before it changes anything, so the name is the version's. Another one
-        gets a name that no client accepts as a version until the weights have been verified.
+        gets a name that no client accepts as a version, before its first byte changes and until the weights have
+        been verified: a load that fails halfway leaves no mixture under the name of the version before.
         """
         client, address = self._client, self._address
         name = str(self._version) if self._expected is None else f"{self._version}-unverified"
         try:
             await client.pause(address, mode=self._mode, timeout_secs=self.left())
+            if self._expected is not None:
+                await client.update_weight_version(address, version=name, timeout_secs=self.left())
             yield name
             await self._verify()
         except BaseException:
             await self._abandon()
             raise
         await client.continue_(address, timeout_secs=self.left())
+
+    @contextlib.asynccontextmanager
+    async def session(self):
+        """Opens a session of tensors, and closes it whatever happens: an open one blocks every later push.
+
+        One that a killed learner left open is closed first.
+        """
+        client, address = self._client, self._address
+        with contextlib.suppress(ServerError):  # Refused where none is open.
+            await client.end_weight_update(address, timeout_secs=self.left())
+        await client.begin_weight_update(address, timeout_secs=self.left())
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(ServerError):
+                await client.end_weight_update(address, timeout_secs=CONTINUE_TIMEOUT_SECS)
+            raise
+        await client.end_weight_update(address, timeout_secs=self.left())
 
     async def _verify(self) -> None:
         """Raises ServerError when the server holds other weights than the version's."""
