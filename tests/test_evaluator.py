@@ -227,6 +227,7 @@ def lending(tmp_path):
             {server.address: [server.address] for server in servers},
             client=InferenceClient(),
             transport=functools.partial(TRANSPORTS["disk"], mode="retract"),
+            pin=store.pin,
             announce=lambda version, records, resume_point, run_epoch: told.append(
                 (version, [(r.state, r.version) for r in records])
             ),

@@ -1,5 +1,7 @@
 """The publisher, with fake servers in threads of their own and a list in place of the queue."""
 
+import asyncio
+import errno
 import functools
 import threading
 import time
@@ -9,11 +11,11 @@ import pytest
 from fixtures.fake_sglang import FakeServer, started
 
 from jaxrl_async.queue.records import ServerRecord
-from jaxrl_async.servers.client import InferenceClient
+from jaxrl_async.servers.client import InferenceClient, ServerError
 from jaxrl_async.weights.health import Server, server_records
 from jaxrl_async.weights.publisher import Publisher, PublisherError
 from jaxrl_async.weights.store import WeightStore
-from jaxrl_async.weights.transports import TRANSPORTS
+from jaxrl_async.weights.transports import TRANSPORTS, SupersededError
 
 WAIT_SECS = 20.0  # deadline of every wait of these tests
 
@@ -62,15 +64,28 @@ def servers():
 
 
 @pytest.fixture
-def start(queue):
+def store(tmp_path, request):
+    return WeightStore(tmp_path, keep=getattr(request, "param", 100))
+
+
+@pytest.fixture
+def start(queue, store):
     publishers = []
 
-    def start(servers, *, push_timeout_secs=WAIT_SECS, start_timeout_secs=WAIT_SECS, router=None):
+    def start(
+        servers,
+        *,
+        push_timeout_secs=WAIT_SECS,
+        start_timeout_secs=WAIT_SECS,
+        router=None,
+        transport=TRANSPORTS["disk"],
+    ):
         addresses = [server.address for server in servers]
         publisher = Publisher(
             {router: addresses} if router else {address: [address] for address in addresses},
             client=InferenceClient(),
-            transport=functools.partial(TRANSPORTS["disk"], mode="retract"),
+            transport=functools.partial(transport, mode="retract"),
+            pin=store.pin,
             announce=queue,
             push_timeout_secs=push_timeout_secs,
             poll_secs=0.02,
@@ -85,9 +100,8 @@ def start(queue):
 
 
 @pytest.fixture
-def write(tmp_path):
+def write(store):
     """Makes the `write` of a version, one tensor that holds its number; `held`: gives servers another version."""
-    store = WeightStore(tmp_path, keep=100)
 
     def make(version, held=None):
         def write():
@@ -550,6 +564,115 @@ def test_closing_while_a_push_runs_leaves_no_server_paused(servers, start, write
     publisher.close()
     assert not any(server.paused for server in servers)
     assert "publisher" not in [thread.name for thread in threading.enumerate()]
+
+
+def gated(server):
+    """From now on the server loads nothing until the returned event is set."""
+    gate = threading.Event()
+
+    async def update_weights_from_disk(payload):
+        while not gate.is_set():
+            await asyncio.sleep(0.005)
+        return server._load(payload, payload["model_path"])
+
+    server.update_weights_from_disk = update_weights_from_disk
+    return gate
+
+
+@pytest.mark.parametrize("store", [2], indirect=True)
+def test_a_version_that_a_slow_server_loads_is_kept_while_later_ones_go_on(
+    queue, servers, start, write, store
+):
+    good, slow = servers
+    publisher = start(servers)
+    push(publisher, 0, write)
+    gate = gated(slow)
+    slow.version = "default"  # It has restarted, and loads version 0 again …
+    wait_until(lambda: len(slow.payloads("/update_weights_from_disk")) == 2)
+    for version in (1, 2, 3, 4):  # … for longer than four steps take.
+        push(publisher, version, write)
+    assert store.versions() == [0, 3, 4]
+    gate.set()
+    queue.wait_for(lambda: queue.last(slow) == ("HEALTHY", 4))
+    # Those in between were dropped.
+    versions = [update["weight_version"] for update in slow.payloads("/update_weights_from_disk")]
+    assert versions == ["0", "0", "4"]
+    push(publisher, 5, write)
+    assert (good.version, slow.version, store.versions()) == ("5", "5", [4, 5])
+
+
+def test_whatever_goes_wrong_with_one_server_makes_that_one_stale(queue, servers, start, write):
+    good, odd = servers
+    is_odd = threading.Event()
+
+    async def transport(client, address, **kwargs):
+        if address == odd.address and is_odd.is_set():
+            raise KeyError("no such key")
+        await TRANSPORTS["disk"](client, address, **kwargs)
+
+    publisher = start(servers, transport=transport)
+    push(publisher, 0, write)
+    is_odd.set()
+    push(publisher, 1, write)
+    assert (queue.last(good), queue.last(odd)) == (("HEALTHY", 1), ("STALE", 0))
+    assert "no such key" in publisher.waits_for()
+    is_odd.clear()
+    queue.wait_for(lambda: queue.last(odd) == ("HEALTHY", 1))
+
+
+def test_a_library_that_is_missing_here_ends_the_run(servers, start, write):
+    async def transport(client, address, **kwargs):
+        raise ImportError("needs PyTorch")
+
+    publisher = start(servers, transport=transport)
+    publisher.publish(0, write(0), timeout_secs=WAIT_SECS)
+    with pytest.raises(PublisherError, match="needs PyTorch"):
+        publisher.wait(0, timeout_secs=WAIT_SECS)
+
+
+def test_a_want_of_file_descriptors_here_is_no_servers_illness(
+    queue, servers, start, write, caplog
+):
+    failures = [OSError(errno.EMFILE, "too many open files"), OSError(errno.ENFILE, "too many")]
+
+    async def transport(client, address, *, version, **kwargs):
+        if version == "1" and failures:
+            try:
+                raise failures.pop()
+            except OSError as error:
+                reason = "connection lost"
+                raise ServerError(address, "/pause", reason, retryable=True) from error
+        await TRANSPORTS["disk"](client, address, version=version, **kwargs)
+
+    publisher = start(servers, transport=transport)
+    push(publisher, 0, write)
+    push(publisher, 1, write)
+    states = {state for _, states, _ in queue.published for state, _ in states.values()}
+    assert states == {"HEALTHY"} and failures == []
+    assert "file descriptors" in caplog.text
+
+
+def test_a_push_is_dropped_for_a_newer_version(queue, servers, start, write):
+    _, slow = servers
+    pushed, gate = [], threading.Event()
+
+    async def transport(client, address, *, version, is_wanted, **kwargs):
+        pushed.append((address, version))
+        if (address, version) == (slow.address, "1"):
+            while is_wanted():
+                await asyncio.sleep(0.005)
+            gate.set()
+            raise SupersededError(address, "", "dropped", retryable=True)
+        await TRANSPORTS["disk"](client, address, version=version, is_wanted=is_wanted, **kwargs)
+
+    publisher = start(servers, push_timeout_secs=0.5, transport=transport)
+    push(publisher, 0, write)
+    push(publisher, 1, write)  # The slow one is late …
+    assert queue.last(slow) == ("STALE", 0) and not gate.is_set()
+    push(publisher, 2, write)  # … and takes the next one at once.
+    queue.wait_for(lambda: queue.last(slow) == ("HEALTHY", 2))
+    assert gate.is_set()
+    assert [version for address, version in pushed if address == slow.address] == ["0", "1", "2"]
 
 
 def test_a_publisher_needs_a_server(start):

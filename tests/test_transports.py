@@ -1,18 +1,21 @@
 """Transports against a fake server: the calls, their order, and the effects of failures."""
 
+import asyncio
 import base64
 import io
+import os
 import pickle
+import resource
 import shutil
 
 import numpy as np
 import pytest
 from aiohttp import web
-from fixtures.fake_sglang import FakeServer
+from fixtures.fake_sglang import FakeServer, started
 
 from jaxrl_async.servers.client import InferenceClient, ServerError, ServerTimeoutError
 from jaxrl_async.weights import transports, verification
-from jaxrl_async.weights.store import WeightStore, read_manifest
+from jaxrl_async.weights.store import StoredVersion, WeightStore, read_manifest
 
 TIMEOUT_SECS = 10.0
 
@@ -323,6 +326,88 @@ async def test_a_transport_that_a_server_lacks_is_named(
     assert "/pause_generation" not in server.routes()
 
 
+@pytest.mark.parametrize("transport", ["disk", "stream", "tensor"])
+async def test_a_version_that_is_no_longer_wanted_is_not_loaded(client, server, path, transport):
+    if transport == "tensor":
+        server.sglang = True
+    with pytest.raises(transports.SupersededError, match="version 7 was dropped"):
+        await transports.TRANSPORTS[transport](
+            client,
+            server.address,
+            path=path,
+            version=7,
+            mode="retract",
+            timeout_secs=TIMEOUT_SECS,
+            is_wanted=lambda: False,
+        )
+    assert set(server.routes()) <= {"/model_info", "/server_info"}
+    assert (server.version, server.paused) == ("default", False)
+
+
+async def test_a_server_that_was_only_paused_keeps_its_requests(client, server, path):
+    server.sglang = True
+    server.hang.add("/pause_generation")
+    with pytest.raises(ServerTimeoutError, match="/pause_generation"):
+        await push("disk", client, server, path, timeout_secs=0.3)
+    assert server.routes()[-1] == "/continue_generation"
+    assert "/abort_request" not in server.routes()
+
+
+async def test_pushes_of_one_version_compute_its_checksums_once(client, path, monkeypatch):
+    stored, computed, checksums_of = StoredVersion(path), [], verification.checksums_of
+
+    def counted(version, dtype):
+        if version is stored:  # and not what a server computes of its own weights
+            computed.append(dtype)
+        return checksums_of(version, dtype)
+
+    monkeypatch.setattr(verification, "checksums_of", counted)
+    with started(4) as servers:
+        for server in servers:
+            server.sglang = True
+        await asyncio.gather(*(push("disk", client, server, stored) for server in servers))
+        assert [server.version for server in servers] == ["7"] * 4
+    assert computed == ["float32"]
+
+
+@pytest.fixture
+def few_descriptors():
+    """The soft limit on open files, 100 above those that are open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    num_open = len(os.listdir("/proc/self/fd"))
+
+    def lower():
+        resource.setrlimit(resource.RLIMIT_NOFILE, (num_open + 100, hard))
+
+    yield lower
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_a_version_of_many_files_goes_to_many_servers_with_few_descriptors(
+    client, tmp_path, few_descriptors
+):
+    layers = {f"model.layers.{i}.norm.weight": np.full(8, i, np.float32) for i in range(140)}
+    path = WeightStore(tmp_path, keep=1, max_shard_bytes=32).write(7, layers.items(), {})
+    assert len(list(path.glob("*.safetensors"))) == 140
+    with started(8) as servers:
+        few_descriptors()
+        stored = StoredVersion(path)
+        await asyncio.gather(*(push("disk", client, server, stored) for server in servers))
+        assert [server.version for server in servers] == ["7"] * 8
+        for name, array in layers.items():
+            np.testing.assert_array_equal(stored.tensor(name), array)
+
+
+async def test_checksums_that_cannot_be_compared_are_not_computed(
+    client, server, path, monkeypatch
+):
+    server.sglang, server.device = True, "cuda"
+    stored = StoredVersion(path)
+    monkeypatch.setattr(stored, "tensor", None)
+    await push("disk", client, server, stored)
+    assert server.version == "7"
+
+
 def test_sglang_s_names_stack_projections_and_pad_vocabularies():
     fused = verification.fuse(tensors(0) | {"lm_head.weight": np.ones((64, 8), np.float32)})
     shapes = {name: [part.shape for part in parts] for name, parts in fused.items()}
@@ -365,7 +450,6 @@ async def test_one_key_serves_all_routes_and_none_sends_none(server, path):
 
 def test_copies_of_a_version_elsewhere_are_the_same_version(path, tmp_path):
     copy = shutil.copytree(path, tmp_path / "copy")
-    digest = read_manifest(path)["digest"]
-    first = verification._expected_checksums(str(path), digest, "float32")
-    assert verification._expected_checksums(str(copy), digest, "float32") == first
-    assert verification._expected_checksums(str(copy), digest, "bfloat16") != first
+    first = verification.checksums_of(StoredVersion(path), "float32")
+    assert verification.checksums_of(StoredVersion(copy), "float32") == first
+    assert verification.checksums_of(StoredVersion(copy), "bfloat16") != first

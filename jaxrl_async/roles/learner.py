@@ -108,14 +108,15 @@ def _train(
                 **queue_access_of(settings),
             )
         )
+        delay = Delay(*delay_of(settings.rollout.delay_steps), seed=settings.seed)
+        store = WeightStore(workdir / "weights", keep=max(weights.keep, delay.max_steps + 2))
         make_parts = _leader_parts if process == 0 else _follower_parts
-        queue, publisher, metrics = make_parts(settings, workdir, queue)
+        queue, publisher, metrics = make_parts(settings, workdir, queue, store)
         for part_of_run in (checkpoints, metrics, publisher):
             stack.callback(part_of_run.close)
-        delay = Delay(*delay_of(settings.rollout.delay_steps), seed=settings.seed)
         versions = Versions(
             publisher,
-            WeightStore(workdir / "weights", keep=max(weights.keep, delay.max_steps + 2)),
+            store,
             config=config,
             dtype=weights.dtype,
             timeout_secs=push_deadline_of(settings),
@@ -195,13 +196,14 @@ def _reference(settings: Settings, checkpoints, train_step):
     return state.params
 
 
-def _leader_parts(settings: Settings, workdir: pathlib.Path, queue):
+def _leader_parts(settings: Settings, workdir: pathlib.Path, queue, store: WeightStore):
     """(queue, publisher, metrics) of process 0."""
     weights = settings.weights
     publisher = Publisher(
         settings.server.controls,
         client=InferenceClient(**parts.keys_of(settings), tls_ca=settings.server.tls_ca),
         transport=functools.partial(TRANSPORTS[weights.transport], mode=weights.pause_mode),
+        pin=store.pin,
         announce=queue.publish_version,
         push_timeout_secs=weights.push_timeout_secs,
         poll_secs=weights.poll_secs,
@@ -211,9 +213,8 @@ def _leader_parts(settings: Settings, workdir: pathlib.Path, queue):
     return queue, publisher, MetricsWriter(workdir)
 
 
-def _follower_parts(settings: Settings, workdir: pathlib.Path, queue):
-    """(queue, publisher, metrics) of the other processes, which follow process 0."""
-
+def _follower_parts(settings: Settings, workdir: pathlib.Path, queue, store: WeightStore):
+    """(queue, publisher, metrics) of the other processes, which follow process 0; it alone prunes the store."""
     return (
         follower.FollowerQueue(queue),
         follower.FollowerPublisher(queue.status),

@@ -10,12 +10,14 @@ requests, which may be a router.
 
 import asyncio
 import dataclasses
+import errno
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxrl_async.queue.records import ServerRecord
 from jaxrl_async.servers.client import InferenceClient, ServerError
 from jaxrl_async.servers.fleet import DEAD, HEALTHY, STALE
+from jaxrl_async.weights.store import StoredVersion
 
 PROBE_TIMEOUT_SECS = 5.0  # A server that loads and samples at once still answers within this.
 
@@ -24,10 +26,18 @@ PROBE_TIMEOUT_SECS = 5.0  # A server that loads and samples at once still answer
 class Target:
     """The version that every server should hold."""
 
-    version: int  # of the weights
     name: str  # of the weights, as the servers report it
-    path: str
-    digest: str  # of the manifest
+    files: StoredVersion
+
+    @property
+    def version(self) -> int:
+        """The version of the weights."""
+        return self.files.version
+
+    @property
+    def digest(self) -> str:
+        """The digest of the manifest."""
+        return self.files.digest
 
 
 @dataclasses.dataclass(eq=False)
@@ -84,6 +94,15 @@ def difference(info: Mapping[str, Any], target: Target) -> str | None:
     if digest != target.digest:
         return f"weights with digest {digest} as version {held}, its manifest says {target.digest}"
     return None
+
+
+def is_local(error: BaseException | None) -> bool:
+    """Whether a call failed for want of file descriptors here, which is no server's illness."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            return True
+        error = error.__cause__
+    return False
 
 
 async def answers(client: InferenceClient, server: Server) -> bool:

@@ -17,14 +17,15 @@ import pathlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from jaxrl_async.queue.records import ResumePoint
 from jaxrl_async.servers.client import InferenceClient, ServerError
 from jaxrl_async.servers.fleet import DEAD, HEALTHY, STALE
 from jaxrl_async.weights import health
-from jaxrl_async.weights import store as weight_store
-from jaxrl_async.weights.transports import Transport
+from jaxrl_async.weights.store import StoredVersion
+from jaxrl_async.weights.transports import SupersededError, Transport
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class Publisher:
         *,
         client: InferenceClient,
         transport: Transport,
+        pin: Callable[[int], AbstractContextManager[None]],
         announce: Callable[..., None],
         push_timeout_secs: float,
         poll_secs: float,
@@ -66,6 +68,7 @@ class Publisher:
             more behind a router); they need not be up yet.
           client: for this publisher alone, not opened yet.
           transport: gives one server a version; see transports.TRANSPORTS.
+          pin: keeps the files of a version while the context lasts, `WeightStore.pin`.
           announce: called as announce(version, records, resume_point, run_epoch), `LearnerQueue.publish_version`.
           push_timeout_secs: deadline of a server for a version; one that misses it is STALE. Without a HEALTHY
             server for this time the publisher fails, unless a server is DEAD or has just restarted.
@@ -80,6 +83,7 @@ class Publisher:
             raise ValueError("the publisher needs at least one server address")
         self._client = client
         self._transport = transport
+        self._pin = pin
         self._announce = announce
         self._push_timeout_secs = push_timeout_secs
         self._poll_secs = poll_secs
@@ -96,6 +100,7 @@ class Publisher:
 
         # The thread's own state:
         self._target: health.Target | None = None
+        self._target_pin = contextlib.ExitStack()
         self._announced: tuple[int, int] | None = None  # (version, run epoch)
         self._held: int | None = None  # by HEALTHY servers, under the version announced
         self._known_states: list[str] = []  # the states that the queue knows
@@ -220,15 +225,16 @@ class Publisher:
     async def _push(self, request: "_Request") -> None:
         start = time.monotonic()
         self._phase = f"version {request.version} to be written"
-        path, num_bytes = await asyncio.to_thread(_write, request.write)
+        files, num_bytes = await asyncio.to_thread(_write, request.write)
         if not any(s.state == HEALTHY and not s.reserved for s in self._servers):
             await self._wait_for_evaluation()
 
         self._pushing = True
-        manifest = weight_store.read_manifest(path)
-        name = health.weight_name(manifest["version"], request.run_epoch)
-        target = health.Target(manifest["version"], name, path, manifest["digest"])
+        target = health.Target(health.weight_name(files.version, request.run_epoch), files)
         first, self._target = self._target is None, target
+        with self._target_pin:  # A server that still loads the version before has a pin of its own.
+            self._target_pin = contextlib.ExitStack()
+            self._target_pin.enter_context(self._pin(target.version))
         self._phase = f"version {request.version} on the servers"
         await self._deliver(first)
         self._pushing = False
@@ -316,7 +322,9 @@ class Publisher:
         for server in self._servers:
             if server.state == HEALTHY and not server.holds(self._target):
                 server.state = STALE
-                server.reason = f"did not take version {version} within {timeout_secs:g} s"
+                server.reason = (
+                    f"did not take version {version} within {timeout_secs:g} s ({server.reason})"
+                )
         if first and not all(s.holds(self._target) for s in self._servers):
             raise PublisherError(
                 f"version {version} did not reach every inference server within {timeout_secs:g} s: "
@@ -341,15 +349,26 @@ class Publisher:
         self, client: InferenceClient, server: health.Server, target: health.Target
     ) -> None:
         try:
-            await self._push_target(client, server, target)
+            with self._pin(target.version):
+                await self._push_target(client, server, target)
             # During a push the version before it is still current.
             current = (self._target.version, self._held if self._pushing else None)
             if not server.reserved:  # meanwhile
                 server.state = HEALTHY if server.version in current else STALE
                 server.reason = f"holds version {server.version}"
-        except ServerError as error:
+        except SupersededError:
+            server.due.set()
+            return
+        except ImportError:
+            raise  # of this process, on any server
+        except Exception as error:
+            if not isinstance(error, ServerError):
+                log.exception("a push of version %s to %s failed", target.name, server.address)
+            server.reason = str(error) or type(error).__name__
+            if health.is_local(error):
+                log.error("%s: out of file descriptors (ulimit -n): %s", server.address, error)
+                return  # It keeps its state, and is looked at again.
             server.state = STALE if await health.answers(client, server) else DEAD
-            server.reason = str(error)
         server.tried = target
         await self._publish_states()
         async with self._changed:
@@ -372,9 +391,10 @@ class Publisher:
         await self._transport(
             client,
             server.address,
-            path=target.path,
+            path=target.files,
             version=target.name,
             timeout_secs=self._push_timeout_secs,
+            is_wanted=lambda: self._target is target,
         )
         server.version = target.version
 
@@ -427,9 +447,9 @@ class _Request:
     resume_point: ResumePoint | None
 
 
-def _write(write: Callable[[], str | os.PathLike]) -> tuple[str, int]:
+def _write(write: Callable[[], str | os.PathLike]) -> tuple[StoredVersion, int]:
     path = pathlib.Path(write())
-    return str(path), sum(f.stat().st_size for f in path.iterdir())
+    return StoredVersion(path), sum(f.stat().st_size for f in path.iterdir())
 
 
 def _at_least(published: int | None, version: int) -> bool:

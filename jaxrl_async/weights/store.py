@@ -8,12 +8,15 @@ A version is written under a temporary name, synced and renamed: it is there in 
 writes a store, or several write parts of one version at a time; any process may read it. Imports no JAX.
 """
 
+import collections
+import contextlib
 import json
 import mmap
 import os
 import pathlib
 import re
 import shutil
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, BinaryIO
 
@@ -24,6 +27,7 @@ from jaxrl_async.weights import files
 
 MANIFEST = "manifest.json"
 MAX_SHARD_BYTES = 1 << 30  # A shard is closed before it grows beyond; a larger tensor has its own.
+MAX_MAPPED_FILES = 4  # of a StoredVersion, besides those whose tensors are in use
 
 _DTYPES = {
     "F64": np.dtype(np.float64),
@@ -64,6 +68,8 @@ class WeightStore:
         self._root.mkdir(parents=True, exist_ok=True)
         self._keep = keep
         self._max_shard_bytes = max_shard_bytes
+        self._pins: collections.Counter[int] = collections.Counter()
+        self._pruning = threading.Lock()
 
     def write(
         self, version: int, tensors: Iterable[tuple[str, np.ndarray]], config: Mapping[str, Any]
@@ -127,6 +133,17 @@ class WeightStore:
         self._prune(version)
         return path
 
+    @contextlib.contextmanager
+    def pin(self, version: int) -> Iterator[None]:
+        """Keeps a version from being pruned by this object: a server is still reading it."""
+        with self._pruning:
+            self._pins[version] += 1
+        try:
+            yield
+        finally:
+            with self._pruning:
+                self._pins[version] -= 1
+
     def path(self, version: int) -> pathlib.Path:
         """The directory of a version, there or not."""
         return self._root / f"{version:08d}"
@@ -158,11 +175,93 @@ class WeightStore:
 
     def _prune(self, newest: int) -> None:
         keep = [version for version in self.versions() if version <= newest][-self._keep :]
-        for version in self.versions():
-            if version not in keep:
-                # Renamed first: a half-removed directory must not look like a version.
-                self.path(version).rename(self._root / f"{_TEMPORARY}pruned-{version}")
+        with self._pruning:
+            for version in self.versions():
+                if version not in keep and not self._pins[version]:
+                    # Renamed first: a half-removed directory must not look like a version.
+                    self.path(version).rename(self._root / f"{_TEMPORARY}pruned-{version}")
         self._sweep()
+
+
+class StoredVersion(os.PathLike):
+    """One version that several pushes read: its manifest is read once, its files are checked once.
+
+    A file is mapped when a tensor of it is asked for, and MAX_MAPPED_FILES stay mapped. Use from any thread.
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        """Reads the manifest.
+
+        Raises:
+          WeightStoreError: there is none, or it is no manifest.
+        """
+        self._path = pathlib.Path(path)
+        self.manifest = read_manifest(path)
+        self.is_checked = False
+        self._entries: dict[str, files.TensorEntry] = {}
+        self._mapped: collections.OrderedDict[str, mmap.mmap] = collections.OrderedDict()
+        self._lock = threading.Lock()
+
+    def __fspath__(self) -> str:
+        return str(self._path)
+
+    @property
+    def version(self) -> int:
+        return self.manifest["version"]
+
+    @property
+    def digest(self) -> str:
+        return self.manifest["digest"]
+
+    def names(self) -> list[str]:
+        """The names of its tensors."""
+        return list(self.manifest["tensors"])
+
+    def num_bytes(self, name: str) -> int:
+        """The size of a tensor."""
+        return self.manifest["tensors"][name]["num_bytes"]
+
+    def check(self) -> None:
+        """Compares the length of every file with its header, and the headers with the manifest; once.
+
+        Raises:
+          WeightStoreError: a file is missing or truncated, or a tensor of the manifest is in none.
+        """
+        with self._lock:
+            if not self.is_checked:
+                self._entries = _read_entries(self._path, self.manifest["tensors"])
+                self.is_checked = True
+
+    def tensor(self, name: str) -> np.ndarray:
+        """A tensor, read-only, as a map of its file.
+
+        Raises:
+          WeightStoreError: as of `check`.
+        """
+        self.check()
+        with self._lock:
+            return _view(self._map(self.manifest["tensors"][name]["file"]), self._entries[name])
+
+    def verify(self) -> None:
+        """Compares every tensor with the manifest.
+
+        Raises:
+          WeightStoreError: names the first file and tensor that differ.
+        """
+        for name, said in self.manifest["tensors"].items():
+            for key, value in _describe(self.tensor(name)).items():
+                if value != said[key]:
+                    raise WeightStoreError(
+                        f"{self._path / said['file']}: tensor {name} has {key} {value}, its manifest says {said[key]}"
+                    )
+
+    def _map(self, file: str) -> mmap.mmap:
+        if file not in self._mapped:
+            self._mapped[file] = _map(self._path / file)
+        self._mapped.move_to_end(file)
+        while len(self._mapped) > MAX_MAPPED_FILES:
+            self._mapped.popitem(last=False)  # It is closed with the last tensor that uses it.
+        return self._mapped[file]
 
 
 def read_manifest(path: str | os.PathLike) -> dict[str, Any]:
@@ -185,15 +284,8 @@ def read_tensors(path: str | os.PathLike) -> dict[str, np.ndarray]:
     Raises:
       WeightStoreError: a file is missing or truncated, or a tensor of the manifest is in none.
     """
-    table = read_manifest(path)["tensors"]
-    files = sorted({entry["file"] for entry in table.values()})
-    tensors = {}
-    for file in files:
-        tensors |= read_safetensors(pathlib.Path(path) / file)
-    for name in table.keys() - tensors.keys():
-        file = pathlib.Path(path) / table[name]["file"]
-        raise WeightStoreError(f"{file}: tensor {name} is missing")
-    return tensors
+    version = StoredVersion(path)
+    return {name: version.tensor(name) for name in version.names()}
 
 
 def verify(path: str | os.PathLike) -> None:
@@ -202,28 +294,29 @@ def verify(path: str | os.PathLike) -> None:
     Raises:
       WeightStoreError: names the first file and tensor that differ.
     """
-    tensors = read_tensors(path)
-    for name, said in read_manifest(path)["tensors"].items():
-        for key, value in _describe(tensors[name]).items():
-            if value != said[key]:
-                file = pathlib.Path(path) / said["file"]
-                raise WeightStoreError(
-                    f"{file}: tensor {name} has {key} {value}, its manifest says {said[key]}"
-                )
+    StoredVersion(path).verify()
 
 
-def read_safetensors(file: pathlib.Path) -> dict[str, np.ndarray]:
-    """The tensors of a safetensors file, read-only, as maps of the file.
+def _read_entries(
+    directory: pathlib.Path, table: Mapping[str, Mapping[str, Any]]
+) -> dict[str, files.TensorEntry]:
+    """The places of a manifest's tensors, from the headers of their files."""
+    entries = {}
+    for file in sorted({directory / entry["file"] for entry in table.values()}):
+        try:
+            entries |= files.read_header(file)
+        except (OSError, ValueError, KeyError) as error:
+            raise WeightStoreError(f"{file}: cannot be read: {error}") from error
+    for name in table.keys() - entries.keys():
+        raise WeightStoreError(f"{directory / table[name]['file']}: tensor {name} is missing")
+    return entries
 
-    Raises:
-      WeightStoreError: the file is missing, truncated or no safetensors file.
-    """
+
+def _map(file: pathlib.Path) -> mmap.mmap:
     try:
-        entries = files.read_header(file)
         with open(file, "rb") as stream:
-            mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-        return {name: _view(mapped, entry) for name, entry in entries.items()}
-    except (OSError, ValueError, KeyError) as error:
+            return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:
         raise WeightStoreError(f"{file}: cannot be read: {error}") from error
 
 

@@ -15,15 +15,21 @@ import os
 import pathlib
 import pickle
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
-
-import numpy as np
 
 from jaxrl_async.config.settings import PAUSE_MODES
 from jaxrl_async.servers.client import InferenceClient, ServerError
 from jaxrl_async.weights import store as weight_store
 from jaxrl_async.weights import verification
+
+
+class SupersededError(ServerError):
+    """A push that was dropped for a newer version, while its server held verified weights or none."""
+
+
+def always() -> bool:
+    return True
 
 
 class Transport(Protocol):
@@ -37,6 +43,7 @@ class Transport(Protocol):
         path: str | os.PathLike,
         version: int | str,
         timeout_secs: float,
+        is_wanted: Callable[[], bool] = always,
     ) -> None:
         """Arguments and errors as of `disk`, whose mode is bound beforehand."""
 
@@ -78,24 +85,27 @@ async def disk(
     version: int | str,
     mode: str,
     timeout_secs: float,
+    is_wanted: Callable[[], bool] = always,
 ) -> None:
     """A server reads the version from a directory that it can see. For every kind of server.
 
     Args:
       client: the HTTP client.
       address: "http://host:port", where the server takes control calls.
-      path: the version's directory, as WeightStore wrote it.
+      path: the version's directory, as WeightStore wrote it; a StoredVersion is read once for all servers.
       version: its number, or its name in a later run epoch (`health.weight_name`).
       mode: of running requests. "retract": their tokens stay and their KV is computed again, so every token's
         log-prob is exactly that of the version stamped on it. "in_place": stale KV stays, and later tokens come from
         a mixture of versions.
       timeout_secs: bound on the whole call.
+      is_wanted: whether the version is still the newest, asked before a load begins and between the parts of one.
 
     Raises:
+      SupersededError: it is not; the server loads nothing that is not wanted.
       ServerError: the version's files are damaged (no request was sent); or the server refused, was lost, was late,
         or holds other weights afterwards.
     """
-    push = _Push(client, address, path=path, version=version, mode=mode, timeout_secs=timeout_secs)
+    push = _Push(client, address, path, version, mode, timeout_secs, is_wanted)
     await push.verifies_itself()
     async with push.paused() as name:
         await client.update_weights_from_disk(
@@ -115,6 +125,7 @@ async def tensor(
     version: int | str,
     mode: str,
     timeout_secs: float,
+    is_wanted: Callable[[], bool] = always,
 ) -> None:
     """Sends the tensors of a version to an SGLang server over HTTP, without a shared file system.
 
@@ -122,14 +133,15 @@ async def tensor(
     sending pickles; nothing is unpickled here. Arguments and errors as of `disk`.
     """
     torch = await asyncio.to_thread(_torch)  # Its import takes seconds.
-    push = _Push(client, address, path=path, version=version, mode=mode, timeout_secs=timeout_secs)
+    push = _Push(client, address, path, version, mode, timeout_secs, is_wanted)
     if await push.verifies_itself():
         raise push.error("has no route for 'tensor': give it weights by 'disk' or 'stream'")
     num_ranks = (await client.server_info(address, timeout_secs=push.left())).get("tp_size", 1)
-    buckets = _buckets(push.tensors, BUCKET_BYTES)
+    buckets = _buckets(push.files, BUCKET_BYTES)
     async with push.paused() as name, push.session():
         for number, bucket in enumerate(buckets, 1):
-            payload = await asyncio.to_thread(_pickled, bucket, torch)
+            push.check_wanted()
+            payload = await asyncio.to_thread(_pickled, push.files, bucket, torch)
             await client.update_weights_from_tensor(
                 address,
                 serialized_named_tensors=[payload] * num_ranks,
@@ -147,15 +159,17 @@ async def stream(
     version: int | str,
     mode: str,
     timeout_secs: float,
+    is_wanted: Callable[[], bool] = always,
 ) -> None:
     """Uploads the files of a version to a server of this project, without a shared file system.
 
     The upload runs while the server samples. Arguments and errors as of `disk`.
     """
-    push = _Push(client, address, path=path, version=version, mode=mode, timeout_secs=timeout_secs)
+    push = _Push(client, address, path, version, mode, timeout_secs, is_wanted)
     if not await push.verifies_itself():
         raise push.error("has no route for 'stream': give it weights by 'disk' or 'tensor'")
     for file in sorted(pathlib.Path(path).iterdir()):
+        push.check_wanted()
         await client.upload(address, file=file, version=str(version), timeout_secs=push.left())
     async with push.paused() as name:
         await client.update_weights_from_upload(
@@ -169,17 +183,19 @@ TRANSPORTS: dict[str, Transport] = {"disk": disk, "tensor": tensor, "stream": st
 class _Push:
     """The common part of the transports: checked files, the pause around the change, verification after it."""
 
-    def __init__(self, client, address, *, path, version, mode, timeout_secs):
+    def __init__(self, client, address, path, version, mode, timeout_secs, is_wanted):
         if mode not in PAUSE_MODES:
             raise ValueError(f"mode must be one of {', '.join(PAUSE_MODES)}, got {mode!r}")
         self._client, self._address = client, address
-        self._path, self._version, self._mode = path, version, mode
+        self._version, self._mode, self._is_wanted = version, mode, is_wanted
         self._deadline = time.monotonic() + timeout_secs
         self._expected: verification.Expected | None = None  # of a server that does not verify
+        self._may_differ = False  # whether the server may hold weights that were not verified
         self.flush_cache = mode != "in_place"  # SGLang refuses to flush under stale KV.
         try:
-            self.tensors = weight_store.read_tensors(path)
-        except weight_store.WeightStoreError as error:  # A truncated file kills an SGLang server.
+            is_shared = isinstance(path, weight_store.StoredVersion)
+            self.files = path if is_shared else weight_store.StoredVersion(path)
+        except weight_store.WeightStoreError as error:
             raise self.error(f"was not asked: {error}") from error
 
     def left(self) -> float:
@@ -190,16 +206,27 @@ class _Push:
         """An error of this push that a retry does not mend."""
         return ServerError(self._address, "", reason, retryable=False)
 
+    def check_wanted(self) -> None:
+        """Raises SupersededError where a newer version has taken this one's place."""
+        if not self._is_wanted():
+            reason = f"version {self._version} was dropped for a newer one"
+            raise SupersededError(self._address, "", reason, retryable=True)
+
     async def verifies_itself(self) -> bool:
         """Whether the server is one of this project's, which verifies a version itself.
 
         For another one the expected checksums are computed here, while it still samples.
         """
+        try:
+            if not self.files.is_checked:  # A truncated file kills an SGLang server.
+                await asyncio.to_thread(self.files.check)
+        except weight_store.WeightStoreError as error:
+            raise self.error(f"was not asked: {error}") from error
         info = await self._client.model_info(self._address, timeout_secs=self.left())
         if verification.reports_digest(info):
             return True
         self._expected = await verification.expect(
-            self._client, self._address, path=self._path, timeout_secs=self.left()
+            self._client, self._address, files=self.files, timeout_secs=self.left()
         )
         return False
 
@@ -213,9 +240,11 @@ class _Push:
         """
         client, address = self._client, self._address
         name = str(self._version) if self._expected is None else f"{self._version}-unverified"
+        self.check_wanted()
         try:
             await client.pause(address, mode=self._mode, timeout_secs=self.left())
             if self._expected is not None:
+                self._may_differ = True
                 await client.update_weight_version(address, version=name, timeout_secs=self.left())
             yield name
             await self._verify()
@@ -254,32 +283,35 @@ class _Push:
             )
         info = await client.model_info(address, timeout_secs=self.left())
         if self._expected is None:
-            verification.verify_digest(address, info, path=self._path)
+            verification.verify_digest(address, info, files=self.files)
         if info.get("weight_version") != str(self._version):
             held = info.get("weight_version")
             reason = f"reports version {held!r} after a push of version {self._version}"
             raise ServerError(self._address, "/model_info", reason, retryable=False)
 
     async def _abandon(self) -> None:
-        """Aborts the requests of a server with unverified weights, and lets it continue."""
+        """Lets the server continue, without its requests where its weights may be unverified.
+
+        The requests of a server that was only paused stay: their weights are those they began with.
+        """
         call = {"timeout_secs": CONTINUE_TIMEOUT_SECS}
         with contextlib.suppress(ServerError):
-            if self._expected is not None:
+            if self._may_differ:
                 await self._client.abort(self._address, rid=None, **call)
         with contextlib.suppress(ServerError):
             await self._client.continue_(self._address, **call)
 
 
-def _buckets(tensors: dict[str, np.ndarray], max_bytes: int) -> list[dict[str, np.ndarray]]:
-    """Parts of a version of at most max_bytes each; a larger tensor is a part of its own."""
-    buckets: list[dict[str, np.ndarray]] = []
+def _buckets(stored: weight_store.StoredVersion, max_bytes: int) -> list[list[str]]:
+    """The names of a version's tensors in parts of at most max_bytes; a larger tensor is a part of its own."""
+    buckets: list[list[str]] = []
     size = 0
-    for name, array in tensors.items():
-        if not buckets or size + array.nbytes > max_bytes:
-            buckets.append({})
+    for name in stored.names():
+        if not buckets or size + stored.num_bytes(name) > max_bytes:
+            buckets.append([])
             size = 0
-        buckets[-1][name] = array
-        size += array.nbytes
+        buckets[-1].append(name)
+        size += stored.num_bytes(name)
     return buckets
 
 
@@ -293,10 +325,11 @@ def _torch():
     return torch
 
 
-def _pickled(tensors: dict[str, np.ndarray], torch) -> str:
+def _pickled(stored: weight_store.StoredVersion, names: Sequence[str], torch) -> str:
     """Base64 of a pickled list of (name, CPU tensor), the format of update_weights_from_tensor."""
     named = []
-    for name, array in tensors.items():
+    for name in names:
+        array = stored.tensor(name)
         raw = torch.frombuffer(bytearray(array.tobytes()), dtype=torch.uint8)
         named.append((name, raw.view(getattr(torch, array.dtype.name)).reshape(array.shape)))
     return base64.b64encode(pickle.dumps(named)).decode("ascii")

@@ -11,7 +11,8 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import ml_dtypes
@@ -28,20 +29,24 @@ def reports_digest(model_info: Mapping[str, Any]) -> bool:
     return "weight_digest" in model_info
 
 
-def verify_digest(address: str, info: Mapping[str, Any], *, path: str | os.PathLike) -> None:
+def verify_digest(
+    address: str, info: Mapping[str, Any], *, files: weight_store.StoredVersion
+) -> None:
     """Compares a server's report of its weights with the version's manifest.
 
     Args:
       address: of the server, for the error.
       info: its /model_info.
-      path: the version's directory.
+      files: the version.
 
     Raises:
       ServerError: another digest.
     """
-    said, wanted = info.get("weight_digest"), weight_store.read_manifest(path)["digest"]
+    said, wanted = info.get("weight_digest"), files.digest
     if said != wanted:
-        reason = f"holds weights with digest {said}, the manifest of {path} says {wanted}"
+        reason = (
+            f"holds weights with digest {said}, the manifest of {os.fspath(files)} says {wanted}"
+        )
         raise ServerError(address, "/model_info", reason, retryable=False)
 
 
@@ -50,36 +55,43 @@ class Expected:
     """The report that an SGLang server should give once it holds a version."""
 
     path: str
-    checksums: Mapping[str, str]  # by SGLang's names
-    comparable: bool  # False where the server hashes by a GPU kernel, or shards: only names are compared then
+    names: frozenset[str]  # of the tensors, SGLang's
+    # By name; None where the server hashes by a GPU kernel, or shards: only names are compared then.
+    checksums: Mapping[str, str] | None
 
 
 async def expect(
-    client: InferenceClient, address: str, *, path: str | os.PathLike, timeout_secs: float
+    client: InferenceClient,
+    address: str,
+    *,
+    files: weight_store.StoredVersion,
+    timeout_secs: float,
 ) -> Expected:
     """Computes, before a push, the checksums that `verify_checksums` compares after it.
 
     The values can be compared where SGLang hashes on the CPU and a tensor lies on one rank. A warning says once where
-    they cannot.
+    they cannot; they are not computed then. Pushes of one version compute them once.
 
     Raises:
       ServerError: the version's files differ from their manifest, or the server did not answer.
     """
     server = await client.server_info(address, timeout_secs=timeout_secs)
     device, tp_size, dtype = (server.get(key) for key in ("device", "tp_size", "dtype"))
-    path = os.fspath(path)
-    try:
-        digest = weight_store.read_manifest(path)["digest"]
-        checksums = await asyncio.to_thread(_expected_checksums, path, digest, dtype)
-    except weight_store.WeightStoreError as error:
-        raise ServerError(address, "", f"was not asked: {error}", retryable=False) from error
-    comparable = device == "cpu" and tp_size == 1
-    if not comparable:
+    names = frozenset(fused_names(files.names()))
+    if device != "cpu" or tp_size != 1:
         _warn_once(
             f"{address}: only the names of tensors are verified: their hashes on device {device!r} "
             f"with tp_size {tp_size} cannot be computed here; watch mismatch/mean_abs"
         )
-    return Expected(path, checksums, comparable)
+        return Expected(os.fspath(files), names, None)
+    try:
+        async with asyncio.timeout(timeout_secs):
+            return Expected(os.fspath(files), names, await _shared_checksums(files, dtype))
+    except TimeoutError:
+        reason = f"the checksums of the version took longer than {timeout_secs:g} s to compute"
+        raise ServerError(address, "", reason, retryable=True) from None
+    except weight_store.WeightStoreError as error:
+        raise ServerError(address, "", f"was not asked: {error}", retryable=False) from error
 
 
 async def verify_checksums(
@@ -91,27 +103,47 @@ async def verify_checksums(
       ServerError: a tensor is missing, unexpected or different, or the server did not answer.
     """
     found = await client.checksums(address, timeout_secs=timeout_secs)
-    if odd := sorted(expected.checksums.keys() ^ found.keys()):
+    if odd := sorted(expected.names ^ found.keys()):
         reason = f"the server holds another model: tensors {', '.join(odd[:4])} differ in name"
         raise ServerError(address, "/weights_checker", reason, retryable=False)
-    for name, checksum in expected.checksums.items():
-        if expected.comparable and found[name] != checksum:
+    for name, checksum in (expected.checksums or {}).items():
+        if found[name] != checksum:
             reason = (
                 f"tensor {name} has checksum {found[name]}, that of {expected.path} is {checksum}"
             )
             raise ServerError(address, "/weights_checker", reason, retryable=False)
 
 
-@functools.lru_cache(maxsize=4)
-def _expected_checksums(path: str, digest: str, dtype: str | None) -> dict[str, str]:
-    """SGLang's checksums of a version, by SGLang's names; the digest is part of the cache's key.
+async def _shared_checksums(
+    files: weight_store.StoredVersion, dtype: str | None
+) -> Mapping[str, str]:
+    """`checksums_of` in a thread, once for all that ask at the same time or later."""
+    computed = _COMPUTED.setdefault(files, {})
+    if dtype not in computed:
+        computed[dtype] = asyncio.create_task(asyncio.to_thread(checksums_of, files, dtype))
+    task = computed[dtype]
+    try:
+        return await asyncio.shield(task)  # One push that is cancelled leaves it to the others.
+    except Exception:
+        computed.pop(dtype, None)  # Files on a network may come back.
+        raise
+
+
+def checksums_of(files: weight_store.StoredVersion, dtype: str | None) -> dict[str, str]:
+    """SGLang's checksums of a version, by SGLang's names.
+
+    Args:
+      files: the version.
+      dtype: that the server computes in, its "dtype"; an unknown one leaves the tensors as they are.
 
     Raises:
       WeightStoreError: the files differ from their manifest.
     """
-    weight_store.verify(path)
-    tensors = weight_store.read_tensors(path)
-    return {name: _checksum(parts, dtype) for name, parts in fuse(tensors).items()}
+    files.verify()
+    return {
+        into: _checksum((_padded(name, files.tensor(name)) for name in parts), dtype)
+        for into, parts in fused_names(files.names()).items()
+    }
 
 
 def fuse(tensors: Mapping[str, np.ndarray]) -> dict[str, list[np.ndarray]]:
@@ -124,11 +156,19 @@ def fuse(tensors: Mapping[str, np.ndarray]) -> dict[str, list[np.ndarray]]:
       SGLang's name → the tensors that are stacked in it along their first axis; vocabulary tables are padded with
       zeros to a multiple of 64 rows.
     """
-    fused: dict[str, dict[str, np.ndarray]] = {}
-    for name, tensor in tensors.items():
+    return {
+        into: [_padded(name, tensors[name]) for name in parts]
+        for into, parts in fused_names(tensors).items()
+    }
+
+
+def fused_names(names: Iterable[str]) -> dict[str, list[str]]:
+    """SGLang's name of a tensor → Hugging Face's names of its parts, in the order of their stacking."""
+    fused: dict[str, dict[str, str]] = {}
+    for name in names:
         match = _FUSED.fullmatch(name)
         into, part = (match[1] + _INTO[match[2]] + match[3], match[2]) if match else (name, "")
-        fused.setdefault(into, {})[part] = _padded(name, tensor)
+        fused.setdefault(into, {})[part] = name
     return {name: [parts[p] for p in _ORDER if p in parts] for name, parts in fused.items()}
 
 
@@ -139,7 +179,7 @@ def _padded(name: str, tensor: np.ndarray) -> np.ndarray:
     return np.concatenate([tensor, np.zeros((missing, *tensor.shape[1:]), tensor.dtype)])
 
 
-def _checksum(parts: list[np.ndarray], dtype: str | None) -> str:
+def _checksum(parts: Iterable[np.ndarray], dtype: str | None) -> str:
     hasher = hashlib.sha256()
     for part in parts:
         part = part.astype(_DTYPES.get(dtype, part.dtype), copy=False)
@@ -152,6 +192,8 @@ def _warn_once(message: str) -> None:
     log.warning("%s", message)
 
 
+# Version → dtype → the task that computes, or has computed, its checksums.
+_COMPUTED: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 _DTYPES = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
