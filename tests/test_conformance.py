@@ -22,6 +22,7 @@ from fixtures.models import tiny
 from flax import nnx
 
 from jaxrl_async.models import attention, hf, transformer
+from jaxrl_async.servers import preflight
 from jaxrl_async.servers.client import InferenceClient, ServerError, read_completion
 from jaxrl_async.tools import parity
 from jaxrl_async.weights import store as weight_store
@@ -527,6 +528,62 @@ async def refused(client, server, versions, path, transport):
     completion = await generate(client, server)
     assert completion.versions.tolist() == [3] * 8
     assert errors(versions, PROMPT, completion).max() <= EXACT
+
+
+MODEL = hf.write_config(CONFIG)
+
+
+def expected(server, **change):
+    limit = real_servers.MAX_TOTAL_TOKENS[server.name]
+    return dataclasses.replace(
+        preflight.Expected(MODEL, limit, "disk", "THE_KEY", "THE_ADMIN_KEY"), **change
+    )
+
+
+async def test_a_fit_server_passes_the_preflight_and_keeps_what_it_has(server, client, versions):
+    for transport in real_servers.TRANSPORTS_OF[server.name]:
+        needs = expected(server, transport=transport)
+        await preflight.preflight(client, server.address, needs)
+    await preflight.preflight_router(client, server.address, needs)
+    assert (await generate(client, server)).versions.tolist() == [1] * 8
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"config": MODEL | {"vocab_size": 61}}, "vocab.* 60"),
+        ({"config": MODEL | {"num_hidden_layers": 3}}, "another model: .*2.* has 3"),
+        ({"config": MODEL | {"architectures": ["LlamaForCausalLM"]}}, "Qwen3ForCausalLM.*Llama"),
+        ({"max_total_tokens": 100_000}, "server.max_total_tokens is 100000"),
+    ],
+)
+async def test_a_server_of_another_model_is_refused_before_a_push(
+    server, client, monkeypatch, change, words
+):
+    """No route of SGLang tells its vocabulary: it stands in a refusal. A push of another one kills it."""
+    if "architectures" in change.get("config", {}) and server.name == "embedded":
+        return  # It has none; sizes are compared.
+    for readable in (True, False):
+        if not readable:  # as of a server on another machine
+            monkeypatch.setattr(preflight, "_read_json", lambda directory: {})
+        with pytest.raises(preflight.UnfitServerError, match=words):
+            await preflight.preflight(client, server.address, expected(server, **change))
+    assert (await generate(client, server)).versions.tolist() == [1] * 8
+
+
+@pytest.mark.parametrize(
+    ("keys", "setting"),
+    [
+        (("wrong", real_servers.ADMIN_API_KEY), "server.api_key_env"),
+        ((None, None), "server.api_key_env"),
+        ((real_servers.API_KEY, "wrong"), "server.admin_api_key_env"),
+        ((real_servers.API_KEY, None), "server.admin_api_key_env"),
+    ],
+)
+async def test_a_wrong_key_is_refused_by_its_setting(server, keys, setting):
+    async with InferenceClient(api_key=keys[0], admin_api_key=keys[1]) as stranger:
+        with pytest.raises(preflight.UnfitServerError, match=f"401.*{re.escape(setting)}"):
+            await preflight.preflight(stranger, server.address, expected(server))
 
 
 async def test_a_push_of_tensors_that_fails_halfway_blocks_no_later_one(

@@ -12,6 +12,7 @@ from fixtures.fake_sglang import FakeServer, started
 
 from jaxrl_async.queue.records import ServerRecord
 from jaxrl_async.servers.client import InferenceClient, ServerError
+from jaxrl_async.servers.preflight import UnfitServerError
 from jaxrl_async.weights.health import Server, server_records
 from jaxrl_async.weights.publisher import Publisher, PublisherError
 from jaxrl_async.weights.store import WeightStore
@@ -79,6 +80,7 @@ def start(queue, store):
         start_timeout_secs=WAIT_SECS,
         router=None,
         transport=TRANSPORTS["disk"],
+        preflight=None,
     ):
         addresses = [server.address for server in servers]
         publisher = Publisher(
@@ -90,6 +92,7 @@ def start(queue, store):
             push_timeout_secs=push_timeout_secs,
             poll_secs=0.02,
             start_timeout_secs=start_timeout_secs,
+            preflight=preflight,
         )
         publishers.append(publisher)
         return publisher
@@ -287,6 +290,43 @@ def test_a_restarted_server_is_given_the_current_version_before_it_is_healthy(
     assert states[0][0] in ("STALE", "DEAD") and states[-1] == ("HEALTHY", 3)
     assert restarted.version == "3" and set(queue.versions) == {3}
     publisher.check()
+
+
+def test_a_server_that_cannot_take_part_is_refused_before_its_first_byte(servers, start, write):
+    """Waiting would not help: the error comes at once, long before the start's deadline."""
+    bad = servers[1]
+
+    async def preflight(client, address):
+        if address == bad.address:
+            raise UnfitServerError(address, "/model_info", "the key in K is not its --api-key")
+
+    publisher = start(servers, start_timeout_secs=3600.0, preflight=preflight)
+    with pytest.raises(PublisherError, match=f"{bad.address}.*not its --api-key"):
+        push(publisher, 3, write)
+    assert "/pause_generation" not in bad.routes()
+
+
+def test_a_server_restarted_as_another_is_stale_and_the_run_goes_on(queue, servers, start, write):
+    _, restarted = servers
+    unfit, checked = set(), []
+
+    async def preflight(client, address):
+        checked.append(address)
+        if address in unfit:
+            raise UnfitServerError(address, "/generate", "a vocabulary of 128 tokens")
+
+    publisher = start(servers, preflight=preflight)
+    push(publisher, 3, write)
+    assert sorted(checked) == sorted(server.address for server in servers)
+    unfit.add(restarted.address)
+    restarted.version = "default"
+    queue.wait_for(lambda: queue.last(restarted)[0] == "STALE")
+    wait_until(lambda: "a vocabulary of 128 tokens" in publisher.waits_for())
+    push(publisher, 4, write)
+    assert queue.last(servers[0]) == ("HEALTHY", 4) and queue.last(restarted)[0] == "STALE"
+    assert restarted.version == "default"
+    unfit.clear()
+    queue.wait_for(lambda: queue.last(restarted) == ("HEALTHY", 4))
 
 
 @pytest.mark.parametrize(

@@ -213,13 +213,14 @@ def _run_one(
 def _is_explained(error: BaseException) -> bool:
     """Whether a role's error names its cause in its message, so that a line suffices instead of a traceback."""
     from jaxrl_async.queue.journal import JournalError
+    from jaxrl_async.roles.preflight import PreflightError
     from jaxrl_async.weights.publisher import PublisherError
 
     if isinstance(error, OSError):  # Without an errno it is ours, and names the remedy.
         return bool(error.args) and error.errno in (None, errno.EADDRINUSE)
     if isinstance(error, PublisherError):  # It also wraps the error that ended the publisher.
         return error.__cause__ is None or _is_explained(error.__cause__)
-    return isinstance(error, (JournalError, SettingsError))
+    return isinstance(error, (JournalError, PreflightError, SettingsError))
 
 
 def _check_addresses(settings: Settings, role: str, index: int) -> None:

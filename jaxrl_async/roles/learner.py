@@ -24,7 +24,7 @@ from jaxrl_async.metrics import MetricsWriter, Timers
 from jaxrl_async.models import hf, sharding
 from jaxrl_async.queue.client import LearnerQueue, QueueError
 from jaxrl_async.queue.records import ResumePoint, Share, Wait
-from jaxrl_async.roles import parts
+from jaxrl_async.roles import parts, preflight
 from jaxrl_async.runtime.supervisor import visible_devices
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.tasks.prompts import demonstration_tokens, test_prompts
@@ -84,6 +84,9 @@ def _train(
     part = {"process": process, "num_processes": learner.num_processes}
     tokenizer = parts.tokenizer_of(settings, workdir)
     config = parts.model_config_of(settings, tokenizer)
+    expected = preflight.expected_of(settings, config)
+    if process == 0:
+        preflight.check_servers(settings, expected)
     mesh = sharding.make_mesh(learner.data, learner.fsdp, learner.tensor)
     train_step = parts.train_step_of(settings, config, mesh)
     checkpoints = parts.checkpoints_of(settings, workdir)
@@ -111,7 +114,8 @@ def _train(
         delay = Delay(*delay_of(settings.rollout.delay_steps), seed=settings.seed)
         store = WeightStore(workdir / "weights", keep=max(weights.keep, delay.max_steps + 2))
         make_parts = _leader_parts if process == 0 else _follower_parts
-        queue, publisher, metrics = make_parts(settings, workdir, queue, store)
+        check = preflight.check_of(settings, expected)
+        queue, publisher, metrics = make_parts(settings, workdir, queue, store, check)
         for part_of_run in (checkpoints, metrics, publisher):
             stack.callback(part_of_run.close)
         versions = Versions(
@@ -196,7 +200,7 @@ def _reference(settings: Settings, checkpoints, train_step):
     return state.params
 
 
-def _leader_parts(settings: Settings, workdir: pathlib.Path, queue, store: WeightStore):
+def _leader_parts(settings: Settings, workdir: pathlib.Path, queue, store: WeightStore, check):
     """(queue, publisher, metrics) of process 0."""
     weights = settings.weights
     publisher = Publisher(
@@ -209,11 +213,12 @@ def _leader_parts(settings: Settings, workdir: pathlib.Path, queue, store: Weigh
         poll_secs=weights.poll_secs,
         start_timeout_secs=settings.server.start_timeout_secs,
         evaluation=evaluator_of(settings, workdir),
+        preflight=check,
     )
     return queue, publisher, MetricsWriter(workdir)
 
 
-def _follower_parts(settings: Settings, workdir: pathlib.Path, queue, store: WeightStore):
+def _follower_parts(settings: Settings, workdir: pathlib.Path, queue, store: WeightStore, check):
     """(queue, publisher, metrics) of the other processes, which follow process 0; it alone prunes the store."""
     return (
         follower.FollowerQueue(queue),

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import pathlib
 import re
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,15 +21,18 @@ MAX_LOGPROB_ROUNDING = 1e-6  # A log-prob may exceed 0 by this much: float32 rou
 
 
 class ServerError(Exception):
-    """A failed call: its address, route and reason, and whether a retry can help."""
+    """A failed call: its address, route and reason, whether a retry can help, and its HTTP status, if any."""
 
-    def __init__(self, address: str, route: str, reason: str, *, retryable: bool):
+    def __init__(
+        self, address: str, route: str, reason: str, *, retryable: bool, status: int | None = None
+    ):
         detail = f"{route}: {reason}" if route else f" {reason}"
         super().__init__(f"inference server {address}{detail}")
         self.address = address
         self.route = route
         self.reason = reason
         self.retryable = retryable
+        self.status = status
 
 
 class ServerTimeoutError(ServerError):
@@ -241,6 +245,64 @@ class InferenceClient:
         """
         return await self._call("GET", address, "/model_info", None, timeout_secs)
 
+    async def get(self, address: str, route: str, *, timeout_secs: float) -> dict[str, Any]:
+        """The answer of an information route."""
+        return await self._call("GET", address, route, None, timeout_secs)
+
+    async def has_route(self, address: str, route: str, *, timeout_secs: float) -> bool:
+        """Whether a control route exists that refuses an empty request, as one without the weights to load.
+
+        SGLang answers 401 to the admin key at a route that it does not have.
+        """
+        try:
+            await self._post(address, route, {}, timeout_secs)
+        except ServerError as error:
+            if error.status is None or error.status >= 500:
+                raise
+            return error.status not in (401, 403, 404, 405)
+        return True
+
+    async def sample_one(self, address: str, *, timeout_secs: float) -> dict[str, Any]:
+        """The whole answer to a request of one token after token 0, which every vocabulary has."""
+        payload = {
+            "rid": f"preflight-{uuid.uuid4().hex}",
+            "input_ids": [0],
+            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0, "sampling_seed": 0},
+            "return_logprob": True,
+            "stream": False,
+        }
+        return await self._post(address, "/generate", payload, timeout_secs)
+
+    async def vocab_size(self, address: str, *, timeout_secs: float) -> int | None:
+        """The vocabulary of a server; None where neither a route nor a refusal tells it.
+
+        Servers of this project report it. SGLang and SGLang-JAX name it when they refuse a bias on a token beyond it,
+        before the request reaches the scheduler. Two grammars at once make it a request that is refused anyway, so
+        that none is sampled with that token, which would kill the server.
+
+        Raises:
+          ServerError: no answer, or the key is wrong.
+        """
+        info = await self.model_info(address, timeout_secs=timeout_secs)
+        if isinstance(info.get("vocab_size"), int):
+            return info["vocab_size"]
+        sampling = {
+            "max_new_tokens": 1,
+            "logit_bias": {str(_NO_TOKEN): 0.0},
+            "json_schema": "{}",
+            "regex": ".",
+        }
+        payload = {"rid": f"preflight-{uuid.uuid4().hex}", "input_ids": [0]}
+        payload |= {"sampling_params": sampling, "stream": False}
+        try:
+            await self._post(address, "/generate", payload, timeout_secs)
+        except ServerError as error:
+            if error.status != 400:
+                raise
+            match = _BIAS_REFUSAL.search(error.reason)
+            return int(match[1]) + 1 if match else None
+        return None
+
     async def _post(self, address: str, route: str, payload: dict, timeout_secs: float) -> dict:
         body = _encode(payload).encode()
         return await self._call("POST", address, route, body, timeout_secs)
@@ -285,7 +347,7 @@ class InferenceClient:
         if response.status != 200:
             reason = f"HTTP {response.status}: {_message(text)}"
             retryable = response.status >= 500 or response.status == 429
-            raise ServerError(address, route, reason, retryable=retryable)
+            raise ServerError(address, route, reason, retryable=retryable, status=response.status)
         return _decode(text, address, route)
 
 
@@ -376,7 +438,18 @@ def _message(text: bytes) -> str:
 
 
 # Everything else is control, which SGLang's admin key guards.
-_INFORMATION_ROUTES = frozenset({"/generate", "/model_info", "/server_info"})
+_INFORMATION_ROUTES = frozenset(
+    {
+        "/generate",
+        "/model_info",
+        "/server_info",
+        "/get_model_info",
+        "/get_server_info",
+        "/v1/models",
+    }
+)
+_NO_TOKEN = 2**31 - 1  # beyond every vocabulary
+_BIAS_REFUSAL = re.compile(r"logit_bias must has keys in \[0, ([0-9]+)\]")
 _VERSION = re.compile(r"([0-9]{1,9}\.)?[0-9]{1,9}")
 _EMPTY = (np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32))
 _MESSAGE_CHARS = 500

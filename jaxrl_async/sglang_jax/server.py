@@ -214,6 +214,7 @@ class _Routes:
     async def model_info(self, request):
         """Answers at once, in any state of the scheduler."""
         manager = self._manager
+        config = manager.model_config.hf_config
         return _json(
             {
                 "model_path": manager.model_path,
@@ -223,6 +224,10 @@ class _Routes:
                 "weight_version": manager.weight_version,
                 "weight_digest": manager.weight_digest,
                 "vocab_size": manager.vocab_size,
+                "architectures": getattr(config, "architectures", None),
+                "num_hidden_layers": getattr(config, "num_hidden_layers", None),
+                "hidden_size": getattr(config, "hidden_size", None),
+                "intermediate_size": getattr(config, "intermediate_size", None),
                 "max_prompt_tokens": manager.max_prompt_tokens,
             }
         )

@@ -16,13 +16,14 @@ import os
 import pathlib
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 from jaxrl_async.queue.records import ResumePoint
 from jaxrl_async.servers.client import InferenceClient, ServerError
 from jaxrl_async.servers.fleet import DEAD, HEALTHY, STALE
+from jaxrl_async.servers.preflight import UnfitServerError
 from jaxrl_async.weights import health
 from jaxrl_async.weights.store import StoredVersion
 from jaxrl_async.weights.transports import SupersededError, Transport
@@ -60,6 +61,7 @@ class Publisher:
         poll_secs: float,
         start_timeout_secs: float,
         evaluation: Evaluation | None = None,
+        preflight: Callable[[InferenceClient, str], Awaitable[None]] | None = None,
     ):
         """Starts the thread.
 
@@ -75,6 +77,8 @@ class Publisher:
           poll_secs: poll interval of each server.
           start_timeout_secs: deadline of the first push, for all servers. Without a HEALTHY server, a DEAD one has
             this time to restart.
+          preflight: refuses a server before its first push, and before the first after a restart; see
+            servers.preflight. Before any version is published a refusal ends the publisher.
         """
         self._servers = [
             health.Server(c, serves) for serves, behind in controls.items() for c in behind
@@ -89,6 +93,7 @@ class Publisher:
         self._poll_secs = poll_secs
         self._start_timeout_secs = start_timeout_secs
         self._evaluation = evaluation
+        self._preflight = preflight
 
         self._condition = threading.Condition()  # The learner waits here for these two.
         self._published: int | None = None
@@ -361,6 +366,10 @@ class Publisher:
             return
         except ImportError:
             raise  # of this process, on any server
+        except UnfitServerError as error:
+            if self._announced is None:
+                raise PublisherError(str(error)) from None
+            server.state, server.reason = STALE, str(error)
         except Exception as error:
             if not isinstance(error, ServerError):
                 log.exception("a push of version %s to %s failed", target.name, server.address)
@@ -388,6 +397,8 @@ class Publisher:
             server.state, server.version = STALE, None
             server.reason = f"restarted: reports {difference}"
             await self._publish_states()
+        if server.version is None and self._preflight is not None:
+            await self._preflight(client, server.address)
         await self._transport(
             client,
             server.address,

@@ -1,0 +1,87 @@
+"""The preflight of a run's servers, before the warm start: those that answer are checked, the others are awaited."""
+
+import asyncio
+import functools
+import json
+import logging
+import pathlib
+from collections.abc import Awaitable, Callable
+
+from jaxrl_async.config.settings import Settings
+from jaxrl_async.roles import parts
+from jaxrl_async.servers.client import InferenceClient, ServerError
+from jaxrl_async.servers.preflight import (
+    Expected,
+    UnfitServerError,
+    preflight,
+    preflight_router,
+)
+
+MAX_CONCURRENT = 64  # servers
+
+log = logging.getLogger(__name__)
+
+
+class PreflightError(ValueError):
+    """Servers that cannot take part in the run; the message has a line for each."""
+
+
+def expected_of(settings: Settings, config) -> Expected:
+    """The needs of a run, from its settings and its ModelConfig."""
+    if settings.model.path:
+        path = pathlib.Path(settings.model.path) / "config.json"
+        content = json.loads(path.read_text("utf-8"))
+    else:
+        from jaxrl_async.models import hf
+
+        content = hf.write_config(config)
+    return Expected(
+        config=content,
+        max_total_tokens=settings.server.max_total_tokens,
+        transport=settings.weights.transport,
+        api_key_env=settings.server.api_key_env,
+        admin_api_key_env=settings.server.admin_api_key_env,
+    )
+
+
+def check_of(
+    settings: Settings, expected: Expected
+) -> Callable[[InferenceClient, str], Awaitable[None]]:
+    """The preflight of one server, as the publisher calls it before a server's first push."""
+    return functools.partial(
+        preflight, expected=expected, timeout_secs=settings.weights.push_timeout_secs
+    )
+
+
+def check_servers(settings: Settings, expected: Expected) -> None:
+    """Checks every server and router that answers; one that is not up yet is left to its first push.
+
+    Raises:
+      PreflightError: a line for each server that cannot take part.
+    """
+    asyncio.run(_check_servers(settings, expected))
+
+
+async def _check_servers(settings: Settings, expected: Expected) -> None:
+    slots, controls = asyncio.Semaphore(MAX_CONCURRENT), settings.server.controls
+    servers = {control: preflight for behind in controls.values() for control in behind}
+    checks = dict.fromkeys(controls, preflight_router) | servers
+    options = {"expected": expected, "timeout_secs": settings.weights.push_timeout_secs}
+
+    async def check(address: str) -> ServerError | None:
+        async with slots:
+            try:
+                await checks[address](client, address, **options)
+            except ServerError as error:
+                return error
+
+    async with InferenceClient(**parts.keys_of(settings), tls_ca=settings.server.tls_ca) as client:
+        errors = [e for e in await asyncio.gather(*map(check, checks)) if e is not None]
+    unfit = [str(e) for e in errors if isinstance(e, UnfitServerError) or not e.retryable]
+    if unfit:
+        raise PreflightError(
+            f"{len(unfit)} of {len(checks)} inference servers cannot take part in this run:\n"
+            + "\n".join(unfit)
+        )
+    for error in errors:
+        log.info("not up yet, waited for until its first push: %s", error)
