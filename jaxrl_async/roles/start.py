@@ -13,6 +13,7 @@ from jaxrl_async.config.checks import queue_access_of
 from jaxrl_async.config.settings import Settings, SettingsError
 from jaxrl_async.roles import parts
 from jaxrl_async.runtime import workdir as workdirs
+from jaxrl_async.servers import files
 
 
 class StartError(ValueError):
@@ -142,7 +143,8 @@ def run_role(
 ) -> bool:
     """Runs one role until it is done (the learner) or interrupted (the others).
 
-    A role's module is imported when the role starts, so that queue and rollout workers load no JAX.
+    The soft limit of open files is raised first. A role's module is imported when the role starts, so that queue and
+    rollout workers load no JAX.
 
     Args:
       role: "queue" | "server" | "rollout" | "learner".
@@ -156,6 +158,7 @@ def run_role(
     Returns:
       Whether the run is done; False for a learner that stopped early.
     """
+    files.raise_open_file_limit()
     match role:
         case "queue":
             from jaxrl_async.roles import queue

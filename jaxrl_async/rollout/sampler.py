@@ -21,6 +21,7 @@ from jaxrl_async.rollout.context import Generate, RolloutError
 from jaxrl_async.servers.client import (
     Completion,
     InferenceClient,
+    OutOfFilesError,
     ServerError,
     ServerTimeoutError,
 )
@@ -121,20 +122,30 @@ class Sampler:
         deadline = time.monotonic() + self._request_timeout_secs
         parts: list[Completion] = []
         reason, detail, last = "", "", ""
-        for retry in range(self._max_retries + 1):
+        retry = 0
+        while retry <= self._max_retries:
             last = await self._route(prefix, last, deadline)
             rid = f"{prefix}{next(resumes):04d}"
             try:
                 part = await self._request(last, rid, input_ids, sampling, deadline)
             except ServerTimeoutError as error:
                 raise RolloutError("timeout", str(error)) from error
+            except (
+                OutOfFilesError
+            ) as error:  # This process's fault: no server is suspect, no try is lost.
+                if time.monotonic() > deadline:
+                    raise RolloutError("timeout", str(error)) from error
+                await asyncio.sleep(_OUT_OF_FILES_SECS)
+                continue
             except ServerError as error:
                 if not error.retryable:
                     raise RolloutError("server_error", str(error)) from error
                 self._fleet.suspect(last)
                 reason, detail = "server_error", str(error)
                 await self._back_off(retry, deadline)
+                retry += 1
                 continue
+            retry += 1
             parts.append(part)
             if part.finish_reason != "abort":
                 return part if len(parts) == 1 else _join(parts, part.finish_reason)
@@ -236,3 +247,4 @@ def _join(parts: list[Completion], finish_reason: str) -> Completion:
 _BACKOFF_SECS = 0.05
 _MAX_BACKOFF_SECS = 5.0
 _ROUTE_POLL_SECS = 0.05
+_OUT_OF_FILES_SECS = 0.5  # backoff of a process without a free file descriptor

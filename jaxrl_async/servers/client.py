@@ -16,6 +16,7 @@ import aiohttp
 import numpy as np
 
 from jaxrl_async import security
+from jaxrl_async.servers import files
 
 MAX_LOGPROB_ROUNDING = 1e-6  # A log-prob may exceed 0 by this much: float32 rounding of log 1.
 
@@ -37,6 +38,10 @@ class ServerError(Exception):
 
 class ServerTimeoutError(ServerError):
     """A call without an answer before its deadline."""
+
+
+class OutOfFilesError(ServerError):
+    """A call that was never made: this process has no free file descriptor. It says nothing about the server."""
 
 
 class ForeignWeightsError(ValueError):
@@ -76,8 +81,14 @@ class InferenceClient:
 
     async def __aenter__(self) -> "InferenceClient":
         self._session = aiohttp.ClientSession(
-            # uvicorn closes a connection after 5 s of rest: a reused one would break.
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0, ssl=self._tls),
+            connector=aiohttp.TCPConnector(
+                # Calls beyond it wait for a connection within their deadline, instead of failing for want of files.
+                limit=files.connection_limit(),
+                limit_per_host=0,  # A server bounds its own requests, and queues the rest.
+                # uvicorn closes a connection after 5 s of rest: a reused one would break.
+                keepalive_timeout=4.0,
+                ssl=self._tls,
+            ),
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
         )
@@ -342,6 +353,12 @@ class InferenceClient:
             )
             raise ServerError(address, route, reason, retryable=False) from error
         except (aiohttp.ClientError, OSError) as error:
+            if files.is_out_of_files(error):
+                files.report_out_of_files(error)
+                reason = (
+                    f"not called: this process has {files.open_file_limit()} open files, its limit"
+                )
+                raise OutOfFilesError(address, route, reason, retryable=True) from error
             reason = f"connection lost: {error or type(error).__name__}"
             raise ServerError(address, route, reason, retryable=True) from error
         if response.status != 200:
