@@ -191,6 +191,7 @@ def test_the_best_version_is_kept_over_a_restart_and_its_checkpoint_too(servers,
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1, best=best)
     for step in (0, 4, 8, 12):
         checkpoints.save(step, {"w": jnp.zeros(2)}, {})
+    checkpoints.written(wait=True)
     assert checkpoints.steps() == [0, 4, 12]
 
 

@@ -30,15 +30,19 @@ from jaxrl_async.metrics import read_metrics
 from jaxrl_async.queue import client as queue_client
 from jaxrl_async.queue.journal import JournalReader
 from jaxrl_async.runtime import status
-from jaxrl_async.runtime.preemption import PREEMPTED
+from jaxrl_async.runtime.preemption import PREEMPTED, plan
 from jaxrl_async.weights.store import WeightStore
 
 WAIT_SECS = 60.0
 
 LISTENS = """
-import os, signal, time
+import os, signal, threading, time
+from jaxrl_async.runtime import preemption
 from jaxrl_async.runtime.preemption import StopRequest
 
+preemption.CLEANUP_SECS = 0.1
+if {hangs}:
+    threading.Thread(target=time.sleep, args=(600,)).start()
 stop = StopRequest(grace_secs={grace_secs})
 stop.listen(signal.SIGTERM)
 print("listens", flush=True)
@@ -53,8 +57,8 @@ def listens():
     """Starts a process that listens to SIGTERM, and stops on it or runs on."""
     started = []
 
-    def start(*, stops=True, grace_secs=600.0):
-        code = LISTENS.format(stops=stops, grace_secs=grace_secs)
+    def start(*, stops=True, hangs=False, grace_secs=600.0):
+        code = LISTENS.format(stops=stops, hangs=hangs, grace_secs=grace_secs)
         process = subprocess.Popen(
             [sys.executable, "-c", code],
             text=True,
@@ -94,6 +98,24 @@ def test_the_grace_period_ends_the_process_with_the_code_of_preemption(listens):
     output, _ = process.communicate(timeout=WAIT_SECS)
     assert process.returncode == PREEMPTED
     assert "still running 0.1 s after SIGTERM" in output
+
+
+def test_a_second_signal_waits_for_no_thread(listens):
+    process = listens(stops=False, hangs=True)
+    process.send_signal(signal.SIGTERM)
+    process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=WAIT_SECS)
+    assert process.returncode == PREEMPTED
+
+
+def test_the_plan_names_size_rate_and_grace_period_and_says_whether_it_fits():
+    text, fits = plan(91 * 10**9, 2e9, 60.0)
+    assert fits and text.endswith(
+        "91 GB at 2 GB/s (measured): 45.5 s of checkpoint.grace_secs = 60"
+    )
+    text, fits = plan(91 * 10**9, None, 60.0)
+    assert not fits and "91 GB at 1 GB/s (assumed until one is written): 91 s" in text
 
 
 # The loop.

@@ -134,7 +134,7 @@ def _resolved(values: flags.FlagValues, argv: list[str], workdir: pathlib.Path) 
 
 def _run_all(settings: Settings, workdir: pathlib.Path, *, resume: bool) -> int:
     # The learner has its own grace period, which ends first.
-    stop = StopRequest(grace_secs=supervisor.LEARNER_STOP_SECS + supervisor.STOP_SECS)
+    stop = StopRequest(grace_secs=supervisor.learner_stop_secs(settings) + supervisor.STOP_SECS)
     stop.listen(signal.SIGTERM)
     try:
         done = local.run(settings, workdir=workdir, resume=resume, stop_requested=stop.received)
@@ -177,7 +177,7 @@ def _run_one(
     cpus = getattr(settings.cpus, role)
     if cpus:  # Before JAX counts cores for its threads.
         os.sched_setaffinity(0, cpus)
-    stop = StopRequest()
+    stop = StopRequest(grace_secs=settings.checkpoint.grace_secs)
     stop.listen(supervisor.STOP_SIGNAL)
     if graceful:
         stop.listen(signal.SIGTERM)

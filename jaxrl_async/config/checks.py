@@ -80,6 +80,10 @@ def check(s: Settings) -> None:
     _at_least("supervisor.max_restarts", s.supervisor.max_restarts, 0)
     if not s.supervisor.stall_secs > 0:
         raise SettingsError(f"supervisor.stall_secs must be > 0, got {s.supervisor.stall_secs}")
+    if not 0 < s.checkpoint.grace_secs < float("inf"):
+        raise SettingsError(
+            f"checkpoint.grace_secs must be > 0 and finite, got {s.checkpoint.grace_secs}"
+        )
     _check_queue(s.queue)
     _check_server(s.server)
     _check_rollout(s.rollout)

@@ -29,7 +29,7 @@ JOURNAL_SYNCHRONOUS = ("normal", "full")
 RENAMED: dict[str, str] = {"loss.behavior_cap_mode": "loss.behavior_weight"}
 # Settings that old workdirs may lack, key → the value that the code had before the setting existed. Such a run is
 # read with that value, whatever the default is now.
-ADDED: dict[str, Any] = {}
+ADDED: dict[str, Any] = {"checkpoint.grace_secs": 60.0}
 
 
 class SettingsError(ValueError):
@@ -224,6 +224,8 @@ class Weights:
 class Checkpoint:
     every_steps: int = 50
     keep: int = 2  # besides checkpoint 0
+    # from SIGTERM to the forced exit: the step under way and a checkpoint; the scheduler's must be longer
+    grace_secs: float = 60.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,8 +16,10 @@ from jaxrl_async.config.settings import Settings
 from jaxrl_async.evaluation.evaluator import Evaluator
 from jaxrl_async.learner import follower, processes
 from jaxrl_async.learner import learner as learners
+from jaxrl_async.learner.checkpoint import Checkpoints
 from jaxrl_async.learner.packing import Packer
 from jaxrl_async.learner.processes import Agreement
+from jaxrl_async.learner.train_step import TrainState
 from jaxrl_async.learner.versions import Delay, Versions
 from jaxrl_async.learner.warm_start import warm_start
 from jaxrl_async.metrics import MetricsWriter, Timers
@@ -25,6 +27,7 @@ from jaxrl_async.models import hf, sharding
 from jaxrl_async.queue.client import LearnerQueue, QueueError
 from jaxrl_async.queue.records import ResumePoint, Share, Wait
 from jaxrl_async.roles import parts, preflight
+from jaxrl_async.runtime import preemption
 from jaxrl_async.runtime.supervisor import visible_devices
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.tasks.prompts import demonstration_tokens, test_prompts
@@ -89,7 +92,7 @@ def _train(
         preflight.check_servers(settings, expected)
     mesh = sharding.make_mesh(learner.data, learner.fsdp, learner.tensor)
     train_step = parts.train_step_of(settings, config, mesh)
-    checkpoints = parts.checkpoints_of(settings, workdir)
+    checkpoints = parts.checkpoints_of(settings, workdir, remove_unfinished=True)
     version, resume_point = 0, None
     if resume:
         version = checkpoints.latest()
@@ -100,6 +103,9 @@ def _train(
         state = train_step.init(first_params_of(settings, config, mesh, tokenizer))
         checkpoints.save(0, state, ResumePoint(0, 0, (), {}, {}).to_json())
     reference = _reference(settings, checkpoints, train_step)
+    if process == 0:
+        num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        _log_plan(num_bytes, None, settings.checkpoint.grace_secs)
 
     with contextlib.ExitStack() as stack:
         queue = stack.enter_context(
@@ -130,6 +136,12 @@ def _train(
         timers = Timers()
         report = functools.partial(_report_status, queue, process, timers, publisher)
         threading.Thread(target=report, name="status", daemon=True).start()
+        saves = Saves(
+            checkpoints, queue.checkpointed, settings.checkpoint.grace_secs, says=process == 0
+        )
+        saves.check(
+            wait=True
+        )  # Nothing of a run leaves the learner before checkpoint 0 is on disk.
         if resume_point is None:
             versions.publish(version, versions.snapshot(state))
         else:
@@ -138,9 +150,9 @@ def _train(
         with timers("wait_push"):
             versions.wait(lambda: agreement.should_stop(version + 1, False))
 
-        def save(step: int, state, resume_point) -> None:
-            checkpoints.save(step, state, resume_point.to_json())
-            queue.checkpointed(checkpoints.oldest())
+        def should_stop(step: int, chunk_arrived: bool) -> bool:
+            saves.check()
+            return agreement.should_stop(step, chunk_arrived)
 
         learners.train(
             state,
@@ -150,13 +162,59 @@ def _train(
             pack=Packer(settings.learner, process=process),
             queue=queue,
             publisher=versions,
-            save=save,
+            save=saves.save,
             metrics=metrics,
             timers=timers,
             reference=reference,
-            should_stop=agreement.should_stop,
+            should_stop=should_stop,
         )
+        saves.check(wait=True)
         return checkpoints.latest() >= learner.num_steps  # The last step is always saved.
+
+
+class Saves:
+    """Saves checkpoints; the queue hears of one when it is on disk."""
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        checkpointed: Callable[[int], None],
+        grace_secs: float,
+        *,
+        says: bool,
+    ):
+        """Saves nothing yet.
+
+        Args:
+          checkpoints: of the run.
+          checkpointed: receives the oldest restorable step, `LearnerQueue.checkpointed`.
+          grace_secs: checkpoint.grace_secs.
+          says: whether to log if a checkpoint, at the rate of the first, fits into them.
+        """
+        self._checkpoints, self._checkpointed = checkpoints, checkpointed
+        self._grace_secs, self._says = grace_secs, says
+
+    def save(self, step: int, state: TrainState, resume_point: ResumePoint) -> None:
+        """Begins to write a checkpoint, after the end of the one before."""
+        self.check(wait=True)
+        self._checkpoints.save(step, state, resume_point.to_json())
+
+    def check(self, *, wait: bool = False) -> None:
+        """Reports a checkpoint that is on disk now; raises CheckpointError where one was not written."""
+        written = self._checkpoints.written(wait=wait)
+        if written is None:
+            return
+        if written.step:  # Nothing resumes from before checkpoint 0.
+            self._checkpointed(self._checkpoints.oldest())
+        if self._says:
+            _log_plan(written.num_bytes, written.num_bytes / written.secs, self._grace_secs)
+            self._says = False
+
+
+def _log_plan(num_bytes: int, bytes_per_sec: float | None, grace_secs: float) -> None:
+    """Logs whether a checkpoint fits into the grace period; a warning where it does not."""
+    text, fits = preemption.plan(num_bytes, bytes_per_sec, grace_secs)
+    log.log(logging.INFO if fits else logging.WARNING, "%s", text)
 
 
 def first_params_of(settings: Settings, config, mesh, tokenizer):
@@ -252,7 +310,12 @@ def push_deadline_of(settings: Settings) -> float:
 
 def _report_status(queue, process: int, timers, publisher) -> None:
     """Reports the learner's stage to the queue, every REPORT_SECS."""
-    places = {"wait_data": "the queue", "update": "its device", "accumulate": "its device"}
+    places = {
+        "wait_data": "the queue",
+        "update": "its device",
+        "accumulate": "its device",
+        "checkpoint": "the disk of its checkpoints",
+    }
     while True:
         name, secs = timers.current() or ("start", 0.0)
         pushing = name in ("wait_push", "publish")  # A push waits for the one before it.

@@ -182,7 +182,7 @@ def train_step_of(settings: Settings, config, mesh):
     )
 
 
-def checkpoints_of(settings: Settings, workdir: pathlib.Path):
+def checkpoints_of(settings: Settings, workdir: pathlib.Path, *, remove_unfinished: bool = False):
     """The checkpoints of the run; the best evaluated version is kept besides the last ones."""
     from jaxrl_async.evaluation.evaluator import best_version
     from jaxrl_async.learner.checkpoint import Checkpoints
@@ -191,6 +191,7 @@ def checkpoints_of(settings: Settings, workdir: pathlib.Path):
         workdir / "checkpoints",
         keep=settings.checkpoint.keep,
         best=functools.partial(best_version, workdir),
+        remove_unfinished=remove_unfinished,
     )
 
 

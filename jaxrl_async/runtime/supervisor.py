@@ -24,13 +24,12 @@ from jaxrl_async.config.settings import Settings
 from jaxrl_async.metrics import last_metrics
 from jaxrl_async.queue import client as queue_client
 from jaxrl_async.runtime import status
-from jaxrl_async.runtime.preemption import CLEANUP_SECS, GRACE_SECS, PREEMPTED
+from jaxrl_async.runtime.preemption import CLEANUP_SECS, PREEMPTED
 from jaxrl_async.runtime.workdir import checkpoint_steps
 
 # For a learner on a CPU: XLA allocates a step's buffers anew each time, and pages of 4 KiB cost a tenth of the step.
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 STOP_SIGNAL = signal.SIGUSR1  # The learner checkpoints and exits; SIGTERM ends a role at once.
-LEARNER_STOP_SECS = GRACE_SECS + CLEANUP_SECS  # from STOP_SIGNAL to the learner's exit, at most
 STOP_SECS = 6.0  # from SIGTERM to SIGKILL
 POLL_SECS = 0.2  # poll interval of the processes
 STALL_REPORT_SECS = 30.0  # interval of the printed chains while no step ends
@@ -304,7 +303,7 @@ def _watch(
             learners = roles[-num_learners:]
             if stop_requested():
                 next(progress)
-                return _stop_learners(learners)
+                return _stop_learners(learners, learner_stop_secs(settings))
             if any(role.process.poll() for role in learners):
                 roles[-num_learners:] = restarts.of_learners(learners)
             if pids != (now := {role.name: role.process.pid for role in roles}):
@@ -316,7 +315,12 @@ def _watch(
         return True
 
 
-def _stop_learners(learners: list[Role]) -> bool:
+def learner_stop_secs(settings: Settings) -> float:
+    """From STOP_SIGNAL to the learner's exit, at most."""
+    return settings.checkpoint.grace_secs + CLEANUP_SECS
+
+
+def _stop_learners(learners: list[Role], stop_secs: float) -> bool:
     """Sends STOP_SIGNAL to the learner and waits for its exit. Returns whether the last step was done by then.
 
     Raises:
@@ -324,7 +328,7 @@ def _stop_learners(learners: list[Role]) -> bool:
     """
     for role in learners:
         role.process.send_signal(STOP_SIGNAL)
-    deadline = time.monotonic() + LEARNER_STOP_SECS
+    deadline = time.monotonic() + stop_secs
     for role in learners:
         with contextlib.suppress(subprocess.TimeoutExpired):
             role.process.wait(max(0.0, deadline - time.monotonic()))
