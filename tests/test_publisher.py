@@ -11,8 +11,9 @@ import pytest
 from fixtures.fake_sglang import FakeServer, started
 
 from jaxrl_async.queue.records import ServerRecord
-from jaxrl_async.servers.client import InferenceClient, ServerError
+from jaxrl_async.servers.client import InferenceClient, ServerError, ServerTimeoutError
 from jaxrl_async.servers.preflight import UnfitServerError
+from jaxrl_async.weights import awake
 from jaxrl_async.weights.health import Server, server_records
 from jaxrl_async.weights.publisher import Publisher, PublisherError
 from jaxrl_async.weights.store import WeightStore
@@ -80,7 +81,7 @@ def start(queue, store):
         start_timeout_secs=WAIT_SECS,
         router=None,
         transport=TRANSPORTS["disk"],
-        preflight=None,
+        **kwargs,
     ):
         addresses = [server.address for server in servers]
         publisher = Publisher(
@@ -92,7 +93,7 @@ def start(queue, store):
             push_timeout_secs=push_timeout_secs,
             poll_secs=0.02,
             start_timeout_secs=start_timeout_secs,
-            preflight=preflight,
+            **kwargs,
         )
         publishers.append(publisher)
         return publisher
@@ -198,10 +199,73 @@ def test_the_first_push_names_a_server_that_never_answered(queue, servers, start
     publisher.publish(0, write(0), timeout_secs=WAIT_SECS)
     with pytest.raises(
         PublisherError,
-        match=rf"version 0 .* 0\.3 s.*{absent.address} .*DEAD .*/model_info",
+        match=rf"version 0 .*2 of 3 .* 0\.3 s.*{absent.address} .*DEAD .*/model_info",
     ):
         publisher.wait(0, timeout_secs=WAIT_SECS)
     assert queue.published == []
+
+
+def test_a_quorum_lets_the_first_push_go_on_without_a_server_that_never_answers(
+    queue, servers, start, write
+):
+    absent = FakeServer()
+    publisher = start([*servers, absent], start_timeout_secs=1.0, quorum=0.5)
+    push(publisher, 0, write)
+    assert queue.last(absent) == ("DEAD", None)
+    assert [queue.last(s) for s in servers] == [("HEALTHY", 0)] * 2
+    push(publisher, 1, write)
+    absent.start()  # It joins later.
+    queue.wait_for(lambda: queue.last(absent) == ("HEALTHY", 1))
+    absent.stop()
+
+
+def test_a_resumed_run_waits_for_a_quorum_and_one_attempt_at_each_server(
+    queue, servers, start, write
+):
+    publisher = start([*servers, FakeServer()], quorum=0.5, is_resumed=True)
+    push(publisher, 3, write)  # start_timeout_secs is WAIT_SECS: it is not waited for.
+    states = queue.published[0][1].values()
+    assert sorted(states, key=str) == [("DEAD", None), ("HEALTHY", 3), ("HEALTHY", 3)]
+
+
+@pytest.mark.parametrize(
+    ("num_absent", "quorum", "needed"), [(0, 1.0, 2), (1, 0.5, 2), (1, 0.7, 3), (2, 0.5, 2)]
+)
+def test_a_quorum_is_rounded_up(servers, start, write, num_absent, quorum, needed):
+    absent = [FakeServer() for _ in range(num_absent)]
+    servers[0].stop()
+    publisher = start(
+        [*servers, *absent], quorum=quorum, start_timeout_secs=0.5, is_resumed=bool(num_absent % 2)
+    )
+    publisher.publish(0, write(0), timeout_secs=WAIT_SECS)
+    message = rf"1 of {2 + num_absent} .* 0\.5 s.* {needed} must .*server\.quorum = {quorum:g}"
+    with pytest.raises(PublisherError, match=message):
+        publisher.wait(0, timeout_secs=WAIT_SECS)
+    servers[0].start()
+
+
+def test_after_a_stop_of_the_process_a_fresh_attempt_comes_first(
+    queue, servers, start, write, monkeypatch
+):
+    monkeypatch.setattr(awake, "STOP_SECS", 0.6)
+    interrupted, stopped = [], threading.Event()
+
+    async def transport(client, address, *, version, **kwargs):
+        if version == "1" and address not in interrupted:
+            interrupted.append(address)
+            if len(interrupted) == len(servers):
+                time.sleep(2.0)  # Nothing of the publisher runs, as in a process that is stopped.
+                stopped.set()
+            while not stopped.is_set():
+                await asyncio.sleep(0.01)
+            raise ServerTimeoutError(address, "/update", "no answer within 1 s", retryable=True)
+        await TRANSPORTS["disk"](client, address, version=version, **kwargs)
+
+    publisher = start(servers, push_timeout_secs=1.0, start_timeout_secs=1.0, transport=transport)
+    push(publisher, 0, write)
+    push(publisher, 1, write)
+    states = {state for _, states, _ in queue.published for state, _ in states.values()}
+    assert states == {"HEALTHY"} and queue.versions == [0, 1]
 
 
 def test_a_late_server_is_stale_until_it_holds_the_current_version(queue, servers, start, write):

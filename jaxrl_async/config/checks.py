@@ -225,6 +225,8 @@ def _check_server(server: Server) -> None:
     for speed in server.speeds:
         if not 0 < speed < float("inf"):
             raise SettingsError(f"server.speeds must be > 0 and finite, got {speed}")
+    if not 0 < server.quorum <= 1:
+        raise SettingsError(f"server.quorum must be in (0, 1], got {server.quorum}")
     if bool(server.tls_cert) != bool(server.tls_key):
         raise SettingsError(
             f"server.tls_cert and server.tls_key go together, got {server.tls_cert!r} and {server.tls_key!r}"

@@ -29,7 +29,10 @@ JOURNAL_SYNCHRONOUS = ("normal", "full")
 RENAMED: dict[str, str] = {"loss.behavior_cap_mode": "loss.behavior_weight"}
 # Settings that old workdirs may lack, key → the value that the code had before the setting existed. Such a run is
 # read with that value, whatever the default is now.
-ADDED: dict[str, Any] = {"checkpoint.grace_secs": 60.0}
+ADDED: dict[str, Any] = {
+    "checkpoint.grace_secs": 60.0,
+    "server.quorum": 1.0,
+}
 
 
 class SettingsError(ValueError):
@@ -133,6 +136,8 @@ class Server:
     max_total_tokens: int = 1536  # prompt + completion of one request
     max_queued_requests: int = 4096
     start_timeout_secs: float = 120.0
+    # ⌈quorum · servers⌉ must hold the first version of a run or of a resumed one; the others join later
+    quorum: float = 0.5
 
     @property
     def controls(self) -> dict[str, tuple[str, ...]]:

@@ -121,7 +121,7 @@ def _train(
         store = WeightStore(workdir / "weights", keep=max(weights.keep, delay.max_steps + 2))
         make_parts = _leader_parts if process == 0 else _follower_parts
         check = preflight.check_of(settings, expected)
-        queue, publisher, metrics = make_parts(settings, workdir, queue, store, check)
+        queue, publisher, metrics = make_parts(settings, workdir, queue, store, check, resume)
         for part_of_run in (checkpoints, metrics, publisher):
             stack.callback(part_of_run.close)
         versions = Versions(
@@ -258,7 +258,9 @@ def _reference(settings: Settings, checkpoints, train_step):
     return state.params
 
 
-def _leader_parts(settings: Settings, workdir: pathlib.Path, queue, store: WeightStore, check):
+def _leader_parts(
+    settings: Settings, workdir: pathlib.Path, queue, store: WeightStore, check, resume: bool
+):
     """(queue, publisher, metrics) of process 0."""
     weights = settings.weights
     publisher = Publisher(
@@ -270,13 +272,17 @@ def _leader_parts(settings: Settings, workdir: pathlib.Path, queue, store: Weigh
         push_timeout_secs=weights.push_timeout_secs,
         poll_secs=weights.poll_secs,
         start_timeout_secs=settings.server.start_timeout_secs,
+        quorum=settings.server.quorum,
+        is_resumed=resume,
         evaluation=evaluator_of(settings, workdir),
         preflight=check,
     )
     return queue, publisher, MetricsWriter(workdir)
 
 
-def _follower_parts(settings: Settings, workdir: pathlib.Path, queue, store: WeightStore, check):
+def _follower_parts(
+    settings: Settings, workdir: pathlib.Path, queue, store: WeightStore, check, resume: bool
+):
     """(queue, publisher, metrics) of the other processes, which follow process 0; it alone prunes the store."""
     return (
         follower.FollowerQueue(queue),

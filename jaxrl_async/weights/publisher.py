@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import math
 import os
 import pathlib
 import threading
@@ -25,6 +26,7 @@ from jaxrl_async.servers.client import InferenceClient, ServerError
 from jaxrl_async.servers.fleet import DEAD, HEALTHY, STALE
 from jaxrl_async.servers.preflight import UnfitServerError
 from jaxrl_async.weights import health
+from jaxrl_async.weights.awake import AwakeClock
 from jaxrl_async.weights.store import StoredVersion
 from jaxrl_async.weights.transports import SupersededError, Transport
 
@@ -60,6 +62,8 @@ class Publisher:
         push_timeout_secs: float,
         poll_secs: float,
         start_timeout_secs: float,
+        quorum: float = 1.0,
+        is_resumed: bool = False,
         evaluation: Evaluation | None = None,
         preflight: Callable[[InferenceClient, str], Awaitable[None]] | None = None,
     ):
@@ -75,8 +79,12 @@ class Publisher:
           push_timeout_secs: deadline of a server for a version; one that misses it is STALE. Without a HEALTHY
             server for this time the publisher fails, unless a server is DEAD or has just restarted.
           poll_secs: poll interval of each server.
-          start_timeout_secs: deadline of the first push, for all servers. Without a HEALTHY server, a DEAD one has
-            this time to restart.
+          start_timeout_secs: deadline of the first push. Without a HEALTHY server, a DEAD one has this time to
+            restart.
+          quorum: share of the servers that must hold the first version, in (0, 1]: ⌈quorum · servers⌉ of them. The
+            others join later.
+          is_resumed: the first push waits for the quorum and one attempt at each server; without, for all servers,
+            and after start_timeout_secs for the quorum.
           preflight: refuses a server before its first push, and before the first after a restart; see
             servers.preflight. Before any version is published a refusal ends the publisher.
         """
@@ -92,6 +100,8 @@ class Publisher:
         self._push_timeout_secs = push_timeout_secs
         self._poll_secs = poll_secs
         self._start_timeout_secs = start_timeout_secs
+        self._quorum = quorum
+        self._is_resumed = is_resumed
         self._evaluation = evaluation
         self._preflight = preflight
 
@@ -111,8 +121,9 @@ class Publisher:
         self._known_states: list[str] = []  # the states that the queue knows
         self._pushing = False
         self._evaluating: asyncio.Task | None = None
-        self._healthy_at = time.monotonic()
-        self._changed = asyncio.Condition()
+        self._awake = AwakeClock()
+        self._healthy_at = self._awake.now()
+        self._changed = asyncio.Event()  # an attempt at a server ended
         self._announcing = asyncio.Lock()
         self._requests: asyncio.Queue[_Request] = asyncio.Queue()
         self._loop = asyncio.new_event_loop()
@@ -166,12 +177,13 @@ class Publisher:
         def over() -> bool:
             return self._error is not None or _at_least(self._published, version)
 
-        deadline = time.monotonic() + timeout_secs
+        awake = AwakeClock()
+        deadline = awake.now() + timeout_secs
         with self._condition:
-            while not self._condition.wait_for(over, min(LOOK_SECS, deadline - time.monotonic())):
+            while not self._condition.wait_for(over, min(LOOK_SECS, deadline - awake.now())):
                 if should_stop():
                     return
-                if time.monotonic() > deadline:
+                if awake.now() > deadline:
                     raise PublisherError(
                         f"version {version} is not published after {timeout_secs:g} s: "
                         f"the publisher waits for {self.waits_for()}"
@@ -223,6 +235,7 @@ class Publisher:
         async with self._client as client, asyncio.TaskGroup() as tasks:
             for server in self._servers:
                 tasks.create_task(self._keep(client, server), name=f"publisher {server.address}")
+            tasks.create_task(self._watch_the_clock(), name="publisher clock")
             while True:
                 await self._push(await self._requests.get())
                 self._start_evaluation(client, tasks)
@@ -289,30 +302,54 @@ class Publisher:
             await asyncio.wait({self._evaluating})
 
     async def _deliver(self, first: bool) -> None:
-        """Waits until every server (the first time) or every HEALTHY one tried the target."""
+        """Waits until every HEALTHY server tried the target; at first, until all hold it, or a quorum does."""
         target = self._target
         expected = [s for s in self._servers if first or (s.state == HEALTHY and not s.reserved)]
         for server in self._servers:
             server.due.set()
 
+        def is_done(server: health.Server) -> bool:
+            needs_all = first and not self._is_resumed
+            return server.holds(target) if needs_all else server.tried is target
+
         def delivered() -> bool:
-            done = all(s.holds(target) if first else s.tried is target for s in expected)
-            return done and any(s.holds(target) for s in self._servers)
+            while expected and is_done(expected[-1]):
+                expected.pop()
+            return not expected and self._num_holding() >= self._num_needed(first)
 
         def delivered_or_impossible() -> bool:
             return delivered() or not self._may_recover()
 
         timeout_secs = self._start_timeout_secs if first else self._push_timeout_secs
         await self._wait(delivered, timeout_secs)
-        if not any(s.holds(target) for s in self._servers):
+        if not self._num_holding():
             await self._wait(delivered_or_impossible, self._start_timeout_secs - timeout_secs)
         self._end_push(first, timeout_secs)
-        self._healthy_at = time.monotonic()
+        self._healthy_at = self._awake.now()
 
     async def _wait(self, condition: Callable[[], bool], timeout_secs: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_secs), self._changed:
-                await self._changed.wait_for(condition)
+        """Waits for a condition, looked at after every attempt at a server, for so many seconds awake."""
+        deadline = self._awake.now() + timeout_secs
+        while not condition() and (left := deadline - self._awake.now()) > 0:
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(left, LOOK_SECS)):
+                    await self._changed.wait()
+
+    async def _watch_the_clock(self) -> None:
+        """Keeps a busy time of other tasks apart from a stop of the process."""
+        while True:
+            self._awake.now()
+            await asyncio.sleep(LOOK_SECS)
+
+    def _num_holding(self) -> int:
+        """The servers that hold the target."""
+        return sum(s.holds(self._target) for s in self._servers)
+
+    def _num_needed(self, first: bool) -> int:
+        """The servers that must hold the target."""
+        # Rounded: 0.7 · 10 is above 7 in floating point.
+        return max(1, math.ceil(round(self._quorum * len(self._servers), 6))) if first else 1
 
     def _may_recover(self) -> bool:
         """Whether a server may become HEALTHY: it is DEAD, restarted without weights, or has not tried the target."""
@@ -330,9 +367,10 @@ class Publisher:
                 server.reason = (
                     f"did not take version {version} within {timeout_secs:g} s ({server.reason})"
                 )
-        if first and not all(s.holds(self._target) for s in self._servers):
+        if first and self._num_holding() < self._num_needed(first):
             raise PublisherError(
-                f"version {version} did not reach every inference server within {timeout_secs:g} s: "
+                f"version {version} reached {self._num_holding()} of {len(self._servers)} inference servers within "
+                f"{timeout_secs:g} s, and {self._num_needed(first)} must hold it (server.quorum = {self._quorum:g}): "
                 + self._describe()
             )
         if not any(s.state == HEALTHY for s in self._servers):
@@ -353,6 +391,8 @@ class Publisher:
     async def _poll(
         self, client: InferenceClient, server: health.Server, target: health.Target
     ) -> None:
+        self._awake.now()
+        num_stops = self._awake.num_stops
         try:
             with self._pin(target.version):
                 await self._push_target(client, server, target)
@@ -371,6 +411,10 @@ class Publisher:
                 raise PublisherError(str(error)) from None
             server.state, server.reason = STALE, str(error)
         except Exception as error:
+            self._awake.now()
+            if self._awake.num_stops != num_stops:
+                server.due.set()  # Its deadline passed while this process was stopped.
+                return
             if not isinstance(error, ServerError):
                 log.exception("a push of version %s to %s failed", target.name, server.address)
             server.reason = str(error) or type(error).__name__
@@ -380,8 +424,7 @@ class Publisher:
             server.state = STALE if await health.answers(client, server) else DEAD
         server.tried = target
         await self._publish_states()
-        async with self._changed:
-            self._changed.notify_all()
+        self._changed.set()
         self._check_any_healthy()
 
     async def _push_target(
@@ -411,7 +454,7 @@ class Publisher:
 
     def _check_any_healthy(self) -> None:
         """Raises when no server was HEALTHY for too long; a push has a deadline of its own."""
-        now = time.monotonic()
+        now = self._awake.now()
         if self._pushing or any(r.state == HEALTHY for r in health.server_records(self._servers)):
             self._healthy_at = now
             return
