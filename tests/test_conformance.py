@@ -632,6 +632,30 @@ async def test_parity_tells_the_right_weights_from_others(server, versions):
     assert verdicts == ["ok", "version"]
 
 
+@pytest.mark.parametrize("vocab_size", [40, 4000])
+async def test_parity_with_another_vocabulary_is_refused_and_the_server_lives(
+    server, client, tmp_path, vocab_size
+):
+    other = dataclasses.replace(CONFIG, vocab_size=vocab_size)
+    params = nnx.split(transformer.Transformer(other, rngs=nnx.Rngs(0)))[1]
+    store = weight_store.WeightStore(tmp_path, keep=2)
+    path = store.write(1, hf.to_tensors(params, other, "float32"), hf.write_config(other))
+    questions = parity.Questions(
+        num_prompts=4, prompt_tokens=32, max_new_tokens=4, temperature=1.0, top_p=1.0, seed=0
+    )
+    with pytest.raises(parity.ParityError, match=f"has 60 tokens, .* has {vocab_size}"):
+        await parity.measure(
+            server.address,
+            path,
+            questions,
+            dtype="float32",
+            tolerance=EXACT,
+            timeout_secs=CALL_SECS,
+            api_key=real_servers.API_KEY,
+        )
+    assert len((await generate(client, server)).tokens) == 8
+
+
 async def test_each_route_takes_its_key_alone(server):
     for route, right, wrong in (
         ("/generate", real_servers.API_KEY, real_servers.ADMIN_API_KEY),

@@ -15,7 +15,7 @@ from flax import nnx
 from jaxrl_async.cli.config import load_config, settings_of
 from jaxrl_async.cli.main import main
 from jaxrl_async.models import attention, hf, sharding, transformer
-from jaxrl_async.roles import parts
+from jaxrl_async.roles import learner, parts
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.tasks.tokenizer import CharTokenizer, HFTokenizer
 from jaxrl_async.weights import store as weight_store
@@ -201,6 +201,36 @@ def test_what_cannot_be_exported_is_refused_and_named(run, tmp_path, capsys):
         assert main(["export", *words]) == code
         assert message in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"full"}
+
+
+def params_in(directory, shape):
+    return jax.tree.map(np.asarray, hf.from_tensors(hf.read_tensors(directory), shape))
+
+
+def test_the_model_of_a_config_is_written_before_there_is_a_run(tmp_path, capsys):
+    """Random weights by default; with the warm start they are the run's version 0."""
+    config = f"--config={CONFIGS}/quickstart.py:smoke"
+    settings = settings_of(load_config(f"{CONFIGS}/quickstart.py:smoke"))
+    tokenizer = parts.tokenizer_of(settings, tmp_path / "work")
+    shape = parts.model_config_of(settings, tokenizer)
+    mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
+    for name, flags, expected in [
+        ("random", [], sharding.init_sharded(shape, mesh, settings.seed)),
+        ("warm", ["--warm_start"], learner.first_params_of(settings, shape, mesh, tokenizer)),
+    ]:
+        out = tmp_path / "models" / name
+        assert main(["init", config, f"--out={out}", *flags]) == 0
+        assert str(out) in capsys.readouterr().out
+        weight_store.verify(out)
+        assert hf.read_config(out, dtype=shape.dtype, remat=shape.remat) == shape
+        jax.tree.map(np.testing.assert_array_equal, params_in(out, shape), jax.device_get(expected))
+        theirs = their_tokenizer(out)
+        assert theirs(TEXT).input_ids == tokenizer.encode(TEXT)
+    assert main(["init", config, f"--config.model.path={out}", f"--out={tmp_path / 'x'}"]) == 2
+    assert "give the server that directory" in capsys.readouterr().err
+    assert main(["init", config, f"--out={out}"]) == 2
+    assert "warm is not empty: name another --out" in capsys.readouterr().err
+    assert {path.name for path in (tmp_path / "models").iterdir()} == {"random", "warm"}
 
 
 @pytest.mark.long

@@ -250,7 +250,13 @@ def test_tokens_drawn_at_another_temperature_are_the_samplers_fault(drawn_at, sa
         ({"weight_version": "6", "weight_digest": None}, None),
         ({"weight_version": "default"}, None),
         ({}, None),
-        ({"weight_version": "7"}, "server holds version 7, the checkpoint is version 6"),
+        (
+            {"weight_version": "7"},
+            "another version of these weights: the server holds version 7, the checkpoint is version 6",
+        ),
+        ({"weight_version": "abcd.1.6"}, None),
+        ({"weight_version": "abcd.1.7"}, "holds version abcd.1.7, the checkpoint is version 6"),
+        ({"weight_version": "7-unverified"}, "7-unverified: a push is under way, or failed"),
         (
             {"weight_version": "6", "weight_digest": "cd" * 32},
             "cdcdcdcdcdcd, the manifest says abab",
@@ -356,7 +362,11 @@ async def test_a_right_server_agrees(serve, tmp_path, capsys, flags):
     ("server", "flags", "said"),
     [
         ({"seed": 1}, (), "verdict: weights: mean |d| "),
-        ({"version": "2"}, (), "verdict: version: the server holds version 2, the checkpoint is "),
+        (
+            {"version": "2"},
+            (),
+            "verdict: version: another version of these weights: the server holds version 2, the checkpoint is ",
+        ),
         ({"dtype": "bfloat16"}, (), "verdict: dtype: "),
         ({}, ("--dtype=bfloat16",), "verdict: dtype: the server computes in float32"),
         ({"dtype": "bfloat16"}, ("--dtype=bfloat16", "--tolerance=0.03"), "verdict: ok: "),
@@ -461,28 +471,47 @@ async def test_weights_that_change_meanwhile_are_not_compared(tmp_path):
             await measure(address, write_checkpoint(tmp_path))
 
 
-@pytest.mark.parametrize("said", [7, None])
-async def test_no_token_id_beyond_a_vocabulary_is_sent(tmp_path, monkeypatch, said):
-    """SGLang dies of one. A server that says nothing gets ids that any vocabulary has."""
-    monkeypatch.setattr(parity, "_SAFE_IDS", 5)
+@pytest.mark.parametrize(
+    ("reported", "refusal", "said"),
+    [
+        (7, "", "vocabulary has 7 tokens, .* 19: .*another model"),
+        (64, "", "vocabulary has 64 tokens, .* 19: .*another model"),
+        (None, "logit_bias must has keys in [0, 6], got 2147483647.", "vocabulary has 7 tokens"),
+        (None, "no such parameter", "tells its vocabulary neither .* 19 tokens"),
+    ],
+)
+async def test_no_token_id_is_sent_that_the_server_s_vocabulary_may_not_have(
+    tmp_path, reported, refusal, said
+):
+    """SGLang dies of one. Every vocabulary has token 0."""
     asked = []
 
     async def model_info(_):
-        return web.json_response({"weight_version": "1"} | ({"vocab_size": said} if said else {}))
+        info = {"weight_version": "1"} | ({"vocab_size": reported} if reported else {})
+        return web.json_response(info)
 
     async def generate(request):
         asked.extend((await request.json())["input_ids"])
-        return web.json_response({"error": "stop here"}, status=400)
+        return web.json_response({"error": {"message": refusal}}, status=400)
 
     async with stub({"/model_info": model_info, "/generate": generate}) as address:
-        with pytest.raises(parity.ParityError) as error:
+        with pytest.raises(parity.ParityError, match=said):
             await measure(address, write_checkpoint(tmp_path))
-    if said:
-        assert "vocabulary has 7 tokens" in str(error.value) and "19" in str(error.value)
-        assert not asked
-    else:
-        assert "stop here" in str(error.value)
-        assert set(asked) == set(range(5))
+    assert set(asked) <= {0}
+
+
+def test_another_version_that_training_made_surer_is_no_temperature():
+    """A policy sharpens as it learns: a fit of the temperature may leave a tenth of the difference."""
+    other = log_softmax(LOGITS / 0.6)
+    left = noise(0.06 * np.abs(evidence(lambda t, _: pick(other, t)).first.differences).mean())
+    exact = {"sampled": other, "rounding": 1e-4}
+    e = evidence(lambda tokens, _: pick(other, tokens) + left, **exact)
+    assert cause_of(e) == "temperature"
+    fault = (
+        "another version of these weights: the server holds version 7, the checkpoint is version 6"
+    )
+    verdict = parity.diagnose(dataclasses.replace(e, label_fault=fault), TOLERANCE)
+    assert verdict.cause == "version" and "another version of these weights" in verdict.finding
 
 
 @contextlib.asynccontextmanager

@@ -10,6 +10,7 @@ from jaxrl_async.config.settings import SettingsError
 VERBS = {
     "train": "train a policy: every role on this machine, or one --role on a pod",
     "config": "print every setting of a config or a run, and what differs from the defaults",
+    "init": "write the model of a config as a Hugging Face directory, for servers of your own",
     "serve": "serve a checkpoint or a Hugging Face directory over SGLang's HTTP API",
     "evaluate": "greedy accuracy and pass@k of a run's checkpoints on held-out prompts",
     "replay": "train again on the journal of a run: the same parameters, or another objective on the same data",

@@ -284,8 +284,10 @@ class InferenceClient:
         }
         return await self._post(address, "/generate", payload, timeout_secs)
 
-    async def vocab_size(self, address: str, *, timeout_secs: float) -> int | None:
-        """The vocabulary of a server; None where neither a route nor a refusal tells it.
+    async def vocab_size(
+        self, address: str, info: Mapping[str, Any], *, timeout_secs: float
+    ) -> int | None:
+        """The vocabulary of a server, from its model_info; None where neither that nor a refusal tells it.
 
         Servers of this project report it. SGLang and SGLang-JAX name it when they refuse a bias on a token beyond it,
         before the request reaches the scheduler. Two grammars at once make it a request that is refused anyway, so
@@ -294,7 +296,6 @@ class InferenceClient:
         Raises:
           ServerError: no answer, or the key is wrong.
         """
-        info = await self.model_info(address, timeout_secs=timeout_secs)
         if isinstance(info.get("vocab_size"), int):
             return info["vocab_size"]
         sampling = {

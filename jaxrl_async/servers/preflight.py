@@ -63,7 +63,7 @@ async def preflight(
     ours = "weight_digest" in info
     await server.check_routes(ours)
     server.check_model(info)
-    await server.check_vocabulary()
+    await server.check_vocabulary(info)
     await server.check_context(info)
     if (
         not ours
@@ -194,8 +194,8 @@ class _Server:
             "model.path, or the directory that `python -m jaxrl_async init --out=DIR` writes",
         )
 
-    async def check_vocabulary(self) -> None:
-        found = await self._client.vocab_size(self._address, **self._call())
+    async def check_vocabulary(self, info: Mapping[str, Any]) -> None:
+        found = await self._client.vocab_size(self._address, info, **self._call())
         wanted = self._expected.config["vocab_size"]
         if found is not None and found != wanted:
             raise self._other_model("/generate", f"a vocabulary of {found} tokens", wanted)

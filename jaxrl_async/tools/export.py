@@ -1,8 +1,14 @@
-"""Export: a checkpoint as a Hugging Face directory, for transformers, SGLang, or `model.path` of a new run."""
+"""Export: a checkpoint, or the model that a run starts from, as a Hugging Face directory.
 
+It is for transformers, SGLang, or `model.path` of a new run.
+"""
+
+import dataclasses
 import json
 import pathlib
 import tempfile
+
+import jax
 
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.models import hf
@@ -30,11 +36,49 @@ def export(
       FileExistsError: `out` is not empty.
       OSError, ValueError: `out` cannot be written, or the files at model.path are missing or damaged.
     """
-    if out.exists() and any(out.iterdir()):
-        raise FileExistsError(f"{out} is not empty")
+    _refuse_full(out)
     tokenizer = parts.tokenizer_of(settings, workdir)
     model = parts.model_config_of(settings, tokenizer)
     step, params = parts.checkpoint_params(settings, workdir, step)
+    _write(settings, model, tokenizer, step, params, out, dtype)
+    return step
+
+
+def init(settings: Settings, out: pathlib.Path, *, dtype: str, warm: bool) -> None:
+    """Writes the model that a run of these settings starts from, before there is a run.
+
+    Args:
+      settings: of a run without model.path.
+      out: the directory to write, new or empty.
+      dtype: "float32" | "bfloat16", of the tensors.
+      warm: after the warm start, which is version 0; else the random weights before it.
+
+    Raises:
+      FileExistsError: `out` is not empty.
+      OSError, ValueError: `out` cannot be written, or the task or its tokenizer cannot be made.
+    """
+    from jaxrl_async.models import sharding
+    from jaxrl_async.roles.learner import first_params_of
+
+    _refuse_full(out)
+    if not warm:
+        stage = dataclasses.replace(settings.warm_start, num_steps=0)
+        settings = dataclasses.replace(settings, warm_start=stage)
+    with tempfile.TemporaryDirectory(prefix="jaxrl-init-") as workdir:
+        tokenizer = parts.tokenizer_of(settings, pathlib.Path(workdir))
+    model = parts.model_config_of(settings, tokenizer)
+    mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
+    params = first_params_of(settings, model, mesh, tokenizer)
+    _write(settings, model, tokenizer, 0, params, out, dtype)
+
+
+def _refuse_full(out: pathlib.Path) -> None:
+    if out.exists() and any(out.iterdir()):
+        raise FileExistsError(f"{out} is not empty")
+
+
+def _write(settings, model, tokenizer, step: int, params, out: pathlib.Path, dtype: str) -> None:
+    """Writes beside `out` and renames, so that there is all or nothing."""
     config = _config(settings, model, tokenizer) | {"torch_dtype": dtype}
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.partial-", dir=out.parent) as partial:
@@ -44,7 +88,6 @@ def export(
         for name, content in tokenizer.hf_files().items():
             (written / name).write_bytes(content)
         written.rename(out)
-    return step
 
 
 def _config(settings: Settings, model, tokenizer) -> dict:

@@ -45,7 +45,6 @@ _MAX_IMPOSSIBLE = 0.02  # Share of tokens outside a truncated set, by rounding a
 _MAX_FIT_TOKENS = 256  # tokens that hypotheses are fitted to; each costs a vocabulary of logits
 _MAX_CONCURRENT = 8  # requests at a time
 _HEAD_CHUNK_TOKENS = 16  # Columns whose logits exist at a time.
-_SAFE_IDS = 1024  # Prompt ids stay below this where a server does not report its vocabulary.
 
 
 class ParityError(Exception):
@@ -194,14 +193,16 @@ async def measure(
       tls_ca: PEM file of the authorities to trust at https://; "" for the system's.
 
     Raises:
-      ParityError: no checkpoint; a server that cannot be reached, returns no tokens, has a smaller vocabulary than the
-        checkpoint, or changed its weights meanwhile.
+      ParityError: no checkpoint; a server that cannot be reached, returns no tokens, has another vocabulary than the
+        checkpoint or does not tell it, or changed its weights meanwhile.
     """
     config, manifest = _read_checkpoint(directory, dtype)
     async with _Client(api_key=api_key, tls_ca=tls_ca) as client:
         try:
             info = await client.model_info(server, timeout_secs=timeout_secs)
-            prompts = _prompts(questions, _num_ids(info, config, directory))
+            vocab_size = await client.vocab_size(server, info, timeout_secs=timeout_secs)
+            _check_vocabulary(server, vocab_size, config, directory)
+            prompts = _prompts(questions, config.vocab_size)
             learner = _Learner(config, directory)
             ask = functools.partial(_ask, client, server, prompts, questions, timeout_secs)
 
@@ -240,7 +241,7 @@ def diagnose(evidence: Evidence, tolerance: float) -> Verdict:
 
     A hypothesis predicts the log-probs of a server with that fault. It explains the numbers if it leaves at most a
     third of the difference, and at most the tolerance, a tenth of the difference, or twice the effect of rounding to
-    the other dtype.
+    the other dtype. Where the server names another version than the manifest, a tenth of the difference is too much.
 
     Args:
       evidence: of `measure`.
@@ -275,10 +276,14 @@ def label_fault(model_info: Mapping[str, Any], manifest: Mapping[str, Any] | Non
         return None
     said, wanted = model_info.get("weight_digest"), manifest["digest"]
     digests = f"digest {str(said)[:12]}, the manifest says {wanted[:12]}"
-    version = str(model_info.get("weight_version"))
+    name = str(model_info.get("weight_version"))
+    if name.endswith("-unverified"):
+        return f"the server holds {name}: a push is under way, or failed"
+    version = name.rpartition(".")[2]  # behind a run and its epoch
     if version.isdecimal() and int(version) != manifest["version"]:
         found = (
-            f"the server holds version {version}, the checkpoint is version {manifest['version']}"
+            f"another version of these weights: the server holds version {name}, the checkpoint is "
+            f"version {manifest['version']}"
         )
         return found if said is None else f"{found} ({digests})"
     if said is not None and said != wanted:
@@ -313,17 +318,18 @@ def _read_checkpoint(directory, dtype):
         ) from error
 
 
-def _num_ids(info, config, directory) -> int:
-    """Bound on prompt ids: an id beyond the vocabulary kills an SGLang server."""
-    vocab_size = info.get("vocab_size")
+def _check_vocabulary(server, vocab_size, config, directory) -> None:
+    """Refuses a server of another or an unknown vocabulary: a token id beyond it kills an SGLang server."""
     if vocab_size is None:
-        return min(config.vocab_size, _SAFE_IDS)
-    if vocab_size < config.vocab_size:
+        raise ParityError(
+            f"{server} tells its vocabulary neither in /model_info nor in a refusal, as SGLang 0.5.23 does; it was "
+            f"not asked with ids of the {config.vocab_size} tokens of {directory}, one of which may kill it"
+        )
+    if vocab_size != config.vocab_size:
         raise ParityError(
             f"the server's vocabulary has {vocab_size} tokens, that of {directory} has "
             f"{config.vocab_size}: the server holds another model"
         )
-    return config.vocab_size
 
 
 def _prompts(questions: Questions, num_ids: int) -> np.ndarray:
@@ -474,7 +480,9 @@ def _cache_fault(e: Evidence, tolerance: float) -> Verdict | None:
 def _best_explanation(e: Evidence, tolerance: float) -> Verdict | None:
     part = _head(e)
     base = float(np.abs(part.first.differences).mean())
-    bound = min(base / 3, max(tolerance, base / 10, 2 * _rounding(part)))
+    # Of another version, an explanation must be as good as exact.
+    share = base / 10 if e.label_fault is None else 0.0
+    bound = min(base / 3, max(tolerance, share, 2 * _rounding(part)))
     best, least = None, bound
     for explanation in _explanations(part):
         left = _residual(explanation.logprobs, part.first.server_logprobs)
