@@ -3,10 +3,12 @@
 import json
 import os
 import pathlib
+import queue
 import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 
 import jax
@@ -196,6 +198,7 @@ def test_a_version_of_two_processes_is_that_of_one_with_the_same_weights(two, tm
 
 FAILS = """
 import sys
+import threading
 from jaxrl_async.learner import processes
 
 coordinator, process = sys.argv[1], int(sys.argv[2])
@@ -429,29 +432,40 @@ def test_every_process_packs_its_groups_into_as_many_microbatches(
 # Followers.
 
 
-class Status:
-    def __init__(self, *versions):
-        self._versions = list(versions)
-
-    def __call__(self):
-        version = self._versions.pop(0) if len(self._versions) > 1 else self._versions[0]
-        return type("", (), {"v_pub": version})
+def versions(*values):
+    """A watch that says these versions, and no other."""
+    return lambda: iter(values)
 
 
 def test_a_follower_waits_until_the_queue_says_that_a_version_is_published():
-    status = Status(None, 0, 1, 2)
-    FollowerPublisher(status).wait(2, timeout_secs=30.0)
-    assert status().v_pub == 2 and len(status._versions) == 1
-    with pytest.raises(TimeoutError, match=r"version 3 .*0\.1 s.* version 2\b"):
-        FollowerPublisher(status).wait(3, timeout_secs=0.1)
-    FollowerPublisher(status).wait(3, timeout_secs=30.0, should_stop=lambda: True)
+    said = queue.SimpleQueue()
+    publisher = FollowerPublisher(lambda: iter(said.get, None))
+    for version in (0, 1):
+        said.put(version)
+    publisher.wait(1, timeout_secs=30.0)
+    with pytest.raises(TimeoutError, match=r"version 2 .*0\.1 s.* version 1\b"):
+        publisher.wait(2, timeout_secs=0.1)
+    publisher.wait(2, timeout_secs=30.0, should_stop=lambda: True)
+    threading.Timer(0.05, said.put, [3]).start()
+    publisher.wait(2, timeout_secs=30.0)
+    said.put(None)
+
+
+def test_a_follower_whose_watch_fails_says_so():
+    def watch():
+        yield 0
+        raise PermissionError("the queue asks for a token")
+
+    publisher = FollowerPublisher(watch)
+    with pytest.raises(PermissionError, match="token"):
+        publisher.wait(1, timeout_secs=30.0)
 
 
 def test_a_follower_that_cannot_write_says_so():
     def write():
         raise OSError("disk full")
 
-    publisher = FollowerPublisher(Status(None))
+    publisher = FollowerPublisher(versions())
     publisher.publish(0, write, timeout_secs=1.0)
     with pytest.raises(OSError, match="disk full"):
         publisher.wait(0, timeout_secs=30.0)
@@ -461,7 +475,7 @@ def test_a_follower_that_cannot_write_says_so():
 
 
 def test_a_follower_starts_no_version_before_the_last_is_published():
-    publisher, written = FollowerPublisher(Status(0)), []
+    publisher, written = FollowerPublisher(versions(0)), []
     publisher.publish(1, lambda: written.append(1), timeout_secs=0.1)
     with pytest.raises(TimeoutError, match="published version 1 "):
         publisher.publish(2, lambda: written.append(2), timeout_secs=0.1)

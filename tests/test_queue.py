@@ -372,6 +372,34 @@ async def test_the_table_of_servers_is_watched(monkeypatch):
             await queue.publish(0, [ServerRecord("http://a:1", "ILL", 1)])
 
 
+async def test_a_learner_watches_the_published_version_alone():
+    async with opened() as queue:
+        learner = await asyncio.to_thread(LearnerQueue(queue.address, **TIMEOUTS).__enter__)
+        versions = learner.watch_version()
+        await queue.publish(0, SERVERS)
+        assert await asyncio.to_thread(next, versions) == 0
+        await queue.publish(0, SERVERS[:1])  # no change of the version
+        await queue.fill(4)
+        await queue.lease(1)
+        await queue.publish(1, SERVERS)
+        assert await asyncio.to_thread(next, versions) == 1
+        rest = asyncio.create_task(asyncio.to_thread(list, versions))
+        await asyncio.to_thread(learner.__exit__)
+        assert await rest == []  # It ends with the client.
+
+
+async def test_the_table_of_servers_has_their_speeds():
+    async with opened() as queue:
+        record = ServerRecord("http://a:1", "HEALTHY", 0, speed=2.5)
+        await queue.publish(0, [record])
+        fleets = queue.client.watch_fleet()
+        assert await anext(fleets) == (record,)
+        await fleets.aclose()
+        for speed in (-1.0, float("inf"), float("nan")):
+            with pytest.raises(ValueError, match=r"http://a:1.*speed .*> 0"):
+                await queue.publish(0, [ServerRecord("http://a:1", "HEALTHY", 0, speed=speed)])
+
+
 async def test_a_watch_outlives_a_restart_of_the_queue():
     async with served() as address:
         client = await QueueClient(address, **TIMEOUTS).__aenter__()

@@ -5,15 +5,19 @@ that the queue reports as published.
 """
 
 import concurrent.futures
-import time
+import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxrl_async.queue.client import LearnerQueue
 from jaxrl_async.queue.records import QueueStatus, ResumePoint, Wait
 from jaxrl_async.types import Chunk
+from jaxrl_async.weights.awake import AwakeClock
 
-POLL_SECS = 0.05
+log = logging.getLogger(__name__)
+
+POLL_SECS = 0.5  # between two calls of should_stop during a wait
 
 
 class FollowerQueue:
@@ -42,18 +46,34 @@ class FollowerQueue:
 
 
 class FollowerPublisher:
-    """Writes this process's part of a version in a thread; the queue tells when a version is published."""
+    """Writes this process's part of a version in a thread; the queue says when a version is published."""
 
-    def __init__(self, status: Callable[[], QueueStatus]):
-        """Starts nothing yet.
+    def __init__(self, watch: Callable[[], Iterator[int]]):
+        """Starts the watch of the published version, in a thread.
 
         Args:
-          status: status of the queue, `LearnerQueue.status`.
+          watch: yields it at every change, `LearnerQueue.watch_version`.
         """
-        self._status = status
+        self._watch = watch
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="weights")
         self._writing: concurrent.futures.Future | None = None
         self._version: int | None = None
+        self._condition = threading.Condition()  # of the next two
+        self._published: int | None = None
+        self._error: Exception | None = None  # of the watch
+        threading.Thread(target=self._follow, name="versions", daemon=True).start()
+
+    def _follow(self) -> None:
+        try:
+            for version in self._watch():
+                with self._condition:
+                    self._published = version
+                    self._condition.notify_all()
+        except Exception as error:
+            log.error("the watch of the published version failed: %s", error)
+            with self._condition:
+                self._error = error
+                self._condition.notify_all()
 
     def publish(
         self,
@@ -76,22 +96,32 @@ class FollowerPublisher:
 
         Raises:
           TimeoutError: it is not published within timeout_secs.
-          Exception: the failure of `write`.
+          Exception: the failure of `write` or of the watch.
         """
-        deadline = time.monotonic() + timeout_secs
-        while (published := self._status().v_pub) is None or published < version:
-            self.check()
-            if should_stop():
-                return
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"learner process 0 has not published version {version} after {timeout_secs:g} s: "
-                    f"the queue has version {published}"
-                )
-            time.sleep(POLL_SECS)
+        awake = AwakeClock()
+        deadline = awake.now() + timeout_secs
+
+        def over() -> bool:
+            return self._error is not None or (
+                self._published is not None and self._published >= version
+            )
+
+        with self._condition:
+            while not self._condition.wait_for(over, min(POLL_SECS, deadline - awake.now())):
+                self.check()
+                if should_stop():
+                    return
+                if awake.now() > deadline:
+                    raise TimeoutError(
+                        f"learner process 0 has not published version {version} after {timeout_secs:g} s: "
+                        f"the queue has version {self._published}"
+                    )
+        self.check()
 
     def check(self) -> None:
-        """Raises the failure of `write`, if it failed."""
+        """Raises the failure of `write` or of the watch, if one failed."""
+        if self._error is not None:
+            raise self._error
         if self._writing is not None and self._writing.done():
             self._writing.result()
 

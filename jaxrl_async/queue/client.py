@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 
 RETRY_SECS = 0.2  # backoff between two tries of a call
 POLL_SECS = 0.5  # interval between two calls of `should_stop`
+WATCH_SECS = 60.0  # after which a watch is begun anew: a queue that hangs closes no connection
 GLANCE_SECS = 1.0  # deadline of `glance`
 MAX_DETAIL_CHARS = 1000  # of a return; the rest is cut off
 
@@ -360,6 +361,32 @@ class LearnerQueue:
             version=version, servers=records, position=encoded, run_epoch=run_epoch
         )
         self._call("PublishVersion", request)
+
+    def watch_version(self) -> Iterator[int]:
+        """Yields the published version, at once and at every change, until the client is closed.
+
+        Reconnects for as long as the queue is unavailable: its caller has the deadline.
+
+        Raises:
+          PermissionError: the token is wrong.
+        """
+        last = None
+        request = pb.WatchRequest(without_servers=True)
+        while True:
+            try:
+                call = self._stub.WatchFleet(request, timeout=WATCH_SECS, metadata=self._metadata)
+                for reply in call:
+                    if reply.HasField("v_pub") and reply.v_pub != last:
+                        last = reply.v_pub
+                        yield last
+            except grpc.RpcError as error:
+                if error.code() is grpc.StatusCode.CANCELLED:
+                    return
+                if _is_unauthenticated(error):
+                    raise _token_error(self._address) from error
+            except ValueError:  # The channel was closed between two calls.
+                return
+            time.sleep(RETRY_SECS)
 
     def report(self, role: str, waits: Sequence[Wait]) -> None:
         """Reports the waits of a role; also its heartbeat."""

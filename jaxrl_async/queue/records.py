@@ -98,6 +98,7 @@ class ServerRecord:
     address: str
     state: str  # one of SERVER_STATES; only HEALTHY servers get requests
     version: int | None  # of its weights; None before the first push to it
+    speed: float = 1.0  # relative, > 0: a fast server gets more requests
 
 
 @dataclasses.dataclass(frozen=True)

@@ -179,6 +179,7 @@ class QueueService:
         self._roles: dict[str, tuple[float, pb.RoleReport]] = {}  # time and text of the last report
         self._lengths = Lengths()
         self._changed = asyncio.Event()
+        self._published = asyncio.Event()  # a version or a table of servers
         if journal is not None and (recovered := journal.recover()):
             admission.recover(recovered.state, clock())
             self._groups = {i: pb.Group.FromString(m) for i, m in recovered.messages.items()}
@@ -319,6 +320,8 @@ class QueueService:
         before, before_servers = (self._admission.v_pub, self._run_epoch), self._servers
         self._apply(self._admission.publish, request.version, resume_point)
         self._servers, self._run_epoch = servers, request.run_epoch
+        self._published.set()
+        self._published = asyncio.Event()
         if self._journal is not None and servers != before_servers:
             await self._journal.fleet([dataclasses.astuple(record) for record in servers])
         if self._journal is not None and before == (request.version, self._run_epoch):
@@ -329,14 +332,15 @@ class QueueService:
         return pb.PublishReply()
 
     async def WatchFleet(self, request: pb.WatchRequest) -> AsyncIterator[pb.FleetReply]:
-        """Sends the table of servers: at once, at every change, and every HEARTBEAT_SECS."""
+        """Sends the table of servers and the published version: at once, at every change, every HEARTBEAT_SECS."""
         while True:
-            servers = self._servers
-            yield pb.FleetReply(servers=wire.encode_servers(servers))
+            servers, v_pub = self._servers, self._admission.v_pub
+            sent = () if request.without_servers else servers
+            yield pb.FleetReply(servers=wire.encode_servers(sent), v_pub=v_pub)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HEARTBEAT_SECS):
-                    while self._servers == servers:
-                        await self._changed.wait()
+                    while self._servers == servers and self._admission.v_pub == v_pub:
+                        await self._published.wait()
 
     async def Report(self, request: pb.RoleReport) -> pb.ReportReply:
         """Takes the report of a role."""

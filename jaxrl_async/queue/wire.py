@@ -251,7 +251,7 @@ def decode_servers(messages: Sequence[pb.ServerRecord]) -> tuple[ServerRecord, .
     """Decodes a table of servers.
 
     Raises:
-      ValueError: a state is not one of SERVER_STATES.
+      ValueError: a state is not one of SERVER_STATES, or a speed is not finite and > 0.
     """
     for message in messages:
         _check_text("the address of a server", message.address, MAX_NAME_CHARS)
@@ -260,7 +260,13 @@ def decode_servers(messages: Sequence[pb.ServerRecord]) -> tuple[ServerRecord, .
                 f"server {message.address}: state {message.state!r:.80} is none of "
                 f"{', '.join(SERVER_STATES)}"
             )
-    return tuple(ServerRecord(m.address, m.state, _optional(m, "version")) for m in messages)
+        if not 0 <= message.speed < float("inf"):
+            raise ValueError(
+                f"server {message.address}: speed must be finite and > 0, got {message.speed}"
+            )
+    return tuple(
+        ServerRecord(m.address, m.state, _optional(m, "version"), m.speed or 1.0) for m in messages
+    )
 
 
 def encode_status(status: QueueStatus) -> pb.StatusReply:

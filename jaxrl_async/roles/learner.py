@@ -286,7 +286,7 @@ def _follower_parts(
     """(queue, publisher, metrics) of the other processes, which follow process 0; it alone prunes the store."""
     return (
         follower.FollowerQueue(queue),
-        follower.FollowerPublisher(queue.status),
+        follower.FollowerPublisher(queue.watch_version),
         follower.FollowerMetrics(),
     )
 

@@ -79,7 +79,8 @@ class Fleet:
         self._suspect_until[address] = self._clock() + self._suspect_secs
 
     def _load(self, address: str) -> float:
-        return self._outstanding[address] / self._speeds.get(address, 1.0)
+        speed = self._speeds.get(address, self._records[address].speed)
+        return self._outstanding[address] / speed
 
     def describe(self) -> str:
         """One phrase per server, for messages."""
