@@ -1,10 +1,11 @@
-"""The security rules that all listeners and clients share: addresses, keys, TLS, and paths that peers name.
+"""The security rules that all listeners and clients share: addresses, keys, TLS, and paths and texts of peers.
 
 Imports the standard library alone.
 """
 
 import hmac
 import ipaddress
+import logging
 import os
 import pathlib
 import re
@@ -153,6 +154,37 @@ def confined(path: str, roots: Sequence[str | os.PathLike]) -> pathlib.Path:
             f"{path!r:.200} is no absolute path within the directories that weights may come from: {places}"
         )
     return found
+
+
+def escaped(text: str, *, keep: str = "") -> str:
+    """Text that a model or a peer wrote, for a log, a terminal or a page: what is not printable is shown by its number.
+
+    A terminal obeys escape sequences, and a line feed begins a line of a log that nobody wrote. HTML needs
+    `html.escape` of the result.
+
+    Args:
+      text: any.
+      keep: characters that stay as they are, "\\n\\t" for text of several lines.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else _escape(c) for c in text)
+
+
+def log_to_stderr(form: str) -> None:
+    """Makes stderr the log of this process, at INFO, with every line `escaped`."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Escaping(form))
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+
+
+class _Escaping(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return escaped(super().format(record), keep="\n\t")
+
+
+def _escape(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")
 
 
 def _why(error: OSError) -> str:

@@ -79,6 +79,23 @@ def test_a_return_frees_capacity_and_issues_the_index_again_first():
     assert admission.returned == {"server_error": 1, "timeout": 1}
 
 
+def test_a_failed_index_waits_before_each_attempt_twice_as_long_and_keeps_its_place():
+    admission = published(max_attempts=9)
+    permits = admission.admit(4, 0.0)
+    admission.return_permit(permits[1], "server_error", 0.0)
+    admission.return_permit(permits[2], "timeout", 0.0)  # A lost worker is no fault of the index.
+    assert admission.admissible_at(0.0) == 1 and admission.admit(4, 0.0) == [Permit(2, 1)]
+    assert admission.admit(4, 0.4) == []  # No fresh index takes its place: the batch needs it.
+    assert admission.capacity == 1
+    now = 0.0
+    for attempt, backoff in enumerate([0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0], 1):
+        assert admission.admit(4, now + 0.99 * backoff) == []
+        now += backoff
+        assert admission.admit(4, now) == [Permit(1, attempt)]
+        admission.return_permit(Permit(1, attempt), "reward_error", now)
+    assert admission.admit(4, now) == [Permit(4, 0)]  # Exhausted, so its place is free.
+
+
 def test_a_retired_index_is_replaced_by_a_fresh_one():
     admission = published()
     permits = admission.admit(4, 0.0)

@@ -140,6 +140,10 @@ def test_a_value_of_another_type_is_refused():
         (["--config.weights.transport=distributed"], r"weights.transport .* disk, tensor, stream.*'distributed'"),
         (["--config.weights.pause_mode=abort"], r"weights.pause_mode .* retract, in_place.*'abort'"),
         (["--config.supervisor.max_restarts=-1"], r"supervisor.max_restarts .*≥ 0.* -1"),
+        (
+            ["--config.queue.token_env=T", "--config.rollout.reward_environment=('T',)"],
+            "rollout.reward_environment .*'T'",
+        ),
         (["--config.checkpoint.grace_secs=0.0"], r"checkpoint.grace_secs .*> 0.* 0.0"),
         (["--config.supervisor.stall_secs=0.0"], r"supervisor.stall_secs .*> 0.* 0.0"),
         (["--config.journal.keep=some"], r"journal.keep .* all, checkpointed, none.*'some'"),

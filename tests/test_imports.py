@@ -19,13 +19,13 @@ MAY_IMPORT = {
     "queue": {"types", "metrics", "security"},
     "servers": {"types", "metrics", "queue", "security"},
     "weights": {"types", "config", "metrics", "queue", "servers"},
-    "evaluation": {"types", "config", "rewards", "servers", "rollout"},
+    "evaluation": {"types", "config", "rewards", "security", "servers", "rollout"},
     "objectives": {"types", "config"},
     "models": {"types"},
     "inference": {"types", "models", "security", "weights"},
     "sglang_jax": {"security", "weights"},
-    "rollout": {"types", "tasks", "rewards", "queue", "servers", "metrics"},
-    "report": {"types", "metrics", "tasks", "queue"},
+    "rollout": {"types", "tasks", "rewards", "queue", "security", "servers", "metrics"},
+    "report": {"types", "metrics", "tasks", "queue", "security"},
     "sweeps": {"metrics", "runtime"},
     "learner": {
         "types",
@@ -38,7 +38,7 @@ MAY_IMPORT = {
         "weights",
         "metrics",
     },
-    "runtime": {"config", "metrics", "queue", "rewards", "tasks"},
+    "runtime": {"config", "metrics", "queue", "rewards", "security", "tasks"},
 }
 # Roles wire the parts together; tools, the command line and the API stand above them.
 MAY_IMPORT["roles"] = MAY_IMPORT.keys() - {"report", "sglang_jax", "sweeps"}

@@ -150,7 +150,10 @@ async def test_a_return_is_answered_with_the_fate_of_the_index():
         assert await queue.client.return_permit(b, "equal_rewards") == "retired"
         with pytest.raises(ValueError, match="'tired'.*aborted"):
             await queue.client.return_permit(Permit(2, 0), "tired")
-        assert await queue.client.admit(4, 1.0) == [Permit(0, 1), Permit(4, 0)]
+        given = []
+        while len(given) < 2:  # One of them after its back-off.
+            given += await queue.client.admit(4, 30.0)
+        assert sorted(given) == [Permit(0, 1), Permit(4, 0)]
         status = await queue.status()
         assert status.returned == {"server_error": 1, "equal_rewards": 1}
         assert status.retired == {"equal_rewards": 1}

@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 
-from jaxrl_async.rewards.pool import RewardError, RewardPool, RewardTimeoutError
+from jaxrl_async.rewards.pool import ENVIRONMENT, RewardError, RewardPool, RewardTimeoutError
 
 SHORT_SECS = 1.0  # for calls that hang; the others may be slow on a busy machine
 LONG_SECS = 60.0
@@ -50,6 +50,8 @@ def reward(completion, answer):
         child = subprocess.Popen(["sleep", "60"])
         open(argument, "w").write(str(child.pid))
         time.sleep(60)
+    if verb == "environ":
+        raise ValueError(" ".join(sorted(os.environ)))
     if verb == "exit":
         os._exit(3)
     if verb == "crash":
@@ -88,6 +90,7 @@ def make_pool(
     reward="made_up:reward",
     memory_bytes=0,
     calls_per_process=0,
+    environment=(),
 ):
     return RewardPool(
         reward,
@@ -95,6 +98,7 @@ def make_pool(
         timeout_secs=timeout_secs,
         memory_bytes=memory_bytes,
         calls_per_process=calls_per_process,
+        environment=environment,
     )
 
 
@@ -449,3 +453,15 @@ async def test_a_process_that_hangs_ends_itself_when_its_parent_is_gone(tmp_path
     )
     assert ended.stdout == b'""\n2.0\n'
     assert ended.returncode == -signal.SIGALRM
+
+
+async def test_a_reward_sees_no_variable_but_the_listed_ones(monkeypatch):
+    monkeypatch.setenv("JAXRL_QUEUE_TOKEN", "secret")
+    monkeypatch.setenv("JUDGE_URL", "http://judge")
+    async with make_pool(environment=["JUDGE_URL"]) as pool:
+        with pytest.raises(RewardError) as raised:
+            await pool.score("environ ", "")
+    names = set(str(raised.value).partition("ValueError: ")[2].split())
+    assert {"PATH", "PYTHONPATH", "JUDGE_URL"} <= names
+    assert all(name == "JUDGE_URL" or ENVIRONMENT.fullmatch(name) for name in names), names
+    assert "JAXRL_QUEUE_TOKEN" not in names

@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
     options = keys | {"tls_cert": flags.tls_cert, "tls_key": flags.tls_key}
     workdir = pathlib.Path(flags.workdir).absolute()
     settings = settings_of(load_config(str(workdir / "config.json")))
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    security.log_to_stderr("%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("absl").setLevel(logging.WARNING)
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_serve(settings, workdir, flags.step, flags.host, flags.port, options))

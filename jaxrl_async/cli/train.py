@@ -12,6 +12,7 @@ import time
 
 from absl import flags
 
+from jaxrl_async import security
 from jaxrl_async.cli.config import UsageError, parse_flags, settings_of
 from jaxrl_async.config.checks import nearest
 from jaxrl_async.config.settings import Settings, SettingsError
@@ -169,9 +170,7 @@ def _run_one(
     coordinator: str,
     graceful: bool,
 ) -> int:
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
-    )
+    security.log_to_stderr("%(asctime)s %(levelname)s %(name)s: %(message)s")
     for chatty in ("absl", "jax", "tensorboardX"):  # They log every file and every missing backend.
         logging.getLogger(chatty).setLevel(logging.WARNING)
     cpus = getattr(settings.cpus, role)
@@ -202,7 +201,7 @@ def _run_one(
         return 1
     except Exception as error:
         if _is_explained(error):
-            print(f"{role}: {error}", file=sys.stderr, flush=True)
+            print(security.escaped(f"{role}: {error}", keep="\n"), file=sys.stderr, flush=True)
         else:
             log.exception("role %s failed", role)
         # After a stop request, most likely because the other roles exited first.

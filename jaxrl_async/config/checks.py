@@ -84,6 +84,12 @@ def check(s: Settings) -> None:
         raise SettingsError(
             f"checkpoint.grace_secs must be > 0 and finite, got {s.checkpoint.grace_secs}"
         )
+    keys = (s.queue.token_env, s.server.api_key_env, s.server.admin_api_key_env)
+    for name in s.rollout.reward_environment:
+        if name in keys:
+            raise SettingsError(
+                f"rollout.reward_environment must not name a key's variable, got {name!r}"
+            )
     _check_queue(s.queue)
     _check_server(s.server)
     _check_rollout(s.rollout)

@@ -31,6 +31,7 @@ RENAMED: dict[str, str] = {"loss.behavior_cap_mode": "loss.behavior_weight"}
 # read with that value, whatever the default is now.
 ADDED: dict[str, Any] = {
     "checkpoint.grace_secs": 60.0,
+    "rollout.reward_environment": (),
     "server.quorum": 1.0,
 }
 
@@ -174,6 +175,8 @@ class Rollout:
     reward_timeout_secs: float = 5.0
     reward_memory_bytes: int = 1 << 30  # per process, beyond its size at start; 0: no limit
     reward_calls_per_process: int = 10_000  # after which it is replaced; 0: never
+    # names of variables that rewards see, beside PATH, HOME and their like (rewards.pool.ENVIRONMENT)
+    reward_environment: tuple[str, ...] = ()
     # DAPO: retire a group whose rewards are all equal, and draw the next index
     drop_equal_rewards: bool = False
     # DAPO: the last tokens of max_new_tokens cost up to 1 of reward; 0: none

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_async import security
 from jaxrl_async.rewards.pool import RewardPool
 from jaxrl_async.rollout.context import Generate, rng_of
 from jaxrl_async.rollout.runner import Runner
@@ -78,7 +79,11 @@ async def score(
     if failures:
         log.warning(
             "%d of %d rollouts or rewards failed and count as not right; the first: %s",
-            *(len(failures), len(answers), f"{type(failures[0]).__name__}: {failures[0]}"),
+            *(
+                len(failures),
+                len(answers),
+                security.escaped(f"{type(failures[0]).__name__}: {failures[0]}"),
+            ),
         )
     right = np.array([answer.result() for answer in answers]).reshape(len(prompts), -1)
     return right[:, 0], right[:, 1:]

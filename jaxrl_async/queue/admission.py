@@ -17,11 +17,15 @@ from collections.abc import Collection
 from jaxrl_async.queue.leases import FixedChunk, Leases, OrderError
 from jaxrl_async.queue.records import (
     EXHAUSTED,
+    FAULTS,
     REISSUE_REASONS,
     RETIRE_REASONS,
     Permit,
     ResumePoint,
 )
+
+BACKOFF_SECS = 0.5  # before the second attempt of an index; doubles with each
+MAX_BACKOFF_SECS = 30.0
 
 log = logging.getLogger(__name__)
 
@@ -128,6 +132,7 @@ class Admission:
         self.returned: collections.Counter[str] = collections.Counter()
         self.retired: collections.Counter[str] = collections.Counter()
         self._reissue: list[Permit] = []  # heap: the lowest index first
+        self._not_before: dict[int, float] = {}  # index in `_reissue` → end of its back-off, clock
         self._running: dict[int, _Running] = {}
         self._held: dict[int, _Held] = {}  # in completion order
         self._leased: dict[int, _Held] = {}
@@ -179,6 +184,11 @@ class Admission:
             return self.capacity
         lacking = self.leases.missing_groups - self.held - self.running - self.reissues
         return min(self.capacity, self.reissues + max(0, lacking))
+
+    def admissible_at(self, now: float) -> int:
+        """Permits that `admit` would give at a time: an index that backs off keeps its place, and is not given."""
+        total, ready = self.admissible, self.reissues - self._num_backing_off(now)
+        return min(total, ready) + max(0, total - self.reissues)
 
     def chunk_is_ready(self, step: int, index: int) -> bool:
         """Whether `lease` would give this chunk.
@@ -246,8 +256,8 @@ class Admission:
 
     def admit(self, max_permits: int, now: float, worker: str = "") -> list[Permit]:
         """Issues at most `max_permits`: returned indexes in ascending order, then fresh ones."""
-        count = min(max_permits, self.admissible)
-        permits = [self._next_permit() for _ in range(count)]
+        count = min(max_permits, self.admissible_at(now))
+        permits = [self._next_permit(now) for _ in range(count)]
         for permit in permits:
             self._running[permit.prompt_index] = _Running(permit.attempt, now, worker)
         return permits
@@ -282,8 +292,11 @@ class Admission:
         self.stale_events += standing == "stale"
         return standing
 
-    def return_permit(self, permit: Permit, reason: str) -> str:
+    def return_permit(self, permit: Permit, reason: str, now: float | None = None) -> str:
         """A permit was returned without a group; its capacity is free again.
+
+        After one of FAULTS the index is issued again BACKOFF_SECS later, doubled for each attempt before, and at most
+        MAX_BACKOFF_SECS later; at once where `now` is None.
 
         Returns:
           "reissued", "retired", or "stale" where the permit was no longer out.
@@ -302,6 +315,9 @@ class Admission:
         self.returned[reason] += 1
         if reason in REISSUE_REASONS and permit.attempt + 1 < self._max_attempts:
             heapq.heappush(self._reissue, Permit(permit.prompt_index, permit.attempt + 1))
+            if reason in FAULTS and now is not None:
+                backoff = min(BACKOFF_SECS * 2**permit.attempt, MAX_BACKOFF_SECS)
+                self._not_before[permit.prompt_index] = now + backoff
             return "reissued"
         self.retired[EXHAUSTED if reason in REISSUE_REASONS else reason] += 1
         return "retired"
@@ -363,9 +379,19 @@ class Admission:
         retired = ", ".join(f"{count} as {reason}" for reason, count in self.retired.items())
         return f"{waiting}; prompts retired so far: {retired}" if retired else waiting
 
-    def _next_permit(self) -> Permit:
-        if self._reissue:
-            return heapq.heappop(self._reissue)
+    def _num_backing_off(self, now: float) -> int:
+        for index in [i for i, end in self._not_before.items() if end <= now]:
+            del self._not_before[index]
+        return len(self._not_before)
+
+    def _next_permit(self, now: float) -> Permit:
+        if len(self._reissue) > self._num_backing_off(now):
+            if not self._not_before:
+                return heapq.heappop(self._reissue)
+            permit = min(p for p in self._reissue if p.prompt_index not in self._not_before)
+            self._reissue.remove(permit)
+            heapq.heapify(self._reissue)
+            return permit
         self.frontier += 1
         return Permit(self.frontier - 1, 0)
 

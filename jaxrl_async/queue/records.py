@@ -11,6 +11,8 @@ from typing import Any
 REISSUE_REASONS = frozenset(
     {"server_error", "timeout", "aborted", "reward_error", "reward_timeout", "over_age"}
 )
+# Of REISSUE_REASONS: what failed may need a while, so the index is issued again after a back-off.
+FAULTS = frozenset({"server_error", "aborted", "reward_error", "reward_timeout"})
 RETIRE_REASONS = frozenset({"equal_rewards", "overlong", "invalid"})
 EXHAUSTED = "exhausted"  # Retired by the queue, after max_attempts.
 

@@ -202,7 +202,10 @@ class QueueService:
         """
         if self._journal is not None:
             self._journal.check()
-        expired = self._admission.expired(self._clock())
+        now = self._clock()
+        if self._admission.admissible_at(now) > 0:  # A back-off may have ended.
+            self._apply(lambda: None)
+        expired = self._admission.expired(now)
         for permit in expired:
             log.warning("permit %s timed out", permit)
         # All at once: while one return waits for the journal, the permits after it could be given again.
@@ -217,7 +220,9 @@ class QueueService:
         if not permits:
             with contextlib.suppress(TimeoutError):
                 await self._until(
-                    lambda: self._admission.admissible > 0, request.wait_secs, lambda: description
+                    lambda: self._admission.admissible_at(self._clock()) > 0,
+                    request.wait_secs,
+                    lambda: description,
                 )
         else:
             log.info("%d lost permits are given again to %s", len(permits), request.worker)
@@ -254,7 +259,8 @@ class QueueService:
         outcome = await self._return(permit, request.reason)
         if outcome != "stale":
             self._lengths.count("dropped", request.prompt_tokens, request.completion_tokens)
-        log.info("%s returned (%s): %s %s", permit, request.reason, outcome, request.detail)
+        detail = security.escaped(request.detail)
+        log.info("%s returned (%s): %s %s", permit, request.reason, outcome, detail)
         return pb.ReturnReply(outcome=outcome)
 
     async def Lease(self, request: pb.LeaseRequest) -> AsyncIterator[pb.LeaseReply]:
@@ -386,7 +392,8 @@ class QueueService:
         )
 
     async def _return(self, permit: Permit, reason: str) -> str:
-        outcome = self._apply(self._admission.return_permit, permit, reason)
+        now = self._clock()
+        outcome = self._apply(self._admission.return_permit, permit, reason, now)
         if self._journal is not None and outcome == "stale":
             await self._journal.flushed()  # The event that made it stale may still be unwritten.
         elif self._journal is not None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_async import security
 from jaxrl_async.metrics import METRICS, column
 from jaxrl_async.report import plots
 from jaxrl_async.report.samples import NoSamplesError, Sample, samples
@@ -136,7 +137,7 @@ def number(value: float | None) -> str:
 
 def escape(text: str) -> str:
     """A text as HTML, in an attribute too."""
-    return html.escape(text, quote=True)
+    return html.escape(security.escaped(text, keep="\n\t"), quote=True)
 
 
 def _completion(sample: Sample) -> str:

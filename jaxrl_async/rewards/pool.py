@@ -2,7 +2,8 @@
 
 A reward judges text that a model wrote: it may hang, crash, leak or corrupt its interpreter. That costs one call: the
 process is replaced, and the other calls of its batch go to the next process. A process is also replaced, between
-calls, after `calls_per_process` of them. Independent of groups and prompts.
+calls, after `calls_per_process` of them. A process has the variables ENVIRONMENT and those that it is given, so that
+no key reaches it by its environment. Independent of groups and prompts.
 """
 
 import asyncio
@@ -11,6 +12,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -22,6 +24,10 @@ ORPHAN_SECS = (
     5.0  # beyond the bound on a call, after which a process without its parent ends itself
 )
 MAX_BATCH_CALLS = 16  # calls in a message; the rest of a batch waits behind a call that hangs
+ENVIRONMENT = re.compile(
+    "HOME|LANG|LANGUAGE|LC_[A-Z]+|LD_LIBRARY_PATH|LOGNAME|PATH|PYTHON[A-Z]+|SHELL|TERM|TMPDIR|TZ|USER"
+    "|VIRTUAL_ENV|(OMP|OPENBLAS|MKL|NUMEXPR)_NUM_THREADS"
+)
 MIN_MEMORY_BYTES = 1 << 20  # the size in which Python takes memory from the system
 
 
@@ -44,6 +50,7 @@ class RewardPool:
         timeout_secs: float,
         memory_bytes: int,
         calls_per_process: int,
+        environment: Sequence[str] = (),
     ):
         """Starts nothing yet.
 
@@ -54,6 +61,7 @@ class RewardPool:
           memory_bytes: bound on the address space that a process takes after the reward's import, ≥ 1 MiB; 0 for none.
             Each process that the reward starts has the same bound.
           calls_per_process: calls after which a process is replaced, ≥ 0; 0 for never.
+          environment: names of the variables of this process that a reward process gets, beside ENVIRONMENT.
 
         Raises:
           ValueError: a bound is broken.
@@ -71,6 +79,7 @@ class RewardPool:
         self._timeout_secs = timeout_secs
         self._memory_bytes = memory_bytes
         self._calls_per_process = calls_per_process
+        self._environment = frozenset(environment)
         self._waiting: collections.deque[_Call] = collections.deque()
         self._arrived = asyncio.Event()
         self._tasks: list[asyncio.Task] = []
@@ -231,7 +240,12 @@ class RewardPool:
             *(self._reward, str(self._timeout_secs + ORPHAN_SECS), str(self._memory_bytes)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": path},
+            env={
+                name: value
+                for name, value in os.environ.items()
+                if ENVIRONMENT.fullmatch(name) or name in self._environment
+            }
+            | {"PYTHONPATH": path},
             start_new_session=True,  # A process group of its own, killed as one, without Ctrl-C from the terminal.
         )
         self._processes.add(process)

@@ -70,6 +70,7 @@ def reward_pool_of(settings: Settings, reward: str):
         timeout_secs=rollout.reward_timeout_secs,
         memory_bytes=rollout.reward_memory_bytes,
         calls_per_process=rollout.reward_calls_per_process,
+        environment=rollout.reward_environment,
     )
 
 

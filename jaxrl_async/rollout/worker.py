@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from jaxrl_async import security
 from jaxrl_async.queue.client import QueueClient
 from jaxrl_async.queue.records import UP, Permit, Wait
 from jaxrl_async.rewards.pool import RewardError, RewardPool, RewardTimeoutError
@@ -194,7 +195,7 @@ class Worker:
     async def _return(self, permit: Permit, reason: str, detail: str) -> None:
         normal = reason == "equal_rewards"  # With drop_equal_rewards, many are.
         level = logging.DEBUG if normal else logging.WARNING
-        log.log(level, "%s returned as %s: %s", permit, reason, detail)
+        log.log(level, "%s returned as %s: %s", permit, reason, security.escaped(detail))
         await self._queue.return_permit(
             permit,
             reason,

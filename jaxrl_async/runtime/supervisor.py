@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 import grpc
 import tqdm
 
+from jaxrl_async import security
 from jaxrl_async.config.checks import queue_access_of
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.metrics import last_metrics
@@ -457,4 +458,5 @@ def last_lines(path: pathlib.Path, count: int) -> str:
         return ""
     with open(path, "rb") as file:
         file.seek(max(0, path.stat().st_size - 16_384))
-        return "\n".join(file.read().decode("utf-8", "replace").strip().split("\n")[-count:])
+        lines = file.read().decode("utf-8", "replace").strip().split("\n")[-count:]
+    return security.escaped("\n".join(lines), keep="\n\t")  # A reward may print what a model wrote.
