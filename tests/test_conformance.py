@@ -22,6 +22,7 @@ from fixtures.models import tiny
 from flax import nnx
 
 from jaxrl_async.models import attention, hf, transformer
+from jaxrl_async.queue.records import Identity
 from jaxrl_async.servers import preflight
 from jaxrl_async.servers.client import InferenceClient, ServerError, read_completion
 from jaxrl_async.tools import parity
@@ -113,7 +114,7 @@ async def server(running, client, versions):
     return running
 
 
-async def push(client, server, versions, version, *, transport="disk", mode="retract"):
+async def push(client, server, versions, version, *, transport="disk", mode="retract", **kwargs):
     await transports.TRANSPORTS[transport](
         client,
         server.address,
@@ -121,6 +122,7 @@ async def push(client, server, versions, version, *, transport="disk", mode="ret
         version=version,
         mode=mode,
         timeout_secs=CALL_SECS,
+        **kwargs,
     )
 
 
@@ -404,6 +406,21 @@ async def test_an_abort_under_retract_keeps_the_tokens_too(server, client, versi
         assert errors(versions, prompt_of(index), completion).max(initial=0) <= EXACT
 
 
+async def test_a_superseded_learner_is_refused_by_our_servers(server, client, versions):
+    if server.name == "sglang":
+        return
+    kinds = {"disk", "stream"} & set(real_servers.TRANSPORTS_OF[server.name])
+    elder, younger = (Identity("run", generation) for generation in (1, 2))
+    for transport in sorted(kinds):
+        await push(client, server, versions, 2, transport=transport, writer=younger)
+        with pytest.raises(ServerError, match="generation 1 of run run .*generation 2"):
+            await push(client, server, versions, 3, transport=transport, writer=elder)
+        completion = await generate(client, server)
+        assert completion.versions.tolist() == [2] * 8
+        assert errors(versions, PROMPT, completion).max() <= EXACT
+    await push(client, server, versions, 1, writer=Identity("another run", 1))
+
+
 async def test_flush_is_refused_while_requests_run(server, client):
     await client.flush_cache(server.address, timeout_secs=CALL_SECS)
     async with in_flight(client, server, MANY, max_new_tokens=server.long):
@@ -526,7 +543,7 @@ async def refused(client, server, versions, path, transport):
         assert errors(versions, PROMPT, completion).max() <= EXACT
     await push(client, server, versions, 3)
     completion = await generate(client, server)
-    assert completion.versions.tolist() == [3] * 8
+    assert completion.versions.tolist() == [2] * 8
     assert errors(versions, PROMPT, completion).max() <= EXACT
 
 
@@ -609,7 +626,7 @@ async def test_a_push_of_tensors_that_fails_halfway_blocks_no_later_one(
     await client.begin_weight_update(server.address, timeout_secs=CALL_SECS)  # and is killed
     await push(client, server, versions, 3, transport="tensor")
     completion = await generate(client, server)
-    assert completion.versions.tolist() == [3] * 8
+    assert completion.versions.tolist() == [2] * 8
     assert errors(versions, PROMPT, completion).max() <= EXACT
 
 

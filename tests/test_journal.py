@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from jaxrl_async.queue import journal as journals
 from jaxrl_async.queue.client import QueueError
 from jaxrl_async.queue.journal import Journal, JournalError, JournalReader
-from jaxrl_async.queue.records import Permit, ResumePoint, ServerRecord
+from jaxrl_async.queue.records import Identity, Permit, ResumePoint, ServerRecord
 
 
 async def copied(path: pathlib.Path, to: pathlib.Path) -> pathlib.Path:
@@ -69,6 +69,22 @@ async def test_a_killed_queue_restarts_as_it_was(tmp_path):
         assert (await queue.client.admit(1, 5.0))[0] == Permit(permits[1].prompt_index, 1)
     reader = JournalReader(left)
     assert reader.audit() == SOUND_AUDIT
+
+
+async def test_the_run_and_its_newest_learner_survive_a_kill(tmp_path):
+    path, known = tmp_path / "journal.sqlite", []
+    for generation in (1, 2):
+        async with journaled(path) as queue:
+            if known:  # The learner of before goes on.
+                queue.learner.join(1)
+                await queue.publish(0)
+            known.append(await asyncio.to_thread(queue.learner.begin))
+            status = await queue.status()
+            assert known[-1] == Identity(status.run_id, status.generation)
+            assert status.generation == generation
+    assert known[0].run_id == known[1].run_id
+    async with journaled(tmp_path / "other.sqlite") as queue:
+        assert (await queue.status()).run_id != known[0].run_id
 
 
 async def test_workers_find_the_servers_that_the_learner_published_last(tmp_path):

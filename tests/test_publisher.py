@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from fixtures.fake_sglang import FakeServer, started
 
-from jaxrl_async.queue.records import ServerRecord
+from jaxrl_async.queue.records import ServerRecord, SupersededError
 from jaxrl_async.servers.client import InferenceClient, ServerError, ServerTimeoutError
 from jaxrl_async.servers.preflight import UnfitServerError
 from jaxrl_async.weights import awake
 from jaxrl_async.weights.health import Server, server_records
 from jaxrl_async.weights.publisher import Publisher, PublisherError
 from jaxrl_async.weights.store import WeightStore
-from jaxrl_async.weights.transports import TRANSPORTS, SupersededError
+from jaxrl_async.weights.transports import TRANSPORTS, ObsoleteVersionError
 
 WAIT_SECS = 20.0  # deadline of every wait of these tests
 
@@ -658,6 +658,17 @@ def test_a_queue_that_refuses_reaches_the_learner(queue, servers, start, write):
         publisher.wait(0, timeout_secs=WAIT_SECS)
 
 
+def test_a_superseded_learner_does_not_push_against_the_younger_one(queue, servers, start, write):
+    elder = start(servers)
+    push(elder, 5, write)
+    queue.error = SupersededError("superseded: learner generation 1, whose generation 2 has begun")
+    for server in servers:
+        server.version = "7"  # The younger learner's push.
+    with pytest.raises(PublisherError, match="generation 1"):
+        elder.wait(6, timeout_secs=WAIT_SECS)
+    assert [server.version for server in servers] == ["7", "7"]
+
+
 def test_closing_while_a_push_runs_leaves_no_server_paused(servers, start, write):
     publisher = start(servers)
     push(publisher, 0, write)
@@ -766,7 +777,7 @@ def test_a_push_is_dropped_for_a_newer_version(queue, servers, start, write):
             while is_wanted():
                 await asyncio.sleep(0.005)
             gate.set()
-            raise SupersededError(address, "", "dropped", retryable=True)
+            raise ObsoleteVersionError(address, "", "dropped", retryable=True)
         await TRANSPORTS["disk"](client, address, version=version, is_wanted=is_wanted, **kwargs)
 
     publisher = start(servers, push_timeout_secs=0.5, transport=transport)

@@ -28,7 +28,7 @@ from jaxrl_async.queue import service as queue_service
 from jaxrl_async.queue import trajectory_queue_pb2 as pb
 from jaxrl_async.queue import wire
 from jaxrl_async.queue.client import LearnerQueue, QueueClient, QueueError
-from jaxrl_async.queue.records import Permit, ServerRecord, Share, Wait
+from jaxrl_async.queue.records import Permit, ServerRecord, Share, SupersededError, Wait
 from jaxrl_async.queue.replay import ReplayQueue
 from jaxrl_async.queue.source import GroupSource
 from jaxrl_async.queue.trajectory_queue_pb2_grpc import TrajectoryQueueStub
@@ -70,6 +70,65 @@ async def test_a_step_goes_round():
         assert (status.depth_groups, status.leased_groups, status.depth_bytes) == (0, 0, 0)
         assert status.completion_tokens == 4 * GROUP_SIZE * 3
         assert status.last_push_age_secs >= 0
+
+
+@contextlib.asynccontextmanager
+async def learners(address, count):
+    """Learners that began one after the other, as if each had been frozen when the next one was started."""
+    with contextlib.ExitStack() as stack:
+        made = []
+        for _ in range(count):
+            learner = LearnerQueue(address, **TIMEOUTS)
+            await asyncio.to_thread(stack.enter_context, learner)
+            await asyncio.to_thread(learner.begin)
+            made.append(learner)
+        yield made
+
+
+async def test_a_learner_is_refused_once_another_one_has_begun():
+    async with opened() as queue, learners(queue.address, 2) as (elder, younger):
+        await asyncio.to_thread(younger.publish_version, 0, SERVERS)
+        await queue.fill(8)
+        both = r"generation 1 of run [a-z2-7]{12}, whose generation 2 "
+        for call in (
+            lambda: next(elder.lease(1, 1.0, lambda: False)),
+            lambda: elder.commit(1),
+            lambda: elder.checkpointed(0),
+            lambda: elder.publish_version(0, SERVERS),
+        ):
+            with pytest.raises(SupersededError, match=both):
+                await asyncio.to_thread(call)
+        with pytest.raises(SupersededError, match=r"generation 1, .*generation 2 "):
+            await asyncio.to_thread(elder.confirm)
+        await asyncio.to_thread(younger.confirm)
+        await asyncio.to_thread(lambda: next(younger.lease(1, 1.0, lambda: False)))
+        assert (await asyncio.to_thread(younger.commit, 1)).step == 1
+        assert (await queue.status()).committed_step == 1
+        assert (await queue.status()).servers == SERVERS
+
+
+async def test_a_learner_that_waits_for_groups_ends_when_another_one_begins():
+    async with opened() as queue, learners(queue.address, 1) as (elder,):
+        await asyncio.to_thread(elder.publish_version, 0, SERVERS)
+        waiting = asyncio.create_task(
+            asyncio.to_thread(lambda: next(elder.lease(1, HANG_SECS, lambda: False)))
+        )
+        while not (await queue.status()).waits:
+            await asyncio.sleep(0.01)
+        async with learners(queue.address, 1):
+            with pytest.raises(SupersededError, match=r"generation 1 .*generation 2 "):
+                await waiting
+
+
+async def test_a_learner_that_begins_again_after_a_lost_reply_has_one_generation():
+    async with opened() as queue, grpc.aio.insecure_channel(queue.address) as channel:
+        stub = TrajectoryQueueStub(channel)
+        first = await stub.Begin(pb.BeginRequest(nonce="a"))
+        assert await stub.Begin(pb.BeginRequest(nonce="a")) == first
+        assert (await stub.Begin(pb.BeginRequest(nonce="b"))).generation == 2
+        for nonce, bound in (("", "empty"), ("x" * 300, "at most 256 characters, got 300")):
+            with pytest.raises(grpc.aio.AioRpcError, match=bound):
+                await stub.Begin(pb.BeginRequest(nonce=nonce))
 
 
 async def test_each_process_of_a_learner_gets_the_tokens_of_its_share_alone():

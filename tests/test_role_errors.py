@@ -7,6 +7,7 @@ import pytest
 from jaxrl_async.cli import train
 from jaxrl_async.config.settings import SettingsError
 from jaxrl_async.queue.journal import JournalError
+from jaxrl_async.queue.records import SupersededError
 from jaxrl_async.weights.publisher import PublisherError
 
 
@@ -56,6 +57,18 @@ def test_a_foreseen_error_is_a_line(error, end_with, capsys, caplog):
     assert end_with(error) == 1
     assert capsys.readouterr().err == f"queue: {error}\n"
     assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        SupersededError("superseded: learner generation 1"),
+        caused(PublisherError("the publisher failed"), SupersededError("superseded: generation 1")),
+    ],
+)
+def test_a_superseded_learner_is_not_to_be_started_again(error, end_with, capsys):
+    assert end_with(error) == 2
+    assert capsys.readouterr().err == f"queue: {error.__cause__ or error}\n"
 
 
 @pytest.mark.parametrize("error", UNFORESEEN, ids=lambda error: type(error).__name__)

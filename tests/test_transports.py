@@ -330,7 +330,7 @@ async def test_a_transport_that_a_server_lacks_is_named(
 async def test_a_version_that_is_no_longer_wanted_is_not_loaded(client, server, path, transport):
     if transport == "tensor":
         server.sglang = True
-    with pytest.raises(transports.SupersededError, match="version 7 was dropped"):
+    with pytest.raises(transports.ObsoleteVersionError, match="version 7 was dropped"):
         await transports.TRANSPORTS[transport](
             client,
             server.address,

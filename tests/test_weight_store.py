@@ -8,6 +8,7 @@ import pytest
 import safetensors.numpy
 from safetensors import safe_open
 
+from jaxrl_async.queue.records import Identity, SupersededError
 from jaxrl_async.weights.store import WeightStore, WeightStoreError, read_tensors, verify
 
 CONFIG = {"architectures": ["Qwen2ForCausalLM"], "hidden_size": 4}
@@ -47,6 +48,33 @@ def test_what_was_written_is_read(tmp_path):
     assert_same(read_tensors(store.path(12)), tensors())
     verify(store.path(12))
     assert store.versions() == [12]
+
+
+def test_a_superseded_learner_leaves_the_versions_of_the_younger_one(tmp_path):
+    elder, younger = (make(tmp_path, keep=2, writer=Identity("run", n)) for n in (1, 2))
+    for version in (5, 6):
+        elder.write(version, tensors().items(), CONFIG)
+    elder.begin(7)  # It is frozen in the middle of version 7.
+    elder.write_part(7, 0, tensors().items())
+    for version in (6, 7, 8, 9):
+        younger.write(version, tensors(1).items(), CONFIG)
+    assert younger.versions() == [8, 9]
+    younger.begin(10)
+    elder.write(3, tensors().items(), CONFIG)
+    assert younger.versions() == [3, 8, 9]
+    with pytest.raises(SupersededError, match="00000009 .*generation 2 of run run.*generation 1"):
+        elder.write(9, tensors().items(), CONFIG)
+    younger.write_part(10, 0, tensors(1).items())
+    assert_same(read_tensors(younger.finish(10, 1, CONFIG)), tensors(1))
+    assert younger.versions() == [9, 10]
+
+
+def test_a_learner_replaces_versions_of_another_run(tmp_path):
+    make(tmp_path, writer=Identity("other", 9)).write(3, tensors().items(), CONFIG)
+    store = make(tmp_path, keep=1, writer=Identity("run", 1))
+    assert_same(read_tensors(store.write(3, tensors(1).items(), CONFIG)), tensors(1))
+    store.write(4, tensors(1).items(), CONFIG)
+    assert store.versions() == [4]
 
 
 def test_the_safetensors_library_reads_the_files(tmp_path):

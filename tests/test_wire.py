@@ -177,6 +177,7 @@ def test_a_resume_point_servers_and_a_status_are_decoded_as_they_were_encoded():
                 "roles": (RoleStatus("rollout-0", 1.5, (Wait("a", "b", 2.5),), {"up": 3.5}),),
                 "servers": servers,
                 "lengths": {"prompt/trained": 2.5},
+                "run_id": "a" * 12,
             }
         )
         assert wire.decode_status(wire.encode_status(status)) == status

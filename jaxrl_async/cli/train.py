@@ -16,6 +16,7 @@ from jaxrl_async import security
 from jaxrl_async.cli.config import UsageError, parse_flags, settings_of
 from jaxrl_async.config.checks import nearest
 from jaxrl_async.config.settings import Settings, SettingsError
+from jaxrl_async.queue.records import SupersededError
 from jaxrl_async.roles import local, start
 from jaxrl_async.runtime import cluster, supervisor
 from jaxrl_async.runtime import workdir as workdirs
@@ -23,14 +24,17 @@ from jaxrl_async.runtime.preemption import PREEMPTED, StopRequest
 
 ROLES = ("all", "queue", "learner", "rollout", "server", "auto")
 PARENT_POLL_SECS = 1.0  # poll interval
+# Exit code of a learner that another one has superseded: that of bad usage, after which no scheduler starts it again.
+SUPERSEDED = 2
 
 log = logging.getLogger(__name__)
 
 USAGE = """Trains a policy. --role=all (the default) starts queue, servers, rollout workers and learner on this machine
 and supervises them; another role runs alone, as on one host of a pod. --role=auto takes the role and the addresses of
 the others from the environment (Slurm, a Kubernetes JobSet, a TPU slice; none of them: all), and resumes a workdir
-that holds a run. SIGTERM finishes the step, checkpoints and exits with code 75. `train --resume --workdir=DIR` resumes
-with the config of DIR; changes by --config or --config.a.b=value are printed, and kept in DIR."""
+that holds a run. SIGTERM finishes the step, checkpoints and exits with code 75. A learner that a later one of the run
+has superseded exits with code 2. `train --resume --workdir=DIR` resumes with the config of DIR; changes by --config or
+--config.a.b=value are printed, and kept in DIR."""
 
 
 def main(argv: list[str]) -> int:
@@ -200,6 +204,9 @@ def _run_one(
     except KeyboardInterrupt:
         return 1
     except Exception as error:
+        if superseded := _superseded(error):
+            print(f"{role}: {superseded}", file=sys.stderr, flush=True)
+            return SUPERSEDED
         if _is_explained(error):
             print(security.escaped(f"{role}: {error}", keep="\n"), file=sys.stderr, flush=True)
         else:
@@ -207,6 +214,13 @@ def _run_one(
         # After a stop request, most likely because the other roles exited first.
         return PREEMPTED if stop.received() else 1
     return 0 if done else PREEMPTED
+
+
+def _superseded(error: BaseException | None) -> BaseException | None:
+    """The cause of an error that says that another learner has taken over; None for another error."""
+    while error is not None and not isinstance(error, SupersededError):
+        error = error.__cause__
+    return error
 
 
 def _is_explained(error: BaseException) -> bool:

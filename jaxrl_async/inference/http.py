@@ -28,6 +28,7 @@ from jaxrl_async.inference.engine import (
     Request,
     UnavailableError,
 )
+from jaxrl_async.weights import files
 
 MAX_BODY_BYTES = 16 << 20  # of all but an upload
 MAX_HEADERS = 64
@@ -173,6 +174,7 @@ class _Routes:
         self._weight_roots = weight_roots
         # The parameters in float32, twice, and room for headers.
         self._max_upload_bytes = 8 * loading.num_parameters(engine.config) + MAX_BODY_BYTES
+        self._writers = files.Writers()
         self._uploads = None  # directory of uploaded versions
         self._loop = asyncio.get_running_loop()
         self._generating = {}  # rid -> asyncio.Future of a Completion
@@ -225,6 +227,7 @@ class _Routes:
 
     async def update_weights_from_disk(self, http_request):
         keys = {"model_path", "weight_version", "flush_cache", "abort_all_requests", "load_format"}
+        keys |= {"writer"}
         body = await _read(http_request, keys)
         if body.get("load_format", "auto") not in ("auto", "safetensors"):
             raise InvalidRequestError(
@@ -270,7 +273,7 @@ class _Routes:
         return _json({"message": f"stored {num_bytes} bytes of {name}"})
 
     async def update_weights_from_upload(self, http_request):
-        body = await _read(http_request, {"weight_version", "flush_cache"})
+        body = await _read(http_request, {"weight_version", "flush_cache", "writer"})
         version = _str(body, "weight_version", MAX_VERSION_CHARS)
         directory = self._uploads / version
         if not (_VERSION.fullmatch(version) and directory.exists()):
@@ -281,6 +284,10 @@ class _Routes:
             shutil.rmtree(directory, ignore_errors=True)
 
     async def _update(self, path, version, body):
+        try:
+            self._writers.check(body.get("writer"))
+        except ValueError as error:
+            return _refused(str(error))
         future = self._engine.update_weights_from_disk(
             path,
             version=version,

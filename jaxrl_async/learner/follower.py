@@ -35,6 +35,9 @@ class FollowerQueue:
         """Commits nothing. The result is a placeholder: only process 0 saves its resume point."""
         return ResumePoint(step, 0, (), {}, {})
 
+    def confirm(self) -> None:
+        """Checks nothing; process 0 does."""
+
     def checkpointed(self, step: int) -> None:
         """Reports nothing; process 0 does."""
 

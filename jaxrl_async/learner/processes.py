@@ -21,6 +21,7 @@ RETRY_SECS = 0.2
 
 # Keys of JAX's coordinator.
 _STOP_REQUESTED, _SHOULD_STOP = "jaxrl/stop_requested", "jaxrl/should_stop/"
+_SHARED = "jaxrl/shared/"
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +78,22 @@ def barrier(name: str, *, timeout_secs: float) -> None:
       RuntimeError: some processes did not arrive in time; names them.
     """
     multihost.get_barrier_sync_fn()(key=name, timeout_ms=int(timeout_secs * 1000))
+
+
+def share(name: str, value: str | None, *, num_processes: int, timeout_secs: float) -> str:
+    """Gives process 0's text to all processes, which each call this once per name; the others pass None.
+
+    Raises:
+      RuntimeError: process 0 did not give it in time.
+    """
+    if num_processes == 1:
+        return value
+    client = multihost.get_jax_distributed_client()
+    key = f"{_SHARED}{name}"
+    if value is not None:
+        client.key_value_set(key, value)
+        return value
+    return client.blocking_key_value_get(key, int(timeout_secs * 1000))
 
 
 class Agreement:

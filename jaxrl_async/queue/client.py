@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import pathlib
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,12 +21,15 @@ from jaxrl_async import security
 from jaxrl_async.queue import trajectory_queue_pb2 as pb
 from jaxrl_async.queue import wire
 from jaxrl_async.queue.records import (
+    SUPERSEDED,
     WHOLE,
+    Identity,
     Permit,
     QueueStatus,
     ResumePoint,
     ServerRecord,
     Share,
+    SupersededError,
     Wait,
 )
 from jaxrl_async.queue.trajectory_queue_pb2_grpc import TrajectoryQueueStub
@@ -272,6 +276,7 @@ class LearnerQueue:
         self._metadata = _metadata(token)
         self._credentials = _credentials(tls_ca)
         self._share = share
+        self._generation = 0  # of this learner, by `begin`
         self._connect_timeout_secs = connect_timeout_secs
         self._call_timeout_secs = call_timeout_secs
 
@@ -306,6 +311,28 @@ class LearnerQueue:
     def __exit__(self, *_: object) -> None:
         self._channel.close()
 
+    def begin(self) -> Identity:
+        """Starts this learner: from now on the queue refuses the calls of the run's earlier ones."""
+        reply = self._call("Begin", pb.BeginRequest(nonce=uuid.uuid4().hex))
+        self._generation = reply.generation
+        return Identity(reply.run_id, reply.generation)
+
+    def join(self, generation: int) -> None:
+        """Calls as the learner that `begin` gave this generation in another process."""
+        self._generation = generation
+
+    def confirm(self) -> None:
+        """Checks that no learner began after this one.
+
+        Raises:
+          SupersededError: names both generations.
+        """
+        newest = self.status().generation
+        if newest != self._generation:
+            raise SupersededError(
+                f"{SUPERSEDED}: learner generation {self._generation}, after which generation {newest} has begun"
+            )
+
     def lease(
         self, step: int, timeout_secs: float, should_stop: Callable[[], bool]
     ) -> Iterator[Chunk]:
@@ -323,6 +350,7 @@ class LearnerQueue:
         Raises:
           TimeoutError: names the groups that are missing.
           QueueError: the step is committed, or an earlier one was not leased.
+          SupersededError: another learner began; so every call that changes the queue.
         """
         chunk = self._first_chunk(step, timeout_secs, should_stop)
         if chunk is None:
@@ -334,11 +362,13 @@ class LearnerQueue:
 
     def commit(self, step: int) -> ResumePoint:
         """Commits a trained step; returns the resume point for its checkpoint."""
-        return wire.decode_resume_point(self._call("Commit", pb.CommitRequest(step=step)))
+        return wire.decode_resume_point(
+            self._call("Commit", self._own(pb.CommitRequest(step=step)))
+        )
 
     def checkpointed(self, step: int) -> None:
         """Reports the step of the oldest checkpoint: no learner will be restored before it."""
-        self._call("Checkpointed", pb.CheckpointedRequest(step=step))
+        self._call("Checkpointed", self._own(pb.CheckpointedRequest(step=step)))
 
     def publish_version(
         self,
@@ -360,7 +390,7 @@ class LearnerQueue:
         request = pb.PublishRequest(
             version=version, servers=records, position=encoded, run_epoch=run_epoch
         )
-        self._call("PublishVersion", request)
+        self._call("PublishVersion", self._own(request))
 
     def watch_version(self) -> Iterator[int]:
         """Yields the published version, at once and at every change, until the client is closed.
@@ -415,7 +445,12 @@ class LearnerQueue:
     def _chunk(self, step: int, index: int, wait_secs: float) -> Chunk:
         share = dataclasses.asdict(self._share)
         request = pb.LeaseRequest(step=step, chunk=index, wait_secs=wait_secs, **share)
-        return self._call("Lease", request, wait_secs, read=self._read_chunk)
+        return self._call("Lease", self._own(request), wait_secs, read=self._read_chunk)
+
+    def _own(self, request: Any) -> Any:
+        """Signs a request with this learner's generation."""
+        request.generation = self._generation
+        return request
 
     def _call(
         self,
@@ -547,6 +582,8 @@ def _call_error(error: grpc.RpcError, name: str, address: str, limit_secs: float
             return _token_error(address)
         case grpc.StatusCode.INVALID_ARGUMENT | grpc.StatusCode.RESOURCE_EXHAUSTED:
             return ValueError(f"{where}: {error.details()}")
+        case grpc.StatusCode.FAILED_PRECONDITION if error.details().startswith(SUPERSEDED):
+            return SupersededError(f"{where}: {error.details()}")
         case _:
             return QueueError(f"{where}: {code.name}: {error.details()}")
 

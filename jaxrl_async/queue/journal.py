@@ -30,7 +30,7 @@ from jaxrl_async.queue import trajectory_queue_pb2 as pb
 from jaxrl_async.queue import wire
 from jaxrl_async.queue.admission import State
 from jaxrl_async.queue.leases import FixedChunk
-from jaxrl_async.queue.records import Permit, ResumePoint
+from jaxrl_async.queue.records import Identity, Permit, ResumePoint, new_run_id
 from jaxrl_async.types import Group
 
 FORMAT = 1
@@ -195,7 +195,26 @@ class Journal:
         with _named(self._path):
             return _recover(self._connection, self._path)
 
+    def identity(self) -> tuple[Identity, str]:
+        """The run, whose id is drawn at the first start, with its last learner, and that learner's nonce.
+
+        Blocks: to be called before any event.
+        """
+        with _named(self._path):
+            c = self._connection
+            drawn = (json.dumps(new_run_id()),)
+            c.execute("INSERT OR IGNORE INTO meta VALUES ('run_id', ?)", drawn)
+            meta = _meta(c)
+            return Identity(meta["run_id"], meta.get("generation", 0)), meta.get("nonce", "")
+
     # Events. Each returns after it is written.
+
+    async def begun(self, generation: int, nonce: str) -> None:
+        """A learner began."""
+        rows = [("generation", json.dumps(generation)), ("nonce", json.dumps(nonce))]
+        await self._change(
+            lambda c: c.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", rows)
+        )
 
     async def admitted(self, permits: Sequence[Permit], worker: str) -> None:
         """Permits were issued."""

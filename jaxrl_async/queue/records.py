@@ -4,6 +4,7 @@ Plain dataclasses and names. Imports neither protobuf nor gRPC, so that every pa
 """
 
 import dataclasses
+import secrets
 from typing import Any
 
 # Reasons of a return. After a reissue reason, the infrastructure's fault, the index is issued again. A retire reason
@@ -18,10 +19,34 @@ EXHAUSTED = "exhausted"  # Retired by the queue, after max_attempts.
 
 SERVER_STATES = ("HEALTHY", "SUSPECT", "DEAD", "STALE")
 
+SUPERSEDED = "superseded"  # First word of the refusal of a learner after which another one began.
+RUN_ID_CHARS = 12
+_RUN_ID_ALPHABET = "abcdefghijklmnopqrstuvwxyz234567"
+
 UP = "up"  # Key of RoleStatus.secs: the time since the role started.
 SILENT_SECS = (
     10.0  # A role without a report for longer is suspected. Roles report every two seconds.
 )
+
+
+class SupersededError(RuntimeError):
+    """Another learner of the run began after this one; the message names both generations."""
+
+
+def new_run_id() -> str:
+    """A random name of a run: RUN_ID_CHARS lowercase letters and digits, 60 bits."""
+    return "".join(secrets.choice(_RUN_ID_ALPHABET) for _ in range(RUN_ID_CHARS))
+
+
+@dataclasses.dataclass(frozen=True)
+class Identity:
+    """The run of a queue, and the learner that may change it."""
+
+    run_id: str  # RUN_ID_CHARS characters, drawn when the run's first queue started
+    generation: int  # of the learner that began last, from 1; 0 before the first
+
+
+NOBODY = Identity("", 0)  # A learner that never began: of tools, benchmarks and tests.
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -148,10 +173,12 @@ class QueueStatus:
     roles: tuple[RoleStatus, ...]  # that report, by name
     servers: tuple[ServerRecord, ...]
     lengths: dict[str, float]  # mean tokens so far, by "prompt/trained", "completion/dropped", …
+    run_id: str  # `Identity.run_id`
+    generation: int  # of the learner that began last; 0 before the first
 
 
 NO_STATUS = QueueStatus(  # of a queue without groups or reports
     **dict.fromkeys((field.name for field in dataclasses.fields(QueueStatus)), 0)
     | {"v_pub": None, "last_push_age_secs": None, "returned": {}, "retired": {}, "lengths": {}}
-    | {"waits": (), "roles": (), "servers": ()}
+    | {"waits": (), "roles": (), "servers": (), "run_id": ""}
 )

@@ -34,11 +34,15 @@ from jaxrl_async.queue.leases import FixedChunk, OrderError
 from jaxrl_async.queue.records import (
     EXHAUSTED,
     REISSUE_REASONS,
+    SUPERSEDED,
+    Identity,
     Permit,
     QueueStatus,
     RoleStatus,
     ServerRecord,
     Share,
+    SupersededError,
+    new_run_id,
 )
 
 log = logging.getLogger(__name__)
@@ -180,6 +184,9 @@ class QueueService:
         self._lengths = Lengths()
         self._changed = asyncio.Event()
         self._published = asyncio.Event()  # a version or a table of servers
+        self._identity, self._nonce = Identity(new_run_id(), 0), ""  # and the last learner's nonce
+        if journal is not None:
+            self._identity, self._nonce = journal.identity()
         if journal is not None and (recovered := journal.recover()):
             admission.recover(recovered.state, clock())
             self._groups = {i: pb.Group.FromString(m) for i, m in recovered.messages.items()}
@@ -263,8 +270,23 @@ class QueueService:
         log.info("%s returned (%s): %s %s", permit, request.reason, outcome, detail)
         return pb.ReturnReply(outcome=outcome)
 
+    async def Begin(self, request: pb.BeginRequest) -> pb.BeginReply:
+        """Gives a starting learner the next generation; from now on the calls of earlier ones are refused."""
+        wire.check_begin(request)
+        if request.nonce != self._nonce:
+            run_id, generation = self._identity.run_id, self._identity.generation + 1
+            self._nonce = request.nonce
+            self._identity = self._apply(Identity, run_id, generation)
+            log.info("learner generation %d of run %s begins", generation, run_id)
+            if self._journal is not None:
+                await self._journal.begun(generation, request.nonce)
+        elif self._journal is not None:
+            await self._journal.flushed()  # The same call may still be unwritten.
+        return pb.BeginReply(**dataclasses.asdict(self._identity))
+
     async def Lease(self, request: pb.LeaseRequest) -> AsyncIterator[pb.LeaseReply]:
         """Sends one chunk: its header, then its groups. Those outside the caller's share come without tokens."""
+        self._check_generation(request)
         step, index = request.step, request.chunk
         share = Share(request.process, request.num_processes or 1, request.num_minibatches or 1)
         if self._journal is not None and 0 < step <= self._admission.leases.committed_step:
@@ -281,10 +303,11 @@ class QueueService:
         """Waits for a chunk of a step that is not committed; returns it with its groups."""
         step, index = request.step, request.chunk
         await self._until(
-            lambda: self._admission.chunk_is_ready(step, index),
+            lambda: self._superseded(request) or self._admission.chunk_is_ready(step, index),
             request.wait_secs,
             lambda: f"lease of {self._admission.waiting_for(step, self._clock())}",
         )
+        self._check_generation(request)  # Another learner may have begun during the wait.
         new = self._admission.leases.fixed(step, index) is None
         chunk = self._apply(self._admission.lease, step, index)
         # Before the write: a commit may come in the meantime.
@@ -296,6 +319,7 @@ class QueueService:
 
     async def Commit(self, request: pb.CommitRequest) -> pb.Position:
         """Commits a trained step and drops its groups; a repeated call gets the first answer."""
+        self._check_generation(request)
         step, journal = request.step, self._journal
         if journal is not None and 0 < step <= self._admission.leases.committed_step:
             return wire.encode_resume_point(await journal.resume_point(step))
@@ -309,6 +333,7 @@ class QueueService:
 
     async def Checkpointed(self, request: pb.CheckpointedRequest) -> pb.CheckpointedReply:
         """Lets the journal forget the groups that no restored learner will need."""
+        self._check_generation(request)
         if self._journal is not None:
             await self._journal.checkpointed(request.step)
         return pb.CheckpointedReply()
@@ -316,6 +341,7 @@ class QueueService:
     async def PublishVersion(self, request: pb.PublishRequest) -> pb.PublishReply:
         """Publishes a version, the table of servers, and at the first publication a resume point."""
         wire.check_publish(request)
+        self._check_generation(request)
         servers = wire.decode_servers(request.servers)
         has_resume_point = request.HasField("position")
         resume_point = wire.decode_resume_point(request.position) if has_resume_point else None
@@ -342,7 +368,9 @@ class QueueService:
         while True:
             servers, v_pub = self._servers, self._admission.v_pub
             sent = () if request.without_servers else servers
-            yield pb.FleetReply(servers=wire.encode_servers(sent), v_pub=v_pub)
+            yield pb.FleetReply(
+                servers=wire.encode_servers(sent), v_pub=v_pub, run_id=self._identity.run_id
+            )
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HEARTBEAT_SECS):
                     while self._servers == servers and self._admission.v_pub == v_pub:
@@ -388,8 +416,20 @@ class QueueService:
                 ),
                 servers=self._servers,
                 lengths=self._lengths.means(),
+                **dataclasses.asdict(self._identity),
             )
         )
+
+    def _superseded(self, request: Any) -> bool:
+        return request.generation != self._identity.generation
+
+    def _check_generation(self, request: Any) -> None:
+        """Raises SupersededError for a learner's call, unless no learner after it began."""
+        if self._superseded(request):
+            raise SupersededError(
+                f"{SUPERSEDED}: learner generation {request.generation} of run {self._identity.run_id}, whose "
+                f"generation {self._identity.generation} has begun"
+            )
 
     async def _return(self, permit: Permit, reason: str) -> str:
         now = self._clock()
@@ -541,7 +581,7 @@ async def _refusals(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, _short(error))
     except JournalError as error:
         await context.abort(grpc.StatusCode.INTERNAL, _short(error))
-    except OrderError as error:
+    except (OrderError, SupersededError) as error:
         await context.abort(grpc.StatusCode.FAILED_PRECONDITION, _short(error))
     except TimeoutError as error:
         await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, _short(error))

@@ -54,6 +54,11 @@ class TrajectoryQueueStub(object):
                 request_serializer=jaxrl__async_dot_queue_dot_trajectory__queue__pb2.WatchRequest.SerializeToString,
                 response_deserializer=jaxrl__async_dot_queue_dot_trajectory__queue__pb2.FleetReply.FromString,
                 _registered_method=True)
+        self.Begin = channel.unary_unary(
+                '/jaxrl_async.TrajectoryQueue/Begin',
+                request_serializer=jaxrl__async_dot_queue_dot_trajectory__queue__pb2.BeginRequest.SerializeToString,
+                response_deserializer=jaxrl__async_dot_queue_dot_trajectory__queue__pb2.BeginReply.FromString,
+                _registered_method=True)
         self.Lease = channel.unary_stream(
                 '/jaxrl_async.TrajectoryQueue/Lease',
                 request_serializer=jaxrl__async_dot_queue_dot_trajectory__queue__pb2.LeaseRequest.SerializeToString,
@@ -114,9 +119,15 @@ class TrajectoryQueueServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Lease(self, request, context):
-        """The learner.
+    def Begin(self, request, context):
+        """The learner. Every call but Begin carries the generation that Begin gave.
         """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Lease(self, request, context):
+        """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -174,6 +185,11 @@ def add_TrajectoryQueueServicer_to_server(servicer, server):
                     servicer.WatchFleet,
                     request_deserializer=jaxrl__async_dot_queue_dot_trajectory__queue__pb2.WatchRequest.FromString,
                     response_serializer=jaxrl__async_dot_queue_dot_trajectory__queue__pb2.FleetReply.SerializeToString,
+            ),
+            'Begin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Begin,
+                    request_deserializer=jaxrl__async_dot_queue_dot_trajectory__queue__pb2.BeginRequest.FromString,
+                    response_serializer=jaxrl__async_dot_queue_dot_trajectory__queue__pb2.BeginReply.SerializeToString,
             ),
             'Lease': grpc.unary_stream_rpc_method_handler(
                     servicer.Lease,
@@ -314,6 +330,33 @@ class TrajectoryQueue(object):
             '/jaxrl_async.TrajectoryQueue/WatchFleet',
             jaxrl__async_dot_queue_dot_trajectory__queue__pb2.WatchRequest.SerializeToString,
             jaxrl__async_dot_queue_dot_trajectory__queue__pb2.FleetReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Begin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jaxrl_async.TrajectoryQueue/Begin',
+            jaxrl__async_dot_queue_dot_trajectory__queue__pb2.BeginRequest.SerializeToString,
+            jaxrl__async_dot_queue_dot_trajectory__queue__pb2.BeginReply.FromString,
             options,
             channel_credentials,
             insecure,

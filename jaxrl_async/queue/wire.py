@@ -173,6 +173,17 @@ def check_admit(message: pb.AdmitRequest) -> None:
     _check_size("working_on", message.working_on, MAX_ENTRIES)
 
 
+def check_begin(message: pb.BeginRequest) -> None:
+    """Checks the size of a learner's nonce.
+
+    Raises:
+      ValueError: it is empty, or longer than MAX_NAME_CHARS.
+    """
+    if not message.nonce:
+        raise ValueError("nonce is empty: a learner gives one of its own")
+    _check_text("nonce", message.nonce, MAX_NAME_CHARS)
+
+
 def check_publish(message: pb.PublishRequest) -> None:
     """Checks the sizes of a publication: of its table of servers and its resume point.
 

@@ -25,7 +25,7 @@ from jaxrl_async.learner.warm_start import warm_start
 from jaxrl_async.metrics import MetricsWriter, Timers
 from jaxrl_async.models import hf, sharding
 from jaxrl_async.queue.client import LearnerQueue, QueueError
-from jaxrl_async.queue.records import ResumePoint, Share, Wait
+from jaxrl_async.queue.records import Identity, ResumePoint, Share, Wait
 from jaxrl_async.roles import parts, preflight
 from jaxrl_async.runtime import preemption
 from jaxrl_async.runtime.supervisor import visible_devices
@@ -117,8 +117,11 @@ def _train(
                 **queue_access_of(settings),
             )
         )
+        identity = _begin(queue, **part)
         delay = Delay(*delay_of(settings.rollout.delay_steps), seed=settings.seed)
-        store = WeightStore(workdir / "weights", keep=max(weights.keep, delay.max_steps + 2))
+        store = WeightStore(
+            workdir / "weights", keep=max(weights.keep, delay.max_steps + 2), writer=identity
+        )
         make_parts = _leader_parts if process == 0 else _follower_parts
         check = preflight.check_of(settings, expected)
         queue, publisher, metrics = make_parts(settings, workdir, queue, store, check, resume)
@@ -154,6 +157,10 @@ def _train(
             saves.check()
             return agreement.should_stop(step, chunk_arrived)
 
+        def save(step: int, state: TrainState, resume_point: ResumePoint) -> None:
+            queue.confirm()  # An elder learner must not overwrite a younger one's checkpoints.
+            saves.save(step, state, resume_point)
+
         learners.train(
             state,
             first_step=version + 1,
@@ -162,7 +169,7 @@ def _train(
             pack=Packer(settings.learner, process=process),
             queue=queue,
             publisher=versions,
-            save=saves.save,
+            save=save,
             metrics=metrics,
             timers=timers,
             reference=reference,
@@ -250,6 +257,20 @@ def first_params_of(settings: Settings, config, mesh, tokenizer):
     )
 
 
+def _begin(queue: LearnerQueue, *, process: int, num_processes: int) -> Identity:
+    """Starts the learner at the queue, in process 0; all its processes call as one."""
+    begun = queue.begin() if process == 0 else None
+    text = processes.share(
+        "identity",
+        begun and f"{begun.run_id} {begun.generation}",
+        num_processes=num_processes,
+        timeout_secs=parts.CONNECT_TIMEOUT_SECS + parts.CALL_TIMEOUT_SECS,
+    )
+    run_id, generation = text.split()
+    queue.join(int(generation))
+    return Identity(run_id, int(generation))
+
+
 def _reference(settings: Settings, checkpoints, train_step):
     """Parameters of version 0 for a KL penalty; None where the loss has none."""
     if not settings.loss.needs_reference:
@@ -266,7 +287,9 @@ def _leader_parts(
     publisher = Publisher(
         settings.server.controls,
         client=InferenceClient(**parts.keys_of(settings), tls_ca=settings.server.tls_ca),
-        transport=functools.partial(TRANSPORTS[weights.transport], mode=weights.pause_mode),
+        transport=functools.partial(
+            TRANSPORTS[weights.transport], mode=weights.pause_mode, writer=store.writer
+        ),
         pin=store.pin,
         announce=queue.publish_version,
         push_timeout_secs=weights.push_timeout_secs,

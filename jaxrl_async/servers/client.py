@@ -16,6 +16,7 @@ import aiohttp
 import numpy as np
 
 from jaxrl_async import security
+from jaxrl_async.queue.records import NOBODY, Identity
 from jaxrl_async.servers import files
 
 MAX_LOGPROB_ROUNDING = 1e-6  # A log-prob may exceed 0 by this much: float32 rounding of log 1.
@@ -152,9 +153,18 @@ class InferenceClient:
         await self._post(address, "/flush_cache", {}, timeout_secs)
 
     async def update_weights_from_disk(
-        self, address: str, *, path: str, version: str, flush_cache: bool, timeout_secs: float
+        self,
+        address: str,
+        *,
+        path: str,
+        version: str,
+        flush_cache: bool,
+        timeout_secs: float,
+        writer: Identity = NOBODY,
     ) -> None:
         """Loads the weights of a directory in Hugging Face layout and names them `version`.
+
+        `writer` is the learner, for a server of this project: one that another learner has superseded is refused.
 
         Raises:
           ServerError: refused, lost or late; the server's own message stands in it.
@@ -166,6 +176,7 @@ class InferenceClient:
             "flush_cache": flush_cache,
             "abort_all_requests": False,
         }
+        payload |= _signature(writer)
         await self._update(address, "/update_weights_from_disk", payload, timeout_secs)
 
     async def upload(
@@ -178,14 +189,20 @@ class InferenceClient:
             )
 
     async def update_weights_from_upload(
-        self, address: str, *, version: str, flush_cache: bool, timeout_secs: float
+        self,
+        address: str,
+        *,
+        version: str,
+        flush_cache: bool,
+        timeout_secs: float,
+        writer: Identity = NOBODY,
     ) -> None:
-        """Loads the uploaded files of a version, and removes them on the server.
+        """Loads the uploaded files of a version, and removes them on the server; `writer` as from disk.
 
         Raises:
           ServerError: refused, lost or late; the server's own message stands in it.
         """
-        payload = {"weight_version": version, "flush_cache": flush_cache}
+        payload = {"weight_version": version, "flush_cache": flush_cache} | _signature(writer)
         await self._update(address, "/update_weights_from_upload", payload, timeout_secs)
 
     async def begin_weight_update(self, address: str, *, timeout_secs: float) -> None:
@@ -429,6 +446,11 @@ def _read_version(text: str) -> int:
             f"weight version {text!r} is not an integer ≥ 0, with or without a run epoch before it"
         )
     return int(text.rpartition(".")[2])
+
+
+def _signature(writer: Identity) -> dict[str, Any]:
+    """The learner, as a server of this project takes it."""
+    return {} if writer == NOBODY else {"writer": dataclasses.asdict(writer)}
 
 
 def _decode(text: bytes, address: str, route: str) -> dict:

@@ -38,6 +38,7 @@ from jaxrl_async import security
 from jaxrl_async.sglang_jax import engine as sglang_jax_engine
 from jaxrl_async.sglang_jax.checkpoints import WeightsError
 from jaxrl_async.sglang_jax.engine import RequestError, WeightsLoader, end_process
+from jaxrl_async.weights import files
 
 MAX_BODY_BYTES = 16 << 20  # of the routes here, but an upload
 SGLANG_JAX_VERSION = "0.1.0rc0"  # The version whose internals engine.py relies on.
@@ -210,6 +211,7 @@ class _Routes:
         self._roots = roots
         self._loader = loader
         self._uploads = uploads
+        self._writers = files.Writers()
 
     async def model_info(self, request):
         """Answers at once, in any state of the scheduler."""
@@ -262,6 +264,10 @@ class _Routes:
 
     async def _update(self, body, load):
         version = _field(body, "weight_version", str)
+        try:
+            self._writers.check(body.get("writer"))
+        except ValueError as error:
+            return _refusal(error)
         try:
             num_held = await self._manager.update_weights(
                 load,

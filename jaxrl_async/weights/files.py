@@ -1,4 +1,4 @@
-"""The bytes of a version: the layout of a safetensors file, and the digests of its tensors.
+"""The bytes of a version: the layout of a safetensors file, the digests of its tensors, and who may give them.
 
 Imports NumPy alone, so that the environment of another server can use it. The safetensors library, which the learner
 reads checkpoints with, copies each tensor; here files are mapped, or read in pieces.
@@ -11,8 +11,36 @@ import hashlib
 import json
 import pathlib
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
+
+
+class Writers:
+    """Which learner may give a server weights: the one of the newest generation, in each run."""
+
+    def __init__(self):
+        self._run_id, self._generation = "", 0
+
+    def check(self, writer: Any) -> None:
+        """Takes the learner of an update; None for one without a run, such as a tool.
+
+        Raises:
+          ValueError: it is no {"run_id": text, "generation": number}, or another learner has superseded it; the
+            message names both generations.
+        """
+        if writer is None:
+            return
+        if not isinstance(writer, dict) or writer.keys() != {"run_id", "generation"}:
+            raise ValueError(f"writer must have run_id and generation, got {writer!r:.80}")
+        run_id, generation = writer["run_id"], writer["generation"]
+        if not isinstance(run_id, str) or type(generation) is not int:
+            raise ValueError(f"writer must have a text and a number, got {writer!r:.80}")
+        if run_id == self._run_id and generation < self._generation:
+            raise ValueError(
+                f"learner generation {generation} of run {run_id} is superseded by generation {self._generation}"
+            )
+        self._run_id, self._generation = run_id, generation
 
 
 @dataclasses.dataclass(frozen=True)

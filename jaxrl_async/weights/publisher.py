@@ -28,7 +28,7 @@ from jaxrl_async.servers.preflight import UnfitServerError
 from jaxrl_async.weights import health
 from jaxrl_async.weights.awake import AwakeClock
 from jaxrl_async.weights.store import StoredVersion
-from jaxrl_async.weights.transports import SupersededError, Transport
+from jaxrl_async.weights.transports import ObsoleteVersionError, Transport
 
 log = logging.getLogger(__name__)
 
@@ -401,11 +401,11 @@ class Publisher:
             if not server.reserved:  # meanwhile
                 server.state = HEALTHY if server.version in current else STALE
                 server.reason = f"holds version {server.version}"
-        except SupersededError:
+        except ObsoleteVersionError:
             server.due.set()
             return
-        except ImportError:
-            raise  # of this process, on any server
+        except (ImportError, PublisherError):
+            raise  # of this process or of the queue, on any server
         except UnfitServerError as error:
             if self._announced is None:
                 raise PublisherError(str(error)) from None
@@ -483,7 +483,10 @@ class Publisher:
     async def _announce_records(self, resume_point: ResumePoint | None) -> None:
         records, (version, run_epoch) = health.server_records(self._servers), self._announced
         self._known_states = [record.state for record in records]
-        await asyncio.to_thread(self._announce, version, records, resume_point, run_epoch)
+        try:
+            await asyncio.to_thread(self._announce, version, records, resume_point, run_epoch)
+        except Exception as error:
+            raise PublisherError(str(error)) from error
 
     def waits_for(self) -> str:
         """The wait of the push under way, and the state of every server, in words."""

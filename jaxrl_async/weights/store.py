@@ -4,12 +4,14 @@
     root/00000012/model.safetensors            (or model-00001-of-00003.safetensors … and their index)
     root/00000012/manifest.json                digests of the bytes as written, after any cast
 
-A version is written under a temporary name, synced and renamed: it is there in full or not at all. One process
-writes a store, or several write parts of one version at a time; any process may read it. Imports no JAX.
+A version is written under a temporary name, synced and renamed: it is there in full or not at all. One learner
+writes a store, of one process or of several that write parts of one version; any process may read it. A learner that
+another one superseded neither replaces nor removes a version of that one. Imports no JAX.
 """
 
 import collections
 import contextlib
+import dataclasses
 import json
 import mmap
 import os
@@ -23,6 +25,7 @@ from typing import Any, BinaryIO
 import ml_dtypes
 import numpy as np
 
+from jaxrl_async.queue.records import NOBODY, Identity, SupersededError
 from jaxrl_async.weights import files
 
 MANIFEST = "manifest.json"
@@ -52,7 +55,12 @@ class WeightStore:
     """The versions under one directory."""
 
     def __init__(
-        self, root: str | os.PathLike, *, keep: int, max_shard_bytes: int = MAX_SHARD_BYTES
+        self,
+        root: str | os.PathLike,
+        *,
+        keep: int,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+        writer: Identity = NOBODY,
     ):
         """Opens or makes the store.
 
@@ -61,6 +69,7 @@ class WeightStore:
           keep: newest versions that are kept, ≥ 1.
           max_shard_bytes: bound on a safetensors file, and on the memory of a write, unless one tensor
             alone is larger.
+          writer: the learner; it stands in the manifests.
         """
         if keep < 1:
             raise ValueError(f"keep must be ≥ 1, got {keep}")
@@ -70,6 +79,7 @@ class WeightStore:
         self._max_shard_bytes = max_shard_bytes
         self._pins: collections.Counter[int] = collections.Counter()
         self._pruning = threading.Lock()
+        self.writer = writer
 
     def write(
         self, version: int, tensors: Iterable[tuple[str, np.ndarray]], config: Mapping[str, Any]
@@ -89,6 +99,7 @@ class WeightStore:
 
         Raises:
           ValueError: a name comes twice, there is no tensor, or a dtype has no safetensors name.
+          SupersededError: a learner of a later generation wrote the version.
         """
         self.begin(version)
         self.write_part(version, 0, tensors)
@@ -120,12 +131,18 @@ class WeightStore:
         Raises:
           WeightStoreError: a part is missing.
           ValueError: a name comes twice, or there is no tensor.
+          SupersededError: a learner of a later generation wrote the version.
         """
         temporary = self._temporary(version)
         table = _join_parts(temporary, num_parts)
         _write_json(temporary / "config.json", config)
-        _write_json(temporary / MANIFEST, _manifest(version, table))
+        _write_json(temporary / MANIFEST, _manifest(version, self.writer, table))
         _sync(temporary)
+        if self._is_younger(version):
+            raise SupersededError(
+                f"{self.path(version)} was written by generation {self._generation(version)} of run "
+                f"{self.writer.run_id}, after this learner, generation {self.writer.generation}"
+            )
         if (path := self.path(version)).exists():
             path.rename(self._root / f"{_TEMPORARY}replaced-{version}")
         temporary.rename(path)
@@ -154,7 +171,7 @@ class WeightStore:
         return sorted(int(name) for name in names if _VERSION_NAME.fullmatch(name))
 
     def manifest(self, version: int) -> dict[str, Any]:
-        """{version, total_bytes, digest, tensors: {name: {file, dtype, shape, num_bytes, digest}}}.
+        """{version, writer, total_bytes, digest, tensors: {name: {file, dtype, shape, num_bytes, digest}}}.
 
         Raises:
           WeightStoreError: there is no such version.
@@ -166,20 +183,35 @@ class WeightStore:
         return read_manifest(self.path(version))
 
     def _temporary(self, version: int) -> pathlib.Path:
-        return self._root / f"{_TEMPORARY}{version}"
+        return self._root / f"{_TEMPORARY}{self.writer.generation}-{version}"
 
     def _sweep(self) -> None:
-        """Removes the leftovers of a crash."""
+        """Removes the leftovers of a crash, but for those of a younger learner."""
         for entry in self._root.glob(f"{_TEMPORARY}*"):
-            shutil.rmtree(entry)
+            generation = entry.name.removeprefix(_TEMPORARY).partition("-")[0]
+            if not generation.isdecimal() or int(generation) <= self.writer.generation:
+                shutil.rmtree(entry)
+
+    def _generation(self, version: int) -> int:
+        """The generation of the learner that wrote a version; 0 where it is of another run, or unknown."""
+        try:
+            writer = read_manifest(self.path(version)).get("writer", {})
+        except WeightStoreError:
+            return 0
+        return writer["generation"] if writer.get("run_id") == self.writer.run_id else 0
+
+    def _is_younger(self, version: int) -> bool:
+        """Whether a version was written by a learner that superseded this one."""
+        return self._generation(version) > self.writer.generation
 
     def _prune(self, newest: int) -> None:
         keep = [version for version in self.versions() if version <= newest][-self._keep :]
         with self._pruning:
             for version in self.versions():
-                if version not in keep and not self._pins[version]:
-                    # Renamed first: a half-removed directory must not look like a version.
-                    self.path(version).rename(self._root / f"{_TEMPORARY}pruned-{version}")
+                if version in keep or self._pins[version] or self._is_younger(version):
+                    continue
+                # Renamed first: a half-removed directory must not look like a version.
+                self.path(version).rename(self._root / f"{_TEMPORARY}pruned-{version}")
         self._sweep()
 
 
@@ -413,9 +445,10 @@ def _describe(array: np.ndarray) -> dict[str, Any]:
     }
 
 
-def _manifest(version: int, table: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def _manifest(version: int, writer: Identity, table: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {
         "version": version,
+        "writer": dataclasses.asdict(writer),
         "total_bytes": _total_bytes(table),
         "digest": files.version_digest({name: entry["digest"] for name, entry in table.items()}),
         "tensors": table,

@@ -19,12 +19,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from jaxrl_async.config.settings import PAUSE_MODES
+from jaxrl_async.queue.records import NOBODY, Identity
 from jaxrl_async.servers.client import InferenceClient, ServerError
 from jaxrl_async.weights import store as weight_store
 from jaxrl_async.weights import verification
 
 
-class SupersededError(ServerError):
+class ObsoleteVersionError(ServerError):
     """A push that was dropped for a newer version, while its server held verified weights or none."""
 
 
@@ -86,6 +87,7 @@ async def disk(
     mode: str,
     timeout_secs: float,
     is_wanted: Callable[[], bool] = always,
+    writer: Identity = NOBODY,
 ) -> None:
     """A server reads the version from a directory that it can see. For every kind of server.
 
@@ -99,13 +101,14 @@ async def disk(
         a mixture of versions.
       timeout_secs: bound on the whole call.
       is_wanted: whether the version is still the newest, asked before a load begins and between the parts of one.
+      writer: the learner. A server of this project refuses one that another learner has superseded.
 
     Raises:
-      SupersededError: it is not; the server loads nothing that is not wanted.
+      ObsoleteVersionError: it is not; the server loads nothing that is not wanted.
       ServerError: the version's files are damaged (no request was sent); or the server refused, was lost, was late,
         or holds other weights afterwards.
     """
-    push = _Push(client, address, path, version, mode, timeout_secs, is_wanted)
+    push = _Push(client, address, path, version, mode, timeout_secs, is_wanted, writer)
     await push.verifies_itself()
     async with push.paused() as name:
         await client.update_weights_from_disk(
@@ -114,6 +117,7 @@ async def disk(
             version=name,
             flush_cache=push.flush_cache,
             timeout_secs=push.left(),
+            writer=push.writer,
         )
 
 
@@ -126,6 +130,7 @@ async def tensor(
     mode: str,
     timeout_secs: float,
     is_wanted: Callable[[], bool] = always,
+    writer: Identity = NOBODY,
 ) -> None:
     """Sends the tensors of a version to an SGLang server over HTTP, without a shared file system.
 
@@ -133,7 +138,7 @@ async def tensor(
     sending pickles; nothing is unpickled here. Arguments and errors as of `disk`.
     """
     torch = await asyncio.to_thread(_torch)  # Its import takes seconds.
-    push = _Push(client, address, path, version, mode, timeout_secs, is_wanted)
+    push = _Push(client, address, path, version, mode, timeout_secs, is_wanted, writer)
     if await push.verifies_itself():
         raise push.error("has no route for 'tensor': give it weights by 'disk' or 'stream'")
     num_ranks = (await client.server_info(address, timeout_secs=push.left())).get("tp_size", 1)
@@ -160,12 +165,13 @@ async def stream(
     mode: str,
     timeout_secs: float,
     is_wanted: Callable[[], bool] = always,
+    writer: Identity = NOBODY,
 ) -> None:
     """Uploads the files of a version to a server of this project, without a shared file system.
 
     The upload runs while the server samples. Arguments and errors as of `disk`.
     """
-    push = _Push(client, address, path, version, mode, timeout_secs, is_wanted)
+    push = _Push(client, address, path, version, mode, timeout_secs, is_wanted, writer)
     if not await push.verifies_itself():
         raise push.error("has no route for 'stream': give it weights by 'disk' or 'tensor'")
     for file in sorted(pathlib.Path(path).iterdir()):
@@ -173,7 +179,11 @@ async def stream(
         await client.upload(address, file=file, version=str(version), timeout_secs=push.left())
     async with push.paused() as name:
         await client.update_weights_from_upload(
-            address, version=name, flush_cache=push.flush_cache, timeout_secs=push.left()
+            address,
+            version=name,
+            flush_cache=push.flush_cache,
+            timeout_secs=push.left(),
+            writer=push.writer,
         )
 
 
@@ -183,12 +193,14 @@ TRANSPORTS: dict[str, Transport] = {"disk": disk, "tensor": tensor, "stream": st
 class _Push:
     """The common part of the transports: checked files, the pause around the change, verification after it."""
 
-    def __init__(self, client, address, path, version, mode, timeout_secs, is_wanted):
+    def __init__(self, client, address, path, version, mode, timeout_secs, is_wanted, writer):
         if mode not in PAUSE_MODES:
             raise ValueError(f"mode must be one of {', '.join(PAUSE_MODES)}, got {mode!r}")
         self._client, self._address = client, address
         self._version, self._mode, self._is_wanted = version, mode, is_wanted
         self._deadline = time.monotonic() + timeout_secs
+        self._writer = writer
+        self.writer = NOBODY  # for a server of this project; others do not know it
         self._expected: verification.Expected | None = None  # of a server that does not verify
         self._may_differ = False  # whether the server may hold weights that were not verified
         self.flush_cache = mode != "in_place"  # SGLang refuses to flush under stale KV.
@@ -207,10 +219,10 @@ class _Push:
         return ServerError(self._address, "", reason, retryable=False)
 
     def check_wanted(self) -> None:
-        """Raises SupersededError where a newer version has taken this one's place."""
+        """Raises ObsoleteVersionError where a newer version has taken this one's place."""
         if not self._is_wanted():
             reason = f"version {self._version} was dropped for a newer one"
-            raise SupersededError(self._address, "", reason, retryable=True)
+            raise ObsoleteVersionError(self._address, "", reason, retryable=True)
 
     async def verifies_itself(self) -> bool:
         """Whether the server is one of this project's, which verifies a version itself.
@@ -224,6 +236,7 @@ class _Push:
             raise self.error(f"was not asked: {error}") from error
         info = await self._client.model_info(self._address, timeout_secs=self.left())
         if verification.reports_digest(info):
+            self.writer = self._writer
             return True
         self._expected = await verification.expect(
             self._client, self._address, files=self.files, timeout_secs=self.left()
