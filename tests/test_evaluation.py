@@ -72,7 +72,7 @@ class Queue:
         self.groups[group.prompt_index] = group
         return "held"
 
-    async def report(self, role, waits, secs): ...
+    async def report(self, role, waits, secs, loads): ...
 
     async def watch_fleet(self):
         yield self.records

@@ -1,7 +1,12 @@
 """The routing table: which servers get requests, and which one gets the next."""
 
+import asyncio
+import collections
 import contextlib
+import random
+import time
 
+import numpy as np
 import pytest
 
 from jaxrl_async.queue.records import ServerRecord
@@ -18,13 +23,20 @@ class Clock:
         return self.now
 
 
+class InOrder:
+    """Draws the first servers of the table."""
+
+    def sample(self, population, k):
+        return population[:k]
+
+
 def make_fleet(clock=None, speeds=None, **states):
-    fleet = Fleet(suspect_secs=5.0, clock=clock or Clock(), speeds=speeds or {})
+    fleet = Fleet(suspect_secs=5.0, clock=clock or Clock(), speeds=speeds or {}, rng=InOrder())
     fleet.update([ServerRecord(f"http://{n}:1", state, 3) for n, state in states.items()])
     return fleet
 
 
-def test_a_request_goes_to_the_server_with_the_fewest_outstanding_tokens():
+def test_a_request_goes_to_the_less_loaded_of_two_servers():
     fleet = make_fleet(a="HEALTHY", b="HEALTHY")
     with fleet.serving(A, 10):
         assert fleet.route() == B
@@ -41,11 +53,107 @@ def test_a_slow_server_gets_proportionally_fewer_tokens():
         assert (fleet.outstanding(A), fleet.outstanding(B)) == (50, 150)
 
 
-def test_among_equals_the_first_in_the_table_is_taken():
-    fleet = make_fleet(speeds={A: 1.0, B: 2.0}, a="HEALTHY", b="HEALTHY")
-    assert fleet.route() == A
-    with fleet.serving(A, 5), fleet.serving(B, 10):
-        assert fleet.route() == A
+def test_the_load_that_other_workers_report_counts_and_one_s_own_counts_once():
+    fleet = make_fleet(a="HEALTHY", b="HEALTHY")
+    with fleet.serving(A, 10):
+        assert fleet.take_report() == {A: 10}
+        # The queue's sum holds these 10 tokens, and 5 of another worker.
+        fleet.update(
+            [ServerRecord(A, "HEALTHY", 3, load=15), ServerRecord(B, "HEALTHY", 3, load=12)]
+        )
+        assert (fleet.load(A), fleet.load(B)) == (15, 12) and fleet.route() == B
+        with fleet.serving(B, 4):
+            assert fleet.route() == A
+    assert (fleet.load(A), fleet.load(B)) == (5, 12)
+    assert fleet.take_report() == {}
+
+
+def test_the_preferred_server_is_left_for_a_much_lighter_one_or_when_it_falls():
+    fleet = make_fleet(a="HEALTHY", b="HEALTHY", c="STALE")
+    with fleet.serving(A, 40):
+        with fleet.serving(B, 10):
+            assert fleet.route(prefers=A) == A
+            assert fleet.route((A,), prefers=A) == B
+            assert fleet.route(prefers=C) == B
+        with fleet.serving(B, 9):
+            assert fleet.route(prefers=A) == B
+
+
+def test_servers_are_drawn_by_their_speed():
+    servers = [f"http://server-{i}:1" for i in range(20)]
+    speeds = dict.fromkeys(servers, 1.0) | dict.fromkeys(servers[:2], 9.0)
+    fleet = Fleet(suspect_secs=5.0, clock=Clock(), speeds=speeds, rng=random.Random(0))
+    fleet.update([ServerRecord(address, "HEALTHY", 3) for address in servers])
+    with contextlib.ExitStack() as running:
+        for _ in range(3600):
+            running.enter_context(fleet.serving(fleet.route(), 1))
+        # 18 + 18 · 1 parts for 3600 tokens. Uniform draws could give the fast two 2/20 of the tokens each, 360.
+        assert all(850 < fleet.outstanding(address) < 950 for address in servers[:2])
+
+
+class Workers:
+    """64 workers that route groups of 16 to 1,000 servers, and hear of one another by the queue's table only."""
+
+    NUM_WORKERS, NUM_SERVERS, GROUP_SIZE = 64, 1000, 16
+
+    def __init__(self):
+        self.servers = [f"http://10.0.{i // 256}.{i % 256}:30000" for i in range(self.NUM_SERVERS)]
+        self.fleets = [
+            Fleet(suspect_secs=5.0, clock=Clock(), speeds={}, rng=random.Random(i))
+            for i in range(self.NUM_WORKERS)
+        ]
+        self.loads = collections.Counter()
+        self.groups = []  # (the servers of its samples, what ends them)
+        self.publish()
+
+    def publish(self):
+        loads = sum(
+            (collections.Counter(f.take_report()) for f in self.fleets), collections.Counter()
+        )
+        table = [
+            ServerRecord(address, "HEALTHY", 3, load=loads[address]) for address in self.servers
+        ]
+        for fleet in self.fleets:
+            fleet.update(table)
+
+    def start(self, num_groups):
+        for i in range(num_groups):
+            fleet, running, used = self.fleets[i % self.NUM_WORKERS], contextlib.ExitStack(), []
+            for _ in range(self.GROUP_SIZE):
+                used.append(fleet.route(prefers=used[0] if used else None))
+                running.enter_context(fleet.serving(used[-1], 100))
+                self.loads[used[-1]] += 1
+            self.groups.append((used, running))
+
+    def end(self, num_groups):
+        ended, self.groups = self.groups[:num_groups], self.groups[num_groups:]
+        for used, running in ended:
+            running.close()
+            self.loads.subtract(used)
+
+    def idle_share(self):
+        return sum(not self.loads[address] for address in self.servers) / self.NUM_SERVERS
+
+
+@pytest.mark.parametrize(
+    ("num_groups", "bound", "servers_per_group"),
+    [(512, 0.10, 8.0), (2048, 0.05, 4.0)],
+)
+def test_servers_are_not_idle_while_there_is_work(num_groups, bound, servers_per_group):
+    """512 groups are 8 requests for each server. Workers that fill the first servers of the table leave 87 % idle."""
+    workers = Workers()
+    workers.start(num_groups)
+    idle = [workers.idle_share()]
+    for _ in range(16):  # Between two tables, an eighth of the groups ends and as many begin.
+        workers.publish()
+        workers.end(num_groups // 8)
+        workers.start(num_groups // 8)
+        idle.append(workers.idle_share())
+    assert max(idle) <= bound
+    mean_load = num_groups * workers.GROUP_SIZE / workers.NUM_SERVERS
+    assert max(workers.loads.values()) < 6 * mean_load
+    # The fewer servers a group has, the fewer compute its prompt.
+    assert np.mean([len(set(used)) for used, _ in workers.groups]) < servers_per_group
 
 
 def test_tokens_are_outstanding_no_longer_when_a_request_fails():
@@ -113,3 +221,19 @@ def test_a_server_that_left_the_table_is_dead_and_its_requests_still_end():
 def test_the_description_names_every_server():
     fleet = make_fleet(a="HEALTHY", b="STALE")
     assert fleet.describe() == f"{A} HEALTHY version 3; {B} STALE version 3"
+
+
+async def test_a_wait_for_a_server_ends_with_a_new_table_or_a_suspicion():
+    fleet = make_fleet(a="STALE")
+    waiting = asyncio.create_task(fleet.wait_for_change(600.0))
+    await asyncio.sleep(0)
+    fleet.update([ServerRecord(A, "HEALTHY", 3)])
+    await asyncio.wait_for(waiting, 60.0)
+
+    fleet = Fleet(suspect_secs=0.05, clock=time.monotonic, speeds={})
+    fleet.update([ServerRecord(A, "HEALTHY", 3)])
+    fleet.suspect(A)
+    await asyncio.wait_for(fleet.wait_for_change(600.0), 60.0)
+    while fleet.route() is None:  # A timer may end a tick early.
+        await fleet.wait_for_change(1.0)
+    await fleet.wait_for_change(0.0)

@@ -28,7 +28,14 @@ from jaxrl_async.queue import service as queue_service
 from jaxrl_async.queue import trajectory_queue_pb2 as pb
 from jaxrl_async.queue import wire
 from jaxrl_async.queue.client import LearnerQueue, QueueClient, QueueError
-from jaxrl_async.queue.records import Permit, ServerRecord, Share, SupersededError, Wait
+from jaxrl_async.queue.records import (
+    SILENT_SECS,
+    Permit,
+    ServerRecord,
+    Share,
+    SupersededError,
+    Wait,
+)
 from jaxrl_async.queue.replay import ReplayQueue
 from jaxrl_async.queue.source import GroupSource
 from jaxrl_async.queue.trajectory_queue_pb2_grpc import TrajectoryQueueStub
@@ -481,6 +488,39 @@ async def test_a_watch_sends_heartbeats(monkeypatch):
         for _ in range(3):
             assert not (await call.read()).servers
         call.cancel()
+
+
+async def test_the_loads_that_workers_report_are_added_up_and_sent(monkeypatch):
+    monkeypatch.setattr(queue_service, "LOADS_SECS", 0.05)
+    async with opened() as queue:
+        await queue.publish(0, SERVERS)
+        first, second = (record.address for record in SERVERS)
+        fleets = queue.client.watch_fleet()
+        assert await anext(fleets) == SERVERS
+        await queue.client.report("rollout-0", [], {}, {first: 100, "http://gone:1": 7})
+        await queue.client.report("rollout-1", [], {}, {first: 20, second: 3})
+        async for records in fleets:
+            if [record.load for record in records] == [120, 3]:
+                break
+        await queue.client.report("rollout-0", [], {}, {})
+        assert [record.load for record in await anext(fleets)] == [20, 3]
+        await fleets.aclose()
+
+
+async def test_the_loads_of_a_silent_worker_count_no_more():
+    now = 100.0
+    service = queue_service.QueueService(
+        make_admission(), group_size=2, vocab_size=100, max_tokens=9, clock=lambda: now
+    )
+    servers = [pb.ServerRecord(address="http://a:1", state="HEALTHY", version=0)]
+    await service.PublishVersion(pb.PublishRequest(version=0, servers=servers))
+    await service.Report(pb.RoleReport(role="rollout-0", loads={"http://a:1": 5}))
+    for secs, load in ((0.0, 5), (SILENT_SECS + 1, 0)):
+        now += secs
+        await service.tick()
+        watch = service.WatchFleet(pb.WatchRequest())
+        assert [s.load for s in (await anext(watch)).servers] == [load]
+        await watch.aclose()
 
 
 async def test_the_wait_of_a_lease_is_in_the_status_and_in_a_glance():

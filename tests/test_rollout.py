@@ -42,8 +42,15 @@ async def client():
         yield client
 
 
+class InOrder:
+    """Draws the first servers of the table, so that a test knows which one is tried first."""
+
+    def sample(self, population, k):
+        return population[:k]
+
+
 def make_fleet(servers, suspect_secs=60.0):
-    fleet = Fleet(suspect_secs=suspect_secs, clock=time.monotonic, speeds={})
+    fleet = Fleet(suspect_secs=suspect_secs, clock=time.monotonic, speeds={}, rng=InOrder())
     fleet.update([ServerRecord(s.address, "HEALTHY", 3) for s in servers])
     return fleet
 
@@ -198,17 +205,67 @@ async def test_a_stale_server_gets_nothing_until_it_holds_the_version(client, se
     assert sampler.num_unrouted == 0
 
 
-async def test_requests_are_spread_over_the_servers(client, servers):
+async def run_paused(sampler, servers, samples):
+    """The number of calls that each server got, of requests that all run at the same time."""
     for server in servers:
         server.paused = True
-    sampler = make_sampler(client, make_fleet(servers))
-    tasks = [asyncio.create_task(sampler.bind(PERMIT, i)(PROMPT.tokens)) for i in range(8)]
+    tasks = [asyncio.create_task(sampler.bind(*sample)(PROMPT.tokens)) for sample in samples]
     await asyncio.sleep(0)
-    assert sampler.num_running == 8
+    assert sampler.num_running == len(samples)
     for server in servers:
         server.paused = False
     await asyncio.gather(*tasks)
-    assert [len(server.calls) for server in servers] == [4, 4] and sampler.num_running == 0
+    assert sampler.num_running == 0
+    return [len(server.calls) for server in servers]
+
+
+async def test_groups_are_spread_over_the_servers(client, servers):
+    sampler = make_sampler(client, make_fleet(servers))
+    samples = [(Permit(index, 0), 0) for index in range(8)]
+    assert await run_paused(sampler, servers, samples) == [4, 4]
+
+
+async def test_a_group_stays_on_its_server_while_the_other_has_work(client, servers):
+    fleet = make_fleet(servers)
+    with fleet.serving(servers[1].address, 30):
+        sampler = make_sampler(client, fleet)
+        # A request counts 8 tokens: 8 of them are less than four times as many.
+        samples = [(PERMIT, sample) for sample in range(8)]
+        assert await run_paused(sampler, servers, samples) == [8, 0]
+        sampler.release(PERMIT)
+    assert sampler._homes == {}
+
+
+async def test_a_group_uses_a_server_that_would_be_idle(client, servers):
+    sampler = make_sampler(client, make_fleet(servers))
+    calls = await run_paused(sampler, servers, [(PERMIT, sample) for sample in range(8)])
+    assert min(calls) > 0
+
+
+async def test_the_next_request_of_a_sample_goes_to_the_server_that_has_its_prefix(client, servers):
+    fleet = make_fleet(servers)
+    generate = make_sampler(client, fleet).bind(PERMIT, 0)
+    with fleet.serving(servers[0].address, 50):
+        await generate(PROMPT.tokens)
+    with fleet.serving(servers[0].address, 30), fleet.serving(servers[1].address, 50):
+        await generate([*PROMPT.tokens, 14])
+    assert [len(server.calls) for server in servers] == [0, 2]
+
+
+async def test_a_group_whose_server_falls_has_another(client, servers):
+    fleet = make_fleet(servers)
+    sampler = make_sampler(client, fleet)
+    await sampler.bind(PERMIT, 0)(PROMPT.tokens)
+    fleet.update(
+        [
+            ServerRecord(servers[0].address, "STALE", 2),
+            ServerRecord(servers[1].address, "HEALTHY", 3),
+        ]
+    )
+    for sample in (1, 2):
+        await sampler.bind(PERMIT, sample)(PROMPT.tokens)
+    assert [len(server.calls) for server in servers] == [1, 2]
+    assert sampler._homes == {PERMIT: servers[1].address}
 
 
 @pytest.mark.parametrize("tokens", [[], [VOCAB_SIZE], [-1], [[1, 2]]])
@@ -400,7 +457,7 @@ class FakeQueue:
         self.dropped.append((prompt_tokens, sorted(completion_tokens)))
         return "reissued"
 
-    async def report(self, role, waits, secs):
+    async def report(self, role, waits, secs, loads):
         self.told[role], self.secs = waits, secs
 
     async def watch_fleet(self):
@@ -435,7 +492,7 @@ def rewards():
 @pytest.fixture
 def make_worker(client, queue, rewards):
     def make(rollout=single_turn, **changes):
-        fleet = Fleet(suspect_secs=60.0, clock=time.monotonic, speeds={})
+        fleet = Fleet(suspect_secs=60.0, clock=time.monotonic, speeds={}, rng=InOrder())
         arguments = {
             "name": "rollout-0",
             "queue": queue,
@@ -610,8 +667,9 @@ async def test_no_more_groups_run_than_allowed(make_worker, queue, servers):
 async def test_a_stopped_worker_ends_its_requests_on_the_servers(make_worker, queue, servers):
     for server in servers:
         server.hang.add("/generate")
-    await work_until(make_worker(), lambda: all(len(server.calls) == 2 for server in servers))
+    await work_until(make_worker(), lambda: sum(len(server.calls) for server in servers) == 4)
     for server in servers:
+        assert server.calls
         assert aborted(server) == sorted(p["rid"] for p in server.payloads("/generate"))
     assert queue.submitted == [] and queue.returned == []
 

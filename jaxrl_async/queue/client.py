@@ -233,10 +233,14 @@ class QueueClient:
             await asyncio.sleep(RETRY_SECS)
 
     async def report(
-        self, role: str, waits: Sequence[Wait], secs: Mapping[str, float] | None = None
+        self,
+        role: str,
+        waits: Sequence[Wait],
+        secs: Mapping[str, float] | None = None,
+        loads: Mapping[str, int] | None = None,
     ) -> None:
-        """Reports the waits of a role and its `RoleStatus.secs`; also its heartbeat."""
-        report = pb.RoleReport(role=role, waits=wire.encode_waits(waits), secs=secs)
+        """Reports a role's waits, its `RoleStatus.secs` and its outstanding tokens by server; also its heartbeat."""
+        report = pb.RoleReport(role=role, waits=wire.encode_waits(waits), secs=secs, loads=loads)
         await self._call("Report", report)
 
     async def _call(self, name: str, request: Any, wait_secs: float = 0.0) -> Any:

@@ -126,6 +126,7 @@ class ServerRecord:
     state: str  # one of SERVER_STATES; only HEALTHY servers get requests
     version: int | None  # of its weights; None before the first push to it
     speed: float = 1.0  # relative, > 0: a fast server gets more requests
+    load: int = 0  # outstanding tokens of all workers, as they reported last; the publisher's records have 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,6 +34,7 @@ from jaxrl_async.queue.leases import FixedChunk, OrderError
 from jaxrl_async.queue.records import (
     EXHAUSTED,
     REISSUE_REASONS,
+    SILENT_SECS,
     SUPERSEDED,
     Identity,
     Permit,
@@ -48,6 +49,7 @@ from jaxrl_async.queue.records import (
 log = logging.getLogger(__name__)
 
 TICK_SECS = 0.25  # interval of the search for timed-out permits
+LOADS_SECS = 2.0  # interval at which the servers' loads are added up and sent
 HEARTBEAT_SECS = 5.0  # interval at which a watch repeats an unchanged value
 MAX_WAIT_SECS = 3600.0  # longest wait that a caller may ask for
 MAX_ROLES = 10_000  # that may report
@@ -175,7 +177,10 @@ class QueueService:
         )
         self._clock = clock
         self._groups: dict[int, pb.Group] = {}  # by prompt_index: held and leased
-        self._servers: tuple[ServerRecord, ...] = ()
+        self._servers: tuple[ServerRecord, ...] = ()  # the publisher's table, and then with loads
+        self._loads: collections.Counter[str] = collections.Counter()  # address → tokens
+        self._table: tuple[ServerRecord, ...] = ()
+        self._loads_due = 0.0  # clock, seconds
         self._completion_tokens = 0
         self._last_submission: float | None = None  # clock, seconds
         self._waits: dict[object, Callable[[], str]] = {}  # descriptions of the waiting calls
@@ -183,16 +188,17 @@ class QueueService:
         self._roles: dict[str, tuple[float, pb.RoleReport]] = {}  # time and text of the last report
         self._lengths = Lengths()
         self._changed = asyncio.Event()
-        self._published = asyncio.Event()  # a version or a table of servers
+        self._published = asyncio.Event()  # a version, a table of servers, or their loads
         self._identity, self._nonce = Identity(new_run_id(), 0), ""  # and the last learner's nonce
         if journal is not None:
             self._identity, self._nonce = journal.identity()
+        self._fleet_reply = self._encode_fleet()  # made once for all who watch
         if journal is not None and (recovered := journal.recover()):
             admission.recover(recovered.state, clock())
             self._groups = {i: pb.Group.FromString(m) for i, m in recovered.messages.items()}
             self._run_epoch = recovered.run_epoch
             self._completion_tokens = recovered.completion_tokens
-            self._servers = tuple(ServerRecord(*record) for record in recovered.servers)
+            self._set_servers(tuple(ServerRecord(*record) for record in recovered.servers))
             log.info(
                 "recovered from the journal: step %d, version %s, %d groups, %d permits out",
                 admission.leases.committed_step,
@@ -202,7 +208,7 @@ class QueueService:
             )
 
     async def tick(self) -> None:
-        """Returns the permits that have been out for longer than their timeout.
+        """Returns the permits that have been out for longer than their timeout, and adds up the servers' loads.
 
         Raises:
           JournalError: the journal cannot be written.
@@ -210,6 +216,10 @@ class QueueService:
         if self._journal is not None:
             self._journal.check()
         now = self._clock()
+        if now >= self._loads_due:
+            self._loads_due = now + LOADS_SECS
+            self._loads = self._sum_of_loads()
+            self._set_servers(self._servers)
         if self._admission.admissible_at(now) > 0:  # A back-off may have ended.
             self._apply(lambda: None)
         expired = self._admission.expired(now)
@@ -351,9 +361,8 @@ class QueueService:
             )
         before, before_servers = (self._admission.v_pub, self._run_epoch), self._servers
         self._apply(self._admission.publish, request.version, resume_point)
-        self._servers, self._run_epoch = servers, request.run_epoch
-        self._published.set()
-        self._published = asyncio.Event()
+        self._run_epoch = request.run_epoch
+        self._set_servers(servers)
         if self._journal is not None and servers != before_servers:
             await self._journal.fleet([dataclasses.astuple(record) for record in servers])
         if self._journal is not None and before == (request.version, self._run_epoch):
@@ -366,14 +375,15 @@ class QueueService:
     async def WatchFleet(self, request: pb.WatchRequest) -> AsyncIterator[pb.FleetReply]:
         """Sends the table of servers and the published version: at once, at every change, every HEARTBEAT_SECS."""
         while True:
-            servers, v_pub = self._servers, self._admission.v_pub
-            sent = () if request.without_servers else servers
-            yield pb.FleetReply(
-                servers=wire.encode_servers(sent), v_pub=v_pub, run_id=self._identity.run_id
-            )
+            reply, v_pub = self._fleet_reply, self._admission.v_pub
+            yield self._encode_fleet(()) if request.without_servers else reply
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HEARTBEAT_SECS):
-                    while self._servers == servers and self._admission.v_pub == v_pub:
+                    while (
+                        self._admission.v_pub == v_pub
+                        if request.without_servers
+                        else self._fleet_reply is reply
+                    ):
                         await self._published.wait()
 
     async def Report(self, request: pb.RoleReport) -> pb.ReportReply:
@@ -414,7 +424,7 @@ class QueueService:
                     )
                     for role, (since, report) in sorted(self._roles.items())
                 ),
-                servers=self._servers,
+                servers=self._table,
                 lengths=self._lengths.means(),
                 **dataclasses.asdict(self._identity),
             )
@@ -440,6 +450,36 @@ class QueueService:
             retired_as = EXHAUSTED if reason in REISSUE_REASONS else reason
             await self._journal.returned(permit, reason, outcome, retired_as)
         return outcome
+
+    def _sum_of_loads(self) -> collections.Counter[str]:
+        """Address → outstanding tokens of all workers. The requests of a silent worker count no more."""
+        now, loads = self._clock(), collections.Counter[str]()
+        for since, report in self._roles.values():
+            if now - since < SILENT_SECS:
+                loads.update(dict(report.loads))
+        return loads
+
+    def _set_servers(self, servers: tuple[ServerRecord, ...]) -> None:
+        """Takes the publisher's table, adds the loads that workers reported, and wakes those who watch."""
+        table = tuple(
+            dataclasses.replace(r, load=load) if (load := self._loads[r.address]) else r
+            for r in servers
+        )
+        self._servers = servers
+        self._table, last = table, self._fleet_reply
+        self._fleet_reply = self._encode_fleet(table)
+        if self._fleet_reply == last:
+            self._fleet_reply = last  # Those who watch compare by identity.
+            return
+        self._published.set()
+        self._published = asyncio.Event()
+
+    def _encode_fleet(self, servers: Sequence[ServerRecord] = ()) -> pb.FleetReply:
+        return pb.FleetReply(
+            servers=wire.encode_servers(servers),
+            v_pub=self._admission.v_pub,
+            run_id=self._identity.run_id,
+        )
 
     def _lost_permits(self, request: pb.AdmitRequest) -> list[Permit]:
         """Permits that are out to the worker without its knowledge: a reply was lost, or it was restarted."""

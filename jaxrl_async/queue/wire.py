@@ -31,6 +31,7 @@ MAX_TEXT_CHARS = 2000  # of a detail, and of either end of a wait, which is cut 
 MAX_WAITS = 64  # of one report
 MAX_ENTRIES = 65_536  # permits, or lengths, in one message
 MAX_SERVERS = 4096
+MAX_LOAD = 1 << 40  # tokens of one worker on one server
 MAX_REASONS = 64  # of a resume point, and stages of a role's time
 MAX_VERSION = 2**31 - 1  # of weights, an int32 per token; also of steps
 MAX_COUNT = 2**53
@@ -224,6 +225,11 @@ def check_report(message: pb.RoleReport) -> None:
         _check_text("a key of secs", what, MAX_NAME_CHARS)
         if not 0 <= secs < float("inf"):
             raise ValueError(f"secs of {what!r} must be finite and ≥ 0, got {secs}")
+    _check_size("loads", message.loads, MAX_SERVERS)
+    for address, load in message.loads.items():
+        _check_text("an address of loads", address, MAX_NAME_CHARS)
+        if load > MAX_LOAD:
+            raise ValueError(f"the load of {address!r:.80} must be ≤ {MAX_LOAD} tokens, got {load}")
 
 
 def encode_permit(permit: Permit) -> pb.Permit:
@@ -276,7 +282,8 @@ def decode_servers(messages: Sequence[pb.ServerRecord]) -> tuple[ServerRecord, .
                 f"server {message.address}: speed must be finite and > 0, got {message.speed}"
             )
     return tuple(
-        ServerRecord(m.address, m.state, _optional(m, "version"), m.speed or 1.0) for m in messages
+        ServerRecord(m.address, m.state, _optional(m, "version"), m.speed or 1.0, m.load)
+        for m in messages
     )
 
 

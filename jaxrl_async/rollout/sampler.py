@@ -1,12 +1,14 @@
 """`generate` of the samples of a worker: routing, resuming and versions behind one call.
 
-A request goes to the HEALTHY server with the fewest outstanding tokens. When it is aborted or its server is lost,
-it is resumed elsewhere from prompt + tokens so far, with the tokens that are left to it and the same seed: an engine's
-random keys depend on the seed and the absolute position, so the stream continues. Tokens that arrived keep their
-log-probs and versions. Independent of texts, rewards and the queue.
+The samples of a group go to one server, which computes their prompt once; a sample's later requests go to the server
+that has its prefix. The fleet chooses the first, and a lighter one in place of a crowded one. When a request is aborted
+or its server is lost, it is resumed elsewhere from prompt + tokens so far, with the tokens that are left to it and the
+same seed: an engine's random keys depend on the seed and the absolute position, so the stream continues. Tokens that
+arrived keep their log-probs and versions. Independent of texts, rewards and the queue.
 """
 
 import asyncio
+import dataclasses
 import functools
 import hashlib
 import itertools
@@ -25,7 +27,7 @@ from jaxrl_async.servers.client import (
     ServerError,
     ServerTimeoutError,
 )
-from jaxrl_async.servers.fleet import DEAD, Fleet
+from jaxrl_async.servers.fleet import DEAD, HEALTHY, Fleet
 
 
 class Sampler:
@@ -63,6 +65,7 @@ class Sampler:
         self._max_retries = max_retries
         self._running: dict[str, str] = {}  # rid → address, of requests that may run on a server
         self._calls: dict[str, asyncio.Task[Completion]] = {}  # rid → the call that waits for it
+        self._homes: dict[Permit, str] = {}  # the server of a group's first request
         self._unrouted: set[str] = set()  # prefixes of samples that wait for a HEALTHY server
 
     def bind(self, permit: Permit, sample: int) -> Generate:
@@ -75,8 +78,13 @@ class Sampler:
           RolloutError: server_error, timeout or aborted.
         """
         seed = request_seed(self._run_seed, permit, sample)
-        prefix = _sample_prefix(permit, sample)
-        return functools.partial(self._generate, prefix, itertools.count(), seed)
+        return functools.partial(
+            self._generate, _Sample(permit, _sample_prefix(permit, sample), seed)
+        )
+
+    def release(self, permit: Permit) -> None:
+        """Forgets the server of a permit that has ended."""
+        self._homes.pop(permit, None)
 
     async def abort(self, permit: Permit, *, timeout_secs: float) -> None:
         """Ends the requests of a permit that may still run, on every server."""
@@ -111,23 +119,21 @@ class Sampler:
 
     async def _generate(
         self,
-        prefix: str,
-        resumes: Iterator[int],
-        seed: int,
+        sample: "_Sample",
         tokens: Sequence[int] | np.ndarray,
         **overrides: Any,
     ) -> Completion:
-        sampling = self._sampling | overrides | {"sampling_seed": seed}
+        sampling = self._sampling | overrides | {"sampling_seed": sample.seed}
         input_ids = np.asarray(tokens).tolist()
         deadline = time.monotonic() + self._request_timeout_secs
         parts: list[Completion] = []
-        reason, detail, last = "", "", ""
+        reason, detail, failed = "", "", ""
         retry = 0
         while retry <= self._max_retries:
-            last = await self._route(prefix, last, deadline)
-            rid = f"{prefix}{next(resumes):04d}"
+            address = await self._route(sample, failed, deadline)
+            rid = f"{sample.prefix}{next(sample.resumes):04d}"
             try:
-                part = await self._request(last, rid, input_ids, sampling, deadline)
+                part = await self._request(address, rid, input_ids, sampling, deadline)
             except ServerTimeoutError as error:
                 raise RolloutError("timeout", str(error)) from error
             except (
@@ -140,8 +146,8 @@ class Sampler:
             except ServerError as error:
                 if not error.retryable:
                     raise RolloutError("server_error", str(error)) from error
-                self._fleet.suspect(last)
-                reason, detail = "server_error", str(error)
+                self._fleet.suspect(address)
+                reason, detail, failed = "server_error", str(error), address
                 await self._back_off(retry, deadline)
                 retry += 1
                 continue
@@ -149,7 +155,7 @@ class Sampler:
             parts.append(part)
             if part.finish_reason != "abort":
                 return part if len(parts) == 1 else _join(parts, part.finish_reason)
-            reason, detail = "aborted", f"{last} aborted {rid}"
+            reason, detail, failed = "aborted", f"{address} aborted {rid}", address
             input_ids = input_ids + part.tokens.tolist()
             sampling["max_new_tokens"] -= len(part.tokens)
             if sampling["max_new_tokens"] == 0:
@@ -188,20 +194,29 @@ class Sampler:
         self._running.pop(rid, None)
         return completion
 
-    async def _route(self, prefix: str, excluding: str, deadline: float) -> str:
-        address = self._fleet.route((excluding,))
-        if address is not None:
-            return address
+    async def _route(self, sample: "_Sample", failed: str, deadline: float) -> str:
+        """Waits for a server: that of the sample or its group, or a new one."""
+        prefers = sample.server or self._homes.get(sample.permit)
+        address = self._fleet.route((failed,), prefers=prefers)
+        if address is None:
+            address = await self._wait_for_server(sample.prefix, failed, deadline)
+        sample.server = address
+        if self._fleet.state(self._homes.setdefault(sample.permit, address)) != HEALTHY:
+            self._homes[sample.permit] = address
+        return address
+
+    async def _wait_for_server(self, prefix: str, failed: str, deadline: float) -> str:
         self._unrouted.add(prefix)
         try:
-            while (address := self._fleet.route((excluding,))) is None:
-                if time.monotonic() > deadline:
+            while (address := self._fleet.route((failed,))) is None:
+                left = deadline - time.monotonic()
+                if left <= 0:
                     detail = (
                         f"no HEALTHY server within {self._request_timeout_secs:g} s: "
                         f"{self._fleet.describe()}"
                     )
                     raise RolloutError("server_error", detail)
-                await asyncio.sleep(_ROUTE_POLL_SECS)
+                await self._fleet.wait_for_change(left)
         finally:
             self._unrouted.discard(prefix)
         return address
@@ -219,6 +234,17 @@ class Sampler:
     def num_running(self) -> int:
         """Requests that may run on a server."""
         return len(self._running)
+
+
+@dataclasses.dataclass
+class _Sample:
+    """One sample of a permit, through all its requests."""
+
+    permit: Permit
+    prefix: str  # of its request ids
+    seed: int
+    server: str = ""  # of its last request
+    resumes: Iterator[int] = dataclasses.field(default_factory=itertools.count)
 
 
 def request_seed(run_seed: int, permit: Permit, sample: int) -> int:
@@ -246,5 +272,4 @@ def _join(parts: list[Completion], finish_reason: str) -> Completion:
 
 _BACKOFF_SECS = 0.05
 _MAX_BACKOFF_SECS = 5.0
-_ROUTE_POLL_SECS = 0.05
 _OUT_OF_FILES_SECS = 0.5  # backoff of a process without a free file descriptor

@@ -151,7 +151,8 @@ class Worker:
 
     async def _report_waits(self) -> None:
         while True:
-            await self._queue.report(self._name, self.waits(), self.secs())
+            loads = self._fleet.take_report()
+            await self._queue.report(self._name, self.waits(), self.secs(), loads)
             await asyncio.sleep(STATUS_SECS)
 
     async def _watch_fleet(self) -> None:
@@ -189,6 +190,7 @@ class Worker:
             self.statistics.count(group, outcome)
         finally:
             del self._running[permit]
+            self._sampler.release(permit)
             self._idle_since = time.monotonic()
             self._finished.set()
 

@@ -1,12 +1,16 @@
-"""The routing table: each server's state, version, speed and outstanding tokens.
+"""The routing table: each server's state, version, speed and load.
 
 A pure table, without I/O or a clock of its own. It adds one state: a server that failed a request of this process is
-SUSPECT for a while. All other states come from the publisher, through the queue.
+SUSPECT for a while. All other states come from the publisher, through the queue, and so does the load that the other
+workers put on each server.
 """
 
+import asyncio
 import collections
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+import itertools
+import random
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from jaxrl_async.queue.records import ServerRecord
 
@@ -15,42 +19,84 @@ SUSPECT = "SUSPECT"  # failed a request of this process within suspect_secs
 STALE = "STALE"  # answers, but does not hold the current version
 DEAD = "DEAD"  # does not answer
 
+# A request leaves the server that has its prefix for one with less than this share of its load. A group so stays on
+# one server while there is work for all, and spreads over servers that would be idle otherwise.
+SPILL_SHARE = 0.25
+_DRAWS = 4  # of two servers, before the whole table is looked at
+
 
 class Fleet:
-    """Routes a request to the HEALTHY server with the fewest outstanding tokens for its speed."""
+    """Routes a request to the less loaded of two HEALTHY servers drawn at random.
+
+    Many workers share the servers, and each knows the load of the others as it was some seconds ago. If all took the
+    least loaded server they would take the same one. Two random choices keep the loads within a small difference
+    without that (Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", 2001).
+    """
 
     def __init__(
-        self, *, suspect_secs: float, clock: Callable[[], float], speeds: Mapping[str, float]
+        self,
+        *,
+        suspect_secs: float,
+        clock: Callable[[], float],
+        speeds: Mapping[str, float],
+        rng: random.Random | None = None,
     ):
         """Starts with no server.
 
         Args:
           suspect_secs: time without requests for a server that failed one.
           clock: monotonic seconds.
-          speeds: address → relative speed, > 0; 1 for an address that is not in it.
+          speeds: address → relative speed, > 0; the table's for an address that is not in it.
+          rng: draws servers; None for one that no other worker has. Samples do not depend on it.
         """
         self._suspect_secs = suspect_secs
         self._clock = clock
         self._speeds = dict(speeds)
+        self._rng = rng or random.Random()
         self._records: dict[str, ServerRecord] = {}
+        self._healthy: list[str] = []  # of the table; some may be SUSPECT
+        self._cumulative_speeds: list[float] = []  # of the HEALTHY ones; [] where all are equal
         self._suspect_until: dict[str, float] = {}
         self._outstanding: collections.Counter[str] = collections.Counter()
+        self._reported: dict[str, int] = {}  # the outstanding tokens that the queue knows
+        self._changed = asyncio.Event()
 
     def update(self, records: Iterable[ServerRecord]) -> None:
-        """Replaces the table by the publisher's; suspicion and outstanding tokens stay."""
+        """Replaces the table by the queue's; suspicion and outstanding tokens stay."""
         self._records = {record.address: record for record in records}
+        self._healthy = [a for a, record in self._records.items() if record.state == HEALTHY]
+        speeds = [self._speed(address) for address in self._healthy]
+        self._cumulative_speeds = list(itertools.accumulate(speeds)) if len(set(speeds)) > 1 else []
+        now = self._clock()
+        self._suspect_until = {a: t for a, t in self._suspect_until.items() if t > now}
+        self._changed.set()
+        self._changed = asyncio.Event()
 
-    def route(self, excluding: Collection[str] = ()) -> str | None:
-        """The HEALTHY server with the fewest outstanding tokens / speed, the first in the table among equals.
+    def route(self, excluding: Collection[str] = (), *, prefers: str | None = None) -> str | None:
+        """A HEALTHY server for a request: the less loaded of two, or the preferred one.
 
         An excluded server is taken only when no other is HEALTHY.
+
+        Args:
+          excluding: servers that failed this request.
+          prefers: the server that has the request's prefix in its cache. It is taken while it is HEALTHY, unless the
+            other has less than SPILL_SHARE of its load.
 
         Returns:
           The address, or None when no server is HEALTHY.
         """
-        healthy = [address for address in self._records if self.state(address) == HEALTHY]
-        preferred = [address for address in healthy if address not in excluding] or healthy
-        return min(preferred, key=self._load, default=None)
+        best = min(self._candidates(excluding), key=self.load, default=None)
+        if prefers is None or not self._takes(prefers, excluding):
+            return best
+        return best if self.load(best) < SPILL_SHARE * self.load(prefers) else prefers
+
+    async def wait_for_change(self, timeout_secs: float) -> None:
+        """Waits for a new table, the end of a suspicion or the timeout."""
+        now = self._clock()
+        ends = [until - now for until in self._suspect_until.values() if until > now]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, min([timeout_secs, *ends]))):
+                await self._changed.wait()
 
     def state(self, address: str) -> str:
         """The publisher's state of a server, or SUSPECT after a failed request of this process."""
@@ -69,18 +115,27 @@ class Fleet:
             yield
         finally:
             self._outstanding[address] -= num_tokens
+            if not self._outstanding[address]:
+                del self._outstanding[address]
 
     def outstanding(self, address: str) -> int:
         """Tokens of this process's requests running on a server."""
         return self._outstanding[address]
 
+    def take_report(self) -> dict[str, int]:
+        """Address → outstanding tokens of this process, for the queue, which adds up those of all workers."""
+        self._reported = dict(self._outstanding)
+        return dict(self._outstanding)
+
+    def load(self, address: str) -> float:
+        """Outstanding tokens / speed: this process's now, and the other workers' at their last report."""
+        record = self._records.get(address)
+        others = max(0, record.load - self._reported.get(address, 0)) if record else 0
+        return (others + self._outstanding[address]) / self._speed(address)
+
     def suspect(self, address: str) -> None:
         """Notes that a request failed on a server."""
         self._suspect_until[address] = self._clock() + self._suspect_secs
-
-    def _load(self, address: str) -> float:
-        speed = self._speeds.get(address, self._records[address].speed)
-        return self._outstanding[address] / speed
 
     def describe(self) -> str:
         """One phrase per server, for messages."""
@@ -88,3 +143,24 @@ class Fleet:
             return "no server is known yet"
         rows = self._records.values()
         return "; ".join(f"{r.address} {self.state(r.address)} version {r.version}" for r in rows)
+
+    def _candidates(self, excluding: Collection[str]) -> Sequence[str]:
+        """Two HEALTHY servers drawn at random, or those of them that take the request; () where none is HEALTHY."""
+        for _ in range(_DRAWS):
+            if found := [a for a in self._draw(self._healthy) if self._takes(a, excluding)]:
+                return found
+        healthy = [address for address in self._healthy if self.state(address) == HEALTHY]
+        others = [address for address in healthy if address not in excluding]
+        return self._rng.sample(others or healthy, min(2, len(others or healthy)))
+
+    def _draw(self, addresses: Sequence[str]) -> Sequence[str]:
+        if self._cumulative_speeds and len(addresses) > 2:
+            return self._rng.choices(addresses, cum_weights=self._cumulative_speeds, k=2)
+        return self._rng.sample(addresses, min(2, len(addresses)))
+
+    def _takes(self, address: str, excluding: Collection[str]) -> bool:
+        return address not in excluding and self.state(address) == HEALTHY
+
+    def _speed(self, address: str) -> float:
+        record = self._records.get(address)
+        return self._speeds.get(address, record.speed if record else 1.0)

@@ -190,8 +190,9 @@ def refusals():
     def returned(field, said, **values):
         table[field] = ("Return", pb.ReturnRequest(permit=permit, **values), said)
 
-    def reported(field, said, *waits, role="a", secs=None):
-        table[field] = ("Report", pb.RoleReport(role=role, waits=waits, secs=secs), said)
+    def reported(field, said, *waits, role="a", secs=None, loads=None):
+        message = pb.RoleReport(role=role, waits=waits, secs=secs, loads=loads)
+        table[field] = ("Report", message, said)
 
     def published(field, said, *servers, version=0, **position):
         message = pb.PublishRequest(
@@ -221,6 +222,9 @@ def refusals():
     reported("secs", "finite and ≥ 0, got nan", pb.Wait(secs=float("nan")))
     reported("kinds of secs", entries(64, 65), secs={str(i): 1.0 for i in range(65)})
     reported("spent on", f"a key of secs {name}", secs={LONG: 1.0})
+    reported("loaded servers", entries(4096, 4097), loads={str(i): 1 for i in range(4097)})
+    reported("loaded at", f"an address of loads {name}", loads={LONG: 1})
+    reported("load", "load of 'a' must be ≤ 1099511627776 tokens", loads={"a": 1 << 41})
     reported("spent", "'a' must be finite and ≥ 0, got -1.0", secs={"a": -1.0})
     published("servers", entries(4096, 4097), *[pb.ServerRecord()] * 4097)
     published("address", f"address of a server {name}", pb.ServerRecord(address=LONG))
