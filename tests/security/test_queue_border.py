@@ -292,10 +292,11 @@ VALID = {
     "Admit": pb.AdmitRequest(max_permits=2, worker="w", working_on=[PERMIT]),
     "Push": wire.encode_group(group(Permit(0, 0))),
     "Return": pb.ReturnRequest(permit=PERMIT, reason="timeout", detail="d", completion_tokens=[3]),
+    "Begin": pb.BeginRequest(nonce="a"),
     "WatchFleet": pb.WatchRequest(),
     "Lease": pb.LeaseRequest(step=1, num_processes=1, num_minibatches=1),
     "Commit": pb.CommitRequest(step=1),
-    "Checkpointed": pb.CheckpointedRequest(step=1),
+    "Checkpointed": pb.CheckpointedRequest(step=1, generation=1),
     "PublishVersion": pb.PublishRequest(
         version=0,
         servers=[pb.ServerRecord(address="http://a:1", state="HEALTHY", version=0)],
