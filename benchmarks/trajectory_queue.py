@@ -152,7 +152,12 @@ def run(
         return insert(directory / "insert", messages)
     if kind in ("echo", "sink"):
         return asyncio.run(submit(address, ECHO, messages, num_workers))
-    learner = LearnerQueue(address, connect_timeout_secs=START_SECS, call_timeout_secs=CALL_SECS)
+    learner = LearnerQueue(
+        address,
+        connect_timeout_secs=START_SECS,
+        call_timeout_secs=CALL_SECS,
+        outage_secs=CALL_SECS,
+    )
     with learner:
         learner.publish_version(step - 1, ())
         admit(address, num_groups)

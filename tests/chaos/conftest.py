@@ -1,4 +1,4 @@
-"""Makes benchmarks/chaos.py and the other tests' helpers importable."""
+"""Makes benchmarks/attacked.py and the other tests' helpers importable."""
 
 import pathlib
 import sys

@@ -10,7 +10,7 @@ from fixtures.queues import SOUND_AUDIT, group, served
 from jaxrl_async.queue.client import LearnerQueue, QueueClient
 from jaxrl_async.queue.journal import Journal, JournalReader
 
-TIMEOUTS = dict(connect_timeout_secs=30.0, call_timeout_secs=30.0)
+TIMEOUTS = dict(connect_timeout_secs=30.0, call_timeout_secs=30.0, outage_secs=30.0)
 HANG_SECS = 240.0
 
 

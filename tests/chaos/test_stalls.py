@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 
-import chaos
+import attacked
 import pytest
 from fixtures.fake_sglang import FakeServer
 
@@ -51,9 +51,9 @@ def named(workdir, culprit: str) -> bool:
 
 
 def test_a_stopped_role_is_named(tmp_path):
-    with chaos.Run(tmp_path / "run", num_steps=100_000, config=CONFIG) as run:
+    with attacked.Run(tmp_path / "run", num_steps=100_000, config=CONFIG) as run:
         run.wait_for(3, START_SECS, "start")
-        for role in chaos.ROLES:
+        for role in attacked.ROLES:
             stopped = run.processes_of(role)
             for process in stopped:
                 process.send_signal(signal.SIGSTOP)
@@ -69,8 +69,8 @@ def test_a_stopped_role_is_named(tmp_path):
 def planted(tmp_path, monkeypatch, *settings):
     (tmp_path / "planted.py").write_text(PLANTED)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    wanted = [*chaos.SETTINGS, *settings]
-    with chaos.Run(tmp_path / "run", num_steps=100, config=CONFIG, settings=wanted) as run:
+    wanted = [*attacked.SIZES, *settings]
+    with attacked.Run(tmp_path / "run", num_steps=100, config=CONFIG, settings=wanted) as run:
         yield run
 
 
