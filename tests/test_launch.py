@@ -411,7 +411,7 @@ def test_the_queue_on_a_host_takes_the_place_of_the_one_before(host, tmp_path):
     for _ in range(2):
         pids.append(host("queue", *flags, "--config.queue.token_env=JAXRL_KEY"))
         with queue_client.LearnerQueue(
-            address, connect_timeout_secs=60.0, call_timeout_secs=10.0, token=key
+            address, connect_timeout_secs=60.0, call_timeout_secs=10.0, outage_secs=10.0, token=key
         ) as queue:
             assert queue.status().leased_groups == 0
     lines = [pathlib.Path(f"/proc/{pid}/cmdline") for pid in pids]

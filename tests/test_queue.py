@@ -5,6 +5,7 @@ import contextlib
 import inspect
 import re
 import sys
+import time
 
 import grpc
 import numpy as np
@@ -547,7 +548,7 @@ async def test_an_address_without_a_queue_is_an_error_with_address_and_seconds(c
     caplog.set_level("INFO")
     async with served() as address:
         pass
-    short = dict(connect_timeout_secs=0.3, call_timeout_secs=1.0)
+    short = dict(connect_timeout_secs=0.3, call_timeout_secs=1.0, outage_secs=1.0)
     said = rf"queue .*{address} within 0\.3 s"
     with pytest.raises(ConnectionError, match=said):
         async with QueueClient(address, **short):
@@ -579,18 +580,62 @@ async def test_calls_are_retried_while_the_queue_is_away():
         learner.__exit__()
 
 
-async def test_a_call_ends_at_its_deadline_and_names_the_queue():
+async def test_a_call_ends_after_the_longest_outage_and_names_the_queue():
+    short = dict(connect_timeout_secs=10.0, call_timeout_secs=0.2, outage_secs=0.5)
     async with served() as address:
-        client = QueueClient(address, connect_timeout_secs=10.0, call_timeout_secs=0.5)
-        await client.__aenter__()
-    with pytest.raises((ConnectionError, TimeoutError), match=f"Report .*{address}.* 0.5 s"):
-        await client.report("rollout-0", [])
+        client = await QueueClient(address, **short).__aenter__()
+        learner = LearnerQueue(address, **short)
+        await asyncio.to_thread(learner.__enter__)
+    with pytest.raises((ConnectionError, TimeoutError), match=f"Admit .*{address}.* 0.5 s"):
+        await client.admit(1, 0.1)
+    with pytest.raises((ConnectionError, TimeoutError), match=f"Status .*{address}.* 0.5 s"):
+        await asyncio.to_thread(learner.status)
     await client.__aexit__()
+    learner.__exit__()
+
+
+async def test_a_report_that_is_not_taken_is_no_error():
+    async with served() as address:
+        client = QueueClient(address, **TIMEOUTS | {"call_timeout_secs": 0.5})
+        await client.__aenter__()
+        learner = LearnerQueue(address, **TIMEOUTS | {"call_timeout_secs": 0.5})
+        await asyncio.to_thread(learner.__enter__)
+    await client.report("rollout-0", [])
+    await asyncio.to_thread(learner.report, "learner-0", [])
+    await client.__aexit__()
+    learner.__exit__()
+    learner.report("learner-0", [])
+
+
+def test_an_attempt_counts_with_its_deadline_at_most():
+    """A process is stopped for ten minutes in its first attempt: it has as many attempts left as another."""
+    now = [0.0]
+    outage = queue_client._Outage(60.0, lambda: now[0])
+    for secs, goes_on in ((600.0, True), (29.0, True), (1.0, False)):
+        outage.start()
+        now[0] += secs
+        assert outage.goes_on(TimeoutError(), 30.0) == goes_on
+
+
+async def test_a_lease_waits_in_attempts_that_a_stop_of_the_queue_cannot_use_up(monkeypatch):
+    """The queue is stopped in the learner's first attempt: its deadline has passed when the queue wakes."""
+    monkeypatch.setattr(queue_client, "LEASE_WAIT_SECS", 0.2)
+    async with opened() as queue:
+        await queue.publish(0)
+        call = asyncio.create_task(queue.lease(1, timeout_secs=5.0))
+        while not (await queue.status()).waits:
+            await asyncio.sleep(0.01)
+        time.sleep(6.0)  # the queue's loop, too
+        await queue.fill(4)
+        assert len((await call)[0].groups) == 4
+        with pytest.raises(TimeoutError, match=r"within 0.5 s: Lease .*step 2: 0 of 4 groups"):
+            await queue.lease(2, timeout_secs=0.5)
 
 
 async def test_a_watch_ends_when_the_queue_stays_away():
     async with served() as address:
-        client = QueueClient(address, connect_timeout_secs=0.5, call_timeout_secs=5.0)
+        short = dict(connect_timeout_secs=5.0, call_timeout_secs=5.0, outage_secs=0.5)
+        client = QueueClient(address, **short)
         await client.__aenter__()
         fleets = client.watch_fleet()
         await anext(fleets)

@@ -882,7 +882,7 @@ async def real_queue():
         await asyncio.wait([service])
 
 
-TIMEOUTS = {"connect_timeout_secs": 20.0, "call_timeout_secs": 20.0}
+TIMEOUTS = {"connect_timeout_secs": 20.0, "call_timeout_secs": 20.0, "outage_secs": 20.0}
 
 
 def first_step(address, servers, timeout_secs):

@@ -60,7 +60,9 @@ def _ended(how: str, step: int | None, workdir: pathlib.Path) -> str:
 
 
 def _ask(address: str, config: pathlib.Path):
-    options = dict(connect_timeout_secs=CONNECT_SECS, call_timeout_secs=CONNECT_SECS)
+    options = dict(
+        connect_timeout_secs=CONNECT_SECS, call_timeout_secs=CONNECT_SECS, outage_secs=CONNECT_SECS
+    )
     if config.exists():
         options |= queue_access_of(settings_of(load_config(str(config))))
     try:

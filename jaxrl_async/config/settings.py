@@ -33,6 +33,7 @@ ADDED: dict[str, Any] = {
     "checkpoint.grace_secs": 60.0,
     "rollout.reward_environment": (),
     "server.quorum": 1.0,
+    "queue.outage_secs": 30.0,
 }
 
 
@@ -100,6 +101,8 @@ class Queue:
     max_running_groups: int = 256  # permits out at once
     max_bytes: int = 256 << 20  # of held groups; no permits are given beyond it
     max_message_bytes: int = 16 << 20
+    # of a queue that does not answer: workers and the learner try again for this time, and then fail
+    outage_secs: float = 600.0
     permit_timeout_secs: float = 120.0  # an older permit is issued again
     max_attempts: int = 4  # issues of one prompt_index before it is retired as exhausted
     max_failures: int = 64  # groups returned for infrastructure failures before the run is stopped

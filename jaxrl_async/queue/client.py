@@ -1,7 +1,9 @@
 """Clients of the trajectory queue: asyncio for rollout workers, blocking for the learner.
 
-Every call has a deadline, and an error that names the queue's address. Every call is idempotent, so one that finds the
-queue unavailable is retried until its deadline. The clients do not read what a group is for.
+Every call has a deadline, and an error that names the queue's address. Every call is idempotent, so one that the queue
+does not answer is tried again, until the attempts have failed for outage_secs. An attempt counts with its own deadline
+at most: a process that was stopped for longer has as many attempts after it wakes. Reports are tried once, and their
+failure is no error. The clients do not read what a group is for.
 """
 
 import asyncio
@@ -37,7 +39,10 @@ from jaxrl_async.types import Chunk, Group, InvalidTrajectoryError
 
 log = logging.getLogger(__name__)
 
-RETRY_SECS = 0.2  # backoff between two tries of a call
+RETRY_SECS = 0.2  # backoff between two attempts of a call
+LEASE_WAIT_SECS = (
+    10.0  # longest wait of one attempt at a lease: a stop of either process costs no more
+)
 POLL_SECS = 0.5  # interval between two calls of `should_stop`
 WATCH_SECS = 60.0  # after which a watch is begun anew: a queue that hangs closes no connection
 GLANCE_SECS = 1.0  # deadline of `glance`
@@ -60,6 +65,29 @@ class QueueError(RuntimeError):
     """The queue refused a call that contradicts earlier ones, or failed in it."""
 
 
+class _NotReadyError(TimeoutError):
+    """The queue's own answer that the wait of a call is over."""
+
+
+class _Outage:
+    """How long the attempts at a call have failed because the queue did not answer."""
+
+    def __init__(self, limit_secs: float, clock: Callable[[], float] = time.monotonic):
+        """`limit_secs`: seconds of failed attempts; 0 for one attempt."""
+        self._limit_secs, self._clock = limit_secs, clock
+        self._secs = 0.0
+        self.start()
+
+    def start(self) -> None:
+        """An attempt begins."""
+        self._since = self._clock()
+
+    def goes_on(self, error: Exception, deadline_secs: float) -> bool:
+        """Whether to try again after an attempt failed whose deadline was deadline_secs."""
+        self._secs += min(self._clock() - self._since, deadline_secs) + RETRY_SECS
+        return _is_unanswered(error) and self._secs < self._limit_secs
+
+
 class QueueClient:
     """The rollout side: an async context manager, used in the loop that enters it."""
 
@@ -69,6 +97,7 @@ class QueueClient:
         *,
         connect_timeout_secs: float,
         call_timeout_secs: float,
+        outage_secs: float,
         token: str | None = None,
         tls_ca: str = "",
     ):
@@ -76,8 +105,9 @@ class QueueClient:
 
         Args:
           address: "host:port".
-          connect_timeout_secs: bound on the first connection, and on the reconnection of a watch.
-          call_timeout_secs: bound on each call, in addition to the wait that the call asks for.
+          connect_timeout_secs: bound on the first connection.
+          call_timeout_secs: bound on each attempt at a call, in addition to the wait that the call asks for.
+          outage_secs: bound on the failed attempts at a call, or at a watch, together.
           token: bearer token of the queue; None where it has none.
           tls_ca: PEM file of the trusted authorities; "" for a queue without TLS.
 
@@ -89,6 +119,7 @@ class QueueClient:
         self._credentials = _credentials(tls_ca)
         self._connect_timeout_secs = connect_timeout_secs
         self._call_timeout_secs = call_timeout_secs
+        self._outage_secs = outage_secs
 
     async def __aenter__(self) -> "QueueClient":
         """Connects.
@@ -205,11 +236,11 @@ class QueueClient:
         """Yields the table of servers, at once and at every change. Reconnects where no heartbeat comes.
 
         Raises:
-          ConnectionError: no answer within connect_timeout_secs.
+          ConnectionError: no answer within outage_secs.
           PermissionError: the token is wrong.
         """
         last = None
-        deadline = time.monotonic() + self._connect_timeout_secs
+        outage = _Outage(self._outage_secs)
         while True:
             call = self._stub.WatchFleet(pb.WatchRequest(), metadata=self._metadata)
             try:
@@ -222,15 +253,16 @@ class QueueClient:
                     if servers != last:
                         last = servers
                         yield servers
-                    deadline = time.monotonic() + self._connect_timeout_secs
+                    outage = _Outage(self._outage_secs)
             except (TimeoutError, grpc.aio.AioRpcError) as error:
                 if _is_unauthenticated(error):
                     raise _token_error(self._address) from error
-                if time.monotonic() > deadline:
-                    raise _no_answer(self._address, self._connect_timeout_secs) from error
+                if not outage.goes_on(error, self._call_timeout_secs):
+                    raise _no_answer(self._address, self._outage_secs) from error
             finally:
                 call.cancel()
             await asyncio.sleep(RETRY_SECS)
+            outage.start()
 
     async def report(
         self,
@@ -239,23 +271,30 @@ class QueueClient:
         secs: Mapping[str, float] | None = None,
         loads: Mapping[str, int] | None = None,
     ) -> None:
-        """Reports a role's waits, its `RoleStatus.secs` and its outstanding tokens by server; also its heartbeat."""
+        """Reports a role's waits, its `RoleStatus.secs` and its outstanding tokens by server; also its heartbeat.
+
+        Never raises.
+        """
         report = pb.RoleReport(role=role, waits=wire.encode_waits(waits), secs=secs, loads=loads)
-        await self._call("Report", report)
+        try:
+            await self._stub.Report(
+                report, timeout=self._call_timeout_secs, metadata=self._metadata
+            )
+        except grpc.aio.AioRpcError as error:
+            _log_lost_report(error, self._address)
 
     async def _call(self, name: str, request: Any, wait_secs: float = 0.0) -> Any:
-        limit = self._call_timeout_secs + wait_secs
-        deadline = time.monotonic() + limit
+        limit, outage = self._call_timeout_secs + wait_secs, _Outage(self._outage_secs)
         while True:
             try:
-                left = deadline - time.monotonic()
                 return await getattr(self._stub, name)(
-                    request, timeout=left, metadata=self._metadata
+                    request, timeout=limit, metadata=self._metadata
                 )
             except grpc.aio.AioRpcError as error:
-                if not _should_retry(error, deadline):
-                    raise _call_error(error, name, self._address, limit) from error
+                if not outage.goes_on(error, limit):
+                    raise _call_error(error, name, self._address, self._outage_secs) from error
             await asyncio.sleep(RETRY_SECS)
+            outage.start()
 
 
 class LearnerQueue:
@@ -267,6 +306,7 @@ class LearnerQueue:
         *,
         connect_timeout_secs: float,
         call_timeout_secs: float,
+        outage_secs: float,
         share: Share = WHOLE,
         token: str | None = None,
         tls_ca: str = "",
@@ -283,6 +323,7 @@ class LearnerQueue:
         self._generation = 0  # of this learner, by `begin`
         self._connect_timeout_secs = connect_timeout_secs
         self._call_timeout_secs = call_timeout_secs
+        self._outage_secs = outage_secs
 
     def __enter__(self) -> "LearnerQueue":
         """Connects; errors as of `QueueClient`."""
@@ -423,8 +464,14 @@ class LearnerQueue:
             time.sleep(RETRY_SECS)
 
     def report(self, role: str, waits: Sequence[Wait]) -> None:
-        """Reports the waits of a role; also its heartbeat."""
-        self._call("Report", pb.RoleReport(role=role, waits=wire.encode_waits(waits)))
+        """Reports the waits of a role; also its heartbeat. Never raises."""
+        report = pb.RoleReport(role=role, waits=wire.encode_waits(waits))
+        try:
+            self._stub.Report(report, timeout=self._call_timeout_secs, metadata=self._metadata)
+        except grpc.RpcError as error:
+            _log_lost_report(error, self._address)
+        except ValueError:
+            pass  # The client was closed in the meantime.
 
     def status(self) -> QueueStatus:
         """The contents of the queue, its counts, and the waits of every role."""
@@ -433,11 +480,11 @@ class LearnerQueue:
     def _first_chunk(
         self, step: int, timeout_secs: float, should_stop: Callable[[], bool]
     ) -> Chunk | None:
-        with contextlib.suppress(TimeoutError):
-            return self._chunk(step, 0, 0.0)
+        with contextlib.suppress(_NotReadyError):
+            return self._attempt_lease(step, 0, 0.0)
         if should_stop():
             return None
-        # One call for the whole wait, so that its error has the whole time. After a stop it ends with the channel.
+        # After a stop the call ends with the channel.
         thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="lease")
         call = thread.submit(self._chunk, step, 0, timeout_secs)
         thread.shutdown(wait=False)
@@ -446,7 +493,18 @@ class LearnerQueue:
                 return None
         return call.result()
 
-    def _chunk(self, step: int, index: int, wait_secs: float) -> Chunk:
+    def _chunk(self, step: int, index: int, timeout_secs: float) -> Chunk:
+        left = timeout_secs
+        while True:
+            wait_secs = min(left, LEASE_WAIT_SECS)
+            try:
+                return self._attempt_lease(step, index, wait_secs)
+            except _NotReadyError as error:
+                left -= wait_secs
+                if left <= 0:
+                    raise TimeoutError(f"no groups within {timeout_secs:g} s: {error}") from None
+
+    def _attempt_lease(self, step: int, index: int, wait_secs: float) -> Chunk:
         share = dataclasses.asdict(self._share)
         request = pb.LeaseRequest(step=step, chunk=index, wait_secs=wait_secs, **share)
         return self._call("Lease", self._own(request), wait_secs, read=self._read_chunk)
@@ -463,17 +521,16 @@ class LearnerQueue:
         wait_secs: float = 0.0,
         read: Callable[[Any], Any] = lambda reply: reply,
     ) -> Any:
-        limit = self._call_timeout_secs + wait_secs
-        deadline = time.monotonic() + limit
+        limit, outage = self._call_timeout_secs + wait_secs, _Outage(self._outage_secs)
         while True:
             try:
-                left = deadline - time.monotonic()
                 call = getattr(self._stub, name)
-                return read(call(request, timeout=left, metadata=self._metadata))
+                return read(call(request, timeout=limit, metadata=self._metadata))
             except grpc.RpcError as error:
-                if not _should_retry(error, deadline):
-                    raise _call_error(error, name, self._address, limit) from error
+                if not outage.goes_on(error, limit):
+                    raise _call_error(error, name, self._address, self._outage_secs) from error
             time.sleep(RETRY_SECS)
+            outage.start()
 
     def _read_chunk(self, replies: Iterator[pb.LeaseReply]) -> Chunk:
         header = next(replies).header
@@ -576,8 +633,10 @@ def _call_error(error: grpc.RpcError, name: str, address: str, limit_secs: float
     """The error of a call, as an exception of Python."""
     code, where = error.code(), f"{name} at the queue {address}"
     match code:
+        case grpc.StatusCode.DEADLINE_EXCEEDED if not _is_unanswered(error):
+            return _NotReadyError(f"{where}: {error.details()}")
         case grpc.StatusCode.DEADLINE_EXCEEDED:
-            return TimeoutError(f"{where}, deadline {limit_secs:g} s: {error.details()}")
+            return TimeoutError(f"{where} is not answered for {limit_secs:g} s: {error.details()}")
         case grpc.StatusCode.UNAVAILABLE:
             return ConnectionError(
                 f"{where} is unavailable for {limit_secs:g} s: {error.details()}"
@@ -590,6 +649,19 @@ def _call_error(error: grpc.RpcError, name: str, address: str, limit_secs: float
             return SupersededError(f"{where}: {error.details()}")
         case _:
             return QueueError(f"{where}: {code.name}: {error.details()}")
+
+
+def _is_unanswered(error: Exception) -> bool:
+    """Whether an attempt ended without an answer of the queue; the queue's own DEADLINE_EXCEEDED has other details."""
+    if not isinstance(error, grpc.RpcError):
+        return True  # no heartbeat
+    code = error.code()
+    expired = code is grpc.StatusCode.DEADLINE_EXCEEDED and error.details() == "Deadline Exceeded"
+    return expired or code is grpc.StatusCode.UNAVAILABLE
+
+
+def _log_lost_report(error: grpc.RpcError, address: str) -> None:
+    log.debug("a report to the queue %s is lost: %s", address, error.details())
 
 
 def _no_answer(address: str, limit_secs: float) -> ConnectionError:

@@ -113,6 +113,7 @@ def _train(
                 settings.queue.address,
                 connect_timeout_secs=parts.CONNECT_TIMEOUT_SECS,
                 call_timeout_secs=parts.CALL_TIMEOUT_SECS,
+                outage_secs=settings.queue.outage_secs,
                 share=Share(**part, num_minibatches=learner.num_minibatches),
                 **queue_access_of(settings),
             )

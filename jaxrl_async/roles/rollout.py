@@ -46,6 +46,7 @@ async def run(settings: Settings, workdir: pathlib.Path, index: int) -> None:
             settings.queue.address,
             connect_timeout_secs=parts.CONNECT_TIMEOUT_SECS,
             call_timeout_secs=parts.CALL_TIMEOUT_SECS,
+            outage_secs=settings.queue.outage_secs,
             **queue_access_of(settings),
         ) as queue,
     ):
