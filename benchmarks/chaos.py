@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterator, Sequence
 import attacked
 from attacked import PACED, ROLES, SIZES, Attacked, ChaosError, Pod, Run, Strike
 
+from jaxrl_async.cli.train import SUPERSEDED
 from jaxrl_async.queue.journal import JournalReader
 
 RESULTS = attacked.ROOT / "benchmarks" / "results"
@@ -171,8 +172,10 @@ def second_learner(directory: pathlib.Path, rng: random.Random) -> "Outcome":
         except Exception:
             os.killpg(elder.pid, signal.SIGKILL)
             raise ChaosError(f"the elder learner did not end:\n{run.printed()}") from None
-        if code != 1:
-            raise ChaosError(f"the elder learner ended with {code}, not 1:\n{run.printed()}")
+        if code != SUPERSEDED:
+            raise ChaosError(
+                f"the elder learner ended with {code}, not {SUPERSEDED}:\n{run.printed()}"
+            )
         return finished(victim, 40)
 
 
