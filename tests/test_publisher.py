@@ -14,7 +14,8 @@ from jaxrl_async.queue.records import ServerRecord, SupersededError
 from jaxrl_async.servers.client import InferenceClient, ServerError, ServerTimeoutError
 from jaxrl_async.servers.preflight import UnfitServerError
 from jaxrl_async.weights import awake
-from jaxrl_async.weights.health import Server, server_records
+from jaxrl_async.weights.discovery import Discovery
+from jaxrl_async.weights.health import Server, Table
 from jaxrl_async.weights.publisher import Publisher, PublisherError
 from jaxrl_async.weights.store import WeightStore
 from jaxrl_async.weights.transports import TRANSPORTS, ObsoleteVersionError
@@ -48,7 +49,7 @@ class Queue:
         return [version for version, _, _ in self.published]
 
     def last(self, server):
-        return self.published[-1][1][server.address]
+        return self.published[-1][1].get(server.address)
 
     def wait_for(self, condition):
         wait_until(lambda: self.published and condition())
@@ -471,7 +472,10 @@ def test_an_address_is_healthy_where_no_server_behind_it_is_stale_and_one_is_hea
     workers, record
 ):
     servers = [Server(f"http://w{i}:1", ROUTER, *_state(w)) for i, w in enumerate(workers)]
-    assert server_records(servers) == [ServerRecord(ROUTER, *record)]
+    table = Table()
+    for server in servers:
+        table.add(server)
+    assert table.take() == [ServerRecord(ROUTER, *record)]
 
 
 def _state(worker):
@@ -788,6 +792,69 @@ def test_a_push_is_dropped_for_a_newer_version(queue, servers, start, write):
     queue.wait_for(lambda: queue.last(slow) == ("HEALTHY", 2))
     assert gate.is_set()
     assert [version for address, version in pushed if address == slow.address] == ["0", "1", "2"]
+
+
+def listed(path, *servers):
+    """The discovery of a file that lists these servers."""
+    path.write_text("".join(f"{server.address} 0.5\n" for server in servers))
+    return Discovery(f"file:{path}")
+
+
+def test_a_server_that_joins_gets_the_current_version_before_it_is_healthy(
+    queue, servers, start, write, tmp_path
+):
+    fixed, newcomer = servers
+    file = tmp_path / "servers.txt"
+    publisher = start([fixed], discovery=listed(file), discover_secs=0.02)
+    push(publisher, 3, write)
+    assert queue.published[-1][1] == {fixed.address: ("HEALTHY", 3)}
+    listed(file, newcomer)
+    queue.wait_for(lambda: queue.last(newcomer) == ("HEALTHY", 3))
+    assert newcomer.version == "3"
+    states = [states.get(newcomer.address) for _, states, _ in queue.published]
+    assert states[:2] == [None, ("STALE", None)] and states[-1] == ("HEALTHY", 3)
+    push(publisher, 4, write)
+    assert newcomer.version == "4"
+
+
+def test_a_server_that_leaves_is_forgotten_also_in_mid_push(queue, servers, start, write, tmp_path):
+    fixed, leaver = servers
+    file = tmp_path / "servers.txt"
+    publisher = start([fixed], discovery=listed(file, leaver), discover_secs=0.02)
+    push(publisher, 0, write)
+    queue.wait_for(lambda: queue.last(leaver) == ("HEALTHY", 0))
+    leaver.hang.add("/update_weights_from_disk")
+    publisher.publish(1, write(1), timeout_secs=WAIT_SECS)
+    wait_until(lambda: leaver.paused)
+    listed(file)
+    publisher.wait(1, timeout_secs=WAIT_SECS)  # The push does not wait for it.
+    assert queue.published[-1][1] == {fixed.address: ("HEALTHY", 1)}
+    wait_until(lambda: not leaver.paused)
+    leaver.calls.clear()
+    push(publisher, 2, write)
+    assert leaver.calls == [] and leaver.version == "0"
+
+
+def test_a_run_whose_servers_are_all_discovered_waits_for_the_first(
+    queue, servers, start, write, tmp_path
+):
+    file = tmp_path / "servers.txt"
+    discovery = Discovery(f"file:{file}")
+    publisher = start([], discovery=discovery, discover_secs=0.02, push_timeout_secs=0.2)
+    publisher.publish(0, write(0), timeout_secs=WAIT_SECS)
+    with pytest.raises(PublisherError, match=r"no server is known \(file:.*servers\.txt"):
+        publisher.wait(0, timeout_secs=0.5)
+    listed(file, *servers)
+    publisher.wait(0, timeout_secs=WAIT_SECS)
+    queue.wait_for(lambda: set(queue.published[-1][1].values()) == {("HEALTHY", 0)})
+
+
+def test_a_list_with_a_bad_line_ends_the_publisher_at_its_first_reading(start, tmp_path):
+    file = tmp_path / "servers.txt"
+    file.write_text("a:1\n")
+    publisher = start([], discovery=Discovery(f"file:{file}"))
+    with pytest.raises(PublisherError, match=r"servers\.txt, line 1: 'a:1' is no http"):
+        wait_until(publisher.check)
 
 
 def test_a_publisher_needs_a_server(start):

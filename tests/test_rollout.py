@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 import pytest
+from aiohttp import web
 from fixtures.fake_sglang import VOCAB_SIZE, FakeServer, answer, logprob, started, token
 
 from jaxrl_async.queue import service as queue_service
@@ -14,6 +15,7 @@ from jaxrl_async.queue.admission import Admission
 from jaxrl_async.queue.client import LearnerQueue, QueueClient
 from jaxrl_async.queue.records import Permit, ServerRecord
 from jaxrl_async.rewards.pool import RewardError, RewardPool, RewardTimeoutError
+from jaxrl_async.rollout import sampler as sampler_module
 from jaxrl_async.rollout.context import RolloutError, rng_of
 from jaxrl_async.rollout.frictions import Frictions
 from jaxrl_async.rollout.runner import Runner, rollout_function
@@ -351,6 +353,57 @@ async def test_requests_of_a_server_that_went_silent_go_on_elsewhere(client, ser
     completion = await asyncio.wait_for(task, 5.0)
     assert completion.finish_reason == "length"
     assert len(other.payloads("/generate")) == 1 and sampler.num_running == 0
+
+
+async def test_requests_on_a_server_that_leaves_are_resumed_elsewhere_with_their_tokens(
+    client, servers
+):
+    leaver, other = servers
+    answers = {}
+
+    async def generate(payload):  # It has two tokens when it is aborted.
+        answers[payload["rid"]] = asyncio.Event()
+        while not answers[payload["rid"]].is_set():
+            await asyncio.sleep(0.001)
+        return web.json_response(answer(expected_tokens()[:2], versions=[("3", 2)], reason="abort"))
+
+    async def abort_request(payload):
+        answers[payload["rid"]].set()
+        return web.Response()
+
+    leaver.generate, leaver.abort_request = generate, abort_request
+    fleet = make_fleet(servers)
+    sampler = make_sampler(client, fleet)
+    task = asyncio.create_task(sampler.bind(PERMIT, 0)(PROMPT.tokens))
+    while not answers:
+        await asyncio.sleep(0.001)
+    fleet.update([ServerRecord(other.address, "HEALTHY", 4)])
+    other.version = "4"
+    for _ in range(2):  # A second change of the table aborts nothing again.
+        sampler.cancel_dead()
+    completion = await asyncio.wait_for(task, 10.0)
+    assert completion.tokens.tolist() == expected_tokens()
+    assert completion.versions.tolist() == [3, 3, 4, 4, 4]
+    assert leaver.routes() == ["/generate", "/abort_request"]
+    (resumed,) = other.payloads("/generate")
+    assert resumed["input_ids"][-2:] == expected_tokens()[:2]
+
+
+async def test_a_server_that_leaves_without_an_answer_is_not_waited_for(
+    client, servers, monkeypatch
+):
+    monkeypatch.setattr(sampler_module, "_DRAIN_SECS", 0.2)
+    leaver, other = servers
+    leaver.hang.update({"/generate", "/abort_request"})
+    fleet = make_fleet(servers)
+    sampler = make_sampler(client, fleet)
+    task = asyncio.create_task(sampler.bind(PERMIT, 0)(PROMPT.tokens))
+    while "/generate" not in leaver.routes():
+        await asyncio.sleep(0.001)
+    fleet.update([ServerRecord(other.address, "HEALTHY", 3)])
+    sampler.cancel_dead()
+    completion = await asyncio.wait_for(task, 10.0)
+    assert completion.tokens.tolist() == expected_tokens()
 
 
 async def test_an_abort_goes_to_the_control_addresses_behind_a_router(client, servers):

@@ -240,7 +240,8 @@ def _check_addresses(settings: Settings, role: str, index: int) -> None:
     """Refuses a role that runs alone without the addresses of the others."""
     if not settings.queue.address and role != "server":
         raise UsageError(f"--role={role} needs --config.queue.address=HOST:PORT")
-    if len(settings.server.addresses) < {"server": index + 1, "learner": 1}.get(role, 0):
+    needed = {"server": index + 1, "learner": 0 if settings.server.discover else 1}.get(role, 0)
+    if len(settings.server.addresses) < needed:
         raise UsageError(
             f"--role={role} --index={index} needs its entry of config.server.addresses, which has "
             f"{len(settings.server.addresses)}"

@@ -137,6 +137,23 @@ def delay_of(delay_steps: int | str) -> tuple[int, bool]:
     return int(match[1] or match[2]), match[2] is not None
 
 
+def discovery_of(discover: str) -> tuple[str, str, int]:
+    """("file", path, 0) or ("dns", name, port) of server.discover.
+
+    Raises:
+      SettingsError: neither "file:PATH" nor "dns://name:port".
+    """
+    dns = re.fullmatch(r"dns://([A-Za-z0-9._-]+):(\d{1,5})", discover)
+    if dns and 0 < int(dns[2]) < 1 << 16:
+        return "dns", dns[1], int(dns[2])
+    kind, _, path = discover.partition(":")
+    if kind == "file" and path:
+        return "file", path, 0
+    raise SettingsError(
+        f'server.discover must be "file:PATH" or "dns://name:port", got {discover!r}'
+    )
+
+
 def command_words(command: str, **values: Any) -> list[str]:
     """The words that start one local server.
 
@@ -211,7 +228,11 @@ def _check_queue(queue: Queue) -> None:
 
 def _check_server(server: Server) -> None:
     num_servers, num_controls = len(server.addresses), len(server.control_addresses)
-    if num_servers == 0 and server.num_local < 1:
+    if server.discover:
+        discovery_of(server.discover)
+    if not server.discover_secs > 0:
+        raise SettingsError(f"server.discover_secs must be > 0, got {server.discover_secs}")
+    if num_servers == 0 and not server.discover and server.num_local < 1:
         raise SettingsError(
             f"server.num_local must be ≥ 1 where server.addresses is (), got {server.num_local}"
         )
@@ -223,7 +244,7 @@ def _check_server(server: Server) -> None:
             f"server.control_addresses has {num_controls} entries and server.addresses has {num_servers}: "
             "there must be as many, or one address (a router) in front of them all"
         )
-    wanted = num_servers or server.num_local
+    wanted = num_servers or server.num_started
     if server.speeds and len(server.speeds) != wanted:
         raise SettingsError(
             f"server.speeds must have one entry for each of {wanted} servers, or none; got {len(server.speeds)}"

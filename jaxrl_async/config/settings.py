@@ -32,6 +32,8 @@ RENAMED: dict[str, str] = {"loss.behavior_cap_mode": "loss.behavior_weight"}
 ADDED: dict[str, Any] = {
     "checkpoint.grace_secs": 60.0,
     "rollout.reward_environment": (),
+    "server.discover": "",
+    "server.discover_secs": 5.0,
     "server.quorum": 1.0,
     "queue.outage_secs": 30.0,
 }
@@ -124,6 +126,9 @@ class Journal:
 @dataclasses.dataclass(frozen=True)
 class Server:
     addresses: tuple[str, ...] = ()  # "http://host:port"; (): start num_local on this machine
+    # more servers, which join and leave: "file:PATH" | "dns://name:port" | "": none; servers/discovery.py
+    discover: str = ""
+    discover_secs: float = 5.0  # between two readings of that list
     # for pause, update, model_info and abort; (): those of `addresses`
     control_addresses: tuple[str, ...] = ()
     speeds: tuple[float, ...] = ()  # relative, of each address; (): all equal
@@ -142,6 +147,11 @@ class Server:
     start_timeout_secs: float = 120.0
     # ⌈quorum · servers⌉ must hold the first version of a run or of a resumed one; the others join later
     quorum: float = 0.5
+
+    @property
+    def num_started(self) -> int:
+        """Servers that the run starts itself: none where it is given addresses or a list of them."""
+        return 0 if self.addresses or self.discover else self.num_local
 
     @property
     def controls(self) -> dict[str, tuple[str, ...]]:

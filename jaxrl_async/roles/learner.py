@@ -31,6 +31,7 @@ from jaxrl_async.runtime import preemption
 from jaxrl_async.runtime.supervisor import visible_devices
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.tasks.prompts import demonstration_tokens, test_prompts
+from jaxrl_async.weights.discovery import Discovery
 from jaxrl_async.weights.publisher import Publisher
 from jaxrl_async.weights.store import WeightStore
 from jaxrl_async.weights.transports import TRANSPORTS
@@ -297,11 +298,21 @@ def _leader_parts(
         poll_secs=weights.poll_secs,
         start_timeout_secs=settings.server.start_timeout_secs,
         quorum=settings.server.quorum,
+        discovery=discovery_of(settings),
+        discover_secs=settings.server.discover_secs,
         is_resumed=resume,
         evaluation=evaluator_of(settings, workdir),
         preflight=check,
     )
     return queue, publisher, MetricsWriter(workdir)
+
+
+def discovery_of(settings: Settings) -> Discovery | None:
+    """The list of servers that join and leave; None where the run has none."""
+    server = settings.server
+    if not server.discover:
+        return None
+    return Discovery(server.discover, scheme="https" if server.tls_ca else "http")
 
 
 def _follower_parts(

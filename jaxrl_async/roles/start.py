@@ -14,6 +14,7 @@ from jaxrl_async.config.settings import Settings, SettingsError
 from jaxrl_async.roles import parts
 from jaxrl_async.runtime import workdir as workdirs
 from jaxrl_async.servers import files
+from jaxrl_async.weights.discovery import parse
 
 
 class StartError(ValueError):
@@ -83,15 +84,27 @@ def prepare(settings: Settings, workdir: pathlib.Path) -> None:
     Raises:
       StartError: names the file, the argument or the line.
     """
+    _check_discovery(settings.server.discover)
     try:
         task = parts.task_of(settings)
         for split in ("train", "test"):
             task.examples(split)
         parts.frictions_of(settings, parts.tokenizer_of(settings, workdir))
-        if settings.server.command and not settings.server.addresses:
+        if settings.server.command and settings.server.num_started:
             parts.model_path(settings, workdir)
     except (OSError, TypeError, ValueError) as error:
         raise StartError(f"task {settings.task.name!r}: {error}") from error
+
+
+def _check_discovery(place: str) -> None:
+    """Reads the list of servers, where there is one already."""
+    path = pathlib.Path(place.removeprefix("file:"))
+    if not place.startswith("file:") or not path.exists():
+        return
+    try:
+        parse(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, ValueError) as error:
+        raise StartError(f"server.discover: {error}") from error
 
 
 def check_access(settings: Settings, role: str, index: int) -> None:

@@ -8,6 +8,7 @@ arrived keep their log-probs and versions. Independent of texts, rewards and the
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -66,6 +67,7 @@ class Sampler:
         self._running: dict[str, str] = {}  # rid → address, of requests that may run on a server
         self._calls: dict[str, asyncio.Task[Completion]] = {}  # rid → the call that waits for it
         self._homes: dict[Permit, str] = {}  # the server of a group's first request
+        self._drains: dict[str, asyncio.Task[None]] = {}  # rid → of a server that has left
         self._unrouted: set[str] = set()  # prefixes of samples that wait for a HEALTHY server
 
     def bind(self, permit: Permit, sample: int) -> Generate:
@@ -109,13 +111,28 @@ class Sampler:
         return f"server {address}" if address else "its rollout function"
 
     def cancel_dead(self) -> None:
-        """Cancels every call to a DEAD server: its requests are resumed elsewhere.
+        """Ends every call to a server that is DEAD or has left: its requests are resumed elsewhere.
 
-        A machine that vanishes, or a process that is stopped, closes no connection.
+        A machine that vanishes, or a process that is stopped, closes no connection. One that has left the table may
+        still answer: its requests are aborted there, so that they bring their tokens.
         """
         for rid, call in self._calls.items():
-            if self._fleet.state(self._running[rid]) == DEAD:
+            address = self._running[rid]
+            if self._fleet.has_left(address):
+                if rid not in self._drains:
+                    drain = asyncio.create_task(self._drain(rid, address, call))
+                    self._drains[rid] = drain
+                    drain.add_done_callback(lambda _, rid=rid: self._drains.pop(rid, None))
+            elif self._fleet.state(address) == DEAD:
                 call.cancel()
+
+    async def _drain(self, rid: str, address: str, call: asyncio.Task[Completion]) -> None:
+        """Aborts a request on a server that has left; cancels a call that does not end by it."""
+        for control in self._controls.get(address, (address,)):
+            with contextlib.suppress(ServerError):
+                await self._client.abort(control, rid=rid, timeout_secs=_DRAIN_SECS)
+        await asyncio.wait({call}, timeout=_DRAIN_SECS)
+        call.cancel()
 
     async def _generate(
         self,
@@ -270,6 +287,7 @@ def _join(parts: list[Completion], finish_reason: str) -> Completion:
     return Completion(*arrays, finish_reason)
 
 
+_DRAIN_SECS = 5.0  # a server that has left has to answer
 _BACKOFF_SECS = 0.05
 _MAX_BACKOFF_SECS = 5.0
 _OUT_OF_FILES_SECS = 0.5  # backoff of a process without a free file descriptor

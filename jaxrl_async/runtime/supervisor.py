@@ -83,7 +83,7 @@ def run(
     queue_address = settings.queue.address or f"127.0.0.1:{free_port()}"
     servers = settings.server.addresses or tuple(
         f"{'https' if settings.server.tls_cert else 'http'}://127.0.0.1:{free_port()}"
-        for _ in range(settings.server.num_local)
+        for _ in range(settings.server.num_started)
     )
     addresses = [
         f"--config.queue.address={queue_address}",
@@ -243,7 +243,8 @@ def banner(settings: Settings, workdir, queue_address, servers, devices) -> str:
         f"{learner.groups_per_step} × {settings.rollout.group_size}",
         f"  workdir  {workdir}",
         f"  queue    {queue_address}",
-        f"  servers  {', '.join(servers)}" + _kind(settings.server),
+        f"  servers  {', '.join(filter(None, (*servers, settings.server.discover)))}"
+        + _kind(settings.server),
     ]
     for name, environment in devices.items():
         lines.append(f"  {name:8} {' '.join(f'{k}={v}' for k, v in environment.items())}")
@@ -251,7 +252,7 @@ def banner(settings: Settings, workdir, queue_address, servers, devices) -> str:
 
 
 def _kind(server) -> str:
-    if server.addresses:
+    if not server.num_started:
         return ""
     return f" ({shlex.split(server.command)[0]})" if server.command else " (embedded)"
 

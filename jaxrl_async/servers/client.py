@@ -18,6 +18,7 @@ import numpy as np
 from jaxrl_async import security
 from jaxrl_async.queue.records import NOBODY, Identity
 from jaxrl_async.servers import files
+from jaxrl_async.servers.looks import Looks
 
 MAX_LOGPROB_ROUNDING = 1e-6  # A log-prob may exceed 0 by this much: float32 rounding of log 1.
 
@@ -97,6 +98,10 @@ class InferenceClient:
 
     async def __aexit__(self, *_) -> None:
         await self._session.close()
+
+    def looks(self, **kwargs: Any) -> Looks:
+        """Looks with this client's key and authorities; arguments as of `Looks`."""
+        return Looks(api_key=self._api_key, tls=self._tls, **kwargs)
 
     async def generate(
         self,

@@ -107,6 +107,10 @@ class Fleet:
             return SUSPECT
         return record.state
 
+    def has_left(self, address: str) -> bool:
+        """Whether the table has servers, and this one is no longer among them."""
+        return bool(self._records) and address not in self._records
+
     @contextlib.contextmanager
     def serving(self, address: str, num_tokens: int) -> Iterator[None]:
         """Counts a request's tokens as outstanding while it runs."""

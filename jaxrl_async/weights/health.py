@@ -9,6 +9,7 @@ requests, which may be a router.
 """
 
 import asyncio
+import collections
 import dataclasses
 import errno
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from jaxrl_async.servers.client import InferenceClient, ServerError
 from jaxrl_async.servers.fleet import DEAD, HEALTHY, STALE
 from jaxrl_async.weights.store import StoredVersion
 
+MAX_DESCRIBED = 16  # servers in a message
 PROBE_TIMEOUT_SECS = 5.0  # A server that loads and samples at once still answers within this.
 
 
@@ -51,6 +53,9 @@ class Server:
     version: int | None = None  # of the weights; None before the first push
     tried: Target | None = None  # the last target whose push ended, well or not
     reserved: bool = False  # for an evaluation
+    speed: float = 1.0  # relative
+    has_left: bool = False  # the run: it is no longer listed
+    num_failures: int = 0  # attempts in a row
     # Set to end the poll interval early.
     due: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
@@ -66,16 +71,52 @@ def weight_name(version: int, run_epoch: int) -> str:
     return f"{run_epoch}.{version}" if run_epoch else str(version)
 
 
-def server_records(servers: Sequence[Server]) -> list[ServerRecord]:
-    """One record for each address that takes requests.
+class Table:
+    """One record for each address that takes requests, renewed for one server at a time.
 
     A router leaves out servers that are gone, not those of another version: its address is STALE while one behind
     it is, HEALTHY when one of the others is, else DEAD. Its version is the smallest of the HEALTHY ones.
     """
-    behind: dict[str, list[Server]] = {}
-    for server in servers:
-        behind.setdefault(server.serves, []).append(server)
-    return [_record(address, group) for address, group in behind.items()]
+
+    def __init__(self):
+        self._behind: dict[str, list[Server]] = {}
+        self._records: dict[str, ServerRecord] = {}
+        self.is_changed = (
+            False  # whether a state, or the set of addresses, has changed since `take`
+        )
+
+    def add(self, server: Server) -> None:
+        """Adds a server."""
+        self._behind.setdefault(server.serves, []).append(server)
+        self.update(server)
+
+    def remove(self, server: Server) -> None:
+        """Removes a server, and with the last one behind it its address."""
+        self._behind[server.serves].remove(server)
+        if not self._behind[server.serves]:
+            del self._behind[server.serves], self._records[server.serves]
+            self.is_changed = True
+        else:
+            self.update(server)
+
+    def update(self, server: Server) -> None:
+        """Renews the record of a server's address; its owner calls it after every change of the server."""
+        address = server.serves
+        if address not in self._behind:
+            return  # It has left.
+        known, record = self._records.get(address), _record(address, self._behind[address])
+        self._records[address] = record
+        if known is None or known.state != record.state:
+            self.is_changed = True
+
+    def any_healthy(self) -> bool:
+        """Whether an address gets requests."""
+        return any(record.state == HEALTHY for record in self._records.values())
+
+    def take(self) -> list[ServerRecord]:
+        """The records; from now on they are known."""
+        self.is_changed = False
+        return list(self._records.values())
 
 
 def _record(address: str, servers: list[Server]) -> ServerRecord:
@@ -83,7 +124,18 @@ def _record(address: str, servers: list[Server]) -> ServerRecord:
     state = next(state for state in (STALE, HEALTHY, DEAD) if state in states)
     known = [s for s in servers if s.version is not None]
     versions = [s.version for s in known if s.state == HEALTHY] or [s.version for s in known]
-    return ServerRecord(address, state, min(versions, default=None))
+    return ServerRecord(address, state, min(versions, default=None), servers[0].speed)
+
+
+def describe(servers: Sequence[Server]) -> str:
+    """The state of every server in words; of many, the counts and the first that are not HEALTHY."""
+    if len(servers) <= MAX_DESCRIBED:
+        return "; ".join(map(str, servers)) or "no server is known"
+    counts = collections.Counter(server.state for server in servers)
+    ill = [str(server) for server in servers if server.state != HEALTHY]
+    words = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
+    more = [f"{len(ill) - MAX_DESCRIBED} more"] if len(ill) > MAX_DESCRIBED else []
+    return "; ".join([f"{len(servers)} servers: {words}", *ill[:MAX_DESCRIBED], *more])
 
 
 def difference(info: Mapping[str, Any], target: Target) -> str | None:

@@ -15,11 +15,12 @@ import logging
 import math
 import os
 import pathlib
+import random
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 from jaxrl_async.queue.records import ResumePoint
 from jaxrl_async.servers.client import InferenceClient, ServerError
@@ -27,6 +28,7 @@ from jaxrl_async.servers.fleet import DEAD, HEALTHY, STALE
 from jaxrl_async.servers.preflight import UnfitServerError
 from jaxrl_async.weights import health
 from jaxrl_async.weights.awake import AwakeClock
+from jaxrl_async.weights.discovery import Discovery
 from jaxrl_async.weights.store import StoredVersion
 from jaxrl_async.weights.transports import ObsoleteVersionError, Transport
 
@@ -64,6 +66,8 @@ class Publisher:
         start_timeout_secs: float,
         quorum: float = 1.0,
         is_resumed: bool = False,
+        discovery: Discovery | None = None,
+        discover_secs: float = 5.0,
         evaluation: Evaluation | None = None,
         preflight: Callable[[InferenceClient, str], Awaitable[None]] | None = None,
     ):
@@ -85,14 +89,21 @@ class Publisher:
             others join later.
           is_resumed: the first push waits for the quorum and one attempt at each server; without, for all servers,
             and after start_timeout_secs for the quorum.
+          discovery: lists servers that join and leave, besides those of `controls`.
+          discover_secs: between two readings of the list.
           preflight: refuses a server before its first push, and before the first after a restart; see
             servers.preflight. Before any version is published a refusal ends the publisher.
         """
         self._servers = [
             health.Server(c, serves) for serves, behind in controls.items() for c in behind
         ]
-        if not self._servers:
+        if not self._servers and discovery is None:
             raise ValueError("the publisher needs at least one server address")
+        self._discovery = discovery
+        self._discover_secs = discover_secs
+        self._table = health.Table()
+        for server in self._servers:
+            self._table.add(server)
         self._client = client
         self._transport = transport
         self._pin = pin
@@ -118,7 +129,7 @@ class Publisher:
         self._target_pin = contextlib.ExitStack()
         self._announced: tuple[int, int] | None = None  # (version, run epoch)
         self._held: int | None = None  # by HEALTHY servers, under the version announced
-        self._known_states: list[str] = []  # the states that the queue knows
+        self._keepers: dict[str, asyncio.Task] = {}  # control address → the task of its server
         self._pushing = False
         self._evaluating: asyncio.Task | None = None
         self._awake = AwakeClock()
@@ -233,8 +244,17 @@ class Publisher:
 
     async def _main(self) -> None:
         async with self._client as client, asyncio.TaskGroup() as tasks:
+            self._looks = client.looks(
+                interval_secs=self._poll_secs,
+                timeout_secs=health.PROBE_TIMEOUT_SECS,
+                is_wanted=self._is_settled,
+                on_answer=self._looked,
+            )
             for server in self._servers:
-                tasks.create_task(self._keep(client, server), name=f"publisher {server.address}")
+                self._start_keeping(client, tasks, server)
+            tasks.create_task(self._looks.run(), name="publisher looks")
+            if self._discovery is not None:
+                tasks.create_task(self._discover(client, tasks), name="publisher discovery")
             tasks.create_task(self._watch_the_clock(), name="publisher clock")
             while True:
                 await self._push(await self._requests.get())
@@ -285,6 +305,7 @@ class Publisher:
         server.reserved = True
         if len(healthy) > 1:
             server.state, server.reason = STALE, f"evaluates version {version}"
+            self._table.update(server)
         evaluate = self._evaluate(client, server, version)
         self._evaluating = tasks.create_task(evaluate, name=f"evaluation of version {version}")
 
@@ -310,7 +331,8 @@ class Publisher:
 
         def is_done(server: health.Server) -> bool:
             needs_all = first and not self._is_resumed
-            return server.holds(target) if needs_all else server.tried is target
+            done = server.holds(target) if needs_all else server.tried is target
+            return done or server.has_left
 
         def delivered() -> bool:
             while expected and is_done(expected[-1]):
@@ -352,8 +374,8 @@ class Publisher:
         return max(1, math.ceil(round(self._quorum * len(self._servers), 6))) if first else 1
 
     def _may_recover(self) -> bool:
-        """Whether a server may become HEALTHY: it is DEAD, restarted without weights, or has not tried the target."""
-        return any(
+        """Whether a server may become HEALTHY: DEAD, restarted without weights, one to try, or one that will join."""
+        return self._discovery is not None or any(
             s.state == DEAD or s.version is None or s.tried is not self._target
             for s in self._servers
         )
@@ -367,6 +389,7 @@ class Publisher:
                 server.reason = (
                     f"did not take version {version} within {timeout_secs:g} s ({server.reason})"
                 )
+                self._table.update(server)
         if first and self._num_holding() < self._num_needed(first):
             raise PublisherError(
                 f"version {version} reached {self._num_holding()} of {len(self._servers)} inference servers within "
@@ -382,11 +405,68 @@ class Publisher:
         """The one task that talks to a server: keeps it at the target."""
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._poll_secs):
+                async with asyncio.timeout(self._rest_secs(server)):
                     await server.due.wait()
             server.due.clear()
             if self._target is not None and not server.reserved:
                 await self._poll(client, server, self._target)
+
+    def _rest_secs(self, server: health.Server) -> float | None:
+        """Seconds to the next attempt at a server: backoff, with jitter; None where looks say when it is due."""
+        if self._is_settled(server):
+            return None
+        backoff = min(2.0 ** (server.num_failures - 1), MAX_BACKOFF) if server.num_failures else 1.0
+        return self._poll_secs * backoff * random.uniform(0.8, 1.2)
+
+    def _is_settled(self, server: health.Server) -> bool:
+        """Whether a server holds the target, so that a look is enough."""
+        return self._target is not None and not server.reserved and server.holds(self._target)
+
+    def _looked(self, server: health.Server, info: Mapping[str, Any] | None) -> None:
+        """Makes a server due whose look differs from the target, or has no answer."""
+        if self._is_settled(server) and (
+            info is None or health.difference(info, self._target) is not None
+        ):
+            server.due.set()
+
+    def _start_keeping(
+        self, client: InferenceClient, tasks: asyncio.TaskGroup, server: health.Server
+    ) -> None:
+        name = f"publisher {server.address}"
+        self._keepers[server.address] = tasks.create_task(self._keep(client, server), name=name)
+        self._looks.add(server, server.address)
+
+    async def _discover(self, client: InferenceClient, tasks: asyncio.TaskGroup) -> None:
+        """Keeps the servers that the discovery lists, besides the fixed ones."""
+        fixed = {server.address for server in self._servers} | {s.serves for s in self._servers}
+        found: dict[str, health.Server] = {}
+        while True:
+            listed = await self._discovery.read()
+            for address in found.keys() - listed.keys():
+                self._leave(found.pop(address))
+            for address in listed.keys() - found.keys() - fixed:
+                found[address] = server = health.Server(address, address, speed=listed[address])
+                log.info("%s joins the run", address)
+                self._servers.append(server)
+                self._table.add(server)
+                self._start_keeping(client, tasks, server)
+            for address, server in found.items():
+                if server.speed != listed[address]:
+                    server.speed, self._table.is_changed = listed[address], True
+                    self._table.update(server)
+            await self._publish_states()
+            self._check_any_healthy()
+            await asyncio.sleep(self._discover_secs)
+
+    def _leave(self, server: health.Server) -> None:
+        """Forgets a server. Workers find it gone from the table and resume its requests elsewhere."""
+        log.info("%s leaves the run", server.address)
+        server.has_left = True
+        self._servers.remove(server)
+        self._table.remove(server)
+        self._looks.remove(server)
+        self._keepers.pop(server.address).cancel()
+        self._changed.set()
 
     async def _poll(
         self, client: InferenceClient, server: health.Server, target: health.Target
@@ -401,6 +481,7 @@ class Publisher:
             if not server.reserved:  # meanwhile
                 server.state = HEALTHY if server.version in current else STALE
                 server.reason = f"holds version {server.version}"
+            server.num_failures = 0
         except ObsoleteVersionError:
             server.due.set()
             return
@@ -415,6 +496,7 @@ class Publisher:
             if self._awake.num_stops != num_stops:
                 server.due.set()  # Its deadline passed while this process was stopped.
                 return
+            server.num_failures += 1
             if not isinstance(error, ServerError):
                 log.exception("a push of version %s to %s failed", target.name, server.address)
             server.reason = str(error) or type(error).__name__
@@ -423,6 +505,7 @@ class Publisher:
                 return  # It keeps its state, and is looked at again.
             server.state = STALE if await health.answers(client, server) else DEAD
         server.tried = target
+        self._table.update(server)
         await self._publish_states()
         self._changed.set()
         self._check_any_healthy()
@@ -439,6 +522,7 @@ class Publisher:
                 return
             server.state, server.version = STALE, None
             server.reason = f"restarted: reports {difference}"
+            self._table.update(server)
             await self._publish_states()
         if server.version is None and self._preflight is not None:
             await self._preflight(client, server.address)
@@ -448,14 +532,14 @@ class Publisher:
             path=target.files,
             version=target.name,
             timeout_secs=self._push_timeout_secs,
-            is_wanted=lambda: self._target is target,
+            is_wanted=lambda: self._target is target and not server.has_left,
         )
         server.version = target.version
 
     def _check_any_healthy(self) -> None:
         """Raises when no server was HEALTHY for too long; a push has a deadline of its own."""
         now = self._awake.now()
-        if self._pushing or any(r.state == HEALTHY for r in health.server_records(self._servers)):
+        if self._pushing or self._table.any_healthy():
             self._healthy_at = now
             return
         timeout_secs = self._push_timeout_secs
@@ -474,15 +558,14 @@ class Publisher:
 
     async def _publish_states(self) -> None:
         """Publishes changed states, under the version published last."""
-        async with self._announcing:
-            states = [record.state for record in health.server_records(self._servers)]
-            if self._announced is not None and self._known_states != states:
-                log.info("version %d: %s", self._announced[0], self._describe())
-                await self._announce_records(None)
+        if self._table.is_changed or self._announcing.locked():
+            async with self._announcing:  # Changes meanwhile go in one announcement.
+                if self._announced is not None and self._table.is_changed:
+                    log.info("version %d: %s", self._announced[0], self._describe())
+                    await self._announce_records(None)
 
     async def _announce_records(self, resume_point: ResumePoint | None) -> None:
-        records, (version, run_epoch) = health.server_records(self._servers), self._announced
-        self._known_states = [record.state for record in records]
+        records, (version, run_epoch) = self._table.take(), self._announced
         try:
             await asyncio.to_thread(self._announce, version, records, resume_point, run_epoch)
         except Exception as error:
@@ -493,7 +576,8 @@ class Publisher:
         return f"{self._phase}; {self._describe()}"
 
     def _describe(self) -> str:
-        return "; ".join(map(str, self._servers))
+        listed = f" ({self._discovery.place} lists the others)" if self._discovery else ""
+        return health.describe(self._servers) + listed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -520,5 +604,6 @@ def _first(error: BaseException) -> BaseException:
     return error
 
 
+MAX_BACKOFF = 8.0  # poll intervals between two attempts at a server that fails
 LOOK_SECS = 0.5  # between two calls of should_stop during a wait
 _CLOSE_TIMEOUT_SECS = 15.0
