@@ -48,7 +48,9 @@ def get_config(arg: str = ""):
 
     c.learner.update(num_steps=500, groups_per_step=128, num_minibatches=4, warmup_updates=10)
     c.learner.update(packing="first_fit", shared_prompts=True, head_chunk_tokens=512, fsdp=8)
-    c.weights.update(dtype="bfloat16", push_timeout_secs=600.0, poll_secs=5.0)
+    c.weights.update(
+        dtype="bfloat16", push_timeout_secs=600.0, pause_lease_secs=900.0, poll_secs=5.0
+    )
     c.evaluate.update(num_prompts=1319, timeout_secs=300.0)
 
     if arg.smoke:

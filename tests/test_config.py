@@ -152,6 +152,10 @@ def test_a_value_of_another_type_is_refused():
         (["--config.server.speeds=(0.0,)"], r"server.speeds .*> 0 .* 0.0"),
         (["--config.server.discover=servers.txt"], r"server\.discover .*file:PATH.*'servers\.txt'"),
         (["--config.server.discover_secs=0.0"], r"server\.discover_secs .*> 0.* 0"),
+        (
+            ["--config.weights.pause_lease_secs=60.0", "--config.weights.push_timeout_secs=60.0"],
+            r"weights\.pause_lease_secs .*push_timeout_secs = 60.* 60",
+        ),
         (["--config.server.quorum=0.0"], r"server\.quorum .*\(0, 1\].* 0"),
         (["--config.server.quorum=1.5"], r"server\.quorum .*\(0, 1\].* 1\.5"),
         (["--config.server.control_addresses=('http://c:1',)"], r"control_addresses .* 1 .*server.addresses .* 0"),

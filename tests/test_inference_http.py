@@ -152,6 +152,19 @@ async def test_model_info_and_health_answer_also_while_paused(client):
     assert (await client.get("/health"))[0] == 200
 
 
+async def test_a_pause_with_a_lease_ends_by_itself(client, caplog):
+    url = f"http://127.0.0.1:{client.port}/pause_generation"
+    for lease, status in (("soon", 400), ("0.2", 200)):
+        headers = {"X-Pause-Lease-Secs": lease}
+        async with client.session.post(url, json={"mode": "in_place"}, headers=headers) as answer:
+            assert answer.status == status
+    answer = await asyncio.wait_for(client.generate(), 30.0)
+    assert len(answer["output_ids"]) == 5
+    assert (await client.get("/model_info"))[1]["num_expired_pauses"] == 1
+    assert "the server continues" in caplog.text
+    await client("/pause_generation", {"mode": "in_place"})  # without one
+
+
 async def test_it_serves_from_a_thread_of_its_own(engine):
     def run():
         async def main():

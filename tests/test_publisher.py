@@ -800,6 +800,17 @@ def listed(path, *servers):
     return Discovery(f"file:{path}")
 
 
+def test_a_server_that_a_killed_learner_left_paused_continues_also_where_its_push_fails(
+    queue, servers, start, write
+):
+    _, left = servers
+    left.sglang = left.paused = True
+    left.fail["/server_info"] = (500, "not now")
+    publisher = start(servers, quorum=0.5, is_resumed=True)
+    push(publisher, 3, write)
+    assert queue.last(left)[0] == "STALE" and not left.paused
+
+
 def test_a_server_that_joins_gets_the_current_version_before_it_is_healthy(
     queue, servers, start, write, tmp_path
 ):

@@ -344,6 +344,29 @@ async def test_a_version_that_is_no_longer_wanted_is_not_loaded(client, server, 
     assert (server.version, server.paused) == ("default", False)
 
 
+async def test_a_pause_has_its_lease_in_a_header(client, server, path):
+    leases = []
+    handle = server._handle
+
+    async def watched(request):
+        leases.append((request.path, request.headers.get("X-Pause-Lease-Secs")))
+        return await handle(request)
+
+    server._handle = watched
+    server.stop()
+    server.start()
+    await transports.TRANSPORTS["disk"](
+        client,
+        server.address,
+        path=path,
+        version=7,
+        mode="retract",
+        timeout_secs=TIMEOUT_SECS,
+        pause_lease_secs=120.0,
+    )
+    assert [lease for lease in leases if lease[1]] == [("/pause_generation", "120")]
+
+
 async def test_a_server_that_was_only_paused_keeps_its_requests(client, server, path):
     server.sglang = True
     server.hang.add("/pause_generation")

@@ -90,6 +90,12 @@ def check(s: Settings) -> None:
             raise SettingsError(
                 f"rollout.reward_environment must not name a key's variable, got {name!r}"
             )
+    lease, push = s.weights.pause_lease_secs, s.weights.push_timeout_secs
+    if lease != 0 and not push < lease <= 86_400:
+        raise SettingsError(
+            f"weights.pause_lease_secs must be 0 or in (weights.push_timeout_secs = {push:g}, 86400], got {lease:g}: "
+            "a push that is within its time must not be ended"
+        )
     _check_queue(s.queue)
     _check_server(s.server)
     _check_rollout(s.rollout)

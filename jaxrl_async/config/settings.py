@@ -35,6 +35,7 @@ ADDED: dict[str, Any] = {
     "server.discover": "",
     "server.discover_secs": 5.0,
     "server.quorum": 1.0,
+    "weights.pause_lease_secs": 0.0,
     "queue.outage_secs": 30.0,
 }
 
@@ -237,6 +238,8 @@ class Weights:
     # "retract": exact | "in_place": keeps the KV of old weights, for comparison only
     pause_mode: str = "retract"
     push_timeout_secs: float = 60.0
+    # after which a server of this project ends the pause of a learner that died; above push_timeout_secs, or 0: none
+    pause_lease_secs: float = 120.0
     poll_secs: float = 2.0  # poll interval of every server's health
     keep: int = 2  # versions kept on disk; at least D + 2 with rollout.delay_steps
 

@@ -28,7 +28,7 @@ from jaxrl_async.inference.engine import (
     Request,
     UnavailableError,
 )
-from jaxrl_async.weights import files
+from jaxrl_async.weights import files, lease
 
 MAX_BODY_BYTES = 16 << 20  # of all but an upload
 MAX_HEADERS = 64
@@ -177,6 +177,7 @@ class _Routes:
         self._writers = files.Writers()
         self._uploads = None  # directory of uploaded versions
         self._loop = asyncio.get_running_loop()
+        self._lease = lease.PauseLease(lambda: asyncio.wrap_future(self._engine.resume()))
         self._generating = {}  # rid -> asyncio.Future of a Completion
 
     async def generate(self, http_request):
@@ -202,11 +203,17 @@ class _Routes:
 
     async def pause_generation(self, http_request):
         body = await _read(http_request, {"mode"})
+        try:
+            lease_secs = lease.read_lease(http_request.headers.get(lease.HEADER))
+        except ValueError as error:
+            raise InvalidRequestError(str(error)) from None
         await asyncio.wrap_future(self._engine.pause(body.get("mode", "abort")))
+        self._lease.begin(lease_secs)
         return _json({"status": "ok", "message": "Generation paused successfully."})
 
     async def continue_generation(self, http_request):
         await _read(http_request, set())
+        self._lease.end()
         await asyncio.wrap_future(self._engine.resume())
         return _json({"status": "ok", "message": "Generation continued successfully."})
 
@@ -246,6 +253,7 @@ class _Routes:
         with tempfile.TemporaryDirectory(prefix="jaxrl-uploads-") as directory:
             self._uploads = pathlib.Path(directory)
             yield
+            self._lease.end()
 
     async def upload(self, http_request):
         """Streams one file of a version to disk. Files of other versions are removed."""
@@ -321,6 +329,7 @@ class _Routes:
                 "num_running_requests": engine.num_running,
                 "num_waiting_requests": engine.num_waiting,
                 "num_compiled": engine.num_compiled,
+                "num_expired_pauses": self._lease.num_expired,
             }
         )
 

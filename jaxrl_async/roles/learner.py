@@ -290,7 +290,10 @@ def _leader_parts(
         settings.server.controls,
         client=InferenceClient(**parts.keys_of(settings), tls_ca=settings.server.tls_ca),
         transport=functools.partial(
-            TRANSPORTS[weights.transport], mode=weights.pause_mode, writer=store.writer
+            TRANSPORTS[weights.transport],
+            mode=weights.pause_mode,
+            writer=store.writer,
+            pause_lease_secs=weights.pause_lease_secs,
         ),
         pin=store.pin,
         announce=queue.publish_version,

@@ -10,6 +10,7 @@ import pathlib
 import re
 import uuid
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import aiohttp
@@ -20,6 +21,7 @@ from jaxrl_async.queue.records import NOBODY, Identity
 from jaxrl_async.servers import files
 from jaxrl_async.servers.looks import Looks
 
+PAUSE_LEASE_HEADER = "X-Pause-Lease-Secs"  # weights.lease reads it
 MAX_LOGPROB_ROUNDING = 1e-6  # A log-prob may exceed 0 by this much: float32 rounding of log 1.
 
 
@@ -140,9 +142,15 @@ class InferenceClient:
             reason = f"malformed answer to {rid}: {type(error).__name__}: {error}"
             raise ServerError(address, "/generate", reason, retryable=False) from error
 
-    async def pause(self, address: str, *, mode: str, timeout_secs: float) -> None:
-        """Stops sampling: "retract" recomputes running requests afterwards, "abort" ends them, "in_place" keeps KV."""
-        await self._post(address, "/pause_generation", {"mode": mode}, timeout_secs)
+    async def pause(
+        self, address: str, *, mode: str, timeout_secs: float, lease_secs: float = 0.0
+    ) -> None:
+        """Stops sampling: "retract" recomputes running requests afterwards, "abort" ends them, "in_place" keeps KV.
+
+        With lease_secs > 0 a server of this project continues by itself after that time.
+        """
+        headers = {PAUSE_LEASE_HEADER: f"{lease_secs:g}"} if lease_secs else {}
+        await self._post(address, "/pause_generation", {"mode": mode}, timeout_secs, headers)
 
     async def continue_(self, address: str, *, timeout_secs: float) -> None:
         """Ends a pause."""
@@ -337,9 +345,16 @@ class InferenceClient:
             return int(match[1]) + 1 if match else None
         return None
 
-    async def _post(self, address: str, route: str, payload: dict, timeout_secs: float) -> dict:
+    async def _post(
+        self,
+        address: str,
+        route: str,
+        payload: dict,
+        timeout_secs: float,
+        headers: Mapping[str, str] = MappingProxyType({}),
+    ) -> dict:
         body = _encode(payload).encode()
-        return await self._call("POST", address, route, body, timeout_secs)
+        return await self._call("POST", address, route, body, timeout_secs, headers)
 
     async def _update(self, address: str, route: str, payload: dict, timeout_secs: float) -> None:
         answer = await self._post(address, route, payload, timeout_secs)
@@ -349,10 +364,12 @@ class InferenceClient:
             reason = f"{about}refused: {answer.get('message')}"
             raise ServerError(address, route, reason, retryable=False)
 
-    async def _call(self, method, address, route, body, timeout_secs) -> dict:
+    async def _call(
+        self, method, address, route, body, timeout_secs, headers=MappingProxyType({})
+    ) -> dict:
         """A request whose body is bytes of JSON, an open file, or nothing."""
         json_or_bytes = "json" if isinstance(body, bytes) else "octet-stream"
-        headers = {"Content-Type": f"application/{json_or_bytes}"}
+        headers = {"Content-Type": f"application/{json_or_bytes}", **headers}
         key = self._api_key if route in _INFORMATION_ROUTES else self._admin_api_key
         if key is not None:
             headers["Authorization"] = f"Bearer {key}"

@@ -39,10 +39,12 @@ from jaxrl_async.sglang_jax import engine as sglang_jax_engine
 from jaxrl_async.sglang_jax.checkpoints import WeightsError
 from jaxrl_async.sglang_jax.engine import RequestError, WeightsLoader, end_process
 from jaxrl_async.weights import files
+from jaxrl_async.weights.lease import HEADER, PauseLease, read_lease
 
 MAX_BODY_BYTES = 16 << 20  # of the routes here, but an upload
 SGLANG_JAX_VERSION = "0.1.0rc0"  # The version whose internals engine.py relies on.
 
+_PAUSES = ("/pause_generation", "/continue_generation")
 _VERSION_NAME = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,63}")
 _FILE_NAME = re.compile(
     r"config\.json|manifest\.json|model\.safetensors\.index\.json"
@@ -176,14 +178,43 @@ class _KeyCheck:
         await self._app(scope, receive, send)
 
 
+class _PauseLeases:
+    """ASGI middleware: begins and ends the lease of upstream's pauses."""
+
+    def __init__(self, app, *, lease: PauseLease):
+        self._app = app
+        self._lease = lease
+
+    async def __call__(self, scope, receive, send):
+        if scope["type"] != "http" or scope["path"] not in _PAUSES:
+            return await self._app(scope, receive, send)
+        given = dict(scope["headers"]).get(HEADER.lower().encode())
+        try:
+            secs = read_lease(None if given is None else given.decode("latin-1"))
+        except ValueError as error:
+            return await _json({"error": {"message": str(error)}}, 400)(scope, receive, send)
+        self._lease.end()
+
+        async def watched(message):
+            done = message["type"] == "http.response.start" and message["status"] == 200
+            if done and scope["path"] == "/pause_generation":
+                self._lease.begin(secs)
+            await send(message)
+
+        await self._app(scope, receive, watched)
+
+
 # HTTP.
 
 
 def _add_routes(app, manager, loader: WeightsLoader, uploads: Uploads, roots: list[str]) -> None:
     """SGLang's routes that upstream lacks, or has in another form."""
     from fastapi import Request
+    from sgl_jax.srt.managers.io_struct import ContinueGenerationReqInput
 
-    routes = _Routes(manager, loader, uploads, roots)
+    lease = PauseLease(lambda: manager.continue_generation(ContinueGenerationReqInput()))
+    app.add_middleware(_PauseLeases, lease=lease)
+    routes = _Routes(manager, loader, uploads, roots, lease)
     ours = [
         ("GET", "/model_info", routes.model_info),
         ("GET", "/get_model_info", routes.model_info),
@@ -206,7 +237,8 @@ def _add_routes(app, manager, loader: WeightsLoader, uploads: Uploads, roots: li
 
 
 class _Routes:
-    def __init__(self, manager, loader, uploads, roots):
+    def __init__(self, manager, loader, uploads, roots, lease):
+        self._lease = lease
         self._manager = manager
         self._roots = roots
         self._loader = loader
@@ -231,6 +263,7 @@ class _Routes:
                 "hidden_size": getattr(config, "hidden_size", None),
                 "intermediate_size": getattr(config, "intermediate_size", None),
                 "max_prompt_tokens": manager.max_prompt_tokens,
+                "num_expired_pauses": self._lease.num_expired,
             }
         )
 

@@ -26,7 +26,7 @@ from jaxrl_async.queue.records import ResumePoint
 from jaxrl_async.servers.client import InferenceClient, ServerError
 from jaxrl_async.servers.fleet import DEAD, HEALTHY, STALE
 from jaxrl_async.servers.preflight import UnfitServerError
-from jaxrl_async.weights import health
+from jaxrl_async.weights import health, verification
 from jaxrl_async.weights.awake import AwakeClock
 from jaxrl_async.weights.discovery import Discovery
 from jaxrl_async.weights.store import StoredVersion
@@ -526,6 +526,11 @@ class Publisher:
             await self._publish_states()
         if server.version is None and self._preflight is not None:
             await self._preflight(client, server.address)
+        if server.version is None and not verification.reports_digest(info):
+            # A learner that was killed in a push left it paused, and it has no lease. Its weights are verified, or
+            # have a name that no client accepts.
+            with contextlib.suppress(ServerError):
+                await client.continue_(server.address, timeout_secs=health.PROBE_TIMEOUT_SECS)
         await self._transport(
             client,
             server.address,

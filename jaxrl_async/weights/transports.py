@@ -88,6 +88,7 @@ async def disk(
     timeout_secs: float,
     is_wanted: Callable[[], bool] = always,
     writer: Identity = NOBODY,
+    pause_lease_secs: float = 0.0,
 ) -> None:
     """A server reads the version from a directory that it can see. For every kind of server.
 
@@ -102,13 +103,16 @@ async def disk(
       timeout_secs: bound on the whole call.
       is_wanted: whether the version is still the newest, asked before a load begins and between the parts of one.
       writer: the learner. A server of this project refuses one that another learner has superseded.
+      pause_lease_secs: a server of this project continues by itself after a pause of this time; 0: never.
 
     Raises:
       ObsoleteVersionError: it is not; the server loads nothing that is not wanted.
       ServerError: the version's files are damaged (no request was sent); or the server refused, was lost, was late,
         or holds other weights afterwards.
     """
-    push = _Push(client, address, path, version, mode, timeout_secs, is_wanted, writer)
+    push = _Push(
+        client, address, path, version, mode, timeout_secs, is_wanted, writer, pause_lease_secs
+    )
     await push.verifies_itself()
     async with push.paused() as name:
         await client.update_weights_from_disk(
@@ -131,6 +135,7 @@ async def tensor(
     timeout_secs: float,
     is_wanted: Callable[[], bool] = always,
     writer: Identity = NOBODY,
+    pause_lease_secs: float = 0.0,
 ) -> None:
     """Sends the tensors of a version to an SGLang server over HTTP, without a shared file system.
 
@@ -138,7 +143,9 @@ async def tensor(
     sending pickles; nothing is unpickled here. Arguments and errors as of `disk`.
     """
     torch = await asyncio.to_thread(_torch)  # Its import takes seconds.
-    push = _Push(client, address, path, version, mode, timeout_secs, is_wanted, writer)
+    push = _Push(
+        client, address, path, version, mode, timeout_secs, is_wanted, writer, pause_lease_secs
+    )
     if await push.verifies_itself():
         raise push.error("has no route for 'tensor': give it weights by 'disk' or 'stream'")
     num_ranks = (await client.server_info(address, timeout_secs=push.left())).get("tp_size", 1)
@@ -166,12 +173,15 @@ async def stream(
     timeout_secs: float,
     is_wanted: Callable[[], bool] = always,
     writer: Identity = NOBODY,
+    pause_lease_secs: float = 0.0,
 ) -> None:
     """Uploads the files of a version to a server of this project, without a shared file system.
 
     The upload runs while the server samples. Arguments and errors as of `disk`.
     """
-    push = _Push(client, address, path, version, mode, timeout_secs, is_wanted, writer)
+    push = _Push(
+        client, address, path, version, mode, timeout_secs, is_wanted, writer, pause_lease_secs
+    )
     if not await push.verifies_itself():
         raise push.error("has no route for 'stream': give it weights by 'disk' or 'tensor'")
     for file in sorted(pathlib.Path(path).iterdir()):
@@ -193,13 +203,24 @@ TRANSPORTS: dict[str, Transport] = {"disk": disk, "tensor": tensor, "stream": st
 class _Push:
     """The common part of the transports: checked files, the pause around the change, verification after it."""
 
-    def __init__(self, client, address, path, version, mode, timeout_secs, is_wanted, writer):
+    def __init__(
+        self,
+        client,
+        address,
+        path,
+        version,
+        mode,
+        timeout_secs,
+        is_wanted,
+        writer,
+        pause_lease_secs,
+    ):
         if mode not in PAUSE_MODES:
             raise ValueError(f"mode must be one of {', '.join(PAUSE_MODES)}, got {mode!r}")
         self._client, self._address = client, address
         self._version, self._mode, self._is_wanted = version, mode, is_wanted
         self._deadline = time.monotonic() + timeout_secs
-        self._writer = writer
+        self._writer, self._pause_lease_secs = writer, pause_lease_secs
         self.writer = NOBODY  # for a server of this project; others do not know it
         self._expected: verification.Expected | None = None  # of a server that does not verify
         self._may_differ = False  # whether the server may hold weights that were not verified
@@ -255,7 +276,8 @@ class _Push:
         name = str(self._version) if self._expected is None else f"{self._version}-unverified"
         self.check_wanted()
         try:
-            await client.pause(address, mode=self._mode, timeout_secs=self.left())
+            lease = {"lease_secs": self._pause_lease_secs}
+            await client.pause(address, mode=self._mode, timeout_secs=self.left(), **lease)
             if self._expected is not None:
                 self._may_differ = True
                 await client.update_weight_version(address, version=name, timeout_secs=self.left())

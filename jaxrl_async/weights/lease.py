@@ -1,0 +1,61 @@
+"""The lease of a pause: a server whose learner died in mid-push continues by itself.
+
+Shared by the servers of this project; imports the standard library alone. It knows no engine.
+"""
+
+import asyncio
+import logging
+import math
+from collections.abc import Awaitable, Callable
+
+HEADER = "X-Pause-Lease-Secs"  # of /pause_generation; other servers ignore it
+MAX_LEASE_SECS = 86_400.0
+
+log = logging.getLogger(__name__)
+
+
+class PauseLease:
+    """The end of the pause under way. Use within one event loop."""
+
+    def __init__(self, resume: Callable[[], Awaitable[object]]):
+        """`resume`: ends a pause, as /continue_generation does."""
+        self._resume = resume
+        self._timer: asyncio.TimerHandle | None = None
+        self._resuming: asyncio.Task | None = None
+        self.num_expired = 0  # pauses that were ended here
+
+    def begin(self, secs: float | None) -> None:
+        """A pause began; None for one without a lease. The lease of a pause before it ends."""
+        self.end()
+        if secs is not None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(secs, self._expire, secs)
+
+    def end(self) -> None:
+        """The pause was ended by its client."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _expire(self, secs: float) -> None:
+        self._timer = None
+        self.num_expired += 1
+        log.warning("no word from the learner for %g s of a pause: the server continues", secs)
+        self._resuming = asyncio.ensure_future(self._resume())
+
+
+def read_lease(text: str | None) -> float | None:
+    """The seconds of a lease from its header; None without one.
+
+    Raises:
+      ValueError: names the header, the value and the bound.
+    """
+    if text is None:
+        return None
+    try:
+        secs = float(text)
+    except ValueError:
+        secs = math.nan
+    if not 0 < secs <= MAX_LEASE_SECS:
+        raise ValueError(f"{HEADER} must be in (0, {MAX_LEASE_SECS:g}], got {text!r:.80}")
+    return secs
