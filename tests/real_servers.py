@@ -5,6 +5,7 @@ SGLang and SGLang-JAX live in environments of their own, which tests/run.sh make
 
 import asyncio
 import contextlib
+import json
 import os
 import pathlib
 import signal
@@ -13,6 +14,7 @@ import tempfile
 import threading
 import time
 import urllib.request
+from collections.abc import Sequence
 
 import pytest
 
@@ -112,6 +114,46 @@ def _wait_until_up(process, address, log) -> None:
         text = log.read_text(errors="replace")[-4000:]
         assert process.poll() is None, f"the server ended with {process.returncode}:\n{text}"
         assert time.monotonic() < deadline, f"not up after {START_SECS:g} s:\n{text}"
+        time.sleep(0.2)
+
+
+@contextlib.contextmanager
+def routing(workers: Sequence[str], log: pathlib.Path, *flags: str):
+    """Runs the real router in front of servers, with the flags that survive a dead one; yields its address."""
+    require("router")
+    port, metrics_port = free_port(), free_port()
+    address = f"http://127.0.0.1:{port}"
+    command = [SCRIPTS / "router.sh", "serve", environment_of("router"), "--host=127.0.0.1"]
+    command += [
+        f"--port={port}",
+        f"--prometheus-port={metrics_port}",
+        "--prometheus-host=127.0.0.1",
+    ]
+    command += ["--worker-startup-check-interval=1", *flags, "--worker-urls", *workers]
+    with open(log, "w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
+    try:
+        _wait_until_routed(process, address, len(workers), log)
+        yield address
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(30)
+
+
+def _wait_until_routed(process, address, num_workers, log) -> None:
+    deadline = time.monotonic() + START_SECS
+    while True:
+        with contextlib.suppress(OSError):
+            with urllib.request.urlopen(f"{address}/workers", timeout=5) as answer:
+                workers = json.load(answer)["workers"]
+            if sum(worker["is_healthy"] for worker in workers) == num_workers:
+                return
+        text = log.read_text(errors="replace")[-4000:]
+        assert process.poll() is None, f"the router ended with {process.returncode}:\n{text}"
+        assert time.monotonic() < deadline, (
+            f"its workers are not up after {START_SECS:g} s:\n{text}"
+        )
         time.sleep(0.2)
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Passes the tests: makes its environments, installs, runs. `--long` adds what takes minutes.
 #
-# Real SGLang and SGLang-JAX servers get environments of their own under $JAXRL_SERVERS (.venv-servers). Where one
+# Real SGLang and SGLang-JAX servers and the SGLang router get environments of their own under $JAXRL_SERVERS (.venv-servers). Where one
 # cannot be made, its tests are skipped and say so; with JAXRL_REQUIRE_SERVERS=1, as under CI, that is a failure.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -11,7 +11,7 @@ export JAXRL_SERVERS=${JAXRL_SERVERS:-$PWD/.venv-servers}
 "$venv/bin/pip" install --quiet --disable-pip-version-check --editable '.[test]'
 "$venv/bin/ruff" check .
 "$venv/bin/ruff" format --check .
-for server in sglang sglang_jax; do
+for server in router sglang sglang_jax; do
     mkdir -p "$JAXRL_SERVERS"
     echo "environment of $server: $JAXRL_SERVERS/$server"
     "tests/real/$server.sh" install "$JAXRL_SERVERS/$server" ||

@@ -1,0 +1,166 @@
+"""The real SGLang router in front of workers: requests go through it, weights and pauses past it."""
+
+import asyncio
+import contextlib
+import functools
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+
+import numpy as np
+import pytest
+import real_servers
+
+from jaxrl_async.runtime.supervisor import free_port
+from jaxrl_async.servers.client import InferenceClient, ServerError
+from jaxrl_async.servers.preflight import Expected, UnfitServerError, preflight, preflight_router
+from jaxrl_async.weights.publisher import Publisher
+from jaxrl_async.weights.store import WeightStore
+from jaxrl_async.weights.transports import TRANSPORTS
+
+DEADLINE_SECS = 120.0
+REQUEST_SECS = 0.05
+EXPECTED = Expected({"vocab_size": 100, "num_hidden_layers": 1}, 256, "disk", "", "")
+
+
+class Worker:
+    """A fake SGLang in a process."""
+
+    def __init__(self):
+        self.port = free_port()
+        self.address = f"http://127.0.0.1:{self.port}"
+        self.start()
+
+    def start(self):
+        script = real_servers.ROOT / "tests" / "fixtures" / "fake_worker.py"
+        self.process = subprocess.Popen(
+            [sys.executable, script, str(self.port), str(REQUEST_SECS)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,  # A router asks for HTTP/2 first, which aiohttp logs.
+        )
+        deadline = time.monotonic() + DEADLINE_SECS
+        while True:
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"{self.address}/model_info", timeout=5).close()
+                return
+            assert time.monotonic() < deadline and self.process.poll() is None
+            time.sleep(0.05)
+
+    def kill(self):
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait(DEADLINE_SECS)
+
+
+@pytest.fixture
+def workers():
+    real_servers.require("router")
+    workers = [Worker() for _ in range(2)]
+    yield workers
+    for worker in workers:
+        worker.kill()
+
+
+@pytest.fixture
+def router(workers, tmp_path):
+    addresses = [worker.address for worker in workers]
+    with real_servers.routing(addresses, tmp_path / "router.log") as address:
+        yield address
+
+
+@pytest.fixture
+def states():
+    """The states that the queue is told, one list of records for each announcement."""
+    return []
+
+
+@pytest.fixture
+def publisher(workers, router, states, tmp_path):
+    def announce(version, records, resume_point, run_epoch):
+        states.append({record.address: (record.state, record.version) for record in records})
+
+    store = WeightStore(tmp_path / "weights", keep=2)
+    publisher = Publisher(
+        {router: [worker.address for worker in workers]},
+        client=InferenceClient(),
+        transport=functools.partial(TRANSPORTS["disk"], mode="retract"),
+        pin=store.pin,
+        announce=announce,
+        push_timeout_secs=DEADLINE_SECS,
+        poll_secs=0.1,
+        start_timeout_secs=DEADLINE_SECS,
+        preflight=functools.partial(preflight, expected=EXPECTED),
+    )
+
+    def push(version):
+        tensor = np.full((4, 4), version, np.float32)
+        tensors = [("model.layers.0.mlp.down_proj.weight", tensor)]
+        publisher.publish(
+            version, lambda: store.write(version, tensors, {}), timeout_secs=DEADLINE_SECS
+        )
+        publisher.wait(version, timeout_secs=DEADLINE_SECS)
+
+    publisher.push = push
+    yield publisher
+    publisher.close()
+
+
+async def test_a_router_passes_as_an_address_of_requests_and_not_as_a_control_address(
+    router, workers
+):
+    async with InferenceClient() as client:
+        await preflight_router(client, router, EXPECTED)
+        for worker in workers:
+            await preflight(client, worker.address, EXPECTED)
+        with pytest.raises(UnfitServerError, match="a router.* server.control_addresses"):
+            await preflight(client, router, EXPECTED)
+
+
+async def test_a_worker_killed_under_load_costs_no_request(router, workers, publisher, states):
+    """The router's failures can be retried; a push reaches the survivor, and the worker comes back by one."""
+    await asyncio.to_thread(publisher.push, 1)
+    assert states[-1] == {router: ("HEALTHY", 1)}
+    done, failures, killed = [], [], asyncio.Event()
+    deadline = time.monotonic() + DEADLINE_SECS
+
+    async def one(client, number):
+        for attempt in range(1000):
+            try:
+                return await client.generate(
+                    router,
+                    rid=f"{number:04d}-{attempt:04d}",
+                    input_ids=[1, 2, 3],
+                    sampling_params={"max_new_tokens": 4, "sampling_seed": number},
+                    timeout_secs=DEADLINE_SECS,
+                )
+            except ServerError as error:
+                assert error.retryable, error
+                failures.append(str(error))
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.2)
+
+    async def load(client, first):
+        for number in range(first, first + 12):
+            done.append(await one(client, number))
+            if len(done) == 100:
+                workers[1].kill()
+                killed.set()
+
+    async with InferenceClient() as client:
+        loads = asyncio.gather(*(load(client, 100 * i) for i in range(64)))
+        await killed.wait()
+        await asyncio.to_thread(publisher.push, 2)
+        await loads
+        assert len(done) == 64 * 12
+        print(f"{len(failures)} answers were failures")
+        assert not any("no_available_workers" in failure for failure in failures)
+        workers[1].start()
+        while "version None" in publisher.waits_for() or " is DEAD" in publisher.waits_for():
+            assert time.monotonic() < deadline, publisher.waits_for()
+            await asyncio.sleep(0.1)
+        await asyncio.to_thread(publisher.push, 3)
+        for worker in workers:
+            info = await client.model_info(worker.address, timeout_secs=DEADLINE_SECS)
+            assert info["weight_version"] == "3"
+    publisher.check()
