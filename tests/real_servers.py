@@ -143,9 +143,12 @@ def routing(workers: Sequence[str], log: pathlib.Path, *flags: str):
 
 def _wait_until_routed(process, address, num_workers, log) -> None:
     deadline = time.monotonic() + START_SECS
+    request = urllib.request.Request(
+        f"{address}/workers", headers={"Authorization": f"Bearer {API_KEY}"}
+    )
     while True:
         with contextlib.suppress(OSError):
-            with urllib.request.urlopen(f"{address}/workers", timeout=5) as answer:
+            with urllib.request.urlopen(request, timeout=5) as answer:
                 workers = json.load(answer)["workers"]
             if sum(worker["is_healthy"] for worker in workers) == num_workers:
                 return
