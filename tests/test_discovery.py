@@ -5,7 +5,8 @@ import socket
 
 import pytest
 
-from jaxrl_async.config.settings import SettingsError
+from jaxrl_async.config.settings import Server, Settings, SettingsError
+from jaxrl_async.roles import start
 from jaxrl_async.weights.discovery import Discovery, DiscoveryError, parse
 
 A, B = "http://a:1", "http://b:2"
@@ -95,6 +96,13 @@ async def test_a_bad_line_is_named_with_its_value(path, text, said):
     path.write_text(text)
     with pytest.raises(DiscoveryError, match=said):
         await Discovery(f"file:{path}").read()
+
+
+def test_a_bad_line_is_found_before_any_role_starts(path, tmp_path):
+    path.write_text(f"{A}\nb:2\n")
+    settings = Settings(server=Server(discover=f"file:{path}"))
+    with pytest.raises(start.StartError, match=r"server\.discover: .*line 2: 'b:2'"):
+        start.prepare(settings, tmp_path)
 
 
 @pytest.mark.parametrize("place", ["", "a:1", "file:", "dns://a", "dns://a:0", "dns://a:70000"])

@@ -904,17 +904,18 @@ async def test_the_rewards_that_must_differ_are_the_recorded_ones(make_worker, q
 
 
 @contextlib.asynccontextmanager
-async def real_queue():
+async def real_queue(**changes):
     """The address of a queue in this loop, which wants three groups a step."""
-    admission = Admission(
-        batch_groups=3,
-        max_staleness=0,
-        push_every_steps=1,
-        max_running_groups=8,
-        max_attempts=2,
-        permit_timeout_secs=60.0,
-        max_bytes=10**6,
-    )
+    arguments = {
+        "batch_groups": 3,
+        "max_staleness": 0,
+        "push_every_steps": 1,
+        "max_running_groups": 8,
+        "max_attempts": 2,
+        "permit_timeout_secs": 60.0,
+        "max_bytes": 10**6,
+    }
+    admission = Admission(**arguments | changes)
     bound = asyncio.get_running_loop().create_future()
     service = asyncio.create_task(
         queue_service.serve(
@@ -954,6 +955,25 @@ async def test_a_worker_and_a_real_queue_hand_a_step_to_the_learner(servers, mak
     (chunk,) = lease.result()
     assert [group.prompt_index for group in chunk.groups] == [0, 1, 2]
     assert all(group.rewards.tolist() == [5.0] * 4 for group in chunk.groups)
+
+
+async def test_workers_join_and_leave_and_the_step_is_filled(servers, make_worker):
+    async with (
+        real_queue(permit_timeout_secs=4.0, max_attempts=20) as address,
+        QueueClient(address, **TIMEOUTS) as queue,
+    ):
+        lease = asyncio.create_task(asyncio.to_thread(first_step, address, servers, 40.0))
+        for server in servers:
+            server.hang.add("/generate")
+        leaver = make_worker(queue=queue, name="rollout-0", max_running_groups=1)
+        await work_until(leaver, lambda: any(s.payloads("/generate") for s in servers))
+        for server in servers:
+            server.hang.clear()
+        # It left with the permit of index 0, which is issued again after its silence.
+        await work_until(make_worker(queue=queue, name="rollout-1"), lease.done)
+    (chunk,) = lease.result()
+    assert chunk.groups[0].attempt >= 1
+    assert [group.prompt_index for group in chunk.groups] == [0, 1, 2]
 
 
 async def test_a_step_is_filled_with_the_groups_that_are_not_dropped(servers, make_worker):
