@@ -9,11 +9,13 @@ One command per host, the same config everywhere:
 with one secret of your making as JAXRL_QUEUE_TOKEN in the environment of each (or "@PATH" of its file), with the
 checkpoint's files at `model.path` and an SGLang server on each host of `server.addresses`:
 
-    python -m sglang.launch_server --model-path checkpoints/Qwen2.5-1.5B-Instruct --skip-tokenizer-init \\
-        --host 0.0.0.0 --port 30000 --api-key "$SGLANG_API_KEY" --admin-api-key "$SGLANG_ADMIN_API_KEY"
+    python -m sglang.launch_server --config keys.yaml --model-path checkpoints/Qwen2.5-1.5B-Instruct \\
+        --skip-tokenizer-init --host 0.0.0.0 --port 30000
 
-and `--config.server.api_key_env=SGLANG_API_KEY --config.server.admin_api_key_env=SGLANG_ADMIN_API_KEY` on the learner
-and the rollout workers. Weights travel through a file system that learner and servers share; without one,
+where keys.yaml, which only its owner reads, has a line `api-key: KEY` and a line `admin-api-key: KEY`, and
+`--config.server.api_key_env=SGLANG_API_KEY --config.server.admin_api_key_env=SGLANG_ADMIN_API_KEY` on the learner
+and the rollout workers. The network between the hosts is trusted (`security.insecure`); `queue.tls_*` and https://
+addresses do without. Weights travel through a file system that learner and servers share; without one,
 `--config.weights.transport=tensor` sends them over HTTP. On TPU hosts a server is `python -m
 jaxrl_async.sglang_jax.server`, and the transport `stream`.
 
@@ -44,6 +46,7 @@ def get_config(arg: str = ""):
     c.journal.keep = "checkpointed"
     c.server.addresses = ("http://sglang-0:30000", "http://sglang-1:30000")
     c.server.update(num_slots=16, start_timeout_secs=1200.0)
+    c.security.insecure = True  # http:// within the cluster
     c.rollout.update(max_running_groups=512, request_timeout_secs=900.0, reward_processes=8)
 
     c.learner.update(num_steps=500, groups_per_step=128, num_minibatches=4, warmup_updates=10)
@@ -59,6 +62,7 @@ def get_config(arg: str = ""):
         c.model.update(dtype="float32", remat=False)
         c.queue.update(address="", token_env="")
         c.server.update(addresses=(), max_total_tokens=320)
+        c.security.insecure = False
         c.rollout.update(max_prompt_tokens=256, max_new_tokens=32, reward_processes=1)
         c.learner.update(num_steps=2, groups_per_step=4, num_minibatches=2, microbatch_rows=4)
         c.learner.update(row_tokens=512, fsdp=1)

@@ -23,15 +23,21 @@ set -euo pipefail
 
 # On a host: launch/tpu_pod.sh --on-host ROLE WORKDIR MODEL [FLAG …]
 on_host() {
-    local role=$1 workdir=$2 model=$3 key=$2/key
+    local role=$1 workdir=$2 model=$3 keys=$2/keys name
     shift 3
     mkdir -p "$workdir/logs"
     local train=(.venv/bin/python -m jaxrl_async train --workdir="$workdir" "$@")
-    export JAXRL_KEY=@$key
+    export JAXRL_QUEUE_KEY=@$keys/queue JAXRL_API_KEY=@$keys/api JAXRL_ADMIN_KEY=@$keys/admin
     case $role in
-    key) [ -s "$key" ] || (umask 077 && head -c 24 /dev/urandom | base64 | tr '+/' '-_' >"$key") ;;
+    key)
+        umask 077
+        mkdir -p "$keys"
+        for name in queue api admin; do
+            [ -s "$keys/$name" ] || head -c 24 /dev/urandom | base64 | tr '+/' '-_' >"$keys/$name"
+        done
+        ;;
     server)
-        SGLANG_API_KEY=$(<"$key") SGLANG_ADMIN_API_KEY=$(<"$key") background "server-$HOSTNAME" \
+        SGLANG_API_KEY=$(<"$keys/api") SGLANG_ADMIN_API_KEY=$(<"$keys/admin") background "server-$HOSTNAME" \
             .venv-sglang-jax/bin/python -m jaxrl_async.sglang_jax.server --model-path="$model" \
             --host=0.0.0.0 --port=30000 --skip-tokenizer-init
         ;;
@@ -109,8 +115,9 @@ urls=
 for name in "${servers[@]}"; do urls+="'http://$(address "$name"):30000',"; done
 flags=(
     --config="$config" --config.queue.address="$queue" --config.server.addresses="($urls)"
-    --config.queue.token_env=JAXRL_KEY
-    --config.server.api_key_env=JAXRL_KEY --config.server.admin_api_key_env=JAXRL_KEY
+    --config.queue.token_env=JAXRL_QUEUE_KEY
+    --config.server.api_key_env=JAXRL_API_KEY --config.server.admin_api_key_env=JAXRL_ADMIN_KEY
+    --config.security.insecure=True # The project's network is trusted; queue.tls_* and server.tls_* do without.
     --config.weights.transport=stream
     --config.journal.mode=delete # A write-ahead log is not safe on a network file system.
     "$@"

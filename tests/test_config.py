@@ -264,7 +264,7 @@ def test_a_config_survives_its_json(tmp_path):
     config = config_lib.load_config(str(QUICKSTART))
     (tmp_path / "config.json").write_text(config.to_json_best_effort())
     assert parse(f"--config={tmp_path}/config.json") == config_lib.settings_of(config)
-    addresses = ("http://a:1", "http://b:2")  # A list in JSON, a tuple on the command line.
+    addresses = ("https://a:1", "https://b:2")  # A list in JSON, a tuple on the command line.
     override = f"--config.server.addresses={addresses!r}"
     assert parse(f"--config={tmp_path}/config.json", override).server.addresses == addresses
     clip = "--config.loss.dual_clip=3"  # null in JSON, where it keeps its type.

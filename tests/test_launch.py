@@ -18,9 +18,10 @@ from kubernetes import client as kubernetes
 
 from jaxrl_async.cli import main
 from jaxrl_async.cli.config import UsageError, load_config, settings_of
-from jaxrl_async.config.settings import SettingsError
+from jaxrl_async.config.settings import Checkpoint, SettingsError
 from jaxrl_async.queue import client as queue_client
 from jaxrl_async.runtime import cluster
+from jaxrl_async.runtime.preemption import CLEANUP_SECS
 from jaxrl_async.runtime.supervisor import free_port
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -28,7 +29,8 @@ LAUNCH = ROOT / "launch"
 SCRIPTS = sorted([*LAUNCH.glob("*.sh"), *LAUNCH.glob("*.sbatch")])
 JOBSETS = sorted(LAUNCH.glob("*.yaml"))
 QUICKSTART = f"{ROOT}/configs/quickstart.py:smoke"
-KEYS = {"JAXRL_KEY": "secret", "JAXRL_QUEUE_TOKEN": "secret"}
+KEY_NAMES = ("JAXRL_QUEUE_KEY", "JAXRL_API_KEY", "JAXRL_ADMIN_KEY")
+KEYS = dict.fromkeys((*KEY_NAMES, "JAXRL_QUEUE_TOKEN"), "secret")
 
 
 def printed(*words, **variables):
@@ -215,7 +217,7 @@ SLURM = {
 def slurm(tmp_path, monkeypatch):
     """Dry-runs slurm.sbatch, outside of any job, with lines of #SBATCH changed: (commands, places of the tasks)."""
     for name in list(os.environ):
-        if name.startswith(("SLURM", "JAXRL_KEY")):
+        if name.startswith("SLURM") or name in KEY_NAMES:
             monkeypatch.delenv(name)
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -242,7 +244,7 @@ TWO_LEARNERS = ("#SBATCH --nodes=1", "#SBATCH --nodes=2")  # the first such line
 
 def test_slurm_starts_one_command_on_three_components(dry, slurm, tmp_path):
     (mkdir, *steps), _ = slurm(QUICKSTART, tmp_path / "a", *TWO, changes=[TWO_LEARNERS])
-    assert mkdir == ["mkdir", "-p", f"{tmp_path}/a/logs"]
+    assert mkdir == ["mkdir", "-p", f"{tmp_path}/a/logs", f"{tmp_path}/a/keys"]
     assert {tuple(train_of(step)) for step in steps} == {tuple(train_of(steps[0]))}
     groups = [next(w for w in step if w.startswith("--het-group=")) for step in steps]
     assert groups == ["--het-group=2", "--het-group=1", "--het-group=0"]
@@ -311,7 +313,8 @@ def test_learners_that_the_config_does_not_count_are_refused(monkeypatch, capsys
     ).items():
         monkeypatch.setenv(name, value)
     words = ["train", "--role=auto", f"--config={QUICKSTART}", f"--workdir={tmp_path}"]
-    assert main.main([*words, "--config.queue.token_env=JAXRL_KEY"]) == 2
+    words += ["--config.queue.token_env=JAXRL_QUEUE_KEY", "--config.security.insecure=True"]
+    assert main.main(words) == 2
     message = "has 2 learner processes, and the config learner.num_processes = 1"
     assert message in capsys.readouterr().err
 
@@ -406,10 +409,10 @@ def test_the_queue_on_a_host_takes_the_place_of_the_one_before(host, tmp_path):
     address = f"127.0.0.1:{free_port()}"
     flags = (f"--config={QUICKSTART}", f"--config.queue.address={address}")
     host("key")
-    key = (tmp_path / "run" / "key").read_text().strip()
+    key = (tmp_path / "run" / "keys" / "queue").read_text().strip()
     pids = []
     for _ in range(2):
-        pids.append(host("queue", *flags, "--config.queue.token_env=JAXRL_KEY"))
+        pids.append(host("queue", *flags, "--config.queue.token_env=JAXRL_QUEUE_KEY"))
         with queue_client.LearnerQueue(
             address, connect_timeout_secs=60.0, call_timeout_secs=10.0, outage_secs=10.0, token=key
         ) as queue:
@@ -419,6 +422,16 @@ def test_the_queue_on_a_host_takes_the_place_of_the_one_before(host, tmp_path):
     assert roles == [False, True]
     log = (tmp_path / "run" / "logs" / "queue.log").read_text()
     assert "Error" not in log, log
+
+
+def test_the_keys_of_a_script_are_three_files_of_their_owner(host, tmp_path):
+    host("key")
+    files = sorted((tmp_path / "run" / "keys").iterdir())
+    texts = [file.read_text() for file in files]
+    host("key")  # Those that are there stay.
+    assert [file.name for file in files] == ["admin", "api", "queue"]
+    assert [file.read_text() for file in files] == texts and len(set(texts)) == 3
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
 
 
 def test_a_number_that_is_another_programs_by_now_is_left_alone(host, tmp_path):
@@ -565,13 +578,58 @@ def test_the_pods_of_a_jobset_are_all_processes_of_one_run(jobset, dry):
     assert ("queue", "0") in places and ("rollout", "1") in places
 
 
-def test_the_jobs_of_a_preempted_learner_are_started_again_and_others_are_counted(jobset):
+def test_a_preempted_learner_starts_all_jobs_again_and_another_pod_is_made_anew_alone(jobset):
     (rule,) = jobset["spec"]["failurePolicy"]["rules"]
     assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
+    assert rule["targetReplicatedJobs"] == ["learner"]
     for job in jobset["spec"]["replicatedJobs"]:
-        first, _ = job["template"]["spec"]["podFailurePolicy"]["rules"]
-        assert (first["action"], first["onExitCodes"]["values"]) == ("FailJob", [75])
-        assert job["template"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > 66
+        spec, learner = job["template"]["spec"], job["name"] == "learner"
+        ended, evicted = spec["podFailurePolicy"]["rules"]
+        wanted = ("FailJob", [75]) if learner else ("FailJob", [2])
+        assert (ended["action"], ended["onExitCodes"]["values"]) == wanted
+        assert evicted["action"] == ("FailJob" if learner else "Ignore")
+        assert spec["backoffLimit"] == (0 if learner else 1000)
+
+
+def test_the_grace_period_of_a_pod_is_longer_than_that_of_the_learner(jobset, dry):
+    role, environ, command = next(pods_of(jobset))
+    words = [w for w in train_of(command) if not re.search(r"config\.(model|tokenizer)", w)]
+    _, settings = dry(words, environ)
+    for job in jobset["spec"]["replicatedJobs"]:
+        pod = job["template"]["spec"]["template"]["spec"]
+        wanted = settings["checkpoint"]["grace_secs"] + CLEANUP_SECS
+        assert role == "learner" and pod["terminationGracePeriodSeconds"] > wanted
+
+
+def test_the_grace_period_of_slurm_is_longer_than_that_of_the_learner():
+    (secs,) = re.findall(r"--signal=B:USR1@(\d+)", (LAUNCH / "slurm.sbatch").read_text())
+    assert int(secs) > Checkpoint().grace_secs + CLEANUP_SECS
+
+
+# Keys.
+
+PAGES = (ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("configs/*.py"), *SCRIPTS)
+
+
+def commands_of(path):
+    """The commands that a page or script has, each with the lines that its backslashes join."""
+    return re.sub(r"\\{1,2}\n", " ", path.read_text()).splitlines()
+
+
+@pytest.mark.parametrize("path", [*PAGES, *JOBSETS], ids=lambda path: path.name)
+def test_no_command_of_a_script_or_a_page_shows_a_key_or_listens_for_everyone_without_one(path):
+    if path in JOBSETS:
+        jobs = yaml.safe_load(path.read_text())["spec"]["replicatedJobs"]
+        pods = [job["template"]["spec"]["template"]["spec"]["containers"][0] for job in jobs]
+        for pod in pods:
+            secrets = {v["name"] for v in pod["env"] if "secretKeyRef" in v.get("valueFrom", {})}
+            assert len(secrets) in (2, 3), "keys apart"
+            assert not [w for w in pod["command"] if "api-key=" in w or "$(" in w]
+        return
+    for command in commands_of(path):
+        if "0.0.0.0" in command:
+            assert re.search(r"--config[ =]\S*\.yaml|SGLANG_API_KEY=|--api_key_env=", command)
+        assert not re.search(r"--(admin-)?api-key[ =]", command), command
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)

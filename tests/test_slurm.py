@@ -1,5 +1,6 @@
 """launch/slurm.sbatch on a real Slurm of three nodes on loopback: preempted, requeued, resumed to the same weights."""
 
+import contextlib
 import os
 import pathlib
 import shutil
@@ -8,6 +9,7 @@ import sys
 import tempfile
 import time
 
+import psutil
 import pytest
 from fixtures.runs import assert_same, params_of
 
@@ -55,77 +57,133 @@ def slurm(monkeypatch):
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def test_a_preempted_job_is_requeued_and_ends_with_the_weights_of_one_that_was_not(
-    slurm, tmp_path, monkeypatch, capsys
-):
+@pytest.fixture
+def job_of(slurm, tmp_path, monkeypatch):
+    """Submits runs of the quickstart, and waits for them."""
     monkeypatch.delenv("XLA_FLAGS", raising=False)
     monkeypatch.setenv("JAXRL_PYTHON", sys.executable)
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{os.environ.get('PYTHONPATH', '')}")
+    return lambda workdir, *flags: Job(slurm, tmp_path, workdir, flags)
 
-    def submit(workdir):
+
+class Job:
+    """One job of slurm.sbatch."""
+
+    def __init__(self, slurm, tmp_path, workdir, flags):
+        self._slurm, self.workdir = slurm, workdir
+        self.output = tmp_path / f"{workdir.name}.txt"
         script = ROOT / "launch" / "slurm.sbatch"
-        output = f"--output={tmp_path}/{workdir.name}.txt"
         config = "configs/quickstart.py:smoke,mode=sync"
-        steps = f"--config.learner.num_steps={NUM_STEPS}"
-        return slurm("sbatch", "--parsable", output, script, config, workdir, steps).strip()
+        flags = (f"--config.learner.num_steps={NUM_STEPS}", *flags)
+        words = ("--parsable", f"--output={self.output}", script, config, workdir, *flags)
+        self._id = slurm("sbatch", *words).strip()
 
-    def logs_of(workdir):
-        files = [tmp_path / f"{workdir.name}.txt", *sorted((workdir / "logs").glob("*.log"))]
+    def logs(self):
+        files = [self.output, *sorted((self.workdir / "logs").glob("*.log"))]
         files += [pathlib.Path(os.environ["SLURM_CONF"]).parent / "log" / "slurmctld.log"]
-        jobs = slurm("squeue")
-        return jobs + "\n".join(f"{f.name}:\n{f.read_text()}" for f in files if f.exists())
+        shown = (f"{f.name}:\n{f.read_text()}" for f in files if f.exists())
+        return self._slurm("squeue") + "\n".join(shown)
 
-    def state_of(job):
-        return slurm("scontrol", "show", "job", job)
+    def log_of(self, role):
+        path = self.workdir / "logs" / f"{role}-0.log"
+        return path.read_text() if path.exists() else ""
 
-    def wait_for(condition, job, workdir):
+    def state(self):
+        return self._slurm("scontrol", "show", "job", self._id)
+
+    def wait_for(self, condition):
         deadline = time.monotonic() + TIMEOUT_SECS
         while not condition():
-            assert time.monotonic() < deadline, logs_of(workdir)
-            if "PENDING" in state_of(
-                job
+            assert time.monotonic() < deadline, self.logs()
+            if (
+                "PENDING" in self.state()
             ):  # The scheduler of an idle cluster sleeps until something changes.
-                slurm("scontrol", "update", f"JobId={job}", f"Comment={time.monotonic()}")
+                comment = f"Comment={time.monotonic()}"
+                self._slurm("scontrol", "update", f"JobId={self._id}", comment)
             time.sleep(0.5)
 
-    def wait_for_end(job, workdir):
-        wait_for(lambda: not slurm("squeue", "--noheader"), job, workdir)
+    def wait_for_end(self):
+        self.wait_for(lambda: not self._slurm("squeue", "--noheader"))
 
-    preempted, whole = tmp_path / "preempted", tmp_path / "whole"
-    job = submit(preempted)
-    wait_for(lambda: len(read_metrics(preempted)) >= 3, job, preempted)
+    def kill(self, role):
+        """Kills the process of a role, which `train --role=auto` names nowhere but in its environment."""
+        group = {"learner": "0", "server": "1"}[role]
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if (
+                    "jaxrl_async" in process.cmdline()
+                    and f"--workdir={self.workdir}" in process.cmdline()
+                ):
+                    environ = process.environ()
+                    nodes = environ.get(f"SLURM_JOB_NODELIST_HET_GROUP_{group}")
+                    own = environ.get("SLURM_JOB_NODELIST")
+                    if process.name().startswith("python") and own == nodes:
+                        process.kill()
+                        return
+        raise AssertionError(self.logs())
+
+
+def test_a_preempted_job_is_requeued_and_ends_with_the_weights_of_one_that_was_not(
+    slurm, job_of, tmp_path, capsys
+):
+    job = job_of(tmp_path / "preempted")
+    preempted = job.workdir
+    job.wait_for(lambda: len(read_metrics(preempted)) >= 3)
     signaled = time.monotonic()
     slurm(
         "sbatch", "--partition=high", "--nodes=3", "--exclusive", "--time=1", "--output=/dev/null",
         "--wrap", "sleep 2",
     )  # fmt: skip
-    wait_for(lambda: "PENDING" in state_of(job), job, preempted)
+    job.wait_for(lambda: "PENDING" in job.state())
     requeue_secs = time.monotonic() - signaled
     steps = [int(path.name) for path in (preempted / "checkpoints").iterdir()]
     assert max(steps) == read_metrics(preempted)[-1]["step"] < NUM_STEPS
-    wait_for_end(job, preempted)
+    job.wait_for_end()
     secs = time.monotonic() - signaled
     with capsys.disabled():
         print(
             f"\nSlurm: preempted after step {max(steps)}, requeued {requeue_secs:.1f} s after the signal, "
             f"at the end after {secs:.0f} s"
         )
-    assert "JobState=COMPLETED" in state_of(job) and "Restarts=1" in state_of(job), logs_of(
-        preempted
-    )
-    learner, server = (
-        (preempted / "logs" / f"{role}-0.log").read_text() for role in ("learner", "server")
-    )
+    assert "JobState=COMPLETED" in job.state() and "Restarts=1" in job.state(), job.logs()
+    learner, server = job.log_of("learner"), job.log_of("server")
     assert "SIGTERM: stopping after this step" in learner
     assert f"stopped early after step {max(steps)}" in learner
     assert f"resumed at version {max(steps)}" in learner
     assert server.count("server 0 at http://127.0.0.12:30000") == 2
     assert [row["step"] for row in read_metrics(preempted)] == list(range(1, NUM_STEPS + 1))
-    assert (preempted / "key").stat().st_mode & 0o777 == 0o600
+    assert (preempted / "keys" / "queue").stat().st_mode & 0o777 == 0o600
     nothing = {"lost": [], "doubled": [], "gap": [], "stray": []}
     assert JournalReader(preempted / "journal.sqlite").audit() == nothing
 
-    wait_for_end(submit(whole), whole)
-    assert_same(params_of(whole, NUM_STEPS), params_of(preempted, NUM_STEPS))
+    other = job_of(tmp_path / "whole")
+    other.wait_for_end()
+    assert_same(params_of(other.workdir, NUM_STEPS), params_of(preempted, NUM_STEPS))
+
+
+def test_a_server_that_is_killed_starts_again_alone_and_a_learner_that_is_killed_requeues_the_job(
+    slurm, job_of, tmp_path
+):
+    job = job_of(tmp_path / "killed", "--config.checkpoint.every_steps=2")
+    job.wait_for(lambda: len(read_metrics(job.workdir)) >= 3)
+    job.kill("server")
+    job.wait_for(lambda: job.log_of("server").count("server 0 at http://") == 2)
+    step = len(read_metrics(job.workdir))
+    job.wait_for(lambda: len(read_metrics(job.workdir)) >= min(step + 3, NUM_STEPS - 5))
+    assert "ended with code 137; started again" in job.log_of("server"), job.logs()
+    assert "resumed" not in job.log_of("learner") and "Restarts=0" in job.state()
+    job.kill("learner")
+    job.wait_for_end()
+    assert "JobState=COMPLETED" in job.state() and "Restarts=1" in job.state(), job.logs()
+    assert "the learner ended with code 137: requeued" in job.output.read_text()
+    assert "resumed at version" in job.log_of("learner")
+    assert [row["step"] for row in read_metrics(job.workdir)] == list(range(1, NUM_STEPS + 1))
+
+
+def test_a_job_whose_usage_is_bad_is_not_requeued(slurm, job_of, tmp_path):
+    job = job_of(tmp_path / "bad", "--config.learner.num_processes=2", "--config.learner.data=2")
+    job.wait_for_end()
+    assert "JobState=FAILED" in job.state() and "Restarts=0" in job.state(), job.logs()
+    assert "ExitCode=2:0" in job.state()

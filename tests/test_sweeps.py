@@ -234,7 +234,7 @@ def test_the_sweep_of_modes_has_what_the_settings_accept_and_nothing_else():
         ("task.name", "None"),
         ("task.name", ""),
         ("rollout.delay_steps", "uniform(3)"),
-        ("server.addresses", ("http://a:1", "http://b:2")),
+        ("server.addresses", ("https://a:1", "https://b:2")),
         ("server.addresses", ()),
         ("cpus.learner", (0,)),
     ],

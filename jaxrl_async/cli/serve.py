@@ -32,6 +32,10 @@ def main(argv: list[str]) -> int:
         ),
         tls_cert=("", "PEM file of a certificate, for https"),
         tls_key=("", "PEM file of its key"),
+        insecure=(
+            False,
+            "allow a --host beyond loopback without TLS, on a network that is trusted",
+        ),
     )
     if not flags.workdir:
         raise UsageError("--workdir=DIR is needed")
@@ -43,6 +47,11 @@ def main(argv: list[str]) -> int:
         security.check_listener(
             "the server", f"{flags.host}:{flags.port}", keys["api_key"], "--api_key_env"
         )
+        if not (flags.tls_cert or flags.insecure or security.is_loopback(flags.host)):
+            raise ValueError(
+                f"the server would listen on {flags.host}, which is not loopback, without TLS: set --tls_cert and "
+                "--tls_key, or --insecure on a network that is trusted"
+            )
         security.server_context(flags.tls_cert, flags.tls_key)
     except ValueError as error:
         raise UsageError(str(error)) from None

@@ -14,7 +14,7 @@ from absl import flags
 
 from jaxrl_async import security
 from jaxrl_async.cli.config import UsageError, parse_flags, settings_of
-from jaxrl_async.config.checks import nearest
+from jaxrl_async.config.checks import in_the_clear, nearest
 from jaxrl_async.config.settings import Settings, SettingsError
 from jaxrl_async.queue.records import SupersededError
 from jaxrl_async.roles import local, start
@@ -177,6 +177,8 @@ def _run_one(
     security.log_to_stderr("%(asctime)s %(levelname)s %(name)s: %(message)s")
     for chatty in ("absl", "jax", "tensorboardX"):  # They log every file and every missing backend.
         logging.getLogger(chatty).setLevel(logging.WARNING)
+    if found := in_the_clear(settings):
+        log.warning("security.insecure: without TLS to %s", ", ".join(found))
     cpus = getattr(settings.cpus, role)
     if cpus:  # Before JAX counts cores for its threads.
         os.sched_setaffinity(0, cpus)

@@ -105,6 +105,11 @@ def check(s: Settings) -> None:
     _check_attention(s)
     _check_delay(s)
     _check_evaluate(s)
+    if (found := in_the_clear(s)) and not s.security.insecure:
+        raise SettingsError(
+            f"{', '.join(found)} would be reached over the network without TLS: set queue.tls_*, and https:// in "
+            "server.addresses, or security.insecure = True on a network that is trusted"
+        )
 
 
 def check_mode(mode: str, *, max_staleness: int, push_every_steps: int, chunk_groups: int) -> None:
@@ -127,6 +132,23 @@ def check_mode(mode: str, *, max_staleness: int, push_every_steps: int, chunk_gr
         check_staleness(max_staleness, push_every_steps)
     except ValueError as error:
         raise SettingsError(f"queue.{error}") from None
+
+
+def in_the_clear(s: Settings) -> list[str]:
+    """The addresses beyond loopback, "queue.address = …", to which keys, prompts and weights go without TLS."""
+    found = []
+    if s.queue.address and not s.queue.tls_ca and not _is_local(s.queue.address):
+        found.append(f"queue.address = {s.queue.address}")
+    for name in ("addresses", "control_addresses"):
+        for url in getattr(s.server, name):
+            scheme, _, address = url.partition("://")
+            if scheme == "http" and not _is_local(address):
+                found.append(f"server.{name} = {url}")
+    return found
+
+
+def _is_local(address: str) -> bool:
+    return security.is_loopback(address.partition("/")[0].rpartition(":")[0])
 
 
 def delay_of(delay_steps: int | str) -> tuple[int, bool]:

@@ -32,6 +32,7 @@ RENAMED: dict[str, str] = {"loss.behavior_cap_mode": "loss.behavior_weight"}
 ADDED: dict[str, Any] = {
     "checkpoint.grace_secs": 60.0,
     "rollout.reward_environment": (),
+    "security.insecure": True,
     "server.discover": "",
     "server.discover_secs": 5.0,
     "server.quorum": 1.0,
@@ -166,6 +167,12 @@ class Server:
 
 
 @dataclasses.dataclass(frozen=True)
+class Security:
+    # Off loopback, let keys, prompts and weights cross the network without TLS: on a network that is trusted.
+    insecure: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class Frictions:
     """Faults that an experiment injects, each with a probability per sample; see rollout/frictions.py."""
 
@@ -294,6 +301,7 @@ class Settings:
     queue: Queue = Queue()
     journal: Journal = Journal()
     server: Server = Server()
+    security: Security = Security()
     rollout: Rollout = Rollout()
     loss: LossConfig = dataclasses.field(default_factory=LossConfig)
     learner: Learner = Learner()

@@ -20,7 +20,7 @@ import grpc
 import tqdm
 
 from jaxrl_async import security
-from jaxrl_async.config.checks import queue_access_of
+from jaxrl_async.config.checks import in_the_clear, queue_access_of
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.metrics import last_metrics
 from jaxrl_async.queue import client as queue_client
@@ -246,6 +246,8 @@ def banner(settings: Settings, workdir, queue_address, servers, devices) -> str:
         f"  servers  {', '.join(filter(None, (*servers, settings.server.discover)))}"
         + _kind(settings.server),
     ]
+    if found := in_the_clear(settings):
+        lines.append(f"  INSECURE security.insecure: without TLS to {', '.join(found)}")
     for name, environment in devices.items():
         lines.append(f"  {name:8} {' '.join(f'{k}={v}' for k, v in environment.items())}")
     return "\n".join(lines)

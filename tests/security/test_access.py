@@ -25,6 +25,7 @@ from jaxrl_async.cli import config as config_lib
 from jaxrl_async.cli import main
 from jaxrl_async.config.settings import SettingsError
 from jaxrl_async.inference import http
+from jaxrl_async.runtime import supervisor
 
 # Who may listen where.
 
@@ -80,6 +81,14 @@ def parse(*overrides):
             ["server.tls_cert=c", "server.tls_key=k", "server.addresses=('http://a:1',)"],
             "must be https:// with server.tls_cert, got http://a:1",
         ),
+        (
+            ["queue.address=queue-0:7000", "queue.token_env=ANY"],
+            r"queue\.address = queue-0:7000 .*without TLS: .*security\.insecure = True",
+        ),
+        (
+            ["server.addresses=('http://127.0.0.1:1','http://a:1')"],
+            r"^server\.addresses = http://a:1 would be reached .*without TLS",
+        ),
         (["server.command=serve --api-key=abc"], "server.command gives --api-key: keys stay in"),
         (["server.command=serve --admin-api-key abc"], "gives --admin-api-key: keys stay in"),
     ],
@@ -92,13 +101,34 @@ def test_settings_that_would_be_open_are_refused(overrides, message):
 def test_loopback_needs_no_token():
     for address in ("", "127.0.0.1:7000", "localhost:7000", "[::1]:7000"):
         parse(f"queue.address={address}")
-    parse("queue.address=queue-0:7000", "queue.token_env=ANY")
+    parse("queue.address=queue-0:7000", "queue.token_env=ANY", "security.insecure=True")
+    tls = ("queue.tls_cert=c", "queue.tls_key=k", "queue.tls_ca=a")
+    parse("queue.address=queue-0:7000", "queue.token_env=ANY", *tls)
+    parse("server.addresses=('https://a:1',)")
+
+
+def test_what_crosses_the_network_without_tls_is_said_in_the_banner():
+    settings = parse(
+        "queue.address=queue-0:7000",
+        "queue.token_env=ANY",
+        "server.addresses=('http://a:1','https://b:1')",
+        "security.insecure=True",
+    )
+    shown = supervisor.banner(settings, "run", "queue-0:7000", settings.server.addresses, {})
+    line = (
+        "INSECURE security.insecure: without TLS to queue.address = queue-0:7000, server.addresses"
+    )
+    assert f"{line} = http://a:1\n" in shown + "\n"
+    assert "INSECURE" not in supervisor.banner(parse(), "run", "127.0.0.1:1", (), {})
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["server.addresses=('http://0.0.0.0:1',)"], r"0\.0\.0\.0:1, .*set server\.api_key_env"),
+        (
+            ["server.addresses=('http://0.0.0.0:1',)", "security.insecure=True"],
+            r"0\.0\.0\.0:1, .*set server\.api_key_env",
+        ),
         (["server.addresses=('https://127.0.0.1:1',)"], "speaks https with a certificate"),
         (
             [
@@ -123,6 +153,13 @@ def test_a_server_role_that_would_be_open_is_refused_before_it_starts(
 def test_a_served_checkpoint_for_everyone_needs_a_key(capsys):
     assert main.main(["serve", "--workdir=nowhere", "--host=0.0.0.0"]) == 2
     assert "listen on 0.0.0.0:30000, which is not loopback" in capsys.readouterr().err
+
+
+def test_a_served_checkpoint_for_everyone_needs_tls_or_says_that_it_has_none(monkeypatch, capsys):
+    monkeypatch.setenv("A_KEY", "abc")
+    words = ["serve", "--workdir=nowhere", "--host=0.0.0.0", "--api_key_env=A_KEY"]
+    assert main.main(words) == 2
+    assert "without TLS: set --tls_cert" in capsys.readouterr().err
 
 
 # Keys.
