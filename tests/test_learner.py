@@ -1,6 +1,7 @@
 """The loop: the order of leases, commits, saves and pushes in each mode. Queue and servers are fakes."""
 
 import dataclasses
+import itertools
 import time
 
 import jax
@@ -12,7 +13,7 @@ from fixtures.small_learner import empty_status, flat, make_packer
 from jaxrl_async.learner import learner, packing
 from jaxrl_async.metrics import Timers
 from jaxrl_async.models import sharding
-from jaxrl_async.queue.records import RoleStatus
+from jaxrl_async.queue.records import RoleStatus, RunFailedError
 from jaxrl_async.types import Chunk
 
 
@@ -152,6 +153,32 @@ def test_too_many_failures_stop_the_run_and_are_counted_by_reason():
         learner.TooManyFailuresError, match=r"^11 .*queue\.max_failures.* 10\b.*'server_error': 7"
     ):
         train(recorder)
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [
+        ({"returned": {"reward_error": 11}}, learner.TooManyFailuresError),
+        ({"failure": "the reward raises ValueError"}, RunFailedError),
+    ],
+)
+def test_budgets_are_looked_at_while_no_step_ends(status, error):
+    """The lease never has a chunk: it asks whether to stop, as a lease does while it waits."""
+    recorder = Recorder()
+    before = recorder.status()
+    asked = itertools.count()
+
+    def lease(step, timeout_secs, should_stop):
+        while next(asked) < 100:  # A lease that nothing ends would go on.
+            recorder.status = lambda: dataclasses.replace(before, **status)
+            assert not should_stop()
+        return
+        yield
+
+    recorder.lease = lease
+    with pytest.raises(error, match=r"reward"):
+        train(recorder)
+    assert next(asked) < 100
 
 
 @pytest.mark.parametrize("where", ["returned", "retired"])

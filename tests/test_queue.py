@@ -32,6 +32,7 @@ from jaxrl_async.queue.client import LearnerQueue, QueueClient, QueueError
 from jaxrl_async.queue.records import (
     SILENT_SECS,
     Permit,
+    RunFailedError,
     ServerRecord,
     Share,
     SupersededError,
@@ -522,6 +523,24 @@ async def test_the_loads_of_a_silent_worker_count_no_more():
         watch = service.WatchFleet(pb.WatchRequest())
         assert [s.load for s in (await anext(watch)).servers] == [load]
         await watch.aclose()
+
+
+async def test_a_failure_that_a_worker_reports_ends_a_run_without_a_group():
+    async with opened() as queue:
+        await queue.publish(0)
+        lease = asyncio.create_task(queue.lease(1))
+        await until_waits(queue, "lease of step 1")
+        await queue.client.fail("rollout-0", "the reward raises\nValueError: bad")
+        await queue.client.fail("rollout-1", "another")
+        for call in (lease, queue.client.admit(1, 0.0), queue.lease(1)):
+            with pytest.raises(RunFailedError, match=r"^the reward raises\nValueError: bad$"):
+                await call
+        assert (await queue.status()).failure == "the reward raises\nValueError: bad"
+        await asyncio.to_thread(queue.learner.begin)  # A new start, perhaps of mended code.
+        assert (await queue.status()).failure == ""
+        await queue.fill(4)
+        await queue.client.fail("rollout-0", "the code worked for other workers")
+        assert (await queue.status()).failure == "" and len(await queue.lease(1)) == 1
 
 
 async def test_the_wait_of_a_lease_is_in_the_status_and_in_a_glance():

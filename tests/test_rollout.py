@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
+import re
 import time
 
 import numpy as np
@@ -16,7 +18,8 @@ from jaxrl_async.queue.client import LearnerQueue, QueueClient
 from jaxrl_async.queue.records import Permit, ServerRecord
 from jaxrl_async.rewards.pool import RewardError, RewardPool, RewardTimeoutError
 from jaxrl_async.rollout import sampler as sampler_module
-from jaxrl_async.rollout.context import RolloutError, rng_of
+from jaxrl_async.rollout.context import RolloutError, Row, rng_of
+from jaxrl_async.rollout.failures import UserCodeError
 from jaxrl_async.rollout.frictions import Frictions
 from jaxrl_async.rollout.runner import Runner, rollout_function
 from jaxrl_async.rollout.sampler import Sampler, request_seed
@@ -276,6 +279,7 @@ async def test_ids_that_would_kill_a_server_are_never_sent(client, servers, toke
         for generate in (context.generate, context):
             with pytest.raises(ValueError, match=rf"ids in \[0, {VOCAB_SIZE}\)"):
                 await generate(tokens)
+        return Row(prompt).trajectory()
 
     generate = make_sampler(client, make_fleet(servers)).bind(PERMIT, 0)
     await make_runner(unchecked).run(PROMPT, generate, None)
@@ -489,6 +493,7 @@ class FakeQueue:
         self.dropped = []  # (prompt tokens, completion tokens) of each return
         self.told = {}
         self.submit_error = None
+        self.failures = []
         self._next = 0
 
     async def admit(self, max_permits, wait_secs, *, worker, working_on):
@@ -512,6 +517,9 @@ class FakeQueue:
 
     async def report(self, role, waits, secs, loads):
         self.told[role], self.secs = waits, secs
+
+    async def fail(self, role, message):
+        self.failures.append((role, message))
 
     async def watch_fleet(self):
         yield self.records
@@ -676,24 +684,129 @@ async def test_a_group_that_the_queue_refuses_is_returned_as_invalid(make_worker
     assert queue.returned == [(Permit(0, 0), "invalid", "too large")]
 
 
-async def test_a_bug_stops_the_worker_with_its_own_error(make_worker, queue):
-    async def buggy(prompt, generate):
-        await generate(prompt.tokens)
-        raise KeyError("a typo")
-
-    with pytest.raises(KeyError, match="a typo"):
-        await work_until(make_worker(rollout=buggy), lambda: False)
-    assert queue.submitted == [] and queue.returned == []
+async def raises(prompt, generate):
+    await generate(prompt.tokens)
+    raise KeyError("a typo")
 
 
-async def test_a_bug_beside_a_servers_failure_is_the_one_that_is_named(make_worker, queue):
+async def returns_text(prompt, generate):
+    return (await generate(prompt.tokens)).finish_reason
+
+
+def rewarded_with(value):
+    async def rewarded(prompt, generate):
+        return dataclasses.replace(await single_turn(prompt, generate), reward=value)
+
+    return rewarded
+
+
+async def too_long(prompt, generate):
+    return await single_turn(prompt, lambda tokens: generate(tokens, max_new_tokens=6))
+
+
+BROKEN = {
+    "raises": (raises, "rollout_error", [r"KeyError: 'a typo'", r"test_rollout\.py", "in raises"]),
+    "no trajectory": (returns_text, "rollout_error", ["returned 'length', not a Trajectory"]),
+    "a reward of text": (rewarded_with("good"), "invalid", ["reward must be finite, got 'good'"]),
+    "a reward of NaN": (rewarded_with(float("nan")), "invalid", ["reward must be finite, got nan"]),
+    "too long": (too_long, "invalid", [r"length 9 is outside \[1, 8\]"]),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+async def test_a_rollout_function_that_fails_from_the_start_ends_the_run(
+    make_worker, queue, broken
+):
+    rollout, reason, said = BROKEN[broken]
+    queue.limit = 20
+    with pytest.raises(UserCodeError, match=r"first 8 groups .* no sample was judged") as ended:
+        await work_until(make_worker(rollout=rollout), lambda: False)
+    for part in (*said, r"prompt \d+: \?"):
+        assert re.search(part, str(ended.value)), str(ended.value)
+    assert queue.failures == [("rollout-0", str(ended.value))] and queue.submitted == []
+    assert {reason for _, reason, _ in queue.returned} == {reason}
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (
+            "raise LookupError('no such key')",
+            ["LookupError: no such key", r"bad_reward\.py\", line 3"],
+        ),
+        ("return 'good'", ["returned 'good', not a finite number"]),
+        ("return None", ["returned None, not a finite number"]),
+        ("return float('nan')", ["returned nan, not a finite number"]),
+    ],
+)
+async def test_a_reward_that_fails_from_the_start_ends_the_run_with_its_traceback(
+    make_worker, queue, tmp_path, monkeypatch, code, said
+):
+    (tmp_path / "bad_reward.py").write_text(f"\ndef bad(completion, answer):\n    {code}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    queue.limit = 20
+    bounds = {"timeout_secs": 30.0, "memory_bytes": 0, "calls_per_process": 0}
+    async with RewardPool("bad_reward:bad", num_processes=1, **bounds) as pool:
+        with pytest.raises(UserCodeError) as ended:
+            await work_until(make_worker(rewards=pool), lambda: False)
+    for part in said:
+        assert re.search(part, str(ended.value)), str(ended.value)
+    assert {reason for _, reason, _ in queue.returned} == {"reward_error"}
+
+
+async def test_code_that_worked_once_costs_its_groups_alone(make_worker, queue):
+    async def fails_later(prompt, generate):
+        if prompt.index > 0:
+            raise KeyError("a typo")
+        return await single_turn(prompt, generate)
+
+    queue.limit = 20
+    worker = make_worker(rollout=fails_later, max_running_groups=1)
+    await work_until(worker, lambda: len(queue.returned) == 19)
+    assert queue.failures == [] and worker.statistics.returned == {"rollout_error": 19}
+
+
+async def test_code_that_fails_in_different_ways_costs_its_groups(make_worker, queue):
+    async def fails(prompt, generate):
+        raise (KeyError if prompt.index % 2 else ValueError)("bad")
+
+    queue.limit = 20
+    await work_until(make_worker(rollout=fails), lambda: len(queue.returned) == 20)
+    assert queue.failures == []
+
+
+async def test_the_user_s_error_beside_a_server_s_failure_is_the_one_that_is_named(
+    make_worker, queue
+):
     failures = [RolloutError("server_error", "lost"), KeyError("a typo")]
 
     async def buggy(prompt, generate):
         raise failures.pop(0) if failures else RolloutError("server_error", "lost")
 
+    await work_until(make_worker(rollout=buggy), lambda: queue.returned)
+    ((_, reason, detail),) = queue.returned
+    assert reason == "rollout_error" and "a typo" in detail
+
+
+async def test_the_exceptions_of_a_group_of_tasks_are_looked_into(make_worker, queue):
+    async def refused():
+        raise RolloutError("server_error", "lost")
+
+    async def in_tasks(prompt, generate):
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(refused())
+
+    await work_until(make_worker(rollout=in_tasks), lambda: queue.returned)
+    assert queue.returned[0][1:] == ("server_error", "lost")
+
+
+async def test_a_bug_of_the_worker_stops_it_with_its_own_error(make_worker, monkeypatch):
+    def buggy(error, *_):
+        raise KeyError("a typo")
+
+    monkeypatch.setattr(Runner, "check", buggy)
     with pytest.raises(KeyError, match="a typo"):
-        await work_until(make_worker(rollout=buggy), lambda: False)
+        await work_until(make_worker(), lambda: False)
 
 
 async def test_a_lost_queue_stops_the_worker(make_worker, queue):

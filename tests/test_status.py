@@ -126,6 +126,25 @@ def test_the_end_of_the_chain_is_named(stall):
     assert end.startswith("end of the chain: ") and culprit in end
 
 
+def test_the_reasons_of_lost_prompts_and_groups_are_named():
+    chain = explain(
+        waiting(
+            retired={"exhausted": 1744, "overlong": 3},
+            returned={"reward_error": 6976, "equal_rewards": 12, "timeout": 1},
+        ),
+        RUNS,
+        4,
+    )
+    assert "1,744 prompts retired as exhausted: reward_error, timeout\n" in chain
+    assert "3 prompts retired as overlong\n" in chain
+    assert "groups returned: reward_error 6,976, equal_rewards 12, timeout 1\n" in chain
+
+
+def test_a_failure_of_the_run_s_own_code_is_the_end_of_the_chain():
+    chain = explain(waiting(failure="the reward raises ValueError"), RUNS, None)
+    assert chain.endswith("end of the chain: the run's own code: the reward raises ValueError")
+
+
 def test_the_chain_goes_from_the_learner_over_groups_to_servers():
     lines = explain(waiting(), RUNS, step=4).splitlines()
     assert lines[1:] == [

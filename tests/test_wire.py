@@ -178,6 +178,7 @@ def test_a_resume_point_servers_and_a_status_are_decoded_as_they_were_encoded():
                 "servers": servers,
                 "lengths": {"prompt/trained": 2.5},
                 "run_id": "a" * 12,
+                "failure": "ValueError: bad",
             }
         )
         assert wire.decode_status(wire.encode_status(status)) == status

@@ -228,14 +228,18 @@ def _superseded(error: BaseException | None) -> BaseException | None:
 def _is_explained(error: BaseException) -> bool:
     """Whether a role's error names its cause in its message, so that a line suffices instead of a traceback."""
     from jaxrl_async.queue.journal import JournalError
+    from jaxrl_async.queue.records import RunFailedError
     from jaxrl_async.roles.preflight import PreflightError
+    from jaxrl_async.rollout.failures import UserCodeError
     from jaxrl_async.weights.publisher import PublisherError
 
     if isinstance(error, OSError):  # Without an errno it is ours, and names the remedy.
         return bool(error.args) and error.errno in (None, errno.EADDRINUSE)
     if isinstance(error, PublisherError):  # It also wraps the error that ended the publisher.
         return error.__cause__ is None or _is_explained(error.__cause__)
-    return isinstance(error, (JournalError, PreflightError, SettingsError))
+    return isinstance(
+        error, (JournalError, PreflightError, RunFailedError, SettingsError, UserCodeError)
+    )
 
 
 def _check_addresses(settings: Settings, role: str, index: int) -> None:

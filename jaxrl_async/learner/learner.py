@@ -10,6 +10,7 @@ metrics) after it has dispatched the next step's gradient, or when there is noth
 """
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import logging
@@ -32,11 +33,13 @@ from jaxrl_async.queue.records import (
     QueueStatus,
     ResumePoint,
     RoleStatus,
+    RunFailedError,
 )
 from jaxrl_async.queue.source import GroupSource
 from jaxrl_async.types import Batch, Chunk, Group
 
 FAIRNESS_WARNING_STEPS = 20  # least number of steps between two warnings
+STATUS_SECS = 5.0  # between two looks at the budgets during a wait
 MISMATCH_WARNING_STEPS = 20  # least number of steps between two warnings
 
 log = logging.getLogger(__name__)
@@ -126,6 +129,7 @@ def train(
 
         def stop_waiting(step: int = step) -> bool:
             finalizer.finalize()  # There is nothing to dispatch.
+            finalizer.check_status()
             return should_stop(step, False)
 
         if wait_for_push:
@@ -215,6 +219,7 @@ class _StepFinalizer:
         self._rates, self._watch = _Rates(queue.status()), _MismatchWatch()
         self._fairness = _FairnessWatch()
         self._compiled = train_step.num_compilations()
+        self._status_due = 0.0  # monotonic seconds
         self._dispatched: _DispatchedStep | None = None
         self._last: tuple[int, TrainState, ResumePoint] | None = None  # the last finalized step
 
@@ -229,6 +234,15 @@ class _StepFinalizer:
             with self._timers("checkpoint"):
                 self._save(*self._last)
         log.info("stopped early after step %s", self._last[0] if self._last else "none")
+
+    def check_status(self) -> None:
+        """Looks at the budgets, every STATUS_SECS: where everything fails, no step ends that would."""
+        if time.monotonic() < self._status_due:
+            return
+        self._status_due = time.monotonic() + STATUS_SECS
+        # A lost queue is the lease's error.
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            check_budgets(self._queue.status(), self._settings.queue)
 
     def finalize(self, *, pushes: bool = True) -> None:
         """Waits for the device and finalizes the dispatched step, if there is one."""
@@ -262,7 +276,7 @@ class _StepFinalizer:
         row["compile/count"] = self._train_step.num_compilations()
         row["learner/tokens_per_sec"] = row.pop("tokens") / row["time/step_secs"]
         self._metrics.write(ended.step, row)
-        _check_failures(status, self._settings.queue)
+        check_budgets(status, self._settings.queue)
         if self._settings.learner.fail_on_recompile and row["compile/count"] > self._compiled:
             raise RecompileError(
                 f"step {ended.step}: {row['compile/count']} programs were compiled, {self._compiled} before the first "
@@ -427,8 +441,15 @@ class _Rates:
         }
 
 
-def _check_failures(status: QueueStatus, queue: Queue) -> None:
-    """Raises when a budget is exceeded; the message counts all groups that were not trained on."""
+def check_budgets(status: QueueStatus, queue: Queue) -> None:
+    """Checks a status of the queue against the budgets, whether steps end or not.
+
+    Raises:
+      TooManyFailuresError: a budget is exceeded; the message counts all groups that were not trained on.
+      RunFailedError: a worker reported that the run cannot go on.
+    """
+    if status.failure:
+        raise RunFailedError(status.failure)
     failures = {r: n for r, n in status.returned.items() if r in REISSUE_REASONS}
     report = f"returned: {status.returned}, retired: {status.retired}"
     if sum(failures.values()) > queue.max_failures:

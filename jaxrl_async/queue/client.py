@@ -29,6 +29,7 @@ from jaxrl_async.queue.records import (
     Permit,
     QueueStatus,
     ResumePoint,
+    RunFailedError,
     ServerRecord,
     Share,
     SupersededError,
@@ -282,6 +283,10 @@ class QueueClient:
             )
         except grpc.aio.AioRpcError as error:
             _log_lost_report(error, self._address)
+
+    async def fail(self, role: str, message: str) -> None:
+        """Reports that the run cannot go on. A queue without a group then refuses leases and permits with it."""
+        await self._call("Report", pb.RoleReport(role=role, failure=message))
 
     async def _call(self, name: str, request: Any, wait_secs: float = 0.0) -> Any:
         limit, outage = self._call_timeout_secs + wait_secs, _Outage(self._outage_secs)
@@ -641,6 +646,8 @@ def _call_error(error: grpc.RpcError, name: str, address: str, limit_secs: float
             return ConnectionError(
                 f"{where} is unavailable for {limit_secs:g} s: {error.details()}"
             )
+        case grpc.StatusCode.ABORTED:
+            return RunFailedError(error.details())
         case grpc.StatusCode.UNAUTHENTICATED:
             return _token_error(address)
         case grpc.StatusCode.INVALID_ARGUMENT | grpc.StatusCode.RESOURCE_EXHAUSTED:

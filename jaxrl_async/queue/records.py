@@ -10,10 +10,18 @@ from typing import Any
 # Reasons of a return. After a reissue reason, the infrastructure's fault, the index is issued again. A retire reason
 # is the prompt's: the index is done with.
 REISSUE_REASONS = frozenset(
-    {"server_error", "timeout", "aborted", "reward_error", "reward_timeout", "over_age"}
+    {
+        "server_error",
+        "timeout",
+        "aborted",
+        "rollout_error",
+        "reward_error",
+        "reward_timeout",
+        "over_age",
+    }
 )
 # Of REISSUE_REASONS: what failed may need a while, so the index is issued again after a back-off.
-FAULTS = frozenset({"server_error", "aborted", "reward_error", "reward_timeout"})
+FAULTS = frozenset({"server_error", "aborted", "rollout_error", "reward_error", "reward_timeout"})
 RETIRE_REASONS = frozenset({"equal_rewards", "overlong", "invalid"})
 EXHAUSTED = "exhausted"  # Retired by the queue, after max_attempts.
 
@@ -27,6 +35,10 @@ UP = "up"  # Key of RoleStatus.secs: the time since the role started.
 SILENT_SECS = (
     10.0  # A role without a report for longer is suspected. Roles report every two seconds.
 )
+
+
+class RunFailedError(RuntimeError):
+    """A worker reported that the run cannot go on; the message is its report."""
 
 
 class SupersededError(RuntimeError):
@@ -175,11 +187,12 @@ class QueueStatus:
     servers: tuple[ServerRecord, ...]
     lengths: dict[str, float]  # mean tokens so far, by "prompt/trained", "completion/dropped", …
     run_id: str  # `Identity.run_id`
+    failure: str  # that a worker reported, and that ends the run; "" without one
     generation: int  # of the learner that began last; 0 before the first
 
 
 NO_STATUS = QueueStatus(  # of a queue without groups or reports
     **dict.fromkeys((field.name for field in dataclasses.fields(QueueStatus)), 0)
     | {"v_pub": None, "last_push_age_secs": None, "returned": {}, "retired": {}, "lengths": {}}
-    | {"waits": (), "roles": (), "servers": (), "run_id": ""}
+    | {"waits": (), "roles": (), "servers": (), "run_id": "", "failure": ""}
 )

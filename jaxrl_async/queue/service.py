@@ -40,6 +40,7 @@ from jaxrl_async.queue.records import (
     Permit,
     QueueStatus,
     RoleStatus,
+    RunFailedError,
     ServerRecord,
     Share,
     SupersededError,
@@ -186,6 +187,7 @@ class QueueService:
         self._waits: dict[object, Callable[[], str]] = {}  # descriptions of the waiting calls
         self._run_epoch = 0
         self._roles: dict[str, tuple[float, pb.RoleReport]] = {}  # time and text of the last report
+        self._failure = ""  # Why the run cannot go on; leases and permits are refused with it.
         self._lengths = Lengths()
         self._changed = asyncio.Event()
         self._published = asyncio.Event()  # a version, a table of servers, or their loads
@@ -231,16 +233,18 @@ class QueueService:
     async def Admit(self, request: pb.AdmitRequest) -> pb.AdmitReply:
         """Gives permits: those that the worker has lost, then new ones; a long poll of at most wait_secs."""
         wire.check_admit(request)
+        self._check_failure()
         count = request.max_permits
         permits = self._lost_permits(request)[:count]
         description = f"admit of up to {count} permits"
         if not permits:
             with contextlib.suppress(TimeoutError):
                 await self._until(
-                    lambda: self._admission.admissible_at(self._clock()) > 0,
+                    lambda: bool(self._failure) or self._admission.admissible_at(self._clock()) > 0,
                     request.wait_secs,
                     lambda: description,
                 )
+            self._check_failure()
         else:
             log.info("%d lost permits are given again to %s", len(permits), request.worker)
             self._apply(self._admission.readmit, permits, self._clock())
@@ -287,6 +291,7 @@ class QueueService:
             run_id, generation = self._identity.run_id, self._identity.generation + 1
             self._nonce = request.nonce
             self._identity = self._apply(Identity, run_id, generation)
+            self._failure = ""  # A new start, perhaps of mended code.
             log.info("learner generation %d of run %s begins", generation, run_id)
             if self._journal is not None:
                 await self._journal.begun(generation, request.nonce)
@@ -313,11 +318,16 @@ class QueueService:
         """Waits for a chunk of a step that is not committed; returns it with its groups."""
         step, index = request.step, request.chunk
         await self._until(
-            lambda: self._superseded(request) or self._admission.chunk_is_ready(step, index),
+            lambda: (
+                self._superseded(request)
+                or bool(self._failure)
+                or self._admission.chunk_is_ready(step, index)
+            ),
             request.wait_secs,
             lambda: f"lease of {self._admission.waiting_for(step, self._clock())}",
         )
         self._check_generation(request)  # Another learner may have begun during the wait.
+        self._check_failure()
         new = self._admission.leases.fixed(step, index) is None
         chunk = self._apply(self._admission.lease, step, index)
         # Before the write: a commit may come in the meantime.
@@ -392,6 +402,8 @@ class QueueService:
         if request.role not in self._roles and len(self._roles) >= MAX_ROLES:
             raise ValueError(f"{request.role!r} reports after {MAX_ROLES} roles, the bound")
         self._roles[request.role] = (self._clock(), request)
+        if request.failure:
+            self._take_failure(request)
         return pb.ReportReply()
 
     async def Status(self, request: pb.StatusRequest) -> pb.StatusReply:
@@ -426,6 +438,7 @@ class QueueService:
                 ),
                 servers=self._table,
                 lengths=self._lengths.means(),
+                failure=self._failure,
                 **dataclasses.asdict(self._identity),
             )
         )
@@ -480,6 +493,17 @@ class QueueService:
             v_pub=self._admission.v_pub,
             run_id=self._identity.run_id,
         )
+
+    def _take_failure(self, request: pb.RoleReport) -> None:
+        """Ends a run without a group. In a later one the worker ends alone: others have shown that the code works."""
+        log.error("%s cannot go on: %s", request.role, request.failure)
+        if not self._completion_tokens and not self._failure:
+            self._failure = request.failure
+            self._apply(lambda: None)
+
+    def _check_failure(self) -> None:
+        if self._failure:
+            raise RunFailedError(self._failure)
 
     def _lost_permits(self, request: pb.AdmitRequest) -> list[Permit]:
         """Permits that are out to the worker without its knowledge: a reply was lost, or it was restarted."""
@@ -621,6 +645,8 @@ async def _refusals(context: grpc.aio.ServicerContext) -> AsyncIterator[None]:
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, _short(error))
     except JournalError as error:
         await context.abort(grpc.StatusCode.INTERNAL, _short(error))
+    except RunFailedError as error:
+        await context.abort(grpc.StatusCode.ABORTED, _short(error))
     except (OrderError, SupersededError) as error:
         await context.abort(grpc.StatusCode.FAILED_PRECONDITION, _short(error))
     except TimeoutError as error:

@@ -32,7 +32,15 @@ MIN_MEMORY_BYTES = 1 << 20  # the size in which Python takes memory from the sys
 
 
 class RewardError(Exception):
-    """A reward failed, or returned no finite number; the message names the reward and what it did."""
+    """A reward failed, or returned no finite number; the message names the reward and what it did.
+
+    Where the reward's own code is the cause, `place` has the type and line of its exception, and `traceback` its text.
+    """
+
+    def __init__(self, message: str, *, place: str = "", traceback: str = ""):
+        super().__init__(message)
+        self.place = place
+        self.traceback = traceback
 
 
 class RewardTimeoutError(RewardError):
@@ -228,8 +236,12 @@ class RewardPool:
             bound = f"took more than {self._memory_bytes} bytes of memory"
             message = bound if self._memory_bytes else "ran out of memory"
             raise _LostError(RewardError(f"reward {self._reward!r} {message}"))
-        if isinstance(outcome, str):
-            return RewardError(f"reward {self._reward!r}: {outcome}")
+        if isinstance(outcome, dict):
+            return RewardError(
+                f"reward {self._reward!r}: {outcome['error']}",
+                place=outcome["place"],
+                traceback=outcome["traceback"],
+            )
         return outcome
 
     async def _start_process(self) -> asyncio.subprocess.Process:

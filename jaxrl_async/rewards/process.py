@@ -1,10 +1,13 @@
 """One reward process: reads calls from stdin, writes their outcomes to stdout, as lines of JSON.
 
-    in     [[completion, answer], …]                    a batch of calls
-    out    0.5   or   "what went wrong"   or   null     one line per call, as soon as it is known; null is out of memory
+    in     [[completion, answer], …]     a batch of calls
+    out    0.5                           one line per call, as soon as it is known: the reward,
+           {"error": "ValueError: …", "place": "ValueError at rewards.py:12", "traceback": "…"}
+                                         what went wrong in it,
+           null                          or out of memory
 
-The first line out is "" when the reward was found, or else says why not. The process ends with its stdin. It imports
-nothing but rewards, so that starting another one is cheap.
+The first line out is "" when the reward was found, or else a string that says why not. The process ends with its stdin.
+It imports nothing but rewards, so that starting another one is cheap.
 
 The limit on memory is on address space (RLIMIT_AS), on top of what the process has at its start, after the reward's
 imports: the interpreter and its libraries do not count, what a reward imports while it is called does. A reward that
@@ -17,10 +20,13 @@ import os
 import resource
 import signal
 import sys
+import traceback
 
 from jaxrl_async.rewards import Reward, reward_function
 
 MAX_MESSAGE_CHARS = 1000
+MAX_TRACEBACK_CHARS = 3000  # its end
+MAX_FRAMES = 10  # the innermost ones
 
 
 def main(name: str, max_secs: str, memory_bytes: str) -> None:
@@ -67,7 +73,7 @@ def _limit_memory(more_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def _outcome(reward: Reward, completion: str, answer: str) -> float | str | None:
+def _outcome(reward: Reward, completion: str, answer: str) -> float | dict[str, str] | None:
     try:
         return _checked(reward(completion, answer))
     except MemoryError:
@@ -75,19 +81,30 @@ def _outcome(reward: Reward, completion: str, answer: str) -> float | str | None
     except (
         BaseException
     ) as error:  # SystemExit too: it is an outcome of this call, not the end of the process.
-        return f"{type(error).__name__}: {error}"
+        frames = error.__traceback__.tb_next  # without this one
+        last = traceback.extract_tb(frames)[-1:]
+        where = f" at {last[0].filename}:{last[0].lineno}" if last else ""
+        lines = traceback.format_exception(type(error), error, frames, limit=-MAX_FRAMES)
+        return {
+            "error": f"{type(error).__name__}: {error}"[:MAX_MESSAGE_CHARS],
+            "place": (type(error).__name__ + where)[:MAX_MESSAGE_CHARS],
+            "traceback": "".join(lines).strip()[-MAX_TRACEBACK_CHARS:],
+        }
 
 
-def _checked(value) -> float | str:
+def _checked(value) -> float | dict[str, str]:
     """A reward as a float, or the reason why it is none."""
     try:
         number = math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    return number if math.isfinite(number) else f"returned {value!r}, not a finite number"
+    if math.isfinite(number):
+        return number
+    error = f"returned {value!r}"[:MAX_MESSAGE_CHARS] + ", not a finite number"
+    return {"error": error, "place": "a reward that is no finite number", "traceback": ""}
 
 
-def _write(outcomes: int, outcome: float | str | None) -> None:
+def _write(outcomes: int, outcome: float | str | dict[str, str] | None) -> None:
     # Unbuffered: when the next call hangs or crashes, the pool must know which one did.
     if isinstance(outcome, str):
         outcome = outcome[:MAX_MESSAGE_CHARS]

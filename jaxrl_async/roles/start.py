@@ -12,6 +12,7 @@ from jaxrl_async import security
 from jaxrl_async.config.checks import queue_access_of
 from jaxrl_async.config.settings import Settings, SettingsError
 from jaxrl_async.roles import parts
+from jaxrl_async.rollout.failures import code_error
 from jaxrl_async.runtime import workdir as workdirs
 from jaxrl_async.servers import files
 from jaxrl_async.weights.discovery import parse
@@ -88,12 +89,24 @@ def prepare(settings: Settings, workdir: pathlib.Path) -> None:
     try:
         task = parts.task_of(settings)
         for split in ("train", "test"):
-            task.examples(split)
+            _check_examples(task.examples(split), split)
         parts.frictions_of(settings, parts.tokenizer_of(settings, workdir))
         if settings.server.command and settings.server.num_started:
             parts.model_path(settings, workdir)
     except (OSError, TypeError, ValueError) as error:
         raise StartError(f"task {settings.task.name!r}: {error}") from error
+    except Exception as error:  # of the task's own code
+        raise StartError(
+            f"task {settings.task.name!r} failed:\n{code_error(error).text}"
+        ) from error
+
+
+def _check_examples(examples, split: str) -> None:
+    for i, example in enumerate(examples):
+        if not (isinstance(example.text, str) and isinstance(example.answer, str)):
+            raise TypeError(
+                f"example {i} of split {split!r} must have a text and an answer of type str, got {example!r:.200}"
+            )
 
 
 def _check_discovery(place: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_async.rollout.failures import CodeError
 from jaxrl_async.servers.client import Completion
 from jaxrl_async.types import NOT_SAMPLED, Prompt, Trajectory
 
@@ -19,12 +20,16 @@ Rollout = Callable[[Prompt, "Context"], Awaitable[Trajectory]]
 
 
 class RolloutError(Exception):
-    """A rollout that gave no sample: `reason` is one of the queue's return reasons."""
+    """A rollout that gave no sample: `reason` is one of the queue's return reasons.
 
-    def __init__(self, reason: str, detail: str):
+    `cause` is the error of the user's code that it comes from; None for a failure of the infrastructure.
+    """
+
+    def __init__(self, reason: str, detail: str, cause: CodeError | None = None):
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
         self.detail = detail
+        self.cause = cause
 
 
 class Context:

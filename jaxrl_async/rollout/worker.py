@@ -1,7 +1,8 @@
 """A rollout worker: permits from the queue become rewarded groups, or go back with a reason.
 
-A group has all its G samples or is returned: a failure of a server or of a reward is never a sample. Any other failure
-is a bug and stops the worker. Independent of weights, losses and the learner.
+A group has all its G samples or is returned: a failure of a server, a rollout function or a reward is never a sample.
+Where the first groups all fail with the same error of the user's code, the worker ends the run. Any other failure is a
+bug and stops the worker. Independent of weights, losses and the learner.
 
 A sample passes, in order: rollout function, actor bug, check, reward, price of its length, frictions of its reward.
 """
@@ -19,7 +20,14 @@ from jaxrl_async import security
 from jaxrl_async.queue.client import QueueClient
 from jaxrl_async.queue.records import UP, Permit, Wait
 from jaxrl_async.rewards.pool import RewardError, RewardPool, RewardTimeoutError
-from jaxrl_async.rollout.context import RolloutError, rng_of
+from jaxrl_async.rollout.context import Generate, RolloutError, rng_of
+from jaxrl_async.rollout.failures import (
+    CodeError,
+    FirstFailures,
+    UserCodeError,
+    code_error,
+    flattened,
+)
 from jaxrl_async.rollout.frictions import Frictions
 from jaxrl_async.rollout.runner import Runner
 from jaxrl_async.rollout.sampler import Sampler
@@ -85,6 +93,7 @@ class Worker:
         self._stages: dict[tuple[Permit, int], tuple[str, float]] = {}
         self._secs: collections.Counter[str] = collections.Counter()  # of stages that have ended
         self._start = self._idle_since = time.monotonic()
+        self._first_failures = FirstFailures()
         self._finished = asyncio.Event()  # a permit has ended since the last look
         self.statistics = Statistics()
 
@@ -92,7 +101,8 @@ class Worker:
         """Works until it is cancelled, and then aborts its requests on the servers.
 
         Raises:
-          Exception: the first failure that is neither a server's nor a reward's.
+          UserCodeError: the first groups failed with the same error of the user's code; the queue has the message.
+          Exception: the first failure that is neither a server's nor the user's code's.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -184,6 +194,7 @@ class Worker:
             outcome = await self._queue.submit(group)
         except RolloutError as error:
             await self._return(permit, error.reason, error.detail)
+            await self._end_with_first_failures(permit, error.cause)
         except InvalidTrajectoryError as error:
             await self._return(permit, "invalid", str(error))
         else:
@@ -193,6 +204,14 @@ class Worker:
             self._sampler.release(permit)
             self._idle_since = time.monotonic()
             self._finished.set()
+
+    async def _end_with_first_failures(self, permit: Permit, cause: CodeError | None) -> None:
+        """Ends the run where the user's code has failed in the same way from its start."""
+        prompt = self._prompts[permit.prompt_index]
+        message = None if cause is None else self._first_failures.failed(cause, prompt)
+        if message is not None:
+            await self._queue.fail(self._name, message)
+            raise UserCodeError(message)
 
     async def _return(self, permit: Permit, reason: str, detail: str) -> None:
         normal = reason == "equal_rewards"  # With drop_equal_rewards, many are.
@@ -233,18 +252,40 @@ class Worker:
     async def _run_sample(self, permit: Permit, prompt: Prompt, sample: int) -> Trajectory:
         key = (self._run_seed, permit.prompt_index, sample, permit.attempt)
         generate = self._sampler.bind(permit, sample)
-        trajectory = await self._runner.run(prompt, generate, rng_of("rollout", *key))
+        trajectory = await self._run_function(prompt, generate, rng_of("rollout", *key))
         self._running[permit].append(len(trajectory.completion))
         if self._frictions is not None:
             rng = rng_of("frictions", *key)
             trajectory = self._frictions.of_trajectory(trajectory, rng)
-        self._runner.check(trajectory)
+        try:
+            self._runner.check(trajectory)
+        except InvalidTrajectoryError as error:
+            cause = CodeError("a trajectory that is invalid", f"InvalidTrajectoryError: {error}")
+            raise RolloutError("invalid", str(error), cause) from error
         self._enter(permit, sample, SCORING)
         reward = await self._reward(trajectory, prompt)
+        self._first_failures.judged()
         reward += self._overlong(trajectory.num_sampled)
         if self._frictions is not None:
             reward = self._frictions.of_reward(reward, rng)
         return dataclasses.replace(trajectory, reward=reward)
+
+    async def _run_function(self, prompt: Prompt, generate: Generate, rng) -> Trajectory:
+        """Runs the rollout function; what it raises costs the group, as rollout_error."""
+        try:
+            trajectory = await self._runner.run(prompt, generate, rng)
+        except Exception as error:
+            flat = flattened(error)
+            own = next((e for e in flat if not isinstance(e, RolloutError)), None)
+            if own is None:
+                raise flat[0] from error
+            detail = f"the rollout function raised {type(own).__name__}: {own}"
+            raise RolloutError("rollout_error", detail, code_error(own)) from error
+        if not isinstance(trajectory, Trajectory):
+            text = f"the rollout function returned {trajectory!r:.200}, not a Trajectory"
+            cause = CodeError("a rollout function that returns no Trajectory", text)
+            raise RolloutError("rollout_error", text, cause)
+        return trajectory
 
     async def _reward(self, trajectory: Trajectory, prompt: Prompt) -> float:
         try:
@@ -252,7 +293,9 @@ class Worker:
         except RewardTimeoutError as error:
             raise RolloutError("reward_timeout", str(error)) from error
         except RewardError as error:
-            raise RolloutError("reward_error", str(error)) from error
+            text = error.traceback or str(error)
+            cause = CodeError(error.place, text) if error.place else None
+            raise RolloutError("reward_error", str(error), cause) from error
 
     async def _log_progress(self) -> None:
         """Every LOG_SECS one line: the statistics, or what the worker waits for if no group ended."""
@@ -302,16 +345,11 @@ class Statistics:
 
 
 def _worst(failures: BaseExceptionGroup) -> BaseException:
-    """One failure to name: a bug before anything that only costs the group."""
-    flat = _flat(failures)
+    """One failure to name: a bug before anything that only costs the group, and the user's code before servers."""
+    flat = flattened(failures)
     costs_the_group = (RolloutError, InvalidTrajectoryError)
-    return next((e for e in flat if not isinstance(e, costs_the_group)), flat[0])
-
-
-def _flat(error: BaseException) -> list[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        return [one for inner in error.exceptions for one in _flat(inner)]
-    return [error]
+    bugs = [e for e in flat if not isinstance(e, costs_the_group)]
+    return next(iter(bugs + [e for e in flat if getattr(e, "cause", None) is not None]), flat[0])
 
 
 GENERATING, SCORING = "a server", "its reward, in the pool"  # stages of a sample

@@ -10,7 +10,14 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxrl_async.queue.records import SILENT_SECS, QueueStatus, RoleStatus, Wait
+from jaxrl_async.queue.records import (
+    EXHAUSTED,
+    REISSUE_REASONS,
+    SILENT_SECS,
+    QueueStatus,
+    RoleStatus,
+    Wait,
+)
 
 ROLES_FILE = "roles.json"
 CONFIG_FILE = "config.json"
@@ -88,6 +95,7 @@ def explain(status: QueueStatus | None, processes: Sequence[Process], step: int 
     lines += [f"  ← {wait}" for wait in status.waits if wait.startswith("lease")]
     groups = sorted((w for role in workers for w in role.waits), key=lambda w: -w.secs)
     lines += [f"    ← {_wait(wait)}" for wait in groups[:MAX_GROUPS]]
+    lines += _losses(status)
     lines += [
         f"      ← server {s.address}: {s.state}, version {'none' if s.version is None else s.version}"
         for s in status.servers
@@ -102,7 +110,9 @@ def explain(status: QueueStatus | None, processes: Sequence[Process], step: int 
 
 
 def _end_of_chain(status, processes, learner, workers, groups) -> str:
-    """The role that waits for nobody. A process that does not run comes first."""
+    """The role that waits for nobody. A reported failure comes first, then a process that does not run."""
+    if status.failure:
+        return f"the run's own code: {status.failure}"
     for process in sorted(processes, key=lambda p: _RANK.get(p.role.partition("-")[0], 9)):
         if process.state != "runs":
             return f"{process.role} (pid {process.pid}) {process.state}"
@@ -138,6 +148,21 @@ def _end_of_chain(status, processes, learner, workers, groups) -> str:
         return f"the groups: they come back instead of being submitted ({counts})"
     same = sum(w.on == longest.on for w in waits)
     return f"{longest.on}: {longest.what} waits for it since {longest.secs:.0f} s, as do {same - 1} others"
+
+
+def _losses(status: QueueStatus) -> list[str]:
+    """The prompts that were retired and the groups that came back, with their reasons."""
+    returned = [f"{reason} {count:,}" for reason, count in _descending(status.returned)]
+    lines = []
+    for reason, count in _descending(status.retired):
+        failed = [r for r, _ in _descending(status.returned) if r in REISSUE_REASONS]
+        why = f": {', '.join(failed)}" if reason == EXHAUSTED and failed else ""
+        lines.append(f"    {count:,} prompts retired as {reason}{why}")
+    return lines + ([f"    groups returned: {', '.join(returned)}"] if returned else [])
+
+
+def _descending(counts: Mapping[str, int]) -> list[tuple[str, int]]:
+    return sorted(counts.items(), key=lambda item: -item[1])
 
 
 def _roles(status: QueueStatus) -> tuple[list[RoleStatus], list[RoleStatus]]:
