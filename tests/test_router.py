@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import os
 import signal
 import subprocess
 import sys
@@ -10,9 +11,15 @@ import time
 import urllib.request
 
 import numpy as np
+import psutil
 import pytest
 import real_servers
+from fixtures.runs import wait_for_step
 
+from jaxrl_async.cli.config import load_config, settings_of
+from jaxrl_async.cli.main import main
+from jaxrl_async.metrics import read_metrics
+from jaxrl_async.roles import parts
 from jaxrl_async.runtime.supervisor import free_port
 from jaxrl_async.servers.client import InferenceClient, ServerError
 from jaxrl_async.servers.preflight import Expected, UnfitServerError, preflight, preflight_router
@@ -164,3 +171,58 @@ async def test_a_worker_killed_under_load_costs_no_request(router, workers, publ
             info = await client.model_info(worker.address, timeout_secs=DEADLINE_SECS)
             assert info["weight_version"] == "3"
     publisher.check()
+
+
+@pytest.mark.long
+def test_a_run_through_a_router_outlives_a_real_server(tmp_path, command, monkeypatch):
+    """The example config, with two real SGLangs that no role of the run starts, one of which is killed."""
+    model, config = tmp_path / "model", "--config=configs/arithmetic_router.py:smoke"
+    assert main(["init", config, f"--out={model}"]) == 0
+    settings = settings_of(load_config("configs/arithmetic_router.py"))
+    shape = parts.model_config_of(settings, parts.tokenizer_of(settings, tmp_path / "tokenizer"))
+    num_steps, workdir = 12, tmp_path / "run"
+    with contextlib.ExitStack() as stack:
+        logs = [tmp_path / f"sglang-{i}.log" for i in range(2)]
+        servers = [
+            stack.enter_context(
+                real_servers.serving("sglang", shape, model, log, "--load-format=auto")
+            )
+            for log in logs
+        ]
+        router = stack.enter_context(
+            real_servers.routing(
+                servers, tmp_path / "router.log", f"--api-key={real_servers.API_KEY}"
+            )
+        )
+        monkeypatch.setenv("THE_KEY", real_servers.API_KEY)
+        monkeypatch.setenv("THE_ADMIN_KEY", real_servers.ADMIN_API_KEY)
+        process = command(
+            "train",
+            config,
+            f"--config.server.addresses=('{router}',)",
+            f"--config.server.control_addresses={tuple(servers)!r}",
+            "--config.server.api_key_env=THE_KEY",
+            "--config.server.admin_api_key_env=THE_ADMIN_KEY",
+            f"--config.learner.num_steps={num_steps}",
+            workdir=workdir,
+        )
+        try:
+            wait_for_step(workdir, 2)
+            port = servers[1].rpartition(":")[2]
+            (leader,) = [
+                p
+                for p in psutil.process_iter(["cmdline"])
+                if {f"--port={port}", "--device"} <= set(p.info["cmdline"] or ())
+                and p.pid == os.getpgid(p.pid)
+            ]
+            os.killpg(leader.pid, signal.SIGKILL)
+            output, _ = process.communicate(timeout=600)
+        finally:
+            process.kill()
+            process.wait(60)
+    assert process.returncode == 0, output
+    rows = read_metrics(workdir)
+    assert [row["step"] for row in rows] == list(range(1, num_steps + 1))
+    returned = {name: row for name, row in rows[-1].items() if name.startswith("returned/")}
+    print(f"returned: {returned}")
+    assert f"{servers[1]} is DEAD" in (workdir / "logs" / "learner.log").read_text()
