@@ -359,6 +359,17 @@ async def test_a_pause_holds_everything_and_answers_model_info(server, client, v
         assert errors(versions, prompt_of(index), completion).max() <= EXACT
 
 
+async def test_a_pause_with_a_lease_ends_by_itself_on_our_servers(server, client, versions):
+    if server.name == "sglang":
+        pytest.skip("SGLang knows no leases")
+    before = await client.model_info(server.address, timeout_secs=CALL_SECS)
+    await client.pause(server.address, mode="retract", timeout_secs=CALL_SECS, lease_secs=0.5)
+    completion = await generate(client, server, "9999-0001")
+    assert len(completion.tokens) == 8
+    info = await client.model_info(server.address, timeout_secs=CALL_SECS)
+    assert info["num_expired_pauses"] == before["num_expired_pauses"] + 1
+
+
 async def test_a_pause_with_abort_gives_back_what_there_is(server, client, versions):
     async with in_flight(client, server, MANY, max_new_tokens=server.long) as requests:
         await client.pause(server.address, mode="abort", timeout_secs=CALL_SECS)

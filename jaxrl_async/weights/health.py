@@ -160,6 +160,6 @@ def is_local(error: BaseException | None) -> bool:
 async def answers(client: InferenceClient, server: Server) -> bool:
     try:
         await client.model_info(server.address, timeout_secs=PROBE_TIMEOUT_SECS)
-    except ServerError:
-        return False
+    except ServerError as error:
+        return is_local(error)  # Without a connection nothing is known of it.
     return True
