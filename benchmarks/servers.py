@@ -51,7 +51,7 @@ def run(server: str, every: int, seed: int, model: pathlib.Path) -> dict:
         seconds = time.monotonic() - start
         jaxrl("evaluate", workdir)
         steps = read_metrics(f"{directory}/run")
-        before, after = json.loads(
+        before, *_, after = json.loads(
             pathlib.Path(directory, "run", "evaluation.json").read_text("utf-8")
         )
 

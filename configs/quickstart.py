@@ -36,7 +36,7 @@ def get_config(arg: str = ""):
         learning_rate=3e-4,
     )
     c.checkpoint.every_steps = 20
-    c.evaluate.every_steps = 0 if arg.smoke else 20
+    c.evaluate.update(every_steps=0 if arg.smoke else 20, num_validation=0 if arg.smoke else 128)
     c.supervisor.stall_secs = 600.0
 
     if arg.mode != "async":

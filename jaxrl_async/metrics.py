@@ -53,7 +53,7 @@ METRICS: dict[str, str] = {
     "rollout/scoring": "samples waiting for a reward, mean over the workers' last report interval",
     "rollout/idle": "rollout workers without a permit, mean over their last report interval",
     "learner/tokens_per_sec": "trained tokens per second of the step",
-    "eval/": "held-out scores of version eval/version: eval/{greedy,pass@K} with _low and _high; eval/secs",
+    "eval/": "scores of version eval/version: eval/{greedy,pass@K} with _low and _high; eval/secs; eval/validation",
     "returned/": "groups returned since the run began, by reason",
     "retired/": "prompt indexes retired since the run began, by reason",
     "fairness/": "mean length since the run began, tokens: fairness/{prompt,completion}/{admitted,trained,dropped}",

@@ -8,9 +8,11 @@ from jaxrl_async.cli.config import UsageError, load_config, parse_flags, setting
 from jaxrl_async.evaluation.evaluator import best_version
 from jaxrl_async.evaluation.score import EvaluationError
 from jaxrl_async.roles import parts
+from jaxrl_async.runtime.workdir import checkpoint_steps
 
-USAGE = """Scores checkpoints on the task's held-out prompts: greedy accuracy, and pass@k at the run's temperature.
-Prints a table and writes evaluation.json into the workdir."""
+USAGE = """Scores checkpoints on the task's test prompts: greedy accuracy, and pass@k at the run's temperature. The best
+checkpoint was chosen during training, on the validation prompts (evaluate.num_validation). Prints a table and writes
+evaluation.json into the workdir."""
 
 
 def main(argv: list[str]) -> int:
@@ -19,14 +21,17 @@ def main(argv: list[str]) -> int:
         argv,
         workdir=("", "directory of the run"),
         steps=(
-            "0,last",
-            "checkpoints, comma-separated; `last` is the newest, `best` that of best.json",
+            "",
+            "checkpoints, comma-separated; `last` is the newest, `best` has the best validation score; default "
+            "0,best,last where one is the best, else 0,last",
         ),
     )
     if not flags.workdir:
         raise UsageError("--workdir=DIR is needed")
     workdir = pathlib.Path(flags.workdir).absolute()
-    steps = [_step(step, workdir) for step in flags.steps.split(",")]
+    best, last = best_version(workdir), max(checkpoint_steps(workdir), default=0)
+    default = "0,last" if best in (None, 0, last) else "0,best,last"
+    steps = [_step(step, workdir) for step in (flags.steps or default).split(",")]
     settings = settings_of(load_config(str(workdir / "config.json")))
     try:
         parts.task_of(settings).examples("test")

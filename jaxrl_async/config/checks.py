@@ -414,6 +414,12 @@ def _check_evaluate(s: Settings) -> None:
             f"evaluate.every_steps must be a multiple of weights.push_every_steps = {s.weights.push_every_steps}, "
             f"got {every}"
         )
+    _at_least("evaluate.num_validation", s.evaluate.num_validation, -1)
+    if every and s.evaluate.num_validation == 0:
+        raise SettingsError(
+            f"evaluate.every_steps = {every} chooses the best version, and needs evaluate.num_validation ≥ 1 questions "
+            "that do not also score it, got 0; -1 chooses on the test split"
+        )
     if not timeout > 0:
         raise SettingsError(f"evaluate.timeout_secs must be > 0, got {timeout}")
     # Where there is one server the learner waits for it during an evaluation.

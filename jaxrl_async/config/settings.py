@@ -35,6 +35,7 @@ ADDED: dict[str, Any] = {
     "security.insecure": True,
     "server.discover": "",
     "server.discover_secs": 5.0,
+    "evaluate.num_validation": -1,
     "server.quorum": 1.0,
     "weights.pause_lease_secs": 0.0,
     "queue.outage_secs": 30.0,
@@ -261,7 +262,10 @@ class Checkpoint:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluate:
-    num_prompts: int = 512  # held out
+    num_prompts: int = 512  # of the test split, and of the validation split, at most
+    # questions of the validation split, on which the best version is chosen, taken from train (or test, for tasks that
+    # make up their questions); 0: none | -1: the test split chooses, too, as in runs from before there was a choice
+    num_validation: int = 0
     num_samples: int = 4  # per prompt, for pass@k
     seed: int = 0
     every_steps: int = 0  # score every such version while the run trains; 0: none

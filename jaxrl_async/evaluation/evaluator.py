@@ -1,4 +1,4 @@
-"""Evaluation while a run trains: a version is scored on held-out prompts, on a server that holds it meanwhile.
+"""Evaluation while a run trains: a version is scored on validation prompts, on a server that holds it meanwhile.
 
 The publisher lends a server and leaves it at its version until the evaluation is over. A completion with a token of
 another version is an error, not a score. Imports nothing of the learner.
@@ -47,7 +47,7 @@ class Evaluator:
 
         Args:
           workdir: its best.json names the best version, over restarts of the run.
-          prompts: held out.
+          prompts: of the validation split, or of the test split where evaluate.num_validation is −1.
           settings: the block; every_steps ≥ 1. At timeout_secs the server is given back; max_running_requests leaves
             training most of a server that it shares; `seed` gives every version the same random numbers.
           temperature: > 0, of the num_samples completions per prompt; one more is greedy.
@@ -79,6 +79,7 @@ class Evaluator:
             )
         else:
             row |= scores.row(greedy, sampled) | {"secs": time.monotonic() - start}
+            row["validation"] = float(self._settings.num_validation > 0)
             log.info("version %d: %s", version, {k: round(v, 4) for k, v in row.items()})
             self._keep_best(version, row["greedy"])
         with self._lock:

@@ -81,16 +81,19 @@ def write_report(workdir: str | pathlib.Path) -> pathlib.Path:
 
 
 def evaluation_points(workdir: pathlib.Path, rows: Rows) -> list[dict[str, float]]:
-    """Held-out scores by version: those logged during training (eval/…), replaced by those of `evaluate`.
+    """Held-out scores by version: those of `evaluate`, and those logged during training (eval/…).
+
+    Scores on validation prompts are named "validation NAME". In a run without any, those of `evaluate` replace the
+    logged ones, as both are of the test split.
 
     Returns:
       {"version", NAME and, where known, NAME_low and NAME_high}, by version.
     """
     logged = (
         {
-            n.removeprefix("eval/"): v
+            _score_name(n, bool(row.get("eval/validation"))): v
             for n, v in row.items()
-            if n.startswith("eval/") and n != "eval/secs"
+            if n.startswith("eval/") and n not in ("eval/secs", "eval/validation")
         }
         for row in rows
         if row.get("eval/version") is not None
@@ -99,8 +102,15 @@ def evaluation_points(workdir: pathlib.Path, rows: Rows) -> list[dict[str, float
     path = workdir / "evaluation.json"
     for row in json.loads(path.read_text("utf-8")) if path.exists() else ():
         scores = {name: value for name, value in row.items() if name != "step"}
-        points[row["step"]] = {"version": row["step"]} | scores
+        logged = points.get(row["step"], {})
+        kept = {name: v for name, v in logged.items() if name.startswith(plots.VALIDATION)}
+        points[row["step"]] = {"version": row["step"]} | kept | scores
     return [points[version] for version in sorted(points)]
+
+
+def _score_name(metric: str, validation: bool) -> str:
+    name = metric.removeprefix("eval/")
+    return f"{plots.VALIDATION}{name}" if validation and name != "version" else name
 
 
 def _subtitle(workdir: pathlib.Path, rows: Rows) -> str:

@@ -43,6 +43,7 @@ _LAGS = {
     "advantage_sign": "Mean sign of the advantage, by staleness",
 }
 
+VALIDATION = "validation "  # before the name of a score on validation prompts
 Rows = Sequence[Mapping[str, float | None]]
 
 
@@ -103,9 +104,10 @@ def evaluations(points: Rows) -> list[Figure]:
 
 
 def score_names(points: Rows) -> list[str]:
-    """The names of the scores in evaluation points, without those of their intervals."""
+    """The names of the scores in evaluation points, without those of their intervals; validation scores come last."""
     names = {name: None for point in points for name, value in point.items() if value is not None}
-    return [n for n in names if n != "version" and not n.endswith(("_low", "_high"))]
+    found = [n for n in names if n != "version" and not n.endswith(("_low", "_high"))]
+    return sorted(found, key=lambda name: name.startswith(VALIDATION))
 
 
 def staleness(rows: Rows) -> list[Figure]:

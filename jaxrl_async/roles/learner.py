@@ -30,7 +30,7 @@ from jaxrl_async.roles import parts, preflight
 from jaxrl_async.runtime import preemption
 from jaxrl_async.runtime.supervisor import visible_devices
 from jaxrl_async.servers.client import InferenceClient
-from jaxrl_async.tasks.prompts import demonstration_tokens, test_prompts
+from jaxrl_async.tasks.prompts import demonstration_tokens, test_prompts, validation_prompts
 from jaxrl_async.weights.discovery import Discovery
 from jaxrl_async.weights.publisher import Publisher
 from jaxrl_async.weights.store import WeightStore
@@ -335,7 +335,8 @@ def evaluator_of(settings: Settings, workdir: pathlib.Path):
     if not evaluate.every_steps:
         return None
     tokenizer, task = parts.tokenizer_of(settings, workdir), parts.task_of(settings)
-    prompts = test_prompts(task, tokenizer, max_prompt_tokens=rollout.max_prompt_tokens)
+    prompts_of = validation_prompts if evaluate.num_validation > 0 else test_prompts
+    prompts = prompts_of(task, tokenizer, max_prompt_tokens=rollout.max_prompt_tokens)
     return Evaluator(
         workdir,
         prompts[: evaluate.num_prompts],

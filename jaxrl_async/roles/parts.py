@@ -52,10 +52,15 @@ def tokenizer_of(settings: Settings, workdir: pathlib.Path):
 
 
 def task_of(settings: Settings):
-    """The run's task."""
+    """The run's task; with a validation split where evaluate.num_validation > 0."""
     from jaxrl_async.tasks import make_task
+    from jaxrl_async.tasks.validation import WithValidation
 
-    return make_task(settings.task.name, **settings.task.args)
+    task, num = (
+        make_task(settings.task.name, **settings.task.args),
+        settings.evaluate.num_validation,
+    )
+    return WithValidation(task, num=num, seed=settings.task.seed) if num > 0 else task
 
 
 def reward_pool_of(settings: Settings, reward: str):

@@ -88,7 +88,8 @@ def prepare(settings: Settings, workdir: pathlib.Path) -> None:
     _check_discovery(settings.server.discover)
     try:
         task = parts.task_of(settings)
-        for split in ("train", "test"):
+        validation = ("validation",) if settings.evaluate.num_validation > 0 else ()
+        for split in ("train", *validation, "test"):
             _check_examples(task.examples(split), split)
         parts.frictions_of(settings, parts.tokenizer_of(settings, workdir))
         if settings.server.command and settings.server.num_started:

@@ -21,6 +21,7 @@ FIXED = {
     "seed": "samples and delays are drawn from it",
     "task": _PROMPTS,
     "tokenizer": _PROMPTS,
+    "evaluate.num_validation": _PROMPTS,  # Its questions are in no other split.
     "rollout.max_prompt_tokens": _PROMPTS,  # Longer prompts are left out before they are counted.
     "rollout.group_size": "the journal holds groups of the old size",
     "learner.groups_per_step": "the journal holds steps of the old size",
@@ -86,7 +87,7 @@ def changes(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> list[st
     for key, values in differences(workdir, config).items():
         words = " → ".join("nothing" if v is MISSING else repr(v) for v in values)
         said.append(f"config differs from {workdir / 'config.json'}: {key} {words}")
-        if reason := _reason(key):
+        if (reason := _reason(key)) and not _splits_alike(key, *values):
             raise ValueError(
                 f"{said[-1]}: a resumed run cannot change it, {reason}; leave --config away, or name another --workdir"
             )
@@ -143,6 +144,12 @@ def _flat(block: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield from _flat(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
+
+
+def _splits_alike(key: str, old: Any, new: Any) -> bool:
+    """Whether both values of evaluate.num_validation take no question from another split."""
+    numbers = [0 if value is MISSING else value for value in (old, new)]
+    return key == "evaluate.num_validation" and max(numbers) <= 0
 
 
 def _reason(key: str) -> str:

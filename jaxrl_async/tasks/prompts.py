@@ -58,6 +58,12 @@ def test_prompts(task: Task, tokenizer: Tokenizer, *, max_prompt_tokens: int) ->
     return _fitting(task.examples("test"), tokenizer, "test prompts", max_prompt_tokens)
 
 
+def validation_prompts(task: Task, tokenizer: Tokenizer, *, max_prompt_tokens: int) -> list[Prompt]:
+    """As `test_prompts`, of the validation split of a `validation.WithValidation`."""
+    examples = task.examples("validation")
+    return _fitting(examples, tokenizer, "validation prompts", max_prompt_tokens)
+
+
 def demonstration_tokens(
     task: Task, tokenizer: Tokenizer, *, num: int, max_tokens: int
 ) -> list[tuple[np.ndarray, np.ndarray]]:

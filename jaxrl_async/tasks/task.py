@@ -16,7 +16,11 @@ class Example:
 
 
 class Task(Protocol):
-    """A source of questions. Equal arguments give equal tasks in every process."""
+    """A source of questions. Equal arguments give equal tasks in every process.
+
+    Two members are optional (tasks/validation.py): `validation_from`, the split, "train" (the default) or "test", that
+    gives questions to a validation split; and `key(text)`, equal for questions that one split must hold together.
+    """
 
     reward: str  # name of the reward that its answers are made for
 

@@ -31,6 +31,7 @@ class TokenReversal:
     seed: int  # of the split
 
     reward: ClassVar[str] = "positions"
+    validation_from: ClassVar[str] = "test"  # num_test may be any number.
 
     def __post_init__(self):
         if not 2 <= self.num_symbols <= MAX_SYMBOLS:

@@ -1,0 +1,84 @@
+"""A validation split: questions on which versions are compared, so that the test split scores the chosen one once.
+
+The questions come from the task's own splits, in a seeded choice, and are in no other split then.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxrl_async.tasks.task import Example, Task
+
+
+class WithValidation:
+    """A task with a third split, "validation", which the other splits and the demonstrations lack.
+
+    It is taken from the train split, or from the one that the task's attribute `validation_from` names: a task that
+    makes up its questions gives some of its held-out ones, and keeps its train split. Questions of one key, by the
+    task's method `key`, stay together; without the method, questions of one text do.
+    """
+
+    def __init__(self, task: Task, *, num: int, seed: int):
+        """Chooses nothing yet.
+
+        Args:
+          task: the questions.
+          num: of the validation split, ≥ 1; at least as many are taken, where questions of one key stay together.
+          seed: of the choice.
+        """
+        self._task, self._num, self._seed = task, num, seed
+        self._source = getattr(task, "validation_from", "train")
+        self._key = getattr(task, "key", str)
+        self.reward = task.reward
+
+    def examples(self, split: str) -> Sequence[Example]:
+        """The questions of a split, "train", "validation" or "test", in the task's order.
+
+        Raises:
+          ValueError: no such split, or fewer than `num` questions would remain in the one that gives.
+        """
+        if split == "validation":
+            return [e for e in self._task.examples(self._source) if self._key(e.text) in self._keys]
+        examples = self._task.examples(split)
+        return [e for e in examples if self._key(e.text) not in self._keys]
+
+    def demonstrations(self, num: int | None = None) -> list[tuple[str, str]]:
+        """Those of the task whose prompts are not in the validation split, in its order."""
+        if self._source == "test":
+            return self._task.demonstrations(num)
+        num = len(self.examples("train")) if num is None else num
+        asked = num
+        while (
+            True
+        ):  # The task cycles over its train split, so a larger number has more of each prompt.
+            found = [
+                pair
+                for pair in self._task.demonstrations(asked)
+                if self._key(pair[0]) not in self._keys
+            ]
+            if len(found) >= num:
+                return found[:num]
+            asked *= 2
+
+    @functools.cached_property
+    def _keys(self) -> frozenset[str]:
+        """The keys of the validation questions."""
+        examples = self._task.examples(self._source)
+        if len(examples) < 2 * self._num:
+            raise ValueError(
+                f"evaluate.num_validation = {self._num} is more than half of the {len(examples)} questions of the "
+                f"{self._source} split"
+            )
+        keys, count = set(), 0
+        sizes: dict[str, int] = {}
+        for example in examples:
+            key = self._key(example.text)
+            sizes[key] = sizes.get(key, 0) + 1
+        names = list(sizes)
+        for i in np.random.default_rng([self._seed, 2]).permutation(len(names)):
+            if count >= self._num:
+                break
+            keys.add(names[i])
+            count += sizes[names[i]]
+        return frozenset(keys)
