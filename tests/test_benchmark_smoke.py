@@ -24,6 +24,13 @@ def check_digits(result, directory):
     assert (directory / "delight_digits.png").stat().st_size > 0
 
 
+def check_fleet(result, directory):
+    assert result["steps"] > 0 and result["groups_pushed"] >= 4 * result["steps"]
+    assert 0 <= result["idle_share"]["mean"] <= 1 and result["over_time"]["idle_share"]
+    assert result["cpu_share"]["publisher"] > 0 and result["admit_ms"]["p99"] > 0
+    assert all(before > 0 and after > 0 for before, after in result["rss_mb"].values())
+
+
 def check_anchors(result, directory):
     table = result["shapes"]["smoke"]
     steps = table["no remat"]["steps"]
@@ -125,6 +132,7 @@ LONG = pytest.mark.long
     ("script", "runs", "file", "check"),
     [
         ("delight_digits", [[*DIGITS, "--methods=delightful"]], "delight_digits", check_digits),
+        ("fleet", [["--smoke"]], "fleet", check_fleet),
         pytest.param("anchors", [["--smoke"]], "anchors", check_anchors, marks=LONG),
         (
             "packing",
