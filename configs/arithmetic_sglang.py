@@ -31,7 +31,6 @@ def get_config(arg: str = ""):
     c.warm_start.update(num_steps=20 if arg.smoke else 1500, learning_rate=1.5e-3)
 
     # A CPU takes its time: the server starts slowly, and so does its first answer.
-    c.queue.permit_timeout_secs = 600.0
     c.queue.max_staleness = arg.every + 1 if arg.mode == "async" else 0
     c.server.command = "" if arg.embedded else COMMAND
     c.server.update(decode_chunk=4, max_total_tokens=16, start_timeout_secs=300.0)
@@ -42,7 +41,6 @@ def get_config(arg: str = ""):
         microbatch_rows=64,
         row_tokens=48,
         learning_rate=6e-4,
-        lease_timeout_secs=300.0,
     )
     c.weights.push_every_steps = arg.every
     c.evaluate.timeout_secs = 120.0

@@ -127,11 +127,24 @@ def test_an_unknown_reason_is_refused_with_the_known_ones():
     assert admission.running == 1
 
 
+def test_the_permits_of_a_worker_expire_by_its_silence():
+    admission = published(permit_timeout_secs=10.0)
+    held = admission.admit(2, 0.0, "a")
+    (other,) = admission.admit(1, 0.0, "b")
+    admission.seen("a", 95.0)  # However old its permits are.
+    assert admission.expired(100.0) == {other: "worker_lost"}
+    admission.return_permit(other, "worker_lost")
+    assert admission.expired(105.0) == {}
+    admission.forgive(60.0)  # The queue was stopped, and heard nobody.
+    assert admission.expired(165.0) == {}
+    assert admission.expired(165.1) == dict.fromkeys(held, "worker_lost")
+
+
 def test_a_silent_permit_expires_and_its_late_submission_is_stale():
     admission = published(permit_timeout_secs=10.0)
     (late,) = admission.admit(1, 0.0)
-    assert admission.expired(10.0) == []
-    assert admission.expired(10.1) == [late]
+    assert admission.expired(10.0) == {}
+    assert admission.expired(10.1) == {late: "timeout"}
     admission.return_permit(late, "timeout")
     assert admission.submit(late, 1) == "stale"  # Its index waits to be issued again …
     (again,) = admission.admit(1, 11.0)

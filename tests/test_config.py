@@ -132,9 +132,15 @@ def test_a_value_of_another_type_is_refused():
         ),
         (["--config.evaluate.timeout_secs=0.0"], r"evaluate.timeout_secs .*> 0.* 0.0"),
         (
-            ["--config.evaluate.timeout_secs=120.0"],
-            r"evaluate.timeout_secs .*< learner.lease_timeout_secs = 120.* 120",
+            ["--config.evaluate.timeout_secs=600.0"],
+            r"evaluate.timeout_secs .*< learner.lease_timeout_secs = 600.* 600",
         ),
+        (
+            ["--config.queue.permit_timeout_secs=300.0", "--config.learner.lease_timeout_secs=300.0"],
+            r"queue.permit_timeout_secs = 300 .*< learner.lease_timeout_secs = 300",
+        ),
+        (["--config.queue.outage_secs=0.0"], r"queue.outage_secs .*> 0.* 0"),
+        (["--config.queue.failure_window_secs=-1.0"], r"queue.failure_window_secs .*> 0.* -1"),
         (["--config.weights.keep=1"], r"weights.keep .*≥ 2.* 1"),
         (["--config.queue.chunk_groups=8"], r"queue.chunk_groups .*≥ 1 .*'periodic'.* 8 "),
         (["--config.weights.transport=distributed"], r"weights.transport .* disk, tensor, stream.*'distributed'"),

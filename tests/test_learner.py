@@ -10,6 +10,7 @@ import pytest
 from fixtures.recorded_run import CONFIG, B, G, Recorder, make_train_step, train
 from fixtures.small_learner import empty_status, flat, make_packer
 
+from jaxrl_async.config.settings import Queue
 from jaxrl_async.learner import learner, packing
 from jaxrl_async.metrics import Timers
 from jaxrl_async.models import sharding
@@ -179,6 +180,31 @@ def test_budgets_are_looked_at_while_no_step_ends(status, error):
     with pytest.raises(error, match=r"reward"):
         train(recorder)
     assert next(asked) < 100
+
+
+def test_budgets_are_of_a_window_and_of_this_start_of_the_learner():
+    now, status = [0.0], dataclasses.replace(Recorder().status(), committed_step=3)
+    settings = Queue(max_failures=2, budgets={"invalid": 1}, failure_window_secs=60.0)
+    status = dataclasses.replace(status, returned={"server_error": 1000}, retired={"invalid": 9})
+    check = learner._FailureBudgets(settings, status, lambda: now[0])
+
+    def look(secs, **returned):
+        now[0] = secs
+        check(dataclasses.replace(status, returned={"server_error": 1000} | returned))
+
+    look(1.0, timeout=2)
+    look(30.0, timeout=2)
+    look(61.5, timeout=4)  # The first two are older than the window.
+    with pytest.raises(learner.TooManyFailuresError, match=r"^3 .*within 60 s.*max_failures is 2;"):
+        look(62.0, timeout=5)
+
+
+def test_the_groups_of_a_lost_worker_are_one_failure():
+    status = Recorder().status()
+    check = learner._FailureBudgets(Queue(max_failures=1), status)
+    check(dataclasses.replace(status, returned={"worker_lost": 512}))
+    with pytest.raises(learner.TooManyFailuresError, match=r"^2 .*'worker_lost': 600"):
+        check(dataclasses.replace(status, returned={"worker_lost": 600}))
 
 
 @pytest.mark.parametrize("where", ["returned", "retired"])

@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxrl_async import security
 from jaxrl_async.config.settings import (
+    ADDED,
     ATTENTION_KERNELS,
     DTYPES,
     JOURNAL_KEEPS,
@@ -78,6 +79,18 @@ def check(s: Settings) -> None:
             _at_least(f"{block}.{name}", _value(s, f"{block}.{name}"), 1)
     _at_least("weights.keep", s.weights.keep, 2)  # A late server may still read the version before.
     _at_least("supervisor.max_restarts", s.supervisor.max_restarts, 0)
+    permit_secs, lease_secs = s.queue.permit_timeout_secs, s.learner.lease_timeout_secs
+    is_older = s.queue.failure_window_secs == ADDED["queue.failure_window_secs"]
+    if (
+        not is_older and not permit_secs < lease_secs
+    ):  # A run of before this check keeps what it has.
+        raise SettingsError(
+            f"queue.permit_timeout_secs = {permit_secs:g} must be < learner.lease_timeout_secs = {lease_secs:g}: the "
+            "learner would give up before the groups of a lost worker are issued again"
+        )
+    for key in ("outage_secs", "failure_window_secs"):
+        if not getattr(s.queue, key) > 0:
+            raise SettingsError(f"queue.{key} must be > 0, got {getattr(s.queue, key):g}")
     if not s.supervisor.stall_secs > 0:
         raise SettingsError(f"supervisor.stall_secs must be > 0, got {s.supervisor.stall_secs}")
     if not 0 < s.checkpoint.grace_secs < float("inf"):

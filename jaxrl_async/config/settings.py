@@ -39,6 +39,7 @@ ADDED: dict[str, Any] = {
     "server.quorum": 1.0,
     "weights.pause_lease_secs": 0.0,
     "queue.outage_secs": 30.0,
+    "queue.failure_window_secs": 1e9,
 }
 
 
@@ -108,9 +109,12 @@ class Queue:
     max_message_bytes: int = 16 << 20
     # of a queue that does not answer: workers and the learner try again for this time, and then fail
     outage_secs: float = 600.0
-    permit_timeout_secs: float = 120.0  # an older permit is issued again
+    # of silence of a worker, after which its permits are issued again; of a caller without a name, their age
+    permit_timeout_secs: float = 120.0
     max_attempts: int = 4  # issues of one prompt_index before it is retired as exhausted
-    max_failures: int = 64  # groups returned for infrastructure failures before the run is stopped
+    failure_window_secs: float = 600.0  # in which the next two count
+    # groups returned for infrastructure failures before the run is stopped; all groups of a lost worker count as one
+    max_failures: int = 64
     # reason → groups that may be returned for it before the run is stopped
     budgets: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
@@ -231,7 +235,7 @@ class Learner:
     adam_eps: float = 1e-8
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
-    lease_timeout_secs: float = 120.0  # without a batch for this time the learner stops
+    lease_timeout_secs: float = 600.0  # without a batch for this time the learner stops
     fail_on_recompile: bool = True  # stop when a program compiles after the first step
     # on GPUs: the same bits for the same input, slower; CPUs and TPUs always give them
     deterministic: bool = False

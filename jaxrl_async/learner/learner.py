@@ -30,6 +30,7 @@ from jaxrl_async.queue.records import (
     REISSUE_REASONS,
     SILENT_SECS,
     UP,
+    WORKER_LOST,
     QueueStatus,
     ResumePoint,
     RoleStatus,
@@ -216,7 +217,9 @@ class _StepFinalizer:
         self._timers = timers
         timers.pop()  # Time before the first step belongs to no row.
         self._since = time.monotonic()
-        self._rates, self._watch = _Rates(queue.status()), _MismatchWatch()
+        status = queue.status()
+        self._rates, self._watch = _Rates(status), _MismatchWatch()
+        self._check_failures = _FailureBudgets(settings.queue, status)
         self._fairness = _FairnessWatch()
         self._compiled = train_step.num_compilations()
         self._status_due = 0.0  # monotonic seconds
@@ -242,7 +245,7 @@ class _StepFinalizer:
         self._status_due = time.monotonic() + STATUS_SECS
         # A lost queue is the lease's error.
         with contextlib.suppress(ConnectionError, TimeoutError):
-            check_budgets(self._queue.status(), self._settings.queue)
+            self._check_failures(self._queue.status())
 
     def finalize(self, *, pushes: bool = True) -> None:
         """Waits for the device and finalizes the dispatched step, if there is one."""
@@ -276,7 +279,7 @@ class _StepFinalizer:
         row["compile/count"] = self._train_step.num_compilations()
         row["learner/tokens_per_sec"] = row.pop("tokens") / row["time/step_secs"]
         self._metrics.write(ended.step, row)
-        check_budgets(status, self._settings.queue)
+        self._check_failures(status)
         if self._settings.learner.fail_on_recompile and row["compile/count"] > self._compiled:
             raise RecompileError(
                 f"step {ended.step}: {row['compile/count']} programs were compiled, {self._compiled} before the first "
@@ -441,26 +444,56 @@ class _Rates:
         }
 
 
-def check_budgets(status: QueueStatus, queue: Queue) -> None:
-    """Checks a status of the queue against the budgets, whether steps end or not.
+class _FailureBudgets:
+    """Raises when more groups failed within queue.failure_window_secs than a budget allows.
 
-    Raises:
-      TooManyFailuresError: a budget is exceeded; the message counts all groups that were not trained on.
-      RunFailedError: a worker reported that the run cannot go on.
+    What a run had returned before this learner was started does not count, unless no step is done.
     """
-    if status.failure:
-        raise RunFailedError(status.failure)
-    failures = {r: n for r, n in status.returned.items() if r in REISSUE_REASONS}
-    report = f"returned: {status.returned}, retired: {status.retired}"
-    if sum(failures.values()) > queue.max_failures:
-        raise TooManyFailuresError(
-            f"{sum(failures.values())} groups were returned for infrastructure failures, the budget "
-            f"queue.max_failures is {queue.max_failures}; {report}"
-        )
-    for reason, budget in queue.budgets.items():
-        count = max(status.returned.get(reason, 0), status.retired.get(reason, 0))
-        if count > budget:
+
+    def __init__(
+        self, queue: Queue, start: QueueStatus, clock: Callable[[], float] = time.monotonic
+    ):
+        self._queue, self._clock = queue, clock
+        self._lost = start.returned.get(WORKER_LOST, 0) if start.committed_step else 0
+        self._losses = 0  # looks at which there were more lost groups
+        before = self._counts(start) if start.committed_step else collections.Counter()
+        self._looks = collections.deque([(clock(), before)])  # since the start of the window
+
+    def __call__(self, status: QueueStatus) -> None:
+        """Takes a status of the queue, whether steps end or not.
+
+        Raises:
+          TooManyFailuresError: a budget is exceeded; the message counts all groups that were not trained on.
+          RunFailedError: a worker reported that the run cannot go on.
+        """
+        if status.failure:
+            raise RunFailedError(status.failure)
+        now, counts, queue = self._clock(), self._counts(status), self._queue
+        self._looks.append((now, counts))
+        while self._looks[1][0] < now - queue.failure_window_secs:
+            self._looks.popleft()
+        counts = counts - self._looks[0][1]
+        within = f"within {queue.failure_window_secs:g} s (queue.failure_window_secs)"
+        report = f"returned: {status.returned}, retired: {status.retired}"
+        failures = sum(counts[reason] for reason in REISSUE_REASONS)
+        if failures > queue.max_failures:
             raise TooManyFailuresError(
-                f"{count} groups were returned or retired as {reason}, the budget queue.budgets.{reason} is {budget}; "
-                f"{report}"
+                f"{failures} groups were returned for infrastructure failures {within}, the budget "
+                f"queue.max_failures is {queue.max_failures}; {report}"
             )
+        for reason, budget in queue.budgets.items():
+            if counts[reason] > budget:
+                raise TooManyFailuresError(
+                    f"{counts[reason]} groups were returned or retired as {reason} {within}, the budget "
+                    f"queue.budgets.{reason} is {budget}; {report}"
+                )
+
+    def _counts(self, status: QueueStatus) -> collections.Counter[str]:
+        """Reason → groups so far; those of a lost worker count as one."""
+        reasons = status.returned.keys() | status.retired.keys()
+        counts = collections.Counter(
+            {r: max(status.returned.get(r, 0), status.retired.get(r, 0)) for r in reasons}
+        )
+        self._losses += counts[WORKER_LOST] > self._lost
+        self._lost, counts[WORKER_LOST] = counts[WORKER_LOST], self._losses
+        return counts

@@ -11,6 +11,7 @@ import collections
 import dataclasses
 import heapq
 import logging
+import math
 import operator
 from collections.abc import Collection
 
@@ -20,6 +21,7 @@ from jaxrl_async.queue.records import (
     FAULTS,
     REISSUE_REASONS,
     RETIRE_REASONS,
+    WORKER_LOST,
     Permit,
     ResumePoint,
 )
@@ -92,7 +94,8 @@ class Admission:
           push_every_steps: N ≥ 1, steps between two publications.
           max_running_groups: permits out at once, ≥ 1.
           max_attempts: issues of one index before it is retired as exhausted, ≥ 1.
-          permit_timeout_secs: age at which a permit is returned as a timeout.
+          permit_timeout_secs: silence of a worker after which its permits are returned; of a caller without a name,
+            the age of a permit.
           max_bytes: of groups in memory; at this bound only groups that the next lease needs are admitted.
           chunk_groups: see `Leases`.
 
@@ -134,6 +137,7 @@ class Admission:
         self._reissue: list[Permit] = []  # heap: the lowest index first
         self._not_before: dict[int, float] = {}  # index in `_reissue` → end of its back-off, clock
         self._running: dict[int, _Running] = {}
+        self._seen: dict[str, float] = {}  # worker → clock, seconds, of its last sign of life
         self._held: dict[int, _Held] = {}  # in completion order
         self._leased: dict[int, _Held] = {}
 
@@ -322,13 +326,32 @@ class Admission:
         self.retired[EXHAUSTED if reason in REISSUE_REASONS else reason] += 1
         return "retired"
 
-    def expired(self, now: float) -> list[Permit]:
-        """Permits older than permit_timeout_secs."""
-        return [
-            Permit(index, running.attempt)
+    def seen(self, worker: str, now: float) -> None:
+        """A worker gave a sign of life."""
+        self._seen[worker] = now
+
+    def forgive(self, secs: float) -> None:
+        """This process was stopped for so long: nobody was late in that time."""
+        self._seen = {worker: then + secs for worker, then in self._seen.items()}
+        self._running = {
+            index: dataclasses.replace(running, since=running.since + secs)
             for index, running in self._running.items()
-            if now - running.since > self._permit_timeout_secs
-        ]
+        }
+
+    def expired(self, now: float) -> dict[Permit, str]:
+        """Permits to be returned, with the reason.
+
+        "worker_lost": its worker gave no sign of life for permit_timeout_secs. "timeout": it is older than that, and
+        its caller has no name.
+        """
+        return {
+            Permit(index, running.attempt): WORKER_LOST if running.worker else "timeout"
+            for index, running in self._running.items()
+            if now - max(running.since, self._last_sign(running.worker)) > self._permit_timeout_secs
+        }
+
+    def _last_sign(self, worker: str) -> float:
+        return self._seen.get(worker, -math.inf) if worker else -math.inf
 
     def lease(self, step: int, index: int) -> FixedChunk | None:
         """The chunk at position `index` of a step, fixed now if its groups are there; None if they are not.

@@ -9,6 +9,7 @@ from typing import Any
 
 # Reasons of a return. After a reissue reason, the infrastructure's fault, the index is issued again. A retire reason
 # is the prompt's: the index is done with.
+WORKER_LOST = "worker_lost"  # Returned by the queue: no sign of life of the worker that had it.
 REISSUE_REASONS = frozenset(
     {
         "server_error",
@@ -18,6 +19,7 @@ REISSUE_REASONS = frozenset(
         "reward_error",
         "reward_timeout",
         "over_age",
+        WORKER_LOST,
     }
 )
 # Of REISSUE_REASONS: what failed may need a while, so the index is issued again after a back-off.

@@ -49,6 +49,7 @@ from jaxrl_async.queue.records import (
 
 log = logging.getLogger(__name__)
 
+STOPPED_SECS = 2.0  # A longer time between two ticks was a stop of this process.
 TICK_SECS = 0.25  # interval of the search for timed-out permits
 LOADS_SECS = 2.0  # interval at which the servers' loads are added up and sent
 HEARTBEAT_SECS = 5.0  # interval at which a watch repeats an unchanged value
@@ -190,6 +191,7 @@ class QueueService:
         self._failure = ""  # Why the run cannot go on; leases and permits are refused with it.
         self._lengths = Lengths()
         self._changed = asyncio.Event()
+        self._ticked = clock()
         self._published = asyncio.Event()  # a version, a table of servers, or their loads
         self._identity, self._nonce = Identity(new_run_id(), 0), ""  # and the last learner's nonce
         if journal is not None:
@@ -210,7 +212,9 @@ class QueueService:
             )
 
     async def tick(self) -> None:
-        """Returns the permits that have been out for longer than their timeout, and adds up the servers' loads.
+        """Returns the permits of workers that are silent, and adds up the servers' loads.
+
+        After a stop of this process its workers have their whole time again.
 
         Raises:
           JournalError: the journal cannot be written.
@@ -218,6 +222,10 @@ class QueueService:
         if self._journal is not None:
             self._journal.check()
         now = self._clock()
+        stopped_secs, self._ticked = now - self._ticked - TICK_SECS, now
+        if stopped_secs > STOPPED_SECS:
+            log.warning("this process was stopped for %.1f s", stopped_secs)
+            self._admission.forgive(stopped_secs)
         if now >= self._loads_due:
             self._loads_due = now + LOADS_SECS
             self._loads = self._sum_of_loads()
@@ -225,16 +233,17 @@ class QueueService:
         if self._admission.admissible_at(now) > 0:  # A back-off may have ended.
             self._apply(lambda: None)
         expired = self._admission.expired(now)
-        for permit in expired:
-            log.warning("permit %s timed out", permit)
+        for permit, reason in expired.items():
+            log.warning("%s is returned by the queue: %s", permit, reason)
         # All at once: while one return waits for the journal, the permits after it could be given again.
-        await asyncio.gather(*(self._return(permit, "timeout") for permit in expired))
+        await asyncio.gather(*(self._return(permit, reason) for permit, reason in expired.items()))
 
     async def Admit(self, request: pb.AdmitRequest) -> pb.AdmitReply:
         """Gives permits: those that the worker has lost, then new ones; a long poll of at most wait_secs."""
         wire.check_admit(request)
         self._check_failure()
         count = request.max_permits
+        self._admission.seen(request.worker, self._clock())
         permits = self._lost_permits(request)[:count]
         description = f"admit of up to {count} permits"
         if not permits:
@@ -402,6 +411,7 @@ class QueueService:
         if request.role not in self._roles and len(self._roles) >= MAX_ROLES:
             raise ValueError(f"{request.role!r} reports after {MAX_ROLES} roles, the bound")
         self._roles[request.role] = (self._clock(), request)
+        self._admission.seen(request.role, self._clock())
         if request.failure:
             self._take_failure(request)
         return pb.ReportReply()

@@ -2,7 +2,6 @@
 
 import functools
 import pathlib
-import socket
 import time
 
 from jaxrl_async.config.checks import queue_access_of
@@ -64,7 +63,7 @@ async def run(settings: Settings, workdir: pathlib.Path, index: int) -> None:
             max_retries=rollout.max_retries,
         )
         worker = Worker(
-            name=f"rollout-{index}@{socket.gethostname()}",
+            name=f"rollout-{index}",  # The same on every host, where a scheduler may start it again.
             queue=queue,
             sampler=sampler,
             fleet=fleet,

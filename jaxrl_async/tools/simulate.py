@@ -456,8 +456,8 @@ class _Run:
 
     def _expire(self) -> None:
         self._ages.popleft()
-        for permit in self._admission.expired(self._now):
-            self._admission.return_permit(permit, "timeout")
+        for permit, reason in self._admission.expired(self._now).items():
+            self._admission.return_permit(permit, reason)
             self._left(permit)
 
     def _left(self, permit: Permit) -> None:
