@@ -43,7 +43,7 @@ def get_config(arg: str = ""):
         microbatch_rows=64,
         row_tokens=48,
         learning_rate=6e-4,
-        lease_timeout_secs=300.0,
+        lease_timeout_secs=900.0,
     )
     c.evaluate.timeout_secs = 120.0
 

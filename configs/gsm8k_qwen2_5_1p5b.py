@@ -42,7 +42,7 @@ def get_config(arg: str = ""):
 
     c.queue.update(address="queue-0:7000", token_env="JAXRL_QUEUE_TOKEN", max_staleness=4)
     c.queue.update(max_bytes=4 << 30, max_message_bytes=64 << 20, max_running_groups=2048)
-    c.learner.lease_timeout_secs = 1800.0
+    c.learner.lease_timeout_secs, c.supervisor.stall_secs = 1800.0, 3600.0
     c.journal.keep = "checkpointed"
     c.server.addresses = ("http://sglang-0:30000", "http://sglang-1:30000")
     c.server.update(num_slots=16, start_timeout_secs=1200.0)

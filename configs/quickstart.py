@@ -37,7 +37,7 @@ def get_config(arg: str = ""):
     )
     c.checkpoint.every_steps = 20
     c.evaluate.update(every_steps=0 if arg.smoke else 20, num_validation=0 if arg.smoke else 128)
-    c.supervisor.stall_secs = 600.0
+    c.supervisor.stall_secs = 900.0
 
     if arg.mode != "async":
         c.queue.max_staleness = 0

@@ -40,7 +40,7 @@ def get_config(arg: str = ""):
     c.learner.update(microbatch_rows=20, row_tokens=110, learning_rate=3e-4, adam_b2=0.999)
     c.checkpoint.every_steps = 500
     c.evaluate.num_prompts = 256
-    c.supervisor.stall_secs = 600.0
+    c.supervisor.stall_secs = 900.0
 
     if arg.frictions:
         c.rollout.delay_steps = "uniform(30)"

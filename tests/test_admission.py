@@ -36,6 +36,18 @@ def train_step(admission: Admission, step: int) -> None:
     admission.publish(step)
 
 
+def test_lost_workers_take_none_of_an_indexs_attempts():
+    admission = published(max_attempts=2)
+    (permit,) = admission.admit(1, 0.0, "a")
+    for attempt in range(5):
+        assert admission.return_permit(permit, "worker_lost") == "reissued"
+        (permit,) = admission.admit(1, 0.0, "a")
+        assert permit == Permit(0, attempt + 1)
+    assert admission.return_permit(permit, "timeout") == "reissued"
+    (permit,) = admission.admit(1, 0.0, "a")
+    assert admission.return_permit(permit, "timeout") == "retired"
+
+
 def test_nothing_is_admitted_before_the_first_publication():
     admission = make_admission()
     assert admission.capacity == 0

@@ -1,6 +1,6 @@
 """The clock that leaves out the stops of a process."""
 
-from jaxrl_async.weights.awake import STOP_SECS, AwakeClock
+from jaxrl_async.awake import STOP_SECS, AwakeClock
 
 
 def test_a_stop_is_no_time_and_is_counted():

@@ -10,7 +10,7 @@ import pytest
 
 from jaxrl_async.cli import config as config_lib
 from jaxrl_async.cli import main
-from jaxrl_async.config import base_config, build, parse_arg
+from jaxrl_async.config import base_config, build, checks, parse_arg
 from jaxrl_async.config import settings as settings_lib
 from jaxrl_async.config.build import default_values, make_settings
 from jaxrl_async.config.checks import command_words
@@ -484,3 +484,28 @@ def test_evaluate_refuses_a_task_that_cannot_be_imported(tmp_path, capsys):
 def test_an_attention_kernel_that_does_not_fit_the_run_is_refused(overrides, message):
     with pytest.raises(SettingsError, match=message):
         parse(f"--config={QUICKSTART}", *(f"--config.learner.{item}" for item in overrides))
+
+
+@pytest.mark.parametrize(
+    ("shorter", "longer"),
+    [
+        ("rollout.request_timeout_secs", "learner.lease_timeout_secs"),
+        ("weights.push_timeout_secs", "learner.lease_timeout_secs"),
+        ("learner.lease_timeout_secs", "supervisor.stall_secs"),
+        ("queue.outage_secs", "supervisor.stall_secs"),
+    ],
+)
+def test_a_wait_must_be_outlasted_by_the_one_that_it_saves(shorter, longer):
+    settings = parse(f"--config={QUICKSTART}")
+    checks.check_waits(settings)
+    bound = checks._value(settings, longer)
+    lease = "--config.weights.pause_lease_secs=0.0"  # Which a push must not outlast.
+    equal = parse(f"--config={QUICKSTART}", lease, f"--config.{shorter}={bound}")
+    with pytest.raises(SettingsError, match=rf"{shorter} = {bound:g} .*{longer} = {bound:g}"):
+        checks.check_waits(equal)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.py")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("arg", ["", "mode=sync", "mode=periodic", "smoke"])
+def test_the_waits_of_every_config_agree(path, arg):
+    checks.check_waits(parse(f"--config={path}:{arg}" if arg else f"--config={path}"))

@@ -11,24 +11,26 @@ ROOT = pathlib.Path(__file__).parent.parent / "jaxrl_async"
 # Room → rooms it may import.
 MAY_IMPORT = {
     "types": set(),
+    "awake": set(),
     "security": set(),
     "metrics": set(),
     "config": {"queue", "rewards", "security"},
     "tasks": {"types", "metrics", "rewards"},
     "rewards": {"types", "metrics"},
-    "queue": {"types", "metrics", "security"},
+    "queue": {"types", "awake", "metrics", "security"},
     "servers": {"types", "metrics", "queue", "security"},
-    "weights": {"types", "config", "metrics", "queue", "servers"},
+    "weights": {"types", "awake", "config", "metrics", "queue", "servers"},
     "evaluation": {"types", "config", "rewards", "security", "servers", "rollout"},
     "objectives": {"types", "config"},
     "models": {"types"},
     "inference": {"types", "models", "security", "weights"},
     "sglang_jax": {"security", "weights"},
-    "rollout": {"types", "tasks", "rewards", "queue", "security", "servers", "metrics"},
+    "rollout": {"types", "awake", "tasks", "rewards", "queue", "security", "servers", "metrics"},
     "report": {"types", "metrics", "tasks", "queue", "security"},
     "sweeps": {"metrics", "runtime"},
     "learner": {
         "types",
+        "awake",
         "config",
         "tasks",
         "objectives",
@@ -47,6 +49,7 @@ MAY_IMPORT["cli"] = MAY_IMPORT.keys() - {"sglang_jax"}
 MAY_IMPORT["api"] = {"cli", "metrics", "report", "roles"}
 WITHOUT_JAX = (
     "types",
+    "awake",
     "security",
     "config",
     "metrics",

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from fixtures.fake_sglang import FakeServer, started
 
+from jaxrl_async import awake
 from jaxrl_async.queue.records import ServerRecord, SupersededError
 from jaxrl_async.servers.client import InferenceClient, ServerError, ServerTimeoutError
 from jaxrl_async.servers.preflight import UnfitServerError
-from jaxrl_async.weights import awake
 from jaxrl_async.weights.discovery import Discovery
 from jaxrl_async.weights.health import Server, Table
 from jaxrl_async.weights.publisher import Publisher, PublisherError

@@ -663,6 +663,16 @@ async def test_a_watch_ends_when_the_queue_stays_away():
     await client.__aexit__()
 
 
+async def test_of_two_workers_with_one_name_the_elder_is_refused():
+    async with opened() as queue, QueueClient(queue.address, **TIMEOUTS) as younger:
+        await queue.publish(0)
+        permits = await queue.client.admit(2, 5.0, worker="rollout-0")
+        assert await younger.admit(2, 5.0, worker="rollout-0") == permits
+        with pytest.raises(SupersededError, match="rollout-0 .*--index"):
+            await queue.client.admit(1, 5.0, worker="rollout-0", working_on=permits)
+        assert await younger.admit(0, 0.0, worker="rollout-0", working_on=permits) == []
+
+
 async def test_lengths_are_counted_by_the_fate_of_a_group():
     async with opened() as queue:
         await queue.publish(0)

@@ -32,7 +32,7 @@ def learner(what="wait_data", on="the queue", secs=94.0, silent=1.0):
 
 
 def worker(*waits, silent=1.0):
-    return RoleStatus("rollout-0@host", silent, waits, {})
+    return RoleStatus("rollout-0", silent, waits, {})
 
 
 def waiting(**changes):
@@ -89,7 +89,7 @@ STALLS = {
     "a worker on another host is silent": (
         waiting(roles=(learner(), worker(silent=60.0))),
         RUNS,
-        "rollout-0@host, silent for 60 s",
+        "rollout-0, silent for 60 s",
     ),
     "every group is dropped": (
         waiting(

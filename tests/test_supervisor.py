@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from jaxrl_async.cli.config import load_config, settings_of
+from jaxrl_async.config.settings import Supervisor
 from jaxrl_async.runtime import status, supervisor
 
 WAIT_SECS = 20.0
@@ -153,11 +154,19 @@ def test_the_children_of_a_role_end_with_it(start, deaf, monkeypatch):
 
 
 @pytest.fixture
-def restarts(tmp_path):
-    """(restarts, the roles that they started): at most 2."""
+def clock():
+    return [1000.0]
+
+
+@pytest.fixture
+def restarts(tmp_path, clock):
+    """(restarts, the roles that they started): at most 2 in 100 s."""
     started = []
     made = supervisor._Restarts(
-        2, tmp_path, lambda name, resume: started.append((name, resume)) or f"again {name}"
+        Supervisor(max_restarts=2, restart_window_secs=100.0),
+        tmp_path,
+        lambda name, resume: started.append((name, resume)) or f"again {name}",
+        clock=lambda: clock[0],
     )
     return made, started
 
@@ -170,7 +179,7 @@ def test_a_server_that_died_is_restarted_and_its_children_are_killed(start, rest
     assert restarts.of(role) == "again server-0"
     assert started == [("server-0", False)]
     assert psutil.wait_procs([child], timeout=5)[1] == []
-    line = "role 'server-0' ended with exit code 3; restart 1 of at most 2"
+    line = "role 'server-0' ended with exit code 3; restart 1 of at most 2 within 100 s"
     assert line in capsys.readouterr().out
     assert line in supervisor.last_lines(role.log, 1)
 
@@ -182,24 +191,46 @@ def test_a_role_that_was_killed_is_started_again(start, restarts, name):
     assert restarts[0].of(role) == f"again {name}"
 
 
-def test_restarts_end(start, restarts):
+def test_restarts_are_bounded_within_a_window(start, restarts, clock):
     restarts, _ = restarts
-    role = start("raise SystemExit('out of memory')")
+    role = start("import os; print('out of memory'); os.kill(os.getpid(), 9)")
     wait_for(lambda: role.process.poll() is not None)
-    restarts.of(role), restarts.of(role)
+    for _ in range(5):  # One in 60 s is well.
+        restarts.of(role)
+        clock[0] += 60.0
+    restarts.of(role)
     with pytest.raises(
         supervisor.RoleDiedError,
-        match=r"(?s)after 2 restarts \(supervisor.max_restarts = 2\): role 'server-0' ended "
-        "with exit code 1.*out of memory",
+        match=r"after 2 restarts within 100 s \(supervisor.max_restarts = 2\): role 'server-0' ended by",
     ):
         restarts.of(role)
 
 
-@pytest.mark.parametrize("name", ["queue", "rollout-0"])
-def test_a_role_that_failed_ends_the_run(start, restarts, name):
-    role = start("raise SystemExit(1)", name)
+@pytest.mark.parametrize("name", ["rollout-0", "server-0"])
+def test_a_worker_or_a_server_that_failed_is_started_again_unless_it_fails_at_once(
+    start, restarts, clock, name
+):
+    restarts, _ = restarts
+    role = start("raise SystemExit('no such task')", name)
     wait_for(lambda: role.process.poll() is not None)
-    with pytest.raises(supervisor.RoleDiedError, match=f"^role '{name}' ended with exit code 1"):
+    clock[0] += 1000.0
+    assert restarts.of(role) == f"again {name}"
+    clock[0] += 1.0
+    assert restarts.of(role) == f"again {name}"
+    clock[0] += 1.0
+    with pytest.raises(
+        supervisor.RoleDiedError, match=f"(?s)^role '{name}' ended with exit code 1.*no such task"
+    ):
+        restarts.of(role)
+
+
+@pytest.mark.parametrize(("name", "code"), [("queue", 1), ("rollout-0", 2), ("server-0", 2)])
+def test_a_queue_that_failed_or_a_role_with_bad_settings_ends_the_run(start, restarts, name, code):
+    role = start(f"raise SystemExit({code})", name)
+    wait_for(lambda: role.process.poll() is not None)
+    with pytest.raises(
+        supervisor.RoleDiedError, match=f"^role '{name}' ended with exit code {code}"
+    ):
         restarts[0].of(role)
 
 

@@ -128,7 +128,10 @@ def test_what_changes_no_number_of_the_model_is_taken(workdir, started):
 def test_a_run_that_has_come_to_its_last_step_has_nothing_to_do(role, workdir, started, capsys):
     (workdir / "checkpoints" / "3").mkdir()
     before = sorted(workdir.iterdir())
-    words = ["--config.queue.address=localhost:1", "--config.server.addresses=('http://a:1',)"]
+    words = [
+        "--config.queue.address=localhost:1",
+        "--config.server.addresses=('http://localhost:1',)",
+    ]
     assert resume(workdir, f"--role={role}", *words) == 0
     out = capsys.readouterr().out
     assert out == "nothing to do: the last checkpoint is of step 3 (learner.num_steps = 2)\n"
@@ -138,7 +141,10 @@ def test_a_run_that_has_come_to_its_last_step_has_nothing_to_do(role, workdir, s
 def test_a_role_that_a_supervisor_starts_again_leaves_the_config_alone(workdir, monkeypatch):
     monkeypatch.setenv("JAXRL_PARENT", "1")
     monkeypatch.setattr(train, "_run_one", lambda *_, **__: 0)
-    words = ["--config.queue.address=localhost:1", "--config.server.addresses=('http://a:1',)"]
+    words = [
+        "--config.queue.address=localhost:1",
+        "--config.server.addresses=('http://localhost:1',)",
+    ]
     before = (workdir / "config.json").read_text()
     assert resume(workdir, "--role=learner", *words) == 0
     assert (workdir / "config.json").read_text() == before

@@ -109,6 +109,9 @@ def check(s: Settings) -> None:
             f"weights.pause_lease_secs must be 0 or in (weights.push_timeout_secs = {push:g}, 86400], got {lease:g}: "
             "a push that is within its time must not be ended"
         )
+    window = s.supervisor.restart_window_secs
+    if not window > 0:
+        raise SettingsError(f"supervisor.restart_window_secs must be > 0, got {window}")
     _check_queue(s.queue)
     _check_server(s.server)
     _check_rollout(s.rollout)
@@ -217,6 +220,28 @@ def command_words(command: str, **values: Any) -> list[str]:
                 f"server.command has the placeholder {{{field}}}, which is none of {known}"
             )
     return [word.format(**values) for word in words]
+
+
+# Waits, each with the longer one that must outlast it: else the longer one ends a run that the shorter would mend.
+_OUTLASTED = (
+    ("rollout.request_timeout_secs", "learner.lease_timeout_secs"),
+    ("weights.push_timeout_secs", "learner.lease_timeout_secs"),
+    ("learner.lease_timeout_secs", "supervisor.stall_secs"),
+    ("queue.outage_secs", "supervisor.stall_secs"),
+)
+
+
+def check_waits(s: Settings) -> None:
+    """Refuses waits that contradict one another. For new runs: older ones may have such settings.
+
+    Raises:
+      SettingsError: names both keys and both numbers.
+    """
+    for shorter, longer in _OUTLASTED:
+        if not _value(s, shorter) < _value(s, longer):
+            raise SettingsError(
+                f"{shorter} = {_value(s, shorter):g} must be < {longer} = {_value(s, longer):g}"
+            )
 
 
 def queue_access_of(settings: Settings) -> dict[str, Any]:

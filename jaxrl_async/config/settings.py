@@ -38,6 +38,7 @@ ADDED: dict[str, Any] = {
     "evaluate.num_validation": -1,
     "server.quorum": 1.0,
     "weights.pause_lease_secs": 0.0,
+    "supervisor.restart_window_secs": 1e9,  # the whole run
     "queue.outage_secs": 30.0,
     "queue.failure_window_secs": 1e9,
 }
@@ -281,8 +282,10 @@ class Evaluate:
 class Supervisor:
     """Of a run whose roles are all on this machine."""
 
-    # of killed roles, over the whole run; requests and pushes must outlast one
-    max_restarts: int = 4
+    max_restarts: int = (
+        4  # of all roles within restart_window_secs; requests and pushes must outlast one
+    )
+    restart_window_secs: float = 3600.0
     stall_secs: float = 1800.0  # without a step: the run is stopped, and says who waits for whom
 
 

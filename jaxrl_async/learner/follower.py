@@ -10,10 +10,10 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from jaxrl_async.awake import AwakeClock
 from jaxrl_async.queue.client import LearnerQueue
 from jaxrl_async.queue.records import QueueStatus, ResumePoint, Wait
 from jaxrl_async.types import Chunk
-from jaxrl_async.weights.awake import AwakeClock
 
 log = logging.getLogger(__name__)
 

@@ -138,6 +138,7 @@ class Admission:
         self._not_before: dict[int, float] = {}  # index in `_reissue` → end of its back-off, clock
         self._running: dict[int, _Running] = {}
         self._seen: dict[str, float] = {}  # worker → clock, seconds, of its last sign of life
+        self._lost: collections.Counter[int] = collections.Counter()  # attempts lost with workers
         self._held: dict[int, _Held] = {}  # in completion order
         self._leased: dict[int, _Held] = {}
 
@@ -291,6 +292,7 @@ class Admission:
         if standing == "running":
             del self._running[permit.prompt_index]
             self._held[permit.prompt_index] = _Held(permit.attempt, num_bytes)
+            self._lost.pop(permit.prompt_index, None)
             self.num_bytes += num_bytes
             return "held"
         self.stale_events += standing == "stale"
@@ -317,12 +319,16 @@ class Admission:
             return "stale"
         del self._running[permit.prompt_index]
         self.returned[reason] += 1
-        if reason in REISSUE_REASONS and permit.attempt + 1 < self._max_attempts:
+        if reason == WORKER_LOST:  # No fault of the prompt's, so none of its attempts.
+            self._lost[permit.prompt_index] += 1
+        used = permit.attempt + 1 - self._lost[permit.prompt_index]
+        if reason in REISSUE_REASONS and used < self._max_attempts:
             heapq.heappush(self._reissue, Permit(permit.prompt_index, permit.attempt + 1))
             if reason in FAULTS and now is not None:
                 backoff = min(BACKOFF_SECS * 2**permit.attempt, MAX_BACKOFF_SECS)
                 self._not_before[permit.prompt_index] = now + backoff
             return "reissued"
+        self._lost.pop(permit.prompt_index, None)
         self.retired[EXHAUSTED if reason in REISSUE_REASONS else reason] += 1
         return "retired"
 

@@ -121,6 +121,7 @@ class QueueClient:
         self._connect_timeout_secs = connect_timeout_secs
         self._call_timeout_secs = call_timeout_secs
         self._outage_secs = outage_secs
+        self._instance = uuid.uuid4().hex  # of this process, where it works under a name
 
     async def __aenter__(self) -> "QueueClient":
         """Connects.
@@ -177,13 +178,17 @@ class QueueClient:
         Args:
           max_permits: bound on their number.
           wait_secs: of the long poll; the queue answers with none after it.
-          worker: unique name of the caller; "" for none.
+          worker: unique name of the caller; "" for none. Of two callers with one name, the elder is refused.
           working_on: the permits that the worker has. Others that are out to it are given again.
+
+        Raises:
+          SupersededError: another process works under this name since.
         """
         request = pb.AdmitRequest(
             max_permits=max_permits,
             wait_secs=wait_secs,
             worker=worker,
+            instance=self._instance,
             working_on=[wire.encode_permit(p) for p in working_on],
         )
         reply = await self._call("Admit", request, wait_secs)

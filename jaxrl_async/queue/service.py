@@ -190,6 +190,8 @@ class QueueService:
         self._roles: dict[str, tuple[float, pb.RoleReport]] = {}  # time and text of the last report
         self._failure = ""  # Why the run cannot go on; leases and permits are refused with it.
         self._lengths = Lengths()
+        # worker → its process, and the processes that had the name before
+        self._instances: dict[str, tuple[str, set[str]]] = {}
         self._changed = asyncio.Event()
         self._ticked = clock()
         self._published = asyncio.Event()  # a version, a table of servers, or their loads
@@ -242,6 +244,7 @@ class QueueService:
         """Gives permits: those that the worker has lost, then new ones; a long poll of at most wait_secs."""
         wire.check_admit(request)
         self._check_failure()
+        self._check_instance(request)
         count = request.max_permits
         self._admission.seen(request.worker, self._clock())
         permits = self._lost_permits(request)[:count]
@@ -452,6 +455,19 @@ class QueueService:
                 **dataclasses.asdict(self._identity),
             )
         )
+
+    def _check_instance(self, request: pb.AdmitRequest) -> None:
+        """Raises SupersededError for a process whose worker's name another one has taken since."""
+        if not request.worker or not request.instance:
+            return
+        newest, former = self._instances.setdefault(request.worker, (request.instance, set()))
+        if request.instance in former:
+            raise SupersededError(
+                f"{SUPERSEDED}: another process works as {request.worker} since; each worker needs an --index of its "
+                "own"
+            )
+        if request.instance != newest:
+            self._instances[request.worker] = (request.instance, former | {newest})
 
     def _superseded(self, request: Any) -> bool:
         return request.generation != self._identity.generation

@@ -171,6 +171,7 @@ def check_admit(message: pb.AdmitRequest) -> None:
       ValueError: names the field, the value and the bound.
     """
     _check_text("worker", message.worker, MAX_NAME_CHARS)
+    _check_text("instance", message.instance, MAX_NAME_CHARS)
     _check_size("working_on", message.working_on, MAX_ENTRIES)
 
 

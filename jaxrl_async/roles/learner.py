@@ -24,7 +24,7 @@ from jaxrl_async.learner.versions import Delay, Versions
 from jaxrl_async.learner.warm_start import warm_start
 from jaxrl_async.metrics import MetricsWriter, Timers
 from jaxrl_async.models import hf, sharding
-from jaxrl_async.queue.client import LearnerQueue, QueueError
+from jaxrl_async.queue.client import LearnerQueue
 from jaxrl_async.queue.records import Identity, ResumePoint, Share, Wait
 from jaxrl_async.roles import parts, preflight
 from jaxrl_async.runtime import preemption
@@ -365,7 +365,6 @@ def _report_status(queue, process: int, timers, publisher) -> None:
         name, secs = timers.current() or ("start", 0.0)
         pushing = name in ("wait_push", "publish")  # A push waits for the one before it.
         place = publisher.waits_for() if pushing else places.get(name, "itself")
-        # The loop's own calls raise when the queue is lost.
-        with contextlib.suppress(ConnectionError, TimeoutError, QueueError, ValueError):
+        with contextlib.suppress(ValueError):  # The channel is closed at the end.
             queue.report(f"learner-{process}", [Wait(f"learner ({name})", place, secs)])
         time.sleep(REPORT_SECS)

@@ -4,6 +4,7 @@ import functools
 import pathlib
 import time
 
+from jaxrl_async.awake import AwakeClock
 from jaxrl_async.config.checks import queue_access_of
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.queue.client import QueueClient
@@ -49,6 +50,7 @@ async def run(settings: Settings, workdir: pathlib.Path, index: int) -> None:
             **queue_access_of(settings),
         ) as queue,
     ):
+        clock = AwakeClock()
         sampler = Sampler(
             client=client,
             fleet=fleet,
@@ -61,6 +63,8 @@ async def run(settings: Settings, workdir: pathlib.Path, index: int) -> None:
             run_seed=settings.seed,
             request_timeout_secs=rollout.request_timeout_secs,
             max_retries=rollout.max_retries,
+            outage_secs=settings.queue.outage_secs,
+            clock=clock,
         )
         worker = Worker(
             name=f"rollout-{index}",  # The same on every host, where a scheduler may start it again.
@@ -76,5 +80,6 @@ async def run(settings: Settings, workdir: pathlib.Path, index: int) -> None:
             overlong=overlong,
             frictions=parts.frictions_of(settings, tokenizer),
             run_seed=settings.seed,
+            clock=clock,
         )
         await worker.run()

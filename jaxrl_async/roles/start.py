@@ -9,7 +9,7 @@ from collections.abc import Callable
 import ml_collections
 
 from jaxrl_async import security
-from jaxrl_async.config.checks import queue_access_of
+from jaxrl_async.config.checks import check_waits, queue_access_of
 from jaxrl_async.config.settings import Settings, SettingsError
 from jaxrl_async.roles import parts
 from jaxrl_async.rollout.failures import code_error
@@ -65,8 +65,11 @@ def begin(
 
     Raises:
       StartError: as `check_workdir`.
+      SettingsError: as `check_waits`.
     """
     changes = check_workdir(config, workdir, resume=resume)
+    if not resume:
+        check_waits(settings)
     if resume and (reason := workdirs.nothing_to_do(workdir, settings.learner.num_steps)):
         print(reason)
         return False

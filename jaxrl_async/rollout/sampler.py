@@ -13,12 +13,12 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from jaxrl_async.awake import AwakeClock
 from jaxrl_async.queue.records import Permit
 from jaxrl_async.rollout.context import Generate, RolloutError
 from jaxrl_async.servers.client import (
@@ -44,6 +44,8 @@ class Sampler:
         run_seed: int,
         request_timeout_secs: float,
         max_retries: int,
+        outage_secs: float = 0.0,
+        clock: AwakeClock | None = None,
     ):
         """Sends nothing yet.
 
@@ -54,8 +56,11 @@ class Sampler:
             refuses; any other address takes them itself.
           sampling: SGLang's sampling parameters, max_new_tokens among them, without the seed.
           run_seed: with prompt_index, attempt and sample it makes each request's seed.
-          request_timeout_secs: bound on one `generate`, all its tries together.
+          request_timeout_secs: bound on one `generate`, all its tries together, without the waits for a HEALTHY
+            server and the time in which this process was stopped.
           max_retries: tries after the first.
+          outage_secs: bound on one wait for a HEALTHY server, at least request_timeout_secs.
+          clock: looked at often by its owner.
         """
         self._client = client
         self._fleet = fleet
@@ -64,6 +69,8 @@ class Sampler:
         self._run_seed = run_seed
         self._request_timeout_secs = request_timeout_secs
         self._max_retries = max_retries
+        self._outage_secs = max(outage_secs, request_timeout_secs)
+        self._clock = clock or AwakeClock()
         self._running: dict[str, str] = {}  # rid → address, of requests that may run on a server
         self._calls: dict[str, asyncio.Task[Completion]] = {}  # rid → the call that waits for it
         self._homes: dict[Permit, str] = {}  # the server of a group's first request
@@ -92,11 +99,16 @@ class Sampler:
         """Ends the requests of a permit that may still run, on every server."""
         prefix = _permit_prefix(permit)
         rids = [rid for rid in self._running if rid.startswith(prefix)]
-        calls = []
-        for rid in rids:  # One by one: SGLang ignores a prefix that is no live id itself.
-            server = self._running.pop(rid)
-            for address in self._controls.get(server, (server,)):
-                calls.append(self._client.abort(address, rid=rid, timeout_secs=timeout_secs))
+        # One by one: SGLang ignores a prefix that is no live id itself.
+        await asyncio.gather(*(self._abort(rid, timeout_secs) for rid in rids))
+
+    async def _abort(self, rid: str, timeout_secs: float) -> None:
+        """Ends a request that may still run; nothing where its server does not answer."""
+        server = self._running.pop(rid)
+        calls = [
+            self._client.abort(address, rid=rid, timeout_secs=timeout_secs)
+            for address in self._controls.get(server, (server,))
+        ]
         for result in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(result, BaseException) and not isinstance(result, ServerError):
                 raise result
@@ -142,21 +154,26 @@ class Sampler:
     ) -> Completion:
         sampling = self._sampling | overrides | {"sampling_seed": sample.seed}
         input_ids = np.asarray(tokens).tolist()
-        deadline = time.monotonic() + self._request_timeout_secs
+        deadline = self._clock.now() + self._request_timeout_secs
         parts: list[Completion] = []
         reason, detail, failed = "", "", ""
         retry = 0
         while retry <= self._max_retries:
-            address = await self._route(sample, failed, deadline)
+            before = self._clock.now()
+            address = await self._route(sample, failed)
+            deadline += self._clock.now() - before
             rid = f"{sample.prefix}{next(sample.resumes):04d}"
             try:
                 part = await self._request(address, rid, input_ids, sampling, deadline)
             except ServerTimeoutError as error:
+                if self._clock.now() < deadline:  # This process was stopped meanwhile.
+                    await self._abort(rid, ABORT_TIMEOUT_SECS)
+                    continue
                 raise RolloutError("timeout", str(error)) from error
             except (
                 OutOfFilesError
             ) as error:  # This process's fault: no server is suspect, no try is lost.
-                if time.monotonic() > deadline:
+                if self._clock.now() > deadline:
                     raise RolloutError("timeout", str(error)) from error
                 await asyncio.sleep(_OUT_OF_FILES_SECS)
                 continue
@@ -188,7 +205,7 @@ class Sampler:
                 rid=rid,
                 input_ids=input_ids,
                 sampling_params=sampling,
-                timeout_secs=max(deadline - time.monotonic(), 1e-3),
+                timeout_secs=max(deadline - self._clock.now(), 1e-3),
             )
         )
         self._calls[rid] = call
@@ -211,25 +228,26 @@ class Sampler:
         self._running.pop(rid, None)
         return completion
 
-    async def _route(self, sample: "_Sample", failed: str, deadline: float) -> str:
+    async def _route(self, sample: "_Sample", failed: str) -> str:
         """Waits for a server: that of the sample or its group, or a new one."""
         prefers = sample.server or self._homes.get(sample.permit)
         address = self._fleet.route((failed,), prefers=prefers)
         if address is None:
-            address = await self._wait_for_server(sample.prefix, failed, deadline)
+            address = await self._wait_for_server(sample.prefix, failed)
         sample.server = address
         if self._fleet.state(self._homes.setdefault(sample.permit, address)) != HEALTHY:
             self._homes[sample.permit] = address
         return address
 
-    async def _wait_for_server(self, prefix: str, failed: str, deadline: float) -> str:
+    async def _wait_for_server(self, prefix: str, failed: str) -> str:
+        deadline = self._clock.now() + self._outage_secs
         self._unrouted.add(prefix)
         try:
             while (address := self._fleet.route((failed,))) is None:
-                left = deadline - time.monotonic()
+                left = deadline - self._clock.now()
                 if left <= 0:
                     detail = (
-                        f"no HEALTHY server within {self._request_timeout_secs:g} s: "
+                        f"no HEALTHY server within {self._outage_secs:g} s: "
                         f"{self._fleet.describe()}"
                     )
                     raise RolloutError("server_error", detail)
@@ -239,7 +257,7 @@ class Sampler:
         return address
 
     async def _back_off(self, retry: int, deadline: float) -> None:
-        left = deadline - time.monotonic()
+        left = deadline - self._clock.now()
         await asyncio.sleep(max(0.0, min(_BACKOFF_SECS * 2**retry, _MAX_BACKOFF_SECS, left)))
 
     @property
@@ -288,6 +306,7 @@ def _join(parts: list[Completion], finish_reason: str) -> Completion:
 
 
 _DRAIN_SECS = 5.0  # a server that has left has to answer
+ABORT_TIMEOUT_SECS = 5.0
 _BACKOFF_SECS = 0.05
 _MAX_BACKOFF_SECS = 5.0
 _OUT_OF_FILES_SECS = 0.5  # backoff of a process without a free file descriptor

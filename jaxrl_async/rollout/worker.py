@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jaxrl_async import security
+from jaxrl_async.awake import STOP_SECS, AwakeClock
 from jaxrl_async.queue.client import QueueClient
 from jaxrl_async.queue.records import UP, Permit, Wait
 from jaxrl_async.rewards.pool import RewardError, RewardPool, RewardTimeoutError
@@ -56,6 +57,7 @@ class Worker:
         overlong: Callable[[int], float],
         frictions: Frictions | None,
         run_seed: int,
+        clock: AwakeClock | None = None,
     ):
         """Starts nothing yet.
 
@@ -74,6 +76,7 @@ class Worker:
           overlong: number of sampled tokens → price, added to the reward.
           frictions: errors to record on purpose; None for none.
           run_seed: with prompt_index, attempt and sample it seeds a sample's random generators.
+          clock: the sampler's, looked at here.
         """
         self._name = name
         self._queue = queue
@@ -88,6 +91,7 @@ class Worker:
         self._overlong = overlong
         self._frictions = frictions
         self._run_seed = run_seed
+        self._clock = clock or AwakeClock()
         self._running: dict[Permit, list[int]] = {}  # lengths of the completions that have ended
         # (permit, sample) → its stage, and since when.
         self._stages: dict[tuple[Permit, int], tuple[str, float]] = {}
@@ -109,6 +113,7 @@ class Worker:
                 tasks.create_task(self._watch_fleet(), name="rollout fleet")
                 tasks.create_task(self._log_progress(), name="rollout progress")
                 tasks.create_task(self._report_waits(), name="rollout status")
+                tasks.create_task(self._look_at_clock(), name="rollout clock")
                 await self._work(tasks)
         except BaseExceptionGroup as group:
             raise _worst(group) from None
@@ -164,6 +169,11 @@ class Worker:
             loads = self._fleet.take_report()
             await self._queue.report(self._name, self.waits(), self.secs(), loads)
             await asyncio.sleep(STATUS_SECS)
+
+    async def _look_at_clock(self) -> None:
+        while True:
+            self._clock.now()
+            await asyncio.sleep(LOOK_SECS)
 
     async def _watch_fleet(self) -> None:
         async for records in self._queue.watch_fleet():
@@ -354,6 +364,7 @@ def _worst(failures: BaseExceptionGroup) -> BaseException:
 
 GENERATING, SCORING = "a server", "its reward, in the pool"  # stages of a sample
 _SECS = {GENERATING: "generating", SCORING: "scoring"}  # their names where seconds are counted
+LOOK_SECS = STOP_SECS / 4  # interval of the looks at the clock
 STATUS_SECS = 2.0  # between reports to the queue
 MAX_WAITS = 16  # groups in a report
 ADMIT_WAIT_SECS = 10.0  # deadline of a long poll for permits

@@ -21,7 +21,7 @@ import tqdm
 
 from jaxrl_async import security
 from jaxrl_async.config.checks import in_the_clear, queue_access_of
-from jaxrl_async.config.settings import Settings
+from jaxrl_async.config.settings import Settings, Supervisor
 from jaxrl_async.metrics import last_metrics
 from jaxrl_async.queue import client as queue_client
 from jaxrl_async.runtime import status
@@ -33,6 +33,8 @@ HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 STOP_SIGNAL = signal.SIGUSR1  # The learner checkpoints and exits; SIGTERM ends a role at once.
 STOP_SECS = 6.0  # from SIGTERM to SIGKILL
 POLL_SECS = 0.2  # poll interval of the processes
+EARLY_SECS = 60.0  # A role that ends by itself before this, twice, cannot be helped by a restart.
+BAD_USAGE = 2  # exit code
 STALL_REPORT_SECS = 30.0  # interval of the printed chains while no step ends
 
 
@@ -63,8 +65,9 @@ def run(
 ) -> bool:
     """Runs all roles until the learner is done.
 
-    A role that was killed is restarted, at most supervisor.max_restarts times in the run. A role that exits by itself
-    ends the run, and its log says why; a server is restarted in either case.
+    A role that was killed is restarted; a rollout worker and a server also when they end by themselves, unless they do
+    so twice soon after their start. supervisor.max_restarts bounds the restarts of all roles within
+    supervisor.restart_window_secs. A queue or a learner that ends by itself ends the run, and its log says why.
 
     Args:
       settings: the run.
@@ -77,7 +80,7 @@ def run(
       Whether the last step is done; False where the learner stopped early.
 
     Raises:
-      RoleDiedError: a role failed, or roles were killed more often than supervisor.max_restarts.
+      RoleDiedError: a role failed, or roles were restarted more often than supervisor.max_restarts.
       StalledError: no step within supervisor.stall_secs.
     """
     queue_address = settings.queue.address or f"127.0.0.1:{free_port()}"
@@ -291,7 +294,7 @@ def _watch(
     stop_requested: Callable[[], bool],
 ) -> bool:
     """Watches the roles, learner processes last. Returns whether the learner is done; False where it stopped early."""
-    restarts = _Restarts(settings.supervisor.max_restarts, workdir, start)
+    restarts = _Restarts(settings.supervisor, workdir, start)
     channel = queue_client.open_channel(queue_address, **queue_access_of(settings))
     stalls = _Stalls(channel, workdir, settings.supervisor.stall_secs)
     pids: dict[str, int] = {}
@@ -371,19 +374,38 @@ class _Stalls:
 
 
 class _Restarts:
-    """Restarts roles, at most max_restarts times in the run."""
+    """Restarts roles, at most max_restarts times within restart_window_secs."""
 
     def __init__(
-        self, max_restarts: int, workdir: pathlib.Path, start: Callable[[str, bool], Role]
+        self,
+        settings: Supervisor,
+        workdir: pathlib.Path,
+        start: Callable[[str, bool], Role],
+        clock: Callable[[], float] = time.monotonic,
     ):
-        self._max_restarts, self._workdir, self._start = max_restarts, workdir, start
-        self._done = 0
+        self._settings, self._workdir, self._start, self._clock = settings, workdir, start, clock
+        self._began = clock()
+        self._times: list[float] = []  # of the restarts in the window, ascending
+        self._since: dict[str, float] = {}  # role → its last start here
+        self._early: set[str] = set()  # roles that ended by themselves soon after their last start
 
     def of(self, role: Role) -> Role:
-        """The restart of a role that ended and is not a learner; raises RoleDiedError where it failed by itself."""
-        if role.process.returncode >= 0 and not role.name.startswith("server-"):
-            raise RoleDiedError(_exit_report(role))
+        """The restart of a role that ended and is not a learner.
+
+        Raises:
+          RoleDiedError: it cannot go on, by itself: a queue, a role with bad settings, or one that ended soon after
+            its start for the second time.
+        """
+        code, now = role.process.returncode, self._clock()
+        if code >= 0:
+            if code == BAD_USAGE or not role.name.startswith(("server-", "rollout-")):
+                raise RoleDiedError(_exit_report(role))
+            is_early = now - self._since.get(role.name, self._began) < EARLY_SECS
+            if is_early and role.name in self._early:
+                raise RoleDiedError(_exit_report(role))
+            (self._early.add if is_early else self._early.discard)(role.name)
         self._count(role)
+        self._since[role.name] = now
         return self._start(role.name, False)
 
     def of_learners(self, learners: list[Role]) -> list[Role]:
@@ -399,15 +421,18 @@ class _Restarts:
         return [self._start(role.name, started) for role in learners]
 
     def _count(self, role: Role) -> None:
-        if self._done == self._max_restarts:
+        bound, window = self._settings.max_restarts, self._settings.restart_window_secs
+        now = self._clock()
+        self._times = [since for since in self._times if now - since < window]
+        if len(self._times) == bound:
             raise RoleDiedError(
-                f"after {self._done} restarts (supervisor.max_restarts = {self._max_restarts}): {_exit_report(role)}"
+                f"after {bound} restarts within {window:g} s (supervisor.max_restarts = {bound}): {_exit_report(role)}"
             )
-        self._done += 1
+        self._times.append(now)
         _kill_group(role)  # A child may hold its port or its device.
         line = (
             f"role {role.name!r} ended {how_it_ended(role.process.returncode)}; "
-            f"restart {self._done} of at most {self._max_restarts}"
+            f"restart {len(self._times)} of at most {bound} within {window:g} s"
         )
         with open(role.log, "a") as log:
             print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} WARNING supervisor: {line}", file=log)

@@ -22,12 +22,12 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from jaxrl_async.awake import AwakeClock
 from jaxrl_async.queue.records import ResumePoint
 from jaxrl_async.servers.client import InferenceClient, ServerError
 from jaxrl_async.servers.fleet import DEAD, HEALTHY, STALE
 from jaxrl_async.servers.preflight import UnfitServerError
 from jaxrl_async.weights import health, verification
-from jaxrl_async.weights.awake import AwakeClock
 from jaxrl_async.weights.discovery import Discovery
 from jaxrl_async.weights.store import StoredVersion
 from jaxrl_async.weights.transports import ObsoleteVersionError, Transport
