@@ -36,6 +36,33 @@ def train_step(admission: Admission, step: int) -> None:
     admission.publish(step)
 
 
+def test_groups_of_other_versions_than_their_permits_allow_are_refused():
+    admission = published(max_staleness=2, weight_delay=1)
+    admission.admit(4, 0.0)
+    for index in range(4):
+        admission.submit(Permit(index, 0), 1)
+    admission.lease(1, 0)
+    admission.publish(1)
+    (old,) = admission.admit(1, 0.0)
+    for index in range(5, 9):
+        admission.admit(1, 0.0)
+        admission.submit(Permit(index, 0), 1)
+    assert admission.check_versions(old, 0, 1) is None
+    assert admission.check_versions(old, 1, 2) == "foreign_version"
+    assert admission.lease(2, 0) is None  # The old one is missing.
+    admission.submit(old, 1)
+    assert admission.lease(2, 0) is not None
+    admission.publish(2)
+    (new,) = admission.admit(1, 0.0)
+    assert [admission.check_versions(new, v, v) for v in (0, 1, 2, 3)] == [
+        "over_age",
+        None,
+        None,
+        "foreign_version",
+    ]
+    assert admission.check_versions(Permit(0, 0), 0, 999) is None  # It is stale anyway.
+
+
 def test_lost_workers_take_none_of_an_indexs_attempts():
     admission = published(max_attempts=2)
     (permit,) = admission.admit(1, 0.0, "a")

@@ -8,6 +8,7 @@ import pytest
 from fixtures.fake_sglang import FakeServer, answer, logprob, token
 
 from jaxrl_async.servers.client import (
+    ForeignWeightsError,
     InferenceClient,
     ServerError,
     ServerTimeoutError,
@@ -92,6 +93,18 @@ def test_a_version_that_is_no_integer_from_zero_is_refused(version):
 
 def test_the_version_stands_behind_the_run_epoch():
     assert read_completion(answer([7, 8], versions=[("3.12", 2)])).versions.tolist() == [12, 12]
+
+
+RUN = "abcdefghij23"
+
+
+def test_tokens_of_another_runs_weights_are_refused():
+    mine = answer([7, 8], versions=[(f"{RUN}.0.12", 2)])
+    assert read_completion(mine, RUN).versions.tolist() == [12, 12]
+    assert read_completion(mine).versions.tolist() == [12, 12]
+    for other in ("12", "1.12", f"{RUN[::-1]}.0.12", "default", f"{RUN}.0.12-unverified"):
+        with pytest.raises(ForeignWeightsError, match=f"weight version '{other}'"):
+            read_completion(answer([7, 8], versions=[(f"{RUN}.0.12", 1), (other, 1)]), RUN)
 
 
 def test_of_too_many_logprobs_the_last_ones_count():

@@ -1,6 +1,7 @@
 """The journal: a killed queue restarts as it was, a restored learner gets its batches again, damage is named."""
 
 import asyncio
+import contextlib
 import dataclasses
 import pathlib
 import random
@@ -97,6 +98,40 @@ async def test_workers_find_the_servers_that_the_learner_published_last(tmp_path
         watch = queue.client.watch_fleet()
         assert await anext(watch) == servers
         await watch.aclose()
+
+
+async def test_the_version_of_a_permit_survives_a_kill(tmp_path):
+    path, values = tmp_path / "journal.sqlite", {"weight_delay": 0}
+    async with journaled(path, **values) as queue:
+        await queue.publish(0)
+        for _ in range(4):
+            (permit,) = await queue.client.admit(1, 5.0)
+            assert await queue.client.submit(group(permit, version=0)) == "held"
+        await queue.lease(1)
+        await queue.commit(1)
+        await queue.publish(1)
+        permits = await queue.client.admit(3, 5.0)
+    async with journaled(path, **values) as queue:
+        outcomes = [
+            await queue.client.submit(group(permit, version=version))
+            for permit, version in zip(permits, (0, 1, 2), strict=True)
+        ]
+        assert outcomes == ["over_age", "held", "foreign_version"]
+        assert (await queue.status()).returned == {"over_age": 1, "foreign_version": 1}
+        again = await queue.client.admit(2, 5.0)
+        assert again == [Permit(p.prompt_index, 1) for p in (permits[0], permits[2])]
+
+
+async def test_a_journal_of_before_permits_had_versions_is_taken_over(tmp_path):
+    path = tmp_path / "journal.sqlite"
+    async with journaled(path) as queue:
+        await queue.publish(0)
+        (permit,) = await queue.client.admit(1, 5.0)
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        connection.execute("ALTER TABLE permits DROP COLUMN version")
+        connection.commit()
+    async with journaled(path, weight_delay=0) as queue:
+        assert await queue.client.submit(group(permit, version=0)) == "held"
 
 
 async def test_the_order_of_submission_survives(tmp_path):

@@ -673,6 +673,12 @@ def test_a_superseded_learner_does_not_push_against_the_younger_one(queue, serve
     assert [server.version for server in servers] == ["7", "7"]
 
 
+def test_a_runs_versions_have_its_name(servers, start, write):
+    publisher = start(servers, run_id="abcdefghij23")
+    push(publisher, 3, write, run_epoch=1)
+    assert [server.version for server in servers] == ["abcdefghij23.1.3"] * 2
+
+
 def test_closing_while_a_push_runs_leaves_no_server_paused(servers, start, write):
     publisher = start(servers)
     push(publisher, 0, write)

@@ -28,6 +28,7 @@ from jaxrl_async.queue.records import (
     EXHAUSTED,
     REISSUE_REASONS,
     RETIRE_REASONS,
+    WORKER_LOST,
     Permit,
     ResumePoint,
 )
@@ -94,6 +95,9 @@ class Ledger:
         self.chunks: dict[int, list[FixedChunk]] = collections.defaultdict(list)
         self.resume_point = ResumePoint(0, 0, (), {}, {})
         self.arrivals = 0
+        self.lost = (
+            collections.Counter()
+        )  # attempts that ended with their worker; a killed queue forgets them
 
     def indexes(self, *states: str) -> list[int]:
         return sorted(i for i, e in self.entries.items() if e.state in states)
@@ -122,15 +126,19 @@ class Ledger:
 
     def submitted(self, permit: Permit, num_bytes: int) -> None:
         entry, self.arrivals = self.entries[permit.prompt_index], self.arrivals + 1
+        del self.lost[permit.prompt_index]
         entry.state, entry.num_bytes, entry.arrival = "held", num_bytes, self.arrivals
 
     def gave_back(self, permit: Permit, reason: str) -> str:
         """The expected outcome of a return."""
         self.returned[reason] += 1
         entry = self.entries[permit.prompt_index]
-        if reason in REISSUE_REASONS and permit.attempt + 1 < MAX_ATTEMPTS:
+        self.lost[permit.prompt_index] += reason == WORKER_LOST
+        used = permit.attempt + 1 - self.lost[permit.prompt_index]
+        if reason in REISSUE_REASONS and used < MAX_ATTEMPTS:
             entry.state, entry.attempt = "reissue", permit.attempt + 1
             return "reissued"
+        del self.lost[permit.prompt_index]
         entry.state = "retired"
         entry.reason = EXHAUSTED if reason in REISSUE_REASONS else reason
         return "retired"
@@ -178,7 +186,7 @@ class Ledger:
             returned=dict(self.returned),
             reissue=tuple(self.permits("reissue")),
             running=tuple(
-                (p, self.entries[p.prompt_index].worker) for p in self.permits("running")
+                (p, self.entries[p.prompt_index].worker, None) for p in self.permits("running")
             ),
             held=sized("held"),
             leased=sized("leased"),
@@ -294,6 +302,7 @@ def run_admission(events, values):
             state = ledger.state(admission.v_pub)
             admission = Admission(**values)
             admission.recover(state, now)
+            ledger.lost.clear()
             assert not admission.expired(now + 20.0)
         ledger.agrees(admission)
         limit = (bound + admission.v_pub) * values["batch_groups"]

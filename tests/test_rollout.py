@@ -178,6 +178,18 @@ async def test_retries_end(client, servers):
     assert caught.value.reason == "server_error" and len(servers[0].calls) == 3
 
 
+async def test_tokens_of_another_runs_weights_are_returned_as_foreign(servers):
+    async with InferenceClient(run_id="abcdefghij23") as client:
+        sampler = make_sampler(client, make_fleet(servers), max_retries=2)
+        with pytest.raises(RolloutError) as caught:
+            await sampler.bind(PERMIT, 0)(PROMPT.tokens)
+        assert caught.value.reason == "foreign_version" and "'3'" in caught.value.detail
+        for server in servers:
+            server.version = "abcdefghij23.0.3"
+        completion = await make_sampler(client, make_fleet(servers)).bind(PERMIT, 0)(PROMPT.tokens)
+        assert completion.versions.tolist() == [3] * 5
+
+
 async def test_a_request_that_takes_too_long_is_returned_as_a_timeout(client, servers):
     servers[0].hang.add("/generate")
     sampler = make_sampler(client, make_fleet(servers[:1]), request_timeout_secs=0.1)

@@ -42,7 +42,8 @@ class State:
     retired: dict[str, int]  # indexes by reason
     returned: dict[str, int]  # returns by reason
     reissue: tuple[Permit, ...]
-    running: tuple[tuple[Permit, str], ...]  # each with its worker
+    # each with its worker, and the version published when it was issued; None where it was not recorded
+    running: tuple[tuple[Permit, str, int | None], ...]
     held: tuple[tuple[Permit, int], ...]  # each with its bytes, in completion order
     leased: tuple[tuple[Permit, int], ...]  # each with its bytes
     chunks: dict[int, tuple[FixedChunk, ...]]  # of the uncommitted steps, by step
@@ -53,6 +54,7 @@ class _Running:
     attempt: int
     since: float  # clock, seconds
     worker: str
+    version: int | None  # published when the permit was issued
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +87,7 @@ class Admission:
         permit_timeout_secs: float,
         max_bytes: int,
         chunk_groups: int | None = None,
+        weight_delay: int | None = None,
     ):
         """Starts without a permit and without a publication.
 
@@ -98,6 +101,8 @@ class Admission:
             the age of a permit.
           max_bytes: of groups in memory; at this bound only groups that the next lease needs are admitted.
           chunk_groups: see `Leases`.
+          weight_delay: versions that the servers may be behind the published one (rollout.delay_steps); None: the
+            versions of groups are not checked.
 
         Raises:
           ValueError: a value is outside its bound, or η < N − 1, which would deadlock.
@@ -125,6 +130,7 @@ class Admission:
         self._max_attempts = max_attempts
         self._permit_timeout_secs = permit_timeout_secs
         self._max_bytes = max_bytes
+        self._weight_delay = weight_delay
 
         self.v_pub: int | None = None
         self.frontier = 0
@@ -220,7 +226,8 @@ class Admission:
         self.returned = collections.Counter(state.returned)
         self._reissue = sorted(state.reissue)
         self._running = {
-            p.prompt_index: _Running(p.attempt, now, worker) for p, worker in state.running
+            p.prompt_index: _Running(p.attempt, now, worker, version)
+            for p, worker, version in state.running
         }
         self._held = {p.prompt_index: _Held(p.attempt, size) for p, size in state.held}
         self._leased = {p.prompt_index: _Held(p.attempt, size) for p, size in state.leased}
@@ -264,7 +271,7 @@ class Admission:
         count = min(max_permits, self.admissible_at(now))
         permits = [self._next_permit(now) for _ in range(count)]
         for permit in permits:
-            self._running[permit.prompt_index] = _Running(permit.attempt, now, worker)
+            self._running[permit.prompt_index] = _Running(permit.attempt, now, worker, self.v_pub)
         return permits
 
     def readmit(self, permits: Collection[Permit], now: float) -> None:
@@ -277,6 +284,29 @@ class Admission:
         """The running permits of a worker, ascending."""
         running = self._running.items()
         return sorted(Permit(i, r.attempt) for i, r in running if r.worker == worker)
+
+    def check_versions(self, permit: Permit, oldest: int, newest: int) -> str | None:
+        """The reason to refuse a submitted group for the versions that sampled it; None to take it.
+
+        A permit issued under version v belongs to a step ≤ η + v + 1, so tokens of v and later are within η there;
+        servers hold at most weight_delay less. No version above the last step leased in full exists.
+
+        Args:
+          permit: running.
+          oldest: version of its tokens, and the newest one.
+          newest: see `oldest`.
+
+        Returns:
+          "over_age", "foreign_version", or None.
+        """
+        running = self._running.get(permit.prompt_index)
+        if self._weight_delay is None or running is None or running.attempt != permit.attempt:
+            return None
+        if newest > self.leases.leased_step:
+            return "foreign_version"
+        if running.version is not None and oldest < running.version - self._weight_delay:
+            return "over_age"
+        return None
 
     def submit(self, permit: Permit, num_bytes: int) -> str:
         """A group was submitted.

@@ -152,7 +152,10 @@ class QueueClient:
         while True:
             try:
                 left = max(deadline - time.monotonic(), 1e-3)
-                await self._stub.Status(pb.StatusRequest(), timeout=left, metadata=self._metadata)
+                status = await self._stub.Status(
+                    pb.StatusRequest(), timeout=left, metadata=self._metadata
+                )
+                self.run_id = status.run_id
                 return
             except grpc.aio.AioRpcError as error:
                 permanent = await asyncio.to_thread(
@@ -196,6 +199,8 @@ class QueueClient:
 
     async def submit(self, group: Group) -> str:
         """Submits a group.
+
+        "over_age" and "foreign_version" are outcomes, too (`Admission.submit`).
 
         Returns:
           "held", "duplicate" or "stale" (`Admission.submit`). After each of them the worker is done with the permit.

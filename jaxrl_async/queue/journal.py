@@ -54,7 +54,8 @@ CREATE TABLE permits (
     state TEXT NOT NULL,            -- reissue, running, held, leased, trained or retired
     reason TEXT NOT NULL,           -- of retired
     worker TEXT NOT NULL,
-    completion_tokens INTEGER NOT NULL
+    completion_tokens INTEGER NOT NULL,
+    version INTEGER                 -- published when it was issued, NULL in older journals
 );
 CREATE TABLE groups (
     arrival INTEGER PRIMARY KEY,
@@ -160,6 +161,9 @@ class Journal:
             c.executemany(
                 "INSERT INTO meta VALUES (?, ?)", [(k, json.dumps(v)) for k, v in meta.items()]
             )
+        elif not any(row[1] == "version" for row in c.execute("PRAGMA table_info(permits)")):
+            with contextlib.suppress(sqlite3.OperationalError):  # No journal, as is said below.
+                c.execute("ALTER TABLE permits ADD COLUMN version INTEGER")
         c.execute("COMMIT")
         damage = c.execute("PRAGMA quick_check(1)").fetchone()[0]
         if damage != "ok":
@@ -216,12 +220,12 @@ class Journal:
             lambda c: c.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", rows)
         )
 
-    async def admitted(self, permits: Sequence[Permit], worker: str) -> None:
-        """Permits were issued."""
-        rows = [(p.prompt_index, p.attempt, worker) for p in permits]
+    async def admitted(self, permits: Sequence[Permit], worker: str, version: int | None) -> None:
+        """Permits were issued while `version` was the published one."""
+        rows = [(p.prompt_index, p.attempt, worker, version) for p in permits]
         await self._change(
             lambda c: c.executemany(
-                "INSERT OR REPLACE INTO permits VALUES (?, ?, 'running', '', ?, 0)", rows
+                "INSERT OR REPLACE INTO permits VALUES (?, ?, 'running', '', ?, 0, ?)", rows
             )
         )
 
@@ -289,7 +293,9 @@ class Journal:
                 row = (resume_point.step, json.dumps(resume_point.to_json()), time.time())
                 c.execute("INSERT INTO commits VALUES (?, ?, ?)", row)
                 permits = [(p.prompt_index, p.attempt) for p in resume_point.outstanding]
-                c.executemany("INSERT INTO permits VALUES (?, ?, 'reissue', '', '', 0)", permits)
+                c.executemany(
+                    "INSERT INTO permits VALUES (?, ?, 'reissue', '', '', 0, NULL)", permits
+                )
                 c.execute(
                     "INSERT INTO meta VALUES ('start', ?)", (json.dumps(resume_point.to_json()),)
                 )
@@ -538,11 +544,13 @@ def _recover(c: sqlite3.Connection, path: pathlib.Path) -> Recovered | None:
     base = ResumePoint.from_json(start) if start else ResumePoint(0, 0, (), {}, {})
     last = c.execute("SELECT position FROM commits ORDER BY step DESC LIMIT 1").fetchone()
     resume_point = ResumePoint.from_json(json.loads(last[0])) if last else base
-    rows = c.execute("SELECT prompt_index, attempt, state, reason, worker FROM permits").fetchall()
+    rows = c.execute(
+        "SELECT prompt_index, attempt, state, reason, worker, version FROM permits"
+    ).fetchall()
     by_state: dict[str, list] = collections.defaultdict(list)
     retired = collections.Counter(base.retired)
-    for index, attempt, state, reason, worker in rows:
-        by_state[state].append((Permit(index, attempt), worker))
+    for index, attempt, state, reason, worker, version in rows:
+        by_state[state].append((Permit(index, attempt), worker, version))
         if state == "retired":
             retired[reason] += 1
     returned = collections.Counter(base.returned)
@@ -556,14 +564,14 @@ def _recover(c: sqlite3.Connection, path: pathlib.Path) -> Recovered | None:
         ).fetchall()
     )
     messages = {i: _message(c, path, i) for i in order}
-    here = {p.prompt_index for s in ("held", "leased") for p, _ in by_state[s]}
+    here = {p.prompt_index for s in ("held", "leased") for p, *_ in by_state[s]}
     if here != set(messages):
         raise JournalError(
             f"journal {path}: the groups of prompt_index {sorted(here ^ set(messages))[:5]} are missing"
         )
 
     def sized(state: str) -> tuple[tuple[Permit, int], ...]:
-        permits = sorted((p for p, _ in by_state[state]), key=lambda p: order[p.prompt_index])
+        permits = sorted((p for p, *_ in by_state[state]), key=lambda p: order[p.prompt_index])
         return tuple((p, len(messages[p.prompt_index])) for p in permits)
 
     chunks: dict[int, list[FixedChunk]] = collections.defaultdict(list)
@@ -580,7 +588,7 @@ def _recover(c: sqlite3.Connection, path: pathlib.Path) -> Recovered | None:
         frontier=max([base.frontier, *(row[0] + 1 for row in rows)]),
         retired=dict(retired),
         returned=dict(returned),
-        reissue=tuple(p for p, _ in by_state["reissue"]),
+        reissue=tuple(p for p, *_ in by_state["reissue"]),
         running=tuple(by_state["running"]),
         held=sized("held"),
         leased=sized("leased"),

@@ -19,6 +19,7 @@ REISSUE_REASONS = frozenset(
         "reward_error",
         "reward_timeout",
         "over_age",
+        "foreign_version",
         WORKER_LOST,
     }
 )

@@ -264,7 +264,7 @@ class QueueService:
             self._admission.admit, count - len(permits), self._clock(), request.worker
         )
         if self._journal is not None and permits:
-            await self._journal.admitted(permits, request.worker)
+            await self._journal.admitted(permits, request.worker, self._admission.v_pub)
         return pb.AdmitReply(permits=[wire.encode_permit(p) for p in permits])
 
     async def Push(self, request: pb.Group, raw: bytes | None = None) -> pb.PushReply:
@@ -272,6 +272,10 @@ class QueueService:
         self._check_message(request)
         permit = wire.decode_permit(request.permit)
         message = request.SerializeToString() if raw is None else raw
+        if refusal := self._admission.check_versions(permit, *wire.versions_of(request)):
+            log.warning("%s is refused: %s", permit, refusal)
+            await self._return(permit, refusal)
+            return pb.PushReply(outcome=refusal)
         outcome = self._apply(self._admission.submit, permit, len(message))
         if outcome == "held":
             self._groups[permit.prompt_index] = request

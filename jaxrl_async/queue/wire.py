@@ -164,6 +164,15 @@ def check_return(message: pb.ReturnRequest) -> None:
     _check_size("completion_tokens", message.completion_tokens, MAX_ENTRIES)
 
 
+def versions_of(message: pb.Group) -> tuple[int, int]:
+    """The oldest and the newest version that sampled a token of a checked group."""
+    versions = np.frombuffer(message.versions, "<i4")
+    sampled = versions[versions > NOT_SAMPLED]
+    if not sampled.size:
+        return MAX_VERSION, 0
+    return int(sampled.min()), int(sampled.max())
+
+
 def check_admit(message: pb.AdmitRequest) -> None:
     """Checks the sizes of a request for permits.
 

@@ -288,7 +288,10 @@ def _leader_parts(
     weights = settings.weights
     publisher = Publisher(
         settings.server.controls,
-        client=InferenceClient(**parts.keys_of(settings), tls_ca=settings.server.tls_ca),
+        client=InferenceClient(
+            **parts.keys_of(settings), tls_ca=settings.server.tls_ca, run_id=store.writer.run_id
+        ),
+        run_id=store.writer.run_id,
         transport=functools.partial(
             TRANSPORTS[weights.transport],
             mode=weights.pause_mode,

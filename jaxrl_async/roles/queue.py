@@ -3,7 +3,7 @@
 import logging
 import pathlib
 
-from jaxrl_async.config.checks import queue_access_of
+from jaxrl_async.config.checks import delay_of, queue_access_of
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.queue import service
 from jaxrl_async.queue.admission import Admission
@@ -25,6 +25,7 @@ async def run(settings: Settings, workdir: pathlib.Path) -> None:
         permit_timeout_secs=queue.permit_timeout_secs,
         max_bytes=queue.max_bytes,
         chunk_groups=queue.chunk_groups or None,
+        weight_delay=delay_of(settings.rollout.delay_steps)[0],
     )
     journal = None
     if settings.journal.keep != "none":

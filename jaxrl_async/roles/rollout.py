@@ -50,6 +50,7 @@ async def run(settings: Settings, workdir: pathlib.Path, index: int) -> None:
             **queue_access_of(settings),
         ) as queue,
     ):
+        client.run_id = queue.run_id
         clock = AwakeClock()
         sampler = Sampler(
             client=client,

@@ -23,6 +23,7 @@ from jaxrl_async.queue.records import Permit
 from jaxrl_async.rollout.context import Generate, RolloutError
 from jaxrl_async.servers.client import (
     Completion,
+    ForeignVersionError,
     InferenceClient,
     OutOfFilesError,
     ServerError,
@@ -90,6 +91,11 @@ class Sampler:
         return functools.partial(
             self._generate, _Sample(permit, _sample_prefix(permit, sample), seed)
         )
+
+    def suspect(self, permit: Permit) -> None:
+        """Suspects the server of a permit's group."""
+        if permit in self._homes:
+            self._fleet.suspect(self._homes[permit])
 
     def release(self, permit: Permit) -> None:
         """Forgets the server of a permit that has ended."""
@@ -181,7 +187,9 @@ class Sampler:
                 if not error.retryable:
                     raise RolloutError("server_error", str(error)) from error
                 self._fleet.suspect(address)
-                reason, detail, failed = "server_error", str(error), address
+                foreign = isinstance(error, ForeignVersionError)
+                reason = "foreign_version" if foreign else "server_error"
+                detail, failed = str(error), address
                 await self._back_off(retry, deadline)
                 retry += 1
                 continue

@@ -202,6 +202,9 @@ class Worker:
             if self._drop_equal_rewards and np.ptp(group.rewards) == 0:
                 raise RolloutError("equal_rewards", f"all rewards are {group.rewards[0]:g}")
             outcome = await self._queue.submit(group)
+            if outcome in ("over_age", "foreign_version"):
+                log.warning("%s was refused as %s", permit, outcome)
+                self._sampler.suspect(permit)  # Its table of servers may be an old one.
         except RolloutError as error:
             await self._return(permit, error.reason, error.detail)
             await self._end_with_first_failures(permit, error.cause)

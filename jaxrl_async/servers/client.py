@@ -48,6 +48,10 @@ class OutOfFilesError(ServerError):
     """A call that was never made: this process has no free file descriptor. It says nothing about the server."""
 
 
+class ForeignVersionError(ServerError):
+    """A server samples with weights that this run did not push: another run's, or those it started with."""
+
+
 class ForeignWeightsError(ValueError):
     """Tokens of weights that no push gave, as of a server that has just restarted."""
 
@@ -66,7 +70,12 @@ class InferenceClient:
     """One HTTP session, for all servers. Use within one event loop, as `async with`."""
 
     def __init__(
-        self, *, api_key: str | None = None, admin_api_key: str | None = None, tls_ca: str = ""
+        self,
+        *,
+        api_key: str | None = None,
+        admin_api_key: str | None = None,
+        tls_ca: str = "",
+        run_id: str = "",
     ):
         """Opens nothing yet.
 
@@ -74,11 +83,13 @@ class InferenceClient:
           api_key: key of /generate and the information routes, a server's `--api-key`.
           admin_api_key: key of the control routes, a server's `--admin-api-key`; without one they take the api_key.
           tls_ca: PEM file of the authorities to trust at https:// addresses; "" for the system's.
+          run_id: the run whose weights may sample; tokens of others are refused. "" for any run.
 
         Raises:
           ValueError: no certificate in tls_ca.
         """
         self._tls = security.client_context(tls_ca) if tls_ca else True
+        self.run_id = run_id
         self._api_key = api_key
         self._admin_api_key = admin_api_key or api_key
         self._session: aiohttp.ClientSession | None = None
@@ -125,6 +136,7 @@ class InferenceClient:
 
         Raises:
           ServerError: refused, lost, late, or an answer that breaks the API; the message says which.
+          ForeignVersionError: tokens of weights that this run did not push.
         """
         payload = {
             "rid": rid,
@@ -135,9 +147,9 @@ class InferenceClient:
         }
         answer = await self._post(address, "/generate", payload, timeout_secs)
         try:
-            return read_completion(answer)
+            return read_completion(answer, self.run_id)
         except ForeignWeightsError as error:
-            raise ServerError(address, "/generate", str(error), retryable=True) from error
+            raise ForeignVersionError(address, "/generate", str(error), retryable=True) from error
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             reason = f"malformed answer to {rid}: {type(error).__name__}: {error}"
             raise ServerError(address, "/generate", reason, retryable=False) from error
@@ -408,10 +420,15 @@ class InferenceClient:
         return _decode(text, address, route)
 
 
-def read_completion(answer: Mapping[str, Any]) -> Completion:
+def read_completion(answer: Mapping[str, Any], run_id: str = "") -> Completion:
     """Turns the JSON of /generate into arrays, and checks that its parts agree.
 
+    Args:
+      answer: the JSON.
+      run_id: the run whose weights may have sampled; "" for any.
+
     Raises:
+      ForeignWeightsError: others have.
       ValueError, KeyError, TypeError: a part is missing or contradicts another; the message names both.
     """
     meta = answer["meta_info"]
@@ -433,7 +450,7 @@ def read_completion(answer: Mapping[str, Any]) -> Completion:
     if [triple[1] for triple in triples] != output_ids:
         raise ValueError(f"the ids of output_token_logprobs are not output_ids ({count} tokens)")
     logprobs = _read_logprobs([triple[0] for triple in triples])
-    versions = _read_versions(meta.get("weight_versions") or (), count)
+    versions = _read_versions(meta.get("weight_versions") or (), count, run_id)
     return Completion(np.array(output_ids, np.int32), logprobs, versions, finish_reason)
 
 
@@ -446,7 +463,7 @@ def _read_logprobs(values: list[float]) -> np.ndarray:
     return np.minimum(logprobs, 0, out=logprobs)
 
 
-def _read_versions(spans: Sequence[Mapping[str, Any]], count: int) -> np.ndarray:
+def _read_versions(spans: Sequence[Mapping[str, Any]], count: int, run_id: str) -> np.ndarray:
     """Spreads half-open spans over the output tokens; they must cover [0, count) exactly, in order."""
     versions = np.empty(count, np.int32)
     covered = 0
@@ -454,20 +471,23 @@ def _read_versions(spans: Sequence[Mapping[str, Any]], count: int) -> np.ndarray
         start, end, version = span["start"], span["end"], span["version"]
         if start != covered or not start <= end <= count:
             raise ValueError(f"weight_versions {spans} do not cover [0, {count}) exactly")
-        versions[start:end] = _read_version(version)
+        versions[start:end] = _read_version(version, run_id)
         covered = end
     if covered != count:
         raise ValueError(f"weight_versions {spans} do not cover [0, {count}) exactly")
     return versions
 
 
-def _read_version(text: str) -> int:
-    """The version in "12" or, of run epoch 1, in "1.12"."""
-    if not (isinstance(text, str) and _VERSION.fullmatch(text)):
+def _read_version(text: str, run_id: str) -> int:
+    """The version in "RUN.epoch.version"; without a run, of "12" and "1.12" too."""
+    found = _VERSION.fullmatch(text) if isinstance(text, str) else None
+    if not found:
         raise ForeignWeightsError(
-            f"weight version {text!r} is not an integer ≥ 0, with or without a run epoch before it"
+            f"weight version {text!r:.80} is not RUN.epoch.version, of a version ≥ 0"
         )
-    return int(text.rpartition(".")[2])
+    if run_id and found["run"] != f"{run_id}.":
+        raise ForeignWeightsError(f"weight version {text!r:.80} is not of run {run_id}")
+    return int(found["version"])
 
 
 def _signature(writer: Identity) -> dict[str, Any]:
@@ -512,7 +532,7 @@ _INFORMATION_ROUTES = frozenset(
 )
 _NO_TOKEN = 2**31 - 1  # beyond every vocabulary
 _BIAS_REFUSAL = re.compile(r"logit_bias must has keys in \[0, ([0-9]+)\]")
-_VERSION = re.compile(r"([0-9]{1,9}\.)?[0-9]{1,9}")
+_VERSION = re.compile(r"(?P<run>[a-z2-7]{12}\.)?([0-9]{1,9}\.)?(?P<version>[0-9]{1,9})")
 _EMPTY = (np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32))
 _MESSAGE_CHARS = 500
 _encode = json.JSONEncoder(separators=(",", ":")).encode

@@ -66,8 +66,13 @@ class Server:
         return f"{self.address} is {self.state} ({self.reason})"
 
 
-def weight_name(version: int, run_epoch: int) -> str:
-    """The name of a version's weights on the servers: "12", and "1.12" in run epoch 1."""
+def weight_name(version: int, run_epoch: int, run_id: str = "") -> str:
+    """The name of a version's weights on the servers: "RUN.epoch.version".
+
+    Without a run, as of a tool, "12", and "1.12" in run epoch 1.
+    """
+    if run_id:
+        return f"{run_id}.{run_epoch}.{version}"
     return f"{run_epoch}.{version}" if run_epoch else str(version)
 
 

@@ -69,6 +69,7 @@ class Publisher:
         discovery: Discovery | None = None,
         discover_secs: float = 5.0,
         evaluation: Evaluation | None = None,
+        run_id: str = "",
         preflight: Callable[[InferenceClient, str], Awaitable[None]] | None = None,
     ):
         """Starts the thread.
@@ -114,6 +115,7 @@ class Publisher:
         self._quorum = quorum
         self._is_resumed = is_resumed
         self._evaluation = evaluation
+        self._run_id = run_id
         self._preflight = preflight
 
         self._condition = threading.Condition()  # The learner waits here for these two.
@@ -268,7 +270,9 @@ class Publisher:
             await self._wait_for_evaluation()
 
         self._pushing = True
-        target = health.Target(health.weight_name(files.version, request.run_epoch), files)
+        target = health.Target(
+            health.weight_name(files.version, request.run_epoch, self._run_id), files
+        )
         first, self._target = self._target is None, target
         with self._target_pin:  # A server that still loads the version before has a pin of its own.
             self._target_pin = contextlib.ExitStack()
