@@ -30,7 +30,10 @@ _SIZES = {
     "push_every_steps": ("1", "N"),
     "chunk_groups": ("0", "groups a chunk, of mode periodic"),
     "max_running_groups": ("1000000", "groups generated at once"),
-    "permit_timeout_secs": ("inf", "a group that takes longer is issued again"),
+    "permit_timeout_secs": (
+        "inf",
+        "a group that takes longer is issued again; a real queue waits while its worker reports",
+    ),
     "max_attempts": ("1", "issues of one prompt before it is retired"),
     "num_servers": ("", "inference servers"),
     "num_slots": ("", "requests that run at once on a server"),
@@ -147,7 +150,6 @@ def _sizes_of(settings: Settings) -> dict[str, Any]:
         "max_running_groups": min(
             s.queue.max_running_groups, s.rollout.num_workers * s.rollout.max_running_groups
         ),
-        "permit_timeout_secs": s.queue.permit_timeout_secs,
         "max_attempts": s.queue.max_attempts,
         "num_servers": len(s.server.addresses) or s.server.num_local,
         "num_slots": s.server.num_slots,
