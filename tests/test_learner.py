@@ -16,6 +16,7 @@ from jaxrl_async.metrics import Timers
 from jaxrl_async.models import sharding
 from jaxrl_async.queue.records import RoleStatus, RunFailedError
 from jaxrl_async.types import Chunk
+from jaxrl_async.weights.publisher import PublisherError
 
 
 def test_a_synchronous_step_waits_leases_commits_and_publishes_in_this_order():
@@ -180,6 +181,22 @@ def test_budgets_are_looked_at_while_no_step_ends(status, error):
     with pytest.raises(error, match=r"reward"):
         train(recorder)
     assert next(asked) < 100
+
+
+def test_a_failure_of_the_publisher_ends_a_wait_for_groups():
+    recorder, asked = Recorder(), itertools.count()
+
+    def check():
+        if next(asked) == 1:  # The first look is before the lease.
+            raise PublisherError("no HEALTHY inference server")
+
+    def lease(step, timeout_secs, should_stop):
+        assert not should_stop()
+        yield from ()
+
+    recorder.check, recorder.lease = check, lease
+    with pytest.raises(PublisherError):
+        train(recorder)
 
 
 def test_budgets_are_of_a_window_and_of_this_start_of_the_learner():

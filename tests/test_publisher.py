@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import functools
+import itertools
 import threading
 import time
 
@@ -519,6 +520,32 @@ def test_a_server_that_missed_a_poll_is_not_pushed_to_again(queue, servers, star
     silent.fail.clear()
     queue.wait_for(lambda: queue.last(silent) == ("HEALTHY", 3))
     assert len(silent.payloads("/update_weights_from_disk")) == 1
+
+
+class FailsEverySecond(dict):
+    """A fake server's `fail`: every second call of a route, from the first one on."""
+
+    def __init__(self, route):
+        super().__init__({route: (500, "busy")})
+        self._calls = itertools.count()
+
+    def __contains__(self, route):
+        return super().__contains__(route) and next(self._calls) % 2 == 0
+
+
+def test_a_server_that_wakes_has_its_time_to_be_healthy(queue, servers, start, write):
+    """The poll in which it wakes fails, and the look after it does not: it is STALE then, and no other is left."""
+    (server, _) = servers
+    publisher = start([server], push_timeout_secs=2.0)
+    push(publisher, 0, write)
+    server.fail["/model_info"] = (500, "stopped")
+    queue.wait_for(lambda: queue.last(server) == ("DEAD", 0))
+    time.sleep(2.5)  # longer than push_timeout_secs
+    server.fail = FailsEverySecond("/model_info")
+    queue.wait_for(lambda: queue.last(server) == ("STALE", 0))
+    server.fail = {}
+    queue.wait_for(lambda: queue.last(server) == ("HEALTHY", 0))
+    publisher.check()
 
 
 def test_no_healthy_server_after_a_push_is_an_error_that_names_each_and_why(

@@ -131,6 +131,7 @@ def train(
         def stop_waiting(step: int = step) -> bool:
             finalizer.finalize()  # There is nothing to dispatch.
             finalizer.check_status()
+            publisher.check()
             return should_stop(step, False)
 
         if wait_for_push:

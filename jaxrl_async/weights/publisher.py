@@ -507,7 +507,10 @@ class Publisher:
             if health.is_local(error):
                 log.error("%s: out of file descriptors (ulimit -n): %s", server.address, error)
                 return  # It keeps its state, and is looked at again.
+            was_dead = server.state == DEAD
             server.state = STALE if await health.answers(client, server) else DEAD
+            if was_dead and server.state == STALE:
+                self._healthy_at = self._awake.now()  # It is back, and has its time to be HEALTHY.
         server.tried = target
         self._table.update(server)
         await self._publish_states()
