@@ -47,6 +47,7 @@ BASE = {
     "learner.learning_rate": 6e-4,
     "checkpoint.every_steps": 200,
     "evaluate.num_prompts": 64,
+    "evaluate.num_validation": -1,  # No version is chosen: every one is scored.
     "loss.advantage": "dr_grpo",
     "loss.anchor": "behavior",
     "loss.behavior_weight": "none",

@@ -554,7 +554,7 @@ async def refused(client, server, versions, path, transport):
         assert errors(versions, PROMPT, completion).max() <= EXACT
     await push(client, server, versions, 3)
     completion = await generate(client, server)
-    assert completion.versions.tolist() == [2] * 8
+    assert completion.versions.tolist() == [3] * 8
     assert errors(versions, PROMPT, completion).max() <= EXACT
 
 
@@ -637,7 +637,7 @@ async def test_a_push_of_tensors_that_fails_halfway_blocks_no_later_one(
     await client.begin_weight_update(server.address, timeout_secs=CALL_SECS)  # and is killed
     await push(client, server, versions, 3, transport="tensor")
     completion = await generate(client, server)
-    assert completion.versions.tolist() == [2] * 8
+    assert completion.versions.tolist() == [3] * 8
     assert errors(versions, PROMPT, completion).max() <= EXACT
 
 
