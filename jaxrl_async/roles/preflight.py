@@ -48,9 +48,12 @@ def check_of(
     settings: Settings, expected: Expected
 ) -> Callable[[InferenceClient, str], Awaitable[None]]:
     """The preflight of one server, as the publisher calls it before a server's first push."""
-    return functools.partial(
-        preflight, expected=expected, timeout_secs=settings.weights.push_timeout_secs
-    )
+    return functools.partial(preflight, expected=expected, timeout_secs=_timeout_of(settings))
+
+
+def _timeout_of(settings: Settings) -> float:
+    """Bound on the check of one server: nobody waits longer for it than for its start or for a push to it."""
+    return min(settings.weights.push_timeout_secs, settings.server.start_timeout_secs)
 
 
 def check_servers(settings: Settings, expected: Expected) -> None:
@@ -66,7 +69,7 @@ async def _check_servers(settings: Settings, expected: Expected) -> None:
     slots, controls = asyncio.Semaphore(MAX_CONCURRENT), settings.server.controls
     servers = {control: preflight for behind in controls.values() for control in behind}
     checks = dict.fromkeys(controls, preflight_router) | servers
-    options = {"expected": expected, "timeout_secs": settings.weights.push_timeout_secs}
+    options = {"expected": expected, "timeout_secs": _timeout_of(settings)}
 
     async def check(address: str) -> ServerError | None:
         async with slots:
