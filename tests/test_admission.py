@@ -63,6 +63,18 @@ def test_groups_of_other_versions_than_their_permits_allow_are_refused():
     assert admission.check_versions(Permit(0, 0), 0, 999) is None  # It is stale anyway.
 
 
+def test_a_late_group_of_an_index_that_lost_workers_is_stale():
+    admission = published(batch_groups=1, max_attempts=1)
+    (permit,) = admission.admit(1, 0.0, "a")
+    admission.return_permit(permit, "worker_lost")
+    (permit,) = admission.admit(1, 0.0, "b")
+    assert permit == Permit(0, 1) and admission.submit(permit, 1) == "held"
+    admission.lease(1, 0)
+    assert admission.submit(permit, 1) == "duplicate"
+    admission.commit(1)
+    assert admission.submit(permit, 1) == "stale"  # Its reply was lost, and it is sent again.
+
+
 def test_lost_workers_take_none_of_an_indexs_attempts():
     admission = published(max_attempts=2)
     (permit,) = admission.admit(1, 0.0, "a")

@@ -472,10 +472,13 @@ class Admission:
             return "stale"
         return "running" if index in self._running else "duplicate"
 
-    def _last_attempt(self, index: int) -> int:
-        """The last attempt of an index that is not out; an upper bound where it is committed or retired."""
+    def _last_attempt(self, index: int) -> float:
+        """The last attempt of an index that is not out; no bound where it is committed or retired.
+
+        max_attempts is none: those that ended with their worker are not counted.
+        """
         waiting = (p.attempt - 1 for p in self._reissue if p.prompt_index == index)
-        return next(waiting, self._max_attempts - 1)
+        return next(waiting, math.inf)
 
     def _outstanding(self) -> tuple[Permit, ...]:
         out = {**self._running, **self._held, **self._leased}
