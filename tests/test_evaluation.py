@@ -57,6 +57,8 @@ def pool(reward="fixtures.sums:sums"):
 class Queue:
     """Gives one permit per prompt, and keeps the groups."""
 
+    run_id = ""
+
     def __init__(self, address):
         self.records = [ServerRecord(address, "HEALTHY", sums.VERSION)]
         self.permits = [Permit(prompt.index, 0) for prompt in sums.PROMPTS]

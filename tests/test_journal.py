@@ -12,7 +12,7 @@ import grain
 import hypothesis
 import numpy as np
 import pytest
-from fixtures.queues import SOUND_AUDIT, group, journaled, opened
+from fixtures.queues import SOUND_AUDIT, connected, group, journaled, opened, served
 from hypothesis import strategies as st
 
 from jaxrl_async.queue import journal as journals
@@ -86,6 +86,19 @@ async def test_the_run_and_its_newest_learner_survive_a_kill(tmp_path):
     assert known[0].run_id == known[1].run_id
     async with journaled(tmp_path / "other.sqlite") as queue:
         assert (await queue.status()).run_id != known[0].run_id
+
+
+async def test_a_watch_of_the_fleet_takes_the_run_of_the_next_queue(tmp_path):
+    async with contextlib.AsyncExitStack() as stack:
+        async with served(journal=Journal(tmp_path / "j", batch_groups=4)) as address:
+            queue = await stack.enter_async_context(connected(address))
+            first, watch = queue.client.run_id, queue.client.watch_fleet()
+            assert await anext(watch) == ()
+        journal = Journal(tmp_path / "other", batch_groups=4)
+        await stack.enter_async_context(served(address, journal=journal))
+        assert await anext(watch) == ()
+        assert queue.client.run_id == journal.identity()[0].run_id != first
+        await watch.aclose()
 
 
 async def test_workers_find_the_servers_that_the_learner_published_last(tmp_path):

@@ -506,6 +506,8 @@ class FakeQueue:
         self.told = {}
         self.submit_error = None
         self.failures = []
+        self.run_id = ""
+        self.next_run = None  # of the second table
         self._next = 0
 
     async def admit(self, max_permits, wait_secs, *, worker, working_on):
@@ -535,6 +537,9 @@ class FakeQueue:
 
     async def watch_fleet(self):
         yield self.records
+        if self.next_run is not None:
+            self.run_id = await self.next_run
+            yield self.records
         await asyncio.sleep(3600)
 
 
@@ -584,6 +589,26 @@ def make_worker(client, queue, rewards):
         return Worker(**arguments | changes)
 
     return make
+
+
+async def test_a_worker_that_outlives_its_queue_takes_the_run_of_the_next_one(
+    queue, servers, make_worker
+):
+    servers[0].version, queue.records = "abcdefghij24.0.3", queue.records[:1]
+    queue.run_id, queue.limit = "abcdefghij23", 2
+    queue.next_run = asyncio.get_running_loop().create_future()
+
+    def done():
+        if queue.returned and not queue.next_run.done():
+            queue.next_run.set_result("abcdefghij24")
+        return len(queue.returned) + len(queue.submitted) == 2
+
+    fleet = Fleet(suspect_secs=0.2, clock=time.monotonic, speeds={}, rng=InOrder())
+    async with InferenceClient(run_id=queue.run_id) as client:
+        sampler = make_sampler(client, fleet, max_retries=0)
+        await work_until(make_worker(sampler=sampler, fleet=fleet, max_running_groups=1), done)
+    assert [reason for _, reason, _ in queue.returned] == ["foreign_version"]
+    assert [g.prompt_index for g in queue.submitted] == [1]
 
 
 class Prompts:

@@ -122,6 +122,7 @@ class QueueClient:
         self._call_timeout_secs = call_timeout_secs
         self._outage_secs = outage_secs
         self._instance = uuid.uuid4().hex  # of this process, where it works under a name
+        self.run_id = ""  # the run of the queue that answered last; "" before it connects
 
     async def __aenter__(self) -> "QueueClient":
         """Connects.
@@ -261,7 +262,8 @@ class QueueClient:
                     if reply is grpc.aio.EOF:
                         break
                     servers = wire.decode_servers(reply.servers)
-                    if servers != last:
+                    if servers != last or reply.run_id != self.run_id:
+                        self.run_id = reply.run_id  # Another one where a new queue began a new run.
                         last = servers
                         yield servers
                     outage = _Outage(self._outage_secs)

@@ -85,12 +85,17 @@ class Sampler:
         finish_reason is "stop" or "length"; `sampling` replaces single sampling parameters.
 
         Raises (when awaited):
-          RolloutError: server_error, timeout or aborted.
+          RolloutError: server_error, foreign_version, timeout or aborted.
         """
         seed = request_seed(self._run_seed, permit, sample)
         return functools.partial(
             self._generate, _Sample(permit, _sample_prefix(permit, sample), seed)
         )
+
+    def take_run(self, run_id: str) -> None:
+        """From now on only weights of this run may sample, unless those of any run may."""
+        if self._client.run_id:
+            self._client.run_id = run_id
 
     def suspect(self, permit: Permit) -> None:
         """Suspects the server of a permit's group."""

@@ -177,6 +177,7 @@ class Worker:
 
     async def _watch_fleet(self) -> None:
         async for records in self._queue.watch_fleet():
+            self._sampler.take_run(self._queue.run_id)
             self._fleet.update(records)
             self._sampler.cancel_dead()
 
