@@ -130,7 +130,9 @@ async def test_the_version_of_a_permit_survives_a_kill(tmp_path):
             for permit, version in zip(permits, (0, 1, 2), strict=True)
         ]
         assert outcomes == ["over_age", "held", "foreign_version"]
-        assert (await queue.status()).returned == {"over_age": 1, "foreign_version": 1}
+        status = await queue.status()
+        assert status.returned == {"over_age": 1, "foreign_version": 1}
+        assert status.lengths["completion/dropped"] == 3
         again = await queue.client.admit(2, 5.0)
         assert again == [Permit(p.prompt_index, 1) for p in (permits[0], permits[2])]
 

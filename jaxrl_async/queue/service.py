@@ -275,6 +275,7 @@ class QueueService:
         if refusal := self._admission.check_versions(permit, *wire.versions_of(request)):
             log.warning("%s is refused: %s", permit, refusal)
             await self._return(permit, refusal)
+            self._lengths.count_group("dropped", request)
             return pb.PushReply(outcome=refusal)
         outcome = self._apply(self._admission.submit, permit, len(message))
         if outcome == "held":
