@@ -82,6 +82,7 @@ class Entry:
     num_bytes: int = 0
     reason: str = ""  # of retired
     arrival: int = 0  # of held and leased
+    version: int = 0  # published when it was issued
 
 
 class Ledger:
@@ -95,6 +96,7 @@ class Ledger:
         self.chunks: dict[int, list[FixedChunk]] = collections.defaultdict(list)
         self.resume_point = ResumePoint(0, 0, (), {}, {})
         self.arrivals = 0
+        self.sampled: dict[int, int] = {}  # the version of each group submitted, by prompt_index
         self.lost = (
             collections.Counter()
         )  # attempts that ended with their worker; a killed queue forgets them
@@ -105,7 +107,7 @@ class Ledger:
     def permits(self, state: str) -> list[Permit]:
         return [Permit(i, self.entries[i].attempt) for i in self.indexes(state)]
 
-    def admitted(self, permits: list[Permit], worker: str) -> None:
+    def admitted(self, permits: list[Permit], worker: str, version: int) -> None:
         for permit in permits:
             entry = self.entries.get(permit.prompt_index)
             if entry is None:
@@ -113,7 +115,9 @@ class Ledger:
                 assert not self.indexes("reissue")
             else:
                 assert (entry.state, entry.attempt) == ("reissue", permit.attempt)
-            self.entries[permit.prompt_index] = Entry("running", permit.attempt, worker)
+            self.entries[permit.prompt_index] = Entry(
+                "running", permit.attempt, worker, version=version
+            )
             self.issued.append(permit)
 
     def standing(self, permit: Permit) -> str:
@@ -186,7 +190,9 @@ class Ledger:
             returned=dict(self.returned),
             reissue=tuple(self.permits("reissue")),
             running=tuple(
-                (p, self.entries[p.prompt_index].worker, None) for p in self.permits("running")
+                (p, e.worker, e.version)
+                for p in self.permits("running")
+                for e in [self.entries[p.prompt_index]]
             ),
             held=sized("held"),
             leased=sized("leased"),
@@ -237,7 +243,7 @@ ADMISSION_EVENTS = schedules(
 
 def test_every_index_is_in_one_state_after_any_events(examples):
     @settings(max_examples=examples, deadline=None)
-    @given(events=ADMISSION_EVENTS, **SETTINGS)
+    @given(events=ADMISSION_EVENTS, weight_delay=st.integers(0, 2), **SETTINGS)
     def holds(events, **values):
         run_admission(events, values | ADMISSION)
 
@@ -247,6 +253,7 @@ def test_every_index_is_in_one_state_after_any_events(examples):
 def run_admission(events, values):
     admission, ledger, now = Admission(**values), Ledger(values["batch_groups"]), 0
     bound = values["max_staleness"] + 1
+    delay = values["weight_delay"]
     admission.publish(0)
 
     def give_back(permit, reason):
@@ -260,15 +267,25 @@ def run_admission(events, values):
             count = min(number % 6, admission.admissible)
             permits = admission.admit(number % 6, now, worker)
             assert len(permits) == count
-            ledger.admitted(permits, worker)
+            ledger.admitted(permits, worker, admission.v_pub)
         elif event == "ask_again":  # The reply was lost: its permits are given again.
             out = admission.permits_of(worker)
             admission.readmit(out, now)
             assert not set(out) & set(admission.expired(now + 20.0))
         elif event == "submit" and (permit := pick(ledger.permits("running"), number)):
-            assert admission.submit(permit, number) == "held"
-            ledger.submitted(permit, number)
-            assert admission.submit(permit, 1) == "duplicate"
+            oldest = ledger.entries[permit.prompt_index].version - delay
+            version = oldest + number % 7 - 1 if number % 3 == 0 else oldest
+            refusal = admission.check_versions(permit, version, version)
+            newest = admission.leases.leased_step
+            assert (refusal == "foreign_version") == (version > newest)
+            assert (refusal == "over_age") == (version < oldest)
+            if refusal:
+                give_back(permit, refusal)
+            else:
+                assert admission.submit(permit, number) == "held"
+                ledger.submitted(permit, number)
+                ledger.sampled[permit.prompt_index] = version
+                assert admission.submit(permit, 1) == "duplicate"
         elif event == "give_back" and (permit := pick(ledger.permits("running"), number)):
             give_back(permit, pick(REASONS, number))
         elif event == "stray" and permit and ledger.standing(permit) != "running":
@@ -288,6 +305,9 @@ def run_admission(events, values):
             assert (chunk is not None) == ready
             if chunk:
                 ledger.leased(step, chunk)
+                if values["chunk_groups"] is None or values["max_staleness"] == 0:
+                    oldest = min(ledger.sampled[i] for i in chunk.indexes)
+                    assert step - 1 - oldest <= values["max_staleness"] + delay
                 if values["chunk_groups"] is None:  # In prompt order, no lower index to come.
                     later = ledger.indexes("running", "reissue", "held")
                     assert list(chunk.indexes) == sorted(chunk.indexes)
