@@ -81,9 +81,8 @@ def check(s: Settings) -> None:
     _at_least("supervisor.max_restarts", s.supervisor.max_restarts, 0)
     permit_secs, lease_secs = s.queue.permit_timeout_secs, s.learner.lease_timeout_secs
     is_older = s.queue.failure_window_secs == ADDED["queue.failure_window_secs"]
-    if (
-        not is_older and not permit_secs < lease_secs
-    ):  # A run of before this check keeps what it has.
+    # A run of before this check keeps what it has.
+    if not is_older and not permit_secs < lease_secs:
         raise SettingsError(
             f"queue.permit_timeout_secs = {permit_secs:g} must be < learner.lease_timeout_secs = {lease_secs:g}: the "
             "learner would give up before the groups of a lost worker are issued again"

@@ -282,9 +282,8 @@ class Evaluate:
 class Supervisor:
     """Of a run whose roles are all on this machine."""
 
-    max_restarts: int = (
-        4  # of all roles within restart_window_secs; requests and pushes must outlast one
-    )
+    # of all roles within restart_window_secs; requests and pushes must outlast one
+    max_restarts: int = 4
     restart_window_secs: float = 3600.0
     stall_secs: float = 1800.0  # without a step: the run is stopped, and says who waits for whom
 

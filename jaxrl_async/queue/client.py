@@ -41,9 +41,8 @@ from jaxrl_async.types import Chunk, Group, InvalidTrajectoryError
 log = logging.getLogger(__name__)
 
 RETRY_SECS = 0.2  # backoff between two attempts of a call
-LEASE_WAIT_SECS = (
-    10.0  # longest wait of one attempt at a lease: a stop of either process costs no more
-)
+# Longest wait of one attempt at a lease: a stop of either process costs no more.
+LEASE_WAIT_SECS = 10.0
 POLL_SECS = 0.5  # interval between two calls of `should_stop`
 WATCH_SECS = 60.0  # after which a watch is begun anew: a queue that hangs closes no connection
 GLANCE_SECS = 1.0  # deadline of `glance`

@@ -606,9 +606,8 @@ def _options(max_message_bytes: int) -> list[tuple[str, int]]:
 
 
 def _credentials(cert: str, key: str) -> grpc.ServerCredentials | None:
-    if (
-        security.server_context(cert, key) is None
-    ):  # Its errors name the cause; those of gRPC do not.
+    # Its errors name the cause; those of gRPC do not.
+    if security.server_context(cert, key) is None:
         return None
     pair = [pathlib.Path(path).read_bytes() for path in (key, cert)]
     return grpc.ssl_server_credentials([tuple(pair)])

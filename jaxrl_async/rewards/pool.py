@@ -200,9 +200,8 @@ class RewardPool:
     async def _answer(self, process, calls: "collections.deque[_Call]") -> bool:
         """Has a process answer the calls; False when it is lost."""
         try:
-            if (
-                process.returncode is not None
-            ):  # It ended between calls, and none of these is the cause.
+            # It ended between calls, and none of these is the cause.
+            if process.returncode is not None:
                 return False
             process.stdin.write(_message(calls))
             while calls:

@@ -144,9 +144,8 @@ def _train(
         saves = Saves(
             checkpoints, queue.checkpointed, settings.checkpoint.grace_secs, says=process == 0
         )
-        saves.check(
-            wait=True
-        )  # Nothing of a run leaves the learner before checkpoint 0 is on disk.
+        # Nothing of a run leaves the learner before checkpoint 0 is on disk.
+        saves.check(wait=True)
         if resume_point is None:
             versions.publish(version, versions.snapshot(state))
         else:

@@ -181,9 +181,8 @@ class Sampler:
                     await self._abort(rid, ABORT_TIMEOUT_SECS)
                     continue
                 raise RolloutError("timeout", str(error)) from error
-            except (
-                OutOfFilesError
-            ) as error:  # This process's fault: no server is suspect, no try is lost.
+            # This process's fault: no server is suspect, no try is lost.
+            except OutOfFilesError as error:
                 if self._clock.now() > deadline:
                     raise RolloutError("timeout", str(error)) from error
                 await asyncio.sleep(_OUT_OF_FILES_SECS)

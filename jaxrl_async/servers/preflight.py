@@ -65,9 +65,8 @@ async def preflight(
     server.check_model(info)
     await server.check_vocabulary(info)
     await server.check_context(info)
-    if (
-        not ours
-    ):  # Ours compare names and shapes before they load, and sample nothing before the first push.
+    # Ours compare names and shapes before they load, and sample nothing before the first push.
+    if not ours:
         await server.check_tensors()
         await server.check_answer()
 

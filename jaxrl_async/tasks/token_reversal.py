@@ -36,9 +36,8 @@ class TokenReversal:
     def __post_init__(self):
         if not 2 <= self.num_symbols <= MAX_SYMBOLS:
             raise ValueError(f"num_symbols must be in [2, {MAX_SYMBOLS}], got {self.num_symbols}")
-        if (
-            self.num_tokens < 1 or self._num_sequences >= 2**63
-        ):  # Their numbers must fit in 64 bits.
+        # Their numbers must fit in 64 bits.
+        if self.num_tokens < 1 or self._num_sequences >= 2**63:
             raise ValueError(
                 f"num_tokens must be ≥ 1, and num_symbols^num_tokens < 2^63, got {self.num_tokens} of "
                 f"{self.num_symbols} symbols"

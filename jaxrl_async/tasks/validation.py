@@ -49,9 +49,8 @@ class WithValidation:
             return self._task.demonstrations(num)
         num = len(self.examples("train")) if num is None else num
         asked = num
-        while (
-            True
-        ):  # The task cycles over its train split, so a larger number has more of each prompt.
+        # The task cycles over its train split, so a larger number has more of each prompt.
+        while True:
             found = [
                 pair
                 for pair in self._task.demonstrations(asked)

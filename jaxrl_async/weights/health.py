@@ -86,9 +86,8 @@ class Table:
     def __init__(self):
         self._behind: dict[str, list[Server]] = {}
         self._records: dict[str, ServerRecord] = {}
-        self.is_changed = (
-            False  # whether a state, or the set of addresses, has changed since `take`
-        )
+        # Whether a state, or the set of addresses, has changed since `take`.
+        self.is_changed = False
 
     def add(self, server: Server) -> None:
         """Adds a server."""
