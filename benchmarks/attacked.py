@@ -235,14 +235,18 @@ class Pod(Attacked):
             f"--workdir={workdir}",
             f"--config.learner.num_steps={num_steps}",
             f"--config.queue.address=127.0.0.1:{free_port()}",
-            f"--config.server.addresses={self.addresses!r}",
             *settings,
         ]
+        self._listed = [f"--config.server.addresses={self.addresses!r}"]
+        self._found = [f"--config.server.discover=file:{discover}"] if discover else self._listed
         self.processes: dict[str, subprocess.Popen] = {}
         self._former: list[subprocess.Popen] = []
         self._lost: set[str] = set()  # whose end is the caller's doing
         workdir.mkdir(parents=True)
         (workdir / "logs").mkdir()
+        if discover is not None:
+            discover.write_text(self.addresses[0] + "\n")
+            num_servers = 1
         names = ["queue", *(f"server-{i}" for i in range(0 if addresses else num_servers))]
         for name in [*names, *(f"rollout-{i}" for i in range(num_workers)), "learner"]:
             self.start(name)
@@ -257,7 +261,8 @@ class Pod(Attacked):
         """
         role, _, index = name.partition("-")
         words = [sys.executable, "-m", "jaxrl_async", "train", f"--role={role}"]
-        words += [f"--index={index or 0}", *self._settings, *settings]
+        words += [f"--index={index or 0}", *self._settings]
+        words += [*(self._listed if role == "server" else self._found), *settings]
         words += ["--resume"] if role == "learner" and checkpoint_steps(self.workdir) else []
         if name in self.processes:
             self._former.append(self.processes[name])
