@@ -79,7 +79,7 @@ async def write_journal(workdir, *steps, keep="all"):
     for step, groups in enumerate(steps, start=1):
         permits = [Permit(index + i, 0) for i in range(len(groups))]
         indexes = tuple(permit.prompt_index for permit in permits)
-        await journal.admitted(permits, "worker")
+        await journal.admitted(permits, "worker", step - 1)
         for permit, trajectories in zip(permits, groups, strict=True):
             group = Group(permit.prompt_index, 0, tuple(trajectories))
             await journal.submitted(permit, wire.encode_group(group).SerializeToString(), 1)
