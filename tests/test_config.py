@@ -152,6 +152,11 @@ def test_a_value_of_another_type_is_refused():
         ),
         (["--config.checkpoint.grace_secs=0.0"], r"checkpoint.grace_secs .*> 0.* 0.0"),
         (["--config.supervisor.stall_secs=0.0"], r"supervisor.stall_secs .*> 0.* 0.0"),
+        (["--config.journal.max_bytes=-1"], r"journal.max_bytes must be ≥ 0, got -1"),
+        (
+            ["--config.journal.max_bytes=5", "--config.journal.keep=checkpointed"],
+            r"journal.max_bytes = 5 needs journal.keep = 'all', got 'checkpointed'",
+        ),
         (["--config.journal.keep=some"], r"journal.keep .* all, checkpointed, none.*'some'"),
         (["--config.server.num_local=0"], r"server.num_local .*≥ 1 .* 0"),
         (["--config.server.speeds=(1.0, 2.0)"], r"server.speeds .* 1 servers.* 2"),

@@ -137,6 +137,13 @@ async def test_the_version_of_a_permit_survives_a_kill(tmp_path):
         assert again == [Permit(p.prompt_index, 1) for p in (permits[0], permits[2])]
 
 
+def as_format_1(connection) -> None:
+    connection.execute("DROP TABLE totals")
+    connection.execute("DROP INDEX open_permits")
+    connection.execute("UPDATE meta SET value = '1' WHERE key = 'format'")
+    connection.commit()
+
+
 async def test_a_journal_of_before_permits_had_versions_is_taken_over(tmp_path):
     path = tmp_path / "journal.sqlite"
     async with journaled(path) as queue:
@@ -144,7 +151,7 @@ async def test_a_journal_of_before_permits_had_versions_is_taken_over(tmp_path):
         (permit,) = await queue.client.admit(1, 5.0)
     with contextlib.closing(sqlite3.connect(path)) as connection:
         connection.execute("ALTER TABLE permits DROP COLUMN version")
-        connection.commit()
+        as_format_1(connection)
     async with journaled(path, weight_delay=0) as queue:
         assert await queue.client.submit(group(permit, version=0)) == "held"
 
@@ -229,13 +236,149 @@ async def test_groups_before_the_oldest_checkpoint_are_forgotten(tmp_path):
         await queue.checkpointed(2)
         (chunk,) = await queue.lease(3)
         assert len(chunk.groups) == 4
-        with pytest.raises(QueueError, match="prompt_index 4 is deleted.*journal.keep"):
+        with pytest.raises(QueueError, match="groups of step 2 are deleted.*journal.keep"):
             await queue.lease(2)
+        await forgotten(queue.journal, 4)
     reader = JournalReader(tmp_path / "j")
     assert reader.audit()["gap"] == []
     assert reader[8].prompt_index == 8
     with pytest.raises(JournalError, match="j: .*prompt_index 0 is deleted"):
         reader[0]
+
+
+async def num_groups(journal) -> int:
+    (count,) = await journal._put(lambda c: c.execute("SELECT COUNT(*) FROM groups").fetchone())
+    return count
+
+
+async def forgotten(journal, count) -> None:
+    """Waits until `count` groups are left."""
+    for _ in range(3000):
+        if await num_groups(journal) <= count:
+            return
+        await asyncio.sleep(0.01)
+    raise TimeoutError(f"there are {await num_groups(journal)} groups, not {count}")
+
+
+@contextlib.contextmanager
+def watched_transactions(journal):
+    """Groups deleted in each transaction from now on, of those that deleted some."""
+    deleted = [0]
+
+    def seen(statement):
+        if statement.startswith("DELETE FROM groups"):
+            deleted[-1] += 1
+        elif statement == "COMMIT" and deleted[-1]:
+            deleted.append(0)
+
+    journal._connection.set_trace_callback(seen)
+    yield deleted
+    journal._connection.set_trace_callback(None)
+
+
+@pytest.mark.parametrize("bounds", [{"SLICE_GROUPS": 3}, {"SLICE_BYTES": 3 * 200}])
+async def test_groups_are_forgotten_in_slices(tmp_path, monkeypatch, bounds):
+    for name, value in bounds.items():
+        monkeypatch.setattr(journals, name, value)
+    async with journaled(tmp_path / "j", keep="checkpointed") as queue:
+        await queue.publish(0)
+        await queue.train(1, 2, 3)
+        with watched_transactions(queue.journal) as deleted:
+            await queue.checkpointed(2)
+            await forgotten(queue.journal, 4)
+        assert sum(deleted) == 8 and 1 <= max(deleted) <= 3
+
+
+async def test_what_one_process_has_not_forgotten_the_next_one_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(Journal, "_forget", lambda journal, c: None)
+    async with journaled(tmp_path / "j", keep="checkpointed") as queue:
+        await queue.publish(0)
+        await queue.train(1, 2, 3)
+        await queue.checkpointed(2)
+        assert await num_groups(queue.journal) == 12
+        with pytest.raises(QueueError, match="groups of step 2 are deleted"):
+            await queue.lease(2)
+    monkeypatch.undo()
+    async with journaled(tmp_path / "j", keep="checkpointed") as queue:
+        await forgotten(queue.journal, 4)
+        assert len((await queue.lease(3))[0].groups) == 4
+
+
+async def test_beyond_its_bound_the_oldest_steps_with_a_checkpoint_are_forgotten(tmp_path):
+    async with journaled(tmp_path / "j", max_bytes=10**6) as queue:
+        await queue.publish(0)
+        await queue.train(1, 2, 3)
+        await queue.checkpointed(2)
+        assert len((await queue.lease(1))[0].groups) == 4
+    path = tmp_path / "j"
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        (size,) = connection.execute("SELECT SUM(LENGTH(message)) FROM groups").fetchone()
+    # Room for two steps of three: the first goes. For half a step: the second goes too, the third has no checkpoint.
+    for bound, left in ((size * 3 // 4, 8), (size // 6, 4)):
+        async with journaled(path, max_bytes=bound) as queue:
+            await forgotten(queue.journal, left)
+            await queue.checkpointed(2)
+            await queue.journal.flushed()
+            assert await num_groups(queue.journal) == left
+            assert len((await queue.lease(3))[0].groups) == 4
+    assert JournalReader(path)[8].prompt_index == 8
+
+
+async def test_a_journal_of_format_1_is_taken_over(tmp_path):
+    path = tmp_path / "j"
+    async with journaled(path) as queue:
+        await some_history(queue)
+        before = await queue.status()
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        as_format_1(connection)
+    with contextlib.closing(JournalReader(path)) as reader:
+        assert len(reader) == 4
+    for _ in range(2):
+        async with journaled(path) as queue:
+            assert seen(await queue.status()) == seen(before)
+
+
+def recovery_steps(path: pathlib.Path, num_trained: int, monkeypatch) -> int:
+    """Instructions of SQLite's machine from the opening of a journal to its state, with so many trained indexes."""
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        for i in range(10**6, 10**6 + num_trained):
+            connection.execute("INSERT INTO permits VALUES (?, 0, 'trained', '', 'w', 3, 0)", (i,))
+            connection.execute(
+                "INSERT INTO returns (prompt_index, attempt, reason, unix_time) VALUES (?, 0, 'dropped', 0)",
+                (i,),
+            )
+            connection.execute(
+                "INSERT INTO groups (prompt_index, attempt, checksum, message) VALUES (?, 0, 0, 'x')",
+                (i,),
+            )
+        connection.commit()
+    steps, connect = [0], sqlite3.connect
+
+    def count():
+        steps[0] += 1
+
+    def counted(*args, **kwargs):
+        connection = connect(*args, **kwargs)
+        connection.set_progress_handler(count, 10)
+        return connection
+
+    monkeypatch.setattr(sqlite3, "connect", counted)
+    journal = Journal(path, batch_groups=4)
+    assert journal.recover().state.held
+    monkeypatch.undo()
+    journal.close()
+    return steps[0] * 10
+
+
+async def test_a_restart_reads_no_more_of_a_long_history(tmp_path, monkeypatch):
+    counts = []
+    for num_trained in (10, 10_000):
+        path = tmp_path / str(num_trained)
+        async with journaled(path) as queue:
+            await some_history(queue)
+        monkeypatch.setattr(journals, "MAX_CHECKED_BYTES", 0)
+        counts.append(recovery_steps(path, num_trained, monkeypatch))
+    assert counts[1] <= counts[0] + 100
 
 
 async def test_with_keep_all_nothing_is_forgotten(tmp_path):

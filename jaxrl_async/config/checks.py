@@ -90,6 +90,11 @@ def check(s: Settings) -> None:
     for key in ("outage_secs", "failure_window_secs"):
         if not getattr(s.queue, key) > 0:
             raise SettingsError(f"queue.{key} must be > 0, got {getattr(s.queue, key):g}")
+    _at_least("journal.max_bytes", s.journal.max_bytes, 0)
+    if s.journal.max_bytes and s.journal.keep != "all":
+        raise SettingsError(
+            f"journal.max_bytes = {s.journal.max_bytes} needs journal.keep = 'all', got {s.journal.keep!r}"
+        )
     if not s.supervisor.stall_secs > 0:
         raise SettingsError(f"supervisor.stall_secs must be > 0, got {s.supervisor.stall_secs}")
     if not 0 < s.checkpoint.grace_secs < float("inf"):

@@ -36,6 +36,7 @@ ADDED: dict[str, Any] = {
     "server.discover": "",
     "server.discover_secs": 5.0,
     "evaluate.num_validation": -1,
+    "journal.max_bytes": 0,
     "server.quorum": 1.0,
     "weights.pause_lease_secs": 0.0,
     "supervisor.restart_window_secs": 1e9,  # the whole run
@@ -126,6 +127,8 @@ class Journal:
 
     # groups: "all", for replay | "checkpointed", for a restored learner | "none": no journal
     keep: str = "all"
+    # of the groups of "all"; beyond it the oldest steps with a checkpoint are deleted; 0: no bound
+    max_bytes: int = 0
     path: str = ""  # of the file; "": WORKDIR/journal.sqlite
     mode: str = "wal"  # "wal" | "delete", which also suits network file systems
     synchronous: str = "normal"  # survives a killed process | "full": a loss of power, too

@@ -7,9 +7,12 @@ the state that it answered, and a learner restored at an earlier step gets the g
     groups        every submitted group, its message as received, with a checksum
     chunks        the groups of each chunk of each step: the data of training, in order
     returns, commits, publications
+    totals        sums over permits, groups and returns, kept with every change
 
-One thread owns the connection and writes all waiting events in one transaction. `JournalReader` reads the file of a
-finished run. Independent of gRPC and of admission's rules; only the reader decodes groups.
+One thread owns the connection and writes all waiting events in one transaction. It forgets groups in slices between
+them. What a restart reads does not grow with the run: the totals, the permits that an index lists as open, and their
+groups. `JournalReader` reads the file of a finished run. Independent of gRPC and of admission's rules; only the reader
+decodes groups.
 """
 
 import asyncio
@@ -33,8 +36,15 @@ from jaxrl_async.queue.leases import FixedChunk
 from jaxrl_async.queue.records import Identity, Permit, ResumePoint, new_run_id
 from jaxrl_async.types import Group
 
-FORMAT = 1
+FORMAT = 2
+_FORMATS = (1, FORMAT)  # 1: without totals and open_permits
+BYTES_PER_TOKEN = 13  # of a group in the file: id, log-probability, version and mask of a token
 MAX_TRANSACTION = 256  # events
+# A call waits for at most one slice of the groups that are forgotten.
+SLICE_BYTES = 4 << 20
+SLICE_GROUPS = 256
+# Larger files are not read whole at the start, which would take minutes. Every group has a checksum of its own.
+MAX_CHECKED_BYTES = 64 << 20
 # Size of the log at which SQLite copies it into the file and waits for the disk; at its default of 4 MB it always does.
 CHECKPOINT_BYTES = 64 << 20
 # A group takes many of SQLite's default pages of 4 KB, each with a checksum and a frame of its own.
@@ -86,6 +96,18 @@ CREATE TABLE publications (
     unix_time REAL NOT NULL
 );
 """
+# Of format 2.
+_OPEN = "state NOT IN ('trained', 'retired')"
+_TOTALS = f"""
+CREATE TABLE totals (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
+CREATE INDEX open_permits ON permits (state) WHERE {_OPEN};
+"""
+
+
+_DELETED = (
+    "deleted; only journal.keep = 'all' without a journal.max_bytes keeps the groups of steps before the oldest "
+    "checkpoint"
+)
 
 
 class JournalError(RuntimeError):
@@ -111,15 +133,18 @@ class Journal:
         *,
         batch_groups: int,
         keep: str = "all",
+        max_bytes: int | None = None,
         mode: str = "wal",
         synchronous: str = "normal",
     ):
-        """Opens or creates the file, locks it for this process, and checks all of it.
+        """Opens or creates the file and locks it for this process. A small file is checked whole.
 
         Args:
           path: of the file.
           batch_groups: B, groups per step; a journal with another B is refused.
           keep: "all", or "checkpointed", which deletes the groups of steps up to the oldest checkpoint.
+          max_bytes: with keep = "all", the groups of the oldest of these steps are deleted while all groups have more
+            bytes; None for no bound.
           mode: "wal", or "delete", which is slower and also safe on network file systems.
           synchronous: "normal", which survives a killed process, or "full", which survives a loss of power.
 
@@ -128,7 +153,9 @@ class Journal:
             a network file system in mode "wal".
         """
         self._path = pathlib.Path(path).absolute()
-        self._keep = keep
+        # Of the groups of steps up to the oldest checkpoint, as many bytes are kept.
+        self._max_bytes = 0 if keep == "checkpointed" else max_bytes
+        self._may_forget = self._max_bytes is not None
         if mode == "wal" and (kind := file_system_of(self._path.parent)) in _NETWORK_FILE_SYSTEMS:
             raise JournalError(
                 f"journal {self._path} is on a network file system ({kind}), where a write-ahead log is unsafe: set "
@@ -152,24 +179,25 @@ class Journal:
         c.execute(f"PRAGMA synchronous = {synchronous.upper()}")
         (page_bytes,) = c.execute("PRAGMA page_size").fetchone()
         c.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_BYTES // page_bytes}")
+        c.execute(
+            "PRAGMA secure_delete = OFF"
+        )  # Else what is forgotten is overwritten, byte for byte.
         c.execute("BEGIN IMMEDIATE")  # Takes the lock now, or fails.
         tables = c.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
         if not tables:
-            for statement in _SCHEMA.split(";"):
-                c.execute(statement)
+            _run_script(c, _SCHEMA + _TOTALS)
             meta = {"format": FORMAT, "batch_groups": batch_groups}
             c.executemany(
                 "INSERT INTO meta VALUES (?, ?)", [(k, json.dumps(v)) for k, v in meta.items()]
             )
-        elif not any(row[1] == "version" for row in c.execute("PRAGMA table_info(permits)")):
-            with contextlib.suppress(sqlite3.OperationalError):  # No journal, as is said below.
-                c.execute("ALTER TABLE permits ADD COLUMN version INTEGER")
         c.execute("COMMIT")
-        damage = c.execute("PRAGMA quick_check(1)").fetchone()[0]
-        if damage != "ok":
-            raise JournalError(f"journal {self._path} is damaged: {damage}")
+        (num_pages,) = c.execute("PRAGMA page_count").fetchone()
+        if num_pages * page_bytes <= MAX_CHECKED_BYTES:
+            damage = c.execute("PRAGMA quick_check(1)").fetchone()[0]
+            if damage != "ok":
+                raise JournalError(f"journal {self._path} is damaged: {damage}")
         meta = _meta(c)
-        if meta.get("format") != FORMAT:
+        if meta.get("format") not in _FORMATS:
             raise JournalError(
                 f"journal {self._path} has format {meta.get('format')}, this program reads {FORMAT}"
             )
@@ -178,6 +206,8 @@ class Journal:
                 f"journal {self._path} is of a run with learner.groups_per_step = {meta['batch_groups']}, "
                 f"not {batch_groups}"
             )
+        if meta["format"] == 1:
+            _bring_up_to_date(c)
 
     def close(self) -> None:
         """Writes the waiting events and closes the file."""
@@ -238,6 +268,8 @@ class Journal:
                 "INSERT INTO groups (prompt_index, attempt, checksum, message) VALUES (?, ?, ?, ?)",
                 (index, attempt, zlib.crc32(message), message),
             )
+            _add(c, "message_bytes", len(message))
+            _add(c, "completion_tokens", completion_tokens)
             c.execute(
                 "UPDATE permits SET attempt = ?, state = 'held', completion_tokens = ? WHERE prompt_index = ?",
                 (attempt, completion_tokens, index),
@@ -259,6 +291,9 @@ class Journal:
                 "UPDATE permits SET attempt = ?, state = ?, reason = ? WHERE prompt_index = ?",
                 (last, state, retired_as if state == "retired" else "", index),
             )
+            _add(c, f"returned/{reason}", 1)
+            if state == "retired":
+                _add(c, f"retired/{retired_as}", 1)
 
         await self._change(write)
 
@@ -314,22 +349,14 @@ class Journal:
         )
 
     async def checkpointed(self, step: int) -> None:
-        """The oldest checkpoint is of `step`: with keep = "checkpointed" the groups up to it are deleted."""
-        if self._keep == "all":
-            return
+        """The oldest checkpoint is of `step`: the groups up to it may be forgotten, in slices after this call."""
 
         def write(c: sqlite3.Connection) -> None:
-            chunks = "SELECT prompt_indexes FROM chunks WHERE step <= ? AND step > ?"
             (committed,) = c.execute("SELECT COALESCE(MAX(step), 0) FROM commits").fetchone()
-            last = min(step, committed)  # Later groups are not trained on yet.
-            before = _meta(c).get("forgotten_step", 0)
-            for (indexes,) in c.execute(chunks, (last, before)).fetchall():
-                rows = [(index,) for index in json.loads(indexes)]
-                c.executemany("DELETE FROM groups WHERE prompt_index = ?", rows)
-            c.execute(
-                "INSERT OR REPLACE INTO meta VALUES ('forgotten_step', ?)",
-                (json.dumps(max(last, before)),),
-            )
+            # Groups of steps after the last commit are not trained on yet.
+            last = max(min(step, committed), _meta(c).get("checkpointed_step", 0))
+            _set_meta(c, "checkpointed_step", last)
+            self._may_forget = self._max_bytes is not None
 
         await self._change(write)
 
@@ -345,7 +372,16 @@ class Journal:
         Raises:
           JournalError: it was not fixed, or its groups are deleted or damaged.
         """
-        return await self._put(lambda c: _chunk(c, self._path, step, index))
+
+        def read(c: sqlite3.Connection) -> tuple[FixedChunk, list[bytes]]:
+            if self._max_bytes == 0 and step <= _meta(c).get("checkpointed_step", 0):
+                # Whether its slice has come or not.
+                raise JournalError(
+                    f"journal {self._path}: the groups of step {step} are {_DELETED}"
+                )
+            return _chunk(c, self._path, step, index)
+
+        return await self._put(read)
 
     async def resume_point(self, step: int) -> ResumePoint:
         """Reads the resume point of a committed step.
@@ -377,10 +413,12 @@ class Journal:
         return done
 
     def _run(self) -> None:
-        """Writes all waiting events in one transaction, again and again until `close`."""
+        """Writes all waiting events in one transaction, then forgets a slice, again and again until `close`."""
         closed = False
         while not closed:
-            batch = [self._events.get()]
+            batch = []
+            if not self._may_forget:
+                batch.append(self._events.get())
             with contextlib.suppress(queue.Empty):
                 while len(batch) < MAX_TRANSACTION:
                     batch.append(self._events.get_nowait())
@@ -388,16 +426,25 @@ class Journal:
             events = batch[: batch.index(None)] if closed else batch
             if events:
                 self._transact(events)
+            if self._may_forget and not closed:
+                self._write([self._forget])
         with contextlib.suppress(sqlite3.Error):
             self._connection.close()
 
     def _transact(self, events: Sequence[tuple[Callable, asyncio.Future]]) -> None:
+        outcomes = self._write([event for event, _ in events])
+        futures = [future for _, future in events]
+        with contextlib.suppress(RuntimeError):  # The loop is closed.
+            futures[0].get_loop().call_soon_threadsafe(_answer, futures, outcomes)
+
+    def _write(self, events: Sequence[Callable[[sqlite3.Connection], Any]]) -> list[Any]:
+        """Runs events in one transaction; their outcomes."""
         outcomes: list[Any] = []
         try:
             if self._failure is None:
                 with _named(self._path):
                     self._connection.execute("BEGIN")
-                    for event, _ in events:
+                    for event in events:
                         try:
                             outcomes.append(event(self._connection))
                         except JournalError as refusal:
@@ -409,10 +456,35 @@ class Journal:
             known = isinstance(error, JournalError)
             self._failure = error if known else JournalError(f"journal {self._path}: {error!r}")
         if self._failure is not None:
+            self._may_forget = False
             outcomes = [self._failure] * len(events)
-        futures = [future for _, future in events]
-        with contextlib.suppress(RuntimeError):  # The loop is closed.
-            futures[0].get_loop().call_soon_threadsafe(_answer, futures, outcomes)
+        return outcomes
+
+    def _forget(self, c: sqlite3.Connection) -> None:
+        """Deletes a slice of the groups of the oldest step that has groups, where they may go."""
+        meta = _meta(c)
+        (step,) = c.execute(
+            "SELECT MIN(step) FROM chunks WHERE step > ?", (meta.get("forgotten_step", 0),)
+        ).fetchone()
+        over = _totals(c).get("message_bytes", 0) > self._max_bytes
+        self._may_forget = over and step is not None and step <= meta.get("checkpointed_step", 0)
+        if not self._may_forget:
+            return
+        rows = c.execute("SELECT prompt_indexes FROM chunks WHERE step = ?", (step,)).fetchall()
+        num_groups = num_bytes = 0
+        for index in (index for (indexes,) in rows for index in json.loads(indexes)):
+            found = c.execute(
+                "SELECT LENGTH(message) FROM groups WHERE prompt_index = ?", (index,)
+            ).fetchone()
+            if found is None:  # deleted in an earlier slice
+                continue
+            if num_groups == SLICE_GROUPS or (num_groups and num_bytes + found[0] > SLICE_BYTES):
+                break
+            c.execute("DELETE FROM groups WHERE prompt_index = ?", (index,))
+            num_groups, num_bytes = num_groups + 1, num_bytes + found[0]
+        else:
+            _set_meta(c, "forgotten_step", step)
+        _add(c, "message_bytes", -num_bytes)
 
 
 class JournalReader:
@@ -433,7 +505,7 @@ class JournalReader:
         with _named(self._path):
             # Opened for writing: SQLite copies the log of a killed queue into the file.
             self._connection = sqlite3.connect(self._path, timeout=0.0, check_same_thread=False)
-            if _meta(self._connection).get("format") != FORMAT:
+            if _meta(self._connection).get("format") not in _FORMATS:
                 raise JournalError(f"{self._path} is no journal of format {FORMAT}")
         self._order = [i for step in self.steps() for i in self._indexes(step)]
 
@@ -544,25 +616,22 @@ def _recover(c: sqlite3.Connection, path: pathlib.Path) -> Recovered | None:
     base = ResumePoint.from_json(start) if start else ResumePoint(0, 0, (), {}, {})
     last = c.execute("SELECT position FROM commits ORDER BY step DESC LIMIT 1").fetchone()
     resume_point = ResumePoint.from_json(json.loads(last[0])) if last else base
+    (newest,) = c.execute("SELECT MAX(prompt_index) FROM permits").fetchone()
     rows = c.execute(
-        "SELECT prompt_index, attempt, state, reason, worker, version FROM permits"
+        f"SELECT prompt_index, attempt, state, worker, version FROM permits INDEXED BY open_permits WHERE {_OPEN} "
+        "ORDER BY prompt_index"
     ).fetchall()
     by_state: dict[str, list] = collections.defaultdict(list)
-    retired = collections.Counter(base.retired)
-    for index, attempt, state, reason, worker, version in rows:
+    for index, attempt, state, worker, version in rows:
         by_state[state].append((Permit(index, attempt), worker, version))
-        if state == "retired":
-            retired[reason] += 1
-    returned = collections.Counter(base.returned)
-    returned.update(
-        dict(c.execute("SELECT reason, COUNT(*) FROM returns GROUP BY reason").fetchall())
-    )
-    order = dict(
-        c.execute(
-            "SELECT prompt_index, arrival FROM groups JOIN permits USING (prompt_index) "
-            "WHERE state IN ('held', 'leased')"
-        ).fetchall()
-    )
+    totals = _totals(c)
+    order = {}
+    for permit, *_ in (*by_state["held"], *by_state["leased"]):
+        arrival = c.execute(
+            "SELECT arrival FROM groups WHERE prompt_index = ?", (permit.prompt_index,)
+        ).fetchone()
+        if arrival is not None:
+            order[permit.prompt_index] = arrival[0]
     messages = {i: _message(c, path, i) for i in order}
     here = {p.prompt_index for s in ("held", "leased") for p, *_ in by_state[s]}
     if here != set(messages):
@@ -581,13 +650,12 @@ def _recover(c: sqlite3.Connection, path: pathlib.Path) -> Recovered | None:
     v_pub, run_epoch = c.execute(
         "SELECT version, run_epoch FROM publications ORDER BY id DESC LIMIT 1"
     ).fetchone()
-    (tokens,) = c.execute("SELECT COALESCE(SUM(completion_tokens), 0) FROM permits").fetchone()
     state = State(
         resume_point=resume_point,
         v_pub=v_pub,
-        frontier=max([base.frontier, *(row[0] + 1 for row in rows)]),
-        retired=dict(retired),
-        returned=dict(returned),
+        frontier=max(base.frontier, 0 if newest is None else newest + 1),
+        retired=_counts(totals, "retired/", base.retired),
+        returned=_counts(totals, "returned/", base.returned),
         reissue=tuple(p for p, *_ in by_state["reissue"]),
         running=tuple(by_state["running"]),
         held=sized("held"),
@@ -595,7 +663,7 @@ def _recover(c: sqlite3.Connection, path: pathlib.Path) -> Recovered | None:
         chunks={step: tuple(fixed) for step, fixed in chunks.items()},
     )
     servers = [tuple(record) for record in _meta(c).get("servers", [])]
-    return Recovered(state, messages, run_epoch, tokens, servers)
+    return Recovered(state, messages, run_epoch, totals.get("completion_tokens", 0), servers)
 
 
 def _chunk(c: sqlite3.Connection, path: pathlib.Path, step: int, index: int):
@@ -613,10 +681,7 @@ def _message(c: sqlite3.Connection, path: pathlib.Path, index: int) -> bytes:
         "SELECT checksum, message FROM groups WHERE prompt_index = ?", (index,)
     ).fetchone()
     if row is None:
-        raise JournalError(
-            f"journal {path}: the group of prompt_index {index} is deleted; only journal.keep = 'all' keeps the groups "
-            "of steps before the oldest checkpoint"
-        )
+        raise JournalError(f"journal {path}: the group of prompt_index {index} is {_DELETED}")
     if zlib.crc32(row[1]) != row[0]:
         raise JournalError(
             f"journal {path}: the group of prompt_index {index} is damaged (checksum)"
@@ -631,6 +696,51 @@ def _decode(message: bytes) -> Group:
 def _set_states(c: sqlite3.Connection, state: str, indexes: Sequence[int]) -> None:
     rows = [(state, index) for index in indexes]
     c.executemany("UPDATE permits SET state = ? WHERE prompt_index = ?", rows)
+
+
+def _run_script(c: sqlite3.Connection, script: str) -> None:
+    """`executescript` would end the transaction."""
+    for statement in script.split(";"):
+        c.execute(statement)
+
+
+def _bring_up_to_date(c: sqlite3.Connection) -> None:
+    """Makes a journal of format 1 one of format 2; it reads every row, once."""
+    c.execute("BEGIN")
+    if not any(row[1] == "version" for row in c.execute("PRAGMA table_info(permits)").fetchall()):
+        c.execute("ALTER TABLE permits ADD COLUMN version INTEGER")
+    _run_script(c, _TOTALS)
+    for sums in (
+        "SELECT 'completion_tokens', COALESCE(SUM(completion_tokens), 0) FROM permits",
+        "SELECT 'message_bytes', COALESCE(SUM(LENGTH(message)), 0) FROM groups",
+        "SELECT 'retired/' || reason, COUNT(*) FROM permits WHERE state = 'retired' GROUP BY reason",
+        "SELECT 'returned/' || reason, COUNT(*) FROM returns GROUP BY reason",
+    ):
+        c.execute(f"INSERT INTO totals {sums}")
+    _set_meta(c, "format", FORMAT)
+    c.execute("COMMIT")
+
+
+def _add(c: sqlite3.Connection, name: str, amount: int) -> None:
+    c.execute(
+        "INSERT INTO totals VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = value + excluded.value",
+        (name, amount),
+    )
+
+
+def _totals(c: sqlite3.Connection) -> dict[str, int]:
+    return dict(c.execute("SELECT name, value FROM totals").fetchall())
+
+
+def _counts(totals: Mapping[str, int], prefix: str, base: Mapping[str, int]) -> dict[str, int]:
+    """The totals of a prefix, by the rest of their names, added to those of the run's start."""
+    counts = collections.Counter(base)
+    counts.update({n.removeprefix(prefix): v for n, v in totals.items() if n.startswith(prefix)})
+    return dict(counts)
+
+
+def _set_meta(c: sqlite3.Connection, key: str, value: Any) -> None:
+    c.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, json.dumps(value)))
 
 
 def _meta(c: sqlite3.Connection) -> Mapping[str, Any]:

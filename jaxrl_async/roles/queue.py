@@ -33,6 +33,7 @@ async def run(settings: Settings, workdir: pathlib.Path) -> None:
             pathlib.Path(settings.journal.path or workdir / "journal.sqlite"),
             batch_groups=settings.learner.groups_per_step,
             keep=settings.journal.keep,
+            max_bytes=settings.journal.max_bytes or None,
             mode=settings.journal.mode,
             synchronous=settings.journal.synchronous,
         )

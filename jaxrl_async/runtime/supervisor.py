@@ -9,6 +9,7 @@ import dataclasses
 import os
 import pathlib
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -24,6 +25,7 @@ from jaxrl_async.config.checks import in_the_clear, queue_access_of
 from jaxrl_async.config.settings import Settings, Supervisor
 from jaxrl_async.metrics import last_metrics
 from jaxrl_async.queue import client as queue_client
+from jaxrl_async.queue.journal import BYTES_PER_TOKEN
 from jaxrl_async.runtime import status
 from jaxrl_async.runtime.preemption import CLEANUP_SECS, PREEMPTED
 from jaxrl_async.runtime.workdir import checkpoint_steps
@@ -249,11 +251,29 @@ def banner(settings: Settings, workdir, queue_address, servers, devices) -> str:
         f"  servers  {', '.join(filter(None, (*servers, settings.server.discover)))}"
         + _kind(settings.server),
     ]
+    if settings.journal.keep != "none":
+        lines.append(f"  journal  {_journal(settings, workdir)}")
     if found := in_the_clear(settings):
         lines.append(f"  INSECURE security.insecure: without TLS to {', '.join(found)}")
     for name, environment in devices.items():
         lines.append(f"  {name:8} {' '.join(f'{k}={v}' for k, v in environment.items())}")
     return "\n".join(lines)
+
+
+def _journal(settings: Settings, workdir: pathlib.Path) -> str:
+    """What the journal keeps, and what that costs."""
+    learner, rollout, journal = settings.learner, settings.rollout, settings.journal
+    tokens = min(rollout.max_prompt_tokens + rollout.max_new_tokens, learner.row_tokens)
+    num_bytes = learner.groups_per_step * rollout.group_size * tokens * BYTES_PER_TOKEN
+    step = num_bytes / 1e9
+    path = pathlib.Path(journal.path or workdir / "journal.sqlite")
+    with contextlib.suppress(OSError):
+        return (
+            f"keeps {journal.keep}"
+            + (f" up to {journal.max_bytes / 1e9:.3g} GB" if journal.max_bytes else "")
+            + f": up to {step:.2g} GB a step, {shutil.disk_usage(path.parent).free / 1e9:.3g} GB are free"
+        )
+    return f"keeps {journal.keep}: up to {step:.2g} GB a step"
 
 
 def _kind(server) -> str:
