@@ -1,6 +1,7 @@
 """The supervisor: the division of devices, restarts and ends, on processes that are not roles."""
 
 import contextlib
+import socket
 import subprocess
 import sys
 import time
@@ -282,3 +283,12 @@ def test_the_end_of_a_run_is_written_when_no_role_is_left(outcome, end, tmp_path
     with contextlib.suppress(KeyboardInterrupt, SystemExit, ValueError):
         assert supervisor.run(settings, workdir=tmp_path, resume=False) == outcome
     assert status.end_of(tmp_path) == end
+
+
+def test_a_free_port_is_not_of_the_range_of_connections_and_not_taken(monkeypatch):
+    assert supervisor.free_port() in supervisor.ROLE_PORTS
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(supervisor, "ROLE_PORTS", [port] * 64)
+        assert supervisor.free_port() != port

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import os
 import pathlib
+import random
 import shlex
 import shutil
 import signal
@@ -37,6 +38,7 @@ STOP_SECS = 6.0  # from SIGTERM to SIGKILL
 POLL_SECS = 0.2  # poll interval of the processes
 EARLY_SECS = 60.0  # A role that ends by itself before this, twice, cannot be helped by a restart.
 BAD_USAGE = 2  # exit code
+ROLE_PORTS = range(20_000, 32_768)  # Linux takes the ports of connections from 32,768 on
 STALL_REPORT_SECS = 30.0  # interval of the printed chains while no step ends
 
 
@@ -155,7 +157,15 @@ def _kill_group(role: Role) -> None:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nothing listens on now."""
+    """A TCP port of the loopback interface that nothing listens on now.
+
+    It is taken some seconds later. Until then the system gives it to nobody: where it can, it lies outside the range of
+    outgoing connections.
+    """
+    for port in random.SystemRandom().sample(ROLE_PORTS, 64):
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            return port
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
