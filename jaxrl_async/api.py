@@ -106,11 +106,13 @@ def run(
     settings = settings_of(config)
     run = Run(workdir or start.default_workdir(settings))
     start.check_access(settings, "all", 0)
-    if start.begin(config, settings, run.workdir, resume=resume):
-        local.run(
-            settings,
-            workdir=run.workdir,
-            resume=resume,
-            on_step=(lambda: on_step(run)) if on_step else None,
-        )
+    start.check_workdir(config, run.workdir, resume=resume)
+    with start.locked(run.workdir):
+        if start.begin(config, settings, run.workdir, resume=resume):
+            local.run(
+                settings,
+                workdir=run.workdir,
+                resume=resume,
+                on_step=(lambda: on_step(run)) if on_step else None,
+            )
     return run

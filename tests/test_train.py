@@ -1,6 +1,7 @@
 """The main job through its real processes and wire: modes, resume, bad input, deaths and Ctrl-C."""
 
 import json
+import os
 import re
 import signal
 import socket
@@ -24,6 +25,7 @@ from fixtures.runs import (
 
 from jaxrl_async.learner.versions import Delay
 from jaxrl_async.metrics import METRICS, read_metrics
+from jaxrl_async.runtime.workdir import lock
 
 GSM8K = f"--config.task.args.directory={ROOT}/tests/gsm8k_tiny"
 
@@ -126,6 +128,17 @@ def test_a_workdir_that_holds_a_run_is_not_overwritten(run, tmp_path):
     assert "--resume" in output
 
 
+def test_the_workdir_of_a_run_that_goes_on_is_left_alone(run, tmp_path):
+    workdir = tmp_path / "run"
+    with lock(workdir):
+        (workdir / "config.json").write_text("of the first run")
+        code, output = run("train", f"--config={QUICKSTART}:smoke")
+        assert code == 2
+        assert f"{workdir} belongs to a run that goes on (process {os.getpid()})" in output
+        assert {path.name for path in workdir.iterdir()} == {".lock", "config.json"}
+        assert (workdir / "config.json").read_text() == "of the first run"
+
+
 @pytest.fixture
 def ctrl_c_is_not_ignored():
     """A shell's background job, which may run these tests, ignores Ctrl-C, and so would its children."""
@@ -144,6 +157,8 @@ def test_ctrl_c_ends_every_process_within_ten_seconds(command, tmp_path):
     wait_for_step(tmp_path / "run", 1)
     children = psutil.Process(process.pid).children(recursive=True)
     assert len(children) >= 5  # four roles, and a reward process
+    with pytest.raises(ValueError, match=f"process {process.pid}"), lock(tmp_path / "run"):
+        pass
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=10)
     assert process.returncode == 1

@@ -69,12 +69,17 @@ def main(argv: list[str]) -> int:
         if values.dry_run:
             print(_resolved(values, argv, workdir))
             return 0
+        if values.role == "all":
+            with start.locked(workdir):
+                if begins and not start.begin(
+                    values.config, settings, workdir, resume=values.resume
+                ):
+                    return 0
+                return _run_all(settings, workdir, resume=values.resume)
         if begins and not start.begin(
             values.config, settings, workdir, resume=values.resume, process=values.index
         ):
             return 0
-        if values.role == "all":
-            return _run_all(settings, workdir, resume=values.resume)
     except start.StartError as error:
         raise UsageError(str(error)) from None
     workdir.mkdir(parents=True, exist_ok=True)

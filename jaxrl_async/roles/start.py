@@ -1,10 +1,11 @@
 """Starting a run or one of its roles: the one path of `jaxrl_async.run` and of the verb `train`."""
 
 import asyncio
+import contextlib
 import pathlib
 import time
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import ml_collections
 
@@ -41,6 +42,21 @@ def check_workdir(
         return workdirs.changes(workdir, config) if resume else []
     except ValueError as error:
         raise StartError(str(error)) from None
+
+
+@contextlib.contextmanager
+def locked(workdir: pathlib.Path) -> Iterator[None]:
+    """Holds the workdir, before anything is written there, until the end of a run of all roles on this machine.
+
+    Raises:
+      StartError: another run has it, or it cannot be written.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(workdirs.lock(workdir))
+        except (OSError, ValueError) as error:
+            raise StartError(str(error)) from None
+        yield
 
 
 def begin(

@@ -1,6 +1,9 @@
 """The directory of a run: whether it holds one, its config.json, and the settings that a resumed run may change."""
 
+import contextlib
+import fcntl
 import json
+import os
 import pathlib
 import shlex
 import shutil
@@ -49,6 +52,35 @@ def check(workdir: pathlib.Path, *, resume: bool) -> None:
         )
     if resume and not started:
         raise ValueError(f"{workdir} has no checkpoint to resume from")
+
+
+@contextlib.contextmanager
+def lock(workdir: pathlib.Path) -> Iterator[None]:
+    """Holds the directory, which is made where it does not exist, for a run of all roles on this machine.
+
+    The system ends the hold with the process. Where the file system has no locks, nothing is held.
+
+    Raises:
+      ValueError: a run of another process has it.
+      OSError: the directory cannot be made or written.
+    """
+    workdir.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(workdir / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        with contextlib.suppress(OSError):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.pread(descriptor, 20, 0).decode(errors="replace")
+                raise ValueError(
+                    f"{workdir} belongs to a run that goes on (process {holder or 'unknown'}): end it, or name another "
+                    "--workdir"
+                ) from None
+            os.truncate(descriptor, 0)
+            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def nothing_to_do(workdir: pathlib.Path, num_steps: int) -> str:
