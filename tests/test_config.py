@@ -1,5 +1,6 @@
 """Configs: each builds, and one that cannot be run is refused with the key, the value and the bound."""
 
+import dataclasses
 import json
 import pathlib
 import re
@@ -16,7 +17,7 @@ from jaxrl_async.config.build import default_values, make_settings
 from jaxrl_async.config.checks import command_words
 from jaxrl_async.config.loss import LossConfig
 from jaxrl_async.config.settings import SettingsError
-from jaxrl_async.roles import parts
+from jaxrl_async.roles import parts, start
 from jaxrl_async.weights import transports
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -27,6 +28,50 @@ QUICKSTART = ROOT / "configs" / "quickstart.py"
 def parse(*argv):
     flags = config_lib.parse_flags("usage", list(argv), config=True, workdir=("", "directory"))
     return config_lib.settings_of(flags.config)
+
+
+def _numbers(block, prefix=""):
+    for field in dataclasses.fields(block):
+        value = getattr(block, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _numbers(value, f"{prefix}{field.name}.")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield f"{prefix}{field.name}", type(value)
+
+
+def _with(block, key, value):
+    head, _, rest = key.partition(".")
+    inner = getattr(block, head)
+    return dataclasses.replace(block, **{head: _with(inner, rest, value) if rest else value})
+
+
+@pytest.mark.parametrize(("key", "kind"), [*_numbers(settings_lib.Settings())])
+def test_no_number_may_be_negative_or_none(key, kind):
+    settings = settings_lib.Settings()
+    checks.check(settings)
+    values = [kind(-5)] if key != "loss.dg_threshold" else []  # nats, of either sign
+    for value in values + ([float("nan")] if kind is float else []):
+        with pytest.raises((SettingsError, ValueError), match=key.rpartition(".")[2]):
+            checks.check(_with(settings, key, value))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "model.path: .*config.json"),
+        ('{"vocab_size": 12}', r"model.path: the tokenizer has 14 ids, .*config.json is 12"),
+        ("{}", r"model.path: .*config.json has vocab_size None"),
+        ("{", r"model.path: .*"),
+    ],
+)
+def test_a_model_that_lacks_ids_of_the_tokenizer_is_refused(text, message, tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    if text is not None:
+        (model / "config.json").write_text(text)
+    settings = parse(f"--config={QUICKSTART}:smoke", f"--config.model.path={model}")
+    with pytest.raises(start.StartError, match=message):
+        start.prepare(settings, tmp_path)
 
 
 MODES = ["", "mode=sync", "mode=periodic", "mode=async"]

@@ -5,6 +5,7 @@ here too: reading is their check. The bounds of a loss alone are `loss.LossConfi
 """
 
 import difflib
+import math
 import re
 import shlex
 import string
@@ -63,7 +64,23 @@ _AT_LEAST_ONE = {
     "weights": ("push_every_steps",),
     "checkpoint": ("every_steps", "keep"),
     "evaluate": ("num_prompts", "num_samples", "max_running_requests"),
+    "model": ("num_layers", "model_dim", "num_heads", "num_kv_heads", "head_dim", "mlp_dim"),
+    "warm_start": ("batch_size", "row_tokens"),
 }  # fmt: skip
+_AT_LEAST_ZERO = (
+    "seed", "task.seed", "tokenizer.vocab_size", "warm_start.num_steps", "warm_start.learning_rate",
+    "warm_start.num_demonstrations",
+    "queue.max_failures", "journal.max_bytes", "rollout.max_retries", "rollout.reward_calls_per_process",
+    "learner.head_chunk_tokens", "learner.learning_rate", "learner.warmup_updates", "learner.weight_decay",
+    "evaluate.seed", "supervisor.max_restarts",
+)  # fmt: skip
+_ABOVE_ZERO = (
+    "model.rope_theta", "model.norm_eps", "queue.permit_timeout_secs", "server.start_timeout_secs",
+    "rollout.temperature", "rollout.request_timeout_secs", "rollout.reward_timeout_secs", "learner.adam_eps",
+    "learner.max_grad_norm", "weights.push_timeout_secs", "weights.poll_secs",
+)  # fmt: skip
+_BELOW_ONE = ("learner.adam_b1", "learner.adam_b2")  # and at least 0
+_MAY_BE_INFINITE = ("learner.max_grad_norm",)
 
 
 def check(s: Settings) -> None:
@@ -78,7 +95,7 @@ def check(s: Settings) -> None:
         for name in names:
             _at_least(f"{block}.{name}", _value(s, f"{block}.{name}"), 1)
     _at_least("weights.keep", s.weights.keep, 2)  # A late server may still read the version before.
-    _at_least("supervisor.max_restarts", s.supervisor.max_restarts, 0)
+    _check_numbers(s)
     permit_secs, lease_secs = s.queue.permit_timeout_secs, s.learner.lease_timeout_secs
     is_older = s.queue.failure_window_secs == ADDED["queue.failure_window_secs"]
     # A run of before this check keeps what it has.
@@ -90,7 +107,6 @@ def check(s: Settings) -> None:
     for key in ("outage_secs", "failure_window_secs"):
         if not getattr(s.queue, key) > 0:
             raise SettingsError(f"queue.{key} must be > 0, got {getattr(s.queue, key):g}")
-    _at_least("journal.max_bytes", s.journal.max_bytes, 0)
     if s.journal.max_bytes and s.journal.keep != "all":
         raise SettingsError(
             f"journal.max_bytes = {s.journal.max_bytes} needs journal.keep = 'all', got {s.journal.keep!r}"
@@ -339,13 +355,27 @@ def _check_server(server: Server) -> None:
             raise SettingsError(f"server.command gives {flag}: keys stay in the environment")
 
 
+def _check_numbers(s: Settings) -> None:
+    for key in (*_AT_LEAST_ZERO, *_ABOVE_ZERO, *_BELOW_ONE):
+        value = _value(s, key)
+        if math.isnan(value) or (math.isinf(value) and key not in _MAY_BE_INFINITE):
+            raise SettingsError(f"{key} must be finite, got {value}")
+    for key in _AT_LEAST_ZERO:
+        _at_least(key, _value(s, key), 0)
+    for key in _ABOVE_ZERO:
+        if not (value := _value(s, key)) > 0:
+            raise SettingsError(f"{key} must be > 0, got {value:g}")
+    for key in _BELOW_ONE:
+        if not 0 <= (value := _value(s, key)) < 1:
+            raise SettingsError(f"{key} must be in [0, 1), got {value:g}")
+
+
 def _check_rollout(rollout: Rollout) -> None:
     if rollout.reward_memory_bytes != 0:
         if rollout.reward_memory_bytes < MIN_MEMORY_BYTES:
             raise SettingsError(
                 f"rollout.reward_memory_bytes must be 0 or ≥ {MIN_MEMORY_BYTES}, got {rollout.reward_memory_bytes}"
             )
-    _at_least("rollout.reward_calls_per_process", rollout.reward_calls_per_process, 0)
     for name, value in vars(rollout.frictions).items():
         if not 0 <= value <= 1:
             raise SettingsError(f"rollout.frictions.{name} must be in [0, 1], got {value}")

@@ -100,11 +100,23 @@ def runner_of(settings: Settings, tokenizer):
 
 
 def vocab_size_of(settings: Settings, tokenizer) -> int:
-    """Bound on token ids: the model's, which published checkpoints pad beyond the tokenizer's."""
+    """Bound on token ids: the model's, which published checkpoints pad beyond the tokenizer's.
+
+    Raises:
+      OSError: model.path has no config.json.
+      ValueError: it is not JSON, lacks a vocab_size, or has fewer ids than the tokenizer.
+    """
     if not settings.model.path:
         return tokenizer.vocab_size
     config = pathlib.Path(settings.model.path) / "config.json"
-    return json.loads(config.read_text(encoding="utf-8"))["vocab_size"]
+    vocab_size = json.loads(config.read_text(encoding="utf-8")).get("vocab_size")
+    if not isinstance(vocab_size, int):
+        raise ValueError(f"{config} has vocab_size {vocab_size!r}")
+    if tokenizer.vocab_size > vocab_size:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} ids, and vocab_size of {config} is {vocab_size}"
+        )
+    return vocab_size
 
 
 def frictions_of(settings: Settings, tokenizer):

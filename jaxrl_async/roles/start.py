@@ -97,7 +97,7 @@ def begin(
 
 
 def prepare(settings: Settings, workdir: pathlib.Path) -> None:
-    """Reads the task and makes the tokenizer, so that errors in them are found before any role starts.
+    """Reads the task, the tokenizer and the model's size, so that errors in them are found before any role starts.
 
     Writes the config.json that servers started by `server.command` read, where the run has no model.path.
 
@@ -110,7 +110,8 @@ def prepare(settings: Settings, workdir: pathlib.Path) -> None:
         validation = ("validation",) if settings.evaluate.num_validation > 0 else ()
         for split in ("train", *validation, "test"):
             _check_examples(task.examples(split), split)
-        parts.frictions_of(settings, parts.tokenizer_of(settings, workdir))
+        tokenizer = parts.tokenizer_of(settings, workdir)
+        parts.frictions_of(settings, tokenizer)
         if settings.server.command and settings.server.num_started:
             parts.model_path(settings, workdir)
     except (OSError, TypeError, ValueError) as error:
@@ -119,6 +120,10 @@ def prepare(settings: Settings, workdir: pathlib.Path) -> None:
         raise StartError(
             f"task {settings.task.name!r} failed:\n{code_error(error).text}"
         ) from error
+    try:
+        parts.vocab_size_of(settings, tokenizer)
+    except (OSError, ValueError) as error:
+        raise StartError(f"model.path: {error}") from error
 
 
 def _check_examples(examples, split: str) -> None:
