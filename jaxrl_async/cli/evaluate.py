@@ -23,14 +23,16 @@ def main(argv: list[str]) -> int:
         steps=(
             "",
             "checkpoints, comma-separated; `last` is the newest, `best` has the best validation score; default "
-            "0,best,last where one is the best, else 0,last",
+            "0,best,last, without those that are not there",
         ),
     )
     if not flags.workdir:
         raise UsageError("--workdir=DIR is needed")
     workdir = pathlib.Path(flags.workdir).absolute()
-    best, last = best_version(workdir), max(checkpoint_steps(workdir), default=0)
-    default = "0,last" if best in (None, 0, last) else "0,best,last"
+    best, known = best_version(workdir), checkpoint_steps(workdir)
+    names = ["0"] if 0 in known or not known else []  # A replay's workdir has the last alone.
+    names += ["best"] if best not in (None, 0, max(known, default=0)) else []
+    default = ",".join([*names, "last"])
     steps = [_step(step, workdir) for step in (flags.steps or default).split(",")]
     settings = settings_of(load_config(str(workdir / "config.json")))
     try:
@@ -47,10 +49,10 @@ def main(argv: list[str]) -> int:
         print(f"evaluate: {error}", file=sys.stderr)
         return 1
     (workdir / "evaluation.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
-    names = [name for name in rows[0] if not name.endswith(("_low", "_high"))]
-    print("  ".join(f"{name:>10}" for name in names))
+    columns = [name for name in rows[0] if not name.endswith(("_low", "_high"))]
+    print("  ".join(f"{name:>10}" for name in columns))
     for row in rows:
-        print("  ".join(f"{row[n]:>10}" if n == "step" else f"{row[n]:>10.3f}" for n in names))
+        print("  ".join(f"{row[n]:>10}" if n == "step" else f"{row[n]:>10.3f}" for n in columns))
     return 0
 
 

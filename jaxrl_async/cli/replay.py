@@ -43,7 +43,9 @@ def main(argv: list[str]) -> int:
 
     until = None if flags.until < 0 else flags.until
     try:
-        comparisons = replay(settings, workdir, out=out, first=flags.first, until=until)
+        comparisons = replay(
+            settings, workdir, out=out, first=flags.first, until=until, changed=bool(changed)
+        )
     except (ReplayError, JournalError, CheckpointError) as error:
         print(f"replay: {error}", file=sys.stderr)
         return 1

@@ -91,6 +91,7 @@ def train(
     timers: Timers,
     reference: Any = None,
     should_stop: Callable[[int, bool], bool] = lambda step, chunk_arrived: False,
+    own_samples: bool = True,
 ) -> TrainState:
     """Trains from first_step to learner.num_steps. Step s turns version s − 1 into version s.
 
@@ -110,6 +111,8 @@ def train(
       should_stop: (step, whether its first chunk has arrived) → whether to stop before that step. Called once with
         True, and repeatedly with False during a wait for that chunk or for a push. The version before is then saved
         and not published: a resumed run publishes it. All processes of the learner get the same answer.
+      own_samples: whether the versions in the groups are those of this training. In a replay with other settings they
+        are the run's, so there is no mismatch to measure.
 
     Returns:
       The state of the last version.
@@ -122,7 +125,9 @@ def train(
     advantages = ADVANTAGES[settings.loss.advantage]
     state, accumulator = train_step.warm_up(state, pack.padding(), reference)
     wait_for_push = settings.mode != "async"  # A step then starts after the push before it.
-    finalizer = _StepFinalizer(settings, train_step, queue, publisher, save, metrics, timers)
+    finalizer = _StepFinalizer(
+        settings, train_step, queue, publisher, save, metrics, timers, own_samples
+    )
     for step in range(first_step, settings.learner.num_steps + 1):
         groups: list[Group] = []
         batches: list[Batch] = []
@@ -212,7 +217,9 @@ class _StepFinalizer:
         save: Callable[[int, TrainState, ResumePoint], None],
         metrics: MetricsWriter,
         timers: Timers,
+        own_samples: bool,
     ):
+        self._own_samples = own_samples
         self._settings, self._train_step, self._queue = settings, train_step, queue
         self._publisher, self._save, self._metrics = publisher, save, metrics
         self._timers = timers
@@ -272,7 +279,10 @@ class _StepFinalizer:
     ) -> None:
         status = self._queue.status()
         row = _step_metrics(minibatches, ended.groups, ended.batches)
-        self._watch(ended.step, row)
+        if self._own_samples:
+            self._watch(ended.step, row)
+        else:
+            row = {k: v for k, v in row.items() if not k.startswith("mismatch/")}
         self._fairness(ended.step, status.lengths)
         row |= self._publisher.metrics() | self._rates.metrics(status) | self._timers.pop()
         now = time.monotonic()

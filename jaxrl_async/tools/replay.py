@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import logging
 import pathlib
+import shutil
 from typing import Any
 
 import jax
@@ -53,18 +54,20 @@ def replay(
     out: pathlib.Path,
     first: int = 0,
     until: int | None = None,
+    changed: bool = False,
 ) -> list[Comparison]:
     """Trains again on a run's groups.
 
     Args:
       settings: the run's, or with another objective, optimizer or packing.
       workdir: of the run; nothing in it is changed.
-      out: receives metrics.jsonl, tensorboard/ and checkpoints/.
+      out: receives metrics.jsonl, tensorboard/, checkpoints/ and the run's tokenizer/.
       first: the checkpoint to start from.
       until: the last step; None for the last one that was committed.
+      changed: the settings are not the run's, so weights and samples are not of the same versions.
 
     Returns:
-      A comparison with each checkpoint of the run between the two steps.
+      A comparison with each checkpoint of the run between the two steps; none with `changed`.
 
     Raises:
       ReplayError: the journal lacks a step.
@@ -88,6 +91,8 @@ def replay(
     mesh = sharding.make_mesh(learner.data, learner.fsdp, learner.tensor)
     train_step = parts.train_step_of(settings, config, mesh)
     out.mkdir(parents=True, exist_ok=True)
+    if (workdir / "tokenizer").exists():
+        shutil.copytree(workdir / "tokenizer", out / "tokenizer")
     comparisons: list[Comparison] = []
     with contextlib.ExitStack() as stack:
         theirs, ours = (
@@ -105,7 +110,7 @@ def replay(
         known = set(theirs.steps())
 
         def save(step: int, state: TrainState, _: Any) -> None:
-            if step in known:
+            if step in known and not changed:
                 comparisons.append(_compare(step, state, theirs.restore(step, abstract)[0]))
             if step == last:
                 ours.save(step, state, position)
@@ -127,6 +132,7 @@ def replay(
             metrics=metrics,
             timers=Timers(),
             reference=reference,
+            own_samples=not changed,
         )
     reader.close()
     return comparisons

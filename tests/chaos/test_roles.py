@@ -84,11 +84,18 @@ def test_another_objective_is_trained_on_the_same_data(attacked, tmp_path):
     loss = "--config.loss.anchor=behavior"
     code, printed = replay(workdir, "--until=5", f"--out={tmp_path}/b", loss)
     assert code == 0 and f"not compared: {loss}" in printed
+    assert "engine and learner differ" not in printed
     ours, theirs = read_metrics(tmp_path / "b"), read_metrics(workdir)[:5]
+    assert "mismatch/mean_abs" in theirs[0] and not any("mismatch/" in name for name in ours[0])
     assert [r["reward/mean"] for r in ours] == [r["reward/mean"] for r in theirs]
     assert [r["policy/grad_norm"] for r in ours[1:]] != [r["policy/grad_norm"] for r in theirs[1:]]
     config = json.loads((tmp_path / "b" / "config.json").read_text())
     assert config["loss"]["anchor"] == "behavior"
+    words = ["-m", "jaxrl_async", "evaluate", f"--workdir={tmp_path}/b"]
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, timeout=300)
+    assert done.returncode == 0, done.stderr.decode()
+    (row,) = json.loads((tmp_path / "b" / "evaluation.json").read_text())
+    assert row["step"] == 5
 
 
 def test_a_replay_that_differs_in_the_last_bits_is_found_out(attacked, tmp_path, monkeypatch):
