@@ -1,19 +1,20 @@
 """The journal at the size of a long run: a queue's restart, and forgetting while calls go on.
 
-    python benchmarks/journal.py [--indexes=10000000] [--gigabytes=100] [--forget=22] [--directory=DIR] [--smoke]
+    python benchmarks/journal.py [--indexes=10000000] [--gigabytes=100] [--forget=22] [--sparse] [--directory=DIR]
 
 **restart.** A journal with so many indexes, all trained but the last 512, and so many gigabytes of groups, is made up:
-rows are written to the file directly, their messages zeros, whose blocks are then given back to the disk (`fallocate
---dig-holes`; a quarter of the size is left). The queue that wrote it is killed with a full log. Then, in a new process:
-seconds from the journal's opening to its state, `RESTARTS` times, the page cache emptied before where this is root.
-`before` opens it as format 1 did: every row is read, and the file is checked whole.
+rows are written to the file directly, their messages zeros. With --sparse their blocks are then given back to the disk
+(`fallocate --dig-holes`; a quarter of the size is left, in so many pieces that deleting the file takes minutes). The
+queue that wrote it is killed with a full log. Then, in a new process: seconds from the journal's opening to its state,
+`RESTARTS` times, the page cache emptied before where this is root. `before` opens it as format 1 did: every row is
+read, and the file is checked whole.
 
 **forget.** A journal holds so many gigabytes of groups of 1.7 MB, with random bytes. 16 callers submit such groups, one
 after the other, 20 a second together, first alone and then while the queue forgets the gigabytes. Milliseconds of a
 call (`admitted` and `submitted`) as median, p99 and the longest. `at once` is one transaction that overwrites what it
 deletes, as before.
 
-Results are printed and written to benchmarks/results/journal.json, or to --out.
+Results are printed and written to benchmarks/results/journal.json, or to --out, part by part; --smoke is quick.
 """
 
 import argparse
@@ -55,6 +56,8 @@ def main(argv: list[str] | None = None) -> None:
         "--gigabytes", type=float, default=100.0, help="of the journal that restarts"
     )
     parser.add_argument("--forget", type=float, default=22.0, help="gigabytes that are forgotten")
+    parser.add_argument("--sparse", action="store_true", help="needs a quarter of the room")
+    parser.add_argument("--part", choices=("restart", "forget"), help="one alone")
     parser.add_argument("--directory", type=pathlib.Path, help="where the journals are made")
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--smoke", action="store_true", help="20,000 indexes, 0.2 GB, 0.1 GB")
@@ -62,25 +65,34 @@ def main(argv: list[str] | None = None) -> None:
     if args.smoke:
         args.indexes, args.gigabytes, args.forget = 20_000, 0.2, 0.1
     result = {"machine": platform.machine(), "cores": os.cpu_count(), "load": [os.getloadavg()[0]]}
+    args.out.mkdir(parents=True, exist_ok=True)
+    results = args.out / "journal.json"
+    if results.exists() and args.part:
+        result |= json.loads(results.read_text("utf-8"))
+
+    def add(name: str, found: dict) -> None:
+        result[name] = found
+        result["load"] = [result["load"][0], os.getloadavg()[0]]
+        print(json.dumps({name: found}, indent=2), flush=True)
+        results.write_text(json.dumps(result, indent=2) + "\n", "utf-8")
+
     with tempfile.TemporaryDirectory(dir=args.directory) as directory:
         path = pathlib.Path(directory) / "journal.sqlite"
-        result["restart"] = restart(path, args.indexes, round(args.gigabytes * 1e9))
-        _remove(path)
-        for name, slices in (("in slices", True), ("at once", False)):
-            found = asyncio.run(
-                forget(path, round(args.forget * 1e9), slices, 2.0 if args.smoke else ALONE_SECS)
-            )
-            result[f"forget {name}"] = found
+        if args.part != "forget":
+            num_bytes = round(args.gigabytes * 1e9)
+            add("restart", restart(path, args.indexes, num_bytes, args.sparse))
             _remove(path)
-    result["load"].append(os.getloadavg()[0])
-    print(json.dumps(result, indent=2))
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "journal.json").write_text(json.dumps(result, indent=2) + "\n", "utf-8")
+        alone_secs = 2.0 if args.smoke else ALONE_SECS
+        for name, slices in (("in slices", True), ("at once", False)):
+            if args.part != "restart":
+                num_bytes = round(args.forget * 1e9)
+                add(f"forget {name}", asyncio.run(forget(path, num_bytes, slices, alone_secs)))
+                _remove(path)
 
 
-def restart(path: pathlib.Path, num_indexes: int, num_bytes: int) -> dict:
+def restart(path: pathlib.Path, num_indexes: int, num_bytes: int, sparse: bool) -> dict:
     """Seconds of restarts of a journal that is made up here."""
-    num_groups = make_up(path, num_indexes, num_bytes)
+    num_groups = make_up(path, num_indexes, num_bytes, sparse)
     _in_process(_leave_a_full_log, path)
     log = _log_of(path).read_bytes()
     size = path.stat().st_size
@@ -94,13 +106,14 @@ def restart(path: pathlib.Path, num_indexes: int, num_bytes: int) -> dict:
         "groups": num_groups,
         "file_gb": size / 1e9,
         "log_mb": len(log) / 1e6,
+        "sparse": sparse,
         "cold": os.geteuid() == 0,
         "secs": [round(s, 3) for s in secs],
         "before_secs": [round(s, 1) for s in before],
     }
 
 
-def make_up(path: pathlib.Path, num_indexes: int, num_bytes: int) -> int:
+def make_up(path: pathlib.Path, num_indexes: int, num_bytes: int, sparse: bool) -> int:
     """Writes the rows of a long run; returns the number of groups."""
     Journal(path, batch_groups=BATCH).close()
     num_trained = num_indexes - NUM_OPEN
@@ -156,7 +169,8 @@ def make_up(path: pathlib.Path, num_indexes: int, num_bytes: int) -> int:
             )
             c.execute("COMMIT")
             end = path.stat().st_size
-            _dig(path, done, end - done)
+            if sparse:
+                _dig(path, done, end - done)
             done = end
     return num_groups
 
