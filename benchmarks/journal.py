@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> None:
         path = pathlib.Path(directory) / "journal.sqlite"
         if args.part != "forget":
             num_bytes = round(args.gigabytes * 1e9)
-            add("restart", restart(path, args.indexes, num_bytes, args.sparse))
+            add("restart", restart(path, args, num_bytes))
             _remove(path)
         alone_secs = 2.0 if args.smoke else ALONE_SECS
         for name, slices in (("in slices", True), ("at once", False)):
@@ -90,23 +90,23 @@ def main(argv: list[str] | None = None) -> None:
                 _remove(path)
 
 
-def restart(path: pathlib.Path, num_indexes: int, num_bytes: int, sparse: bool) -> dict:
+def restart(path: pathlib.Path, args: argparse.Namespace, num_bytes: int) -> dict:
     """Seconds of restarts of a journal that is made up here."""
-    num_groups = make_up(path, num_indexes, num_bytes, sparse)
+    num_groups = make_up(path, args.indexes, num_bytes, args.sparse)
     _in_process(_leave_a_full_log, path)
     log = _log_of(path).read_bytes()
     size = path.stat().st_size
     secs, before = [], []
-    for _ in range(RESTARTS):
+    for _ in range(1 if args.smoke else RESTARTS):
         _log_of(path).write_bytes(log)
         secs.append(_in_process(_seconds_to_state, path))
     before.append(_in_process(_seconds_of_before, path))
     return {
-        "indexes": num_indexes,
+        "indexes": args.indexes,
         "groups": num_groups,
         "file_gb": size / 1e9,
         "log_mb": len(log) / 1e6,
-        "sparse": sparse,
+        "sparse": args.sparse,
         "cold": os.geteuid() == 0,
         "secs": [round(s, 3) for s in secs],
         "before_secs": [round(s, 1) for s in before],

@@ -124,6 +124,14 @@ def check_rewards(result, directory):
         assert all(row["calls_per_sec"]["low"] > 0 for row in reward["processes"].values())
 
 
+def check_journal(result, directory):
+    restart = result["restart"]
+    assert restart["indexes"] == 20_000 and restart["file_gb"] > 0.2 and restart["log_mb"] > 60
+    for name in ("forget in slices", "forget at once"):
+        calls = result[name]["calls_ms"]
+        assert calls["alone"]["calls"] > 0 and result[name]["gb"] == pytest.approx(0.1, rel=0.05)
+
+
 DIGITS = ["--seeds=2", "--steps=20", "--delays=3", "--learning-rates=1e-3,1e-2"]
 LONG = pytest.mark.long
 
@@ -155,6 +163,7 @@ LONG = pytest.mark.long
         ("head", [["--smoke", "--rounds=1"]], "head", check_head),
         ("trajectory_queue", [["--smoke"]], "queue", check_queue),
         ("rewards", [["--smoke"]], "rewards", check_rewards),
+        ("journal", [["--smoke"]], "journal", check_journal),
     ],
 )
 def test_a_benchmark_runs_in_small_and_writes_its_figures(
