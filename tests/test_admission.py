@@ -147,6 +147,18 @@ def test_a_failed_index_waits_before_each_attempt_twice_as_long_and_keeps_its_pl
     assert admission.admit(4, now) == [Permit(4, 0)]  # Exhausted, so its place is free.
 
 
+@pytest.mark.parametrize("reason", ["over_age", "foreign_version"])
+def test_an_index_waits_for_servers_that_hold_other_weights(reason):
+    admission = published(max_attempts=9)
+    (permit,) = admission.admit(1, 0.0)
+    for backoff in (0.5, 1.0, 2.0, 4.0):
+        assert admission.return_permit(permit, reason, 0.0) == "reissued"
+        assert permit not in admission.admit(0, 0.99 * backoff)
+        assert admission.admissible_at(0.99 * backoff) == 3  # of 4: its place is kept
+        (permit,) = admission.admit(1, backoff)
+        assert permit.prompt_index == 0
+
+
 def test_a_retired_index_is_replaced_by_a_fresh_one():
     admission = published()
     permits = admission.admit(4, 0.0)

@@ -58,6 +58,7 @@ class Queue:
     """Gives one permit per prompt, and keeps the groups."""
 
     run_id = ""
+    v_pub = table_v_pub = None
 
     def __init__(self, address):
         self.records = [ServerRecord(address, "HEALTHY", sums.VERSION)]

@@ -193,6 +193,45 @@ def test_a_server_that_failed_gets_no_request_for_suspect_secs():
     assert fleet.route() == A
 
 
+def test_a_server_that_sampled_with_other_weights_is_left_until_the_table_says_otherwise():
+    clock = Clock()
+    fleet = make_fleet(clock, a="HEALTHY", b="HEALTHY")
+    fleet.distrust(A)
+    clock.now += 6.0  # more than suspect_secs
+    fleet.suspect(A)  # A later failure is no reason to trust it earlier.
+    table = [ServerRecord(A, "HEALTHY", 3, load=5), ServerRecord(B, "HEALTHY", 3)]
+    with fleet.serving(B, 1000):
+        fleet.update(table)
+        assert fleet.route() == B and fleet.state(A) == "SUSPECT"
+        fleet.update([ServerRecord(A, "HEALTHY", 4), ServerRecord(B, "HEALTHY", 4)])
+        assert fleet.route() == A
+        fleet.distrust(A)
+        for state in ("STALE", "HEALTHY"):
+            fleet.update([ServerRecord(A, state, 4), ServerRecord(B, "HEALTHY", 4)])
+        assert fleet.route() == A
+        fleet.distrust(A)
+        clock.now += 25.1  # The publisher has looked five times.
+        assert fleet.route() == A
+
+
+async def test_a_table_of_before_the_published_version_routes_nothing():
+    fleet = make_fleet()
+    old = [ServerRecord(A, "HEALTHY", 3), ServerRecord(B, "HEALTHY", 3)]
+    fleet.update(old, 3)
+    fleet.expect(3)
+    assert fleet.route() == A
+    fleet.expect(4)
+    assert fleet.route() is None and fleet.route(prefers=B) is None
+    assert fleet.describe().startswith("a table of version 3, while 4 is published: ")
+    waiting = asyncio.create_task(fleet.wait_for_change(600.0))
+    await asyncio.sleep(0)
+    fleet.update([ServerRecord(A, "STALE", 3), ServerRecord(B, "HEALTHY", 4)], 4)
+    await asyncio.wait_for(waiting, 60.0)
+    assert fleet.route() == B
+    fleet.expect(0)  # A new run
+    assert fleet.route() == B
+
+
 def test_suspicion_outlives_a_new_table():
     fleet = make_fleet(a="HEALTHY", b="HEALTHY")
     fleet.suspect(A)

@@ -443,6 +443,22 @@ async def test_the_table_of_servers_is_watched(monkeypatch):
             await queue.publish(0, [ServerRecord("http://a:1", "ILL", 1)])
 
 
+async def test_a_worker_is_told_the_published_version_with_its_permits_and_with_the_table():
+    async with opened() as queue:
+        client, fleets = queue.client, queue.client.watch_fleet()
+        assert await anext(fleets) == () and client.table_v_pub is None
+        assert await client.admit(1, 0.0) == [] and client.v_pub is None
+        await queue.publish(0, SERVERS)
+        assert await anext(fleets) == SERVERS and client.table_v_pub == 0
+        await queue.fill(4)
+        assert client.v_pub == 0
+        await queue.lease(1)
+        await queue.publish(1, SERVERS)
+        assert await client.admit(1, 5.0) and client.v_pub == 1
+        assert await anext(fleets) == SERVERS and client.table_v_pub == 1  # of the same servers
+        await fleets.aclose()
+
+
 async def test_a_learner_watches_the_published_version_alone():
     async with opened() as queue:
         learner = await asyncio.to_thread(LearnerQueue(queue.address, **TIMEOUTS).__enter__)

@@ -506,8 +506,11 @@ class FakeQueue:
         self.told = {}
         self.submit_error = None
         self.failures = []
+        self.refusals = {}  # version of a group's last token → outcome
         self.run_id = ""
+        self.v_pub = self.table_v_pub = 3
         self.next_run = None  # of the second table
+        self.tables = asyncio.Queue()  # (records, the version published) after the first
         self._next = 0
 
     async def admit(self, max_permits, wait_secs, *, worker, working_on):
@@ -522,7 +525,7 @@ class FakeQueue:
         if self.submit_error is not None:
             raise self.submit_error
         self.submitted.append(group)
-        return "held"
+        return self.refusals.get(int(group.trajectories[0].versions[-1]), "held")
 
     async def return_permit(self, permit, reason, detail="", *, prompt_tokens, completion_tokens):
         self.returned.append((permit, reason, detail))
@@ -540,7 +543,9 @@ class FakeQueue:
         if self.next_run is not None:
             self.run_id = await self.next_run
             yield self.records
-        await asyncio.sleep(3600)
+        while True:
+            self.records, self.table_v_pub = await self.tables.get()
+            yield self.records
 
 
 class FakeRewards:
@@ -643,6 +648,39 @@ async def test_a_permit_becomes_a_whole_rewarded_group(make_worker, queue, rewar
     assert {answer for _, answer in rewards.texts} == {"gold 0"}
     stats = worker.statistics
     assert (stats.num_groups, stats.num_completions, stats.completion_tokens) == (1, 4, 20)
+
+
+@pytest.mark.parametrize(("outcome", "version"), [("over_age", 1), ("foreign_version", 9)])
+async def test_a_server_whose_group_was_refused_gets_nothing_until_the_table_says_otherwise(
+    make_worker, queue, servers, outcome, version
+):
+    first, second = servers
+    first.version, queue.refusals, queue.limit = str(version), {version: outcome}, 4
+    fleet = Fleet(suspect_secs=60.0, clock=time.monotonic, speeds={}, rng=InOrder())
+    async with InferenceClient() as client:
+        worker = make_worker(
+            sampler=make_sampler(client, fleet), fleet=fleet, group_size=1, max_running_groups=1
+        )
+        await work_until(worker, lambda: worker.statistics.num_done == 4)
+        assert (len(first.calls), len(second.calls)) == (1, 3)
+        assert fleet.state(first.address) == "SUSPECT"
+        assert worker.statistics.num_refused == 1
+        fleet.update([ServerRecord(s.address, "HEALTHY", 4) for s in servers])
+        assert fleet.state(first.address) == "HEALTHY"
+
+
+async def test_a_worker_with_an_old_table_asks_no_server(make_worker, queue, servers):
+    first, second = servers
+    queue.v_pub, second.version = 4, "4"  # The permit is of version 4, the table of version 3.
+    worker = make_worker()
+    task = asyncio.create_task(work_until(worker, lambda: queue.submitted))
+    while "a table of version 3, while 4 is published" not in worker.waits_for():
+        await asyncio.sleep(0.002)
+    assert first.calls == second.calls == []
+    table = [ServerRecord(first.address, "STALE", 3), ServerRecord(second.address, "HEALTHY", 4)]
+    queue.tables.put_nowait((table, 4))
+    await task
+    assert first.calls == [] and len(second.calls) == 4
 
 
 async def test_the_text_that_is_rewarded_ends_before_the_stop_token(

@@ -122,6 +122,9 @@ class QueueClient:
         self._outage_secs = outage_secs
         self._instance = uuid.uuid4().hex  # of this process, where it works under a name
         self.run_id = ""  # the run of the queue that answered last; "" before it connects
+        # The version published when permits were given last, and that of the last table; None before the first.
+        self.v_pub: int | None = None
+        self.table_v_pub: int | None = None
 
     async def __aenter__(self) -> "QueueClient":
         """Connects.
@@ -195,6 +198,7 @@ class QueueClient:
             working_on=[wire.encode_permit(p) for p in working_on],
         )
         reply = await self._call("Admit", request, wait_secs)
+        self.v_pub = reply.v_pub if reply.HasField("v_pub") else None
         return [wire.decode_permit(p) for p in reply.permits]
 
     async def submit(self, group: Group) -> str:
@@ -246,6 +250,8 @@ class QueueClient:
     async def watch_fleet(self) -> AsyncIterator[tuple[ServerRecord, ...]]:
         """Yields the table of servers, at once and at every change. Reconnects where no heartbeat comes.
 
+        `table_v_pub` is the version that was published when the table was sent.
+
         Raises:
           ConnectionError: no answer within outage_secs.
           PermissionError: the token is wrong.
@@ -261,7 +267,9 @@ class QueueClient:
                     if reply is grpc.aio.EOF:
                         break
                     servers = wire.decode_servers(reply.servers)
-                    if servers != last or reply.run_id != self.run_id:
+                    v_pub = reply.v_pub if reply.HasField("v_pub") else None
+                    if (servers, v_pub) != (last, self.table_v_pub) or reply.run_id != self.run_id:
+                        self.table_v_pub = v_pub
                         self.run_id = reply.run_id  # Another one where a new queue began a new run.
                         last = servers
                         yield servers

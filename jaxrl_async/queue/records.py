@@ -24,7 +24,17 @@ REISSUE_REASONS = frozenset(
     }
 )
 # Of REISSUE_REASONS: what failed may need a while, so the index is issued again after a back-off.
-FAULTS = frozenset({"server_error", "aborted", "rollout_error", "reward_error", "reward_timeout"})
+FAULTS = frozenset(
+    {
+        "server_error",
+        "aborted",
+        "rollout_error",
+        "reward_error",
+        "reward_timeout",
+        "over_age",
+        "foreign_version",
+    }
+)
 RETIRE_REASONS = frozenset({"equal_rewards", "overlong", "invalid"})
 EXHAUSTED = "exhausted"  # Retired by the queue, after max_attempts.
 

@@ -265,7 +265,9 @@ class QueueService:
         )
         if self._journal is not None and permits:
             await self._journal.admitted(permits, request.worker, self._admission.v_pub)
-        return pb.AdmitReply(permits=[wire.encode_permit(p) for p in permits])
+        return pb.AdmitReply(
+            permits=[wire.encode_permit(p) for p in permits], v_pub=self._admission.v_pub
+        )
 
     async def Push(self, request: pb.Group, raw: bytes | None = None) -> pb.PushReply:
         """Takes a group, once. `raw` is the received message, for the journal, so that it is not serialized again."""

@@ -75,6 +75,8 @@ class Sampler:
         self._running: dict[str, str] = {}  # rid → address, of requests that may run on a server
         self._calls: dict[str, asyncio.Task[Completion]] = {}  # rid → the call that waits for it
         self._homes: dict[Permit, str] = {}  # the server of a group's first request
+        # Of a group: the servers that sampled, each time with their oldest and newest version.
+        self._sources: dict[Permit, list[tuple[str, int, int]]] = {}
         self._drains: dict[str, asyncio.Task[None]] = {}  # rid → of a server that has left
         self._unrouted: set[str] = set()  # prefixes of samples that wait for a HEALTHY server
 
@@ -97,14 +99,27 @@ class Sampler:
         if self._client.run_id:
             self._client.run_id = run_id
 
-    def suspect(self, permit: Permit) -> None:
-        """Suspects the server of a permit's group."""
-        if permit in self._homes:
-            self._fleet.suspect(self._homes[permit])
+    def distrust(self, permit: Permit, refusal: str) -> None:
+        """Distrusts the servers that sampled the tokens for which a group was refused: its oldest, or its newest.
+
+        Args:
+          permit: of the group.
+          refusal: "over_age" or "foreign_version".
+        """
+        sources = self._sources.get(permit, ())
+        if refusal == "over_age":
+            bound = min((oldest for _, oldest, _ in sources), default=0)
+            guilty = {address for address, oldest, _ in sources if oldest == bound}
+        else:
+            bound = max((newest for *_, newest in sources), default=0)
+            guilty = {address for address, _, newest in sources if newest == bound}
+        for address in guilty:
+            self._fleet.distrust(address)
 
     def release(self, permit: Permit) -> None:
-        """Forgets the server of a permit that has ended."""
+        """Forgets the servers of a permit that has ended."""
         self._homes.pop(permit, None)
+        self._sources.pop(permit, None)
 
     async def abort(self, permit: Permit, *, timeout_secs: float) -> None:
         """Ends the requests of a permit that may still run, on every server."""
@@ -190,8 +205,8 @@ class Sampler:
             except ServerError as error:
                 if not error.retryable:
                     raise RolloutError("server_error", str(error)) from error
-                self._fleet.suspect(address)
                 foreign = isinstance(error, ForeignVersionError)
+                self._fleet.distrust(address) if foreign else self._fleet.suspect(address)
                 reason = "foreign_version" if foreign else "server_error"
                 detail, failed = str(error), address
                 await self._back_off(retry, deadline)
@@ -199,6 +214,9 @@ class Sampler:
                 continue
             retry += 1
             parts.append(part)
+            if len(part.versions):
+                span = (address, int(part.versions.min()), int(part.versions.max()))
+                self._sources.setdefault(sample.permit, []).append(span)
             if part.finish_reason != "abort":
                 return part if len(parts) == 1 else _join(parts, part.finish_reason)
             reason, detail, failed = "aborted", f"{address} aborted {rid}", address

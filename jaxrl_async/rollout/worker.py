@@ -178,7 +178,7 @@ class Worker:
     async def _watch_fleet(self) -> None:
         async for records in self._queue.watch_fleet():
             self._sampler.take_run(self._queue.run_id)
-            self._fleet.update(records)
+            self._fleet.update(records, self._queue.table_v_pub)
             self._sampler.cancel_dead()
 
     async def _work(self, tasks: asyncio.TaskGroup) -> None:
@@ -189,6 +189,7 @@ class Worker:
             permits = await self._queue.admit(
                 free, ADMIT_WAIT_SECS, worker=self._name, working_on=self._running
             )
+            self._fleet.expect(self._queue.v_pub)
             if permits and not self._running:
                 self._secs["idle"] += time.monotonic() - self._idle_since
             for permit in permits:
@@ -205,7 +206,7 @@ class Worker:
             outcome = await self._queue.submit(group)
             if outcome in ("over_age", "foreign_version"):
                 log.warning("%s was refused as %s", permit, outcome)
-                self._sampler.suspect(permit)  # Its table of servers may be an old one.
+                self._sampler.distrust(permit, outcome)
         except RolloutError as error:
             await self._return(permit, error.reason, error.detail)
             await self._end_with_first_failures(permit, error.cause)

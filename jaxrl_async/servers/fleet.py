@@ -22,6 +22,7 @@ DEAD = "DEAD"  # does not answer
 # A request leaves the server that has its prefix for one with less than this share of its load. A group so stays on
 # one server while there is work for all, and spreads over servers that would be idle otherwise.
 SPILL_SHARE = 0.25
+DISTRUST_LOOKS = 5  # times suspect_secs
 _DRAWS = 4  # of two servers, before the whole table is looked at
 
 
@@ -58,12 +59,24 @@ class Fleet:
         self._cumulative_speeds: list[float] = []  # of the HEALTHY ones; [] where all are equal
         self._suspect_until: dict[str, float] = {}
         self._outstanding: collections.Counter[str] = collections.Counter()
+        self._distrusted: dict[str, ServerRecord | None] = {}  # their records at that time
+        self._v_pub: int | None = None  # published when the table was sent
+        self._newest_v_pub: int | None = None  # as the queue said last
         self._reported: dict[str, int] = {}  # the outstanding tokens that the queue knows
         self._changed = asyncio.Event()
 
-    def update(self, records: Iterable[ServerRecord]) -> None:
-        """Replaces the table by the queue's; suspicion and outstanding tokens stay."""
+    def update(self, records: Iterable[ServerRecord], v_pub: int | None = None) -> None:
+        """Replaces the table by the queue's; suspicion and outstanding tokens stay.
+
+        Args:
+          records: the table.
+          v_pub: the version that was published when it was sent; None where that is unknown.
+        """
         self._records = {record.address: record for record in records}
+        self._v_pub = v_pub
+        for address in [a for a in self._distrusted if self._says_otherwise(a)]:
+            del self._distrusted[address]
+            self._suspect_until.pop(address, None)
         self._healthy = [a for a, record in self._records.items() if record.state == HEALTHY]
         speeds = [self._speed(address) for address in self._healthy]
         self._cumulative_speeds = list(itertools.accumulate(speeds)) if len(set(speeds)) > 1 else []
@@ -71,6 +84,15 @@ class Fleet:
         self._suspect_until = {a: t for a, t in self._suspect_until.items() if t > now}
         self._changed.set()
         self._changed = asyncio.Event()
+
+    def expect(self, v_pub: int | None) -> None:
+        """A table of before this version was published routes nothing: a server in it may have missed the push."""
+        self._newest_v_pub = v_pub
+
+    @property
+    def is_out_of_date(self) -> bool:
+        """Whether the table is of before the version that was published last."""
+        return None not in (self._v_pub, self._newest_v_pub) and self._v_pub < self._newest_v_pub
 
     def route(self, excluding: Collection[str] = (), *, prefers: str | None = None) -> str | None:
         """A HEALTHY server for a request: the less loaded of two, or the preferred one.
@@ -83,8 +105,10 @@ class Fleet:
             other has less than SPILL_SHARE of its load.
 
         Returns:
-          The address, or None when no server is HEALTHY.
+          The address, or None when no server is HEALTHY or the table is out of date.
         """
+        if self.is_out_of_date:
+            return None
         best = min(self._candidates(excluding), key=self.load, default=None)
         if prefers is None or not self._takes(prefers, excluding):
             return best
@@ -139,14 +163,27 @@ class Fleet:
 
     def suspect(self, address: str) -> None:
         """Notes that a request failed on a server."""
-        self._suspect_until[address] = self._clock() + self._suspect_secs
+        until = self._clock() + self._suspect_secs
+        self._suspect_until[address] = max(until, self._suspect_until.get(address, until))
+
+    def distrust(self, address: str) -> None:
+        """Notes that a server sampled with other weights than the table says.
+
+        It gets no request until the table says otherwise: until its state or version changes there. The publisher
+        looks at it within suspect_secs; a change that goes by unseen ends the wait after DISTRUST_LOOKS of them.
+        """
+        self._distrusted[address] = self._records.get(address)
+        self._suspect_until[address] = self._clock() + DISTRUST_LOOKS * self._suspect_secs
 
     def describe(self) -> str:
         """One phrase per server, for messages."""
         if not self._records:
             return "no server is known yet"
         rows = self._records.values()
-        return "; ".join(f"{r.address} {self.state(r.address)} version {r.version}" for r in rows)
+        text = "; ".join(f"{r.address} {self.state(r.address)} version {r.version}" for r in rows)
+        if not self.is_out_of_date:
+            return text
+        return f"a table of version {self._v_pub}, while {self._newest_v_pub} is published: {text}"
 
     def _candidates(self, excluding: Collection[str]) -> Sequence[str]:
         """Two HEALTHY servers drawn at random, or those of them that take the request; () where none is HEALTHY."""
@@ -161,6 +198,10 @@ class Fleet:
         if self._cumulative_speeds and len(addresses) > 2:
             return self._rng.choices(addresses, cum_weights=self._cumulative_speeds, k=2)
         return self._rng.sample(addresses, min(2, len(addresses)))
+
+    def _says_otherwise(self, address: str) -> bool:
+        then, now = self._distrusted[address], self._records.get(address)
+        return None in (then, now) or (then.state, then.version) != (now.state, now.version)
 
     def _takes(self, address: str, excluding: Collection[str]) -> bool:
         return address not in excluding and self.state(address) == HEALTHY
