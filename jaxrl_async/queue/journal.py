@@ -41,7 +41,7 @@ _FORMATS = (1, FORMAT)  # 1: without totals and open_permits
 BYTES_PER_TOKEN = 13  # of a group in the file: id, log-probability, version and mask of a token
 MAX_TRANSACTION = 256  # events
 # A call waits for at most one slice of the groups that are forgotten.
-SLICE_BYTES = 4 << 20
+SLICE_BYTES = 2 << 20
 SLICE_GROUPS = 256
 # Larger files are not read whole at the start, which would take minutes. Every group has a checksum of its own.
 MAX_CHECKED_BYTES = 64 << 20
@@ -175,6 +175,8 @@ class Journal:
         c = self._connection
         c.execute("PRAGMA locking_mode = EXCLUSIVE")
         c.execute(f"PRAGMA page_size = {PAGE_BYTES}")  # of a new file
+        # Of a new file: it knows which pages a group takes, so that forgetting a group reads none of them.
+        c.execute("PRAGMA auto_vacuum = INCREMENTAL")
         c.execute(f"PRAGMA journal_mode = {mode.upper()}")
         c.execute(f"PRAGMA synchronous = {synchronous.upper()}")
         (page_bytes,) = c.execute("PRAGMA page_size").fetchone()
