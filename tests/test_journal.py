@@ -133,8 +133,10 @@ async def test_the_version_of_a_permit_survives_a_kill(tmp_path):
         status = await queue.status()
         assert status.returned == {"over_age": 1, "foreign_version": 1}
         assert status.lengths["completion/dropped"] == 3
-        again = await queue.client.admit(2, 5.0)
-        assert again == [Permit(p.prompt_index, 1) for p in (permits[0], permits[2])]
+        missing = {Permit(p.prompt_index, 1) for p in (permits[0], permits[2])}
+        async with asyncio.timeout(60):
+            while missing:  # They come after a back-off, others before.
+                missing -= set(await queue.client.admit(1, 5.0))
 
 
 def as_format_1(connection) -> None:
