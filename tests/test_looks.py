@@ -3,9 +3,11 @@
 import asyncio
 import contextlib
 import json
+import re
 
 import pytest
 
+from jaxrl_async.servers.client import InferenceClient, ServerError, ServerTimeoutError
 from jaxrl_async.servers.looks import MAX_ANSWER_BYTES, Looks
 
 INFO = {"weight_version": "3", "weight_digest": "d"}
@@ -27,7 +29,9 @@ async def serving(answers):
         connections.append(writer)
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
-                requests.append(await reader.readuntil(b"\r\n\r\n"))
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = re.search(rb"Content-Length: (\d+)", head)
+                requests.append(head + await reader.readexactly(int(length[1]) if length else 0))
                 answer = answers[min(len(requests), len(answers)) - 1]
                 if answer is None:
                     break
@@ -129,3 +133,90 @@ async def test_servers_that_are_not_wanted_or_were_removed_are_not_looked_at():
                 seen.get_nowait()
             for _ in range(5):
                 assert await next_of(seen) == (two, INFO)
+
+
+@contextlib.asynccontextmanager
+async def client_with_open_line(address):
+    """A client whose look has opened a connection to a server, and that looks no more."""
+    seen, wanted = asyncio.Queue(), {address}
+    async with InferenceClient(api_key="key", admin_api_key="admin") as client:
+        looks = client.looks(
+            interval_secs=0.02,
+            timeout_secs=20.0,
+            is_wanted=wanted.__contains__,
+            on_answer=lambda server, info: seen.put_nowait(info),
+        )
+        looks.add(address, address)
+        task = asyncio.create_task(looks.run())
+        try:
+            assert await next_of(seen) == INFO
+            wanted.clear()
+            await asyncio.sleep(0)
+            yield client
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+
+
+async def test_the_calls_of_a_push_use_the_connection_of_the_looks():
+    async with serving([GOOD]) as (address, requests, connections):
+        async with client_with_open_line(address) as client:
+            assert await client.model_info(address, timeout_secs=20.0) == INFO
+            await client.pause(address, mode="retract", timeout_secs=20.0, lease_secs=3.0)
+            assert len(connections) == 1
+            await client.flush_cache(address, timeout_secs=20.0)  # It may answer with anything.
+            assert len(connections) == 2
+    get, pause = (request.decode() for request in requests[1:3])
+    assert get.startswith("GET /model_info HTTP/1.1\r\n") and "Bearer key\r\n" in get
+    assert pause.startswith("POST /pause_generation HTTP/1.1\r\n") and "Bearer admin\r\n" in pause
+    assert "X-Pause-Lease-Secs: 3\r\n" in pause and pause.endswith('\r\n\r\n{"mode":"retract"}')
+
+
+async def test_a_refusal_on_an_open_connection_is_an_error_with_its_status():
+    refusal = plain(b'{"error": {"message": "no such mode"}}', "400 Bad Request")
+    async with serving([GOOD, refusal, GOOD]) as (address, _, connections):
+        async with client_with_open_line(address) as client:
+            with pytest.raises(ServerError, match="HTTP 400: no such mode") as caught:
+                await client.pause(address, mode="x", timeout_secs=20.0)
+            assert caught.value.status == 400 and not caught.value.retryable
+            await client.continue_(address, timeout_secs=20.0)
+    assert len(connections) == 1
+
+
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
+
+
+@pytest.mark.parametrize("answer", [None, CHUNKED], ids=["closed", "chunked"])
+async def test_a_change_whose_answer_is_lost_is_not_sent_twice(answer):
+    async with serving([GOOD, answer, CHUNKED]) as (address, requests, _):
+        async with client_with_open_line(address) as client:
+            with pytest.raises(ServerError, match="connection lost") as caught:
+                await client.continue_(address, timeout_secs=20.0)
+            assert caught.value.retryable and len(requests) == 2
+            await client.continue_(address, timeout_secs=20.0)  # on a connection of its own
+            assert len(requests) == 3
+
+
+async def test_a_question_whose_answer_is_lost_is_asked_again():
+    async with serving([GOOD, None, GOOD]) as (address, _, connections):
+        async with client_with_open_line(address) as client:
+            assert await client.model_info(address, timeout_secs=20.0) == INFO
+    assert len(connections) == 2
+
+
+async def test_a_late_answer_is_an_error_and_reaches_no_later_call():
+    async with serving([GOOD, b"", plain(b"{}")]) as (address, _, connections):
+        async with client_with_open_line(address) as client:
+            with pytest.raises(ServerTimeoutError, match=r"no answer within 0\.05 s"):
+                await client.model_info(address, timeout_secs=0.05)
+            assert await client.model_info(address, timeout_secs=20.0) == {}
+    assert len(connections) == 2
+
+
+async def test_a_connection_that_the_server_will_close_is_not_used_again():
+    closing = GOOD.replace(b"\r\n", b"\r\nConnection: close\r\n", 1)
+    async with serving([GOOD, closing, GOOD]) as (address, _, connections):
+        async with client_with_open_line(address) as client:
+            for _ in range(2):
+                assert await client.model_info(address, timeout_secs=20.0) == INFO
+    assert len(connections) == 2

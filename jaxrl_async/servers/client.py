@@ -19,7 +19,7 @@ import numpy as np
 from jaxrl_async import security
 from jaxrl_async.queue.records import NOBODY, Identity
 from jaxrl_async.servers import files
-from jaxrl_async.servers.looks import Looks
+from jaxrl_async.servers.looks import Looks, LostAnswerError
 
 PAUSE_LEASE_HEADER = "X-Pause-Lease-Secs"  # weights.lease reads it
 MAX_LOGPROB_ROUNDING = 1e-6  # A log-prob may exceed 0 by this much: float32 rounding of log 1.
@@ -93,6 +93,7 @@ class InferenceClient:
         self._api_key = api_key
         self._admin_api_key = admin_api_key or api_key
         self._session: aiohttp.ClientSession | None = None
+        self._looks: Looks | None = None
 
     async def __aenter__(self) -> "InferenceClient":
         self._session = aiohttp.ClientSession(
@@ -113,8 +114,12 @@ class InferenceClient:
         await self._session.close()
 
     def looks(self, **kwargs: Any) -> Looks:
-        """Looks with this client's key and authorities; arguments as of `Looks`."""
-        return Looks(api_key=self._api_key, tls=self._tls, **kwargs)
+        """Looks with this client's key and authorities; arguments as of `Looks`.
+
+        From now on the calls of a push use their connections, where one is open and free.
+        """
+        self._looks = Looks(api_key=self._api_key, tls=self._tls, **kwargs)
+        return self._looks
 
     async def generate(
         self,
@@ -385,6 +390,18 @@ class InferenceClient:
         key = self._api_key if route in _INFORMATION_ROUTES else self._admin_api_key
         if key is not None:
             headers["Authorization"] = f"Bearer {key}"
+        line = self._looks and route in _LINE_ROUTES and self._looks.open_line(address)
+        if line:
+            try:
+                status, text = await line.call(method, route, body or b"", headers, timeout_secs)
+                return _read_answer(status, text, address, route)
+            except TimeoutError:
+                raise _no_answer(address, route, timeout_secs) from None
+            except LostAnswerError as error:
+                # A connection that the server has closed in the meantime. What may have been executed is not repeated.
+                if method != "GET":
+                    reason = f"connection lost: {error}"
+                    raise ServerError(address, route, reason, retryable=True) from error
         timeout = aiohttp.ClientTimeout(total=timeout_secs)
         try:
             async with self._session.request(
@@ -397,8 +414,7 @@ class InferenceClient:
             ) as response:
                 text = await response.read()
         except TimeoutError:
-            reason = f"no answer within {timeout_secs:g} s"
-            raise ServerTimeoutError(address, route, reason, retryable=True) from None
+            raise _no_answer(address, route, timeout_secs) from None
         except aiohttp.ClientConnectorCertificateError as error:
             reason = (
                 f"its certificate is of no authority in server.tls_ca, or not of that host: {error}"
@@ -413,11 +429,7 @@ class InferenceClient:
                 raise OutOfFilesError(address, route, reason, retryable=True) from error
             reason = f"connection lost: {error or type(error).__name__}"
             raise ServerError(address, route, reason, retryable=True) from error
-        if response.status != 200:
-            reason = f"HTTP {response.status}: {_message(text)}"
-            retryable = response.status >= 500 or response.status == 429
-            raise ServerError(address, route, reason, retryable=retryable, status=response.status)
-        return _decode(text, address, route)
+        return _read_answer(response.status, text, address, route)
 
 
 def read_completion(answer: Mapping[str, Any], run_id: str = "") -> Completion:
@@ -495,6 +507,20 @@ def _signature(writer: Identity) -> dict[str, Any]:
     return {} if writer == NOBODY else {"writer": dataclasses.asdict(writer)}
 
 
+def _no_answer(address: str, route: str, timeout_secs: float) -> ServerTimeoutError:
+    reason = f"no answer within {timeout_secs:g} s"
+    return ServerTimeoutError(address, route, reason, retryable=True)
+
+
+def _read_answer(status: int, text: bytes, address: str, route: str) -> dict:
+    """The JSON of an answer; raises ServerError for a refusal."""
+    if status != 200:
+        reason = f"HTTP {status}: {_message(text)}"
+        retryable = status >= 500 or status == 429
+        raise ServerError(address, route, reason, retryable=retryable, status=status)
+    return _decode(text, address, route)
+
+
 def _decode(text: bytes, address: str, route: str) -> dict:
     if not text.strip():  # The control routes may answer with an empty body.
         return {}
@@ -528,6 +554,16 @@ _INFORMATION_ROUTES = frozenset(
         "/get_model_info",
         "/get_server_info",
         "/v1/models",
+    }
+)
+# The calls of a push of files, with short answers: a push to 1,000 servers makes 6,000 of them.
+_LINE_ROUTES = frozenset(
+    {
+        "/model_info",
+        "/pause_generation",
+        "/continue_generation",
+        "/update_weights_from_disk",
+        "/update_weight_version",
     }
 )
 _NO_TOKEN = 2**31 - 1  # beyond every vocabulary

@@ -1,7 +1,8 @@
 """Looks at many servers: a GET of /model_info to each, over one open connection each, spread over the interval.
 
 A look costs a fraction of a call of the client, which stays the judge: a look reports what a server said, or that it
-said nothing that could be read, and its owner then calls. It knows no states and no versions.
+said nothing that could be read, and its owner then calls. The client's small calls may use the open connection of a
+look, at the same cost. It knows no states and no versions.
 """
 
 import asyncio
@@ -11,12 +12,18 @@ import re
 import ssl
 import time
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 TICK_SECS = 0.05  # between two groups of looks
 MAX_ANSWER_BYTES = 1 << 16
+_STATUS = re.compile(rb"HTTP/1\.1 (\d{3})[ \r]")
+_CLOSE = re.compile(rb"\r\nconnection:[ \t]*close[ \t]*\r\n", re.IGNORECASE)
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,9})[ \t]*\r\n", re.IGNORECASE)
+
+
+class LostAnswerError(ConnectionError):
+    """A call on an open connection whose answer did not come, or could not be read."""
 
 
 class Looks:
@@ -51,18 +58,26 @@ class Looks:
             [] for _ in range(max(1, round(interval_secs / TICK_SECS)))
         ]
         self._pause_secs = interval_secs / len(self._slots)
+        self._peers: dict[str, _Peer] = {}
 
     def add(self, server: Any, address: str) -> None:
         """Adds a server, its owner's object, at "http://host:port" or "https://host:port"."""
         peer = _Peer(server, address, self._api_key, self._tls, self._timeout_secs, self._on_answer)
         min(self._slots, key=len).append(peer)
+        self._peers[address] = peer
 
     def remove(self, server: Any) -> None:
         """Removes a server and closes its connection."""
         for slot in self._slots:
             for peer in [peer for peer in slot if peer.server is server]:
                 slot.remove(peer)
+                self._peers.pop(peer.address, None)
                 peer.close()
+
+    def open_line(self, address: str) -> "_Peer | None":
+        """The connection to a server, for one call: None where it is not open, in use, or gave no plain answer."""
+        peer = self._peers.get(address)
+        return peer if peer is not None and peer.is_free else None
 
     async def run(self) -> None:
         """Looks until it is cancelled, and then closes all connections."""
@@ -80,10 +95,10 @@ class Looks:
 
 
 class _Peer(asyncio.Protocol):
-    """The connection to one server; one look at a time."""
+    """The connection to one server; one look or call at a time."""
 
     def __init__(self, server, address, api_key, tls, timeout_secs, on_answer):
-        self.server = server
+        self.server, self.address = server, address
         url = urllib.parse.urlsplit(address)
         self._host = url.hostname
         self._port = url.port or (443 if url.scheme == "https" else 80)
@@ -91,13 +106,49 @@ class _Peer(asyncio.Protocol):
         self._timeout_secs = timeout_secs
         self._on_answer = on_answer
         key = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
-        self._request = f"GET /model_info HTTP/1.1\r\nHost: {url.netloc}\r\n{key}\r\n".encode()
+        self._host_line = f" HTTP/1.1\r\nHost: {url.netloc}\r\n"
+        self._request = f"GET /model_info{self._host_line}{key}\r\n".encode()
         self._transport: asyncio.Transport | None = None
         self._connecting: asyncio.Task | None = None
         self._asked_at: float | None = None  # of the look under way
+        self._answer: asyncio.Future[tuple[int, bytes]] | None = None  # of the call under way
+        self._is_plain = True  # whether every call had an answer that could be read
         self._buffer = b""
 
+    @property
+    def is_free(self) -> bool:
+        """Whether `call` may be used."""
+        is_open = self._transport is not None and not self._transport.is_closing()
+        return is_open and self._asked_at is None and self._answer is None and self._is_plain
+
+    async def call(
+        self, method: str, route: str, body: bytes, headers: Mapping[str, str], timeout_secs: float
+    ) -> tuple[int, bytes]:
+        """A call on the open connection, which `is_free`.
+
+        Returns:
+          The HTTP status and the body.
+
+        Raises:
+          TimeoutError: no answer within timeout_secs.
+          LostAnswerError: the connection ended, or the answer had no length; the request may have been executed.
+        """
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        head = f"{method} {route}{self._host_line}{lines}Content-Length: {len(body)}\r\n\r\n"
+        self._buffer = b""
+        answer = self._answer = asyncio.get_running_loop().create_future()
+        self._transport.write(head.encode() + body)
+        try:
+            async with asyncio.timeout(timeout_secs):
+                return await answer
+        finally:
+            self._answer = None
+            if not answer.done() or answer.cancelled():  # Its answer may still come.
+                self._transport and self._transport.abort()
+
     def look(self) -> None:
+        if self._answer is not None:
+            return
         now = time.monotonic()
         if self._asked_at is not None:
             if now - self._asked_at > self._timeout_secs:
@@ -130,24 +181,43 @@ class _Peer(asyncio.Protocol):
         transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
-        if self._asked_at is None:  # nothing was asked
+        if self._asked_at is None and self._answer is None:  # nothing was asked
             self._transport.abort()
             return
         self._buffer += data
         head, end, body = self._buffer.partition(b"\r\n\r\n")
         length = _LENGTH.search(head + b"\r\n") if end else None
-        if len(self._buffer) > MAX_ANSWER_BYTES or (end and length is None):
-            self._end(None)
+        status = _STATUS.match(head) if end else None
+        if len(self._buffer) > MAX_ANSWER_BYTES or (end and (length is None or status is None)):
+            self._is_plain = self._is_plain and self._answer is None
+            self._end_unread("an answer without a length, or too long")
         elif end and len(body) >= int(length[1]):
-            info = None
-            if head.startswith(b"HTTP/1.1 200"):
-                with contextlib.suppress(ValueError):
-                    info = json.loads(body)
-            self._end(info if isinstance(info, dict) else None)
+            if _CLOSE.search(head + b"\r\n"):
+                self._transport.abort()
+            self._end_read(int(status[1]), body)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
-        if self._asked_at is not None:
+        self._end_unread(str(error or "closed by the server"))
+
+    def _end_read(self, status: int, body: bytes) -> None:
+        if self._answer is not None:
+            if not self._answer.done():
+                self._answer.set_result((status, body))
+            return
+        info = None
+        if status == 200:
+            with contextlib.suppress(ValueError):
+                info = json.loads(body)
+        self._end(info if isinstance(info, dict) else None)
+
+    def _end_unread(self, reason: str) -> None:
+        if self._answer is not None:
+            if not self._answer.done():
+                self._answer.set_exception(LostAnswerError(reason))
+            if self._transport is not None:
+                self._transport.abort()
+        elif self._asked_at is not None:
             self._end(None)
 
     def _end(self, info: dict[str, Any] | None) -> None:
