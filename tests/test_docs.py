@@ -27,6 +27,8 @@ ELSEWHERE = {
     "jaxrl_async parity": "needs a server: test_parity",
     "python -m sglang.launch_server --config keys.yaml": "SGLang's own: test_conformance",
     "python -m sglang_router.launch_router": "the router's own: test_router",
+    "jaxrl_async fit": "needs a compiler: test_fit",
+    "--fit=": "needs the output of fit: test_simulate",
     "benchmarks/": "test_benchmark_scripts",
     "pytest": "a test",
     "notebooks/": "test_notebooks",

@@ -431,3 +431,30 @@ def test_the_benchmark_runs_and_writes_where_it_is_told(part, tmp_path):
         assert all(math.isfinite(row["steps_error"]) for row in found["settings"].values())
     else:
         assert (tmp_path / f"planner_{part}.png").stat().st_size > 10_000
+
+
+def fit_file(path, secs):
+    plan = {"microbatch_rows": 4, "row_tokens": 100, "num_minibatches": 2}
+    programs = [
+        {"name": name, "secs": secs * n}
+        for name, n in (("score", 1), ("accumulate", 3), ("update", 1))
+    ]
+    path.write_text(json.dumps({"target": "v5e-4", "plan": plan, "programs": programs}))
+    return path
+
+
+def test_the_learners_times_may_be_those_of_a_fit(tmp_path, capsys):
+    sizes = ["--num_servers=1", "--num_slots=64", "--groups_per_step=4", "--group_size=2"]
+    sizes += ["--max_staleness=1", "--num_steps=20", "--request_rate=1e9", "--server_rate=1e9"]
+    words = ["simulate", *sizes, "--lengths=constant:100", f"--fit={fit_file(tmp_path / 'f', 0.5)}"]
+    assert main.main([*words, f"--out={tmp_path / 'o'}"]) == 0
+    plan = json.loads((tmp_path / "o").read_text())["plan"]
+    assert plan["token_secs"] == 2.0 / 400 and plan["step_secs"] == 1.0
+    assert main.main([*words, "--step_secs=7", f"--out={tmp_path / 'o'}"]) == 0
+    assert json.loads((tmp_path / "o").read_text())["plan"]["step_secs"] == 7.0
+    fit_file(tmp_path / "f", 0.0)
+    assert main.main(words) == 2
+    assert "predicts no times" in capsys.readouterr().err
+    (tmp_path / "f").write_text("{}")
+    assert main.main(words) == 2
+    assert "is no fit.json" in capsys.readouterr().err

@@ -56,6 +56,7 @@ _COSTS = {
     "devices": ("0", "to be divided between learner and servers"),
     "devices_per_server": ("1", "with --devices"),
     "learner_devices": ("1", "with --devices: how many --token_secs was measured on"),
+    "fit": ("", "fit.json of the verb fit: its predicted times for --token_secs and --step_secs"),
     "out": ("", "JSON file for all figures"),
 }
 
@@ -65,6 +66,9 @@ def main(argv: list[str]) -> int:
     flags = parse_flags(USAGE, argv, config=has_config, **_SIZES, **_COSTS)
     given = _sizes_of(settings_of(flags.config)) if has_config else {}
     words = {name: _word(name, flags, given) for name in (*_SIZES, *_COSTS)}
+    if words["fit"]:
+        for name, value in _times_of_fit(pathlib.Path(words["fit"])).items():
+            words[name] = words[name] or str(value)
     words["warm_steps"] = words["warm_steps"] or str(_number("num_steps", words, int) // 10)
     if words["devices"] != "0":
         words["num_servers"] = "1"  # It is what is asked for.
@@ -158,6 +162,28 @@ def _sizes_of(settings: Settings) -> dict[str, Any]:
     }
 
 
+def _times_of_fit(path: pathlib.Path) -> dict[str, float]:
+    """The learner's times as a compiler predicts them: of each token of a full microbatch, and of a step's updates."""
+    try:
+        found = json.loads(path.read_text("utf-8"))
+        programs = {program["name"]: program["secs"] for program in found["programs"]}
+        plan = found["plan"]
+        tokens = plan["microbatch_rows"] * plan["row_tokens"]
+        of_tokens = sum(secs for name, secs in programs.items() if name != "update")
+        times = {
+            "token_secs": of_tokens / tokens,
+            "step_secs": programs["update"] * plan["num_minibatches"],
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"--fit={path} is no fit.json of the verb fit: {error!r}") from None
+    if not times["token_secs"] > 0:
+        raise UsageError(
+            f"--fit={path} predicts no times, as the compiler of {found['target']} estimates none: give "
+            "--token_secs and --step_secs"
+        )
+    return times
+
+
 def _word(name: str, flags: Any, given: dict[str, Any]) -> str:
     if name in given and not flags[name].present:
         return str(given[name])
@@ -181,4 +207,4 @@ def _finite(value: Any) -> Any:
 
 
 _NEEDED = [name for name, (default, _) in {**_SIZES, **_COSTS}.items() if not default]
-_NEEDED = [name for name in _NEEDED if name not in ("warm_steps", "out")]
+_NEEDED = [name for name in _NEEDED if name not in ("warm_steps", "fit", "out")]

@@ -83,6 +83,7 @@ class TrainStep:
         self._one_at_a_time = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
         state, accumulator = make_shardings(config, mesh, optimizer)
         self._everywhere, self._state_shardings = everywhere, _ = accumulator.sums, state
+        self._accumulator_shardings = accumulator
         reference = state.params if loss.needs_reference else None
         # Every output names its sharding: a different one would compile the next program again.
         self._init = jax.jit(
@@ -120,11 +121,7 @@ class TrainStep:
         """Shapes, dtypes and shardings of a state, for restoring a checkpoint."""
         params = transformer.abstract_params(self._config)
         state = TrainState(params, *jax.eval_shape(self._init_program, params))
-        return jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            state,
-            self._state_shardings,
-        )
+        return jax.tree.map(_abstract, state, self._state_shardings)
 
     def zero_accumulator(self) -> Accumulator:
         """The accumulator at the start of a minibatch."""
@@ -148,6 +145,31 @@ class TrainStep:
             state.params, self.zero_accumulator(), padding, proximal, 0, reference
         )
         return self.update(state, accumulator)[:2]
+
+    def trace(self, batch: Batch) -> dict[str, jax.stages.Traced]:
+        """The programs of a step, for a microbatch of these shapes. Nothing runs: the mesh's devices need not exist.
+
+        Args:
+          batch: one microbatch of all processes, or its shapes.
+
+        Returns:
+          name → program: "score" where a step scores its anchor, "accumulate", "update".
+        """
+        state, rows = self.abstract_state(), self._rows
+        reference = state.params if self._loss.needs_reference else None
+        batch = jax.tree.map(lambda leaf: _abstract(leaf, rows), batch)
+        accumulator = jax.tree.map(
+            _abstract, jax.eval_shape(self._zeros_program), self._accumulator_shardings
+        )
+        version = _abstract(np.int32(0), self._everywhere)
+        programs, proximal = {}, None
+        if self._loss.needs_recompute and self._learner.num_minibatches > 1:
+            programs["score"] = self._score.trace(state.params, batch)
+            proximal = _abstract(batch.behavior_logprobs, rows)
+        arguments = (state.params, reference, accumulator, batch, proximal, version)
+        programs["accumulate"] = self._accumulate.trace(*arguments)
+        programs["update"] = self._update.trace(state, accumulator)
+        return programs
 
     def place(self, batch: Batch) -> Batch:
         """Puts a batch on the devices; returns one that is there already."""
@@ -319,6 +341,10 @@ class TrainStep:
             head_chunk_tokens=self._learner.head_chunk_tokens or None,
             attention_kernel=self._learner.attention_kernel,
         )
+
+
+def _abstract(leaf, sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def make_shardings(

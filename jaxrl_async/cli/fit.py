@@ -1,0 +1,128 @@
+"""`fit`: compiles a run's programs for TPUs or GPUs that are not there, and says whether they fit."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import sys
+
+from jaxrl_async.cli.config import UsageError, parse_flags, settings_of
+from jaxrl_async.config.settings import Settings
+
+USAGE = """Compiles the learner's programs by the compiler of a TPU or GPU, on a machine that has none. Prints memory,
+FLOPs, transfers between devices and predicted time of each, then whether they fit, and what would make them: other
+plans are compiled, too. A minute or two a plan. Needs the compiler: pip install "jaxrl_async[fit-tpu]" or
+"jaxrl_async[fit-gpu]".
+
+    python -m jaxrl_async fit --config=configs/gsm8k_qwen2_5_1p5b.py --target=v5e-16 --config.learner.fsdp=16
+
+Exit code 1 if the plan does not fit."""
+BEST = 3  # plans that a search prints
+
+
+def main(argv: list[str]) -> int:
+    flags = parse_flags(
+        USAGE,
+        argv,
+        config=True,
+        target=("", "v5e-1 … v5e-256, v6e-…, v5p-8 … v5p-512, a100-8, h100-8, 2xh100-8, h200-8 …"),
+        search=(False, "try other meshes, rows and remat, and print the best three that fit"),
+        out=("", "directory for fit.json and fit.html"),
+    )
+    from jaxrl_async.fit.targets import TargetError, target_of
+
+    try:
+        target = target_of(flags.target)
+    except TargetError as error:
+        raise UsageError(f"--target: {error}") from None
+    settings = settings_of(flags.config)
+    os.environ["JAX_PLATFORMS"] = "cpu"  # No device of this machine is used.
+    from jaxrl_async.fit import page, plans, programs
+
+    try:
+        programs.check_compiler(target)
+        if not flags.search:
+            programs.check_plan(settings, target)
+        config = _model_config(settings)
+        devices = programs.devices_of(target)
+
+        def compiled(some: Settings) -> programs.Fit:
+            with_remat = dataclasses.replace(config, remat=some.model.remat)
+            return programs.compile_run(some, with_remat, target, devices)
+
+        if flags.search:
+            fit = _search(plans.search(settings, config, target), compiled)
+        else:
+            fit = compiled(settings)
+            print(page.text(fit), flush=True)
+            if not fit.fits:
+                _try_smaller(page, plans, compiled, settings)
+    except programs.FitError as error:
+        raise UsageError(str(error)) from None
+    if flags.out and fit is not None:
+        out = pathlib.Path(flags.out)
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "fit.json").write_text(json.dumps(page.to_json(fit), indent=2) + "\n", "utf-8")
+        (out / "fit.html").write_text(page.to_html(fit), "utf-8")
+        print(f"written: {out / 'fit.json'}, {out / 'fit.html'}")
+    return 0 if fit is not None and fit.fits else 1
+
+
+def _model_config(settings: Settings):
+    """The model's shape; the files of a Hugging Face directory are not needed, but for its config.json."""
+    from jaxrl_async.roles import parts
+
+    if not settings.model.path and settings.tokenizer.kind != "char":
+        raise UsageError(
+            f"fit needs a model.path, or tokenizer.kind = 'char', got {settings.tokenizer.kind!r}: the size of the "
+            "vocabulary is not known"
+        )
+    try:
+        tokenizer = None
+        if not settings.model.path:
+            from jaxrl_async.tasks.tokenizer import CharTokenizer
+
+            tokenizer = CharTokenizer(settings.tokenizer.alphabet)
+        return parts.model_config_of(settings, tokenizer)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"model.path: {error}") from None
+
+
+def _try_smaller(page, plans, compiled, settings: Settings) -> None:
+    for flags, some in plans.smaller(settings):
+        fit = compiled(some)
+        print(f"with {flags}: {page.verdict(fit)}", flush=True)
+        if fit.fits:
+            return
+    print(
+        "nothing that was tried fits: more devices, a smaller model or shorter rows (learner.row_tokens)"
+    )
+
+
+def _search(candidates, compiled):
+    """The best plan, after the best few are printed; None where none fits."""
+    from jaxrl_async.fit import page, plans
+    from jaxrl_async.fit.programs import FitError
+
+    found = []
+    for flags, some in candidates:
+        try:
+            fit = compiled(some)
+        except (FitError, ValueError) as error:  # a dimension that the mesh does not divide
+            print(f"{flags}: {error}", file=sys.stderr, flush=True)
+            continue
+        print(f"{flags}: {page.verdict(fit)}", file=sys.stderr, flush=True)
+        if fit.fits:
+            found.append((plans.cost(fit), flags, fit))
+    found.sort(key=lambda item: item[0])
+    for (secs, flops, num_bytes), flags, fit in found[:BEST]:
+        speed = (
+            f"{secs * 1e6:.3g} µs"
+            if secs
+            else f"{flops:.3g} FLOPs, {num_bytes:.3g} bytes between devices"
+        )
+        print(f"{flags}: {speed} a token, {page.verdict(fit)}")
+    if not found:
+        print("no plan fits")
+        return None
+    return found[0][2]

@@ -1,0 +1,66 @@
+"""Counts a traced program's floating-point operations in products, and those of the model itself."""
+
+import math
+
+from jaxrl_async.models.transformer import ModelConfig
+
+
+def of_jaxpr(jaxpr) -> float:
+    """FLOPs of all matrix products, on all devices together.
+
+    Loops count with their length; one whose length depends on the data counts once. Of branches the dearest counts.
+    Kernels count with every block of their grid, also those that the mask lets them skip.
+
+    Args:
+      jaxpr: a jax.extend.core.Jaxpr or ClosedJaxpr.
+    """
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    return sum(_of_equation(equation) for equation in jaxpr.eqns)
+
+
+def _of_equation(equation) -> float:
+    name, params = equation.primitive.name, equation.params
+    if name == "dot_general":
+        left, right = (variable.aval.shape for variable in equation.invars)
+        (contracted, _), (batch, _) = params["dimension_numbers"]
+        kept = math.prod(right) // math.prod(left[i] for i in (*contracted, *batch))
+        return 2.0 * math.prod(left) * kept
+    inner = [value for value in params.values() if _is_jaxpr(value)]
+    inner += [
+        v
+        for value in params.values()
+        if isinstance(value, tuple | list)
+        for v in value
+        if _is_jaxpr(v)
+    ]
+    if not inner:
+        return 0.0
+    counts = [of_jaxpr(value) for value in inner]
+    if name == "cond":
+        return max(counts)
+    times = 1.0
+    if name == "scan":
+        times = params["length"]
+    elif name == "shard_map":  # The inner program is that of one device.
+        times = params["mesh"].size
+    elif name == "pallas_call":
+        times = math.prod(n for n in params["grid_mapping"].grid if isinstance(n, int))
+    return times * sum(counts)
+
+
+def _is_jaxpr(value) -> bool:
+    return hasattr(value, "eqns") or hasattr(value, "jaxpr")
+
+
+def of_model(config: ModelConfig, num_rows: int, row_tokens: int, *, backward: bool) -> float:
+    """FLOPs that the model needs for full rows, without recomputation, on all devices together.
+
+    Twice the matrices' size for each token, and as much again, twice, for the backward pass; causal attention of each
+    token to half of its row. PaLM (Chowdhery et al., arXiv 2204.02311), appendix B, with the causal half.
+    """
+    c = config
+    heads = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim + c.num_heads * c.head_dim
+    matrices = c.num_layers * c.model_dim * (heads + 3 * c.mlp_dim) + c.model_dim * c.vocab_size
+    attention = c.num_layers * c.num_heads * c.head_dim * row_tokens
+    forward = num_rows * row_tokens * 2.0 * (matrices + attention)
+    return forward * (3 if backward else 1)

@@ -1,0 +1,141 @@
+"""Reads a compiled program: its loops, collectives and estimated cycles, from the text of its scheduled HLO.
+
+Counts of what stands in a loop are multiplied by the loop's length. Independent of JAX.
+"""
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+
+_BYTES = {
+    "pred": 1,
+    "s8": 1,
+    "u8": 1,
+    "bf16": 2,
+    "f16": 2,
+    "s16": 2,
+    "u16": 2,
+    "f64": 8,
+    "s64": 8,
+    "u64": 8,
+}
+_BYTES_OF_OTHERS = 4
+KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
+_OPERATION = re.compile(rf" ({'|'.join(KINDS)})(-start|-done)?\(")
+_ARRAY = re.compile(r"\b([a-z]+\d*(?:e\dm\d\w*)?)\[([\d,]*)\]")
+_CALLED = re.compile(
+    r"\b(?:calls|to_apply|body|condition)=%?([\w.\-]+)|branch_computations=\{([^}]*)\}"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """Transfers of one kind between devices, in one run of a program."""
+
+    kind: str
+    asynchronous: bool  # the compiler lets computation go on meanwhile
+    count: int
+    num_bytes: int  # of the whole results of one device
+    largest_bytes: int  # of one transfer
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What one run of a program costs a device."""
+
+    collectives: tuple[Collective, ...]
+    cycles: float  # the compiler's estimate for fusions and copies; 0 where it gives none
+    kernels: int  # runs of custom kernels, which no cycles are estimated for
+    unknown_loops: int  # loops whose length depends on the data, counted once
+
+
+def read(text: str) -> Cost:
+    """Reads the text of a compiled module."""
+    computations, entry = _computations(text)
+    found: dict[tuple[str, bool], list[int]] = collections.defaultdict(list)
+    totals = {"cycles": 0.0, "kernels": 0, "unknown": 0}
+
+    def visit(name: str, times: int) -> None:
+        lines = computations.get(name, [])
+        starts = any('"AsyncCollectiveStart"' in line for line in lines)
+        # A TPU's fusion that computes during a transfer shows it again, and so does the one that ends it.
+        again = name.startswith("async_collective_fusion") or any(
+            '"AsyncCollectiveDone"' in line for line in lines
+        )
+        for line in lines:
+            if operation := _OPERATION.search(line):
+                kind, suffix = operation[1], operation[2] or ""
+                if suffix != "-done" and not again:
+                    if name.startswith("all-reduce-scatter"):
+                        kind = "reduce-scatter"
+                    size = _result_bytes(line[: operation.start()], whole=suffix != "-start")
+                    found[kind, starts or suffix == "-start"] += [size] * times
+            if cycles := re.search(r'"estimated_cycles":"(\d+)"', line):
+                totals["cycles"] += times * int(cycles[1])
+            if re.search(r'custom_call_target="(tpu_custom_call|__gpu\$|triton|mosaic)', line):
+                totals["kernels"] += times
+            inner = times
+            if " while(" in line:
+                length = _length(line, computations)
+                totals["unknown"] += length is None
+                inner = times * (1 if length is None else length)
+            fused = " fusion(" in line
+            for called in _called(line):
+                if not fused or _has_collective(computations.get(called, [])):
+                    visit(called, inner)
+
+    visit(entry, 1)
+    collectives = [
+        Collective(kind, is_async, len(sizes), sum(sizes), max(sizes))
+        for (kind, is_async), sizes in sorted(found.items())
+    ]
+    return Cost(tuple(collectives), totals["cycles"], totals["kernels"], totals["unknown"])
+
+
+def _computations(text: str) -> tuple[dict[str, list[str]], str]:
+    """The instructions of each computation, and the name of the first one to run."""
+    computations: dict[str, list[str]] = {}
+    entry, lines = "", None
+    for line in text.splitlines():
+        if header := _HEADER.match(line):
+            lines = computations[header[2]] = []
+            entry = header[2] if header[1] else entry
+        elif line.rstrip() == "}":  # Other braces close metadata that spans lines.
+            lines = None
+        elif lines is not None and _INSTRUCTION.match(line):
+            lines.append(line)
+    return computations, entry
+
+
+def _called(line: str) -> Iterator[str]:
+    for name, branches in _CALLED.findall(line):
+        yield from [name] if name else re.findall(r"%?([\w.\-]+)", branches)
+
+
+def _has_collective(lines: list[str]) -> bool:
+    return any(_OPERATION.search(line) for line in lines)
+
+
+def _length(line: str, computations: dict[str, list[str]]) -> int | None:
+    """The length of a loop; None where it depends on the data."""
+    if known := re.search(r'known_trip_count":\{"n":"(\d+)"', line):
+        return int(known[1])
+    condition = re.search(r"condition=%?([\w.\-]+)", line)
+    lines = computations.get(condition[1], []) if condition else []
+    constants = [
+        int(n) for text in lines for n in re.findall(r" s32\[\]\S* constant\((\d+)\)", text)
+    ]
+    return constants[0] if len(constants) == 1 else None
+
+
+def _result_bytes(result: str, *, whole: bool) -> int:
+    """Bytes of an instruction's result. That of a start is a tuple of operands and results: the larger half."""
+    sizes = [
+        math.prod(int(n) for n in shape.split(",") if n) * _BYTES.get(dtype, _BYTES_OF_OTHERS)
+        for dtype, shape in _ARRAY.findall(result)
+    ]
+    return sum(sizes) if whole else max(sizes, default=0)

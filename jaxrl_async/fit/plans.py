@@ -1,0 +1,67 @@
+"""Other plans for the same run: what would make it fit, and which fits best. Every one is compiled, none guessed."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from jaxrl_async.config.settings import Settings
+from jaxrl_async.fit.programs import Fit
+from jaxrl_async.fit.targets import Target
+from jaxrl_async.models.transformer import ModelConfig
+
+TENSORS = (1, 2, 4, 8)
+
+
+def smaller(settings: Settings) -> Iterator[tuple[str, Settings]]:
+    """Changes that need less memory, each on top of those before, with the flags that make them."""
+    flags = []
+    if not settings.model.remat:
+        settings = _model(settings, remat=True)
+        flags.append("--config.model.remat=True")
+        yield " ".join(flags), settings
+    learner = settings.learner
+    if learner.data > 1:
+        fsdp = learner.fsdp * learner.data
+        settings = _learner(settings, data=1, fsdp=fsdp)
+        flags.append(f"--config.learner.data=1 --config.learner.fsdp={fsdp}")
+        yield " ".join(flags), settings
+    rows, shards = learner.microbatch_rows, learner.data * learner.fsdp
+    while rows // 2 >= shards and rows // 2 % shards == 0:
+        rows //= 2
+        settings = _learner(settings, microbatch_rows=rows)
+        yield " ".join([*flags, f"--config.learner.microbatch_rows={rows}"]), settings
+
+
+def search(
+    settings: Settings, config: ModelConfig, target: Target
+) -> Iterator[tuple[str, Settings]]:
+    """Meshes, rows and remat that the target and the settings allow, with the flags that make them."""
+    rows = settings.learner.microbatch_rows
+    for tensor in TENSORS:
+        for data in (1, 2):
+            fsdp, rest = divmod(target.num_devices, data * tensor)
+            if rest or not fsdp or (data > 1 and fsdp == 1) or config.num_kv_heads % tensor:
+                continue
+            for some in sorted({rows // 2, rows, rows * 2}):
+                if not some or some % (data * fsdp):
+                    continue
+                for remat in (True, False):
+                    mesh = {"data": data, "fsdp": fsdp, "tensor": tensor, "microbatch_rows": some}
+                    flags = [f"--config.learner.{name}={value}" for name, value in mesh.items()]
+                    changed = _model(_learner(settings, **mesh), remat=remat)
+                    yield " ".join([*flags, f"--config.model.remat={remat}"]), changed
+
+
+def cost(fit: Fit) -> tuple[float, ...]:
+    """What a plan costs for a token: predicted seconds, or FLOPs and bytes between devices where none are predicted."""
+    program = next(p for p in fit.programs if p.name == "accumulate")
+    tokens = fit.plan["microbatch_rows"] * fit.plan["row_tokens"]
+    num_bytes = sum(c.num_bytes for c in program.cost.collectives)
+    return (program.secs / tokens, program.flops / tokens, num_bytes / tokens)
+
+
+def _learner(settings: Settings, **values) -> Settings:
+    return dataclasses.replace(settings, learner=dataclasses.replace(settings.learner, **values))
+
+
+def _model(settings: Settings, **values) -> Settings:
+    return dataclasses.replace(settings, model=dataclasses.replace(settings.model, **values))

@@ -1,0 +1,133 @@
+"""The accelerators that programs can be compiled for, by the names that people give them.
+
+A table of published facts; imports no JAX. Memory and rates are of one device.
+
+Sources: cloud.google.com/tpu/docs (v5e, v5p, v6e), NVIDIA's data sheets of the A100 80GB SXM, H100 SXM and H200 SXM.
+"""
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+
+class TargetError(ValueError):
+    """No such target; the message names the nearest ones."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """One device."""
+
+    platform: str  # "tpu" | "cuda"
+    memory_bytes: int
+    peak_flops: float  # bfloat16, dense, per second
+    clock_hz: float  # of the cycles that the TPU's compiler estimates; 0 where it estimates none
+    description: str = ""  # a GpuTargetConfigProto in text
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """Some devices of one kind, as one slice or as hosts of GPUs."""
+
+    name: str
+    chip: Chip
+    num_devices: int
+    topology: Mapping[str, Any]  # arguments of jax.experimental.topologies.get_topology_desc
+
+
+def _gpu(
+    major: int, cores: int, clock_ghz: float, bandwidth: float, memory: int, l2: int, shared: int
+) -> str:
+    return f"""
+platform_name: "CUDA"
+gpu_device_info {{
+  cuda_compute_capability {{ major: {major} minor: 0 }}
+  core_count: {cores}
+  clock_rate_ghz: {clock_ghz}
+  memory_bandwidth: {bandwidth:.0f}
+  device_memory_size: {memory}
+  l2_cache_size: {l2}
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: {shared - 1024}
+  shared_memory_per_core: {shared}
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  fpus_per_core: {64 if major == 8 else 128}
+  registers_per_block_limit: 65536
+  registers_per_core_limit: 65536
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+}}
+dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+"""
+
+
+_GIB = 1 << 30
+# The clock of a TPU is not published: 4096³ products in bfloat16 reach 97 % of the peak at these.
+CHIPS = {
+    "v5e": Chip("tpu", 16 * _GIB, 197e12, 1.5e9),
+    "v5p": Chip("tpu", 95 * _GIB, 459e12, 1.75e9),
+    "v6e": Chip("tpu", 32 * _GIB, 918e12, 1.75e9),
+    "a100": Chip(
+        "cuda", 80 * 10**9, 312e12, 0.0, _gpu(8, 108, 1.41, 2.039e12, 80 * 10**9, 40 << 20, 167_936)
+    ),
+    "h100": Chip(
+        "cuda", 80 * 10**9, 989e12, 0.0, _gpu(9, 132, 1.98, 3.35e12, 80 * 10**9, 50 << 20, 233_472)
+    ),
+    "h200": Chip(
+        "cuda", 141 * 10**9, 989e12, 0.0, _gpu(9, 132, 1.98, 4.8e12, 141 * 10**9, 50 << 20, 233_472)
+    ),
+}
+# Chips of a slice → its shape. A v5p's name counts cores, of which a chip has two.
+_SHAPES = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
+_SHAPES_V5P = {
+    8: "2x2x1",
+    16: "2x2x2",
+    32: "2x2x4",
+    64: "2x4x4",
+    128: "4x4x4",
+    256: "4x4x8",
+    512: "4x8x8",
+}
+_GPUS_A_HOST = (1, 2, 4, 8)
+EXAMPLES = (
+    *(f"{kind}-{n}" for kind in ("v5e", "v6e") for n in _SHAPES),
+    *(f"v5p-{n}" for n in _SHAPES_V5P),
+    *(f"{kind}-{n}" for kind in ("a100", "h100", "h200") for n in _GPUS_A_HOST),
+    *(f"{hosts}x{kind}-8" for kind in ("a100", "h100", "h200") for hosts in (2, 4, 8, 16)),
+)
+
+
+def target_of(name: str) -> Target:
+    """The devices that a name stands for: "v5e-16" and the like, "h100-8", "2xh100-8" for two hosts.
+
+    Raises:
+      TargetError: unknown; names the nearest.
+    """
+    found = re.fullmatch(r"(?:(\d+)x)?([a-z]\d+[a-z]?)-(\d+)", name)
+    hosts, kind, count = (int(found[1] or 1), found[2], int(found[3])) if found else (0, "", 0)
+    chip = CHIPS.get(kind)
+    if chip and chip.platform == "cuda" and count in _GPUS_A_HOST and 1 <= hosts <= 1024:
+        topology = {
+            "topology_name": kind,
+            "topology": f"1x{hosts}x{count}",
+            "target_config": chip.description,
+        }
+        return Target(name, chip, hosts * count, {"platform": "cuda"} | topology)
+    shapes = _SHAPES_V5P if kind == "v5p" else _SHAPES
+    if chip and chip.platform == "tpu" and found[1] is None and count in shapes:
+        topology = {"topology_name": f"{'v5' if kind == 'v5p' else kind}:{shapes[count]}"}
+        if kind == "v5p":
+            topology["chip_config_name"] = "megacore"
+        if count == 1:
+            topology["chips_per_host_bounds"] = (1, 1, 1)
+        num_devices = count // 2 if kind == "v5p" else count
+        return Target(name, chip, num_devices, {"platform": "tpu"} | topology)
+    near = difflib.get_close_matches(name, EXAMPLES, n=3, cutoff=0.3)
+    raise TargetError(
+        f"unknown target {name!r}; the nearest: {', '.join(near) or ', '.join(CHIPS)}"
+    )
