@@ -179,6 +179,15 @@ def test_the_learner_compiles_for_a_tpu():
     assert fit.programs[0].secs > 0 and 0 < fit.programs[0].peak_share < 1
 
 
+@TPU
+def test_splash_is_the_tpus_kernel_and_its_forward_pass_runs_once():
+    fit = compiled("v5e-4", attention_kernel="splash")
+    assert not fit.error
+    # Forwards, and backwards to queries and to keys. With remat the forward pass would be there twice.
+    assert fit.programs[0].cost.kernels == 3 * CONFIG.num_layers
+    assert fit.programs[0].cost.unknown_loops == 0
+
+
 @GPU
 def test_the_learner_compiles_for_gpus():
     fit = compiled("h100-4")

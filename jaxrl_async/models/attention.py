@@ -1,5 +1,6 @@
 """Attention masks and grouped-query attention, with a kernel per platform. Independent of layers and positions."""
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -13,7 +14,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 from jax.sharding import PartitionSpec
 
-# The name in checkpoint policies of the results that the backward pass of "xla" needs.
+# The name in checkpoint policies of the results that the backward passes of "xla" and "splash" need.
 ATTENDED = "attended"
 
 _SPLASH_BLOCKS = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
@@ -150,7 +151,9 @@ def cudnn_attention(q_BTHC, k_BTNC, v_BTNC, mask_BTT):
 
 
 def splash_attention(q_BTHC, k_BTNC, v_BTNC, segment_ids):
-    """`causal_attention` within segments by JAX's TPU kernel; on other platforms it is interpreted, slowly.
+    """`causal_attention` within segments by JAX's TPU kernel; where the target is no TPU it is interpreted, slowly.
+
+    The target is that of the program: a machine without a TPU compiles it for one.
 
     Args:
       q_BTHC: [B, T, H, C], T a multiple of 128.
@@ -159,36 +162,39 @@ def splash_attention(q_BTHC, k_BTNC, v_BTNC, segment_ids):
       segment_ids: int32 [B, T].
     """
     mesh = jax.typeof(q_BTHC).sharding.mesh
+    device = None if mesh.empty else mesh.abstract_device
+    platform = device.platform if device else jax.default_backend()
+    splash = functools.partial(_splash, interpret=platform != "tpu")
     if mesh.empty:
-        return _splash(q_BTHC, k_BTNC, v_BTNC, segment_ids)
+        return splash(q_BTHC, k_BTNC, v_BTNC, segment_ids)
     # The compiler does not partition a kernel: each device runs it on its own rows and heads.
     rows = PartitionSpec(("data", "fsdp"))
     heads = PartitionSpec(("data", "fsdp"), None, "tensor")
     specs = dict(in_specs=(heads, heads, heads, rows), out_specs=heads)
-    divided = jax.shard_map(_splash, mesh=mesh, check_vma=False, **specs)
+    divided = jax.shard_map(splash, mesh=mesh, check_vma=False, **specs)
     return divided(q_BTHC, k_BTNC, v_BTNC, segment_ids)
 
 
-def _splash(q_BTHC, k_BTNC, v_BTNC, segment_ids):
+def _splash(q_BTHC, k_BTNC, v_BTNC, segment_ids, *, interpret):
     T, H, C = q_BTHC.shape[1:]
-    group = H // k_BTNC.shape[2]
-    # Heads before tokens; a key head is repeated for the query heads that read it.
+    # Heads before tokens.
     q_BHTC = (q_BTHC * C**-0.5).swapaxes(1, 2)
-    k_BHTC, v_BHTC = (jnp.repeat(x, group, axis=2).swapaxes(1, 2) for x in (k_BTNC, v_BTNC))
+    k_BNTC, v_BNTC = k_BTNC.swapaxes(1, 2), v_BTNC.swapaxes(1, 2)
     block = max(size for size in (128, 256, 512) if T % size == 0)
     kernel = splash_kernel.make_splash_mha(
         mask=splash_mask.MultiHeadMask([splash_mask.CausalMask((T, T))] * H),
         block_sizes=splash_kernel.BlockSizes(**{f"block_{name}": block for name in _SPLASH_BLOCKS}),
         head_shards=1,
         q_seq_shards=1,
-        interpret=jax.default_backend() != "tpu",
+        residual_checkpoint_name=ATTENDED,
+        interpret=interpret,
     )
 
-    def of_row(q_HTC, k_HTC, v_HTC, ids_T):
+    def of_row(q_HTC, k_NTC, v_NTC, ids_T):
         ids = splash_kernel.SegmentIds(ids_T, ids_T)
-        return kernel(q_HTC, k_HTC, v_HTC, segment_ids=ids)
+        return kernel(q_HTC, k_NTC, v_NTC, segment_ids=ids)
 
-    return jax.vmap(of_row)(q_BHTC, k_BHTC, v_BHTC, segment_ids).swapaxes(1, 2)
+    return jax.vmap(of_row)(q_BHTC, k_BNTC, v_BNTC, segment_ids).swapaxes(1, 2)
 
 
 def _rows_at_a_time(q_BTHC, block):
