@@ -77,6 +77,8 @@ class Queue:
 
     async def report(self, role, waits, secs, loads): ...
 
+    async def leave(self, worker): ...
+
     async def watch_fleet(self):
         yield self.records
         await asyncio.sleep(3600)

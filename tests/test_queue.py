@@ -459,6 +459,37 @@ async def test_a_worker_is_told_the_published_version_with_its_permits_and_with_
         await fleets.aclose()
 
 
+async def test_the_permits_of_a_worker_that_leaves_go_to_another_at_once_with_their_attempt():
+    async with opened() as queue, connected(queue.address) as other:
+        await queue.publish(0)
+        permits = await queue.client.admit(4, 5.0, worker="rollout-0")
+        waiting = asyncio.create_task(other.client.admit(3, 300.0, worker="rollout-1"))
+        await asyncio.sleep(0)
+        await queue.client.leave("rollout-0")
+        assert await asyncio.wait_for(waiting, HANG_SECS) == permits[:3]
+        again = await other.client.admit(4, 5.0, worker="rollout-1", working_on=permits[:3])
+        assert again == permits[3:]  # the same attempt: its samples are seeded alike
+        assert await other.client.submit(group(permits[0])) == "held"
+        assert await queue.client.submit(group(permits[0])) == "duplicate"
+        status = await queue.status()
+        assert (status.running_groups, status.reissue_groups, status.returned) == (3, 0, {})
+        assert "rollout-0" not in [role.role for role in status.roles]
+
+
+async def test_a_worker_that_comes_back_has_its_permits_again_and_an_elder_process_gives_none_away():
+    async with opened() as queue, connected(queue.address) as younger:
+        await queue.publish(0)
+        permits = await queue.client.admit(2, 5.0, worker="rollout-0")
+        assert await younger.client.admit(2, 5.0, worker="rollout-0") == permits
+        await queue.client.leave("rollout-0")  # the elder process
+        again = await younger.client.admit(4, 5.0, worker="rollout-1")
+        assert not set(again) & set(permits)
+        await younger.client.leave("rollout-0")
+        third = await younger.client.admit(2, 5.0, worker="rollout-0")
+        assert third == permits
+        assert await younger.client.admit(4, 0.0, worker="rollout-1", working_on=again) == []
+
+
 async def test_a_learner_watches_the_published_version_alone():
     async with opened() as queue:
         learner = await asyncio.to_thread(LearnerQueue(queue.address, **TIMEOUTS).__enter__)

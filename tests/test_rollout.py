@@ -4,13 +4,16 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import pathlib
 import re
+import sys
 import time
 
 import numpy as np
 import pytest
 from aiohttp import web
 from fixtures.fake_sglang import VOCAB_SIZE, FakeServer, answer, logprob, started, token
+from fixtures.queues import connected, opened
 
 from jaxrl_async.queue import service as queue_service
 from jaxrl_async.queue.admission import Admission
@@ -506,6 +509,7 @@ class FakeQueue:
         self.told = {}
         self.submit_error = None
         self.failures = []
+        self.left = []
         self.refusals = {}  # version of a group's last token → outcome
         self.run_id = ""
         self.v_pub = self.table_v_pub = 3
@@ -534,6 +538,9 @@ class FakeQueue:
 
     async def report(self, role, waits, secs, loads):
         self.told[role], self.secs = waits, secs
+
+    async def leave(self, worker):
+        self.left.append((worker, len(self.submitted)))
 
     async def fail(self, role, message):
         self.failures.append((role, message))
@@ -667,6 +674,49 @@ async def test_a_server_whose_group_was_refused_gets_nothing_until_the_table_say
         assert worker.statistics.num_refused == 1
         fleet.update([ServerRecord(s.address, "HEALTHY", 4) for s in servers])
         assert fleet.state(first.address) == "HEALTHY"
+
+
+async def test_a_worker_that_is_cancelled_ends_its_requests_and_then_leaves_its_permits(
+    make_worker, queue, servers
+):
+    for server in servers:
+        server.hang.add("/generate")
+    worker = make_worker()
+    await work_until(worker, lambda: sum(len(s.payloads("/generate")) for s in servers) == 4)
+    assert queue.left == [("rollout-0", 0)] and queue.returned == queue.submitted == []
+    for server in servers:
+        asked = sorted(payload["rid"] for payload in server.payloads("/generate"))
+        assert aborted(server) == asked
+
+
+async def test_a_rollout_role_that_gets_sigterm_leaves_its_permits_at_once(servers, tmp_path):
+    servers[0].hang.add("/generate")
+    async with opened() as queue, connected(queue.address) as other:
+        await queue.publish(0, [ServerRecord(servers[0].address, "HEALTHY", 0)])
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "jaxrl_async", "train", "--role=rollout", "--index=0"),
+            *("--config=configs/quickstart.py:smoke", f"--workdir={tmp_path}/run"),
+            *(f"--config.queue.address={queue.address}",),
+            f"--config.server.addresses=('{servers[0].address}',)",
+            cwd=pathlib.Path(__file__).parents[1],
+        )
+        try:
+            async with asyncio.timeout(120.0):
+                while not servers[0].payloads("/generate"):
+                    await asyncio.sleep(0.02)
+                running = (await queue.status()).running_groups
+                process.terminate()
+                assert await process.wait() == 1
+            # At once: they would expire after 30 s of silence, with another attempt.
+            again = await other.client.admit(100, 0.0, worker="rollout-1")
+            assert [p.attempt for p in again] == [0] * len(again) and len(again) >= running > 0
+            assert (await queue.status()).returned == {}
+            assert Permit(0, 0) in again
+            assert aborted(servers[0])
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
 
 
 async def test_a_worker_with_an_old_table_asks_no_server(make_worker, queue, servers):
@@ -1147,7 +1197,7 @@ async def test_a_worker_and_a_real_queue_hand_a_step_to_the_learner(servers, mak
 
 async def test_workers_join_and_leave_and_the_step_is_filled(servers, make_worker):
     async with (
-        real_queue(permit_timeout_secs=4.0, max_attempts=20) as address,
+        real_queue(permit_timeout_secs=600.0) as address,
         QueueClient(address, **TIMEOUTS) as queue,
     ):
         lease = asyncio.create_task(asyncio.to_thread(first_step, address, servers, 40.0))
@@ -1157,10 +1207,10 @@ async def test_workers_join_and_leave_and_the_step_is_filled(servers, make_worke
         await work_until(leaver, lambda: any(s.payloads("/generate") for s in servers))
         for server in servers:
             server.hang.clear()
-        # It left with the permit of index 0, which is issued again after its silence.
+        # It left, and the permit of index 0 goes to the other one.
         await work_until(make_worker(queue=queue, name="rollout-1"), lease.done)
     (chunk,) = lease.result()
-    assert chunk.groups[0].attempt >= 1
+    assert chunk.groups[0].attempt == 0
     assert [group.prompt_index for group in chunk.groups] == [0, 1, 2]
 
 

@@ -144,6 +144,7 @@ class Admission:
         self._not_before: dict[int, float] = {}  # index in `_reissue` → end of its back-off, clock
         self._running: dict[int, _Running] = {}
         self._seen: dict[str, float] = {}  # worker → clock, seconds, of its last sign of life
+        self._left: set[str] = set()  # workers that have ended
         self._lost: collections.Counter[int] = collections.Counter()  # attempts lost with workers
         self._held: dict[int, _Held] = {}  # in completion order
         self._leased: dict[int, _Held] = {}
@@ -274,16 +275,26 @@ class Admission:
             self._running[permit.prompt_index] = _Running(permit.attempt, now, worker, self.v_pub)
         return permits
 
-    def readmit(self, permits: Collection[Permit], now: float) -> None:
-        """Issues permits again to the worker that has them: their age starts again."""
+    def readmit(self, permits: Collection[Permit], now: float, worker: str | None = None) -> None:
+        """Issues running permits again, to another worker or, with None, to their own: their age starts again."""
         for permit in permits:
             running = self._running[permit.prompt_index]
-            self._running[permit.prompt_index] = dataclasses.replace(running, since=now)
+            taker = running.worker if worker is None else worker
+            self._running[permit.prompt_index] = dataclasses.replace(
+                running, since=now, worker=taker
+            )
 
     def permits_of(self, worker: str) -> list[Permit]:
         """The running permits of a worker, ascending."""
         running = self._running.items()
         return sorted(Permit(i, r.attempt) for i, r in running if r.worker == worker)
+
+    def orphans(self) -> list[Permit]:
+        """The running permits of workers that have left, ascending. Their attempt is the same for who takes them."""
+        if not self._left:
+            return []
+        running = self._running.items()
+        return sorted(Permit(i, r.attempt) for i, r in running if r.worker in self._left)
 
     def check_versions(self, permit: Permit, oldest: int, newest: int) -> str | None:
         """The reason to refuse a submitted group for the versions that sampled it; None to take it.
@@ -365,6 +376,11 @@ class Admission:
     def seen(self, worker: str, now: float) -> None:
         """A worker gave a sign of life."""
         self._seen[worker] = now
+        self._left.discard(worker)
+
+    def leave(self, worker: str) -> None:
+        """A worker said that it ends: its permits are orphans."""
+        self._left.add(worker)
 
     def forgive(self, secs: float) -> None:
         """This process was stopped for so long: nobody was late in that time."""

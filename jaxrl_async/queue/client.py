@@ -45,6 +45,7 @@ RETRY_SECS = 0.2  # backoff between two attempts of a call
 LEASE_WAIT_SECS = 10.0
 POLL_SECS = 0.5  # interval between two calls of `should_stop`
 WATCH_SECS = 60.0  # after which a watch is begun anew: a queue that hangs closes no connection
+LEAVE_SECS = 3.0  # deadline of `leave`: a process that ends has little time
 GLANCE_SECS = 1.0  # deadline of `glance`
 MAX_DETAIL_CHARS = 1000  # of a return; the rest is cut off
 
@@ -300,6 +301,17 @@ class QueueClient:
             await self._stub.Report(
                 report, timeout=self._call_timeout_secs, metadata=self._metadata
             )
+        except grpc.aio.AioRpcError as error:
+            _log_lost_report(error, self._address)
+
+    async def leave(self, worker: str) -> None:
+        """Reports that this process ends, so that others take its permits at once. Tried once, for LEAVE_SECS.
+
+        Never raises. Where the report is lost the permits expire by silence.
+        """
+        report = pb.RoleReport(role=worker, leaving=self._instance)
+        try:
+            await self._stub.Report(report, timeout=LEAVE_SECS, metadata=self._metadata)
         except grpc.aio.AioRpcError as error:
             _log_lost_report(error, self._address)
 

@@ -247,19 +247,24 @@ class QueueService:
         self._check_instance(request)
         count = request.max_permits
         self._admission.seen(request.worker, self._clock())
-        permits = self._lost_permits(request)[:count]
+        permits = self._permits_to_give_again(request)[:count]
         description = f"admit of up to {count} permits"
         if not permits:
             with contextlib.suppress(TimeoutError):
                 await self._until(
-                    lambda: bool(self._failure) or self._admission.admissible_at(self._clock()) > 0,
+                    lambda: (
+                        bool(self._failure)
+                        or self._admission.admissible_at(self._clock()) > 0
+                        or bool(self._admission.orphans())
+                    ),
                     request.wait_secs,
                     lambda: description,
                 )
             self._check_failure()
-        else:
+            permits = self._admission.orphans()[:count]
+        if permits:
             log.info("%d lost permits are given again to %s", len(permits), request.worker)
-            self._apply(self._admission.readmit, permits, self._clock())
+            self._apply(self._admission.readmit, permits, self._clock(), request.worker)
         permits += self._apply(
             self._admission.admit, count - len(permits), self._clock(), request.worker
         )
@@ -420,6 +425,9 @@ class QueueService:
         wire.check_report(request)
         if request.role not in self._roles and len(self._roles) >= MAX_ROLES:
             raise ValueError(f"{request.role!r} reports after {MAX_ROLES} roles, the bound")
+        if request.leaving:
+            self._take_leave(request)
+            return pb.ReportReply()
         self._roles[request.role] = (self._clock(), request)
         self._admission.seen(request.role, self._clock())
         if request.failure:
@@ -534,16 +542,29 @@ class QueueService:
             self._failure = request.failure
             self._apply(lambda: None)
 
+    def _take_leave(self, request: pb.RoleReport) -> None:
+        """Gives a worker's permits to others, unless another process works under its name since."""
+        newest, _ = self._instances.get(request.role, (request.leaving, None))
+        if newest != request.leaving:
+            return
+        log.info(
+            "%s ends, with %d permits", request.role, len(self._admission.permits_of(request.role))
+        )
+        self._roles.pop(request.role, None)
+        self._apply(self._admission.leave, request.role)
+
     def _check_failure(self) -> None:
         if self._failure:
             raise RunFailedError(self._failure)
 
-    def _lost_permits(self, request: pb.AdmitRequest) -> list[Permit]:
-        """Permits that are out to the worker without its knowledge: a reply was lost, or it was restarted."""
+    def _permits_to_give_again(self, request: pb.AdmitRequest) -> list[Permit]:
+        """Permits that are out to the worker without its knowledge, since a reply was lost or it was restarted; then
+        those of workers that have left."""
+        orphans = self._admission.orphans()
         if not request.worker:
-            return []
+            return orphans
         known = {wire.decode_permit(permit) for permit in request.working_on}
-        return [p for p in self._admission.permits_of(request.worker) if p not in known]
+        return [p for p in self._admission.permits_of(request.worker) if p not in known] + orphans
 
     def _apply(self, event: Callable[..., T], *args: Any) -> T:
         """Applies an event and wakes all waiting calls. Every change of admission passes here."""

@@ -236,6 +236,7 @@ def check_report(message: pb.RoleReport) -> None:
         if not 0 <= secs < float("inf"):
             raise ValueError(f"secs of {what!r} must be finite and ≥ 0, got {secs}")
     _check_text("failure", message.failure, MAX_TEXT_CHARS)
+    _check_text("leaving", message.leaving, MAX_NAME_CHARS)
     _check_size("loads", message.loads, MAX_SERVERS)
     for address, load in message.loads.items():
         _check_text("an address of loads", address, MAX_NAME_CHARS)

@@ -1,7 +1,9 @@
 """The rollout role: one worker, between the queue and the inference servers. It imports no JAX."""
 
+import asyncio
 import functools
 import pathlib
+import signal
 import time
 
 from jaxrl_async.awake import AwakeClock
@@ -18,7 +20,30 @@ from jaxrl_async.tasks.prompts import prompt_stream
 
 
 async def run(settings: Settings, workdir: pathlib.Path, index: int) -> None:
-    """Turns permits into groups until it is interrupted."""
+    """Turns permits into groups until it is interrupted; SIGTERM cancels it.
+
+    Raises:
+      KeyboardInterrupt: after SIGTERM, once its requests are aborted and its permits left to others.
+    """
+    stopped = asyncio.Event()
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+
+    def stop() -> None:
+        stopped.set()
+        task.cancel()
+
+    # A role of a scheduler's that is preempted works on until its learner has ended: another handler is there.
+    if signal.getsignal(signal.SIGTERM) is signal.default_int_handler:
+        loop.add_signal_handler(signal.SIGTERM, stop)
+    try:
+        await _run(settings, workdir, index)
+    except asyncio.CancelledError:
+        if stopped.is_set():
+            raise KeyboardInterrupt from None
+        raise
+
+
+async def _run(settings: Settings, workdir: pathlib.Path, index: int) -> None:
     rollout, tokenizer = settings.rollout, parts.tokenizer_of(settings, workdir)
     task = parts.task_of(settings)
     prompts = prompt_stream(

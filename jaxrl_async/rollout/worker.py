@@ -102,7 +102,7 @@ class Worker:
         self.statistics = Statistics()
 
     async def run(self) -> None:
-        """Works until it is cancelled, and then aborts its requests on the servers.
+        """Works until it is cancelled, and then aborts its requests on the servers and leaves its permits to others.
 
         Raises:
           UserCodeError: the first groups failed with the same error of the user's code; the queue has the message.
@@ -117,6 +117,8 @@ class Worker:
                 await self._work(tasks)
         except BaseExceptionGroup as group:
             raise _worst(group) from None
+        finally:
+            await self._queue.leave(self._name)
 
     def waits_for(self) -> str:
         """In words: what the worker waits for."""
