@@ -5,9 +5,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fixtures.models import tiny
+from flax import nnx
+from jax.experimental import topologies
 
 from jaxrl_async.config import settings
-from jaxrl_async.models import attention, sharding
+from jaxrl_async.models import attention, sharding, transformer
 
 _causal_mask = jax.jit(attention.causal_mask)
 _attention = jax.jit(attention.attention)
@@ -225,10 +228,13 @@ def test_every_kernel_that_settings_name_is_one_of_its_own():
     assert len({attention.of_rows(name, np.ones((1, 4), int))[1] for name in kernels}) == 3
 
 
+@pytest.mark.parametrize("shared_prompts", [False, True])
 @pytest.mark.parametrize("mesh_shape", [None, (2, 1, 2)], ids=["one device", "divided"])
-def test_splash_equals_xla_in_values_and_gradients_but_on_padding(mesh_shape):
+def test_splash_equals_xla_in_values_and_gradients_but_on_padding(mesh_shape, shared_prompts):
     q, k, v = _qkv(4, B=2, T=256, H=4, N=2, C=16)
     segment_ids = np.repeat([[1, 2, 0], [1, 2, 3]], [60, 140, 56], axis=1).astype(np.int32)
+    # A prompt with one completion, padded, and a prompt with two.
+    prefix_ids = np.where(segment_ids > 1, 1, 0).astype(np.int32) if shared_prompts else None
     seen = (segment_ids != 0)[:, :, None, None]
     if mesh_shape is not None:
         mesh = sharding.make_mesh(*mesh_shape, jax.devices()[:4])
@@ -236,16 +242,16 @@ def test_splash_equals_xla_in_values_and_gradients_but_on_padding(mesh_shape):
         place = jax.sharding.NamedSharding(mesh, heads)
         q, k, v = jax.device_put((q, k, v), place)
         of_rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(rows))
-        segment_ids = jax.device_put(segment_ids, of_rows)
+        segment_ids, prefix_ids = jax.device_put((segment_ids, prefix_ids), of_rows)
 
     def run(kernel):
-        def loss(q, k, v, segment_ids):
-            mask, attend = attention.of_rows(kernel, segment_ids)
+        def loss(q, k, v, segment_ids, prefix_ids):
+            mask, attend = attention.of_rows(kernel, segment_ids, prefix_ids)
             attended = jnp.where(seen, attend(q, k, v, mask), 0)
             return jnp.sum(attended**2), attended
 
         gradient = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
-        (_, attended), grads = gradient(q, k, v, segment_ids)
+        (_, attended), grads = gradient(q, k, v, segment_ids, prefix_ids)
         return attended, *grads
 
     for found, expected in zip(run("splash"), run("xla"), strict=True):
@@ -268,3 +274,32 @@ def test_cudnn_is_handed_the_mask_and_the_groups_of_heads_as_xla_reads_them(monk
     found, expected = (jax.jit(attend)(q, k, v, mask) for mask, attend in rows.values())
     assert implementations == ["cudnn"]
     np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(("shared_prompts", "num_kernels"), [(False, 3), (True, 6)])
+def test_the_tpu_compiler_gets_splash_once_forwards_and_twice_backwards_a_pass(
+    monkeypatch, shared_prompts, num_kernels
+):
+    """Nothing is executed. Under remat, the kernel that ran forwards is not run again."""
+    pytest.importorskip("libtpu", reason=f"needs: pip install 'jax[tpu]=={jax.__version__}'")
+    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")  # No metadata server is asked for a TPU's name.
+    monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
+    mesh = sharding.make_mesh(1, 2, 2, devices=list(topology.devices))
+    config = tiny(head_dim=128, dtype="bfloat16", remat=True)
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    params = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere),
+        transformer.abstract_params(config),
+    )
+    ids = jax.ShapeDtypeStruct((2, 256), jnp.int32, sharding=sharding.batch_sharding(mesh))
+
+    def loss(params, tokens, positions, segment_ids, prefix_ids):
+        model = nnx.merge(transformer.graphdef(config), params)
+        rows = attention.of_rows("splash", segment_ids, prefix_ids)
+        return jnp.sum(model(tokens, positions, *rows).astype(jnp.float32))
+
+    prefix_ids = ids if shared_prompts else None
+    lowered = jax.jit(jax.grad(loss)).lower(params, ids, ids, ids, prefix_ids)
+    program = lowered.compile().as_text()
+    assert program.count('custom_call_target="tpu_custom_call"') == num_kernels

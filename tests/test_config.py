@@ -525,10 +525,6 @@ def test_evaluate_refuses_a_task_that_cannot_be_imported(tmp_path, capsys):
         ),
         (["attention_kernel=cudnn"], "'cudnn' .*model.dtype = 'bfloat16'.*'float32'"),
         (["attention_kernel=splash"], "'splash' .*learner.row_tokens .*128.* 48"),
-        (
-            ["attention_kernel=splash", "row_tokens=128", "shared_prompts=True"],
-            "'splash' .*learner.shared_prompts = False",
-        ),
     ],
 )
 def test_an_attention_kernel_that_does_not_fit_the_run_is_refused(overrides, message):

@@ -88,6 +88,14 @@ def test_gradients_and_statistics_equal_those_of_replicated_rows(groups, policy)
     assert_same(shared, accumulated(pack(groups, shared_prompts=False), make()), tolerance=1e-5)
 
 
+@pytest.mark.parametrize("shared_prompts", [False, True])
+def test_gradients_by_the_kernel_for_tpus_equal_those_by_xla(shared_prompts):
+    layout = dict(microbatch_rows=1, row_tokens=128, shared_prompts=shared_prompts)
+    batches = pack(GROUPS["all of these"], **layout)
+    splash = make(attention_kernel="splash", row_tokens=128, shared_prompts=shared_prompts)
+    assert_same(accumulated(batches, splash), accumulated(batches), tolerance=1e-5)
+
+
 ALL = {"recompute": RECOMPUTE, "current": CURRENT} | LOSSES
 SHORT = ("recompute", "gspo", "dr_grpo")  # One of each ratio and reduction.
 

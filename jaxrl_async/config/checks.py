@@ -457,11 +457,6 @@ def _check_attention(s: Settings) -> None:
             "learner.attention_kernel 'splash' needs learner.row_tokens to be a multiple of 128, got "
             f"{learner.row_tokens}"
         )
-    if kernel == "splash" and learner.shared_prompts:
-        raise SettingsError(
-            "learner.attention_kernel 'splash' has masks of segments alone, which cannot say that every completion "
-            "sees its group's prompt: set learner.shared_prompts = False"
-        )
 
 
 def _check_delay(s: Settings) -> None:

@@ -65,7 +65,8 @@ class TrainStep:
           config: the model's shape.
           mesh: from sharding.make_mesh.
           loss: the loss to minimise.
-          learner: max_grad_norm, num_minibatches, head_chunk_tokens and attention_kernel are read.
+          learner: max_grad_norm, num_minibatches, head_chunk_tokens, attention_kernel and
+            shared_prompts are read.
           temperature: the sampler's, > 0: log-probs are of logits / temperature.
           optimizer: from optimizer.make_optimizer.
 
@@ -340,6 +341,7 @@ class TrainStep:
             temperature=self._temperature,
             head_chunk_tokens=self._learner.head_chunk_tokens or None,
             attention_kernel=self._learner.attention_kernel,
+            shared_prompts=self._learner.shared_prompts,
         )
 
 
@@ -374,10 +376,14 @@ def policy_logprobs(
     temperature: float,
     head_chunk_tokens: int | None,
     attention_kernel: str = "xla",
+    shared_prompts: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probs and entropies of a batch's tokens, [B, T] in float32, under the parameters."""
     model = nnx.merge(transformer.graphdef(config), params)
-    rows = attention.of_rows(attention_kernel, batch.segment_ids, batch.prefix_ids)
+    # Without shared prompts a second pass of splash would find no key.
+    unshared = attention_kernel == "splash" and not shared_prompts
+    prefix_ids = None if unshared else batch.prefix_ids
+    rows = attention.of_rows(attention_kernel, batch.segment_ids, prefix_ids)
     hidden = model(batch.tokens, batch.positions, *rows)
     return logprobs.token_logprobs(
         model,

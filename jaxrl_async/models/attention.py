@@ -31,14 +31,15 @@ def of_rows(kernel: str, segment_ids, prefix_ids=None) -> tuple[jax.Array, Calla
     Args:
       kernel: "xla" anywhere | "cudnn" on an NVIDIA GPU, in bfloat16 | "splash" on a TPU, T a multiple of 128.
       segment_ids: int32 [B, T], from 1 within each row; 0 is padding.
-      prefix_ids: int32 [B, T], as in `causal_mask`. "splash" masks by segments only and ignores them.
+      prefix_ids: int32 [B, T], as in `causal_mask`; None where no row shares a prompt, which spares "splash" a pass.
 
     Returns:
       mask: the mask in the form that `attend` takes.
       attend: (q [B, T, H, C], k [B, T, N, C], v [B, T, N, C], mask) → [B, T, H, C].
     """
     if kernel == "splash":
-        return segment_ids, splash_attention
+        ids = (segment_ids,) if prefix_ids is None else (segment_ids, prefix_ids)
+        return ids, splash_attention
     mask_BTT = causal_mask(segment_ids, prefix_ids)
     return mask_BTT, {"xla": causal_attention, "cudnn": cudnn_attention}[kernel]
 
@@ -150,51 +151,119 @@ def cudnn_attention(q_BTHC, k_BTNC, v_BTNC, mask_BTT):
     )
 
 
-def splash_attention(q_BTHC, k_BTNC, v_BTNC, segment_ids):
-    """`causal_attention` within segments by JAX's TPU kernel; where the target is no TPU it is interpreted, slowly.
+def splash_attention(q_BTHC, k_BTNC, v_BTNC, ids):
+    """`causal_attention` by JAX's TPU kernel; compiled for another platform it is interpreted, slowly.
 
-    The target is that of the program: a machine without a TPU compiles it for one.
+    The kernel compares one number a token. So a second pass attends to prefixes, and the two are joined by the
+    logarithms of their softmax's sums. A key head is read by its query heads where it lies.
 
     Args:
       q_BTHC: [B, T, H, C], T a multiple of 128.
       k_BTNC: [B, T, N, C]; N divides H.
       v_BTNC: [B, T, N, C].
-      segment_ids: int32 [B, T].
+      ids: (segment_ids,) or (segment_ids, prefix_ids), int32 [B, T] each.
     """
     mesh = jax.typeof(q_BTHC).sharding.mesh
-    device = None if mesh.empty else mesh.abstract_device
-    platform = device.platform if device else jax.default_backend()
-    splash = functools.partial(_splash, interpret=platform != "tpu")
     if mesh.empty:
-        return splash(q_BTHC, k_BTNC, v_BTNC, segment_ids)
+        return _splash_of_device(q_BTHC, k_BTNC, v_BTNC, ids)
     # The compiler does not partition a kernel: each device runs it on its own rows and heads.
     rows = PartitionSpec(("data", "fsdp"))
     heads = PartitionSpec(("data", "fsdp"), None, "tensor")
     specs = dict(in_specs=(heads, heads, heads, rows), out_specs=heads)
-    divided = jax.shard_map(splash, mesh=mesh, check_vma=False, **specs)
-    return divided(q_BTHC, k_BTNC, v_BTNC, segment_ids)
+    divided = jax.shard_map(_splash_of_device, mesh=mesh, check_vma=False, **specs)
+    return divided(q_BTHC, k_BTNC, v_BTNC, ids)
 
 
-def _splash(q_BTHC, k_BTNC, v_BTNC, segment_ids, *, interpret):
-    T, H, C = q_BTHC.shape[1:]
-    # Heads before tokens.
-    q_BHTC = (q_BTHC * C**-0.5).swapaxes(1, 2)
-    k_BNTC, v_BNTC = k_BTNC.swapaxes(1, 2), v_BTNC.swapaxes(1, 2)
-    block = max(size for size in (128, 256, 512) if T % size == 0)
-    kernel = splash_kernel.make_splash_mha(
-        mask=splash_mask.MultiHeadMask([splash_mask.CausalMask((T, T))] * H),
-        block_sizes=splash_kernel.BlockSizes(**{f"block_{name}": block for name in _SPLASH_BLOCKS}),
-        head_shards=1,
-        q_seq_shards=1,
-        residual_checkpoint_name=ATTENDED,
-        interpret=interpret,
+def _splash_of_device(q_BTHC, k_BTNC, v_BTNC, ids):
+    q_BTHC = q_BTHC * q_BTHC.shape[-1] ** -0.5
+    q, k, v = (x.swapaxes(1, 2) for x in (q_BTHC, k_BTNC, v_BTNC))
+    return _splash(q, k, v, ids).swapaxes(1, 2)
+
+
+@jax.custom_vjp
+def _splash(q_BHTC, k_BNTC, v_BNTC, ids):
+    """Attention of scaled queries by the kernel, heads before tokens."""
+    return _forward_of_splash(q_BHTC, k_BNTC, v_BNTC, ids)[0]
+
+
+def _forward_of_splash(q, k, v, ids):
+    passes = [_for_target(_splash_forward, q, k, v, seen) for seen in _splash_passes(ids)]
+    attended, log_total = passes[0]
+    if len(passes) == 2:
+        # Without a key the second sum is e to the power of the kernel's finite mask value, so its share is 0.
+        log_total = jnp.logaddexp(*(of_pass for _, of_pass in passes))
+        shares = (jnp.exp(of_pass - log_total)[..., None] for _, of_pass in passes)
+        attended = sum(a * share for (a, _), share in zip(passes, shares, strict=True))
+    kept = checkpoint_name((attended.astype(v.dtype), log_total), ATTENDED)
+    return kept[0], (q, k, v, ids, *kept)
+
+
+def _backward_of_splash(residuals, d_attended):
+    """Given the joined result and sum, the kernel's backward pass returns each pass's part of the gradient."""
+    q, k, v, ids, attended, log_total = residuals
+    parts = [
+        _for_target(_splash_backward, q, k, v, seen, attended, log_total, d_attended)
+        for seen in _splash_passes(ids)
+    ]
+    return *(functools.reduce(jnp.add, of_input) for of_input in zip(*parts, strict=True)), None
+
+
+_splash.defvjp(_forward_of_splash, _backward_of_splash)
+
+
+def _splash_passes(ids):
+    """The ids of queries and keys, int32 [B, T] each, that each pass lets meet where they are equal."""
+    segment_ids, *prefix_ids = ids
+    # Without a prefix: −1, the id of no key.
+    prefixes = [(jnp.where(prefix == 0, -1, prefix), segment_ids) for prefix in prefix_ids]
+    return [(segment_ids, segment_ids), *prefixes]
+
+
+def _for_target(function, *args):
+    """Chosen in lowering: ahead of time, the target is not the platform of this process."""
+    return jax.lax.platform_dependent(
+        *args,
+        tpu=functools.partial(function, interpret=False),
+        default=functools.partial(function, interpret=True),
     )
 
-    def of_row(q_HTC, k_NTC, v_NTC, ids_T):
-        ids = splash_kernel.SegmentIds(ids_T, ids_T)
-        return kernel(q_HTC, k_NTC, v_NTC, segment_ids=ids)
 
-    return jax.vmap(of_row)(q_BHTC, k_BNTC, v_BNTC, segment_ids).swapaxes(1, 2)
+def _splash_forward(q_BHTC, k_BNTC, v_BNTC, seen, *, interpret):
+    """[B, H, T, C] and the logarithm of the softmax's sum, float32 [B, H, T]."""
+    kernel = _splash_kernel(q_BHTC, interpret, save_residuals=True)
+
+    def of_row(q, k, v, seen):
+        attended, (log_total,) = kernel(q, k, v, segment_ids=splash_kernel.SegmentIds(*seen))
+        return attended, log_total
+
+    return jax.vmap(of_row)(q_BHTC, k_BNTC, v_BNTC, seen)
+
+
+def _splash_backward(q, k, v, seen, attended, log_total, d_attended, *, interpret):
+    kernel = _splash_kernel(q, interpret, save_residuals=False)
+    infos = (kernel.dq_mask_info, kernel.dkv_mask_info)
+
+    def of_row(q, k, v, seen, attended, log_total, d_attended):
+        ids = splash_kernel.SegmentIds(*seen)
+        kept = (q, k, v, ids, None, attended, log_total, *infos)
+        # JAX has no public name for the backward pass of a result that was joined from several.
+        found = splash_kernel._splash_attention_bwd(**kernel.kwargs, res=kept, do=d_attended)
+        return found[3:6]
+
+    return jax.vmap(of_row)(q, k, v, seen, attended, log_total, d_attended)
+
+
+def _splash_kernel(q_BHTC, interpret, save_residuals):
+    H, T = q_BHTC.shape[1:3]
+    block = max(size for size in (128, 256, 512) if T % size == 0)
+    return splash_kernel.make_splash_mha(
+        mask=splash_mask.MultiHeadMask([splash_mask.CausalMask((T, T))] * H),
+        block_sizes=splash_kernel.BlockSizes(**{f"block_{name}": block for name in _SPLASH_BLOCKS}),
+        save_residuals=save_residuals,
+        head_shards=1,
+        q_seq_shards=1,
+        interpret=interpret,
+    )
 
 
 def _rows_at_a_time(q_BTHC, block):
