@@ -262,6 +262,13 @@ def test_the_description_names_every_server():
     assert fleet.describe() == f"{A} HEALTHY version 3; {B} STALE version 3"
 
 
+def test_the_description_of_many_servers_has_counts_and_the_first_that_are_not_healthy():
+    fleet = make_fleet(**{f"s{i}": "HEALTHY" for i in range(998)}, x="STALE", y="DEAD")
+    text = fleet.describe()
+    assert text.startswith("1000 servers: 1 DEAD, 998 HEALTHY, 1 STALE; first http://x:1 STALE")
+    assert "http://y:1 DEAD" in text and text.count("http://") == 16
+
+
 async def test_a_wait_for_a_server_ends_with_a_new_table_or_a_suspicion():
     fleet = make_fleet(a="STALE")
     waiting = asyncio.create_task(fleet.wait_for_change(600.0))

@@ -22,6 +22,7 @@ DEAD = "DEAD"  # does not answer
 # A request leaves the server that has its prefix for one with less than this share of its load. A group so stays on
 # one server while there is work for all, and spreads over servers that would be idle otherwise.
 SPILL_SHARE = 0.25
+MAX_DESCRIBED = 16  # servers in a message
 DISTRUST_LOOKS = 5  # times suspect_secs
 _DRAWS = 4  # of two servers, before the whole table is looked at
 
@@ -176,11 +177,18 @@ class Fleet:
         self._suspect_until[address] = self._clock() + DISTRUST_LOOKS * self._suspect_secs
 
     def describe(self) -> str:
-        """One phrase per server, for messages."""
+        """One phrase per server, for messages; of many, the counts by state and the first that are not HEALTHY."""
         if not self._records:
             return "no server is known yet"
-        rows = self._records.values()
-        text = "; ".join(f"{r.address} {self.state(r.address)} version {r.version}" for r in rows)
+        rows, counts = list(self._records.values()), ""
+        if len(rows) > MAX_DESCRIBED:
+            states = collections.Counter(self.state(r.address) for r in rows)
+            by_state = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
+            counts = f"{len(rows)} servers: {by_state}; first "
+            rows = sorted(rows, key=lambda r: self.state(r.address) == HEALTHY)[:MAX_DESCRIBED]
+        text = counts + "; ".join(
+            f"{r.address} {self.state(r.address)} version {r.version}" for r in rows
+        )
         if not self.is_out_of_date:
             return text
         return f"a table of version {self._v_pub}, while {self._newest_v_pub} is published: {text}"
