@@ -94,12 +94,14 @@ class Transformer(nnx.Module):
         def layer(x_BTD, block):
             return nnx.merge(graphdef, block)(x_BTD, rope, mask, attend)[0], None
 
-        # Attention's output is kept: it is small beside what computes it. Without remat those of the matmuls are kept,
-        # too, and the cheap rest is recomputed: stacking every intermediate of every layer costs more.
+        # Without remat the outputs of the matmuls and of attention are kept and the cheap rest is recomputed:
+        # stacking every intermediate of every layer costs more than computing it again.
         policies = jax.checkpoint_policies
-        kept = policies.save_only_these_names(attention.ATTENDED)
-        if not self.config.remat:
-            kept = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, kept)
+        attended = policies.save_only_these_names(attention.ATTENDED)
+        kept = policies.save_from_both_policies(policies.dots_with_no_batch_dims_saveable, attended)
+        if self.config.remat:
+            # The kernel for TPUs would otherwise run twice forwards.
+            kept = attended if attend is attention.splash_attention else None
         # prevent_cse is not needed within a scan.
         layer = jax.checkpoint(layer, policy=kept, prevent_cse=False)
         x_BTD, _ = jax.lax.scan(layer, self._embed(tokens_BT), blocks)
