@@ -7,7 +7,7 @@ from typing import Any
 from jaxrl_async.fit.programs import Fit, Program
 
 GIB = 1 << 30
-LEFT_OUT = "custom kernels, transfers between devices, and loops whose length depends on the data, which count once"
+LEFT_OUT = "custom kernels, transfers between devices, and loops of unknown length: they count once (≥, ≤)."
 
 
 def text(fit: Fit) -> str:
@@ -42,7 +42,7 @@ def text(fit: Fit) -> str:
     for program in fit.programs:
         lines += _transfers(program)
     if fit.programs and fit.programs[0].secs:
-        lines += ["", f"Predicted times are the compiler's cycles. They leave out {LEFT_OUT}."]
+        lines += ["", "Predicted times are the compiler's cycles. They leave out", LEFT_OUT]
     return "\n".join([*lines, "", verdict(fit)])
 
 
@@ -114,7 +114,7 @@ dd {{ margin: 0; }}
   border-left: 2px solid #c00; }}
 .bar span {{ height: 1.4rem; }}
 .arguments {{ background: #4878a8; }} .temporary {{ background: #d98b3a; }} .others {{ background: #7a9e6a; }}
-pre {{ overflow-x: auto; font-size: 13px; }}
+pre {{ white-space: pre-wrap; font-size: 13px; }}
 </style>
 <h1>{html.escape(verdict(fit))}</h1>
 <p><b class="arguments">&emsp;</b> arguments <b class="temporary">&emsp;</b> temporary

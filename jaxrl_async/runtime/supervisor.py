@@ -274,16 +274,18 @@ def _journal(settings: Settings, workdir: pathlib.Path) -> str:
     """What the journal keeps, and what that costs."""
     learner, rollout, journal = settings.learner, settings.rollout, settings.journal
     tokens = min(rollout.max_prompt_tokens + rollout.max_new_tokens, learner.row_tokens)
-    num_bytes = learner.groups_per_step * rollout.group_size * tokens * BYTES_PER_TOKEN
-    step = num_bytes / 1e9
-    path = pathlib.Path(journal.path or workdir / "journal.sqlite")
+    step = _size(learner.groups_per_step * rollout.group_size * tokens * BYTES_PER_TOKEN)
+    bound = f" up to {_size(journal.max_bytes)}" if journal.max_bytes else ""
+    free = ""
     with contextlib.suppress(OSError):
-        return (
-            f"keeps {journal.keep}"
-            + (f" up to {journal.max_bytes / 1e9:.3g} GB" if journal.max_bytes else "")
-            + f": up to {step:.2g} GB a step, {shutil.disk_usage(path.parent).free / 1e9:.3g} GB are free"
-        )
-    return f"keeps {journal.keep}: up to {step:.2g} GB a step"
+        path = pathlib.Path(journal.path or workdir / "journal.sqlite")
+        free = f", {_size(shutil.disk_usage(path.parent).free)} are free"
+    return f"keeps {journal.keep}{bound}: at most {step} a step{free}"
+
+
+def _size(num_bytes: int) -> str:
+    power = min(3, max(0, len(str(num_bytes)) - 1) // 3)
+    return f"{num_bytes / 1000**power:.3g} {('bytes', 'kB', 'MB', 'GB')[power]}"
 
 
 def _kind(server) -> str:

@@ -10,6 +10,7 @@ import time
 
 import attacked
 import pytest
+from fixtures import fake_sglang
 from fixtures.fake_sglang import FakeServer
 
 pytestmark = pytest.mark.long
@@ -126,13 +127,19 @@ def _log(run) -> str:
 )  # fmt: skip
 def test_a_server_that_hangs_is_named(route, culprit, tmp_path, monkeypatch):
     server = FakeServer().start()
-    server.hang.add(route)
+    server.vocab_size = 14  # The model's, as the learner asks; the server samples of fewer.
+    monkeypatch.setattr(fake_sglang, "VOCAB_SIZE", 10)
+    if route != "/generate":  # The learner's first look at a server asks for a token.
+        server.hang.add(route)
     try:
         with planted(
             tmp_path, monkeypatch, f"--config.server.addresses=('{server.address}',)"
         ) as run:
             if route == "/generate":
-                assert named_after_start(run, culprit)
+                run.wait_for(1, START_SECS, "start")
+                server.hang.add(route)
+                time.sleep(SETTLE_SECS)
+                assert named(run.workdir, culprit)
             else:
                 run_log = time.monotonic() + START_SECS
                 while "wait_push" not in ask(run.workdir):
