@@ -292,3 +292,24 @@ def test_a_free_port_is_not_of_the_range_of_connections_and_not_taken(monkeypatc
         port = taken.getsockname()[1]
         monkeypatch.setattr(supervisor, "ROLE_PORTS", [port] * 64)
         assert supervisor.free_port() != port
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ([], "journal  keeps all: at most 9.98 kB a step, "),
+        (
+            ["journal.max_bytes=5_000_000"],
+            "journal  keeps all up to 5 MB: at most 9.98 kB a step, ",
+        ),
+        (["journal.keep=checkpointed"], "journal  keeps checkpointed: at most "),
+    ],
+)
+def test_the_banner_says_what_the_journal_costs(flags, words, tmp_path):
+    config = load_config("configs/quickstart.py:smoke")
+    for flag in flags:
+        key, _, value = flag.partition("=")
+        block, _, name = key.partition(".")
+        config[block][name] = int(value) if name == "max_bytes" else value
+    banner = supervisor.banner(settings_of(config), tmp_path, "127.0.0.1:1", [], {})
+    assert words in banner and banner.count(" are free") == 1
