@@ -151,15 +151,22 @@ def test_a_server_that_hangs_is_named(route, culprit, tmp_path, monkeypatch):
         server.stop()
 
 
-def test_a_run_that_stalls_for_too_long_ends_with_the_chain(tmp_path, monkeypatch):
-    with planted(
-        tmp_path,
-        monkeypatch,
-        "--config.rollout.function=planted:hanging_rollout",
-        "--config.supervisor.stall_secs=45.0",
-    ) as run:
+def test_a_run_that_stalls_for_too_long_ends_with_the_chain(tmp_path):
+    secs = {
+        "rollout.request_timeout_secs": 30,
+        "weights.push_timeout_secs": 30,
+        "queue.permit_timeout_secs": 35,
+        "learner.lease_timeout_secs": 40,
+        "queue.outage_secs": 44,
+        "supervisor.stall_secs": 45,
+    }
+    settings = [*attacked.SIZES, *(f"--config.{key}={value}" for key, value in secs.items())]
+    with attacked.Run(tmp_path / "run", num_steps=100_000, config=CONFIG, settings=settings) as run:
+        run.wait_for(1, START_SECS, "start")
+        for process in run.processes_of("learner"):
+            process.send_signal(signal.SIGSTOP)
         assert run.process.wait(START_SECS) == 1
         printed = run.printed()
         assert re.search(r"no step for 45 s \(supervisor.stall_secs = 45\):", printed)
-        assert "end of the chain: its rollout function: group" in printed
+        assert re.search(r"end of the chain: learner(-\d)? \(pid \d+\) is stopped", printed)
         assert run.step >= 1  # What was done is there.
