@@ -128,3 +128,24 @@ async def test_a_name_gives_a_server_at_every_address(monkeypatch):
     assert await discovery.read() == first  # A name that does not resolve changes nothing.
     assert await discovery.read() == first | {"https://10.0.0.3:30000": 1.0}
     assert await discovery.read() == {"https://10.0.0.3:30000": 1.0}
+
+
+@pytest.mark.parametrize("address", ["http://10.0.0.1:30000", "http://gpu-7:30000"])
+async def test_a_list_with_a_server_without_tls_is_refused(address, path, tmp_path, caplog):
+    path.write_text(f"http://127.0.0.1:1\nhttps://b:2\n{address}\n")
+    refusal = rf"{address} would be reached over the network without TLS: .*security\.insecure"
+    with pytest.raises(DiscoveryError, match=refusal):
+        await Discovery(f"file:{path}", insecure=False).read()
+    assert len(await Discovery(f"file:{path}", insecure=True).read()) == 3
+    settings = Settings(server=Server(discover=f"file:{path}"))
+    with pytest.raises(start.StartError, match=refusal):
+        start.prepare(settings, tmp_path)
+
+
+async def test_a_server_without_tls_that_joins_later_is_left_out_and_said(path, caplog):
+    path.write_text("https://b:2\n")
+    discovery = Discovery(f"file:{path}", insecure=False)
+    assert await discovery.read() == {B.replace("http", "https"): 1.0}
+    path.write_text("https://b:2\nhttp://gpu-7:3\n")
+    assert await discovery.read() == {"https://b:2": 1.0}
+    assert "http://gpu-7:3 would be reached over the network without TLS" in caplog.text

@@ -1,5 +1,6 @@
 """The stall explainer names who is at the end of the chain, in each of ten stalls."""
 
+import dataclasses
 import pathlib
 import subprocess
 import time
@@ -157,6 +158,26 @@ def test_the_chain_goes_from_the_learner_over_groups_to_servers():
         f"      ← server {B}: HEALTHY, version 4",
         f"end of the chain: server {B}: group 38.0 waits for it since 94 s, as do 1 others",
     ]
+
+
+def test_of_many_servers_the_late_ones_are_named_and_the_others_counted():
+    servers = tuple(
+        ServerRecord(f"http://s{i}:1", "STALE" if i in (500, 700) else "HEALTHY", 4)
+        for i in range(1000)
+    )
+    lines = explain(waiting(servers=servers), RUNS, step=4).splitlines()
+    named = [line for line in lines if "← server" in line]
+    assert len(named) == 16
+    assert [line.split()[2] for line in named[:3]] == [
+        "http://s500:1:",
+        "http://s700:1:",
+        "http://s0:1:",
+    ]
+    assert "      ← and 984 more: 984 HEALTHY" in lines
+    pushing = dataclasses.replace(learner(), waits=(Wait("wait_push", "version 5", 9.0),))
+    dead = tuple(dataclasses.replace(server, state="DEAD") for server in servers)
+    (end,) = explain(waiting(servers=dead, roles=(pushing,)), RUNS, step=4).splitlines()[-1:]
+    assert end.endswith("http://s15:1 and 984 more") and "s16" not in end
 
 
 def test_processes_are_seen_as_they_are(tmp_path):

@@ -173,17 +173,18 @@ def check_mode(mode: str, *, max_staleness: int, push_every_steps: int, chunk_gr
 def in_the_clear(s: Settings) -> list[str]:
     """The addresses beyond loopback, "queue.address = …", to which keys, prompts and weights go without TLS."""
     found = []
-    if s.queue.address and not s.queue.tls_ca and not _is_local(s.queue.address):
+    if s.queue.address and not s.queue.tls_ca and not is_local(s.queue.address):
         found.append(f"queue.address = {s.queue.address}")
     for name in ("addresses", "control_addresses"):
         for url in getattr(s.server, name):
             scheme, _, address = url.partition("://")
-            if scheme == "http" and not _is_local(address):
+            if scheme == "http" and not is_local(address):
                 found.append(f"server.{name} = {url}")
     return found
 
 
-def _is_local(address: str) -> bool:
+def is_local(address: str) -> bool:
+    """Whether "host:port", or one with a path, is of this machine alone."""
     return security.is_loopback(address.partition("/")[0].rpartition(":")[0])
 
 

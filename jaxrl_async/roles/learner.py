@@ -317,7 +317,11 @@ def discovery_of(settings: Settings) -> Discovery | None:
     server = settings.server
     if not server.discover:
         return None
-    return Discovery(server.discover, scheme="https" if server.tls_ca else "http")
+    return Discovery(
+        server.discover,
+        scheme="https" if server.tls_ca else "http",
+        insecure=settings.security.insecure,
+    )
 
 
 def _follower_parts(

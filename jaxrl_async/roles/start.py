@@ -16,7 +16,7 @@ from jaxrl_async.roles import parts
 from jaxrl_async.rollout.failures import code_error
 from jaxrl_async.runtime import workdir as workdirs
 from jaxrl_async.servers import files
-from jaxrl_async.weights.discovery import parse
+from jaxrl_async.weights.discovery import check_tls, parse
 
 
 class StartError(ValueError):
@@ -104,7 +104,7 @@ def prepare(settings: Settings, workdir: pathlib.Path) -> None:
     Raises:
       StartError: names the file, the argument or the line.
     """
-    _check_discovery(settings.server.discover)
+    _check_discovery(settings)
     try:
         task = parts.task_of(settings)
         validation = ("validation",) if settings.evaluate.num_validation > 0 else ()
@@ -134,13 +134,16 @@ def _check_examples(examples, split: str) -> None:
             )
 
 
-def _check_discovery(place: str) -> None:
+def _check_discovery(settings: Settings) -> None:
     """Reads the list of servers, where there is one already."""
+    place = settings.server.discover
     path = pathlib.Path(place.removeprefix("file:"))
     if not place.startswith("file:") or not path.exists():
         return
     try:
-        parse(path.read_text(encoding="utf-8"), str(path))
+        servers = parse(path.read_text(encoding="utf-8"), str(path))
+        if not settings.security.insecure:
+            check_tls(servers, str(path))
     except (OSError, ValueError) as error:
         raise StartError(f"server.discover: {error}") from error
 

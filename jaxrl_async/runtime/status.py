@@ -4,6 +4,7 @@ Pure functions of the queue's status, to which all roles report, and of the supe
 socket, imports no JAX.
 """
 
+import collections
 import dataclasses
 import json
 import pathlib
@@ -16,12 +17,14 @@ from jaxrl_async.queue.records import (
     SILENT_SECS,
     QueueStatus,
     RoleStatus,
+    ServerRecord,
     Wait,
 )
 
 ROLES_FILE = "roles.json"
 CONFIG_FILE = "config.json"
 MAX_GROUPS = 3  # groups in the chain
+MAX_SERVERS = 16  # servers in it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,10 +99,7 @@ def explain(status: QueueStatus | None, processes: Sequence[Process], step: int 
     groups = sorted((w for role in workers for w in role.waits), key=lambda w: -w.secs)
     lines += [f"    ← {_wait(wait)}" for wait in groups[:MAX_GROUPS]]
     lines += _losses(status)
-    lines += [
-        f"      ← server {s.address}: {s.state}, version {'none' if s.version is None else s.version}"
-        for s in status.servers
-    ]
+    lines += _servers(status.servers)
     lines += _other(processes, set())
     lines += [
         f"{role.role} has been silent for {role.silent_secs:.0f} s"
@@ -107,6 +107,19 @@ def explain(status: QueueStatus | None, processes: Sequence[Process], step: int 
         if role.silent_secs > SILENT_SECS
     ]
     return "\n".join([*lines, _culprit(_end_of_chain(status, processes, learner, workers, groups))])
+
+
+def _servers(servers: Sequence[ServerRecord]) -> list[str]:
+    """A line for each server; of many, for those that are not HEALTHY first, and the rest counted."""
+    late_first = sorted(servers, key=lambda s: s.state == "HEALTHY")
+    shown = servers if len(servers) <= MAX_SERVERS else late_first[:MAX_SERVERS]
+    lines = [
+        f"      ← server {s.address}: {s.state}, version {'none' if s.version is None else s.version}"
+        for s in shown
+    ]
+    rest = collections.Counter(s.state for s in late_first[len(shown) :])
+    counts = ", ".join(f"{count} {state}" for state, count in sorted(rest.items()))
+    return lines + ([f"      ← and {len(servers) - len(shown)} more: {counts}"] if counts else [])
 
 
 def _end_of_chain(status, processes, learner, workers, groups) -> str:
@@ -124,7 +137,9 @@ def _end_of_chain(status, processes, learner, workers, groups) -> str:
     at = learner[0].waits[0] if learner[0].waits else Wait("learner", "itself", 0.0)
     if "wait_push" in at.what or "publish" in at.what:
         late = [s.address for s in status.servers if s.state != "HEALTHY"]
-        return f"the push of weights, to {', '.join(late)}" if late else f"the publisher: {at.on}"
+        more = f" and {len(late) - MAX_SERVERS} more" if len(late) > MAX_SERVERS else ""
+        names = ", ".join(late[:MAX_SERVERS]) + more
+        return f"the push of weights, to {names}" if late else f"the publisher: {at.on}"
     if "wait_data" not in at.what:
         return f"{learner[0].role}, at work ({at.what}) for {at.secs:.0f} s"
     if not status.running_groups:

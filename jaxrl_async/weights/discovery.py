@@ -14,8 +14,9 @@ import math
 import pathlib
 import re
 import socket
+from collections.abc import Iterable
 
-from jaxrl_async.config.checks import discovery_of
+from jaxrl_async.config.checks import discovery_of, is_local
 
 log = logging.getLogger(__name__)
 
@@ -29,19 +30,20 @@ class DiscoveryError(ValueError):
 class Discovery:
     """The servers that a place lists. Use within one event loop."""
 
-    def __init__(self, place: str, *, scheme: str = "http"):
+    def __init__(self, place: str, *, scheme: str = "http", insecure: bool = True):
         """Reads nothing yet.
 
         Args:
           place: "file:PATH" or "dns://name:port".
           scheme: of the addresses that DNS gives.
+          insecure: whether servers beyond loopback may be reached without TLS.
 
         Raises:
           SettingsError: neither.
         """
         self.place = place
         self._kind, self._name, self._port = discovery_of(place)
-        self._scheme = scheme
+        self._scheme, self._insecure = scheme, insecure
         self._servers: dict[str, float] = {}
         self._missing: set[str] = set()  # from the last reading
         self._text: str | None = None  # of the last reading of a file
@@ -52,10 +54,13 @@ class Discovery:
         """The servers now: address → relative speed.
 
         Raises:
-          DiscoveryError: the first reading has a line that is no address; a later one is only warned about.
+          DiscoveryError: the first reading has a line that is no address, or a server that would be reached without
+            TLS and may not; a later one is only warned about.
         """
         try:
             listed = await self._read()
+            if listed is not None and not self._insecure:
+                check_tls(listed, self.place)
         except (OSError, UnicodeDecodeError, DiscoveryError) as error:
             if isinstance(error, DiscoveryError) and not self._is_read:
                 raise
@@ -93,6 +98,21 @@ class Discovery:
         if problem != self._problem:
             log.warning("%s", problem)
         self._problem = problem
+
+
+def check_tls(addresses: Iterable[str], place: str) -> None:
+    """Refuses servers that would be reached over the network without TLS.
+
+    Raises:
+      DiscoveryError: names the place and the first of them.
+    """
+    for address in addresses:
+        scheme, _, rest = address.partition("://")
+        if scheme == "http" and not is_local(rest):
+            raise DiscoveryError(
+                f"{place}: {address} would be reached over the network without TLS: list https:// addresses, or set "
+                "security.insecure = True on a network that is trusted"
+            )
 
 
 def parse(text: str, path: str) -> dict[str, float]:
