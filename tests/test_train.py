@@ -306,6 +306,36 @@ def test_the_roles_end_with_their_supervisor(command, tmp_path):
     assert psutil.wait_procs(roles, timeout=20)[1] == []
 
 
+BROKEN = """
+from jaxrl_async.tasks import make_task
+
+def broken_reward(completion, answer):
+    raise ValueError("a reward that is broken")
+
+def task(**args):
+    made = make_task("arithmetic", **args)
+    type(made).reward = "broken:broken_reward"
+    return made
+"""
+
+
+def test_a_reward_that_raises_from_the_start_ends_the_run_with_its_traceback(
+    run, tmp_path, monkeypatch
+):
+    (tmp_path / "broken.py").write_text(BROKEN)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
+    code, output = run(
+        "train",
+        f"--config={QUICKSTART}:smoke",
+        "--config.learner.num_steps=100000",
+        "--config.task.name=broken:task",
+    )
+    assert code == 1, output
+    assert "all failed with the same error of the run's own code" in output
+    assert 'raise ValueError("a reward that is broken")' in output
+    assert re.search(r"prompt \d+: \d+\+\d+=", output)
+
+
 def test_weights_that_are_not_finite_stop_the_run_before_anything_is_saved(run, tmp_path):
     code, output = run(
         "train",
