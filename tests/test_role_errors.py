@@ -7,7 +7,8 @@ import pytest
 from jaxrl_async.cli import train
 from jaxrl_async.config.settings import SettingsError
 from jaxrl_async.queue.journal import JournalError
-from jaxrl_async.queue.records import SupersededError
+from jaxrl_async.queue.records import RunFailedError, SupersededError
+from jaxrl_async.rollout.failures import UserCodeError
 from jaxrl_async.weights.publisher import PublisherError
 
 
@@ -25,6 +26,8 @@ FORESEEN = [
     PublisherError("version 0 did not reach every inference server within 3 s"),
     caused(PublisherError("the publisher failed: no server"), PublisherError("no server")),
     SettingsError("server.api_key_env names THE_KEY, which is unset"),
+    RunFailedError("the run's own code fails: a reward that is broken"),
+    UserCodeError("the first 8 groups all failed with the same error"),
 ]
 UNFORESEEN = [
     RuntimeError("bad"),
