@@ -1,5 +1,6 @@
 """The report: one page from a workdir alone, also with metrics missing; it looks right in a browser."""
 
+import asyncio
 import json
 import re
 
@@ -260,6 +261,9 @@ async def test_forgotten_groups_are_passed_over(tmp_path):
     steps = [[[trajectory(str(step), 1.0, [step])]] for step in range(3)]
     journal = await write_journal(tmp_path, *steps, keep="checkpointed")
     await journal.checkpointed(2)
+    async with asyncio.timeout(60):
+        while journal._may_forget:
+            await asyncio.sleep(0.01)
     journal.close()
     assert [s.step for s in samples.samples(tmp_path, {})] == [3]
 

@@ -127,6 +127,7 @@ def test_what_changes_no_number_of_the_model_is_taken(workdir, started):
 @pytest.mark.parametrize("role", ["all", "learner"])
 def test_a_run_that_has_come_to_its_last_step_has_nothing_to_do(role, workdir, started, capsys):
     (workdir / "checkpoints" / "3").mkdir()
+    (workdir / ".lock").touch()  # of the run before
     before = sorted(workdir.iterdir())
     words = [
         "--config.queue.address=localhost:1",

@@ -262,7 +262,7 @@ def banner(settings: Settings, workdir, queue_address, servers, devices) -> str:
         + _kind(settings.server),
     ]
     if settings.journal.keep != "none":
-        lines.append(f"  journal  {_journal(settings, workdir)}")
+        lines.append(f"  journal  {_journal(settings, pathlib.Path(workdir))}")
     if found := in_the_clear(settings):
         lines.append(f"  INSECURE security.insecure: without TLS to {', '.join(found)}")
     for name, environment in devices.items():
