@@ -27,6 +27,7 @@ import numpy as np
 import psutil
 from aiohttp import web
 
+from jaxrl_async.awake import AwakeClock
 from jaxrl_async.queue import service
 from jaxrl_async.queue.admission import Admission
 from jaxrl_async.queue.client import LearnerQueue, QueueClient
@@ -241,6 +242,7 @@ async def _run_workers(pipe, queue: str, names: list[str], args: argparse.Namesp
         fleet = Fleet(suspect_secs=2.0, clock=time.monotonic, speeds={})
         client = TimedClient(queue, **TIMEOUTS)
         client.push_secs = push_secs
+        clock = AwakeClock()
         async with InferenceClient() as inference, client:
             sampler = Sampler(
                 client=inference,
@@ -250,6 +252,7 @@ async def _run_workers(pipe, queue: str, names: list[str], args: argparse.Namesp
                 run_seed=0,
                 request_timeout_secs=600.0,
                 max_retries=3,
+                clock=clock,
             )
             runner = Runner(
                 single_turn,
@@ -275,6 +278,7 @@ async def _run_workers(pipe, queue: str, names: list[str], args: argparse.Namesp
                 overlong=lambda num_tokens: 0.0,
                 frictions=None,
                 run_seed=0,
+                clock=clock,
             ).run()
 
     tasks = [asyncio.create_task(work(name), name=name) for name in names]
