@@ -139,8 +139,10 @@ class Transformer(nnx.Module):
         """
         graphdef, blocks = nnx.split(self.blocks)
         rope = rope_cos_sin(self.config, positions_B[:, None])
-        rows = jnp.arange(tokens_B.shape[0])
-        mask_B1S = (jnp.arange(cache.k.shape[3])[None] <= positions_B[:, None])[:, None]
+        # An index for each head: TPUs would write all heads of a token at once only after transposing the whole cache.
+        rows, heads = jnp.ogrid[: tokens_B.shape[0], : cache.k.shape[2]]
+        at_B1 = positions_B[:, None]
+        mask_B1S = (jnp.arange(cache.k.shape[3])[None] <= at_B1)[:, None]
 
         # The cache is carried whole: as a scanned input and output, it would be copied in full by each step.
         def layer(carry, indexed_block):
@@ -148,8 +150,8 @@ class Transformer(nnx.Module):
             index, block = indexed_block
             block = nnx.merge(graphdef, block)
             q, new_k, new_v = block.project(x_B1D, rope)
-            k = k.at[index, rows, :, positions_B].set(new_k[:, 0])
-            v = v.at[index, rows, :, positions_B].set(new_v[:, 0])
+            k = k.at[index, rows, heads, at_B1].set(new_k[:, 0])
+            v = v.at[index, rows, heads, at_B1].set(new_v[:, 0])
             attended = attention.cached_attention(q, k[index], v[index], mask_B1S)
             return (block.finish(x_B1D, attended), KVCache(k, v)), None
 
