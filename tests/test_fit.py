@@ -4,17 +4,24 @@ import dataclasses
 import importlib.metadata
 import json
 import os
+import pathlib
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from jaxrl_async.cli import main
-from jaxrl_async.config.settings import Settings
+from jaxrl_async.config.settings import Server, Settings
 from jaxrl_async.fit import flops, hlo, page, plans, programs
 from jaxrl_async.fit.targets import EXAMPLES, TargetError, target_of
-from jaxrl_async.models import transformer
+from jaxrl_async.inference import programs as inference
+from jaxrl_async.models import attention, transformer
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "benchmarks"))
+
+import fit as benchmark
 
 
 def installed(package: str) -> bool:
@@ -31,29 +38,13 @@ TPU = pytest.mark.skipif(
 GPU = pytest.mark.skipif(
     not installed("jax-cuda13-plugin"), reason='no GPU compiler: pip install "jaxrl_async[fit-gpu]"'
 )
-CONFIG = transformer.ModelConfig(
-    vocab_size=1024,
-    num_layers=3,
-    model_dim=256,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=64,
-    mlp_dim=512,
-    rope_theta=1e4,
-    rope_scaling=None,
-    norm_eps=1e-6,
-    qk_norm=True,
-    attention_bias=False,
-    tied_embeddings=True,
-    dtype="bfloat16",
-    remat=True,
-)
+COMPILERS = {"v5e-4": TPU, "h100-1": GPU}
+SMALL_TARGETS = [pytest.param(name, marks=COMPILERS[name]) for name in benchmark.SMALL_TARGETS]
+CONFIG = benchmark.SMALL
 
 
 def settings_of(**learner) -> Settings:
-    base = Settings()
-    values = dict(microbatch_rows=4, row_tokens=128, fsdp=4, num_minibatches=1) | learner
-    return dataclasses.replace(base, learner=dataclasses.replace(base.learner, **values))
+    return benchmark.small_settings("v5e-4", **learner)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -94,6 +85,21 @@ HloModule jit_f
   ROOT %lt = pred[] compare(%i, %j), direction=LT
 }
 
+%bounded (p: (s32[], f32[4])) -> pred[] {
+  %n = s32[] constant(8)
+  %lt = pred[] compare(%i, %n), direction=LT
+  ROOT %both = pred[] and(%lt, %any)
+}
+
+%dear (p: f32[4]) -> f32[4] {
+  %sorted = f32[4]{0} fusion(%p), calls=%fused, backend_config={"window_config":{"estimated_cycles":"900"}}
+  %gathered = bf16[8,64]{1,0} all-gather(%p), dimensions={0}
+}
+
+%cheap (p: f32[4]) -> f32[4] {
+  ROOT %ones = f32[4]{0} fusion(%p), calls=%none, backend_config={"window_config":{"estimated_cycles":"7"}}
+}
+
 %fused (p: f32[4]) -> f32[4] {
   %start = bf16[8,32]{1,0} all-gather(%p), dimensions={0}
   ROOT %c = (bf16[4,32]{1,0}, bf16[8,32]{1,0}) custom-call(%start), custom_call_target="AsyncCollectiveStart"
@@ -108,6 +114,9 @@ ENTRY %main (a: f32[4]) -> f32[4] {
  b }"}
   %v = (s32[], f32[4]) while(%t), condition=%of_data, body=%body
   %u = (s32[], f32[4]) while(%t), condition=%of_data, body=%body, backend_config={"known_trip_count":{"n":"2"}}
+  %t2 = (s32[], f32[4]) while(%t), condition=%bounded, body=%body
+  %chosen = f32[4] conditional(%i, %t, %t), branch_computations={%dear, %cheap}
+  %either = f32[4] conditional(%p, %t, %t), true_computation=%cheap, false_computation=%dear
   %more = f32[4] fusion(%t), calls=%async_collective_fusion.1
   %k = f32[4] custom-call(%t), custom_call_target="tpu_custom_call"
   %ars = (f32[2]{0}, f32[8]{0}) all-reduce-start(%t), to_apply=%condition
@@ -118,8 +127,8 @@ ENTRY %main (a: f32[4]) -> f32[4] {
 
 def test_counts_in_a_loop_are_multiplied_by_its_length():
     cost = hlo.read(TEXT)
-    times = 3 + 1 + 2
-    assert cost.cycles == 100 * times and cost.kernels == 1 and cost.unknown_loops == 1
+    times = 3 + 1 + 2 + 1  # Two end by the data, the last one before its 8 runs or not.
+    assert cost.cycles == 100 * times + 2 * 7 and cost.kernels == 1 and cost.unknown_loops == 2
     found = {(c.kind, c.asynchronous): (c.count, c.num_bytes) for c in cost.collectives}
     assert found == {
         ("all-gather", False): (times, times * 8 * 16 * 2),
@@ -151,9 +160,10 @@ def test_the_models_flops_are_six_for_each_weight_and_token():
     assert flops.of_model(c, 2, 128, backward=False) == 2 * 2 * 128 * (weights + attention)
 
 
-def compiled(name: str, **learner):
-    target = target_of(name)
-    return programs.compile_run(settings_of(**learner), CONFIG, target, programs.devices_of(target))
+def compiled(name: str, **learner) -> programs.Fit:
+    """Of the learner alone."""
+    settings, target = benchmark.small_settings(name, **learner), target_of(name)
+    return programs.compile_run(settings, CONFIG, target, programs.devices_of(target))
 
 
 def check_fit(fit):
@@ -172,9 +182,27 @@ def check_fit(fit):
     assert "fits: " in page.text(fit) and "remat True" in page.text(fit)
 
 
+def test_a_kernel_counts_with_the_blocks_that_the_causal_mask_leaves():
+    B, T, H, N, C, block = 2, 1024, 4, 2, 64, 512
+    ids, attend = attention.of_rows("splash", jnp.ones((B, T), jnp.int32))
+
+    def attended(q, k, v):
+        return attend(q, k, v, ids).sum()
+
+    q, k = (jnp.ones((B, T, heads, C), jnp.bfloat16) for heads in (H, N))
+    forward = jax.make_jaxpr(attended)(q, k, k)
+    gradient = jax.make_jaxpr(jax.grad(attended, (0, 1, 2)))(q, k, k)
+    # Of 2 · 2 pairs of blocks 3; forwards 2 products a pair, backwards 3 for dq, and 4 for dk and dv.
+    product = B * H * 3 * 2 * block * block * C
+    assert flops.of_jaxpr(forward, kernels_alone=True) == 2 * product
+    assert flops.of_jaxpr(gradient, kernels_alone=True) == (2 + 3 + 4) * product
+    # Outside the kernels stands one sum of products: of the result and its gradient, for each query and head.
+    assert flops.of_jaxpr(gradient) == (2 + 3 + 4) * product + 2 * B * T * H * C
+
+
 @TPU
 def test_the_learner_compiles_for_a_tpu():
-    fit = compiled("v5e-4")
+    fit = benchmark.small_fit("v5e-4")
     check_fit(fit)
     assert fit.programs[0].secs > 0 and 0 < fit.programs[0].peak_share < 1
 
@@ -195,11 +223,116 @@ def test_the_learner_compiles_for_gpus():
     assert fit.programs[0].secs == 0
 
 
-def a_fit(name="v5e-4", needed=2 << 30) -> programs.Fit:
-    cost = hlo.Cost((hlo.Collective("all-gather", False, 2, 1 << 21, 1 << 20),), 0.0, 0, 0)
-    program = programs.Program(
-        "accumulate", needed // 2, needed // 2, needed, 0, 3e12, 2e12, cost, 0.5, 0.25, 60.0
+def check_in_place(memory, cache_bytes):
+    assert memory.temp_size_in_bytes < cache_bytes / 2
+    assert memory.alias_size_in_bytes >= cache_bytes
+
+
+@pytest.mark.parametrize("name", ["decode", "prefill"])
+def test_the_cache_is_updated_in_place(name):
+    shapes = inference.Shapes(
+        dataclasses.replace(CONFIG, dtype="float32"),
+        num_slots=32,
+        max_total_tokens=256,
+        decode_chunk=8,
     )
+    traced = shapes.trace_decode() if name == "decode" else shapes.trace_prefill(256)
+    memory = traced.lower().compile().memory_analysis()
+    check_in_place(memory, sum(keys.size * 4 for keys in shapes.cache))
+
+
+@pytest.mark.parametrize("target", SMALL_TARGETS)
+def test_the_cache_is_updated_in_place_on_a_target(target):
+    engine = benchmark.small_fit(target).engine
+    assert not engine.error and [p.name for p in engine.programs] == ["decode", "prefill"]
+    server = benchmark.SMALL_SERVER
+    tokens = server.num_slots * server.max_total_tokens
+    per_token = 2 * CONFIG.num_layers * CONFIG.num_kv_heads * CONFIG.head_dim * 2  # bfloat16
+    assert engine.cache_bytes == tokens * per_token
+    for program in engine.programs:
+        assert program.temporary_bytes < engine.cache_bytes / 2, program.name
+        assert program.aliased_bytes >= engine.cache_bytes, program.name
+    decode, prefill = engine.programs
+    assert decode.argument_bytes > engine.cache_bytes + engine.weights_bytes
+    # A step attends to the whole cache, of which it needs half. A prefill's blocks depend on the data: they count once.
+    assert 1.0 < decode.flops / decode.model_flops < 2.0
+    assert 0.8 < prefill.flops / prefill.model_flops < 1.0 and prefill.cost.unknown_loops
+
+
+@pytest.mark.parametrize("target", SMALL_TARGETS)
+def test_no_program_exceeds_its_budget(target):
+    budget = benchmark.read_budgets()[target]
+    found = benchmark.figures_of(benchmark.small_fit(target))
+    said = benchmark.exceeded(target, found, budget["programs"])
+    assert not said, "\n".join(
+        [*said, f"written with {budget['compiler']}, this is {benchmark.compiler_of(target)}"]
+    )
+    assert found.keys() == budget["programs"].keys()
+
+
+def test_an_exceeded_budget_names_program_figure_value_and_the_way_to_a_new_one():
+    budgets = {"update": {"peak_bytes": 100, "cycles": 10}}
+    found = {"update": {"peak_bytes": 105, "cycles": 11, "all-gather_bytes": 7}}
+    cycles, gathered = benchmark.exceeded("v5e-4", found, budgets)
+    assert cycles.startswith("v5e-4, update: cycles is 11, its budget 10; ")
+    assert "python benchmarks/fit.py --write --target=v5e-4" in cycles
+    assert gathered.startswith("v5e-4, update: all-gather_bytes is 7, its budget 0; ")
+
+
+def test_budgets_are_those_of_the_programs_figures_by_kind():
+    transfers = [
+        ("all-gather", False, 2, 20, 10),
+        ("all-gather", True, 1, 5, 5),
+        ("all-reduce", True, 1, 3, 3),
+    ]
+    cost = hlo.Cost(tuple(hlo.Collective(*transfer) for transfer in transfers), 7.0, 0, 0)
+    program = dataclasses.replace(a_fit().programs[0], cost=cost)
+    assert benchmark.figures(program) == {
+        "peak_bytes": 2 << 30,
+        "flops_over_model": 1.5,
+        "cycles": 7.0,
+        "all-gather_bytes": 25,
+        "all-reduce_bytes": 3,
+    }
+
+
+@pytest.mark.parametrize(
+    ("server", "has"),
+    [
+        (Server(), True),
+        (Server(addresses=("http://a:1",)), False),
+        (Server(discover="dns://a:1"), False),
+        (Server(command="sglang {port}"), False),
+    ],
+)
+def test_a_run_has_an_engine_where_it_starts_embedded_servers(server, has):
+    assert programs.has_engine(Settings(server=server)) == has
+
+
+def a_program(name, needed, **values) -> programs.Program:
+    cost = hlo.Cost((hlo.Collective("all-gather", False, 2, 1 << 21, 1 << 20),), 0.0, 0, 0)
+    return programs.Program(
+        name, needed // 2, needed // 2, needed, 0, 3e12, 2e12, cost, 0.5, 0.25, 60.0, **values
+    )
+
+
+def an_engine(needed, **values) -> programs.Engine:
+    found = (a_program("decode", needed), a_program("prefill", needed // 2))
+    return programs.Engine(
+        found,
+        **dict(
+            num_servers=1,
+            num_slots=8,
+            max_total_tokens=64,
+            weights_bytes=1 << 29,
+            cache_bytes=3 << 28,
+        )
+        | values,
+    )
+
+
+def a_fit(name="v5e-4", needed=2 << 30, **values) -> programs.Fit:
+    program = a_program("accumulate", needed)
     plan = {
         "data": 1,
         "fsdp": 4,
@@ -208,7 +341,7 @@ def a_fit(name="v5e-4", needed=2 << 30) -> programs.Fit:
         "row_tokens": 128,
         "remat": True,
     }
-    return programs.Fit(target_of(name), plan, (program,))
+    return programs.Fit(target_of(name), plan, (program,), **values)
 
 
 def test_what_does_not_fit_says_by_how_much():
@@ -220,6 +353,57 @@ def test_what_does_not_fit_says_by_how_much():
     )
     broken = dataclasses.replace(large, error="accumulate: RESOURCE_EXHAUSTED")
     assert page.verdict(broken) == "does not compile: accumulate: RESOURCE_EXHAUSTED"
+
+
+def test_servers_with_devices_of_their_own_need_no_more_than_one_has():
+    fit = a_fit(engine=an_engine(6 << 30))
+    assert fit.fits and fit.needed_bytes == 6 << 30
+    assert page.verdict(fit) == "fits: decode needs 6.00 of 16.00 GiB (62% free)"
+    shown = page.text(fit)
+    assert "embedded servers: 1, each on a device of its own · 8 slots of 64 tokens" in shown
+    assert "keys and values 0.75 GiB · weights 0.50, twice" in shown and "\nprefill " in shown
+    assert not a_fit(engine=an_engine(17 << 30)).fits
+    assert [p["name"] for p in page.to_json(fit)["engine"]["programs"]] == ["decode", "prefill"]
+    assert page.to_html(fit).count('class="bar"') == 3
+    broken = a_fit(engine=an_engine(6 << 30, error="decode: RESOURCE_EXHAUSTED"))
+    assert not broken.fits
+    assert page.verdict(broken) == "does not compile: decode: RESOURCE_EXHAUSTED"
+
+
+def test_on_one_device_learner_and_servers_must_fit_together():
+    fits = a_fit("v5e-1", 9 << 30, engine=an_engine(3 << 30, num_servers=2))
+    assert fits.needed_bytes == (9 + 2 * 3) << 30 and fits.fits
+    assert page.verdict(fits).startswith("fits: learner and servers together need 15.00 of 16.00")
+    assert "together: learner 9.00 + servers 6.00 = 15.00 GiB" in page.text(fits)
+    assert "A TPU chip admits one process" in page.text(fits)
+    large = a_fit("v5e-1", 9 << 30, engine=an_engine(8 << 30))
+    assert not large.fits
+    assert page.verdict(large) == (
+        "does not fit: learner and servers together need 17.00 GiB, 1.00 more than there are"
+    )
+
+
+def test_of_a_single_gpu_each_role_has_its_fraction():
+    fit = a_fit("h100-1", 30 << 30, engine=an_engine(30 << 30))
+    assert fit.share == 0.45 and fit.fits  # of 74.5 GiB
+    assert "`train` gives each role 45% of a single GPU's memory." in page.text(fit)
+    large = a_fit("h100-1", 34 << 30, engine=an_engine(2 << 30))
+    assert not large.fits
+    assert page.verdict(large) == (
+        "does not fit: accumulate needs 34.00 GiB, 0.47 more than its 45% of the device"
+    )
+
+
+def test_the_time_of_kernels_is_an_assumption_and_stands_beside_the_predicted_one():
+    program = a_program("accumulate", 2 << 30, kernel_flops=4e12, kernel_secs=0.125)
+    program = dataclasses.replace(program, cost=dataclasses.replace(program.cost, kernels=9))
+    shown = page.text(dataclasses.replace(a_fit(), programs=(program,)))
+    assert re.search(r"accumulate .* ≥0.5 s +\+0.125 s +≤25%", shown)
+    assert "9 runs of custom kernels: 4e+12 FLOPs" in shown
+    assert "at 50% of the peak:\nan assumption, not a measurement" in shown
+    assert "assumption" not in page.text(a_fit())
+    fit = dataclasses.replace(a_fit(), programs=(program,))
+    assert plans.cost(fit)[0] == pytest.approx(0.625 / (4 * 128))
 
 
 def test_a_page_has_a_bar_for_each_program_and_escapes_what_it_shows():
@@ -241,6 +425,26 @@ def test_smaller_plans_are_each_on_top_of_those_before():
     ]
     assert "--config.learner.microbatch_rows=4" in found[-1][0]
     assert "--config.model.remat=True" in found[-1][0]
+
+
+def test_what_is_made_smaller_is_what_is_too_large():
+    settings = dataclasses.replace(
+        settings_of(fsdp=2, microbatch_rows=4), server=Server(num_slots=4)
+    )
+    settings = dataclasses.replace(settings, model=dataclasses.replace(settings.model, remat=True))
+
+    def changes(fit):
+        found = [
+            (s.learner.microbatch_rows, s.server.num_slots) for _, s in plans.smaller(settings, fit)
+        ]
+        return found
+
+    assert changes(a_fit(needed=17 << 30, engine=an_engine(2 << 30))) == [(2, 4)]
+    assert changes(a_fit(engine=an_engine(17 << 30))) == [(4, 2), (4, 1)]
+    together = a_fit("v5e-1", 9 << 30, engine=an_engine(9 << 30))
+    assert changes(together) == [(2, 4), (2, 2), (2, 1)]
+    *_, (flags, _) = plans.smaller(settings, together)
+    assert flags == "--config.learner.microbatch_rows=2 --config.server.num_slots=1"
 
 
 def test_a_search_has_plans_of_the_targets_size_alone():
@@ -296,3 +500,93 @@ def test_a_missing_compiler_is_named_with_its_remedy(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda package: "0.0.1")
     with pytest.raises(programs.FitError, match=r"jax-cuda13-plugin 0.0.1 is of another JAX than"):
         programs.check_compiler(target_of("h100-8"))
+
+
+QUICKSTART = [
+    "fit",
+    "--config=configs/quickstart.py",
+    "--config.model.num_layers=1",
+    "--config.server.num_slots=8",
+]
+
+
+@TPU
+def test_the_verb_says_what_a_tpu_needs(capsys, tmp_path):
+    flags = ["--target=v5e-4", "--config.learner.fsdp=4", f"--out={tmp_path}"]
+    assert main.main([*QUICKSTART, *flags]) == 0
+    shown = capsys.readouterr().out
+    for name in ("accumulate", "update", "decode", "prefill"):
+        assert re.search(rf"^{name} +(\d+\.\d\d +){{4}}≥?\d", shown, re.M), name
+    assert "v5e-4: 4 devices of 16.0 GiB" in shown
+    assert "embedded servers: 1, each on a device of its own · 8 slots" in shown
+    assert re.search(r"^fits: \w+ needs 0\.\d\d of 16\.00 GiB", shown, re.M)
+    assert json.loads((tmp_path / "fit.json").read_text())["engine"]["num_slots"] == 8
+
+
+@GPU
+def test_the_verb_refuses_servers_that_a_single_gpu_cannot_hold(capsys):
+    flags = ["--target=h100-1", f"--config.server.num_slots={1 << 17}"]
+    flags += ["--config.server.max_total_tokens=1024"]
+    assert main.main([*QUICKSTART, *flags]) == 1
+    shown = capsys.readouterr().out
+    assert "together: learner" in shown and "45% of a single GPU's memory" in shown
+    assert "does not fit: decode needs" in shown
+    assert re.search(r"with --config.*server.num_slots=\d+: fits: learner and servers", shown)
+
+
+@TPU
+def test_a_search_compiles_every_plan_and_prints_the_best_three_that_fit(capsys, tmp_path):
+    flags = [
+        "--target=v5e-4",
+        "--search",
+        f"--out={tmp_path}",
+        "--config.learner.microbatch_rows=4",
+    ]
+    assert main.main([*QUICKSTART, *flags, "--config.model.num_kv_heads=1"]) == 0
+    shown = capsys.readouterr()
+    tried = [line for line in shown.err.splitlines() if line.startswith("--config.learner.data=")]
+    # data 1 or 2, 4 or 8 rows, with and without remat; 2 rows are fewer than 4 devices, and one head is not divided.
+    assert len(tried) == 8 and all(": fits: " in line for line in tried)
+    best = re.findall(r"^(--config.*): ([\d.e+-]+) µs a token, fits: ", shown.out, re.M)
+    assert len(best) == 3 and [float(secs) for _, secs in best] == sorted(float(s) for _, s in best)
+    plan = json.loads((tmp_path / "fit.json").read_text())["plan"]
+    assert (
+        f"--config.learner.data={plan['data']} --config.learner.fsdp={plan['fsdp']} " in best[0][0]
+    )
+
+
+QWEN = dict(
+    architectures=["Qwen2ForCausalLM"],
+    model_type="qwen2",
+    hidden_act="silu",
+    hidden_size=1536,
+    intermediate_size=8960,
+    num_attention_heads=12,
+    num_hidden_layers=28,
+    num_key_value_heads=2,
+    rms_norm_eps=1e-6,
+    rope_theta=1e6,
+    tie_word_embeddings=True,
+    vocab_size=151_936,
+)
+
+
+@TPU
+@pytest.mark.long
+def test_a_real_model_fits_on_a_pod_with_an_embedded_server(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    words = [
+        f"--model={tmp_path}",
+        "--target=v5e-16",
+        "--set=server.addresses=()",
+        f"--out={tmp_path}",
+    ]
+    benchmark.main([*words, "--set=server.max_total_tokens=2048"])
+    shown = capsys.readouterr().out
+    assert re.findall(r"^\| v5e-16 \| (\w+) ", shown, re.M) == [
+        "score", "accumulate", "update", "decode", "prefill"
+    ]  # fmt: skip
+    assert "fits: " in shown
+    found = json.loads((tmp_path / "v5e-16.json").read_text())
+    decode = found["engine"]["programs"][0]
+    assert decode["aliased_bytes"] >= found["engine"]["cache_bytes"]

@@ -44,7 +44,7 @@ MAY_IMPORT = {
 }
 # Roles wire the parts together; tools, the command line and the API stand above them.
 MAY_IMPORT["roles"] = MAY_IMPORT.keys() - {"report", "sglang_jax", "sweeps"}
-MAY_IMPORT["fit"] = {"config", "learner", "models", "roles"}
+MAY_IMPORT["fit"] = {"config", "inference", "learner", "models", "roles", "runtime"}
 MAY_IMPORT["tools"] = MAY_IMPORT["roles"] - {"runtime"} | {"roles"}
 MAY_IMPORT["cli"] = MAY_IMPORT.keys() - {"sglang_jax"}
 MAY_IMPORT["api"] = {"cli", "metrics", "report", "roles"}

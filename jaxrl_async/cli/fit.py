@@ -1,18 +1,19 @@
 """`fit`: compiles a run's programs for TPUs or GPUs that are not there, and says whether they fit."""
 
 import dataclasses
+import functools
 import json
 import os
 import pathlib
 import sys
 
 from jaxrl_async.cli.config import UsageError, parse_flags, settings_of
-from jaxrl_async.config.settings import Settings
+from jaxrl_async.config.settings import Server, Settings
 
-USAGE = """Compiles the learner's programs by the compiler of a TPU or GPU, on a machine that has none. Prints memory,
-FLOPs, transfers between devices and predicted time of each, then whether they fit, and what would make them: other
-plans are compiled, too. A minute or two a plan. Needs the compiler: pip install "jaxrl_async[fit-tpu]" or
-"jaxrl_async[fit-gpu]".
+USAGE = """Compiles the programs of the learner, and of embedded servers if the config starts them, by the compiler of
+a TPU or GPU, on a machine that has none. Prints memory, FLOPs, transfers between devices and predicted time of each,
+then whether they fit, and what would make them: other plans are compiled, too. A minute or two a plan. Needs the
+compiler: pip install "jaxrl_async[fit-tpu]" or "jaxrl_async[fit-gpu]".
 
     python -m jaxrl_async fit --config=configs/gsm8k_qwen2_5_1p5b.py --target=v5e-16 --config.learner.fsdp=16
 
@@ -46,9 +47,17 @@ def main(argv: list[str]) -> int:
         config = _model_config(settings)
         devices = programs.devices_of(target)
 
+        @functools.cache
+        def engine_of(server: Server) -> programs.Engine | None:
+            some = dataclasses.replace(settings, server=server)
+            if not programs.has_engine(some):
+                return None
+            return programs.compile_engine(some, config, target, devices[0])
+
         def compiled(some: Settings) -> programs.Fit:
             with_remat = dataclasses.replace(config, remat=some.model.remat)
-            return programs.compile_run(some, with_remat, target, devices)
+            fit = programs.compile_run(some, with_remat, target, devices)
+            return dataclasses.replace(fit, engine=engine_of(some.server))
 
         if flags.search:
             fit = _search(plans.search(settings, config, target), compiled)
@@ -56,7 +65,7 @@ def main(argv: list[str]) -> int:
             fit = compiled(settings)
             print(page.text(fit), flush=True)
             if not fit.fits:
-                _try_smaller(page, plans, compiled, settings)
+                _try_smaller(page, plans, compiled, settings, fit)
     except programs.FitError as error:
         raise UsageError(str(error)) from None
     if flags.out and fit is not None:
@@ -88,14 +97,15 @@ def _model_config(settings: Settings):
         raise UsageError(f"model.path: {error}") from None
 
 
-def _try_smaller(page, plans, compiled, settings: Settings) -> None:
-    for flags, some in plans.smaller(settings):
+def _try_smaller(page, plans, compiled, settings: Settings, large) -> None:
+    for flags, some in plans.smaller(settings, large):
         fit = compiled(some)
         print(f"with {flags}: {page.verdict(fit)}", flush=True)
         if fit.fits:
             return
     print(
-        "nothing that was tried fits: more devices, a smaller model or shorter rows (learner.row_tokens)"
+        "nothing that was tried fits: more devices, a smaller model, shorter rows (learner.row_tokens) or "
+        "requests (server.max_total_tokens)"
     )
 
 

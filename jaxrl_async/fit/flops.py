@@ -5,22 +5,26 @@ import math
 from jaxrl_async.models.transformer import ModelConfig
 
 
-def of_jaxpr(jaxpr) -> float:
+def of_jaxpr(jaxpr, *, kernels_alone: bool = False) -> float:
     """FLOPs of all matrix products, on all devices together.
 
     Loops count with their length; one whose length depends on the data counts once. Of branches the dearest counts.
-    Kernels count with every block of their grid, also those that the mask lets them skip.
+    Kernels count with the blocks that the causal mask leaves: about half of their grid. What else a mask lets them
+    skip depends on the data.
 
     Args:
       jaxpr: a jax.extend.core.Jaxpr or ClosedJaxpr.
+      kernels_alone: of the products within custom kernels.
     """
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    return sum(_of_equation(equation) for equation in jaxpr.eqns)
+    return sum(_of_equation(equation, kernels_alone) for equation in jaxpr.eqns)
 
 
-def _of_equation(equation) -> float:
+def _of_equation(equation, kernels_alone) -> float:
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
+        if kernels_alone:
+            return 0.0
         left, right = (variable.aval.shape for variable in equation.invars)
         (contracted, _), (batch, _) = params["dimension_numbers"]
         kept = math.prod(right) // math.prod(left[i] for i in (*contracted, *batch))
@@ -35,7 +39,8 @@ def _of_equation(equation) -> float:
     ]
     if not inner:
         return 0.0
-    counts = [of_jaxpr(value) for value in inner]
+    alone = kernels_alone and name != "pallas_call"
+    counts = [of_jaxpr(value, kernels_alone=alone) for value in inner]
     if name == "cond":
         return max(counts)
     times = 1.0
@@ -44,23 +49,46 @@ def _of_equation(equation) -> float:
     elif name == "shard_map":  # The inner program is that of one device.
         times = params["mesh"].size
     elif name == "pallas_call":
-        times = math.prod(n for n in params["grid_mapping"].grid if isinstance(n, int))
+        times = _blocks_of_kernel(params)
     return times * sum(counts)
+
+
+def _blocks_of_kernel(params) -> float:
+    """Steps of a kernel's grid that compute something. Those of splash are pairs of blocks of queries and keys."""
+    grid = [n for n in params["grid_mapping"].grid if isinstance(n, int)]
+    blocks = float(math.prod(grid))
+    name = params["name"] or ""
+    if not name.startswith("splash"):
+        return blocks
+    # Forwards and for dq the grid ends in (queries, keys), for dk and dv in (keys, heads, queries). A device of
+    # several may have a part of the queries: of n · n pairs all devices together compute those with key ≤ query.
+    n = max(grid[-1], grid[-3] if "dkv" in name else grid[-2])
+    return blocks * (n + 1) / (2 * n)
 
 
 def _is_jaxpr(value) -> bool:
     return hasattr(value, "eqns") or hasattr(value, "jaxpr")
 
 
-def of_model(config: ModelConfig, num_rows: int, row_tokens: int, *, backward: bool) -> float:
+def of_model(
+    config: ModelConfig, num_rows: int, row_tokens: int, *, backward: bool, logits: bool = True
+) -> float:
     """FLOPs that the model needs for full rows, without recomputation, on all devices together.
 
     Twice the matrices' size for each token, and as much again, twice, for the backward pass; causal attention of each
     token to half of its row. PaLM (Chowdhery et al., arXiv 2204.02311), appendix B, with the causal half.
+
+    Args:
+      config: the model's shape.
+      num_rows: B.
+      row_tokens: T.
+      backward: with a gradient.
+      logits: with the projection onto the vocabulary.
     """
     c = config
     heads = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim + c.num_heads * c.head_dim
-    matrices = c.num_layers * c.model_dim * (heads + 3 * c.mlp_dim) + c.model_dim * c.vocab_size
+    matrices = c.num_layers * c.model_dim * (heads + 3 * c.mlp_dim)
+    matrices += logits * c.model_dim * c.vocab_size
     attention = c.num_layers * c.num_heads * c.head_dim * row_tokens
     forward = num_rows * row_tokens * 2.0 * (matrices + attention)
     return forward * (3 if backward else 1)

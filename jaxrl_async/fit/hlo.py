@@ -28,7 +28,8 @@ _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
 _OPERATION = re.compile(rf" ({'|'.join(KINDS)})(-start|-done)?\(")
 _ARRAY = re.compile(r"\b([a-z]+\d*(?:e\dm\d\w*)?)\[([\d,]*)\]")
 _CALLED = re.compile(
-    r"\b(?:calls|to_apply|body|condition)=%?([\w.\-]+)|branch_computations=\{([^}]*)\}"
+    r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)"
+    r"|branch_computations=\{([^}]*)\}"
 )
 
 
@@ -54,46 +55,70 @@ class Cost:
 
 
 def read(text: str) -> Cost:
-    """Reads the text of a compiled module."""
+    """Reads the text of a compiled module. Of branches the one with the fewest cycles counts."""
     computations, entry = _computations(text)
-    found: dict[tuple[str, bool], list[int]] = collections.defaultdict(list)
-    totals = {"cycles": 0.0, "kernels": 0, "unknown": 0}
-
-    def visit(name: str, times: int) -> None:
-        lines = computations.get(name, [])
-        starts = any('"AsyncCollectiveStart"' in line for line in lines)
-        # A TPU's fusion that computes during a transfer shows it again, and so does the one that ends it.
-        again = name.startswith("async_collective_fusion") or any(
-            '"AsyncCollectiveDone"' in line for line in lines
-        )
-        for line in lines:
-            if operation := _OPERATION.search(line):
-                kind, suffix = operation[1], operation[2] or ""
-                if suffix != "-done" and not again:
-                    if name.startswith("all-reduce-scatter"):
-                        kind = "reduce-scatter"
-                    size = _result_bytes(line[: operation.start()], whole=suffix != "-start")
-                    found[kind, starts or suffix == "-start"] += [size] * times
-            if cycles := re.search(r'"estimated_cycles":"(\d+)"', line):
-                totals["cycles"] += times * int(cycles[1])
-            if re.search(r'custom_call_target="(tpu_custom_call|__gpu\$|triton|mosaic)', line):
-                totals["kernels"] += times
-            inner = times
-            if " while(" in line:
-                length = _length(line, computations)
-                totals["unknown"] += length is None
-                inner = times * (1 if length is None else length)
-            fused = " fusion(" in line
-            for called in _called(line):
-                if not fused or _has_collective(computations.get(called, [])):
-                    visit(called, inner)
-
-    visit(entry, 1)
+    found = _Found()
+    _visit(computations, entry, 1, found)
     collectives = [
         Collective(kind, is_async, len(sizes), sum(sizes), max(sizes))
-        for (kind, is_async), sizes in sorted(found.items())
+        for (kind, is_async), sizes in sorted(found.sizes.items())
     ]
-    return Cost(tuple(collectives), totals["cycles"], totals["kernels"], totals["unknown"])
+    return Cost(tuple(collectives), found.cycles, found.kernels, found.unknown_loops)
+
+
+@dataclasses.dataclass
+class _Found:
+    sizes: dict[tuple[str, bool], list[int]] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(list)
+    )
+    cycles: float = 0.0
+    kernels: int = 0
+    unknown_loops: int = 0
+
+    def add(self, other: "_Found") -> None:
+        for key, sizes in other.sizes.items():
+            self.sizes[key] += sizes
+        self.cycles += other.cycles
+        self.kernels += other.kernels
+        self.unknown_loops += other.unknown_loops
+
+
+def _visit(computations: dict[str, list[str]], name: str, times: int, found: _Found) -> None:
+    """Adds what a computation costs that runs this many times."""
+    lines = computations.get(name, [])
+    starts = any('"AsyncCollectiveStart"' in line for line in lines)
+    # A TPU's fusion that computes during a transfer shows it again, and so does the one that ends it.
+    again = name.startswith("async_collective_fusion") or any(
+        '"AsyncCollectiveDone"' in line for line in lines
+    )
+    for line in lines:
+        if operation := _OPERATION.search(line):
+            kind, suffix = operation[1], operation[2] or ""
+            if suffix != "-done" and not again:
+                if name.startswith("all-reduce-scatter"):
+                    kind = "reduce-scatter"
+                size = _result_bytes(line[: operation.start()], whole=suffix != "-start")
+                found.sizes[kind, starts or suffix == "-start"] += [size] * times
+        if cycles := re.search(r'"estimated_cycles":"(\d+)"', line):
+            found.cycles += times * int(cycles[1])
+        if re.search(r'custom_call_target="(tpu_custom_call|__gpu\$|triton|mosaic)', line):
+            found.kernels += times
+        inner = times
+        if " while(" in line:
+            length = _length(line, computations)
+            found.unknown_loops += length is None
+            inner = times * (1 if length is None else length)
+        called = list(_called(line))
+        if " conditional(" in line:
+            branches = [_Found() for _ in called]
+            for branch, of_branch in zip(called, branches, strict=True):
+                _visit(computations, branch, inner, of_branch)
+            found.add(min(branches, key=lambda branch: branch.cycles))
+            continue
+        fused = " fusion(" in line
+        for callee in called:
+            if not fused or _has_collective(computations.get(callee, [])):
+                _visit(computations, callee, inner, found)
 
 
 def _computations(text: str) -> tuple[dict[str, list[str]], str]:
@@ -126,6 +151,8 @@ def _length(line: str, computations: dict[str, list[str]]) -> int | None:
         return int(known[1])
     condition = re.search(r"condition=%?([\w.\-]+)", line)
     lines = computations.get(condition[1], []) if condition else []
+    if any(" and(" in text for text in lines):  # It may end before its bound.
+        return None
     constants = [
         int(n) for text in lines for n in re.findall(r" s32\[\]\S* constant\((\d+)\)", text)
     ]

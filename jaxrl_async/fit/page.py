@@ -4,7 +4,7 @@ import dataclasses
 import html
 from typing import Any
 
-from jaxrl_async.fit.programs import Fit, Program
+from jaxrl_async.fit.programs import KERNEL_SHARE, Engine, Fit, Program
 
 GIB = 1 << 30
 LEFT_OUT = "custom kernels, transfers between devices, and loops of unknown length: they count once (≥, ≤)."
@@ -18,55 +18,102 @@ def text(fit: Fit) -> str:
         f"{fit.target.name}: {fit.target.num_devices} devices of {chip.memory_bytes / GIB:.1f} GiB · "
         f"data {plan['data']} · fsdp {plan['fsdp']} · tensor {plan['tensor']} · "
         f"{plan['microbatch_rows']} rows of {plan['row_tokens']:,} tokens · remat {plan['remat']}",
+        *_engine(fit, unit, divisor),
         "",
         f"{unit} a device:",
         f"{'program':12}{'arguments':>11}{'temporary':>11}{'others':>9}{'needs':>9}"
-        f"{'FLOPs':>11}{'/ model':>9}{'predicted':>12}{'of peak':>9}",
+        f"{'FLOPs':>11}{'/ model':>9}{'predicted':>12}{'kernels':>11}{'of peak':>9}",
     ]
-    for program in fit.programs:
-        others = program.needed_bytes - program.argument_bytes - program.temporary_bytes
-        sizes = (program.argument_bytes, program.temporary_bytes, others, program.needed_bytes)
-        ratio = f"{program.flops / program.model_flops:.2f}" if program.model_flops else "-"
-        # Loops whose length is not known count once, so more is done, in more time.
-        more, less = ("≥", "≤") if program.cost.unknown_loops else ("", "")
-        lines.append(
-            f"{program.name:12}"
-            + "".join(
-                f"{size / divisor:>{w}.2f}" for size, w in zip(sizes, (11, 11, 9, 9), strict=True)
-            )
-            + f"{f'{more}{program.flops:.3g}':>11}{more + ratio if program.model_flops else ratio:>9}"
-            + f"{f'{more}{program.secs:.3g} s' if program.secs else '-':>12}"
-            + f"{f'{less}{program.peak_share:.0%}' if program.peak_share else '-':>9}"
-        )
-    lines.append("")
-    for program in fit.programs:
+    programs = _programs(fit)
+    lines += [_line(program, divisor) for program in programs] + [""]
+    for program in programs:
         lines += _transfers(program)
-    if fit.programs and fit.programs[0].secs:
+    if any(program.secs for program in programs):
         lines += ["", "Predicted times are the compiler's cycles. They leave out", LEFT_OUT]
+    if any(program.kernel_flops for program in programs):
+        lines += [
+            "",
+            f"Times of kernels are those of their FLOPs, of the blocks that the causal mask leaves, at "
+            f"{KERNEL_SHARE:.0%} of the peak:",
+            "an assumption, not a measurement. Add them to the predicted ones to compare kernels.",
+        ]
     return "\n".join([*lines, "", verdict(fit)])
+
+
+def _programs(fit: Fit) -> tuple[Program, ...]:
+    return fit.programs + (fit.engine.programs if fit.engine else ())
+
+
+def _line(program: Program, divisor: int) -> str:
+    others = program.needed_bytes - program.argument_bytes - program.temporary_bytes
+    sizes = (program.argument_bytes, program.temporary_bytes, others, program.needed_bytes)
+    ratio = f"{program.flops / program.model_flops:.2f}" if program.model_flops else "-"
+    # Loops whose length is not known count once, and kernels have no cycles: more is done, in more time.
+    more = "≥" if program.cost.unknown_loops else ""
+    longer, less = ("≥", "≤") if more or program.kernel_flops else ("", "")
+    return (
+        f"{program.name:12}"
+        + "".join(
+            f"{size / divisor:>{w}.2f}" for size, w in zip(sizes, (11, 11, 9, 9), strict=True)
+        )
+        + f"{f'{more}{program.flops:.3g}':>11}{more + ratio if program.model_flops else ratio:>9}"
+        + f"{f'{longer}{program.secs:.3g} s' if program.secs else '-':>12}"
+        + f"{f'+{program.kernel_secs:.3g} s' if program.kernel_flops else '-':>11}"
+        + f"{f'{less}{program.peak_share:.0%}' if program.peak_share else '-':>9}"
+    )
+
+
+def _engine(fit: Fit, unit: str, divisor: int) -> list[str]:
+    """What the embedded servers hold, and on whose devices."""
+    if (engine := fit.engine) is None:
+        return []
+    where = "on the learner's device" if fit.shares_device else "each on a device of its own"
+    lines = [
+        f"embedded servers: {engine.num_servers}, {where} · {engine.num_slots} slots of "
+        f"{engine.max_total_tokens:,} tokens · keys and values {engine.cache_bytes / divisor:.2f} {unit} · "
+        f"weights {engine.weights_bytes / divisor:.2f}, twice while a version is loaded"
+    ]
+    if fit.shares_device:
+        lines += [
+            f"together: learner {fit.role_bytes[0] / divisor:.2f} + servers "
+            f"{engine.num_servers * engine.needed_bytes / divisor:.2f} = {fit.needed_bytes / divisor:.2f} {unit}"
+        ]
+        if fit.target.chip.platform == "tpu":
+            lines += [
+                "A TPU chip admits one process: `train` needs a second one, or server.addresses."
+            ]
+        elif fit.share < 1:
+            lines += [f"`train` gives each role {fit.share:.0%} of a single GPU's memory."]
+    return lines
 
 
 def verdict(fit: Fit) -> str:
     """Whether the plan fits, in a sentence."""
-    if fit.error:
-        return f"does not compile: {fit.error}"
-    memory, needed = fit.target.chip.memory_bytes, fit.needed_bytes
-    name = max(fit.programs, key=lambda p: p.needed_bytes).name
+    if error := fit.error or (fit.engine and fit.engine.error):
+        return f"does not compile: {error}"
+    memory, needed, bound = fit.target.chip.memory_bytes, fit.needed_bytes, "there are"
+    name, verb = max(_programs(fit), key=lambda p: p.needed_bytes).name, "needs"
+    if fit.shares_device and max(fit.role_bytes) > fit.share * memory:
+        memory, needed = int(fit.share * memory), max(fit.role_bytes)
+        bound = f"its {fit.share:.0%} of the device"
+    elif fit.shares_device:
+        name, verb = "learner and servers together", "need"
     if fit.fits:
-        return f"fits: {name} needs {needed / GIB:.2f} of {memory / GIB:.2f} GiB ({1 - needed / memory:.0%} free)"
-    return f"does not fit: {name} needs {needed / GIB:.2f} GiB, {(needed - memory) / GIB:.2f} more than there are"
+        return f"fits: {name} {verb} {needed / GIB:.2f} of {memory / GIB:.2f} GiB ({1 - needed / memory:.0%} free)"
+    return f"does not fit: {name} {verb} {needed / GIB:.2f} GiB, {(needed - memory) / GIB:.2f} more than {bound}"
 
 
 def _transfers(program: Program) -> list[str]:
-    return [
+    lines = [
         f"{program.name:12}{c.count:>4} {c.kind:19}{c.num_bytes / (1 << 20):>9.1f} MiB, the largest "
         f"{c.largest_bytes / (1 << 20):.1f}, {'asynchronous' if c.asynchronous else 'SYNCHRONOUS'}"
         for c in program.cost.collectives
-    ] + (
-        [f"{program.name:12}{program.cost.kernels:>4} runs of custom kernels"]
-        if program.cost.kernels
-        else []
-    )
+    ]
+    if program.cost.kernels:
+        lines += [
+            f"{program.name:12}{program.cost.kernels:>4} runs of custom kernels: {program.kernel_flops:.3g} FLOPs"
+        ]
+    return lines
 
 
 def to_json(fit: Fit) -> dict[str, Any]:
@@ -76,12 +123,21 @@ def to_json(fit: Fit) -> dict[str, Any]:
         "devices": fit.target.num_devices,
         "memory_bytes": fit.target.chip.memory_bytes,
         "plan": dict(fit.plan),
-        "programs": [
-            dataclasses.asdict(p) | {"needed_bytes": p.needed_bytes} for p in fit.programs
-        ],
+        "programs": [_figures(program) for program in fit.programs],
+        "engine": _engine_figures(fit.engine),
         "fits": fit.fits,
         "verdict": verdict(fit),
     }
+
+
+def _figures(program: Program) -> dict[str, Any]:
+    return dataclasses.asdict(program) | {"needed_bytes": program.needed_bytes}
+
+
+def _engine_figures(engine: Engine | None) -> dict[str, Any] | None:
+    if engine is None:
+        return None
+    return vars(engine) | {"programs": [_figures(program) for program in engine.programs]}
 
 
 def to_html(fit: Fit) -> str:
@@ -89,7 +145,7 @@ def to_html(fit: Fit) -> str:
     memory = fit.target.chip.memory_bytes
     scale = 100 / max(memory, fit.needed_bytes)
     bars = []
-    for program in fit.programs:
+    for program in _programs(fit):
         others = program.needed_bytes - program.argument_bytes - program.temporary_bytes
         parts = (
             ("arguments", program.argument_bytes),
@@ -118,7 +174,7 @@ pre {{ white-space: pre-wrap; font-size: 13px; }}
 </style>
 <h1>{html.escape(verdict(fit))}</h1>
 <p><b class="arguments">&emsp;</b> arguments <b class="temporary">&emsp;</b> temporary
-<b class="others">&emsp;</b> results, and what else the learner keeps. The red line is the device's memory.</p>
+<b class="others">&emsp;</b> results, and what else is kept. The red line is the device's memory.</p>
 <dl>{"".join(bars)}</dl>
 <pre>{html.escape(text(fit))}</pre>
 </html>

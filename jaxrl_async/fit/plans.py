@@ -11,24 +11,47 @@ from jaxrl_async.models.transformer import ModelConfig
 TENSORS = (1, 2, 4, 8)
 
 
-def smaller(settings: Settings) -> Iterator[tuple[str, Settings]]:
-    """Changes that need less memory, each on top of those before, with the flags that make them."""
+def smaller(settings: Settings, fit: Fit | None = None) -> Iterator[tuple[str, Settings]]:
+    """Changes that need less memory, each on top of those before, with the flags that make them.
+
+    Args:
+      settings: of the plan that does not fit.
+      fit: of that plan; what is changed is of the roles that need too much. None: the learner's.
+    """
+    flags: list[str] = []
+    large = fit.large_roles if fit else ("learner",)
+    if "learner" in large:
+        for flags, smaller_settings in _smaller_learner(settings):
+            yield " ".join(flags), smaller_settings
+        settings = smaller_settings if flags else settings
+    if "servers" not in large:
+        return
+    slots = settings.server.num_slots
+    while slots > 1:
+        slots //= 2
+        settings = dataclasses.replace(
+            settings, server=dataclasses.replace(settings.server, num_slots=slots)
+        )
+        yield " ".join([*flags, f"--config.server.num_slots={slots}"]), settings
+
+
+def _smaller_learner(settings: Settings) -> Iterator[tuple[list[str], Settings]]:
     flags = []
     if not settings.model.remat:
         settings = _model(settings, remat=True)
         flags.append("--config.model.remat=True")
-        yield " ".join(flags), settings
+        yield [*flags], settings
     learner = settings.learner
     if learner.data > 1:
         fsdp = learner.fsdp * learner.data
         settings = _learner(settings, data=1, fsdp=fsdp)
         flags.append(f"--config.learner.data=1 --config.learner.fsdp={fsdp}")
-        yield " ".join(flags), settings
+        yield [*flags], settings
     rows, shards = learner.microbatch_rows, learner.data * learner.fsdp
     while rows // 2 >= shards and rows // 2 % shards == 0:
         rows //= 2
         settings = _learner(settings, microbatch_rows=rows)
-        yield " ".join([*flags, f"--config.learner.microbatch_rows={rows}"]), settings
+        yield [*flags, f"--config.learner.microbatch_rows={rows}"], settings
 
 
 def search(
@@ -52,11 +75,13 @@ def search(
 
 
 def cost(fit: Fit) -> tuple[float, ...]:
-    """What a plan costs for a token: predicted seconds, or FLOPs and bytes between devices where none are predicted."""
+    """Seconds, FLOPs and bytes between devices for a token. The seconds are predicted, those of kernels assumed; they
+    are 0 where the compiler estimates none."""
     program = next(p for p in fit.programs if p.name == "accumulate")
     tokens = fit.plan["microbatch_rows"] * fit.plan["row_tokens"]
     num_bytes = sum(c.num_bytes for c in program.cost.collectives)
-    return (program.secs / tokens, program.flops / tokens, num_bytes / tokens)
+    secs = program.secs + program.kernel_secs if program.secs else 0.0
+    return (secs / tokens, program.flops / tokens, num_bytes / tokens)
 
 
 def _learner(settings: Settings, **values) -> Settings:

@@ -1,7 +1,7 @@
 """Compiles a run's programs for a target and measures them: memory, FLOPs, collectives, cycles.
 
-The programs are the learner's own. The compilers of TPUs (libtpu) and of GPUs (JAX's CUDA plug-in) run on any Linux
-machine; nothing is executed.
+The programs are the learner's own, and the embedded engine's where a run starts one. The compilers of TPUs (libtpu)
+and of GPUs (JAX's CUDA plug-in) run on any Linux machine; nothing is executed.
 """
 
 import dataclasses
@@ -18,10 +18,12 @@ import numpy as np
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.fit import flops, hlo
 from jaxrl_async.fit.targets import Target
+from jaxrl_async.inference import programs as inference
 from jaxrl_async.learner.packing import Packer
 from jaxrl_async.models import sharding
 from jaxrl_async.models.transformer import ModelConfig
 from jaxrl_async.roles import parts
+from jaxrl_async.runtime.supervisor import divide_devices
 
 # libtpu looks for the machine's chips, asks its cloud about them, and takes a lock for one process.
 _WITHOUT_TPU = {
@@ -30,6 +32,9 @@ _WITHOUT_TPU = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-16",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
+KERNEL_SHARE = (
+    0.5  # of the chip's peak, at which kernels are assumed to run: no compiler estimates their time
+)
 COMPILERS = {"tpu": ("libtpu", "fit-tpu"), "cuda": ("jax-cuda13-plugin", "fit-gpu")}
 
 
@@ -45,19 +50,38 @@ class Program:
     argument_bytes: int
     temporary_bytes: int
     peak_bytes: int  # while it runs: arguments, results and temporaries
-    resident_bytes: (
-        int  # of the learner, not among its arguments: the optimizer's state, a reference policy
-    )
+    # kept beside its arguments: the optimizer's state, a reference policy; of an engine the next version of the weights
+    resident_bytes: int
     flops: float  # of products
     model_flops: float  # that the model needs for the same tokens
     cost: hlo.Cost
     secs: float  # predicted, of fusions and copies alone; 0 where the compiler estimates no cycles
     peak_share: float  # model_flops over those of the device's peak in secs; 0 without secs
     compile_secs: float
+    aliased_bytes: int = 0  # of arguments that results overwrite in place
+    kernel_flops: float = 0.0  # of custom kernels, among `flops`
+    kernel_secs: float = 0.0  # of these FLOPs at KERNEL_SHARE of the peak: an assumption
 
     @property
     def needed_bytes(self) -> int:
         return self.peak_bytes + self.resident_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Engine:
+    """The programs of the embedded engine, each server on one device."""
+
+    programs: tuple[Program, ...]  # "decode": one step; "prefill": one row of the largest bucket
+    num_servers: int
+    num_slots: int
+    max_total_tokens: int
+    weights_bytes: int  # of one version, float32
+    cache_bytes: int  # keys and values of all slots
+    error: str = ""  # of the compiler, where it gave up
+
+    @property
+    def needed_bytes(self) -> int:
+        return _most(self.programs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,16 +90,55 @@ class Fit:
 
     target: Target
     plan: Mapping[str, Any]  # the settings that a search changes
-    programs: tuple[Program, ...]
+    programs: tuple[Program, ...]  # the learner's
     error: str = ""  # of the compiler, where it gave up
+    engine: Engine | None = None  # of a run that starts embedded servers
+
+    @property
+    def role_bytes(self) -> tuple[int, ...]:
+        """What the learner needs of a device, and what a server does."""
+        return _most(self.programs), *([self.engine.needed_bytes] if self.engine else [])
+
+    @property
+    def shares_device(self) -> bool:
+        """Whether learner and servers have one device for them all."""
+        return self.engine is not None and self.target.num_devices == 1
+
+    @property
+    def share(self) -> float:
+        """The part of a device's memory that one role may take."""
+        if not self.shares_device or self.target.chip.platform != "cuda":
+            return 1.0
+        division = divide_devices(("gpu", 1), num_servers=self.engine.num_servers)
+        return float(division["learner"]["XLA_PYTHON_CLIENT_MEM_FRACTION"])
 
     @property
     def needed_bytes(self) -> int:
-        return max((p.needed_bytes for p in self.programs), default=0)
+        """Of the device that needs most; of a single one, by learner and servers together."""
+        if not self.shares_device:
+            return max(self.role_bytes)
+        learner, server = self.role_bytes
+        return learner + self.engine.num_servers * server
+
+    @property
+    def large_roles(self) -> tuple[str, ...]:
+        """Of a plan that does not fit: which of "learner" and "servers" need too much, alone or else together."""
+        memory = self.share * self.target.chip.memory_bytes
+        errors = self.error, self.engine.error if self.engine else ""
+        roles = list(zip(("learner", "servers"), self.role_bytes, errors, strict=False))
+        alone = tuple(name for name, needed, error in roles if error or needed > memory)
+        return alone or tuple(name for name, *_ in roles)
 
     @property
     def fits(self) -> bool:
-        return not self.error and self.needed_bytes <= self.target.chip.memory_bytes
+        if self.error or (self.engine and self.engine.error):
+            return False
+        memory = self.target.chip.memory_bytes
+        return self.needed_bytes <= memory and max(self.role_bytes) <= self.share * memory
+
+
+def _most(programs: tuple[Program, ...]) -> int:
+    return max((program.needed_bytes for program in programs), default=0)
 
 
 def check_compiler(target: Target) -> None:
@@ -173,23 +236,78 @@ def compile_run(settings: Settings, config: ModelConfig, target: Target, devices
             resident += param_bytes
         if name == "score":
             resident += param_bytes  # of the accumulator's gradients
+        model = 0.0
+        if name != "update":
+            rows, tokens = learner.microbatch_rows, learner.row_tokens
+            model = flops.of_model(config, rows, tokens, backward=name == "accumulate")
+        secs = time.monotonic() - start
         found.append(
-            _measure(
-                name, traced, compiled, config, learner, target, resident, time.monotonic() - start
-            )
+            _measure(name, traced, compiled, model, target, target.num_devices, resident, secs)
         )
     return Fit(target, plan, tuple(found))
 
 
-def _measure(name, traced, compiled, config, learner, target, resident, compile_secs) -> Program:
+def has_engine(settings: Settings) -> bool:
+    """Whether the run starts embedded servers: it has no addresses of others, and no command that starts them."""
+    return bool(settings.server.num_started and not settings.server.command)
+
+
+def compile_engine(settings: Settings, config: ModelConfig, target: Target, device) -> Engine:
+    """Compiles the embedded engine's programs for a device of a target.
+
+    Args:
+      settings: of the run.
+      config: the model's shape.
+      target: the devices, described.
+      device: one of `devices_of`.
+    """
+    server = settings.server
+    shapes = inference.Shapes(
+        config,
+        num_slots=server.num_slots,
+        max_total_tokens=server.max_total_tokens,
+        decode_chunk=server.decode_chunk,
+    )
+    tokens = shapes.buckets[-1]
+    row = flops.of_model(config, 1, tokens, backward=False)
+    programs = {
+        # A step decodes a token for each slot, which attends to half of the cache on average.
+        "decode": (lambda: shapes.trace_decode(device), server.num_slots * row / tokens),
+        "prefill": (
+            lambda: shapes.trace_prefill(tokens, device),
+            flops.of_model(config, 1, tokens, backward=False, logits=False),
+        ),
+    }
+    weights, cache = _bytes(shapes.params), _bytes(shapes.cache)
+    found, error = [], ""
+    for name, (trace, model) in programs.items():
+        start = time.monotonic()
+        traced = trace()
+        try:
+            compiled = traced.lower().compile()
+        except Exception as refused:
+            error = f"{name}: {_short(refused)}"
+            break
+        secs = time.monotonic() - start
+        # A new version is loaded while the one before it still answers.
+        found.append(_measure(name, traced, compiled, model, target, 1, weights, secs))
+    return Engine(
+        tuple(found),
+        num_servers=server.num_started,
+        num_slots=server.num_slots,
+        max_total_tokens=server.max_total_tokens,
+        weights_bytes=weights,
+        cache_bytes=cache,
+        error=error,
+    )
+
+
+def _measure(name, traced, compiled, model_flops, target, num_devices, resident, compile_secs):
     memory, cost = compiled.memory_analysis(), hlo.read(compiled.as_text())
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    model = 0.0
-    if name != "update":
-        rows, tokens = learner.microbatch_rows, learner.row_tokens
-        model = flops.of_model(config, rows, tokens, backward=name == "accumulate")
     clock, peak = target.chip.clock_hz, target.chip.peak_flops
     secs = cost.cycles / clock if clock else 0.0
+    of_kernels = flops.of_jaxpr(traced.jaxpr, kernels_alone=True)
     return Program(
         name=name,
         argument_bytes=memory.argument_size_in_bytes,
@@ -197,12 +315,19 @@ def _measure(name, traced, compiled, config, learner, target, resident, compile_
         peak_bytes=memory.argument_size_in_bytes + memory.temp_size_in_bytes + results,
         resident_bytes=resident,
         flops=flops.of_jaxpr(traced.jaxpr),
-        model_flops=model,
+        model_flops=model_flops,
         cost=cost,
         secs=secs,
-        peak_share=model / target.num_devices / peak / secs if secs else 0.0,
+        peak_share=model_flops / num_devices / peak / secs if secs else 0.0,
         compile_secs=compile_secs,
+        aliased_bytes=memory.alias_size_in_bytes,
+        kernel_flops=of_kernels,
+        kernel_secs=of_kernels / num_devices / (KERNEL_SHARE * peak),
     )
+
+
+def _bytes(tree) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _bytes_of_one(tree) -> int:

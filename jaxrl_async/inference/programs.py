@@ -1,7 +1,8 @@
 """The engine's programs on the device, all compiled before the first request.
 
 A program is compiled ahead of time from shapes alone, so a call of another shape is an error and never a compilation.
-The programs see arrays, not requests or versions.
+`Shapes` says which programs there are, `Programs` compiles them for this process. They see arrays, not requests or
+versions.
 """
 
 import functools
@@ -49,6 +50,65 @@ class Prompts(NamedTuple):
     num_rows: np.ndarray  # int32 [], rows in use
 
 
+class Shapes:
+    """The programs of one model at one shape, and what they take. Nothing is compiled, and no device is needed."""
+
+    def __init__(
+        self,
+        config: transformer.ModelConfig,
+        *,
+        num_slots: int,
+        max_total_tokens: int,
+        decode_chunk: int,
+    ):
+        """Args: those of the engine."""
+        self._config, self._num_slots, self._decode_chunk = config, num_slots, decode_chunk
+        self.params = transformer.abstract_params(config)
+        shape = (
+            config.num_layers, num_slots, config.num_kv_heads, max_total_tokens, config.head_dim
+        )  # fmt: skip
+        keys = jax.ShapeDtypeStruct(shape, jnp.dtype(config.dtype))
+        self.cache = transformer.KVCache(keys, keys)
+        self.buckets = tuple(_buckets(max_total_tokens))
+
+    def trace_decode(self, device: jax.Device | None = None) -> jax.stages.Traced:
+        """`Programs.decode`.
+
+        Args:
+          device: to compile for; it need not exist. None: the default one of this process.
+        """
+        decode = functools.partial(_decode, transformer.graphdef(self._config), self._decode_chunk)
+        return self._trace(decode, empty_slots(self._num_slots), device)
+
+    def trace_prefill(self, bucket: int, device: jax.Device | None = None) -> jax.stages.Traced:
+        """The program of `Programs.prefill` for one of the buckets; the device as in `trace_decode`."""
+        prefill = functools.partial(_prefill, transformer.graphdef(self._config))
+        return self._trace(prefill, self.empty_prompts(bucket), device)
+
+    def max_rows(self, bucket: int) -> int:
+        """Distinct rows that one prefill of this bucket takes."""
+        return max(1, min(self._num_slots, _MAX_PREFILL_TOKENS // bucket))
+
+    def empty_prompts(self, bucket: int) -> Prompts:
+        """A prefill of no row, as NumPy arrays to fill in."""
+        num_rows = self.max_rows(bucket)
+        return Prompts(
+            tokens=np.zeros((num_rows, bucket), np.int32),
+            lengths=np.zeros(num_rows, np.int32),
+            slots=np.zeros(self._num_slots, np.int32),
+            offsets=np.zeros(num_rows + 1, np.int32),
+            num_rows=np.zeros((), np.int32),
+        )
+
+    def _trace(self, function, argument, device):
+        arguments = self.params, self.cache, argument
+        sharding = None if device is None else jax.sharding.SingleDeviceSharding(device)
+        abstract = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
+        )
+        return jax.jit(function, donate_argnums=1).trace(*abstract)
+
+
 class Programs:
     """The compiled programs of one model at one shape: `decode`, and `prefill` for each bucket."""
 
@@ -60,22 +120,16 @@ class Programs:
         max_total_tokens: int,
         decode_chunk: int,
     ):
-        self.abstract_params = transformer.abstract_params(config)
-        self._num_slots = num_slots
-        self._shape = (
-            config.num_layers, num_slots, config.num_kv_heads, max_total_tokens, config.head_dim
-        )  # fmt: skip
-        self._dtype = jnp.dtype(config.dtype)
-        cache = transformer.KVCache(*2 * (jax.ShapeDtypeStruct(self._shape, self._dtype),))
-        slots = _abstract(empty_slots(num_slots))
-        graphdef = transformer.graphdef(config)
-        decode = functools.partial(_decode, graphdef, decode_chunk)
-        self.decode = _compile(decode, self.abstract_params, cache, slots)
-        self._prefill = {}
-        for bucket in _buckets(max_total_tokens):
-            prompts = _abstract(self._empty_prompts(bucket))
-            prefill = functools.partial(_prefill, graphdef)
-            self._prefill[bucket] = _compile(prefill, self.abstract_params, cache, prompts)
+        self._shapes = shapes = Shapes(
+            config,
+            num_slots=num_slots,
+            max_total_tokens=max_total_tokens,
+            decode_chunk=decode_chunk,
+        )
+        self.decode = shapes.trace_decode().lower().compile()
+        self._prefill = {
+            bucket: shapes.trace_prefill(bucket).lower().compile() for bucket in shapes.buckets
+        }
 
     @property
     def count(self) -> int:
@@ -85,7 +139,7 @@ class Programs:
     def empty_cache(self) -> transformer.KVCache:
         """Zeros. The programs take the cache by donation and return the new one."""
         return transformer.KVCache(
-            *(jax.device_put(np.zeros(self._shape, self._dtype)) for _ in "kv")
+            *(jax.device_put(np.zeros(keys.shape, keys.dtype)) for keys in self._shapes.cache)
         )
 
     def bucket(self, num_tokens: int) -> int:
@@ -94,7 +148,7 @@ class Programs:
 
     def max_rows(self, bucket: int) -> int:
         """Distinct rows that one prefill of this bucket takes."""
-        return max(1, min(self._num_slots, _MAX_PREFILL_TOKENS // bucket))
+        return self._shapes.max_rows(bucket)
 
     def prefill(self, params, cache, rows, slots):
         """Fills the cache with each row's keys and values.
@@ -112,7 +166,7 @@ class Programs:
           the cache.
         """
         bucket = self.bucket(len(rows[0]))
-        prompts = self._empty_prompts(bucket)
+        prompts = self._shapes.empty_prompts(bucket)
         for i, row in enumerate(rows):
             prompts.tokens[i, : len(row)] = row
             prompts.lengths[i] = len(row)
@@ -120,16 +174,6 @@ class Programs:
         prompts.slots[: prompts.offsets[len(rows)]] = np.concatenate(slots)
         prompts.num_rows[...] = len(rows)
         return self._prefill[bucket](params, cache, prompts)
-
-    def _empty_prompts(self, bucket):
-        num_rows = self.max_rows(bucket)
-        return Prompts(
-            tokens=np.zeros((num_rows, bucket), np.int32),
-            lengths=np.zeros(num_rows, np.int32),
-            slots=np.zeros(self._num_slots, np.int32),
-            offsets=np.zeros(num_rows + 1, np.int32),
-            num_rows=np.zeros((), np.int32),
-        )
 
 
 def empty_slots(num_slots: int) -> Slots:
@@ -204,15 +248,6 @@ def _prefill(graphdef, params, cache, prompts):
         return jax.lax.fori_loop(prompts.offsets[row], prompts.offsets[row + 1], one_slot, cache)
 
     return jax.lax.fori_loop(0, prompts.num_rows, one_row, cache)
-
-
-def _compile(function, params, cache, argument):
-    jitted = jax.jit(function, donate_argnums=1)
-    return jitted.lower(params, cache, argument).compile()
-
-
-def _abstract(tree):
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
 def _buckets(max_total_tokens):

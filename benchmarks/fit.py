@@ -1,0 +1,208 @@
+"""What the compilers of TPUs and GPUs say of real shapes; and budgets of small ones, which a test holds.
+
+    python benchmarks/fit.py --model=checkpoints/Qwen2.5-1.5B-Instruct --target=v5e-16,h100-8
+    python benchmarks/fit.py --write [--target=v5e-4]
+
+The first compiles the learner of --config, and embedded servers where the config starts them, for each target, with
+`learner.fsdp` = its devices, and prints a table. --model is a directory with a config.json; --set changes a setting.
+With --out the figures are kept there as fit.json of the verb `fit`.
+
+The second compiles the small shape below and writes benchmarks/results/fit/budgets.json. tests/test_fit.py fails where
+a figure exceeds its budget by more than 5 %. A budget is written on purpose: the change that moves it says why.
+
+Nothing runs, and no figure is a measurement. Needs the compilers: pip install "jaxrl_async[fit-tpu,fit-gpu]".
+"""
+
+import argparse
+import ast
+import dataclasses
+import functools
+import importlib.metadata
+import json
+import pathlib
+from typing import Any
+
+import jax
+
+from jaxrl_async.cli.config import load_config, settings_of
+from jaxrl_async.config.settings import Learner, Server, Settings
+from jaxrl_async.fit import page, programs
+from jaxrl_async.fit.targets import target_of
+from jaxrl_async.models.transformer import ModelConfig
+from jaxrl_async.roles import parts
+
+ROOT = pathlib.Path(__file__).parent.parent
+BUDGETS = ROOT / "benchmarks" / "results" / "fit" / "budgets.json"
+WRITE = "python benchmarks/fit.py --write"
+TOLERANCE = 0.05  # by which a figure may exceed its budget
+SMALL_TARGETS = ("v5e-4", "h100-1")
+SMALL = ModelConfig(
+    vocab_size=1024,
+    num_layers=3,
+    model_dim=256,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    mlp_dim=512,
+    rope_theta=1e4,
+    rope_scaling=None,
+    norm_eps=1e-6,
+    qk_norm=True,
+    attention_bias=False,
+    tied_embeddings=True,
+    dtype="bfloat16",
+    remat=True,
+)
+# Of the cache's 48 MiB a whole copy would show beside all else that a step needs.
+SMALL_SERVER = Server(num_slots=64, max_total_tokens=512, decode_chunk=8)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--config", default=str(ROOT / "configs" / "gsm8k_qwen2_5_1p5b.py"))
+    parser.add_argument("--model", default="", help="directory with a config.json")
+    parser.add_argument("--target", default="", help="names, with commas between")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--out", type=pathlib.Path, help="directory for TARGET.json")
+    parser.add_argument("--write", action="store_true", help="write budgets.json")
+    parser.add_argument("--budgets", type=pathlib.Path, default=BUDGETS)
+    args = parser.parse_args(argv)
+    jax.config.update("jax_platforms", "cpu")
+    targets = [name for name in args.target.split(",") if name]
+    if args.write:
+        write_budgets(args.budgets, targets or SMALL_TARGETS)
+        return
+    print(HEADER)
+    for name in targets:
+        fit = real_fit(args.config, args.model, name, args.set)
+        print("\n".join(rows(fit)), flush=True)
+        if args.out:
+            args.out.mkdir(parents=True, exist_ok=True)
+            text = json.dumps(page.to_json(fit), indent=2) + "\n"
+            (args.out / f"{name}.json").write_text(text, "utf-8")
+
+
+def small_settings(target_name: str, **learner: Any) -> Settings:
+    """The run of the small shape, with some of the learner's settings changed."""
+    values = {"microbatch_rows": 4, "row_tokens": 128, "num_minibatches": 1}
+    values |= {"fsdp": target_of(target_name).num_devices} | learner
+    return Settings(learner=Learner(**values), server=SMALL_SERVER)
+
+
+@functools.cache
+def small_fit(target_name: str) -> programs.Fit:
+    """The small shape's programs on a target, compiled once."""
+    return compiled(small_settings(target_name), SMALL, target_of(target_name))
+
+
+def compiled(settings: Settings, config: ModelConfig, target) -> programs.Fit:
+    """The learner's programs, and those of embedded servers where the run starts them."""
+    programs.check_compiler(target)
+    programs.check_plan(settings, target)
+    devices = programs.devices_of(target)
+    fit = programs.compile_run(settings, config, target, devices)
+    if not programs.has_engine(settings):
+        return fit
+    engine = programs.compile_engine(settings, config, target, devices[0])
+    return dataclasses.replace(fit, engine=engine)
+
+
+def real_fit(config: str, model: str, target_name: str, changes: list[str]) -> programs.Fit:
+    """A config's programs on a target, with the mesh fsdp = its devices."""
+    target = target_of(target_name)
+    values = load_config(config).unlock()
+    words = {"learner.fsdp": target.num_devices} | dict(_change(word) for word in changes)
+    if model:
+        words["model.path"] = model
+    with values.ignore_type():
+        values.update_from_flattened_dict(words)
+    settings = settings_of(values)
+    return compiled(settings, parts.model_config_of(settings, tokenizer=None), target)
+
+
+def _change(word: str) -> tuple[str, Any]:
+    key, _, text = word.partition("=")
+    try:
+        return key, ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return key, text
+
+
+HEADER = (
+    "| target | program | needs, GiB | arguments | temporary | FLOPs / model | predicted, s | kernels, s | "
+    "between devices, MiB | compiled in, s |\n" + "|---" * 10 + "|"
+)
+
+
+def rows(fit: programs.Fit) -> list[str]:
+    """Rows of a table: each program's figures, then whether it all fits."""
+    found = []
+    for p in fit.programs + (fit.engine.programs if fit.engine else ()):
+        sizes = (p.needed_bytes, p.argument_bytes, p.temporary_bytes)
+        cells = [fit.target.name, p.name, *(f"{size / page.GIB:.2f}" for size in sizes)]
+        cells += [f"{p.flops / p.model_flops:.2f}" if p.model_flops else "-"]
+        cells += [f"{secs:.3g}" if secs else "-" for secs in (p.secs, p.kernel_secs)]
+        cells += [f"{sum(c.num_bytes for c in p.cost.collectives) / (1 << 20):.1f}"]
+        found.append(f"| {' | '.join([*cells, f'{p.compile_secs:.0f}'])} |")
+    return [*found, "", page.verdict(fit), ""]
+
+
+def figures(program: programs.Program) -> dict[str, float]:
+    """What a budget bounds."""
+    ratio = program.flops / program.model_flops if program.model_flops else 0.0
+    found = {"peak_bytes": program.peak_bytes, "flops_over_model": round(ratio, 4)}
+    found["cycles"] = program.cost.cycles
+    for collective in program.cost.collectives:
+        key = f"{collective.kind}_bytes"
+        found[key] = found.get(key, 0) + collective.num_bytes
+    return found
+
+
+def figures_of(fit: programs.Fit) -> dict[str, dict[str, float]]:
+    """Program → figure → value."""
+    if error := fit.error or fit.engine.error:
+        raise ValueError(f"{fit.target.name}: {error}")
+    return {program.name: figures(program) for program in fit.programs + fit.engine.programs}
+
+
+def exceeded(target_name: str, found: dict, budgets: dict) -> list[str]:
+    """A sentence for each figure that is more than TOLERANCE above its budget; a missing budget is 0."""
+    said = []
+    for program, values in found.items():
+        allowed = budgets.get(program, {})
+        for figure, value in values.items():
+            budget = allowed.get(figure, 0)
+            if value > budget * (1 + TOLERANCE):
+                said.append(
+                    f"{target_name}, {program}: {figure} is {value:g}, its budget {budget:g}; if that is meant, "
+                    f"{WRITE} --target={target_name}, and say why"
+                )
+    return said
+
+
+def read_budgets(path: pathlib.Path = BUDGETS) -> dict[str, Any]:
+    """{target: {"compiler": name and version, "programs": {program: {figure: value}}}}."""
+    return json.loads(path.read_text("utf-8"))
+
+
+def compiler_of(target_name: str) -> str:
+    """Name and version."""
+    package, _ = programs.COMPILERS[target_of(target_name).chip.platform]
+    return f"{package} {importlib.metadata.version(package)}, jax {jax.__version__}"
+
+
+def write_budgets(path: pathlib.Path, target_names) -> None:
+    """Compiles the small shape for these targets, and writes what was found; other targets keep their budgets."""
+    kept = read_budgets(path) if path.exists() else {}
+    for name in target_names:
+        found = figures_of(small_fit(name))
+        for line in exceeded(name, found, kept.get(name, {}).get("programs", {})):
+            print(line.partition(";")[0])
+        kept[name] = {"compiler": compiler_of(name), "programs": found}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(kept, indent=2) + "\n", "utf-8")
+    print(f"written: {path}")
+
+
+if __name__ == "__main__":
+    main()
