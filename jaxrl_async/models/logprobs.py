@@ -9,7 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jaxrl_async.models import transformer
+from jaxrl_async.models import axes
 
 _NEVER = -1e30  # Finite: 0 · −1e30 is 0, but 0 · −∞ is NaN.
 
@@ -50,8 +50,7 @@ def token_logprobs(
     if chunk_tokens is None or chunk_tokens >= T:
         return _logprobs_and_entropy(model.logits(hidden_BTD) / temperature, tokens_BT)
     kernel, vocab_axis = model.head_kernel()
-    mesh = jax.typeof(kernel).sharding.mesh
-    shards = 1 if mesh.empty else mesh.shape["tensor"]
+    shards = axes.size(kernel, "tensor")
     shard_size = kernel.shape[vocab_axis] // shards
     tile = -(-shard_size * chunk_tokens // T)
     head = _TiledHead(vocab_axis, model.config.dtype, shards, shard_size, tile)
@@ -95,6 +94,12 @@ class _TiledHead:
         """Dimensions of the sharded kernel: v is walked in tiles, d is whole."""
         return ("svd", "sdv")[self.vocab_axis]
 
+    def constrain(self, kernel, of_d):
+        """Fixes the division of a sharded kernel: its shards over tensor, its model dimension over `of_d`."""
+        return axes.constrain(
+            kernel, *({"s": "tensor", "v": None, "d": of_d}[a] for a in self.axes)
+        )
+
     def split(self, kernel):
         """[V, D] → [S, V / S, D], and [D, V] → [S, D, V / S]."""
         if self.vocab_axis == 0:
@@ -110,6 +115,10 @@ class _TiledHead:
     def start(self, index):
         """Start of a tile in its shard. Where W does not divide V / S, the last tile overlaps the one before."""
         return jnp.minimum(index * self.tile, self.shard_size - self.tile)
+
+    def gathered(self, shards, index):
+        """A tile of a sharded kernel, whole over fsdp: never is more than a tile gathered."""
+        return self.constrain(self.slice(shards, index), None)
 
     def slice(self, kernel, index):
         """A tile of a sharded kernel."""
@@ -145,10 +154,10 @@ def _tiled(head: _TiledHead, hidden_ND, kernel, tokens_N, temperature):
 
 
 def _tiled_forward(head, hidden_ND, kernel, tokens_N, temperature):
-    shards = transformer.constrain(head.split(kernel.astype(head.dtype)), "tensor")
+    shards = head.constrain(head.split(kernel.astype(head.dtype)), "fsdp")
 
     def tile(_, index):
-        kernel_tile = head.slice(shards, index)
+        kernel_tile = head.gathered(shards, index)
         logits_NSW, chosen_NSW = head.logits(hidden_ND, kernel_tile, tokens_N, temperature, index)
         top_NS = logits_NSW.max(axis=-1)
         weights_NSW = jnp.exp(logits_NSW - top_NS[:, :, None])
@@ -171,21 +180,23 @@ def _tiled_backward(head, saved, cotangents):
     """∂ logprob / ∂ logits = (one-hot of the token − softmax) / temperature, a tile at a time."""
     hidden_ND, kernel, tokens_N, temperature, log_z_N = saved
     scale_N = cotangents[0] / temperature  # The entropy's cotangent is dropped.
-    shards = transformer.constrain(head.split(kernel.astype(head.dtype)), "tensor")
+    shards = head.constrain(head.split(kernel.astype(head.dtype)), "fsdp")
     dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
     def tile(grads, index):
         d_hidden_SND, d_kernel = grads
-        kernel_tile = head.slice(shards, index)
+        kernel_tile = head.gathered(shards, index)
         logits_NSW, chosen_NSW = head.logits(hidden_ND, kernel_tile, tokens_N, temperature, index)
         probs_NSW = jnp.exp(logits_NSW - log_z_N[:, None, None])
         d_logits_NSW = ((chosen_NSW - probs_NSW) * scale_N[:, None, None]).astype(head.dtype)
         d_hidden_SND += dot(f"nsv,{head.axes}->snd", d_logits_NSW, kernel_tile)
         # Hidden states first: with the logits first, XLA's CPU backend would transpose the logits.
         d_tile = jnp.einsum(f"dsv->{head.axes}", dot("nd,nsv->dsv", hidden_ND, d_logits_NSW))
-        return (d_hidden_SND, head.add(d_kernel, d_tile, index)), None
+        d_kernel = head.add(d_kernel, head.constrain(d_tile, "fsdp"), index)
+        return (d_hidden_SND, d_kernel), None
 
-    zeros = jnp.zeros((head.shards, *hidden_ND.shape)), jnp.zeros(shards.shape)
+    d_kernel = head.constrain(jnp.zeros(shards.shape), "fsdp")
+    zeros = jnp.zeros((head.shards, *hidden_ND.shape)), d_kernel
     (d_hidden_SND, d_kernel), _ = jax.lax.scan(tile, zeros, jnp.arange(head.num_tiles))
     d_hidden_ND = d_hidden_SND.sum(axis=0).astype(hidden_ND.dtype)
     return d_hidden_ND, head.join(d_kernel), None, None

@@ -1,6 +1,6 @@
-"""Shardings of parameters and batches: the mesh axis of each dimension, by the parameter's path.
+"""Shardings of parameters and batches on a mesh.
 
-Parameters carry no partition metadata; their paths are looked up in a table here.
+Parameters carry no partition metadata; their paths are looked up in the table of `axes`.
 """
 
 import math
@@ -11,39 +11,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl_async.models import transformer
-
-MESH_AXES = ("data", "fsdp", "tensor")
-
-_MESH_AXIS = {  # logical axis → mesh axis
-    "layer": None,
-    "embed": "fsdp",
-    "norm": None,
-    "vocab": "tensor",
-    "heads": "tensor",
-    "kv_heads": "tensor",
-    "mlp": "tensor",
-}
-
-_LOGICAL_AXES = {  # parameter → logical axis of each dimension
-    "embedding": ("vocab", "embed"),
-    "blocks.attention_norm.scale": ("layer", "norm"),
-    "blocks.query.kernel": ("layer", "embed", "heads"),
-    "blocks.query.bias": ("layer", "heads"),
-    "blocks.query_norm.scale": ("layer", "norm"),
-    "blocks.key.kernel": ("layer", "embed", "kv_heads"),
-    "blocks.key.bias": ("layer", "kv_heads"),
-    "blocks.key_norm.scale": ("layer", "norm"),
-    "blocks.value.kernel": ("layer", "embed", "kv_heads"),
-    "blocks.value.bias": ("layer", "kv_heads"),
-    "blocks.output.kernel": ("layer", "heads", "embed"),
-    "blocks.mlp_norm.scale": ("layer", "norm"),
-    "blocks.gate.kernel": ("layer", "embed", "mlp"),
-    "blocks.up.kernel": ("layer", "embed", "mlp"),
-    "blocks.down.kernel": ("layer", "mlp", "embed"),
-    "final_norm.scale": ("norm",),
-    "head.kernel": ("embed", "vocab"),
-}
+from jaxrl_async.models import axes, transformer
 
 
 def make_mesh(data: int, fsdp: int, tensor: int, devices=None) -> jax.sharding.Mesh:
@@ -67,7 +35,7 @@ def make_mesh(data: int, fsdp: int, tensor: int, devices=None) -> jax.sharding.M
         )
     # Without axis_types the axes would be Explicit, and every gather would need an out_sharding.
     axis_types = (jax.sharding.AxisType.Auto,) * len(shape)
-    return jax.make_mesh(shape, MESH_AXES, axis_types=axis_types, devices=devices)
+    return jax.make_mesh(shape, axes.MESH_AXES, axis_types=axis_types, devices=devices)
 
 
 def param_shardings(mesh: jax.sharding.Mesh, params: nnx.State) -> nnx.State:
@@ -90,7 +58,7 @@ def param_shardings(mesh: jax.sharding.Mesh, params: nnx.State) -> nnx.State:
 
 def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
     """Rows over data and fsdp; the other dimensions whole."""
-    return NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+    return NamedSharding(mesh, PartitionSpec(axes.ROWS))
 
 
 def place(tree: Any, shardings: Any) -> Any:
@@ -115,11 +83,11 @@ def init_sharded(config: transformer.ModelConfig, mesh: jax.sharding.Mesh, seed:
 
 def _param_sharding(mesh, path, shape):
     name = ".".join(path)
-    axes = [_MESH_AXIS[logical_axis] for logical_axis in _LOGICAL_AXES[name]]
-    for i, axis in enumerate(axes):
+    of_dimensions = axes.of_param(name)
+    for i, axis in enumerate(of_dimensions):
         if axis is not None and shape[i] % mesh.shape[axis]:
             raise ValueError(
                 f"dimension {i} of {name} {list(shape)} is not a multiple of "
                 f"the mesh axis {axis} = {mesh.shape[axis]}"
             )
-    return NamedSharding(mesh, PartitionSpec(*axes))
+    return NamedSharding(mesh, PartitionSpec(*of_dimensions))

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxrl_async.models import attention
+from jaxrl_async.models import attention, axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +92,7 @@ class Transformer(nnx.Module):
         rope = rope_cos_sin(self.config, positions_BT)
 
         def layer(x_BTD, block):
+            block = nnx.map_state(self._gathered, block)
             return nnx.merge(graphdef, block)(x_BTD, rope, mask, attend)[0], None
 
         # Without remat the outputs of the matmuls and of attention are kept and the cheap rest is recomputed:
@@ -163,8 +164,10 @@ class Transformer(nnx.Module):
     def logits(self, hidden):
         """Unnormalised log-probs of the next token: float32 [..., V] from hidden [..., D]."""
         kernel, vocab_axis = self.head_kernel()
+        name = "embedding" if self.config.tied_embeddings else "head.kernel"
+        kernel = axes.gathered(kernel, axes.of_param(name), self.config.dtype)
         kernel_DV = kernel.T if vocab_axis == 0 else kernel
-        kernel_DV = constrain(kernel_DV.astype(self.config.dtype), None, "tensor")
+        kernel_DV = axes.constrain(kernel_DV.astype(self.config.dtype), None, "tensor")
         return jnp.dot(hidden, kernel_DV, preferred_element_type=jnp.float32)
 
     def head_kernel(self):
@@ -177,9 +180,20 @@ class Transformer(nnx.Module):
             return self.embedding[...], 0
         return self.head.kernel[...], 1
 
+    def _gathered(self, path, param):
+        value = axes.gathered(param[...], axes.of_layer(".".join(path)), self.config.dtype)
+        return param.replace(value)
+
     def _embed(self, tokens):
-        table_VD = constrain(self.embedding[...], "tensor", None)
-        return constrain(table_VD[tokens].astype(self.config.dtype), ("data", "fsdp"))
+        # Each device looks all of the rows up in its part of the table. Their parts are exchanged, not the table's.
+        tokens = axes.constrain(tokens, "data")
+        x = axes.constrain(
+            self.embedding[...][tokens].astype(self.config.dtype),
+            "data",
+            *[None] * (tokens.ndim - 1),
+            "fsdp",
+        )
+        return axes.constrain(x, axes.ROWS)
 
 
 def graphdef(config: ModelConfig) -> nnx.GraphDef:
@@ -205,15 +219,6 @@ def rope_cos_sin(config: ModelConfig, positions_BT):
         frequency = _stretch(frequency, scaling)
     angle = positions_BT[:, :, None, None].astype(jnp.float32) * frequency[None, None, None]
     return jnp.cos(angle), jnp.sin(angle)
-
-
-def constrain(x, *axes):
-    """On a mesh: fixes the sharding of x where the compiler would choose a more expensive one."""
-    mesh = jax.typeof(x).sharding.mesh
-    if mesh.empty:
-        return x
-    spec = jax.sharding.PartitionSpec(*axes)
-    return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, spec))
 
 
 class RMSNorm(nnx.Module):
