@@ -31,7 +31,7 @@ from jaxrl_async.inference import engine as engines
 from jaxrl_async.inference.sampling import SamplingParams
 from jaxrl_async.learner import learner as learners
 from jaxrl_async.learner.packing import Packer
-from jaxrl_async.learner.train_step import TrainState, TrainStep
+from jaxrl_async.learner.train_step import TrainState, TrainStep, mesh_of
 from jaxrl_async.learner.versions import Delay
 from jaxrl_async.metrics import Timers
 from jaxrl_async.models import sharding, transformer
@@ -362,9 +362,7 @@ def _copy(params: nnx.State) -> nnx.State:
 
 
 def _mesh(settings: Settings) -> jax.sharding.Mesh:
-    learner = settings.learner
-    shape = (learner.data, learner.fsdp, learner.tensor)
-    return sharding.make_mesh(*shape, jax.devices()[: int(np.prod(shape))])
+    return mesh_of(settings.learner, jax.devices()[: settings.learner.num_devices])
 
 
 def _write(path: pathlib.Path, leaves: Sequence[jax.Array]) -> None:

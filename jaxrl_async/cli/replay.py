@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
     if out.exists() and any(out.iterdir()):
         raise UsageError(f"{out} is not empty: name another --out")
     learner = settings.learner
-    if (devices := learner.data * learner.fsdp * learner.tensor) > 1:  # Of a CPU, as in the run.
+    if (devices := learner.num_devices) > 1:  # Of a CPU, as in the run.
         os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(devices))
     # These load JAX, so the flags are checked first.
     from jaxrl_async.learner.checkpoint import CheckpointError

@@ -59,7 +59,7 @@ _AT_LEAST_ONE = {
     ),
     "learner": (
         "num_steps", "groups_per_step", "num_minibatches", "microbatch_rows", "row_tokens",
-        "num_processes", "data", "fsdp", "tensor",
+        "num_processes", "data", "fsdp", "context", "tensor",
     ),
     "weights": ("push_every_steps",),
     "checkpoint": ("every_steps", "keep"),
@@ -445,6 +445,13 @@ def _check_shapes(s: Settings) -> None:
             f"learner.data · learner.fsdp = {row_shards} must be a multiple of "
             f"learner.num_processes = {s.learner.num_processes}"
         )
+    context = s.learner.context
+    keys = ("learner.row_tokens", "warm_start.row_tokens")[: 2 if s.warm_start.num_steps else 1]
+    for key in keys:
+        if _value(s, key) % context:
+            raise SettingsError(
+                f"{key} = {_value(s, key)} must be a multiple of learner.context = {context}"
+            )
 
 
 def _check_attention(s: Settings) -> None:

@@ -42,6 +42,7 @@ ADDED: dict[str, Any] = {
     "supervisor.restart_window_secs": 1e9,  # the whole run
     "queue.outage_secs": 30.0,
     "queue.failure_window_secs": 1e9,
+    "learner.context": 1,
 }
 
 
@@ -229,8 +230,9 @@ class Learner:
     attention_kernel: str = "xla"  # "xla" | "cudnn" (NVIDIA GPUs, bfloat16) | "splash" (TPUs)
     head_chunk_tokens: int = 0  # columns of logits at a time; 0: all at once
     num_processes: int = 1  # each has its part of the devices and of every minibatch
-    data: int = 1  # mesh axes: data · fsdp · tensor devices
+    data: int = 1  # mesh axes: data · fsdp · context · tensor devices
     fsdp: int = 1
+    context: int = 1  # divides the tokens of a row
     tensor: int = 1
     learning_rate: float = 1e-6
     warmup_updates: int = 0  # linear, from 0
@@ -244,6 +246,11 @@ class Learner:
     # on GPUs: the same bits for the same input, slower; CPUs and TPUs always give them
     deterministic: bool = False
     compilation_cache: str = ""  # directory that keeps compiled programs between runs; "": none
+
+    @property
+    def num_devices(self) -> int:
+        """Of all its processes."""
+        return self.data * self.fsdp * self.context * self.tensor
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,6 @@ and of GPUs (JAX's CUDA plug-in) run on any Linux machine; nothing is executed.
 
 import dataclasses
 import importlib.metadata
-import math
 import os
 import time
 from collections.abc import Mapping
@@ -20,7 +19,7 @@ from jaxrl_async.fit import flops, hlo
 from jaxrl_async.fit.targets import Target
 from jaxrl_async.inference import programs as inference
 from jaxrl_async.learner.packing import Packer
-from jaxrl_async.models import sharding
+from jaxrl_async.learner.train_step import mesh_of
 from jaxrl_async.models.transformer import ModelConfig
 from jaxrl_async.roles import parts
 from jaxrl_async.runtime.supervisor import divide_devices
@@ -166,11 +165,11 @@ def check_plan(settings: Settings, target: Target) -> None:
       FitError: names the settings and the bound.
     """
     learner, kernel = settings.learner, settings.learner.attention_kernel
-    sizes = learner.data, learner.fsdp, learner.tensor
-    if math.prod(sizes) != target.num_devices:
-        needed = max(1, target.num_devices // (learner.data * learner.tensor))
+    sizes = learner.data, learner.fsdp, learner.context, learner.tensor
+    if learner.num_devices != target.num_devices:
+        needed = max(1, target.num_devices * learner.fsdp // learner.num_devices)
         raise FitError(
-            f"learner.data · learner.fsdp · learner.tensor = {' · '.join(map(str, sizes))} = {math.prod(sizes)}, and "
+            f"learner.data · fsdp · context · tensor = {' · '.join(map(str, sizes))} = {learner.num_devices}, and "
             f"{target.name} has {target.num_devices} devices: --config.learner.fsdp={needed}, or --search"
         )
     if kernel == "splash" and target.chip.platform != "tpu":
@@ -210,11 +209,12 @@ def compile_run(settings: Settings, config: ModelConfig, target: Target, devices
     """
     learner = dataclasses.replace(settings.learner, num_processes=1)
     settings = dataclasses.replace(settings, learner=learner)
-    mesh = sharding.make_mesh(learner.data, learner.fsdp, learner.tensor, devices=devices)
+    mesh = mesh_of(learner, devices)
     train_step = parts.train_step_of(settings, config, mesh)
     plan = {
         "data": learner.data,
         "fsdp": learner.fsdp,
+        "context": learner.context,
         "tensor": learner.tensor,
         "microbatch_rows": learner.microbatch_rows,
         "row_tokens": learner.row_tokens,

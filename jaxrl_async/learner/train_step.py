@@ -349,6 +349,13 @@ def _abstract(leaf, sharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
+def mesh_of(learner: Learner, devices=None) -> jax.sharding.Mesh:
+    """The mesh of a run's settings, of all devices or of these."""
+    return sharding.make_mesh(
+        learner.data, learner.fsdp, learner.tensor, devices, context=learner.context
+    )
+
+
 def make_shardings(
     config: transformer.ModelConfig,
     mesh: jax.sharding.Mesh,

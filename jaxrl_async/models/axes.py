@@ -1,16 +1,19 @@
 """The mesh's axes: where the dimensions of parameters and of activations lie. Independent of layers and models."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 
-MESH_AXES = ("data", "fsdp", "tensor")
-ROWS = ("data", "fsdp")  # of a batch
+MESH_AXES = ("data", "fsdp", "context", "tensor")
+ROWS = ("data", "fsdp")  # divide the rows of a batch
+COLUMNS = "context"  # divides a row's tokens
+SHARDS = ("fsdp", "context")  # divide parameters
 
 _MESH_AXIS = {  # logical axis → mesh axis
     "layer": None,
-    "embed": "fsdp",
+    "embed": SHARDS,
     "norm": None,
     "vocab": "tensor",
     "heads": "tensor",
@@ -39,20 +42,20 @@ _LOGICAL_AXES = {  # parameter → logical axis of each dimension
 }
 
 
-def of_param(name: str) -> tuple[str | None, ...]:
-    """The mesh axis of each dimension of a parameter, by its path, "blocks.query.kernel". Layers are stacked."""
+def of_param(name: str) -> tuple:
+    """The mesh axes of each dimension of a parameter, by its path, "blocks.query.kernel". Layers are stacked."""
     return tuple(_MESH_AXIS[logical_axis] for logical_axis in _LOGICAL_AXES[name])
 
 
-def of_layer(name: str) -> tuple[str | None, ...]:
+def of_layer(name: str) -> tuple:
     """`of_param` for one layer, by the path within it, "query.kernel"."""
     return of_param(f"blocks.{name}")[1:]
 
 
-def size(x: jax.Array, axis: str) -> int:
-    """The number of ways in which a mesh axis divides; 1 where x is on no mesh."""
+def size(x: jax.Array, *axes: str) -> int:
+    """The number of ways in which mesh axes divide; 1 where x is on no mesh."""
     mesh = jax.typeof(x).sharding.mesh
-    return 1 if mesh.empty else mesh.shape[axis]
+    return 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in axes)
 
 
 def constrain(x: jax.Array, *axes) -> jax.Array:
@@ -64,24 +67,45 @@ def constrain(x: jax.Array, *axes) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(mesh, spec))
 
 
-def gathered(x: jax.Array, axes: tuple[str | None, ...], dtype: str) -> jax.Array:
-    """A parameter, whole over fsdp, in the compute dtype. Its gradient is summed into each device's own part.
+def on_one_axis(x: jax.Array) -> jax.Array:
+    """[B, T, …] → [B·T, …], in an order in which the tokens of each device follow one another."""
+    B, T = x.shape[:2]
+    columns = size(x, COLUMNS)
+    if columns == 1:
+        return x.reshape(B * T, *x.shape[2:])
+    rows = size(x, *ROWS)
+    x = x.reshape(rows, B // rows, columns, T // columns, *x.shape[2:])
+    return x.swapaxes(1, 2).reshape(B * T, *x.shape[4:])
 
-    Left to itself the compiler cuts the products along fsdp instead, into steps that rewrite their whole result, and
+
+def in_rows(x: jax.Array, B: int, T: int) -> jax.Array:
+    """The inverse of `on_one_axis`."""
+    columns = size(x, COLUMNS)
+    if columns == 1:
+        return x.reshape(B, T, *x.shape[1:])
+    rows = size(x, *ROWS)
+    of_devices = x.reshape(rows, columns, B // rows, T // columns, *x.shape[1:])
+    return of_devices.swapaxes(1, 2).reshape(B, T, *x.shape[1:])
+
+
+def gathered(x: jax.Array, axes: tuple, dtype: str) -> jax.Array:
+    """A parameter, whole over SHARDS, in the compute dtype. Its gradient is summed into each device's own part.
+
+    Left to itself the compiler cuts the products along SHARDS instead, into steps that rewrite their whole result, and
     sums gradients whole on every device.
 
     Args:
       x: the parameter; float32.
-      axes: the mesh axis of each dimension.
+      axes: the mesh axes of each dimension, from `of_param`.
       dtype: in which it is gathered, and its gradient summed.
     """
-    return x if size(x, "fsdp") == 1 else _gathered(axes, dtype, x)
+    return x if size(x, *SHARDS) == 1 else _gathered(axes, dtype, x)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _gathered(axes, dtype, x):
     cast = constrain(x.astype(dtype), *axes)
-    return constrain(cast, *(None if axis == "fsdp" else axis for axis in axes))
+    return constrain(cast, *(None if axis == SHARDS else axis for axis in axes))
 
 
 def _gathered_forward(axes, dtype, x):

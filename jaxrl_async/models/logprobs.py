@@ -33,8 +33,8 @@ def token_logprobs(
       tokens_BT: int32 [B, T], in [0, V).
       predictor_index_BT: int32 [B, T], in [0, T): the column whose hidden state predicts the token.
       temperature: of sampling, > 0; carries no gradient.
-      chunk_tokens: bound on memory, ≥ 1: at most the logits of this many columns exist at a time, and the backward
-        pass recomputes them. None computes all at once and keeps them.
+      chunk_tokens: bound on memory, ≥ 1: at most the logits of this many columns exist at a time on a device, and the
+        backward pass recomputes them. None computes all at once and keeps them.
 
     Returns:
       logprobs float32 [B, T]; entropy float32 [B, T] in nats, without a gradient.
@@ -46,17 +46,19 @@ def token_logprobs(
         raise ValueError(f"chunk_tokens must be ≥ 1 or None, got {chunk_tokens}")
     temperature = jax.lax.stop_gradient(temperature)
     B, T = tokens_BT.shape
+    hidden_BTD = axes.constrain(hidden_BTD, axes.ROWS)  # A predictor may lie on another device.
     hidden_BTD = jnp.take_along_axis(hidden_BTD, predictor_index_BT[:, :, None], axis=1)
+    hidden_BTD = axes.constrain(hidden_BTD, axes.ROWS, axes.COLUMNS)
     if chunk_tokens is None or chunk_tokens >= T:
         return _logprobs_and_entropy(model.logits(hidden_BTD) / temperature, tokens_BT)
     kernel, vocab_axis = model.head_kernel()
     shards = axes.size(kernel, "tensor")
     shard_size = kernel.shape[vocab_axis] // shards
-    tile = -(-shard_size * chunk_tokens // T)
+    tile = min(shard_size, -(-shard_size * chunk_tokens * axes.size(hidden_BTD, axes.COLUMNS) // T))
     head = _TiledHead(vocab_axis, model.config.dtype, shards, shard_size, tile)
-    hidden_ND, tokens_N = hidden_BTD.reshape(B * T, -1), tokens_BT.reshape(B * T)
+    hidden_ND, tokens_N = axes.on_one_axis(hidden_BTD), axes.on_one_axis(tokens_BT)
     logprobs_N, entropy_N = _tiled(head, hidden_ND, kernel, tokens_N, temperature)
-    return logprobs_N.reshape(B, T), entropy_N.reshape(B, T)
+    return axes.in_rows(logprobs_N, B, T), axes.in_rows(entropy_N, B, T)
 
 
 def _logprobs_and_entropy(logits_BTV, tokens_BT):
@@ -117,7 +119,7 @@ class _TiledHead:
         return jnp.minimum(index * self.tile, self.shard_size - self.tile)
 
     def gathered(self, shards, index):
-        """A tile of a sharded kernel, whole over fsdp: never is more than a tile gathered."""
+        """A tile of a sharded kernel, whole over SHARDS: never is more than a tile gathered."""
         return self.constrain(self.slice(shards, index), None)
 
     def slice(self, kernel, index):
@@ -154,7 +156,7 @@ def _tiled(head: _TiledHead, hidden_ND, kernel, tokens_N, temperature):
 
 
 def _tiled_forward(head, hidden_ND, kernel, tokens_N, temperature):
-    shards = head.constrain(head.split(kernel.astype(head.dtype)), "fsdp")
+    shards = head.constrain(head.split(kernel.astype(head.dtype)), axes.SHARDS)
 
     def tile(_, index):
         kernel_tile = head.gathered(shards, index)
@@ -180,7 +182,7 @@ def _tiled_backward(head, saved, cotangents):
     """∂ logprob / ∂ logits = (one-hot of the token − softmax) / temperature, a tile at a time."""
     hidden_ND, kernel, tokens_N, temperature, log_z_N = saved
     scale_N = cotangents[0] / temperature  # The entropy's cotangent is dropped.
-    shards = head.constrain(head.split(kernel.astype(head.dtype)), "fsdp")
+    shards = head.constrain(head.split(kernel.astype(head.dtype)), axes.SHARDS)
     dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
     def tile(grads, index):
@@ -192,10 +194,10 @@ def _tiled_backward(head, saved, cotangents):
         d_hidden_SND += dot(f"nsv,{head.axes}->snd", d_logits_NSW, kernel_tile)
         # Hidden states first: with the logits first, XLA's CPU backend would transpose the logits.
         d_tile = jnp.einsum(f"dsv->{head.axes}", dot("nd,nsv->dsv", hidden_ND, d_logits_NSW))
-        d_kernel = head.add(d_kernel, head.constrain(d_tile, "fsdp"), index)
+        d_kernel = head.add(d_kernel, head.constrain(d_tile, axes.SHARDS), index)
         return (d_hidden_SND, d_kernel), None
 
-    d_kernel = head.constrain(jnp.zeros(shards.shape), "fsdp")
+    d_kernel = head.constrain(jnp.zeros(shards.shape), axes.SHARDS)
     zeros = jnp.zeros((head.shards, *hidden_ND.shape)), d_kernel
     (d_hidden_SND, d_kernel), _ = jax.lax.scan(tile, zeros, jnp.arange(head.num_tiles))
     d_hidden_ND = d_hidden_SND.sum(axis=0).astype(hidden_ND.dtype)

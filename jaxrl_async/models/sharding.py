@@ -14,24 +14,27 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxrl_async.models import axes, transformer
 
 
-def make_mesh(data: int, fsdp: int, tensor: int, devices=None) -> jax.sharding.Mesh:
-    """A mesh of the axes data, fsdp and tensor.
+def make_mesh(
+    data: int, fsdp: int, tensor: int, devices=None, *, context: int = 1
+) -> jax.sharding.Mesh:
+    """A mesh of the axes data, fsdp, context and tensor.
 
     Args:
       data: number of ways to divide rows, with whole parameters.
       fsdp: number of ways to divide rows and parameters.
       tensor: number of ways to divide heads, mlp and vocabulary.
       devices: the devices to use; None for all.
+      context: number of ways to divide the tokens of a row, and parameters.
 
     Raises:
-      ValueError: data · fsdp · tensor is not the number of devices.
+      ValueError: data · fsdp · context · tensor is not the number of devices.
     """
-    shape = (data, fsdp, tensor)
+    shape = (data, fsdp, context, tensor)
     devices = jax.devices() if devices is None else devices
     if math.prod(shape) != len(devices):
         raise ValueError(
-            f"data {data} × fsdp {fsdp} × tensor {tensor} = {math.prod(shape)} devices, but there are "
-            f"{len(devices)}"
+            f"data {data} × fsdp {fsdp} × context {context} × tensor {tensor} = {math.prod(shape)} devices, "
+            f"but there are {len(devices)}"
         )
     # Without axis_types the axes would be Explicit, and every gather would need an out_sharding.
     axis_types = (jax.sharding.AxisType.Auto,) * len(shape)
@@ -57,8 +60,8 @@ def param_shardings(mesh: jax.sharding.Mesh, params: nnx.State) -> nnx.State:
 
 
 def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
-    """Rows over data and fsdp; the other dimensions whole."""
-    return NamedSharding(mesh, PartitionSpec(axes.ROWS))
+    """Rows over data and fsdp, their tokens over context."""
+    return NamedSharding(mesh, PartitionSpec(axes.ROWS, axes.COLUMNS))
 
 
 def place(tree: Any, shardings: Any) -> Any:
@@ -84,10 +87,12 @@ def init_sharded(config: transformer.ModelConfig, mesh: jax.sharding.Mesh, seed:
 def _param_sharding(mesh, path, shape):
     name = ".".join(path)
     of_dimensions = axes.of_param(name)
-    for i, axis in enumerate(of_dimensions):
-        if axis is not None and shape[i] % mesh.shape[axis]:
+    sharding = NamedSharding(mesh, PartitionSpec(*of_dimensions))
+    for i, of_dimension in enumerate(of_dimensions):
+        names = (of_dimension,) if isinstance(of_dimension, str) else of_dimension or ()
+        if shape[i] % (parts := math.prod(mesh.shape[name] for name in names)):
             raise ValueError(
-                f"dimension {i} of {name} {list(shape)} is not a multiple of "
-                f"the mesh axis {axis} = {mesh.shape[axis]}"
+                f"dimension {i} of {name} {list(shape)} is not a multiple of the mesh's "
+                f"{' · '.join(names)} = {parts}"
             )
-    return NamedSharding(mesh, PartitionSpec(*of_dimensions))
+    return sharding

@@ -184,16 +184,13 @@ class Transformer(nnx.Module):
         value = axes.gathered(param[...], axes.of_layer(".".join(path)), self.config.dtype)
         return param.replace(value)
 
-    def _embed(self, tokens):
-        # Each device looks all of the rows up in its part of the table. Their parts are exchanged, not the table's.
-        tokens = axes.constrain(tokens, "data")
-        x = axes.constrain(
-            self.embedding[...][tokens].astype(self.config.dtype),
-            "data",
-            *[None] * (tokens.ndim - 1),
-            "fsdp",
-        )
-        return axes.constrain(x, axes.ROWS)
+    def _embed(self, tokens_BT):
+        # Each device looks all rows up in its part of the table. Their parts are exchanged then, not the table's.
+        tokens_BT = axes.constrain(tokens_BT, "data")
+        x_BTD = self.embedding[...][tokens_BT].astype(self.config.dtype)
+        x_BTD = axes.constrain(x_BTD, "data", None, axes.SHARDS)
+        x_BTD = axes.constrain(x_BTD, axes.ROWS, None, "context")
+        return axes.constrain(x_BTD, axes.ROWS, axes.COLUMNS)
 
 
 def graphdef(config: ModelConfig) -> nnx.GraphDef:
@@ -262,23 +259,25 @@ class Block(nnx.Module):
 
     def project(self, x_BTD, rope):
         """Queries [B, T, H, C], keys and values [B, T, N, C]; queries and keys after RoPE."""
-        B, T, D = x_BTD.shape
+        B, T, _ = x_BTD.shape
         # Tokens on one axis: XLA's CPU backend transposes around the gradients of 3-D matmuls.
-        x_ND = self.attention_norm(x_BTD).reshape(B * T, D)
-        q = self.query(x_ND).reshape(B, T, -1, self.config.head_dim)
-        k = self.key(x_ND).reshape(B, T, -1, self.config.head_dim)
-        v = self.value(x_ND).reshape(B, T, -1, self.config.head_dim)
+        x_ND = axes.on_one_axis(self.attention_norm(x_BTD))
+        q, k, v = (
+            axes.in_rows(project(x_ND).reshape(B * T, -1, self.config.head_dim), B, T)
+            for project in (self.query, self.key, self.value)
+        )
         if self.config.qk_norm:
             q, k = self.query_norm(q), self.key_norm(k)
         return _rotate(q, rope), _rotate(k, rope), v
 
     def finish(self, x_BTD, attended_BTHC):
         """The rest of the layer after attention: output projection, MLP, both residuals."""
-        B, T, D = x_BTD.shape
-        x_ND = x_BTD.reshape(B * T, D) + self.output(attended_BTHC.reshape(B * T, -1))
+        B, T, _ = x_BTD.shape
+        attended_ND = axes.on_one_axis(attended_BTHC).reshape(B * T, -1)
+        x_ND = axes.on_one_axis(x_BTD) + self.output(attended_ND)
         y_ND = self.mlp_norm(x_ND)
         x_ND += self.down(jax.nn.silu(self.gate(y_ND)) * self.up(y_ND))
-        return x_ND.reshape(B, T, D)
+        return axes.in_rows(x_ND, B, T)
 
 
 def _stacked_blocks(config, rngs):

@@ -19,7 +19,7 @@ from jaxrl_async.learner import learner as learners
 from jaxrl_async.learner.checkpoint import Checkpoints
 from jaxrl_async.learner.packing import Packer
 from jaxrl_async.learner.processes import Agreement
-from jaxrl_async.learner.train_step import TrainState
+from jaxrl_async.learner.train_step import TrainState, mesh_of
 from jaxrl_async.learner.versions import Delay, Versions
 from jaxrl_async.learner.warm_start import warm_start
 from jaxrl_async.metrics import MetricsWriter, Timers
@@ -91,7 +91,7 @@ def _train(
     expected = preflight.expected_of(settings, config)
     if process == 0:
         preflight.check_servers(settings, expected)
-    mesh = sharding.make_mesh(learner.data, learner.fsdp, learner.tensor)
+    mesh = mesh_of(learner)
     train_step = parts.train_step_of(settings, config, mesh)
     checkpoints = parts.checkpoints_of(settings, workdir, remove_unfinished=True)
     version, resume_point = 0, None

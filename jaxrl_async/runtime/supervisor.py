@@ -109,7 +109,7 @@ def run(
         visible_devices(),
         num_servers=len([n for n in names if "server" in n]),
         num_learners=num_learners,
-        learner_devices=settings.learner.data * settings.learner.fsdp * settings.learner.tensor,
+        learner_devices=settings.learner.num_devices,
     )
     print(banner(settings, workdir, queue_address, servers, devices), flush=True)
 

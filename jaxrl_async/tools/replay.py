@@ -18,9 +18,8 @@ from jaxrl_async.config.settings import Settings
 from jaxrl_async.learner import learner as learners
 from jaxrl_async.learner.checkpoint import Checkpoints
 from jaxrl_async.learner.packing import Packer
-from jaxrl_async.learner.train_step import TrainState
+from jaxrl_async.learner.train_step import TrainState, mesh_of
 from jaxrl_async.metrics import MetricsWriter, Timers
-from jaxrl_async.models import sharding
 from jaxrl_async.queue.journal import JournalReader
 from jaxrl_async.queue.replay import ReplayQueue
 from jaxrl_async.roles import parts
@@ -87,9 +86,7 @@ def replay(
             )
             break
     config = parts.model_config_of(settings, parts.tokenizer_of(settings, workdir))
-    learner = settings.learner
-    mesh = sharding.make_mesh(learner.data, learner.fsdp, learner.tensor)
-    train_step = parts.train_step_of(settings, config, mesh)
+    train_step = parts.train_step_of(settings, config, mesh_of(settings.learner))
     out.mkdir(parents=True, exist_ok=True)
     if (workdir / "tokenizer").exists():
         shutil.copytree(workdir / "tokenizer", out / "tokenizer")
@@ -117,7 +114,7 @@ def replay(
 
         replayed = dataclasses.replace(
             settings,
-            learner=dataclasses.replace(learner, num_steps=last),
+            learner=dataclasses.replace(settings.learner, num_steps=last),
             checkpoint=dataclasses.replace(settings.checkpoint, every_steps=1),
         )
         learners.train(

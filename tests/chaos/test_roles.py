@@ -15,7 +15,6 @@ from fixtures.queues import SOUND_AUDIT
 
 from jaxrl_async.cli.config import load_config, settings_of
 from jaxrl_async.metrics import read_metrics
-from jaxrl_async.models import sharding
 from jaxrl_async.queue.journal import JournalReader
 from jaxrl_async.tools import replay as replays
 
@@ -100,8 +99,8 @@ def test_another_objective_is_trained_on_the_same_data(attacked, tmp_path):
 
 def test_a_replay_that_differs_in_the_last_bits_is_found_out(attacked, tmp_path, monkeypatch):
     workdir, _ = attacked
-    one = functools.partial(sharding.make_mesh, devices=jax.devices()[:1])
-    monkeypatch.setattr(replays.sharding, "make_mesh", one)
+    one = functools.partial(replays.mesh_of, devices=jax.devices()[:1])
+    monkeypatch.setattr(replays, "mesh_of", one)
     config = load_config(str(workdir / "config.json"))
     config.learner.learning_rate *= 1.0001
     found = replays.replay(settings_of(config), workdir, out=tmp_path / "b", first=145)[-1]
