@@ -10,7 +10,7 @@ from flax import nnx
 from jax.experimental import topologies
 
 from jaxrl_async.config import settings
-from jaxrl_async.models import attention, sharding, transformer
+from jaxrl_async.models import attention, axes, sharding, transformer
 
 _causal_mask = jax.jit(attention.causal_mask)
 _attention = jax.jit(attention.attention)
@@ -100,8 +100,9 @@ def test_query_heads_of_a_group_share_a_key_head():
 def test_blocks_equal_the_whole_in_values_and_gradients():
     # 300 tokens are three blocks, the last one ragged.
     q, k, v = _qkv(1, B=1, T=300, H=4, N=2, C=8)
-    mask = _causal_mask(np.repeat([1, 2, 0], [20, 250, 30])[None])
-    blocks = _values_and_gradients(attention.causal_attention, q, k, v, mask)
+    ids = (np.repeat([1, 2, 0], [20, 250, 30])[None],)
+    blocks = _values_and_gradients(attention.causal_attention, q, k, v, ids)
+    mask = _causal_mask(*ids)
     _assert_close(blocks, _values_and_gradients(attention.attention, q, k, v, mask))
 
 
@@ -118,22 +119,22 @@ def test_a_few_rows_at_a_time_equal_the_formula_in_values_and_gradients():
     # Two of six rows at a time; each row has blocks of its own that nobody may see.
     q, k, v = _qkv(7, B=6, T=300, H=16, N=8, C=4)
     segment_ids = [np.repeat([1, 2], [50 * i + 10, 290 - 50 * i]) for i in range(6)]
-    mask = _causal_mask(np.stack(segment_ids))
-    program = _values_and_gradients.trace(attention.causal_attention, q, k, v, mask).jaxpr
+    ids = (np.stack(segment_ids),)
+    program = _values_and_gradients.trace(attention.causal_attention, q, k, v, ids).jaxpr
     assert "f32[2,8,256,128] = dot_general" in str(program)
-    blocks = _values_and_gradients(attention.causal_attention, q, k, v, mask)
-    _assert_close(blocks, _values_and_gradients(_plain_attention, q, k, v, mask))
+    blocks = _values_and_gradients(attention.causal_attention, q, k, v, ids)
+    _assert_close(blocks, _values_and_gradients(_plain_attention, q, k, v, _causal_mask(*ids)))
 
 
 def test_a_long_row_is_cut_into_sixteen_blocks():
     # 3000 tokens are 16 blocks of 188: the largest scores are [B, N, 188, 188], forwards and backwards.
     q, k, v = (jax.ShapeDtypeStruct((1, 3000, 2, 4), jnp.float32) for _ in range(3))
-    mask = jax.ShapeDtypeStruct((1, 3000, 3000), bool)
+    ids = (jax.ShapeDtypeStruct((1, 3000), jnp.int32),) * 2
 
-    def gradient(q, k, v, mask):
-        return jax.grad(lambda q: jnp.sum(attention.causal_attention(q, k, v, mask)))(q)
+    def gradient(q, k, v, ids):
+        return jax.grad(lambda q: jnp.sum(attention.causal_attention(q, k, v, ids)))(q)
 
-    text = str(jax.make_jaxpr(gradient)(q, k, v, mask))
+    text = str(jax.make_jaxpr(gradient)(q, k, v, ids))
     assert "f32[1,2,188,188] = dot_general" in text and "length=16" in text
     assert not re.search(r"f32\[[\d,]*30\d\d,30\d\d\]", text)
 
@@ -141,10 +142,10 @@ def test_a_long_row_is_cut_into_sixteen_blocks():
 def test_a_block_that_no_query_may_see_is_not_visited():
     # Two segments of two blocks each; in the second row of the batch, likewise.
     q, k, v = _qkv(4, B=2, T=512, H=2, N=1, C=4)
-    mask = _causal_mask(np.tile(np.repeat([1, 2], 256), (2, 1)))
+    ids = (np.tile(np.repeat([1, 2], 256), (2, 1)),)
 
     def second(q, k, v):
-        return jnp.sum(attention.causal_attention(q, k, v, mask)[:, 256:] ** 2)
+        return jnp.sum(attention.causal_attention(q, k, v, ids)[:, 256:] ** 2)
 
     gradient = jax.jit(jax.value_and_grad(second, (0, 1, 2)))
     expected = gradient(q, k, v)
@@ -163,15 +164,16 @@ def test_rows_that_share_prompts_are_attended_to_in_blocks_as_by_the_formula(dty
     segment_ids = np.repeat([1, 2, 3, 4, 5, 6, 0], [150, 90, 10, 70, 40, 30, 20])
     prefix_ids = np.select([(segment_ids > 1) & (segment_ids < 5), segment_ids == 6], [1, 5])
     ones = np.ones(410, int)
-    mask = _causal_mask(np.stack([segment_ids, ones]), np.stack([prefix_ids, 0 * ones]))
+    ids = np.stack([segment_ids, ones]), np.stack([prefix_ids, 0 * ones])
 
-    def run(function):
+    def run(function, seen):
         def loss(q, k, v):
-            return jnp.sum(jnp.sin(function(q, k, v, mask).astype(jnp.float32)))
+            return jnp.sum(jnp.sin(function(q, k, v, seen).astype(jnp.float32)))
 
         return jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(q, k, v)
 
-    blocks, whole = run(attention.causal_attention), run(_plain_attention)
+    blocks = run(attention.causal_attention, ids)
+    whole = run(_plain_attention, _causal_mask(*ids))
     tolerance = 1e-5 if dtype == jnp.float32 else 3e-2
     np.testing.assert_allclose(blocks[0], whole[0], rtol=tolerance)
     for found, expected in zip(blocks[1], whole[1], strict=True):
@@ -180,23 +182,32 @@ def test_rows_that_share_prompts_are_attended_to_in_blocks_as_by_the_formula(dty
         assert np.linalg.norm(found - expected) <= tolerance * np.linalg.norm(expected)
 
 
-def test_blocks_on_eight_devices_equal_one():
-    mesh = sharding.make_mesh(2, 2, 2)
-    q, k, v = _qkv(6, B=4, T=300, H=16, N=2, C=8)
-    mask = np.array(_causal_mask(np.tile(np.repeat([1, 2], 150), (4, 1))))
+@pytest.mark.parametrize(
+    ("mesh_shape", "context", "product"),
+    [
+        ((2, 2, 2), 1, "[4,2,1024,128]"),
+        ((2, 1, 2), 2, "[2,1,1024,128]"),
+        ((1, 1, 1), 8, "[4,2,1024,128]"),
+    ],
+)
+def test_blocks_on_eight_devices_equal_one(mesh_shape, context, product):
+    mesh = sharding.make_mesh(*mesh_shape, context=context)
+    q, k, v = _qkv(6, B=4, T=304, H=16, N=2, C=8)
+    segment_ids = np.tile(np.repeat([1, 2, 3], [150, 100, 54]), (4, 1))
+    ids = segment_ids, np.where(segment_ids == 3, 2, 0)
     rows, heads = (
-        jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(("data", "fsdp"), *axes))
-        for axes in ((), (None, "tensor"))
+        jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(axes.ROWS, axes.COLUMNS, *rest))
+        for rest in ((), ("tensor",))
     )
 
-    def loss(q, k, v, mask):
-        return jnp.sum(attention.causal_attention(q, k, v, mask) ** 2)
+    def loss(q, k, v, ids):
+        return jnp.sum(attention.causal_attention(q, k, v, ids) ** 2)
 
     gradient = jax.jit(jax.grad(loss, (0, 1, 2)))
-    one = gradient(q, k, v, mask)
-    divided = jax.device_put((q, k, v, mask), (heads, heads, heads, rows))
+    one = gradient(q, k, v, ids)
+    divided = jax.device_put((q, k, v, ids), (heads, heads, heads, rows))
     eight = gradient(*divided)
-    assert "f32[4,2,1024,128] = dot_general" in str(gradient.trace(*divided).jaxpr)
+    assert f"f32{product} = dot_general" in str(gradient.trace(*divided).jaxpr)
     for found, expected in zip(eight, one, strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 

@@ -21,7 +21,7 @@ import real_servers
 from fixtures.models import tiny
 from flax import nnx
 
-from jaxrl_async.models import attention, hf, transformer
+from jaxrl_async.models import hf, transformer
 from jaxrl_async.queue.records import Identity
 from jaxrl_async.servers import preflight
 from jaxrl_async.servers.client import InferenceClient, ServerError, read_completion
@@ -186,7 +186,7 @@ async def until_they_run(client, server):
 def _logits(params, tokens):
     model = nnx.merge(transformer.graphdef(CONFIG), params)
     positions = jnp.arange(tokens.shape[1])[None]
-    hidden = model(tokens, positions, attention.causal_mask(jnp.ones_like(tokens)))
+    hidden = model(tokens, positions, (jnp.ones_like(tokens),))
     return model.logits(hidden)[0]
 
 

@@ -15,7 +15,7 @@ from flax import nnx
 
 from jaxrl_async.inference import engine as engine_lib
 from jaxrl_async.inference import loading, programs, sampling
-from jaxrl_async.models import attention, hf, transformer
+from jaxrl_async.models import hf, transformer
 from jaxrl_async.weights import store as weight_store
 
 CONFIG = tiny(vocab_size=29, model_dim=32, head_dim=8, mlp_dim=48)
@@ -154,8 +154,8 @@ def random_prompt(rng, low=1, high=20):
 def full_forward(params, tokens_1T):
     model = nnx.merge(transformer.graphdef(CONFIG), params)
     positions = jnp.arange(tokens_1T.shape[1])[None]
-    mask = attention.causal_mask(jnp.ones_like(tokens_1T))
-    return jax.nn.log_softmax(model.logits(model(tokens_1T, positions, mask)))[0]
+    ids = (jnp.ones_like(tokens_1T),)
+    return jax.nn.log_softmax(model.logits(model(tokens_1T, positions, ids)))[0]
 
 
 def reference_logprobs(params, prompt, completion):

@@ -14,7 +14,7 @@ from flax import nnx
 
 from jaxrl_async.cli.config import load_config, settings_of
 from jaxrl_async.cli.main import main
-from jaxrl_async.models import attention, hf, sharding, transformer
+from jaxrl_async.models import hf, sharding, transformer
 from jaxrl_async.roles import learner, parts
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.tasks.tokenizer import CharTokenizer, HFTokenizer
@@ -61,8 +61,8 @@ def run(tmp_path_factory):
 def our_logits(params, shape, tokens):
     model = nnx.merge(transformer.graphdef(shape), params)
     positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
-    mask = attention.causal_mask(np.ones_like(tokens))
-    return np.asarray(model.logits(model(tokens, positions, mask)))
+    ids = (np.ones_like(tokens),)
+    return np.asarray(model.logits(model(tokens, positions, ids)))
 
 
 def their_logits(directory, tokens):

@@ -9,7 +9,7 @@ import safetensors.numpy
 from fixtures.models import tiny
 from flax import nnx
 
-from jaxrl_async.models import attention, hf, transformer
+from jaxrl_async.models import hf, transformer
 
 SHAPE = dict(
     vocab_size=32,
@@ -61,8 +61,8 @@ def _torch_logits(directory):
 def _our_logits(params, config):
     model = nnx.merge(transformer.graphdef(config), params)
     positions = np.broadcast_to(np.arange(TOKENS.shape[1]), TOKENS.shape)
-    mask = attention.causal_mask(np.ones_like(TOKENS))
-    return model.logits(_hidden(model, TOKENS, positions, mask))
+    ids = (np.ones_like(TOKENS),)
+    return model.logits(_hidden(model, TOKENS, positions, ids))
 
 
 def _load(directory):

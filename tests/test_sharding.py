@@ -8,7 +8,7 @@ import pytest
 from fixtures.models import tiny
 from flax import nnx
 
-from jaxrl_async.models import attention, logprobs, sharding, transformer
+from jaxrl_async.models import logprobs, sharding, transformer
 
 CONFIG = tiny(vocab_size=24, head_dim=8, mlp_dim=20, attention_bias=True, tied_embeddings=False)
 
@@ -25,7 +25,7 @@ def sharded_params(mesh):
 
 def _loss(params, tokens, positions, segment_ids):
     model = nnx.merge(transformer.graphdef(CONFIG), params)
-    hidden = model(tokens, positions, attention.causal_mask(segment_ids))
+    hidden = model(tokens, positions, (segment_ids,))
     found, _ = logprobs.token_logprobs(
         model, hidden, tokens, jnp.maximum(positions - 1, 0), temperature=1.0, chunk_tokens=3
     )

@@ -13,39 +13,14 @@ from fixtures.train_steps import (
     GSPO,
     LOSSES,
     RECOMPUTE,
-    VERSION,
     accumulated,
+    group_of,
     make,
     pack,
     updated,
 )
 
 from jaxrl_async.config.settings import PACKINGS
-from jaxrl_async.types import NOT_SAMPLED, Group, Trajectory
-
-
-def group_of(prompt_length, *completion_lengths, index=0):
-    """Random trajectories behind one prompt, with a tool's token in each long completion."""
-    rng = np.random.default_rng((index, prompt_length, *completion_lengths))
-    prompt = rng.integers(0, TINY.vocab_size, prompt_length)
-
-    def trajectory(completion_length):
-        length = prompt_length + completion_length
-        completion = rng.integers(0, TINY.vocab_size, completion_length)
-        mask = np.arange(length) >= prompt_length
-        if completion_length > 3:
-            mask[-2] = False
-        versions = rng.integers(2, VERSION + 1, length)
-        return Trajectory(
-            tokens=np.concatenate([prompt, completion]).astype(np.int32),
-            logprobs=np.where(mask, -2.5 - rng.random(length), 0).astype(np.float32),
-            versions=np.where(mask, versions, NOT_SAMPLED).astype(np.int32),
-            mask=mask,
-            prompt_length=prompt_length,
-        )
-
-    return Group(index, 0, tuple(trajectory(n) for n in completion_lengths))
-
 
 # Each of the rows' 32 tokens at most, of groups [prompt; completions].
 GROUPS = {

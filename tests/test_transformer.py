@@ -8,7 +8,7 @@ import pytest
 from fixtures.models import tiny
 from flax import nnx
 
-from jaxrl_async.models import attention, transformer
+from jaxrl_async.models import transformer
 
 LLAMA = tiny(
     vocab_size=40,
@@ -30,7 +30,6 @@ each_architecture = pytest.mark.parametrize(
 )
 
 
-_causal_mask = jax.jit(attention.causal_mask)
 _call = jax.jit(transformer.Transformer.__call__)
 _prefill = jax.jit(transformer.Transformer.prefill)
 _decode = jax.jit(transformer.Transformer.decode)
@@ -60,7 +59,7 @@ def _row(segment_ids):
     for b, row in enumerate(segment_ids):
         for segment in set(row.tolist()):
             positions[b, row == segment] = np.arange(np.sum(row == segment))
-    return tokens, positions, _causal_mask(segment_ids)
+    return tokens, positions, (segment_ids,)
 
 
 @each_architecture
@@ -70,7 +69,7 @@ def test_decoding_token_by_token_equals_the_whole_row(config):
     model, prompt_lengths, S = _model(config), np.array([5, 3]), 12
     tokens, positions, mask = _row(np.ones((2, S), int))
     whole = np.asarray(_call(model, tokens, positions, mask))
-    prompt_mask = _causal_mask((np.arange(5)[None] < prompt_lengths[:, None]).astype(np.int32))
+    prompt_mask = ((np.arange(5)[None] < prompt_lengths[:, None]).astype(np.int32),)
     hidden, cache = _prefill(model, tokens[:, :5], positions[:, :5], prompt_mask)
     np.testing.assert_allclose(np.asarray(hidden)[0], whole[0, :5], atol=1e-5)
     np.testing.assert_allclose(np.asarray(hidden)[1, :3], whole[1, :3], atol=1e-5)

@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from jaxrl_async.inference import sampling
-from jaxrl_async.models import attention, transformer
+from jaxrl_async.models import transformer
 
 _MIN_BUCKET = 16
 _MAX_PREFILL_TOKENS = 8192  # of one dispatch, padding included: the longest wait of a pause
@@ -237,9 +237,7 @@ def _prefill(graphdef, params, cache, prompts):
 
     def one_row(row, cache):
         segments = (positions < prompts.lengths[row]).astype(jnp.int32)
-        _, new = model.prefill(
-            prompts.tokens[row][None], positions, attention.causal_mask(segments)
-        )
+        _, new = model.prefill(prompts.tokens[row][None], positions, (segments,))
 
         def one_slot(i, cache):
             start = (0, prompts.slots[i], 0, 0, 0)

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 from jax.sharding import PartitionSpec
 
+from jaxrl_async.models import axes
+
 # The name in checkpoint policies of the results that the backward passes of "xla" and "splash" need.
 ATTENDED = "attended"
 
@@ -25,7 +28,15 @@ _MAX_BLOCKS = 16  # More blocks skip more, but take longer to visit.
 _MAX_SCORES = 1 << 19
 
 
-def of_rows(kernel: str, segment_ids, prefix_ids=None) -> tuple[jax.Array, Callable]:
+class _Tokens(NamedTuple):
+    """What decides whether a query may attend to a key; int32, of one shape."""
+
+    index: jax.Array  # in the row
+    segment: jax.Array  # from 1 within each row; 0 is padding
+    prefix: jax.Array | None  # the segment that the token's segment continues; 0 or None for none
+
+
+def of_rows(kernel: str, segment_ids, prefix_ids=None) -> tuple[tuple[jax.Array, ...], Callable]:
     """The attention of whole rows by one kernel. Kernels differ only in the values of padding, which are finite.
 
     Args:
@@ -34,14 +45,13 @@ def of_rows(kernel: str, segment_ids, prefix_ids=None) -> tuple[jax.Array, Calla
       prefix_ids: int32 [B, T], as in `causal_mask`; None where no row shares a prompt, which spares "splash" a pass.
 
     Returns:
-      mask: the mask in the form that `attend` takes.
-      attend: (q [B, T, H, C], k [B, T, N, C], v [B, T, N, C], mask) → [B, T, H, C].
+      ids: (segment_ids,) or (segment_ids, prefix_ids).
+      attend: (q [B, T, H, C], k [B, T, N, C], v [B, T, N, C], ids) → [B, T, H, C].
     """
-    if kernel == "splash":
-        ids = (segment_ids,) if prefix_ids is None else (segment_ids, prefix_ids)
-        return ids, splash_attention
-    mask_BTT = causal_mask(segment_ids, prefix_ids)
-    return mask_BTT, {"xla": causal_attention, "cudnn": cudnn_attention}[kernel]
+    ids = (segment_ids,) if prefix_ids is None else (segment_ids, prefix_ids)
+    return ids, {"xla": causal_attention, "cudnn": cudnn_attention, "splash": splash_attention}[
+        kernel
+    ]
 
 
 def causal_mask(segment_ids, prefix_ids=None):
@@ -58,22 +68,16 @@ def causal_mask(segment_ids, prefix_ids=None):
     Returns:
       bool [B, T, T], queries before keys.
     """
-    index = jnp.arange(segment_ids.shape[1])
-    queries, keys = segment_ids[:, :, None], segment_ids[:, None, :]
-    same = queries == keys
-    if prefix_ids is not None:
-        same |= prefix_ids[:, :, None] == keys
-    before = (index[None, :] < index[:, None])[None]
-    itself = (index[None, :] == index[:, None])[None]
-    return itself | (before & same & (keys != 0))
+    tokens = _tokens_of(segment_ids, prefix_ids)
+    return _allowed(tokens, tokens)
 
 
-def causal_attention(q_BTHC, k_BTNC, v_BTNC, mask_BTT):
+def causal_attention(q_BTHC, k_BTNC, v_BTNC, ids):
     """Attention of whole rows, in blocks of queries and of keys.
 
-    Equal to `attention`. A pair of blocks is skipped where the mask allows nothing in any row of the batch: keys
-    after their queries, other segments of packed rows. [B, H, T, T] never exists; the backward pass recomputes the
-    scores of the visited blocks.
+    Equal to `attention` with `causal_mask`. A pair of blocks is skipped where the mask allows nothing in any row of
+    the batch: keys after their queries, other segments of packed rows. Nothing of T × T elements ever exists; the
+    backward pass recomputes the scores of the visited blocks.
 
     Source: FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning (Dao,
     arXiv 2307.08691), in plain XLA.
@@ -82,22 +86,32 @@ def causal_attention(q_BTHC, k_BTNC, v_BTNC, mask_BTT):
       q_BTHC: [B, T, H, C].
       k_BTNC: [B, T, N, C]; N divides H.
       v_BTNC: [B, T, N, C].
-      mask_BTT: bool [B, T, T], True = may attend; at least one True for each query.
+      ids: (segment_ids,) or (segment_ids, prefix_ids), as in `causal_mask`.
 
     Returns:
       [B, T, H, C] in the dtype of v. Scores and softmax are float32.
     """
-    T = q_BTHC.shape[1]
-    block = max(_MIN_BLOCK_TOKENS, -(-T // _MAX_BLOCKS))
-    if T <= block:
-        return attention(q_BTHC, k_BTNC, v_BTNC, mask_BTT)
-    rows = _rows_at_a_time(q_BTHC, block)
-    q_BTHC = q_BTHC * q_BTHC.shape[-1] ** -0.5
-    q, k, v = (_split(x, block, k_BTNC.shape[2], rows) for x in (q_BTHC, k_BTNC, v_BTNC))
-    ragged = (0, -T % block)
-    mask = jnp.pad(mask_BTT, ((0, 0), ragged, ragged))
-    attended = _attend_blocks(q, k, v, mask.reshape(-1, rows, *mask.shape[1:]))
-    return _join(attended, block)[:, :T]
+    tokens = _tokens_of(*ids)
+    if axes.size(q_BTHC, axes.COLUMNS) == 1:
+        return _attend(q_BTHC, k_BTNC, v_BTNC, tokens, tokens)
+    # A device has a part of each row's queries. Keys and values, which are fewer, come to it.
+    columns = PartitionSpec(axes.ROWS, axes.COLUMNS)
+    heads = PartitionSpec(axes.ROWS, axes.COLUMNS, "tensor")
+
+    def of_device(q, k, v, queries):
+        k, v, keys = jax.tree.map(
+            lambda x: jax.lax.all_gather(x, axes.COLUMNS, axis=1, tiled=True), (k, v, queries)
+        )
+        return _attend(q, k, v, queries, keys)
+
+    divided = jax.shard_map(
+        of_device,
+        mesh=jax.typeof(q_BTHC).sharding.mesh,
+        in_specs=(heads, heads, heads, columns),
+        out_specs=heads,
+        check_vma=False,
+    )
+    return divided(q_BTHC, k_BTNC, v_BTNC, tokens)
 
 
 def attention(q_BTHC, k_BSNC, v_BSNC, mask_BTS):
@@ -143,9 +157,9 @@ def cached_attention(q_BTHC, k_BNSC, v_BNSC, mask_BTS):
     return attended_BNQC.reshape(B, N, G, T, C).transpose(0, 3, 1, 2, 4).reshape(B, T, H, C)
 
 
-def cudnn_attention(q_BTHC, k_BTNC, v_BTNC, mask_BTT):
+def cudnn_attention(q_BTHC, k_BTNC, v_BTNC, ids):
     """`causal_attention` by cuDNN's fused kernel, which takes the mask as a bias."""
-    mask_B1TT = mask_BTT[:, None]
+    mask_B1TT = causal_mask(*ids)[:, None]
     return jax.nn.dot_product_attention(
         q_BTHC, k_BTNC, v_BTNC, mask=mask_B1TT, implementation="cudnn"
     )
@@ -167,8 +181,8 @@ def splash_attention(q_BTHC, k_BTNC, v_BTNC, ids):
     if mesh.empty:
         return _splash_of_device(q_BTHC, k_BTNC, v_BTNC, ids)
     # The compiler does not partition a kernel: each device runs it on its own rows and heads.
-    rows = PartitionSpec(("data", "fsdp"))
-    heads = PartitionSpec(("data", "fsdp"), None, "tensor")
+    rows = PartitionSpec(axes.ROWS)
+    heads = PartitionSpec(axes.ROWS, None, "tensor")
     specs = dict(in_specs=(heads, heads, heads, rows), out_specs=heads)
     divided = jax.shard_map(_splash_of_device, mesh=mesh, check_vma=False, **specs)
     return divided(q_BTHC, k_BTNC, v_BTNC, ids)
@@ -266,6 +280,35 @@ def _splash_kernel(q_BHTC, interpret, save_residuals):
     )
 
 
+def _tokens_of(segment_ids, prefix_ids=None) -> _Tokens:
+    """The tokens of whole rows, [B, T]."""
+    index = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)
+    return _Tokens(jnp.broadcast_to(index, segment_ids.shape), segment_ids, prefix_ids)
+
+
+def _allowed(queries: _Tokens, keys: _Tokens):
+    """Where a query may attend: bool [..., Q, S] of queries [..., Q] and keys [..., S]."""
+    index, segment, prefix = (x if x is None else x[..., :, None] for x in queries)
+    key_index, key_segment = keys.index[..., None, :], keys.segment[..., None, :]
+    same = segment == key_segment
+    if prefix is not None:
+        same |= prefix == key_segment
+    return (key_index == index) | ((key_index < index) & same & (key_segment != 0))
+
+
+def _attend(q_BTHC, k_BSNC, v_BSNC, queries: _Tokens, keys: _Tokens):
+    """Attention of a device's queries [B, T] to all keys of their rows [B, S]."""
+    T, S = q_BTHC.shape[1], k_BSNC.shape[1]
+    block = max(_MIN_BLOCK_TOKENS, -(-S // _MAX_BLOCKS))
+    if S <= block:
+        return attention(q_BTHC, k_BSNC, v_BSNC, _allowed(queries, keys))
+    rows = _rows_at_a_time(q_BTHC, block)
+    q_BTHC = q_BTHC * q_BTHC.shape[-1] ** -0.5
+    q, k, v = (_split(x, block, k_BSNC.shape[2], rows) for x in (q_BTHC, k_BSNC, v_BSNC))
+    queries, keys = (_split_tokens(tokens, block, rows) for tokens in (queries, keys))
+    return _join(_attend_blocks(q, k, v, queries, keys), block)[:, :T]
+
+
 def _rows_at_a_time(q_BTHC, block):
     """R, a divisor of B; B itself where several devices share the rows."""
     B, _, H, _ = q_BTHC.shape
@@ -312,43 +355,44 @@ _attend_whole.defvjp(_forward_of_whole, _backward_of_whole)
 
 
 @jax.custom_vjp
-def _attend_blocks(q, k, v, mask):
+def _attend_blocks(q, k, v, queries, keys):
     """Attention of R rows at a time, and of one block of queries to one block of keys at a time.
 
     Args:
       q: [B/R, I, R, N, Q, C]: I blocks of queries, a group's heads side by side; Q = G·S.
-      k: [B/R, J, R, N, S, C]; J = I blocks of S keys.
+      k: [B/R, J, R, N, S, C]; J blocks of S keys.
       v: [B/R, J, R, N, S, C].
-      mask: bool [B/R, R, T, T].
+      queries: _Tokens [B/R, I, R, S].
+      keys: _Tokens [B/R, J, R, S].
 
     Returns:
       The shape of q, in the dtype of v.
     """
-    return _forward(q, k, v, mask)[0]
+    return _forward(q, k, v, queries, keys)[0]
 
 
-def _forward(q, k, v, mask):
-    kept = jax.lax.map(lambda rows: _forward_of_rows(*rows), (q, k, v, mask))
+def _forward(q, k, v, queries, keys):
+    kept = jax.lax.map(lambda rows: _forward_of_rows(*rows), (q, k, v, queries, keys))
     attended, log_total = checkpoint_name(kept, ATTENDED)
-    return attended, (q, k, v, mask, attended, log_total)
+    return attended, (q, k, v, queries, keys, attended, log_total)
 
 
 def _backward(residuals, d_attended):
     d_q, d_k, d_v = jax.lax.map(lambda rows: _backward_of_rows(*rows), (*residuals, d_attended))
-    return d_q, d_k, d_v, None
+    return d_q, d_k, d_v, None, None
 
 
 _attend_blocks.defvjp(_forward, _backward)
 
 
-def _forward_of_rows(q, k, v, mask):
-    order, count = _visible_blocks(mask, len(q))
+def _forward_of_rows(q, k, v, queries, keys):
+    order, count = _visible_blocks(queries, keys)
 
     def attend(i):
         def visit(n, carry):
             top, total, sums = carry
             j = order[i, n]
-            scores = _block_scores(q, k, mask, i, j)
+            scores = _block_scores(q, k, queries, keys, i, j)
             new_top = jnp.maximum(top, scores.max(axis=-1))
             # Before the first allowed key these are exp(0); that key then scales them to 0.
             weights, kept = jnp.exp(scores - new_top[..., None]), jnp.exp(top - new_top)
@@ -363,15 +407,16 @@ def _forward_of_rows(q, k, v, mask):
     return jax.lax.map(attend, jnp.arange(len(q)))
 
 
-def _backward_of_rows(q, k, v, mask, attended, log_total, d_attended):
-    order, count = _visible_blocks(mask, len(q))
+def _backward_of_rows(q, k, v, queries, keys, attended, log_total, d_attended):
+    order, count = _visible_blocks(queries, keys)
     inner = jnp.sum(d_attended.astype(jnp.float32) * attended.astype(jnp.float32), axis=-1)
 
     def attend(carry, i):
         def visit(n, carry):
             d_q, d_k, d_v = carry
             j, d = order[i, n], d_attended[i]
-            weights = jnp.exp(_block_scores(q, k, mask, i, j) - log_total[i][..., None])
+            scores = _block_scores(q, k, queries, keys, i, j)
+            weights = jnp.exp(scores - log_total[i][..., None])
             d_weights = _product("bnqc,bnsc->bnqs", d, v[j])
             d_scores = (weights * (d_weights - inner[i][..., None])).astype(q.dtype)
             return (
@@ -389,19 +434,19 @@ def _backward_of_rows(q, k, v, mask, attended, log_total, d_attended):
     return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype)
 
 
-def _visible_blocks(mask_BTT, num_blocks):
+def _visible_blocks(queries: _Tokens, keys: _Tokens):
     """For each block of queries: the blocks of keys, visible ones first, and the number of visible ones."""
-    B, T, _ = mask_BTT.shape
-    pairs = mask_BTT.reshape(B, num_blocks, T // num_blocks, num_blocks, T // num_blocks)
-    visible_IJ = pairs.any(axis=(0, 2, 4))
+    queries = jax.tree.map(lambda x: x[:, None], queries)
+    keys = jax.tree.map(lambda x: x[None], keys)
+    visible_IJ = _allowed(queries, keys).any(axis=(2, 3, 4))
     return jnp.argsort(~visible_IJ, axis=1), visible_IJ.sum(axis=1)
 
 
-def _block_scores(q, k, mask_BTT, i, j):
+def _block_scores(q, k, queries, keys, i, j):
     """float32 [B, N, Q, S]"""
     B, N, Q, _ = q.shape[1:]
     S = k.shape[3]
-    mask = jax.lax.dynamic_slice(mask_BTT, (0, i * S, j * S), (B, S, S))
+    mask = _allowed(jax.tree.map(lambda x: x[i], queries), jax.tree.map(lambda x: x[j], keys))
     scores = _product("bnqc,bnsc->bnqs", q[i], k[j]).reshape(B, N, Q // S, S, S)
     return jnp.where(mask[:, None, None], scores, _NEVER).reshape(B, N, Q, S)
 
@@ -421,6 +466,18 @@ def _split(x_BTHC, block, num_kv_heads, rows):
     x = x.reshape(B // rows, rows, -1, block, num_kv_heads, H // num_kv_heads, C)
     x = x.transpose(0, 2, 1, 4, 5, 3, 6)
     return x.reshape(*x.shape[:4], -1, C)
+
+
+def _split_tokens(tokens: _Tokens, block, rows):
+    """[B, T] → [B/R, I, R, S], the last block padded with tokens that nobody sees."""
+    B, T = tokens.index.shape
+
+    def split(x, fill):
+        x = jnp.pad(x, ((0, 0), (0, -T % block)), constant_values=fill)
+        return x.reshape(B // rows, rows, -1, block).swapaxes(1, 2)
+
+    fills = _Tokens(-1, 0, None if tokens.prefix is None else 0)
+    return jax.tree.map(split, tokens, fills)
 
 
 def _join(x, block):

@@ -75,15 +75,14 @@ class Transformer(nnx.Module):
         if not config.tied_embeddings:
             self.head = _linear(D, V, config, rngs)
 
-    def __call__(self, tokens_BT, positions_BT, mask, attend=attention.causal_attention):
+    def __call__(self, tokens_BT, positions_BT, ids, attend=attention.causal_attention):
         """Hidden states of whole rows.
 
         Args:
           tokens_BT: int32 [B, T].
           positions_BT: int32 [B, T], from 0 within each segment.
-          mask: in the form that `attend` takes. For the default: bool [B, T, T], True = may attend, False where a key
-            comes after its query; at least one True for each query.
-          attend: (q, k, v, mask) → attended; with its mask from `attention.of_rows`.
+          ids: (segment_ids,) or (segment_ids, prefix_ids), int32 [B, T] each, as in `attention.causal_mask`.
+          attend: (q, k, v, ids) → attended, from `attention.of_rows`.
 
         Returns:
           [B, T, D] in the compute dtype, after the final norm.
@@ -93,7 +92,7 @@ class Transformer(nnx.Module):
 
         def layer(x_BTD, block):
             block = nnx.map_state(self._gathered, block)
-            return nnx.merge(graphdef, block)(x_BTD, rope, mask, attend)[0], None
+            return nnx.merge(graphdef, block)(x_BTD, rope, ids, attend)[0], None
 
         # Without remat the outputs of the matmuls and of attention are kept and the cheap rest is recomputed:
         # stacking every intermediate of every layer costs more than computing it again.
@@ -108,7 +107,7 @@ class Transformer(nnx.Module):
         x_BTD, _ = jax.lax.scan(layer, self._embed(tokens_BT), blocks)
         return self.final_norm(x_BTD)
 
-    def prefill(self, tokens_BT, positions_BT, mask_BTS):
+    def prefill(self, tokens_BT, positions_BT, ids):
         """As __call__ with its default attention; also returns the keys and values.
 
         Returns:
@@ -118,7 +117,7 @@ class Transformer(nnx.Module):
         rope = rope_cos_sin(self.config, positions_BT)
 
         def layer(x_BTD, block):
-            return nnx.merge(graphdef, block)(x_BTD, rope, mask_BTS)
+            return nnx.merge(graphdef, block)(x_BTD, rope, ids)
 
         x_BTD, cache = jax.lax.scan(layer, self._embed(tokens_BT), blocks)
         return self.final_norm(x_BTD), cache
@@ -252,10 +251,10 @@ class Block(nnx.Module):
         self.up = _linear(D, F, config, rngs)
         self.down = _linear(F, D, config, rngs)
 
-    def __call__(self, x_BTD, rope, mask, attend=attention.causal_attention):
+    def __call__(self, x_BTD, rope, ids, attend=attention.causal_attention):
         q, k, v = self.project(x_BTD, rope)
         cache = KVCache(k.swapaxes(1, 2), v.swapaxes(1, 2))
-        return self.finish(x_BTD, attend(q, k, v, mask)), cache
+        return self.finish(x_BTD, attend(q, k, v, ids)), cache
 
     def project(self, x_BTD, rope):
         """Queries [B, T, H, C], keys and values [B, T, N, C]; queries and keys after RoPE."""

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxrl_async.models import attention, hf, logprobs, transformer
+from jaxrl_async.models import hf, logprobs, transformer
 from jaxrl_async.objectives import kl
 from jaxrl_async.servers.client import Completion, InferenceClient, ServerError
 from jaxrl_async.weights import store as weight_store
@@ -446,7 +446,7 @@ def _logits(config, params, tokens):
 def _hidden(config, params, tokens):
     model = nnx.merge(transformer.graphdef(config), params)
     positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
-    return model, model(tokens, positions, attention.causal_mask(np.ones(tokens.shape, np.int32)))
+    return model, model(tokens, positions, (np.ones(tokens.shape, np.int32),))
 
 
 # The hypotheses.
