@@ -460,10 +460,15 @@ def _check_attention(s: Settings) -> None:
         raise SettingsError(
             f"learner.attention_kernel 'cudnn' needs model.dtype = 'bfloat16', got {s.model.dtype!r}"
         )
-    if kernel == "splash" and learner.row_tokens % 128:
+    if kernel == "cudnn" and learner.context > 1:
         raise SettingsError(
-            "learner.attention_kernel 'splash' needs learner.row_tokens to be a multiple of 128, got "
-            f"{learner.row_tokens}"
+            f"learner.attention_kernel 'cudnn' needs learner.context = 1, got {learner.context}"
+        )
+    part = learner.row_tokens // learner.context
+    if kernel == "splash" and part % 128:
+        raise SettingsError(
+            "learner.attention_kernel 'splash' needs learner.row_tokens / learner.context to be a multiple of 128, "
+            f"got {part}"
         )
 
 

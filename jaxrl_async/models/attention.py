@@ -94,24 +94,7 @@ def causal_attention(q_BTHC, k_BTNC, v_BTNC, ids):
     tokens = _tokens_of(*ids)
     if axes.size(q_BTHC, axes.COLUMNS) == 1:
         return _attend(q_BTHC, k_BTNC, v_BTNC, tokens, tokens)
-    # A device has a part of each row's queries. Keys and values, which are fewer, come to it.
-    columns = PartitionSpec(axes.ROWS, axes.COLUMNS)
-    heads = PartitionSpec(axes.ROWS, axes.COLUMNS, "tensor")
-
-    def of_device(q, k, v, queries):
-        k, v, keys = jax.tree.map(
-            lambda x: jax.lax.all_gather(x, axes.COLUMNS, axis=1, tiled=True), (k, v, queries)
-        )
-        return _attend(q, k, v, queries, keys)
-
-    divided = jax.shard_map(
-        of_device,
-        mesh=jax.typeof(q_BTHC).sharding.mesh,
-        in_specs=(heads, heads, heads, columns),
-        out_specs=heads,
-        check_vma=False,
-    )
-    return divided(q_BTHC, k_BTNC, v_BTNC, tokens)
+    return _on_each_device(_attend)(q_BTHC, k_BTNC, v_BTNC, tokens)
 
 
 def attention(q_BTHC, k_BSNC, v_BSNC, mask_BTS):
@@ -177,31 +160,54 @@ def splash_attention(q_BTHC, k_BTNC, v_BTNC, ids):
       v_BTNC: [B, T, N, C].
       ids: (segment_ids,) or (segment_ids, prefix_ids), int32 [B, T] each.
     """
+    tokens = _tokens_of(*ids)
     mesh = jax.typeof(q_BTHC).sharding.mesh
     if mesh.empty:
-        return _splash_of_device(q_BTHC, k_BTNC, v_BTNC, ids)
-    # The compiler does not partition a kernel: each device runs it on its own rows and heads.
-    rows = PartitionSpec(axes.ROWS)
-    heads = PartitionSpec(axes.ROWS, None, "tensor")
-    specs = dict(in_specs=(heads, heads, heads, rows), out_specs=heads)
-    divided = jax.shard_map(_splash_of_device, mesh=mesh, check_vma=False, **specs)
-    return divided(q_BTHC, k_BTNC, v_BTNC, ids)
+        return _splash_of_device(q_BTHC, k_BTNC, v_BTNC, tokens, tokens)
+    # The compiler does not partition a kernel: each device runs it on its own rows, queries and heads.
+    return _on_each_device(_splash_of_device)(q_BTHC, k_BTNC, v_BTNC, tokens)
 
 
-def _splash_of_device(q_BTHC, k_BTNC, v_BTNC, ids):
+def _on_each_device(attend):
+    """(q, k, v, queries, keys) → attended of one device, as a function (q, k, v, tokens) → attended of all.
+
+    A device has a part of each row's queries. Keys and values, which are fewer, come to it whole.
+    """
+
+    def of_device(q, k, v, queries):
+        k, v, keys = jax.tree.map(
+            lambda x: jax.lax.all_gather(x, axes.COLUMNS, axis=1, tiled=True), (k, v, queries)
+        )
+        return attend(q, k, v, queries, keys)
+
+    def of_all(q, k, v, tokens):
+        heads = PartitionSpec(axes.ROWS, axes.COLUMNS, "tensor")
+        columns = PartitionSpec(axes.ROWS, axes.COLUMNS)
+        return jax.shard_map(
+            of_device,
+            mesh=jax.typeof(q).sharding.mesh,
+            in_specs=(heads, heads, heads, columns),
+            out_specs=heads,
+            check_vma=False,
+        )(q, k, v, tokens)
+
+    return of_all
+
+
+def _splash_of_device(q_BTHC, k_BSNC, v_BSNC, queries: _Tokens, keys: _Tokens):
     q_BTHC = q_BTHC * q_BTHC.shape[-1] ** -0.5
-    q, k, v = (x.swapaxes(1, 2) for x in (q_BTHC, k_BTNC, v_BTNC))
-    return _splash(q, k, v, ids).swapaxes(1, 2)
+    q, k, v = (x.swapaxes(1, 2) for x in (q_BTHC, k_BSNC, v_BSNC))
+    return _splash(q, k, v, queries, keys).swapaxes(1, 2)
 
 
 @jax.custom_vjp
-def _splash(q_BHTC, k_BNTC, v_BNTC, ids):
+def _splash(q_BHTC, k_BNSC, v_BNSC, queries, keys):
     """Attention of scaled queries by the kernel, heads before tokens."""
-    return _forward_of_splash(q_BHTC, k_BNTC, v_BNTC, ids)[0]
+    return _forward_of_splash(q_BHTC, k_BNSC, v_BNSC, queries, keys)[0]
 
 
-def _forward_of_splash(q, k, v, ids):
-    passes = [_for_target(_splash_forward, q, k, v, seen) for seen in _splash_passes(ids)]
+def _forward_of_splash(q, k, v, queries, keys):
+    passes = [_for_target(_splash_forward, q, k, v, seen) for seen in _splash_passes(queries, keys)]
     attended, log_total = passes[0]
     if len(passes) == 2:
         # Without a key the second sum is e to the power of the kernel's finite mask value, so its share is 0.
@@ -209,28 +215,32 @@ def _forward_of_splash(q, k, v, ids):
         shares = (jnp.exp(of_pass - log_total)[..., None] for _, of_pass in passes)
         attended = sum(a * share for (a, _), share in zip(passes, shares, strict=True))
     kept = checkpoint_name((attended.astype(v.dtype), log_total), ATTENDED)
-    return kept[0], (q, k, v, ids, *kept)
+    return kept[0], (q, k, v, queries, keys, *kept)
 
 
 def _backward_of_splash(residuals, d_attended):
     """Given the joined result and sum, the kernel's backward pass returns each pass's part of the gradient."""
-    q, k, v, ids, attended, log_total = residuals
+    q, k, v, queries, keys, attended, log_total = residuals
     parts = [
         _for_target(_splash_backward, q, k, v, seen, attended, log_total, d_attended)
-        for seen in _splash_passes(ids)
+        for seen in _splash_passes(queries, keys)
     ]
-    return *(functools.reduce(jnp.add, of_input) for of_input in zip(*parts, strict=True)), None
+    of_inputs = (functools.reduce(jnp.add, of_input) for of_input in zip(*parts, strict=True))
+    return *of_inputs, None, None
 
 
 _splash.defvjp(_forward_of_splash, _backward_of_splash)
 
 
-def _splash_passes(ids):
-    """The ids of queries and keys, int32 [B, T] each, that each pass lets meet where they are equal."""
-    segment_ids, *prefix_ids = ids
-    # Without a prefix: −1, the id of no key.
-    prefixes = [(jnp.where(prefix == 0, -1, prefix), segment_ids) for prefix in prefix_ids]
-    return [(segment_ids, segment_ids), *prefixes]
+def _splash_passes(queries: _Tokens, keys: _Tokens):
+    """For each pass: ids of queries and of keys, which meet where they are equal, and the first query's index."""
+    first = queries.index[0, 0]
+    passes = [(queries.segment, keys.segment, first)]
+    if queries.prefix is not None:
+        # Without a prefix: −1, the id of no key.
+        prefixes = jnp.where(queries.prefix == 0, -1, queries.prefix)
+        passes.append((prefixes, keys.segment, first))
+    return passes
 
 
 def _for_target(function, *args):
@@ -242,42 +252,60 @@ def _for_target(function, *args):
     )
 
 
-def _splash_forward(q_BHTC, k_BNTC, v_BNTC, seen, *, interpret):
+def _splash_forward(q_BHTC, k_BNSC, v_BNSC, seen, *, interpret):
     """[B, H, T, C] and the logarithm of the softmax's sum, float32 [B, H, T]."""
-    kernel = _splash_kernel(q_BHTC, interpret, save_residuals=True)
+    *ids, first = seen
+    kernel = _splash_kernel(q_BHTC, k_BNSC, first, interpret, save_residuals=True)
 
-    def of_row(q, k, v, seen):
-        attended, (log_total,) = kernel(q, k, v, segment_ids=splash_kernel.SegmentIds(*seen))
+    def of_row(q, k, v, ids):
+        attended, (log_total,) = kernel(q, k, v, segment_ids=splash_kernel.SegmentIds(*ids))
         return attended, log_total
 
-    return jax.vmap(of_row)(q_BHTC, k_BNTC, v_BNTC, seen)
+    return jax.vmap(of_row)(q_BHTC, k_BNSC, v_BNSC, ids)
 
 
 def _splash_backward(q, k, v, seen, attended, log_total, d_attended, *, interpret):
-    kernel = _splash_kernel(q, interpret, save_residuals=False)
+    *ids, first = seen
+    kernel = _splash_kernel(q, k, first, interpret, save_residuals=False)
     infos = (kernel.dq_mask_info, kernel.dkv_mask_info)
 
-    def of_row(q, k, v, seen, attended, log_total, d_attended):
-        ids = splash_kernel.SegmentIds(*seen)
-        kept = (q, k, v, ids, None, attended, log_total, *infos)
+    def of_row(q, k, v, ids, attended, log_total, d_attended):
+        kept = (q, k, v, splash_kernel.SegmentIds(*ids), None, attended, log_total, *infos)
         # JAX has no public name for the backward pass of a result that was joined from several.
         found = splash_kernel._splash_attention_bwd(**kernel.kwargs, res=kept, do=d_attended)
         return found[3:6]
 
-    return jax.vmap(of_row)(q, k, v, seen, attended, log_total, d_attended)
+    return jax.vmap(of_row)(q, k, v, ids, attended, log_total, d_attended)
 
 
-def _splash_kernel(q_BHTC, interpret, save_residuals):
-    H, T = q_BHTC.shape[1:3]
+def _splash_kernel(q_BHTC, k_BNSC, first, interpret, save_residuals):
+    """The kernel for the queries from the token `first` of their row on."""
+    H, T, S = *q_BHTC.shape[1:3], k_BNSC.shape[2]
     block = max(size for size in (128, 256, 512) if T % size == 0)
-    return splash_kernel.make_splash_mha(
-        mask=splash_mask.MultiHeadMask([splash_mask.CausalMask((T, T))] * H),
+    kernel = splash_kernel.make_splash_mha(
+        mask=splash_mask.MultiHeadMask([splash_mask.CausalMask((S, S))] * H),
         block_sizes=splash_kernel.BlockSizes(**{f"block_{name}": block for name in _SPLASH_BLOCKS}),
         save_residuals=save_residuals,
         head_shards=1,
-        q_seq_shards=1,
+        q_seq_shards=S // T,
         interpret=interpret,
     )
+    if T == S:
+        return kernel
+
+    def own(x, axis):
+        """The part of all queries' plan that is about these."""
+        size = x.shape[axis] * T // S
+        return jax.lax.dynamic_slice_in_dim(jnp.asarray(x), first // T * size, size, axis)
+
+    def own_plan(info):
+        fields = {"data_next": 1, "mask_next": 1, "block_mask": 1, "q_sequence": 0}
+        present = {name: axis for name, axis in fields.items() if getattr(info, name) is not None}
+        return info._replace(**{n: own(getattr(info, n), axis) for n, axis in present.items()})
+
+    plans = kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info
+    plans = (plan if plan is None else own_plan(plan) for plan in plans)
+    return splash_kernel.SplashAttentionKernel(*plans, **kernel.kwargs)
 
 
 def _tokens_of(segment_ids, prefix_ids=None) -> _Tokens:
