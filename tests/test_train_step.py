@@ -296,8 +296,9 @@ def test_state_and_accumulator_are_consumed():
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(tree))
 
 
-def test_the_abstract_state_is_that_of_the_state():
-    mesh, train_step = make(mesh_shape=(2, 2, 2))
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+def test_the_abstract_state_is_that_of_the_state(param_dtype):
+    mesh, train_step = make(mesh_shape=(2, 2, 2), param_dtype=param_dtype)
     state = train_step.init(params_on(mesh))
     abstract = train_step.abstract_state()
     assert jax.tree.structure(abstract) == jax.tree.structure(state)
@@ -327,3 +328,33 @@ def test_bfloat16_compute_keeps_float32_sums():
     accumulator = accumulated(pack(groups_of()), made)
     assert {leaf.dtype for leaf in jax.tree.leaves(accumulator)} == {jnp.dtype("float32")}
     assert np.isfinite(flat(accumulator)).all()
+
+
+def test_bfloat16_parameters_have_float32_gradients_and_move_as_float32_ones_in_the_mean():
+    (mesh, rounded), (_, exact) = (
+        make(max_grad_norm=1e-3, param_dtype=dtype) for dtype in ("bfloat16", "float32")
+    )
+    batch = pack(groups_of())[0]
+
+    def accumulate(train_step, params):
+        zeros = train_step.zero_accumulator()
+        return train_step.accumulate(params, zeros, batch, None, VERSION)
+
+    def float32(params):
+        return jax.tree.map(lambda x: x.astype(jnp.float32), params)
+
+    state = rounded.init(params_on(mesh))
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype("bfloat16")}
+    values = float32(state.params)
+    assert_same(accumulate(rounded, state.params), accumulate(exact, values))
+
+    first, moved = flat(values), []
+    for train_step, params in ((rounded, state.params), (exact, values)):
+        state = train_step.init(params)
+        for _ in range(50):
+            state, _, metrics = train_step.update(state, accumulate(train_step, state.params))
+            assert metrics["finite"] == 1
+        moved.append(flat(float32(state.params)) - first)
+    # Rounded to the nearest, no update would count: each is far below a parameter's last bit.
+    slope = moved[0] @ moved[1] / (moved[1] @ moved[1])
+    np.testing.assert_allclose(slope, 1, atol=0.05)

@@ -42,6 +42,8 @@ _ONE_OF = {
     "learner.packing": PACKINGS,
     "learner.attention_kernel": ATTENTION_KERNELS,
     "model.dtype": DTYPES,
+    "learner.param_dtype": DTYPES,
+    "learner.moment_dtype": DTYPES,
     "weights.dtype": DTYPES,
     "weights.transport": TRANSPORTS,
     "weights.pause_mode": PAUSE_MODES,

@@ -43,6 +43,8 @@ ADDED: dict[str, Any] = {
     "queue.outage_secs": 30.0,
     "queue.failure_window_secs": 1e9,
     "learner.context": 1,
+    "learner.param_dtype": "float32",
+    "learner.moment_dtype": "float32",
 }
 
 
@@ -234,6 +236,9 @@ class Learner:
     fsdp: int = 1
     context: int = 1  # divides the tokens of a row
     tensor: int = 1
+    # of the parameters between updates; "bfloat16" rounds at random, so that small updates count in the mean
+    param_dtype: str = "float32"
+    moment_dtype: str = "float32"  # of Adam's first moment; the second is float32
     learning_rate: float = 1e-6
     warmup_updates: int = 0  # linear, from 0
     adam_b1: float = 0.9

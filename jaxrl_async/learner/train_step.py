@@ -5,6 +5,7 @@ does not change its gradient. Independent of groups, rewards and the queue.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from flax import nnx
 
 from jaxrl_async.config.loss import LossConfig
 from jaxrl_async.config.settings import Learner
+from jaxrl_async.learner.optimizer import round_at_random
 from jaxrl_async.learner.statistics import Statistics
 from jaxrl_async.models import attention, logprobs, sharding, transformer
 from jaxrl_async.objectives.objective import objective
@@ -28,7 +30,7 @@ jax.tree_util.register_dataclass(Batch)
 class TrainState:
     """The state that an update changes. `update` consumes it: copy arrays that must outlive the call."""
 
-    params: nnx.State  # float32
+    params: nnx.State  # learner.param_dtype
     opt_state: optax.OptState
     updates: jax.Array  # int32 [], updates applied so far
 
@@ -65,8 +67,8 @@ class TrainStep:
           config: the model's shape.
           mesh: from sharding.make_mesh.
           loss: the loss to minimise.
-          learner: max_grad_norm, num_minibatches, head_chunk_tokens, attention_kernel and
-            shared_prompts are read.
+          learner: max_grad_norm, num_minibatches, head_chunk_tokens, attention_kernel, shared_prompts and
+            param_dtype are read.
           temperature: the sampler's, > 0: log-probs are of logits / temperature.
           optimizer: from optimizer.make_optimizer.
 
@@ -92,6 +94,9 @@ class TrainStep:
             in_shardings=(state.params,),
             out_shardings=(state.opt_state, state.updates),
         )
+        self._cast = jax.jit(
+            functools.partial(_cast, dtype=learner.param_dtype), out_shardings=state.params
+        )
         self._zeros = jax.jit(self._zeros_program, out_shardings=accumulator)
         self._score = jax.jit(
             self._score_program, in_shardings=(state.params, rows), out_shardings=rows
@@ -115,13 +120,17 @@ class TrainStep:
         return not self._one_at_a_time
 
     def init(self, params: nnx.State) -> TrainState:
-        """The state before the first update. It holds the parameters themselves, not a copy."""
-        return TrainState(params, *self._init(params))
+        """The state before the first update. It holds float32 parameters themselves, not a copy."""
+        rest = self._init(params)
+        return TrainState(
+            params if self._learner.param_dtype == "float32" else self._cast(params), *rest
+        )
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of a state, for restoring a checkpoint."""
         params = transformer.abstract_params(self._config)
-        state = TrainState(params, *jax.eval_shape(self._init_program, params))
+        rest = jax.eval_shape(self._init_program, params)
+        state = TrainState(jax.eval_shape(self._cast, params), *rest)
         return jax.tree.map(_abstract, state, self._state_shardings)
 
     def zero_accumulator(self) -> Accumulator:
@@ -276,7 +285,7 @@ class TrainStep:
         return jax.block_until_ready(outputs) if self._one_at_a_time else outputs
 
     def _init_program(self, params):
-        return self._optimizer.init(params), jnp.zeros((), jnp.int32)
+        return self._optimizer.init(_cast(params, "float32")), jnp.zeros((), jnp.int32)
 
     def _zeros_program(self):
         grads = jax.tree.map(jnp.zeros_like, transformer.abstract_params(self._config))
@@ -289,7 +298,7 @@ class TrainStep:
         self, params, reference, accumulator, batch, proximal_logprobs, policy_version
     ):
         grads, (sums, maxima) = jax.grad(self._summed_loss, has_aux=True)(
-            params, reference, batch, proximal_logprobs, policy_version
+            _cast(params, "float32"), reference, batch, proximal_logprobs, policy_version
         )
         return Accumulator(
             jax.tree.map(jnp.add, accumulator.grads, grads),
@@ -304,15 +313,24 @@ class TrainStep:
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         scale = jnp.minimum(1.0, self._learner.max_grad_norm / grad_norm)
+        params = _cast(state.params, "float32")
         updates, opt_state = self._optimizer.update(
-            jax.tree.map(lambda g: g * scale, grads), state.opt_state, state.params
+            jax.tree.map(lambda g: g * scale, grads), state.opt_state, params
         )
-        params = optax.apply_updates(state.params, updates)
+        params = self._stored(optax.apply_updates(params, updates), state.updates)
         moved = TrainState(params, opt_state, state.updates + 1)
         state = jax.tree.map(lambda new, kept: jnp.where(finite, new, kept), moved, state)
         metrics = self._statistics.metrics(accumulator.sums, accumulator.maxima)
         metrics |= {"policy/grad_norm": grad_norm, "finite": finite.astype(jnp.float32)}
         return state, jax.tree.map(jnp.zeros_like, accumulator), metrics
+
+    def _stored(self, params, number):
+        """The parameters after an update, in their dtype. The noise of rounding follows from the update's number."""
+        if self._learner.param_dtype == "float32":
+            return params
+        leaves, tree = jax.tree.flatten(params)
+        keys = jax.random.split(jax.random.fold_in(jax.random.key(0), number), len(leaves))
+        return tree.unflatten(map(round_at_random, leaves, keys))
 
     def _summed_loss(self, params, reference, batch, proximal_logprobs, policy_version):
         logprobs, entropy = self._logprobs_and_entropy(params, batch)
@@ -343,6 +361,10 @@ class TrainStep:
             attention_kernel=self._learner.attention_kernel,
             shared_prompts=self._learner.shared_prompts,
         )
+
+
+def _cast(params, dtype):
+    return jax.tree.map(lambda x: x.astype(dtype), params)
 
 
 def _abstract(leaf, sharding) -> jax.ShapeDtypeStruct:
