@@ -52,7 +52,7 @@ def _model(config):
 
 
 def _row(segment_ids):
-    """tokens, positions and mask for segment ids [B, T]."""
+    """tokens, positions and ids for segment ids [B, T]."""
     segment_ids = np.asarray(segment_ids)
     tokens = np.random.default_rng(0).integers(0, LLAMA.vocab_size, segment_ids.shape)
     positions = np.zeros_like(segment_ids)
@@ -67,10 +67,10 @@ def test_decoding_token_by_token_equals_the_whole_row(config):
     # Two rows with prompts of 5 and 3 tokens: the rows stand at different positions, and what the
     # cache holds behind a row's position (here: padding) must not be read.
     model, prompt_lengths, S = _model(config), np.array([5, 3]), 12
-    tokens, positions, mask = _row(np.ones((2, S), int))
-    whole = np.asarray(_call(model, tokens, positions, mask))
-    prompt_mask = ((np.arange(5)[None] < prompt_lengths[:, None]).astype(np.int32),)
-    hidden, cache = _prefill(model, tokens[:, :5], positions[:, :5], prompt_mask)
+    tokens, positions, ids = _row(np.ones((2, S), int))
+    whole = np.asarray(_call(model, tokens, positions, ids))
+    prompt_ids = ((np.arange(5)[None] < prompt_lengths[:, None]).astype(np.int32),)
+    hidden, cache = _prefill(model, tokens[:, :5], positions[:, :5], prompt_ids)
     np.testing.assert_allclose(np.asarray(hidden)[0], whole[0, :5], atol=1e-5)
     np.testing.assert_allclose(np.asarray(hidden)[1, :3], whole[1, :3], atol=1e-5)
     cache = jax.tree.map(lambda x: np.pad(x, [(0, 0), (0, 0), (0, 0), (0, S - 5), (0, 0)]), cache)
@@ -103,12 +103,12 @@ def test_no_hidden_state_depends_on_a_later_token(config):
     # Token t is t, so row s of the table's gradient is the gradient at position s.
     graphdef, params = transformer.graphdef(config), _params(config)
     T = 6
-    _, positions, mask = _row(np.ones((1, T), int))
+    _, positions, ids = _row(np.ones((1, T), int))
 
     def project(table):
         model = nnx.merge(graphdef, params)
         model.embedding = nnx.Param(table)
-        hidden = model(jnp.arange(T)[None], positions, mask)
+        hidden = model(jnp.arange(T)[None], positions, ids)
         return hidden[0] @ jnp.arange(1.0, config.model_dim + 1)
 
     jacobian_TVD = jax.jit(jax.jacrev(project))(params["embedding"][...])
@@ -119,20 +119,20 @@ def test_no_hidden_state_depends_on_a_later_token(config):
 @each_architecture
 def test_packed_rows_equal_unpacked_rows(config):
     model = _model(config)
-    tokens, positions, mask = _row([[1, 1, 1, 2, 2, 2]])
-    packed = np.asarray(_call(model, tokens, positions, mask))
+    tokens, positions, ids = _row([[1, 1, 1, 2, 2, 2]])
+    packed = np.asarray(_call(model, tokens, positions, ids))
     for start, stop in ((0, 3), (3, 6)):
-        _, alone_positions, alone_mask = _row(np.ones((1, stop - start), int))
-        alone = _call(model, tokens[:, start:stop], alone_positions, alone_mask)
+        _, alone_positions, alone_ids = _row(np.ones((1, stop - start), int))
+        alone = _call(model, tokens[:, start:stop], alone_positions, alone_ids)
         np.testing.assert_allclose(packed[:, start:stop], alone, atol=1e-5)
 
 
 def test_padding_never_reaches_the_logits_of_real_tokens():
     model = _model(QWEN3)
-    tokens, positions, mask = _row([[1, 1, 1, 0, 0], [0, 0, 0, 0, 0]])
-    logits = model.logits(_call(model, tokens, positions, mask))
+    tokens, positions, ids = _row([[1, 1, 1, 0, 0], [0, 0, 0, 0, 0]])
+    logits = model.logits(_call(model, tokens, positions, ids))
     changed = model.logits(
-        _call(model, np.where(np.arange(5)[None] < 3, tokens, 7), positions, mask)
+        _call(model, np.where(np.arange(5)[None] < 3, tokens, 7), positions, ids)
     )
     logits, changed = np.asarray(logits), np.asarray(changed)
     np.testing.assert_array_equal(logits[0, :3], changed[0, :3])
@@ -173,16 +173,16 @@ def test_remat_changes_no_gradient():
 
 def test_attention_in_blocks_is_computed_once_more_with_remat_alone():
     row = jax.ShapeDtypeStruct((1, 300), jnp.int32)
-    mask = jax.ShapeDtypeStruct((1, 300, 300), bool)
 
     def products(remat):
         config = dataclasses.replace(QWEN2, remat=remat)
 
-        def loss(params, tokens, positions, mask):
-            return jnp.sum(nnx.merge(transformer.graphdef(config), params)(tokens, positions, mask))
+        def loss(params, tokens, positions, segment_ids):
+            model = nnx.merge(transformer.graphdef(config), params)
+            return jnp.sum(model(tokens, positions, (segment_ids,)))
 
         params = transformer.abstract_params(config)
-        program = str(jax.jit(jax.grad(loss)).trace(params, row, row, mask).jaxpr)
+        program = str(jax.jit(jax.grad(loss)).trace(params, row, row, row).jaxpr)
         heads, group = config.num_kv_heads, config.num_heads // config.num_kv_heads
         return program.count(f"f32[1,{heads},{128 * group},128] = dot_general")
 
@@ -193,10 +193,10 @@ def test_attention_in_blocks_is_computed_once_more_with_remat_alone():
 
 def test_only_relative_positions_matter():
     model = _model(LLAMA)
-    tokens, positions, mask = _row(np.ones((1, 6), int))
-    moved = _call(model, tokens, positions + 9, mask)
-    np.testing.assert_allclose(_call(model, tokens, positions, mask), moved, atol=2e-5)
-    stretched = _call(model, tokens, positions * 2, mask)
+    tokens, positions, ids = _row(np.ones((1, 6), int))
+    moved = _call(model, tokens, positions + 9, ids)
+    np.testing.assert_allclose(_call(model, tokens, positions, ids), moved, atol=2e-5)
+    stretched = _call(model, tokens, positions * 2, ids)
     assert np.max(np.abs(stretched - moved)) > 1e-2
 
 

@@ -119,8 +119,30 @@ class _TiledHead:
         return jnp.minimum(index * self.tile, self.shard_size - self.tile)
 
     def gathered(self, shards, index):
-        """A tile of a sharded kernel, whole over SHARDS: never is more than a tile gathered."""
-        return self.constrain(self.slice(shards, index), None)
+        """A tile of a sharded kernel, whole over SHARDS."""
+        tile = self.constrain(
+            self.slice(shards, index), axes.SHARDS
+        )  # Cut first: no more is gathered.
+        return self.constrain(tile, None)
+
+    def scan(self, visit, carry, shards):
+        """jax.lax.scan of visit(carry, tile, index) over the tiles of a sharded kernel."""
+        indexes = jnp.arange(self.num_tiles)
+        if axes.size(shards, *axes.SHARDS) == 1:
+            return jax.lax.scan(
+                lambda carry, i: visit(carry, self.slice(shards, i), i), carry, indexes
+            )
+
+        def visit_and_gather(state, index):
+            carry, tile = state
+            following = self.gathered(shards, (index + 1) % self.num_tiles)  # meanwhile
+            carry, found = visit(carry, tile, index)
+            return (carry, following), found
+
+        (carry, _), found = jax.lax.scan(
+            visit_and_gather, (carry, self.gathered(shards, 0)), indexes
+        )
+        return carry, found
 
     def slice(self, kernel, index):
         """A tile of a sharded kernel."""
@@ -158,8 +180,7 @@ def _tiled(head: _TiledHead, hidden_ND, kernel, tokens_N, temperature):
 def _tiled_forward(head, hidden_ND, kernel, tokens_N, temperature):
     shards = head.constrain(head.split(kernel.astype(head.dtype)), axes.SHARDS)
 
-    def tile(_, index):
-        kernel_tile = head.gathered(shards, index)
+    def visit(_, kernel_tile, index):
         logits_NSW, chosen_NSW = head.logits(hidden_ND, kernel_tile, tokens_N, temperature, index)
         top_NS = logits_NSW.max(axis=-1)
         weights_NSW = jnp.exp(logits_NSW - top_NS[:, :, None])
@@ -170,7 +191,7 @@ def _tiled_forward(head, hidden_ND, kernel, tokens_N, temperature):
         return None, (top_NS + jnp.log(total_NS), mean_NS, own_NS)
 
     # Shards are summed at the end: the loop communicates nothing.
-    _, (log_z_INS, mean_INS, own_INS) = jax.lax.scan(tile, None, jnp.arange(head.num_tiles))
+    _, (log_z_INS, mean_INS, own_INS) = head.scan(visit, None, shards)
     log_z_N = jax.nn.logsumexp(log_z_INS, axis=(0, 2))
     share_INS = jnp.exp(log_z_INS - log_z_N[None, :, None])
     entropy_N = log_z_N - jnp.sum(share_INS * mean_INS, axis=(0, 2))
@@ -185,9 +206,8 @@ def _tiled_backward(head, saved, cotangents):
     shards = head.constrain(head.split(kernel.astype(head.dtype)), axes.SHARDS)
     dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
-    def tile(grads, index):
+    def visit(grads, kernel_tile, index):
         d_hidden_SND, d_kernel = grads
-        kernel_tile = head.gathered(shards, index)
         logits_NSW, chosen_NSW = head.logits(hidden_ND, kernel_tile, tokens_N, temperature, index)
         probs_NSW = jnp.exp(logits_NSW - log_z_N[:, None, None])
         d_logits_NSW = ((chosen_NSW - probs_NSW) * scale_N[:, None, None]).astype(head.dtype)
@@ -199,7 +219,7 @@ def _tiled_backward(head, saved, cotangents):
 
     d_kernel = head.constrain(jnp.zeros(shards.shape), axes.SHARDS)
     zeros = jnp.zeros((head.shards, *hidden_ND.shape)), d_kernel
-    (d_hidden_SND, d_kernel), _ = jax.lax.scan(tile, zeros, jnp.arange(head.num_tiles))
+    (d_hidden_SND, d_kernel), _ = head.scan(visit, zeros, shards)
     d_hidden_ND = d_hidden_SND.sum(axis=0).astype(hidden_ND.dtype)
     return d_hidden_ND, head.join(d_kernel), None, None
 
