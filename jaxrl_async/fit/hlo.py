@@ -146,17 +146,43 @@ def _has_collective(lines: list[str]) -> bool:
 
 
 def _length(line: str, computations: dict[str, list[str]]) -> int | None:
-    """The length of a loop; None where it depends on the data."""
+    """The length of a loop that counts from 0 to a constant; None where it depends on the data."""
     if known := re.search(r'known_trip_count":\{"n":"(\d+)"', line):
         return int(known[1])
-    condition = re.search(r"condition=%?([\w.\-]+)", line)
-    lines = computations.get(condition[1], []) if condition else []
-    if any(" and(" in text for text in lines):  # It may end before its bound.
+    condition, body = (
+        computations.get(found[1], []) if (found := re.search(pattern, line)) else []
+        for pattern in (r"condition=%?([\w.\-]+)", r"body=%?([\w.\-]+)")
+    )
+    if any(" and(" in text for text in condition):  # It may end before its bound.
         return None
-    constants = [
-        int(n) for text in lines for n in re.findall(r" s32\[\]\S* constant\((\d+)\)", text)
+    bounds = [
+        int(n) for text in condition for n in re.findall(r" [su]32\[\]\S* constant\((\d+)\)", text)
     ]
-    return constants[0] if len(constants) == 1 else None
+    if len(bounds) != 1:
+        return None
+    return -(-bounds[0] // _step(condition, body))
+
+
+def _step(condition: list[str], body: list[str]) -> int:
+    """What a loop adds to its counter: products in steps along a ring of devices add 2. 1 where it is not seen."""
+    places = [
+        found[1]
+        for text in condition
+        if (found := re.search(r"get-tuple-element\(.*index=(\d+)", text))
+    ]
+    defined = {found[1]: found[2] for text in body if (found := _INSTRUCTION.match(text))}
+    root = next((text for text in body if text.lstrip().startswith("ROOT")), "")
+    results = re.findall(r"%([\w.\-]+)", root.rpartition(" tuple(")[2].partition(")")[0])
+    if len(places) != 1 or int(places[0]) >= len(results):
+        return 1
+    counter = re.search(r" add\((.*?)\)", defined.get(results[int(places[0])], ""))
+    addends = re.findall(r"%([\w.\-]+)", counter[1]) if counter else []
+    steps = [
+        int(found[1])
+        for name in addends
+        if (found := re.search(r" constant\((\d+)\)", defined.get(name, "")))
+    ]
+    return steps[0] if steps and steps[0] else 1
 
 
 def _result_bytes(result: str, *, whole: bool) -> int:
