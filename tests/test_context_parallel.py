@@ -24,9 +24,9 @@ from jaxrl_async.models import axes, sharding
 ROW_TOKENS = 288  # three blocks of attention, and a multiple of 8
 # Prompts before and after the cut of a row into parts, sequences over several parts, and padding.
 GROUPS = [
-    group_of(40, 70, 130, 9, index=0),
+    group_of(40, 70, 130, 9, 20, index=0),
     group_of(3, 8, 1, 5, 9, index=1),
-    group_of(90, 30, 60, 100, index=2),
+    group_of(90, 30, 60, 100, 7, index=2),
     group_of(1, 2, 3, 2, 1, index=3),
 ]
 MESHES = [((1, 1, 1), 2), ((1, 1, 1), 4), ((1, 1, 1), 8), ((2, 1, 2), 2), ((1, 2, 1), 4)]

@@ -8,7 +8,7 @@ import pytest
 from fixtures.models import tiny
 from flax import nnx
 
-from jaxrl_async.models import logprobs, sharding, transformer
+from jaxrl_async.models import axes, logprobs, sharding, transformer
 
 CONFIG = tiny(vocab_size=24, head_dim=8, mlp_dim=20, attention_bias=True, tied_embeddings=False)
 
@@ -52,9 +52,10 @@ def test_eight_devices_equal_one_and_keep_the_division(mesh, sharded_params):
     assert sharded_params["embedding"][...].sharding == shardings["embedding"].get_value()
 
     # fsdp divides rows and gathers weights. Where it divides activations instead, they are half a
-    # row set (B / 2) of half a model dimension (D / 2).
+    # row set (B / 2) of half a model dimension (D / 2). So is the lookup in the table alone.
     half_rows = r"f32\[2,5,\d+\]"
-    assert not re.search(rf"{half_rows}\S* (dot|all-reduce|all-gather)\(", program.as_text())
+    found = re.findall(rf"{half_rows}\S* (dot|all-reduce|all-gather)\(", program.as_text())
+    assert found == ["all-reduce"]
 
 
 def test_one_row_that_the_mesh_cannot_divide_is_computed_all_the_same(sharded_params):
@@ -79,7 +80,7 @@ def test_each_parameter_is_divided_as_the_table_says(mesh, sharded_params):
         return node[...].addressable_shards[0].data.shape
 
     spec = sharded_params["embedding"][...].sharding.spec
-    assert spec == jax.sharding.PartitionSpec("tensor", "fsdp")
+    assert spec == jax.sharding.PartitionSpec("tensor", axes.SHARDS)
     assert shard("embedding") == (24 // 2, 16 // 2)  # vocab by tensor, embed by fsdp
     assert shard("blocks", "query", "kernel") == (2, 16 // 2, 32 // 2)
     assert shard("blocks", "query", "bias") == (2, 32 // 2)
