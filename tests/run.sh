@@ -17,5 +17,7 @@ for server in router sglang sglang_jax; do
     "tests/real/$server.sh" install "$JAXRL_SERVERS/$server" ||
         echo "no environment of $server (see above): its tests will be skipped" >&2
 done
+PYTHON="$venv/bin/python" tests/real/compilers.sh install "$JAXRL_SERVERS/compilers" ||
+    echo "no compilers of TPUs and GPUs (see above): their tests will be skipped" >&2
 # Two files of tests at a time: most of the time of a test is a process that starts.
 exec "$venv/bin/python" -m pytest --numprocesses="${JAXRL_TEST_PROCESSES:-2}" --dist=loadfile "$@"

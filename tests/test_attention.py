@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fixtures import compilers
 from fixtures.models import tiny
 from flax import nnx
 from jax.experimental import topologies
@@ -287,12 +288,12 @@ def test_cudnn_is_handed_the_mask_and_the_groups_of_heads_as_xla_reads_them(monk
     np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
+@compilers.needs("tpu")
 @pytest.mark.parametrize(("shared_prompts", "num_kernels"), [(False, 3), (True, 6)])
 def test_the_tpu_compiler_gets_splash_once_forwards_and_twice_backwards_a_pass(
     monkeypatch, shared_prompts, num_kernels
 ):
     """Nothing is executed. Under remat, the kernel that ran forwards is not run again."""
-    pytest.importorskip("libtpu", reason=f"needs: pip install 'jax[tpu]=={jax.__version__}'")
     monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")  # No metadata server is asked for a TPU's name.
     monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")

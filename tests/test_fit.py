@@ -11,6 +11,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+from fixtures import compilers
 
 from jaxrl_async.cli import main
 from jaxrl_async.config.settings import Server, Settings
@@ -23,21 +24,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "benchmarks"))
 
 import fit as benchmark
 
-
-def installed(package: str) -> bool:
-    try:
-        importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-TPU = pytest.mark.skipif(
-    not installed("libtpu"), reason='no TPU compiler: pip install "jaxrl_async[fit-tpu]"'
-)
-GPU = pytest.mark.skipif(
-    not installed("jax-cuda13-plugin"), reason='no GPU compiler: pip install "jaxrl_async[fit-gpu]"'
-)
+TPU, GPU = compilers.needs("tpu"), compilers.needs("cuda")
 COMPILERS = {"v5e-4": TPU, "h100-1": GPU}
 SMALL_TARGETS = [pytest.param(name, marks=COMPILERS[name]) for name in benchmark.SMALL_TARGETS]
 CONFIG = benchmark.SMALL
