@@ -9,7 +9,7 @@ import safetensors.numpy
 from fixtures.models import tiny
 from flax import nnx
 
-from jaxrl_async.models import hf, transformer
+from jaxrl_async.models import hf, sharding, transformer
 
 SHAPE = dict(
     vocab_size=32,
@@ -80,6 +80,7 @@ LLAMA = tiny(
     tied_embeddings=False,
     remat=True,
 )
+TIED = dataclasses.replace(LLAMA, tied_embeddings=True)
 
 
 def _random_params(config):
@@ -239,6 +240,49 @@ def test_tensors_that_do_not_fit_are_named(name, change, message):
     tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     with pytest.raises(ValueError, match=f"{name} .*{message}"):
         hf.from_tensors(tensors, LLAMA)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("config", [LLAMA, TIED], ids=["untied", "tied"])
+@pytest.mark.parametrize("mesh_shape", [(2, 2, 2), (1, 8, 1), (1, 1, 1)])
+def test_a_mesh_reads_each_part_once_and_has_the_same_parameters(
+    mesh_shape, config, dtype, tmp_path, monkeypatch
+):
+    tensors = dict(hf.to_tensors(_random_params(config), config, dtype))
+    safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+    mesh = sharding.make_mesh(*mesh_shape, jax.devices()[: np.prod(mesh_shape)])
+    shardings = sharding.param_shardings(mesh, transformer.abstract_params(config))
+    read, part_of = {}, hf._LazyTensors.part
+
+    def part(self, name, index):
+        found = part_of(self, name, index)
+        read.setdefault(name, []).append(found.size)
+        return found
+
+    opened = hf.read_tensors(tmp_path)
+    expected = hf.from_tensors(opened, config)
+    monkeypatch.setattr(hf._LazyTensors, "part", part)
+    monkeypatch.setattr(hf._LazyTensors, "__getitem__", None)  # Nothing is read whole.
+    loaded = hf.load(opened, config, shardings)
+    for a, b, of in zip(*map(jax.tree.leaves, (loaded, expected, shardings)), strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert a.dtype == np.float32 and a.sharding == of
+    assert {name: sum(sizes) for name, sizes in read.items()} == {
+        name: tensor.size for name, tensor in tensors.items()
+    }
+    query = read["model.layers.1.self_attn.q_proj.weight"]
+    assert len(query) == mesh_shape[1] * mesh_shape[2]  # not for each of `data`
+
+
+def test_tensors_that_do_not_fit_are_named_before_a_device_holds_any(tmp_path, monkeypatch):
+    tensors = dict(hf.to_tensors(_random_params(LLAMA), LLAMA, "float32"))
+    tensors["model.norm.weight"] = np.zeros(3, np.float32)
+    safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+    mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
+    shardings = sharding.param_shardings(mesh, transformer.abstract_params(LLAMA))
+    monkeypatch.setattr(hf._LazyTensors, "part", None)
+    with pytest.raises(ValueError, match=r"model\.norm\.weight has shape \[3\], expected \[8\]"):
+        hf.load(hf.read_tensors(tmp_path), LLAMA, shardings)
 
 
 def test_a_tied_checkpoint_may_hold_its_head_all_the_same():

@@ -15,8 +15,10 @@ import jax
 import numpy as np
 import psutil
 import pytest
+import safetensors.numpy
 from fixtures.learner_process import MODEL, NUM_STEPS, make_group, make_train_step, outline
 from fixtures.learner_process import run as run_here
+from fixtures.models import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -522,3 +524,30 @@ def test_a_part_that_is_missing_or_doubled_makes_no_version(tmp_path):
     with pytest.raises(ValueError, match=r"layer\.0 .*twice"):
         store.finish(1, 2, {})
     assert store.versions() == []
+
+
+@pytest.mark.long
+def test_four_processes_each_load_their_shards_and_no_more(start, tmp_path):
+    for name, num_layers in (("small", 2), ("large", 60)):
+        config = tiny(
+            num_layers=num_layers, model_dim=256, head_dim=64, mlp_dim=1024, vocab_size=512
+        )
+        mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
+        params = sharding.init_sharded(config, mesh, seed=0)
+        (tmp_path / name).mkdir()
+        safetensors.numpy.save_file(
+            dict(hf.to_tensors(params, config, "float32")), tmp_path / name / "model.safetensors"
+        )
+        (tmp_path / name / "config.json").write_text(json.dumps(hf.write_config(config)))
+    del params
+    coordinator = f"127.0.0.1:{supervisor.free_port()}"
+    command = ["-m", "fixtures.loading_process", tmp_path]
+    outputs = outputs_of([start([*command, i, 4, coordinator]) for i in range(4)])
+    whole = (tmp_path / "large" / "model.safetensors").stat().st_size
+    two_tensors = 2 * 256 * 1024 * 4
+    others = (
+        32 << 20
+    )  # compiling, whatever the size: 23 MB were seen, of 59 and of 118 MB of shards
+    for found in (json.loads(output.splitlines()[-1]) for output in outputs):
+        assert found["shard_bytes"] < 0.26 * whole
+        assert found["peak_bytes"] <= found["shard_bytes"] + two_tensors + others

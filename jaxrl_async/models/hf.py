@@ -10,6 +10,7 @@ import pathlib
 from collections.abc import Iterator, Mapping
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import safetensors
 from flax import nnx
@@ -164,28 +165,48 @@ def from_tensors(tensors: Mapping[str, np.ndarray], config: transformer.ModelCon
     Raises:
       ValueError: a tensor is missing, unexpected, or of another shape (named, with both shapes).
     """
-    abstract = transformer.abstract_params(config)
-    expected = {
-        tensor_name
-        for name in _by_name(abstract)
-        for tensor_name in _tensor_names(name, config.num_layers)
-    }
-    # A tied checkpoint may still hold the head, which transformers ignores too.
-    found = set(tensors) - ({"lm_head.weight"} if config.tied_embeddings else set())
-    if missing := sorted(expected - found):
-        raise ValueError(f"tensor {missing[0]} is missing ({len(missing)} missing in all)")
-    if unexpected := sorted(found - expected):
-        raise ValueError(f"tensor {unexpected[0]} is unexpected ({len(unexpected)} in all)")
+    _check(tensors, config)
 
     def read(path, param):
-        name = ".".join(path)
-        stacked = "{}" in _NAMES[name]
-        shape = param.shape[1:] if stacked else param.shape
-        arrays = [
-            _from_tensor(tensor_name, tensors[tensor_name], name, shape)
-            for tensor_name in _tensor_names(name, config.num_layers)
+        parts = [
+            _part(tensors, tensor_name, ".".join(path), (slice(None),) * len(shape))
+            for tensor_name, shape in _tensors_of(path, param)
         ]
-        return param.replace(np.stack(arrays) if stacked else np.array(arrays[0]))
+        return param.replace(np.stack(parts) if _is_stacked(path) else np.array(parts[0]))
+
+    return nnx.map_state(read, transformer.abstract_params(config))
+
+
+def load(
+    tensors: Mapping[str, np.ndarray], config: transformer.ModelConfig, shardings: nnx.State
+) -> nnx.State:
+    """`from_tensors` onto devices. A process reads what its devices hold, and holds one tensor of it at a time.
+
+    Args:
+      tensors: as in `from_tensors`; of those from `read_tensors` only the parts are read that the devices hold.
+      config: the shape that the tensors must have.
+      shardings: a NamedSharding for each parameter, over the devices of all processes, all of which call this.
+
+    Raises:
+      ValueError: as `from_tensors`, before anything is read.
+    """
+    _check(tensors, config)
+    abstract = transformer.abstract_params(config)
+    sharding_of = dict(nnx.to_flat_state(shardings))
+
+    def read(path, param):
+        sharding, name = sharding_of[path].get_value(), ".".join(path)
+        if not _is_stacked(path):
+            ((tensor_name, shape),) = _tensors_of(path, param)
+            return param.replace(_read_sharded(tensors, tensor_name, name, shape, sharding))
+        spec = jax.sharding.PartitionSpec(*sharding.spec[1:])
+        of_layer = jax.sharding.NamedSharding(sharding.mesh, spec)
+        whole = _zeros(param.shape, sharding)()
+        for layer, (tensor_name, shape) in enumerate(_tensors_of(path, param)):
+            part = _read_sharded(tensors, tensor_name, name, shape, of_layer)
+            # Waited for: else the layers that are read pile up.
+            whole = jax.block_until_ready(_put(sharding)(whole, part, np.int32(layer)))
+        return param.replace(whole)
 
     return nnx.map_state(read, abstract)
 
@@ -229,6 +250,12 @@ class _LazyTensors(Mapping):
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self._file_of[name].get_tensor(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._file_of[name].get_slice(name).get_shape())
+
+    def part(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        return self._file_of[name].get_slice(name)[index]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._file_of)
@@ -304,23 +331,73 @@ def _by_name(params):
     return {name: arrays[name] for name in _NAMES if name in arrays}
 
 
-def _tensor_names(name, num_layers):
-    if "{}" in _NAMES[name]:
-        return [_NAMES[name].format(layer) for layer in range(num_layers)]
-    return [_NAMES[name]]
+def _is_stacked(path):
+    return "{}" in _NAMES[".".join(path)]
+
+
+def _tensors_of(path, param):
+    """Name and shape, as of the parameter, of each tensor that a parameter is made of: one, or one a layer."""
+    name = _NAMES[".".join(path)]
+    if not _is_stacked(path):
+        return [(name, param.shape)]
+    return [(name.format(layer), param.shape[1:]) for layer in range(param.shape[0])]
+
+
+def _check(tensors, config):
+    """Refuses other names and shapes than the model's."""
+    expected = {}
+    for path, param in nnx.to_flat_state(transformer.abstract_params(config)):
+        for tensor_name, shape in _tensors_of(path, param):
+            expected[tensor_name] = shape[::-1] if path[-1] == "kernel" else shape
+    # A tied checkpoint may still hold the head, which transformers ignores too.
+    found = set(tensors) - ({"lm_head.weight"} if config.tied_embeddings else set())
+    if missing := sorted(expected.keys() - found):
+        raise ValueError(f"tensor {missing[0]} is missing ({len(missing)} missing in all)")
+    if unexpected := sorted(found - expected.keys()):
+        raise ValueError(f"tensor {unexpected[0]} is unexpected ({len(unexpected)} in all)")
+    for name, shape in expected.items():
+        own = tensors.shape(name) if isinstance(tensors, _LazyTensors) else tensors[name].shape
+        if own != shape:
+            raise ValueError(f"tensor {name} has shape {list(own)}, expected {list(shape)}")
+
+
+def _part(tensors, tensor_name, name, index):
+    """A part of a parameter, float32, by its index in the parameter's own layout."""
+    transposed = name.endswith("kernel")
+    index = index[::-1] if transposed else index
+    lazy = isinstance(tensors, _LazyTensors)
+    part = tensors.part(tensor_name, index) if lazy else tensors[tensor_name][index]
+    return np.asarray(part.T if transposed else part, np.float32)
+
+
+def _read_sharded(tensors, tensor_name, name, shape, sharding):
+    """A tensor on its devices. Of a part that several hold, one copy is read."""
+    read = {}
+
+    def part(index):
+        key = str(index)
+        if key not in read:
+            read[key] = np.ascontiguousarray(_part(tensors, tensor_name, name, index))
+        return read[key]
+
+    return jax.make_array_from_callback(shape, sharding, part)
+
+
+@functools.cache
+def _zeros(shape, sharding):
+    return jax.jit(lambda: jnp.zeros(shape), out_shardings=sharding)
+
+
+@functools.cache
+def _put(sharding):
+    return jax.jit(
+        lambda whole, part, index: whole.at[index].set(part),
+        out_shardings=sharding,
+        donate_argnums=0,
+    )
 
 
 def _to_tensor(name, array, dtype):
     # Cast before the transfer to the host: bfloat16 then moves half the bytes.
     array = np.asarray(jax.device_get(array.astype(dtype)))
     return np.ascontiguousarray(array.T if name.endswith("kernel") else array)
-
-
-def _from_tensor(tensor_name, tensor, name, shape):
-    transposed = name.endswith("kernel")
-    expected = shape[::-1] if transposed else shape
-    if tensor.shape != expected:
-        raise ValueError(
-            f"tensor {tensor_name} has shape {list(tensor.shape)}, expected {list(expected)}"
-        )
-    return np.asarray(tensor.T if transposed else tensor, np.float32)

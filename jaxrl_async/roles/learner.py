@@ -23,7 +23,7 @@ from jaxrl_async.learner.train_step import TrainState, mesh_of
 from jaxrl_async.learner.versions import Delay, Versions
 from jaxrl_async.learner.warm_start import warm_start
 from jaxrl_async.metrics import MetricsWriter, Timers
-from jaxrl_async.models import hf, sharding
+from jaxrl_async.models import hf, sharding, transformer
 from jaxrl_async.queue.client import LearnerQueue
 from jaxrl_async.queue.records import Identity, ResumePoint, Share, Wait
 from jaxrl_async.roles import parts, preflight
@@ -228,8 +228,8 @@ def _log_plan(num_bytes: int, bytes_per_sec: float | None, grace_secs: float) ->
 def first_params_of(settings: Settings, config, mesh, tokenizer):
     """Version 0: random weights or those at model.path, after the warm start."""
     if settings.model.path:
-        params = hf.from_tensors(hf.read_tensors(settings.model.path), config)
-        params = sharding.place(params, sharding.param_shardings(mesh, params))
+        shardings = sharding.param_shardings(mesh, transformer.abstract_params(config))
+        params = hf.load(hf.read_tensors(settings.model.path), config, shardings)
     else:
         params = sharding.init_sharded(config, mesh, settings.seed)
     stage = settings.warm_start
