@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import json
 import threading
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -512,6 +513,31 @@ def refused(engine, path):
     assert engine.weight_version == "0"
     same(generate(engine, "after"), expected)
     return str(error.value)
+
+
+def test_an_accelerator_holds_the_weights_as_the_passes_read_them(monkeypatch):
+    """What every pass casts to bfloat16 is cast once, when it is loaded. On a CPU it is left to the passes."""
+    config = dataclasses.replace(CONFIG, dtype="bfloat16")
+    on_device = functools.partial(programs.weights_like, device=SimpleNamespace(platform="tpu"))
+    cpu = {leaf.dtype for leaf in jax.tree.leaves(programs.weights_like(config))}
+    assert cpu == {jnp.dtype("float32")}
+    given = loading.to_device(weights(0), config)
+    loading._wanted.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(programs, "weights_like", on_device)
+        held = loading.to_device(weights(0), config)
+    loading._wanted.cache_clear()
+    dtypes = {path[-1]: leaf[...].dtype for path, leaf in nnx.to_flat_state(held)}
+    assert dtypes == {"scale": jnp.float32, "embedding": jnp.bfloat16, "kernel": jnp.bfloat16}
+    shape = (config.num_layers, 4, config.num_kv_heads, 8, config.head_dim)
+    answers = []
+    for params in (given, held):
+        model = nnx.merge(transformer.graphdef(config), params)
+        cache = transformer.KVCache(*2 * (jnp.zeros(shape, jnp.bfloat16),))
+        for position in range(3):
+            hidden, cache = model.decode(jnp.arange(4) + position, jnp.full(4, position), cache)
+        answers.append((model.logits(hidden), cache))
+    jax.tree.map(np.testing.assert_array_equal, *answers)
 
 
 def test_weights_from_disk_are_those_that_were_written(engine, tmp_path):

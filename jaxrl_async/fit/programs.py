@@ -74,7 +74,7 @@ class Engine:
     num_servers: int
     num_slots: int
     max_total_tokens: int
-    weights_bytes: int  # of one version, float32
+    weights_bytes: int  # of one version
     cache_bytes: int  # keys and values of all slots
     error: str = ""  # of the compiler, where it gave up
 
@@ -267,14 +267,15 @@ def compile_engine(settings: Settings, config: ModelConfig, target: Target, devi
         num_slots=server.num_slots,
         max_total_tokens=server.max_total_tokens,
         decode_chunk=server.decode_chunk,
+        device=device,
     )
     tokens = shapes.buckets[-1]
     row = flops.of_model(config, 1, tokens, backward=False)
     programs = {
         # A step decodes a token for each slot, which attends to half of the cache on average.
-        "decode": (lambda: shapes.trace_decode(device), server.num_slots * row / tokens),
+        "decode": (shapes.trace_decode, server.num_slots * row / tokens),
         "prefill": (
-            lambda: shapes.trace_prefill(tokens, device),
+            lambda: shapes.trace_prefill(tokens),
             flops.of_model(config, 1, tokens, backward=False, logits=False),
         ),
     }

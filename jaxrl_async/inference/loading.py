@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from jaxrl_async.inference import programs
 from jaxrl_async.models import hf, transformer
 from jaxrl_async.weights import files
 
@@ -100,7 +101,7 @@ def _check_digests(path, digests):
 @functools.lru_cache
 def _wanted(config):
     """Shape and dtype of each parameter by name, and the tree they belong in. Tracing is slow."""
-    leaves, treedef = jax.tree.flatten_with_path(transformer.abstract_params(config))
+    leaves, treedef = jax.tree.flatten_with_path(programs.weights_like(config))
     return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}, treedef
 
 

@@ -60,10 +60,12 @@ class Shapes:
         num_slots: int,
         max_total_tokens: int,
         decode_chunk: int,
+        device: jax.Device | None = None,
     ):
-        """Args: those of the engine."""
+        """Args: those of the engine; the device to compile for, which need not exist, None for this process's."""
         self._config, self._num_slots, self._decode_chunk = config, num_slots, decode_chunk
-        self.params = transformer.abstract_params(config)
+        self._device = device
+        self.params = weights_like(config, device)
         shape = (
             config.num_layers, num_slots, config.num_kv_heads, max_total_tokens, config.head_dim
         )  # fmt: skip
@@ -71,19 +73,15 @@ class Shapes:
         self.cache = transformer.KVCache(keys, keys)
         self.buckets = tuple(_buckets(max_total_tokens))
 
-    def trace_decode(self, device: jax.Device | None = None) -> jax.stages.Traced:
-        """`Programs.decode`.
-
-        Args:
-          device: to compile for; it need not exist. None: the default one of this process.
-        """
+    def trace_decode(self) -> jax.stages.Traced:
+        """`Programs.decode`."""
         decode = functools.partial(_decode, transformer.graphdef(self._config), self._decode_chunk)
-        return self._trace(decode, empty_slots(self._num_slots), device)
+        return self._trace(decode, empty_slots(self._num_slots))
 
-    def trace_prefill(self, bucket: int, device: jax.Device | None = None) -> jax.stages.Traced:
-        """The program of `Programs.prefill` for one of the buckets; the device as in `trace_decode`."""
+    def trace_prefill(self, bucket: int) -> jax.stages.Traced:
+        """The program of `Programs.prefill` for one of the buckets."""
         prefill = functools.partial(_prefill, transformer.graphdef(self._config))
-        return self._trace(prefill, self.empty_prompts(bucket), device)
+        return self._trace(prefill, self.empty_prompts(bucket))
 
     def max_rows(self, bucket: int) -> int:
         """Distinct rows that one prefill of this bucket takes."""
@@ -100,9 +98,9 @@ class Shapes:
             num_rows=np.zeros((), np.int32),
         )
 
-    def _trace(self, function, argument, device):
+    def _trace(self, function, argument):
         arguments = self.params, self.cache, argument
-        sharding = None if device is None else jax.sharding.SingleDeviceSharding(device)
+        sharding = self._device and jax.sharding.SingleDeviceSharding(self._device)
         abstract = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
         )
@@ -174,6 +172,22 @@ class Programs:
         prompts.slots[: prompts.offsets[len(rows)]] = np.concatenate(slots)
         prompts.num_rows[...] = len(rows)
         return self._prefill[bucket](params, cache, prompts)
+
+
+def weights_like(config: transformer.ModelConfig, device: jax.Device | None = None) -> nnx.State:
+    """Shapes and dtypes of the weights on a device, None for this process's: an nnx.State of jax.ShapeDtypeStruct.
+
+    They are in the compute dtype, to which a forward pass casts all of them but the scales of norms. On a CPU they stay
+    float32: its compiler does not round what is cast to bfloat16 and back, in the learner's programs as in these.
+    """
+    platform = jax.default_backend() if device is None else device.platform
+
+    def on_device(path, param):
+        kept = platform == "cpu" or path[-1] == "scale"
+        dtype = param.dtype if kept else jnp.dtype(config.dtype)
+        return param.replace(jax.ShapeDtypeStruct(param.shape, dtype))
+
+    return nnx.map_state(on_device, transformer.abstract_params(config))
 
 
 def empty_slots(num_slots: int) -> Slots:
