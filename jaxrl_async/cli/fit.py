@@ -8,7 +8,7 @@ import pathlib
 import sys
 
 from jaxrl_async.cli.config import UsageError, parse_flags, settings_of
-from jaxrl_async.config.settings import Server, Settings
+from jaxrl_async.config.settings import Learner, Server, Settings
 
 USAGE = """Compiles the programs of the learner, and of embedded servers if the config starts them, by the compiler of
 a TPU or GPU, on a machine that has none. Prints memory, FLOPs, transfers between devices and predicted time of each,
@@ -48,6 +48,12 @@ def main(argv: list[str]) -> int:
         devices = programs.devices_of(target)
 
         @functools.cache
+        def learner_of(learner: Learner, remat: bool) -> programs.Fit:
+            some = dataclasses.replace(settings, learner=learner)
+            with_remat = dataclasses.replace(config, remat=remat)
+            return programs.compile_run(some, with_remat, target, devices)
+
+        @functools.cache
         def engine_of(server: Server) -> programs.Engine | None:
             some = dataclasses.replace(settings, server=server)
             if not programs.has_engine(some):
@@ -55,8 +61,7 @@ def main(argv: list[str]) -> int:
             return programs.compile_engine(some, config, target, devices[0])
 
         def compiled(some: Settings) -> programs.Fit:
-            with_remat = dataclasses.replace(config, remat=some.model.remat)
-            fit = programs.compile_run(some, with_remat, target, devices)
+            fit = learner_of(some.learner, some.model.remat)
             return dataclasses.replace(fit, engine=engine_of(some.server))
 
         if flags.search:

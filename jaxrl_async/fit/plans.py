@@ -57,11 +57,11 @@ def _smaller_learner(settings: Settings) -> Iterator[tuple[list[str], Settings]]
 def search(
     settings: Settings, config: ModelConfig, target: Target
 ) -> Iterator[tuple[str, Settings]]:
-    """Meshes, rows and remat that the target and the settings allow, with the flags that make them."""
-    rows = settings.learner.microbatch_rows
+    """Meshes, rows and remat that the target and the settings allow, with the flags that make them. Context stays."""
+    rows, context = settings.learner.microbatch_rows, settings.learner.context
     for tensor in TENSORS:
         for data in (1, 2):
-            fsdp, rest = divmod(target.num_devices, data * tensor)
+            fsdp, rest = divmod(target.num_devices, data * context * tensor)
             if rest or not fsdp or (data > 1 and fsdp == 1) or config.num_kv_heads % tensor:
                 continue
             for some in sorted({rows // 2, rows, rows * 2}):
