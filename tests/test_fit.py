@@ -283,6 +283,33 @@ def test_budgets_are_those_of_the_programs_figures_by_kind():
     }
 
 
+def test_new_budgets_keep_those_of_other_targets_and_say_what_grew(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "budgets.json"
+    path.write_text(
+        json.dumps({"v5e-4": {"compiler": "c", "programs": {"decode": {"peak_bytes": 1}}}})
+    )
+    monkeypatch.setattr(benchmark, "small_fit", lambda name: a_fit(name, engine=an_engine(4 << 20)))
+    monkeypatch.setattr(benchmark, "compiler_of", lambda name: "d")
+    benchmark.main(["--write", "--target=h100-1", f"--budgets={path}"])
+    budgets = benchmark.read_budgets(path)
+    assert budgets["v5e-4"] == {"compiler": "c", "programs": {"decode": {"peak_bytes": 1}}}
+    assert budgets["h100-1"]["compiler"] == "d"
+    assert budgets["h100-1"]["programs"]["decode"]["peak_bytes"] == 4 << 20
+    capsys.readouterr()
+    benchmark.main(["--write", "--target=v5e-4", f"--budgets={path}"])
+    assert "v5e-4, decode: peak_bytes is 4.1943e+06, its budget 1\n" in capsys.readouterr().out
+    assert benchmark.read_budgets(path)["v5e-4"]["programs"]["prefill"]["peak_bytes"] == 2 << 20
+
+
+def test_a_real_shapes_table_has_a_row_for_each_program():
+    first, *rows, empty, verdict, _ = benchmark.rows(a_fit(engine=an_engine(6 << 30)))
+    assert first.startswith(
+        "| v5e-4 | accumulate | 2.00 | 1.00 | 1.00 | 1.50 | 0.5 | - | 2.0 | 60 |"
+    )
+    assert [row.split(" | ")[1] for row in rows] == ["decode", "prefill"] and not empty
+    assert verdict.startswith("fits: decode needs 6.00")
+
+
 @pytest.mark.parametrize(
     ("server", "has"),
     [
