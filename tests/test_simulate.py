@@ -439,6 +439,7 @@ def fit_file(path, secs):
         {"name": name, "secs": secs * n}
         for name, n in (("score", 1), ("accumulate", 3), ("update", 1))
     ]
+    programs[1]["kernel_secs"] = 0.4  # of attention; a file of before has none
     path.write_text(json.dumps({"target": "v5e-4", "plan": plan, "programs": programs}))
     return path
 
@@ -449,7 +450,7 @@ def test_the_learners_times_may_be_those_of_a_fit(tmp_path, capsys):
     words = ["simulate", *sizes, "--lengths=constant:100", f"--fit={fit_file(tmp_path / 'f', 0.5)}"]
     assert main.main([*words, f"--out={tmp_path / 'o'}"]) == 0
     plan = json.loads((tmp_path / "o").read_text())["plan"]
-    assert plan["token_secs"] == 2.0 / 400 and plan["step_secs"] == 1.0
+    assert plan["token_secs"] == (2.0 + 0.4) / 400 and plan["step_secs"] == 1.0
     assert main.main([*words, "--step_secs=7", f"--out={tmp_path / 'o'}"]) == 0
     assert json.loads((tmp_path / "o").read_text())["plan"]["step_secs"] == 7.0
     fit_file(tmp_path / "f", 0.0)

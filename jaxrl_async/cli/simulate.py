@@ -163,16 +163,23 @@ def _sizes_of(settings: Settings) -> dict[str, Any]:
 
 
 def _times_of_fit(path: pathlib.Path) -> dict[str, float]:
-    """The learner's times as a compiler predicts them: of each token of a full microbatch, and of a step's updates."""
+    """The learner's times as a compiler predicts them: of each token of a full microbatch, and of a step's updates.
+
+    Kernels, which it predicts no time of, take what the verb fit assumes.
+    """
     try:
         found = json.loads(path.read_text("utf-8"))
-        programs = {program["name"]: program["secs"] for program in found["programs"]}
+        programs = {
+            program["name"]: program["secs"] + program.get("kernel_secs", 0.0)
+            for program in found["programs"]
+            if program["secs"]
+        }
         plan = found["plan"]
         tokens = plan["microbatch_rows"] * plan["row_tokens"]
         of_tokens = sum(secs for name, secs in programs.items() if name != "update")
         times = {
             "token_secs": of_tokens / tokens,
-            "step_secs": programs["update"] * plan["num_minibatches"],
+            "step_secs": programs.get("update", 0.0) * plan["num_minibatches"],
         }
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"--fit={path} is no fit.json of the verb fit: {error!r}") from None
