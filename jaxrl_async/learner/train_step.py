@@ -24,6 +24,9 @@ from jaxrl_async.types import Batch
 
 jax.tree_util.register_dataclass(Batch)
 
+# Of the TPU's compiler: computation goes on while weights are gathered, on a v5p as it does on a v5e.
+_TPU_OPTIONS = {"xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true"}
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -98,14 +101,17 @@ class TrainStep:
             functools.partial(_cast, dtype=learner.param_dtype), out_shardings=state.params
         )
         self._zeros = jax.jit(self._zeros_program, out_shardings=accumulator)
+        on_tpu = mesh.devices.flat[0].platform == "tpu"
+        options = {"compiler_options": _TPU_OPTIONS if on_tpu else None}
         self._score = jax.jit(
-            self._score_program, in_shardings=(state.params, rows), out_shardings=rows
+            self._score_program, in_shardings=(state.params, rows), out_shardings=rows, **options
         )
         self._accumulate = jax.jit(
             self._accumulate_program,
             in_shardings=(state.params, reference, accumulator, rows, rows, everywhere),
             out_shardings=accumulator,
             donate_argnums=2,
+            **options,
         )
         self._update = jax.jit(
             self._update_program,
