@@ -24,8 +24,11 @@ from jaxrl_async.types import Batch
 
 jax.tree_util.register_dataclass(Batch)
 
-# Of the TPU's compiler: computation goes on while weights are gathered, on a v5p as it does on a v5e.
-_TPU_OPTIONS = {"xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true"}
+# Of the TPU's compiler: computation goes on while weights are gathered, on a v5p as it does on a v5e. It takes both.
+_TPU_OPTIONS = {
+    "xla_enable_async_all_gather": "true",
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
+}
 
 
 @jax.tree_util.register_dataclass
