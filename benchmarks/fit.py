@@ -1,4 +1,4 @@
-"""What the compilers of TPUs and GPUs say of real shapes; and budgets of small ones, which a test holds.
+"""Predictions of the compilers of TPUs and GPUs for real shapes; and budgets of small ones, which a test holds.
 
     python benchmarks/fit.py --model=checkpoints/Qwen2.5-1.5B-Instruct --target=v5e-16,h100-8
     python benchmarks/fit.py --write [--target=v5e-4]
@@ -137,7 +137,7 @@ HEADER = (
 def rows(fit: programs.Fit) -> list[str]:
     """Rows of a table: each program's figures, then whether it all fits."""
     found = []
-    for p in fit.programs + (fit.engine.programs if fit.engine else ()):
+    for p in fit.all_programs:
         sizes = (p.needed_bytes, p.argument_bytes, p.temporary_bytes)
         cells = [fit.target.name, p.name, *(f"{size / page.GIB:.2f}" for size in sizes)]
         cells += [f"{p.flops / p.model_flops:.2f}" if p.model_flops else "-"]
@@ -148,7 +148,7 @@ def rows(fit: programs.Fit) -> list[str]:
 
 
 def figures(program: programs.Program) -> dict[str, float]:
-    """What a budget bounds."""
+    """The figures that a budget bounds."""
     ratio = program.flops / program.model_flops if program.model_flops else 0.0
     found = {"peak_bytes": program.peak_bytes, "flops_over_model": round(ratio, 4)}
     found["cycles"] = program.cost.cycles
@@ -162,7 +162,7 @@ def figures_of(fit: programs.Fit) -> dict[str, dict[str, float]]:
     """Program → figure → value."""
     if error := fit.error or fit.engine.error:
         raise ValueError(f"{fit.target.name}: {error}")
-    return {program.name: figures(program) for program in fit.programs + fit.engine.programs}
+    return {program.name: figures(program) for program in fit.all_programs}
 
 
 def exceeded(target_name: str, found: dict, budgets: dict) -> list[str]:

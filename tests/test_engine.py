@@ -48,9 +48,10 @@ def make_engine(**changes):
 
 @pytest.fixture(scope="module")
 def compiled():
-    return programs.Programs(
+    shapes = programs.Shapes(
         CONFIG, num_slots=NUM_SLOTS, max_total_tokens=MAX_TOTAL_TOKENS, decode_chunk=CHUNK
     )
+    return programs.Programs(shapes)
 
 
 @pytest.fixture

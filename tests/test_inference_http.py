@@ -27,7 +27,7 @@ from jaxrl_async.weights import store as weight_store
 
 @pytest.fixture(scope="module")
 def compiled():
-    return programs.Programs(CONFIG, **SHAPE)
+    return programs.Programs(programs.Shapes(CONFIG, **SHAPE))
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from jaxrl_async.config.settings import Learner
-from jaxrl_async.learner.optimizer import make_optimizer, round_at_random
+from jaxrl_async.learner.optimizer import make_optimizer, stochastic_round
 
 ADAM = Learner(learning_rate=0.1, adam_b2=0.99)
 
@@ -50,7 +50,7 @@ def test_the_first_moment_alone_has_the_dtype_that_is_asked_for():
 def test_rounding_at_random_has_the_value_as_its_mean():
     # A quarter of the way from 1 to 1 + 2⁻⁷, its neighbour, and the same below 0.
     x = jnp.tile(jnp.array([1 + 2.0**-9, -1 - 2.0**-9]), 20_000)
-    rounded = np.asarray(round_at_random(x, jax.random.key(0)), np.float32)
+    rounded = np.asarray(stochastic_round(x, jax.random.key(0)), np.float32)
     assert set(np.unique(rounded)) == {1.0, 1 + 2.0**-7, -1.0, -1 - 2.0**-7}
     up = np.mean(rounded > 1)  # of all, of which one half is negative
     np.testing.assert_allclose(up, 0.125, atol=0.01)
@@ -60,5 +60,5 @@ def test_rounding_at_random_has_the_value_as_its_mean():
 def test_what_bfloat16_holds_is_not_rounded():
     x = jnp.array([0.0, 1.0, -2.5, 3e38, jnp.inf, -jnp.inf, 2.0**-120])
     exact = x.astype(jnp.bfloat16).astype(jnp.float32)
-    rounded = round_at_random(exact, jax.random.key(1))
+    rounded = stochastic_round(exact, jax.random.key(1))
     np.testing.assert_array_equal(rounded.astype(jnp.float32), exact)

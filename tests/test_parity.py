@@ -295,7 +295,7 @@ def write_checkpoint(root, *, version=1, seed=0, config=CONFIG):
 @pytest.fixture(scope="module")
 def compiled():
     return {
-        dtype: programs.Programs(dataclasses.replace(CONFIG, dtype=dtype), **SHAPE)
+        dtype: programs.Programs(programs.Shapes(dataclasses.replace(CONFIG, dtype=dtype), **SHAPE))
         for dtype in ("float32", "bfloat16")
     }
 

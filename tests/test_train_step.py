@@ -332,7 +332,7 @@ def test_bfloat16_compute_keeps_float32_sums():
 
 def test_bfloat16_parameters_have_float32_gradients_and_move_as_float32_ones_in_the_mean():
     (mesh, rounded), (_, exact) = (
-        make(max_grad_norm=1e-3, param_dtype=dtype) for dtype in ("bfloat16", "float32")
+        make(max_grad_norm=1e-5, param_dtype=dtype) for dtype in ("bfloat16", "float32")
     )
     batch = pack(groups_of())[0]
 
@@ -355,6 +355,6 @@ def test_bfloat16_parameters_have_float32_gradients_and_move_as_float32_ones_in_
             state, _, metrics = train_step.update(state, accumulate(train_step, state.params))
             assert metrics["finite"] == 1
         moved.append(flat(float32(state.params)) - first)
-    # Rounded to the nearest, no update would count: each is far below a parameter's last bit.
+    # Rounded to the nearest, a seventh of the way would be left.
     slope = moved[0] @ moved[1] / (moved[1] @ moved[1])
-    np.testing.assert_allclose(slope, 1, atol=0.05)
+    np.testing.assert_allclose(slope, 1, atol=0.1)

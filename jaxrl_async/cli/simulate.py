@@ -170,16 +170,15 @@ def _times_of_fit(path: pathlib.Path) -> dict[str, float]:
     try:
         found = json.loads(path.read_text("utf-8"))
         programs = {
-            program["name"]: program["secs"] + program.get("kernel_secs", 0.0)
+            program["name"]: program["secs"] and program["secs"] + program.get("kernel_secs", 0.0)
             for program in found["programs"]
-            if program["secs"]
         }
         plan = found["plan"]
         tokens = plan["microbatch_rows"] * plan["row_tokens"]
         of_tokens = sum(secs for name, secs in programs.items() if name != "update")
         times = {
             "token_secs": of_tokens / tokens,
-            "step_secs": programs.get("update", 0.0) * plan["num_minibatches"],
+            "step_secs": programs["update"] * plan["num_minibatches"],
         }
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"--fit={path} is no fit.json of the verb fit: {error!r}") from None

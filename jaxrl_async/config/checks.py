@@ -448,8 +448,8 @@ def _check_shapes(s: Settings) -> None:
             f"learner.num_processes = {s.learner.num_processes}"
         )
     context = s.learner.context
-    keys = ("learner.row_tokens", "warm_start.row_tokens")[: 2 if s.warm_start.num_steps else 1]
-    for key in keys:
+    warm_start = ("warm_start.row_tokens",) if s.warm_start.num_steps else ()
+    for key in ("learner.row_tokens", *warm_start):
         if _value(s, key) % context:
             raise SettingsError(
                 f"{key} = {_value(s, key)} must be a multiple of learner.context = {context}"

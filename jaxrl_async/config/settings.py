@@ -236,7 +236,7 @@ class Learner:
     fsdp: int = 1
     context: int = 1  # divides the tokens of a row
     tensor: int = 1
-    # of the parameters between updates; "bfloat16" rounds at random, so that small updates count in the mean
+    # of the parameters between updates; "bfloat16" rounds stochastically, so that small updates count in the mean
     param_dtype: str = "float32"
     moment_dtype: str = "float32"  # of Adam's first moment; the second is float32
     learning_rate: float = 1e-6

@@ -164,7 +164,7 @@ def _length(line: str, computations: dict[str, list[str]]) -> int | None:
 
 
 def _step(condition: list[str], body: list[str]) -> int:
-    """What a loop adds to its counter: products in steps along a ring of devices add 2. 1 where it is not seen."""
+    """The step of a loop's counter: 2 in products along a ring of devices; 1 where it is not seen."""
     places = [
         found[1]
         for text in condition

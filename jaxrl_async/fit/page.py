@@ -24,7 +24,7 @@ def text(fit: Fit) -> str:
         f"{'program':12}{'arguments':>11}{'temporary':>11}{'others':>9}{'needs':>9}"
         f"{'FLOPs':>11}{'/ model':>9}{'predicted':>12}{'kernels':>11}{'of peak':>9}",
     ]
-    programs = _programs(fit)
+    programs = fit.all_programs
     lines += [_line(program, divisor) for program in programs] + [""]
     for program in programs:
         lines += _transfers(program)
@@ -38,10 +38,6 @@ def text(fit: Fit) -> str:
             "an assumption, not a measurement. Add them to the predicted ones to compare kernels.",
         ]
     return "\n".join([*lines, "", verdict(fit)])
-
-
-def _programs(fit: Fit) -> tuple[Program, ...]:
-    return fit.programs + (fit.engine.programs if fit.engine else ())
 
 
 def _line(program: Program, divisor: int) -> str:
@@ -64,7 +60,7 @@ def _line(program: Program, divisor: int) -> str:
 
 
 def _engine(fit: Fit, unit: str, divisor: int) -> list[str]:
-    """What the embedded servers hold, and on whose devices."""
+    """Memory and devices of the embedded servers."""
     if (engine := fit.engine) is None:
         return []
     where = "on the learner's device" if fit.shares_device else "each on a device of its own"
@@ -92,7 +88,7 @@ def verdict(fit: Fit) -> str:
     if error := fit.error or (fit.engine and fit.engine.error):
         return f"does not compile: {error}"
     memory, needed, bound = fit.target.chip.memory_bytes, fit.needed_bytes, "there are"
-    name, verb = max(_programs(fit), key=lambda p: p.needed_bytes).name, "needs"
+    name, verb = max(fit.all_programs, key=lambda p: p.needed_bytes).name, "needs"
     if fit.shares_device and max(fit.role_bytes) > fit.share * memory:
         memory, needed = int(fit.share * memory), max(fit.role_bytes)
         bound = f"its {fit.share:.0%} of the device"
@@ -145,7 +141,7 @@ def to_html(fit: Fit) -> str:
     memory = fit.target.chip.memory_bytes
     scale = 100 / max(memory, fit.needed_bytes)
     bars = []
-    for program in _programs(fit):
+    for program in fit.all_programs:
         others = program.needed_bytes - program.argument_bytes - program.temporary_bytes
         parts = (
             ("arguments", program.argument_bytes),

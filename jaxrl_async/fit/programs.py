@@ -94,6 +94,11 @@ class Fit:
     engine: Engine | None = None  # of a run that starts embedded servers
 
     @property
+    def all_programs(self) -> tuple[Program, ...]:
+        """The learner's, then the embedded servers'."""
+        return self.programs + (self.engine.programs if self.engine else ())
+
+    @property
     def role_bytes(self) -> tuple[int, ...]:
         """What the learner needs of a device, and what a server does."""
         return _most(self.programs), *([self.engine.needed_bytes] if self.engine else [])
@@ -303,7 +308,9 @@ def compile_engine(settings: Settings, config: ModelConfig, target: Target, devi
     )
 
 
-def _measure(name, traced, compiled, model_flops, target, num_devices, resident, compile_secs):
+def _measure(
+    name, traced, compiled, model_flops, target, num_devices, resident, compile_secs
+) -> Program:
     memory, cost = compiled.memory_analysis(), hlo.read(compiled.as_text())
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     clock, peak = target.chip.clock_hz, target.chip.peak_flops

@@ -129,12 +129,13 @@ class Engine:
 
     def start(self) -> None:
         """Compiles every program and starts the thread; nothing is compiled afterwards."""
-        self._programs = programs.Programs(
+        shapes = programs.Shapes(
             self.config,
             num_slots=self.num_slots,
             max_total_tokens=self.max_total_tokens,
             decode_chunk=self.decode_chunk,
         )
+        self._programs = programs.Programs(shapes)
         self._cache = self._programs.empty_cache()
         self._thread.start()
 

@@ -110,20 +110,9 @@ class Shapes:
 class Programs:
     """The compiled programs of one model at one shape: `decode`, and `prefill` for each bucket."""
 
-    def __init__(
-        self,
-        config: transformer.ModelConfig,
-        *,
-        num_slots: int,
-        max_total_tokens: int,
-        decode_chunk: int,
-    ):
-        self._shapes = shapes = Shapes(
-            config,
-            num_slots=num_slots,
-            max_total_tokens=max_total_tokens,
-            decode_chunk=decode_chunk,
-        )
+    def __init__(self, shapes: Shapes):
+        """Compiles them for this process's device."""
+        self._shapes = shapes
         self.decode = shapes.trace_decode().lower().compile()
         self._prefill = {
             bucket: shapes.trace_prefill(bucket).lower().compile() for bucket in shapes.buckets

@@ -33,9 +33,10 @@ def make_optimizer(settings: Learner) -> optax.GradientTransformation:
     )
 
 
-def round_at_random(x: jax.Array, key: jax.Array) -> jax.Array:
-    """float32 → bfloat16: one of the two neighbours, so that the mean is x. Rounded to the nearest, an update of less
-    than 1/512 of a parameter would change nothing, whatever their number.
+def stochastic_round(x: jax.Array, key: jax.Array) -> jax.Array:
+    """float32 [...] → bfloat16 [...]: one of the two neighbours at random, so that the mean is x.
+
+    Rounded to the nearest, updates below 1/512 of a parameter would change nothing, however many there are.
 
     "Deep Learning with Limited Numerical Precision", Gupta et al., arXiv 1502.02551.
     """

@@ -15,7 +15,7 @@ from flax import nnx
 
 from jaxrl_async.config.loss import LossConfig
 from jaxrl_async.config.settings import Learner
-from jaxrl_async.learner.optimizer import round_at_random
+from jaxrl_async.learner.optimizer import stochastic_round
 from jaxrl_async.learner.statistics import Statistics
 from jaxrl_async.models import attention, logprobs, sharding, transformer
 from jaxrl_async.objectives.objective import objective
@@ -105,16 +105,19 @@ class TrainStep:
         )
         self._zeros = jax.jit(self._zeros_program, out_shardings=accumulator)
         on_tpu = mesh.devices.flat[0].platform == "tpu"
-        options = {"compiler_options": _TPU_OPTIONS if on_tpu else None}
+        options = _TPU_OPTIONS if on_tpu else None
         self._score = jax.jit(
-            self._score_program, in_shardings=(state.params, rows), out_shardings=rows, **options
+            self._score_program,
+            in_shardings=(state.params, rows),
+            out_shardings=rows,
+            compiler_options=options,
         )
         self._accumulate = jax.jit(
             self._accumulate_program,
             in_shardings=(state.params, reference, accumulator, rows, rows, everywhere),
             out_shardings=accumulator,
             donate_argnums=2,
-            **options,
+            compiler_options=options,
         )
         self._update = jax.jit(
             self._update_program,
@@ -339,7 +342,7 @@ class TrainStep:
             return params
         leaves, tree = jax.tree.flatten(params)
         keys = jax.random.split(jax.random.fold_in(jax.random.key(0), number), len(leaves))
-        return tree.unflatten(map(round_at_random, leaves, keys))
+        return tree.unflatten(map(stochastic_round, leaves, keys))
 
     def _summed_loss(self, params, reference, batch, proximal_logprobs, policy_version):
         logprobs, entropy = self._logprobs_and_entropy(params, batch)

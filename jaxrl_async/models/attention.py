@@ -29,7 +29,7 @@ _MAX_SCORES = 1 << 19
 
 
 class _Tokens(NamedTuple):
-    """What decides whether a query may attend to a key; int32, of one shape."""
+    """The ids that decide whether a query may attend to a key: int32 arrays of one shape."""
 
     index: jax.Array  # in the row
     segment: jax.Array  # from 1 within each row; 0 is padding
@@ -94,7 +94,7 @@ def causal_attention(q_BTHC, k_BTNC, v_BTNC, ids):
     tokens = _tokens_of(*ids)
     if axes.size(q_BTHC, axes.COLUMNS) == 1:
         return _attend(q_BTHC, k_BTNC, v_BTNC, tokens, tokens)
-    return _on_each_device(_attend)(q_BTHC, k_BTNC, v_BTNC, tokens)
+    return _on_each_device(_attend, q_BTHC, k_BTNC, v_BTNC, tokens)
 
 
 def attention(q_BTHC, k_BSNC, v_BSNC, mask_BTS):
@@ -165,11 +165,11 @@ def splash_attention(q_BTHC, k_BTNC, v_BTNC, ids):
     if mesh.empty:
         return _splash_of_device(q_BTHC, k_BTNC, v_BTNC, tokens, tokens)
     # The compiler does not partition a kernel: each device runs it on its own rows, queries and heads.
-    return _on_each_device(_splash_of_device)(q_BTHC, k_BTNC, v_BTNC, tokens)
+    return _on_each_device(_splash_of_device, q_BTHC, k_BTNC, v_BTNC, tokens)
 
 
-def _on_each_device(attend):
-    """(q, k, v, queries, keys) → attended of one device, as a function (q, k, v, tokens) → attended of all.
+def _on_each_device(attend, q_BTHC, k_BTNC, v_BTNC, tokens: _Tokens):
+    """`attend` of (q, k, v, queries, keys), run by each device of the mesh on its rows, queries and heads.
 
     A device has a part of each row's queries. Keys and values, which are fewer, come to it whole.
     """
@@ -180,18 +180,15 @@ def _on_each_device(attend):
         )
         return attend(q, k, v, queries, keys)
 
-    def of_all(q, k, v, tokens):
-        heads = PartitionSpec(axes.ROWS, axes.COLUMNS, "tensor")
-        columns = PartitionSpec(axes.ROWS, axes.COLUMNS)
-        return jax.shard_map(
-            of_device,
-            mesh=jax.typeof(q).sharding.mesh,
-            in_specs=(heads, heads, heads, columns),
-            out_specs=heads,
-            check_vma=False,
-        )(q, k, v, tokens)
-
-    return of_all
+    heads = PartitionSpec(axes.ROWS, axes.COLUMNS, "tensor")
+    divided = jax.shard_map(
+        of_device,
+        mesh=jax.typeof(q_BTHC).sharding.mesh,
+        in_specs=(heads, heads, heads, PartitionSpec(axes.ROWS, axes.COLUMNS)),
+        out_specs=heads,
+        check_vma=False,
+    )
+    return divided(q_BTHC, k_BTNC, v_BTNC, tokens)
 
 
 def _splash_of_device(q_BTHC, k_BSNC, v_BSNC, queries: _Tokens, keys: _Tokens):

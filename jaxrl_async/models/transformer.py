@@ -188,7 +188,7 @@ class Transformer(nnx.Module):
         tokens_BT = axes.constrain(tokens_BT, "data")
         x_BTD = self.embedding[...][tokens_BT].astype(self.config.dtype)
         x_BTD = axes.constrain(x_BTD, "data", None, axes.SHARDS)
-        x_BTD = axes.constrain(x_BTD, axes.ROWS, None, "context")
+        x_BTD = axes.constrain(x_BTD, axes.ROWS, None, axes.COLUMNS)
         return axes.constrain(x_BTD, axes.ROWS, axes.COLUMNS)
 
 
