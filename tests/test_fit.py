@@ -18,7 +18,7 @@ from jaxrl_async.config.settings import Server, Settings
 from jaxrl_async.fit import flops, hlo, page, plans, programs
 from jaxrl_async.fit.targets import EXAMPLES, TargetError, target_of
 from jaxrl_async.inference import programs as inference
-from jaxrl_async.models import attention, transformer
+from jaxrl_async.models import attention, sharding, transformer
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "benchmarks"))
 
@@ -201,6 +201,28 @@ def test_splash_is_the_tpus_kernel_and_its_forward_pass_runs_once():
     # Forwards, and backwards to queries and to keys. With remat the forward pass would be there twice.
     assert fit.programs[0].cost.kernels == 3 * CONFIG.num_layers
     assert fit.programs[0].cost.unknown_loops == 0
+
+
+@TPU
+@pytest.mark.parametrize(
+    ("name", "tokens", "block"), [("v5e-1", 4096, 512), ("v6e-1", 4096, 1024), ("v6e-1", 1280, 256)]
+)
+def test_splash_has_the_blocks_of_its_target(name, tokens, block):
+    mesh = sharding.make_mesh(1, 1, 1, programs.devices_of(target_of(name)))
+
+    def shaped(*shape, dtype=jnp.bfloat16):
+        replicated = jax.NamedSharding(mesh, jax.P())
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated)
+
+    def loss(q, k, v, segments):
+        return attention.splash_attention(q, k, v, (segments,)).astype(jnp.float32).sum()
+
+    keys, segments = shaped(1, tokens, 2, 128), shaped(1, tokens, dtype=jnp.int32)
+    with jax.set_mesh(mesh):
+        gradient = jax.jit(jax.grad(loss, (0, 1, 2)))
+        compiled = gradient.lower(shaped(1, tokens, 4, 128), keys, keys, segments).compile()
+    # Larger ones than the chip's memory holds would be refused.
+    assert set(re.findall(r'block_kv\\?": (\d+)', compiled.as_text())) == {str(block)}
 
 
 @GPU

@@ -1,6 +1,7 @@
 """Attention masks and grouped-query attention, with a kernel per platform. Independent of layers and positions."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -22,6 +23,9 @@ ATTENDED = "attended"
 
 _SPLASH_BLOCKS = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
 _NEVER = -1e30  # Finite: the gradient of a masked score is then 0 instead of NaN.
+# A block's queries share one read of the keys. Blocks of about twice the FLOPs that a chip does per byte that it reads
+# (v5e 240, v5p 166, v6e 559 by their data sheets) keep that read in the shade.
+_SPLASH_BLOCK_TOKENS = {"TPU v5 lite": 512, "TPU v5": 512, "TPU v6 lite": 1024}
 _MIN_BLOCK_TOKENS = 128  # The scores of so small a block stay near the cache of a CPU core.
 _MAX_BLOCKS = 16  # More blocks skip more, but take longer to visit.
 # Scores computed at a time; more would leave the cache between two products.
@@ -278,7 +282,7 @@ def _splash_backward(q, k, v, seen, attended, log_total, d_attended, *, interpre
 def _splash_kernel(q_BHTC, k_BNSC, first, interpret, save_residuals):
     """The kernel for the queries from the token `first` of their row on."""
     H, T, S = *q_BHTC.shape[1:3], k_BNSC.shape[2]
-    block = max(size for size in (128, 256, 512) if T % size == 0)
+    block = _splash_block(q_BHTC)
     kernel = splash_kernel.make_splash_mha(
         mask=splash_mask.MultiHeadMask([splash_mask.CausalMask((S, S))] * H),
         block_sizes=splash_kernel.BlockSizes(**{f"block_{name}": block for name in _SPLASH_BLOCKS}),
@@ -303,6 +307,13 @@ def _splash_kernel(q_BHTC, k_BNSC, first, interpret, save_residuals):
     plans = kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info
     plans = (plan if plan is None else own_plan(plan) for plan in plans)
     return splash_kernel.SplashAttentionKernel(*plans, **kernel.kwargs)
+
+
+def _splash_block(q_BHTC) -> int:
+    """Tokens of the kernel's blocks, on the chip that these queries are compiled for."""
+    chip = jax.typeof(q_BHTC).sharding.mesh.abstract_device
+    most = _SPLASH_BLOCK_TOKENS.get(chip.device_kind if chip else "", 512)
+    return math.gcd(q_BHTC.shape[2], most)  # T is a multiple of 128.
 
 
 def _tokens_of(segment_ids, prefix_ids=None) -> _Tokens:
