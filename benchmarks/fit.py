@@ -2,6 +2,7 @@
 
     python benchmarks/fit.py --model=checkpoints/Qwen2.5-1.5B-Instruct --target=v5e-16,h100-8
     python benchmarks/fit.py --write [--target=v5e-4]
+    python benchmarks/fit.py --real [--only=8b_v5p]
 
 The first compiles the learner of --config, and embedded servers where the config starts them, for each target, with
 `learner.fsdp` = its devices, and prints a table. --model is a directory with a config.json; --set changes a setting.
@@ -9,6 +10,9 @@ With --out the figures are kept there as fit.json of the verb `fit`.
 
 The second compiles the small shape below and writes benchmarks/results/fit/budgets.json. tests/test_fit.py fails where
 a figure exceeds its budget by more than 5 %. A budget is written on purpose: the change that moves it says why.
+
+The third compiles REAL_RUNS, or those whose names hold a text, and writes benchmarks/results/fit/NAME.json. With --long
+the tests hold these too. It takes an hour on two cores.
 
 Nothing runs, and no figure is a measurement. Needs the compilers: pip install "jaxrl_async[fit-tpu,fit-gpu]".
 """
@@ -20,6 +24,7 @@ import functools
 import importlib.metadata
 import json
 import pathlib
+import tempfile
 from typing import Any
 
 import jax
@@ -32,7 +37,9 @@ from jaxrl_async.models.transformer import ModelConfig
 from jaxrl_async.roles import parts
 
 ROOT = pathlib.Path(__file__).parent.parent
-BUDGETS = ROOT / "benchmarks" / "results" / "fit" / "budgets.json"
+RESULTS = ROOT / "benchmarks" / "results" / "fit"
+BUDGETS = RESULTS / "budgets.json"
+CONFIG = str(ROOT / "configs" / "gsm8k_qwen2_5_1p5b.py")
 WRITE = "python benchmarks/fit.py --write"
 TOLERANCE = 0.05  # by which a figure may exceed its budget
 SMALL_TARGETS = ("v5e-4", "h100-1")
@@ -56,15 +63,83 @@ SMALL = ModelConfig(
 # Of the cache's 48 MiB a whole copy would show beside all else that a step needs.
 SMALL_SERVER = Server(num_slots=64, max_total_tokens=512, decode_chunk=8)
 
+_QWEN = dict(
+    architectures=["Qwen3ForCausalLM"],
+    model_type="qwen3",
+    vocab_size=151_936,
+    head_dim=128,
+    hidden_act="silu",
+    max_position_embeddings=40_960,
+    num_key_value_heads=8,
+    rms_norm_eps=1e-6,
+    rope_theta=1e6,
+    tie_word_embeddings=False,
+)
+# The config.json of Qwen2.5-1.5B, Qwen3-8B and Qwen3-32B, as far as it is read.
+MODELS = {
+    "1.5b": _QWEN
+    | dict(
+        architectures=["Qwen2ForCausalLM"],
+        model_type="qwen2",
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_attention_heads=12,
+        num_hidden_layers=28,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    ),
+    "8b": _QWEN
+    | dict(
+        hidden_size=4096, intermediate_size=12_288, num_attention_heads=32, num_hidden_layers=36
+    ),
+    "32b": _QWEN
+    | dict(
+        hidden_size=5120, intermediate_size=25_600, num_attention_heads=64, num_hidden_layers=64
+    ),
+}
+REAL_TARGETS = ("v5e-16", "v5e-256", "v6e-64", "v5p-64", "h100-8", "2xh100-8")
+
+
+@dataclasses.dataclass(frozen=True)
+class RealRun:
+    """A model on a target, rows of 4,096 tokens, at least one on each device."""
+
+    model: str  # of MODELS
+    target: str
+    changes: dict[str, Any]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        target = target_of(self.target)
+        kernel = "splash" if target.chip.platform == "tpu" else "xla"
+        rows = max(16, target.num_devices)
+        values = {"attention_kernel": kernel, "microbatch_rows": rows, "shared_prompts": False}
+        return {f"learner.{name}": value for name, value in (values | self.changes).items()}
+
+
+def _real_runs() -> dict[str, RealRun]:
+    runs = {f"{m}_{t}": RealRun(m, t, {}) for m in MODELS for t in REAL_TARGETS}
+    runs["1.5b_v5e-16_xla"] = RealRun("1.5b", "v5e-16", {"attention_kernel": "xla"})
+    runs["1.5b_v5e-16_shared_prompts"] = RealRun("1.5b", "v5e-16", {"shared_prompts": True})
+    long = {"row_tokens": 32_768, "context": 4}
+    runs["8b_v5p-64_32k"] = RealRun("8b", "v5p-64", long | {"fsdp": 8, "microbatch_rows": 8})
+    runs["8b_2xh100-8_32k"] = RealRun("8b", "2xh100-8", long | {"fsdp": 4, "microbatch_rows": 4})
+    return runs
+
+
+REAL_RUNS = _real_runs()  # by the name of its result
+
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--config", default=str(ROOT / "configs" / "gsm8k_qwen2_5_1p5b.py"))
+    parser.add_argument("--config", default=CONFIG)
     parser.add_argument("--model", default="", help="directory with a config.json")
     parser.add_argument("--target", default="", help="names, with commas between")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--out", type=pathlib.Path, help="directory for TARGET.json")
     parser.add_argument("--write", action="store_true", help="write budgets.json")
+    parser.add_argument("--real", action="store_true", help="compile REAL_RUNS, and write them")
+    parser.add_argument("--only", default="", help="a part of the names of REAL_RUNS")
     parser.add_argument("--budgets", type=pathlib.Path, default=BUDGETS)
     args = parser.parse_args(argv)
     jax.config.update("jax_platforms", "cpu")
@@ -73,13 +148,22 @@ def main(argv: list[str] | None = None) -> None:
         write_budgets(args.budgets, targets or SMALL_TARGETS)
         return
     print(HEADER)
+    if args.real:
+        for name in (name for name in REAL_RUNS if args.only in name):
+            _show(real_fit(name), args.out or RESULTS, name)
+        return
+    changes = dict(_change(word) for word in args.set)
     for name in targets:
-        fit = real_fit(args.config, args.model, name, args.set)
-        print("\n".join(rows(fit)), flush=True)
-        if args.out:
-            args.out.mkdir(parents=True, exist_ok=True)
-            text = json.dumps(page.to_json(fit), indent=2) + "\n"
-            (args.out / f"{name}.json").write_text(text, "utf-8")
+        _show(fit_of(args.config, args.model, name, changes), args.out, name)
+
+
+def _show(fit: programs.Fit, directory: pathlib.Path | None, name: str) -> None:
+    """Prints the figures, and keeps them in a directory where one is given."""
+    print("\n".join(rows(fit)), flush=True)
+    if directory:
+        directory.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(page.to_json(fit), indent=2) + "\n"
+        (directory / f"{name}.json").write_text(text, "utf-8")
 
 
 def small_settings(target_name: str, **learner: Any) -> Settings:
@@ -107,11 +191,19 @@ def compiled(settings: Settings, config: ModelConfig, target) -> programs.Fit:
     return dataclasses.replace(fit, engine=engine)
 
 
-def real_fit(config: str, model: str, target_name: str, changes: list[str]) -> programs.Fit:
+def real_fit(name: str) -> programs.Fit:
+    """The programs of one of REAL_RUNS."""
+    run = REAL_RUNS[name]
+    with tempfile.TemporaryDirectory() as directory:
+        (pathlib.Path(directory) / "config.json").write_text(json.dumps(MODELS[run.model]))
+        return fit_of(CONFIG, directory, run.target, run.settings)
+
+
+def fit_of(config: str, model: str, target_name: str, changes: dict[str, Any]) -> programs.Fit:
     """A config's programs on a target, with the mesh fsdp = its devices."""
     target = target_of(target_name)
     values = load_config(config).unlock()
-    words = {"learner.fsdp": target.num_devices} | dict(_change(word) for word in changes)
+    words = {"learner.fsdp": target.num_devices} | changes
     if model:
         words["model.path"] = model
     with values.ignore_type():
@@ -147,35 +239,34 @@ def rows(fit: programs.Fit) -> list[str]:
     return [*found, "", page.verdict(fit), ""]
 
 
-def figures(program: programs.Program) -> dict[str, float]:
-    """The figures that a budget bounds."""
-    ratio = program.flops / program.model_flops if program.model_flops else 0.0
-    found = {"peak_bytes": program.peak_bytes, "flops_over_model": round(ratio, 4)}
-    found["cycles"] = program.cost.cycles
-    for collective in program.cost.collectives:
-        key = f"{collective.kind}_bytes"
-        found[key] = found.get(key, 0) + collective.num_bytes
+def figures(program: dict[str, Any]) -> dict[str, float]:
+    """The figures that a budget bounds, of a program in the JSON of a fit."""
+    ratio = program["flops"] / program["model_flops"] if program["model_flops"] else 0.0
+    found = {"peak_bytes": program["peak_bytes"], "flops_over_model": round(ratio, 4)}
+    found["cycles"] = program["cost"]["cycles"]
+    for collective in program["cost"]["collectives"]:
+        key = f"{collective['kind']}_bytes"
+        found[key] = found.get(key, 0) + collective["num_bytes"]
     return found
 
 
-def figures_of(fit: programs.Fit) -> dict[str, dict[str, float]]:
-    """Program → figure → value."""
-    if error := fit.error or fit.engine.error:
-        raise ValueError(f"{fit.target.name}: {error}")
-    return {program.name: figures(program) for program in fit.all_programs}
+def figures_of(fit: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Program → figure → value, of the JSON of a fit."""
+    found = [*fit["programs"], *(fit["engine"] or {"programs": []})["programs"]]
+    return {program["name"]: figures(program) for program in found}
 
 
-def exceeded(target_name: str, found: dict, budgets: dict) -> list[str]:
+def exceeded(name: str, found: dict, budgets: dict, way: str = "") -> list[str]:
     """A sentence for each figure that is more than TOLERANCE above its budget; a missing budget is 0."""
-    said = []
+    said, way = [], way or f"{WRITE} --target={name}"
     for program, values in found.items():
         allowed = budgets.get(program, {})
         for figure, value in values.items():
             budget = allowed.get(figure, 0)
             if value > budget * (1 + TOLERANCE):
                 said.append(
-                    f"{target_name}, {program}: {figure} is {value:g}, its budget {budget:g}; if that is meant, "
-                    f"{WRITE} --target={target_name}, and say why"
+                    f"{name}, {program}: {figure} is {value:g}, its budget {budget:g}; if that is meant, "
+                    f"{way}, and say why"
                 )
     return said
 
@@ -195,7 +286,10 @@ def write_budgets(path: pathlib.Path, target_names) -> None:
     """Compiles the small shape for these targets, and writes what was found; other targets keep their budgets."""
     kept = read_budgets(path) if path.exists() else {}
     for name in target_names:
-        found = figures_of(small_fit(name))
+        fit = small_fit(name)
+        if error := fit.error or fit.engine.error:
+            raise ValueError(f"{name}: {error}")
+        found = figures_of(page.to_json(fit))
         for line in exceeded(name, found, kept.get(name, {}).get("programs", {})):
             print(line.partition(";")[0])
         kept[name] = {"compiler": compiler_of(name), "programs": found}

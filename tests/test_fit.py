@@ -271,7 +271,7 @@ def test_the_cache_is_updated_in_place_on_a_target(target):
 @pytest.mark.parametrize("target", SMALL_TARGETS)
 def test_no_program_exceeds_its_budget(target):
     budget = benchmark.read_budgets()[target]
-    found = benchmark.figures_of(benchmark.small_fit(target))
+    found = benchmark.figures_of(page.to_json(benchmark.small_fit(target)))
     said = benchmark.exceeded(target, found, budget["programs"])
     assert not said, "\n".join(
         [*said, f"written with {budget['compiler']}, this is {benchmark.compiler_of(target)}"]
@@ -296,7 +296,7 @@ def test_budgets_are_those_of_the_programs_figures_by_kind():
     ]
     cost = hlo.Cost(tuple(hlo.Collective(*transfer) for transfer in transfers), 7.0, 0, 0)
     program = dataclasses.replace(a_fit().programs[0], cost=cost)
-    assert benchmark.figures(program) == {
+    assert benchmark.figures(dataclasses.asdict(program)) == {
         "peak_bytes": 2 << 30,
         "flops_over_model": 1.5,
         "cycles": 7.0,
@@ -594,26 +594,10 @@ def test_a_search_compiles_every_plan_and_prints_the_best_three_that_fit(capsys,
     )
 
 
-QWEN = dict(
-    architectures=["Qwen2ForCausalLM"],
-    model_type="qwen2",
-    hidden_act="silu",
-    hidden_size=1536,
-    intermediate_size=8960,
-    num_attention_heads=12,
-    num_hidden_layers=28,
-    num_key_value_heads=2,
-    rms_norm_eps=1e-6,
-    rope_theta=1e6,
-    tie_word_embeddings=True,
-    vocab_size=151_936,
-)
-
-
 @TPU
 @pytest.mark.long
 def test_a_real_model_fits_on_a_pod_with_an_embedded_server(tmp_path, capsys):
-    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    (tmp_path / "config.json").write_text(json.dumps(benchmark.MODELS["1.5b"]))
     words = [
         f"--model={tmp_path}",
         "--target=v5e-16",
@@ -629,3 +613,20 @@ def test_a_real_model_fits_on_a_pod_with_an_embedded_server(tmp_path, capsys):
     found = json.loads((tmp_path / "v5e-16.json").read_text())
     decode = found["engine"]["programs"][0]
     assert decode["aliased_bytes"] >= found["engine"]["cache_bytes"]
+
+
+def _real_run(name: str):
+    compiler = TPU if target_of(benchmark.REAL_RUNS[name].target).chip.platform == "tpu" else GPU
+    return pytest.param(name, marks=compiler)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [_real_run(name) for name in benchmark.REAL_RUNS])
+def test_a_real_shape_keeps_to_the_figures_that_are_committed(name):
+    kept = json.loads((benchmark.RESULTS / f"{name}.json").read_text("utf-8"))
+    fit = page.to_json(benchmark.real_fit(name))
+    assert fit["fits"] == kept["fits"]
+    figures, budgets = benchmark.figures_of(fit), benchmark.figures_of(kept)
+    way = f"python benchmarks/fit.py --real --only={name}"
+    assert not benchmark.exceeded(name, figures, budgets, way)
+    assert figures.keys() == budgets.keys()
