@@ -16,6 +16,7 @@ import numbers
 
 import numpy as np
 
+NEVER_BIAS = -100.0  # Logit bias of a token that a server never samples.
 NOT_SAMPLED = -1  # The version of a token that no policy sampled: prompt, tool output, padding.
 
 

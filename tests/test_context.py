@@ -1,18 +1,22 @@
 """The context of a rollout function: its budget, its random generator, the older form, and rows of several turns."""
 
+import dataclasses
 import functools
+import types
 
 import numpy as np
 import pytest
 from fixtures.calculator import calculator
 from fixtures.sums import PROMPTS, TOKENIZER, policy
 
+from jaxrl_async.config.settings import Settings
+from jaxrl_async.roles import parts
 from jaxrl_async.rollout.context import Context, RolloutError, Row, rng_of
 from jaxrl_async.rollout.runner import Runner
 from jaxrl_async.rollout.single_turn import single_turn
 from jaxrl_async.servers.client import Completion
 from jaxrl_async.tasks.tokenizer import completion_text
-from jaxrl_async.types import Prompt, check_trajectory
+from jaxrl_async.types import InvalidTrajectoryError, Prompt, check_trajectory
 
 PROMPT = Prompt(0, np.array([2, 3], np.int32), "", "")
 
@@ -160,3 +164,27 @@ async def test_encode_and_decode_are_the_tokenizers_for_arrays_too():
     assert context.decode(np.append(ids, TOKENIZER.eos_id)) == "1+2="
     with pytest.raises(ValueError, match="'x'"):
         context.encode("x")
+
+
+def test_a_token_that_is_ruled_out_is_asked_for_as_a_bias_and_refused_where_it_comes_back():
+    sampled, read = Row(PROMPT), Row(PROMPT)
+    sampled.extend(completion([4, 0, 4]))
+    read.extend(completion([4]))
+    read.append([0])  # a tool's output may hold it
+    runner = runner_of(single_turn)
+    assert runner.bias == {}
+    runner.check(sampled.trajectory())
+    runner = runner_of(single_turn, never_token_ids=(0,))
+    assert runner.bias == {"logit_bias": {"0": -100.0}}
+    runner.check(read.trajectory())
+    with pytest.raises(InvalidTrajectoryError, match="token id 0, padding, is sampled, .* ignores"):
+        runner.check(sampled.trajectory())
+
+
+def test_padding_is_never_sampled_unless_it_ends_a_completion_or_the_run_is_an_old_one():
+    settings = Settings()
+    assert parts.never_token_ids(settings, TOKENIZER) == (TOKENIZER.pad_id,)
+    old = dataclasses.replace(settings.rollout, sample_padding=True)
+    assert parts.never_token_ids(dataclasses.replace(settings, rollout=old), TOKENIZER) == ()
+    ends = types.SimpleNamespace(pad_id=1, stop_token_ids=(2, 1))
+    assert parts.never_token_ids(settings, ends) == ()

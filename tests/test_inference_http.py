@@ -121,6 +121,15 @@ async def test_the_same_seed_gives_the_same_answer_and_no_seed_gives_others(clie
     assert unseeded[0] != unseeded[1]
 
 
+async def test_a_bias_of_minus_100_rules_a_token_out(client):
+    free = (await client.generate(max_new_tokens=30, sampling_seed=0))["output_ids"]
+    bias = {str(token): -100 for token in set(free[:4])}
+    bound = await client.generate(max_new_tokens=30, sampling_seed=0, logit_bias=bias)
+    assert not set(bound["output_ids"]) & set(map(int, bias))
+    later = (await client.generate(max_new_tokens=30, sampling_seed=0))["output_ids"]
+    assert later == free  # The slot keeps nothing of it.
+
+
 async def test_a_batch_is_answered_in_order(client):
     prompts = [[1, 2, 3], [4], [5, 6]]
     params = [{"max_new_tokens": n, "sampling_seed": 0} for n in (5, 3, 4)]
@@ -317,6 +326,14 @@ async def test_before_any_weights_generate_is_503_and_an_update_brings_them(bare
         ({"sampling_params": {"stop_token_ids": [19]}}, "in [0, 18], got 19"),
         ({"sampling_params": {"stop_token_ids": 4}}, "stop_token_ids must be a list, got 4"),
         ({"sampling_params": [1]}, "sampling_params must be an object"),
+        ({"sampling_params": {"logit_bias": [0]}}, "logit_bias must be an object, token id → bias"),
+        ({"sampling_params": {"logit_bias": {"a": -100}}}, "logit_bias: 'a' is no token id"),
+        ({"sampling_params": {"logit_bias": {"3": 5.0}}}, "token 3 must be ≤ -100, which rules it"),
+        (
+            {"sampling_params": {"logit_bias": {"3": True}}},
+            "token 3 must be ≤ -100, which rules it",
+        ),
+        ({"sampling_params": {"logit_bias": {"19": -100}}}, "in [0, 18], got 19"),
         ({"input_ids": [1, 19]}, "token id 19 is outside [0, 19)"),
         ({"input_ids": [-1]}, "token id -1 is outside [0, 19)"),
         ({"input_ids": [2**40]}, f"token id {2**40} is not a 32-bit integer"),

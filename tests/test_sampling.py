@@ -16,7 +16,7 @@ PARAMS = sampling.SamplingParams(
 LOGITS = jnp.log(jnp.array([0.125, 0.5, 0.25, 0.125]))
 
 
-def draw(num, *, temperature=1.0, top_p=1.0, top_k=-1, seeds=None):
+def draw(num, *, temperature=1.0, top_p=1.0, top_k=-1, seeds=None, never=()):
     """Settings of `num` slots, seeded 0, 1, 2, …"""
     seeds = range(num) if seeds is None else seeds
     return sampling.Draw(
@@ -24,6 +24,7 @@ def draw(num, *, temperature=1.0, top_p=1.0, top_k=-1, seeds=None):
         temperature=jnp.full(num, temperature),
         top_p=jnp.full(num, top_p),
         top_k=jnp.full(num, top_k),
+        never=jnp.tile(jnp.array((*never, -1, -1, -1, -1)[:4]), (num, 1)),
     )
 
 
@@ -117,6 +118,31 @@ def test_truncation_leaves_exactly_the_most_probable(settings, survivors):
         assert chi_square(counts, probs[kept] / probs.sum()) < 16.3
 
 
+@pytest.mark.parametrize(
+    ("settings", "survivors"),
+    [
+        ({}, {0, 2, 3}),
+        ({"temperature": 0.0}, {2}),  # and not 1, the mode
+        ({"top_k": 1}, {2}),  # the one that is left is one of those that may be drawn
+        ({"top_k": 2}, {0, 2}),
+        ({"top_p": 0.3}, {0, 2}),  # token 2 alone holds 0.25
+    ],
+)
+def test_a_token_that_is_ruled_out_is_never_drawn_and_changes_no_logprob(settings, survivors):
+    tokens, logprobs = sample(rows(2048), never=[1], **settings)
+    assert set(tokens.tolist()) == survivors
+    np.testing.assert_allclose(logprobs, np.asarray(LOGITS)[tokens], atol=1e-6)
+
+
+def test_where_it_would_not_have_been_drawn_ruling_it_out_changes_nothing():
+    before, logprobs_before = sample(rows(2048))
+    after, logprobs = sample(rows(2048), never=[1])
+    others = before != 1
+    assert 0 < others.sum() < 2048
+    np.testing.assert_array_equal(before[others], after[others])
+    np.testing.assert_array_equal(logprobs_before[others], logprobs[others])
+
+
 def test_a_neighbour_that_truncates_changes_nothing():
     logits = jax.random.normal(jax.random.key(1), (128, 33))
     settings = draw(128)
@@ -154,6 +180,8 @@ def test_rounding_never_costs_a_row_that_does_not_truncate_its_tail():
         ({"stop_token_ids": (10,)}, r"stop_token_ids must be an integer in \[0, 9\], got 10"),
         ({"stop_token_ids": ("a",)}, "stop_token_ids must be an integer .* got 'a'"),
         ({"stop_token_ids": (1,) * 9}, "9 stop_token_ids exceed the 8 allowed"),
+        ({"never_token_ids": (10,)}, r"never_token_ids must be an integer in \[0, 9\], got 10"),
+        ({"never_token_ids": (1,) * 5}, "5 never_token_ids exceed the 4 allowed"),
     ],
 )
 def test_a_setting_out_of_bounds_is_named_with_its_bound(change, message):

@@ -45,6 +45,7 @@ ADDED: dict[str, Any] = {
     "learner.context": 1,
     "learner.param_dtype": "float32",
     "learner.moment_dtype": "float32",
+    "rollout.sample_padding": True,
 }
 
 
@@ -200,6 +201,7 @@ class Rollout:
     max_prompt_tokens: int = 512  # longer prompts are left out of the stream
     max_new_tokens: int = 1024  # sampled, per completion
     temperature: float = 1.0
+    sample_padding: bool = False  # True: the padding token may be sampled, as by older workdirs
     num_workers: int = 1
     max_running_groups: int = 128  # per worker
     request_timeout_secs: float = 60.0

@@ -96,4 +96,4 @@ def sampling_of(runner: Runner, *, temperature: float, seed: int, sample: int) -
         "stop_token_ids": list(runner.stop_token_ids),
         "temperature": temperature if sample else 0.0,
         "sampling_seed": seed % 2**31,
-    }
+    } | runner.bias

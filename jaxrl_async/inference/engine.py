@@ -499,6 +499,8 @@ class Engine:
         slots.draw.temperature[slot] = ask.temperature
         slots.draw.top_p[slot] = ask.top_p
         slots.draw.top_k[slot] = min(ask.top_k, self.config.vocab_size)
+        slots.draw.never[slot] = -1
+        slots.draw.never[slot, : len(ask.never_token_ids)] = ask.never_token_ids
 
     def _release(self, live):
         """Takes a request out of its slot, with its tokens so far."""

@@ -28,6 +28,7 @@ from jaxrl_async.inference.engine import (
     Request,
     UnavailableError,
 )
+from jaxrl_async.types import NEVER_BIAS
 from jaxrl_async.weights import files, lease
 
 MAX_BODY_BYTES = 16 << 20  # of all but an upload
@@ -48,6 +49,7 @@ _SAMPLING_DEFAULTS = {
     "stop_token_ids": None,
     "ignore_eos": False,
     "sampling_seed": None,
+    "logit_bias": None,
 }
 
 
@@ -467,7 +469,27 @@ def parse_sampling(params) -> sampling.SamplingParams:
         top_k=params["top_k"],
         stop_token_ids=() if _bool(params, "ignore_eos") else tuple(stop_token_ids),
         seed=secrets.randbelow(sampling.MAX_SEED) if seed is None else seed,
+        never_token_ids=_never(params["logit_bias"]),
     )
+
+
+def _never(logit_bias):
+    """The token ids that a logit_bias rules out; it is taken for nothing else."""
+    if logit_bias is None:
+        return ()
+    if not isinstance(logit_bias, dict):
+        raise InvalidRequestError(
+            f"logit_bias must be an object, token id → bias, got {logit_bias!r:.80}"
+        )
+    for token, bias in logit_bias.items():
+        if not token.isdecimal() or len(token) > 10:
+            raise InvalidRequestError(f"logit_bias: {token!r:.80} is no token id")
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not bias <= NEVER_BIAS:
+            raise InvalidRequestError(
+                f"logit_bias of token {token} must be ≤ {NEVER_BIAS:g}, which rules it out: no other is supported, "
+                f"got {bias!r:.80}"
+            )
+    return tuple(map(int, logit_bias))
 
 
 def _check_keys(where, found, known):

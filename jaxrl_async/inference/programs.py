@@ -192,6 +192,7 @@ def empty_slots(num_slots: int) -> Slots:
             temperature=np.ones(num_slots, np.float32),
             top_p=np.ones(num_slots, np.float32),
             top_k=np.full(num_slots, -1, np.int32),
+            never=np.full((num_slots, sampling.MAX_NEVER_TOKENS), -1, np.int32),
         ),
     )
 

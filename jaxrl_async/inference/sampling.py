@@ -4,6 +4,7 @@ A row's token depends on that row's logits, seed and settings alone.
 """
 
 import dataclasses
+import functools
 import math
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 MAX_STOP_TOKENS = 8  # A static shape on the device: stop_token_ids are padded to this.
+MAX_NEVER_TOKENS = 4  # A static shape as well.
 MAX_SEED = 2**63 - 1
 
 
@@ -25,6 +27,7 @@ class SamplingParams:
     top_k: int  # ≥ 1, or −1 for all
     stop_token_ids: tuple[int, ...]  # each ends the completion, and is its last token
     seed: int  # in [0, 2⁶³)
+    never_token_ids: tuple[int, ...] = ()  # are not drawn, as if top-p had cut them off
 
     def check(self, *, vocab_size: int) -> None:
         """Raises ValueError with the field, its value and its bound."""
@@ -36,12 +39,16 @@ class SamplingParams:
         if self.top_k != -1:
             _check_int("top_k", self.top_k, 1, None, also="or −1 for all")
         _check_int("sampling_seed", self.seed, 0, MAX_SEED)
-        if len(self.stop_token_ids) > MAX_STOP_TOKENS:
-            raise ValueError(
-                f"{len(self.stop_token_ids)} stop_token_ids exceed the {MAX_STOP_TOKENS} allowed"
-            )
-        for token in self.stop_token_ids:
-            _check_int("stop_token_ids", token, 0, vocab_size - 1)
+        for name, tokens, most in (
+            ("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKENS),
+            ("never_token_ids", self.never_token_ids, MAX_NEVER_TOKENS),
+        ):
+            if len(tokens) > most:
+                raise ValueError(f"{len(tokens)} {name} exceed the {most} allowed")
+            for token in tokens:
+                _check_int(name, token, 0, vocab_size - 1)
+        if len(set(self.never_token_ids)) == vocab_size:
+            raise ValueError(f"never_token_ids are all {vocab_size} tokens of the vocabulary")
 
 
 class Draw(NamedTuple):
@@ -51,6 +58,7 @@ class Draw(NamedTuple):
     temperature: jax.Array  # float32 [S], 0 is greedy
     top_p: jax.Array  # float32 [S]
     top_k: jax.Array  # int32 [S], ≤ 0 for all
+    never: jax.Array  # int32 [S, MAX_NEVER_TOKENS], padded with −1
 
 
 def seed_words(seed: int) -> np.ndarray:
@@ -61,9 +69,10 @@ def seed_words(seed: int) -> np.ndarray:
 def sample(logits, position, draw: Draw):
     """Draws a token for each slot, with its log-prob.
 
-        token   = argmax(log_softmax(logits / T) + Gumbel noise), over the tokens left by top-p and top-k
+        token   = argmax(log_softmax(logits / T) + Gumbel noise), over the tokens left by never, top-p and top-k
         logprob = log_softmax(logits / T)[token], before they truncate
 
+    What is left out changes no log-prob, so the learner, which recomputes them from logits alone, gets the same ones.
     The noise is keyed by fold_in(seed, position), so a completion that is resumed elsewhere, with
     its tokens as prompt, continues the same stream. Temperature 0 takes the
     argmax, with log-probs at temperature 1.
@@ -79,10 +88,16 @@ def sample(logits, position, draw: Draw):
     greedy = (draw.temperature == 0)[:, None]
     logprobs = jax.nn.log_softmax(logits / jnp.where(greedy, 1, draw.temperature[:, None]))
     noise = jax.vmap(_gumbel, in_axes=(0, 0, None))(draw.key, position, logits.shape[1])
+    # One comparison per column, which fuses; a scatter is a loop over slots on a TPU.
+    token_ids = jnp.arange(logits.shape[1])[None]
+    never = functools.reduce(jnp.logical_or, (token_ids == ids[:, None] for ids in draw.never.T))
     truncates = (draw.top_p < 1) | (draw.top_k > 0)
     keep = jax.lax.cond(
-        truncates.any(), _kept, lambda logprobs, _: jnp.ones_like(logprobs, bool), logprobs, draw
+        truncates.any(),
+        lambda: _kept(jnp.where(never, -jnp.inf, logprobs), draw),
+        lambda: jnp.ones_like(never),
     )
+    keep &= ~never
     tokens = jnp.argmax(jnp.where(keep, logprobs + jnp.where(greedy, 0, noise), -jnp.inf), axis=1)
     tokens = tokens.astype(jnp.int32)
     return tokens, jnp.take_along_axis(logprobs, tokens[:, None], axis=1)[:, 0]

@@ -96,7 +96,14 @@ def runner_of(settings: Settings, tokenizer):
         max_new_tokens=settings.rollout.max_new_tokens,
         max_request_tokens=settings.server.max_total_tokens,
         max_tokens=settings.learner.row_tokens,
+        never_token_ids=never_token_ids(settings, tokenizer),
     )
+
+
+def never_token_ids(settings: Settings, tokenizer) -> tuple[int, ...]:
+    """The padding token, where it may not be sampled; it may where it ends completions."""
+    ends = tokenizer.pad_id in tokenizer.stop_token_ids
+    return () if ends or settings.rollout.sample_padding else (tokenizer.pad_id,)
 
 
 def vocab_size_of(settings: Settings, tokenizer) -> int:

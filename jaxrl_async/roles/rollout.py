@@ -58,7 +58,7 @@ async def _run(settings: Settings, workdir: pathlib.Path, index: int) -> None:
         max_tokens=rollout.max_new_tokens,
         buffer_tokens=rollout.overlong_buffer_tokens,
     )
-    server = settings.server
+    server, runner = settings.server, parts.runner_of(settings, tokenizer)
     fleet = Fleet(
         suspect_secs=settings.weights.poll_secs,
         clock=time.monotonic,
@@ -85,7 +85,8 @@ async def _run(settings: Settings, workdir: pathlib.Path, index: int) -> None:
                 "max_new_tokens": rollout.max_new_tokens,
                 "temperature": rollout.temperature,
                 "stop_token_ids": list(tokenizer.stop_token_ids),
-            },
+            }
+            | runner.bias,
             run_seed=settings.seed,
             request_timeout_secs=rollout.request_timeout_secs,
             max_retries=rollout.max_retries,
@@ -99,7 +100,7 @@ async def _run(settings: Settings, workdir: pathlib.Path, index: int) -> None:
             fleet=fleet,
             rewards=rewards,
             prompts=prompts,
-            runner=parts.runner_of(settings, tokenizer),
+            runner=runner,
             group_size=rollout.group_size,
             max_running_groups=rollout.max_running_groups,
             drop_equal_rewards=rollout.drop_equal_rewards,

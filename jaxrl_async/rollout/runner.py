@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -10,7 +11,13 @@ from jaxrl_async.rewards.pool import RewardPool
 from jaxrl_async.rollout.context import Context, Generate, Rollout
 from jaxrl_async.rollout.single_turn import single_turn
 from jaxrl_async.tasks.tokenizer import completion_text
-from jaxrl_async.types import Prompt, Trajectory, check_trajectory
+from jaxrl_async.types import (
+    NEVER_BIAS,
+    InvalidTrajectoryError,
+    Prompt,
+    Trajectory,
+    check_trajectory,
+)
 
 ROLLOUTS: dict[str, Rollout] = {"single_turn": single_turn}
 
@@ -42,6 +49,13 @@ class Runner:
     max_new_tokens: int  # sampled tokens of a trajectory, as far as `Context.generate` samples them
     max_request_tokens: int  # tokens that a server takes and samples in one request
     max_tokens: int  # bound on a trajectory's length
+    never_token_ids: tuple[int, ...] = ()  # that no server may sample: padding
+
+    @property
+    def bias(self) -> dict[str, Any]:
+        """The sampling parameter, by SGLang's name, that rules never_token_ids out; {} without any."""
+        ruled_out = {str(token): NEVER_BIAS for token in self.never_token_ids}
+        return {"logit_bias": ruled_out} if ruled_out else {}
 
     async def run(self, prompt: Prompt, generate: Generate, rng: np.random.Generator) -> Trajectory:
         """One sample, not checked yet.
@@ -71,6 +85,12 @@ class Runner:
         check_trajectory(
             trajectory, vocab_size=self.vocab_size, max_tokens=self.max_tokens, judged=False
         )
+        sampled = set(trajectory.tokens[trajectory.mask].tolist())
+        for token in sampled.intersection(self.never_token_ids):
+            raise InvalidTrajectoryError(
+                f"token id {token}, padding, is sampled, which its logit_bias of {NEVER_BIAS:g} rules out: the server "
+                "ignores it, or the rollout function replaced it; rollout.sample_padding=True allows the token"
+            )
 
     async def reward(self, trajectory: Trajectory, prompt: Prompt, pool: RewardPool) -> float:
         """The reward that the rollout function set, or else the pool's, of the text of the sampled tokens.
