@@ -102,6 +102,33 @@ def test_the_reward_of_gsm8k_is_set_from_the_command_line():
     assert args == {"directory": "data/gsm8k", "reward": "math_verify"}
 
 
+def test_all_errors_of_a_config_are_found_at_once_and_nothing_that_follows_from_them():
+    config = config_lib.load_config(f"{QUICKSTART}:smoke").to_dict()
+    config["learner"] |= {"num_minibatches": 0, "row_tokens": -3, "packing": "firstfit"}
+    config["learner"]["learning_rat"] = 1.0
+    config["rollout"] |= {"group_size": "four", "overlong_buffer_tokens": 9}
+    config["loss"]["clip_low"] = 2.0
+    with pytest.raises(SettingsError) as caught:
+        make_settings(config)
+    head, *lines = str(caught.value).splitlines()
+    assert head == "7 errors in the config:"
+    for words in (
+        "unknown config key config.learner.learning_rat, did you mean 'learning_rate'?",
+        "loss: clip_low must be in [0, 1]",
+        "rollout.group_size must be int, got 'four'",
+        "learner.packing must be one of in_order, first_fit, fewest; got 'firstfit'",
+        "learner.num_minibatches must be ≥ 1, got 0",
+        "learner.row_tokens must be ≥ 1, got -3",
+        "rollout.overlong_buffer_tokens must be in [0, rollout.max_new_tokens = 4], got 9",
+    ):
+        assert sum(words in line for line in lines) == 1, words
+
+
+def test_all_unknown_keys_on_the_command_line_are_named():
+    with pytest.raises(config_lib.UsageError, match=r"'num_steps'\?\n.*'queue'"):
+        parse(f"--config={QUICKSTART}", "--config.learner.num_stepz=7", "--config.queu.address=a:1")
+
+
 def test_an_unknown_key_on_the_command_line_is_named_with_the_nearest():
     with pytest.raises(config_lib.UsageError, match=r"config.learner.num_stepz.*'num_steps'"):
         parse(f"--config={QUICKSTART}", "--config.learner.num_stepz=7")
@@ -235,13 +262,16 @@ def test_settings_that_contradict_one_another_are_refused(overrides, message):
         parse(f"--config={QUICKSTART}", *overrides)
 
 
+A, B, C, D = (f"http://localhost:{port}" for port in range(1, 5))
+
+
 @pytest.mark.parametrize(
     ("addresses", "control_addresses", "controls"),
     [
-        (("a", "b"), (), {"a": ("a",), "b": ("b",)}),
-        (("a", "b"), ("c", "d"), {"a": ("c",), "b": ("d",)}),
-        (("router",), ("c", "d"), {"router": ("c", "d")}),
-        (("a",), ("c",), {"a": ("c",)}),
+        ((A, B), (), {A: (A,), B: (B,)}),
+        ((A, B), (C, D), {A: (C,), B: (D,)}),
+        ((A,), (C, D), {A: (C, D)}),  # a router
+        ((A,), (C,), {A: (C,)}),
     ],
 )
 def test_control_addresses_are_pairs_or_stand_behind_a_router(
@@ -304,7 +334,7 @@ def test_on_policy_modes_refuse_staleness(mode):
 
 
 def test_periodic_mode_refuses_updates_inside_the_step():
-    with pytest.raises(SettingsError, match="'periodic' .*learner.num_minibatches .* 1.* 2$"):
+    with pytest.raises(SettingsError, match="'periodic' .*learner.num_minibatches .* 1.* 2\n"):
         parse(f"--config={QUICKSTART}:mode=periodic", "--config.learner.num_minibatches=2")
 
 

@@ -253,7 +253,8 @@ def _split_config(argv: list[str]) -> tuple[str | None, list[str]]:
 
 
 def _check_keys(config: ml_collections.ConfigDict, argv: list[str]) -> None:
-    """Refuses --config.a.b=value without a key a.b; the error names the nearest."""
+    """Refuses every --config.a.b=value without a key a.b; the error names the nearest."""
+    unknown = []
     for word in argv:
         if not word.startswith("--config."):
             continue
@@ -261,8 +262,11 @@ def _check_keys(config: ml_collections.ConfigDict, argv: list[str]) -> None:
         for key in word.partition("=")[0].removeprefix("--config.").split("."):
             known = node.keys() if isinstance(node, ml_collections.ConfigDict) else ()
             if key not in known:
-                raise UsageError(f"unknown config key {path}.{key}{nearest(key, known)}")
+                unknown.append(f"unknown config key {path}.{key}{nearest(key, known)}")
+                break
             node, path = node[key], f"{path}.{key}"
+    if unknown:
+        raise UsageError("\n  ".join(unknown))
 
 
 def _set_nones(config: ml_collections.ConfigDict, argv: list[str]) -> list[str]:

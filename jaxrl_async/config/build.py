@@ -13,7 +13,7 @@ from typing import Any
 
 import ml_collections
 
-from jaxrl_async.config.checks import check, nearest
+from jaxrl_async.config.checks import nearest, problems, refuse
 from jaxrl_async.config.settings import ADDED, RENAMED, Settings, SettingsError
 
 
@@ -55,12 +55,12 @@ def make_settings(config: Mapping[str, Any]) -> Settings:
       config: nested mapping of settings; a missing one has its default.
 
     Raises:
-      SettingsError: an unknown key (with the nearest), a wrong type, a value outside its bound or a contradiction.
+      SettingsError: each unknown key (with the nearest), wrong type, value outside its bound and contradiction.
     """
-    config = _copied(config)
+    config, refused = _copied(config), {}
     rename_keys(config)
-    settings = _build(Settings, config, "")
-    check(settings)
+    settings = _build(Settings, config, "", refused)
+    refuse([*refused.values(), *problems(settings, refused)])
     return settings
 
 
@@ -174,31 +174,40 @@ def _hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
-def _build(cls: type, values: Mapping[str, Any], path: str) -> Any:
-    hints = _hints(cls)
-    for key in values:
+def _build(cls: type, values: Mapping[str, Any], path: str, refused: dict[str, str]) -> Any:
+    """A block of settings. What is refused is added to `refused`, key → sentence, and has its default in the block."""
+    hints, given = _hints(cls), {}
+    for key, value in values.items():
+        where = f"{path}{key}"
         if key not in hints:
-            raise SettingsError(f"unknown config key config.{path}{key}{nearest(key, hints)}")
-    given = {key: _convert(hints[key], value, f"{path}{key}") for key, value in values.items()}
+            refused[where] = f"unknown config key config.{where}{nearest(key, hints)}"
+            continue
+        try:
+            given[key] = _convert(hints[key], value, where, refused)
+        except SettingsError as error:
+            refused[where] = str(error)
     try:
         return cls(**given)
     except ValueError as error:  # Of a block that checks itself.
-        raise SettingsError(f"{path.removesuffix('.')}: {error}") from None
+        refused[path.removesuffix(".")] = f"{path.removesuffix('.')}: {error}"
+        return cls()
 
 
-def _convert(hint: Any, value: Any, path: str) -> Any:
+def _convert(hint: Any, value: Any, path: str, refused: dict[str, str]) -> Any:
     if dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping):
             raise SettingsError(f"config.{path} must be a block of settings, got {value!r}")
-        return _build(hint, value, f"{path}.")
+        return _build(hint, value, f"{path}.", refused)
     if isinstance(hint, types.UnionType):
         kinds = typing.get_args(hint)
         if value is None and type(None) in kinds:
             return None
-        return _convert(type(value) if type(value) in kinds else kinds[0], value, path)
+        kind = type(value) if type(value) in kinds else kinds[0]
+        return _convert(kind, value, path, refused)
     origin = typing.get_origin(hint)
     if origin is tuple and isinstance(value, list | tuple):
-        return tuple(_convert(typing.get_args(hint)[0], item, path) for item in value)
+        kind = typing.get_args(hint)[0]
+        return tuple(_convert(kind, item, path, refused) for item in value)
     if origin is Mapping and isinstance(value, Mapping):
         return dict(value)
     if hint is float and isinstance(value, int) and not isinstance(value, bool):

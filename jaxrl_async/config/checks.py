@@ -4,12 +4,13 @@ Settings that are written in a small language of their own (a delay, a command, 
 here too: reading is their check. The bounds of a loss alone are `loss.LossConfig`'s. Imports no JAX.
 """
 
+import dataclasses
 import difflib
 import math
 import re
 import shlex
 import string
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from jaxrl_async import security
@@ -82,6 +83,8 @@ _ABOVE_ZERO = (
     "learner.max_grad_norm", "weights.push_timeout_secs", "weights.poll_secs",
 )  # fmt: skip
 _BELOW_ONE = ("learner.adam_b1", "learner.adam_b2")  # and at least 0
+_ADDRESS = re.compile(r"https?://(\[[0-9a-fA-F:.]+\]|[^\s/:\[\]]+)(:\d{1,5})?(/\S*)?")
+_DEFAULTS = Settings()
 _MAY_BE_INFINITE = ("learner.max_grad_norm",)
 
 
@@ -89,65 +92,40 @@ def check(s: Settings) -> None:
     """Refuses settings that cannot be run.
 
     Raises:
-      SettingsError: a value outside its bound, or a contradiction.
+      SettingsError: each value outside its bound, and each contradiction.
     """
-    for key, known in _ONE_OF.items():
-        _one_of(key, _value(s, key), known)
-    for block, names in _AT_LEAST_ONE.items():
-        for name in names:
-            _at_least(f"{block}.{name}", _value(s, f"{block}.{name}"), 1)
-    _at_least("weights.keep", s.weights.keep, 2)  # A late server may still read the version before.
-    _check_numbers(s)
-    permit_secs, lease_secs = s.queue.permit_timeout_secs, s.learner.lease_timeout_secs
-    is_older = s.queue.failure_window_secs == ADDED["queue.failure_window_secs"]
-    # A run of before this check keeps what it has.
-    if not is_older and not permit_secs < lease_secs:
-        raise SettingsError(
-            f"queue.permit_timeout_secs = {permit_secs:g} must be < learner.lease_timeout_secs = {lease_secs:g}: the "
-            "learner would give up before the groups of a lost worker are issued again"
-        )
-    for key in ("outage_secs", "failure_window_secs"):
-        if not getattr(s.queue, key) > 0:
-            raise SettingsError(f"queue.{key} must be > 0, got {getattr(s.queue, key):g}")
-    if s.journal.max_bytes and s.journal.keep != "all":
-        raise SettingsError(
-            f"journal.max_bytes = {s.journal.max_bytes} needs journal.keep = 'all', got {s.journal.keep!r}"
-        )
-    if not s.supervisor.stall_secs > 0:
-        raise SettingsError(f"supervisor.stall_secs must be > 0, got {s.supervisor.stall_secs}")
-    if not 0 < s.checkpoint.grace_secs < float("inf"):
-        raise SettingsError(
-            f"checkpoint.grace_secs must be > 0 and finite, got {s.checkpoint.grace_secs}"
-        )
-    keys = (s.queue.token_env, s.server.api_key_env, s.server.admin_api_key_env)
-    for name in s.rollout.reward_environment:
-        if name in keys:
-            raise SettingsError(
-                f"rollout.reward_environment must not name a key's variable, got {name!r}"
-            )
-    lease, push = s.weights.pause_lease_secs, s.weights.push_timeout_secs
-    if lease != 0 and not push < lease <= 86_400:
-        raise SettingsError(
-            f"weights.pause_lease_secs must be 0 or in (weights.push_timeout_secs = {push:g}, 86400], got {lease:g}: "
-            "a push that is within its time must not be ended"
-        )
-    window = s.supervisor.restart_window_secs
-    if not window > 0:
-        raise SettingsError(f"supervisor.restart_window_secs must be > 0, got {window}")
-    _check_queue(s.queue)
-    _check_server(s.server)
-    _check_rollout(s.rollout)
-    _check_loop(s)
-    _check_minibatches(s)
-    _check_shapes(s)
-    _check_attention(s)
-    _check_delay(s)
-    _check_evaluate(s)
-    if (found := in_the_clear(s)) and not s.security.insecure:
-        raise SettingsError(
-            f"{', '.join(found)} would be reached over the network without TLS: set queue.tls_*, and https:// in "
-            "server.addresses, or security.insecure = True on a network that is trusted"
-        )
+    refuse(problems(s))
+
+
+def problems(s: Settings, refused: Iterable[str] = ()) -> list[str]:
+    """A sentence for each value outside its bound, and for each contradiction.
+
+    Args:
+      s: the settings.
+      refused: keys and blocks that are refused already, and have their defaults in `s`.
+
+    Returns:
+      The sentences. Of a value outside its bound the contradictions with others are left out, which follow from it.
+    """
+    bounds = list(_bounds(s))
+    for key, _ in bounds:
+        s = _with_default(s, key)
+    known = [*refused, *(key for key, _ in bounds)]
+    follows = re.compile("|".join(rf"(?<![\w.]){re.escape(key)}(?!\w)" for key in known) or r"(?!)")
+    contradictions = [text for text in _contradictions(s) if not follows.search(text)]
+    return [*(f"{key} {text}" for key, text in bounds), *contradictions]
+
+
+def refuse(found: Sequence[str]) -> None:
+    """Raises the problems of one config together, each on a line of its own.
+
+    Raises:
+      SettingsError: there is one.
+    """
+    if len(found) == 1:
+        raise SettingsError(found[0])
+    if found:
+        raise SettingsError("\n  ".join([f"{len(found)} errors in the config:", *found]))
 
 
 def check_mode(mode: str, *, max_staleness: int, push_every_steps: int, chunk_groups: int) -> None:
@@ -156,7 +134,8 @@ def check_mode(mode: str, *, max_staleness: int, push_every_steps: int, chunk_gr
     Raises:
       SettingsError: settings of another mode, or a run that would deadlock.
     """
-    _one_of("mode", mode, MODES)
+    if text := _not_one_of(mode, MODES):
+        raise SettingsError(f"mode {text}")
     if mode != "async" and (max_staleness, push_every_steps) != (0, 1):
         raise SettingsError(
             f"mode {mode!r} needs queue.max_staleness = 0 and weights.push_every_steps = 1, got "
@@ -295,106 +274,178 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f", did you mean {close[0]!r}?" if close else ""
 
 
-def _check_queue(queue: Queue) -> None:
+def _bounds(s: Settings) -> Iterator[tuple[str, str]]:
+    """(key, "must …") of each setting that is outside its bound, whatever the others are."""
+    for key, known in _ONE_OF.items():
+        if text := _not_one_of(_value(s, key), known):
+            yield key, text
+    for block, names in _AT_LEAST_ONE.items():
+        for name in names:
+            yield from _below(f"{block}.{name}", _value(s, f"{block}.{name}"), 1)
+    yield from _below(
+        "weights.keep", s.weights.keep, 2
+    )  # A late server may still read the version before.
+    for key in (*_AT_LEAST_ZERO, *_ABOVE_ZERO, *_BELOW_ONE):
+        value = _value(s, key)
+        if math.isnan(value) or (math.isinf(value) and key not in _MAY_BE_INFINITE):
+            yield key, f"must be finite, got {value}"
+    for key in _AT_LEAST_ZERO:
+        yield from _below(key, _value(s, key), 0)
+    for key in _ABOVE_ZERO:
+        if (value := _value(s, key)) <= 0:
+            yield key, f"must be > 0, got {value:g}"
+    for key in _BELOW_ONE:
+        if (value := _value(s, key)) < 0 or value >= 1:
+            yield key, f"must be in [0, 1), got {value:g}"
+
+
+def _contradictions(s: Settings) -> Iterator[str]:
+    """A sentence for each, of settings that are within their bounds."""
+    permit_secs, lease_secs = s.queue.permit_timeout_secs, s.learner.lease_timeout_secs
+    is_older = s.queue.failure_window_secs == ADDED["queue.failure_window_secs"]
+    # A run of before this check keeps what it has.
+    if not is_older and not permit_secs < lease_secs:
+        yield (
+            f"queue.permit_timeout_secs = {permit_secs:g} must be < learner.lease_timeout_secs = {lease_secs:g}: the "
+            "learner would give up before the groups of a lost worker are issued again"
+        )
+    for key in ("outage_secs", "failure_window_secs"):
+        if not getattr(s.queue, key) > 0:
+            yield f"queue.{key} must be > 0, got {getattr(s.queue, key):g}"
+    if s.journal.max_bytes and s.journal.keep != "all":
+        yield (
+            f"journal.max_bytes = {s.journal.max_bytes} needs journal.keep = 'all', got {s.journal.keep!r}"
+        )
+    if not s.supervisor.stall_secs > 0:
+        yield f"supervisor.stall_secs must be > 0, got {s.supervisor.stall_secs}"
+    if not 0 < s.checkpoint.grace_secs < float("inf"):
+        yield (f"checkpoint.grace_secs must be > 0 and finite, got {s.checkpoint.grace_secs}")
+    keys = (s.queue.token_env, s.server.api_key_env, s.server.admin_api_key_env)
+    for name in s.rollout.reward_environment:
+        if name in keys:
+            yield (f"rollout.reward_environment must not name a key's variable, got {name!r}")
+    lease, push = s.weights.pause_lease_secs, s.weights.push_timeout_secs
+    if lease != 0 and not push < lease <= 86_400:
+        yield (
+            f"weights.pause_lease_secs must be 0 or in (weights.push_timeout_secs = {push:g}, 86400], got {lease:g}: "
+            "a push that is within its time must not be ended"
+        )
+    window = s.supervisor.restart_window_secs
+    if not window > 0:
+        yield f"supervisor.restart_window_secs must be > 0, got {window}"
+    yield from _check_queue(s.queue)
+    yield from _check_server(s.server)
+    yield from _check_rollout(s.rollout)
+    yield from _check_loop(s)
+    yield from _check_minibatches(s)
+    yield from _check_shapes(s)
+    yield from _check_attention(s)
+    yield from _check_delay(s)
+    yield from _check_evaluate(s)
+    if (found := in_the_clear(s)) and not s.security.insecure:
+        yield (
+            f"{', '.join(found)} would be reached over the network without TLS: set queue.tls_*, and https:// in "
+            "server.addresses, or security.insecure = True on a network that is trusted"
+        )
+
+
+def _check_queue(queue: Queue) -> Iterator[str]:
+    host, _, port = queue.address.rpartition(":")
+    if queue.address and not (host and port.isdecimal() and int(port) < 1 << 16):
+        yield f"queue.address must be host:port, with a port < 65536; got {queue.address!r}"
+        return
     try:
         security.check_listener(
             "the queue", queue.address or "localhost:0", queue.token_env, "queue.token_env"
         )
     except ValueError as error:
-        raise SettingsError(f"queue.address: {error}") from None
+        yield f"queue.address: {error}"
     if len({bool(path) for path in (queue.tls_cert, queue.tls_key, queue.tls_ca)}) > 1:
-        raise SettingsError(
+        yield (
             "queue.tls_cert, queue.tls_key and queue.tls_ca go together, got "
             f"{queue.tls_cert!r}, {queue.tls_key!r} and {queue.tls_ca!r}"
         )
     for reason, budget in queue.budgets.items():
-        _one_of("queue.budgets' reasons", reason, REASONS)
+        if text := _not_one_of(reason, REASONS):
+            yield f"queue.budgets' reasons {text}"
         if type(budget) is not int or budget < 0:
-            raise SettingsError(
-                f"queue.budgets.{reason} must be a whole number ≥ 0, got {budget!r}"
-            )
+            yield (f"queue.budgets.{reason} must be a whole number ≥ 0, got {budget!r}")
 
 
-def _check_server(server: Server) -> None:
+def _check_server(server: Server) -> Iterator[str]:
     num_servers, num_controls = len(server.addresses), len(server.control_addresses)
     if server.discover:
-        discovery_of(server.discover)
+        yield from _raised(discovery_of, server.discover)
     if not server.discover_secs > 0:
-        raise SettingsError(f"server.discover_secs must be > 0, got {server.discover_secs}")
+        yield f"server.discover_secs must be > 0, got {server.discover_secs}"
     if num_servers == 0 and not server.discover and server.num_local < 1:
-        raise SettingsError(
-            f"server.num_local must be ≥ 1 where server.addresses is (), got {server.num_local}"
-        )
+        yield (f"server.num_local must be ≥ 1 where server.addresses is (), got {server.num_local}")
     for name in ("addresses", "control_addresses"):
         if len(set(getattr(server, name))) < len(getattr(server, name)):
-            raise SettingsError(f"server.{name} names a server twice: {getattr(server, name)}")
+            yield f"server.{name} names a server twice: {getattr(server, name)}"
     if num_controls and num_servers not in (1, num_controls):
-        raise SettingsError(
+        yield (
             f"server.control_addresses has {num_controls} entries and server.addresses has {num_servers}: "
             "there must be as many, or one address (a router) in front of them all"
         )
     wanted = num_servers or server.num_started
     if server.speeds and len(server.speeds) != wanted:
-        raise SettingsError(
+        yield (
             f"server.speeds must have one entry for each of {wanted} servers, or none; got {len(server.speeds)}"
         )
     for speed in server.speeds:
         if not 0 < speed < float("inf"):
-            raise SettingsError(f"server.speeds must be > 0 and finite, got {speed}")
+            yield f"server.speeds must be > 0 and finite, got {speed}"
     if not 0 < server.quorum <= 1:
-        raise SettingsError(f"server.quorum must be in (0, 1], got {server.quorum}")
+        yield f"server.quorum must be in (0, 1], got {server.quorum}"
     if bool(server.tls_cert) != bool(server.tls_key):
-        raise SettingsError(
+        yield (
             f"server.tls_cert and server.tls_key go together, got {server.tls_cert!r} and {server.tls_key!r}"
         )
+    for name in ("addresses", "control_addresses"):
+        for address in getattr(server, name):
+            match = _ADDRESS.fullmatch(address)
+            if not match or int((match[2] or ":0")[1:]) >= 1 << 16:
+                yield (
+                    f"server.{name} must be http://HOST:PORT or https://HOST:PORT, with a port < 65536; "
+                    f"got {address!r}"
+                )
     for address in (*server.addresses, *server.control_addresses) if server.tls_cert else ():
         if not address.startswith("https://"):
-            raise SettingsError(
-                f"server.addresses must be https:// with server.tls_cert, got {address}"
-            )
-    for word in command_words(server.command, **dict.fromkeys(COMMAND_FIELDS, "0")):
+            yield (f"server.addresses must be https:// with server.tls_cert, got {address}")
+    yield from _raised(_check_command, server.command)
+
+
+def _check_command(command: str) -> None:
+    for word in command_words(command, **dict.fromkeys(COMMAND_FIELDS, "0")):
         flag = word.partition("=")[0]
         if flag in ("--api-key", "--admin-api-key"):  # config.json and `ps` would show it.
             raise SettingsError(f"server.command gives {flag}: keys stay in the environment")
 
 
-def _check_numbers(s: Settings) -> None:
-    for key in (*_AT_LEAST_ZERO, *_ABOVE_ZERO, *_BELOW_ONE):
-        value = _value(s, key)
-        if math.isnan(value) or (math.isinf(value) and key not in _MAY_BE_INFINITE):
-            raise SettingsError(f"{key} must be finite, got {value}")
-    for key in _AT_LEAST_ZERO:
-        _at_least(key, _value(s, key), 0)
-    for key in _ABOVE_ZERO:
-        if not (value := _value(s, key)) > 0:
-            raise SettingsError(f"{key} must be > 0, got {value:g}")
-    for key in _BELOW_ONE:
-        if not 0 <= (value := _value(s, key)) < 1:
-            raise SettingsError(f"{key} must be in [0, 1), got {value:g}")
-
-
-def _check_rollout(rollout: Rollout) -> None:
+def _check_rollout(rollout: Rollout) -> Iterator[str]:
     if rollout.reward_memory_bytes != 0:
         if rollout.reward_memory_bytes < MIN_MEMORY_BYTES:
-            raise SettingsError(
+            yield (
                 f"rollout.reward_memory_bytes must be 0 or ≥ {MIN_MEMORY_BYTES}, got {rollout.reward_memory_bytes}"
             )
     for name, value in vars(rollout.frictions).items():
         if not 0 <= value <= 1:
-            raise SettingsError(f"rollout.frictions.{name} must be in [0, 1], got {value}")
+            yield f"rollout.frictions.{name} must be in [0, 1], got {value}"
     if rollout.drop_equal_rewards and rollout.group_size < 2:
-        raise SettingsError(
+        yield (
             "rollout.drop_equal_rewards needs rollout.group_size ≥ 2: the rewards of a group of 1 are always equal"
         )
     if not 0 <= rollout.overlong_buffer_tokens <= rollout.max_new_tokens:
-        raise SettingsError(
+        yield (
             f"rollout.overlong_buffer_tokens must be in [0, rollout.max_new_tokens = {rollout.max_new_tokens}], got "
             f"{rollout.overlong_buffer_tokens}"
         )
 
 
-def _check_loop(s: Settings) -> None:
-    check_mode(
+def _check_loop(s: Settings) -> Iterator[str]:
+    yield from _raised(
+        check_mode,
         s.mode,
         max_staleness=s.queue.max_staleness,
         push_every_steps=s.weights.push_every_steps,
@@ -402,48 +453,55 @@ def _check_loop(s: Settings) -> None:
     )
     # Not in check_mode: a plan may have η = 0, as the limit of small bounds.
     if s.mode == "async" and s.queue.max_staleness < 1:
-        raise SettingsError(
+        yield (
             f"mode 'async' needs queue.max_staleness ≥ 1, got {s.queue.max_staleness}; with 0 it is mode 'sync', bit "
             "for bit"
         )
     if s.mode == "periodic" and s.learner.num_minibatches != 1:
-        raise SettingsError(
+        yield (
             "mode 'periodic' accumulates one gradient over the whole step, so learner.num_minibatches must be 1, "
             f"got {s.learner.num_minibatches}"
         )
 
 
-def _check_minibatches(s: Settings) -> None:
+def _check_minibatches(s: Settings) -> Iterator[str]:
     if s.learner.groups_per_step % s.learner.num_minibatches:
-        raise SettingsError(
+        yield (
             f"learner.num_minibatches = {s.learner.num_minibatches} does not divide "
             f"learner.groups_per_step = {s.learner.groups_per_step}"
         )
     try:
         s.loss.check_minibatches(s.learner.num_minibatches)
     except ValueError as error:
-        raise SettingsError(f"loss.{error}") from None
+        yield f"loss.{error}"
     if s.loss.advantage in ("grpo", "rloo") and s.rollout.group_size < 2:
-        raise SettingsError(
+        yield (
             f"loss.advantage {s.loss.advantage!r} needs rollout.group_size ≥ 2, got {s.rollout.group_size}"
         )
 
 
-def _check_shapes(s: Settings) -> None:
+def _check_shapes(s: Settings) -> Iterator[str]:
+    if not s.model.path and s.model.num_heads % s.model.num_kv_heads:
+        yield f"model.num_kv_heads = {s.model.num_kv_heads} does not divide model.num_heads = {s.model.num_heads}"
+    if s.warm_start.num_steps and s.warm_start.num_demonstrations < 1:
+        yield (
+            f"warm_start.num_demonstrations must be ≥ 1 where warm_start.num_steps = {s.warm_start.num_steps}, got "
+            f"{s.warm_start.num_demonstrations}"
+        )
     longest = s.rollout.max_prompt_tokens + s.rollout.max_new_tokens
     for key in ("learner.row_tokens", "server.max_total_tokens"):
         if longest > _value(s, key):
-            raise SettingsError(
+            yield (
                 f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest} exceeds {key} = {_value(s, key)}"
             )
     row_shards = s.learner.data * s.learner.fsdp
     if s.learner.microbatch_rows % row_shards:
-        raise SettingsError(
+        yield (
             f"learner.microbatch_rows = {s.learner.microbatch_rows} must be a multiple of "
             f"learner.data · learner.fsdp = {row_shards}"
         )
     if row_shards % s.learner.num_processes:  # Each has rows of its own.
-        raise SettingsError(
+        yield (
             f"learner.data · learner.fsdp = {row_shards} must be a multiple of "
             f"learner.num_processes = {s.learner.num_processes}"
         )
@@ -451,62 +509,63 @@ def _check_shapes(s: Settings) -> None:
     warm_start = ("warm_start.row_tokens",) if s.warm_start.num_steps else ()
     for key in ("learner.row_tokens", *warm_start):
         if _value(s, key) % context:
-            raise SettingsError(
-                f"{key} = {_value(s, key)} must be a multiple of learner.context = {context}"
-            )
+            yield (f"{key} = {_value(s, key)} must be a multiple of learner.context = {context}")
 
 
-def _check_attention(s: Settings) -> None:
+def _check_attention(s: Settings) -> Iterator[str]:
     kernel, learner = s.learner.attention_kernel, s.learner
     if kernel == "cudnn" and s.model.dtype != "bfloat16":
-        raise SettingsError(
+        yield (
             f"learner.attention_kernel 'cudnn' needs model.dtype = 'bfloat16', got {s.model.dtype!r}"
         )
     if kernel == "cudnn" and learner.context > 1:
-        raise SettingsError(
-            f"learner.attention_kernel 'cudnn' needs learner.context = 1, got {learner.context}"
-        )
+        yield (f"learner.attention_kernel 'cudnn' needs learner.context = 1, got {learner.context}")
     part = learner.row_tokens // learner.context
     if kernel == "splash" and part % 128:
-        raise SettingsError(
+        yield (
             "learner.attention_kernel 'splash' needs learner.row_tokens / learner.context to be a multiple of 128, "
             f"got {part}"
         )
 
 
-def _check_delay(s: Settings) -> None:
+def _check_delay(s: Settings) -> Iterator[str]:
+    if refused := list(_raised(delay_of, s.rollout.delay_steps)):
+        yield from refused
+        return
     max_delay, _ = delay_of(s.rollout.delay_steps)
     if max_delay and s.weights.push_every_steps != 1:
-        raise SettingsError(
+        yield (
             f"rollout.delay_steps = {s.rollout.delay_steps!r} needs weights.push_every_steps = 1, got "
             f"{s.weights.push_every_steps}: the versions in between are never written, so no server could be given one"
         )
     if max_delay and s.mode == "periodic":
-        raise SettingsError(
+        yield (
             f"mode 'periodic' is on-policy, which rollout.delay_steps = {s.rollout.delay_steps!r} is not: use mode "
             "'sync' for the same gradient at that delay"
         )
 
 
-def _check_evaluate(s: Settings) -> None:
+def _check_evaluate(s: Settings) -> Iterator[str]:
     every, timeout = s.evaluate.every_steps, s.evaluate.timeout_secs
-    _at_least("evaluate.every_steps", every, 0)
+    if every < 0:
+        yield f"evaluate.every_steps must be ≥ 0, got {every}"
     if every % s.weights.push_every_steps:  # Servers hold no other version.
-        raise SettingsError(
+        yield (
             f"evaluate.every_steps must be a multiple of weights.push_every_steps = {s.weights.push_every_steps}, "
             f"got {every}"
         )
-    _at_least("evaluate.num_validation", s.evaluate.num_validation, -1)
+    if s.evaluate.num_validation < -1:
+        yield f"evaluate.num_validation must be ≥ -1, got {s.evaluate.num_validation}"
     if every and s.evaluate.num_validation == 0:
-        raise SettingsError(
+        yield (
             f"evaluate.every_steps = {every} chooses the best version, and needs evaluate.num_validation ≥ 1 questions "
             "that do not also score it, got 0; -1 chooses on the test split"
         )
     if not timeout > 0:
-        raise SettingsError(f"evaluate.timeout_secs must be > 0, got {timeout}")
+        yield f"evaluate.timeout_secs must be > 0, got {timeout}"
     # Where there is one server the learner waits for it during an evaluation.
     if every and not timeout < s.learner.lease_timeout_secs:
-        raise SettingsError(
+        yield (
             f"evaluate.timeout_secs must be < learner.lease_timeout_secs = {s.learner.lease_timeout_secs:g}, "
             f"got {timeout:g}"
         )
@@ -518,13 +577,30 @@ def _value(settings: Settings, key: str) -> Any:
     return settings
 
 
-def _at_least(key: str, value: int, bound: int) -> None:
+def _with_default(block: Any, key: str, default: Any = _DEFAULTS) -> Any:
+    """A copy of settings in which a key has its default."""
+    head, _, rest = key.partition(".")
+    value = getattr(default, head)
+    if rest:
+        value = _with_default(getattr(block, head), rest, value)
+    return dataclasses.replace(block, **{head: value})
+
+
+def _raised(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[str]:
+    """The message of the SettingsError that a call raises, if it does."""
+    try:
+        function(*args, **kwargs)
+    except SettingsError as error:
+        yield str(error)
+
+
+def _below(key: str, value: int, bound: int) -> Iterator[tuple[str, str]]:
     if value < bound:
-        raise SettingsError(f"{key} must be ≥ {bound}, got {value}")
+        yield key, f"must be ≥ {bound}, got {value}"
 
 
-def _one_of(key: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise SettingsError(
-            f"{key} must be one of {', '.join(known)}; got {value!r}{nearest(value, known)}"
-        )
+def _not_one_of(value: str, known: tuple[str, ...]) -> str:
+    """ "must be …" where a value is none of the known ones, else ""."""
+    if value in known:
+        return ""
+    return f"must be one of {', '.join(known)}; got {value!r}{nearest(value, known)}"
