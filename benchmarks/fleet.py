@@ -32,6 +32,7 @@ from jaxrl_async.queue import service
 from jaxrl_async.queue.admission import Admission
 from jaxrl_async.queue.client import LearnerQueue, QueueClient
 from jaxrl_async.queue.journal import Journal
+from jaxrl_async.rewards.pool import Judgement
 from jaxrl_async.rollout.runner import Runner
 from jaxrl_async.rollout.sampler import Sampler
 from jaxrl_async.rollout.single_turn import single_turn
@@ -225,8 +226,8 @@ class Prompts:
 
 
 class Rewards:
-    async def score(self, text, answer):
-        return float(len(text) % 2)
+    async def judge(self, text, answer, seen):
+        return Judgement(float(len(text) % 2))
 
 
 def run_workers(pipe, queue: str, names: list[str], args: argparse.Namespace) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 METRICS: dict[str, str] = {
     "reward/mean": "mean reward of the step's trajectories",
     "reward/std": "standard deviation of the step's rewards",
+    "component/": "mean of a named component of the reward, over the step's trajectories that have it",
     "loss/policy": "loss of the step, with its penalty, mean over its minibatches",
     "policy/entropy": "nats per token, at the sampling temperature",
     "policy/ratio": "mean of π_θ/π_prox",

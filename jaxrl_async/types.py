@@ -13,10 +13,15 @@ Imports no JAX, no protobuf, no tokenizers.
 import dataclasses
 import math
 import numbers
+import re
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
 NEVER_BIAS = -100.0  # Logit bias of a token that a server never samples.
+MAX_COMPONENTS = 16  # of a reward
+_COMPONENT = re.compile("[a-z][a-z0-9_]{0,39}")
 NOT_SAMPLED = -1  # The version of a token that no policy sampled: prompt, tool output, padding.
 
 
@@ -28,6 +33,7 @@ class Prompt:
     tokens: np.ndarray  # int32 [P], P ≥ 1
     text: str
     answer: str  # gold answer
+    metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of its example
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +50,8 @@ class Trajectory:
     prompt_length: int  # P, 1 ≤ P ≤ T; tokens[:P] is the prompt
     reward: float | None = None  # None until it is judged; a rollout function may set it
     finish_reason: str = "stop"  # "stop" (a stop token) | "length" (the token budget)
+    # of its reward, which is not their sum: name → value, each a metric of its own
+    components: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -151,6 +159,20 @@ def check_trajectory(
         _refuse(f"reward must be finite, got {t.reward!r:.80}")
     if t.finish_reason not in ("stop", "length"):
         _refuse(f"finish_reason must be 'stop' or 'length', got {t.finish_reason!r:.80}")
+    if problem := component_problem(t.components):
+        _refuse(problem)
+
+
+def component_problem(components: Mapping[str, float]) -> str:
+    """What is wrong with the named components of a reward; "" for nothing."""
+    if len(components) > MAX_COMPONENTS:
+        return f"a reward has at most {MAX_COMPONENTS} components, got {len(components)}"
+    for name, value in components.items():
+        if not isinstance(name, str) or not _COMPONENT.fullmatch(name):
+            return f"the name of a reward's component must match {_COMPONENT.pattern}, got {name!r:.80}"
+        if not _is_finite(value):
+            return f"component {name!r} of a reward must be finite, got {value!r:.80}"
+    return ""
 
 
 _DTYPES = {

@@ -116,6 +116,7 @@ def test_the_example_of_a_config_is_one():
 
 def test_the_example_of_a_task_is_one(tmp_path, monkeypatch):
     source, _ = blocks(ROOT / "docs" / "extending.md", "python")
+    assert source == (ROOT / "tests" / "fixtures" / "my_task.py").read_text("utf-8")
     (tmp_path / "my_task.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "my_task", raising=False)  # from another test
@@ -134,7 +135,9 @@ def test_the_example_of_a_task_trains(tmp_path):
     (tmp_path / "my_task.py").write_text(blocks(page, "python")[0])
     found = {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
     call(f"{command.strip()} --workdir={tmp_path / 'run'}", **found)
-    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2]
+    rows = read_metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(0 <= row["component/ended"] <= 1 and "component/short" in row for row in rows)
     with pytest.raises(AssertionError, match=r"num_test.*task\.args.*forget_carry"):
         call(
             re.sub(r"--config.task.args=.*", f"--workdir={tmp_path / 'no'}", command.strip()),

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import time
+import types
 
 import numpy as np
 import pytest
@@ -11,12 +13,13 @@ from fixtures import sums
 from fixtures.calculator import calculator
 from fixtures.fake_sglang import FakeServer
 
-from jaxrl_async.config.settings import Evaluate
+from jaxrl_async.config.settings import Evaluate, Settings
 from jaxrl_async.evaluation.evaluator import Evaluator
 from jaxrl_async.evaluation.score import EvaluationError
 from jaxrl_async.inference.engine import UnavailableError
 from jaxrl_async.queue.records import Permit, ServerRecord
 from jaxrl_async.rewards.pool import RewardPool
+from jaxrl_async.roles import parts
 from jaxrl_async.rollout.runner import Runner
 from jaxrl_async.rollout.sampler import Sampler
 from jaxrl_async.rollout.single_turn import single_turn
@@ -161,6 +164,14 @@ def test_training_and_both_evaluators_run_one_rollout_function(function, server,
     of_a_checkpoint = scored(runner, sums.Engine())
     assert while_training.items() > of_a_checkpoint.items() and of_a_checkpoint["greedy"] == 0.5
     assert of_a_checkpoint["pass@1"] == of_a_checkpoint["pass@2"] == 0.5
+
+
+def test_a_task_may_say_what_is_right():
+    runner = dataclasses.replace(runner_of(single_turn), right=0.0)
+    assert scored(runner, sums.Engine())["greedy"] == 1.0
+    assert parts.runner_of(Settings(), sums.TOKENIZER, task=object()).right == 1.0
+    least = types.SimpleNamespace(right=0.25)
+    assert parts.runner_of(Settings(), sums.TOKENIZER, least).right == 0.25
 
 
 def test_without_the_rollout_function_every_answer_would_be_wrong(server):

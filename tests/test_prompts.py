@@ -187,3 +187,22 @@ def test_the_rooms_are_imported_without_jax():
         print(sorted({"jax", "flax", "torch", "orbax", "grain"} & set(sys.modules)))
     """
     assert run_python(script) == "[]"
+
+
+def test_the_metadata_of_an_example_is_its_prompts():
+    class Task:
+        def __init__(self, metadata):
+            self.metadata = metadata
+
+        def examples(self, split):
+            return [Example("12", "3", metadata=self.metadata), Example("1", "2")]
+
+    def made(metadata):
+        return prompts.test_prompts(Task(metadata), CharTokenizer("123"), max_prompt_tokens=8)
+
+    assert [p.metadata for p in made({"level": 2, "topics": ["sums"]})] == [
+        {"level": 2, "topics": ["sums"]},
+        {},
+    ]
+    with pytest.raises(ValueError, match="metadata of the example '12' is no JSON: .* set"):
+        made({"level": {1}})

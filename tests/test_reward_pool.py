@@ -1,6 +1,7 @@
 """The reward pool: what a reward does costs its own call only, within its bounds, and nothing outlives the pool."""
 
 import asyncio
+import re
 import signal
 import subprocess
 import sys
@@ -10,7 +11,13 @@ import time
 import psutil
 import pytest
 
-from jaxrl_async.rewards.pool import ENVIRONMENT, RewardError, RewardPool, RewardTimeoutError
+from jaxrl_async.rewards.pool import (
+    ENVIRONMENT,
+    Judgement,
+    RewardError,
+    RewardPool,
+    RewardTimeoutError,
+)
 
 SHORT_SECS = 1.0  # for calls that hang; the others may be slow on a busy machine
 LONG_SECS = 60.0
@@ -446,12 +453,12 @@ async def test_a_process_that_hangs_ends_itself_when_its_parent_is_gone(tmp_path
     # Without a parent there is nobody to kill it and no end of stdin that it would see.
     ended = subprocess.run(
         [sys.executable, "-m", "jaxrl_async.rewards.process", "made_up:reward", "0.3", "0"],
-        input=b'[["length ab", ""], ["stuck", ""]]\n',
+        input=b'[["length ab", "", {}], ["stuck", "", {}]]\n',
         env={"PYTHONPATH": ":".join([str(tmp_path), *filter(None, sys.path)])},
         capture_output=True,
         timeout=60,
     )
-    assert ended.stdout == b'""\n2.0\n'
+    assert ended.stdout == b"[]\n2.0\n"
     assert ended.returncode == -signal.SIGALRM
 
 
@@ -465,3 +472,72 @@ async def test_a_reward_sees_no_variable_but_the_listed_ones(monkeypatch):
     assert {"PATH", "PYTHONPATH", "JUDGE_URL"} <= names
     assert all(name == "JUDGE_URL" or ENVIRONMENT.fullmatch(name) for name in names), names
     assert "JAXRL_QUEUE_TOKEN" not in names
+
+
+SEEING = """
+import dataclasses
+
+def all_of_it(completion, answer, *, metadata, prompt, finish_reason, raw_completion="", more=None):
+    return {"reward": 1, "seen": prompt == "1+1=" and finish_reason == "length" and metadata["hard"]
+            and raw_completion == "2<eos>"}
+
+@dataclasses.dataclass
+class Parts:
+    reward: float
+    words: int
+
+def parts(completion, answer):
+    return Parts(0.5, len(completion.split()))
+
+def no_reward(completion, answer):
+    return {"words": 2}
+
+def bad(completion, answer):
+    return {"reward": 1.0, "words": float("nan")}
+
+def long(completion, answer):
+    return {"reward": 1.0, "A word": 2.0}
+
+def greedy(completion, answer, tokens):
+    return 1.0
+"""
+SEEN = {
+    "prompt": "1+1=",
+    "finish_reason": "length",
+    "metadata": {"hard": True},
+    "raw_completion": "2<eos>",
+}
+
+
+async def test_a_reward_gets_what_it_names_and_returns_components(tmp_path):
+    (tmp_path / "seeing.py").write_text(SEEING)
+    async with make_pool(reward="seeing:all_of_it") as pool:
+        assert await pool.judge("2", "2", SEEN) == Judgement(1.0, {"seen": 1.0})
+        missing = await failure_of(pool.judge("2", "2", {}))
+        assert "missing" in str(missing)
+        assert await pool.score_many([]) == []
+    async with make_pool(reward="seeing:parts") as pool:
+        assert await pool.judge("a b c", "", SEEN) == Judgement(0.5, {"words": 3.0})
+        assert await pool.score("a b c", "") == 0.5
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ("no_reward", "returned {'words': 2}, without a 'reward'"),
+        ("bad", "component 'words' returned nan, not a finite number"),
+        ("long", r"component must match .*, got 'A word'"),
+    ],
+)
+async def test_components_that_are_none_fail_the_call_and_name_the_fault(tmp_path, reward, message):
+    (tmp_path / "seeing.py").write_text(SEEING)
+    async with make_pool(reward=f"seeing:{reward}") as pool:
+        error = await failure_of(pool.judge("a", "b", SEEN))
+    assert re.search(message, str(error)) and error.place
+
+
+async def test_a_reward_that_asks_for_what_there_is_not_does_not_start(tmp_path):
+    (tmp_path / "seeing.py").write_text(SEEING)
+    with pytest.raises(RewardError, match=r"raw_completion what it names: missing .* 'tokens'"):
+        async with make_pool(reward="seeing:greedy"):
+            pass

@@ -19,7 +19,7 @@ from jaxrl_async.queue import service as queue_service
 from jaxrl_async.queue.admission import Admission
 from jaxrl_async.queue.client import LearnerQueue, QueueClient
 from jaxrl_async.queue.records import Permit, ServerRecord
-from jaxrl_async.rewards.pool import RewardError, RewardPool, RewardTimeoutError
+from jaxrl_async.rewards.pool import Judgement, RewardError, RewardPool, RewardTimeoutError
 from jaxrl_async.rollout import sampler as sampler_module
 from jaxrl_async.rollout.context import RolloutError, Row, rng_of
 from jaxrl_async.rollout.failures import UserCodeError
@@ -562,11 +562,13 @@ class FakeRewards:
         self.texts = []
         self.error = None
 
-    async def score(self, text, answer):
+    async def judge(self, text, answer, seen):
         self.texts.append((text, answer))
         if self.error is not None and len(self.texts) == 2:
             raise self.error
-        return float(len(text.split()))
+        return Judgement(
+            float(len(text.split())), {"words": float(len(seen["raw_completion"].split()))}
+        )
 
 
 @pytest.fixture
@@ -649,6 +651,7 @@ async def test_a_permit_becomes_a_whole_rewarded_group(make_worker, queue, rewar
     (group,) = queue.submitted
     assert (group.prompt_index, group.attempt, len(group.trajectories)) == (0, 0, 4)
     assert group.rewards.tolist() == [5.0] * 4 and queue.returned == []
+    assert [t.components for t in group.trajectories] == [{"words": 5.0}] * 4
     for sample, row in enumerate(group.trajectories):
         seed = request_seed(1, Permit(0, 0), sample)
         assert row.completion.tolist() == [token(seed, 3 + i) for i in range(5)]
@@ -1110,10 +1113,10 @@ async def test_whom_a_friction_strikes_follows_from_seed_index_sample_and_attemp
 class UnequalRewards(FakeRewards):
     """Scores the answers to prompts 1, 3, 5, … with 0.25, 0.5, …, and the others with 0.25."""
 
-    async def score(self, text, answer):
+    async def judge(self, text, answer, seen):
         self.texts.append((text, answer))
         odd = int(answer.removeprefix("gold ")) % 2
-        return 0.25 * sum(a == answer for _, a in self.texts) if odd else 0.25
+        return Judgement(0.25 * sum(a == answer for _, a in self.texts) if odd else 0.25)
 
 
 async def test_groups_of_equal_rewards_are_dropped_for_the_next_index(make_worker, queue, caplog):

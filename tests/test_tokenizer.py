@@ -21,6 +21,7 @@ def test_characters_are_numbered_after_padding_and_end():
     assert (tokenizer.vocab_size, tokenizer.pad_id, tokenizer.eos_id) == (14, 0, 1)
     assert tokenizer.stop_token_ids == (1,)
     assert tokenizer.decode([10, 7, 1, 0]) == "85"
+    assert tokenizer.decode([10, 7, 1, 0], special=True) == "85<eos><pad>"
 
 
 @given(st.text(alphabet=ALPHABET))
@@ -60,6 +61,8 @@ def test_a_trained_encoding_keeps_to_its_bound_and_learns_words(bpe):
     assert (bpe.pad_id, bpe.eos_id, bpe.stop_token_ids) == (0, 1, (1,))
     assert len(bpe.encode("Ada has pens")) < len("Ada has pens")
     assert bpe.decode([*bpe.encode("46"), bpe.eos_id, bpe.pad_id]) == "46"
+    ids = [*bpe.encode("46"), bpe.eos_id, bpe.pad_id]
+    assert bpe.decode(ids, special=True) == "46<eos><pad>"
 
 
 def test_the_text_of_a_special_token_is_that_token(bpe):

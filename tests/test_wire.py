@@ -66,6 +66,15 @@ def test_a_group_is_decoded_as_it_was_encoded():
     assert_same(check(pb.Group.FromString(sent)), group())
 
 
+def test_components_of_rewards_are_decoded_as_they_were_encoded_also_in_an_outline():
+    parts = ({"short": 1.0, "words": 2.0}, {"words": 3.0})
+    rows = [dataclasses.replace(trajectory(), components=part) for part in parts]
+    message = wire.encode_group(Group(5, 0, tuple(rows)))
+    decoded = (check(message), wire.decode_outline(wire.encode_outline(message)))
+    for found in decoded:
+        assert tuple(t.components for t in found.trajectories) == parts
+
+
 def test_arrays_are_views_of_the_message():
     decoded = wire.decode_group(wire.encode_group(group()))
     for row in decoded.trajectories:
@@ -108,6 +117,9 @@ FLOATS = np.array([0, 0, -1, np.nan, -1, 0, 0, -1], "<f4").tobytes()
         (changed(mask=bytes([0, 0, 1, 1, 1, 0, 0, 2])), "mask .*2.* 1"),
         (changed(lengths=[5, 2**32 - 1]), "tokens has 32 bytes.*4294967300"),
         (changed(rewards=[1.0]), "rewards has 1 .*lengths has 2"),
+        (changed(component_names=["a"], components=[1.0]), "components has 1 .* need 2"),
+        (changed(component_names=["A b"], components=[1.0, 2.0]), "component must match .*'A b'"),
+        (changed(component_names=["a"], components=[1.0, float("inf")]), "component 'a' .*inf"),
         (changed(prompt_lengths=[2]), "prompt_lengths has 1 .*lengths has 2"),
         (changed(finish_reasons=[]), "finish_reasons has 0 .*lengths has 2"),
         (changed(finish_reasons=["stop", "dunno"]), "trajectory 1.*finish_reason.*'dunno'"),

@@ -14,8 +14,6 @@ from jaxrl_async.rollout.runner import Runner
 from jaxrl_async.servers.client import ServerError
 from jaxrl_async.types import Prompt
 
-RIGHT = 1.0  # the least reward of a right answer; partial credit is not right
-
 log = logging.getLogger(__name__)
 
 
@@ -58,7 +56,7 @@ async def score(
         try:
             trajectory = await runner.run(prompt, generate_of(number, sample), rng)
             runner.check(trajectory)
-            return await runner.reward(trajectory, prompt, pool) >= RIGHT
+            return (await runner.judge(trajectory, prompt, pool)).reward >= runner.right
         except (EvaluationError, ServerError):
             raise
         except Exception as error:  # The rollout function's own, an invalid trajectory, a reward.

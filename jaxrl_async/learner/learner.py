@@ -341,6 +341,13 @@ def _step_metrics(
         # Of all learner processes; `batches` are only those of this one.
         "tokens": sum(minibatch["tokens"] for minibatch in minibatches),
     }
+    names = sorted({name for t in trajectories for name in t.components})
+    metrics |= {
+        f"component/{name}": np.mean(
+            [t.components[name] for t in trajectories if name in t.components]
+        )
+        for name in names
+    }
     shared = [n for n in minibatches[0] if n != "tokens" and not n.startswith("mismatch/")]
     metrics |= {name: _over_minibatches(name, minibatches) for name in shared}
     return metrics | _mismatch(minibatches[0])

@@ -40,12 +40,15 @@ MAX_COUNT = 2**53
 def encode_group(group: Group) -> pb.Group:
     """Encodes a group."""
     rows = group.trajectories
+    names = sorted({name for t in rows for name in t.components})
     return pb.Group(
         permit=encode_permit(Permit(group.prompt_index, group.attempt)),
         lengths=[len(t) for t in rows],
         prompt_lengths=[t.prompt_length for t in rows],
         rewards=[t.reward for t in rows],
         finish_reasons=[t.finish_reason for t in rows],
+        component_names=names,
+        components=[t.components.get(name, math.nan) for t in rows for name in names],
         **{name: _to_bytes([getattr(t, name) for t in rows], dtype) for name, dtype in _ARRAYS},
     )
 
@@ -61,14 +64,24 @@ def decode_group(message: pb.Group) -> Group:
         if len(getattr(message, name)) != len(lengths):
             _refuse(f"{name} has {len(getattr(message, name))} entries, lengths has {len(lengths)}")
     arrays = {name: _from_bytes(message, name, dtype, lengths) for name, dtype in _ARRAYS}
-    fields = zip(message.prompt_lengths, message.rewards, message.finish_reasons, strict=True)
+    fields = zip(
+        message.prompt_lengths,
+        message.rewards,
+        message.finish_reasons,
+        _components(message),
+        strict=True,
+    )
     trajectories, start = [], 0
-    for length, (prompt_length, reward, finish_reason) in zip(lengths, fields, strict=True):
+    for length, (prompt_length, reward, finish_reason, parts) in zip(lengths, fields, strict=True):
         row = {name: array[start : start + length] for name, array in arrays.items()}
         start += length
         trajectories.append(
             Trajectory(
-                **row, prompt_length=prompt_length, reward=reward, finish_reason=finish_reason
+                **row,
+                prompt_length=prompt_length,
+                reward=reward,
+                finish_reason=finish_reason,
+                components=parts,
             )
         )
     return Group(message.permit.prompt_index, message.permit.attempt, tuple(trajectories))
@@ -85,7 +98,7 @@ def decode_outline(message: pb.Group) -> Group:
 
     The arrays are broadcast, and take no memory.
     """
-    rows = []
+    rows, components = [], _components(message)
     for i, length in enumerate(message.lengths):
         row = {name: np.broadcast_to(np.zeros((), dtype), length) for name, dtype in _ARRAYS}
         row["mask"] = row["mask"].view(np.bool_)
@@ -96,6 +109,7 @@ def decode_outline(message: pb.Group) -> Group:
                 prompt_length=message.prompt_lengths[i],
                 reward=message.rewards[i],
                 finish_reason=message.finish_reasons[i],
+                components=components[i],
             )
         )
     return Group(message.permit.prompt_index, message.permit.attempt, tuple(rows))
@@ -151,6 +165,15 @@ def check_outline(message: pb.Group, *, group_size: int, max_tokens: int) -> Non
             _refuse(f"{where}, trajectory {number}: length {length} is outside [1, {max_tokens}]")
     for reason in message.finish_reasons:
         _check_text("finish_reason", reason, MAX_NAME_CHARS)
+    names, values = message.component_names, message.components
+    problem = types.component_problem(dict.fromkeys(names, 0.0))
+    if len(set(names)) < len(names):
+        problem = f"component_names {list(names)} has a name twice"
+    if any(map(math.isinf, values)):
+        problem = "a component of a reward is infinite"
+    if problem:
+        _refuse(f"{where}: {problem}")
+    _components(message)
 
 
 def check_return(message: pb.ReturnRequest) -> None:
@@ -381,6 +404,22 @@ def _is_sound(message: pb.Group, vocab_size: int) -> bool:
         and not logprobs[~mask].any()
         and _prompts_agree(tokens, mask, lengths, prompts[0])
     )
+
+
+def _components(message: pb.Group) -> list[dict[str, float]]:
+    """The components of each trajectory's reward."""
+    names, values, num = message.component_names, message.components, len(message.lengths)
+    if len(values) != len(names) * num:
+        _refuse(
+            f"components has {len(values)} entries, {len(names)} names of {num} trajectories need {len(names) * num}"
+        )
+    if not names:
+        return [{} for _ in range(num)]
+    rows = (values[i : i + len(names)] for i in range(0, len(values), len(names)))
+    return [
+        {name: value for name, value in zip(names, row, strict=True) if not math.isnan(value)}
+        for row in rows
+    ]
 
 
 def _prompts_agree(

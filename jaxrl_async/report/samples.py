@@ -1,6 +1,7 @@
 """Sample completions from a run's journal: the first, the last, the best, the worst and the longest."""
 
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -62,7 +63,8 @@ def samples(workdir: pathlib.Path, config: Mapping[str, Any]) -> list[Sample]:
             chosen = _choose(_trained(reader))
         finally:
             reader.close()
-        decode = load_tokenizer(_tokenizer_path(workdir, config)).decode
+        tokenizer = load_tokenizer(_tokenizer_path(workdir, config))
+        decode = functools.partial(tokenizer.decode, special=True)
         return [_sample(what, found, decode) for what, found in _merged(chosen)]
     except (JournalError, OSError, ValueError) as error:
         raise NoSamplesError(str(error)) from error

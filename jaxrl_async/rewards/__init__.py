@@ -1,15 +1,29 @@
-"""Rewards: functions of the text of a completion and a gold answer, by name."""
+"""Rewards: functions of the text of a completion and a gold answer, by name.
+
+A reward may ask for more of a sample, by the names of parameters (SEEN), and may return named components beside its
+number: a dict, or an instance of a dataclass, that has a "reward".
+"""
 
 import difflib
 import functools
 import importlib
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxrl_async.rewards.math import exact, last_number
 from jaxrl_async.rewards.positions import positions
 
-Reward = Callable[[str, str], float]  # (completion, gold answer) → reward
+# (completion, gold answer, and of SEEN what it names) → reward, or {"reward": reward, component: value, …}
+Reward = Callable[..., Any]
+
+# What a reward may ask for, besides the completion and the gold answer.
+SEEN = {
+    "prompt": "the example's text",
+    "finish_reason": '"stop" or "length"',
+    "metadata": "the example's",
+    "raw_completion": "the text of all sampled tokens, with the names of special ones",
+}
 
 # "module:function" where the module needs an extra: it is imported on use.
 REWARDS: dict[str, Reward | str] = {
@@ -66,6 +80,29 @@ def reward_function(name: str) -> Reward:
       ValueError: neither; names the nearest known reward.
     """
     return find("reward", name, REWARDS)
+
+
+def names_seen(reward: Reward) -> list[str]:
+    """The names of SEEN that a reward asks for: its parameters after the first two.
+
+    Raises:
+      ValueError: it does not take two arguments, or has another parameter without a default.
+    """
+    try:
+        signature = inspect.signature(reward)
+    except (TypeError, ValueError):  # a function of C without one
+        return []
+    parameters = list(signature.parameters.values())
+    ordinary = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    seen = [p.name for p in parameters[2:] if p.kind in ordinary and p.name in SEEN]
+    try:
+        signature.bind("", "", **dict.fromkeys(seen))
+    except TypeError as error:
+        raise ValueError(
+            f"it takes {signature}, and is called with a completion, an answer and of {', '.join(SEEN)} what it "
+            f"names: {error}"
+        ) from None
+    return seen
 
 
 def find(what: str, name: str, table: Mapping[str, Any]) -> Any:

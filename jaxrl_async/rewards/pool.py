@@ -15,7 +15,11 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from jaxrl_async.types import component_problem
 
 START_TIMEOUT_SECS = 30.0
 CLOSE_TIMEOUT_SECS = 5.0
@@ -41,6 +45,15 @@ class RewardError(Exception):
         super().__init__(message)
         self.place = place
         self.traceback = traceback
+
+
+@dataclasses.dataclass(frozen=True)
+class Judgement:
+    """What a reward said of one completion."""
+
+    reward: float  # finite
+    # name → value, each finite
+    components: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 class RewardTimeoutError(RewardError):
@@ -92,6 +105,7 @@ class RewardPool:
         self._arrived = asyncio.Event()
         self._tasks: list[asyncio.Task] = []
         self._processes: set[asyncio.subprocess.Process] = set()  # alive
+        self._asks_for: list[str] = []  # of rewards.SEEN
         # Why the pool takes no calls; None when it does.
         self._refusal: str | None = "is not started"
 
@@ -151,7 +165,20 @@ class RewardPool:
           RewardError: the reward raised, crashed, took more than memory_bytes or returned no finite number; or the pool
             is not started, or closed, or lost its processes.
         """
-        return await self._submit(completion, answer)
+        return (await self._submit(completion, answer)).reward
+
+    async def judge(self, completion: str, answer: str, seen: Mapping[str, Any]) -> Judgement:
+        """The reward of one completion, with its components.
+
+        Args:
+          completion: as of `score`.
+          answer: the gold answer.
+          seen: a value of JSON for each name of rewards.SEEN; the reward gets those that it asks for.
+
+        Raises:
+          RewardTimeoutError, RewardError: as of `score`; or the reward asks for a name that is not there.
+        """
+        return await self._submit(completion, answer, seen)
 
     async def score_many(self, calls: Sequence[tuple[str, str]]) -> list[float]:
         """The rewards of (completion, answer) pairs, in order, when all are done.
@@ -164,12 +191,15 @@ class RewardPool:
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
-        return outcomes
+        return [outcome.reward for outcome in outcomes]
 
-    def _submit(self, completion: str, answer: str) -> asyncio.Future[float]:
+    def _submit(
+        self, completion: str, answer: str, seen: Mapping[str, Any] = MappingProxyType({})
+    ) -> asyncio.Future[Judgement]:
         if self._refusal is not None:
             raise RewardError(f"the pool of reward {self._reward!r} {self._refusal}")
-        call = _Call(completion, answer, asyncio.get_running_loop().create_future())
+        asked = {name: seen[name] for name in self._asks_for if name in seen}
+        call = _Call(completion, answer, asked, asyncio.get_running_loop().create_future())
         self._waiting.append(call)
         self._arrived.set()
         return call.outcome
@@ -214,7 +244,7 @@ class RewardPool:
             self._waiting.extendleft(reversed(calls))
         return True
 
-    async def _read(self, process) -> float | RewardError:
+    async def _read(self, process) -> Judgement | RewardError:
         """The outcome of the call that the process runs."""
         for secs in (self._timeout_secs, LATE_SECS):
             with contextlib.suppress(TimeoutError):
@@ -235,13 +265,19 @@ class RewardPool:
             bound = f"took more than {self._memory_bytes} bytes of memory"
             message = bound if self._memory_bytes else "ran out of memory"
             raise _LostError(RewardError(f"reward {self._reward!r} {message}"))
-        if isinstance(outcome, dict):
+        if isinstance(outcome, float | int):
+            return Judgement(outcome)
+        if "error" in outcome:
             return RewardError(
                 f"reward {self._reward!r}: {outcome['error']}",
                 place=outcome["place"],
                 traceback=outcome["traceback"],
             )
-        return outcome
+        if problem := component_problem(outcome["components"]):
+            return RewardError(
+                f"reward {self._reward!r}: {problem}", place="the components of a reward"
+            )
+        return Judgement(**outcome)
 
     async def _start_process(self) -> asyncio.subprocess.Process:
         # -P and this path: the process finds the same modules as this one, in the same order.
@@ -267,8 +303,9 @@ class RewardPool:
             reason = f"no answer for {START_TIMEOUT_SECS:g} s"
         else:
             reason = json.loads(line) if line else f"it ended ({await _exit_of(process)})"
-        if reason:
+        if isinstance(reason, str):
             raise RewardError(f"reward process did not start: {reason}")
+        self._asks_for = reason
         return process
 
     async def _end_all(self) -> None:
@@ -296,9 +333,10 @@ class RewardPool:
 class _Call:
     completion: str
     answer: str
+    seen: dict[str, Any]
     outcome: asyncio.Future
 
-    def end(self, outcome: float | RewardError) -> None:
+    def end(self, outcome: Judgement | RewardError) -> None:
         if self.outcome.done():  # Its caller was cancelled.
             return
         if isinstance(outcome, RewardError):
@@ -308,7 +346,8 @@ class _Call:
 
 
 def _message(calls: "collections.deque[_Call]") -> bytes:
-    return json.dumps([[call.completion, call.answer] for call in calls]).encode() + b"\n"
+    lines = [[call.completion, call.answer, call.seen] for call in calls]
+    return json.dumps(lines).encode() + b"\n"
 
 
 class _LostError(Exception):

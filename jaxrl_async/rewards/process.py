@@ -1,19 +1,22 @@
 """One reward process: reads calls from stdin, writes their outcomes to stdout, as lines of JSON.
 
-    in     [[completion, answer], …]     a batch of calls
+    in     [[completion, answer, {…}], …]  a batch of calls, with what the reward asks for of rewards.SEEN
     out    0.5                           one line per call, as soon as it is known: the reward,
+           {"reward": 0.5, "components": {"length": 3.0}}
+                                         the reward with named components,
            {"error": "ValueError: …", "place": "ValueError at rewards.py:12", "traceback": "…"}
                                          what went wrong in it,
            null                          or out of memory
 
-The first line out is "" when the reward was found, or else a string that says why not. The process ends with its stdin.
-It imports nothing but rewards, so that starting another one is cheap.
+The first line out is the list of what the reward asks for, or else a string that says why not. The process
+ends with its stdin. It imports nothing but rewards, so that starting another one is cheap.
 
 The limit on memory is on address space (RLIMIT_AS), on top of what the process has at its start, after the reward's
 imports: the interpreter and its libraries do not count, what a reward imports while it is called does. A reward that
 catches its MemoryError stays within the limit. A process that the reward starts has the same limit of its own.
 """
 
+import dataclasses
 import json
 import math
 import os
@@ -21,8 +24,10 @@ import resource
 import signal
 import sys
 import traceback
+from collections.abc import Mapping
+from typing import Any
 
-from jaxrl_async.rewards import Reward, reward_function
+from jaxrl_async.rewards import Reward, names_seen, reward_function
 
 MAX_MESSAGE_CHARS = 1000
 MAX_TRACEBACK_CHARS = 3000  # its end
@@ -42,15 +47,16 @@ def main(name: str, max_secs: str, memory_bytes: str) -> None:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     try:
         reward = reward_function(name)
+        seen = names_seen(reward)
         if int(memory_bytes):
             _limit_memory(int(memory_bytes))
     except (ValueError, OSError) as error:
         return _write(outcomes, str(error))
-    _write(outcomes, "")
+    _write(outcomes, seen)
     for line in calls:
-        for completion, answer in json.loads(line):
+        for completion, answer, seen in json.loads(line):
             signal.setitimer(signal.ITIMER_REAL, float(max_secs))
-            _write(outcomes, _outcome(reward, completion, answer))
+            _write(outcomes, _outcome(reward, completion, answer, seen))
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
@@ -73,9 +79,11 @@ def _limit_memory(more_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def _outcome(reward: Reward, completion: str, answer: str) -> float | dict[str, str] | None:
+def _outcome(
+    reward: Reward, completion: str, answer: str, seen: dict[str, Any]
+) -> float | dict[str, Any] | None:
     try:
-        return _checked(reward(completion, answer))
+        return _judged(reward(completion, answer, **seen))
     except MemoryError:
         return None
     except (
@@ -92,6 +100,25 @@ def _outcome(reward: Reward, completion: str, answer: str) -> float | dict[str, 
         }
 
 
+def _judged(value) -> float | dict[str, Any]:
+    """A reward as a float, or with its components, or the reason why it is none."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = vars(value) if hasattr(value, "__dict__") else dataclasses.asdict(value)
+    if not isinstance(value, Mapping):
+        return _checked(value)
+    if "reward" not in value:
+        error = f"returned {value!r}"[:MAX_MESSAGE_CHARS] + ", without a 'reward'"
+        return {"error": error, "place": "a reward without a 'reward'", "traceback": ""}
+    reward = _checked(value["reward"])
+    if isinstance(reward, dict):
+        return reward
+    components = {str(name): _checked(part) for name, part in value.items() if name != "reward"}
+    for name, part in components.items():
+        if isinstance(part, dict):
+            return part | {"error": f"component {name!r} {part['error']}"[:MAX_MESSAGE_CHARS]}
+    return {"reward": reward, "components": components}
+
+
 def _checked(value) -> float | dict[str, str]:
     """A reward as a float, or the reason why it is none."""
     try:
@@ -104,7 +131,7 @@ def _checked(value) -> float | dict[str, str]:
     return {"error": error, "place": "a reward that is no finite number", "traceback": ""}
 
 
-def _write(outcomes: int, outcome: float | str | dict[str, str] | None) -> None:
+def _write(outcomes: int, outcome: float | str | list[str] | dict[str, Any] | None) -> None:
     # Unbuffered: when the next call hangs or crashes, the pool must know which one did.
     if isinstance(outcome, str):
         outcome = outcome[:MAX_MESSAGE_CHARS]

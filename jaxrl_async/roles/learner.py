@@ -348,7 +348,7 @@ def evaluator_of(settings: Settings, workdir: pathlib.Path):
         prompts[: evaluate.num_prompts],
         settings=evaluate,
         temperature=rollout.temperature,
-        runner=parts.runner_of(settings, tokenizer),
+        runner=parts.runner_of(settings, tokenizer, task),
         pool=functools.partial(parts.reward_pool_of, settings, task.reward),
     )
 

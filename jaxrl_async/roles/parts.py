@@ -79,13 +79,14 @@ def reward_pool_of(settings: Settings, reward: str):
     )
 
 
-def runner_of(settings: Settings, tokenizer):
+def runner_of(settings: Settings, tokenizer, task):
     """The run's rollout function, as training and every evaluation run it.
 
     Raises:
       ValueError: no such function.
     """
     from jaxrl_async.rollout.runner import Runner, rollout_function
+    from jaxrl_async.tasks.task import RIGHT
 
     return Runner(
         rollout_function(settings.rollout.function),
@@ -97,6 +98,8 @@ def runner_of(settings: Settings, tokenizer):
         max_request_tokens=settings.server.max_total_tokens,
         max_tokens=settings.learner.row_tokens,
         never_token_ids=never_token_ids(settings, tokenizer),
+        decode_raw=functools.partial(tokenizer.decode, special=True),
+        right=getattr(task, "right", RIGHT),
     )
 
 

@@ -58,7 +58,7 @@ async def _run(settings: Settings, workdir: pathlib.Path, index: int) -> None:
         max_tokens=rollout.max_new_tokens,
         buffer_tokens=rollout.overlong_buffer_tokens,
     )
-    server, runner = settings.server, parts.runner_of(settings, tokenizer)
+    server, runner = settings.server, parts.runner_of(settings, tokenizer, task)
     fleet = Fleet(
         suspect_secs=settings.weights.poll_secs,
         clock=time.monotonic,

@@ -5,7 +5,8 @@ or an engine in this process.
 """
 
 import hashlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -153,11 +154,14 @@ class Row:
         self._logprobs += [0.0] * len(ids)
         self._versions += [NOT_SAMPLED] * len(ids)
 
-    def trajectory(self, *, reward: float | None = None) -> Trajectory:
+    def trajectory(
+        self, *, reward: float | None = None, components: Mapping[str, float] = MappingProxyType({})
+    ) -> Trajectory:
         """The row as a trajectory.
 
         Args:
-          reward: kept as it is; None leaves it to the task's reward.
+          reward: kept as it is; None leaves it to the task's reward, and its components.
+          components: of that reward, name → value.
         """
         versions = np.array(self._versions, np.int32)
         return Trajectory(
@@ -168,6 +172,7 @@ class Row:
             prompt_length=self._prompt_length,
             reward=reward,
             finish_reason=self._finish_reason,
+            components=dict(components),
         )
 
 

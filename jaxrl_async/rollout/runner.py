@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_async.rewards.pool import RewardPool
+from jaxrl_async.rewards.pool import Judgement, RewardPool
 from jaxrl_async.rollout.context import Context, Generate, Rollout
 from jaxrl_async.rollout.single_turn import single_turn
+from jaxrl_async.tasks.task import RIGHT
 from jaxrl_async.tasks.tokenizer import completion_text
 from jaxrl_async.types import (
     NEVER_BIAS,
@@ -50,6 +51,9 @@ class Runner:
     max_request_tokens: int  # tokens that a server takes and samples in one request
     max_tokens: int  # bound on a trajectory's length
     never_token_ids: tuple[int, ...] = ()  # that no server may sample: padding
+    # token ids → text, with the names of special tokens; None for `decode`
+    decode_raw: Callable[[Sequence[int]], str] | None = None
+    right: float = RIGHT  # the least reward of a right answer, in evaluations
 
     @property
     def bias(self) -> dict[str, Any]:
@@ -92,13 +96,20 @@ class Runner:
                 "ignores it, or the rollout function replaced it; rollout.sample_padding=True allows the token"
             )
 
-    async def reward(self, trajectory: Trajectory, prompt: Prompt, pool: RewardPool) -> float:
+    async def judge(self, trajectory: Trajectory, prompt: Prompt, pool: RewardPool) -> Judgement:
         """The reward that the rollout function set, or else the pool's, of the text of the sampled tokens.
 
         Raises:
           RewardError: as of `RewardPool.score`.
         """
         if trajectory.reward is not None:
-            return float(trajectory.reward)
+            return Judgement(float(trajectory.reward), trajectory.components)
         text = completion_text(trajectory, decode=self.decode, stop_token_ids=self.stop_token_ids)
-        return await pool.score(text, prompt.answer)
+        sampled = trajectory.tokens[trajectory.mask].tolist()
+        seen = {
+            "prompt": prompt.text,
+            "finish_reason": trajectory.finish_reason,
+            "metadata": prompt.metadata,
+            "raw_completion": (self.decode_raw or self.decode)(sampled),
+        }
+        return await pool.judge(text, prompt.answer, seen)

@@ -20,7 +20,7 @@ from jaxrl_async import security
 from jaxrl_async.awake import STOP_SECS, AwakeClock
 from jaxrl_async.queue.client import QueueClient
 from jaxrl_async.queue.records import UP, Permit, Wait
-from jaxrl_async.rewards.pool import RewardError, RewardPool, RewardTimeoutError
+from jaxrl_async.rewards.pool import Judgement, RewardError, RewardPool, RewardTimeoutError
 from jaxrl_async.rollout.context import Generate, RolloutError, rng_of
 from jaxrl_async.rollout.failures import (
     CodeError,
@@ -280,12 +280,12 @@ class Worker:
             cause = CodeError("a trajectory that is invalid", f"InvalidTrajectoryError: {error}")
             raise RolloutError("invalid", str(error), cause) from error
         self._enter(permit, sample, SCORING)
-        reward = await self._reward(trajectory, prompt)
+        judgement = await self._judge(trajectory, prompt)
         self._first_failures.judged()
-        reward += self._overlong(trajectory.num_sampled)
+        reward = judgement.reward + self._overlong(trajectory.num_sampled)
         if self._frictions is not None:
             reward = self._frictions.of_reward(reward, rng)
-        return dataclasses.replace(trajectory, reward=reward)
+        return dataclasses.replace(trajectory, reward=reward, components=judgement.components)
 
     async def _run_function(self, prompt: Prompt, generate: Generate, rng) -> Trajectory:
         """Runs the rollout function; what it raises costs the group, as rollout_error."""
@@ -304,9 +304,9 @@ class Worker:
             raise RolloutError("rollout_error", text, cause)
         return trajectory
 
-    async def _reward(self, trajectory: Trajectory, prompt: Prompt) -> float:
+    async def _judge(self, trajectory: Trajectory, prompt: Prompt) -> Judgement:
         try:
-            return await self._runner.reward(trajectory, prompt, self._rewards)
+            return await self._runner.judge(trajectory, prompt, self._rewards)
         except RewardTimeoutError as error:
             raise RolloutError("reward_timeout", str(error)) from error
         except RewardError as error:

@@ -1,10 +1,11 @@
 """The interface of a task: texts alone. Tokens, order and epochs are made of them in tasks/prompts.py."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 SPLITS = ("train", "test")
+RIGHT = 1.0  # the least reward of a right answer; partial credit is not right
 
 
 @dataclasses.dataclass(frozen=True)
@@ -13,13 +14,16 @@ class Example:
 
     text: str  # the prompt, as the policy reads it, before any chat template
     answer: str  # gold answer, as the task's reward expects it
+    # more for a reward that asks for it: values of JSON
+    metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
 
 
 class Task(Protocol):
     """A source of questions. Equal arguments give equal tasks in every process.
 
-    Two members are optional (tasks/validation.py): `validation_from`, the split, "train" (the default) or "test", that
-    gives questions to a validation split; and `key(text)`, equal for questions that one split must hold together.
+    Three members are optional. Of tasks/validation.py: `validation_from`, the split, "train" (the default) or "test",
+    that gives questions to a validation split; and `key(text)`, equal for questions that one split must hold together.
+    And `right`, the least reward of a right answer in evaluations: RIGHT where a task does not say.
     """
 
     reward: str  # name of the reward that its answers are made for

@@ -52,8 +52,8 @@ class Tokenizer(Protocol):
     def encode_prompt(self, text: str) -> list[int]:
         """The ids that the policy reads when it is asked `text`, up to where its answer begins."""
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, without special tokens."""
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """The text of ids, without special tokens, or with their names."""
 
     def save(self, directory: str | os.PathLike) -> None:
         """Writes the files that `load_tokenizer` reads, all or none.
@@ -163,7 +163,7 @@ class CharTokenizer:
         if not alphabet or len(set(alphabet)) != len(alphabet):
             raise ValueError(f"alphabet must be characters, each of them once, got {alphabet!r}")
         self._alphabet = alphabet
-        self._texts = ["", "", *alphabet]
+        self._texts, self._special_texts = ["", "", *alphabet], [PAD, EOS, *alphabet]
         self._ids = {character: i for i, character in enumerate(alphabet, start=2)}
         self.vocab_size = len(self._texts)
 
@@ -184,9 +184,10 @@ class CharTokenizer:
         """The ids of the text; there is no chat template."""
         return self.encode(text)
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """The text of ids in [0, vocab_size)."""
-        return "".join([self._texts[i] for i in ids])
+        texts = self._special_texts if special else self._texts
+        return "".join([texts[i] for i in ids])
 
     def save(self, directory: str | os.PathLike) -> None:
         """Writes the alphabet."""
@@ -251,9 +252,9 @@ class HFTokenizer:
             raise ValueError(f"chat template of {self._directory}: {error}") from error
         return self.encode(rendered)  # The template has written the special tokens itself.
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids, without special tokens."""
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """The text of ids, without special tokens, or with their names."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=not special)
 
     def save(self, directory: str | os.PathLike) -> None:
         """Copies the files."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxrl_async.tasks.task import Example, Task
+from jaxrl_async.tasks.task import RIGHT, Example, Task
 
 
 class WithValidation:
@@ -31,6 +31,7 @@ class WithValidation:
         self._source = getattr(task, "validation_from", "train")
         self._key = getattr(task, "key", str)
         self.reward = task.reward
+        self.right = getattr(task, "right", RIGHT)
 
     def examples(self, split: str) -> Sequence[Example]:
         """The questions of a split, "train", "validation" or "test", in the task's order.

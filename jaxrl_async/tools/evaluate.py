@@ -60,7 +60,7 @@ def evaluate(settings: Settings, workdir: pathlib.Path, steps: Sequence[int | No
                 prompts[: settings.evaluate.num_prompts],
                 settings=settings.evaluate,
                 temperature=settings.rollout.temperature,
-                runner=parts.runner_of(settings, tokenizer),
+                runner=parts.runner_of(settings, tokenizer, task),
                 pool=functools.partial(parts.reward_pool_of, settings, task.reward),
             )
             rows.append({"step": step} | row)
