@@ -459,3 +459,74 @@ def test_the_learners_times_may_be_those_of_a_fit(tmp_path, capsys):
     (tmp_path / "f").write_text("{}")
     assert main.main(words) == 2
     assert "is no fit.json" in capsys.readouterr().err
+
+
+SLOTS = ["--groups_per_step=32", "--group_size=4", "--mode=async", "--max_staleness=4", "--seed=1"]
+SLOTS += ["--num_servers=2", "--lengths=lognormal:100:0.5", "--request_rate=50"]
+SLOTS += ["--server_rate=100000", "--step_secs=0.1", "--token_secs=1e-6", "--num_steps=40"]
+
+
+def planned(tmp_path, *words):
+    assert main.main(["simulate", *words, f"--out={tmp_path / 'o'}"]) == 0
+    return json.loads((tmp_path / "o").read_text())
+
+
+@pytest.mark.parametrize(
+    ("words", "slots"),
+    [
+        (["--config.server.addresses=('http://127.0.0.1:1',)"], 256),
+        (["--config.server.command=python -m sgl --port {port}"], 256),
+        (["--servers=sglang"], 256),
+        (["--servers=embedded"], 16),
+        ([], 16),
+        (["--servers=sglang", "--num_slots=7"], 7),
+    ],
+)
+def test_slots_are_those_of_the_kind_of_server(words, slots, tmp_path):
+    config = ["--config=configs/quickstart.py", "--config.server.num_slots=16", "--group_size=4"]
+    found = planned(tmp_path, *config, *COSTS, *words)
+    assert found["plan"]["num_slots"] == slots
+
+
+def test_the_answer_names_what_limits_the_step(tmp_path, capsys):
+    found = planned(tmp_path, *SLOTS, "--num_slots=16")
+    assert found["limit"]["by"] == "the slots of the servers"
+    assert found["limit"]["relaxed_secs"]["the slots of the servers"] < 0.6 * found["limit"]["secs"]
+    printed = capsys.readouterr().out.splitlines()[-1]
+    assert "limited by" in printed and "the slots of the servers, 16 of each embedded" in printed
+    slow = planned(tmp_path, *SLOTS, "--num_slots=512", "--step_secs=30")
+    assert slow["limit"]["by"] == "the learner"
+    push = planned(tmp_path, *SLOTS, "--num_slots=512", "--push_secs=30")
+    assert push["limit"]["by"] == "the pushes"
+
+
+def test_where_two_bounds_hold_the_step_together_no_one_of_them_is_named():
+    # A step takes the learner 1 s, and four groups at once, of 1 s each, take 1 s beside it.
+    plan = make(max_staleness=4, max_running_groups=4, step_secs=1.0, num_steps=40)
+    found = simulation.limit_of(plan, lengths_of("constant:100"))
+    assert found.by == "" and found.secs == pytest.approx(1.0)
+    slower = dataclasses.replace(plan, step_secs=1.5)
+    found = simulation.limit_of(slower, lengths_of("constant:100"))
+    assert found.by == "the learner" and found.relaxed_secs[found.by] == pytest.approx(1.0)
+
+
+def test_the_bound_on_staleness_is_relaxed_where_the_mode_has_one():
+    found = simulation.limit_of(sync(step_secs=1.0), lengths_of("constant:100"))
+    assert found.secs == pytest.approx(2.0) and "the bound on staleness" not in found.relaxed_secs
+
+
+def test_a_preset_gives_the_rates_of_a_chip_for_the_model(tmp_path, capsys):
+    config = ["--config=configs/quickstart.py", "--lengths=constant:4", "--num_steps=20"]
+    config += ["--config.model.num_layers=1", "--config.model.model_dim=64"]
+    config += ["--config.model.num_heads=4", "--config.model.num_kv_heads=2"]
+    config += ["--config.model.head_dim=16", "--config.model.mlp_dim=100"]
+    plan = planned(tmp_path, *config, "--preset=h100", "--step_secs=3")["plan"]
+    # 64·16·2·(4 + 2) + 3·64·100 + 64·V parameters, two bytes each, at half of 3.35 TB/s.
+    vocab = (3.35e12 / 4 / plan["request_rate"] - 12_288 - 19_200) / 64
+    assert vocab == pytest.approx(round(vocab)) and 10 < vocab < 30
+    assert plan["step_secs"] == 3.0 and plan["token_secs"] > 0 and plan["pause_secs"] > 0
+    assert "an assumption" in capsys.readouterr().out
+    assert main.main(["simulate", *config, "--preset=h99"]) == 2
+    assert "--preset must be one of v5e" in capsys.readouterr().err
+    assert main.main(["simulate", *SIZES, "--lengths=constant:4", "--preset=h100"]) == 2
+    assert "--preset needs --config" in capsys.readouterr().err

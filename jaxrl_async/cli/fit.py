@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
         programs.check_compiler(target)
         if not flags.search:
             programs.check_plan(settings, target)
-        config = _model_config(settings)
+        config = model_config_of(settings)
         devices = programs.devices_of(target)
 
         @functools.cache
@@ -82,13 +82,13 @@ def main(argv: list[str]) -> int:
     return 0 if fit is not None and fit.fits else 1
 
 
-def _model_config(settings: Settings):
+def model_config_of(settings: Settings):
     """The model's shape; the files of a Hugging Face directory are not needed, but for its config.json."""
     from jaxrl_async.roles import parts
 
     if not settings.model.path and settings.tokenizer.kind != "char":
         raise UsageError(
-            f"fit needs a model.path, or tokenizer.kind = 'char', got {settings.tokenizer.kind!r}: the size of the "
+            f"needs a model.path, or tokenizer.kind = 'char', got {settings.tokenizer.kind!r}: the size of the "
             "vocabulary is not known"
         )
     try:

@@ -6,6 +6,8 @@ import math
 import pathlib
 from typing import Any
 
+import numpy as np
+
 from jaxrl_async.cli.config import UsageError, parse_flags, settings_of
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.queue.journal import JournalError
@@ -18,7 +20,13 @@ come from --config=FILE[:ARG] or from flags, times from flags:
     python -m jaxrl_async simulate --config=configs/quickstart.py --lengths=lognormal:300:1 --request_rate=80
         --server_rate=4000 --step_secs=0.5 --token_secs=1e-5 --push_secs=1
 
-With --devices=N it tries the ways to divide N devices between learner and servers."""
+The last line says what limits the steps: every bound is relaxed twofold, alone, and simulated. With --devices=N it
+tries the ways to divide N devices between learner and servers. --preset=h100 takes rates from data sheets instead of
+flags: half of the published peaks for the config's model, an assumption (jaxrl_async/fit/rates.py)."""
+SERVERS = ("embedded", "sglang", "sglang_jax")
+# An assumption for servers that are not this project's: by default they accept thousands, and the memory for keys and
+# values bounds those that run.
+SLOTS = 256
 
 # Also in a config; a given flag comes first.
 _SIZES = {
@@ -36,7 +44,10 @@ _SIZES = {
     ),
     "max_attempts": ("1", "issues of one prompt before it is retired"),
     "num_servers": ("", "inference servers"),
-    "num_slots": ("", "requests that run at once on a server"),
+    "num_slots": (
+        "",
+        f"requests that run at once on a server; of embedded servers server.num_slots, else {SLOTS}, an assumption",
+    ),
     "max_new_tokens": ("0", "longer completions are cut; 0 for no bound"),
     "seed": ("0", "of the lengths"),
 }
@@ -56,6 +67,8 @@ _COSTS = {
     "devices": ("0", "to be divided between learner and servers"),
     "devices_per_server": ("1", "with --devices"),
     "learner_devices": ("1", "with --devices: how many --token_secs was measured on"),
+    "servers": ("", f"{' | '.join(SERVERS)}; default those that the config starts or names"),
+    "preset": ("", "rates of v5e, v5p, v6e, a100, h100 or h200, from data sheets"),
     "fit": ("", "fit.json of the verb fit: its predicted times for --token_secs and --step_secs"),
     "out": ("", "JSON file for all figures"),
 }
@@ -64,11 +77,15 @@ _COSTS = {
 def main(argv: list[str]) -> int:
     has_config = any(word.startswith("--config") for word in argv)
     flags = parse_flags(USAGE, argv, config=has_config, **_SIZES, **_COSTS)
-    given = _sizes_of(settings_of(flags.config)) if has_config else {}
+    settings = settings_of(flags.config) if has_config else None
+    servers = _servers_of(flags.servers, settings)
+    given = _sizes_of(settings, servers) if settings else {}
     words = {name: _word(name, flags, given) for name in (*_SIZES, *_COSTS)}
+    words["num_slots"] = words["num_slots"] or ("" if servers == "embedded" else str(SLOTS))
     if words["fit"]:
-        for name, value in _times_of_fit(pathlib.Path(words["fit"])).items():
-            words[name] = words[name] or str(value)
+        _fill(words, flags, _times_of_fit(pathlib.Path(words["fit"])))
+    if words["preset"]:
+        _fill(words, flags, _preset_of(words, settings))
     words["warm_steps"] = words["warm_steps"] or str(_number("num_steps", words, int) // 10)
     if words["devices"] != "0":
         words["num_servers"] = "1"  # It is what is asked for.
@@ -80,6 +97,13 @@ def main(argv: list[str]) -> int:
         lengths = simulate.lengths_of(words["lengths"], cut)
         devices = _number("devices", words, int)
         found = _splits(plan, lengths, words) if devices else simulate.simulate(plan, lengths)
+        limited = plan
+        if devices:
+            best = max(found, key=lambda row: row[1].steps_per_sec)[0]
+            rest = devices - best * _number("devices_per_server", words, int)
+            token_secs = plan.token_secs * _number("learner_devices", words, int) / rest
+            limited = dataclasses.replace(plan, num_servers=best, token_secs=token_secs)
+        limit = simulate.limit_of(limited, lengths)
     except (ValueError, JournalError) as error:
         raise UsageError(str(error)) from None
     except simulate.StallError as error:
@@ -87,14 +111,18 @@ def main(argv: list[str]) -> int:
         return 1
     inputs = dataclasses.asdict(plan) | {"lengths": words["lengths"], "max_new_tokens": cut}
     result: dict[str, Any] = {"plan": inputs}
+    if words["preset"]:
+        rates = ", ".join(f"{name} {inputs[name]:.3g}" for name in _RATES)
+        print(f"{'rates':18} {rates} (half of the data sheet's peaks, an assumption)")
     if devices:
-        best = max(found, key=lambda row: row[1].steps_per_sec)[0]
         print(_split_table(found, best, devices, _number("devices_per_server", words, int)))
         result["splits"] = [dataclasses.asdict(o) | {"num_servers": n} for n, o in found]
         result["best_num_servers"] = best
     else:
         print(table(found))
         result["outcome"] = dataclasses.asdict(found)
+    print(f"{'limited by':18} {_limit_words(limit, plan, servers)}")
+    result["limit"] = dataclasses.asdict(limit)
     if words["out"]:
         text = json.dumps(_finite(result), indent=2)
         pathlib.Path(words["out"]).write_text(text + "\n", encoding="utf-8")
@@ -122,6 +150,13 @@ def table(outcome: Outcome) -> str:
     return "\n".join(f"{name:18} {text}" for name, text in rows.items())
 
 
+def _limit_words(limit: simulate.Limit, plan: Plan, servers: str) -> str:
+    if not limit.by:
+        return "nothing alone: no bound, relaxed twofold, makes the steps 3 % shorter"
+    about = f", {plan.num_slots} of each {servers} server" if "slots" in limit.by else ""
+    return f"{limit.by}{about}: relaxed twofold, a step takes {limit.relaxed_secs[limit.by]:.4g} s"
+
+
 def _splits(plan: Plan, lengths: simulate.Lengths, words: dict[str, str]):
     sizes = ("devices", "devices_per_server", "learner_devices")
     return simulate.split(plan, lengths, **{name: _number(name, words, int) for name in sizes})
@@ -140,7 +175,55 @@ def _split_table(rows: list[tuple[int, Outcome]], best: int, devices: int, per_s
     return "\n".join(lines)
 
 
-def _sizes_of(settings: Settings) -> dict[str, Any]:
+def _servers_of(kind: str, settings: Settings | None) -> str:
+    """The kind of the servers: as given, else as the config says; without a config embedded."""
+    if kind and kind not in SERVERS:
+        raise UsageError(f"--servers must be one of {', '.join(SERVERS)}, got {kind!r}")
+    if kind or settings is None:
+        return kind or "embedded"
+    if "sglang_jax" in settings.server.command:
+        return "sglang_jax"
+    is_ours = settings.server.num_started and not settings.server.command
+    return "embedded" if is_ours else "sglang"
+
+
+def _fill(words: dict[str, str], flags: Any, found: dict[str, float]) -> None:
+    """Takes the values found for the flags that are not given, and that nothing before has filled."""
+    for name, value in found.items():
+        if not flags[name].present and (not words[name] or words[name] == flags[name].default):
+            words[name] = str(value)
+
+
+def _preset_of(words: dict[str, str], settings: Settings | None) -> dict[str, float]:
+    """The rates of a chip for the model of the config."""
+    from jaxrl_async.fit.targets import CHIPS
+
+    chip = CHIPS.get(words["preset"])
+    if chip is None:
+        raise UsageError(f"--preset must be one of {', '.join(CHIPS)}, got {words['preset']!r}")
+    if settings is None:
+        raise UsageError("--preset needs --config: the rates are those of its model")
+    from jaxrl_async.cli.fit import model_config_of  # loads JAX
+    from jaxrl_async.fit.rates import rates_of
+
+    try:
+        draw = simulate.lengths_of(words["lengths"], _number("max_new_tokens", words, int))
+        drawn = draw(np.random.default_rng(0), 64, _number("group_size", words, int))
+    except (ValueError, JournalError) as error:
+        raise UsageError(str(error)) from None
+    alone = words["devices"] == "0"
+    return rates_of(
+        chip,
+        model_config_of(settings),
+        context_tokens=settings.rollout.max_prompt_tokens / 2 + drawn.mean() / 2,
+        learner_devices=settings.learner.num_devices
+        if alone
+        else _number("learner_devices", words, int),
+        num_updates=settings.learner.num_minibatches,
+    )
+
+
+def _sizes_of(settings: Settings, servers: str) -> dict[str, Any]:
     """The sizes of a config."""
     s = settings
     return {
@@ -156,7 +239,7 @@ def _sizes_of(settings: Settings) -> dict[str, Any]:
         ),
         "max_attempts": s.queue.max_attempts,
         "num_servers": len(s.server.addresses) or s.server.num_local,
-        "num_slots": s.server.num_slots,
+        "num_slots": s.server.num_slots if servers == "embedded" else SLOTS,
         "max_new_tokens": s.rollout.max_new_tokens,
         "seed": s.seed,
     }
@@ -212,5 +295,8 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+_RATES = ("request_rate", "server_rate", "step_secs", "token_secs", "push_secs", "pause_secs")
 _NEEDED = [name for name, (default, _) in {**_SIZES, **_COSTS}.items() if not default]
-_NEEDED = [name for name in _NEEDED if name not in ("warm_steps", "fit", "out")]
+_NEEDED = [
+    name for name in _NEEDED if name not in ("warm_steps", "servers", "preset", "fit", "out")
+]

@@ -25,6 +25,7 @@ class Chip:
     peak_flops: float  # bfloat16, dense, per second
     clock_hz: float  # of the cycles that the TPU's compiler estimates; 0 where it estimates none
     description: str = ""  # a GpuTargetConfigProto in text
+    bandwidth: float = 0.0  # of its memory, bytes per second
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,9 +39,11 @@ class Target:
 
 
 def _gpu(
-    major: int, cores: int, clock_ghz: float, bandwidth: float, memory: int, l2: int, shared: int
-) -> str:
-    return f"""
+    memory: int, peak_flops: float, bandwidth: float, parts: tuple[int, int, float, int, int]
+) -> Chip:
+    """A GPU; parts: the major compute capability, cores, GHz, bytes of the second cache, shared memory of a core."""
+    major, cores, clock_ghz, l2, shared = parts
+    description = f"""
 platform_name: "CUDA"
 gpu_device_info {{
   cuda_compute_capability {{ major: {major} minor: 0 }}
@@ -64,23 +67,18 @@ gpu_device_info {{
 }}
 dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
 """
+    return Chip("cuda", memory, peak_flops, 0.0, description, bandwidth)
 
 
 _GIB = 1 << 30
 # The clock of a TPU is not published: 4096³ products in bfloat16 reach 97 % of the peak at these.
 CHIPS = {
-    "v5e": Chip("tpu", 16 * _GIB, 197e12, 1.5e9),
-    "v5p": Chip("tpu", 95 * _GIB, 459e12, 1.75e9),
-    "v6e": Chip("tpu", 32 * _GIB, 918e12, 1.75e9),
-    "a100": Chip(
-        "cuda", 80 * 10**9, 312e12, 0.0, _gpu(8, 108, 1.41, 2.039e12, 80 * 10**9, 40 << 20, 167_936)
-    ),
-    "h100": Chip(
-        "cuda", 80 * 10**9, 989e12, 0.0, _gpu(9, 132, 1.98, 3.35e12, 80 * 10**9, 50 << 20, 233_472)
-    ),
-    "h200": Chip(
-        "cuda", 141 * 10**9, 989e12, 0.0, _gpu(9, 132, 1.98, 4.8e12, 141 * 10**9, 50 << 20, 233_472)
-    ),
+    "v5e": Chip("tpu", 16 * _GIB, 197e12, 1.5e9, bandwidth=819e9),
+    "v5p": Chip("tpu", 95 * _GIB, 459e12, 1.75e9, bandwidth=2.765e12),
+    "v6e": Chip("tpu", 32 * _GIB, 918e12, 1.75e9, bandwidth=1.64e12),
+    "a100": _gpu(80 * 10**9, 312e12, 2.039e12, (8, 108, 1.41, 40 << 20, 167_936)),
+    "h100": _gpu(80 * 10**9, 989e12, 3.35e12, (9, 132, 1.98, 50 << 20, 233_472)),
+    "h200": _gpu(141 * 10**9, 989e12, 4.8e12, (9, 132, 1.98, 50 << 20, 233_472)),
 }
 # Chips of a slice → its shape. A v5p's name counts cores, of which a chip has two.
 _SHAPES = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}

@@ -132,6 +132,50 @@ def simulate(
     return _Run(plan, lengths, watch or (lambda admission: None)).outcome()
 
 
+@dataclasses.dataclass(frozen=True)
+class Limit:
+    """What limits the steps of a plan: relaxed by two, alone, it makes the largest difference."""
+
+    by: str  # a key of RELAXED; "" where nothing alone makes MIN_GAIN
+    secs: float  # of a step
+    relaxed_secs: dict[str, float]  # of a step, by what is relaxed
+
+
+RELAXED: dict[str, Callable[[Plan], dict[str, float]]] = {
+    "the slots of the servers": lambda p: {"num_slots": 2 * p.num_slots},
+    "the rate of a full server": lambda p: {"server_rate": 2 * p.server_rate},
+    "the rate of a request": lambda p: {"request_rate": 2 * p.request_rate},
+    "the learner": lambda p: {"step_secs": p.step_secs / 2, "token_secs": p.token_secs / 2},
+    "the pushes": lambda p: {"push_secs": p.push_secs / 2, "pause_secs": p.pause_secs / 2},
+    "the bound on staleness": lambda p: (
+        {"max_staleness": 2 * max(p.max_staleness, 1)} if p.mode == "async" else {}
+    ),
+    "the groups generated at once": lambda p: {"max_running_groups": 2 * p.max_running_groups},
+}
+MIN_GAIN = 0.03  # of the seconds of a step
+_LIMIT_STEPS = 100  # of each of these simulations, at most
+
+
+def limit_of(plan: Plan, lengths: Lengths) -> Limit:
+    """Relaxes one bound after the other, twofold, and simulates the first steps of each.
+
+    Raises:
+      ValueError, StallError: as of `simulate`.
+    """
+    num_steps = min(plan.num_steps, _LIMIT_STEPS)
+    warm_steps = min(plan.warm_steps, num_steps // 2)
+    plan = dataclasses.replace(plan, num_steps=num_steps, warm_steps=warm_steps)
+
+    def secs_of(some: Plan) -> float:
+        return _share(1.0, simulate(some, lengths).steps_per_sec)
+
+    secs = secs_of(plan)
+    plans = {name: dataclasses.replace(plan, **relax(plan)) for name, relax in RELAXED.items()}
+    relaxed = {name: secs_of(other) for name, other in plans.items() if other != plan}
+    by = min(relaxed, key=lambda name: relaxed[name])
+    return Limit(by if relaxed[by] < (1 - MIN_GAIN) * secs else "", secs, relaxed)
+
+
 def split(
     plan: Plan,
     lengths: Lengths,

@@ -1,0 +1,55 @@
+"""The rates of `simulate` from data sheets: what a chip would reach at half of its published peaks.
+
+Published: peak FLOPs and bandwidth of the memory (`targets.CHIPS`). Assumed, not measured: SHARE of both, LINK_BYTES a
+second, a server on one chip with weights, keys and values in bfloat16. `measure` gives the rates of a real server.
+"""
+
+from jaxrl_async.fit.targets import Chip
+from jaxrl_async.models.transformer import ModelConfig
+
+SHARE = 0.5  # of the peaks
+LINK_BYTES = 3e9  # per second, 25 Gbit/s, of the network that carries weights
+UPDATE_BYTES = 28  # a parameter: gradient, parameter and two moments in float32, read, and all but the first written
+
+
+def rates_of(
+    chip: Chip,
+    config: ModelConfig,
+    *,
+    context_tokens: float,
+    learner_devices: int,
+    num_updates: int,
+) -> dict[str, float]:
+    """The rates of a plan.
+
+    A decode step reads the weights once, and for each request its keys and values; it computes 2 FLOPs a parameter for
+    each. The learner computes 6 FLOPs a parameter and token, 8 with remat. A push writes the weights, and pauses the
+    servers while they read them.
+
+    Args:
+      chip: of learner and servers.
+      config: the model's shape.
+      context_tokens: that a request has on average while it runs.
+      learner_devices: over which a step is divided.
+      num_updates: of the optimizer in a step.
+
+    Returns:
+      request_rate and server_rate, tokens/s; step_secs, token_secs, push_secs and pause_secs, seconds.
+    """
+    c = config
+    attention = c.model_dim * c.head_dim * 2 * (c.num_heads + c.num_kv_heads)
+    matrices = c.num_layers * (attention + 3 * c.model_dim * c.mlp_dim)
+    table = c.model_dim * c.vocab_size
+    num_used = matrices + table  # by a token: it looks its embedding up
+    num_params = num_used + (0 if c.tied_embeddings else table)
+    flops, bandwidth = SHARE * chip.peak_flops, SHARE * chip.bandwidth
+    cache_bytes = 2 * 2 * c.num_layers * c.num_kv_heads * c.head_dim * context_tokens
+    load_secs = 2 * num_params / LINK_BYTES
+    return {
+        "request_rate": bandwidth / (2 * num_used),
+        "server_rate": 1 / (2 * num_used / flops + cache_bytes / bandwidth),
+        "step_secs": num_updates * UPDATE_BYTES * num_params / (bandwidth * learner_devices),
+        "token_secs": (8 if c.remat else 6) * num_used / (flops * learner_devices),
+        "push_secs": 2 * load_secs,
+        "pause_secs": load_secs,
+    }
