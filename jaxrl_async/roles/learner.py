@@ -229,7 +229,7 @@ def first_params_of(settings: Settings, config, mesh, tokenizer):
     """Version 0: random weights or those at model.path, after the warm start."""
     if settings.model.path:
         shardings = sharding.param_shardings(mesh, transformer.abstract_params(config))
-        params = hf.load(hf.read_tensors(settings.model.path), config, shardings)
+        params = hf.load(hf.read_tensors(parts.model_directory(settings)), config, shardings)
     else:
         params = sharding.init_sharded(config, mesh, settings.seed)
     stage = settings.warm_start

@@ -10,6 +10,7 @@ import pathlib
 
 from jaxrl_async.config.checks import key_named
 from jaxrl_async.config.settings import Settings
+from jaxrl_async.roles import hub
 
 # Deadlines of the queue's clients. The queue needs no device and is up within seconds.
 CONNECT_TIMEOUT_SECS = 60.0
@@ -30,8 +31,17 @@ def keys_of(settings: Settings) -> dict[str, str | None]:
 
 def weight_roots_of(settings: Settings, workdir: pathlib.Path) -> list[pathlib.Path]:
     """The directories that an embedded server takes weights from: the run's versions, and model.path."""
-    model = [pathlib.Path(settings.model.path)] if settings.model.path else []
+    model = [model_directory(settings)] if settings.model.path else []
     return [workdir / "weights", *model]
+
+
+def model_directory(settings: Settings, needed: tuple[str, ...] = hub.MODEL_FILES) -> pathlib.Path:
+    """The files at model.path, of a run that has one; with other `needed`, perhaps those alone.
+
+    Raises:
+      FileNotFoundError: as of `hub.directory_of`.
+    """
+    return hub.directory_of("model.path", settings.model.path, needed=needed)
 
 
 def tokenizer_of(settings: Settings, workdir: pathlib.Path):
@@ -40,7 +50,8 @@ def tokenizer_of(settings: Settings, workdir: pathlib.Path):
 
     wanted, directory = settings.tokenizer, workdir / "tokenizer"
     if wanted.kind == "huggingface":
-        return tokenizers.load_tokenizer(wanted.path)
+        files = hub.directory_of("tokenizer.path", wanted.path, needed=hub.TOKENIZER_FILES)
+        return tokenizers.load_tokenizer(files)
     if directory.exists():
         return tokenizers.load_tokenizer(directory)
     if wanted.kind == "bpe":
@@ -118,7 +129,7 @@ def vocab_size_of(settings: Settings, tokenizer) -> int:
     """
     if not settings.model.path:
         return tokenizer.vocab_size
-    config = pathlib.Path(settings.model.path) / "config.json"
+    config = model_directory(settings, ("config.json",)) / "config.json"
     vocab_size = json.loads(config.read_text(encoding="utf-8")).get("vocab_size")
     if not isinstance(vocab_size, int):
         raise ValueError(f"{config} has vocab_size {vocab_size!r}")
@@ -161,7 +172,8 @@ def model_config_of(settings: Settings, tokenizer):
 
     model = settings.model
     if model.path:
-        return hf.read_config(model.path, dtype=model.dtype, remat=model.remat)
+        directory = model_directory(settings, ("config.json",))
+        return hf.read_config(directory, dtype=model.dtype, remat=model.remat)
     shape = {name: value for name, value in vars(model).items() if name != "path"}
     return transformer.ModelConfig(vocab_size=tokenizer.vocab_size, rope_scaling=None, **shape)
 
@@ -169,7 +181,7 @@ def model_config_of(settings: Settings, tokenizer):
 def model_path(settings: Settings, workdir: pathlib.Path) -> pathlib.Path:
     """The directory that a local server starts from: model.path, or one that holds a config.json alone."""
     if settings.model.path:
-        return pathlib.Path(settings.model.path)
+        return model_directory(settings)
     from jaxrl_async.models import hf
 
     directory = workdir / "model"

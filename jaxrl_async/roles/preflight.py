@@ -4,7 +4,6 @@ import asyncio
 import functools
 import json
 import logging
-import pathlib
 from collections.abc import Awaitable, Callable
 
 from jaxrl_async.config.settings import Settings
@@ -29,7 +28,7 @@ class PreflightError(ValueError):
 def expected_of(settings: Settings, config) -> Expected:
     """The needs of a run, from its settings and its ModelConfig."""
     if settings.model.path:
-        path = pathlib.Path(settings.model.path) / "config.json"
+        path = parts.model_directory(settings, ("config.json",)) / "config.json"
         content = json.loads(path.read_text("utf-8"))
     else:
         from jaxrl_async.models import hf

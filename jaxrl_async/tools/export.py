@@ -93,7 +93,7 @@ def _write(settings, model, tokenizer, step: int, params, out: pathlib.Path, dty
 def _config(settings: Settings, model, tokenizer) -> dict:
     """The content of config.json: the published model's, or the shape and the tokens that end a completion."""
     if settings.model.path:
-        path = pathlib.Path(settings.model.path) / "config.json"
+        path = parts.model_directory(settings) / "config.json"
         config = json.loads(path.read_text("utf-8"))
         # transformers 5 writes it in place of torch_dtype, and would believe it.
         config.pop("dtype", None)
