@@ -74,6 +74,24 @@ def test_a_superseded_learner_is_not_to_be_started_again(error, end_with, capsys
     assert capsys.readouterr().err == f"queue: {error.__cause__ or error}\n"
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device", "checkpoints/3"),
+        OSError(errno.EROFS, "Read-only file system"),
+        JournalError("journal a: database or disk is full"),
+        caused(RuntimeError("it could not be saved"), OSError(errno.ENOSPC, "No space left")),
+        ValueError("RESOURCE_EXHAUSTED: No space left on device [file='a']\nSource locations: 1"),
+    ],
+    ids=str,
+)
+def test_a_full_disk_is_a_line_that_names_the_workdir(error, end_with, capsys, caplog, tmp_path):
+    assert end_with(error) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"--workdir={tmp_path}/run must have space" in line and caplog.text == ""
+    assert str(error).partition("\n")[0] in line or str(error.__cause__) in line
+
+
 @pytest.mark.parametrize("error", UNFORESEEN, ids=lambda error: type(error).__name__)
 def test_an_unforeseen_error_keeps_its_traceback(error, end_with, capsys, caplog):
     assert end_with(error) == 1

@@ -39,6 +39,10 @@ def main(argv: list[str]) -> int:
         parts.task_of(settings).examples("test")
     except (OSError, TypeError, ValueError) as error:
         raise UsageError(f"task {settings.task.name!r}: {error}") from None
+    if missing := [step for step in steps if step is not None and step not in known]:
+        raise UsageError(
+            f"--steps={missing[0]}: no checkpoint of that step; {workdir} holds {', '.join(map(str, known)) or 'none'}"
+        )
     # After the flags are known to be good: these load JAX.
     from jaxrl_async.learner.checkpoint import CheckpointError
     from jaxrl_async.tools import evaluate as evaluation

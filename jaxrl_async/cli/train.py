@@ -4,6 +4,7 @@ import errno
 import logging
 import os
 import pathlib
+import re
 import shlex
 import signal
 import sys
@@ -82,7 +83,10 @@ def main(argv: list[str]) -> int:
             return 0
     except start.StartError as error:
         raise UsageError(str(error)) from None
-    workdir.mkdir(parents=True, exist_ok=True)
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--workdir={workdir} cannot be written: {error}") from None
     return _run_one(
         settings,
         values.role,
@@ -156,6 +160,11 @@ def _run_all(settings: Settings, workdir: pathlib.Path, *, resume: bool) -> int:
     except (supervisor.RoleDiedError, supervisor.StalledError, ValueError) as error:
         print(f"train: {error}", file=sys.stderr)
         return 1
+    except OSError as error:
+        if not (full := _full_disk(error, workdir)):
+            raise
+        print(f"train: {full}", file=sys.stderr)
+        return 1
     if not done:
         print(f"stopped early; {_resume_hint(workdir)}", file=sys.stderr)
         return PREEMPTED
@@ -214,7 +223,9 @@ def _run_one(
         if superseded := _superseded(error):
             print(f"{role}: {superseded}", file=sys.stderr, flush=True)
             return SUPERSEDED
-        if _is_explained(error):
+        if full := _full_disk(error, workdir):
+            print(security.escaped(f"{role}: {full}"), file=sys.stderr, flush=True)
+        elif _is_explained(error):
             print(security.escaped(f"{role}: {error}", keep="\n"), file=sys.stderr, flush=True)
         else:
             log.exception("role %s failed", role)
@@ -228,6 +239,20 @@ def _superseded(error: BaseException | None) -> BaseException | None:
     while error is not None and not isinstance(error, SupersededError):
         error = error.__cause__
     return error
+
+
+def _full_disk(error: BaseException, workdir: pathlib.Path) -> str:
+    """A sentence where an error, or one of its causes, says that a disk is full or read-only; else ""."""
+    found: BaseException | None = error
+    while found is not None:
+        number = found.errno if isinstance(found, OSError) else None
+        # Libraries of C++ and SQLite say it in words.
+        told = re.search(r"No space left on device|disk is full|Disk quota exceeded", str(found))
+        if number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS) or told:
+            said = security.escaped(str(found)).partition("\n")[0]
+            return f"{said}: the disk of --workdir={workdir} must have space and be writable; {_resume_hint(workdir)}"
+        found = found.__cause__ or found.__context__
+    return ""
 
 
 def _is_explained(error: BaseException) -> bool:
