@@ -104,7 +104,8 @@ def test_drawn_delays_of_the_test_above_are_several_and_go_back():
 
 @pytest.mark.parametrize("config", ["gsm8k_tiny", "gsm8k_qwen2_5_1p5b"])
 def test_the_smoke_of_a_config_trains_two_steps(config, run, tmp_path):
-    code, output = run("train", f"--config=configs/{config}.py:smoke", GSM8K)
+    few = "--config.evaluate.num_prompts=2"
+    code, output = run("train", f"--config=configs/{config}.py:smoke", GSM8K, few)
     assert code == 0, output
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2]
 

@@ -72,7 +72,7 @@ _AT_LEAST_ONE = {
 }  # fmt: skip
 _AT_LEAST_ZERO = (
     "seed", "task.seed", "tokenizer.vocab_size", "warm_start.num_steps", "warm_start.learning_rate",
-    "warm_start.num_demonstrations",
+    "warm_start.num_demonstrations", "queue.max_staleness",
     "queue.max_failures", "journal.max_bytes", "rollout.max_retries", "rollout.reward_calls_per_process",
     "learner.head_chunk_tokens", "learner.learning_rate", "learner.warmup_updates", "learner.weight_decay",
     "evaluate.seed", "supervisor.max_restarts",
@@ -285,6 +285,12 @@ def _bounds(s: Settings) -> Iterator[tuple[str, str]]:
     yield from _below(
         "weights.keep", s.weights.keep, 2
     )  # A late server may still read the version before.
+    host, _, port = s.queue.address.rpartition(":")
+    if s.queue.address and not (host and port.isdecimal() and int(port) < 1 << 16):
+        yield (
+            "queue.address",
+            f"must be host:port, with a port < 65536; got {s.queue.address!r}",
+        )
     for key in (*_AT_LEAST_ZERO, *_ABOVE_ZERO, *_BELOW_ONE):
         value = _value(s, key)
         if math.isnan(value) or (math.isinf(value) and key not in _MAY_BE_INFINITE):
@@ -350,10 +356,6 @@ def _contradictions(s: Settings) -> Iterator[str]:
 
 
 def _check_queue(queue: Queue) -> Iterator[str]:
-    host, _, port = queue.address.rpartition(":")
-    if queue.address and not (host and port.isdecimal() and int(port) < 1 << 16):
-        yield f"queue.address must be host:port, with a port < 65536; got {queue.address!r}"
-        return
     try:
         security.check_listener(
             "the queue", queue.address or "localhost:0", queue.token_env, "queue.token_env"
@@ -489,11 +491,11 @@ def _check_shapes(s: Settings) -> Iterator[str]:
             f"{s.warm_start.num_demonstrations}"
         )
     longest = s.rollout.max_prompt_tokens + s.rollout.max_new_tokens
-    for key in ("learner.row_tokens", "server.max_total_tokens"):
-        if longest > _value(s, key):
-            yield (
-                f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest} exceeds {key} = {_value(s, key)}"
-            )
+    bounds = {key: _value(s, key) for key in ("learner.row_tokens", "server.max_total_tokens")}
+    if exceeded := [f"{key} = {bound}" for key, bound in bounds.items() if longest > bound]:
+        yield (
+            f"rollout.max_prompt_tokens + rollout.max_new_tokens = {longest} exceeds {' and '.join(exceeded)}"
+        )
     row_shards = s.learner.data * s.learner.fsdp
     if s.learner.microbatch_rows % row_shards:
         yield (

@@ -65,12 +65,14 @@ class Tokenizer:
     kind: str = "char"  # "char": alphabet | "bpe": trained on the task's text | "huggingface": path
     alphabet: str = ""  # the characters of "char"
     vocab_size: int = 0  # tokens, of "bpe"
-    path: str = ""  # directory of the files of "huggingface"
+    path: str = ""  # of "huggingface": the directory of its files, or a model's id on the hub
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    path: str = ""  # Hugging Face directory to start from; "": random weights of the shape below
+    # to start from: a Hugging Face directory, or a model's id on its hub, "ORGANIZATION/NAME", which then also say the
+    # shape; "": random weights of the shape below
+    path: str = ""
     num_layers: int = 2
     model_dim: int = 64
     num_heads: int = 4
@@ -284,7 +286,8 @@ class Checkpoint:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluate:
-    num_prompts: int = 512  # of the test split, and of the validation split, at most
+    # of the test split, and of the validation split, at most; a number of one's own must not exceed the test split
+    num_prompts: int = 512
     # questions of the validation split, on which the best version is chosen, taken from train (or test, for tasks that
     # make up their questions); 0: none | -1: the test split chooses, too, as in runs from before there was a choice
     num_validation: int = 0

@@ -43,6 +43,16 @@ _ARCHITECTURES = {  # model_type → architecture
     "llama": "LlamaForCausalLM",
 }
 
+_REQUIRED = (  # of config.json
+    "model_type",
+    "vocab_size",
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "intermediate_size",
+    "rms_norm_eps",
+)
+
 _DTYPES = ("F64", "F32", "F16", "BF16")  # safetensors' names
 
 _UNSCALED_MAX_TOKENS = (
@@ -63,7 +73,9 @@ def read_config(directory, *, dtype: str, remat: bool) -> transformer.ModelConfi
       ValueError: a model or setting that the decoder does not support; names it.
     """
     path = pathlib.Path(directory) / "config.json"
-    hf = json.loads(path.read_text())
+    hf = json.loads(path.read_text("utf-8"))
+    if missing := [name for name in _REQUIRED if name not in hf]:
+        raise ValueError(f"{path} lacks {', '.join(missing)}")
     model_type = hf.get("model_type")
     if model_type not in _ARCHITECTURES:
         raise ValueError(f"{path}: model_type {model_type!r} is not one of {list(_ARCHITECTURES)}")
@@ -209,6 +221,15 @@ def load(
         return param.replace(whole)
 
     return nnx.map_state(read, abstract)
+
+
+def check_files(directory, config: transformer.ModelConfig) -> None:
+    """Checks the names and shapes of a directory's tensors, from the headers of its files; touches no device.
+
+    Raises:
+      FileNotFoundError, ValueError: as of `read_tensors` and `from_tensors`.
+    """
+    _check(read_tensors(directory), config)
 
 
 def read_tensors(directory) -> Mapping[str, np.ndarray]:

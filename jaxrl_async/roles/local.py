@@ -29,11 +29,11 @@ def run(
       Whether the last step is done.
 
     Raises:
-      StartError: the task cannot be used; nothing was started.
+      StartError: the task, the tokenizer or the model cannot be used; nothing was started.
       RoleDiedError, StalledError: the run failed.
       ValueError: the machine has fewer devices than the roles need.
     """
-    start.prepare(settings, workdir)
+    start.prepare(settings, workdir, resume=resume)
     return supervisor.run(
         settings, workdir=workdir, resume=resume, on_step=on_step, stop_requested=stop_requested
     )

@@ -1,22 +1,29 @@
 """Starting a run or one of its roles: the one path of `jaxrl_async.run` and of the verb `train`."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import pathlib
+import socket
 import time
 import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import ml_collections
 
 from jaxrl_async import security
 from jaxrl_async.config.checks import check_waits, queue_access_of
-from jaxrl_async.config.settings import Settings, SettingsError
+from jaxrl_async.config.settings import Evaluate, Settings, SettingsError
+from jaxrl_async.rewards import reward_function
 from jaxrl_async.roles import parts
 from jaxrl_async.rollout.failures import code_error
+from jaxrl_async.rollout.runner import rollout_function
 from jaxrl_async.runtime import workdir as workdirs
+from jaxrl_async.runtime.workdir import SHAPE
 from jaxrl_async.servers import files
 from jaxrl_async.weights.discovery import check_tls, parse
+
+RESOLVE_SECS = 10.0  # for the names of all servers; one that takes longer is left to the preflight
 
 
 class StartError(ValueError):
@@ -54,7 +61,9 @@ def locked(workdir: pathlib.Path) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(workdirs.lock(workdir))
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            raise StartError(f"--workdir={workdir} cannot be written: {error}") from None
+        except ValueError as error:
             raise StartError(str(error)) from None
         yield
 
@@ -70,7 +79,7 @@ def begin(
     """Checks the workdir, prints the changes to a resumed run, and writes config.json.
 
     Args:
-      config: written to the workdir.
+      config: written to the workdir, with the shape of the model at model.path.
       settings: the checked settings of the config.
       workdir: made where it does not exist.
       resume: continue the run in the workdir.
@@ -80,7 +89,7 @@ def begin(
       Whether there is anything to do; False, with the reason printed, where the last step is done.
 
     Raises:
-      StartError: as `check_workdir`.
+      StartError: as `check_workdir`; or the workdir cannot be written, or model.path not be read.
       SettingsError: as `check_waits`.
     """
     changes = check_workdir(config, workdir, resume=resume)
@@ -92,38 +101,164 @@ def begin(
     if process == 0:
         for line in changes:
             print(line, flush=True)
-        workdirs.write_config(workdir, config)
+        try:
+            workdirs.write_config(workdir, _with_shape(config, settings))
+        except OSError as error:
+            raise StartError(f"--workdir={workdir} cannot be written: {error}") from None
     return True
 
 
-def prepare(settings: Settings, workdir: pathlib.Path) -> None:
-    """Reads the task, the tokenizer and the model's size, so that errors in them are found before any role starts.
+def _with_shape(config: ml_collections.ConfigDict, settings: Settings) -> ml_collections.ConfigDict:
+    """A config with the shape that the files at model.path have, whatever it states; without a path, the config."""
+    if not settings.model.path:
+        return config
+    with _errors_of("model.path: "):
+        shape = vars(parts.model_config_of(settings, None))
+    config = config.copy_and_resolve_references()
+    with config.unlocked():
+        config.model.update({name: shape[name] for name in SHAPE})
+    return config
+
+
+def prepare(settings: Settings, workdir: pathlib.Path, *, resume: bool = False) -> None:
+    """Reads task, tokenizer, model and addresses, so that errors in them are found before any role starts.
 
     Writes the config.json that servers started by `server.command` read, where the run has no model.path.
 
+    Args:
+      settings: the run.
+      workdir: its directory.
+      resume: a run that has begun keeps an evaluate.num_prompts that a new one may not have.
+
     Raises:
-      StartError: names the file, the argument or the line.
+      StartError: names the setting, the file, the argument or the line.
     """
+    _check_hosts(settings)
     _check_discovery(settings)
-    try:
+    splits = {}
+    with _errors_of(f"task {settings.task.name!r}: "):
         task = parts.task_of(settings)
         validation = ("validation",) if settings.evaluate.num_validation > 0 else ()
         for split in ("train", *validation, "test"):
-            _check_examples(task.examples(split), split)
+            splits[split] = task.examples(split)
+            _check_examples(splits[split], split)
+        reward_function(task.reward)
+    with _errors_of("rollout.function: "):
+        rollout_function(settings.rollout.function)
+    with _errors_of("tokenizer."):
         tokenizer = parts.tokenizer_of(settings, workdir)
+    with _errors_of(""):
         parts.frictions_of(settings, tokenizer)
+    with _errors_of("model.path: "):
+        parts.vocab_size_of(settings, tokenizer)
+        if settings.model.path:
+            _check_model(settings)
         if settings.server.command and settings.server.num_started:
             parts.model_path(settings, workdir)
-    except (OSError, TypeError, ValueError) as error:
-        raise StartError(f"task {settings.task.name!r}: {error}") from error
-    except Exception as error:  # of the task's own code
+    _check_texts(settings, tokenizer, task, splits)
+    num_prompts, num_test = settings.evaluate.num_prompts, len(splits["test"])
+    if not resume and num_test < num_prompts != Evaluate.num_prompts:
         raise StartError(
-            f"task {settings.task.name!r} failed:\n{code_error(error).text}"
-        ) from error
+            f"evaluate.num_prompts = {num_prompts} must be ≤ {num_test}, the questions of the test split of task "
+            f"{settings.task.name!r}"
+        )
+
+
+@contextlib.contextmanager
+def _errors_of(prefix: str) -> Iterator[None]:
+    """Errors of a setting as StartErrors: a line for what is foreseen, a traceback for the task's own code."""
     try:
-        parts.vocab_size_of(settings, tokenizer)
-    except (OSError, ValueError) as error:
-        raise StartError(f"model.path: {error}") from error
+        yield
+    except (ImportError, OSError, TypeError, ValueError) as error:
+        raise StartError(f"{prefix}{error}") from error
+    except Exception as error:
+        raise StartError(f"{prefix.rstrip(': .')} failed:\n{code_error(error).text}") from error
+
+
+def _check_model(settings: Settings) -> None:
+    """Reads config.json and the headers of the weights; touches no device."""
+    from jaxrl_async.models import hf
+
+    hf.check_files(parts.model_directory(settings), parts.model_config_of(settings, None))
+
+
+def _check_texts(settings: Settings, tokenizer, task, splits) -> None:
+    """Refuses a split, or demonstrations, of which no text fits; and texts that the alphabet cannot write."""
+    bound = settings.rollout.max_prompt_tokens
+    for split, examples in splits.items():
+        texts = [example.text for example in examples]
+        _check_alphabet(settings, f"the {split} split", texts)
+        _check_some_fit(
+            "rollout.max_prompt_tokens",
+            bound,
+            f"prompts of the {split} split",
+            texts,
+            tokenizer.encode_prompt,
+        )
+    stage = settings.warm_start
+    if not stage.num_steps:
+        return
+    with _errors_of(f"task {settings.task.name!r}: "):
+        pairs = task.demonstrations(stage.num_demonstrations)
+    _check_alphabet(settings, "the demonstrations", [text for pair in pairs for text in pair])
+    _check_some_fit(
+        "warm_start.row_tokens",
+        stage.row_tokens,
+        "demonstrations",
+        pairs,
+        lambda pair: [
+            *tokenizer.encode_prompt(pair[0]),
+            *tokenizer.encode(pair[1]),
+            tokenizer.eos_id,
+        ],
+    )
+
+
+def _check_alphabet(settings: Settings, where: str, texts: Sequence[str]) -> None:
+    alphabet = settings.tokenizer.alphabet
+    if settings.tokenizer.kind != "char":
+        return
+    if missing := sorted(set().union(*map(set, texts)) - set(alphabet)):
+        text = next(text for text in texts if missing[0] in text)
+        raise StartError(
+            f"tokenizer.alphabet = {alphabet!r} lacks {', '.join(map(repr, missing[:8]))}, which {where} of task "
+            f"{settings.task.name!r} needs: {text!r:.80}"
+        )
+
+
+def _check_some_fit(setting: str, bound: int, what: str, texts: Sequence, encode) -> None:
+    """Refuses a bound below the shortest text; a warning of the roles counts the longer ones."""
+    lengths = []
+    for text in texts:
+        with _errors_of("tokenizer."):
+            lengths.append(len(encode(text)))
+        if lengths[-1] <= bound:
+            return
+    raise StartError(
+        f"{setting} = {bound} is below the shortest of {len(lengths)} {what}, which has "
+        f"{min(lengths, default=0)} tokens"
+    )
+
+
+def _check_hosts(settings: Settings) -> None:
+    """Resolves the names of the servers' hosts, all at once."""
+    server, hosts = settings.server, {}
+    for name in ("addresses", "control_addresses"):
+        for url in getattr(server, name):
+            hosts.setdefault(urllib.parse.urlsplit(url).hostname, f"server.{name} has {url}")
+    if not hosts:
+        return
+    pool = concurrent.futures.ThreadPoolExecutor(len(hosts), thread_name_prefix="resolve")
+    found = {host: pool.submit(socket.getaddrinfo, host, None) for host in hosts}
+    concurrent.futures.wait(found.values(), RESOLVE_SECS)
+    pool.shutdown(wait=False, cancel_futures=True)
+    lost = [
+        f"{hosts[host]}, whose host does not resolve ({future.exception().strerror})"
+        for host, future in found.items()
+        if future.done() and not future.cancelled() and future.exception()
+    ]
+    if lost:
+        raise StartError("\n  ".join(lost))
 
 
 def _check_examples(examples, split: str) -> None:

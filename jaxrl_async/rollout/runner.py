@@ -1,6 +1,7 @@
 """The one path from a prompt to a judged trajectory, in training and in every evaluation."""
 
 import dataclasses
+import difflib
 import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,7 +35,11 @@ def rollout_function(name: str) -> Rollout:
     module, colon, function = name.partition(":")
     if not colon:
         known = ", ".join(sorted(ROLLOUTS))
-        raise ValueError(f"rollout function {name!r} is none of {known}, and not 'module:function'")
+        close = difflib.get_close_matches(name, ROLLOUTS, n=1)
+        hint = f", did you mean {close[0]!r}?" if close else ""
+        raise ValueError(
+            f"rollout function {name!r} is none of {known}, and not 'module:function'{hint}"
+        )
     return getattr(importlib.import_module(module), function)
 
 

@@ -1,6 +1,7 @@
 """The directory of a run: whether it holds one, its config.json, and the settings that a resumed run may change."""
 
 import contextlib
+import dataclasses
 import fcntl
 import json
 import os
@@ -13,6 +14,7 @@ from typing import Any
 import ml_collections
 
 from jaxrl_async.config.build import complete, from_json
+from jaxrl_async.config.settings import Model
 from jaxrl_async.rewards import importable
 from jaxrl_async.tasks import TASKS
 
@@ -30,6 +32,12 @@ FIXED = {
     "learner.groups_per_step": "the journal holds steps of the old size",
     "model": _MODEL,
 }
+# Settings of the model that say its shape; with a model.path they are the shape of its files.
+SHAPE = tuple(
+    field.name
+    for field in dataclasses.fields(Model)
+    if field.name not in ("path", "dtype", "remat")
+)
 FREE = ("model.remat",)  # of them: costs time or memory, and changes no number
 MISSING = object()  # the value of a key that a config does not have
 
@@ -116,7 +124,10 @@ def changes(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> list[st
       ValueError: a key of FIXED, with the reason; or the workdir's config.json cannot be read.
     """
     said = []
+    shape = {f"model.{name}" for name in SHAPE} if config.model.path else ()
     for key, values in differences(workdir, config).items():
+        if key in shape:  # Nobody reads it.
+            continue
         words = " → ".join("nothing" if v is MISSING else repr(v) for v in values)
         said.append(f"config differs from {workdir / 'config.json'}: {key} {words}")
         if (reason := _reason(key)) and not _splits_alike(key, *values):
