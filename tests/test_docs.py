@@ -1,12 +1,15 @@
 """The pages are true: links, anchors, names of metrics and of tests, examples, and every command that they show."""
 
 import importlib
+import json
 import os
 import pathlib
 import re
 import shlex
 import subprocess
 import sys
+import threading
+import urllib.request
 
 import pytest
 
@@ -164,6 +167,34 @@ def workdir(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("docs") / "run"
     call(f"python -m jaxrl_async train --config=configs/quickstart.py:smoke --workdir={workdir}")
     return workdir
+
+
+def test_a_checkpoint_is_served_in_texts_until_sigterm(workdir):
+    command = [sys.executable, "-m", "jaxrl_async", "serve", f"--workdir={workdir}", "--port=0"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    server = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+    killer = threading.Timer(240, server.kill)
+    killer.start()
+    try:
+        said = []
+        while not (address := re.search(r"at (http://\S+)$", said[-1]) if said else None):
+            said.append(server.stderr.readline().rstrip())
+            assert said[-1] or server.poll() is None, said
+        body = {"messages": [{"role": "user", "content": "47+38="}]}
+        request = urllib.request.Request(
+            f"{address[1]}/v1/chat/completions", json.dumps(body).encode(), method="POST"
+        )
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            found = json.loads(answer.read())
+        assert set(found["choices"][0]["message"]["content"]) <= set("0123456789+=")
+        server.terminate()
+        rest = server.stderr.read()
+        assert server.wait(60) == 0 and "Traceback" not in rest, rest
+    finally:
+        killer.cancel()
+        server.kill()
+        server.wait()
+        server.stderr.close()
 
 
 def call(command: str, **variables: str) -> str:

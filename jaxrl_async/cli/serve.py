@@ -1,4 +1,4 @@
-"""`serve`: a checkpoint of a run over SGLang's HTTP API, on the embedded engine."""
+"""`serve`: a checkpoint of a run over HTTP, SGLang's API and OpenAI's, on the embedded engine."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,10 @@ CLOSE_TIMEOUT_SECS = 30.0
 
 log = logging.getLogger(__name__)
 
-USAGE = """Serves the weights of a run's checkpoint over SGLang's HTTP API, on the embedded engine of this machine."""
+USAGE = """Serves the weights of a run's checkpoint, on the embedded engine of this machine, until Ctrl-C or SIGTERM.
+
+It answers SGLang's /generate, in token ids or in texts, and OpenAI's /v1/completions and /v1/chat/completions: plain
+JSON, nothing is streamed."""
 
 
 def main(argv: list[str]) -> int:
@@ -60,7 +63,8 @@ def main(argv: list[str]) -> int:
     settings = settings_of(load_config(str(workdir / "config.json")))
     security.log_to_stderr("%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("absl").setLevel(logging.WARNING)
-    with contextlib.suppress(KeyboardInterrupt):
+    # The last is SIGTERM's: the server is closed by then.
+    with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
         asyncio.run(_serve(settings, workdir, flags.step, flags.host, flags.port, options))
     return 0
 
@@ -83,9 +87,13 @@ async def _serve(
     try:
         await asyncio.wrap_future(engine.update_weights(params, str(step)))
         roots = parts.weight_roots_of(settings, workdir)
-        async with http.serve(engine, host=host, port=port, weight_roots=roots, **options) as bound:
+        tokenizer = parts.tokenizer_of(settings, workdir)
+        async with http.serve(
+            engine, host=host, port=port, weight_roots=roots, tokenizer=tokenizer, **options
+        ) as bound:
             scheme = "https" if options["tls_cert"] else "http"
             log.info("checkpoint %d of %s at %s://%s:%d", step, workdir, scheme, host, bound)
             await asyncio.wrap_future(engine.stopped)
     finally:
+        log.info("ending: requests that run are given up")
         engine.close(timeout_secs=CLOSE_TIMEOUT_SECS)

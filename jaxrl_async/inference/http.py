@@ -20,7 +20,7 @@ import numpy as np
 from aiohttp import web
 
 from jaxrl_async import security
-from jaxrl_async.inference import loading, sampling
+from jaxrl_async.inference import loading, sampling, texts
 from jaxrl_async.inference.engine import (
     Completion,
     Engine,
@@ -36,7 +36,7 @@ MAX_HEADERS = 64
 MAX_RID_CHARS = 256
 MAX_VERSION_CHARS = 128
 _SHUTDOWN_SECS = 2.0
-_INFORMATION_ROUTES = ("/generate", "/model_info")
+_INFORMATION_ROUTES = ("/generate", "/model_info", "/v1/models", *texts.KEYS)
 _VERSION = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}")
 _VERSION_FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,128}\.(json|safetensors)")
 _GENERATE_KEYS = {"rid", "input_ids", "sampling_params", "return_logprob", "stream"}
@@ -64,6 +64,7 @@ async def serve(
     weight_roots: Sequence[str | os.PathLike] = (),
     tls_cert: str = "",
     tls_key: str = "",
+    tokenizer: texts.Tokenizer | None = None,
 ) -> AsyncIterator[int]:
     """Answers over HTTP while the context lasts; works in any thread's event loop.
 
@@ -76,6 +77,7 @@ async def serve(
       weight_roots: the directories within which /update_weights_from_disk reads.
       tls_cert: PEM file of the certificate; "" for http.
       tls_key: PEM file of its key.
+      tokenizer: for requests in texts, and their routes; None for token ids alone.
 
     Yields:
       the port.
@@ -89,7 +91,13 @@ async def serve(
     )
     context = security.server_context(tls_cert, tls_key)
     runner = web.AppRunner(
-        make_app(engine, api_key=api_key, admin_api_key=admin_api_key, weight_roots=weight_roots),
+        make_app(
+            engine,
+            api_key=api_key,
+            admin_api_key=admin_api_key,
+            weight_roots=weight_roots,
+            tokenizer=tokenizer,
+        ),
         access_log=None,
         max_line_size=security.MAX_HEADER_BYTES,
         max_field_size=security.MAX_HEADER_BYTES,
@@ -116,9 +124,10 @@ def make_app(
     api_key: str | None = None,
     admin_api_key: str | None = None,
     weight_roots: Sequence[str | os.PathLike] = (),
+    tokenizer: texts.Tokenizer | None = None,
 ) -> web.Application:
     """The routes over an engine, see `serve`. Build it inside the event loop that will serve it."""
-    routes = _Routes(engine, weight_roots)
+    routes = _Routes(engine, weight_roots, tokenizer)
     app = web.Application(
         client_max_size=MAX_BODY_BYTES,
         middlewares=[_answer_errors, _key_check(api_key, admin_api_key)],
@@ -138,6 +147,9 @@ def make_app(
             web.get("/health", routes.health),
         ]
     )
+    if tokenizer is not None:
+        app.add_routes([web.post(route, routes.openai) for route in texts.KEYS])
+        app.add_routes([web.get("/v1/models", routes.models)])
     return app
 
 
@@ -171,8 +183,12 @@ def _key_check(api_key, admin_api_key):
 
 
 class _Routes:
-    def __init__(self, engine, weight_roots):
+    def __init__(self, engine, weight_roots, tokenizer):
         self._engine = engine
+        self._texts = None
+        if tokenizer is not None:
+            room = engine.max_total_tokens
+            self._texts = texts.Texts(tokenizer, max_total_tokens=room, model=engine.name)
         self._weight_roots = weight_roots
         # The parameters in float32, twice, and room for headers.
         self._max_upload_bytes = 8 * loading.num_parameters(engine.config) + MAX_BODY_BYTES
@@ -184,24 +200,57 @@ class _Routes:
 
     async def generate(self, http_request):
         start = time.monotonic()
-        body = await _read(http_request, _GENERATE_KEYS)
+        body = await _read(http_request, _GENERATE_KEYS | ({"text"} if self._texts else set()))
+        if "text" in body:
+            body = self._encoded(body)
         requests = _parse_generate(body)
         return_logprob = _bool(body, "return_logprob")
-        rids, answers = [], []
+        done = await self._complete(requests)
+        answers = [self._answer(completion, return_logprob, start) for completion in done]
+        return _json(answers if _is_batch(body) else answers[0])
+
+    def _encoded(self, body):
+        """A body with `text` as one with `input_ids`."""
+        if "input_ids" in body:
+            raise InvalidRequestError("give text or input_ids, got both")
+        given, params = body["text"], body.get("sampling_params")
+        if not isinstance(given, list):
+            ids = self._texts.encode(given)
+            params = self._texts.sampling_of_generate(params, ids)
+        else:
+            ids = [self._texts.encode(text) for text in given]
+            params = _per_prompt("sampling_params", params, len(ids), alone=dict | None)
+            pairs = zip(params, ids, strict=True)
+            params = [self._texts.sampling_of_generate(*pair) for pair in pairs]
+        rest = {name: value for name, value in body.items() if name != "text"}
+        return rest | {"input_ids": ids, "sampling_params": params}
+
+    async def openai(self, http_request):
+        route = http_request.path
+        body = await _read(http_request, texts.KEYS[route])
+        requests = self._texts.requests(route, body)
+        return _json(self._texts.answer(route, requests, await self._complete(requests)))
+
+    async def models(self, http_request):
+        model = {"id": self._texts.model, "object": "model", "owned_by": "jaxrl_async"}
+        return _json({"object": "list", "data": [model]})
+
+    async def _complete(self, requests):
+        """The completions of requests, in their order; aborts all where one fails or the client is gone."""
+        rids, done = [], []
         try:
             for request in requests:
                 self._submit(request)
                 rids.append(request.rid)
             for request in requests:
-                completion = await self._generating[request.rid]
-                answers.append(self._answer(completion, return_logprob, start))
+                done.append(await self._generating[request.rid])
         except BaseException:
             self._abandon(set(rids))
             raise
         finally:
             for rid in rids:
                 del self._generating[rid]
-        return _json(answers if _is_batch(body) else answers[0])
+        return done
 
     async def pause_generation(self, http_request):
         body = await _read(http_request, {"mode"})
@@ -384,7 +433,8 @@ class _Routes:
         if return_logprob:
             pairs = zip(completion.logprobs.tolist(), output_ids, strict=True)
             meta["output_token_logprobs"] = [(logprob, token, None) for logprob, token in pairs]
-        return {"output_ids": output_ids, "meta_info": meta}
+        text = {"text": self._texts.decode(completion)} if self._texts else {}
+        return text | {"output_ids": output_ids, "meta_info": meta}
 
 
 async def _read(http_request, keys):

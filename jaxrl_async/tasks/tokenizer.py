@@ -52,6 +52,16 @@ class Tokenizer(Protocol):
     def encode_prompt(self, text: str) -> list[int]:
         """The ids that the policy reads when it is asked `text`, up to where its answer begins."""
 
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """The ids that the policy reads of a conversation, up to where its answer begins.
+
+        Args:
+          messages: each with its `role` and `content`.
+
+        Raises:
+          ValueError: the chat template refuses; or there is none, and more than one message.
+        """
+
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """The text of ids, without special tokens, or with their names."""
 
@@ -184,6 +194,14 @@ class CharTokenizer:
         """The ids of the text; there is no chat template."""
         return self.encode(text)
 
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """The ids of the one message; there is no chat template.
+
+        Raises:
+          ValueError: more than one message.
+        """
+        return self.encode_prompt(_only_message(messages))
+
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """The text of ids in [0, vocab_size)."""
         texts = self._special_texts if special else self._texts
@@ -240,9 +258,19 @@ class HFTokenizer:
         """
         if self._template is None:
             return self._tokenizer.encode(text, add_special_tokens=True).ids
+        return self.encode_chat([{"role": "user", "content": text}])
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """The ids of the chat template's rendering of a conversation; of its one message, where there is no template.
+
+        Raises:
+          ValueError: the template refuses; or there is none, and more than one message.
+        """
+        if self._template is None:
+            return self.encode_prompt(_only_message(messages))
         try:
             rendered = self._template.render(
-                messages=[{"role": "user", "content": text}],
+                messages=list(messages),
                 add_generation_prompt=True,
                 tools=None,
                 documents=None,
@@ -293,6 +321,14 @@ class HFTokenizer:
                 f"{name} {self._special[name]!r} of {self._directory / CONFIG_FILE} is not in the vocabulary"
             )
         return token_id
+
+
+def _only_message(messages: Sequence[Mapping[str, str]]) -> str:
+    if len(messages) != 1:
+        raise ValueError(
+            f"a tokenizer without a chat template takes one message, got {len(messages)}"
+        )
+    return messages[0]["content"]
 
 
 def _read_tokenizer(path: pathlib.Path) -> tokenizers.Tokenizer:
