@@ -17,6 +17,7 @@ VERBS = {
     "status": "show who waits for whom in a run, and since when",
     "parity": "compare a server's log-probs with the learner's, and name the likely cause",
     "fit": "compile a run for TPUs or GPUs that are not there: memory, FLOPs, transfers, whether it fits",
+    "measure": "measure the rates that simulate needs, on a running server and from a run",
     "simulate": "predict a run: steps a second, idle shares, staleness, the best split of devices",
     "export": "write a checkpoint as a Hugging Face directory, for transformers and SGLang",
     "report": "write report.html from a run's workdir",

@@ -68,6 +68,7 @@ _COSTS = {
     "devices_per_server": ("1", "with --devices"),
     "learner_devices": ("1", "with --devices: how many --token_secs was measured on"),
     "servers": ("", f"{' | '.join(SERVERS)}; default those that the config starts or names"),
+    "rates": ("", "file of the verb measure, for the rates and slots that it has"),
     "preset": ("", "rates of v5e, v5p, v6e, a100, h100 or h200, from data sheets"),
     "fit": ("", "fit.json of the verb fit: its predicted times for --token_secs and --step_secs"),
     "out": ("", "JSON file for all figures"),
@@ -82,11 +83,15 @@ def main(argv: list[str]) -> int:
     given = _sizes_of(settings, servers) if settings else {}
     words = {name: _word(name, flags, given) for name in (*_SIZES, *_COSTS)}
     words["num_slots"] = words["num_slots"] or ("" if servers == "embedded" else str(SLOTS))
+    if words["rates"]:
+        measured = _rates_of(pathlib.Path(words["rates"]))
+        _fill(words, flags, measured, replace=True)
     if words["fit"]:
         _fill(words, flags, _times_of_fit(pathlib.Path(words["fit"])))
     if words["preset"]:
         _fill(words, flags, _preset_of(words, settings))
     words["warm_steps"] = words["warm_steps"] or str(_number("num_steps", words, int) // 10)
+    _check_push(words, flags)
     if words["devices"] != "0":
         words["num_servers"] = "1"  # It is what is asked for.
     if missing := [name for name in _NEEDED if not words[name]]:
@@ -187,11 +192,32 @@ def _servers_of(kind: str, settings: Settings | None) -> str:
     return "embedded" if is_ours else "sglang"
 
 
-def _fill(words: dict[str, str], flags: Any, found: dict[str, float]) -> None:
-    """Takes the values found for the flags that are not given, and that nothing before has filled."""
+def _fill(
+    words: dict[str, str], flags: Any, found: dict[str, float], *, replace: bool = False
+) -> None:
+    """Takes the values found for the flags that are not given, and that nothing before has filled, unless `replace`."""
     for name, value in found.items():
-        if not flags[name].present and (not words[name] or words[name] == flags[name].default):
+        is_open = replace or not words[name] or words[name] == flags[name].default
+        if is_open and not flags[name].present:
             words[name] = str(value)
+
+
+def _check_push(words: dict[str, str], flags: Any) -> None:
+    """Refuses measured rates without a push: its default, no time at all, would pass for measured."""
+    given = flags["push_secs"].present or words["push_secs"] != flags["push_secs"].default
+    if words["rates"] and not given:
+        raise UsageError(f"--push_secs must be given: {words['rates']} has none")
+
+
+def _rates_of(path: pathlib.Path) -> dict[str, float]:
+    """The rates that `measure` wrote."""
+    try:
+        rates = json.loads(path.read_text("utf-8"))["rates"]
+        found = {name: float(rates[name]) for name in _RATES if name in rates}
+        slots = {"num_slots": int(rates["num_slots"])} if "num_slots" in rates else {}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"--rates={path} is no file of the verb measure: {error!r}") from None
+    return found | slots
 
 
 def _preset_of(words: dict[str, str], settings: Settings | None) -> dict[str, float]:
@@ -298,5 +324,7 @@ def _finite(value: Any) -> Any:
 _RATES = ("request_rate", "server_rate", "step_secs", "token_secs", "push_secs", "pause_secs")
 _NEEDED = [name for name, (default, _) in {**_SIZES, **_COSTS}.items() if not default]
 _NEEDED = [
-    name for name in _NEEDED if name not in ("warm_steps", "servers", "preset", "fit", "out")
+    name
+    for name in _NEEDED
+    if name not in ("warm_steps", "servers", "rates", "preset", "fit", "out")
 ]

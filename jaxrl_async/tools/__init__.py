@@ -1,1 +1,1 @@
-"""Tools for a run, or before one: evaluate, replay, export, parity, simulate."""
+"""Tools for a run, or before one: evaluate, replay, export, parity, simulate, measure."""
