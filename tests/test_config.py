@@ -11,7 +11,7 @@ import pytest
 
 from jaxrl_async.cli import config as config_lib
 from jaxrl_async.cli import main
-from jaxrl_async.config import base_config, build, checks, parse_arg
+from jaxrl_async.config import base_config, build, checks, parse_arg, table
 from jaxrl_async.config import settings as settings_lib
 from jaxrl_async.config.build import default_values, make_settings
 from jaxrl_async.config.checks import command_words
@@ -585,3 +585,16 @@ def test_a_wait_must_be_outlasted_by_the_one_that_it_saves(shorter, longer):
 @pytest.mark.parametrize("arg", ["", "mode=sync", "mode=periodic", "smoke"])
 def test_the_waits_of_every_config_agree(path, arg):
     checks.check_waits(parse(f"--config={path}:{arg}" if arg else f"--config={path}"))
+
+
+def test_the_table_of_settings_is_that_of_the_dataclasses():
+    remedy = "make it anew: python -m jaxrl_async.config.table >docs/settings.md"
+    page = (ROOT / "docs/settings.md").read_text("utf-8")
+    assert page == table.page(), remedy
+    for name in default_values():
+        assert page.count(f"| `{name}` |") == 1, name
+    found = table.comments(settings_lib.Rollout)
+    assert found["group_size"] == "G, completions per prompt"  # behind it
+    assert found["reward_environment"].startswith("names of variables")  # above it
+    assert found["delay_steps"].startswith("age of the servers' weights")  # within its brackets
+    assert found["num_workers"] == ""

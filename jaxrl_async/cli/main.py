@@ -11,7 +11,7 @@ VERBS = {
     "train": "train a policy: every role on this machine, or one --role on a pod",
     "config": "print every setting of a config or a run, and what differs from the defaults",
     "init": "write the model of a config as a Hugging Face directory, for servers of your own",
-    "serve": "serve a checkpoint or a Hugging Face directory over SGLang's HTTP API",
+    "serve": "serve a checkpoint in token ids or texts, over SGLang's HTTP API and OpenAI's",
     "evaluate": "greedy accuracy and pass@k of a run's checkpoints on held-out prompts",
     "replay": "train again on the journal of a run: the same parameters, or another objective on the same data",
     "status": "show who waits for whom in a run, and since when",
