@@ -20,8 +20,15 @@ Reading order:
 """
 
 import importlib
+import sys
 
 __version__ = "0.1.0"
+
+if sys.version_info < (3, 11):  # noqa: UP036
+    # By its name `python -m` shows the line alone.
+    raise ImportError(
+        f"jaxrl_async needs Python >= 3.11, this is {sys.version.split()[0]}", name=__name__
+    )
 
 _NAMES = {
     "run": "jaxrl_async.api",

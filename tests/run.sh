@@ -6,8 +6,17 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${JAXRL_TEST_VENV:-.venv-test}
+python=${PYTHON:-python3}
 export JAXRL_SERVERS=${JAXRL_SERVERS:-$PWD/.venv-servers}
-[ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
+if ! "$venv/bin/python" -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then # none, or broken
+    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || {
+        echo "needs Python >= 3.11, and PYTHON=$python is $("$python" --version 2>&1): name another by PYTHON" >&2
+        exit 2
+    }
+    clear=
+    [ ! -f "$venv/pyvenv.cfg" ] || clear=--clear # What is no environment is not emptied.
+    "$python" -m venv $clear "$venv"
+fi
 "$venv/bin/pip" install --quiet --disable-pip-version-check --editable '.[test]'
 "$venv/bin/ruff" check .
 "$venv/bin/ruff" format --check .

@@ -3,6 +3,8 @@
 import ast
 import graphlib
 import pathlib
+import subprocess
+import sys
 
 import pytest
 
@@ -111,3 +113,12 @@ def test_every_room_is_under_the_rule():
 def test_the_rule_allows_no_circle():
     order = list(graphlib.TopologicalSorter(MAY_IMPORT).static_order())  # Raises at a circle.
     assert order[-1] == "api"
+
+
+def test_an_older_python_is_told_which_one_is_needed():
+    code = "import sys; sys.version_info = (3, 10, 1); import runpy; runpy._run_module_as_main('jaxrl_async')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT.parent, capture_output=True, text=True
+    )
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1 and "jaxrl_async needs Python >= 3.11, this is" in line

@@ -127,14 +127,15 @@ def quickstart(tmp_path):
     calls, venv = tmp_path / "calls", tmp_path / "venv"
     (venv / "bin").mkdir(parents=True)
     for name in ("python", "pip"):
-        (venv / "bin" / name).write_text(f'#!/bin/sh\necho {name} "$@" >>{calls}\n')
+        noted = f'#!/bin/sh\n[ "$1" = -c ] || echo {name} "$@" >>{calls}\n'
+        (venv / "bin" / name).write_text(noted)
         (venv / "bin" / name).chmod(0o755)
 
-    def run(*words):
+    def run(*words, **variables):
         calls.write_text("")
         result = subprocess.run(
             ["bash", LAUNCH / "quickstart.sh", *words],
-            env=os.environ | {"JAXRL_VENV": str(venv)},
+            env=os.environ | {"JAXRL_VENV": str(venv)} | variables,
             text=True,
             capture_output=True,
             timeout=60,
@@ -168,6 +169,38 @@ def test_a_wrong_word_of_the_quickstart_is_refused_before_anything_is_installed(
 def test_a_third_word_of_the_quickstart_is_refused(quickstart):
     code, error, calls = quickstart("smoke", "runs/a", "seed=3")
     assert (code, calls) == (2, []) and "unexpected word 'seed=3'" in error
+
+
+def python_of(path, *, version, calls):
+    """A Python of a version, which notes the environments that it makes, and makes none."""
+    path.write_text(
+        f"#!/bin/sh\ncase $1 in -c) exit {int(version < '3.11')} ;; --version) echo Python {version} ;;"
+        f" *) echo made {version} $* >>{calls}; exit 9 ;; esac\n"
+    )
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_python_that_is_too_old_is_refused_by_the_quickstart(quickstart, tmp_path):
+    old = python_of(tmp_path / "python3.10", version="3.10.13", calls=tmp_path / "calls")
+    code, error, calls = quickstart("smoke", PYTHON=old, JAXRL_VENV=str(tmp_path / "none"))
+    assert (code, calls) == (2, []) and len(error.splitlines()) == 1
+    assert "needs Python >= 3.11" in error and f"{old} is Python 3.10.13" in error
+
+
+@pytest.mark.parametrize("clear", [True, False], ids=["an environment", "another directory"])
+def test_a_broken_environment_is_made_again_and_another_directory_is_not_emptied(
+    clear, quickstart, tmp_path
+):
+    python = python_of(tmp_path / "python3.12", version="3.12.1", calls=tmp_path / "calls")
+    broken = tmp_path / "broken"
+    (broken / "bin").mkdir(parents=True)
+    (broken / "bin" / "python").symlink_to(tmp_path / "removed")
+    if clear:
+        (broken / "pyvenv.cfg").touch()
+    code, _, calls = quickstart("smoke", PYTHON=python, JAXRL_VENV=str(broken))
+    assert code == 9
+    assert calls == [f"made 3.12.1 -m venv {'--clear ' if clear else ''}{broken}"]
 
 
 @pytest.mark.parametrize(
