@@ -4,7 +4,9 @@ Verbs run in this process, and a run that would have started its roles counts as
 """
 
 import json
+import os
 import pathlib
+import subprocess
 import sys
 
 import numpy as np
@@ -195,3 +197,33 @@ def test_the_config_of_a_run_states_the_shape_of_its_checkpoint(typed, place, tm
     (tmp_path / "shaped" / "checkpoints" / "0").mkdir(parents=True)
     assert typed([*words, workdir, "--resume"]) == (0, [])
     assert typed(["train", workdir, "--resume"]) == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["trian"], ("'train'",)),
+        (
+            ["train", f"--config={QUICKSTART}", "--config.learner.learning_rate=-1.0"],
+            ("learner.learning_rate must be ≥ 0, got -1",),
+        ),
+        (
+            ["train", f"--config={QUICKSTART}", "--config.evaluate.num_prompts=900"],
+            ("evaluate.num_prompts = 900 must be ≤ 512",),
+        ),
+        (["evaluate", "--workdir=nowhere"], ("nowhere/config.json",)),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_in_a_shell_too_a_mistake_is_a_line_and_exit_code_2(words, named, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxrl_async", *words],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    line, *more = done.stderr.splitlines()
+    assert done.returncode == 2 and (not more or words == ["trian"])
+    assert all(piece in line for piece in named), line
