@@ -17,16 +17,19 @@ from jaxrl_async import security
 from jaxrl_async.cli.config import UsageError, parse_flags, settings_of
 from jaxrl_async.config.checks import in_the_clear, nearest
 from jaxrl_async.config.settings import Settings, SettingsError
+from jaxrl_async.metrics import read_metrics
 from jaxrl_async.queue.records import SupersededError
 from jaxrl_async.roles import local, start
 from jaxrl_async.runtime import cluster, supervisor
 from jaxrl_async.runtime import workdir as workdirs
 from jaxrl_async.runtime.preemption import PREEMPTED, StopRequest
+from jaxrl_async.runtime.progress import score_of
 
 ROLES = ("all", "queue", "learner", "rollout", "server", "auto")
 PARENT_POLL_SECS = 1.0  # poll interval
 # Exit code of a learner that another one has superseded: that of bad usage, after which no scheduler starts it again.
 SUPERSEDED = 2
+_REPORT = ("python", "-m", "jaxrl_async", "report")
 
 log = logging.getLogger(__name__)
 
@@ -168,8 +171,14 @@ def _run_all(settings: Settings, workdir: pathlib.Path, *, resume: bool) -> int:
     if not done:
         print(f"stopped early; {_resume_hint(workdir)}", file=sys.stderr)
         return PREEMPTED
-    print(f"done: {workdir}")
+    print(_done(workdir))
     return 0
+
+
+def _done(workdir: pathlib.Path) -> str:
+    score = score_of(read_metrics(workdir))
+    lines = [f"done: {workdir}", *([f"score: {score}"] if score else [])]
+    return "\n".join([*lines, f"next: {shlex.join([*_REPORT, f'--workdir={workdir}'])}"])
 
 
 def _resume_hint(workdir: pathlib.Path) -> str:

@@ -186,6 +186,8 @@ def _roles(status: QueueStatus) -> tuple[list[RoleStatus], list[RoleStatus]]:
 
 
 def _wait(wait: Wait) -> str:
+    if wait.on == "itself":
+        return f"{wait.what} is at work for {wait.secs:.0f} s"
     return f"{wait.what} waits for {wait.on} since {wait.secs:.0f} s"
 
 

@@ -29,6 +29,7 @@ from jaxrl_async.queue import client as queue_client
 from jaxrl_async.queue.journal import BYTES_PER_TOKEN
 from jaxrl_async.runtime import status
 from jaxrl_async.runtime.preemption import CLEANUP_SECS, PREEMPTED
+from jaxrl_async.runtime.progress import Progress
 from jaxrl_async.runtime.workdir import checkpoint_steps
 
 # For a learner on a CPU: XLA allocates a step's buffers anew each time, and pages of 4 KiB cost a tenth of the step.
@@ -330,11 +331,14 @@ def _watch(
     channel = queue_client.open_channel(queue_address, **queue_access_of(settings))
     stalls = _Stalls(channel, workdir, settings.supervisor.stall_secs)
     pids: dict[str, int] = {}
-    with (
-        contextlib.closing(channel),
-        tqdm.tqdm(total=settings.learner.num_steps, unit="step", dynamic_ncols=True) as bar,
-    ):
-        progress = _progress(bar, workdir, roles[-num_learners].log, channel, on_step)
+    shown = Progress(
+        settings.learner.num_steps,
+        row=last_metrics(workdir),
+        stream=sys.stderr,
+        is_terminal=sys.stderr.isatty(),
+    )
+    with contextlib.closing(channel), contextlib.closing(shown):
+        progress = _progress(shown, workdir, roles[-num_learners].log, channel, on_step)
         while not all(role.process.poll() == 0 for role in roles[-num_learners:]):
             for i, role in enumerate(roles[:-num_learners]):
                 if role.process.poll() is not None:
@@ -348,7 +352,7 @@ def _watch(
             if pids != (now := {role.name: role.process.pid for role in roles}):
                 status.write_roles(workdir, queue_address, pids := now)
             next(progress)
-            stalls.check(bar.n)
+            stalls.check(shown.step)
             time.sleep(POLL_SECS)
         next(progress)
         return True
@@ -477,34 +481,19 @@ def how_it_ended(code: int) -> str:
 
 
 def _progress(
-    bar,
+    shown: Progress,
     workdir,
     log: pathlib.Path,
     channel: grpc.Channel,
     on_step: Callable[[], None] | None,
 ) -> Iterator[None]:
-    """Updates the bar at every `next`: the last step's metrics, and the queue's waits."""
+    """Shows the last step's metrics and who waits, at every `next`."""
     while True:
-        before, row = bar.postfix, last_metrics(workdir)
-        if row:
-            last, bar.n = bar.n, int(row["step"])
-            if on_step is not None and bar.n != last:
-                on_step()
-            found = queue_client.glance(channel) if sys.stderr.isatty() else None
-            waits = "; ".join(found.waits) if found else ""
-            bar.set_postfix_str(_summary(row, waits), refresh=False)
-        else:
-            bar.set_postfix_str(last_lines(log, 1).rpartition(" INFO ")[2][:80], refresh=False)
-        if sys.stderr.isatty() or bar.postfix != before:  # A log file gets each line once.
-            bar.refresh()
+        looks = sys.stderr.isatty() or not shown.is_warm
+        found = queue_client.glance(channel) if looks else None
+        if shown.show(last_metrics(workdir), found, last_lines(log, 1)) and on_step is not None:
+            on_step()
         yield
-
-
-def _summary(row: dict, waiting: str) -> str:
-    return (
-        f"reward {row['reward/mean']:.3f}, staleness {row['staleness/mean']:.1f}, "
-        f"{row['rollout/tokens_per_sec']:.0f} tok/s out, {row['learner/tokens_per_sec']:.0f} tok/s in {waiting}"
-    )
 
 
 def _exit_report(role: Role) -> str:

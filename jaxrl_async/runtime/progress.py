@@ -1,0 +1,227 @@
+"""What `train` prints while it runs: a line a stage before the first step, then a bar, and the scores at its end.
+
+Formats rows of metrics and the queue's status. Opens no file and no socket.
+"""
+
+import math
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import tqdm
+
+from jaxrl_async.queue.records import QueueStatus
+
+LINES = 20  # of steps that a run without a terminal prints, about
+STAGE_SECS = 10.0  # between two lines of one stage
+SCORE_STEPS = 5  # at either end, whose mean reward is the score of a run without evaluations
+_LEAST_COLUMNS = 20
+_LINE_COLUMNS = 120  # of a line without a terminal
+_BAR_COLUMNS = 12
+
+
+class Progress:
+    """The progress of one run. Its ETA counts from the first step on: warm-up and compilation are not in it."""
+
+    def __init__(
+        self,
+        num_steps: int,
+        *,
+        row: Mapping[str, float] | None,
+        stream,
+        is_terminal: bool,
+        columns: Callable[[], int] = lambda: shutil.get_terminal_size().columns,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """
+        Args:
+          num_steps: of the run.
+          row: the last one of metrics.jsonl before the start, of a run that resumes.
+          stream: takes the text.
+          is_terminal: whether the bar may overwrite its line.
+          columns: of the terminal, now.
+          clock: seconds.
+        """
+        self.step = int(row["step"]) if row else 0
+        self._num_steps, self._before, self._is_terminal = num_steps, row, is_terminal
+        self._stream, self._columns, self._clock = stream, columns, clock
+        self._began = clock()
+        self._stage, self._stage_at = "", -math.inf
+        self._first: tuple[float, int] | None = None  # time and number of the first step seen
+        self._rest = 0.0  # seconds to the end, as of the last step
+        self._next_line = 0
+        # It clears its line where others print, and `_line` says all that stands in it.
+        self._bar = tqdm.tqdm(
+            total=num_steps, file=stream, disable=not is_terminal, bar_format="{desc}", leave=True
+        )
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether a step has ended since the start."""
+        return self._first is not None
+
+    def close(self) -> None:
+        self._bar.close()
+
+    def show(self, row: Mapping[str, float] | None, status: QueueStatus | None, said: str) -> bool:
+        """Prints what is new.
+
+        Args:
+          row: the last one of metrics.jsonl.
+          status: of the queue, or None.
+          said: the last line of the learner's log.
+
+        Returns:
+          Whether a step has ended since the last call.
+        """
+        if row is None or row == self._before:
+            self._show_stage(stage_of(status, said))
+            return False
+        now, step = self._clock(), int(row["step"])
+        is_new = self._first is None or step != self.step
+        self.step = step
+        if self._first is None:
+            self._first = now, step
+            self._print(f"the first step ended after {_time(now - self._began)}")
+        elif is_new:
+            since, first = self._first
+            # Steps that a restart repeats are counted anew.
+            per_step = (now - since) / max(step - first, 1)
+            self._rest = (self._num_steps - step) * per_step
+        parts = row, self._num_steps, self._eta(step), waits_of(status)
+        if self._is_terminal:
+            self._draw(_line(*parts, self._columns() - 1))
+        elif is_new and (step >= self._next_line or step == self._num_steps):
+            self._next_line = step + max(1, round(self._num_steps / LINES))
+            self._print(_line(*parts, _LINE_COLUMNS))
+        return is_new
+
+    def _eta(self, step: int) -> str:
+        if self._first is None or step <= self._first[1]:
+            return ""
+        return _time(self._rest)
+
+    def _show_stage(self, text: str) -> None:
+        now = self._clock()
+        if self._is_terminal:
+            self._draw(f"{_time(now - self._began)}  {text}")
+        stage = text.partition(":")[0]
+        is_new = stage != self._stage
+        if is_new or (not self._is_terminal and now - self._stage_at >= STAGE_SECS):
+            self._stage, self._stage_at = stage, now
+            self._print(f"{_time(now - self._began)}  {text}")
+
+    def _draw(self, text: str) -> None:
+        self._bar.set_description_str(_cut(text, self._columns() - 1))
+
+    def _print(self, text: str) -> None:
+        tqdm.tqdm.write(text, file=self._stream)
+
+
+def stage_of(status: QueueStatus | None, said: str) -> str:
+    """What a run does before its first step. What stands before a colon is the stage."""
+    learners = [r for r in status.roles if r.role.startswith("learner")] if status else []
+    what = learners[0].waits[0].what if learners and learners[0].waits else ""
+    message = said.rpartition(" INFO ")[2].partition(": ")[2]
+    if message.startswith("warm start: ") and not what:
+        return message
+    if not what or "start" in what:
+        return "start: the roles load, and compile"
+    if "wait_push" in what or "publish" in what:
+        return "servers: they start, compile and load the first version"
+    if "wait_data" in what:
+        return "rollout: the first groups are generated"
+    return "first step: the learner compiles, and takes it"
+
+
+def waits_of(status: QueueStatus | None) -> str:
+    """Who waits for whom, in a few words; "" where that is not known."""
+    learners = [r for r in status.roles if r.role.startswith("learner")] if status else []
+    if not learners or not learners[0].waits:
+        return ""
+    wait = learners[0].waits[0]
+    for name, on in {"wait_data": "groups", "wait_push": "a push", "publish": "a push"}.items():
+        if name in wait.what:
+            return f"learner for {on} {wait.secs:.0f} s"
+    is_full = not status.running_groups and not status.capacity
+    return "rollout for the learner" if is_full else "nobody"
+
+
+def score_of(rows: Sequence[Mapping[str, float]]) -> str:
+    """The score before and after a run, in words; "" of a run without rows.
+
+    That of the first and last evaluation, where there are two; else the mean reward of the first and last steps.
+    """
+    scored = [row for row in rows if row.get("eval/greedy") is not None]
+    if len(scored) > 1:
+        first, last = scored[0], scored[-1]
+        versions = f"version {first['eval/version']:.0f} and {last['eval/version']:.0f}"
+        return (
+            f"greedy accuracy {first['eval/greedy']:.3f} → {last['eval/greedy']:.3f} ({versions})"
+        )
+    rewards = [row["reward/mean"] for row in rows if row.get("reward/mean") is not None]
+    if not rewards:
+        return ""
+    count = max(1, min(SCORE_STEPS, len(rewards) // 2))
+    before, after = sum(rewards[:count]) / count, sum(rewards[-count:]) / count
+    return f"mean reward {before:.3f} → {after:.3f} (first and last {_steps(count)})"
+
+
+def _steps(count: int) -> str:
+    return "step" if count == 1 else f"{count} steps"
+
+
+def _line(
+    row: Mapping[str, float | None], num_steps: int, eta: str, waits: str, columns: int
+) -> str:
+    """Steps, a bar where there is room, and figures, of which those of least use give way; `waits` comes last."""
+    step = int(row["step"])
+    head = f"step {step}/{num_steps}"
+    figures = {
+        "reward": f"reward {_of(row, 'reward/mean'):.3f}",
+        "stale": f"stale {_of(row, 'staleness/mean'):.1f}",
+        "rates": f"tok/s {_short(_of(row, 'rollout/tokens_per_sec'))} out "
+        f"{_short(_of(row, 'learner/tokens_per_sec'))} in",
+        "eta": f"ETA {eta}" if eta else "",
+        "waits": f"waits: {waits}" if waits else "",
+    }
+    for name in ("", "rates", "stale"):
+        figures.pop(name, None)
+        text = ", ".join([head, *filter(None, figures.values())])
+        if len(text) <= columns:
+            break
+    width = min(columns - len(text) - len(" []"), _BAR_COLUMNS)
+    if width < _BAR_COLUMNS // 2:
+        return _cut(text, columns)
+    filled = min(width, width * step // num_steps)
+    return text.replace(head, f"{head} [{'#' * filled}{' ' * (width - filled)}]", 1)
+
+
+def _of(row: Mapping[str, float | None], name: str) -> float:
+    value = row.get(name)
+    return math.nan if value is None else value
+
+
+def _cut(text: str, columns: int) -> str:
+    columns = max(columns, _LEAST_COLUMNS)
+    return text if len(text) <= columns else text[: columns - 1] + "…"
+
+
+def _short(number: float) -> str:
+    """12345 → 12k: four characters at most below a billion."""
+    if math.isnan(number):
+        return "?"
+    for unit, size in (("M", 1e6), ("k", 1e3)):
+        if number >= 9.995 * size:
+            return f"{number / size:.0f}{unit}"
+        if number >= size:
+            return f"{number / size:.1f}{unit}"
+    return f"{number:.0f}"
+
+
+def _time(secs: float) -> str:
+    minutes, secs = divmod(round(secs), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}:{minutes:02}:{secs:02}"
+    return f"{minutes}:{secs:02}"
