@@ -2,10 +2,12 @@
 
 import dataclasses
 import io
+import json
 import re
 
 import pytest
 
+from jaxrl_async.cli import train
 from jaxrl_async.queue.records import NO_STATUS, RoleStatus, Wait
 from jaxrl_async.runtime import status as statuses
 from jaxrl_async.runtime.progress import Progress, score_of, stage_of, waits_of
@@ -181,6 +183,19 @@ def test_the_score_is_of_evaluations_or_of_the_first_and_last_rewards():
     rows[9] |= {"eval/greedy": 0.75, "eval/version": 8.0}
     assert score_of(rows) == "greedy accuracy 0.250 → 0.750 (version 0 and 8)"
     assert score_of([]) == score_of([{"step": 1, "reward/mean": None}]) == ""
+
+
+def test_the_end_names_the_score_and_the_next_command(tmp_path):
+    workdir = tmp_path / "my run"
+    workdir.mkdir()
+    assert train.ending(workdir).splitlines()[0] == f"done: {workdir}"
+    text = "".join(json.dumps(row(i, **{"reward/mean": i / 4})) + "\n" for i in (1, 2))
+    (workdir / "metrics.jsonl").write_text(text)
+    assert train.ending(workdir).splitlines() == [
+        f"done: {workdir}",
+        "score: mean reward 0.250 → 0.500 (first and last step)",
+        f"next: python -m jaxrl_async report '--workdir={workdir}'",
+    ]
 
 
 def test_a_figure_that_is_none_does_not_stop_the_bar(clock):

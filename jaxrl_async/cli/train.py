@@ -171,11 +171,12 @@ def _run_all(settings: Settings, workdir: pathlib.Path, *, resume: bool) -> int:
     if not done:
         print(f"stopped early; {_resume_hint(workdir)}", file=sys.stderr)
         return PREEMPTED
-    print(_done(workdir))
+    print(ending(workdir))
     return 0
 
 
-def _done(workdir: pathlib.Path) -> str:
+def ending(workdir: pathlib.Path) -> str:
+    """What a finished run says last: its workdir, its score before and after, and the next command."""
     score = score_of(read_metrics(workdir))
     lines = [f"done: {workdir}", *([f"score: {score}"] if score else [])]
     return "\n".join([*lines, f"next: {shlex.join([*_REPORT, f'--workdir={workdir}'])}"])
