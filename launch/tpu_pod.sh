@@ -105,9 +105,29 @@ on() { # NAME WORKER ROLE [FLAG …]
     local name=$1 worker=$2 role=$3
     shift 3
     set -- launch/tpu_pod.sh --on-host "$role" "$workdir" "$model" "$@"
-    set -- gcloud compute tpus tpu-vm ssh "$name" "${where[@]}" --worker="$worker" \
-        --command="cd jaxrl_async && $(printf '%q ' "$@")"
-    if [ "$dry" ]; then printf '%q ' "$@" && echo; else "$@"; fi
+    if [ "$dry" ]; then show "$@"; else
+        gcloud compute tpus tpu-vm ssh "$name" "${where[@]}" --worker="$worker" \
+            --command="cd jaxrl_async && $(printf '%q ' "$@")"
+    fi
+}
+show() { # WORD …: the command that runs them there, for a reader and for a shell, a flag on each line
+    local word line="cd jaxrl_async &&"
+    printf '\n# %s, worker %s: %s\n' "$name" "$worker" "$role"
+    printf '%s ' gcloud compute tpus tpu-vm ssh "$(quoted "$name")"
+    for word in "${where[@]}"; do printf '%s ' "$(quoted "$word")"; done
+    printf -- '--worker=%s --command="\\\n' "$worker"
+    for word in "$@"; do
+        [[ $word == --config* ]] && { printf '    %s \\\n' "$line"; line=; }
+        word=$(quoted "$word")
+        word=${word//\\/\\\\} word=${word//\"/\\\"} word=${word//\$/\\\$} word=${word//\`/\\\`}
+        line+=${line:+ }$word
+    done
+    printf '    %s"\n' "$line"
+}
+quoted() { # WORD: as a shell reads it
+    if [[ $1 =~ ^[A-Za-z0-9_./:=,@%+-]+$ ]]; then printf %s "$1"; elif [[ $1 != *[\"\$\`\\!]* ]]; then
+        printf '"%s"' "$1"
+    else printf %q "$1"; fi
 }
 
 queue=$(address "$LEARNER"):7000

@@ -1,5 +1,6 @@
 """The dry runs of the launch scripts print commands that `train` accepts; the JobSets fit their schemas."""
 
+import configparser
 import contextlib
 import json
 import os
@@ -364,6 +365,28 @@ def test_a_role_that_the_environment_gives_needs_a_workdir_and_its_variables(
     assert "SLURM_JOB_NODELIST_HET_GROUP_0" in error and "SLURM_PROCID are missing" in error
 
 
+def calls_of_gcloud(tmp_path, *words, **variables):
+    """What a script of bash calls gcloud with, as words; gcloud says NAME.example for an address."""
+    gcloud, noted = tmp_path / "bin" / "gcloud", tmp_path / "calls"
+    gcloud.parent.mkdir(exist_ok=True)
+    gcloud.write_text(
+        '#!/usr/bin/env bash\nif [ "$4" = describe ]; then echo "$5.example"; exit; fi\n'
+        f'printf "%s\\0" gcloud "$@" $\'\\n\' >>{shlex.quote(str(noted))}\n'
+    )
+    gcloud.chmod(0o755)
+    environment = os.environ | variables | {"PATH": f"{gcloud.parent}:{os.environ['PATH']}"}
+    subprocess.run(["bash", *map(str, words)], env=environment, check=True, timeout=60)
+    calls = noted.read_text().split("\0\n\0")[:-1]
+    noted.unlink()
+    calls = [call.split("\0") for call in calls]
+    return [(*words, shlex.split(remote.removeprefix("--command="))) for *words, remote in calls]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_a_script_can_be_called_by_its_name(script):
+    assert os.access(script, os.X_OK) and script.read_text().startswith("#!/usr/bin/env bash\n")
+
+
 def test_the_script_of_tpu_vms_starts_every_role_with_the_same_addresses(dry, tmp_path):
     names = {"PROJECT": "p", "ZONE": "z", "LEARNER": "learn", "SERVERS": "s0 s1"}
     flags = (
@@ -372,17 +395,27 @@ def test_the_script_of_tpu_vms_starts_every_role_with_the_same_addresses(dry, tm
         "--config.learner.data=2",
     )
     config = f"{ROOT}/configs/gsm8k_qwen2_5_1p5b.py:smoke"
-    commands = printed(
-        LAUNCH / "tpu_pod.sh", "--dry-run", config, tmp_path / "a b", *flags, **names
-    )
+    words = [LAUNCH / "tpu_pod.sh", config, tmp_path / "a b", *flags, '--config.x="$HOME `!\\']
+    shown = subprocess.run(
+        ["bash", words[0], "--dry-run", *words[1:]],
+        env=os.environ | names,
+        check=True,
+        timeout=60,
+        text=True,
+        capture_output=True,
+    ).stdout
+    assert "    --config.weights.transport=stream \\\n" in shown and r"\(" not in shown
+    commands = calls_of_gcloud(tmp_path, "-c", shown)
+    assert calls_of_gcloud(tmp_path, *words, **names) == commands, "without --dry-run it does these"
     roles = []
     for command in commands:
+        *command, remote = command
         assert command[:6] == ["gcloud", "compute", "tpus", "tpu-vm", "ssh", command[5]]
-        remote = shlex.split(command[-1].removeprefix("--command="))
         assert remote[:5] == ["cd", "jaxrl_async", "&&", "launch/tpu_pod.sh", "--on-host"]
         role, workdir, model, *rest = remote[5:]
         assert (workdir, model) == (f"{tmp_path}/a b", "/mnt/q")
-        roles.append((command[5], command[-2], role))
+        roles.append((command[5], command[-1], role))
+        assert role in ("key", "server") or rest.pop() == '--config.x="$HOME `!\\'
     assert roles == [
         ("learn", "--worker=0", "key"),
         ("s0", "--worker=0", "server"),
@@ -668,3 +701,27 @@ def test_no_command_of_a_script_or_a_page_shows_a_key_or_listens_for_everyone_wi
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_a_script_may_be_run(script):
     assert script.stat().st_mode & stat.S_IXUSR or script.suffix == ".sbatch"
+
+
+def test_the_container_file_makes_the_images_of_the_manifests():
+    text = (LAUNCH / "Dockerfile").read_text()
+    named = {
+        image
+        for jobset in JOBSETS
+        for image in re.findall(r"image: (REGISTRY/\S+)", jobset.read_text())
+    }
+    built = re.findall(r"^#   docker build -f launch/Dockerfile (.*) -t (\S+) \.", text, re.M)
+    assert {image for _, image in built} == named
+    stages = re.findall(r"^FROM \S+ AS (\S+)$", text, re.M)
+    extras = configparser.ConfigParser()
+    extras.read(ROOT / "setup.cfg")
+    assert {"math"} < extras["options.extras_require"].keys()
+    for option, _ in built:
+        target = option.startswith("--target=")
+        known = stages if target else extras["options.extras_require"]
+        assert option.rpartition("=")[2] in known, option
+    copied = [line.split()[1:-1] for line in text.splitlines() if line.startswith("COPY")]
+    assert copied and all((ROOT / path).exists() for paths in copied for path in paths)
+    pins = re.search(r"^pins='(.*)'$", (ROOT / "tests/real/sglang_jax.sh").read_text(), re.M)[1]
+    installed = re.search(r"^RUN pip install '(sglang-jax.*)$", text, re.M)[1].replace("'", "")
+    assert installed == pins.replace("[cpu]", "[tpu]")
