@@ -6,7 +6,7 @@ import pathlib
 import pytest
 from huggingface_hub import constants
 
-from jaxrl_async.roles import hub
+from jaxrl_async.tasks import hub
 
 ID = "some-org/some-model"
 

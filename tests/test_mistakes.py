@@ -74,6 +74,8 @@ SETTINGS = [
     ("task.args.num_digits=12", ("task", "num_digits", "[1, 9]", "12")),
     ("tokenizer.kind=chars", ("tokenizer.kind", "'chars'", "char, bpe, huggingface")),
     ("tokenizer.alphabet=0123456789+", ("tokenizer.alphabet", "'='", "'0123456789+'")),
+    ("tokenizer.instruction=Add ", ("tokenizer.alphabet", "' ', 'A', 'd'", "Add ")),
+    ("tokenizer.system_prompt=Add.", ("tokenizer.system_prompt", "'Add.'", "'huggingface'")),
     ("tokenizer.alphabet=", ("tokenizer.alphabet", "''")),
     ("warm_start.row_tokens=5", ("warm_start.row_tokens", "5", "8")),
     ("warm_start.num_demonstrations=0", ("warm_start.num_demonstrations", "≥ 1", "0")),

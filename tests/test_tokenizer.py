@@ -8,8 +8,16 @@ from fixtures.tokenizers_hf import CHAT, TEXTS, make_bpe, write_hf
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from jaxrl_async.config.settings import Settings, Tokenizer
+from jaxrl_async.roles import parts
 from jaxrl_async.tasks import tokenizer as room
-from jaxrl_async.tasks.tokenizer import CharTokenizer, HFTokenizer, load_tokenizer, train_bpe
+from jaxrl_async.tasks.tokenizer import (
+    Asking,
+    CharTokenizer,
+    HFTokenizer,
+    load_tokenizer,
+    train_bpe,
+)
 
 ALPHABET = "0123456789+="
 
@@ -255,3 +263,39 @@ def test_a_broken_file_is_named(tmp_path, name, content):
 def test_a_missing_tokenizer_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=f"{tmp_path}: .*tokenizer.json"):
         load_tokenizer(tmp_path)
+
+
+def test_an_instruction_stands_before_the_question_and_a_system_prompt_before_both(tmp_path):
+    tokenizer = load_tokenizer(write_hf(tmp_path, template=CHAT))
+    asking = Asking(tokenizer, instruction="Count: ", system_prompt="Be short.")
+    rendered = "<|im_start|>system\nBe short.<|im_end|><|im_start|>user\nCount: pens?<|im_end|><|im_start|>assistant\n"
+    assert asking.encode_prompt("pens?") == tokenizer.encode(rendered)
+    assert asking.encode("pens?") == tokenizer.encode("pens?")
+    assert asking.vocab_size == tokenizer.vocab_size
+    plain = Asking(CharTokenizer("ab"), instruction="b", system_prompt="")
+    assert plain.encode_prompt("a") == [3, 2]
+
+
+def test_a_chat_template_may_be_left_out_or_replaced(tmp_path):
+    directory = write_hf(tmp_path / "files", template=CHAT)
+    (tmp_path / "own.jinja").write_text("Q: {{ messages[0].content }}")
+    left_out = load_tokenizer(directory, chat_template="none")
+    assert left_out.encode_prompt("pens?") == left_out.encode("pens?")
+    replaced = load_tokenizer(directory, chat_template=str(tmp_path / "own.jinja"))
+    assert replaced.encode_prompt("pens?") == left_out.encode("Q: pens?")
+    with pytest.raises(FileNotFoundError, match="chat_template = 'nowhere' is neither"):
+        load_tokenizer(directory, chat_template="nowhere")
+    with pytest.raises(ValueError, match="system_prompt = 'a' needs a chat template"):
+        Asking(left_out, instruction="", system_prompt="a")
+
+
+def test_the_tokenizer_of_a_run_asks_as_its_settings_say(tmp_path):
+    directory = write_hf(tmp_path / "files", template=CHAT)
+    wanted = Tokenizer(
+        kind="huggingface",
+        path=str(directory),
+        chat_template="none",
+        instruction="Count: ",
+    )
+    tokenizer = parts.tokenizer_of(Settings(tokenizer=wanted), tmp_path)
+    assert tokenizer.decode(tokenizer.encode_prompt("pens?")) == "Count: pens?"

@@ -31,6 +31,7 @@ from jaxrl_async.config.settings import (
     Server,
     Settings,
     SettingsError,
+    Tokenizer,
 )
 from jaxrl_async.queue.admission import check_staleness
 from jaxrl_async.queue.records import EXHAUSTED, REISSUE_REASONS, RETIRE_REASONS
@@ -339,6 +340,7 @@ def _contradictions(s: Settings) -> Iterator[str]:
     window = s.supervisor.restart_window_secs
     if not window > 0:
         yield f"supervisor.restart_window_secs must be > 0, got {window}"
+    yield from _check_tokenizer(s.tokenizer)
     yield from _check_queue(s.queue)
     yield from _check_server(s.server)
     yield from _check_rollout(s.rollout)
@@ -480,6 +482,12 @@ def _check_minibatches(s: Settings) -> Iterator[str]:
         yield (
             f"loss.advantage {s.loss.advantage!r} needs rollout.group_size ≥ 2, got {s.rollout.group_size}"
         )
+
+
+def _check_tokenizer(tokenizer: Tokenizer) -> Iterator[str]:
+    for name in ("chat_template", "system_prompt"):
+        if (value := getattr(tokenizer, name)) and tokenizer.kind != "huggingface":
+            yield f"tokenizer.{name} = {value!r:.60} needs tokenizer.kind = 'huggingface', got {tokenizer.kind!r}"
 
 
 def _check_shapes(s: Settings) -> Iterator[str]:

@@ -42,6 +42,9 @@ ADDED: dict[str, Any] = {
     "supervisor.restart_window_secs": 1e9,  # the whole run
     "queue.outage_secs": 30.0,
     "queue.failure_window_secs": 1e9,
+    "tokenizer.chat_template": "",
+    "tokenizer.system_prompt": "",
+    "tokenizer.instruction": "",
     "learner.context": 1,
     "learner.param_dtype": "float32",
     "learner.moment_dtype": "float32",
@@ -66,6 +69,9 @@ class Tokenizer:
     alphabet: str = ""  # the characters of "char"
     vocab_size: int = 0  # tokens, of "bpe"
     path: str = ""  # of "huggingface": the directory of its files, or a model's id on the hub
+    chat_template: str = ""  # of "huggingface": "" for the files' own | "none" | a Jinja file
+    system_prompt: str = ""  # before the question, by the chat template; "": none
+    instruction: str = ""  # text before every question, as it is; "": none
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_async.queue.journal import JournalError, JournalReader
+from jaxrl_async.tasks import hub
 from jaxrl_async.tasks.tokenizer import load_tokenizer
 from jaxrl_async.types import NOT_SAMPLED, Trajectory
 
@@ -73,7 +74,7 @@ def samples(workdir: pathlib.Path, config: Mapping[str, Any]) -> list[Sample]:
 def _tokenizer_path(workdir: pathlib.Path, config: Mapping[str, Any]) -> pathlib.Path:
     wanted = config.get("tokenizer", {})
     if wanted.get("kind") == "huggingface":
-        return pathlib.Path(wanted["path"])
+        return hub.directory_of("tokenizer.path", wanted["path"], needed=hub.TOKENIZER_FILES)
     return workdir / "tokenizer"
 
 

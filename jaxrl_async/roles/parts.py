@@ -10,7 +10,7 @@ import pathlib
 
 from jaxrl_async.config.checks import key_named
 from jaxrl_async.config.settings import Settings
-from jaxrl_async.roles import hub
+from jaxrl_async.tasks import hub
 
 # Deadlines of the queue's clients. The queue needs no device and is up within seconds.
 CONNECT_TIMEOUT_SECS = 60.0
@@ -45,13 +45,26 @@ def model_directory(settings: Settings, needed: tuple[str, ...] = hub.MODEL_FILE
 
 
 def tokenizer_of(settings: Settings, workdir: pathlib.Path):
-    """The run's tokenizer. The first role that needs it writes its files; the others read them."""
+    """The run's tokenizer. The first role that needs it writes its files; the others read them.
+
+    Raises:
+      OSError, ValueError: the message begins with the setting's name within its block.
+    """
+    from jaxrl_async.tasks.tokenizer import Asking
+
+    wanted, tokenizer = settings.tokenizer, _plain_tokenizer_of(settings, workdir)
+    if not wanted.system_prompt and not wanted.instruction:
+        return tokenizer
+    return Asking(tokenizer, instruction=wanted.instruction, system_prompt=wanted.system_prompt)
+
+
+def _plain_tokenizer_of(settings: Settings, workdir: pathlib.Path):
     from jaxrl_async.tasks import tokenizer as tokenizers
 
     wanted, directory = settings.tokenizer, workdir / "tokenizer"
     if wanted.kind == "huggingface":
         files = hub.directory_of("tokenizer.path", wanted.path, needed=hub.TOKENIZER_FILES)
-        return tokenizers.load_tokenizer(files)
+        return tokenizers.load_tokenizer(files, chat_template=wanted.chat_template)
     if directory.exists():
         return tokenizers.load_tokenizer(directory)
     if wanted.kind == "bpe":

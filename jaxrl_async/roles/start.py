@@ -187,7 +187,8 @@ def _check_texts(settings: Settings, tokenizer, task, splits) -> None:
     bound = settings.rollout.max_prompt_tokens
     for split, examples in splits.items():
         texts = [example.text for example in examples]
-        _check_alphabet(settings, f"the {split} split", texts)
+        asked = [settings.tokenizer.instruction + text for text in texts]
+        _check_alphabet(settings, f"the {split} split", asked)
         _check_some_fit(
             "rollout.max_prompt_tokens",
             bound,
@@ -230,7 +231,7 @@ def _check_some_fit(setting: str, bound: int, what: str, texts: Sequence, encode
     """Refuses a bound below the shortest text; a warning of the roles counts the longer ones."""
     lengths = []
     for text in texts:
-        with _errors_of("tokenizer."):
+        with _errors_of("tokenizer: "):
             lengths.append(len(encode(text)))
         if lengths[-1] <= bound:
             return

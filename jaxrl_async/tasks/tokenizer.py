@@ -76,8 +76,12 @@ class Tokenizer(Protocol):
         """Files, by name, from which Hugging Face's libraries make the same tokenizer."""
 
 
-def load_tokenizer(directory: str | os.PathLike) -> Tokenizer:
+def load_tokenizer(directory: str | os.PathLike, *, chat_template: str = "") -> Tokenizer:
     """Reads a tokenizer from its files.
+
+    Args:
+      directory: holds them.
+      chat_template: of a tokenizer in Hugging Face layout: "" for its own, "none", or a Jinja file in its place.
 
     Raises:
       FileNotFoundError: there are none.
@@ -91,7 +95,7 @@ def load_tokenizer(directory: str | os.PathLike) -> Tokenizer:
                 f"{directory / CHAR_FILE}: alphabet must be a string, got {alphabet!r}"
             )
         return CharTokenizer(alphabet)
-    return HFTokenizer(directory)
+    return HFTokenizer(directory, chat_template=chat_template)
 
 
 def train_bpe(
@@ -228,23 +232,32 @@ class HFTokenizer:
     eos_token_id; the others of those stop a completion too. A special token's text within a text becomes that token.
     """
 
-    def __init__(self, directory: str | os.PathLike):
+    def __init__(self, directory: str | os.PathLike, *, chat_template: str = ""):
         """Reads the files.
 
+        Args:
+          directory: holds them.
+          chat_template: "" for the files' own, "none", or a Jinja file in its place.
+
         Raises:
-          FileNotFoundError: there is no tokenizer.json.
+          FileNotFoundError: there is no tokenizer.json, or no such template.
           ValueError: a file is broken, or none names an end-of-sequence token that the vocabulary has.
         """
         self._directory = pathlib.Path(directory)
         self._tokenizer = _read_tokenizer(self._directory / TOKENIZER_FILE)
         config = _read_json(self._directory / CONFIG_FILE)
         self._special = _special_tokens(config)
-        self._template = _chat_template(self._directory, config)
+        self._template = _chat_template(self._directory, config, chat_template)
         # Not the number of tokens: added tokens may leave holes.
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self.stop_token_ids = self._stop_token_ids()
         self.eos_id = self.stop_token_ids[0]
         self.pad_id = self._id_of("pad_token", default=self.eos_id)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether prompts are messages."""
+        return self._template is not None
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, nothing added."""
@@ -323,6 +336,41 @@ class HFTokenizer:
         return token_id
 
 
+class Asking:
+    """A tokenizer whose prompts have an instruction before the question, and a system prompt before both.
+
+    All else is the tokenizer's own: the answer, the conversations of `encode_chat`, the files.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, instruction: str, system_prompt: str):
+        """Takes both as they are; "" for none.
+
+        Raises:
+          ValueError: a system prompt, and no chat template to write it.
+        """
+        if system_prompt and not getattr(tokenizer, "has_chat_template", False):
+            raise ValueError(
+                f"system_prompt = {system_prompt!r:.60} needs a chat template, which this tokenizer has not: set "
+                "tokenizer.chat_template to a Jinja file, or use tokenizer.instruction"
+            )
+        self._tokenizer, self._instruction, self._system = tokenizer, instruction, system_prompt
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def encode_prompt(self, text: str) -> list[int]:
+        """The ids of system prompt, instruction and question.
+
+        Raises:
+          ValueError: the chat template refuses.
+        """
+        question = self._instruction + text
+        if not self._system:
+            return self._tokenizer.encode_prompt(question)
+        system = {"role": "system", "content": self._system}
+        return self._tokenizer.encode_chat([system, {"role": "user", "content": question}])
+
+
 def _only_message(messages: Sequence[Mapping[str, str]]) -> str:
     if len(messages) != 1:
         raise ValueError(
@@ -386,12 +434,22 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
-def _chat_template(directory: pathlib.Path, config: Mapping[str, Any]) -> jinja2.Template | None:
+def _chat_template(
+    directory: pathlib.Path, config: Mapping[str, Any], wanted: str
+) -> jinja2.Template | None:
     """Compiles the template as Hugging Face's `apply_chat_template` does.
 
     `strftime_now` is left out: a prompt must not depend on the day. Templates then write a fixed date.
     """
+    if wanted == "none":
+        return None
     path, source = directory / TEMPLATE_FILE, config.get("chat_template")
+    if wanted:
+        path = pathlib.Path(wanted)
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"chat_template = {wanted!r} is neither 'none' nor a Jinja file here"
+            )
     if path.is_file():
         source = path.read_text("utf-8")
     if isinstance(source, list):  # several, by name
@@ -411,7 +469,7 @@ def _chat_template(directory: pathlib.Path, config: Mapping[str, Any]) -> jinja2
     try:
         return environment.from_string(source)
     except jinja2.TemplateError as error:
-        raise ValueError(f"chat template of {directory}: {error}") from error
+        raise ValueError(f"chat template of {wanted or directory}: {error}") from error
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:
