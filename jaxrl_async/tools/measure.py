@@ -2,7 +2,8 @@
 
 A server's two rates follow from one request alone, and from many at once: of n requests each gets
 1 / (1/request_rate + n/server_rate) tokens a second (`tools.simulate`). A push is the server's own weights, loaded
-again under the name that they have. Every call has a deadline. Nothing of the server changes.
+again under the name that they have. Every call has a deadline. A push empties the server's prefix cache;
+nothing else of it changes.
 """
 
 import asyncio
