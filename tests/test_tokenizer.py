@@ -29,6 +29,7 @@ def test_characters_are_numbered_after_padding_and_end():
     assert (tokenizer.vocab_size, tokenizer.pad_id, tokenizer.eos_id) == (14, 0, 1)
     assert tokenizer.stop_token_ids == (1,)
     assert tokenizer.decode([10, 7, 1, 0]) == "85"
+    assert tokenizer.decode([10, 14, 7]) == "85", "14 is an id of a larger model alone"
     assert tokenizer.decode([10, 7, 1, 0], special=True) == "85<eos><pad>"
 
 

@@ -207,9 +207,9 @@ class CharTokenizer:
         return self.encode_prompt(_only_message(messages))
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """The text of ids in [0, vocab_size)."""
+        """The text of ids; one beyond vocab_size, which a checkpoint's model may have, has none."""
         texts = self._special_texts if special else self._texts
-        return "".join([texts[i] for i in ids])
+        return "".join([texts[i] for i in ids if i < len(texts)])
 
     def save(self, directory: str | os.PathLike) -> None:
         """Writes the alphabet."""
