@@ -193,18 +193,14 @@ def serve_queue(pipe, directory: pathlib.Path, max_running_groups: int) -> None:
         max_bytes=1 << 30,
     )
     journal = Journal(directory / "journal.sqlite", batch_groups=batch, keep="checkpointed")
-    asyncio.run(
-        service.serve(
-            "127.0.0.1:0",
-            admission=admission,
-            group_size=GROUP_SIZE,
-            vocab_size=VOCAB_SIZE,
-            max_tokens=PROMPT_TOKENS + NEW_TOKENS,
-            max_message_bytes=16 << 20,
-            journal=journal,
-            on_bound=lambda address: pipe.send(address),
-        )
+    queue = service.QueueService(
+        admission,
+        group_size=GROUP_SIZE,
+        vocab_size=VOCAB_SIZE,
+        max_tokens=PROMPT_TOKENS + NEW_TOKENS,
+        journal=journal,
     )
+    asyncio.run(service.serve("127.0.0.1:0", queue, max_message_bytes=16 << 20, on_bound=pipe.send))
 
 
 class TimedClient(QueueClient):

@@ -310,16 +310,16 @@ def serve_queue(bound: Any, num_groups: int, path: pathlib.Path | None) -> None:
         max_bytes=1 << 40,
         chunk_groups=CHUNK_GROUPS,
     )
+    service = queue_service.QueueService(
+        admission,
+        group_size=GROUP_SIZE,
+        vocab_size=VOCAB_SIZE,
+        max_tokens=1 << 20,
+        journal=None if path is None else Journal(path, batch_groups=num_groups),
+    )
     asyncio.run(
         queue_service.serve(
-            "127.0.0.1:0",
-            admission=admission,
-            group_size=GROUP_SIZE,
-            vocab_size=VOCAB_SIZE,
-            max_tokens=1 << 20,
-            max_message_bytes=MAX_MESSAGE_BYTES,
-            journal=None if path is None else Journal(path, batch_groups=num_groups),
-            on_bound=bound.send,
+            "127.0.0.1:0", service, max_message_bytes=MAX_MESSAGE_BYTES, on_bound=bound.send
         )
     )
 

@@ -1158,16 +1158,10 @@ async def real_queue(**changes):
     }
     admission = Admission(**arguments | changes)
     bound = asyncio.get_running_loop().create_future()
+    queue = queue_service.QueueService(admission, group_size=4, vocab_size=VOCAB_SIZE, max_tokens=8)
     service = asyncio.create_task(
         queue_service.serve(
-            "127.0.0.1:0",
-            admission=admission,
-            group_size=4,
-            vocab_size=VOCAB_SIZE,
-            max_tokens=8,
-            max_message_bytes=10**6,
-            journal=None,
-            on_bound=bound.set_result,
+            "127.0.0.1:0", queue, max_message_bytes=10**6, on_bound=bound.set_result
         )
     )
     try:

@@ -25,7 +25,7 @@ from jaxrl_async.runtime import workdir as workdirs
 from jaxrl_async.runtime.preemption import PREEMPTED, StopRequest
 from jaxrl_async.runtime.progress import score_of
 
-ROLES = ("all", "queue", "learner", "rollout", "server", "auto")
+ROLES = ("all", "queue", "learner", "rollout", "server", "auto", "one")
 PARENT_POLL_SECS = 1.0  # poll interval
 # Exit code of a learner that another one has superseded: that of bad usage, after which no scheduler starts it again.
 SUPERSEDED = 2
@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
     workdir = pathlib.Path(values.workdir or start.default_workdir(settings)).absolute()
     supervised = "JAXRL_PARENT" in os.environ
     # These write the config.json; the other roles read it.
-    begins = values.role in ("all", "learner") and not supervised
+    begins = values.role in ("all", "learner", "one") and not supervised
     try:
         if begins:
             start.check_workdir(values.config, workdir, resume=values.resume)
@@ -98,7 +98,7 @@ def main(argv: list[str]) -> int:
         resume=values.resume,
         coordinator=values.coordinator,
         # A scheduler signals all roles at once, and the learner needs the others to finish its step.
-        graceful=not supervised and (auto or values.role == "learner"),
+        graceful=not supervised and (auto or values.role in ("learner", "one")),
     )
 
 
@@ -203,7 +203,7 @@ def _run_one(
         logging.getLogger(chatty).setLevel(logging.WARNING)
     if found := in_the_clear(settings):
         log.warning("security.insecure: without TLS to %s", ", ".join(found))
-    cpus = getattr(settings.cpus, role)
+    cpus = settings.cpus.of(role)
     if cpus:  # Before JAX counts cores for its threads.
         os.sched_setaffinity(0, cpus)
     stop = StopRequest(grace_secs=settings.checkpoint.grace_secs)
@@ -286,7 +286,9 @@ def _check_addresses(settings: Settings, role: str, index: int) -> None:
     """Refuses a role that runs alone without the addresses of the others."""
     if not settings.queue.address and role != "server":
         raise UsageError(f"--role={role} needs --config.queue.address=HOST:PORT")
-    needed = {"server": index + 1, "learner": 0 if settings.server.discover else 1}.get(role, 0)
+    needed = {"server": index + 1, "one": 0, "learner": 0 if settings.server.discover else 1}.get(
+        role, 0
+    )
     if len(settings.server.addresses) < needed:
         raise UsageError(
             f"--role={role} --index={index} needs its entry of config.server.addresses, which has "

@@ -24,6 +24,7 @@ from jaxrl_async.config.settings import (
     MODES,
     PACKINGS,
     PAUSE_MODES,
+    PROCESSES,
     TOKENIZERS,
     TRANSPORTS,
     Queue,
@@ -53,6 +54,7 @@ _ONE_OF = {
     "journal.mode": JOURNAL_MODES,
     "journal.synchronous": JOURNAL_SYNCHRONOUS,
     "tokenizer.kind": TOKENIZERS,
+    "supervisor.processes": PROCESSES,
 }
 _AT_LEAST_ONE = {
     "queue": ("max_running_groups", "max_bytes", "max_message_bytes", "max_attempts"),
@@ -150,6 +152,19 @@ def check_mode(mode: str, *, max_staleness: int, push_every_steps: int, chunk_gr
         check_staleness(max_staleness, push_every_steps)
     except ValueError as error:
         raise SettingsError(f"queue.{error}") from None
+
+
+def refusal_of_one_process(s: Settings) -> str:
+    """Why the run needs several processes; "" where one will do."""
+    server, learner = s.server, s.learner
+    if server.addresses or server.discover:
+        key = "addresses" if server.addresses else "discover"
+        return f"has servers of its own, and server.{key} = {getattr(server, key)!r}"
+    if server.command:
+        return f"has embedded servers alone, and server.command = {server.command!r}"
+    if learner.num_processes > 1:
+        return f"has one learner, and learner.num_processes = {learner.num_processes}"
+    return ""
 
 
 def in_the_clear(s: Settings) -> list[str]:
@@ -341,6 +356,8 @@ def _contradictions(s: Settings) -> Iterator[str]:
     if not window > 0:
         yield f"supervisor.restart_window_secs must be > 0, got {window}"
     yield from _check_tokenizer(s.tokenizer)
+    if s.supervisor.processes == "one" and (refusal := refusal_of_one_process(s)):
+        yield f"supervisor.processes = 'one' {refusal}"
     yield from _check_queue(s.queue)
     yield from _check_server(s.server)
     yield from _check_rollout(s.rollout)

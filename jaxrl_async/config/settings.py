@@ -22,6 +22,7 @@ ATTENTION_KERNELS = ("xla", "cudnn", "splash")  # models.attention.of_rows
 TRANSPORTS = ("disk", "tensor", "stream")  # weights.transports
 PAUSE_MODES = ("retract", "in_place")  # of a server, around new weights
 JOURNAL_KEEPS = ("all", "checkpointed", "none")  # queue.journal
+PROCESSES = ("auto", "many", "one")  # runtime.supervisor.in_one_process
 JOURNAL_MODES = ("wal", "delete")
 JOURNAL_SYNCHRONOUS = ("normal", "full")
 
@@ -49,6 +50,7 @@ ADDED: dict[str, Any] = {
     "learner.param_dtype": "float32",
     "learner.moment_dtype": "float32",
     "rollout.sample_padding": True,
+    "supervisor.processes": "many",
 }
 
 
@@ -312,6 +314,8 @@ class Supervisor:
     max_restarts: int = 4
     restart_window_secs: float = 3600.0
     stall_secs: float = 1800.0  # without a step: the run is stopped, and says who waits for whom
+    # "many": one for each role | "one" for all | "auto": one where there is a single accelerator
+    processes: str = "auto"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -322,6 +326,12 @@ class Cpus:
     server: tuple[int, ...] = ()
     rollout: tuple[int, ...] = ()
     queue: tuple[int, ...] = ()
+
+    def of(self, role: str) -> tuple[int, ...]:
+        """The cores of a role; of "one", those of all."""
+        return (
+            tuple(sorted(set(sum(vars(self).values(), ())))) if role == "one" else vars(self)[role]
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -239,11 +239,19 @@ class Engine:
         """Returns a future of whether no request is live. The cache holds live requests alone."""
         return self._post(lambda: not self._running and not self._waiting)
 
-    def update_weights(self, params: nnx.State, version: str) -> concurrent.futures.Future:
+    def update_weights(
+        self, params: nnx.State, version: str, *, copy: bool = True
+    ) -> concurrent.futures.Future:
         """Changes the weights between two chunks, whether paused or not.
 
         Running requests keep their tokens, and their keys and values are recomputed; while paused
-        "in_place", they are kept. The arrays are copied, so the caller may donate them.
+        "in_place", they are kept.
+
+        Args:
+          params: the weights.
+          version: their name.
+          copy: copy them, so that the caller may donate them. Without, only what is of another dtype or on another
+            device is copied.
 
         Returns:
           a future of the number of requests that continued with the new weights.
@@ -251,7 +259,8 @@ class Engine:
         Raises:
           WeightsError: names, shapes or numbers are not the model's.
         """
-        params = loading.to_device(params, self.config)
+        place = loading.to_device if copy else loading.share
+        params = place(params, self.config)
         future = self._new_future()
         self._post_update(_Update(params, version, "", None, "retract", False, future))
         return future

@@ -10,6 +10,7 @@ import json
 import os
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -55,12 +56,28 @@ def to_device(params: nnx.State, config: transformer.ModelConfig) -> nnx.State:
     Raises:
       WeightsError: a name, shape or number is not the model's.
     """
+    return _each(_placed, params, config)
+
+
+def share(params: nnx.State, config: transformer.ModelConfig) -> nnx.State:
+    """Parameters for the default device, checked like copies; those that lie there in their dtype are shared.
+
+    Raises:
+      WeightsError: as of `to_device`.
+    """
+    shared = _each(_shared, params, config)
+    if not _are_finite(shared):
+        raise WeightsError("the weights hold a number that is not finite")
+    return shared
+
+
+def _each(place, params, config):
     wanted, treedef = _wanted(config)
     found = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(params)}
     if wanted.keys() != found.keys():
         odd = ", ".join(sorted(wanted.keys() ^ found.keys()))
         raise WeightsError(f"missing or unexpected parameters: {odd}")
-    return treedef.unflatten(_placed(name, found[name], want) for name, want in wanted.items())
+    return treedef.unflatten(place(name, found[name], want) for name, want in wanted.items())
 
 
 def num_parameters(config: transformer.ModelConfig) -> int:
@@ -105,10 +122,26 @@ def _wanted(config):
     return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}, treedef
 
 
-def _placed(name, array, want):
-    """A private copy on the device: a NumPy array would be aliased, and another's may be donated."""
+def _check_shape(name, array, want):
     if array.shape != want.shape:
         raise WeightsError(f"{name} has shape {array.shape}, the model's is {want.shape}")
+
+
+def _shared(name, array, want):
+    _check_shape(name, array, want)
+    # One device, whatever the mesh that it comes from: the programs were compiled for it.
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.device_put(array, here).astype(want.dtype)
+
+
+@jax.jit
+def _are_finite(params):
+    return jnp.array([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params)]).all()
+
+
+def _placed(name, array, want):
+    """A private copy on the device: a NumPy array would be aliased, and another's may be donated."""
+    _check_shape(name, array, want)
     host = np.array(array, want.dtype)
     if not np.isfinite(host).all():
         raise WeightsError(f"{name} holds a number that is not finite")

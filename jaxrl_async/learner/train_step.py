@@ -66,6 +66,7 @@ class TrainStep:
         learner: Learner,
         temperature: float,
         optimizer: optax.GradientTransformation,
+        keeps_params: bool = False,
     ):
         """Declares the programs; nothing is compiled yet.
 
@@ -77,6 +78,7 @@ class TrainStep:
             param_dtype are read.
           temperature: the sampler's, > 0: log-probs are of logits / temperature.
           optimizer: from optimizer.make_optimizer.
+          keeps_params: an update leaves the parameters before it to others who hold them, and makes new ones.
 
         Raises:
           ValueError: a clip against 'current' with several minibatches, or a temperature that is not > 0.
@@ -121,9 +123,9 @@ class TrainStep:
         )
         self._update = jax.jit(
             self._update_program,
-            in_shardings=(state, accumulator),
+            in_shardings=(state.params, _rest(state), accumulator),
             out_shardings=(state, accumulator, everywhere),
-            donate_argnums=(0, 1),
+            donate_argnums=(1, 2) if keeps_params else (0, 1, 2),
         )
 
     @property
@@ -190,7 +192,7 @@ class TrainStep:
             proximal = _abstract(batch.behavior_logprobs, rows)
         arguments = (state.params, reference, accumulator, batch, proximal, version)
         programs["accumulate"] = self._accumulate.trace(*arguments)
-        programs["update"] = self._update.trace(state, accumulator)
+        programs["update"] = self._update.trace(state.params, _rest(state), accumulator)
         return programs
 
     def place(self, batch: Batch) -> Batch:
@@ -270,7 +272,7 @@ class TrainStep:
         """Divides by the minibatch's denominator, clips, and applies the optimizer.
 
         Args:
-          state: consumed.
+          state: consumed, but for its parameters with keeps_params.
           accumulator: consumed.
 
         Returns:
@@ -279,7 +281,7 @@ class TrainStep:
           jaxrl_async.metrics, with "finite" (1 or 0) and "tokens". mismatch/ compares the weights that were
           differentiated at; only in a step's first minibatch are those the weights of policy_version.
         """
-        return self._run(self._update, state, accumulator)
+        return self._run(self._update, state.params, _rest(state), accumulator)
 
     def num_compilations(self) -> int:
         """Programs compiled so far: at most one each of init, zeros, score, accumulate, update."""
@@ -318,7 +320,8 @@ class TrainStep:
             jnp.maximum(accumulator.maxima, maxima),
         )
 
-    def _update_program(self, state, accumulator):
+    def _update_program(self, params, rest, accumulator):
+        state = dataclasses.replace(rest, params=params)
         denominator = self._statistics.denominator(accumulator.sums)
         loss = self._statistics.summed_loss(accumulator.sums) / denominator
         grads = jax.tree.map(lambda g: g / denominator, accumulator.grads)
@@ -377,6 +380,11 @@ class TrainStep:
 
 def _cast(params, dtype):
     return jax.tree.map(lambda x: x.astype(dtype), params)
+
+
+def _rest(state: TrainState) -> TrainState:
+    """A state without its parameters, which may be given to a program apart from it."""
+    return dataclasses.replace(state, params=None)
 
 
 def _abstract(leaf, sharding) -> jax.ShapeDtypeStruct:

@@ -20,6 +20,7 @@ from jaxrl_async.learner import processes
 from jaxrl_async.learner.train_step import TrainState
 from jaxrl_async.models import hf, transformer
 from jaxrl_async.queue.records import QueueStatus, ResumePoint
+from jaxrl_async.weights.held import HeldStore, HeldVersion
 from jaxrl_async.weights.publisher import Publisher
 from jaxrl_async.weights.store import WeightStore
 
@@ -53,7 +54,7 @@ class Versions:
     def __init__(
         self,
         publisher: Publisher,
-        store: WeightStore,
+        store: WeightStore | HeldStore,
         *,
         config: transformer.ModelConfig,
         dtype: str,
@@ -239,6 +240,20 @@ class Versions:
                 wanted,
             )
         return held
+
+
+class HeldVersions(Versions):
+    """Versions for engines in this process, in a HeldStore. The train step keeps the parameters, so none is copied."""
+
+    def snapshot(self, state: TrainState) -> nnx.State:
+        """The parameters themselves, or a copy in the dtype of versions where that is another."""
+        dtypes = {leaf.dtype.name for leaf in jax.tree.leaves(state.params)}
+        return state.params if dtypes == {self._dtype} else _cast(state.params, self._dtype)
+
+    def _write(self, version: int, params: nnx.State) -> HeldVersion:
+        num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+        self._store.put(version, params, num_bytes)
+        return self._store.path(self._held(version))
 
 
 @functools.partial(jax.jit, static_argnames="dtype")

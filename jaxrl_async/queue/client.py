@@ -66,7 +66,7 @@ class QueueError(RuntimeError):
     """The queue refused a call that contradicts earlier ones, or failed in it."""
 
 
-class _NotReadyError(TimeoutError):
+class NotReadyError(TimeoutError):
     """The queue's own answer that the wait of a call is over."""
 
 
@@ -516,7 +516,7 @@ class LearnerQueue:
     def _first_chunk(
         self, step: int, timeout_secs: float, should_stop: Callable[[], bool]
     ) -> Chunk | None:
-        with contextlib.suppress(_NotReadyError):
+        with contextlib.suppress(NotReadyError):
             return self._attempt_lease(step, 0, 0.0)
         if should_stop():
             return None
@@ -535,7 +535,7 @@ class LearnerQueue:
             wait_secs = min(left, LEASE_WAIT_SECS)
             try:
                 return self._attempt_lease(step, index, wait_secs)
-            except _NotReadyError as error:
+            except NotReadyError as error:
                 left -= wait_secs
                 if left <= 0:
                     raise TimeoutError(f"no groups within {timeout_secs:g} s: {error}") from None
@@ -670,7 +670,7 @@ def _call_error(error: grpc.RpcError, name: str, address: str, limit_secs: float
     code, where = error.code(), f"{name} at the queue {address}"
     match code:
         case grpc.StatusCode.DEADLINE_EXCEEDED if not _is_unanswered(error):
-            return _NotReadyError(f"{where}: {error.details()}")
+            return NotReadyError(f"{where}: {error.details()}")
         case grpc.StatusCode.DEADLINE_EXCEEDED:
             return TimeoutError(f"{where} is not answered for {limit_secs:g} s: {error.details()}")
         case grpc.StatusCode.UNAVAILABLE:

@@ -66,28 +66,20 @@ T = TypeVar("T")
 
 async def serve(
     address: str,
+    service: "QueueService",
     *,
-    admission: Admission,
-    group_size: int,
-    vocab_size: int,
-    max_tokens: int,
     max_message_bytes: int,
-    journal: Journal | None,
     on_bound: Callable[[str], None],
     token: str | None = None,
     tls_cert: str = "",
     tls_key: str = "",
 ) -> None:
-    """Serves the queue until cancelled.
+    """Serves the queue until cancelled, and then closes its journal.
 
     Args:
       address: "host:port"; port 0 for a free one.
-      admission: a new one, without a publication.
-      group_size: G, trajectories per group.
-      vocab_size: token ids must lie in [0, vocab_size).
-      max_tokens: bound on a trajectory's length.
+      service: the queue.
       max_message_bytes: larger messages are refused (RESOURCE_EXHAUSTED).
-      journal: records the events, and restores them at the start; closed at the end. None for memory alone.
       on_bound: called with "host:port", with the true port, once calls are answered.
       token: required of every call, as "authorization: Bearer TOKEN"; None for none, on loopback only.
       tls_cert: PEM file of the certificate, "" for no TLS.
@@ -96,17 +88,10 @@ async def serve(
     Raises:
       OSError: the address cannot be bound.
       ValueError: no token on an address that is not loopback, or no certificate in the files.
-      JournalError: the journal cannot be read or written.
+      JournalError: the journal cannot be written.
     """
     security.check_listener("the queue", address, token, "queue.token_env")
     credentials = _credentials(tls_cert, tls_key)
-    service = QueueService(
-        admission,
-        group_size=group_size,
-        vocab_size=vocab_size,
-        max_tokens=max_tokens,
-        journal=journal,
-    )
     server = grpc.aio.server(
         options=_options(max_message_bytes), interceptors=[_TokenCheck(token)] if token else []
     )
@@ -129,8 +114,7 @@ async def serve(
     finally:
         sys.setswitchinterval(switch_secs)
         await server.stop(STOP_SECS)
-        if journal is not None:
-            journal.close()
+        service.close()
 
 
 class Lengths:
@@ -171,7 +155,19 @@ class QueueService:
         journal: Journal | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """See `serve`."""
+        """Restores the queue from its journal.
+
+        Args:
+          admission: a new one, without a publication.
+          group_size: G, trajectories per group.
+          vocab_size: token ids must lie in [0, vocab_size).
+          max_tokens: bound on a trajectory's length.
+          journal: records the events; None for memory alone.
+          clock: seconds, monotonic.
+
+        Raises:
+          JournalError: the journal cannot be read.
+        """
         self._admission = admission
         self._journal = journal
         self._check_message = functools.partial(
@@ -212,6 +208,16 @@ class QueueService:
                 len(self._groups),
                 admission.running,
             )
+
+    @property
+    def run_id(self) -> str:
+        """The run of this queue."""
+        return self._identity.run_id
+
+    def close(self) -> None:
+        """Closes the journal."""
+        if self._journal is not None:
+            self._journal.close()
 
     async def tick(self) -> None:
         """Returns the permits of workers that are silent, and adds up the servers' loads.

@@ -8,6 +8,7 @@ import pathlib
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -30,6 +31,7 @@ from jaxrl_async.roles import parts, preflight
 from jaxrl_async.runtime import preemption
 from jaxrl_async.runtime.supervisor import visible_devices
 from jaxrl_async.servers.client import InferenceClient
+from jaxrl_async.servers.preflight import Expected
 from jaxrl_async.tasks.prompts import demonstration_tokens, test_prompts, validation_prompts
 from jaxrl_async.weights.discovery import Discovery
 from jaxrl_async.weights.publisher import Publisher
@@ -49,6 +51,7 @@ def run(
     coordinator: str,
     resume: bool,
     stop_requested: Callable[[], bool],
+    links: "Links | None" = None,
 ) -> bool:
     """Trains as one process of the learner, from the start or from the last checkpoint.
 
@@ -59,25 +62,85 @@ def run(
       coordinator: "host:port" of process 0, where there are several; see `processes.joined`.
       resume: continue from the last checkpoint.
       stop_requested: whether to stop at the end of a step, with a checkpoint.
+      links: to the queue and the servers; over the network for None.
 
     Returns:
       Whether the last step is done.
     """
-    if settings.learner.deterministic and visible_devices()[0] == "gpu":
-        flags = os.environ.get("XLA_FLAGS", "")
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true"
+    set_flags(settings)
     with processes.joined(
         coordinator=coordinator,
         process=process,
         num_processes=settings.learner.num_processes,
     ) as process:
-        return _train(settings, workdir, process, resume=resume, stop_requested=stop_requested)
+        links = links or Links(settings)
+        return _train(
+            settings, workdir, process, links, resume=resume, stop_requested=stop_requested
+        )
+
+
+def set_flags(settings: Settings) -> None:
+    """Sets the flags of XLA that the settings ask for, before JAX looks for devices."""
+    if settings.learner.deterministic and visible_devices()[0] == "gpu":
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true"
+
+
+class Links:
+    """The learner's ways to the queue and to the servers, over the network."""
+
+    keeps_params = False  # whether servers hold the learner's own parameters
+
+    def __init__(self, settings: Settings):
+        self._settings = settings
+
+    def check(self, expected: Expected) -> None:
+        """Checks the servers that answer; raises PreflightError."""
+        preflight.check_servers(self._settings, expected)
+
+    def queue(self, share: Share) -> LearnerQueue:
+        """The client of the queue, not opened yet, of the learner process with this share."""
+        return LearnerQueue(
+            self._settings.queue.address,
+            connect_timeout_secs=parts.CONNECT_TIMEOUT_SECS,
+            call_timeout_secs=parts.CALL_TIMEOUT_SECS,
+            outage_secs=self._settings.queue.outage_secs,
+            share=share,
+            **queue_access_of(self._settings),
+        )
+
+    def store(self, workdir: pathlib.Path, delay: Delay, writer: Identity) -> WeightStore:
+        """Keeps the versions that servers may still read."""
+        keep = max(self._settings.weights.keep, delay.max_steps + 2)
+        return WeightStore(workdir / "weights", keep=keep, writer=writer)
+
+    def versions(self, publisher, store: WeightStore, **values: Any) -> Versions:
+        """Passes versions to the publisher; arguments as of `Versions`."""
+        return Versions(publisher, store, **values)
+
+    def servers(self, writer: Identity, expected: Expected) -> dict[str, Any]:
+        """Arguments of `Publisher` that say how it reaches the servers."""
+        settings, weights = self._settings, self._settings.weights
+        return {
+            "client": InferenceClient(
+                **parts.keys_of(settings), tls_ca=settings.server.tls_ca, run_id=writer.run_id
+            ),
+            "transport": functools.partial(
+                TRANSPORTS[weights.transport],
+                mode=weights.pause_mode,
+                writer=writer,
+                pause_lease_secs=weights.pause_lease_secs,
+            ),
+            "discovery": discovery_of(settings),
+            "preflight": preflight.check_of(settings, expected),
+        }
 
 
 def _train(
     settings: Settings,
     workdir: pathlib.Path,
     process: int,
+    links: Links,
     *,
     resume: bool,
     stop_requested: Callable[[], bool],
@@ -90,9 +153,9 @@ def _train(
     config = parts.model_config_of(settings, tokenizer)
     expected = preflight.expected_of(settings, config)
     if process == 0:
-        preflight.check_servers(settings, expected)
+        links.check(expected)
     mesh = mesh_of(learner)
-    train_step = parts.train_step_of(settings, config, mesh)
+    train_step = parts.train_step_of(settings, config, mesh, keeps_params=links.keeps_params)
     checkpoints = parts.checkpoints_of(settings, workdir, remove_unfinished=True)
     version, resume_point = 0, None
     if resume:
@@ -109,27 +172,21 @@ def _train(
         _log_plan(num_bytes, None, settings.checkpoint.grace_secs)
 
     with contextlib.ExitStack() as stack:
-        queue = stack.enter_context(
-            LearnerQueue(
-                settings.queue.address,
-                connect_timeout_secs=parts.CONNECT_TIMEOUT_SECS,
-                call_timeout_secs=parts.CALL_TIMEOUT_SECS,
-                outage_secs=settings.queue.outage_secs,
-                share=Share(**part, num_minibatches=learner.num_minibatches),
-                **queue_access_of(settings),
-            )
-        )
+        share = Share(**part, num_minibatches=learner.num_minibatches)
+        queue = stack.enter_context(links.queue(share))
         identity = _begin(queue, **part)
         delay = Delay(*delay_of(settings.rollout.delay_steps), seed=settings.seed)
-        store = WeightStore(
-            workdir / "weights", keep=max(weights.keep, delay.max_steps + 2), writer=identity
-        )
-        make_parts = _leader_parts if process == 0 else _follower_parts
-        check = preflight.check_of(settings, expected)
-        queue, publisher, metrics = make_parts(settings, workdir, queue, store, check, resume)
+        store = links.store(workdir, delay, identity)
+        if process == 0:
+            servers = links.servers(identity, expected)
+            publisher = _publisher(settings, workdir, queue, store, identity, servers, resume)
+            metrics = MetricsWriter(workdir)
+        else:  # It follows process 0, which alone prunes the store.
+            publisher = follower.FollowerPublisher(queue.watch_version)
+            queue, metrics = follower.FollowerQueue(queue), follower.FollowerMetrics()
         for part_of_run in (checkpoints, metrics, publisher):
             stack.callback(part_of_run.close)
-        versions = Versions(
+        versions = links.versions(
             publisher,
             store,
             config=config,
@@ -280,36 +337,30 @@ def _reference(settings: Settings, checkpoints, train_step):
     return state.params
 
 
-def _leader_parts(
-    settings: Settings, workdir: pathlib.Path, queue, store: WeightStore, check, resume: bool
-):
-    """(queue, publisher, metrics) of process 0."""
+def _publisher(
+    settings: Settings,
+    workdir: pathlib.Path,
+    queue: LearnerQueue,
+    store: WeightStore,
+    identity: Identity,
+    servers: dict[str, Any],
+    resume: bool,
+) -> Publisher:
     weights = settings.weights
-    publisher = Publisher(
+    return Publisher(
         settings.server.controls,
-        client=InferenceClient(
-            **parts.keys_of(settings), tls_ca=settings.server.tls_ca, run_id=store.writer.run_id
-        ),
-        run_id=store.writer.run_id,
-        transport=functools.partial(
-            TRANSPORTS[weights.transport],
-            mode=weights.pause_mode,
-            writer=store.writer,
-            pause_lease_secs=weights.pause_lease_secs,
-        ),
+        run_id=identity.run_id,
         pin=store.pin,
         announce=queue.publish_version,
         push_timeout_secs=weights.push_timeout_secs,
         poll_secs=weights.poll_secs,
         start_timeout_secs=settings.server.start_timeout_secs,
         quorum=settings.server.quorum,
-        discovery=discovery_of(settings),
         discover_secs=settings.server.discover_secs,
         is_resumed=resume,
         evaluation=evaluator_of(settings, workdir),
-        preflight=check,
+        **servers,
     )
-    return queue, publisher, MetricsWriter(workdir)
 
 
 def discovery_of(settings: Settings) -> Discovery | None:
@@ -321,17 +372,6 @@ def discovery_of(settings: Settings) -> Discovery | None:
         server.discover,
         scheme="https" if server.tls_ca else "http",
         insecure=settings.security.insecure,
-    )
-
-
-def _follower_parts(
-    settings: Settings, workdir: pathlib.Path, queue, store: WeightStore, check, resume: bool
-):
-    """(queue, publisher, metrics) of the other processes, which follow process 0; it alone prunes the store."""
-    return (
-        follower.FollowerQueue(queue),
-        follower.FollowerPublisher(queue.watch_version),
-        follower.FollowerMetrics(),
     )
 
 

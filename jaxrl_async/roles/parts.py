@@ -220,8 +220,8 @@ def engine_of(settings: Settings, workdir: pathlib.Path, *, name: str):
     )
 
 
-def train_step_of(settings: Settings, config, mesh):
-    """The learner's programs, on a mesh."""
+def train_step_of(settings: Settings, config, mesh, *, keeps_params: bool = False):
+    """The learner's programs, on a mesh; see `TrainStep` for keeps_params."""
     from jaxrl_async.learner import optimizer
     from jaxrl_async.learner.train_step import TrainStep
 
@@ -232,6 +232,7 @@ def train_step_of(settings: Settings, config, mesh):
         learner=settings.learner,
         temperature=settings.rollout.temperature,
         optimizer=optimizer.make_optimizer(settings.learner),
+        keeps_params=keeps_params,
     )
 
 

@@ -15,6 +15,25 @@ log = logging.getLogger(__name__)
 
 async def run(settings: Settings, workdir: pathlib.Path) -> None:
     """Serves the queue at queue.address until it is interrupted."""
+    await serve(settings, service_of(settings, workdir))
+
+
+async def serve(settings: Settings, queue: service.QueueService) -> None:
+    """Serves a queue at queue.address until it is interrupted."""
+    wanted = settings.queue
+    await service.serve(
+        wanted.address,
+        queue,
+        max_message_bytes=wanted.max_message_bytes,
+        on_bound=lambda address: log.info("queue at %s", address),
+        token=queue_access_of(settings)["token"],
+        tls_cert=wanted.tls_cert,
+        tls_key=wanted.tls_key,
+    )
+
+
+def service_of(settings: Settings, workdir: pathlib.Path) -> service.QueueService:
+    """The queue of a run, restored from its journal."""
     queue = settings.queue
     admission = Admission(
         batch_groups=settings.learner.groups_per_step,
@@ -37,16 +56,10 @@ async def run(settings: Settings, workdir: pathlib.Path) -> None:
             mode=settings.journal.mode,
             synchronous=settings.journal.synchronous,
         )
-    await service.serve(
-        queue.address,
-        admission=admission,
+    return service.QueueService(
+        admission,
         group_size=settings.rollout.group_size,
         vocab_size=vocab_size_of(settings, tokenizer_of(settings, workdir)),
         max_tokens=settings.learner.row_tokens,
-        max_message_bytes=queue.max_message_bytes,
         journal=journal,
-        on_bound=lambda address: log.info("queue at %s", address),
-        token=queue_access_of(settings)["token"],
-        tls_cert=queue.tls_cert,
-        tls_key=queue.tls_key,
     )

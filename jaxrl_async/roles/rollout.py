@@ -35,15 +35,40 @@ async def run(settings: Settings, workdir: pathlib.Path, index: int) -> None:
     # A role of a scheduler's that is preempted works on until its learner has ended: another handler is there.
     if signal.getsignal(signal.SIGTERM) is signal.default_int_handler:
         loop.add_signal_handler(signal.SIGTERM, stop)
+    access = queue_access_of(settings)
+    client = InferenceClient(**parts.keys_of(settings), tls_ca=settings.server.tls_ca)
+    queue = QueueClient(
+        settings.queue.address,
+        connect_timeout_secs=parts.CONNECT_TIMEOUT_SECS,
+        call_timeout_secs=parts.CALL_TIMEOUT_SECS,
+        outage_secs=settings.queue.outage_secs,
+        **access,
+    )
     try:
-        await _run(settings, workdir, index)
+        await work(settings, workdir, index, client=client, queue=queue)
     except asyncio.CancelledError:
         if stopped.is_set():
             raise KeyboardInterrupt from None
         raise
 
 
-async def _run(settings: Settings, workdir: pathlib.Path, index: int) -> None:
+async def work(
+    settings: Settings,
+    workdir: pathlib.Path,
+    index: int,
+    *,
+    client: InferenceClient,
+    queue: QueueClient,
+) -> None:
+    """Turns permits into groups until it is cancelled.
+
+    Args:
+      settings: the run.
+      workdir: directory of the run.
+      index: of the worker.
+      client: of the inference servers, not opened yet.
+      queue: not opened yet.
+    """
     rollout, tokenizer = settings.rollout, parts.tokenizer_of(settings, workdir)
     task = parts.task_of(settings)
     prompts = prompt_stream(
@@ -64,17 +89,7 @@ async def _run(settings: Settings, workdir: pathlib.Path, index: int) -> None:
         clock=time.monotonic,
         speeds=dict(zip(server.addresses, server.speeds, strict=False)),
     )
-    async with (
-        InferenceClient(**parts.keys_of(settings), tls_ca=server.tls_ca) as client,
-        parts.reward_pool_of(settings, task.reward) as rewards,
-        QueueClient(
-            settings.queue.address,
-            connect_timeout_secs=parts.CONNECT_TIMEOUT_SECS,
-            call_timeout_secs=parts.CALL_TIMEOUT_SECS,
-            outage_secs=settings.queue.outage_secs,
-            **queue_access_of(settings),
-        ) as queue,
-    ):
+    async with client, parts.reward_pool_of(settings, task.reward) as rewards, queue:
         client.run_id = queue.run_id
         clock = AwakeClock()
         sampler = Sampler(

@@ -337,7 +337,7 @@ def run_role(
     rollout workers load no JAX.
 
     Args:
-      role: "queue" | "server" | "rollout" | "learner".
+      role: "queue" | "server" | "rollout" | "learner", or "one" for all of them in this process.
       settings: the run; queue.address and server.addresses are set.
       index: of the server, rollout worker or learner process.
       workdir: directory of the run.
@@ -362,6 +362,10 @@ def run_role(
             from jaxrl_async.roles import rollout
 
             asyncio.run(rollout.run(settings, workdir, index))
+        case "one":
+            from jaxrl_async.roles import one
+
+            return one.run(settings, workdir, resume=resume, stop_requested=stop_requested)
         case "learner":
             from jaxrl_async.roles import learner
 

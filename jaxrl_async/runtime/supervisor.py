@@ -22,7 +22,7 @@ import grpc
 import tqdm
 
 from jaxrl_async import security
-from jaxrl_async.config.checks import in_the_clear, queue_access_of
+from jaxrl_async.config.checks import in_the_clear, queue_access_of, refusal_of_one_process
 from jaxrl_async.config.settings import Settings, Supervisor
 from jaxrl_async.metrics import last_metrics
 from jaxrl_async.queue import client as queue_client
@@ -89,29 +89,32 @@ def run(
       StalledError: no step within supervisor.stall_secs.
     """
     queue_address = settings.queue.address or f"127.0.0.1:{free_port()}"
-    servers = settings.server.addresses or tuple(
-        f"{'https' if settings.server.tls_cert else 'http'}://127.0.0.1:{free_port()}"
-        for _ in range(settings.server.num_started)
-    )
-    addresses = [
-        f"--config.queue.address={queue_address}",
-        f"--config.server.addresses={servers!r}",
-    ]
-    names = ["queue"]
-    if not settings.server.addresses:
-        names += [f"server-{i}" for i in range(len(servers))]
-    names += [f"rollout-{i}" for i in range(settings.rollout.num_workers)]
+    addresses, found = [f"--config.queue.address={queue_address}"], visible_devices()
     num_learners = settings.learner.num_processes
-    learners = _learner_names(num_learners)
-    if num_learners > 1:
-        addresses += [f"--coordinator=127.0.0.1:{free_port()}"]
-    names += learners
-    devices = divide_devices(
-        visible_devices(),
-        num_servers=len([n for n in names if "server" in n]),
-        num_learners=num_learners,
-        learner_devices=settings.learner.num_devices,
-    )
+    if in_one_process(settings, found):
+        names = learners = ["one"]
+        servers = ("in the same process",)
+        devices = {"one": _of_learner(found, settings.learner.num_devices)}
+    else:
+        servers = settings.server.addresses or tuple(
+            f"{'https' if settings.server.tls_cert else 'http'}://127.0.0.1:{free_port()}"
+            for _ in range(settings.server.num_started)
+        )
+        addresses += [f"--config.server.addresses={servers!r}"]
+        names = ["queue"]
+        if not settings.server.addresses:
+            names += [f"server-{i}" for i in range(len(servers))]
+        names += [f"rollout-{i}" for i in range(settings.rollout.num_workers)]
+        learners = _learner_names(num_learners)
+        if num_learners > 1:
+            addresses += [f"--coordinator=127.0.0.1:{free_port()}"]
+        names += learners
+        devices = divide_devices(
+            found,
+            num_servers=len([n for n in names if "server" in n]),
+            num_learners=num_learners,
+            learner_devices=settings.learner.num_devices,
+        )
     print(banner(settings, workdir, queue_address, servers, devices), flush=True)
 
     def start(name: str, resume: bool) -> Role:
@@ -190,6 +193,14 @@ def visible_devices() -> tuple[str, int]:
     return "cpu", 0
 
 
+def in_one_process(settings: Settings, devices: tuple[str, int]) -> bool:
+    """Whether all roles share a process: a TPU chip admits one, and a GPU's memory is then not divided in fractions."""
+    if settings.supervisor.processes != "auto":
+        return settings.supervisor.processes == "one"
+    platform, count = devices
+    return platform != "cpu" and count == 1 and not refusal_of_one_process(settings)
+
+
 def divide_devices(
     devices: tuple[str, int],
     *,
@@ -215,9 +226,7 @@ def divide_devices(
     platform, count = devices
     learners = _learner_names(num_learners)
     if platform == "cpu":
-        shown = {} if "GLIBC_TUNABLES" in os.environ else HUGE_PAGES
-        if learner_devices > 1:
-            shown = shown | {"JAX_NUM_CPU_DEVICES": str(learner_devices // num_learners)}
+        shown = _of_learner(devices, learner_devices // num_learners)
         return dict.fromkeys(learners, shown) if shown else {}
     each, rest = divmod(count - num_servers, num_learners)
     if num_learners > 1 and (platform == "tpu" or each < 1 or rest):
@@ -244,6 +253,14 @@ def divide_devices(
     for i, name in enumerate(learners):
         division[name] = {variable: ",".join(ids[i * each : (i + 1) * each])}
     return division
+
+
+def _of_learner(devices: tuple[str, int], num_devices: int) -> dict[str, str]:
+    """The environment of a process of the learner that has all devices it sees; on a CPU num_devices virtual ones."""
+    if devices[0] != "cpu":
+        return {}
+    virtual = {"JAX_NUM_CPU_DEVICES": str(num_devices)} if num_devices > 1 else {}
+    return ({} if "GLIBC_TUNABLES" in os.environ else HUGE_PAGES) | virtual
 
 
 def _learner_names(count: int) -> list[str]:

@@ -461,12 +461,41 @@ def read_completion(answer: Mapping[str, Any], run_id: str = "") -> Completion:
     triples = meta["output_token_logprobs"][-count:]
     if [triple[1] for triple in triples] != output_ids:
         raise ValueError(f"the ids of output_token_logprobs are not output_ids ({count} tokens)")
-    logprobs = _read_logprobs([triple[0] for triple in triples])
-    versions = _read_versions(meta.get("weight_versions") or (), count, run_id)
-    return Completion(np.array(output_ids, np.int32), logprobs, versions, finish_reason)
+    logprobs = [triple[0] for triple in triples]
+    spans = meta.get("weight_versions") or ()
+    return checked_completion(output_ids, logprobs, spans, finish_reason, run_id)
 
 
-def _read_logprobs(values: list[float]) -> np.ndarray:
+def checked_completion(
+    output_ids: Sequence[int] | np.ndarray,
+    logprobs: Sequence[float] | np.ndarray,
+    spans: Sequence[Mapping[str, Any]],
+    finish_reason: str,
+    run_id: str = "",
+) -> Completion:
+    """The arrays of one completion, N tokens.
+
+    Args:
+      output_ids: int [N].
+      logprobs: [N].
+      spans: {"version", "start", "end"} of the weights that sampled tokens [start, end).
+      finish_reason: "stop" | "length" | "abort".
+      run_id: as in `read_completion`.
+
+    Raises:
+      ForeignWeightsError: others have sampled.
+      ValueError: a log-prob is not finite and ≤ 0, or the spans do not cover the tokens.
+    """
+    count = len(output_ids)
+    if count == 0:
+        return Completion(*_EMPTY, finish_reason)
+    versions = _read_versions(spans, count, run_id)
+    return Completion(
+        np.array(output_ids, np.int32), _read_logprobs(logprobs), versions, finish_reason
+    )
+
+
+def _read_logprobs(values: Sequence[float] | np.ndarray) -> np.ndarray:
     logprobs = np.array(values, np.float32)
     # Written so that NaN fails it too.
     if not (logprobs.min() > -np.inf and logprobs.max() <= MAX_LOGPROB_ROUNDING):

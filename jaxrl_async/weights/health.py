@@ -18,6 +18,7 @@ from typing import Any
 from jaxrl_async.queue.records import ServerRecord
 from jaxrl_async.servers.client import InferenceClient, ServerError
 from jaxrl_async.servers.fleet import DEAD, HEALTHY, STALE
+from jaxrl_async.weights.held import HeldVersion
 from jaxrl_async.weights.store import StoredVersion
 
 MAX_DESCRIBED = 16  # servers in a message
@@ -29,7 +30,7 @@ class Target:
     """The version that every server should hold."""
 
     name: str  # of the weights, as the servers report it
-    files: StoredVersion
+    files: StoredVersion | HeldVersion
 
     @property
     def version(self) -> int:
@@ -37,8 +38,8 @@ class Target:
         return self.files.version
 
     @property
-    def digest(self) -> str:
-        """The digest of the manifest."""
+    def digest(self) -> str | None:
+        """The digest of the manifest; None of a version in memory."""
         return self.files.digest
 
 

@@ -29,6 +29,7 @@ from jaxrl_async.servers.fleet import DEAD, HEALTHY, STALE
 from jaxrl_async.servers.preflight import UnfitServerError
 from jaxrl_async.weights import health, verification
 from jaxrl_async.weights.discovery import Discovery
+from jaxrl_async.weights.held import HeldVersion
 from jaxrl_async.weights.store import StoredVersion
 from jaxrl_async.weights.transports import ObsoleteVersionError, Transport
 
@@ -147,7 +148,7 @@ class Publisher:
     def publish(
         self,
         version: int,
-        write: Callable[[], str | os.PathLike],
+        write: Callable[[], str | os.PathLike | HeldVersion],
         *,
         timeout_secs: float,
         resume_point: ResumePoint | None = None,
@@ -158,7 +159,8 @@ class Publisher:
         Args:
           version: ≥ 0, above every version published before.
           write: writes the version and returns the directory of the weights to hold, as WeightStore wrote it: its
-            own, or those of another version, named in their manifest. Called in a thread of the publisher.
+            own, or those of another version, named in their manifest. Or a version in memory. Called in a thread of
+            the publisher.
           timeout_secs: bound on waiting for the push before.
           resume_point: where the queue starts from, at the first publication after a restore.
           run_epoch: grows where the weights of a version are not those that were published under its number; then
@@ -596,12 +598,17 @@ class Publisher:
 class _Request:
     version: int
     run_epoch: int
-    write: Callable[[], str | os.PathLike]
+    write: Callable[[], str | os.PathLike | HeldVersion]
     resume_point: ResumePoint | None
 
 
-def _write(write: Callable[[], str | os.PathLike]) -> tuple[StoredVersion, int]:
-    path = pathlib.Path(write())
+def _write(
+    write: Callable[[], str | os.PathLike | HeldVersion],
+) -> tuple[StoredVersion | HeldVersion, int]:
+    written = write()
+    if isinstance(written, HeldVersion):
+        return written, written.num_bytes
+    path = pathlib.Path(written)
     return StoredVersion(path), sum(f.stat().st_size for f in path.iterdir())
 
 

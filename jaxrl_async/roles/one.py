@@ -1,0 +1,173 @@
+"""All roles of a run in this process: the queue and the rollout workers in a thread with an event loop, each engine in
+its own, the learner in the caller's. Rewards stay in processes that can be killed.
+
+Their calls are direct. The queue also listens at queue.address, for those who ask for its status.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import pathlib
+import threading
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+from jaxrl_async.config.settings import Settings
+from jaxrl_async.inference.direct import DirectClient
+from jaxrl_async.inference.engine import Engine
+from jaxrl_async.learner.versions import Delay, HeldVersions
+from jaxrl_async.queue.direct import DirectLearnerQueue, DirectQueueClient
+from jaxrl_async.queue.records import Identity, Share
+from jaxrl_async.queue.service import QueueService
+from jaxrl_async.roles import learner, parts, rollout
+from jaxrl_async.roles import queue as queue_role
+from jaxrl_async.roles.server import ENGINE_STOP_SECS
+from jaxrl_async.rollout.failures import flattened
+from jaxrl_async.servers.preflight import Expected
+from jaxrl_async.weights.held import HeldStore, hand_over
+
+START_SECS = 60.0  # bound on the start of the queue, its journal included
+STOP_SECS = 5.0  # bound on the end of queue and workers
+
+
+def run(
+    settings: Settings,
+    workdir: pathlib.Path,
+    *,
+    resume: bool,
+    stop_requested: Callable[[], bool],
+) -> bool:
+    """Runs every role until the learner is done; arguments and result as of `learner.run`.
+
+    Raises:
+      Exception: the first failure of a role, whichever it was.
+    """
+    learner.set_flags(settings)
+    names = tuple(f"engine-{i}" for i in range(settings.server.num_started))
+    server = dataclasses.replace(settings.server, addresses=names)
+    settings = dataclasses.replace(settings, server=server)
+    engines = {name: parts.engine_of(settings, workdir, name=name) for name in names}
+    with contextlib.ExitStack() as stack:
+        for engine in engines.values():
+            engine.start()
+            stack.callback(engine.close, timeout_secs=ENGINE_STOP_SECS)
+        others = stack.enter_context(_Others(settings, workdir, engines))
+        return learner.run(
+            settings,
+            workdir,
+            process=0,
+            coordinator="",
+            resume=resume,
+            stop_requested=stop_requested,
+            links=_DirectLinks(settings, others, engines),
+        )
+
+
+class _Others:
+    """The queue and the rollout workers, in a thread; a context manager."""
+
+    def __init__(self, settings: Settings, workdir: pathlib.Path, engines: Mapping[str, Engine]):
+        self._settings, self._workdir, self._engines = settings, workdir, engines
+        self._begun: concurrent.futures.Future[QueueService] = concurrent.futures.Future()
+        self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._thread = threading.Thread(target=self._run, name="queue and rollout", daemon=True)
+
+    def __enter__(self) -> "_Others":
+        """Starts them; raises what ends them meanwhile."""
+        self._thread.start()
+        self.queue = self._first_of(self._begun, "the queue's start", START_SECS)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(RuntimeError):  # The loop has ended.
+            self._loop.call_soon_threadsafe(self._main.cancel)
+        self._thread.join(STOP_SECS)
+
+    def run(self, call: Coroutine, timeout_secs: float) -> Any:
+        """Runs a call of another thread in the queue's loop.
+
+        Raises:
+          TimeoutError: it is not answered within timeout_secs.
+          Exception: what the call raises, or what ended the queue or a worker.
+        """
+        if self._ended.done():
+            call.close()
+            return self._first_of(self._ended, "", 0.0)
+        future = asyncio.run_coroutine_threadsafe(call, self._loop)
+        return self._first_of(future, "the queue in this process", timeout_secs)
+
+    def _first_of(self, future: concurrent.futures.Future, name: str, timeout_secs: float) -> Any:
+        futures = {future, self._ended}
+        concurrent.futures.wait(futures, timeout_secs, concurrent.futures.FIRST_COMPLETED)
+        if future.done() and future is not self._ended:
+            return future.result()
+        future.cancel()
+        if not self._ended.done():
+            raise TimeoutError(f"{name} does not answer for {timeout_secs:g} s")
+        self._ended.result()
+        raise RuntimeError("the queue and the rollout workers have ended")
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except asyncio.CancelledError:
+            self._ended.set_result(None)
+        except BaseException as error:
+            self._ended.set_exception(next(iter(flattened(error)), error))
+        else:
+            self._ended.set_result(None)
+
+    async def _serve(self) -> None:
+        self._loop, self._main = asyncio.get_running_loop(), asyncio.current_task()
+        settings, workdir = self._settings, self._workdir
+        queue = queue_role.service_of(settings, workdir)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(queue_role.serve(settings, queue), name="queue")
+            for name, engine in self._engines.items():
+                tasks.create_task(_watch(engine), name=name)
+            for index in range(settings.rollout.num_workers):
+                clients = {
+                    "client": DirectClient(self._engines),
+                    "queue": DirectQueueClient(queue),
+                }
+                work = rollout.work(settings, workdir, index, **clients)
+                tasks.create_task(work, name=f"rollout-{index}")
+            self._begun.set_result(queue)
+
+
+class _DirectLinks(learner.Links):
+    """The learner's ways to a queue and engines in this process."""
+
+    keeps_params = True
+
+    def __init__(self, settings: Settings, others: _Others, engines: Mapping[str, Engine]):
+        super().__init__(settings)
+        self._others, self._engines = others, engines
+
+    def check(self, expected: Expected) -> None:
+        """Does nothing: engine and learner are made of the same settings."""
+
+    def queue(self, share: Share) -> DirectLearnerQueue:
+        return DirectLearnerQueue(
+            self._others.queue, self._others.run, call_timeout_secs=parts.CALL_TIMEOUT_SECS
+        )
+
+    def store(self, workdir: pathlib.Path, delay: Delay, writer: Identity) -> HeldStore:
+        return HeldStore(keep=delay.max_steps + 1)
+
+    def versions(self, publisher: Any, store: HeldStore, **values: Any) -> HeldVersions:
+        return HeldVersions(publisher, store, **values)
+
+    def servers(self, writer: Identity, expected: Expected) -> dict[str, Any]:
+        mode = self._settings.weights.pause_mode
+        return {
+            "client": DirectClient(self._engines, run_id=writer.run_id),
+            "transport": functools.partial(hand_over, mode=mode),
+        }
+
+
+async def _watch(engine: Engine) -> None:
+    """Raises what ends an engine."""
+    await asyncio.wrap_future(engine.stopped)
