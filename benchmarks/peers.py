@@ -9,8 +9,8 @@ over ours of the same round, given as the median over rounds with quartiles.
 
     training     one update from a batch that lies ready, metrics on the host; here: accumulate and update
     generation   16 × 8 completions of prompts that neither side has seen; here: the embedded engine in this process
-    step         all of a step; here: `python -m jaxrl_async train` with its processes and its wire, in mode sync and
-                 in mode async (time/step_secs)
+    step         all of a step (time/step_secs); here: `python -m jaxrl_async train` in mode sync and in mode async,
+                 in one process (sync 1, async 1) and in several, with their wire
 
 Equal: Qwen3 of 4 layers, d 128, 4 heads of 32, MLP 384, vocabulary 256, tied embeddings; random weights, float32;
 16 prompts × 8 samples of 16 + 16 tokens at temperature 1, nothing but its length ends a completion; one update of
@@ -22,8 +22,9 @@ Not equal: we lay a group in two rows, of a prompt and the four completions behi
 gradients of a row for each (`learner.shared_prompts`, tests/test_shared_prompts.py), and take a step's 32 rows in two
 microbatches; tunix has 128 rows of a prompt and a completion, all at once. Our engine returns log-probs, tunix's
 sampler is not asked for them. Our engine computes a prompt once for its 8 samples, tunix 8 times. Tunix computes each
-step in one process, without HTTP, gRPC or files; our `train` sends every sample, reward and weight between processes,
-and writes weights to disk. In mode async our updates are of samples up to 2 steps old, with the anchor and the weights
+step in one process, without HTTP, gRPC or files; in several, our `train` sends every sample, reward and weight between
+them, and writes weights to disk; in one it still keeps a journal of samples, and rewards have a process of their own.
+In mode async our updates are of samples up to 2 steps old, with the anchor and the weights
 for that: another algorithm, the same work.
 
 Runs on a CPU (JAX_PLATFORMS=cpu where there is more). `--smoke`: our side alone, tiny. Results are printed and
@@ -162,7 +163,11 @@ def measures(tunix: "Tunix | None", ours: "Ours", overrides: Mapping, args) -> d
         counts = dict(rounds=args.rounds, repetitions=args.repetitions)
         found[name] = compare(name, sides, tunix, amount=amount, **counts)
     modes = ("sync",) if args.smoke else ("sync", "async")
-    sides = {mode: functools.partial(train, mode, overrides, args.steps) for mode in modes}
+    sides = {}
+    for mode, processes in itertools.product(modes, ("one", "many")):
+        name = f"{mode} 1" if processes == "one" else mode
+        in_processes = overrides | {"supervisor.processes": processes}
+        sides[name] = functools.partial(train, mode, in_processes, args.steps)
     counts = dict(rounds=args.step_rounds, repetitions=args.steps)
     found["step"] = compare("step", sides, tunix, amount=samples, **counts)
     return found
@@ -342,7 +347,7 @@ def median_secs(repeat: Callable[[], None], count: int) -> float:
 
 
 def train(mode: str, overrides: Mapping, steps: int) -> float:
-    """Median seconds of a step of a run with all its processes, after the first ones."""
+    """Median seconds of a step of a run, after the first ones."""
     overrides = overrides | {"learner.num_steps": WARM_STEPS + steps}
     paths = filter(None, (str(BENCHMARKS), str(ROOT), os.environ.get("PYTHONPATH")))
     with tempfile.TemporaryDirectory(prefix="jaxrl-peers-") as directory:
