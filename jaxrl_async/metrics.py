@@ -49,6 +49,8 @@ METRICS: dict[str, str] = {
     "time/update_secs": "seconds of the optimizer and of reading its flags",
     "time/publish_secs": "seconds the learner spent on handing weights to the publisher",
     "time/checkpoint_secs": "seconds of saving a checkpoint",
+    "time/device_wait_secs": "seconds the learner waited for its turn at the device, in one process on one accelerator",
+    "rollout/device_wait_secs": "seconds the engines waited for theirs",
     "rollout/tokens_per_sec": "completion tokens submitted per second since the last step",
     "rollout/generating": "samples on servers or on their way there, mean over the workers' last report interval",
     "rollout/scoring": "samples waiting for a reward, mean over the workers' last report interval",

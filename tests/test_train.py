@@ -320,8 +320,9 @@ def task(**args):
 """
 
 
+@pytest.mark.parametrize("processes", ["many", "one"])
 def test_a_reward_that_raises_from_the_start_ends_the_run_with_its_traceback(
-    run, tmp_path, monkeypatch
+    processes, run, tmp_path, monkeypatch
 ):
     (tmp_path / "broken.py").write_text(BROKEN)
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
@@ -330,6 +331,7 @@ def test_a_reward_that_raises_from_the_start_ends_the_run_with_its_traceback(
         f"--config={QUICKSTART}:smoke",
         "--config.learner.num_steps=100000",
         "--config.task.name=broken:task",
+        f"--config.supervisor.processes={processes}",
     )
     assert code == 1, output
     assert "all failed with the same error of the run's own code" in output

@@ -51,6 +51,7 @@ ADDED: dict[str, Any] = {
     "learner.moment_dtype": "float32",
     "rollout.sample_padding": True,
     "supervisor.processes": "many",
+    "server.release_cache": False,
 }
 
 
@@ -166,6 +167,7 @@ class Server:
     command: str = ""  # starts one local server (checks.command_words); "": the embedded server
     num_local: int = 1
     num_slots: int = 256  # completions at a time
+    release_cache: bool = False  # of keys and values, while no completion is sampled
     decode_chunk: int = 8  # decode steps per dispatch; weights change between chunks
     max_total_tokens: int = 1536  # prompt + completion of one request
     max_queued_requests: int = 4096

@@ -10,6 +10,7 @@ Requests are token ids: HTTP and tokenizers are not the engine's.
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import queue
 import threading
@@ -84,6 +85,8 @@ class Engine:
         decode_chunk: int,
         max_queued_requests: int,
         name: str,
+        release_cache: bool = False,
+        turn: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
     ):
         """Allocates nothing on the device.
 
@@ -94,6 +97,8 @@ class Engine:
           decode_chunk: decode steps between two checks for commands.
           max_queued_requests: requests that may wait beyond those in slots.
           name: of the thread, and in errors.
+          release_cache: give the cache's memory back while no request is live.
+          turn: a context in which alone the device is used for requests, where others use it too.
         """
         self.config = config
         self.name = name
@@ -101,6 +106,7 @@ class Engine:
         self.max_total_tokens = max_total_tokens
         self.decode_chunk = decode_chunk
         self.max_queued_requests = max_queued_requests
+        self._releases_cache, self._turn = release_cache, turn
         # Resolved when the thread ends: None after close(), else its error.
         self.stopped = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -361,9 +367,13 @@ class Engine:
                 self._obey()
                 self._apply_updates()
                 if self._can_admit():
-                    self._admit()
+                    with self._turn():
+                        self._admit()
                 elif self._can_decode():
-                    self._decode()
+                    with self._turn():
+                        self._decode()
+                if self._releases_cache and not self._live:
+                    self._cache = None
         except BaseException as e:
             error = e
         self._stop(error)
@@ -479,6 +489,8 @@ class Engine:
         self._waiting.extendleft(reversed(passed_over))
         for live in batch:
             self._occupy(self._free.pop(), live)
+        if self._cache is None:
+            self._cache = self._programs.empty_cache()
         if bucket:
             rows = [np.frombuffer(row, np.int32) for row in slots_of_row]
             self._cache = self._programs.prefill(

@@ -4,8 +4,10 @@ Microbatches add up to sums and `update` divides once, so the cut of a minibatch
 does not change its gradient. Independent of groups, rewards and the queue.
 """
 
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +69,7 @@ class TrainStep:
         temperature: float,
         optimizer: optax.GradientTransformation,
         keeps_params: bool = False,
+        turn: Callable[[], contextlib.AbstractContextManager] | None = None,
     ):
         """Declares the programs; nothing is compiled yet.
 
@@ -79,6 +82,7 @@ class TrainStep:
           temperature: the sampler's, > 0: log-probs are of logits / temperature.
           optimizer: from optimizer.make_optimizer.
           keeps_params: an update leaves the parameters before it to others who hold them, and makes new ones.
+          turn: a context in which alone a program runs, to its end, where others use the device too.
 
         Raises:
           ValueError: a clip against 'current' with several minibatches, or a temperature that is not > 0.
@@ -91,7 +95,9 @@ class TrainStep:
         self._statistics = Statistics(loss)
         self._rows = rows = sharding.batch_sharding(mesh)
         # XLA's CPU collectives hang when programs of several devices pile up on few threads.
-        self._one_at_a_time = mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
+        on_cpu = mesh.devices.flat[0].platform == "cpu"
+        self._turn = turn or contextlib.nullcontext
+        self._one_at_a_time = turn is not None or (mesh.size > 1 and on_cpu)
         state, accumulator = make_shardings(config, mesh, optimizer)
         self._everywhere, self._state_shardings = everywhere, _ = accumulator.sums, state
         self._accumulator_shardings = accumulator
@@ -294,9 +300,10 @@ class TrainStep:
         return jax.make_array_from_process_local_data(self._rows, own, shape)
 
     def _run(self, program, *args):
-        with jax.transfer_guard("disallow"):  # Transfers to the device are explicit.
-            outputs = program(*args)
-        return jax.block_until_ready(outputs) if self._one_at_a_time else outputs
+        with self._turn():
+            with jax.transfer_guard("disallow"):  # Transfers to the device are explicit.
+                outputs = program(*args)
+            return jax.block_until_ready(outputs) if self._one_at_a_time else outputs
 
     def _init_program(self, params):
         return self._optimizer.init(_cast(params, "float32")), jnp.zeros((), jnp.int32)

@@ -89,14 +89,20 @@ def set_flags(settings: Settings) -> None:
 class Links:
     """The learner's ways to the queue and to the servers, over the network."""
 
-    keeps_params = False  # whether servers hold the learner's own parameters
-
     def __init__(self, settings: Settings):
         self._settings = settings
 
     def check(self, expected: Expected) -> None:
         """Checks the servers that answer; raises PreflightError."""
         preflight.check_servers(self._settings, expected)
+
+    def sharing(self) -> dict[str, Any]:
+        """Arguments of `TrainStep` that say what is shared with servers."""
+        return {}
+
+    def metrics(self, workdir: pathlib.Path) -> MetricsWriter:
+        """Writes the rows of steps."""
+        return MetricsWriter(workdir)
 
     def queue(self, share: Share) -> LearnerQueue:
         """The client of the queue, not opened yet, of the learner process with this share."""
@@ -155,7 +161,7 @@ def _train(
     if process == 0:
         links.check(expected)
     mesh = mesh_of(learner)
-    train_step = parts.train_step_of(settings, config, mesh, keeps_params=links.keeps_params)
+    train_step = parts.train_step_of(settings, config, mesh, **links.sharing())
     checkpoints = parts.checkpoints_of(settings, workdir, remove_unfinished=True)
     version, resume_point = 0, None
     if resume:
@@ -180,7 +186,7 @@ def _train(
         if process == 0:
             servers = links.servers(identity, expected)
             publisher = _publisher(settings, workdir, queue, store, identity, servers, resume)
-            metrics = MetricsWriter(workdir)
+            metrics = links.metrics(workdir)
         else:  # It follows process 0, which alone prunes the store.
             publisher = follower.FollowerPublisher(queue.watch_version)
             queue, metrics = follower.FollowerQueue(queue), follower.FollowerMetrics()

@@ -14,20 +14,26 @@ import threading
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
+import jax
+
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.inference.direct import DirectClient
 from jaxrl_async.inference.engine import Engine
 from jaxrl_async.learner.versions import Delay, HeldVersions
+from jaxrl_async.metrics import MetricsWriter
 from jaxrl_async.queue.direct import DirectLearnerQueue, DirectQueueClient
 from jaxrl_async.queue.records import Identity, Share
 from jaxrl_async.queue.service import QueueService
 from jaxrl_async.roles import learner, parts, rollout
 from jaxrl_async.roles import queue as queue_role
 from jaxrl_async.roles.server import ENGINE_STOP_SECS
+from jaxrl_async.roles.turns import Turns
 from jaxrl_async.rollout.failures import flattened
 from jaxrl_async.servers.preflight import Expected
 from jaxrl_async.weights.held import HeldStore, hand_over
 
+# The sides of a shared device, by the metrics of their waits.
+LEARNER, ENGINES = "time/device_wait_secs", "rollout/device_wait_secs"
 START_SECS = 60.0  # bound on the start of the queue, its journal included
 STOP_SECS = 5.0  # bound on the end of queue and workers
 
@@ -48,7 +54,9 @@ def run(
     names = tuple(f"engine-{i}" for i in range(settings.server.num_started))
     server = dataclasses.replace(settings.server, addresses=names)
     settings = dataclasses.replace(settings, server=server)
-    engines = {name: parts.engine_of(settings, workdir, name=name) for name in names}
+    turns = Turns() if _share_a_device() else None
+    turn = {"turn": functools.partial(turns.of, ENGINES)} if turns else {}
+    engines = {name: parts.engine_of(settings, workdir, name=name, **turn) for name in names}
     with contextlib.ExitStack() as stack:
         for engine in engines.values():
             engine.start()
@@ -61,8 +69,13 @@ def run(
             coordinator="",
             resume=resume,
             stop_requested=stop_requested,
-            links=_DirectLinks(settings, others, engines),
+            links=_DirectLinks(settings, others, engines, turns),
         )
+
+
+def _share_a_device() -> bool:
+    """Whether programs of learner and engine wait for one another. The cores of a CPU run both at once."""
+    return jax.devices()[0].platform != "cpu"
 
 
 class _Others:
@@ -140,11 +153,22 @@ class _Others:
 class _DirectLinks(learner.Links):
     """The learner's ways to a queue and engines in this process."""
 
-    keeps_params = True
-
-    def __init__(self, settings: Settings, others: _Others, engines: Mapping[str, Engine]):
+    def __init__(
+        self,
+        settings: Settings,
+        others: _Others,
+        engines: Mapping[str, Engine],
+        turns: Turns | None,
+    ):
         super().__init__(settings)
-        self._others, self._engines = others, engines
+        self._others, self._engines, self._turns = others, engines, turns
+
+    def sharing(self) -> dict[str, Any]:
+        turn = functools.partial(self._turns.of, LEARNER) if self._turns else None
+        return {"keeps_params": True, "turn": turn}
+
+    def metrics(self, workdir: pathlib.Path) -> MetricsWriter:
+        return _WithWaits(workdir, self._turns) if self._turns else MetricsWriter(workdir)
 
     def check(self, expected: Expected) -> None:
         """Does nothing: engine and learner are made of the same settings."""
@@ -166,6 +190,18 @@ class _DirectLinks(learner.Links):
             "client": DirectClient(self._engines, run_id=writer.run_id),
             "transport": functools.partial(hand_over, mode=mode),
         }
+
+
+class _WithWaits(MetricsWriter):
+    """Adds the waits for a shared device to each row."""
+
+    def __init__(self, workdir: pathlib.Path, turns: Turns):
+        super().__init__(workdir)
+        self._turns = turns
+
+    def write(self, step: int, row: Mapping[str, float]) -> None:
+        waits = {name: 0.0 for name in (LEARNER, ENGINES)} | self._turns.pop()
+        super().write(step, row | waits)
 
 
 async def _watch(engine: Engine) -> None:

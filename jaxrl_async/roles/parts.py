@@ -205,8 +205,8 @@ def model_path(settings: Settings, workdir: pathlib.Path) -> pathlib.Path:
     return directory
 
 
-def engine_of(settings: Settings, workdir: pathlib.Path, *, name: str):
-    """An embedded engine for the run's model, not started, without weights."""
+def engine_of(settings: Settings, workdir: pathlib.Path, *, name: str, **sharing):
+    """An embedded engine for the run's model, not started, without weights; see `Engine` for `turn`."""
     from jaxrl_async.inference.engine import Engine
 
     server = settings.server
@@ -216,12 +216,14 @@ def engine_of(settings: Settings, workdir: pathlib.Path, *, name: str):
         max_total_tokens=server.max_total_tokens,
         decode_chunk=server.decode_chunk,
         max_queued_requests=server.max_queued_requests,
+        release_cache=server.release_cache,
         name=name,
+        **sharing,
     )
 
 
-def train_step_of(settings: Settings, config, mesh, *, keeps_params: bool = False):
-    """The learner's programs, on a mesh; see `TrainStep` for keeps_params."""
+def train_step_of(settings: Settings, config, mesh, **sharing):
+    """The learner's programs, on a mesh; see `TrainStep` for keeps_params and turn."""
     from jaxrl_async.learner import optimizer
     from jaxrl_async.learner.train_step import TrainStep
 
@@ -232,7 +234,7 @@ def train_step_of(settings: Settings, config, mesh, *, keeps_params: bool = Fals
         learner=settings.learner,
         temperature=settings.rollout.temperature,
         optimizer=optimizer.make_optimizer(settings.learner),
-        keeps_params=keeps_params,
+        **sharing,
     )
 
 

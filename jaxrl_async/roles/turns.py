@@ -1,0 +1,38 @@
+"""Turns at a device that a learner and engines share: one side at a time, in the order in which they ask."""
+
+import collections
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+
+class Turns:
+    """A lock that is fair, and knows how long each side waited."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
+        self._condition = threading.Condition()
+        self._asked: collections.deque[object] = collections.deque()  # the first has its turn
+        self._secs: collections.Counter[str] = collections.Counter()
+
+    @contextlib.contextmanager
+    def of(self, side: str) -> Iterator[None]:
+        """A turn of a side. It ends with the context, so nobody waits for longer than the turns before take."""
+        turn, since = object(), self._clock()
+        with self._condition:
+            self._asked.append(turn)
+            self._condition.wait_for(lambda: self._asked[0] is turn)
+            self._secs[side] += self._clock() - since
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._asked.popleft()
+                self._condition.notify_all()
+
+    def pop(self) -> dict[str, float]:
+        """Side → seconds of its waits that ended since the last call."""
+        with self._condition:
+            secs, self._secs = self._secs, collections.Counter()
+        return dict(secs)
