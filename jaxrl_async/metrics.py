@@ -6,6 +6,7 @@ import math
 import pathlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -81,11 +82,11 @@ class MetricsWriter:
     """Appends one object per step to metrics.jsonl and the same names to TensorBoard."""
 
     def __init__(self, workdir: str | pathlib.Path):
-        from tensorboardX import SummaryWriter  # Imports slowly; only the learner writes.
+        from tensorboardX import FileWriter  # Imports slowly; only the learner writes.
 
         workdir = pathlib.Path(workdir)
         self._file = open(workdir / "metrics.jsonl", "a", encoding="utf-8")
-        self._board = SummaryWriter(str(workdir / "tensorboard"))
+        self._board = FileWriter(str(workdir / "tensorboard"))
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Writes the metrics of a step.
@@ -99,12 +100,19 @@ class MetricsWriter:
         row = {"step": step, "unix_time": time.time()} | {n: float(v) for n, v in values.items()}
         self._file.write(json.dumps(_finite(row)) + "\n")
         self._file.flush()
-        for name, value in values.items():
-            self._board.add_scalar(name, float(value), step)
+        self._board.add_summary(_summary(values), step)
 
     def close(self) -> None:
         self._file.close()
         self._board.close()
+
+
+def _summary(values: Mapping[str, float]) -> Any:
+    """One event for the whole row: each event passes a queue between processes."""
+    from tensorboardX.proto.summary_pb2 import Summary
+
+    scalars = (Summary.Value(tag=name, simple_value=float(v)) for name, v in values.items())
+    return Summary(value=scalars)
 
 
 def read_metrics(workdir: str | pathlib.Path) -> list[dict[str, float]]:

@@ -39,7 +39,7 @@ class Policy:
 
 
 def context_of(generate, **changes):
-    arguments = {"max_new_tokens": 8, "max_row_tokens": 100, "rng": None, "vocab_size": 14}
+    arguments = {"max_new_tokens": 8, "max_row_tokens": 100, "make_rng": None, "vocab_size": 14}
     tokenizer = {"encode": TOKENIZER.encode, "decode": TOKENIZER.decode}
     return Context(generate, **tokenizer | arguments | changes)
 

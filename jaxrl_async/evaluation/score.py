@@ -1,6 +1,7 @@
 """Answers to held-out prompts, each made and judged as in training: the common half of both evaluators."""
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -52,9 +53,10 @@ async def score(
     failures: list[Exception] = []
 
     async def is_right(number: int, sample: int, pool: RewardPool) -> bool:
-        prompt, rng = prompts[number], rng_of("evaluation", seed, number, sample, 0)
+        prompt = prompts[number]
+        make_rng = functools.partial(rng_of, "evaluation", seed, number, sample, 0)
         try:
-            trajectory = await runner.run(prompt, generate_of(number, sample), rng)
+            trajectory = await runner.run(prompt, generate_of(number, sample), make_rng)
             runner.check(trajectory)
             return (await runner.judge(trajectory, prompt, pool)).reward >= runner.right
         except (EvaluationError, ServerError):

@@ -131,7 +131,8 @@ def _shared(name, array, want):
     _check_shape(name, array, want)
     # One device, whatever the mesh that it comes from: the programs were compiled for it.
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    return jax.device_put(array, here).astype(want.dtype)
+    array = array if array.sharding == here else jax.device_put(array, here)
+    return array if array.dtype == want.dtype else array.astype(want.dtype)
 
 
 @jax.jit

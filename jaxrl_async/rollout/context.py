@@ -4,6 +4,7 @@ A context belongs to one sample. It hides who answers `generate`: the servers of
 or an engine in this process.
 """
 
+import functools
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -49,7 +50,7 @@ class Context:
         vocab_size: int,
         max_new_tokens: int,
         max_row_tokens: int,
-        rng: np.random.Generator,
+        make_rng: Callable[[], np.random.Generator],
     ):
         """Samples nothing yet.
 
@@ -60,9 +61,9 @@ class Context:
           vocab_size: ids outside [0, vocab_size) are never sent: one kills an SGLang server.
           max_new_tokens: budget of sampled tokens.
           max_row_tokens: bound on prompt + sampled tokens + what stands between.
-          rng: of this sample, and of nothing else.
+          make_rng: makes the generator of this sample, and of nothing else.
         """
-        self.rng = rng
+        self._make_rng = make_rng
         self._generate = generate
         self._encode = encode
         self._decode = decode
@@ -70,6 +71,11 @@ class Context:
         self._max_new_tokens = max_new_tokens
         self._max_row_tokens = max_row_tokens
         self._num_sampled = 0
+
+    @functools.cached_property
+    def rng(self) -> np.random.Generator:
+        """Of this sample, and of nothing else. Most rollout functions draw nothing, and it takes time to make."""
+        return self._make_rng()
 
     async def generate(self, tokens: Sequence[int] | np.ndarray, **sampling: Any) -> Completion:
         """Continues a row of token ids [T] by `tokens_left(tokens)` tokens at most.

@@ -66,13 +66,18 @@ class Runner:
         ruled_out = {str(token): NEVER_BIAS for token in self.never_token_ids}
         return {"logit_bias": ruled_out} if ruled_out else {}
 
-    async def run(self, prompt: Prompt, generate: Generate, rng: np.random.Generator) -> Trajectory:
+    async def run(
+        self,
+        prompt: Prompt,
+        generate: Generate,
+        make_rng: Callable[[], np.random.Generator],
+    ) -> Trajectory:
         """One sample, not checked yet.
 
         Args:
           prompt: the question.
           generate: samples for it; without `max_new_tokens` it uses the run's.
-          rng: of this sample alone.
+          make_rng: makes the generator of this sample alone.
         """
         context = Context(
             generate,
@@ -81,7 +86,7 @@ class Runner:
             vocab_size=self.vocab_size,
             max_new_tokens=self.max_new_tokens,
             max_row_tokens=min(self.max_tokens, self.max_request_tokens),
-            rng=rng,
+            make_rng=make_rng,
         )
         return await self.function(prompt, context)
 

@@ -10,6 +10,7 @@ A sample passes, in order: rollout function, actor bug, check, reward, price of 
 import asyncio
 import collections
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -192,6 +193,8 @@ class Worker:
                 free, ADMIT_WAIT_SECS, worker=self._name, working_on=self._running
             )
             self._fleet.expect(self._queue.v_pub)
+            if permits and self._fleet.is_out_of_date:  # Once, instead of each sample by itself.
+                await self._fleet.wait_for_change(TABLE_WAIT_SECS)
             if permits and not self._running:
                 self._secs["idle"] += time.monotonic() - self._idle_since
             for permit in permits:
@@ -269,7 +272,8 @@ class Worker:
     async def _run_sample(self, permit: Permit, prompt: Prompt, sample: int) -> Trajectory:
         key = (self._run_seed, permit.prompt_index, sample, permit.attempt)
         generate = self._sampler.bind(permit, sample)
-        trajectory = await self._run_function(prompt, generate, rng_of("rollout", *key))
+        make_rng = functools.partial(rng_of, "rollout", *key)
+        trajectory = await self._run_function(prompt, generate, make_rng)
         self._running[permit].append(len(trajectory.completion))
         if self._frictions is not None:
             rng = rng_of("frictions", *key)
@@ -287,10 +291,10 @@ class Worker:
             reward = self._frictions.of_reward(reward, rng)
         return dataclasses.replace(trajectory, reward=reward, components=judgement.components)
 
-    async def _run_function(self, prompt: Prompt, generate: Generate, rng) -> Trajectory:
+    async def _run_function(self, prompt: Prompt, generate: Generate, make_rng) -> Trajectory:
         """Runs the rollout function; what it raises costs the group, as rollout_error."""
         try:
-            trajectory = await self._runner.run(prompt, generate, rng)
+            trajectory = await self._runner.run(prompt, generate, make_rng)
         except Exception as error:
             flat = flattened(error)
             own = next((e for e in flat if not isinstance(e, RolloutError)), None)
@@ -375,5 +379,8 @@ LOOK_SECS = STOP_SECS / 4  # interval of the looks at the clock
 STATUS_SECS = 2.0  # between reports to the queue
 MAX_WAITS = 16  # groups in a report
 ADMIT_WAIT_SECS = 10.0  # deadline of a long poll for permits
+TABLE_WAIT_SECS = (
+    0.1  # for the table of the version that the permits are for; then each sample waits by itself
+)
 ABORT_TIMEOUT_SECS = 5.0
 LOG_SECS = 30.0

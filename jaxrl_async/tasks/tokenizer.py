@@ -155,10 +155,11 @@ def completion_text(
       decode: token ids → text.
       stop_token_ids: of which one may stand at the end of a turn.
     """
-    tokens, sampled = trajectory.tokens, trajectory.mask
-    ends_turn = sampled & ~np.append(sampled[1:], False)
-    stops = ends_turn & np.isin(tokens, list(stop_token_ids))
-    return decode(tokens[sampled & ~stops].tolist())
+    sampled = trajectory.mask.copy()
+    ends_of_turns = np.flatnonzero(sampled & ~np.append(sampled[1:], False))
+    for end in ends_of_turns.tolist():
+        sampled[end] = trajectory.tokens[end] not in stop_token_ids
+    return decode(trajectory.tokens[sampled].tolist())
 
 
 class CharTokenizer:
