@@ -297,7 +297,9 @@ def test_everything_that_a_run_logs_is_in_the_reference(workdir):
     always = {n for n in METRICS if not n.endswith("/")} - {"weights/delay", "policy/kl_penalty"}
     assert always - names <= {
         "policy/max_anchor_ratio",
+        "rollout/device_wait_secs",
         "time/checkpoint_secs",
+        "time/device_wait_secs",
         "time/publish_secs",
         "time/wait_push_secs",
     }

@@ -412,7 +412,9 @@ def test_on_one_device_learner_and_servers_must_fit_together():
     assert fits.needed_bytes == (9 + 2 * 3) << 30 and fits.fits
     assert page.verdict(fits).startswith("fits: learner and servers together need 15.00 of 16.00")
     assert "together: learner 9.00 + servers 6.00 = 15.00 GiB" in page.text(fits)
-    assert "A TPU chip admits one process" in page.text(fits)
+    assert "A TPU chip admits one process: supervisor.processes='one'." in page.text(fits)
+    one = a_fit("v5e-1", 9 << 30, engine=an_engine(3 << 30, in_learner=True))
+    assert "`train` runs all roles in one process." in page.text(one)
     large = a_fit("v5e-1", 9 << 30, engine=an_engine(8 << 30))
     assert not large.fits
     assert page.verdict(large) == (
@@ -423,6 +425,7 @@ def test_on_one_device_learner_and_servers_must_fit_together():
 def test_of_a_single_gpu_each_role_has_its_fraction():
     fit = a_fit("h100-1", 30 << 30, engine=an_engine(30 << 30))
     assert fit.share == 0.45 and fit.fits  # of 74.5 GiB
+    assert a_fit("h100-1", 30 << 30, engine=an_engine(30 << 30, in_learner=True)).share == 1.0
     assert "`train` gives each role 45% of a single GPU's memory." in page.text(fit)
     large = a_fit("h100-1", 34 << 30, engine=an_engine(2 << 30))
     assert not large.fits
@@ -565,7 +568,7 @@ def test_the_verb_says_what_a_tpu_needs(capsys, tmp_path):
 @GPU
 def test_the_verb_refuses_servers_that_a_single_gpu_cannot_hold(capsys):
     flags = ["--target=h100-1", f"--config.server.num_slots={1 << 17}"]
-    flags += ["--config.server.max_total_tokens=1024"]
+    flags += ["--config.server.max_total_tokens=1024", "--config.supervisor.processes=many"]
     assert main.main([*QUICKSTART, *flags]) == 1
     shown = capsys.readouterr().out
     assert "together: learner" in shown and "45% of a single GPU's memory" in shown

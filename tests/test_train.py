@@ -67,6 +67,8 @@ NOT_IN_EVERY_RUN = {
     "time/wait_push_secs",
     "time/publish_secs",
     "weights/delay",
+    "time/device_wait_secs",
+    "rollout/device_wait_secs",
 }
 
 

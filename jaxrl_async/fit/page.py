@@ -74,10 +74,10 @@ def _engine(fit: Fit, unit: str, divisor: int) -> list[str]:
             f"together: learner {fit.role_bytes[0] / divisor:.2f} + servers "
             f"{engine.num_servers * engine.needed_bytes / divisor:.2f} = {fit.needed_bytes / divisor:.2f} {unit}"
         ]
-        if fit.target.chip.platform == "tpu":
-            lines += [
-                "A TPU chip admits one process: `train` needs a second one, or server.addresses."
-            ]
+        if engine.in_learner:
+            lines += ["`train` runs all roles in one process."]
+        elif fit.target.chip.platform == "tpu":
+            lines += ["A TPU chip admits one process: supervisor.processes='one'."]
         elif fit.share < 1:
             lines += [f"`train` gives each role {fit.share:.0%} of a single GPU's memory."]
     return lines

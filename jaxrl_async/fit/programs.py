@@ -22,7 +22,7 @@ from jaxrl_async.learner.packing import Packer
 from jaxrl_async.learner.train_step import mesh_of
 from jaxrl_async.models.transformer import ModelConfig
 from jaxrl_async.roles import parts
-from jaxrl_async.runtime.supervisor import divide_devices
+from jaxrl_async.runtime.supervisor import divide_devices, in_one_process
 
 # libtpu looks for the machine's chips, asks its cloud about them, and takes a lock for one process.
 _WITHOUT_TPU = {
@@ -76,6 +76,7 @@ class Engine:
     max_total_tokens: int
     weights_bytes: int  # of one version
     cache_bytes: int  # keys and values of all slots
+    in_learner: bool = False  # of one process with the learner
     error: str = ""  # of the compiler, where it gave up
 
     @property
@@ -111,7 +112,8 @@ class Fit:
     @property
     def share(self) -> float:
         """The part of a device's memory that one role may take."""
-        if not self.shares_device or self.target.chip.platform != "cuda":
+        on_gpu = self.target.chip.platform == "cuda"
+        if not self.shares_device or self.engine.in_learner or not on_gpu:
             return 1.0
         division = divide_devices(("gpu", 1), num_servers=self.engine.num_servers)
         return float(division["learner"]["XLA_PYTHON_CLIENT_MEM_FRACTION"])
@@ -300,6 +302,7 @@ def compile_engine(settings: Settings, config: ModelConfig, target: Target, devi
     return Engine(
         tuple(found),
         num_servers=server.num_started,
+        in_learner=in_one_process(settings, (target.chip.platform, target.num_devices)),
         num_slots=server.num_slots,
         max_total_tokens=server.max_total_tokens,
         weights_bytes=weights,
