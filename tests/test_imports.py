@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "evaluation": {"types", "config", "rewards", "security", "servers", "rollout"},
     "objectives": {"types", "config"},
     "models": {"types"},
-    "inference": {"types", "models", "security", "weights"},
+    "inference": {"types", "models", "security", "servers", "weights"},
     "sglang_jax": {"security", "weights"},
     "rollout": {"types", "awake", "tasks", "rewards", "queue", "security", "servers", "metrics"},
     "report": {"types", "metrics", "tasks", "queue", "security"},
