@@ -994,10 +994,10 @@ async def test_a_worker_tells_the_queue_on_whom_each_group_waits(
 
 
 async def test_a_group_waits_for_its_reward(make_worker, rewards, monkeypatch):
-    async def never(text, answer):
+    async def never(*_):
         await asyncio.sleep(3600)
 
-    monkeypatch.setattr(rewards, "score", never)
+    monkeypatch.setattr(rewards, "judge", never)
     worker = make_worker()
     found = []
     await work_until(worker, lambda: found.append(worker.waits()[0]) or "reward" in found[-1].on)
@@ -1010,11 +1010,11 @@ async def test_a_worker_counts_what_its_samples_and_its_waiting_take(
     for server in servers:
         server.slow["/generate"] = 0.2
 
-    async def slow(text, answer):
+    async def slow(*_):
         await asyncio.sleep(0.4)
-        return 1.0
+        return Judgement(1.0)
 
-    monkeypatch.setattr(rewards, "score", slow)
+    monkeypatch.setattr(rewards, "judge", slow)
     monkeypatch.setattr("jaxrl_async.rollout.worker.STATUS_SECS", 0.01)
     worker = make_worker()
     await asyncio.sleep(0.3)
