@@ -210,6 +210,15 @@ def test_time_is_split_by_role():
     ]
 
 
+async def test_a_completion_shows_its_special_tokens(tmp_path):
+    row = trajectory("12", 0.5, [0, 0])
+    tokens = np.append(row.tokens[:-1], np.int32(1))  # eos
+    row = dataclasses.replace(row, tokens=tokens)
+    (await write_journal(tmp_path, [[row]])).close()
+    (sample,) = samples.samples(tmp_path, {})
+    assert sample.spans == (("1<eos>", 0),)
+
+
 async def test_completions_are_the_first_last_best_worst_and_longest(tmp_path):
     first = trajectory("1", 0.5, [0])
     long = trajectory("11111", 0.25, [0, 0, 1, 1, 2], finish="length")
@@ -227,15 +236,6 @@ async def test_completions_are_the_first_last_best_worst_and_longest(tmp_path):
     assert found[4].spans == (("11", 0), ("11", 1), ("1", 2))
     assert found[4].truncated and found[4].num_tokens == 5
     assert found[4].group_reward == 0.375 and found[4].prompt == "1+1="
-
-
-async def test_a_completion_shows_its_special_tokens(tmp_path):
-    row = trajectory("12", 0.5, [0, 0])
-    tokens = np.append(row.tokens[:-1], np.int32(1))  # eos
-    row = dataclasses.replace(row, tokens=tokens)
-    (await write_journal(tmp_path, [[row]])).close()
-    (sample,) = samples.samples(tmp_path, {})
-    assert sample.spans == (("1<eos>", 0),)
     table = tables.completions(tmp_path, {})
     assert "<mark>11<sub>v0</sub></mark><mark>11<sub>v1</sub></mark>" in table
     assert ">0–2</td>" in table and "5 tokens, cut off" in table
