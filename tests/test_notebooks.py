@@ -2,6 +2,7 @@
 
 import importlib.util
 import pathlib
+import subprocess
 
 import nbclient
 import nbformat
@@ -20,7 +21,8 @@ def execute(name: str, size: str, directory: pathlib.Path) -> nbformat.NotebookN
     assert 'size = "whole"' in parameters.source
     parameters.source = parameters.source.replace('size = "whole"', f'size = "{size}"')
     (directory / "notebooks").mkdir()
-    (directory / "configs").symlink_to(ROOT / "configs")
+    for shared in ("configs", "launch"):
+        (directory / shared).symlink_to(ROOT / shared)
     client = nbclient.NotebookClient(
         notebook,
         timeout=CELL_TIMEOUT_SECS,
@@ -67,20 +69,82 @@ def test_a_whole_notebook_shows_what_it_says(name, tmp_path):
         assert "equal, bit for bit: True" in done
 
 
-@pytest.mark.parametrize("name", NOTEBOOKS)
-@pytest.mark.parametrize("missing", ["matplotlib", "grain", None])
-def test_a_notebook_installs_where_a_dependency_is_missing(name, missing, tmp_path, monkeypatch):
-    """The package itself is always found, in the clone that is the working directory."""
-    notebook = nbformat.read(ROOT / "notebooks" / name, as_version=4)
-    (cell,) = [c for c in notebook.cells if "parameters" in c.metadata.get("tags", ())]
-    monkeypatch.chdir(tmp_path)
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == missing else find_spec(name)
-    )
-    found = {"installed": False}
-    exec(cell.source.replace("%pip install --quiet {root}", "installed = True"), found)
-    assert found["installed"] == (missing is not None)
+@pytest.fixture
+def preparation():
+    """launch/notebook.py, as a module."""
+    spec = importlib.util.spec_from_file_location("notebook", ROOT / "launch" / "notebook.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+SETUP = """[options]
+install_requires =
+    absl-py>=2.1
+    # A comment.
+    jax>=0.10.2,<0.11; python_version < "3.99"
+    jax>=0.99; python_version >= "3.99"
+    numpy>=2.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("installed", "missing"),
+    [
+        ({"absl-py": "2.3", "jax": "0.10.2", "numpy": "2.1"}, []),
+        ({"absl-py": "2.3", "jax": "0.7.2", "numpy": "2.1"}, ["jax<0.11,>=0.10.2"]),
+        ({"jax": "0.10.2", "numpy": "1.26"}, ["absl-py>=2.1", "numpy>=2.0"]),
+    ],
+)
+def test_what_is_missing_or_too_old_is_installed(preparation, installed, missing, monkeypatch):
+    monkeypatch.setattr(preparation, "_version", lambda name: installed.get(name, "0"))
+    assert preparation.unmet(preparation.requirements(SETUP)) == missing
+
+
+@pytest.mark.parametrize(
+    ("platform", "installed", "driver", "wanted"),
+    [
+        ("cpu", {}, 0, ""),
+        ("gpu", {}, 580, "jax[cuda13]==0.10.2"),
+        ("gpu", {"jax-cuda12-plugin": "0.7.2"}, 550, "jax[cuda12]==0.10.2"),
+        ("gpu", {"jax-cuda12-plugin": "0.10.2"}, 550, ""),
+        ("tpu", {}, 0, "jax[tpu]==0.10.2"),
+        ("tpu", {"libtpu": "0.0.42"}, 0, ""),
+    ],
+)
+def test_an_accelerator_gets_the_plug_in_of_the_installed_jax(
+    preparation, platform, installed, driver, wanted, monkeypatch
+):
+    versions = {"jax": "0.10.2"} | installed
+    monkeypatch.setattr(preparation, "_version", lambda name: versions.get(name, "0"))
+    monkeypatch.setattr(preparation, "_driver", lambda: driver)
+    assert preparation.missing_plugin(platform) == wanted
+
+
+def test_a_pip_that_fails_and_a_jax_that_is_imported_say_so(preparation, monkeypatch):
+    ended = subprocess.CompletedProcess([], 1, "", "no such package")
+    monkeypatch.setattr(preparation.subprocess, "run", lambda *_, **__: ended)
+    with pytest.raises(RuntimeError, match="pip failed:\nno such package"):
+        preparation.install(["jax==1"])
+    ended.returncode = 0
+    monkeypatch.setattr(preparation, "_version", lambda name: "99.0")
+    with pytest.raises(RuntimeError, match=r"jax .* is imported, 99\.0 is installed: restart"):
+        preparation.install(["jax==99"])
+
+
+def test_the_machine_is_described(preparation):
+    describe = preparation.describe
+    assert describe(("tpu", 1), one_process=True) == "1 TPU: all roles share one process"
+    assert describe(("gpu", 2), one_process=False) == ("2 GPUs: each role has a process of its own")
+    assert describe(("cpu", 0), one_process=False).startswith("no accelerator: each role")
+
+
+def test_notebooks_share_their_first_cell():
+    cells = set()
+    for name in NOTEBOOKS:
+        notebook = nbformat.read(ROOT / "notebooks" / name, as_version=4)
+        cells |= {c.source for c in notebook.cells if "parameters" in c.metadata.get("tags", ())}
+    assert len(cells) == 1
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
