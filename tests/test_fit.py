@@ -577,6 +577,7 @@ def test_the_verb_refuses_servers_that_a_single_gpu_cannot_hold(capsys):
 
 
 @TPU
+@pytest.mark.long
 def test_a_search_compiles_every_plan_and_prints_the_best_three_that_fit(capsys, tmp_path):
     flags = [
         "--target=v5e-4",

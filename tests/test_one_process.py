@@ -399,7 +399,7 @@ def test_a_run_in_one_process_is_the_run_in_many_bit_for_bit(run, tmp_path):
     assert code == 0 and "step 2: equal, bit for bit" in output, output
 
 
-@pytest.mark.parametrize("mode", ["periodic", "async"])
+@pytest.mark.parametrize("mode", [pytest.param("periodic", marks=pytest.mark.long), "async"])
 def test_other_modes_train_evaluate_and_report_in_one_process(mode, run, tmp_path):
     code, output = run("train", f"--config={QUICKSTART}:smoke,mode={mode}", ONE)
     assert code == 0, output
