@@ -156,6 +156,53 @@ def test_a_figure_takes_the_colors_of_its_page():
     assert 'aria-label="Reward, mean of the step"' in tag
 
 
+def ticks_of(figure):
+    return re.findall(r">([\d.]+)</text>", figure.svg)
+
+
+def test_the_last_step_has_a_tick_and_none_crowds_it():
+    rows = [{"step": i, "reward/mean": 0.5} for i in range(1, 98)]
+    ticks = [int(tick) for tick in ticks_of(plots.reward(rows)[0]) if "." not in tick]
+    assert 97 in ticks and not {t for t in ticks if 90 <= t < 97}
+
+
+def test_the_pale_line_of_a_long_run_has_a_legend():
+    rows = [{"step": i, "reward/mean": i / 100} for i in range(1, 101)]
+    [(label, color), (mean, _)] = plots.reward(rows)[0].legend
+    assert (label, mean) == ("each step", "mean of 5 steps")
+    assert len(color) == len("#rrggbbaa")
+    assert plots.reward(rows[:10])[0].legend == ()
+
+
+def test_a_value_that_jumps_is_drawn_as_a_band_around_its_median():
+    jumps = [{"step": i, "policy/entropy": float(i % 2), "loss/policy": i} for i in range(1, 101)]
+    figures = {figure.title: figure for figure in plots.loss(jumps)}
+    assert figures["Entropy, nats per token"].svg.count("fill-opacity: 0.2") == 1
+    assert "fill-opacity" not in figures["Loss"].svg
+    short = {figure.title: figure for figure in plots.loss(jumps[:50])}
+    assert "fill-opacity" not in short["Entropy, nats per token"].svg
+
+
+def test_evaluations_are_marked_at_the_pushes_that_waited_for_them():
+    rows = [{"step": i, "weights/push_secs": 0.1} for i in range(1, 6)]
+    (push,) = plots.traffic(rows)
+    assert push.title == "Last push of weights, seconds"
+    assert [label for label, _ in push.legend] == ["push"]
+    rows[3]["eval/version"] = 2
+    (push,) = plots.traffic(rows)
+    assert [label for label, _ in push.legend] == ["push", "an evaluation has ended"]
+
+
+def test_advice_knows_whether_servers_share_the_learners_machine(tmp_path):
+    rows = [row(**{"time/step_secs": 1.0, "time/wait_data_secs": 0.9})] * 4
+    for config, words in (
+        ({"server": {"addresses": ()}}, "share this machine with the learner"),
+        ({"server": {"addresses": ("http://a:1",)}}, "More servers, or a larger"),
+    ):
+        write_run(tmp_path, rows, **config)
+        assert words in report.write_report(tmp_path).read_text()
+
+
 def test_scores_come_from_both_files_and_show_their_intervals(tmp_path):
     logged = {
         "eval/version": 4,

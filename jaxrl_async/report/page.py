@@ -68,7 +68,7 @@ def write_report(workdir: str | pathlib.Path) -> pathlib.Path:
         title=escape(f"{config['task']['name']} · {config['mode']}"),
         subtitle=_subtitle(workdir, rows),
         links="".join(f'<a href="#{_anchor(name)}">{name}</a>' for name in sections),
-        warnings=_warnings(warnings(rows)),
+        warnings=_warnings(warnings(rows, shares_machine=_shares_machine(config))),
         tiles=_tiles(rows, points),
         sections="\n".join(
             f'<section id="{_anchor(name)}"><h2>{name}</h2>{content}</section>'
@@ -78,6 +78,12 @@ def write_report(workdir: str | pathlib.Path) -> pathlib.Path:
     path = workdir / "report.html"
     path.write_text(page, encoding="utf-8")
     return path
+
+
+def _shares_machine(config: Mapping) -> bool:
+    """Whether the run started its servers itself, on the learner's machine."""
+    server = config.get("server", {})
+    return not (server.get("addresses") or server.get("discover"))
 
 
 def evaluation_points(workdir: pathlib.Path, rows: Rows) -> list[dict[str, float]]:

@@ -16,7 +16,11 @@ from jaxrl_async.metrics import column
 PALETTE = ("#3f86d6", "#e0822a", "#2fa37c", "#c75a9f", "#8b7fd6", "#a88a2a", "#d4575c", "#4fa9bd")
 INK, RULE = "#010203", "#040506"  # placeholders for the page's own colors
 FEW_POINTS = 20  # up to this number, each point is marked
-SMOOTH_STEPS = 50  # the reward of a longer run is also smoothed
+SMOOTH_STEPS = 50  # a longer run is also smoothed
+PALE = 0.4  # alpha of what was smoothed
+BAND = (0.1, 0.9)  # quantiles of the values around a step
+# A line scribbles where its median step is more than this part of the band that four fifths of its values lie in.
+MAX_JUMP = 0.25
 
 _STYLE = {
     "svg.fonttype": "none",
@@ -62,7 +66,8 @@ def reward(rows: Rows) -> list[Figure]:
     def draw(axes) -> None:
         steps, values = column(rows, "step"), column(rows, "reward/mean")
         smooth = len(rows) > SMOOTH_STEPS
-        axes.plot(steps, values, color=PALETTE[0], alpha=0.4 if smooth else 1, **_marks(values))
+        pale = {"alpha": PALE, "label": "each step"} if smooth else {}
+        axes.plot(steps, values, color=PALETTE[0], **pale, **_marks(values))
         if smooth:
             width = len(rows) // 20
             means = np.convolve(values, np.ones(width) / width, "valid")
@@ -204,9 +209,32 @@ def traffic(rows: Rows) -> list[Figure]:
             _lines("Queue, groups", rows, groups),
             _lines("Samples in progress", rows, samples),
             _series("Servers behind the learner, versions", rows, behind),
-            _lines("Last push of weights, seconds", rows, {"weights/push_secs": "push"}),
+            _pushes(rows),
         ]
     )
+
+
+def _pushes(rows: Rows) -> Figure | None:
+    """The seconds of pushes; a push waits for an evaluation on the only server."""
+    secs = column(rows, "weights/push_secs")
+    if not np.isfinite(secs).any():
+        return None
+
+    def draw(axes) -> None:
+        _draw_line(axes, column(rows, "step"), secs, PALETTE[0], "push")
+        ended = [row["step"] for row in rows if row.get("eval/version") is not None]
+        if ended:
+            axes.plot(
+                ended,
+                np.zeros(len(ended)),
+                color=PALETTE[1],
+                label="an evaluation has ended",
+                linestyle="",
+                marker="^",
+                markersize=4,
+            )
+
+    return _figure("Last push of weights, seconds", draw)
 
 
 def fate(rows: Rows) -> list[Figure]:
@@ -265,12 +293,33 @@ def _series(
     def draw(axes) -> None:
         axes.set_yscale(yscale)
         for (label, values), color in zip(series.items(), _colors(len(series)), strict=True):
-            # Lines span gaps: a single point between two gaps would be invisible.
-            known = np.isfinite(values)
-            steps = column(rows, "step")[known]
-            axes.plot(steps, values[known], label=label, color=color, **_marks(values))
+            _draw_line(axes, column(rows, "step"), values, color, label)
 
     return _figure(title, draw, legend=len(series) > 1)
+
+
+def _draw_line(axes, steps: np.ndarray, values: np.ndarray, color: str, label: str) -> None:
+    """A line; the median around each step and a band of BAND where the values jump too much to be followed."""
+    # Lines span gaps: a single point between two gaps would be invisible.
+    known = np.isfinite(values)
+    steps, values = steps[known], values[known]
+    if not _scribbles(values):
+        axes.plot(steps, values, label=label, color=color, **_marks(values))
+        return
+    width = len(values) // 10 | 1  # odd, so that it has a middle
+    around = np.lib.stride_tricks.sliding_window_view(
+        np.pad(values, width // 2, mode="reflect"), width
+    )
+    low, median, high = np.quantile(around, (BAND[0], 0.5, BAND[1]), axis=1)
+    axes.fill_between(steps, low, high, color=color, alpha=PALE / 2, linewidth=0)
+    axes.plot(steps, median, label=f"{label}: median and four fifths of {width} steps", color=color)
+
+
+def _scribbles(values: np.ndarray) -> bool:
+    if len(values) <= SMOOTH_STEPS:
+        return False
+    low, high = np.quantile(values, BAND)
+    return np.median(np.abs(np.diff(values))) > MAX_JUMP * (high - low) > 0
 
 
 def _marks(values: np.ndarray) -> dict[str, object]:
@@ -297,6 +346,8 @@ def _figure(title: str, draw: Callable, *, xlabel: str = "step", legend: bool = 
         axes = canvas.add_subplot(xlabel=xlabel)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
         draw(axes)
+        if xlabel in ("step", "version"):
+            _tick_the_end(axes)
         handles, labels = axes.get_legend_handles_labels() if legend else ((), ())
         out = io.StringIO()
         canvas.savefig(out, format="svg", transparent=True, metadata={"Date": None})
@@ -304,14 +355,25 @@ def _figure(title: str, draw: Callable, *, xlabel: str = "step", legend: bool = 
     return Figure(title, _embedded(out.getvalue(), title), tuple(zip(labels, colors, strict=True)))
 
 
+def _tick_the_end(axes) -> None:
+    """A tick at the last step, in the place of those too near to it."""
+    first, last = axes.dataLim.intervalx
+    if not (np.isfinite([first, last]).all() and first < last):
+        return
+    near = (last - first) / 12  # the room of a number
+    ticks = [tick for tick in axes.get_xticks() if first <= tick <= last - near]
+    axes.set_xticks([*ticks, last], [f"{tick:.0f}" for tick in (*ticks, last)])
+
+
 def _color(handle) -> str:
     """The color of a line, an error bar or an area."""
-    from matplotlib.colors import to_hex
+    from matplotlib.colors import to_hex, to_rgba
 
     if hasattr(handle, "lines"):  # An error bar is a container.
         handle = handle.lines[0]
     if hasattr(handle, "get_color"):
-        return to_hex(handle.get_color())
+        color = to_rgba(handle.get_color(), handle.get_alpha())
+        return to_hex(color, keep_alpha=color[3] < 1)
     return to_hex(handle.get_facecolor()[0])
 
 

@@ -20,16 +20,24 @@ MAX_EQUAL = 0.5  # share of the steps
 MIN_FALL_STEPS = 20  # A shorter run is not judged by its trend.
 MIN_FALL = 0.05  # reward
 
+MORE_SERVERS = "More servers, or a larger queue.max_staleness, would help"
+NOT_MORE_SERVERS = (
+    "Its servers share this machine with the learner: shorter answers, fewer of them or a larger queue.max_staleness "
+    "would help, more servers only on devices of their own"
+)
+
 Rows = Sequence[dict[str, float | None]]
 
 
-def warnings(rows: Rows) -> list[str]:
+def warnings(rows: Rows, *, shares_machine: bool = False) -> list[str]:
     """The sentences of all checks that fail, the gravest first.
 
     Args:
       rows: of `read_metrics`, at least one.
+      shares_machine: whether the run started its servers beside the learner, so that more of them take from it.
     """
-    return [sentence for check in WARNINGS if (sentence := check(rows))]
+    found = [sentence for check in WARNINGS if (sentence := check(rows))]
+    return [s.replace(MORE_SERVERS, NOT_MORE_SERVERS) for s in found] if shares_machine else found
 
 
 def not_finite(rows: Rows) -> str | None:
@@ -179,7 +187,7 @@ def waiting(rows: Rows) -> str | None:
     elif _recent(rows, "rollout/scoring") > _recent(rows, "rollout/generating"):
         what = "rewards: most samples wait for theirs. More rollout.reward_processes would help"
     else:
-        what = "groups: generation is the bottleneck. More servers, or a larger queue.max_staleness, would help"
+        what = f"groups: generation is the bottleneck. {MORE_SERVERS}"
     return f"The learner waited {_percent(share)} of its time, mostly for {what}."
 
 
