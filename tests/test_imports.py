@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "sglang_jax": {"security", "weights"},
     "rollout": {"types", "awake", "tasks", "rewards", "queue", "security", "servers", "metrics"},
     "report": {"types", "metrics", "tasks", "queue", "security"},
-    "sweeps": {"metrics", "runtime"},
+    "sweeps": {"metrics", "report", "runtime"},
     "learner": {
         "types",
         "awake",

@@ -637,7 +637,7 @@ def test_a_single_seed_has_no_interval():
 
 def cells(table):
     return [
-        [html.unescape(c) for c in re.findall(r"<td[^>]*>([^<]*)", line)]
+        [html.unescape(c) for c in re.findall(r"<td[^>]*>(?:<a[^>]*>)?([^<]*)", line)]
         for line in table.split("<tr>")
     ]
 
@@ -667,6 +667,24 @@ def test_the_page_shows_what_the_workdirs_hold(jobs, tmp_path):
     assert text.count("<svg") == 3
     for outside in ("<script", "<link", "<img", "src=", "@import"):
         assert outside not in text
+
+
+def test_the_page_has_a_column_a_score_links_and_the_reports_colors(jobs, tmp_path):
+    (job,) = jobs("a")
+    write_workdir(job, [(1, 2.0, 10.0, 0.5)], 0.5)
+    scores = [
+        {"step": s, "greedy": 0.5, "greedy_low": 0.4, "greedy_high": 0.6} for s in (0, NUM_STEPS)
+    ]
+    (job.workdir / "evaluation.json").write_text(json.dumps(scores))
+    sweep = Sweep("c.py", (Point("a", {}),))
+    text = page.write_page(sweep, [job], tmp_path / "DIR").read_text()
+    assert "after: greedy" in text and "_low" not in text and "_high" not in text
+    way = os.path.relpath(job.workdir, tmp_path / "DIR")
+    assert f'<a href="{way}">a</a>' in text
+    (job.workdir / "report.html").touch()
+    text = page.write_page(sweep, [job], tmp_path / "DIR").read_text()
+    assert f'<a href="{way}/report.html">a</a>' in text
+    assert "prefers-color-scheme: dark" in text and "currentColor" in text
 
 
 def test_a_sweep_that_never_ran_has_a_page_without_plots(jobs, tmp_path):

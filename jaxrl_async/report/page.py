@@ -29,7 +29,7 @@ _PAGE = """<!doctype html>
 """
 Rows = Sequence[Mapping[str, float | None]]
 
-_CSS = pathlib.Path(__file__).with_name("page.css")
+CSS = pathlib.Path(__file__).with_name("page.css")
 
 
 def write_report(workdir: str | pathlib.Path) -> pathlib.Path:
@@ -64,7 +64,7 @@ def write_report(workdir: str | pathlib.Path) -> pathlib.Path:
     }
     sections = {name: content for name, content in sections.items() if content}
     page = _PAGE.format(
-        css=_CSS.read_text("utf-8"),
+        css=CSS.read_text("utf-8"),
         title=escape(f"{config['task']['name']} · {config['mode']}"),
         subtitle=_subtitle(workdir, rows),
         links="".join(f'<a href="#{_anchor(name)}">{name}</a>' for name in sections),

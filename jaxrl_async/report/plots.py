@@ -22,7 +22,7 @@ BAND = (0.1, 0.9)  # quantiles of the values around a step
 # A line scribbles where its median step is more than this part of the band that four fifths of its values lie in.
 MAX_JUMP = 0.25
 
-_STYLE = {
+STYLE = {
     "svg.fonttype": "none",
     "font.size": 8,
     "axes.spines.top": False,
@@ -341,7 +341,7 @@ def _figure(title: str, draw: Callable, *, xlabel: str = "step", legend: bool = 
     from matplotlib.figure import Figure as Canvas
     from matplotlib.ticker import MaxNLocator
 
-    with matplotlib.rc_context(_STYLE | {"svg.hashsalt": title}):
+    with matplotlib.rc_context(STYLE | {"svg.hashsalt": title}):
         canvas = Canvas(figsize=(4.6, 2.4), layout="constrained")
         axes = canvas.add_subplot(xlabel=xlabel)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
@@ -352,7 +352,7 @@ def _figure(title: str, draw: Callable, *, xlabel: str = "step", legend: bool = 
         out = io.StringIO()
         canvas.savefig(out, format="svg", transparent=True, metadata={"Date": None})
     colors = [_color(handle) for handle in handles]
-    return Figure(title, _embedded(out.getvalue(), title), tuple(zip(labels, colors, strict=True)))
+    return Figure(title, embedded(out.getvalue(), title), tuple(zip(labels, colors, strict=True)))
 
 
 def _tick_the_end(axes) -> None:
@@ -377,7 +377,7 @@ def _color(handle) -> str:
     return to_hex(handle.get_facecolor()[0])
 
 
-def _embedded(svg: str, title: str) -> str:
+def embedded(svg: str, title: str) -> str:
     """The SVG as an element of a page: no prologue, no size, the page's colors, and only the ids it refers to."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)

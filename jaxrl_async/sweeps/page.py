@@ -5,30 +5,29 @@ import html
 import io
 import json
 import math
+import os
 import pathlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxrl_async.metrics import column, read_metrics
+from jaxrl_async.report import plots
+from jaxrl_async.report.page import CSS
 from jaxrl_async.sweeps.driver import Job
 from jaxrl_async.sweeps.points import Sweep
 
 CONFIDENCE = 0.95
 
 _PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>{title}</title>
-<style>
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 1060px; margin: 2rem auto; padding: 0 1rem; color: #222 }}
-h1 {{ font-size: 1.5rem }} h2 {{ font-size: 1.1rem; margin-top: 2rem }}
-svg {{ width: 100%; height: auto }}
-.scroll {{ overflow-x: auto }} table {{ border-collapse: collapse }}
-td, th {{ padding: .15rem .8rem .15rem 0; text-align: left; vertical-align: top }}
-td.n, th.n {{ text-align: right; font-variant-numeric: tabular-nums }}
-tr + tr td {{ border-top: 1px solid #eee }}
-</style>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title><style>{css}
+figure {{ max-width: none }}
+.scroll {{ overflow-x: auto }}
+</style></head>
+<body>
 <h1>{title}</h1>
 <p>{summary}</p>
 <h2>Held-out score</h2>
@@ -41,7 +40,7 @@ steps; faint lines are single seeds.</p>
 <h2>Points</h2>
 <p>Seconds are the sum of the learner's steps, without the warm start and without steps lost to an interruption.</p>
 <div class="scroll">{points}</div>
-</html>
+</body></html>
 """
 
 
@@ -133,12 +132,13 @@ def write_page(sweep: Sweep, jobs: Sequence[Job], directory: pathlib.Path) -> pa
     states = Counter(result.state.partition(":")[0] for result in results)
     counts = ", ".join(f"{count} {state}" for state, count in states.most_common())
     page = _PAGE.format(
+        css=CSS.read_text("utf-8"),
         title=html.escape(f"jaxrl_async · sweep · {directory.name}"),
         summary=html.escape(f"{len(results)} points around {_shown(sweep.config)}: {counts}."),
         confidence=CONFIDENCE,
         scores=_score_table(results),
         plots="\n".join(_plots(results)),
-        points=_point_table(results),
+        points=_point_table(results, {job.name: job.workdir for job in jobs}, directory),
     )
     directory.mkdir(parents=True, exist_ok=True)
     path, temporary = directory / "index.html", directory / ".index.html"
@@ -162,7 +162,8 @@ def _shown(config: str) -> str:
 
 def _score_table(results: Sequence[Result]) -> str:
     names = next((list(r.after) for r in results if r.after), ["step"])
-    columns = [name for name in names if name != "step"]
+    # The intervals over prompts stand in the reports; here are those over seeds.
+    columns = [n for n in names if n != "step" and not n.endswith(("_low", "_high"))]
     head = ["", "finished", "before: greedy", *(f"after: {name}" for name in columns)]
     lines = []
     for label, group in grouped(results).items():
@@ -178,7 +179,10 @@ def _mean(values) -> str:
     return str(interval_of(values)) if values else "–"
 
 
-def _point_table(results: Sequence[Result]) -> str:
+def _point_table(
+    results: Sequence[Result], workdirs: dict[str, pathlib.Path], directory: pathlib.Path
+) -> str:
+    """A line for each point; its name leads to its report, or else to its directory."""
     head = ["point", "step", "seconds", "trained tokens", "reward", "greedy", "state", "overrides"]
     lines = []
     for r in results:
@@ -189,17 +193,36 @@ def _point_table(results: Sequence[Result]) -> str:
         greedy = f"{r.after['greedy']:.3f}" if r.after else "–"
         overrides = ", ".join(f"{key}={value}" for key, value in r.overrides.items())
         lines.append([r.name, *numbers, greedy, r.state, overrides])
-    return _table(head, lines, numbers_from=1, numbers_to=6)
+    links = {r.name: _link(workdirs[r.name], directory) for r in results}
+    return _table(head, lines, numbers_from=1, numbers_to=6, links=links)
+
+
+def _link(workdir: pathlib.Path, directory: pathlib.Path) -> str:
+    """The path of a point's report, relative to the page; of its directory where it has none."""
+    report = workdir / "report.html"
+    target = report if report.exists() else workdir
+    return os.path.relpath(target, directory) if target.exists() else ""
 
 
 def _table(
-    head: list[str], lines: list[list[str]], *, numbers_from: int, numbers_to: int | None = None
+    head: list[str],
+    lines: list[list[str]],
+    *,
+    numbers_from: int,
+    numbers_to: int | None = None,
+    links: Mapping[str, str] | None = None,
 ) -> str:
+    """A table; the first cell of a line is a link where `links` has one for it."""
+    links = links or {}
     numbers = range(numbers_from, len(head) if numbers_to is None else numbers_to)
+
+    def content(i: int, cell: str) -> str:
+        link, text = links.get(cell, "") if i == 0 else "", html.escape(cell)
+        return f'<a href="{html.escape(link, quote=True)}">{text}</a>' if link else text
 
     def row(tag: str, cells: list[str]) -> str:
         shown = (
-            f"<{tag}{' class=n' if i in numbers else ''}>{html.escape(cell)}"
+            f"<{tag}{' class=n' if i in numbers else ''}>{content(i, cell)}"
             for i, cell in enumerate(cells)
         )
         return f"<tr>{''.join(shown)}</tr>"
@@ -210,6 +233,13 @@ def _table(
 
 def _plots(results: Sequence[Result]) -> list[str]:
     """SVG elements with headings: final score, reward against seconds, reward against tokens; no empty ones."""
+    import matplotlib
+
+    with matplotlib.rc_context(plots.STYLE):  # Text and lines have the page's colors.
+        return _drawn_plots(results)
+
+
+def _drawn_plots(results: Sequence[Result]) -> list[str]:
     import matplotlib
     from matplotlib.figure import Figure  # Imports slowly; only pages draw.
 
@@ -230,7 +260,10 @@ def _plots(results: Sequence[Result]) -> list[str]:
             figure = Figure(figsize=(9, 3.8 + lines_high), layout="constrained")
             _draw_rewards(figure, groups, colors, attribute, label)
             figures[title] = figure
-    return [f"<h2>{html.escape(title)}</h2>\n{_svg(fig)}" for title, fig in figures.items()]
+    return [
+        f"<h2>{html.escape(title)}</h2>\n<figure>{_svg(fig, title)}</figure>"
+        for title, fig in figures.items()
+    ]
 
 
 def _draw_scores(axes, scored: dict[str, list[Result]], colors) -> None:
@@ -246,7 +279,7 @@ def _draw_scores(axes, scored: dict[str, list[Result]], colors) -> None:
         interval = interval_of(values)
         axes.errorbar(interval.mean, y, xerr=interval.half_width, fmt="o", color=color, capsize=3)
         if len(values) > 1:
-            axes.plot(values, [y] * len(values), "|", color="#555", markersize=7)
+            axes.plot(values, [y] * len(values), "|", color=plots.INK, markersize=7)
     values = [r.after["greedy"] for group in scored.values() for r in group]
     # Of two seeds the interval can be wider than all accuracies: it is cut off.
     axes.set_xlim(max(-0.01, min(values) - 0.1), min(1.01, max(values) + 0.1))
@@ -281,11 +314,7 @@ def _smoothed(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return x[window - 1 :], np.convolve(y, np.full(window, 1 / window), mode="valid")
 
 
-def _svg(figure) -> str:
-    import matplotlib
-
+def _svg(figure, title: str) -> str:
     out = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none"}):  # Text stays text.
-        figure.savefig(out, format="svg")
-    text = out.getvalue()
-    return text[text.index("<svg") :]
+    figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
+    return plots.embedded(out.getvalue(), title)
