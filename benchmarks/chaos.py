@@ -1,6 +1,7 @@
 """Chaos: kills, freezes, loses and doubles the roles of real runs with the settings that ship, and audits the runs.
 
     python benchmarks/chaos.py --trials=200 --jobs=8
+    python benchmarks/chaos.py --processes=one --trials=50 --jobs=2 --out=benchmarks/results/chaos_one.json
 
 A round is 25 trials. 16 of them strike supervised runs, four a run: each role killed (SIGKILL), and frozen (SIGSTOP,
 SIGCONT) for 5, 40 and 120 s. The other nine have a run each, whose roles were started one by one as on a pod: hosts
@@ -10,7 +11,8 @@ and workers that join and leave. The runs are small (`attacked.py`); no time-out
 A trial is survived when steps go on after it and the run ends as it should. When a run is over, its journal is
 audited: groups lost, trained twice, with tokens over the staleness bound or of no version of the run. Faults and
 moments follow from --seed and the number of the run. A finished run is a line of --log, which a later call continues;
---only=N,M does these runs alone.
+--only=N,M does these runs alone. With --processes=one the runs are in one process, with two engines and two workers,
+which is killed four times a run.
 """
 
 import argparse
@@ -85,10 +87,15 @@ class Victim:
         self.run.dawdle()
 
 
-def supervised(directory: pathlib.Path, rng: random.Random, strikes: Sequence[Strike]) -> "Outcome":
+def supervised(
+    directory: pathlib.Path,
+    rng: random.Random,
+    strikes: Sequence[Strike],
+    settings: Sequence[str] = (),
+) -> "Outcome":
     """A run with 2 servers and 2 workers whose roles are killed and frozen, one after the other."""
     num_steps = 20 + sum(12 + int(strike.secs / EVERY_STEP_SECS) for strike in strikes)
-    with Run(directory / "run", num_steps=num_steps, settings=[*SIZES, PACED]) as run:
+    with Run(directory / "run", num_steps=num_steps, settings=[*SIZES, PACED, *settings]) as run:
         victim = started(run, rng)
         for strike in strikes:
             victim.wait()
@@ -96,6 +103,13 @@ def supervised(directory: pathlib.Path, rng: random.Random, strikes: Sequence[St
                 if not run.strike(strike, rng):
                     raise ChaosError(f"{strike}: a role is not there:\n{run.printed()}")
         return finished(victim, num_steps)
+
+
+def one_process(
+    directory: pathlib.Path, rng: random.Random, strikes: Sequence[Strike]
+) -> "Outcome":
+    """The same in one process."""
+    return supervised(directory, rng, strikes, ["--config.supervisor.processes=one"])
 
 
 def lost_worker(directory: pathlib.Path, rng: random.Random, mode: str = "async") -> "Outcome":
@@ -275,8 +289,13 @@ def finished(victim: Victim, num_steps: int, max_staleness=attacked.MAX_STALENES
         reader.close()
 
 
-def plan(num_trials: int, seed: int) -> list[tuple[str, Callable[..., Outcome], tuple]]:
+def plan(
+    num_trials: int, seed: int, processes: str = "many"
+) -> list[tuple[str, Callable[..., Outcome], tuple]]:
     """The runs of so many trials, or a few more: (name, its function, strikes of a supervised run)."""
+    if processes == "one":
+        strikes = [Strike("kill", ("one",))] * STRIKES_PER_RUN
+        return [("one_process", one_process, (strikes,))] * -(-num_trials // STRIKES_PER_RUN)
     rng, runs, count = random.Random(seed), [], 0
     while count < num_trials:
         strikes = list(STRIKES)
@@ -335,6 +354,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=200)
     parser.add_argument("--jobs", type=int, default=4, help="runs at a time")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", choices=("many", "one"), default="many")
     parser.add_argument("--only", default="", help="numbers or names of runs, with commas")
     parser.add_argument("--log", default="chaos.jsonl")
     parser.add_argument("--out", default=str(RESULTS / "chaos.json"))
@@ -344,7 +364,7 @@ def main() -> None:
     known, only = {row["run"] for row in rows}, set(filter(None, args.only.split(",")))
     todo = [
         (index, *run)
-        for index, run in enumerate(plan(args.trials, args.seed))
+        for index, run in enumerate(plan(args.trials, args.seed, args.processes))
         if index not in known and (not only or {str(index), run[0]} & only)
     ]
     lock = threading.Lock()
