@@ -74,11 +74,11 @@ def read_config(directory, *, dtype: str, remat: bool) -> transformer.ModelConfi
     """
     path = pathlib.Path(directory) / "config.json"
     hf = json.loads(path.read_text("utf-8"))
+    model_type = hf.get("model_type")
+    if model_type is not None and model_type not in _ARCHITECTURES:
+        raise ValueError(f"{path}: model_type {model_type!r} is not one of {list(_ARCHITECTURES)}")
     if missing := [name for name in _REQUIRED if name not in hf]:
         raise ValueError(f"{path} lacks {', '.join(missing)}")
-    model_type = hf.get("model_type")
-    if model_type not in _ARCHITECTURES:
-        raise ValueError(f"{path}: model_type {model_type!r} is not one of {list(_ARCHITECTURES)}")
     _refuse_unsupported(hf, path)
     num_heads = hf["num_attention_heads"]
     # transformers 5 writes rope_parameters; 4 wrote rope_theta and rope_scaling.
