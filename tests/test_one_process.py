@@ -329,6 +329,21 @@ def test_turns_are_given_in_the_order_of_asking_and_their_waits_are_counted():
     assert turns.pop() == {"a": 2.0, "b": 2.0, "c": 2.0} and turns.pop() == {}
 
 
+def test_a_side_that_is_interrupted_while_it_waits_leaves_its_place(monkeypatch):
+    turns = Turns()
+    with turns.of("a"):
+        with monkeypatch.context() as interrupted, pytest.raises(KeyboardInterrupt):
+            interrupted.setattr(turns._condition, "wait", _interrupt)
+            with turns.of("b"):
+                pass
+    with turns.of("c"):
+        assert len(turns._asked) == 1
+
+
+def _interrupt(timeout=None):
+    raise KeyboardInterrupt
+
+
 # Settings.
 
 

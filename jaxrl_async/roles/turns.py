@@ -22,13 +22,14 @@ class Turns:
         turn, since = object(), self._clock()
         with self._condition:
             self._asked.append(turn)
-            self._condition.wait_for(lambda: self._asked[0] is turn)
-            self._secs[side] += self._clock() - since
         try:
-            yield
-        finally:
             with self._condition:
-                self._asked.popleft()
+                self._condition.wait_for(lambda: self._asked[0] is turn)
+                self._secs[side] += self._clock() - since
+            yield
+        finally:  # Also where an interrupt ends the wait: nobody waits behind a side that has gone.
+            with self._condition:
+                self._asked.remove(turn)
                 self._condition.notify_all()
 
     def pop(self) -> dict[str, float]:
