@@ -20,19 +20,7 @@ word='(smoke(=(true|false))?|mode=(sync|periodic|async)|seed=[0-9]+)?'
 cd "$(dirname "$0")/.."
 arg=${1:-}
 workdir=${2:-runs/quickstart-$(date +%Y%m%d-%H%M%S)}
-venv=${JAXRL_VENV:-.venv}
-python=${PYTHON:-python3}
-if ! "$venv/bin/python" -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then # none, or broken
-    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || {
-        echo "needs Python >= 3.11, and PYTHON=$python is $("$python" --version 2>&1): name another by PYTHON" >&2
-        exit 2
-    }
-    clear=
-    [ ! -f "$venv/pyvenv.cfg" ] || clear=--clear # What is no environment is not emptied.
-    "$python" -m venv $clear "$venv"
-fi
-"$venv/bin/pip" install --quiet --disable-pip-version-check --editable .
-python=$venv/bin/python
+python=$(bash launch/environment.bash .)
 "$python" -m jaxrl_async train --config="configs/quickstart.py:$arg" --workdir="$workdir"
 "$python" -m jaxrl_async evaluate --workdir="$workdir"
 "$python" -m jaxrl_async report --workdir="$workdir"

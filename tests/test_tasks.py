@@ -1,9 +1,10 @@
-"""Tasks: the sums and their forgetful demonstrations; reversals; GSM8K's files, whole and broken."""
+"""Tasks: the sums and their forgetful demonstrations; reversals; sums in words; GSM8K's files, whole and broken."""
 
 import dataclasses
 import json
 import os
 import pathlib
+import re
 
 import numpy as np
 import pytest
@@ -25,6 +26,10 @@ def sums(**changes):
 
 def reversals(**changes):
     return tasks.make_task("token_reversal", **REVERSALS | changes)
+
+
+def word_sums(**changes):
+    return tasks.make_task("word_sums", **dict(max_number=9, num_test=40, seed=0) | changes)
 
 
 def operands(text):
@@ -214,10 +219,69 @@ def test_a_reversal_outside_its_bounds_is_refused(changes, message):
         reversals(**changes)
 
 
+def asked(text):
+    """(a, word or sign, b) of a question."""
+    found = re.fullmatch(r"What is (\d+) (\S+) (\d+)\? Answer with just the number\.", text)
+    return int(found[1]), found[2], int(found[3])
+
+
+@pytest.mark.parametrize(
+    ("signs", "plus", "minus"), [(False, "plus", "minus"), (True, "+", "-")], ids=["words", "signs"]
+)
+def test_every_sum_and_every_difference_of_numbers_is_asked_once(signs, plus, minus):
+    task = word_sums(signs=signs)
+    test, train = (task.examples(split) for split in ("test", "train"))
+    questions = [asked(e.text) for e in test + train]
+    assert len(test) == 40 and len(set(questions)) == len(questions)
+    held_out = {asked(e.text) for e in test}
+    mirrored = {(b, plus, a) for a, word, b in held_out if word == plus} - held_out
+    every = {(a, plus, b) for a in range(10) for b in range(10)}
+    every |= {(a, minus, b) for a in range(10) for b in range(a + 1)}
+    assert set(questions) == every - mirrored and mirrored
+    for e in test + train:
+        a, word, b = asked(e.text)
+        assert e.answer == str(a + b if word == plus else a - b)
+    assert task.demonstrations(3) == [(e.text, e.answer) for e in train[:3]]
+
+
+def test_a_sum_in_words_and_its_mirror_are_one_question_and_a_difference_is_its_own():
+    task = word_sums()
+    key = {asked(e.text): task.key(e.text) for s in ("train", "test") for e in task.examples(s)}
+    pairs = [(a, b) for a, word, b in key if word == "plus" and a < b and (b, word, a) in key]
+    assert pairs
+    assert all(key[a, "plus", b] == key[b, "plus", a] for a, b in pairs)
+    differences = {k for (_, word, _), k in key.items() if word == "minus"}
+    assert len(differences) == 55
+    assert differences.isdisjoint(k for (_, word, _), k in key.items() if word == "plus")
+
+
+def test_sums_in_words_read_the_last_number_or_nothing_but_the_number():
+    loose, strict = (
+        rewards.reward_function(word_sums(reward=r).reward) for r in ("last_number", "exact")
+    )
+    assert (loose("7 plus 5 is 12.", "12"), loose("7 plus 5 is 13.", "12")) == (1.0, 0.0)
+    assert (strict("7 plus 5 is 12.", "12"), strict(" 12", "12")) == (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_number": 0}, r"max_number must be in \[1, 99\], got 0"),
+        ({"max_number": 100}, r"max_number must be in \[1, 99\], got 100"),
+        ({"num_test": 0}, r"num_test must be in \[1, 77\], half of the questions, got 0"),
+        ({"num_test": 78}, r"num_test must be in \[1, 77\], half of the questions, got 78"),
+        ({"template": "What?"}, r"template must contain '\{question\}', got 'What\?'"),
+    ],
+)
+def test_sums_in_words_outside_their_bounds_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        word_sums(**changes)
+
+
 @pytest.mark.parametrize(
     "task",
-    [sums(), gsm8k.Gsm8k(TINY), reversals()],
-    ids=["arithmetic", "gsm8k", "token_reversal"],
+    [sums(), gsm8k.Gsm8k(TINY), reversals(), word_sums()],
+    ids=["arithmetic", "gsm8k", "token_reversal", "word_sums"],
 )
 def test_an_unknown_split_is_refused(task):
     with pytest.raises(ValueError, match="'train' or 'test'.*'dev'"):

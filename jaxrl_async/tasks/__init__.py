@@ -9,6 +9,7 @@ from jaxrl_async.tasks.arithmetic import Arithmetic
 from jaxrl_async.tasks.gsm8k import Gsm8k
 from jaxrl_async.tasks.task import Example, Task
 from jaxrl_async.tasks.token_reversal import TokenReversal
+from jaxrl_async.tasks.word_sums import WordSums
 
 __all__ = ["TASKS", "Example", "Task", "make_task", "register_task"]
 
@@ -16,6 +17,7 @@ TASKS: dict[str, Callable[..., Task] | str] = {
     "arithmetic": Arithmetic,
     "gsm8k": Gsm8k,
     "token_reversal": TokenReversal,
+    "word_sums": WordSums,
 }
 
 

@@ -1,0 +1,64 @@
+"""SmolLM2-135M-Instruct, a pretrained language model, on two CPU cores: sums in words, or GSM8K.
+
+    ./launch/smollm2.sh
+
+or, with the checkpoint that `python launch/smollm2_checkpoint.py checkpoints/SmolLM2-135M-Instruct` writes:
+
+    python -m jaxrl_async train --config=configs/smollm2.py --workdir=runs/smollm2
+
+"What is 17 minus 9? Answer with just the number." The model answers in sentences, often wrong ones, and rarely stops
+where it is sure. docs/results.md has the measured cost and accuracy.
+
+Arguments, after a colon: `smoke` (two steps of a tiny random model), `task=sums|gsm8k`, `mode=sync|periodic|async`,
+`seed=N`. GSM8K also needs --config.task.args.directory=DIR, which holds the published train.jsonl and test.jsonl.
+"""
+
+from jaxrl_async.config import base_config, parse_arg
+
+CHECKPOINT = "checkpoints/SmolLM2-135M-Instruct"
+GSM8K = "{question}\nThink in short steps. End with #### and the answer as a number."
+
+
+def get_config(arg: str = ""):
+    arg = parse_arg(
+        arg, smoke=False, task=("sums", "gsm8k"), mode=("async", "sync", "periodic"), seed=0
+    )
+    c = base_config()
+    c.mode, c.seed = arg.mode, arg.seed
+
+    c.task.seed = arg.seed
+    if arg.task == "sums":
+        c.task.name = "word_sums"
+        c.task.args = dict(max_number=20, num_test=256, seed=0)
+        c.rollout.update(max_prompt_tokens=56, max_new_tokens=24)
+        c.learner.update(num_steps=60, groups_per_step=8, microbatch_rows=2, row_tokens=512)
+    else:
+        c.task.name = "gsm8k"
+        c.task.args = dict(directory="data/gsm8k", template=GSM8K)
+        c.rollout.update(max_prompt_tokens=160, max_new_tokens=160)
+        c.learner.update(num_steps=60, groups_per_step=8, microbatch_rows=1, row_tokens=1536)
+    c.tokenizer.update(kind="huggingface", path=CHECKPOINT)
+    c.model.update(path=CHECKPOINT, num_layers=30, model_dim=576, num_heads=9, num_kv_heads=3)
+    c.model.update(head_dim=64, mlp_dim=1536, rope_theta=1e5, norm_eps=1e-5, qk_norm=False)
+
+    c.queue.max_running_groups = 3 * c.learner.groups_per_step
+    c.server.update(
+        num_slots=64, max_total_tokens=c.rollout.max_prompt_tokens + c.rollout.max_new_tokens
+    )
+    c.learner.update(shared_prompts=True, packing="first_fit", head_chunk_tokens=128)
+    c.learner.update(learning_rate=1e-5, warmup_updates=4)
+    c.checkpoint.every_steps = 20
+    c.evaluate.update(num_prompts=256, num_samples=4)
+
+    if arg.smoke:
+        c.tokenizer.update(kind="bpe", vocab_size=512, path="")
+        c.model.update(path="", num_layers=2, model_dim=64, num_heads=3, num_kv_heads=1, mlp_dim=96)
+        c.learner.update(num_steps=2, groups_per_step=4)
+        c.evaluate.num_prompts = 32
+    if arg.mode != "async":
+        c.queue.max_staleness = 0
+    if arg.mode == "periodic":
+        c.queue.chunk_groups = 2
+        c.learner.num_minibatches = 1
+        c.loss.anchor = "current"
+    return c
