@@ -75,7 +75,7 @@ _QWEN = dict(
     rope_theta=1e6,
     tie_word_embeddings=False,
 )
-# The config.json of Qwen2.5-1.5B, Qwen3-8B and Qwen3-32B, as far as it is read.
+# The config.json of Qwen2.5-1.5B, Qwen3-8B, Qwen3-32B and Gemma-3-1B, as far as it is read.
 MODELS = {
     "1.5b": _QWEN
     | dict(
@@ -95,6 +95,29 @@ MODELS = {
     "32b": _QWEN
     | dict(
         hidden_size=5120, intermediate_size=25_600, num_attention_heads=64, num_hidden_layers=64
+    ),
+    "gemma3_1b": dict(
+        architectures=["Gemma3ForCausalLM"],
+        model_type="gemma3_text",
+        vocab_size=262_144,
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+        head_dim=256,
+        hidden_activation="gelu_pytorch_tanh",
+        hidden_size=1152,
+        intermediate_size=6912,
+        max_position_embeddings=32_768,
+        num_attention_heads=4,
+        num_hidden_layers=26,
+        num_key_value_heads=1,
+        query_pre_attn_scalar=256,
+        rms_norm_eps=1e-6,
+        rope_local_base_freq=1e4,
+        rope_scaling=None,
+        rope_theta=1e6,
+        sliding_window=512,
+        sliding_window_pattern=6,
+        tie_word_embeddings=True,
     ),
 }
 REAL_TARGETS = ("v5e-16", "v5e-256", "v6e-64", "v5p-64", "h100-8", "2xh100-8")
@@ -118,7 +141,10 @@ class RealRun:
 
 
 def _real_runs() -> dict[str, RealRun]:
-    runs = {f"{m}_{t}": RealRun(m, t, {}) for m in MODELS for t in REAL_TARGETS}
+    models = [m for m in MODELS if m != "gemma3_1b"]
+    runs = {f"{m}_{t}": RealRun(m, t, {}) for m in models for t in REAL_TARGETS}
+    for target in ("v5e-16", "h100-8"):  # "splash" has no windows.
+        runs[f"gemma3_1b_{target}"] = RealRun("gemma3_1b", target, {"attention_kernel": "xla"})
     runs["1.5b_v5e-16_xla"] = RealRun("1.5b", "v5e-16", {"attention_kernel": "xla"})
     runs["1.5b_v5e-16_shared_prompts"] = RealRun("1.5b", "v5e-16", {"shared_prompts": True})
     long = {"row_tokens": 32_768, "context": 4}

@@ -213,6 +213,48 @@ def test_blocks_on_eight_devices_equal_one(mesh_shape, context, product):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("window", [1, 100, 5000, 0])
+def test_a_window_in_blocks_equals_the_formula_in_values_and_gradients(window):
+    # A prompt of 150 with completions of 90 and 120, and a row of its own. The second completion's window ends in the
+    # prompt, 90 tokens farther away in the row than in its sequence.
+    q, k, v = _qkv(8, B=2, T=400, H=4, N=2, C=8)
+    segment_ids = np.stack([np.repeat([1, 2, 3, 0], [150, 90, 120, 40]), np.ones(400, int)])
+    prefix_ids = np.where(segment_ids > 1, 1, 0)
+    spans = [np.arange(150), np.arange(150, 240), np.arange(150, 270), np.zeros(40, int)]
+    positions = np.stack([np.concatenate(spans), np.arange(400)])
+    back = positions[:, :, None] - positions[:, None]
+    mask = _causal_mask(segment_ids, prefix_ids) & (
+        (back < window) | (window == 0) | np.eye(400, dtype=bool)
+    )
+    ids = attention.in_window((segment_ids, prefix_ids), positions, np.int32(window))
+    np.testing.assert_array_equal(_causal_mask(*ids), mask)
+    blocks = _values_and_gradients(attention.causal_attention, q, k, v, ids)
+    _assert_close(blocks, _values_and_gradients(_plain_attention, q, k, v, mask))
+
+
+def test_a_block_before_every_window_is_not_visited():
+    # Four blocks of 128; the tokens of the last one see none of the first two.
+    q, k, v = _qkv(9, B=1, T=512, H=2, N=1, C=4)
+    ids = attention.in_window((np.ones((1, 512), int),), np.arange(512)[None], np.int32(128))
+
+    def last(k):
+        return jnp.sum(attention.causal_attention(q, k, v, ids)[:, 384:] ** 2)
+
+    far = np.where(np.arange(512)[None, :, None, None] < 256, np.nan, k)
+    assert np.isfinite(jax.jit(last)(far))
+
+
+def test_splash_is_refused_where_layers_have_windows():
+    with pytest.raises(ValueError, match="'splash' has no windows.* 512 tokens.*'xla'"):
+        attention.check_windows("splash", (512, 0))
+    for kernel, windows in (("xla", (512, 0)), ("cudnn", (512, 0)), ("splash", ())):
+        attention.check_windows(kernel, windows)
+    q, k, v = _qkv(9, B=1, T=128, H=2, N=1, C=4)
+    ids = attention.in_window((np.ones((1, 128), int),), np.arange(128)[None], np.int32(8))
+    with pytest.raises(ValueError, match="windows"):
+        attention.splash_attention(q, k, v, ids)
+
+
 def test_masked_keys_and_values_get_no_gradient():
     q, k, v = _qkv(2, B=1, T=4, H=2, N=1, C=4)
     mask = _causal_mask(jnp.array([[1, 1, 2, 2]]))

@@ -17,6 +17,7 @@ from jaxrl_async.config.build import default_values, make_settings
 from jaxrl_async.config.checks import command_words
 from jaxrl_async.config.loss import LossConfig
 from jaxrl_async.config.settings import SettingsError
+from jaxrl_async.models import families
 from jaxrl_async.roles import parts, start
 from jaxrl_async.weights import transports
 
@@ -560,6 +561,38 @@ def test_evaluate_refuses_a_task_that_cannot_be_imported(tmp_path, capsys):
 def test_an_attention_kernel_that_does_not_fit_the_run_is_refused(overrides, message):
     with pytest.raises(SettingsError, match=message):
         parse(f"--config={QUICKSTART}", *(f"--config.learner.{item}" for item in overrides))
+
+
+def test_every_family_of_models_has_a_table():
+    assert tuple(families.FAMILIES) == settings_lib.FAMILIES
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"family": "gemma"}, "model.family .* llama, gemma3.*'gemma'"),
+        ({"family": "llama"}, r"model.windows = \(8, 0\) needs .* 'gemma3', got 'llama'"),
+        ({"windows": (8,)}, r"model.windows .* model.num_layers = 2 layers.* \(8,\)"),
+        ({"windows": (0, 0)}, r"model.windows .* not 0 for all, got \(0, 0\)"),
+        ({"windows": (8, 4)}, r"model.windows .* one number .* \(8, 4\)"),
+        ({"windows": (-1, 0)}, r"model.windows .* ≥ 1 .* \(-1, 0\)"),
+        ({"qk_norm": False}, "'gemma3' needs model.qk_norm = True, got False"),
+        ({"attention_bias": True}, "'gemma3' needs model.attention_bias = False, got True"),
+    ],
+)
+def test_a_model_that_its_family_does_not_have_is_refused(changes, message):
+    fields = {"num_layers": 2, "family": "gemma3", "windows": (8, 0)}
+    make_settings({"model": fields})
+    with pytest.raises(SettingsError, match=message):
+        make_settings({"model": fields | changes})
+
+
+def test_windows_are_refused_for_a_kernel_that_has_none():
+    learner = {"attention_kernel": "splash", "row_tokens": 2048}
+    model = {"num_layers": 2, "family": "gemma3"}
+    make_settings({"model": model, "learner": learner})
+    with pytest.raises(SettingsError, match="'splash' has no windows.* 8 tokens.*'xla'"):
+        make_settings({"model": model | {"windows": (8, 0)}, "learner": learner})
 
 
 @pytest.mark.parametrize(

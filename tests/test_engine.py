@@ -223,6 +223,40 @@ def test_a_prompt_shared_by_a_group_is_each_members_own(engine):
         same(generate(engine, f"a{i}", (5, 6, 7, 8), seed=i), done)
 
 
+def test_windows_through_the_cache_are_those_of_the_full_forward():
+    # Windows of 4 and 9: behind prompts of 3 and 12 tokens, three members of a group each, some leave the prompt.
+    config = dataclasses.replace(CONFIG, num_layers=3, family="gemma3", windows=(4, 0, 9))
+    params = nnx.split(transformer.Transformer(config, rngs=nnx.Rngs(0)))[1]
+    params["embedding"][...] *= 10
+    engine = engine_lib.Engine(
+        config,
+        num_slots=4,
+        max_total_tokens=24,
+        decode_chunk=CHUNK,
+        max_queued_requests=MAX_QUEUED,
+        name="windows",
+    )
+    engine.start()
+    try:
+        wait(engine.update_weights(params, "0"))
+        prompts = [(3, 1, 4), tuple(range(12))]
+        futures = submit_together(
+            engine,
+            [request(f"{p}{i}", prompts[p], seed=i) for p in range(2) for i in range(3)],
+        )
+        for i, done in enumerate(map(wait, futures)):
+            prompt = prompts[i // 3]
+            tokens = np.array([[*prompt, *done.output_ids]])
+            positions = np.arange(tokens.shape[1])
+            model = nnx.merge(transformer.graphdef(config), params)
+            hidden = model(tokens, positions[None], (np.ones_like(tokens),))
+            logprobs = np.asarray(jax.nn.log_softmax(model.logits(hidden)))[0]
+            at = positions[len(prompt) :]
+            np.testing.assert_allclose(done.logprobs, logprobs[at - 1, tokens[0, at]], atol=1e-5)
+    finally:
+        engine.close(timeout_secs=DEADLINE_SECS)
+
+
 def test_a_completion_resumed_from_its_tokens_goes_on_with_the_same_stream(engine):
     prompt = (3, 1, 4, 1, 5)
     whole = generate(engine, "whole", prompt, seed=9, max_new_tokens=24)

@@ -147,6 +147,14 @@ def test_the_models_flops_are_six_for_each_weight_and_token():
     assert flops.of_model(c, 2, 128, backward=False) == 2 * 2 * 128 * (weights + attention)
 
 
+def test_a_layer_with_a_window_attends_to_no_more():
+    # T = 128, w = 32: the first 32 tokens see 16 keys on average and the other 96 all 32, (512 + 3072) / 128 = 28.
+    windowed = dataclasses.replace(CONFIG, windows=(32, 0, 0))
+    with_one, without = (flops.of_model(c, 2, 128, backward=False) for c in (windowed, CONFIG))
+    of_key = 2 * 2 * CONFIG.num_heads * CONFIG.head_dim  # scores and values, 2 FLOPs each
+    assert without - with_one == 2 * 128 * of_key * (64 - 28)
+
+
 def compiled(name: str, **learner) -> programs.Fit:
     """Of the learner alone."""
     settings, target = benchmark.small_settings(name, **learner), target_of(name)
@@ -521,9 +529,22 @@ def test_a_search_has_plans_of_the_targets_size_alone(context):
             "'cudnn' is built by the card's own library",
         ),
         (["--target=v5e-1", "--config.model.path=/nowhere"], "model.path: .*nowhere"),
+        (
+            [
+                "--target=v5e-1",
+                "--config.model.path={tmp}",
+                "--config.learner.attention_kernel=splash",
+                "--config.learner.row_tokens=128",
+            ],
+            "'splash' has no windows.* 512 tokens",
+        ),
     ],
 )
-def test_bad_input_is_refused_before_anything_is_compiled(flags, message, capsys, monkeypatch):
+def test_bad_input_is_refused_before_anything_is_compiled(
+    flags, message, capsys, monkeypatch, tmp_path
+):
+    (tmp_path / "config.json").write_text(json.dumps(benchmark.MODELS["gemma3_1b"]))
+    flags = [flag.replace("{tmp}", str(tmp_path)) for flag in flags]
     monkeypatch.setattr(os, "environ", os.environ.copy())  # The verb sets some.
     monkeypatch.setattr(programs, "check_compiler", lambda target: None)
     assert main.main(["fit", "--config=configs/quickstart.py", *flags]) == 2

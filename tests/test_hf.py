@@ -27,6 +27,14 @@ LLAMA3_ROPE = dict(
     high_freq_factor=4.0,
     original_max_position_embeddings=16,
 )
+# Four layers, the third one global; 40 tokens are five windows.
+GEMMA3 = dict(
+    num_hidden_layers=4,
+    head_dim=8,
+    query_pre_attn_scalar=12,
+    sliding_window=8,
+    sliding_window_pattern=3,
+)
 TOKENS = np.random.default_rng(0).integers(0, 32, (2, 40))
 
 _hidden = jax.jit(transformer.Transformer.__call__)
@@ -39,7 +47,8 @@ def _checkpoint(directory, architecture, *, max_shard_size="1GB", dtype="float32
 
     config_class = getattr(transformers, f"{architecture}Config")
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config_class(**SHAPE, **changes)).eval()
+    config = config_class(**SHAPE | changes)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         # Norm scales and biases too: at 1 and 0 a test could not see them.
         for parameter in model.parameters():
@@ -97,6 +106,9 @@ def _random_params(config):
         ("Qwen2", dict(tie_word_embeddings=True)),
         ("Qwen3", dict(head_dim=8, rope_parameters=dict(rope_type="default", rope_theta=1e6))),
         ("Llama", dict(head_dim=8, rope_parameters=LLAMA3_ROPE)),
+        ("Llama", dict(rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=4.0))),
+        ("Gemma3Text", GEMMA3),
+        ("Gemma3Text", GEMMA3 | dict(rope_scaling=dict(rope_type="linear", factor=8.0))),
     ],
 )
 def test_logits_equal_transformers(tmp_path, architecture, changes):
@@ -104,14 +116,27 @@ def test_logits_equal_transformers(tmp_path, architecture, changes):
     params, config = _load(tmp_path)
     np.testing.assert_allclose(_our_logits(params, config), expected, atol=2e-4)
     assert config.attention_bias == (architecture == "Qwen2")
-    assert config.qk_norm == (architecture == "Qwen3")
-    assert (config.rope_scaling is not None) == (architecture == "Llama")
+    assert config.qk_norm == (architecture in ("Qwen3", "Gemma3Text"))
+    assert (config.rope_scaling is not None) == ("factor" in str(changes))
+    assert (config.family == "gemma3") == any(config.windows) == (architecture == "Gemma3Text")
 
 
-@pytest.mark.parametrize("fields", [dict(qk_norm=True), dict(attention_bias=True), dict()])
+WINDOWED = dict(
+    family="gemma3",
+    qk_norm=True,
+    tied_embeddings=True,
+    windows=(8, 0),
+    query_scalar=3,
+    rope_scaling=transformer.LinearScaling(8.0),
+)
+
+
+@pytest.mark.parametrize(
+    "fields", [dict(qk_norm=True), dict(attention_bias=True), dict(), WINDOWED]
+)
 def test_what_we_write_transformers_reads(tmp_path, fields):
     scaling = None if fields else transformer.RopeScaling(8.0, 1.0, 4.0, 16)
-    config = dataclasses.replace(LLAMA, vocab_size=32, rope_scaling=scaling, **fields)
+    config = dataclasses.replace(LLAMA, **dict(vocab_size=32, rope_scaling=scaling) | fields)
     params = _random_params(config)
     (tmp_path / "config.json").write_text(json.dumps(hf.write_config(config)))
     tensors = dict(hf.to_tensors(params, config, "float32"))
@@ -126,10 +151,18 @@ def test_a_sharded_bfloat16_checkpoint_is_read(tmp_path):
     np.testing.assert_allclose(_our_logits(*_load(tmp_path)), expected, atol=2e-4)
 
 
-@pytest.mark.parametrize("fields", [dict(qk_norm=True, tied_embeddings=True), dict()])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(qk_norm=True, tied_embeddings=True),
+        dict(),
+        WINDOWED,
+        WINDOWED | dict(windows=(), query_scalar=0, rope_scaling=None, local_rope_theta=2e4),
+    ],
+)
 def test_config_comes_back_from_its_json(tmp_path, fields):
     scaling = None if fields else transformer.RopeScaling(8.0, 1.0, 4.0, 16)
-    config = dataclasses.replace(LLAMA, rope_scaling=scaling, **fields)
+    config = dataclasses.replace(LLAMA, **dict(rope_scaling=scaling) | fields)
     (tmp_path / "config.json").write_text(json.dumps(hf.write_config(config)))
     assert hf.read_config(tmp_path, dtype="float32", remat=True) == config
 
@@ -196,18 +229,120 @@ def test_a_setting_that_the_decoder_lacks_is_refused(tmp_path, change, message):
         hf.read_config(tmp_path, dtype="float32", remat=False)
 
 
+def test_the_config_of_gemma_3_is_read(tmp_path):
+    # As google/gemma-3-1b-it has it, without what says nothing of the shape.
+    content = {
+        "architectures": ["Gemma3ForCausalLM"],
+        "attention_bias": False,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 1152,
+        "intermediate_size": 6912,
+        "max_position_embeddings": 32768,
+        "model_type": "gemma3_text",
+        "num_attention_heads": 4,
+        "num_hidden_layers": 26,
+        "num_key_value_heads": 1,
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-06,
+        "rope_local_base_freq": 10000,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": 512,
+        "sliding_window_pattern": 6,
+        "torch_dtype": "bfloat16",
+        "vocab_size": 262144,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    found = hf.read_config(tmp_path, dtype="bfloat16", remat=True)
+    assert found == transformer.ModelConfig(
+        vocab_size=262144,
+        num_layers=26,
+        model_dim=1152,
+        num_heads=4,
+        num_kv_heads=1,
+        head_dim=256,
+        mlp_dim=6912,
+        rope_theta=1e6,
+        rope_scaling=None,
+        norm_eps=1e-6,
+        qk_norm=True,
+        attention_bias=False,
+        tied_embeddings=True,
+        dtype="bfloat16",
+        remat=True,
+        family="gemma3",
+        windows=((512,) * 5 + (0,)) * 4 + (512, 512),
+        local_rope_theta=1e4,
+        query_scalar=0,
+    )
+    sizes = jax.tree.leaves(transformer.abstract_params(found))
+    assert sum(leaf.size for leaf in sizes) == 999_885_952
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0"),
+        ({"hidden_activation": "gelu"}, "hidden_activation 'gelu'"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"attention_bias": True}, "attention_bias of gemma3_text"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
+        ({"layer_types": ["sliding_attention"]}, "windows .* 2 layers"),
+        ({"sliding_window": None}, "sliding_window must be ≥ 1, got None"),
+        ({"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be > 0, got 0"),
+        ({"model_type": "gemma3"}, "model_type 'gemma3' .*gemma3_text"),
+        (
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "rope_type 'linear' of sliding_attention",
+        ),
+    ],
+)
+def test_a_setting_of_gemma_3_that_the_decoder_lacks_is_refused(tmp_path, change, message):
+    config = dataclasses.replace(LLAMA, **WINDOWED)
+    (tmp_path / "config.json").write_text(json.dumps(hf.write_config(config) | change))
+    with pytest.raises(ValueError, match=message):
+        hf.read_config(tmp_path, dtype="float32", remat=False)
+
+
+def test_a_key_of_gemma_3_that_is_missing_is_named(tmp_path):
+    content = hf.write_config(dataclasses.replace(LLAMA, **WINDOWED))
+    del content["query_pre_attn_scalar"]
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match="lacks query_pre_attn_scalar"):
+        hf.read_config(tmp_path, dtype="float32", remat=False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(windows=(8, 0)), "llama has windows.*8, 0"),
+        (WINDOWED | dict(windows=(8, 4)), "one window.*8, 4"),
+        (WINDOWED | dict(qk_norm=False), "config.qk_norm = False"),
+    ],
+)
+def test_what_no_architecture_of_a_family_has_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        hf.write_config(dataclasses.replace(LLAMA, **fields))
+
+
 def test_bias_and_qk_norm_together_are_refused():
     with pytest.raises(ValueError, match="attention_bias and qk_norm"):
         hf.write_config(dataclasses.replace(LLAMA, attention_bias=True, qk_norm=True))
 
 
-def test_parameters_come_back_bit_for_bit_layer_by_layer():
-    params = _random_params(LLAMA)
-    tensors = list(hf.to_tensors(params, LLAMA, "float32"))
+@pytest.mark.parametrize("fields", [{}, WINDOWED], ids=["llama", "gemma3"])
+def test_parameters_come_back_bit_for_bit_layer_by_layer(fields):
+    config = dataclasses.replace(LLAMA, **fields)
+    params = _random_params(config)
+    tensors = list(hf.to_tensors(params, config, "float32"))
     layers = [int(name.split(".")[2]) for name, _ in tensors if ".layers." in name]
     assert layers == sorted(layers) and set(layers) == {0, 1}
     assert all(x.flags.c_contiguous and x.dtype == np.float32 for _, x in tensors)
-    back = hf.from_tensors(dict(tensors), LLAMA)
+    back = hf.from_tensors(dict(tensors), config)
     for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(back), strict=True):
         np.testing.assert_array_equal(a, b)
 

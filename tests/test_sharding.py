@@ -92,8 +92,12 @@ def test_each_parameter_is_divided_as_the_table_says(mesh, sharded_params):
 
 
 def test_every_parameter_of_every_architecture_has_a_sharding(mesh):
-    for qk_norm, tied in ((True, False), (False, True)):
-        config = dataclasses.replace(CONFIG, qk_norm=qk_norm, tied_embeddings=tied)
+    for family, qk_norm, tied in (
+        ("llama", True, False),
+        ("llama", False, True),
+        ("gemma3", True, True),
+    ):
+        config = dataclasses.replace(CONFIG, family=family, qk_norm=qk_norm, tied_embeddings=tied)
         abstract = transformer.abstract_params(config)
         shardings = sharding.param_shardings(mesh, abstract)
         assert jax.tree.structure(shardings) == jax.tree.structure(abstract)

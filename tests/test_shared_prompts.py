@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from fixtures.models import TINY
+from fixtures.models import TINY, tiny
 from fixtures.small_learner import assert_same, params_on
 from fixtures.train_steps import (
     CURRENT,
@@ -69,6 +69,25 @@ def test_gradients_by_the_kernel_for_tpus_equal_those_by_xla(shared_prompts):
     batches = pack(GROUPS["all of these"], **layout)
     splash = make(attention_kernel="splash", row_tokens=128, shared_prompts=shared_prompts)
     assert_same(accumulated(batches, splash), accumulated(batches), tolerance=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "context"), [((1, 1, 1), 1), ((2, 2, 2), 1), ((1, 2, 2), 2)]
+)
+def test_windows_end_where_they_end_in_replicated_rows(mesh_shape, context):
+    # Windows of 4 tokens end in the prompts of 7 to 12, behind completions of others.
+    config, groups = tiny(family="gemma3", windows=(4, 0), remat=True), GROUPS["all of these"]
+    one = make(config=dataclasses.replace(config, remat=False))
+    expected = accumulated(pack(groups, shared_prompts=False), one, config=config)
+    made = make(mesh_shape=mesh_shape, context=context, config=config)
+    found = accumulated(pack(groups, shared_prompts=True), made, config=config)
+    assert_same(found, expected, tolerance=1e-5)
+
+
+def test_a_kernel_without_windows_is_refused_before_anything_is_compiled():
+    config = tiny(family="gemma3", windows=(4, 0))
+    with pytest.raises(ValueError, match="'splash' has no windows.* 4 tokens"):
+        make(config=config, attention_kernel="splash", row_tokens=128)
 
 
 ALL = {"recompute": RECOMPUTE, "current": CURRENT} | LOSSES

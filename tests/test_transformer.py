@@ -24,9 +24,12 @@ LLAMA = tiny(
 )
 QWEN2 = dataclasses.replace(LLAMA, rope_scaling=None, attention_bias=True)
 QWEN3 = dataclasses.replace(LLAMA, rope_scaling=None, qk_norm=True, tied_embeddings=True)
+GEMMA3 = dataclasses.replace(
+    QWEN3, family="gemma3", windows=(2, 0, 4), rope_theta=1e6, query_scalar=5.0
+)
 
 each_architecture = pytest.mark.parametrize(
-    "config", [LLAMA, QWEN2, QWEN3], ids=["llama", "qwen2", "qwen3"]
+    "config", [LLAMA, QWEN2, QWEN3, GEMMA3], ids=["llama", "qwen2", "qwen3", "gemma3"]
 )
 
 
@@ -140,8 +143,9 @@ def test_padding_never_reaches_the_logits_of_real_tokens():
     assert np.isfinite(logits).all()
 
 
-def test_gradients_are_finite_where_a_row_is_all_padding():
-    graphdef, params = transformer.graphdef(QWEN3), _params(QWEN3)
+@pytest.mark.parametrize("config", [QWEN3, GEMMA3], ids=["qwen3", "gemma3"])
+def test_gradients_are_finite_where_a_row_is_all_padding(config):
+    graphdef, params = transformer.graphdef(config), _params(config)
     row = _row([[0, 0, 0, 0]])
 
     def loss(params):
@@ -151,18 +155,19 @@ def test_gradients_are_finite_where_a_row_is_all_padding():
     assert all(np.isfinite(g).all() for g in jax.tree.leaves(jax.jit(jax.grad(loss))(params)))
 
 
-def test_remat_changes_no_gradient():
+@pytest.mark.parametrize("config", [QWEN2, GEMMA3], ids=["qwen2", "gemma3"])
+def test_remat_changes_no_gradient(config):
     row = _row([[1, 1, 1, 2, 2, 2]])
 
     def run(remat):
-        graphdef = transformer.graphdef(dataclasses.replace(QWEN2, remat=remat))
+        graphdef = transformer.graphdef(dataclasses.replace(config, remat=remat))
 
         @jax.jit
         def gradient(params):
             return jax.grad(lambda params: jnp.sum(nnx.merge(graphdef, params)(*row) ** 3))(params)
 
-        traced = gradient.trace(_params(QWEN2))
-        return gradient(_params(QWEN2)), str(traced.jaxpr)
+        traced = gradient.trace(_params(config))
+        return gradient(_params(config)), str(traced.jaxpr)
 
     (kept, kept_program), (recomputed, recomputed_program) = run(False), run(True)
     assert "policy=None" in recomputed_program  # Nothing of a layer is kept,
@@ -214,16 +219,55 @@ def test_llama3_scaling_stretches_long_wavelengths_only():
     np.testing.assert_allclose(np.arctan2(sin, cos)[0, 0, 0, 0], 1.0, rtol=1e-6)
 
 
-def test_bfloat16_computes_in_bfloat16_and_keeps_float32_where_it_matters():
+def test_a_layer_sees_its_window_and_no_more():
+    # Windows of 2 in the only layers: a token reads one before it in each, so three layers reach three back.
+    config = dataclasses.replace(GEMMA3, windows=(2, 2, 2))
+    graphdef, params = transformer.graphdef(config), _params(config)
+    _, positions, ids = _row(np.ones((1, 8), int))
+
+    def project(table):
+        model = nnx.merge(graphdef, params)
+        model.embedding = nnx.Param(table)
+        return model(jnp.arange(8)[None], positions, ids)[0] @ jnp.arange(1.0, config.model_dim + 1)
+
+    jacobian_TVD = jax.jit(jax.jacrev(project))(params["embedding"][...])
+    depends_TT = np.any(np.asarray(jacobian_TVD[:, :8]) != 0, axis=-1)
+    band = np.tril(np.ones((8, 8), bool)) & ~np.tril(np.ones((8, 8), bool), -4)
+    np.testing.assert_array_equal(depends_TT, band)
+
+
+def test_a_window_is_counted_from_a_shared_prompt_over_other_completions():
+    # [1 1 1 1 | 2 2 2 | 3 3 3]: the second completion stands three tokens behind the prompt that it continues.
+    model = _model(GEMMA3)
+    segments, prefixes = np.repeat([[1, 2, 3]], [4, 3, 3], 1), np.repeat([[0, 1, 1]], [4, 3, 3], 1)
+    tokens, positions = _row(segments)[0], np.array([[0, 1, 2, 3, 4, 5, 6, 4, 5, 6]])
+    shared = np.asarray(_call(model, tokens, positions, (segments, prefixes)))
+    for own in (slice(4, 7), slice(7, 10)):
+        row = np.concatenate([tokens[:, :4], tokens[:, own]], axis=1)
+        alone = _call(model, row, np.arange(7)[None], (np.ones((1, 7), int),))
+        np.testing.assert_allclose(shared[:, own], alone[:, 4:], atol=1e-5)
+
+
+def test_gemma3_scales_embeddings_by_the_root_in_the_compute_dtype():
+    # √24 = 4.89898, which bfloat16 holds as 4.90625.
+    for dtype, scale in (("float32", 24**0.5), ("bfloat16", 4.90625)):
+        model = _model(dataclasses.replace(GEMMA3, dtype=dtype))
+        table = model.embedding[...].astype(dtype)
+        found = model._embed(np.arange(40)[None])[0]
+        np.testing.assert_array_equal(found, table * jnp.asarray(scale, dtype))
+
+
+@pytest.mark.parametrize("of", [QWEN3, GEMMA3], ids=["qwen3", "gemma3"])
+def test_bfloat16_computes_in_bfloat16_and_keeps_float32_where_it_matters(of):
     row, logits = _row(np.ones((2, 6), int)), {}
     for dtype in ("float32", "bfloat16"):
-        config = dataclasses.replace(QWEN3, dtype=dtype)
-        model = nnx.merge(transformer.graphdef(config), _params(QWEN3))
+        config = dataclasses.replace(of, dtype=dtype)
+        model = nnx.merge(transformer.graphdef(config), _params(of))
         hidden, cache = _prefill(model, *row)
         assert hidden.dtype == cache.k.dtype == cache.v.dtype == dtype
         logits[dtype] = model.logits(hidden)
         assert logits[dtype].dtype == jnp.float32
-    assert {x.dtype for x in jax.tree.leaves(_params(QWEN3))} == {jnp.dtype("float32")}
+    assert {x.dtype for x in jax.tree.leaves(_params(of))} == {jnp.dtype("float32")}
     scale = np.max(np.abs(logits["float32"]))
     error = np.max(np.abs(logits["bfloat16"] - logits["float32"])) / scale
     assert 0 < error < 0.05
@@ -260,6 +304,10 @@ def test_the_abstract_parameters_are_the_callers_own():
         ({"num_kv_heads": 3}, "num_heads .*4.* num_kv_heads .*3"),
         ({"head_dim": 7}, "head_dim .*even.* 7"),
         ({"dtype": "float16"}, "dtype .*'float16'"),
+        ({"family": "gemma"}, "family .*gemma3.* 'gemma'"),
+        ({"windows": (4, 0)}, r"windows .* 3 layers.* \(4, 0\)"),
+        ({"windows": (4, -1, 0)}, r"windows .* ≥ 0 .*\(4, -1, 0\)"),
+        ({"windows": (0, 0, 0)}, r"windows .* not all 0.*\(0, 0, 0\)"),
     ],
 )
 def test_a_shape_that_cannot_be_is_refused(change, message):

@@ -84,6 +84,7 @@ def main(argv: list[str]) -> int:
 
 def model_config_of(settings: Settings):
     """The model's shape; the files of a Hugging Face directory are not needed, but for its config.json."""
+    from jaxrl_async.models import attention
     from jaxrl_async.roles import parts
 
     if not settings.model.path and settings.tokenizer.kind != "char":
@@ -97,7 +98,9 @@ def model_config_of(settings: Settings):
             from jaxrl_async.tasks.tokenizer import CharTokenizer
 
             tokenizer = CharTokenizer(settings.tokenizer.alphabet)
-        return parts.model_config_of(settings, tokenizer)
+        config = parts.model_config_of(settings, tokenizer)
+        attention.check_windows(settings.learner.attention_kernel, config.windows)
+        return config
     except (OSError, ValueError) as error:
         raise UsageError(f"model.path: {error}") from None
 

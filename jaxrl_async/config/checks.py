@@ -18,6 +18,7 @@ from jaxrl_async.config.settings import (
     ADDED,
     ATTENTION_KERNELS,
     DTYPES,
+    FAMILIES,
     JOURNAL_KEEPS,
     JOURNAL_MODES,
     JOURNAL_SYNCHRONOUS,
@@ -27,6 +28,7 @@ from jaxrl_async.config.settings import (
     PROCESSES,
     TOKENIZERS,
     TRANSPORTS,
+    Model,
     Queue,
     Rollout,
     Server,
@@ -45,6 +47,7 @@ _ONE_OF = {
     "learner.packing": PACKINGS,
     "learner.attention_kernel": ATTENTION_KERNELS,
     "model.dtype": DTYPES,
+    "model.family": FAMILIES,
     "learner.param_dtype": DTYPES,
     "learner.moment_dtype": DTYPES,
     "weights.dtype": DTYPES,
@@ -510,6 +513,8 @@ def _check_tokenizer(tokenizer: Tokenizer) -> Iterator[str]:
 def _check_shapes(s: Settings) -> Iterator[str]:
     if not s.model.path and s.model.num_heads % s.model.num_kv_heads:
         yield f"model.num_kv_heads = {s.model.num_kv_heads} does not divide model.num_heads = {s.model.num_heads}"
+    if not s.model.path:
+        yield from _check_family(s.model)
     if s.warm_start.num_steps and s.warm_start.num_demonstrations < 1:
         yield (
             f"warm_start.num_demonstrations must be ≥ 1 where warm_start.num_steps = {s.warm_start.num_steps}, got "
@@ -539,6 +544,22 @@ def _check_shapes(s: Settings) -> Iterator[str]:
             yield (f"{key} = {_value(s, key)} must be a multiple of learner.context = {context}")
 
 
+def _check_family(model: Model) -> Iterator[str]:
+    windows, num_layers = model.windows, model.num_layers
+    if model.family != "gemma3":
+        if windows:
+            yield f"model.windows = {windows} needs model.family = 'gemma3', got {model.family!r}"
+        return
+    for name, needed in (("qk_norm", True), ("attention_bias", False)):
+        if getattr(model, name) != needed:
+            yield f"model.family 'gemma3' needs model.{name} = {needed}, got {not needed}"
+    if windows and (len(windows) != num_layers or min(windows) < 0 or len({*windows} - {0}) != 1):
+        yield (
+            "model.windows must be () or have 0 or one number of tokens ≥ 1 for each of model.num_layers = "
+            f"{num_layers} layers, not 0 for all, got {windows}"
+        )
+
+
 def _check_attention(s: Settings) -> Iterator[str]:
     kernel, learner = s.learner.attention_kernel, s.learner
     if kernel == "cudnn" and s.model.dtype != "bfloat16":
@@ -547,6 +568,11 @@ def _check_attention(s: Settings) -> Iterator[str]:
         )
     if kernel == "cudnn" and learner.context > 1:
         yield (f"learner.attention_kernel 'cudnn' needs learner.context = 1, got {learner.context}")
+    if kernel == "splash" and s.model.windows and not s.model.path:
+        yield (
+            "learner.attention_kernel 'splash' has no windows, and model.windows has one of "
+            f"{max(s.model.windows)} tokens: choose 'xla', or 'cudnn' on an NVIDIA GPU"
+        )
     part = learner.row_tokens // learner.context
     if kernel == "splash" and part % 128:
         yield (

@@ -19,6 +19,7 @@ TOKENIZERS = ("char", "bpe", "huggingface")
 DTYPES = ("float32", "bfloat16")
 PACKINGS = ("in_order", "first_fit", "fewest")  # learner.packing.assign_rows
 ATTENTION_KERNELS = ("xla", "cudnn", "splash")  # models.attention.of_rows
+FAMILIES = ("llama", "gemma3")  # models.families
 TRANSPORTS = ("disk", "tensor", "stream")  # weights.transports
 PAUSE_MODES = ("retract", "in_place")  # of a server, around new weights
 JOURNAL_KEEPS = ("all", "checkpointed", "none")  # queue.journal
@@ -52,6 +53,8 @@ ADDED: dict[str, Any] = {
     "rollout.sample_padding": True,
     "supervisor.processes": "many",
     "server.release_cache": False,
+    "model.family": "llama",
+    "model.windows": (),
 }
 
 
@@ -82,6 +85,7 @@ class Model:
     # to start from: a Hugging Face directory, or a model's id on its hub, "ORGANIZATION/NAME", which then also say the
     # shape; "": random weights of the shape below
     path: str = ""
+    family: str = "llama"  # "llama": also Qwen2 (attention_bias) and Qwen3 (qk_norm) | "gemma3"
     num_layers: int = 2
     model_dim: int = 64
     num_heads: int = 4
@@ -93,6 +97,8 @@ class Model:
     qk_norm: bool = True
     attention_bias: bool = False
     tied_embeddings: bool = True
+    # of "gemma3": for each layer, how many tokens one sees, itself included, 0 for all; (): no layer has a window
+    windows: tuple[int, ...] = ()
     dtype: str = "float32"  # of the forward pass, one of DTYPES
     remat: bool = False  # recompute activations in the backward pass: less memory, more time
 

@@ -76,7 +76,8 @@ def of_model(
     """FLOPs that the model needs for full rows, without recomputation, on all devices together.
 
     Twice the matrices' size for each token, and as much again, twice, for the backward pass; causal attention of each
-    token to half of its row. PaLM (Chowdhery et al., arXiv 2204.02311), appendix B, with the causal half.
+    token to half of its row, or to its window. PaLM (Chowdhery et al., arXiv 2204.02311), appendix B, with the causal
+    half.
 
     Args:
       config: the model's shape.
@@ -89,6 +90,9 @@ def of_model(
     heads = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim + c.num_heads * c.head_dim
     matrices = c.num_layers * c.model_dim * (heads + 3 * c.mlp_dim)
     matrices += logits * c.model_dim * c.vocab_size
-    attention = c.num_layers * c.num_heads * c.head_dim * row_tokens
+    windows = c.windows or (0,) * c.num_layers
+    # Twice the keys of a token: all before it, T / 2, or w of them once there are as many.
+    keys = sum(2 * w - w * w / row_tokens if 0 < w < row_tokens else row_tokens for w in windows)
+    attention = c.num_heads * c.head_dim * keys
     forward = num_rows * row_tokens * 2.0 * (matrices + attention)
     return forward * (3 if backward else 1)

@@ -4,6 +4,9 @@ Published: peak FLOPs and bandwidth of the memory (`targets.CHIPS`). Assumed, no
 second, a server on one chip with weights, keys and values in bfloat16. `measure` gives the rates of a real server.
 """
 
+import math
+import statistics
+
 from jaxrl_async.fit.targets import Chip
 from jaxrl_async.models.transformer import ModelConfig
 
@@ -22,9 +25,9 @@ def rates_of(
 ) -> dict[str, float]:
     """The rates of a plan.
 
-    A decode step reads the weights once, and for each request its keys and values; it computes 2 FLOPs a parameter for
-    each. The learner computes 6 FLOPs a parameter and token, 8 with remat. A push writes the weights, and pauses the
-    servers while they read them.
+    A decode step reads the weights once, and for each request the keys and values that its layers see; it computes 2
+    FLOPs a parameter for each. The learner computes 6 FLOPs a parameter and token, 8 with remat. A push writes the
+    weights, and pauses the servers while they read them.
 
     Args:
       chip: of learner and servers.
@@ -43,7 +46,10 @@ def rates_of(
     num_used = matrices + table  # by a token: it looks its embedding up
     num_params = num_used + (0 if c.tied_embeddings else table)
     flops, bandwidth = SHARE * chip.peak_flops, SHARE * chip.bandwidth
-    cache_bytes = 2 * 2 * c.num_layers * c.num_kv_heads * c.head_dim * context_tokens
+    seen_tokens = context_tokens
+    if c.windows:
+        seen_tokens = statistics.fmean(min(w or math.inf, context_tokens) for w in c.windows)
+    cache_bytes = 2 * 2 * c.num_layers * c.num_kv_heads * c.head_dim * seen_tokens
     load_secs = 2 * num_params / LINK_BYTES
     return {
         "request_rate": bandwidth / (2 * num_used),

@@ -85,8 +85,10 @@ class TrainStep:
           turn: a context in which alone a program runs, to its end, where others use the device too.
 
         Raises:
-          ValueError: a clip against 'current' with several minibatches, or a temperature that is not > 0.
+          ValueError: a clip against 'current' with several minibatches, a temperature that is not > 0, or an attention
+            kernel that the model's layers cannot use.
         """
+        attention.check_windows(learner.attention_kernel, config.windows)
         loss.check_minibatches(learner.num_minibatches)
         if temperature <= 0:
             raise ValueError(f"temperature must be > 0, got {temperature}")

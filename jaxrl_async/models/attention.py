@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -38,6 +38,8 @@ class _Tokens(NamedTuple):
     index: jax.Array  # in the row
     segment: jax.Array  # from 1 within each row; 0 is padding
     prefix: jax.Array | None  # the segment that the token's segment continues; 0 or None for none
+    position: jax.Array | None  # in its sequence; None where layers have no windows
+    first: jax.Array | None  # position of the first token of its window
 
 
 def of_rows(kernel: str, segment_ids, prefix_ids=None) -> tuple[tuple[jax.Array, ...], Callable]:
@@ -58,21 +60,63 @@ def of_rows(kernel: str, segment_ids, prefix_ids=None) -> tuple[tuple[jax.Array,
     ]
 
 
-def causal_mask(segment_ids, prefix_ids=None):
-    """True where a token may attend: to itself and to earlier tokens of its segment and its prefix.
+def check_windows(kernel: str, windows: Sequence[int]) -> None:
+    """Refuses a kernel that cannot attend within windows.
 
-        allow(q, k) = q = k  or  (k < q and segment[k] ≠ 0 and segment[k] ∈ {segment[q], prefix[q]})
+    Args:
+      kernel: as of `of_rows`.
+      windows: of each layer, in tokens; () for none.
+
+    Raises:
+      ValueError: names the kernel, the window and the others.
+    """
+    if kernel == "splash" and windows:
+        raise ValueError(
+            f"attention_kernel 'splash' has no windows, and layers of the model have one of {max(windows)} tokens: "
+            "choose 'xla', or 'cudnn' on an NVIDIA GPU"
+        )
+
+
+def in_window(ids, positions_BT, window):
+    """The ids of a layer in which a token sees the last `window` tokens of its sequence alone.
+
+    Tokens count by their positions: in a row that shares a prompt, a completion may lie far behind it.
+
+    Args:
+      ids: as of `of_rows`.
+      positions_BT: int32 [B, T], in the sequence: those of a segment go on from its prefix.
+      window: int32 [], tokens, the token itself included; 0 for all.
+
+    Returns:
+      (segment_ids, prefix_ids or None, positions, first positions), for an `attend` other than "splash".
+    """
+    prefix_ids = ids[1] if len(ids) == 2 else None
+    return ids[0], prefix_ids, positions_BT, first_of_window(positions_BT, window)
+
+
+def first_of_window(positions, window):
+    """The position of the first token that each may see, with a window of some tokens, 0 for all."""
+    return jnp.where(window > 0, positions - window + 1, 0)
+
+
+def causal_mask(segment_ids, prefix_ids=None, positions=None, first=None):
+    """True where a token may attend: to itself and to earlier tokens of its segment and its prefix, in its window.
+
+        allow(q, k) = q = k  or  (k < q and segment[k] ≠ 0 and segment[k] ∈ {segment[q], prefix[q]}
+                                  and position[k] ≥ first[q])
 
     Padding (segment 0) attends only to itself, so its softmax stays finite.
 
     Args:
       segment_ids: int32 [B, T], from 1 within each row; 0 is padding.
       prefix_ids: int32 [B, T], the segment that a token's segment continues, 0 for none; None for all 0.
+      positions: int32 [B, T], as of `in_window`; None for no windows.
+      first: int32 [B, T], as of `in_window`.
 
     Returns:
       bool [B, T, T], queries before keys.
     """
-    tokens = _tokens_of(segment_ids, prefix_ids)
+    tokens = _tokens_of(segment_ids, prefix_ids, positions, first)
     return _allowed(tokens, tokens)
 
 
@@ -90,7 +134,7 @@ def causal_attention(q_BTHC, k_BTNC, v_BTNC, ids):
       q_BTHC: [B, T, H, C].
       k_BTNC: [B, T, N, C]; N divides H.
       v_BTNC: [B, T, N, C].
-      ids: (segment_ids,) or (segment_ids, prefix_ids), as in `causal_mask`.
+      ids: (segment_ids,) or (segment_ids, prefix_ids), as in `causal_mask`, or those of `in_window`.
 
     Returns:
       [B, T, H, C] in the dtype of v. Scores and softmax are float32.
@@ -165,6 +209,8 @@ def splash_attention(q_BTHC, k_BTNC, v_BTNC, ids):
       ids: (segment_ids,) or (segment_ids, prefix_ids), int32 [B, T] each.
     """
     tokens = _tokens_of(*ids)
+    if tokens.first is not None:
+        raise ValueError("splash_attention has no windows")
     mesh = jax.typeof(q_BTHC).sharding.mesh
     if mesh.empty:
         return _splash_of_device(q_BTHC, k_BTNC, v_BTNC, tokens, tokens)
@@ -316,19 +362,22 @@ def _splash_block(q_BHTC) -> int:
     return math.gcd(q_BHTC.shape[2], most)  # T is a multiple of 128.
 
 
-def _tokens_of(segment_ids, prefix_ids=None) -> _Tokens:
+def _tokens_of(segment_ids, prefix_ids=None, positions=None, first=None) -> _Tokens:
     """The tokens of whole rows, [B, T]."""
     index = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)
-    return _Tokens(jnp.broadcast_to(index, segment_ids.shape), segment_ids, prefix_ids)
+    index = jnp.broadcast_to(index, segment_ids.shape)
+    return _Tokens(index, segment_ids, prefix_ids, positions, first)
 
 
 def _allowed(queries: _Tokens, keys: _Tokens):
     """Where a query may attend: bool [..., Q, S] of queries [..., Q] and keys [..., S]."""
-    index, segment, prefix = (x if x is None else x[..., :, None] for x in queries)
+    index, segment, prefix, _, first = (x if x is None else x[..., :, None] for x in queries)
     key_index, key_segment = keys.index[..., None, :], keys.segment[..., None, :]
     same = segment == key_segment
     if prefix is not None:
         same |= prefix == key_segment
+    if first is not None:
+        same &= keys.position[..., None, :] >= first
     return (key_index == index) | ((key_index < index) & same & (key_segment != 0))
 
 
@@ -512,7 +561,7 @@ def _split_tokens(tokens: _Tokens, block, rows):
         x = jnp.pad(x, ((0, 0), (0, -T % block)), constant_values=fill)
         return x.reshape(B // rows, rows, -1, block).swapaxes(1, 2)
 
-    fills = _Tokens(-1, 0, None if tokens.prefix is None else 0)
+    fills = _Tokens(-1, *(None if x is None else 0 for x in tokens[1:]))
     return jax.tree.map(split, tokens, fills)
 
 

@@ -33,10 +33,12 @@ _LOGICAL_AXES = {  # parameter → logical axis of each dimension
     "blocks.value.kernel": ("layer", "embed", "kv_heads"),
     "blocks.value.bias": ("layer", "kv_heads"),
     "blocks.output.kernel": ("layer", "heads", "embed"),
+    "blocks.attention_post_norm.scale": ("layer", "norm"),
     "blocks.mlp_norm.scale": ("layer", "norm"),
     "blocks.gate.kernel": ("layer", "embed", "mlp"),
     "blocks.up.kernel": ("layer", "embed", "mlp"),
     "blocks.down.kernel": ("layer", "mlp", "embed"),
+    "blocks.mlp_post_norm.scale": ("layer", "norm"),
     "final_norm.scale": ("norm",),
     "head.kernel": ("embed", "vocab"),
 }

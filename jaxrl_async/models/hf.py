@@ -1,6 +1,6 @@
 """Hugging Face checkpoints (config.json, *.safetensors) to and from the decoder's parameters.
 
-One table of names serves both directions. Independent of meshes, versions and servers.
+A family's table of names serves both directions. Independent of meshes, versions and servers.
 """
 
 import functools
@@ -15,33 +15,7 @@ import numpy as np
 import safetensors
 from flax import nnx
 
-from jaxrl_async.models import transformer
-
-_NAMES = {  # our parameter → tensor; {} is the layer; a kernel is the transpose of its tensor
-    "embedding": "model.embed_tokens.weight",
-    "blocks.attention_norm.scale": "model.layers.{}.input_layernorm.weight",
-    "blocks.query.kernel": "model.layers.{}.self_attn.q_proj.weight",
-    "blocks.query.bias": "model.layers.{}.self_attn.q_proj.bias",
-    "blocks.query_norm.scale": "model.layers.{}.self_attn.q_norm.weight",
-    "blocks.key.kernel": "model.layers.{}.self_attn.k_proj.weight",
-    "blocks.key.bias": "model.layers.{}.self_attn.k_proj.bias",
-    "blocks.key_norm.scale": "model.layers.{}.self_attn.k_norm.weight",
-    "blocks.value.kernel": "model.layers.{}.self_attn.v_proj.weight",
-    "blocks.value.bias": "model.layers.{}.self_attn.v_proj.bias",
-    "blocks.output.kernel": "model.layers.{}.self_attn.o_proj.weight",
-    "blocks.mlp_norm.scale": "model.layers.{}.post_attention_layernorm.weight",
-    "blocks.gate.kernel": "model.layers.{}.mlp.gate_proj.weight",
-    "blocks.up.kernel": "model.layers.{}.mlp.up_proj.weight",
-    "blocks.down.kernel": "model.layers.{}.mlp.down_proj.weight",
-    "final_norm.scale": "model.norm.weight",
-    "head.kernel": "lm_head.weight",
-}
-
-_ARCHITECTURES = {  # model_type → architecture
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "llama": "LlamaForCausalLM",
-}
+from jaxrl_async.models import families, transformer
 
 _REQUIRED = (  # of config.json
     "model_type",
@@ -64,7 +38,7 @@ def read_config(directory, *, dtype: str, remat: bool) -> transformer.ModelConfi
     """Reads the model shape from a checkpoint's config.json.
 
     Args:
-      directory: holds config.json of a Qwen2, Qwen2.5, Qwen3 or Llama model.
+      directory: holds config.json of a Qwen2, Qwen2.5, Qwen3, Llama or Gemma 3 text model.
       dtype: compute dtype, "float32" | "bfloat16", whatever the dtype of the stored tensors.
       remat: recompute each layer in the backward pass.
 
@@ -75,14 +49,17 @@ def read_config(directory, *, dtype: str, remat: bool) -> transformer.ModelConfi
     path = pathlib.Path(directory) / "config.json"
     hf = json.loads(path.read_text("utf-8"))
     model_type = hf.get("model_type")
-    if model_type is not None and model_type not in _ARCHITECTURES:
-        raise ValueError(f"{path}: model_type {model_type!r} is not one of {list(_ARCHITECTURES)}")
-    if missing := [name for name in _REQUIRED if name not in hf]:
+    known = families.FAMILY_OF
+    if model_type is not None and model_type not in known:
+        raise ValueError(f"{path}: model_type {model_type!r} is not one of {list(known)}")
+    family = known.get(model_type)
+    required = _REQUIRED + (family.required if family else ())
+    if missing := [name for name in required if name not in hf]:
         raise ValueError(f"{path} lacks {', '.join(missing)}")
-    _refuse_unsupported(hf, path)
+    if refused := next(family.refused(hf), None):
+        raise ValueError(f"{path}: {refused}")
     num_heads = hf["num_attention_heads"]
-    # transformers 5 writes rope_parameters; 4 wrote rope_theta and rope_scaling.
-    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    rope = family.rope_of(hf)
     return transformer.ModelConfig(
         vocab_size=hf["vocab_size"],
         num_layers=hf["num_hidden_layers"],
@@ -91,36 +68,35 @@ def read_config(directory, *, dtype: str, remat: bool) -> transformer.ModelConfi
         num_kv_heads=hf.get("num_key_value_heads") or num_heads,
         head_dim=hf.get("head_dim") or hf["hidden_size"] // num_heads,
         mlp_dim=hf["intermediate_size"],
-        rope_theta=float(rope.get("rope_theta") or hf.get("rope_theta") or 10000.0),
+        rope_theta=float(rope["rope_theta"]),
         rope_scaling=_read_rope_scaling(rope, path),
         norm_eps=hf["rms_norm_eps"],
-        qk_norm=model_type == "qwen3",
-        attention_bias=model_type == "qwen2",
-        tied_embeddings=hf.get("tie_word_embeddings", False),
         dtype=dtype,
         remat=remat,
+        family=family.name,
+        **family.read(hf),
     )
 
 
 def write_config(config: transformer.ModelConfig) -> dict:
     """The content of config.json, as transformers 4 and 5 and SGLang read it.
 
-    The architecture follows from the fields: Qwen2 with attention_bias, Qwen3 with qk_norm, else Llama.
+    The architecture follows from the fields: of the family llama it is Qwen2 with attention_bias, Qwen3 with qk_norm,
+    else Llama.
 
     Raises:
-      ValueError: attention_bias and qk_norm together, which none of these architectures has.
+      ValueError: fields that no architecture of the family has together, such as attention_bias and qk_norm.
     """
-    if config.attention_bias and config.qk_norm:
-        raise ValueError(
-            "attention_bias and qk_norm are both True, but no supported architecture has both"
-        )
-    model_type = "qwen2" if config.attention_bias else "qwen3" if config.qk_norm else "llama"
+    family = families.FAMILIES[config.family]
+    own = family.write(config)
     scaling, max_tokens = config.rope_scaling, _UNSCALED_MAX_TOKENS
-    if scaling is not None:
+    if isinstance(scaling, transformer.RopeScaling):
         max_tokens = math.ceil(scaling.factor * scaling.original_max_tokens)
+    elif scaling is not None:
+        max_tokens = math.ceil(scaling.factor * _UNSCALED_MAX_TOKENS)
     return {
-        "architectures": [_ARCHITECTURES[model_type]],
-        "model_type": model_type,
+        "architectures": [family.architectures[own["model_type"]]],
+        "model_type": own["model_type"],
         "vocab_size": config.vocab_size,
         "num_hidden_layers": config.num_layers,
         "hidden_size": config.model_dim,
@@ -128,14 +104,14 @@ def write_config(config: transformer.ModelConfig) -> dict:
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "intermediate_size": config.mlp_dim,
-        "hidden_act": "silu",
+        "hidden_act": own["hidden_act"],
         "rope_theta": config.rope_theta,
         "rope_scaling": _write_rope_scaling(scaling),
         "max_position_embeddings": max_tokens,
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tied_embeddings,
         "torch_dtype": config.dtype,
-    }
+    } | own
 
 
 def to_tensors(
@@ -182,7 +158,7 @@ def from_tensors(tensors: Mapping[str, np.ndarray], config: transformer.ModelCon
     def read(path, param):
         parts = [
             _part(tensors, tensor_name, ".".join(path), (slice(None),) * len(shape))
-            for tensor_name, shape in _tensors_of(path, param)
+            for tensor_name, shape in _tensors_of(path, param, config)
         ]
         return param.replace(np.stack(parts) if _is_stacked(path) else np.array(parts[0]))
 
@@ -209,12 +185,12 @@ def load(
     def read(path, param):
         sharding, name = sharding_of[path].get_value(), ".".join(path)
         if not _is_stacked(path):
-            ((tensor_name, shape),) = _tensors_of(path, param)
+            ((tensor_name, shape),) = _tensors_of(path, param, config)
             return param.replace(_read_sharded(tensors, tensor_name, name, shape, sharding))
         spec = jax.sharding.PartitionSpec(*sharding.spec[1:])
         of_layer = jax.sharding.NamedSharding(sharding.mesh, spec)
         whole = _zeros(param.shape, sharding)()
-        for layer, (tensor_name, shape) in enumerate(_tensors_of(path, param)):
+        for layer, (tensor_name, shape) in enumerate(_tensors_of(path, param, config)):
             part = _read_sharded(tensors, tensor_name, name, shape, of_layer)
             # Waited for: else the layers that are read pile up.
             whole = jax.block_until_ready(_put(sharding)(whole, part, np.int32(layer)))
@@ -285,23 +261,14 @@ class _LazyTensors(Mapping):
         return len(self._file_of)
 
 
-def _refuse_unsupported(hf, path):
-    # Llama and Qwen3 have settings for biases on the output projection and the MLP.
-    biased = hf.get("attention_bias") or hf.get("mlp_bias")
-    if biased and hf["model_type"] != "qwen2":
-        raise ValueError(f"{path}: attention_bias or mlp_bias of {hf['model_type']} is unsupported")
-    if hf.get("use_sliding_window"):
-        raise ValueError(f"{path}: use_sliding_window is unsupported")
-    if hf.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"{path}: hidden_act {hf['hidden_act']!r} is unsupported, only 'silu' is")
-
-
 def _read_rope_scaling(rope, path):
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type == "default":
         return None
+    if rope_type == "linear":
+        return transformer.LinearScaling(factor=rope["factor"])
     if rope_type != "llama3":
-        raise ValueError(f"{path}: rope_type {rope_type!r} is not 'default' or 'llama3'")
+        raise ValueError(f"{path}: rope_type {rope_type!r} is not 'default', 'linear' or 'llama3'")
     return transformer.RopeScaling(
         factor=rope["factor"],
         low_freq_factor=rope["low_freq_factor"],
@@ -313,6 +280,8 @@ def _read_rope_scaling(rope, path):
 def _write_rope_scaling(scaling):
     if scaling is None:
         return None
+    if isinstance(scaling, transformer.LinearScaling):
+        return {"rope_type": "linear", "factor": scaling.factor}
     return {
         "rope_type": "llama3",
         "factor": scaling.factor,
@@ -324,15 +293,16 @@ def _write_rope_scaling(scaling):
 
 def _pieces(params, config):
     """(layer, parameter, tensor, array); the embedding has layer 0, final norm and head the layer after the last."""
-    ours = _by_name(params)
-    stacked = [name for name in ours if "{}" in _NAMES[name]]
-    yield 0, "embedding", _NAMES["embedding"], ours["embedding"]
+    names = _names(config)
+    ours = _by_name(params, names)
+    stacked = [name for name in ours if "{}" in names[name]]
+    yield 0, "embedding", names["embedding"], ours["embedding"]
     for layer in range(config.num_layers):
         for name in stacked:
-            yield layer, name, _NAMES[name].format(layer), ours[name][layer]
+            yield layer, name, names[name].format(layer), ours[name][layer]
     for name in ("final_norm.scale", "head.kernel"):
         if name in ours:
-            yield config.num_layers, name, _NAMES[name], ours[name]
+            yield config.num_layers, name, names[name], ours[name]
 
 
 def _gathered(array):
@@ -346,19 +316,24 @@ def _identity(out_sharding):
     return jax.jit(lambda array: array, out_shardings=out_sharding)
 
 
-def _by_name(params):
-    """The parameters' arrays by name, in the order of _NAMES."""
+def _names(config):
+    """Our parameter → tensor; {} is the layer. A kernel is the transpose of its tensor."""
+    return families.FAMILIES[config.family].tensors
+
+
+def _by_name(params, names):
+    """The parameters' arrays by name, in the order of `names`."""
     arrays = {".".join(path): param.get_value() for path, param in nnx.to_flat_state(params)}
-    return {name: arrays[name] for name in _NAMES if name in arrays}
+    return {name: arrays[name] for name in names if name in arrays}
 
 
 def _is_stacked(path):
-    return "{}" in _NAMES[".".join(path)]
+    return path[0] == "blocks"
 
 
-def _tensors_of(path, param):
+def _tensors_of(path, param, config):
     """Name and shape, as of the parameter, of each tensor that a parameter is made of: one, or one a layer."""
-    name = _NAMES[".".join(path)]
+    name = _names(config)[".".join(path)]
     if not _is_stacked(path):
         return [(name, param.shape)]
     return [(name.format(layer), param.shape[1:]) for layer in range(param.shape[0])]
@@ -368,7 +343,7 @@ def _check(tensors, config):
     """Refuses other names and shapes than the model's."""
     expected = {}
     for path, param in nnx.to_flat_state(transformer.abstract_params(config)):
-        for tensor_name, shape in _tensors_of(path, param):
+        for tensor_name, shape in _tensors_of(path, param, config):
             expected[tensor_name] = shape[::-1] if path[-1] == "kernel" else shape
     # A tied checkpoint may still hold the head, which transformers ignores too.
     found = set(tensors) - ({"lm_head.weight"} if config.tied_embeddings else set())

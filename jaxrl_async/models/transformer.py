@@ -1,4 +1,4 @@
-"""One decoder for the architectures of Qwen2, Qwen2.5, Qwen3 and Llama-3.
+"""One decoder for the architectures of Qwen2, Qwen2.5, Qwen3, Llama-3 and Gemma-3. `families` says how they differ.
 
 Parameters are float32; the compute dtype is a setting; norms, softmax and logits are float32. Independent of
 tokenizers, losses and the batching of requests; of a mesh it uses the names of the axes.
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxrl_async.models import attention, axes
+from jaxrl_async.models.families import FAMILIES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,6 +24,13 @@ class RopeScaling:
     low_freq_factor: float  # wavelengths > original_max_tokens / this are stretched in full
     high_freq_factor: float  # wavelengths < original_max_tokens / this are kept
     original_max_tokens: int  # context length before stretching
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearScaling:
+    """All of RoPE's wavelengths times a factor (config.json: rope_type "linear")."""
+
+    factor: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,13 +45,18 @@ class ModelConfig:
     head_dim: int  # C, even
     mlp_dim: int  # F
     rope_theta: float
-    rope_scaling: RopeScaling | None
+    rope_scaling: RopeScaling | LinearScaling | None
     norm_eps: float
     qk_norm: bool  # RMSNorm over each head of q and k before RoPE (Qwen3)
     attention_bias: bool  # biases on q, k and v (Qwen2)
     tied_embeddings: bool  # logits use the embedding table
     dtype: str  # compute dtype: "float32" | "bfloat16"
     remat: bool  # recompute each layer in the backward pass
+    family: str = "llama"  # a name in families.FAMILIES
+    # of each layer: how many tokens one sees, itself included, 0 for all; (): no layer has a window
+    windows: tuple[int, ...] = ()
+    local_rope_theta: float = 10_000.0  # of layers with a window, whose RoPE is not scaled
+    query_scalar: float = 0.0  # scores are q · k / √query_scalar; 0: head_dim
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
@@ -54,6 +67,14 @@ class ModelConfig:
             raise ValueError(f"head_dim must be even for RoPE, got {self.head_dim}")
         if self.dtype not in ("float32", "bfloat16"):
             raise ValueError(f"dtype must be 'float32' or 'bfloat16', got {self.dtype!r}")
+        if self.family not in FAMILIES:
+            raise ValueError(f"family must be one of {list(FAMILIES)}, got {self.family!r}")
+        if w := self.windows:
+            if len(w) != self.num_layers or min(w) < 0 or not any(w):
+                raise ValueError(
+                    f"windows must be () or have an integer ≥ 0 for each of {self.num_layers} layers, not all 0, "
+                    f"got {w}"
+                )
 
 
 class KVCache(NamedTuple):
@@ -71,7 +92,7 @@ class Transformer(nnx.Module):
         self.config = config
         self.embedding = nnx.Param(0.02 * jax.random.normal(rngs.params(), (V, D), jnp.float32))
         self.blocks = _stacked_blocks(config, rngs.split(L))
-        self.final_norm = RMSNorm(D, config.norm_eps)
+        self.final_norm = _norm(D, config)
         if not config.tied_embeddings:
             self.head = _linear(D, V, config, rngs)
 
@@ -88,11 +109,12 @@ class Transformer(nnx.Module):
           [B, T, D] in the compute dtype, after the final norm.
         """
         graphdef, blocks = nnx.split(self.blocks)
-        rope = rope_cos_sin(self.config, positions_BT)
+        of_layer = self._layers(positions_BT, ids)
 
-        def layer(x_BTD, block):
+        def layer(x_BTD, own):
+            block, window = own
             block = nnx.map_state(self._gathered, block)
-            return nnx.merge(graphdef, block)(x_BTD, rope, ids, attend)[0], None
+            return nnx.merge(graphdef, block)(x_BTD, *of_layer(window), attend)[0], None
 
         # Without remat the outputs of the matmuls and of attention are kept and the cheap rest is recomputed:
         # stacking every intermediate of every layer costs more than computing it again.
@@ -104,7 +126,7 @@ class Transformer(nnx.Module):
             kept = attended if attend is attention.splash_attention else None
         # prevent_cse is not needed within a scan.
         layer = jax.checkpoint(layer, policy=kept, prevent_cse=False)
-        x_BTD, _ = jax.lax.scan(layer, self._embed(tokens_BT), blocks)
+        x_BTD, _ = jax.lax.scan(layer, self._embed(tokens_BT), (blocks, self._windows()))
         return self.final_norm(x_BTD)
 
     def prefill(self, tokens_BT, positions_BT, ids):
@@ -114,19 +136,20 @@ class Transformer(nnx.Module):
           hidden [B, T, D] and a KVCache of [L, B, N, T, C].
         """
         graphdef, blocks = nnx.split(self.blocks)
-        rope = rope_cos_sin(self.config, positions_BT)
+        of_layer = self._layers(positions_BT, ids)
 
-        def layer(x_BTD, block):
-            return nnx.merge(graphdef, block)(x_BTD, rope, ids)
+        def layer(x_BTD, own):
+            block, window = own
+            return nnx.merge(graphdef, block)(x_BTD, *of_layer(window))
 
-        x_BTD, cache = jax.lax.scan(layer, self._embed(tokens_BT), blocks)
+        x_BTD, cache = jax.lax.scan(layer, self._embed(tokens_BT), (blocks, self._windows()))
         return self.final_norm(x_BTD), cache
 
     def decode(self, tokens_B, positions_B, cache: KVCache):
         """One token for each row, against the cache.
 
         Writes the token's key and value at cache index positions_B, then attends to the indexes
-        ≤ positions_B. A row whose position lies outside the cache writes nothing.
+        ≤ positions_B that the layer's window holds. A row whose position lies outside the cache writes nothing.
 
         Args:
           tokens_B: int32 [B].
@@ -138,24 +161,29 @@ class Transformer(nnx.Module):
           donates it.
         """
         graphdef, blocks = nnx.split(self.blocks)
-        rope = rope_cos_sin(self.config, positions_B[:, None])
+        of_layer = self._layers(positions_B[:, None], ())
         # An index for each head: TPUs would write all heads of a token at once only after transposing the whole cache.
         rows, heads = jnp.ogrid[: tokens_B.shape[0], : cache.k.shape[2]]
         at_B1 = positions_B[:, None]
-        mask_B1S = (jnp.arange(cache.k.shape[3])[None] <= at_B1)[:, None]
+        indexes_1S = jnp.arange(cache.k.shape[3])[None]
+        mask_B1S = (indexes_1S <= at_B1)[:, None]
 
         # The cache is carried whole: as a scanned input and output, it would be copied in full by each step.
         def layer(carry, indexed_block):
             x_B1D, (k, v) = carry
-            index, block = indexed_block
+            index, block, window = indexed_block
             block = nnx.merge(graphdef, block)
+            rope, _ = of_layer(window)
             q, new_k, new_v = block.project(x_B1D, rope)
             k = k.at[index, rows, heads, at_B1].set(new_k[:, 0])
             v = v.at[index, rows, heads, at_B1].set(new_v[:, 0])
-            attended = attention.cached_attention(q, k[index], v[index], mask_B1S)
+            seen_B1S = mask_B1S
+            if window is not None:
+                seen_B1S &= (indexes_1S >= attention.first_of_window(at_B1, window))[:, None]
+            attended = attention.cached_attention(q, k[index], v[index], seen_B1S)
             return (block.finish(x_B1D, attended), KVCache(k, v)), None
 
-        indexed_blocks = (jnp.arange(self.config.num_layers), blocks)
+        indexed_blocks = (jnp.arange(self.config.num_layers), blocks, self._windows())
         carry = (self._embed(tokens_B[:, None]), cache)
         (x_B1D, cache), _ = jax.lax.scan(layer, carry, indexed_blocks)
         return self.final_norm(x_B1D)[:, 0], cache
@@ -179,6 +207,24 @@ class Transformer(nnx.Module):
             return self.embedding[...], 0
         return self.head.kernel[...], 1
 
+    def _windows(self):
+        """Each layer's window, int32 [L]; None where no layer has one."""
+        windows = self.config.windows
+        return jnp.asarray(windows, jnp.int32) if windows else None
+
+    def _layers(self, positions_BT, ids):
+        """window → the rotations and the ids of a layer with this window, which is None where none has one."""
+        rope = rope_cos_sin(self.config, positions_BT)
+        if not self.config.windows:
+            return lambda _: (rope, ids)
+        local_rope = rope_cos_sin(self.config, positions_BT, local=True)
+
+        def of_layer(window):
+            own = (jnp.where(window > 0, *pair) for pair in zip(local_rope, rope, strict=True))
+            return tuple(own), ids and attention.in_window(ids, positions_BT, window)
+
+        return of_layer
+
     def _gathered(self, path, param):
         value = axes.gathered(param[...], axes.of_layer(".".join(path)), self.config.dtype)
         return param.replace(value)
@@ -187,6 +233,8 @@ class Transformer(nnx.Module):
         # Each device looks all rows up in its part of the table. Their parts are exchanged then, not the table's.
         tokens_BT = axes.constrain(tokens_BT, "data")
         x_BTD = self.embedding[...][tokens_BT].astype(self.config.dtype)
+        if FAMILIES[self.config.family].scaled_embedding:
+            x_BTD *= jnp.asarray(self.config.model_dim**0.5, x_BTD.dtype)
         x_BTD = axes.constrain(x_BTD, "data", None, axes.SHARDS)
         x_BTD = axes.constrain(x_BTD, axes.ROWS, None, axes.COLUMNS)
         return axes.constrain(x_BTD, axes.ROWS, axes.COLUMNS)
@@ -202,54 +250,64 @@ def abstract_params(config: ModelConfig) -> nnx.State:
     return jax.tree.map(lambda leaf: leaf, _abstract(config)[1])  # A copy for the caller.
 
 
-def rope_cos_sin(config: ModelConfig, positions_BT):
+def rope_cos_sin(config: ModelConfig, positions_BT, *, local: bool = False):
     """Cosines and sines of the rotations, float32 [B, T, 1, C/2] each.
 
-    angle[t, i] = t · θ^(−2i/C), with Llama-3's stretching of long wavelengths.
+    angle[t, i] = t · θ^(−2i/C), with Llama-3's stretching of long wavelengths, or a linear one. Layers with a window
+    (`local`) have a θ of their own, and nothing is stretched.
 
     Source: RoFormer (Su et al., arXiv 2104.09864); The Llama 3 Herd of Models (arXiv 2407.21783).
     """
-    C, scaling = config.head_dim, config.rope_scaling
-    frequency = config.rope_theta ** (-jnp.arange(0, C, 2, dtype=jnp.float32) / C)
-    if scaling is not None:
+    C, scaling, theta = config.head_dim, config.rope_scaling, config.rope_theta
+    if local:
+        scaling, theta = None, config.local_rope_theta
+    frequency = theta ** (-jnp.arange(0, C, 2, dtype=jnp.float32) / C)
+    if isinstance(scaling, LinearScaling):
+        frequency = frequency / scaling.factor
+    elif scaling is not None:
         frequency = _stretch(frequency, scaling)
     angle = positions_BT[:, :, None, None].astype(jnp.float32) * frequency[None, None, None]
     return jnp.cos(angle), jnp.sin(angle)
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) · scale over the last axis, in float32 (Zhang, Sennrich, arXiv 1910.07467)."""
+    """x / rms(x) · scale over the last axis, in float32 (Zhang, Sennrich, arXiv 1910.07467); or · (1 + scale)."""
 
-    def __init__(self, dim: int, eps: float):
-        self.scale = nnx.Param(jnp.ones(dim, jnp.float32))
-        self.eps = eps
+    def __init__(self, dim: int, eps: float, *, zero_centered: bool = False):
+        self.scale = nnx.Param(jnp.full(dim, 0.0 if zero_centered else 1.0, jnp.float32))
+        self.eps, self.zero_centered = eps, zero_centered
 
     def __call__(self, x):
         x32 = x.astype(jnp.float32)
         inverse_rms = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.eps)
         scale = jnp.expand_dims(self.scale[...], range(x.ndim - 1))
+        if self.zero_centered:
+            scale = 1 + scale.astype(jnp.float32)
         return (x32 * inverse_rms * scale).astype(x.dtype)
 
 
 class Block(nnx.Module):
-    """One layer: x + attention(norm(x)), then x + mlp(norm(x)), the mlp SwiGLU."""
+    """One layer: x + attention(norm(x)), then x + mlp(norm(x)), the mlp gated; with post-norms x + norm(…)."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         D, F, C = config.model_dim, config.mlp_dim, config.head_dim
         H, N, bias = config.num_heads, config.num_kv_heads, config.attention_bias
         self.config = config
-        self.attention_norm = RMSNorm(D, config.norm_eps)
+        post_norms = FAMILIES[config.family].post_norms
+        self.attention_norm = _norm(D, config)
         self.query = _linear(D, H * C, config, rngs, use_bias=bias)
         self.key = _linear(D, N * C, config, rngs, use_bias=bias)
         self.value = _linear(D, N * C, config, rngs, use_bias=bias)
         self.output = _linear(H * C, D, config, rngs)
         if config.qk_norm:
-            self.query_norm = RMSNorm(C, config.norm_eps)
-            self.key_norm = RMSNorm(C, config.norm_eps)
-        self.mlp_norm = RMSNorm(D, config.norm_eps)
+            self.query_norm = _norm(C, config)
+            self.key_norm = _norm(C, config)
+        self.attention_post_norm = _norm(D, config) if post_norms else None
+        self.mlp_norm = _norm(D, config)
         self.gate = _linear(D, F, config, rngs)
         self.up = _linear(D, F, config, rngs)
         self.down = _linear(F, D, config, rngs)
+        self.mlp_post_norm = _norm(D, config) if post_norms else None
 
     def __call__(self, x_BTD, rope, ids, attend=attention.causal_attention):
         q, k, v = self.project(x_BTD, rope)
@@ -267,15 +325,20 @@ class Block(nnx.Module):
         )
         if self.config.qk_norm:
             q, k = self.query_norm(q), self.key_norm(k)
-        return _rotate(q, rope), _rotate(k, rope), v
+        # Attention divides scores by √C.
+        scale = (self.config.head_dim / (self.config.query_scalar or self.config.head_dim)) ** 0.5
+        rope_of_q = rope if scale == 1 else tuple(scale * x for x in rope)
+        return _rotate(q, rope_of_q), _rotate(k, rope), v
 
     def finish(self, x_BTD, attended_BTHC):
-        """The rest of the layer after attention: output projection, MLP, both residuals."""
+        """The rest of the layer after attention: output projection, MLP, post-norms, both residuals."""
         B, T, _ = x_BTD.shape
         attended_ND = axes.on_one_axis(attended_BTHC).reshape(B * T, -1)
-        x_ND = axes.on_one_axis(x_BTD) + self.output(attended_ND)
+        activation = FAMILIES[self.config.family].activation
+        x_ND = axes.on_one_axis(x_BTD) + _normed(self.attention_post_norm, self.output(attended_ND))
         y_ND = self.mlp_norm(x_ND)
-        x_ND += self.down(jax.nn.silu(self.gate(y_ND)) * self.up(y_ND))
+        y_ND = self.down(activation(self.gate(y_ND)) * self.up(y_ND))
+        x_ND += _normed(self.mlp_post_norm, y_ND)
         return axes.in_rows(x_ND, B, T)
 
 
@@ -285,6 +348,15 @@ def _stacked_blocks(config, rngs):
         return Block(config, rngs=rngs)
 
     return make(rngs)
+
+
+def _norm(dim, config):
+    zero_centered = FAMILIES[config.family].zero_centered_norms
+    return RMSNorm(dim, config.norm_eps, zero_centered=zero_centered)
+
+
+def _normed(norm, x):
+    return x if norm is None else norm(x)
 
 
 def _linear(num_in, num_out, config, rngs, *, use_bias=False):

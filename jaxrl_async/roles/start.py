@@ -177,9 +177,11 @@ def _errors_of(prefix: str) -> Iterator[None]:
 
 def _check_model(settings: Settings) -> None:
     """Reads config.json and the headers of the weights; touches no device."""
-    from jaxrl_async.models import hf
+    from jaxrl_async.models import attention, hf
 
-    hf.check_files(parts.model_directory(settings), parts.model_config_of(settings, None))
+    config = parts.model_config_of(settings, None)
+    attention.check_windows(settings.learner.attention_kernel, config.windows)
+    hf.check_files(parts.model_directory(settings), config)
 
 
 def _check_texts(settings: Settings, tokenizer, task, splits) -> None:
