@@ -346,6 +346,22 @@ def test_the_loop_warns_of_a_mismatch(caplog):
     assert "mismatch/mean_abs" in caplog.text
 
 
+@pytest.mark.parametrize(
+    "own_samples", [True, False], ids=["a run", "a replay with other settings"]
+)
+def test_a_mismatch_beyond_the_runs_own_bound_stops_it_before_the_step_counts(own_samples):
+    recorder = Recorder()
+    if not own_samples:  # Its tokens are of other weights.
+        train(recorder, num_steps=1, max_mismatch=0.1, own_samples=False)
+        return
+    train(Recorder(), num_steps=1, max_mismatch=10.0)
+    with pytest.raises(
+        learner.MismatchError, match=r"step 1: .*mismatch/mean_abs 0\.\d+ nats exceeds .* = 0\.1;"
+    ):
+        train(recorder, num_steps=2, max_mismatch=0.1, checkpoint_every_steps=1)
+    assert recorder.events == ["wait", "lease 1.0"] and recorder.rows == []
+
+
 def test_published_weights_are_those_of_the_version():
     recorder = Recorder()
     train(recorder, num_steps=3)

@@ -81,7 +81,7 @@ _AT_LEAST_ZERO = (
     "warm_start.num_demonstrations", "queue.max_staleness",
     "queue.max_failures", "journal.max_bytes", "rollout.max_retries", "rollout.reward_calls_per_process",
     "learner.head_chunk_tokens", "learner.learning_rate", "learner.warmup_updates", "learner.weight_decay",
-    "evaluate.seed", "supervisor.max_restarts",
+    "learner.max_mismatch", "evaluate.seed", "supervisor.max_restarts",
 )  # fmt: skip
 _ABOVE_ZERO = (
     "model.rope_theta", "model.norm_eps", "queue.permit_timeout_secs", "server.start_timeout_secs",

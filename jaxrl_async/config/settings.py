@@ -55,6 +55,7 @@ ADDED: dict[str, Any] = {
     "server.release_cache": False,
     "model.family": "llama",
     "model.windows": (),
+    "learner.max_mismatch": 0.0,
 }
 
 
@@ -268,6 +269,9 @@ class Learner:
     max_grad_norm: float = 1.0
     lease_timeout_secs: float = 600.0  # without a batch for this time the learner stops
     fail_on_recompile: bool = True  # stop when a program compiles after the first step
+    # of mismatch/mean_abs, nats: beyond it engine and learner compute different policies, and the run stops before the
+    # step counts; 0: a warning alone
+    max_mismatch: float = 0.0
     # on GPUs: the same bits for the same input, slower; CPUs and TPUs always give them
     deterministic: bool = False
     compilation_cache: str = ""  # directory that keeps compiled programs between runs; "": none

@@ -54,6 +54,10 @@ class TooManyFailuresError(RuntimeError):
     """Infrastructure failures beyond the run's budget; the message counts them by reason."""
 
 
+class MismatchError(RuntimeError):
+    """Engine and learner differ by more than learner.max_mismatch; the message names the step and both numbers."""
+
+
 class RecompileError(RuntimeError):
     """A program compiled again after the first step; the message names the step and the counts."""
 
@@ -119,6 +123,7 @@ def train(
 
     Raises:
       NonFiniteError: a loss or gradient is not finite; nothing of the step was committed, saved or published.
+      MismatchError: engine and learner differ by more than learner.max_mismatch; as before.
       TooManyFailuresError: infrastructure failures exceed their budget.
       RecompileError: a program compiled after the first step, with learner.fail_on_recompile.
     """
@@ -264,6 +269,8 @@ class _StepFinalizer:
             rows = [
                 _checked(ended.step, i, *outcome) for i, outcome in enumerate(ended.outcomes, 1)
             ]
+        if self._own_samples:
+            _check_mismatch(ended.step, rows[0], self._settings.learner.max_mismatch)
         resume_point = self._queue.commit(ended.step)
         self._last = (ended.step, ended.state, resume_point)
         if ended.snapshot is not None and pushes:
@@ -324,6 +331,17 @@ def _checked(step: int, minibatch: int, outcome: Any, groups: Sequence[Group]) -
             "committed, saved or published"
         )
     return values
+
+
+def _check_mismatch(step: int, first: Mapping[str, float], bound: float) -> None:
+    """Raises where the step's first minibatch was sampled from another policy than the learner's."""
+    found = _mismatch(first).get("mismatch/mean_abs", 0.0)
+    if bound and not found <= bound:
+        raise MismatchError(
+            f"step {step}: engine and learner differ at the same weights: mismatch/mean_abs {found:.3g} nats exceeds "
+            f"learner.max_mismatch = {bound:g}; the step was not committed, saved or published. `python -m "
+            "jaxrl_async parity` names the likely cause"
+        )
 
 
 def _step_metrics(
