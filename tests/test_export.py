@@ -1,5 +1,6 @@
 """Export: what transformers and a real SGLang make of the directory is what the learner had."""
 
+import dataclasses
 import json
 import pathlib
 import subprocess
@@ -234,9 +235,12 @@ def test_the_model_of_a_config_is_written_before_there_is_a_run(tmp_path, capsys
 
 
 @pytest.mark.long
-async def test_a_real_sglang_serves_an_export(tmp_path):
+@pytest.mark.parametrize(
+    "model", [{}, {"family": "gemma3", "windows": (4, 0)}], ids=["qwen3", "gemma3"]
+)
+async def test_a_real_sglang_serves_an_export(tmp_path, model):
     real_servers.require("sglang")
-    settings, params = make_run(tmp_path / "run", "arithmetic_sglang.py", versions=(3,))
+    settings, params = make_run(tmp_path / "run", "arithmetic_sglang.py", versions=(3,), **model)
     out = tmp_path / "out"
     assert main(["export", f"--workdir={tmp_path / 'run'}", f"--out={out}"]) == 0
     tokenizer = parts.tokenizer_of(settings, tmp_path / "run")
@@ -261,6 +265,12 @@ async def test_a_real_sglang_serves_an_export(tmp_path):
                 timeout_secs=120,
             )
     row = np.array([tokenizer.encode(TEXT) + list(completion.tokens)])
-    logits = our_logits(params, shape, row)[0, len(TEXT) - 1 : -1]
-    expected = np.asarray(jax.nn.log_softmax(logits))[range(len(logits)), completion.tokens]
-    np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
+
+    def expected(shape):
+        logits = our_logits(params, shape, row)[0, len(TEXT) - 1 : -1]
+        return np.asarray(jax.nn.log_softmax(logits))[range(len(logits)), completion.tokens]
+
+    np.testing.assert_allclose(completion.logprobs, expected(shape), atol=1e-4)
+    if shape.windows:
+        everything = dataclasses.replace(shape, windows=())
+        assert np.abs(expected(everything) - expected(shape)).max() > 1e-2
