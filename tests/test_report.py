@@ -25,7 +25,7 @@ TOKENIZER = CharTokenizer(ALPHABET)
 OVERFLOWING = """
 [...document.querySelectorAll('body *')]
   .filter(e => e.getBoundingClientRect().right > document.documentElement.clientWidth + 1)
-  .filter(e => !e.closest('svg *'))
+  .filter(e => !e.closest('svg *') && !e.closest('.scrolls *'))
   .map(e => e.tagName + '.' + e.className)
 """
 EMPTY = """
@@ -357,6 +357,10 @@ async def make_full_run(workdir):
             values |= {"eval/greedy_low": 0.4, "eval/greedy_high": 0.6}
         rows.append(values)
     write_run(workdir, rows, **config)
+    names = ("greedy", "pass@1", "pass@4", "validation greedy", "validation pass@1")
+    ends = {f"{name}{end}": 0.5 for name in names for end in ("", "_low", "_high")}
+    written = [{"step": 20} | ends, {"step": 60} | ends]
+    (workdir / "evaluation.json").write_text(json.dumps(written))
     long = "1234567890" * 60
     group = [
         trajectory(long, 0.0, [0] * 300 + [1] * 300, prompt=long),
@@ -370,7 +374,7 @@ async def test_a_page_looks_right_in_a_browser(tmp_path):
     await make_full_run(tmp_path)
     path = report.write_report(tmp_path)
     async with browser.browsing() as page:
-        for width, dark in [(1280, False), (390, False), (768, True)]:
+        for width, dark in [(1280, False), (500, False), (390, False), (768, True)]:
             await page.open(path, width=width, dark=dark)
             await page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
             assert await page.evaluate(OVERFLOWING) == [], width

@@ -182,4 +182,5 @@ def _table(head: Sequence[str], body: Iterable[Sequence[str]], *, left: int = 1)
         return f"<tr>{''.join(words)}{''.join(numbers)}</tr>"
 
     rows = "".join(row(cells, "td") for cells in body)
-    return f"<table><thead>{row(head, 'th')}</thead><tbody>{rows}</tbody></table>"
+    table = f"<table><thead>{row(head, 'th')}</thead><tbody>{rows}</tbody></table>"
+    return f'<div class="scrolls" tabindex="0">{table}</div>'
