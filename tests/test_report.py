@@ -25,7 +25,7 @@ TOKENIZER = CharTokenizer(ALPHABET)
 OVERFLOWING = """
 [...document.querySelectorAll('body *')]
   .filter(e => e.getBoundingClientRect().right > document.documentElement.clientWidth + 1)
-  .filter(e => !e.closest('svg *') && !e.closest('.scrolls *'))
+  .filter(e => !e.closest('svg *') && !e.closest('.scroll *'))
   .map(e => e.tagName + '.' + e.className)
 """
 EMPTY = """

@@ -620,6 +620,19 @@ def write_workdir(job, rows, greedy=None):
         (job.workdir / "evaluation.json").write_text(json.dumps(results))
 
 
+def test_without_a_score_of_version_0_there_is_none_before(jobs, tmp_path):
+    sweep, (job,) = Sweep("c.py", (Point("a", {}),)), jobs("a")
+    write_workdir(job, [(1, 2.0, 10.0, 0.5)], 0.9)
+    path = job.workdir / "evaluation.json"
+    path.write_text(json.dumps(json.loads(path.read_text())[1:]))
+    (result,) = page.read_results(sweep, [job])
+    assert result.before is None and result.after["greedy"] == 0.9
+    table = re.search(
+        r"<table>.*?</table>", page.write_page(sweep, [job], tmp_path / "D").read_text(), re.DOTALL
+    )[0]
+    assert cells(table)[2] == ["a", "1 of 1", "–", "0.900"]
+
+
 def test_the_interval_is_students():
     # 0.8, 0.9, 1.0: mean 0.9; s² = (0.01 + 0 + 0.01)/2, s = 0.1; t₀.₉₇₅(2) = 4.302653 (a table's), so that half the
     # width is 4.302653 · 0.1/√3 = 0.248414.

@@ -183,4 +183,4 @@ def _table(head: Sequence[str], body: Iterable[Sequence[str]], *, left: int = 1)
 
     rows = "".join(row(cells, "td") for cells in body)
     table = f"<table><thead>{row(head, 'th')}</thead><tbody>{rows}</tbody></table>"
-    return f'<div class="scrolls" tabindex="0">{table}</div>'
+    return f'<div class="scroll" tabindex="0">{table}</div>'

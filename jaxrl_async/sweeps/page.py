@@ -25,7 +25,6 @@ _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title><style>{css}
 figure {{ max-width: none }}
-.scroll {{ overflow-x: auto }}
 </style></head>
 <body>
 <h1>{title}</h1>
@@ -56,7 +55,7 @@ class Result:
     rewards: np.ndarray  # [steps], mean reward of a step
     secs: np.ndarray  # [steps], of the learner, up to the step's end
     tokens: np.ndarray  # [steps], trained up to the step's end
-    before: dict[str, float] | None  # evaluation of the first checkpoint
+    before: dict[str, float] | None  # evaluation of version 0
     after: dict[str, float] | None  # of the last step; None while the point is not finished
 
 
@@ -105,6 +104,8 @@ def _result(point, job: Job) -> Result:
     tokens = np.nan_to_num(column(rows, "learner/tokens_per_sec")) * secs
     after = job.result()
     first = json.loads((job.workdir / "evaluation.json").read_text("utf-8"))[0] if after else None
+    if first and first["step"] != 0:  # Version 0 was not scored: there is no "before".
+        first = None
     return Result(
         name=point.name,
         label=point.label,
@@ -168,7 +169,10 @@ def _score_table(results: Sequence[Result]) -> str:
     lines = []
     for label, group in grouped(results).items():
         done = [r for r in group if r.after]
-        cells = [f"{len(done)} of {len(group)}", _mean(r.before.get("greedy") for r in done)]
+        cells = [
+            f"{len(done)} of {len(group)}",
+            _mean((r.before or {}).get("greedy") for r in done),
+        ]
         cells += [_mean(r.after.get(name) for r in done) for name in columns]
         lines.append([label, *cells])
     return _table(head, lines, numbers_from=1)
@@ -244,7 +248,9 @@ def _drawn_plots(results: Sequence[Result]) -> list[str]:
     from matplotlib.figure import Figure  # Imports slowly; only pages draw.
 
     groups = grouped(results)
-    colors = matplotlib.colormaps["turbo"](np.linspace(0.05, 0.95, len(groups)))
+    colors = plots.PALETTE[: len(groups)]
+    if len(groups) > len(plots.PALETTE):  # Without the map's ends, which are dark on a dark page.
+        colors = matplotlib.colormaps["turbo"](np.linspace(0.12, 0.88, len(groups)))
     figures = {}
     scored = {label: [r for r in group if r.after] for label, group in groups.items()}
     if any(scored.values()):
