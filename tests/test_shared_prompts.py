@@ -71,9 +71,7 @@ def test_gradients_by_the_kernel_for_tpus_equal_those_by_xla(shared_prompts):
     assert_same(accumulated(batches, splash), accumulated(batches), tolerance=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("mesh_shape", "context"), [((1, 1, 1), 1), ((2, 2, 2), 1), ((1, 2, 2), 2)]
-)
+@pytest.mark.parametrize(("mesh_shape", "context"), [((1, 1, 1), 1), ((1, 2, 2), 2)])
 def test_windows_end_where_they_end_in_replicated_rows(mesh_shape, context):
     # Windows of 4 tokens end in the prompts of 7 to 12, behind completions of others.
     config, groups = tiny(family="gemma3", windows=(4, 0), remat=True), GROUPS["all of these"]
