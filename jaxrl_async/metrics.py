@@ -18,7 +18,7 @@ METRICS: dict[str, str] = {
     "loss/policy": "loss of the step, with its penalty, mean over its minibatches",
     "policy/entropy": "nats per token, at the sampling temperature",
     "policy/ratio": "mean of π_θ/π_prox",
-    "policy/clip_fraction": "share of tokens whose ratio was clipped",
+    "policy/clip_fraction": "share of tokens whose ratio was clipped, by the dual clip too",
     "policy/kl_behavior": "nats per token, k3 estimate of KL(behavior ‖ policy)",
     "policy/kl_behavior_k1": "nats per token, k1 estimate of KL(behavior ‖ policy)",
     "policy/ess": "effective sample size of the behavior weights, share of tokens",

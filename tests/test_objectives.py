@@ -42,10 +42,11 @@ def test_on_policy_gradient_is_reinforce():
     np.testing.assert_allclose(gradient, np.where(mask, -advantages, 0), rtol=1e-6)
 
 
-def test_is_clipped_is_where_the_gradient_vanishes():
+@pytest.mark.parametrize("dual_clip", [None, 1.5])
+def test_is_clipped_is_where_the_gradient_vanishes(dual_clip):
     logprobs, _, proximal, advantages, mask = batch(seed=4)
     ratio = ratios.token(logprobs, proximal, mask, None)
-    bounds = {"clip_low": 0.2, "clip_high": 0.28}
+    bounds = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": dual_clip}
     gradient = jax.grad(lambda r: surrogates.clipped(r, advantages, **bounds).sum())(ratio)
     clipped = surrogates.is_clipped(ratio, advantages, **bounds)
     assert 0 < clipped.sum() < clipped.size

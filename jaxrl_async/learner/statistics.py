@@ -138,8 +138,10 @@ class Statistics:
         for name in self._approximations:
             anchor, exact = anchors.ANCHORS[name](t, self._config), t.proximal_logprobs
             found[f"{name}/abs"] = jnp.abs(anchor - exact)
-            ratio = jnp.exp(t.logprobs - anchor) - jnp.exp(t.logprobs - exact)
-            weight = jnp.exp(anchor - t.behavior_logprobs) - jnp.exp(exact - t.behavior_logprobs)
+            ratio = masked.exp(t.logprobs - anchor) - masked.exp(t.logprobs - exact)
+            weight = masked.exp(anchor - t.behavior_logprobs) - masked.exp(
+                exact - t.behavior_logprobs
+            )
             found |= {f"{name}/ratio": jnp.abs(ratio), f"{name}/weight": jnp.abs(weight)}
         return found
 

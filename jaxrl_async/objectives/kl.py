@@ -45,7 +45,7 @@ def k2(p_logprobs: jax.Array, q_logprobs: jax.Array, mask: jax.Array) -> jax.Arr
 def k3(p_logprobs: jax.Array, q_logprobs: jax.Array, mask: jax.Array) -> jax.Array:
     """Unbiased, of low variance, never negative.
 
-        exp(x) − 1 − x
+        exp(x) − 1 − x,    of x up to masked.MAX_LOG_RATIO
 
     Args:
       p_logprobs: float [B, T], nats, of the policy that sampled.
@@ -55,7 +55,7 @@ def k3(p_logprobs: jax.Array, q_logprobs: jax.Array, mask: jax.Array) -> jax.Arr
     Returns:
       float32 [B, T], nats, ≥ 0, 0 where the mask is False.
     """
-    x = _log_ratio(p_logprobs, q_logprobs, mask)
+    x = jnp.minimum(_log_ratio(p_logprobs, q_logprobs, mask), masked.MAX_LOG_RATIO)
     return jnp.expm1(x) - x
 
 

@@ -7,6 +7,10 @@ A mask that is applied only in the reduction gives a finite loss and a NaN gradi
 import jax
 import jax.numpy as jnp
 
+# nats. A policy that finds a token e^20 times as likely as another one does is broken, or the token is; beyond 88 nats
+# float32 overflows, and the gradient of a token that a clip or a cap drops is 0 · inf.
+MAX_LOG_RATIO = 20.0
+
 
 def keep(x: jax.Array, mask: jax.Array) -> jax.Array:
     """x where the mask is True, 0 elsewhere, even where x is NaN or infinite.
@@ -19,6 +23,18 @@ def keep(x: jax.Array, mask: jax.Array) -> jax.Array:
       float32, shape of x. The gradient is 0 where the mask is False.
     """
     return jnp.where(mask, x, 0.0).astype(jnp.float32)
+
+
+def exp(log_ratio: jax.Array) -> jax.Array:
+    """exp(min(x, MAX_LOG_RATIO)): finite, with a gradient that is finite everywhere and 0 beyond the bound.
+
+    Args:
+      log_ratio: float [...], nats, finite.
+
+    Returns:
+      float32 [...]; the very bits of exp(x) up to the bound.
+    """
+    return jnp.exp(jnp.minimum(jnp.asarray(log_ratio, jnp.float32), MAX_LOG_RATIO))
 
 
 def total(x: jax.Array, mask: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Importance ratios of the policy to the anchor of the clip. All functions have the same arguments."""
+"""Importance ratios of the policy to the anchor of the clip, at most e^20. All functions have the same arguments."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ def token(
     Returns:
       float32 [B, T], 1 where the mask is False.
     """
-    return jnp.exp(_log_ratio(logprobs, anchor_logprobs, mask))
+    return masked.exp(_log_ratio(logprobs, anchor_logprobs, mask))
 
 
 def sequence(
@@ -51,7 +51,7 @@ def sequence(
     log_ratio = _log_ratio(logprobs, anchor_logprobs, mask)
     sums = masked.segment_sum(log_ratio, segment_ids)
     counts = masked.segment_sum(masked.keep(1.0, mask), segment_ids)
-    return jnp.exp(masked.keep(sums / jnp.maximum(counts, 1.0), mask))
+    return masked.exp(masked.keep(sums / jnp.maximum(counts, 1.0), mask))
 
 
 # Name → ratio of each token; all with the arguments of `token`.

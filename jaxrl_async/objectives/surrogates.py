@@ -45,24 +45,32 @@ def clipped(
 
 
 def is_clipped(
-    ratio: jax.Array, advantages: jax.Array, *, clip_low: float, clip_high: float
+    ratio: jax.Array,
+    advantages: jax.Array,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
 ) -> jax.Array:
-    """Where the clip stops the gradient.
+    """Where the clip, or the dual clip, stops the gradient.
 
-        r > 1 + ε_high and A > 0,    or    r < 1 − ε_low and A < 0
+        r > 1 + ε_high and A > 0,    or    r < 1 − ε_low and A < 0,    or    r > c and A < 0
 
     Args:
       ratio: float [B, T].
       advantages: float [B, T].
       clip_low: ε_low.
       clip_high: ε_high.
+      dual_clip: c, or None for no dual clip.
 
     Returns:
       bool [B, T].
     """
     above = (ratio > 1.0 + clip_high) & (advantages > 0)
     below = (ratio < 1.0 - clip_low) & (advantages < 0)
-    return above | below
+    if dual_clip is None:
+        return above | below
+    return above | below | ((ratio > dual_clip) & (advantages < 0))
 
 
 def unclipped(ratio: jax.Array, advantages: jax.Array) -> jax.Array:
@@ -158,7 +166,7 @@ SURROGATES: dict[str, Callable[[Tokens, jax.Array, LossConfig], jax.Array]] = {
 # Name → where its clip acts, from (tokens, ratio, config). Surrogates without a clip are absent.
 CLIPS: dict[str, Callable[[Tokens, jax.Array, LossConfig], jax.Array]] = {
     "clipped": lambda t, ratio, c: is_clipped(
-        ratio, t.advantages, clip_low=c.clip_low, clip_high=c.clip_high
+        ratio, t.advantages, clip_low=c.clip_low, clip_high=c.clip_high, dual_clip=c.dual_clip
     ),
     "cispo": lambda t, ratio, c: ratio > 1.0 + c.clip_high,
 }

@@ -1,4 +1,4 @@
-"""Behavior weights: the correction from the policy that sampled to the anchor. All are detached."""
+"""Behavior weights: the correction from the policy that sampled to the anchor, at most e^20. All are detached."""
 
 from collections.abc import Callable
 
@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_async.config.loss import LossConfig
+from jaxrl_async.objectives import masked
 from jaxrl_async.objectives.tokens import Tokens
 
 MODES = ("none", "uncapped", "mask", "clamp")
@@ -37,7 +38,7 @@ def capped(log_u: jax.Array, *, cap: float | None, mode: str) -> jax.Array:
         raise ValueError(f"behavior cap mode must be one of {', '.join(MODES)}; got {mode!r}")
     if mode in ("none", "uncapped") and cap is not None:
         raise ValueError(f"behavior cap mode {mode!r} applies no cap, got cap = {cap}")
-    u = jax.lax.stop_gradient(jnp.exp(jnp.asarray(log_u, jnp.float32)))
+    u = jax.lax.stop_gradient(masked.exp(log_u))
     if mode == "none":
         return jnp.ones_like(u)
     if cap is None:
@@ -60,7 +61,7 @@ def banded(log_u: jax.Array, *, low: float, high: float) -> jax.Array:
     Returns:
       float32 [B, T], detached.
     """
-    u = jax.lax.stop_gradient(jnp.exp(jnp.asarray(log_u, jnp.float32)))
+    u = jax.lax.stop_gradient(masked.exp(log_u))
     return jnp.where((u >= low) & (u <= high), u, 0.0)
 
 
