@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import re
 import signal
 import threading
 
@@ -31,6 +32,7 @@ from jaxrl_async.metrics import read_metrics
 from jaxrl_async.queue.client import QueueError
 from jaxrl_async.queue.direct import DirectLearnerQueue, DirectQueueClient
 from jaxrl_async.queue.records import Permit, ServerRecord, SupersededError, Wait
+from jaxrl_async.roles import one as one_role
 from jaxrl_async.roles.turns import Turns
 from jaxrl_async.runtime.supervisor import in_one_process
 from jaxrl_async.servers.client import (
@@ -239,6 +241,26 @@ async def test_weights_are_handed_over_by_reference_while_it_samples():
     engine.close(timeout_secs=CALL_SECS)
 
 
+async def test_weights_go_from_the_learners_devices_to_an_engines_own():
+    first, *_, last = jax.devices()
+    answers, params = [], weights(1)
+    mesh = jax.make_mesh((2,), ("fsdp",), devices=jax.devices()[:2])
+    spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    for device, given in ((first, params), (last, jax.device_put(params, spread))):
+        engine = Engine(CONFIG, max_queued_requests=64, name="placed", device=device, **SHAPE)
+        engine.start()
+        try:
+            engine.update_weights(given, "1", copy=False).result(CALL_SECS)
+            async with DirectClient({"engine": engine}) as client:
+                answers.append(await client.generate("engine", **ask("placed", **LONG)))
+            for held in jax.tree.leaves((engine._params, engine._cache)):
+                assert held.devices() == {device}
+        finally:
+            engine.close(timeout_secs=CALL_SECS)
+    np.testing.assert_array_equal(answers[0].tokens, answers[1].tokens)
+    np.testing.assert_array_equal(answers[0].logprobs, answers[1].logprobs)
+
+
 @pytest.mark.parametrize("broken", ["shape", "number"])
 async def test_broken_weights_are_refused_and_the_old_ones_stay(engine, broken):
     engine.update_weights(weights(0), "0").result(CALL_SECS)
@@ -369,6 +391,34 @@ def test_one_accelerator_means_one_process(devices, processes, is_one):
     assert in_one_process(wanted, devices) == is_one
 
 
+def test_devices_for_engines_mean_one_process():
+    wanted = settings(**{"server.devices": 4})
+    assert wanted.server.num_started == 4
+    assert in_one_process(wanted, ("tpu", 8))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"supervisor.processes": "many"}, "supervisor.processes = 'many'"),
+        ({"server.num_local": 3}, "2 is as many engines, and server.num_local = 3"),
+        ({"server.discover": "file:servers"}, "server.discover = 'file:servers'"),
+        ({"server.devices": -1}, "server.devices must be ≥ 0, got -1"),
+    ],
+)
+def test_devices_for_engines_are_refused_where_there_is_no_one_process(changes, named):
+    with pytest.raises(ValueError, match=re.escape(named)):
+        settings(**({"server.devices": 2} | changes))
+
+
+def test_devices_that_are_not_there_are_named():
+    wanted = settings(**{"server.devices": 2})
+    with pytest.raises(
+        ValueError, match="8 devices, and server.devices = 2 leaves 6 .* mesh has 1"
+    ):
+        one_role._division(wanted)
+
+
 def test_a_single_accelerator_with_servers_elsewhere_needs_no_engine_beside_the_learner():
     wanted = settings(**{"server.addresses": ("http://127.0.0.1:1",)})
     assert not in_one_process(wanted, ("gpu", 1))
@@ -412,6 +462,15 @@ def test_a_run_in_one_process_is_the_run_in_many_bit_for_bit(run, tmp_path):
     # The journal of one replays, in the processes of a replay.
     code, output = run("replay", f"--out={tmp_path}/replay", workdir=tmp_path / "one")
     assert code == 0 and "step 2: equal, bit for bit" in output, output
+
+
+def test_engines_with_devices_of_their_own_sample_the_same(run, tmp_path):
+    config, two = f"--config={QUICKSTART}:smoke,mode=sync", "--config.learner.data=2"
+    for name, flags in (("shared", [ONE]), ("own", ["--config.server.devices=2"])):
+        code, output = run("train", config, two, *flags, workdir=tmp_path / name)
+        assert code == 0, output
+    assert "JAX_NUM_CPU_DEVICES=4" in output
+    assert_same(params_of(tmp_path / "own", 2), params_of(tmp_path / "shared", 2))
 
 
 @pytest.mark.parametrize("mode", [pytest.param("periodic", marks=pytest.mark.long), "async"])

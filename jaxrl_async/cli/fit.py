@@ -58,7 +58,7 @@ def main(argv: list[str]) -> int:
             some = dataclasses.replace(settings, server=server)
             if not programs.has_engine(some):
                 return None
-            return programs.compile_engine(some, config, target, devices[0])
+            return programs.compile_engine(some, config, target, devices[-1])
 
         def compiled(some: Settings) -> programs.Fit:
             fit = learner_of(some.learner, some.model.remat)

@@ -81,7 +81,7 @@ _AT_LEAST_ZERO = (
     "warm_start.num_demonstrations", "queue.max_staleness",
     "queue.max_failures", "journal.max_bytes", "rollout.max_retries", "rollout.reward_calls_per_process",
     "learner.head_chunk_tokens", "learner.learning_rate", "learner.warmup_updates", "learner.weight_decay",
-    "learner.max_mismatch", "evaluate.seed", "supervisor.max_restarts",
+    "learner.max_mismatch", "server.devices", "evaluate.seed", "supervisor.max_restarts",
 )  # fmt: skip
 _ABOVE_ZERO = (
     "model.rope_theta", "model.norm_eps", "queue.permit_timeout_secs", "server.start_timeout_secs",
@@ -168,6 +168,17 @@ def refusal_of_one_process(s: Settings) -> str:
     if learner.num_processes > 1:
         return f"has one learner, and learner.num_processes = {learner.num_processes}"
     return ""
+
+
+def _check_devices(s: Settings) -> Iterator[str]:
+    """server.devices divides the devices of a run in one process."""
+    of_engines = f"server.devices = {s.server.devices}"
+    if s.server.num_local not in (1, s.server.devices):
+        yield f"{of_engines} is as many engines, and server.num_local = {s.server.num_local}"
+    if s.supervisor.processes == "many":
+        yield f"{of_engines} is of a run in one process, and supervisor.processes = 'many'"
+    elif s.supervisor.processes == "auto" and (refusal := refusal_of_one_process(s)):
+        yield f"{of_engines} is of a run in one process, which {refusal}"
 
 
 def in_the_clear(s: Settings) -> list[str]:
@@ -361,6 +372,8 @@ def _contradictions(s: Settings) -> Iterator[str]:
     yield from _check_tokenizer(s.tokenizer)
     if s.supervisor.processes == "one" and (refusal := refusal_of_one_process(s)):
         yield f"supervisor.processes = 'one' {refusal}"
+    if s.server.devices:
+        yield from _check_devices(s)
     yield from _check_queue(s.queue)
     yield from _check_server(s.server)
     yield from _check_rollout(s.rollout)

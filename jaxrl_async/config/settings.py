@@ -52,6 +52,7 @@ ADDED: dict[str, Any] = {
     "learner.moment_dtype": "float32",
     "rollout.sample_padding": True,
     "supervisor.processes": "many",
+    "server.devices": 0,
     "server.release_cache": False,
     "model.family": "llama",
     "model.windows": (),
@@ -173,6 +174,8 @@ class Server:
     tls_ca: str = ""  # PEM file of the authorities that clients of https:// trust; "": the system's
     command: str = ""  # starts one local server (checks.command_words); "": the embedded server
     num_local: int = 1
+    # of a run in one process, for engines alone, one each; the learner has the rest. 0: they share the learner's
+    devices: int = 0
     num_slots: int = 256  # completions at a time
     release_cache: bool = False  # of keys and values, while no completion is sampled
     decode_chunk: int = 8  # decode steps per dispatch; weights change between chunks
@@ -185,7 +188,7 @@ class Server:
     @property
     def num_started(self) -> int:
         """Servers that the run starts itself: none where it is given addresses or a list of them."""
-        return 0 if self.addresses or self.discover else self.num_local
+        return 0 if self.addresses or self.discover else self.devices or self.num_local
 
     @property
     def controls(self) -> dict[str, tuple[str, ...]]:

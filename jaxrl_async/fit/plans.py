@@ -59,9 +59,10 @@ def search(
 ) -> Iterator[tuple[str, Settings]]:
     """Meshes, rows and remat that the target and the settings allow, with the flags that make them. Context stays."""
     rows, context = settings.learner.microbatch_rows, settings.learner.context
+    num_devices = target.num_devices - settings.server.devices
     for tensor in TENSORS:
         for data in (1, 2):
-            fsdp, rest = divmod(target.num_devices, data * context * tensor)
+            fsdp, rest = divmod(num_devices, data * context * tensor)
             if rest or not fsdp or (data > 1 and fsdp == 1) or config.num_kv_heads % tensor:
                 continue
             for some in sorted({rows // 2, rows, rows * 2}):

@@ -77,6 +77,7 @@ class Engine:
     weights_bytes: int  # of one version
     cache_bytes: int  # keys and values of all slots
     in_learner: bool = False  # of one process with the learner
+    own_devices: bool = False  # of that process
     error: str = ""  # of the compiler, where it gave up
 
     @property
@@ -106,8 +107,11 @@ class Fit:
 
     @property
     def shares_device(self) -> bool:
-        """Whether learner and servers have one device for them all."""
-        return self.engine is not None and self.target.num_devices == 1
+        """Whether the servers run on a device of the learner."""
+        engine = self.engine
+        if engine is None or engine.own_devices:
+            return False
+        return engine.in_learner or self.target.num_devices == 1
 
     @property
     def share(self) -> float:
@@ -173,11 +177,17 @@ def check_plan(settings: Settings, target: Target) -> None:
     """
     learner, kernel = settings.learner, settings.learner.attention_kernel
     sizes = learner.data, learner.fsdp, learner.context, learner.tensor
-    if learner.num_devices != target.num_devices:
-        needed = max(1, target.num_devices * learner.fsdp // learner.num_devices)
+    num_devices = target.num_devices - settings.server.devices
+    if num_devices < 1:
+        raise FitError(
+            f"server.devices = {settings.server.devices} leaves the learner none of the {target.num_devices} devices "
+            f"of {target.name}"
+        )
+    if learner.num_devices != num_devices:
+        needed = max(1, num_devices * learner.fsdp // learner.num_devices)
         raise FitError(
             f"learner.data · fsdp · context · tensor = {' · '.join(map(str, sizes))} = {learner.num_devices}, and "
-            f"{target.name} has {target.num_devices} devices: --config.learner.fsdp={needed}, or --search"
+            f"{target.name} has {_devices_left(settings, target)}: --config.learner.fsdp={needed}, or --search"
         )
     if kernel == "splash" and target.chip.platform != "tpu":
         raise FitError(f"learner.attention_kernel 'splash' is a TPU's, and {target.name} has none")
@@ -186,6 +196,14 @@ def check_plan(settings: Settings, target: Target) -> None:
             "learner.attention_kernel 'cudnn' is built by the card's own library: it cannot be compiled here; "
             "--config.learner.attention_kernel=xla shows the rest"
         )
+
+
+def _devices_left(settings: Settings, target: Target) -> str:
+    taken = settings.server.devices
+    if not taken:
+        return f"{target.num_devices} devices"
+    left = target.num_devices - taken
+    return f"{left} devices beside server.devices = {taken}"
 
 
 def devices_of(target: Target) -> list:
@@ -209,14 +227,14 @@ def compile_run(settings: Settings, config: ModelConfig, target: Target, devices
     """Compiles the learner's programs for a target.
 
     Args:
-      settings: of the run; its mesh has the target's number of devices.
+      settings: of the run; its mesh has the target's number of devices, less server.devices.
       config: the model's shape.
       target: the devices, described.
       devices: of `devices_of`.
     """
     learner = dataclasses.replace(settings.learner, num_processes=1)
     settings = dataclasses.replace(settings, learner=learner)
-    mesh = mesh_of(learner, devices)
+    mesh = mesh_of(learner, devices[: learner.num_devices])
     train_step = parts.train_step_of(settings, config, mesh)
     plan = {
         "data": learner.data,
@@ -249,7 +267,7 @@ def compile_run(settings: Settings, config: ModelConfig, target: Target, devices
             model = flops.of_model(config, rows, tokens, backward=name == "accumulate")
         secs = time.monotonic() - start
         found.append(
-            _measure(name, traced, compiled, model, target, target.num_devices, resident, secs)
+            _measure(name, traced, compiled, model, target, learner.num_devices, resident, secs)
         )
     return Fit(target, plan, tuple(found))
 
@@ -303,6 +321,7 @@ def compile_engine(settings: Settings, config: ModelConfig, target: Target, devi
         tuple(found),
         num_servers=server.num_started,
         in_learner=in_one_process(settings, (target.chip.platform, target.num_devices)),
+        own_devices=settings.server.devices > 0,
         num_slots=server.num_slots,
         max_total_tokens=server.max_total_tokens,
         weights_bytes=weights,

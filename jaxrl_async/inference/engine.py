@@ -86,6 +86,7 @@ class Engine:
         max_queued_requests: int,
         name: str,
         release_cache: bool = False,
+        device: jax.Device | None = None,
         turn: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
     ):
         """Allocates nothing on the device.
@@ -98,6 +99,7 @@ class Engine:
           max_queued_requests: requests that may wait beyond those in slots.
           name: of the thread, and in errors.
           release_cache: give the cache's memory back while no request is live.
+          device: where it runs; None for the first of this process.
           turn: a context in which alone the device is used for requests, where others use it too.
         """
         self.config = config
@@ -106,7 +108,7 @@ class Engine:
         self.max_total_tokens = max_total_tokens
         self.decode_chunk = decode_chunk
         self.max_queued_requests = max_queued_requests
-        self._releases_cache, self._turn = release_cache, turn
+        self._releases_cache, self._device, self._turn = release_cache, device, turn
         # Resolved when the thread ends: None after close(), else its error.
         self.stopped = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -140,6 +142,7 @@ class Engine:
             num_slots=self.num_slots,
             max_total_tokens=self.max_total_tokens,
             decode_chunk=self.decode_chunk,
+            device=self._device,
         )
         self._programs = programs.Programs(shapes)
         self._cache = self._programs.empty_cache()
@@ -266,7 +269,7 @@ class Engine:
           WeightsError: names, shapes or numbers are not the model's.
         """
         place = loading.to_device if copy else loading.share
-        params = place(params, self.config)
+        params = place(params, self.config, self._device)
         future = self._new_future()
         self._post_update(_Update(params, version, "", None, "retract", False, future))
         return future
@@ -294,7 +297,7 @@ class Engine:
 
         def load():
             try:
-                params, digest = loading.read(model_path, self.config)
+                params, digest = loading.read(model_path, self.config, self._device)
                 self._post_update(
                     _Update(params, version, model_path, digest, running, flush_cache, future)
                 )

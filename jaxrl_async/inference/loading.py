@@ -23,12 +23,15 @@ class WeightsError(ValueError):
     """Weights that were refused; the message names the file, tensor or field."""
 
 
-def read(path: str, config: transformer.ModelConfig) -> tuple[nnx.State, str]:
+def read(
+    path: str, config: transformer.ModelConfig, device: jax.Device | None = None
+) -> tuple[nnx.State, str]:
     """Reads a checkpoint directory in Hugging Face's layout.
 
     Args:
       path: directory of *.safetensors; its config.json and manifest.json are checked if present.
       config: the model it must be of.
+      device: where the parameters go; None for the first of this process, here and below.
 
     Returns:
       the parameters, on the device, and the digest of the tensors as they were read, `files.version_digest`.
@@ -47,37 +50,44 @@ def read(path: str, config: transformer.ModelConfig) -> tuple[nnx.State, str]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         # The last three: JSON that is well formed and not what it should be.
         raise WeightsError(f"{path}: {error}") from error
-    return to_device(params, config), files.version_digest(digests)
+    return to_device(params, config, device), files.version_digest(digests)
 
 
-def to_device(params: nnx.State, config: transformer.ModelConfig) -> nnx.State:
-    """Copies parameters to the default device, checked against the model.
+def to_device(
+    params: nnx.State, config: transformer.ModelConfig, device: jax.Device | None = None
+) -> nnx.State:
+    """Copies parameters to a device, checked against the model.
 
     Raises:
       WeightsError: a name, shape or number is not the model's.
     """
-    return _each(_placed, params, config)
+    return _each(_placed, params, config, device)
 
 
-def share(params: nnx.State, config: transformer.ModelConfig) -> nnx.State:
-    """Parameters for the default device, checked like copies; those that lie there in their dtype are shared.
+def share(
+    params: nnx.State, config: transformer.ModelConfig, device: jax.Device | None = None
+) -> nnx.State:
+    """Parameters for a device, checked like copies; those that lie there in their dtype are shared.
 
     Raises:
       WeightsError: as of `to_device`.
     """
-    shared = _each(_shared, params, config)
+    shared = _each(_shared, params, config, device)
     if not _are_finite(shared):
         raise WeightsError("the weights hold a number that is not finite")
     return shared
 
 
-def _each(place, params, config):
+def _each(place, params, config, device):
     wanted, treedef = _wanted(config)
     found = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(params)}
     if wanted.keys() != found.keys():
         odd = ", ".join(sorted(wanted.keys() ^ found.keys()))
         raise WeightsError(f"missing or unexpected parameters: {odd}")
-    return treedef.unflatten(place(name, found[name], want) for name, want in wanted.items())
+    device = device or jax.devices()[0]
+    return treedef.unflatten(
+        place(name, found[name], want, device) for name, want in wanted.items()
+    )
 
 
 def num_parameters(config: transformer.ModelConfig) -> int:
@@ -127,10 +137,10 @@ def _check_shape(name, array, want):
         raise WeightsError(f"{name} has shape {array.shape}, the model's is {want.shape}")
 
 
-def _shared(name, array, want):
+def _shared(name, array, want, device):
     _check_shape(name, array, want)
     # One device, whatever the mesh that it comes from: the programs were compiled for it.
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    here = jax.sharding.SingleDeviceSharding(device)
     array = array if array.sharding == here else jax.device_put(array, here)
     return array if array.dtype == want.dtype else array.astype(want.dtype)
 
@@ -140,10 +150,10 @@ def _are_finite(params):
     return jnp.array([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params)]).all()
 
 
-def _placed(name, array, want):
-    """A private copy on the device: a NumPy array would be aliased, and another's may be donated."""
+def _placed(name, array, want, device):
+    """A private copy on a device: a NumPy array would be aliased, and another's may be donated."""
     _check_shape(name, array, want)
     host = np.array(array, want.dtype)
     if not np.isfinite(host).all():
         raise WeightsError(f"{name} holds a number that is not finite")
-    return jax.device_put(host)
+    return jax.device_put(host, device)

@@ -64,7 +64,7 @@ class Shapes:
     ):
         """Args: those of the engine; the device to compile for, which need not exist, None for this process's."""
         self._config, self._num_slots, self._decode_chunk = config, num_slots, decode_chunk
-        self._device = device
+        self.device = device
         self.params = weights_like(config, device)
         shape = (
             config.num_layers, num_slots, config.num_kv_heads, max_total_tokens, config.head_dim
@@ -100,7 +100,7 @@ class Shapes:
 
     def _trace(self, function, argument):
         arguments = self.params, self.cache, argument
-        sharding = self._device and jax.sharding.SingleDeviceSharding(self._device)
+        sharding = self.device and jax.sharding.SingleDeviceSharding(self.device)
         abstract = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
         )
@@ -111,7 +111,7 @@ class Programs:
     """The compiled programs of one model at one shape: `decode`, and `prefill` for each bucket."""
 
     def __init__(self, shapes: Shapes):
-        """Compiles them for this process's device."""
+        """Compiles them for the device of the shapes."""
         self._shapes = shapes
         self.decode = shapes.trace_decode().lower().compile()
         self._prefill = {
@@ -126,7 +126,10 @@ class Programs:
     def empty_cache(self) -> transformer.KVCache:
         """Zeros. The programs take the cache by donation and return the new one."""
         return transformer.KVCache(
-            *(jax.device_put(np.zeros(keys.shape, keys.dtype)) for keys in self._shapes.cache)
+            *(
+                jax.device_put(np.zeros(keys.shape, keys.dtype), self._shapes.device)
+                for keys in self._shapes.cache
+            )
         )
 
     def bucket(self, num_tokens: int) -> int:

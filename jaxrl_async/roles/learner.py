@@ -7,7 +7,7 @@ import os
 import pathlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -89,6 +89,8 @@ def set_flags(settings: Settings) -> None:
 class Links:
     """The learner's ways to the queue and to the servers, over the network."""
 
+    devices: Sequence[jax.Device] | None = None  # of the learner's mesh; None for all
+
     def __init__(self, settings: Settings):
         self._settings = settings
 
@@ -160,7 +162,7 @@ def _train(
     expected = preflight.expected_of(settings, config)
     if process == 0:
         links.check(expected)
-    mesh = mesh_of(learner)
+    mesh = mesh_of(learner, links.devices)
     train_step = parts.train_step_of(settings, config, mesh, **links.sharing())
     checkpoints = parts.checkpoints_of(settings, workdir, remove_unfinished=True)
     version, resume_point = 0, None

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import pathlib
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -54,9 +54,13 @@ def run(
     names = tuple(f"engine-{i}" for i in range(settings.server.num_started))
     server = dataclasses.replace(settings.server, addresses=names)
     settings = dataclasses.replace(settings, server=server)
-    turns = Turns() if _share_a_device() else None
+    of_learner, of_engines = _division(settings)
+    turns = Turns() if not settings.server.devices and _wait_for_one_another() else None
     turn = {"turn": functools.partial(turns.of, ENGINES)} if turns else {}
-    engines = {name: parts.engine_of(settings, workdir, name=name, **turn) for name in names}
+    engines = {
+        name: parts.engine_of(settings, workdir, name=name, device=device, **turn)
+        for name, device in zip(names, of_engines, strict=True)
+    }
     with contextlib.ExitStack() as stack:
         for engine in engines.values():
             engine.start()
@@ -69,12 +73,30 @@ def run(
             coordinator="",
             resume=resume,
             stop_requested=stop_requested,
-            links=_DirectLinks(settings, others, engines, turns),
+            links=_DirectLinks(settings, others, engines, turns, of_learner),
         )
 
 
-def _share_a_device() -> bool:
-    """Whether programs of learner and engine wait for one another. The cores of a CPU run both at once."""
+def _division(settings: Settings) -> tuple[list[jax.Device], list[jax.Device]]:
+    """The learner's devices, and one for each engine: the last ones, or the first for all where they share.
+
+    Raises:
+      ValueError: this process has fewer or more devices.
+    """
+    devices, count = jax.devices(), settings.server.devices
+    if not count:
+        return devices, [devices[0]] * len(settings.server.addresses)
+    wanted = settings.learner.num_devices
+    if len(devices) != wanted + count:
+        raise ValueError(
+            f"this process has {len(devices)} devices, and server.devices = {count} leaves {len(devices) - count} of "
+            f"them to the learner, whose mesh has {wanted}: learner.data, fsdp, context and tensor"
+        )
+    return devices[:-count], devices[-count:]
+
+
+def _wait_for_one_another() -> bool:
+    """Whether programs of learner and engine on a device do. The cores of a CPU run both at once."""
     return jax.devices()[0].platform != "cpu"
 
 
@@ -159,9 +181,11 @@ class _DirectLinks(learner.Links):
         others: _Others,
         engines: Mapping[str, Engine],
         turns: Turns | None,
+        devices: Sequence[jax.Device],
     ):
         super().__init__(settings)
         self._others, self._engines, self._turns = others, engines, turns
+        self.devices = devices
 
     def sharing(self) -> dict[str, Any]:
         turn = functools.partial(self._turns.of, LEARNER) if self._turns else None

@@ -94,7 +94,9 @@ def run(
     if in_one_process(settings, found):
         names = learners = ["one"]
         servers = ("in the same process",)
-        devices = {"one": _of_learner(found, settings.learner.num_devices)}
+        devices = {
+            "one": _of_learner(found, settings.learner.num_devices + settings.server.devices)
+        }
     else:
         servers = settings.server.addresses or tuple(
             f"{'https' if settings.server.tls_cert else 'http'}://127.0.0.1:{free_port()}"
@@ -197,6 +199,8 @@ def in_one_process(settings: Settings, devices: tuple[str, int]) -> bool:
     """Whether all roles share a process: a TPU chip admits one, and a GPU's memory is then not divided in fractions."""
     if settings.supervisor.processes != "auto":
         return settings.supervisor.processes == "one"
+    if settings.server.devices:
+        return True
     platform, count = devices
     return platform != "cpu" and count == 1 and not refusal_of_one_process(settings)
 
