@@ -217,8 +217,8 @@ class Evaluation:
 
 
 @pytest.fixture
-def lending(tmp_path):
-    """(publisher of servers, its evaluation, what the queue was told, write)"""
+def lending(tmp_path, servers):
+    """(publisher of servers, its evaluation, what the queue was told, write). It ends before the servers do."""
     store, publishers = WeightStore(tmp_path / "weights", keep=100), []
 
     def start(servers, *, wanted=(0,), push_timeout_secs=WAIT_SECS):
