@@ -31,7 +31,7 @@ def get_config(arg: str = ""):
         c.task.name = "word_sums"
         c.task.args = dict(max_number=20, num_test=256, seed=0)
         c.rollout.update(max_prompt_tokens=56, max_new_tokens=24)
-        c.learner.update(num_steps=60, groups_per_step=8, microbatch_rows=2, row_tokens=512)
+        c.learner.update(num_steps=60, groups_per_step=8, microbatch_rows=1, row_tokens=512)
     else:
         c.task.name = "gsm8k"
         c.task.args = dict(directory="data/gsm8k", template=GSM8K)
