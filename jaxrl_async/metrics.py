@@ -102,6 +102,12 @@ class MetricsWriter:
         self._file.flush()
         self._board.add_summary(_summary(values), step)
 
+    def show(self, step: int, name: str, text: str) -> None:
+        """Shows a text, of markdown, in TensorBoard alone."""
+        from tensorboardX import summary
+
+        self._board.add_summary(summary.text(name, text), step)
+
     def close(self) -> None:
         self._file.close()
         self._board.close()

@@ -13,6 +13,7 @@ ROOT = pathlib.Path(__file__).parent.parent / "jaxrl_async"
 # Room → rooms it may import.
 MAY_IMPORT = {
     "types": set(),
+    "samples": {"types"},
     "awake": set(),
     "security": set(),
     "metrics": set(),
@@ -28,7 +29,7 @@ MAY_IMPORT = {
     "inference": {"types", "models", "security", "servers", "weights"},
     "sglang_jax": {"security", "weights"},
     "rollout": {"types", "awake", "tasks", "rewards", "queue", "security", "servers", "metrics"},
-    "report": {"types", "metrics", "tasks", "queue", "security"},
+    "report": {"types", "metrics", "samples", "tasks", "queue", "security"},
     "sweeps": {"metrics", "report", "runtime"},
     "learner": {
         "types",
@@ -52,6 +53,7 @@ MAY_IMPORT["cli"] = MAY_IMPORT.keys() - {"sglang_jax"}
 MAY_IMPORT["api"] = {"cli", "metrics", "report", "roles"}
 WITHOUT_JAX = (
     "types",
+    "samples",
     "awake",
     "security",
     "config",

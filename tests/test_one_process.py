@@ -35,6 +35,7 @@ from jaxrl_async.queue.records import Permit, ServerRecord, SupersededError, Wai
 from jaxrl_async.roles import one as one_role
 from jaxrl_async.roles.turns import Turns
 from jaxrl_async.runtime.supervisor import in_one_process
+from jaxrl_async.samples import read_samples
 from jaxrl_async.servers.client import (
     ForeignVersionError,
     InferenceClient,
@@ -456,6 +457,8 @@ def test_a_run_in_one_process_is_the_run_in_many_bit_for_bit(run, tmp_path):
     for one, many in zip(rows["one"], rows["many"], strict=True):
         assert one.keys() == many.keys()
         assert one["loss/policy"] == many["loss/policy"]
+    texts = {name: read_samples(tmp_path / name) for name in ("one", "many")}
+    assert texts["one"] == texts["many"] and {len(texts["one"][step]) for step in (1, 2)} == {2}
     assert [p.name for p in (tmp_path / "one" / "logs").iterdir()] == ["one.log"]
     assert not (tmp_path / "one" / "weights").exists(), "a version was written"
 

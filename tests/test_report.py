@@ -16,6 +16,7 @@ from jaxrl_async.queue.leases import FixedChunk
 from jaxrl_async.queue.records import Permit, ResumePoint
 from jaxrl_async.report import page as pages
 from jaxrl_async.report import plots, samples, tables
+from jaxrl_async.samples import SampleWriter
 from jaxrl_async.tasks.tokenizer import CharTokenizer
 from jaxrl_async.types import Group, Trajectory
 
@@ -57,7 +58,7 @@ def row(**values):
     return dict.fromkeys(names, 1.0) | values
 
 
-def trajectory(text, reward, versions, *, prompt="1+1=", finish="stop"):
+def trajectory(text, reward, versions, *, prompt="1+1=", finish="stop", **fields):
     """A completion, with the version that sampled each of its tokens."""
     tokens = TOKENIZER.encode(prompt + text)
     mask = np.arange(len(tokens)) >= len(prompt)
@@ -69,6 +70,7 @@ def trajectory(text, reward, versions, *, prompt="1+1=", finish="stop"):
         prompt_length=len(prompt),
         reward=reward,
         finish_reason=finish,
+        **fields,
     )
 
 
@@ -262,7 +264,7 @@ async def test_a_completion_shows_its_special_tokens(tmp_path):
     tokens = np.append(row.tokens[:-1], np.int32(1))  # eos
     row = dataclasses.replace(row, tokens=tokens)
     (await write_journal(tmp_path, [[row]])).close()
-    (sample,) = samples.samples(tmp_path, {})
+    ((_, sample),) = samples.samples(tmp_path, {})
     assert sample.spans == (("1<eos>", 0),)
 
 
@@ -273,16 +275,17 @@ async def test_completions_are_the_first_last_best_worst_and_longest(tmp_path):
     last = trajectory("3", 0.5, [1])
     (await write_journal(tmp_path, [[first, long]], [[best, worst, last]])).close()
     found = samples.samples(tmp_path, {})
-    assert [(s.chosen_as, s.step, s.reward) for s in found] == [
+    assert [(what, s.step, s.reward) for what, s in found] == [
         ("first", 1, 0.5),
         ("last", 2, 0.5),
         ("best", 2, 1.0),
         ("worst", 2, -1.0),
         ("longest", 1, 0.25),
     ]
-    assert found[4].spans == (("11", 0), ("11", 1), ("1", 2))
-    assert found[4].truncated and found[4].num_tokens == 5
-    assert found[4].group_reward == 0.375 and found[4].prompt == "1+1="
+    longest = found[4][1]
+    assert longest.spans == (("11", 0), ("11", 1), ("1", 2))
+    assert longest.finish_reason == "length" and longest.num_tokens == 5
+    assert longest.group_reward == 0.375 and longest.prompt == "1+1="
     table = tables.completions(tmp_path, {})
     assert "<mark>11<sub>v0</sub></mark><mark>11<sub>v1</sub></mark>" in table
     assert ">0–2</td>" in table and "5 tokens, cut off" in table
@@ -293,7 +296,7 @@ async def test_of_equals_the_latest_is_shown_once_with_all_it_is(tmp_path):
     steps = [[[trajectory("1", 1.0, [step])]] for step in range(3)]
     (await write_journal(tmp_path, *steps)).close()
     found = samples.samples(tmp_path, {})
-    assert [(s.chosen_as, s.step) for s in found] == [
+    assert [(what, s.step) for what, s in found] == [
         ("first", 1),
         ("last, best, worst, longest", 3),
     ]
@@ -322,14 +325,14 @@ async def test_forgotten_groups_are_passed_over(tmp_path):
         while journal._may_forget:
             await asyncio.sleep(0.01)
     journal.close()
-    assert [s.step for s in samples.samples(tmp_path, {})] == [3]
+    assert [s.step for _, s in samples.samples(tmp_path, {})] == [3]
 
 
 async def test_a_long_journal_is_read_evenly(tmp_path, monkeypatch):
     monkeypatch.setattr(samples, "MAX_GROUPS", 4)
     steps = [[[trajectory("1" * (1 + step % 2), 1.0, [0] * (1 + step % 2))]] for step in range(9)]
     (await write_journal(tmp_path, *steps)).close()
-    found = {s.chosen_as: s.step for s in samples.samples(tmp_path, {})}
+    found = {what: s.step for what, s in samples.samples(tmp_path, {})}
     # steps 1, 4, 7 and the last are read; completions of even steps are longer
     assert found == {"first": 1, "last, best, worst": 9, "longest": 4}
 
@@ -367,6 +370,67 @@ async def make_full_run(workdir):
         trajectory("1\n2", 1.0, [2] * 3),
     ]
     (await write_journal(workdir, [group])).close()
+
+
+def write_samples(workdir, *steps):
+    """Samples of each step from its groups of trajectories."""
+    writer = SampleWriter(workdir, TOKENIZER.decode, per_step=2)
+    for step, trajectories in enumerate(steps, start=1):
+        writer.write(step, [Group(0, 0, tuple(trajectories))])
+    writer.close()
+
+
+def test_completions_of_each_step_are_there_without_a_journal(tmp_path):
+    write_samples(
+        tmp_path,
+        [trajectory("<", 1.0, [0], components={"<b>": 0.5}), trajectory("2", 0.0, [0])],
+        [trajectory("3", 0.25, [1])],
+    )
+    table = tables.completions(tmp_path, {"journal": {"keep": "none"}})
+    first, last = re.findall(r'<tbody data-step="(\d+)"( hidden)?>(.*?)</tbody>', table)
+    assert first[:2] == ("1", " hidden") and last[:2] == ("2", "")
+    assert first[2].count("<tr>") == 2 and "<mark>&lt;</mark>" in first[2]
+    assert "group mean 0.5, &lt;b&gt; 0.5" in first[2] and "<mark>3</mark>" in last[2]
+    assert '<output>2</output><input type="range" min="0" max="1" value="1"' in table
+
+
+async def test_completions_of_each_step_are_read_from_the_journal_of_an_older_run(tmp_path):
+    steps = [[[trajectory("1", 1.0, [i]), trajectory("2", 0.5, [i])]] for i in range(3)]
+    (await write_journal(tmp_path, *steps)).close()
+    found = samples.by_step(tmp_path, {})
+    assert list(found) == [1, 2, 3]
+    assert all([s.reward for s in kept] == [1.0, 0.5] for kept in found.values())
+    assert "hidden" not in tables.completions(tmp_path / "nothing", {})
+
+
+def test_a_long_run_is_browsed_evenly_and_to_its_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(samples, "MAX_STEPS", 3)
+    write_samples(tmp_path, *([trajectory("1", 1.0, [0])] for _ in range(8)))
+    assert list(samples.by_step(tmp_path, {})) == [1, 4, 7, 8]
+
+
+def test_a_damaged_file_of_samples_is_said(tmp_path):
+    (tmp_path / "samples.jsonl").write_text("{\n", "utf-8")
+    assert "samples.jsonl:1: not samples of a step" in tables.completions(tmp_path, {})
+
+
+async def test_a_browser_goes_from_step_to_step(tmp_path):
+    browser.require()
+    write_run(tmp_path, [{"step": 1, "reward/mean": 0.5}, {"step": 2, "reward/mean": 0.5}])
+    write_samples(tmp_path, *([trajectory(text, 1.0, [0])] for text in ("1", "2", "3")))
+    shown = """
+        [...document.querySelectorAll('.browser tbody')].filter(e => e.getBoundingClientRect().height > 0)
+          .map(e => e.dataset.step).concat(document.querySelector('.browser output').textContent)
+    """
+    move = """
+        const slider = document.querySelector('.browser input');
+        slider.value = 1; slider.dispatchEvent(new Event('input')); null
+    """
+    async with browser.browsing() as page:
+        await page.open(report.write_report(tmp_path), width=500, dark=False)
+        assert await page.evaluate(shown) == ["3", "3"]
+        await page.evaluate(move)
+        assert await page.evaluate(shown) == ["2", "2"]
 
 
 async def test_a_page_looks_right_in_a_browser(tmp_path):

@@ -79,7 +79,8 @@ _AT_LEAST_ONE = {
 _AT_LEAST_ZERO = (
     "seed", "task.seed", "tokenizer.vocab_size", "warm_start.num_steps", "warm_start.learning_rate",
     "warm_start.num_demonstrations", "queue.max_staleness",
-    "queue.max_failures", "journal.max_bytes", "rollout.max_retries", "rollout.reward_calls_per_process",
+    "queue.max_failures", "journal.max_bytes", "journal.samples_per_step",
+    "rollout.max_retries", "rollout.reward_calls_per_process",
     "learner.head_chunk_tokens", "learner.learning_rate", "learner.warmup_updates", "learner.weight_decay",
     "learner.max_mismatch", "server.devices", "evaluate.seed", "supervisor.max_restarts",
 )  # fmt: skip

@@ -52,6 +52,7 @@ ADDED: dict[str, Any] = {
     "learner.moment_dtype": "float32",
     "rollout.sample_padding": True,
     "supervisor.processes": "many",
+    "journal.samples_per_step": 0,
     "server.devices": 0,
     "server.release_cache": False,
     "model.family": "llama",
@@ -152,6 +153,9 @@ class Journal:
     keep: str = "all"
     # of the groups of "all"; beyond it the oldest steps with a checkpoint are deleted; 0: no bound
     max_bytes: int = 0
+    samples_per_step: int = (
+        2  # completions kept as text, in samples.jsonl, TensorBoard and the report
+    )
     path: str = ""  # of the file; "": WORKDIR/journal.sqlite
     mode: str = "wal"  # "wal" | "delete", which also suits network file systems
     synchronous: str = "normal"  # survives a killed process | "full": a loss of power, too

@@ -144,5 +144,8 @@ class FollowerMetrics:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         pass
 
+    def show(self, step: int, name: str, text: str) -> None:
+        pass
+
     def close(self) -> None:
         pass

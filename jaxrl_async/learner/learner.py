@@ -96,6 +96,7 @@ def train(
     reference: Any = None,
     should_stop: Callable[[int, bool], bool] = lambda step, chunk_arrived: False,
     own_samples: bool = True,
+    keep_samples: Callable[[int, Sequence[Group]], None] = lambda step, groups: None,
 ) -> TrainState:
     """Trains from first_step to learner.num_steps. Step s turns version s − 1 into version s.
 
@@ -117,6 +118,7 @@ def train(
         and not published: a resumed run publishes it. All processes of the learner get the same answer.
       own_samples: whether the versions in the groups are those of this training. In a replay with other settings they
         are the run's, so there is no mismatch to measure.
+      keep_samples: takes the groups of each step that has ended.
 
     Returns:
       The state of the last version.
@@ -131,7 +133,7 @@ def train(
     state, accumulator = train_step.warm_up(state, pack.padding(), reference)
     wait_for_push = settings.mode != "async"  # A step then starts after the push before it.
     finalizer = _StepFinalizer(
-        settings, train_step, queue, publisher, save, metrics, timers, own_samples
+        settings, train_step, queue, publisher, save, metrics, timers, own_samples, keep_samples
     )
     for step in range(first_step, settings.learner.num_steps + 1):
         groups: list[Group] = []
@@ -223,8 +225,9 @@ class _StepFinalizer:
         metrics: MetricsWriter,
         timers: Timers,
         own_samples: bool,
+        keep_samples: Callable[[int, Sequence[Group]], None],
     ):
-        self._own_samples = own_samples
+        self._own_samples, self._keep_samples = own_samples, keep_samples
         self._settings, self._train_step, self._queue = settings, train_step, queue
         self._publisher, self._save, self._metrics = publisher, save, metrics
         self._timers = timers
@@ -297,6 +300,7 @@ class _StepFinalizer:
         row["compile/count"] = self._train_step.num_compilations()
         row["learner/tokens_per_sec"] = row.pop("tokens") / row["time/step_secs"]
         self._metrics.write(ended.step, row)
+        self._keep_samples(ended.step, ended.groups)
         self._check_failures(status)
         if self._settings.learner.fail_on_recompile and row["compile/count"] > self._compiled:
             raise RecompileError(

@@ -1,19 +1,21 @@
-"""Sample completions from a run's journal: the first, the last, the best, the worst and the longest."""
+"""The completions of a report: some of each step, and the first, last, best, worst and longest of the journal."""
 
+import contextlib
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from jaxrl_async.queue.journal import JournalError, JournalReader
+from jaxrl_async.samples import Sample, choose, read_samples, sample_of
 from jaxrl_async.tasks import hub
 from jaxrl_async.tasks.tokenizer import load_tokenizer
-from jaxrl_async.types import NOT_SAMPLED, Trajectory
+from jaxrl_async.types import Group, Trajectory
 
 MAX_GROUPS = 4096  # read at most, evenly spaced over the run
+MAX_STEPS = 200  # to browse, evenly spaced over the run
+PER_STEP = 2  # of a step that is read from the journal
 
 
 class NoSamplesError(ValueError):
@@ -21,32 +23,14 @@ class NoSamplesError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Sample:
-    """A trained completion."""
-
-    chosen_as: str  # "first", "last", "best", "worst", "longest", or several of them
-    step: int
-    prompt_index: int
-    prompt: str
-    spans: tuple[
-        tuple[str, int | None], ...
-    ]  # (text, version that sampled it; None if not sampled)
-    num_tokens: int
-    reward: float
-    group_reward: float  # mean of its group
-    truncated: bool
-
-
-@dataclasses.dataclass(frozen=True)
 class _Found:
     step: int
-    prompt_index: int
-    group_reward: float
+    group: Group
     trajectory: Trajectory
 
 
-def samples(workdir: pathlib.Path, config: Mapping[str, Any]) -> list[Sample]:
-    """Completions of a run; of equals, the latest.
+def samples(workdir: pathlib.Path, config: Mapping[str, Any]) -> list[tuple[str, Sample]]:
+    """(what it was chosen as, completion) of a run; of equals, the latest.
 
     Args:
       workdir: of a run that has ended.
@@ -55,20 +39,56 @@ def samples(workdir: pathlib.Path, config: Mapping[str, Any]) -> list[Sample]:
     Raises:
       NoSamplesError: no journal, no group in it, no tokenizer, or a queue that has the journal open.
     """
+    try:
+        with _reader(workdir, config) as reader:
+            chosen = _choose(_trained(reader))
+        decode = _decode_of(workdir, config)
+        return [
+            (what, sample_of(found.step, found.group, found.trajectory, decode))
+            for what, found in _merged(chosen)
+        ]
+    except (JournalError, OSError, ValueError) as error:
+        raise NoSamplesError(str(error)) from error
+
+
+def by_step(workdir: pathlib.Path, config: Mapping[str, Any]) -> dict[int, list[Sample]]:
+    """Step → completions from the highest reward to the lowest, of at most MAX_STEPS steps and of the last; {} without
+    any. From samples.jsonl; where a run wrote none, from its journal.
+
+    Raises:
+      NoSamplesError: samples.jsonl is damaged.
+    """
+    try:
+        if steps := read_samples(workdir):
+            return {step: steps[step] for step in _evenly(list(steps))}
+    except (OSError, ValueError) as error:
+        raise NoSamplesError(str(error)) from error
+    try:
+        with _reader(workdir, config) as reader:
+            decode, found = _decode_of(workdir, config), {}
+            for step in _evenly(list(reader.steps())):
+                if groups := [group for _, group in _groups(reader, [(step, 0)])]:
+                    found[step] = choose(step, groups, PER_STEP, decode)
+            return found
+    except (JournalError, OSError, ValueError):
+        return {}
+
+
+def _evenly(steps: Sequence[int]) -> Sequence[int]:
+    every = max(1, -(-len(steps) // MAX_STEPS))
+    return sorted({*steps[::every], *steps[-1:]})
+
+
+def _reader(workdir: pathlib.Path, config: Mapping[str, Any]):
+    """The run's journal, open within a block."""
     journal = config.get("journal", {})
     if journal.get("keep") == "none":
         raise NoSamplesError("the run kept no journal (journal.keep is 'none')")
-    try:
-        reader = JournalReader(journal.get("path") or workdir / "journal.sqlite")
-        try:
-            chosen = _choose(_trained(reader))
-        finally:
-            reader.close()
-        tokenizer = load_tokenizer(_tokenizer_path(workdir, config))
-        decode = functools.partial(tokenizer.decode, special=True)
-        return [_sample(what, found, decode) for what, found in _merged(chosen)]
-    except (JournalError, OSError, ValueError) as error:
-        raise NoSamplesError(str(error)) from error
+    return contextlib.closing(JournalReader(journal.get("path") or workdir / "journal.sqlite"))
+
+
+def _decode_of(workdir: pathlib.Path, config: Mapping[str, Any]):
+    return functools.partial(load_tokenizer(_tokenizer_path(workdir, config)).decode, special=True)
 
 
 def _tokenizer_path(workdir: pathlib.Path, config: Mapping[str, Any]) -> pathlib.Path:
@@ -84,15 +104,22 @@ def _trained(reader: JournalReader) -> Iterator[_Found]:
     if len(reader) > MAX_GROUPS:
         every = -(-len(reader) // MAX_GROUPS)
         chunks = sorted({*chunks[::every], chunks[-1]})
+    for step, group in _groups(reader, chunks):
+        for trajectory in group.trajectories:
+            yield _Found(step, group, trajectory)
+
+
+def _groups(
+    reader: JournalReader, chunks: Sequence[tuple[int, int]]
+) -> Iterator[tuple[int, Group]]:
+    """(step, group) of the chunks that are still there."""
     for step, chunk in chunks:
         try:
             groups, _ = reader.chunk(step, chunk)
         except JournalError:  # deleted: journal.keep = "checkpointed"
             continue
         for group in groups:
-            mean = float(group.rewards.mean())
-            for trajectory in group.trajectories:
-                yield _Found(step, group.prompt_index, mean, trajectory)
+            yield step, group
 
 
 def _choose(found: Iterator[_Found]) -> dict[str, _Found]:
@@ -118,31 +145,3 @@ def _merged(chosen: Mapping[str, _Found]) -> Iterator[tuple[str, _Found]]:
         names = [name for name, other in chosen.items() if other is found]
         if names[0] == what:
             yield ", ".join(names), found
-
-
-def _sample(what: str, found: _Found, decode: Callable[[Sequence[int]], str]) -> Sample:
-    trajectory = found.trajectory
-    return Sample(
-        chosen_as=what,
-        step=found.step,
-        prompt_index=found.prompt_index,
-        prompt=decode(trajectory.tokens[: trajectory.prompt_length].tolist()),
-        spans=tuple(_spans(trajectory, decode)),
-        num_tokens=len(trajectory.completion),
-        reward=float(trajectory.reward),
-        group_reward=found.group_reward,
-        truncated=trajectory.finish_reason == "length",
-    )
-
-
-def _spans(
-    trajectory: Trajectory, decode: Callable[[Sequence[int]], str]
-) -> Iterator[tuple[str, int | None]]:
-    """The completion, split where the version changes."""
-    versions = trajectory.versions[trajectory.prompt_length :]
-    cuts = np.flatnonzero(np.diff(versions)) + 1
-    parts = (np.split(trajectory.completion, cuts), np.split(versions, cuts))
-    for tokens, same in zip(*parts, strict=True):
-        if len(same):
-            version = int(same[0])
-            yield decode(tokens.tolist()), None if version == NOT_SAMPLED else version

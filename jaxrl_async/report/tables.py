@@ -11,8 +11,19 @@ import numpy as np
 from jaxrl_async import security
 from jaxrl_async.metrics import METRICS, column
 from jaxrl_async.report import plots
-from jaxrl_async.report.samples import NoSamplesError, Sample, samples
+from jaxrl_async.report.samples import NoSamplesError, by_step, samples
+from jaxrl_async.samples import Sample
 
+# The slider's place → the rows of its step.
+_BROWSE = """
+for (const browser of document.querySelectorAll(".browser")) {
+  const steps = browser.querySelectorAll("tbody");
+  browser.querySelector("input").addEventListener("input", event => {
+    steps.forEach((body, i) => { body.hidden = i !== Number(event.target.value); });
+    browser.querySelector("output").value = steps[event.target.value].dataset.step;
+  });
+}
+"""
 _MANY_POINTS = 8  # a longer table of evaluations is folded
 
 Rows = Sequence[Mapping[str, float | None]]
@@ -39,19 +50,55 @@ def scores(points: Rows) -> str:
 
 
 def completions(workdir: pathlib.Path, config: Mapping[str, Any]) -> str:
-    """Some completions of the run, or the reason why none can be shown."""
+    """Some completions of the run, or the reason why none can be shown; then some of each step, to browse."""
+    chosen, browser, why = "", "", ""
     try:
-        found = samples(workdir, config)
+        body = "".join(_completion(what, sample) for what, sample in samples(workdir, config))
+        chosen = (
+            f"{_samples_table('Chosen as', f'<tbody>{body}</tbody>')}"
+            '<p class="note">Chosen from all trained completions; of equals, the latest. The shade changes where a '
+            "new version of the weights continued a completion.</p>"
+        )
     except NoSamplesError as error:
-        return f'<p class="soft">No completions to show: {escape(str(error))}.</p>'
-    names = ("Chosen as", "Step", "Prompt", "Completion", "Reward", "Versions")
-    head = "".join(f"<th>{name}</th>" for name in names)
-    return (
-        f'<table class="samples stacked"><thead><tr>{head}</tr></thead>'
-        f"<tbody>{''.join(map(_completion, found))}</tbody></table>"
-        '<p class="note">Chosen from all trained completions; of equals, the latest. The shade changes where a new '
-        "version of the weights continued a completion.</p>"
+        why = str(error)
+    try:
+        browser = _browser(by_step(workdir, config))
+    except NoSamplesError as error:
+        why = str(error)
+    if chosen or browser:
+        return chosen + browser
+    return f'<p class="soft">No completions to show: {escape(why)}.</p>'
+
+
+def _browser(steps: Mapping[int, Sequence[Sample]]) -> str:
+    """Completions of one step at a time, of the last one at first; "" for less than two steps."""
+    if len(steps) < 2:
+        return ""
+    last = max(steps)
+    bodies = "".join(
+        f'<tbody data-step="{step}"{"" if step == last else " hidden"}>'
+        f"{''.join(_completion(_rank(place, found), s) for place, s in enumerate(found))}</tbody>"
+        for step, found in steps.items()
     )
+    return (
+        '<h3>By step</h3><div class="browser"><label>Step <output>'
+        f'{last}</output><input type="range" min="0" max="{len(steps) - 1}" value="{len(steps) - 1}" '
+        f'aria-label="Step"></label>{_samples_table("", bodies)}</div>'
+        '<p class="note">Of each step, by reward from the highest to the lowest.</p>'
+        f"<script>{_BROWSE}</script>"
+    )
+
+
+def _rank(place: int, found: Sequence[Sample]) -> str:
+    if len(found) == 1:
+        return ""
+    return {0: "highest", len(found) - 1: "lowest"}.get(place, "")
+
+
+def _samples_table(first: str, bodies: str) -> str:
+    names = (first, "Step", "Prompt", "Completion", "Reward", "Versions")
+    head = "".join(f"<th>{name}</th>" for name in names)
+    return f'<table class="samples stacked"><thead><tr>{head}</tr></thead>{bodies}</table>'
 
 
 def time(rows: Rows) -> str:
@@ -140,7 +187,7 @@ def escape(text: str) -> str:
     return html.escape(security.escaped(text, keep="\n\t"), quote=True)
 
 
-def _completion(sample: Sample) -> str:
+def _completion(what: str, sample: Sample) -> str:
     versions = [version for _, version in sample.spans if version is not None]
     several = len(sample.spans) > 1
     text = "".join(
@@ -148,16 +195,20 @@ def _completion(sample: Sample) -> str:
         for part, version in sample.spans
     )
     low, high = min(versions, default=0), max(versions, default=0)
-    tokens = f"{sample.num_tokens} tokens" + (", cut off" if sample.truncated else "")
+    tokens = f"{sample.num_tokens} tokens" + (
+        ", cut off" if sample.finish_reason == "length" else ""
+    )
+    parts = (f"{name} {value:.3g}" for name, value in sample.components.items())
+    notes = ", ".join([f"group mean {sample.group_reward:.2g}", *parts])
     cells = {
         "Step": f"{sample.step}",
         "Prompt": f'<div class="text">{escape(sample.prompt)}</div>',
         "Completion": f'<div class="text">{text}</div><span class="note">{tokens}</span>',
-        "Reward": f'{sample.reward:.3g}<br><span class="note">group mean {sample.group_reward:.2g}</span>',
+        "Reward": f'{sample.reward:.3g}<br><span class="note">{escape(notes)}</span>',
         "Versions": f"{low}" if low == high else f"{low}–{high}",
     }
     body = "".join(f'<td data-label="{name}">{cell}</td>' for name, cell in cells.items())
-    return f"<tr><td>{escape(sample.chosen_as)}</td>{body}</tr>"
+    return f"<tr><td>{escape(what)}</td>{body}</tr>"
 
 
 def _flat(block: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:

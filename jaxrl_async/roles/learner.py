@@ -30,6 +30,7 @@ from jaxrl_async.queue.records import Identity, ResumePoint, Share, Wait
 from jaxrl_async.roles import parts, preflight
 from jaxrl_async.runtime import preemption
 from jaxrl_async.runtime.supervisor import visible_devices
+from jaxrl_async.samples import SampleWriter
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.preflight import Expected
 from jaxrl_async.tasks.prompts import demonstration_tokens, test_prompts, validation_prompts
@@ -192,7 +193,13 @@ def _train(
         else:  # It follows process 0, which alone prunes the store.
             publisher = follower.FollowerPublisher(queue.watch_version)
             queue, metrics = follower.FollowerQueue(queue), follower.FollowerMetrics()
-        for part_of_run in (checkpoints, metrics, publisher):
+        kept = SampleWriter(
+            workdir,
+            functools.partial(tokenizer.decode, special=True),
+            per_step=settings.journal.samples_per_step if process == 0 else 0,
+            show=metrics.show,
+        )
+        for part_of_run in (checkpoints, kept, metrics, publisher):
             stack.callback(part_of_run.close)
         versions = links.versions(
             publisher,
@@ -240,6 +247,7 @@ def _train(
             timers=timers,
             reference=reference,
             should_stop=should_stop,
+            keep_samples=kept.write,
         )
         saves.check(wait=True)
         return checkpoints.latest() >= learner.num_steps  # The last step is always saved.

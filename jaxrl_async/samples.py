@@ -1,0 +1,166 @@
+"""Some completions of each step as text, in WORKDIR/samples.jsonl: they stay when the journal forgets its groups."""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from jaxrl_async.types import NOT_SAMPLED, Group, Trajectory
+
+FILE = "samples.jsonl"
+MAX_CHARS = 2000  # of a prompt and of a completion; of a longer one the middle is left out
+LEFT_OUT = " … "
+
+Decode = Callable[[Sequence[int]], str]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """A trained completion."""
+
+    step: int
+    prompt_index: int
+    prompt: str
+    # (text, version that sampled it; None if not sampled)
+    spans: tuple[tuple[str, int | None], ...]
+    num_tokens: int
+    reward: float
+    group_reward: float  # mean of its group
+    finish_reason: str  # "stop" | "length"
+    components: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of the reward
+
+    @property
+    def completion(self) -> str:
+        """Its whole text."""
+        return "".join(text for text, _ in self.spans)
+
+
+def sample_of(step: int, group: Group, trajectory: Trajectory, decode: Decode) -> Sample:
+    """One trajectory of a group as text; `decode` shows special tokens."""
+    return Sample(
+        step=step,
+        prompt_index=group.prompt_index,
+        prompt=decode(trajectory.tokens[: trajectory.prompt_length].tolist()),
+        spans=tuple(_spans(trajectory, decode)),
+        num_tokens=len(trajectory.completion),
+        reward=float(trajectory.reward),
+        group_reward=float(group.rewards.mean()),
+        finish_reason=trajectory.finish_reason,
+        components=dict(trajectory.components),
+    )
+
+
+def choose(
+    step: int, groups: Sequence[Group], count: int, decode: Decode, max_chars: int = MAX_CHARS
+) -> list[Sample]:
+    """`count` trajectories of a step, evenly spaced by reward from the highest to the lowest; of equals, the first."""
+    ranked = [(group, trajectory) for group in groups for trajectory in group.trajectories]
+    ranked.sort(key=lambda pair: -pair[1].reward)
+    places = np.linspace(0, len(ranked) - 1, min(count, len(ranked))).round().astype(int)
+    found = (sample_of(step, *ranked[place], decode) for place in places)
+    return [_bounded(sample, max_chars) for sample in found]
+
+
+class SampleWriter:
+    """Appends samples of each step."""
+
+    def __init__(
+        self,
+        workdir: str | pathlib.Path,
+        decode: Decode,
+        *,
+        per_step: int,
+        show: Callable[[int, str, str], None] = lambda step, name, text: None,
+    ):
+        """Opens nothing where per_step is 0.
+
+        Args:
+          workdir: of the run.
+          decode: token ids → text, special tokens included.
+          per_step: completions of a step, ≥ 0.
+          show: (step, name, text) → shows a sample elsewhere too, as TensorBoard.
+        """
+        self._decode, self._per_step, self._show = decode, per_step, show
+        self._file = None
+        if per_step:
+            self._file = open(pathlib.Path(workdir) / FILE, "a", encoding="utf-8")
+
+    def write(self, step: int, groups: Sequence[Group]) -> None:
+        """Writes samples of a step's groups, in one line."""
+        if self._file is None:
+            return
+        found = choose(step, groups, self._per_step, self._decode)
+        self._file.write(json.dumps([dataclasses.asdict(s) for s in found]) + "\n")
+        self._file.flush()
+        for place, sample in enumerate(found, start=1):
+            self._show(step, f"samples/{place}", _as_markdown(sample))
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def read_samples(workdir: str | pathlib.Path) -> dict[int, list[Sample]]:
+    """Step → its samples, by step; of a step run twice (after a resume), the later ones. {} where none were written.
+
+    Raises:
+      ValueError: a complete line that is not of this file, with its number.
+    """
+    path = pathlib.Path(workdir) / FILE
+    if not path.exists():
+        return {}
+    steps = {}
+    # What follows the last newline is still being written.
+    for number, line in enumerate(path.read_text("utf-8").split("\n")[:-1], start=1):
+        try:
+            found = [
+                Sample(**fields | {"spans": tuple(map(tuple, fields["spans"]))})
+                for fields in json.loads(line)
+            ]
+            steps[found[0].step] = found
+        except (ValueError, TypeError, KeyError, IndexError) as error:
+            raise ValueError(f"{path}:{number}: not samples of a step: {error}") from None
+    return dict(sorted(steps.items()))
+
+
+def _spans(trajectory: Trajectory, decode: Decode) -> Iterator[tuple[str, int | None]]:
+    """The completion, split where the version changes."""
+    versions = trajectory.versions[trajectory.prompt_length :]
+    cuts = np.flatnonzero(np.diff(versions)) + 1
+    parts = (np.split(trajectory.completion, cuts), np.split(versions, cuts))
+    for tokens, same in zip(*parts, strict=True):
+        if len(same):
+            version = int(same[0])
+            yield decode(tokens.tolist()), None if version == NOT_SAMPLED else version
+
+
+def _bounded(sample: Sample, max_chars: int) -> Sample:
+    prompt, spans = sample.prompt, sample.spans
+    if len(prompt) > max_chars:
+        half = max_chars // 2
+        prompt = prompt[:half] + LEFT_OUT + prompt[-half:]
+    return dataclasses.replace(sample, prompt=prompt, spans=tuple(_cut(spans, max_chars)))
+
+
+def _cut(spans, max_chars):
+    """The spans without what lies between the first and the last half of max_chars."""
+    total, half, start = sum(len(text) for text, _ in spans), max_chars // 2, 0
+    for text, version in spans:
+        kept = text
+        if total > max_chars:
+            left_out = LEFT_OUT if start <= half < start + len(text) else ""
+            head, tail = text[: max(0, half - start)], text[max(0, total - half - start) :]
+            kept = head + left_out + tail
+        start += len(text)
+        if kept:
+            yield kept, version
+
+
+def _as_markdown(sample: Sample) -> str:
+    """TensorBoard reads markdown; what is indented is shown as it is."""
+    parts = "".join(f", {name} {value:.3g}" for name, value in sample.components.items())
+    head = f"reward {sample.reward:.3g}{parts}, {sample.num_tokens} tokens, {sample.finish_reason}"
+    lines = [*sample.prompt.split("\n"), "→", *sample.completion.split("\n")]
+    return "\n".join([head, "", *(f"    {line}" for line in lines)])
