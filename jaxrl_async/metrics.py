@@ -79,14 +79,16 @@ _TAIL_BYTES = 1 << 16  # longer than a row
 
 
 class MetricsWriter:
-    """Appends one object per step to metrics.jsonl and the same names to TensorBoard."""
+    """Appends one object per step to metrics.jsonl and the same names to TensorBoard, and to a tracker."""
 
-    def __init__(self, workdir: str | pathlib.Path):
+    def __init__(self, workdir: str | pathlib.Path, tracker: Any = None):
+        """`tracker`: a `tracker.Tracker` that is closed with the writer; None for none."""
         from tensorboardX import FileWriter  # Imports slowly; only the learner writes.
 
         workdir = pathlib.Path(workdir)
         self._file = open(workdir / "metrics.jsonl", "a", encoding="utf-8")
         self._board = FileWriter(str(workdir / "tensorboard"))
+        self._tracker = tracker
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Writes the metrics of a step.
@@ -101,6 +103,8 @@ class MetricsWriter:
         self._file.write(json.dumps(_finite(row)) + "\n")
         self._file.flush()
         self._board.add_summary(_summary(values), step)
+        if self._tracker is not None:
+            self._tracker.write(step, values)
 
     def show(self, step: int, name: str, text: str) -> None:
         """Shows a text, of markdown, in TensorBoard alone."""
@@ -111,6 +115,8 @@ class MetricsWriter:
     def close(self) -> None:
         self._file.close()
         self._board.close()
+        if self._tracker is not None:
+            self._tracker.close()
 
 
 def _summary(values: Mapping[str, float]) -> Any:

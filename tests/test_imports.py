@@ -14,6 +14,7 @@ ROOT = pathlib.Path(__file__).parent.parent / "jaxrl_async"
 MAY_IMPORT = {
     "types": set(),
     "samples": {"types"},
+    "tracker": set(),
     "awake": set(),
     "security": set(),
     "metrics": set(),
@@ -54,6 +55,7 @@ MAY_IMPORT["api"] = {"cli", "metrics", "report", "roles"}
 WITHOUT_JAX = (
     "types",
     "samples",
+    "tracker",
     "awake",
     "security",
     "config",

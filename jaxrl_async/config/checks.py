@@ -27,6 +27,7 @@ from jaxrl_async.config.settings import (
     PAUSE_MODES,
     PROCESSES,
     TOKENIZERS,
+    TRACKERS,
     TRANSPORTS,
     Model,
     Queue,
@@ -58,6 +59,7 @@ _ONE_OF = {
     "journal.synchronous": JOURNAL_SYNCHRONOUS,
     "tokenizer.kind": TOKENIZERS,
     "supervisor.processes": PROCESSES,
+    "tracker.kind": TRACKERS,
 }
 _AT_LEAST_ONE = {
     "queue": ("max_running_groups", "max_bytes", "max_message_bytes", "max_attempts"),

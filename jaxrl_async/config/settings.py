@@ -23,6 +23,7 @@ FAMILIES = ("llama", "gemma3")  # models.families
 TRANSPORTS = ("disk", "tensor", "stream")  # weights.transports
 PAUSE_MODES = ("retract", "in_place")  # of a server, around new weights
 JOURNAL_KEEPS = ("all", "checkpointed", "none")  # queue.journal
+TRACKERS = ("", "wandb", "mlflow")  # tracker.SERVICES
 PROCESSES = ("auto", "many", "one")  # runtime.supervisor.in_one_process
 JOURNAL_MODES = ("wal", "delete")
 JOURNAL_SYNCHRONOUS = ("normal", "full")
@@ -53,6 +54,8 @@ ADDED: dict[str, Any] = {
     "rollout.sample_padding": True,
     "supervisor.processes": "many",
     "journal.samples_per_step": 0,
+    "tracker.kind": "",
+    "tracker.project": "",
     "server.devices": 0,
     "server.release_cache": False,
     "model.family": "llama",
@@ -338,6 +341,14 @@ class Supervisor:
 
 
 @dataclasses.dataclass(frozen=True)
+class Tracker:
+    """Where the rows of metrics also go; tracker.py."""
+
+    kind: str = ""  # "": nowhere else | "wandb": Weights & Biases | "mlflow"; by their own environment variables
+    project: str = "jaxrl_async"  # W&B's project, MLflow's experiment
+
+
+@dataclasses.dataclass(frozen=True)
 class Cpus:
     """Processor cores of each role on this machine; (): the system chooses."""
 
@@ -374,4 +385,5 @@ class Settings:
     checkpoint: Checkpoint = Checkpoint()
     evaluate: Evaluate = Evaluate()
     supervisor: Supervisor = Supervisor()
+    tracker: Tracker = Tracker()
     cpus: Cpus = Cpus()

@@ -105,7 +105,7 @@ class Links:
 
     def metrics(self, workdir: pathlib.Path) -> MetricsWriter:
         """Writes the rows of steps."""
-        return MetricsWriter(workdir)
+        return MetricsWriter(workdir, parts.tracker_of(self._settings, workdir))
 
     def queue(self, share: Share) -> LearnerQueue:
         """The client of the queue, not opened yet, of the learner process with this share."""

@@ -192,7 +192,10 @@ class _DirectLinks(learner.Links):
         return {"keeps_params": True, "turn": turn}
 
     def metrics(self, workdir: pathlib.Path) -> MetricsWriter:
-        return _WithWaits(workdir, self._turns) if self._turns else MetricsWriter(workdir)
+        tracker = parts.tracker_of(self._settings, workdir)
+        if self._turns:
+            return _WithWaits(workdir, tracker, self._turns)
+        return MetricsWriter(workdir, tracker)
 
     def check(self, expected: Expected) -> None:
         """Does nothing: engine and learner are made of the same settings."""
@@ -219,8 +222,8 @@ class _DirectLinks(learner.Links):
 class _WithWaits(MetricsWriter):
     """Adds the waits for a shared device to each row."""
 
-    def __init__(self, workdir: pathlib.Path, turns: Turns):
-        super().__init__(workdir)
+    def __init__(self, workdir: pathlib.Path, tracker: Any, turns: Turns):
+        super().__init__(workdir, tracker)
         self._turns = turns
 
     def write(self, step: int, row: Mapping[str, float]) -> None:

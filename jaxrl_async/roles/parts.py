@@ -4,6 +4,7 @@ Each function imports its own part, so that a process loads no more than it need
 """
 
 import contextlib
+import dataclasses
 import functools
 import json
 import pathlib
@@ -203,6 +204,18 @@ def model_path(settings: Settings, workdir: pathlib.Path) -> pathlib.Path:
     text = json.dumps(config, indent=2)
     (directory / "config.json").write_text(text, encoding="utf-8")
     return directory
+
+
+def tracker_of(settings: Settings, workdir: pathlib.Path):
+    """The run's experiment tracker; None without one."""
+    from jaxrl_async.tracker import SERVICES, Tracker
+
+    wanted = settings.tracker
+    if not wanted.kind:
+        return None
+    _, service = SERVICES[wanted.kind]
+    config = dataclasses.asdict(settings)
+    return Tracker(service, workdir, project=wanted.project, config=config)
 
 
 def engine_of(settings: Settings, workdir: pathlib.Path, *, name: str, **sharing):

@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import contextlib
+import importlib.util
 import pathlib
 import socket
 import time
@@ -21,6 +22,7 @@ from jaxrl_async.rollout.runner import rollout_function
 from jaxrl_async.runtime import workdir as workdirs
 from jaxrl_async.runtime.workdir import SHAPE
 from jaxrl_async.servers import files
+from jaxrl_async.tracker import SERVICES
 from jaxrl_async.weights.discovery import check_tls, parse
 
 RESOLVE_SECS = 10.0  # for the names of all servers; one that takes longer is left to the preflight
@@ -135,6 +137,7 @@ def prepare(settings: Settings, workdir: pathlib.Path, *, resume: bool = False) 
     """
     _check_hosts(settings)
     _check_discovery(settings)
+    _check_tracker(settings)
     splits = {}
     with _errors_of(f"task {settings.task.name!r}: "):
         task = parts.task_of(settings)
@@ -161,6 +164,17 @@ def prepare(settings: Settings, workdir: pathlib.Path, *, resume: bool = False) 
         raise StartError(
             f"evaluate.num_prompts = {num_prompts} must be ≤ {num_test}, the questions of the test split of task "
             f"{settings.task.name!r}"
+        )
+
+
+def _check_tracker(settings: Settings) -> None:
+    if not (kind := settings.tracker.kind):
+        return
+    package, _ = SERVICES[kind]
+    if importlib.util.find_spec(package) is None:
+        raise StartError(
+            f"tracker.kind = {kind!r} needs the package {package}, which is not installed: "
+            f"pip install 'jaxrl_async[{kind}]'"
         )
 
 
