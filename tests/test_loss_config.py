@@ -1,12 +1,18 @@
 """The losses that a config can name, and those that it refuses, with the reason."""
 
 import dataclasses
+import json
 import math
 
 import pytest
+from fixtures.runs import QUICKSTART
 
+from jaxrl_async.cli.config import settings_of
+from jaxrl_async.config import base_config
 from jaxrl_async.config import loss as loss_config
+from jaxrl_async.config.build import config_dict
 from jaxrl_async.config.loss import LossConfig
+from jaxrl_async.config.settings import SettingsError
 from jaxrl_async.objectives.advantages import ADVANTAGES
 from jaxrl_async.objectives.anchors import ANCHORS, APPROXIMATIONS
 from jaxrl_async.objectives.kl import KLS
@@ -249,3 +255,93 @@ def test_a_loss_says_which_log_probs_it_needs():
     assert LossConfig(**KL).needs_reference
     assert not LossConfig(**KL, kl_to="behavior").needs_reference
     assert not LossConfig(kl_to="reference").needs_reference
+
+
+@pytest.mark.parametrize("name", [p for p in loss_config.PRESETS if p not in ("", "dr_grpo")])
+def test_a_preset_is_a_loss_of_its_parts(name):
+    config = base_config()
+    config.loss.preset = name
+    settings = settings_of(config)
+    for part, value in loss_config.PRESETS[name].items():
+        assert getattr(settings.loss, part) == value == config.loss[part]
+    settings.loss.check_new()
+    kept = json.loads(config.to_json())  # as config.json
+    assert settings_of(config_dict(kept)).loss == settings.loss
+
+
+def test_the_preset_a3po_is_the_default():
+    assert dataclasses.replace(preset("a3po"), preset="") == LossConfig()
+
+
+def preset(name, **parts):
+    config = base_config()
+    with config.unlocked():
+        config.loss.update({"preset": name} | parts)
+    return settings_of(config).loss
+
+
+def test_gspo_is_more_than_its_ratio():
+    gspo = preset("gspo", kl="k3", kl_coefficient=0.1)
+    assert (gspo.ratio, gspo.clip_low, gspo.clip_high) == ("sequence", 3e-4, 4e-4)
+    assert (gspo.reduction, gspo.anchor, gspo.behavior_cap) == ("sequence_mean", "behavior", None)
+    assert gspo.kl == "k3", "what a preset does not set is the config's"
+
+
+@pytest.mark.parametrize(
+    ("name", "parts", "named"),
+    [
+        (
+            "gspo",
+            {"clip_low": 0.1},
+            "loss.preset 'gspo' sets clip_low = 0.0003, and the config 0.1",
+        ),
+        (
+            "ppo",
+            {"anchor": "current"},
+            "preset 'ppo' sets anchor = 'behavior', and the config 'curr",
+        ),
+        ("gsop", {}, "preset must be one of , ppo, decoupled_ppo"),
+        ("dr_grpo", {}, "fixed_length must be a number with reduction 'fixed_length'"),
+    ],
+)
+def test_a_preset_is_refused_where_the_config_contradicts_it(name, parts, named):
+    with pytest.raises(SettingsError) as raised:
+        preset(name, **parts)
+    assert named in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("parts", "named"),
+    [
+        ({"kl": "k1", "kl_coefficient": 0.1}, "kl 'k1' .* use 'k2'.* or 'k3'"),
+        (ICEPOP, "'icepop' .* 'recompute' or 'current', got 'a3po'"),
+        (DPPO, "'dppo_mask' .* anchor must be 'behavior', got 'a3po'"),
+        (
+            DPPO | {"surrogate": "reinforce", "anchor": "behavior"},
+            "'dppo_mask' with surrogate 'reinforce' has no importance ratio",
+        ),
+    ],
+)
+def test_a_new_run_refuses_what_does_less_than_its_name(parts, named):
+    config = LossConfig(**parts)  # An older run goes on.
+    with pytest.raises(ValueError, match=named):
+        config.check_new()
+
+
+def test_a_new_run_takes_them_where_they_do():
+    for parts in (KL, ICEPOP | {"anchor": "recompute"}, DPPO | {"anchor": "behavior"}):
+        LossConfig(**parts).check_new()
+
+
+def test_train_refuses_such_a_loss_before_it_writes(run, tmp_path):
+    flags = ["--config.loss.kl=k1", "--config.loss.kl_coefficient=0.1"]
+    code, output = run("train", f"--config={QUICKSTART}:smoke", *flags)
+    assert code == 2 and "loss.kl 'k1' has a gradient that is 0 in expectation" in output, output
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_a_preset_is_trained_with_and_kept_resolved(run, tmp_path):
+    code, output = run("train", f"--config={QUICKSTART}:smoke", "--config.loss.preset=gspo")
+    assert code == 0, output
+    kept = json.loads((tmp_path / "run" / "config.json").read_text())["loss"]
+    assert (kept["preset"], kept["clip_high"], kept["reduction"]) == ("gspo", 4e-4, "sequence_mean")

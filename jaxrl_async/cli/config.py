@@ -28,6 +28,7 @@ from jaxrl_async.config.build import (
     from_json,
     make_settings,
     parse_arg,
+    write_preset,
 )
 from jaxrl_async.config.checks import nearest
 from jaxrl_async.config.settings import RENAMED, Settings, SettingsError
@@ -160,7 +161,8 @@ def load_config(spec: str) -> ml_collections.ConfigDict:
 
 
 def settings_of(config: ml_collections.ConfigDict) -> Settings:
-    """The checked settings of a config."""
+    """The checked settings of a config, into which the parts of its loss.preset are written."""
+    write_preset(config)
     return make_settings(config.to_dict())
 
 

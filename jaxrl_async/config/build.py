@@ -14,6 +14,7 @@ from typing import Any
 import ml_collections
 
 from jaxrl_async.config.checks import nearest, problems, refuse
+from jaxrl_async.config.loss import preset_of
 from jaxrl_async.config.settings import ADDED, RENAMED, Settings, SettingsError
 
 
@@ -80,6 +81,23 @@ def complete(config: ml_collections.ConfigDict) -> list[str]:
     _fill(config, base_config())
     config.lock()
     return said
+
+
+def write_preset(config: ml_collections.ConfigDict) -> None:
+    """Writes the parts that loss.preset names into a config, in place: what is kept of a run says them all.
+
+    Raises:
+      SettingsError: the config has another value for one of them.
+    """
+    loss = config.get("loss")
+    if not isinstance(loss, Mapping | ml_collections.ConfigDict):
+        return  # `make_settings` refuses it.
+    try:
+        parts = preset_of(loss)
+    except ValueError as error:
+        raise SettingsError(f"loss.{error}") from None
+    with config.unlocked():
+        loss.update(parts)
 
 
 def from_json(config: Mapping[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:

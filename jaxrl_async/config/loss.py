@@ -8,6 +8,8 @@ refused before any device is touched.
 
 import dataclasses
 import math
+from collections.abc import Mapping
+from typing import Any
 
 ADVANTAGES = ("grpo", "dr_grpo", "rloo")
 ANCHORS = ("recompute", "current", "a3po", "linear", "behavior")
@@ -17,8 +19,35 @@ WEIGHTS = ("none", "uncapped", "mask", "clamp", "tis", "icepop", "dppo_mask")
 KLS = ("none", "k1", "k2", "k3")
 REDUCTIONS = ("token_mean", "sequence_mean", "fixed_length")
 
+# Of plain PPO, whose clip is around the policy that sampled.
+_ON_BEHAVIOR = {"anchor": "behavior", "behavior_weight": "none", "behavior_cap": None}
+# What a paper sets → the parts and numbers that are its own; docs/losses.md has the sources.
+PRESETS = {
+    "": {},
+    "ppo": _ON_BEHAVIOR,
+    "decoupled_ppo": {"anchor": "recompute", "behavior_weight": "mask", "behavior_cap": 5.0},
+    "a3po": {"anchor": "a3po", "behavior_weight": "mask", "behavior_cap": 5.0},
+    "grpo": _ON_BEHAVIOR
+    | {
+        "advantage": "grpo",
+        "reduction": "sequence_mean",
+        "kl": "k3",
+        "kl_to": "reference",
+        "kl_coefficient": 0.04,
+    },
+    "dr_grpo": _ON_BEHAVIOR | {"advantage": "dr_grpo", "reduction": "fixed_length"},
+    "dapo": _ON_BEHAVIOR
+    | {"advantage": "grpo", "clip_low": 0.2, "clip_high": 0.28, "reduction": "token_mean"},
+    "gspo": _ON_BEHAVIOR
+    | {"ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4, "reduction": "sequence_mean"},
+    "cispo": _ON_BEHAVIOR
+    | {"surrogate": "cispo", "clip_low": 1.0, "clip_high": 4.0, "reduction": "token_mean"},
+    "dg": _ON_BEHAVIOR | {"surrogate": "dg", "advantage": "dr_grpo"},
+}
+
 WITHOUT_RATIO = ("reinforce", "dg")  # surrogates of log π_θ itself
 _NAMES = {
+    "preset": tuple(PRESETS),
     "advantage": ADVANTAGES,
     "anchor": ANCHORS,
     "a3po_fresh": ("behavior", "current"),
@@ -40,6 +69,9 @@ class LossConfig:
       ValueError: an unknown name, a number outside its bounds, or parts that contradict one another; says why.
     """
 
+    preset: str = (
+        ""  # one of PRESETS: a paper's parts and numbers, in the place of defaults; "": none
+    )
     advantage: str = "grpo"  # one of ADVANTAGES
     anchor: str = "a3po"  # π_p, the policy that the clip is around: one of ANCHORS
     a3po_fresh: str = "behavior"  # the anchor of tokens with staleness 0: "behavior" | "current"
@@ -71,6 +103,36 @@ class LossConfig:
         self._check_numbers()
         self._check_weight()
         self._check_parts()
+
+    def check_new(self) -> None:
+        """Refuses for a new run what does less than its name says; runs that had it go on.
+
+        Raises:
+          ValueError: a penalty without a gradient, or a weight with an anchor that makes it another one; says why.
+        """
+        for wrong, reason in (
+            (
+                self.kl == "k1",
+                "kl 'k1' has a gradient that is 0 in expectation: as a penalty it adds noise and nothing else; use "
+                "'k2', whose gradient is the KL's, or 'k3'",
+            ),
+            (
+                self.behavior_weight == "icepop" and self.anchor not in ("recompute", "current"),
+                "weight 'icepop' is a band of the trainer's own log-probs over the engine's: anchor must be "
+                f"'recompute' or 'current', got {self.anchor!r}",
+            ),
+            (
+                self.behavior_weight == "dppo_mask" and self.anchor != "behavior",
+                "weight 'dppo_mask' takes the place of π_p/π_b, so the ratio must be to the policy that sampled: "
+                f"anchor must be 'behavior', got {self.anchor!r}",
+            ),
+            (
+                self.behavior_weight == "dppo_mask" and self.surrogate in WITHOUT_RATIO,
+                f"weight 'dppo_mask' with surrogate {self.surrogate!r} has no importance ratio at all: use 'unclipped'",
+            ),
+        ):
+            if wrong:
+                raise ValueError(reason)
 
     def check_minibatches(self, num_minibatches: int) -> None:
         """Refuses an anchor that is exact with one minibatch per step only.
@@ -197,3 +259,25 @@ class LossConfig:
         ):
             if wrong:
                 raise ValueError(reason)
+
+
+def preset_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The parts that the preset of a block of settings sets, which stand for defaults and for nothing else.
+
+    Args:
+      values: name → value of a `LossConfig`; a missing one has its default.
+
+    Raises:
+      ValueError: a part has a value that is neither the default nor the preset's; names both.
+    """
+    defaults = {field.name: field.default for field in dataclasses.fields(LossConfig)}
+    preset = values.get("preset", "")
+    parts = PRESETS.get(preset, {}) if isinstance(preset, str) else {}
+    for name, value in parts.items():
+        given = values.get(name, defaults[name])
+        if given not in (value, defaults[name]):
+            raise ValueError(
+                f"preset {preset!r} sets {name} = {value!r}, and the config {given!r}: leave one of them out "
+                "(docs/losses.md has the parts of each preset)"
+            )
+    return parts

@@ -53,6 +53,7 @@ ADDED: dict[str, Any] = {
     "learner.moment_dtype": "float32",
     "rollout.sample_padding": True,
     "supervisor.processes": "many",
+    "loss.preset": "",
     "journal.samples_per_step": 0,
     "tracker.kind": "",
     "tracker.project": "",

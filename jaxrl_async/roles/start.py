@@ -97,6 +97,10 @@ def begin(
     changes = check_workdir(config, workdir, resume=resume)
     if not resume:
         check_waits(settings)
+        try:
+            settings.loss.check_new()
+        except ValueError as error:
+            raise SettingsError(f"loss.{error}") from None
     if resume and (reason := workdirs.nothing_to_do(workdir, settings.learner.num_steps)):
         print(reason)
         return False
