@@ -24,7 +24,7 @@ RUN_TIMEOUT_SECS = 400
 # Commands that are not run here, with the reason or the test that runs them.
 ELSEWHERE = {
     "./launch/quickstart.sh": "installs: test_long",
-    "./launch/smollm2.sh": "takes half an hour: test_launch",
+    "./launch/smollm2.sh": "takes 20 minutes: test_launch",
     "./tests/run.sh": "is this",
     "jaxrl_async serve": "does not end: test_inference_http",
     "jaxrl_async status": "needs a running run: test_status, test_stalls",
