@@ -300,7 +300,7 @@ def test_gspo_is_more_than_its_ratio():
             {"anchor": "current"},
             "preset 'ppo' sets anchor = 'behavior', and the config 'curr",
         ),
-        ("gsop", {}, "preset must be one of , ppo, decoupled_ppo"),
+        ("gsop", {}, "preset must be one of ppo, decoupled_ppo, a3po"),
         ("dr_grpo", {}, "fixed_length must be a number with reduction 'fixed_length'"),
     ],
 )

@@ -97,9 +97,8 @@ class LossConfig:
     def __post_init__(self):
         for name, known in _NAMES.items():
             if getattr(self, name) not in known:
-                raise ValueError(
-                    f"{name} must be one of {', '.join(known)}; got {getattr(self, name)!r}"
-                )
+                words = ", ".join(filter(None, known))
+                raise ValueError(f"{name} must be one of {words}; got {getattr(self, name)!r}")
         self._check_numbers()
         self._check_weight()
         self._check_parts()
