@@ -86,7 +86,8 @@ def replay(
             )
             break
     config = parts.model_config_of(settings, parts.tokenizer_of(settings, workdir))
-    train_step = parts.train_step_of(settings, config, mesh_of(settings.learner))
+    mesh = mesh_of(settings.learner)
+    train_step = parts.train_step_of(settings, config, mesh)
     out.mkdir(parents=True, exist_ok=True)
     if (workdir / "tokenizer").exists():
         shutil.copytree(workdir / "tokenizer", out / "tokenizer")
@@ -100,6 +101,7 @@ def replay(
             )
             for directory in (workdir, out)
         )
+        train_step.freeze(parts.base_params(settings, workdir, config, mesh))
         abstract = train_step.abstract_state()
         state, position = theirs.restore(first, abstract)
         reference = theirs.restore(0, abstract)[0].params if settings.loss.needs_reference else None
