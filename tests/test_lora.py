@@ -1,5 +1,6 @@
 """Adapters: the base at first, the merged weights always; the same numbers in the learner, in engines and in PEFT."""
 
+import concurrent.futures
 import dataclasses
 import functools
 import json
@@ -12,13 +13,12 @@ import pytest
 import safetensors.numpy
 from fixtures import train_steps
 from fixtures.models import tiny
-from fixtures.small_learner import assert_same, flat, make_train_step
+from fixtures.small_learner import assert_same, flat
 from flax import nnx
 
 from jaxrl_async.inference import engine as engines
 from jaxrl_async.inference import loading
 from jaxrl_async.inference.sampling import SamplingParams
-from jaxrl_async.learner import train_step as train_step_module
 from jaxrl_async.models import hf, lora, sharding, transformer
 from jaxrl_async.models.lora import LoRA
 from jaxrl_async.weights.store import ADAPTER, WeightStore
@@ -107,7 +107,8 @@ def test_an_adapter_adds_its_scaled_product_to_its_layer_alone():
 def test_a_bfloat16_base_is_stored_so_and_adapters_are_not():
     config = tiny(lora=dataclasses.replace(ALL, base_dtype="bfloat16"))
     dtypes = {
-        path: leaf.dtype.name for path, leaf in nnx.to_flat_state(transformer.abstract_params(config))
+        path: leaf.dtype.name
+        for path, leaf in nnx.to_flat_state(transformer.abstract_params(config))
     }
     assert dtypes["embedding",] == dtypes["blocks", "query", "kernel"] == "bfloat16"
     assert dtypes["blocks", "query", "lora_a"] == dtypes["blocks", "mlp_norm", "scale"] == "float32"
@@ -139,7 +140,9 @@ def learned(config=CONFIG, mesh_shape=(1, 1, 1), *, context=1, rows=8, **setting
         **settings,
     )
     adapters, base = host_params(config)
-    frozen = jax.tree.map(lambda x, like: np.asarray(x, like.dtype), base, transformer.abstract_frozen(config))
+    frozen = jax.tree.map(
+        lambda x, like: np.asarray(x, like.dtype), base, transformer.abstract_frozen(config)
+    )
     train_step.freeze(on(mesh, frozen))
     return mesh, train_step, on(mesh, adapters)
 
@@ -203,7 +206,9 @@ def test_the_gradient_is_that_of_the_adapted_loss():
     ids=["8 devices", "context", "tiled head", "remat"],
 )
 def test_the_division_of_the_work_changes_no_gradient(changes):
-    assert_same(accumulated(learned(**changes), train_steps.pack(train_steps.groups_of())), expected())
+    assert_same(
+        accumulated(learned(**changes), train_steps.pack(train_steps.groups_of())), expected()
+    )
 
 
 def test_shared_prompts_change_no_gradient():
@@ -220,7 +225,7 @@ def test_shared_prompts_change_no_gradient():
 
 
 def test_an_update_moves_adapters_alone_and_compiles_once():
-    mesh, train_step, params = learned()
+    _, train_step, params = learned()
     before = flat(params)
     state, accumulator = train_step.warm_up(
         train_step.init(params), train_steps.pack(train_steps.groups_of())[0]
@@ -229,7 +234,9 @@ def test_an_update_moves_adapters_alone_and_compiles_once():
     base = train_step.all_params(state.params)["embedding"].get_value()
     for batch in train_steps.pack(train_steps.groups_of()):
         anchor = train_step.anchor(state.params, batch)
-        accumulator = train_step.accumulate(state.params, accumulator, batch, anchor, train_steps.VERSION)
+        accumulator = train_step.accumulate(
+            state.params, accumulator, batch, anchor, train_steps.VERSION
+        )
     state, *_ = train_step.update(state, accumulator)
     assert train_step.num_compilations() == compiled
     assert np.abs(flat(state.params) - before).max() > 0
@@ -255,17 +262,13 @@ def engine():
 
 
 def sampled(engine, rid="0"):
-    done = []
-    import concurrent.futures
-
     future = concurrent.futures.Future()
     params = SamplingParams(
         max_new_tokens=20, temperature=1.0, top_p=1.0, top_k=-1, stop_token_ids=(), seed=3
     )
     request = engines.Request(rid, np.array([1, 2, 3], np.int32), params)
     engine.submit(request, lambda ended: future.set_result(ended[0][1]))
-    done.append(future.result(TIMEOUT_SECS))
-    return done[0]
+    return future.result(TIMEOUT_SECS)
 
 
 def expected_logprobs(params, completion):
@@ -284,7 +287,9 @@ def write_version(directory, config, adapters, version=1):
 def test_the_engine_samples_with_adapters_pushed_without_the_base(engine, tmp_path):
     adapters, base = host_params(CONFIG)
     engine.freeze(jax.device_put(base, jax.devices()[0]))
-    engine.update_weights(jax.device_put(adapters, jax.devices()[0]), "1", copy=False).result(TIMEOUT_SECS)
+    engine.update_weights(jax.device_put(adapters, jax.devices()[0]), "1", copy=False).result(
+        TIMEOUT_SECS
+    )
     first = sampled(engine)
     np.testing.assert_allclose(
         first.logprobs, expected_logprobs(lora.join(adapters, base), first), atol=2e-5

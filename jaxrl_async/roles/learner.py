@@ -33,7 +33,7 @@ from jaxrl_async.runtime import preemption
 from jaxrl_async.runtime.supervisor import visible_devices
 from jaxrl_async.samples import SampleWriter
 from jaxrl_async.servers.client import InferenceClient
-from jaxrl_async.servers.preflight import Expected
+from jaxrl_async.servers.preflight import Expected, kept_adapters
 from jaxrl_async.tasks.prompts import demonstration_tokens, test_prompts, validation_prompts
 from jaxrl_async.weights.discovery import Discovery
 from jaxrl_async.weights.publisher import Publisher
@@ -136,13 +136,17 @@ class Links:
         settings, weights = self._settings, self._settings.weights
         return {
             "client": InferenceClient(
-                **parts.keys_of(settings), tls_ca=settings.server.tls_ca, run_id=writer.run_id
+                **parts.keys_of(settings),
+                tls_ca=settings.server.tls_ca,
+                run_id=writer.run_id,
+                adapters=settings.model.lora.rank > 0,
             ),
             "transport": functools.partial(
                 TRANSPORTS[weights.transport],
                 mode=weights.pause_mode,
                 writer=writer,
                 pause_lease_secs=weights.pause_lease_secs,
+                keep_adapters=kept_adapters(settings.queue.max_staleness),
             ),
             "discovery": discovery_of(settings),
             "preflight": preflight.check_of(settings, expected),

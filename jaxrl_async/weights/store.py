@@ -256,6 +256,11 @@ class StoredVersion(os.PathLike):
     def digest(self) -> str:
         return self.manifest["digest"]
 
+    @property
+    def is_adapter(self) -> bool:
+        """Whether it is an adapter in PEFT's layout, and no whole model."""
+        return any(entry["file"].startswith(ADAPTER) for entry in self.manifest["tensors"].values())
+
     def names(self) -> list[str]:
         """The names of its tensors."""
         return list(self.manifest["tensors"])
