@@ -29,7 +29,8 @@ _REQUIRED = (  # of config.json
 
 _DTYPES = ("F64", "F32", "F16", "BF16")  # safetensors' names
 
-_PEFT_DEFAULTS = {  # keys of adapter_config.json that this decoder has at these values alone
+_PEFT_DEFAULTS = {  # of adapter_config.json: keys that this decoder supports at these values alone
+    "peft_type": "LORA",
     "use_rslora": False,
     "use_dora": False,
     "fan_in_fan_out": False,
@@ -38,9 +39,7 @@ _PEFT_DEFAULTS = {  # keys of adapter_config.json that this decoder has at these
     "layers_to_transform": None,
     "rank_pattern": {},
     "alpha_pattern": {},
-    "target_modules": None,
 }
-_PEFT_KEYS = ("peft_type", "r", "lora_alpha", *_PEFT_DEFAULTS)
 
 _UNSCALED_MAX_TOKENS = (
     32768  # max_position_embeddings: config.json requires one, unscaled RoPE needs none.
@@ -247,22 +246,39 @@ def write_adapter_config(adapters: lora.LoRA, base: str) -> dict:
     }
 
 
-def check_adapter_config(directory, adapters: lora.LoRA) -> None:
-    """Refuses an adapter of another kind than `adapters`, by the adapter_config.json in its directory.
+def read_adapter_config(directory) -> lora.LoRA:
+    """The adapters that a directory in PEFT's format holds, by its adapter_config.json.
 
     Raises:
       FileNotFoundError: no adapter_config.json.
-      ValueError: names the file, the key and both values.
+      ValueError: adapters of another kind than this decoder's; names the file, the key and its value.
     """
     path = pathlib.Path(directory) / "adapter_config.json"
-    found = _PEFT_DEFAULTS | json.loads(path.read_text("utf-8"))
-    targets = found["target_modules"]
-    found["target_modules"] = sorted(targets) if isinstance(targets, list) else targets
-    wanted = _PEFT_DEFAULTS | write_adapter_config(adapters, "")
-    wanted["target_modules"] = sorted(adapters.targets)
-    for key in _PEFT_KEYS:
-        if (found.get(key) or None) != (wanted[key] or None):
-            raise ValueError(f"{path}: {key} is {found.get(key)!r}, the run needs {wanted[key]!r}")
+    found = json.loads(path.read_text("utf-8"))
+    for key, supported in _PEFT_DEFAULTS.items():
+        if (value := found.get(key) or supported) != supported:
+            raise ValueError(f"{path}: {key} {value!r} is unsupported, only {supported!r} is")
+    targets = found.get("target_modules")
+    if not isinstance(targets, list) or set(targets) - lora.LAYERS.keys():
+        known = ", ".join(lora.LAYERS)
+        raise ValueError(f"{path}: target_modules {targets!r} are not names of {known}")
+    targets = tuple(name for name in lora.LAYERS if name in targets)
+    return lora.LoRA(rank=found["r"], alpha=float(found["lora_alpha"]), targets=targets)
+
+
+def check_adapter_config(directory, adapters: lora.LoRA) -> None:
+    """Refuses other adapters than `adapters`, by the adapter_config.json in their directory.
+
+    Raises:
+      FileNotFoundError, ValueError: as of `read_adapter_config`; or the file, the key and both values.
+    """
+    found = read_adapter_config(directory)
+    for key, name in (("r", "rank"), ("lora_alpha", "alpha"), ("target_modules", "targets")):
+        has, wanted = getattr(found, name), getattr(adapters, name)
+        if has != wanted:
+            raise ValueError(
+                f"{directory}/adapter_config.json: {key} is {has}, the run needs {wanted}"
+            )
 
 
 def read_tensors(directory) -> Mapping[str, np.ndarray]:
