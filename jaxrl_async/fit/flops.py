@@ -79,8 +79,8 @@ def of_model(
     """FLOPs that the model needs for full rows, without recomputation, on all devices together.
 
     Twice the matrices' size for each token, and as much again, twice, for the backward pass, or once where they are
-    frozen beside adapters; causal attention of each token to half of its row, or to its window. PaLM (Chowdhery et al., arXiv 2204.02311), appendix B, with the causal
-    half.
+    frozen beside adapters; causal attention of each token to half of its row, or to its window. PaLM (Chowdhery et al.,
+    arXiv 2204.02311), appendix B, with the causal half.
 
     Args:
       config: the model's shape.

@@ -50,7 +50,7 @@ class Program:
     argument_bytes: int
     temporary_bytes: int
     peak_bytes: int  # while it runs: arguments, results and temporaries
-    # kept beside its arguments: the optimizer's state, frozen weights, a reference policy; of an engine the next version
+    # kept beside its arguments: the optimizer's state, a base, a reference policy; of an engine the next version
     resident_bytes: int
     flops: float  # of products
     model_flops: float  # that the model needs for the same tokens
