@@ -14,8 +14,8 @@ LORA = (
     "--config.model.lora.rank=4",
     "--config.model.lora.alpha=8.0",
     "--config.learner.learning_rate=0.003",
-    "--config.loss.kl='k3'",
-    "--config.loss.kl_weight=0.01",
+    "--config.loss.kl=k3",
+    "--config.loss.kl_coefficient=0.01",
     "--config.checkpoint.every_steps=1",
 )
 
@@ -107,7 +107,7 @@ def test_one_process_trains_the_same_adapters_as_many(run, tmp_path):
 )
 def test_settings_that_cannot_be_are_refused(flag, message):
     from jaxrl_async.cli.config import load_config, settings_of
-    from jaxrl_async.config import SettingsError
+    from jaxrl_async.config.settings import SettingsError
 
     config = load_config(f"{QUICKSTART}:smoke")
     config.model.lora.rank = 4
@@ -120,7 +120,7 @@ def test_settings_that_cannot_be_are_refused(flag, message):
 
 def test_an_adapter_to_start_from_needs_a_rank():
     from jaxrl_async.cli.config import load_config, settings_of
-    from jaxrl_async.config import SettingsError
+    from jaxrl_async.config.settings import SettingsError
 
     config = load_config(f"{QUICKSTART}:smoke")
     config.model.lora.path = "somewhere"

@@ -83,12 +83,12 @@ async def preflight(
     info = await server.model_info()
     await server.check_admin_key()
     ours = "weight_digest" in info
+    if expected.adapters:
+        await server.check_adapters(info, ours)
     await server.check_routes(ours)
     server.check_model(info)
     await server.check_vocabulary(info)
     await server.check_context(info)
-    if expected.adapters:
-        await server.check_adapters(info, ours)
     # Ours compare names and shapes before they load, and sample nothing before the first push.
     if not ours:
         await server.check_tensors()

@@ -60,7 +60,7 @@ def replay(
     Args:
       settings: the run's, or with another objective, optimizer or packing.
       workdir: of the run; nothing in it is changed.
-      out: receives metrics.jsonl, tensorboard/, checkpoints/ and the run's tokenizer/.
+      out: receives metrics.jsonl, tensorboard/, checkpoints/ and the run's tokenizer/ and base/.
       first: the checkpoint to start from.
       until: the last step; None for the last one that was committed.
       changed: the settings are not the run's, so weights and samples are not of the same versions.
@@ -89,8 +89,9 @@ def replay(
     mesh = mesh_of(settings.learner)
     train_step = parts.train_step_of(settings, config, mesh)
     out.mkdir(parents=True, exist_ok=True)
-    if (workdir / "tokenizer").exists():
-        shutil.copytree(workdir / "tokenizer", out / "tokenizer")
+    for part in ("tokenizer", "base"):
+        if (workdir / part).exists():
+            shutil.copytree(workdir / part, out / part)
     comparisons: list[Comparison] = []
     with contextlib.ExitStack() as stack:
         theirs, ours = (
