@@ -331,6 +331,8 @@ def test_a_version_holds_adapters_alone_and_they_are_read_back(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, found, adapters)
 
 
+# PEFT asks transformers in a way that it will give up.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
 def test_peft_computes_the_same_logits(config, tmp_path):
     peft = pytest.importorskip("peft")

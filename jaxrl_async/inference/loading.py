@@ -47,6 +47,10 @@ def read_base(
     path: str, config: transformer.ModelConfig, device: jax.Device | None = None
 ) -> nnx.State:
     """Reads the weights beside the adapters of a model; arguments and errors as of `read`."""
+    if not os.path.isdir(path):
+        raise WeightsError(
+            f"the base of the adapters is not at {path!r}: is it a directory of this machine?"
+        )
     return _read(path, config, device, adapters=False)[0]
 
 

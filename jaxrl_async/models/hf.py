@@ -281,6 +281,16 @@ def check_adapter_config(directory, adapters: lora.LoRA) -> None:
             )
 
 
+def read_adapters(directory, config: transformer.ModelConfig) -> nnx.State:
+    """The adapters of a model from a directory in PEFT's format, in host memory.
+
+    Raises:
+      FileNotFoundError, ValueError: as of `check_adapter_config`, `read_tensors` and `from_tensors`.
+    """
+    check_adapter_config(directory, config.lora)
+    return from_tensors(read_tensors(directory), config, adapters=True)
+
+
 def read_tensors(directory) -> Mapping[str, np.ndarray]:
     """Opens every *.safetensors file of a directory.
 

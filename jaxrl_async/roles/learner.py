@@ -327,18 +327,8 @@ def _first_trained(settings: Settings, workdir: pathlib.Path, config, mesh, toke
         processes.barrier("the base is written", timeout_secs=checkpoint.WRITE_TIMEOUT_SECS)
     if not settings.model.lora.path:
         return sharding.init_adapters(config, mesh, settings.seed)
-    adapters = read_adapters(settings.model.lora.path, config)
+    adapters = hf.read_adapters(settings.model.lora.path, config)
     return sharding.place(adapters, sharding.param_shardings(mesh, adapters))
-
-
-def read_adapters(directory: str, config):
-    """Adapters in PEFT's format, in host memory.
-
-    Raises:
-      OSError, ValueError: there are none, or they are not those of the model; names the file, or the tensor.
-    """
-    hf.check_adapter_config(directory, config.lora)
-    return hf.from_tensors(hf.read_tensors(directory), config, adapters=True)
 
 
 def first_params_of(settings: Settings, config, mesh, tokenizer):
