@@ -131,8 +131,8 @@ def report(result: dict) -> None:
         )
     step, write = result["step_ratio"], result["write_ratio"]["median"]
     print(
-        f"LoRA over full: step {step['median']:.3f} ({step['low']:.3f}–{step['high']:.3f}), write {write:.3f}, bytes of "
-        f"a push {result['push_bytes_ratio']:.4f}, of the state {result['state_bytes_ratio']:.4f}"
+        f"LoRA over full: step {step['median']:.3f} ({step['low']:.3f}–{step['high']:.3f}), write {write:.3f}, bytes "
+        f"of a push {result['push_bytes_ratio']:.4f}, of the state {result['state_bytes_ratio']:.4f}"
     )
 
 
