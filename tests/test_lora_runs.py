@@ -39,9 +39,8 @@ def test_a_run_of_many_processes_trains_adapters_alone(run, tmp_path):
     first, last = params_of(workdir, 0), params_of(workdir, 2)
     assert first.keys() == {"blocks"}
     assert all(layer.keys() == {"lora_a", "lora_b"} for layer in first["blocks"].values())
-    assert not np.any(first["blocks"]["down"]["lora_b"]) and np.any(
-        last["blocks"]["down"]["lora_b"]
-    )
+    began, ended = (params["blocks"]["down"]["lora_b"]["value"] for params in (first, last))
+    assert not np.any(began) and np.any(ended)
 
     # Resumed, it reads the base and goes on.
     code, output = run("train", "--resume", "--config.learner.num_steps=3")
