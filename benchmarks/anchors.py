@@ -285,7 +285,7 @@ def accumulate_flops(config: transformer.ModelConfig, batch: Batch, anchor: str)
         programs, params = make_programs(config, anchor, 2), transformer.abstract_params(config)
         accumulator = jax.eval_shape(programs.zero_accumulator)
         return programs._accumulate.lower(
-            params, None, accumulator, batch, proximal, np.int32(VERSION)
+            params, None, None, accumulator, batch, proximal, np.int32(VERSION)
         )
 
     return count_flops(config, lowered)
@@ -296,7 +296,7 @@ def score_flops(config: transformer.ModelConfig, batch: Batch) -> float:
 
     def lowered(config):
         params = transformer.abstract_params(config)
-        return make_programs(config, "behavior", 2)._score.lower(params, batch)
+        return make_programs(config, "behavior", 2)._score.lower(params, None, batch)
 
     return count_flops(config, lowered)
 

@@ -218,7 +218,8 @@ def of_length(shape: dict, tokens: int, length: int, tries: int = 3) -> dict[str
         accumulator = train_step.accumulate(params, accumulator, batch, None, 2)
         jax.block_until_ready(accumulator)
         secs.append(time.perf_counter() - start)
-    program = train_step._accumulate.lower(params, None, accumulator, batch, None, np.int32(2))
+    arguments = (params, None, None, accumulator, batch, None, np.int32(2))
+    program = train_step._accumulate.lower(*arguments)
     return {
         "accumulate_secs": min(secs[1:]),
         "tokens_per_sec": tokens / min(secs[1:]),

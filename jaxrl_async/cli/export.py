@@ -17,6 +17,7 @@ def main(argv: list[str]) -> int:
         step=("last", "checkpoint; `last` is the newest"),
         checkpoint=("", "WORKDIR/checkpoints/N, in place of --workdir and --step"),
         out=("", "directory to write, new or empty"),
+        adapter=(False, "of a run with model.lora: its adapters alone, in PEFT's format"),
         dtype=("", "float32 or bfloat16; default the run's weights.dtype, which its servers had"),
     )
     workdir, step = _which(flags.workdir, flags.step, flags.checkpoint)
@@ -25,6 +26,8 @@ def main(argv: list[str]) -> int:
     if flags.dtype not in ("", "float32", "bfloat16"):
         raise UsageError(f"--dtype must be float32 or bfloat16, got {flags.dtype!r}")
     settings = settings_of(load_config(str(workdir / "config.json")))
+    if flags.adapter and not settings.model.lora.rank:
+        raise UsageError(f"--adapter: the run in {workdir} has none, its model.lora.rank is 0")
     out = pathlib.Path(flags.out).absolute()
     from jaxrl_async.learner.checkpoint import (
         CheckpointError,  # After the flags are known to be good: JAX.
@@ -32,7 +35,8 @@ def main(argv: list[str]) -> int:
     from jaxrl_async.tools.export import export
 
     try:
-        step = export(settings, workdir, step, out, dtype=flags.dtype or settings.weights.dtype)
+        dtype = flags.dtype or settings.weights.dtype
+        step = export(settings, workdir, step, out, dtype=dtype, adapter=flags.adapter)
     except FileExistsError as error:
         raise UsageError(f"{error}: name another --out") from None
     except (CheckpointError, OSError) as error:

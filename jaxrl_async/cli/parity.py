@@ -23,6 +23,10 @@ def main(argv: list[str]) -> int:
             "",
             "Hugging Face directory: config.json and *.safetensors, as WORKDIR/weights/00000012",
         ),
+        adapter=(
+            "",
+            "beside it, an adapter in PEFT's format, as WORKDIR/weights/00000012 of a LoRA",
+        ),
         temperature=("1.0", "asked of the server, > 0; that of the run shows more than 1.0 does"),
         top_p=("1.0", "asked of the server, in (0, 1]"),
         num_prompts=(16, "prompts"),
@@ -84,6 +88,7 @@ def _options(flags) -> dict:
         "timeout_secs": _number("timeout_secs", flags.timeout_secs),
         "api_key": key_named("--api_key_env", flags.api_key_env),
         "tls_ca": flags.tls_ca,
+        "adapter": flags.adapter or None,
     }
 
 

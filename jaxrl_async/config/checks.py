@@ -22,6 +22,7 @@ from jaxrl_async.config.settings import (
     JOURNAL_KEEPS,
     JOURNAL_MODES,
     JOURNAL_SYNCHRONOUS,
+    LORA_TARGETS,
     MODES,
     PACKINGS,
     PAUSE_MODES,
@@ -49,6 +50,7 @@ _ONE_OF = {
     "learner.attention_kernel": ATTENTION_KERNELS,
     "model.dtype": DTYPES,
     "model.family": FAMILIES,
+    "model.lora.base_dtype": DTYPES,
     "learner.param_dtype": DTYPES,
     "learner.moment_dtype": DTYPES,
     "weights.dtype": DTYPES,
@@ -84,10 +86,10 @@ _AT_LEAST_ZERO = (
     "queue.max_failures", "journal.max_bytes", "journal.samples_per_step",
     "rollout.max_retries", "rollout.reward_calls_per_process",
     "learner.head_chunk_tokens", "learner.learning_rate", "learner.warmup_updates", "learner.weight_decay",
-    "learner.max_mismatch", "server.devices", "evaluate.seed", "supervisor.max_restarts",
+    "learner.max_mismatch", "server.devices", "evaluate.seed", "supervisor.max_restarts", "model.lora.rank",
 )  # fmt: skip
 _ABOVE_ZERO = (
-    "model.rope_theta", "model.norm_eps", "queue.permit_timeout_secs", "server.start_timeout_secs",
+    "model.rope_theta", "model.norm_eps", "model.lora.alpha", "queue.permit_timeout_secs", "server.start_timeout_secs",
     "rollout.temperature", "rollout.request_timeout_secs", "rollout.reward_timeout_secs", "learner.adam_eps",
     "learner.max_grad_norm", "weights.push_timeout_secs", "weights.poll_secs",
 )  # fmt: skip
@@ -384,6 +386,7 @@ def _contradictions(s: Settings) -> Iterator[str]:
     yield from _check_minibatches(s)
     yield from _check_shapes(s)
     yield from _check_attention(s)
+    yield from _check_lora(s)
     yield from _check_delay(s)
     yield from _check_evaluate(s)
     if (found := in_the_clear(s)) and not s.security.insecure:
@@ -558,6 +561,24 @@ def _check_shapes(s: Settings) -> Iterator[str]:
     for key in ("learner.row_tokens", *warm_start):
         if _value(s, key) % context:
             yield (f"{key} = {_value(s, key)} must be a multiple of learner.context = {context}")
+
+
+def _check_lora(s: Settings) -> Iterator[str]:
+    lora = s.model.lora
+    if not lora.rank:
+        if lora.path:
+            yield f"model.lora.path = {lora.path!r} needs model.lora.rank ≥ 1, got 0"
+        return
+    for target in lora.targets:
+        if text := _not_one_of(target, LORA_TARGETS):
+            yield f"model.lora.targets' names {text}"
+    if not lora.targets or len(set(lora.targets)) < len(lora.targets):
+        yield f"model.lora.targets must be names, each once, got {lora.targets}"
+    if s.server.control_addresses:
+        yield (
+            "model.lora needs server.control_addresses = (): the servers that take requests say which adapter they "
+            f"hold, and a router does not; got {s.server.control_addresses}"
+        )
 
 
 def _check_family(model: Model) -> Iterator[str]:

@@ -20,6 +20,9 @@ DTYPES = ("float32", "bfloat16")
 PACKINGS = ("in_order", "first_fit", "fewest")  # learner.packing.assign_rows
 ATTENTION_KERNELS = ("xla", "cudnn", "splash")  # models.attention.of_rows
 FAMILIES = ("llama", "gemma3")  # models.families
+LORA_TARGETS = (  # models.lora.LAYERS, by PEFT's names
+    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+)  # fmt: skip
 TRANSPORTS = ("disk", "tensor", "stream")  # weights.transports
 PAUSE_MODES = ("retract", "in_place")  # of a server, around new weights
 JOURNAL_KEEPS = ("all", "checkpointed", "none")  # queue.journal
@@ -62,6 +65,11 @@ ADDED: dict[str, Any] = {
     "model.family": "llama",
     "model.windows": (),
     "learner.max_mismatch": 0.0,
+    "model.lora.rank": 0,
+    "model.lora.alpha": 32.0,
+    "model.lora.targets": LORA_TARGETS,
+    "model.lora.base_dtype": "float32",
+    "model.lora.path": "",
 }
 
 
@@ -88,6 +96,17 @@ class Tokenizer:
 
 
 @dataclasses.dataclass(frozen=True)
+class LoRA:
+    """Adapters, which alone are trained, beside a frozen model; see models/lora.py."""
+
+    rank: int = 0  # 0: none, the whole model is trained
+    alpha: float = 32.0  # what an adapter adds is scaled by alpha / rank
+    targets: tuple[str, ...] = LORA_TARGETS  # the layers that have one, some of LORA_TARGETS
+    base_dtype: str = "float32"  # in which the frozen weights are stored, one of DTYPES
+    path: str = ""  # to start from: a directory in PEFT's format; "": adapters that change nothing
+
+
+@dataclasses.dataclass(frozen=True)
 class Model:
     # to start from: a Hugging Face directory, or a model's id on its hub, "ORGANIZATION/NAME", which then also say the
     # shape; "": random weights of the shape below
@@ -108,6 +127,7 @@ class Model:
     windows: tuple[int, ...] = ()
     dtype: str = "float32"  # of the forward pass, one of DTYPES
     remat: bool = False  # recompute activations in the backward pass: less memory, more time
+    lora: LoRA = LoRA()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,9 @@
 
 import math
 
+import jax
+
+from jaxrl_async.models import transformer
 from jaxrl_async.models.transformer import ModelConfig
 
 
@@ -75,9 +78,9 @@ def of_model(
 ) -> float:
     """FLOPs that the model needs for full rows, without recomputation, on all devices together.
 
-    Twice the matrices' size for each token, and as much again, twice, for the backward pass; causal attention of each
-    token to half of its row, or to its window. PaLM (Chowdhery et al., arXiv 2204.02311), appendix B, with the causal
-    half.
+    Twice the matrices' size for each token, and as much again, twice, for the backward pass, or once where they are
+    frozen beside adapters; causal attention of each token to half of its row, or to its window. PaLM (Chowdhery et al.,
+    arXiv 2204.02311), appendix B, with the causal half.
 
     Args:
       config: the model's shape.
@@ -94,5 +97,13 @@ def of_model(
     # Twice the keys of a token: all before it, T / 2, or w of them once there are as many.
     keys = sum(2 * w - w * w / row_tokens if 0 < w < row_tokens else row_tokens for w in windows)
     attention = c.num_heads * c.head_dim * keys
-    forward = num_rows * row_tokens * 2.0 * (matrices + attention)
-    return forward * (3 if backward else 1)
+    adapters = size(transformer.abstract_trained(c)) if c.lora else 0
+    products = matrices + adapters + attention
+    if backward:
+        products += (1 if c.lora else 2) * matrices + 2 * (adapters + attention)
+    return num_rows * row_tokens * 2.0 * products
+
+
+def size(params) -> int:
+    """How many numbers parameters, or their shapes, have."""
+    return sum(leaf.size for leaf in jax.tree.leaves(params))

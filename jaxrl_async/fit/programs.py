@@ -20,6 +20,7 @@ from jaxrl_async.fit.targets import Target
 from jaxrl_async.inference import programs as inference
 from jaxrl_async.learner.packing import Packer
 from jaxrl_async.learner.train_step import mesh_of
+from jaxrl_async.models import lora
 from jaxrl_async.models.transformer import ModelConfig
 from jaxrl_async.roles import parts
 from jaxrl_async.runtime.supervisor import divide_devices, in_one_process
@@ -49,7 +50,7 @@ class Program:
     argument_bytes: int
     temporary_bytes: int
     peak_bytes: int  # while it runs: arguments, results and temporaries
-    # kept beside its arguments: the optimizer's state, a reference policy; of an engine the next version of the weights
+    # kept beside its arguments: the optimizer's state, a base, a reference policy; of an engine the next version
     resident_bytes: int
     flops: float  # of products
     model_flops: float  # that the model needs for the same tokens
@@ -74,9 +75,10 @@ class Engine:
     num_servers: int
     num_slots: int
     max_total_tokens: int
-    weights_bytes: int  # of one version
+    weights_bytes: int  # all
     cache_bytes: int  # keys and values of all slots
     in_learner: bool = False  # of one process with the learner
+    version_bytes: int = 0  # of the weights, those that a version changes
     own_devices: bool = False  # of that process
     error: str = ""  # of the compiler, where it gave up
 
@@ -248,6 +250,7 @@ def compile_run(settings: Settings, config: ModelConfig, target: Target, devices
     }
     state = train_step.abstract_state()
     opt_bytes, param_bytes = _bytes_of_one(state.opt_state), _bytes_of_one(state.params)
+    base_bytes = _bytes_of_one(train_step.abstract_base())
     found = []
     batch = Packer(learner, process=0).padding()
     for name, traced in train_step.trace(batch).items():
@@ -256,7 +259,7 @@ def compile_run(settings: Settings, config: ModelConfig, target: Target, devices
             compiled = traced.lower().compile()
         except Exception as error:  # RESOURCE_EXHAUSTED, and what else a compiler refuses
             return Fit(target, plan, tuple(found), f"{name}: {_short(error)}")
-        resident = opt_bytes if name != "update" else 0
+        resident = opt_bytes if name != "update" else base_bytes
         if settings.loss.needs_reference and name != "accumulate":
             resident += param_bytes
         if name == "score":
@@ -305,6 +308,7 @@ def compile_engine(settings: Settings, config: ModelConfig, target: Target, devi
         ),
     }
     weights, cache = _bytes(shapes.params), _bytes(shapes.cache)
+    version = _bytes(lora.split(shapes.params)[0]) if config.lora else weights
     found, error = [], ""
     for name, (trace, model) in programs.items():
         start = time.monotonic()
@@ -316,7 +320,7 @@ def compile_engine(settings: Settings, config: ModelConfig, target: Target, devi
             break
         secs = time.monotonic() - start
         # A new version is loaded while the one before it still answers.
-        found.append(_measure(name, traced, compiled, model, target, 1, weights, secs))
+        found.append(_measure(name, traced, compiled, model, target, 1, version, secs))
     return Engine(
         tuple(found),
         num_servers=server.num_started,
@@ -325,6 +329,7 @@ def compile_engine(settings: Settings, config: ModelConfig, target: Target, devi
         num_slots=server.num_slots,
         max_total_tokens=server.max_total_tokens,
         weights_bytes=weights,
+        version_bytes=version,
         cache_bytes=cache,
         error=error,
     )

@@ -7,8 +7,9 @@ second, a server on one chip with weights, keys and values in bfloat16. `measure
 import math
 import statistics
 
+from jaxrl_async.fit import flops as flops_of
 from jaxrl_async.fit.targets import Chip
-from jaxrl_async.models.transformer import ModelConfig
+from jaxrl_async.models.transformer import ModelConfig, abstract_trained
 
 SHARE = 0.5  # of the peaks
 LINK_BYTES = 3e9  # per second, 25 Gbit/s, of the network that carries weights
@@ -26,8 +27,8 @@ def rates_of(
     """The rates of a plan.
 
     A decode step reads the weights once, and for each request the keys and values that its layers see; it computes 2
-    FLOPs a parameter for each. The learner computes 6 FLOPs a parameter and token, 8 with remat. A push writes the
-    weights, and pauses the servers while they read them.
+    FLOPs a parameter for each. The learner computes 6 FLOPs a parameter and token, 8 with remat, 2 less where it is
+    frozen beside adapters. A push writes the trained weights, and pauses the servers while they read them.
 
     Args:
       chip: of learner and servers.
@@ -50,12 +51,15 @@ def rates_of(
     if c.windows:
         seen_tokens = statistics.fmean(min(w or math.inf, context_tokens) for w in c.windows)
     cache_bytes = 2 * 2 * c.num_layers * c.num_kv_heads * c.head_dim * seen_tokens
-    load_secs = 2 * num_params / LINK_BYTES
+    num_trained = flops_of.size(abstract_trained(c)) if c.lora else num_params
+    load_secs = 2 * num_trained / LINK_BYTES
+    # Forwards, and backwards to inputs and to weights, if they are trained; remat computes the first again.
+    passes = 3 + c.remat - (c.lora is not None)
     return {
         "request_rate": bandwidth / (2 * num_used),
         "server_rate": 1 / (2 * num_used / flops + cache_bytes / bandwidth),
-        "step_secs": num_updates * UPDATE_BYTES * num_params / (bandwidth * learner_devices),
-        "token_secs": (8 if c.remat else 6) * num_used / (flops * learner_devices),
+        "step_secs": num_updates * UPDATE_BYTES * num_trained / (bandwidth * learner_devices),
+        "token_secs": 2 * passes * num_used / (flops * learner_devices),
         "push_secs": 2 * load_secs,
         "pause_secs": load_secs,
     }

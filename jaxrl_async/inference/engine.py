@@ -21,7 +21,7 @@ import numpy as np
 from flax import nnx
 
 from jaxrl_async.inference import loading, programs, sampling
-from jaxrl_async.models import transformer
+from jaxrl_async.models import lora, transformer
 
 PAUSE_MODES = ("abort", "retract", "in_place")
 _IDLE_SECS = 1.0  # poll interval of the command queue while idle
@@ -86,6 +86,7 @@ class Engine:
         max_queued_requests: int,
         name: str,
         release_cache: bool = False,
+        base: str = "",
         device: jax.Device | None = None,
         turn: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
     ):
@@ -99,6 +100,8 @@ class Engine:
           max_queued_requests: requests that may wait beyond those in slots.
           name: of the thread, and in errors.
           release_cache: give the cache's memory back while no request is live.
+          base: of a model with adapters, the directory of its other weights. They are read with the first adapters,
+            unless `freeze` or the first update brings them.
           device: where it runs; None for the first of this process.
           turn: a context in which alone the device is used for requests, where others use it too.
         """
@@ -108,6 +111,7 @@ class Engine:
         self.max_total_tokens = max_total_tokens
         self.decode_chunk = decode_chunk
         self.max_queued_requests = max_queued_requests
+        self._base_path, self._base = base, None
         self._releases_cache, self._device, self._turn = release_cache, device, turn
         # Resolved when the thread ends: None after close(), else its error.
         self.stopped = concurrent.futures.Future()
@@ -248,6 +252,14 @@ class Engine:
         """Returns a future of whether no request is live. The cache holds live requests alone."""
         return self._post(lambda: not self._running and not self._waiting)
 
+    def freeze(self, base: nnx.State) -> None:
+        """Takes the weights beside the adapters, once, shared where they lie on this device in their dtype.
+
+        Raises:
+          WeightsError: names, shapes or numbers are not the model's.
+        """
+        self._base = loading.share(base, self.config, self._device)
+
     def update_weights(
         self, params: nnx.State, version: str, *, copy: bool = True
     ) -> concurrent.futures.Future:
@@ -257,7 +269,7 @@ class Engine:
         "in_place", they are kept.
 
         Args:
-          params: the weights.
+          params: the weights; of a model with adapters these alone are enough, where the engine has the others.
           version: their name.
           copy: copy them, so that the caller may donate them. Without, only what is of another dtype or on another
             device is copied.
@@ -269,7 +281,7 @@ class Engine:
           WeightsError: names, shapes or numbers are not the model's.
         """
         place = loading.to_device if copy else loading.share
-        params = place(params, self.config, self._device)
+        params = self._whole(place(params, self.config, self._device))
         future = self._new_future()
         self._post_update(_Update(params, version, "", None, "retract", False, future))
         return future
@@ -298,6 +310,7 @@ class Engine:
         def load():
             try:
                 params, digest = loading.read(model_path, self.config, self._device)
+                params = self._whole(params)
                 self._post_update(
                     _Update(params, version, model_path, digest, running, flush_cache, future)
                 )
@@ -332,6 +345,17 @@ class Engine:
                 f"a prompt of {len(ids)} tokens and max_new_tokens {new} exceed the "
                 f"{self.max_total_tokens} tokens of a request"
             )
+
+    def _whole(self, params):
+        """All weights, of adapters beside those that the engine has or reads now."""
+        if not self.config.lora:
+            return params
+        adapters, base = lora.split(params)
+        if jax.tree.leaves(base):
+            self._base = base
+        elif self._base is None:
+            self._base = loading.read_base(self._base_path, self.config, self._device)
+        return lora.join(adapters, self._base)
 
     def _new_future(self):
         """A future that fails with the thread, unless it was resolved before."""

@@ -5,6 +5,7 @@ It checks and translates; slots, caches and weights are the engine's.
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
@@ -375,6 +376,7 @@ class _Routes:
                 "num_hidden_layers": engine.config.num_layers,
                 "hidden_size": engine.config.model_dim,
                 "intermediate_size": engine.config.mlp_dim,
+                "lora": dataclasses.asdict(lora) if (lora := engine.config.lora) else None,
                 "max_total_tokens": engine.max_total_tokens,
                 "num_slots": engine.num_slots,
                 "num_running_requests": engine.num_running,

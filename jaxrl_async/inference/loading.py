@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 from jaxrl_async.inference import programs
-from jaxrl_async.models import hf, transformer
+from jaxrl_async.models import hf, lora, transformer
 from jaxrl_async.weights import files
 
 
@@ -26,10 +26,11 @@ class WeightsError(ValueError):
 def read(
     path: str, config: transformer.ModelConfig, device: jax.Device | None = None
 ) -> tuple[nnx.State, str]:
-    """Reads a checkpoint directory in Hugging Face's layout.
+    """Reads a checkpoint directory in Hugging Face's layout; of a model with adapters, these, in PEFT's.
 
     Args:
-      path: directory of *.safetensors; its config.json and manifest.json are checked if present.
+      path: directory of *.safetensors; its config.json and manifest.json are checked if present, and of an adapter
+        adapter_config.json.
       config: the model it must be of.
       device: where the parameters go; None for the first of this process, here and below.
 
@@ -39,14 +40,32 @@ def read(
     Raises:
       WeightsError: missing, truncated, of another architecture, altered, or not finite.
     """
+    return _read(path, config, device, adapters=config.lora is not None)
+
+
+def read_base(
+    path: str, config: transformer.ModelConfig, device: jax.Device | None = None
+) -> nnx.State:
+    """Reads the weights beside the adapters of a model; arguments and errors as of `read`."""
+    if not os.path.isdir(path):
+        raise WeightsError(
+            f"the base of the adapters is not at {path!r}: is it a directory of this machine?"
+        )
+    return _read(path, config, device, adapters=False)[0]
+
+
+def _read(path, config, device, *, adapters):
     try:
         if not os.path.isdir(path):
             raise ValueError(f"{path} is not a directory")
-        _check_config(path, config)
+        if adapters:
+            hf.check_adapter_config(path, config.lora)
+        else:
+            _check_config(path, config)
         tensors = hf.read_tensors(path)
         digests = {name: files.tensor_digest(tensor) for name, tensor in tensors.items()}
         _check_digests(path, digests)
-        params = hf.from_tensors(tensors, config)
+        params = hf.from_tensors(tensors, config, adapters=adapters)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         # The last three: JSON that is well formed and not what it should be.
         raise WeightsError(f"{path}: {error}") from error
@@ -56,7 +75,7 @@ def read(
 def to_device(
     params: nnx.State, config: transformer.ModelConfig, device: jax.Device | None = None
 ) -> nnx.State:
-    """Copies parameters to a device, checked against the model.
+    """Copies parameters to a device, checked against the model: all of them, its adapters or the weights beside them.
 
     Raises:
       WeightsError: a name, shape or number is not the model's.
@@ -79,8 +98,8 @@ def share(
 
 
 def _each(place, params, config, device):
-    wanted, treedef = _wanted(config)
     found = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(params)}
+    wanted, treedef = _wanted(config, _part_of(params, config))
     if wanted.keys() != found.keys():
         odd = ", ".join(sorted(wanted.keys() ^ found.keys()))
         raise WeightsError(f"missing or unexpected parameters: {odd}")
@@ -92,7 +111,7 @@ def _each(place, params, config, device):
 
 def num_parameters(config: transformer.ModelConfig) -> int:
     """How many numbers a model has."""
-    return sum(leaf.size for leaf in _wanted(config)[0].values())
+    return sum(leaf.size for leaf in _wanted(config, "all")[0].values())
 
 
 def _check_config(path, config):
@@ -100,6 +119,7 @@ def _check_config(path, config):
     if not os.path.exists(os.path.join(path, "config.json")):
         return
     found = hf.read_config(path, dtype=config.dtype, remat=config.remat)
+    found = dataclasses.replace(found, lora=config.lora)
     differ = [
         f"{field.name} {getattr(found, field.name)!r} (the model's is {getattr(config, field.name)!r})"
         for field in dataclasses.fields(config)
@@ -126,10 +146,24 @@ def _check_digests(path, digests):
 
 
 @functools.lru_cache
-def _wanted(config):
+def _wanted(config, part):
     """Shape and dtype of each parameter by name, and the tree they belong in. Tracing is slow."""
-    leaves, treedef = jax.tree.flatten_with_path(programs.weights_like(config))
+    like = programs.weights_like(config)
+    if part != "all":
+        like = lora.split(like)[_PARTS.index(part)]
+    leaves, treedef = jax.tree.flatten_with_path(like)
     return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}, treedef
+
+
+def _part_of(params, config):
+    """The part of a model with adapters that parameters are; "all" where they are neither, whatever they lack."""
+    if not config.lora:
+        return "all"
+    sizes = [len(jax.tree.leaves(part)) for part in lora.split(params)]
+    return "all" if all(sizes) or not any(sizes) else _PARTS[sizes.index(0) - 1]
+
+
+_PARTS = ("adapters", "base")  # in the order of lora.split
 
 
 def _check_shape(name, array, want):

@@ -175,7 +175,7 @@ def weights_like(config: transformer.ModelConfig, device: jax.Device | None = No
     platform = jax.default_backend() if device is None else device.platform
 
     def on_device(path, param):
-        kept = platform == "cpu" or path[-1] == "scale"
+        kept = platform == "cpu" or path[-1] == "scale" or param.dtype != jnp.float32
         dtype = param.dtype if kept else jnp.dtype(config.dtype)
         return param.replace(jax.ShapeDtypeStruct(param.shape, dtype))
 

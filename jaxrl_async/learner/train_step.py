@@ -38,7 +38,7 @@ _TPU_OPTIONS = {
 class TrainState:
     """The state that an update changes. `update` consumes it: copy arrays that must outlive the call."""
 
-    params: nnx.State  # learner.param_dtype
+    params: nnx.State  # that are trained: all, or the adapters alone; learner.param_dtype
     opt_state: optax.OptState
     updates: jax.Array  # int32 [], updates applied so far
 
@@ -56,6 +56,7 @@ class Accumulator:
 class TrainStep:
     """The programs of one model, mesh, loss and optimizer. Each compiles once.
 
+    Of a model with adapters `params` are these, everywhere below, and `freeze` takes the rest.
     Batches are of one shape, in NumPy; with several processes, each hands in its own rows.
     """
 
@@ -104,6 +105,8 @@ class TrainStep:
         self._everywhere, self._state_shardings = everywhere, _ = accumulator.sums, state
         self._accumulator_shardings = accumulator
         reference = state.params if loss.needs_reference else None
+        self._base: nnx.State | None = None
+        self._base_shardings = frozen = frozen_shardings(config, mesh)
         # Every output names its sharding: a different one would compile the next program again.
         self._init = jax.jit(
             self._init_program,
@@ -118,15 +121,15 @@ class TrainStep:
         options = _TPU_OPTIONS if on_tpu else None
         self._score = jax.jit(
             self._score_program,
-            in_shardings=(state.params, rows),
+            in_shardings=(state.params, frozen, rows),
             out_shardings=rows,
             compiler_options=options,
         )
         self._accumulate = jax.jit(
             self._accumulate_program,
-            in_shardings=(state.params, reference, accumulator, rows, rows, everywhere),
+            in_shardings=(state.params, frozen, reference, accumulator, rows, rows, everywhere),
             out_shardings=accumulator,
-            donate_argnums=2,
+            donate_argnums=3,
             compiler_options=options,
         )
         self._update = jax.jit(
@@ -141,6 +144,14 @@ class TrainStep:
         """Whether calls return before the device is done."""
         return not self._one_at_a_time
 
+    def freeze(self, base: nnx.State | None) -> None:
+        """Takes the weights that are not trained, laid out as `frozen_shardings`; None where all are trained."""
+        self._base = base
+
+    def all_params(self, params: nnx.State) -> nnx.State:
+        """All weights of the model: the trained ones, beside those of `freeze`, by reference."""
+        return transformer.with_base(self._config, params, self._base)
+
     def init(self, params: nnx.State) -> TrainState:
         """The state before the first update. It holds float32 parameters themselves, not a copy."""
         rest = self._init(params)
@@ -150,10 +161,16 @@ class TrainStep:
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of a state, for restoring a checkpoint."""
-        params = transformer.abstract_params(self._config)
+        params = transformer.abstract_trained(self._config)
         rest = jax.eval_shape(self._init_program, params)
         state = TrainState(jax.eval_shape(self._cast, params), *rest)
         return jax.tree.map(_abstract, state, self._state_shardings)
+
+    def abstract_base(self) -> nnx.State | None:
+        """Shapes, dtypes and shardings of the frozen weights; None where all are trained."""
+        return jax.tree.map(
+            _abstract, transformer.abstract_frozen(self._config), self._base_shardings
+        )
 
     def zero_accumulator(self) -> Accumulator:
         """The accumulator at the start of a minibatch."""
@@ -187,7 +204,7 @@ class TrainStep:
         Returns:
           name → program: "score" where a step scores its anchor, "accumulate", "update".
         """
-        state, rows = self.abstract_state(), self._rows
+        state, rows, base = self.abstract_state(), self._rows, self.abstract_base()
         reference = state.params if self._loss.needs_reference else None
         batch = jax.tree.map(lambda leaf: _abstract(leaf, rows), batch)
         accumulator = jax.tree.map(
@@ -196,9 +213,9 @@ class TrainStep:
         version = _abstract(np.int32(0), self._everywhere)
         programs, proximal = {}, None
         if self._loss.needs_recompute and self._learner.num_minibatches > 1:
-            programs["score"] = self._score.trace(state.params, batch)
+            programs["score"] = self._score.trace(state.params, base, batch)
             proximal = _abstract(batch.behavior_logprobs, rows)
-        arguments = (state.params, reference, accumulator, batch, proximal, version)
+        arguments = (state.params, base, reference, accumulator, batch, proximal, version)
         programs["accumulate"] = self._accumulate.trace(*arguments)
         programs["update"] = self._update.trace(state.params, _rest(state), accumulator)
         return programs
@@ -217,7 +234,7 @@ class TrainStep:
         Returns:
           float32 [B, T], nats; finite but meaningless where the mask is False.
         """
-        return self._run(self._score, params, self.place(batch))
+        return self._run(self._score, params, self._base, self.place(batch))
 
     def anchor(self, params: nnx.State, batch: Batch) -> jax.Array | None:
         """The proximal_logprobs of `accumulate`, at the weights that the step starts from.
@@ -267,6 +284,7 @@ class TrainStep:
         return self._run(
             self._accumulate,
             params,
+            self._base,
             reference,
             accumulator,
             self.place(batch),
@@ -311,17 +329,17 @@ class TrainStep:
         return self._optimizer.init(_cast(params, "float32")), jnp.zeros((), jnp.int32)
 
     def _zeros_program(self):
-        grads = jax.tree.map(jnp.zeros_like, transformer.abstract_params(self._config))
+        grads = jax.tree.map(jnp.zeros_like, transformer.abstract_trained(self._config))
         return Accumulator(grads, *self._statistics.zeros())
 
-    def _score_program(self, params, batch):
-        return self._logprobs_and_entropy(params, batch)[0]
+    def _score_program(self, params, base, batch):
+        return self._logprobs_and_entropy(params, base, batch)[0]
 
     def _accumulate_program(
-        self, params, reference, accumulator, batch, proximal_logprobs, policy_version
+        self, params, base, reference, accumulator, batch, proximal_logprobs, policy_version
     ):
         grads, (sums, maxima) = jax.grad(self._summed_loss, has_aux=True)(
-            _cast(params, "float32"), reference, batch, proximal_logprobs, policy_version
+            _cast(params, "float32"), base, reference, batch, proximal_logprobs, policy_version
         )
         return Accumulator(
             jax.tree.map(jnp.add, accumulator.grads, grads),
@@ -356,11 +374,13 @@ class TrainStep:
         keys = jax.random.split(jax.random.fold_in(jax.random.key(0), number), len(leaves))
         return tree.unflatten(map(stochastic_round, leaves, keys))
 
-    def _summed_loss(self, params, reference, batch, proximal_logprobs, policy_version):
-        logprobs, entropy = self._logprobs_and_entropy(params, batch)
+    def _summed_loss(self, params, base, reference, batch, proximal_logprobs, policy_version):
+        logprobs, entropy = self._logprobs_and_entropy(params, base, batch)
         if self._loss.needs_recompute and self._learner.num_minibatches == 1:
             proximal_logprobs = jax.lax.stop_gradient(logprobs)
-        reference_logprobs = None if reference is None else self._score_program(reference, batch)
+        reference_logprobs = None
+        if reference is not None:
+            reference_logprobs = self._score_program(reference, base, batch)
         tokens = Tokens(
             logprobs=logprobs,
             behavior_logprobs=batch.behavior_logprobs,
@@ -375,10 +395,10 @@ class TrainStep:
         measured = self._statistics.measure(tokens, entropy, parts)
         return jnp.sum(parts.loss), jax.lax.stop_gradient(measured)
 
-    def _logprobs_and_entropy(self, params, batch):
+    def _logprobs_and_entropy(self, params, base, batch):
         return policy_logprobs(
             self._config,
-            params,
+            transformer.with_base(self._config, params, base),
             batch,
             temperature=self._temperature,
             head_chunk_tokens=self._learner.head_chunk_tokens or None,
@@ -414,7 +434,7 @@ def make_shardings(
 ) -> tuple[TrainState, Accumulator]:
     """A NamedSharding for each array: optimizer state and gradients lie where their parameter lies."""
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    abstract = transformer.abstract_params(config)
+    abstract = transformer.abstract_trained(config)
     params = sharding.param_shardings(mesh, abstract)
     opt_state = optax.tree_utils.tree_map_params(
         optimizer,
@@ -424,6 +444,12 @@ def make_shardings(
         transform_non_params=lambda _: everywhere,
     )
     return TrainState(params, opt_state, everywhere), Accumulator(params, everywhere, everywhere)
+
+
+def frozen_shardings(config: transformer.ModelConfig, mesh: jax.sharding.Mesh) -> nnx.State | None:
+    """A NamedSharding for each weight that is not trained; None where all are."""
+    frozen = transformer.abstract_frozen(config)
+    return None if frozen is None else sharding.param_shardings(mesh, frozen)
 
 
 def policy_logprobs(

@@ -22,7 +22,7 @@ from jaxrl_async.models import hf, transformer
 from jaxrl_async.queue.records import QueueStatus, ResumePoint
 from jaxrl_async.weights.held import HeldStore, HeldVersion
 from jaxrl_async.weights.publisher import Publisher
-from jaxrl_async.weights.store import WeightStore
+from jaxrl_async.weights.store import ADAPTER, WeightStore
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +58,7 @@ class Versions:
         *,
         config: transformer.ModelConfig,
         dtype: str,
+        base: str = "",
         timeout_secs: float,
         delay: Delay,
         process: int = 0,
@@ -71,6 +72,7 @@ class Versions:
             version of the push before.
           config: shape of the model.
           dtype: dtype of the written tensors.
+          base: of a model with adapters, the name of its frozen weights in the files of a version.
           timeout_secs: deadline of every wait for a push.
           delay: the servers' delay; if there is one, every version must be published, without a gap.
           process: index of this process of the learner.
@@ -80,6 +82,7 @@ class Versions:
         self._store = store
         self._config = config
         self._dtype = dtype
+        self._base = base
         self._timeout_secs = timeout_secs
         self._delay = delay
         self._process = process
@@ -138,7 +141,9 @@ class Versions:
 
     def snapshot(self, state: TrainState) -> Iterable[tuple[str, np.ndarray]]:
         """This process's tensors of a state, which may be donated afterwards. Iterate once, in any thread."""
-        part = {"part": self._process, "num_parts": self._num_processes}
+        # PEFT reads an adapter from one file: process 0 has all of its tensors, the others gather with it.
+        num_parts = 1 if self._config.lora else self._num_processes
+        part = {"part": self._process, "num_parts": num_parts}
         copy = _cast(state.params, self._dtype)
         tensors = hf.to_tensors(copy, self._config, self._dtype, **part)
         # Gathering is a program of all processes: each must dispatch it at the same place among its other programs.
@@ -223,7 +228,11 @@ class Versions:
         processes.barrier(f"version {version} is written", timeout_secs=self._timeout_secs)
         if self._process != 0:
             return None
-        self._store.finish(version, self._num_processes, hf.write_config(self._config))
+        if lora := self._config.lora:
+            config, prefix = hf.write_adapter_config(lora, self._base), ADAPTER
+        else:
+            config, prefix = hf.write_config(self._config), ""
+        self._store.finish(version, self._num_processes, config, prefix=prefix)
         return self._store.path(self._held(version))
 
     def _held(self, version: int) -> int:
@@ -246,7 +255,7 @@ class HeldVersions(Versions):
     """Versions for engines in this process, in a HeldStore. The train step keeps the parameters, so none is copied."""
 
     def snapshot(self, state: TrainState) -> nnx.State:
-        """The parameters themselves, or a copy in the dtype of versions where that is another."""
+        """The trained parameters themselves, or a copy in the dtype of versions where that is another."""
         dtypes = {leaf.dtype.name for leaf in jax.tree.leaves(state.params)}
         return state.params if dtypes == {self._dtype} else _cast(state.params, self._dtype)
 

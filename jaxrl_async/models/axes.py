@@ -45,7 +45,14 @@ _LOGICAL_AXES = {  # parameter → logical axis of each dimension
 
 
 def of_param(name: str) -> tuple:
-    """The mesh axes of each dimension of a parameter, by its path, "blocks.query.kernel". Layers are stacked."""
+    """The mesh axes of each dimension of a parameter, by its path, "blocks.query.kernel". Layers are stacked.
+
+    An adapter has those of its layer's kernel, and its rank is whole everywhere.
+    """
+    layer, _, part = name.rpartition(".")
+    if part in ("lora_a", "lora_b"):
+        stack, num_in, num_out = of_param(f"{layer}.kernel")
+        return (stack, num_in, None) if part == "lora_a" else (stack, None, num_out)
     return tuple(_MESH_AXIS[logical_axis] for logical_axis in _LOGICAL_AXES[name])
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import safetensors
 from flax import nnx
 
-from jaxrl_async.models import families, transformer
+from jaxrl_async.models import families, lora, transformer
 
 _REQUIRED = (  # of config.json
     "model_type",
@@ -28,6 +28,18 @@ _REQUIRED = (  # of config.json
 )
 
 _DTYPES = ("F64", "F32", "F16", "BF16")  # safetensors' names
+
+_PEFT_DEFAULTS = {  # of adapter_config.json: keys that this decoder supports at these values alone
+    "peft_type": "LORA",
+    "use_rslora": False,
+    "use_dora": False,
+    "fan_in_fan_out": False,
+    "bias": "none",
+    "modules_to_save": None,
+    "layers_to_transform": None,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+}
 
 _UNSCALED_MAX_TOKENS = (
     32768  # max_position_embeddings: config.json requires one, unscaled RoPE needs none.
@@ -124,9 +136,12 @@ def to_tensors(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Converts parameters to Hugging Face tensors, one layer at a time; never holds a second copy of all.
 
+    Adapters get PEFT's names.
+
     Args:
-      params: an nnx.State, on devices or on the host. Where processes share its arrays, all of them must draw from
-        their iterators in step: each tensor is gathered before it is cut into parts.
+      params: an nnx.State, on devices or on the host; adapters alone, or the weights beside them, are enough.
+        Where processes share its arrays, all of them must draw from their iterators in step: each tensor is gathered
+        before it is cut into parts.
       config: the shape of params.
       dtype: "float32" | "bfloat16", of the tensors; the cast rounds to nearest even.
       part: in [0, num_parts); it has the layers l with l mod num_parts = part. The embedding counts as layer 0, final
@@ -143,17 +158,21 @@ def to_tensors(
             yield name, _to_tensor(our_name, array, dtype)
 
 
-def from_tensors(tensors: Mapping[str, np.ndarray], config: transformer.ModelConfig) -> nnx.State:
+def from_tensors(
+    tensors: Mapping[str, np.ndarray], config: transformer.ModelConfig, *, adapters: bool = False
+) -> nnx.State:
     """Converts Hugging Face tensors to parameters: an nnx.State of float32 NumPy arrays.
 
     Args:
       tensors: by Hugging Face name, any floating dtype.
       config: the shape that the tensors must have.
+      adapters: whether they are the model's adapters, by PEFT's names, or all its other weights.
 
     Raises:
       ValueError: a tensor is missing, unexpected, or of another shape (named, with both shapes).
     """
-    _check(tensors, config)
+    abstract = _abstract(config, adapters)
+    _check(tensors, abstract, config)
 
     def read(path, param):
         parts = [
@@ -162,13 +181,15 @@ def from_tensors(tensors: Mapping[str, np.ndarray], config: transformer.ModelCon
         ]
         return param.replace(np.stack(parts) if _is_stacked(path) else np.array(parts[0]))
 
-    return nnx.map_state(read, transformer.abstract_params(config))
+    return nnx.map_state(read, abstract)
 
 
 def load(
     tensors: Mapping[str, np.ndarray], config: transformer.ModelConfig, shardings: nnx.State
 ) -> nnx.State:
-    """`from_tensors` onto devices. A process reads what its devices hold, and holds one tensor of it at a time.
+    """`from_tensors` onto devices, without adapters. A process reads what its devices hold, one tensor at a time.
+
+    The weights have the dtypes of `transformer.abstract_frozen`, or are float32 where all are trained.
 
     Args:
       tensors: as in `from_tensors`; of those from `read_tensors` only the parts are read that the devices hold.
@@ -178,20 +199,21 @@ def load(
     Raises:
       ValueError: as `from_tensors`, before anything is read.
     """
-    _check(tensors, config)
-    abstract = transformer.abstract_params(config)
+    abstract = _abstract(config, adapters=False)
+    _check(tensors, abstract, config)
     sharding_of = dict(nnx.to_flat_state(shardings))
 
     def read(path, param):
         sharding, name = sharding_of[path].get_value(), ".".join(path)
         if not _is_stacked(path):
             ((tensor_name, shape),) = _tensors_of(path, param, config)
-            return param.replace(_read_sharded(tensors, tensor_name, name, shape, sharding))
+            whole = _read_sharded(tensors, tensor_name, name, shape, sharding, param.dtype)
+            return param.replace(whole)
         spec = jax.sharding.PartitionSpec(*sharding.spec[1:])
         of_layer = jax.sharding.NamedSharding(sharding.mesh, spec)
-        whole = _zeros(param.shape, sharding)()
+        whole = _zeros(param.shape, sharding, param.dtype)()
         for layer, (tensor_name, shape) in enumerate(_tensors_of(path, param, config)):
-            part = _read_sharded(tensors, tensor_name, name, shape, of_layer)
+            part = _read_sharded(tensors, tensor_name, name, shape, of_layer, param.dtype)
             # Waited for: else the layers that are read pile up.
             whole = jax.block_until_ready(_put(sharding)(whole, part, np.int32(layer)))
         return param.replace(whole)
@@ -205,7 +227,68 @@ def check_files(directory, config: transformer.ModelConfig) -> None:
     Raises:
       FileNotFoundError, ValueError: as of `read_tensors` and `from_tensors`.
     """
-    _check(read_tensors(directory), config)
+    _check(read_tensors(directory), _abstract(config, adapters=False), config)
+
+
+def write_adapter_config(adapters: lora.LoRA, base: str) -> dict:
+    """The content of PEFT's adapter_config.json; `base` is the directory or id of the frozen model, "" for none."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base or None,
+        "r": adapters.rank,
+        "lora_alpha": int(adapters.alpha) if adapters.alpha.is_integer() else adapters.alpha,
+        "target_modules": list(adapters.targets),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+
+
+def read_adapter_config(directory) -> lora.LoRA:
+    """The adapters that a directory in PEFT's format holds, by its adapter_config.json.
+
+    Raises:
+      FileNotFoundError: no adapter_config.json.
+      ValueError: adapters of another kind than this decoder's; names the file, the key and its value.
+    """
+    path = pathlib.Path(directory) / "adapter_config.json"
+    found = json.loads(path.read_text("utf-8"))
+    for key, supported in _PEFT_DEFAULTS.items():
+        if (value := found.get(key) or supported) != supported:
+            raise ValueError(f"{path}: {key} {value!r} is unsupported, only {supported!r} is")
+    targets = found.get("target_modules")
+    if not isinstance(targets, list) or set(targets) - lora.LAYERS.keys():
+        known = ", ".join(lora.LAYERS)
+        raise ValueError(f"{path}: target_modules {targets!r} are not names of {known}")
+    targets = tuple(name for name in lora.LAYERS if name in targets)
+    return lora.LoRA(rank=found["r"], alpha=float(found["lora_alpha"]), targets=targets)
+
+
+def check_adapter_config(directory, adapters: lora.LoRA) -> None:
+    """Refuses other adapters than `adapters`, by the adapter_config.json in their directory.
+
+    Raises:
+      FileNotFoundError, ValueError: as of `read_adapter_config`; or the file, the key and both values.
+    """
+    found = read_adapter_config(directory)
+    for key, name in (("r", "rank"), ("lora_alpha", "alpha"), ("target_modules", "targets")):
+        has, wanted = getattr(found, name), getattr(adapters, name)
+        if has != wanted:
+            raise ValueError(
+                f"{directory}/adapter_config.json: {key} is {has}, the run needs {wanted}"
+            )
+
+
+def read_adapters(directory, config: transformer.ModelConfig) -> nnx.State:
+    """The adapters of a model from a directory in PEFT's format, in host memory.
+
+    Raises:
+      FileNotFoundError, ValueError: as of `check_adapter_config`, `read_tensors` and `from_tensors`.
+    """
+    check_adapter_config(directory, config.lora)
+    return from_tensors(read_tensors(directory), config, adapters=True)
 
 
 def read_tensors(directory) -> Mapping[str, np.ndarray]:
@@ -296,7 +379,8 @@ def _pieces(params, config):
     names = _names(config)
     ours = _by_name(params, names)
     stacked = [name for name in ours if "{}" in names[name]]
-    yield 0, "embedding", names["embedding"], ours["embedding"]
+    if "embedding" in ours:
+        yield 0, "embedding", names["embedding"], ours["embedding"]
     for layer in range(config.num_layers):
         for name in stacked:
             yield layer, name, names[name].format(layer), ours[name][layer]
@@ -317,8 +401,26 @@ def _identity(out_sharding):
 
 
 def _names(config):
-    """Our parameter → tensor; {} is the layer. A kernel is the transpose of its tensor."""
-    return families.FAMILIES[config.family].tensors
+    """Our parameter → tensor; {} is the layer. A kernel, and an adapter's, is the transpose of its tensor."""
+    names = families.FAMILIES[config.family].tensors
+    if not config.lora:
+        return names
+    adapted = {}
+    for layer in (f"blocks.{lora.LAYERS[target]}" for target in config.lora.targets):
+        module = names[f"{layer}.kernel"].removesuffix(".weight")
+        for part, letter in (("lora_a", "A"), ("lora_b", "B")):
+            adapted[f"{layer}.{part}"] = f"base_model.model.{module}.lora_{letter}.weight"
+    return {**names, **adapted}
+
+
+def _abstract(config, adapters):
+    if adapters or not config.lora:
+        return transformer.abstract_trained(config)
+    return transformer.abstract_frozen(config)
+
+
+def _is_transposed(name):
+    return name.endswith(("kernel", "lora_a", "lora_b"))
 
 
 def _by_name(params, names):
@@ -339,12 +441,12 @@ def _tensors_of(path, param, config):
     return [(name.format(layer), param.shape[1:]) for layer in range(param.shape[0])]
 
 
-def _check(tensors, config):
-    """Refuses other names and shapes than the model's."""
+def _check(tensors, abstract, config):
+    """Refuses other names and shapes than those of parameters."""
     expected = {}
-    for path, param in nnx.to_flat_state(transformer.abstract_params(config)):
+    for path, param in nnx.to_flat_state(abstract):
         for tensor_name, shape in _tensors_of(path, param, config):
-            expected[tensor_name] = shape[::-1] if path[-1] == "kernel" else shape
+            expected[tensor_name] = shape[::-1] if _is_transposed(path[-1]) else shape
     # A tied checkpoint may still hold the head, which transformers ignores too.
     found = set(tensors) - ({"lm_head.weight"} if config.tied_embeddings else set())
     if missing := sorted(expected.keys() - found):
@@ -359,29 +461,30 @@ def _check(tensors, config):
 
 def _part(tensors, tensor_name, name, index):
     """A part of a parameter, float32, by its index in the parameter's own layout."""
-    transposed = name.endswith("kernel")
+    transposed = _is_transposed(name)
     index = index[::-1] if transposed else index
     lazy = isinstance(tensors, _LazyTensors)
     part = tensors.part(tensor_name, index) if lazy else tensors[tensor_name][index]
     return np.asarray(part.T if transposed else part, np.float32)
 
 
-def _read_sharded(tensors, tensor_name, name, shape, sharding):
+def _read_sharded(tensors, tensor_name, name, shape, sharding, dtype):
     """A tensor on its devices. Of a part that several hold, one copy is read."""
     read = {}
 
     def part(index):
         key = str(index)
         if key not in read:
-            read[key] = np.ascontiguousarray(_part(tensors, tensor_name, name, index))
+            found = _part(tensors, tensor_name, name, index)
+            read[key] = np.ascontiguousarray(found, dtype)
         return read[key]
 
     return jax.make_array_from_callback(shape, sharding, part)
 
 
 @functools.cache
-def _zeros(shape, sharding):
-    return jax.jit(lambda: jnp.zeros(shape), out_shardings=sharding)
+def _zeros(shape, sharding, dtype):
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
 
 
 @functools.cache
@@ -396,4 +499,4 @@ def _put(sharding):
 def _to_tensor(name, array, dtype):
     # Cast before the transfer to the host: bfloat16 then moves half the bytes.
     array = np.asarray(jax.device_get(array.astype(dtype)))
-    return np.ascontiguousarray(array.T if name.endswith("kernel") else array)
+    return np.ascontiguousarray(array.T if _is_transposed(name) else array)

@@ -55,7 +55,8 @@ def token_logprobs(
     shards = axes.size(kernel, "tensor")
     shard_size = kernel.shape[vocab_axis] // shards
     tile = min(shard_size, -(-shard_size * chunk_tokens * axes.size(hidden_BTD, axes.COLUMNS) // T))
-    head = _TiledHead(vocab_axis, model.config.dtype, shards, shard_size, tile)
+    is_frozen = model.config.lora is not None
+    head = _TiledHead(vocab_axis, model.config.dtype, shards, shard_size, tile, is_frozen)
     hidden_ND, tokens_N = axes.on_one_axis(hidden_BTD), axes.on_one_axis(tokens_BT)
     logprobs_N, entropy_N = _tiled(head, hidden_ND, kernel, tokens_N, temperature)
     return axes.in_rows(logprobs_N, B, T), axes.in_rows(entropy_N, B, T)
@@ -86,6 +87,7 @@ class _TiledHead:
     shards: int  # S
     shard_size: int  # V / S
     tile: int  # W, ≤ V / S
+    is_frozen: bool  # The kernel gets no gradient.
 
     @property
     def num_tiles(self):
@@ -212,16 +214,18 @@ def _tiled_backward(head, saved, cotangents):
         probs_NSW = jnp.exp(logits_NSW - log_z_N[:, None, None])
         d_logits_NSW = ((chosen_NSW - probs_NSW) * scale_N[:, None, None]).astype(head.dtype)
         d_hidden_SND += dot(f"nsv,{head.axes}->snd", d_logits_NSW, kernel_tile)
+        if head.is_frozen:
+            return (d_hidden_SND, None), None
         # Hidden states first: with the logits first, XLA's CPU backend would transpose the logits.
         d_tile = jnp.einsum(f"dsv->{head.axes}", dot("nd,nsv->dsv", hidden_ND, d_logits_NSW))
         d_kernel = head.add(d_kernel, head.constrain(d_tile, axes.SHARDS), index)
         return (d_hidden_SND, d_kernel), None
 
-    d_kernel = head.constrain(jnp.zeros(shards.shape), axes.SHARDS)
+    d_kernel = None if head.is_frozen else head.constrain(jnp.zeros(shards.shape), axes.SHARDS)
     zeros = jnp.zeros((head.shards, *hidden_ND.shape)), d_kernel
     (d_hidden_SND, d_kernel), _ = head.scan(visit, zeros, shards)
     d_hidden_ND = d_hidden_SND.sum(axis=0).astype(hidden_ND.dtype)
-    return d_hidden_ND, head.join(d_kernel), None, None
+    return d_hidden_ND, None if head.is_frozen else head.join(d_kernel), None, None
 
 
 _tiled.defvjp(_tiled_forward, _tiled_backward)

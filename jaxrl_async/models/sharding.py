@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl_async.models import axes, transformer
+from jaxrl_async.models import axes, lora, transformer
 
 
 def make_mesh(
@@ -82,6 +82,16 @@ def init_sharded(config: transformer.ModelConfig, mesh: jax.sharding.Mesh, seed:
         return nnx.split(transformer.Transformer(config, rngs=nnx.Rngs(seed)))[1]
 
     return jax.jit(init, out_shardings=param_shardings(mesh, transformer.abstract_params(config)))()
+
+
+def init_adapters(config: transformer.ModelConfig, mesh: jax.sharding.Mesh, seed: int) -> nnx.State:
+    """The adapters that change nothing: A at random, B zero. The values do not depend on the mesh."""
+
+    def init():
+        return lora.split(nnx.split(transformer.Transformer(config, rngs=nnx.Rngs(seed)))[1])[0]
+
+    shardings = param_shardings(mesh, transformer.abstract_trained(config))
+    return jax.jit(init, out_shardings=shardings)()
 
 
 def _param_sharding(mesh, path, shape):

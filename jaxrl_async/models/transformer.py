@@ -1,7 +1,7 @@
 """One decoder for the architectures of Qwen2, Qwen2.5, Qwen3, Llama-3 and Gemma-3. `families` says how they differ.
 
-Parameters are float32; the compute dtype is a setting; norms, softmax and logits are float32. Independent of
-tokenizers, losses and the batching of requests; of a mesh it uses the names of the axes.
+Parameters are float32, but for a frozen base in bfloat16; the compute dtype is a setting; norms, softmax and logits are
+float32. Independent of tokenizers, losses and the batching of requests; of a mesh it uses the names of the axes.
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxrl_async.models import attention, axes
+from jaxrl_async.models import lora as adapters
 from jaxrl_async.models.families import FAMILIES
 
 
@@ -57,6 +58,7 @@ class ModelConfig:
     windows: tuple[int, ...] = ()
     local_rope_theta: float = 10_000.0  # of layers with a window, whose RoPE is not scaled
     query_scalar: float = 0.0  # scores are q · k / √query_scalar; 0: head_dim
+    lora: adapters.LoRA | None = None  # adapters, which alone are trained; None: all parameters are
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
@@ -246,8 +248,24 @@ def graphdef(config: ModelConfig) -> nnx.GraphDef:
 
 
 def abstract_params(config: ModelConfig) -> nnx.State:
-    """The parameters' shapes and dtypes: an nnx.State of jax.ShapeDtypeStruct."""
+    """The parameters' shapes and dtypes, adapters included: an nnx.State of jax.ShapeDtypeStruct."""
     return jax.tree.map(lambda leaf: leaf, _abstract(config)[1])  # A copy for the caller.
+
+
+def abstract_trained(config: ModelConfig) -> nnx.State:
+    """`abstract_params` of those that are trained: the adapters where the model has some, else all."""
+    params = abstract_params(config)
+    return adapters.split(params)[0] if config.lora else params
+
+
+def abstract_frozen(config: ModelConfig) -> nnx.State | None:
+    """`abstract_params` of the others; None where all are trained."""
+    return adapters.split(abstract_params(config))[1] if config.lora else None
+
+
+def with_base(config: ModelConfig, params: nnx.State, base: nnx.State | None) -> nnx.State:
+    """All parameters, of the trained ones and the frozen ones, by reference."""
+    return adapters.join(params, base) if config.lora else params
 
 
 def rope_cos_sin(config: ModelConfig, positions_BT, *, local: bool = False):
@@ -308,6 +326,11 @@ class Block(nnx.Module):
         self.up = _linear(D, F, config, rngs)
         self.down = _linear(F, D, config, rngs)
         self.mlp_post_norm = _norm(D, config) if post_norms else None
+        if (
+            lora := config.lora
+        ):  # Last: the base's random weights are those of a model without adapters.
+            for target in lora.targets:
+                getattr(self, adapters.LAYERS[target]).adapt(lora.scale, lora.rank, rngs)
 
     def __call__(self, x_BTD, rope, ids, attend=attention.causal_attention):
         q, k, v = self.project(x_BTD, rope)
@@ -360,7 +383,7 @@ def _normed(norm, x):
 
 
 def _linear(num_in, num_out, config, rngs, *, use_bias=False):
-    return nnx.Linear(
+    return adapters.AdaptedLinear(
         num_in,
         num_out,
         use_bias=use_bias,
@@ -373,7 +396,16 @@ def _linear(num_in, num_out, config, rngs, *, use_bias=False):
 
 @functools.lru_cache
 def _abstract(config):
-    return nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
+    if not config.lora:
+        return graphdef, params
+
+    def stored(path, param):
+        kept = isinstance(param, adapters.Adapter) or path[-1] == "scale"
+        dtype = param.dtype if kept else jnp.dtype(config.lora.base_dtype)
+        return param.replace(jax.ShapeDtypeStruct(param.shape, dtype))
+
+    return graphdef, nnx.map_state(stored, params)
 
 
 def _stretch(frequency, scaling):

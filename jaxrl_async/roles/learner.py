@@ -1,6 +1,7 @@
 """The learner role: one process of the SPMD program. Process 0 also publishes weights and writes metrics."""
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import os
@@ -15,7 +16,7 @@ import jax
 from jaxrl_async.config.checks import delay_of, queue_access_of
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.evaluation.evaluator import Evaluator
-from jaxrl_async.learner import follower, processes
+from jaxrl_async.learner import checkpoint, follower, processes
 from jaxrl_async.learner import learner as learners
 from jaxrl_async.learner.checkpoint import Checkpoints
 from jaxrl_async.learner.packing import Packer
@@ -32,7 +33,7 @@ from jaxrl_async.runtime import preemption
 from jaxrl_async.runtime.supervisor import visible_devices
 from jaxrl_async.samples import SampleWriter
 from jaxrl_async.servers.client import InferenceClient
-from jaxrl_async.servers.preflight import Expected
+from jaxrl_async.servers.preflight import Expected, kept_adapters
 from jaxrl_async.tasks.prompts import demonstration_tokens, test_prompts, validation_prompts
 from jaxrl_async.weights.discovery import Discovery
 from jaxrl_async.weights.publisher import Publisher
@@ -103,6 +104,9 @@ class Links:
         """Arguments of `TrainStep` that say what is shared with servers."""
         return {}
 
+    def freeze(self, base: Any) -> None:
+        """Gives engines in this process the weights beside the adapters; the others read them. None: there are none."""
+
     def metrics(self, workdir: pathlib.Path) -> MetricsWriter:
         """Writes the rows of steps."""
         return MetricsWriter(workdir, parts.tracker_of(self._settings, workdir))
@@ -132,13 +136,17 @@ class Links:
         settings, weights = self._settings, self._settings.weights
         return {
             "client": InferenceClient(
-                **parts.keys_of(settings), tls_ca=settings.server.tls_ca, run_id=writer.run_id
+                **parts.keys_of(settings),
+                tls_ca=settings.server.tls_ca,
+                run_id=writer.run_id,
+                adapters=settings.model.lora.rank > 0,
             ),
             "transport": functools.partial(
                 TRANSPORTS[weights.transport],
                 mode=weights.pause_mode,
                 writer=writer,
                 pause_lease_secs=weights.pause_lease_secs,
+                keep_adapters=kept_adapters(settings.queue.max_staleness),
             ),
             "discovery": discovery_of(settings),
             "preflight": preflight.check_of(settings, expected),
@@ -173,8 +181,12 @@ def _train(
         resume_point = ResumePoint.from_json(resume_point)
         log.info("resumed at version %d", version)
     else:
-        state = train_step.init(first_params_of(settings, config, mesh, tokenizer))
+        params = _first_trained(settings, workdir, config, mesh, tokenizer, **part)
+        state = train_step.init(params)
         checkpoints.save(0, state, ResumePoint(0, 0, (), {}, {}).to_json())
+    base = parts.base_params(settings, workdir, config, mesh)
+    train_step.freeze(base)
+    links.freeze(base)
     reference = _reference(settings, checkpoints, train_step)
     if process == 0:
         num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
@@ -206,6 +218,7 @@ def _train(
             store,
             config=config,
             dtype=weights.dtype,
+            base=settings.model.path,
             timeout_secs=push_deadline_of(settings),
             delay=delay,
             **part,
@@ -298,8 +311,29 @@ def _log_plan(num_bytes: int, bytes_per_sec: float | None, grace_secs: float) ->
     log.log(logging.INFO if fits else logging.WARNING, "%s", text)
 
 
+def _first_trained(settings: Settings, workdir: pathlib.Path, config, mesh, tokenizer, **part: int):
+    """The trained parameters of version 0. Of adapters, their base is written first, where no files have it."""
+    if not config.lora:
+        return first_params_of(settings, config, mesh, tokenizer)
+    if not parts.has_base_files(settings):
+        base = first_params_of(settings, config, mesh, tokenizer)
+        plain = dataclasses.replace(config, lora=None)
+        tensors = hf.to_tensors(base, plain, config.lora.base_dtype, part=part["process"])
+        if part["process"] == 0:
+            store = WeightStore(parts.base_directory(settings, workdir).parent, keep=1)
+            store.write(0, tensors, hf.write_config(plain))
+        else:  # It gathers with process 0.
+            list(tensors)
+        processes.barrier("the base is written", timeout_secs=checkpoint.WRITE_TIMEOUT_SECS)
+    if not settings.model.lora.path:
+        return sharding.init_adapters(config, mesh, settings.seed)
+    adapters = hf.read_adapters(settings.model.lora.path, config)
+    return sharding.place(adapters, sharding.param_shardings(mesh, adapters))
+
+
 def first_params_of(settings: Settings, config, mesh, tokenizer):
-    """Version 0: random weights or those at model.path, after the warm start."""
+    """Version 0, without adapters: random weights or those at model.path, after the warm start."""
+    config = dataclasses.replace(config, lora=None)
     if settings.model.path:
         shardings = sharding.param_shardings(mesh, transformer.abstract_params(config))
         params = hf.load(hf.read_tensors(parts.model_directory(settings)), config, shardings)

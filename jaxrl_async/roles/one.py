@@ -191,6 +191,11 @@ class _DirectLinks(learner.Links):
         turn = functools.partial(self._turns.of, LEARNER) if self._turns else None
         return {"keeps_params": True, "turn": turn}
 
+    def freeze(self, base: Any) -> None:
+        if base is not None:
+            for engine in self._engines.values():
+                engine.freeze(base)
+
     def metrics(self, workdir: pathlib.Path) -> MetricsWriter:
         tracker = parts.tracker_of(self._settings, workdir)
         if self._turns:

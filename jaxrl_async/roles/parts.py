@@ -12,6 +12,7 @@ import pathlib
 from jaxrl_async.config.checks import key_named
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.tasks import hub
+from jaxrl_async.weights.store import WeightStore
 
 # Deadlines of the queue's clients. The queue needs no device and is up within seconds.
 CONNECT_TIMEOUT_SECS = 60.0
@@ -187,9 +188,44 @@ def model_config_of(settings: Settings, tokenizer):
     model = settings.model
     if model.path:
         directory = model_directory(settings, ("config.json",))
-        return hf.read_config(directory, dtype=model.dtype, remat=model.remat)
+        config = hf.read_config(directory, dtype=model.dtype, remat=model.remat)
+        return dataclasses.replace(config, lora=_lora_of(settings))
     shape = {name: value for name, value in vars(model).items() if name != "path"}
+    shape["lora"] = _lora_of(settings)
     return transformer.ModelConfig(vocab_size=tokenizer.vocab_size, rope_scaling=None, **shape)
+
+
+def _lora_of(settings: Settings):
+    from jaxrl_async.models.lora import LAYERS, LoRA
+
+    wanted = settings.model.lora
+    if not wanted.rank:
+        return None
+    targets = tuple(sorted(wanted.targets, key=list(LAYERS).index))
+    return LoRA(wanted.rank, wanted.alpha, targets, wanted.base_dtype)
+
+
+def has_base_files(settings: Settings) -> bool:
+    """Whether the files at model.path are what a run starts from."""
+    return bool(settings.model.path) and not settings.warm_start.num_steps
+
+
+def base_directory(settings: Settings, workdir: pathlib.Path) -> pathlib.Path:
+    """The frozen weights of a run with adapters: the files at model.path, or those that the learner wrote once."""
+    if has_base_files(settings):
+        return model_directory(settings)
+    return WeightStore(workdir / "base", keep=1).path(0)
+
+
+def base_params(settings: Settings, workdir: pathlib.Path, config, mesh):
+    """The frozen weights of a run with adapters, on a mesh; None of a run without."""
+    from jaxrl_async.learner.train_step import frozen_shardings
+    from jaxrl_async.models import hf
+
+    if not config.lora:
+        return None
+    tensors = hf.read_tensors(base_directory(settings, workdir))
+    return hf.load(tensors, config, frozen_shardings(config, mesh))
 
 
 def model_path(settings: Settings, workdir: pathlib.Path) -> pathlib.Path:
@@ -222,7 +258,7 @@ def engine_of(settings: Settings, workdir: pathlib.Path, *, name: str, **sharing
     """An embedded engine for the run's model, not started, without weights; see `Engine` for `turn`."""
     from jaxrl_async.inference.engine import Engine
 
-    server = settings.server
+    server, lora = settings.server, settings.model.lora
     return Engine(
         model_config_of(settings, tokenizer_of(settings, workdir)),
         num_slots=server.num_slots,
@@ -230,6 +266,7 @@ def engine_of(settings: Settings, workdir: pathlib.Path, *, name: str, **sharing
         decode_chunk=server.decode_chunk,
         max_queued_requests=server.max_queued_requests,
         release_cache=server.release_cache,
+        base=str(base_directory(settings, workdir)) if lora.rank else "",
         name=name,
         **sharing,
     )
@@ -265,7 +302,7 @@ def checkpoints_of(settings: Settings, workdir: pathlib.Path, *, remove_unfinish
 
 
 def checkpoint_params(settings: Settings, workdir: pathlib.Path, step: int | None = None):
-    """(step, parameters on one device) of a checkpoint of the run; the last one for step None."""
+    """(step, all weights on one device) of a checkpoint of the run; the last one for step None."""
     import jax
 
     from jaxrl_async.models import sharding
@@ -274,5 +311,7 @@ def checkpoint_params(settings: Settings, workdir: pathlib.Path, step: int | Non
     mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
     with contextlib.closing(checkpoints_of(settings, workdir)) as checkpoints:
         step = checkpoints.latest() if step is None else step
-        state, _ = checkpoints.restore(step, train_step_of(settings, config, mesh).abstract_state())
-    return step, state.params
+        train_step = train_step_of(settings, config, mesh)
+        state, _ = checkpoints.restore(step, train_step.abstract_state())
+    train_step.freeze(base_params(settings, workdir, config, mesh))
+    return step, train_step.all_params(state.params)

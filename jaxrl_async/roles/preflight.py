@@ -10,8 +10,10 @@ from jaxrl_async.config.settings import Settings
 from jaxrl_async.roles import parts
 from jaxrl_async.servers.client import InferenceClient, ServerError
 from jaxrl_async.servers.preflight import (
+    Adapters,
     Expected,
     UnfitServerError,
+    kept_adapters,
     preflight,
     preflight_router,
 )
@@ -40,6 +42,17 @@ def expected_of(settings: Settings, config) -> Expected:
         transport=settings.weights.transport,
         api_key_env=settings.server.api_key_env,
         admin_api_key_env=settings.server.admin_api_key_env,
+        adapters=_adapters_of(settings, config),
+    )
+
+
+def _adapters_of(settings: Settings, config) -> Adapters | None:
+    if not config.lora:
+        return None
+    return Adapters(
+        **vars(config.lora),
+        has_base_files=parts.has_base_files(settings),
+        kept=kept_adapters(settings.queue.max_staleness),
     )
 
 

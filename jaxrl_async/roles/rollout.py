@@ -36,7 +36,11 @@ async def run(settings: Settings, workdir: pathlib.Path, index: int) -> None:
     if signal.getsignal(signal.SIGTERM) is signal.default_int_handler:
         loop.add_signal_handler(signal.SIGTERM, stop)
     access = queue_access_of(settings)
-    client = InferenceClient(**parts.keys_of(settings), tls_ca=settings.server.tls_ca)
+    client = InferenceClient(
+        **parts.keys_of(settings),
+        tls_ca=settings.server.tls_ca,
+        adapters=settings.model.lora.rank > 0,
+    )
     queue = QueueClient(
         settings.queue.address,
         connect_timeout_secs=parts.CONNECT_TIMEOUT_SECS,

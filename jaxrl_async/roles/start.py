@@ -162,6 +162,12 @@ def prepare(settings: Settings, workdir: pathlib.Path, *, resume: bool = False) 
             _check_model(settings)
         if settings.server.command and settings.server.num_started:
             parts.model_path(settings, workdir)
+    if settings.model.lora.path:
+        with _errors_of("model.lora.path: "):
+            from jaxrl_async.models import hf
+
+            config = parts.model_config_of(settings, tokenizer)
+            hf.read_adapters(settings.model.lora.path, config)
     _check_texts(settings, tokenizer, task, splits)
     num_prompts, num_test = settings.evaluate.num_prompts, len(splits["test"])
     if not resume and num_test < num_prompts != Evaluate.num_prompts:

@@ -36,7 +36,7 @@ FIXED = {
 SHAPE = tuple(
     field.name
     for field in dataclasses.fields(Model)
-    if field.name not in ("path", "dtype", "remat")
+    if field.name not in ("path", "dtype", "remat", "lora")
 )
 FREE = ("model.remat",)  # of them: costs time or memory, and changes no number
 MISSING = object()  # the value of a key that a config does not have

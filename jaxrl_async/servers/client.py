@@ -8,6 +8,7 @@ import dataclasses
 import json
 import pathlib
 import re
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -76,6 +77,7 @@ class InferenceClient:
         admin_api_key: str | None = None,
         tls_ca: str = "",
         run_id: str = "",
+        adapters: bool = False,
     ):
         """Opens nothing yet.
 
@@ -84,12 +86,18 @@ class InferenceClient:
           admin_api_key: key of the control routes, a server's `--admin-api-key`; without one they take the api_key.
           tls_ca: PEM file of the authorities to trust at https:// addresses; "" for the system's.
           run_id: the run whose weights may sample; tokens of others are refused. "" for any run.
+          adapters: the versions are adapters. An SGLang server holds several, each under the name of its version, and
+            stamps tokens with the name of the newest: a request names its adapter, and its tokens get that name.
 
         Raises:
           ValueError: no certificate in tls_ca.
         """
         self._tls = security.client_context(tls_ca) if tls_ca else True
         self.run_id = run_id
+        self._adapters = adapters
+        self._stamping: set[str] = (
+            set()
+        )  # addresses of servers that stamp tokens with their adapter
         self._api_key = api_key
         self._admin_api_key = admin_api_key or api_key
         self._session: aiohttp.ClientSession | None = None
@@ -150,14 +158,90 @@ class InferenceClient:
             "return_logprob": True,
             "stream": False,
         }
-        answer = await self._post(address, "/generate", payload, timeout_secs)
+        start, name = time.monotonic(), None
+        if self._adapters:
+            name = await self._newest_adapter(address, timeout_secs)
+            payload |= {"lora_path": name} if name is not None else {}
+        left = max(timeout_secs - (time.monotonic() - start), 1e-3)
+        answer = await self._post(address, "/generate", payload, left)
         try:
-            return read_completion(answer, self.run_id)
+            return read_completion(answer, self.run_id, name)
         except ForeignWeightsError as error:
             raise ForeignVersionError(address, "/generate", str(error), retryable=True) from error
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             reason = f"malformed answer to {rid}: {type(error).__name__}: {error}"
             raise ServerError(address, "/generate", reason, retryable=False) from error
+
+    async def _newest_adapter(self, address: str, timeout_secs: float) -> str | None:
+        """The name of the adapter that a server got last; None of one that stamps tokens itself.
+
+        Raises:
+          ForeignVersionError: it has none of a push, as after its restart.
+        """
+        if address in self._stamping:
+            return None
+        info = await self.model_info(address, timeout_secs=timeout_secs)
+        if "weight_digest" in info:  # This project's.
+            self._stamping.add(address)
+            return None
+        name = info.get("weight_version")
+        try:
+            _read_version(name, self.run_id)
+        except ForeignWeightsError as error:
+            raise ForeignVersionError(address, "/model_info", str(error), retryable=True) from error
+        return name
+
+    async def load_adapter(
+        self, address: str, *, name: str, path: str, timeout_secs: float
+    ) -> None:
+        """Gives an SGLang server one more adapter, from a directory in PEFT's layout that it can see.
+
+        Raises:
+          ServerError: refused, lost or late; the server's own message stands in it.
+        """
+        payload = {"lora_name": name, "lora_path": path}
+        await self._update(address, "/load_lora_adapter", payload, timeout_secs)
+
+    async def load_adapter_from_tensors(
+        self,
+        address: str,
+        *,
+        name: str,
+        config: Mapping[str, Any],
+        serialized_named_tensors: Sequence[str],
+        timeout_secs: float,
+    ) -> None:
+        """Gives an SGLang server one more adapter.
+
+        Args:
+          address: "http://host:port".
+          name: of the adapter.
+          config: the content of adapter_config.json.
+          serialized_named_tensors: one base64 string for each tensor-parallel rank.
+          timeout_secs: bound on the whole call.
+
+        Raises:
+          ServerError: refused, lost or late.
+        """
+        payload = {
+            "lora_name": name,
+            "config_dict": dict(config),
+            "serialized_named_tensors": list(serialized_named_tensors),
+        }
+        await self._update(address, "/load_lora_adapter_from_tensors", payload, timeout_secs)
+
+    async def unload_adapter(self, address: str, *, name: str, timeout_secs: float) -> None:
+        """Removes an adapter, once no request uses it. The server takes no other adapter before."""
+        await self._update(address, "/unload_lora_adapter", {"lora_name": name}, timeout_secs)
+
+    async def adapters(self, address: str, *, timeout_secs: float) -> list[str]:
+        """The names of the adapters that an SGLang server holds, the least recently used first."""
+        answer = await self._call("GET", address, "/v1/models", None, timeout_secs)
+        try:
+            return [model["id"] for model in answer["data"] if model.get("parent")]
+        except (KeyError, TypeError) as error:
+            reason = f"malformed answer: {type(error).__name__}: {error}"
+            raise ServerError(address, "/v1/models", reason, retryable=False) from error
 
     async def pause(
         self, address: str, *, mode: str, timeout_secs: float, lease_secs: float = 0.0
@@ -376,9 +460,9 @@ class InferenceClient:
     async def _update(self, address: str, route: str, payload: dict, timeout_secs: float) -> None:
         answer = await self._post(address, route, payload, timeout_secs)
         if answer.get("success") is not True:
-            version = payload.get("weight_version") or payload.get("new_version")
-            about = "" if version is None else f"version {version} "
-            reason = f"{about}refused: {answer.get('message')}"
+            names = (payload.get(key) for key in ("weight_version", "new_version", "lora_name"))
+            about = "".join(f"version {name} " for name in names if name is not None)
+            reason = f"{about}refused: {answer.get('message') or answer.get('error_message')}"
             raise ServerError(address, route, reason, retryable=False)
 
     async def _call(
@@ -432,12 +516,15 @@ class InferenceClient:
         return _read_answer(response.status, text, address, route)
 
 
-def read_completion(answer: Mapping[str, Any], run_id: str = "") -> Completion:
+def read_completion(
+    answer: Mapping[str, Any], run_id: str = "", adapter: str | None = None
+) -> Completion:
     """Turns the JSON of /generate into arrays, and checks that its parts agree.
 
     Args:
       answer: the JSON.
       run_id: the run whose weights may have sampled; "" for any.
+      adapter: the name of the weights that sampled all tokens; None where the answer says it.
 
     Raises:
       ForeignWeightsError: others have.
@@ -463,6 +550,8 @@ def read_completion(answer: Mapping[str, Any], run_id: str = "") -> Completion:
         raise ValueError(f"the ids of output_token_logprobs are not output_ids ({count} tokens)")
     logprobs = [triple[0] for triple in triples]
     spans = meta.get("weight_versions") or ()
+    if adapter is not None:
+        spans = [{"version": adapter, "start": 0, "end": count}]
     return checked_completion(output_ids, logprobs, spans, finish_reason, run_id)
 
 

@@ -33,6 +33,28 @@ class Expected:
     transport: str  # weights.transport
     api_key_env: str  # server.api_key_env, for messages
     admin_api_key_env: str  # server.admin_api_key_env, for messages
+    adapters: "Adapters | None" = None  # of a run that trains them
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapters:
+    """The adapters of a run."""
+
+    rank: int  # model.lora.rank
+    alpha: float
+    targets: tuple[str, ...]
+    base_dtype: str
+    has_base_files: bool  # whether model.path is the base
+    kept: int  # versions that a server holds at once
+
+
+def kept_adapters(max_staleness: int) -> int:
+    """Versions of an adapter that a server keeps.
+
+    While a group is sampled, at most max_staleness + 1 versions follow the one that it began with: an older one has no
+    request left, which its removal would wait for.
+    """
+    return max_staleness + 2
 
 
 async def preflight(
@@ -61,6 +83,8 @@ async def preflight(
     info = await server.model_info()
     await server.check_admin_key()
     ours = "weight_digest" in info
+    if expected.adapters:
+        await server.check_adapters(info, ours)
     await server.check_routes(ours)
     server.check_model(info)
     await server.check_vocabulary(info)
@@ -156,7 +180,7 @@ class _Server:
 
     async def check_routes(self, ours: bool) -> None:
         transport = self._expected.transport
-        routes = _ROUTES[ours]
+        routes = _ROUTES[ours] if ours or not self._expected.adapters else _ADAPTER_ROUTES
         if transport in _OF_OTHERS[ours]:
             raise self._unfit(
                 "/model_info",
@@ -220,6 +244,43 @@ class _Server:
         models = (await self._get("/v1/models")).get("data") or [{}]
         return models[0].get("max_model_len")
 
+    async def check_adapters(self, info: Mapping[str, Any], ours: bool) -> None:
+        wanted = self._expected.adapters
+        if ours and "lora" not in info:
+            raise self._unfit(
+                "/model_info",
+                "it takes no adapters, as SGLang-JAX does not: use SGLang or embedded servers, or model.lora.rank = 0",
+            )
+        if ours:
+            found = info["lora"] or {}
+            for key in ("rank", "alpha", "targets", "base_dtype"):
+                has, want = found.get(key), getattr(wanted, key)
+                if has != (list(want) if key == "targets" else want):
+                    raise self._unfit(
+                        "/model_info", f"its model.lora.{key} is {has}, the run's is {want}"
+                    )
+            return
+        if not wanted.has_base_files:
+            raise self._unfit(
+                "/model_info",
+                "the base of the adapters is made by the run itself, and SGLang takes adapters alone: set model.path, "
+                "without a warm start, or use embedded servers",
+            )
+        server = await self._get("/server_info")
+        if not server.get("enable_lora"):
+            raise self._unfit(
+                "/server_info", f"it takes no adapters: start it with {_flags(wanted)}"
+            )
+        targets = server.get("lora_target_modules") or ()
+        lacks = set(wanted.targets) - set(targets) if "all" not in targets else set()
+        rank, loaded = server.get("max_lora_rank") or 0, server.get("max_loaded_loras")
+        if lacks or rank < wanted.rank or (loaded is not None and loaded <= wanted.kept):
+            raise self._unfit(
+                "/server_info",
+                f"it takes adapters of rank ≤ {rank} for {', '.join(sorted(targets))}, {loaded} at a time: start it "
+                f"with {_flags(wanted)}",
+            )
+
     async def check_tensors(self) -> None:
         """Counts the layers by the names of SGLang's tensors: a push of another count loads, and serves garbage."""
         server = await self._get("/server_info")
@@ -255,6 +316,13 @@ class _Server:
             )
 
 
+def _flags(adapters: Adapters) -> str:
+    return (
+        f"--enable-lora --max-lora-rank={adapters.rank} --lora-target-modules {' '.join(adapters.targets)} "
+        f"--max-loaded-loras={adapters.kept + 1}"
+    )
+
+
 def _read_json(directory: Any) -> Mapping[str, Any]:
     """The config.json in a directory; {} where this machine cannot read it."""
     try:
@@ -283,5 +351,9 @@ _ROUTES = {
         "disk": ("/update_weights_from_disk", "/update_weight_version"),
         "tensor": ("/update_weights_from_tensor", "/end_weight_update", "/update_weight_version"),
     },
+}
+_ADAPTER_ROUTES = {
+    "disk": ("/load_lora_adapter", "/update_weight_version"),
+    "tensor": ("/load_lora_adapter_from_tensors", "/update_weight_version"),
 }
 _OF_OTHERS = {ours: _ROUTES[not ours].keys() - _ROUTES[ours].keys() for ours in (True, False)}

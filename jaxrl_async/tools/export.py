@@ -11,15 +11,23 @@ import tempfile
 import jax
 
 from jaxrl_async.config.settings import Settings
-from jaxrl_async.models import hf
+from jaxrl_async.models import hf, lora
 from jaxrl_async.roles import parts
-from jaxrl_async.weights.store import WeightStore
+from jaxrl_async.weights.store import ADAPTER, WeightStore
 
 
 def export(
-    settings: Settings, workdir: pathlib.Path, step: int | None, out: pathlib.Path, *, dtype: str
+    settings: Settings,
+    workdir: pathlib.Path,
+    step: int | None,
+    out: pathlib.Path,
+    *,
+    dtype: str,
+    adapter: bool = False,
 ) -> int:
     """Writes config.json, safetensors with their digests (manifest.json) and the tokenizer's files, all or none.
+
+    Adapters are merged into the weights, or alone are written, in PEFT's format.
 
     Args:
       settings: the run's settings.
@@ -27,6 +35,7 @@ def export(
       step: the checkpoint; None is the last one.
       out: the directory to write, new or empty.
       dtype: "float32" | "bfloat16", of the tensors.
+      adapter: write the adapters alone.
 
     Returns:
       The step of the checkpoint.
@@ -34,13 +43,23 @@ def export(
     Raises:
       CheckpointError: no such checkpoint, or one of another shape.
       FileExistsError: `out` is not empty.
-      OSError, ValueError: `out` cannot be written, or the files at model.path are missing or damaged.
+      OSError, ValueError: `out` cannot be written, the files at model.path are missing or damaged, or the run has no
+        adapters.
     """
     _refuse_full(out)
+    if adapter and not settings.model.lora.rank:
+        raise ValueError("the run has no adapters: model.lora.rank is 0")
     tokenizer = parts.tokenizer_of(settings, workdir)
     model = parts.model_config_of(settings, tokenizer)
     step, params = parts.checkpoint_params(settings, workdir, step)
-    _write(settings, model, tokenizer, step, params, out, dtype)
+    if adapter:
+        base = settings.model.path or str(parts.base_directory(settings, workdir))
+        config, params = hf.write_adapter_config(model.lora, base), lora.split(params)[0]
+        _write(model, tokenizer, step, params, out, dtype, config, ADAPTER)
+        return step
+    if model.lora:
+        model, params = dataclasses.replace(model, lora=None), lora.merged(params, model.lora)
+    _write(model, tokenizer, step, params, out, dtype, _config(settings, model, tokenizer, dtype))
     return step
 
 
@@ -69,7 +88,7 @@ def init(settings: Settings, out: pathlib.Path, *, dtype: str, warm: bool) -> No
     model = parts.model_config_of(settings, tokenizer)
     mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
     params = first_params_of(settings, model, mesh, tokenizer)
-    _write(settings, model, tokenizer, 0, params, out, dtype)
+    _write(model, tokenizer, 0, params, out, dtype, _config(settings, model, tokenizer, dtype))
 
 
 def _refuse_full(out: pathlib.Path) -> None:
@@ -77,26 +96,29 @@ def _refuse_full(out: pathlib.Path) -> None:
         raise FileExistsError(f"{out} is not empty")
 
 
-def _write(settings, model, tokenizer, step: int, params, out: pathlib.Path, dtype: str) -> None:
+def _write(
+    model, tokenizer, step: int, params, out: pathlib.Path, dtype: str, config, prefix: str = ""
+) -> None:
     """Writes beside `out` and renames, so that there is all or nothing."""
-    config = _config(settings, model, tokenizer) | {"torch_dtype": dtype}
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.partial-", dir=out.parent) as partial:
-        written = WeightStore(partial, keep=1).write(
-            step, hf.to_tensors(params, model, dtype), config
-        )
+        store = WeightStore(partial, keep=1)
+        store.begin(step)
+        store.write_part(step, 0, hf.to_tensors(params, model, dtype))
+        written = store.finish(step, 1, config, prefix=prefix)
         for name, content in tokenizer.hf_files().items():
             (written / name).write_bytes(content)
         written.rename(out)
 
 
-def _config(settings: Settings, model, tokenizer) -> dict:
+def _config(settings: Settings, model, tokenizer, dtype: str) -> dict:
     """The content of config.json: the published model's, or the shape and the tokens that end a completion."""
     if settings.model.path:
         path = parts.model_directory(settings) / "config.json"
         config = json.loads(path.read_text("utf-8"))
         # transformers 5 writes it in place of torch_dtype, and would believe it.
         config.pop("dtype", None)
-        return config
+        return config | {"torch_dtype": dtype}
     ends = {"eos_token_id": list(tokenizer.stop_token_ids), "pad_token_id": tokenizer.pad_id}
-    return hf.write_config(model) | ends | {"bos_token_id": None}
+    own = {"bos_token_id": None, "torch_dtype": dtype}
+    return hf.write_config(model) | ends | own

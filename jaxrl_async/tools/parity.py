@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxrl_async.models import hf, logprobs, transformer
+from jaxrl_async.models import hf, logprobs, lora, transformer
 from jaxrl_async.objectives import kl
 from jaxrl_async.servers.client import Completion, InferenceClient, ServerError
 from jaxrl_async.weights import store as weight_store
@@ -176,6 +176,7 @@ async def measure(
     timeout_secs: float,
     api_key: str | None,
     tls_ca: str = "",
+    adapter: str | pathlib.Path | None = None,
 ) -> Evidence:
     """Sends random prompts to a server, twice, and computes its log-probs from a checkpoint.
 
@@ -191,19 +192,20 @@ async def measure(
       timeout_secs: bound on each call.
       api_key: of the server, or None.
       tls_ca: PEM file of the authorities to trust at https://; "" for the system's.
+      adapter: in PEFT's layout, beside the checkpoint; an SGLang server is asked with the adapter of its last push.
 
     Raises:
       ParityError: no checkpoint; a server that cannot be reached, returns no tokens, has another vocabulary than the
         checkpoint or does not tell it, or changed its weights meanwhile.
     """
-    config, manifest = _read_checkpoint(directory, dtype)
-    async with _Client(api_key=api_key, tls_ca=tls_ca) as client:
+    config, manifest = _read_checkpoint(directory, dtype, adapter)
+    async with _Client(api_key=api_key, tls_ca=tls_ca, adapters=bool(adapter)) as client:
         try:
             info = await client.model_info(server, timeout_secs=timeout_secs)
             vocab_size = await client.vocab_size(server, info, timeout_secs=timeout_secs)
             _check_vocabulary(server, vocab_size, config, directory)
             prompts = _prompts(questions, config.vocab_size)
-            learner = _Learner(config, directory)
+            learner = _Learner(config, directory, adapter)
             ask = functools.partial(_ask, client, server, prompts, questions, timeout_secs)
 
             async def asking():
@@ -305,16 +307,19 @@ class _Client(InferenceClient):
         return answer
 
 
-def _read_checkpoint(directory, dtype):
-    """(config of the model, manifest or None)"""
+def _read_checkpoint(directory, dtype, adapter):
+    """(config of the model, manifest of its adapter or itself, or None)"""
     directory = pathlib.Path(directory)
     try:
-        config = hf.read_config(directory, dtype=dtype, remat=False)
-        has_manifest = (directory / weight_store.MANIFEST).exists()
-        return config, weight_store.read_manifest(directory) if has_manifest else None
+        config, pushed = hf.read_config(directory, dtype=dtype, remat=False), directory
+        if adapter:
+            pushed = pathlib.Path(adapter)
+            config = dataclasses.replace(config, lora=hf.read_adapter_config(pushed))
+        has_manifest = (pushed / weight_store.MANIFEST).exists()
+        return config, weight_store.read_manifest(pushed) if has_manifest else None
     except (OSError, ValueError, KeyError, TypeError, weight_store.WeightStoreError) as error:
         raise ParityError(
-            f"{directory} is no Hugging Face checkpoint (config.json, *.safetensors): {error}"
+            f"{adapter or directory} is no Hugging Face checkpoint (config.json, *.safetensors): {error}"
         ) from error
 
 
@@ -384,9 +389,13 @@ def _asking(learner, prompts, completions, temperature) -> Asking:
 class _Learner:
     """The forward of the learner on a checkpoint's weights."""
 
-    def __init__(self, config: transformer.ModelConfig, directory):
+    def __init__(self, config: transformer.ModelConfig, directory, adapter=None):
         try:
-            self._params = jax.device_put(hf.from_tensors(hf.read_tensors(directory), config))
+            params = hf.from_tensors(hf.read_tensors(directory), config)
+            if adapter:
+                own = hf.from_tensors(hf.read_tensors(adapter), config, adapters=True)
+                params = lora.join(own, params)
+            self._params = jax.device_put(params)
         except (OSError, ValueError) as error:
             raise ParityError(f"the weights of {directory} cannot be read: {error}") from error
         self._config = config

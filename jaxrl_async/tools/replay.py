@@ -60,7 +60,7 @@ def replay(
     Args:
       settings: the run's, or with another objective, optimizer or packing.
       workdir: of the run; nothing in it is changed.
-      out: receives metrics.jsonl, tensorboard/, checkpoints/ and the run's tokenizer/.
+      out: receives metrics.jsonl, tensorboard/, checkpoints/ and the run's tokenizer/ and base/.
       first: the checkpoint to start from.
       until: the last step; None for the last one that was committed.
       changed: the settings are not the run's, so weights and samples are not of the same versions.
@@ -86,10 +86,12 @@ def replay(
             )
             break
     config = parts.model_config_of(settings, parts.tokenizer_of(settings, workdir))
-    train_step = parts.train_step_of(settings, config, mesh_of(settings.learner))
+    mesh = mesh_of(settings.learner)
+    train_step = parts.train_step_of(settings, config, mesh)
     out.mkdir(parents=True, exist_ok=True)
-    if (workdir / "tokenizer").exists():
-        shutil.copytree(workdir / "tokenizer", out / "tokenizer")
+    for part in ("tokenizer", "base"):
+        if (workdir / part).exists():
+            shutil.copytree(workdir / part, out / part)
     comparisons: list[Comparison] = []
     with contextlib.ExitStack() as stack:
         theirs, ours = (
@@ -100,6 +102,7 @@ def replay(
             )
             for directory in (workdir, out)
         )
+        train_step.freeze(parts.base_params(settings, workdir, config, mesh))
         abstract = train_step.abstract_state()
         state, position = theirs.restore(first, abstract)
         reference = theirs.restore(0, abstract)[0].params if settings.loss.needs_reference else None

@@ -4,6 +4,8 @@
     root/00000012/model.safetensors            (or model-00001-of-00003.safetensors … and their index)
     root/00000012/manifest.json                digests of the bytes as written, after any cast
 
+Of an adapter the first two are adapter_config.json and adapter_model.safetensors, in PEFT's layout.
+
 A version is written under a temporary name, synced and renamed: it is there in full or not at all. One learner
 writes a store, of one process or of several that write parts of one version; any process may read it. A learner that
 another one superseded neither replaces nor removes a version of that one. Imports no JAX.
@@ -29,6 +31,7 @@ from jaxrl_async.queue.records import NOBODY, Identity, SupersededError
 from jaxrl_async.weights import files
 
 MANIFEST = "manifest.json"
+ADAPTER = "adapter_"  # prefix of the files of an adapter
 MAX_SHARD_BYTES = 1 << 30  # A shard is closed before it grows beyond; a larger tensor has its own.
 MAX_MAPPED_FILES = 4  # of a StoredVersion, besides those whose tensors are in use
 
@@ -125,8 +128,16 @@ class WeightStore:
         """
         _write_part(self._temporary(version), part, tensors, self._max_shard_bytes)
 
-    def finish(self, version: int, num_parts: int, config: Mapping[str, Any]) -> pathlib.Path:
+    def finish(
+        self, version: int, num_parts: int, config: Mapping[str, Any], *, prefix: str = ""
+    ) -> pathlib.Path:
         """Makes one version of its parts, and removes old ones; see `write`.
+
+        Args:
+          version: begun by `begin`.
+          num_parts: that were written.
+          config: the content of config.json.
+          prefix: of the names of both kinds of files, ADAPTER for an adapter.
 
         Raises:
           WeightStoreError: a part is missing.
@@ -134,8 +145,8 @@ class WeightStore:
           SupersededError: a learner of a later generation wrote the version.
         """
         temporary = self._temporary(version)
-        table = _join_parts(temporary, num_parts)
-        _write_json(temporary / "config.json", config)
+        table = _join_parts(temporary, num_parts, prefix)
+        _write_json(temporary / f"{prefix}config.json", config)
         _write_json(temporary / MANIFEST, _manifest(version, self.writer, table))
         _sync(temporary)
         if self._is_younger(version):
@@ -244,6 +255,11 @@ class StoredVersion(os.PathLike):
     @property
     def digest(self) -> str:
         return self.manifest["digest"]
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether it is an adapter in PEFT's layout, and no whole model."""
+        return any(entry["file"].startswith(ADAPTER) for entry in self.manifest["tensors"].values())
 
     def names(self) -> list[str]:
         """The names of its tensors."""
@@ -368,15 +384,15 @@ def _write_part(
     _write_json(directory / f"part-{part}.json", shards)
 
 
-def _join_parts(directory: pathlib.Path, num_parts: int) -> dict[str, dict[str, Any]]:
+def _join_parts(directory: pathlib.Path, num_parts: int, prefix: str) -> dict[str, dict[str, Any]]:
     """Gives the files of all parts their names; returns the manifest's table."""
     shards = [shard for part in range(num_parts) for shard in _take_part(directory, part)]
     if not shards:
         raise ValueError("a version needs at least one tensor")
     table = {}
     for number, (written, described) in enumerate(shards, start=1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        file = file if len(shards) > 1 else "model.safetensors"
+        file = f"{prefix}model-{number:05d}-of-{len(shards):05d}.safetensors"
+        file = file if len(shards) > 1 else f"{prefix}model.safetensors"
         (directory / written).rename(directory / file)
         if twice := sorted(table.keys() & described.keys()):
             raise ValueError(f"tensor {twice[0]} comes twice")

@@ -11,12 +11,14 @@ A collective is one call for all servers at once.
 import asyncio
 import base64
 import contextlib
+import functools
+import json
 import os
 import pathlib
 import pickle
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from jaxrl_async.config.settings import PAUSE_MODES
 from jaxrl_async.queue.records import NOBODY, Identity
@@ -89,6 +91,7 @@ async def disk(
     is_wanted: Callable[[], bool] = always,
     writer: Identity = NOBODY,
     pause_lease_secs: float = 0.0,
+    keep_adapters: int = 2,
 ) -> None:
     """A server reads the version from a directory that it can see. For every kind of server.
 
@@ -104,6 +107,10 @@ async def disk(
       is_wanted: whether the version is still the newest, asked before a load begins and between the parts of one.
       writer: the learner. A server of this project refuses one that another learner has superseded.
       pause_lease_secs: a server of this project continues by itself after a pause of this time; 0: never.
+      keep_adapters: versions of an adapter that an SGLang server keeps, ≥ 1.
+
+    An adapter goes to an SGLang server without a pause: it holds several, and a request keeps the one that it began
+    with (`InferenceClient`).
 
     Raises:
       ObsoleteVersionError: it is not; the server loads nothing that is not wanted.
@@ -113,7 +120,10 @@ async def disk(
     push = _Push(
         client, address, path, version, mode, timeout_secs, is_wanted, writer, pause_lease_secs
     )
-    await push.verifies_itself()
+    if not await push.verifies_itself() and push.files.is_adapter:
+        load = functools.partial(client.load_adapter, path=os.fspath(path))
+        await push.add_adapter(load, keep=keep_adapters)
+        return
     async with push.paused() as name:
         await client.update_weights_from_disk(
             address,
@@ -136,6 +146,7 @@ async def tensor(
     is_wanted: Callable[[], bool] = always,
     writer: Identity = NOBODY,
     pause_lease_secs: float = 0.0,
+    keep_adapters: int = 2,
 ) -> None:
     """Sends the tensors of a version to an SGLang server over HTTP, without a shared file system.
 
@@ -149,6 +160,9 @@ async def tensor(
     if await push.verifies_itself():
         raise push.error("has no route for 'tensor': give it weights by 'disk' or 'stream'")
     num_ranks = (await client.server_info(address, timeout_secs=push.left())).get("tp_size", 1)
+    if push.files.is_adapter:
+        await _send_adapter(push, client, num_ranks, keep_adapters, torch)
+        return
     buckets = _buckets(push.files, BUCKET_BYTES)
     async with push.paused() as name, push.session():
         for number, bucket in enumerate(buckets, 1):
@@ -163,6 +177,17 @@ async def tensor(
             )
 
 
+async def _send_adapter(push, client, num_ranks, keep_adapters, torch) -> None:
+    payload = await asyncio.to_thread(_pickled, push.files, push.files.names(), torch, dict)
+    file = pathlib.Path(push.files, f"{weight_store.ADAPTER}config.json")
+    load = functools.partial(
+        client.load_adapter_from_tensors,
+        config=json.loads(file.read_text("utf-8")),
+        serialized_named_tensors=[payload] * num_ranks,
+    )
+    await push.add_adapter(load, keep=keep_adapters)
+
+
 async def stream(
     client: InferenceClient,
     address: str,
@@ -174,6 +199,7 @@ async def stream(
     is_wanted: Callable[[], bool] = always,
     writer: Identity = NOBODY,
     pause_lease_secs: float = 0.0,
+    keep_adapters: int = 2,
 ) -> None:
     """Uploads the files of a version to a server of this project, without a shared file system.
 
@@ -258,7 +284,13 @@ class _Push:
         info = await self._client.model_info(self._address, timeout_secs=self.left())
         if verification.reports_digest(info):
             self.writer = self._writer
+            if self.files.is_adapter and not info.get("lora"):
+                raise self.error("takes no adapters")
             return True
+        if (
+            self.files.is_adapter
+        ):  # Such a server tells nothing of the adapters that it holds but their names.
+            return False
         self._expected = await verification.expect(
             self._client, self._address, files=self.files, timeout_secs=self.left()
         )
@@ -288,6 +320,23 @@ class _Push:
             raise
         await client.continue_(address, timeout_secs=self.left())
 
+    async def add_adapter(self, load: Callable[..., Awaitable[None]], *, keep: int) -> None:
+        """Gives the server one more adapter, which new requests then ask for, and removes old ones first.
+
+        The name of the server's own weights becomes the adapter's: it tells the newest one, and a server that has
+        restarted has another.
+        """
+        client, address, name = self._client, self._address, str(self._version)
+        self.check_wanted()
+        held = await client.adapters(address, timeout_secs=self.left())
+        others = [other for other in held if other != name]
+        for old in others[: max(len(others) - keep, 0)]:
+            await client.unload_adapter(address, name=old, timeout_secs=self.left())
+        if name not in held:  # A name has the same weights for ever.
+            await load(address, name=name, timeout_secs=self.left())
+        await client.update_weight_version(address, version=name, timeout_secs=self.left())
+        await self._verify_name()
+
     @contextlib.asynccontextmanager
     async def session(self):
         """Opens a session of tensors, and closes it whatever happens: an open one blocks every later push.
@@ -316,13 +365,17 @@ class _Push:
             await client.update_weight_version(
                 address, version=str(self._version), timeout_secs=self.left()
             )
-        info = await client.model_info(address, timeout_secs=self.left())
+        info = await self._verify_name()
         if self._expected is None:
             verification.verify_digest(address, info, files=self.files)
+
+    async def _verify_name(self) -> Mapping[str, Any]:
+        info = await self._client.model_info(self._address, timeout_secs=self.left())
         if info.get("weight_version") != str(self._version):
             held = info.get("weight_version")
             reason = f"reports version {held!r} after a push of version {self._version}"
             raise ServerError(self._address, "/model_info", reason, retryable=False)
+        return info
 
     async def _abandon(self) -> None:
         """Lets the server continue, without its requests where its weights may be unverified.
@@ -360,14 +413,14 @@ def _torch():
     return torch
 
 
-def _pickled(stored: weight_store.StoredVersion, names: Sequence[str], torch) -> str:
-    """Base64 of a pickled list of (name, CPU tensor), the format of update_weights_from_tensor."""
+def _pickled(stored: weight_store.StoredVersion, names: Sequence[str], torch, form=list) -> str:
+    """Base64 of a pickled list of (name, CPU tensor), the format of update_weights_from_tensor, or of such a dict."""
     named = []
     for name in names:
         array = stored.tensor(name)
         raw = torch.frombuffer(bytearray(array.tobytes()), dtype=torch.uint8)
         named.append((name, raw.view(getattr(torch, array.dtype.name)).reshape(array.shape)))
-    return base64.b64encode(pickle.dumps(named)).decode("ascii")
+    return base64.b64encode(pickle.dumps(form(named))).decode("ascii")
 
 
 # SGLang reads large bodies slowly: in parts of 256 MB a push took several times as long.
