@@ -3,7 +3,9 @@
 import importlib.util
 import pathlib
 import re
+import shutil
 import subprocess
+import sys
 
 import nbclient
 import nbformat
@@ -15,15 +17,17 @@ CELL_TIMEOUT_SECS = 600
 MAX_BYTES = 200_000  # of a notebook with its outputs
 
 
-def execute(name: str, size: str, directory: pathlib.Path) -> nbformat.NotebookNode:
+def execute(
+    name: str, size: str, directory: pathlib.Path, *, shared=("configs", "launch")
+) -> nbformat.NotebookNode:
     """Runs a notebook in a directory that stands for a clone; the executed notebook."""
     notebook = nbformat.read(ROOT / "notebooks" / name, as_version=4)
     (parameters,) = [c for c in notebook.cells if "parameters" in c.metadata.get("tags", ())]
     assert 'size = "whole"' in parameters.source
     parameters.source = parameters.source.replace('size = "whole"', f'size = "{size}"')
     (directory / "notebooks").mkdir()
-    for shared in ("configs", "launch"):
-        (directory / shared).symlink_to(ROOT / shared)
+    for link in shared:
+        (directory / link).symlink_to(ROOT / link)
     client = nbclient.NotebookClient(
         notebook,
         timeout=CELL_TIMEOUT_SECS,
@@ -156,6 +160,50 @@ def test_notebooks_share_their_first_cell():
         notebook = nbformat.read(ROOT / "notebooks" / name, as_version=4)
         cells |= {c.source for c in notebook.cells if "parameters" in c.metadata.get("tags", ())}
     assert len(cells) == 1
+
+
+def test_outside_of_a_clone_the_first_cell_asks_for_the_url(tmp_path):
+    with pytest.raises(nbclient.exceptions.CellExecutionError, match="is no clone: set REPOSITORY"):
+        execute("quickstart.ipynb", "smoke", tmp_path, shared=())
+
+
+@pytest.fixture
+def publish(tmp_path):
+    """Runs launch/badges.py on copies of the notebooks: words → what it printed, and the notebooks by name."""
+    shutil.copytree(ROOT / "notebooks", tmp_path / "notebooks")
+    (tmp_path / "launch").mkdir()
+    script = shutil.copy(ROOT / "launch" / "badges.py", tmp_path / "launch")
+
+    def run(*words):
+        command = [sys.executable, script, *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        files = {n: nbformat.read(tmp_path / "notebooks" / n, as_version=4) for n in NOTEBOOKS}
+        return done, files
+
+    return run
+
+
+def test_whoever_publishes_gives_the_url_once_for_badges_and_clones(publish):
+    publish("https://github.com/a/b")
+    done, notebooks = publish("https://github.com/some-org/some.repo.git", "--revision=v1.2")
+    assert done.returncode == 0, done.stderr
+    for name, notebook in notebooks.items():
+        before = nbformat.read(ROOT / "notebooks" / name, as_version=4)
+        title, line, *rest = [t for t in notebook.cells[0].source.split("\n") if t]
+        page = f"some-org/some.repo/blob/v1.2/notebooks/{name}"
+        assert f"(https://colab.research.google.com/github/{page})" in line
+        quoted = page.replace("/", "%2F")
+        assert f"kernels/welcome?src=https%3A%2F%2Fgithub.com%2F{quoted})" in line
+        assert [title, *rest] == [t for t in before.cells[0].source.split("\n") if t]
+        code = 'REPOSITORY = "https://github.com/some-org/some.repo"'
+        changed = [c for c, d in zip(notebook.cells, before.cells, strict=True) if c != d]
+        assert changed[1].source.count(code) == 1 and 'REVISION = "v1.2"' in changed[1].source
+        assert len(changed) == 2
+
+
+def test_badges_are_for_github_alone(publish):
+    done, _ = publish("https://example.org/a/b")
+    assert done.returncode == 2 and "got 'https://example.org/a/b'" in done.stderr
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
