@@ -373,7 +373,7 @@ def _watch(
             if pids != (now := {role.name: role.process.pid for role in roles}):
                 status.write_roles(workdir, queue_address, pids := now)
             next(progress)
-            stalls.check(shown.step)
+            stalls.check(shown.step, shown.stage)
             time.sleep(POLL_SECS)
         next(progress)
         return True
@@ -409,15 +409,20 @@ class _Stalls:
 
     def __init__(self, channel: grpc.Channel, workdir: pathlib.Path, stall_secs: float):
         self._channel, self._workdir, self._stall_secs = channel, workdir, stall_secs
-        self._step, self._since = -1, time.monotonic()
+        self._step, self._stage, self._since = -1, "", time.monotonic()
         self._next_secs = STALL_REPORT_SECS
 
-    def check(self, step: int) -> None:
-        """Takes the last step; raises StalledError when no later one ended within stall_secs."""
+    def check(self, step: int, stage: str) -> None:
+        """Takes the last step; raises StalledError when no later one ended within stall_secs.
+
+        Before the first step a `stage` that goes on, as a warm start, puts the chain off.
+        """
         now = time.monotonic()
         if step != self._step:
             self._step, self._since, self._next_secs = step, now, STALL_REPORT_SECS
         secs = now - self._since
+        if stage != self._stage:
+            self._stage, self._next_secs = stage, secs + STALL_REPORT_SECS
         if secs < min(self._next_secs, self._stall_secs):
             return
         found = queue_client.glance(self._channel)
