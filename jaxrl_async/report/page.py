@@ -179,10 +179,10 @@ def _plots(figures: Sequence[plots.Figure]) -> str:
 
 
 def _plot(figure: plots.Figure) -> str:
-    legend = "".join(
-        f'<span><i style="background:{color}"></i>{escape(label)}</span>'
-        for label, color in figure.legend
+    swatches = (
+        (label, f'<i style="background:{c}"></i>' if c else "") for label, c in figure.legend
     )
+    legend = "".join(f"<span>{swatch}{escape(label)}</span>" for label, swatch in swatches)
     return (
         f"<figure><figcaption>{escape(figure.title)}</figcaption>"
         f'<div class="legend">{legend}</div>{figure.svg}</figure>'
