@@ -158,16 +158,20 @@ def test_a_warm_start_that_goes_on_is_no_stall(clock, monkeypatch, tmp_path):
     monkeypatch.setattr(supervisor.queue_client, "glance", lambda _: None)
     monkeypatch.setattr(supervisor.tqdm.tqdm, "write", written.append)
     stalls = supervisor._Stalls(None, tmp_path, 1000.0)
-    for step in range(100, 800, 100):  # 20 s each
+    for step in range(100, 800, 100):  # 40 s each
         stalls.check(0, f"warm start: step {step}")
-        clock.pass_secs(20.0)
+        clock.pass_secs(40.0)
     assert written == []
-    clock.pass_secs(10.0)
+    clock.pass_secs(20.0)
     stalls.check(0, "warm start: step 700")
-    assert written[0].startswith("no step for 150 s:\n")
-    clock.pass_secs(900.0)
-    with pytest.raises(supervisor.StalledError, match="no step for 1050 s"):
-        stalls.check(0, "warm start: step 800")
+    assert written.pop().startswith("no step for 300 s:\n")
+    stalls.check(1, "")
+    clock.pass_secs(30.0)
+    stalls.check(1, "")
+    assert written.pop().startswith("no step for 30 s:\nlast step done: 1\n")
+    clock.pass_secs(970.0)
+    with pytest.raises(supervisor.StalledError, match="no step for 1000 s"):
+        stalls.check(1, "")
 
 
 def test_without_a_terminal_a_line_is_printed_every_so_many_steps(clock):

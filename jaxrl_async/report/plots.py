@@ -354,7 +354,7 @@ def _figure(title: str, draw: Callable, *, xlabel: str = "step", legend: bool = 
         handles, labels = axes.get_legend_handles_labels()
         out = io.StringIO()
         canvas.savefig(out, format="svg", transparent=True, metadata={"Date": None})
-    entries = tuple(zip(labels, map(_color, handles), strict=True))
+    entries = tuple(zip(labels, map(color_of, handles), strict=True))
     return Figure(title, embedded(out.getvalue(), title), _legend(entries, legend))
 
 
@@ -378,7 +378,7 @@ def _tick_the_end(axes) -> None:
     axes.set_xticks([*ticks, last], [f"{tick:.0f}" for tick in (*ticks, last)])
 
 
-def _color(handle) -> str:
+def color_of(handle) -> str:
     """The color of a line, an error bar or an area."""
     from matplotlib.colors import to_hex, to_rgba
 

@@ -48,7 +48,7 @@ class Progress:
         self._num_steps, self._before, self._is_terminal = num_steps, row, is_terminal
         self._stream, self._columns, self._clock = stream, columns, clock
         self._began = clock()
-        self.stage = ""  # what the run does before its first step, as of the last call of `show`
+        self.stage = ""  # what the run does before its first step; "" from then on
         self._stage, self._stage_at = "", -math.inf
         self._first: tuple[float, int] | None = None  # time and number of the first step seen
         self._rest = 0.0  # seconds to the end, as of the last step
@@ -81,7 +81,7 @@ class Progress:
         if row is None or row == self._before:
             self._show_stage(stage_of(status, said))
             return False
-        now, step = self._clock(), int(row["step"])
+        now, step, self.stage = self._clock(), int(row["step"]), ""
         is_new = self._first is None or step != self.step
         self.step = step
         if self._first is None:
