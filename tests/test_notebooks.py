@@ -1,6 +1,7 @@
 """The notebooks run from top to bottom: at the smoke size in the normal run, whole with --long."""
 
 import importlib.util
+import json
 import pathlib
 import re
 import shutil
@@ -18,22 +19,30 @@ MAX_BYTES = 200_000  # of a notebook with its outputs
 
 
 def execute(
-    name: str, size: str, directory: pathlib.Path, *, shared=("configs", "launch")
+    name: str,
+    size: str,
+    directory: pathlib.Path,
+    *,
+    shared=("benchmarks", "configs", "launch"),
+    changes: dict[str, str] | None = None,
+    kernel: str = "python3",
 ) -> nbformat.NotebookNode:
-    """Runs a notebook in a directory that stands for a clone; the executed notebook."""
+    """Runs a notebook in a directory that stands for a clone, with some texts changed; the executed notebook."""
     notebook = nbformat.read(ROOT / "notebooks" / name, as_version=4)
     (parameters,) = [c for c in notebook.cells if "parameters" in c.metadata.get("tags", ())]
     assert 'size = "whole"' in parameters.source
+    given = {'GSM8K = ""': f'GSM8K = "{ROOT}/tests/gsm8k_tiny"'} | (changes or {})
     for cell in notebook.cells:
-        cell.source = cell.source.replace('GSM8K = ""', f'GSM8K = "{ROOT}/tests/gsm8k_tiny"')
+        for old, new in given.items():
+            cell.source = cell.source.replace(old, new)
     parameters.source = parameters.source.replace('size = "whole"', f'size = "{size}"')
-    (directory / "notebooks").mkdir()
+    (directory / "notebooks").mkdir(parents=True, exist_ok=True)
     for link in shared:
         (directory / link).symlink_to(ROOT / link)
     client = nbclient.NotebookClient(
         notebook,
         timeout=CELL_TIMEOUT_SECS,
-        kernel_name="python3",
+        kernel_name=kernel,
         resources={"metadata": {"path": str(directory / "notebooks")}},
     )
     return client.execute()
@@ -74,6 +83,38 @@ def test_a_whole_notebook_shows_what_it_says(name, tmp_path):
         assert before < 0.5 and after > 0.8
     if name == "replay.ipynb":
         assert "equal, bit for bit: True" in done
+
+
+OLD = ("jax==0.7.0", "flax==0.10.7", "ipykernel")  # of a notebook service
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_notebook_runs_from_an_empty_folder_beside_an_old_jax(name, tmp_path, monkeypatch):
+    def run(*words):
+        subprocess.run(words, check=True, capture_output=True, text=True, timeout=900)
+
+    source, python = tmp_path / "source", tmp_path / "old" / "bin" / "python"
+    run("git", "clone", "--quiet", ROOT, source)
+    run("git", "-C", source, "checkout", "--quiet", "-B", "published")
+    run(sys.executable, "-m", "venv", tmp_path / "old")
+    run(python, "-m", "pip", "install", "--quiet", *OLD)
+    kernel = {"argv": [str(python), "-m", "ipykernel_launcher", "-f", "{connection_file}"]}
+    (tmp_path / "kernels" / "old").mkdir(parents=True)
+    (tmp_path / "kernels" / "old" / "kernel.json").write_text(
+        json.dumps(kernel | {"display_name": "old", "language": "python"})
+    )
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
+    monkeypatch.delenv("PYTHONPATH")
+    changes = {
+        'REPOSITORY = ""': f'REPOSITORY = "file://{source}"',
+        'REVISION = "main"': 'REVISION = "published"',
+    }
+    done = execute(name, "smoke", tmp_path / "empty", shared=(), changes=changes, kernel="old")
+    assert re.search("^installing .*flax.* jax", printed(done), re.M)
+    (run_of_it,) = (tmp_path / "empty" / "jaxrl_async" / "runs").iterdir()
+    assert (run_of_it / "metrics.jsonl").read_text().count("\n") == 2
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
