@@ -162,7 +162,7 @@ def _real_runs() -> dict[str, RealRun]:
     long = {"row_tokens": 32_768, "context": 4}
     runs["8b_v5p-64_32k"] = RealRun("8b", "v5p-64", long | {"fsdp": 8, "microbatch_rows": 8})
     for model in ("0.6b", "gemma3_1b"):  # One device for learner and engine.
-        for target in ("v5e-1", "v6e-1", "a100-1", "h100-1"):
+        for target in ("v5e-1", "a100-1"):
             runs[f"reason_{model}_{target}"] = RealRun(model, target, {}, REASON)
     runs["8b_2xh100-8_32k"] = RealRun("8b", "2xh100-8", long | {"fsdp": 4, "microbatch_rows": 4})
     return runs
