@@ -40,6 +40,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "fit"
 BUDGETS = RESULTS / "budgets.json"
 CONFIG = str(ROOT / "configs" / "gsm8k_qwen2_5_1p5b.py")
+REASON = str(ROOT / "configs" / "reason.py")
 WRITE = "python benchmarks/fit.py --write"
 TOLERANCE = 0.05  # by which a figure may exceed its budget
 SMALL_TARGETS = ("v5e-4", "h100-1")
@@ -75,8 +76,16 @@ _QWEN = dict(
     rope_theta=1e6,
     tie_word_embeddings=False,
 )
-# The config.json of Qwen2.5-1.5B, Qwen3-8B, Qwen3-32B and Gemma-3-1B, as far as it is read.
+# The config.json of Qwen3-0.6B, Qwen2.5-1.5B, Qwen3-8B, Qwen3-32B and Gemma-3-1B, as far as it is read.
 MODELS = {
+    "0.6b": _QWEN
+    | dict(
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_attention_heads=16,
+        num_hidden_layers=28,
+        tie_word_embeddings=True,
+    ),
     "1.5b": _QWEN
     | dict(
         architectures=["Qwen2ForCausalLM"],
@@ -125,14 +134,17 @@ REAL_TARGETS = ("v5e-16", "v5e-256", "v6e-64", "v5p-64", "h100-8", "2xh100-8")
 
 @dataclasses.dataclass(frozen=True)
 class RealRun:
-    """A model on a target, rows of 4,096 tokens, at least one on each device."""
+    """A model on a target: CONFIG with rows of 4,096 tokens, at least one on each device, or another config."""
 
     model: str  # of MODELS
     target: str
-    changes: dict[str, Any]
+    changes: dict[str, Any]  # of the learner's settings
+    config: str = CONFIG
 
     @property
     def settings(self) -> dict[str, Any]:
+        if self.config != CONFIG:
+            return {f"learner.{name}": value for name, value in self.changes.items()}
         target = target_of(self.target)
         kernel = "splash" if target.chip.platform == "tpu" else "xla"
         rows = max(16, target.num_devices)
@@ -141,7 +153,7 @@ class RealRun:
 
 
 def _real_runs() -> dict[str, RealRun]:
-    models = [m for m in MODELS if m != "gemma3_1b"]
+    models = ("1.5b", "8b", "32b")
     runs = {f"{m}_{t}": RealRun(m, t, {}) for m in models for t in REAL_TARGETS}
     for target in ("v5e-16", "h100-8"):  # "splash" has no windows.
         runs[f"gemma3_1b_{target}"] = RealRun("gemma3_1b", target, {"attention_kernel": "xla"})
@@ -149,6 +161,9 @@ def _real_runs() -> dict[str, RealRun]:
     runs["1.5b_v5e-16_shared_prompts"] = RealRun("1.5b", "v5e-16", {"shared_prompts": True})
     long = {"row_tokens": 32_768, "context": 4}
     runs["8b_v5p-64_32k"] = RealRun("8b", "v5p-64", long | {"fsdp": 8, "microbatch_rows": 8})
+    for model in ("0.6b", "gemma3_1b"):  # One device for learner and engine.
+        for target in ("v5e-1", "a100-1"):
+            runs[f"reason_{model}_{target}"] = RealRun(model, target, {}, REASON)
     runs["8b_2xh100-8_32k"] = RealRun("8b", "2xh100-8", long | {"fsdp": 4, "microbatch_rows": 4})
     return runs
 
@@ -222,7 +237,7 @@ def real_fit(name: str) -> programs.Fit:
     run = REAL_RUNS[name]
     with tempfile.TemporaryDirectory() as directory:
         (pathlib.Path(directory) / "config.json").write_text(json.dumps(MODELS[run.model]))
-        return fit_of(CONFIG, directory, run.target, run.settings)
+        return fit_of(run.config, directory, run.target, run.settings)
 
 
 def fit_of(config: str, model: str, target_name: str, changes: dict[str, Any]) -> programs.Fit:

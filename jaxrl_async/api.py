@@ -1,4 +1,4 @@
-"""The Python API: a config in, a run out, as with the verbs `train`, `evaluate`, `replay` and `report`."""
+"""The Python API: a config in, a run out, as with the verbs `train`, `evaluate`, `replay`, `export` and `report`."""
 
 import dataclasses
 import json
@@ -75,6 +75,19 @@ class Run:
     def report(self) -> pathlib.Path:
         """Writes report.html and returns its path."""
         return report.write_report(self.workdir)
+
+    def export(self, out: str | os.PathLike) -> pathlib.Path:
+        """Writes the newest checkpoint as a Hugging Face directory, new or empty, in a process of its own.
+
+        Returns:
+          Its path.
+
+        Raises:
+          RuntimeError: it failed; the message is the end of its output.
+        """
+        out = pathlib.Path(out).absolute()
+        self._verb("export", f"--out={out}")
+        return out
 
     def _verb(self, verb: str, *flags: str) -> None:
         words = [sys.executable, "-m", "jaxrl_async", verb, f"--workdir={self.workdir}", *flags]

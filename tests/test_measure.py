@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 
 import numpy as np
 import pytest
@@ -108,13 +109,25 @@ async def test_the_calls_of_a_server_of_others_leave_it_as_it_was(fake, tmp_path
     assert "num_slots" not in json.loads(out.read_text())["rates"]
 
 
+async def test_a_server_without_files_of_its_weights_is_measured_without_a_push(
+    fake, tmp_path, capsys
+):
+    fake.config.update(model_path="")
+    out = tmp_path / "rates.json"
+    assert await run_verb(f"--server={fake.address}", "--num_requests=2", f"--out={out}") == 0
+    said = capsys.readouterr()
+    assert "names no files of its weights: no push of it is measured" in said.err
+    assert re.search(r"pause_secs +not measured", said.out)
+    assert "pause_secs" not in json.loads(out.read_text())["rates"]
+    assert not [route for route in fake.routes() if "pause" in route]
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         (lambda s: s.hang.add("/generate"), "no answer within 0.3 s"),
         (lambda s: s.hang.add("/model_info"), "no answer within 0.3 s"),
         (lambda s: s.fail.update({"/update_weights_from_disk": (400, "no such files")}), "no such"),
-        (lambda s: s.config.update(model_path=""), "names no files of its weights: --push=False"),
         (lambda s: s.config.update(num_running_requests=3), "answers 3 requests of others"),
         (lambda s: setattr(s, "abort_after", [0] * 99), "aborted every request"),
     ],

@@ -10,6 +10,7 @@ import pytest
 from jaxrl_async.cli import train
 from jaxrl_async.queue.records import NO_STATUS, RoleStatus, Wait
 from jaxrl_async.runtime import status as statuses
+from jaxrl_async.runtime import supervisor
 from jaxrl_async.runtime.progress import Progress, score_of, stage_of, waits_of
 
 WARM = "2026-01-01 10:00:00,000 INFO jaxrl_async.roles: warm start: step 100 of 1500, loss 1.4"
@@ -44,6 +45,7 @@ def learner(what, on="the queue", secs=12.0, **values):
 
 def row(step, **values):
     rates = {"rollout/tokens_per_sec": 123_456.0, "learner/tokens_per_sec": 9876.0}
+    rates["time/step_secs"] = 2.0
     return {"step": step, "reward/mean": 0.873, "staleness/mean": 1.25} | rates | values
 
 
@@ -139,6 +141,37 @@ def test_a_warm_start_is_a_stage_that_a_log_file_sees_move(clock):
         "0:12  warm start: step 300 of 1500, loss 1.4",
     ]
     assert stage_of(learner("wait_data"), WARM).startswith("rollout")
+
+
+def test_the_rates_are_over_the_time_of_the_last_steps(clock):
+    shown, screen = make(clock, num_steps=2)
+    # A step whose groups lay in the queue samples nothing: 3 s without a token, 1 s of 400.
+    slow = {"rollout/tokens_per_sec": 0.0, "time/step_secs": 3.0}
+    shown.show(row(1, **slow), None, "")
+    shown.show(row(2, **{"rollout/tokens_per_sec": 400.0, "time/step_secs": 1.0}), None, "")
+    assert "tok/s 0 out" in screen.lines()[-2] and "tok/s 100 out" in screen.lines()[-1]
+
+
+def test_a_warm_start_that_goes_on_is_no_stall(clock, monkeypatch, tmp_path):
+    written = []
+    monkeypatch.setattr(supervisor.time, "monotonic", clock)
+    monkeypatch.setattr(supervisor.queue_client, "glance", lambda _: None)
+    monkeypatch.setattr(supervisor.tqdm.tqdm, "write", written.append)
+    stalls = supervisor._Stalls(None, tmp_path, 1000.0)
+    for step in range(100, 800, 100):  # 40 s each
+        stalls.check(0, f"warm start: step {step}")
+        clock.pass_secs(40.0)
+    assert written == []
+    clock.pass_secs(20.0)
+    stalls.check(0, "warm start: step 700")
+    assert written.pop().startswith("no step for 300 s:\n")
+    stalls.check(1, "")
+    clock.pass_secs(30.0)
+    stalls.check(1, "")
+    assert written.pop().startswith("no step for 30 s:\nlast step done: 1\n")
+    clock.pass_secs(970.0)
+    with pytest.raises(supervisor.StalledError, match="no step for 1000 s"):
+        stalls.check(1, "")
 
 
 def test_without_a_terminal_a_line_is_printed_every_so_many_steps(clock):

@@ -181,6 +181,13 @@ def test_a_value_that_jumps_is_drawn_as_a_band_around_its_median():
     figures = {figure.title: figure for figure in plots.loss(jumps)}
     assert figures["Entropy, nats per token"].svg.count("fill-opacity: 0.2") == 1
     assert "fill-opacity" not in figures["Loss"].svg
+    remark = ("line and band: median and four fifths of 11 steps", "")
+    assert figures["Entropy, nats per token"].legend == (remark,)
+    assert figures["Loss"].legend == ()
+    # Every third step another integer: the median of the steps is 0.
+    mixed = [r | {"staleness/mean": 1.0, "staleness/max": float(r["step"] % 6 < 3)} for r in jumps]
+    stale = plots.staleness(mixed)[0]
+    assert [label for label, _ in stale.legend] == ["mean", "max", remark[0]]
     short = {figure.title: figure for figure in plots.loss(jumps[:50])}
     assert "fill-opacity" not in short["Entropy, nats per token"].svg
 
@@ -202,6 +209,13 @@ def test_advice_knows_whether_servers_share_the_learners_machine(tmp_path):
         ({"server": {"addresses": ("http://a:1",)}}, "More servers, or a larger"),
     ):
         write_run(tmp_path, rows, **config)
+        assert words in report.write_report(tmp_path).read_text()
+    slow = [r | {"rollout/scoring": 9.0, "rollout/generating": 8.0} for r in rows]
+    for config, words in (
+        ({"server": {"addresses": ()}}, "They share this machine with all other roles"),
+        ({"server": {"addresses": ("http://a:1",)}}, "More rollout.reward_processes would help"),
+    ):
+        write_run(tmp_path, slow, **config)
         assert words in report.write_report(tmp_path).read_text()
 
 

@@ -152,6 +152,15 @@ def test_a_role_that_a_supervisor_starts_again_leaves_the_config_alone(workdir, 
     assert list(workdir.glob("config.until*")) == []
 
 
+def test_a_run_that_has_its_workdir_is_not_said_to_be_resumable(workdir):
+    with pytest.raises(ValueError, match="holds a run: continue it with --resume"):
+        workdirs.check(workdir, resume=False)
+    names = {path.name for path in workdir.iterdir()}
+    with workdirs.lock(workdir), pytest.raises(ValueError, match="belongs to a run that goes on"):
+        workdirs.check(workdir, resume=False)
+    assert names | {".lock"} == {path.name for path in workdir.iterdir()}
+
+
 def test_a_config_that_is_no_json_is_named(workdir, started, capsys):
     (workdir / "config.json").write_text("{")
     assert resume(workdir, f"--config={QUICKSTART}:smoke") == 2

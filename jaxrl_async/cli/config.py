@@ -261,14 +261,28 @@ def _check_keys(config: ml_collections.ConfigDict, argv: list[str]) -> None:
         if not word.startswith("--config."):
             continue
         node, path = config, "config"
-        for key in word.partition("=")[0].removeprefix("--config.").split("."):
+        keys = word.partition("=")[0].removeprefix("--config.").split(".")
+        for key in keys:
             known = node.keys() if isinstance(node, ml_collections.ConfigDict) else ()
             if key not in known:
-                unknown.append(f"unknown config key {path}.{key}{nearest(key, known)}")
+                hint = nearest(key, known) or _elsewhere(config, keys[-1])
+                unknown.append(f"unknown config key {path}.{key}{hint}")
                 break
             node, path = node[key], f"{path}.{key}"
     if unknown:
         raise UsageError("\n  ".join(unknown))
+
+
+def _elsewhere(config: ml_collections.ConfigDict, name: str) -> str:
+    """Where other blocks have a key of this name; else how to see all of them."""
+    paths = [
+        f"config.{block}.{name}"
+        for block, node in config.items()
+        if isinstance(node, ml_collections.ConfigDict) and name in node
+    ]
+    if paths:
+        return f", did you mean {' or '.join(paths)}?"
+    return "; `python -m jaxrl_async config` with this --config prints them all"
 
 
 def _set_nones(config: ml_collections.ConfigDict, argv: list[str]) -> list[str]:

@@ -47,6 +47,10 @@ def main(argv: list[str]) -> int:
     from jaxrl_async.learner.checkpoint import CheckpointError
     from jaxrl_async.tools import evaluate as evaluation
 
+    names = ", ".join("last" if step is None else str(step) for step in steps)
+    print(
+        f"scoring {names} on {settings.evaluate.num_prompts} prompts", file=sys.stderr, flush=True
+    )
     try:
         rows = evaluation.evaluate(settings, workdir, steps)
     except (CheckpointError, EvaluationError) as error:
@@ -55,8 +59,11 @@ def main(argv: list[str]) -> int:
     (workdir / "evaluation.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
     columns = [name for name in rows[0] if not name.endswith(("_low", "_high"))]
     print("  ".join(f"{name:>10}" for name in columns))
+    last = max(row["step"] for row in rows)
     for row in rows:
-        print("  ".join(f"{row[n]:>10}" if n == "step" else f"{row[n]:>10.3f}" for n in columns))
+        cells = [f"{row[n]:>10}" if n == "step" else f"{row[n]:>10.3f}" for n in columns]
+        is_best = row["step"] == best and best != last
+        print("  ".join([*cells, *(["best on the validation prompts"] if is_best else [])]))
     return 0
 
 

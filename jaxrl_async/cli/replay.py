@@ -42,6 +42,7 @@ def main(argv: list[str]) -> int:
     from jaxrl_async.tools.replay import ReplayError, replay
 
     until = None if flags.until < 0 else flags.until
+    print(f"replaying {workdir}; rows of steps go to {out / 'metrics.jsonl'}", file=sys.stderr)
     try:
         comparisons = replay(
             settings, workdir, out=out, first=flags.first, until=until, changed=bool(changed)

@@ -62,7 +62,8 @@ def main(argv: list[str]) -> int:
     workdir = pathlib.Path(flags.workdir).absolute()
     settings = settings_of(load_config(str(workdir / "config.json")))
     security.log_to_stderr("%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("absl").setLevel(logging.WARNING)
+    for chatty in ("absl", "jax"):  # They log every missing backend.
+        logging.getLogger(chatty).setLevel(logging.WARNING)
     # The last is SIGTERM's: the server is closed by then.
     with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
         asyncio.run(_serve(settings, workdir, flags.step, flags.host, flags.port, options))

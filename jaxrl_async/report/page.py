@@ -52,13 +52,13 @@ def write_report(workdir: str | pathlib.Path) -> pathlib.Path:
     config = json.loads((workdir / "config.json").read_text("utf-8"))
     points = evaluation_points(workdir, rows)
     sections = {
-        "Reward": _plots(plots.reward(rows) + plots.evaluations(points)) + tables.scores(points),
+        "Reward": grid(plots.reward(rows) + plots.evaluations(points)) + tables.scores(points),
         "Completions": tables.completions(workdir, config),
-        "Staleness": _plots(plots.staleness(rows)),
-        "Loss": _plots(plots.loss(rows)),
-        "Time": _plots(plots.time(rows)) + tables.time(rows),
-        "Queue and servers": _plots(plots.traffic(rows)),
-        "Not trained on": _plots(plots.fate(rows)) + tables.fate(rows[-1]),
+        "Staleness": grid(plots.staleness(rows)),
+        "Loss": grid(plots.loss(rows)),
+        "Time": grid(plots.time(rows)) + tables.time(rows),
+        "Queue and servers": grid(plots.traffic(rows)),
+        "Not trained on": grid(plots.fate(rows)) + tables.fate(rows[-1]),
         "Last step": tables.last_step(rows[-1]),
         "Config": tables.settings(config),
     }
@@ -174,15 +174,16 @@ def _score_tiles(points: Rows) -> list[tuple[str, str, str]]:
     return [(f"Held-out {name}", number(scores[-1][name]), note)]
 
 
-def _plots(figures: Sequence[plots.Figure]) -> str:
+def grid(figures: Sequence[plots.Figure]) -> str:
+    """Figures with their titles and legends: two beside one another, or one on a phone."""
     return f'<div class="plots">{"".join(map(_plot, figures))}</div>' if figures else ""
 
 
 def _plot(figure: plots.Figure) -> str:
-    legend = "".join(
-        f'<span><i style="background:{color}"></i>{escape(label)}</span>'
-        for label, color in figure.legend
+    swatches = (
+        (label, f'<i style="background:{c}"></i>' if c else "") for label, c in figure.legend
     )
+    legend = "".join(f"<span>{swatch}{escape(label)}</span>" for label, swatch in swatches)
     return (
         f"<figure><figcaption>{escape(figure.title)}</figcaption>"
         f'<div class="legend">{legend}</div>{figure.svg}</figure>'

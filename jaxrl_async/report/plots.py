@@ -19,8 +19,9 @@ FEW_POINTS = 20  # up to this number, each point is marked
 SMOOTH_STEPS = 50  # a longer run is also smoothed
 PALE = 0.4  # alpha of what was smoothed
 BAND = (0.1, 0.9)  # quantiles of the values around a step
-# A line scribbles where its median step is more than this part of the band that four fifths of its values lie in.
-MAX_JUMP = 0.25
+# A line scribbles where its mean step, none counted as more than the band that four fifths of its values lie in, is
+# more than this part of the band: of white noise it is 0.42.
+MAX_JUMP = 0.28
 
 STYLE = {
     "svg.fonttype": "none",
@@ -39,6 +40,7 @@ STYLE = {
 _IDS = re.compile(
     r' id="(?:figure|axes|patch|text|legend|line2d|matplotlib\.axis|[xy]tick|\w+Collection)_\d+"'
 )
+_BANDED = "\0"  # between a line's label and the width of its band
 _LAGS = {
     "ratio": "Ratio π_θ/π_prox, by staleness",
     "clip_fraction": "Share of tokens clipped, by staleness",
@@ -57,7 +59,7 @@ class Figure:
 
     title: str
     svg: str
-    legend: tuple[tuple[str, str], ...]  # (label, color)
+    legend: tuple[tuple[str, str], ...]  # (label, color); a remark on the lines has the color ""
 
 
 def reward(rows: Rows) -> list[Figure]:
@@ -312,14 +314,15 @@ def _draw_line(axes, steps: np.ndarray, values: np.ndarray, color: str, label: s
     )
     low, median, high = np.quantile(around, (BAND[0], 0.5, BAND[1]), axis=1)
     axes.fill_between(steps, low, high, color=color, alpha=PALE / 2, linewidth=0)
-    axes.plot(steps, median, label=f"{label}: median and four fifths of {width} steps", color=color)
+    axes.plot(steps, median, label=f"{label}{_BANDED}{width}", color=color)
 
 
 def _scribbles(values: np.ndarray) -> bool:
     if len(values) <= SMOOTH_STEPS:
         return False
     low, high = np.quantile(values, BAND)
-    return np.median(np.abs(np.diff(values))) > MAX_JUMP * (high - low) > 0
+    jumps = np.minimum(np.abs(np.diff(values)), high - low)
+    return jumps.mean() > MAX_JUMP * (high - low) > 0
 
 
 def _marks(values: np.ndarray) -> dict[str, object]:
@@ -348,11 +351,21 @@ def _figure(title: str, draw: Callable, *, xlabel: str = "step", legend: bool = 
         draw(axes)
         if xlabel in ("step", "version"):
             _tick_the_end(axes)
-        handles, labels = axes.get_legend_handles_labels() if legend else ((), ())
+        handles, labels = axes.get_legend_handles_labels()
         out = io.StringIO()
         canvas.savefig(out, format="svg", transparent=True, metadata={"Date": None})
-    colors = [_color(handle) for handle in handles]
-    return Figure(title, embedded(out.getvalue(), title), tuple(zip(labels, colors, strict=True)))
+    entries = tuple(zip(labels, map(color_of, handles), strict=True))
+    return Figure(title, embedded(out.getvalue(), title), _legend(entries, legend))
+
+
+def _legend(entries: Sequence[tuple[str, str]], all_of_them: bool) -> tuple[tuple[str, str], ...]:
+    """The labels and their colors, where all are wanted; last, once, what the lines with bands are."""
+    parts = [label.partition(_BANDED) for label, _ in entries]
+    widths = sorted({int(width) for _, _, width in parts if width})
+    shown = [(label, color) for (label, _, _), (_, color) in zip(parts, entries, strict=True)]
+    over = " and ".join(map(str, widths))
+    remark = [(f"line and band: median and four fifths of {over} steps", "")] if widths else []
+    return (*(shown if all_of_them else ()), *remark)
 
 
 def _tick_the_end(axes) -> None:
@@ -365,7 +378,7 @@ def _tick_the_end(axes) -> None:
     axes.set_xticks([*ticks, last], [f"{tick:.0f}" for tick in (*ticks, last)])
 
 
-def _color(handle) -> str:
+def color_of(handle) -> str:
     """The color of a line, an error bar or an area."""
     from matplotlib.colors import to_hex, to_rgba
 

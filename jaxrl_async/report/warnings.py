@@ -25,6 +25,11 @@ NOT_MORE_SERVERS = (
     "Its servers share this machine with the learner: shorter answers, fewer of them or a larger queue.max_staleness "
     "would help, more servers only on devices of their own"
 )
+MORE_REWARDS = "More rollout.reward_processes would help"
+NOT_MORE_REWARDS = (
+    "They share this machine with all other roles: a cheaper reward would help, more rollout.reward_processes only "
+    "where cores are idle"
+)
 
 Rows = Sequence[dict[str, float | None]]
 
@@ -37,7 +42,12 @@ def warnings(rows: Rows, *, shares_machine: bool = False) -> list[str]:
       shares_machine: whether the run started its servers beside the learner, so that more of them take from it.
     """
     found = [sentence for check in WARNINGS if (sentence := check(rows))]
-    return [s.replace(MORE_SERVERS, NOT_MORE_SERVERS) for s in found] if shares_machine else found
+    if not shares_machine:
+        return found
+    return [
+        s.replace(MORE_SERVERS, NOT_MORE_SERVERS).replace(MORE_REWARDS, NOT_MORE_REWARDS)
+        for s in found
+    ]
 
 
 def not_finite(rows: Rows) -> str | None:
@@ -177,15 +187,15 @@ def dropped_by_cap(rows: Rows) -> str | None:
 
 def waiting(rows: Rows) -> str | None:
     """The learner is idle."""
-    secs = {what: np.nansum(column(rows, f"time/wait_{what}_secs")) for what in ("data", "push")}
-    total = np.nansum(column(rows, "time/step_secs"))
+    secs = {what: _sum(rows, f"time/wait_{what}_secs") for what in ("data", "push")}
+    total = _sum(rows, "time/step_secs")
     share = sum(secs.values()) / total if total else 0.0
     if share <= MAX_WAITING:
         return None
     if secs["data"] < secs["push"]:
         what = "pushes of weights: see weights.transport, and weights.push_every_steps"
-    elif _recent(rows, "rollout/scoring") > _recent(rows, "rollout/generating"):
-        what = "rewards: most samples wait for theirs. More rollout.reward_processes would help"
+    elif _sum(rows, "rollout/scoring") > _sum(rows, "rollout/generating"):
+        what = f"rewards: most samples wait for theirs. {MORE_REWARDS}"
     else:
         what = f"groups: generation is the bottleneck. {MORE_SERVERS}"
     return f"The learner waited {_percent(share)} of its time, mostly for {what}."
@@ -228,6 +238,11 @@ WARNINGS: tuple[Callable[[Rows], str | None], ...] = (
     padding,
     recompiled,
 )
+
+
+def _sum(rows: Rows, name: str) -> float:
+    """Over all steps that have it."""
+    return float(np.nansum(column(rows, name)))
 
 
 def _recent(rows: Rows, name: str) -> float:

@@ -3,6 +3,7 @@
 Formats rows of metrics and the queue's status. Opens no file and no socket.
 """
 
+import collections
 import math
 import shutil
 import time
@@ -14,6 +15,7 @@ from jaxrl_async.queue.records import QueueStatus
 
 LINES = 20  # of steps that a run without a terminal prints, about
 STAGE_SECS = 10.0  # between two lines of one stage
+RATE_STEPS = 10  # whose mean the rates of tokens are: a step of groups from the queue samples none
 SCORE_STEPS = 5  # at either end, whose mean reward is the score of a run without evaluations
 _LEAST_COLUMNS = 20
 _LINE_COLUMNS = 120  # of a line without a terminal
@@ -46,10 +48,12 @@ class Progress:
         self._num_steps, self._before, self._is_terminal = num_steps, row, is_terminal
         self._stream, self._columns, self._clock = stream, columns, clock
         self._began = clock()
+        self.stage = ""  # what the run does before its first step; "" from then on
         self._stage, self._stage_at = "", -math.inf
         self._first: tuple[float, int] | None = None  # time and number of the first step seen
         self._rest = 0.0  # seconds to the end, as of the last step
         self._next_line = 0
+        self._rows: collections.deque[Mapping[str, float]] = collections.deque(maxlen=RATE_STEPS)
         # It clears its line where others print, and `_line` says all that stands in it.
         self._bar = tqdm.tqdm(
             total=num_steps, file=stream, disable=not is_terminal, bar_format="{desc}", leave=True
@@ -77,7 +81,7 @@ class Progress:
         if row is None or row == self._before:
             self._show_stage(stage_of(status, said))
             return False
-        now, step = self._clock(), int(row["step"])
+        now, step, self.stage = self._clock(), int(row["step"]), ""
         is_new = self._first is None or step != self.step
         self.step = step
         if self._first is None:
@@ -88,7 +92,9 @@ class Progress:
             # Steps that a restart repeats are counted anew.
             per_step = (now - since) / max(step - first, 1)
             self._rest = (self._num_steps - step) * per_step
-        parts = row, self._num_steps, self._eta(step), waits_of(status)
+        if is_new:
+            self._rows.append(row)
+        parts = row, self._num_steps, _rates(self._rows), self._eta(step), waits_of(status)
         if self._is_terminal:
             self._draw(_line(*parts, self._columns() - 1))
         elif is_new and (step >= self._next_line or step == self._num_steps):
@@ -102,7 +108,7 @@ class Progress:
         return _time(self._rest)
 
     def _show_stage(self, text: str) -> None:
-        now = self._clock()
+        now, self.stage = self._clock(), text
         if self._is_terminal:
             self._draw(f"{_time(now - self._began)}  {text}")
         stage = text.partition(":")[0]
@@ -171,8 +177,24 @@ def _steps(count: int) -> str:
     return "step" if count == 1 else f"{count} steps"
 
 
+def _rates(rows: Sequence[Mapping[str, float | None]]) -> tuple[float, float]:
+    """Tokens a second, sampled and trained, over the time of some steps; NaN where no row has them."""
+    found = []
+    for name in ("rollout/tokens_per_sec", "learner/tokens_per_sec"):
+        pairs = [(row.get(name), row.get("time/step_secs")) for row in rows]
+        known = [(rate, secs) for rate, secs in pairs if rate is not None and secs]
+        total = sum(secs for _, secs in known)
+        found.append(sum(rate * secs for rate, secs in known) / total if total else math.nan)
+    return found[0], found[1]
+
+
 def _line(
-    row: Mapping[str, float | None], num_steps: int, eta: str, waits: str, columns: int
+    row: Mapping[str, float | None],
+    num_steps: int,
+    rates: tuple[float, float],
+    eta: str,
+    waits: str,
+    columns: int,
 ) -> str:
     """Steps, a bar where there is room, and figures, of which those of least use give way; `waits` comes last."""
     step = int(row["step"])
@@ -180,8 +202,7 @@ def _line(
     figures = {
         "reward": f"reward {_of(row, 'reward/mean'):.3f}",
         "stale": f"stale {_of(row, 'staleness/mean'):.1f}",
-        "rates": f"tok/s {_short(_of(row, 'rollout/tokens_per_sec'))} out "
-        f"{_short(_of(row, 'learner/tokens_per_sec'))} in",
+        "rates": f"tok/s {_short(rates[0])} out {_short(rates[1])} in",
         "eta": f"ETA {eta}" if eta else "",
         "waits": f"waits: {waits}" if waits else "",
     }

@@ -41,6 +41,7 @@ EARLY_SECS = 60.0  # A role that ends by itself before this, twice, cannot be he
 BAD_USAGE = 2  # exit code
 ROLE_PORTS = range(20_000, 32_768)  # Linux takes the ports of connections from 32,768 on
 STALL_REPORT_SECS = 30.0  # interval of the printed chains while no step ends
+START_REPORT_SECS = 60.0  # of those before the first step: roles load, and compile
 
 
 class RoleDiedError(RuntimeError):
@@ -373,7 +374,7 @@ def _watch(
             if pids != (now := {role.name: role.process.pid for role in roles}):
                 status.write_roles(workdir, queue_address, pids := now)
             next(progress)
-            stalls.check(shown.step)
+            stalls.check(shown.step, shown.stage)
             time.sleep(POLL_SECS)
         next(progress)
         return True
@@ -409,15 +410,20 @@ class _Stalls:
 
     def __init__(self, channel: grpc.Channel, workdir: pathlib.Path, stall_secs: float):
         self._channel, self._workdir, self._stall_secs = channel, workdir, stall_secs
-        self._step, self._since = -1, time.monotonic()
-        self._next_secs = STALL_REPORT_SECS
+        self._step, self._stage, self._since = -1, "", time.monotonic()
+        self._next_secs = START_REPORT_SECS
 
-    def check(self, step: int) -> None:
-        """Takes the last step; raises StalledError when no later one ended within stall_secs."""
-        now = time.monotonic()
+    def check(self, step: int, stage: str) -> None:
+        """Takes the last step; raises StalledError when no later one ended within stall_secs.
+
+        Before the first step a `stage` that goes on, as a warm start, puts the chain off.
+        """
+        now, wait = time.monotonic(), START_REPORT_SECS if stage else STALL_REPORT_SECS
         if step != self._step:
-            self._step, self._since, self._next_secs = step, now, STALL_REPORT_SECS
+            self._step, self._since, self._next_secs = step, now, wait
         secs = now - self._since
+        if stage != self._stage:
+            self._stage, self._next_secs = stage, secs + wait
         if secs < min(self._next_secs, self._stall_secs):
             return
         found = queue_client.glance(self._channel)
@@ -426,7 +432,7 @@ class _Stalls:
             raise StalledError(
                 f"no step for {secs:.0f} s (supervisor.stall_secs = {self._stall_secs:g}):\n{chain}"
             )
-        self._next_secs += STALL_REPORT_SECS
+        self._next_secs += wait
         tqdm.tqdm.write(f"no step for {secs:.0f} s:\n{chain}")
 
 

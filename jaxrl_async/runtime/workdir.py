@@ -55,6 +55,7 @@ def check(workdir: pathlib.Path, *, resume: bool) -> None:
     """
     started = bool(checkpoint_steps(workdir))
     if started and not resume:
+        _refuse_if_held(workdir)
         raise ValueError(
             f"{workdir} holds a run: continue it with --resume, or name another --workdir"
         )
@@ -76,19 +77,34 @@ def lock(workdir: pathlib.Path) -> Iterator[None]:
     descriptor = os.open(workdir / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         with contextlib.suppress(OSError):
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                holder = os.pread(descriptor, 20, 0).decode(errors="replace")
-                raise ValueError(
-                    f"{workdir} belongs to a run that goes on (process {holder or 'unknown'}): end it, or name another "
-                    "--workdir"
-                ) from None
+            _flock(workdir, descriptor, fcntl.LOCK_EX)
             os.truncate(descriptor, 0)
             os.pwrite(descriptor, str(os.getpid()).encode(), 0)
         yield
     finally:
         os.close(descriptor)
+
+
+def _refuse_if_held(workdir: pathlib.Path) -> None:
+    """Raises ValueError where a run of another process has the directory; writes nothing."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(workdir / ".lock", os.O_RDONLY)
+        try:
+            _flock(workdir, descriptor, fcntl.LOCK_SH)
+        finally:
+            os.close(descriptor)
+
+
+def _flock(workdir: pathlib.Path, descriptor: int, how: int) -> None:
+    """Takes the lock of a file; raises ValueError where another run has it, and OSError where there are no locks."""
+    try:
+        fcntl.flock(descriptor, how | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.pread(descriptor, 20, 0).decode(errors="replace")
+        raise ValueError(
+            f"{workdir} belongs to a run that goes on (process {holder or 'unknown'}): end it, or name another "
+            "--workdir"
+        ) from None
 
 
 def nothing_to_do(workdir: pathlib.Path, num_steps: int) -> str:

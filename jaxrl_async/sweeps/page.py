@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxrl_async.metrics import column, read_metrics
 from jaxrl_async.report import plots
-from jaxrl_async.report.page import CSS
+from jaxrl_async.report.page import CSS, grid
 from jaxrl_async.sweeps.driver import Job
 from jaxrl_async.sweeps.points import Sweep
 
@@ -23,9 +23,7 @@ CONFIDENCE = 0.95
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title><style>{css}
-figure {{ max-width: none }}
-</style></head>
+<title>{title}</title><style>{css}</style></head>
 <body>
 <h1>{title}</h1>
 <p>{summary}</p>
@@ -138,7 +136,7 @@ def write_page(sweep: Sweep, jobs: Sequence[Job], directory: pathlib.Path) -> pa
         summary=html.escape(f"{len(results)} points around {_shown(sweep.config)}: {counts}."),
         confidence=CONFIDENCE,
         scores=_score_table(results),
-        plots="\n".join(_plots(results)),
+        plots=grid(_plots(results)),
         points=_point_table(results, {job.name: job.workdir for job in jobs}, directory),
     )
     directory.mkdir(parents=True, exist_ok=True)
@@ -235,15 +233,15 @@ def _table(
     return f"<table>{row('th', head)}\n{body}</table>"
 
 
-def _plots(results: Sequence[Result]) -> list[str]:
-    """SVG elements with headings: final score, reward against seconds, reward against tokens; no empty ones."""
+def _plots(results: Sequence[Result]) -> list[plots.Figure]:
+    """Final score, reward against seconds, reward against tokens; no empty ones."""
     import matplotlib
 
     with matplotlib.rc_context(plots.STYLE):  # Text and lines have the page's colors.
         return _drawn_plots(results)
 
 
-def _drawn_plots(results: Sequence[Result]) -> list[str]:
+def _drawn_plots(results: Sequence[Result]) -> list[plots.Figure]:
     import matplotlib
     from matplotlib.figure import Figure  # Imports slowly; only pages draw.
 
@@ -254,7 +252,8 @@ def _drawn_plots(results: Sequence[Result]) -> list[str]:
     figures = {}
     scored = {label: [r for r in group if r.after] for label, group in groups.items()}
     if any(scored.values()):
-        figure = Figure(figsize=(9, 1.2 + 0.28 * len(groups)), layout="constrained")
+        height = max(2.4, 1.2 + 0.24 * len(groups))
+        figure = Figure(figsize=(4.6, height), layout="constrained")
         _draw_scores(figure.add_subplot(), scored, colors)
         figures["Final score"] = figure
     if any(len(r.steps) for r in results):
@@ -262,20 +261,25 @@ def _drawn_plots(results: Sequence[Result]) -> list[str]:
             ("Reward against wall-clock", "secs", "seconds of the learner"),
             ("Reward against trained tokens", "tokens", "trained tokens"),
         ):
-            lines_high = 0.17 * math.ceil(len(groups) / 4)
-            figure = Figure(figsize=(9, 3.8 + lines_high), layout="constrained")
+            figure = Figure(figsize=(4.6, 2.4), layout="constrained")
             _draw_rewards(figure, groups, colors, attribute, label)
             figures[title] = figure
     return [
-        f"<h2>{html.escape(title)}</h2>\n<figure>{_svg(fig, title)}</figure>"
-        for title, fig in figures.items()
+        plots.Figure(title, _svg(figure, title), _legend(figure))
+        for title, figure in figures.items()
     ]
+
+
+def _legend(figure) -> tuple[tuple[str, str], ...]:
+    """The labels of a figure's lines and their colors."""
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    return tuple(zip(labels, map(plots.color_of, handles), strict=True))
 
 
 def _draw_scores(axes, scored: dict[str, list[Result]], colors) -> None:
     """A dot with its interval for each label, and a small tick for each seed."""
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_xlabel(f"held-out greedy accuracy, mean and {CONFIDENCE:.0%} interval over seeds")
+    axes.set_xlabel(f"held-out greedy accuracy, {CONFIDENCE:.0%} interval over seeds")
     axes.set_yticks(range(len(scored)), list(scored), fontsize=8)
     axes.set_ylim(len(scored) - 0.4, -0.6)
     for y, (group, color) in enumerate(zip(scored.values(), colors, strict=True)):
@@ -300,12 +304,11 @@ def _draw_rewards(
     for (label, group), color in zip(groups.items(), colors, strict=True):
         curves = [(getattr(r, attribute), r.rewards) for r in group if len(r.steps)]
         for x, y in curves if len(curves) > 1 else ():
-            axes.plot(*_smoothed(x, y), color=color, linewidth=0.8, alpha=0.25)
+            axes.plot(*_smoothed(x, y), color=color, linewidth=0.8, alpha=plots.PALE)
         if curves:
             x, y = _mean_curve(curves)
             marker = "." if len(x) < 5 else None
             axes.plot(*_smoothed(x, y), label=label, color=color, linewidth=1.2, marker=marker)
-    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=7)
 
 
 def _mean_curve(curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:

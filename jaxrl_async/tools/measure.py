@@ -70,7 +70,8 @@ async def of_server(
       say: takes a line about what is measured now.
 
     Returns:
-      request_rate and server_rate, tokens/s; with `push` pause_secs; num_slots where the server tells it.
+      request_rate and server_rate, tokens/s; with `push` pause_secs, of a server that names the files of its weights;
+      num_slots where it tells it.
 
     Raises:
       MeasureError: no answer in time, a refusal, or a server that answers others.
@@ -104,7 +105,9 @@ async def of_server(
             say(f"{server}: {REPEATS} × {count} requests at once")
             among = statistics.median([await wave(count) for _ in range(REPEATS)])
             found = server_rates(alone, among, count) | ({"num_slots": slots} if slots else {})
-            if push:
+            if push and not _files_of(info):
+                say(f"{server} names no files of its weights: no push of it is measured")
+            elif push:
                 say(f"{server}: {REPEATS} × its own weights, loaded again")
                 times = [await _reload(client, server, timeout_secs, clock) for _ in range(REPEATS)]
                 found["pause_secs"] = statistics.median(times)
@@ -198,12 +201,18 @@ async def _ask(client, server: str, prompts, max_new_tokens: int, timeout_secs: 
     return tokens
 
 
+def _files_of(info: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Directory and version of a server's weights; None where it names none, as one that `serve` started."""
+    path, version = info.get("model_path"), info.get("weight_version")
+    return (path, version) if path and version is not None else None
+
+
 async def _reload(client, server: str, timeout_secs: float, clock: Callable[[], float]) -> float:
     """Seconds of a pause in which the server loads its own weights again."""
     info = await client.model_info(server, timeout_secs=timeout_secs)
-    path, version = info.get("model_path"), info.get("weight_version")
-    if not path or version is None:
-        raise MeasureError(f"{server} names no files of its weights: --push=False leaves them out")
+    if (files := _files_of(info)) is None:
+        raise MeasureError(f"{server} names no files of its weights any more")
+    path, version = files
     since = clock()
     await client.pause(server, mode="retract", timeout_secs=timeout_secs, lease_secs=timeout_secs)
     try:
