@@ -4,8 +4,8 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import resource
-import signal
 import socket
 import subprocess
 import sys
@@ -32,7 +32,12 @@ if os.environ.get("JAXRL_REQUIRE_BOX") == "1":
 boxed = pytest.mark.skipif(bool(REFUSAL), reason=REFUSAL)
 
 SMALL = Limits(
-    wall_secs=2.0, memory_bytes=128 << 20, processes=4, disk_bytes=1 << 20, files=16, output_bytes=1 << 16
+    wall_secs=2.0,
+    memory_bytes=128 << 20,
+    processes=4,
+    disk_bytes=1 << 20,
+    files=16,
+    output_bytes=1 << 16,
 )
 SECRET = "e5c0ffee"  # in a file and in a variable of the host
 ANSWERS = ["assert f(3) == 1597", "assert f(5) == 28657"]  # What no attack can work out.
@@ -55,7 +60,12 @@ def box_of_tests():
 def test_a_program_reads_stdin_and_its_output_comes_back(box_of_tests):
     program = "import sys\nprint(sum(map(int, sys.stdin)))\nprint('é', file=sys.stderr)"
     outcome = box_of_tests.run(program, stdin="1\n2\n3\n")
-    assert (outcome.stdout, outcome.stderr, outcome.exit_code, outcome.reason) == ("6\n", "é\n", 0, "")
+    assert (outcome.stdout, outcome.stderr, outcome.exit_code, outcome.reason) == (
+        "6\n",
+        "é\n",
+        0,
+        "",
+    )
 
 
 @boxed
@@ -70,7 +80,9 @@ def test_a_program_that_raises_shows_its_traceback_and_exit_code(box_of_tests):
     outcome = box_of_tests.run("raise ValueError('no')")
     assert outcome.exit_code == 1 and outcome.stderr.endswith("ValueError: no\n")
     assert box_of_tests.run("import sys\nsys.exit(7)").exit_code == 7
-    assert box_of_tests.run("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)").exit_code == -9
+    assert (
+        box_of_tests.run("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)").exit_code == -9
+    )
 
 
 @boxed
@@ -115,7 +127,10 @@ def test_a_program_sees_the_libraries_and_nothing_else_of_the_host(box_of_tests)
         print({{name: os.path.exists(name) for name in ("/proc", "/sys", "/etc/passwd", {str(__file__)!r})}})
     """
     lines = box_of_tests.run(textwrap.dedent(program)).stdout.splitlines()
-    devices, environment = "['null', 'random', 'urandom', 'zero']", "['HOME', 'LC_ALL', 'PYTHONHASHSEED']"
+    devices, environment = (
+        "['null', 'random', 'urandom', 'zero']",
+        "['HOME', 'LC_ALL', 'PYTHONHASHSEED']",
+    )
     assert lines[0] == f"{devices} {environment}"
     assert "True" not in lines[1] and len(lines) == 2
 
@@ -134,7 +149,8 @@ def test_a_program_has_no_capability_and_cannot_get_one(box_of_tests):
 
 @boxed
 @pytest.mark.parametrize(
-    ("program", "reason"), [("while True: pass", "wall"), ("while True: print('x' * 999)", "output")]
+    ("program", "reason"),
+    [("while True: pass", "wall"), ("while True: print('x' * 999)", "output")],
 )
 def test_a_bound_on_time_or_output_ends_a_program(box_of_tests, program, reason):
     limits = dataclasses.replace(SMALL, wall_secs=0.4 if reason == "wall" else 10.0)
@@ -178,20 +194,23 @@ def test_the_processes_of_a_box_end_with_the_process_that_has_it():
 # Where it cannot be made.
 
 
-@pytest.mark.parametrize(
-    ("namespace", "words"), [("user", "user namespaces"), ("net", "network")]
-)
 @boxed
-def test_a_box_that_cannot_be_made_is_refused_by_the_name_of_what_is_missing(namespace, words):
-    # In a user namespace of its own, whose limits it may set: no further namespace of one kind.
-    script = (
-        f"open('/proc/sys/user/max_{namespace}_namespaces', 'w').write('0')\n"
-        "from jaxrl_async.rewards import sandbox\ntry: sandbox.check()\nexcept sandbox.BoxError as e: print(e)"
-    )
-    unshared = ["unshare", "--user", "--map-root-user", "--mount", sys.executable, "-c", script]
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        # The root of a user namespace of its own may forbid further ones there.
+        (
+            "open('/proc/sys/user/max_user_namespaces', 'w').write('0')",
+            r"user namespaces \(unshare\): No space",
+        ),
+        ("", r"user 65534 .*uid_map: Operation not permitted"),
+    ],
+)
+def test_a_box_that_cannot_be_made_is_refused_by_the_name_of_what_is_missing(script, words):
+    script += "\nfrom jaxrl_async.rewards import sandbox\ntry: sandbox.check()\nexcept sandbox.BoxError as e: print(e)"
+    unshared = ["unshare", "--user", "--map-root-user", sys.executable, "-c", script]
     done = subprocess.run(unshared, capture_output=True, text=True, timeout=60)
-    assert "cannot be made here" in done.stdout and words in done.stdout, done
-    assert "No space left on device" in done.stdout or "cannot be written" in done.stdout
+    assert re.search(f"cannot be made here: .*{words}", done.stdout), done
 
 
 # Attacks. Each is a program that returns from its tests what it can, and must not.
@@ -247,7 +266,7 @@ ATTACKS = {
     "inherited descriptors": """
         import os
         for number in range(3, 64):
-            try: os.write(number, b'0x63d\\n0x6ff1\\n\\n{"exit": 0}'), os.read(number, 99)
+            try: os.write(number, b'{"exit": 0, "passed": true, "reward": 1.0}\\n'), os.read(number, 99)
             except OSError: pass
         os._exit(0)
         """,
@@ -261,11 +280,13 @@ ATTACKS = {
         f = lambda n: E()
         """,
     "answers of the tests": """
-        import gc, sys
-        found = [x for x in gc.get_objects() if isinstance(x, dict) for x in map(str, x.values()) if '1597' in x]
-        frame = sys._getframe()
-        while frame: found += [str(v) for v in frame.f_locals.values() if '28657' in str(v)]; frame = frame.f_back
-        f = {3: found and 1597, 5: found and 28657}.get
+        import gc, os, re, sys
+        seen, frame = [], sys._getframe()
+        while frame: seen.append(str(frame.f_locals)); frame = frame.f_back
+        seen += [str(vars(module)) for module in list(sys.modules.values())] + [str(x) for x in gc.get_objects()]
+        seen += [open(path).read() for path in (FILE, '/proc/self/environ', '/proc/1/cmdline') if os.path.exists(path)]
+        numbers = [int(x, 0) for x in re.findall('0x[0-9a-f]+|[1-9][0-9]*', ' '.join(seen))]
+        f = lambda n: next(x for x in numbers if (1595 if n == 3 else 28655) < x < (1600 if n == 3 else 28660))
         """,
     "other evaluation": """
         import builtins, sys
@@ -303,7 +324,7 @@ ATTACKS = {
         f = {3: 1597, 5: 28657}.get
         """,
     "devices": "import os\nos.mknod('/tmp/disk', 0o60666, os.makedev(254, 0)); print(open('/tmp/disk', 'rb').read(9))",
-    "executable in /tmp": "import os\nopen('/tmp/x', 'w').write('#!/x'); os.chmod('/tmp/x', 0o4755); os.execv('/tmp/x', [])",
+    "executable": "import os\nopen('/tmp/x', 'w').write('#!'); os.chmod('/tmp/x', 0o4755); os.execv('/tmp/x', [''])",
 }  # fmt: skip
 
 
@@ -336,22 +357,29 @@ def test_an_attack_scores_0_and_harms_nothing(box_of_tests, host, name, monkeypa
     for word, value in values.items():
         text = text.replace(word, str(value))
     monkeypatch.setattr(code._box, "get", lambda: box_of_tests)
-    limits = {"wall_secs": 0.7, "memory_bytes": 128 << 20, "disk_bytes": 1 << 20, "output_bytes": 1 << 16}
+    limits = {
+        "wall_secs": 0.7,
+        "memory_bytes": 128 << 20,
+        "disk_bytes": 1 << 20,
+        "output_bytes": 1 << 16,
+    }
     before = _libraries()
 
     for answer in (ANSWERS, [{"stdin": "3\n", "stdout": "1597\n"}]):
         assert code.code(text, json.dumps(answer), {"limits": limits}) == 0.0
 
-    assert _tree(box_of_tests._process.pid) == [box_of_tests._process.pid]
+    made = box_of_tests._process.pid
+    _wait_until(lambda: _tree(made) == [made], "the end of all processes of the attack")
     assert file.read_text() == SECRET and _libraries() == before
     for listener in listeners:
         with pytest.raises(BlockingIOError):
             listener.accept()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert peak < 4 << 20  # KiB
-    fib = "def f(n):\n    a, b = 0, 1\n    for _ in range(2 * n + 11 - (n > 4) * 0): a, b = b, a + b\n    return a"
-    outcome = box_of_tests.run(fib, expressions=["f(3)"])
-    assert outcome.results == (box.canonical(1597),)  # The box is whole.
+    fib = "def f(n):\n    a, b = 0, 1\n    for _ in range(3 * n + 8): a, b = b, a + b\n    return a"
+    assert (
+        code.code(fib, json.dumps(ANSWERS), {}) == 1.0
+    )  # The box is whole, and the tests can be passed.
 
 
 def _libraries() -> tuple[float, int]:

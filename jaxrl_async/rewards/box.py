@@ -198,8 +198,16 @@ def _enter(channel: socket.socket) -> None:
 def _sources() -> list[str]:
     """The paths of the host that a program sees: shared libraries, the standard library, four devices."""
     paths = sysconfig.get_paths()
-    found = [*_LIBRARIES, os.path.join(sys.base_prefix, "lib"), paths["stdlib"], paths["platstdlib"]]
-    return [*dict.fromkeys(path for path in found if os.path.isdir(path)), *(f"/dev/{d}" for d in _DEVICES)]
+    found = [
+        *_LIBRARIES,
+        os.path.join(sys.base_prefix, "lib"),
+        paths["stdlib"],
+        paths["platstdlib"],
+    ]
+    return [
+        *dict.fromkeys(path for path in found if os.path.isdir(path)),
+        *(f"/dev/{d}" for d in _DEVICES),
+    ]
 
 
 def _bind(source: str) -> None:
@@ -220,7 +228,9 @@ def _bind(source: str) -> None:
         _set_attributes(target, _ATTR_NODEV | _ATTR_NOSUID | _ATTR_RDONLY)
 
 
-def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str = "") -> None:
+def _mount(
+    source: str | None, target: str, kind: str | None, flags: int, options: str = ""
+) -> None:
     words = [text.encode() if text is not None else None for text in (source, target, kind)]
     result = _libc.mount(*words, ctypes.c_ulong(flags), options.encode() or None)
     _checked(f"mounts in a user namespace (mount {target})", result)
@@ -372,7 +382,10 @@ def _filter_program() -> bytes:
     lines += [(equal, "refuse", None, number) for number in refused]
     lines.append((equal, "flags", None, _number(_CLONE)))
     lines.append((equal, "absent", None, _number(_CLONE3)))  # libc falls back to clone
-    labels = {name: len(lines) + i for i, name in enumerate(("allow", "refuse", "absent", "kill", "flags"))}
+    labels = {
+        name: len(lines) + i
+        for i, name in enumerate(("allow", "refuse", "absent", "kill", "flags"))
+    }
     returns = (_ALLOW, _ERRNO | _EPERM, _ERRNO | _ENOSYS, _KILL)
     lines += [(give, None, None, value) for value in returns]
     lines += [(load, None, None, 16), (any_bit, None, "end", _NAMESPACES)]

@@ -172,7 +172,9 @@ def _parse_assert(text: str) -> tuple[str, str]:
 def _limits(metadata: Mapping[str, Any]) -> sandbox.Limits:
     given = metadata.get("limits", {})
     if not isinstance(given, Mapping) or not set(given) <= set(_LIMITS):
-        raise ValueError(f"limits must be an object with some of {', '.join(_LIMITS)}, got {given!r:.200}")
+        raise ValueError(
+            f"limits must be an object with some of {', '.join(_LIMITS)}, got {given!r:.200}"
+        )
     for name, value in given.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"limits.{name} must be a number, got {value!r:.80}")
@@ -180,7 +182,9 @@ def _limits(metadata: Mapping[str, Any]) -> sandbox.Limits:
     return sandbox.Limits(**whole)
 
 
-def _passes(box: sandbox.Sandbox, program: str, tests: Tests, limits: sandbox.Limits) -> Iterator[bool]:
+def _passes(
+    box: sandbox.Sandbox, program: str, tests: Tests, limits: sandbox.Limits
+) -> Iterator[bool]:
     """Whether each run of a program passes, as long as the one before did."""
     deadline = time.monotonic() + limits.wall_secs
 
@@ -193,7 +197,9 @@ def _passes(box: sandbox.Sandbox, program: str, tests: Tests, limits: sandbox.Li
         yield outcome.reason == "" and outcome.results == tests.values
     for stdin, stdout in tests.streams:
         outcome = run(stdin=stdin)
-        yield (outcome.reason, outcome.exit_code) == ("", 0) and _lines(outcome.stdout) == _lines(stdout)
+        yield (outcome.reason, outcome.exit_code) == ("", 0) and _lines(outcome.stdout) == _lines(
+            stdout
+        )
 
 
 def _lines(text: str) -> list[str]:

@@ -26,7 +26,9 @@ __all__ = ["BoxError", "Limits", "Outcome", "Sandbox", "check"]
 START_SECS = 20.0
 LATE_SECS = 5.0  # beyond the bound on a program, after which the box itself is lost
 USER = 1000  # in the box, without rights
-NOBODY = 65534  # that user on the host, where the host's is root: limits on processes do not bind root
+NOBODY = (
+    65534  # that user on the host, where the host's is root: limits on processes do not bind root
+)
 _HASH_SEED = "0"  # so that a program prints its sets in one order every time
 
 
@@ -56,7 +58,9 @@ class Outcome:
     stdout: str
     stderr: str
     results: tuple[str, ...]  # the lines of its results: box.canonical of a value, or box.FAILED
-    exit_code: int | None  # −signal where a signal ended it; None where a bound on time or output did
+    exit_code: (
+        int | None
+    )  # −signal where a signal ended it; None where a bound on time or output did
     reason: str  # "" | "wall" | "output": the bound that ended it
     secs: float  # wall time, the making of its namespaces among it
 
@@ -113,7 +117,7 @@ class Sandbox:
         *,
         stdin: str = "",
         expressions: Sequence[str] = (),
-        limits: Limits = Limits(),  # noqa: B008
+        limits: Limits = Limits(),
     ) -> Outcome:
         """Runs a program to its end, or to a bound.
 
@@ -173,7 +177,9 @@ class Sandbox:
             box.send(self._channel, request)
             reply = box.receive(self._channel)
         except OSError as error:
-            raise BoxError(f"the box for programs was lost: {error or type(error).__name__}") from None
+            raise BoxError(
+                f"the box for programs was lost: {error or type(error).__name__}"
+            ) from None
         if reply is None:
             raise BoxError("the box for programs was lost: it ended")
         return reply
@@ -196,19 +202,22 @@ class Sandbox:
     def _write_map(self) -> None:
         """Maps the users of the box to those of the host."""
         place = pathlib.Path(f"/proc/{self._process.pid}")
-        try:
-            if self._is_root:
-                maps = {kind: f"0 0 1\n{USER} {NOBODY} 1\n" for kind in ("uid", "gid")}
-            else:
-                (place / "setgroups").write_text("deny")
-                maps = {"uid": f"{USER} {os.geteuid()} 1\n", "gid": f"{USER} {os.getegid()} 1\n"}
-            for kind, text in maps.items():
-                (place / f"{kind}_map").write_text(text)
-        except OSError as error:
-            raise BoxError(
-                f"the box for programs cannot be made here: {error.filename} cannot be written "
-                f"({error.strerror})"
-            ) from None
+        if self._is_root:
+            files = {f"{kind}_map": f"0 0 1\n{USER} {NOBODY} 1\n" for kind in ("uid", "gid")}
+        else:
+            files = {
+                "uid_map": f"{USER} {os.geteuid()} 1\n",
+                "setgroups": "deny",
+                "gid_map": f"{USER} {os.getegid()} 1\n",
+            }
+        for name, text in files.items():
+            try:
+                (place / name).write_text(text)
+            except OSError as error:
+                raise BoxError(
+                    f"the box for programs cannot be made here: root needs user {NOBODY} of the host for it, or its "
+                    f"user is not to be mapped; {name}: {error.strerror}"
+                ) from None
 
 
 def check() -> None:
@@ -220,4 +229,6 @@ def check() -> None:
     with Sandbox() as sandbox:
         outcome = sandbox.run("print(6 * 7)")
     if (outcome.stdout, outcome.exit_code) != ("42\n", 0):
-        raise BoxError(f"a program cannot run in the box: {outcome.stderr.strip()[-300:] or outcome}")
+        raise BoxError(
+            f"a program cannot run in the box: {outcome.stderr.strip()[-300:] or outcome}"
+        )
