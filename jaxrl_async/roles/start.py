@@ -150,8 +150,9 @@ def prepare(settings: Settings, workdir: pathlib.Path, *, resume: bool = False) 
             splits[split] = task.examples(split)
             _check_examples(splits[split], split)
         reward = reward_function(task.reward)
-        for examples in splits.values():
-            check_reward(reward, examples)
+        if not settings.rollout.reward_addresses:  # else in the services' processes
+            for examples in splits.values():
+                check_reward(reward, examples)
     with _errors_of("rollout.function: "):
         rollout_function(settings.rollout.function)
     with _errors_of("tokenizer."):
