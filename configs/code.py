@@ -19,7 +19,8 @@ def get_config(arg: str = ""):
     c = base_config()
     c.mode, c.seed = "async", arg.seed
 
-    c.task.update(name="code", args=dict(num_test=128, seed=0), seed=arg.seed)
+    c.task.update(name="code", seed=arg.seed)
+    c.task.args = dict(num_test=128, seed=0)
     c.rollout.update(max_prompt_tokens=64, max_new_tokens=20, reward_processes=2)
     c.learner.update(num_steps=40, groups_per_step=8, microbatch_rows=1, row_tokens=512)
     c.tokenizer.update(kind="huggingface", path=CHECKPOINT, chat_template="none")
