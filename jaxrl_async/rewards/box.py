@@ -12,6 +12,7 @@ A reply has what the program wrote. It has no verdict: no expected answer is in 
 
 import ctypes
 import fcntl
+import gc
 import io
 import json
 import math
@@ -155,6 +156,7 @@ def main(descriptor: int) -> None:
         send(channel, {"error": str(error)})
         return
     send(channel, {})
+    gc.freeze()  # Its pages are shared with what is forked.
     while True:
         select.select([channel], [], [])
         keeper = os.fork()
