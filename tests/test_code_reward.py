@@ -1,9 +1,12 @@
 """The reward "code" and the task "code": what is a test, what is a program, and who is refused before a run."""
 
+import http.server
 import json
-import os
+import pathlib
+import re
 import subprocess
 import sys
+import threading
 
 import pytest
 from test_sandbox import boxed
@@ -236,5 +239,45 @@ def test_arguments_of_the_task_are_checked(arguments, message):
 def _settings(*words):
     from jaxrl_async.cli.config import parse_flags, settings_of
 
-    path = os.path.join(os.path.dirname(os.path.dirname(__file__)), "configs/code.py")
+    path = pathlib.Path(__file__).parent.parent / "configs/code.py"
     return settings_of(parse_flags("", [f"--config={path}:smoke", *words], config=True).config)
+
+
+def test_the_examples_of_the_page_are_tests_and_a_judge(tmp_path, monkeypatch):
+    page = (pathlib.Path(__file__).parent.parent / "docs/rewards.md").read_text("utf-8")
+    examples, judge_source, _ = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
+    found = {}
+    exec(examples, found)
+    assert (
+        parse_tests(found["functions"].answer).expressions
+        and parse_tests(found["programs"].answer).streams
+    )
+    exec(judge_source, found)
+    asked = []
+
+    class Judge(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            text = body["messages"][0]["content"]
+            asked.append((self.path, self.headers["Authorization"], text))
+            said = " Yes." if "Answer: 4\n" in text else "no"
+            reply = json.dumps({"choices": [{"message": {"content": said}}]}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(reply)))
+            self.end_headers()
+            self.wfile.write(reply)
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Judge) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{server.server_port}")
+            monkeypatch.setenv("JUDGE_KEY", "a-key")
+            assert [found["judge"](c, "4", "2 + 2?") for c in ("4", "5")] == [1.0, 0.0]
+        finally:
+            server.shutdown()
+            thread.join()
+    assert asked[0][:2] == ("/v1/chat/completions", "Bearer a-key") and "2 + 2?" in asked[0][2]
