@@ -6,7 +6,7 @@ with the checkpoint that `python launch/smollm2_checkpoint.py checkpoints/SmolLM
 signature, a sentence and "return", without a chat template; the model goes on. Needs a machine on which a box can be
 made (docs/rewards.md). docs/rewards.md has the measured accuracy.
 
-Arguments, after a colon: `smoke` (two steps of a tiny random model), `seed=N`.
+Arguments, after a colon: `smoke` (two steps of a tiny random model), `mode=sync|periodic|async`, `seed=N`.
 """
 
 from jaxrl_async.config import base_config, parse_arg
@@ -15,9 +15,9 @@ CHECKPOINT = "checkpoints/SmolLM2-135M-Instruct"
 
 
 def get_config(arg: str = ""):
-    arg = parse_arg(arg, smoke=False, seed=0)
+    arg = parse_arg(arg, smoke=False, mode=("async", "sync", "periodic"), seed=0)
     c = base_config()
-    c.mode, c.seed = "async", arg.seed
+    c.mode, c.seed = arg.mode, arg.seed
 
     c.task.update(name="code", seed=arg.seed)
     c.task.args = dict(num_test=128, seed=0)
@@ -41,4 +41,10 @@ def get_config(arg: str = ""):
         c.server.max_total_tokens = 148
         c.learner.update(num_steps=2, groups_per_step=4)
         c.evaluate.num_prompts = 32
+    if arg.mode != "async":
+        c.queue.max_staleness = 0
+    if arg.mode == "periodic":
+        c.queue.chunk_groups = 2
+        c.learner.num_minibatches = 1
+        c.loss.anchor = "current"
     return c
