@@ -9,6 +9,7 @@ import pathlib
 import sys
 
 import pytest
+from test_sandbox import boxed
 
 from jaxrl_async.config.settings import PACKINGS
 
@@ -130,6 +131,13 @@ def check_rewards(result, directory):
         assert all(row["calls_per_sec"]["low"] > 0 for row in reward["processes"].values())
 
 
+def check_sandbox(result, directory):
+    for size in ("1", "2"):
+        ways = {way: result[size][way] for way in ("bare", "boxed", "code")}
+        assert ways["bare"]["over_bare"] == {"median": 1, "low": 1, "high": 1}
+        assert all(row["runs_per_sec"]["low"] > 0 for row in ways.values())
+
+
 def check_journal(result, directory):
     restart = result["restart"]
     assert restart["indexes"] == 20_000 and restart["file_gb"] > 0.2 and restart["log_mb"] > 60
@@ -170,6 +178,7 @@ LONG = pytest.mark.long
         ("lora", [["--smoke"]], "lora", check_lora),
         ("trajectory_queue", [["--smoke"]], "queue", check_queue),
         ("rewards", [["--smoke"]], "rewards", check_rewards),
+        pytest.param("sandbox", [["--smoke"]], "sandbox", check_sandbox, marks=boxed),
         ("journal", [["--smoke"]], "journal", check_journal),
     ],
 )

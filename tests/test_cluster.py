@@ -52,6 +52,15 @@ def test_learners_of_slurm_join_at_the_first_of_them():
     assert place.coordinator == "gpu07:8476"
 
 
+def test_the_pods_of_a_jobset_find_its_reward_services():
+    environment = JOBSET | {"JOBSET_REPLICATED_JOB": "rollout", "JOBSET_REWARDS": "2"}
+    assert place_of(environment).reward_addresses == (
+        "run-rewards-0-0.run:7100",
+        "run-rewards-0-1.run:7100",
+    )
+    assert place_of(JOBSET | {"JOBSET_REPLICATED_JOB": "rollout"}).reward_addresses == ()
+
+
 JOBSET = {
     "JOBSET_NAME": "run",
     "JOBSET_JOB_INDEX": "0",

@@ -1,6 +1,7 @@
 """Messages: a record is decoded as it was encoded, and a malformed message is named."""
 
 import dataclasses
+import importlib
 import pathlib
 import subprocess
 import sys
@@ -202,7 +203,8 @@ def test_an_unknown_server_state_is_refused():
         wire.decode_servers([record])
 
 
-def test_the_generated_code_is_of_the_committed_proto(tmp_path):
+@pytest.mark.parametrize("module", ["queue.trajectory_queue", "rewards.rewards"])
+def test_the_generated_code_is_of_the_committed_proto(tmp_path, module):
     pytest.importorskip("grpc_tools")
     root = pathlib.Path(wire.__file__).parents[2]
     out = tmp_path / "descriptors"
@@ -213,10 +215,11 @@ def test_the_generated_code_is_of_the_committed_proto(tmp_path):
         f"-I{root}",
         f"--descriptor_set_out={out}",
     ]
-    proto = root / "jaxrl_async/queue/trajectory_queue.proto"
+    proto = root / f"jaxrl_async/{module.replace('.', '/')}.proto"
     subprocess.run([*command, str(proto)], check=True)
     (described,) = descriptor_pb2.FileDescriptorSet.FromString(out.read_bytes()).file
-    generated = descriptor_pb2.FileDescriptorProto.FromString(pb.DESCRIPTOR.serialized_pb)
+    code = importlib.import_module(f"jaxrl_async.{module}_pb2")
+    generated = descriptor_pb2.FileDescriptorProto.FromString(code.DESCRIPTOR.serialized_pb)
     described.ClearField("options")
     generated.ClearField("options")
     # json_name is filled in by protoc only.

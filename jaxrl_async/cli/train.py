@@ -127,6 +127,8 @@ def _apply_place(values: flags.FlagValues) -> None:
         )
     values.coordinator = place.coordinator
     config.queue.address = place.queue_address or config.queue.address
+    if place.reward_addresses:
+        config.rollout.reward_addresses = place.reward_addresses
     if place.server_addresses:
         scheme = "https" if config.server.tls_cert else "http"
         config.server.addresses = tuple(

@@ -191,6 +191,9 @@ def in_the_clear(s: Settings) -> list[str]:
     found = []
     if s.queue.address and not s.queue.tls_ca and not is_local(s.queue.address):
         found.append(f"queue.address = {s.queue.address}")
+    for address in s.rollout.reward_addresses:
+        if not s.queue.tls_ca and not is_local(address):
+            found.append(f"rollout.reward_addresses = {address}")
     for name in ("addresses", "control_addresses"):
         for url in getattr(s.server, name):
             scheme, _, address = url.partition("://")
@@ -472,6 +475,12 @@ def _check_rollout(rollout: Rollout) -> Iterator[str]:
             yield (
                 f"rollout.reward_memory_bytes must be 0 or ≥ {MIN_MEMORY_BYTES}, got {rollout.reward_memory_bytes}"
             )
+    if len(set(rollout.reward_addresses)) < len(rollout.reward_addresses):
+        yield f"rollout.reward_addresses names a service twice: {rollout.reward_addresses}"
+    for address in rollout.reward_addresses:
+        host, _, port = address.rpartition(":")
+        if not (host and "/" not in host and port.isdecimal() and int(port) < 1 << 16):
+            yield f"rollout.reward_addresses must be host:port, with a port < 65536; got {address!r}"
     for name, value in vars(rollout.frictions).items():
         if not 0 <= value <= 1:
             yield f"rollout.frictions.{name} must be in [0, 1], got {value}"

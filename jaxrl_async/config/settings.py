@@ -37,6 +37,7 @@ RENAMED: dict[str, str] = {"loss.behavior_cap_mode": "loss.behavior_weight"}
 # read with that value, whatever the default is now.
 ADDED: dict[str, Any] = {
     "checkpoint.grace_secs": 60.0,
+    "rollout.reward_addresses": (),
     "rollout.reward_environment": (),
     "security.insecure": True,
     "server.discover": "",
@@ -256,7 +257,10 @@ class Rollout:
     max_running_groups: int = 128  # per worker
     request_timeout_secs: float = 60.0
     max_retries: int = 3  # of one request
-    reward_processes: int = 1  # per worker
+    # "host:port" of each reward service (`python -m jaxrl_async rewards`), with the queue's token and authority; (): a
+    # pool of each worker's own
+    reward_addresses: tuple[str, ...] = ()
+    reward_processes: int = 1  # per worker, or per service
     reward_timeout_secs: float = 5.0
     reward_memory_bytes: int = 1 << 30  # per process, beyond its size at start; 0: no limit
     reward_calls_per_process: int = 10_000  # after which it is replaced; 0: never

@@ -11,7 +11,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import logging
-import pathlib
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from typing import Any
 
 import grpc
 
-from jaxrl_async import security
+from jaxrl_async import rpc, security
 from jaxrl_async.queue import trajectory_queue_pb2 as pb
 from jaxrl_async.queue import wire
 from jaxrl_async.queue.records import (
@@ -48,18 +47,6 @@ WATCH_SECS = 60.0  # after which a watch is begun anew: a queue that hangs close
 LEAVE_SECS = 3.0  # deadline of `leave`: a process that ends has little time
 GLANCE_SECS = 1.0  # deadline of `glance`
 MAX_DETAIL_CHARS = 1000  # of a return; the rest is cut off
-
-_OPTIONS = [
-    ("grpc.max_receive_message_length", -1),  # The service bounds the messages.
-    ("grpc.max_send_message_length", -1),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1_000),  # The default is two minutes.
-    ("grpc.enable_http_proxy", 0),
-]
 
 
 class QueueError(RuntimeError):
@@ -116,8 +103,8 @@ class QueueClient:
           ValueError: tls_ca holds no certificate.
         """
         self._address = address
-        self._metadata = _metadata(token)
-        self._credentials = _credentials(tls_ca)
+        self._metadata = rpc.metadata(token)
+        self._credentials = rpc.channel_credentials(tls_ca)
         self._connect_timeout_secs = connect_timeout_secs
         self._call_timeout_secs = call_timeout_secs
         self._outage_secs = outage_secs
@@ -135,12 +122,7 @@ class QueueClient:
           PermissionError: the token is wrong, or the certificate is of no trusted authority.
           QueueError: one side speaks TLS, and the other does not.
         """
-        if self._credentials is None:
-            self._channel = grpc.aio.insecure_channel(self._address, options=_OPTIONS)
-        else:
-            self._channel = grpc.aio.secure_channel(
-                self._address, self._credentials, options=_OPTIONS
-            )
+        self._channel = rpc.channel(self._address, self._credentials)
         self._stub = TrajectoryQueueStub(self._channel)
         try:
             await self._connect()
@@ -353,8 +335,8 @@ class LearnerQueue:
           share: the groups of this learner process; only these come with their tokens.
         """
         self._address = address
-        self._metadata = _metadata(token)
-        self._credentials = _credentials(tls_ca)
+        self._metadata = rpc.metadata(token)
+        self._credentials = rpc.channel_credentials(tls_ca)
         self._share = share
         self._generation = 0  # of this learner, by `begin`
         self._connect_timeout_secs = connect_timeout_secs
@@ -586,7 +568,7 @@ class LearnerQueue:
 
 def open_channel(address: str, *, token: str | None = None, tls_ca: str = "") -> grpc.Channel:
     """Opens a channel for `glance`, to a queue that need not be up; arguments as of `QueueClient`."""
-    channel = _open(address, _credentials(tls_ca))
+    channel = _open(address, rpc.channel_credentials(tls_ca))
     return grpc.intercept_channel(channel, _TokenSender(token)) if token else channel
 
 
@@ -604,7 +586,7 @@ class _TokenSender(grpc.UnaryUnaryClientInterceptor):
     """Adds the token to every unary call."""
 
     def __init__(self, token: str):
-        self._metadata = _metadata(token)
+        self._metadata = rpc.metadata(token)
 
     def intercept_unary_unary(self, continuation, details, request):
         return continuation(_Details(details.method, details.timeout, self._metadata), request)
@@ -622,19 +604,8 @@ class _Details(grpc.ClientCallDetails):
 
 def _open(address: str, credentials: grpc.ChannelCredentials | None) -> grpc.Channel:
     if credentials is None:
-        return grpc.insecure_channel(address, options=_OPTIONS)
-    return grpc.secure_channel(address, credentials, options=_OPTIONS)
-
-
-def _credentials(tls_ca: str) -> grpc.ChannelCredentials | None:
-    if not tls_ca:
-        return None
-    security.client_context(tls_ca)  # Its errors name the cause; those of gRPC do not.
-    return grpc.ssl_channel_credentials(pathlib.Path(tls_ca).read_bytes())
-
-
-def _metadata(token: str | None) -> tuple[tuple[str, str], ...]:
-    return (("authorization", f"Bearer {token}"),) if token else ()
+        return grpc.insecure_channel(address, options=rpc.CLIENT_OPTIONS)
+    return grpc.secure_channel(address, credentials, options=rpc.CLIENT_OPTIONS)
 
 
 def _should_retry(error: grpc.RpcError, deadline: float) -> bool:

@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import pathlib
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -25,7 +24,7 @@ import grpc
 from google.protobuf import message as protobuf
 from google.protobuf import message_factory
 
-from jaxrl_async import security
+from jaxrl_async import rpc, security
 from jaxrl_async.queue import trajectory_queue_pb2 as pb
 from jaxrl_async.queue import wire
 from jaxrl_async.queue.admission import Admission
@@ -91,18 +90,12 @@ async def serve(
       JournalError: the journal cannot be written.
     """
     security.check_listener("the queue", address, token, "queue.token_env")
-    credentials = _credentials(tls_cert, tls_key)
     server = grpc.aio.server(
-        options=_options(max_message_bytes), interceptors=[_TokenCheck(token)] if token else []
+        options=rpc.server_options(max_message_bytes),
+        interceptors=[rpc.TokenCheck("queue", token)] if token else [],
     )
     server.add_generic_rpc_handlers((_handlers(service),))
-    try:
-        if credentials is None:
-            port = server.add_insecure_port(address)
-        else:
-            port = server.add_secure_port(address, credentials)
-    except RuntimeError as error:
-        raise OSError(f"the queue cannot listen on {address}: is the port taken?") from error
+    port = rpc.bind(server, "the queue", address, tls_cert=tls_cert, tls_key=tls_key)
     await server.start()
     switch_secs = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_SECS)
@@ -615,50 +608,6 @@ def _chunk_header(
 ) -> pb.ChunkHeader:
     headers = [pb.GroupHeader(permit=g.permit, lengths=g.lengths) for g in groups]
     return pb.ChunkHeader(step=step, index=index, last=chunk.last, groups=headers)
-
-
-def _options(max_message_bytes: int) -> list[tuple[str, int]]:
-    return [
-        (
-            "grpc.so_reuseport",
-            0,
-        ),  # Else two queues could share a port, and each get some of the calls.
-        ("grpc.max_receive_message_length", max_message_bytes),
-        ("grpc.max_send_message_length", -1),
-        # Both bounds equal: between a soft and a hard one gRPC refuses at random.
-        ("grpc.max_metadata_size", security.MAX_HEADER_BYTES),
-        ("grpc.absolute_max_metadata_size", security.MAX_HEADER_BYTES),
-        # Clients ping every ten seconds, also during a wait.
-        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-        ("grpc.keepalive_permit_without_calls", 1),
-    ]
-
-
-def _credentials(cert: str, key: str) -> grpc.ServerCredentials | None:
-    # Its errors name the cause; those of gRPC do not.
-    if security.server_context(cert, key) is None:
-        return None
-    pair = [pathlib.Path(path).read_bytes() for path in (key, cert)]
-    return grpc.ssl_server_credentials([tuple(pair)])
-
-
-class _TokenCheck(grpc.aio.ServerInterceptor):
-    """Refuses calls without the token, of known and unknown methods, before their messages are received."""
-
-    def __init__(self, token: str):
-        self._token = token
-
-    async def intercept_service(self, continuation, details):
-        given = dict(details.invocation_metadata).get("authorization", "")
-        if security.is_bearer(given, self._token):
-            return await continuation(details)
-        # A handler of a stream: gRPC receives no message before the handler reads one.
-        return grpc.stream_unary_rpc_method_handler(_unauthenticated)
-
-
-async def _unauthenticated(messages, context: grpc.aio.ServicerContext):
-    reason = "this queue asks for a token, and this call gave none or another one"
-    await context.abort(grpc.StatusCode.UNAUTHENTICATED, reason)
 
 
 def _handlers(service: QueueService) -> grpc.GenericRpcHandler:

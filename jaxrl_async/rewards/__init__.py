@@ -8,7 +8,7 @@ import difflib
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jaxrl_async.rewards.math import exact, last_number
@@ -25,8 +25,9 @@ SEEN = {
     "raw_completion": "the text of all sampled tokens, with the names of special ones",
 }
 
-# "module:function" where the module needs an extra: it is imported on use.
+# "module:function" where the module needs an extra, or more than this package: it is imported on use.
 REWARDS: dict[str, Reward | str] = {
+    "code": "jaxrl_async.rewards.code:code",
     "exact": exact,
     "last_number": last_number,
     "math_verify": "jaxrl_async.rewards.math_verifier:math_verify",
@@ -80,6 +81,20 @@ def reward_function(name: str) -> Reward:
       ValueError: neither; names the nearest known reward.
     """
     return find("reward", name, REWARDS)
+
+
+def check_reward(reward: Reward, examples: Iterable = ()) -> None:
+    """Calls a reward's own check, its attribute `check`, where it has one: before a run, and in each of its processes.
+
+    Args:
+      reward: the function.
+      examples: whose answers it will see; none in a process.
+
+    Raises:
+      OSError, ValueError: it cannot work here, or cannot read an answer.
+    """
+    if check := getattr(reward, "check", None):
+        check(examples)
 
 
 def names_seen(reward: Reward) -> list[str]:

@@ -60,6 +60,10 @@ class RewardTimeoutError(RewardError):
     """A reward took longer than its bound."""
 
 
+class PoolError(RewardError):
+    """The pool itself cannot judge: it is not started, closed, or lost its processes. The reward is not the cause."""
+
+
 class RewardPool:
     """`num_processes` processes that score completions; use as `async with RewardPool(…) as pool`."""
 
@@ -95,8 +99,8 @@ class RewardPool:
             raise ValueError(f"memory_bytes must be 0 or ≥ {MIN_MEMORY_BYTES}, got {memory_bytes}")
         if calls_per_process < 0:
             raise ValueError(f"calls_per_process must be ≥ 0, got {calls_per_process}")
-        self._reward = reward
-        self._num_processes = num_processes
+        self.reward = reward
+        self.num_processes = num_processes
         self._timeout_secs = timeout_secs
         self._memory_bytes = memory_bytes
         self._calls_per_process = calls_per_process
@@ -117,7 +121,7 @@ class RewardPool:
         """
         try:
             started = await asyncio.gather(
-                *(self._start_process() for _ in range(self._num_processes)), return_exceptions=True
+                *(self._start_process() for _ in range(self.num_processes)), return_exceptions=True
             )
             for failure in started:
                 if isinstance(failure, BaseException):
@@ -129,7 +133,7 @@ class RewardPool:
         self._tasks = [
             asyncio.create_task(
                 # Staggered, so that processes are not all replaced at once.
-                self._serve(process, i * self._calls_per_process // self._num_processes),
+                self._serve(process, i * self._calls_per_process // self.num_processes),
                 name=f"reward process {i}",
             )
             for i, process in enumerate(started)
@@ -197,7 +201,7 @@ class RewardPool:
         self, completion: str, answer: str, seen: Mapping[str, Any] = MappingProxyType({})
     ) -> asyncio.Future[Judgement]:
         if self._refusal is not None:
-            raise RewardError(f"the pool of reward {self._reward!r} {self._refusal}")
+            raise PoolError(f"the pool of reward {self.reward!r} {self._refusal}")
         asked = {name: seen[name] for name in self._asks_for if name in seen}
         call = _Call(completion, answer, asked, asyncio.get_running_loop().create_future())
         self._waiting.append(call)
@@ -222,7 +226,7 @@ class RewardPool:
         while not self._waiting:
             self._arrived.clear()
             await self._arrived.wait()
-        share = min(-(-len(self._waiting) // self._num_processes), MAX_BATCH_CALLS)
+        share = min(-(-len(self._waiting) // self.num_processes), MAX_BATCH_CALLS)
         if self._calls_per_process:
             share = min(share, num_left)
         return collections.deque(self._waiting.popleft() for _ in range(share))
@@ -252,30 +256,28 @@ class RewardPool:
                     line = await process.stdout.readline()
                 break
         else:
-            message = f"reward {self._reward!r} took longer than {self._timeout_secs:g} s"
+            message = f"reward {self.reward!r} took longer than {self._timeout_secs:g} s"
             raise _LostError(RewardTimeoutError(message))
         if not line.endswith(b"\n"):
             bound = f", memory limited to {self._memory_bytes} bytes" if self._memory_bytes else ""
-            message = (
-                f"reward {self._reward!r} ended its process ({await _exit_of(process)}{bound})"
-            )
+            message = f"reward {self.reward!r} ended its process ({await _exit_of(process)}{bound})"
             raise _LostError(RewardError(message))
         outcome = json.loads(line)
         if outcome is None:  # Memory that it leaked would fail the next calls too.
             bound = f"took more than {self._memory_bytes} bytes of memory"
             message = bound if self._memory_bytes else "ran out of memory"
-            raise _LostError(RewardError(f"reward {self._reward!r} {message}"))
+            raise _LostError(RewardError(f"reward {self.reward!r} {message}"))
         if isinstance(outcome, float | int):
             return Judgement(outcome)
         if "error" in outcome:
             return RewardError(
-                f"reward {self._reward!r}: {outcome['error']}",
+                f"reward {self.reward!r}: {outcome['error']}",
                 place=outcome["place"],
                 traceback=outcome["traceback"],
             )
         if problem := component_problem(outcome["components"]):
             return RewardError(
-                f"reward {self._reward!r}: {problem}", place="the components of a reward"
+                f"reward {self.reward!r}: {problem}", place="the components of a reward"
             )
         return Judgement(**outcome)
 
@@ -284,7 +286,7 @@ class RewardPool:
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-P", "-m", "jaxrl_async.rewards.process"),
-            *(self._reward, str(self._timeout_secs + ORPHAN_SECS), str(self._memory_bytes)),
+            *(self.reward, str(self._timeout_secs + ORPHAN_SECS), str(self._memory_bytes)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env={
@@ -324,7 +326,7 @@ class RewardPool:
 
     def _refuse(self, reason: str) -> None:
         self._refusal = reason
-        error = RewardError(f"the pool of reward {self._reward!r} {reason}")
+        error = PoolError(f"the pool of reward {self.reward!r} {reason}")
         while self._waiting:
             self._waiting.popleft().end(error)
 

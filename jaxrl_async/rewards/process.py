@@ -27,7 +27,7 @@ import traceback
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrl_async.rewards import Reward, names_seen, reward_function
+from jaxrl_async.rewards import Reward, check_reward, names_seen, reward_function
 
 MAX_MESSAGE_CHARS = 1000
 MAX_TRACEBACK_CHARS = 3000  # its end
@@ -50,6 +50,7 @@ def main(name: str, max_secs: str, memory_bytes: str) -> None:
         seen = names_seen(reward)
         if int(memory_bytes):
             _limit_memory(int(memory_bytes))
+        check_reward(reward)
     except (ValueError, OSError) as error:
         return _write(outcomes, str(error))
     _write(outcomes, seen)

@@ -439,7 +439,7 @@ def evaluator_of(settings: Settings, workdir: pathlib.Path):
         settings=evaluate,
         temperature=rollout.temperature,
         runner=parts.runner_of(settings, tokenizer, task),
-        pool=functools.partial(parts.reward_pool_of, settings, task.reward),
+        pool=functools.partial(parts.rewards_of, settings, task.reward),
     )
 
 

@@ -9,7 +9,7 @@ import functools
 import json
 import pathlib
 
-from jaxrl_async.config.checks import key_named
+from jaxrl_async.config.checks import key_named, queue_access_of
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.tasks import hub
 from jaxrl_async.weights.store import WeightStore
@@ -87,6 +87,24 @@ def task_of(settings: Settings):
         settings.evaluate.num_validation,
     )
     return WithValidation(task, num=num, seed=settings.task.seed) if num > 0 else task
+
+
+def rewards_of(settings: Settings, reward: str):
+    """The reward services of a run, or else a pool of this machine; not started yet."""
+    from jaxrl_async.rewards import REWARDS, importable
+
+    rollout = settings.rollout
+    if not rollout.reward_addresses:
+        return reward_pool_of(settings, reward)
+    from jaxrl_async.rewards.client import RewardClient
+
+    return RewardClient(
+        rollout.reward_addresses,
+        importable(reward, REWARDS),
+        timeout_secs=rollout.reward_timeout_secs,
+        outage_secs=settings.queue.outage_secs,
+        **queue_access_of(settings),
+    )
 
 
 def reward_pool_of(settings: Settings, reward: str):

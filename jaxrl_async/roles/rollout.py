@@ -93,7 +93,7 @@ async def work(
         clock=time.monotonic,
         speeds=dict(zip(server.addresses, server.speeds, strict=False)),
     )
-    async with client, parts.reward_pool_of(settings, task.reward) as rewards, queue:
+    async with client, parts.rewards_of(settings, task.reward) as rewards, queue:
         client.run_id = queue.run_id
         clock = AwakeClock()
         sampler = Sampler(

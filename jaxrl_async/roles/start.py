@@ -15,7 +15,7 @@ import ml_collections
 from jaxrl_async import security
 from jaxrl_async.config.checks import check_waits, queue_access_of
 from jaxrl_async.config.settings import Evaluate, Settings, SettingsError
-from jaxrl_async.rewards import reward_function
+from jaxrl_async.rewards import check_reward, reward_function
 from jaxrl_async.roles import parts
 from jaxrl_async.rollout.failures import code_error
 from jaxrl_async.rollout.runner import rollout_function
@@ -149,7 +149,10 @@ def prepare(settings: Settings, workdir: pathlib.Path, *, resume: bool = False) 
         for split in ("train", *validation, "test"):
             splits[split] = task.examples(split)
             _check_examples(splits[split], split)
-        reward_function(task.reward)
+        reward = reward_function(task.reward)
+        if not settings.rollout.reward_addresses:  # else in the services' processes
+            for examples in splits.values():
+                check_reward(reward, examples)
     with _errors_of("rollout.function: "):
         rollout_function(settings.rollout.function)
     with _errors_of("tokenizer."):

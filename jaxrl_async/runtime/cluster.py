@@ -3,7 +3,8 @@
 Three environments are supported, each with one layout:
 
     Slurm         a heterogeneous job of three components: learner hosts; servers; the queue, then rollout workers
-    JobSet        replicated jobs named as roles: learner, queue and rollout are jobs of n pods, servers n jobs of a pod
+    JobSet        replicated jobs named as roles: learner, queue and rollout are jobs of n pods, servers n jobs of a
+                  pod; "rewards", if there is one, is a job of JOBSET_REWARDS pods that run the verb of that name
     a TPU slice   learner hosts; the config has the addresses of the others
 
 A pure function from a mapping to a `Place`. Reads no flags, settings, files or sockets.
@@ -16,6 +17,7 @@ from collections.abc import Mapping, Sequence
 QUEUE_PORT = 7000
 SERVER_PORT = 30000  # and the next ones, where a host has several servers
 COORDINATOR_PORT = 8476
+REWARD_PORT = 7100
 SLURM_COMPONENTS = ("learner", "server", "queue")
 ROLES = ("learner", "server", "queue", "rollout")
 
@@ -34,6 +36,9 @@ class Place:
     queue_address: str  # "host:port"; "" where the config has it
     server_addresses: tuple[str, ...]  # "http://host:port"; () where the config has them
     coordinator: str  # "host:port" of learner process 0; "" with one learner process
+    reward_addresses: tuple[
+        str, ...
+    ] = ()  # "host:port"; () where the config has them, or there are none
 
 
 ALONE = Place("all", 0, 1, "", (), "")
@@ -162,6 +167,10 @@ def _jobset(environ: Mapping[str, str]) -> Place:
         f"{host('queue', 0, 0)}:{QUEUE_PORT}",
         tuple(f"http://{host('server', i, 0)}:{SERVER_PORT}" for i in servers),
         _coordinator([host("learner", 0, i) for i in learners]),
+        tuple(
+            f"{host('rewards', 0, i)}:{REWARD_PORT}"
+            for i in range(_number(environ, "JOBSET_REWARDS", "0"))
+        ),
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from jaxrl_async.rewards import find, register
 from jaxrl_async.tasks.arithmetic import Arithmetic
+from jaxrl_async.tasks.code import Code
 from jaxrl_async.tasks.gsm8k import Gsm8k
 from jaxrl_async.tasks.task import Example, Task
 from jaxrl_async.tasks.token_reversal import TokenReversal
@@ -15,6 +16,7 @@ __all__ = ["TASKS", "Example", "Task", "make_task", "register_task"]
 
 TASKS: dict[str, Callable[..., Task] | str] = {
     "arithmetic": Arithmetic,
+    "code": Code,
     "gsm8k": Gsm8k,
     "token_reversal": TokenReversal,
     "word_sums": WordSums,

@@ -61,7 +61,7 @@ def evaluate(settings: Settings, workdir: pathlib.Path, steps: Sequence[int | No
                 settings=settings.evaluate,
                 temperature=settings.rollout.temperature,
                 runner=parts.runner_of(settings, tokenizer, task),
-                pool=functools.partial(parts.reward_pool_of, settings, task.reward),
+                pool=functools.partial(parts.rewards_of, settings, task.reward),
             )
             rows.append({"step": step} | row)
         return rows

@@ -9,6 +9,7 @@ from fixtures.security import ROOT
 
 FORBIDDEN_MODULES = {"pickle", "marshal", "dill", "cloudpickle", "shelve", "joblib", "cPickle"}
 FORBIDDEN_CALLS = {"eval", "exec", "__import__", "yaml.load", "yaml.unsafe_load", "torch.load"}
+BOXED = "rewards/box.py"  # runs programs, behind its walls alone
 SENDS = "weights/transports.py"  # SGLang's tensor route takes nothing else.
 
 
@@ -39,7 +40,26 @@ def test_nothing_unpickles_or_evaluates():
         what = set(unsafe(ast.parse(path.read_text("utf-8"))))
         if what:
             found[str(path.relative_to(ROOT / "jaxrl_async"))] = what
-    assert found == {SENDS: {"import pickle", "pickle.dumps"}}
+    assert found == {SENDS: {"import pickle", "pickle.dumps"}, BOXED: {"exec", "eval"}}
+
+
+def test_what_runs_programs_runs_them_in_the_box_alone():
+    tree = ast.parse((ROOT / "jaxrl_async" / BOXED).read_text("utf-8"))
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    runners = {name for name, node in functions.items() if set(unsafe(node))}
+    assert runners == {"_run"}
+    uses = [
+        path.name
+        for path in sorted((ROOT / "jaxrl_async").glob("**/*.py"))
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Name | ast.Attribute)
+        and ast.unparse(node).split(".")[-1] == "_run"
+        and "box" in (path.name, ast.unparse(node).split(".")[0], path.stem)
+    ]
+    # Once, in `main`, in the process that has given up its rights in `_keep`.
+    assert uses == ["box.py"]
+    before = ast.unparse(functions["main"]).partition("_run(request)")[0]
+    assert before.rstrip().endswith("_keep(channel, request)\n            return")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,216 @@
+"""The client of reward services, in the place of a pool of one's own: the same calls, results and errors.
+
+A call goes to the service with the fewest calls of this client for each of its processes. One that gives no answer
+before its deadline is asked of another; that service is asked last until it answers. A reward's own error is an
+answer, and final.
+"""
+
+import asyncio
+import dataclasses
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import grpc
+
+from jaxrl_async import rpc
+from jaxrl_async.rewards import rewards_pb2 as pb
+from jaxrl_async.rewards.pool import Judgement, PoolError, RewardError, RewardTimeoutError
+from jaxrl_async.rewards.rewards_pb2_grpc import RewardsStub
+
+START_SECS = 30.0  # for the first service that answers
+DESCRIBE_SECS = 5.0
+WAIT_SECS = 30.0  # for a free process of a service
+SUSPECT_SECS = 5.0  # for which a service that did not answer is asked last
+RETRY_SECS = 0.2  # backoff where no service answers
+_LOST = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass
+class _Service:
+    address: str
+    channel: grpc.aio.Channel
+    stub: RewardsStub
+    num_processes: int = 1
+    running: int = 0  # calls of this client
+    suspect_until: float = -math.inf  # clock, seconds
+
+    def load(self, now: float) -> tuple[bool, float]:
+        return now < self.suspect_until, (self.running + 1) / self.num_processes
+
+
+class RewardClient:
+    """A RewardPool that runs elsewhere; use as `async with RewardClient(…) as rewards`."""
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        reward: str,
+        *,
+        timeout_secs: float,
+        outage_secs: float,
+        wait_secs: float = WAIT_SECS,
+        token: str | None = None,
+        tls_ca: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """Opens no connection yet.
+
+        Args:
+          addresses: "host:port" of each service.
+          reward: its name; a service of another reward is refused.
+          timeout_secs: the bound on a call in the services' pools.
+          outage_secs: bound on the time from a call's first failed attempt to its last.
+          wait_secs: added to timeout_secs, the deadline of an attempt.
+          token: bearer token of the services; None where they have none.
+          tls_ca: PEM file of the trusted authorities; "" for services without TLS.
+          clock: seconds, monotonic.
+
+        Raises:
+          ValueError: tls_ca holds no certificate.
+        """
+        self._addresses, self._reward = tuple(addresses), reward
+        self._deadline_secs = timeout_secs + wait_secs
+        self._outage_secs = outage_secs
+        self._metadata = rpc.metadata(token)
+        self._credentials = rpc.channel_credentials(tls_ca)
+        self._clock = clock
+        self._services: list[_Service] = []
+
+    async def __aenter__(self) -> "RewardClient":
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_) -> None:
+        await self.close()
+
+    async def start(self) -> None:
+        """Connects, within START_SECS.
+
+        Raises:
+          RewardError: no service answers, or one refuses the token or has another reward.
+        """
+        for address in self._addresses:
+            channel = rpc.channel(address, self._credentials)
+            self._services.append(_Service(address, channel, RewardsStub(channel)))
+        try:
+            await self._connect()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Closes the connections; calls that wait fail."""
+        services, self._services = self._services, []
+        await asyncio.gather(*(service.channel.close() for service in services))
+
+    async def score(self, completion: str, answer: str) -> float:
+        """As `RewardPool.score`."""
+        return (await self.judge(completion, answer)).reward
+
+    async def judge(
+        self, completion: str, answer: str, seen: Mapping[str, Any] = MappingProxyType({})
+    ) -> Judgement:
+        """As `RewardPool.judge`.
+
+        Raises:
+          RewardTimeoutError, RewardError: the reward's own, in the words of the pool; or no service answered.
+        """
+        request = pb.JudgeRequest(
+            reward=self._reward, completion=completion, answer=answer, seen=json.dumps(dict(seen))
+        )
+        reply = await self._ask(request)
+        if reply.WhichOneof("outcome") == "reward":
+            return Judgement(reply.reward, dict(reply.components))
+        failure = reply.failure
+        kind = RewardTimeoutError if failure.timeout else RewardError
+        raise kind(failure.message, place=failure.place, traceback=failure.traceback)
+
+    async def score_many(self, calls: Sequence[tuple[str, str]]) -> list[float]:
+        """As `RewardPool.score_many`."""
+        outcomes = await asyncio.gather(
+            *(self.score(*call) for call in calls), return_exceptions=True
+        )
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        return outcomes
+
+    async def _ask(self, request: pb.JudgeRequest) -> pb.JudgeReply:
+        failed_since = None
+        while True:
+            if not self._services:
+                raise PoolError(f"the client of reward {self._reward!r} is closed")
+            service = min(self._services, key=lambda s: s.load(self._clock()))
+            service.running += 1
+            try:
+                reply = await service.stub.Judge(
+                    request, timeout=self._deadline_secs, metadata=self._metadata
+                )
+                service.suspect_until = -math.inf
+                return reply
+            except grpc.aio.AioRpcError as error:
+                if error.code() not in _LOST:
+                    raise _refusal(service.address, error) from None
+                now = self._clock()
+                failed_since = now if failed_since is None else failed_since
+                service.suspect_until = now + SUSPECT_SECS
+                log.warning(
+                    "the reward service %s gave no answer: %s", service.address, error.details()
+                )
+                if now - failed_since > self._outage_secs:
+                    raise PoolError(
+                        f"no reward service answered for {self._outage_secs:g} s, the last one {service.address}: "
+                        f"{error.details()}"
+                    ) from None
+            finally:
+                service.running -= 1
+            if all(self._clock() < other.suspect_until for other in self._services):
+                await asyncio.sleep(RETRY_SECS)
+
+    async def _connect(self) -> None:
+        deadline = self._clock() + START_SECS
+        while True:
+            found = await asyncio.gather(*map(self._describe, self._services))
+            if any(found):
+                return
+            if self._clock() + RETRY_SECS > deadline:
+                raise PoolError(
+                    f"no reward service answers at {', '.join(self._addresses)} within {START_SECS:g} s: start them "
+                    "by `python -m jaxrl_async rewards`"
+                )
+            await asyncio.sleep(RETRY_SECS)
+
+    async def _describe(self, service: _Service) -> bool:
+        """Whether a service answers."""
+        try:
+            reply = await service.stub.Describe(
+                pb.DescribeRequest(), timeout=DESCRIBE_SECS, metadata=self._metadata
+            )
+        except grpc.aio.AioRpcError as error:
+            if error.code() not in _LOST:
+                raise _refusal(service.address, error) from None
+            service.suspect_until = self._clock() + SUSPECT_SECS
+            return False
+        if reply.reward != self._reward:
+            raise PoolError(
+                f"the reward service {service.address} judges by {reply.reward!r}, and this run by {self._reward!r}"
+            )
+        service.num_processes = max(reply.num_processes, 1)
+        service.suspect_until = -math.inf
+        return True
+
+
+def _refusal(address: str, error: grpc.aio.AioRpcError) -> PoolError:
+    if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+        return PoolError(
+            f"the reward service {address} asks for a token; this process sent none or a wrong one: queue.token_env "
+            "must name the variable that holds it"
+        )
+    return PoolError(f"the reward service {address} refused a call: {error.details()}")

@@ -1,0 +1,234 @@
+"""Programs of Python in a box: the outside. `box` is its inside.
+
+A program sees the interpreter's libraries, read-only, and an empty /tmp of its own. It sees no network, no other
+process, no variable of the environment and no file of the host. Its time, memory, disk, processes and output are
+bounded, and nothing of it is left when it ends. Where such a box cannot be made, there is none: a program never runs
+outside it.
+
+The box has no verdict. It returns what the program wrote, which the caller compares with answers that were never in
+there. Needs Linux ≥ 5.14 on x86_64 or aarch64, and the right to make user namespaces.
+"""
+
+import dataclasses
+import math
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from jaxrl_async.rewards import box
+from jaxrl_async.rewards.box import BoxError
+
+__all__ = ["BoxError", "Limits", "Outcome", "Sandbox", "check"]
+
+START_SECS = 20.0
+LATE_SECS = 5.0  # beyond the bound on a program, after which the box itself is lost
+USER = 1000  # in the box, without rights
+NOBODY = (
+    65534  # that user on the host, where the host's is root: limits on processes do not bind root
+)
+_HASH_SEED = "0"  # so that a program prints its sets in one order every time
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """The bounds on one program."""
+
+    wall_secs: float = 4.0
+    memory_bytes: int = 256 << 20  # address space of each of its processes
+    processes: int = 4  # at once, threads among them
+    disk_bytes: int = 16 << 20  # of /tmp, and of a file
+    files: int = 256  # in /tmp
+    open_files: int = 64
+    output_bytes: int = 1 << 20  # of each of stdout and the results; of stderr the end is kept
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if not 0 < value < math.inf:
+                raise ValueError(f"{field.name} of a box must be > 0 and finite, got {value}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a program did. All texts are the program's own and prove nothing."""
+
+    stdout: str
+    stderr: str
+    results: tuple[str, ...]  # the lines of its results: box.canonical of a value, or box.FAILED
+    exit_code: (
+        int | None
+    )  # −signal where a signal ended it; None where a bound on time or output did
+    reason: str  # "" | "wall" | "output": the bound that ended it
+    secs: float  # wall time, the making of its namespaces among it
+
+
+class Sandbox:
+    """A box that runs one program after another; use as `with Sandbox() as sandbox`."""
+
+    def __enter__(self) -> "Sandbox":
+        """Makes the box.
+
+        Raises:
+          BoxError: it cannot be made; names what is missing.
+        """
+        if sys.platform != "linux":
+            raise BoxError(f"the box for programs needs Linux, and this is {sys.platform}")
+        self._channel, inside = socket.socketpair()
+        with inside:
+            # In this process's group, so that what ends the group ends it. -S: no site packages.
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-s", "-S", box.__file__, str(inside.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[inside.fileno()],
+                env={"PYTHONHASHSEED": _HASH_SEED, "HOME": "/tmp", "LC_ALL": "C.UTF-8"},
+                cwd="/",
+            )
+        try:
+            self._channel.settimeout(START_SECS)
+            self._expect("map")
+            self._write_map()
+            box.send(self._channel, {"mapped": True})
+            self._expect()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the box, and a program in it."""
+        self._channel.close()
+        try:
+            self._process.wait(LATE_SECS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def run(
+        self,
+        program: str,
+        *,
+        stdin: str = "",
+        expressions: Sequence[str] = (),
+        limits: Limits = Limits(),
+    ) -> Outcome:
+        """Runs a program to its end, or to a bound.
+
+        Args:
+          program: its text. With expressions it is a module, else `__main__`.
+          stdin: of the program.
+          expressions: evaluated afterwards, in order, in what it defined; each gives a line of the results.
+          limits: its bounds.
+
+        Raises:
+          BoxError: the box was lost. Another program needs another box.
+        """
+        self._channel.settimeout(limits.wall_secs + LATE_SECS)
+        request = {
+            "program": program,
+            "stdin": stdin,
+            "expressions": list(expressions),
+            "wall_secs": limits.wall_secs,
+            "output_bytes": limits.output_bytes,
+            "disk_bytes": limits.disk_bytes,
+            "files": limits.files,
+            "user": USER,
+            "limits": self._resource_limits(limits),
+        }
+        reply = self._exchange(request)
+        return Outcome(
+            stdout=reply["stdout"],
+            stderr=reply["stderr"],
+            results=tuple(reply["results"].splitlines()),
+            exit_code=reply.get("exit"),
+            reason=reply["reason"],
+            secs=reply["secs"],
+        )
+
+    def _resource_limits(self, limits: Limits) -> dict[str, int]:
+        # Where the host's user is not root, the box's own three processes are of the program's user.
+        own = 0 if self._is_root else 3
+        return {
+            "CPU": math.ceil(limits.wall_secs),
+            "AS": limits.memory_bytes,
+            "FSIZE": limits.disk_bytes,
+            "NOFILE": limits.open_files,
+            "NPROC": limits.processes + own,
+            "CORE": 0,
+            "MEMLOCK": 0,
+            "MSGQUEUE": 0,
+            "RTPRIO": 0,
+            "SIGPENDING": 256,
+        }
+
+    @property
+    def _is_root(self) -> bool:
+        return os.geteuid() == 0
+
+    def _exchange(self, request: dict) -> dict:
+        try:
+            box.send(self._channel, request)
+            reply = box.receive(self._channel)
+        except OSError as error:
+            raise BoxError(
+                f"the box for programs was lost: {error or type(error).__name__}"
+            ) from None
+        if reply is None:
+            raise BoxError("the box for programs was lost: it ended")
+        return reply
+
+    def _expect(self, key: str = "") -> None:
+        """Reads a message of the start."""
+        try:
+            reply = box.receive(self._channel)
+        except OSError as error:
+            reply = {"error": str(error) or type(error).__name__}
+        if reply is None:
+            reply = {"error": f"{sys.executable} ended"}
+        if "error" in reply or (key and key not in reply):
+            raise BoxError(
+                f"the box for programs cannot be made here: {reply.get('error')}. It needs Linux ≥ 5.14 and user, "
+                "mount, PID, network and IPC namespaces: in a container, a runtime that allows them; elsewhere "
+                "user.max_user_namespaces > 0 and, on Ubuntu, kernel.apparmor_restrict_unprivileged_userns = 0"
+            )
+
+    def _write_map(self) -> None:
+        """Maps the users of the box to those of the host."""
+        place = pathlib.Path(f"/proc/{self._process.pid}")
+        if self._is_root:
+            files = {f"{kind}_map": f"0 0 1\n{USER} {NOBODY} 1\n" for kind in ("uid", "gid")}
+        else:
+            files = {
+                "uid_map": f"{USER} {os.geteuid()} 1\n",
+                "setgroups": "deny",
+                "gid_map": f"{USER} {os.getegid()} 1\n",
+            }
+        for name, text in files.items():
+            try:
+                (place / name).write_text(text)
+            except OSError as error:
+                raise BoxError(
+                    f"the box for programs cannot be made here: root needs user {NOBODY} of the host for it, or its "
+                    f"user is not to be mapped; {name}: {error.strerror}"
+                ) from None
+
+
+def check() -> None:
+    """Makes a box, and runs a program in it.
+
+    Raises:
+      BoxError: names what is missing.
+    """
+    with Sandbox() as sandbox:
+        outcome = sandbox.run("print(6 * 7)")
+    if (outcome.stdout, outcome.exit_code) != ("42\n", 0):
+        raise BoxError(
+            f"a program cannot run in the box: {outcome.stderr.strip()[-300:] or outcome}"
+        )

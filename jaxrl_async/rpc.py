@@ -1,0 +1,95 @@
+"""What gRPC services and their clients share: options, TLS and the token. Independent of what they serve."""
+
+import pathlib
+
+import grpc
+
+from jaxrl_async import security
+
+CLIENT_OPTIONS = [
+    ("grpc.max_receive_message_length", -1),  # The service bounds the messages.
+    ("grpc.max_send_message_length", -1),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),  # The default is two minutes.
+    ("grpc.enable_http_proxy", 0),
+]
+
+
+def server_options(max_message_bytes: int) -> list[tuple[str, int]]:
+    """Options of a service that refuses longer messages."""
+    return [
+        # Else two services could share a port, and each get some of the calls.
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", -1),
+        # Both bounds equal: between a soft and a hard one gRPC refuses at random.
+        ("grpc.max_metadata_size", security.MAX_HEADER_BYTES),
+        ("grpc.absolute_max_metadata_size", security.MAX_HEADER_BYTES),
+        # Clients ping every ten seconds, also during a wait.
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+    ]
+
+
+def bind(server: grpc.aio.Server, what: str, address: str, *, tls_cert: str, tls_key: str) -> int:
+    """Binds a server to "host:port", with TLS where there is a certificate; returns the port.
+
+    Raises:
+      OSError: the address cannot be bound.
+      ValueError: no certificate in the files.
+    """
+    try:
+        # Its errors name the cause; those of gRPC do not.
+        if security.server_context(tls_cert, tls_key) is None:
+            return server.add_insecure_port(address)
+        pair = [pathlib.Path(path).read_bytes() for path in (tls_key, tls_cert)]
+        return server.add_secure_port(address, grpc.ssl_server_credentials([tuple(pair)]))
+    except RuntimeError as error:
+        raise OSError(f"{what} cannot listen on {address}: is the port taken?") from error
+
+
+class TokenCheck(grpc.aio.ServerInterceptor):
+    """Refuses calls without the token, of known and unknown methods, before their messages are received."""
+
+    def __init__(self, what: str, token: str):
+        """`what`: "queue", of errors."""
+        self._token = token
+        self._reason = f"this {what} asks for a token, and this call gave none or another one"
+
+    async def intercept_service(self, continuation, details):
+        given = dict(details.invocation_metadata).get("authorization", "")
+        if security.is_bearer(given, self._token):
+            return await continuation(details)
+        # A handler of a stream: gRPC receives no message before the handler reads one.
+        return grpc.stream_unary_rpc_method_handler(self._refuse)
+
+    async def _refuse(self, messages, context: grpc.aio.ServicerContext):
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, self._reason)
+
+
+def channel_credentials(tls_ca: str) -> grpc.ChannelCredentials | None:
+    """TLS of a client that trusts the authorities in a PEM file; None for "".
+
+    Raises:
+      ValueError: no certificate in it.
+    """
+    if not tls_ca:
+        return None
+    security.client_context(tls_ca)  # Its errors name the cause; those of gRPC do not.
+    return grpc.ssl_channel_credentials(pathlib.Path(tls_ca).read_bytes())
+
+
+def channel(address: str, credentials: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
+    """An asynchronous channel to "host:port"."""
+    if credentials is None:
+        return grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS)
+    return grpc.aio.secure_channel(address, credentials, options=CLIENT_OPTIONS)
+
+
+def metadata(token: str | None) -> tuple[tuple[str, str], ...]:
+    """Of a call with a token; None for none."""
+    return (("authorization", f"Bearer {token}"),) if token else ()

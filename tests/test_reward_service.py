@@ -1,0 +1,248 @@
+"""Reward services: the results and the words of a pool; another where one is lost; who may ask."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from jaxrl_async.rewards import client as clients
+from jaxrl_async.rewards import rewards_pb2 as pb
+from jaxrl_async.rewards import service
+from jaxrl_async.rewards.client import RewardClient
+from jaxrl_async.rewards.pool import (
+    Judgement,
+    PoolError,
+    RewardError,
+    RewardPool,
+    RewardTimeoutError,
+)
+
+REWARD = "service_reward:judge"
+BOUNDS = dict(num_processes=1, timeout_secs=1.0, memory_bytes=1 << 28, calls_per_process=0)
+SOURCE = """
+import os, time
+
+def judge(completion, answer, metadata):
+    if completion == "raise":
+        raise ValueError("no such word")
+    if completion == "hang":
+        time.sleep(60)
+    if completion == "nan":
+        return float("nan")
+    return {"reward": float(completion == answer), "length": len(completion), "worth": metadata["worth"]}
+"""
+# A service of its own process, which can be killed and frozen.
+SERVICE = f"""
+import asyncio, sys
+from jaxrl_async.rewards import service
+from jaxrl_async.rewards.pool import RewardPool
+pool = RewardPool({REWARD!r}, **{BOUNDS!r})
+asyncio.run(service.serve("127.0.0.1:0", pool, on_bound=lambda address: print(address, flush=True)))
+"""
+CALLS = ["good", "bad", "raise", "nan", "hang"]
+SEEN = {"metadata": {"worth": 2.5}, "prompt": "not asked for"}
+
+
+@pytest.fixture(autouse=True)
+def reward_module(tmp_path, monkeypatch):
+    (tmp_path / "service_reward.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@contextlib.asynccontextmanager
+async def served(pool=None, **options):
+    """The address of a service in this process."""
+    bound = asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(
+        service.serve(
+            "127.0.0.1:0",
+            pool or RewardPool(REWARD, **BOUNDS),
+            on_bound=bound.set_result,
+            **options,
+        )
+    )
+    try:
+        await asyncio.wait([task, bound], return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+        yield bound.result()
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+@contextlib.contextmanager
+def process(tmp_path):
+    """A service's process and its address."""
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVICE],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": path},
+    ) as started:
+        try:
+            yield started, started.stdout.readline().strip()
+        finally:
+            started.send_signal(signal.SIGCONT)
+            started.kill()
+
+
+def client(*addresses, reward=REWARD, outage_secs=20.0, **options):
+    return RewardClient(addresses, reward, timeout_secs=1.0, outage_secs=outage_secs, **options)
+
+
+async def outcomes(rewards):
+    calls = (rewards.judge(completion, "good", SEEN) for completion in CALLS)
+    return await asyncio.gather(*calls, return_exceptions=True)
+
+
+async def test_a_service_answers_and_fails_in_the_words_of_a_pool():
+    async with RewardPool(REWARD, **BOUNDS) as pool, served() as address, client(address) as remote:
+        here, there = await outcomes(pool), await outcomes(remote)
+    assert here[:2] == [
+        Judgement(1.0, {"length": 4.0, "worth": 2.5}),
+        Judgement(0.0, {"length": 3.0, "worth": 2.5}),
+    ]
+    assert [type(outcome) for outcome in here[2:]] == [RewardError, RewardError, RewardTimeoutError]
+    assert there[:2] == here[:2]
+    for ours, theirs in zip(here[2:], there[2:], strict=True):
+        assert type(ours) is type(theirs) and str(ours) == str(theirs)
+        assert (ours.place, ours.traceback) == (theirs.place, theirs.traceback)
+
+
+async def test_a_killed_service_is_replaced_by_another(tmp_path):
+    with process(tmp_path) as (first, killed), process(tmp_path) as (_, address):
+        async with client(killed, address) as rewards:
+            assert await rewards.judge("good", "good", SEEN)
+            first.kill()
+            first.wait()
+            found = await asyncio.gather(*(rewards.judge("good", "good", SEEN) for _ in range(8)))
+    assert [judged.reward for judged in found] == [1.0] * 8
+
+
+async def test_a_frozen_service_is_left_at_the_deadline(tmp_path):
+    with process(tmp_path) as (first, frozen), process(tmp_path) as (_, address):
+        async with client(frozen, address, wait_secs=0.5) as rewards:
+            first.send_signal(signal.SIGSTOP)
+            found = await asyncio.gather(*(rewards.judge("good", "good", SEEN) for _ in range(4)))
+            assert [judged.reward for judged in found] == [1.0] * 4
+            # It is asked last from now on.
+            assert [s.suspect_until > 0 for s in rewards._services] == [True, False]
+
+
+async def test_without_a_service_that_answers_a_call_fails_when_its_time_is_over(tmp_path):
+    with process(tmp_path) as (only, address):
+        async with client(address, outage_secs=0.5) as rewards:
+            only.kill()
+            only.wait()
+            with pytest.raises(
+                PoolError, match=rf"no reward service answered for 0.5 s.*{address}"
+            ):
+                await rewards.judge("good", "good", SEEN)
+
+
+async def test_the_least_loaded_service_is_asked(monkeypatch):
+    async with (
+        served(RewardPool(REWARD, **BOUNDS | {"num_processes": 3})) as large,
+        served() as small,
+    ):
+        async with client(small, large) as rewards:
+            asked = {large: 0, small: 0}
+            for one in rewards._services:
+
+                async def judge(request, *, address=one.address, **_):
+                    asked[address] += 1
+                    await asyncio.sleep(0.05)
+                    return pb.JudgeReply(reward=1.0)
+
+                monkeypatch.setattr(one.stub, "Judge", judge)
+            await asyncio.gather(*(rewards.score("good", "good") for _ in range(8)))
+    assert asked == {large: 6, small: 2}
+
+
+async def test_a_pool_that_is_lost_is_the_services_failure_and_not_the_rewards():
+    pool = RewardPool(REWARD, **BOUNDS)
+    async with served(pool) as lost, served() as address, client(lost, address) as rewards:
+        pool._refuse("lost a process and cannot replace it: for this test")
+        assert (await rewards.judge("good", "good", SEEN)).reward == 1.0
+
+
+@pytest.mark.parametrize("token", [None, "another"])
+async def test_a_service_with_a_token_refuses_calls_without_it(token):
+    async with served(token="the-token") as address:
+        with pytest.raises(PoolError, match=rf"{address} asks for a token.*queue\.token_env"):
+            async with client(address, token=token):
+                pass
+        async with client(address, token="the-token") as rewards:
+            assert (await rewards.judge("good", "good", SEEN)).reward == 1.0
+
+
+async def test_a_service_of_another_reward_is_refused():
+    async with served() as address:
+        with pytest.raises(
+            PoolError, match=rf"{address} judges by '{REWARD}', and this run by 'exact'"
+        ):
+            async with client(address, reward="exact"):
+                pass
+
+
+async def test_no_service_at_all_is_named(monkeypatch):
+    monkeypatch.setattr(clients, "START_SECS", 0.3)
+    with pytest.raises(PoolError, match=r"no reward service answers at localhost:1 within 0\.3 s"):
+        async with client("localhost:1"):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, r"not loopback, without a key: set queue\.token_env"),
+        ({"token": "the-token"}, r"not loopback, without TLS: set queue\.tls_cert"),
+    ],
+)
+async def test_a_service_beyond_loopback_needs_a_token_and_tls(options, message):
+    pool = RewardPool(REWARD, **BOUNDS)
+    with pytest.raises(ValueError, match=message):
+        await service.serve("0.0.0.0:0", pool, on_bound=print, **options)
+
+
+@pytest.mark.parametrize(
+    "raw", [b"\xff\xff", pb.JudgeRequest(reward=REWARD, seen="[1]").SerializeToString()]
+)
+async def test_a_malformed_call_is_refused_and_the_next_is_answered(raw):
+    async with served() as address, client(address) as rewards:
+        channel = rewards._services[0].channel
+        call = channel.unary_unary("/jaxrl_async.Rewards/Judge")
+        with pytest.raises(Exception, match="INVALID_ARGUMENT"):
+            await call(raw)
+        assert (await rewards.judge("good", "good", SEEN)).reward == 1.0
+
+
+def test_the_verb_serves_the_reward_of_a_config(tmp_path):
+    words = ["--config=configs/quickstart.py:smoke", "--port=0"]
+    command = [sys.executable, "-m", "jaxrl_async", "rewards", *words]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as started:
+        try:
+            address = next(line for line in started.stderr if " reward " in line).split()[-1]
+
+            async def ask():
+                async with client(address, reward="exact") as rewards:
+                    return await rewards.score_many([("1", "1"), ("1", "2")])
+
+            assert asyncio.run(ask()) == [1.0, 0.0]
+        finally:
+            started.terminate()
+        assert started.wait(30) == 0
+
+
+def test_the_verb_refuses_an_address_beyond_loopback_without_a_token():
+    words = ["--config=configs/quickstart.py:smoke", "--port=0", "--host=0.0.0.0"]
+    command = [sys.executable, "-m", "jaxrl_async", "rewards", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "without a key: set queue.token_env" in done.stderr
+    assert done.stdout == ""

@@ -1,0 +1,413 @@
+"""Programs in a box: what it runs, what it bounds, and attacks, which score 0 and leave the host as it was."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import resource
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+
+from jaxrl_async.rewards import box, code, sandbox
+from jaxrl_async.rewards.sandbox import BoxError, Limits, Sandbox
+
+
+def _refusal() -> str:
+    try:
+        sandbox.check()
+    except BoxError as error:
+        return str(error)
+    return ""
+
+
+REFUSAL = _refusal()
+if os.environ.get("JAXRL_REQUIRE_BOX") == "1":
+    assert not REFUSAL, REFUSAL
+boxed = pytest.mark.skipif(bool(REFUSAL), reason=REFUSAL)
+
+SMALL = Limits(
+    wall_secs=2.0,
+    memory_bytes=128 << 20,
+    processes=4,
+    disk_bytes=1 << 20,
+    files=16,
+    output_bytes=1 << 16,
+)
+SECRET = "e5c0ffee"  # in a file and in a variable of the host
+ANSWERS = ["assert f(3) == 1597", "assert f(5) == 28657"]  # What no attack can work out.
+
+
+@pytest.fixture(scope="module")
+def box_of_tests():
+    os.environ["BOX_TEST_KEY"] = SECRET
+    try:
+        with Sandbox() as made:
+            yield made
+    finally:
+        del os.environ["BOX_TEST_KEY"]
+
+
+# What it runs.
+
+
+@boxed
+def test_a_program_reads_stdin_and_its_output_comes_back(box_of_tests):
+    program = "import sys\nprint(sum(map(int, sys.stdin)))\nprint('é', file=sys.stderr)"
+    outcome = box_of_tests.run(program, stdin="1\n2\n3\n")
+    assert (outcome.stdout, outcome.stderr, outcome.exit_code, outcome.reason) == (
+        "6\n",
+        "é\n",
+        0,
+        "",
+    )
+
+
+@boxed
+def test_expressions_are_evaluated_in_what_the_program_defined(box_of_tests):
+    program = "import collections\ndef f(x): return collections.Counter(x)\nif __name__ == '__main__': 1 / 0"
+    outcome = box_of_tests.run(program, expressions=["f('aba')", "f(1)", "len(f('ab'))"])
+    assert outcome.results == (box.canonical({"a": 2, "b": 1}), box.FAILED, box.canonical(2))
+
+
+@boxed
+def test_a_program_that_raises_shows_its_traceback_and_exit_code(box_of_tests):
+    outcome = box_of_tests.run("raise ValueError('no')")
+    assert outcome.exit_code == 1 and outcome.stderr.endswith("ValueError: no\n")
+    assert box_of_tests.run("import sys\nsys.exit(7)").exit_code == 7
+    assert (
+        box_of_tests.run("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)").exit_code == -9
+    )
+
+
+@boxed
+def test_ordinary_programs_have_threads_subprocesses_and_temporary_files(box_of_tests):
+    program = """
+        import asyncio, os, tempfile, threading
+        found = []
+        thread = threading.Thread(target=lambda: found.append(1)); thread.start(); thread.join()
+        async def two(): await asyncio.sleep(0); return 2
+        found.append(asyncio.run(two()))
+        child = os.fork()
+        if child == 0: os._exit(3)
+        found.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        with tempfile.NamedTemporaryFile("w+") as file:
+            file.write("4"); file.seek(0); found.append(int(file.read()))
+        import decimal, hashlib, heapq, random, sqlite3
+        print(found)
+    """
+    outcome = box_of_tests.run(textwrap.dedent(program))
+    assert outcome.stdout == "[1, 2, 3, 4]\n", outcome
+
+
+@boxed
+def test_nothing_of_a_program_is_there_for_the_next(box_of_tests):
+    program = "import builtins, os\nbuiltins.kept = 1\nopen('/tmp/kept', 'w').close()\nprint(os.listdir('/tmp'))"
+    assert box_of_tests.run(program).stdout == "['kept']\n"
+    program = "import builtins, os\nprint(hasattr(builtins, 'kept'), os.listdir('/tmp'))"
+    assert box_of_tests.run(program).stdout == "False []\n"
+
+
+@boxed
+def test_a_program_sees_the_libraries_and_nothing_else_of_the_host(box_of_tests):
+    program = f"""
+        import os
+        allowed = {[*box._LIBRARIES, "/tmp", "/dev", sys.base_prefix]!r}
+        for where, directories, files in os.walk("/", followlinks=False):
+            for path in [os.path.join(where, name) for name in files]:
+                if not any(path == a or path.startswith(a + "/") for a in allowed):
+                    print("file", path)
+            directories[:] = [d for d in directories if os.path.join(where, d) not in allowed]
+        print(sorted(os.listdir("/dev")), sorted(os.environ))
+        print({{name: os.path.exists(name) for name in ("/proc", "/sys", "/etc/passwd", {str(__file__)!r})}})
+    """
+    lines = box_of_tests.run(textwrap.dedent(program)).stdout.splitlines()
+    devices, environment = (
+        "['null', 'random', 'urandom', 'zero']",
+        "['HOME', 'LC_ALL', 'PYTHONHASHSEED']",
+    )
+    assert lines[0] == f"{devices} {environment}"
+    assert "True" not in lines[1] and len(lines) == 2
+
+
+@boxed
+def test_a_program_has_no_capability_and_cannot_get_one(box_of_tests):
+    program = """
+        import ctypes
+        libc = ctypes.CDLL(None)
+        print(libc.prctl(39, 0, 0, 0, 0), libc.prctl(21, 0, 0, 0, 0))
+        print([n for n in range(41) if libc.prctl(23, n, 0, 0, 0) == 1])
+    """
+    # PR_GET_NO_NEW_PRIVS; PR_GET_SECCOMP is 2 for a filter; PR_CAPBSET_READ of every capability.
+    assert box_of_tests.run(textwrap.dedent(program)).stdout == "1 2\n[]\n"
+
+
+@boxed
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [("while True: pass", "wall"), ("while True: print('x' * 999)", "output")],
+)
+def test_a_bound_on_time_or_output_ends_a_program(box_of_tests, program, reason):
+    limits = dataclasses.replace(SMALL, wall_secs=0.4 if reason == "wall" else 10.0)
+    outcome = box_of_tests.run(program, limits=limits)
+    assert (outcome.reason, outcome.exit_code) == (reason, None)
+    assert len(outcome.stdout) <= SMALL.output_bytes + box._CHUNK_BYTES
+
+
+@boxed
+def test_the_end_of_a_long_stderr_is_kept_and_its_program_goes_on(box_of_tests):
+    program = "import sys\nprint('x' * 200_000 + 'end', file=sys.stderr)\nprint('done')"
+    outcome = box_of_tests.run(program, limits=SMALL)
+    assert outcome.stdout == "done\n" and outcome.stderr.endswith("end\n")
+    assert len(outcome.stderr) <= SMALL.output_bytes
+
+
+@boxed
+def test_a_box_whose_process_is_killed_takes_its_program_with_it(tmp_path):
+    with Sandbox() as made:
+        made._process.kill()
+        with pytest.raises(BoxError, match="the box for programs was lost"):
+            made.run("print(1)")
+
+
+@boxed
+def test_the_processes_of_a_box_end_with_the_process_that_has_it():
+    script = (
+        "import sys\nfrom jaxrl_async.rewards.sandbox import Sandbox\nbox = Sandbox().__enter__()\n"
+        "print(box._process.pid, flush=True)\nbox.run('import time\\ntime.sleep(60)', limits=None or "
+        "__import__('jaxrl_async').rewards.sandbox.Limits(wall_secs=60))"
+    )
+    words = [sys.executable, "-c", script]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True) as process:
+        pid = int(process.stdout.readline())
+        _wait_until(lambda: len(_tree(pid)) == 4, "the box, its keeper, its init and the program")
+        tree = _tree(pid)
+        process.kill()
+    _wait_until(lambda: not any(map(_is_alive, tree)), "the end of the box")
+
+
+# Where it cannot be made.
+
+
+@boxed
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        # The root of a user namespace of its own may forbid further ones there.
+        (
+            "open('/proc/sys/user/max_user_namespaces', 'w').write('0')",
+            r"user namespaces \(unshare\): No space",
+        ),
+        ("", r"user 65534 .*uid_map: Operation not permitted"),
+    ],
+)
+def test_a_box_that_cannot_be_made_is_refused_by_the_name_of_what_is_missing(script, words):
+    script += "\nfrom jaxrl_async.rewards import sandbox\ntry: sandbox.check()\nexcept sandbox.BoxError as e: print(e)"
+    unshared = ["unshare", "--user", "--map-root-user", sys.executable, "-c", script]
+    done = subprocess.run(unshared, capture_output=True, text=True, timeout=60)
+    assert re.search(f"cannot be made here: .*{words}", done.stdout), done
+
+
+# Attacks. Each is a program that returns from its tests what it can, and must not.
+
+ATTACKS = {
+    "fork bomb": "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
+    "threads": "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(9,)).start()",
+    "memory": "x = []\nwhile True: x.append(bytearray(1 << 20))",
+    "memory in every process": "import os\nfor _ in range(9):\n    if os.fork() == 0: break\nx = bytearray(1 << 40)",
+    "anonymous files": "import os\nwhile True: os.write(os.memfd_create('x'), bytes(1 << 20))",
+    "shared memory segments": """
+        import ctypes
+        libc = ctypes.CDLL(None)
+        for _ in range(99): assert libc.shmget(0, ctypes.c_size_t(1 << 26), 0o1600) >= 0
+        f = lambda n: 0
+        """,
+    "disk filling": "i = 0\nwhile True:\n    open(f'/tmp/{i}', 'wb').write(bytes(1 << 20)); i += 1",
+    "sparse file": "open('/tmp/x', 'wb').truncate(1 << 40)",
+    "many files": "for i in range(10 ** 6): open(f'/tmp/{i}', 'w').close()",
+    "endless output": "while True: print('1597')",
+    "endless results": "import os\nwhile True: os.write(3, b'0x63d\\n')",
+    "huge exception": "raise ValueError('x' * (1 << 26))",
+    "deep recursion": "import sys\nsys.setrecursionlimit(1 << 30)\ndef g(n): return g(n + 1)\ng(0)",
+    "deep nesting": "(" * 100_000,
+    "huge number": "f = lambda n: 10 ** 10 ** 10",
+    "unicode bomb": "f = lambda n: '\\U0010ffff' * (1 << 30)",
+    "regular expression": "import re\nre.match('(a*)*b', 'a' * 99)",
+    "stdin exhaustion": "import sys\nwhile True: sys.stdin.read(1)",
+    "network": """
+        import socket
+        socket.create_connection(('127.0.0.1', PORT), timeout=1).sendall(b'x')
+        """,
+    "datagram": "import socket\nsocket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', PORT))",
+    "unix socket": "import socket\nsocket.socket(socket.AF_UNIX).connect(SOCKET)",
+    "processes of others": "import os\nf = {3: 1597}.get if os.listdir('/proc') else None",
+    "signal to the parent": "import os\nos.kill(os.getppid(), 9)\nos.kill(1, 9)\nos.kill(HOST, 9)",
+    "kill all": "import os, signal\nsignal.signal(15, signal.SIG_IGN)\nos.kill(0, 15)\nos.kill(-1, 9)",
+    "ptrace": """
+        import ctypes
+        for pid in (1, HOST): assert ctypes.CDLL(None).ptrace(16, pid, 0, 0) == 0
+        f = {3: 1597, 5: 28657}.get
+        """,
+    "memory of others": "f = lambda n: int(open('/proc/1/mem').read()) or open('/proc/HOST/mem').read()",
+    "symlinks": """
+        import os
+        for name in ('/etc/passwd', FILE, '/proc/1/root' + FILE):
+            os.symlink(name, '/tmp/link'); f = {3: open('/tmp/link').read()}.get; os.unlink('/tmp/link')
+        """,
+    "writing to the host": "open(FILE, 'w').write('gone')",
+    "writing to the libraries": "import os\nopen(os.__file__, 'a').write('# gone')",
+    "deleting the libraries": "import os, shutil\nshutil.rmtree(os.path.dirname(os.__file__))",
+    "environment": "import os\nfor key, value in os.environ.items(): assert 'KEY' in key",
+    "inherited descriptors": """
+        import os
+        for number in range(3, 64):
+            try: os.write(number, b'{"exit": 0, "passed": true, "reward": 1.0}\\n'), os.read(number, 99)
+            except OSError: pass
+        os._exit(0)
+        """,
+    "exit": "import os\nos._exit(0)",
+    "exit in a test": "import os\nf = lambda n: os._exit(0)",
+    "equal to everything": """
+        class E(int):
+            __eq__ = lambda self, other: True
+            __hash__ = int.__hash__
+            __index__ = __int__ = lambda self: 1597
+        f = lambda n: E()
+        """,
+    "answers of the tests": """
+        import gc, os, re, sys
+        seen, frame = [], sys._getframe()
+        while frame: seen.append(str(frame.f_locals)); frame = frame.f_back
+        seen += [str(vars(module)) for module in list(sys.modules.values())] + [str(x) for x in gc.get_objects()]
+        seen += [open(path).read() for path in (FILE, '/proc/self/environ', '/proc/1/cmdline') if os.path.exists(path)]
+        numbers = [int(x, 0) for x in re.findall('0x[0-9a-f]+|[1-9][0-9]*', ' '.join(seen))]
+        f = lambda n: next(x for x in numbers if (1595 if n == 3 else 28655) < x < (1600 if n == 3 else 28660))
+        """,
+    "other evaluation": """
+        import builtins, sys
+        main = sys.modules['__main__']
+        builtins.eval = main.eval = lambda *_: 1597
+        main.canonical = lambda value: '0x63d'
+        f = lambda n: None
+        """,
+    "other module": "import sys\nsys.modules['program'] = sys.modules['__main__'] = None\nsys.modules.clear()\nf = len",
+    "daemon": """
+        import os, time
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0: time.sleep(99)
+            os._exit(0)
+        f = lambda n: 0
+        """,
+    "limits": "import resource\nfor r in (0, 1, 6, 9): resource.setrlimit(r, (-1, -1))",
+    "chroot": """
+        import os
+        os.mkdir('/tmp/x'); root = os.open('/', os.O_RDONLY); os.chroot('/tmp/x'); os.fchdir(root)
+        for _ in range(99): os.chdir('..')
+        os.chroot('.'); open(FILE, 'w').write('gone')
+        """,
+    "mount": """
+        import ctypes
+        libc = ctypes.CDLL(None)
+        assert libc.unshare(0x10000000 | 0x20000) == 0 or libc.mount(b'p', b'/tmp', b'proc', 0, None) == 0
+        f = {3: 1597, 5: 28657}.get
+        """,
+    "namespaces by clone": """
+        import ctypes
+        child = ctypes.CDLL(None).syscall(56, 0x10000000 | 17, 0, 0, 0, 0)
+        assert child >= 0
+        f = {3: 1597, 5: 28657}.get
+        """,
+    "devices": "import os\nos.mknod('/tmp/disk', 0o60666, os.makedev(254, 0)); print(open('/tmp/disk', 'rb').read(9))",
+    "executable": "import os\nopen('/tmp/x', 'w').write('#!'); os.chmod('/tmp/x', 0o4755); os.execv('/tmp/x', [''])",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory):
+    """The state of the host that attacks aim at."""
+    directory = tmp_path_factory.mktemp("host")
+    file = directory / "answers"
+    file.write_text(SECRET)
+    file.chmod(0o666)
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.socket(socket.AF_UNIX) as local:
+        local.bind(str(directory / "socket"))
+        local.listen()
+        listener.settimeout(0)
+        local.settimeout(0)
+        values = {
+            "PORT": listener.getsockname()[1],
+            "SOCKET": repr(str(directory / "socket")),
+            "FILE": repr(str(file)),
+            "HOST": os.getpid(),
+        }
+        yield values, file, (listener, local)
+
+
+@boxed
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_attack_scores_0_and_harms_nothing(box_of_tests, host, name, monkeypatch):
+    values, file, listeners = host
+    text = textwrap.dedent(ATTACKS[name])
+    for word, value in values.items():
+        text = text.replace(word, str(value))
+    monkeypatch.setattr(code._box, "get", lambda: box_of_tests)
+    limits = {
+        "wall_secs": 0.7,
+        "memory_bytes": 128 << 20,
+        "disk_bytes": 1 << 20,
+        "output_bytes": 1 << 16,
+    }
+    before = _libraries()
+
+    for answer in (ANSWERS, [{"stdin": "3\n", "stdout": "1597\n"}]):
+        assert code.code(text, json.dumps(answer), {"limits": limits}) == 0.0
+
+    made = box_of_tests._process.pid
+    _wait_until(lambda: _tree(made) == [made], "the end of all processes of the attack")
+    assert file.read_text() == SECRET and _libraries() == before
+    for listener in listeners:
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert peak < 4 << 20  # KiB
+    fib = "def f(n):\n    a, b = 0, 1\n    for _ in range(3 * n + 8): a, b = b, a + b\n    return a"
+    assert (
+        code.code(fib, json.dumps(ANSWERS), {}) == 1.0
+    )  # The box is whole, and the tests can be passed.
+
+
+def _libraries() -> tuple[float, int]:
+    """When the standard library's directory and a file of it were changed."""
+    return os.stat(os.path.dirname(os.__file__)).st_mtime, os.stat(os.__file__).st_size
+
+
+def _tree(pid: int) -> list[int]:
+    """A process and its descendants."""
+    found = [pid]
+    for parent in found:
+        try:
+            children = pathlib.Path(f"/proc/{parent}/task/{parent}/children").read_text()
+        except OSError:
+            continue
+        found += map(int, children.split())
+    return found
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _wait_until(condition, what: str, secs: float = 20.0) -> None:
+    deadline = time.monotonic() + secs
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {secs:g} s for {what}"
+        time.sleep(0.02)
