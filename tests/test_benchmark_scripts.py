@@ -26,6 +26,7 @@ from jaxrl_async.rewards import reward_function
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "benchmarks"))
 
 import anchors
+import delight_cosine as cosine
 import delight_digits as digits
 import learner
 import packing as packings
@@ -85,6 +86,25 @@ def test_with_fresh_actions_every_other_method_is_the_policy_gradient(method):
     fresh = np.log([0.2, 0.4])
     got = logits_gradient(method, np.log(POLICY), LABELS, ACTIONS, fresh, staleness=0)
     np.testing.assert_allclose(got, PLAIN, rtol=1e-5)
+
+
+def test_the_cosines_gradient_is_that_of_the_gated_loss_over_the_mixture():
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=cosine.NUM_ARMS))
+    probabilities = np.asarray(jax.nn.softmax(logits), float)
+    actions = 0.5 * probabilities + 0.5 * cosine.elsewhere("one bad arm", probabilities)
+    advantages = np.eye(cosine.NUM_ARMS)[cosine.RIGHT_ARM] - 0.3
+    # σ(χ/η) with η = 1, χ = U·surprisal: of Delightful Policy Gradient.
+    gate = jax.nn.sigmoid(-advantages * np.log(probabilities))
+    expected = jax.grad(lambda x: jnp.sum(actions * gate * advantages * jax.nn.log_softmax(x)))
+    found = cosine.gradient(probabilities, actions, 0.3, cosine.delightful)
+    np.testing.assert_allclose(found, expected(logits), atol=1e-6)
+
+
+def test_the_likeliest_bad_arm_is_wrong_and_likelier_than_the_others():
+    probabilities = np.full(cosine.NUM_ARMS, 0.001)
+    probabilities[cosine.RIGHT_ARM], probabilities[7] = 0.7, 0.2
+    bad = cosine.elsewhere("likeliest bad arm", probabilities)
+    assert bad.argmax() == 7 and bad.sum() == 1
 
 
 @pytest.mark.parametrize("delay", [0, 3])

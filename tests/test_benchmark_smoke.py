@@ -24,6 +24,17 @@ def check_digits(result, directory):
     assert (directory / "delight_digits.png").stat().st_size > 0
 
 
+def check_cosine(result, directory):
+    means = {
+        (r["contamination"], r["baseline"], r["method"], r["chance"]): r["mean"]
+        for r in result["rows"]
+    }
+    assert len(means) == 3 * 2 * 2 * 8
+    # Actions of any arm alike hardly turn the policy gradient; those of a single wrong one do.
+    assert means["uniform", "clean", "PG", 0.99] > 0.95 > means["one bad arm", "clean", "PG", 0.99]
+    assert (directory / "delight_cosine.png").stat().st_size > 0
+
+
 def check_fleet(result, directory):
     assert result["steps"] > 0 and result["groups_pushed"] >= 4 * result["steps"]
     assert 0 <= result["idle_share"]["mean"] <= 1 and result["over_time"]["idle_share"]
@@ -140,6 +151,7 @@ LONG = pytest.mark.long
     ("script", "runs", "file", "check"),
     [
         ("delight_digits", [[*DIGITS, "--methods=delightful"]], "delight_digits", check_digits),
+        ("delight_cosine", [["--policies=2"]], "delight_cosine", check_cosine),
         ("fleet", [["--smoke"]], "fleet", check_fleet),
         pytest.param("anchors", [["--smoke"]], "anchors", check_anchors, marks=LONG),
         (
