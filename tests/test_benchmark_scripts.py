@@ -31,9 +31,11 @@ import delight_digits as digits
 import learner
 import packing as packings
 import peers
+import recitation
 import rewards
 import shapes
 import shared_prompts
+import time_to_accuracy
 import trajectory_queue
 
 
@@ -356,3 +358,61 @@ def test_a_ratio_is_that_of_the_rates_of_the_same_round():
 def test_every_second_completion_is_right(name):
     calls = rewards.make_calls(name, 40, np.random.default_rng(1))
     assert [reward_function(name)(*call) for call in calls] == [1.0, 0.0] * 20
+
+
+def test_recitations_are_stretches_of_the_ring_and_none_is_in_both_splits():
+    task = recitation.Recitation(num_train=300, num_test=100)
+    splits = {split: task.examples(split) for split in ("train", "test")}
+    texts = {split: {e.text for e in examples} for split, examples in splits.items()}
+    assert len(texts["test"]) == 100 and len(splits["train"]) == 300
+    assert not texts["train"] & texts["test"]
+    for example in splits["train"] + splits["test"]:
+        assert example.answer in recitation.LETTERS * 2 and 8 <= len(example.answer) <= 96
+        assert example.text == example.answer[0] + example.answer[-1] + recitation.SEPARATOR
+    shown = dict(dataclasses.replace(task, forget=0.2).demonstrations())
+    for example in splits["train"]:
+        recited = shown[example.text]
+        assert recited[0] == example.answer[0] and recited[-1] == example.answer[-1]
+        assert set(recited) <= set(example.answer)
+    share = sum(map(len, shown.values())) / sum(len(e.answer) for e in splits["train"])
+    assert 0.78 < share < 0.86  # first and last letters stay
+    assert all(answer in recitation.LETTERS * 2 for _, answer in task.demonstrations())
+    lengths = [len(e.answer) for e in splits["train"]]
+    assert np.max(lengths) > 3 * np.median(lengths)
+
+
+def test_an_accuracy_is_reached_on_the_line_between_two_scored_versions():
+    steps, accuracy = np.array([0, 5, 10, 15]), np.array([0.2, 0.6, 0.8, 0.7])
+    assert time_to_accuracy.crossing(steps, accuracy, 0.7) == pytest.approx(7.5)
+    assert time_to_accuracy.crossing(steps, accuracy, 0.1) == 0
+    assert time_to_accuracy.crossing(steps, accuracy, 0.9) is None
+
+
+def test_seconds_start_with_the_first_step():
+    rows = [
+        {"unix_time": 103.0, "time/step_secs": 2.0},
+        {"unix_time": 104.5, "time/step_secs": 1.5},
+    ]
+    assert time_to_accuracy.seconds_of(rows).tolist() == [2.0, 3.5]
+
+
+def test_arms_are_compared_seed_by_seed():
+    def run(seconds, accuracy):
+        return {
+            "seconds_to_accuracy": seconds,
+            "steps_to_accuracy": 10.0,
+            "step_secs": 1.0,
+            "accuracy": accuracy,
+        }
+
+    slow, fast = {0: run(20.0, 0.9), 1: run(40.0, 0.7), 2: run(10.0, 0.8)}, {}
+    fast = {0: run(10.0, 0.9), 1: run(5.0, 0.7), 2: run(None, 0.8)}
+    found = time_to_accuracy.compared({"a": slow, "b": fast}, "a", "b", [0, 1, 2])
+    # Ratios 2 and 8: the geometric mean is 4. The third seed has no time of both.
+    assert found["seconds_to_accuracy"]["mean"] == pytest.approx(4)
+    assert found["seconds_to_accuracy"]["seeds"] == 2
+    assert found["steps_to_accuracy"] == {"mean": 1, "low": 1, "high": 1, "seeds": 3}
+    assert found["accuracy_gained"]["mean"] == 0 and found["loses_nothing"]
+    fast[0]["accuracy"] = 0.5
+    found = time_to_accuracy.compared({"a": slow, "b": fast}, "a", "b", [0, 1, 2])
+    assert not found["loses_nothing"]

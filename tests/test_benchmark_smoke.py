@@ -192,3 +192,27 @@ def test_a_benchmark_runs_in_small_and_writes_its_figures(
         importlib.import_module(script).main([*argv, f"--out={tmp_path}", *where])
     check(json.loads((tmp_path / f"{file}.json").read_text()), tmp_path)
     assert list(scratch.iterdir()) == []
+
+
+@pytest.mark.long
+def test_time_to_accuracy_trains_scores_and_reports_in_small(tmp_path, monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)  # The run's processes have one device.
+    script = importlib.import_module("time_to_accuracy")
+    arms = ["sync, recompute", "async, A-3PO"]
+    for part in ("prepare", "train", "score", "report"):
+        argv = [f"--part={part}", "--smoke", "--seeds=0", f"--arms={'|'.join(arms)}"]
+        script.main([*argv, f"--cache={tmp_path}/cache", f"--out={tmp_path}"])
+    result = json.loads((tmp_path / "time_to_accuracy.json").read_text())
+    assert [run["arm"] for run in result["runs"]] == arms
+    for run in result["runs"]:
+        versions, seconds, accuracy = zip(*run["curve"], strict=True)
+        assert versions == (0, 5, 10) and 0 == seconds[0] < seconds[1] < seconds[2]
+        assert all(0 <= value <= 1 for value in accuracy)
+    start = [run["curve"][0][2] for run in result["runs"]]
+    assert start[0] == start[1]  # the same version 0
+    assert result["table"]["sync, recompute"]["staleness"]["mean"] == 0
+    assert result["table"]["async, A-3PO"]["staleness"]["mean"] > 0
+    (pair,) = result["pairs"]
+    assert pair["step_secs"]["seeds"] == 1
+    assert (tmp_path / "time_to_accuracy.png").stat().st_size > 0
+    assert not list(tmp_path.glob("cache/*/weights"))
