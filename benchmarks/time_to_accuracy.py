@@ -6,8 +6,9 @@
     python benchmarks/time_to_accuracy.py --part=report
 
 Five arms train the same number of steps from the same version 0 of a seed, whose demonstrations forget 4 % of the
-letters. The task is a recitation of log-normal lengths from 8 to 96 letters (`recitation.py`), so that a step which waits
-for its longest answer waits for long. One core is pinned to the learner and one to server, worker and queue.
+letters. The task is a recitation of log-normal lengths from 8 to 96 letters (`recitation.py`): a step that waits for
+its longest answer waits for long. Synchronous and asynchronous steps make two updates, a periodic one makes one. One
+core is pinned to the learner and one to server, worker and queue.
 
 *prepare* makes version 0 of each seed. *train* runs the arms of a seed in turn, in an order that rotates with the seed:
 on an idle machine, one seed at a time. Nothing is evaluated meanwhile: the versions that the learner writes for its
