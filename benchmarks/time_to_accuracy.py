@@ -221,6 +221,8 @@ def score(workload: Mapping[str, Any], args: argparse.Namespace) -> None:
     prompts = test_prompts(task, tokenizer, max_prompt_tokens=settings.rollout.max_prompt_tokens)
     prompts = prompts[: settings.evaluate.num_prompts]
     reward = reward_function(task.reward)
+    # A seed to a sample: equal ones would draw the same noise at the same position.
+    asked = [(p, p.index * NUM_SAMPLES + i) for p in prompts for i in range(NUM_SAMPLES)]
     engine = parts.engine_of(settings, args.cache, name="score")
     engine.start()
     try:
@@ -230,29 +232,22 @@ def score(workload: Mapping[str, Any], args: argparse.Namespace) -> None:
                 engine.update_weights_from_disk(
                     str(version), version=version.name, flush_cache=False, abort_all_requests=False
                 ).result(TIMEOUT_SECS)
-                row: dict[str, float] = {"version": int(version.name)}
-                for name, temperature, seeds in (
-                    ("greedy", 0.0, range(1)),
-                    ("sampled", settings.rollout.temperature, range(NUM_SAMPLES)),
-                ):
-                    # A seed to a sample: equal ones would draw the same noise at the same position.
-                    asked = [(p, p.index * NUM_SAMPLES + seed) for p in prompts for seed in seeds]
-                    texts = answers_of(engine, tokenizer, settings, asked, temperature)
-                    rewards = [reward(t, p.answer) for t, (p, _) in zip(texts, asked, strict=True)]
-                    row[name] = float(np.mean(np.array(rewards) == 1))
-                    row[f"{name}_reward"] = float(np.mean(rewards))
-                scores.append(row)
+                texts = answers_of(engine, tokenizer, settings, asked)
+                rewards = [reward(t, p.answer) for t, (p, _) in zip(texts, asked, strict=True)]
+                right = float(np.mean(np.array(rewards) == 1))
+                row = {"version": int(version.name), "accuracy": right}
+                scores.append(row | {"reward": float(np.mean(rewards))})
             (directory.parent / "scores.json").write_text(json.dumps(scores))
             shutil.rmtree(directory)
-            print(directory.parent.name, scores[0]["sampled"], scores[-1]["sampled"], flush=True)
+            print(directory.parent.name, scores[0]["accuracy"], scores[-1]["accuracy"], flush=True)
     finally:
         engine.close(timeout_secs=TIMEOUT_SECS)
 
 
 def answers_of(
-    engine: Any, tokenizer: Any, settings: Any, asked: Sequence[tuple[Any, int]], temperature: float
+    engine: Any, tokenizer: Any, settings: Any, asked: Sequence[tuple[Any, int]]
 ) -> list[str]:
-    """Texts of the answers to (prompt, seed) by a started engine."""
+    """Texts of the answers to (prompt, seed) by a started engine, at the temperature of training."""
     from jaxrl_async.inference.engine import Request
     from jaxrl_async.inference.sampling import SamplingParams
 
@@ -262,7 +257,7 @@ def answers_of(
             prompt.tokens,
             SamplingParams(
                 max_new_tokens=settings.rollout.max_new_tokens,
-                temperature=temperature,
+                temperature=settings.rollout.temperature,
                 top_p=1.0,
                 top_k=-1,
                 stop_token_ids=tuple(tokenizer.stop_token_ids),
@@ -311,7 +306,7 @@ def summary(rows: Sequence[Mapping[str, float]], scores: Sequence[Mapping[str, f
     """What is kept of a run."""
     seconds = np.concatenate([[0.0], seconds_of(rows)])
     versions = np.array([s["version"] for s in scores])
-    accuracy = np.array([s["sampled"] for s in scores])
+    accuracy = np.array([s["accuracy"] for s in scores])
     steps = crossing(versions, accuracy, THRESHOLD)
     timed = rows[WARM_STEPS:]
     waiting = [r["time/wait_data_secs"] + r.get("time/wait_push_secs", 0.0) for r in timed]
@@ -327,7 +322,7 @@ def summary(rows: Sequence[Mapping[str, float]], scores: Sequence[Mapping[str, f
         "step_secs": float(step.mean()),
         "waiting_share": float(np.sum(waiting) / step.sum()),
         "accuracy": float(accuracy[-1]),
-        "greedy": scores[-1]["greedy"],
+        "reward": scores[-1]["reward"],
         "clip_fraction": float(np.nanmean(column(rows, "policy/clip_fraction"))),
         "dropped_by_cap": float(np.nanmean(column(rows, "policy/dropped_by_cap"))),
         "max_ratio": float(np.nanmax(column(rows, "policy/max_ratio"))),
