@@ -259,7 +259,7 @@ class _Samples:
             engines.Request(rid, prompt.tokens, self._sampling(temperature, seed))
             for rid, (prompt, seed) in zip(keys, asked.values(), strict=True)
         ]
-        return {keys[done.rid]: completion_of(done) for done in _complete(self._engine, requests)}
+        return {keys[done.rid]: completion_of(done) for done in complete(self._engine, requests)}
 
     def _sampling(self, temperature: float, seed: int) -> SamplingParams:
         return SamplingParams(
@@ -319,7 +319,7 @@ def _check(settings: Settings) -> None:
             raise ValueError(f"{name} must be {wanted!r} in one process, got {value!r}")
 
 
-def _complete(
+def complete(
     engine: engines.Engine, requests: Sequence[engines.Request]
 ) -> list[engines.Completion]:
     """Runs requests to their ends, in any order.

@@ -26,13 +26,16 @@ from jaxrl_async.rewards import reward_function
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "benchmarks"))
 
 import anchors
+import delight_cosine as cosine
 import delight_digits as digits
 import learner
 import packing as packings
 import peers
+import recitation
 import rewards
 import shapes
 import shared_prompts
+import time_to_accuracy
 import trajectory_queue
 
 
@@ -85,6 +88,25 @@ def test_with_fresh_actions_every_other_method_is_the_policy_gradient(method):
     fresh = np.log([0.2, 0.4])
     got = logits_gradient(method, np.log(POLICY), LABELS, ACTIONS, fresh, staleness=0)
     np.testing.assert_allclose(got, PLAIN, rtol=1e-5)
+
+
+def test_the_cosines_gradient_is_that_of_the_gated_loss_over_the_mixture():
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=cosine.NUM_ARMS))
+    probabilities = np.asarray(jax.nn.softmax(logits), float)
+    actions = 0.5 * probabilities + 0.5 * cosine.elsewhere("one bad arm", probabilities)
+    advantages = np.eye(cosine.NUM_ARMS)[cosine.RIGHT_ARM] - 0.3
+    # σ(χ/η) with η = 1, χ = U·surprisal: of Delightful Policy Gradient.
+    gate = jax.nn.sigmoid(-advantages * np.log(probabilities))
+    expected = jax.grad(lambda x: jnp.sum(actions * gate * advantages * jax.nn.log_softmax(x)))
+    found = cosine.gradient(probabilities, actions, 0.3, cosine.delightful)
+    np.testing.assert_allclose(found, expected(logits), atol=1e-6)
+
+
+def test_the_likeliest_bad_arm_is_wrong_and_likelier_than_the_others():
+    probabilities = np.full(cosine.NUM_ARMS, 0.001)
+    probabilities[cosine.RIGHT_ARM], probabilities[7] = 0.7, 0.2
+    bad = cosine.elsewhere("likeliest bad arm", probabilities)
+    assert bad.argmax() == 7 and bad.sum() == 1
 
 
 @pytest.mark.parametrize("delay", [0, 3])
@@ -336,3 +358,61 @@ def test_a_ratio_is_that_of_the_rates_of_the_same_round():
 def test_every_second_completion_is_right(name):
     calls = rewards.make_calls(name, 40, np.random.default_rng(1))
     assert [reward_function(name)(*call) for call in calls] == [1.0, 0.0] * 20
+
+
+def test_recitations_are_stretches_of_the_ring_and_none_is_in_both_splits():
+    task = recitation.Recitation(num_train=300, num_test=100)
+    splits = {split: task.examples(split) for split in ("train", "test")}
+    texts = {split: {e.text for e in examples} for split, examples in splits.items()}
+    assert len(texts["test"]) == 100 and len(splits["train"]) == 300
+    assert not texts["train"] & texts["test"]
+    for example in splits["train"] + splits["test"]:
+        assert example.answer in recitation.LETTERS * 2 and 8 <= len(example.answer) <= 96
+        assert example.text == example.answer[0] + example.answer[-1] + recitation.SEPARATOR
+    shown = dict(dataclasses.replace(task, forget=0.2).demonstrations())
+    for example in splits["train"]:
+        recited = shown[example.text]
+        assert recited[0] == example.answer[0] and recited[-1] == example.answer[-1]
+        assert set(recited) <= set(example.answer)
+    share = sum(map(len, shown.values())) / sum(len(e.answer) for e in splits["train"])
+    assert 0.78 < share < 0.86  # first and last letters stay
+    assert all(answer in recitation.LETTERS * 2 for _, answer in task.demonstrations())
+    lengths = [len(e.answer) for e in splits["train"]]
+    assert np.max(lengths) > 3 * np.median(lengths)
+
+
+def test_an_accuracy_is_reached_on_the_line_between_two_scored_versions():
+    steps, accuracy = np.array([0, 5, 10, 15]), np.array([0.2, 0.6, 0.8, 0.7])
+    assert time_to_accuracy.crossing(steps, accuracy, 0.7) == pytest.approx(7.5)
+    assert time_to_accuracy.crossing(steps, accuracy, 0.1) == 0
+    assert time_to_accuracy.crossing(steps, accuracy, 0.9) is None
+
+
+def test_seconds_start_with_the_first_step():
+    rows = [
+        {"unix_time": 103.0, "time/step_secs": 2.0},
+        {"unix_time": 104.5, "time/step_secs": 1.5},
+    ]
+    assert time_to_accuracy.seconds_of(rows).tolist() == [2.0, 3.5]
+
+
+def test_arms_are_compared_seed_by_seed():
+    def run(seconds, accuracy):
+        return {
+            "seconds_to_accuracy": seconds,
+            "steps_to_accuracy": 10.0,
+            "step_secs": 1.0,
+            "accuracy": accuracy,
+        }
+
+    slow, fast = {0: run(20.0, 0.9), 1: run(40.0, 0.7), 2: run(10.0, 0.8)}, {}
+    fast = {0: run(10.0, 0.9), 1: run(5.0, 0.7), 2: run(None, 0.8)}
+    found = time_to_accuracy.compared({"a": slow, "b": fast}, "a", "b", [0, 1, 2])
+    # Ratios 2 and 8: the geometric mean is 4. The third seed has no time of both.
+    assert found["seconds_to_accuracy"]["mean"] == pytest.approx(4)
+    assert found["seconds_to_accuracy"]["seeds"] == 2
+    assert found["steps_to_accuracy"] == {"mean": 1, "low": 1, "high": 1, "seeds": 3}
+    assert found["accuracy_gained"]["mean"] == 0 and found["loses_nothing"]
+    fast[0]["accuracy"] = 0.5
+    found = time_to_accuracy.compared({"a": slow, "b": fast}, "a", "b", [0, 1, 2])
+    assert not found["loses_nothing"]

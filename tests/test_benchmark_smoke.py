@@ -25,6 +25,17 @@ def check_digits(result, directory):
     assert (directory / "delight_digits.png").stat().st_size > 0
 
 
+def check_cosine(result, directory):
+    means = {
+        (r["contamination"], r["baseline"], r["method"], r["chance"]): r["mean"]
+        for r in result["rows"]
+    }
+    assert len(means) == 3 * 2 * 2 * 8
+    # Actions of any arm alike hardly turn the policy gradient; those of a single wrong one do.
+    assert means["uniform", "clean", "PG", 0.99] > 0.95 > means["one bad arm", "clean", "PG", 0.99]
+    assert (directory / "delight_cosine.png").stat().st_size > 0
+
+
 def check_fleet(result, directory):
     assert result["steps"] > 0 and result["groups_pushed"] >= 4 * result["steps"]
     assert 0 <= result["idle_share"]["mean"] <= 1 and result["over_time"]["idle_share"]
@@ -154,6 +165,7 @@ LONG = pytest.mark.long
     ("script", "runs", "file", "check"),
     [
         ("delight_digits", [[*DIGITS, "--methods=delightful"]], "delight_digits", check_digits),
+        ("delight_cosine", [["--policies=2"]], "delight_cosine", check_cosine),
         ("fleet", [["--smoke"]], "fleet", check_fleet),
         pytest.param("anchors", [["--smoke"]], "anchors", check_anchors, marks=LONG),
         (
@@ -196,3 +208,27 @@ def test_a_benchmark_runs_in_small_and_writes_its_figures(
         importlib.import_module(script).main([*argv, f"--out={tmp_path}", *where])
     check(json.loads((tmp_path / f"{file}.json").read_text()), tmp_path)
     assert list(scratch.iterdir()) == []
+
+
+@pytest.mark.long
+def test_time_to_accuracy_trains_scores_and_reports_in_small(tmp_path, monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)  # The run's processes have one device.
+    script = importlib.import_module("time_to_accuracy")
+    arms = ["sync, recompute", "async, A-3PO"]
+    for part in ("prepare", "train", "score", "report"):
+        argv = [f"--part={part}", "--smoke", "--seeds=0", f"--arms={'|'.join(arms)}"]
+        script.main([*argv, f"--cache={tmp_path}/cache", f"--out={tmp_path}"])
+    result = json.loads((tmp_path / "time_to_accuracy.json").read_text())
+    assert [run["arm"] for run in result["runs"]] == arms
+    for run in result["runs"]:
+        versions, seconds, accuracy = zip(*run["curve"], strict=True)
+        assert versions == (0, 5, 10) and 0 == seconds[0] < seconds[1] < seconds[2]
+        assert all(0 <= value <= 1 for value in accuracy)
+    start = [run["curve"][0][2] for run in result["runs"]]
+    assert start[0] == start[1]  # the same version 0
+    assert result["table"]["sync, recompute"]["staleness"]["mean"] == 0
+    assert result["table"]["async, A-3PO"]["staleness"]["mean"] > 0
+    (pair,) = result["pairs"]
+    assert pair["step_secs"]["seeds"] == 1
+    assert (tmp_path / "time_to_accuracy.png").stat().st_size > 0
+    assert not list(tmp_path.glob("cache/*/weights"))

@@ -121,3 +121,36 @@ def test_what_only_the_processes_can_do_is_refused(tmp_path):
     settings = grid.settings_with({"rollout.drop_equal_rewards": True})
     with Laboratory(tmp_path) as laboratory, pytest.raises(ValueError, match=r"drop_equal_rewards"):
         laboratory.run(settings)
+
+
+def test_each_method_is_compared_at_its_best_rate(tmp_path, monkeypatch, capsys):
+    short = {"learner.num_steps": 2, "warm_start.num_steps": 2, "evaluate.num_prompts": 8}
+    monkeypatch.setattr(staleness, "BASE", staleness.BASE | TINY)
+    task = staleness.TASKS["arithmetic"] | short
+    monkeypatch.setattr(staleness, "TASKS", {"arithmetic": task})
+    monkeypatch.setattr(staleness, "RATES", (1e-4, 1e-3))
+    monkeypatch.setattr(staleness, "CHOOSING_SEEDS", (100,))
+    monkeypatch.setattr(staleness, "REPORTED_SEEDS", (0, 1))
+    argv = ["staleness", "--rates", "--only=method=dg,staleness=0"]
+    argv += [f"--cache={tmp_path}/cache", f"--results={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", argv)
+    staleness.main()
+    printed = capsys.readouterr().out
+    assert "2 chosen, 2 to do" in printed  # of one seed, at each rate; then
+    assert "2 runs, 2 chosen" in printed  # of two, at the best
+    result = json.loads((tmp_path / "staleness_rates.json").read_text("utf-8"))
+    assert [row["seed"] for row in result["runs"]] == [100, 100, 0, 1]
+    cell = result["table"]["arithmetic"]["dg"]["0"]
+    assert cell["accuracy"]["seeds"] == 2 and {r["rate"] for r in result["runs"][2:]} == {
+        cell["rate"]
+    }
+
+
+def test_the_best_rate_has_the_highest_mean_over_its_seeds():
+    def run(method, rate, accuracy):
+        labels = {"task": "t", "method": method, "staleness": 0, "rate": rate}
+        return labels | {"curve": [[0, 0.0], [9, accuracy]]}
+
+    rows = [run("dg", 1e-4, 0.9), run("dg", 1e-4, 0.1), run("dg", 1e-3, 0.6), run("dg", 1e-3, 0.5)]
+    rows += [run("ppo", 1e-4, 0.3), run("ppo", 1e-3, 0.3)]
+    assert staleness.best_rates(rows) == {("t", "dg", 0): 1e-3, ("t", "ppo", 0): 1e-4}

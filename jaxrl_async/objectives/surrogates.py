@@ -134,7 +134,8 @@ def dg(
 
         loss = −sg(g)·A·log π_θ,    g = σ((A·(−log π_θ) − λ) / η)
 
-    "Delightful Policy Gradient", Osband, arXiv 2603.14608; distributed, arXiv 2603.20521.
+    "Delightful Policy Gradient", Osband, arXiv 2603.14608v1; distributed, arXiv 2603.20521v2, in which the gate is
+    that of v1 and two claims are weaker (benchmarks/README.md, Contaminated gradients).
 
     Args:
       logprobs: float [B, T], nats, of the policy being trained; carries the gradient.
