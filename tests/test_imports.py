@@ -19,7 +19,8 @@ MAY_IMPORT = {
     "security": set(),
     "metrics": set(),
     "config": {"queue", "rewards", "security"},
-    "tasks": {"types", "metrics", "rewards"},
+    "tasks": {"types", "environments", "metrics", "rewards"},
+    "environments": {"types", "rewards"},
     "rewards": {"types", "metrics"},
     "queue": {"types", "awake", "metrics", "security"},
     "servers": {"types", "metrics", "queue", "security"},
@@ -29,7 +30,17 @@ MAY_IMPORT = {
     "models": {"types"},
     "inference": {"types", "models", "security", "servers", "weights"},
     "sglang_jax": {"security", "weights"},
-    "rollout": {"types", "awake", "tasks", "rewards", "queue", "security", "servers", "metrics"},
+    "rollout": {
+        "types",
+        "awake",
+        "environments",
+        "tasks",
+        "rewards",
+        "queue",
+        "security",
+        "servers",
+        "metrics",
+    },
     "report": {"types", "metrics", "samples", "tasks", "queue", "security"},
     "sweeps": {"metrics", "report", "runtime"},
     "learner": {
@@ -44,7 +55,7 @@ MAY_IMPORT = {
         "weights",
         "metrics",
     },
-    "runtime": {"config", "metrics", "queue", "rewards", "security", "tasks"},
+    "runtime": {"config", "environments", "metrics", "queue", "rewards", "security", "tasks"},
 }
 # Roles wire the parts together; tools, the command line and the API stand above them.
 MAY_IMPORT["roles"] = MAY_IMPORT.keys() - {"report", "sglang_jax", "sweeps"}
@@ -63,6 +74,7 @@ WITHOUT_JAX = (
     "report",
     "sweeps",
     "tasks",
+    "environments",
     "rewards",
     "queue",
     "servers",

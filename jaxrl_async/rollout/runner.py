@@ -58,6 +58,8 @@ class Runner:
     never_token_ids: tuple[int, ...] = ()  # that no server may sample: padding
     # token ids → text, with the names of special tokens; None for `decode`
     decode_raw: Callable[[Sequence[int]], str] | None = None
+    # (messages after an answer, its stop token) → token ids; None without a chat template
+    encode_reply: Callable[..., list[int]] | None = None
     right: float = RIGHT  # the least reward of a right answer, in evaluations
 
     @property
@@ -87,8 +89,14 @@ class Runner:
             max_new_tokens=self.max_new_tokens,
             max_row_tokens=min(self.max_tokens, self.max_request_tokens),
             make_rng=make_rng,
+            encode_reply=self.encode_reply,
         )
         return await self.function(prompt, context)
+
+    async def close(self) -> None:
+        """Ends what the rollout function holds, such as processes; the next `run` starts it again."""
+        if hasattr(self.function, "close"):
+            await self.function.close()
 
     def check(self, trajectory: Trajectory) -> None:
         """Checks what a rollout function made, before it is judged.
