@@ -16,7 +16,9 @@ from jaxrl_async.config import base_config, parse_arg
 
 
 def get_config(arg: str = ""):
-    arg = parse_arg(arg, smoke=False, env=("calculator", "game"), mode=("async", "sync", "periodic"), seed=0)
+    arg = parse_arg(
+        arg, smoke=False, env=("calculator", "game"), mode=("async", "sync", "periodic"), seed=0
+    )
     c = base_config()
     c.mode, c.seed = arg.mode, arg.seed
 
