@@ -32,16 +32,17 @@ def get_config(arg: str = ""):
         c.tokenizer.alphabet = "0123456789+-*=:. abcdefghijklmnopqrstuvwxyz"
         c.environment.update(max_turns=4, max_turn_tokens=10)
         c.rollout.update(max_prompt_tokens=28, max_new_tokens=32)
-        c.warm_start.row_tokens = 56
+        c.warm_start.update(num_steps=700, batch_size=64, row_tokens=56)
     else:
         c.task.name, c.environment.name = "locked_door", "locked_door"
         c.task.args = dict(num_rooms=4, num_train=20_000, num_test=512, seed=0)
         c.tokenizer.alphabet = "0123456789.: abcdefghijklmnopqrstuvwxyz"
         c.environment.update(max_turns=8, max_turn_tokens=6)
         c.rollout.update(max_prompt_tokens=42, max_new_tokens=36)
-        c.warm_start.row_tokens = 128
+        c.warm_start.update(num_steps=250, batch_size=32, row_tokens=128)
     c.model.update(num_layers=2, model_dim=64, num_heads=4, num_kv_heads=4, head_dim=16)
-    c.warm_start.update(num_steps=20 if arg.smoke else 1000, batch_size=64)
+    if arg.smoke:
+        c.warm_start.num_steps = 20
 
     c.server.update(decode_chunk=4, max_total_tokens=128)
     c.learner.update(
