@@ -70,7 +70,10 @@ class Host:
 
     @contextlib.asynccontextmanager
     async def episode(self) -> AsyncIterator["_Episode"]:
-        """An episode in a process of its own, as soon as one is free."""
+        """An episode in a process of its own, as soon as one is free.
+
+        The wait has no bound of its own: each call of the episodes before it has one.
+        """
         async with self._places:
             process = await self._process()
             episode = _Episode(process, self._timeout_secs, self._memory_bytes)

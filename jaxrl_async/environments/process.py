@@ -11,6 +11,7 @@ on memory is that of rewards/process.py.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import signal
@@ -55,12 +56,15 @@ def main(name: str, args: str, max_secs: str, memory_bytes: str) -> None:
                 episode = environment(**args)
             process.write(outcomes, _outcome(runner, episode, call))
             signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_REAL, float(max_secs))
         runner.run(_close(episode))
 
 
 async def _close(episode) -> None:
+    """The end of an episode that is counted already: what goes wrong in it is nobody's failure."""
     if hasattr(episode, "close"):
-        await episode.close()
+        with contextlib.suppress(Exception):
+            await episode.close()
 
 
 def _outcome(runner: asyncio.Runner, episode, call: dict[str, Any]) -> dict[str, Any] | None:
