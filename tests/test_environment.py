@@ -85,6 +85,9 @@ async def test_the_calculator_computes_every_expression_and_judges_the_first_oth
     assert row.components == {"turns": 3.0, "calls": 2.0}
     row = await played(runner, prompt, Policy("1198"))
     assert (row.reward, row.components) == (0.0, {"turns": 1.0})
+    # An episode that is cut before it was judged: the right answer, with no end to it.
+    row = await played(runner_of("calculator", max_turn_tokens=4), prompt, Policy("1197"))
+    assert (row.reward, row.finish_reason) == (0.0, "length")
 
 
 @pytest.mark.parametrize(
@@ -134,7 +137,9 @@ async def test_an_environment_that_takes_tokens_is_given_the_sampled_ones_and_le
     row = await played(runner_of("fixtures.environments:Tokens"), prompt_of("a"), Policy("xy", ""))
     x, y = TOKENIZER.encode("xy")
     assert row.tokens.tolist() == [*TOKENIZER.encode("a"), 5, 6, x, y, EOS, x, EOS]
-    assert row.reward is None
+    assert row.reward is None and row.components == {"turns": 2.0}
+    with pytest.raises(RolloutError, match="gave a reward, and its `judges` is False"):
+        await played(runner_of("fixtures.environments:Rewarded"), prompt_of("a"), Policy("xy"))
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def register_environment(name: str) -> Callable[[type], type]:
 
 
 def environment_class(name: str, args: Mapping[str, Any]) -> type:
-    """An environment's class by its name in ENVIRONMENTS, or by "module:Name"; checked with its arguments.
+    """An environment's class by its name in ENVIRONMENTS, or by "module:Name", checked with an episode's arguments.
 
     Args:
       name: of the environment.

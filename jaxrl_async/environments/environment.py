@@ -24,8 +24,7 @@ class Observation:
     tokens: Sequence[int] = ()  # ids [T]
     # each with its `role` and `content`, written as the tokenizer's chat template writes them after an answer
     messages: Sequence[Mapping[str, Any]] = ()
-    # of the turn that it answers; None: none. A trajectory's reward is the sum over its turns; where no turn has one,
-    # the task's reward judges the sampled text
+    # of the turn that it answers; None: none. A trajectory's reward is the sum over its turns
     reward: float | None = None
     done: bool = False  # no turn follows, and the policy does not read this observation
     # name → value, added over the turns: components of the reward
@@ -37,11 +36,13 @@ class Environment(Protocol):
 
     `takes` says what `step` is given: "text", without special tokens, or "tokens". With `own_process` the episode runs
     in a process that is killed where it takes too long or too much memory; all that it is given and returns is JSON.
+    Where `judges` is False, no turn has a reward, and the task's reward judges the sampled text of all turns.
     An optional `async def close(self)` ends an episode that began, also one that failed.
     """
 
     takes: ClassVar[str] = "text"
     own_process: ClassVar[bool] = False
+    judges: bool = True
 
     async def reset(self, prompt: Prompt, rng: np.random.Generator) -> Observation:
         """Begins the episode.

@@ -131,6 +131,7 @@ class ToolUse:
         if len(self._tools) < len(found):
             raise ValueError(f"two tools have one name: {[tool.name for tool in found]}")
         self._reward = reward_function(reward) if reward else None
+        self.judges = bool(reward)
 
     @property
     def schemas(self) -> list[Mapping[str, Any]]:

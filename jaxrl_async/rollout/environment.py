@@ -22,6 +22,7 @@ from jaxrl_async.types import MAX_COMPONENTS, Prompt, Trajectory
 
 NAME = "environment"  # in rollout.function
 TURNS = "turns"  # the component that counts them
+_REWARDED = CodeError("a reward of an environment that does not judge", "")
 
 
 class EnvironmentRollout:
@@ -54,11 +55,13 @@ class EnvironmentRollout:
         """
         self._name, self._args = name, dict(args)
         self._class = environment_class(name, args)
-        self._takes_tokens = getattr(self._class, "takes", "text") == "tokens"
+        one = self._class(**self._args)
+        self._takes_tokens = getattr(one, "takes", "text") == "tokens"
+        self._judges = getattr(one, "judges", True)
         self._max_turns, self._max_turn_tokens = max_turns, max_turn_tokens
         self._timeout_secs = timeout_secs
         self._host = None
-        if getattr(self._class, "own_process", False):
+        if getattr(one, "own_process", False):
             self._host = Host(
                 name,
                 self._args,
@@ -82,7 +85,7 @@ class EnvironmentRollout:
             return await self._play(episode, prompt, context)
 
     async def _play(self, episode, prompt: Prompt, context: Context) -> Trajectory:
-        row, total = Row(prompt), _Total()
+        row, total = Row(prompt), _Total(self._judges)
         observation = await self._bounded(episode.reset(prompt, context.rng))
         bound = {"max_new_tokens": self._max_turn_tokens} if self._max_turn_tokens else {}
         stop = None  # the stop token of the last turn
@@ -103,6 +106,8 @@ class EnvironmentRollout:
                 else context.decode(completion.tokens)
             )
             observation = await self._bounded(episode.step(action))
+            if observation.reward is not None and not self._judges:
+                raise self._failure("gave a reward, and its `judges` is False", _REWARDED)
             total.add(observation)
             if observation.done:
                 return row.trajectory(reward=total.reward, components=total.components())
@@ -171,7 +176,8 @@ class EnvironmentRollout:
 class _Total:
     """Turns, rewards and components so far."""
 
-    def __init__(self):
+    def __init__(self, judges: bool):
+        self._judges = judges
         self.num_turns = 0  # of the policy, the last one perhaps cut
         self._rewards: dict[int, float] = {}  # number of a turn, from 1 → its reward
         self._components: collections.Counter[str] = collections.Counter()
@@ -185,8 +191,8 @@ class _Total:
 
     @property
     def reward(self) -> float | None:
-        """The sum over the turns; None where no turn has one."""
-        return sum(self._rewards.values()) if self._rewards else None
+        """The sum over the turns, 0 where an episode was cut before any; None where the environment does not judge."""
+        return float(sum(self._rewards.values())) if self._judges else None
 
     def components(self) -> dict[str, float]:
         """The environment's; the number of turns; and where several turns have rewards, each of the first ones'."""

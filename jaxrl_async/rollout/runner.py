@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_async.rewards.pool import Judgement, RewardPool
+from jaxrl_async.rewards.pool import Judgement, RewardError, RewardPool
 from jaxrl_async.rollout.context import Context, Generate, Rollout
 from jaxrl_async.rollout.single_turn import single_turn
 from jaxrl_async.tasks.task import RIGHT
@@ -19,6 +19,7 @@ from jaxrl_async.types import (
     Prompt,
     Trajectory,
     check_trajectory,
+    component_problem,
 )
 
 ROLLOUTS: dict[str, Rollout] = {"single_turn": single_turn}
@@ -117,6 +118,8 @@ class Runner:
     async def judge(self, trajectory: Trajectory, prompt: Prompt, pool: RewardPool) -> Judgement:
         """The reward that the rollout function set, or else the pool's, of the text of the sampled tokens.
 
+        The components of a rollout function stand beside the pool's.
+
         Raises:
           RewardError: as of `RewardPool.score`.
         """
@@ -130,4 +133,8 @@ class Runner:
             "metadata": prompt.metadata,
             "raw_completion": (self.decode_raw or self.decode)(sampled),
         }
-        return await pool.judge(text, prompt.answer, seen)
+        judgement = await pool.judge(text, prompt.answer, seen)
+        components = {**trajectory.components, **judgement.components}
+        if problem := component_problem(components):
+            raise RewardError(problem, place="the components of a reward and of a rollout function")
+        return dataclasses.replace(judgement, components=components)
