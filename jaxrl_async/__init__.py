@@ -36,6 +36,9 @@ _NAMES = {
     "load_config": "jaxrl_async.api",
     "register_task": "jaxrl_async.tasks",
     "register_reward": "jaxrl_async.rewards",
+    "register_environment": "jaxrl_async.environments",
+    "register_tool": "jaxrl_async.environments",
+    "Observation": "jaxrl_async.environments",
     "Example": "jaxrl_async.tasks",
 }
 __all__ = list(_NAMES)

@@ -12,11 +12,13 @@ import threading
 import urllib.request
 
 import pytest
+from fixtures import chat
 
 from jaxrl_async import rewards, tasks
 from jaxrl_async.cli.config import settings_of
 from jaxrl_async.metrics import METRICS, read_metrics
 from jaxrl_async.runtime.supervisor import free_port
+from jaxrl_async.samples import read_samples
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -41,6 +43,9 @@ ELSEWHERE = {
     "notebooks/": "test_notebooks",
     "configs/code.py": "needs a box: test_code_reward",
     "my_task:Lines": "test_the_example_of_a_task_trains",
+    "second_chance:SecondChance": "test_the_example_of_an_environment_trains_and_is_evaluated",
+    "my_tools:multiply": "test_the_example_of_a_tool_is_called_by_a_chat_model",
+    "--workdir=runs/calculator": "test_long, and the smoke run of test_agents",
     "calculator:calculator": "test_the_example_of_a_rollout_function_trains_and_is_evaluated",
     "gcloud": "a cloud's own",
     "kubectl": "a cluster's own",
@@ -164,6 +169,45 @@ def test_the_example_of_a_rollout_function_trains_and_is_evaluated(tmp_path):
     call(f"{command} {run}", **found)
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2]
     call(f"python -m jaxrl_async evaluate {run}", **found)
+
+
+def test_the_example_of_an_environment_trains_and_is_evaluated(tmp_path):
+    page = ROOT / "docs" / "agents.md"
+    source, _ = blocks(page, "python")
+    assert source == (ROOT / "tests" / "fixtures" / "second_chance.py").read_text("utf-8")
+    (command,) = [block.strip() for block in blocks(page, "") if "second_chance" in block]
+    (tmp_path / "second_chance.py").write_text(source)
+    found = {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    run = f"--workdir={tmp_path / 'run'}"
+    call(f"{command} {run}", **found)
+    rows = read_metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(1 <= row["component/turns"] <= 2 for row in rows)
+    assert any("component/wrong" in row for row in rows)
+    call(f"python -m jaxrl_async evaluate {run}", **found)
+
+
+@pytest.mark.long
+def test_the_example_of_a_tool_is_called_by_a_chat_model(tmp_path):
+    page = ROOT / "docs" / "agents.md"
+    _, source = blocks(page, "python")
+    assert source == (ROOT / "tests" / "fixtures" / "my_tools.py").read_text("utf-8")
+    (command,) = [block.strip() for block in blocks(page, "") if "my_tools:multiply" in block]
+    (tmp_path / "my_tools.py").write_text(source)
+    chat.tokenizer_of(tmp_path / "chat", "qwen")
+    small = (
+        f"--config.tokenizer.kind=huggingface --config.tokenizer.path={tmp_path / 'chat'} "
+        "--config.tokenizer.vocab_size=0 --config.rollout.max_prompt_tokens=700 "
+        "--config.server.max_total_tokens=760 --config.environment.num_processes=2"
+    )
+    command = command.replace("smollm2.py", "smollm2.py:smoke")
+    run = f"--workdir={tmp_path / 'run'}"
+    found = {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    call(f"{command} {small} --config.learner.row_tokens=1024 {run}", **found)
+    rows = read_metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2] and all("component/turns" in r for r in rows)
+    prompt = next(iter(read_samples(tmp_path / "run").values()))[0].prompt
+    assert '"name": "multiply"' in prompt
 
 
 @pytest.fixture(scope="module")

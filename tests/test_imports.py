@@ -20,7 +20,8 @@ MAY_IMPORT = {
     "rpc": {"security"},
     "metrics": set(),
     "config": {"queue", "rewards", "security"},
-    "tasks": {"types", "metrics", "rewards"},
+    "tasks": {"types", "environments", "metrics", "rewards"},
+    "environments": {"types", "rewards"},
     "rewards": {"types", "metrics", "rpc", "security"},
     "queue": {"types", "awake", "metrics", "rpc", "security"},
     "servers": {"types", "metrics", "queue", "security"},
@@ -30,7 +31,17 @@ MAY_IMPORT = {
     "models": {"types"},
     "inference": {"types", "models", "security", "servers", "weights"},
     "sglang_jax": {"security", "weights"},
-    "rollout": {"types", "awake", "tasks", "rewards", "queue", "security", "servers", "metrics"},
+    "rollout": {
+        "types",
+        "awake",
+        "environments",
+        "tasks",
+        "rewards",
+        "queue",
+        "security",
+        "servers",
+        "metrics",
+    },
     "report": {"types", "metrics", "samples", "tasks", "queue", "security"},
     "sweeps": {"metrics", "report", "runtime"},
     "learner": {
@@ -45,7 +56,7 @@ MAY_IMPORT = {
         "weights",
         "metrics",
     },
-    "runtime": {"config", "metrics", "queue", "rewards", "security", "tasks"},
+    "runtime": {"config", "environments", "metrics", "queue", "rewards", "security", "tasks"},
 }
 # Roles wire the parts together; tools, the command line and the API stand above them.
 MAY_IMPORT["roles"] = MAY_IMPORT.keys() - {"report", "sglang_jax", "sweeps"}
@@ -65,6 +76,7 @@ WITHOUT_JAX = (
     "report",
     "sweeps",
     "tasks",
+    "environments",
     "rewards",
     "queue",
     "servers",

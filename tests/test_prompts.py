@@ -128,18 +128,19 @@ def test_held_out_prompts_keep_the_tasks_order():
 
 def test_demonstrations_end_in_the_end_of_sequence():
     # "aaa" and answer "0", then the stop token.
-    ((prompt, completion),) = prompts.demonstration_tokens(
+    ((prompt, completion, own),) = prompts.demonstration_tokens(
         Letters((3,)), TOKENIZER, num=1, max_tokens=8
     )
     assert prompt.dtype == completion.dtype == np.int32
     assert prompt.tolist() == TOKENIZER.encode("aaa")
     assert completion.tolist() == [*TOKENIZER.encode("0"), TOKENIZER.eos_id]
+    assert own.dtype == bool and own.tolist() == [True, True]
 
 
 def test_demonstrations_that_are_too_long_are_left_out(caplog):
     # Prompt, one digit and the stop token: 6 letters fill 8 tokens.
     rows = prompts.demonstration_tokens(Letters((6, 7, 1)), TOKENIZER, num=3, max_tokens=8)
-    assert [len(prompt) for prompt, _ in rows] == [6, 1]
+    assert [len(prompt) for prompt, *_ in rows] == [6, 1]
     assert "1 of 3 demonstrations left out" in caplog.text
     with pytest.raises(ValueError, match="1 demonstrations .*1 to 2 tokens.*8 to 8"):
         prompts.demonstration_tokens(Letters((6,)), TOKENIZER, num=1, max_tokens=2)
@@ -149,9 +150,9 @@ def test_sums_fit_a_short_row():
     task, tokenizer = make_task("arithmetic", **SUMS), CharTokenizer("0123456789+=")
     rows = prompts.demonstration_tokens(task, tokenizer, num=20_000, max_tokens=10)
     assert len(rows) == 20_000
-    assert {len(prompt) for prompt, _ in rows} == {6}
+    assert {len(prompt) for prompt, *_ in rows} == {6}
     # One to three digits and the stop token: 50+50 without its carries is 0.
-    assert {len(completion) for _, completion in rows} == {2, 3, 4}
+    assert {len(completion) for _, completion, _ in rows} == {2, 3, 4}
 
 
 def run_python(script):

@@ -11,8 +11,8 @@ import time
 import psutil
 import pytest
 
+from jaxrl_async.rewards.child import ENVIRONMENT
 from jaxrl_async.rewards.pool import (
-    ENVIRONMENT,
     Judgement,
     RewardError,
     RewardPool,

@@ -37,7 +37,7 @@ def train(demos, mesh_shape=(1, 1, 1), head_chunk_tokens=None, seed=0, **setting
         TINY,
         mesh,
         params,
-        demos,
+        [demo if len(demo) == 3 else (*demo, np.ones(len(demo[1]), bool)) for demo in demos],
         stage,
         head_chunk_tokens=head_chunk_tokens,
         seed=seed,
@@ -108,6 +108,21 @@ def test_no_steps_change_nothing():
 def test_a_loss_that_is_not_finite_names_its_step():
     with pytest.raises(FloatingPointError, match="step 2 .*nan"):
         train(demonstrations(), learning_rate=float("nan"))
+
+
+def test_tokens_that_are_not_the_policys_are_read_and_not_imitated():
+    (prompt, completion), whole = demonstrations()[0], np.array([True, False, True])
+    other = completion.copy()
+    other[1] = 7
+    (_, masked), (_, changed), (_, removed) = (
+        train([(prompt, ids, own)] * 8, num_steps=1)
+        for ids, own in ((completion, whole), (other, whole), (completion, np.ones(3, bool)))
+    )
+    # The first step's loss: of two tokens, the second of which is predicted from what stands before it.
+    logprobs = logprobs_of(train(demonstrations(), num_steps=0)[0], np.append(prompt, completion))
+    own = logprobs[0, 1:4][whole]
+    np.testing.assert_allclose(masked, -own.mean(), rtol=1e-5)
+    assert changed != masked and removed != masked
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,7 @@ _AT_LEAST_ONE = {
         "group_size", "max_prompt_tokens", "max_new_tokens", "num_workers",
         "max_running_groups", "reward_processes",
     ),
+    "environment": ("max_turns", "num_processes"),
     "learner": (
         "num_steps", "groups_per_step", "num_minibatches", "microbatch_rows", "row_tokens",
         "num_processes", "data", "fsdp", "context", "tensor",
@@ -86,11 +87,13 @@ _AT_LEAST_ZERO = (
     "queue.max_failures", "journal.max_bytes", "journal.samples_per_step",
     "rollout.max_retries", "rollout.reward_calls_per_process",
     "learner.head_chunk_tokens", "learner.learning_rate", "learner.warmup_updates", "learner.weight_decay",
-    "learner.max_mismatch", "server.devices", "evaluate.seed", "supervisor.max_restarts", "model.lora.rank",
+    "environment.max_turn_tokens", "learner.max_mismatch", "server.devices", "evaluate.seed", "supervisor.max_restarts",
+    "model.lora.rank",
 )  # fmt: skip
 _ABOVE_ZERO = (
     "model.rope_theta", "model.norm_eps", "model.lora.alpha", "queue.permit_timeout_secs", "server.start_timeout_secs",
-    "rollout.temperature", "rollout.request_timeout_secs", "rollout.reward_timeout_secs", "learner.adam_eps",
+    "environment.timeout_secs", "rollout.temperature", "rollout.request_timeout_secs", "rollout.reward_timeout_secs",
+    "learner.adam_eps",
     "learner.max_grad_norm", "weights.push_timeout_secs", "weights.poll_secs",
 )  # fmt: skip
 _BELOW_ONE = ("learner.adam_b1", "learner.adam_b2")  # and at least 0
@@ -385,6 +388,7 @@ def _contradictions(s: Settings) -> Iterator[str]:
     yield from _check_queue(s.queue)
     yield from _check_server(s.server)
     yield from _check_rollout(s.rollout)
+    yield from _check_environment(s)
     yield from _check_loop(s)
     yield from _check_minibatches(s)
     yield from _check_shapes(s)
@@ -492,6 +496,17 @@ def _check_rollout(rollout: Rollout) -> Iterator[str]:
         yield (
             f"rollout.overlong_buffer_tokens must be in [0, rollout.max_new_tokens = {rollout.max_new_tokens}], got "
             f"{rollout.overlong_buffer_tokens}"
+        )
+
+
+def _check_environment(s: Settings) -> Iterator[str]:
+    wanted = s.environment
+    if wanted.memory_bytes != 0 and wanted.memory_bytes < MIN_MEMORY_BYTES:
+        yield f"environment.memory_bytes must be 0 or ≥ {MIN_MEMORY_BYTES}, got {wanted.memory_bytes}"
+    if (s.rollout.function == "environment") != bool(wanted.name):
+        yield (
+            f"rollout.function = 'environment' and environment.name go together, got {s.rollout.function!r} and "
+            f"{wanted.name!r}"
         )
 
 

@@ -71,6 +71,13 @@ ADDED: dict[str, Any] = {
     "model.lora.targets": LORA_TARGETS,
     "model.lora.base_dtype": "float32",
     "model.lora.path": "",
+    "environment.name": "",
+    "environment.args": {},
+    "environment.max_turns": 8,
+    "environment.max_turn_tokens": 0,
+    "environment.timeout_secs": 10.0,
+    "environment.num_processes": 8,
+    "environment.memory_bytes": 1 << 30,
 }
 
 
@@ -247,7 +254,8 @@ class Frictions:
 
 @dataclasses.dataclass(frozen=True)
 class Rollout:
-    function: str = "single_turn"  # a name in rollout.ROLLOUTS, or "module:function"
+    # a name in rollout.ROLLOUTS | "environment": the block of that name | "module:function"
+    function: str = "single_turn"
     group_size: int = 8  # G, completions per prompt
     max_prompt_tokens: int = 512  # longer prompts are left out of the stream
     max_new_tokens: int = 1024  # sampled, per completion
@@ -264,7 +272,7 @@ class Rollout:
     reward_timeout_secs: float = 5.0
     reward_memory_bytes: int = 1 << 30  # per process, beyond its size at start; 0: no limit
     reward_calls_per_process: int = 10_000  # after which it is replaced; 0: never
-    # names of variables that rewards see, beside PATH, HOME and their like (rewards.pool.ENVIRONMENT)
+    # names of variables that rewards see, beside PATH, HOME and their like (rewards.child.ENVIRONMENT)
     reward_environment: tuple[str, ...] = ()
     # DAPO: retire a group whose rewards are all equal, and draw the next index
     drop_equal_rewards: bool = False
@@ -274,6 +282,21 @@ class Rollout:
         "0"  # age of the servers' weights, steps: "D", or "uniform(D)" from 0 to D
     )
     frictions: Frictions = Frictions()
+
+
+@dataclasses.dataclass(frozen=True)
+class Environment:
+    """What answers the policy between its turns, with rollout.function = "environment"."""
+
+    name: str = ""  # a name in environments.ENVIRONMENTS, or "module:Name"
+    args: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of an episode, by keyword
+    max_turns: int = 8  # of the policy; an episode that goes on is cut
+    # sampled, of one turn; an episode is cut in a longer one. 0: rollout.max_new_tokens for all turns, alone
+    max_turn_tokens: int = 0
+    timeout_secs: float = 10.0  # of one reset or step
+    # per worker, of an environment with `own_process`: as many episodes run at once
+    num_processes: int = 8
+    memory_bytes: int = 1 << 30  # per such process, beyond its size at start; 0: no limit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -404,6 +427,7 @@ class Settings:
     server: Server = Server()
     security: Security = Security()
     rollout: Rollout = Rollout()
+    environment: Environment = Environment()
     loss: LossConfig = dataclasses.field(default_factory=LossConfig)
     learner: Learner = Learner()
     weights: Weights = Weights()

@@ -76,6 +76,8 @@ async def score(
                 ]
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
+        finally:
+            await runner.close()
     if failures:
         log.warning(
             "%d of %d rollouts or rewards failed and count as not right; the first: %s",

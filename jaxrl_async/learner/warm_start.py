@@ -22,7 +22,7 @@ def warm_start(
     config: transformer.ModelConfig,
     mesh: jax.sharding.Mesh,
     params: nnx.State,
-    demonstrations: Sequence[tuple[np.ndarray, np.ndarray]],
+    demonstrations: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]],
     settings: WarmStart,
     *,
     head_chunk_tokens: int | None,
@@ -31,14 +31,14 @@ def warm_start(
 ) -> nnx.State:
     """Trains on prompts and completions with Adam, in seeded epochs.
 
-        loss = −mean over the completion tokens of a batch of log π(token)
+        loss = −mean over the policy's own tokens in the completions of a batch of log π(token)
 
     Args:
       config: the model's shape.
       mesh: from sharding.make_mesh.
       params: float32, consumed.
-      demonstrations: prompt tokens int [P] and completion tokens int [R] with their stop token,
-        P ≥ 1, R ≥ 1.
+      demonstrations: prompt tokens int [P], completion tokens int [R] with their stop token, and which of these are
+        the policy's own, bool [R]; P ≥ 1, R ≥ 1.
       settings: num_steps (optimizer updates), batch_size (demonstrations per update, one to a row; a multiple of the
         mesh's data · fsdp), row_tokens (length of a row, ≥ P + R) and learning_rate are read.
       head_chunk_tokens: columns whose logits exist at a time; None for all at once.
@@ -77,7 +77,7 @@ def _rows(demonstrations, row_tokens) -> Batch:
     if not demonstrations:
         raise ValueError("warm start needs demonstrations, got none")
     rows = packing.empty_batch(len(demonstrations), row_tokens)
-    for i, (prompt, completion) in enumerate(demonstrations):
+    for i, (prompt, completion, own) in enumerate(demonstrations):
         start, end = len(prompt), len(prompt) + len(completion)
         if not 0 < start < end <= row_tokens:
             raise ValueError(
@@ -85,7 +85,7 @@ def _rows(demonstrations, row_tokens) -> Batch:
                 f"be empty, and at most row_tokens {row_tokens} together"
             )
         rows.tokens[i, :start], rows.tokens[i, start:end] = prompt, completion
-        rows.mask[i, start:end] = True
+        rows.mask[i, start:end] = own
         rows.segment_ids[i, :end] = 1
     column = np.arange(row_tokens)
     rows.positions[:] = column

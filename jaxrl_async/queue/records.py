@@ -18,6 +18,8 @@ REISSUE_REASONS = frozenset(
         "rollout_error",
         "reward_error",
         "reward_timeout",
+        "environment_error",
+        "environment_timeout",
         "over_age",
         "foreign_version",
         WORKER_LOST,
@@ -31,6 +33,8 @@ FAULTS = frozenset(
         "rollout_error",
         "reward_error",
         "reward_timeout",
+        "environment_error",
+        "environment_timeout",
         "over_age",
         "foreign_version",
     }

@@ -1,9 +1,11 @@
 """The tables of a report: rows, completions and settings → HTML."""
 
 import html
+import itertools
 import json
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,8 @@ from jaxrl_async.metrics import METRICS, column
 from jaxrl_async.report import plots
 from jaxrl_async.report.samples import NoSamplesError, by_step, samples
 from jaxrl_async.samples import Sample
+
+_CALL = re.compile(r"(<tool_call>.*?(?:</tool_call>|$))", re.DOTALL)
 
 # The slider's place → the rows of its step.
 _BROWSE = """
@@ -189,11 +193,7 @@ def escape(text: str) -> str:
 
 def _completion(what: str, sample: Sample) -> str:
     versions = [version for _, version in sample.spans if version is not None]
-    several = len(sample.spans) > 1
-    text = "".join(
-        f"<mark>{escape(part)}{f'<sub>v{version}</sub>' if several and version is not None else ''}</mark>"
-        for part, version in sample.spans
-    )
+    text = "".join(_turns(sample))
     low, high = min(versions, default=0), max(versions, default=0)
     tokens = f"{sample.num_tokens} tokens" + (
         ", cut off" if sample.finish_reason == "length" else ""
@@ -209,6 +209,33 @@ def _completion(what: str, sample: Sample) -> str:
     }
     body = "".join(f'<td data-label="{name}">{cell}</td>' for name, cell in cells.items())
     return f"<tr><td>{escape(what)}</td>{body}</tr>"
+
+
+def _turns(sample: Sample) -> Iterator[str]:
+    """The completion as HTML. Where something stands between turns of the policy, each is a block of its own.
+
+    What the policy read and did not write is no mark: it is not trained.
+    """
+    several, number = len(sample.spans) > 1, 0
+    blocks = itertools.groupby(sample.spans, key=lambda span: span[1] is not None)
+    turns = [(is_own, list(spans)) for is_own, spans in blocks]
+    for is_own, spans in turns:
+        if not is_own:
+            read = "".join(escape(part) for part, _ in spans)
+            yield f'<div class="read" title="read by the policy, not trained">{read}</div>'
+            continue
+        number += 1
+        marks = "".join(
+            f"<mark>{_with_calls(part)}{f'<sub>v{version}</sub>' if several else ''}</mark>"
+            for part, version in spans
+        )
+        yield f'<div class="turn" title="turn {number}">{marks}</div>' if len(turns) > 1 else marks
+
+
+def _with_calls(text: str) -> str:
+    """A turn's text with the calls of tools in it set off."""
+    parts = _CALL.split(text)  # text, call, text, …
+    return "".join(f"<b>{escape(p)}</b>" if i % 2 else escape(p) for i, p in enumerate(parts))
 
 
 def _flat(block: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:

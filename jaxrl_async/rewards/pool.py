@@ -2,8 +2,7 @@
 
 A reward judges text that a model wrote: it may hang, crash, leak or corrupt its interpreter. That costs one call: the
 process is replaced, and the other calls of its batch go to the next process. A process is also replaced, between
-calls, after `calls_per_process` of them. A process has the variables ENVIRONMENT and those that it is given, so that
-no key reaches it by its environment. Independent of groups and prompts.
+calls, after `calls_per_process` of them. Independent of groups and prompts.
 """
 
 import asyncio
@@ -11,27 +10,19 @@ import collections
 import contextlib
 import dataclasses
 import json
-import os
-import re
-import signal
-import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from jaxrl_async.rewards import child
 from jaxrl_async.types import component_problem
 
 START_TIMEOUT_SECS = 30.0
-CLOSE_TIMEOUT_SECS = 5.0
 LATE_SECS = 0.1  # to read a reply that arrived in time while this event loop was late
 ORPHAN_SECS = (
     5.0  # beyond the bound on a call, after which a process without its parent ends itself
 )
 MAX_BATCH_CALLS = 16  # calls in a message; the rest of a batch waits behind a call that hangs
-ENVIRONMENT = re.compile(
-    "HOME|LANG|LANGUAGE|LC_[A-Z]+|LD_LIBRARY_PATH|LOGNAME|PATH|PYTHON[A-Z]+|SHELL|TERM|TMPDIR|TZ|USER"
-    "|VIRTUAL_ENV|(OMP|OPENBLAS|MKL|NUMEXPR)_NUM_THREADS"
-)
 MIN_MEMORY_BYTES = 1 << 20  # the size in which Python takes memory from the system
 
 
@@ -260,7 +251,9 @@ class RewardPool:
             raise _LostError(RewardTimeoutError(message))
         if not line.endswith(b"\n"):
             bound = f", memory limited to {self._memory_bytes} bytes" if self._memory_bytes else ""
-            message = f"reward {self.reward!r} ended its process ({await _exit_of(process)}{bound})"
+            message = (
+                f"reward {self.reward!r} ended its process ({await child.exit_of(process)}{bound})"
+            )
             raise _LostError(RewardError(message))
         outcome = json.loads(line)
         if outcome is None:  # Memory that it leaked would fail the next calls too.
@@ -282,20 +275,10 @@ class RewardPool:
         return Judgement(**outcome)
 
     async def _start_process(self) -> asyncio.subprocess.Process:
-        # -P and this path: the process finds the same modules as this one, in the same order.
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", "jaxrl_async.rewards.process"),
+        process = await child.start(
+            "jaxrl_async.rewards.process",
             *(self.reward, str(self._timeout_secs + ORPHAN_SECS), str(self._memory_bytes)),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env={
-                name: value
-                for name, value in os.environ.items()
-                if ENVIRONMENT.fullmatch(name) or name in self._environment
-            }
-            | {"PYTHONPATH": path},
-            start_new_session=True,  # A process group of its own, killed as one, without Ctrl-C from the terminal.
+            environment=self._environment,
         )
         self._processes.add(process)
         try:
@@ -304,7 +287,7 @@ class RewardPool:
         except TimeoutError:
             reason = f"no answer for {START_TIMEOUT_SECS:g} s"
         else:
-            reason = json.loads(line) if line else f"it ended ({await _exit_of(process)})"
+            reason = json.loads(line) if line else f"it ended ({await child.exit_of(process)})"
         if isinstance(reason, str):
             raise RewardError(f"reward process did not start: {reason}")
         self._asks_for = reason
@@ -315,13 +298,7 @@ class RewardPool:
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
         """Kills a process and all that it started."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.stdin.close()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_TIMEOUT_SECS):
-                await process.stdout.read()
-                await process.wait()
+        await child.end(process)
         self._processes.discard(process)
 
     def _refuse(self, reason: str) -> None:
@@ -358,13 +335,3 @@ class _LostError(Exception):
     def __init__(self, outcome: RewardError):
         super().__init__(outcome)
         self.outcome = outcome
-
-
-async def _exit_of(process) -> str:
-    """In words: how a process ended that closed its stdout."""
-    try:
-        async with asyncio.timeout(CLOSE_TIMEOUT_SECS):
-            code = await process.wait()
-    except TimeoutError:
-        return "still running"
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

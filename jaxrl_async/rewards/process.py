@@ -42,26 +42,26 @@ def main(name: str, max_secs: str, memory_bytes: str) -> None:
       max_secs: a call that takes longer ends the process, even where the pool is gone.
       memory_bytes: bound on the address space it takes from here on; 0 for none.
     """
-    calls, outcomes = _private_streams()
+    calls, outcomes = private_streams()
     # The default action ends the process even where a call never returns to the interpreter.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     try:
         reward = reward_function(name)
         seen = names_seen(reward)
         if int(memory_bytes):
-            _limit_memory(int(memory_bytes))
+            limit_memory(int(memory_bytes))
         check_reward(reward)
     except (ValueError, OSError) as error:
-        return _write(outcomes, str(error))
-    _write(outcomes, seen)
+        return write(outcomes, str(error))
+    write(outcomes, seen)
     for line in calls:
         for completion, answer, seen in json.loads(line):
             signal.setitimer(signal.ITIMER_REAL, float(max_secs))
-            _write(outcomes, _outcome(reward, completion, answer, seen))
+            write(outcomes, _outcome(reward, completion, answer, seen))
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def _private_streams():
+def private_streams():
     """stdin and stdout under other numbers, so that a reward that prints or reads does no harm."""
     calls, outcomes = os.fdopen(os.dup(0), "rb"), os.dup(1)
     with open(os.devnull, "rb") as nothing:
@@ -70,7 +70,7 @@ def _private_streams():
     return calls, outcomes
 
 
-def _limit_memory(more_bytes: int) -> None:
+def limit_memory(more_bytes: int) -> None:
     """Bounds the address space at its present size + more_bytes."""
     with open("/proc/self/statm", "rb") as statm:  # in pages; Linux has it
         limit = int(statm.read().split()[0]) * resource.getpagesize() + more_bytes
@@ -90,15 +90,20 @@ def _outcome(
     except (
         BaseException
     ) as error:  # SystemExit too: it is an outcome of this call, not the end of the process.
-        frames = error.__traceback__.tb_next  # without this one
-        last = traceback.extract_tb(frames)[-1:]
-        where = f" at {last[0].filename}:{last[0].lineno}" if last else ""
-        lines = traceback.format_exception(type(error), error, frames, limit=-MAX_FRAMES)
-        return {
-            "error": f"{type(error).__name__}: {error}"[:MAX_MESSAGE_CHARS],
-            "place": (type(error).__name__ + where)[:MAX_MESSAGE_CHARS],
-            "traceback": "".join(lines).strip()[-MAX_TRACEBACK_CHARS:],
-        }
+        return failure(error)
+
+
+def failure(error: BaseException) -> dict[str, str]:
+    """What an exception of the user's code was, and where, without the frame that caught it."""
+    frames = error.__traceback__.tb_next
+    last = traceback.extract_tb(frames)[-1:]
+    where = f" at {last[0].filename}:{last[0].lineno}" if last else ""
+    lines = traceback.format_exception(type(error), error, frames, limit=-MAX_FRAMES)
+    return {
+        "error": f"{type(error).__name__}: {error}"[:MAX_MESSAGE_CHARS],
+        "place": (type(error).__name__ + where)[:MAX_MESSAGE_CHARS],
+        "traceback": "".join(lines).strip()[-MAX_TRACEBACK_CHARS:],
+    }
 
 
 def _judged(value) -> float | dict[str, Any]:
@@ -132,7 +137,8 @@ def _checked(value) -> float | dict[str, str]:
     return {"error": error, "place": "a reward that is no finite number", "traceback": ""}
 
 
-def _write(outcomes: int, outcome: float | str | list[str] | dict[str, Any] | None) -> None:
+def write(outcomes: int, outcome: float | str | list[str] | dict[str, Any] | None) -> None:
+    """Writes one line of JSON."""
     # Unbuffered: when the next call hangs or crashes, the pool must know which one did.
     if isinstance(outcome, str):
         outcome = outcome[:MAX_MESSAGE_CHARS]

@@ -12,6 +12,7 @@ import pathlib
 from jaxrl_async.config.checks import key_named, queue_access_of
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.tasks import hub
+from jaxrl_async.tasks.task import texts_of
 from jaxrl_async.weights.store import WeightStore
 
 # Deadlines of the queue's clients. The queue needs no device and is up within seconds.
@@ -55,9 +56,25 @@ def tokenizer_of(settings: Settings, workdir: pathlib.Path):
     from jaxrl_async.tasks.tokenizer import Asking
 
     wanted, tokenizer = settings.tokenizer, _plain_tokenizer_of(settings, workdir)
-    if not wanted.system_prompt and not wanted.instruction:
+    tools = _tools_of(settings)
+    if not wanted.system_prompt and not wanted.instruction and not tools:
         return tokenizer
-    return Asking(tokenizer, instruction=wanted.instruction, system_prompt=wanted.system_prompt)
+    return Asking(
+        tokenizer,
+        instruction=wanted.instruction,
+        system_prompt=wanted.system_prompt,
+        tools=tools,
+    )
+
+
+def _tools_of(settings: Settings) -> list:
+    """The schemas of the tools of the run's environment; [] without any."""
+    if not (name := settings.environment.name):
+        return []
+    from jaxrl_async.environments import environment_class
+
+    args = settings.environment.args
+    return getattr(environment_class(name, args)(**args), "schemas", [])
 
 
 def _plain_tokenizer_of(settings: Settings, workdir: pathlib.Path):
@@ -70,7 +87,8 @@ def _plain_tokenizer_of(settings: Settings, workdir: pathlib.Path):
     if directory.exists():
         return tokenizers.load_tokenizer(directory)
     if wanted.kind == "bpe":
-        texts = (text for pair in task_of(settings).demonstrations() for text in pair)
+        pairs = task_of(settings).demonstrations()
+        texts = (text for prompt, turns in pairs for text in (prompt, *texts_of(turns)))
         return tokenizers.train_bpe(texts, vocab_size=wanted.vocab_size, directory=directory)
     tokenizer = tokenizers.CharTokenizer(wanted.alphabet)
     tokenizer.save(directory)
@@ -123,17 +141,31 @@ def reward_pool_of(settings: Settings, reward: str):
     )
 
 
+def rollout_of(settings: Settings):
+    """The run's rollout function.
+
+    Raises:
+      ValueError, TypeError: no such function or environment, or one that does not take environment.args.
+    """
+    from jaxrl_async.rollout import environment
+    from jaxrl_async.rollout.runner import rollout_function
+
+    if settings.rollout.function != environment.NAME:
+        return rollout_function(settings.rollout.function)
+    return environment.EnvironmentRollout(**vars(settings.environment))
+
+
 def runner_of(settings: Settings, tokenizer, task):
     """The run's rollout function, as training and every evaluation run it.
 
     Raises:
       ValueError: no such function.
     """
-    from jaxrl_async.rollout.runner import Runner, rollout_function
+    from jaxrl_async.rollout.runner import Runner
     from jaxrl_async.tasks.task import RIGHT
 
     return Runner(
-        rollout_function(settings.rollout.function),
+        rollout_of(settings),
         encode=tokenizer.encode,
         decode=tokenizer.decode,
         stop_token_ids=tuple(tokenizer.stop_token_ids),
@@ -143,6 +175,7 @@ def runner_of(settings: Settings, tokenizer, task):
         max_tokens=settings.learner.row_tokens,
         never_token_ids=never_token_ids(settings, tokenizer),
         decode_raw=functools.partial(tokenizer.decode, special=True),
+        encode_reply=getattr(tokenizer, "encode_reply", None),
         right=getattr(task, "right", RIGHT),
     )
 

@@ -17,11 +17,13 @@ from jaxrl_async.config.checks import check_waits, queue_access_of
 from jaxrl_async.config.settings import Evaluate, Settings, SettingsError
 from jaxrl_async.rewards import check_reward, reward_function
 from jaxrl_async.roles import parts
+from jaxrl_async.rollout import environment
 from jaxrl_async.rollout.failures import code_error
-from jaxrl_async.rollout.runner import rollout_function
 from jaxrl_async.runtime import workdir as workdirs
 from jaxrl_async.runtime.workdir import SHAPE
 from jaxrl_async.servers import files
+from jaxrl_async.tasks.prompts import completion_tokens
+from jaxrl_async.tasks.task import texts_of
 from jaxrl_async.tracker import SERVICES
 from jaxrl_async.weights.discovery import check_tls, parse
 
@@ -153,8 +155,9 @@ def prepare(settings: Settings, workdir: pathlib.Path, *, resume: bool = False) 
         if not settings.rollout.reward_addresses:  # else in the services' processes
             for examples in splits.values():
                 check_reward(reward, examples)
-    with _errors_of("rollout.function: "):
-        rollout_function(settings.rollout.function)
+    is_environment = settings.rollout.function == environment.NAME
+    with _errors_of("environment.name: " if is_environment else "rollout.function: "):
+        parts.rollout_of(settings)
     with _errors_of("tokenizer."):
         tokenizer = parts.tokenizer_of(settings, workdir)
     with _errors_of(""):
@@ -230,7 +233,8 @@ def _check_texts(settings: Settings, tokenizer, task, splits) -> None:
         return
     with _errors_of(f"task {settings.task.name!r}: "):
         pairs = task.demonstrations(stage.num_demonstrations)
-    _check_alphabet(settings, "the demonstrations", [text for pair in pairs for text in pair])
+        texts = [text for prompt, turns in pairs for text in (prompt, *texts_of(turns))]
+    _check_alphabet(settings, "the demonstrations", texts)
     _check_some_fit(
         "warm_start.row_tokens",
         stage.row_tokens,
@@ -238,8 +242,7 @@ def _check_texts(settings: Settings, tokenizer, task, splits) -> None:
         pairs,
         lambda pair: [
             *tokenizer.encode_prompt(pair[0]),
-            *tokenizer.encode(pair[1]),
-            tokenizer.eos_id,
+            *completion_tokens(tokenizer, pair[1])[0],
         ],
     )
 

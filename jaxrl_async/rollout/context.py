@@ -51,6 +51,7 @@ class Context:
         max_new_tokens: int,
         max_row_tokens: int,
         make_rng: Callable[[], np.random.Generator],
+        encode_reply: Callable[[Sequence[Mapping[str, Any]], int | None], list[int]] | None = None,
     ):
         """Samples nothing yet.
 
@@ -62,8 +63,10 @@ class Context:
           max_new_tokens: budget of sampled tokens.
           max_row_tokens: bound on prompt + sampled tokens + what stands between.
           make_rng: makes the generator of this sample, and of nothing else.
+          encode_reply: messages after an answer that ended in this token → token ids; None without a chat template.
         """
         self._make_rng = make_rng
+        self._encode_reply = encode_reply
         self._generate = generate
         self._encode = encode
         self._decode = decode
@@ -126,6 +129,22 @@ class Context:
         """
         return list(self._encode(text))
 
+    def encode_reply(self, messages: Sequence[Mapping[str, Any]], stop: int | None) -> list[int]:
+        """The ids that stand between an answer of the policy and its next one, as the chat template writes them.
+
+        Args:
+          messages: what is said in between, each with its `role` and `content`.
+          stop: the stop token that ended the answer and is in the row; None where none did.
+
+        Raises:
+          ValueError: there is no chat template, or it refuses.
+        """
+        if self._encode_reply is None:
+            raise ValueError(
+                "messages need a tokenizer with a chat template; give the text instead"
+            )
+        return list(self._encode_reply(messages, stop))
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text of ids; special tokens, such as the end of sequence, have none."""
         return self._decode(np.asarray(ids, np.int64).tolist())
@@ -161,13 +180,18 @@ class Row:
         self._versions += [NOT_SAMPLED] * len(ids)
 
     def trajectory(
-        self, *, reward: float | None = None, components: Mapping[str, float] = MappingProxyType({})
+        self,
+        *,
+        reward: float | None = None,
+        components: Mapping[str, float] = MappingProxyType({}),
+        finish_reason: str = "",
     ) -> Trajectory:
         """The row as a trajectory.
 
         Args:
           reward: kept as it is; None leaves it to the task's reward, and its components.
           components: of that reward, name → value.
+          finish_reason: "stop" or "length"; "" for that of the last completion.
         """
         versions = np.array(self._versions, np.int32)
         return Trajectory(
@@ -177,7 +201,7 @@ class Row:
             mask=versions != NOT_SAMPLED,
             prompt_length=self._prompt_length,
             reward=reward,
-            finish_reason=self._finish_reason,
+            finish_reason=finish_reason or self._finish_reason,
             components=dict(components),
         )
 

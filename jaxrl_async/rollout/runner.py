@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_async.rewards.pool import Judgement, RewardPool
+from jaxrl_async.rewards.pool import Judgement, RewardError, RewardPool
 from jaxrl_async.rollout.context import Context, Generate, Rollout
 from jaxrl_async.rollout.single_turn import single_turn
 from jaxrl_async.tasks.task import RIGHT
@@ -19,6 +19,7 @@ from jaxrl_async.types import (
     Prompt,
     Trajectory,
     check_trajectory,
+    component_problem,
 )
 
 ROLLOUTS: dict[str, Rollout] = {"single_turn": single_turn}
@@ -58,6 +59,8 @@ class Runner:
     never_token_ids: tuple[int, ...] = ()  # that no server may sample: padding
     # token ids → text, with the names of special tokens; None for `decode`
     decode_raw: Callable[[Sequence[int]], str] | None = None
+    # (messages after an answer, its stop token) → token ids; None without a chat template
+    encode_reply: Callable[..., list[int]] | None = None
     right: float = RIGHT  # the least reward of a right answer, in evaluations
 
     @property
@@ -87,8 +90,14 @@ class Runner:
             max_new_tokens=self.max_new_tokens,
             max_row_tokens=min(self.max_tokens, self.max_request_tokens),
             make_rng=make_rng,
+            encode_reply=self.encode_reply,
         )
         return await self.function(prompt, context)
+
+    async def close(self) -> None:
+        """Ends what the rollout function holds, such as processes; the next `run` starts it again."""
+        if hasattr(self.function, "close"):
+            await self.function.close()
 
     def check(self, trajectory: Trajectory) -> None:
         """Checks what a rollout function made, before it is judged.
@@ -109,6 +118,8 @@ class Runner:
     async def judge(self, trajectory: Trajectory, prompt: Prompt, pool: RewardPool) -> Judgement:
         """The reward that the rollout function set, or else the pool's, of the text of the sampled tokens.
 
+        The components of a rollout function stand beside the pool's.
+
         Raises:
           RewardError: as of `RewardPool.score`.
         """
@@ -122,4 +133,8 @@ class Runner:
             "metadata": prompt.metadata,
             "raw_completion": (self.decode_raw or self.decode)(sampled),
         }
-        return await pool.judge(text, prompt.answer, seen)
+        judgement = await pool.judge(text, prompt.answer, seen)
+        components = {**trajectory.components, **judgement.components}
+        if problem := component_problem(components):
+            raise RewardError(problem, place="the components of a reward and of a rollout function")
+        return dataclasses.replace(judgement, components=components)

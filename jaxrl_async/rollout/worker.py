@@ -119,6 +119,7 @@ class Worker:
         except BaseExceptionGroup as group:
             raise _worst(group) from None
         finally:
+            await self._runner.close()
             await self._queue.leave(self._name)
 
     def waits_for(self) -> str:

@@ -15,6 +15,7 @@ import ml_collections
 
 from jaxrl_async.config.build import complete, from_json
 from jaxrl_async.config.settings import Model
+from jaxrl_async.environments import ENVIRONMENTS
 from jaxrl_async.rewards import importable
 from jaxrl_async.tasks import TASKS
 
@@ -194,6 +195,7 @@ def _text(config: ml_collections.ConfigDict) -> str:
     complete(config)
     with config.unlocked():
         config.task.name = importable(config.task.name, TASKS)
+        config.environment.name = importable(config.environment.name, ENVIRONMENTS)
     return config.to_json(indent=2)
 
 

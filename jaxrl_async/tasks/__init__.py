@@ -8,8 +8,10 @@ from jaxrl_async.rewards import find, register
 from jaxrl_async.tasks.arithmetic import Arithmetic
 from jaxrl_async.tasks.code import Code
 from jaxrl_async.tasks.gsm8k import Gsm8k
+from jaxrl_async.tasks.locked_door import LockedDoors
 from jaxrl_async.tasks.task import Example, Task
 from jaxrl_async.tasks.token_reversal import TokenReversal
+from jaxrl_async.tasks.word_problems import WordProblems
 from jaxrl_async.tasks.word_sums import WordSums
 
 __all__ = ["TASKS", "Example", "Task", "make_task", "register_task"]
@@ -18,7 +20,9 @@ TASKS: dict[str, Callable[..., Task] | str] = {
     "arithmetic": Arithmetic,
     "code": Code,
     "gsm8k": Gsm8k,
+    "locked_door": LockedDoors,
     "token_reversal": TokenReversal,
+    "word_problems": WordProblems,
     "word_sums": WordSums,
 }
 

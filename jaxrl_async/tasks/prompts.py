@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxrl_async.tasks.task import Example, Task
+from jaxrl_async.tasks.task import Example, Task, Turns, texts_of
 from jaxrl_async.tasks.tokenizer import Tokenizer
 from jaxrl_async.types import Prompt
 
@@ -67,8 +67,10 @@ def validation_prompts(task: Task, tokenizer: Tokenizer, *, max_prompt_tokens: i
 
 def demonstration_tokens(
     task: Task, tokenizer: Tokenizer, *, num: int, max_tokens: int
-) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Demonstrations to imitate: prompt int32 [P] and completion int32 [R], which ends in eos_id.
+) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Demonstrations to imitate: prompt int32 [P], completion int32 [R] and which of its tokens to imitate, bool [R].
+
+    Each turn of the policy ends in eos_id; observations between turns are not imitated.
 
     Args:
       task: gives the texts.
@@ -80,12 +82,30 @@ def demonstration_tokens(
       ValueError: none fits.
     """
     rows = [
-        (tokenizer.encode_prompt(prompt), [*tokenizer.encode(completion), tokenizer.eos_id])
+        (tokenizer.encode_prompt(prompt), *completion_tokens(tokenizer, completion))
         for prompt, completion in task.demonstrations(num)
     ]
-    lengths = [len(prompt) + len(completion) for prompt, completion in rows]
+    lengths = [len(prompt) + len(completion) for prompt, completion, _ in rows]
     chosen = _choose(lengths, "demonstrations", max_tokens)
-    return [(np.array(rows[i][0], np.int32), np.array(rows[i][1], np.int32)) for i in chosen]
+    return [
+        (np.array(rows[i][0], np.int32), np.array(rows[i][1], np.int32), np.array(rows[i][2], bool))
+        for i in chosen
+    ]
+
+
+def completion_tokens(tokenizer: Tokenizer, completion: Turns) -> tuple[list[int], list[bool]]:
+    """The ids [R] of a demonstration's completion, and which of them the policy writes.
+
+    Raises:
+      ValueError: it ends with an observation.
+    """
+    tokens, own = [], []
+    for place, text in enumerate(texts_of(completion)):
+        is_turn = place % 2 == 0
+        ids = [*tokenizer.encode(text), *([tokenizer.eos_id] if is_turn else [])]
+        tokens += ids
+        own += [is_turn] * len(ids)
+    return tokens, own
 
 
 def _fitting(

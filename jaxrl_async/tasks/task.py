@@ -7,6 +7,9 @@ from typing import Any, Protocol
 SPLITS = ("train", "test")
 RIGHT = 1.0  # the least reward of a right answer; partial credit is not right
 
+# An answer, or an episode: a turn of the policy, an observation, a turn, … The last one is a turn.
+Turns = str | tuple[str, ...]
+
 
 @dataclasses.dataclass(frozen=True)
 class Example:
@@ -31,12 +34,24 @@ class Task(Protocol):
     def examples(self, split: str) -> Sequence[Example]:
         """The questions of a split, "train" or "test", in a fixed order; the two share none."""
 
-    def demonstrations(self, num: int | None = None) -> list[tuple[str, str]]:
-        """Prompts and completions to imitate in a warm start.
+    def demonstrations(self, num: int | None = None) -> list[tuple[str, Turns]]:
+        """Prompts and completions to imitate in a warm start; of an episode, the policy's turns are.
 
         Args:
           num: how many, in cycles over the train split; None for one per train example.
         """
+
+
+def texts_of(completion: Turns) -> tuple[str, ...]:
+    """The texts of a completion, turns of the policy at even places.
+
+    Raises:
+      ValueError: the last one is an observation.
+    """
+    texts = (completion,) if isinstance(completion, str) else tuple(completion)
+    if len(texts) % 2 == 0:
+        raise ValueError(f"a demonstration must end with a turn of the policy, got {texts!r:.200}")
+    return texts
 
 
 def check_split(split: str) -> str:

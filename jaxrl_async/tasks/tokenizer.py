@@ -4,6 +4,7 @@ Two kinds, one protocol: characters of a given alphabet, and the Hugging Face la
 tokenizer_config.json), in which the byte-pair encodings trained here are saved too.
 """
 
+import functools
 import json
 import os
 import pathlib
@@ -35,6 +36,7 @@ _FURTHER_HF_FILES = (  # of published tokenizers, copied and not read
     "merges.txt",
     "tokenizer.model",
 )
+_ANSWER = "answer 7c1e5b"  # stands for an answer where a template writes what follows it
 _UNBOUNDED = 10**30  # model_max_length without a bound, as transformers writes it
 
 
@@ -274,25 +276,80 @@ class HFTokenizer:
             return self._tokenizer.encode(text, add_special_tokens=True).ids
         return self.encode_chat([{"role": "user", "content": text}])
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> list[int]:
         """The ids of the chat template's rendering of a conversation; of its one message, where there is no template.
+
+        Args:
+          messages: each with its `role` and `content`.
+          tools: JSON schemas that the template shows.
 
         Raises:
           ValueError: the template refuses; or there is none, and more than one message.
         """
         if self._template is None:
             return self.encode_prompt(_only_message(messages))
+        return self.encode(self._rendered(messages, tools))
+
+    def encode_reply(
+        self, messages: Sequence[Mapping[str, Any]], stop: int | None = None
+    ) -> list[int]:
+        """The ids that the chat template writes between an answer of the policy and its next one.
+
+        They follow the answer's own tokens, which are not encoded again. A special token's text within a message stays
+        text: what is said there ends no turn.
+
+        Args:
+          messages: what is said after the answer, each with its `role` and `content`.
+          stop: the stop token that ended the answer, and is not repeated; None where none did.
+
+        Raises:
+          ValueError: there is no template, it refuses, or it does not write an answer as it is.
+        """
+        if self._template is None:
+            raise ValueError(
+                f"{self._directory} has no chat template, by which messages are written"
+            )
+        said = [{**m, "content": self._harmless(str(m["content"]))} for m in messages]
+        asked = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+        # The template may change what stands before the answer; what it writes after it does not depend on it.
+        _, found, after = self._rendered([*asked, *said], ()).partition(_ANSWER)
+        if not found:
+            raise ValueError(
+                f"chat template of {self._directory} does not write an answer as it is"
+            )
+        ids = self.encode(after)
+        return ids[1:] if ids and ids[0] == stop else ids
+
+    def _rendered(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    ) -> str:
+        """The template has written the special tokens itself."""
         try:
-            rendered = self._template.render(
+            return self._template.render(
                 messages=list(messages),
                 add_generation_prompt=True,
-                tools=None,
+                tools=list(tools) or None,
                 documents=None,
                 **self._special,
             )
         except jinja2.TemplateError as error:
             raise ValueError(f"chat template of {self._directory}: {error}") from error
-        return self.encode(rendered)  # The template has written the special tokens itself.
+
+    def _harmless(self, text: str) -> str:
+        """A text in which no special token's text is left: a space stands after its first character."""
+        for special in self._special_texts:
+            text = text.replace(special, f"{special[0]} {special[1:]}")
+        return text
+
+    @functools.cached_property
+    def _special_texts(self) -> list[str]:
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        return [token.content for token in added if token.special]
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """The text of ids, without special tokens, or with their names."""
@@ -338,23 +395,36 @@ class HFTokenizer:
 
 
 class Asking:
-    """A tokenizer whose prompts have an instruction before the question, and a system prompt before both.
+    """A tokenizer whose prompts have an instruction before the question, and tools and a system prompt before both.
 
     All else is the tokenizer's own: the answer, the conversations of `encode_chat`, the files.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, instruction: str, system_prompt: str):
-        """Takes both as they are; "" for none.
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        instruction: str,
+        system_prompt: str,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ):
+        """Takes them as they are; "" or () for none.
 
         Raises:
-          ValueError: a system prompt, and no chat template to write it.
+          ValueError: a system prompt or tools, and no chat template to write them.
         """
+        if tools and not getattr(tokenizer, "has_chat_template", False):
+            raise ValueError(
+                "the environment's tools need a chat template, which this tokenizer has not: set "
+                "tokenizer.chat_template to a Jinja file"
+            )
         if system_prompt and not getattr(tokenizer, "has_chat_template", False):
             raise ValueError(
                 f"system_prompt = {system_prompt!r:.60} needs a chat template, which this tokenizer has not: set "
                 "tokenizer.chat_template to a Jinja file, or use tokenizer.instruction"
             )
         self._tokenizer, self._instruction, self._system = tokenizer, instruction, system_prompt
+        self._tools = tuple(tools)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
@@ -366,10 +436,13 @@ class Asking:
           ValueError: the chat template refuses.
         """
         question = self._instruction + text
-        if not self._system:
+        if not self._system and not self._tools:
             return self._tokenizer.encode_prompt(question)
-        system = {"role": "system", "content": self._system}
-        return self._tokenizer.encode_chat([system, {"role": "user", "content": question}])
+        system = [{"role": "system", "content": self._system}] if self._system else []
+        messages = [*system, {"role": "user", "content": question}]
+        return self._tokenizer.encode_chat(
+            messages, **({"tools": self._tools} if self._tools else {})
+        )
 
 
 def _only_message(messages: Sequence[Mapping[str, str]]) -> str:

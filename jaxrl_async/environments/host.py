@@ -1,0 +1,175 @@
+"""Processes in which environments run that ask for one: an episode has a process for itself, and dies with it.
+
+A call beyond its bound in time or memory, or a crash, costs that episode: its process is killed, and another one is
+started for the next. After a whole episode a process takes the next one, in a new instance of the environment.
+"""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxrl_async.environments.environment import Observation
+from jaxrl_async.rewards import child
+from jaxrl_async.types import Prompt
+
+START_TIMEOUT_SECS = 30.0
+LATE_SECS = 0.1  # to read a reply that arrived in time while this event loop was late
+ORPHAN_SECS = (
+    5.0  # beyond the bound on a call, after which a process without its parent ends itself
+)
+MAX_REPLY_BYTES = 1 << 22
+
+
+class EpisodeError(Exception):
+    """An episode failed; the message says what its environment did.
+
+    Where the environment's own code is the cause, `place` has the type and line of its exception, and `traceback` its
+    text.
+    """
+
+    def __init__(self, message: str, *, place: str = "", traceback: str = ""):
+        super().__init__(message)
+        self.place = place
+        self.traceback = traceback
+
+
+class EpisodeTimeoutError(EpisodeError):
+    """A call took longer than its bound."""
+
+
+class Host:
+    """Up to num_processes processes of one environment, each started when it is first needed."""
+
+    def __init__(
+        self,
+        name: str,
+        args: Mapping[str, Any],
+        *,
+        num_processes: int,
+        timeout_secs: float,
+        memory_bytes: int,
+    ):
+        """Starts nothing.
+
+        Args:
+          name: of the environment.
+          args: of each episode: values of JSON.
+          num_processes: episodes at once; more wait.
+          timeout_secs: bound on one call.
+          memory_bytes: bound on the address space that a process takes after its imports; 0 for none.
+        """
+        self._name, self._args = name, dict(args)
+        self._timeout_secs, self._memory_bytes = timeout_secs, memory_bytes
+        self._places = asyncio.Semaphore(num_processes)
+        self._idle: list[asyncio.subprocess.Process] = []
+        self._alive: set[asyncio.subprocess.Process] = set()
+
+    @contextlib.asynccontextmanager
+    async def episode(self) -> AsyncIterator["_Episode"]:
+        """An episode in a process of its own, as soon as one is free.
+
+        The wait has no bound of its own: each call of the episodes before it has one.
+        """
+        async with self._places:
+            process = await self._process()
+            episode = _Episode(process, self._timeout_secs, self._memory_bytes)
+            try:
+                yield episode
+            finally:
+                if episode.is_whole:
+                    self._idle.append(process)
+                else:
+                    await self._end(process)
+
+    async def close(self) -> None:
+        """Kills all processes."""
+        self._idle.clear()
+        await asyncio.gather(*(self._end(process) for process in list(self._alive)))
+
+    async def _process(self) -> asyncio.subprocess.Process:
+        while self._idle:
+            process = self._idle.pop()
+            if process.returncode is None:
+                return process
+            await self._end(process)
+        process = await child.start(
+            "jaxrl_async.environments.process",
+            *(self._name, json.dumps(self._args)),
+            *(str(self._timeout_secs + ORPHAN_SECS), str(self._memory_bytes)),
+            max_line_bytes=MAX_REPLY_BYTES,
+        )
+        self._alive.add(process)
+        line = b""
+        try:
+            async with asyncio.timeout(START_TIMEOUT_SECS):
+                line = await process.stdout.readline()
+        except TimeoutError:
+            reason = f"no answer for {START_TIMEOUT_SECS:g} s"
+        except BaseException:  # Cancelled.
+            await self._end(process)
+            raise
+        else:
+            reason = json.loads(line) if line else f"it ended ({await child.exit_of(process)})"
+        if reason is not None:
+            await self._end(process)
+            raise EpisodeError(f"process did not start: {reason}")
+        return process
+
+    async def _end(self, process: asyncio.subprocess.Process) -> None:
+        await child.end(process)
+        self._alive.discard(process)
+
+
+class _Episode:
+    """The calls of one episode. Its process may take another one where none is under way and all were answered."""
+
+    def __init__(self, process, timeout_secs: float, memory_bytes: int):
+        self._process, self._timeout_secs = process, timeout_secs
+        self._memory_bytes = memory_bytes
+        self.is_whole = True
+
+    async def reset(self, prompt: Prompt, rng: np.random.Generator) -> Observation:
+        fields = vars(prompt) | {
+            "tokens": prompt.tokens.tolist(),
+            "metadata": dict(prompt.metadata),
+        }
+        return await self._call({"reset": [fields, rng.bit_generator.state]})
+
+    async def step(self, action: str | list[int]) -> Observation:
+        return await self._call({"step": action})
+
+    async def _call(self, call: dict[str, Any]) -> Observation:
+        self.is_whole = False
+        self._process.stdin.write(json.dumps(call).encode() + b"\n")
+        line = await self._read()
+        if not line.endswith(b"\n"):
+            bound = f", memory limited to {self._memory_bytes} bytes" if self._memory_bytes else ""
+            raise EpisodeError(f"ended its process ({await child.exit_of(self._process)}{bound})")
+        outcome = json.loads(line)
+        if outcome is None:
+            bound = f"took more than {self._memory_bytes} bytes of memory"
+            raise EpisodeError(bound if self._memory_bytes else "ran out of memory")
+        if "error" in outcome:
+            raise EpisodeError(
+                f"raised {outcome['error']}",
+                place=outcome["place"],
+                traceback=outcome["traceback"],
+            )
+        self.is_whole = True
+        return Observation(**outcome)
+
+    async def _read(self) -> bytes:
+        """The reply to the call under way; without its newline, where the process ended."""
+        for secs in (self._timeout_secs, LATE_SECS):
+            try:
+                async with asyncio.timeout(secs):
+                    return await self._process.stdout.readline()
+            except TimeoutError:
+                continue
+            except ValueError as error:
+                raise EpisodeError(f"returned more than {MAX_REPLY_BYTES} bytes") from error
+        raise EpisodeTimeoutError(f"took longer than {self._timeout_secs:g} s")

@@ -1,0 +1,204 @@
+"""The rollout of an environment: turns of the policy and observations, until the episode is done or cut.
+
+The row that is trained on is the row that was sampled: sampled ids are kept as they came, and what an environment says
+is encoded once and appended, with mask False. Nothing is encoded again.
+
+An episode ends where the environment says so ("stop"); or it is cut ("length") after max_turns, in a turn that the
+token budget ends, which the environment does not see, or before a turn for which no token is left.
+"""
+
+import asyncio
+import collections
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from jaxrl_async.environments import environment_class
+from jaxrl_async.environments.environment import Observation, check_observation
+from jaxrl_async.environments.host import EpisodeError, EpisodeTimeoutError, Host
+from jaxrl_async.rollout.context import Context, RolloutError, Row
+from jaxrl_async.rollout.failures import CodeError, code_error
+from jaxrl_async.types import MAX_COMPONENTS, Prompt, Trajectory
+
+NAME = "environment"  # in rollout.function
+TURNS = "turns"  # the component that counts them
+_REWARDED = CodeError("a reward of an environment that does not judge", "")
+
+
+class EnvironmentRollout:
+    """A rollout function; `close` ends its processes, and it may be called again afterwards."""
+
+    def __init__(
+        self,
+        name: str,
+        args: Mapping[str, Any],
+        *,
+        max_turns: int,
+        max_turn_tokens: int,
+        timeout_secs: float,
+        num_processes: int,
+        memory_bytes: int,
+    ):
+        """Starts nothing.
+
+        Args:
+          name: in ENVIRONMENTS, or "module:Name".
+          args: of each episode, by keyword.
+          max_turns: of the policy, ≥ 1.
+          max_turn_tokens: sampled, of one turn; 0 for the budget of the whole row alone.
+          timeout_secs: bound on one reset or step, > 0, without the wait for a free process.
+          num_processes: ≥ 1, of an environment that runs in processes of its own, one episode each at a time.
+          memory_bytes: bound on the address space that such a process takes after its imports; 0 for none.
+
+        Raises:
+          ValueError, TypeError: as of `environment_class`.
+        """
+        self._name, self._args = name, dict(args)
+        self._class = environment_class(name, args)
+        one = self._class(**self._args)
+        self._takes_tokens = getattr(one, "takes", "text") == "tokens"
+        self._judges = getattr(one, "judges", True)
+        self._max_turns, self._max_turn_tokens = max_turns, max_turn_tokens
+        self._timeout_secs = timeout_secs
+        self._host = None
+        if getattr(one, "own_process", False):
+            self._host = Host(
+                name,
+                self._args,
+                num_processes=num_processes,
+                timeout_secs=timeout_secs,
+                memory_bytes=memory_bytes,
+            )
+
+    async def close(self) -> None:
+        """Kills the processes."""
+        if self._host is not None:
+            await self._host.close()
+
+    async def __call__(self, prompt: Prompt, context: Context) -> Trajectory:
+        """One episode.
+
+        Raises:
+          RolloutError: "environment_error" or "environment_timeout"; or of `context.generate`.
+        """
+        async with self._episode() as episode:
+            return await self._play(episode, prompt, context)
+
+    async def _play(self, episode, prompt: Prompt, context: Context) -> Trajectory:
+        row, total = Row(prompt), _Total(self._judges)
+        observation = await self._bounded(episode.reset(prompt, context.rng))
+        bound = {"max_new_tokens": self._max_turn_tokens} if self._max_turn_tokens else {}
+        stop = None  # the stop token of the last turn
+        for turn in range(self._max_turns):
+            read = self._ids(observation, context, stop, is_first=turn == 0)
+            if turn and not context.tokens_left(row.tokens + read):
+                break
+            row.append(read)
+            completion = await context.generate(row.tokens, **bound)
+            row.extend(completion)
+            total.num_turns += 1
+            if completion.finish_reason != "stop":
+                break
+            stop = int(completion.tokens[-1])
+            action = (
+                completion.tokens.tolist()
+                if self._takes_tokens
+                else context.decode(completion.tokens)
+            )
+            observation = await self._bounded(episode.step(action))
+            if observation.reward is not None and not self._judges:
+                raise self._failure("gave a reward, and its `judges` is False", _REWARDED)
+            total.add(observation)
+            if observation.done:
+                return row.trajectory(reward=total.reward, components=total.components())
+        return row.trajectory(
+            reward=total.reward, components=total.components(), finish_reason="length"
+        )
+
+    def _ids(
+        self, observation: Observation, context: Context, stop: int | None, *, is_first: bool
+    ) -> list[int]:
+        """The tokens of an observation."""
+        try:
+            if observation.messages:
+                if is_first:
+                    raise ValueError(
+                        "reset returned messages: what is said before the first turn is the prompt"
+                    )
+                return context.encode_reply(observation.messages, stop)
+            return list(observation.tokens) or context.encode(observation.text)
+        except ValueError as error:
+            raise self._failure(f"cannot be read: {error}", code_error(error)) from error
+
+    @contextlib.asynccontextmanager
+    async def _episode(self) -> AsyncIterator[Any]:
+        """An environment, here or in a process; closed at the end."""
+        if self._host is not None:
+            async with self._host.episode() as episode:
+                yield episode
+            return
+        episode = self._class(**self._args)
+        try:
+            yield episode
+        finally:
+            if hasattr(episode, "close"):
+                await self._bounded(episode.close(), is_step=False)
+
+    async def _bounded(self, call, *, is_step: bool = True) -> Observation | None:
+        """What an environment returns, within its time."""
+        try:
+            # A process is killed at its own bound; this one is of an environment on this event loop.
+            async with asyncio.timeout(None if self._host else self._timeout_secs) as bound:
+                observation = await call
+            return check_observation(observation) if is_step else None
+        except EpisodeTimeoutError as error:
+            raise self._late(str(error)) from error
+        except EpisodeError as error:
+            cause = CodeError(error.place, error.traceback) if error.place else None
+            raise self._failure(str(error), cause) from error
+        except TimeoutError as error:
+            if not bound.expired():
+                raise self._failure(f"raised TimeoutError: {error}", code_error(error)) from error
+            raise self._late(f"took longer than {self._timeout_secs:g} s") from error
+        except RolloutError:
+            raise
+        except Exception as error:
+            text = f"raised {type(error).__name__}: {error}"
+            raise self._failure(text, code_error(error)) from error
+
+    def _failure(self, text: str, cause: CodeError | None) -> RolloutError:
+        return RolloutError("environment_error", f"environment {self._name!r} {text}", cause)
+
+    def _late(self, text: str) -> RolloutError:
+        return RolloutError("environment_timeout", f"environment {self._name!r} {text}")
+
+
+class _Total:
+    """Turns, rewards and components so far."""
+
+    def __init__(self, judges: bool):
+        self._judges = judges
+        self.num_turns = 0  # of the policy, the last one perhaps cut
+        self._rewards: dict[int, float] = {}  # number of a turn, from 1 → its reward
+        self._components: collections.Counter[str] = collections.Counter()
+
+    def add(self, observation: Observation) -> None:
+        """Adds what the last turn was worth."""
+        if observation.reward is not None:
+            self._rewards[self.num_turns] = float(observation.reward)
+        for name, value in observation.components.items():
+            self._components[name] += float(value)
+
+    @property
+    def reward(self) -> float | None:
+        """The sum over the turns, 0 where an episode was cut before any; None where the environment does not judge."""
+        return float(sum(self._rewards.values())) if self._judges else None
+
+    def components(self) -> dict[str, float]:
+        """The environment's; the number of turns; and where several turns have rewards, each of the first ones'."""
+        found = {TURNS: float(self.num_turns)} | self._components
+        several = self._rewards.items() if len(self._rewards) > 1 else ()
+        for turn, reward in several:
+            if len(found) < MAX_COMPONENTS:
+                found.setdefault(f"turn_{turn}", reward)
+        return found

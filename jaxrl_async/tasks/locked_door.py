@@ -1,0 +1,73 @@
+"""Games for the environment "locked_door": a door, and rooms with keys of different colours.
+
+Its demonstrations know the commands and do not compare colours: they look into some rooms and take the key that they
+see last.
+"""
+
+import dataclasses
+import functools
+from typing import ClassVar
+
+import numpy as np
+
+from jaxrl_async.environments.locked_door import Game
+from jaxrl_async.tasks.task import Example, Turns, check_split
+
+COLOURS = ("red", "blue", "green", "black", "white", "pink", "gray", "gold")
+ROOMS = ("n", "e", "s", "w")
+
+
+@dataclasses.dataclass(frozen=True)
+class LockedDoors:
+    """num_train and num_test games, numbered; one of the keys has the door's colour.
+
+    Raises:
+      ValueError: an argument is outside its bounds.
+    """
+
+    num_rooms: int  # in [2, 4]
+    num_train: int
+    num_test: int  # held-out games
+    seed: int
+
+    reward: ClassVar[str] = "exact"  # The environment judges.
+    validation_from: ClassVar[str] = "test"  # num_test may be any number.
+
+    def __post_init__(self):
+        if not 2 <= self.num_rooms <= len(ROOMS):
+            raise ValueError(f"num_rooms must be in [2, {len(ROOMS)}], got {self.num_rooms}")
+        for name in ("num_train", "num_test"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be ≥ 1, got {getattr(self, name)}")
+
+    def examples(self, split: str) -> list[Example]:
+        """The games of a split, in a seeded order."""
+        games, first = self._games, self.num_train
+        chosen = games[:first] if check_split(split) == "train" else games[first:]
+        return chosen
+
+    def demonstrations(self, num: int | None = None) -> list[tuple[str, Turns]]:
+        """Train games, each played without a look at the colours."""
+        train = self.examples("train")
+        num = len(train) if num is None else num
+        rng = np.random.default_rng([self.seed, 1])
+        return [self._episode(train[i % len(train)], rng) for i in range(num)]
+
+    def _episode(self, example: Example, rng) -> tuple[str, Turns]:
+        order = rng.permutation(self.num_rooms)[: rng.integers(1, self.num_rooms + 1)]
+        game, turns = Game(**example.metadata), []
+        for command in [*(ROOMS[i] for i in order), "take"]:
+            turns += [command, game.follow(command)]
+        return example.text, (*turns, "open")
+
+    @functools.cached_property
+    def _games(self) -> list[Example]:
+        rng, rooms = np.random.default_rng([self.seed, 0]), ROOMS[: self.num_rooms]
+        games = []
+        for number in range(self.num_train + self.num_test):
+            colours = [COLOURS[i] for i in rng.permutation(len(COLOURS))[: len(rooms)]]
+            door = colours[rng.integers(len(colours))]
+            text = f"game {number}. a {door} door. rooms {' '.join(rooms)}."
+            keys = dict(zip(rooms, colours, strict=True))
+            games.append(Example(text, door, {"door": door, "keys": keys}))
+        return games
