@@ -1,6 +1,7 @@
 """A push, by transport and size: seconds, bytes per second, and how long generation stood still.
 
     python benchmarks/weights.py [--sizes=1,100,500] [--servers=embedded,sglang,sglang_jax] [--repeats=3]
+        [--transports=disk,stream,tensor]
 
 Needs the test extra and, for the real servers, their environments (tests/real/*.sh install). Each server is started
 without weights; the versions alternate, so that nothing is loaded twice in a row. A copy of the same files is timed
@@ -149,7 +150,7 @@ async def measure(address: str, transport: str, paths: list[pathlib.Path], repea
     return row | client.calls
 
 
-def run(sizes: list[int], servers: list[str], repeats: int) -> Iterator[dict]:
+def run(sizes: list[int], servers: list[str], wanted: list[str], repeats: int) -> Iterator[dict]:
     """One row for each size, server and transport, as it comes."""
     for millions in sizes:
         config = config_of(millions)
@@ -164,6 +165,8 @@ def run(sizes: list[int], servers: list[str], repeats: int) -> Iterator[dict]:
                 flags = ("--mem-fraction-static=0.6",) if server != "embedded" else ()
                 with real_servers.serving(server, config, root / "model", log, *flags) as address:
                     for transport in real_servers.TRANSPORTS_OF[server]:
+                        if transport not in wanted:
+                            continue
                         copies = [copy_secs(p, root / "copy") for p in paths]
                         row = {"millions": millions, "server": server, "transport": transport}
                         row |= asyncio.run(measure(address, transport, paths, repeats))
@@ -193,6 +196,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--sizes", default="1,100,500", help="millions of parameters")
     parser.add_argument("--servers", default=",".join(real_servers.TRANSPORTS_OF))
+    parser.add_argument("--transports", default="disk,stream,tensor")
     parser.add_argument("--repeats", type=int, default=3, help="pushes that count")
     parser.add_argument("--out", default=str(ROOT / "benchmarks/results/weights.json"))
     args = parser.parse_args()
@@ -200,7 +204,8 @@ def main() -> None:
     out = pathlib.Path(args.out)
     rows = json.loads(out.read_text("utf-8"))["rows"] if out.exists() else []
     rows = {key_of(row): row for row in rows}
-    for row in run([int(s) for s in args.sizes.split(",")], args.servers.split(","), args.repeats):
+    sizes = [int(size) for size in args.sizes.split(",")]
+    for row in run(sizes, args.servers.split(","), args.transports.split(","), args.repeats):
         print(line(row), flush=True)
         rows[key_of(row)] = row
         result["rows"] = list(rows.values())

@@ -296,13 +296,13 @@ class _Routes:
         body = await _read(http_request, keys)
         version = _str(body, "weight_version", MAX_VERSION_CHARS)
         digest = _str(body, "weight_digest", MAX_VERSION_CHARS)
-        lease_secs = _lease(http_request)
+        name, keep, lease_secs = _file_name(body), _bool(body, "keep"), _lease(http_request)
+        is_upload = "model_path" not in body
+        path = None if is_upload else _str(body, "model_path", security.MAX_PATH_CHARS)
         try:
             self._writers.check(body.get("writer"))
-            path = self._confined(body) if "model_path" in body else self._uploaded(version)
-            source = difference.Source(
-                path, _file_name(body), _bool(body, "keep"), is_upload="model_path" not in body
-            )
+            path = self._uploaded(version) if is_upload else self._confined(path)
+            source = difference.Source(path, name, keep, is_upload=is_upload)
             load = functools.partial(self._copy.load, source, digest, self._load)
             await self._prepared.prepare(version, digest, load, lease_secs)
         except difference.DifferenceError as error:
@@ -311,7 +311,7 @@ class _Routes:
             return _refused(str(error), NO_ROOM)
         except ValueError as error:  # of WeightsError's kind too
             return _refused(str(error))
-        if "model_path" not in body:
+        if is_upload:
             shutil.rmtree(path, ignore_errors=True)
         return _json({"success": True, "message": f"version {version} is prepared"})
 
@@ -326,16 +326,16 @@ class _Routes:
             raise InvalidRequestError(
                 f"load_format must be auto or safetensors, got {body['load_format']!r:.80}"
             )
+        path = _str(body, "model_path", security.MAX_PATH_CHARS)
         version = _str(body, "weight_version", MAX_VERSION_CHARS)
         try:
-            path = self._confined(body)
+            path = self._confined(path)
         except ValueError as error:
             return _refused(str(error))
         return await self._update(str(path), version, body)
 
-    def _confined(self, body):
-        """The directory in model_path; raises ValueError for one that weights may not come from."""
-        path = _str(body, "model_path", security.MAX_PATH_CHARS)
+    def _confined(self, path):
+        """The directory of a model_path; raises ValueError for one that weights may not come from."""
         try:
             return security.confined(path, self._weight_roots)
         except ValueError as error:

@@ -17,6 +17,7 @@ the environment of another server can use it.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import math
@@ -134,8 +135,9 @@ class Copy:
                 await asyncio.to_thread(self._take, source)
             weights = await read(self.path)
         except BaseException as error:
-            if source.is_upload and not source.difference and self.path.exists():
-                self.path.rename(source.directory)  # A load in the pause reads it there.
+            if source.is_upload and not source.difference:
+                with contextlib.suppress(OSError):  # A new upload has begun there.
+                    self.path.rename(source.directory)  # A load in the pause reads it.
             self.drop()
             if source.difference and isinstance(error, ValueError):
                 raise DifferenceError(str(error)) from error
