@@ -1,10 +1,13 @@
 """A push, by transport and size: seconds, bytes per second, and how long generation stood still.
 
     python benchmarks/weights.py [--sizes=1,100,500] [--servers=embedded,sglang,sglang_jax] [--repeats=3]
+        [--transports=disk,stream,tensor]
 
 Needs the test extra and, for the real servers, their environments (tests/real/*.sh install). Each server is started
 without weights; the versions alternate, so that nothing is loaded twice in a row. A copy of the same files is timed
-in the same run: no push can be faster than about that, since it also reads, hashes and loads.
+in the same run: no push can be faster than about that, since it also reads, hashes and loads. Beside a push that
+prepares the version first, one to the same server that loads it in the pause; SGLang has no other way. A row of the
+results is replaced by a later run of the same size, server and transport.
 """
 
 import argparse
@@ -23,7 +26,7 @@ import jax
 import numpy as np
 
 from jaxrl_async.models import hf, transformer
-from jaxrl_async.servers.client import InferenceClient
+from jaxrl_async.servers.client import InferenceClient, ServerError
 from jaxrl_async.weights import transports
 from jaxrl_async.weights.store import WeightStore
 
@@ -41,7 +44,28 @@ TIMEOUT_SECS = 600.0
 
 
 class TimedClient(InferenceClient):
-    """Notes how long each pause lasted."""
+    """Notes how long each pause lasted, and each of SGLang's calls in it."""
+
+    def __init__(self, **keys):
+        super().__init__(**keys)
+        self.prepares = True
+        self.calls = {}
+
+    async def prepare_weights(self, address, **kwargs):
+        if not self.prepares:
+            raise ServerError(address, "/weights/prepare", "left out", retryable=False, status=404)
+        await super().prepare_weights(address, **kwargs)
+
+    async def update_weights_from_disk(self, *args, **kwargs):
+        start = time.monotonic()
+        await super().update_weights_from_disk(*args, **kwargs)
+        self.calls["load_secs"] = time.monotonic() - start
+
+    async def checksums(self, *args, **kwargs):
+        start = time.monotonic()
+        found = await super().checksums(*args, **kwargs)
+        self.calls["checksum_secs"] = time.monotonic() - start
+        return found
 
     async def pause(self, *args, **kwargs):
         await super().pause(*args, **kwargs)
@@ -102,11 +126,14 @@ def copy_secs(path: pathlib.Path, temporary: pathlib.Path) -> float:
 
 
 async def measure(address: str, transport: str, paths: list[pathlib.Path], repeats: int) -> dict:
-    """Medians over pushes of alternating versions; the first one warms up and does not count."""
-    pushes, pauses = [], []
+    """Medians over pushes of alternating versions; the first ones warm up and do not count."""
+    ways = {"": True, "in_pause_": False}  # prefix of the names → whether the client prepares
+    pushes, pauses = {way: [] for way in ways}, {way: [] for way in ways}
     keys = {"api_key": real_servers.API_KEY, "admin_api_key": real_servers.ADMIN_API_KEY}
     async with TimedClient(**keys) as client:
-        for number in range(repeats + 1):
+        numbers = iter(range(1 << 30))
+        for way, number in ((w, next(numbers)) for _ in range(repeats + 1) for w in ways):
+            client.prepares = ways[way]
             start = time.monotonic()
             await transports.TRANSPORTS[transport](
                 client,
@@ -116,15 +143,14 @@ async def measure(address: str, transport: str, paths: list[pathlib.Path], repea
                 mode="retract",
                 timeout_secs=TIMEOUT_SECS,
             )
-            pushes.append(time.monotonic() - start)
-            pauses.append(client.pause_secs)
-    return {
-        "push_secs": float(np.median(pushes[1:])),
-        "pause_secs": float(np.median(pauses[1:])),
-    }
+            pushes[way].append(time.monotonic() - start)
+            pauses[way].append(client.pause_secs)
+    row = {f"{way}push_secs": float(np.median(pushes[way][1:])) for way in ways}
+    row |= {f"{way}pause_secs": float(np.median(pauses[way][1:])) for way in ways}
+    return row | client.calls
 
 
-def run(sizes: list[int], servers: list[str], repeats: int) -> Iterator[dict]:
+def run(sizes: list[int], servers: list[str], wanted: list[str], repeats: int) -> Iterator[dict]:
     """One row for each size, server and transport, as it comes."""
     for millions in sizes:
         config = config_of(millions)
@@ -139,12 +165,15 @@ def run(sizes: list[int], servers: list[str], repeats: int) -> Iterator[dict]:
                 flags = ("--mem-fraction-static=0.6",) if server != "embedded" else ()
                 with real_servers.serving(server, config, root / "model", log, *flags) as address:
                     for transport in real_servers.TRANSPORTS_OF[server]:
+                        if transport not in wanted:
+                            continue
                         copies = [copy_secs(p, root / "copy") for p in paths]
                         row = {"millions": millions, "server": server, "transport": transport}
                         row |= asyncio.run(measure(address, transport, paths, repeats))
                         row |= {"bytes": num_bytes, "copy_secs": float(np.median(copies))}
                         row["bytes_per_sec"] = num_bytes / row["push_secs"]
                         row["push_over_copy"] = row["push_secs"] / row["copy_secs"]
+                        row["pause_over_in_pause"] = row["pause_secs"] / row["in_pause_pause_secs"]
                         yield row
 
 
@@ -153,23 +182,34 @@ def line(row: dict) -> str:
         f"{row['millions']:4d}M {row['server']:11} {row['transport']:7} "
         f"push {row['push_secs']:7.3f} s {row['bytes_per_sec'] / 1e6:7.0f} MB/s  "
         f"pause {row['pause_secs']:7.3f} s  copy {row['copy_secs']:6.3f} s  "
-        f"push/copy {row['push_over_copy']:5.1f}"
+        f"push/copy {row['push_over_copy']:5.1f}  "
+        f"loaded in the pause: push {row['in_pause_push_secs']:7.3f} s pause {row['in_pause_pause_secs']:7.3f} s  "
+        f"ratio of the pauses {row['pause_over_in_pause']:.3f}"
     )
+
+
+def key_of(row: dict) -> tuple[int, str, str]:
+    return row["millions"], row["server"], row["transport"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--sizes", default="1,100,500", help="millions of parameters")
     parser.add_argument("--servers", default=",".join(real_servers.TRANSPORTS_OF))
+    parser.add_argument("--transports", default="disk,stream,tensor")
     parser.add_argument("--repeats", type=int, default=3, help="pushes that count")
     parser.add_argument("--out", default=str(ROOT / "benchmarks/results/weights.json"))
     args = parser.parse_args()
     result = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-    result["rows"] = []
-    for row in run([int(s) for s in args.sizes.split(",")], args.servers.split(","), args.repeats):
+    out = pathlib.Path(args.out)
+    rows = json.loads(out.read_text("utf-8"))["rows"] if out.exists() else []
+    rows = {key_of(row): row for row in rows}
+    sizes = [int(size) for size in args.sizes.split(",")]
+    for row in run(sizes, args.servers.split(","), args.transports.split(","), args.repeats):
         print(line(row), flush=True)
-        result["rows"].append(row)
-        pathlib.Path(args.out).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        rows[key_of(row)] = row
+        result["rows"] = list(rows.values())
+        out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

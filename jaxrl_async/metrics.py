@@ -42,6 +42,7 @@ METRICS: dict[str, str] = {
     "weights/delay": "steps by which that version is older than the published one, with rollout.delay_steps",
     "weights/push_secs": "seconds of the last push, with its write",
     "weights/bytes": "bytes of a version",
+    "weights/paused_secs": "server-seconds that generation stood still for pushes, since the push before",
     "time/step_secs": "seconds since the previous row, as for all times of a row",
     "time/wait_data_secs": "seconds the learner waited for chunks",
     "time/wait_push_secs": "seconds the learner waited for a push",

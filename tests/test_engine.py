@@ -584,6 +584,51 @@ def test_weights_from_disk_are_those_that_were_written(engine, tmp_path):
     assert done.spans == (engine_lib.Span("1", 0, 8),)
 
 
+@pytest.fixture
+def full_device(engine, monkeypatch):
+    """A device that has no room for a second copy while the engine has its cache."""
+    place = loading.to_device
+
+    def placed(*args):
+        if engine._cache is not None:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        return place(*args)
+
+    monkeypatch.setattr(loading, "to_device", placed)
+
+
+@pytest.mark.usefixtures("full_device")
+def test_where_two_copies_do_not_fit_the_cache_makes_room_in_a_pause(engine, tmp_path):
+    path = write_weights(tmp_path)
+    live = submit(engine, request("r", max_new_tokens=20))
+    for load in (lambda: update(engine, path), lambda: engine.load_weights(path)):
+        with pytest.raises(loading.NoRoomError, match="no room for a second copy"):
+            wait(load())
+    wait(engine.pause("retract"))
+    assert engine._cache is not None
+    wait(update(engine, path))
+    wait(engine.resume())
+    assert engine.weight_version == "1"
+    done = wait(live)
+    assert len(done.output_ids) == 20
+    expected = reference_logprobs(weights(1), (1, 2, 3), after := generate(engine, "after"))
+    np.testing.assert_allclose(after.logprobs, expected, atol=1e-5)
+
+
+@pytest.mark.usefixtures("full_device")
+def test_a_cache_in_use_is_not_given_away(engine, tmp_path):
+    gate = Gate(engine)
+    live = submit(engine, request("r", max_new_tokens=20))
+    gate.run(1)
+    paused = engine.pause("in_place")
+    gate.open()
+    wait(paused)
+    with pytest.raises(loading.NoRoomError):
+        wait(update(engine, write_weights(tmp_path)))
+    wait(engine.resume())
+    assert len(wait(live).output_ids) == 20
+
+
 def test_only_model_safetensors_is_enough(engine, tmp_path):
     path = write_weights(tmp_path)
     for name in ("config.json", "manifest.json"):

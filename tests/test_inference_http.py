@@ -7,6 +7,7 @@ import socket
 import time
 
 import aiohttp
+import jax
 import pytest
 import yarl
 from fixtures.served_engine import (
@@ -21,7 +22,9 @@ from fixtures.served_engine import (
 )
 
 from jaxrl_async.inference import engine as engine_lib
-from jaxrl_async.inference import http, programs
+from jaxrl_async.inference import http, loading, programs
+from jaxrl_async.models import hf
+from jaxrl_async.weights import difference
 from jaxrl_async.weights import store as weight_store
 
 
@@ -488,6 +491,212 @@ async def test_the_servers_end_ends_its_answers_and_not_the_engine(engine):
         await client.until(num_waiting_requests=0)
         await client("/continue_generation")
         assert len((await client.generate())["output_ids"]) == 5
+
+
+# Preparations.
+
+
+@pytest.fixture
+def stored(tmp_path):
+    return pathlib.Path(write_weights(tmp_path))
+
+
+def named(stored, version="4", **more):
+    """The version and its digest, as a preparation and its update have them."""
+    digest = weight_store.read_manifest(stored)["digest"]
+    return {"weight_version": version, "weight_digest": digest} | more
+
+
+async def prepare(client, stored, **more):
+    return await client("/weights/prepare", named(stored, model_path=str(stored)) | more)
+
+
+async def swap(client, stored, **more):
+    body = named(stored, model_path=str(stored)) | more
+    return await client("/update_weights_from_disk", body)
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """The directories that were read."""
+    reads, read = [], loading.read
+
+    def recorded(path, *args):
+        reads.append(path)
+        return read(path, *args)
+
+    monkeypatch.setattr(loading, "read", recorded)
+    return reads
+
+
+async def test_a_prepared_version_is_swapped_in_without_its_files(client, engine, stored, reads):
+    held = Held(engine)
+    running = client.start(**LONG)
+    await client.until(num_running_requests=1)
+    status, answer = await prepare(client, stored)
+    assert (status, answer["success"]) == (200, True)
+    info = (await client.get("/model_info"))[1]
+    assert (info["weight_version"], info["num_running_requests"]) == ("3", 1)  # It goes on.
+    (stored / "model.safetensors").unlink()
+    await client("/pause_generation", {"mode": "retract"})
+    assert (await swap(client, stored))[0] == 200
+    await client("/continue_generation")
+    held.release()
+    info = (await client.get("/model_info"))[1]
+    assert info["weight_digest"] == named(stored)["weight_digest"]
+    spans = (await running)["meta_info"]["weight_versions"]
+    assert [span["version"] for span in spans] == ["3", "4"]
+    assert len(reads) == 1
+
+
+async def test_a_swap_that_comes_twice_loads_the_version_again(client, stored, reads):
+    await prepare(client, stored)
+    for _ in range(2):
+        assert (await swap(client, stored))[0] == 200
+    info = (await client.get("/model_info"))[1]
+    assert (info["weight_version"], len(reads)) == ("4", 2)
+
+
+@pytest.mark.parametrize("other", [{"weight_version": "5"}, {"weight_digest": "0" * 64}])
+async def test_an_update_to_other_weights_than_the_prepared_loads_them(
+    client, stored, reads, other
+):
+    await prepare(client, stored)
+    assert (await swap(client, stored, **other))[0] == 200
+    assert len(reads) == 2
+
+
+async def test_a_prepared_upload_is_swapped_in_and_its_files_are_gone(client, stored, reads):
+    await upload(client, stored, "4")
+    assert (await client("/weights/prepare", named(stored)))[0] == 200
+    status, answer = await client("/weights/prepare", named(stored, "5"))
+    assert (status, "no file of version '5'" in str(answer)) == (400, True)
+    assert (await client("/weights/prepare", named(stored)))[0] == 400  # Its files are gone.
+    await upload(client, stored, "4")
+    assert (await client("/weights/prepare", named(stored)))[0] == 200
+    assert (await client("/update_weights_from_upload", named(stored)))[0] == 200
+    assert (await client.get("/model_info"))[1]["weight_version"] == "4"
+
+
+async def test_damaged_files_are_refused_before_a_pause(client, stored):
+    content = bytearray((stored / "model.safetensors").read_bytes())
+    content[-3] ^= 1
+    (stored / "model.safetensors").write_bytes(content)
+    status, answer = await prepare(client, stored)
+    assert (status, answer["success"]) == (400, False) and "its manifest says" in answer["message"]
+    assert (await client.get("/model_info"))[1]["weight_version"] == "3"
+
+
+async def test_other_weights_than_those_of_the_push_are_refused(client, stored):
+    status, answer = await prepare(client, stored, weight_digest="0" * 64)
+    assert status == 400 and "the push is of 0000" in answer["message"]
+
+
+async def test_a_superseded_learner_prepares_nothing_and_swaps_nothing(client, stored, reads):
+    young, old = ({"run_id": "a", "generation": generation} for generation in (2, 1))
+    assert (await prepare(client, stored, writer=young))[0] == 200
+    for call in (prepare, swap):
+        status, answer = await call(client, stored, writer=old)
+        assert status == 400 and "superseded by generation 2" in answer["message"]
+    assert (await swap(client, stored, writer=young))[0] == 200
+    assert len(reads) == 1
+
+
+async def test_a_version_from_outside_the_roots_is_not_prepared(client, stored):
+    status, answer = await prepare(client, stored, model_path="/etc")
+    assert status == 400 and "model_path" in answer["message"]
+
+
+@pytest.fixture
+def steps(tmp_path):
+    """Writes versions of small steps: number → its directory."""
+    store = weight_store.WeightStore(tmp_path / "steps", keep=2)
+
+    def write(number):
+        params = jax.tree.map(lambda leaf: leaf + number * 1e-6, weights(1))
+        tensors = hf.to_tensors(params, CONFIG, "float32")
+        return store.write(number, tensors, hf.write_config(CONFIG))
+
+    return write
+
+
+@pytest.fixture
+def copies(monkeypatch):
+    """The copies that servers make."""
+    copies, make = [], difference.Copy
+
+    def made(root):
+        copies.append(make(root))
+        return copies[-1]
+
+    monkeypatch.setattr(difference, "Copy", made)
+    return copies
+
+
+@pytest.mark.parametrize("way", ["disk", "stream"])
+async def test_differences_give_the_digests_of_full_versions(copies, client, steps, way):
+    """The last of them is of a base that the server lost: it says so, and takes the full version."""
+
+    async def give(path, version, file=None):
+        """Prepares a version, in full or by a difference."""
+        body = named(path, version, keep=True) | ({"difference": file.name} if file else {})
+        if way == "disk":
+            return await client("/weights/prepare", body | {"model_path": str(path)})
+        files = [file] if file else [f for f in path.iterdir() if f.suffix != ".difference"]
+        await upload(client, path, version, files=files)
+        return await client("/weights/prepare", body)
+
+    route = "/update_weights_from_" + {"disk": "disk", "stream": "upload"}[way]
+    last = None
+    for number in range(1, 6):
+        path = steps(number)
+        file = last and difference.write(last, path)
+        if number == 5:
+            copies[-1].drop()
+        status, answer = await give(path, str(number), file)
+        if number == 5:
+            assert status == http.NO_DIFFERENCE and "is of None" in answer["message"]
+            assert (await client.get("/model_info"))[1]["weight_version"] == "4"
+            status, answer = await give(path, str(number))
+        assert status == 200, answer
+        where = {"model_path": str(path)} if way == "disk" else {}
+        assert (await client(route, named(path, str(number)) | where))[0] == 200
+        info = (await client.get("/model_info"))[1]
+        digest = named(path)["weight_digest"]
+        assert (info["weight_version"], info["weight_digest"]) == (str(number), digest)
+        assert info["difference_base"] == digest
+        last = path
+
+
+async def test_a_difference_from_outside_the_version_is_refused(client, steps):
+    path = steps(1)
+    for name in ("../evil.difference", "/etc/passwd", ".difference", 3):
+        body = named(path, keep=True, model_path=str(path), difference=name)
+        status, answer = await client("/weights/prepare", body)
+        assert status == 400 and "difference must be a file's name" in str(answer)
+
+
+async def test_a_kept_upload_without_room_is_there_for_the_load_in_the_pause(
+    client, stored, monkeypatch
+):
+    read = loading.read
+    monkeypatch.setattr(loading, "read", no_room)
+    await upload(client, stored, "4")
+    status, _ = await client("/weights/prepare", named(stored, keep=True))
+    assert status == http.NO_ROOM
+    monkeypatch.setattr(loading, "read", read)
+    status, _ = await client("/update_weights_from_upload", {"weight_version": "4"})
+    assert status == 200
+
+
+def no_room(*_):
+    raise loading.NoRoomError("the device has no room for a second copy")
+
+
+async def test_no_room_for_two_copies_is_507(client, stored, monkeypatch):
+    monkeypatch.setattr(loading, "read", no_room)
+    status, answer = await prepare(client, stored)
+    assert (status, answer["success"]) == (http.NO_ROOM, False) and "no room" in answer["message"]
 
 
 # Uploads and keys.

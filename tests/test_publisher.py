@@ -145,7 +145,12 @@ def test_a_version_reaches_every_server_and_then_the_queue(queue, servers, start
     for server in servers:
         assert not server.paused
         changes = [route for route in server.routes() if route != "/model_info"]
-        assert changes == ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
+        assert changes == [
+            "/weights/prepare",
+            "/pause_generation",
+            "/update_weights_from_disk",
+            "/continue_generation",
+        ]
         assert server.payloads("/pause_generation") == [{"mode": "retract"}]
         (update,) = server.payloads("/update_weights_from_disk")
         assert update["model_path"] == str(tmp_path / "00000000")
@@ -899,6 +904,59 @@ def test_a_list_with_a_bad_line_ends_the_publisher_at_its_first_reading(start, t
     publisher = start([], discovery=Discovery(f"file:{file}"))
     with pytest.raises(PublisherError, match=r"servers\.txt, line 1: 'a:1' is no http"):
         wait_until(publisher.check)
+
+
+def test_a_roll_pauses_one_server_after_the_other_and_all_stay_healthy(queue, start, write):
+    with started(4) as servers:
+        publisher = start(servers, max_paused=1)
+        push(publisher, 0, write)
+        assert publisher.metrics()["weights/paused_secs"] > 0
+        num_announced, most = len(queue.published), 0
+        gates = [gated(server) for server in servers]
+        publisher.publish(1, write(1), timeout_secs=WAIT_SECS)
+        for _ in servers:
+            wait_until(lambda: any(server.paused for server in servers))
+            (paused,) = [i for i, server in enumerate(servers) if server.paused]
+            # The others have prepared, and go on with a version that counts.
+            wait_until(lambda: all(server.prepared[0] == "1" for server in servers))
+            most = max(most, sum(server.paused for server in servers))
+            assert queue.published[num_announced:] == []
+            gates[paused].set()
+            wait_until(lambda: not servers[paused].paused)  # noqa: B023
+        publisher.wait(1, timeout_secs=WAIT_SECS)
+        assert most == 1
+        states = [(version, set(states.values())) for version, states, _ in queue.published[1:]]
+        assert states == [(1, {("HEALTHY", 1)})]
+
+
+def test_a_server_that_hangs_in_its_turn_makes_no_other_late(queue, start, write):
+    with started(4) as servers:
+        hanging = servers[1]
+        publisher = start(servers, max_paused=1, push_timeout_secs=4.0)
+        push(publisher, 0, write)
+        hanging.hang.add("/update_weights_from_disk")
+        push(publisher, 1, write)
+        assert queue.last(hanging) == ("STALE", 0)
+        assert [queue.last(s) for s in servers if s is not hanging] == [("HEALTHY", 1)] * 3
+        hanging.hang.clear()
+        queue.wait_for(lambda: queue.last(hanging) == ("HEALTHY", 1))
+
+
+def test_a_server_that_restarts_between_prepare_and_swap_gets_the_version_again(
+    queue, servers, start, write
+):
+    _, restarted = servers
+    publisher = start(servers)
+    push(publisher, 0, write)
+    restarted.hang.add("/pause_generation")
+    publisher.publish(1, write(1), timeout_secs=WAIT_SECS)
+    wait_until(lambda: restarted.payloads("/pause_generation")[1:])
+    restarted.stop()
+    restarted.reset()
+    restarted.start()
+    publisher.wait(1, timeout_secs=WAIT_SECS)
+    queue.wait_for(lambda: queue.last(restarted) == ("HEALTHY", 1))
+    assert restarted.version == "1" and restarted.prepared[0] == "1"
 
 
 def test_a_publisher_needs_a_server(start):

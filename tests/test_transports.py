@@ -62,13 +62,18 @@ async def test_a_server_that_verifies_takes_the_version_under_its_own_name(clien
     await push("disk", client, server, path)
     assert server.routes() == [
         "/model_info",
+        "/weights/prepare",
         "/pause_generation",
         "/update_weights_from_disk",
         "/model_info",
         "/continue_generation",
     ]
     (update,) = server.payloads("/update_weights_from_disk")
-    assert (update["model_path"], update["weight_version"]) == (str(path), "7")
+    (prepare,) = server.payloads("/weights/prepare")
+    digest = read_manifest(path)["digest"]
+    for payload in (prepare, update):
+        assert (payload["model_path"], payload["weight_version"]) == (str(path), "7")
+        assert payload["weight_digest"] == digest
     assert update["flush_cache"] is True
     assert server.payloads("/pause_generation") == [{"mode": "retract"}]
 
@@ -306,11 +311,142 @@ async def test_a_stream_uploads_every_file_before_the_pause(client, server, path
     await push("stream", client, server, path)
     assert server.uploads == {f"7/{file.name}": file.read_bytes() for file in path.iterdir()}
     routes = server.routes()
-    last = max(i for i, route in enumerate(routes) if route.startswith("/weights/"))
-    assert last < routes.index("/pause_generation")
-    assert server.payloads("/update_weights_from_upload") == [
-        {"weight_version": "7", "flush_cache": True}
-    ]
+    last = max(i for i, route in enumerate(routes) if route.startswith("/weights/7/"))
+    assert last < routes.index("/weights/prepare") < routes.index("/pause_generation")
+    named = {"weight_version": "7", "weight_digest": server.digest}
+    assert server.payloads("/weights/prepare") == [named]
+    assert server.payloads("/update_weights_from_upload") == [named | {"flush_cache": True}]
+
+
+@pytest.mark.parametrize("transport", ["disk", "stream"])
+@pytest.mark.parametrize(("status", "reason"), [(507, "no room"), (404, "Not Found")])
+async def test_a_server_that_cannot_prepare_loads_in_the_pause(
+    client, server, path, transport, status, reason, caplog
+):
+    server.fail["/weights/prepare"] = (status, reason)
+    server.digest = read_manifest(path)["digest"]
+    await push(transport, client, server, path)
+    update = "disk" if transport == "disk" else "upload"
+    (payload,) = server.payloads(f"/update_weights_from_{update}")
+    assert "weight_digest" not in payload and server.version == "7" and not server.paused
+    assert f"loads in the pause: HTTP {status}: {reason}" in caplog.text
+
+
+@pytest.mark.parametrize("transport", ["disk", "stream"])
+async def test_a_preparation_that_is_refused_pauses_nothing(client, server, path, transport):
+    server.fail["/weights/prepare"] = (400, "tensor model.norm.weight is altered")
+    with pytest.raises(ServerError, match="/weights/prepare.*is altered"):
+        await push(transport, client, server, path)
+    assert "/pause_generation" not in server.routes() and server.version == "default"
+
+
+@pytest.fixture
+def step(tmp_path):
+    """Writes versions 1, 2, …: steps so small that a difference is short."""
+    store = WeightStore(tmp_path / "steps", keep=2)
+
+    def write(version):
+        moved = {name: array + version * np.float32(1e-6) for name, array in tensors(7).items()}
+        return store.write(version, moved.items(), {"a": 1})
+
+    return write
+
+
+def difference_of(server):
+    return [p.get("difference") for p in server.payloads("/weights/prepare")]
+
+
+async def delta_push(transport, client, server, path, version):
+    server.digest = read_manifest(path)["digest"]
+    await transports.TRANSPORTS[transport](
+        client,
+        server.address,
+        path=path,
+        version=version,
+        mode="retract",
+        timeout_secs=TIMEOUT_SECS,
+        delta=True,
+    )
+
+
+@pytest.mark.parametrize("transport", ["disk", "stream"])
+async def test_after_a_first_version_in_full_a_server_gets_differences(
+    client, server, step, transport
+):
+    for version in (1, 2, 3):
+        await delta_push(transport, client, server, path := step(version), version)
+        assert server.prepared == (str(version), read_manifest(path)["digest"])
+    assert difference_of(server) == [None, "from-00000001.difference", "from-00000002.difference"]
+    assert all(payload["keep"] for payload in server.payloads("/weights/prepare"))
+    sent = {name: len(data) for name, data in server.uploads.items()}
+    if transport == "disk":
+        assert sent == {}
+        return
+    versions = [{n: size for n, size in sent.items() if n.startswith(f"{v}/")} for v in (1, 3)]
+    assert versions[0].keys() == {f"1/{n}" for n in _FILES}
+    assert versions[1].keys() == {"3/from-00000002.difference"}
+    assert sum(versions[1].values()) < sum(versions[0].values())
+
+
+_FILES = ("config.json", "manifest.json", "model.safetensors")
+
+
+@pytest.mark.parametrize("transport", ["disk", "stream"])
+@pytest.mark.parametrize("doubt", ["refused", "restarted", "missed", "unrelated", "not kept"])
+async def test_in_any_doubt_a_server_gets_the_full_version(client, server, step, transport, doubt):
+    await delta_push(transport, client, server, step(1), 1)
+    path = step(2)
+    if doubt == "refused":  # Its copy, or the difference, is not what it should be.
+        server.refuse_difference = True
+    elif doubt == "restarted":
+        server.base = None
+    elif doubt == "missed":  # Two versions, of which the store keeps the last two.
+        step(3)
+        path = step(4)
+    elif doubt == "unrelated":
+        path = WeightStore(path.parent, keep=9).write(2, tensors(8).items(), {"a": 1})
+    else:
+        server.base = "of another run's version"
+    server.calls.clear()
+    server.uploads.clear()
+    await delta_push(transport, client, server, path, 2)
+    tried = ["from-00000001.difference"] if doubt == "refused" else []
+    assert difference_of(server) == [*tried, None]
+    assert server.prepared == ("2", read_manifest(path)["digest"]) and server.version == "2"
+    if transport == "stream":
+        assert {name for name in server.uploads if "difference" not in name} == {
+            f"2/{name}" for name in _FILES
+        }
+
+
+async def test_without_delta_nothing_is_kept_and_no_difference_is_made(client, server, step):
+    for version in (1, 2):
+        server.base = read_manifest(step(1))["digest"]
+        await push("disk", client, server, path := step(version), version=version)
+    assert not list(path.glob("*.difference"))
+    assert not any("keep" in payload for payload in server.payloads("/weights/prepare"))
+
+
+async def test_sglang_gets_versions_in_full(client, server, step):
+    server.sglang = True
+    for version in (1, 2):
+        await delta_push("disk", client, server, path := step(version), version)
+    assert server.version == "2" and not list(path.glob("*.difference"))
+
+
+async def test_a_push_whose_turn_does_not_come_is_late(client, server, path):
+    never = asyncio.Semaphore(0)
+    with pytest.raises(ServerTimeoutError, match="no turn to pause"):
+        await transports.TRANSPORTS["disk"](
+            client,
+            server.address,
+            path=path,
+            version=7,
+            mode="retract",
+            timeout_secs=0.3,
+            pausing=lambda: never,
+        )
+    assert "/pause_generation" not in server.routes()
 
 
 @pytest.mark.parametrize(
@@ -344,7 +480,7 @@ async def test_a_version_that_is_no_longer_wanted_is_not_loaded(client, server, 
     assert (server.version, server.paused) == ("default", False)
 
 
-async def test_a_pause_has_its_lease_in_a_header(client, server, path):
+async def test_a_preparation_and_a_pause_have_their_lease_in_a_header(client, server, path):
     leases = []
     handle = server._handle
 
@@ -364,7 +500,10 @@ async def test_a_pause_has_its_lease_in_a_header(client, server, path):
         timeout_secs=TIMEOUT_SECS,
         pause_lease_secs=120.0,
     )
-    assert [lease for lease in leases if lease[1]] == [("/pause_generation", "120")]
+    assert [lease for lease in leases if lease[1]] == [
+        ("/weights/prepare", "120"),
+        ("/pause_generation", "120"),
+    ]
 
 
 async def test_a_server_that_was_only_paused_keeps_its_requests(client, server, path):

@@ -87,8 +87,8 @@ _AT_LEAST_ZERO = (
     "queue.max_failures", "journal.max_bytes", "journal.samples_per_step",
     "rollout.max_retries", "rollout.reward_calls_per_process",
     "learner.head_chunk_tokens", "learner.learning_rate", "learner.warmup_updates", "learner.weight_decay",
-    "environment.max_turn_tokens", "learner.max_mismatch", "server.devices", "evaluate.seed", "supervisor.max_restarts",
-    "model.lora.rank",
+    "environment.max_turn_tokens", "learner.max_mismatch", "server.devices", "weights.max_paused", "evaluate.seed",
+    "supervisor.max_restarts", "model.lora.rank",
 )  # fmt: skip
 _ABOVE_ZERO = (
     "model.rope_theta", "model.norm_eps", "model.lora.alpha", "queue.permit_timeout_secs", "server.start_timeout_secs",
@@ -371,6 +371,10 @@ def _contradictions(s: Settings) -> Iterator[str]:
     for name in s.rollout.reward_environment:
         if name in keys:
             yield (f"rollout.reward_environment must not name a key's variable, got {name!r}")
+    if s.weights.delta and s.weights.transport == "tensor":
+        yield (
+            "weights.delta needs weights.transport 'disk' or 'stream', got 'tensor': SGLang takes whole tensors alone"
+        )
     lease, push = s.weights.pause_lease_secs, s.weights.push_timeout_secs
     if lease != 0 and not push < lease <= 86_400:
         yield (
@@ -596,6 +600,8 @@ def _check_lora(s: Settings) -> Iterator[str]:
     for target in lora.targets:
         if text := _not_one_of(target, LORA_TARGETS):
             yield f"model.lora.targets' names {text}"
+    if s.weights.delta:
+        yield "weights.delta must be False with model.lora: a push carries the small adapter alone, got True"
     if not lora.targets or len(set(lora.targets)) < len(lora.targets):
         yield f"model.lora.targets must be names, each once, got {lora.targets}"
     if s.server.control_addresses:

@@ -46,6 +46,8 @@ ADDED: dict[str, Any] = {
     "journal.max_bytes": 0,
     "server.quorum": 1.0,
     "weights.pause_lease_secs": 0.0,
+    "weights.max_paused": 0,
+    "weights.delta": False,
     "supervisor.restart_window_secs": 1e9,  # the whole run
     "queue.outage_secs": 30.0,
     "queue.failure_window_secs": 1e9,
@@ -350,6 +352,9 @@ class Weights:
     push_timeout_secs: float = 60.0
     # after which a server of this project ends the pause of a learner that died; above push_timeout_secs, or 0: none
     pause_lease_secs: float = 120.0
+    # servers of this project get the difference from the version before, where that is shorter; lossless
+    delta: bool = False
+    max_paused: int = 0  # servers that a push pauses at once, the others go on meanwhile; 0: all
     poll_secs: float = 2.0  # poll interval of every server's health
     keep: int = 2  # versions kept on disk; at least D + 2 with rollout.delay_steps
 

@@ -286,10 +286,34 @@ class Engine:
         self._post_update(_Update(params, version, "", None, "retract", False, future))
         return future
 
+    def load_weights(self, model_path: str) -> concurrent.futures.Future:
+        """Loads a checkpoint directory during generation, and changes nothing.
+
+        Returns:
+          a future of `loading.Loaded`, for `swap_weights`; it fails with WeightsError.
+        """
+        return self._load(model_path, lambda loaded, future: _resolve(future, loaded))
+
+    def swap_weights(
+        self, loaded: loading.Loaded, *, version: str, flush_cache: bool, abort_all_requests: bool
+    ) -> concurrent.futures.Future:
+        """Changes the weights to those of `load_weights`; arguments as of `update_weights_from_disk`.
+
+        Returns:
+          a future of the number of paused requests.
+        """
+        future = self._new_future()
+        running = "abort" if abort_all_requests else "wait"
+        self._post_update(_Update.of(loaded, version, running, flush_cache, future))
+        return future
+
     def update_weights_from_disk(
         self, model_path: str, *, version: str, flush_cache: bool, abort_all_requests: bool
     ) -> concurrent.futures.Future:
         """Loads a checkpoint directory during generation, then changes the weights.
+
+        Where the device has no room for both, and generation is paused, the cache gives its own: what it holds is
+        computed again after the pause.
 
         While paused the change is immediate. Otherwise it waits for the running requests to end, and
         new ones wait for it; or it aborts them all.
@@ -304,16 +328,26 @@ class Engine:
           a future of the number of paused requests; it fails with WeightsError, the old weights
           and version in place.
         """
-        future = self._new_future()
         running = "abort" if abort_all_requests else "wait"
+
+        def update(loaded, future):
+            self._post_update(_Update.of(loaded, version, running, flush_cache, future))
+
+        return self._load(model_path, update, spares_cache=True)
+
+    def _load(self, model_path, use, *, spares_cache=False):
+        """Reads a checkpoint on the loader's thread, and passes it on with the future."""
+        future = self._new_future()
 
         def load():
             try:
-                params, digest = loading.read(model_path, self.config, self._device)
-                params = self._whole(params)
-                self._post_update(
-                    _Update(params, version, model_path, digest, running, flush_cache, future)
-                )
+                try:
+                    loaded = loading.read(model_path, self.config, self._device)
+                except loading.NoRoomError:
+                    if not (spares_cache and self._post(self._spare_cache).result()):
+                        raise
+                    loaded = loading.read(model_path, self.config, self._device)
+                use(dataclasses.replace(loaded, params=self._whole(loaded.params)), future)
             except Exception as error:
                 _resolve(future, error=error)
 
@@ -425,6 +459,13 @@ class Engine:
                 self._waiting.append(command)
             else:
                 command()
+
+    def _spare_cache(self):
+        """Gives the cache's memory back where a pause has emptied it; returns whether it did."""
+        if self._paused is None or self._running or self._cache is None:
+            return False
+        self._cache = None
+        return True
 
     def _close(self):
         self._closing = True
@@ -659,6 +700,12 @@ class _Update:
     running: str  # for running requests, when not paused: "wait" | "abort" | "retract"
     flush_cache: bool
     future: concurrent.futures.Future
+
+    @classmethod
+    def of(cls, loaded, version, running, flush_cache, future):
+        """The update to a version that was read from a directory."""
+        params, path, digest = loaded.params, loaded.model_path, loaded.digest
+        return cls(params, version, path, digest, running, flush_cache, future)
 
 
 def _deliver(outcomes):

@@ -6,6 +6,7 @@ It checks and translates; slots, caches and weights are the engine's.
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -30,16 +31,18 @@ from jaxrl_async.inference.engine import (
     UnavailableError,
 )
 from jaxrl_async.types import NEVER_BIAS
-from jaxrl_async.weights import files, lease
+from jaxrl_async.weights import difference, files, lease, prepared
 
 MAX_BODY_BYTES = 16 << 20  # of all but an upload
 MAX_HEADERS = 64
 MAX_RID_CHARS = 256
 MAX_VERSION_CHARS = 128
+NO_ROOM = 507  # The status of a preparation for which the device has no room.
+NO_DIFFERENCE = 409  # … whose difference does not lead from the copy here to the version.
 _SHUTDOWN_SECS = 2.0
 _INFORMATION_ROUTES = ("/generate", "/model_info", "/v1/models", *texts.KEYS)
 _VERSION = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}")
-_VERSION_FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,128}\.(json|safetensors)")
+_VERSION_FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,128}\.(json|safetensors|difference)")
 _GENERATE_KEYS = {"rid", "input_ids", "sampling_params", "return_logprob", "stream"}
 # SGLang's defaults.
 _SAMPLING_DEFAULTS = {
@@ -143,6 +146,7 @@ def make_app(
             web.post("/flush_cache", routes.flush_cache),
             web.post("/update_weights_from_disk", routes.update_weights_from_disk),
             web.put("/weights/{version}/{file}", routes.upload),
+            web.post("/weights/prepare", routes.prepare_weights),
             web.post("/update_weights_from_upload", routes.update_weights_from_upload),
             web.get("/model_info", routes.model_info),
             web.get("/health", routes.health),
@@ -195,6 +199,8 @@ class _Routes:
         self._max_upload_bytes = 8 * loading.num_parameters(engine.config) + MAX_BODY_BYTES
         self._writers = files.Writers()
         self._uploads = None  # directory of uploaded versions
+        self._prepared = prepared.Prepared()
+        self._copy = None  # difference.Copy, while the server runs
         self._loop = asyncio.get_running_loop()
         self._lease = lease.PauseLease(lambda: asyncio.wrap_future(self._engine.resume()))
         self._generating = {}  # rid -> asyncio.Future of a Completion
@@ -255,10 +261,7 @@ class _Routes:
 
     async def pause_generation(self, http_request):
         body = await _read(http_request, {"mode"})
-        try:
-            lease_secs = lease.read_lease(http_request.headers.get(lease.HEADER))
-        except ValueError as error:
-            raise InvalidRequestError(str(error)) from None
+        lease_secs = _lease(http_request)
         await asyncio.wrap_future(self._engine.pause(body.get("mode", "abort")))
         self._lease.begin(lease_secs)
         return _json({"status": "ok", "message": "Generation paused successfully."})
@@ -284,9 +287,41 @@ class _Routes:
             return _json({"message": "Cache flushed."})
         return _error(400, "requests are running or waiting")
 
+    async def prepare_weights(self, http_request):
+        """Loads a version beside the served one, during generation; an update to it is then a swap.
+
+        It comes from model_path, or from an upload, whose files are removed then. `difference` names a file there that
+        leads to it from the version that was kept last; `keep` keeps this one for the next.
+        """
+        keys = {"model_path", "weight_version", "weight_digest", "writer", "difference", "keep"}
+        body = await _read(http_request, keys)
+        version = _str(body, "weight_version", MAX_VERSION_CHARS)
+        digest = _str(body, "weight_digest", MAX_VERSION_CHARS)
+        name, keep, lease_secs = _file_name(body), _bool(body, "keep"), _lease(http_request)
+        is_upload = "model_path" not in body
+        path = None if is_upload else _str(body, "model_path", security.MAX_PATH_CHARS)
+        try:
+            self._writers.check(body.get("writer"))
+            path = self._uploaded(version) if is_upload else self._confined(path)
+            source = difference.Source(path, name, keep, is_upload=is_upload)
+            load = functools.partial(self._copy.load, source, digest, self._load)
+            await self._prepared.prepare(version, digest, load, lease_secs)
+        except difference.DifferenceError as error:
+            return _refused(str(error), NO_DIFFERENCE)
+        except loading.NoRoomError as error:
+            return _refused(str(error), NO_ROOM)
+        except ValueError as error:  # of WeightsError's kind too
+            return _refused(str(error))
+        if is_upload:
+            shutil.rmtree(path, ignore_errors=True)
+        return _json({"success": True, "message": f"version {version} is prepared"})
+
+    async def _load(self, path):
+        return await asyncio.wrap_future(self._engine.load_weights(str(path)))
+
     async def update_weights_from_disk(self, http_request):
         keys = {"model_path", "weight_version", "flush_cache", "abort_all_requests", "load_format"}
-        keys |= {"writer"}
+        keys |= {"weight_digest", "writer"}
         body = await _read(http_request, keys)
         if body.get("load_format", "auto") not in ("auto", "safetensors"):
             raise InvalidRequestError(
@@ -295,17 +330,34 @@ class _Routes:
         path = _str(body, "model_path", security.MAX_PATH_CHARS)
         version = _str(body, "weight_version", MAX_VERSION_CHARS)
         try:
-            path = security.confined(path, self._weight_roots)
+            path = self._confined(path)
         except ValueError as error:
-            return _refused(f"model_path {error}")
+            return _refused(str(error))
         return await self._update(str(path), version, body)
+
+    def _confined(self, path):
+        """The directory of a model_path; raises ValueError for one that weights may not come from."""
+        try:
+            return security.confined(path, self._weight_roots)
+        except ValueError as error:
+            raise ValueError(f"model_path {error}") from None
+
+    def _uploaded(self, version):
+        """The directory of an uploaded version."""
+        directory = self._uploads / version
+        if not (_VERSION.fullmatch(version) and directory.exists()):
+            raise InvalidRequestError(f"no file of version {version!r:.80} was uploaded")
+        return directory
 
     async def keep_uploads(self, app):
         """A private directory for uploads, while the server runs."""
         with tempfile.TemporaryDirectory(prefix="jaxrl-uploads-") as directory:
-            self._uploads = pathlib.Path(directory)
+            self._uploads = pathlib.Path(directory) / "versions"
+            self._uploads.mkdir()
+            self._copy = difference.Copy(directory)
             yield
             self._lease.end()
+            self._prepared.drop()
 
     async def upload(self, http_request):
         """Streams one file of a version to disk. Files of other versions are removed."""
@@ -333,11 +385,12 @@ class _Routes:
         return _json({"message": f"stored {num_bytes} bytes of {name}"})
 
     async def update_weights_from_upload(self, http_request):
-        body = await _read(http_request, {"weight_version", "flush_cache", "writer"})
+        keys = {"weight_version", "flush_cache", "weight_digest", "writer"}
+        body = await _read(http_request, keys)
         version = _str(body, "weight_version", MAX_VERSION_CHARS)
-        directory = self._uploads / version
-        if not (_VERSION.fullmatch(version) and directory.exists()):
-            raise InvalidRequestError(f"no file of version {version!r:.80} was uploaded")
+        if self._prepared.version == version:  # Its files are gone.
+            return await self._update(None, version, body)
+        directory = self._uploaded(version)
         try:
             return await self._update(str(directory), version, body)
         finally:
@@ -348,12 +401,18 @@ class _Routes:
             self._writers.check(body.get("writer"))
         except ValueError as error:
             return _refused(str(error))
-        future = self._engine.update_weights_from_disk(
-            path,
-            version=version,
-            flush_cache=_bool(body, "flush_cache", default=True),
-            abort_all_requests=_bool(body, "abort_all_requests"),
-        )
+        changes = {
+            "version": version,
+            "flush_cache": _bool(body, "flush_cache", default=True),
+            "abort_all_requests": _bool(body, "abort_all_requests"),
+        }
+        weights = self._prepared.take(version, body.get("weight_digest"))
+        if weights is not None:
+            future = self._engine.swap_weights(weights, **changes)
+        elif path is None:
+            return _refused(f"version {version} was prepared with another digest")
+        else:
+            future = self._engine.update_weights_from_disk(path, **changes)
         try:
             num_paused = await asyncio.wrap_future(future)
         except loading.WeightsError as error:
@@ -371,6 +430,7 @@ class _Routes:
                 "model_path": engine.model_path,
                 "weight_version": engine.weight_version,
                 "weight_digest": engine.weight_digest,
+                "difference_base": self._copy.digest,
                 "is_generation": True,
                 "vocab_size": engine.config.vocab_size,
                 "num_hidden_layers": engine.config.num_layers,
@@ -571,9 +631,25 @@ def _str(body, key, max_chars):
     return value
 
 
-def _refused(message):
+def _file_name(body):
+    """The name of the difference in a preparation; "" for none."""
+    name = body.get("difference", "")
+    if name != "" and not (isinstance(name, str) and _VERSION_FILE.fullmatch(name)):
+        raise InvalidRequestError(f"difference must be a file's name, got {name!r:.80}")
+    return name
+
+
+def _lease(http_request):
+    """The seconds of the lease in a request's header; None without one."""
+    try:
+        return lease.read_lease(http_request.headers.get(lease.HEADER))
+    except ValueError as error:
+        raise InvalidRequestError(str(error)) from None
+
+
+def _refused(message, status=400):
     """A refusal of weights, in SGLang's form."""
-    return _json({"success": False, "message": message, "num_paused_requests": 0}, 400)
+    return _json({"success": False, "message": message, "num_paused_requests": 0}, status)
 
 
 def _json(answer, status=200):

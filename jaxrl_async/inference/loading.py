@@ -23,9 +23,20 @@ class WeightsError(ValueError):
     """Weights that were refused; the message names the file, tensor or field."""
 
 
-def read(
-    path: str, config: transformer.ModelConfig, device: jax.Device | None = None
-) -> tuple[nnx.State, str]:
+class NoRoomError(WeightsError):
+    """Weights that do not fit on the device beside what is there."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A version on the device, verified, that nothing samples with yet."""
+
+    params: nnx.State
+    digest: str  # of the tensors as they were read, `files.version_digest`
+    model_path: str
+
+
+def read(path: str, config: transformer.ModelConfig, device: jax.Device | None = None) -> Loaded:
     """Reads a checkpoint directory in Hugging Face's layout; of a model with adapters, these, in PEFT's.
 
     Args:
@@ -34,10 +45,8 @@ def read(
       config: the model it must be of.
       device: where the parameters go; None for the first of this process, here and below.
 
-    Returns:
-      the parameters, on the device, and the digest of the tensors as they were read, `files.version_digest`.
-
     Raises:
+      NoRoomError: the device has no room for them.
       WeightsError: missing, truncated, of another architecture, altered, or not finite.
     """
     return _read(path, config, device, adapters=config.lora is not None)
@@ -51,7 +60,7 @@ def read_base(
         raise WeightsError(
             f"the base of the adapters is not at {path!r}: is it a directory of this machine?"
         )
-    return _read(path, config, device, adapters=False)[0]
+    return _read(path, config, device, adapters=False).params
 
 
 def _read(path, config, device, *, adapters):
@@ -69,7 +78,13 @@ def _read(path, config, device, *, adapters):
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         # The last three: JSON that is well formed and not what it should be.
         raise WeightsError(f"{path}: {error}") from error
-    return to_device(params, config, device), files.version_digest(digests)
+    try:
+        placed = jax.block_until_ready(to_device(params, config, device))
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise NoRoomError(f"{path}: the device has no room for a second copy: {error}") from error
+    return Loaded(placed, files.version_digest(digests), path)
 
 
 def to_device(

@@ -250,8 +250,8 @@ class InferenceClient:
 
         With lease_secs > 0 a server of this project continues by itself after that time.
         """
-        headers = {PAUSE_LEASE_HEADER: f"{lease_secs:g}"} if lease_secs else {}
-        await self._post(address, "/pause_generation", {"mode": mode}, timeout_secs, headers)
+        payload = {"mode": mode}
+        await self._post(address, "/pause_generation", payload, timeout_secs, _lease(lease_secs))
 
     async def continue_(self, address: str, *, timeout_secs: float) -> None:
         """Ends a pause."""
@@ -266,6 +266,41 @@ class InferenceClient:
         """Empties the prefix cache. Servers refuse while requests run."""
         await self._post(address, "/flush_cache", {}, timeout_secs)
 
+    async def prepare_weights(
+        self,
+        address: str,
+        *,
+        path: str | None,
+        version: str,
+        digest: str,
+        timeout_secs: float,
+        writer: Identity = NOBODY,
+        lease_secs: float = 0.0,
+        keep: bool = False,
+        difference: str = "",
+    ) -> None:
+        """Loads a version beside the one that a server of this project serves, while it generates.
+
+        Args:
+          address: "http://host:port".
+          path: the version's directory; None for the files that were uploaded.
+          version: its name.
+          digest: of its manifest. The update with this name and digest is a swap.
+          timeout_secs: bound on the whole call.
+          writer: as from disk.
+          lease_secs: > 0: the server drops it after that time without an update.
+          keep: keep its files as the base of the next difference.
+          difference: file there that leads to it from the version that was kept last; "": it is there in full.
+
+        Raises:
+          ServerError: refused, lost or late; the server's own message stands in it.
+        """
+        payload = {"weight_version": version, "weight_digest": digest} | _signature(writer)
+        payload |= {} if path is None else {"model_path": str(path)}
+        payload |= {"keep": True} if keep else {}
+        payload |= {"difference": difference} if difference else {}
+        await self._update(address, "/weights/prepare", payload, timeout_secs, _lease(lease_secs))
+
     async def update_weights_from_disk(
         self,
         address: str,
@@ -275,10 +310,12 @@ class InferenceClient:
         flush_cache: bool,
         timeout_secs: float,
         writer: Identity = NOBODY,
+        digest: str | None = None,
     ) -> None:
         """Loads the weights of a directory in Hugging Face layout and names them `version`.
 
         `writer` is the learner, for a server of this project: one that another learner has superseded is refused.
+        `digest` is of the manifest, for one that may have prepared the version.
 
         Raises:
           ServerError: refused, lost or late; the server's own message stands in it.
@@ -290,7 +327,7 @@ class InferenceClient:
             "flush_cache": flush_cache,
             "abort_all_requests": False,
         }
-        payload |= _signature(writer)
+        payload |= _signature(writer) | _digest(digest)
         await self._update(address, "/update_weights_from_disk", payload, timeout_secs)
 
     async def upload(
@@ -310,13 +347,15 @@ class InferenceClient:
         flush_cache: bool,
         timeout_secs: float,
         writer: Identity = NOBODY,
+        digest: str | None = None,
     ) -> None:
-        """Loads the uploaded files of a version, and removes them on the server; `writer` as from disk.
+        """Loads the uploaded files of a version, and removes them on the server; the last two as from disk.
 
         Raises:
           ServerError: refused, lost or late; the server's own message stands in it.
         """
-        payload = {"weight_version": version, "flush_cache": flush_cache} | _signature(writer)
+        payload = {"weight_version": version, "flush_cache": flush_cache}
+        payload |= _signature(writer) | _digest(digest)
         await self._update(address, "/update_weights_from_upload", payload, timeout_secs)
 
     async def begin_weight_update(self, address: str, *, timeout_secs: float) -> None:
@@ -457,8 +496,15 @@ class InferenceClient:
         body = _encode(payload).encode()
         return await self._call("POST", address, route, body, timeout_secs, headers)
 
-    async def _update(self, address: str, route: str, payload: dict, timeout_secs: float) -> None:
-        answer = await self._post(address, route, payload, timeout_secs)
+    async def _update(
+        self,
+        address: str,
+        route: str,
+        payload: dict,
+        timeout_secs: float,
+        headers: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        answer = await self._post(address, route, payload, timeout_secs, headers)
         if answer.get("success") is not True:
             names = (payload.get(key) for key in ("weight_version", "new_version", "lora_name"))
             about = "".join(f"version {name} " for name in names if name is not None)
@@ -623,6 +669,16 @@ def _read_version(text: str, run_id: str) -> int:
 def _signature(writer: Identity) -> dict[str, Any]:
     """The learner, as a server of this project takes it."""
     return {} if writer == NOBODY else {"writer": dataclasses.asdict(writer)}
+
+
+def _digest(digest: str | None) -> dict[str, str]:
+    """The digest of a version, as a server of this project takes it."""
+    return {} if digest is None else {"weight_digest": digest}
+
+
+def _lease(secs: float) -> dict[str, str]:
+    """The header of a lease; none for 0."""
+    return {PAUSE_LEASE_HEADER: f"{secs:g}"} if secs else {}
 
 
 def _no_answer(address: str, route: str, timeout_secs: float) -> ServerTimeoutError:

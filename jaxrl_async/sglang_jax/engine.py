@@ -382,6 +382,10 @@ class TokenizerManagerMixin:
         if rid or abort_all:
             await self.send_to_scheduler.send_pyobj(AbortReq(rid=rid, abort_all=abort_all))
 
+    async def load_weights(self, load: Callable[[], Weights]) -> Weights:
+        """Loads weights on another thread, and changes nothing."""
+        return await asyncio.get_running_loop().run_in_executor(None, load)
+
     async def update_weights(
         self,
         load: Callable[[], Weights],
@@ -410,7 +414,7 @@ class TokenizerManagerMixin:
             was_paused = self.is_pause
             await self._close_gate()
             try:
-                weights = await asyncio.get_running_loop().run_in_executor(None, load)
+                weights = await self.load_weights(load)
                 if abort_all_requests:
                     await self.abort(None, abort_all=True)
                 while self.rid_to_state and not was_paused:
@@ -480,13 +484,18 @@ class WeightsLoader:
         self._runner = runner
         self._served = read_json(config) if config.exists() else _hf_config(runner)
         self._mappings = mappings
+        self._lock = threading.Lock()  # Two loads at once would be a third copy.
 
     def __call__(self, directory: str | os.PathLike) -> Weights:
-        """Reads a directory in Hugging Face's layout. For any one thread at a time.
+        """Reads a directory in Hugging Face's layout. From any thread; one waits for the other.
 
         Raises:
           WeightsError: damaged files, or weights of another model than the served one.
         """
+        with self._lock:
+            return self._read(directory)
+
+    def _read(self, directory):
         import jax
 
         before = identity(directory)

@@ -10,8 +10,9 @@ One process: HTTP and tokenizer manager on the main thread, sgl_jax's scheduler 
 and swapped in by the scheduler thread between two steps: the same shapes and shardings, so nothing is compiled.
 Old and new weights are on the devices together for that time.
 
-It runs in SGLang-JAX's environment and imports of this project its two neighbours, engine and checkpoints, and security
-and weights.files. It serves one host: no speculative decoding, LoRA, quantization, disaggregation or multimodal models.
+It runs in the environment of SGLang-JAX and imports of this project its two neighbours, engine and checkpoints,
+security, and of weights the files that import nothing else of it. It serves one host: no speculative decoding, LoRA,
+quantization, disaggregation or multimodal models.
 """
 
 import argparse
@@ -38,8 +39,9 @@ from jaxrl_async import security
 from jaxrl_async.sglang_jax import engine as sglang_jax_engine
 from jaxrl_async.sglang_jax.checkpoints import WeightsError
 from jaxrl_async.sglang_jax.engine import RequestError, WeightsLoader, end_process
-from jaxrl_async.weights import files
+from jaxrl_async.weights import difference, files
 from jaxrl_async.weights.lease import HEADER, PauseLease, read_lease
+from jaxrl_async.weights.prepared import Prepared
 
 MAX_BODY_BYTES = 16 << 20  # of the routes here, but an upload
 SGLANG_JAX_VERSION = "0.1.0rc0"  # The version whose internals engine.py relies on.
@@ -48,7 +50,7 @@ _PAUSES = ("/pause_generation", "/continue_generation")
 _VERSION_NAME = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,63}")
 _FILE_NAME = re.compile(
     r"config\.json|manifest\.json|model\.safetensors\.index\.json"
-    r"|[0-9A-Za-z][0-9A-Za-z._-]{0,127}\.safetensors"
+    r"|[0-9A-Za-z][0-9A-Za-z._-]{0,127}\.(safetensors|difference)"
 )
 # SGLang's routes of level "admin optional".
 _ADMIN_PATHS = {
@@ -222,6 +224,7 @@ def _add_routes(app, manager, loader: WeightsLoader, uploads: Uploads, roots: li
         ("POST", "/update_weights_from_disk", routes.update_from_disk),
         ("POST", "/update_weights_from_upload", routes.update_from_upload),
         ("PUT", "/weights/{version}/{file:path}", routes.put_weights),
+        ("POST", "/weights/prepare", routes.prepare_weights),
     ]
     paths = {path for _, path, _ in ours}
     upstream = {getattr(route, "path", None): route for route in app.router.routes}
@@ -244,6 +247,8 @@ class _Routes:
         self._loader = loader
         self._uploads = uploads
         self._writers = files.Writers()
+        self._prepared = Prepared()
+        self._copy = difference.Copy(uploads.root) if uploads else None
 
     async def model_info(self, request):
         """Answers at once, in any state of the scheduler."""
@@ -257,6 +262,7 @@ class _Routes:
                 "preferred_sampling_params": manager.server_args.preferred_sampling_params,
                 "weight_version": manager.weight_version,
                 "weight_digest": manager.weight_digest,
+                "difference_base": self._copy.digest,
                 "vocab_size": manager.vocab_size,
                 "architectures": getattr(config, "architectures", None),
                 "num_hidden_layers": getattr(config, "num_hidden_layers", None),
@@ -273,12 +279,62 @@ class _Routes:
         await self._manager.abort(rid, _field(body, "abort_all", bool, default=False))
         return _json({})
 
+    async def prepare_weights(self, request):
+        """Loads a version beside the served one, during generation; an update to it is then a swap.
+
+        It comes from model_path, or from an upload, whose files are removed then. `difference` names a file there that
+        leads to it from the version that was kept last; `keep` keeps this one for the next.
+        """
+        body = await _read(request)
+        version = _field(body, "weight_version", str)
+        digest = _field(body, "weight_digest", str)
+        claimed = None
+        try:
+            lease_secs = read_lease(request.headers.get(HEADER))
+            self._writers.check(body.get("writer"))
+            if "model_path" in body:
+                directory = self._confined(body)
+            else:
+                directory = claimed = self._uploads.claim(version)
+            name = _field(body, "difference", str, default="")
+            if name and not _FILE_NAME.fullmatch(name):
+                raise RequestError(f"difference must be a file's name, got {name!r:.80}")
+            source = difference.Source(
+                pathlib.Path(directory),
+                name,
+                _field(body, "keep", bool, default=False),
+                is_upload=claimed is not None,
+            )
+            load = functools.partial(self._copy.load, source, digest, self._load)
+            await self._prepared.prepare(version, digest, load, lease_secs)
+        except difference.DifferenceError as error:
+            return _refusal(error, 409)
+        except ValueError as error:  # of WeightsError's kind too
+            return _refusal(error)
+        finally:
+            if claimed is not None:
+                await asyncio.to_thread(shutil.rmtree, claimed, ignore_errors=True)
+        return _json({"success": True, "message": f"version {version} is prepared"})
+
+    async def _load(self, path):
+        return await self._manager.load_weights(functools.partial(self._loader, path))
+
+    def _confined(self, body) -> str:
+        """The directory in model_path; raises ValueError for one that weights may not come from."""
+        path = _field(body, "model_path", str)
+        try:
+            return str(security.confined(path, self._roots))
+        except ValueError as error:
+            raise ValueError(f"model_path {error}") from None
+
     async def update_from_disk(self, request):
         body = await _read(request)
         try:
-            path = str(security.confined(_field(body, "model_path", str), self._roots))
+            path = self._confined(body)
+        except RequestError:
+            raise
         except ValueError as error:
-            return _refusal(f"model_path {error}")
+            return _refusal(error)
         answer = await self._update(body, functools.partial(self._loader, path))
         if answer.status_code == 200:
             self._manager.model_path = path
@@ -286,8 +342,11 @@ class _Routes:
 
     async def update_from_upload(self, request):
         body = await _read(request)
+        version = _field(body, "weight_version", str)
+        if self._prepared.version == version:  # Its files are gone.
+            return await self._update(body, None)
         try:
-            directory = self._uploads.claim(_field(body, "weight_version", str))
+            directory = self._uploads.claim(version)
         except WeightsError as error:
             return _refusal(error)
         try:
@@ -301,9 +360,12 @@ class _Routes:
             self._writers.check(body.get("writer"))
         except ValueError as error:
             return _refusal(error)
+        weights = self._prepared.take(version, body.get("weight_digest"))
+        if weights is None and load is None:
+            return _refusal(f"version {version} was prepared with another digest")
         try:
             num_held = await self._manager.update_weights(
-                load,
+                load if weights is None else lambda: weights,
                 version=version,
                 flush_cache=_field(body, "flush_cache", bool, default=True),
                 abort_all_requests=_field(body, "abort_all_requests", bool, default=False),
@@ -354,9 +416,9 @@ def _field(body, name, kind, default=_REQUIRED):
     return value
 
 
-def _refusal(error):
+def _refusal(error, status=400):
     log.error("Weights refused: %s", error)
-    return _json({"success": False, "message": str(error), "num_paused_requests": 0}, 400)
+    return _json({"success": False, "message": str(error), "num_paused_requests": 0}, status)
 
 
 def _json(content, status_code=200):

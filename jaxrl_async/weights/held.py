@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxrl_async.queue.records import NOBODY, Identity
-from jaxrl_async.weights.transports import ObsoleteVersionError, always
+from jaxrl_async.weights.transports import ObsoleteVersionError, Pausing, always
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -55,6 +55,7 @@ async def hand_over(
     mode: str,
     timeout_secs: float,
     is_wanted: Callable[[], bool] = always,
+    pausing: Pausing = contextlib.nullcontext,
     writer: Identity = NOBODY,
     pause_lease_secs: float = 0.0,
 ) -> None:
@@ -67,6 +68,7 @@ async def hand_over(
     if not is_wanted():
         reason = f"version {version} was dropped for a newer one"
         raise ObsoleteVersionError(address, "", reason, retryable=True)
-    await client.take_weights(
-        address, params=path.params, version=str(version), mode=mode, timeout_secs=timeout_secs
-    )
+    async with pausing():
+        await client.take_weights(
+            address, params=path.params, version=str(version), mode=mode, timeout_secs=timeout_secs
+        )

@@ -8,7 +8,7 @@ import logging
 import math
 from collections.abc import Awaitable, Callable
 
-HEADER = "X-Pause-Lease-Secs"  # of /pause_generation; other servers ignore it
+HEADER = "X-Pause-Lease-Secs"  # of /pause_generation and /weights/prepare; other servers ignore it
 MAX_LEASE_SECS = 86_400.0
 
 log = logging.getLogger(__name__)

@@ -30,6 +30,7 @@ from jaxrl_async.servers.preflight import UnfitServerError
 from jaxrl_async.weights import health, verification
 from jaxrl_async.weights.discovery import Discovery
 from jaxrl_async.weights.held import HeldVersion
+from jaxrl_async.weights.pauses import Pauses
 from jaxrl_async.weights.store import StoredVersion
 from jaxrl_async.weights.transports import ObsoleteVersionError, Transport
 
@@ -66,6 +67,7 @@ class Publisher:
         poll_secs: float,
         start_timeout_secs: float,
         quorum: float = 1.0,
+        max_paused: int = 0,
         is_resumed: bool = False,
         discovery: Discovery | None = None,
         discover_secs: float = 5.0,
@@ -89,6 +91,7 @@ class Publisher:
             restart.
           quorum: share of the servers that must hold the first version, in (0, 1]: ⌈quorum · servers⌉ of them. The
             others join later.
+          max_paused: servers that a push pauses at once; the others go on with the version before, HEALTHY. 0: all.
           is_resumed: the first push waits for the quorum and one attempt at each server; without, for all servers,
             and after start_timeout_secs for the quorum.
           discovery: lists servers that join and leave, besides those of `controls`.
@@ -114,6 +117,7 @@ class Publisher:
         self._poll_secs = poll_secs
         self._start_timeout_secs = start_timeout_secs
         self._quorum = quorum
+        self._pauses = Pauses(max_paused=max_paused, turn_secs=TURN_SHARE * push_timeout_secs)
         self._is_resumed = is_resumed
         self._evaluation = evaluation
         self._run_id = run_id
@@ -213,6 +217,7 @@ class Publisher:
     def metrics(self) -> dict[str, float]:
         """weights/version, weights/delay, weights/push_secs (write included) and weights/bytes of the last push.
 
+        weights/paused_secs: of all servers together, since the push before it.
         The metrics of an evaluation that ended are added once.
         """
         return self._metrics | (self._evaluation.pop() if self._evaluation else {})
@@ -292,6 +297,7 @@ class Publisher:
             "weights/delay": request.version - target.version,
             "weights/push_secs": time.monotonic() - start,
             "weights/bytes": num_bytes,
+            "weights/paused_secs": self._pauses.pop(),
         }
         with self._condition:
             self._published = request.version
@@ -547,6 +553,7 @@ class Publisher:
             version=target.name,
             timeout_secs=self._push_timeout_secs,
             is_wanted=lambda: self._target is target and not server.has_left,
+            pausing=self._pauses.turn,
         )
         server.version = target.version
 
@@ -623,6 +630,9 @@ def _first(error: BaseException) -> BaseException:
     return error
 
 
+TURN_SHARE = (
+    0.125  # of push_timeout_secs: a server that hangs in its turn holds up the others no longer
+)
 MAX_BACKOFF = 8.0  # poll intervals between two attempts at a server that fails
 LOOK_SECS = 0.5  # between two calls of should_stop during a wait
 _CLOSE_TIMEOUT_SECS = 15.0

@@ -13,18 +13,22 @@ import base64
 import contextlib
 import functools
 import json
+import logging
 import os
 import pathlib
 import pickle
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 from jaxrl_async.config.settings import PAUSE_MODES
 from jaxrl_async.queue.records import NOBODY, Identity
-from jaxrl_async.servers.client import InferenceClient, ServerError
+from jaxrl_async.servers.client import InferenceClient, ServerError, ServerTimeoutError
+from jaxrl_async.weights import differences, verification
 from jaxrl_async.weights import store as weight_store
-from jaxrl_async.weights import verification
+
+log = logging.getLogger(__name__)
 
 
 class ObsoleteVersionError(ServerError):
@@ -33,6 +37,9 @@ class ObsoleteVersionError(ServerError):
 
 def always() -> bool:
     return True
+
+
+Pausing = Callable[[], AbstractAsyncContextManager[None]]  # `pauses.Pauses.turn`
 
 
 class Transport(Protocol):
@@ -47,6 +54,7 @@ class Transport(Protocol):
         version: int | str,
         timeout_secs: float,
         is_wanted: Callable[[], bool] = always,
+        pausing: Pausing = contextlib.nullcontext,
     ) -> None:
         """Arguments and errors as of `disk`, whose mode is bound beforehand."""
 
@@ -89,9 +97,11 @@ async def disk(
     mode: str,
     timeout_secs: float,
     is_wanted: Callable[[], bool] = always,
+    pausing: Pausing = contextlib.nullcontext,
     writer: Identity = NOBODY,
     pause_lease_secs: float = 0.0,
     keep_adapters: int = 2,
+    delta: bool = False,
 ) -> None:
     """A server reads the version from a directory that it can see. For every kind of server.
 
@@ -105,9 +115,12 @@ async def disk(
         a mixture of versions.
       timeout_secs: bound on the whole call.
       is_wanted: whether the version is still the newest, asked before a load begins and between the parts of one.
+      pausing: a context that the pause lies in; it may make the push wait.
       writer: the learner. A server of this project refuses one that another learner has superseded.
-      pause_lease_secs: a server of this project continues by itself after a pause of this time; 0: never.
+      pause_lease_secs: a server of this project continues by itself after a pause of this time, and drops a version
+        that it prepared this long ago; 0: never.
       keep_adapters: versions of an adapter that an SGLang server keeps, ≥ 1.
+      delta: give a server of this project the difference from the version that it has kept, where there is one.
 
     An adapter goes to an SGLang server without a pause: it holds several, and a request keeps the one that it began
     with (`InferenceClient`).
@@ -118,9 +131,22 @@ async def disk(
         or holds other weights afterwards.
     """
     push = _Push(
-        client, address, path, version, mode, timeout_secs, is_wanted, writer, pause_lease_secs
+        client,
+        address,
+        path,
+        version,
+        mode,
+        timeout_secs,
+        is_wanted,
+        pausing,
+        writer,
+        pause_lease_secs,
+        delta,
     )
-    if not await push.verifies_itself() and push.files.is_adapter:
+    digest = None
+    if await push.verifies_itself():
+        digest = await push.prepare(is_shared=True)
+    elif push.files.is_adapter:
         load = functools.partial(client.load_adapter, path=os.fspath(path))
         await push.add_adapter(load, keep=keep_adapters)
         return
@@ -132,6 +158,7 @@ async def disk(
             flush_cache=push.flush_cache,
             timeout_secs=push.left(),
             writer=push.writer,
+            digest=digest,
         )
 
 
@@ -144,9 +171,11 @@ async def tensor(
     mode: str,
     timeout_secs: float,
     is_wanted: Callable[[], bool] = always,
+    pausing: Pausing = contextlib.nullcontext,
     writer: Identity = NOBODY,
     pause_lease_secs: float = 0.0,
     keep_adapters: int = 2,
+    delta: bool = False,
 ) -> None:
     """Sends the tensors of a version to an SGLang server over HTTP, without a shared file system.
 
@@ -155,7 +184,17 @@ async def tensor(
     """
     torch = await asyncio.to_thread(_torch)  # Its import takes seconds.
     push = _Push(
-        client, address, path, version, mode, timeout_secs, is_wanted, writer, pause_lease_secs
+        client,
+        address,
+        path,
+        version,
+        mode,
+        timeout_secs,
+        is_wanted,
+        pausing,
+        writer,
+        pause_lease_secs,
+        delta,
     )
     if await push.verifies_itself():
         raise push.error("has no route for 'tensor': give it weights by 'disk' or 'stream'")
@@ -197,22 +236,32 @@ async def stream(
     mode: str,
     timeout_secs: float,
     is_wanted: Callable[[], bool] = always,
+    pausing: Pausing = contextlib.nullcontext,
     writer: Identity = NOBODY,
     pause_lease_secs: float = 0.0,
     keep_adapters: int = 2,
+    delta: bool = False,
 ) -> None:
     """Uploads the files of a version to a server of this project, without a shared file system.
 
     The upload runs while the server samples. Arguments and errors as of `disk`.
     """
     push = _Push(
-        client, address, path, version, mode, timeout_secs, is_wanted, writer, pause_lease_secs
+        client,
+        address,
+        path,
+        version,
+        mode,
+        timeout_secs,
+        is_wanted,
+        pausing,
+        writer,
+        pause_lease_secs,
+        delta,
     )
     if not await push.verifies_itself():
         raise push.error("has no route for 'stream': give it weights by 'disk' or 'tensor'")
-    for file in sorted(pathlib.Path(path).iterdir()):
-        push.check_wanted()
-        await client.upload(address, file=file, version=str(version), timeout_secs=push.left())
+    digest = await push.prepare(is_shared=False)
     async with push.paused() as name:
         await client.update_weights_from_upload(
             address,
@@ -220,6 +269,7 @@ async def stream(
             flush_cache=push.flush_cache,
             timeout_secs=push.left(),
             writer=push.writer,
+            digest=digest,
         )
 
 
@@ -238,13 +288,17 @@ class _Push:
         mode,
         timeout_secs,
         is_wanted,
+        pausing,
         writer,
         pause_lease_secs,
+        delta,
     ):
         if mode not in PAUSE_MODES:
             raise ValueError(f"mode must be one of {', '.join(PAUSE_MODES)}, got {mode!r}")
         self._client, self._address = client, address
         self._version, self._mode, self._is_wanted = version, mode, is_wanted
+        self._pausing = pausing
+        self._delta, self._base = delta, None  # digest of the version that the server has kept
         self._deadline = time.monotonic() + timeout_secs
         self._writer, self._pause_lease_secs = writer, pause_lease_secs
         self.writer = NOBODY  # for a server of this project; others do not know it
@@ -283,7 +337,7 @@ class _Push:
             raise self.error(f"was not asked: {error}") from error
         info = await self._client.model_info(self._address, timeout_secs=self.left())
         if verification.reports_digest(info):
-            self.writer = self._writer
+            self.writer, self._base = self._writer, info.get("difference_base")
             if self.files.is_adapter and not info.get("lora"):
                 raise self.error("takes no adapters")
             return True
@@ -296,8 +350,80 @@ class _Push:
         )
         return False
 
+    async def prepare(self, *, is_shared: bool) -> str | None:
+        """Lets a server of this project load the version while it samples; the update is a swap then.
+
+        Args:
+          is_shared: whether the server sees the version's directory; else the files are uploaded.
+
+        Returns:
+          the digest by which the update finds it; None where the server loads in the pause: it has no room for two
+          copies, or is older than preparations.
+        """
+        difference = await self._difference()
+        if difference is not None:
+            try:
+                await self._prepare([difference], difference.name, is_shared)
+                return self.files.digest
+            except ServerError as error:
+                if error.status != NO_DIFFERENCE:
+                    raise
+                log.warning("%s: gets version %s in full: %s", self._address, self._version, error)
+        every = sorted(pathlib.Path(self.files).iterdir())
+        try:
+            await self._prepare([f for f in every if f.suffix in _SUFFIXES], "", is_shared)
+        except ServerError as error:
+            if error.status not in _LOADS_IN_THE_PAUSE:
+                raise
+            log.warning("%s: loads in the pause: %s", self._address, error.reason)
+            return None
+        return self.files.digest
+
+    async def _difference(self) -> pathlib.Path | None:
+        """The file that leads from the version which the server has kept; None: it needs the full one."""
+        if not self._delta or self._base in (None, self.files.digest):
+            return None
+        try:
+            async with asyncio.timeout(self.left()):
+                return await differences.shared(self.files, self._base)
+        except TimeoutError:
+            return None
+
+    async def _prepare(self, files: list[pathlib.Path], difference: str, is_shared: bool) -> None:
+        for file in [] if is_shared else files:
+            self.check_wanted()
+            await self._client.upload(
+                self._address, file=file, version=str(self._version), timeout_secs=self.left()
+            )
+        self.check_wanted()
+        await self._client.prepare_weights(
+            self._address,
+            path=os.fspath(self.files) if is_shared else None,
+            version=str(self._version),
+            digest=self.files.digest,
+            timeout_secs=self.left(),
+            writer=self.writer,
+            lease_secs=self._pause_lease_secs,
+            keep=self._delta,
+            difference=difference,
+        )
+
     @contextlib.asynccontextmanager
     async def paused(self):
+        """As `_paused`, in a turn of the roll."""
+        async with contextlib.AsyncExitStack() as turn:
+            try:
+                async with asyncio.timeout(self.left()):
+                    await turn.enter_async_context(self._pausing())
+            except TimeoutError:
+                raise ServerTimeoutError(
+                    self._address, "", "no turn to pause came in time", retryable=True
+                ) from None
+            async with self._paused() as name:
+                yield name
+
+    @contextlib.asynccontextmanager
+    async def _paused(self):
         """Pauses; yields the name to load the weights under; verifies them and continues.
 
         A server of this project verifies before it changes anything, so the name is the version's. Another one
@@ -426,3 +552,7 @@ def _pickled(stored: weight_store.StoredVersion, names: Sequence[str], torch, fo
 # SGLang reads large bodies slowly: in parts of 256 MB a push took several times as long.
 BUCKET_BYTES = 8 << 20
 CONTINUE_TIMEOUT_SECS = 5.0
+NO_DIFFERENCE = 409  # Answer to a preparation whose difference does not lead to the version.
+_SUFFIXES = (".json", ".safetensors")  # of a version's own files
+# Answers to a preparation: there is no such route, or no room on the device (`inference.http.NO_ROOM`).
+_LOADS_IN_THE_PAUSE = frozenset({404, 405, 507})

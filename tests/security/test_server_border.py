@@ -136,14 +136,22 @@ async def test_weights_from_outside_the_roots_are_refused(engine, places, name):
     path = str(confined_paths(places)[name])
     roots = [places["root"]]
     async with http.serve(engine, host="127.0.0.1", port=0, weight_roots=roots) as port:
-        body = json.dumps({"model_path": path, "weight_version": "9"}).encode()
+        named = {"model_path": path, "weight_version": "9"}
         address = f"http://127.0.0.1:{port}"
-        status, answer = await asyncio.to_thread(post, address, "/update_weights_from_disk", body)
-        assert (status, answer["success"]) == (400, False), answer
-        if name == "circle":
-            assert "is no path" in answer["message"] or "not a directory" in answer["message"]
-        else:
-            assert re.search("model_path .* (within the directories|is no path)", answer["message"])
+        for route, more in (
+            ("/update_weights_from_disk", {}),
+            ("/weights/prepare", {"weight_digest": "0"}),
+            ("/weights/prepare", {"weight_digest": "0", "keep": True}),
+            ("/weights/prepare", {"weight_digest": "0", "difference": "from-1.difference"}),
+        ):
+            body = json.dumps(named | more).encode()
+            status, answer = await asyncio.to_thread(post, address, route, body)
+            assert (status, answer["success"]) == (400, False), answer
+            message = answer["message"]
+            if name == "circle":
+                assert "is no path" in message or "not a directory" in message
+            else:
+                assert re.search("model_path .* (within the directories|is no path)", message)
     assert engine.weight_version == "3"
 
 
@@ -250,6 +258,10 @@ FIELDS = {
     "flush_cache": st.one_of(JSON, st.booleans()),
     "abort_all_requests": st.one_of(JSON, st.booleans()),
     "load_format": st.one_of(JSON, st.sampled_from(["auto"])),
+    "weight_digest": st.one_of(JSON, st.just("0")),
+    "difference": st.one_of(JSON, st.sampled_from(["from-1.difference", "../x.difference"])),
+    "keep": st.one_of(JSON, st.booleans()),
+    "writer": st.one_of(JSON, st.just({"run_id": "a", "generation": 1})),
 }
 KEYS = {
     "/generate": ("rid", "input_ids", "sampling_params", "return_logprob", "stream"),
@@ -261,6 +273,9 @@ KEYS = {
         *("model_path", "weight_version", "flush_cache", "abort_all_requests", "load_format"),
     ),
     "/update_weights_from_upload": ("weight_version", "flush_cache"),
+    "/weights/prepare": (
+        *("model_path", "weight_version", "weight_digest", "difference", "keep", "writer"),
+    ),
 }
 BODIES = st.sampled_from(sorted(KEYS)).flatmap(
     lambda route: st.tuples(

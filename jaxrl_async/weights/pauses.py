@@ -1,0 +1,65 @@
+"""The pauses of a push over the fleet: at most so many servers at once, and the sum of their seconds.
+
+It knows no server and no version.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+
+log = logging.getLogger(__name__)
+
+
+class Pauses:
+    """Gives servers their turns to pause. Use within one event loop."""
+
+    def __init__(self, *, max_paused: int, turn_secs: float):
+        """Arguments:
+
+        max_paused: servers that are paused at once; 0: no bound.
+        turn_secs: after which the next server's turn begins although this one has not continued: one that hangs holds
+          up no roll.
+        """
+        self._max_paused, self._turn_secs = max_paused, turn_secs
+        self._free = asyncio.Semaphore(max_paused) if max_paused else None
+        self._secs = 0.0
+
+    @contextlib.asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """A context for the pause of one server; waits for its turn."""
+        async with contextlib.AsyncExitStack() as stack:
+            if self._free is not None:
+                await self._free.acquire()
+                stack.callback(self._lend())
+            start = time.monotonic()
+            try:
+                yield
+            finally:
+                self._secs += time.monotonic() - start
+
+    def pop(self) -> float:
+        """Server-seconds of the pauses that ended since the last call."""
+        secs, self._secs = self._secs, 0.0
+        return secs
+
+    def _lend(self) -> Callable[[], None]:
+        """Returns the end of a turn, which comes by itself after turn_secs."""
+        is_over = False
+
+        def end():
+            nonlocal is_over
+            timer.cancel()
+            if not is_over:
+                is_over = True
+                self._free.release()
+
+        def expire():
+            log.warning(
+                "a server is paused for more than %g s: the next one's turn begins", self._turn_secs
+            )
+            end()
+
+        timer = asyncio.get_running_loop().call_later(self._turn_secs, expire)
+        return end
