@@ -156,11 +156,13 @@ async def test_a_streamed_batch_is_answered_as_its_requests_end(client):
 
 async def test_a_refusal_in_a_streamed_batch_costs_its_request_alone(client):
     params = {"max_new_tokens": 3, "sampling_seed": 0}
-    body = {"input_ids": [[1], [99], [2]], "sampling_params": params, "rid": ["a", "b", "c"]}
-    refused, *answers = await events_of(client, body)
-    assert refused["index"] == 1 and refused["error"]["code"] == 400
-    assert "token id 99 is outside [0, 19)" in refused["error"]["message"]
-    assert {a["index"]: a["meta_info"]["id"] for a in answers} == {0: "a", 2: "c"}
+    body = {"input_ids": [[1], [99], [2], [3]], "rid": ["a", "b", "c", "d"]}
+    body["sampling_params"] = [params, params, params | {"no_such": 1}, params]
+    *refused, first, last = await events_of(client, body)
+    reasons = {event["index"]: event["error"]["message"] for event in refused}
+    assert "token id 99 is outside [0, 19)" in reasons[1] and "no_such" in reasons[2]
+    assert {event["error"]["code"] for event in refused} == {400}
+    assert {a["index"]: a["meta_info"]["id"] for a in (first, last)} == {0: "a", 3: "d"}
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -203,12 +203,13 @@ class _Routes:
         body = await _read(http_request, _GENERATE_KEYS | ({"text"} if self._texts else set()))
         if "text" in body:
             body = self._encoded(body)
-        requests = _parse_generate(body)
         answer = functools.partial(
             self._answer, return_logprob=_bool(body, "return_logprob"), start=start
         )
         if _bool(body, "stream"):
+            requests = _parse_generate(body, _parsed_or_refused)
             return await self._stream(http_request, requests, answer)
+        requests = _parse_generate(body, _parse_request)
         answers = [answer(completion) for completion in await self._complete(requests)]
         return _json(answers if _is_batch(body) else answers[0], headers=_STREAMS)
 
@@ -224,8 +225,11 @@ class _Routes:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(ended.put_nowait, outcomes)
 
-        refusals = self._engine.submit_all(requests, on_done)
-        indexes = {r.rid: i for i, r in enumerate(requests) if i not in refusals}
+        refusals = {i: r for i, r in enumerate(requests) if isinstance(r, InvalidRequestError)}
+        valid = [i for i in range(len(requests)) if i not in refusals]
+        refused = self._engine.submit_all([requests[i] for i in valid], on_done)
+        refusals |= {valid[i]: refusal for i, refusal in refused.items()}
+        indexes = {requests[i].rid: i for i in valid if i not in refusals}
         left = set(indexes)
         response = web.StreamResponse(headers=_EVENTS | _STREAMS)
         try:
@@ -488,17 +492,17 @@ async def _read(http_request, keys):
     return body
 
 
-def _parse_generate(body):
-    """One Request, or one for each prompt of a batch."""
+def _parse_generate(body, parse):
+    """One Request, or one for each prompt of a batch, by `parse`."""
     prompts = body.get("input_ids")
     if not isinstance(prompts, list) or not prompts:
         raise InvalidRequestError("input_ids must be a list of token ids, or a list of such lists")
     if not _is_batch(body):
-        return [_parse_request(prompts, body.get("rid"), body.get("sampling_params"))]
+        return [parse(prompts, body.get("rid"), body.get("sampling_params"))]
     num = len(prompts)
     rids = _per_prompt("rid", body.get("rid"), num, alone=type(None))
     params = _per_prompt("sampling_params", body.get("sampling_params"), num, alone=dict | None)
-    return [_parse_request(*parts) for parts in zip(prompts, rids, params, strict=True)]
+    return [parse(*parts) for parts in zip(prompts, rids, params, strict=True)]
 
 
 def _is_batch(body):
@@ -521,6 +525,13 @@ def _parse_request(input_ids, rid, params):
             f"rid must be a string of 1 to {MAX_RID_CHARS} characters, got {rid!r:.80}"
         )
     return Request(rid=rid, input_ids=_parse_ids(input_ids), sampling=parse_sampling(params))
+
+
+def _parsed_or_refused(input_ids, rid, params):
+    try:
+        return _parse_request(input_ids, rid, params)
+    except InvalidRequestError as error:
+        return error
 
 
 def _parse_ids(ids):
