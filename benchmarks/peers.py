@@ -1,6 +1,6 @@
 """The same GRPO step here and in google-tunix, taking turns on one machine: training, generation, the whole step.
 
-    python benchmarks/peers.py [--rounds=12] [--step-rounds=3] [--smoke]
+    python benchmarks/peers.py [--shape=small] [--rounds=12] [--step-rounds=3] [--smoke]
 
 Tunix (its synchronous GRPO, with its own "vanilla" sampler) runs in an environment of its own, made at the first run,
 as a process that waits while we work, and we wait while it works. A round is one turn of each side, forwards in one
@@ -14,7 +14,8 @@ over ours of the same round, given as the median over rounds with quartiles.
 
 Equal: Qwen3 of 4 layers, d 128, 4 heads of 32, MLP 384, vocabulary 256, tied embeddings; random weights, float32;
 16 prompts × 8 samples of 16 + 16 tokens at temperature 1, nothing but its length ends a completion; one update of
-Adam, clipped at norm 1, a step; the clipped surrogate without KL; the version of JAX; the cores. Compiling and the
+Adam, clipped at norm 1, a step; the clipped surrogate without KL; the version of JAX; the cores.
+`--shape=17m` is the model of 17M parameters of the learner's benchmarks, with the same rows. Compiling and the
 first steps count nowhere. Tunix is set to the least that its GRPO does: beta 0 and one iteration, so no reference, no
 second forward; trainer and sampler share one copy of the weights; a step is one batch, as it is by default.
 
@@ -27,8 +28,9 @@ them, and writes weights to disk; in one it still keeps a journal of samples, an
 In mode async our updates are of samples up to 2 steps old, with the anchor and the weights
 for that: another algorithm, the same work.
 
-Runs on a CPU (JAX_PLATFORMS=cpu where there is more). `--smoke`: our side alone, tiny. Results are printed and
-written to benchmarks/results/peers.json, or to --out.
+Runs on a CPU (JAX_PLATFORMS=cpu where there is more). `--only=step` measures nothing else. `--smoke`: our side alone,
+tiny. Results are printed and written to benchmarks/results/peers.json, peers_17m.json of that shape, or to --out;
+measures that were not asked for stay as they are there.
 """
 
 import argparse
@@ -73,6 +75,12 @@ TAIL = 3000  # characters of a failed process's output in an error
 
 UNITS = {"training": "samples/s", "generation": "tokens/s", "step": "samples/s"}
 
+
+def alphabet(size: int) -> str:
+    """The characters of a vocabulary: padding and end, the task's, and others that only chance samples."""
+    return "0123456789>" + "".join(map(chr, range(0x4E00, 0x4E00 + size - 13)))
+
+
 WORKLOAD = {
     "model.num_layers": 4,
     "model.model_dim": 128,
@@ -80,8 +88,7 @@ WORKLOAD = {
     "model.num_kv_heads": 4,
     "model.head_dim": 32,
     "model.mlp_dim": 384,
-    # 256 tokens: padding, end, the task's characters, and others that only chance samples.
-    "tokenizer.alphabet": "0123456789>" + "".join(map(chr, range(0x4E00, 0x4E00 + 243))),
+    "tokenizer.alphabet": alphabet(256),
     "task.args.num_tokens": 15,
     "task.args.num_symbols": 10,
     "rollout.function": "peers_rollout:to_the_end",
@@ -102,6 +109,12 @@ WORKLOAD = {
     "learner.adam_b2": 0.95,
     "checkpoint.every_steps": 1_000_000,
     "evaluate.every_steps": 0,
+}
+_17M = shapes.MODELS["17m"]
+SHAPES = {
+    "small": {},
+    "17m": {f"model.{name}": value for name, value in _17M.items() if name != "vocab_size"}
+    | {"tokenizer.alphabet": alphabet(_17M["vocab_size"])},
 }
 ASYNC = {"loss.anchor": "a3po", "loss.behavior_weight": "mask", "loss.behavior_cap": 5.0}
 TINY = {
@@ -124,6 +137,8 @@ class PeerError(RuntimeError):
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--shape", choices=SHAPES, default="small", help="of the model")
+    parser.add_argument("--only", choices=UNITS, action="append", help="a measure; may be repeated")
     parser.add_argument("--rounds", type=int, default=12, help="of training and of generation")
     parser.add_argument("--repetitions", type=int, default=5, help="of a turn in these")
     parser.add_argument("--step-rounds", type=int, default=3, help="of whole steps")
@@ -132,7 +147,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=pathlib.Path, default=BENCHMARKS / "results")
     parser.add_argument("--smoke", action="store_true", help="our side alone, a tiny model")
     args = parser.parse_args(argv)
-    overrides = WORKLOAD
+    overrides = WORKLOAD | SHAPES[args.shape]
     if args.smoke:
         overrides = WORKLOAD | TINY
         args.rounds = args.repetitions = args.step_rounds = args.steps = 1
@@ -149,19 +164,27 @@ def main(argv: list[str] | None = None) -> None:
         ours = stack.enter_context(Ours(settings))
         result["measures"] = measures(tunix, ours, overrides, args)
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "peers.json").write_text(json.dumps(result, indent=2) + "\n")
+    out = args.out / ("peers.json" if args.shape == "small" else f"peers_{args.shape}.json")
+    if args.only and out.exists():
+        result["measures"] = json.loads(out.read_text())["measures"] | result["measures"]
+    out.write_text(json.dumps(result, indent=2) + "\n")
 
 
 def measures(tunix: "Tunix | None", ours: "Ours", overrides: Mapping, args) -> dict[str, dict]:
     """Each measure's summary, printed as it comes; without tunix, of our side alone."""
     learner, rollout = ours.settings.learner, ours.settings.rollout
     samples, found = learner.groups_per_step * rollout.group_size, {}
+    wanted = args.only or UNITS
     for name, amount in (("training", samples), ("generation", samples * rollout.max_new_tokens)):
+        if name not in wanted:
+            continue
         repeat = getattr(ours, name)
         repeat()  # Compiles what was not.
         sides = {"ours": functools.partial(median_secs, repeat, args.repetitions)}
         counts = dict(rounds=args.rounds, repetitions=args.repetitions)
         found[name] = compare(name, sides, tunix, amount=amount, **counts)
+    if "step" not in wanted:
+        return found
     modes = ("sync",) if args.smoke else ("sync", "async")
     sides = {}
     for mode, processes in itertools.product(modes, ("one", "many")):

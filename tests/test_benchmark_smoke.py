@@ -90,9 +90,19 @@ def check_learner(result, directory):
 
 def check_peers(result, directory):
     sides = {name: list(found["sides"]) for name, found in result["measures"].items()}
-    assert sides == {"training": ["ours"], "generation": ["ours"], "step": ["sync"]}
+    assert sides == {"training": ["ours"], "generation": ["ours"], "step": ["sync 1", "sync"]}
     assert result["measures"]["generation"]["amount"] == 4 * 2 * 16
     assert result["workload"]["completion_tokens"] == 16
+
+
+def check_wire(result, directory):
+    sides = result["milliseconds_a_sample"]
+    assert {side: set(threads) for side, threads in sides.items()} == {
+        "requests": {"engine", "server", "worker"},
+        "batches": {"engine", "server", "worker"},
+        "calls": {"engine", "worker"},
+    }
+    assert all(v["median"] > 0 for threads in sides.values() for v in threads.values())
 
 
 def check_shared_prompts(result, directory):
@@ -192,6 +202,7 @@ LONG = pytest.mark.long
         ("rewards", [["--smoke"]], "rewards", check_rewards),
         pytest.param("sandbox", [["--smoke"]], "sandbox", check_sandbox, marks=boxed),
         ("journal", [["--smoke"]], "journal", check_journal),
+        ("wire", [["--smoke"]], "wire", check_wire),
     ],
 )
 def test_a_benchmark_runs_in_small_and_writes_its_figures(

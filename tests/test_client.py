@@ -59,6 +59,67 @@ async def test_a_request_asks_for_logprobs_and_no_stream(server):
     }
 
 
+async def generate_many(client, address, seeds, timeout_secs=10.0):
+    """The completions, or errors, of calls that begin together."""
+    calls = [
+        client.generate(
+            address,
+            rid=f"000000000000-0000-{seed:04d}-0000",
+            input_ids=[5, 6],
+            sampling_params={"max_new_tokens": 3, "sampling_seed": seed},
+            timeout_secs=timeout_secs,
+        )
+        for seed in seeds
+    ]
+    return await asyncio.gather(*calls, return_exceptions=True)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_calls_that_begin_together_share_a_request_where_the_server_says_so(server, streams):
+    server.version, server.streams = "0", streams
+    async with InferenceClient() as client:
+        await generate(client, server.address)
+        completions = await generate_many(client, server.address, range(4))
+    for seed, completion in enumerate(completions):
+        assert completion.tokens.tolist() == [token(seed, position) for position in (2, 3, 4)]
+    sent = server.payloads("/generate")[1:]
+    assert [payload["stream"] for payload in sent] == ([True] if streams else [False] * 4)
+    if streams:
+        assert sent[0]["input_ids"] == [[5, 6]] * 4 and len(set(sent[0]["rid"])) == 4
+
+
+async def test_a_batch_that_ends_early_costs_the_calls_without_an_answer(server):
+    server.version, server.streams, server.ends_after = "0", True, 1
+    async with InferenceClient() as client:
+        await generate(client, server.address)
+        first, second = await generate_many(client, server.address, (0, 1))
+    assert second.tokens.tolist() == [token(1, position) for position in (2, 3, 4)]
+    assert isinstance(first, ServerError) and first.retryable
+    assert "the answer ended before its requests" in str(first)
+
+
+async def test_a_refusal_of_a_batch_reaches_each_of_its_calls(server):
+    server.version, server.streams = "0", True
+    async with InferenceClient() as client:
+        await generate(client, server.address)
+        server.fail["/generate"] = (503, "no weights yet")
+        refusals = await generate_many(client, server.address, (0, 1))
+    assert [(e.status, e.retryable) for e in refusals] == [(503, True)] * 2
+
+
+async def test_a_call_of_a_batch_is_late_by_its_own_deadline(server):
+    server.version, server.streams = "0", True
+    async with InferenceClient() as client:
+        await generate(client, server.address)
+        server.slow["/generate"] = 0.5
+        patient = asyncio.create_task(generate(client, server.address))
+        (late,) = await generate_many(client, server.address, (1,), timeout_secs=0.05)
+        assert isinstance(late, ServerTimeoutError)
+        assert (await patient).finish_reason == "length"
+    assert len(server.payloads("/generate")) == 2
+    assert server.payloads("/abort_request") == [{"rid": "000000000000-0000-0001-0000"}]
+
+
 def test_spans_of_versions_are_spread_over_the_output_tokens():
     completion = read_completion(answer([7, 8, 9, 7], versions=[("3", 2), ("4", 0), ("5", 2)]))
     assert completion.versions.tolist() == [3, 3, 5, 5]

@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import json
 import pathlib
 import socket
 import time
@@ -24,6 +25,7 @@ from fixtures.served_engine import (
 from jaxrl_async.inference import engine as engine_lib
 from jaxrl_async.inference import http, loading, programs
 from jaxrl_async.models import hf
+from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.weights import difference
 from jaxrl_async.weights import store as weight_store
 
@@ -131,6 +133,68 @@ async def test_a_bias_of_minus_100_rules_a_token_out(client):
     assert not set(bound["output_ids"]) & set(map(int, bias))
     later = (await client.generate(max_new_tokens=30, sampling_seed=0))["output_ids"]
     assert later == free  # The slot keeps nothing of it.
+
+
+async def events_of(client, body):
+    """The events of a stream."""
+    url = f"http://127.0.0.1:{client.port}/generate"
+    async with client.session.post(url, data=json.dumps(body | {"stream": True})) as response:
+        assert response.status == 200 and response.content_type == "text/event-stream"
+        *events, done, rest = (await response.text()).split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+async def test_a_streamed_batch_is_answered_as_its_requests_end(client):
+    prompts, lengths = [[1, 2, 3], [4], [5, 6]], (9, 3, 6)
+    params = [{"max_new_tokens": n, "sampling_seed": 0} for n in lengths]
+    body = {"input_ids": prompts, "sampling_params": params, "return_logprob": True}
+    events = await events_of(client, body)
+    assert [event["index"] for event in events] == [1, 2, 0]
+    for event in events:
+        alone = await client.generate(prompts[event["index"]], **params[event["index"]])
+        assert event["output_ids"] == alone["output_ids"]
+        assert event["meta_info"]["weight_versions"] == alone["meta_info"]["weight_versions"]
+
+
+async def test_a_refusal_in_a_streamed_batch_costs_its_request_alone(client):
+    params = {"max_new_tokens": 3, "sampling_seed": 0}
+    body = {"input_ids": [[1], [99], [2], [3]], "rid": ["a", "b", "c", "d"]}
+    body["sampling_params"] = [params, params, params | {"no_such": 1}, params]
+    *refused, first, last = await events_of(client, body)
+    reasons = {event["index"]: event["error"]["message"] for event in refused}
+    assert "token id 99 is outside [0, 19)" in reasons[1] and "no_such" in reasons[2]
+    assert {event["error"]["code"] for event in refused} == {400}
+    assert {a["index"]: a["meta_info"]["id"] for a in (first, last)} == {0: "a", 3: "d"}
+
+
+@pytest.mark.parametrize("count", [1, 2])
+async def test_calls_of_a_batch_that_are_cancelled_end_on_the_server(engine, count):
+    """The other goes on; where all are, the client hangs up."""
+    held = Held(engine)
+    async with serving(engine) as client, InferenceClient() as ours:
+        address = f"http://127.0.0.1:{client.port}"
+
+        def start(rid, tokens):
+            return asyncio.create_task(
+                ours.generate(
+                    address,
+                    rid=rid,
+                    input_ids=[1],
+                    sampling_params={"max_new_tokens": tokens, "sampling_seed": 1},
+                    timeout_secs=DEADLINE_SECS,
+                )
+            )
+
+        await start("first", 2)  # Its answer says that batches are streamed.
+        calls = [start("one", 50), start("two", 50)]
+        await client.until(num_running_requests=2)
+        for call in calls[:count]:
+            call.cancel()
+        await client.until(num_running_requests=2 - count)
+        held.release()
+        if count == 1:
+            assert len((await calls[1]).tokens) == 50
 
 
 async def test_a_batch_is_answered_in_order(client):
@@ -351,7 +415,6 @@ async def test_before_any_weights_generate_is_503_and_an_update_brings_them(bare
         ({"sampling_params": {}}, "1 tokens and max_new_tokens 128 exceed"),  # SGLang's default
         ({"rid": 7}, "rid must be a string of 1 to 256 characters, got 7"),
         ({"rid": "x" * 257}, "rid must be a string of 1 to 256 characters"),
-        ({"stream": True}, "stream: true is not supported"),
         ({"return_logprob": "yes"}, "return_logprob must be true or false, got 'yes'"),
         ({"text": "hello"}, "unknown keys: text"),
         ({"input_ids": [[1], [2]], "rid": "r"}, "rid of a batch must be a list of 2, got 'r'"),

@@ -132,7 +132,7 @@ def engine():
     engine.close(timeout_secs=CALL_SECS)
 
 
-@pytest.fixture(params=["direct", "http"])
+@pytest.fixture(params=["direct", "http", "batches"])
 async def client(request, engine):
     """(client, address) of the engine, which holds version 0."""
     engine.update_weights(weights(0), "0").result(CALL_SECS)
@@ -141,7 +141,10 @@ async def client(request, engine):
             yield client, "engine"
     else:
         async with serving(engine) as served, InferenceClient() as client:
-            yield client, f"http://127.0.0.1:{served.port}"
+            address = f"http://127.0.0.1:{served.port}"
+            if request.param == "batches":
+                await client.generate(address, **ask("first"))
+            yield client, address
 
 
 def ask(rid, *, timeout_secs=CALL_SECS, tokens=(1, 2, 3), **sampling):
@@ -188,6 +191,27 @@ async def test_a_late_request_and_one_that_nobody_waits_for_end_on_the_engine(cl
         while engine.num_waiting:
             await asyncio.sleep(0.01)
     await client.continue_(address, timeout_secs=CALL_SECS)
+
+
+async def test_requests_that_begin_together_wake_the_engine_once(engine, monkeypatch):
+    submitted, submit = [], engine.submit_all
+    monkeypatch.setattr(
+        engine,
+        "submit_all",
+        lambda requests, on_done: submitted.append(len(requests)) or submit(requests, on_done),
+    )
+    engine.update_weights(weights(0), "0").result(CALL_SECS)
+    async with DirectClient({"engine": engine}) as client:
+        calls = [
+            asyncio.create_task(client.generate("engine", **ask(f"t-{i}", **sampling)))
+            for i, sampling in enumerate([{}, {"top_p": 7.0}, {}, {}])
+        ]
+        await asyncio.sleep(0)  # They have begun, and nothing is sent.
+        calls[3].cancel()
+        first, refused, last, _ = await asyncio.gather(*calls, return_exceptions=True)
+    assert submitted == [3]
+    assert isinstance(refused, ServerError) and "top_p" in str(refused)
+    assert first.tokens.tolist() == last.tokens.tolist()
 
 
 async def test_an_abort_gives_the_tokens_so_far(client, engine):

@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -208,22 +208,35 @@ class Engine:
           InvalidRequestError: the request can never be served.
           UnavailableError: no weights yet, a full queue, or an ended thread.
         """
-        self._check(request)
-        live = _Live(request, on_done)
+        for refusal in self.submit_all([request], on_done).values():
+            raise refusal
+
+    def submit_all(
+        self, requests: Sequence[Request], on_done: OnDone
+    ) -> dict[int, InvalidRequestError | UnavailableError]:
+        """Queues requests together, which wakes the engine once; `on_done` as of `submit`, of those that are queued.
+
+        Returns:
+          The refusals, as of `submit`, by the index of their request; {} where all are queued.
+        """
+        refusals, lives = {}, []
+        for index, request in enumerate(requests):
+            try:
+                self._check(request)
+            except InvalidRequestError as error:
+                refusals[index] = error
         with self._lock:
-            if self._error:
-                raise self._error
-            if self._version is None:
-                raise UnavailableError(f"engine {self.name!r} has no weights yet")
-            if request.rid in self._live:
-                raise InvalidRequestError(f"rid {request.rid!r} is already in use")
-            if len(self._live) >= self.num_slots + self.max_queued_requests:
-                raise UnavailableError(
-                    f"the queue is full: {self.num_slots} slots and {self.max_queued_requests} "
-                    "waiting requests"
-                )
-            self._live[request.rid] = live
-            self._commands.put(live)
+            for index, request in enumerate(requests):
+                if index in refusals:
+                    continue
+                if refusal := self._refusal(request):
+                    refusals[index] = refusal
+                    continue
+                self._live[request.rid] = live = _Live(request, on_done)
+                lives.append(live)
+            if lives:
+                self._commands.put(lives)
+        return refusals
 
     def pause(self, mode: str) -> concurrent.futures.Future:
         """Pauses generation; later requests wait for `resume`.
@@ -359,6 +372,21 @@ class Engine:
 
     # Below, the callers' threads.
 
+    def _refusal(self, request):
+        """Why a valid request cannot be queued now; None where it can. Under the lock."""
+        if self._error:
+            return self._error
+        if self._version is None:
+            return UnavailableError(f"engine {self.name!r} has no weights yet")
+        if request.rid in self._live:
+            return InvalidRequestError(f"rid {request.rid!r} is already in use")
+        if len(self._live) >= self.num_slots + self.max_queued_requests:
+            return UnavailableError(
+                f"the queue is full: {self.num_slots} slots and {self.max_queued_requests} "
+                "waiting requests"
+            )
+        return None
+
     def _check(self, request):
         ids = request.input_ids
         if ids.dtype != np.int32 or ids.ndim != 1 or not len(ids):
@@ -455,8 +483,8 @@ class Engine:
             except queue.Empty:
                 return
             wait = False
-            if isinstance(command, _Live):
-                self._waiting.append(command)
+            if isinstance(command, list):  # of _Live
+                self._waiting.extend(command)
             else:
                 command()
 

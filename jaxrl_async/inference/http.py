@@ -30,6 +30,7 @@ from jaxrl_async.inference.engine import (
     Request,
     UnavailableError,
 )
+from jaxrl_async.servers.client import STREAMS_HEADER
 from jaxrl_async.types import NEVER_BIAS
 from jaxrl_async.weights import difference, files, lease, prepared
 
@@ -163,10 +164,8 @@ async def _answer_errors(request, handler):
     """Every refusal is JSON, in SGLang's form; so are the router's own (404, 405, 413)."""
     try:
         return await handler(request)
-    except InvalidRequestError as error:
-        return _error(400, str(error))
-    except UnavailableError as error:
-        return _error(503, str(error))
+    except (InvalidRequestError, UnavailableError) as error:
+        return _error(_STATUS[type(error)], str(error))
     except web.HTTPException as error:
         return _error(error.status, f"{request.method} {request.path}: {error.text}")
 
@@ -210,11 +209,53 @@ class _Routes:
         body = await _read(http_request, _GENERATE_KEYS | ({"text"} if self._texts else set()))
         if "text" in body:
             body = self._encoded(body)
-        requests = _parse_generate(body)
-        return_logprob = _bool(body, "return_logprob")
-        done = await self._complete(requests)
-        answers = [self._answer(completion, return_logprob, start) for completion in done]
-        return _json(answers if _is_batch(body) else answers[0])
+        answer = functools.partial(
+            self._answer, return_logprob=_bool(body, "return_logprob"), start=start
+        )
+        if _bool(body, "stream"):
+            requests = _parse_generate(body, _parsed_or_refused)
+            return await self._stream(http_request, requests, answer)
+        requests = _parse_generate(body, _parse_request)
+        answers = [answer(completion) for completion in await self._complete(requests)]
+        return _json(answers if _is_batch(body) else answers[0], headers=_STREAMS)
+
+    async def _stream(self, http_request, requests, answer):
+        """Answers each request of a batch when it ends, as an event of its own. A refusal costs its request alone.
+
+        The events are SGLang's, of which it sends more: one for every few tokens of a request. Where the client is
+        gone, what is left is aborted.
+        """
+        ended = asyncio.Queue()
+
+        def on_done(outcomes):
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(ended.put_nowait, outcomes)
+
+        refusals = {i: r for i, r in enumerate(requests) if isinstance(r, InvalidRequestError)}
+        valid = [i for i in range(len(requests)) if i not in refusals]
+        refused = self._engine.submit_all([requests[i] for i in valid], on_done)
+        refusals |= {valid[i]: refusal for i, refusal in refused.items()}
+        indexes = {requests[i].rid: i for i in valid if i not in refusals}
+        left = set(indexes)
+        response = web.StreamResponse(headers=_EVENTS | _STREAMS)
+        try:
+            await response.prepare(http_request)
+            events = [_event(i, _failed(error)) for i, error in refusals.items()]
+            while left:
+                if events:
+                    await response.write(b"".join(events))
+                outcomes = await ended.get()
+                left.difference_update(rid for rid, _ in outcomes)
+                events = [
+                    _event(indexes[rid], answer(o) if isinstance(o, Completion) else _failed(o))
+                    for rid, o in outcomes
+                ]
+            await response.write(b"".join([*events, b"data: [DONE]\n\n"]))
+            await response.write_eof()
+        except BaseException:
+            self._abandon(left)
+            raise
+        return response
 
     def _encoded(self, body):
         """A body with `text` as one with `input_ids`."""
@@ -512,19 +553,17 @@ async def _read(http_request, keys):
     return body
 
 
-def _parse_generate(body):
-    """One Request, or one for each prompt of a batch."""
-    if _bool(body, "stream"):
-        raise InvalidRequestError("stream: true is not supported")
+def _parse_generate(body, parse):
+    """One Request, or one for each prompt of a batch, by `parse`."""
     prompts = body.get("input_ids")
     if not isinstance(prompts, list) or not prompts:
         raise InvalidRequestError("input_ids must be a list of token ids, or a list of such lists")
     if not _is_batch(body):
-        return [_parse_request(prompts, body.get("rid"), body.get("sampling_params"))]
+        return [parse(prompts, body.get("rid"), body.get("sampling_params"))]
     num = len(prompts)
     rids = _per_prompt("rid", body.get("rid"), num, alone=type(None))
     params = _per_prompt("sampling_params", body.get("sampling_params"), num, alone=dict | None)
-    return [_parse_request(*parts) for parts in zip(prompts, rids, params, strict=True)]
+    return [parse(*parts) for parts in zip(prompts, rids, params, strict=True)]
 
 
 def _is_batch(body):
@@ -549,13 +588,20 @@ def _parse_request(input_ids, rid, params):
     return Request(rid=rid, input_ids=_parse_ids(input_ids), sampling=parse_sampling(params))
 
 
+def _parsed_or_refused(input_ids, rid, params):
+    try:
+        return _parse_request(input_ids, rid, params)
+    except InvalidRequestError as error:
+        return error
+
+
 def _parse_ids(ids):
     """int32 [P]; the engine bounds them by the vocabulary."""
     if not isinstance(ids, list):
         raise InvalidRequestError(f"a prompt must be a list of token ids, got {ids!r:.80}")
-    for token in ids:
-        if type(token) is not int or not -(2**31) <= token < 2**31:
-            raise InvalidRequestError(f"token id {token!r:.80} is not a 32-bit integer")
+    if set(map(type, ids)) - {int} or (ids and not -(2**31) <= min(ids) <= max(ids) < 2**31):
+        bad = next(i for i in ids if type(i) is not int or not -(2**31) <= i < 2**31)
+        raise InvalidRequestError(f"token id {bad!r:.80} is not a 32-bit integer")
     return np.array(ids, np.int32)
 
 
@@ -652,14 +698,29 @@ def _refused(message, status=400):
     return _json({"success": False, "message": message, "num_paused_requests": 0}, status)
 
 
-def _json(answer, status=200):
+def _json(answer, status=200, headers=None):
     return web.Response(
-        body=_encode(answer).encode(), status=status, content_type="application/json"
+        body=_encode(answer).encode(),
+        status=status,
+        headers=headers,
+        content_type="application/json",
     )
+
+
+def _event(index, answer):
+    return b"data: " + _encode({"index": index} | answer).encode() + b"\n\n"
+
+
+def _failed(error):
+    """A refusal within a batch, with the status that it would have alone."""
+    return {"error": {"message": str(error), "code": _STATUS[type(error)]}}
 
 
 def _error(status, message):
     return _json({"error": {"message": message}}, status)
 
 
+_STATUS = {InvalidRequestError: 400, UnavailableError: 503}
+_STREAMS = {STREAMS_HEADER: "1"}
+_EVENTS = {"Content-Type": "text/event-stream"}
 _encode = json.JSONEncoder(separators=(",", ":")).encode

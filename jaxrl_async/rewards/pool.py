@@ -22,6 +22,7 @@ LATE_SECS = 0.1  # to read a reply that arrived in time while this event loop wa
 ORPHAN_SECS = (
     5.0  # beyond the bound on a call, after which a process without its parent ends itself
 )
+READ_BYTES = 1 << 16
 MAX_BATCH_CALLS = 16  # calls in a message; the rest of a batch waits behind a call that hangs
 MIN_MEMORY_BYTES = 1 << 20  # the size in which Python takes memory from the system
 
@@ -229,9 +230,11 @@ class RewardPool:
             if process.returncode is not None:
                 return False
             process.stdin.write(_message(calls))
+            received = bytearray()
             while calls:
-                outcome = await self._read(process)
-                calls.popleft().end(outcome)
+                for line in await self._read(process, received):
+                    outcome = self._outcome(json.loads(line))
+                    calls.popleft().end(outcome)
         except _LostError as lost:
             calls.popleft().end(lost.outcome)
             return False
@@ -239,23 +242,35 @@ class RewardPool:
             self._waiting.extendleft(reversed(calls))
         return True
 
-    async def _read(self, process) -> Judgement | RewardError:
-        """The outcome of the call that the process runs."""
+    async def _read(self, process, received: bytearray) -> list[bytes]:
+        """The lines that the process has written, at least that of the call which it runs; keeps the rest in received.
+
+        Processes write them one by one. Where many are there they are read at once.
+        """
         for secs in (self._timeout_secs, LATE_SECS):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(secs):
-                    line = await process.stdout.readline()
+                    while b"\n" not in received:
+                        data = await process.stdout.read(READ_BYTES)
+                        if not data:
+                            break
+                        received += data
                 break
         else:
             message = f"reward {self.reward!r} took longer than {self._timeout_secs:g} s"
             raise _LostError(RewardTimeoutError(message))
-        if not line.endswith(b"\n"):
+        *lines, rest = received.split(b"\n")
+        if not lines:
             bound = f", memory limited to {self._memory_bytes} bytes" if self._memory_bytes else ""
             message = (
                 f"reward {self.reward!r} ended its process ({await child.exit_of(process)}{bound})"
             )
             raise _LostError(RewardError(message))
-        outcome = json.loads(line)
+        received[:] = rest
+        return lines
+
+    def _outcome(self, outcome: Any) -> Judgement | RewardError:
+        """What a line says of its call."""
         if outcome is None:  # Memory that it leaked would fail the next calls too.
             bound = f"took more than {self._memory_bytes} bytes of memory"
             message = bound if self._memory_bytes else "ran out of memory"

@@ -34,6 +34,7 @@ from jaxrl_async.runtime.supervisor import visible_devices
 from jaxrl_async.samples import SampleWriter
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.preflight import Expected, kept_adapters
+from jaxrl_async.settled import settle
 from jaxrl_async.tasks.prompts import demonstration_tokens, test_prompts, validation_prompts
 from jaxrl_async.weights.discovery import Discovery
 from jaxrl_async.weights.publisher import Publisher
@@ -242,6 +243,8 @@ def _train(
 
         def should_stop(step: int, chunk_arrived: bool) -> bool:
             saves.check()
+            if chunk_arrived:
+                settle("the learner's programs")
             return agreement.should_stop(step, chunk_arrived)
 
         def save(step: int, state: TrainState, resume_point: ResumePoint) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
@@ -36,6 +37,9 @@ from jaxrl_async.weights.held import HeldStore, hand_over
 LEARNER, ENGINES = "time/device_wait_secs", "rollout/device_wait_secs"
 START_SECS = 60.0  # bound on the start of the queue, its journal included
 STOP_SECS = 5.0  # bound on the end of queue and workers
+# The longest that one thread's Python keeps the others'. A push goes through a dozen changes of threads while the
+# learner writes its metrics; at Python's own 5 ms each of them may wait as long.
+SWITCH_SECS = 0.0005
 
 
 def run(
@@ -51,6 +55,7 @@ def run(
       Exception: the first failure of a role, whichever it was.
     """
     learner.set_flags(settings)
+    sys.setswitchinterval(SWITCH_SECS)
     names = tuple(f"engine-{i}" for i in range(settings.server.num_started))
     server = dataclasses.replace(settings.server, addresses=names)
     settings = dataclasses.replace(settings, server=server)

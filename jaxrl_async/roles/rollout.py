@@ -16,6 +16,7 @@ from jaxrl_async.rollout.sampler import Sampler
 from jaxrl_async.rollout.worker import Worker
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.fleet import Fleet
+from jaxrl_async.settled import settle
 from jaxrl_async.tasks.prompts import prompt_stream
 
 
@@ -95,6 +96,7 @@ async def work(
     )
     async with client, parts.rewards_of(settings, task.reward) as rewards, queue:
         client.run_id = queue.run_id
+        settle("prompts")
         clock = AwakeClock()
         sampler = Sampler(
             client=client,

@@ -13,6 +13,7 @@ from jaxrl_async.config.checks import command_words
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.roles.parts import engine_of, keys_of, model_path, weight_roots_of
 from jaxrl_async.runtime.supervisor import how_it_ended
+from jaxrl_async.settled import settle
 
 ENGINE_STOP_SECS = 30.0  # deadline of the engine's thread at the end
 COMMAND_STOP_SECS = 4.0  # from SIGTERM to SIGKILL of the command; shorter than that of its role
@@ -39,6 +40,7 @@ async def _run_embedded(settings: Settings, workdir: pathlib.Path, index: int) -
     address = settings.server.addresses[index]
     url = urllib.parse.urlparse(address)
     engine.start()
+    settle("the engine's programs")
     log.info("engine ready: %d programs", engine.num_compiled)
     try:
         async with http.serve(

@@ -4,13 +4,15 @@ Every call has a deadline and fails with a ServerError that names the address, t
 retries are the sampler's; the version that a server should hold is the publisher's.
 """
 
+import asyncio
+import contextlib
 import dataclasses
 import json
 import pathlib
 import re
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -22,6 +24,8 @@ from jaxrl_async.queue.records import NOBODY, Identity
 from jaxrl_async.servers import files
 from jaxrl_async.servers.looks import Looks, LostAnswerError
 
+# In an answer of /generate: the server streams the answers of a batch, one event for each when it ends.
+STREAMS_HEADER = "X-Streams-Batches"
 PAUSE_LEASE_HEADER = "X-Pause-Lease-Secs"  # weights.lease reads it
 MAX_LOGPROB_ROUNDING = 1e-6  # A log-prob may exceed 0 by this much: float32 rounding of log 1.
 
@@ -101,6 +105,9 @@ class InferenceClient:
         self._api_key = api_key
         self._admin_api_key = admin_api_key or api_key
         self._session: aiohttp.ClientSession | None = None
+        self._streaming: set[str] = set()  # addresses that stream the answers of a batch
+        self._batches: dict[str, _Batch] = {}  # address → of this turn of the loop, not sent yet
+        self._tasks: set[asyncio.Task] = set()  # of batches that were sent
         self._looks: Looks | None = None
 
     async def __aenter__(self) -> "InferenceClient":
@@ -119,6 +126,9 @@ class InferenceClient:
         return self
 
     async def __aexit__(self, *_) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._session.close()
 
     def looks(self, **kwargs: Any) -> Looks:
@@ -140,6 +150,9 @@ class InferenceClient:
     ) -> Completion:
         """Samples one completion.
 
+        Calls of the same turn of the loop, as of a group, share one HTTP request where the server streams the answers
+        of a batch. Each is answered when it ends, and is refused, late or cancelled alone.
+
         Args:
           address: "http://host:port".
           rid: request id; fixed width, since servers abort by prefix.
@@ -151,19 +164,17 @@ class InferenceClient:
           ServerError: refused, lost, late, or an answer that breaks the API; the message says which.
           ForeignVersionError: tokens of weights that this run did not push.
         """
-        payload = {
-            "rid": rid,
-            "input_ids": input_ids,
-            "sampling_params": sampling_params,
-            "return_logprob": True,
-            "stream": False,
-        }
+        request = {"rid": rid, "input_ids": input_ids, "sampling_params": sampling_params}
         start, name = time.monotonic(), None
         if self._adapters:
             name = await self._newest_adapter(address, timeout_secs)
-            payload |= {"lora_path": name} if name is not None else {}
         left = max(timeout_secs - (time.monotonic() - start), 1e-3)
-        answer = await self._post(address, "/generate", payload, left)
+        if name is None and address in self._streaming:
+            answer = await self._in_batch(address, request, left)
+        else:
+            payload = request | {"return_logprob": True, "stream": False}
+            payload |= {"lora_path": name} if name is not None else {}
+            answer = await self._post(address, "/generate", payload, left)
         try:
             return read_completion(answer, self.run_id, name)
         except ForeignWeightsError as error:
@@ -485,6 +496,80 @@ class InferenceClient:
             return int(match[1]) + 1 if match else None
         return None
 
+    async def _in_batch(self, address: str, request: dict, timeout_secs: float) -> dict:
+        """The answer of a request that goes with all others of this turn of the loop."""
+        loop, batch = asyncio.get_running_loop(), self._batches.get(address)
+        if batch is None or not batch.has_room(request):
+            batch = self._batches[address] = _Batch()
+            loop.call_soon(self._send, address, batch)
+        done = batch.add(request, timeout_secs)
+        late = loop.call_later(timeout_secs, _expire, done)
+        try:
+            return await done
+        except (TimeoutError, asyncio.CancelledError) as error:
+            self._abandon(address, batch, request["rid"])
+            if isinstance(error, TimeoutError):
+                raise _no_answer(address, "/generate", timeout_secs) from None
+            raise
+        finally:
+            late.cancel()
+
+    def _send(self, address: str, batch: "_Batch") -> None:
+        if self._batches.get(address) is batch:
+            del self._batches[address]
+        if not batch.is_over:
+            batch.task = self._start(self._stream(address, batch), f"a batch of {address}")
+
+    def _abandon(self, address: str, batch: "_Batch", rid: str) -> None:
+        """Ends a request on its server, as hanging up on it alone would; hangs up where nobody waits any more."""
+        if batch.task is None or batch.task.done():
+            return
+        if batch.is_over:
+            batch.task.cancel()
+        else:
+            self._start(self._abort_quietly(address, rid), f"abort of {rid}")
+
+    async def _abort_quietly(self, address: str, rid: str) -> None:
+        with contextlib.suppress(ServerError):
+            await self.abort(address, rid=rid, timeout_secs=_ABORT_SECS)
+
+    def _start(self, work: Coroutine, name: str) -> asyncio.Task:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _stream(self, address: str, batch: "_Batch") -> None:
+        """Sends a batch, and gives each of its requests its answer or error."""
+        route = "/generate"
+        try:
+            timeout = aiohttp.ClientTimeout(total=batch.timeout_secs)
+            headers = self._headers(route)
+            with self._errors(address, route, batch.timeout_secs):
+                async with self._session.request(
+                    "POST",
+                    address + route,
+                    data=batch.body(),
+                    headers=headers,
+                    timeout=timeout,
+                    allow_redirects=False,
+                ) as response:
+                    if response.status != 200:
+                        _read_answer(response.status, await response.read(), address, route)
+                    async for event in _events(response.content):
+                        batch.take(event, address)
+            raise ServerError(
+                address, route, "the answer ended before its requests", retryable=True
+            )
+        except ServerError as error:
+            batch.fail(error)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            reason = f"malformed answer to a batch: {type(error).__name__}: {error}"
+            batch.fail(ServerError(address, route, reason, retryable=False))
+        finally:
+            # Where this task is cancelled.
+            batch.fail(ServerError(address, route, "the client is closed", retryable=True))
+
     async def _post(
         self,
         address: str,
@@ -515,11 +600,8 @@ class InferenceClient:
         self, method, address, route, body, timeout_secs, headers=MappingProxyType({})
     ) -> dict:
         """A request whose body is bytes of JSON, an open file, or nothing."""
-        json_or_bytes = "json" if isinstance(body, bytes) else "octet-stream"
-        headers = {"Content-Type": f"application/{json_or_bytes}", **headers}
-        key = self._api_key if route in _INFORMATION_ROUTES else self._admin_api_key
-        if key is not None:
-            headers["Authorization"] = f"Bearer {key}"
+        kind = "json" if isinstance(body, bytes) else "octet-stream"
+        headers = self._headers(route, kind) | headers
         line = self._looks and route in _LINE_ROUTES and self._looks.open_line(address)
         if line:
             try:
@@ -533,7 +615,7 @@ class InferenceClient:
                     reason = f"connection lost: {error}"
                     raise ServerError(address, route, reason, retryable=True) from error
         timeout = aiohttp.ClientTimeout(total=timeout_secs)
-        try:
+        with self._errors(address, route, timeout_secs):
             async with self._session.request(
                 method,
                 address + route,
@@ -543,6 +625,20 @@ class InferenceClient:
                 allow_redirects=False,
             ) as response:
                 text = await response.read()
+        if STREAMS_HEADER in response.headers:
+            self._streaming.add(address)
+        return _read_answer(response.status, text, address, route)
+
+    def _headers(self, route: str, kind: str = "json") -> dict[str, str]:
+        headers = {"Content-Type": f"application/{kind}"}
+        key = self._api_key if route in _INFORMATION_ROUTES else self._admin_api_key
+        return headers if key is None else headers | {"Authorization": f"Bearer {key}"}
+
+    @contextlib.contextmanager
+    def _errors(self, address: str, route: str, timeout_secs: float) -> Iterator[None]:
+        """Raises what a connection raises as a ServerError."""
+        try:
+            yield
         except TimeoutError:
             raise _no_answer(address, route, timeout_secs) from None
         except aiohttp.ClientConnectorCertificateError as error:
@@ -559,7 +655,86 @@ class InferenceClient:
                 raise OutOfFilesError(address, route, reason, retryable=True) from error
             reason = f"connection lost: {error or type(error).__name__}"
             raise ServerError(address, route, reason, retryable=True) from error
-        return _read_answer(response.status, text, address, route)
+
+
+class _Batch:
+    """Requests that share one HTTP request, and those who wait for their answers."""
+
+    def __init__(self):
+        self._requests: list[dict] = []
+        self._waiters: list[asyncio.Future[dict]] = []
+        self._num_tokens = 0
+        self.timeout_secs = 0.0
+        self.task: asyncio.Task | None = None  # None until it is sent
+
+    def has_room(self, request: Mapping[str, Any]) -> bool:
+        """Whether one more keeps the body far below what a server takes."""
+        num_tokens = self._num_tokens + len(request["input_ids"])
+        return len(self._requests) < _MAX_BATCH and num_tokens <= _MAX_BATCH_TOKENS
+
+    def add(self, request: dict, timeout_secs: float) -> "asyncio.Future[dict]":
+        """Adds a request; returns the future of its answer."""
+        self._requests.append(request)
+        self._num_tokens += len(request["input_ids"])
+        self.timeout_secs = max(self.timeout_secs, timeout_secs)
+        self._waiters.append(asyncio.get_running_loop().create_future())
+        return self._waiters[-1]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody waits any more."""
+        return all(waiter.done() for waiter in self._waiters)
+
+    def body(self) -> bytes:
+        """JSON. A prompt that many share is encoded once."""
+        requests, encoded = self._requests, {}
+        ids = [
+            encoded.get(key) or encoded.setdefault(key, _encode(r["input_ids"]))
+            for r in requests
+            for key in (tuple(r["input_ids"]),)
+        ]
+        rids, params = ([r[name] for r in requests] for name in ("rid", "sampling_params"))
+        return (
+            f'{{"rid":{_encode(rids)},"input_ids":[{",".join(ids)}],"sampling_params":{_encode(params)},'
+            '"return_logprob":true,"stream":true}'
+        ).encode()
+
+    def take(self, event: Mapping[str, Any], address: str) -> None:
+        """Takes one event. SGLang sends several for a request, of which the last has a finish_reason."""
+        waiter = self._waiters[event.get("index", 0)]
+        if waiter.done():
+            return
+        if "error" in event:
+            status = int(event["error"].get("code", 500))
+            reason = f"HTTP {status}: {event['error'].get('message')}"
+            retryable = status >= 500 or status == 429
+            waiter.set_exception(
+                ServerError(address, "/generate", reason, retryable=retryable, status=status)
+            )
+        elif event["meta_info"]["finish_reason"] is not None:
+            waiter.set_result(event)
+
+    def fail(self, error: ServerError) -> None:
+        """Ends all who still wait."""
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_exception(error)
+
+
+async def _events(content: aiohttp.StreamReader) -> AsyncIterator[dict]:
+    """The JSON objects of server-sent events."""
+    buffer = b""
+    async for data in content.iter_any():
+        *lines, buffer = (buffer + data).split(b"\n\n")
+        for line in lines:
+            text = line.removeprefix(b"data: ").strip()
+            if text and text != b"[DONE]":
+                yield json.loads(text)
+
+
+def _expire(waiter: asyncio.Future) -> None:
+    if not waiter.done():
+        waiter.set_exception(TimeoutError())
 
 
 def read_completion(
@@ -740,6 +915,8 @@ _LINE_ROUTES = frozenset(
         "/update_weight_version",
     }
 )
+_MAX_BATCH, _MAX_BATCH_TOKENS = 1024, 500_000  # requests, and tokens of their prompts, in one body
+_ABORT_SECS = 5.0
 _NO_TOKEN = 2**31 - 1  # beyond every vocabulary
 _BIAS_REFUSAL = re.compile(r"logit_bias must has keys in \[0, ([0-9]+)\]")
 _VERSION = re.compile(r"(?P<run>[a-z2-7]{12}\.)?([0-9]{1,9}\.)?(?P<version>[0-9]{1,9})")

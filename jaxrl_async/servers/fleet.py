@@ -111,7 +111,7 @@ class Fleet:
         if self.is_out_of_date:
             return None
         best = min(self._candidates(excluding), key=self.load, default=None)
-        if prefers is None or not self._takes(prefers, excluding):
+        if prefers is None or prefers == best or not self._takes(prefers, excluding):
             return best
         return best if self.load(best) < SPILL_SHARE * self.load(prefers) else prefers
 
@@ -203,6 +203,8 @@ class Fleet:
         return self._rng.sample(others or healthy, min(2, len(others or healthy)))
 
     def _draw(self, addresses: Sequence[str]) -> Sequence[str]:
+        if len(addresses) == 1:
+            return addresses
         if self._cumulative_speeds and len(addresses) > 2:
             return self._rng.choices(addresses, cum_weights=self._cumulative_speeds, k=2)
         return self._rng.sample(addresses, min(2, len(addresses)))
