@@ -62,6 +62,7 @@ ADDED: dict[str, Any] = {
     "model.family": "llama",
     "model.windows": (),
     "learner.max_mismatch": 0.0,
+    "checkpoint.in_background": True,
 }
 
 
@@ -311,6 +312,8 @@ class Weights:
 class Checkpoint:
     every_steps: int = 50
     keep: int = 2  # besides checkpoint 0
+    # write while training goes on, the state twice in memory until it is done; false: the learner waits for the disk
+    in_background: bool = True
     # from SIGTERM to the forced exit: the step under way and a checkpoint; the scheduler's must be longer
     grace_secs: float = 60.0
 

@@ -46,11 +46,11 @@ def read(
         tensors = hf.read_tensors(path)
         digests = {name: files.tensor_digest(tensor) for name, tensor in tensors.items()}
         _check_digests(path, digests)
-        params = hf.from_tensors(tensors, config)
+        found = _by_name(hf.from_tensors(tensors, config))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         # The last three: JSON that is well formed and not what it should be.
         raise WeightsError(f"{path}: {error}") from error
-    return to_device(params, config, device), files.version_digest(digests)
+    return _each(_placed, found, config, device), files.version_digest(digests)
 
 
 def to_device(
@@ -61,7 +61,7 @@ def to_device(
     Raises:
       WeightsError: a name, shape or number is not the model's.
     """
-    return _each(_placed, params, config, device)
+    return _each(_placed, _by_name(params), config, device)
 
 
 def share(
@@ -72,21 +72,25 @@ def share(
     Raises:
       WeightsError: as of `to_device`.
     """
-    shared = _each(_shared, params, config, device)
+    shared = _each(_shared, _by_name(params), config, device)
     if not _are_finite(shared):
         raise WeightsError("the weights hold a number that is not finite")
     return shared
 
 
-def _each(place, params, config, device):
+def _by_name(params):
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(params)}
+
+
+def _each(place, found, config, device):
+    """Places every parameter. It is taken out of `found`: what nobody else holds is freed when it is placed."""
     wanted, treedef = _wanted(config)
-    found = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(params)}
     if wanted.keys() != found.keys():
         odd = ", ".join(sorted(wanted.keys() ^ found.keys()))
         raise WeightsError(f"missing or unexpected parameters: {odd}")
     device = device or jax.devices()[0]
     return treedef.unflatten(
-        place(name, found[name], want, device) for name, want in wanted.items()
+        place(name, found.pop(name), want, device) for name, want in wanted.items()
     )
 
 
