@@ -196,7 +196,7 @@ async def measure(
       ParityError: no checkpoint; a server that cannot be reached, returns no tokens, has another vocabulary than the
         checkpoint or does not tell it, or changed its weights meanwhile.
     """
-    config, manifest = _read_checkpoint(directory, dtype)
+    config, manifest = read_checkpoint(directory, dtype)
     async with _Client(api_key=api_key, tls_ca=tls_ca) as client:
         try:
             info = await client.model_info(server, timeout_secs=timeout_secs)
@@ -291,6 +291,37 @@ def label_fault(model_info: Mapping[str, Any], manifest: Mapping[str, Any] | Non
     return None
 
 
+def read_checkpoint(
+    directory: str | pathlib.Path, dtype: str
+) -> tuple[transformer.ModelConfig, dict[str, Any] | None]:
+    """The shape of a checkpoint's model, and its manifest, None where it has none.
+
+    Raises:
+      ParityError: it is no checkpoint, or of an unknown model.
+    """
+    directory = pathlib.Path(directory)
+    try:
+        config = hf.read_config(directory, dtype=dtype, remat=False)
+        has_manifest = (directory / weight_store.MANIFEST).exists()
+        return config, weight_store.read_manifest(directory) if has_manifest else None
+    except (OSError, ValueError, KeyError, TypeError, weight_store.WeightStoreError) as error:
+        raise ParityError(
+            f"{directory} is no Hugging Face checkpoint (config.json, *.safetensors): {error}"
+        ) from error
+
+
+def read_params(directory: str | pathlib.Path, config: transformer.ModelConfig) -> nnx.State:
+    """The weights of a checkpoint, float32, on the device.
+
+    Raises:
+      ParityError: they cannot be read, or are of another shape.
+    """
+    try:
+        return jax.device_put(hf.from_tensors(hf.read_tensors(directory), config))
+    except (OSError, ValueError) as error:
+        raise ParityError(f"the weights of {directory} cannot be read: {error}") from error
+
+
 # Asking.
 
 
@@ -303,19 +334,6 @@ class _Client(InferenceClient):
             end = len(answer.get("output_ids") or ())
             answer["meta_info"]["weight_versions"] = [{"version": "0", "start": 0, "end": end}]
         return answer
-
-
-def _read_checkpoint(directory, dtype):
-    """(config of the model, manifest or None)"""
-    directory = pathlib.Path(directory)
-    try:
-        config = hf.read_config(directory, dtype=dtype, remat=False)
-        has_manifest = (directory / weight_store.MANIFEST).exists()
-        return config, weight_store.read_manifest(directory) if has_manifest else None
-    except (OSError, ValueError, KeyError, TypeError, weight_store.WeightStoreError) as error:
-        raise ParityError(
-            f"{directory} is no Hugging Face checkpoint (config.json, *.safetensors): {error}"
-        ) from error
 
 
 def _check_vocabulary(server, vocab_size, config, directory) -> None:
@@ -385,11 +403,7 @@ class _Learner:
     """The forward of the learner on a checkpoint's weights."""
 
     def __init__(self, config: transformer.ModelConfig, directory):
-        try:
-            self._params = jax.device_put(hf.from_tensors(hf.read_tensors(directory), config))
-        except (OSError, ValueError) as error:
-            raise ParityError(f"the weights of {directory} cannot be read: {error}") from error
-        self._config = config
+        self._params, self._config = read_params(directory, config), config
 
     def of(self, dtype: str) -> "_Learner":
         """The same weights, in another dtype."""
