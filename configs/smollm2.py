@@ -10,13 +10,18 @@ or, with the checkpoint that `python launch/smollm2_checkpoint.py checkpoints/Sm
 where it is sure. docs/results.md has the measured cost and accuracy.
 
 Arguments, after a colon: `smoke` (two steps of a tiny random model), `task=sums|gsm8k`, `mode=sync|periodic|async`,
-`lora` (adapters of rank 16 beside the frozen model), `seed=N`. GSM8K also needs --config.task.args.directory=DIR, which
-holds the published train.jsonl and test.jsonl.
+`lora` (adapters of rank 16 beside the frozen model), `seed=N`, `sglang` (a real SGLang server on this machine's CPU in
+place of the embedded one; once before: `tests/real/sglang.sh install .venv-servers/sglang`). GSM8K also needs
+--config.task.args.directory=DIR, which holds the published train.jsonl and test.jsonl.
 """
 
 from jaxrl_async.config import base_config, parse_arg
 
 CHECKPOINT = "checkpoints/SmolLM2-135M-Instruct"
+SGLANG = (
+    "tests/real/sglang.sh serve .venv-servers/sglang --load-format=dummy --model-path={model_path} --host={host} "
+    "--port={port} --max-total-tokens=16384 --max-running-requests=64 --context-length=512"
+)
 GSM8K = "{question}\nThink in short steps. End with #### and the answer as a number."
 
 
@@ -28,6 +33,7 @@ def get_config(arg: str = ""):
         mode=("async", "sync", "periodic"),
         lora=False,
         seed=0,
+        sglang=False,
     )
     c = base_config()
     c.mode, c.seed = arg.mode, arg.seed
@@ -41,7 +47,8 @@ def get_config(arg: str = ""):
     else:
         c.task.name = "gsm8k"
         c.task.args = dict(directory="data/gsm8k", template=GSM8K)
-        c.rollout.update(max_prompt_tokens=160, max_new_tokens=160)
+        c.rollout.update(max_prompt_tokens=160, max_new_tokens=160, request_timeout_secs=300.0)
+        c.rollout.drop_equal_rewards = True  # At first seven of eight groups have no right answer.
         c.learner.update(num_steps=60, groups_per_step=8, microbatch_rows=1, row_tokens=1536)
     c.tokenizer.update(kind="huggingface", path=CHECKPOINT)
     c.model.update(path=CHECKPOINT, num_layers=30, model_dim=576, num_heads=9, num_kv_heads=3)
@@ -54,9 +61,12 @@ def get_config(arg: str = ""):
     c.learner.update(shared_prompts=True, packing="first_fit", head_chunk_tokens=128)
     c.learner.update(learning_rate=2e-4 if arg.lora else 1e-5, warmup_updates=4)
     c.model.lora.update(rank=16 if arg.lora else 0, alpha=32.0)
-    c.checkpoint.every_steps = 20
+    c.checkpoint.update(every_steps=20, in_background=False)
     c.evaluate.update(num_prompts=256, num_samples=4)
 
+    if arg.sglang:  # A CPU takes its time: the server starts slowly, and so does its first answer.
+        c.server.update(command=SGLANG, start_timeout_secs=300.0)
+        c.rollout.request_timeout_secs, c.evaluate.timeout_secs = 300.0, 600.0
     if arg.smoke:
         c.tokenizer.update(kind="bpe", vocab_size=512, path="")
         c.model.update(path="", num_layers=2, model_dim=64, num_heads=3, num_kv_heads=1, mlp_dim=96)

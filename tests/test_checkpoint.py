@@ -179,7 +179,9 @@ def test_the_queue_hears_of_a_checkpoint_when_it_is_on_disk_and_the_plan_is_said
 ):
     caplog.set_level(logging.INFO, logger="jaxrl_async.roles.learner")
     heard = []
-    saves = Saves(open_checkpoints(tmp_path, keep=1), heard.append, 60.0, says=True)
+    saves = Saves(
+        open_checkpoints(tmp_path, keep=1), heard.append, 60.0, in_background=True, says=True
+    )
     point = ResumePoint(4, 40, (), {}, {})
     saves.save(4, state(), point)
     saves.check()
@@ -189,3 +191,14 @@ def test_the_queue_hears_of_a_checkpoint_when_it_is_on_disk_and_the_plan_is_said
     assert heard == [4] and caplog.text.count("of checkpoint.grace_secs = 60") == 1
     saves.check(wait=True)
     assert heard == [4, 8] and caplog.text.count("checkpoint.grace_secs") == 1
+
+
+def test_a_checkpoint_that_is_not_written_in_the_background_is_on_disk_when_save_returns(
+    tmp_path, disk
+):
+    heard = []
+    checkpoints = open_checkpoints(tmp_path, keep=1)
+    saves = Saves(checkpoints, heard.append, 60.0, in_background=False, says=False)
+    threading.Timer(0.2, disk.set).start()
+    saves.save(4, state(), ResumePoint(4, 40, (), {}, {}))
+    assert disk.is_set() and heard == [4] and checkpoints.steps() == [4]

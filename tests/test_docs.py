@@ -32,7 +32,7 @@ ELSEWHERE = {
     "jaxrl_async rewards": "does not end: test_reward_service",
     "jaxrl_async status": "needs a running run: test_status, test_stalls",
     "jaxrl_async measure": "needs a server: test_measure",
-    "jaxrl_async parity": "needs a server: test_parity",
+    "jaxrl_async parity": "needs a server, or a checkpoint: test_parity, test_layers",
     "python -m sglang.launch_server --config keys.yaml": "SGLang's own: test_conformance",
     "python -m sglang_router.launch_router": "the router's own: test_router",
     "jaxrl_async fit": "needs a compiler: test_fit",

@@ -1,4 +1,4 @@
-"""`parity`: a server's log-probs against the learner's forward, and the likely cause where they differ."""
+"""`parity`: a server's log-probs against the learner's forward, and the likely cause; or two computations by layer."""
 
 import asyncio
 import sys
@@ -9,6 +9,8 @@ from jaxrl_async.config.checks import key_named
 USAGE = """Asks a server (SGLang, SGLang-JAX or this project's) random prompts, twice, and computes its log-probs again
 with the learner's forward on a checkpoint. Prints how far they differ, and the likely cause. A server whose
 log-probs differ gets its prefix cache flushed once; nothing else of it changes.
+With --layers there is no server: the learner's hidden states after each layer are compared with those of another
+computation in this process, and the first layer where they part is named.
 Exits with 0 within the tolerance, 1 beyond it or where nothing could be compared, 2 for bad usage."""
 
 AGREES, DIFFERS = 0, 1
@@ -41,7 +43,18 @@ def main(argv: list[str]) -> int:
         api_key_env=("", "name of the environment variable that holds the server's key"),
         tls_ca=("", "PEM file of the authorities to trust at https://; default the system's"),
         seed=(0, "of the prompts"),
+        layers=(
+            "",
+            "compare hidden states with the engine: engine | with transformers | with the learner in another dtype: "
+            "float32 | bfloat16 | with another checkpoint: its directory",
+        ),
+        bound=(
+            "",
+            "of --layers: of |difference| / |hidden state| of a token; default 0.001, 0.1 where bfloat16 takes part",
+        ),
     )
+    if flags.layers:
+        return _layers(flags)
     options = _options(flags)
     from jaxrl_async.tools import parity  # After the flags are known to be good: loads JAX.
 
@@ -65,13 +78,59 @@ def main(argv: list[str]) -> int:
     return AGREES if verdict.cause == "ok" else DIFFERS
 
 
+def _layers(flags) -> int:
+    """`parity --layers`."""
+    if flags.server:
+        raise UsageError("--layers compares in this process: leave --server out")
+    _check(flags, "checkpoint")
+    rounds = "bfloat16" in (flags.dtype, flags.layers)
+    bound = _number("bound", flags.bound or ("0.1" if rounds else "0.001"))
+    from jaxrl_async.tools import layers, parity
+
+    sequences = layers.Sequences(
+        num_sequences=flags.num_prompts,
+        prompt_tokens=flags.prompt_tokens,
+        completion_tokens=flags.max_new_tokens,
+        seed=flags.seed,
+    )
+    try:
+        found = layers.compare(flags.checkpoint, sequences, dtype=flags.dtype, against=flags.layers)
+    except parity.ParityError as error:
+        print(f"parity: {error}", file=sys.stderr)
+        return DIFFERS
+    print(layers.table(found, bound))
+    first = layers.first_beyond(found, bound)
+    if first is None:
+        print(
+            f"verdict: ok: no hidden state of the learner and of {flags.layers} differs by more than {bound:g}"
+        )
+        return AGREES
+    print(
+        f"verdict: learner and {flags.layers} part at {first.name}: {first.relative:.3g} > {bound:g}"
+    )
+    return DIFFERS
+
+
 def _options(flags) -> dict:
     """The keyword arguments of `measure`, from checked flags."""
-    for name in ("server", "checkpoint"):
-        if not getattr(flags, name):
-            raise UsageError(f"--{name} is needed")
+    _check(flags, "server", "checkpoint")
     if not flags.server.startswith(("http://", "https://")):
         raise UsageError(f"--server must be http://host:port, got {flags.server!r}")
+    return {
+        "dtype": flags.dtype,
+        "tolerance": _number("tolerance", flags.tolerance),
+        "timeout_secs": _number("timeout_secs", flags.timeout_secs),
+        "api_key": key_named("--api_key_env", flags.api_key_env),
+        "tls_ca": flags.tls_ca,
+        "adapter": flags.adapter or None,
+    }
+
+
+def _check(flags, *needed: str) -> None:
+    """Refuses flags that both comparisons read."""
+    for name in needed:
+        if not getattr(flags, name):
+            raise UsageError(f"--{name} is needed")
     if flags.dtype not in ("float32", "bfloat16"):
         raise UsageError(f"--dtype must be float32 or bfloat16, got {flags.dtype!r}")
     for name, least in {
@@ -82,14 +141,6 @@ def _options(flags) -> dict:
     }.items():
         if getattr(flags, name) < least:
             raise UsageError(f"--{name} must be ≥ {least}, got {getattr(flags, name)}")
-    return {
-        "dtype": flags.dtype,
-        "tolerance": _number("tolerance", flags.tolerance),
-        "timeout_secs": _number("timeout_secs", flags.timeout_secs),
-        "api_key": key_named("--api_key_env", flags.api_key_env),
-        "tls_ca": flags.tls_ca,
-        "adapter": flags.adapter or None,
-    }
 
 
 def _number(name: str, text: str, at_most: float = float("inf")) -> float:

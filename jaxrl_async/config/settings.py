@@ -80,6 +80,7 @@ ADDED: dict[str, Any] = {
     "environment.timeout_secs": 10.0,
     "environment.num_processes": 8,
     "environment.memory_bytes": 1 << 30,
+    "checkpoint.in_background": True,
 }
 
 
@@ -363,6 +364,8 @@ class Weights:
 class Checkpoint:
     every_steps: int = 50
     keep: int = 2  # besides checkpoint 0
+    # write while training goes on, the state twice in memory until it is done; false: the learner waits for the disk
+    in_background: bool = True
     # from SIGTERM to the forced exit: the step under way and a checkpoint; the scheduler's must be longer
     grace_secs: float = 60.0
 

@@ -74,12 +74,12 @@ def _read(path, config, device, *, adapters):
         tensors = hf.read_tensors(path)
         digests = {name: files.tensor_digest(tensor) for name, tensor in tensors.items()}
         _check_digests(path, digests)
-        params = hf.from_tensors(tensors, config, adapters=adapters)
+        found = _by_name(hf.from_tensors(tensors, config, adapters=adapters))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         # The last three: JSON that is well formed and not what it should be.
         raise WeightsError(f"{path}: {error}") from error
     try:
-        placed = jax.block_until_ready(to_device(params, config, device))
+        placed = jax.block_until_ready(_each(_placed, found, config, device))
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -95,7 +95,7 @@ def to_device(
     Raises:
       WeightsError: a name, shape or number is not the model's.
     """
-    return _each(_placed, params, config, device)
+    return _each(_placed, _by_name(params), config, device)
 
 
 def share(
@@ -106,21 +106,25 @@ def share(
     Raises:
       WeightsError: as of `to_device`.
     """
-    shared = _each(_shared, params, config, device)
+    shared = _each(_shared, _by_name(params), config, device)
     if not _are_finite(shared):
         raise WeightsError("the weights hold a number that is not finite")
     return shared
 
 
-def _each(place, params, config, device):
-    found = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(params)}
-    wanted, treedef = _wanted(config, _part_of(params, config))
+def _by_name(params):
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(params)}
+
+
+def _each(place, found, config, device):
+    """Places every parameter. It is taken out of `found`: what nobody else holds is freed when it is placed."""
+    wanted, treedef = _wanted(config, _part_of(found.keys(), config))
     if wanted.keys() != found.keys():
         odd = ", ".join(sorted(wanted.keys() ^ found.keys()))
         raise WeightsError(f"missing or unexpected parameters: {odd}")
     device = device or jax.devices()[0]
     return treedef.unflatten(
-        place(name, found[name], want, device) for name, want in wanted.items()
+        place(name, found.pop(name), want, device) for name, want in wanted.items()
     )
 
 
@@ -170,12 +174,12 @@ def _wanted(config, part):
     return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}, treedef
 
 
-def _part_of(params, config):
-    """The part of a model with adapters that parameters are; "all" where they are neither, whatever they lack."""
+def _part_of(names, config):
+    """The part of a model with adapters that names are of; "all" where they are of both or of none."""
     if not config.lora:
         return "all"
-    sizes = [len(jax.tree.leaves(part)) for part in lora.split(params)]
-    return "all" if all(sizes) or not any(sizes) else _PARTS[sizes.index(0) - 1]
+    parts = [part for part in _PARTS if names & _wanted(config, part)[0].keys()]
+    return parts[0] if len(parts) == 1 else "all"
 
 
 _PARTS = ("adapters", "base")  # in the order of lora.split

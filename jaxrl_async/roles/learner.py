@@ -229,7 +229,11 @@ def _train(
         report = functools.partial(_report_status, queue, process, timers, publisher)
         threading.Thread(target=report, name="status", daemon=True).start()
         saves = Saves(
-            checkpoints, queue.checkpointed, settings.checkpoint.grace_secs, says=process == 0
+            checkpoints,
+            queue.checkpointed,
+            settings.checkpoint.grace_secs,
+            in_background=settings.checkpoint.in_background,
+            says=process == 0,
         )
         # Nothing of a run leaves the learner before checkpoint 0 is on disk.
         saves.check(wait=True)
@@ -279,6 +283,7 @@ class Saves:
         checkpointed: Callable[[int], None],
         grace_secs: float,
         *,
+        in_background: bool,
         says: bool,
     ):
         """Saves nothing yet.
@@ -287,15 +292,18 @@ class Saves:
           checkpoints: of the run.
           checkpointed: receives the oldest restorable step, `LearnerQueue.checkpointed`.
           grace_secs: checkpoint.grace_secs.
+          in_background: checkpoint.in_background.
           says: whether to log if a checkpoint, at the rate of the first, fits into them.
         """
         self._checkpoints, self._checkpointed = checkpoints, checkpointed
-        self._grace_secs, self._says = grace_secs, says
+        self._grace_secs, self._in_background, self._says = grace_secs, in_background, says
 
     def save(self, step: int, state: TrainState, resume_point: ResumePoint) -> None:
-        """Begins to write a checkpoint, after the end of the one before."""
+        """Begins to write a checkpoint, after the end of the one before, or writes it."""
         self.check(wait=True)
         self._checkpoints.save(step, state, resume_point.to_json())
+        if not self._in_background:
+            self.check(wait=True)
 
     def check(self, *, wait: bool = False) -> None:
         """Reports a checkpoint that is on disk now; raises CheckpointError where one was not written."""

@@ -198,7 +198,7 @@ async def measure(
       ParityError: no checkpoint; a server that cannot be reached, returns no tokens, has another vocabulary than the
         checkpoint or does not tell it, or changed its weights meanwhile.
     """
-    config, manifest = _read_checkpoint(directory, dtype, adapter)
+    config, manifest = read_checkpoint(directory, dtype, adapter)
     async with _Client(api_key=api_key, tls_ca=tls_ca, adapters=bool(adapter)) as client:
         try:
             info = await client.model_info(server, timeout_secs=timeout_secs)
@@ -293,22 +293,14 @@ def label_fault(model_info: Mapping[str, Any], manifest: Mapping[str, Any] | Non
     return None
 
 
-# Asking.
+def read_checkpoint(
+    directory: str | pathlib.Path, dtype: str, adapter: str | pathlib.Path | None = None
+) -> tuple[transformer.ModelConfig, dict[str, Any] | None]:
+    """The shape of a checkpoint's model, and the manifest of its adapter or itself, None where it has none.
 
-
-class _Client(InferenceClient):
-    """Also accepts completions of weights without a version, as of an SGLang before any push."""
-
-    async def _post(self, address, route, payload, timeout_secs):
-        answer = await super()._post(address, route, payload, timeout_secs)
-        if route == "/generate" and isinstance(answer.get("meta_info"), dict):
-            end = len(answer.get("output_ids") or ())
-            answer["meta_info"]["weight_versions"] = [{"version": "0", "start": 0, "end": end}]
-        return answer
-
-
-def _read_checkpoint(directory, dtype, adapter):
-    """(config of the model, manifest of its adapter or itself, or None)"""
+    Raises:
+      ParityError: it is no checkpoint, or of an unknown model.
+    """
     directory = pathlib.Path(directory)
     try:
         config, pushed = hf.read_config(directory, dtype=dtype, remat=False), directory
@@ -321,6 +313,40 @@ def _read_checkpoint(directory, dtype, adapter):
         raise ParityError(
             f"{adapter or directory} is no Hugging Face checkpoint (config.json, *.safetensors): {error}"
         ) from error
+
+
+def read_params(
+    directory: str | pathlib.Path,
+    config: transformer.ModelConfig,
+    adapter: str | pathlib.Path | None = None,
+) -> nnx.State:
+    """The weights of a checkpoint, and of an adapter beside it, float32, on the device.
+
+    Raises:
+      ParityError: they cannot be read, or are of another shape.
+    """
+    try:
+        params = hf.from_tensors(hf.read_tensors(directory), config)
+        if adapter:
+            own = hf.from_tensors(hf.read_tensors(adapter), config, adapters=True)
+            params = lora.join(own, params)
+        return jax.device_put(params)
+    except (OSError, ValueError) as error:
+        raise ParityError(f"the weights of {directory} cannot be read: {error}") from error
+
+
+# Asking.
+
+
+class _Client(InferenceClient):
+    """Also accepts completions of weights without a version, as of an SGLang before any push."""
+
+    async def _post(self, address, route, payload, timeout_secs):
+        answer = await super()._post(address, route, payload, timeout_secs)
+        if route == "/generate" and isinstance(answer.get("meta_info"), dict):
+            end = len(answer.get("output_ids") or ())
+            answer["meta_info"]["weight_versions"] = [{"version": "0", "start": 0, "end": end}]
+        return answer
 
 
 def _check_vocabulary(server, vocab_size, config, directory) -> None:
@@ -390,15 +416,7 @@ class _Learner:
     """The forward of the learner on a checkpoint's weights."""
 
     def __init__(self, config: transformer.ModelConfig, directory, adapter=None):
-        try:
-            params = hf.from_tensors(hf.read_tensors(directory), config)
-            if adapter:
-                own = hf.from_tensors(hf.read_tensors(adapter), config, adapters=True)
-                params = lora.join(own, params)
-            self._params = jax.device_put(params)
-        except (OSError, ValueError) as error:
-            raise ParityError(f"the weights of {directory} cannot be read: {error}") from error
-        self._config = config
+        self._params, self._config = read_params(directory, config, adapter), config
 
     def of(self, dtype: str) -> "_Learner":
         """The same weights, in another dtype."""

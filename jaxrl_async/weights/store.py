@@ -32,7 +32,7 @@ from jaxrl_async.weights import files
 
 MANIFEST = "manifest.json"
 ADAPTER = "adapter_"  # prefix of the files of an adapter
-MAX_SHARD_BYTES = 1 << 30  # A shard is closed before it grows beyond; a larger tensor has its own.
+MAX_SHARD_BYTES = 1 << 28  # A shard is closed before it grows beyond; a larger tensor has its own.
 MAX_MAPPED_FILES = 4  # of a StoredVersion, besides those whose tensors are in use
 
 _DTYPES = {
