@@ -115,7 +115,9 @@ def test_a_layer_that_is_not_finite_is_the_first_where_they_part(tmp_path):
     assert layers.first_beyond(found, 1e9).name == "layer 2"
 
 
-def test_rounding_to_bfloat16_is_within_a_bound_of_its_own_and_beyond_that_of_float32(tmp_path, capsys):
+def test_rounding_to_bfloat16_is_within_a_bound_of_its_own_and_beyond_that_of_float32(
+    tmp_path, capsys
+):
     directory = write(tmp_path, LLAMA)
     assert verb(directory, "bfloat16", "--bound=0.5") == 0
     assert verb(directory, "bfloat16", "--bound=0.001") == 1
