@@ -167,6 +167,21 @@ def check_journal(result, directory):
         assert calls["alone"]["calls"] > 0 and result[name]["gb"] == pytest.approx(0.1, rel=0.05)
 
 
+def check_bfloat16(result, directory):
+    """Engine and learner compute one policy, in any packing, cut and number of slots: to rounding of the dtype."""
+    largest = {}
+    for dtype, bound in {"float32": 1e-5, "bfloat16": 0.05}.items():
+        rows = result["dtypes"][dtype]
+        assert list(rows) == ["4", "32"]
+        assert all(row["tokens"] > 0 and len(row["cuts"]) == 4 for row in rows.values())
+        cuts = [cut for row in rows.values() for cut in row["cuts"].values()]
+        largest[dtype] = max(cut["max_abs"] for cut in cuts)
+        assert all(cut["mean_abs"] <= cut["max_abs"] for cut in cuts)
+        assert largest[dtype] < bound
+        assert max(row["packings"] for row in rows.values()) < bound
+    assert largest["bfloat16"] > 10 * largest["float32"]
+
+
 DIGITS = ["--seeds=2", "--steps=20", "--delays=3", "--learning-rates=1e-3,1e-2"]
 LONG = pytest.mark.long
 
@@ -177,6 +192,7 @@ LONG = pytest.mark.long
         ("delight_digits", [[*DIGITS, "--methods=delightful"]], "delight_digits", check_digits),
         ("delight_cosine", [["--policies=2"]], "delight_cosine", check_cosine),
         ("fleet", [["--smoke"]], "fleet", check_fleet),
+        pytest.param("bfloat16", [["--smoke"]], "bfloat16", check_bfloat16, marks=LONG),
         pytest.param("anchors", [["--smoke"]], "anchors", check_anchors, marks=LONG),
         (
             "packing",

@@ -381,6 +381,7 @@ def _write_part(
         file = f"shard-{part}-{number}"
         _write_safetensors(directory / file, shard, described)
         shards.append((file, described))
+        shard.clear()  # Freed before the next one is gathered.
     _write_json(directory / f"part-{part}.json", shards)
 
 
