@@ -42,7 +42,7 @@ def get_config(arg: str = ""):
         c.model.update(path=SMALL, num_layers=30, model_dim=576, num_heads=9, num_kv_heads=3)
         c.model.update(head_dim=64, mlp_dim=1536, rope_theta=1e5, norm_eps=1e-5, qk_norm=False)
         c.rollout.update(group_size=4, max_prompt_tokens=128, max_new_tokens=96)
-        c.server.num_slots = 16
+        c.server.num_slots = 48
         c.learner.update(num_steps=8, groups_per_step=4, row_tokens=512, head_chunk_tokens=128)
         c.learner.update(learning_rate=1e-5)
         c.checkpoint.every_steps = 4
@@ -59,6 +59,7 @@ def get_config(arg: str = ""):
         c.weights.dtype = "bfloat16"
         c.checkpoint.every_steps = 20
         c.evaluate.update(num_prompts=256, num_samples=4)
+    c.rollout.request_timeout_secs = 600.0  # A request also waits for a slot of a slow server.
     c.queue.max_running_groups = 3 * c.learner.groups_per_step
     c.server.max_total_tokens = c.rollout.max_prompt_tokens + c.rollout.max_new_tokens
 
