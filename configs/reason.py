@@ -6,7 +6,7 @@
 DIR holds the published train.jsonl and test.jsonl (https://github.com/openai/grade-school-math). `device=accelerator`,
 the default, is for one TPU chip of 16 GiB or a GPU of 24: Qwen3-0.6B from the Hugging Face hub, learner and engine in
 bfloat16 by turns. `fit` predicts 15.2 GiB on a v5e and 17.1 on a GPU; --config.learner.moment_dtype=bfloat16 and
---config.server.num_slots=16 save 3.4. `device=cpu` is for two cores: SmolLM2-135M-Instruct, with few and short answers,
+--config.server.num_slots=16 save 2.3. `device=cpu` is for two cores: SmolLM2-135M-Instruct, with few and short answers,
 to try the path; it learns nothing in so few steps. Accuracy is not measured on either, and no accelerator was there.
 
 Another model: --config.model.path=ID --config.tokenizer.path=ID, a hub id or a directory (Gemma 3 1B:
@@ -42,7 +42,7 @@ def get_config(arg: str = ""):
         c.model.update(path=SMALL, num_layers=30, model_dim=576, num_heads=9, num_kv_heads=3)
         c.model.update(head_dim=64, mlp_dim=1536, rope_theta=1e5, norm_eps=1e-5, qk_norm=False)
         c.rollout.update(group_size=4, max_prompt_tokens=128, max_new_tokens=96)
-        c.server.num_slots = 16
+        c.server.num_slots = 48
         c.learner.update(num_steps=8, groups_per_step=4, row_tokens=512, head_chunk_tokens=128)
         c.learner.update(learning_rate=1e-5)
         c.checkpoint.every_steps = 4
@@ -59,6 +59,7 @@ def get_config(arg: str = ""):
         c.weights.dtype = "bfloat16"
         c.checkpoint.every_steps = 20
         c.evaluate.update(num_prompts=256, num_samples=4)
+    c.rollout.request_timeout_secs = 300.0  # A request also waits for a slot of a slow server.
     c.queue.max_running_groups = 3 * c.learner.groups_per_step
     c.server.max_total_tokens = c.rollout.max_prompt_tokens + c.rollout.max_new_tokens
 

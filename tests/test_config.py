@@ -547,6 +547,21 @@ def test_evaluate_refuses_a_task_that_cannot_be_imported(tmp_path, capsys):
     assert line.endswith("No module named 'no_such_module'; is its directory on PYTHONPATH?")
 
 
+def test_evaluate_says_which_row_is_the_best_version_and_what_it_does(
+    tmp_path, capsys, monkeypatch
+):
+    (tmp_path / "config.json").write_text(config_lib.load_config(str(QUICKSTART)).to_json())
+    (tmp_path / "best.json").write_text(json.dumps({"version": 40}))
+    for step in (0, 40, 100):
+        (tmp_path / "checkpoints" / str(step)).mkdir(parents=True)
+    rows = [{"step": step, "greedy": 0.5} for step in (0, 40, 100)]
+    monkeypatch.setattr("jaxrl_async.tools.evaluate.evaluate", lambda *_: rows)
+    assert main.main(["evaluate", f"--workdir={tmp_path}"]) == 0
+    said = capsys.readouterr()
+    assert said.err == "scoring 0, 40, last on 512 prompts\n"
+    assert [line.split()[0] for line in said.out.splitlines() if "best" in line] == ["40"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -82,7 +82,7 @@ def test_a_notebook_runs_in_one_process_as_on_a_single_chip(name, tmp_path):
     assert "Traceback" not in printed(done)
     (run,) = (tmp_path / "runs").iterdir()
     assert json.loads((run / "config.json").read_text())["supervisor"]["processes"] == "one"
-    assert [path.name for path in (run / "logs").iterdir()] == ["one-0.log"]
+    assert [path.name for path in (run / "logs").iterdir()] == ["one.log"]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
