@@ -148,6 +148,20 @@ def test_a_program_has_no_capability_and_cannot_get_one(box_of_tests):
 
 
 @boxed
+def test_every_mount_but_tmp_is_read_only_and_no_socket_can_be_made(box_of_tests):
+    program = """
+        import os, socket
+        for path in ("/", os.path.dirname(os.__file__), "/usr/lib", "/dev/null", "/tmp"):
+            print(path == "/tmp" or os.statvfs(path).f_flag & os.ST_RDONLY, os.statvfs(path).f_flag & os.ST_NOSUID)
+        for family in (socket.AF_UNIX, socket.AF_INET, socket.AF_NETLINK):
+            try: socket.socket(family)
+            except PermissionError: print("refused")
+    """
+    outcome = box_of_tests.run(textwrap.dedent(program))
+    assert outcome.stdout.splitlines() == ["1 2"] * 4 + ["True 2"] + ["refused"] * 3, outcome
+
+
+@boxed
 @pytest.mark.parametrize(
     ("program", "reason"),
     [("while True: pass", "wall"), ("while True: print('x' * 999)", "output")],
@@ -157,6 +171,38 @@ def test_a_bound_on_time_or_output_ends_a_program(box_of_tests, program, reason)
     outcome = box_of_tests.run(program, limits=limits)
     assert (outcome.reason, outcome.exit_code) == (reason, None)
     assert len(outcome.stdout) <= SMALL.output_bytes + box._CHUNK_BYTES
+
+
+COUNT = """
+import os
+def count(take):
+    taken = []
+    try:
+        while len(taken) < 4096: taken.append(take())
+    except (OSError, MemoryError):
+        pass
+    return len(taken)
+"""
+
+
+@boxed
+@pytest.mark.parametrize(
+    ("take", "most"),
+    [
+        ("os.fork() or __import__('time').sleep(9)", SMALL.processes - 1),
+        ("bytearray(1 << 20)", SMALL.memory_bytes >> 20),
+        (
+            "open(f'/tmp/{len(os.listdir(\"/tmp\"))}', 'wb').write(bytes(1 << 16))",
+            SMALL.disk_bytes >> 16,
+        ),
+        ("open(f'/tmp/{len(os.listdir(\"/tmp\"))}', 'w').close()", SMALL.files),
+        ("os.open('/dev/null', 0)", SMALL.open_files),
+    ],
+)
+def test_a_program_gets_no_more_than_its_bounds(box_of_tests, take, most):
+    program = f"{COUNT}print(count(lambda: {take}), flush=True)\nos._exit(0)"
+    outcome = box_of_tests.run(program, limits=SMALL)
+    assert most // 2 <= int(outcome.stdout) <= most, outcome
 
 
 @boxed
