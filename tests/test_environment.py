@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -225,6 +227,14 @@ async def test_a_process_that_fails_is_killed_and_another_takes_the_next_episode
             os.kill(seen[0], 0)
     finally:
         await runner.close()
+
+
+async def test_a_process_that_does_not_start_is_a_failure_of_the_environment(monkeypatch):
+    runner = runner_of("fixtures.environments:Own")
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    with pytest.raises(RolloutError, match="did not start: it ended .exit code 1") as caught:
+        await played(runner, prompt_of("a"), Policy("stop"))
+    assert caught.value.reason == "environment_error"
 
 
 async def test_whole_episodes_share_a_process_and_at_most_num_processes_run_at_once():
