@@ -134,8 +134,13 @@ class EnvironmentRollout:
     async def _episode(self) -> AsyncIterator[Any]:
         """An environment, here or in a process; closed at the end."""
         if self._host is not None:
-            async with self._host.episode() as episode:
-                yield episode
+            try:
+                async with self._host.episode() as episode:
+                    yield episode
+            except (
+                EpisodeError
+            ) as error:  # Of a process that did not start: its calls have their own.
+                raise self._failure(str(error), None) from error
             return
         episode = self._class(**self._args)
         try:

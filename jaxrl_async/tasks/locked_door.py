@@ -1,7 +1,7 @@
 """Games for the environment "locked_door": a door, and rooms with keys of different colours.
 
-Its demonstrations know the commands and do not compare colours: they look into some rooms and take the key that they
-see last.
+Most of its demonstrations know the commands and do not compare colours: they look into some rooms, and then take the
+key that they saw last, or no key at all.
 """
 
 import dataclasses
@@ -28,6 +28,7 @@ class LockedDoors:
     num_rooms: int  # in [2, 4]
     num_train: int
     num_test: int  # held-out games
+    careless: float  # share of demonstrations that do not compare colours, in [0, 1]
     seed: int
 
     reward: ClassVar[str] = "exact"  # The environment judges.
@@ -40,6 +41,9 @@ class LockedDoors:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be ≥ 1, got {getattr(self, name)}")
 
+        if not 0 <= self.careless <= 1:
+            raise ValueError(f"careless must be in [0, 1], got {self.careless}")
+
     def examples(self, split: str) -> list[Example]:
         """The games of a split, in a seeded order."""
         games, first = self._games, self.num_train
@@ -47,16 +51,23 @@ class LockedDoors:
         return chosen
 
     def demonstrations(self, num: int | None = None) -> list[tuple[str, Turns]]:
-        """Train games, each played without a look at the colours."""
+        """Train games; each cycle has others of them played carelessly."""
         train = self.examples("train")
         num = len(train) if num is None else num
         rng = np.random.default_rng([self.seed, 1])
         return [self._episode(train[i % len(train)], rng) for i in range(num)]
 
     def _episode(self, example: Example, rng) -> tuple[str, Turns]:
-        order = rng.permutation(self.num_rooms)[: rng.integers(1, self.num_rooms + 1)]
-        game, turns = Game(**example.metadata), []
-        for command in [*(ROOMS[i] for i in order), "take"]:
+        door, keys = example.metadata["door"], example.metadata["keys"]
+        rooms = [ROOMS[i] for i in rng.permutation(self.num_rooms)]
+        if rng.random() < self.careless:
+            commands = rooms[: rng.integers(1, self.num_rooms + 1)]
+            commands += ["take"] * int(rng.integers(2))
+        else:
+            fits = next(i for i, room in enumerate(rooms) if keys[room] == door)
+            commands = [*rooms[: fits + 1], "take"]
+        game, turns = Game(door, keys), []
+        for command in commands:
             turns += [command, game.follow(command)]
         return example.text, (*turns, "open")
 
