@@ -158,12 +158,13 @@ class InferenceClient:
             "return_logprob": True,
             "stream": False,
         }
-        start, name = time.monotonic(), None
+        name = None
         if self._adapters:
+            start = time.monotonic()
             name = await self._newest_adapter(address, timeout_secs)
             payload |= {"lora_path": name} if name is not None else {}
-        left = max(timeout_secs - (time.monotonic() - start), 1e-3)
-        answer = await self._post(address, "/generate", payload, left)
+            timeout_secs = max(timeout_secs - (time.monotonic() - start), 1e-3)
+        answer = await self._post(address, "/generate", payload, timeout_secs)
         try:
             return read_completion(answer, self.run_id, name)
         except ForeignWeightsError as error:
