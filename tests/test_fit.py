@@ -19,6 +19,7 @@ from jaxrl_async.fit import flops, hlo, page, plans, programs
 from jaxrl_async.fit.targets import EXAMPLES, TargetError, target_of
 from jaxrl_async.inference import programs as inference
 from jaxrl_async.models import attention, sharding, transformer
+from jaxrl_async.models.lora import LoRA
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "benchmarks"))
 
@@ -175,6 +176,23 @@ def check_fit(fit):
     kinds = {c.kind for c in accumulate.cost.collectives}
     assert "all-gather" in kinds and kinds & {"reduce-scatter", "all-reduce"}
     assert "fits: " in page.text(fit) and "remat True" in page.text(fit)
+
+
+@TPU
+def test_adapters_need_no_gradient_and_no_moments_of_their_base():
+    config = dataclasses.replace(CONFIG, lora=LoRA(rank=2, alpha=4.0, targets=("q_proj",)))
+    settings, target = benchmark.small_settings("v5e-4"), target_of("v5e-4")
+    fit = programs.compile_run(settings, config, target, programs.devices_of(target))
+    assert fit.fits and not fit.error
+    accumulate, update = fit.programs
+    base = sum(leaf.size for leaf in jax.tree.leaves(transformer.abstract_params(CONFIG)))
+    # Divided by 4: the base in float32, beside whichever program runs, and next to nothing.
+    assert accumulate.argument_bytes == pytest.approx(base, rel=0.05)
+    assert accumulate.resident_bytes < 0.05 * base and update.argument_bytes < 0.05 * base
+    assert update.resident_bytes == pytest.approx(base, rel=0.01)
+    whole = flops.of_model(CONFIG, 2, 128, backward=True)
+    assert 0.6 < flops.of_model(config, 2, 128, backward=True) / whole < 0.75
+    assert 1.0 < accumulate.flops / accumulate.model_flops < 1.6  # With remat it is 4 / 3.
 
 
 def test_a_kernel_counts_with_the_blocks_that_the_causal_mask_leaves():

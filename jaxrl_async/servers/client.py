@@ -164,17 +164,17 @@ class InferenceClient:
           ServerError: refused, lost, late, or an answer that breaks the API; the message says which.
           ForeignVersionError: tokens of weights that this run did not push.
         """
-        request = {"rid": rid, "input_ids": input_ids, "sampling_params": sampling_params}
-        start, name = time.monotonic(), None
+        request, name = {"rid": rid, "input_ids": input_ids, "sampling_params": sampling_params}, None
         if self._adapters:
+            start = time.monotonic()
             name = await self._newest_adapter(address, timeout_secs)
-        left = max(timeout_secs - (time.monotonic() - start), 1e-3)
+            timeout_secs = max(timeout_secs - (time.monotonic() - start), 1e-3)
         if name is None and address in self._streaming:
-            answer = await self._in_batch(address, request, left)
+            answer = await self._in_batch(address, request, timeout_secs)
         else:
             payload = request | {"return_logprob": True, "stream": False}
             payload |= {"lora_path": name} if name is not None else {}
-            answer = await self._post(address, "/generate", payload, left)
+            answer = await self._post(address, "/generate", payload, timeout_secs)
         try:
             return read_completion(answer, self.run_id, name)
         except ForeignWeightsError as error:
