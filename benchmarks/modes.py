@@ -12,8 +12,8 @@ turn, `rounds` times, and each figure is the median over its steps after the fir
 
 and the share of the bound that a mode reaches is (sync step / its step) / bound. A step has 16 samples for each slot of
 the server, so that its groups end one after another: were all of them generated at once, they would end together, and
-no schedule could overlap them. Results are printed and written to
-benchmarks/results/modes.json.
+no schedule could overlap them. `secs` has the medians of the learner's stages: in periodic mode update, publish and
+wait_push come after the last chunk. Results are printed and written to benchmarks/results/modes.json.
 """
 
 import argparse
@@ -117,15 +117,30 @@ def summary(rows: list[dict]) -> dict[str, float]:
         "rollout_tokens_per_sec": float(np.median([row["rollout/tokens_per_sec"] for row in rows])),
         "learner_tokens_per_sec": float(np.median([row["learner/tokens_per_sec"] for row in rows])),
         "staleness_mean": float(np.mean([row["staleness/mean"] for row in rows])),
+        "secs": stages(rows),
+    }
+
+
+def stages(rows: list[dict]) -> dict[str, float]:
+    """Median seconds a step of each stage of the learner, and of a push."""
+    names = {name for row in rows for name in row if name.startswith("time/")}
+    names |= {"weights/push_secs"}
+    return {
+        name.partition("/")[2].removesuffix("_secs"): float(
+            np.median([row.get(name) or 0.0 for row in rows])
+        )
+        for name in sorted(names)
     }
 
 
 def report(table, waiting, training, args) -> None:
     print(f"T_inf {waiting:.3f} s, T_train {training:.3f} s")
-    names = list(table["sync"])
+    names = [name for name in table["sync"] if name != "secs"]
     print("mode      " + "".join(f"{name:>24}" for name in names))
     for mode, values in table.items():
         print(f"{mode:10}" + "".join(f"{values[name]:>24.3f}" for name in names))
+    for mode, values in table.items():
+        print(f"{mode:10}" + " ".join(f"{k} {v:.3f}" for k, v in values["secs"].items()))
     out = ROOT / "benchmarks" / "results" / "modes.json"
     out.parent.mkdir(exist_ok=True)
     machine = {

@@ -183,7 +183,7 @@ async def test_retries_end(client, servers):
 
 async def test_tokens_of_another_runs_weights_are_returned_as_foreign(servers):
     async with InferenceClient(run_id="abcdefghij23") as client:
-        sampler = make_sampler(client, make_fleet(servers), max_retries=2)
+        sampler = make_sampler(client, make_fleet(servers, suspect_secs=0.0), max_retries=2)
         with pytest.raises(RolloutError) as caught:
             await sampler.bind(PERMIT, 0)(PROMPT.tokens)
         assert caught.value.reason == "foreign_version" and "'3'" in caught.value.detail

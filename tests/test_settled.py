@@ -2,7 +2,7 @@
 
 import gc
 
-from jaxrl_async import settled
+from jaxrl_async.runtime import settled
 
 
 def test_a_stage_is_settled_once_in_a_process(monkeypatch):

@@ -158,7 +158,12 @@ class DirectClient:
 
     def _send(self, address: str) -> None:
         # Without those that were cancelled meanwhile.
-        requests = [r for r in self._unsent.pop(address) if (address, r.rid) in self._generating]
+        waiting = self._generating.get
+        requests = [
+            request
+            for request in self._unsent.pop(address)
+            if (done := waiting((address, request.rid))) and not done.done()
+        ]
         refusals = self._engines[address].submit_all(requests, self._on_done[address])
         self._resolve(address, [(requests[i].rid, error) for i, error in refusals.items()])
 

@@ -30,11 +30,11 @@ from jaxrl_async.queue.client import LearnerQueue
 from jaxrl_async.queue.records import Identity, ResumePoint, Share, Wait
 from jaxrl_async.roles import parts, preflight
 from jaxrl_async.runtime import preemption
+from jaxrl_async.runtime.settled import settle
 from jaxrl_async.runtime.supervisor import visible_devices
 from jaxrl_async.samples import SampleWriter
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.preflight import Expected, kept_adapters
-from jaxrl_async.settled import settle
 from jaxrl_async.tasks.prompts import demonstration_tokens, test_prompts, validation_prompts
 from jaxrl_async.weights.discovery import Discovery
 from jaxrl_async.weights.publisher import Publisher

@@ -14,9 +14,9 @@ from jaxrl_async.rewards.overlong import overlong_penalty
 from jaxrl_async.roles import parts
 from jaxrl_async.rollout.sampler import Sampler
 from jaxrl_async.rollout.worker import Worker
+from jaxrl_async.runtime.settled import settle
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.fleet import Fleet
-from jaxrl_async.settled import settle
 from jaxrl_async.tasks.prompts import prompt_stream
 
 

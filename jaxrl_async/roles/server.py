@@ -12,8 +12,8 @@ import urllib.parse
 from jaxrl_async.config.checks import command_words
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.roles.parts import engine_of, keys_of, model_path, weight_roots_of
+from jaxrl_async.runtime.settled import settle
 from jaxrl_async.runtime.supervisor import how_it_ended
-from jaxrl_async.settled import settle
 
 ENGINE_STOP_SECS = 30.0  # deadline of the engine's thread at the end
 COMMAND_STOP_SECS = 4.0  # from SIGTERM to SIGKILL of the command; shorter than that of its role

@@ -164,7 +164,10 @@ class InferenceClient:
           ServerError: refused, lost, late, or an answer that breaks the API; the message says which.
           ForeignVersionError: tokens of weights that this run did not push.
         """
-        request, name = {"rid": rid, "input_ids": input_ids, "sampling_params": sampling_params}, None
+        request, name = (
+            {"rid": rid, "input_ids": input_ids, "sampling_params": sampling_params},
+            None,
+        )
         if self._adapters:
             start = time.monotonic()
             name = await self._newest_adapter(address, timeout_secs)
