@@ -5,8 +5,8 @@
 DIR: of `python launch/smollm2_checkpoint.py DIR`. A step is the learner's own optimizer without a warm-up, on a policy
 gradient: A · ∇ log π of rows of text (the README of this project), with advantages of both signs. The parameters are
 float32, and a version is their cast to its dtype, as the learner casts it. Each difference is applied to a server's
-copy, whose digests are compared with the version's. The seconds are of this machine: their ratio to a copy of the same
-files, timed beside them, is what carries over.
+copy of the version before; the last copy's digests are compared with the last version's. The seconds are of this
+machine: their ratio to a copy of the same files, timed beside the last of them, is what carries over.
 """
 
 import argparse
@@ -90,16 +90,21 @@ class Ways:
         digest = read_manifest(path)["digest"]
         self.copy.patch(file, digest)
         patched = time.monotonic()
-        verify(self.copy.path)
-        self.copy.digest = digest
+        self.copy.digest = (
+            digest  # Found right or wrong at the end: each copy is made of the one before.
+        )
         num_bytes = sum(f.stat().st_size for f in path.glob("*.safetensors"))
         return {
             "share": file.stat().st_size / num_bytes,
             "bytes": num_bytes,
             "write_secs": written - start,
             "patch_secs": patched - written,
-            "copy_secs": copy_secs(path, path.parent / "copy"),
         }
+
+    def end(self) -> float:
+        """Verifies the copy; returns the seconds of a plain copy of its files."""
+        verify(self.copy.path)
+        return copy_secs(self.copy.path, self.copy.path.parent / "plain")
 
 
 def copy_secs(path: pathlib.Path, temporary: pathlib.Path) -> float:
@@ -137,7 +142,8 @@ def run(checkpoint, learning_rate: float, steps: int, num_rows: int, num_tokens:
                     row = {"learning_rate": learning_rate, "dtype": way.dtype, "step": number}
                     rows.append(row | figures)
                     print(f"{learning_rate:g} {way.dtype:8} step {number:2d} {figures}", flush=True)
-    return rows
+        copies = {way.dtype: way.end() for way in ways}
+    return [row | {"copy_secs": copies[row["dtype"]]} for row in rows]
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -240,6 +240,11 @@ def test_a_value_of_another_type_is_refused():
             ["--config.weights.pause_lease_secs=60.0", "--config.weights.push_timeout_secs=60.0"],
             r"weights\.pause_lease_secs .*push_timeout_secs = 60.* 60",
         ),
+        (
+            ["--config.weights.delta=True", "--config.weights.transport=tensor"],
+            r"weights\.delta needs weights\.transport 'disk' or 'stream', got 'tensor'",
+        ),
+        (["--config.weights.max_paused=-1"], r"weights\.max_paused .* 0.* -1"),
         (["--config.server.quorum=0.0"], r"server\.quorum .*\(0, 1\].* 0"),
         (["--config.server.quorum=1.5"], r"server\.quorum .*\(0, 1\].* 1\.5"),
         (["--config.server.control_addresses=('http://c:1',)"], r"control_addresses .* 1 .*server.addresses .* 0"),
