@@ -26,8 +26,8 @@ class Recitation:
     longest: int = 96  # ≤ 128, the letters there are
     forget: float = 0.0  # chance of each inner letter to be missing in a demonstration
     seed: int = 0
+    reward: str = "positions"  # or "exact"
 
-    reward: ClassVar[str] = "positions"
     validation_from: ClassVar[str] = "test"
 
     def examples(self, split: str) -> list[Example]:
