@@ -51,19 +51,16 @@ class Recitation:
     @functools.cached_property
     def _examples(self) -> dict[str, list[Example]]:
         rng = np.random.default_rng(self.seed)
-        found: dict[str, Example] = {}
-        test: list[Example] = []
-        train: list[Example] = []
+        test: dict[str, Example] = {}
         while len(test) < self.num_test:
             example = self._draw(rng)
-            if example.text not in found:
-                found[example.text] = example
-                test.append(example)
+            test.setdefault(example.text, example)
+        train: list[Example] = []
         while len(train) < self.num_train:  # Short stretches come up again.
             example = self._draw(rng)
-            if example.text not in found:
+            if example.text not in test:
                 train.append(example)
-        return {"test": test, "train": train}
+        return {"test": list(test.values()), "train": train}
 
     def _draw(self, rng: np.random.Generator) -> Example:
         length, start = 0, int(rng.integers(len(LETTERS)))
