@@ -26,8 +26,8 @@ class Recitation:
     longest: int = 96  # ≤ 128, the letters there are
     forget: float = 0.0  # chance of each inner letter to be missing in a demonstration
     seed: int = 0
+    reward: str = "positions"  # or "exact"
 
-    reward: ClassVar[str] = "positions"
     validation_from: ClassVar[str] = "test"
 
     def examples(self, split: str) -> list[Example]:
@@ -51,19 +51,16 @@ class Recitation:
     @functools.cached_property
     def _examples(self) -> dict[str, list[Example]]:
         rng = np.random.default_rng(self.seed)
-        found: dict[str, Example] = {}
-        test: list[Example] = []
-        train: list[Example] = []
+        test: dict[str, Example] = {}
         while len(test) < self.num_test:
             example = self._draw(rng)
-            if example.text not in found:
-                found[example.text] = example
-                test.append(example)
+            test.setdefault(example.text, example)
+        train: list[Example] = []
         while len(train) < self.num_train:  # Short stretches come up again.
             example = self._draw(rng)
-            if example.text not in found:
+            if example.text not in test:
                 train.append(example)
-        return {"test": test, "train": train}
+        return {"test": list(test.values()), "train": train}
 
     def _draw(self, rng: np.random.Generator) -> Example:
         length, start = 0, int(rng.integers(len(LETTERS)))

@@ -1,22 +1,23 @@
 """Seconds to a stated accuracy, in real processes: what asynchrony, periodic steps and A-3PO's anchor are worth.
 
-    python benchmarks/time_to_accuracy.py --part=prepare [--seeds=0,1,2,3,4]
+    python benchmarks/time_to_accuracy.py --part=prepare
     python benchmarks/time_to_accuracy.py --part=train --seeds=0
     python benchmarks/time_to_accuracy.py --part=score
     python benchmarks/time_to_accuracy.py --part=report
 
-Five arms train the same number of steps from the same version 0 of a seed, whose demonstrations forget 4 % of the
-letters. The task is a recitation of log-normal lengths from 8 to 96 letters (`recitation.py`): a step that waits for
-its longest answer waits for long. Synchronous and asynchronous steps make two updates, a periodic one makes one. One
-core is pinned to the learner and one to server, worker and queue.
+Five arms train the same number of steps from one version 0, whose demonstrations forget 4 % of the letters. The task
+is a recitation of log-normal lengths from 8 to 96 letters (`recitation.py`): a step that waits for its longest answer
+waits for long. A seed is one of the prompts' order and of the samples. Synchronous and asynchronous steps make two
+updates, a periodic one makes one. One core is pinned to the learner and one to server, worker and queue.
 
-*prepare* makes version 0 of each seed. *train* runs the arms of a seed in turn, in an order that rotates with the seed:
-on an idle machine, one seed at a time. Nothing is evaluated meanwhile: the versions that the learner writes for its
-pushes are kept, and *score* has every fifth of them answer the held-out prompts. What is done is kept in --cache
-and not done again. *report* writes benchmarks/results/time_to_accuracy.json and .png.
+*prepare* makes version 0. *train* runs the arms of a seed in turn, in an order that rotates with the seed: on an idle
+machine, one seed at a time. Nothing is evaluated meanwhile: the versions that the learner writes for its pushes are
+kept, and *score* has every fifth of them answer the held-out prompts. What is done is kept in --cache and not done
+again. *report* writes benchmarks/results/time_to_accuracy.json and .png.
 
-Time starts with the first step, after the learner has compiled its programs. THRESHOLD and MARGIN were set on seed
-100, which is not reported.
+Time starts with the first step, after the learner has compiled its programs; by then an asynchronous run may have
+generated max_staleness + 1 batches, a synchronous one has generated one. THRESHOLD and MARGIN were set on seed 100,
+which is not reported.
 """
 
 import argparse
@@ -47,8 +48,9 @@ import matplotlib.pyplot as plt
 BENCHMARKS = pathlib.Path(__file__).parent
 ROOT = BENCHMARKS.parent
 SEEDS = tuple(range(5))
+PREPARED = 100  # seed of version 0, and of the trials
 THRESHOLD = 0.8  # held-out accuracy, sampled at the temperature of training
-MARGIN = 0.02  # of the final accuracy: a loss whose interval ends above −MARGIN is none
+MARGIN = 0.05  # of the final accuracy: a loss whose interval ends above −MARGIN is none
 SCORE_EVERY = 5  # steps
 WARM_STEPS = 5  # of a run, left out of the seconds of a step
 NUM_SAMPLES = 2  # of each held-out prompt
@@ -57,7 +59,13 @@ TIMEOUT_SECS = 600.0  # of one version's answers
 
 WORKLOAD = {
     "task.name": "recitation:Recitation",
-    "task.args": {"num_train": 20_000, "num_test": 256, "longest": LONGEST, "forget": 0.04},
+    "task.args": {
+        "num_train": 20_000,
+        "num_test": 256,
+        "longest": LONGEST,
+        "forget": 0.04,
+        "reward": "positions",
+    },
     "tokenizer.alphabet": ALPHABET,
     "model.num_layers": 2,
     "model.model_dim": 128,
@@ -74,13 +82,13 @@ WORKLOAD = {
     "server.max_total_tokens": 4 + LONGEST,
     "server.num_slots": 64,
     "server.decode_chunk": 4,
-    "learner.num_steps": 101,  # The last version is not pushed.
+    "learner.num_steps": 61,  # The last version is not pushed.
     "learner.groups_per_step": 16,
     "learner.num_minibatches": 2,
     "learner.packing": "first_fit",
     "learner.microbatch_rows": 8,
     "learner.row_tokens": 4 + LONGEST,
-    "learner.learning_rate": 1e-3,
+    "learner.learning_rate": 5e-4,
     "weights.keep": 1_000_000,
     "checkpoint.every_steps": 1_000_000,
     "evaluate.every_steps": 0,
@@ -145,11 +153,9 @@ SMOKE = {
 
 
 def prepare(workload: Mapping[str, Any], args: argparse.Namespace) -> None:
-    """Version 0 of each seed that has none."""
-    for seed in args.seeds:
-        if not (directory := args.cache / f"version-0-{seed}").exists():
-            overrides = workload | {"seed": seed, "task.seed": seed}
-            command("init", "sync", overrides, "--warm_start", f"--out={directory}")
+    """Version 0, if there is none."""
+    if not (directory := args.cache / "version-0").exists():
+        command("init", "sync", workload | {"seed": PREPARED}, "--warm_start", f"--out={directory}")
 
 
 def train(workload: Mapping[str, Any], args: argparse.Namespace) -> None:
@@ -173,8 +179,8 @@ def train(workload: Mapping[str, Any], args: argparse.Namespace) -> None:
 
 
 def started_from(cache: pathlib.Path, seed: int, workload: Mapping[str, Any]) -> dict[str, Any]:
-    """The workload of a seed, from its version 0."""
-    path = {"model.path": str(cache / f"version-0-{seed}"), "warm_start.num_steps": 0}
+    """The workload of a seed, from version 0."""
+    path = {"model.path": str(cache / "version-0"), "warm_start.num_steps": 0}
     return {**workload, **path, "seed": seed, "task.seed": seed}
 
 
@@ -220,7 +226,7 @@ def score(workload: Mapping[str, Any], args: argparse.Namespace) -> None:
     task = parts.task_of(settings)
     prompts = test_prompts(task, tokenizer, max_prompt_tokens=settings.rollout.max_prompt_tokens)
     prompts = prompts[: settings.evaluate.num_prompts]
-    reward = reward_function(task.reward)
+    positions = reward_function("positions")
     # A seed to a sample: equal ones would draw the same noise at the same position.
     asked = [(p, p.index * NUM_SAMPLES + i) for p in prompts for i in range(NUM_SAMPLES)]
     engine = parts.engine_of(settings, args.cache, name="score")
@@ -233,10 +239,10 @@ def score(workload: Mapping[str, Any], args: argparse.Namespace) -> None:
                     str(version), version=version.name, flush_cache=False, abort_all_requests=False
                 ).result(TIMEOUT_SECS)
                 texts = answers_of(engine, tokenizer, settings, asked)
-                rewards = [reward(t, p.answer) for t, (p, _) in zip(texts, asked, strict=True)]
-                right = float(np.mean(np.array(rewards) == 1))
+                found = [positions(t, p.answer) for t, (p, _) in zip(texts, asked, strict=True)]
+                right = float(np.mean(np.array(found) == 1))
                 row = {"version": int(version.name), "accuracy": right}
-                scores.append(row | {"reward": float(np.mean(rewards))})
+                scores.append(row | {"positions": float(np.mean(found))})
             (directory.parent / "scores.json").write_text(json.dumps(scores))
             shutil.rmtree(directory)
             print(directory.parent.name, scores[0]["accuracy"], scores[-1]["accuracy"], flush=True)
@@ -322,7 +328,7 @@ def summary(rows: Sequence[Mapping[str, float]], scores: Sequence[Mapping[str, f
         "step_secs": float(step.mean()),
         "waiting_share": float(np.sum(waiting) / step.sum()),
         "accuracy": float(accuracy[-1]),
-        "reward": scores[-1]["reward"],
+        "positions": scores[-1]["positions"],
         "clip_fraction": float(np.nanmean(column(rows, "policy/clip_fraction"))),
         "dropped_by_cap": float(np.nanmean(column(rows, "policy/dropped_by_cap"))),
         "max_ratio": float(np.nanmax(column(rows, "policy/max_ratio"))),
