@@ -73,6 +73,7 @@ INSTALL_SECS = 1800.0  # of a command that makes tunix's environment
 WARM_STEPS = 5  # in no figure
 TAIL = 3000  # characters of a failed process's output in an error
 
+PROCESSES = ("one", "many")
 UNITS = {"training": "samples/s", "generation": "tokens/s", "step": "samples/s"}
 
 
@@ -139,6 +140,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shape", choices=SHAPES, default="small", help="of the model")
     parser.add_argument("--only", choices=UNITS, action="append", help="a measure; may be repeated")
+    parser.add_argument("--processes", choices=PROCESSES, action="append", help="of whole steps")
     parser.add_argument("--rounds", type=int, default=12, help="of training and of generation")
     parser.add_argument("--repetitions", type=int, default=5, help="of a turn in these")
     parser.add_argument("--step-rounds", type=int, default=3, help="of whole steps")
@@ -187,7 +189,7 @@ def measures(tunix: "Tunix | None", ours: "Ours", overrides: Mapping, args) -> d
         return found
     modes = ("sync",) if args.smoke else ("sync", "async")
     sides = {}
-    for mode, processes in itertools.product(modes, ("one", "many")):
+    for mode, processes in itertools.product(modes, args.processes or PROCESSES):
         name = f"{mode} 1" if processes == "one" else mode
         in_processes = overrides | {"supervisor.processes": processes}
         sides[name] = functools.partial(train, mode, in_processes, args.steps)

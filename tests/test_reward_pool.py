@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import types
 
 import psutil
 import pytest
@@ -313,6 +314,16 @@ async def test_a_reward_that_is_no_finite_number_is_an_error_and_the_process_sta
 async def test_score_many_fails_when_one_call_does(pool):
     with pytest.raises(RewardError, match="returned nan"):
         await pool.score_many([("length a", ""), ("nan", ""), ("length b", "")])
+
+
+async def test_answers_are_read_as_far_as_they_are_there():
+    """An answer may arrive in parts, and several at once."""
+    process = types.SimpleNamespace(stdout=asyncio.StreamReader())
+    pool, received = make_pool(), bytearray()
+    process.stdout.feed_data(b"0.5\n1\n0.2")
+    assert await pool._read(process, received) == [b"0.5", b"1"]
+    asyncio.get_running_loop().call_later(0.01, process.stdout.feed_data, b"5\n")
+    assert await pool._read(process, received) == [b"0.25"] and not received
 
 
 async def test_what_a_reward_prints_or_reads_does_no_harm(pool):
