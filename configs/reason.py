@@ -13,7 +13,7 @@ Another model: --config.model.path=ID --config.tokenizer.path=ID, a hub id or a 
 google/gemma-3-1b-it). Its shape is read from its files.
 
 Arguments, after a colon: `smoke` (two steps of a tiny random model), `device=accelerator|cpu`,
-`mode=sync|periodic|async`, `seed=N`.
+`mode=sync|periodic|async`, `lora` (adapters of rank 16 beside a frozen model in bfloat16), `seed=N`.
 """
 
 from jaxrl_async.config import base_config, parse_arg
@@ -29,6 +29,7 @@ def get_config(arg: str = ""):
         smoke=False,
         device=("accelerator", "cpu"),
         mode=("async", "sync", "periodic"),
+        lora=False,
         seed=0,
     )
     c = base_config()
@@ -59,6 +60,11 @@ def get_config(arg: str = ""):
         c.weights.dtype = "bfloat16"
         c.checkpoint.every_steps = 20
         c.evaluate.update(num_prompts=256, num_samples=4)
+    if arg.lora:
+        c.model.lora.update(rank=16, alpha=32.0)
+        c.learner.update(param_dtype="float32", learning_rate=20 * c.learner.learning_rate)
+        if arg.device == "accelerator":
+            c.model.lora.base_dtype = "bfloat16"
     c.rollout.request_timeout_secs = 300.0  # A request also waits for a slot of a slow server.
     c.queue.max_running_groups = 3 * c.learner.groups_per_step
     c.server.max_total_tokens = c.rollout.max_prompt_tokens + c.rollout.max_new_tokens
