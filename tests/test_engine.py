@@ -587,14 +587,14 @@ def test_weights_from_disk_are_those_that_were_written(engine, tmp_path):
 @pytest.fixture
 def full_device(engine, monkeypatch):
     """A device that has no room for a second copy while the engine has its cache."""
-    place = loading.to_device
+    place = loading._placed
 
     def placed(*args):
         if engine._cache is not None:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
         return place(*args)
 
-    monkeypatch.setattr(loading, "to_device", placed)
+    monkeypatch.setattr(loading, "_placed", placed)
 
 
 @pytest.mark.usefixtures("full_device")

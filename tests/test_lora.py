@@ -278,11 +278,11 @@ def expected_logprobs(params, completion):
     return np.asarray(table)[np.arange(2, tokens.shape[1] - 1), tokens[0, 3:]]
 
 
-def write_version(directory, config, adapters, version=1):
+def write_version(directory, config, adapters, version=1, base="base"):
     store = WeightStore(directory, keep=2)
     store.begin(version)
     store.write_part(version, 0, hf.to_tensors(adapters, config, "float32"))
-    return store.finish(version, 1, hf.write_adapter_config(config.lora, "base"), prefix=ADAPTER)
+    return store.finish(version, 1, hf.write_adapter_config(config.lora, base), prefix=ADAPTER)
 
 
 def test_the_engine_samples_with_adapters_pushed_without_the_base(engine, tmp_path):
@@ -344,8 +344,9 @@ def test_peft_computes_the_same_logits(config, tmp_path):
     WeightStore(tmp_path, keep=1).write(
         0, hf.to_tensors(base, plain, "float32"), hf.write_config(plain)
     )
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "00000000")
-    path = write_version(tmp_path / "adapters", config, adapters)
+    base_path = str(tmp_path / "00000000")
+    model = transformers.AutoModelForCausalLM.from_pretrained(base_path)
+    path = write_version(tmp_path / "adapters", config, adapters, base=base_path)
     model = peft.PeftModel.from_pretrained(model, path)
     with torch.no_grad():
         found = model(torch.tensor(ROWS)).logits.numpy()

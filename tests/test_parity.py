@@ -336,8 +336,8 @@ def answering(monkeypatch, change):
     """Lets change(how-manieth answer, log-probs) rewrite the log-probs that the server reports."""
     answer, count = http._Routes._answer, iter(range(10**6))
 
-    def changed(self, *args):
-        found = answer(self, *args)
+    def changed(self, *args, **kwargs):
+        found = answer(self, *args, **kwargs)
         triples = found["meta_info"]["output_token_logprobs"]
         logprobs = change(next(count), [triple[0] for triple in triples])
         found["meta_info"]["output_token_logprobs"] = [

@@ -82,6 +82,7 @@ class InferenceClient:
         tls_ca: str = "",
         run_id: str = "",
         adapters: bool = False,
+        any_weights: bool = False,
     ):
         """Opens nothing yet.
 
@@ -92,16 +93,16 @@ class InferenceClient:
           run_id: the run whose weights may sample; tokens of others are refused. "" for any run.
           adapters: the versions are adapters. An SGLang server holds several, each under the name of its version, and
             stamps tokens with the name of the newest: a request names its adapter, and its tokens get that name.
+          any_weights: take tokens of weights that are no version, as of an SGLang before any push, and stamp them 0.
 
         Raises:
           ValueError: no certificate in tls_ca.
         """
         self._tls = security.client_context(tls_ca) if tls_ca else True
         self.run_id = run_id
-        self._adapters = adapters
-        self._stamping: set[str] = (
-            set()
-        )  # addresses of servers that stamp tokens with their adapter
+        self._adapters, self._any_weights = adapters, any_weights
+        # addresses of servers that stamp tokens with their adapter
+        self._stamping: set[str] = set()
         self._api_key = api_key
         self._admin_api_key = admin_api_key or api_key
         self._session: aiohttp.ClientSession | None = None
@@ -164,10 +165,8 @@ class InferenceClient:
           ServerError: refused, lost, late, or an answer that breaks the API; the message says which.
           ForeignVersionError: tokens of weights that this run did not push.
         """
-        request, name = (
-            {"rid": rid, "input_ids": input_ids, "sampling_params": sampling_params},
-            None,
-        )
+        request = {"rid": rid, "input_ids": input_ids, "sampling_params": sampling_params}
+        name = None
         if self._adapters:
             start = time.monotonic()
             name = await self._newest_adapter(address, timeout_secs)
@@ -178,6 +177,9 @@ class InferenceClient:
             payload = request | {"return_logprob": True, "stream": False}
             payload |= {"lora_path": name} if name is not None else {}
             answer = await self._post(address, "/generate", payload, timeout_secs)
+        if self._any_weights and isinstance(answer.get("meta_info"), dict):
+            span = {"version": "0", "start": 0, "end": len(answer.get("output_ids") or ())}
+            answer["meta_info"]["weight_versions"] = [span]
         try:
             return read_completion(answer, self.run_id, name)
         except ForeignWeightsError as error:

@@ -29,17 +29,6 @@ class MeasureError(RuntimeError):
     """A rate cannot be measured; the message names the server or the run, and why."""
 
 
-class _Client(InferenceClient):
-    """Also accepts completions of weights without a version, as of an SGLang before any push."""
-
-    async def _post(self, address, route, payload, timeout_secs, *headers):
-        answer = await super()._post(address, route, payload, timeout_secs, *headers)
-        if route == "/generate" and isinstance(answer.get("meta_info"), dict):
-            end = len(answer.get("output_ids") or ())
-            answer["meta_info"]["weight_versions"] = [{"version": "0", "start": 0, "end": end}]
-        return answer
-
-
 async def of_server(
     server: str,
     *,
@@ -77,7 +66,7 @@ async def of_server(
       MeasureError: no answer in time, a refusal, or a server that answers others.
     """
     keys = {"api_key": api_key, "admin_api_key": admin_api_key, "tls_ca": tls_ca}
-    async with _Client(**keys) as client:
+    async with InferenceClient(**keys, any_weights=True) as client:
         try:
             info = await client.model_info(server, timeout_secs=timeout_secs)
             if busy := info.get("num_running_requests"):

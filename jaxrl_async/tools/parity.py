@@ -199,7 +199,8 @@ async def measure(
         checkpoint or does not tell it, or changed its weights meanwhile.
     """
     config, manifest = read_checkpoint(directory, dtype, adapter)
-    async with _Client(api_key=api_key, tls_ca=tls_ca, adapters=bool(adapter)) as client:
+    options = {"api_key": api_key, "tls_ca": tls_ca, "adapters": bool(adapter)}
+    async with InferenceClient(**options, any_weights=True) as client:
         try:
             info = await client.model_info(server, timeout_secs=timeout_secs)
             vocab_size = await client.vocab_size(server, info, timeout_secs=timeout_secs)
@@ -336,17 +337,6 @@ def read_params(
 
 
 # Asking.
-
-
-class _Client(InferenceClient):
-    """Also accepts completions of weights without a version, as of an SGLang before any push."""
-
-    async def _post(self, address, route, payload, timeout_secs):
-        answer = await super()._post(address, route, payload, timeout_secs)
-        if route == "/generate" and isinstance(answer.get("meta_info"), dict):
-            end = len(answer.get("output_ids") or ())
-            answer["meta_info"]["weight_versions"] = [{"version": "0", "start": 0, "end": end}]
-        return answer
 
 
 def _check_vocabulary(server, vocab_size, config, directory) -> None:
