@@ -69,9 +69,8 @@ class LossConfig:
       ValueError: an unknown name, a number outside its bounds, or parts that contradict one another; says why.
     """
 
-    preset: str = (
-        ""  # one of PRESETS: a paper's parts and numbers, in the place of defaults; "": none
-    )
+    # one of PRESETS: a paper's parts and numbers, in the place of defaults; "": none
+    preset: str = ""
     advantage: str = "grpo"  # one of ADVANTAGES
     anchor: str = "a3po"  # π_p, the policy that the clip is around: one of ANCHORS
     a3po_fresh: str = "behavior"  # the anchor of tokens with staleness 0: "behavior" | "current"

@@ -162,9 +162,8 @@ class Queue:
     tls_key: str = ""  # its key, which no other role reads,
     tls_ca: str = ""  # and the authorities whose certificates the other roles trust
     max_staleness: int = 2  # η, steps; 0 in modes "sync" and "periodic"
-    chunk_groups: int = (
-        0  # groups per chunk in mode "periodic"; 0: the whole batch, in prompt order
-    )
+    # groups per chunk in mode "periodic"; 0: the whole batch, in prompt order
+    chunk_groups: int = 0
     max_running_groups: int = 256  # permits out at once
     max_bytes: int = 256 << 20  # of held groups; no permits are given beyond it
     max_message_bytes: int = 16 << 20
@@ -188,9 +187,8 @@ class Journal:
     keep: str = "all"
     # of the groups of "all"; beyond it the oldest steps with a checkpoint are deleted; 0: no bound
     max_bytes: int = 0
-    samples_per_step: int = (
-        2  # completions kept as text, in samples.jsonl, TensorBoard and the report
-    )
+    # completions kept as text, in samples.jsonl, TensorBoard and the report
+    samples_per_step: int = 2
     path: str = ""  # of the file; "": WORKDIR/journal.sqlite
     mode: str = "wal"  # "wal" | "delete", which also suits network file systems
     synchronous: str = "normal"  # survives a killed process | "full": a loss of power, too
@@ -281,9 +279,8 @@ class Rollout:
     drop_equal_rewards: bool = False
     # DAPO: the last tokens of max_new_tokens cost up to 1 of reward; 0: none
     overlong_buffer_tokens: int = 0
-    delay_steps: int | str = (
-        "0"  # age of the servers' weights, steps: "D", or "uniform(D)" from 0 to D
-    )
+    # age of the servers' weights, steps: "D", or "uniform(D)" from 0 to D
+    delay_steps: int | str = "0"
     frictions: Frictions = Frictions()
 
 

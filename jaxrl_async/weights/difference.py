@@ -107,9 +107,8 @@ class Copy:
     def __init__(self, root: str | os.PathLike):
         """`root`: an empty directory of the server's own."""
         self.path = pathlib.Path(root) / "copy"
-        self.digest: str | None = (
-            None  # of the version that it holds, verified; None: it holds none
-        )
+        # of the version that it holds, verified; None: it holds none
+        self.digest: str | None = None
         self._lock = threading.Lock()  # A thread whose caller is gone still works on the files.
 
     async def load(
