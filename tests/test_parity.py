@@ -428,8 +428,8 @@ async def test_answers_from_a_stale_cache_are_named(
 async def test_a_server_without_versions_can_be_compared(serve, tmp_path, monkeypatch):
     answer = http._Routes._answer
 
-    def unversioned(self, *args):
-        found = answer(self, *args)
+    def unversioned(self, *args, **kwargs):
+        found = answer(self, *args, **kwargs)
         del found["meta_info"]["weight_versions"]
         return found
 
