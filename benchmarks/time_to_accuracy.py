@@ -16,8 +16,8 @@ kept, and *score* has every fifth of them answer the held-out prompts. What is d
 again. *report* writes benchmarks/results/time_to_accuracy.json and .png.
 
 Time starts with the first step, after the learner has compiled its programs; by then an asynchronous run may have
-generated max_staleness + 1 batches, a synchronous one has generated one. THRESHOLD and MARGIN were set on seed 100,
-which is not reported.
+generated max_staleness + 1 batches, a synchronous one has generated one. THRESHOLD and MARGIN are to be
+set on seed 100, which is not reported, before the others are run: both are provisional.
 """
 
 import argparse
@@ -49,7 +49,7 @@ BENCHMARKS = pathlib.Path(__file__).parent
 ROOT = BENCHMARKS.parent
 SEEDS = tuple(range(5))
 PREPARED = 100  # seed of version 0, and of the trials
-THRESHOLD = 0.8  # held-out accuracy, sampled at the temperature of training
+THRESHOLD = 0.4  # held-out accuracy, sampled at the temperature of training
 MARGIN = 0.05  # of the final accuracy: a loss whose interval ends above −MARGIN is none
 SCORE_EVERY = 5  # steps
 WARM_STEPS = 5  # of a run, left out of the seconds of a step
@@ -82,13 +82,13 @@ WORKLOAD = {
     "server.max_total_tokens": 4 + LONGEST,
     "server.num_slots": 64,
     "server.decode_chunk": 4,
-    "learner.num_steps": 61,  # The last version is not pushed.
+    "learner.num_steps": 101,  # The last version is not pushed.
     "learner.groups_per_step": 16,
     "learner.num_minibatches": 2,
     "learner.packing": "first_fit",
     "learner.microbatch_rows": 8,
     "learner.row_tokens": 4 + LONGEST,
-    "learner.learning_rate": 5e-4,
+    "learner.learning_rate": 1e-3,
     "weights.keep": 1_000_000,
     "checkpoint.every_steps": 1_000_000,
     "evaluate.every_steps": 0,
