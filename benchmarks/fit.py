@@ -164,7 +164,7 @@ def _real_runs() -> dict[str, RealRun]:
     for model in ("0.6b", "gemma3_1b"):  # One device for learner and engine.
         for target in ("v5e-1", "a100-1"):
             runs[f"reason_{model}_{target}"] = RealRun(model, target, {}, REASON)
-        runs[f"reason_{model}_lora_v5e-1"] = RealRun(model, "v5e-1", {}, f"{REASON}:lora")
+    runs["reason_0.6b_lora_v5e-1"] = RealRun("0.6b", "v5e-1", {}, f"{REASON}:lora")
     runs["8b_2xh100-8_32k"] = RealRun("8b", "2xh100-8", long | {"fsdp": 4, "microbatch_rows": 4})
     return runs
 
