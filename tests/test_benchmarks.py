@@ -123,6 +123,7 @@ def test_what_only_the_processes_can_do_is_refused(tmp_path):
         laboratory.run(settings)
 
 
+@pytest.mark.long
 def test_each_method_is_compared_at_its_best_rate(tmp_path, monkeypatch, capsys):
     short = {"learner.num_steps": 2, "warm_start.num_steps": 2, "evaluate.num_prompts": 8}
     monkeypatch.setattr(staleness, "BASE", staleness.BASE | TINY)
