@@ -5,6 +5,8 @@ import contextlib
 import dataclasses
 import re
 import signal
+import subprocess
+import sys
 import threading
 
 import jax
@@ -520,3 +522,9 @@ def test_a_killed_process_is_started_again_and_resumes(command, tmp_path):
     assert process.returncode == 0, output
     assert "role 'one' ended by signal SIGKILL; restart 1" in output
     assert read_metrics(tmp_path / "run")[-1]["step"] == 60
+
+
+def test_what_makes_imports_lazy_is_imported_before_any_thread():
+    """grain's import changes `__import__` for all threads, and a JAX module that another one imports then is broken."""
+    code = "import sys, jaxrl_async.roles.one; sys.exit('grain' not in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=RUN_TIMEOUT_SECS).returncode == 0

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
+import grain  # noqa: F401  Its import makes those of other threads lazy meanwhile, which breaks JAX: before they start.
 import jax
 
 from jaxrl_async.config.settings import Settings
