@@ -135,12 +135,11 @@ async def measure(address: str, transport: str, paths: list[pathlib.Path], repea
         for way, number in ((w, next(numbers)) for _ in range(repeats + 1) for w in ways):
             client.prepares = ways[way]
             start = time.monotonic()
-            await transports.TRANSPORTS[transport](
+            await transports.FileTransport(transport, mode="retract")(
                 client,
                 address,
                 path=paths[number % 2],
                 version=number,
-                mode="retract",
                 timeout_secs=TIMEOUT_SECS,
             )
             pushes[way].append(time.monotonic() - start)

@@ -39,7 +39,7 @@ from jaxrl_async.tasks.prompts import demonstration_tokens, test_prompts, valida
 from jaxrl_async.weights.discovery import Discovery
 from jaxrl_async.weights.publisher import Publisher
 from jaxrl_async.weights.store import WeightStore
-from jaxrl_async.weights.transports import TRANSPORTS
+from jaxrl_async.weights.transports import FileTransport
 
 REPORT_SECS = 2.0  # between the learner's reports to the queue
 
@@ -142,8 +142,8 @@ class Links:
                 run_id=writer.run_id,
                 adapters=settings.model.lora.rank > 0,
             ),
-            "transport": functools.partial(
-                TRANSPORTS[weights.transport],
+            "transport": FileTransport(
+                weights.transport,
                 mode=weights.pause_mode,
                 writer=writer,
                 pause_lease_secs=weights.pause_lease_secs,
