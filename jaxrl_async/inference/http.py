@@ -38,8 +38,6 @@ MAX_BODY_BYTES = 16 << 20  # of all but an upload
 MAX_HEADERS = 64
 MAX_RID_CHARS = 256
 MAX_VERSION_CHARS = 128
-NO_ROOM = 507  # The status of a preparation for which the device has no room.
-NO_DIFFERENCE = 409  # … whose difference does not lead from the copy here to the version.
 _SHUTDOWN_SECS = 2.0
 _INFORMATION_ROUTES = ("/generate", "/model_info", "/v1/models", *texts.KEYS)
 _VERSION = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}")
@@ -348,9 +346,9 @@ class _Routes:
             load = functools.partial(self._copy.load, source, digest, self._load)
             await self._prepared.prepare(version, digest, load, lease_secs)
         except difference.DifferenceError as error:
-            return _refused(str(error), NO_DIFFERENCE)
+            return _refused(str(error), difference.NO_DIFFERENCE)
         except loading.NoRoomError as error:
-            return _refused(str(error), NO_ROOM)
+            return _refused(str(error), prepared.NO_ROOM)
         except ValueError as error:  # of WeightsError's kind too
             return _refused(str(error))
         if is_upload:

@@ -630,9 +630,8 @@ def _first(error: BaseException) -> BaseException:
     return error
 
 
-TURN_SHARE = (
-    0.125  # of push_timeout_secs: a server that hangs in its turn holds up the others no longer
-)
+# Of push_timeout_secs: a server that hangs in its turn holds up the others no longer.
+TURN_SHARE = 0.125
 MAX_BACKOFF = 8.0  # poll intervals between two attempts at a server that fails
 LOOK_SECS = 0.5  # between two calls of should_stop during a wait
 _CLOSE_TIMEOUT_SECS = 15.0

@@ -28,6 +28,8 @@ from jaxrl_async.queue.records import NOBODY, Identity
 from jaxrl_async.servers.client import InferenceClient, ServerError, ServerTimeoutError
 from jaxrl_async.weights import differences, verification
 from jaxrl_async.weights import store as weight_store
+from jaxrl_async.weights.difference import NO_DIFFERENCE
+from jaxrl_async.weights.prepared import NO_ROOM
 
 log = logging.getLogger(__name__)
 
@@ -519,7 +521,6 @@ def _pickled(stored: weight_store.StoredVersion, names: Sequence[str], torch, fo
 # SGLang reads large bodies slowly: in parts of 256 MB a push took several times as long.
 BUCKET_BYTES = 8 << 20
 CONTINUE_TIMEOUT_SECS = 5.0
-NO_DIFFERENCE = 409  # Answer to a preparation whose difference does not lead to the version.
 _SUFFIXES = (".json", ".safetensors")  # of a version's own files
-# Answers to a preparation: there is no such route, or no room on the device (`inference.http.NO_ROOM`).
-_LOADS_IN_THE_PAUSE = frozenset({404, 405, 507})
+# Answers to a preparation: there is no such route, or no room.
+_LOADS_IN_THE_PAUSE = frozenset({404, 405, NO_ROOM})
