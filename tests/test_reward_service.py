@@ -161,7 +161,7 @@ async def test_the_least_loaded_service_is_asked(monkeypatch):
                     return pb.JudgeReply(reward=1.0)
 
                 monkeypatch.setattr(one.stub, "Judge", judge)
-            await asyncio.gather(*(rewards.score("good", "good") for _ in range(8)))
+            await asyncio.gather(*(rewards.judge("good", "good") for _ in range(8)))
     assert asked == {large: 6, small: 2}
 
 
@@ -232,7 +232,7 @@ def test_the_verb_serves_the_reward_of_a_config(tmp_path):
 
             async def ask():
                 async with client(address, reward="exact") as rewards:
-                    return await rewards.score_many([("1", "1"), ("1", "2")])
+                    return [(await rewards.judge("1", answer)).reward for answer in ("1", "2")]
 
             assert asyncio.run(ask()) == [1.0, 0.0]
         finally:

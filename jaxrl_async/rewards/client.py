@@ -1,4 +1,4 @@
-"""The client of reward services, in the place of a pool of one's own: the same calls, results and errors.
+"""The client of reward services, in the place of a pool of one's own: the same call, results and errors.
 
 A call goes to the service with the fewest calls of this client for each of its processes. One that gives no answer
 before its deadline is asked of another; that service is asked last until it answers. A reward's own error is an
@@ -110,10 +110,6 @@ class RewardClient:
         services, self._services = self._services, []
         await asyncio.gather(*(service.channel.close() for service in services))
 
-    async def score(self, completion: str, answer: str) -> float:
-        """As `RewardPool.score`."""
-        return (await self.judge(completion, answer)).reward
-
     async def judge(
         self, completion: str, answer: str, seen: Mapping[str, Any] = MappingProxyType({})
     ) -> Judgement:
@@ -131,16 +127,6 @@ class RewardClient:
         failure = reply.failure
         kind = RewardTimeoutError if failure.timeout else RewardError
         raise kind(failure.message, place=failure.place, traceback=failure.traceback)
-
-    async def score_many(self, calls: Sequence[tuple[str, str]]) -> list[float]:
-        """As `RewardPool.score_many`."""
-        outcomes = await asyncio.gather(
-            *(self.score(*call) for call in calls), return_exceptions=True
-        )
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
-        return outcomes
 
     async def _ask(self, request: pb.JudgeRequest) -> pb.JudgeReply:
         failed_since = None
