@@ -31,6 +31,8 @@ def judge(completion, answer, metadata):
         raise ValueError("no such word")
     if completion == "hang":
         time.sleep(60)
+    if completion == "slow":
+        time.sleep(0.8)
     if completion == "nan":
         return float("nan")
     return {"reward": float(completion == answer), "length": len(completion), "worth": metadata["worth"]}
@@ -125,6 +127,17 @@ async def test_a_killed_service_is_replaced_by_another(tmp_path):
     assert [judged.reward for judged in found] == [1.0] * 8
 
 
+async def test_a_call_to_a_service_that_stops_is_asked_of_another():
+    async with served() as other, contextlib.AsyncExitStack() as stopping:
+        address = await stopping.enter_async_context(served())
+        async with client(address, other) as rewards:
+            call = asyncio.create_task(rewards.judge("slow", "slow", SEEN))
+            await asyncio.sleep(0.2)
+            assert [s.running for s in rewards._services] == [1, 0]
+            await stopping.aclose()
+            assert (await call).reward == 1.0
+
+
 async def test_a_frozen_service_is_left_at_the_deadline(tmp_path):
     with process(tmp_path) as (first, frozen), process(tmp_path) as (_, address):
         async with client(frozen, address, wait_secs=0.5) as rewards:
@@ -144,6 +157,17 @@ async def test_without_a_service_that_answers_a_call_fails_when_its_time_is_over
                 PoolError, match=rf"no reward service answered for 0.5 s.*{address}"
             ):
                 await rewards.judge("good", "good", SEEN)
+
+
+async def test_a_call_that_waits_when_the_client_is_closed_fails_as_a_pools_does():
+    async with served() as address, client(address) as rewards:
+        call = asyncio.create_task(rewards.judge("hang", "good", SEEN))
+        await asyncio.sleep(0.1)
+        await rewards.close()
+        with pytest.raises(PoolError, match="the client of reward .* is closed"):
+            await call
+        with pytest.raises(PoolError, match="is closed"):
+            await rewards.judge("good", "good", SEEN)
 
 
 async def test_the_least_loaded_service_is_asked(monkeypatch):

@@ -106,7 +106,7 @@ class RewardClient:
             raise
 
     async def close(self) -> None:
-        """Closes the connections; calls that wait fail."""
+        """Closes the connections; calls that wait fail with PoolError."""
         services, self._services = self._services, []
         await asyncio.gather(*(service.channel.close() for service in services))
 
@@ -130,9 +130,7 @@ class RewardClient:
 
     async def _ask(self, request: pb.JudgeRequest) -> pb.JudgeReply:
         failed_since = None
-        while True:
-            if not self._services:
-                raise PoolError(f"the client of reward {self._reward!r} is closed")
+        while self._services:
             service = min(self._services, key=lambda s: s.load(self._clock()))
             service.running += 1
             try:
@@ -141,6 +139,10 @@ class RewardClient:
                 )
                 service.suspect_until = -math.inf
                 return reply
+            except asyncio.CancelledError:
+                if self._services or asyncio.current_task().cancelling():
+                    raise
+                continue  # Of the channel, by `close`.
             except grpc.aio.AioRpcError as error:
                 if error.code() not in _LOST:
                     raise _refusal(service.address, error) from None
@@ -159,6 +161,7 @@ class RewardClient:
                 service.running -= 1
             if all(self._clock() < other.suspect_until for other in self._services):
                 await asyncio.sleep(RETRY_SECS)
+        raise PoolError(f"the client of reward {self._reward!r} is closed")
 
     async def _connect(self) -> None:
         deadline = self._clock() + START_SECS
