@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import types
 
 import pytest
 
@@ -238,6 +239,17 @@ def test_a_box_whose_process_is_killed_takes_its_program_with_it(tmp_path):
         made._process.kill()
         with pytest.raises(BoxError, match="the box for programs was lost"):
             made.run("print(1)")
+
+
+@boxed
+@pytest.mark.parametrize(
+    ("limit", "cause"), [("disk_bytes", "its process 1 ended"), ("memory_bytes", ".*TypeError")]
+)
+def test_a_program_that_did_not_begin_is_no_outcome(limit, cause):
+    # Neither a mount nor a process takes this limit.
+    limits = types.SimpleNamespace(**vars(SMALL) | {limit: "none"})
+    with Sandbox() as made, pytest.raises(BoxError, match=f"(?s)a program did not begin: {cause}"):
+        made.run("print(1)", limits=limits)
 
 
 @boxed

@@ -180,8 +180,9 @@ class Sandbox:
             raise BoxError(
                 f"the box for programs was lost: {error or type(error).__name__}"
             ) from None
-        if reply is None:
-            raise BoxError("the box for programs was lost: it ended")
+        if reply is None or "error" in reply:
+            reason = reply["error"] if reply else "it ended"
+            raise BoxError(f"the box for programs was lost: {reason}")
         return reply
 
     def _expect(self, key: str = "") -> None:
