@@ -228,7 +228,7 @@ def _bind(source: str) -> None:
         os.close(os.open(target, os.O_CREAT | os.O_WRONLY))
     _mount(source, target, None, _MS_BIND | _MS_REC)
     if os.path.isdir(source):
-        _set_attributes(target, _ATTR_NODEV | _ATTR_NOSUID | _ATTR_RDONLY)
+        _set_attributes(target, _ATTR_NODEV)  # `_enter` sets the others for all mounts.
 
 
 def _mount(
@@ -268,7 +268,7 @@ def _keep(channel: socket.socket, request: dict) -> None:
     if init == 0:
         channel.close()
         os.close(pipes["alive"][1])
-        return _init(request, {name: pipes[name] for name in pipes})
+        return _init(request, pipes)
     for name, (_, write) in pipes.items():
         if name != "alive":
             os.close(write)
