@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 
@@ -56,12 +57,12 @@ def reward_module(tmp_path, monkeypatch):
 
 
 @contextlib.asynccontextmanager
-async def served(pool=None, **options):
+async def served(pool=None, address="127.0.0.1:0", **options):
     """The address of a service in this process."""
     bound = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(
         service.serve(
-            "127.0.0.1:0",
+            address,
             pool or RewardPool(REWARD, **BOUNDS),
             on_bound=bound.set_result,
             **options,
@@ -187,6 +188,21 @@ async def test_the_least_loaded_service_is_asked(monkeypatch):
                 monkeypatch.setattr(one.stub, "Judge", judge)
             await asyncio.gather(*(rewards.judge("good", "good") for _ in range(8)))
     assert asked == {large: 6, small: 2}
+
+
+async def test_a_service_that_starts_later_is_asked_as_its_processes_allow():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        late = f"127.0.0.1:{free.getsockname()[1]}"
+    now = 0.0
+    async with served() as early, client(early, late, clock=lambda: now) as rewards:
+        assert [s.num_processes for s in rewards._services] == [1, 0]
+        async with served(RewardPool(REWARD, **BOUNDS | {"num_processes": 3}), late):
+            async with asyncio.timeout(20):  # gRPC's own backoff is of other seconds.
+                while not rewards._services[1].num_processes:
+                    now += clients.SUSPECT_SECS
+                    calls = (rewards.judge("good", "good", SEEN) for _ in range(2))
+                    await asyncio.gather(*calls)
+            assert [s.num_processes for s in rewards._services] == [1, 3]
 
 
 async def test_a_pool_that_is_lost_is_the_services_failure_and_not_the_rewards():

@@ -37,12 +37,12 @@ class _Service:
     address: str
     channel: grpc.aio.Channel
     stub: RewardsStub
-    num_processes: int = 1
+    num_processes: int = 0  # 0 until it has said so
     running: int = 0  # calls of this client
     suspect_until: float = -math.inf  # clock, seconds
 
     def load(self, now: float) -> tuple[bool, float]:
-        return now < self.suspect_until, (self.running + 1) / self.num_processes
+        return now < self.suspect_until, (self.running + 1) / max(self.num_processes, 1)
 
 
 class RewardClient:
@@ -134,6 +134,8 @@ class RewardClient:
             service = min(self._services, key=lambda s: s.load(self._clock()))
             service.running += 1
             try:
+                if not service.num_processes:  # It started, or started again, after this client.
+                    await self._describe(service)
                 reply = await service.stub.Judge(
                     request, timeout=self._deadline_secs, metadata=self._metadata
                 )
@@ -144,11 +146,9 @@ class RewardClient:
                     raise
                 continue  # Of the channel, by `close`.
             except grpc.aio.AioRpcError as error:
-                if error.code() not in _LOST:
-                    raise _refusal(service.address, error) from None
+                self._suspect(service, error)
                 now = self._clock()
                 failed_since = now if failed_since is None else failed_since
-                service.suspect_until = now + SUSPECT_SECS
                 log.warning(
                     "the reward service %s gave no answer: %s", service.address, error.details()
                 )
@@ -166,7 +166,7 @@ class RewardClient:
     async def _connect(self) -> None:
         deadline = self._clock() + START_SECS
         while True:
-            found = await asyncio.gather(*map(self._describe, self._services))
+            found = await asyncio.gather(*map(self._answers, self._services))
             if any(found):
                 return
             if self._clock() + RETRY_SECS > deadline:
@@ -176,24 +176,34 @@ class RewardClient:
                 )
             await asyncio.sleep(RETRY_SECS)
 
-    async def _describe(self, service: _Service) -> bool:
-        """Whether a service answers."""
+    async def _answers(self, service: _Service) -> bool:
         try:
-            reply = await service.stub.Describe(
-                pb.DescribeRequest(), timeout=DESCRIBE_SECS, metadata=self._metadata
-            )
+            await self._describe(service)
         except grpc.aio.AioRpcError as error:
-            if error.code() not in _LOST:
-                raise _refusal(service.address, error) from None
-            service.suspect_until = self._clock() + SUSPECT_SECS
-            return False
+            self._suspect(service, error)
+        return service.num_processes > 0
+
+    async def _describe(self, service: _Service) -> None:
+        reply = await service.stub.Describe(
+            pb.DescribeRequest(), timeout=DESCRIBE_SECS, metadata=self._metadata
+        )
         if reply.reward != self._reward:
             raise PoolError(
                 f"the reward service {service.address} judges by {reply.reward!r}, and this run by {self._reward!r}"
             )
         service.num_processes = max(reply.num_processes, 1)
         service.suspect_until = -math.inf
-        return True
+
+    def _suspect(self, service: _Service, error: grpc.aio.AioRpcError) -> None:
+        """Has a service asked last, and described again, that gave no answer.
+
+        Raises:
+          PoolError: it answered, and refused.
+        """
+        if error.code() not in _LOST:
+            raise _refusal(service.address, error) from None
+        service.suspect_until = self._clock() + SUSPECT_SECS
+        service.num_processes = 0
 
 
 def _refusal(address: str, error: grpc.aio.AioRpcError) -> PoolError:
