@@ -157,14 +157,42 @@ def test_a_program_has_no_capability_and_cannot_get_one(box_of_tests):
 @boxed
 def test_a_program_has_no_capability_in_the_box_of_a_user_either():
     # Such a user has one user alone in the box, to whom the box's capabilities belong until they are given up.
+    assert run_as_user(RIGHTS) == f"1001 {NO_RIGHTS}"
+
+
+@boxed
+def test_a_program_in_the_box_of_a_user_signals_none_of_the_users_processes():
+    program = "import os, signal\nsignal.signal(15, signal.SIG_IGN)\nos.kill(0, 15)\nprint('sent')"
+    assert run_as_user(program) == "1001 sent\n"
+
+
+def run_as_user(program: str) -> str:
+    """The user, without rights on the host, and the stdout of a program in a box of its own."""
     script = (
         "import os\nfrom jaxrl_async.rewards.sandbox import Sandbox\n"
-        f"with Sandbox() as box: print(os.geteuid(), box.run({RIGHTS!r}).stdout, end='')"
+        f"with Sandbox() as box: print(os.geteuid(), box.run({program!r}).stdout, end='')"
     )
     mapped = ["--user", "--map-user=1001", "--map-group=1001"]
-    unshared = ["unshare", *mapped, sys.executable, "-c", script]
-    done = subprocess.run(unshared, capture_output=True, text=True, timeout=60)
-    assert done.stdout == f"1001 {NO_RIGHTS}", done
+    done = subprocess.run(
+        ["unshare", *mapped, sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        start_new_session=True,
+    )
+    assert done.returncode == 0, done
+    return done.stdout
+
+
+@boxed
+def test_a_program_has_four_descriptors(box_of_tests):
+    program = """
+        import os
+        for number in range(1024):
+            try: os.fstat(number); print(number)
+            except OSError: pass
+    """
+    assert box_of_tests.run(textwrap.dedent(program)).stdout.split() == ["0", "1", "2", "3"]
 
 
 @boxed
