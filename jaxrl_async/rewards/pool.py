@@ -215,13 +215,18 @@ class RewardPool:
 
     async def _next_calls(self, num_left: int) -> "collections.deque[_Call]":
         """One process's share of the waiting calls: at least one, at most num_left where processes are replaced."""
-        while not self._waiting:
-            self._arrived.clear()
-            await self._arrived.wait()
-        share = min(-(-len(self._waiting) // self.num_processes), MAX_BATCH_CALLS)
-        if self._calls_per_process:
-            share = min(share, num_left)
-        return collections.deque(self._waiting.popleft() for _ in range(share))
+        calls: collections.deque[_Call] = collections.deque()
+        while not calls:
+            while not self._waiting:
+                self._arrived.clear()
+                await self._arrived.wait()
+            share = min(-(-len(self._waiting) // self.num_processes), MAX_BATCH_CALLS)
+            if self._calls_per_process:
+                share = min(share, num_left)
+            taken = [self._waiting.popleft() for _ in range(share)]
+            # The callers of the others gave up; a client of a service does at its deadline, and asks again.
+            calls.extend(call for call in taken if not call.outcome.done())
+        return calls
 
     async def _answer(self, process, calls: "collections.deque[_Call]") -> bool:
         """Has a process answer the calls; False when it is lost."""
