@@ -16,8 +16,8 @@ kept, and *score* has every fifth of them answer the held-out prompts. What is d
 again. *report* writes benchmarks/results/time_to_accuracy.json and .png.
 
 Time starts with the first step, after the learner has compiled its programs; by then an asynchronous run may have
-generated max_staleness + 1 batches, a synchronous one has generated one. THRESHOLD and MARGIN are to be
-set on seed 100, which is not reported, before the others are run: both are provisional.
+generated max_staleness + 1 batches, a synchronous one has generated one. THRESHOLD and MARGIN are provisional: they
+are to be set on seed 100, which is not reported, before the others are run.
 """
 
 import argparse
@@ -124,8 +124,9 @@ PAIRS = (
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--part", choices=("prepare", "train", "score", "report"), required=True)
-    numbers = lambda text: [int(n) for n in text.split(",")]  # noqa: E731
-    parser.add_argument("--seeds", type=numbers, default=SEEDS)
+    parser.add_argument(
+        "--seeds", type=lambda text: [int(n) for n in text.split(",")], default=SEEDS
+    )
     parser.add_argument("--arms", type=lambda text: text.split("|"), default=list(ARMS))
     cache = pathlib.Path("/tmp/jaxrl-time-to-accuracy")
     parser.add_argument("--cache", type=pathlib.Path, default=cache)
@@ -290,6 +291,8 @@ def report(workload: Mapping[str, Any], args: argparse.Namespace) -> None:
                 scores = json.loads((kept / "scores.json").read_text())
                 runs[arm][seed] = summary(read_metrics(kept), scores)
     seeds = [seed for seed in args.seeds if all(seed in found for found in runs.values())]
+    if not seeds:
+        raise SystemExit(f"no seed of {args.seeds} has scores of every arm in {args.cache}")
     table = {arm: tabulate([found[seed] for seed in seeds]) for arm, found in runs.items()}
     pairs = [compared(runs, *pair, seeds) for pair in PAIRS if set(pair) <= set(runs)]
     config = {"workload": dict(workload), "arms": ARMS, "threshold": THRESHOLD, "margin": MARGIN}
@@ -317,9 +320,6 @@ def summary(rows: Sequence[Mapping[str, float]], scores: Sequence[Mapping[str, f
     timed = rows[WARM_STEPS:]
     waiting = [r["time/wait_data_secs"] + r.get("time/wait_push_secs", 0.0) for r in timed]
     step = column(timed, "time/step_secs")
-    lengths = {
-        fate: rows[-1].get(f"fairness/completion/{fate}") for fate in ("admitted", "trained")
-    }
     return {
         "seconds_to_accuracy": None
         if steps is None
@@ -334,8 +334,8 @@ def summary(rows: Sequence[Mapping[str, float]], scores: Sequence[Mapping[str, f
         "max_ratio": float(np.nanmax(column(rows, "policy/max_ratio"))),
         "median_max_ratio": float(np.nanmedian(column(rows, "policy/max_ratio"))),
         "staleness": float(np.nanmean(column(timed, "staleness/mean"))),
-        "generated_tokens": lengths["admitted"],
-        "trained_over_generated": lengths["trained"] / lengths["admitted"],
+        "generated_length": rows[-1]["fairness/completion/admitted"],
+        "trained_length": rows[-1]["fairness/completion/trained"],
         "curve": [
             [int(v), float(seconds[v]), float(a)] for v, a in zip(versions, accuracy, strict=True)
         ],
@@ -356,7 +356,7 @@ def crossing(steps: np.ndarray, values: np.ndarray, threshold: float) -> float |
 
 def tabulate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Means over seeds with their intervals, and how many seeds reached the accuracy."""
-    names = [name for name, value in rows[0].items() if name != "curve"] if rows else []
+    names = [name for name in rows[0] if name != "curve"]
     table: dict[str, Any] = {"reached": sum(r["seconds_to_accuracy"] is not None for r in rows)}
     for name in names:
         if values := [r[name] for r in rows if r[name] is not None]:
@@ -420,18 +420,17 @@ def plot(
     curves.axhline(THRESHOLD, color="black", linewidth=0.8, linestyle=":")
     curves.set(xlabel="seconds of training", ylabel="held-out accuracy, sampled", ylim=(0, 1.02))
     curves.legend(fontsize="small")
-    for y, pair in enumerate(reversed(pairs)):
-        for name, shift, color in (("seconds_to_accuracy", 0.12, "C0"), ("step_secs", -0.12, "C7")):
-            if r := pair[name]:
-                error = [[r["mean"] - r["low"]], [r["high"] - r["mean"]]]
-                label = {
-                    "seconds_to_accuracy": "seconds to accuracy",
-                    "step_secs": "seconds a step",
-                }
-                label = label[name] if y == 0 else None
-                bars.errorbar(
-                    r["mean"], y + shift, xerr=error, fmt="o", capsize=3, color=color, label=label
-                )
+    measures = {
+        "seconds_to_accuracy": ("seconds to accuracy", 0.12, "C0"),
+        "step_secs": ("seconds a step", -0.12, "C7"),
+    }
+    for name, (label, shift, color) in measures.items():
+        known = [(y, pair[name]) for y, pair in enumerate(reversed(pairs)) if pair[name]]
+        places = [y + shift for y, _ in known]
+        means = np.array([r["mean"] for _, r in known])
+        ends = np.array([(r["low"], r["high"]) for _, r in known]).reshape(-1, 2)
+        errors = np.abs(ends.T - means)
+        bars.errorbar(means, places, xerr=errors, fmt="o", capsize=3, color=color, label=label)
     names = [f"{pair['slow']}\nover {pair['fast']}" for pair in reversed(pairs)]
     bars.set_yticks(range(len(pairs)), names, fontsize="small")
     bars.axvline(1, color="black", linewidth=0.8)
