@@ -38,7 +38,7 @@ class EpisodeError(Exception):
 
 
 class EpisodeTimeoutError(EpisodeError):
-    """A call took longer than its bound."""
+    """A call, or the wait for a free process, took longer than its bound."""
 
 
 class Host:
@@ -46,6 +46,7 @@ class Host:
 
     def __init__(
         self,
+        episode_secs: float,
         name: str,
         args: Mapping[str, Any],
         *,
@@ -55,6 +56,8 @@ class Host:
     ):
         """Starts nothing.
 
+          episode_secs: the longest that an episode takes; a wait for a free process has it once for each of the
+            episodes that one process has before it.
         Args:
           name: of the environment.
           args: of each episode: values of JSON.
@@ -64,7 +67,9 @@ class Host:
         """
         self._name, self._args = name, dict(args)
         self._timeout_secs, self._memory_bytes = timeout_secs, memory_bytes
-        self._places = asyncio.Semaphore(num_processes)
+        self._num_processes, self._episode_secs = num_processes, episode_secs
+        self._places = asyncio.Semaphore(num_processes)  # in order of arrival
+        self.num_waiting = 0  # episodes without a process
         self._idle: list[asyncio.subprocess.Process] = []
         self._alive: set[asyncio.subprocess.Process] = set()
 
@@ -72,18 +77,37 @@ class Host:
     async def episode(self) -> AsyncIterator["_Episode"]:
         """An episode in a process of its own, as soon as one is free.
 
-        The wait has no bound of its own: each call of the episodes before it has one.
+        Raises:
+          EpisodeTimeoutError: none came free.
+          EpisodeError: its process did not start; or of its calls.
         """
-        async with self._places:
+        await self._take_place()
+        try:
             process = await self._process()
             episode = _Episode(process, self._timeout_secs, self._memory_bytes)
             try:
                 yield episode
+        finally:
+            self._places.release()
             finally:
                 if episode.is_whole:
                     self._idle.append(process)
                 else:
                     await self._end(process)
+
+    async def _take_place(self) -> None:
+        num_before = self.num_waiting // self._num_processes + 1  # episodes of one process
+        secs = num_before * self._episode_secs
+        self.num_waiting += 1
+        try:
+            async with asyncio.timeout(secs):
+                await self._places.acquire()
+        except TimeoutError:
+            raise EpisodeTimeoutError(
+                f"had none of its {self._num_processes} processes free for {secs:g} s"
+            ) from None
+        finally:
+            self.num_waiting -= 1
 
     async def close(self) -> None:
         """Kills all processes."""
@@ -103,7 +127,6 @@ class Host:
             max_line_bytes=MAX_REPLY_BYTES,
         )
         self._alive.add(process)
-        line = b""
         try:
             async with asyncio.timeout(START_TIMEOUT_SECS):
                 line = await process.stdout.readline()
