@@ -24,6 +24,7 @@ import sys
 import time
 
 import numpy as np
+from rewards import quartiles
 
 from jaxrl_async.rewards.pool import RewardPool
 from jaxrl_async.rewards.sandbox import Sandbox
@@ -113,11 +114,6 @@ async def score(pool: RewardPool, num: int) -> None:
     rewards = [judged.reward for judged in await asyncio.gather(*calls)]
     if rewards != [1.0] * num:
         raise ValueError(f"right programs scored {rewards}")
-
-
-def quartiles(values: np.ndarray) -> dict[str, float]:
-    low, median, high = np.quantile(values, (0.25, 0.5, 0.75))
-    return {"median": float(median), "low": float(low), "high": float(high)}
 
 
 if __name__ == "__main__":

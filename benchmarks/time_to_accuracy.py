@@ -16,8 +16,8 @@ kept, and *score* has every fifth of them answer the held-out prompts. What is d
 again. *report* writes benchmarks/results/time_to_accuracy.json and .png.
 
 Time starts with the first step, after the learner has compiled its programs; by then an asynchronous run may have
-generated max_staleness + 1 batches, a synchronous one has generated one. THRESHOLD and MARGIN are to be
-set on seed 100, which is not reported, before the others are run: both are provisional.
+generated max_staleness + 1 batches, a synchronous one has generated one. THRESHOLD and MARGIN are provisional: they
+are to be set on seed 100, which is not reported, before the others are run.
 """
 
 import argparse
@@ -37,10 +37,17 @@ import grid
 import matplotlib
 import numpy as np
 import scipy.stats
-from in_process import complete
+from in_process import complete, request_of, text_of
 from recitation import ALPHABET
 
+from jaxrl_async.config.settings import Settings
+from jaxrl_async.inference.engine import Engine
 from jaxrl_async.metrics import column, read_metrics
+from jaxrl_async.rewards import reward_function
+from jaxrl_async.roles import parts
+from jaxrl_async.tasks.prompts import test_prompts
+from jaxrl_async.tasks.tokenizer import Tokenizer
+from jaxrl_async.types import Prompt
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -124,8 +131,9 @@ PAIRS = (
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--part", choices=("prepare", "train", "score", "report"), required=True)
-    numbers = lambda text: [int(n) for n in text.split(",")]  # noqa: E731
-    parser.add_argument("--seeds", type=numbers, default=SEEDS)
+    parser.add_argument(
+        "--seeds", type=lambda text: [int(n) for n in text.split(",")], default=SEEDS
+    )
     parser.add_argument("--arms", type=lambda text: text.split("|"), default=list(ARMS))
     cache = pathlib.Path("/tmp/jaxrl-time-to-accuracy")
     parser.add_argument("--cache", type=pathlib.Path, default=cache)
@@ -217,10 +225,6 @@ def keep(workdir: pathlib.Path, kept: pathlib.Path) -> None:
 
 def score(workload: Mapping[str, Any], args: argparse.Namespace) -> None:
     """Held-out answers by each version that was kept and not scored yet, on one engine; versions are then removed."""
-    from jaxrl_async.rewards import reward_function
-    from jaxrl_async.roles import parts
-    from jaxrl_async.tasks.prompts import test_prompts
-
     settings = grid.settings_with(workload | {"warm_start.num_steps": 0})
     tokenizer = parts.tokenizer_of(settings, args.cache)
     task = parts.task_of(settings)
@@ -251,33 +255,16 @@ def score(workload: Mapping[str, Any], args: argparse.Namespace) -> None:
 
 
 def answers_of(
-    engine: Any, tokenizer: Any, settings: Any, asked: Sequence[tuple[Any, int]]
+    engine: Engine, tokenizer: Tokenizer, settings: Settings, asked: Sequence[tuple[Prompt, int]]
 ) -> list[str]:
     """Texts of the answers to (prompt, seed) by a started engine, at the temperature of training."""
-    from jaxrl_async.inference.engine import Request
-    from jaxrl_async.inference.sampling import SamplingParams
-
+    temperature = settings.rollout.temperature
     requests = [
-        Request(
-            str(number),
-            prompt.tokens,
-            SamplingParams(
-                max_new_tokens=settings.rollout.max_new_tokens,
-                temperature=settings.rollout.temperature,
-                top_p=1.0,
-                top_k=-1,
-                stop_token_ids=tuple(tokenizer.stop_token_ids),
-                seed=seed,
-            ),
-        )
+        request_of(settings, tokenizer, str(number), prompt, temperature, seed)
         for number, (prompt, seed) in enumerate(asked)
     ]
-    ended = {int(done.rid): done.output_ids.tolist() for done in complete(engine, requests)}
-    texts = []
-    for number in range(len(asked)):
-        ids = ended[number]
-        texts.append(tokenizer.decode(ids[:-1] if ids[-1] in tokenizer.stop_token_ids else ids))
-    return texts
+    ended = {done.rid: done.output_ids for done in complete(engine, requests)}
+    return [text_of(tokenizer, ended[request.rid]) for request in requests]
 
 
 def report(workload: Mapping[str, Any], args: argparse.Namespace) -> None:
@@ -290,6 +277,8 @@ def report(workload: Mapping[str, Any], args: argparse.Namespace) -> None:
                 scores = json.loads((kept / "scores.json").read_text())
                 runs[arm][seed] = summary(read_metrics(kept), scores)
     seeds = [seed for seed in args.seeds if all(seed in found for found in runs.values())]
+    if not seeds:
+        raise SystemExit(f"no seed of {args.seeds} has scores of every arm in {args.cache}")
     table = {arm: tabulate([found[seed] for seed in seeds]) for arm, found in runs.items()}
     pairs = [compared(runs, *pair, seeds) for pair in PAIRS if set(pair) <= set(runs)]
     config = {"workload": dict(workload), "arms": ARMS, "threshold": THRESHOLD, "margin": MARGIN}
@@ -317,9 +306,6 @@ def summary(rows: Sequence[Mapping[str, float]], scores: Sequence[Mapping[str, f
     timed = rows[WARM_STEPS:]
     waiting = [r["time/wait_data_secs"] + r.get("time/wait_push_secs", 0.0) for r in timed]
     step = column(timed, "time/step_secs")
-    lengths = {
-        fate: rows[-1].get(f"fairness/completion/{fate}") for fate in ("admitted", "trained")
-    }
     return {
         "seconds_to_accuracy": None
         if steps is None
@@ -334,8 +320,8 @@ def summary(rows: Sequence[Mapping[str, float]], scores: Sequence[Mapping[str, f
         "max_ratio": float(np.nanmax(column(rows, "policy/max_ratio"))),
         "median_max_ratio": float(np.nanmedian(column(rows, "policy/max_ratio"))),
         "staleness": float(np.nanmean(column(timed, "staleness/mean"))),
-        "generated_tokens": lengths["admitted"],
-        "trained_over_generated": lengths["trained"] / lengths["admitted"],
+        "generated_length": rows[-1]["fairness/completion/admitted"],
+        "trained_length": rows[-1]["fairness/completion/trained"],
         "curve": [
             [int(v), float(seconds[v]), float(a)] for v, a in zip(versions, accuracy, strict=True)
         ],
@@ -356,7 +342,7 @@ def crossing(steps: np.ndarray, values: np.ndarray, threshold: float) -> float |
 
 def tabulate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Means over seeds with their intervals, and how many seeds reached the accuracy."""
-    names = [name for name, value in rows[0].items() if name != "curve"] if rows else []
+    names = [name for name in rows[0] if name != "curve"]
     table: dict[str, Any] = {"reached": sum(r["seconds_to_accuracy"] is not None for r in rows)}
     for name in names:
         if values := [r[name] for r in rows if r[name] is not None]:
@@ -420,18 +406,17 @@ def plot(
     curves.axhline(THRESHOLD, color="black", linewidth=0.8, linestyle=":")
     curves.set(xlabel="seconds of training", ylabel="held-out accuracy, sampled", ylim=(0, 1.02))
     curves.legend(fontsize="small")
-    for y, pair in enumerate(reversed(pairs)):
-        for name, shift, color in (("seconds_to_accuracy", 0.12, "C0"), ("step_secs", -0.12, "C7")):
-            if r := pair[name]:
-                error = [[r["mean"] - r["low"]], [r["high"] - r["mean"]]]
-                label = {
-                    "seconds_to_accuracy": "seconds to accuracy",
-                    "step_secs": "seconds a step",
-                }
-                label = label[name] if y == 0 else None
-                bars.errorbar(
-                    r["mean"], y + shift, xerr=error, fmt="o", capsize=3, color=color, label=label
-                )
+    measures = {
+        "seconds_to_accuracy": ("seconds to accuracy", 0.12, "C0"),
+        "step_secs": ("seconds a step", -0.12, "C7"),
+    }
+    for name, (label, shift, color) in measures.items():
+        known = [(y, pair[name]) for y, pair in enumerate(reversed(pairs)) if pair[name]]
+        places = [y + shift for y, _ in known]
+        means = np.array([r["mean"] for _, r in known])
+        ends = np.array([(r["low"], r["high"]) for _, r in known]).reshape(-1, 2)
+        errors = np.abs(ends.T - means)
+        bars.errorbar(means, places, xerr=errors, fmt="o", capsize=3, color=color, label=label)
     names = [f"{pair['slow']}\nover {pair['fast']}" for pair in reversed(pairs)]
     bars.set_yticks(range(len(pairs)), names, fontsize="small")
     bars.axvline(1, color="black", linewidth=0.8)

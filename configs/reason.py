@@ -17,7 +17,7 @@ Arguments, after a colon: `smoke` (two steps of a tiny random model), `device=ac
 `mode=sync|periodic|async`, `lora` (adapters of rank 16 beside a frozen model in bfloat16), `seed=N`.
 """
 
-from jaxrl_async.config import base_config, parse_arg
+from jaxrl_async.config import base_config, parse_arg, set_mode
 
 LARGE, SMALL = "Qwen/Qwen3-0.6B", "HuggingFaceTB/SmolLM2-135M-Instruct"
 # Qwen3 thinks at length unless it is asked not to.
@@ -34,7 +34,7 @@ def get_config(arg: str = ""):
         seed=0,
     )
     c = base_config()
-    c.mode, c.seed = arg.mode, arg.seed
+    c.seed = arg.seed
 
     c.task.update(name="gsm8k", seed=arg.seed)
     c.task.args = dict(directory="data/gsm8k", template=QUESTION)
@@ -79,10 +79,5 @@ def get_config(arg: str = ""):
         c.learner.update(num_steps=2, groups_per_step=4, row_tokens=512, param_dtype="float32")
         c.weights.dtype, c.checkpoint.every_steps = "float32", 1
         c.evaluate.update(num_prompts=2, num_samples=2)
-    if arg.mode != "async":
-        c.queue.max_staleness = 0
-    if arg.mode == "periodic":
-        c.queue.chunk_groups = 2
-        c.learner.num_minibatches = 1
-        c.loss.anchor = "current"
+    set_mode(c, arg.mode, chunk_groups=2)
     return c

@@ -14,6 +14,7 @@ if ! "$venv/bin/python" -c 'import pip, sys; sys.exit(sys.version_info < (3, 11)
     [ ! -f "$venv/pyvenv.cfg" ] || clear=--clear # What is no environment is not emptied.
     "$python" -m venv $clear "$venv" >&2
 fi
-"$venv/bin/python" -c 'import jaxrl_async' 2>/dev/null || echo "installing into $venv: a minute or two" >&2
+"$venv/bin/python" -Ic 'import jaxrl_async' 2>/dev/null || # -I: not that of this directory
+    echo "installing into $venv: a minute or two" >&2
 "$venv/bin/pip" install --quiet --disable-pip-version-check --editable "$1" >&2
 echo "$venv/bin/python"

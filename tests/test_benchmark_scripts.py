@@ -5,6 +5,7 @@ No figure of theirs is checked here: those are in benchmarks/results.
 
 import dataclasses
 import functools
+import json
 import pathlib
 import sys
 
@@ -393,6 +394,35 @@ def test_seconds_start_with_the_first_step():
         {"unix_time": 104.5, "time/step_secs": 1.5},
     ]
     assert time_to_accuracy.seconds_of(rows).tolist() == [2.0, 3.5]
+
+
+def test_a_report_of_seconds_to_accuracy_takes_the_seeds_in_which_every_arm_is_scored(tmp_path):
+    arms = {"sync, recompute": (2.0, (0, 1)), "periodic": (1.0, (0,))}
+    names = [f"policy/{name}" for name in ("clip_fraction", "dropped_by_cap", "max_ratio")]
+    names += [f"fairness/completion/{fate}" for fate in ("admitted", "trained")]
+    for arm, (secs, seeds) in arms.items():
+        row = dict.fromkeys([*names, "staleness/mean"], 1.0)
+        row |= {"time/step_secs": secs, "time/wait_data_secs": 0.5}
+        for seed in seeds:
+            kept = tmp_path / "cache" / f"{arm.replace(', ', '-')}-{seed}"
+            kept.mkdir(parents=True)
+            rows = [row | {"step": n, "unix_time": 100.0 + n * secs} for n in range(1, 11)]
+            (kept / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+            scores = zip((0, 5, 10), (0.2, 0.6, 0.8), strict=True)
+            found = [{"version": v, "accuracy": a, "positions": 0.9} for v, a in scores]
+            (kept / "scores.json").write_text(json.dumps(found))
+    argv = ["--part=report", f"--arms={'|'.join(arms)}", f"--cache={tmp_path}/cache"]
+    time_to_accuracy.main([*argv, "--seeds=0,1", f"--out={tmp_path}"])
+    result = json.loads((tmp_path / "time_to_accuracy.json").read_text("utf-8"))
+    assert result["seeds"] == [0] and [run["seed"] for run in result["runs"]] == [0, 0]
+    # 0.4 lies halfway between versions 0 and 5.
+    assert [run["seconds_to_accuracy"] for run in result["runs"]] == pytest.approx([5.0, 2.5])
+    assert [run["waiting_share"] for run in result["runs"]] == [0.25, 0.5]
+    (pair,) = result["pairs"]
+    assert pair["seconds_to_accuracy"]["mean"] == pytest.approx(2)
+    assert (tmp_path / "time_to_accuracy.png").stat().st_size > 0
+    with pytest.raises(SystemExit, match=r"no seed of \[7\] has scores of every arm"):
+        time_to_accuracy.main([*argv, "--seeds=7", f"--out={tmp_path}"])
 
 
 def test_arms_are_compared_seed_by_seed():

@@ -131,6 +131,9 @@ def test_a_test_of_another_form_is_refused(answer, message):
     ("limits", "message"),
     [
         ({"wall_secs": 0}, "wall_secs of a box must be > 0"),
+        ({"memory_bytes": 1 << 63}, r"memory_bytes of a box must be > 0 and < 2\^63"),
+        ({"processes": float("inf")}, "processes of a box must be > 0"),
+        ({"processes": 0.5}, "processes of a box must be > 0"),
         ({"wall_secs": "1"}, "limits.wall_secs must be a number"),
         ({"seconds": 1}, "limits must be an object with some of wall_secs"),
         (3, "limits must be an object"),

@@ -144,28 +144,17 @@ def test_the_example_of_a_task_is_one(tmp_path, monkeypatch):
 
 
 def test_the_example_of_a_task_trains(tmp_path):
-    page = ROOT / "docs" / "extending.md"
-    (command,) = [block for block in blocks(page, "") if "my_task:Lines" in block]
-    (tmp_path / "my_task.py").write_text(blocks(page, "python")[0])
-    found = {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
-    call(f"{command.strip()} --workdir={tmp_path / 'run'}", **found)
+    command, found = example("extending.md", "my_task", tmp_path)
+    call(f"{command} --workdir={tmp_path / 'run'}", **found)
     rows = read_metrics(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2]
     assert all(0 <= row["component/ended"] <= 1 and "component/short" in row for row in rows)
     with pytest.raises(AssertionError, match=r"num_test.*task\.args.*forget_carry"):
-        call(
-            re.sub(r"--config.task.args=.*", f"--workdir={tmp_path / 'no'}", command.strip()),
-            **found,
-        )
+        call(re.sub(r"--config.task.args=.*", f"--workdir={tmp_path / 'no'}", command), **found)
 
 
 def test_the_example_of_a_rollout_function_trains_and_is_evaluated(tmp_path):
-    page = ROOT / "docs" / "extending.md"
-    _, source = blocks(page, "python")
-    assert source == (ROOT / "tests" / "fixtures" / "calculator.py").read_text("utf-8")
-    (command,) = [block.strip() for block in blocks(page, "") if "calculator:calculator" in block]
-    (tmp_path / "calculator.py").write_text(source)
-    found = {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    command, found = example("extending.md", "calculator", tmp_path)
     run = f"--workdir={tmp_path / 'run'}"
     call(f"{command} {run}", **found)
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2]
@@ -173,12 +162,7 @@ def test_the_example_of_a_rollout_function_trains_and_is_evaluated(tmp_path):
 
 
 def test_the_example_of_an_environment_trains_and_is_evaluated(tmp_path):
-    page = ROOT / "docs" / "agents.md"
-    source, _ = blocks(page, "python")
-    assert source == (ROOT / "tests" / "fixtures" / "second_chance.py").read_text("utf-8")
-    (command,) = [block.strip() for block in blocks(page, "") if "second_chance" in block]
-    (tmp_path / "second_chance.py").write_text(source)
-    found = {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    command, found = example("agents.md", "second_chance", tmp_path)
     run = f"--workdir={tmp_path / 'run'}"
     call(f"{command} {run}", **found)
     rows = read_metrics(tmp_path / "run")
@@ -190,11 +174,7 @@ def test_the_example_of_an_environment_trains_and_is_evaluated(tmp_path):
 
 @pytest.mark.long
 def test_the_example_of_a_tool_is_called_by_a_chat_model(tmp_path):
-    page = ROOT / "docs" / "agents.md"
-    _, source = blocks(page, "python")
-    assert source == (ROOT / "tests" / "fixtures" / "my_tools.py").read_text("utf-8")
-    (command,) = [block.strip() for block in blocks(page, "") if "my_tools:multiply" in block]
-    (tmp_path / "my_tools.py").write_text(source)
+    command, found = example("agents.md", "my_tools", tmp_path)
     chat.tokenizer_of(tmp_path / "chat", "qwen")
     small = (
         f"--config.tokenizer.kind=huggingface --config.tokenizer.path={tmp_path / 'chat'} "
@@ -203,12 +183,20 @@ def test_the_example_of_a_tool_is_called_by_a_chat_model(tmp_path):
     )
     command = command.replace("smollm2.py", "smollm2.py:smoke")
     run = f"--workdir={tmp_path / 'run'}"
-    found = {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
     call(f"{command} {small} --config.learner.row_tokens=1024 {run}", **found)
     rows = read_metrics(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2] and all("component/turns" in r for r in rows)
     prompt = next(iter(read_samples(tmp_path / "run").values()))[0].prompt
     assert '"name": "multiply"' in prompt
+
+
+def example(page: str, module: str, directory: pathlib.Path) -> tuple[str, dict[str, str]]:
+    """Writes a page's module into a directory: the page's command for it, and the variable that finds it there."""
+    source = (ROOT / "tests" / "fixtures" / f"{module}.py").read_text("utf-8")
+    assert source in blocks(ROOT / "docs" / page, "python")
+    (directory / f"{module}.py").write_text(source)
+    (command,) = [b.strip() for b in blocks(ROOT / "docs" / page, "") if f"{module}:" in b]
+    return command, {"PYTHONPATH": f"{ROOT}{os.pathsep}{directory}"}
 
 
 @pytest.fixture(scope="module")

@@ -132,7 +132,7 @@ def quickstart(tmp_path):
     calls, venv = tmp_path / "calls", tmp_path / "venv"
     (venv / "bin").mkdir(parents=True)
     for name in ("python", "pip"):
-        noted = f'#!/bin/sh\n[ "$1" = -c ] || echo {name} "$@" >>{calls}\n'
+        noted = f'#!/bin/sh\ncase $1 in -c | -Ic) ;; *) echo {name} "$@" >>{calls} ;; esac\n'
         (venv / "bin" / name).write_text(noted)
         (venv / "bin" / name).chmod(0o755)
 
@@ -206,6 +206,13 @@ def test_a_broken_environment_is_made_again_and_another_directory_is_not_emptied
     code, _, calls = quickstart("smoke", PYTHON=python, JAXRL_VENV=str(broken))
     assert code == 9
     assert calls == [f"made 3.12.1 -m venv {'--clear ' if clear else ''}{broken}"]
+
+
+def test_the_first_installation_is_announced(quickstart, tmp_path):
+    bare = f'#!/bin/sh\n[ "$2" != "import jaxrl_async" ] || exec {sys.executable} -S "$@"\n'
+    (tmp_path / "venv" / "bin" / "python").write_text(bare)
+    code, error, _ = quickstart("smoke", str(tmp_path / "run"))
+    assert (code, error) == (0, f"installing into {tmp_path}/venv: a minute or two\n")
 
 
 @pytest.mark.parametrize(

@@ -356,6 +356,16 @@ async def test_a_hang_holds_up_one_process_only():
         hanging.cancel()
 
 
+async def test_a_call_whose_caller_gave_up_before_its_turn_is_not_made(pool):
+    running = asyncio.create_task(pool.score("sleep 0.2", ""))
+    await asyncio.sleep(0.05)
+    call = asyncio.create_task(pool.score("leak 1", ""))
+    await asyncio.sleep(0)
+    call.cancel()
+    await running
+    assert await pool.score("leak 1", "") == 1
+
+
 async def test_a_caller_that_gave_up_does_not_disturb_the_others(pool):
     calls = [asyncio.create_task(pool.score(f"length {'x' * i}", "")) for i in range(8)]
     await asyncio.sleep(0)

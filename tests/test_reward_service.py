@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 
@@ -31,6 +32,8 @@ def judge(completion, answer, metadata):
         raise ValueError("no such word")
     if completion == "hang":
         time.sleep(60)
+    if completion == "slow":
+        time.sleep(0.8)
     if completion == "nan":
         return float("nan")
     return {"reward": float(completion == answer), "length": len(completion), "worth": metadata["worth"]}
@@ -54,12 +57,12 @@ def reward_module(tmp_path, monkeypatch):
 
 
 @contextlib.asynccontextmanager
-async def served(pool=None, **options):
+async def served(pool=None, address="127.0.0.1:0", **options):
     """The address of a service in this process."""
     bound = asyncio.get_running_loop().create_future()
     task = asyncio.create_task(
         service.serve(
-            "127.0.0.1:0",
+            address,
             pool or RewardPool(REWARD, **BOUNDS),
             on_bound=bound.set_result,
             **options,
@@ -125,6 +128,17 @@ async def test_a_killed_service_is_replaced_by_another(tmp_path):
     assert [judged.reward for judged in found] == [1.0] * 8
 
 
+async def test_a_call_to_a_service_that_stops_is_asked_of_another():
+    async with served() as other, contextlib.AsyncExitStack() as stopping:
+        address = await stopping.enter_async_context(served())
+        async with client(address, other) as rewards:
+            call = asyncio.create_task(rewards.judge("slow", "slow", SEEN))
+            await asyncio.sleep(0.2)
+            assert [s.running for s in rewards._services] == [1, 0]
+            await stopping.aclose()
+            assert (await call).reward == 1.0
+
+
 async def test_a_frozen_service_is_left_at_the_deadline(tmp_path):
     with process(tmp_path) as (first, frozen), process(tmp_path) as (_, address):
         async with client(frozen, address, wait_secs=0.5) as rewards:
@@ -146,6 +160,17 @@ async def test_without_a_service_that_answers_a_call_fails_when_its_time_is_over
                 await rewards.judge("good", "good", SEEN)
 
 
+async def test_a_call_that_waits_when_the_client_is_closed_fails_as_a_pools_does():
+    async with served() as address, client(address) as rewards:
+        call = asyncio.create_task(rewards.judge("hang", "good", SEEN))
+        await asyncio.sleep(0.1)
+        await rewards.close()
+        with pytest.raises(PoolError, match="the client of reward .* is closed"):
+            await call
+        with pytest.raises(PoolError, match="is closed"):
+            await rewards.judge("good", "good", SEEN)
+
+
 async def test_the_least_loaded_service_is_asked(monkeypatch):
     async with (
         served(RewardPool(REWARD, **BOUNDS | {"num_processes": 3})) as large,
@@ -161,8 +186,23 @@ async def test_the_least_loaded_service_is_asked(monkeypatch):
                     return pb.JudgeReply(reward=1.0)
 
                 monkeypatch.setattr(one.stub, "Judge", judge)
-            await asyncio.gather(*(rewards.score("good", "good") for _ in range(8)))
+            await asyncio.gather(*(rewards.judge("good", "good") for _ in range(8)))
     assert asked == {large: 6, small: 2}
+
+
+async def test_a_service_that_starts_later_is_asked_as_its_processes_allow():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        late = f"127.0.0.1:{free.getsockname()[1]}"
+    now = 0.0
+    async with served() as early, client(early, late, clock=lambda: now) as rewards:
+        assert [s.num_processes for s in rewards._services] == [1, 0]
+        async with served(RewardPool(REWARD, **BOUNDS | {"num_processes": 3}), late):
+            async with asyncio.timeout(20):  # gRPC's own backoff is of other seconds.
+                while not rewards._services[1].num_processes:
+                    now += clients.SUSPECT_SECS
+                    calls = (rewards.judge("good", "good", SEEN) for _ in range(2))
+                    await asyncio.gather(*calls)
+            assert [s.num_processes for s in rewards._services] == [1, 3]
 
 
 async def test_a_pool_that_is_lost_is_the_services_failure_and_not_the_rewards():
@@ -232,7 +272,7 @@ def test_the_verb_serves_the_reward_of_a_config(tmp_path):
 
             async def ask():
                 async with client(address, reward="exact") as rewards:
-                    return await rewards.score_many([("1", "1"), ("1", "2")])
+                    return [(await rewards.judge("1", answer)).reward for answer in ("1", "2")]
 
             assert asyncio.run(ask()) == [1.0, 0.0]
         finally:

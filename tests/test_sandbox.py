@@ -1,5 +1,6 @@
 """Programs in a box: what it runs, what it bounds, and attacks, which score 0 and leave the host as it was."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import types
 
 import pytest
 
@@ -135,30 +137,79 @@ def test_a_program_sees_the_libraries_and_nothing_else_of_the_host(box_of_tests)
     assert "True" not in lines[1] and len(lines) == 2
 
 
+RIGHTS = """
+import ctypes
+libc = ctypes.CDLL(None)
+held = (ctypes.c_uint32 * 6)()
+libc.capget((ctypes.c_uint32 * 2)(0x20080522, 0), held)
+print(libc.prctl(39, 0, 0, 0, 0), libc.prctl(21, 0, 0, 0, 0))
+print(list(held), [n for n in range(41) if libc.prctl(23, n, 0, 0, 0) == 1])
+"""
+# PR_GET_NO_NEW_PRIVS; PR_GET_SECCOMP is 2 for a filter; capabilities: held, and PR_CAPBSET_READ of each.
+NO_RIGHTS = "1 2\n[0, 0, 0, 0, 0, 0] []\n"
+
+
 @boxed
 def test_a_program_has_no_capability_and_cannot_get_one(box_of_tests):
-    program = """
-        import ctypes
-        libc = ctypes.CDLL(None)
-        print(libc.prctl(39, 0, 0, 0, 0), libc.prctl(21, 0, 0, 0, 0))
-        print([n for n in range(41) if libc.prctl(23, n, 0, 0, 0) == 1])
-    """
-    # PR_GET_NO_NEW_PRIVS; PR_GET_SECCOMP is 2 for a filter; PR_CAPBSET_READ of every capability.
-    assert box_of_tests.run(textwrap.dedent(program)).stdout == "1 2\n[]\n"
+    assert box_of_tests.run(RIGHTS).stdout == NO_RIGHTS
 
 
 @boxed
-def test_every_mount_but_tmp_is_read_only_and_no_socket_can_be_made(box_of_tests):
+def test_a_program_has_no_capability_in_the_box_of_a_user_either():
+    # Such a user has one user alone in the box, to whom the box's capabilities belong until they are given up.
+    assert run_as_user(RIGHTS) == f"1001 {NO_RIGHTS}"
+
+
+@boxed
+def test_a_program_in_the_box_of_a_user_signals_none_of_the_users_processes():
+    program = "import os, signal\nsignal.signal(15, signal.SIG_IGN)\nos.kill(0, 15)\nprint('sent')"
+    assert run_as_user(program) == "1001 sent\n"
+
+
+def run_as_user(program: str) -> str:
+    """The user, without rights on the host, and the stdout of a program in a box of its own."""
+    script = (
+        "import os\nfrom jaxrl_async.rewards.sandbox import Sandbox\n"
+        f"with Sandbox() as box: print(os.geteuid(), box.run({program!r}).stdout, end='')"
+    )
+    mapped = ["--user", "--map-user=1001", "--map-group=1001"]
+    done = subprocess.run(
+        ["unshare", *mapped, sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        start_new_session=True,
+    )
+    assert done.returncode == 0, done
+    return done.stdout
+
+
+@boxed
+def test_a_program_has_four_descriptors(box_of_tests):
+    program = """
+        import os
+        for number in range(1024):
+            try: os.fstat(number); print(number)
+            except OSError: pass
+    """
+    assert box_of_tests.run(textwrap.dedent(program)).stdout.split() == ["0", "1", "2", "3"]
+
+
+@boxed
+def test_every_mount_is_read_only_or_tmp_without_programs_and_no_socket_can_be_made(box_of_tests):
     program = """
         import os, socket
         for path in ("/", os.path.dirname(os.__file__), "/usr/lib", "/dev/null", "/tmp"):
             print(path == "/tmp" or os.statvfs(path).f_flag & os.ST_RDONLY, os.statvfs(path).f_flag & os.ST_NOSUID)
+        print(os.statvfs("/tmp").f_flag & (os.ST_NOEXEC | os.ST_NODEV) == os.ST_NOEXEC | os.ST_NODEV)
         for family in (socket.AF_UNIX, socket.AF_INET, socket.AF_NETLINK):
             try: socket.socket(family)
             except PermissionError: print("refused")
     """
     outcome = box_of_tests.run(textwrap.dedent(program))
-    assert outcome.stdout.splitlines() == ["1 2"] * 4 + ["True 2"] + ["refused"] * 3, outcome
+    assert outcome.stdout.splitlines() == ["1 2"] * 4 + ["True 2", "True"] + ["refused"] * 3, (
+        outcome
+    )
 
 
 @boxed
@@ -222,19 +273,50 @@ def test_a_box_whose_process_is_killed_takes_its_program_with_it(tmp_path):
 
 
 @boxed
+@pytest.mark.parametrize(
+    ("limit", "cause"), [("disk_bytes", "its process 1 ended"), ("memory_bytes", ".*TypeError")]
+)
+def test_a_program_that_did_not_begin_is_no_outcome(limit, cause):
+    # Neither a mount nor a process takes this limit.
+    limits = types.SimpleNamespace(**vars(SMALL) | {limit: "none"})
+    with Sandbox() as made, pytest.raises(BoxError, match=f"(?s)a program did not begin: {cause}"):
+        made.run("print(1)", limits=limits)
+
+
+@boxed
 def test_the_processes_of_a_box_end_with_the_process_that_has_it():
+    with sleeping() as (process, tree):
+        process.kill()
+    _wait_until(lambda: not any(map(_is_alive, tree)), "the end of the box")
+
+
+@boxed
+@pytest.mark.parametrize("kind", ["user", "mnt", "pid", "net", "ipc", "uts", "cgroup"])
+def test_no_namespace_of_a_program_is_the_hosts(sleeping_program, kind):
+    theirs, ours = (os.readlink(f"/proc/{pid}/ns/{kind}") for pid in (sleeping_program, "self"))
+    assert theirs != ours
+
+
+@pytest.fixture(scope="module")
+def sleeping_program():
+    """The process of a program that sleeps in a box."""
+    with sleeping() as (process, tree):
+        yield tree[-1]
+        process.kill()
+
+
+@contextlib.contextmanager
+def sleeping():
+    """A process that has a box whose program sleeps; and the box's processes, from its first to the program."""
     script = (
-        "import sys\nfrom jaxrl_async.rewards.sandbox import Sandbox\nbox = Sandbox().__enter__()\n"
-        "print(box._process.pid, flush=True)\nbox.run('import time\\ntime.sleep(60)', limits=None or "
-        "__import__('jaxrl_async').rewards.sandbox.Limits(wall_secs=60))"
+        "from jaxrl_async.rewards.sandbox import Limits, Sandbox\nbox = Sandbox().__enter__()\n"
+        "print(box._process.pid, flush=True)\nbox.run('import time\\ntime.sleep(60)', limits=Limits(wall_secs=60))"
     )
     words = [sys.executable, "-c", script]
     with subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True) as process:
         pid = int(process.stdout.readline())
         _wait_until(lambda: len(_tree(pid)) == 4, "the box, its keeper, its init and the program")
-        tree = _tree(pid)
-        process.kill()
-    _wait_until(lambda: not any(map(_is_alive, tree)), "the end of the box")
+        yield process, _tree(pid)
 
 
 # Where it cannot be made.

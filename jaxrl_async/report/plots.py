@@ -351,11 +351,9 @@ def _figure(title: str, draw: Callable, *, xlabel: str = "step", legend: bool = 
         draw(axes)
         if xlabel in ("step", "version"):
             _tick_the_end(axes)
-        handles, labels = axes.get_legend_handles_labels()
         out = io.StringIO()
         canvas.savefig(out, format="svg", transparent=True, metadata={"Date": None})
-    entries = tuple(zip(labels, map(color_of, handles), strict=True))
-    return Figure(title, embedded(out.getvalue(), title), _legend(entries, legend))
+    return Figure(title, embedded(out.getvalue(), title), _legend(legend_of(axes), legend))
 
 
 def _legend(entries: Sequence[tuple[str, str]], all_of_them: bool) -> tuple[tuple[str, str], ...]:
@@ -378,7 +376,13 @@ def _tick_the_end(axes) -> None:
     axes.set_xticks([*ticks, last], [f"{tick:.0f}" for tick in (*ticks, last)])
 
 
-def color_of(handle) -> str:
+def legend_of(axes) -> tuple[tuple[str, str], ...]:
+    """The labels of its lines, error bars and areas, and their colors."""
+    handles, labels = axes.get_legend_handles_labels()
+    return tuple(zip(labels, map(_color, handles), strict=True))
+
+
+def _color(handle) -> str:
     """The color of a line, an error bar or an area."""
     from matplotlib.colors import to_hex, to_rgba
 

@@ -37,6 +37,7 @@ _DEVICES = ("null", "zero", "random", "urandom")
 _OUTER_ROOT = "/tmp"  # any directory that is there; the new root is mounted on it
 _CHUNK_BYTES = 1 << 16
 _HIGH = 32  # descriptors above those that a program gets
+_READY = "+"  # begins the status of a program that began
 
 # linux/sched.h, linux/mount.h, linux/prctl.h
 _NEWNS, _NEWCGROUP, _NEWUTS, _NEWIPC = 0x20000, 0x2000000, 0x4000000, 0x8000000
@@ -227,7 +228,7 @@ def _bind(source: str) -> None:
         os.close(os.open(target, os.O_CREAT | os.O_WRONLY))
     _mount(source, target, None, _MS_BIND | _MS_REC)
     if os.path.isdir(source):
-        _set_attributes(target, _ATTR_NODEV | _ATTR_NOSUID | _ATTR_RDONLY)
+        _set_attributes(target, _ATTR_NODEV)  # `_enter` sets the others for all mounts.
 
 
 def _mount(
@@ -267,7 +268,7 @@ def _keep(channel: socket.socket, request: dict) -> None:
     if init == 0:
         channel.close()
         os.close(pipes["alive"][1])
-        return _init(request, {name: pipes[name] for name in pipes})
+        return _init(request, pipes)
     for name, (_, write) in pipes.items():
         if name != "alive":
             os.close(write)
@@ -277,6 +278,11 @@ def _keep(channel: socket.socket, request: dict) -> None:
     os.waitpid(init, 0)
     status = texts.pop("status").decode()
     reply = {name: text.decode("utf-8", "replace") for name, text in texts.items()}
+    if not (status.startswith(_READY) or reason):
+        cause = reply["stderr"][-300:].strip() or "its process 1 ended"
+        send(channel, {"error": f"a program did not begin: {cause}"})
+        os._exit(1)
+    status = status.removeprefix(_READY)
     reply |= {"reason": reason, "secs": time.monotonic() - started}
     send(channel, reply | (json.loads(status) if status.endswith("}") else {}))
     os._exit(0)
@@ -339,11 +345,11 @@ def _become_program(request: dict, pipes: dict[str, tuple[int, int]]) -> None:
         file.write(request["stdin"].encode("utf-8", "surrogatepass"))
     os.lseek(stdin, 0, os.SEEK_SET)
     # Above the numbers that they get, so that none is overwritten before it is copied.
-    given = [stdin, pipes["stdout"][1], pipes["stderr"][1], pipes["results"][1]]
-    high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _HIGH) for descriptor in given]
+    given = [stdin, *(pipes[name][1] for name in ("stdout", "stderr", "results", "status"))]
+    *high, status = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, _HIGH) for number in given]
     for number, descriptor in enumerate(high):
         os.dup2(descriptor, number)
-    os.closerange(RESULTS + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    num_open, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     os.chdir("/tmp")
     for name, value in request["limits"].items():
         kind = getattr(resource, f"RLIMIT_{name}")
@@ -360,6 +366,8 @@ def _become_program(request: dict, pipes: dict[str, tuple[int, int]]) -> None:
     header, none = struct.pack("<Ii", 0x20080522, 0), bytes(24)
     _checked("giving up capabilities (capset)", _libc.capset(header, none))
     _filter_calls()
+    os.write(status, _READY.encode())  # What fails from here on is the program's.
+    os.closerange(RESULTS + 1, num_open)
 
 
 def _filter_calls() -> None:

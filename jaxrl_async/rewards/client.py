@@ -1,4 +1,4 @@
-"""The client of reward services, in the place of a pool of one's own: the same calls, results and errors.
+"""The client of reward services, in the place of a pool of one's own: the same call, results and errors.
 
 A call goes to the service with the fewest calls of this client for each of its processes. One that gives no answer
 before its deadline is asked of another; that service is asked last until it answers. A reward's own error is an
@@ -37,12 +37,12 @@ class _Service:
     address: str
     channel: grpc.aio.Channel
     stub: RewardsStub
-    num_processes: int = 1
+    num_processes: int = 0  # 0 until it has said so
     running: int = 0  # calls of this client
     suspect_until: float = -math.inf  # clock, seconds
 
     def load(self, now: float) -> tuple[bool, float]:
-        return now < self.suspect_until, (self.running + 1) / self.num_processes
+        return now < self.suspect_until, (self.running + 1) / max(self.num_processes, 1)
 
 
 class RewardClient:
@@ -106,13 +106,9 @@ class RewardClient:
             raise
 
     async def close(self) -> None:
-        """Closes the connections; calls that wait fail."""
+        """Closes the connections; calls that wait fail with PoolError."""
         services, self._services = self._services, []
         await asyncio.gather(*(service.channel.close() for service in services))
-
-    async def score(self, completion: str, answer: str) -> float:
-        """As `RewardPool.score`."""
-        return (await self.judge(completion, answer)).reward
 
     async def judge(
         self, completion: str, answer: str, seen: Mapping[str, Any] = MappingProxyType({})
@@ -132,35 +128,27 @@ class RewardClient:
         kind = RewardTimeoutError if failure.timeout else RewardError
         raise kind(failure.message, place=failure.place, traceback=failure.traceback)
 
-    async def score_many(self, calls: Sequence[tuple[str, str]]) -> list[float]:
-        """As `RewardPool.score_many`."""
-        outcomes = await asyncio.gather(
-            *(self.score(*call) for call in calls), return_exceptions=True
-        )
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
-        return outcomes
-
     async def _ask(self, request: pb.JudgeRequest) -> pb.JudgeReply:
         failed_since = None
-        while True:
-            if not self._services:
-                raise PoolError(f"the client of reward {self._reward!r} is closed")
+        while self._services:
             service = min(self._services, key=lambda s: s.load(self._clock()))
             service.running += 1
             try:
+                if not service.num_processes:  # It started, or started again, after this client.
+                    await self._describe(service)
                 reply = await service.stub.Judge(
                     request, timeout=self._deadline_secs, metadata=self._metadata
                 )
                 service.suspect_until = -math.inf
                 return reply
+            except asyncio.CancelledError:
+                if self._services or asyncio.current_task().cancelling():
+                    raise
+                continue  # Of the channel, by `close`.
             except grpc.aio.AioRpcError as error:
-                if error.code() not in _LOST:
-                    raise _refusal(service.address, error) from None
+                self._suspect(service, error)
                 now = self._clock()
                 failed_since = now if failed_since is None else failed_since
-                service.suspect_until = now + SUSPECT_SECS
                 log.warning(
                     "the reward service %s gave no answer: %s", service.address, error.details()
                 )
@@ -173,11 +161,12 @@ class RewardClient:
                 service.running -= 1
             if all(self._clock() < other.suspect_until for other in self._services):
                 await asyncio.sleep(RETRY_SECS)
+        raise PoolError(f"the client of reward {self._reward!r} is closed")
 
     async def _connect(self) -> None:
         deadline = self._clock() + START_SECS
         while True:
-            found = await asyncio.gather(*map(self._describe, self._services))
+            found = await asyncio.gather(*map(self._answers, self._services))
             if any(found):
                 return
             if self._clock() + RETRY_SECS > deadline:
@@ -187,24 +176,34 @@ class RewardClient:
                 )
             await asyncio.sleep(RETRY_SECS)
 
-    async def _describe(self, service: _Service) -> bool:
-        """Whether a service answers."""
+    async def _answers(self, service: _Service) -> bool:
         try:
-            reply = await service.stub.Describe(
-                pb.DescribeRequest(), timeout=DESCRIBE_SECS, metadata=self._metadata
-            )
+            await self._describe(service)
         except grpc.aio.AioRpcError as error:
-            if error.code() not in _LOST:
-                raise _refusal(service.address, error) from None
-            service.suspect_until = self._clock() + SUSPECT_SECS
-            return False
+            self._suspect(service, error)
+        return service.num_processes > 0
+
+    async def _describe(self, service: _Service) -> None:
+        reply = await service.stub.Describe(
+            pb.DescribeRequest(), timeout=DESCRIBE_SECS, metadata=self._metadata
+        )
         if reply.reward != self._reward:
             raise PoolError(
                 f"the reward service {service.address} judges by {reply.reward!r}, and this run by {self._reward!r}"
             )
         service.num_processes = max(reply.num_processes, 1)
         service.suspect_until = -math.inf
-        return True
+
+    def _suspect(self, service: _Service, error: grpc.aio.AioRpcError) -> None:
+        """Has a service asked last, and described again, that gave no answer.
+
+        Raises:
+          PoolError: it answered, and refused.
+        """
+        if error.code() not in _LOST:
+            raise _refusal(service.address, error) from None
+        service.suspect_until = self._clock() + SUSPECT_SECS
+        service.num_processes = 0
 
 
 def _refusal(address: str, error: grpc.aio.AioRpcError) -> PoolError:

@@ -178,8 +178,9 @@ def _limits(metadata: Mapping[str, Any]) -> sandbox.Limits:
     for name, value in given.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"limits.{name} must be a number, got {value!r:.80}")
-    whole = {name: value if name == "wall_secs" else int(value) for name, value in given.items()}
-    return sandbox.Limits(**whole)
+    limits = sandbox.Limits(**given)
+    whole = {name: int(value) for name, value in given.items() if name != "wall_secs"}
+    return dataclasses.replace(limits, **whole)
 
 
 def _passes(

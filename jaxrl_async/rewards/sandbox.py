@@ -47,8 +47,8 @@ class Limits:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if not 0 < value < math.inf:
-                raise ValueError(f"{field.name} of a box must be > 0 and finite, got {value}")
+            if not 0 < value < 1 << 63:  # Beyond, the kernel and Python take the low bits alone.
+                raise ValueError(f"{field.name} of a box must be > 0 and < 2^63, got {value}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,8 +180,9 @@ class Sandbox:
             raise BoxError(
                 f"the box for programs was lost: {error or type(error).__name__}"
             ) from None
-        if reply is None:
-            raise BoxError("the box for programs was lost: it ended")
+        if reply is None or "error" in reply:
+            reason = reply["error"] if reply else "it ended"
+            raise BoxError(f"the box for programs was lost: {reason}")
         return reply
 
     def _expect(self, key: str = "") -> None:

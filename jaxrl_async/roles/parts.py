@@ -152,7 +152,11 @@ def rollout_of(settings: Settings):
 
     if settings.rollout.function != environment.NAME:
         return rollout_function(settings.rollout.function)
-    return environment.EnvironmentRollout(**vars(settings.environment))
+    wanted = settings.environment
+    # A reset and max_turns turns, and one outage of the servers.
+    turn_secs = wanted.timeout_secs + settings.rollout.request_timeout_secs
+    episode_secs = (wanted.max_turns + 1) * turn_secs + settings.queue.outage_secs
+    return environment.EnvironmentRollout(**vars(wanted), episode_secs=episode_secs)
 
 
 def runner_of(settings: Settings, tokenizer, task):

@@ -15,7 +15,9 @@ from jaxrl_async.queue.records import QueueStatus
 
 LINES = 20  # of steps that a run without a terminal prints, about
 STAGE_SECS = 10.0  # between two lines of one stage
-RATE_STEPS = 10  # whose mean the rates of tokens are: a step of groups from the queue samples none
+RATE_STEPS = (
+    10  # over which the rates of tokens are: a step whose groups lay in the queue samples none
+)
 SCORE_STEPS = 5  # at either end, whose mean reward is the score of a run without evaluations
 _LEAST_COLUMNS = 20
 _LINE_COLUMNS = 120  # of a line without a terminal
@@ -48,8 +50,8 @@ class Progress:
         self._num_steps, self._before, self._is_terminal = num_steps, row, is_terminal
         self._stream, self._columns, self._clock = stream, columns, clock
         self._began = clock()
-        self.stage = ""  # what the run does before its first step; "" from then on
-        self._stage, self._stage_at = "", -math.inf
+        self.stage = ""  # of the run before its first step, in words; "" from then on
+        self._printed, self._printed_at = "", -math.inf  # the stage without its figures; seconds
         self._first: tuple[float, int] | None = None  # time and number of the first step seen
         self._rest = 0.0  # seconds to the end, as of the last step
         self._next_line = 0
@@ -112,9 +114,9 @@ class Progress:
         if self._is_terminal:
             self._draw(f"{_time(now - self._began)}  {text}")
         stage = text.partition(":")[0]
-        is_new = stage != self._stage
-        if is_new or (not self._is_terminal and now - self._stage_at >= STAGE_SECS):
-            self._stage, self._stage_at = stage, now
+        is_new = stage != self._printed
+        if is_new or (not self._is_terminal and now - self._printed_at >= STAGE_SECS):
+            self._printed, self._printed_at = stage, now
             self._print(f"{_time(now - self._began)}  {text}")
 
     def _draw(self, text: str) -> None:

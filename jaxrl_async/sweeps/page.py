@@ -265,15 +265,9 @@ def _drawn_plots(results: Sequence[Result]) -> list[plots.Figure]:
             _draw_rewards(figure, groups, colors, attribute, label)
             figures[title] = figure
     return [
-        plots.Figure(title, _svg(figure, title), _legend(figure))
+        plots.Figure(title, _svg(figure, title), plots.legend_of(figure.axes[0]))
         for title, figure in figures.items()
     ]
-
-
-def _legend(figure) -> tuple[tuple[str, str], ...]:
-    """The labels of a figure's lines and their colors."""
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    return tuple(zip(labels, map(plots.color_of, handles), strict=True))
 
 
 def _draw_scores(axes, scored: dict[str, list[Result]], colors) -> None:
