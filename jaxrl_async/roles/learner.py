@@ -149,6 +149,7 @@ class Links:
                 pause_lease_secs=weights.pause_lease_secs,
                 keep_adapters=kept_adapters(settings.queue.max_staleness),
                 delta=weights.delta,
+                fanout=weights.fanout,
             ),
             "discovery": discovery_of(settings),
             "preflight": preflight.check_of(settings, expected),

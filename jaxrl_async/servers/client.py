@@ -26,6 +26,7 @@ from jaxrl_async.servers.looks import Looks, LostAnswerError
 
 # In an answer of /generate: the server streams the answers of a batch, one event for each when it ends.
 STREAMS_HEADER = "X-Streams-Batches"
+SHA256_HEADER = "X-Sha256"  # of an upload
 PAUSE_LEASE_HEADER = "X-Pause-Lease-Secs"  # weights.lease reads it
 MAX_LOGPROB_ROUNDING = 1e-6  # A log-prob may exceed 0 by this much: float32 rounding of log 1.
 
@@ -294,6 +295,7 @@ class InferenceClient:
         lease_secs: float = 0.0,
         keep: bool = False,
         difference: str = "",
+        hand_on: bool = False,
     ) -> None:
         """Loads a version beside the one that a server of this project serves, while it generates.
 
@@ -307,6 +309,7 @@ class InferenceClient:
           lease_secs: > 0: the server drops it after that time without an update.
           keep: keep its files as the base of the next difference.
           difference: file there that leads to it from the version that was kept last; "": it is there in full.
+          hand_on: leave the uploaded files to other servers until the next version comes.
 
         Raises:
           ServerError: refused, lost or late; the server's own message stands in it.
@@ -315,6 +318,7 @@ class InferenceClient:
         payload |= {} if path is None else {"model_path": str(path)}
         payload |= {"keep": True} if keep else {}
         payload |= {"difference": difference} if difference else {}
+        payload |= {"hand_on": True} if hand_on else {}
         await self._update(address, "/weights/prepare", payload, timeout_secs, _lease(lease_secs))
 
     async def update_weights_from_disk(
@@ -347,13 +351,47 @@ class InferenceClient:
         await self._update(address, "/update_weights_from_disk", payload, timeout_secs)
 
     async def upload(
-        self, address: str, *, file: pathlib.Path, version: str, timeout_secs: float
+        self,
+        address: str,
+        *,
+        file: pathlib.Path,
+        version: str,
+        timeout_secs: float,
+        sha256: str | None = None,
     ) -> None:
-        """Sends one file of a version to a server of this project, in chunks, while it generates."""
+        """Sends one file of a version to a server of this project, in chunks, while it generates.
+
+        `sha256` is the digest of its bytes, in hex, where the server is to compare it.
+        """
+        headers = {SHA256_HEADER: sha256} if sha256 else {}
+        route = f"/weights/{version}/{file.name}"
         with open(file, "rb") as stream:
-            await self._call(
-                "PUT", address, f"/weights/{version}/{file.name}", stream, timeout_secs
-            )
+            await self._call("PUT", address, route, stream, timeout_secs, headers)
+
+    async def fetch_weights(
+        self,
+        address: str,
+        *,
+        source: str,
+        pieces: Mapping[str, Mapping[str, Any]],
+        version: str,
+        timeout_secs: float,
+    ) -> None:
+        """Lets a server of this project get files of a version from another one, while both generate.
+
+        Args:
+          address: "http://host:port".
+          source: that of the other server, which has the files or gets them.
+          pieces: "num_bytes" and "sha256" of each file, by name.
+          version: its name.
+          timeout_secs: bound on the whole call.
+
+        Raises:
+          ServerError: refused, lost or late; of status 502 where it is the source that fails.
+        """
+        payload = {"weight_version": version, "source": source, "files": dict(pieces)}
+        payload |= {"timeout_secs": timeout_secs}
+        await self._post(address, "/weights/fetch", payload, timeout_secs)
 
     async def update_weights_from_upload(
         self,

@@ -26,10 +26,11 @@ from typing import Any, Protocol
 from jaxrl_async.config.settings import PAUSE_MODES
 from jaxrl_async.queue.records import NOBODY, Identity
 from jaxrl_async.servers.client import InferenceClient, ServerError, ServerTimeoutError
-from jaxrl_async.weights import differences, verification
+from jaxrl_async.weights import differences, fanout, verification
 from jaxrl_async.weights import store as weight_store
 from jaxrl_async.weights.difference import NO_DIFFERENCE
 from jaxrl_async.weights.prepared import NO_ROOM
+from jaxrl_async.weights.relay import NO_SOURCE
 
 log = logging.getLogger(__name__)
 
@@ -118,6 +119,9 @@ class FileTransport:
     pause_lease_secs: float = 0.0
     keep_adapters: int = 2  # versions of an adapter that an SGLang server keeps, ≥ 1
     delta: bool = False  # give a server of this project the difference from a version that it keeps
+    fanout: int = (
+        0  # servers to which the learner and each server hand a version on; 0: the learner to all
+    )
 
     def __post_init__(self):
         for field, values in (("name", TRANSPORTS), ("mode", PAUSE_MODES)):
@@ -274,6 +278,7 @@ class Push:
         self._options, self._version, self._deadline = options, version, deadline
         self._is_wanted, self._pausing = is_wanted, pausing
         self._base = None  # digest of the version that the server has kept
+        self._hands_on = False  # whether the server takes part in a tree
         self.writer = NOBODY  # for a server of this project; others do not know it
         self._expected: verification.Expected | None = None  # of a server that does not verify
         self._may_differ = False  # whether the server may hold weights that were not verified
@@ -309,6 +314,7 @@ class Push:
         info = await self.client.model_info(self.address, timeout_secs=self.left())
         if verification.reports_digest(info):
             self.writer, self._base = self._options.writer, info.get("difference_base")
+            self._hands_on = bool(self._options.fanout and info.get("hands_on"))
             if self.files.is_adapter and not info.get("lora"):
                 raise self.error("takes no adapters")
             return True
@@ -359,11 +365,8 @@ class Push:
             return None
 
     async def _prepare(self, files: list[pathlib.Path], difference: str, is_shared: bool) -> None:
-        for file in [] if is_shared else files:
-            self.check_wanted()
-            await self.client.upload(
-                self.address, file=file, version=str(self._version), timeout_secs=self.left()
-            )
+        if not is_shared:
+            await self._send(files)
         self.check_wanted()
         await self.client.prepare_weights(
             self.address,
@@ -375,7 +378,40 @@ class Push:
             lease_secs=self._options.pause_lease_secs,
             keep=self._options.delta,
             difference=difference,
+            hand_on=self._hands_on and not is_shared,
         )
+
+    async def _send(self, files: list[pathlib.Path]) -> None:
+        """Gets the files to the server: from another one in the tree, around those that fail, or from here."""
+        pieces = {}
+        if self._hands_on:
+            tree = fanout.shared(self.files, files, self._options.fanout)
+            pieces = await tree.pieces(files)
+            while (source := tree.source(self.address)) is not None:
+                self.check_wanted()
+                try:
+                    await self.client.fetch_weights(
+                        self.address,
+                        source=source,
+                        pieces={name: dataclasses.asdict(p) for name, p in pieces.items()},
+                        version=str(self._version),
+                        timeout_secs=self.left(),
+                    )
+                    return
+                except ServerError as error:
+                    if error.status != NO_SOURCE:
+                        raise
+                    tree.fail(source)
+                    log.warning("%s: goes around %s: %s", self.address, source, error.reason)
+        for file in files:
+            self.check_wanted()
+            await self.client.upload(
+                self.address,
+                file=file,
+                version=str(self._version),
+                timeout_secs=self.left(),
+                sha256=pieces[file.name].sha256 if pieces else None,
+            )
 
     @contextlib.asynccontextmanager
     async def paused(self):
