@@ -20,7 +20,6 @@ Arguments, after a colon: `smoke` (two steps of a tiny random model), `device=ac
 from jaxrl_async.config import base_config, parse_arg, set_mode
 
 LARGE, SMALL = "Qwen/Qwen3-0.6B", "HuggingFaceTB/SmolLM2-135M-Instruct"
-# Qwen3 thinks at length unless it is asked not to.
 QUESTION = "{question}\nThink in short steps. End with #### and the answer as a number."
 
 
@@ -50,7 +49,7 @@ def get_config(arg: str = ""):
         c.checkpoint.every_steps = 4
         c.evaluate.update(num_prompts=32, num_samples=2)
     else:
-        c.task.args.template = f"{QUESTION} /no_think"
+        c.task.args.template = f"{QUESTION} /no_think"  # Else Qwen3 thinks at length.
         c.tokenizer.update(kind="huggingface", path=LARGE)
         c.model.update(path=LARGE, num_layers=28, model_dim=1024, num_heads=16, num_kv_heads=8)
         c.model.update(head_dim=128, mlp_dim=3072, rope_theta=1e6, dtype="bfloat16", remat=True)

@@ -112,7 +112,7 @@ class LoRA:
     """Adapters, which alone are trained, beside a frozen model; see models/lora.py."""
 
     rank: int = 0  # 0: none, the whole model is trained
-    alpha: float = 32.0  # what an adapter adds is scaled by alpha / rank
+    alpha: float = 32.0  # an adapter's product is scaled by alpha / rank
     targets: tuple[str, ...] = LORA_TARGETS  # the layers that have one, some of LORA_TARGETS
     base_dtype: str = "float32"  # in which the frozen weights are stored, one of DTYPES
     path: str = ""  # to start from: a directory in PEFT's format; "": adapters that change nothing

@@ -221,7 +221,7 @@ def _train(
             store,
             config=config,
             dtype=weights.dtype,
-            base=settings.model.path,
+            base=parts.base_name(settings, workdir) if config.lora else "",
             timeout_secs=push_deadline_of(settings),
             delay=delay,
             **part,

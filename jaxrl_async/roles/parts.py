@@ -272,6 +272,13 @@ def base_directory(settings: Settings, workdir: pathlib.Path) -> pathlib.Path:
     return WeightStore(workdir / "base", keep=1).path(0)
 
 
+def base_name(settings: Settings, workdir: pathlib.Path) -> str:
+    """The frozen weights of a run with adapters, as files of an adapter name them: model.path or a directory."""
+    return (
+        settings.model.path if has_base_files(settings) else str(base_directory(settings, workdir))
+    )
+
+
 def base_params(settings: Settings, workdir: pathlib.Path, config, mesh):
     """The frozen weights of a run with adapters, on a mesh; None of a run without."""
     from jaxrl_async.learner.train_step import frozen_shardings
