@@ -134,14 +134,13 @@ async def server(running, client, versions):
     return running
 
 
-async def push(client, server, versions, version, *, transport="disk", mode="retract", **kwargs):
-    await transports.FileTransport(transport, mode=mode)(
+async def push(client, server, versions, version, *, transport="disk", mode="retract", **options):
+    await transports.FileTransport(transport, mode=mode, **options)(
         client,
         server.address,
         path=versions.path(version),
         version=version,
         timeout_secs=CALL_SECS,
-        **kwargs,
     )
 
 
