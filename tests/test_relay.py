@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import types
 
+import aiohttp
 import jax
 import pytest
 from fixtures.served_engine import CONFIG, DEADLINE_SECS, SHAPE, serving, weights
@@ -63,12 +64,16 @@ def make_relay(tmp_path):
 
 
 async def chunks_of(content, *, until=None):
-    """Two halves; the second when `until` is set."""
+    """Two halves; the second, in two chunks, when `until` is set."""
     half = len(content) // 2
     yield content[:half]
     if until is not None:
         await until.wait()
-    yield content[half:]
+    yield content[half:-1]
+    if until is not None:
+        until.clear()
+        await until.wait()
+    yield content[-1:]
 
 
 async def all_of(reading):
@@ -85,7 +90,9 @@ async def test_a_piece_is_read_while_it_arrives_and_afterwards(make_relay):
     assert await anext(reading.chunks) == BYTES[: len(BYTES) // 2]
     assert here.directory("7") and not (here.directory("7") / NAME).exists()
     rest.set()
-    assert await all_of(reading) == BYTES[len(BYTES) // 2 :]
+    assert await anext(reading.chunks) == BYTES[len(BYTES) // 2 : -1]
+    rest.set()
+    assert await all_of(reading) == BYTES[-1:]
     await arriving
     assert (here.directory("7") / NAME).read_bytes() == BYTES
     assert await all_of(await here.read("7", NAME)) == BYTES
@@ -178,7 +185,9 @@ async def test_a_chain_hands_a_piece_on_before_it_is_whole():
             half = await answer.content.readexactly(len(BYTES) // 2)
             assert half == BYTES[: len(BYTES) // 2] and not any(call.done() for call in calls)
             rest.set()
-            assert await answer.content.read() == BYTES[len(BYTES) // 2 :]
+            end = await answer.content.readexactly(len(BYTES) // 2 - 1)
+            rest.set()
+            assert half + end + await answer.content.read() == BYTES
         assert [status for status, _ in await asyncio.gather(*calls)] == [200] * 3
 
 
@@ -193,6 +202,35 @@ async def test_a_source_without_the_piece_or_with_another_one_is_named():
         assert status == relay.NO_SOURCE and "127.0.0.1:1" in str(answer)
         status, answer = await put(first, altered, headers={"X-Sha256": PIECE.sha256})
         assert status == 400 and "the learner's has" in str(answer)
+
+
+async def test_a_piece_that_is_here_is_not_asked_for_again():
+    async with relays(1) as (client,):
+        await put(client, headers={"X-Sha256": PIECE.sha256})
+        status, _ = await client("/weights/fetch", fetch_of("http://127.0.0.1:1"))
+        assert status == 200
+
+
+async def test_a_source_whose_own_piece_breaks_off_says_so_at_once():
+    async def breaks_off():
+        yield BYTES[:100]
+        await begun.wait()
+        raise RuntimeError("the learner is gone")
+
+    begun = asyncio.Event()
+    async with relays(2) as (first, second):
+        putting = asyncio.create_task(
+            put(first, breaks_off(), headers={"Content-Length": str(len(BYTES))})
+        )
+        fetching = asyncio.create_task(second("/weights/fetch", fetch_of(address_of(first))))
+        async with second.session.get(f"{address_of(second)}/weights/7/{NAME}") as answer:
+            await answer.content.readexactly(100)
+            begun.set()
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await answer.content.read()
+        status, answer = await fetching
+        assert status == relay.NO_SOURCE and "sent nothing" not in str(answer)
+        await asyncio.gather(putting, return_exceptions=True)
 
 
 async def test_a_source_that_is_silent_is_given_up(monkeypatch):
@@ -265,9 +303,11 @@ async def fleet(compiled, monkeypatch):
 class CountingClient(InferenceClient):
     def __init__(self):
         super().__init__()
-        self.uploads, self.fetches = [], []
+        self.uploads, self.fetches, self.digests = [], [], set()
 
     async def upload(self, address, **call):
+        assert call["sha256"] is None or len(call["sha256"]) == 64
+        self.digests.add(call["sha256"])
         self.uploads.append(address)
         await super().upload(address, **call)
 
@@ -314,6 +354,18 @@ async def test_the_learner_sends_a_version_once_and_the_servers_hand_it_on(fleet
             assert len(set(client.uploads)) == 1 and len(client.fetches) == 4
             assert (len(client.uploads) == 1) == (number > 1)
             client.uploads.clear(), client.fetches.clear()
+        assert None not in client.digests
+
+
+async def test_a_server_that_joins_later_gets_the_files_from_one_that_serves_them(fleet, tmp_path):
+    stored = StoredVersion(versions(WeightStore(tmp_path, keep=3))(1))
+    addresses = [address_of(client) for client in fleet]
+    async with CountingClient() as client:
+        assert await push(client, addresses[:1], stored, 1, fanout=1) == [None]
+        client.uploads.clear()
+        assert await push(client, addresses[1:2], stored, 1, fanout=1) == [None]
+    assert client.uploads == [] and client.fetches == [(addresses[1], addresses[0])]
+    await assert_hold(fleet[:2], stored, 1)
 
 
 async def test_a_push_goes_around_a_server_that_is_lost(fleet, tmp_path):
