@@ -145,6 +145,14 @@ async def test_a_transport_of_the_other_kind_is_refused(server, sglang, transpor
     await refused(server, f"weights.transport {transport!r}", "'disk'", expected=expected)
 
 
+async def test_sglang_behind_an_agent_takes_weights_by_stream(server):
+    server.sglang, server.config = True, {"hands_on": True}
+    expected = dataclasses.replace(EXPECTED, transport="stream")
+    await check(server, expected=expected)
+    server.missing = {"/update_weights_from_upload"}
+    await refused(server, "weights.transport 'stream' needs", expected=expected)
+
+
 async def test_a_router_is_asked_for_one_token_alone(server):
     server.missing = {"/model_info", "/continue_generation"}
     await check(server, by=preflight_router)

@@ -13,6 +13,7 @@ VERBS = {
     "init": "write the model of a config as a Hugging Face directory, for servers of your own",
     "serve": "serve a checkpoint in token ids or texts, over SGLang's HTTP API and OpenAI's",
     "rewards": "serve the reward of a config's task to the rollout workers of other machines",
+    "relay": "take versions over HTTP for an SGLang of this host, and hand them on to others",
     "evaluate": "greedy accuracy and pass@k of a run's checkpoints on held-out prompts",
     "replay": "train again on the journal of a run: the same parameters, or another objective on the same data",
     "status": "show who waits for whom in a run, and since when",

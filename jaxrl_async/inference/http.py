@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import pathlib
-import re
 import secrets
 import shutil
 import tempfile
@@ -31,9 +30,10 @@ from jaxrl_async.inference.engine import (
     Request,
     UnavailableError,
 )
-from jaxrl_async.servers.client import SHA256_HEADER, STREAMS_HEADER
+from jaxrl_async.servers.client import STREAMS_HEADER
 from jaxrl_async.types import NEVER_BIAS
-from jaxrl_async.weights import difference, files, lease, prepared, relay
+from jaxrl_async.weights import difference, files, lease, prepared, relay_routes
+from jaxrl_async.weights.relay import Relay
 
 MAX_BODY_BYTES = 16 << 20  # of all but an upload
 MAX_HEADERS = 64
@@ -42,9 +42,6 @@ MAX_VERSION_CHARS = 128
 _SHUTDOWN_SECS = 2.0
 _INFORMATION_ROUTES = ("/generate", "/model_info", "/v1/models", *texts.KEYS)
 log = logging.getLogger(__name__)
-_MAX_FILES = 1 << 16  # of a version
-_VERSION = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}")
-_VERSION_FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,128}\.(json|safetensors|difference)")
 _GENERATE_KEYS = {"rid", "input_ids", "sampling_params", "return_logprob", "stream"}
 # SGLang's defaults.
 _SAMPLING_DEFAULTS = {
@@ -152,9 +149,7 @@ def make_app(
             web.post("/abort_request", routes.abort_request),
             web.post("/flush_cache", routes.flush_cache),
             web.post("/update_weights_from_disk", routes.update_weights_from_disk),
-            web.put("/weights/{version}/{file}", routes.upload),
-            web.get("/weights/{version}/{file}", routes.hand_on),
-            web.post("/weights/fetch", routes.fetch),
+            *relay_routes.routes(lambda: routes.relay),
             web.post("/weights/prepare", routes.prepare_weights),
             web.post("/update_weights_from_upload", routes.update_weights_from_upload),
             web.get("/model_info", routes.model_info),
@@ -206,7 +201,7 @@ class _Routes:
         self._max_upload_bytes = 8 * loading.num_parameters(engine.config) + MAX_BODY_BYTES
         self._writers = files.Writers()
         self._key, self._context = key, security.client_context(tls_ca) if tls_ca else None
-        self._relay = None  # relay.Relay of uploaded versions, while the server runs
+        self.relay = None  # Relay of uploaded versions, while the server runs
         self._prepared = prepared.Prepared()
         self._copy = None  # difference.Copy, while the server runs
         self._loop = asyncio.get_running_loop()
@@ -395,7 +390,9 @@ class _Routes:
 
     def _uploaded(self, version):
         """The directory of an uploaded version."""
-        directory = self._relay.directory(version) if _VERSION.fullmatch(version) else None
+        directory = (
+            self.relay.directory(version) if relay_routes.VERSION.fullmatch(version) else None
+        )
         if directory is None:
             raise InvalidRequestError(f"no file of version {version!r:.80} was uploaded")
         return directory
@@ -407,78 +404,12 @@ class _Routes:
             uploads.mkdir()
             bound = self._max_upload_bytes
             options = {"max_bytes": bound, "key": self._key, "context": self._context}
-            self._relay = relay.Relay(uploads, **options)
+            self.relay = Relay(uploads, **options)
             self._copy = difference.Copy(directory)
             yield
-            self._relay.close()
+            self.relay.close()
             self._lease.end()
             self._prepared.drop()
-
-    async def upload(self, http_request):
-        """Stores one file of a version as it comes. Files of other versions are removed."""
-        version, name = _piece_name(
-            http_request.match_info["version"], http_request.match_info["file"]
-        )
-        num_bytes = http_request.content_length
-        if num_bytes is None:
-            raise InvalidRequestError(f"an upload needs Content-Length, {name} has none")
-        piece = relay.Piece(num_bytes, http_request.headers.get(SHA256_HEADER))
-        try:
-            await self._relay.receive(version, name, http_request.content.iter_any(), piece)
-        except relay.PieceError as error:
-            raise InvalidRequestError(str(error)) from error
-        return _json({"message": f"stored {num_bytes} bytes of {name}"})
-
-    async def hand_on(self, http_request):
-        """Sends one file of a version to another server; one that still arrives, as it comes."""
-        version, name = _piece_name(
-            http_request.match_info["version"], http_request.match_info["file"]
-        )
-        try:
-            reading = await self._relay.read(version, name)
-        except relay.PieceError as error:
-            return _error(404, str(error))
-        response = web.StreamResponse(headers={"Content-Length": str(reading.num_bytes)})
-        await response.prepare(http_request)
-        async with contextlib.aclosing(reading.chunks) as chunks:
-            try:
-                async for chunk in chunks:
-                    await response.write(chunk)
-            except relay.PieceError as error:
-                log.warning("version %s is not handed on: %s", version, error)
-                http_request.transport.abort()  # The other server sees that the file is not whole.
-                return response
-        await response.write_eof()
-        return response
-
-    async def fetch(self, http_request):
-        """Gets files of a version from another server that has them, or gets them: see relay.Relay.fetch."""
-        body = await _read(http_request, {"weight_version", "source", "files", "timeout_secs"})
-        version, source = _str(body, "weight_version", MAX_VERSION_CHARS), _str(body, "source", 256)
-        secs, listed = body.get("timeout_secs"), body.get("files")
-        if not (isinstance(secs, int | float) and 0 < secs <= lease.MAX_LEASE_SECS):
-            raise InvalidRequestError(
-                f"timeout_secs must be in (0, {lease.MAX_LEASE_SECS:g}], got {secs!r:.80}"
-            )
-        if not (isinstance(listed, dict) and 0 < len(listed) <= _MAX_FILES):
-            raise InvalidRequestError(f"files must be 1 to {_MAX_FILES} files, got {listed!r:.80}")
-        pieces = {}
-        for name, entry in listed.items():
-            _piece_name(version, name)
-            match entry:
-                case {"num_bytes": int(num_bytes), "sha256": str(digest)} if num_bytes >= 0:
-                    pieces[name] = relay.Piece(num_bytes, digest)
-                case _:
-                    raise InvalidRequestError(
-                        f"{name} must have num_bytes ≥ 0 and sha256, got {entry!r:.80}"
-                    )
-        try:
-            await self._relay.fetch(version, source, pieces, timeout_secs=secs)
-        except relay.SourceError as error:
-            return _error(relay.NO_SOURCE, str(error))
-        except relay.PieceError as error:
-            raise InvalidRequestError(str(error)) from error
-        return _json({"message": f"{len(pieces)} files of version {version} are here"})
 
     async def update_weights_from_upload(self, http_request):
         keys = {"weight_version", "flush_cache", "weight_digest", "writer"}
@@ -733,20 +664,10 @@ def _str(body, key, max_chars):
     return value
 
 
-def _piece_name(version, name):
-    """Both, safe in a path."""
-    if not (_VERSION.fullmatch(version) and _VERSION_FILE.fullmatch(name)):
-        raise InvalidRequestError(
-            f"a version must be a name of letters, digits, - and _, and a file *.json, *.safetensors or *.difference; "
-            f"got {version!r:.80} and {name!r:.80}"
-        )
-    return version, name
-
-
 def _file_name(body):
     """The name of the difference in a preparation; "" for none."""
     name = body.get("difference", "")
-    if name != "" and not (isinstance(name, str) and _VERSION_FILE.fullmatch(name)):
+    if name != "" and not (isinstance(name, str) and relay_routes.FILE.fullmatch(name)):
         raise InvalidRequestError(f"difference must be a file's name, got {name!r:.80}")
     return name
 

@@ -237,8 +237,11 @@ async def stream(push: "Push") -> None:
 
     The upload runs while the server samples.
     """
-    if not await push.verifies_itself():
-        raise push.error("has no route for 'stream': give it weights by 'disk' or 'tensor'")
+    if not (await push.verifies_itself() or push.has_agent):
+        raise push.error(
+            "has no route for 'stream': give it weights by 'disk' or 'tensor', or put an agent before it "
+            "(python -m jaxrl_async relay)"
+        )
     digest = await push.prepare(is_shared=False)
     async with push.paused() as name:
         await push.client.update_weights_from_upload(
@@ -279,6 +282,7 @@ class Push:
         self._is_wanted, self._pausing = is_wanted, pausing
         self._base = None  # digest of the version that the server has kept
         self._hands_on = False  # whether the server takes part in a tree
+        self.has_agent = False  # which takes a version for a server that verifies nothing itself
         self.writer = NOBODY  # for a server of this project; others do not know it
         self._expected: verification.Expected | None = None  # of a server that does not verify
         self._may_differ = False  # whether the server may hold weights that were not verified
@@ -312,9 +316,13 @@ class Push:
         except weight_store.WeightStoreError as error:
             raise self.error(f"was not asked: {error}") from error
         info = await self.client.model_info(self.address, timeout_secs=self.left())
-        if verification.reports_digest(info):
+        is_ours = verification.reports_digest(info)
+        is_sent = self._options.name == "stream"
+        self.has_agent = not is_ours and is_sent and bool(info.get("hands_on"))
+        if is_ours or self.has_agent:
             self.writer, self._base = self._options.writer, info.get("difference_base")
             self._hands_on = bool(self._options.fanout and info.get("hands_on"))
+        if is_ours:
             if self.files.is_adapter and not info.get("lora"):
                 raise self.error("takes no adapters")
             return True
