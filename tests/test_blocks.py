@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import functools
+import json
+import zlib
 
 import jax
 import numpy as np
@@ -19,6 +21,8 @@ from jaxrl_async.learner.checkpoint import Checkpoints
 from jaxrl_async.learner.optimizer import make_optimizer
 from jaxrl_async.learner.train_step import TrainState
 from jaxrl_async.models import hf, lora, sharding
+from jaxrl_async.weights import difference
+from jaxrl_async.weights.store import WeightStore
 
 CONFIG = tiny(num_layers=3, tied_embeddings=False)
 BATCH = pack(groups_of())[0]
@@ -92,6 +96,16 @@ def of_block(tree, block, num_blocks=2):
     return found
 
 
+def num_changed(file):
+    """The tensors that a difference changes; the others have no bytes in it."""
+    data = file.read_bytes()
+    tensors = json.loads(zlib.decompress(data[16 : 16 + int.from_bytes(data[8:16], "little")]))[
+        "tensors"
+    ]
+    assert all(bool(tensor["packed"]) == bool(tensor["changed"]) for tensor in tensors)
+    return sum(tensor["changed"] > 0 for tensor in tensors)
+
+
 def norm_of(grads):
     return np.sqrt(sum(np.sum(np.square(g, dtype=np.float64)) for g in grads.values()))
 
@@ -122,8 +136,8 @@ def test_a_step_changes_its_block_and_no_bit_of_the_others(num_blocks):
 
 
 @pytest.mark.parametrize("num_blocks", SHAPES)
-def test_a_version_differs_from_the_one_before_in_the_tensors_of_its_block(num_blocks):
-    config = SHAPES[num_blocks]["config"]
+def test_a_difference_is_of_the_tensors_of_its_block_alone(num_blocks, tmp_path):
+    config, store = SHAPES[num_blocks]["config"], WeightStore(tmp_path, keep=2)
     for i, update in enumerate(updates(num_blocks)):
         old, new = (
             dict(hf.to_tensors(state.params, config, "float32"))
@@ -135,6 +149,12 @@ def test_a_version_differs_from_the_one_before_in_the_tensors_of_its_block(num_b
         own |= {"model.embed_tokens.weight"} if block == 0 else set()
         own |= {"model.norm.weight", "lm_head.weight"} & old.keys() if block == last else set()
         assert changed_of(old, new) == own
+        if i % 2 == 0:
+            paths = [
+                store.write(2 * i + j, tensors.items(), hf.write_config(config))
+                for j, tensors in enumerate((old, new))
+            ]
+            assert num_changed(difference.write(*paths)) == len(own)
 
 
 def test_each_block_moves_as_by_an_optimizer_of_its_own():
