@@ -11,7 +11,6 @@ Finished runs are kept in --cache and never run again. Results: benchmarks/resul
 """
 
 import collections
-import itertools
 from typing import Any
 
 import grid
@@ -19,7 +18,6 @@ from in_process import Outcome
 
 SEEDS = (0, 1, 2)
 STEPS = {1: 100, 2: 200}  # blocks → steps
-RATES = (3e-4, 6e-4)
 BASE = {"rollout.delay_steps": "1", "checkpoint.every_steps": 20}
 
 
@@ -32,15 +30,14 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def runs() -> list[grid.Run]:
-    """All numbers of blocks and rates for the first seed, then for the next."""
-    return [run_of(*cell) for cell in itertools.product(SEEDS, RATES, STEPS)]
+    """Both numbers of blocks for the first seed, then for the next."""
+    return [run_of(seed, blocks) for seed in SEEDS for blocks in STEPS]
 
 
-def run_of(seed: int, rate: float, blocks: int) -> grid.Run:
+def run_of(seed: int, blocks: int) -> grid.Run:
     overrides = BASE | {"seed": seed, "task.seed": seed, "learner.num_steps": STEPS[blocks]}
-    overrides |= {"learner.blocks": blocks, "learner.learning_rate": rate}
-    labels = {"blocks": blocks, "rate": rate, "seed": seed}
-    return grid.Run(labels, grid.settings_with(overrides))
+    overrides |= {"learner.blocks": blocks}
+    return grid.Run({"blocks": blocks, "seed": seed}, grid.settings_with(overrides))
 
 
 def summary(outcome: Outcome) -> dict[str, Any]:
@@ -52,46 +49,39 @@ def summary(outcome: Outcome) -> dict[str, Any]:
 
 
 def tabulate(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for each rate, number of blocks and step of an evaluation: accuracy, and its difference to one block's.
+    """A row for each number of blocks and step of an evaluation: accuracy, and differences to training all layers.
 
-    equal_steps: to the run of all layers after as many steps and samples; equal_updates: after as many updates of each
-    parameter. Both are differences of runs of one seed; None where the other run has no such step.
+    equal_steps: after as many steps and samples; equal_updates: after as many updates of each parameter. Both are of
+    runs of one seed; None where the other run has no such step.
     """
     found = collections.defaultdict(dict)
     for row in rows:
-        if "stopped" not in row:
-            for step, accuracy in row["curve"]:
-                found[row["rate"], row["blocks"], step][row["seed"]] = accuracy
+        for step, accuracy in row.get("curve", ()):  # None of a run that was stopped.
+            found[row["blocks"], step][row["seed"]] = accuracy
     return [
         {
-            "rate": rate,
             "blocks": blocks,
             "step": step,
             "accuracy": grid.mean_and_interval(own.values()),
+            "equal_steps": _difference(own, found.get((1, step), {})),
+            "equal_updates": _difference(own, found.get((1, step / blocks), {})),
         }
-        | {
-            "equal_steps": _difference(own, found.get((rate, 1, step))),
-            "equal_updates": _difference(own, found.get((rate, 1, step / blocks))),
-        }
-        for (rate, blocks, step), own in sorted(found.items())
+        for (blocks, step), own in sorted(found.items())
     ]
 
 
 def report(table: list[dict[str, Any]]) -> None:
-    print("rate    blocks  step  accuracy        at equal steps   at equal updates")
+    print("blocks  step   accuracy         at equal steps   at equal updates")
     for row in table:
         cells = (row["accuracy"], row["equal_steps"], row["equal_updates"])
         texts = [f"{c['mean']:+.3f} ± {c['half_width']:.3f}" if c else "" for c in cells]
         print(
-            f"{row['rate']:<8g}{row['blocks']:>6}{row['step']:>6}  "
-            + "   ".join(t.ljust(14) for t in texts)
+            f"{row['blocks']:>6}{row['step']:>6}   {'   '.join(text.ljust(14) for text in texts)}"
         )
 
 
-def _difference(
-    own: dict[int, float], others: dict[int, float] | None
-) -> dict[str, float | int] | None:
-    pairs = [own[seed] - others[seed] for seed in own if seed in (others or {})]
+def _difference(own: dict[int, float], others: dict[int, float]) -> dict[str, float | int] | None:
+    pairs = [own[seed] - others[seed] for seed in own if seed in others]
     return grid.mean_and_interval(pairs) if pairs else None
 
 

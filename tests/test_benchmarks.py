@@ -116,7 +116,7 @@ def test_blocks_are_compared_in_a_grid_of_their_own(tmp_path, monkeypatch):
     tiny = TINY | {"model.num_layers": 2, "warm_start.num_steps": 2}
     monkeypatch.setattr(blocks, "STEPS", {1: 1, 2: 2})
     monkeypatch.setattr(blocks, "BASE", tiny | blocks.BASE | {"checkpoint.every_steps": 1})
-    blocks.main(["--only=seed=0,rate=0.0003", f"--cache={tmp_path}", f"--results={tmp_path}"])
+    blocks.main(["--only=seed=0", f"--cache={tmp_path}", f"--results={tmp_path}"])
     table = json.loads((tmp_path / "blocks.json").read_text("utf-8"))["table"]
     assert [(row["blocks"], row["step"]) for row in table] == [
         (1, 0),
@@ -130,7 +130,7 @@ def test_blocks_are_compared_in_a_grid_of_their_own(tmp_path, monkeypatch):
 def test_blocks_are_compared_at_equal_steps_and_at_equal_updates():
     def run(blocks, seed, *accuracies):
         curve = [[20 * i, accuracy] for i, accuracy in enumerate(accuracies)]
-        return {"blocks": blocks, "rate": 1e-3, "seed": seed, "curve": curve}
+        return {"blocks": blocks, "seed": seed, "curve": curve}
 
     rows = [run(1, 0, 0.1, 0.5), run(1, 1, 0.3, 0.9)]
     rows += [run(2, 0, 0.1, 0.4, 0.6), run(2, 1, 0.3, 0.6, 0.8)]
