@@ -152,7 +152,11 @@ def rollout_of(settings: Settings):
 
     if settings.rollout.function != environment.NAME:
         return rollout_function(settings.rollout.function)
-    return environment.EnvironmentRollout(**vars(settings.environment))
+    wanted = settings.environment
+    # A reset and max_turns turns, and one outage of the servers.
+    turn_secs = wanted.timeout_secs + settings.rollout.request_timeout_secs
+    episode_secs = (wanted.max_turns + 1) * turn_secs + settings.queue.outage_secs
+    return environment.EnvironmentRollout(**vars(wanted), episode_secs=episode_secs)
 
 
 def runner_of(settings: Settings, tokenizer, task):
@@ -266,6 +270,13 @@ def base_directory(settings: Settings, workdir: pathlib.Path) -> pathlib.Path:
     if has_base_files(settings):
         return model_directory(settings)
     return WeightStore(workdir / "base", keep=1).path(0)
+
+
+def base_name(settings: Settings, workdir: pathlib.Path) -> str:
+    """The frozen weights of a run with adapters, as files of an adapter name them: model.path or a directory."""
+    return (
+        settings.model.path if has_base_files(settings) else str(base_directory(settings, workdir))
+    )
 
 
 def base_params(settings: Settings, workdir: pathlib.Path, config, mesh):
