@@ -1,10 +1,11 @@
 """Differences of versions: their bytes over the full version's, on a pretrained model, by learning rate and dtype.
 
-    python benchmarks/differences.py --checkpoint=DIR [--steps=10] [--learning_rates=1e-6,1e-5]
+    python benchmarks/differences.py --checkpoint=DIR [--steps=10] [--learning_rates=1e-6,1e-5] [--blocks=2]
 
 DIR: of `python launch/smollm2_checkpoint.py DIR`. A step is the learner's own optimizer without a warm-up, on a policy
 gradient: A · ∇ log π of rows of text (the README of this project), with advantages of both signs. The parameters are
-float32, and a version is their cast to its dtype, as the learner casts it. Each difference is applied to a server's
+float32, and a version is their cast to its dtype, as the learner casts it. With --blocks each step trains one block of
+the layers, as with `learner.blocks`. Each difference is applied to a server's
 copy of the version before; the last copy's digests are compared with the last version's. The seconds are of this
 machine: their ratio to a copy of the same files, timed beside the last of them, is what carries over.
 """
@@ -26,6 +27,7 @@ import weights
 from flax import nnx
 
 from jaxrl_async.config.settings import Learner
+from jaxrl_async.learner import blocks
 from jaxrl_async.learner.optimizer import make_optimizer
 from jaxrl_async.models import hf, transformer
 from jaxrl_async.weights import difference
@@ -46,8 +48,11 @@ def rows_of(checkpoint: pathlib.Path, num_rows: int, num_tokens: int) -> Iterato
         )
 
 
-def make_step(config: transformer.ModelConfig, optimizer: optax.GradientTransformation):
-    """A jitted (params, state, tokens [B, T], advantages [B]) → (params, state)."""
+def make_step(
+    config: transformer.ModelConfig, optimizer: optax.GradientTransformation, num_blocks: int
+):
+    """A jitted (params, state, updates made, tokens [B, T], advantages [B]) → (params, state)."""
+    turns = blocks.Blocks(num_blocks, config.num_layers, num_minibatches=1)
 
     def loss(params, tokens_BT, advantages_B):
         model = nnx.merge(transformer.graphdef(config), params)
@@ -57,10 +62,14 @@ def make_step(config: transformer.ModelConfig, optimizer: optax.GradientTransfor
         taken = jnp.take_along_axis(logprobs, tokens_BT[:, 1:, None], -1)[..., 0]
         return -jnp.mean(advantages_B[:, None] * taken)
 
-    def step(params, state, tokens_BT, advantages_B):
+    def step(params, state, number, tokens_BT, advantages_B):
         grads = jax.grad(loss)(params, tokens_BT, advantages_B)
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+        trained = turns.trained(grads, number)
+        counted = blocks.with_adam_count(state, turns.num_own(number))
+        updates, moved = optimizer.update(grads, counted, params)
+        new = optax.apply_updates(params, updates)
+        new = jax.tree.map(jnp.where, trained, new, params)
+        return new, blocks.select(optimizer, trained, moved, state)
 
     return jax.jit(step, donate_argnums=(0, 1))
 
@@ -106,26 +115,37 @@ class Ways:
         return weights.copy_secs(self.copy.path, self.copy.path.parent / "plain")
 
 
-def run(checkpoint, learning_rate: float, steps: int, num_rows: int, num_tokens: int) -> list[dict]:
+def run(
+    checkpoint,
+    learning_rate: float,
+    steps: int,
+    num_rows: int,
+    num_tokens: int,
+    num_blocks: int = 1,
+) -> list[dict]:
     """One row for each step and dtype."""
     config = hf.read_config(checkpoint, dtype="float32", remat=False)
     params = hf.from_tensors(hf.read_tensors(checkpoint), config)
     params = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), params)
     optimizer = make_optimizer(Learner(learning_rate=learning_rate, warmup_updates=0))
     state = jax.jit(optimizer.init)(params)
-    step, batches = make_step(config, optimizer), rows_of(checkpoint, num_rows, num_tokens)
+    step, batches = (
+        make_step(config, optimizer, num_blocks),
+        rows_of(checkpoint, num_rows, num_tokens),
+    )
     advantages = jnp.asarray(np.resize([1.0, -1.0], num_rows), jnp.float32)
     rows = []
     with tempfile.TemporaryDirectory(prefix="jaxrl-differences-") as directory:
         ways = [Ways(pathlib.Path(directory), dtype) for dtype in DTYPES]
         for number in range(steps + 1):
             if number:
-                params, state = step(params, state, next(batches), advantages)
+                made = jnp.int32(number - 1)
+                params, state = step(params, state, made, next(batches), advantages)
             for way in ways:
                 figures = way.push(number, params, config)
                 if figures is not None:
                     row = {"learning_rate": learning_rate, "dtype": way.dtype, "step": number}
-                    rows.append(row | figures)
+                    rows.append(row | {"blocks": num_blocks} | figures)
                     print(f"{learning_rate:g} {way.dtype:8} step {number:2d} {figures}", flush=True)
         copies = {way.dtype: way.end() for way in ways}
     return [row | {"copy_secs": copies[row["dtype"]]} for row in rows]
@@ -136,6 +156,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--checkpoint", type=pathlib.Path, required=True)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--learning_rates", default="1e-6,1e-5")
+    parser.add_argument("--blocks", type=int, default=1, help="as learner.blocks")
     parser.add_argument("--rows", type=int, default=2, help="of a step's batch")
     parser.add_argument("--tokens", type=int, default=64, help="of a row")
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks/results")
@@ -143,7 +164,7 @@ def main(argv: list[str] | None = None) -> None:
     difference.MAX_SHARE = 2.0  # Also those that would go in full are measured.
     rows = []
     for rate in map(float, args.learning_rates.split(",")):
-        rows += run(args.checkpoint, rate, args.steps, args.rows, args.tokens)
+        rows += run(args.checkpoint, rate, args.steps, args.rows, args.tokens, args.blocks)
         (args.out / "differences.json").write_text(json.dumps({"rows": rows}, indent=2) + "\n")
     for rate, dtype in dict.fromkeys((row["learning_rate"], row["dtype"]) for row in rows):
         of = [row for row in rows if (row["learning_rate"], row["dtype"]) == (rate, dtype)]

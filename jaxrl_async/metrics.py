@@ -26,7 +26,7 @@ METRICS: dict[str, str] = {
     "policy/max_anchor_ratio": "largest π_θ/π_prox of the step",
     "policy/dropped_by_cap": "share of tokens whose behavior weight is 0",
     "policy/kl_penalty": "nats per token, the penalty's estimate before its coefficient",
-    "policy/grad_norm": "global gradient norm before clipping, mean over minibatches",
+    "policy/grad_norm": "global gradient norm before clipping, of the trained block, mean over minibatches",
     "staleness/mean": "steps, mean over trained tokens",
     "staleness/max": "steps",
     "mismatch/mean_abs": "nats, mean |learner's − engine's log-prob| at the same weights, over tokens of staleness 0",

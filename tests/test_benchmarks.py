@@ -13,6 +13,7 @@ SMOKE = "smoke,mode=sync"
 RUN_TIMEOUT_SECS = 400
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import blocks  # noqa: E402
 import delight_reversal  # noqa: E402
 import grid  # noqa: E402
 import staleness  # noqa: E402
@@ -108,6 +109,36 @@ def test_a_grid_runs_once_and_is_written_with_its_plot(script, tmp_path, monkeyp
     assert len(result["runs"]) == 4
     assert all(len(row["curve"]) == 3 for row in result["runs"])  # versions 0, 2 and 3
     assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+
+
+@pytest.mark.long
+def test_blocks_are_compared_in_a_grid_of_their_own(tmp_path, monkeypatch):
+    tiny = TINY | {"model.num_layers": 2, "warm_start.num_steps": 2}
+    monkeypatch.setattr(blocks, "STEPS", {1: 1, 2: 2})
+    monkeypatch.setattr(blocks, "BASE", tiny | blocks.BASE | {"checkpoint.every_steps": 1})
+    blocks.main(["--only=seed=0", f"--cache={tmp_path}", f"--results={tmp_path}"])
+    table = json.loads((tmp_path / "blocks.json").read_text("utf-8"))["table"]
+    assert [(row["blocks"], row["step"]) for row in table] == [
+        (1, 0),
+        (1, 1),
+        (2, 0),
+        (2, 1),
+        (2, 2),
+    ]
+
+
+def test_blocks_are_compared_at_equal_steps_and_at_equal_updates():
+    def run(blocks, seed, *accuracies):
+        curve = [[20 * i, accuracy] for i, accuracy in enumerate(accuracies)]
+        return {"blocks": blocks, "seed": seed, "curve": curve}
+
+    rows = [run(1, 0, 0.1, 0.5), run(1, 1, 0.3, 0.9)]
+    rows += [run(2, 0, 0.1, 0.4, 0.6), run(2, 1, 0.3, 0.6, 0.8)]
+    table = {(row["blocks"], row["step"]): row for row in blocks.tabulate(rows)}
+    assert table[1, 20]["accuracy"]["mean"] == pytest.approx(0.7)
+    assert table[2, 20]["equal_steps"]["mean"] == pytest.approx(-0.2)  # −0.1 and −0.3
+    assert table[2, 20]["equal_updates"] is None and table[2, 40]["equal_steps"] is None
+    assert table[2, 40]["equal_updates"]["mean"] == pytest.approx(0.0)  # +0.1 and −0.1
 
 
 def test_an_interval_is_students():

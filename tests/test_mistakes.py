@@ -41,6 +41,7 @@ SETTINGS = [
     ("learner.max_grad_norm=0.0", ("learner.max_grad_norm", "> 0", "0")),
     ("learner.microbatch_rows=-4", ("learner.microbatch_rows", "≥ 1", "-4")),
     ("learner.num_minibatches=3", ("learner.num_minibatches = 3", "groups_per_step = 8")),
+    ("learner.blocks=3", ("learner.blocks", "[1, model.num_layers = 2]", "3")),
     ("learner.packing=firstfit", ("learner.packing", "'firstfit'", "'first_fit'")),
     ("learner.data=3", ("learner.data", "microbatch_rows = 64", "3")),
     ("mode=asink", ("mode", "'asink'", "'async'")),
@@ -120,11 +121,24 @@ WORDS = [
         ],
         ("model.path", "'splash' has no windows", "8 tokens", "'xla'"),
     ),
+    (
+        [
+            "train",
+            f"--config={QUICKSTART}",
+            "--config.model.path={tmp}/whole",
+            "--config.learner.blocks=3",
+        ],
+        ("model.path", "learner.blocks", "[1, 2]", "3"),
+    ),
     (["train", "--resume", "--workdir={tmp}/nothing"], ("{tmp}/nothing",)),
     (["evaluate"], ("--workdir=DIR",)),
     (["evaluate", "--workdir={tmp}/nothing"], ("{tmp}/nothing",)),
     (["evaluate", "--workdir={tmp}/done", "--steps=two"], ("--steps", "'two'")),
     (["evaluate", "--workdir={tmp}/done", "--steps=7"], ("--steps", "7", "0, 2")),
+    (
+        ["replay", "--workdir={tmp}/done", "--first=2", "--config.learner.blocks=2"],
+        ("learner.blocks", "checkpoint 0", "--first=2"),
+    ),
     (["report", "--workdir={tmp}/nothing"], ("{tmp}/nothing",)),
 ]
 

@@ -108,6 +108,7 @@ def test_an_older_workdir_goes_on_with_the_values_of_its_time(
         (("--config.rollout.max_prompt_tokens=9",), "rollout.max_prompt_tokens .* → 9"),
         (("--config.learner.groups_per_step=4",), "learner.groups_per_step .* → 4"),
         (("--config.seed=1",), "seed 0 → 1"),
+        (("--config.learner.blocks=2",), "learner.blocks 1 → 2: .*turns"),
     ],
 )
 def test_what_a_resumed_run_cannot_change_is_refused(words, said, workdir, started, capsys):
@@ -122,6 +123,17 @@ def test_what_a_resumed_run_cannot_change_is_refused(words, said, workdir, start
 def test_what_changes_no_number_of_the_model_is_taken(workdir, started):
     assert resume(workdir, "--config.model.remat=True") == 0
     assert started[0].model.remat
+
+
+def test_the_updates_of_a_step_change_only_where_no_blocks_take_turns(workdir, started, capsys):
+    minibatches = "--config.learner.num_minibatches=4"
+    assert resume(workdir, minibatches) == 0
+    values = json.loads((workdir / "config.json").read_text())
+    values["learner"] |= {"num_minibatches": 2, "blocks": 2}
+    (workdir / "config.json").write_text(json.dumps(values))
+    assert resume(workdir, minibatches) == 2
+    assert "learner.num_minibatches 2 → 4: a resumed run cannot" in capsys.readouterr().err
+    assert [settings.learner.num_minibatches for settings in started] == [4]
 
 
 @pytest.mark.parametrize("role", ["all", "learner"])

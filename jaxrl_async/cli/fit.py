@@ -84,6 +84,7 @@ def main(argv: list[str]) -> int:
 
 def model_config_of(settings: Settings):
     """The model's shape; the files of a Hugging Face directory are not needed, but for its config.json."""
+    from jaxrl_async.learner import blocks
     from jaxrl_async.models import attention
     from jaxrl_async.roles import parts
 
@@ -100,6 +101,7 @@ def model_config_of(settings: Settings):
             tokenizer = CharTokenizer(settings.tokenizer.alphabet)
         config = parts.model_config_of(settings, tokenizer)
         attention.check_windows(settings.learner.attention_kernel, config.windows)
+        blocks.check(settings.learner.blocks, config.num_layers)
         return config
     except (OSError, ValueError) as error:
         raise UsageError(f"model.path: {error}") from None

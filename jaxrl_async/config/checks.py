@@ -72,7 +72,7 @@ _AT_LEAST_ONE = {
     ),
     "environment": ("max_turns", "num_processes"),
     "learner": (
-        "num_steps", "groups_per_step", "num_minibatches", "microbatch_rows", "row_tokens",
+        "num_steps", "groups_per_step", "num_minibatches", "blocks", "microbatch_rows", "row_tokens",
         "num_processes", "data", "fsdp", "context", "tensor",
     ),
     "weights": ("push_every_steps",),
@@ -567,6 +567,8 @@ def _check_shapes(s: Settings) -> Iterator[str]:
         yield f"model.num_kv_heads = {s.model.num_kv_heads} does not divide model.num_heads = {s.model.num_heads}"
     if not s.model.path:
         yield from _check_family(s.model)
+        if s.learner.blocks > s.model.num_layers:
+            yield f"learner.blocks must be in [1, model.num_layers = {s.model.num_layers}], got {s.learner.blocks}"
     if s.warm_start.num_steps and s.warm_start.num_demonstrations < 1:
         yield (
             f"warm_start.num_demonstrations must be ≥ 1 where warm_start.num_steps = {s.warm_start.num_steps}, got "

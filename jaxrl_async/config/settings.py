@@ -55,6 +55,7 @@ ADDED: dict[str, Any] = {
     "tokenizer.chat_template": "",
     "tokenizer.system_prompt": "",
     "tokenizer.instruction": "",
+    "learner.blocks": 1,
     "learner.context": 1,
     "learner.param_dtype": "float32",
     "learner.moment_dtype": "float32",
@@ -305,6 +306,8 @@ class Learner:
     num_steps: int = 100
     groups_per_step: int = 64  # B
     num_minibatches: int = 2  # optimizer updates per step
+    # parts of the layers, of which each step trains one, in turn (learner/blocks.py); 1: all layers in every step
+    blocks: int = 1
     microbatch_rows: int = 16
     row_tokens: int = 4096
     packing: str = "in_order"  # one of PACKINGS

@@ -17,6 +17,7 @@ from flax import nnx
 
 from jaxrl_async.config.loss import LossConfig
 from jaxrl_async.config.settings import Learner
+from jaxrl_async.learner import blocks
 from jaxrl_async.learner.optimizer import stochastic_round
 from jaxrl_async.learner.statistics import Statistics
 from jaxrl_async.models import attention, logprobs, sharding, transformer
@@ -78,7 +79,7 @@ class TrainStep:
           config: the model's shape.
           mesh: from sharding.make_mesh.
           loss: the loss to minimise.
-          learner: max_grad_norm, num_minibatches, head_chunk_tokens, attention_kernel, shared_prompts and
+          learner: max_grad_norm, num_minibatches, blocks, head_chunk_tokens, attention_kernel, shared_prompts and
             param_dtype are read.
           temperature: the sampler's, > 0: log-probs are of logits / temperature.
           optimizer: from optimizer.make_optimizer.
@@ -86,8 +87,8 @@ class TrainStep:
           turn: a context in which alone a program runs, to its end, where others use the device too.
 
         Raises:
-          ValueError: a clip against 'current' with several minibatches, a temperature that is not > 0, or an attention
-            kernel that the model's layers cannot use.
+          ValueError: a clip against 'current' with several minibatches, a temperature that is not > 0, more blocks than
+            layers, or an attention kernel that the model's layers cannot use.
         """
         attention.check_windows(learner.attention_kernel, config.windows)
         loss.check_minibatches(learner.num_minibatches)
@@ -96,6 +97,7 @@ class TrainStep:
         self._config, self._loss, self._optimizer = config, loss, optimizer
         self._learner, self._temperature = learner, temperature
         self._statistics = Statistics(loss)
+        self._blocks = blocks.Blocks(learner.blocks, config.num_layers, learner.num_minibatches)
         self._rows = rows = sharding.batch_sharding(mesh)
         # XLA's CPU collectives hang when programs of several devices pile up on few threads.
         on_cpu = mesh.devices.flat[0].platform == "cpu"
@@ -297,6 +299,8 @@ class TrainStep:
     ) -> tuple[TrainState, Accumulator, dict[str, jax.Array]]:
         """Divides by the minibatch's denominator, clips, and applies the optimizer.
 
+        With several blocks it does so to the step's block alone, and policy/grad_norm is that block's.
+
         Args:
           state: consumed, but for its parameters with keeps_params.
           accumulator: consumed.
@@ -352,14 +356,22 @@ class TrainStep:
         denominator = self._statistics.denominator(accumulator.sums)
         loss = self._statistics.summed_loss(accumulator.sums) / denominator
         grads = jax.tree.map(lambda g: g / denominator, accumulator.grads)
+        opt_state, in_blocks = state.opt_state, self._learner.blocks > 1
+        if in_blocks:
+            trained = self._blocks.trained(grads, state.updates)
+            grads = jax.tree.map(lambda own, g: jnp.where(own, g, 0.0), trained, grads)
+            opt_state = blocks.with_adam_count(opt_state, self._blocks.num_own(state.updates))
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         scale = jnp.minimum(1.0, self._learner.max_grad_norm / grad_norm)
         params = _cast(state.params, "float32")
         updates, opt_state = self._optimizer.update(
-            jax.tree.map(lambda g: g * scale, grads), state.opt_state, params
+            jax.tree.map(lambda g: g * scale, grads), opt_state, params
         )
         params = self._stored(optax.apply_updates(params, updates), state.updates)
+        if in_blocks:
+            params = jax.tree.map(jnp.where, trained, params, state.params)
+            opt_state = blocks.select(self._optimizer, trained, opt_state, state.opt_state)
         moved = TrainState(params, opt_state, state.updates + 1)
         state = jax.tree.map(lambda new, kept: jnp.where(finite, new, kept), moved, state)
         metrics = self._statistics.metrics(accumulator.sums, accumulator.maxima)

@@ -207,10 +207,12 @@ def _errors_of(prefix: str) -> Iterator[None]:
 
 def _check_model(settings: Settings) -> None:
     """Reads config.json and the headers of the weights; touches no device."""
+    from jaxrl_async.learner import blocks
     from jaxrl_async.models import attention, hf
 
     config = parts.model_config_of(settings, None)
     attention.check_windows(settings.learner.attention_kernel, config.windows)
+    blocks.check(settings.learner.blocks, config.num_layers)
     hf.check_files(parts.model_directory(settings), config)
 
 

@@ -22,6 +22,7 @@ from jaxrl_async.tasks import TASKS
 # Keys and blocks that a resumed run cannot change, and why. A change of another key holds from the resumed step on.
 _PROMPTS = "the journal and the checkpoint count prompts of the old stream"
 _MODEL = "the checkpoint holds the old model"
+_TURNS = "the turns of the blocks and their optimizer's counts follow from the updates made"
 FIXED = {
     "mode": "its outstanding prompts were admitted under the old mode's bound on staleness",
     "seed": "samples and delays are drawn from it",
@@ -31,6 +32,8 @@ FIXED = {
     "rollout.max_prompt_tokens": _PROMPTS,  # Longer prompts are left out before they are counted.
     "rollout.group_size": "the journal holds groups of the old size",
     "learner.groups_per_step": "the journal holds steps of the old size",
+    "learner.blocks": _TURNS,
+    "learner.num_minibatches": _TURNS,  # of several blocks
     "model": _MODEL,
 }
 # Settings of the model that say its shape; with a model.path they are the shape of its files.
@@ -142,12 +145,13 @@ def changes(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> list[st
     """
     said = []
     shape = {f"model.{name}" for name in SHAPE} if config.model.path else ()
+    free = (*FREE, "learner.num_minibatches") if config.learner.get("blocks", 1) == 1 else FREE
     for key, values in differences(workdir, config).items():
         if key in shape:  # Nobody reads it.
             continue
         words = " → ".join("nothing" if v is MISSING else repr(v) for v in values)
         said.append(f"config differs from {workdir / 'config.json'}: {key} {words}")
-        if (reason := _reason(key)) and not _splits_alike(key, *values):
+        if key not in free and (reason := _reason(key)) and not _splits_alike(key, *values):
             raise ValueError(
                 f"{said[-1]}: a resumed run cannot change it, {reason}; leave --config away, or name another --workdir"
             )
@@ -214,8 +218,6 @@ def _splits_alike(key: str, old: Any, new: Any) -> bool:
 
 
 def _reason(key: str) -> str:
-    if key in FREE:
-        return ""
     return next(
         (why for name, why in FIXED.items() if key == name or key.startswith(f"{name}.")), ""
     )

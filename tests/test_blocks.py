@@ -1,0 +1,236 @@
+"""Blocks: each step trains its own alone, as an optimizer of its own would, and no bit of the others changes."""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import zlib
+
+import jax
+import numpy as np
+import optax
+import pytest
+from fixtures.models import tiny
+from fixtures.recorded_run import Recorder
+from fixtures.small_learner import flat, make_packer, make_train_step, params_on, train
+from fixtures.train_steps import A3PO, VERSION, groups_of, pack
+from flax import nnx
+
+from jaxrl_async.config.settings import Learner
+from jaxrl_async.learner.checkpoint import Checkpoints
+from jaxrl_async.learner.optimizer import make_optimizer
+from jaxrl_async.learner.train_step import TrainState
+from jaxrl_async.models import hf, lora, sharding
+from jaxrl_async.weights import difference
+from jaxrl_async.weights.store import WeightStore
+
+CONFIG = tiny(num_layers=3, tied_embeddings=False)
+BATCH = pack(groups_of())[0]
+ADAM = Learner(learning_rate=1e-2, warmup_updates=5, weight_decay=0.1, max_grad_norm=0.1)
+
+SHAPES = {  # number of blocks → of a train step
+    2: dict(num_blocks=2, config=CONFIG),
+    # At this rate every parameter moves beyond its rounding.
+    3: dict(
+        num_blocks=3,
+        config=tiny(num_layers=3),
+        mesh_shape=(1, 2, 2),
+        param_dtype="bfloat16",
+        learning_rate=0.1,
+    ),
+}
+
+
+@functools.cache
+def make(num_blocks=2, config=CONFIG, mesh_shape=(1, 1, 1), **changes):
+    """A mesh and a train step of two minibatches, with AdamW, a warm-up and a small bound of the norm."""
+    learner = dataclasses.replace(ADAM, blocks=num_blocks, **changes)
+    mesh = sharding.make_mesh(*mesh_shape, jax.devices()[: np.prod(mesh_shape)])
+    settings = {field.name: getattr(learner, field.name) for field in dataclasses.fields(learner)}
+    optimizer = make_optimizer(learner)
+    return mesh, make_train_step(config, mesh, A3PO, optimizer=optimizer, **settings)
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """An update, all on the host."""
+
+    before: TrainState
+    grads: nnx.State  # of the loss per token
+    after: TrainState
+    grad_norm: float
+
+
+@functools.cache
+def updates(num_blocks):
+    """The first seven, two to a step, of one of SHAPES."""
+    mesh, train_step = make(**SHAPES[num_blocks])
+    params = params_on(mesh, SHAPES[num_blocks]["config"])
+    state, found = train_step.init(params), []
+    for _ in range(7):
+        before, accumulator = jax.device_get(state), accumulated(train_step, state)
+        grads = jax.tree.map(lambda g: g / BATCH.mask.sum(), jax.device_get(accumulator.grads))
+        state, _, metrics = train_step.update(state, accumulator)
+        assert metrics["finite"] == 1
+        grad_norm = float(metrics["policy/grad_norm"])
+        found.append(Update(before, grads, jax.device_get(state), grad_norm))
+    return found
+
+
+def accumulated(train_step, state):
+    zeros = train_step.zero_accumulator()
+    return train_step.accumulate(state.params, zeros, BATCH, None, VERSION)
+
+
+def of_block(tree, block, num_blocks=2):
+    """path → the part of an array that is in a block of three layers; the rule, written out."""
+    own = {(2, 0): [0, 1], (2, 1): [2], (3, 0): [0], (3, 1): [1], (3, 2): [2]}[num_blocks, block]
+    last = num_blocks - 1
+    found = {}
+    for path, leaf in nnx.to_flat_state(tree):
+        value = np.asarray(leaf.get_value(), np.float32)
+        if path[0] == "blocks":
+            found[path] = value[own]
+        elif block == {"embedding": 0, "final_norm": last, "head": last}[path[0]]:
+            found[path] = value
+    return found
+
+
+def num_changed(file):
+    """The tensors that a difference changes; the others have no bytes in it."""
+    data = file.read_bytes()
+    tensors = json.loads(zlib.decompress(data[16 : 16 + int.from_bytes(data[8:16], "little")]))[
+        "tensors"
+    ]
+    assert all(bool(tensor["packed"]) == bool(tensor["changed"]) for tensor in tensors)
+    return sum(tensor["changed"] > 0 for tensor in tensors)
+
+
+def norm_of(grads):
+    return np.sqrt(sum(np.sum(np.square(g, dtype=np.float64)) for g in grads.values()))
+
+
+def changed_of(old, new):
+    return {name for name in old if (old[name] != new[name]).any()}
+
+
+def test_one_program_serves_all_blocks():
+    jax.clear_caches()
+    assert len(updates(2)) == 7
+    assert make(**SHAPES[2])[1].num_compilations() == 4  # init, zeros, accumulate, update
+
+
+@pytest.mark.parametrize("num_blocks", SHAPES)
+def test_a_step_changes_its_block_and_no_bit_of_the_others(num_blocks):
+    for i, update in enumerate(updates(num_blocks)):
+        (before, *_), (after, *_) = update.before.opt_state, update.after.opt_state
+        for block in range(num_blocks):
+            for trees in (
+                (update.before.params, update.after.params),
+                (before.mu, after.mu),
+                (before.nu, after.nu),
+            ):
+                old, new = (of_block(tree, block, num_blocks) for tree in trees)
+                own = block == i // 2 % num_blocks
+                assert changed_of(old, new) == (old.keys() if own else set())
+
+
+@pytest.mark.parametrize("num_blocks", SHAPES)
+def test_a_difference_is_of_the_tensors_of_its_block_alone(num_blocks, tmp_path):
+    config, store = SHAPES[num_blocks]["config"], WeightStore(tmp_path, keep=2)
+    for i, update in enumerate(updates(num_blocks)):
+        old, new = (
+            dict(hf.to_tensors(state.params, config, "float32"))
+            for state in (update.before, update.after)
+        )
+        block, last = i // 2 % num_blocks, num_blocks - 1
+        layers = {2: {0: (0, 1), 1: (2,)}, 3: {0: (0,), 1: (1,), 2: (2,)}}[num_blocks][block]
+        own = {name for name in old if any(f".layers.{layer}." in name for layer in layers)}
+        own |= {"model.embed_tokens.weight"} if block == 0 else set()
+        own |= {"model.norm.weight", "lm_head.weight"} & old.keys() if block == last else set()
+        assert changed_of(old, new) == own
+        if i % 2 == 0:
+            paths = [
+                store.write(2 * i + j, tensors.items(), hf.write_config(config))
+                for j, tensors in enumerate((old, new))
+            ]
+            assert num_changed(difference.write(*paths)) == len(own)
+
+
+def test_each_block_moves_as_by_an_optimizer_of_its_own():
+    adam = optax.adamw(1.0, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
+    next_of, states = jax.jit(adam.update), {}
+    for i, update in enumerate(updates(2)):
+        block = i // 2 % 2
+        params, grads = of_block(update.before.params, block), of_block(update.grads, block)
+        assert norm_of(grads) > 0.1, "the bound of the norm is felt"
+        grads = {path: np.float32(g * 0.1 / norm_of(grads)) for path, g in grads.items()}
+        # The rate follows all updates, Adam's count those of the block.
+        rate = 1e-2 * min(1, (i + 1) / 5)
+        state = states.get(block, adam.init(params))
+        moved, states[block] = next_of(grads, state, params)
+        found = of_block(update.after.params, block)
+        for path, value in params.items():
+            np.testing.assert_allclose(
+                found[path], value + rate * moved[path], rtol=1e-6, atol=1e-7
+            )
+        for moment in ("mu", "nu"):
+            found = of_block(getattr(update.after.opt_state[0], moment), block)
+            for path, value in getattr(states[block][0], moment).items():
+                np.testing.assert_allclose(found[path], value, rtol=1e-4, atol=1e-9)
+    assert {block: int(state[0].count) for block, state in states.items()} == {0: 4, 1: 3}
+
+
+def test_the_gradient_norm_is_that_of_the_block():
+    for i, update in enumerate(updates(2)):
+        own, other = (norm_of(of_block(update.grads, (i // 2 + j) % 2)) for j in (0, 1))
+        np.testing.assert_allclose(update.grad_norm, own, rtol=1e-5)
+        assert abs(own - other) > 0.01 * own
+
+
+def test_a_gradient_of_another_block_that_is_not_finite_reaches_nothing():
+    mesh, train_step = make(**SHAPES[2])
+    state = train_step.init(params_on(mesh, CONFIG))
+    accumulator = accumulated(train_step, state)
+    head = accumulator.grads["head"]
+    head["kernel"] = head["kernel"].replace(head["kernel"].get_value() * np.nan)
+    state, _, metrics = train_step.update(state, accumulator)
+    assert metrics["finite"] == 1 and np.isfinite(flat(state)).all()
+
+
+def test_a_run_resumed_within_a_cycle_is_the_uninterrupted_one_bit_for_bit(tmp_path):
+    mesh, train_step = make(**SHAPES[2])
+
+    def run(state, first, last):
+        settings = {"num_minibatches": 2, "blocks": 2, "num_steps": last}
+        pack = make_packer(8, 32)
+        return train(Recorder(), state, train_step, first_step=first, pack=pack, **settings)
+
+    with contextlib.closing(Checkpoints(tmp_path, keep=1)) as checkpoints:
+        # Step 4 is the second of its cycle, and so is the count of Adam.
+        checkpoints.save(3, run(train_step.init(params_on(mesh, CONFIG)), 1, 3), {})
+        whole = run(train_step.init(params_on(mesh, CONFIG)), 1, 6)
+        restored, _ = checkpoints.restore(3, train_step.abstract_state())
+        resumed = run(restored, 4, 6)
+    assert int(whole.updates) == 12
+    np.testing.assert_array_equal(flat(resumed), flat(whole))
+
+
+def test_adapters_are_in_their_layers_block():
+    config = tiny(num_layers=3, lora=lora.LoRA(2, 4.0, ("q_proj", "down_proj")))
+    mesh, train_step = make(2, config)
+    adapters, base = lora.split(params_on(mesh, config))
+    train_step.freeze(base)
+    state = train_step.init(adapters)
+    for i in range(6):
+        before, accumulator = jax.device_get(state.params), accumulated(train_step, state)
+        state = train_step.update(state, accumulator)[0]
+        for block in (0, 1):
+            old, new = (of_block(tree, block) for tree in (before, jax.device_get(state.params)))
+            assert changed_of(old, new) == (old.keys() if block == i // 2 % 2 else set())
+
+
+@pytest.mark.parametrize("number", [0, 4])
+def test_blocks_without_a_layer_are_refused(number):
+    with pytest.raises(ValueError, match=rf"learner.blocks .* \[1, 3\].* got {number}"):
+        make(number)
