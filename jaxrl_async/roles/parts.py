@@ -145,14 +145,24 @@ def rollout_of(settings: Settings):
     """The run's rollout function.
 
     Raises:
-      ValueError, TypeError: no such function or environment, or one that does not take environment.args.
+      ValueError, TypeError: no such function, environment or agent, or an environment that does not take
+        environment.args.
     """
-    from jaxrl_async.rollout import environment
+    from jaxrl_async.rollout import agent, environment
     from jaxrl_async.rollout.runner import rollout_function
 
-    if settings.rollout.function != environment.NAME:
-        return rollout_function(settings.rollout.function)
-    return environment.EnvironmentRollout(**vars(settings.environment))
+    rollout = settings.rollout
+    if rollout.function == environment.NAME:
+        return environment.EnvironmentRollout(**vars(settings.environment))
+    if rollout.function != agent.NAME:
+        return rollout_function(rollout.function)
+    return agent.AgentRollout(
+        rollout.agent,
+        timeout_secs=rollout.agent_timeout_secs,
+        max_calls=rollout.agent_calls,
+        rows=rollout.agent_rows,
+        temperature=rollout.temperature,
+    )
 
 
 def runner_of(settings: Settings, tokenizer, task):
@@ -176,6 +186,7 @@ def runner_of(settings: Settings, tokenizer, task):
         never_token_ids=never_token_ids(settings, tokenizer),
         decode_raw=functools.partial(tokenizer.decode, special=True),
         encode_reply=getattr(tokenizer, "encode_reply", None),
+        encode_chat=getattr(tokenizer, "encode_chat", None),
         right=getattr(task, "right", RIGHT),
     )
 
