@@ -87,13 +87,12 @@ class Choice:
     logprobs: np.ndarray  # float32 [N]
 
 
-def read_call(body: Any, *, temperature: float, max_choices: int) -> Call:
+def read_call(body: Any, *, temperature: float) -> Call:
     """Checks the body of a request.
 
     Args:
       body: JSON.
       temperature: the run's; a call may give it, and no other.
-      max_choices: bound on n, ≥ 1.
 
     Raises:
       RefusedError: names the field, the value and the bound.
@@ -104,16 +103,16 @@ def read_call(body: Any, *, temperature: float, max_choices: int) -> Call:
     for name in given.keys() - _IGNORED - _FIXED.keys() - _READ:
         raise RefusedError(f"{name!r:.80} is not supported, got {given[name]!r:.80}", param=name)
     for name, only in (_FIXED | {"temperature": temperature}).items():
-        # A reason that is not neutral would be trained as if the run's own sampling had drawn it.
         if name in given and given[name] != only:
-            raise RefusedError(f"{name} must be {only!r}, got {given[name]!r:.80}", param=name)
+            text = f"must be {only!r}, as in the run"
+            _refuse(name, text, given[name])
     options = given.get("stream_options", {})
     if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
         _refuse("stream_options", "must be {include_usage}", options)
     return Call(
         messages=_messages(given.get("messages")),
         tools=_tools(given.get("tools", [])),
-        n=_whole("n", given.get("n", 1), max_choices),
+        n=_whole("n", given.get("n", 1), MAX_CHOICES),
         stop=_stops(given.get("stop", [])),
         max_tokens=_max_tokens(given),
         stream=_flag("stream", given),
@@ -165,7 +164,7 @@ def read_message(found: Any, number: int = 0) -> dict[str, Any]:
         _refuse("messages", f"{where} must have a role of {', '.join(_ROLES)}", found, where)
     for name, value in found.items():
         if name not in _MESSAGE_KEYS and value:
-            raise RefusedError(f"{where}.{name} is not supported, got {value!r:.80}", param=where)
+            _refuse("messages", f"{where}.{name} is not supported", value, where)
     role = "system" if found["role"] == "developer" else found["role"]
     message = {"role": role, "content": _text(found.get("content"), where)}
     for name in ("name", "tool_call_id"):

@@ -99,17 +99,18 @@ class Session:
           RefusedError: the call is not answered; names the value and the bound.
         """
         self._check()
-        several = self._rows != "one"
-        call = chat.read_call(
-            body,
-            temperature=self._temperature,
-            max_choices=chat.MAX_CHOICES if several else 1,
-        )
+        call = chat.read_call(body, temperature=self._temperature)
+        if call.n > 1 and self._rows == "one":
+            text = f"n must be 1 where rollout.agent_rows = 'one', got {call.n}"
+            raise RefusedError(text, param="n")
         with self._counted():
             try:
                 branch, row, read = self._row_of(call)
                 return call, await self._extend(call, branch, row, read)
             except RefusedError:
+                raise
+            except asyncio.CancelledError:
+                self.fail(_dropped())
                 raise
             except Exception as error:  # A server's, or a bug.
                 self.fail(error)
@@ -352,8 +353,7 @@ class Sessions:
                 raise _failed(session.failure.result()) from None
             return await _send(request, call, answer)
         except (asyncio.CancelledError, ConnectionError, web.RequestPayloadError):
-            text = "a call's connection dropped before its answer was sent"
-            session.fail(RolloutError("agent_error", text))
+            session.fail(_dropped())
             raise
 
 
@@ -436,6 +436,11 @@ class _Answer:
             middle = (low + high) // 2
             low, high = (low, middle) if has(middle) else (middle, high)
         return high
+
+
+def _dropped() -> RolloutError:
+    text = "a call's connection dropped before its answer was sent"
+    return RolloutError("agent_error", text)
 
 
 def _several_rows(text: str) -> RolloutError:
