@@ -307,6 +307,7 @@ def test_of_several_rows_that_of_the_last_call_is_trained_as_it_was_sampled(toke
                 messages = [{"role": "user", "content": f"another {len(histories)}"}]
             elif kind == "edit":
                 messages[0] = {"role": "user", "content": "shorter"}
+            policy.n = policy.left = n
             status, answer = await post(base_url, messages, n=n)
             assert status == 200
             for choice in answer["choices"]:
@@ -952,3 +953,63 @@ def is_not_async(base_url, prompt):
 def test_an_agent_is_found_by_its_name_and_checked(name, text):
     with pytest.raises((ValueError, ImportError), match=text):
         agent_of(name)
+
+
+async def test_openais_client_is_a_client(qwen):
+    openai = pytest.importorskip("openai")
+    turns = [call_of("multiply", a=2), "to", "12", "a:b"]
+    seen = []
+
+    async def agent(base_url, prompt):
+        # A client that blocks: its agents wait for one another, and no call waits for an agent.
+        client = openai.OpenAI(base_url=base_url, api_key="any")
+        assert [model.id for model in client.models.list()] == ["policy"]
+        chat = client.chat.completions
+        messages = [{"role": "developer", "content": "be brief"}, *ASKED]
+        message = chat.create(model="m", messages=messages, tools=TOOLS).choices[0].message
+        (call,) = message.tool_calls
+        assert (call.function.name, json.loads(call.function.arguments)) == ("multiply", {"a": 2})
+        messages += [message, {"role": "tool", "tool_call_id": call.id, "content": "4"}]
+        with chat.stream(model="m", messages=messages, tools=TOOLS) as stream:
+            completion = stream.get_final_completion()
+        seen.append(completion.choices[0].message.content)
+        messages += [completion.choices[0].message.to_dict(), *ASKED]
+        client = openai.AsyncOpenAI(base_url=base_url, api_key="any")
+        bounds = {"max_completion_tokens": 9, "stop": ":", "logprobs": True, "temperature": 1.0}
+        chunks = await client.chat.completions.create(
+            model="m", messages=messages, tools=TOOLS, stream=True, **bounds
+        )
+        text = "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
+        seen.append(text)
+        messages += [{"role": "assistant", "content": text}, *ASKED]
+        with pytest.raises(openai.BadRequestError, match="temperature must be 1.0, as in the run"):
+            await client.chat.completions.create(model="m", messages=messages, temperature=0.5)
+        answer = await client.chat.completions.create(
+            model="m", messages=messages, tools=TOOLS, **bounds
+        )
+        seen.append(answer.choices[0].message.content)
+        assert len(answer.choices[0].logprobs.content) == 2
+        await client.close()
+        return 1.0
+
+    row = await played(agent, qwen, Policy(qwen, *turns))
+    assert seen == ["to", "12", "a"] and row.components == {"turns": 4.0}
+    shown = qwen.decode(row.tokens[row.mask], special=True)
+    assert shown == f"{turns[0]}<|im_end|>to<|im_end|>12<|im_end|>a:"
+
+
+async def test_openais_client_is_not_kept_waiting_by_a_session_that_is_over(qwen):
+    openai = pytest.importorskip("openai")
+    found = []
+
+    async def agent(base_url, prompt):
+        client = openai.AsyncOpenAI(base_url=base_url, api_key="any")
+        try:
+            await client.chat.completions.create(model="m", messages=ASKED)
+        except openai.APIStatusError as error:  # Without a second try.
+            found.append(error.message)
+            raise
+
+    policy = Policy(qwen, RolloutError("timeout", "no answer within 60 s"))
+    error = await failed(agent, qwen, policy)
+    assert error.reason == "timeout" and len(policy.given) == 1
