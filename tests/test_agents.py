@@ -79,7 +79,9 @@ def test_an_agent_is_trained_and_evaluated(tmp_path):
     rows = read_metrics(run)
     assert [row["step"] for row in rows] == [1, 2]
     assert all(row["component/turns"] == 2 for row in rows)
-    assert not {name for row in rows for name in row if name.startswith("returned/")}
+    # A failure costs its group; the prompt is issued again, and none is lost.
+    counts = {name for row in rows for name in row if name.startswith(("returned/", "retired/"))}
+    assert counts == {"returned/agent_error"} and rows[-1]["returned/agent_error"] >= 1
     (sample, *_), *_ = read_samples(run).values()
     read = [text for text, version in sample.spans if version is None]
     assert sample.prompt.endswith("assistant\n") and "are you sure?" in "".join(read)

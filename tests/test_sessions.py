@@ -752,15 +752,21 @@ async def test_the_time_in_which_calls_are_answered_is_not_the_agents(qwen):
 
 
 async def test_a_failure_of_the_servers_is_the_sessions_and_every_later_call_is_refused(qwen):
-    found = []
+    found, headers = [], []
 
     async def agent(base_url, prompt):
+        async with aiohttp.ClientSession() as client:
+            url, body = f"{base_url}/chat/completions", {"messages": ASKED}
+            async with client.post(url, json=body) as response:
+                headers.append(response.headers["x-should-retry"])
+                found.append((response.status, await response.json()))
         while True:
-            found.append(await post(base_url, ASKED))
+            await post(base_url, ASKED)
 
     policy = Policy(qwen, RolloutError("server_error", "no HEALTHY server"))
     error = await failed(agent, qwen, policy)
     assert (error.reason, error.detail) == ("server_error", "no HEALTHY server")
+    assert headers == ["false"]  # OpenAI's client tries again else.
     assert found[0][0] == 503 and "no HEALTHY server" in found[0][1]["error"]["message"]
     assert len(policy.given) == 1
 
