@@ -15,7 +15,7 @@ from test_tools import Server, call_of, check_exact
 
 from jaxrl_async.rollout import sessions
 from jaxrl_async.rollout.agent import AgentRollout, agent_of
-from jaxrl_async.rollout.context import RolloutError, rng_of
+from jaxrl_async.rollout.context import Context, RolloutError, rng_of
 from jaxrl_async.rollout.runner import Runner
 from jaxrl_async.servers.client import Completion
 from jaxrl_async.types import NOT_SAMPLED, Prompt
@@ -402,6 +402,25 @@ async def test_tools_are_shown_and_their_calls_and_results_are_messages(qwen):
     assert text.count("<tool_response>\n4\n</tool_response>") == 2
 
 
+async def test_white_space_around_an_answer_and_the_ids_of_its_calls_may_change(qwen):
+    turns = ["\n 12 ", f" so {call_of('look_up', a=[1], b=2)}", "13"]
+
+    async def agent(base_url, prompt):
+        messages = [*ASKED, await ask(base_url, ASKED, tools=TOOLS)]
+        assert messages[-1]["content"] == turns[0]
+        messages = [*ASKED, {"role": "assistant", "content": "12"}, *ASKED]
+        message = await ask(base_url, messages, tools=TOOLS)
+        called = {"name": "look_up", "arguments": '{"b":2,  "a":[1]}'}
+        call = {"id": "another", "type": "function", "function": called}
+        messages.append({"role": "assistant", "content": message["content"], "tool_calls": [call]})
+        messages.append({"role": "tool", "tool_call_id": "another", "content": "4"})
+        await ask(base_url, messages, tools=TOOLS)
+
+    row = await played(agent, qwen, Policy(qwen, *turns))
+    shown = qwen.decode(row.tokens[row.mask], special=True)
+    assert shown == "".join(f"{turn}<|im_end|>" for turn in turns)
+
+
 async def test_the_name_of_a_results_tool_is_found_by_the_id_of_its_call(tokenizers):
     tight = tokenizers["tight"]
 
@@ -450,20 +469,25 @@ def test_a_stop_text_ends_the_row_at_the_token_that_completes_it(tokenizers, dat
     turns = data.draw(
         st.lists(st.text(alphabet="abtol12: zé", max_size=120), min_size=1, max_size=3)
     )
-    answers, policy = [], Policy(tokenizer)
+    answers, counts, policy = [], [], Policy(tokenizer)
 
     async def agent(base_url, prompt):
         messages = list(ASKED)
         for turn in turns:
             policy.turns = [turn]  # What was sampled beyond the text is gone.
-            message = await ask(base_url, messages, stop=stops[:4])
+            status, answer = await post(base_url, messages, stop=stops[:4], logprobs=True)
+            assert status == 200
+            (choice,) = answer["choices"]
+            message = choice["message"]
+            counts.append(len(choice["logprobs"]["content"]))
+            assert answer["usage"]["completion_tokens"] == counts[-1]
             answers.append(message["content"])
             messages = [*messages, message, *ASKED]
 
     row = asyncio.run(played(agent, tokenizer, policy, max_new_tokens=3000))
     expected = list(row.tokens[: row.prompt_length])
     mask = [False] * len(expected)
-    for turn, answer in zip(turns, answers, strict=True):
+    for turn, answer, count in zip(turns, answers, counts, strict=True):
         ids = [*tokenizer.encode(turn), tokenizer.eos_id]
         has = lambda text: any(stop in text for stop in stops[:4])  # noqa: E731
         for end in range(1, len(ids) + 1):
@@ -478,7 +502,7 @@ def test_a_stop_text_ends_the_row_at_the_token_that_completes_it(tokenizers, dat
         mask += [True] * end
         text = tokenizer.decode(ids[:end])
         found = [text.find(stop) for stop in stops[:4] if stop in text]
-        assert answer == text[: min(found, default=None)] and not has(answer)
+        assert count == end and answer == text[: min(found, default=None)] and not has(answer)
     assert row.tokens.tolist() == expected and row.mask.tolist() == mask
 
 
@@ -752,23 +776,37 @@ async def test_the_time_in_which_calls_are_answered_is_not_the_agents(qwen):
 
 
 async def test_a_failure_of_the_servers_is_the_sessions_and_every_later_call_is_refused(qwen):
-    found, headers = [], []
-
     async def agent(base_url, prompt):
-        async with aiohttp.ClientSession() as client:
-            url, body = f"{base_url}/chat/completions", {"messages": ASKED}
-            async with client.post(url, json=body) as response:
-                headers.append(response.headers["x-should-retry"])
-                found.append((response.status, await response.json()))
         while True:
             await post(base_url, ASKED)
 
-    policy = Policy(qwen, RolloutError("server_error", "no HEALTHY server"))
-    error = await failed(agent, qwen, policy)
-    assert (error.reason, error.detail) == ("server_error", "no HEALTHY server")
-    assert headers == ["false"]  # OpenAI's client tries again else.
-    assert found[0][0] == 503 and "no HEALTHY server" in found[0][1]["error"]["message"]
-    assert len(policy.given) == 1
+    error = RolloutError("server_error", "no HEALTHY server")
+    policy = Policy(qwen, error)
+    assert await failed(agent, qwen, policy) is error and len(policy.given) == 1
+    # What an agent reads that is not cancelled at once.
+    policy, endpoint = (
+        Policy(qwen, error),
+        sessions.Sessions(temperature=1.0, rows="one", max_calls=4),
+    )
+    functions = {"encode": qwen.encode, "decode": qwen.decode, "encode_chat": qwen.encode_chat}
+    bounds = {"vocab_size": qwen.vocab_size, "max_new_tokens": 9, "max_row_tokens": 99}
+    await endpoint.start()
+    try:
+        async with aiohttp.ClientSession() as client:
+            with endpoint.session(PROMPT, Context(policy, **functions, **bounds, make_rng=rng)) as (
+                base_url,
+                session,
+            ):
+                for _ in range(2):
+                    url, body = f"{base_url}/chat/completions", {"messages": ASKED}
+                    async with client.post(url, json=body) as response:
+                        text = (await response.json())["error"]["message"]
+                        assert response.status == 503 and "no HEALTHY server" in text
+                        # Else OpenAI's client tries again.
+                        assert response.headers["x-should-retry"] == "false"
+                assert session.failure.result() is error and len(policy.given) == 1
+    finally:
+        await endpoint.close()
 
 
 async def test_a_failure_of_an_evaluation_reaches_it_as_it_is(qwen):
