@@ -69,6 +69,7 @@ class Session:
         self._num_calls = self._num_rows = 0
         self._running: set[asyncio.Task] = set()
         self._own_secs, self._since = 0.0, clock()  # without a call, up to `since`
+        self._has_ended = False
         self.is_cut = False  # whether a call was refused because tokens or calls were used up
         self.failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
 
@@ -88,7 +89,8 @@ class Session:
         self.end()
 
     def end(self) -> None:
-        """Ends the calls that are being answered."""
+        """Ends the calls that are being answered, and refuses all others."""
+        self._has_ended = True
         for task in self._running - {asyncio.current_task()}:
             task.cancel()
 
@@ -143,6 +145,8 @@ class Session:
     def _check(self) -> None:
         if self.failure.done():
             raise _failed(self.failure.result())
+        if self._has_ended:
+            raise _over()
         if self._num_calls >= self._max_calls:
             self.is_cut = True
             text = f"a session has at most rollout.agent_calls = {self._max_calls} calls, and this is one more"
@@ -334,8 +338,7 @@ class Sessions:
     def _session_of(self, request: web.Request) -> Session:
         session = self._sessions.get(request.match_info["id"])
         if session is None:
-            text = "no such session: its agent returned, failed or ran out of time, or there never was one"
-            raise RefusedError(text, code="session_not_found", status=404)
+            raise _over()
         return session
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
@@ -349,8 +352,8 @@ class Sessions:
             except asyncio.CancelledError:
                 if asyncio.current_task().cancelling():
                     raise
-                self._session_of(request)  # It has ended.
-                raise _failed(session.failure.result()) from None
+                failure = session.failure
+                raise (_failed(failure.result()) if failure.done() else _over()) from None
             return await _send(request, call, answer)
         except (asyncio.CancelledError, ConnectionError, web.RequestPayloadError):
             session.fail(_dropped())
@@ -436,6 +439,12 @@ class _Answer:
             middle = (low + high) // 2
             low, high = (low, middle) if has(middle) else (middle, high)
         return high
+
+
+def _over() -> RefusedError:
+    """The refusal of a call of no session."""
+    text = "no such session: its agent returned, failed or ran out of time, or there never was one"
+    return RefusedError(text, code="session_not_found", status=404)
 
 
 def _dropped() -> RolloutError:
