@@ -3,7 +3,6 @@
 import asyncio
 import json
 import threading
-import time
 
 import aiohttp
 import hypothesis
@@ -643,7 +642,7 @@ async def asks_twice_at_once(base_url, prompt):
 async def test_a_second_row_fails_the_session_and_names_the_difference(qwen, agent, text):
     class Slow(Policy):
         async def __call__(self, tokens, **sampling):
-            await asyncio.sleep(0.2 * (agent is asks_twice_at_once))
+            await asyncio.sleep(9 * (agent is asks_twice_at_once))
             return await super().__call__(tokens, **sampling)
 
     policy = Slow(qwen, "12", "13")
@@ -680,19 +679,27 @@ async def rewards_with_text(base_url, prompt):
     return "1"
 
 
-async def leaves_a_call(base_url, prompt):
+SAMPLES = threading.Event()  # a call is being answered
+
+
+async def call_under_way(base_url):
+    """A call that has reached the policy."""
+    SAMPLES.clear()
     call = asyncio.ensure_future(post(base_url, ASKED))
-    await asyncio.sleep(0.2)
-    leaves_a_call.call = call
+    while not SAMPLES.is_set():
+        await asyncio.sleep(0.01)
+    return call
+
+
+async def leaves_a_call(base_url, prompt):
+    leaves_a_call.call = await call_under_way(base_url)
     return 1.0
 
 
 async def drops(base_url, prompt):
     """Closes its connection while the call is answered, and goes on as if nothing had been."""
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.2):
-            await post(base_url, ASKED)
-    await asyncio.sleep(0.2)
+    (await call_under_way(base_url)).cancel()
+    await asyncio.sleep(9)
     return 1.0
 
 
@@ -703,9 +710,9 @@ async def drops_half_a_body(base_url, prompt):
     head = f"POST {path}/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{{"
     writer.write(head.encode())
     await writer.drain()
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.5)
     writer.close()
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(9)
     return 1.0
 
 
@@ -734,9 +741,8 @@ async def drops_half_a_body(base_url, prompt):
 async def test_a_session_that_fails_has_a_reason_and_no_sample(qwen, agent, text, place):
     class Slow(Policy):
         async def __call__(self, tokens, **sampling):
-            await asyncio.sleep(
-                0.01 if agent in (raises, rewards_with_nan, rewards_with_text) else 9
-            )
+            SAMPLES.set()
+            await asyncio.sleep(9 if agent in (drops, leaves_a_call) else 0)
             return await super().__call__(tokens, **sampling)
 
     error = await failed(agent, qwen, Slow(qwen, "12"))
@@ -745,34 +751,51 @@ async def test_a_session_that_fails_has_a_reason_and_no_sample(qwen, agent, text
 
 
 async def test_an_agent_that_takes_too_long_or_blocks_costs_its_session_and_no_other(qwen):
+    released = threading.Event()
+
     async def waits(base_url, prompt):
         await ask(base_url, ASKED)
         await asyncio.sleep(60)
 
     async def blocks(base_url, prompt):
         await ask(base_url, ASKED)
-        time.sleep(1.0)
+        released.wait(60)
 
     for agent in (waits, blocks):
-        start = time.monotonic()
-        error = await failed(agent, qwen, Policy(qwen, "12"), timeout_secs=0.3)
-        assert error.reason == "agent_timeout", error
-        assert "took longer than rollout.agent_timeout_secs = 0.3" in error.detail
-        assert time.monotonic() - start < 10
+        runner = runner_of(agent, qwen, timeout_secs=0.3)
+        text = r"agent_timeout: .* took longer than rollout.agent_timeout_secs = 0.3"
+        with pytest.raises(RolloutError, match=text):
+            await runner.run(PROMPT, Policy(qwen, "12"), rng)
+        if agent is blocks:
+            released.set()  # Not before this loop went on.
+        await runner.close()
+
+
+def context_of(tokenizer, policy):
+    names = ("encode", "decode", "encode_chat", "encode_reply")
+    functions = {name: getattr(tokenizer, name) for name in names}
+    bounds = {"vocab_size": tokenizer.vocab_size, "max_new_tokens": 9, "max_row_tokens": 199}
+    return Context(policy, **functions, **bounds, make_rng=rng)
 
 
 async def test_the_time_in_which_calls_are_answered_is_not_the_agents(qwen):
+    now = [100.0]
+
     class Slow(Policy):
         async def __call__(self, tokens, **sampling):
-            await asyncio.sleep(0.6)
+            now[0] += 40
+            seen.append(session.own_secs())
             return await super().__call__(tokens, **sampling)
 
-    async def agent(base_url, prompt):
-        message = await ask(base_url, ASKED)
-        await ask(base_url, [*ASKED, message, *ASKED])
-
-    row = await played(agent, qwen, Slow(qwen, "12", "13"), timeout_secs=0.5)
-    assert row.components == {"turns": 2.0}
+    bounds = {"temperature": 1.0, "rows": "one", "max_calls": 2, "clock": lambda: now[0]}
+    session = sessions.Session(PROMPT, context_of(qwen, Slow(qwen, "12", "13")), **bounds)
+    messages, seen = list(ASKED), []
+    for _ in range(2):
+        now[0] += 3
+        _, answer = await asyncio.create_task(session.answer({"messages": messages}))
+        messages += [answer["choices"][0]["message"], *ASKED]
+    now[0] += 1
+    assert [*seen, session.own_secs()] == [3, 6, 7]
 
 
 async def test_a_failure_of_the_servers_is_the_sessions_and_every_later_call_is_refused(qwen):
@@ -784,19 +807,12 @@ async def test_a_failure_of_the_servers_is_the_sessions_and_every_later_call_is_
     policy = Policy(qwen, error)
     assert await failed(agent, qwen, policy) is error and len(policy.given) == 1
     # What an agent reads that is not cancelled at once.
-    policy, endpoint = (
-        Policy(qwen, error),
-        sessions.Sessions(temperature=1.0, rows="one", max_calls=4),
-    )
-    functions = {"encode": qwen.encode, "decode": qwen.decode, "encode_chat": qwen.encode_chat}
-    bounds = {"vocab_size": qwen.vocab_size, "max_new_tokens": 9, "max_row_tokens": 99}
+    policy = Policy(qwen, error)
+    endpoint = sessions.Sessions(temperature=1.0, rows="one", max_calls=4)
     await endpoint.start()
     try:
         async with aiohttp.ClientSession() as client:
-            with endpoint.session(PROMPT, Context(policy, **functions, **bounds, make_rng=rng)) as (
-                base_url,
-                session,
-            ):
+            with endpoint.session(PROMPT, context_of(qwen, policy)) as (base_url, session):
                 for _ in range(2):
                     url, body = f"{base_url}/chat/completions", {"messages": ASKED}
                     async with client.post(url, json=body) as response:
@@ -853,22 +869,26 @@ async def test_an_agent_without_tokens_or_calls_is_cut_where_it_ends_well_and_ov
 
 async def test_calls_at_once_are_bounded(qwen, monkeypatch):
     monkeypatch.setattr(sessions, "MAX_PARALLEL_CALLS", 3)
-    statuses = []
+    refused = threading.Event()
+    seen = []
 
     async def agent(base_url, prompt):
-        found = await asyncio.gather(*(post(base_url, ASKED) for _ in range(8)))
-        statuses.extend(status for status, _ in found)
-        refused = [answer["error"]["message"] for status, answer in found if status == 429]
-        assert refused and all("at most 3 may" in text for text in refused)
+        for done in asyncio.as_completed([post(base_url, ASKED) for _ in range(8)]):
+            status, answer = await done
+            seen.append(status)
+            if status == 429:
+                assert "at most 3 may" in answer["error"]["message"]
+                refused.set()
         await ask(base_url, ASKED)
 
     class Slow(Marked):
         async def __call__(self, tokens, **sampling):
-            await asyncio.sleep(0.3)
+            while not refused.is_set():
+                await asyncio.sleep(0.01)
             return await super().__call__(tokens, **sampling)
 
     row = await played(agent, qwen, Slow(qwen), rows="last")
-    assert set(statuses) == {200, 429} and row.components["rows"] == statuses.count(200) + 1
+    assert set(seen) == {200, 429} and row.components["rows"] == seen.count(200) + 1
 
 
 async def test_calls_after_the_end_and_of_no_session_are_not_found(qwen):
@@ -889,25 +909,24 @@ async def test_calls_after_the_end_and_of_no_session_are_not_found(qwen):
             status, answer = await post(base_url, ASKED)
             assert status == 404 and answer["error"]["code"] == "session_not_found"
             assert "its agent returned, failed or ran out of time" in answer["error"]["message"]
+        assert late.startswith("http://127.0.0.1:")
         assert late != other and len(late.split("/")[4]) >= 32
     finally:
         await runner.close()
 
 
 async def test_sessions_that_mix_up_their_ids_are_no_samples(qwen):
-    addresses = {}
+    addresses = []
 
     async def agent(base_url, prompt):
-        addresses[prompt.index] = base_url
-        while len(addresses) < 2:
-            await asyncio.sleep(0.01)
         if prompt.index == 1:
             await ask(base_url, ASKED)
-            await asyncio.sleep(0.3)  # The other one calls here.
-        else:
-            await asyncio.sleep(0.1)
-            status, _ = await post(addresses[1], ASKED)
-            assert status == 503
+            addresses.append(base_url)
+            await asyncio.sleep(9)  # The other one calls here.
+        while not addresses:
+            await asyncio.sleep(0.01)
+        status, _ = await post(addresses[0], ASKED)
+        assert status == 503
         return 1.0
 
     runner = runner_of(agent, qwen)
