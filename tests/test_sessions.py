@@ -742,7 +742,7 @@ async def test_a_session_that_fails_has_a_reason_and_no_sample(qwen, agent, text
     class Slow(Policy):
         async def __call__(self, tokens, **sampling):
             SAMPLES.set()
-            await asyncio.sleep(9 if agent in (drops, leaves_a_call) else 0)
+            await asyncio.sleep(30 if agent in (drops, leaves_a_call) else 0)
             return await super().__call__(tokens, **sampling)
 
     error = await failed(agent, qwen, Slow(qwen, "12"))
@@ -883,8 +883,8 @@ async def test_calls_at_once_are_bounded(qwen, monkeypatch):
 
     class Slow(Marked):
         async def __call__(self, tokens, **sampling):
-            while not refused.is_set():
-                await asyncio.sleep(0.01)
+            for _ in range(500):
+                await asyncio.sleep(0 if refused.is_set() else 0.01)
             return await super().__call__(tokens, **sampling)
 
     row = await played(agent, qwen, Slow(qwen), rows="last")
@@ -903,6 +903,7 @@ async def test_calls_after_the_end_and_of_no_session_are_not_found(qwen):
     try:
         await runner.run(PROMPT, Policy(qwen, "12"), rng)
         await runner.run(PROMPT, Policy(qwen, "12"), rng)
+        assert (await runner.function._started)._sessions == {}
         late, other = addresses
         guess = late.replace(late.split("/")[4], "0" * 32)
         for base_url in (late, guess):
