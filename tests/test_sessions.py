@@ -14,6 +14,7 @@ from test_tools import Server, call_of, check_exact
 
 from jaxrl_async.rollout import sessions
 from jaxrl_async.rollout.agent import AgentRollout, agent_of
+from jaxrl_async.rollout.chat import RefusedError
 from jaxrl_async.rollout.context import Context, RolloutError, rng_of
 from jaxrl_async.rollout.runner import Runner
 from jaxrl_async.servers.client import Completion
@@ -914,6 +915,16 @@ async def test_calls_after_the_end_and_of_no_session_are_not_found(qwen):
         assert late != other and len(late.split("/")[4]) >= 32
     finally:
         await runner.close()
+
+
+async def test_a_call_that_arrives_as_its_session_ends_samples_nothing(qwen):
+    policy = Policy(qwen, "12")
+    bounds = {"temperature": 1.0, "rows": "one", "max_calls": 2}
+    session = sessions.Session(PROMPT, context_of(qwen, policy), **bounds)
+    session.end()
+    with pytest.raises(RefusedError, match="no such session") as caught:
+        await session.answer({"messages": ASKED})
+    assert caught.value.status == 404 and policy.given == []
 
 
 async def test_sessions_that_mix_up_their_ids_are_no_samples(qwen):
