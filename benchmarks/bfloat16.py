@@ -58,7 +58,10 @@ def main(argv: list[str] | None = None) -> None:
     if args.model:
         flags += [f"--config.model.path={args.model}", f"--config.tokenizer.path={args.model}"]
     settings = settings_of(parse_flags("", flags, config=True).config)
-    result = shapes.machine() | {"model": settings.model.path or "random", "dtypes": {}}
+    result = shapes.machine() | {
+        "model": pathlib.Path(settings.model.path).name or "random",
+        "dtypes": {},
+    }
     for dtype in DTYPES:
         of_dtype = dataclasses.replace(
             settings, model=dataclasses.replace(settings.model, dtype=dtype)

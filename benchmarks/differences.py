@@ -11,7 +11,6 @@ machine: their ratio to a copy of the same files, timed beside the last of them,
 
 import argparse
 import json
-import os
 import pathlib
 import shutil
 import tempfile
@@ -23,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tokenizers
+import weights
 from flax import nnx
 
 from jaxrl_async.config.settings import Learner
@@ -90,9 +90,8 @@ class Ways:
         digest = read_manifest(path)["digest"]
         self.copy.patch(file, digest)
         patched = time.monotonic()
-        self.copy.digest = (
-            digest  # Found right or wrong at the end: each copy is made of the one before.
-        )
+        # Found right or wrong at the end: each copy is made of the one before.
+        self.copy.digest = digest
         num_bytes = sum(f.stat().st_size for f in path.glob("*.safetensors"))
         return {
             "share": file.stat().st_size / num_bytes,
@@ -104,21 +103,7 @@ class Ways:
     def end(self) -> float:
         """Verifies the copy; returns the seconds of a plain copy of its files."""
         verify(self.copy.path)
-        return copy_secs(self.copy.path, self.copy.path.parent / "plain")
-
-
-def copy_secs(path: pathlib.Path, temporary: pathlib.Path) -> float:
-    """Seconds of a plain copy of a version's files."""
-    start = time.monotonic()
-    temporary.mkdir()
-    for file in path.glob("*.safetensors"):
-        with open(file, "rb") as source, open(temporary / file.name, "wb") as target:
-            shutil.copyfileobj(source, target, 1 << 20)
-            target.flush()
-            os.fsync(target.fileno())
-    seconds = time.monotonic() - start
-    shutil.rmtree(temporary)
-    return seconds
+        return weights.copy_secs(self.copy.path, self.copy.path.parent / "plain")
 
 
 def run(checkpoint, learning_rate: float, steps: int, num_rows: int, num_tokens: int) -> list[dict]:

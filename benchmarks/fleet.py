@@ -43,7 +43,7 @@ from jaxrl_async.servers.fleet import Fleet
 from jaxrl_async.types import Prompt
 from jaxrl_async.weights.publisher import Publisher
 from jaxrl_async.weights.store import WeightStore
-from jaxrl_async.weights.transports import TRANSPORTS
+from jaxrl_async.weights.transports import FileTransport
 
 ROOT = pathlib.Path(__file__).parent.parent
 VOCAB_SIZE, PROMPT_TOKENS, NEW_TOKENS, GROUP_SIZE = 100, 8, 16, 4
@@ -299,7 +299,7 @@ def learn(args, directory: pathlib.Path, queue: str, addresses: list[str], proce
         publisher = Publisher(
             {address: (address,) for address in addresses},
             client=InferenceClient(),
-            transport=functools.partial(TRANSPORTS["disk"], mode="retract", writer=identity),
+            transport=FileTransport("disk", mode="retract", writer=identity),
             pin=store.pin,
             announce=learner.publish_version,
             push_timeout_secs=120.0,

@@ -45,6 +45,7 @@ from jaxrl_async.rollout.sampler import request_seed
 from jaxrl_async.rollout.single_turn import single_turn
 from jaxrl_async.servers.client import Completion
 from jaxrl_async.tasks.prompts import prompt_stream, test_prompts
+from jaxrl_async.tasks.tokenizer import Tokenizer
 from jaxrl_async.tools.evaluate import completion_of
 from jaxrl_async.types import Chunk, Group, Prompt, Trajectory, check_trajectory
 
@@ -236,7 +237,7 @@ class _Samples:
         """Greedy answers to the held-out prompts by a clean sampler: mean reward, and share of exact answers."""
         asked = {(prompt.index, 0): (prompt, 0) for prompt in self._held_out}
         completions = self._complete(asked, 0.0)
-        texts = [self._text(completions[p.index, 0].tokens) for p in self._held_out]
+        texts = [text_of(self._tokenizer, completions[p.index, 0].tokens) for p in self._held_out]
         return {
             name: float(
                 np.mean([r(t, p.answer) for t, p in zip(texts, self._held_out, strict=True)])
@@ -256,20 +257,10 @@ class _Samples:
         """Completions of (prompt, seed), by the same keys."""
         keys = {f"{index}-{sample}": (index, sample) for index, sample in asked}
         requests = [
-            engines.Request(rid, prompt.tokens, self._sampling(temperature, seed))
+            request_of(self._settings, self._tokenizer, rid, prompt, temperature, seed)
             for rid, (prompt, seed) in zip(keys, asked.values(), strict=True)
         ]
         return {keys[done.rid]: completion_of(done) for done in complete(self._engine, requests)}
-
-    def _sampling(self, temperature: float, seed: int) -> SamplingParams:
-        return SamplingParams(
-            max_new_tokens=self._settings.rollout.max_new_tokens,
-            temperature=temperature,
-            top_p=1.0,
-            top_k=-1,
-            stop_token_ids=tuple(self._tokenizer.stop_token_ids),
-            seed=seed,
-        )
 
     def _recorded(self, prompt: Prompt, sample: int, completion: Completion) -> Trajectory:
         """What a worker would push of a sample."""
@@ -281,19 +272,13 @@ class _Samples:
         trajectory = _result(single_turn(prompt, functools.partial(_given, completion)))
         if rng:
             trajectory = self._frictions.of_trajectory(trajectory, rng)
-        reward = self._reward(self._text(trajectory.completion), prompt.answer)
+        reward = self._reward(text_of(self._tokenizer, trajectory.completion), prompt.answer)
         if rng:
             reward = self._frictions.of_reward(reward, rng)
         trajectory = dataclasses.replace(trajectory, reward=reward)
         bounds = {"vocab_size": self._tokenizer.vocab_size}
         check_trajectory(trajectory, max_tokens=self._settings.learner.row_tokens, **bounds)
         return trajectory
-
-    def _text(self, ids: np.ndarray) -> str:
-        ids = ids.tolist()
-        if ids and ids[-1] in self._tokenizer.stop_token_ids:
-            del ids[-1]
-        return self._tokenizer.decode(ids)
 
 
 class _Metrics:
@@ -341,6 +326,34 @@ def complete(
                 engine.submit(requests[sent], ended.put)
                 sent += 1
     return completions
+
+
+def request_of(
+    settings: Settings,
+    tokenizer: Tokenizer,
+    rid: str,
+    prompt: Prompt,
+    temperature: float,
+    seed: int,
+) -> engines.Request:
+    """A run's request for one sample, at another temperature."""
+    sampling = SamplingParams(
+        max_new_tokens=settings.rollout.max_new_tokens,
+        temperature=temperature,
+        top_p=1.0,
+        top_k=-1,
+        stop_token_ids=tuple(tokenizer.stop_token_ids),
+        seed=seed,
+    )
+    return engines.Request(rid, prompt.tokens, sampling)
+
+
+def text_of(tokenizer: Tokenizer, ids: np.ndarray) -> str:
+    """Of an answer [T], without the token that ended it."""
+    ids = ids.tolist()
+    if ids and ids[-1] in tokenizer.stop_token_ids:
+        del ids[-1]
+    return tokenizer.decode(ids)
 
 
 async def _given(completion: Completion, tokens: Sequence[int] | np.ndarray) -> Completion:

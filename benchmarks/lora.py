@@ -111,14 +111,12 @@ def measure(config, base, work, num_rows: int, rounds: int) -> dict:
 def push(config, params) -> int:
     """Writes a version, as the learner does; returns the bytes of its files."""
     with tempfile.TemporaryDirectory() as directory:
-        store = WeightStore(directory, keep=2)
-        store.begin(VERSION)
-        store.write_part(VERSION, 0, hf.to_tensors(params, config, "float32"))
+        tensors = hf.to_tensors(params, config, "float32")
         if config.lora:
             content, prefix = hf.write_adapter_config(config.lora, ""), ADAPTER
         else:
             content, prefix = hf.write_config(config), ""
-        path = store.finish(VERSION, 1, content, prefix=prefix)
+        path = WeightStore(directory, keep=2).write(VERSION, tensors, content, prefix=prefix)
         return sum(file.stat().st_size for file in path.iterdir())
 
 

@@ -37,10 +37,17 @@ import grid
 import matplotlib
 import numpy as np
 import scipy.stats
-from in_process import complete
+from in_process import complete, request_of, text_of
 from recitation import ALPHABET
 
+from jaxrl_async.config.settings import Settings
+from jaxrl_async.inference.engine import Engine
 from jaxrl_async.metrics import column, read_metrics
+from jaxrl_async.rewards import reward_function
+from jaxrl_async.roles import parts
+from jaxrl_async.tasks.prompts import test_prompts
+from jaxrl_async.tasks.tokenizer import Tokenizer
+from jaxrl_async.types import Prompt
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -218,10 +225,6 @@ def keep(workdir: pathlib.Path, kept: pathlib.Path) -> None:
 
 def score(workload: Mapping[str, Any], args: argparse.Namespace) -> None:
     """Held-out answers by each version that was kept and not scored yet, on one engine; versions are then removed."""
-    from jaxrl_async.rewards import reward_function
-    from jaxrl_async.roles import parts
-    from jaxrl_async.tasks.prompts import test_prompts
-
     settings = grid.settings_with(workload | {"warm_start.num_steps": 0})
     tokenizer = parts.tokenizer_of(settings, args.cache)
     task = parts.task_of(settings)
@@ -252,33 +255,16 @@ def score(workload: Mapping[str, Any], args: argparse.Namespace) -> None:
 
 
 def answers_of(
-    engine: Any, tokenizer: Any, settings: Any, asked: Sequence[tuple[Any, int]]
+    engine: Engine, tokenizer: Tokenizer, settings: Settings, asked: Sequence[tuple[Prompt, int]]
 ) -> list[str]:
     """Texts of the answers to (prompt, seed) by a started engine, at the temperature of training."""
-    from jaxrl_async.inference.engine import Request
-    from jaxrl_async.inference.sampling import SamplingParams
-
+    temperature = settings.rollout.temperature
     requests = [
-        Request(
-            str(number),
-            prompt.tokens,
-            SamplingParams(
-                max_new_tokens=settings.rollout.max_new_tokens,
-                temperature=settings.rollout.temperature,
-                top_p=1.0,
-                top_k=-1,
-                stop_token_ids=tuple(tokenizer.stop_token_ids),
-                seed=seed,
-            ),
-        )
+        request_of(settings, tokenizer, str(number), prompt, temperature, seed)
         for number, (prompt, seed) in enumerate(asked)
     ]
-    ended = {int(done.rid): done.output_ids.tolist() for done in complete(engine, requests)}
-    texts = []
-    for number in range(len(asked)):
-        ids = ended[number]
-        texts.append(tokenizer.decode(ids[:-1] if ids[-1] in tokenizer.stop_token_ids else ids))
-    return texts
+    ended = {done.rid: done.output_ids for done in complete(engine, requests)}
+    return [text_of(tokenizer, ended[request.rid]) for request in requests]
 
 
 def report(workload: Mapping[str, Any], args: argparse.Namespace) -> None:

@@ -125,9 +125,13 @@ def copy_secs(path: pathlib.Path, temporary: pathlib.Path) -> float:
     return seconds
 
 
-async def measure(address: str, transport: str, paths: list[pathlib.Path], repeats: int) -> dict:
-    """Medians over pushes of alternating versions; the first ones warm up and do not count."""
-    ways = {"": True, "in_pause_": False}  # prefix of the names → whether the client prepares
+async def measure(
+    address: str, transport: str, paths: list[pathlib.Path], repeats: int, ways: dict[str, bool]
+) -> dict:
+    """Medians over pushes of alternating versions; the first ones warm up and do not count.
+
+    `ways`: prefix of the names → whether the client prepares.
+    """
     pushes, pauses = {way: [] for way in ways}, {way: [] for way in ways}
     keys = {"api_key": real_servers.API_KEY, "admin_api_key": real_servers.ADMIN_API_KEY}
     async with TimedClient(**keys) as client:
@@ -135,12 +139,11 @@ async def measure(address: str, transport: str, paths: list[pathlib.Path], repea
         for way, number in ((w, next(numbers)) for _ in range(repeats + 1) for w in ways):
             client.prepares = ways[way]
             start = time.monotonic()
-            await transports.TRANSPORTS[transport](
+            await transports.FileTransport(transport, mode="retract")(
                 client,
                 address,
                 path=paths[number % 2],
                 version=number,
-                mode="retract",
                 timeout_secs=TIMEOUT_SECS,
             )
             pushes[way].append(time.monotonic() - start)
@@ -169,8 +172,11 @@ def run(sizes: list[int], servers: list[str], wanted: list[str], repeats: int) -
                             continue
                         copies = [copy_secs(p, root / "copy") for p in paths]
                         row = {"millions": millions, "server": server, "transport": transport}
-                        row |= asyncio.run(measure(address, transport, paths, repeats))
+                        ways = {"in_pause_": False} | ({} if server == "sglang" else {"": True})
+                        row |= asyncio.run(measure(address, transport, paths, repeats, ways))
                         row |= {"bytes": num_bytes, "copy_secs": float(np.median(copies))}
+                        for name in ("push_secs", "pause_secs"):
+                            row.setdefault(name, row[f"in_pause_{name}"])
                         row["bytes_per_sec"] = num_bytes / row["push_secs"]
                         row["push_over_copy"] = row["push_secs"] / row["copy_secs"]
                         row["pause_over_in_pause"] = row["pause_secs"] / row["in_pause_pause_secs"]
@@ -200,10 +206,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="pushes that count")
     parser.add_argument("--out", default=str(ROOT / "benchmarks/results/weights.json"))
     args = parser.parse_args()
-    result = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
     out = pathlib.Path(args.out)
-    rows = json.loads(out.read_text("utf-8"))["rows"] if out.exists() else []
-    rows = {key_of(row): row for row in rows}
+    result = json.loads(out.read_text("utf-8")) if out.exists() else {}
+    rows = {key_of(row): row for row in result.get("rows", [])}
+    result |= {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
     sizes = [int(size) for size in args.sizes.split(",")]
     for row in run(sizes, args.servers.split(","), args.transports.split(","), args.repeats):
         print(line(row), flush=True)

@@ -9,7 +9,7 @@ made (docs/rewards.md). Cost and accuracy: not measured.
 Arguments, after a colon: `smoke` (two steps of a tiny random model), `mode=sync|periodic|async`, `seed=N`.
 """
 
-from jaxrl_async.config import base_config, parse_arg
+from jaxrl_async.config import base_config, parse_arg, set_mode
 
 CHECKPOINT = "checkpoints/SmolLM2-135M-Instruct"
 
@@ -17,7 +17,7 @@ CHECKPOINT = "checkpoints/SmolLM2-135M-Instruct"
 def get_config(arg: str = ""):
     arg = parse_arg(arg, smoke=False, mode=("async", "sync", "periodic"), seed=0)
     c = base_config()
-    c.mode, c.seed = arg.mode, arg.seed
+    c.seed = arg.seed
 
     c.task.update(name="code", seed=arg.seed)
     c.task.args = dict(num_test=128, seed=0)
@@ -41,10 +41,5 @@ def get_config(arg: str = ""):
         c.server.max_total_tokens = 148
         c.learner.update(num_steps=2, groups_per_step=4)
         c.evaluate.num_prompts = 32
-    if arg.mode != "async":
-        c.queue.max_staleness = 0
-    if arg.mode == "periodic":
-        c.queue.chunk_groups = 2
-        c.learner.num_minibatches = 1
-        c.loss.anchor = "current"
+    set_mode(c, arg.mode, chunk_groups=2)
     return c

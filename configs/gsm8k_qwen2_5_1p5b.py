@@ -23,7 +23,7 @@ Arguments, after a colon: `smoke` (two steps of a tiny random model and an embed
 `mode=sync|periodic|async`, `seed=N`.
 """
 
-from jaxrl_async.config import base_config, parse_arg
+from jaxrl_async.config import base_config, parse_arg, set_mode
 
 CHECKPOINT = "checkpoints/Qwen2.5-1.5B-Instruct"
 
@@ -31,7 +31,7 @@ CHECKPOINT = "checkpoints/Qwen2.5-1.5B-Instruct"
 def get_config(arg: str = ""):
     arg = parse_arg(arg, smoke=False, mode="async", seed=0)
     c = base_config()
-    c.mode, c.seed = arg.mode, arg.seed
+    c.seed = arg.seed
 
     c.task.update(name="gsm8k", seed=arg.seed)
     c.task.args = dict(directory="data/gsm8k", reward="last_number")
@@ -67,10 +67,5 @@ def get_config(arg: str = ""):
         c.learner.update(num_steps=2, groups_per_step=4, num_minibatches=2, microbatch_rows=4)
         c.learner.update(row_tokens=512, fsdp=1)
         c.weights.dtype, c.evaluate.num_prompts = "float32", 32
-    if arg.mode != "async":
-        c.queue.max_staleness = 0
-    if arg.mode == "periodic":
-        c.queue.chunk_groups = 2 if arg.smoke else 16
-        c.learner.num_minibatches = 1
-        c.loss.anchor = "current"
+    set_mode(c, arg.mode, chunk_groups=2 if arg.smoke else 16)
     return c

@@ -8,13 +8,13 @@ tokens is trained on the task's text. What to expect: 20 steps end to end, rewar
 Arguments, after a colon: `smoke` (two steps of a smaller model), `mode=sync|periodic|async`, `seed=N`.
 """
 
-from jaxrl_async.config import base_config, parse_arg
+from jaxrl_async.config import base_config, parse_arg, set_mode
 
 
 def get_config(arg: str = ""):
     arg = parse_arg(arg, smoke=False, mode="async", seed=0)
     c = base_config()
-    c.mode, c.seed = arg.mode, arg.seed
+    c.seed = arg.seed
 
     c.task.update(name="gsm8k", seed=arg.seed)
     c.task.args = dict(directory="data/gsm8k", reward="last_number")
@@ -37,10 +37,5 @@ def get_config(arg: str = ""):
         c.warm_start.update(num_steps=4, batch_size=4)
         c.rollout.max_new_tokens = 32
         c.learner.update(num_steps=2, groups_per_step=4)
-    if arg.mode != "async":
-        c.queue.max_staleness = 0
-    if arg.mode == "periodic":
-        c.queue.chunk_groups = 2
-        c.learner.num_minibatches = 1
-        c.loss.anchor = "current"
+    set_mode(c, arg.mode, chunk_groups=2)
     return c

@@ -12,13 +12,13 @@ Arguments, after a colon: `smoke` (two steps), `mode=sync|periodic|async`, `seed
     --config=configs/quickstart.py:mode=periodic,seed=3
 """
 
-from jaxrl_async.config import base_config, parse_arg
+from jaxrl_async.config import base_config, parse_arg, set_mode
 
 
 def get_config(arg: str = ""):
     arg = parse_arg(arg, smoke=False, mode="async", seed=0)
     c = base_config()
-    c.mode, c.seed = arg.mode, arg.seed
+    c.seed = arg.seed
 
     c.task.seed = arg.seed
     c.task.args = dict(num_digits=2, num_test=512, forget_carry=0.7, seed=0)
@@ -39,10 +39,5 @@ def get_config(arg: str = ""):
     c.evaluate.update(every_steps=0 if arg.smoke else 20, num_validation=0 if arg.smoke else 128)
     c.supervisor.stall_secs = 900.0
 
-    if arg.mode != "async":
-        c.queue.max_staleness = 0
-    if arg.mode == "periodic":
-        c.queue.chunk_groups = 16
-        c.learner.num_minibatches = 1
-        c.loss.anchor = "current"
+    set_mode(c, arg.mode, chunk_groups=16)
     return c

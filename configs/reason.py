@@ -17,10 +17,9 @@ Arguments, after a colon: `smoke` (two steps of a tiny random model), `device=ac
 `mode=sync|periodic|async`, `lora` (adapters of rank 16 beside a frozen model in bfloat16), `seed=N`.
 """
 
-from jaxrl_async.config import base_config, parse_arg
+from jaxrl_async.config import base_config, parse_arg, set_mode
 
 LARGE, SMALL = "Qwen/Qwen3-0.6B", "HuggingFaceTB/SmolLM2-135M-Instruct"
-# Qwen3 thinks at length unless it is asked not to.
 QUESTION = "{question}\nThink in short steps. End with #### and the answer as a number."
 
 
@@ -34,7 +33,7 @@ def get_config(arg: str = ""):
         seed=0,
     )
     c = base_config()
-    c.mode, c.seed = arg.mode, arg.seed
+    c.seed = arg.seed
 
     c.task.update(name="gsm8k", seed=arg.seed)
     c.task.args = dict(directory="data/gsm8k", template=QUESTION)
@@ -50,7 +49,7 @@ def get_config(arg: str = ""):
         c.checkpoint.every_steps = 4
         c.evaluate.update(num_prompts=32, num_samples=2)
     else:
-        c.task.args.template = f"{QUESTION} /no_think"
+        c.task.args.template = f"{QUESTION} /no_think"  # Else Qwen3 thinks at length.
         c.tokenizer.update(kind="huggingface", path=LARGE)
         c.model.update(path=LARGE, num_layers=28, model_dim=1024, num_heads=16, num_kv_heads=8)
         c.model.update(head_dim=128, mlp_dim=3072, rope_theta=1e6, dtype="bfloat16", remat=True)
@@ -79,10 +78,5 @@ def get_config(arg: str = ""):
         c.learner.update(num_steps=2, groups_per_step=4, row_tokens=512, param_dtype="float32")
         c.weights.dtype, c.checkpoint.every_steps = "float32", 1
         c.evaluate.update(num_prompts=2, num_samples=2)
-    if arg.mode != "async":
-        c.queue.max_staleness = 0
-    if arg.mode == "periodic":
-        c.queue.chunk_groups = 2
-        c.learner.num_minibatches = 1
-        c.loss.anchor = "current"
+    set_mode(c, arg.mode, chunk_groups=2)
     return c

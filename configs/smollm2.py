@@ -15,7 +15,7 @@ place of the embedded one; once before: `tests/real/sglang.sh install .venv-serv
 --config.task.args.directory=DIR, which holds the published train.jsonl and test.jsonl.
 """
 
-from jaxrl_async.config import base_config, parse_arg
+from jaxrl_async.config import base_config, parse_arg, set_mode
 
 CHECKPOINT = "checkpoints/SmolLM2-135M-Instruct"
 SGLANG = (
@@ -36,7 +36,7 @@ def get_config(arg: str = ""):
         sglang=False,
     )
     c = base_config()
-    c.mode, c.seed = arg.mode, arg.seed
+    c.seed = arg.seed
 
     c.task.seed = arg.seed
     if arg.task == "sums":
@@ -72,10 +72,5 @@ def get_config(arg: str = ""):
         c.model.update(path="", num_layers=2, model_dim=64, num_heads=3, num_kv_heads=1, mlp_dim=96)
         c.learner.update(num_steps=2, groups_per_step=4)
         c.evaluate.num_prompts = 32
-    if arg.mode != "async":
-        c.queue.max_staleness = 0
-    if arg.mode == "periodic":
-        c.queue.chunk_groups = 2
-        c.learner.num_minibatches = 1
-        c.loss.anchor = "current"
+    set_mode(c, arg.mode, chunk_groups=2)
     return c

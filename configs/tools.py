@@ -12,7 +12,7 @@ do not look at the colours of the keys. docs/results.md has the measured cost an
 Arguments, after a colon: `smoke` (two steps), `env=calculator|game`, `mode=sync|periodic|async`, `seed=N`.
 """
 
-from jaxrl_async.config import base_config, parse_arg
+from jaxrl_async.config import base_config, parse_arg, set_mode
 
 
 def get_config(arg: str = ""):
@@ -20,7 +20,7 @@ def get_config(arg: str = ""):
         arg, smoke=False, env=("calculator", "game"), mode=("async", "sync", "periodic"), seed=0
     )
     c = base_config()
-    c.mode, c.seed = arg.mode, arg.seed
+    c.seed = arg.seed
 
     c.task.seed = arg.seed
     c.rollout.function = "environment"
@@ -57,10 +57,5 @@ def get_config(arg: str = ""):
     c.evaluate.update(every_steps=0 if arg.smoke else 20, num_validation=0 if arg.smoke else 128)
     c.supervisor.stall_secs = 900.0
 
-    if arg.mode != "async":
-        c.queue.max_staleness = 0
-    if arg.mode == "periodic":
-        c.queue.chunk_groups = 8
-        c.learner.num_minibatches = 1
-        c.loss.anchor = "current"
+    set_mode(c, arg.mode, chunk_groups=8)
     return c

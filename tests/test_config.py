@@ -244,6 +244,8 @@ def test_a_value_of_another_type_is_refused():
             ["--config.weights.delta=True", "--config.weights.transport=tensor"],
             r"weights\.delta needs weights\.transport 'disk' or 'stream', got 'tensor'",
         ),
+        (["--config.weights.fanout=-1"], r"weights\.fanout .* 0.* -1"),
+        (["--config.weights.fanout=2"], r"weights\.fanout needs .*'stream', got 2 with 'disk'"),
         (["--config.weights.max_paused=-1"], r"weights\.max_paused .* 0.* -1"),
         (["--config.server.quorum=0.0"], r"server\.quorum .*\(0, 1\].* 0"),
         (["--config.server.quorum=1.5"], r"server\.quorum .*\(0, 1\].* 1\.5"),

@@ -134,15 +134,13 @@ async def server(running, client, versions):
     return running
 
 
-async def push(client, server, versions, version, *, transport="disk", mode="retract", **kwargs):
-    await transports.TRANSPORTS[transport](
+async def push(client, server, versions, version, *, transport="disk", mode="retract", **options):
+    await transports.FileTransport(transport, mode=mode, **options)(
         client,
         server.address,
         path=versions.path(version),
         version=version,
-        mode=mode,
         timeout_secs=CALL_SECS,
-        **kwargs,
     )
 
 
@@ -515,12 +513,11 @@ async def test_a_truncated_checkpoint_is_never_sent(server, client, versions, tm
     file.write_bytes(file.read_bytes()[:-1000])
     for transport in real_servers.TRANSPORTS_OF[server.name]:
         with pytest.raises(ServerError, match="was not asked: .*model.safetensors"):
-            await transports.TRANSPORTS[transport](
+            await transports.FileTransport(transport, mode="retract")(
                 client,
                 server.address,
                 path=path,
                 version=2,
-                mode="retract",
                 timeout_secs=CALL_SECS,
             )
     assert (await generate(client, server)).versions.tolist() == [1] * 8
@@ -552,12 +549,11 @@ async def refused(client, server, versions, path, transport):
     """A bad version is an error, no token is ever accepted from it, and a good one heals the server."""
     async with in_flight(client, server, 4, max_new_tokens=server.long) as requests:
         with pytest.raises(ServerError):
-            await transports.TRANSPORTS[transport](
+            await transports.FileTransport(transport, mode="retract")(
                 client,
                 server.address,
                 path=path,
                 version=2,
-                mode="retract",
                 timeout_secs=CALL_SECS,
             )
         completions = [await task for task in requests]
@@ -739,12 +735,11 @@ async def test_pushes_under_load_lose_nothing(server, client, versions, num_push
         transport = real_servers.TRANSPORTS_OF[server.name][number % 2]
         start = time.monotonic()
         # Numbers rise; weights come back, so that few directories do.
-        await transports.TRANSPORTS[transport](
+        await transports.FileTransport(transport, mode="retract")(
             client,
             server.address,
             path=versions.path(10 + number % 8),
             version=10 + number,
-            mode="retract",
             timeout_secs=CALL_SECS,
         )
         pauses.append(time.monotonic() - start)
@@ -800,14 +795,13 @@ async def test_differences_under_load_give_the_digests_of_full_pushes(
     async with Watched(api_key=keys[0], admin_api_key=keys[1]) as pusher:
         for number in range(num_pushes):
             path = paths[number % 5]
-            await transports.TRANSPORTS[("disk", "stream")[number % 2]](
+            transport = ("disk", "stream")[number % 2]
+            await transports.FileTransport(transport, mode="retract", delta=True)(
                 pusher,
                 server.address,
                 path=path,
                 version=FIRST_STEP + number,
-                mode="retract",
                 timeout_secs=CALL_SECS,
-                delta=True,
             )
             info = await client.model_info(server.address, timeout_secs=CALL_SECS)
             digest = weight_store.read_manifest(path)["digest"]

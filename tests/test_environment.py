@@ -30,7 +30,8 @@ def prompt_of(text, answer="", **metadata):
 
 def rollout_of(name, args=None, **changes):
     bounds = {"max_turns": 4, "max_turn_tokens": 0, "timeout_secs": 5.0, "num_processes": 2}
-    return EnvironmentRollout(name, args or {}, **bounds | {"memory_bytes": 1 << 28} | changes)
+    bounds |= {"episode_secs": 60.0, "memory_bytes": 1 << 28}
+    return EnvironmentRollout(name, args or {}, **bounds | changes)
 
 
 def runner_of(name, args=None, *, max_new_tokens=64, max_tokens=200, **changes):
@@ -255,6 +256,31 @@ async def test_whole_episodes_share_a_process_and_at_most_num_processes_run_at_o
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(int(pid), 0)
+
+
+async def test_a_wait_for_a_free_process_is_named_and_ends_with_the_episodes_before_it():
+    rollout = rollout_of("fixtures.environments:Own", num_processes=1, episode_secs=0.2)
+    assert rollout.waits_for() == "its environment 'fixtures.environments:Own'"
+    late = "Own' had none of its 1 processes free for 0.[24] s"
+
+    async def waits():
+        with pytest.raises(RolloutError, match=late) as caught:
+            async with rollout._episode():
+                pass
+        assert caught.value.reason == "environment_timeout"
+        return str(caught.value)[-5:]
+
+    try:
+        async with rollout._episode():
+            waiting = [asyncio.create_task(waits()) for _ in range(2)]
+            await asyncio.sleep(0)
+            assert rollout.waits_for().endswith(", in which 2 episodes wait for a free process")
+            # The second has two episodes before it.
+            assert await asyncio.gather(*waiting) == ["0.2 s", "0.4 s"]
+        async with rollout._episode():  # It is free again.
+            assert rollout.waits_for() == "its environment 'fixtures.environments:Own'"
+    finally:
+        await rollout.close()
 
 
 def test_an_environment_is_found_by_its_name_and_checked_with_its_arguments():

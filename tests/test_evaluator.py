@@ -23,7 +23,7 @@ from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.types import Prompt
 from jaxrl_async.weights.publisher import Publisher, PublisherError
 from jaxrl_async.weights.store import WeightStore
-from jaxrl_async.weights.transports import TRANSPORTS
+from jaxrl_async.weights.transports import FileTransport
 
 WAIT_SECS = 20.0  # Of the tests for what should come soon.
 SEED = 3
@@ -227,7 +227,7 @@ def lending(tmp_path, servers):
         publisher = Publisher(
             {server.address: [server.address] for server in servers},
             client=InferenceClient(),
-            transport=functools.partial(TRANSPORTS["disk"], mode="retract"),
+            transport=FileTransport("disk", mode="retract"),
             pin=store.pin,
             announce=lambda version, records, resume_point, run_epoch: told.append(
                 (version, [(r.state, r.version) for r in records])

@@ -387,6 +387,7 @@ def an_engine(needed, **values) -> programs.Engine:
             num_slots=8,
             max_total_tokens=64,
             weights_bytes=1 << 29,
+            version_bytes=1 << 29,
             cache_bytes=3 << 28,
         )
         | values,

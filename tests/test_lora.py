@@ -131,10 +131,10 @@ def test_adapters_that_cannot_be_are_refused(change, message):
 # The learner.
 
 
-def learned(config=CONFIG, mesh_shape=(1, 1, 1), *, context=1, rows=8, **settings):
+def learned(config=CONFIG, mesh_shape=(1, 1, 1), *, loss=train_steps.A3PO, context=1, **settings):
     """(mesh, train step with its base, adapters as if trained)"""
     mesh, train_step = train_steps.make.__wrapped__(
-        train_steps.A3PO,
+        loss,
         mesh_shape,
         context=context,
         config=config,
@@ -148,12 +148,14 @@ def learned(config=CONFIG, mesh_shape=(1, 1, 1), *, context=1, rows=8, **setting
     return mesh, train_step, on(mesh, adapters)
 
 
-def accumulated(made, batches):
+def accumulated(made, batches, reference=None):
     _, train_step, params = made
     accumulator = train_step.zero_accumulator()
     for batch in batches:
         anchor = train_step.anchor(params, batch)
-        accumulator = train_step.accumulate(params, accumulator, batch, anchor, train_steps.VERSION)
+        accumulator = train_step.accumulate(
+            params, accumulator, batch, anchor, train_steps.VERSION, reference
+        )
     return accumulator
 
 
@@ -177,12 +179,9 @@ def test_the_gradient_is_that_of_the_adapted_loss():
     adapters, base = host_params(CONFIG)
     plain = dataclasses.replace(CONFIG, lora=None)
     mesh, train_step = train_steps.make()
-    whole = lora.merged(lora.join(adapters, base), CONFIG.lora)
-    accumulator = train_step.zero_accumulator()
-    params = on(mesh, jax.device_get(whole))
-    for batch in train_steps.pack(train_steps.groups_of()):
-        anchor = train_step.anchor(params, batch)
-        accumulator = train_step.accumulate(params, accumulator, batch, anchor, train_steps.VERSION)
+    whole = jax.device_get(lora.merged(lora.join(adapters, base), CONFIG.lora))
+    batches = train_steps.pack(train_steps.groups_of())
+    accumulator = accumulated((mesh, train_step, on(mesh, whole)), batches)
     assert plain == train_steps.TINY
     of_kernel = accumulator.grads["blocks"]["down"]["kernel"].get_value()
     a, b = (adapters["blocks"]["down"][name].get_value() for name in ("lora_a", "lora_b"))
@@ -194,6 +193,19 @@ def test_the_gradient_is_that_of_the_adapted_loss():
     np.testing.assert_allclose(
         grads["lora_b"].get_value(), scale * np.einsum("lir,lio->lro", a, of_kernel), atol=1e-4
     )
+
+
+def test_the_reference_of_a_penalty_is_the_base():
+    """Adapters beside their first ones have the sums of the merged weights beside the base."""
+    adapters, base = host_params(CONFIG)
+    batches = train_steps.pack(train_steps.groups_of())
+    made = learned(loss=train_steps.PENALISED)
+    first = jax.device_get(sharding.init_adapters(CONFIG, one_device(), 0))
+    found = accumulated(made, batches, on(made[0], first))
+    mesh, plain = train_steps.make(train_steps.PENALISED)
+    merged = jax.device_get(lora.merged(lora.join(adapters, base), CONFIG.lora))
+    whole = accumulated((mesh, plain, on(mesh, merged)), batches, on(mesh, base))
+    np.testing.assert_allclose(found.sums, whole.sums, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -279,10 +291,11 @@ def expected_logprobs(params, completion):
 
 
 def write_version(directory, config, adapters, version=1, base="base"):
-    store = WeightStore(directory, keep=2)
-    store.begin(version)
-    store.write_part(version, 0, hf.to_tensors(adapters, config, "float32"))
-    return store.finish(version, 1, hf.write_adapter_config(config.lora, base), prefix=ADAPTER)
+    tensors, content = (
+        hf.to_tensors(adapters, config, "float32"),
+        hf.write_adapter_config(config.lora, base),
+    )
+    return WeightStore(directory, keep=2).write(version, tensors, content, prefix=ADAPTER)
 
 
 def test_the_engine_samples_with_adapters_pushed_without_the_base(engine, tmp_path):

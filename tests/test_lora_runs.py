@@ -60,6 +60,9 @@ def test_a_run_of_many_processes_trains_adapters_alone(run, tmp_path):
     names = safetensors.numpy.load_file(adapter / "adapter_model.safetensors").keys()
     assert all(".lora_" in name for name in names)
     assert_merged(base_of(workdir), adapter, merged, scale=8.0 / 4)
+    for files in (path, adapter):
+        named = json.loads((files / "adapter_config.json").read_text())
+        assert named["base_model_name_or_path"] == str(workdir / "base" / "00000000")
 
     # Another run starts from the adapter.
     other = tmp_path / "other"
@@ -92,6 +95,23 @@ def test_one_process_trains_the_same_adapters_as_many(run, tmp_path):
         assert code == 0, output
         assert read_metrics(tmp_path / processes)[-1]["mismatch/mean_abs"] < 1e-5
     assert_same(params_of(tmp_path / "one", 2), params_of(tmp_path / "many", 2))
+
+
+@pytest.mark.parametrize(
+    ("path", "warm", "name"),
+    [
+        ("org/name", 0, "org/name"),
+        ("org/name", 5, "{workdir}/base/00000000"),
+        ("", 0, "{workdir}/base/00000000"),
+    ],
+)
+def test_an_adapter_names_the_weights_that_it_was_trained_beside(tmp_path, path, warm, name):
+    from jaxrl_async.cli.config import load_config, settings_of
+    from jaxrl_async.roles import parts
+
+    config = load_config(f"{QUICKSTART}:smoke")
+    config.model.path, config.warm_start.num_steps = path, warm
+    assert parts.base_name(settings_of(config), tmp_path) == name.format(workdir=tmp_path)
 
 
 @pytest.mark.parametrize(

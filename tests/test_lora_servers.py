@@ -64,14 +64,12 @@ async def client():
 
 
 async def push(client, address, directory, version, transport="disk"):
-    await transports.TRANSPORTS[transport](
+    await transports.FileTransport(transport, mode="retract", keep_adapters=2)(
         client,
         address,
         path=write_version(directory, CONFIG, host_params(CONFIG, version)[0], version),
         version=version,
-        mode="retract",
         timeout_secs=CALL_SECS,
-        keep_adapters=2,
     )
 
 

@@ -19,9 +19,10 @@ from jaxrl_async.weights.discovery import Discovery
 from jaxrl_async.weights.health import Server, Table
 from jaxrl_async.weights.publisher import Publisher, PublisherError
 from jaxrl_async.weights.store import WeightStore
-from jaxrl_async.weights.transports import TRANSPORTS, ObsoleteVersionError
+from jaxrl_async.weights.transports import FileTransport, ObsoleteVersionError
 
 WAIT_SECS = 20.0  # deadline of every wait of these tests
+DISK = FileTransport("disk", mode="retract")
 
 
 def wait_until(condition):
@@ -82,14 +83,14 @@ def start(queue, store):
         push_timeout_secs=WAIT_SECS,
         start_timeout_secs=WAIT_SECS,
         router=None,
-        transport=TRANSPORTS["disk"],
+        transport=DISK,
         **kwargs,
     ):
         addresses = [server.address for server in servers]
         publisher = Publisher(
             {router: addresses} if router else {address: [address] for address in addresses},
             client=InferenceClient(),
-            transport=functools.partial(transport, mode="retract"),
+            transport=transport,
             pin=store.pin,
             announce=queue,
             push_timeout_secs=push_timeout_secs,
@@ -266,7 +267,7 @@ def test_after_a_stop_of_the_process_a_fresh_attempt_comes_first(
             while not stopped.is_set():
                 await asyncio.sleep(0.01)
             raise ServerTimeoutError(address, "/update", "no answer within 1 s", retryable=True)
-        await TRANSPORTS["disk"](client, address, version=version, **kwargs)
+        await DISK(client, address, version=version, **kwargs)
 
     publisher = start(servers, push_timeout_secs=1.0, start_timeout_secs=1.0, transport=transport)
     push(publisher, 0, write)
@@ -765,7 +766,7 @@ def test_whatever_goes_wrong_with_one_server_makes_that_one_stale(queue, servers
     async def transport(client, address, **kwargs):
         if address == odd.address and is_odd.is_set():
             raise KeyError("no such key")
-        await TRANSPORTS["disk"](client, address, **kwargs)
+        await DISK(client, address, **kwargs)
 
     publisher = start(servers, transport=transport)
     push(publisher, 0, write)
@@ -799,7 +800,7 @@ def test_a_want_of_file_descriptors_here_is_no_servers_illness(
             except OSError as error:
                 reason = "connection lost"
                 raise ServerError(address, "/pause", reason, retryable=True) from error
-        await TRANSPORTS["disk"](client, address, version=version, **kwargs)
+        await DISK(client, address, version=version, **kwargs)
 
     publisher = start(servers, transport=transport)
     push(publisher, 0, write)
@@ -820,7 +821,7 @@ def test_a_push_is_dropped_for_a_newer_version(queue, servers, start, write):
                 await asyncio.sleep(0.005)
             gate.set()
             raise ObsoleteVersionError(address, "", "dropped", retryable=True)
-        await TRANSPORTS["disk"](client, address, version=version, is_wanted=is_wanted, **kwargs)
+        await DISK(client, address, version=version, is_wanted=is_wanted, **kwargs)
 
     publisher = start(servers, push_timeout_secs=0.5, transport=transport)
     push(publisher, 0, write)

@@ -1016,6 +1016,25 @@ async def test_a_worker_tells_the_queue_on_whom_each_group_waits(
     assert told()[0] in [f"server {server.address}" for server in servers]
 
 
+@pytest.mark.parametrize("place", ["its rollout function", "its environment"])
+async def test_a_group_that_waits_for_no_server_says_where_it_waits(
+    make_worker, queue, monkeypatch, place
+):
+    async def waits(prompt, context):
+        await asyncio.sleep(60)
+
+    if place == "its environment":
+        waits.waits_for = lambda: place
+    monkeypatch.setattr("jaxrl_async.rollout.worker.STATUS_SECS", 0.01)
+
+    def told():
+        waits = queue.told.get("rollout-0", [])
+        return [wait.on for wait in waits if wait.what == "group 0.0"]
+
+    await work_until(make_worker(waits, group_size=1), told)
+    assert set(told()) == {place}
+
+
 async def test_a_group_waits_for_its_reward(make_worker, rewards, monkeypatch):
     async def never(*_):
         await asyncio.sleep(3600)

@@ -25,7 +25,7 @@ from jaxrl_async.servers.client import InferenceClient, ServerError
 from jaxrl_async.servers.preflight import Expected, UnfitServerError, preflight, preflight_router
 from jaxrl_async.weights.publisher import Publisher
 from jaxrl_async.weights.store import WeightStore
-from jaxrl_async.weights.transports import TRANSPORTS
+from jaxrl_async.weights.transports import FileTransport
 
 DEADLINE_SECS = 120.0
 REQUEST_SECS = 0.05
@@ -91,7 +91,7 @@ def publisher(workers, router, states, tmp_path):
     publisher = Publisher(
         {router: [worker.address for worker in workers]},
         client=InferenceClient(),
-        transport=functools.partial(TRANSPORTS["disk"], mode="retract"),
+        transport=FileTransport("disk", mode="retract"),
         pin=store.pin,
         announce=announce,
         push_timeout_secs=DEADLINE_SECS,

@@ -513,9 +513,11 @@ async def test_weights_from_outside_the_roots_are_refused(tmp_path, monkeypatch,
     (tmp_path / "outside").mkdir()
     (tmp_path / "root").mkdir()
     (tmp_path / "root" / "link").symlink_to(tmp_path / "outside")
-    routes = server._Routes(None, None, None, [str(tmp_path / "root")], None)
+    uploads = server.Uploads()
+    routes = server._Routes(None, None, uploads, [str(tmp_path / "root")], None)
     body = json.dumps({"model_path": f"{tmp_path}/{place}", "weight_version": "1"})
     status, answer = await routes.update_from_disk(Asked(body.encode()))
+    uploads.close()
     assert (status, answer["success"]) == (400, False)
     assert "within the directories that weights may come from" in answer["message"]
 

@@ -9,6 +9,7 @@ from fixtures.models import tiny
 from flax import nnx
 
 from jaxrl_async.models import axes, logprobs, sharding, transformer
+from jaxrl_async.models.lora import LoRA
 
 CONFIG = tiny(vocab_size=24, head_dim=8, mlp_dim=20, attention_bias=True, tied_embeddings=False)
 
@@ -101,6 +102,16 @@ def test_every_parameter_of_every_architecture_has_a_sharding(mesh):
         abstract = transformer.abstract_params(config)
         shardings = sharding.param_shardings(mesh, abstract)
         assert jax.tree.structure(shardings) == jax.tree.structure(abstract)
+
+
+def test_an_adapter_is_divided_as_its_kernel_and_its_rank_is_whole(mesh):
+    lora = LoRA(rank=2, alpha=2.0, targets=("q_proj", "down_proj"))
+    abstract = transformer.abstract_trained(dataclasses.replace(CONFIG, lora=lora))
+    blocks = sharding.param_shardings(mesh, abstract)["blocks"]
+    fsdp = ("fsdp", "context")
+    for layer, num_in, num_out in (("query", fsdp, "tensor"), ("down", "tensor", fsdp)):
+        specs = [tuple(blocks[layer][name].get_value().spec) for name in ("lora_a", "lora_b")]
+        assert specs == [(None, num_in, None), (None, None, num_out)]
 
 
 def test_a_mesh_of_another_size_than_the_devices_is_refused():

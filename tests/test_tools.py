@@ -226,6 +226,7 @@ def conversation(data, tokenizer):
         max_turn_tokens=data.draw(st.sampled_from([0, 0, 25])),
         timeout_secs=60.0,
         num_processes=1,
+        episode_secs=60.0,
         memory_bytes=0,
     )
     runner = Runner(
@@ -302,7 +303,7 @@ async def test_tools_run_in_a_process_of_their_own():
         "tools",
         {"tools": [MULTIPLY], "reward": "exact"},
         **{"max_turns": 3, "max_turn_tokens": 0, "timeout_secs": 30.0},
-        **{"num_processes": 1, "memory_bytes": 1 << 28},
+        **{"num_processes": 1, "episode_secs": 60.0, "memory_bytes": 1 << 28},
     )
     assert environments.multiply(3, 4) == 12
     try:

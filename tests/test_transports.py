@@ -53,8 +53,8 @@ def path(tmp_path):
 
 
 async def push(name, client, server, path, *, version=7, mode="retract", timeout_secs=TIMEOUT_SECS):
-    await transports.TRANSPORTS[name](
-        client, server.address, path=path, version=version, mode=mode, timeout_secs=timeout_secs
+    await transports.FileTransport(name, mode=mode)(
+        client, server.address, path=path, version=version, timeout_secs=timeout_secs
     )
 
 
@@ -358,14 +358,12 @@ def difference_of(server):
 
 async def delta_push(transport, client, server, path, version):
     server.digest = read_manifest(path)["digest"]
-    await transports.TRANSPORTS[transport](
+    await transports.FileTransport(transport, mode="retract", delta=True)(
         client,
         server.address,
         path=path,
         version=version,
-        mode="retract",
         timeout_secs=TIMEOUT_SECS,
-        delta=True,
     )
 
 
@@ -437,12 +435,11 @@ async def test_sglang_gets_versions_in_full(client, server, step):
 async def test_a_push_whose_turn_does_not_come_is_late(client, server, path):
     never = asyncio.Semaphore(0)
     with pytest.raises(ServerTimeoutError, match="no turn to pause"):
-        await transports.TRANSPORTS["disk"](
+        await transports.FileTransport("disk", mode="retract")(
             client,
             server.address,
             path=path,
             version=7,
-            mode="retract",
             timeout_secs=0.3,
             pausing=lambda: never,
         )
@@ -467,12 +464,11 @@ async def test_a_version_that_is_no_longer_wanted_is_not_loaded(client, server, 
     if transport == "tensor":
         server.sglang = True
     with pytest.raises(transports.ObsoleteVersionError, match="version 7 was dropped"):
-        await transports.TRANSPORTS[transport](
+        await transports.FileTransport(transport, mode="retract")(
             client,
             server.address,
             path=path,
             version=7,
-            mode="retract",
             timeout_secs=TIMEOUT_SECS,
             is_wanted=lambda: False,
         )
@@ -491,14 +487,12 @@ async def test_a_preparation_and_a_pause_have_their_lease_in_a_header(client, se
     server._handle = watched
     server.stop()
     server.start()
-    await transports.TRANSPORTS["disk"](
+    await transports.FileTransport("disk", mode="retract", pause_lease_secs=120.0)(
         client,
         server.address,
         path=path,
         version=7,
-        mode="retract",
         timeout_secs=TIMEOUT_SECS,
-        pause_lease_secs=120.0,
     )
     assert [lease for lease in leases if lease[1]] == [
         ("/weights/prepare", "120"),

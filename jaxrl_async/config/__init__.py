@@ -1,11 +1,11 @@
 """The settings of a run: defaults, types and units (settings, loss), checks between them, and how they are built.
 
-    from jaxrl_async.config import base_config, parse_arg      # all that a config file needs
+    from jaxrl_async.config import base_config, parse_arg, set_mode      # all that a config file needs
 
-The two names are imported when they are asked for: `config.settings` alone needs no ml_collections.
+The names are imported when they are asked for: `config.settings` alone needs no ml_collections.
 """
 
-__all__ = ["base_config", "parse_arg"]
+__all__ = ["base_config", "parse_arg", "set_mode"]
 
 
 def __getattr__(name: str):

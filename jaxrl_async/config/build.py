@@ -49,6 +49,23 @@ def parse_arg(arg: str, **defaults: Any) -> ml_collections.ConfigDict:
     return ml_collections.ConfigDict(values)
 
 
+def set_mode(config: ml_collections.ConfigDict, mode: str, *, chunk_groups: int) -> None:
+    """Sets `mode`, and in place what goes with it: no staleness in "sync" and "periodic", one minibatch in "periodic".
+
+    Args:
+      config: from `base_config`.
+      mode: "sync", "periodic" or "async".
+      chunk_groups: groups per chunk in mode "periodic".
+    """
+    config.mode = mode
+    if mode != "async":
+        config.queue.max_staleness = 0
+    if mode == "periodic":
+        config.queue.chunk_groups = chunk_groups
+        config.learner.num_minibatches = 1
+        config.loss.anchor = "current"
+
+
 def make_settings(config: Mapping[str, Any]) -> Settings:
     """Builds and checks the settings of a run.
 

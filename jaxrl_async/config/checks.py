@@ -90,7 +90,7 @@ _AT_LEAST_ZERO = (
     "rollout.max_retries", "rollout.reward_calls_per_process",
     "learner.head_chunk_tokens", "learner.learning_rate", "learner.warmup_updates", "learner.weight_decay",
     "environment.max_turn_tokens", "learner.max_mismatch", "server.devices", "weights.max_paused", "evaluate.seed",
-    "supervisor.max_restarts", "model.lora.rank",
+    "weights.fanout", "supervisor.max_restarts", "model.lora.rank",
 )  # fmt: skip
 _ABOVE_ZERO = (
     "model.rope_theta", "model.norm_eps", "model.lora.alpha", "queue.permit_timeout_secs", "server.start_timeout_secs",
@@ -376,6 +376,11 @@ def _contradictions(s: Settings) -> Iterator[str]:
     if s.weights.delta and s.weights.transport == "tensor":
         yield (
             "weights.delta needs weights.transport 'disk' or 'stream', got 'tensor': SGLang takes whole tensors alone"
+        )
+    if s.weights.fanout and s.weights.transport != "stream":
+        yield (
+            f"weights.fanout needs weights.transport 'stream', got {s.weights.fanout} with "
+            f"{s.weights.transport!r}: servers hand on files that were sent to them"
         )
     lease, push = s.weights.pause_lease_secs, s.weights.push_timeout_secs
     if lease != 0 and not push < lease <= 86_400:

@@ -49,6 +49,7 @@ ADDED: dict[str, Any] = {
     "weights.pause_lease_secs": 0.0,
     "weights.max_paused": 0,
     "weights.delta": False,
+    "weights.fanout": 0,
     "supervisor.restart_window_secs": 1e9,  # the whole run
     "queue.outage_secs": 30.0,
     "queue.failure_window_secs": 1e9,
@@ -116,7 +117,7 @@ class LoRA:
     """Adapters, which alone are trained, beside a frozen model; see models/lora.py."""
 
     rank: int = 0  # 0: none, the whole model is trained
-    alpha: float = 32.0  # what an adapter adds is scaled by alpha / rank
+    alpha: float = 32.0  # an adapter's product is scaled by alpha / rank
     targets: tuple[str, ...] = LORA_TARGETS  # the layers that have one, some of LORA_TARGETS
     base_dtype: str = "float32"  # in which the frozen weights are stored, one of DTYPES
     path: str = ""  # to start from: a directory in PEFT's format; "": adapters that change nothing
@@ -363,6 +364,8 @@ class Weights:
     pause_lease_secs: float = 120.0
     # servers of this project get the difference from the version before, where that is shorter; lossless
     delta: bool = False
+    # embedded servers to which the learner, and each of them, sends a version; "stream" alone; 0: the learner to all
+    fanout: int = 0
     max_paused: int = 0  # servers that a push pauses at once, the others go on meanwhile; 0: all
     poll_secs: float = 2.0  # poll interval of every server's health
     keep: int = 2  # versions kept on disk; at least D + 2 with rollout.delay_steps

@@ -37,7 +37,8 @@ class Environment(Protocol):
     `takes` says what `step` is given: "text", without special tokens, or "tokens". With `own_process` the episode runs
     in a process that is killed where it takes too long or too much memory; all that it is given and returns is JSON.
     Where `judges` is False, no turn has a reward, and the task's reward judges the sampled text of all turns.
-    An optional `async def close(self)` ends an episode that began, also one that failed.
+    An optional `async def close(self)` ends an episode that began, also one that failed. In a process of its own it is
+    called before the next episode there; where the process is killed, it is not.
     """
 
     takes: ClassVar[str] = "text"

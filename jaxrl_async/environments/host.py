@@ -16,11 +16,6 @@ from jaxrl_async.environments.environment import Observation
 from jaxrl_async.rewards import child
 from jaxrl_async.types import Prompt
 
-START_TIMEOUT_SECS = 30.0
-LATE_SECS = 0.1  # to read a reply that arrived in time while this event loop was late
-ORPHAN_SECS = (
-    5.0  # beyond the bound on a call, after which a process without its parent ends itself
-)
 MAX_REPLY_BYTES = 1 << 22
 
 
@@ -38,7 +33,7 @@ class EpisodeError(Exception):
 
 
 class EpisodeTimeoutError(EpisodeError):
-    """A call took longer than its bound."""
+    """A call, or the wait for a free process, took longer than its bound."""
 
 
 class Host:
@@ -51,6 +46,7 @@ class Host:
         *,
         num_processes: int,
         timeout_secs: float,
+        episode_secs: float,
         memory_bytes: int,
     ):
         """Starts nothing.
@@ -60,11 +56,15 @@ class Host:
           args: of each episode: values of JSON.
           num_processes: episodes at once; more wait.
           timeout_secs: bound on one call.
+          episode_secs: the longest that an episode takes; a wait for a free process has it once for each of the
+            episodes that one process has before it.
           memory_bytes: bound on the address space that a process takes after its imports; 0 for none.
         """
         self._name, self._args = name, dict(args)
         self._timeout_secs, self._memory_bytes = timeout_secs, memory_bytes
-        self._places = asyncio.Semaphore(num_processes)
+        self._num_processes, self._episode_secs = num_processes, episode_secs
+        self._places = asyncio.Semaphore(num_processes)  # in order of arrival
+        self.num_waiting = 0  # episodes without a process
         self._idle: list[asyncio.subprocess.Process] = []
         self._alive: set[asyncio.subprocess.Process] = set()
 
@@ -72,9 +72,12 @@ class Host:
     async def episode(self) -> AsyncIterator["_Episode"]:
         """An episode in a process of its own, as soon as one is free.
 
-        The wait has no bound of its own: each call of the episodes before it has one.
+        Raises:
+          EpisodeTimeoutError: none came free.
+          EpisodeError: its process did not start; or of its calls.
         """
-        async with self._places:
+        await self._take_place()
+        try:
             process = await self._process()
             episode = _Episode(process, self._timeout_secs, self._memory_bytes)
             try:
@@ -84,11 +87,27 @@ class Host:
                     self._idle.append(process)
                 else:
                     await self._end(process)
+        finally:
+            self._places.release()
 
     async def close(self) -> None:
         """Kills all processes."""
         self._idle.clear()
         await asyncio.gather(*(self._end(process) for process in list(self._alive)))
+
+    async def _take_place(self) -> None:
+        num_before = self.num_waiting // self._num_processes + 1  # episodes of one process
+        secs = num_before * self._episode_secs
+        self.num_waiting += 1
+        try:
+            async with asyncio.timeout(secs):
+                await self._places.acquire()
+        except TimeoutError:
+            raise EpisodeTimeoutError(
+                f"had none of its {self._num_processes} processes free for {secs:g} s"
+            ) from None
+        finally:
+            self.num_waiting -= 1
 
     async def _process(self) -> asyncio.subprocess.Process:
         while self._idle:
@@ -99,21 +118,15 @@ class Host:
         process = await child.start(
             "jaxrl_async.environments.process",
             *(self._name, json.dumps(self._args)),
-            *(str(self._timeout_secs + ORPHAN_SECS), str(self._memory_bytes)),
+            *(str(self._timeout_secs + child.ORPHAN_SECS), str(self._memory_bytes)),
             max_line_bytes=MAX_REPLY_BYTES,
         )
         self._alive.add(process)
-        line = b""
         try:
-            async with asyncio.timeout(START_TIMEOUT_SECS):
-                line = await process.stdout.readline()
-        except TimeoutError:
-            reason = f"no answer for {START_TIMEOUT_SECS:g} s"
+            reason = await child.greeting(process)
         except BaseException:  # Cancelled.
             await self._end(process)
             raise
-        else:
-            reason = json.loads(line) if line else f"it ended ({await child.exit_of(process)})"
         if reason is not None:
             await self._end(process)
             raise EpisodeError(f"process did not start: {reason}")
@@ -164,7 +177,7 @@ class _Episode:
 
     async def _read(self) -> bytes:
         """The reply to the call under way; without its newline, where the process ended."""
-        for secs in (self._timeout_secs, LATE_SECS):
+        for secs in (self._timeout_secs, child.LATE_SECS):
             try:
                 async with asyncio.timeout(secs):
                     return await self._process.stdout.readline()

@@ -64,7 +64,7 @@ def _engine(fit: Fit, unit: str, divisor: int) -> list[str]:
     if (engine := fit.engine) is None:
         return []
     where = "on the learner's device" if fit.shares_device else "each on a device of its own"
-    is_whole = engine.version_bytes in (0, engine.weights_bytes)
+    is_whole = engine.version_bytes == engine.weights_bytes
     twice = "twice" if is_whole else f"and {engine.version_bytes / divisor:.3g} of adapters twice"
     lines = [
         f"embedded servers: {engine.num_servers}, {where} · {engine.num_slots} slots of "

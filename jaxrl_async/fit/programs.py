@@ -75,10 +75,10 @@ class Engine:
     num_servers: int
     num_slots: int
     max_total_tokens: int
-    weights_bytes: int  # all
+    weights_bytes: int  # of a whole model
+    version_bytes: int  # of those, that a version holds: all, or adapters alone
     cache_bytes: int  # keys and values of all slots
     in_learner: bool = False  # of one process with the learner
-    version_bytes: int = 0  # of the weights, those that a version changes
     own_devices: bool = False  # of that process
     error: str = ""  # of the compiler, where it gave up
 

@@ -20,6 +20,7 @@ from jaxrl_async.servers.client import (
     ServerError,
     ServerTimeoutError,
     checked_completion,
+    expire,
 )
 
 
@@ -65,8 +66,7 @@ class DirectClient:
             sampling = parse_sampling(dict(sampling_params))
             request = engines.Request(rid, np.asarray(input_ids, np.int32), sampling)
             self._generating[key] = done
-            # Cheaper than a timeout's context, and there are thousands of these.
-            late = self._loop.call_later(timeout_secs, _expire, done)
+            late = self._loop.call_later(timeout_secs, expire, done)
             try:
                 self._send_soon(address, request)
                 found = await done
@@ -219,11 +219,6 @@ class DirectLooks:
                     engine = self._engines[address]
                     self._on_answer(server, None if engine.error else _info(engine))
             await asyncio.sleep(self._interval_secs)
-
-
-def _expire(done: asyncio.Future) -> None:
-    if not done.done():
-        done.set_exception(TimeoutError())
 
 
 def _info(engine: engines.Engine) -> dict[str, Any]:

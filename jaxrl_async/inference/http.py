@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import logging
 import os
 import pathlib
 import re
@@ -30,18 +31,18 @@ from jaxrl_async.inference.engine import (
     Request,
     UnavailableError,
 )
-from jaxrl_async.servers.client import STREAMS_HEADER
+from jaxrl_async.servers.client import SHA256_HEADER, STREAMS_HEADER
 from jaxrl_async.types import NEVER_BIAS
-from jaxrl_async.weights import difference, files, lease, prepared
+from jaxrl_async.weights import difference, files, lease, prepared, relay
 
 MAX_BODY_BYTES = 16 << 20  # of all but an upload
 MAX_HEADERS = 64
 MAX_RID_CHARS = 256
 MAX_VERSION_CHARS = 128
-NO_ROOM = 507  # The status of a preparation for which the device has no room.
-NO_DIFFERENCE = 409  # … whose difference does not lead from the copy here to the version.
 _SHUTDOWN_SECS = 2.0
 _INFORMATION_ROUTES = ("/generate", "/model_info", "/v1/models", *texts.KEYS)
+log = logging.getLogger(__name__)
+_MAX_FILES = 1 << 16  # of a version
 _VERSION = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}")
 _VERSION_FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,128}\.(json|safetensors|difference)")
 _GENERATE_KEYS = {"rid", "input_ids", "sampling_params", "return_logprob", "stream"}
@@ -69,6 +70,7 @@ async def serve(
     weight_roots: Sequence[str | os.PathLike] = (),
     tls_cert: str = "",
     tls_key: str = "",
+    tls_ca: str = "",
     tokenizer: texts.Tokenizer | None = None,
 ) -> AsyncIterator[int]:
     """Answers over HTTP while the context lasts; works in any thread's event loop.
@@ -82,6 +84,8 @@ async def serve(
       weight_roots: the directories within which /update_weights_from_disk reads.
       tls_cert: PEM file of the certificate; "" for http.
       tls_key: PEM file of its key.
+      tls_ca: PEM file of the authorities that are trusted of other servers, which hand versions on; "" for the
+        system's.
       tokenizer: for requests in texts, and their routes; None for token ids alone.
 
     Yields:
@@ -101,6 +105,7 @@ async def serve(
             api_key=api_key,
             admin_api_key=admin_api_key,
             weight_roots=weight_roots,
+            tls_ca=tls_ca,
             tokenizer=tokenizer,
         ),
         access_log=None,
@@ -129,10 +134,11 @@ def make_app(
     api_key: str | None = None,
     admin_api_key: str | None = None,
     weight_roots: Sequence[str | os.PathLike] = (),
+    tls_ca: str = "",
     tokenizer: texts.Tokenizer | None = None,
 ) -> web.Application:
     """The routes over an engine, see `serve`. Build it inside the event loop that will serve it."""
-    routes = _Routes(engine, weight_roots, tokenizer)
+    routes = _Routes(engine, weight_roots, tokenizer, admin_api_key or api_key, tls_ca)
     app = web.Application(
         client_max_size=MAX_BODY_BYTES,
         middlewares=[_answer_errors, _key_check(api_key, admin_api_key)],
@@ -147,6 +153,8 @@ def make_app(
             web.post("/flush_cache", routes.flush_cache),
             web.post("/update_weights_from_disk", routes.update_weights_from_disk),
             web.put("/weights/{version}/{file}", routes.upload),
+            web.get("/weights/{version}/{file}", routes.hand_on),
+            web.post("/weights/fetch", routes.fetch),
             web.post("/weights/prepare", routes.prepare_weights),
             web.post("/update_weights_from_upload", routes.update_weights_from_upload),
             web.get("/model_info", routes.model_info),
@@ -187,7 +195,7 @@ def _key_check(api_key, admin_api_key):
 
 
 class _Routes:
-    def __init__(self, engine, weight_roots, tokenizer):
+    def __init__(self, engine, weight_roots, tokenizer, key, tls_ca):
         self._engine = engine
         self._texts = None
         if tokenizer is not None:
@@ -197,7 +205,8 @@ class _Routes:
         # The parameters in float32, twice, and room for headers.
         self._max_upload_bytes = 8 * loading.num_parameters(engine.config) + MAX_BODY_BYTES
         self._writers = files.Writers()
-        self._uploads = None  # directory of uploaded versions
+        self._key, self._context = key, security.client_context(tls_ca) if tls_ca else None
+        self._relay = None  # relay.Relay of uploaded versions, while the server runs
         self._prepared = prepared.Prepared()
         self._copy = None  # difference.Copy, while the server runs
         self._loop = asyncio.get_running_loop()
@@ -331,29 +340,30 @@ class _Routes:
     async def prepare_weights(self, http_request):
         """Loads a version beside the served one, during generation; an update to it is then a swap.
 
-        It comes from model_path, or from an upload, whose files are removed then. `difference` names a file there that
-        leads to it from the version that was kept last; `keep` keeps this one for the next.
+        It comes from model_path, or from an upload, whose files are removed then, unless `hand_on` leaves them to other
+        servers. `difference` names a file there that leads to it from the version that was kept last; `keep` keeps
+        this one for the next.
         """
         keys = {"model_path", "weight_version", "weight_digest", "writer", "difference", "keep"}
-        body = await _read(http_request, keys)
+        body = await _read(http_request, keys | {"hand_on"})
         version = _str(body, "weight_version", MAX_VERSION_CHARS)
         digest = _str(body, "weight_digest", MAX_VERSION_CHARS)
         name, keep, lease_secs = _file_name(body), _bool(body, "keep"), _lease(http_request)
-        is_upload = "model_path" not in body
+        is_upload, hand_on = "model_path" not in body, _bool(body, "hand_on")
         path = None if is_upload else _str(body, "model_path", security.MAX_PATH_CHARS)
         try:
             self._writers.check(body.get("writer"))
             path = self._uploaded(version) if is_upload else self._confined(path)
-            source = difference.Source(path, name, keep, is_upload=is_upload)
+            source = difference.Source(path, name, keep, is_upload=is_upload and not hand_on)
             load = functools.partial(self._copy.load, source, digest, self._load)
             await self._prepared.prepare(version, digest, load, lease_secs)
         except difference.DifferenceError as error:
-            return _refused(str(error), NO_DIFFERENCE)
+            return _refused(str(error), difference.NO_DIFFERENCE)
         except loading.NoRoomError as error:
-            return _refused(str(error), NO_ROOM)
+            return _refused(str(error), prepared.NO_ROOM)
         except ValueError as error:  # of WeightsError's kind too
             return _refused(str(error))
-        if is_upload:
+        if is_upload and not hand_on:
             shutil.rmtree(path, ignore_errors=True)
         return _json({"success": True, "message": f"version {version} is prepared"})
 
@@ -385,45 +395,90 @@ class _Routes:
 
     def _uploaded(self, version):
         """The directory of an uploaded version."""
-        directory = self._uploads / version
-        if not (_VERSION.fullmatch(version) and directory.exists()):
+        directory = self._relay.directory(version) if _VERSION.fullmatch(version) else None
+        if directory is None:
             raise InvalidRequestError(f"no file of version {version!r:.80} was uploaded")
         return directory
 
     async def keep_uploads(self, app):
         """A private directory for uploads, while the server runs."""
         with tempfile.TemporaryDirectory(prefix="jaxrl-uploads-") as directory:
-            self._uploads = pathlib.Path(directory) / "versions"
-            self._uploads.mkdir()
+            uploads = pathlib.Path(directory) / "versions"
+            uploads.mkdir()
+            bound = self._max_upload_bytes
+            options = {"max_bytes": bound, "key": self._key, "context": self._context}
+            self._relay = relay.Relay(uploads, **options)
             self._copy = difference.Copy(directory)
             yield
+            self._relay.close()
             self._lease.end()
             self._prepared.drop()
 
     async def upload(self, http_request):
-        """Streams one file of a version to disk. Files of other versions are removed."""
-        version, name = (http_request.match_info[key] for key in ("version", "file"))
-        if not (_VERSION.fullmatch(version) and _VERSION_FILE.fullmatch(name)):
-            raise InvalidRequestError(
-                f"a version must be a name of letters, digits, - and _, and a file *.json or "
-                f"*.safetensors; got {version!r:.80} and {name!r:.80}"
-            )
-        for other in self._uploads.iterdir():
-            if other.name != version:
-                shutil.rmtree(other)
-        directory = self._uploads / version
-        directory.mkdir(exist_ok=True)
-        num_bytes, before = 0, sum(f.stat().st_size for f in directory.iterdir() if f.name != name)
-        with open(directory / name, "wb") as file:
-            async for chunk in http_request.content.iter_any():
-                if before + num_bytes + len(chunk) > self._max_upload_bytes:
-                    file.truncate(0)
-                    raise InvalidRequestError(
-                        f"the files of a version have at most {self._max_upload_bytes} bytes together: "
-                        f"{name} is refused"
-                    )
-                num_bytes += file.write(chunk)
+        """Stores one file of a version as it comes. Files of other versions are removed."""
+        version, name = _piece_name(
+            http_request.match_info["version"], http_request.match_info["file"]
+        )
+        num_bytes = http_request.content_length
+        if num_bytes is None:
+            raise InvalidRequestError(f"an upload needs Content-Length, {name} has none")
+        piece = relay.Piece(num_bytes, http_request.headers.get(SHA256_HEADER))
+        try:
+            await self._relay.receive(version, name, http_request.content.iter_any(), piece)
+        except relay.PieceError as error:
+            raise InvalidRequestError(str(error)) from error
         return _json({"message": f"stored {num_bytes} bytes of {name}"})
+
+    async def hand_on(self, http_request):
+        """Sends one file of a version to another server; one that still arrives, as it comes."""
+        version, name = _piece_name(
+            http_request.match_info["version"], http_request.match_info["file"]
+        )
+        try:
+            reading = await self._relay.read(version, name)
+        except relay.PieceError as error:
+            return _error(404, str(error))
+        response = web.StreamResponse(headers={"Content-Length": str(reading.num_bytes)})
+        await response.prepare(http_request)
+        async with contextlib.aclosing(reading.chunks) as chunks:
+            try:
+                async for chunk in chunks:
+                    await response.write(chunk)
+            except relay.PieceError as error:
+                log.warning("version %s is not handed on: %s", version, error)
+                http_request.transport.abort()  # The other server sees that the file is not whole.
+                return response
+        await response.write_eof()
+        return response
+
+    async def fetch(self, http_request):
+        """Gets files of a version from another server that has them, or gets them: see relay.Relay.fetch."""
+        body = await _read(http_request, {"weight_version", "source", "files", "timeout_secs"})
+        version, source = _str(body, "weight_version", MAX_VERSION_CHARS), _str(body, "source", 256)
+        secs, listed = body.get("timeout_secs"), body.get("files")
+        if not (isinstance(secs, int | float) and 0 < secs <= lease.MAX_LEASE_SECS):
+            raise InvalidRequestError(
+                f"timeout_secs must be in (0, {lease.MAX_LEASE_SECS:g}], got {secs!r:.80}"
+            )
+        if not (isinstance(listed, dict) and 0 < len(listed) <= _MAX_FILES):
+            raise InvalidRequestError(f"files must be 1 to {_MAX_FILES} files, got {listed!r:.80}")
+        pieces = {}
+        for name, entry in listed.items():
+            _piece_name(version, name)
+            match entry:
+                case {"num_bytes": int(num_bytes), "sha256": str(digest)} if num_bytes >= 0:
+                    pieces[name] = relay.Piece(num_bytes, digest)
+                case _:
+                    raise InvalidRequestError(
+                        f"{name} must have num_bytes ≥ 0 and sha256, got {entry!r:.80}"
+                    )
+        try:
+            await self._relay.fetch(version, source, pieces, timeout_secs=secs)
+        except relay.SourceError as error:
+            return _error(relay.NO_SOURCE, str(error))
+        except relay.PieceError as error:
+            raise InvalidRequestError(str(error)) from error
+        return _json({"message": f"{len(pieces)} files of version {version} are here"})
 
     async def update_weights_from_upload(self, http_request):
         keys = {"weight_version", "flush_cache", "weight_digest", "writer"}
@@ -472,6 +527,7 @@ class _Routes:
                 "weight_version": engine.weight_version,
                 "weight_digest": engine.weight_digest,
                 "difference_base": self._copy.digest,
+                "hands_on": True,
                 "is_generation": True,
                 "vocab_size": engine.config.vocab_size,
                 "num_hidden_layers": engine.config.num_layers,
@@ -675,6 +731,16 @@ def _str(body, key, max_chars):
             f"{key} has at most {max_chars} characters, got {len(value)}: {value[:40]!r}…"
         )
     return value
+
+
+def _piece_name(version, name):
+    """Both, safe in a path."""
+    if not (_VERSION.fullmatch(version) and _VERSION_FILE.fullmatch(name)):
+        raise InvalidRequestError(
+            f"a version must be a name of letters, digits, - and _, and a file *.json, *.safetensors or *.difference; "
+            f"got {version!r:.80} and {name!r:.80}"
+        )
+    return version, name
 
 
 def _file_name(body):

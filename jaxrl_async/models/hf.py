@@ -270,7 +270,8 @@ def check_adapter_config(directory, adapters: lora.LoRA) -> None:
     """Refuses other adapters than `adapters`, by the adapter_config.json in their directory.
 
     Raises:
-      FileNotFoundError, ValueError: as of `read_adapter_config`; or the file, the key and both values.
+      FileNotFoundError, ValueError: as of `read_adapter_config`.
+      ValueError: other adapters; names the file, the key and both values.
     """
     found = read_adapter_config(directory)
     for key, name in (("r", "rank"), ("lora_alpha", "alpha"), ("target_modules", "targets")):

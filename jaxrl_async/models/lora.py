@@ -32,7 +32,7 @@ class LoRA:
 
     rank: int  # r ≥ 1
     alpha: float  # α > 0
-    targets: tuple[str, ...]  # names of LAYERS, sorted
+    targets: tuple[str, ...]  # names of LAYERS, in its order
     base_dtype: str = "float32"  # of the frozen kernels, biases and embeddings, as they are stored
 
     def __post_init__(self):

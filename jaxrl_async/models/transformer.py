@@ -326,9 +326,8 @@ class Block(nnx.Module):
         self.up = _linear(D, F, config, rngs)
         self.down = _linear(F, D, config, rngs)
         self.mlp_post_norm = _norm(D, config) if post_norms else None
-        if (
-            lora := config.lora
-        ):  # Last: the base's random weights are those of a model without adapters.
+        # Last: the base's random weights are those of a model without adapters.
+        if lora := config.lora:
             for target in lora.targets:
                 getattr(self, adapters.LAYERS[target]).adapt(lora.scale, lora.rank, rngs)
 

@@ -6,12 +6,18 @@ talks over stdin and stdout, in lines. Independent of what it does.
 
 import asyncio
 import contextlib
+import json
 import os
 import re
 import signal
 import sys
 from collections.abc import Collection
+from typing import Any
 
+START_TIMEOUT_SECS = 30.0
+LATE_SECS = 0.1  # to read a reply that arrived in time while this event loop was late
+# Beyond the bound on a call, after which a process without its parent ends itself.
+ORPHAN_SECS = 5.0
 CLOSE_TIMEOUT_SECS = 5.0
 ENVIRONMENT = re.compile(
     "HOME|LANG|LANGUAGE|LC_[A-Z]+|LD_LIBRARY_PATH|LOGNAME|PATH|PYTHON[A-Z]+|SHELL|TERM|TMPDIR|TZ|USER"
@@ -45,6 +51,16 @@ async def start(
         start_new_session=True,  # A process group of its own, killed as one, without Ctrl-C from the terminal.
         limit=max_line_bytes,
     )
+
+
+async def greeting(process: asyncio.subprocess.Process) -> Any:
+    """The first line of a process, JSON, within START_TIMEOUT_SECS; a text says why the process cannot serve."""
+    try:
+        async with asyncio.timeout(START_TIMEOUT_SECS):
+            line = await process.stdout.readline()
+    except TimeoutError:
+        return f"no answer for {START_TIMEOUT_SECS:g} s"
+    return json.loads(line) if line else f"it ended ({await exit_of(process)})"
 
 
 async def end(process: asyncio.subprocess.Process) -> None:

@@ -17,11 +17,6 @@ from typing import Any
 from jaxrl_async.rewards import child
 from jaxrl_async.types import component_problem
 
-START_TIMEOUT_SECS = 30.0
-LATE_SECS = 0.1  # to read a reply that arrived in time while this event loop was late
-ORPHAN_SECS = (
-    5.0  # beyond the bound on a call, after which a process without its parent ends itself
-)
 READ_BYTES = 1 << 16
 MAX_BATCH_CALLS = 16  # calls in a message; the rest of a batch waits behind a call that hangs
 MIN_MEMORY_BYTES = 1 << 20  # the size in which Python takes memory from the system
@@ -106,7 +101,7 @@ class RewardPool:
         self._refusal: str | None = "is not started"
 
     async def start(self) -> None:
-        """Starts the processes, within START_TIMEOUT_SECS.
+        """Starts the processes, within child.START_TIMEOUT_SECS.
 
         Raises:
           RewardError: the reward cannot be imported, or a process did not start.
@@ -252,7 +247,7 @@ class RewardPool:
 
         Processes write them one by one. Where many are there they are read at once.
         """
-        for secs in (self._timeout_secs, LATE_SECS):
+        for secs in (self._timeout_secs, child.LATE_SECS):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(secs):
                     while b"\n" not in received:
@@ -297,20 +292,14 @@ class RewardPool:
     async def _start_process(self) -> asyncio.subprocess.Process:
         process = await child.start(
             "jaxrl_async.rewards.process",
-            *(self.reward, str(self._timeout_secs + ORPHAN_SECS), str(self._memory_bytes)),
+            *(self.reward, str(self._timeout_secs + child.ORPHAN_SECS), str(self._memory_bytes)),
             environment=self._environment,
         )
         self._processes.add(process)
-        try:
-            async with asyncio.timeout(START_TIMEOUT_SECS):
-                line = await process.stdout.readline()
-        except TimeoutError:
-            reason = f"no answer for {START_TIMEOUT_SECS:g} s"
-        else:
-            reason = json.loads(line) if line else f"it ended ({await child.exit_of(process)})"
-        if isinstance(reason, str):
-            raise RewardError(f"reward process did not start: {reason}")
-        self._asks_for = reason
+        said = await child.greeting(process)
+        if isinstance(said, str):
+            raise RewardError(f"reward process did not start: {said}")
+        self._asks_for = said
         return process
 
     async def _end_all(self) -> None:

@@ -39,7 +39,7 @@ from jaxrl_async.tasks.prompts import demonstration_tokens, test_prompts, valida
 from jaxrl_async.weights.discovery import Discovery
 from jaxrl_async.weights.publisher import Publisher
 from jaxrl_async.weights.store import WeightStore
-from jaxrl_async.weights.transports import TRANSPORTS
+from jaxrl_async.weights.transports import FileTransport
 
 REPORT_SECS = 2.0  # between the learner's reports to the queue
 
@@ -142,13 +142,14 @@ class Links:
                 run_id=writer.run_id,
                 adapters=settings.model.lora.rank > 0,
             ),
-            "transport": functools.partial(
-                TRANSPORTS[weights.transport],
+            "transport": FileTransport(
+                weights.transport,
                 mode=weights.pause_mode,
                 writer=writer,
                 pause_lease_secs=weights.pause_lease_secs,
                 keep_adapters=kept_adapters(settings.queue.max_staleness),
                 delta=weights.delta,
+                fanout=weights.fanout,
             ),
             "discovery": discovery_of(settings),
             "preflight": preflight.check_of(settings, expected),
@@ -220,7 +221,7 @@ def _train(
             store,
             config=config,
             dtype=weights.dtype,
-            base=settings.model.path,
+            base=parts.base_name(settings, workdir) if config.lora else "",
             timeout_secs=push_deadline_of(settings),
             delay=delay,
             **part,

@@ -152,17 +152,21 @@ def rollout_of(settings: Settings):
     from jaxrl_async.rollout.runner import rollout_function
 
     rollout = settings.rollout
-    if rollout.function == environment.NAME:
-        return environment.EnvironmentRollout(**vars(settings.environment))
-    if rollout.function != agent.NAME:
+    if rollout.function == agent.NAME:
+        return agent.AgentRollout(
+            rollout.agent,
+            timeout_secs=rollout.agent_timeout_secs,
+            max_calls=rollout.agent_calls,
+            rows=rollout.agent_rows,
+            temperature=rollout.temperature,
+        )
+    if rollout.function != environment.NAME:
         return rollout_function(rollout.function)
-    return agent.AgentRollout(
-        rollout.agent,
-        timeout_secs=rollout.agent_timeout_secs,
-        max_calls=rollout.agent_calls,
-        rows=rollout.agent_rows,
-        temperature=rollout.temperature,
-    )
+    wanted = settings.environment
+    # A reset and max_turns turns, and one outage of the servers.
+    turn_secs = wanted.timeout_secs + rollout.request_timeout_secs
+    episode_secs = (wanted.max_turns + 1) * turn_secs + settings.queue.outage_secs
+    return environment.EnvironmentRollout(**vars(wanted), episode_secs=episode_secs)
 
 
 def runner_of(settings: Settings, tokenizer, task):
@@ -277,6 +281,13 @@ def base_directory(settings: Settings, workdir: pathlib.Path) -> pathlib.Path:
     if has_base_files(settings):
         return model_directory(settings)
     return WeightStore(workdir / "base", keep=1).path(0)
+
+
+def base_name(settings: Settings, workdir: pathlib.Path) -> str:
+    """The frozen weights of a run with adapters, as files of an adapter name them: model.path or a directory."""
+    return (
+        settings.model.path if has_base_files(settings) else str(base_directory(settings, workdir))
+    )
 
 
 def base_params(settings: Settings, workdir: pathlib.Path, config, mesh):

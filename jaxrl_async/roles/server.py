@@ -50,6 +50,7 @@ async def _run_embedded(settings: Settings, workdir: pathlib.Path, index: int) -
             weight_roots=weight_roots_of(settings, workdir),
             tls_cert=settings.server.tls_cert,
             tls_key=settings.server.tls_key,
+            tls_ca=settings.server.tls_ca,
             **keys_of(settings),
         ):
             log.info("server %d at %s", index, address)

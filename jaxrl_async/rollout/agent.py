@@ -79,6 +79,10 @@ class AgentRollout:
         self._started: asyncio.Task[Sessions] | None = None
         self._thread: _Thread | None = None
 
+    def waits_for(self) -> str:
+        """In words: the place of a session that waits for no server."""
+        return f"its agent {self._name!r}"
+
     async def close(self) -> None:
         """Ends the sessions, the endpoint and the agents."""
         started, self._started = self._started, None

@@ -37,6 +37,7 @@ class EnvironmentRollout:
         max_turn_tokens: int,
         timeout_secs: float,
         num_processes: int,
+        episode_secs: float,
         memory_bytes: int,
     ):
         """Starts nothing.
@@ -48,6 +49,7 @@ class EnvironmentRollout:
           max_turn_tokens: sampled, of one turn; 0 for the budget of the whole row alone.
           timeout_secs: bound on one reset or step, > 0, without the wait for a free process.
           num_processes: ≥ 1, of an environment that runs in processes of its own, one episode each at a time.
+          episode_secs: the longest that an episode takes, > 0; by it the wait for a free process is bounded.
           memory_bytes: bound on the address space that such a process takes after its imports; 0 for none.
 
         Raises:
@@ -67,8 +69,15 @@ class EnvironmentRollout:
                 self._args,
                 num_processes=num_processes,
                 timeout_secs=timeout_secs,
+                episode_secs=episode_secs,
                 memory_bytes=memory_bytes,
             )
+
+    def waits_for(self) -> str:
+        """In words: the place of an episode that waits for no server."""
+        num = self._host.num_waiting if self._host else 0
+        waiting = f", in which {num} episodes wait for a free process" if num else ""
+        return f"its environment {self._name!r}{waiting}"
 
     async def close(self) -> None:
         """Kills the processes."""
@@ -137,9 +146,10 @@ class EnvironmentRollout:
             try:
                 async with self._host.episode() as episode:
                     yield episode
-            except (
-                EpisodeError
-            ) as error:  # Of a process that did not start: its calls have their own.
+            # Of the process: its calls have theirs.
+            except EpisodeTimeoutError as error:
+                raise self._late(str(error)) from error
+            except EpisodeError as error:
                 raise self._failure(str(error), None) from error
             return
         episode = self._class(**self._args)

@@ -98,6 +98,12 @@ class Runner:
         )
         return await self.function(prompt, context)
 
+    def waits_for(self) -> str:
+        """In words: the place of a sample that waits for no server."""
+        if hasattr(self.function, "waits_for"):
+            return self.function.waits_for()
+        return "its rollout function"
+
     async def close(self) -> None:
         """Ends what the rollout function holds, such as processes; the next `run` starts it again."""
         if hasattr(self.function, "close"):

@@ -140,13 +140,13 @@ class Sampler:
                 raise result
 
     def place_of(self, permit: Permit, sample: int) -> str:
-        """In words: what a sample that generates is waiting for."""
+        """In words: the server that a sample waits for; "" where it waits for none."""
         prefix = _sample_prefix(permit, sample)
         if prefix in self._unrouted:
             return f"a HEALTHY server ({self._fleet.describe()})"
         running = (a for rid, a in self._running.items() if rid.startswith(prefix))
         address = next(running, None)
-        return f"server {address}" if address else "its rollout function"
+        return f"server {address}" if address else ""
 
     def cancel_dead(self) -> None:
         """Ends every call to a server that is DEAD or has left: its requests are resumed elsewhere.

@@ -166,7 +166,9 @@ class Worker:
             self._stages[permit, sample] = (stage, now)
 
     def _place(self, permit: Permit, sample: int, stage: str) -> str:
-        return self._sampler.place_of(permit, sample) if stage == GENERATING else stage
+        if stage != GENERATING:
+            return stage
+        return self._sampler.place_of(permit, sample) or self._runner.waits_for()
 
     async def _report_waits(self) -> None:
         while True:

@@ -12,7 +12,7 @@ import pathlib
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -26,6 +26,7 @@ from jaxrl_async.servers.looks import Looks, LostAnswerError
 
 # In an answer of /generate: the server streams the answers of a batch, one event for each when it ends.
 STREAMS_HEADER = "X-Streams-Batches"
+SHA256_HEADER = "X-Sha256"  # of an upload
 PAUSE_LEASE_HEADER = "X-Pause-Lease-Secs"  # weights.lease reads it
 MAX_LOGPROB_ROUNDING = 1e-6  # A log-prob may exceed 0 by this much: float32 rounding of log 1.
 
@@ -294,6 +295,7 @@ class InferenceClient:
         lease_secs: float = 0.0,
         keep: bool = False,
         difference: str = "",
+        hand_on: bool = False,
     ) -> None:
         """Loads a version beside the one that a server of this project serves, while it generates.
 
@@ -307,6 +309,7 @@ class InferenceClient:
           lease_secs: > 0: the server drops it after that time without an update.
           keep: keep its files as the base of the next difference.
           difference: file there that leads to it from the version that was kept last; "": it is there in full.
+          hand_on: leave the uploaded files to other servers until the next version comes.
 
         Raises:
           ServerError: refused, lost or late; the server's own message stands in it.
@@ -315,6 +318,7 @@ class InferenceClient:
         payload |= {} if path is None else {"model_path": str(path)}
         payload |= {"keep": True} if keep else {}
         payload |= {"difference": difference} if difference else {}
+        payload |= {"hand_on": True} if hand_on else {}
         await self._update(address, "/weights/prepare", payload, timeout_secs, _lease(lease_secs))
 
     async def update_weights_from_disk(
@@ -347,13 +351,47 @@ class InferenceClient:
         await self._update(address, "/update_weights_from_disk", payload, timeout_secs)
 
     async def upload(
-        self, address: str, *, file: pathlib.Path, version: str, timeout_secs: float
+        self,
+        address: str,
+        *,
+        file: pathlib.Path,
+        version: str,
+        timeout_secs: float,
+        sha256: str | None = None,
     ) -> None:
-        """Sends one file of a version to a server of this project, in chunks, while it generates."""
+        """Sends one file of a version to a server of this project, in chunks, while it generates.
+
+        `sha256` is the digest of its bytes, in hex, where the server is to compare it.
+        """
+        headers = {SHA256_HEADER: sha256} if sha256 else {}
+        route = f"/weights/{version}/{file.name}"
         with open(file, "rb") as stream:
-            await self._call(
-                "PUT", address, f"/weights/{version}/{file.name}", stream, timeout_secs
-            )
+            await self._call("PUT", address, route, stream, timeout_secs, headers)
+
+    async def fetch_weights(
+        self,
+        address: str,
+        *,
+        source: str,
+        pieces: Mapping[str, Mapping[str, Any]],
+        version: str,
+        timeout_secs: float,
+    ) -> None:
+        """Lets a server of this project get files of a version from another one, while both generate.
+
+        Args:
+          address: "http://host:port".
+          source: that of the other server, which has the files or gets them.
+          pieces: "num_bytes" and "sha256" of each file, by name.
+          version: its name.
+          timeout_secs: bound on the whole call.
+
+        Raises:
+          ServerError: refused, lost or late; of status 502 where it is the source that fails.
+        """
+        payload = {"weight_version": version, "source": source, "files": dict(pieces)}
+        payload |= {"timeout_secs": timeout_secs}
+        await self._post(address, "/weights/fetch", payload, timeout_secs)
 
     async def update_weights_from_upload(
         self,
@@ -508,7 +546,7 @@ class InferenceClient:
             batch = self._batches[address] = _Batch()
             loop.call_soon(self._send, address, batch)
         done = batch.add(request, timeout_secs)
-        late = loop.call_later(timeout_secs, _expire, done)
+        late = loop.call_later(timeout_secs, expire, done)
         try:
             return await done
         except (TimeoutError, asyncio.CancelledError) as error:
@@ -548,24 +586,14 @@ class InferenceClient:
         """Sends a batch, and gives each of its requests its answer or error."""
         route = "/generate"
         try:
-            timeout = aiohttp.ClientTimeout(total=batch.timeout_secs)
-            headers = self._headers(route)
-            with self._errors(address, route, batch.timeout_secs):
-                async with self._session.request(
-                    "POST",
-                    address + route,
-                    data=batch.body(),
-                    headers=headers,
-                    timeout=timeout,
-                    allow_redirects=False,
-                ) as response:
-                    if response.status != 200:
-                        _read_answer(response.status, await response.read(), address, route)
-                    async for event in _events(response.content):
-                        batch.take(event, address)
-            raise ServerError(
-                address, route, "the answer ended before its requests", retryable=True
-            )
+            call = ("POST", address, route, batch.body(), self._headers(route), batch.timeout_secs)
+            async with self._request(*call) as response:
+                if response.status != 200:
+                    _read_answer(response.status, await response.read(), address, route)
+                async for event in _events(response.content):
+                    batch.take(event, address)
+            reason = "the answer ended before its requests"
+            raise ServerError(address, route, reason, retryable=True)
         except ServerError as error:
             batch.fail(error)
         except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -619,17 +647,9 @@ class InferenceClient:
                 if method != "GET":
                     reason = f"connection lost: {error}"
                     raise ServerError(address, route, reason, retryable=True) from error
-        timeout = aiohttp.ClientTimeout(total=timeout_secs)
-        with self._errors(address, route, timeout_secs):
-            async with self._session.request(
-                method,
-                address + route,
-                data=body,
-                headers=headers,
-                timeout=timeout,
-                allow_redirects=False,
-            ) as response:
-                text = await response.read()
+        call = (method, address, route, body, headers, timeout_secs)
+        async with self._request(*call) as response:
+            text = await response.read()
         if STREAMS_HEADER in response.headers:
             self._streaming.add(address)
         return _read_answer(response.status, text, address, route)
@@ -639,11 +659,21 @@ class InferenceClient:
         key = self._api_key if route in _INFORMATION_ROUTES else self._admin_api_key
         return headers if key is None else headers | {"Authorization": f"Bearer {key}"}
 
-    @contextlib.contextmanager
-    def _errors(self, address: str, route: str, timeout_secs: float) -> Iterator[None]:
-        """Raises what a connection raises as a ServerError."""
+    @contextlib.asynccontextmanager
+    async def _request(
+        self, method, address, route, body, headers, timeout_secs
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A request over the session; an error of its connection is a ServerError."""
         try:
-            yield
+            async with self._session.request(
+                method,
+                address + route,
+                data=body,
+                headers=headers,
+                timeout=aiohttp.ClientTimeout(total=timeout_secs),
+                allow_redirects=False,
+            ) as response:
+                yield response
         except TimeoutError:
             raise _no_answer(address, route, timeout_secs) from None
         except aiohttp.ClientConnectorCertificateError as error:
@@ -692,13 +722,10 @@ class _Batch:
 
     def body(self) -> bytes:
         """JSON. A prompt that many share is encoded once."""
-        requests, encoded = self._requests, {}
-        ids = [
-            encoded.get(key) or encoded.setdefault(key, _encode(r["input_ids"]))
-            for r in requests
-            for key in (tuple(r["input_ids"]),)
-        ]
-        rids, params = ([r[name] for r in requests] for name in ("rid", "sampling_params"))
+        prompts = [tuple(request["input_ids"]) for request in self._requests]
+        encoded = {prompt: _encode(prompt) for prompt in set(prompts)}
+        ids = [encoded[prompt] for prompt in prompts]
+        rids, params = ([r[name] for r in self._requests] for name in ("rid", "sampling_params"))
         return (
             f'{{"rid":{_encode(rids)},"input_ids":[{",".join(ids)}],"sampling_params":{_encode(params)},'
             '"return_logprob":true,"stream":true}'
@@ -737,7 +764,8 @@ async def _events(content: aiohttp.StreamReader) -> AsyncIterator[dict]:
                 yield json.loads(text)
 
 
-def _expire(waiter: asyncio.Future) -> None:
+def expire(waiter: asyncio.Future) -> None:
+    """Ends a wait with a TimeoutError, unless it is over. Cheaper than a timeout's context."""
     if not waiter.done():
         waiter.set_exception(TimeoutError())
 

@@ -248,7 +248,7 @@ class _Routes:
         self._uploads = uploads
         self._writers = files.Writers()
         self._prepared = Prepared()
-        self._copy = difference.Copy(uploads.root) if uploads else None
+        self._copy = difference.Copy(uploads.root)
 
     async def model_info(self, request):
         """Answers at once, in any state of the scheduler."""
@@ -308,7 +308,7 @@ class _Routes:
             load = functools.partial(self._copy.load, source, digest, self._load)
             await self._prepared.prepare(version, digest, load, lease_secs)
         except difference.DifferenceError as error:
-            return _refusal(error, 409)
+            return _refusal(error, difference.NO_DIFFERENCE)
         except ValueError as error:  # of WeightsError's kind too
             return _refusal(error)
         finally:

@@ -40,15 +40,13 @@ class LockedDoors:
         for name in ("num_train", "num_test"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be ≥ 1, got {getattr(self, name)}")
-
         if not 0 <= self.careless <= 1:
             raise ValueError(f"careless must be in [0, 1], got {self.careless}")
 
     def examples(self, split: str) -> list[Example]:
         """The games of a split, in a seeded order."""
         games, first = self._games, self.num_train
-        chosen = games[:first] if check_split(split) == "train" else games[first:]
-        return chosen
+        return games[:first] if check_split(split) == "train" else games[first:]
 
     def demonstrations(self, num: int | None = None) -> list[tuple[str, Turns]]:
         """Train games; each cycle has others of them played carelessly."""

@@ -413,16 +413,14 @@ class Asking:
         Raises:
           ValueError: a system prompt or tools, and no chat template to write them.
         """
-        if tools and not getattr(tokenizer, "has_chat_template", False):
-            raise ValueError(
-                "the environment's tools need a chat template, which this tokenizer has not: set "
-                "tokenizer.chat_template to a Jinja file"
-            )
-        if system_prompt and not getattr(tokenizer, "has_chat_template", False):
-            raise ValueError(
-                f"system_prompt = {system_prompt!r:.60} needs a chat template, which this tokenizer has not: set "
-                "tokenizer.chat_template to a Jinja file, or use tokenizer.instruction"
-            )
+        if not getattr(tokenizer, "has_chat_template", False):
+            lacks = "a chat template, which this tokenizer has not: set tokenizer.chat_template to a Jinja file"
+            if tools:
+                raise ValueError(f"the environment's tools need {lacks}")
+            if system_prompt:
+                raise ValueError(
+                    f"system_prompt = {system_prompt!r:.60} needs {lacks}, or use tokenizer.instruction"
+                )
         self._tokenizer, self._instruction, self._system = tokenizer, instruction, system_prompt
         self._tools = tuple(tools)
 
@@ -440,9 +438,8 @@ class Asking:
             return self._tokenizer.encode_prompt(question)
         system = [{"role": "system", "content": self._system}] if self._system else []
         messages = [*system, {"role": "user", "content": question}]
-        return self._tokenizer.encode_chat(
-            messages, **({"tools": self._tools} if self._tools else {})
-        )
+        # With a template it is an HFTokenizer: of the kinds of tokenizers it alone shows tools.
+        return self._tokenizer.encode_chat(messages, tools=self._tools)
 
 
 def _only_message(messages: Sequence[Mapping[str, str]]) -> str:

@@ -53,8 +53,8 @@ def export(
     model = parts.model_config_of(settings, tokenizer)
     step, params = parts.checkpoint_params(settings, workdir, step)
     if adapter:
-        base = settings.model.path or str(parts.base_directory(settings, workdir))
-        config, params = hf.write_adapter_config(model.lora, base), lora.split(params)[0]
+        config = hf.write_adapter_config(model.lora, parts.base_name(settings, workdir))
+        params, _ = lora.split(params)
         _write(model, tokenizer, step, params, out, dtype, config, ADAPTER)
         return step
     if model.lora:
@@ -102,10 +102,8 @@ def _write(
     """Writes beside `out` and renames, so that there is all or nothing."""
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.partial-", dir=out.parent) as partial:
-        store = WeightStore(partial, keep=1)
-        store.begin(step)
-        store.write_part(step, 0, hf.to_tensors(params, model, dtype))
-        written = store.finish(step, 1, config, prefix=prefix)
+        tensors = hf.to_tensors(params, model, dtype)
+        written = WeightStore(partial, keep=1).write(step, tensors, config, prefix=prefix)
         for name, content in tokenizer.hf_files().items():
             (written / name).write_bytes(content)
         written.rename(out)

@@ -21,7 +21,7 @@ from jaxrl_async.tools.parity import ParityError, read_checkpoint, read_params
 
 AGAINST = ("engine", "transformers", "float32", "bfloat16")  # or a directory
 
-_LOWEST_RMS = 1e-20  # of a hidden state; below, a difference is not divided by it
+_LOWEST_NORM = 1e-20  # of a hidden state; below, a difference is not divided by it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +121,7 @@ def _tokens(sequences: Sequences, num_ids: int) -> np.ndarray:
 def _difference(name, ours, theirs, prompt_tokens) -> Difference:
     ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
     apart = np.linalg.norm(ours - theirs, axis=-1)
-    relative = apart / np.maximum(np.linalg.norm(theirs, axis=-1), _LOWEST_RMS)
+    relative = apart / np.maximum(np.linalg.norm(theirs, axis=-1), _LOWEST_NORM)
     return Difference(
         name=name,
         max_abs=float(np.abs(ours - theirs).max()),

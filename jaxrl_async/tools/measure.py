@@ -94,11 +94,16 @@ async def of_server(
             say(f"{server}: {REPEATS} × {count} requests at once")
             among = statistics.median([await wave(count) for _ in range(REPEATS)])
             found = server_rates(alone, among, count) | ({"num_slots": slots} if slots else {})
-            if push and not _files_of(info):
+            path, version = info.get("model_path"), info.get("weight_version")
+            if push and (not path or version is None):  # As one that `serve` started.
                 say(f"{server} names no files of its weights: no push of it is measured")
             elif push:
                 say(f"{server}: {REPEATS} × its own weights, loaded again")
-                times = [await _reload(client, server, timeout_secs, clock) for _ in range(REPEATS)]
+                files = {"path": path, "version": version}
+                times = [
+                    await _reload(client, server, files, timeout_secs, clock)
+                    for _ in range(REPEATS)
+                ]
                 found["pause_secs"] = statistics.median(times)
         except ServerError as error:
             raise MeasureError(str(error)) from error
@@ -190,23 +195,15 @@ async def _ask(client, server: str, prompts, max_new_tokens: int, timeout_secs: 
     return tokens
 
 
-def _files_of(info: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Directory and version of a server's weights; None where it names none, as one that `serve` started."""
-    path, version = info.get("model_path"), info.get("weight_version")
-    return (path, version) if path and version is not None else None
-
-
-async def _reload(client, server: str, timeout_secs: float, clock: Callable[[], float]) -> float:
+async def _reload(
+    client, server: str, files: Mapping[str, str], timeout_secs: float, clock: Callable[[], float]
+) -> float:
     """Seconds of a pause in which the server loads its own weights again."""
-    info = await client.model_info(server, timeout_secs=timeout_secs)
-    if (files := _files_of(info)) is None:
-        raise MeasureError(f"{server} names no files of its weights any more")
-    path, version = files
     since = clock()
     await client.pause(server, mode="retract", timeout_secs=timeout_secs, lease_secs=timeout_secs)
     try:
         await client.update_weights_from_disk(
-            server, path=path, version=version, flush_cache=True, timeout_secs=timeout_secs
+            server, **files, flush_cache=True, timeout_secs=timeout_secs
         )
     finally:
         await client.continue_(server, timeout_secs=timeout_secs)

@@ -35,13 +35,15 @@ from jaxrl_async.weights import files
 
 MAGIC = b"jaxrldif"
 SUFFIX = ".difference"
-MAX_SHARE = (
-    0.8  # of the version's bytes; a longer difference saves too little to be worth its computation
-)
+NO_DIFFERENCE = 409  # Answer to a preparation whose difference does not lead to the version.
+# Of the version's bytes; a longer difference saves too little to be worth its computation.
+MAX_SHARE = 0.8
 _MAX_HEADER_BYTES = 256 << 20
 _SAMPLE_BYTES = 64 << 10  # of a plane, to see whether zlib makes it shorter
 _MAX_SPARSE = 0.5  # share of changed elements up to which their positions are stored
 _MANIFEST = "manifest.json"
+# The errors of a reader of a difference that was altered.
+_DAMAGED = (OSError, ValueError, KeyError, TypeError, IndexError, OverflowError, zlib.error)
 
 
 class DifferenceError(ValueError):
@@ -129,7 +131,7 @@ class Copy:
             return await read(source.directory)
         try:
             if source.difference:
-                await asyncio.to_thread(self._patch, source.directory / source.difference, digest)
+                await asyncio.to_thread(self.patch, source.directory / source.difference, digest)
             else:
                 await asyncio.to_thread(self._take, source)
             weights = await read(self.path)
@@ -153,10 +155,6 @@ class Copy:
                 ignore = shutil.ignore_patterns(f"*{SUFFIX}", "*.aside")
                 shutil.copytree(source.directory, self.path, ignore=ignore)
 
-    def _patch(self, file, digest):
-        with self._lock:
-            self.patch(file, digest)
-
     def patch(self, file: str | os.PathLike, digest: str) -> None:
         """Turns the files into those of another version, which nobody has verified yet.
 
@@ -167,34 +165,31 @@ class Copy:
         Raises:
           DifferenceError: it is of another base, to another version, or damaged. The copy is gone then.
         """
-        held, self.digest = self.digest, None
-        try:
-            with open(file, "rb") as stream:
-                header = _read_header(stream)
-                if held is None or header["base"] != held or header["digest"] != digest:
-                    raise DifferenceError(
-                        f"{file} leads from {header['base']} to {header['digest']}, "
-                        f"the copy is of {held}, the push of {digest}"
-                    )
-                for name, num_bytes in header["files"].items():
-                    if (self.path / os.path.basename(name)).stat().st_size != num_bytes:
-                        raise DifferenceError(f"{file}: {name} has another size here")
-                for tensor in header["tensors"]:
-                    _patch(self.path, tensor, stream)
-            (self.path / _MANIFEST).write_text(header["manifest"], "utf-8")
-        except (
-            OSError,
-            ValueError,
-            KeyError,
-            TypeError,
-            IndexError,
-            OverflowError,
-            zlib.error,
-        ) as error:
-            self.drop()
-            if isinstance(error, DifferenceError):
-                raise
-            raise DifferenceError(f"{file}: {type(error).__name__}: {error}") from error
+        with self._lock:
+            held, self.digest = self.digest, None
+            try:
+                with open(file, "rb") as stream:
+                    self._apply(stream, held, digest)
+            except DifferenceError as error:
+                self.drop()
+                raise DifferenceError(f"{file}: {error}") from None
+            except _DAMAGED as error:
+                self.drop()
+                raise DifferenceError(f"{file}: {type(error).__name__}: {error}") from error
+
+    def _apply(self, stream, held, digest):
+        header = _read_header(stream)
+        if held is None or header["base"] != held or header["digest"] != digest:
+            raise DifferenceError(
+                f"it leads from {header['base']} to {header['digest']}, "
+                f"the copy is of {held}, the push of {digest}"
+            )
+        for name, num_bytes in header["files"].items():
+            if (self.path / os.path.basename(name)).stat().st_size != num_bytes:
+                raise DifferenceError(f"{name} has another size here")
+        for tensor in header["tensors"]:
+            _patch(self.path, tensor, stream)
+        (self.path / _MANIFEST).write_text(header["manifest"], "utf-8")
 
     def drop(self) -> None:
         """Removes the copy."""

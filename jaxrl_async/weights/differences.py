@@ -29,9 +29,8 @@ async def shared(version: StoredVersion, base: str) -> pathlib.Path | None:
     if base not in written:
         path = pathlib.Path(version)
         written[base] = asyncio.create_task(asyncio.to_thread(_write, path, base))
-    return await asyncio.shield(
-        written[base]
-    )  # One push that is cancelled leaves it to the others.
+    # One push that is cancelled leaves it to the others.
+    return await asyncio.shield(written[base])
 
 
 def _write(version: pathlib.Path, base: str) -> pathlib.Path | None:

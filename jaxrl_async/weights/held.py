@@ -5,8 +5,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from jaxrl_async.queue.records import NOBODY, Identity
-from jaxrl_async.weights.transports import ObsoleteVersionError, Pausing, always
+from jaxrl_async.weights.transports import Pausing, always, check_wanted
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,18 +55,14 @@ async def hand_over(
     timeout_secs: float,
     is_wanted: Callable[[], bool] = always,
     pausing: Pausing = contextlib.nullcontext,
-    writer: Identity = NOBODY,
-    pause_lease_secs: float = 0.0,
 ) -> None:
-    """The transport to an engine in this process: by reference. Arguments and errors as of `transports.disk`.
+    """The transport to an engine in this process: by reference. Arguments and errors as of `FileTransport`.
 
     Args:
       client: an `inference.direct.DirectClient`.
       path: the version.
     """
-    if not is_wanted():
-        reason = f"version {version} was dropped for a newer one"
-        raise ObsoleteVersionError(address, "", reason, retryable=True)
+    check_wanted(address, version, is_wanted)
     async with pausing():
         await client.take_weights(
             address, params=path.params, version=str(version), mode=mode, timeout_secs=timeout_secs

@@ -1,4 +1,4 @@
-"""The lease of a pause: a server whose learner died in mid-push continues by itself.
+"""Leases: a server whose learner died in mid-push continues by itself, and drops the version prepared for it.
 
 Shared by the servers of this project; imports the standard library alone. It knows no engine.
 """
@@ -14,31 +14,38 @@ MAX_LEASE_SECS = 86_400.0
 log = logging.getLogger(__name__)
 
 
-class PauseLease:
-    """The end of the pause under way. Use within one event loop."""
+class Lease:
+    """A time that ends by itself unless it is ended before. Use within one event loop."""
 
-    def __init__(self, resume: Callable[[], Awaitable[object]]):
-        """`resume`: ends a pause, as /continue_generation does."""
-        self._resume = resume
+    def __init__(self, expire: Callable[[float], object]):
+        """`expire`: called with the seconds of a lease that came to its end."""
+        self._on_end = expire
         self._timer: asyncio.TimerHandle | None = None
-        self._resuming: asyncio.Task | None = None
-        self.num_expired = 0  # pauses that were ended here
 
     def begin(self, secs: float | None) -> None:
-        """A pause began; None for one without a lease. The lease of a pause before it ends."""
+        """Begins a lease of `secs`, or none for None. The one before it ends."""
         self.end()
         if secs is not None:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(secs, self._expire, secs)
+            self._timer = asyncio.get_running_loop().call_later(secs, self._on_end, secs)
 
     def end(self) -> None:
-        """The pause was ended by its client."""
+        """Ends the lease."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
+
+class PauseLease(Lease):
+    """The end of the pause under way."""
+
+    def __init__(self, resume: Callable[[], Awaitable[object]]):
+        """`resume`: ends a pause, as /continue_generation does."""
+        super().__init__(self._expire)
+        self._resume = resume
+        self._resuming: asyncio.Task | None = None
+        self.num_expired = 0  # pauses that were ended here
+
     def _expire(self, secs: float) -> None:
-        self._timer = None
         self.num_expired += 1
         log.warning("no word from the learner for %g s of a pause: the server continues", secs)
         self._resuming = asyncio.ensure_future(self._resume())

@@ -16,13 +16,14 @@ class Pauses:
     """Gives servers their turns to pause. Use within one event loop."""
 
     def __init__(self, *, max_paused: int, turn_secs: float):
-        """Arguments:
+        """No server is paused yet.
 
-        max_paused: servers that are paused at once; 0: no bound.
-        turn_secs: after which the next server's turn begins although this one has not continued: one that hangs holds
-          up no roll.
+        Args:
+          max_paused: servers that are paused at once; 0: no bound.
+          turn_secs: after which the next server's turn begins although this one has not continued: one that hangs holds
+            up no roll.
         """
-        self._max_paused, self._turn_secs = max_paused, turn_secs
+        self._turn_secs = turn_secs
         self._free = asyncio.Semaphore(max_paused) if max_paused else None
         self._secs = 0.0
 

@@ -4,13 +4,17 @@ A push has two halves, and this is what lies between them. It is there from the 
 that takes it, another preparation, or the end of its lease; there is never more than one. An update without it loads
 the version itself, so nothing depends on it.
 
-Shared by the servers of this project; imports the standard library alone. It knows no engine.
+Shared by the servers of this project; it knows no engine.
 """
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
+
+from jaxrl_async.weights.lease import Lease
+
+NO_ROOM = 507  # Answer to a preparation for which the device has no room beside what is there.
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +31,7 @@ class Prepared:
         self._wanted: tuple[str, str] | None = None  # (version, digest) asked for last
         self._held: tuple[str, str] | None = None
         self._weights: Any = None  # the engine's own type, with a digest
-        self._timer: asyncio.TimerHandle | None = None
+        self._lease = Lease(self._expire)
 
     @property
     def version(self) -> str | None:
@@ -66,7 +70,7 @@ class Prepared:
                         f"version {version} has digest {weights.digest}, the push is of {digest}"
                     )
                 self._held, self._weights = key, weights
-            self._begin_lease(lease_secs)
+            self._lease.begin(lease_secs)
 
     def take(self, version: str, digest: str | None) -> Any:
         """The prepared weights if they are these, else None; either way none are prepared afterwards."""
@@ -77,22 +81,13 @@ class Prepared:
 
     def drop(self) -> None:
         """Frees the prepared weights."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._lease.end()
         self._held = self._weights = None
 
     def _check_wanted(self, key: tuple[str, str]) -> None:
         if self._wanted != key:
             by = f"version {self._wanted[0]}" if self._wanted else "an update"
             raise SupersededPreparationError(f"version {key[0]} is superseded by {by}")
-
-    def _begin_lease(self, secs: float | None) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if secs is not None:
-            self._timer = asyncio.get_running_loop().call_later(secs, self._expire, secs)
 
     def _expire(self, secs: float) -> None:
         log.warning("version %s was prepared %g s ago and not taken: dropped", self.version, secs)

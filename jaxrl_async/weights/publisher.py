@@ -81,7 +81,7 @@ class Publisher:
           controls: "http://host:port" that takes requests → control addresses of the servers behind it (one, or
             more behind a router); they need not be up yet.
           client: for this publisher alone, not opened yet.
-          transport: gives one server a version; see transports.TRANSPORTS.
+          transport: gives one server a version; see transports.Transport.
           pin: keeps the files of a version while the context lasts, `WeightStore.pin`.
           announce: called as announce(version, records, resume_point, run_epoch), `LearnerQueue.publish_version`.
           push_timeout_secs: deadline of a server for a version; one that misses it is STALE. Without a HEALTHY
@@ -630,9 +630,8 @@ def _first(error: BaseException) -> BaseException:
     return error
 
 
-TURN_SHARE = (
-    0.125  # of push_timeout_secs: a server that hangs in its turn holds up the others no longer
-)
+# Of push_timeout_secs: a server that hangs in its turn holds up the others no longer.
+TURN_SHARE = 0.125
 MAX_BACKOFF = 8.0  # poll intervals between two attempts at a server that fails
 LOOK_SECS = 0.5  # between two calls of should_stop during a wait
 _CLOSE_TIMEOUT_SECS = 15.0

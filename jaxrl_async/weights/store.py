@@ -85,7 +85,12 @@ class WeightStore:
         self.writer = writer
 
     def write(
-        self, version: int, tensors: Iterable[tuple[str, np.ndarray]], config: Mapping[str, Any]
+        self,
+        version: int,
+        tensors: Iterable[tuple[str, np.ndarray]],
+        config: Mapping[str, Any],
+        *,
+        prefix: str = "",
     ) -> pathlib.Path:
         """Writes a version and removes old ones.
 
@@ -95,7 +100,7 @@ class WeightStore:
         Args:
           version: ≥ 0.
           tensors: (name, array of the dtype to write), taken one at a time.
-          config: the content of config.json.
+          config, prefix: as of `finish`.
 
         Returns:
           The version's directory.
@@ -106,7 +111,7 @@ class WeightStore:
         """
         self.begin(version)
         self.write_part(version, 0, tensors)
-        return self.finish(version, 1, config)
+        return self.finish(version, 1, config, prefix=prefix)
 
     def begin(self, version: int) -> None:
         """Makes the directory for the parts of a version; one process calls it, before any writes a part."""

@@ -1,6 +1,6 @@
 """Transports: the ways in which servers get a version.
 
-A transport of files is a function for one server. It returns when the server holds the version, verified, and samples
+A transport of files is called for one server. It returns when the server holds the version, verified, and samples
 with it; otherwise it raises ServerError. In every case the server continues to sample, and unverified weights never
 sample a token that a client accepts: until they are verified, their name is no version's. A transport of files sees
 neither other servers nor their states.
@@ -11,6 +11,7 @@ A collective is one call for all servers at once.
 import asyncio
 import base64
 import contextlib
+import dataclasses
 import functools
 import json
 import logging
@@ -25,8 +26,11 @@ from typing import Any, Protocol
 from jaxrl_async.config.settings import PAUSE_MODES
 from jaxrl_async.queue.records import NOBODY, Identity
 from jaxrl_async.servers.client import InferenceClient, ServerError, ServerTimeoutError
-from jaxrl_async.weights import differences, verification
+from jaxrl_async.weights import differences, fanout, verification
 from jaxrl_async.weights import store as weight_store
+from jaxrl_async.weights.difference import NO_DIFFERENCE
+from jaxrl_async.weights.prepared import NO_ROOM
+from jaxrl_async.weights.relay import NO_SOURCE
 
 log = logging.getLogger(__name__)
 
@@ -39,24 +43,31 @@ def always() -> bool:
     return True
 
 
+def check_wanted(address: str, version: int | str, is_wanted: Callable[[], bool]) -> None:
+    """Raises ObsoleteVersionError where a newer version has taken this one's place."""
+    if not is_wanted():
+        reason = f"version {version} was dropped for a newer one"
+        raise ObsoleteVersionError(address, "", reason, retryable=True)
+
+
 Pausing = Callable[[], AbstractAsyncContextManager[None]]  # `pauses.Pauses.turn`
 
 
 class Transport(Protocol):
-    """A transport of files: gives one server a version from the version's directory."""
+    """Gives one server a version."""
 
     async def __call__(
         self,
         client: InferenceClient,
         address: str,
         *,
-        path: str | os.PathLike,
+        path: Any,
         version: int | str,
         timeout_secs: float,
         is_wanted: Callable[[], bool] = always,
         pausing: Pausing = contextlib.nullcontext,
     ) -> None:
-        """Arguments and errors as of `disk`, whose mode is bound beforehand."""
+        """Arguments and errors as of `FileTransport`; `path`: the version in its store."""
 
 
 class Collective(Protocol):
@@ -88,72 +99,92 @@ class Collective(Protocol):
         """
 
 
-async def disk(
-    client: InferenceClient,
-    address: str,
-    *,
-    path: str | os.PathLike,
-    version: int | str,
-    mode: str,
-    timeout_secs: float,
-    is_wanted: Callable[[], bool] = always,
-    pausing: Pausing = contextlib.nullcontext,
-    writer: Identity = NOBODY,
-    pause_lease_secs: float = 0.0,
-    keep_adapters: int = 2,
-    delta: bool = False,
-) -> None:
-    """A server reads the version from a directory that it can see. For every kind of server.
+@dataclasses.dataclass(frozen=True)
+class FileTransport:
+    """A transport of files: one of TRANSPORTS, with its options.
 
-    Args:
-      client: the HTTP client.
-      address: "http://host:port", where the server takes control calls.
-      path: the version's directory, as WeightStore wrote it; a StoredVersion is read once for all servers.
-      version: its number, or its name in a later run epoch (`health.weight_name`).
-      mode: of running requests. "retract": their tokens stay and their KV is computed again, so every token's
-        log-prob is exactly that of the version stamped on it. "in_place": stale KV stays, and later tokens come from
-        a mixture of versions.
-      timeout_secs: bound on the whole call.
-      is_wanted: whether the version is still the newest, asked before a load begins and between the parts of one.
-      pausing: a context that the pause lies in; it may make the push wait.
-      writer: the learner. A server of this project refuses one that another learner has superseded.
-      pause_lease_secs: a server of this project continues by itself after a pause of this time, and drops a version
-        that it prepared this long ago; 0: never.
-      keep_adapters: versions of an adapter that an SGLang server keeps, ≥ 1.
-      delta: give a server of this project the difference from the version that it has kept, where there is one.
+    Raises:
+      ValueError: there is no such transport or mode.
+    """
+
+    name: str  # in TRANSPORTS
+    _: dataclasses.KW_ONLY
+    # Of running requests. "retract": their tokens stay and their KV is computed again, so every token's log-prob is
+    # exactly that of the version stamped on it. "in_place": stale KV stays, and later tokens come from a mixture of
+    # versions.
+    mode: str
+    writer: Identity = NOBODY  # the learner; a server of this project refuses a superseded one
+    # A server of this project continues by itself after a pause of this time, and drops a version that it prepared
+    # this long ago; 0: never.
+    pause_lease_secs: float = 0.0
+    keep_adapters: int = 2  # versions of an adapter that an SGLang server keeps, ≥ 1
+    delta: bool = False  # give a server of this project the difference from a version that it keeps
+    fanout: int = (
+        0  # servers to which the learner and each server hand a version on; 0: the learner to all
+    )
+
+    def __post_init__(self):
+        for field, values in (("name", TRANSPORTS), ("mode", PAUSE_MODES)):
+            if (value := getattr(self, field)) not in values:
+                raise ValueError(f"{field} must be one of {', '.join(values)}, got {value!r}")
+
+    async def __call__(
+        self,
+        client: InferenceClient,
+        address: str,
+        *,
+        path: str | os.PathLike,
+        version: int | str,
+        timeout_secs: float,
+        is_wanted: Callable[[], bool] = always,
+        pausing: Pausing = contextlib.nullcontext,
+    ) -> None:
+        """Gives one server a version.
+
+        Args:
+          client: the HTTP client.
+          address: "http://host:port", where the server takes control calls.
+          path: the version's directory, as WeightStore wrote it; a StoredVersion is read once for all servers.
+          version: its number, or its name in a later run epoch (`health.weight_name`).
+          timeout_secs: bound on the whole call.
+          is_wanted: whether the version is still the newest, asked before a load begins and between the parts of one.
+          pausing: a context that the pause lies in; it may make the push wait.
+
+        Raises:
+          ObsoleteVersionError: it is not; the server loads nothing that is not wanted.
+          ServerError: the version's files are damaged (no request was sent); or the server refused, was lost, was
+            late, or holds other weights afterwards.
+        """
+        push = Push(
+            self,
+            client,
+            address,
+            path=path,
+            version=version,
+            deadline=time.monotonic() + timeout_secs,
+            is_wanted=is_wanted,
+            pausing=pausing,
+        )
+        await TRANSPORTS[self.name](push)
+
+
+async def disk(push: "Push") -> None:
+    """A server reads the version from a directory that it can see. For every kind of server.
 
     An adapter goes to an SGLang server without a pause: it holds several, and a request keeps the one that it began
     with (`InferenceClient`).
-
-    Raises:
-      ObsoleteVersionError: it is not; the server loads nothing that is not wanted.
-      ServerError: the version's files are damaged (no request was sent); or the server refused, was lost, was late,
-        or holds other weights afterwards.
     """
-    push = _Push(
-        client,
-        address,
-        path,
-        version,
-        mode,
-        timeout_secs,
-        is_wanted,
-        pausing,
-        writer,
-        pause_lease_secs,
-        delta,
-    )
+    client, address, path = push.client, push.address, os.fspath(push.files)
     digest = None
     if await push.verifies_itself():
         digest = await push.prepare(is_shared=True)
     elif push.files.is_adapter:
-        load = functools.partial(client.load_adapter, path=os.fspath(path))
-        await push.add_adapter(load, keep=keep_adapters)
+        await push.add_adapter(functools.partial(client.load_adapter, path=path))
         return
     async with push.paused() as name:
         await client.update_weights_from_disk(
             address,
-            path=os.fspath(path),
+            path=path,
             version=name,
             flush_cache=push.flush_cache,
             timeout_secs=push.left(),
@@ -162,45 +193,19 @@ async def disk(
         )
 
 
-async def tensor(
-    client: InferenceClient,
-    address: str,
-    *,
-    path: str | os.PathLike,
-    version: int | str,
-    mode: str,
-    timeout_secs: float,
-    is_wanted: Callable[[], bool] = always,
-    pausing: Pausing = contextlib.nullcontext,
-    writer: Identity = NOBODY,
-    pause_lease_secs: float = 0.0,
-    keep_adapters: int = 2,
-    delta: bool = False,
-) -> None:
+async def tensor(push: "Push") -> None:
     """Sends the tensors of a version to an SGLang server over HTTP, without a shared file system.
 
     Needs PyTorch (the CPU build does) in this process: SGLang's route takes pickled lists of (name, tensor). Only
-    sending pickles; nothing is unpickled here. Arguments and errors as of `disk`.
+    sending pickles; nothing is unpickled here.
     """
+    client, address = push.client, push.address
     torch = await asyncio.to_thread(_torch)  # Its import takes seconds.
-    push = _Push(
-        client,
-        address,
-        path,
-        version,
-        mode,
-        timeout_secs,
-        is_wanted,
-        pausing,
-        writer,
-        pause_lease_secs,
-        delta,
-    )
     if await push.verifies_itself():
         raise push.error("has no route for 'tensor': give it weights by 'disk' or 'stream'")
     num_ranks = (await client.server_info(address, timeout_secs=push.left())).get("tp_size", 1)
     if push.files.is_adapter:
-        await _send_adapter(push, client, num_ranks, keep_adapters, torch)
+        await _send_adapter(push, num_ranks, torch)
         return
     buckets = _buckets(push.files, BUCKET_BYTES)
     async with push.paused() as name, push.session():
@@ -216,55 +221,28 @@ async def tensor(
             )
 
 
-async def _send_adapter(push, client, num_ranks, keep_adapters, torch) -> None:
+async def _send_adapter(push, num_ranks, torch) -> None:
     payload = await asyncio.to_thread(_pickled, push.files, push.files.names(), torch, dict)
     file = pathlib.Path(push.files, f"{weight_store.ADAPTER}config.json")
     load = functools.partial(
-        client.load_adapter_from_tensors,
+        push.client.load_adapter_from_tensors,
         config=json.loads(file.read_text("utf-8")),
         serialized_named_tensors=[payload] * num_ranks,
     )
-    await push.add_adapter(load, keep=keep_adapters)
+    await push.add_adapter(load)
 
 
-async def stream(
-    client: InferenceClient,
-    address: str,
-    *,
-    path: str | os.PathLike,
-    version: int | str,
-    mode: str,
-    timeout_secs: float,
-    is_wanted: Callable[[], bool] = always,
-    pausing: Pausing = contextlib.nullcontext,
-    writer: Identity = NOBODY,
-    pause_lease_secs: float = 0.0,
-    keep_adapters: int = 2,
-    delta: bool = False,
-) -> None:
+async def stream(push: "Push") -> None:
     """Uploads the files of a version to a server of this project, without a shared file system.
 
-    The upload runs while the server samples. Arguments and errors as of `disk`.
+    The upload runs while the server samples.
     """
-    push = _Push(
-        client,
-        address,
-        path,
-        version,
-        mode,
-        timeout_secs,
-        is_wanted,
-        pausing,
-        writer,
-        pause_lease_secs,
-        delta,
-    )
     if not await push.verifies_itself():
         raise push.error("has no route for 'stream': give it weights by 'disk' or 'tensor'")
     digest = await push.prepare(is_shared=False)
     async with push.paused() as name:
-        await client.update_weights_from_upload(
-            address,
+        await push.client.update_weights_from_upload(
+            push.address,
             version=name,
             flush_cache=push.flush_cache,
             timeout_secs=push.left(),
@@ -273,38 +251,38 @@ async def stream(
         )
 
 
-TRANSPORTS: dict[str, Transport] = {"disk": disk, "tensor": tensor, "stream": stream}
+TRANSPORTS: dict[str, Callable[["Push"], Awaitable[None]]] = {
+    "disk": disk,
+    "tensor": tensor,
+    "stream": stream,
+}
 
 
-class _Push:
+class Push:
     """The common part of the transports: checked files, the pause around the change, verification after it."""
 
     def __init__(
         self,
+        options: FileTransport,
         client,
         address,
+        *,
         path,
         version,
-        mode,
-        timeout_secs,
+        deadline,
         is_wanted,
         pausing,
-        writer,
-        pause_lease_secs,
-        delta,
     ):
-        if mode not in PAUSE_MODES:
-            raise ValueError(f"mode must be one of {', '.join(PAUSE_MODES)}, got {mode!r}")
-        self._client, self._address = client, address
-        self._version, self._mode, self._is_wanted = version, mode, is_wanted
-        self._pausing = pausing
-        self._delta, self._base = delta, None  # digest of the version that the server has kept
-        self._deadline = time.monotonic() + timeout_secs
-        self._writer, self._pause_lease_secs = writer, pause_lease_secs
+        """Arguments as of `FileTransport`; deadline on the monotonic clock."""
+        self.client, self.address = client, address
+        self._options, self._version, self._deadline = options, version, deadline
+        self._is_wanted, self._pausing = is_wanted, pausing
+        self._base = None  # digest of the version that the server has kept
+        self._hands_on = False  # whether the server takes part in a tree
         self.writer = NOBODY  # for a server of this project; others do not know it
         self._expected: verification.Expected | None = None  # of a server that does not verify
         self._may_differ = False  # whether the server may hold weights that were not verified
-        self.flush_cache = mode != "in_place"  # SGLang refuses to flush under stale KV.
+        self.flush_cache = options.mode != "in_place"  # SGLang refuses to flush under stale KV.
         try:
             is_shared = isinstance(path, weight_store.StoredVersion)
             self.files = path if is_shared else weight_store.StoredVersion(path)
@@ -317,13 +295,11 @@ class _Push:
 
     def error(self, reason: str) -> ServerError:
         """An error of this push that a retry does not mend."""
-        return ServerError(self._address, "", reason, retryable=False)
+        return ServerError(self.address, "", reason, retryable=False)
 
     def check_wanted(self) -> None:
         """Raises ObsoleteVersionError where a newer version has taken this one's place."""
-        if not self._is_wanted():
-            reason = f"version {self._version} was dropped for a newer one"
-            raise ObsoleteVersionError(self._address, "", reason, retryable=True)
+        check_wanted(self.address, self._version, self._is_wanted)
 
     async def verifies_itself(self) -> bool:
         """Whether the server is one of this project's, which verifies a version itself.
@@ -335,18 +311,17 @@ class _Push:
                 await asyncio.to_thread(self.files.check)
         except weight_store.WeightStoreError as error:
             raise self.error(f"was not asked: {error}") from error
-        info = await self._client.model_info(self._address, timeout_secs=self.left())
+        info = await self.client.model_info(self.address, timeout_secs=self.left())
         if verification.reports_digest(info):
-            self.writer, self._base = self._writer, info.get("difference_base")
+            self.writer, self._base = self._options.writer, info.get("difference_base")
+            self._hands_on = bool(self._options.fanout and info.get("hands_on"))
             if self.files.is_adapter and not info.get("lora"):
                 raise self.error("takes no adapters")
             return True
-        if (
-            self.files.is_adapter
-        ):  # Such a server tells nothing of the adapters that it holds but their names.
+        if self.files.is_adapter:  # Such a server tells the names of its adapters alone.
             return False
         self._expected = await verification.expect(
-            self._client, self._address, files=self.files, timeout_secs=self.left()
+            self.client, self.address, files=self.files, timeout_secs=self.left()
         )
         return False
 
@@ -368,20 +343,20 @@ class _Push:
             except ServerError as error:
                 if error.status != NO_DIFFERENCE:
                     raise
-                log.warning("%s: gets version %s in full: %s", self._address, self._version, error)
+                log.warning("%s: gets version %s in full: %s", self.address, self._version, error)
         every = sorted(pathlib.Path(self.files).iterdir())
         try:
             await self._prepare([f for f in every if f.suffix in _SUFFIXES], "", is_shared)
         except ServerError as error:
             if error.status not in _LOADS_IN_THE_PAUSE:
                 raise
-            log.warning("%s: loads in the pause: %s", self._address, error.reason)
+            log.warning("%s: loads in the pause: %s", self.address, error.reason)
             return None
         return self.files.digest
 
     async def _difference(self) -> pathlib.Path | None:
         """The file that leads from the version which the server has kept; None: it needs the full one."""
-        if not self._delta or self._base in (None, self.files.digest):
+        if not self._options.delta or self._base in (None, self.files.digest):
             return None
         try:
             async with asyncio.timeout(self.left()):
@@ -390,23 +365,53 @@ class _Push:
             return None
 
     async def _prepare(self, files: list[pathlib.Path], difference: str, is_shared: bool) -> None:
-        for file in [] if is_shared else files:
-            self.check_wanted()
-            await self._client.upload(
-                self._address, file=file, version=str(self._version), timeout_secs=self.left()
-            )
+        if not is_shared:
+            await self._send(files)
         self.check_wanted()
-        await self._client.prepare_weights(
-            self._address,
+        await self.client.prepare_weights(
+            self.address,
             path=os.fspath(self.files) if is_shared else None,
             version=str(self._version),
             digest=self.files.digest,
             timeout_secs=self.left(),
             writer=self.writer,
-            lease_secs=self._pause_lease_secs,
-            keep=self._delta,
+            lease_secs=self._options.pause_lease_secs,
+            keep=self._options.delta,
             difference=difference,
+            hand_on=self._hands_on and not is_shared,
         )
+
+    async def _send(self, files: list[pathlib.Path]) -> None:
+        """Gets the files to the server: from another one in the tree, around those that fail, or from here."""
+        pieces = {}
+        if self._hands_on:
+            tree = fanout.shared(self.files, files, self._options.fanout)
+            pieces = await tree.pieces(files)
+            while (source := tree.source(self.address)) is not None:
+                self.check_wanted()
+                try:
+                    await self.client.fetch_weights(
+                        self.address,
+                        source=source,
+                        pieces={name: dataclasses.asdict(p) for name, p in pieces.items()},
+                        version=str(self._version),
+                        timeout_secs=self.left(),
+                    )
+                    return
+                except ServerError as error:
+                    if error.status != NO_SOURCE:
+                        raise
+                    tree.fail(source)
+                    log.warning("%s: goes around %s: %s", self.address, source, error.reason)
+        for file in files:
+            self.check_wanted()
+            await self.client.upload(
+                self.address,
+                file=file,
+                version=str(self._version),
+                timeout_secs=self.left(),
+                sha256=pieces[file.name].sha256 if pieces else None,
+            )
 
     @contextlib.asynccontextmanager
     async def paused(self):
@@ -417,7 +422,7 @@ class _Push:
                     await turn.enter_async_context(self._pausing())
             except TimeoutError:
                 raise ServerTimeoutError(
-                    self._address, "", "no turn to pause came in time", retryable=True
+                    self.address, "", "no turn to pause came in time", retryable=True
                 ) from None
             async with self._paused() as name:
                 yield name
@@ -430,12 +435,12 @@ class _Push:
         gets a name that no client accepts as a version, before its first byte changes and until the weights have
         been verified: a load that fails halfway leaves no mixture under the name of the version before.
         """
-        client, address = self._client, self._address
+        client, address = self.client, self.address
         name = str(self._version) if self._expected is None else f"{self._version}-unverified"
         self.check_wanted()
         try:
-            lease = {"lease_secs": self._pause_lease_secs}
-            await client.pause(address, mode=self._mode, timeout_secs=self.left(), **lease)
+            lease = {"lease_secs": self._options.pause_lease_secs}
+            await client.pause(address, mode=self._options.mode, timeout_secs=self.left(), **lease)
             if self._expected is not None:
                 self._may_differ = True
                 await client.update_weight_version(address, version=name, timeout_secs=self.left())
@@ -446,17 +451,17 @@ class _Push:
             raise
         await client.continue_(address, timeout_secs=self.left())
 
-    async def add_adapter(self, load: Callable[..., Awaitable[None]], *, keep: int) -> None:
+    async def add_adapter(self, load: Callable[..., Awaitable[None]]) -> None:
         """Gives the server one more adapter, which new requests then ask for, and removes old ones first.
 
         The name of the server's own weights becomes the adapter's: it tells the newest one, and a server that has
         restarted has another.
         """
-        client, address, name = self._client, self._address, str(self._version)
+        client, address, name = self.client, self.address, str(self._version)
         self.check_wanted()
         held = await client.adapters(address, timeout_secs=self.left())
         others = [other for other in held if other != name]
-        for old in others[: max(len(others) - keep, 0)]:
+        for old in others[: max(len(others) - self._options.keep_adapters, 0)]:
             await client.unload_adapter(address, name=old, timeout_secs=self.left())
         if name not in held:  # A name has the same weights for ever.
             await load(address, name=name, timeout_secs=self.left())
@@ -469,7 +474,7 @@ class _Push:
 
         One that a killed learner left open is closed first.
         """
-        client, address = self._client, self._address
+        client, address = self.client, self.address
         with contextlib.suppress(ServerError):  # Refused where none is open.
             await client.end_weight_update(address, timeout_secs=self.left())
         await client.begin_weight_update(address, timeout_secs=self.left())
@@ -483,7 +488,7 @@ class _Push:
 
     async def _verify(self) -> None:
         """Raises ServerError when the server holds other weights than the version's."""
-        client, address = self._client, self._address
+        client, address = self.client, self.address
         if self._expected is not None:
             await verification.verify_checksums(
                 client, address, expected=self._expected, timeout_secs=self.left()
@@ -496,11 +501,11 @@ class _Push:
             verification.verify_digest(address, info, files=self.files)
 
     async def _verify_name(self) -> Mapping[str, Any]:
-        info = await self._client.model_info(self._address, timeout_secs=self.left())
+        info = await self.client.model_info(self.address, timeout_secs=self.left())
         if info.get("weight_version") != str(self._version):
             held = info.get("weight_version")
             reason = f"reports version {held!r} after a push of version {self._version}"
-            raise ServerError(self._address, "/model_info", reason, retryable=False)
+            raise ServerError(self.address, "/model_info", reason, retryable=False)
         return info
 
     async def _abandon(self) -> None:
@@ -511,9 +516,9 @@ class _Push:
         call = {"timeout_secs": CONTINUE_TIMEOUT_SECS}
         with contextlib.suppress(ServerError):
             if self._may_differ:
-                await self._client.abort(self._address, rid=None, **call)
+                await self.client.abort(self.address, rid=None, **call)
         with contextlib.suppress(ServerError):
-            await self._client.continue_(self._address, **call)
+            await self.client.continue_(self.address, **call)
 
 
 def _buckets(stored: weight_store.StoredVersion, max_bytes: int) -> list[list[str]]:
@@ -552,7 +557,6 @@ def _pickled(stored: weight_store.StoredVersion, names: Sequence[str], torch, fo
 # SGLang reads large bodies slowly: in parts of 256 MB a push took several times as long.
 BUCKET_BYTES = 8 << 20
 CONTINUE_TIMEOUT_SECS = 5.0
-NO_DIFFERENCE = 409  # Answer to a preparation whose difference does not lead to the version.
 _SUFFIXES = (".json", ".safetensors")  # of a version's own files
-# Answers to a preparation: there is no such route, or no room on the device (`inference.http.NO_ROOM`).
-_LOADS_IN_THE_PAUSE = frozenset({404, 405, 507})
+# Answers to a preparation: there is no such route, or no room.
+_LOADS_IN_THE_PAUSE = frozenset({404, 405, NO_ROOM})
