@@ -982,6 +982,7 @@ async def test_an_endpoint_that_was_closed_starts_again(qwen):
         await ask(base_url, ASKED)
 
     runner = runner_of(agent, qwen)
+    assert runner.waits_for() == "its agent 'test_sessions:nobody'"
     for _ in range(2):
         await runner.run(PROMPT, Policy(qwen, "12"), rng)
         await runner.close()
