@@ -7,8 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from fixtures import chat
 
+from jaxrl_async.cli.config import load_config, settings_of
+from jaxrl_async.config.settings import SettingsError
 from jaxrl_async.metrics import read_metrics
+from jaxrl_async.roles.start import StartError, prepare
 from jaxrl_async.samples import read_samples
 
 ROOT = Path(__file__).parent.parent
@@ -24,7 +28,7 @@ def jaxrl(*words):
         text=True,
         timeout=RUN_TIMEOUT_SECS,
         stdin=subprocess.DEVNULL,
-        env=known | {"PYTHONPATH": str(ROOT)},
+        env=known | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"},
     )
     assert done.returncode == 0, f"{words}\n{done.stdout[-2000:]}{done.stderr[-3000:]}"
     return done.stdout
@@ -50,6 +54,61 @@ def test_a_run_of_several_turns_is_replayed_bit_for_bit_and_reported_as_a_conver
     assert read and all(": " in s.completion for s in read)
     jaxrl("report", f"--workdir={run}")
     assert '<div class="read"' in (run / "report.html").read_text("utf-8")
+
+
+SMALL = {
+    "rollout.function": "agent",
+    "rollout.agent": "fixtures.agents:twice",
+    "rollout.max_prompt_tokens": 150,
+    "rollout.group_size": 2,
+    "evaluate.num_prompts": 4,
+    "evaluate.num_samples": 1,
+    "server.max_total_tokens": 250,
+    "tokenizer.kind": "huggingface",
+    "tokenizer.vocab_size": 0,
+    "supervisor.processes": "one",
+}
+
+
+def test_an_agent_is_trained_and_evaluated(tmp_path):
+    chat.tokenizer_of(tmp_path / "chat", "qwen")
+    settings = SMALL | {"tokenizer.path": tmp_path / "chat"}
+    run = tmp_path / "run"
+    words = [f"--config.{name}={value}" for name, value in settings.items()]
+    jaxrl("train", "--config=configs/smollm2.py:smoke", *words, f"--workdir={run}")
+    rows = read_metrics(run)
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(row["component/turns"] == 2 for row in rows)
+    # A failure costs its group; the prompt is issued again, and none is lost.
+    counts = {name for row in rows for name in row if name.startswith(("returned/", "retired/"))}
+    assert counts == {"returned/agent_error"} and rows[-1]["returned/agent_error"] >= 1
+    (sample, *_), *_ = read_samples(run).values()
+    read = [text for text, version in sample.spans if version is None]
+    assert sample.prompt.endswith("assistant\n") and "are you sure?" in "".join(read)
+    jaxrl("evaluate", f"--workdir={run}", "--steps=last")
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"rollout.agent": "fixtures.agents:lost"}, "rollout.agent: .*must be `async def lost"),
+        ({"rollout.agent": ""}, "rollout.function = 'agent' and rollout.agent go together"),
+        ({"rollout.function": "single_turn"}, "rollout.function = 'agent' and rollout.agent go"),
+        ({"tokenizer.chat_template": "none"}, "needs a tokenizer with a chat template"),
+        ({"tokenizer.system_prompt": "hi"}, "tokenizer.system_prompt must be ''"),
+        ({"rollout.agent_rows": "all"}, "rollout.agent_rows must be one of one, last"),
+        ({"rollout.agent_calls": 0}, "rollout.agent_calls must be ≥ 1, got 0"),
+    ],
+)
+def test_an_agent_that_cannot_run_is_refused_before_anything_starts(change, text, tmp_path):
+    chat.tokenizer_of(tmp_path / "chat", "qwen")
+    config = load_config("configs/smollm2.py:smoke")
+    with config.unlocked():
+        for name, value in (SMALL | {"tokenizer.path": str(tmp_path / "chat")} | change).items():
+            block, _, key = name.partition(".")
+            config[block][key] = value
+    with pytest.raises((SettingsError, StartError), match=text):
+        prepare(settings_of(config), tmp_path)
 
 
 @pytest.mark.long

@@ -43,6 +43,14 @@ def check_fleet(result, directory):
     assert all(before > 0 and after > 0 for before, after in result["rss_mb"].values())
 
 
+def check_sessions(result, directory):
+    assert result["at_once"]["lost"] == result["at_once"]["inexact"] == 0
+    beside = result["beside_a_proxy"]
+    for figure in (beside["rate_ratio"], beside["added_secs"]):
+        assert figure["low"] <= figure["median"] <= figure["high"]
+    assert all(rate > 0 for rate in beside["calls_per_sec"].values())
+
+
 def check_anchors(result, directory):
     table = result["shapes"]["smoke"]
     steps = table["no remat"]["steps"]
@@ -192,6 +200,7 @@ LONG = pytest.mark.long
         ("delight_digits", [[*DIGITS, "--methods=delightful"]], "delight_digits", check_digits),
         ("delight_cosine", [["--policies=2"]], "delight_cosine", check_cosine),
         ("fleet", [["--smoke"]], "fleet", check_fleet),
+        ("sessions", [["--smoke"]], "sessions", check_sessions),
         pytest.param("bfloat16", [["--smoke"]], "bfloat16", check_bfloat16, marks=LONG),
         pytest.param("anchors", [["--smoke"]], "anchors", check_anchors, marks=LONG),
         (

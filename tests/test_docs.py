@@ -45,6 +45,7 @@ ELSEWHERE = {
     "my_task:Lines": "test_the_example_of_a_task_trains",
     "second_chance:SecondChance": "test_the_example_of_an_environment_trains_and_is_evaluated",
     "my_tools:multiply": "test_the_example_of_a_tool_is_called_by_a_chat_model",
+    "my_agent:agent": "test_the_example_of_an_agent_is_trained",
     "--workdir=runs/calculator": "test_long, and the smoke run of test_agents",
     "calculator:calculator": "test_the_example_of_a_rollout_function_trains_and_is_evaluated",
     "gcloud": "a cloud's own",
@@ -188,6 +189,22 @@ def test_the_example_of_a_tool_is_called_by_a_chat_model(tmp_path):
     assert [row["step"] for row in rows] == [1, 2] and all("component/turns" in r for r in rows)
     prompt = next(iter(read_samples(tmp_path / "run").values()))[0].prompt
     assert '"name": "multiply"' in prompt
+
+
+@pytest.mark.long
+def test_the_example_of_an_agent_is_trained(tmp_path):
+    pytest.importorskip("openai")
+    command, found = example("agents.md", "my_agent", tmp_path)
+    chat.tokenizer_of(tmp_path / "chat", "qwen")
+    small = (
+        f"--config.tokenizer.kind=huggingface --config.tokenizer.path={tmp_path / 'chat'} "
+        "--config.tokenizer.vocab_size=0 --config.rollout.max_prompt_tokens=150"
+    )
+    command = command.replace("smollm2.py", "smollm2.py:smoke")
+    command = command.replace("max_total_tokens=200", "max_total_tokens=400")
+    call(f"{command} {small} --workdir={tmp_path / 'run'}", **found)
+    rows = read_metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == [1, 2] and all("component/turns" in r for r in rows)
 
 
 def example(page: str, module: str, directory: pathlib.Path) -> tuple[str, dict[str, str]]:

@@ -19,6 +19,7 @@ from jaxrl_async.queue import service as queue_service
 from jaxrl_async.queue.admission import Admission
 from jaxrl_async.queue.client import LearnerQueue, QueueClient
 from jaxrl_async.queue.records import Permit, ServerRecord
+from jaxrl_async.queue.wire import check_group
 from jaxrl_async.rewards.pool import Judgement, RewardError, RewardPool, RewardTimeoutError
 from jaxrl_async.rollout import sampler as sampler_module
 from jaxrl_async.rollout.context import RolloutError, Row, rng_of
@@ -304,8 +305,10 @@ async def test_ids_that_would_kill_a_server_are_never_sent(client, servers, toke
 async def test_a_rollout_function_may_change_sampling_and_continue_its_row(client, servers):
     generate = make_sampler(client, make_fleet(servers[:1])).bind(PERMIT, 0)
     await generate(PROMPT.tokens, max_new_tokens=2)
-    await generate([11, 12], temperature=0.5)
+    await generate([11, 12], temperature=0.5, sampling_seed=7)
     first, second = servers[0].payloads("/generate")
+    seeds = [payload["sampling_params"]["sampling_seed"] for payload in (first, second)]
+    assert seeds == [request_seed(1, PERMIT, 0), 7]
     assert first["sampling_params"]["max_new_tokens"] == 2
     assert second["sampling_params"]["max_new_tokens"] == 5
     assert second["sampling_params"]["temperature"] == 0.5
@@ -658,6 +661,26 @@ async def test_a_permit_becomes_a_whole_rewarded_group(make_worker, queue, rewar
     assert {answer for _, answer in rewards.texts} == {"gold 0"}
     stats = worker.statistics
     assert (stats.num_groups, stats.num_completions, stats.completion_tokens) == (1, 4, 20)
+
+
+async def test_prompts_of_a_functions_own_are_one_prompt_in_their_group(make_worker, queue):
+    class Writes:
+        own_prompts = True
+
+        def __init__(self):
+            self.ends = iter([5, 6, 6, 5])
+
+        async def __call__(self, prompt, context):
+            own = np.array([3, 4, next(self.ends)], np.int32)
+            row = Row(dataclasses.replace(prompt, tokens=own))
+            row.extend(await context.generate(row.tokens))
+            return row.trajectory()
+
+    await work_until(make_worker(rollout=Writes()), lambda: queue.submitted)
+    (group,) = queue.submitted
+    check_group(group, group_size=4, vocab_size=VOCAB_SIZE, max_tokens=8)
+    assert {(row.prompt_length, *row.tokens[:2]) for row in group.trajectories} == {(2, 3, 4)}
+    assert sorted(int(row.tokens[2]) for row in group.trajectories) == [5, 5, 6, 6]
 
 
 @pytest.mark.parametrize(("outcome", "version"), [("over_age", 1), ("foreign_version", 9)])

@@ -16,6 +16,7 @@ from typing import Any
 from jaxrl_async import security
 from jaxrl_async.config.settings import (
     ADDED,
+    AGENT_ROWS,
     ATTENTION_KERNELS,
     DTYPES,
     FAMILIES,
@@ -56,6 +57,7 @@ _ONE_OF = {
     "weights.dtype": DTYPES,
     "weights.transport": TRANSPORTS,
     "weights.pause_mode": PAUSE_MODES,
+    "rollout.agent_rows": AGENT_ROWS,
     "journal.keep": JOURNAL_KEEPS,
     "journal.mode": JOURNAL_MODES,
     "journal.synchronous": JOURNAL_SYNCHRONOUS,
@@ -68,7 +70,7 @@ _AT_LEAST_ONE = {
     "server": ("num_slots", "decode_chunk", "max_total_tokens", "max_queued_requests"),
     "rollout": (
         "group_size", "max_prompt_tokens", "max_new_tokens", "num_workers",
-        "max_running_groups", "reward_processes",
+        "max_running_groups", "reward_processes", "agent_calls",
     ),
     "environment": ("max_turns", "num_processes"),
     "learner": (
@@ -92,9 +94,9 @@ _AT_LEAST_ZERO = (
 )  # fmt: skip
 _ABOVE_ZERO = (
     "model.rope_theta", "model.norm_eps", "model.lora.alpha", "queue.permit_timeout_secs", "server.start_timeout_secs",
-    "environment.timeout_secs", "rollout.temperature", "rollout.request_timeout_secs", "rollout.reward_timeout_secs",
-    "learner.adam_eps",
-    "learner.max_grad_norm", "weights.push_timeout_secs", "weights.poll_secs",
+    "environment.timeout_secs", "rollout.agent_timeout_secs", "rollout.temperature", "rollout.request_timeout_secs",
+    "rollout.reward_timeout_secs", "learner.adam_eps", "learner.max_grad_norm",
+    "weights.push_timeout_secs", "weights.poll_secs",
 )  # fmt: skip
 _BELOW_ONE = ("learner.adam_b1", "learner.adam_b2")  # and at least 0
 _ADDRESS = re.compile(r"https?://(\[[0-9a-fA-F:.]+\]|[^\s/:\[\]]+)(:\d{1,5})?(/\S*)?")
@@ -398,6 +400,7 @@ def _contradictions(s: Settings) -> Iterator[str]:
     yield from _check_server(s.server)
     yield from _check_rollout(s.rollout)
     yield from _check_environment(s)
+    yield from _check_agent(s)
     yield from _check_loop(s)
     yield from _check_minibatches(s)
     yield from _check_shapes(s)
@@ -517,6 +520,22 @@ def _check_environment(s: Settings) -> Iterator[str]:
             f"rollout.function = 'environment' and environment.name go together, got {s.rollout.function!r} and "
             f"{wanted.name!r}"
         )
+
+
+def _check_agent(s: Settings) -> Iterator[str]:
+    rollout, tokenizer = s.rollout, s.tokenizer
+    if (rollout.function == "agent") != bool(rollout.agent):
+        yield (
+            f"rollout.function = 'agent' and rollout.agent go together, got {rollout.function!r} and {rollout.agent!r}"
+        )
+    if rollout.function != "agent":
+        return
+    for name in ("system_prompt", "instruction"):  # They would be asked of no one.
+        if value := getattr(tokenizer, name):
+            yield (
+                f"tokenizer.{name} must be '' where rollout.function = 'agent', whose messages are its own; got "
+                f"{value!r:.60}"
+            )
 
 
 def _check_loop(s: Settings) -> Iterator[str]:

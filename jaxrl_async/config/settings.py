@@ -25,6 +25,7 @@ LORA_TARGETS = (  # models.lora.LAYERS, by PEFT's names
 )  # fmt: skip
 TRANSPORTS = ("disk", "tensor", "stream")  # weights.transports
 PAUSE_MODES = ("retract", "in_place")  # of a server, around new weights
+AGENT_ROWS = ("one", "last")  # rollout.sessions
 JOURNAL_KEEPS = ("all", "checkpointed", "none")  # queue.journal
 TRACKERS = ("", "wandb", "mlflow")  # tracker.SERVICES
 PROCESSES = ("auto", "many", "one")  # runtime.supervisor.in_one_process
@@ -83,6 +84,10 @@ ADDED: dict[str, Any] = {
     "environment.num_processes": 8,
     "environment.memory_bytes": 1 << 30,
     "checkpoint.in_background": True,
+    "rollout.agent": "",
+    "rollout.agent_timeout_secs": 60.0,
+    "rollout.agent_calls": 64,
+    "rollout.agent_rows": "one",
 }
 
 
@@ -257,8 +262,14 @@ class Frictions:
 
 @dataclasses.dataclass(frozen=True)
 class Rollout:
-    # a name in rollout.ROLLOUTS | "environment": the block of that name | "module:function"
+    # a name in rollout.ROLLOUTS | "environment": the block of that name | "agent": the setting | "module:function"
     function: str = "single_turn"
+    # "module:function" of `async def agent(base_url, prompt) -> reward`, a client of an OpenAI endpoint
+    agent: str = ""
+    agent_timeout_secs: float = 60.0  # of an agent's own time, while none of its calls is answered
+    agent_calls: int = 64  # of a session
+    # that a session may have: "one", the others fail it | "last": any number, that of the last call is trained
+    agent_rows: str = "one"
     group_size: int = 8  # G, completions per prompt
     max_prompt_tokens: int = 512  # longer prompts are left out of the stream
     max_new_tokens: int = 1024  # sampled, per completion

@@ -145,16 +145,26 @@ def rollout_of(settings: Settings):
     """The run's rollout function.
 
     Raises:
-      ValueError, TypeError: no such function or environment, or one that does not take environment.args.
+      ValueError, TypeError: no such function, environment or agent, or an environment that does not take
+        environment.args.
     """
-    from jaxrl_async.rollout import environment
+    from jaxrl_async.rollout import agent, environment
     from jaxrl_async.rollout.runner import rollout_function
 
-    if settings.rollout.function != environment.NAME:
-        return rollout_function(settings.rollout.function)
+    rollout = settings.rollout
+    if rollout.function == agent.NAME:
+        return agent.AgentRollout(
+            rollout.agent,
+            timeout_secs=rollout.agent_timeout_secs,
+            max_calls=rollout.agent_calls,
+            rows=rollout.agent_rows,
+            temperature=rollout.temperature,
+        )
+    if rollout.function != environment.NAME:
+        return rollout_function(rollout.function)
     wanted = settings.environment
     # A reset and max_turns turns, and one outage of the servers.
-    turn_secs = wanted.timeout_secs + settings.rollout.request_timeout_secs
+    turn_secs = wanted.timeout_secs + rollout.request_timeout_secs
     episode_secs = (wanted.max_turns + 1) * turn_secs + settings.queue.outage_secs
     return environment.EnvironmentRollout(**vars(wanted), episode_secs=episode_secs)
 
@@ -180,6 +190,7 @@ def runner_of(settings: Settings, tokenizer, task):
         never_token_ids=never_token_ids(settings, tokenizer),
         decode_raw=functools.partial(tokenizer.decode, special=True),
         encode_reply=getattr(tokenizer, "encode_reply", None),
+        encode_chat=getattr(tokenizer, "encode_chat", None),
         right=getattr(task, "right", RIGHT),
     )
 

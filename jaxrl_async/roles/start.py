@@ -17,7 +17,7 @@ from jaxrl_async.config.checks import check_waits, queue_access_of
 from jaxrl_async.config.settings import Evaluate, Settings, SettingsError
 from jaxrl_async.rewards import check_reward, reward_function
 from jaxrl_async.roles import parts
-from jaxrl_async.rollout import environment
+from jaxrl_async.rollout import agent, environment
 from jaxrl_async.rollout.failures import code_error
 from jaxrl_async.runtime import workdir as workdirs
 from jaxrl_async.runtime.workdir import SHAPE
@@ -155,11 +155,17 @@ def prepare(settings: Settings, workdir: pathlib.Path, *, resume: bool = False) 
         if not settings.rollout.reward_addresses:  # else in the services' processes
             for examples in splits.values():
                 check_reward(reward, examples)
-    is_environment = settings.rollout.function == environment.NAME
-    with _errors_of("environment.name: " if is_environment else "rollout.function: "):
+    settings_of = {environment.NAME: "environment.name", agent.NAME: "rollout.agent"}
+    function = settings.rollout.function
+    with _errors_of(f"{settings_of.get(function, 'rollout.function')}: "):
         parts.rollout_of(settings)
     with _errors_of("tokenizer."):
         tokenizer = parts.tokenizer_of(settings, workdir)
+    if function == agent.NAME and not getattr(tokenizer, "has_chat_template", False):
+        raise StartError(
+            f"rollout.function = {agent.NAME!r} needs a tokenizer with a chat template: "
+            "tokenizer.kind = 'huggingface', and its files' own or tokenizer.chat_template"
+        )
     with _errors_of(""):
         parts.frictions_of(settings, tokenizer)
     with _errors_of("model.path: "):

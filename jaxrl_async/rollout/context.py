@@ -4,6 +4,7 @@ A context belongs to one sample. It hides who answers `generate`: the servers of
 or an engine in this process.
 """
 
+import copy
 import functools
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -52,6 +53,7 @@ class Context:
         max_row_tokens: int,
         make_rng: Callable[[], np.random.Generator],
         encode_reply: Callable[[Sequence[Mapping[str, Any]], int | None], list[int]] | None = None,
+        encode_chat: Callable[..., list[int]] | None = None,
     ):
         """Samples nothing yet.
 
@@ -64,8 +66,10 @@ class Context:
           max_row_tokens: bound on prompt + sampled tokens + what stands between.
           make_rng: makes the generator of this sample, and of nothing else.
           encode_reply: messages after an answer that ended in this token → token ids; None without a chat template.
+          encode_chat: messages, and `tools` by keyword → token ids up to the answer; None without a chat template.
         """
         self._make_rng = make_rng
+        self._encode_chat = encode_chat
         self._encode_reply = encode_reply
         self._generate = generate
         self._encode = encode
@@ -97,12 +101,8 @@ class Context:
         """
         left = self.tokens_left(tokens)
         if left < 1:
-            raise RolloutError(
-                "overlong",
-                f"generate was called with no tokens left: {self._num_sampled} of rollout.max_new_tokens = "
-                f"{self._max_new_tokens} are sampled, and the row has {len(tokens)} of {self._max_row_tokens} "
-                "(the lesser of learner.row_tokens and server.max_total_tokens); see context.tokens_left",
-            )
+            text = f"generate was called with no tokens left: {self.budget(tokens)}; see context.tokens_left"
+            raise RolloutError("overlong", text)
         left = min(left, sampling.get("max_new_tokens", left))
         return await self(tokens, **sampling | {"max_new_tokens": left})
 
@@ -110,6 +110,13 @@ class Context:
         """Tokens ≥ 0 that `generate` may sample where it continues a row: within the budget and the row's bound."""
         budget = self._max_new_tokens - self._num_sampled
         return max(0, min(budget, self._max_row_tokens - len(tokens)))
+
+    def budget(self, tokens: Sequence[int] | np.ndarray) -> str:
+        """In words: what bounds the tokens that may follow a row, and how much of it is used."""
+        return (
+            f"{self._num_sampled} of rollout.max_new_tokens = {self._max_new_tokens} are sampled, and the row has "
+            f"{len(tokens)} of {self._max_row_tokens} (the lesser of learner.row_tokens and server.max_total_tokens)"
+        )
 
     async def __call__(self, tokens: Sequence[int] | np.ndarray, **sampling: Any) -> Completion:
         ids = np.asarray(tokens)
@@ -128,6 +135,22 @@ class Context:
           ValueError: the tokenizer has no tokens for it.
         """
         return list(self._encode(text))
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
+        """The ids of a conversation up to where an answer begins, as the chat template writes it.
+
+        Args:
+          messages: each with its `role` and `content`.
+          tools: JSON schemas that the template shows.
+
+        Raises:
+          ValueError: there is no chat template, or it refuses.
+        """
+        if self._encode_chat is None:
+            raise ValueError("messages need a tokenizer with a chat template")
+        return list(self._encode_chat(messages, tools=tools))
 
     def encode_reply(self, messages: Sequence[Mapping[str, Any]], stop: int | None) -> list[int]:
         """The ids that stand between an answer of the policy and its next one, as the chat template writes them.
@@ -164,6 +187,13 @@ class Row:
     def tokens(self) -> list[int]:
         """The ids so far [T]: what `generate` continues."""
         return list(self._tokens)
+
+    def copy(self) -> "Row":
+        """A row that goes on by itself."""
+        other = copy.copy(self)
+        for name in ("_tokens", "_logprobs", "_versions"):
+            setattr(other, name, list(getattr(self, name)))
+        return other
 
     def extend(self, completion: Completion) -> None:
         """Adds sampled tokens; their finish_reason becomes the row's."""

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from jaxrl_async.rewards.pool import Judgement, RewardError, RewardPool
-from jaxrl_async.rollout.context import Context, Generate, Rollout
+from jaxrl_async.rollout.context import Context, Generate, Rollout, RolloutError
+from jaxrl_async.rollout.failures import CodeError
 from jaxrl_async.rollout.single_turn import single_turn
 from jaxrl_async.tasks.task import RIGHT
 from jaxrl_async.tasks.tokenizer import completion_text
@@ -61,6 +62,8 @@ class Runner:
     decode_raw: Callable[[Sequence[int]], str] | None = None
     # (messages after an answer, its stop token) → token ids; None without a chat template
     encode_reply: Callable[..., list[int]] | None = None
+    # (messages, tools) → token ids up to the answer; None without a chat template
+    encode_chat: Callable[..., list[int]] | None = None
     right: float = RIGHT  # the least reward of a right answer, in evaluations
 
     @property
@@ -91,6 +94,7 @@ class Runner:
             max_row_tokens=min(self.max_tokens, self.max_request_tokens),
             make_rng=make_rng,
             encode_reply=self.encode_reply,
+            encode_chat=self.encode_chat,
         )
         return await self.function(prompt, context)
 
@@ -104,6 +108,25 @@ class Runner:
         """Ends what the rollout function holds, such as processes; the next `run` starts it again."""
         if hasattr(self.function, "close"):
             await self.function.close()
+
+    def with_one_prompt(self, rows: Sequence[Trajectory]) -> tuple[Trajectory, ...]:
+        """The rows of a group. Where the rollout function writes prompts of its own, their prompt is what they share.
+
+        Of a prompt, the tokens beyond what it has in common with the group's others become tokens that were read.
+
+        Raises:
+          RolloutError: "agent_error" where not even the first tokens are equal.
+        """
+        if not getattr(self.function, "own_prompts", False):
+            return tuple(rows)
+        length = min(row.prompt_length for row in rows)
+        prompts = np.stack([row.tokens[:length] for row in rows])
+        differ = (prompts != prompts[0]).any(axis=0)
+        length = int(np.argmax(differ)) if differ.any() else length
+        if not length:
+            text = "the prompts of a group's sessions begin with different tokens"
+            raise RolloutError("agent_error", text, CodeError("prompts of sessions", text))
+        return tuple(dataclasses.replace(row, prompt_length=length) for row in rows)
 
     def check(self, trajectory: Trajectory) -> None:
         """Checks what a rollout function made, before it is judged.

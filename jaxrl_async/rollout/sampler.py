@@ -178,7 +178,7 @@ class Sampler:
         tokens: Sequence[int] | np.ndarray,
         **overrides: Any,
     ) -> Completion:
-        sampling = self._sampling | overrides | {"sampling_seed": sample.seed}
+        sampling = self._sampling | {"sampling_seed": sample.seed} | overrides
         input_ids = np.asarray(tokens).tolist()
         deadline = self._clock.now() + self._request_timeout_secs
         parts: list[Completion] = []

@@ -263,7 +263,8 @@ class Worker:
         except asyncio.CancelledError:
             await self._sampler.abort(permit, timeout_secs=ABORT_TIMEOUT_SECS)
             raise
-        return Group(permit.prompt_index, permit.attempt, tuple(s.result() for s in samples))
+        rows = self._runner.with_one_prompt([s.result() for s in samples])
+        return Group(permit.prompt_index, permit.attempt, rows)
 
     async def _sample(self, permit: Permit, prompt: Prompt, sample: int) -> Trajectory:
         self._enter(permit, sample, GENERATING)

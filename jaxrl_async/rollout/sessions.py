@@ -1,0 +1,496 @@
+"""Sessions: an OpenAI endpoint on loopback whose calls become rows that are exactly what was sampled.
+
+A session belongs to one sample. A call whose messages go on from the last call of a row (its messages, the answer that
+was returned, new ones) extends that row: the sampled ids stay as they are, and only what the chat template writes
+between two answers is encoded and appended, with mask False. Messages are compared, never their text encoded again. Any
+other call begins a row of its own: a changed history, a sub-agent, a compaction.
+
+A text in `stop` ends an answer at the token that completes it. That depends on the tokens up to there alone, so what is
+kept is distributed as if the server had stopped; what was sampled beyond it is thrown away. With `stop` an answer is
+sampled in pieces of STOP_TOKENS, so that little is.
+
+A session that failed answers nothing more. Which agent calls, and what its calls are worth, is not known here.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from aiohttp import web
+
+from jaxrl_async.rollout import chat
+from jaxrl_async.rollout.chat import Call, Choice, RefusedError
+from jaxrl_async.rollout.context import Context, RolloutError, Row
+from jaxrl_async.rollout.failures import CodeError, flattened
+from jaxrl_async.servers import files
+from jaxrl_async.servers.client import Completion
+from jaxrl_async.types import Prompt, Trajectory
+
+MAX_PARALLEL_CALLS = 16  # of a session
+MAX_BODY_BYTES = 8 << 20
+STOP_TOKENS = 32  # sampled at a time where a text may end the answer
+CUT = "context_length_exceeded"  # OpenAI's code of a call for which no token is left
+
+
+class Session:
+    """The calls of one sample, and their rows."""
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        context: Context,
+        *,
+        temperature: float,
+        rows: str,
+        max_calls: int,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """Starts with no row.
+
+        Args:
+          prompt: of the sample; its tokens are not used, as calls bring messages of their own.
+          context: of the sample; it needs a chat template.
+          temperature: the run's.
+          rows: "one": a second row is a failure | "last": the row of the last call counts, of as many as there are.
+          max_calls: bound on the answered calls.
+          clock: seconds.
+        """
+        self._prompt, self._context = prompt, context
+        self._temperature, self._rows, self._max_calls = temperature, rows, max_calls
+        self._clock = clock
+        self._open: list[_Branch] = []  # rows that a call may extend
+        self._last: list[_Branch] = []  # of the last call that ended, one for each choice
+        self._num_calls = self._num_rows = 0
+        self._running: set[asyncio.Task] = set()
+        self._own_secs, self._since = 0.0, clock()  # without a call, up to `since`
+        self._has_ended = False
+        self.is_cut = False  # whether a call was refused because tokens or calls were used up
+        self.failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+
+    @property
+    def num_running(self) -> int:
+        """Calls that are being answered."""
+        return len(self._running)
+
+    def own_secs(self) -> float:
+        """Seconds since the start in which no call was being answered: the agent's own time."""
+        return self._own_secs + (0.0 if self._running else self._clock() - self._since)
+
+    def fail(self, error: Exception) -> None:
+        """Ends the session: the first failure counts, and every later call is refused."""
+        if not self.failure.done():
+            self.failure.set_result(error)
+        self.end()
+
+    def end(self) -> None:
+        """Ends the calls that are being answered, and refuses all others."""
+        self._has_ended = True
+        for task in self._running - {asyncio.current_task()}:
+            task.cancel()
+
+    async def answer(self, body: Any) -> tuple[Call, dict[str, Any]]:
+        """Answers the body of a call; returns it as it was read, and OpenAI's answer.
+
+        Raises:
+          RefusedError: the call is not answered; names the value and the bound.
+        """
+        self._check()
+        call = chat.read_call(body, temperature=self._temperature)
+        if call.n > 1 and self._rows == "one":
+            text = f"n must be 1 where rollout.agent_rows = 'one', got {call.n}"
+            raise RefusedError(text, param="n")
+        with self._counted():
+            try:
+                branch, row, read = self._row_of(call)
+                return call, await self._extend(call, branch, row, read)
+            except RefusedError:
+                raise
+            except asyncio.CancelledError:
+                self.fail(_dropped())
+                raise
+            except Exception as error:  # A server's, or a bug.
+                self.fail(error)
+                raise _failed(error) from error
+
+    def trajectory(self, reward: float | None) -> Trajectory:
+        """The row that counts.
+
+        Args:
+          reward: None leaves it to the task's.
+
+        Raises:
+          RolloutError: "agent_error" without any row; "agent_rows" where the last call has several.
+        """
+        if not self._last:
+            text = "made no call that was answered"
+            raise RolloutError("agent_error", f"the agent {text}", CodeError("no call", text))
+        if len(self._last) > 1:
+            raise _several_rows(
+                f"the last call has n = {len(self._last)} answers, and none of them was continued"
+            )
+        (branch,) = self._last
+        components = {"turns": float(branch.num_turns)}
+        if self._rows != "one":
+            components["rows"] = float(self._num_rows)
+        return branch.row.trajectory(
+            reward=reward, components=components, finish_reason="length" if self.is_cut else ""
+        )
+
+    def _check(self) -> None:
+        if self.failure.done():
+            raise _failed(self.failure.result())
+        if self._has_ended:
+            raise _over()
+        if self._num_calls >= self._max_calls:
+            self.is_cut = True
+            text = f"a session has at most rollout.agent_calls = {self._max_calls} calls, and this is one more"
+            raise RefusedError(text, code=CUT)
+        if self.num_running >= MAX_PARALLEL_CALLS:
+            text = f"{self.num_running} calls of the session are being answered, at most {MAX_PARALLEL_CALLS} may"
+            raise RefusedError(text, code="rate_limit_exceeded", status=429)
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        """A call that is being answered."""
+        if not self._running:
+            self._own_secs = self.own_secs()
+        task = asyncio.current_task()
+        self._running.add(task)
+        try:
+            yield
+        finally:
+            self._running.discard(task)
+            self._since = self._clock()
+
+    def _row_of(self, call: Call) -> tuple["_Branch | None", Row, list[int]]:
+        """The branch that a call goes on from, a row to extend, and the tokens that are read before the answer."""
+        branch = self._continued(call)
+        if branch is None and self._rows == "one" and self._num_rows:
+            error = _several_rows(
+                "a session has one row where rollout.agent_rows = 'one', and a call began another: "
+                + self._difference(call)
+            )
+            self.fail(error)
+            raise _failed(error)
+        try:
+            if branch is not None:
+                read = self._context.encode_reply(branch.new_in(call), branch.stop)
+                row = branch.row
+            else:
+                ids = self._context.encode_chat(call.messages, tools=call.tools)
+                row = Row(dataclasses.replace(self._prompt, tokens=np.array(ids, np.int32)))
+                read = []
+        except ValueError as error:
+            raise RefusedError(str(error), param="messages") from None
+        tokens = row.tokens + read
+        if not self._context.tokens_left(tokens):
+            self.is_cut = True
+            text = f"no token is left for an answer: {self._context.budget(tokens)}"
+            raise RefusedError(text, param="messages", code=CUT)
+        return branch, row, read
+
+    def _continued(self, call: Call) -> "_Branch | None":
+        """The row that a call extends: the longest of those whose messages it begins with."""
+        found = [branch for branch in self._open if branch.goes_on_in(call)]
+        return max(found, key=lambda branch: len(branch.keys), default=None)
+
+    def _difference(self, call: Call) -> str:
+        """In words: why a call does not go on from the one row."""
+        if not self._open:
+            return "it came while another one was being answered"
+        return self._open[0].difference(call)
+
+    async def _extend(
+        self, call: Call, branch: "_Branch | None", row: Row, read: Sequence[int]
+    ) -> dict[str, Any]:
+        """Samples the answers of a call; its row is taken by it, and left again with each answer."""
+        if branch is not None:
+            self._open.remove(branch)
+        self._num_calls += 1
+        num_prompt = len(row.tokens) + len(read)
+        row.append(read)
+        branches = []
+        for number in range(call.n):
+            goes_on = branch is not None and number == 0
+            branches.append(
+                _Branch(
+                    row=row if number == call.n - 1 else row.copy(),
+                    tools=call.tools,
+                    sampling=branch.sampling if goes_on else self._begin(),
+                    num_turns=1 if branch is None else branch.num_turns + 1,
+                )
+            )
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                samples = [tasks.create_task(self._sample(one, call)) for one in branches]
+        except BaseExceptionGroup as failures:
+            raise flattened(failures)[0] from None
+        self._open += branches
+        self._last = branches
+        choices = [sample.result() for sample in samples]
+        return chat.answer_of(call, choices, num_prompt=num_prompt, decode=self._context.decode)
+
+    def _begin(self) -> dict[str, Any]:
+        """Counts a new row; returns its sampling parameters, beside the run's.
+
+        A server's random keys depend on the seed and the position, so rows that begin alike need seeds of their own.
+        The first row has the sample's.
+        """
+        self._num_rows += 1
+        if self._num_rows == 1:
+            return {}
+        return {"sampling_seed": int(self._context.rng.integers(2**31))}
+
+    async def _sample(self, branch: "_Branch", call: Call) -> Choice:
+        """Extends a branch by one answer."""
+        context, answer = self._context, _Answer(call.stop, self._context.decode)
+        while True:
+            bounds = [STOP_TOKENS] if call.stop else []
+            if call.max_tokens is not None:
+                bounds.append(call.max_tokens - len(answer.tokens))
+            bound = {"max_new_tokens": min(bounds)} if bounds else {}
+            completion = await context.generate(branch.row.tokens, **branch.sampling, **bound)
+            branch.row.extend(answer.add(completion))
+            is_over = answer.finish_reason != "length" or not call.stop
+            if is_over or len(answer.tokens) == call.max_tokens:
+                break
+            if not context.tokens_left(branch.row.tokens):
+                break
+        message, has_calls = chat.message_of(answer.text, call.tools)
+        branch.keys = [chat.key_of(m) for m in (*call.messages, chat.read_message(message))]
+        branch.stop = answer.stop
+        reason = "tool_calls" if has_calls else answer.finish_reason
+        return Choice(message, reason, np.array(answer.tokens), np.array(answer.logprobs))
+
+
+class Sessions:
+    """The endpoint: one HTTP server on loopback, for all sessions of a process."""
+
+    def __init__(self, *, temperature: float, rows: str, max_calls: int):
+        """Starts nothing; the arguments are each session's."""
+        self._settings = {"temperature": temperature, "rows": rows, "max_calls": max_calls}
+        self._sessions: dict[str, Session] = {}
+        self._runner: web.AppRunner | None = None
+        self._port = 0
+
+    async def start(self) -> None:
+        """Listens on a free port of 127.0.0.1."""
+        files.raise_open_file_limit()
+        application = web.Application(client_max_size=MAX_BODY_BYTES)
+        root = "/sessions/{id}/v1"
+        application.router.add_post(f"{root}/chat/completions", self._chat)
+        application.router.add_get(f"{root}/models", self._models)
+        application.router.add_route("*", "/{path:.*}", self._elsewhere)
+        # A handler whose client has gone is cancelled: a connection that drops costs the session.
+        self._runner = web.AppRunner(
+            application, handler_cancellation=True, access_log=None, shutdown_timeout=1.0
+        )
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0, backlog=4096)
+        await site.start()
+        self._port = self._runner.addresses[0][1]
+
+    async def close(self) -> None:
+        """Ends all sessions, and listens no more."""
+        for session in self._sessions.values():
+            session.end()
+        self._sessions.clear()
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    @contextlib.contextmanager
+    def session(self, prompt: Prompt, context: Context) -> Iterator[tuple[str, Session]]:
+        """(base URL, session) of one sample; at the end its calls are ended, and its id is no more."""
+        identity = secrets.token_urlsafe(24)
+        session = self._sessions[identity] = Session(prompt, context, **self._settings)
+        try:
+            yield f"http://127.0.0.1:{self._port}/sessions/{identity}/v1", session
+        finally:
+            self._sessions.pop(identity, None)
+            session.end()
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await _refusing(request, self._answer)
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        async def answer(request: web.Request) -> web.StreamResponse:
+            self._session_of(request)
+            return web.json_response(chat.models())
+
+        return await _refusing(request, answer)
+
+    async def _elsewhere(self, request: web.Request) -> web.StreamResponse:
+        async def answer(request: web.Request) -> web.StreamResponse:
+            text = (
+                f"{request.method} {request.path[:80]} is not served: under its base URL a session has "
+                "POST /chat/completions and GET /models"
+            )
+            raise RefusedError(text, code="not_found", status=404)
+
+        return await _refusing(request, answer)
+
+    def _session_of(self, request: web.Request) -> Session:
+        session = self._sessions.get(request.match_info["id"])
+        if session is None:
+            raise _over()
+        return session
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        session = self._session_of(request)
+        try:
+            body = await _body(request)
+            # A task of its own: the session's end cancels it, and a dropped connection cancels this handler.
+            task = asyncio.ensure_future(session.answer(body))
+            try:
+                call, answer = await task
+            except asyncio.CancelledError:
+                if asyncio.current_task().cancelling():
+                    raise
+                failure = session.failure
+                raise (_failed(failure.result()) if failure.done() else _over()) from None
+            return await _send(request, call, answer)
+        except (asyncio.CancelledError, ConnectionError, web.RequestPayloadError):
+            session.fail(_dropped())
+            raise
+
+
+@dataclasses.dataclass
+class _Branch:
+    """A row, and the conversation that it is."""
+
+    row: Row
+    tools: Sequence[Mapping[str, Any]]
+    sampling: dict[str, Any]  # of its own, beside the run's
+    num_turns: int
+    # of the messages of its last call, and of the answer
+    keys: list[tuple] = dataclasses.field(default_factory=list)
+    stop: int | None = None  # the stop token that ended the answer
+
+    def goes_on_in(self, call: Call) -> bool:
+        """Whether a call has the row's messages, and then new ones that are no answers."""
+        return not self.difference(call)
+
+    def new_in(self, call: Call) -> Sequence[Mapping[str, Any]]:
+        """The messages of a call that follow the row's."""
+        return call.messages[len(self.keys) :]
+
+    def difference(self, call: Call) -> str:
+        """Why a call does not go on from this row; "" where it does."""
+        for number, (own, message) in enumerate(zip(self.keys, call.messages, strict=False)):
+            if chat.key_of(message) != own:
+                return (
+                    f"its messages[{number}] is {chat.key_of(message)!r:.120}, and was {own!r:.120}"
+                )
+        if len(call.messages) <= len(self.keys):
+            return f"it has {len(call.messages)} messages, and the conversation so far {len(self.keys)}"
+        if any(message["role"] == "assistant" for message in self.new_in(call)):
+            return "it has an answer of the assistant that was not sampled"
+        return "" if call.tools == self.tools else "it has other tools"
+
+
+class _Answer:
+    """One answer in the making, in pieces where a text may end it."""
+
+    def __init__(self, stops: Sequence[str], decode: Callable[[Sequence[int]], str]):
+        self._stops, self._decode = stops, decode
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.text = ""  # up to a text that ended it
+        self.finish_reason = "length"
+        self.stop: int | None = None  # the stop token that ended it
+
+    def add(self, completion: Completion) -> Completion:
+        """Takes sampled tokens; returns them without those beyond a text that ends the answer."""
+        before = len(self.tokens)
+        tokens = self.tokens + completion.tokens.tolist()
+        end = self._end(tokens, before)
+        kept = completion
+        if end is not None:
+            cut = end - before
+            arrays = (completion.tokens, completion.logprobs, completion.versions)
+            kept = Completion(*(array[:cut] for array in arrays), "stop")
+        self.tokens = tokens[:end]
+        self.logprobs += kept.logprobs.tolist()
+        self.finish_reason = kept.finish_reason
+        self.text = self._decode(self.tokens)
+        if end is not None:
+            self.text = self.text[: min(p for s in self._stops if (p := self.text.find(s)) >= 0)]
+        elif kept.finish_reason == "stop":
+            self.stop = self.tokens[-1]
+        return kept
+
+    def _end(self, tokens: Sequence[int], before: int) -> int | None:
+        """The least number of tokens that have one of the texts, above `before`; None where they have none."""
+
+        def has(count: int) -> bool:
+            text = self._decode(tokens[:count])
+            return any(stop in text for stop in self._stops)
+
+        if not self._stops or not has(len(tokens)):
+            return None
+        low, high = before, len(tokens)  # Not in the first `low`, in the first `high`.
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if has(middle) else (middle, high)
+        return high
+
+
+def _over() -> RefusedError:
+    """The refusal of a call of no session."""
+    text = "no such session: its agent returned, failed or ran out of time, or there never was one"
+    return RefusedError(text, code="session_not_found", status=404)
+
+
+def _dropped() -> RolloutError:
+    text = "a call's connection dropped before its answer was sent"
+    return RolloutError("agent_error", text)
+
+
+def _several_rows(text: str) -> RolloutError:
+    return RolloutError("agent_rows", text, CodeError("an agent of several rows", text))
+
+
+def _failed(error: Exception) -> RefusedError:
+    """The refusal of a call of a session that has failed."""
+    return RefusedError(f"the session has failed: {error}"[:500], code="session_failed", status=503)
+
+
+async def _refusing(
+    request: web.Request, answer: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """An answer, or a refusal as OpenAI writes it; only a call beyond the bound of parallel ones may be tried again."""
+    try:
+        return await answer(request)
+    except RefusedError as error:
+        headers = {} if error.status == 429 else {"x-should-retry": "false"}
+        return web.json_response(error.body(), status=error.status, headers=headers)
+
+
+async def _body(request: web.Request) -> Any:
+    try:
+        text = await request.read()
+    except web.HTTPRequestEntityTooLarge:
+        text = f"the body must have at most {MAX_BODY_BYTES} bytes, got {request.content_length}"
+        raise RefusedError(text, status=413) from None
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RefusedError(f"the body must be JSON: {error}"[:300]) from None
+
+
+async def _send(request: web.Request, call: Call, answer: Mapping[str, Any]) -> web.StreamResponse:
+    """Sends an answer while its handler runs, so that a client that has gone is seen here."""
+    if call.stream:
+        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        response = web.Response(body=chat.events_of(call, answer), headers=headers)
+    else:
+        response = web.json_response(answer)
+    await response.prepare(request)
+    await response.write_eof()
+    return response
