@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "rewards": {"types", "metrics", "rpc", "security"},
     "queue": {"types", "awake", "metrics", "rpc", "security"},
     "servers": {"types", "metrics", "queue", "security"},
-    "weights": {"types", "awake", "config", "metrics", "queue", "servers"},
+    "weights": {"types", "awake", "config", "metrics", "queue", "security", "servers"},
     "evaluation": {"types", "config", "rewards", "security", "servers", "rollout"},
     "objectives": {"types", "config"},
     "models": {"types"},
