@@ -98,6 +98,7 @@ async def test_a_server_without_an_adapter_of_a_push_samples_nothing(client, add
     await preflight.preflight(client, address, EXPECTED)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("transport", ["disk", "tensor"])
 async def test_pushes_under_load_are_exact_and_old_adapters_go(
     client, address, tmp_path, transport

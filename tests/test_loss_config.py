@@ -340,6 +340,7 @@ def test_train_refuses_such_a_loss_before_it_writes(run, tmp_path):
     assert not (tmp_path / "run" / "config.json").exists()
 
 
+@pytest.mark.long
 def test_a_preset_is_trained_with_and_kept_resolved(run, tmp_path):
     code, output = run("train", f"--config={QUICKSTART}:smoke", "--config.loss.preset=gspo")
     assert code == 0, output

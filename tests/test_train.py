@@ -104,7 +104,10 @@ def test_drawn_delays_of_the_test_above_are_several_and_go_back():
     assert sorted(DRAWN) != DRAWN and len({n - h for n, h in enumerate(DRAWN)}) >= 3
 
 
-@pytest.mark.parametrize("config", ["gsm8k_tiny", "gsm8k_qwen2_5_1p5b", "reason"])
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param("gsm8k_tiny", marks=pytest.mark.long), "gsm8k_qwen2_5_1p5b", "reason"],
+)
 def test_the_smoke_of_a_config_trains_two_steps(config, run, tmp_path):
     few = "--config.evaluate.num_prompts=2"
     code, output = run("train", f"--config=configs/{config}.py:smoke", GSM8K, few)
