@@ -46,6 +46,29 @@ def check_listener(what: str, address: str, key: str | None, setting: str) -> No
         )
 
 
+def check_tls(
+    what: str, address: str, cert: str, insecure: bool, settings: str, unless: str
+) -> None:
+    """Refuses a listener beyond loopback without TLS.
+
+    Args:
+      what: the listener, "the queue".
+      address: "host:port".
+      cert: PEM file of its certificate; "" for none.
+      insecure: whether it may be without.
+      settings: those that name a certificate and its key.
+      unless: that which allows it without.
+
+    Raises:
+      ValueError: the host is not loopback, and there is no certificate.
+    """
+    if not (cert or insecure or is_loopback(address.rpartition(":")[0])):
+        raise ValueError(
+            f"{what} would listen on {address}, which is not loopback, without TLS: set {settings}, or {unless} on a "
+            "network that is trusted"
+        )
+
+
 def read_key(option: str, variable: str) -> str | None:
     """The key in an environment variable, or in the file PATH where its value is "@PATH"; None for "".
 

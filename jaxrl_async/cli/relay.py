@@ -38,11 +38,17 @@ def main(argv: list[str]) -> int:
     )
     if not flags.server.startswith(("http://", "https://")):
         raise UsageError(f"--server=http://host:port is needed, got {flags.server!r}")
-    if not (flags.tls_cert or flags.insecure or security.is_loopback(flags.host)):
-        raise UsageError(
-            f"the relay would listen on {flags.host}, which is not loopback, without TLS: set --tls_cert and "
-            "--tls_key, or --insecure on a network that is trusted"
+    try:
+        security.check_tls(
+            "the relay",
+            f"{flags.host}:{flags.port}",
+            flags.tls_cert,
+            flags.insecure,
+            "--tls_cert and --tls_key",
+            "--insecure",
         )
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     key = key_named("--admin_api_key_env", flags.admin_api_key_env)
     options = {name: getattr(flags, name) for name in ("host", "port", "directory")}
     options |= {name: getattr(flags, name) for name in ("tls_cert", "tls_key", "tls_ca")}

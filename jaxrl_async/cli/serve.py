@@ -50,11 +50,14 @@ def main(argv: list[str]) -> int:
         security.check_listener(
             "the server", f"{flags.host}:{flags.port}", keys["api_key"], "--api_key_env"
         )
-        if not (flags.tls_cert or flags.insecure or security.is_loopback(flags.host)):
-            raise ValueError(
-                f"the server would listen on {flags.host}, which is not loopback, without TLS: set --tls_cert and "
-                "--tls_key, or --insecure on a network that is trusted"
-            )
+        security.check_tls(
+            "the server",
+            f"{flags.host}:{flags.port}",
+            flags.tls_cert,
+            flags.insecure,
+            "--tls_cert and --tls_key",
+            "--insecure",
+        )
         security.server_context(flags.tls_cert, flags.tls_key)
     except ValueError as error:
         raise UsageError(str(error)) from None

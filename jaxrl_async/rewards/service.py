@@ -46,12 +46,15 @@ async def serve(
       RewardError: the pool cannot start.
     """
     security.check_listener("the reward service", address, token, "queue.token_env")
+    security.check_tls(
+        "the reward service",
+        address,
+        tls_cert,
+        insecure,
+        "queue.tls_cert and queue.tls_key",
+        "security.insecure = True",
+    )
     host = address.rpartition(":")[0]
-    if not (tls_cert or insecure or security.is_loopback(host)):
-        raise ValueError(
-            f"the reward service would listen on {address}, which is not loopback, without TLS: set queue.tls_cert and "
-            "queue.tls_key, or security.insecure = True on a network that is trusted"
-        )
     server = grpc.aio.server(
         options=rpc.server_options(MAX_MESSAGE_BYTES),
         interceptors=[rpc.TokenCheck("reward service", token)] if token else [],
