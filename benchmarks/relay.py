@@ -1,10 +1,15 @@
 """A push to many servers behind links of one rate: sent by the learner to each, and handed on by the servers.
 
     python benchmarks/relay.py [--servers=16] [--megabytes=16] [--rate=4]
+    python benchmarks/relay.py --predict [--servers=1000] [--megabytes=14000] [--rate=3000]
 
 The transport, the HTTP server and its relay are those of a run. The engines load nothing, and all hosts are in one
 process: before each server is a proxy that lets through `rate` MB a second of what its host sends, and of what the
 learner sends to all. The time of one server, in the same run, is the least that a push can take.
+
+`--predict` measures nothing: it places the servers by the transport's own tree, and computes when each has the version.
+A host's link is shared by those it sends to, a byte waits at each server for the rest of its chunk, and a hop takes
+HOP_SECS.
 """
 
 import argparse
@@ -24,12 +29,13 @@ import numpy as np
 from jaxrl_async.inference import http
 from jaxrl_async.models.transformer import ModelConfig
 from jaxrl_async.servers.client import InferenceClient
-from jaxrl_async.weights import transports
+from jaxrl_async.weights import fanout, relay, transports
 from jaxrl_async.weights.store import StoredVersion, WeightStore, read_manifest
 
 ROOT = pathlib.Path(__file__).parent.parent
 NUM_FILES = 8  # of a version
 CHUNK_BYTES = 1 << 14  # that a link lets through at once
+HOP_SECS = 1e-3  # between two hosts, in predictions
 TIMEOUT_SECS = 600.0
 CONFIG = ModelConfig(
     vocab_size=1 << 16,
@@ -143,6 +149,30 @@ async def push_secs(path: pathlib.Path, num_servers: int, rate: float, fanout: i
         return time.monotonic() - start
 
 
+def predicted_secs(num_bytes: float, rate: float, num_servers: int, width: int) -> float:
+    """Seconds until the last of so many servers has a version; `width` 0: the learner sends to all."""
+    if not width:
+        return num_servers * num_bytes / rate
+    tree, behind = fanout.Tree(width), {}  # server → seconds behind the learner's first byte
+    for server in map(str, range(num_servers)):
+        source = tree.source(server)
+        behind[server] = behind.get(source, 0.0) + HOP_SECS + width * relay.CHUNK_BYTES / rate
+    return width * num_bytes / rate + max(behind.values())
+
+
+def predict(args: argparse.Namespace) -> None:
+    num_bytes, rate = args.megabytes * 1e6, args.rate * 1e6
+    one = num_bytes / rate
+    for name, width in {
+        "chain": 1,
+        "tree of 2": 2,
+        "tree of 4": 4,
+        "each by the learner": 0,
+    }.items():
+        secs = predicted_secs(num_bytes, rate, args.servers, width)
+        print(f"{name:20} {secs:10.2f} s  {secs / one:8.2f}x of one server")
+
+
 def write_version(root: pathlib.Path, num_bytes: int) -> pathlib.Path:
     rng, size = np.random.default_rng(0), num_bytes // NUM_FILES
     tensors = [
@@ -152,15 +182,21 @@ def write_version(root: pathlib.Path, num_bytes: int) -> pathlib.Path:
     return WeightStore(root, keep=1, max_shard_bytes=size).write(1, tensors, {})
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--servers", type=int, default=16)
     parser.add_argument("--megabytes", type=int, default=16, help="of a version")
     parser.add_argument("--rate", type=float, default=4.0, help="MB a second of each host")
-    parser.add_argument("--out", default=str(ROOT / "benchmarks/results/relay.json"))
-    args = parser.parse_args()
+    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks/results")
+    parser.add_argument(
+        "--predict", action="store_true", help="compute, for links that are not here"
+    )
+    args = parser.parse_args(argv)
+    if args.predict:
+        predict(args)
+        return
     result = {"machine": platform.machine(), "cores": os.cpu_count()} | vars(args) | {"secs": {}}
-    del result["out"]
+    del result["out"], result["predict"]
     with tempfile.TemporaryDirectory(prefix="jaxrl-relay-") as directory:
         path = write_version(pathlib.Path(directory), args.megabytes << 20)
         ways = {"one server": (1, 0), "chain": (args.servers, 1), "tree of 2": (args.servers, 2)}
@@ -169,7 +205,7 @@ def main() -> None:
             secs = asyncio.run(push_secs(path, servers, args.rate * 1e6, fanout))
             result["secs"][name] = round(secs, 2)
             print(f"{name:20} {secs:7.2f} s  {secs / result['secs']['one server']:6.2f}x")
-    pathlib.Path(args.out).write_text(json.dumps(result, indent=1) + "\n", "utf-8")
+    (args.out / "relay.json").write_text(json.dumps(result, indent=1) + "\n", "utf-8")
 
 
 if __name__ == "__main__":

@@ -43,6 +43,11 @@ def check_fleet(result, directory):
     assert all(before > 0 and after > 0 for before, after in result["rss_mb"].values())
 
 
+def check_relay(result, directory):
+    assert result["secs"].keys() == {"one server", "chain", "tree of 2", "each by the learner"}
+    assert all(secs >= 0.05 for secs in result["secs"].values())  # 1 MB at 20 MB a second
+
+
 def check_sessions(result, directory):
     assert result["at_once"]["lost"] == result["at_once"]["inexact"] == 0
     beside = result["beside_a_proxy"]
@@ -201,6 +206,7 @@ LONG = pytest.mark.long
         ("delight_cosine", [["--policies=2"]], "delight_cosine", check_cosine),
         ("fleet", [["--smoke"]], "fleet", check_fleet),
         ("sessions", [["--smoke"]], "sessions", check_sessions),
+        ("relay", [["--servers=3", "--megabytes=1", "--rate=20"]], "relay", check_relay),
         pytest.param("bfloat16", [["--smoke"]], "bfloat16", check_bfloat16, marks=LONG),
         pytest.param("anchors", [["--smoke"]], "anchors", check_anchors, marks=LONG),
         (
