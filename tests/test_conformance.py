@@ -26,7 +26,7 @@ from jaxrl_async.queue.records import Identity
 from jaxrl_async.servers import preflight
 from jaxrl_async.servers.client import InferenceClient, ServerError, read_completion
 from jaxrl_async.tools import parity
-from jaxrl_async.weights import agent, transports
+from jaxrl_async.weights import sidecar, transports
 from jaxrl_async.weights import store as weight_store
 
 CONFIG = tiny(
@@ -772,7 +772,7 @@ async def taking_uploads(server):
         yield server.address, ("disk", "stream")
         return
     key = real_servers.ADMIN_API_KEY
-    async with agent.serve(server.address, host="127.0.0.1", port=0, key=key) as port:
+    async with sidecar.serve(server.address, host="127.0.0.1", port=0, key=key) as port:
         yield f"http://127.0.0.1:{port}", ("stream",)
 
 
@@ -784,7 +784,7 @@ async def test_differences_under_load_give_the_digests_of_full_pushes(
 ):
     """Every push but the first is a difference, by disk and stream in turn; tokens are exact across them.
 
-    SGLang gets them through an agent, by stream alone.
+    SGLang gets them through a sidecar, by stream alone.
     """
     finished, stop, prepared = [], asyncio.Event(), []
 

@@ -145,7 +145,7 @@ async def test_a_transport_of_the_other_kind_is_refused(server, sglang, transpor
     await refused(server, f"weights.transport {transport!r}", "'disk'", expected=expected)
 
 
-async def test_sglang_behind_an_agent_takes_weights_by_stream(server):
+async def test_sglang_behind_a_sidecar_takes_weights_by_stream(server):
     server.sglang, server.config = True, {"hands_on": True}
     expected = dataclasses.replace(EXPECTED, transport="stream")
     await check(server, expected=expected)

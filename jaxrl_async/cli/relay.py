@@ -63,9 +63,9 @@ def main(argv: list[str]) -> int:
 
 
 async def _serve(server: str, key: str | None, options: dict) -> None:
-    from jaxrl_async.weights import agent
+    from jaxrl_async.weights import sidecar
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asyncio.current_task().cancel)
-    async with agent.serve(server, key=key, **options) as port:
+    async with sidecar.serve(server, key=key, **options) as port:
         log.info("relay for %s at port %d", server, port)
         await asyncio.Event().wait()

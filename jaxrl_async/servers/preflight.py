@@ -85,7 +85,7 @@ async def preflight(
     ours = "weight_digest" in info
     if expected.adapters:
         await server.check_adapters(info, ours)
-    await server.check_routes(ours, has_agent=bool(info.get("hands_on")))
+    await server.check_routes(ours, has_sidecar=bool(info.get("hands_on")))
     server.check_model(info)
     await server.check_vocabulary(info)
     await server.check_context(info)
@@ -178,11 +178,11 @@ class _Server:
                 raise self._unfit(error.route, reason) from error
             raise
 
-    async def check_routes(self, ours: bool, *, has_agent: bool) -> None:
+    async def check_routes(self, ours: bool, *, has_sidecar: bool) -> None:
         transport = self._expected.transport
         routes = _ROUTES[ours] if ours or not self._expected.adapters else _ADAPTER_ROUTES
-        if has_agent and routes is _ROUTES[False]:
-            routes = routes | _AGENT_ROUTES
+        if has_sidecar and routes is _ROUTES[False]:
+            routes = routes | _SIDECAR_ROUTES
         if transport in _OF_OTHERS[ours] - routes.keys():
             raise self._unfit(
                 "/model_info",
@@ -354,7 +354,7 @@ _ROUTES = {
         "tensor": ("/update_weights_from_tensor", "/end_weight_update", "/update_weight_version"),
     },
 }
-_AGENT_ROUTES = {"stream": ("/update_weights_from_upload", "/update_weight_version")}
+_SIDECAR_ROUTES = {"stream": ("/update_weights_from_upload", "/update_weight_version")}
 _ADAPTER_ROUTES = {
     "disk": ("/load_lora_adapter", "/update_weight_version"),
     "tensor": ("/load_lora_adapter_from_tensors", "/update_weight_version"),

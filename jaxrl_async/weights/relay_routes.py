@@ -1,4 +1,4 @@
-"""The HTTP routes of a relay (see relay.py), for the embedded server and for the agent beside another one."""
+"""The HTTP routes of a relay (see relay.py), for the embedded server and for the sidecar of another one."""
 
 import contextlib
 import json

@@ -237,9 +237,9 @@ async def stream(push: "Push") -> None:
 
     The upload runs while the server samples.
     """
-    if not (await push.verifies_itself() or push.has_agent):
+    if not (await push.verifies_itself() or push.has_sidecar):
         raise push.error(
-            "has no route for 'stream': give it weights by 'disk' or 'tensor', or put an agent before it "
+            "has no route for 'stream': give it weights by 'disk' or 'tensor', or put a sidecar before it "
             "(python -m jaxrl_async relay)"
         )
     digest = await push.prepare(is_shared=False)
@@ -282,7 +282,7 @@ class Push:
         self._is_wanted, self._pausing = is_wanted, pausing
         self._base = None  # digest of the version that the server has kept
         self._hands_on = False  # whether the server takes part in a tree
-        self.has_agent = False  # which takes a version for a server that verifies nothing itself
+        self.has_sidecar = False  # which takes a version for a server that verifies nothing itself
         self.writer = NOBODY  # for a server of this project; others do not know it
         self._expected: verification.Expected | None = None  # of a server that does not verify
         self._may_differ = False  # whether the server may hold weights that were not verified
@@ -318,8 +318,8 @@ class Push:
         info = await self.client.model_info(self.address, timeout_secs=self.left())
         is_ours = verification.reports_digest(info)
         is_sent = self._options.name == "stream"
-        self.has_agent = not is_ours and is_sent and bool(info.get("hands_on"))
-        if is_ours or self.has_agent:
+        self.has_sidecar = not is_ours and is_sent and bool(info.get("hands_on"))
+        if is_ours or self.has_sidecar:
             self.writer, self._base = self._options.writer, info.get("difference_base")
             self._hands_on = bool(self._options.fanout and info.get("hands_on"))
         if is_ours:

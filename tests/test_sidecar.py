@@ -12,7 +12,7 @@ from fixtures.fake_sglang import FakeServer
 from jaxrl_async.cli import main
 from jaxrl_async.queue.records import Identity
 from jaxrl_async.servers.client import InferenceClient, ServerError
-from jaxrl_async.weights import agent, relay, transports
+from jaxrl_async.weights import relay, sidecar, transports
 from jaxrl_async.weights.store import StoredVersion, WeightStore, read_manifest
 
 TIMEOUT_SECS = 20.0
@@ -34,12 +34,12 @@ def make_server():
 
 
 @contextlib.asynccontextmanager
-async def agents(*servers, **options):
-    """Addresses of the agents of so many servers."""
+async def sidecars(*servers, **options):
+    """Addresses of the sidecars of so many servers."""
     async with contextlib.AsyncExitStack() as stack:
         addresses = []
         for server in servers:
-            serving = agent.serve(server.address, host="127.0.0.1", port=0, **options)
+            serving = sidecar.serve(server.address, host="127.0.0.1", port=0, **options)
             addresses.append(f"http://127.0.0.1:{await stack.enter_async_context(serving)}")
         yield addresses
 
@@ -73,7 +73,7 @@ def loaded(server):
 
 async def test_sglang_loads_what_was_sent_under_the_names_of_a_push_from_disk(make_server, write):
     server, path = make_server(), write(1)
-    async with agents(server) as (address,), InferenceClient() as client:
+    async with sidecars(server) as (address,), InferenceClient() as client:
         await push(client, address, path, 1)
         assert loaded(server) == read_manifest(path)["digest"]
     assert server.version == "1" and not server.paused
@@ -98,7 +98,7 @@ async def test_differences_are_applied_here(make_server, write):
             sent.append(file.suffix)
             await super().upload(address, file=file, **call)
 
-    async with agents(server) as (address,), Client() as client:
+    async with sidecars(server) as (address,), Client() as client:
         for number in (1, 2, 3):
             path = write(number)
             await push(client, address, path, number, delta=True)
@@ -116,7 +116,7 @@ async def test_agents_hand_a_version_on(make_server, write):
             uploads.append(address)
             await super().upload(address, **call)
 
-    async with agents(*servers) as addresses, Client() as client:
+    async with sidecars(*servers) as addresses, Client() as client:
         await asyncio.gather(*(push(client, a, path, 1, fanout=1) for a in addresses))
         assert [loaded(server) for server in servers] == [path.digest] * 3
     assert len(set(uploads)) == 1
@@ -136,8 +136,8 @@ async def test_an_agent_that_was_killed_is_gone_around(make_server, write):
             await super().upload(address, **call)
 
     options = {"fanout": 1, "delta": True}  # Each keeps a copy, and the files for the others.
-    async with agents(servers[0], servers[2]) as (first, last), Client() as client:
-        async with agents(servers[1]) as (killed,):
+    async with sidecars(servers[0], servers[2]) as (first, last), Client() as client:
+        async with sidecars(servers[1]) as (killed,):
             await push(client, first, path, 1, **options)
             await push(client, killed, path, 1, **options)
         await push(client, last, path, 1, **options)
@@ -153,7 +153,7 @@ async def test_a_version_that_is_not_the_learner_s_is_not_loaded(make_server, wr
         async def prepare_weights(self, address, *, digest, **call):
             await super().prepare_weights(address, digest="0" * 64, **call)
 
-    async with agents(server) as (address,), Client() as client:
+    async with sidecars(server) as (address,), Client() as client:
         with pytest.raises(ServerError, match="the push is of 0000"):
             await push(client, address, path, 1)
     assert "/update_weights_from_disk" not in server.routes() and not server.paused
@@ -171,14 +171,14 @@ async def test_a_file_that_was_altered_here_is_not_loaded(make_server, write, mo
             file.write_bytes(content)
 
     monkeypatch.setattr(relay.Relay, "receive", alters)
-    async with agents(server) as (address,), InferenceClient() as client:
+    async with sidecars(server) as (address,), InferenceClient() as client:
         with pytest.raises(ServerError, match="its manifest says"):
             await push(client, address, path, 1)
     assert "/update_weights_from_disk" not in server.routes() and not server.paused
 
 
 async def test_an_update_without_its_preparation_is_refused(make_server, write):
-    async with agents(make_server()) as (address,), InferenceClient() as client:
+    async with sidecars(make_server()) as (address,), InferenceClient() as client:
         await push(client, address, write(1), 1)
         with pytest.raises(ServerError, match="no version with digest 'abc' was prepared"):
             await client.update_weights_from_upload(
@@ -189,7 +189,7 @@ async def test_an_update_without_its_preparation_is_refused(make_server, write):
 async def test_all_other_calls_go_through_with_their_answers(make_server):
     server = make_server()
     server.fail["/flush_cache"] = (418, "short and stout")
-    async with agents(server) as (address,), aiohttp.ClientSession() as session:
+    async with sidecars(server) as (address,), aiohttp.ClientSession() as session:
         body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 3}}
         async with session.post(f"{address}/generate", json=body) as answer:
             assert answer.status == 200 and len((await answer.json())["output_ids"]) == 3
@@ -202,17 +202,17 @@ async def test_all_other_calls_go_through_with_their_answers(make_server):
 
 async def test_a_server_that_is_gone_is_named(make_server):
     server = make_server()
-    async with agents(server) as (address,), InferenceClient() as client:
+    async with sidecars(server) as (address,), InferenceClient() as client:
         server.stop()
         for call in (client.model_info, client.server_info):
-            with pytest.raises(ServerError, match=f"{server.address} does not answer the agent"):
+            with pytest.raises(ServerError, match=f"{server.address} does not answer the sidecar"):
                 await call(address, timeout_secs=5.0)
         server.start()
 
 
 async def test_a_pause_ends_with_its_lease(make_server):
     server = make_server()
-    async with agents(server) as (address,), InferenceClient() as client:
+    async with sidecars(server) as (address,), InferenceClient() as client:
         await client.pause(address, mode="retract", timeout_secs=5.0, lease_secs=0.05)
         async with asyncio.timeout(TIMEOUT_SECS):
             while server.paused or "/continue_generation" not in server.routes():
@@ -226,18 +226,18 @@ async def test_a_pause_ends_with_its_lease(make_server):
 async def test_its_own_routes_need_its_key_and_the_others_the_server_s(make_server, write):
     server, path = make_server(), write(1)
     server.api_key, server.admin_api_key = "a" * 32, "b" * 32
-    async with agents(server, key="b" * 32) as (address,):
+    async with sidecars(server, key="b" * 32) as (address,):
         async with InferenceClient(api_key="a" * 32, admin_api_key="b" * 32) as client:
             await push(client, address, path, 1)
         async with InferenceClient(api_key="a" * 32, admin_api_key="c" * 32) as client:
-            with pytest.raises(ServerError, match="needs the admin api key of this agent"):
+            with pytest.raises(ServerError, match="needs the admin api key of this sidecar"):
                 await push(client, address, path, 1)
     assert server.version == "1"
 
 
 async def test_a_superseded_learner_changes_nothing(make_server, write):
     server, path = make_server(), write(1)
-    async with agents(server) as (address,), InferenceClient() as client:
+    async with sidecars(server) as (address,), InferenceClient() as client:
         await push(client, address, path, 1, writer=Identity("a", 2))
         with pytest.raises(ServerError, match="superseded by generation 2"):
             await push(client, address, write(2), 2, writer=Identity("a", 1))
@@ -263,14 +263,14 @@ async def test_a_superseded_learner_changes_nothing(make_server, write):
     ],
 )
 async def test_a_preparation_that_cannot_be_is_refused(make_server, body, message):
-    async with agents(make_server()) as (address,), aiohttp.ClientSession() as session:
+    async with sidecars(make_server()) as (address,), aiohttp.ClientSession() as session:
         async with session.post(f"{address}/weights/prepare", data=body) as answer:
             assert answer.status == 400 and message in await answer.text()
 
 
 def test_a_relay_beyond_loopback_needs_a_key():
     async def start():
-        async with agent.serve("http://127.0.0.1:1", host="0.0.0.0", port=0):
+        async with sidecar.serve("http://127.0.0.1:1", host="0.0.0.0", port=0):
             pass
 
     with pytest.raises(ValueError, match="--admin_api_key_env"):

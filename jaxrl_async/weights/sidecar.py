@@ -1,11 +1,11 @@
 """A relay beside an inference server that has none, such as SGLang: versions come to this host over HTTP.
 
-    learner, other agents ──▶ agent ──▶ the server, all else as it came
+    learner, other sidecars ──▶ sidecar ──▶ the server, all else as it came
                                 └─▶ a directory of this host, from which the server loads by its disk route
 
 It takes control calls in the server's place. It prepares versions while the server generates: pieces and differences
 (relay.py, difference.py) become a directory whose tensors are those of the manifest. Whether the server holds them
-afterwards is verified by the learner, as without an agent. Knows no engine and imports no JAX.
+afterwards is verified by the learner, as without a sidecar. Knows no engine and imports no JAX.
 """
 
 import asyncio
@@ -45,8 +45,8 @@ class Verified:
     digest: str
 
 
-class Agent:
-    """The agent of one server. Use within one event loop, as a context."""
+class Sidecar:
+    """The sidecar of one server. Use within one event loop, as a context."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Agent:
         server: "http://host:port" of the server.
         root: an empty directory, which the server sees under the same path. A version may fill its disk.
         key: required of control calls, and with which others and the server are called; None: none.
-        context: of certificates that are trusted of the server and other agents; None: the system's authorities.
+        context: of certificates that are trusted of the server and other sidecars; None: the system's authorities.
         """
         self._server, self._root, self._key, self._context = server, root, key, context
         uploads = root / "versions"
@@ -72,7 +72,7 @@ class Agent:
         self._prepared: Verified | None = None
         self._lease = PauseLease(self._continue)
 
-    async def __aenter__(self) -> "Agent":
+    async def __aenter__(self) -> "Sidecar":
         timeout = aiohttp.ClientTimeout(CALL_SECS, sock_connect=CONNECT_SECS)
         options: dict[str, Any] = {"auto_decompress": False, "timeout": timeout}
         if self._context is not None:
@@ -103,11 +103,11 @@ class Agent:
 
     @web.middleware
     async def _check_key(self, request, handler):
-        """The agent's own routes need its key; all others are the server's to check."""
+        """The sidecar's own routes need its key; all others are the server's to check."""
         is_own = request.path.startswith("/weights/") or request.path.endswith("_from_upload")
         said = request.headers.get("Authorization", "")
         if is_own and self._key is not None and not security.is_bearer(said, self._key):
-            return _error(401, f"{request.path} needs the admin api key of this agent")
+            return _error(401, f"{request.path} needs the admin api key of this sidecar")
         return await handler(request)
 
     def _answering(self, handler):
@@ -208,7 +208,7 @@ class Agent:
         try:
             yield
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            reason = f"{self._server} does not answer the agent: {error or type(error).__name__}"
+            reason = f"{self._server} does not answer the sidecar: {error or type(error).__name__}"
             raise web.HTTPBadGateway(
                 text=json.dumps({"error": {"message": reason}}), content_type="application/json"
             ) from error
@@ -247,7 +247,7 @@ async def serve(
       host: address to bind.
       port: 0 picks a free one.
       directory: in which versions are kept, visible to the server under the same path; "": the temporary one.
-      key: as of `Agent`; needed beyond loopback.
+      key: as of `Sidecar`; needed beyond loopback.
       tls_cert, tls_key: PEM files of a certificate and its key; "" for http.
       tls_ca: PEM file of the authorities that are trusted; "" for the system's.
 
@@ -262,9 +262,9 @@ async def serve(
     context = security.client_context(tls_ca) if tls_ca else None
     listener = security.server_context(tls_cert, tls_key)
     with tempfile.TemporaryDirectory(prefix="jaxrl-relay-", dir=directory or None) as root:
-        async with Agent(server, pathlib.Path(root), key=key, context=context) as agent:
+        async with Sidecar(server, pathlib.Path(root), key=key, context=context) as sidecar:
             runner = web.AppRunner(
-                agent.app(), access_log=None, handler_cancellation=True, shutdown_timeout=2.0
+                sidecar.app(), access_log=None, handler_cancellation=True, shutdown_timeout=2.0
             )
             await runner.setup()
             try:
