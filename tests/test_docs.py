@@ -30,6 +30,7 @@ ELSEWHERE = {
     "./tests/run.sh": "is this",
     "jaxrl_async serve": "does not end: test_inference_http",
     "jaxrl_async rewards": "does not end: test_reward_service",
+    "jaxrl_async relay": "does not end: test_sidecar",
     "jaxrl_async status": "needs a running run: test_status, test_stalls",
     "jaxrl_async measure": "needs a server: test_measure",
     "jaxrl_async parity": "needs a server, or a checkpoint: test_parity, test_layers",
