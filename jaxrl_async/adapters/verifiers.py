@@ -13,15 +13,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from jaxrl_async.adapters import EpisodeError
 from jaxrl_async.tasks.task import Example, check_split
 from jaxrl_async.types import Prompt
 
 AGENT = "jaxrl_async.adapters.verifiers:agent"  # in rollout.agent
 _KEY = "verifiers"  # of a prompt's metadata
-
-
-class EpisodeError(Exception):
-    """An episode that failed, or that has no reward for the policy."""
 
 
 @dataclasses.dataclass(frozen=True)

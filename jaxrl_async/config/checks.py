@@ -44,7 +44,10 @@ from jaxrl_async.queue.records import EXHAUSTED, REISSUE_REASONS, RETIRE_REASONS
 from jaxrl_async.rewards.pool import MIN_MEMORY_BYTES
 
 # A library of environments → what plays them: rollout.agent, where task.name is "LIBRARY:ENVIRONMENT".
-LIBRARY_AGENTS = {"verifiers": "jaxrl_async.adapters.verifiers:agent"}
+LIBRARY_AGENTS = {
+    "openenv": "jaxrl_async.adapters.openenv:agent",
+    "verifiers": "jaxrl_async.adapters.verifiers:agent",
+}
 COMMAND_FIELDS = ("model_path", "host", "port", "index", "weights")
 REASONS = (*sorted(REISSUE_REASONS), *sorted(RETIRE_REASONS), EXHAUSTED)
 _ONE_OF = {

@@ -97,7 +97,7 @@ class SettingsError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    # a name in tasks.TASKS | "module:function" | an environment of the library `verifiers`, "verifiers:ENVIRONMENT"
+    # a name in tasks.TASKS | "module:function" | a library's environment, "verifiers:ENVIRONMENT" or "openenv:URL"
     name: str = "arithmetic"
     args: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the task, by keyword
     seed: int = 0  # of the shuffled stream of prompts

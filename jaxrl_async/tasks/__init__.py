@@ -28,6 +28,7 @@ TASKS: dict[str, Callable[..., Task] | str] = {
 
 # A library → the task that an environment of it is, "LIBRARY:ENVIRONMENT"; imported on use.
 LIBRARIES: dict[str, str] = {
+    "openenv": "jaxrl_async.adapters.openenv:OpenEnv",
     "verifiers": "jaxrl_async.adapters.verifiers:Verifiers",
 }
 
