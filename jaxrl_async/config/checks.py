@@ -45,8 +45,8 @@ from jaxrl_async.rewards.pool import MIN_MEMORY_BYTES
 
 # A library of environments → what plays them: rollout.agent, where task.name is "LIBRARY:ENVIRONMENT".
 LIBRARY_AGENTS = {
-    "openenv": "jaxrl_async.adapters.openenv:agent",
-    "verifiers": "jaxrl_async.adapters.verifiers:agent",
+    "openenv": "jaxrl_async.tasks.openenv:agent",
+    "verifiers": "jaxrl_async.tasks.verifiers:agent",
 }
 COMMAND_FIELDS = ("model_path", "host", "port", "index", "weights")
 REASONS = (*sorted(REISSUE_REASONS), *sorted(RETIRE_REASONS), EXHAUSTED)

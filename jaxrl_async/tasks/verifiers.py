@@ -13,11 +13,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from jaxrl_async.adapters import EpisodeError
 from jaxrl_async.tasks.task import Example, check_split
 from jaxrl_async.types import Prompt
 
-AGENT = "jaxrl_async.adapters.verifiers:agent"  # in rollout.agent
+AGENT = "jaxrl_async.tasks.verifiers:agent"  # in rollout.agent
 _KEY = "verifiers"  # of a prompt's metadata
 
 
@@ -103,7 +102,7 @@ async def agent(base_url: str, prompt: Prompt) -> float:
 
     Raises:
       ValueError: the prompt is of another task.
-      EpisodeError: the episode failed, or gave no reward.
+      RuntimeError: the episode failed, or gave no reward.
     """
     where = prompt.metadata.get(_KEY)
     if where is None:
@@ -168,7 +167,7 @@ def _config_of(vf, name: str, given: Mapping[str, Any]) -> tuple[Any, str]:
 
     A seat without a program or a machine of its own has `verifiers_chat` on this one.
     """
-    from jaxrl_async.adapters import verifiers_chat
+    from jaxrl_async.tasks import verifiers_chat
 
     vf.import_taskset(name)  # Its error says what was tried.
     config = {**given, "taskset": {**given.get("taskset", {}), "id": name}}
@@ -195,11 +194,11 @@ def _reward(episode, seat: str) -> float:
     errors = [e for e in (episode.last_error, *(t.last_error for t in episode.traces)) if e]
     if not episode.ok:
         said = f"{errors[0].type}: {errors[0].message}" if errors else "it is not ok"
-        raise EpisodeError(f"the episode failed: {said}")
+        raise RuntimeError(f"the episode failed: {said}")
     traces = [trace for trace in episode.traces if trace.agent.name == seat]
     if len(traces) != 1:
-        raise EpisodeError(f"the seat {seat!r} must be played once, got {len(traces)} times")
+        raise RuntimeError(f"the seat {seat!r} must be played once, got {len(traces)} times")
     rewards = traces[0].rewards
     if missing := sorted(name for name, reward in rewards.items() if reward is None):
-        raise EpisodeError(f"no reward of {missing}: {traces[0].stop_condition}")
+        raise RuntimeError(f"no reward of {missing}: {traces[0].stop_condition}")
     return float(traces[0].reward)

@@ -10,13 +10,12 @@ import json
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from jaxrl_async.adapters import EpisodeError
 from jaxrl_async.tasks.task import Example, check_split
 from jaxrl_async.types import Prompt
 
-AGENT = "jaxrl_async.adapters.openenv:agent"  # in rollout.agent
+AGENT = "jaxrl_async.tasks.openenv:agent"  # in rollout.agent
 _KEY = "openenv"  # of a prompt's metadata
-_CUT = "context_length_exceeded"  # a call for which no token, or no call, is left
+_CUT = "context_length_exceeded"  # OpenAI's code of a call for which no token is left
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +77,7 @@ async def agent(base_url: str, prompt: Prompt) -> float:
 
     Raises:
       ValueError: the prompt is of another task.
-      EpisodeError: the episode ended without a reward.
+      RuntimeError: the episode ended without a reward.
       Exception: of the server, or of the way to it.
     """
     episode = prompt.metadata.get(_KEY)
@@ -109,7 +108,7 @@ async def agent(base_url: str, prompt: Prompt) -> float:
                 rewards.append(float(result.reward))
             if result.done:
                 if not rewards:
-                    raise EpisodeError(f"the episode of seed {episode['seed']} gave no reward")
+                    raise RuntimeError(f"the episode of seed {episode['seed']} gave no reward")
                 break
     return sum(rewards, 0.0)
 
@@ -132,7 +131,7 @@ def _read(observation: Mapping[str, Any], episode: Mapping[str, Any]) -> str:
     if not name:
         return json.dumps(observation, ensure_ascii=False)
     if name not in observation:
-        raise EpisodeError(f"an observation has no field {name!r}, of {sorted(observation)}")
+        raise RuntimeError(f"an observation has no field {name!r}, of {sorted(observation)}")
     found = observation[name]
     return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
 
