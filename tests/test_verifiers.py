@@ -41,7 +41,8 @@ def tokenizer(tmp_path_factory):
 def sums(**config):
     """The task of the fixture `verifiers_sums`."""
     taskset = {"task": config.pop("task", {}), **config}
-    return make_task("verifiers:verifiers_sums", num_test=3, config={"taskset": taskset})
+    whole = {"taskset": taskset, "agent": {"timeout": {"scoring": 0.5}}}
+    return make_task("verifiers:verifiers_sums", num_test=3, config=whole)
 
 
 def prompt_of(example):
@@ -112,6 +113,7 @@ async def test_an_episode_out_of_tokens_is_judged_as_it_is(library, tokenizer):
     [
         ("raises", "TaskError: .*LookupError: lost the answer"),
         ("none", "TaskError: .*TypeError"),
+        ("slow", "no reward of .*right.*: scoring_timeout"),
         ("nan", "must return a finite number or None, got nan"),
         ("setup", "TaskError: .*no such sum"),
     ],

@@ -31,9 +31,7 @@ class Verifiers:
         argument is outside its bounds.
     """
 
-    environment: (
-        str  # id of its taskset: the name of an installed module, or one of the library's own
-    )
+    environment: str  # id of its taskset: an installed module, or one of the library's own
     num_test: int  # held-out tasks, at least; as many more as have their prompts
     num_tasks: int | None = None  # the first ones alone, of an endless taskset or a large one
     seed: int = 0  # of the split
