@@ -65,10 +65,20 @@ async def test_actions_and_observations_may_be_json(url, tokenizer):
     assert '"text": "higher"}' in tokenizer.decode(policy.given[-1])
 
 
-@pytest.mark.parametrize(("turns", "bound"), [(["1", "9"], 64), (["1", "1234567"], 6)])
-async def test_an_episode_that_is_cut_has_the_rewards_up_to_there(url, tokenizer, turns, bound):
-    row, _ = await played(task_of(url, max_turns=2), tokenizer, *turns, max_new_tokens=bound)
-    assert row.reward == (-0.5 if bound == 64 else -0.25)
+@pytest.mark.parametrize(
+    ("turns", "max_turns", "bound", "reward"),
+    [
+        (["1", "9"], 2, 64, -0.5),
+        (["1", "1234567"], 9, 6, -0.25),  # in an answer
+        (["1", "9"], 9, 4, -0.5),  # between two
+    ],
+)
+async def test_an_episode_that_is_cut_has_the_rewards_up_to_there(
+    url, tokenizer, turns, max_turns, bound, reward
+):
+    task = task_of(url, max_turns=max_turns)
+    row, _ = await played(task, tokenizer, *turns, max_new_tokens=bound)
+    assert row.reward == reward
 
 
 @pytest.mark.parametrize(

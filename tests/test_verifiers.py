@@ -77,6 +77,15 @@ async def test_a_single_turn_has_the_environments_prompt_and_reward(library, tok
     assert row.reward == 0.0
 
 
+async def test_the_example_of_the_docs_is_one(library, tokenizer):
+    source = (FIXTURES / "my_sums.py").read_text("utf-8")
+    assert source in (FIXTURES.parent.parent / "docs" / "agents.md").read_text("utf-8")
+    task = make_task("verifiers:my_sums", num_test=20)
+    example = task.examples("test")[0]
+    row, _ = await played(task, tokenizer, f" {example.answer}\n", example=example)
+    assert row.reward == 1.0
+
+
 async def test_a_tools_result_is_read_and_what_was_sampled_is_trained(library, tokenizer):
     task = sums(task={"has_tool": True})
     (example, *_) = task.examples("train")
