@@ -46,6 +46,8 @@ ELSEWHERE = {
     "my_task:Lines": "test_the_example_of_a_task_trains",
     "second_chance:SecondChance": "test_the_example_of_an_environment_trains_and_is_evaluated",
     "my_tools:multiply": "test_the_example_of_a_tool_is_called_by_a_chat_model",
+    "task.name=verifiers:": "test_verifiers: test_the_example_of_the_docs_is_one",
+    "task.name=openenv:": "needs a server: test_openenv",
     "my_agent:agent": "test_the_example_of_an_agent_is_trained",
     "--workdir=runs/calculator": "test_long, and the smoke run of test_agents",
     "calculator:calculator": "test_the_example_of_a_rollout_function_trains_and_is_evaluated",

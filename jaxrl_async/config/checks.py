@@ -43,6 +43,11 @@ from jaxrl_async.queue.admission import check_staleness
 from jaxrl_async.queue.records import EXHAUSTED, REISSUE_REASONS, RETIRE_REASONS
 from jaxrl_async.rewards.pool import MIN_MEMORY_BYTES
 
+# A library of environments → what plays them: rollout.agent, where task.name is "LIBRARY:ENVIRONMENT".
+LIBRARY_AGENTS = {
+    "openenv": "jaxrl_async.tasks.openenv:agent",
+    "verifiers": "jaxrl_async.tasks.verifiers:agent",
+}
 COMMAND_FIELDS = ("model_path", "host", "port", "index", "weights")
 REASONS = (*sorted(REISSUE_REASONS), *sorted(RETIRE_REASONS), EXHAUSTED)
 _ONE_OF = {
@@ -524,6 +529,13 @@ def _check_environment(s: Settings) -> Iterator[str]:
 
 def _check_agent(s: Settings) -> Iterator[str]:
     rollout, tokenizer = s.rollout, s.tokenizer
+    needed = LIBRARY_AGENTS.get(s.task.name.partition(":")[0])
+    if needed and rollout.agent != needed:
+        yield (
+            f"task.name = {s.task.name!r} needs rollout.function = 'agent' and rollout.agent = {needed!r}, got "
+            f"{rollout.function!r} and {rollout.agent!r}"
+        )
+        return
     if (rollout.function == "agent") != bool(rollout.agent):
         yield (
             f"rollout.function = 'agent' and rollout.agent go together, got {rollout.function!r} and {rollout.agent!r}"

@@ -97,7 +97,8 @@ class SettingsError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    name: str = "arithmetic"  # a name in tasks.TASKS, or "module:function"
+    # a name in tasks.TASKS | "module:function" | a library's environment, "verifiers:ENVIRONMENT" or "openenv:URL"
+    name: str = "arithmetic"
     args: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the task, by keyword
     seed: int = 0  # of the shuffled stream of prompts
 

@@ -26,6 +26,12 @@ TASKS: dict[str, Callable[..., Task] | str] = {
     "word_sums": WordSums,
 }
 
+# A library → the task that an environment of it is, "LIBRARY:ENVIRONMENT"; imported on use.
+LIBRARIES: dict[str, str] = {
+    "openenv": "jaxrl_async.tasks.openenv:OpenEnv",
+    "verifiers": "jaxrl_async.tasks.verifiers:Verifiers",
+}
+
 
 def register_task(name: str) -> Callable[[Callable[..., Task]], Callable[..., Task]]:
     """Decorates a task of a module of yours, so that a config may name it once the module is imported.
@@ -43,7 +49,7 @@ def register_task(name: str) -> Callable[[Callable[..., Task]], Callable[..., Ta
 
 
 def make_task(name: str, **kwargs) -> Task:
-    """A task by its name in TASKS, or from "module:factory".
+    """A task by its name in TASKS, from "module:factory", or of a library's environment, "LIBRARY:ENVIRONMENT".
 
     Args:
       name: of the task.
@@ -53,7 +59,11 @@ def make_task(name: str, **kwargs) -> Task:
       ValueError: no such task (names the nearest), or an argument outside its bounds.
       TypeError: an unknown or a missing argument; shows the factory's signature.
     """
-    factory = find("task", name, TASKS)
+    library, _, environment = name.partition(":")
+    if library in LIBRARIES:
+        factory = functools.partial(find("task", library, LIBRARIES), environment)
+    else:
+        factory = find("task", name, TASKS)
     signature = inspect.signature(factory)
     try:
         signature.bind(**kwargs)
