@@ -7,6 +7,7 @@ token. SGLang and SGLang-JAX are the real ones (tests/real_servers.py).
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import re
 import shutil
@@ -134,8 +135,13 @@ async def server(running, client, versions):
     return running
 
 
+@functools.cache  # A group of "distributed" stays from push to push.
+def transport_of(name, *, mode="retract", **options):
+    return transports.FileTransport(name, mode=mode, **options)
+
+
 async def push(client, server, versions, version, *, transport="disk", mode="retract", **options):
-    await transports.FileTransport(transport, mode=mode, **options)(
+    await transport_of(transport, mode=mode, **options)(
         client,
         server.address,
         path=versions.path(version),
@@ -513,7 +519,7 @@ async def test_a_truncated_checkpoint_is_never_sent(server, client, versions, tm
     file.write_bytes(file.read_bytes()[:-1000])
     for transport in real_servers.TRANSPORTS_OF[server.name]:
         with pytest.raises(ServerError, match="was not asked: .*model.safetensors"):
-            await transports.FileTransport(transport, mode="retract")(
+            await transport_of(transport)(
                 client,
                 server.address,
                 path=path,
@@ -549,7 +555,7 @@ async def refused(client, server, versions, path, transport):
     """A bad version is an error, no token is ever accepted from it, and a good one heals the server."""
     async with in_flight(client, server, 4, max_new_tokens=server.long) as requests:
         with pytest.raises(ServerError):
-            await transports.FileTransport(transport, mode="retract")(
+            await transport_of(transport)(
                 client,
                 server.address,
                 path=path,
@@ -732,10 +738,11 @@ async def test_pushes_under_load_lose_nothing(server, client, versions, num_push
     workers = [asyncio.create_task(load(worker)) for worker in range(16)]
     pauses = []
     for number in range(num_pushes):
-        transport = real_servers.TRANSPORTS_OF[server.name][number % 2]
+        ways = real_servers.TRANSPORTS_OF[server.name]
+        transport = ways[number % len(ways)]
         start = time.monotonic()
         # Numbers rise; weights come back, so that few directories do.
-        await transports.FileTransport(transport, mode="retract")(
+        await transport_of(transport)(
             client,
             server.address,
             path=versions.path(10 + number % 8),
