@@ -88,6 +88,7 @@ class Collective:
         """One server's part of a round."""
         address, client = push.address, push.client
         await round_.wait_until_open(push)
+        push.check_wanted()
         group, world_size = round_.group, round_.world_size
         if round_.is_new:
             await self._leave(push)
@@ -218,6 +219,7 @@ class _Round:
         self._broken: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._closed = asyncio.Event()
         self._opening: asyncio.Task | None = None
+        self._aborting: asyncio.Task | None = None
         self._deadline = float("inf")
 
     def add(self, push, num_ranks: int, device: str) -> None:
@@ -285,18 +287,13 @@ class _Round:
     async def together(
         self, push, call: Callable[[], Awaitable[None]], part: Callable[[], Awaitable[Any]]
     ) -> None:
-        """One call to every server at the same time, and rank 0's part of it.
+        """One call to every server at the same time, and rank 0's part of it; returns when all are done.
 
         Raises:
           BrokenRoundError: another server or rank 0 failed; this one answers.
           ServerError: this server failed.
         """
-        try:
-            async with asyncio.timeout(self._left()):
-                place = await self._barrier.wait()
-        except (asyncio.BrokenBarrierError, TimeoutError):
-            self._break("not all servers were ready in time")
-            raise self._error(push) from None
+        place = await self._meet(push)
         running = {asyncio.ensure_future(call())}
         (mine,) = running
         if place == 0:
@@ -307,6 +304,16 @@ class _Round:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
+        await self._meet(push)  # What breaks a round would hold up one that still connects.
+
+    async def _meet(self, push) -> int:
+        """Waits for all servers; returns this one's place among them."""
+        try:
+            async with asyncio.timeout(self._left()):
+                return await self._barrier.wait()
+        except (asyncio.BrokenBarrierError, TimeoutError):
+            self._break("not all servers were ready in time")
+            raise self._error(push) from None
 
     async def _wait(self, push, mine: asyncio.Future, running: set[asyncio.Future]) -> None:
         deadline = self._deadline
@@ -342,7 +349,7 @@ class _Round:
     def _break(self, reason: str, address: str | None = None) -> None:
         if not self._broken.done():
             self._broken.set_result(reason)
-            asyncio.ensure_future(self._barrier.abort())
+            self._aborting = asyncio.create_task(self._barrier.abort())
         self._on_break(self, address)
 
     def _error(self, push) -> ServerError:
