@@ -216,7 +216,7 @@ def test_a_value_of_another_type_is_refused():
         (["--config.queue.failure_window_secs=-1.0"], r"queue.failure_window_secs .*> 0.* -1"),
         (["--config.weights.keep=1"], r"weights.keep .*≥ 2.* 1"),
         (["--config.queue.chunk_groups=8"], r"queue.chunk_groups .*≥ 1 .*'periodic'.* 8 "),
-        (["--config.weights.transport=distributed"], r"weights.transport .* disk, tensor, stream.*'distributed'"),
+        (["--config.weights.transport=pigeon"], r"weights.transport .* disk, tensor, stream.*'pigeon'"),
         (["--config.weights.pause_mode=abort"], r"weights.pause_mode .* retract, in_place.*'abort'"),
         (["--config.supervisor.max_restarts=-1"], r"supervisor.max_restarts .*≥ 0.* -1"),
         (
