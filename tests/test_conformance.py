@@ -136,7 +136,7 @@ async def server(running, client, versions):
 
 
 @functools.cache  # A group of "distributed" stays from push to push.
-def transport_of(name, *, mode="retract", **options):
+def transport_of(name, *, mode, **options):
     return transports.FileTransport(name, mode=mode, **options)
 
 
@@ -519,7 +519,7 @@ async def test_a_truncated_checkpoint_is_never_sent(server, client, versions, tm
     file.write_bytes(file.read_bytes()[:-1000])
     for transport in real_servers.TRANSPORTS_OF[server.name]:
         with pytest.raises(ServerError, match="was not asked: .*model.safetensors"):
-            await transport_of(transport)(
+            await transport_of(transport, mode="retract")(
                 client,
                 server.address,
                 path=path,
@@ -555,7 +555,7 @@ async def refused(client, server, versions, path, transport):
     """A bad version is an error, no token is ever accepted from it, and a good one heals the server."""
     async with in_flight(client, server, 4, max_new_tokens=server.long) as requests:
         with pytest.raises(ServerError):
-            await transport_of(transport)(
+            await transport_of(transport, mode="retract")(
                 client,
                 server.address,
                 path=path,
@@ -669,7 +669,7 @@ async def test_a_broadcast_whose_sender_falls_silent_blocks_no_later_one(
     """SGLang's scheduler hangs in it until a connection closes."""
     if "distributed" not in real_servers.TRANSPORTS_OF[server.name]:
         return
-    transport = transport_of("distributed")
+    transport = transport_of("distributed", mode="retract")
     await push(client, server, versions, 1, transport="distributed")
     ask = transport.collective._rank.ask
 
@@ -677,7 +677,7 @@ async def test_a_broadcast_whose_sender_falls_silent_blocks_no_later_one(
         return await (asyncio.sleep(3600) if do == "send" else ask(do, **values))
 
     monkeypatch.setattr(transport.collective._rank, "ask", silent)
-    with pytest.raises(ServerError):
+    with pytest.raises(ServerError, match=server.address):
         await transport(client, server.address, path=versions.path(2), version=2, timeout_secs=8.0)
     monkeypatch.undo()
     info = await client.model_info(server.address, timeout_secs=CALL_SECS)
@@ -774,7 +774,7 @@ async def test_pushes_under_load_lose_nothing(server, client, versions, num_push
         transport = ways[number % len(ways)]
         start = time.monotonic()
         # Numbers rise; weights come back, so that few directories do.
-        await transport_of(transport)(
+        await transport_of(transport, mode="retract")(
             client,
             server.address,
             path=versions.path(10 + number % 8),
