@@ -236,6 +236,7 @@ async def test_an_obsolete_version_is_dropped_by_all(client, servers, transport,
     assert [type(result) for result in results] == [transports.ObsoleteVersionError] * 3
     assert not any(server.paused for server in servers)
     assert await push(transport, client, servers, version(8)) == [None] * 3
+    assert len({groups_of(server)[-1] for server in servers}) == 1, "none of them is at fault"
 
 
 async def test_rank_zero_listens_on_its_host_alone_and_ends_with_its_owner(
