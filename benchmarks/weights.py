@@ -1,7 +1,7 @@
 """A push, by transport and size: seconds, bytes per second, and how long generation stood still.
 
     python benchmarks/weights.py [--sizes=1,100,500] [--servers=embedded,sglang,sglang_jax] [--repeats=3]
-        [--transports=disk,stream,tensor]
+        [--transports=disk,stream,tensor,distributed]
 
 Needs the test extra and, for the real servers, their environments (tests/real/*.sh install). Each server is started
 without weights; the versions alternate, so that nothing is loaded twice in a row. A copy of the same files is timed
@@ -133,13 +133,14 @@ async def measure(
     `ways`: prefix of the names → whether the client prepares.
     """
     pushes, pauses = {way: [] for way in ways}, {way: [] for way in ways}
+    push = transports.FileTransport(transport, mode="retract")  # A group stays from push to push.
     keys = {"api_key": real_servers.API_KEY, "admin_api_key": real_servers.ADMIN_API_KEY}
     async with TimedClient(**keys) as client:
         numbers = iter(range(1 << 30))
         for way, number in ((w, next(numbers)) for _ in range(repeats + 1) for w in ways):
             client.prepares = ways[way]
             start = time.monotonic()
-            await transports.FileTransport(transport, mode="retract")(
+            await push(
                 client,
                 address,
                 path=paths[number % 2],
@@ -185,7 +186,7 @@ def run(sizes: list[int], servers: list[str], wanted: list[str], repeats: int) -
 
 def line(row: dict) -> str:
     return (
-        f"{row['millions']:4d}M {row['server']:11} {row['transport']:7} "
+        f"{row['millions']:4d}M {row['server']:11} {row['transport']:11} "
         f"push {row['push_secs']:7.3f} s {row['bytes_per_sec'] / 1e6:7.0f} MB/s  "
         f"pause {row['pause_secs']:7.3f} s  copy {row['copy_secs']:6.3f} s  "
         f"push/copy {row['push_over_copy']:5.1f}  "
@@ -202,7 +203,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--sizes", default="1,100,500", help="millions of parameters")
     parser.add_argument("--servers", default=",".join(real_servers.TRANSPORTS_OF))
-    parser.add_argument("--transports", default="disk,stream,tensor")
+    parser.add_argument("--transports", default="disk,stream,tensor,distributed")
     parser.add_argument("--repeats", type=int, default=3, help="pushes that count")
     parser.add_argument("--out", default=str(ROOT / "benchmarks/results/weights.json"))
     args = parser.parse_args()

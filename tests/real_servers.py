@@ -29,7 +29,7 @@ NAMES = ("embedded", "sglang", "sglang_jax")
 MAX_TOTAL_TOKENS = {"embedded": 512, "sglang": 256, "sglang_jax": 256}
 TRANSPORTS_OF = {
     "embedded": ("disk", "stream"),
-    "sglang": ("disk", "tensor"),
+    "sglang": ("disk", "tensor", "distributed"),
     "sglang_jax": ("disk", "stream"),
 }
 START_SECS = 240.0

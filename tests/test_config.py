@@ -216,7 +216,7 @@ def test_a_value_of_another_type_is_refused():
         (["--config.queue.failure_window_secs=-1.0"], r"queue.failure_window_secs .*> 0.* -1"),
         (["--config.weights.keep=1"], r"weights.keep .*≥ 2.* 1"),
         (["--config.queue.chunk_groups=8"], r"queue.chunk_groups .*≥ 1 .*'periodic'.* 8 "),
-        (["--config.weights.transport=distributed"], r"weights.transport .* disk, tensor, stream.*'distributed'"),
+        (["--config.weights.transport=pigeon"], r"weights.transport .* disk, tensor, stream.*'pigeon'"),
         (["--config.weights.pause_mode=abort"], r"weights.pause_mode .* retract, in_place.*'abort'"),
         (["--config.supervisor.max_restarts=-1"], r"supervisor.max_restarts .*≥ 0.* -1"),
         (
@@ -243,6 +243,34 @@ def test_a_value_of_another_type_is_refused():
         (
             ["--config.weights.delta=True", "--config.weights.transport=tensor"],
             r"weights\.delta needs weights\.transport 'disk' or 'stream', got 'tensor'",
+        ),
+        (
+            ["--config.weights.delta=True", "--config.weights.transport=distributed"],
+            r"weights\.delta needs weights\.transport 'disk' or 'stream', got 'distributed'",
+        ),
+        (
+            ["--config.weights.fanout=2", "--config.weights.transport=distributed"],
+            r"weights\.fanout needs .*'stream', got 2 with 'distributed'",
+        ),
+        (
+            ["--config.weights.max_paused=2", "--config.weights.transport=distributed"],
+            r"weights\.max_paused = 0, got 2",
+        ),
+        (
+            ["--config.model.lora.rank=4", "--config.weights.transport=distributed"],
+            r"model\.lora\.rank = 0, got 4",
+        ),
+        (
+            ["--config.weights.rendezvous=0.0.0.0", "--config.weights.transport=distributed"],
+            r"weights\.rendezvous .*servers can reach, got '0\.0\.0\.0'",
+        ),
+        (
+            ["--config.weights.rendezvous=10.0.0.1", "--config.weights.transport=distributed"],
+            r"weights\.rendezvous = 10\.0\.0\.1 would be reached .* without TLS",
+        ),
+        (
+            ["--config.server.addresses=('https://a:1',)", "--config.weights.transport=distributed"],
+            r"weights\.rendezvous = '127\.0\.0\.1' is of this machine alone, and https://a:1",
         ),
         (["--config.weights.fanout=-1"], r"weights\.fanout .* 0.* -1"),
         (["--config.weights.fanout=2"], r"weights\.fanout needs .*'stream', got 2 with 'disk'"),

@@ -7,6 +7,7 @@ token. SGLang and SGLang-JAX are the real ones (tests/real_servers.py).
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import re
 import shutil
@@ -134,8 +135,13 @@ async def server(running, client, versions):
     return running
 
 
+@functools.cache  # A group of "distributed" stays from push to push.
+def transport_of(name, *, mode, **options):
+    return transports.FileTransport(name, mode=mode, **options)
+
+
 async def push(client, server, versions, version, *, transport="disk", mode="retract", **options):
-    await transports.FileTransport(transport, mode=mode, **options)(
+    await transport_of(transport, mode=mode, **options)(
         client,
         server.address,
         path=versions.path(version),
@@ -513,7 +519,7 @@ async def test_a_truncated_checkpoint_is_never_sent(server, client, versions, tm
     file.write_bytes(file.read_bytes()[:-1000])
     for transport in real_servers.TRANSPORTS_OF[server.name]:
         with pytest.raises(ServerError, match="was not asked: .*model.safetensors"):
-            await transports.FileTransport(transport, mode="retract")(
+            await transport_of(transport, mode="retract")(
                 client,
                 server.address,
                 path=path,
@@ -549,7 +555,7 @@ async def refused(client, server, versions, path, transport):
     """A bad version is an error, no token is ever accepted from it, and a good one heals the server."""
     async with in_flight(client, server, 4, max_new_tokens=server.long) as requests:
         with pytest.raises(ServerError):
-            await transports.FileTransport(transport, mode="retract")(
+            await transport_of(transport, mode="retract")(
                 client,
                 server.address,
                 path=path,
@@ -657,6 +663,31 @@ async def test_a_push_of_tensors_that_fails_halfway_blocks_no_later_one(
     assert errors(versions, PROMPT, completion).max() <= EXACT
 
 
+async def test_a_broadcast_whose_sender_falls_silent_blocks_no_later_one(
+    server, client, versions, monkeypatch
+):
+    """SGLang's scheduler hangs in it until a connection closes."""
+    if "distributed" not in real_servers.TRANSPORTS_OF[server.name]:
+        return
+    transport = transport_of("distributed", mode="retract")
+    await push(client, server, versions, 1, transport="distributed")
+    ask = transport.collective._rank.ask
+
+    async def silent(do, **values):
+        return await (asyncio.sleep(3600) if do == "send" else ask(do, **values))
+
+    monkeypatch.setattr(transport.collective._rank, "ask", silent)
+    with pytest.raises(ServerError, match=server.address):
+        await transport(client, server.address, path=versions.path(2), version=2, timeout_secs=8.0)
+    monkeypatch.undo()
+    info = await client.model_info(server.address, timeout_secs=CALL_SECS)
+    assert info["weight_version"] == "2-unverified"
+    await push(client, server, versions, 2, transport="distributed")
+    completion = await generate(client, server)
+    assert completion.versions.tolist() == [2] * 8
+    assert errors(versions, PROMPT, completion).max() <= EXACT
+
+
 async def test_parity_tells_the_right_weights_from_others(server, versions):
     questions = parity.Questions(
         num_prompts=4, prompt_tokens=8, max_new_tokens=16, temperature=1.3, top_p=1.0, seed=0
@@ -715,10 +746,18 @@ async def test_each_route_takes_its_key_alone(server):
 
 
 @pytest.mark.parametrize(
-    "num_pushes", [15, pytest.param(200, marks=pytest.mark.long, id="long-200")]
+    ("num_pushes", "only"),
+    [
+        pytest.param(15, "", id="15"),
+        pytest.param(20, "distributed", id="20-distributed"),
+        pytest.param(200, "", marks=pytest.mark.long, id="long-200"),
+    ],
 )
-async def test_pushes_under_load_lose_nothing(server, client, versions, num_pushes):
+async def test_pushes_under_load_lose_nothing(server, client, versions, num_pushes, only):
     """Requests come and go while versions are pushed one after the other."""
+    ways = [way for way in real_servers.TRANSPORTS_OF[server.name] if only in ("", way)]
+    if not ways:
+        return
     finished, stop = [], asyncio.Event()
 
     async def load(worker):
@@ -732,10 +771,10 @@ async def test_pushes_under_load_lose_nothing(server, client, versions, num_push
     workers = [asyncio.create_task(load(worker)) for worker in range(16)]
     pauses = []
     for number in range(num_pushes):
-        transport = real_servers.TRANSPORTS_OF[server.name][number % 2]
+        transport = ways[number % len(ways)]
         start = time.monotonic()
         # Numbers rise; weights come back, so that few directories do.
-        await transports.FileTransport(transport, mode="retract")(
+        await transport_of(transport, mode="retract")(
             client,
             server.address,
             path=versions.path(10 + number % 8),

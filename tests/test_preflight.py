@@ -55,7 +55,7 @@ async def refused(server, *words, **options):
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize("transport", ["disk", "tensor"])
+@pytest.mark.parametrize("transport", ["disk", "tensor", "distributed"])
 async def test_a_fit_server_passes_and_keeps_its_weights(server, transport):
     server.paused = True  # by a learner that was killed in a push
     await check(server, dataclasses.replace(EXPECTED, transport=transport))
@@ -138,7 +138,9 @@ async def test_what_takes_no_control_calls_is_named(server, says, words):
     await refused(server, *words)
 
 
-@pytest.mark.parametrize(("sglang", "transport"), [(True, "stream"), (False, "tensor")])
+@pytest.mark.parametrize(
+    ("sglang", "transport"), [(True, "stream"), (False, "tensor"), (False, "distributed")]
+)
 async def test_a_transport_of_the_other_kind_is_refused(server, sglang, transport):
     server.sglang = sglang
     expected = dataclasses.replace(EXPECTED, transport=transport)

@@ -447,7 +447,8 @@ async def test_a_push_whose_turn_does_not_come_is_late(client, server, path):
 
 
 @pytest.mark.parametrize(
-    ("transport", "sglang", "other"), [("tensor", False, "stream"), ("stream", True, "tensor")]
+    ("transport", "sglang", "other"),
+    [("tensor", False, "stream"), ("stream", True, "tensor"), ("distributed", False, "stream")],
 )
 async def test_a_transport_that_a_server_lacks_is_named(
     client, server, path, transport, sglang, other

@@ -185,6 +185,25 @@ def refusal_of_one_process(s: Settings) -> str:
     return ""
 
 
+def _check_distributed(s: Settings) -> Iterator[str]:
+    """weights.transport = "distributed" is one broadcast of whole weights to servers that find the learner."""
+    needs = "weights.transport 'distributed' needs"
+    if s.model.lora.rank:
+        yield f"{needs} model.lora.rank = 0, got {s.model.lora.rank}: it broadcasts whole weights"
+    if s.weights.max_paused:
+        yield f"{needs} weights.max_paused = 0, got {s.weights.max_paused}: a broadcast pauses all servers at once"
+    host = s.weights.rendezvous
+    if not host or host.strip("[]") in ("0.0.0.0", "::"):
+        yield f"weights.rendezvous must be an address that the servers can reach, got {host!r}"
+    urls = [url for behind in s.server.controls.values() for url in behind]
+    far = [url for url in urls if not is_local(url.partition("://")[2])]
+    if far and security.is_loopback(host):
+        yield (
+            f"weights.rendezvous = {host!r} is of this machine alone, and {far[0]} must find the learner there: a "
+            "server waits half an hour for it"
+        )
+
+
 def _check_devices(s: Settings) -> Iterator[str]:
     """server.devices divides the devices of a run in one process."""
     of_engines = f"server.devices = {s.server.devices}"
@@ -209,6 +228,8 @@ def in_the_clear(s: Settings) -> list[str]:
             scheme, _, address = url.partition("://")
             if scheme == "http" and not is_local(address):
                 found.append(f"server.{name} = {url}")
+    if s.weights.transport == "distributed" and not security.is_loopback(s.weights.rendezvous):
+        found.append(f"weights.rendezvous = {s.weights.rendezvous}")
     return found
 
 
@@ -378,10 +399,13 @@ def _contradictions(s: Settings) -> Iterator[str]:
     for name in s.rollout.reward_environment:
         if name in keys:
             yield (f"rollout.reward_environment must not name a key's variable, got {name!r}")
-    if s.weights.delta and s.weights.transport == "tensor":
+    if s.weights.delta and s.weights.transport not in ("disk", "stream"):
         yield (
-            "weights.delta needs weights.transport 'disk' or 'stream', got 'tensor': SGLang takes whole tensors alone"
+            f"weights.delta needs weights.transport 'disk' or 'stream', got {s.weights.transport!r}: SGLang takes "
+            "whole tensors alone"
         )
+    if s.weights.transport == "distributed":
+        yield from _check_distributed(s)
     if s.weights.fanout and s.weights.transport != "stream":
         yield (
             f"weights.fanout needs weights.transport 'stream', got {s.weights.fanout} with "

@@ -23,7 +23,7 @@ FAMILIES = ("llama", "gemma3")  # models.families
 LORA_TARGETS = (  # models.lora.LAYERS, by PEFT's names
     "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
 )  # fmt: skip
-TRANSPORTS = ("disk", "tensor", "stream")  # weights.transports
+TRANSPORTS = ("disk", "tensor", "stream", "distributed")  # weights.transports
 PAUSE_MODES = ("retract", "in_place")  # of a server, around new weights
 AGENT_ROWS = ("one", "last")  # rollout.sessions
 JOURNAL_KEEPS = ("all", "checkpointed", "none")  # queue.journal
@@ -50,6 +50,7 @@ ADDED: dict[str, Any] = {
     "weights.max_paused": 0,
     "weights.delta": False,
     "weights.fanout": 0,
+    "weights.rendezvous": "127.0.0.1",
     "supervisor.restart_window_secs": 1e9,  # the whole run
     "queue.outage_secs": 30.0,
     "queue.failure_window_secs": 1e9,
@@ -360,7 +361,9 @@ class Learner:
 class Weights:
     push_every_steps: int = 1  # N
     dtype: str = "float32"  # of the versions, one of DTYPES
-    transport: str = "disk"  # one of TRANSPORTS; "stream" and "tensor" need no shared file system
+    transport: str = "disk"  # one of TRANSPORTS; all but "disk" need no shared file system
+    # this machine's address, at which the servers of transport "distributed" find the learner
+    rendezvous: str = "127.0.0.1"
     # "retract": exact | "in_place": keeps the KV of old weights, for comparison only
     pause_mode: str = "retract"
     push_timeout_secs: float = 60.0

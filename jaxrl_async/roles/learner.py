@@ -150,6 +150,7 @@ class Links:
                 keep_adapters=kept_adapters(settings.queue.max_staleness),
                 delta=weights.delta,
                 fanout=weights.fanout,
+                rendezvous=weights.rendezvous,
             ),
             "discovery": discovery_of(settings),
             "preflight": preflight.check_of(settings, expected),

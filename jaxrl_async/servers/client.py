@@ -413,7 +413,7 @@ class InferenceClient:
         await self._update(address, "/update_weights_from_upload", payload, timeout_secs)
 
     async def begin_weight_update(self, address: str, *, timeout_secs: float) -> None:
-        """Opens a session of update_weights_from_tensor."""
+        """Opens a session of updates by tensors, sent or broadcast."""
         await self._update(address, "/begin_weight_update", {}, timeout_secs)
 
     async def update_weights_from_tensor(
@@ -445,8 +445,82 @@ class InferenceClient:
         }
         await self._update(address, "/update_weights_from_tensor", payload, timeout_secs)
 
+    async def init_weights_update_group(
+        self,
+        address: str,
+        *,
+        host: str,
+        port: int,
+        rank_offset: int,
+        world_size: int,
+        group: str,
+        backend: str,
+        timeout_secs: float,
+    ) -> None:
+        """Lets an SGLang server join a group of torch.distributed; answers when all ranks have come.
+
+        It does not sample meanwhile.
+
+        Args:
+          address: "http://host:port".
+          host: where rank 0 listens.
+          port: its port.
+          rank_offset: the server's first rank.
+          world_size: of the group.
+          group: its name, never used before.
+          backend: of torch.distributed, with its device.
+          timeout_secs: bound on the whole call; the server itself waits for half an hour.
+
+        Raises:
+          ServerError: refused, lost or late.
+        """
+        payload = {"master_address": host, "master_port": port, "rank_offset": rank_offset}
+        payload |= {"world_size": world_size, "group_name": group, "backend": backend}
+        await self._update(address, "/init_weights_update_group", payload, timeout_secs)
+
+    async def update_weights_from_distributed(
+        self,
+        address: str,
+        *,
+        tensors: Mapping[str, tuple[str, Sequence[int]]],
+        group: str,
+        version: str,
+        flush_cache: bool,
+        timeout_secs: float,
+    ) -> None:
+        """Lets an SGLang server overwrite some tensors with those that rank 0 of its group broadcasts meanwhile.
+
+        Args:
+          address: "http://host:port".
+          tensors: dtype and shape of each, by Hugging Face's name, in the order of the broadcasts.
+          group: its name.
+          version: new name of the weights.
+          flush_cache: empty the prefix cache.
+          timeout_secs: bound on the whole call; the server itself waits until a connection closes.
+
+        Raises:
+          ServerError: refused, lost or late; some tensors may have changed.
+        """
+        payload = {
+            "names": list(tensors),
+            "dtypes": [dtype for dtype, _ in tensors.values()],
+            "shapes": [list(shape) for _, shape in tensors.values()],
+            "group_name": group,
+            "weight_version": version,
+            "flush_cache": flush_cache,
+            "abort_all_requests": False,
+        }
+        await self._update(address, "/update_weights_from_distributed", payload, timeout_secs)
+
+    async def destroy_weights_update_group(
+        self, address: str, *, group: str, timeout_secs: float
+    ) -> None:
+        """Lets an SGLang server leave a group."""
+        payload = {"group_name": group}
+        await self._update(address, "/destroy_weights_update_group", payload, timeout_secs)
+
     async def end_weight_update(self, address: str, *, timeout_secs: float) -> None:
-        """Closes a session of update_weights_from_tensor."""
+        """Closes a session of updates by tensors."""
         await self._update(address, "/end_weight_update", {}, timeout_secs)
 
     async def update_weight_version(

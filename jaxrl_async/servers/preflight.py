@@ -352,6 +352,12 @@ _ROUTES = {
     False: {
         "disk": ("/update_weights_from_disk", "/update_weight_version"),
         "tensor": ("/update_weights_from_tensor", "/end_weight_update", "/update_weight_version"),
+        "distributed": (
+            "/init_weights_update_group",
+            "/update_weights_from_distributed",
+            "/end_weight_update",
+            "/update_weight_version",
+        ),
     },
 }
 _SIDECAR_ROUTES = {"stream": ("/update_weights_from_upload", "/update_weight_version")}

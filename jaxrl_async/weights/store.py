@@ -274,6 +274,11 @@ class StoredVersion(os.PathLike):
         """The size of a tensor."""
         return self.manifest["tensors"][name]["num_bytes"]
 
+    def kind(self, name: str) -> tuple[str, list[int]]:
+        """The dtype, by numpy's name, and shape of a tensor."""
+        entry = self.manifest["tensors"][name]
+        return _DTYPES[entry["dtype"]].name, entry["shape"]
+
     def check(self) -> None:
         """Compares the length of every file with its header, and the headers with the manifest; once.
 

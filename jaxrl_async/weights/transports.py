@@ -2,10 +2,8 @@
 
 A transport of files is called for one server. It returns when the server holds the version, verified, and samples
 with it; otherwise it raises ServerError. In every case the server continues to sample, and unverified weights never
-sample a token that a client accepts: until they are verified, their name is no version's. A transport of files sees
-neither other servers nor their states.
-
-A collective is one call for all servers at once.
+sample a token that a client accepts: until they are verified, their name is no version's. A transport sees no states
+of servers, and "distributed" alone sees other servers (`collective`).
 """
 
 import asyncio
@@ -19,15 +17,18 @@ import os
 import pathlib
 import pickle
 import time
+import urllib.parse
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 from jaxrl_async.config.settings import PAUSE_MODES
 from jaxrl_async.queue.records import NOBODY, Identity
+from jaxrl_async.security import is_loopback
 from jaxrl_async.servers.client import InferenceClient, ServerError, ServerTimeoutError
 from jaxrl_async.weights import differences, fanout, verification
 from jaxrl_async.weights import store as weight_store
+from jaxrl_async.weights.collective import Collective
 from jaxrl_async.weights.difference import NO_DIFFERENCE
 from jaxrl_async.weights.prepared import NO_ROOM
 from jaxrl_async.weights.relay import NO_SOURCE
@@ -70,35 +71,6 @@ class Transport(Protocol):
         """Arguments and errors as of `FileTransport`; `path`: the version in its store."""
 
 
-class Collective(Protocol):
-    """A transport that gives all servers a version in one operation, from the learner's own processes.
-
-    The publisher calls `join` when the set of servers changes and `push` for each version. A server that fails
-    leaves the group; the others must not wait for it beyond the deadline.
-    """
-
-    async def join(self, addresses: Sequence[str], *, timeout_secs: float) -> None:
-        """Makes the group of the learner's processes and these servers anew.
-
-        Raises:
-          ServerError: a server did not join; names it.
-        """
-
-    async def push(
-        self, path: str | os.PathLike, *, version: str, timeout_secs: float
-    ) -> Mapping[str, ServerError]:
-        """Gives every server of the group a version.
-
-        Args:
-          path: the version's directory, whose manifest has the digests to verify.
-          version: name of the weights, `health.weight_name`.
-          timeout_secs: deadline of the whole operation.
-
-        Returns:
-          The servers that do not hold the version, by address, with the reason; {} when all do.
-        """
-
-
 @dataclasses.dataclass(frozen=True)
 class FileTransport:
     """A transport of files: one of TRANSPORTS, with its options.
@@ -121,6 +93,10 @@ class FileTransport:
     delta: bool = False  # give a server of this project the difference from a version that it keeps
     fanout: int = (
         0  # servers to which the learner and each server hand a version on; 0: the learner to all
+    )
+    rendezvous: str = "127.0.0.1"  # the learner's address, at which "distributed" servers find it
+    collective: Collective = dataclasses.field(
+        default_factory=Collective, init=False, repr=False, compare=False
     )
 
     def __post_init__(self):
@@ -221,6 +197,33 @@ async def tensor(push: "Push") -> None:
             )
 
 
+async def distributed(push: "Push") -> None:
+    """Broadcasts the tensors of a version to all SGLang servers that want it now: NCCL between GPUs, else gloo.
+
+    Needs PyTorch in this environment: rank 0 is a process of its own, with this one's interpreter.
+    """
+    if await push.verifies_itself():
+        raise push.error("has no route for 'distributed': give it weights by 'disk' or 'stream'")
+    if push.files.is_adapter:
+        raise push.error("takes no adapters by 'distributed': give them by 'disk' or 'tensor'")
+    info = await push.client.server_info(push.address, timeout_secs=push.left())
+    for size in ("pp_size", "dp_size"):
+        if (found := info.get(size, 1)) != 1:
+            raise push.error(f"has {size} {found}, and 'distributed' needs 1")
+    host = push.options.rendezvous
+    if is_loopback(host) and not is_loopback(urllib.parse.urlsplit(push.address).hostname or ""):
+        raise push.error(
+            f"must find the learner at weights.rendezvous, and {host} is of this machine alone"
+        )
+    await push.options.collective.deliver(
+        push,
+        host=host,
+        num_ranks=info.get("tp_size", 1),
+        device=info.get("device", "cuda"),
+        buckets=_buckets(push.files, BROADCAST_BYTES),
+    )
+
+
 async def _send_adapter(push, num_ranks, torch) -> None:
     payload = await asyncio.to_thread(_pickled, push.files, push.files.names(), torch, dict)
     file = pathlib.Path(push.files, f"{weight_store.ADAPTER}config.json")
@@ -258,6 +261,7 @@ TRANSPORTS: dict[str, Callable[["Push"], Awaitable[None]]] = {
     "disk": disk,
     "tensor": tensor,
     "stream": stream,
+    "distributed": distributed,
 }
 
 
@@ -278,8 +282,10 @@ class Push:
     ):
         """Arguments as of `FileTransport`; deadline on the monotonic clock."""
         self.client, self.address = client, address
-        self._options, self._version, self._deadline = options, version, deadline
-        self._is_wanted, self._pausing = is_wanted, pausing
+        self.options, self._version, self._deadline = options, version, deadline
+        self.is_wanted, self._pausing = is_wanted, pausing
+        self.name = str(version)  # of the weights
+        self.held = None  # name of the weights that the server has, once it was asked
         self._base = None  # digest of the version that the server has kept
         self._hands_on = False  # whether the server takes part in a tree
         self.has_sidecar = False  # which takes a version for a server that verifies nothing itself
@@ -303,7 +309,7 @@ class Push:
 
     def check_wanted(self) -> None:
         """Raises ObsoleteVersionError where a newer version has taken this one's place."""
-        check_wanted(self.address, self._version, self._is_wanted)
+        check_wanted(self.address, self._version, self.is_wanted)
 
     async def verifies_itself(self) -> bool:
         """Whether the server is one of this project's, which verifies a version itself.
@@ -316,12 +322,13 @@ class Push:
         except weight_store.WeightStoreError as error:
             raise self.error(f"was not asked: {error}") from error
         info = await self.client.model_info(self.address, timeout_secs=self.left())
+        self.held = info.get("weight_version")
         is_ours = verification.reports_digest(info)
-        is_sent = self._options.name == "stream"
+        is_sent = self.options.name == "stream"
         self.has_sidecar = not is_ours and is_sent and bool(info.get("hands_on"))
         if is_ours or self.has_sidecar:
-            self.writer, self._base = self._options.writer, info.get("difference_base")
-            self._hands_on = bool(self._options.fanout and info.get("hands_on"))
+            self.writer, self._base = self.options.writer, info.get("difference_base")
+            self._hands_on = bool(self.options.fanout and info.get("hands_on"))
         if is_ours:
             if self.files.is_adapter and not info.get("lora"):
                 raise self.error("takes no adapters")
@@ -364,7 +371,7 @@ class Push:
 
     async def _difference(self) -> pathlib.Path | None:
         """The file that leads from the version which the server has kept; None: it needs the full one."""
-        if not self._options.delta or self._base in (None, self.files.digest):
+        if not self.options.delta or self._base in (None, self.files.digest):
             return None
         try:
             async with asyncio.timeout(self.left()):
@@ -383,8 +390,8 @@ class Push:
             digest=self.files.digest,
             timeout_secs=self.left(),
             writer=self.writer,
-            lease_secs=self._options.pause_lease_secs,
-            keep=self._options.delta,
+            lease_secs=self.options.pause_lease_secs,
+            keep=self.options.delta,
             difference=difference,
             hand_on=self._hands_on and not is_shared,
         )
@@ -393,7 +400,7 @@ class Push:
         """Gets the files to the server: from another one in the tree, around those that fail, or from here."""
         pieces = {}
         if self._hands_on:
-            tree = fanout.shared(self.files, files, self._options.fanout)
+            tree = fanout.shared(self.files, files, self.options.fanout)
             pieces = await tree.pieces(files)
             while (source := tree.source(self.address)) is not None:
                 self.check_wanted()
@@ -447,8 +454,8 @@ class Push:
         name = str(self._version) if self._expected is None else f"{self._version}-unverified"
         self.check_wanted()
         try:
-            lease = {"lease_secs": self._options.pause_lease_secs}
-            await client.pause(address, mode=self._options.mode, timeout_secs=self.left(), **lease)
+            lease = {"lease_secs": self.options.pause_lease_secs}
+            await client.pause(address, mode=self.options.mode, timeout_secs=self.left(), **lease)
             if self._expected is not None:
                 self._may_differ = True
                 await client.update_weight_version(address, version=name, timeout_secs=self.left())
@@ -469,7 +476,7 @@ class Push:
         self.check_wanted()
         held = await client.adapters(address, timeout_secs=self.left())
         others = [other for other in held if other != name]
-        for old in others[: max(len(others) - self._options.keep_adapters, 0)]:
+        for old in others[: max(len(others) - self.options.keep_adapters, 0)]:
             await client.unload_adapter(address, name=old, timeout_secs=self.left())
         if name not in held:  # A name has the same weights for ever.
             await load(address, name=name, timeout_secs=self.left())
@@ -564,6 +571,7 @@ def _pickled(stored: weight_store.StoredVersion, names: Sequence[str], torch, fo
 
 # SGLang reads large bodies slowly: in parts of 256 MB a push took several times as long.
 BUCKET_BYTES = 8 << 20
+BROADCAST_BYTES = 256 << 20  # A server has room for one more of these.
 CONTINUE_TIMEOUT_SECS = 5.0
 _SUFFIXES = (".json", ".safetensors")  # of a version's own files
 # Answers to a preparation: there is no such route, or no room.
