@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import json
 import string
+from collections.abc import Callable
 from typing import ClassVar
 
 import numpy as np
@@ -22,35 +23,35 @@ MAX_CONSTANT = 20
 NAMES = ("f", "g", "compute", "solve", "answer", "value")
 PREFIX = 'def {name}({arguments}):\n    """{sentence}"""\n    return'
 
-# (arguments, sentence, expression that solves it). {k} is a constant from 2 on, n and m are numbers, s and t texts,
-# a is a list of numbers.
+# (arguments, sentence, expression, its function of the constant and the arguments). {k} is a constant from 2 on, n and
+# m are numbers, s and t texts, a is a list of numbers.
 PROBLEMS = (
-    ("n", "The sum of n and {k}.", "n + {k}"),
-    ("n", "The difference of n and {k}.", "n - {k}"),
-    ("n", "The product of n and {k}.", "n * {k}"),
-    ("n", "The remainder of n divided by {k}.", "n % {k}"),
-    ("n", "Whether n is divisible by {k}.", "n % {k} == 0"),
-    ("n", "Whether n is greater than {k}.", "n > {k}"),
-    ("n", "The absolute value of n minus {k}.", "abs(n - {k})"),
-    ("n", "The square of n, plus {k}.", "n * n + {k}"),
-    ("n, m", "The sum of n and m, times {k}.", "(n + m) * {k}"),
-    ("n, m", "The larger of n and m, plus {k}.", "max(n, m) + {k}"),
-    ("n, m", "The smaller of n and m, plus {k}.", "min(n, m) + {k}"),
-    ("n, m", "{k} times n, plus m.", "{k} * n + m"),
-    ("s", "The text s, {k} times.", "s * {k}"),
-    ("s", "The first {k} characters of s.", "s[:{k}]"),
-    ("s", "The last {k} characters of s.", "s[-{k}:]"),
-    ("s", "The length of s, plus {k}.", "len(s) + {k}"),
-    ("s", "The reverse of s, {k} times.", "s[::-1] * {k}"),
-    ("s", "The upper case of the first {k} characters of s.", "s[:{k}].upper()"),
-    ("s, t", "The text s, then t {k} times.", "s + t * {k}"),
-    ("a", "The sum of the list a, plus {k}.", "sum(a) + {k}"),
-    ("a", "The largest number of the list a, plus {k}.", "max(a) + {k}"),
-    ("a", "The list a with {k} at its end.", "a + [{k}]"),
-    ("a", "How often {k} is in the list a.", "a.count({k})"),
-    ("a", "Each number of the list a, plus {k}.", "[x + {k} for x in a]"),
-    ("a", "The numbers of the list a above {k}.", "[x for x in a if x > {k}]"),
-)
+    ("n", "The sum of n and {k}.", "n + {k}", lambda k, n: n + k),
+    ("n", "The difference of n and {k}.", "n - {k}", lambda k, n: n - k),
+    ("n", "The product of n and {k}.", "n * {k}", lambda k, n: n * k),
+    ("n", "The remainder of n divided by {k}.", "n % {k}", lambda k, n: n % k),
+    ("n", "Whether n is divisible by {k}.", "n % {k} == 0", lambda k, n: n % k == 0),
+    ("n", "Whether n is greater than {k}.", "n > {k}", lambda k, n: n > k),
+    ("n", "The absolute value of n minus {k}.", "abs(n - {k})", lambda k, n: abs(n - k)),
+    ("n", "The square of n, plus {k}.", "n * n + {k}", lambda k, n: n * n + k),
+    ("n, m", "The sum of n and m, times {k}.", "(n + m) * {k}", lambda k, n, m: (n + m) * k),
+    ("n, m", "The larger of n and m, plus {k}.", "max(n, m) + {k}", lambda k, n, m: max(n, m) + k),
+    ("n, m", "The smaller of n and m, plus {k}.", "min(n, m) + {k}", lambda k, n, m: min(n, m) + k),
+    ("n, m", "{k} times n, plus m.", "{k} * n + m", lambda k, n, m: k * n + m),
+    ("s", "The text s, {k} times.", "s * {k}", lambda k, s: s * k),
+    ("s", "The first {k} characters of s.", "s[:{k}]", lambda k, s: s[:k]),
+    ("s", "The last {k} characters of s.", "s[-{k}:]", lambda k, s: s[-k:]),
+    ("s", "The length of s, plus {k}.", "len(s) + {k}", lambda k, s: len(s) + k),
+    ("s", "The reverse of s, {k} times.", "s[::-1] * {k}", lambda k, s: s[::-1] * k),
+    ("s", "The upper case of the first {k} characters of s.", "s[:{k}].upper()", lambda k, s: s[:k].upper()),
+    ("s, t", "The text s, then t {k} times.", "s + t * {k}", lambda k, s, t: s + t * k),
+    ("a", "The sum of the list a, plus {k}.", "sum(a) + {k}", lambda k, a: sum(a) + k),
+    ("a", "The largest number of the list a, plus {k}.", "max(a) + {k}", lambda k, a: max(a) + k),
+    ("a", "The list a with {k} at its end.", "a + [{k}]", lambda k, a: [*a, k]),
+    ("a", "How often {k} is in the list a.", "a.count({k})", lambda k, a: a.count(k)),
+    ("a", "Each number of the list a, plus {k}.", "[x + {k} for x in a]", lambda k, a: [x + k for x in a]),
+    ("a", "The numbers of the list a above {k}.", "[x for x in a if x > {k}]", lambda k, a: [x for x in a if x > k]),
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,23 +110,22 @@ class Code:
         return {"test": test, "train": [train[i] for i in rng.permutation(len(train))]}
 
     def _example(
-        self, problem: tuple[str, str, str], k: int, name: str, rng: np.random.Generator
+        self, problem: tuple[str, str, str, Callable], k: int, name: str, rng: np.random.Generator
     ) -> tuple[Example, str]:
-        arguments, sentence, expression = (text.replace("{k}", str(k)) for text in problem)
-        solution = compile(expression, "expression", "eval")
+        *texts, solve = problem
+        arguments, sentence, expression = (text.replace("{k}", str(k)) for text in texts)
         tests = []
         for _ in range(NUM_TESTS):
-            values = {a: _value(a, k, rng) for a in arguments.split(", ")}
-            call = f"{name}({', '.join(map(repr, values.values()))})"
-            tests.append(f"assert {call} == {eval(solution, values)!r}")
+            values = [_value(kind, k, rng) for kind in arguments.split(", ")]
+            tests.append(f"assert {name}({', '.join(map(repr, values))}) == {solve(k, *values)!r}")
         prefix = PREFIX.format(name=name, arguments=arguments, sentence=sentence)
         text = self.template.replace("{program}", prefix)
         return Example(text, json.dumps(tests), {"prefix": prefix}), expression
 
 
-def _value(argument: str, k: int, rng: np.random.Generator) -> int | str | list[int]:
+def _value(kind: str, k: int, rng: np.random.Generator) -> int | str | list[int]:
     """An input of a test; one in three numbers is near the constant."""
-    match argument:
+    match kind:
         case "n" | "m":
             low, high = (k - 2, k + 2) if rng.random() < 1 / 3 else (-99, 99)
             return int(rng.integers(low, high, endpoint=True))
