@@ -106,7 +106,11 @@ def test_drawn_delays_of_the_test_above_are_several_and_go_back():
 
 @pytest.mark.parametrize(
     "config",
-    [pytest.param("gsm8k_tiny", marks=pytest.mark.long), "gsm8k_qwen2_5_1p5b", "reason"],
+    [
+        pytest.param("gsm8k_tiny", marks=pytest.mark.long),
+        "gsm8k_qwen2_5_1p5b",
+        pytest.param("reason", marks=pytest.mark.long),  # test_notebooks trains with it.
+    ],
 )
 def test_the_smoke_of_a_config_trains_two_steps(config, run, tmp_path):
     few = "--config.evaluate.num_prompts=2"
