@@ -25,9 +25,9 @@ import time
 from concurrent.futures import Future
 
 import numpy as np
+import shapes
 
 from jaxrl_async.inference import http
-from jaxrl_async.models.transformer import ModelConfig
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.weights import fanout, relay, transports
 from jaxrl_async.weights.store import StoredVersion, WeightStore, read_manifest
@@ -37,23 +37,7 @@ NUM_FILES = 8  # of a version
 CHUNK_BYTES = 1 << 14  # that a link lets through at once
 HOP_SECS = 1e-3  # between two hosts, in predictions
 TIMEOUT_SECS = 600.0
-CONFIG = ModelConfig(
-    vocab_size=1 << 16,
-    num_layers=8,
-    model_dim=1024,
-    num_heads=8,
-    num_kv_heads=8,
-    head_dim=128,
-    mlp_dim=4096,
-    rope_theta=1e4,
-    rope_scaling=None,
-    norm_eps=1e-6,
-    qk_norm=False,
-    attention_bias=False,
-    tied_embeddings=True,
-    dtype="float32",
-    remat=False,
-)  # Bounds an upload, no more.
+CONFIG = shapes.model_config(shapes.MODELS["100m"])  # Bounds an upload, no more.
 
 
 @dataclasses.dataclass

@@ -6,9 +6,9 @@ import os
 import pathlib
 import re
 
-import numpy as np
 import pytest
 from fixtures.fake_sglang import started
+from fixtures.tensors import tensors
 
 from jaxrl_async.servers.client import InferenceClient, ServerError
 from jaxrl_async.weights import collective, transports
@@ -37,18 +37,6 @@ def transport(monkeypatch):
     monkeypatch.setattr(collective, "GATHER_SECS", 0.3)
     monkeypatch.setattr(transports, "BROADCAST_BYTES", 1000)
     return transports.FileTransport("distributed", mode="retract")
-
-
-def tensors(seed):
-    rng = np.random.default_rng(seed)
-    shapes = {
-        "model.embed_tokens.weight": (70, 8),
-        "model.layers.0.self_attn.q_proj.weight": (8, 8),
-        "model.layers.0.self_attn.k_proj.weight": (4, 8),
-        "model.layers.0.self_attn.v_proj.weight": (4, 8),
-        "model.norm.weight": (8,),
-    }
-    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
 
 
 @pytest.fixture

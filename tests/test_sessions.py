@@ -182,17 +182,9 @@ def conversation(data, tokenizer):
             messages = [*messages, step["back"](message), *replies_to(message, step["said"])]
         return 0.5
 
-    async def play():
-        runner = runner_of(agent, tokenizer, max_new_tokens=budget, max_tokens=row_tokens)
-        try:
-            row = await runner.run(PROMPT, server, rng)
-            runner.check(row)
-            return row
-        finally:
-            await runner.close()
-
+    bounds = {"max_new_tokens": budget, "max_tokens": row_tokens}
     try:
-        row = asyncio.run(play())
+        row = asyncio.run(played(agent, tokenizer, server, **bounds))
     except RolloutError as error:  # Not even the first answer has a token.
         assert error.reason == "agent_error" and not server.sampled and seen["refused"]
         return None, seen

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 from fixtures.fake_sglang import FakeServer, started
+from fixtures.tensors import tensors
 
 from jaxrl_async.servers.client import InferenceClient, ServerError, ServerTimeoutError
 from jaxrl_async.weights import transports, verification
@@ -31,20 +32,6 @@ def server():
 async def client():
     async with InferenceClient() as client:
         yield client
-
-
-def tensors(seed):
-    rng = np.random.default_rng(seed)
-    shapes = {
-        "model.embed_tokens.weight": (70, 8),
-        "model.layers.0.self_attn.q_proj.weight": (8, 8),
-        "model.layers.0.self_attn.k_proj.weight": (4, 8),
-        "model.layers.0.self_attn.v_proj.weight": (4, 8),
-        "model.layers.0.mlp.gate_proj.weight": (16, 8),
-        "model.layers.0.mlp.up_proj.weight": (16, 8),
-        "model.norm.weight": (8,),
-    }
-    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
 
 
 @pytest.fixture

@@ -123,7 +123,7 @@ class AgentRollout:
         return sessions
 
     async def _reward(self, session: Session, running: asyncio.Future) -> float | None:
-        """What the agent of a session returns."""
+        """The reward that the agent of a session returns; None leaves it to the task."""
         done: set[asyncio.Future] = set()
         while not done:
             left = self._timeout_secs - session.own_secs()

@@ -30,12 +30,12 @@ from jaxrl_async.rollout.context import Context, RolloutError, Row
 from jaxrl_async.rollout.failures import CodeError, flattened
 from jaxrl_async.servers import files
 from jaxrl_async.servers.client import Completion
+from jaxrl_async.tasks.task import CUT
 from jaxrl_async.types import Prompt, Trajectory
 
 MAX_PARALLEL_CALLS = 16  # of a session
 MAX_BODY_BYTES = 8 << 20
 STOP_TOKENS = 32  # sampled at a time where a text may end the answer
-CUT = "context_length_exceeded"  # OpenAI's code of a call for which no token is left
 
 
 class Session:

@@ -10,12 +10,11 @@ import json
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from jaxrl_async.tasks.task import Example, check_split
+from jaxrl_async.tasks.task import CUT, Example, check_split
 from jaxrl_async.types import Prompt
 
-AGENT = "jaxrl_async.tasks.openenv:agent"  # in rollout.agent
+AGENT = f"{__name__}:agent"  # in rollout.agent
 _KEY = "openenv"  # of a prompt's metadata
-_CUT = "context_length_exceeded"  # OpenAI's code of a call for which no token is left
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,14 +28,12 @@ class OpenEnv:
     url: str  # of the server, http:// or https://
     num_train: int
     num_test: int
-    action: str = (
-        ""  # the field of an action that an answer's text is; "": an answer is an action, in JSON
-    )
+    # the field of an action that an answer's text is; "": an answer is an action, in JSON
+    action: str = ""
     observation: str = ""  # the field of an observation that is read; "": all of it, in JSON
     system_prompt: str = ""
-    reset: Mapping[str, Any] = dataclasses.field(
-        default_factory=dict
-    )  # to `reset`, beside the seed
+    # to `reset`, beside the seed
+    reset: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     max_turns: int = 32  # of the policy; an episode that goes on is judged as it is
 
     reward: ClassVar[str] = "exact"  # The environment judges.
@@ -96,7 +93,7 @@ async def agent(base_url: str, prompt: Prompt) -> float:
             try:
                 answer = await asked.chat.completions.create(model="policy", messages=messages)
             except openai.BadRequestError as error:
-                if error.code == _CUT:
+                if error.code == CUT:
                     break
                 raise
             choice = answer.choices[0]

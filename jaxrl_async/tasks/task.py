@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 SPLITS = ("train", "test")
 RIGHT = 1.0  # the least reward of a right answer; partial credit is not right
+CUT = "context_length_exceeded"  # OpenAI's code of an agent's call for which no token is left
 
 # An answer, or an episode: a turn of the policy, an observation, a turn, … The last one is a turn.
 Turns = str | tuple[str, ...]

@@ -16,7 +16,7 @@ import numpy as np
 from jaxrl_async.tasks.task import Example, check_split
 from jaxrl_async.types import Prompt
 
-AGENT = "jaxrl_async.tasks.verifiers:agent"  # in rollout.agent
+AGENT = f"{__name__}:agent"  # in rollout.agent
 _KEY = "verifiers"  # of a prompt's metadata
 
 

@@ -14,8 +14,9 @@ import verifiers.v1 as vf
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 
+from jaxrl_async.tasks.task import CUT
+
 ID = "jaxrl_async_chat"  # A harness's id is a module's name without a dot.
-CUT = "context_length_exceeded"  # OpenAI's code of a call for which no token is left
 __all__ = ["Chat"]
 
 sys.modules.setdefault(ID, sys.modules[__name__])

@@ -47,9 +47,8 @@ class Tree:
         if self._pieces is None:
             read = asyncio.to_thread(lambda: {file.name: Piece.of(file) for file in files})
             self._pieces = asyncio.create_task(read)
-        return await asyncio.shield(
-            self._pieces
-        )  # One push that is cancelled leaves it to the others.
+        # One push that is cancelled leaves it to the others.
+        return await asyncio.shield(self._pieces)
 
 
 def shared(version: StoredVersion, files: Sequence[pathlib.Path], width: int) -> Tree:

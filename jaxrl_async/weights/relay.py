@@ -10,6 +10,7 @@ removes it. Shared by the servers of this project; it knows no engine and no pla
 
 import asyncio
 import dataclasses
+import functools
 import hashlib
 import itertools
 import pathlib
@@ -87,7 +88,7 @@ class Relay:
           version: its name, of characters that are safe in a path, as is `name`.
           name: of the file.
           chunks: of its bytes.
-          piece: what it must be.
+          piece: the one that it must be.
 
         Raises:
           PieceError: it is another one, or too large; or `chunks` ended early.
@@ -186,8 +187,10 @@ class Relay:
     def _make_room(self, version, name, piece) -> pathlib.Path:
         """The directory of a version, alone in its root; raises PieceError where the piece is too large for it."""
         for other in self._root.iterdir():
-            if other.name != version:
-                shutil.rmtree(other)
+            if other.name != version and other.name[0] != ".":
+                aside = other.rename(self._root / f".{next(self._numbers)}")
+                remove = functools.partial(shutil.rmtree, aside, ignore_errors=True)
+                asyncio.get_running_loop().run_in_executor(None, remove)  # It takes a while.
                 for key in [k for k in self._pieces if k[0] == other.name]:
                     del self._pieces[key]
         directory = self._root / version

@@ -42,7 +42,7 @@ def routes(relay: Callable[[], Relay]) -> list[web.RouteDef]:
         try:
             reading = await relay().read(version, name)
         except PieceError as error:
-            return _error(404, error)
+            return error_answer(404, error)
         response = web.StreamResponse(headers={"Content-Length": str(reading.num_bytes)})
         await response.prepare(request)
         async with contextlib.aclosing(reading.chunks) as chunks:
@@ -62,7 +62,7 @@ def routes(relay: Callable[[], Relay]) -> list[web.RouteDef]:
         try:
             await relay().fetch(version, source, pieces, timeout_secs=secs)
         except SourceError as error:
-            return _error(NO_SOURCE, error)
+            return error_answer(NO_SOURCE, error)
         return web.json_response({"message": f"{len(pieces)} files of version {version} are here"})
 
     return [
@@ -77,12 +77,13 @@ def _refusing(handler):
         try:
             return await handler(request)
         except (_Refused, PieceError) as error:
-            return _error(400, error)
+            return error_answer(400, error)
 
     return refusing
 
 
-def _error(status: int, error: Exception) -> web.Response:
+def error_answer(status: int, error: object) -> web.Response:
+    """A refusal in the form of SGLang's."""
     return web.json_response({"error": {"message": str(error)}}, status=status)
 
 

@@ -28,6 +28,7 @@ from jaxrl_async.servers.client import PAUSE_LEASE_HEADER
 from jaxrl_async.weights import difference, files, relay_routes, store
 from jaxrl_async.weights.lease import PauseLease, read_lease
 from jaxrl_async.weights.relay import Relay
+from jaxrl_async.weights.relay_routes import error_answer
 
 MAX_BODY_BYTES = 16 << 20  # of a call that is passed on
 CONNECT_SECS = 5.0  # to the server
@@ -107,7 +108,7 @@ class Sidecar:
         is_own = request.path.startswith("/weights/") or request.path.endswith("_from_upload")
         said = request.headers.get("Authorization", "")
         if is_own and self._key is not None and not security.is_bearer(said, self._key):
-            return _error(401, f"{request.path} needs the admin api key of this sidecar")
+            return error_answer(401, f"{request.path} needs the admin api key of this sidecar")
         return await handler(request)
 
     def _answering(self, handler):
@@ -173,7 +174,7 @@ class Sidecar:
         try:
             lease_secs = read_lease(request.headers.get(PAUSE_LEASE_HEADER))
         except ValueError as error:
-            return _error(400, error)
+            return error_answer(400, error)
         answer = await self._pass_on(request)
         if answer.status == 200:
             self._lease.begin(lease_secs)
@@ -292,10 +293,6 @@ def _text(body, name) -> str:
     if not (isinstance(value, str) and 0 < len(value) <= 256):
         raise ValueError(f"{name} must be a text of 1 to 256 characters, got {value!r:.80}")
     return value
-
-
-def _error(status: int, error: object) -> web.Response:
-    return web.json_response({"error": {"message": str(error)}}, status=status)
 
 
 def _refused(status: int, error: Exception) -> web.Response:

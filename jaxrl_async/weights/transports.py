@@ -282,7 +282,7 @@ class Push:
     ):
         """Arguments as of `FileTransport`; deadline on the monotonic clock."""
         self.client, self.address = client, address
-        self.options, self._version, self._deadline = options, version, deadline
+        self.options, self._deadline = options, deadline
         self.is_wanted, self._pausing = is_wanted, pausing
         self.name = str(version)  # of the weights
         self.held = None  # name of the weights that the server has, once it was asked
@@ -309,7 +309,7 @@ class Push:
 
     def check_wanted(self) -> None:
         """Raises ObsoleteVersionError where a newer version has taken this one's place."""
-        check_wanted(self.address, self._version, self.is_wanted)
+        check_wanted(self.address, self.name, self.is_wanted)
 
     async def verifies_itself(self) -> bool:
         """Whether the server is one of this project's, which verifies a version itself.
@@ -358,7 +358,7 @@ class Push:
             except ServerError as error:
                 if error.status != NO_DIFFERENCE:
                     raise
-                log.warning("%s: gets version %s in full: %s", self.address, self._version, error)
+                log.warning("%s: gets version %s in full: %s", self.address, self.name, error)
         every = sorted(pathlib.Path(self.files).iterdir())
         try:
             await self._prepare([f for f in every if f.suffix in _SUFFIXES], "", is_shared)
@@ -386,7 +386,7 @@ class Push:
         await self.client.prepare_weights(
             self.address,
             path=os.fspath(self.files) if is_shared else None,
-            version=str(self._version),
+            version=self.name,
             digest=self.files.digest,
             timeout_secs=self.left(),
             writer=self.writer,
@@ -402,14 +402,15 @@ class Push:
         if self._hands_on:
             tree = fanout.shared(self.files, files, self.options.fanout)
             pieces = await tree.pieces(files)
+            listed = {name: dataclasses.asdict(piece) for name, piece in pieces.items()}
             while (source := tree.source(self.address)) is not None:
                 self.check_wanted()
                 try:
                     await self.client.fetch_weights(
                         self.address,
                         source=source,
-                        pieces={name: dataclasses.asdict(p) for name, p in pieces.items()},
-                        version=str(self._version),
+                        pieces=listed,
+                        version=self.name,
                         timeout_secs=self.left(),
                     )
                     return
@@ -423,7 +424,7 @@ class Push:
             await self.client.upload(
                 self.address,
                 file=file,
-                version=str(self._version),
+                version=self.name,
                 timeout_secs=self.left(),
                 sha256=pieces[file.name].sha256 if pieces else None,
             )
@@ -451,7 +452,7 @@ class Push:
         been verified: a load that fails halfway leaves no mixture under the name of the version before.
         """
         client, address = self.client, self.address
-        name = str(self._version) if self._expected is None else f"{self._version}-unverified"
+        name = self.name if self._expected is None else f"{self.name}-unverified"
         self.check_wanted()
         try:
             lease = {"lease_secs": self.options.pause_lease_secs}
@@ -472,7 +473,7 @@ class Push:
         The name of the server's own weights becomes the adapter's: it tells the newest one, and a server that has
         restarted has another.
         """
-        client, address, name = self.client, self.address, str(self._version)
+        client, address, name = self.client, self.address, self.name
         self.check_wanted()
         held = await client.adapters(address, timeout_secs=self.left())
         others = [other for other in held if other != name]
@@ -508,18 +509,16 @@ class Push:
             await verification.verify_checksums(
                 client, address, expected=self._expected, timeout_secs=self.left()
             )
-            await client.update_weight_version(
-                address, version=str(self._version), timeout_secs=self.left()
-            )
+            await client.update_weight_version(address, version=self.name, timeout_secs=self.left())
         info = await self._verify_name()
         if self._expected is None:
             verification.verify_digest(address, info, files=self.files)
 
     async def _verify_name(self) -> Mapping[str, Any]:
         info = await self.client.model_info(self.address, timeout_secs=self.left())
-        if info.get("weight_version") != str(self._version):
+        if info.get("weight_version") != self.name:
             held = info.get("weight_version")
-            reason = f"reports version {held!r} after a push of version {self._version}"
+            reason = f"reports version {held!r} after a push of version {self.name}"
             raise ServerError(self.address, "/model_info", reason, retryable=False)
         return info
 
