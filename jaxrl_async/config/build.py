@@ -50,7 +50,7 @@ def parse_arg(arg: str, **defaults: Any) -> ml_collections.ConfigDict:
 
 
 def set_mode(config: ml_collections.ConfigDict, mode: str, *, chunk_groups: int) -> None:
-    """Sets `mode`, and in place what goes with it: no staleness in "sync" and "periodic", one minibatch in "periodic".
+    """Sets `mode` and, in place, its settings: no staleness in "sync" and "periodic", one minibatch in "periodic".
 
     Args:
       config: from `base_config`.

@@ -43,7 +43,7 @@ from jaxrl_async.queue.admission import check_staleness
 from jaxrl_async.queue.records import EXHAUSTED, REISSUE_REASONS, RETIRE_REASONS
 from jaxrl_async.rewards.pool import MIN_MEMORY_BYTES
 
-# A library of environments → what plays them: rollout.agent, where task.name is "LIBRARY:ENVIRONMENT".
+# A library of environments → their player: rollout.agent, where task.name is "LIBRARY:ENVIRONMENT".
 LIBRARY_AGENTS = {
     "openenv": "jaxrl_async.tasks.openenv:agent",
     "verifiers": "jaxrl_async.tasks.verifiers:agent",

@@ -167,11 +167,11 @@ class _Thread:
         self._thread.start()
 
     def run(self, agent: Awaitable[Any]) -> asyncio.Future:
-        """Runs a coroutine there; the future's result is (what it returned, what it raised), one of them None."""
+        """Runs a coroutine there; the future's result is (value returned, error raised), one of them None."""
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_caught(agent), self._loop))
 
     async def close(self) -> None:
-        """Cancels what runs there, and waits for the thread for CLOSE_SECS: an agent that blocks is left behind."""
+        """Cancels all that runs there, and waits for the thread for CLOSE_SECS: an agent that blocks is left behind."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._loop.call_soon_threadsafe(self._end)
         await asyncio.to_thread(self._thread.join, CLOSE_SECS)

@@ -112,7 +112,7 @@ class Context:
         return max(0, min(budget, self._max_row_tokens - len(tokens)))
 
     def budget(self, tokens: Sequence[int] | np.ndarray) -> str:
-        """In words: what bounds the tokens that may follow a row, and how much of it is used."""
+        """In words: the bounds on the tokens that may follow a row, and how much of each is used."""
         return (
             f"{self._num_sampled} of rollout.max_new_tokens = {self._max_new_tokens} are sampled, and the row has "
             f"{len(tokens)} of {self._max_row_tokens} (the lesser of learner.row_tokens and server.max_total_tokens)"

@@ -110,9 +110,9 @@ class Runner:
             await self.function.close()
 
     def with_one_prompt(self, rows: Sequence[Trajectory]) -> tuple[Trajectory, ...]:
-        """The rows of a group. Where the rollout function writes prompts of its own, their prompt is what they share.
+        """The rows of a group. Where the rollout function writes prompts of its own, theirs is the common beginning.
 
-        Of a prompt, the tokens beyond what it has in common with the group's others become tokens that were read.
+        Tokens of a prompt beyond the common beginning become tokens that were read.
 
         Raises:
           RolloutError: "agent_error" where not even the first tokens are equal.

@@ -1,15 +1,15 @@
 """Sessions: an OpenAI endpoint on loopback whose calls become rows that are exactly what was sampled.
 
 A session belongs to one sample. A call whose messages go on from the last call of a row (its messages, the answer that
-was returned, new ones) extends that row: the sampled ids stay as they are, and only what the chat template writes
+was returned, new ones) extends that row: the sampled ids stay as they are, and only the chat template's text
 between two answers is encoded and appended, with mask False. Messages are compared, never their text encoded again. Any
 other call begins a row of its own: a changed history, a sub-agent, a compaction.
 
-A text in `stop` ends an answer at the token that completes it. That depends on the tokens up to there alone, so what is
-kept is distributed as if the server had stopped; what was sampled beyond it is thrown away. With `stop` an answer is
+A text in `stop` ends an answer at the token that completes it. That depends on the tokens up to there alone, so those
+that are kept are distributed as if the server had stopped; those beyond are thrown away. With `stop` an answer is
 sampled in pieces of STOP_TOKENS, so that little is.
 
-A session that failed answers nothing more. Which agent calls, and what its calls are worth, is not known here.
+A session that failed answers nothing more. It knows neither the agent nor its reward.
 """
 
 import asyncio

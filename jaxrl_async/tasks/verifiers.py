@@ -107,7 +107,7 @@ async def agent(base_url: str, prompt: Prompt) -> float:
         raise ValueError(f"rollout.agent = {AGENT!r} needs task.name = 'verifiers:ENVIRONMENT'")
     loaded = _load(where["arguments"])
     vf = _library()
-    # An environment for each episode: what `serving` starts is of one base URL, and ends with it.
+    # An environment for each episode: the servers that `serving` starts are of one base URL, and end with it.
     environment = vf.load_environment(loaded.config)
     client = vf.EvalClientConfig(base_url=base_url, api_key_var="JAXRL_ASYNC_NO_KEY")
     async with environment.serving():

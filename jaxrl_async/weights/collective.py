@@ -228,7 +228,7 @@ class _Round:
         self._sizes[push.address], self.devices[push.address] = num_ranks, device
 
     def close(self, opening: Coroutine[Any, Any, None]) -> None:
-        """Ends the gathering; `opening`: what the round needs before it begins."""
+        """Ends the gathering; `opening`: the preparation of rank 0 for the round."""
         for address in sorted(self.pushes):
             self.ranks[address] = self.world_size
             self.world_size += self._sizes[address]

@@ -180,7 +180,7 @@ class Relay:
             raise SourceError(f"{source}: {error or type(error).__name__}") from error
 
     def close(self) -> None:
-        """Ends the readers of what still arrives."""
+        """Ends the readers of pieces that still arrive."""
         for arrival in self._arriving.values():
             arrival.end()
 
