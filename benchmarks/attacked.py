@@ -194,9 +194,16 @@ class Run(Attacked):
         """The processes of a role, [] when the run is over."""
         try:
             children = psutil.Process(self.process.pid).children()
-            return [c for c in children if f"--role={role}" in c.cmdline()]
         except psutil.NoSuchProcess:
             return []
+        found = []
+        for child in children:
+            with contextlib.suppress(
+                psutil.NoSuchProcess
+            ):  # It has just ended, of another role perhaps.
+                if f"--role={role}" in child.cmdline():
+                    found.append(child)
+        return found
 
 
 class Pod(Attacked):

@@ -222,7 +222,10 @@ LONG = pytest.mark.long
             check_packed_gradients,
             marks=LONG,
         ),
-        ("learner", [["--smoke"], ["--smoke", "--part=length"]], "learner", check_learner),
+        pytest.param(
+            *("learner", [["--smoke"], ["--smoke", "--part=length"]], "learner", check_learner),
+            marks=LONG,
+        ),
         pytest.param("peers", [["--smoke"]], "peers", check_peers, marks=LONG),
         pytest.param(
             "shared_prompts", [["--smoke"]], "shared_prompts", check_shared_prompts, marks=LONG

@@ -605,6 +605,7 @@ def test_the_verb_says_what_a_tpu_needs(capsys, tmp_path):
     assert json.loads((tmp_path / "fit.json").read_text())["engine"]["num_slots"] == 8
 
 
+@pytest.mark.long
 @GPU
 def test_the_verb_refuses_servers_that_a_single_gpu_cannot_hold(capsys):
     flags = ["--target=h100-1", f"--config.server.num_slots={1 << 17}"]

@@ -71,7 +71,13 @@ def logits(config, params, rows):
 # The model.
 
 
-@pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(config, id=name, marks=pytest.mark.long if name == "gemma3" else ())
+        for name, config in FAMILIES.items()
+    ],
+)
 def test_version_0_is_the_base_bit_for_bit(config):
     plain = dataclasses.replace(config, lora=None)
     _, base = host_params(config)

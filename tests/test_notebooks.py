@@ -69,11 +69,9 @@ def test_a_notebook_runs_from_top_to_bottom(name, tmp_path):
     assert (run / "metrics.jsonl").read_text().count("\n") == 2
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize(
-    "name",
-    [n if n == "reason.ipynb" else pytest.param(n, marks=pytest.mark.long) for n in NOTEBOOKS],
-)
+@pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_runs_in_one_process_as_on_a_single_chip(name, tmp_path):
     call = "run = jaxrl_async.run(config"
     done = execute(
