@@ -528,15 +528,15 @@ def test_a_server_that_missed_a_poll_is_not_pushed_to_again(queue, servers, star
     assert len(silent.payloads("/update_weights_from_disk")) == 1
 
 
-class FailsEverySecond(dict):
-    """A fake server's `fail`: every second call of a route, from the first one on."""
+class Fails(dict):
+    """A fake server's `fail`: the calls of one route that `fails` names, counted from 0."""
 
-    def __init__(self, route):
+    def __init__(self, route, fails):
         super().__init__({route: (500, "busy")})
-        self._calls = itertools.count()
+        self._calls, self._fails = itertools.count(), fails
 
     def __contains__(self, route):
-        return super().__contains__(route) and next(self._calls) % 2 == 0
+        return super().__contains__(route) and self._fails(next(self._calls))
 
 
 def test_a_server_that_wakes_has_its_time_to_be_healthy(queue, servers, start, write):
@@ -547,11 +547,32 @@ def test_a_server_that_wakes_has_its_time_to_be_healthy(queue, servers, start, w
     server.fail["/model_info"] = (500, "stopped")
     queue.wait_for(lambda: queue.last(server) == ("DEAD", 0))
     time.sleep(2.5)  # longer than push_timeout_secs
-    server.fail = FailsEverySecond("/model_info")
+    server.fail = Fails("/model_info", lambda call: call % 2 == 0)
     queue.wait_for(lambda: queue.last(server) == ("STALE", 0))
     server.fail = {}
     queue.wait_for(lambda: queue.last(server) == ("HEALTHY", 0))
     publisher.check()
+
+
+@pytest.mark.parametrize("silent_from", ["before", "within"])
+def test_a_server_that_wakes_in_an_attempt_gets_another(silent_from, queue, servers, start, write):
+    """The only server is silent for longer than push_timeout_secs, and answers the look after a failed attempt."""
+    (server, _) = servers
+    publisher = start([server], push_timeout_secs=0.5, start_timeout_secs=WAIT_SECS)
+    push(publisher, 0, write)
+    if silent_from == "before":
+        server.fail["/model_info"] = (500, "stopped")
+        queue.wait_for(lambda: queue.last(server) == ("DEAD", 0))
+        publisher.publish(1, write(1), timeout_secs=WAIT_SECS)
+        time.sleep(1.0)  # longer than push_timeout_secs
+        server.fail = Fails("/model_info", lambda call: call == 0)
+    else:
+        server.hang.add("/update_weights_from_disk")
+        publisher.publish(1, write(1), timeout_secs=WAIT_SECS)
+        queue.wait_for(lambda: queue.last(server) == ("STALE", 0))
+        server.hang.clear()
+    publisher.wait(1, timeout_secs=WAIT_SECS)
+    assert queue.last(server) == ("HEALTHY", 1)
 
 
 def test_no_healthy_server_after_a_push_is_an_error_that_names_each_and_why(

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from jaxrl_async.awake import AwakeClock
 from jaxrl_async.queue.records import ResumePoint
-from jaxrl_async.servers.client import InferenceClient, ServerError
+from jaxrl_async.servers.client import InferenceClient, ServerError, ServerTimeoutError
 from jaxrl_async.servers.fleet import DEAD, HEALTHY, STALE
 from jaxrl_async.servers.preflight import UnfitServerError
 from jaxrl_async.weights import health, verification
@@ -484,7 +484,7 @@ class Publisher:
         self, client: InferenceClient, server: health.Server, target: health.Target
     ) -> None:
         self._awake.now()
-        num_stops = self._awake.num_stops
+        num_stops, woke = self._awake.num_stops, False
         try:
             with self._pin(target.version):
                 await self._push_target(client, server, target)
@@ -519,7 +519,9 @@ class Publisher:
             server.state = STALE if await health.answers(client, server) else DEAD
             if was_dead and server.state == STALE:
                 self._healthy_at = self._awake.now()  # It is back, and has its time to be HEALTHY.
-        server.tried = target
+            # One that woke in the attempt has not had its try.
+            woke = server.state == STALE and (was_dead or isinstance(error, ServerTimeoutError))
+        server.tried = None if woke else target
         self._table.update(server)
         await self._publish_states()
         self._changed.set()
