@@ -28,5 +28,6 @@ for server in router sglang sglang_jax; do
 done
 PYTHON="$venv/bin/python" tests/real/compilers.sh install "$JAXRL_SERVERS/compilers" ||
     echo "no compilers of TPUs and GPUs (see above): their tests will be skipped" >&2
-# Two files of tests at a time: most of the time of a test is a process that starts.
-exec "$venv/bin/python" -m pytest --numprocesses="${JAXRL_TEST_PROCESSES:-2}" --dist=loadfile "$@"
+# Two files of tests at a time: most of the time of a test is a process that starts. In their order: by default the files of
+# few tests, which are the longest here, would come last, where one process may wait for the other.
+exec "$venv/bin/python" -m pytest --numprocesses="${JAXRL_TEST_PROCESSES:-2}" --dist=loadfile --no-loadscope-reorder "$@"
