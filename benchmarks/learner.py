@@ -49,6 +49,11 @@ SHAPES = {
         shapes.MODELS["100m"] | FLOAT32,
         dict(rows=4, row_tokens=512, microbatches=8, head_chunk=128, prompt=256, completion=256),
     ),
+    "smollm2": (  # the learner of configs/smollm2.py
+        dict(vocab_size=49152, num_layers=30, model_dim=576, num_heads=9, num_kv_heads=3, head_dim=64, mlp_dim=1536,
+             qk_norm=False, tied_embeddings=True) | FLOAT32,
+        dict(rows=1, row_tokens=512, microbatches=3, head_chunk=128, prompt=48, completion=16),
+    ),
     "qwen2.5-0.5b": (
         dict(vocab_size=151936, num_layers=24, model_dim=896, num_heads=14, num_kv_heads=2, head_dim=64, mlp_dim=4864,
              attention_bias=True, qk_norm=False, tied_embeddings=True, dtype="bfloat16", remat=True),
