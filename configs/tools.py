@@ -30,6 +30,7 @@ def get_config(arg: str = ""):
             num_digits=3, num_train=20_000, num_test=512, guesses=0.5, mistakes=0.7, seed=0
         )
         c.tokenizer.alphabet = "0123456789+-*=:. abcdefghijklmnopqrstuvwxyz"
+        c.environment.args = dict(median_secs=0.0, sigma=1.0)  # log-normal seconds of a computation
         c.environment.update(max_turns=4, max_turn_tokens=10)
         c.rollout.update(max_prompt_tokens=28, max_new_tokens=32)
         c.warm_start.update(num_steps=700, batch_size=64, row_tokens=56)

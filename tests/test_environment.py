@@ -1,16 +1,18 @@
 """Environments: rows of several turns, rewards, cuts, and failures here and in processes of their own."""
 
 import asyncio
+import math
 import os
 import shutil
 import sys
+import types
 
 import numpy as np
 import pytest
 from fixtures import environments as fixtures
 
 import jaxrl_async
-from jaxrl_async.environments import ENVIRONMENTS, environment_class
+from jaxrl_async.environments import ENVIRONMENTS, calculator, environment_class
 from jaxrl_async.rollout.context import RolloutError, rng_of
 from jaxrl_async.rollout.environment import EnvironmentRollout
 from jaxrl_async.rollout.runner import Runner
@@ -91,6 +93,29 @@ async def test_the_calculator_computes_every_expression_and_judges_the_first_oth
     # An episode that is cut before it was judged: the right answer, with no end to it.
     row = await played(runner_of("calculator", max_turn_tokens=4), prompt, Policy("1197"))
     assert (row.reward, row.finish_reason) == (0.0, "length")
+
+
+async def test_a_computation_takes_log_normal_seconds_that_are_the_samples_own(monkeypatch):
+    slept = []
+
+    async def sleep(seconds):
+        slept.append(seconds)
+
+    monkeypatch.setattr(calculator, "asyncio", types.SimpleNamespace(sleep=sleep))
+    prompt = prompt_of("tom has 4.", "4")
+    await played(runner_of("calculator"), prompt, Policy("4+0", "4"))
+    assert not slept  # By default a tool takes no time.
+    runner = runner_of("calculator", args={"median_secs": 0.1, "sigma": 2.0})
+    for _ in range(2):  # two runs of one sample
+        await played(runner, prompt, Policy("4+0", "4-0", "4"))
+    logs = [math.log(seconds / 0.1) / 2.0 for seconds in slept]
+    assert logs == pytest.approx(rng().standard_normal(2).tolist() * 2)
+
+
+@pytest.mark.parametrize("args", [{"median_secs": -1.0}, {"sigma": math.inf}])
+def test_seconds_of_the_calculator_outside_their_bounds_are_named(args):
+    with pytest.raises(ValueError, match=rf"{next(iter(args))} of the calculator must be ≥ 0"):
+        environment_class("calculator", args)
 
 
 @pytest.mark.parametrize(
