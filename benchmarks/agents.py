@@ -5,7 +5,12 @@
 
 Each run is the two commands that a user types, `train` and `evaluate`, on configs/tools.py. Success is that of answers
 sampled at the run's temperature (pass@1), and of greedy ones, with the intervals of `evaluate`. Rows are added to
-benchmarks/results/agents.json as they come.
+benchmarks/results/agents.json as they come. Words that begin with --config. change the runs:
+
+    python benchmarks/agents.py --envs=calculator --config.environment.args.median_secs=0.05
+
+With both modes, a pair's speed-up is shown beside the bound of perfect overlap, (T_inf + T_train)/max(T_inf, T_train):
+T_inf is what the synchronous learner waits in a step, T_train the rest of the step.
 
 `--turns` samples as many tokens from the embedded engine in one request as in several, each of which continues the row
 of the one before: the ratio of the times is what turns cost.
@@ -47,14 +52,21 @@ def run(env: str, mode: str, seed: int, changes: list[str]) -> dict:
         "env": env,
         "mode": mode,
         "seed": seed,
+        "changes": changes,
         "before": before,
         "after": after,
         "train_secs": seconds,
         "step_secs": float(np.median([row["time/step_secs"] for row in steps[WARM_STEPS:]])),
+        "wait_secs": float(np.median([waited(row) for row in steps[WARM_STEPS:]])),
         "turns": [steps[0]["component/turns"], last["component/turns"]],
         "staleness_mean": float(np.mean([row["staleness/mean"] for row in steps])),
         "returned": {k: v for k, v in last.items() if k.startswith("returned/") and v},
     }
+
+
+def waited(step: dict) -> float:
+    """Seconds of a step in which the learner waited; for pushes it does so in some modes alone."""
+    return step["time/wait_data_secs"] + step.get("time/wait_push_secs", 0.0)
 
 
 def jaxrl(*words: str) -> None:
@@ -75,6 +87,17 @@ def line(row: dict) -> str:
     return (
         f"{row['env']} {row['mode']} seed {row['seed']}: {shown}, {row['train_secs']:.0f} s, "
         f"{row['step_secs']:.2f} s a step, returned {row['returned']}"
+    )
+
+
+def speed_up(sync: dict, other: dict) -> str:
+    """A pair of runs of one seed: seconds a step, and what perfect overlap would give."""
+    waiting, training = sync["wait_secs"], sync["step_secs"] - sync["wait_secs"]
+    gained = sync["step_secs"] / other["step_secs"]
+    bound = sync["step_secs"] / max(waiting, training)
+    return (
+        f"{sync['env']} seed {sync['seed']}: sync over {other['mode']} {gained:.2f}, bound {bound:.2f} "
+        f"(T_inf {waiting:.2f} s, T_train {training:.2f} s): {gained / bound:.0%}"
     )
 
 
@@ -162,9 +185,17 @@ def main() -> None:
     for seed, mode, env in points:
         row = run(env, mode, seed, changes)
         print(line(row), flush=True)
-        same = [r for r in result["rows"] if (r["env"], r["mode"], r["seed"]) != (env, mode, seed)]
-        result["rows"] = [*same, row]
+        others = [r for r in result["rows"] if point_of(r) != point_of(row)]
+        result["rows"] = [*others, row]
         out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        pair = [r for r in result["rows"] if point_of(r) == point_of(row | {"mode": "sync"})]
+        if mode != "sync" and pair and "wait_secs" in pair[0]:
+            print(speed_up(pair[0], row), flush=True)
+
+
+def point_of(row: dict) -> tuple:
+    """What a row was measured of."""
+    return row["env"], row["mode"], row["seed"], row.get("changes", [])
 
 
 if __name__ == "__main__":
