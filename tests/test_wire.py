@@ -130,11 +130,20 @@ FLOATS = np.array([0, 0, -1, np.nan, -1, 0, 0, -1], "<f4").tobytes()
         (changed(component_names=["a"], components=[1.0]), "components has 1 .* need 2"),
         (changed(component_names=["A b"], components=[1.0, 2.0]), "component must match .*'A b'"),
         (changed(component_names=["a"], components=[1.0, float("inf")]), "component 'a' .*inf"),
-        (changed(num_turns=[1]), r"num_turns \[1\] of 2 trajectories, 0 turn_ends and 0 turn_rewards"),
+        (
+            changed(num_turns=[1]),
+            r"num_turns \[1\] of 2 trajectories, 0 turn_ends and 0 turn_rewards",
+        ),
         (changed(num_turns=[1, 0], turn_ends=[5]), "1 turn_ends and 0 turn_rewards do not agree"),
         (changed(turn_ends=[5], turn_rewards=[0.1]), r"num_turns \[0, 0\] .*1 turn_ends"),
-        (changed(num_turns=[1, 0], turn_ends=[6], turn_rewards=[0.1]), r"trajectory 0: turns must end .*\[6\]"),
-        (changed(num_turns=[1, 0], turn_ends=[5], turn_rewards=[0.2]), "trajectory 0: the rewards of turns .*0.2"),
+        (
+            changed(num_turns=[1, 0], turn_ends=[6], turn_rewards=[0.1]),
+            r"trajectory 0: turns must end .*\[6\]",
+        ),
+        (
+            changed(num_turns=[1, 0], turn_ends=[5], turn_rewards=[0.2]),
+            "trajectory 0: the rewards of turns .*0.2",
+        ),
         (changed(prompt_lengths=[2]), "prompt_lengths has 1 .*lengths has 2"),
         (changed(finish_reasons=[]), "finish_reasons has 0 .*lengths has 2"),
         (changed(finish_reasons=["stop", "dunno"]), "trajectory 1.*finish_reason.*'dunno'"),

@@ -327,7 +327,7 @@ def _rewards(groups: Sequence[Group]) -> np.ndarray:
 
 
 def _turn_rewards(groups: Sequence[Group]) -> np.ndarray:
-    """float64 [N, G, K] for K turns at most, NaN where a trajectory has fewer; one without rewards of turns has one turn."""
+    """float64 [N, G, K], K turns at most, NaN where a trajectory has fewer; one without such rewards has one turn."""
     rows = [
         [[turn.reward for turn in t.turns] or [t.reward] for t in group.trajectories]
         for group in groups

@@ -41,6 +41,8 @@ def pack(
         trajectories, or, with shared_prompts, a group with several prompts.
     """
     trajectories = [t for group in groups for t in group.trajectories]
+    num_turns = advantages.shape[2] if advantages.ndim == 3 else 1
+    advantages = advantages.reshape(-1, num_turns)
     _check_advantages(advantages, trajectories)
     if not trajectories:
         return []
@@ -49,7 +51,6 @@ def pack(
     segments = _lay_out_groups(
         groups, row_tokens=row_tokens, policy=policy, shared_prompts=shared_prompts
     )
-    advantages = advantages.reshape(len(trajectories), -1)
     return _fill(trajectories, advantages, segments, microbatch_rows, row_tokens)
 
 
@@ -333,9 +334,8 @@ def _joined(advantages):
 
 
 def _check_advantages(advantages, trajectories):
-    num = int(np.prod(np.shape(advantages)[:2]))
-    if num != len(trajectories):
-        raise ValueError(f"{num} advantages for {len(trajectories)} trajectories")
+    if len(advantages) != len(trajectories):
+        raise ValueError(f"{len(advantages)} advantages for {len(trajectories)} trajectories")
 
 
 def _check_prompts(groups):

@@ -89,15 +89,15 @@ def turns(rewards: np.ndarray) -> np.ndarray:
     Raises:
       ValueError: not [N, G, K].
     """
-    rewards = np.asarray(rewards)
+    rewards = np.asarray(rewards, np.float32)
     if rewards.ndim != 3:
         raise ValueError(f"rewards must be [N, G, K], got shape {list(rewards.shape)}")
     has = ~np.isnan(rewards)
     after = np.cumsum(np.where(has, rewards, 0)[..., ::-1], axis=-1)[..., ::-1]
     first = np.take_along_axis(after, has.argmax(axis=1)[:, None], axis=1)  # that has the turn
     shifted = np.where(has, after - first, 0)  # Equal ones give exactly 0.
-    mean = shifted.sum(axis=1, keepdims=True) / np.maximum(has.sum(axis=1, keepdims=True), 1)
-    return np.where(has, shifted - mean, 0).astype(np.float32)
+    num = np.maximum(has.sum(axis=1, keepdims=True), 1, dtype=np.float32)
+    return np.where(has, shifted - shifted.sum(axis=1, keepdims=True) / num, np.float32(0))
 
 
 # Each needs the rewards of one group only, so groups can be trained in any order, a few at a time (mode periodic).

@@ -12,6 +12,7 @@ import collections
 import dataclasses
 import functools
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 
