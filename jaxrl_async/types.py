@@ -11,10 +11,11 @@ Imports no JAX, no protobuf, no tokenizers.
 """
 
 import dataclasses
+import itertools
 import math
 import numbers
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,14 @@ class Prompt:
 
 
 @dataclasses.dataclass(frozen=True)
+class Turn:
+    """A turn of the policy, and what it was worth by itself."""
+
+    end: int  # tokens of the row up to its last one
+    reward: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Trajectory:
     """One token row: the prompt, then sampled tokens, with tool output between turns.
 
@@ -52,6 +61,8 @@ class Trajectory:
     finish_reason: str = "stop"  # "stop" (a stop token) | "length" (the token budget)
     # of its reward, which is not their sum: name → value, each a metric of its own
     components: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    # where turns have rewards of their own, whose sum is `reward`; a token belongs to the first turn that ends after it
+    turns: tuple[Turn, ...] = ()
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -161,6 +172,8 @@ def check_trajectory(
         _refuse(f"finish_reason must be 'stop' or 'length', got {t.finish_reason!r:.80}")
     if problem := component_problem(t.components):
         _refuse(problem)
+    if t.turns and (problem := turns_problem(t.turns, t.prompt_length, t.mask, t.reward)):
+        _refuse(problem)
 
 
 def component_problem(components: Mapping[str, float]) -> str:
@@ -172,6 +185,28 @@ def component_problem(components: Mapping[str, float]) -> str:
             return f"the name of a reward's component must match {_COMPONENT.pattern}, got {name!r:.80}"
         if not _is_finite(value):
             return f"component {name!r} of a reward must be finite, got {value!r:.80}"
+    return ""
+
+
+def turns_problem(
+    turns: Sequence[Turn], prompt_length: int, mask: np.ndarray, reward: float | None
+) -> str:
+    """What is wrong with the turns of a trajectory; "" for nothing.
+
+    Args:
+      turns: of one trajectory, at least one.
+      prompt_length: P.
+      mask: bool [T], True on sampled tokens.
+      reward: of the whole trajectory; None where it is not judged.
+    """
+    ends = [prompt_length, *(turn.end for turn in turns)]
+    if any(a >= b for a, b in itertools.pairwise(ends)) or ends[-1] > len(mask):
+        return f"turns must end one after another in ({prompt_length}, {len(mask)}], got {ends[1:]}"
+    if mask[ends[-1] :].any():
+        return f"the last turn ends at {ends[-1]}, and a token after it was sampled"
+    total = math.fsum(turn.reward for turn in turns)  # NaN or infinite where one is.
+    if reward is None or not math.isclose(total, reward, rel_tol=1e-6, abs_tol=1e-6):
+        return f"the rewards of turns must sum to the reward {reward!r:.80}, got {total}"
     return ""
 
 

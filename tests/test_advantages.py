@@ -27,6 +27,28 @@ def test_rloo_by_hand():
     np.testing.assert_allclose(found, [[0.0, -1.5, 1.5]], atol=1e-6)
 
 
+def test_turns_by_hand():
+    nan = np.nan
+    rewards = np.array([[[0.5, 1.0, nan], [0.0, nan, nan], [0.0, 0.0, 3.0]]])
+    # Ĝ: (1.5, 1), (0), (3, 3, 3); means 1.5, 2 and 3.
+    found = advantages.turns(rewards)
+    np.testing.assert_allclose(found, [[[0, -1, 0], [-1.5, 0, 0], [1.5, 1, 0]]], atol=1e-6)
+    assert found.dtype == np.float32
+
+
+def test_one_turn_each_is_dr_grpo():
+    rewards = np.random.default_rng(4).normal(size=(5, 4))
+    np.testing.assert_array_equal(
+        advantages.turns(rewards[..., None])[..., 0], advantages.dr_grpo(rewards)
+    )
+
+
+def test_equal_turns_give_exactly_zero_and_rewards_without_turns_are_refused():
+    np.testing.assert_array_equal(advantages.turns(np.full((2, 7, 3), 0.1)), np.zeros((2, 7, 3)))
+    with pytest.raises(ValueError, match=r"\[N, G, K\], got shape \[2, 7\]"):
+        advantages.turns(np.zeros((2, 7)))
+
+
 @ALL
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, -1 / 3, 1e6 / 7])
 @pytest.mark.parametrize("group_size", [2, 3, 7])

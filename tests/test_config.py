@@ -182,6 +182,11 @@ def test_a_value_of_another_type_is_refused():
             ["--config.rollout.group_size=1", "--config.loss.advantage=dr_grpo", "--config.rollout.drop_equal_rewards"],
             r"drop_equal_rewards .*rollout.group_size ≥ 2",
         ),
+        (["--config.loss.advantage=turns"], r"'turns' needs turns .*rollout.function = 'single_turn'"),
+        (
+            ["--config.loss.advantage=turns", "--config.rollout.drop_equal_rewards"],
+            r"drop_equal_rewards must be False with loss.advantage 'turns'",
+        ),
         (
             ["--config.rollout.overlong_buffer_tokens=5"],
             r"overlong_buffer_tokens .*\[0, rollout.max_new_tokens = 4\].* 5",

@@ -153,6 +153,10 @@ async def test_rewards_of_turns_are_summed_and_each_is_a_component():
     runner = runner_of("fixtures.environments:Echo")
     row = await played(runner, prompt_of("a"), Policy("b", "c", "stop"))
     assert row.reward == 1.5
+    assert [turn.reward for turn in row.turns] == [0.25, 0.25, 1.0]
+    ends = [turn.end for turn in row.turns]
+    assert [row.tokens[end - 1] for end in ends] == [EOS] * 3 and ends[-1] == len(row)
+    assert row.mask[[end - 1 for end in ends]].all() and not row.mask[ends[:-1]].any()
     assert row.components == {
         **{"turns": 3.0, "echoes": 2.0, "stops": 1.0},
         **{"turn_1": 0.25, "turn_2": 0.25, "turn_3": 1.0},

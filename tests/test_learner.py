@@ -15,7 +15,7 @@ from jaxrl_async.learner import learner, packing
 from jaxrl_async.metrics import Timers
 from jaxrl_async.models import sharding
 from jaxrl_async.queue.records import RoleStatus, RunFailedError
-from jaxrl_async.types import Chunk
+from jaxrl_async.types import Chunk, Turn
 from jaxrl_async.weights.publisher import PublisherError
 
 
@@ -112,6 +112,37 @@ def test_recomputed_anchors_are_taken_before_the_first_update():
     train(first_only, num_minibatches=1, anchor="recompute", num_steps=1)
     assert first_only.rows[0]["policy/ratio"] == pytest.approx(1.0, abs=1e-6)
     assert abs(recorder.rows[0]["policy/ratio"] - 1.0) > 1e-4
+
+
+def trained_by_turn(advantage, *shares):
+    """Weights after two steps where each trajectory's reward is divided among turns of equal length."""
+    recorder = Recorder()
+    lease = recorder.lease
+
+    def divided(t):
+        lengths = np.cumsum([t.num_sampled // len(shares)] * len(shares))
+        pairs = zip(t.prompt_length + lengths, shares, strict=True)
+        return dataclasses.replace(t, turns=tuple(Turn(int(e), s * t.reward) for e, s in pairs))
+
+    def lease_of_turns(*args):
+        for chunk in lease(*args):
+            groups = [
+                dataclasses.replace(g, trajectories=tuple(map(divided, g.trajectories)))
+                for g in chunk.groups
+            ]
+            yield dataclasses.replace(chunk, groups=tuple(groups))
+
+    recorder.lease = lease_of_turns
+    return flat(train(recorder, num_steps=2, loss={"advantage": advantage}).params)
+
+
+def test_a_turn_is_trained_by_what_follows_from_it_on():
+    one = trained_by_turn("dr_grpo", 1.0)
+    np.testing.assert_array_equal(one, trained_by_turn("turns", 1.0))
+    np.testing.assert_array_equal(one, trained_by_turn("turns", 0.0, 1.0))
+    assert (one != trained_by_turn("turns", 1.0, 0.0)).any()
+    # Rewards of turns are nothing to the others.
+    np.testing.assert_array_equal(one, trained_by_turn("dr_grpo", 1.0, 0.0))
 
 
 def test_bad_numbers_stop_the_run_before_anything_of_the_step_is_committed_saved_or_published():

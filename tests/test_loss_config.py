@@ -118,7 +118,7 @@ def test_parts_that_go_together_are_taken(settings):
 @pytest.mark.parametrize(
     ("field", "known"),
     [
-        ("advantage", "grpo, dr_grpo, rloo"),
+        ("advantage", "grpo, dr_grpo, rloo, turns"),
         ("anchor", "recompute, current, a3po, linear, behavior"),
         ("a3po_fresh", "behavior, current"),
         ("ratio", "token, sequence"),

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl_async.config.settings import PACKINGS
+from jaxrl_async.config.settings import PACKINGS, Learner
 from jaxrl_async.learner import packing
-from jaxrl_async.types import NOT_SAMPLED, Group, Trajectory
+from jaxrl_async.types import NOT_SAMPLED, Group, Trajectory, Turn
 
 each_policy = pytest.mark.parametrize("policy", PACKINGS)
 
@@ -187,6 +187,33 @@ def test_in_order_keeps_the_lease_order():
 def test_advantages_belong_to_the_trajectories_of_a_group():
     (batch,) = pack(groups_of(2, 2, 2, 2, group_size=2), np.array([[1.0, 2], [3, 4]]))
     np.testing.assert_array_equal(batch.advantages[0], [1, 1, 2, 2, 3, 3, 4, 4])
+
+
+def with_turns(trajectory, *ends):
+    return dataclasses.replace(trajectory, turns=tuple(Turn(end, 0.0) for end in ends))
+
+
+@pytest.mark.parametrize("shared_prompts", [False, True])
+def test_advantages_of_turns_belong_to_the_tokens_up_to_their_ends(shared_prompts):
+    one, two = trajectory(6), trajectory(5)
+    groups = [Group(0, 0, (with_turns(one, 3, 6), two)), Group(1, 0, (with_turns(two, 4, 5), one))]
+    advantages = np.array([[[1.0, 2], [3, 0]], [[4, 5], [6, 0]]])
+    found = {}
+    for batch in pack(groups, advantages, row_tokens=13, shared_prompts=shared_prompts):
+        for row in range(len(batch.tokens)):
+            sampled = batch.mask[row]
+            found[row] = batch.advantages[row][sampled].tolist()
+    # The prompt is one token.
+    assert found == {0: [1, 1, 2, 2, 2, 3, 3, 3, 3], 1: [4, 4, 4, 5, 6, 6, 6, 6, 6]}
+
+
+def test_chunks_may_have_different_numbers_of_turns():
+    short, long = with_turns(trajectory(3), 3), with_turns(trajectory(3), 2, 3)
+    learner = Learner(microbatch_rows=2, row_tokens=3, num_processes=1)
+    packer = packing.Packer(learner)
+    assert packer([Group(0, 0, (short,))], np.array([[7.0]]), last=False) == []
+    (batch,) = packer([Group(1, 0, (long,))], np.array([[[8.0, 9.0]]]), last=True)
+    assert batch.advantages.tolist() == [[7, 7, 7], [8, 8, 9]]
 
 
 def test_the_last_microbatch_is_filled_up_with_empty_rows():

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxrl_async.types import InvalidTrajectoryError, Trajectory, check_trajectory
+from jaxrl_async.types import InvalidTrajectoryError, Trajectory, Turn, check_trajectory
 
 GOOD = Trajectory(
     tokens=np.array([1, 2, 3, 4, 5], np.int32),
@@ -26,6 +26,10 @@ def test_tool_output_between_sampled_tokens_is_allowed():
     assert GOOD.completion.tolist() == [3, 4, 5]
 
 
+def test_turns_that_end_one_after_another_and_sum_to_the_reward_are_allowed():
+    check(turns=(Turn(3, 0.5), Turn(5, 0.0)))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -43,6 +47,12 @@ def test_tool_output_between_sampled_tokens_is_allowed():
         (dict(prompt_length=0), r"prompt_length 0 is outside \[1, 5\]"),
         (dict(prompt_length=6), r"prompt_length 6 is outside \[1, 5\]"),
         (dict(reward=float("nan")), r"reward must be finite, got nan"),
+        (dict(turns=(Turn(3, 0.5), Turn(3, 0.0))), r"turns must end one after another in \(2, 5\], got \[3, 3\]"),
+        (dict(turns=(Turn(2, 0.5), Turn(5, 0.0))), r"in \(2, 5\], got \[2, 5\]"),
+        (dict(turns=(Turn(3, 0.5), Turn(6, 0.0))), r"in \(2, 5\], got \[3, 6\]"),
+        (dict(turns=(Turn(3, 0.0), Turn(4, 0.5))), r"last turn ends at 4, and a token after it was sampled"),
+        (dict(turns=(Turn(3, 0.5), Turn(5, 0.1))), r"rewards of turns must sum to the reward 0.5, got 0.6"),
+        (dict(turns=(Turn(3, 0.5), Turn(5, float("nan")))), r"must sum to the reward 0.5, got nan"),
         (dict(finish_reason="abort"), r"finish_reason must be 'stop' or 'length', got 'abort'"),
     ],
 )  # fmt: skip

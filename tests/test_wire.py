@@ -22,7 +22,7 @@ from jaxrl_async.queue.records import (
     ServerRecord,
     Wait,
 )
-from jaxrl_async.types import Group, InvalidTrajectoryError, Trajectory
+from jaxrl_async.types import Group, InvalidTrajectoryError, Trajectory, Turn
 
 BOUNDS = dict(group_size=2, vocab_size=100, max_tokens=16)
 
@@ -76,6 +76,15 @@ def test_components_of_rewards_are_decoded_as_they_were_encoded_also_in_an_outli
         assert tuple(t.components for t in found.trajectories) == parts
 
 
+def test_turns_are_decoded_as_they_were_encoded_also_in_an_outline():
+    turns = ((Turn(3, 0.25), Turn(5, -0.15)), ())
+    rows = [dataclasses.replace(trajectory(), turns=part) for part in turns]
+    message = wire.encode_group(Group(5, 0, tuple(rows)))
+    decoded = (check(message), wire.decode_outline(wire.encode_outline(message)))
+    for found in decoded:
+        assert tuple(t.turns for t in found.trajectories) == turns
+
+
 def test_arrays_are_views_of_the_message():
     decoded = wire.decode_group(wire.encode_group(group()))
     for row in decoded.trajectories:
@@ -121,6 +130,20 @@ FLOATS = np.array([0, 0, -1, np.nan, -1, 0, 0, -1], "<f4").tobytes()
         (changed(component_names=["a"], components=[1.0]), "components has 1 .* need 2"),
         (changed(component_names=["A b"], components=[1.0, 2.0]), "component must match .*'A b'"),
         (changed(component_names=["a"], components=[1.0, float("inf")]), "component 'a' .*inf"),
+        (
+            changed(num_turns=[1]),
+            r"num_turns \[1\] of 2 trajectories, 0 turn_ends and 0 turn_rewards",
+        ),
+        (changed(num_turns=[1, 0], turn_ends=[5]), "1 turn_ends and 0 turn_rewards do not agree"),
+        (changed(turn_ends=[5], turn_rewards=[0.1]), r"num_turns \[0, 0\] .*1 turn_ends"),
+        (
+            changed(num_turns=[1, 0], turn_ends=[6], turn_rewards=[0.1]),
+            r"trajectory 0: turns must end .*\[6\]",
+        ),
+        (
+            changed(num_turns=[1, 0], turn_ends=[5], turn_rewards=[0.2]),
+            "trajectory 0: the rewards of turns .*0.2",
+        ),
         (changed(prompt_lengths=[2]), "prompt_lengths has 1 .*lengths has 2"),
         (changed(finish_reasons=[]), "finish_reasons has 0 .*lengths has 2"),
         (changed(finish_reasons=["stop", "dunno"]), "trajectory 1.*finish_reason.*'dunno'"),

@@ -609,6 +609,17 @@ def _check_minibatches(s: Settings) -> Iterator[str]:
         yield (
             f"loss.advantage {s.loss.advantage!r} needs rollout.group_size ≥ 2, got {s.rollout.group_size}"
         )
+    if s.loss.advantage == "turns":
+        if s.rollout.function in ("single_turn", "agent"):
+            yield (
+                "loss.advantage 'turns' needs turns that have rewards of their own, as those of an environment have; "
+                f"got rollout.function = {s.rollout.function!r}"
+            )
+        if s.rollout.drop_equal_rewards:
+            yield (
+                "rollout.drop_equal_rewards must be False with loss.advantage 'turns': the turns of a group may differ "
+                "where its rewards are equal"
+            )
 
 
 def _check_tokenizer(tokenizer: Tokenizer) -> Iterator[str]:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-ADVANTAGES = ("grpo", "dr_grpo", "rloo")
+ADVANTAGES = ("grpo", "dr_grpo", "rloo", "turns")
 ANCHORS = ("recompute", "current", "a3po", "linear", "behavior")
 RATIOS = ("token", "sequence")
 SURROGATES = ("clipped", "unclipped", "cispo", "reinforce", "dg")

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -130,6 +131,7 @@ def train(
       RecompileError: a program compiled after the first step, with learner.fail_on_recompile.
     """
     advantages = ADVANTAGES[settings.loss.advantage]
+    rewards = _turn_rewards if settings.loss.advantage == "turns" else _rewards
     state, accumulator = train_step.warm_up(state, pack.padding(), reference)
     wait_for_push = settings.mode != "async"  # A step then starts after the push before it.
     finalizer = _StepFinalizer(
@@ -160,7 +162,7 @@ def train(
         for chunk in itertools.chain([first], chunks):
             minibatches = packing.split_minibatches(chunk.groups, settings.learner.num_minibatches)
             with timers("pack"):
-                packed = [pack(m, advantages(_rewards(m)), last=chunk.last) for m in minibatches]
+                packed = [pack(m, advantages(rewards(m)), last=chunk.last) for m in minibatches]
             with timers("accumulate"):
                 placed = [[train_step.place(batch) for batch in m] for m in packed]
                 # Before any update: anchors are scored at the weights that the step starts from.
@@ -322,6 +324,16 @@ def _timed(lease: Iterator[Chunk], timers: Timers) -> Iterator[Chunk]:
 def _rewards(groups: Sequence[Group]) -> np.ndarray:
     """float32 [N, G]"""
     return np.stack([group.rewards for group in groups])
+
+
+def _turn_rewards(groups: Sequence[Group]) -> np.ndarray:
+    """float64 [N, G, K], K turns at most, NaN where a trajectory has fewer; one without such rewards has one turn."""
+    rows = [
+        [[turn.reward for turn in t.turns] or [t.reward] for t in group.trajectories]
+        for group in groups
+    ]
+    num_turns = max(len(row) for group in rows for row in group)
+    return np.array([[row + [math.nan] * (num_turns - len(row)) for row in g] for g in rows])
 
 
 def _checked(step: int, minibatch: int, outcome: Any, groups: Sequence[Group]) -> dict[str, float]:

@@ -27,7 +27,7 @@ def pack(
 
     Args:
       groups: in lease order.
-      advantages: float32 [N, G], one per trajectory of each group.
+      advantages: float32 [N, G], one per trajectory of each group, or [N, G, K], one per turn.
       microbatch_rows: B of every microbatch; empty rows fill up the last one.
       row_tokens: T of every microbatch.
       policy: as in `assign_rows`.
@@ -41,6 +41,8 @@ def pack(
         trajectories, or, with shared_prompts, a group with several prompts.
     """
     trajectories = [t for group in groups for t in group.trajectories]
+    num_turns = advantages.shape[2] if advantages.ndim == 3 else 1
+    advantages = advantages.reshape(-1, num_turns)
     _check_advantages(advantages, trajectories)
     if not trajectories:
         return []
@@ -49,11 +51,11 @@ def pack(
     segments = _lay_out_groups(
         groups, row_tokens=row_tokens, policy=policy, shared_prompts=shared_prompts
     )
-    return _fill(trajectories, np.ravel(advantages), segments, microbatch_rows, row_tokens)
+    return _fill(trajectories, advantages, segments, microbatch_rows, row_tokens)
 
 
 def _fill(trajectories, advantages, segments, microbatch_rows, row_tokens):
-    """Microbatches of trajectories with a layout; advantages float32 [n], one per trajectory."""
+    """Microbatches of trajectories with a layout; advantages float32 [n, K], by trajectory and turn."""
     num_microbatches = -(-(segments.row.max() + 1) // microbatch_rows)
     whole = empty_batch(num_microbatches * microbatch_rows, row_tokens)
 
@@ -69,6 +71,9 @@ def _fill(trajectories, advantages, segments, microbatch_rows, row_tokens):
     column = start[segment] + nth
     lengths = np.array([len(t) for t in trajectories])
     source = (np.cumsum(lengths) - lengths)[segments.trajectory][segment] + position
+    turn = 0
+    if advantages.shape[1] > 1:
+        turn = np.concatenate([_turn_of_each_token(t) for t in trajectories])[source]
     for array, values in (
         (whole.tokens, np.concatenate([t.tokens for t in trajectories])[source]),
         (whole.positions, position),
@@ -78,7 +83,7 @@ def _fill(trajectories, advantages, segments, microbatch_rows, row_tokens):
         (whole.mask, np.concatenate([t.mask for t in trajectories])[source]),
         (whole.behavior_logprobs, np.concatenate([t.logprobs for t in trajectories])[source]),
         (whole.token_versions, np.concatenate([t.versions for t in trajectories])[source]),
-        (whole.advantages, advantages[segments.trajectory][segment]),
+        (whole.advantages, advantages[segments.trajectory[segment], turn]),
     ):
         array.reshape(-1)[row[segment] * row_tokens + column] = values
     return [
@@ -123,7 +128,7 @@ class Packer:
 
         Args:
           groups: in lease order; those of other processes need no tokens.
-          advantages: float32 [N, G], of all groups.
+          advantages: float32 [N, G], of all groups, or [N, G, K], of their turns.
           last: whether these groups complete the minibatch; then no trajectory waits.
 
         Returns:
@@ -137,7 +142,7 @@ class Packer:
             share = Share(i, self._num_processes).of_minibatch(len(groups))
             if i == self._process and self._layout["shared_prompts"]:
                 _check_prompts([groups[j] for j in share])
-            waiting += [(groups[j], advantages[j]) for j in share]
+            waiting += [(groups[j], _by_turn(advantages[j])) for j in share]
             layouts.append(_lay_out_groups([g for g, _ in waiting], **self._layout))
         rows = [int(segments.row.max(initial=-1)) + 1 for segments in layouts]
         if last:
@@ -149,7 +154,7 @@ class Packer:
         batches = []
         if own and count:
             trajectories = [t for group, _ in own for t in group.trajectories]
-            of_own = np.concatenate([a for _, a in own])
+            of_own = _joined([a for _, a in own])
             segments = layouts[self._process]
             _check_advantages(of_own, trajectories)
             batches = _fill(trajectories, of_own, segments, self._own_rows, row_tokens)[:count]
@@ -311,9 +316,26 @@ def _lay_out_groups(groups, **layout):
     return lay_out(lengths, prompt_lengths, **layout)
 
 
+def _turn_of_each_token(trajectory):
+    """int [T]: from 0; that of the last turn after it."""
+    ends = [turn.end for turn in trajectory.turns[:-1]]
+    return np.searchsorted(ends, np.arange(len(trajectory)), side="right")
+
+
+def _by_turn(advantages):
+    """[G] as [G, 1]."""
+    return advantages.reshape(len(advantages), -1)
+
+
+def _joined(advantages):
+    """[G, K] of several groups as one array [n, K] of the largest K; no trajectory has the turns that are added."""
+    num_turns = max(a.shape[1] for a in advantages)
+    return np.concatenate([np.pad(a, ((0, 0), (0, num_turns - a.shape[1]))) for a in advantages])
+
+
 def _check_advantages(advantages, trajectories):
-    if np.size(advantages) != len(trajectories):
-        raise ValueError(f"{np.size(advantages)} advantages for {len(trajectories)} trajectories")
+    if len(advantages) != len(trajectories):
+        raise ValueError(f"{len(advantages)} advantages for {len(trajectories)} trajectories")
 
 
 def _check_prompts(groups):

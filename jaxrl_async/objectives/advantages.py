@@ -72,9 +72,37 @@ def rloo(rewards: Array) -> Array:
     return centred * (group_size / (group_size - 1))
 
 
+def turns(rewards: np.ndarray) -> np.ndarray:
+    """What follows from a turn on, relative to the group's mean at the turn of the same number.
+
+        Ĝ_k = Σ_{l ≥ k} R_l,    A_k = Ĝ_k − mean_G Ĝ_k,    over the trajectories that have a turn k
+
+    Ours, after the rewards to go of REINFORCE (Sutton and Barto, 2nd ed., 13.3), with `dr_grpo`'s baseline at each
+    turn. With one turn each it is `dr_grpo`.
+
+    Args:
+      rewards: float [N, G, K], of K turns; NaN where a trajectory has fewer.
+
+    Returns:
+      float32 [N, G, K], 0 where there is no such turn.
+
+    Raises:
+      ValueError: not [N, G, K].
+    """
+    rewards = np.asarray(rewards, np.float32)
+    if rewards.ndim != 3:
+        raise ValueError(f"rewards must be [N, G, K], got shape {list(rewards.shape)}")
+    has = ~np.isnan(rewards)
+    after = np.cumsum(np.where(has, rewards, 0)[..., ::-1], axis=-1)[..., ::-1]
+    first = np.take_along_axis(after, has.argmax(axis=1)[:, None], axis=1)  # that has the turn
+    shifted = np.where(has, after - first, 0)  # Equal ones give exactly 0.
+    num = np.maximum(has.sum(axis=1, keepdims=True), 1, dtype=np.float32)
+    return np.where(has, shifted - shifted.sum(axis=1, keepdims=True) / num, np.float32(0))
+
+
 # Each needs the rewards of one group only, so groups can be trained in any order, a few at a time (mode periodic).
 # Advantages that need the whole batch, such as whitened ones, would have to be refused there.
-ADVANTAGES = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo}
+ADVANTAGES = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo, "turns": turns}
 
 
 def _centred(rewards, *, min_group_size):

@@ -23,7 +23,7 @@ from jaxrl_async.queue.records import (
     ServerRecord,
     Wait,
 )
-from jaxrl_async.types import NOT_SAMPLED, Group, InvalidTrajectoryError, Trajectory
+from jaxrl_async.types import NOT_SAMPLED, Group, InvalidTrajectoryError, Trajectory, Turn
 
 # Bounds on the messages of a peer, besides queue.max_message_bytes.
 MAX_NAME_CHARS = 256  # of a role, a worker, a reason, an address
@@ -41,6 +41,7 @@ def encode_group(group: Group) -> pb.Group:
     """Encodes a group."""
     rows = group.trajectories
     names = sorted({name for t in rows for name in t.components})
+    turns = [turn for t in rows for turn in t.turns]
     return pb.Group(
         permit=encode_permit(Permit(group.prompt_index, group.attempt)),
         lengths=[len(t) for t in rows],
@@ -49,6 +50,9 @@ def encode_group(group: Group) -> pb.Group:
         finish_reasons=[t.finish_reason for t in rows],
         component_names=names,
         components=[t.components.get(name, math.nan) for t in rows for name in names],
+        num_turns=[len(t.turns) for t in rows] if turns else (),
+        turn_ends=[turn.end for turn in turns],
+        turn_rewards=[turn.reward for turn in turns],
         **{name: _to_bytes([getattr(t, name) for t in rows], dtype) for name, dtype in _ARRAYS},
     )
 
@@ -69,10 +73,13 @@ def decode_group(message: pb.Group) -> Group:
         message.rewards,
         message.finish_reasons,
         _components(message),
+        _turns(message),
         strict=True,
     )
     trajectories, start = [], 0
-    for length, (prompt_length, reward, finish_reason, parts) in zip(lengths, fields, strict=True):
+    for length, (prompt_length, reward, finish_reason, parts, turns) in zip(
+        lengths, fields, strict=True
+    ):
         row = {name: array[start : start + length] for name, array in arrays.items()}
         start += length
         trajectories.append(
@@ -82,6 +89,7 @@ def decode_group(message: pb.Group) -> Group:
                 reward=reward,
                 finish_reason=finish_reason,
                 components=parts,
+                turns=turns,
             )
         )
     return Group(message.permit.prompt_index, message.permit.attempt, tuple(trajectories))
@@ -98,7 +106,7 @@ def decode_outline(message: pb.Group) -> Group:
 
     The arrays are broadcast, and take no memory.
     """
-    rows, components = [], _components(message)
+    rows, components, turns = [], _components(message), _turns(message)
     for i, length in enumerate(message.lengths):
         row = {name: np.broadcast_to(np.zeros((), dtype), length) for name, dtype in _ARRAYS}
         row["mask"] = row["mask"].view(np.bool_)
@@ -110,6 +118,7 @@ def decode_outline(message: pb.Group) -> Group:
                 reward=message.rewards[i],
                 finish_reason=message.finish_reasons[i],
                 components=components[i],
+                turns=turns[i],
             )
         )
     return Group(message.permit.prompt_index, message.permit.attempt, tuple(rows))
@@ -174,6 +183,7 @@ def check_outline(message: pb.Group, *, group_size: int, max_tokens: int) -> Non
     if problem:
         _refuse(f"{where}: {problem}")
     _components(message)
+    _turns(message)
 
 
 def check_return(message: pb.ReturnRequest) -> None:
@@ -403,7 +413,35 @@ def _is_sound(message: pb.Group, vocab_size: int) -> bool:
         and np.array_equal(versions > NOT_SAMPLED, mask)
         and not logprobs[~mask].any()
         and _prompts_agree(tokens, mask, lengths, prompts[0])
+        and _turns_are_sound(message, mask)
     )
+
+
+def _turns_are_sound(message: pb.Group, mask: np.ndarray) -> bool:
+    """Whether the turns of every row pass `types.check_trajectory`."""
+    start = 0
+    fields = zip(
+        _turns(message), message.lengths, message.prompt_lengths, message.rewards, strict=True
+    )
+    for turns, length, prompt_length, reward in fields:
+        part = mask[start : start + length]
+        if turns and types.turns_problem(turns, prompt_length, part, reward):
+            return False
+        start += length
+    return True
+
+
+def _turns(message: pb.Group) -> list[tuple[Turn, ...]]:
+    """The turns of each trajectory that have rewards of their own."""
+    nums = message.num_turns or [0] * len(message.lengths)
+    ends, rewards = message.turn_ends, message.turn_rewards
+    if len(nums) != len(message.lengths) or not sum(nums) == len(ends) == len(rewards):
+        _refuse(
+            f"num_turns {list(nums)[:8]} of {len(message.lengths)} trajectories, {len(ends)} turn_ends and "
+            f"{len(rewards)} turn_rewards do not agree"
+        )
+    turns = itertools.starmap(Turn, zip(ends, rewards, strict=True))
+    return [tuple(itertools.islice(turns, num)) for num in nums]
 
 
 def _components(message: pb.Group) -> list[dict[str, float]]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxrl_async.rollout.failures import CodeError
 from jaxrl_async.servers.client import Completion
-from jaxrl_async.types import NOT_SAMPLED, Prompt, Trajectory
+from jaxrl_async.types import NOT_SAMPLED, Prompt, Trajectory, Turn
 
 # generate(tokens, **sampling) continues token ids [T]; `sampling` replaces single sampling parameters of the run.
 Generate = Callable[..., Awaitable[Completion]]
@@ -214,6 +214,7 @@ class Row:
         *,
         reward: float | None = None,
         components: Mapping[str, float] = MappingProxyType({}),
+        turns: Sequence[Turn] = (),
         finish_reason: str = "",
     ) -> Trajectory:
         """The row as a trajectory.
@@ -221,6 +222,7 @@ class Row:
         Args:
           reward: kept as it is; None leaves it to the task's reward, and its components.
           components: of that reward, name → value.
+          turns: those that have rewards of their own, whose sum is the reward.
           finish_reason: "stop" or "length"; "" for that of the last completion.
         """
         versions = np.array(self._versions, np.int32)
@@ -233,6 +235,7 @@ class Row:
             reward=reward,
             finish_reason=finish_reason or self._finish_reason,
             components=dict(components),
+            turns=tuple(turns),
         )
 
 

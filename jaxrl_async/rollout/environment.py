@@ -18,7 +18,7 @@ from jaxrl_async.environments.environment import Observation, check_observation
 from jaxrl_async.environments.host import EpisodeError, EpisodeTimeoutError, Host
 from jaxrl_async.rollout.context import Context, RolloutError, Row
 from jaxrl_async.rollout.failures import CodeError, code_error
-from jaxrl_async.types import MAX_COMPONENTS, Prompt, Trajectory
+from jaxrl_async.types import MAX_COMPONENTS, Prompt, Trajectory, Turn
 
 NAME = "environment"  # in rollout.function
 TURNS = "turns"  # the component that counts them
@@ -105,7 +105,7 @@ class EnvironmentRollout:
             row.append(read)
             completion = await context.generate(row.tokens, **bound)
             row.extend(completion)
-            total.num_turns += 1
+            total.ends.append(len(row.tokens))
             if completion.finish_reason != "stop":
                 break
             stop = int(completion.tokens[-1])
@@ -119,10 +119,8 @@ class EnvironmentRollout:
                 raise self._failure("gave a reward, and its `judges` is False", _REWARDED)
             total.add(observation)
             if observation.done:
-                return row.trajectory(reward=total.reward, components=total.components())
-        return row.trajectory(
-            reward=total.reward, components=total.components(), finish_reason="length"
-        )
+                return row.trajectory(**total.fields())
+        return row.trajectory(**total.fields(), finish_reason="length")
 
     def _ids(
         self, observation: Observation, context: Context, stop: int | None, *, is_first: bool
@@ -193,25 +191,32 @@ class _Total:
 
     def __init__(self, judges: bool):
         self._judges = judges
-        self.num_turns = 0  # of the policy, the last one perhaps cut
+        self.ends: list[int] = []  # of the policy's turns in the row, the last one perhaps cut
         self._rewards: dict[int, float] = {}  # number of a turn, from 1 → its reward
         self._components: collections.Counter[str] = collections.Counter()
 
     def add(self, observation: Observation) -> None:
         """Adds what the last turn was worth."""
         if observation.reward is not None:
-            self._rewards[self.num_turns] = float(observation.reward)
+            self._rewards[len(self.ends)] = float(observation.reward)
         for name, value in observation.components.items():
             self._components[name] += float(value)
 
-    @property
-    def reward(self) -> float | None:
-        """The sum over the turns, 0 where an episode was cut before any; None where the environment does not judge."""
-        return float(sum(self._rewards.values())) if self._judges else None
+    def fields(self) -> dict[str, Any]:
+        """Of the trajectory: its reward is the sum over the turns, 0 where an episode was cut before any.
 
-    def components(self) -> dict[str, float]:
+        Without a judging environment the reward is None, and no turn has one of its own.
+        """
+        components = self._components_by_name()
+        if not self._judges:
+            return {"components": components}
+        turns = [Turn(end, self._rewards.get(i, 0.0)) for i, end in enumerate(self.ends, 1)]
+        reward = float(sum(self._rewards.values()))
+        return {"reward": reward, "components": components, "turns": turns}
+
+    def _components_by_name(self) -> dict[str, float]:
         """The environment's; the number of turns; and where several turns have rewards, each of the first ones'."""
-        found = {TURNS: float(self.num_turns)} | self._components
+        found = {TURNS: float(len(self.ends))} | self._components
         several = self._rewards.items() if len(self._rewards) > 1 else ()
         for turn, reward in several:
             if len(found) < MAX_COMPONENTS:

@@ -12,6 +12,7 @@ import collections
 import dataclasses
 import functools
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -34,7 +35,7 @@ from jaxrl_async.rollout.frictions import Frictions
 from jaxrl_async.rollout.runner import Runner
 from jaxrl_async.rollout.sampler import Sampler
 from jaxrl_async.servers.fleet import Fleet
-from jaxrl_async.types import Group, InvalidTrajectoryError, Prompt, Trajectory
+from jaxrl_async.types import Group, InvalidTrajectoryError, Prompt, Trajectory, Turn
 
 log = logging.getLogger(__name__)
 
@@ -293,7 +294,9 @@ class Worker:
         reward = judgement.reward + self._overlong(trajectory.num_sampled)
         if self._frictions is not None:
             reward = self._frictions.of_reward(reward, rng)
-        return dataclasses.replace(trajectory, reward=reward, components=judgement.components)
+        turns = _summing_to(reward, trajectory.turns)
+        components = judgement.components
+        return dataclasses.replace(trajectory, reward=reward, components=components, turns=turns)
 
     async def _run_function(self, prompt: Prompt, generate: Generate, make_rng) -> Trajectory:
         """Runs the rollout function; what it raises costs the group, as rollout_error."""
@@ -367,6 +370,15 @@ class Statistics:
             f"{self.num_groups} groups, {self.num_completions} completions of {mean:.1f} tokens on "
             f"average and {self.longest_completion} at most; returned: {returned or 'none'}"
         )
+
+
+def _summing_to(reward: float, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
+    """Turns whose rewards sum to that of the trajectory: what was added to it is the last one's."""
+    if not turns:
+        return turns
+    *before, last = turns
+    rest = reward - math.fsum(turn.reward for turn in before)
+    return (*before, dataclasses.replace(last, reward=rest))
 
 
 def _worst(failures: BaseExceptionGroup) -> BaseException:
