@@ -62,7 +62,9 @@ def require(name: str) -> None:
 
 
 @contextlib.contextmanager
-def serving(name: str, config, model: pathlib.Path, log: pathlib.Path, *flags: str):
+def serving(
+    name: str, config, model: pathlib.Path, log: pathlib.Path, *flags: str, port: int | None = None
+):
     """Runs a server with both keys and without real weights; yields its address.
 
     Args:
@@ -71,13 +73,14 @@ def serving(name: str, config, model: pathlib.Path, log: pathlib.Path, *flags: s
       model: directory of its config.json.
       log: file for what it prints.
       flags: of a real server, beside those it needs here.
+      port: of a real server; a free one by default.
     """
     require(name)
     if name == "embedded":
         with _embedded(config) as address:
             yield address
         return
-    port = free_port()
+    port = port or free_port()
     address = f"http://127.0.0.1:{port}"
     command = [SCRIPTS / f"{name}.sh", "serve", environment_of(name), "--load-format=dummy"]
     command += [

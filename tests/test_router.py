@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import functools
+import json
 import os
 import signal
 import subprocess
@@ -28,6 +29,7 @@ from jaxrl_async.weights.store import WeightStore
 from jaxrl_async.weights.transports import FileTransport
 
 DEADLINE_SECS = 120.0
+REAL_SECS = 600.0  # of a real server
 REQUEST_SECS = 0.05
 EXPECTED = Expected({"vocab_size": 100, "num_hidden_layers": 1}, 256, "disk", "", "")
 
@@ -174,26 +176,25 @@ async def test_a_worker_killed_under_load_costs_no_request(router, workers, publ
 
 
 @pytest.mark.long
-def test_a_run_through_a_router_outlives_a_real_server(tmp_path, command, monkeypatch):
-    """The example config, with two real SGLangs that no role of the run starts, one of which is killed."""
+def test_a_run_through_a_router_outlives_a_real_server_and_takes_it_back(
+    tmp_path, command, monkeypatch
+):
+    """The example config, with two real SGLangs that no role of the run starts, one of which is killed and started."""
     model, config = tmp_path / "model", "--config=configs/arithmetic_router.py:smoke"
     assert main(["init", config, f"--out={model}"]) == 0
     settings = settings_of(load_config("configs/arithmetic_router.py"))
     shape = parts.model_config_of(settings, parts.tokenizer_of(settings, tmp_path / "tokenizer"))
-    num_steps, workdir = 12, tmp_path / "run"
+    workdir, log = tmp_path / "run", tmp_path / "run" / "logs" / "learner.log"
     with contextlib.ExitStack() as stack:
-        logs = [tmp_path / f"sglang-{i}.log" for i in range(2)]
-        servers = [
-            stack.enter_context(
-                real_servers.serving("sglang", shape, model, log, "--load-format=auto")
-            )
-            for log in logs
-        ]
-        router = stack.enter_context(
-            real_servers.routing(
-                servers, tmp_path / "router.log", f"--api-key={real_servers.API_KEY}"
-            )
-        )
+
+        def serve(name, port=None):
+            where = (shape, model, tmp_path / f"{name}.log", "--load-format=auto")
+            return stack.enter_context(real_servers.serving("sglang", *where, port=port))
+
+        servers = [serve("one"), serve("two")]
+        key = f"--api-key={real_servers.API_KEY}"
+        routing = real_servers.routing(servers, tmp_path / "router.log", key)
+        router = stack.enter_context(routing)
         monkeypatch.setenv("THE_KEY", real_servers.API_KEY)
         monkeypatch.setenv("THE_ADMIN_KEY", real_servers.ADMIN_API_KEY)
         process = command(
@@ -203,26 +204,51 @@ def test_a_run_through_a_router_outlives_a_real_server(tmp_path, command, monkey
             f"--config.server.control_addresses={tuple(servers)!r}",
             "--config.server.api_key_env=THE_KEY",
             "--config.server.admin_api_key_env=THE_ADMIN_KEY",
-            f"--config.learner.num_steps={num_steps}",
+            "--config.learner.num_steps=10000",
             workdir=workdir,
         )
         try:
             wait_for_step(workdir, 2)
-            port = servers[1].rpartition(":")[2]
-            (leader,) = [
-                p
-                for p in psutil.process_iter(["cmdline"])
-                if {f"--port={port}", "--device"} <= set(p.info["cmdline"] or ())
-                and p.pid == os.getpgid(p.pid)
-            ]
-            os.killpg(leader.pid, signal.SIGKILL)
-            output, _ = process.communicate(timeout=600)
+            port = int(servers[1].rpartition(":")[2])
+            kill_server(port)
+            wait_for_state(log, servers[1], "DEAD", process)
+            lost_at = read_metrics(workdir)[-1]["step"]
+            serve("two-again", port)
+            wait_for_state(log, servers[1], "HEALTHY", process)
+            wait_for_step(workdir, read_metrics(workdir)[-1]["step"] + 3)
+            held = f"http://127.0.0.1:{port}/model_info"
+            request = urllib.request.Request(
+                held, headers={"Authorization": f"Bearer {real_servers.API_KEY}"}
+            )
+            with urllib.request.urlopen(request, timeout=REAL_SECS) as answer:
+                version = int(json.load(answer)["weight_version"])
+            process.terminate()
+            output, _ = process.communicate(timeout=REAL_SECS)
         finally:
             process.kill()
             process.wait(60)
-    assert process.returncode == 0, output
     rows = read_metrics(workdir)
-    assert [row["step"] for row in rows] == list(range(1, num_steps + 1))
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1)), output
+    assert lost_at < version <= len(rows)  # The one that came back was pushed to.
     returned = {name: row for name, row in rows[-1].items() if name.startswith("returned/")}
-    print(f"returned: {returned}")
-    assert f"{servers[1]} is DEAD" in (workdir / "logs" / "learner.log").read_text()
+    print(f"{len(rows)} steps, lost at {lost_at}, returned: {returned}")
+
+
+def kill_server(port):
+    """Kills a real SGLang and what it started."""
+    (leader,) = [
+        p
+        for p in psutil.process_iter(["cmdline"])
+        if {f"--port={port}", "--device"} <= set(p.info["cmdline"] or ())
+        and p.pid == os.getpgid(p.pid)
+    ]
+    os.killpg(leader.pid, signal.SIGKILL)
+
+
+def wait_for_state(log, server, state, process):
+    """Waits until the last thing that a learner's log says of a server is this state."""
+    deadline = time.monotonic() + REAL_SECS
+    while not log.read_text().rpartition(f"{server} is ")[2].startswith(state):
+        assert time.monotonic() < deadline, f"{server} was never {state}"
+        assert process.poll() is None, "the run has ended"
+        time.sleep(0.2)
