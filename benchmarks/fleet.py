@@ -225,6 +225,9 @@ class Rewards:
     async def judge(self, text, answer, seen):
         return Judgement(float(len(text) % 2))
 
+    def waits_for(self):
+        return "its reward"
+
 
 def run_workers(pipe, queue: str, names: list[str], args: argparse.Namespace) -> None:
     """Some of the workers, in one process."""

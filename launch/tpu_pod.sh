@@ -7,10 +7,11 @@
 #
 # LEARNER is a slice of learner.num_processes hosts, SERVERS are TPU VMs of one host. All have this repository and its
 # environment in ~/jaxrl_async (.venv; the servers' SGLang-JAX in .venv-sglang-jax), and WORKDIR on a shared disk
-# (Filestore). The queue and one rollout worker run on the learner's first host. FLAGS go to `train`; --config.model.path
+# (Filestore). The queue and one rollout worker run on the learner's first host. REWARDS, where it is set, names TPU VMs
+# with a reward service each (docs/rewards.md); the servers' may be among them. FLAGS go to `train`; --config.model.path
 # must be one of them. The same command resumes a run that ended, or was preempted (exit code 75): it ends the remaining
-# queue, worker and servers by SIGTERM, and starts them again. They stay up when the learner is done; on a host,
-# `kill $(cat ~/jaxrl-*.pid)` ends them.
+# queue, worker, reward services and servers by SIGTERM, and starts them again. They stay up when the learner is done; on
+# a host, `kill $(cat ~/jaxrl-*.pid)` ends them.
 #
 # --dry-run prints the commands, with names in place of gcloud's addresses. With xpk, on a cluster that
 # `xpk cluster create` made, the learner alone is
@@ -42,6 +43,7 @@ on_host() {
             --host=0.0.0.0 --port=30000 --skip-tokenizer-init
         ;;
     queue | rollout) JAX_PLATFORMS=cpu background "$role" "${train[@]}" --role="$role" ;;
+    rewards) background "rewards-$HOSTNAME" "${train[@]}" --role=rewards ;;
     learner)
         TPU_WORKER_ID=$(metadata agent-worker-number)
         # "…:…:ADDRESS,…" of every worker
@@ -94,6 +96,7 @@ for name in PROJECT ZONE LEARNER SERVERS; do [ "${!name:-}" ] || missing+=("$nam
     exit 2
 }
 read -ra servers <<<"${SERVERS:?}"
+read -ra rewards <<<"${REWARDS:-}"
 where=(--project="$PROJECT" --zone="$ZONE")
 
 address() { # NAME: of its first host
@@ -133,17 +136,21 @@ quoted() { # WORD: as a shell reads it
 queue=$(address "$LEARNER"):7000
 urls=
 for name in "${servers[@]}"; do urls+="'http://$(address "$name"):30000',"; done
+judges=
+for name in "${rewards[@]}"; do judges+="'$(address "$name"):7100',"; done
 flags=(
     --config="$config" --config.queue.address="$queue" --config.server.addresses="($urls)"
     --config.queue.token_env=JAXRL_QUEUE_KEY
     --config.server.api_key_env=JAXRL_API_KEY --config.server.admin_api_key_env=JAXRL_ADMIN_KEY
     --config.security.insecure=True # The project's network is trusted; queue.tls_* and server.tls_* do without.
+    ${judges:+--config.rollout.reward_addresses="($judges)"}
     --config.weights.transport=stream
     --config.journal.mode=delete # A write-ahead log is not safe on a network file system.
     "$@"
 )
 on "$LEARNER" 0 key
 for name in "${servers[@]}"; do on "$name" 0 server; done
+for i in "${!rewards[@]}"; do on "${rewards[i]}" 0 rewards --index="$i" "${flags[@]}"; done
 on "$LEARNER" 0 queue "${flags[@]}"
 on "$LEARNER" 0 rollout "${flags[@]}"
 on "$LEARNER" all learner "${flags[@]}"

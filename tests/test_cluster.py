@@ -52,6 +52,40 @@ def test_learners_of_slurm_join_at_the_first_of_them():
     assert place.coordinator == "gpu07:8476"
 
 
+REWARDS = {
+    "SLURM_HET_SIZE": "4",
+    "SLURM_JOB_NODELIST_HET_GROUP_3": "127.0.0.[15-16]",
+    "SLURM_TASKS_PER_NODE_HET_GROUP_3": "2,1",
+}
+SERVICES = ("127.0.0.15:7100", "127.0.0.15:7101", "127.0.0.16:7100")
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "role", "index"),
+    [
+        ("slurm_rollout", {}, "rollout", 1),
+        (
+            "slurm_server",
+            {"SLURM_JOB_NODELIST": "127.0.0.[15-16]", "SLURM_PROCID": "2"},
+            "rewards",
+            2,
+        ),
+    ],
+)
+def test_a_fourth_component_of_slurm_is_the_reward_services_which_everyone_finds(
+    name, own, role, index
+):
+    place = place_of(recorded(name) | REWARDS | own)
+    assert place == Place(role, index, **SLURM, reward_addresses=SERVICES)
+
+
+def test_a_pod_of_reward_services_finds_its_place():
+    environment = JOBSET | {"JOBSET_REPLICATED_JOB": "rewards", "JOBSET_REWARDS": "2"}
+    place = place_of(environment)
+    assert (place.role, place.index) == ("rewards", 1)
+    assert place.reward_addresses[place.index] == "run-rewards-0-1.run:7100"
+
+
 def test_the_pods_of_a_jobset_find_its_reward_services():
     environment = JOBSET | {"JOBSET_REPLICATED_JOB": "rollout", "JOBSET_REWARDS": "2"}
     assert place_of(environment).reward_addresses == (
@@ -124,6 +158,7 @@ def test_a_machine_alone_runs_all_roles(environment):
                 "JOBSET_SERVERS",
             )
         ),
+        (JOBSET | {"JOBSET_REPLICATED_JOB": "rewards", "JOBSET_REWARDS": "1"}, "JOBSET_REWARDS"),
         ({"TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "a,b"}, "TPU_WORKER_ID"),
     ],
 )  # fmt: skip
@@ -155,7 +190,7 @@ def test_all_variables_that_are_missing_are_named_at_once(environment, known):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"SLURM_HET_SIZE": "2"}, "SLURM_HET_SIZE = 2: the components must be 3"),
+        ({"SLURM_HET_SIZE": "2"}, "SLURM_HET_SIZE = 2: the components must be 3 or 4"),
         ({"SLURM_PROCID": "one"}, "SLURM_PROCID must be a whole number ≥ 0, got 'one'"),
         ({"SLURM_JOB_NODELIST": "node9"}, "SLURM_JOB_NODELIST = node9 must be the nodes of one"),
         ({"SLURM_TASKS_PER_NODE_HET_GROUP_1": "2"}, "counts 1 nodes.* has 2$"),

@@ -497,7 +497,7 @@ def test_a_setting_that_an_old_workdir_lacks_has_the_value_from_before_it_existe
     old_workdir, monkeypatch, caplog
 ):
     before = {"loss.clip_low": 0.5, "evaluate.seed": 9, "evaluate.num_prompts": 3}
-    before |= {f"cpus.{role}": () for role in ("learner", "server", "rollout", "queue")}
+    before |= {f"cpus.{role}": () for role in ("learner", "server", "rollout", "queue", "rewards")}
     monkeypatch.setattr(settings_lib, "ADDED", before)
     monkeypatch.setattr(build, "ADDED", before)
     workdir = old_workdir("loss.clip_low", "evaluate.seed", "cpus")
@@ -505,7 +505,7 @@ def test_a_setting_that_an_old_workdir_lacks_has_the_value_from_before_it_existe
     assert (settings.loss.clip_low, settings.evaluate.seed) == (0.5, 9)
     assert settings.evaluate.num_prompts == 512, "what config.json states"
     said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 6
+    assert len(said) == 7
     assert f"{workdir}/config.json: no loss.clip_low; read as 0.5" in said[0]
 
 

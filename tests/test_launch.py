@@ -369,6 +369,20 @@ def test_a_dry_run_of_slurm_reads_how_many_nodes_and_tasks_there_are(slurm, tmp_
         ]
 
 
+REWARDS = ("set -euo", "#SBATCH hetjob\n#SBATCH --nodes=2 --ntasks-per-node=1\nset -euo")
+
+
+def test_a_fourth_component_of_slurm_has_the_reward_services(slurm, tmp_path):
+    (_, *steps), places = slurm(QUICKSTART, tmp_path / "a", changes=[REWARDS])
+    assert {tuple(train_of(step)) for step in steps} == {tuple(train_of(steps[0]))}
+    assert [next(w for w in step if "--het-group=" in w)[-1] for step in steps] == list("3210")
+    assert f"--output={tmp_path}/a/logs/rewards-%t.log" in steps[0]
+    roles = [" ".join(place[4:6]).replace("--", "") for place in places]
+    assert roles[-2:] == ["role=rewards index=0", "role=rewards index=1"] and len(roles) == 6
+    flag = "--config.rollout.reward_addresses=('rewards-0:7100', 'rewards-1:7100')"
+    assert all(flag in place for place in places)
+
+
 def test_a_dry_run_of_slurm_refuses_what_the_job_would(slurm, tmp_path, capfd):
     with pytest.raises(subprocess.CalledProcessError) as error:
         slurm(QUICKSTART, tmp_path / "a", *TWO)
@@ -422,8 +436,10 @@ def test_a_script_can_be_called_by_its_name(script):
     assert os.access(script, os.X_OK) and script.read_text().startswith("#!/usr/bin/env bash\n")
 
 
-def test_the_script_of_tpu_vms_starts_every_role_with_the_same_addresses(dry, tmp_path):
+@pytest.mark.parametrize("rewards", ["", "s1 r0"])
+def test_the_script_of_tpu_vms_starts_every_role_with_the_same_addresses(rewards, dry, tmp_path):
     names = {"PROJECT": "p", "ZONE": "z", "LEARNER": "learn", "SERVERS": "s0 s1"}
+    names |= {"REWARDS": rewards} if rewards else {}
     flags = (
         "--config.model.path=/mnt/q",
         "--config.learner.num_processes=2",
@@ -455,6 +471,7 @@ def test_the_script_of_tpu_vms_starts_every_role_with_the_same_addresses(dry, tm
         ("learn", "--worker=0", "key"),
         ("s0", "--worker=0", "server"),
         ("s1", "--worker=0", "server"),
+        *((name, "--worker=0", "rewards") for name in rewards.split()),
         ("learn", "--worker=0", "queue"),
         ("learn", "--worker=0", "rollout"),
         ("learn", "--worker=all", "learner"),
@@ -468,6 +485,10 @@ def test_the_script_of_tpu_vms_starts_every_role_with_the_same_addresses(dry, tm
         "http://s0.example:30000",
         "http://s1.example:30000",
     ]
+    services = [f"{name}.example:7100" for name in rewards.split()]
+    assert settings["rollout"]["reward_addresses"] == services
+    indexes = [w for *_, words in commands for w in words if w.startswith("--index=")]
+    assert indexes == [f"--index={i}" for i in range(len(services))]
 
 
 def test_all_that_the_script_of_tpu_vms_lacks_is_said_at_once(monkeypatch):
@@ -622,6 +643,29 @@ def jobset(request):
     return yaml.safe_load(request.param.read_text())
 
 
+@pytest.fixture(params=JOBSETS, ids=lambda path: path.name)
+def jobset_with_rewards(request):
+    """Of which the lines in comments are lines."""
+    text = re.sub(r"^( +)# ?", r"\1", request.param.read_text(), flags=re.M)
+    return yaml.safe_load(text)
+
+
+def test_the_comments_of_a_jobset_add_reward_services(jobset_with_rewards, dry):
+    check(jobset_with_rewards, JOBSET, "JobSet")
+    found = {}
+    for role, environ, command in pods_of(jobset_with_rewards):
+        if role != "server":
+            words = [w for w in train_of(command) if not re.search(r"config\.(model|tok)", w)]
+            resolved, settings = dry(words, environ)
+            found.setdefault(role, []).append(settings["rollout"]["reward_addresses"])
+            assert f"--role={role}" in resolved
+    name = environ["JOBSET_NAME"]
+    services = [f"{name}-rewards-0-{i}.{name}:7100" for i in range(2)]
+    assert found.keys() == {"learner", "queue", "rollout", "rewards"}
+    assert len(found["rewards"]) == 2
+    assert all(addresses == services for role in found.values() for addresses in role)
+
+
 def test_a_jobset_has_the_fields_of_its_schemas(jobset):
     assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     check(jobset, JOBSET, "JobSet")
@@ -672,6 +716,7 @@ def test_the_pods_of_a_jobset_are_all_processes_of_one_run(jobset, dry):
         assert {f"--role={role}", f"--index={places[-1][1]}"} <= set(resolved)
         name = environ["JOBSET_NAME"]
         assert settings["queue"]["address"] == f"{name}-queue-0-0.{name}:7000"
+        assert settings["rollout"]["reward_addresses"] == []
         assert len(settings["server"]["addresses"]) == int(environ["JOBSET_SERVERS"])
     assert servers == int(environ["JOBSET_SERVERS"])
     learners = [place for place in places if place[0] == "learner"]

@@ -99,6 +99,29 @@ WORDS = [
     (["train", f"--config={QUICKSTART}e"], ("'smokee'", "'smoke'")),
     (["train", f"--config={QUICKSTART}", "--workdri=a"], ("workdri", "workdir")),
     (["train", f"--config={QUICKSTART}", "--role=lerner"], ("'lerner'", "'learner'")),
+    (
+        ["train", f"--config={QUICKSTART}", "--role=rewards"],
+        ("--index=0", "rollout.reward_addresses"),
+    ),
+    (
+        [
+            "train",
+            f"--config={QUICKSTART}",
+            "--config.rollout.reward_addresses=('no-such-host.invalid:7100',)",
+            "--config.security.insecure=True",
+        ],
+        ("rollout.reward_addresses", "no-such-host.invalid", "resolve"),
+    ),
+    (
+        [
+            "train",
+            "--role=rewards",
+            f"--config={QUICKSTART}",
+            "--config.rollout.reward_addresses=('0.0.0.0:7100',)",
+            "--config.security.insecure=True",
+        ],
+        ("reward service 0", "0.0.0.0:7100", "queue.token_env"),
+    ),
     (["train", f"--config={QUICKSTART}", "--workdir=/dev/null/a"], ("--workdir", "/dev/null/a")),
     (["train", f"--config={GSM8K}", "--config.task.args.directory=nowhere"], ("nowhere", "task")),
     (

@@ -8,8 +8,10 @@ import socket
 import subprocess
 import sys
 
+import psutil
 import pytest
 
+from jaxrl_async.cli.config import load_config, settings_of
 from jaxrl_async.rewards import client as clients
 from jaxrl_async.rewards import rewards_pb2 as pb
 from jaxrl_async.rewards import service
@@ -21,6 +23,8 @@ from jaxrl_async.rewards.pool import (
     RewardPool,
     RewardTimeoutError,
 )
+from jaxrl_async.roles import preflight
+from jaxrl_async.runtime.supervisor import free_port
 
 REWARD = "service_reward:judge"
 BOUNDS = dict(num_processes=1, timeout_secs=1.0, memory_bytes=1 << 28, calls_per_process=0)
@@ -263,12 +267,21 @@ async def test_a_malformed_call_is_refused_and_the_next_is_answered(raw):
         assert (await rewards.judge("good", "good", SEEN)).reward == 1.0
 
 
-def test_the_verb_serves_the_reward_of_a_config(tmp_path):
-    words = ["--config=configs/quickstart.py:smoke", "--port=0"]
-    command = [sys.executable, "-m", "jaxrl_async", "rewards", *words]
+VERB = ("rewards", "--port={port}")
+ROLE = ("train", "--role=rewards", "--config.rollout.reward_addresses=('127.0.0.1:{port}',)")
+
+
+@pytest.mark.parametrize(("words", "code"), [(VERB, 0), (ROLE, 1)], ids=["verb", "role"])
+def test_the_verb_and_the_role_serve_the_reward_of_a_config_until_sigterm(words, code, tmp_path):
+    port = free_port()
+    words = [word.format(port=port) for word in (*words, "--config=configs/quickstart.py:smoke")]
+    words += [f"--workdir={tmp_path}"] if code else []
+    command = [sys.executable, "-m", "jaxrl_async", *words]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as started:
         try:
             address = next(line for line in started.stderr if " reward " in line).split()[-1]
+            assert address == f"127.0.0.1:{port}"
+            processes = psutil.Process(started.pid).children()
 
             async def ask():
                 async with client(address, reward="exact") as rewards:
@@ -277,7 +290,46 @@ def test_the_verb_serves_the_reward_of_a_config(tmp_path):
             assert asyncio.run(ask()) == [1.0, 0.0]
         finally:
             started.terminate()
-        assert started.wait(30) == 0
+        try:
+            assert started.wait(30) == code
+        finally:
+            started.kill()
+        assert "Traceback" not in started.stderr.read()
+    assert processes and not any(process.is_running() for process in processes)
+
+
+def test_a_learner_ends_at_once_that_a_reward_service_cannot_serve(tmp_path, run):
+    with process(tmp_path) as (_, other):
+        addresses = (f"127.0.0.1:{free_port()}", other)
+        code, output = run(
+            "train",
+            "--role=learner",
+            "--config=configs/quickstart.py:smoke",
+            "--config.queue.address=127.0.0.1:9",
+            "--config.server.addresses=('http://127.0.0.1:9',)",
+            f"--config.rollout.reward_addresses={addresses!r}",
+        )
+    assert code == 1 and "Traceback" not in output
+    assert "1 of 2 reward services cannot take part in this run" in output
+    assert f"{other} judges by '{REWARD}', and this run by 'exact'" in output
+
+
+def test_a_learner_names_the_services_that_do_not_answer_and_goes_on(caplog):
+    config = load_config("configs/quickstart.py:smoke")
+    config.rollout.reward_addresses = (f"127.0.0.1:{free_port()}",)
+    preflight.check_rewards(settings_of(config))
+    (line,) = (record.message for record in caplog.records)
+    assert f"{config.rollout.reward_addresses[0]} gives no answer" in line
+
+
+async def test_a_call_that_waits_names_the_services_that_do_not_answer(caplog):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        dead = f"127.0.0.1:{free.getsockname()[1]}"
+    async with served() as address, client(address) as rewards:
+        assert rewards.waits_for() == "its reward, of a service"
+        async with client(address, dead) as rewards:
+            assert rewards.waits_for() == f"its reward, of a service (no answer: {dead})"
+    assert f"{dead} gives no answer" in caplog.text
 
 
 def test_the_verb_refuses_an_address_beyond_loopback_without_a_token():

@@ -8,6 +8,7 @@ from jaxrl_async.cli import train
 from jaxrl_async.config.settings import SettingsError
 from jaxrl_async.queue.journal import JournalError
 from jaxrl_async.queue.records import RunFailedError, SupersededError
+from jaxrl_async.rewards.pool import PoolError
 from jaxrl_async.rollout.failures import UserCodeError
 from jaxrl_async.weights.publisher import PublisherError
 
@@ -23,6 +24,7 @@ FORESEEN = [
     OSError("the queue cannot listen on localhost:1: is the port taken?"),
     OSError(errno.EADDRINUSE, "cannot listen on localhost:1"),
     JournalError("journal a is in use"),
+    PoolError("no reward service answers at localhost:1 within 30 s"),
     PublisherError("version 0 did not reach every inference server within 3 s"),
     caused(PublisherError("the publisher failed: no server"), PublisherError("no server")),
     SettingsError("server.api_key_env names THE_KEY, which is unset"),

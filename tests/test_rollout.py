@@ -573,6 +573,9 @@ class FakeRewards:
             float(len(text.split())), {"words": float(len(seen["raw_completion"].split()))}
         )
 
+    def waits_for(self):
+        return "its reward, in the pool"
+
 
 @pytest.fixture
 def queue(servers):

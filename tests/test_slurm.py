@@ -1,6 +1,7 @@
-"""launch/slurm.sbatch on a real Slurm of three nodes on loopback: preempted, requeued, resumed to the same weights."""
+"""launch/slurm.sbatch on a real Slurm of four nodes on loopback: preempted, requeued, resumed to the same weights."""
 
 import contextlib
+import json
 import os
 import pathlib
 import shutil
@@ -65,16 +66,15 @@ def job_of(slurm, tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{os.environ.get('PYTHONPATH', '')}")
-    return lambda workdir, *flags: Job(slurm, tmp_path, workdir, flags)
+    return lambda workdir, *flags, **options: Job(slurm, tmp_path, workdir, flags, **options)
 
 
 class Job:
     """One job of slurm.sbatch."""
 
-    def __init__(self, slurm, tmp_path, workdir, flags):
+    def __init__(self, slurm, tmp_path, workdir, flags, script=ROOT / "launch" / "slurm.sbatch"):
         self._slurm, self.workdir = slurm, workdir
         self.output = tmp_path / f"{workdir.name}.txt"
-        script = ROOT / "launch" / "slurm.sbatch"
         config = "configs/quickstart.py:smoke,mode=sync"
         flags = (f"--config.learner.num_steps={NUM_STEPS}", *flags)
         words = ("--parsable", f"--output={self.output}", script, config, workdir, *flags)
@@ -109,7 +109,7 @@ class Job:
 
     def kill(self, role):
         """Kills the process of a role, which `train --role=auto` names nowhere but in its environment."""
-        group = {"learner": "0", "server": "1"}[role]
+        group = {"learner": "0", "server": "1", "rewards": "3"}[role]
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 if (
@@ -133,7 +133,7 @@ def test_a_preempted_job_is_requeued_and_ends_with_the_weights_of_one_that_was_n
     job.wait_for(lambda: len(read_metrics(preempted)) >= 3)
     signaled = time.monotonic()
     slurm(
-        "sbatch", "--partition=high", "--nodes=3", "--exclusive", "--time=1", "--output=/dev/null",
+        "sbatch", "--partition=high", "--nodes=4", "--exclusive", "--time=1", "--output=/dev/null",
         "--wrap", "sleep 2",
     )  # fmt: skip
     job.wait_for(lambda: "PENDING" in job.state())
@@ -180,6 +180,26 @@ def test_a_server_that_is_killed_starts_again_alone_and_a_learner_that_is_killed
     assert "the learner ended with code 137: requeued" in job.output.read_text()
     assert "resumed at version" in job.log_of("learner")
     assert [row["step"] for row in read_metrics(job.workdir)] == list(range(1, NUM_STEPS + 1))
+
+
+def test_a_service_of_rewards_that_is_killed_starts_again_alone(slurm, job_of, tmp_path):
+    text = (ROOT / "launch" / "slurm.sbatch").read_text()
+    line = next(line for line in text.splitlines() if "--ntasks-per-node" in line)
+    script = tmp_path / "rewards.sbatch"
+    script.write_text(text.replace("set -euo", f"#SBATCH hetjob\n{line}\nset -euo", 1))
+    job = job_of(tmp_path / "rewards", script=script)
+    job.wait_for(lambda: len(read_metrics(job.workdir)) >= 3)
+    job.kill("rewards")
+    job.wait_for_end()
+    assert "JobState=COMPLETED" in job.state() and "Restarts=0" in job.state(), job.logs()
+    assert job.log_of("rewards").count("reward exact at 127.0.0.14:7100") == 2
+    assert "ended with code 137; started again" in job.log_of("rewards")
+    assert "resumed" not in job.log_of("learner")
+    assert len(read_metrics(job.workdir)) == NUM_STEPS
+    logs = job.log_of("queue") + (job.workdir / "logs" / "queue-1.log").read_text()
+    assert "the reward service 127.0.0.14:7100 gives no answer" in logs
+    config = json.loads((job.workdir / "config.json").read_text())
+    assert config["rollout"]["reward_addresses"] == ["127.0.0.14:7100"]
 
 
 def test_a_job_whose_usage_is_bad_is_not_requeued(slurm, job_of, tmp_path):

@@ -313,3 +313,11 @@ def test_the_banner_says_what_the_journal_costs(flags, words, tmp_path):
         config[block][name] = int(value) if name == "max_bytes" else value
     banner = supervisor.banner(settings_of(config), tmp_path, "127.0.0.1:1", [], {})
     assert words in banner and banner.count(" are free") == 1
+
+
+def test_the_banner_names_reward_services(tmp_path):
+    config = load_config("configs/quickstart.py:smoke")
+    assert "rewards  " not in supervisor.banner(settings_of(config), tmp_path, "a:1", [], {})
+    config.rollout.reward_addresses = ("127.0.0.1:7100",)
+    shown = supervisor.banner(settings_of(config), tmp_path, "a:1", [], {})
+    assert "  rewards  127.0.0.1:7100\n" in shown

@@ -2,20 +2,17 @@
 
 import asyncio
 import contextlib
-import logging
 import signal
 
 from jaxrl_async import security
 from jaxrl_async.cli.config import UsageError, parse_flags, settings_of
-from jaxrl_async.config.checks import key_named
+from jaxrl_async.config.settings import Settings
 from jaxrl_async.rewards.pool import RewardError
-from jaxrl_async.roles import parts
-
-log = logging.getLogger(__name__)
 
 USAGE = """Serves the reward of a config's task, from rollout.reward_processes processes within the bounds of
 rollout.reward_*, until Ctrl-C or SIGTERM. The workers of a run ask it where rollout.reward_addresses names it. Its
-token is queue.token_env's, its certificate queue.tls_cert and queue.tls_key.
+token is queue.token_env's, its certificate queue.tls_cert and queue.tls_key. `train --role=rewards --index=i` is the
+same at entry i of rollout.reward_addresses.
 
     python -m jaxrl_async rewards --config=runs/a/config.json --host=0.0.0.0 --port=7100"""
 
@@ -29,28 +26,18 @@ def main(argv: list[str]) -> int:
         port=(7100, "port to bind; 0 picks a free one"),
     )
     settings = settings_of(flags.config)
-    token = key_named("queue.token_env", settings.queue.token_env)
     security.log_to_stderr("%(asctime)s %(levelname)s %(message)s")
     # The last is SIGTERM's: the pool is closed by then.
     with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
         try:
-            asyncio.run(_serve(settings, f"{flags.host}:{flags.port}", token))
+            asyncio.run(_serve(settings, f"{flags.host}:{flags.port}"))
         except (OSError, RewardError, ValueError) as error:
             raise UsageError(str(error)) from None
     return 0
 
 
-async def _serve(settings, address: str, token: str | None) -> None:
-    from jaxrl_async.rewards import service
+async def _serve(settings: Settings, address: str) -> None:
+    from jaxrl_async.roles import rewards
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asyncio.current_task().cancel)
-    pool = parts.reward_pool_of(settings, parts.task_of(settings).reward)
-    await service.serve(
-        address,
-        pool,
-        on_bound=lambda bound: log.info("reward %s at %s", pool.reward, bound),
-        token=token,
-        tls_cert=settings.queue.tls_cert,
-        tls_key=settings.queue.tls_key,
-        insecure=settings.security.insecure,
-    )
+    await rewards.serve(settings, address)

@@ -25,7 +25,7 @@ from jaxrl_async.runtime import workdir as workdirs
 from jaxrl_async.runtime.preemption import PREEMPTED, StopRequest
 from jaxrl_async.runtime.progress import score_of
 
-ROLES = ("all", "queue", "learner", "rollout", "server", "auto", "one")
+ROLES = ("all", "queue", "learner", "rollout", "server", "rewards", "auto", "one")
 PARENT_POLL_SECS = 1.0  # poll interval
 # Exit code of a learner that another one has superseded: that of bad usage, after which no scheduler starts it again.
 SUPERSEDED = 2
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
         config_of=_config_of_workdir,
         workdir=("", "directory of the run; default runs/TASK-TIME"),
         role=("all", " | ".join(ROLES)),
-        index=(0, "index of the server, rollout worker or learner process"),
+        index=(0, "index of the server, rollout worker, reward service or learner process"),
         coordinator=("", "HOST:PORT of learner process 0, where learner.num_processes > 1"),
         resume=(False, "continue from the last checkpoint of --workdir"),
         dry_run=(False, "print the settings and the resolved command, and start nothing"),
@@ -146,6 +146,8 @@ def _resolved(values: flags.FlagValues, argv: list[str], workdir: pathlib.Path) 
     words += [f"--role={values.role}", f"--index={values.index}"]
     words += [f"--config.queue.address={values.config.queue.address}"]
     words += [f"--config.server.addresses={values.config.server.addresses!r}"]
+    rewards = values.config.rollout.reward_addresses
+    words += [f"--config.rollout.reward_addresses={rewards!r}"] if rewards else []
     words += [f"--coordinator={values.coordinator}"] if values.coordinator else []
     words += ["--resume"] if values.resume else []
     return f"{values.config.to_json(indent=2)}\n{shlex.join(words)}"
@@ -271,6 +273,7 @@ def _is_explained(error: BaseException) -> bool:
     """Whether a role's error names its cause in its message, so that a line suffices instead of a traceback."""
     from jaxrl_async.queue.journal import JournalError
     from jaxrl_async.queue.records import RunFailedError
+    from jaxrl_async.rewards.pool import RewardError
     from jaxrl_async.roles.preflight import PreflightError
     from jaxrl_async.rollout.failures import UserCodeError
     from jaxrl_async.weights.publisher import PublisherError
@@ -279,15 +282,20 @@ def _is_explained(error: BaseException) -> bool:
         return bool(error.args) and error.errno in (None, errno.EADDRINUSE)
     if isinstance(error, PublisherError):  # It also wraps the error that ended the publisher.
         return error.__cause__ is None or _is_explained(error.__cause__)
-    return isinstance(
-        error, (JournalError, PreflightError, RunFailedError, SettingsError, UserCodeError)
-    )
+    explained = (JournalError, PreflightError, RewardError, RunFailedError, SettingsError)
+    return isinstance(error, (*explained, UserCodeError))
 
 
 def _check_addresses(settings: Settings, role: str, index: int) -> None:
     """Refuses a role that runs alone without the addresses of the others."""
-    if not settings.queue.address and role != "server":
+    if not settings.queue.address and role not in ("server", "rewards"):
         raise UsageError(f"--role={role} needs --config.queue.address=HOST:PORT")
+    services = settings.rollout.reward_addresses
+    if role == "rewards" and not 0 <= index < len(services):
+        raise UsageError(
+            f"--role=rewards --index={index} needs its entry of config.rollout.reward_addresses, which has "
+            f"{len(services)}"
+        )
     needed = {"server": index + 1, "one": 0, "learner": 0 if settings.server.discover else 1}.get(
         role, 0
     )

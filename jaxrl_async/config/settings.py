@@ -39,6 +39,7 @@ RENAMED: dict[str, str] = {"loss.behavior_cap_mode": "loss.behavior_weight"}
 ADDED: dict[str, Any] = {
     "checkpoint.grace_secs": 60.0,
     "rollout.reward_addresses": (),
+    "cpus.rewards": (),
     "rollout.reward_environment": (),
     "security.insecure": True,
     "server.discover": "",
@@ -430,6 +431,7 @@ class Cpus:
     server: tuple[int, ...] = ()
     rollout: tuple[int, ...] = ()
     queue: tuple[int, ...] = ()
+    rewards: tuple[int, ...] = ()
 
     def of(self, role: str) -> tuple[int, ...]:
         """The cores of a role; of "one", those of all."""

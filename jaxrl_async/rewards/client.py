@@ -40,9 +40,13 @@ class _Service:
     num_processes: int = 0  # 0 until it has said so
     running: int = 0  # calls of this client
     suspect_until: float = -math.inf  # clock, seconds
+    failure: str = ""  # why it gave no answer
 
     def load(self, now: float) -> tuple[bool, float]:
         return now < self.suspect_until, (self.running + 1) / max(self.num_processes, 1)
+
+    def silence(self) -> str:
+        return f"the reward service {self.address} gives no answer: {self.failure}"
 
 
 class RewardClient:
@@ -91,19 +95,39 @@ class RewardClient:
         await self.close()
 
     async def start(self) -> None:
-        """Connects, within START_SECS.
+        """Connects, within START_SECS, and logs which services do not answer yet.
 
         Raises:
           RewardError: no service answers, or one refuses the token or has another reward.
         """
-        for address in self._addresses:
-            channel = rpc.channel(address, self._credentials)
-            self._services.append(_Service(address, channel, RewardsStub(channel)))
+        self._open()
         try:
             await self._connect()
         except BaseException:
             await self.close()
             raise
+
+    async def look(self) -> tuple[list[str], list[str]]:
+        """Asks every service once, within DESCRIBE_SECS, where the client is not started.
+
+        Returns:
+          A line for each that gives no answer, and a line for each that refuses the token or has another reward.
+        """
+        silent, unfit = [], []
+
+        async def ask(service: _Service) -> None:
+            try:
+                if not await self._answers(service):
+                    silent.append(service.silence())
+            except PoolError as error:
+                unfit.append(str(error))
+
+        self._open()
+        try:
+            await asyncio.gather(*map(ask, self._services))
+        finally:
+            await self.close()
+        return silent, unfit
 
     async def close(self) -> None:
         """Closes the connections; calls that wait fail with PoolError."""
@@ -128,6 +152,11 @@ class RewardClient:
         kind = RewardTimeoutError if failure.timeout else RewardError
         raise kind(failure.message, place=failure.place, traceback=failure.traceback)
 
+    def waits_for(self) -> str:
+        """In words: what a call waits for, and which services gave no answer when they were asked last."""
+        silent = ", ".join(s.address for s in self._services if not s.num_processes)
+        return "its reward, of a service" + (f" (no answer: {silent})" if silent else "")
+
     async def _ask(self, request: pb.JudgeRequest) -> pb.JudgeReply:
         failed_since = None
         while self._services:
@@ -149,9 +178,7 @@ class RewardClient:
                 self._suspect(service, error)
                 now = self._clock()
                 failed_since = now if failed_since is None else failed_since
-                log.warning(
-                    "the reward service %s gave no answer: %s", service.address, error.details()
-                )
+                log.warning("%s", service.silence())
                 if now - failed_since > self._outage_secs:
                     raise PoolError(
                         f"no reward service answered for {self._outage_secs:g} s, the last one {service.address}: "
@@ -163,18 +190,26 @@ class RewardClient:
                 await asyncio.sleep(RETRY_SECS)
         raise PoolError(f"the client of reward {self._reward!r} is closed")
 
+    def _open(self) -> None:
+        for address in self._addresses:
+            channel = rpc.channel(address, self._credentials)
+            self._services.append(_Service(address, channel, RewardsStub(channel)))
+
     async def _connect(self) -> None:
         deadline = self._clock() + START_SECS
         while True:
             found = await asyncio.gather(*map(self._answers, self._services))
             if any(found):
-                return
+                break
             if self._clock() + RETRY_SECS > deadline:
                 raise PoolError(
                     f"no reward service answers at {', '.join(self._addresses)} within {START_SECS:g} s: start them "
                     "by `python -m jaxrl_async rewards`"
                 )
             await asyncio.sleep(RETRY_SECS)
+        for service in self._services:
+            if not service.num_processes:
+                log.warning("%s", service.silence())
 
     async def _answers(self, service: _Service) -> bool:
         try:
@@ -203,7 +238,7 @@ class RewardClient:
         if error.code() not in _LOST:
             raise _refusal(service.address, error) from None
         service.suspect_until = self._clock() + SUSPECT_SECS
-        service.num_processes = 0
+        service.num_processes, service.failure = 0, error.details()
 
 
 def _refusal(address: str, error: grpc.aio.AioRpcError) -> PoolError:

@@ -141,6 +141,10 @@ class RewardPool:
     async def __aexit__(self, *_) -> None:
         await self.close()
 
+    def waits_for(self) -> str:
+        """In words: what a call waits for."""
+        return "its reward, in the pool"
+
     async def score(self, completion: str, answer: str) -> float:
         """The reward of one completion. Calls that wait at the same time share messages.
 

@@ -98,8 +98,9 @@ class Links:
         self._settings = settings
 
     def check(self, expected: Expected) -> None:
-        """Checks the servers that answer; raises PreflightError."""
+        """Checks the servers and the reward services that answer; raises PreflightError."""
         preflight.check_servers(self._settings, expected)
+        preflight.check_rewards(self._settings)
 
     def sharing(self) -> dict[str, Any]:
         """Arguments of `TrainStep` that say what is shared with servers."""

@@ -1,4 +1,7 @@
-"""The preflight of a run's servers, before the warm start: those that answer are checked, the others are awaited."""
+"""The preflight of a run's servers and reward services, before the warm start.
+
+Those that answer are checked; the others are named, and awaited by those who need them.
+"""
 
 import asyncio
 import functools
@@ -24,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class PreflightError(ValueError):
-    """Servers that cannot take part in the run; the message has a line for each."""
+    """Servers or reward services that cannot take part in the run; the message has a line for each."""
 
 
 def expected_of(settings: Settings, config) -> Expected:
@@ -100,3 +103,23 @@ async def _check_servers(settings: Settings, expected: Expected) -> None:
         )
     for error in errors:
         log.info("not up yet, waited for until its first push: %s", error)
+
+
+def check_rewards(settings: Settings) -> None:
+    """Asks every reward service of a run once, and warns of each that does not answer: the workers ask the others.
+
+    Raises:
+      PreflightError: a line for each that refuses the token, or judges by another reward.
+    """
+    addresses = settings.rollout.reward_addresses
+    if not addresses:
+        return
+    client = parts.rewards_of(settings, parts.task_of(settings).reward)
+    silent, unfit = asyncio.run(client.look())
+    if unfit:
+        raise PreflightError(
+            f"{len(unfit)} of {len(addresses)} reward services cannot take part in this run:\n"
+            + "\n".join(unfit)
+        )
+    for line in silent:
+        log.warning("%s", line)

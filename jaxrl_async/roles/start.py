@@ -282,8 +282,11 @@ def _check_some_fit(setting: str, bound: int, what: str, texts: Sequence, encode
 
 
 def _check_hosts(settings: Settings) -> None:
-    """Resolves the names of the servers' hosts, all at once."""
+    """Resolves the names of the hosts of servers and reward services, all at once."""
     server, hosts = settings.server, {}
+    for address in settings.rollout.reward_addresses:
+        host = urllib.parse.urlsplit(f"//{address}").hostname
+        hosts.setdefault(host, f"rollout.reward_addresses has {address}")
     for name in ("addresses", "control_addresses"):
         for url in getattr(server, name):
             hosts.setdefault(urllib.parse.urlsplit(url).hostname, f"server.{name} has {url}")
@@ -330,19 +333,22 @@ def check_access(settings: Settings, role: str, index: int) -> None:
     Args:
       settings: the run.
       role: as in `run_role`, or "all".
-      index: of the server, rollout worker or learner process.
+      index: of the server, rollout worker, reward service or learner process.
 
     Raises:
       SettingsError: names the setting, and the variable, file or address.
     """
     queue, server = settings.queue, settings.server
     try:
-        if role != "queue":
+        if role not in ("queue", "rewards"):
             keys = parts.keys_of(settings)
         if role != "server":
-            queue_access_of(settings)
-        if role in ("all", "queue"):
+            access = queue_access_of(settings)
+        if role in ("all", "queue", "rewards"):
             security.server_context(queue.tls_cert, queue.tls_key)
+        if role == "rewards" and index < len(settings.rollout.reward_addresses):
+            listener, address = f"reward service {index}", settings.rollout.reward_addresses[index]
+            security.check_listener(listener, address, access["token"], "queue.token_env")
         if role in ("all", "learner", "rollout"):
             for ca in filter(None, (queue.tls_ca, server.tls_ca)):
                 security.client_context(ca)
@@ -377,9 +383,9 @@ def run_role(
     rollout workers load no JAX.
 
     Args:
-      role: "queue" | "server" | "rollout" | "learner", or "one" for all of them in this process.
+      role: "queue" | "server" | "rollout" | "rewards" | "learner", or "one" for all but "rewards" in this process.
       settings: the run; queue.address and server.addresses are set.
-      index: of the server, rollout worker or learner process.
+      index: of the server, rollout worker, reward service or learner process.
       workdir: directory of the run.
       resume: the learner continues from the last checkpoint.
       coordinator: "host:port" of learner process 0, where there are several.
@@ -402,6 +408,10 @@ def run_role(
             from jaxrl_async.roles import rollout
 
             asyncio.run(rollout.run(settings, workdir, index))
+        case "rewards":
+            from jaxrl_async.roles import rewards
+
+            asyncio.run(rewards.run(settings, index))
         case "one":
             from jaxrl_async.roles import one
 

@@ -152,7 +152,7 @@ class Worker:
         """Since the start: sample-seconds by stage, seconds without a permit ("idle"), and all seconds (UP)."""
         now, secs = time.monotonic(), self._secs.copy()
         for stage, since in self._stages.values():
-            secs[_SECS[stage]] += now - since
+            secs[stage] += now - since
         if not self._running:
             secs["idle"] += now - self._idle_since
         return secs | {UP: now - self._start}
@@ -162,13 +162,13 @@ class Worker:
         now = time.monotonic()
         last, since = self._stages.pop((permit, sample), (None, now))
         if last is not None:
-            self._secs[_SECS[last]] += now - since
+            self._secs[last] += now - since
         if stage is not None:
             self._stages[permit, sample] = (stage, now)
 
     def _place(self, permit: Permit, sample: int, stage: str) -> str:
-        if stage != GENERATING:
-            return stage
+        if stage == SCORING:
+            return self._rewards.waits_for()
         return self._sampler.place_of(permit, sample) or self._runner.waits_for()
 
     async def _report_waits(self) -> None:
@@ -389,8 +389,7 @@ def _worst(failures: BaseExceptionGroup) -> BaseException:
     return next(iter(bugs + [e for e in flat if getattr(e, "cause", None) is not None]), flat[0])
 
 
-GENERATING, SCORING = "a server", "its reward, in the pool"  # stages of a sample
-_SECS = {GENERATING: "generating", SCORING: "scoring"}  # their names where seconds are counted
+GENERATING, SCORING = "generating", "scoring"  # stages of a sample, and names of their seconds
 LOOK_SECS = STOP_SECS / 4  # interval of the looks at the clock
 STATUS_SECS = 2.0  # between reports to the queue
 MAX_WAITS = 16  # groups in a report

@@ -2,9 +2,10 @@
 
 Three environments are supported, each with one layout:
 
-    Slurm         a heterogeneous job of three components: learner hosts; servers; the queue, then rollout workers
+    Slurm         a heterogeneous job of three or four components: learner hosts; servers; the queue, then rollout
+                  workers; reward services, where there are any
     JobSet        replicated jobs named as roles: learner, queue and rollout are jobs of n pods, servers n jobs of a
-                  pod; "rewards", if there is one, is a job of JOBSET_REWARDS pods that run the verb of that name
+                  pod; reward services, where there are any, a job of JOBSET_REWARDS pods
     a TPU slice   learner hosts; the config has the addresses of the others
 
 A pure function from a mapping to a `Place`. Reads no flags, settings, files or sockets.
@@ -17,9 +18,9 @@ from collections.abc import Mapping, Sequence
 QUEUE_PORT = 7000
 SERVER_PORT = 30000  # and the next ones, where a host has several servers
 COORDINATOR_PORT = 8476
-REWARD_PORT = 7100
-SLURM_COMPONENTS = ("learner", "server", "queue")
-ROLES = ("learner", "server", "queue", "rollout")
+REWARD_PORT = 7100  # and the next ones, where a host has several reward services
+SLURM_COMPONENTS = ("learner", "server", "queue", "rewards")
+ROLES = ("learner", "server", "queue", "rollout", "rewards")
 
 
 class ClusterError(ValueError):
@@ -31,14 +32,13 @@ class Place:
     """A process's role and index in a run, and the addresses of the other roles."""
 
     role: str  # one of ROLES; "all" outside a cluster
-    index: int  # of the server, rollout worker or learner process
+    index: int  # of the server, rollout worker, reward service or learner process
     num_learners: int  # processes of the learner
     queue_address: str  # "host:port"; "" where the config has it
     server_addresses: tuple[str, ...]  # "http://host:port"; () where the config has them
     coordinator: str  # "host:port" of learner process 0; "" with one learner process
-    reward_addresses: tuple[
-        str, ...
-    ] = ()  # "host:port"; () where the config has them, or there are none
+    # "host:port"; () where the config has them, or there are none
+    reward_addresses: tuple[str, ...] = ()
 
 
 ALONE = Place("all", 0, 1, "", (), "")
@@ -95,10 +95,10 @@ def _expand(word: str) -> list[str]:
 
 def _slurm(environ: Mapping[str, str]) -> Place:
     num = _number(environ, "SLURM_HET_SIZE")
-    if num != len(SLURM_COMPONENTS):
+    if num not in (3, 4):
         raise ClusterError(
-            f"SLURM_HET_SIZE = {num}: the components must be {len(SLURM_COMPONENTS)}, in this order: "
-            "learner hosts, servers, the queue with the rollout workers"
+            f"SLURM_HET_SIZE = {num}: the components must be 3 or 4, in this order: learner hosts, servers, the queue "
+            "with the rollout workers, reward services"
         )
     given = ("SLURM_JOB_NODELIST_HET_GROUP_", "SLURM_TASKS_PER_NODE_HET_GROUP_")
     groups = [f"{variable}{k}" for variable in given for k in range(num)]
@@ -117,7 +117,9 @@ def _slurm(environ: Mapping[str, str]) -> Place:
     role, index = SLURM_COMPONENTS[lists.index(own)], _number(environ, "SLURM_PROCID")
     if role == "queue" and index > 0:
         role, index = "rollout", index - 1
-    learners, servers, queue = (_slurm_tasks(environ, k, nodes) for k, nodes in enumerate(lists))
+    learners, servers, queue, *more = (
+        _slurm_tasks(environ, k, nodes) for k, nodes in enumerate(lists)
+    )
     return Place(
         role,
         index,
@@ -125,6 +127,7 @@ def _slurm(environ: Mapping[str, str]) -> Place:
         f"{queue[0][0]}:{QUEUE_PORT}",
         tuple(f"http://{host}:{SERVER_PORT + local}" for host, local in servers),
         _coordinator([host for host, _ in learners]),
+        tuple(f"{host}:{REWARD_PORT + local}" for services in more for host, local in services),
     )
 
 
@@ -146,9 +149,10 @@ def _slurm_tasks(environ: Mapping[str, str], component: int, nodes: str) -> list
 def _jobset(environ: Mapping[str, str]) -> Place:
     name, role = _value(environ, "JOBSET_NAME"), environ.get("JOBSET_REPLICATED_JOB", "")
     index = "JOBSET_JOB_INDEX" if role == "server" else "JOB_COMPLETION_INDEX"
+    own = ("JOBSET_REWARDS",) if role == "rewards" else ()
     _require(
         environ,
-        ("JOBSET_REPLICATED_JOB", index, "JOBSET_LEARNERS", "JOBSET_SERVERS"),
+        ("JOBSET_REPLICATED_JOB", index, "JOBSET_LEARNERS", "JOBSET_SERVERS", *own),
         "a JobSet sets them in its pods: follow launch/gke_jobset.yaml",
     )
     if role not in ROLES:

@@ -284,6 +284,8 @@ def banner(settings: Settings, workdir, queue_address, servers, devices) -> str:
         f"  servers  {', '.join(filter(None, (*servers, settings.server.discover)))}"
         + _kind(settings.server),
     ]
+    if rewards := settings.rollout.reward_addresses:
+        lines.append(f"  rewards  {', '.join(rewards)}")
     if settings.journal.keep != "none":
         lines.append(f"  journal  {_journal(settings, pathlib.Path(workdir))}")
     if found := in_the_clear(settings):

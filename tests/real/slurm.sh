@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A real Slurm on one machine, as root: a controller and three nodes on loopback, 127.0.0.11 to 127.0.0.13.
+# A real Slurm on one machine, as root: a controller and four nodes on loopback, 127.0.0.11 to 127.0.0.14.
 #   tests/real/slurm.sh up DIR      starts munge and Slurm; DIR/slurm.conf is what SLURM_CONF must name
 #   tests/real/slurm.sh down DIR    ends them
 # Partitions: low, whose jobs are preempted after a grace of 60 s, and high. apt-get install slurm-wlm munge
@@ -41,17 +41,17 @@ SchedulerParameters=bf_interval=1,sched_interval=2,batch_sched_delay=1
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 KillWait=5
-NodeName=127.0.0.[11-13] NodeHostname=localhost NodeAddr=127.0.0.1 Port=[$((port + 1))-$((port + 3))] CPUs=8 RealMemory=4000
+NodeName=127.0.0.[11-14] NodeHostname=localhost NodeAddr=127.0.0.1 Port=[$((port + 1))-$((port + 4))] CPUs=8 RealMemory=4000
 PartitionName=low Nodes=ALL Default=YES PriorityTier=1 GraceTime=60 PreemptMode=REQUEUE
 PartitionName=high Nodes=ALL PriorityTier=10 PreemptMode=OFF
 CONF
     munged --force --key-file="$dir/munge/key" --socket="$dir/munge/socket" --pid-file="$dir/munge/pid" \
         --log-file="$dir/munge/log" --seed-file="$dir/munge/seed"
     slurmctld -c -f "$dir/slurm.conf"
-    for node in 127.0.0.{11..13}; do slurmd -N "$node" -f "$dir/slurm.conf"; done
+    for node in 127.0.0.{11..14}; do slurmd -N "$node" -f "$dir/slurm.conf"; done
     export SLURM_CONF=$dir/slurm.conf
     for _ in {1..60}; do
-        [ "$(timeout 5 sinfo --noheader --states=idle --partition=low --format=%D)" = 3 ] && exit 0
+        [ "$(timeout 5 sinfo --noheader --states=idle --partition=low --format=%D)" = 4 ] && exit 0
         sleep 0.5
     done
     echo "the nodes are not up after 30 s: see $dir/log" >&2
