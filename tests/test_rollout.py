@@ -31,7 +31,7 @@ from jaxrl_async.rollout.single_turn import single_turn
 from jaxrl_async.rollout.worker import Worker
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.fleet import Fleet
-from jaxrl_async.types import InvalidTrajectoryError, Prompt, check_trajectory
+from jaxrl_async.types import InvalidTrajectoryError, Prompt, Turn, check_trajectory
 
 PERMIT = Permit(7, 0)
 PROMPT = Prompt(index=7, tokens=np.array([11, 12, 13], np.int32), text="?", answer="!")
@@ -1135,6 +1135,18 @@ async def test_length_is_paid_for_before_frictions_change_the_reward(make_worker
     struck = make_worker(overlong=overlong, frictions=frictions(rare_discovery=1.0))
     await work_until(struck, lambda: len(queue.submitted) == 3)
     assert [row.reward for row in queue.submitted[2].trajectories] == [0.0] * 4
+
+
+async def test_the_last_turn_pays_for_the_length(make_worker, queue):
+    async def two_turns(prompt, context):
+        row = await single_turn(prompt, context)
+        turns = (Turn(row.prompt_length + 2, 1.0), Turn(len(row), 2.0))
+        return dataclasses.replace(row, reward=3.0, turns=turns)
+
+    worker = make_worker(two_turns, overlong=lambda num_tokens: -0.5)
+    await work_until(worker, lambda: queue.submitted)
+    for row in queue.submitted[0].trajectories:
+        assert (row.reward, [turn.reward for turn in row.turns]) == (2.5, [1.0, 1.5])
 
 
 async def test_whom_a_friction_strikes_follows_from_seed_index_sample_and_attempt(

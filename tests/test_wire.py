@@ -165,6 +165,8 @@ FLOATS = np.array([0, 0, -1, np.nan, -1, 0, 0, -1], "<f4").tobytes()
 def test_a_malformed_message_is_named(message, said):
     with pytest.raises(InvalidTrajectoryError, match=said):
         check(message)
+    with pytest.raises(InvalidTrajectoryError):  # as the queue checks it, all rows at once
+        wire.check_message(message, **BOUNDS)
 
 
 def test_a_row_beyond_max_tokens_is_refused():

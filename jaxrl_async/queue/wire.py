@@ -419,6 +419,8 @@ def _is_sound(message: pb.Group, vocab_size: int) -> bool:
 
 def _turns_are_sound(message: pb.Group, mask: np.ndarray) -> bool:
     """Whether the turns of every row pass `types.check_trajectory`."""
+    if not message.num_turns:
+        return True
     start = 0
     fields = zip(
         _turns(message), message.lengths, message.prompt_lengths, message.rewards, strict=True
