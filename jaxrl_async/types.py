@@ -41,7 +41,7 @@ class Prompt:
 class Turn:
     """A turn of the policy, and what it was worth by itself."""
 
-    end: int  # tokens of the row up to its last one
+    end: int  # tokens of the row, its last one included
     reward: float
 
 
@@ -191,7 +191,7 @@ def component_problem(components: Mapping[str, float]) -> str:
 def turns_problem(
     turns: Sequence[Turn], prompt_length: int, mask: np.ndarray, reward: float | None
 ) -> str:
-    """What is wrong with the turns of a trajectory; "" for nothing.
+    """The fault in the turns of a trajectory, in words; "" for none.
 
     Args:
       turns: of one trajectory, at least one.

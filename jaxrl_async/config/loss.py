@@ -238,7 +238,7 @@ class LossConfig:
             (
                 self.surrogate == "dg" and self.advantage == "grpo",
                 "surrogate 'dg' gates by the advantage in units of reward, R − mean: advantage must be 'dr_grpo' or "
-                "'rloo', got 'grpo', which divides by the spread",
+                "'rloo', or 'turns' of an environment, got 'grpo', which divides by the spread",
             ),
             (
                 not uses_ratio and not weighted and self.anchor in ("recompute", "a3po", "linear"),

@@ -73,7 +73,7 @@ def rloo(rewards: Array) -> Array:
 
 
 def turns(rewards: np.ndarray) -> np.ndarray:
-    """What follows from a turn on, relative to the group's mean at the turn of the same number.
+    """The sum of the rewards from a turn on, relative to the group's mean of it at the turn of the same number.
 
         Ĝ_k = Σ_{l ≥ k} R_l,    A_k = Ĝ_k − mean_G Ĝ_k,    over the trajectories that have a turn k
 

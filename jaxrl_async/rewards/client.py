@@ -153,7 +153,7 @@ class RewardClient:
         raise kind(failure.message, place=failure.place, traceback=failure.traceback)
 
     def waits_for(self) -> str:
-        """In words: what a call waits for, and which services gave no answer when they were asked last."""
+        """The wait of a call, in words, and the services that gave no answer when they were asked last."""
         silent = ", ".join(s.address for s in self._services if not s.num_processes)
         return "its reward, of a service" + (f" (no answer: {silent})" if silent else "")
 

@@ -142,7 +142,7 @@ class RewardPool:
         await self.close()
 
     def waits_for(self) -> str:
-        """In words: what a call waits for."""
+        """The wait of a call, in words."""
         return "its reward, in the pool"
 
     async def score(self, completion: str, answer: str) -> float:

@@ -7,7 +7,7 @@ import asyncio
 import functools
 import json
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.roles import parts
@@ -96,11 +96,7 @@ async def _check_servers(settings: Settings, expected: Expected) -> None:
     async with InferenceClient(**parts.keys_of(settings), tls_ca=settings.server.tls_ca) as client:
         errors = [e for e in await asyncio.gather(*map(check, checks)) if e is not None]
     unfit = [str(e) for e in errors if isinstance(e, UnfitServerError) or not e.retryable]
-    if unfit:
-        raise PreflightError(
-            f"{len(unfit)} of {len(checks)} inference servers cannot take part in this run:\n"
-            + "\n".join(unfit)
-        )
+    _refuse(unfit, f"{len(checks)} inference servers")
     for error in errors:
         log.info("not up yet, waited for until its first push: %s", error)
 
@@ -116,10 +112,13 @@ def check_rewards(settings: Settings) -> None:
         return
     client = parts.rewards_of(settings, parts.task_of(settings).reward)
     silent, unfit = asyncio.run(client.look())
-    if unfit:
-        raise PreflightError(
-            f"{len(unfit)} of {len(addresses)} reward services cannot take part in this run:\n"
-            + "\n".join(unfit)
-        )
+    _refuse(unfit, f"{len(addresses)} reward services")
     for line in silent:
         log.warning("%s", line)
+
+
+def _refuse(unfit: Sequence[str], all_: str) -> None:
+    """Ends the run where there are unfit ones, a line for each."""
+    if unfit:
+        lines = "\n".join(unfit)
+        raise PreflightError(f"{len(unfit)} of {all_} cannot take part in this run:\n{lines}")

@@ -373,7 +373,7 @@ class Statistics:
 
 
 def _summing_to(reward: float, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
-    """Turns whose rewards sum to that of the trajectory: what was added to it is the last one's."""
+    """Turns whose rewards sum to that of the trajectory: an addition to it is the last turn's."""
     if not turns:
         return turns
     *before, last = turns

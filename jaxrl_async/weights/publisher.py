@@ -85,7 +85,7 @@ class Publisher:
           pin: keeps the files of a version while the context lasts, `WeightStore.pin`.
           announce: called as announce(version, records, resume_point, run_epoch), `LearnerQueue.publish_version`.
           push_timeout_secs: deadline of a server for a version; one that misses it is STALE. Without a HEALTHY
-            server for this time the publisher fails, unless a server is DEAD or has just restarted.
+            server for this time the publisher fails, unless a server is DEAD, or has just restarted or woken.
           poll_secs: poll interval of each server.
           start_timeout_secs: deadline of the first push. Without a HEALTHY server, a DEAD one has this time to
             restart.
@@ -386,7 +386,7 @@ class Publisher:
         return max(1, math.ceil(round(self._quorum * len(self._servers), 6))) if first else 1
 
     def _may_recover(self) -> bool:
-        """Whether a server may become HEALTHY: DEAD, restarted without weights, one to try, or one that will join."""
+        """Whether a server may become HEALTHY: DEAD, without weights, not tried yet or again, or one that will join."""
         return self._discovery is not None or any(
             s.state == DEAD or s.version is None or s.tried is not self._target
             for s in self._servers
