@@ -408,16 +408,17 @@ def test_a_report_of_seconds_to_accuracy_takes_the_seeds_in_which_every_arm_is_s
             kept.mkdir(parents=True)
             rows = [row | {"step": n, "unix_time": 100.0 + n * secs} for n in range(1, 11)]
             (kept / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-            scores = zip((0, 5, 10), (0.2, 0.6, 0.8), strict=True)
+            scores = zip((0, 5, 10), (0.6, 0.9, 0.95), strict=True)
             found = [{"version": v, "accuracy": a, "positions": 0.9} for v, a in scores]
             (kept / "scores.json").write_text(json.dumps(found))
     argv = ["--part=report", f"--arms={'|'.join(arms)}", f"--cache={tmp_path}/cache"]
     time_to_accuracy.main([*argv, "--seeds=0,1", f"--out={tmp_path}"])
     result = json.loads((tmp_path / "time_to_accuracy.json").read_text("utf-8"))
     assert result["seeds"] == [0] and [run["seed"] for run in result["runs"]] == [0, 0]
-    # 0.4 lies halfway between versions 0 and 5.
+    # 0.75 lies halfway between versions 0 and 5.
     assert [run["seconds_to_accuracy"] for run in result["runs"]] == pytest.approx([5.0, 2.5])
     assert [run["waiting_share"] for run in result["runs"]] == [0.25, 0.5]
+    assert [run["busy_secs"] for run in result["runs"]] == [1.5, 0.5]
     (pair,) = result["pairs"]
     assert pair["seconds_to_accuracy"]["mean"] == pytest.approx(2)
     assert (tmp_path / "time_to_accuracy.png").stat().st_size > 0
@@ -431,6 +432,7 @@ def test_arms_are_compared_seed_by_seed():
             "seconds_to_accuracy": seconds,
             "steps_to_accuracy": 10.0,
             "step_secs": 1.0,
+            "busy_secs": 0.5,
             "accuracy": accuracy,
         }
 
