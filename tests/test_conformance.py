@@ -197,6 +197,23 @@ async def in_flight(client, server, count, **sampling):
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def aborted_by(client, server, abort):
+    """The completions of requests that `abort`, an async function, ends: every one of them while it runs.
+
+    On a machine that has much else to do some may end by themselves before it: then all are sent again.
+    """
+    for _ in range(5):
+        async with in_flight(client, server, MANY, max_new_tokens=server.long) as requests:
+            await abort()
+            completions = [await task for task in requests]
+            await client.continue_(server.address, timeout_secs=CALL_SECS)
+        ended = [c for c in completions if c.finish_reason != "abort"]
+        if not ended:
+            return completions
+        assert {(c.finish_reason, len(c.tokens)) for c in ended} == {("length", server.long)}
+    raise AssertionError("in five attempts some requests ended before the abort")
+
+
 async def until_they_run(client, server):
     """Servers take requests in the order of their arrival: one that came later has its token, so those before have.
 
@@ -392,12 +409,10 @@ async def test_a_pause_with_a_lease_ends_by_itself_on_our_servers(server, client
 
 
 async def test_a_pause_with_abort_gives_back_what_there_is(server, client, versions):
-    async with in_flight(client, server, MANY, max_new_tokens=server.long) as requests:
+    async def abort():
         await client.pause(server.address, mode="abort", timeout_secs=CALL_SECS)
-        completions = [await task for task in requests]
-        await client.continue_(server.address, timeout_secs=CALL_SECS)
-    for index, completion in enumerate(completions):
-        assert completion.finish_reason == "abort"
+
+    for index, completion in enumerate(await aborted_by(client, server, abort)):
         assert 0 < len(completion.tokens) < server.long
         assert errors(versions, prompt_of(index), completion).max() <= EXACT
 
@@ -430,13 +445,13 @@ async def test_an_abort_takes_along_what_an_id_is_a_prefix_of(server, client):
 
 async def test_an_abort_under_retract_keeps_the_tokens_too(server, client, versions):
     """Aborted in the queue, SGLang answers with fewer fields."""
-    async with in_flight(client, server, MANY, max_new_tokens=server.long) as requests:
+
+    async def abort():
         await client.pause(server.address, mode="retract", timeout_secs=CALL_SECS)
         await client.abort(server.address, rid=None, timeout_secs=CALL_SECS)
         await client.continue_(server.address, timeout_secs=CALL_SECS)
-        completions = [await task for task in requests]
-    for index, completion in enumerate(completions):
-        assert completion.finish_reason == "abort"
+
+    for index, completion in enumerate(await aborted_by(client, server, abort)):
         assert len(completion.tokens) < server.long
         assert errors(versions, prompt_of(index), completion).max(initial=0) <= EXACT
 
