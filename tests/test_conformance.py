@@ -819,6 +819,40 @@ async def test_pushes_under_load_lose_nothing(server, client, versions, num_push
     assert crossed >= 10
 
 
+async def test_behind_a_sidecar_our_servers_load_before_their_pause(
+    server, client, versions, monkeypatch
+):
+    """A version and a difference, while requests run. SGLang loads in its pause."""
+    calls, call_server = [], sidecar.Sidecar._call
+
+    async def call(self, route, body, headers=None):
+        status, content = await call_server(self, route, body, headers)
+        calls.append((route, status))
+        return status, content
+
+    monkeypatch.setattr(sidecar.Sidecar, "_call", call)
+    key = real_servers.ADMIN_API_KEY
+    async with (
+        InferenceClient(api_key=real_servers.API_KEY, admin_api_key=key) as pusher,
+        sidecar.serve(server.address, host="127.0.0.1", port=0, key=key) as port,
+        in_flight(client, server, 12, max_new_tokens=server.long) as requests,
+    ):
+        for number in (FIRST_STEP, FIRST_STEP + 1):
+            await transports.FileTransport("stream", mode="retract", delta=True, fanout=1)(
+                pusher,
+                f"http://127.0.0.1:{port}",
+                path=versions.path(number),
+                version=number,
+                timeout_secs=CALL_SECS,
+            )
+        completions = [await task for task in requests]
+    prepared = [] if server.name == "sglang" else [("/weights/prepare", 200)]
+    assert calls == [*prepared, ("/update_weights_from_disk", 200)] * 2
+    for index, completion in enumerate(completions):
+        assert len(completion.tokens) == server.long
+        assert errors(versions, prompt_of(index), completion).max() <= EXACT
+
+
 @contextlib.asynccontextmanager
 async def taking_uploads(server):
     """Where a server takes differences, and by which transports."""

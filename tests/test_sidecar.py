@@ -90,6 +90,48 @@ async def test_sglang_loads_what_was_sent_under_the_names_of_a_push_from_disk(ma
     ]
 
 
+async def test_a_server_that_can_prepare_loads_before_its_pause(make_server, write):
+    server, path = make_server(), write(1)
+    server.sglang = False
+    writer = Identity("a", 1)
+    async with sidecars(server) as (address,), InferenceClient() as client:
+        await push(client, address, path, 1, writer=writer, pause_lease_secs=7)
+        digest = read_manifest(path)["digest"]
+        assert loaded(server) == digest
+    changes = [r for r in server.routes() if r != "/model_info"]
+    assert changes == [
+        "/weights/prepare",
+        "/pause_generation",
+        "/update_weights_from_disk",
+        "/continue_generation",
+    ]
+    signed = {"run_id": "a", "generation": 1}
+    for route in ("/weights/prepare", "/update_weights_from_disk"):
+        (call,) = server.payloads(route)
+        assert (call["weight_version"], call["weight_digest"]) == ("1", digest)
+        assert call["writer"] == signed
+
+
+async def test_a_server_s_refusal_of_a_preparation_is_the_push_s(make_server, write):
+    server = make_server()
+    server.sglang = False
+    server.fail["/weights/prepare"] = (400, "model_path lies outside --weights-root")
+    async with sidecars(server) as (address,), InferenceClient() as client:
+        with pytest.raises(ServerError, match="lies outside --weights-root"):
+            await push(client, address, write(1), 1)
+    assert "/pause_generation" not in server.routes()
+
+
+async def test_a_server_without_room_for_two_versions_loads_in_its_pause(make_server, write):
+    server, path = make_server(), write(1)
+    server.sglang = False
+    server.fail["/weights/prepare"] = (507, "no room")
+    async with sidecars(server) as (address,), InferenceClient() as client:
+        await push(client, address, path, 1)
+        assert loaded(server) == read_manifest(path)["digest"]
+    assert "weight_digest" not in server.payloads("/update_weights_from_disk")[0]
+
+
 async def test_differences_are_applied_here(make_server, write):
     server, sent = make_server(), []
 

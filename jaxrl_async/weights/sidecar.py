@@ -1,11 +1,12 @@
-"""A relay beside an inference server that has none, such as SGLang: versions come to this host over HTTP.
+"""A relay beside an inference server that has none, as SGLang and SGLang-JAX: versions come to this host over HTTP.
 
     learner, other sidecars ──▶ sidecar ──▶ the server, all else as it came
                                 └─▶ a directory of this host, from which the server loads by its disk route
 
 It takes control calls in the server's place. It prepares versions while the server generates: pieces and differences
-(relay.py, difference.py) become a directory whose tensors are those of the manifest. Whether the server holds them
-afterwards is verified by the learner, as without a sidecar. Knows no engine and imports no JAX.
+(relay.py, difference.py) become a directory whose tensors are those of the manifest, and a server that can prepare
+loads it at once, SGLang in its pause. Whether the server holds them afterwards is verified by the learner, as without
+a sidecar. Knows no engine and imports no JAX.
 """
 
 import asyncio
@@ -25,8 +26,9 @@ from aiohttp import web
 
 from jaxrl_async import security
 from jaxrl_async.servers.client import PAUSE_LEASE_HEADER
-from jaxrl_async.weights import difference, files, relay_routes, store
+from jaxrl_async.weights import difference, files, relay_routes, store, verification
 from jaxrl_async.weights.lease import PauseLease, read_lease
+from jaxrl_async.weights.prepared import LOADS_IN_THE_PAUSE
 from jaxrl_async.weights.relay import Relay
 from jaxrl_async.weights.relay_routes import error_answer
 
@@ -71,6 +73,8 @@ class Sidecar:
         self._copy = difference.Copy(root)
         self._writers = files.Writers()
         self._prepared: Verified | None = None
+        self._prepares = False  # whether the server can, by its last /model_info
+        self._is_swap = False  # The server has prepared it too.
         self._lease = PauseLease(self._continue)
 
     async def __aenter__(self) -> "Sidecar":
@@ -147,15 +151,26 @@ class Sidecar:
                 f"version {version} has digest {verified.digest}, the push is of {digest}"
             )
         self._prepared = verified
+        self._is_swap = False
+        if self._prepares:
+            load = {"model_path": str(verified.path), "weight_version": version}
+            load |= {"weight_digest": digest, "writer": body.get("writer")}
+            lease = {k: v for k, v in request.headers.items() if k == PAUSE_LEASE_HEADER}
+            status, content = await self._call("/weights/prepare", load, lease)
+            self._is_swap = status == 200
+            if not self._is_swap and status not in LOADS_IN_THE_PAUSE:
+                return web.Response(status=status, body=content, content_type="application/json")
         return web.json_response({"success": True, "message": f"version {version} is prepared"})
 
     async def _update(self, request, body):
-        """Lets the server load the directory that was prepared, in its pause."""
+        """Lets the server take the version that it prepared, or load the directory in its pause."""
         digest = _text(body, "weight_digest")
         self._writers.check(body.get("writer"))
         if self._prepared is None or self._prepared.digest != digest:
             raise ValueError(f"no version with digest {digest!r:.80} was prepared")
-        load = {key: body[key] for key in ("weight_version", "flush_cache") if key in body}
+        known = ("weight_version", "flush_cache")
+        known += ("weight_digest", "writer") if self._is_swap else ()
+        load = {key: body[key] for key in known if key in body}
         load |= {"model_path": str(self._prepared.path), "abort_all_requests": False}
         status, content = await self._call("/update_weights_from_disk", load)
         return web.Response(status=status, body=content, content_type="application/json")
@@ -166,7 +181,9 @@ class Sidecar:
             content = await answer.read()
             if answer.status == 200:
                 ours = {"hands_on": True, "difference_base": self._copy.digest}
-                content = json.dumps(json.loads(content) | ours).encode()
+                info = json.loads(content)
+                self._prepares = verification.reports_digest(info)
+                content = json.dumps(info | ours).encode()
             return web.Response(status=answer.status, body=content, content_type="application/json")
 
     async def _pause(self, request):
@@ -214,8 +231,10 @@ class Sidecar:
                 text=json.dumps({"error": {"message": reason}}), content_type="application/json"
             ) from error
 
-    async def _call(self, route: str, body: dict) -> tuple[int, bytes]:
-        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+    async def _call(self, route: str, body: dict, headers=None) -> tuple[int, bytes]:
+        headers = dict(headers or {})
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
         async with (
             self._errors(),
             self._session.post(self._server + route, json=body, headers=headers) as answer,

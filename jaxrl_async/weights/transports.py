@@ -30,7 +30,7 @@ from jaxrl_async.weights import differences, fanout, verification
 from jaxrl_async.weights import store as weight_store
 from jaxrl_async.weights.collective import Collective
 from jaxrl_async.weights.difference import NO_DIFFERENCE
-from jaxrl_async.weights.prepared import NO_ROOM
+from jaxrl_async.weights.prepared import LOADS_IN_THE_PAUSE
 from jaxrl_async.weights.relay import NO_SOURCE
 
 log = logging.getLogger(__name__)
@@ -363,7 +363,7 @@ class Push:
         try:
             await self._prepare([f for f in every if f.suffix in _SUFFIXES], "", is_shared)
         except ServerError as error:
-            if error.status not in _LOADS_IN_THE_PAUSE:
+            if error.status not in LOADS_IN_THE_PAUSE:
                 raise
             log.warning("%s: loads in the pause: %s", self.address, error.reason)
             return None
@@ -573,5 +573,3 @@ BUCKET_BYTES = 8 << 20
 BROADCAST_BYTES = 256 << 20  # A server has room for one more of these.
 CONTINUE_TIMEOUT_SECS = 5.0
 _SUFFIXES = (".json", ".safetensors")  # of a version's own files
-# Answers to a preparation: there is no such route, or no room.
-_LOADS_IN_THE_PAUSE = frozenset({404, 405, NO_ROOM})
