@@ -11,6 +11,7 @@ import functools
 import json
 import re
 import shutil
+import string
 import time
 
 import aiohttp
@@ -24,9 +25,15 @@ from flax import nnx
 
 from jaxrl_async.models import hf, transformer
 from jaxrl_async.queue.records import Identity
+from jaxrl_async.rollout.agent import AgentRollout
+from jaxrl_async.rollout.context import rng_of
+from jaxrl_async.rollout.environment import EnvironmentRollout
+from jaxrl_async.rollout.runner import Runner
 from jaxrl_async.servers import preflight
 from jaxrl_async.servers.client import InferenceClient, ServerError, read_completion
+from jaxrl_async.tasks.tokenizer import CharTokenizer, HFTokenizer
 from jaxrl_async.tools import parity
+from jaxrl_async.types import Prompt
 from jaxrl_async.weights import sidecar, transports
 from jaxrl_async.weights import store as weight_store
 
@@ -817,6 +824,95 @@ async def test_pushes_under_load_lose_nothing(server, client, versions, num_push
     )
     assert worst <= EXACT
     assert crossed >= 10
+
+
+async def talk(base_url, prompt):
+    """An agent that asks four times, each time after what was said before."""
+    said = [{"role": "user", "content": prompt.text}]
+    async with aiohttp.ClientSession() as session:
+        for _ in range(4):
+            body = {"model": "any", "messages": said, "max_tokens": 8}
+            async with session.post(f"{base_url}/chat/completions", json=body) as answer:
+                said += [(await answer.json())["choices"][0]["message"]]
+                said += [{"role": "user", "content": "go on"}]
+    return 1.0
+
+
+@pytest.fixture(scope="module")
+def chat_tokenizer(tmp_path_factory):
+    """A character is a token; the vocabulary is that of CONFIG."""
+    directory = tmp_path_factory.mktemp("chat")
+    letters = string.ascii_letters[: CONFIG.vocab_size - 8]
+    for name, data in CharTokenizer(letters + "0123: ").hf_files().items():
+        if name == "tokenizer_config.json":
+            template = (
+                "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}<eos>{% endfor %}"
+                "{% if add_generation_prompt %}a:{% endif %}"
+            )
+            data = json.dumps(json.loads(data) | {"chat_template": template}).encode()
+        (directory / name).write_bytes(data)
+    return HFTokenizer(directory)
+
+
+@pytest.mark.parametrize("kind", ["environment", "agent"])
+async def test_the_turns_of_a_row_are_exact_over_a_push(
+    server, client, versions, chat_tokenizer, kind
+):
+    """Four turns, the last two after a push: a row whose log-probs are those of the versions stamped on it."""
+    if kind == "agent":
+        function = AgentRollout(
+            "test_conformance:talk", timeout_secs=30.0, max_calls=8, rows="one", temperature=1.0
+        )
+    else:
+        function = EnvironmentRollout(
+            "fixtures.environments:Endless",
+            {},
+            max_turns=4,
+            max_turn_tokens=8,
+            timeout_secs=5.0,
+            num_processes=1,
+            episode_secs=60.0,
+            memory_bytes=1 << 28,
+        )
+    runner = Runner(
+        function,
+        encode=chat_tokenizer.encode,
+        decode=chat_tokenizer.decode,
+        stop_token_ids=chat_tokenizer.stop_token_ids,
+        vocab_size=CONFIG.vocab_size,
+        max_new_tokens=64,
+        max_request_tokens=128,
+        max_tokens=128,
+        encode_reply=chat_tokenizer.encode_reply,
+        encode_chat=chat_tokenizer.encode_chat,
+    )
+    turns = []
+
+    async def policy(tokens, **sampling):
+        if len(turns) == 2:
+            await push(client, server, versions, 2)
+        completion = await generate(client, server, f"{len(turns):04d}-0000", tokens, **sampling)
+        turns.append(completion.tokens.tolist())
+        # An episode goes on after stop tokens, which a random model rarely samples.
+        return dataclasses.replace(completion, finish_reason="stop")
+
+    text = "how"
+    prompt = Prompt(0, np.array(chat_tokenizer.encode(text), np.int32), text, "", {})
+    try:
+        row = await runner.run(prompt, policy, lambda: rng_of("rollout", 0, 0, 0, 0))
+        runner.check(row)
+    finally:
+        await runner.close()
+    assert len(turns) == 4
+    assert row.tokens[row.mask].tolist() == [token for turn in turns for token in turn]
+    stamped = [version for turn, version in zip(turns, (1, 1, 2, 2), strict=True) for _ in turn]
+    assert row.versions[row.mask].tolist() == stamped
+    start, tokens = row.prompt_length, row.tokens[row.prompt_length :]
+    for version in (1, 2):
+        mine = (row.versions == version)[start:]
+        table = log_softmax(versions, version, row.tokens[:start].tolist(), tokens.tolist())
+        found = table[np.arange(len(tokens)), tokens]
+        assert np.abs(found - row.logprobs[start:])[mine].max() <= EXACT
 
 
 async def test_behind_a_sidecar_our_servers_load_before_their_pause(
