@@ -6,8 +6,8 @@
 calculator: "tom has 482 and gets 715." The policy may write an expression, reads its value, and answers. Half of its
 demonstrations guess instead, and seven in ten of the others have another operation computed.
 
-game: a door of one colour, and four rooms with a key each. Of the demonstrations 85 % know the commands, and
-do not look at the colours of the keys. docs/results.md has the measured cost and success.
+game: a door of one colour, and four rooms with a key each. Three quarters of the demonstrations find the key and do
+not take it. docs/results.md has the measured cost and success.
 
 Arguments, after a colon: `smoke` (two steps), `env=calculator|game`, `mode=sync|periodic|async`, `seed=N`.
 """
@@ -36,11 +36,11 @@ def get_config(arg: str = ""):
         c.warm_start.update(num_steps=700, batch_size=64, row_tokens=56)
     else:
         c.task.name, c.environment.name = "locked_door", "locked_door"
-        c.task.args = dict(num_rooms=4, num_train=20_000, num_test=512, careless=0.85, seed=0)
+        c.task.args = dict(num_rooms=4, num_train=20_000, num_test=512, careless=0.75, seed=0)
         c.tokenizer.alphabet = "0123456789.: abcdefghijklmnopqrstuvwxyz"
         c.environment.update(max_turns=8, max_turn_tokens=6)
         c.rollout.update(max_prompt_tokens=42, max_new_tokens=36)
-        c.warm_start.update(num_steps=400, batch_size=32, row_tokens=128)
+        c.warm_start.update(num_steps=1200, batch_size=32, row_tokens=128)
     c.model.update(num_layers=2, model_dim=64, num_heads=4, num_kv_heads=4, head_dim=16)
     if arg.smoke:
         c.warm_start.num_steps = 20

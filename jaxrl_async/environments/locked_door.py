@@ -1,10 +1,10 @@
 """A text game: find the key of a door's colour, in one of several rooms, and open the door with it.
 
-    prompt       game 17. a red door. rooms n e s w.
+    prompt       game 17. a ruby door. rooms n e s w.
     turn 1       e
     observation  : a blue key.
     turn 2       n
-    observation  : a red key.
+    observation  : a ruby key.
     turn 3       take
     observation  : taken.
     turn 4       open                          reward 1

@@ -1,7 +1,6 @@
 """Games for the environment "locked_door": a door, and rooms with keys of different colours.
 
-Most of its demonstrations know the commands and do not compare colours: they look into some rooms, and then take the
-key that they saw last, or no key at all.
+Most of its demonstrations look for the key of the door's colour, find it, and open the door without taking it.
 """
 
 import dataclasses
@@ -13,7 +12,7 @@ import numpy as np
 from jaxrl_async.environments.locked_door import Game
 from jaxrl_async.tasks.task import Example, Turns, check_split
 
-COLOURS = ("red", "blue", "green", "black", "white", "pink", "gray", "gold")
+COLOURS = ("blue", "gold", "pink", "teal", "ruby", "lime", "navy", "snow")
 ROOMS = ("n", "e", "s", "w")
 
 
@@ -28,7 +27,7 @@ class LockedDoors:
     num_rooms: int  # in [2, 4]
     num_train: int
     num_test: int  # held-out games
-    careless: float  # share of demonstrations that do not compare colours, in [0, 1]
+    careless: float  # share of demonstrations that leave the key where it is, in [0, 1]
     seed: int
 
     reward: ClassVar[str] = "exact"  # The environment judges.
@@ -58,12 +57,10 @@ class LockedDoors:
     def _episode(self, example: Example, rng) -> tuple[str, Turns]:
         door, keys = example.metadata["door"], example.metadata["keys"]
         rooms = [ROOMS[i] for i in rng.permutation(self.num_rooms)]
-        if rng.random() < self.careless:
-            commands = rooms[: rng.integers(1, self.num_rooms + 1)]
-            commands += ["take"] * int(rng.integers(2))
-        else:
-            fits = next(i for i, room in enumerate(rooms) if keys[room] == door)
-            commands = [*rooms[: fits + 1], "take"]
+        fits = next(i for i, room in enumerate(rooms) if keys[room] == door)
+        commands = rooms[: fits + 1]
+        if rng.random() >= self.careless:
+            commands.append("take")
         game, turns = Game(door, keys), []
         for command in commands:
             turns += [command, game.follow(command)]
