@@ -164,6 +164,7 @@ def test_a_push_that_is_under_way_holds_up_the_next():
         dict(max_staleness=3, push_every_steps=3, push_secs=1.0, pause_secs=0.5),
         dict(max_staleness=8, drop_share=0.3, max_running_groups=7),
         dict(max_staleness=2, permit_timeout_secs=3.0, max_attempts=3),
+        dict(max_staleness=2, turns="uniform:1:4", tool_secs=0.5, tool_sigma=1.0, push_secs=0.1),
     ],
 )
 def test_accepted_and_running_groups_keep_the_bound_at_every_event(changes):
@@ -181,7 +182,7 @@ def test_accepted_and_running_groups_keep_the_bound_at_every_event(changes):
 
 
 def test_the_seed_decides_everything():
-    plan = make(drop_share=0.2, num_steps=30)
+    plan = make(drop_share=0.2, num_steps=30, turns="1.5", tool_secs=0.1, tool_sigma=1.0)
     first, again = (simulate(plan, lengths_of("lognormal:100:1")) for _ in range(2))
     assert first == again
     other = simulate(dataclasses.replace(plan, seed=1), lengths_of("lognormal:100:1"))
@@ -223,6 +224,138 @@ def test_a_run_whose_groups_all_time_out_is_named_and_ends():
     plan = make(permit_timeout_secs=0.5)  # of groups that take 1 s
     with pytest.raises(StallError, match=r"1201 groups in a row .*timeout.*step 1: 0 of 4 groups"):
         simulate(plan, lengths_of("constant:100"))
+
+
+# steps_per_sec, slots_used_share, staleness_mean and length_bias of the planner before it had turns.
+ONE_TURN = [
+    (
+        dict(max_staleness=2),
+        (0.3158958115019143, 0.7697562717726995, 1.4797551940724258, 0.9961298667033824),
+    ),
+    (
+        dict(mode="sync", max_staleness=0),
+        (0.1613988660870845, 0.2907979686813628, 0.0, 0.9999999999999999),
+    ),
+    (
+        dict(mode="periodic", max_staleness=0, chunk_groups=2),
+        (0.17340370061054414, 0.31242749792411695, 0.0, 1.0),
+    ),
+    (
+        dict(
+            max_staleness=3,
+            push_every_steps=2,
+            drop_share=0.3,
+            permit_timeout_secs=8.0,
+            max_attempts=2,
+        ),
+        (0.23584795114032717, 0.7713215192998452, 1.8616871569611444, 1.036118736530032),
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "figures"), ONE_TURN)
+@pytest.mark.parametrize("turns", [{}, dict(turns="1", tool_secs=3.0, max_turns=2)])
+def test_one_turn_is_the_planner_without_turns_to_the_bit(changes, figures, turns):
+    """A tool runs between two turns, so with one turn its time changes nothing."""
+    sizes = dict(group_size=3, num_steps=20, warm_steps=6, num_slots=8, max_running_groups=9)
+    costs = dict(server_rate=400.0, step_secs=0.5, token_secs=1e-3, push_secs=0.4, pause_secs=0.1)
+    o = simulate(make(**sizes | costs | changes | turns), lengths_of("uniform:20:200"))
+    assert (o.steps_per_sec, o.slots_used_share, o.staleness_mean, o.length_bias) == figures
+    assert o.tools_running == 0
+
+
+def test_a_synchronous_step_waits_for_every_turn_and_tool():
+    # Two turns of 50 tokens, .5 s each, and 2 s of a tool between them: 3 s. Of the 128 slots 8 are taken for 1 s.
+    outcome = simulate(sync(turns="2", tool_secs=2.0), lengths_of("constant:100"))
+    assert 1 / outcome.steps_per_sec == pytest.approx(3)
+    assert outcome.slots_used_share == pytest.approx(8 * 1 / (2 * 64 * 3))
+    assert outcome.servers_idle_share == pytest.approx(2 / 3)
+    assert outcome.tools_running == pytest.approx(8 * 2 / 3)
+    assert outcome.trained_tokens_per_sec == pytest.approx(800 / 3)
+
+
+def test_while_a_tool_runs_its_slot_is_for_others():
+    # One server, 2 slots, 4 groups of 2 samples, two turns of .5 s each. The first turns fill 0 to 2 s, and the tools
+    # of the first group end at 1.5 s, so the second turns follow without a gap: 4 s, as without tools.
+    plan = sync(num_servers=1, num_slots=2, turns="2", tool_secs=1.0)
+    outcome = simulate(plan, lengths_of("constant:100"))
+    assert 1 / outcome.steps_per_sec == pytest.approx(4)
+    assert outcome.slots_used_share == pytest.approx(1)
+
+
+def test_while_a_tool_runs_its_group_keeps_its_permit():
+    # One permit: the four groups of a step one after another, 3 s each; with tools twice as fast, 2 s each.
+    plan = make(turns="2", tool_secs=2.0, max_running_groups=1, max_staleness=2)
+    limit = simulation.limit_of(plan, lengths_of("constant:100"))
+    assert limit.secs == pytest.approx(12)
+    assert limit.relaxed_secs["the tools"] == pytest.approx(8)
+    assert limit.by == "the groups generated at once"
+    wide = simulation.limit_of(sync(turns="2", tool_secs=2.0), lengths_of("constant:100"))
+    assert wide.by == "the tools" and wide.relaxed_secs[wide.by] == pytest.approx(2)
+
+
+@pytest.mark.parametrize(
+    ("step_secs", "old"),
+    [
+        (3.5, 3.5 + 2 + 0.5),  # during the turns
+        (5.5, 5 + 2 + 2),  # while the tool of the longer sample runs
+        (7.0, 6 + 2 + 2),  # in its second turn
+    ],
+)
+def test_weights_change_between_the_turns_of_a_sample(step_secs, old):
+    # One group at a time, of 10 and 4 tokens: turns from 0 to 5 and 6 to 11 s, and from 0 to 2 and 3 to 5 s. A step
+    # begins with the group after its own, so `old` of the 14 tokens are of the version before.
+    plan = make(groups_per_step=1, max_running_groups=1, num_servers=1, request_rate=1.0)
+    plan = dataclasses.replace(plan, step_secs=step_secs, turns="2", tool_secs=1.0)
+    outcome = simulate(plan, in_turn((10, 4)))
+    assert 1 / outcome.steps_per_sec == pytest.approx(11)
+    assert outcome.staleness == pytest.approx({0: 1 - old / 14, 1: old / 14})
+
+
+def test_a_tools_seconds_are_log_normal_about_their_median():
+    # One sample after another, whose tokens take no time: a step takes median · exp(σ²/2) on average, .5667 s. Of 2,000
+    # the mean is within 4 %, more than three deviations.
+    plan = sync(
+        groups_per_step=1,
+        group_size=1,
+        num_steps=2100,
+        warm_steps=100,
+        turns="2",
+        tool_secs=0.5,
+        tool_sigma=0.5,
+    )
+    plan = dataclasses.replace(plan, request_rate=math.inf)
+    secs = 1 / simulate(plan, lengths_of("constant:1")).steps_per_sec
+    assert secs == pytest.approx(0.5 * math.exp(0.125), rel=0.04)
+    faster = dataclasses.replace(plan, tool_secs=0.25)  # the same draws
+    assert 1 / simulate(faster, lengths_of("constant:1")).steps_per_sec == pytest.approx(secs / 2)
+
+
+def test_turns_beyond_the_bound_are_cut_with_their_tokens():
+    # Of four turns of 25 tokens, one and then three.
+    one = simulate(sync(turns="4", tool_secs=1.0, max_turns=1), lengths_of("constant:100"))
+    assert (one.mean_trained, 1 / one.steps_per_sec) == pytest.approx((25, 0.25))
+    three = simulate(sync(turns="4", tool_secs=1.0, max_turns=3), lengths_of("constant:100"))
+    assert (three.mean_trained, 1 / three.steps_per_sec) == pytest.approx((75, 2.75))
+    four = simulate(sync(turns="4", tool_secs=1.0, max_turns=9), lengths_of("constant:100"))
+    assert (four.mean_trained, 1 / four.steps_per_sec) == pytest.approx((100, 4))
+
+
+@pytest.mark.parametrize(
+    ("spec", "mean", "values"),
+    [
+        ("1", 1, {1}),
+        ("2.25", 2.25, {2, 3}),
+        ("uniform:1:4", 2.5, {1, 2, 3, 4}),
+        ("lognormal:9:0.5", 9, None),
+    ],
+)
+def test_turns_are_whole_and_keep_their_mean(spec, mean, values):
+    drawn = simulation.turns_of(spec)(np.random.default_rng(0), 20_000, 4)
+    assert drawn.shape == (20_000, 4) and drawn.min() >= 1
+    assert (drawn == np.floor(drawn)).all()
+    assert drawn.mean() == pytest.approx(mean, rel=0.01)
+    assert values is None or set(np.unique(drawn)) == values
 
 
 @pytest.mark.parametrize(
@@ -269,6 +402,11 @@ REFUSED = [
     (dict(push_secs=1.0, pause_secs=2.0), "pause_secs must be ≤ push_secs = 1, got 2.0"),
     (dict(warm_steps=10), "warm_steps must be in [0, num_steps = 10), got 10"),
     (dict(num_slots=1), "num_slots must be ≥ group_size = 2, got 1"),
+    (dict(tool_secs=-1.0), "tool_secs must be ≥ 0 and finite, got -1.0"),
+    (dict(tool_sigma=math.nan), "tool_sigma must be ≥ 0 and finite, got nan"),
+    (dict(max_turns=-1), "max_turns must be ≥ 0 and finite, got -1"),
+    (dict(turns="0.5"), "turns 'constant:0.5': constant must be ≥ 1, got 0.5"),
+    (dict(turns="few:2"), "turns 'few:2': the kind 'few' is none of constant, uniform, lognormal"),
     (dict(mode="lazy"), "mode must be one of sync, periodic, async; got 'lazy'"),
     (
         dict(mode="sync"),
@@ -301,7 +439,7 @@ def test_a_plan_that_would_deadlock_is_refused():
         ("uniform:1", "uniform takes 2 numbers, uniform:X:X"),
         ("lognormal:5:nan", "lognormal takes 2 numbers"),
         ("uniform:9:5", "uniform LOW must be in [1, HIGH = 5], got 9.0"),
-        ("constant:0.5", "constant length must be ≥ 1, got 0.5"),
+        ("constant:0.5", "lengths 'constant:0.5': constant must be ≥ 1, got 0.5"),
         ("pareto:5:1", "pareto ALPHA must be > 1, got 1.0"),
     ],
 )
@@ -345,6 +483,20 @@ def test_the_command_takes_sizes_from_a_config_and_flags_before_them(tmp_path, c
     assert sum(found["outcome"]["staleness"].values()) == pytest.approx(1)
 
 
+def test_the_command_plans_the_turns_of_an_environment(tmp_path, capsys):
+    config, words = ["--config=configs/tools.py"], ["--turns=2.5", "--tool_secs=2:1", *COSTS]
+    found = planned(tmp_path, *config, *words, "--config.environment.max_turns=3")
+    plan, printed = found["plan"], capsys.readouterr().out
+    assert (plan["turns"], plan["max_turns"]) == ("2.5", 3)
+    assert (plan["tool_secs"], plan["tool_sigma"]) == (2.0, 1.0)
+    assert f"run for {found['outcome']['tools_running']:.1f} samples" in printed
+    assert found["limit"]["by"] == "the tools" and "limited by         the tools" in printed
+    found = planned(tmp_path, "--config=configs/quickstart.py", *COSTS, "--tool_secs=2")
+    assert (found["plan"]["turns"], found["plan"]["max_turns"]) == ("1", 0)
+    assert (found["plan"]["tool_secs"], found["plan"]["tool_sigma"]) == (2.0, 0.0)
+    assert "tools" not in capsys.readouterr().out
+
+
 SIZES = ["--groups_per_step=8", "--group_size=2", "--max_staleness=2", "--num_slots=16"]
 
 
@@ -367,6 +519,10 @@ def test_the_command_names_the_best_split(tmp_path, capsys):
         ([*COSTS, *SIZES, "--num_servers=1", "--push_every_steps=4"], "2 < push_every_steps 4 − 1"),
         ([*COSTS, *SIZES, "--num_servers=1", "--lengths=journal:none"], "no journal at"),
         ([*COSTS, *SIZES, "--num_server=1"], "num_server"),
+        (
+            [*COSTS, *SIZES, "--tool_secs=1:x"],
+            "--tool_secs must be MEDIAN or MEDIAN:SIGMA, got '1:x'",
+        ),
     ],
 )
 def test_bad_usage_of_the_command_is_named(argv, message, capsys):

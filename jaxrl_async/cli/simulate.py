@@ -49,12 +49,24 @@ _SIZES = {
         f"requests that run at once on a server; of embedded servers server.num_slots, else {SLOTS}, an assumption",
     ),
     "max_new_tokens": ("0", "longer completions are cut; 0 for no bound"),
+    "max_turns": (
+        "0",
+        "an episode of more turns is cut, in a config with an environment; 0 for no bound",
+    ),
     "seed": ("0", "of the lengths"),
 }
 _COSTS = {
     "lengths": (
         "",
         "of completions: constant:L, uniform:LOW:HIGH, lognormal:MEAN:SIGMA, pareto:MEAN:ALPHA or journal:FILE",
+    ),
+    "turns": (
+        "1",
+        "of a sample: their mean, or their distribution, as of --lengths; the length is that of all turns",
+    ),
+    "tool_secs": (
+        "0",
+        "between two turns, log-normal: MEDIAN:SIGMA, or MEDIAN for always the same",
     ),
     "request_rate": ("", "tokens/s of a request that is alone on a server"),
     "server_rate": ("", "tokens/s that a server approaches as it fills"),
@@ -94,6 +106,7 @@ def main(argv: list[str]) -> int:
     _check_push(words, flags)
     if words["devices"] != "0":
         words["num_servers"] = "1"  # It is what is asked for.
+    words["tool_secs"], words["tool_sigma"] = _tools_of(words["tool_secs"])
     if missing := [name for name in _NEEDED if not words[name]]:
         raise UsageError(", ".join(f"--{name}" for name in missing) + " must be given")
     try:
@@ -147,11 +160,14 @@ def table(outcome: Outcome) -> str:
         "learner": f"waits {o.wait_data_share:.1%} for data, {o.wait_push_share:.1%} for pushes",
         "servers": f"idle {o.servers_idle_share:.1%}, paused {o.servers_paused_share:.1%}; "
         f"slots used {o.slots_used_share:.1%}",
+        "tools": f"run for {o.tools_running:.1f} samples, on average",
         "staleness": f"mean {o.staleness_mean:.2f}, at most {o.staleness_max} ({stale})",
         "dropped groups": f"{o.drop_share:.1%} ({lost})",
         "completion length": f"{o.mean_generated:.1f} generated, {o.mean_trained:.1f} trained on "
         f"(bias {o.length_bias:.3f})",
     }
+    if not o.tools_running:
+        del rows["tools"]
     return "\n".join(f"{name:18} {text}" for name, text in rows.items())
 
 
@@ -207,6 +223,17 @@ def _check_push(words: dict[str, str], flags: Any) -> None:
     given = flags["push_secs"].present or words["push_secs"] != flags["push_secs"].default
     if words["rates"] and not given:
         raise UsageError(f"--push_secs must be given: {words['rates']} has none")
+
+
+def _tools_of(spec: str) -> list[str]:
+    """The median and sigma of the seconds of a tool."""
+    numbers = spec.split(":") if ":" in spec else [spec, "0"]
+    try:
+        if len([float(word) for word in numbers]) == 2:
+            return numbers
+    except ValueError:
+        pass
+    raise UsageError(f"--tool_secs must be MEDIAN or MEDIAN:SIGMA, got {spec!r}")
 
 
 def _rates_of(path: pathlib.Path) -> dict[str, float]:
@@ -267,6 +294,7 @@ def _sizes_of(settings: Settings, servers: str) -> dict[str, Any]:
         "num_servers": len(s.server.addresses) or s.server.num_local,
         "num_slots": s.server.num_slots if servers == "embedded" else SLOTS,
         "max_new_tokens": s.rollout.max_new_tokens,
+        "max_turns": s.environment.max_turns if s.rollout.function == "environment" else 0,
         "seed": s.seed,
     }
 

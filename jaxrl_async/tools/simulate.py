@@ -1,16 +1,19 @@
 """The planner: a run by discrete events under a virtual clock. No JAX, sockets or weights.
 
-Admission is the run's own object, `queue.admission.Admission`. Time is a model, in five sentences:
+Admission is the run's own object, `queue.admission.Admission`. Time is a model, in six sentences:
 
 - A server with n requests running gives each of them  1 / (1/request_rate + n/server_rate)  tokens a second: a decode
   step reads the weights once, and pays for each request.
 - A group's G samples are on one server, the one with the fewest requests; with its slots full, groups wait in turn.
 - A group is one event, the end of its longest sample. Until then it takes Σ lengths / longest slots, its own mean, so
   that slots and tokens are conserved.
+- Where a sample has several turns, each is a request of its own, of an equal part of the tokens; between two of them
+  its tool runs for log-normal seconds, in which the group keeps its permit, and the sample takes no slot of a server.
 - A step takes the learner step_secs, and token_secs for each completion token of a chunk as soon as that is leased.
 - A push takes push_secs, and pauses generation for its last pause_secs; then all servers hold the version.
 
-Not modelled: failures other than a permit's timeout, rewards, prompts, the network, checkpoints, evaluation.
+Not modelled: failures other than a permit's timeout, rewards, prompts, the network, checkpoints, evaluation; that a
+server reads the row again before a turn, or has it cached.
 """
 
 import collections
@@ -32,7 +35,7 @@ from jaxrl_async.queue.records import Permit
 
 MAX_LOST = 300
 
-# (rng, num_groups, group_size) → completion lengths, float64 [num_groups, group_size], tokens ≥ 1.
+# (rng, num_groups, group_size) → completion lengths, float64 [num_groups, group_size], tokens ≥ 1; or numbers of turns.
 Lengths = Callable[[np.random.Generator, int, int], np.ndarray]
 
 
@@ -65,6 +68,12 @@ class Plan:
     pause_secs: float  # of push_secs: generation stands still
     drop_share: float  # of generated groups: retired for equal rewards, whatever their length
     seed: int
+    turns: str = "1"  # of a sample: their mean, or their distribution; as of `turns_of`
+    max_turns: int = (
+        0  # an episode is cut after these, and the tokens of the others fall away; 0: no bound
+    )
+    tool_secs: float = 0.0  # median of log-normal seconds between two turns
+    tool_sigma: float = 0.0  # of their logarithm
 
     def __post_init__(self):
         """
@@ -73,7 +82,7 @@ class Plan:
         """
         for name in _AT_LEAST_ONE:
             _check(name, getattr(self, name), "≥ 1", getattr(self, name) >= 1)
-        for name in ("step_secs", "token_secs", "push_secs", "pause_secs", "max_staleness"):
+        for name in _AT_LEAST_ZERO:
             value = getattr(self, name)
             _check(name, value, "≥ 0 and finite", 0 <= value < math.inf)
         for name in ("request_rate", "server_rate", "permit_timeout_secs"):
@@ -85,6 +94,7 @@ class Plan:
         _check("warm_steps", self.warm_steps, in_run, 0 <= self.warm_steps < self.num_steps)
         a_group = f"≥ group_size = {self.group_size}"
         _check("num_slots", self.num_slots, a_group, self.num_slots >= self.group_size)
+        turns_of(self.turns)
         check_mode(
             self.mode,
             max_staleness=self.max_staleness,
@@ -104,6 +114,7 @@ class Outcome:
     servers_idle_share: float  # of the servers' time: no request runs
     servers_paused_share: float  # generation stands still for a push
     slots_used_share: float  # of all slots' time
+    tools_running: float  # samples between two turns, on average
     staleness_mean: float  # steps, over trained tokens
     staleness_max: int
     staleness: dict[int, float]  # steps → share of trained tokens
@@ -117,8 +128,8 @@ class Outcome:
 def simulate(
     plan: Plan, lengths: Lengths, watch: Callable[[Admission], None] | None = None
 ) -> Outcome:
-    """Runs the plan. The same plan and lengths give the same outcome; a prompt has the same lengths in every plan
-    of the same seed and group_size.
+    """Runs the plan. The same plan and lengths give the same outcome; a prompt has the same lengths, and the same turns
+    where they have one distribution, in every plan of the same seed and group_size.
 
     Args:
       plan: the run.
@@ -145,6 +156,7 @@ RELAXED: dict[str, Callable[[Plan], dict[str, float]]] = {
     "the slots of the servers": lambda p: {"num_slots": 2 * p.num_slots},
     "the rate of a full server": lambda p: {"server_rate": 2 * p.server_rate},
     "the rate of a request": lambda p: {"request_rate": 2 * p.request_rate},
+    "the tools": lambda p: {"tool_secs": p.tool_secs / 2},
     "the learner": lambda p: {"step_secs": p.step_secs / 2, "token_secs": p.token_secs / 2},
     "the pushes": lambda p: {"push_secs": p.push_secs / 2, "pause_secs": p.pause_secs / 2},
     "the bound on staleness": lambda p: (
@@ -237,20 +249,48 @@ def lengths_of(spec: str, max_new_tokens: int = 0) -> Lengths:
     _check("max_new_tokens", max_new_tokens, "≥ 0", max_new_tokens >= 0)
     if kind == "journal":
         draw = measured(journal_lengths(rest))
-    elif kind in _DISTRIBUTIONS:
-        num, make = _DISTRIBUTIONS[kind]
-        try:
-            numbers = [float(word) for word in rest.split(":")]
-        except ValueError:
-            numbers = []
-        if len(numbers) != num or not all(map(math.isfinite, numbers)):
-            raise ValueError(f"lengths {spec!r}: {kind} takes {num} numbers, {kind}{':X' * num}")
-        draw = make(*numbers)
     else:
-        kinds = ", ".join((*_DISTRIBUTIONS, "journal"))
-        raise ValueError(f"lengths {spec!r}: the kind {kind!r} is none of {kinds}")
+        draw = _distribution("lengths", spec, ("journal",))
     most = max_new_tokens or math.inf
     return lambda rng, num_groups, group_size: np.clip(draw(rng, num_groups, group_size), 1, most)
+
+
+def turns_of(spec: str) -> Lengths:
+    """Numbers of turns by their description.
+
+    Args:
+      spec: their mean, ≥ 1, which the two whole numbers around it give; or a distribution as of `lengths_of`, whose
+        values are rounded up or down at random, so that it keeps its mean. A value below 1 counts as 1.
+
+    Raises:
+      ValueError: an unknown kind, or a number outside its bound; both named.
+    """
+    draw = _distribution("turns", spec if ":" in spec else f"constant:{spec}")
+
+    def whole(rng: np.random.Generator, num_groups: int, group_size: int) -> np.ndarray:
+        drawn = np.maximum(draw(rng, num_groups, group_size), 1)
+        return np.floor(drawn) + (rng.random(drawn.shape) < drawn % 1)
+
+    return whole
+
+
+def _distribution(name: str, spec: str, others: Sequence[str] = ()) -> Lengths:
+    """One of _DISTRIBUTIONS; an error lists `others` beside them."""
+    kind, _, rest = spec.partition(":")
+    if kind not in _DISTRIBUTIONS:
+        kinds = ", ".join((*_DISTRIBUTIONS, *others))
+        raise ValueError(f"{name} {spec!r}: the kind {kind!r} is none of {kinds}")
+    num, make = _DISTRIBUTIONS[kind]
+    try:
+        numbers = [float(word) for word in rest.split(":")]
+    except ValueError:
+        numbers = []
+    if len(numbers) != num or not all(map(math.isfinite, numbers)):
+        raise ValueError(f"{name} {spec!r}: {kind} takes {num} numbers, {kind}{':X' * num}")
+    try:
+        return make(*numbers)
+    except ValueError as error:
+        raise ValueError(f"{name} {spec!r}: {error}") from None
 
 
 def measured(rows: Sequence[Sequence[float]]) -> Lengths:
@@ -288,7 +328,7 @@ def journal_lengths(path: str | pathlib.Path) -> list[list[int]]:
 
 
 def _constant(length: float) -> Lengths:
-    _check("constant length", length, "≥ 1", length >= 1)
+    _check("constant", length, "≥ 1", length >= 1)
     return lambda rng, *shape: np.full(shape, length)
 
 
@@ -325,21 +365,32 @@ _DISTRIBUTIONS: dict[str, tuple[int, Callable[..., Lengths]]] = {
 @dataclasses.dataclass(eq=False, slots=True)
 class _Group:
     permit: Permit
-    lengths: np.ndarray  # float64 [G]
-    dropped: bool  # for equal rewards, when it is there
-    longest: float
     tokens: float
-    slots: float  # that it takes, on average
-    server: int = -1
-    start: float = 0.0  # the server's progress
+    dropped: bool  # for equal rewards, when it is there
+    requests: int  # that have not ended for good
     by_version: dict[int, float] = dataclasses.field(default_factory=dict)  # tokens
 
 
+@dataclasses.dataclass(eq=False, slots=True)
+class _Request:
+    """A group of one turn; or a sample, which runs once for each of its turns."""
+
+    group: _Group
+    lengths: np.ndarray  # float64 [G], or [1] of a turn
+    longest: float
+    tokens: float
+    slots: float  # that it takes, on average
+    tools: list[float] = dataclasses.field(default_factory=list)  # seconds before each turn to come
+    server: int = -1
+    start: float = 0.0  # the server's progress
+
+
 class _Run:
-    """One simulation: the learner is a generator, the groups are the fleet's events, the rest are timers."""
+    """One simulation: the learner is a generator, the requests are the fleet's events, the rest are timers."""
 
     def __init__(self, plan: Plan, lengths: Lengths, watch: Callable[[Admission], None]):
         self._plan, self._lengths, self._watch = plan, lengths, watch
+        self._turns = turns_of(plan.turns)
         self._admission = Admission(
             batch_groups=plan.groups_per_step,
             max_staleness=plan.max_staleness,
@@ -363,6 +414,8 @@ class _Run:
         self._here: dict[int, _Group] = {}  # submitted, not trained on
         self._late: set[int] = set()  # permits that the lease waits for; see _lease
         self._pushing = False
+        self._tools_running = 0
+        self._tools_at = self._tools_secs = 0.0  # sample-seconds of tools until then
         self._lost = 0  # groups since the last step
         self._tally = _Tally()
         self._block = functools.lru_cache(maxsize=16)(self._draw)
@@ -392,7 +445,7 @@ class _Run:
         for step in range(1, plan.num_steps + 1):
             if step == plan.warm_steps + 1:
                 self._tally = tally = _Tally()
-                tally.since, tally.fleet = self._now, self._used()
+                tally.since, tally.used = self._now, self._used()
             if plan.mode != "async":
                 yield from self._until(lambda: not self._pushing, "wait_push")
             trained, index, last = [], 0, False
@@ -460,28 +513,60 @@ class _Run:
     def _admit(self) -> None:
         plan, timeout_secs = self._plan, self._plan.permit_timeout_secs
         for permit in self._admission.admit(plan.max_running_groups, self._now):
-            group = self._group(permit)
-            self._out[permit.prompt_index] = group
+            block, row = divmod(permit.prompt_index, _BLOCK)
+            drawn = self._block(block, permit.attempt)
+            requests = self._requests(permit, *(values[row] for values in drawn))
+            self._out[permit.prompt_index] = requests[0].group
             if timeout_secs < math.inf:
                 self._ages.append((math.nextafter(self._now + timeout_secs, math.inf), permit))
-            self._fleet.add(group, self._generation_time())
+            for request in requests:
+                self._fleet.add(request, self._generation_time())
 
-    def _group(self, permit: Permit) -> _Group:
-        block, row = divmod(permit.prompt_index, _BLOCK)
-        lengths, longest, tokens, dropped = self._block(block, permit.attempt)
-        slots = tokens[row] / longest[row]
-        return _Group(permit, lengths[row], dropped[row], longest[row], tokens[row], slots)
+    def _requests(self, permit, lengths, longest, tokens, dropped, turns) -> list[_Request]:
+        """Of a new group: one, or one for each sample where a sample has several turns."""
+        if turns.max() == 1:
+            group = _Group(permit, tokens, dropped, 1)
+            return [_Request(group, lengths, longest, tokens, tokens / longest)]
+        group = _Group(permit, tokens, dropped, len(lengths))
+        rng = np.random.default_rng([self._plan.seed, permit.prompt_index, permit.attempt, 1])
+        return [
+            _Request(group, part, part.item(), part.item(), 1.0, self._draw_tools(rng, num - 1))
+            for part, num in zip((lengths / turns)[:, None], turns.astype(int), strict=True)
+        ]
 
-    def _draw(self, block: int, attempt: int) -> tuple[np.ndarray, list, list, list]:
-        """Of _BLOCK groups: their lengths [_BLOCK, G], the longest, their sum, and whether they are dropped."""
-        rng = np.random.default_rng([self._plan.seed, block, attempt])
-        lengths = self._lengths(rng, _BLOCK, self._plan.group_size)
-        dropped = rng.random(_BLOCK) < self._plan.drop_share
+    def _draw_tools(self, rng: np.random.Generator, num: int) -> list[float]:
+        median, sigma = self._plan.tool_secs, self._plan.tool_sigma
+        return (median * rng.lognormal(0.0, sigma, num)).tolist()
+
+    def _draw(self, block: int, attempt: int) -> tuple:
+        """Of _BLOCK groups: lengths [_BLOCK, G], the longest, their sum, whether they are dropped; turns as lengths."""
+        plan = self._plan
+        rng = np.random.default_rng([plan.seed, block, attempt])
+        lengths = self._lengths(rng, _BLOCK, plan.group_size)
+        dropped = rng.random(_BLOCK) < plan.drop_share
+        turns = self._turns(rng, _BLOCK, plan.group_size)
+        if plan.max_turns:
+            lengths = lengths * np.minimum(1, plan.max_turns / turns)
+            turns = np.minimum(turns, plan.max_turns)
         sums = lengths.max(axis=1), lengths.sum(axis=1), dropped
-        return lengths, *(values.tolist() for values in sums)
+        return lengths, *(values.tolist() for values in sums), turns
 
     def _end(self) -> None:
-        group = self._fleet.end(self._generation_time())
+        """A request has ended: a tool runs, or the sample or group is there."""
+        request = self._fleet.end(self._generation_time())
+        if request.tools:
+            self._count_tools(1)
+            self._after(request.tools.pop(), lambda: self._continue(request))
+            return
+        request.group.requests -= 1
+        if not request.group.requests:
+            self._submit(request.group)
+
+    def _continue(self, request: _Request) -> None:
+        self._count_tools(-1)
+        self._fleet.add(request, self._generation_time())
+
+    def _submit(self, group: _Group) -> None:
         permit = group.permit
         if self._out.get(permit.prompt_index) is not group:
             outcome = self._admission.submit(permit, 0)  # Its permit has timed out.
@@ -522,11 +607,18 @@ class _Run:
         now = self._now if self._paused_since is None else self._paused_since
         return now - self._paused_secs
 
-    def _used(self) -> tuple[float, float, float]:
-        return (*self._fleet.used(self._generation_time()), self._generation_time())
+    def _used(self) -> tuple[float, float, float, float]:
+        self._count_tools(0)
+        used = self._fleet.used(self._generation_time())
+        return (*used, self._generation_time(), self._tools_secs)
+
+    def _count_tools(self, change: int) -> None:
+        self._tools_secs += (self._now - self._tools_at) * self._tools_running
+        self._tools_at = self._now
+        self._tools_running += change
 
     def _next_event(self) -> tuple[float, Callable[[], None]]:
-        """(when, what): a timer before the end of a group, and that before a timeout, of the same time."""
+        """(when, what): a timer before the end of a request, and that before a timeout, of the same time."""
         at, event = math.inf, self._stall
         if self._ages:
             at, event = self._next_age(), self._expire
@@ -556,7 +648,8 @@ class _Run:
         plan, tally = self._plan, self._tally
         secs = self._now - tally.since
         steps = plan.num_steps - plan.warm_steps
-        busy, slots, generating = (b - a for a, b in zip(tally.fleet, self._used(), strict=True))
+        used = (b - a for a, b in zip(tally.used, self._used(), strict=True))
+        busy, slots, generating, tools = used
         tokens = sum(tally.staleness.values())
         generated = tally.lost.total() + tally.groups
         mean_generated = tally.generated_tokens / (max(generated, 1) * plan.group_size)
@@ -569,6 +662,7 @@ class _Run:
             servers_idle_share=max(0.0, _share(generating - busy / plan.num_servers, secs)),
             servers_paused_share=_share(secs - generating, secs),
             slots_used_share=_share(slots, secs * plan.num_servers * plan.num_slots),
+            tools_running=_share(tools, secs),
             staleness_mean=sum(k * n for k, n in tally.staleness.items()) / tokens,
             staleness_max=max(tally.staleness),
             staleness={k: tally.staleness[k] / tokens for k in sorted(tally.staleness)},
@@ -585,7 +679,7 @@ class _Tally:
 
     def __init__(self):
         self.since = 0.0
-        self.fleet = (0.0, 0.0, 0.0)
+        self.used = (0.0, 0.0, 0.0, 0.0)
         self.waited: collections.Counter[str] = collections.Counter()  # seconds
         self.staleness: collections.Counter[int] = collections.Counter()  # tokens
         self.groups = 0  # generated and submitted in time
@@ -608,7 +702,7 @@ class _Tally:
 class _Fleet:
     """Servers that share their rate among their requests. Its clock is generation time.
 
-    A server's progress is the number of tokens that each request there has got so far, so a group ends when the
+    A server's progress is the number of tokens that each request there has got so far, so a request ends when the
     progress has grown by its longest sample, however the load changed in between.
     """
 
@@ -617,8 +711,8 @@ class _Fleet:
         self._progress = [0.0] * num_servers
         self._since = [0.0] * num_servers  # The progress is that of this time.
         self._load = np.zeros(num_servers)  # slots taken
-        self._running: list[list[tuple[float, int, _Group]]] = [[] for _ in range(num_servers)]
-        self._waiting: collections.deque[_Group] = collections.deque()
+        self._running: list[list[tuple[float, int, _Request]]] = [[] for _ in range(num_servers)]
+        self._waiting: collections.deque[_Request] = collections.deque()
         self._ends: list[tuple[float, int, int]] = []  # (time, server, stamp): each one's next
         self._stamps = [0] * num_servers  # An older end was overtaken by a change of the load.
         self._held: list[tuple[int, list[float]]] = []  # (version, every server's progress then)
@@ -626,29 +720,31 @@ class _Fleet:
         self._used_at = self._busy_secs = self._slot_secs = 0.0
         self._num_busy, self._slots = 0, 0.0
 
-    def add(self, group: _Group, now: float) -> None:
-        """Starts a group, or lets it wait."""
-        self._waiting.append(group)
+    def add(self, request: _Request, now: float) -> None:
+        """Starts a request, or lets it wait."""
+        self._waiting.append(request)
         if len(self._waiting) == 1:
             self._start_waiting(now)
 
     def next_end(self) -> float:
-        """The time at which the next group ends if nothing changes before; inf when nothing runs."""
+        """The time at which the next request ends if nothing changes before; inf when nothing runs."""
         while self._ends and self._ends[0][2] != self._stamps[self._ends[0][1]]:
             heapq.heappop(self._ends)
         return self._ends[0][0] if self._ends else math.inf
 
-    def end(self, now: float) -> _Group:
-        """The group of `next_end`, with its tokens by version."""
+    def end(self, now: float) -> _Request:
+        """The request of `next_end`; its tokens are counted by version."""
         server = self._ends[0][1]
         self._count(now)
-        self._progress[server], _, group = heapq.heappop(self._running[server])
+        self._progress[server], _, request = heapq.heappop(self._running[server])
         self._since[server] = now
-        self._take(server, -group.slots)
-        group.by_version = self._by_version(group)
+        self._take(server, -request.slots)
+        by_version = request.group.by_version
+        for version, tokens in self._by_version(request).items():
+            by_version[version] = by_version.get(version, 0.0) + tokens
         self._plan_end(server)
         self._start_waiting(now)
-        return group
+        return request
 
     def hold(self, version: int, now: float) -> None:
         """Sets the version of the tokens generated from now on."""
@@ -663,16 +759,16 @@ class _Fleet:
 
     def _start_waiting(self, now: float) -> None:
         while self._waiting:
-            server, group = int(self._load.argmin()), self._waiting[0]
-            if self._load.item(server) + group.slots > self._num_slots + _ROUNDING:
+            server, request = int(self._load.argmin()), self._waiting[0]
+            if self._load.item(server) + request.slots > self._num_slots + _ROUNDING:
                 return
             self._waiting.popleft()
             self._count(now)
             self._advance(server, now)
-            group.server, group.start = server, self._progress[server]
-            end = group.start + group.longest
-            heapq.heappush(self._running[server], (end, next(self._order), group))
-            self._take(server, group.slots)
+            request.server, request.start = server, self._progress[server]
+            end = request.start + request.longest
+            heapq.heappush(self._running[server], (end, next(self._order), request))
+            self._take(server, request.slots)
             self._plan_end(server)
 
     def _take(self, server: int, slots: float) -> None:
@@ -699,19 +795,19 @@ class _Fleet:
     def _secs_per_token(self, server: int) -> float:
         return self._step_secs + self._load.item(server) * self._request_secs
 
-    def _by_version(self, group: _Group) -> dict[int, float]:
+    def _by_version(self, request: _Request) -> dict[int, float]:
         """A sample of ℓ tokens has max(ℓ − d, 0) from versions held since d tokens after its start."""
         counted, by_version = 0.0, {}
         for version, progress in reversed(self._held):
-            done = progress[group.server] - group.start
+            done = progress[request.server] - request.start
             if done <= 0:
-                by_version[version] = group.tokens - counted
+                by_version[version] = request.tokens - counted
                 return by_version
-            since = float(np.maximum(group.lengths - done, 0).sum())
+            since = float(np.maximum(request.lengths - done, 0).sum())
             if since > counted:
                 by_version[version] = since - counted
             counted = since
-        raise AssertionError("a group started before there was a version")
+        raise AssertionError("a request started before there was a version")
 
     def _count(self, now: float) -> None:
         self._busy_secs += (now - self._used_at) * self._num_busy
@@ -737,6 +833,16 @@ _AT_LEAST_ONE = (
     "max_attempts",
     "num_servers",
     "num_slots",
+)
+_AT_LEAST_ZERO = (
+    "step_secs",
+    "token_secs",
+    "push_secs",
+    "pause_secs",
+    "max_staleness",
+    "max_turns",
+    "tool_secs",
+    "tool_sigma",
 )
 _OVER = -math.inf  # The learner has done its last step.
 _BLOCK = 1024  # groups whose lengths are drawn at once
