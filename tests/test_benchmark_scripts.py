@@ -33,6 +33,7 @@ import learner
 import packing as packings
 import peers
 import recitation
+import relay
 import rewards
 import shapes
 import shared_prompts
@@ -447,3 +448,77 @@ def test_arms_are_compared_seed_by_seed():
     fast[0]["accuracy"] = 0.5
     found = time_to_accuracy.compared({"a": slow, "b": fast}, "a", "b", [0, 1, 2])
     assert not found["loses_nothing"]
+
+
+# Three servers, links of a chunk a second, a version of eight, a pause of 2 s; a hop is 1 ms and the rest of a chunk.
+PUSHED = relay.Fleet(3, 8.0 * relay.relay.CHUNK_BYTES, float(relay.relay.CHUNK_BYTES), 2.0)
+
+
+@pytest.mark.parametrize(
+    ("width", "arrivals"),
+    [
+        (0, [24, 24, 24]),  # 24 chunks through the learner's link
+        (1, [9.001, 10.002, 11.003]),
+        (2, [18.001, 18.001, 20.002]),  # Half of a link each; the third is behind the first.
+    ],
+)
+def test_a_version_arrives_along_the_tree(width, arrivals):
+    assert PUSHED.arrivals(width) == pytest.approx(arrivals)
+
+
+@pytest.mark.parametrize(
+    ("max_paused", "secs"),
+    [
+        (0, 11.003 + 2),
+        (1, 9.001 + 3 * 2),
+        (2, 11.003 + 2),  # The first turn is over at 11.001.
+        (9, 11.003 + 2),
+    ],
+)
+def test_a_roll_gives_the_servers_of_a_chain_their_turns_as_they_have_the_version(max_paused, secs):
+    assert PUSHED.prepared(1, max_paused) == pytest.approx((secs, 3 * 2))
+
+
+@pytest.mark.parametrize(
+    ("max_paused", "secs", "paused_secs"),
+    [
+        (0, 24 + 2, 3 * 26),
+        (1, 3 * (8 + 2), 3 * 10),
+        (2, (16 + 2) + (8 + 2), 2 * 18 + 10),
+    ],
+)
+def test_servers_that_read_in_the_pause_share_the_learners_link(max_paused, secs, paused_secs):
+    assert PUSHED.read_in_the_pause(max_paused) == pytest.approx((secs, paused_secs))
+
+
+def test_predictions_are_kept_beside_the_figures_measured(tmp_path, capsys):
+    measured = {"servers": 3, "megabytes": 1, "rate": 4.0, "secs": {"chain": 0.75}}
+    (tmp_path / "relay.json").write_text(json.dumps(measured))
+    words = ["--predict", "--megabytes=1", "--rate=4", f"--out={tmp_path}"]
+    relay.main([*words, "--servers=3"])
+    assert "measured 0.75 s" in capsys.readouterr().out
+    for _ in range(2):
+        relay.main([*words, "--servers=8", "--pause=1", "--max_paused=2"])
+    assert "measured" not in capsys.readouterr().out
+    found = json.loads((tmp_path / "relay.json").read_text())
+    assert {key: found[key] for key in measured} == measured
+    three, eight = found["predicted"]
+    assert (three["servers"], eight["servers"]) == (3, 8)
+    assert [row["max_paused"] for row in three["rows"]] == [0] * 4
+    assert [row["max_paused"] for row in eight["rows"]] == [0, 2] * 4
+    assert {row["way"] for row in eight["rows"]} == {"read in the pause", *relay.WIDTHS}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--predict", "--servers=0"], "--servers must be ≥ 1, got 0"),
+        (["--predict", "--pause=-1"], "--pause must be ≥ 0, got -1.0"),
+        (["--predict", "--rate=0"], "--rate must be > 0, got 0.0"),
+        (["--max_paused=2"], "--pause and --max_paused need --predict"),
+    ],
+)
+def test_a_push_that_cannot_be_predicted_is_refused(words, message, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        relay.main([*words, f"--out={tmp_path}"])
+    assert message in capsys.readouterr().err and not list(tmp_path.iterdir())
