@@ -1,6 +1,7 @@
 """The planner (`python -m jaxrl_async simulate`): against real runs, on AReaL's questions, and at 1,000 servers.
 
     python benchmarks/planner.py --part=calibrate [--steps=30]
+    python benchmarks/planner.py --part=turns [--steps=30]
     python benchmarks/planner.py --part=areal
     python benchmarks/planner.py --part=scale
 
@@ -9,6 +10,9 @@ calibrate   Two synchronous runs on this machine, of B and B/2 groups, give what
             server, those at which the planner's own synchronous step waits for data as long as both runs did. Six other
             settings are then predicted and run. One core is pinned to the learner and one to the rest, and the learning
             rate is 1e-9, so that lengths do not drift. Not told: anything of an asynchronous or periodic run.
+turns       The same with the calculator of configs/tools.py, after a warm start in which it is always used. In the two
+            runs it takes no time, and they give the number of turns too. In the settings that are predicted and run it
+            takes log-normal seconds, of which the planner is told median and σ.
 areal       Fu et al., arXiv 2505.24298, published for 128 GPUs and 512 × 16 samples a step: throughput grows with η (a
             figure), and 41.0 h become 14.8 h, 2.77 times. Everything else here is an assumption, see AREAL.
 scale       1,000 servers × 1,000 steps, and how a step of 512 groups scales with servers at each η.
@@ -43,6 +47,7 @@ from jaxrl_async.tools.simulate import (
     Plan,
     journal_lengths,
     lengths_of,
+    limit_of,
     measured,
     simulate,
     split,
@@ -72,6 +77,30 @@ SETTINGS = {  # name → (mode, what differs)
         {"queue.max_staleness": 2, "rollout.max_new_tokens": 20},
     ),
 }
+
+TOOLS = {name: value for name, value in FROZEN.items() if name.startswith("cpus.")} | {
+    "task.args.guesses": 0.0,
+    "task.args.mistakes": 0.0,
+    "warm_start.num_steps": 150,
+    "learner.learning_rate": 1e-9,
+    "learner.groups_per_step": GROUPS,
+    "rollout.group_size": GROUP_SIZE,
+    "server.num_slots": FROZEN["server.num_slots"],
+    "checkpoint.every_steps": FROZEN["checkpoint.every_steps"],
+    "evaluate.every_steps": 0,
+}
+TOOL_SETTINGS = {  # name → (mode, what differs)
+    "sync, tools of 0.1 s": ("sync", {"environment.args.median_secs": 0.1}),
+    "async, η = 4, tools of 0.1 s": (
+        "async",
+        {"queue.max_staleness": 4, "environment.args.median_secs": 0.1},
+    ),
+    "async, η = 4, tools of 0.5 s": (
+        "async",
+        {"queue.max_staleness": 4, "environment.args.median_secs": 0.5},
+    ),
+}
+TOOL_SIGMA = 1.0
 
 # One GPU is one server of a 1.5B model. An H800 reads its 3 GB of weights in 1 ms, and for a sequence of 4,000 tokens
 # 0.11 GB of keys and values in 35 µs: at a third of these rates 300 and 10,000 tokens a second. Half of the first, as
@@ -105,7 +134,7 @@ PUBLISHED_SPEEDUP = 41.0 / 14.8
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--part", choices=PARTS, required=True)
-    parser.add_argument("--steps", type=int, default=30, help="of each real run of calibrate")
+    parser.add_argument("--steps", type=int, default=30, help="of each real run")
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
     args = parser.parse_args(argv)
     if args.steps <= WARM_STEPS:
@@ -150,12 +179,36 @@ def calibrate(args) -> dict:
     return {"steps": args.steps, "load_after": load, "told": costs_of(plan), "settings": table}
 
 
-def real_run(mode: str, steps: int, changes: dict) -> dict:
+def turns(args) -> dict:
+    """Predicted against measured, where a tool takes time between two turns."""
+
+    def run(mode: str, changes: dict) -> dict:
+        return real_run(mode, args.steps, changes, config="tools", base=TOOLS)
+
+    runs = {GROUPS: run("sync", {}), GROUPS // 2: run("sync", HALF)}
+    num = np.mean([row["component/turns"] for r in runs.values() for row in r["metrics"]])
+    plan, rows = calibrated(runs, turns=f"{num:.4f}", tool_sigma=TOOL_SIGMA)
+    print(f"told: {num:.3f} turns, {costs_of(plan)}")
+    table = {}
+    for name, (mode, changes) in TOOL_SETTINGS.items():
+        predicted = simulate(plan_of(plan, mode, changes), measured(rows))
+        limit = limit_of(plan_of(plan, mode, changes), measured(rows))
+        metrics = run(mode, changes | {"environment.args.sigma": TOOL_SIGMA})["metrics"]
+        table[name] = compared(predicted, metrics) | {"limited_by": limit.by}
+        print_row(name, table[name])
+    told = costs_of(plan) | {"turns": float(num), "tool_sigma": TOOL_SIGMA}
+    load = os.getloadavg()[0]
+    return {"steps": args.steps, "load_after": load, "told": told, "settings": table}
+
+
+def real_run(
+    mode: str, steps: int, changes: dict, *, config: str = "quickstart", base: dict = FROZEN
+) -> dict:
     """A run's metrics after the first steps, and the completion lengths of its groups."""
     with tempfile.TemporaryDirectory(prefix="jaxrl-planner-") as directory:
-        overrides = FROZEN | {"learner.num_steps": steps} | changes
+        overrides = base | {"learner.num_steps": steps} | changes
         command = [sys.executable, "-m", "jaxrl_async", "train", f"--workdir={directory}/run"]
-        command += [f"--config={ROOT}/configs/quickstart.py:mode={mode}"]
+        command += [f"--config={ROOT}/configs/{config}.py:mode={mode}"]
         command += [f"--config.{name}={value}" for name, value in overrides.items()]
         with open(f"{directory}/log", "w+", encoding="utf-8") as log:
             code = subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, timeout=600).returncode
@@ -168,8 +221,11 @@ def real_run(mode: str, steps: int, changes: dict) -> dict:
         }
 
 
-def calibrated(runs: dict[int, dict]) -> tuple[Plan, list]:
-    """What two synchronous runs of different sizes tell, as the plan of the larger; and the lengths."""
+def calibrated(runs: dict[int, dict], **known) -> tuple[Plan, list]:
+    """What two synchronous runs of different sizes tell, as the plan of the larger; and the lengths.
+
+    `known`: fields of the plan that are no cost.
+    """
     rows = [row for run in runs.values() for row in run["lengths"]]
     seen = {groups: times_of(run["metrics"], groups) for groups, run in runs.items()}
     small, large = (seen[groups] for groups in sorted(seen))
@@ -192,6 +248,7 @@ def calibrated(runs: dict[int, dict]) -> tuple[Plan, list]:
             push_secs=large["push"],
             pause_secs=0.0,
         )
+        | known
     )
     return fitted(plan, {groups: times["data"] for groups, times in seen.items()}, rows), rows
 
@@ -236,6 +293,7 @@ def plan_of(plan: Plan, mode: str, changes: dict) -> Plan:
         "queue.max_staleness": "max_staleness",
         "queue.chunk_groups": "chunk_groups",
         "weights.push_every_steps": "push_every_steps",
+        "environment.args.median_secs": "tool_secs",
     }
     known = {names[key]: value for key, value in changes.items() if key in names}
     return dataclasses.replace(plan, mode=mode, **known)
@@ -431,7 +489,7 @@ def plot_scale(table: list[dict], path: pathlib.Path) -> None:
 
 
 HALF = {"learner.groups_per_step": GROUPS // 2}
-PARTS = {"calibrate": calibrate, "areal": areal, "scale": scale}
+PARTS = {"calibrate": calibrate, "turns": turns, "areal": areal, "scale": scale}
 
 
 if __name__ == "__main__":

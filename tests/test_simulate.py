@@ -574,7 +574,7 @@ def test_a_plan_may_be_asynchronous_without_staleness():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("part", ["calibrate", "areal", "scale"])
+@pytest.mark.parametrize("part", ["calibrate", "turns", "areal", "scale"])
 def test_the_benchmark_runs_and_writes_where_it_is_told(part, tmp_path):
     """Its figures are not checked here: a machine that does other work has others."""
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
@@ -582,8 +582,8 @@ def test_the_benchmark_runs_and_writes_where_it_is_told(part, tmp_path):
     command += [f"--out={tmp_path}", "--steps=12"]
     subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=1500)
     found = json.loads((tmp_path / "planner.json").read_text("utf-8"))[part]
-    if part == "calibrate":
-        assert len(found["settings"]) == 6
+    if part in ("calibrate", "turns"):
+        assert len(found["settings"]) == {"calibrate": 6, "turns": 3}[part]
         assert all(math.isfinite(row["steps_error"]) for row in found["settings"].values())
     else:
         assert (tmp_path / f"planner_{part}.png").stat().st_size > 10_000
