@@ -22,6 +22,7 @@ import numpy as np
 
 NEVER_BIAS = -100.0  # Logit bias of a token that a server never samples.
 MAX_COMPONENTS = 16  # of a reward
+MAX_ROWS = 256  # of a sample
 _COMPONENT = re.compile("[a-z][a-z0-9_]{0,39}")
 NOT_SAMPLED = -1  # The version of a token that no policy sampled: prompt, tool output, padding.
 
@@ -79,12 +80,43 @@ class Trajectory:
 
 
 @dataclasses.dataclass(frozen=True)
+class Rows:
+    """A sample of several trajectories, which share its reward: an agent's session."""
+
+    trajectories: tuple[Trajectory, ...]  # ≥ 1, in the order in which they began
+    judged: int = 0  # index of the one that the task's reward reads
+
+    @classmethod
+    def of(cls, sample: "Trajectory | Rows") -> "Rows":
+        """A sample as rows: a trajectory is one."""
+        return sample if isinstance(sample, cls) else cls((sample,))
+
+
+@dataclasses.dataclass(frozen=True)
 class Group:
-    """The G trajectories of one permit: one prompt, sampled G times."""
+    """The G samples of one permit: one prompt, sampled G times. A sample has one trajectory or several, its rows."""
 
     prompt_index: int
     attempt: int  # 0 for the first issue of the prompt_index, + 1 for each reissue
-    trajectories: tuple[Trajectory, ...]
+    trajectories: tuple[Trajectory, ...]  # sample by sample
+    num_rows: tuple[int, ...] = ()  # [G], ≥ 1, of each sample; () where each has one
+
+    @classmethod
+    def of_samples(
+        cls, prompt_index: int, attempt: int, samples: Sequence[Sequence[Trajectory]]
+    ) -> "Group":
+        """A group of the rows of each sample."""
+        nums = tuple(map(len, samples))
+        several = any(num > 1 for num in nums)
+        rows = tuple(itertools.chain(*samples))
+        return cls(prompt_index, attempt, rows, nums if several else ())
+
+    @property
+    def samples(self) -> tuple[tuple[Trajectory, ...], ...]:
+        """The rows of each sample [G]; those of one share its reward, and all first ones the prompt."""
+        rows = iter(self.trajectories)
+        nums = self.num_rows or (1,) * len(self.trajectories)
+        return tuple(tuple(itertools.islice(rows, num)) for num in nums)
 
     @property
     def num_tokens(self) -> int:
@@ -92,8 +124,8 @@ class Group:
 
     @property
     def rewards(self) -> np.ndarray:
-        """float32 [G], of judged trajectories."""
-        return np.asarray([t.reward for t in self.trajectories], np.float32)
+        """float32 [G], of judged samples."""
+        return np.asarray([rows[0].reward for rows in self.samples], np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +155,10 @@ class Batch:
     mask: np.ndarray  # bool [B, T], True where a sampled token counts
     behavior_logprobs: np.ndarray  # float32 [B, T]
     token_versions: np.ndarray  # int32 [B, T]
-    advantages: np.ndarray  # float32 [B, T], the trajectory's advantage on each of its tokens
+    advantages: np.ndarray  # float32 [B, T], the sample's advantage on each of its tokens
+    sample_share: (
+        np.ndarray
+    )  # float32 [B, T], the trajectory's share of its sample's sampled tokens
 
 
 class InvalidTrajectoryError(ValueError):

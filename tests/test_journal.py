@@ -19,6 +19,8 @@ from jaxrl_async.queue import journal as journals
 from jaxrl_async.queue.client import QueueError
 from jaxrl_async.queue.journal import Journal, JournalError, JournalReader
 from jaxrl_async.queue.records import Identity, Permit, ResumePoint, ServerRecord
+from jaxrl_async.queue.replay import ReplayQueue
+from jaxrl_async.types import Group
 
 
 async def copied(path: pathlib.Path, to: pathlib.Path) -> pathlib.Path:
@@ -404,6 +406,35 @@ async def test_a_queue_that_started_from_a_resume_point_restarts_as_it_was(tmp_p
         assert seen(await queue.status()) == seen(before)
         await queue.commit(6)
     assert JournalReader(tmp_path / "j").audit() == SOUND_AUDIT
+
+
+async def test_rows_of_a_sample_survive_a_kill_and_are_replayed(tmp_path):
+    def rows_of(permit):
+        row = group(permit).trajectories[0]
+        other = dataclasses.replace(row, tokens=row.tokens + 1, reward=1.0, prompt_length=1)
+        rows = [[row, dataclasses.replace(other, reward=0.0)], [row]]
+        return Group.of_samples(permit.prompt_index, permit.attempt, rows)
+
+    (tmp_path / "b").mkdir()
+    async with journaled(tmp_path / "j") as queue:
+        await queue.publish(0)
+        for permit in await queue.client.admit(4, 5.0):
+            assert await queue.client.submit(rows_of(permit)) == "held"
+        left = await copied(tmp_path / "j", tmp_path / "b")
+    async with journaled(left) as queue:
+        (chunk,) = await queue.lease(1)
+        await queue.commit(1)
+        assert (await queue.status()).lengths["completion/trained"] == (3 + 4 + 3) / 2
+    reader = JournalReader(left)
+    (replayed,) = ReplayQueue(reader).lease(1, 1.0, lambda: False)
+    for found in (chunk, replayed):
+        assert [g.prompt_index for g in found.groups] == [0, 1, 2, 3]
+        for of_permit in found.groups:
+            assert of_permit.num_rows == (2, 1)
+            sent = rows_of(Permit(of_permit.prompt_index, 0)).trajectories
+            for row, as_sent in zip(of_permit.trajectories, sent, strict=True):
+                assert row.tokens.tolist() == as_sent.tokens.tolist()
+                assert (row.reward, row.prompt_length) == (0.0, as_sent.prompt_length)
 
 
 async def test_a_journal_is_a_dataset(tmp_path):

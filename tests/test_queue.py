@@ -373,7 +373,7 @@ async def test_a_group_that_breaks_a_bound_is_refused_with_the_bound():
         with pytest.raises(InvalidTrajectoryError, match=r"length 65 .*\[1, 64\]"):
             await queue.client.submit(group(permit, num_tokens=65))
         alone = Group(permit.prompt_index, 0, group(permit).trajectories[:1])
-        with pytest.raises(InvalidTrajectoryError, match="2 trajectories, got 1"):
+        with pytest.raises(InvalidTrajectoryError, match="2 samples, got 1"):
             await queue.client.submit(alone)
         assert (await queue.status()).running_groups == 1
         assert await queue.client.return_permit(permit, "invalid") == "retired"

@@ -85,6 +85,67 @@ def test_turns_are_decoded_as_they_were_encoded_also_in_an_outline():
         assert tuple(t.turns for t in found.trajectories) == turns
 
 
+def several_rows() -> Group:
+    """The first sample has two rows, the second of which has a prompt of its own."""
+    parts = {"turns": 3.0}
+    own = [trajectory(), trajectory(prompt=(9, 9, 8), completion=(4,), finish_reason="length")]
+    rows = [dataclasses.replace(row, components=parts) for row in own]
+    return Group.of_samples(5, 1, [rows, [trajectory(completion=(6,), reward=-1.5)]])
+
+
+def test_rows_of_a_sample_share_its_reward_and_components_also_in_an_outline():
+    message = wire.encode_group(several_rows())
+    assert (list(message.num_rows), list(message.rewards)) == ([2, 1], [0.1, -1.5])
+    wire.check_message(message, **BOUNDS)
+    decoded = check(pb.Group.FromString(message.SerializeToString()))
+    assert_same(decoded, several_rows())
+    outline = wire.decode_outline(wire.encode_outline(message))
+    for found in (decoded, outline):
+        assert [len(rows) for rows in found.samples] == [2, 1]
+        assert found.rewards.tolist() == np.float32([0.1, -1.5]).tolist()
+        assert [t.prompt_length for t in found.trajectories] == [2, 3, 2]
+        assert [t.components for t in found.trajectories] == [{"turns": 3.0}] * 2 + [{}]
+    assert wire.completion_lengths(message) == [3 + 1, 1]
+
+
+def test_a_message_from_before_there_were_rows_has_one_for_each_sample():
+    message = wire.encode_group(group())
+    assert not message.num_rows  # The bytes are those of before.
+    assert [len(rows) for rows in check(message).samples] == [1, 1]
+
+
+def with_rows(**fields) -> pb.Group:
+    message = wire.encode_group(several_rows())
+    for name, values in fields.items():
+        message.ClearField(name)
+        getattr(message, name).extend(values)
+    return message
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"num_rows": [2, 1, 1]}, "a group has 2 samples, got 3"),
+        ({"num_rows": [3, 0]}, r"sample 1: 0 rows are outside \[1, 256\]"),
+        ({"num_rows": [257, 1]}, r"sample 0: 257 rows are outside \[1, 256\]"),
+        ({"num_rows": [2, 2]}, r"num_rows \[2, 2\] does not agree with 3 lengths"),
+        ({"num_rows": []}, "a group has 2 samples, got 3"),
+        ({"num_rows": [1, 2]}, "sample 1 has another prompt than sample 0"),
+        ({"rewards": [1.0] * 3}, "rewards has 3 entries, lengths has 3 of 2 samples"),
+        ({"prompt_lengths": [2, 4, 2]}, "trajectory 1: mask is True on a prompt token"),
+        ({"prompt_lengths": [2, 5, 2]}, "trajectory 1: prompt_length 5 is outside"),
+        ({"components": [1.0] * 3}, "1 names of 2 samples need 2"),
+        (
+            {"num_turns": [1, 0, 0], "turn_ends": [5], "turn_rewards": [0.1]},
+            "sample 0 has 2 rows, and turns of its own rewards",
+        ),
+    ],
+)
+def test_rows_that_do_not_agree_are_named(fields, text):
+    with pytest.raises(InvalidTrajectoryError, match=text):
+        wire.check_message(with_rows(**fields), **BOUNDS)
+
+
 def test_arrays_are_views_of_the_message():
     decoded = wire.decode_group(wire.encode_group(group()))
     for row in decoded.trajectories:
@@ -100,7 +161,7 @@ def test_the_bytes_are_little_endian_and_end_to_end():
 
 
 def test_an_empty_group_is_refused():
-    with pytest.raises(InvalidTrajectoryError, match="2 trajectories, got 0"):
+    with pytest.raises(InvalidTrajectoryError, match="2 samples, got 0"):
         check(wire.encode_group(Group(5, 0, ())))
 
 
@@ -158,7 +219,7 @@ FLOATS = np.array([0, 0, -1, np.nan, -1, 0, 0, -1], "<f4").tobytes()
         ),
         (
             changed(tokens=np.array([1, 2, 3, 4, 5, 1, 9, 0], "<i4").tobytes()),
-            "trajectory 1 .*prompt.*trajectory 0",
+            "sample 1 .*prompt.*sample 0",
         ),
     ],
 )

@@ -128,8 +128,7 @@ class Lengths:
 
     def count_group(self, fate: str, group: pb.Group) -> None:
         """Counts a group from its message."""
-        pairs = zip(group.lengths, group.prompt_lengths, strict=True)
-        self.count(fate, group.prompt_lengths[0], [length - prompt for length, prompt in pairs])
+        self.count(fate, group.prompt_lengths[0], wire.completion_lengths(group))
 
     def means(self) -> dict[str, float]:
         return {name: self._sums[name] / count for name, count in self._counts.items() if count}
@@ -152,7 +151,7 @@ class QueueService:
 
         Args:
           admission: a new one, without a publication.
-          group_size: G, trajectories per group.
+          group_size: G, samples per group.
           vocab_size: token ids must lie in [0, vocab_size).
           max_tokens: bound on a trajectory's length.
           journal: records the events; None for memory alone.

@@ -39,20 +39,21 @@ MAX_COUNT = 2**53
 
 def encode_group(group: Group) -> pb.Group:
     """Encodes a group."""
-    rows = group.trajectories
-    names = sorted({name for t in rows for name in t.components})
+    rows, firsts = group.trajectories, [sample[0] for sample in group.samples]
+    names = sorted({name for t in firsts for name in t.components})
     turns = [turn for t in rows for turn in t.turns]
     return pb.Group(
         permit=encode_permit(Permit(group.prompt_index, group.attempt)),
         lengths=[len(t) for t in rows],
         prompt_lengths=[t.prompt_length for t in rows],
-        rewards=[t.reward for t in rows],
+        rewards=[t.reward for t in firsts],
         finish_reasons=[t.finish_reason for t in rows],
         component_names=names,
-        components=[t.components.get(name, math.nan) for t in rows for name in names],
+        components=[t.components.get(name, math.nan) for t in firsts for name in names],
         num_turns=[len(t.turns) for t in rows] if turns else (),
         turn_ends=[turn.end for turn in turns],
         turn_rewards=[turn.reward for turn in turns],
+        num_rows=group.num_rows,
         **{name: _to_bytes([getattr(t, name) for t in rows], dtype) for name, dtype in _ARRAYS},
     )
 
@@ -64,35 +65,14 @@ def decode_group(message: pb.Group) -> Group:
       InvalidTrajectoryError: a size contradicts the lengths, or a mask byte is not 0 or 1.
     """
     lengths = list(message.lengths)
-    for name in ("prompt_lengths", "rewards", "finish_reasons"):
-        if len(getattr(message, name)) != len(lengths):
-            _refuse(f"{name} has {len(getattr(message, name))} entries, lengths has {len(lengths)}")
+    fields = _fields(message)
     arrays = {name: _from_bytes(message, name, dtype, lengths) for name, dtype in _ARRAYS}
-    fields = zip(
-        message.prompt_lengths,
-        message.rewards,
-        message.finish_reasons,
-        _components(message),
-        _turns(message),
-        strict=True,
-    )
     trajectories, start = [], 0
-    for length, (prompt_length, reward, finish_reason, parts, turns) in zip(
-        lengths, fields, strict=True
-    ):
+    for length, of_row in zip(lengths, fields, strict=True):
         row = {name: array[start : start + length] for name, array in arrays.items()}
         start += length
-        trajectories.append(
-            Trajectory(
-                **row,
-                prompt_length=prompt_length,
-                reward=reward,
-                finish_reason=finish_reason,
-                components=parts,
-                turns=turns,
-            )
-        )
-    return Group(message.permit.prompt_index, message.permit.attempt, tuple(trajectories))
+        trajectories.append(Trajectory(**row, **of_row))
+    return _group(message, trajectories)
 
 
 def encode_outline(message: pb.Group) -> pb.Group:
@@ -106,22 +86,13 @@ def decode_outline(message: pb.Group) -> Group:
 
     The arrays are broadcast, and take no memory.
     """
-    rows, components, turns = [], _components(message), _turns(message)
-    for i, length in enumerate(message.lengths):
+    rows = []
+    for length, of_row in zip(message.lengths, _fields(message), strict=True):
         row = {name: np.broadcast_to(np.zeros((), dtype), length) for name, dtype in _ARRAYS}
         row["mask"] = row["mask"].view(np.bool_)
         row["versions"] = np.broadcast_to(np.int32(NOT_SAMPLED), length)
-        rows.append(
-            Trajectory(
-                **row,
-                prompt_length=message.prompt_lengths[i],
-                reward=message.rewards[i],
-                finish_reason=message.finish_reasons[i],
-                components=components[i],
-                turns=turns[i],
-            )
-        )
-    return Group(message.permit.prompt_index, message.permit.attempt, tuple(rows))
+        rows.append(Trajectory(**row, **of_row))
+    return _group(message, rows)
 
 
 def check_group(group: Group, *, group_size: int, vocab_size: int, max_tokens: int) -> None:
@@ -129,23 +100,26 @@ def check_group(group: Group, *, group_size: int, vocab_size: int, max_tokens: i
 
     Args:
       group: decoded, so that its sizes agree.
-      group_size: G, trajectories per group.
+      group_size: G, samples per group.
       vocab_size: token ids must lie in [0, vocab_size).
       max_tokens: bound on a trajectory's length.
 
     Raises:
       InvalidTrajectoryError: names the group, the trajectory, the field, the value and the bound.
     """
-    rows, where = group.trajectories, f"prompt_index {group.prompt_index}"
-    if len(rows) != group_size:
-        _refuse(f"{where}: a group has {group_size} trajectories, got {len(rows)}")
-    for number, row in enumerate(rows):
+    samples, where = group.samples, f"prompt_index {group.prompt_index}"
+    if len(samples) != group_size:
+        _refuse(f"{where}: a group has {group_size} samples, got {len(samples)}")
+    for number, row in enumerate(group.trajectories):
         try:
             types.check_trajectory(row, vocab_size=vocab_size, max_tokens=max_tokens)
         except InvalidTrajectoryError as error:
             raise InvalidTrajectoryError(f"{where}, trajectory {number}: {error}") from error
-        if not np.array_equal(_prompt(row), _prompt(rows[0])):
-            _refuse(f"{where}: trajectory {number} has another prompt than trajectory 0")
+    for number, rows in enumerate(samples):
+        if not np.array_equal(_prompt(rows[0]), _prompt(samples[0][0])):
+            _refuse(f"{where}: sample {number} has another prompt than sample 0")
+        if len(rows) > 1 and any(row.turns for row in rows):
+            _refuse(f"{where}: sample {number} has {len(rows)} rows, and turns of its own rewards")
 
 
 def check_message(message: pb.Group, *, group_size: int, vocab_size: int, max_tokens: int) -> None:
@@ -161,14 +135,19 @@ def check_message(message: pb.Group, *, group_size: int, vocab_size: int, max_to
 
 
 def check_outline(message: pb.Group, *, group_size: int, max_tokens: int) -> None:
-    """Checks the numbers of trajectories and tokens that a group's message states, before it is decoded.
+    """Checks the numbers of samples, rows and tokens that a group's message states, before it is decoded.
 
     Raises:
       InvalidTrajectoryError: names the group, the value and the bound; see `check_group`.
     """
     where = f"prompt_index {message.permit.prompt_index}"
-    if len(message.lengths) != group_size:
-        _refuse(f"{where}: a group has {group_size} trajectories, got {len(message.lengths)}")
+    nums = message.num_rows
+    if (found := len(nums or message.lengths)) != group_size:
+        _refuse(f"{where}: a group has {group_size} samples, got {found}")
+    for number, num in enumerate(nums):
+        if not 1 <= num <= types.MAX_ROWS:
+            _refuse(f"{where}, sample {number}: {num} rows are outside [1, {types.MAX_ROWS}]")
+    _num_rows(message)
     for number, length in enumerate(message.lengths):
         if not 0 < length <= max_tokens:
             _refuse(f"{where}, trajectory {number}: length {length} is outside [1, {max_tokens}]")
@@ -204,6 +183,13 @@ def versions_of(message: pb.Group) -> tuple[int, int]:
     if not sampled.size:
         return MAX_VERSION, 0
     return int(sampled.min()), int(sampled.max())
+
+
+def completion_lengths(message: pb.Group) -> list[int]:
+    """Tokens after the prompt [G], of each sample of a checked group: of all its rows together."""
+    pairs = zip(message.lengths, message.prompt_lengths, strict=True)
+    lengths = iter([length - prompt for length, prompt in pairs])
+    return [sum(itertools.islice(lengths, num)) for num in _num_rows(message)]
 
 
 def check_admit(message: pb.AdmitRequest) -> None:
@@ -397,11 +383,11 @@ def _from_bytes(message: pb.Group, name: str, dtype: str, lengths: list[int]) ->
 
 def _is_sound(message: pb.Group, vocab_size: int) -> bool:
     """Whether every row of a message passes `types.check_trajectory`; its lengths were checked before."""
-    lengths, prompts, rewards = list(message.lengths), message.prompt_lengths, message.rewards
-    reasons = message.finish_reasons
-    if not len(lengths) == len(prompts) == len(rewards) == len(reasons):
+    lengths, prompts, nums = list(message.lengths), message.prompt_lengths, _num_rows(message)
+    rewards, reasons = message.rewards, message.finish_reasons
+    if not (len(lengths) == len(prompts) == len(reasons) and len(rewards) == len(nums)):
         return False
-    if len(set(prompts)) > 1 or not set(reasons) <= {"stop", "length"}:
+    if not set(reasons) <= {"stop", "length"}:
         return False
     arrays = [_from_bytes(message, name, dtype, lengths) for name, dtype in _ARRAYS]
     tokens, logprobs, versions, mask = arrays
@@ -412,15 +398,17 @@ def _is_sound(message: pb.Group, vocab_size: int) -> bool:
         and versions.min() >= NOT_SAMPLED
         and np.array_equal(versions > NOT_SAMPLED, mask)
         and not logprobs[~mask].any()
-        and _prompts_agree(tokens, mask, lengths, prompts[0])
+        and _prompts_agree(tokens, mask, lengths, prompts, nums)
         and _turns_are_sound(message, mask)
     )
 
 
 def _turns_are_sound(message: pb.Group, mask: np.ndarray) -> bool:
-    """Whether the turns of every row pass `types.check_trajectory`."""
+    """Whether the turns of every row pass `types.check_trajectory`; samples of several rows have none."""
     if not message.num_turns:
         return True
+    if message.num_rows:  # One by one.
+        return False
     start = 0
     fields = zip(
         _turns(message), message.lengths, message.prompt_lengths, message.rewards, strict=True
@@ -431,6 +419,41 @@ def _turns_are_sound(message: pb.Group, mask: np.ndarray) -> bool:
             return False
         start += length
     return True
+
+
+def _num_rows(message: pb.Group) -> Sequence[int]:
+    """The number of rows of each sample."""
+    nums, num = message.num_rows or [1] * len(message.lengths), len(message.lengths)
+    if sum(nums) != num or 0 in nums:
+        _refuse(f"num_rows {list(nums)[:8]} does not agree with {num} lengths")
+    return nums
+
+
+def _fields(message: pb.Group) -> list[dict[str, Any]]:
+    """The fields of each trajectory, but for its arrays; the rows of a sample share its reward and components."""
+    nums, num = _num_rows(message), len(message.lengths)
+    for name, needed in (("prompt_lengths", num), ("rewards", len(nums)), ("finish_reasons", num)):
+        if len(getattr(message, name)) != needed:
+            found = len(getattr(message, name))
+            _refuse(f"{name} has {found} entries, lengths has {num} of {len(nums)} samples")
+    components = _components(message)
+    sample_of = np.repeat(np.arange(len(nums)), nums).tolist()
+    turns = _turns(message)
+    return [
+        {
+            "prompt_length": message.prompt_lengths[row],
+            "reward": message.rewards[sample],
+            "finish_reason": message.finish_reasons[row],
+            "components": components[sample],
+            "turns": turns[row],
+        }
+        for row, sample in enumerate(sample_of)
+    ]
+
+
+def _group(message: pb.Group, rows: Sequence[Trajectory]) -> Group:
+    permit = message.permit
+    return Group(permit.prompt_index, permit.attempt, tuple(rows), tuple(message.num_rows))
 
 
 def _turns(message: pb.Group) -> list[tuple[Turn, ...]]:
@@ -447,11 +470,11 @@ def _turns(message: pb.Group) -> list[tuple[Turn, ...]]:
 
 
 def _components(message: pb.Group) -> list[dict[str, float]]:
-    """The components of each trajectory's reward."""
-    names, values, num = message.component_names, message.components, len(message.lengths)
+    """The components of each sample's reward."""
+    names, values, num = message.component_names, message.components, len(_num_rows(message))
     if len(values) != len(names) * num:
         _refuse(
-            f"components has {len(values)} entries, {len(names)} names of {num} trajectories need {len(names) * num}"
+            f"components has {len(values)} entries, {len(names)} names of {num} samples need {len(names) * num}"
         )
     if not names:
         return [{} for _ in range(num)]
@@ -463,14 +486,20 @@ def _components(message: pb.Group) -> list[dict[str, float]]:
 
 
 def _prompts_agree(
-    tokens: np.ndarray, mask: np.ndarray, lengths: list[int], prompt_length: int
+    tokens: np.ndarray,
+    mask: np.ndarray,
+    lengths: Sequence[int],
+    prompts: Sequence[int],
+    nums: Sequence[int],
 ) -> bool:
+    """Whether every prompt is part of its row, none of it was sampled, and the first rows of all samples have one."""
     starts = itertools.accumulate(lengths[:-1], initial=0)
-    parts = [slice(start, start + prompt_length) for start in starts]
+    parts = [slice(start, start + prompt) for start, prompt in zip(starts, prompts, strict=True)]
+    firsts = itertools.accumulate(nums[:-1], initial=0)
     return (
-        1 <= prompt_length <= min(lengths)
+        all(1 <= p <= length for p, length in zip(prompts, lengths, strict=True))
         and not any(mask[part].any() for part in parts)
-        and len({tokens[part].tobytes() for part in parts}) == 1
+        and len({tokens[parts[first]].tobytes() for first in firsts}) == 1
     )
 
 

@@ -206,7 +206,7 @@ def refusals():
         getattr(message, field).extend(values)
         table[f"{field} {said}"] = ("Push", message, said)
 
-    pushed("lengths", "2 trajectories, got 90000", [0] * 90_000)
+    pushed("lengths", "2 samples, got 90000", [0] * 90_000)
     pushed("lengths", r"4294967295 is outside \[1, 64\]", [5, 2**32 - 1])
     pushed("finish_reasons", f"finish_reason {name}", ["stop", LONG])
     returned("reason", f"reason {name}", reason=LONG)
