@@ -12,9 +12,9 @@ import numpy as np
 
 # Name, or "prefix/" of an open family → unit and meaning.
 METRICS: dict[str, str] = {
-    "reward/mean": "mean reward of the step's trajectories",
+    "reward/mean": "mean reward of the step's samples",
     "reward/std": "standard deviation of the step's rewards",
-    "component/": "mean of a named component of the reward, over the step's trajectories that have it",
+    "component/": "mean of a named component of the reward, over the step's samples that have it",
     "loss/policy": "loss of the step, with its penalty, mean over its minibatches",
     "policy/entropy": "nats per token, at the sampling temperature",
     "policy/ratio": "mean of π_θ/π_prox",
@@ -33,8 +33,8 @@ METRICS: dict[str, str] = {
     "mismatch/max_abs": "nats, the largest of these differences",
     "mismatch/kl": "nats per token, k3 estimate of KL(engine ‖ learner) at the same weights",
     "mismatch/tokens": "tokens compared: staleness 0, the step's first minibatch",
-    "tokens/completion_mean": "tokens, mean completion length",
-    "tokens/truncated_share": "share of completions cut off at rollout.max_new_tokens",
+    "tokens/completion_mean": "tokens, mean length of a sample's completion, of all its rows together",
+    "tokens/truncated_share": "share of samples cut off at rollout.max_new_tokens",
     "queue/depth_groups": "groups held and not leased",
     "queue/running_groups": "groups being generated",
     "queue/capacity": "groups that could be admitted now",

@@ -15,7 +15,7 @@ from jaxrl_async.learner import learner, packing
 from jaxrl_async.metrics import Timers
 from jaxrl_async.models import sharding
 from jaxrl_async.queue.records import RoleStatus, RunFailedError
-from jaxrl_async.types import Chunk, Turn
+from jaxrl_async.types import Chunk, Group, Turn
 from jaxrl_async.weights.publisher import PublisherError
 
 
@@ -112,6 +112,57 @@ def test_recomputed_anchors_are_taken_before_the_first_update():
     train(first_only, num_minibatches=1, anchor="recompute", num_steps=1)
     assert first_only.rows[0]["policy/ratio"] == pytest.approx(1.0, abs=1e-6)
     assert abs(recorder.rows[0]["policy/ratio"] - 1.0) > 1e-4
+
+
+def in_two_rows(group):
+    """The same group, whose first sample has two rows: the second reads all of the first, and has the other tokens."""
+    first, other = group.trajectories
+    cut = first.prompt_length + 1
+    head = {n: getattr(first, n)[:cut] for n in ("tokens", "logprobs", "versions", "mask")}
+    before = np.arange(len(first)) < cut
+    tail = {
+        "logprobs": np.where(before, np.float32(0), first.logprobs),
+        "versions": np.where(before, np.int32(-1), first.versions),
+        "mask": ~before,
+        "prompt_length": cut,
+    }
+    rows = [dataclasses.replace(first, **changes) for changes in (head, tail)]
+    return Group.of_samples(group.prompt_index, 0, [rows, [other]])
+
+
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "fixed_length"])
+def test_a_sample_counts_once_whatever_its_rows(reduction):
+    found = []
+    for changed in (lambda group: group, in_two_rows):
+        recorder = Recorder()
+        lease = recorder.lease
+
+        def lease_of_rows(*args, lease=lease, changed=changed):
+            for chunk in lease(*args):
+                yield dataclasses.replace(chunk, groups=tuple(map(changed, chunk.groups)))
+
+        recorder.lease = lease_of_rows
+        loss = {"advantage": "grpo", "reduction": reduction}
+        state = train(recorder, num_steps=2, loss=loss)
+        found.append((flat(state.params), recorder.rows[1]))
+    (one, row), (two, row_of_two) = found
+    np.testing.assert_allclose(two, one, atol=1e-6)
+    same = ("reward/mean", "reward/std", "tokens/completion_mean", "loss/policy", "lag/0/tokens")
+    for name in same:
+        assert row_of_two[name] == pytest.approx(row[name], abs=1e-6), name
+
+
+def test_components_and_cuts_are_means_over_samples():
+    cut = dataclasses.replace(make_group(0, 0).trajectories[0], finish_reason="length")
+    parts = [{"turns": 5.0}, {"turns": 1.0}]
+    rows = [
+        [dataclasses.replace(cut, components=parts[0])] * 3,
+        [dataclasses.replace(make_group(0, 0).trajectories[1], components=parts[1])],
+    ]
+    minibatch = {"tokens": 16.0, "mismatch/tokens": 0.0}
+    row = learner._step_metrics([minibatch], [Group.of_samples(0, 0, rows)], [])
+    assert (row["component/turns"], row["tokens/truncated_share"]) == (3.0, 0.5)
+    assert row["tokens/completion_mean"] == (3 * 4 + 4) / 2
 
 
 def trained_by_turn(advantage, *shares):

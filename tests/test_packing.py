@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from jaxrl_async.config.settings import PACKINGS, Learner
 from jaxrl_async.learner import packing
+from jaxrl_async.queue import wire
+from jaxrl_async.queue.records import Share
 from jaxrl_async.types import NOT_SAMPLED, Group, Trajectory, Turn
 
 each_policy = pytest.mark.parametrize("policy", PACKINGS)
@@ -85,6 +87,7 @@ def test_arrays_have_the_dtypes_of_the_vocabulary():
         "behavior_logprobs": np.float32,
         "token_versions": np.int32,
         "advantages": np.float32,
+        "sample_share": np.float32,
     }
 
 
@@ -243,7 +246,7 @@ def test_an_unknown_policy_is_refused():
 
 
 def test_advantages_that_do_not_match_the_trajectories_are_refused():
-    with pytest.raises(ValueError, match=r"3 advantages .*\b2 trajectories"):
+    with pytest.raises(ValueError, match=r"3 advantages .*\b2 samples"):
         pack(groups_of(3, 3), np.ones((3, 1)))
 
 
@@ -426,3 +429,105 @@ def test_padding_share_counts_a_shared_prompt_once():
         shared_groups_of((3, 2, 1)), row_tokens=8, microbatch_rows=1, shared_prompts=True
     )
     assert packing.padding_share(batches) == 2 / 8
+
+
+def sampled_groups(*groups):
+    """Groups of samples, each a tuple of rows (prompt length, completion length); the first rows share a prompt."""
+    found, first = [], 1
+    for samples in groups:
+        shared, rows_of_samples = np.arange(first, first + samples[0][0][0]), []
+        first += len(shared)
+        for shapes in samples:
+            rows = []
+            for number, (prompt, completion) in enumerate(shapes):
+                t = trajectory(prompt + completion, prompt, first)
+                first += len(t)
+                if number == 0:
+                    tokens = np.concatenate([shared, t.tokens[prompt:]]).astype(np.int32)
+                    t = dataclasses.replace(t, tokens=tokens)
+                rows.append(t)
+            rows_of_samples.append(rows)
+        found.append(Group.of_samples(len(found), 0, rows_of_samples))
+    return found
+
+
+SAMPLED = (
+    ([(2, 3), (3, 1), (1, 4)], [(2, 1)]),
+    ([(3, 2)], [(3, 2)]),
+    ([(1, 1)], [(1, 2), (6, 2)]),
+)
+
+
+@pytest.mark.parametrize("shared_prompts", [False, True])
+@pytest.mark.parametrize("policy", PACKINGS)
+def test_all_rows_of_a_sample_have_its_advantage_and_their_share_of_it(policy, shared_prompts):
+    groups = sampled_groups(*SAMPLED)
+    advantages = np.arange(1.0, 7).reshape(3, 2)
+    batches = pack(groups, advantages, policy=policy, shared_prompts=shared_prompts)
+    found = {}
+    for batch in batches:
+        for cell in zip(*np.nonzero(batch.mask), strict=True):
+            token = int(batch.tokens[cell])
+            assert token not in found, "every sampled token once"
+            found[token] = (batch.advantages[cell], batch.sample_share[cell])
+    expected = {}
+    for group, of_group in zip(groups, advantages, strict=True):
+        for rows, advantage in zip(group.samples, of_group, strict=True):
+            total = sum(row.num_sampled for row in rows)
+            for row in rows:
+                share = np.float32(row.num_sampled / total)
+                expected |= {int(t): (advantage, share) for t in row.tokens[row.mask]}
+    assert found == expected
+
+
+def test_the_first_rows_of_a_group_share_its_prompt_and_further_ones_stand_alone():
+    (batch,) = pack(
+        sampled_groups(([(2, 1), (1, 2)], [(2, 2)])),
+        np.array([[7.0, 8.0]]),
+        microbatch_rows=1,
+        row_tokens=9,
+        shared_prompts=True,
+    )
+    # The prompt 1, 2; its completions; then the further row, 6, 7, 8.
+    assert batch.tokens.tolist() == [[1, 2, 5, 11, 12, 6, 7, 8, 0]]
+    assert batch.segment_ids.tolist() == [[1, 1, 2, 3, 3, 4, 5, 5, 0]]
+    assert batch.prefix_ids.tolist() == [[0, 0, 1, 1, 1, 0, 4, 4, 0]]
+    assert batch.advantages.tolist() == [[7, 7, 7, 8, 8, 7, 7, 7, 0]]
+    np.testing.assert_allclose(batch.sample_share[0][batch.mask[0]], [1 / 3, 1, 1, 2 / 3, 2 / 3])
+
+
+def test_rows_of_samples_wait_for_the_next_chunk_with_their_advantage_and_share():
+    groups, advantages = sampled_groups(*SAMPLED), np.arange(1.0, 7).reshape(3, 2)
+    for shared_prompts in (False, True):
+        layout = {"microbatch_rows": 2, "row_tokens": 8, "shared_prompts": shared_prompts}
+        packer = packing.Packer(Learner(**layout, packing="in_order", num_processes=1))
+        batches = []
+        for i, group in enumerate(groups):
+            batches += packer([group], advantages[i : i + 1], last=i == 2)
+        whole = pack(groups, advantages, shared_prompts=shared_prompts)
+        assert len(batches) == len(whole)
+        for name in vars(whole[0]):
+            for one, other in zip(batches, whole, strict=True):
+                np.testing.assert_array_equal(getattr(one, name), getattr(other, name), name)
+
+
+def test_two_processes_make_as_many_microbatches_of_samples_of_several_rows():
+    groups = sampled_groups(*SAMPLED, *SAMPLED)
+    outlines = [wire.decode_outline(wire.encode_group(judged(group))) for group in groups]
+    layout = {"microbatch_rows": 2, "row_tokens": 8, "packing": "in_order"}
+    batches = []
+    for process in range(2):
+        packer = packing.Packer(Learner(**layout, num_processes=2), process=process)
+        own = Share(process, 2).of_minibatch(6)
+        seen = [group if i in own else outlines[i] for i, group in enumerate(groups)]
+        batches.append(packer(seen, np.ones((6, 2)), last=True))
+    assert len(batches[0]) == len(batches[1])
+    packed = [batch for of_process in batches for batch in of_process]
+    sampled = np.concatenate([batch.tokens[batch.mask] for batch in packed])
+    rows = [t for group in groups for t in group.trajectories]
+    assert sorted(sampled) == sorted(np.concatenate([t.tokens[t.mask] for t in rows]))
+
+
+def judged(group):
+    rows = tuple(dataclasses.replace(t, reward=0.0) for t in group.trajectories)
+    return dataclasses.replace(group, trajectories=rows)

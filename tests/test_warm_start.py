@@ -59,7 +59,7 @@ def logprobs_of(params, *rows):
         tokens[i, : len(row)], segments[i, : len(row)] = row, 1
     column = np.tile(np.arange(6, dtype=np.int32), (len(rows), 1))
     unshared, predictor = np.zeros_like(segments), np.maximum(column - 1, 0)
-    batch = Batch(tokens, column, segments, unshared, predictor, *[None] * 4)
+    batch = Batch(tokens, column, segments, unshared, predictor, *[None] * 5)
     return train_step.policy_logprobs(TINY, params, batch, temperature=1.0, head_chunk_tokens=None)[
         0
     ]

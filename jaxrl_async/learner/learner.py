@@ -327,9 +327,9 @@ def _rewards(groups: Sequence[Group]) -> np.ndarray:
 
 
 def _turn_rewards(groups: Sequence[Group]) -> np.ndarray:
-    """float64 [N, G, K], K turns at most, NaN where a trajectory has fewer; one without such rewards has one turn."""
+    """float64 [N, G, K], K turns at most, NaN where a sample has fewer; one without such rewards has one turn."""
     rows = [
-        [[turn.reward for turn in t.turns] or [t.reward] for t in group.trajectories]
+        [[turn.reward for turn in first.turns] or [first.reward] for first, *_ in group.samples]
         for group in groups
     ]
     num_turns = max(len(row) for group in rows for row in group)
@@ -364,23 +364,22 @@ def _step_metrics(
     minibatches: Sequence[Mapping[str, float]], groups: Sequence[Group], batches: Sequence[Batch]
 ) -> dict[str, float]:
     rewards = _rewards(groups)
-    trajectories = [t for group in groups for t in group.trajectories]
+    samples = [rows for group in groups for rows in group.samples]
+    cut = [any(t.finish_reason == "length" for t in rows) for rows in samples]
     metrics = {
         "reward/mean": rewards.mean(),
         "reward/std": rewards.std(),
-        "tokens/completion_mean": np.mean([len(t.completion) for t in trajectories]),
-        "tokens/truncated_share": np.mean([t.finish_reason == "length" for t in trajectories]),
+        "tokens/completion_mean": np.mean([sum(len(t.completion) for t in s) for s in samples]),
+        "tokens/truncated_share": np.mean(cut),
         "pack/padding_share": packing.padding_share(batches),
         "pack/microbatches": len(batches),
         # Of all learner processes; `batches` are only those of this one.
         "tokens": sum(minibatch["tokens"] for minibatch in minibatches),
     }
-    names = sorted({name for t in trajectories for name in t.components})
+    components = [rows[0].components for rows in samples]
     metrics |= {
-        f"component/{name}": np.mean(
-            [t.components[name] for t in trajectories if name in t.components]
-        )
-        for name in names
+        f"component/{name}": np.mean([of[name] for of in components if name in of])
+        for name in sorted({name for of in components for name in of})
     }
     shared = [n for n in minibatches[0] if n != "tokens" and not n.startswith("mismatch/")]
     metrics |= {name: _over_minibatches(name, minibatches) for name in shared}

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxrl_async.config.settings import Learner
 from jaxrl_async.queue.records import Share
-from jaxrl_async.types import NOT_SAMPLED, Batch, Group
+from jaxrl_async.types import NOT_SAMPLED, Batch, Group, Trajectory
 
 
 def pack(
@@ -27,7 +27,8 @@ def pack(
 
     Args:
       groups: in lease order.
-      advantages: float32 [N, G], one per trajectory of each group, or [N, G, K], one per turn.
+      advantages: float32 [N, G], one per sample of each group, or [N, G, K], one per turn; all rows of a sample have
+        its advantage.
       microbatch_rows: B of every microbatch; empty rows fill up the last one.
       row_tokens: T of every microbatch.
       policy: as in `assign_rows`.
@@ -38,24 +39,69 @@ def pack(
 
     Raises:
       ValueError: a trajectory longer than row_tokens, an unknown policy, advantages that do not match the
-        trajectories, or, with shared_prompts, a group with several prompts.
+        samples, or, with shared_prompts, a group with several prompts.
     """
-    trajectories = [t for group in groups for t in group.trajectories]
     num_turns = advantages.shape[2] if advantages.ndim == 3 else 1
     advantages = advantages.reshape(-1, num_turns)
-    _check_advantages(advantages, trajectories)
-    if not trajectories:
+    ends = np.cumsum([len(group.samples) for group in groups], dtype=int)
+    _check_advantages(advantages, ends[-1] if groups else 0)
+    if not groups:
         return []
+    by_group = zip(groups, np.split(advantages, ends[:-1]), strict=True)
+    pieces = [piece for of_group in by_group for piece in _pieces(*of_group)]
     if shared_prompts:
-        _check_prompts(groups)
-    segments = _lay_out_groups(
-        groups, row_tokens=row_tokens, policy=policy, shared_prompts=shared_prompts
+        _check_prompts(pieces)
+    segments = _lay_out_pieces(
+        pieces, row_tokens=row_tokens, policy=policy, shared_prompts=shared_prompts
     )
-    return _fill(trajectories, advantages, segments, microbatch_rows, row_tokens)
+    return _fill(pieces, segments, microbatch_rows, row_tokens)
 
 
-def _fill(trajectories, advantages, segments, microbatch_rows, row_tokens):
-    """Microbatches of trajectories with a layout; advantages float32 [n, K], by trajectory and turn."""
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """Trajectories of a group that have one prompt."""
+
+    prompt_index: int
+    trajectories: Sequence[Trajectory]
+    advantages: np.ndarray  # float32 [n, K], by trajectory and turn
+    sample_share: np.ndarray  # float32 [n], see `Batch`
+
+    def of(self, kept: Sequence[int]) -> "_Piece":
+        """Some of its trajectories, by their places."""
+        trajectories = [self.trajectories[i] for i in kept]
+        arrays = (self.advantages[kept], self.sample_share[kept])
+        return _Piece(self.prompt_index, trajectories, *arrays)
+
+
+def _pieces(group, advantages):
+    """The first rows of all samples, which have the group's prompt; then every further row by itself.
+
+    Depends on the numbers of rows alone, but for the shares, which need the masks.
+    """
+    samples = group.samples
+    _check_advantages(advantages, len(samples))
+    nums = [len(rows) for rows in samples]
+    shares = [_shares(rows) for rows in samples]
+    advantages = np.repeat(advantages.reshape(len(samples), -1), nums, axis=0)
+    whole = _Piece(group.prompt_index, group.trajectories, advantages, np.concatenate(shares))
+    firsts = np.cumsum(nums) - nums
+    further = np.setdiff1d(np.arange(len(group.trajectories)), firsts)
+    return [whole.of(firsts), *(whole.of([row]) for row in further)]
+
+
+def _shares(rows):
+    """float32 [n]: of a sample's sampled tokens, those in each of its rows."""
+    if len(rows) == 1:
+        return np.ones(1, np.float32)
+    sampled = np.array([row.num_sampled for row in rows], np.float32)
+    return sampled / max(sampled.sum(), 1)
+
+
+def _fill(pieces, segments, microbatch_rows, row_tokens):
+    """Microbatches of the pieces' trajectories with a layout."""
+    trajectories = [t for piece in pieces for t in piece.trajectories]
+    advantages = _joined([piece.advantages for piece in pieces])
+    shares = np.concatenate([piece.sample_share for piece in pieces])
     num_microbatches = -(-(segments.row.max() + 1) // microbatch_rows)
     whole = empty_batch(num_microbatches * microbatch_rows, row_tokens)
 
@@ -84,6 +130,7 @@ def _fill(trajectories, advantages, segments, microbatch_rows, row_tokens):
         (whole.behavior_logprobs, np.concatenate([t.logprobs for t in trajectories])[source]),
         (whole.token_versions, np.concatenate([t.versions for t in trajectories])[source]),
         (whole.advantages, advantages[segments.trajectory[segment], turn]),
+        (whole.sample_share, shares[segments.trajectory][segment]),
     ):
         array.reshape(-1)[row[segment] * row_tokens + column] = values
     return [
@@ -116,10 +163,8 @@ class Packer:
             "policy": learner.packing,
             "shared_prompts": learner.shared_prompts,
         }
-        # Waiting trajectories of each process: groups, some with a part of their trajectories, and advantages.
-        self._waiting: list[list[tuple[Group, np.ndarray]]] = [
-            [] for _ in range(learner.num_processes)
-        ]
+        # Waiting trajectories of each process.
+        self._waiting: list[list[_Piece]] = [[] for _ in range(learner.num_processes)]
 
     def __call__(
         self, groups: Sequence[Group], advantages: np.ndarray, *, last: bool
@@ -140,10 +185,11 @@ class Packer:
         layouts = []
         for i, waiting in enumerate(self._waiting):
             share = Share(i, self._num_processes).of_minibatch(len(groups))
+            pieces = [piece for j in share for piece in _pieces(groups[j], advantages[j])]
             if i == self._process and self._layout["shared_prompts"]:
-                _check_prompts([groups[j] for j in share])
-            waiting += [(groups[j], _by_turn(advantages[j])) for j in share]
-            layouts.append(_lay_out_groups([g for g, _ in waiting], **self._layout))
+                _check_prompts(pieces)
+            waiting += pieces
+            layouts.append(_lay_out_pieces(waiting, **self._layout))
         rows = [int(segments.row.max(initial=-1)) + 1 for segments in layouts]
         if last:
             count = max(-(-r // self._own_rows) for r in rows)
@@ -153,11 +199,7 @@ class Packer:
         own, row_tokens = self._waiting[self._process], self._layout["row_tokens"]
         batches = []
         if own and count:
-            trajectories = [t for group, _ in own for t in group.trajectories]
-            of_own = _joined([a for _, a in own])
-            segments = layouts[self._process]
-            _check_advantages(of_own, trajectories)
-            batches = _fill(trajectories, of_own, segments, self._own_rows, row_tokens)[:count]
+            batches = _fill(own, layouts[self._process], self._own_rows, row_tokens)[:count]
         batches += [self.padding()] * (count - len(batches))
         for i, segments in enumerate(layouts):
             self._waiting[i] = _from_row(count * self._own_rows, self._waiting[i], segments)
@@ -196,8 +238,8 @@ def lay_out(
     trajectory.
 
     Args:
-      lengths: tokens of each trajectory of each group, prompt included.
-      prompt_lengths: tokens of each group's prompt.
+      lengths: tokens of each trajectory of each group, or of a part of one with one prompt; prompt included.
+      prompt_lengths: tokens of the prompt of each.
       row_tokens: capacity of a row.
       policy: as in `assign_rows`.
       shared_prompts: whether the completions of a group share one prompt.
@@ -272,6 +314,7 @@ def empty_batch(microbatch_rows: int, row_tokens: int) -> Batch:
         behavior_logprobs=np.zeros(shape, np.float32),
         token_versions=np.full(shape, NOT_SAMPLED, np.int32),
         advantages=np.zeros(shape, np.float32),
+        sample_share=np.zeros(shape, np.float32),
     )
 
 
@@ -295,24 +338,23 @@ def padding_share(batches: Sequence[Batch]) -> float:
 
 
 def _from_row(first, pieces, segments):
-    """The groups, with their advantages, cut to the trajectories whose segments lie in a row ≥ first."""
+    """The pieces, cut to the trajectories whose segments lie in a row ≥ first."""
     continued = np.isin(np.arange(len(segments.row)), segments.prefix)
     # A shared prompt belongs to each of its completions.
     rest = set(segments.trajectory[(segments.row >= first) & ~continued].tolist())
     found, index = [], 0
-    for group, advantages in pieces:
-        kept = [i for i in range(len(group.trajectories)) if index + i in rest]
-        index += len(group.trajectories)
+    for piece in pieces:
+        kept = [i for i in range(len(piece.trajectories)) if index + i in rest]
+        index += len(piece.trajectories)
         if kept:
-            trajectories = tuple(group.trajectories[i] for i in kept)
-            found.append((dataclasses.replace(group, trajectories=trajectories), advantages[kept]))
+            found.append(piece.of(kept))
     return found
 
 
-def _lay_out_groups(groups, **layout):
-    """`lay_out` of groups, by their lengths only."""
-    lengths = [[len(t) for t in group.trajectories] for group in groups]
-    prompt_lengths = [group.trajectories[0].prompt_length for group in groups]
+def _lay_out_pieces(pieces, **layout):
+    """`lay_out` of pieces, by their lengths only."""
+    lengths = [[len(t) for t in piece.trajectories] for piece in pieces]
+    prompt_lengths = [piece.trajectories[0].prompt_length for piece in pieces]
     return lay_out(lengths, prompt_lengths, **layout)
 
 
@@ -322,29 +364,24 @@ def _turn_of_each_token(trajectory):
     return np.searchsorted(ends, np.arange(len(trajectory)), side="right")
 
 
-def _by_turn(advantages):
-    """[G] as [G, 1]."""
-    return advantages.reshape(len(advantages), -1)
-
-
 def _joined(advantages):
-    """[G, K] of several groups as one array [n, K] of the largest K; no trajectory has the turns that are added."""
+    """[n, K] of several pieces as one array [n, K] of the largest K; no trajectory has the turns that are added."""
     num_turns = max(a.shape[1] for a in advantages)
     return np.concatenate([np.pad(a, ((0, 0), (0, num_turns - a.shape[1]))) for a in advantages])
 
 
-def _check_advantages(advantages, trajectories):
-    if len(advantages) != len(trajectories):
-        raise ValueError(f"{len(advantages)} advantages for {len(trajectories)} trajectories")
+def _check_advantages(advantages, num_samples):
+    if len(advantages) != num_samples:
+        raise ValueError(f"{len(advantages)} advantages for {num_samples} samples")
 
 
-def _check_prompts(groups):
-    for group in groups:
-        first = group.trajectories[0]
-        for t in group.trajectories:
+def _check_prompts(pieces):
+    for piece in pieces:
+        first = piece.trajectories[0]
+        for t in piece.trajectories:
             if not np.array_equal(t.tokens[: t.prompt_length], first.tokens[: first.prompt_length]):
                 raise ValueError(
-                    f"shared_prompts: the group with prompt_index {group.prompt_index} has different prompts, "
+                    f"shared_prompts: the group with prompt_index {piece.prompt_index} has different prompts, "
                     f"of {first.prompt_length} and {t.prompt_length} tokens"
                 )
 

@@ -402,6 +402,7 @@ class TrainStep:
             staleness=jnp.where(batch.mask, policy_version - batch.token_versions, 0),
             segment_ids=batch.segment_ids,
             mask=batch.mask,
+            sample_share=batch.sample_share,
         )
         parts = objective(tokens, self._loss)
         measured = self._statistics.measure(tokens, entropy, parts)

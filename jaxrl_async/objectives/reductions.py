@@ -3,7 +3,8 @@
     L = Σ_t scale_t · loss_t / Σ_t share_t
 
 A reduction gives (scale, share) of every token; the caller divides once, over the whole minibatch. A trajectory lies
-whole in one row. A token that a weight drops keeps its share.
+whole in one row of the batch; the trajectories of one sample count as one sequence. A token that a weight drops keeps
+its share.
 """
 
 from collections.abc import Callable
@@ -31,44 +32,56 @@ def token_mean(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
     return ones, ones
 
 
-def sequence_mean(mask: jax.Array, segment_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Mean over trajectories of the mean over each one's tokens. D = trajectories with a sampled token.
+def sequence_mean(
+    mask: jax.Array, segment_ids: jax.Array, sample_share: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Mean over samples of the mean over each one's tokens. D = samples with a sampled token.
 
     "DeepSeekMath", Shao et al., arXiv 2402.03300.
 
     Args:
       mask: bool [B, T].
       segment_ids: int [B, T].
+      sample_share: float32 [B, T], share of the token's trajectory in its sample's tokens; None where it is 1.
 
     Returns:
-      scale and share, float32 [B, T]: 1 / tokens of the token's trajectory.
+      scale and share, float32 [B, T]: 1 / tokens of the token's sample.
     """
     ones = masked.keep(1.0, mask)
     part = ones / jnp.maximum(masked.segment_sum(ones, segment_ids), 1.0)
+    if sample_share is not None:
+        part = part * masked.keep(sample_share, mask)
     return part, part
 
 
 def fixed_length(
-    mask: jax.Array, segment_ids: jax.Array, *, length: float
+    mask: jax.Array,
+    segment_ids: jax.Array,
+    sample_share: jax.Array | None = None,
+    *,
+    length: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """Sum over a constant: a token weighs the same in a trajectory of any length. D = trajectories · length.
+    """Sum over a constant: a token weighs the same in a sample of any length. D = samples · length.
 
     "Understanding R1-Zero-Like Training" (Dr. GRPO), Liu et al., arXiv 2503.20783.
 
     Args:
       mask: bool [B, T].
       segment_ids: int [B, T].
+      sample_share: as in `sequence_mean`.
       length: tokens > 0, usually the largest completion.
 
     Returns:
       scale and share, float32 [B, T].
     """
-    return masked.keep(1.0, mask), length * sequence_mean(mask, segment_ids)[1]
+    return masked.keep(1.0, mask), length * sequence_mean(mask, segment_ids, sample_share)[1]
 
 
 # Name → (scale, share), from (tokens, config).
 REDUCTIONS: dict[str, Callable[[Tokens, LossConfig], tuple[jax.Array, jax.Array]]] = {
     "token_mean": lambda t, c: token_mean(t.mask),
-    "sequence_mean": lambda t, c: sequence_mean(t.mask, t.segment_ids),
-    "fixed_length": lambda t, c: fixed_length(t.mask, t.segment_ids, length=c.fixed_length),
+    "sequence_mean": lambda t, c: sequence_mean(t.mask, t.segment_ids, t.sample_share),
+    "fixed_length": lambda t, c: fixed_length(
+        t.mask, t.segment_ids, t.sample_share, length=c.fixed_length
+    ),
 }

@@ -21,6 +21,8 @@ class Tokens:
     staleness: jax.Array  # int, d in steps, ≥ 0
     segment_ids: jax.Array  # int, from 1 in each row, one per trajectory; 0 is padding
     mask: jax.Array  # bool, True where a sampled token counts
+    # share of the trajectory in its sample's sampled tokens; None where every sample is one trajectory
+    sample_share: jax.Array | None = None
 
     def kept(self) -> "Tokens":
         """The same tokens with 0 wherever the mask is False, and all but `logprobs` detached."""

@@ -319,7 +319,7 @@ def journal_lengths(path: str | pathlib.Path) -> list[list[int]]:
     reader = JournalReader(path)
     try:
         groups = (reader[i] for i in range(len(reader)))
-        rows = [[len(t.completion) for t in group.trajectories] for group in groups]
+        rows = [[sum(len(t.completion) for t in rows) for rows in g.samples] for g in groups]
     finally:
         reader.close()
     if not rows:
