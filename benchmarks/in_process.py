@@ -271,7 +271,7 @@ class _Samples:
         )
         trajectory = _result(single_turn(prompt, functools.partial(_given, completion)))
         if rng:
-            trajectory = self._frictions.of_trajectory(trajectory, rng)
+            (trajectory,) = self._frictions.of_rows([trajectory], rng)
         reward = self._reward(text_of(self._tokenizer, trajectory.completion), prompt.answer)
         if rng:
             reward = self._frictions.of_reward(reward, rng)

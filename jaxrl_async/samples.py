@@ -30,15 +30,28 @@ class Sample:
     group_reward: float  # mean of its group
     finish_reason: str  # "stop" | "length"
     components: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of the reward
+    row: int = 1  # of num_rows that its sample has
+    num_rows: int = 1
 
     @property
     def completion(self) -> str:
         """Its whole text."""
         return "".join(text for text, _ in self.spans)
 
+    def length(self) -> str:
+        """In words: its tokens, and which row of its sample it is."""
+        which = f"row {self.row} of {self.num_rows}, " if self.num_rows > 1 else ""
+        return f"{which}{self.num_tokens} tokens"
+
 
 def sample_of(step: int, group: Group, trajectory: Trajectory, decode: Decode) -> Sample:
     """One trajectory of a group as text; `decode` shows special tokens."""
+    row, num_rows = next(
+        (row, len(rows))
+        for rows in group.samples
+        for row, other in enumerate(rows, 1)
+        if other is trajectory
+    )
     return Sample(
         step=step,
         prompt_index=group.prompt_index,
@@ -49,6 +62,8 @@ def sample_of(step: int, group: Group, trajectory: Trajectory, decode: Decode) -
         group_reward=float(group.rewards.mean()),
         finish_reason=trajectory.finish_reason,
         components=dict(trajectory.components),
+        row=row,
+        num_rows=num_rows,
     )
 
 
@@ -161,6 +176,6 @@ def _cut(spans, max_chars):
 def _as_markdown(sample: Sample) -> str:
     """TensorBoard reads markdown; what is indented is shown as it is."""
     parts = "".join(f", {name} {value:.3g}" for name, value in sample.components.items())
-    head = f"reward {sample.reward:.3g}{parts}, {sample.num_tokens} tokens, {sample.finish_reason}"
+    head = f"reward {sample.reward:.3g}{parts}, {sample.length()}, {sample.finish_reason}"
     lines = [*sample.prompt.split("\n"), "→", *sample.completion.split("\n")]
     return "\n".join([head, "", *(f"    {line}" for line in lines)])

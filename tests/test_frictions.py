@@ -33,14 +33,16 @@ def rngs(num=10_000):
 
 
 def test_a_bugged_actor_is_sure_of_zeros_and_changes_nothing_else():
-    bugged = frictions.actor_bug(
-        ROW, rng_of("frictions", 0, 0, 0, 0), probability=1.0, zero_id=ZERO
+    rows = frictions.actor_bug(
+        [ROW, ROW], rng_of("frictions", 0, 0, 0, 0), probability=1.0, zero_id=ZERO
     )
-    check_trajectory(bugged, vocab_size=10, max_tokens=6)
-    assert bugged.tokens.tolist() == [5, 6, ZERO, 8, ZERO, ZERO]
-    assert bugged.logprobs.tolist() == [0] * 6
-    for same in ("versions", "mask", "prompt_length", "reward", "finish_reason"):
-        assert getattr(bugged, same) is getattr(ROW, same)
+    assert len(rows) == 2  # All rows of a sample.
+    for bugged in rows:
+        check_trajectory(bugged, vocab_size=10, max_tokens=6)
+        assert bugged.tokens.tolist() == [5, 6, ZERO, 8, ZERO, ZERO]
+        assert bugged.logprobs.tolist() == [0] * 6
+        for same in ("versions", "mask", "prompt_length", "reward", "finish_reason"):
+            assert getattr(bugged, same) is getattr(ROW, same)
     assert ROW.tokens.tolist() == [5, 6, 7, 8, 9, 1]
 
 
@@ -65,7 +67,8 @@ def test_a_corrupted_reward_is_0_or_1_as_often_whatever_it_was():
 
 def test_each_friction_strikes_as_often_as_it_is_asked_to():
     bugged = [
-        frictions.actor_bug(ROW, rng, probability=0.3, zero_id=ZERO) is not ROW for rng in rngs()
+        frictions.actor_bug([ROW], rng, probability=0.3, zero_id=ZERO)[0] is not ROW
+        for rng in rngs()
     ]
     unseen = [frictions.rare_discovery(0.5, rng, probability=0.3) == 0 for rng in rngs()]
     corrupted = [frictions.reward_corruption(0.5, rng, probability=0.3) != 0.5 for rng in rngs()]
@@ -78,7 +81,7 @@ def recorded(reward, **probabilities):
     chosen = {"actor_bug": 0.0, "reward_corruption": 0.0, "rare_discovery": 0.0} | probabilities
     all_of_them, results = Frictions(**chosen, zero_id=ZERO), []
     for rng in rngs(1000):
-        row = all_of_them.of_trajectory(ROW, rng)
+        (row,) = all_of_them.of_rows([ROW], rng)
         results.append((row.tokens[2] == ZERO, all_of_them.of_reward(reward, rng)))
     return results
 

@@ -40,8 +40,9 @@ async def played(task, tokenizer, *turns, **changes):
     policy = Policy(tokenizer, *turns)
     runner = runner_of(agent_of(LIBRARY_AGENTS["openenv"]), tokenizer, **changes)
     try:
-        row = await runner.run(prompt, policy, rng)
-        runner.check(row)
+        found = await runner.run(prompt, policy, rng)
+        runner.check(found)
+        (row,) = found.trajectories
         return row, policy
     finally:
         await runner.close()

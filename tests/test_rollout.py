@@ -31,7 +31,7 @@ from jaxrl_async.rollout.single_turn import single_turn
 from jaxrl_async.rollout.worker import Worker
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.fleet import Fleet
-from jaxrl_async.types import InvalidTrajectoryError, Prompt, Turn, check_trajectory
+from jaxrl_async.types import InvalidTrajectoryError, Prompt, Rows, Turn, check_trajectory
 
 PERMIT = Permit(7, 0)
 PROMPT = Prompt(index=7, tokens=np.array([11, 12, 13], np.int32), text="?", answer="!")
@@ -684,6 +684,53 @@ async def test_prompts_of_a_functions_own_are_one_prompt_in_their_group(make_wor
     check_group(group, group_size=4, vocab_size=VOCAB_SIZE, max_tokens=8)
     assert {(row.prompt_length, *row.tokens[:2]) for row in group.trajectories} == {(2, 3, 4)}
     assert sorted(int(row.tokens[2]) for row in group.trajectories) == [5, 5, 6, 6]
+
+
+def session_of(num_rows, judged=1, **fields):
+    """Stands for an agent: a rollout function of that many rows; the prompts of further ones are their own."""
+
+    async def session(prompt, context):
+        rows = []
+        for number in range(num_rows):
+            own = prompt.tokens if number == 0 else np.full(number, 20, np.int32)
+            row = Row(dataclasses.replace(prompt, tokens=own))
+            row.extend(await context.generate(row.tokens, max_new_tokens=number + 1))
+            rows.append(row.trajectory(**fields))
+        return Rows(tuple(rows), judged=judged)
+
+    return session
+
+
+async def test_all_rows_of_a_sample_come_with_one_permit_and_share_its_reward(
+    make_worker, queue, rewards
+):
+    lengths = []
+    runner = make_runner(session_of(2))
+    worker = make_worker(runner=runner, overlong=lambda num: lengths.append(num) or -0.5)
+    await work_until(worker, lambda: queue.submitted)
+    (group,) = queue.submitted
+    check_group(group, group_size=4, vocab_size=VOCAB_SIZE, max_tokens=8)
+    assert group.num_rows == (2,) * 4 and len(group.trajectories) == 8
+    # The second row's text of two words is judged; 1 + 2 tokens pay for the length.
+    assert {row.reward for row in group.trajectories} == {1.5} and lengths == [3] * 4
+    texts = [" ".join(map(str, rows[1].completion)) for rows in group.samples]
+    assert sorted(text for text, _ in rewards.texts) == sorted(texts)
+    assert {row.components["words"] for row in group.trajectories} == {2.0}
+    assert (worker.statistics.num_completions, worker.statistics.completion_tokens) == (4, 12)
+
+
+@pytest.mark.parametrize(
+    ("session", "text"),
+    [
+        (session_of(0), "a sample has 1 to 256 rows, got 0"),
+        (session_of(2, judged=2), r"judged must be in \[0, 2\), got 2"),
+        (session_of(2, reward=1.0, turns=(Turn(1, 1.0),)), "of several rows must have no turns"),
+    ],
+)
+async def test_rows_that_are_no_sample_are_returned_as_invalid(make_worker, queue, session, text):
+    await work_until(make_worker(session), lambda: queue.returned)
+    ((_, reason, detail),) = queue.returned
+    assert reason == "invalid" and re.search(text, detail) and queue.submitted == []
 
 
 @pytest.mark.parametrize(("outcome", "version"), [("over_age", 1), ("foreign_version", 9)])

@@ -52,6 +52,18 @@ def test_more_are_evenly_spaced_by_reward_and_none_is_doubled():
     assert kept == {1: [4.0], 3: [4.0, 2.0, 0.0], 9: [4.0, 3.0, 2.0, 1.0, 0.0]}
 
 
+def test_a_row_of_several_says_which_it_is(tmp_path):
+    rows = [trajectory("2", 1.0), trajectory("33", 1.0)]
+    groups = [Group.of_samples(0, 0, [rows, [trajectory("4", 0.0)]])]
+    writer = samples.SampleWriter(tmp_path, decode, per_step=3)
+    writer.write(1, groups)
+    writer.close()
+    found = samples.read_samples(tmp_path)[1]
+    lengths = ["row 1 of 2, 1 tokens", "row 2 of 2, 2 tokens", "1 tokens"]
+    assert [sample.length() for sample in found] == lengths
+    assert {sample.group_reward for sample in found} == {0.5}  # Not 2 / 3: a sample counts once.
+
+
 def test_a_step_run_twice_is_the_later_and_a_torn_line_is_none(tmp_path):
     for reward in (0.0, 1.0):
         writer = samples.SampleWriter(tmp_path, decode, per_step=1)

@@ -74,15 +74,21 @@ def rng():
 PROMPT = Prompt(3, np.ones(1, np.int32), "how?", "12", {"level": 2})
 
 
-async def played(agent, tokenizer, policy, **changes):
-    """The row of one session."""
-    runner = runner_of(agent, tokenizer, **changes)
+async def rows_of(agent, tokenizer, policy, **changes):
+    """The `Rows` of one session; all are trained, unless `rows` says which."""
+    runner = runner_of(agent, tokenizer, **{"rows": "all"} | changes)
     try:
-        row = await runner.run(PROMPT, policy, rng)
-        runner.check(row)
-        return row
+        found = await runner.run(PROMPT, policy, rng)
+        runner.check(found)
+        return found
     finally:
         await runner.close()
+
+
+async def played(agent, tokenizer, policy, **changes):
+    """The one row of one session."""
+    (row,) = (await rows_of(agent, tokenizer, policy, **{"rows": "one"} | changes)).trajectories
+    return row
 
 
 async def failed(agent, tokenizer, policy, **changes):
@@ -97,7 +103,9 @@ async def post(base_url, messages, **fields):
     body = {"model": "any", "messages": messages} | fields
     async with aiohttp.ClientSession() as client:
         async with client.post(f"{base_url}/chat/completions", json=body) as response:
-            return response.status, await response.json()
+            found = response.status, await response.json()
+    await asyncio.sleep(0)  # The connection is closed in the loop's next round.
+    return found
 
 
 async def ask(base_url, messages, **fields):
@@ -315,6 +323,139 @@ def test_of_several_rows_that_of_the_last_call_is_trained_as_it_was_sampled(toke
     assert row.versions.tolist() == versions
     assert row.mask.tolist() == [version != NOT_SAMPLED for version in versions]
     assert row.components["turns"] == len({*versions} - {NOT_SAMPLED})
+
+
+@hypothesis.given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 9), st.sampled_from(["on", "on", "edit", "new"]), st.integers(1, 3)
+        ),
+        min_size=1,
+        max_size=7,
+    )
+)
+@hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
+def test_every_sampled_token_of_a_session_is_trained_once_after_what_it_was_sampled_from(
+    tokenizers, plan
+):
+    """Conversations that fork, are edited and begin anew, in any order."""
+    tokenizer, policy = tokenizers["qwen"], Marked(tokenizers["qwen"])
+
+    async def agent(base_url, prompt):
+        histories = [list(ASKED)]
+        for where, kind, n in plan:
+            messages = list(histories[where % len(histories)])
+            if kind == "new":
+                messages = [{"role": "user", "content": f"another {len(histories)}"}]
+            elif kind == "edit":
+                messages[0] = {"role": "user", "content": "shorter"}
+            policy.n = policy.left = n
+            status, answer = await post(base_url, messages, n=n)
+            assert status == 200
+            for choice in answer["choices"]:
+                said = {"role": "user", "content": f"go on {len(histories)}"}
+                histories.append([*messages, choice["message"], said])
+        return 1.0
+
+    found = asyncio.run(rows_of(agent, tokenizer, policy))
+    rows = found.trajectories
+    sampled = [int(call) for row in rows for call in sorted({*row.versions[row.mask]})]
+    assert sorted(sampled) == list(range(len(policy.rows))), "every call in one row"
+    for row in rows:
+        for call in {*row.versions[row.mask].tolist()}:
+            tokens, versions = policy.rows[call]
+            assert row.tokens[: len(tokens)].tolist() == tokens
+            own = np.array(versions) == call
+            assert (row.versions[: len(tokens)] == call).tolist() == own.tolist()
+            assert set(row.logprobs[: len(tokens)][own]) == {-0.5}
+        assert row.reward == 1.0
+        assert row.components == {"turns": len(policy.rows), "rows": len(rows)}
+    last = {*found.trajectories[found.judged].versions.tolist()}
+    assert len(policy.rows) - plan[-1][2] in last, "the row of the last call's first answer"
+
+
+async def test_a_session_with_an_edited_history_and_a_sub_agent_has_three_rows(qwen):
+    """The text of each row, with what was sampled in brackets."""
+
+    async def agent(base_url, prompt):
+        message = await ask(base_url, ASKED)
+        part = [{"role": "system", "content": "to"}, *ASKED]
+        said = await ask(base_url, part)
+        main = [*ASKED, message, {"role": "user", "content": said["content"]}]
+        message = await ask(base_url, main)
+        await ask(base_url, [{"role": "user", "content": "to 13"}, message, *ASKED])
+        await ask(base_url, [*part, said, *ASKED])
+        return 0.5
+
+    policy = Policy(qwen, "12", "13", "a", "b", "c")
+    found = await rows_of(agent, qwen, policy)
+    turn = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    system = "<|im_start|>system\nto<|im_end|>\n"
+    expected = [
+        turn.format("how?") + "[12<|im_end|>]\n" + turn.format("13") + "[a<|im_end|>]",
+        system + turn.format("how?") + "[13<|im_end|>]\n" + turn.format("how?") + "[c<|im_end|>]",
+        turn.format("to 13") + "a<|im_end|>\n" + turn.format("how?") + "[b<|im_end|>]",
+    ]
+    assert [bracketed(row, qwen) for row in found.trajectories] == expected
+    assert found.judged == 1  # The last call went on there.
+    for row in found.trajectories:
+        assert row.reward == 0.5 and row.components == {"turns": 5.0, "rows": 3.0}
+        for call in {*row.versions[row.mask].tolist()}:  # The number of the call.
+            given = policy.given[call - 1]
+            assert row.tokens[: len(given)].tolist() == given
+        assert row.prompt_length == np.argmax(row.mask)
+
+
+def bracketed(row, tokenizer):
+    """Its text, with each sampled piece in brackets."""
+    cuts = np.flatnonzero(np.diff(row.mask)) + 1
+    pieces = zip(np.split(row.tokens, cuts), np.split(row.mask, cuts), strict=True)
+    texts = ((tokenizer.decode(ids.tolist(), special=True), mask[0]) for ids, mask in pieces)
+    return "".join(f"[{text}]" if is_own else text for text, is_own in texts)
+
+
+async def test_other_answers_have_rows_that_read_what_was_sampled_before_them(qwen):
+    async def agent(base_url, prompt):
+        message = await ask(base_url, ASKED)
+        await post(base_url, [*ASKED, message, *ASKED], n=3)
+
+    found = await rows_of(agent, qwen, Policy(qwen, "12", "a", "b", "c"))
+    turn = "<|im_start|>user\nhow?<|im_end|>\n<|im_start|>assistant\n"
+    assert [bracketed(row, qwen) for row in found.trajectories] == [
+        f"{turn}[12<|im_end|>]\n{turn}[a<|im_end|>]",
+        f"{turn}12<|im_end|>\n{turn}[b<|im_end|>]",
+        f"{turn}12<|im_end|>\n{turn}[c<|im_end|>]",
+    ]
+    assert found.judged == 0 and {row.reward for row in found.trajectories} == {None}
+
+
+async def test_a_session_has_so_many_rows_and_no_more(qwen, monkeypatch):
+    monkeypatch.setattr(sessions, "MAX_ROWS", 3)
+    refused = []
+
+    async def agent(base_url, prompt):
+        message = await ask(base_url, ASKED)
+        for n in (4, 3):
+            refused.append(await post(base_url, ASKED, n=n))
+        await post(base_url, ASKED, n=2)
+        await ask(base_url, [*ASKED, message, *ASKED])  # The first row goes on.
+        refused.append(await post(base_url, ASKED))
+
+    found = await rows_of(agent, qwen, Marked(qwen))
+    for num_rows, (status, answer) in zip((5, 4, 4), refused, strict=True):
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+        assert f"at most 3 rows, and would have {num_rows}" in answer["error"]["message"]
+    assert [row.finish_reason for row in found.trajectories] == ["length"] * 3
+
+
+async def test_a_failure_after_several_rows_is_no_sample(qwen):
+    async def agent(base_url, prompt):
+        await ask(base_url, ASKED)
+        await ask(base_url, ASKED)
+        raise LookupError("lost")
+
+    with pytest.raises(RolloutError, match="agent_error: .*LookupError: lost"):
+        await rows_of(agent, qwen, Policy(qwen, "12", "13"))
 
 
 async def test_rows_that_begin_alike_have_seeds_of_their_own(qwen):
@@ -964,7 +1105,8 @@ async def test_many_sessions_at_once_keep_their_rows_apart(qwen):
         )
     finally:
         await runner.close()
-    for index, row in enumerate(rows):
+    for index, found in enumerate(rows):
+        (row,) = found.trajectories
         assert row.reward == index and qwen.decode(row.tokens).startswith(f"user\n{index}?")
     assert not [t for t in threading.enumerate() if t.name.startswith("agents")]
 

@@ -54,8 +54,9 @@ async def played(task, tokenizer, *turns, example=None, **changes):
     policy = Policy(tokenizer, *turns)
     runner = runner_of(agent_of(LIBRARY_AGENTS["verifiers"]), tokenizer, **changes)
     try:
-        row = await runner.run(prompt_of(example or task.examples("train")[0]), policy, rng)
-        runner.check(row)
+        found = await runner.run(prompt_of(example or task.examples("train")[0]), policy, rng)
+        runner.check(found)
+        (row,) = found.trajectories
         return row, policy
     finally:
         await runner.close()

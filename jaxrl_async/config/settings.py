@@ -25,7 +25,7 @@ LORA_TARGETS = (  # models.lora.LAYERS, by PEFT's names
 )  # fmt: skip
 TRANSPORTS = ("disk", "tensor", "stream", "distributed")  # weights.transports
 PAUSE_MODES = ("retract", "in_place")  # of a server, around new weights
-AGENT_ROWS = ("one", "last")  # rollout.sessions
+AGENT_ROWS = ("all", "one", "last")  # rollout.sessions
 JOURNAL_KEEPS = ("all", "checkpointed", "none")  # queue.journal
 TRACKERS = ("", "wandb", "mlflow")  # tracker.SERVICES
 PROCESSES = ("auto", "many", "one")  # runtime.supervisor.in_one_process
@@ -271,8 +271,9 @@ class Rollout:
     agent: str = ""
     agent_timeout_secs: float = 60.0  # of an agent's own time, while none of its calls is answered
     agent_calls: int = 64  # of a session
-    # that a session may have: "one", the others fail it | "last": any number, that of the last call is trained
-    agent_rows: str = "one"
+    # of a session, which share its reward: "all" are trained | "one": a second one fails it | "last": that of the last
+    # call is trained, of any number
+    agent_rows: str = "all"
     group_size: int = 8  # G, completions per prompt
     max_prompt_tokens: int = 512  # longer prompts are left out of the stream
     max_new_tokens: int = 1024  # sampled, per completion

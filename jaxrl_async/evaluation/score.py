@@ -31,7 +31,7 @@ async def score(
     seed: int,
     generate_of: Callable[[int, int], Generate],
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Runs the rollout function num_samples + 1 times per prompt, and judges every trajectory.
+    """Runs the rollout function num_samples + 1 times per prompt, and judges every sample.
 
     An answer whose rollout or reward fails is not right; such failures are counted in one warning.
 
@@ -56,9 +56,9 @@ async def score(
         prompt = prompts[number]
         make_rng = functools.partial(rng_of, "evaluation", seed, number, sample, 0)
         try:
-            trajectory = await runner.run(prompt, generate_of(number, sample), make_rng)
-            runner.check(trajectory)
-            return (await runner.judge(trajectory, prompt, pool)).reward >= runner.right
+            found = await runner.run(prompt, generate_of(number, sample), make_rng)
+            runner.check(found)
+            return (await runner.judge(found, prompt, pool)).reward >= runner.right
         except (EvaluationError, ServerError):
             raise
         except Exception as error:  # The rollout function's own, an invalid trajectory, a reward.

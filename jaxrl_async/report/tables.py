@@ -195,9 +195,7 @@ def _completion(what: str, sample: Sample) -> str:
     versions = [version for _, version in sample.spans if version is not None]
     text = "".join(_turns(sample))
     low, high = min(versions, default=0), max(versions, default=0)
-    tokens = f"{sample.num_tokens} tokens" + (
-        ", cut off" if sample.finish_reason == "length" else ""
-    )
+    tokens = sample.length() + (", cut off" if sample.finish_reason == "length" else "")
     parts = (f"{name} {value:.3g}" for name, value in sample.components.items())
     notes = ", ".join([f"group mean {sample.group_reward:.2g}", *parts])
     cells = {

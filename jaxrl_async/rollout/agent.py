@@ -17,7 +17,7 @@ from typing import Any
 from jaxrl_async.rollout.context import Context, RolloutError
 from jaxrl_async.rollout.failures import CodeError, code_error
 from jaxrl_async.rollout.sessions import Session, Sessions
-from jaxrl_async.types import Prompt, Trajectory
+from jaxrl_async.types import Prompt, Rows
 
 NAME = "agent"  # in rollout.function
 MAX_THREADS = 512  # of agents that wait in `asyncio.to_thread`
@@ -64,7 +64,7 @@ class AgentRollout:
         Args:
           name: "module:function" of `async def agent(base_url, prompt) -> reward`. `base_url` is for its client of
             OpenAI's API; any key will do. `prompt` is the task's `Prompt`: text, answer and metadata. A reward of None
-            leaves it to the task's, of the text of all turns.
+            leaves it to the task's, of the text of the last call's row.
           timeout_secs: bound on the agent's own time in a session, > 0: without the time in which calls are answered.
           max_calls, rows, temperature: as of `Session`.
 
@@ -94,7 +94,7 @@ class AgentRollout:
             if not started.cancelled() and started.exception() is None:
                 await started.result().close()
 
-    async def __call__(self, prompt: Prompt, context: Context) -> Trajectory:
+    async def __call__(self, prompt: Prompt, context: Context) -> Rows:
         """One session.
 
         Raises:
@@ -108,7 +108,7 @@ class AgentRollout:
                 reward = await self._reward(session, running)
             finally:
                 running.cancel()
-            return session.trajectory(reward)
+            return session.sample(reward)
 
     async def _endpoint(self) -> Sessions:
         """The endpoint, started once."""

@@ -1,4 +1,4 @@
-"""The interface of a rollout function: `async def rollout(prompt, context) -> Trajectory`.
+"""The interface of a rollout function: `async def rollout(prompt, context) -> Trajectory`, or `Rows` of one sample.
 
 A context belongs to one sample. It hides who answers `generate`: the servers of a run, the one server of an evaluation,
 or an engine in this process.
@@ -15,11 +15,11 @@ import numpy as np
 
 from jaxrl_async.rollout.failures import CodeError
 from jaxrl_async.servers.client import Completion
-from jaxrl_async.types import NOT_SAMPLED, Prompt, Trajectory, Turn
+from jaxrl_async.types import NOT_SAMPLED, Prompt, Rows, Trajectory, Turn
 
 # generate(tokens, **sampling) continues token ids [T]; `sampling` replaces single sampling parameters of the run.
 Generate = Callable[..., Awaitable[Completion]]
-Rollout = Callable[[Prompt, "Context"], Awaitable[Trajectory]]
+Rollout = Callable[[Prompt, "Context"], Awaitable[Trajectory | Rows]]
 
 
 class RolloutError(Exception):
@@ -194,6 +194,10 @@ class Row:
         for name in ("_tokens", "_logprobs", "_versions"):
             setattr(other, name, list(getattr(self, name)))
         return other
+
+    def fork(self) -> "Row":
+        """A row that begins with this one's tokens as its prompt: none of them is sampled in it."""
+        return Row(Prompt(0, np.array(self._tokens, np.int32), "", ""))
 
     def extend(self, completion: Completion) -> None:
         """Adds sampled tokens; their finish_reason becomes the row's."""

@@ -7,6 +7,7 @@ same number of times whatever its probability, so that no friction shifts the dr
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -22,9 +23,11 @@ class Frictions:
     rare_discovery: float
     zero_id: int  # the token of "0", which a bugged actor writes
 
-    def of_trajectory(self, trajectory: Trajectory, rng: np.random.Generator) -> Trajectory:
-        """The trajectory as it is recorded, before its reward."""
-        return actor_bug(trajectory, rng, probability=self.actor_bug, zero_id=self.zero_id)
+    def of_rows(
+        self, rows: Sequence[Trajectory], rng: np.random.Generator
+    ) -> tuple[Trajectory, ...]:
+        """The rows of a sample as they are recorded, before their reward."""
+        return actor_bug(rows, rng, probability=self.actor_bug, zero_id=self.zero_id)
 
     def of_reward(self, reward: float, rng: np.random.Generator) -> float:
         """The reward as it is recorded: rare discovery first, then corruption."""
@@ -33,18 +36,21 @@ class Frictions:
 
 
 def actor_bug(
-    trajectory: Trajectory, rng: np.random.Generator, *, probability: float, zero_id: int
-) -> Trajectory:
+    rows: Sequence[Trajectory], rng: np.random.Generator, *, probability: float, zero_id: int
+) -> tuple[Trajectory, ...]:
     """Records every sampled token as zero_id with log-prob 0: an actor that writes zeros and is sure of them.
 
     Stop tokens are replaced too. Length, mask, versions and all other tokens stay as they are.
     """
     if rng.random() >= probability:
-        return trajectory
-    return dataclasses.replace(
-        trajectory,
-        tokens=np.where(trajectory.mask, np.int32(zero_id), trajectory.tokens),
-        logprobs=np.where(trajectory.mask, np.float32(0), trajectory.logprobs),
+        return tuple(rows)
+    return tuple(
+        dataclasses.replace(
+            row,
+            tokens=np.where(row.mask, np.int32(zero_id), row.tokens),
+            logprobs=np.where(row.mask, np.float32(0), row.logprobs),
+        )
+        for row in rows
     )
 
 

@@ -15,9 +15,11 @@ from jaxrl_async.rollout.single_turn import single_turn
 from jaxrl_async.tasks.task import RIGHT
 from jaxrl_async.tasks.tokenizer import completion_text
 from jaxrl_async.types import (
+    MAX_ROWS,
     NEVER_BIAS,
     InvalidTrajectoryError,
     Prompt,
+    Rows,
     Trajectory,
     check_trajectory,
     component_problem,
@@ -77,7 +79,7 @@ class Runner:
         prompt: Prompt,
         generate: Generate,
         make_rng: Callable[[], np.random.Generator],
-    ) -> Trajectory:
+    ) -> Trajectory | Rows:
         """One sample, not checked yet.
 
         Args:
@@ -110,7 +112,7 @@ class Runner:
             await self.function.close()
 
     def with_one_prompt(self, rows: Sequence[Trajectory]) -> tuple[Trajectory, ...]:
-        """The rows of a group. Where the rollout function writes prompts of its own, theirs is the common beginning.
+        """The first rows of a group's samples, whose prompt is the common beginning where the rollout function writes it.
 
         Tokens of a prompt beyond the common beginning become tokens that were read.
 
@@ -128,12 +130,26 @@ class Runner:
             raise RolloutError("agent_error", text, CodeError("prompts of sessions", text))
         return tuple(dataclasses.replace(row, prompt_length=length) for row in rows)
 
-    def check(self, trajectory: Trajectory) -> None:
+    def check(self, sample: Trajectory | Rows) -> None:
         """Checks what a rollout function made, before it is judged.
 
         Raises:
           InvalidTrajectoryError: names the field, the value and the bound.
         """
+        sample = Rows.of(sample)
+        rows = sample.trajectories
+        if not 1 <= len(rows) <= MAX_ROWS:
+            raise InvalidTrajectoryError(f"a sample has 1 to {MAX_ROWS} rows, got {len(rows)}")
+        if not 0 <= sample.judged < len(rows):
+            text = f"judged must be in [0, {len(rows)}), got {sample.judged}"
+            raise InvalidTrajectoryError(f"of a sample of {len(rows)} rows, {text}")
+        if len(rows) > 1 and any(row.turns for row in rows):
+            text = "must have no turns with rewards of their own"
+            raise InvalidTrajectoryError(f"a sample of several rows {text}, got {len(rows)} rows")
+        for row in rows:
+            self._check_row(row)
+
+    def _check_row(self, trajectory: Trajectory) -> None:
         check_trajectory(
             trajectory, vocab_size=self.vocab_size, max_tokens=self.max_tokens, judged=False
         )
@@ -144,14 +160,18 @@ class Runner:
                 "ignores it, or the rollout function replaced it; rollout.sample_padding=True allows the token"
             )
 
-    async def judge(self, trajectory: Trajectory, prompt: Prompt, pool: RewardPool) -> Judgement:
+    async def judge(self, sample: Trajectory | Rows, prompt: Prompt, pool: RewardPool) -> Judgement:
         """The reward that the rollout function set, or else the pool's, of the text of the sampled tokens.
+
+        Of several rows it is that of the one to be judged.
 
         The components of a rollout function stand beside the pool's.
 
         Raises:
           RewardError: as of `RewardPool.score`.
         """
+        rows = Rows.of(sample)
+        trajectory = rows.trajectories[rows.judged]
         if trajectory.reward is not None:
             return Judgement(float(trajectory.reward), trajectory.components)
         text = completion_text(trajectory, decode=self.decode, stop_token_ids=self.stop_token_ids)

@@ -3,7 +3,8 @@
 A session belongs to one sample. A call whose messages go on from the last call of a row (its messages, the answer that
 was returned, new ones) extends that row: the sampled ids stay as they are, and only the chat template's text
 between two answers is encoded and appended, with mask False. Messages are compared, never their text encoded again. Any
-other call begins a row of its own: a changed history, a sub-agent, a compaction.
+other call begins a row of its own: a changed history, a sub-agent, a compaction. A sampled token is trained in one row: in
+others that begin with it, it is read.
 
 A text in `stop` ends an answer at the token that completes it. That depends on the tokens up to there alone, so those
 that are kept are distributed as if the server had stopped; those beyond are thrown away. With `stop` an answer is
@@ -31,7 +32,7 @@ from jaxrl_async.rollout.failures import CodeError, flattened
 from jaxrl_async.servers import files
 from jaxrl_async.servers.client import Completion
 from jaxrl_async.tasks.task import CUT
-from jaxrl_async.types import Prompt, Trajectory
+from jaxrl_async.types import MAX_ROWS, Prompt, Rows
 
 MAX_PARALLEL_CALLS = 16  # of a session
 MAX_BODY_BYTES = 8 << 20
@@ -57,7 +58,8 @@ class Session:
           prompt: of the sample; its tokens are not used, as calls bring messages of their own.
           context: of the sample; it needs a chat template.
           temperature: the run's.
-          rows: "one": a second row is a failure | "last": the row of the last call counts, of as many as there are.
+          rows: "all": every row is trained, MAX_ROWS at most | "one": a second row is a failure | "last": the row of
+            the last call counts, of as many as there are.
           max_calls: bound on the answered calls.
           clock: seconds.
         """
@@ -66,7 +68,8 @@ class Session:
         self._clock = clock
         self._open: list[_Branch] = []  # rows that a call may extend
         self._last: list[_Branch] = []  # of the last call that ended, one for each choice
-        self._num_calls = self._num_rows = 0
+        self._all: list[_Branch] = []  # every row as it is now, in the order in which they began
+        self._num_calls = 0
         self._running: set[asyncio.Task] = set()
         self._own_secs, self._since = 0.0, clock()  # without a call, up to `since`
         self._has_ended = False
@@ -118,29 +121,32 @@ class Session:
                 self.fail(error)
                 raise _failed(error) from error
 
-    def trajectory(self, reward: float | None) -> Trajectory:
-        """The row that counts.
+    def sample(self, reward: float | None) -> Rows:
+        """The rows that count.
 
         Args:
-          reward: None leaves it to the task's.
+          reward: of all of them; None leaves it to the task's, which reads the row of the last call.
 
         Raises:
-          RolloutError: "agent_error" without any row; "agent_rows" where the last call has several.
+          RolloutError: "agent_error" without any row; "agent_rows" where one row counts and the last call has several.
         """
         if not self._last:
             text = "made no call that was answered"
             raise RolloutError("agent_error", f"the agent {text}", CodeError("no call", text))
-        if len(self._last) > 1:
+        counted = self._all if self._rows == "all" else self._last
+        if len(counted) > 1 and self._rows != "all":
             raise _several_rows(
-                f"the last call has n = {len(self._last)} answers, and none of them was continued"
+                f"the last call has n = {len(counted)} answers, and none of them was continued"
             )
-        (branch,) = self._last
-        components = {"turns": float(branch.num_turns)}
+        components = {"turns": float(sum(branch.num_turns for branch in counted))}
         if self._rows != "one":
-            components["rows"] = float(self._num_rows)
-        return branch.row.trajectory(
-            reward=reward, components=components, finish_reason="length" if self.is_cut else ""
+            components["rows"] = float(len(self._all))
+        reason = "length" if self.is_cut else ""
+        trajectories = (
+            branch.row.trajectory(reward=reward, components=components, finish_reason=reason)
+            for branch in counted
         )
+        return Rows(tuple(trajectories), judged=counted.index(self._last[0]))
 
     def _check(self) -> None:
         if self.failure.done():
@@ -171,7 +177,7 @@ class Session:
     def _row_of(self, call: Call) -> tuple["_Branch | None", Row, list[int]]:
         """The branch that a call goes on from, a row to extend, and the tokens that are read before the answer."""
         branch = self._continued(call)
-        if branch is None and self._rows == "one" and self._num_rows:
+        if branch is None and self._rows == "one" and self._all:
             error = _several_rows(
                 "a session has one row where rollout.agent_rows = 'one', and a call began another: "
                 + self._difference(call)
@@ -193,6 +199,13 @@ class Session:
             self.is_cut = True
             text = f"no token is left for an answer: {self._context.budget(tokens)}"
             raise RefusedError(text, param="messages", code=CUT)
+        num_rows = len(self._all) + call.n - (branch is not None)
+        if self._rows == "all" and num_rows > MAX_ROWS:
+            self.is_cut = True
+            text = (
+                f"a session has at most {MAX_ROWS} rows, and would have {num_rows} with this call"
+            )
+            raise RefusedError(text, code=CUT)
         return branch, row, read
 
     def _continued(self, call: Call) -> "_Branch | None":
@@ -215,17 +228,23 @@ class Session:
         self._num_calls += 1
         num_prompt = len(row.tokens) + len(read)
         row.append(read)
+        # Where all rows are trained, no token is in two of them: other answers have a row of their own.
+        copy, keeps_turns = (row.fork, False) if self._rows == "all" else (row.copy, True)
         branches = []
         for number in range(call.n):
             goes_on = branch is not None and number == 0
-            branches.append(
-                _Branch(
-                    row=row if number == call.n - 1 else row.copy(),
-                    tools=call.tools,
-                    sampling=branch.sampling if goes_on else self._begin(),
-                    num_turns=1 if branch is None else branch.num_turns + 1,
-                )
+            before = branch.num_turns if branch and (goes_on or keeps_turns) else 0
+            one = _Branch(
+                row=row if number == 0 else copy(),
+                tools=call.tools,
+                sampling=branch.sampling if goes_on else self._new_sampling(),
+                num_turns=before + 1,
             )
+            branches.append(one)
+            if goes_on:
+                self._all[self._all.index(branch)] = one
+            else:
+                self._all.append(one)
         try:
             async with asyncio.TaskGroup() as tasks:
                 samples = [tasks.create_task(self._sample(one, call)) for one in branches]
@@ -236,16 +255,13 @@ class Session:
         choices = [sample.result() for sample in samples]
         return chat.answer_of(call, choices, num_prompt=num_prompt, decode=self._context.decode)
 
-    def _begin(self) -> dict[str, Any]:
-        """Counts a new row; returns its sampling parameters, beside the run's.
+    def _new_sampling(self) -> dict[str, Any]:
+        """The sampling parameters of a new row, beside the run's.
 
         A server's random keys depend on the seed and the position, so rows that begin alike need seeds of their own.
         The first row has the sample's.
         """
-        self._num_rows += 1
-        if self._num_rows == 1:
-            return {}
-        return {"sampling_seed": int(self._context.rng.integers(2**31))}
+        return {"sampling_seed": int(self._context.rng.integers(2**31))} if self._all else {}
 
     async def _sample(self, branch: "_Branch", call: Call) -> Choice:
         """Extends a branch by one answer."""
@@ -360,7 +376,7 @@ class Sessions:
             raise
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _Branch:
     """A row, and the conversation that it is."""
 

@@ -35,7 +35,7 @@ from jaxrl_async.rollout.frictions import Frictions
 from jaxrl_async.rollout.runner import Runner
 from jaxrl_async.rollout.sampler import Sampler
 from jaxrl_async.servers.fleet import Fleet
-from jaxrl_async.types import Group, InvalidTrajectoryError, Prompt, Trajectory, Turn
+from jaxrl_async.types import Group, InvalidTrajectoryError, Prompt, Rows, Trajectory, Turn
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Worker:
           fleet: the sampler's servers, kept up to date here.
           rewards: scores an answer's text against the gold answer.
           prompts: prompts[prompt_index] is the permit's prompt.
-          runner: runs the rollout function, and judges its trajectories.
+          runner: runs the rollout function, and judges its samples.
           group_size: G, samples per permit.
           max_running_groups: permits at once.
           drop_equal_rewards: a group whose recorded rewards are all equal retires its prompt_index instead
@@ -94,7 +94,9 @@ class Worker:
         self._frictions = frictions
         self._run_seed = run_seed
         self._clock = clock or AwakeClock()
-        self._running: dict[Permit, list[int]] = {}  # lengths of the completions that have ended
+        self._running: dict[
+            Permit, list[int]
+        ] = {}  # lengths of the completions of samples that have ended
         # (permit, sample) → its stage, and since when.
         self._stages: dict[tuple[Permit, int], tuple[str, float]] = {}
         self._secs: collections.Counter[str] = collections.Counter()  # of stages that have ended
@@ -264,44 +266,53 @@ class Worker:
         except asyncio.CancelledError:
             await self._sampler.abort(permit, timeout_secs=ABORT_TIMEOUT_SECS)
             raise
-        rows = self._runner.with_one_prompt([s.result() for s in samples])
-        return Group(permit.prompt_index, permit.attempt, rows)
+        rows = [sample.result() for sample in samples]
+        firsts = self._runner.with_one_prompt([first for first, *_ in rows])
+        with_firsts = [(first, *rest) for first, (_, *rest) in zip(firsts, rows, strict=True)]
+        return Group.of_samples(permit.prompt_index, permit.attempt, with_firsts)
 
-    async def _sample(self, permit: Permit, prompt: Prompt, sample: int) -> Trajectory:
+    async def _sample(self, permit: Permit, prompt: Prompt, sample: int) -> tuple[Trajectory, ...]:
         self._enter(permit, sample, GENERATING)
         try:
             return await self._run_sample(permit, prompt, sample)
         finally:
             self._enter(permit, sample, None)
 
-    async def _run_sample(self, permit: Permit, prompt: Prompt, sample: int) -> Trajectory:
+    async def _run_sample(
+        self, permit: Permit, prompt: Prompt, sample: int
+    ) -> tuple[Trajectory, ...]:
+        """The rows of a sample."""
         key = (self._run_seed, permit.prompt_index, sample, permit.attempt)
         generate = self._sampler.bind(permit, sample)
         make_rng = functools.partial(rng_of, "rollout", *key)
-        trajectory = await self._run_function(prompt, generate, make_rng)
-        self._running[permit].append(len(trajectory.completion))
+        found = await self._run_function(prompt, generate, make_rng)
+        self._running[permit].append(sum(len(row.completion) for row in found.trajectories))
         if self._frictions is not None:
             rng = rng_of("frictions", *key)
-            trajectory = self._frictions.of_trajectory(trajectory, rng)
+            rows = self._frictions.of_rows(found.trajectories, rng)
+            found = dataclasses.replace(found, trajectories=rows)
         try:
-            self._runner.check(trajectory)
+            self._runner.check(found)
         except InvalidTrajectoryError as error:
             cause = CodeError("a trajectory that is invalid", f"InvalidTrajectoryError: {error}")
             raise RolloutError("invalid", str(error), cause) from error
         self._enter(permit, sample, SCORING)
-        judgement = await self._judge(trajectory, prompt)
+        judgement = await self._judge(found, prompt)
         self._first_failures.judged()
-        reward = judgement.reward + self._overlong(trajectory.num_sampled)
+        num_sampled = sum(row.num_sampled for row in found.trajectories)
+        reward = judgement.reward + self._overlong(num_sampled)
         if self._frictions is not None:
             reward = self._frictions.of_reward(reward, rng)
-        turns = _summing_to(reward, trajectory.turns)
-        components = judgement.components
-        return dataclasses.replace(trajectory, reward=reward, components=components, turns=turns)
+        judged = {"reward": reward, "components": judgement.components}
+        return tuple(
+            dataclasses.replace(row, turns=_summing_to(reward, row.turns), **judged)
+            for row in found.trajectories
+        )
 
-    async def _run_function(self, prompt: Prompt, generate: Generate, make_rng) -> Trajectory:
+    async def _run_function(self, prompt: Prompt, generate: Generate, make_rng) -> Rows:
         """Runs the rollout function; what it raises costs the group, as rollout_error."""
         try:
-            trajectory = await self._runner.run(prompt, generate, make_rng)
+            found = await self._runner.run(prompt, generate, make_rng)
         except Exception as error:
             flat = flattened(error)
             own = next((e for e in flat if not isinstance(e, RolloutError)), None)
@@ -309,15 +320,15 @@ class Worker:
                 raise flat[0] from error
             detail = f"the rollout function raised {type(own).__name__}: {own}"
             raise RolloutError("rollout_error", detail, code_error(own)) from error
-        if not isinstance(trajectory, Trajectory):
-            text = f"the rollout function returned {trajectory!r:.200}, not a Trajectory"
+        if not isinstance(found, Trajectory | Rows):
+            text = f"the rollout function returned {found!r:.200}, not a Trajectory"
             cause = CodeError("a rollout function that returns no Trajectory", text)
             raise RolloutError("rollout_error", text, cause)
-        return trajectory
+        return Rows.of(found)
 
-    async def _judge(self, trajectory: Trajectory, prompt: Prompt) -> Judgement:
+    async def _judge(self, rows: Rows, prompt: Prompt) -> Judgement:
         try:
-            return await self._runner.judge(trajectory, prompt, self._rewards)
+            return await self._runner.judge(rows, prompt, self._rewards)
         except RewardTimeoutError as error:
             raise RolloutError("reward_timeout", str(error)) from error
         except RewardError as error:
@@ -352,7 +363,7 @@ class Statistics:
         if outcome != "held":
             self.num_refused += 1
             return
-        lengths = [len(t) - t.prompt_length for t in group.trajectories]
+        lengths = [sum(len(row.completion) for row in rows) for rows in group.samples]
         self.num_groups += 1
         self.num_completions += len(lengths)
         self.completion_tokens += sum(lengths)
