@@ -6,12 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from fixtures import chat
 
 from jaxrl_async.cli.config import load_config, settings_of
 from jaxrl_async.config.settings import SettingsError
 from jaxrl_async.metrics import read_metrics
+from jaxrl_async.queue.journal import JournalReader
 from jaxrl_async.roles.start import StartError, prepare
 from jaxrl_async.samples import read_samples
 
@@ -88,6 +90,33 @@ def test_an_agent_is_trained_and_evaluated(tmp_path):
     jaxrl("evaluate", f"--workdir={run}", "--steps=last")
 
 
+def test_all_rows_of_a_session_are_trained_and_replayed(tmp_path):
+    chat.tokenizer_of(tmp_path / "chat", "qwen")
+    settings = SMALL | {"tokenizer.path": tmp_path / "chat"}
+    settings["rollout.agent"] = "fixtures.agents:delegates"
+    run = tmp_path / "run"
+    words = [f"--config.{name}={value}" for name, value in settings.items()]
+    jaxrl("train", "--config=configs/smollm2.py:smoke", *words, f"--workdir={run}")
+    rows = read_metrics(run)
+    assert [row["step"] for row in rows] == [1, 2]
+    assert {(row["component/rows"], row["component/turns"]) for row in rows} == {(3.0, 4.0)}
+    reader = JournalReader(run / "journal.sqlite")
+    groups = [reader[position] for position in range(len(reader))]
+    reader.close()
+    permits = [(group.prompt_index, group.attempt) for group in groups]
+    assert len(set(permits)) == len(permits) >= 4
+    for group in groups:
+        assert group.num_rows == (3, 3)
+        for sample in group.samples:
+            assert len({row.reward for row in sample}) == 1
+            ends = [np.count_nonzero(np.diff(row.mask.astype(int)) == 1) for row in sample]
+            assert ends == [1, 2, 1]  # Answers in each row.
+    jaxrl("replay", f"--workdir={run}")
+    for before, after in zip(rows, read_metrics(run / "replay"), strict=True):
+        for name in ("loss/policy", "policy/grad_norm", "reward/mean", "component/rows"):
+            assert before[name] == after[name], name
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -96,7 +125,7 @@ def test_an_agent_is_trained_and_evaluated(tmp_path):
         ({"rollout.function": "single_turn"}, "rollout.function = 'agent' and rollout.agent go"),
         ({"tokenizer.chat_template": "none"}, "needs a tokenizer with a chat template"),
         ({"tokenizer.system_prompt": "hi"}, "tokenizer.system_prompt must be ''"),
-        ({"rollout.agent_rows": "all"}, "rollout.agent_rows must be one of one, last"),
+        ({"rollout.agent_rows": "two"}, "rollout.agent_rows must be one of all, one, last"),
         ({"rollout.agent_calls": 0}, "rollout.agent_calls must be ≥ 1, got 0"),
     ],
 )

@@ -7,7 +7,7 @@ import time
 import jax
 import numpy as np
 import pytest
-from fixtures.recorded_run import CONFIG, B, G, Recorder, make_train_step, train
+from fixtures.recorded_run import CONFIG, B, G, Recorder, make_group, make_train_step, train
 from fixtures.small_learner import empty_status, flat, make_packer
 
 from jaxrl_async.config.settings import Queue
@@ -143,6 +143,8 @@ def test_a_sample_counts_once_whatever_its_rows(reduction):
 
         recorder.lease = lease_of_rows
         loss = {"advantage": "grpo", "reduction": reduction}
+        if reduction == "fixed_length":
+            loss["fixed_length"] = 4.0
         state = train(recorder, num_steps=2, loss=loss)
         found.append((flat(state.params), recorder.rows[1]))
     (one, row), (two, row_of_two) = found

@@ -112,7 +112,7 @@ class Runner:
             await self.function.close()
 
     def with_one_prompt(self, rows: Sequence[Trajectory]) -> tuple[Trajectory, ...]:
-        """The first rows of a group's samples, whose prompt is the common beginning where the rollout function writes it.
+        """The first rows of a group's samples, with the common beginning as prompt where the function writes its own.
 
         Tokens of a prompt beyond the common beginning become tokens that were read.
 

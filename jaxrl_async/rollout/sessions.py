@@ -3,8 +3,8 @@
 A session belongs to one sample. A call whose messages go on from the last call of a row (its messages, the answer that
 was returned, new ones) extends that row: the sampled ids stay as they are, and only the chat template's text
 between two answers is encoded and appended, with mask False. Messages are compared, never their text encoded again. Any
-other call begins a row of its own: a changed history, a sub-agent, a compaction. A sampled token is trained in one row: in
-others that begin with it, it is read.
+other call begins a row of its own: a changed history, a sub-agent, a compaction. Where all rows are trained, a sampled
+token is trained in one of them: in others that begin with it, it is read.
 
 A text in `stop` ends an answer at the token that completes it. That depends on the tokens up to there alone, so those
 that are kept are distributed as if the server had stopped; those beyond are thrown away. With `stop` an answer is
