@@ -109,7 +109,8 @@ def test_rows_of_a_sample_share_its_reward_and_components_also_in_an_outline():
 
 
 def test_a_message_from_before_there_were_rows_has_one_for_each_sample():
-    message = wire.encode_group(group())
+    samples = [[row] for row in group().trajectories]
+    message = wire.encode_group(Group.of_samples(5, 1, samples))
     assert not message.num_rows  # The bytes are those of before.
     assert [len(rows) for rows in check(message).samples] == [1, 1]
 
