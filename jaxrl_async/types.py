@@ -156,9 +156,7 @@ class Batch:
     behavior_logprobs: np.ndarray  # float32 [B, T]
     token_versions: np.ndarray  # int32 [B, T]
     advantages: np.ndarray  # float32 [B, T], the sample's advantage on each of its tokens
-    sample_share: (
-        np.ndarray
-    )  # float32 [B, T], the trajectory's share of its sample's sampled tokens
+    sample_share: np.ndarray  # float32 [B, T], the row's share of its sample's sampled tokens
 
 
 class InvalidTrajectoryError(ValueError):

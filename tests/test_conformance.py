@@ -33,7 +33,7 @@ from jaxrl_async.servers import preflight
 from jaxrl_async.servers.client import InferenceClient, ServerError, read_completion
 from jaxrl_async.tasks.tokenizer import CharTokenizer, HFTokenizer
 from jaxrl_async.tools import parity
-from jaxrl_async.types import Prompt
+from jaxrl_async.types import Prompt, Rows
 from jaxrl_async.weights import sidecar, transports
 from jaxrl_async.weights import store as weight_store
 
@@ -861,7 +861,7 @@ async def test_the_turns_of_a_row_are_exact_over_a_push(
     """Four turns, the last two after a push: a row whose log-probs are those of the versions stamped on it."""
     if kind == "agent":
         function = AgentRollout(
-            "test_conformance:talk", timeout_secs=30.0, max_calls=8, rows="one", temperature=1.0
+            "test_conformance:talk", timeout_secs=30.0, max_calls=8, rows="all", temperature=1.0
         )
     else:
         function = EnvironmentRollout(
@@ -899,10 +899,11 @@ async def test_the_turns_of_a_row_are_exact_over_a_push(
     text = "how"
     prompt = Prompt(0, np.array(chat_tokenizer.encode(text), np.int32), text, "", {})
     try:
-        row = await runner.run(prompt, policy, lambda: rng_of("rollout", 0, 0, 0, 0))
-        runner.check(row)
+        rows = Rows.of(await runner.run(prompt, policy, lambda: rng_of("rollout", 0, 0, 0, 0)))
+        runner.check(rows)
     finally:
         await runner.close()
+    (row,) = rows.trajectories
     assert len(turns) == 4
     assert row.tokens[row.mask].tolist() == [token for turn in turns for token in turn]
     stamped = [version for turn, version in zip(turns, (1, 1, 2, 2), strict=True) for _ in turn]

@@ -94,9 +94,7 @@ class Worker:
         self._frictions = frictions
         self._run_seed = run_seed
         self._clock = clock or AwakeClock()
-        self._running: dict[
-            Permit, list[int]
-        ] = {}  # lengths of the completions of samples that have ended
+        self._running: dict[Permit, list[int]] = {}  # lengths of the samples that have ended
         # (permit, sample) → its stage, and since when.
         self._stages: dict[tuple[Permit, int], tuple[str, float]] = {}
         self._secs: collections.Counter[str] = collections.Counter()  # of stages that have ended
