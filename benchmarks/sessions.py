@@ -36,7 +36,7 @@ from jaxrl_async.rollout.sessions import Sessions
 from jaxrl_async.servers.client import Completion
 from jaxrl_async.servers.files import raise_open_file_limit
 from jaxrl_async.tasks.tokenizer import load_tokenizer, train_bpe
-from jaxrl_async.types import Prompt
+from jaxrl_async.types import Prompt, Rows
 
 ROOT = pathlib.Path(__file__).parent.parent
 NUM_TURNS, NUM_TOKENS = 4, 64
@@ -219,12 +219,13 @@ async def at_once(tokenizer, num_sessions: int) -> dict:
         f"{__name__}:agent", timeout_secs=60.0, max_calls=NUM_TURNS, rows="one", temperature=1.0
     )
     start = time.perf_counter()
-    rows = await asyncio.gather(
+    found = await asyncio.gather(
         *(function(PROMPT, context_of(tokenizer, stub)) for stub in stubs), return_exceptions=True
     )
     secs = time.perf_counter() - start
     await function.close()
-    kept = [(row, stub) for row, stub in zip(rows, stubs, strict=True) if hasattr(row, "tokens")]
+    rows = (of.trajectories[0] if isinstance(of, Rows) else None for of in found)
+    kept = [(row, stub) for row, stub in zip(rows, stubs, strict=True) if row is not None]
     exact = [r.tokens.tolist() == s.row and r.mask.tolist() == s.mask for r, s in kept]
     return {
         "sessions": num_sessions,
