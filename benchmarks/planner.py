@@ -191,8 +191,9 @@ def turns(args) -> dict:
     print(f"told: {num:.3f} turns, {costs_of(plan)}")
     table = {}
     for name, (mode, changes) in TOOL_SETTINGS.items():
-        predicted = simulate(plan_of(plan, mode, changes), measured(rows))
-        limit = limit_of(plan_of(plan, mode, changes), measured(rows))
+        planned = plan_of(plan, mode, changes)
+        predicted = simulate(planned, measured(rows))
+        limit = limit_of(planned, measured(rows))
         metrics = run(mode, changes | {"environment.args.sigma": TOOL_SIGMA})["metrics"]
         table[name] = compared(predicted, metrics) | {"limited_by": limit.by}
         print_row(name, table[name])

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import real_servers
 from fixtures.models import tiny
+from fixtures.runners import conversing
 from flax import nnx
 
 from jaxrl_async.models import hf, transformer
@@ -28,7 +29,6 @@ from jaxrl_async.queue.records import Identity
 from jaxrl_async.rollout.agent import AgentRollout
 from jaxrl_async.rollout.context import rng_of
 from jaxrl_async.rollout.environment import EnvironmentRollout
-from jaxrl_async.rollout.runner import Runner
 from jaxrl_async.servers import preflight
 from jaxrl_async.servers.client import InferenceClient, ServerError, read_completion
 from jaxrl_async.tasks.tokenizer import CharTokenizer, HFTokenizer
@@ -874,18 +874,7 @@ async def test_the_turns_of_a_row_are_exact_over_a_push(
             episode_secs=60.0,
             memory_bytes=1 << 28,
         )
-    runner = Runner(
-        function,
-        encode=chat_tokenizer.encode,
-        decode=chat_tokenizer.decode,
-        stop_token_ids=chat_tokenizer.stop_token_ids,
-        vocab_size=CONFIG.vocab_size,
-        max_new_tokens=64,
-        max_request_tokens=128,
-        max_tokens=128,
-        encode_reply=chat_tokenizer.encode_reply,
-        encode_chat=chat_tokenizer.encode_chat,
-    )
+    runner = conversing(function, chat_tokenizer, max_new_tokens=64, max_tokens=128)
     turns = []
 
     async def policy(tokens, **sampling):

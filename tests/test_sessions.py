@@ -9,6 +9,7 @@ import hypothesis
 import numpy as np
 import pytest
 from fixtures import chat as templates
+from fixtures.runners import conversing
 from hypothesis import strategies as st
 from test_tools import Server, call_of, check_exact
 
@@ -16,7 +17,6 @@ from jaxrl_async.rollout import sessions
 from jaxrl_async.rollout.agent import AgentRollout, agent_of
 from jaxrl_async.rollout.chat import RefusedError
 from jaxrl_async.rollout.context import Context, RolloutError, rng_of
-from jaxrl_async.rollout.runner import Runner
 from jaxrl_async.servers.client import Completion
 from jaxrl_async.types import NOT_SAMPLED, Prompt
 
@@ -53,18 +53,7 @@ def runner_of(agent, tokenizer, *, max_new_tokens=400, max_tokens=4000, **change
     settings = {"timeout_secs": 20.0, "max_calls": 16, "rows": "one", "temperature": 1.0}
     function = AgentRollout("test_sessions:nobody", **settings | changes)
     function._agent = agent
-    return Runner(
-        function,
-        encode=tokenizer.encode,
-        decode=tokenizer.decode,
-        stop_token_ids=tokenizer.stop_token_ids,
-        vocab_size=tokenizer.vocab_size,
-        max_new_tokens=max_new_tokens,
-        max_request_tokens=max_tokens,
-        max_tokens=max_tokens,
-        encode_reply=tokenizer.encode_reply,
-        encode_chat=tokenizer.encode_chat,
-    )
+    return conversing(function, tokenizer, max_new_tokens=max_new_tokens, max_tokens=max_tokens)
 
 
 def rng():
@@ -285,34 +274,39 @@ class Marked:
         return Completion(np.array(ids, np.int32), *arrays, "stop")
 
 
-@hypothesis.given(
-    st.lists(
-        st.tuples(
-            st.integers(0, 9), st.sampled_from(["on", "on", "edit", "new"]), st.integers(1, 3)
-        ),
-        min_size=1,
-        max_size=7,
-    )
+# Calls of an agent: which history they go on from, how, and their number of answers.
+PLANS = st.lists(
+    st.tuples(st.integers(0, 9), st.sampled_from(["on", "on", "edit", "new"]), st.integers(1, 3)),
+    min_size=1,
+    max_size=7,
 )
+
+
+async def follow(plan, base_url, policy):
+    """Holds conversations that fork, are edited and begin anew, in any order; returns their histories."""
+    histories = [list(ASKED)]
+    for where, kind, n in plan:
+        messages = list(histories[where % len(histories)])
+        if kind == "new":
+            messages = [{"role": "user", "content": f"another {len(histories)}"}]
+        elif kind == "edit":
+            messages[0] = {"role": "user", "content": "shorter"}
+        policy.n = policy.left = n
+        status, answer = await post(base_url, messages, n=n)
+        assert status == 200
+        for choice in answer["choices"]:
+            said = {"role": "user", "content": f"go on {len(histories)}"}
+            histories.append([*messages, choice["message"], said])
+    return histories
+
+
+@hypothesis.given(PLANS)
 @hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
 def test_of_several_rows_that_of_the_last_call_is_trained_as_it_was_sampled(tokenizers, plan):
-    """Conversations that fork, are edited and begin anew, in any order."""
     tokenizer, policy = tokenizers["qwen"], Marked(tokenizers["qwen"])
 
     async def agent(base_url, prompt):
-        histories = [list(ASKED)]
-        for where, kind, n in plan:
-            messages = list(histories[where % len(histories)])
-            if kind == "new":
-                messages = [{"role": "user", "content": f"another {len(histories)}"}]
-            elif kind == "edit":
-                messages[0] = {"role": "user", "content": "shorter"}
-            policy.n = policy.left = n
-            status, answer = await post(base_url, messages, n=n)
-            assert status == 200
-            for choice in answer["choices"]:
-                said = {"role": "user", "content": f"go on {len(histories)}"}
-                histories.append([*messages, choice["message"], said])
+        histories = await follow(plan, base_url, policy)
         policy.n = policy.left = 1
         await ask(base_url, histories[plan[-1][0] % len(histories)])
         return 1.0
@@ -325,36 +319,15 @@ def test_of_several_rows_that_of_the_last_call_is_trained_as_it_was_sampled(toke
     assert row.components["turns"] == len({*versions} - {NOT_SAMPLED})
 
 
-@hypothesis.given(
-    st.lists(
-        st.tuples(
-            st.integers(0, 9), st.sampled_from(["on", "on", "edit", "new"]), st.integers(1, 3)
-        ),
-        min_size=1,
-        max_size=7,
-    )
-)
+@hypothesis.given(PLANS)
 @hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
 def test_every_sampled_token_of_a_session_is_trained_once_after_what_it_was_sampled_from(
     tokenizers, plan
 ):
-    """Conversations that fork, are edited and begin anew, in any order."""
     tokenizer, policy = tokenizers["qwen"], Marked(tokenizers["qwen"])
 
     async def agent(base_url, prompt):
-        histories = [list(ASKED)]
-        for where, kind, n in plan:
-            messages = list(histories[where % len(histories)])
-            if kind == "new":
-                messages = [{"role": "user", "content": f"another {len(histories)}"}]
-            elif kind == "edit":
-                messages[0] = {"role": "user", "content": "shorter"}
-            policy.n = policy.left = n
-            status, answer = await post(base_url, messages, n=n)
-            assert status == 200
-            for choice in answer["choices"]:
-                said = {"role": "user", "content": f"go on {len(histories)}"}
-                histories.append([*messages, choice["message"], said])
+        await follow(plan, base_url, policy)
         return 1.0
 
     found = asyncio.run(rows_of(agent, tokenizer, policy))

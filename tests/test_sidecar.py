@@ -11,7 +11,7 @@ from fixtures.fake_sglang import FakeServer
 
 from jaxrl_async.cli import main
 from jaxrl_async.queue.records import Identity
-from jaxrl_async.servers.client import PAUSE_LEASE_HEADER, InferenceClient, ServerError
+from jaxrl_async.servers.client import InferenceClient, ServerError
 from jaxrl_async.weights import relay, sidecar, transports
 from jaxrl_async.weights.store import StoredVersion, WeightStore, read_manifest
 
@@ -92,15 +92,7 @@ async def test_sglang_loads_what_was_sent_under_the_names_of_a_push_from_disk(ma
 
 async def test_a_server_that_can_prepare_loads_before_its_pause(make_server, write):
     server, path = make_server(), write(1)
-    server.sglang, leases, handle = False, {}, server._handle
-
-    async def recording(request):
-        leases[request.path] = request.headers.get(PAUSE_LEASE_HEADER)
-        return await handle(request)
-
-    server._handle = recording
-    server.stop()
-    server.start()
+    server.sglang = False
     writer = Identity("a", 1)
     async with sidecars(server) as (address,), InferenceClient() as client:
         await push(client, address, path, 1, writer=writer, pause_lease_secs=7)
@@ -118,7 +110,7 @@ async def test_a_server_that_can_prepare_loads_before_its_pause(make_server, wri
         (call,) = server.payloads(route)
         assert (call["weight_version"], call["weight_digest"]) == ("1", digest)
         assert call["writer"] == signed
-    assert leases["/weights/prepare"] == leases["/pause_generation"] == "7"
+    assert server.leases == {"/weights/prepare": "7", "/pause_generation": "7"}
 
 
 async def test_a_server_s_refusal_of_a_preparation_is_the_push_s(make_server, write):

@@ -7,13 +7,13 @@ import hypothesis
 import numpy as np
 import pytest
 from fixtures import chat, environments
+from fixtures.runners import conversing
 from hypothesis import strategies as st
 
 from jaxrl_async.environments import environment_class
 from jaxrl_async.environments.tools import Call, ToolUse, parse_calls, tool_of
 from jaxrl_async.rollout.context import rng_of
 from jaxrl_async.rollout.environment import EnvironmentRollout
-from jaxrl_async.rollout.runner import Runner
 from jaxrl_async.rollout.sampler import _join
 from jaxrl_async.servers.client import Completion
 from jaxrl_async.tasks.tokenizer import Asking
@@ -229,17 +229,7 @@ def conversation(data, tokenizer):
         episode_secs=60.0,
         memory_bytes=0,
     )
-    runner = Runner(
-        function,
-        encode=tokenizer.encode,
-        decode=tokenizer.decode,
-        stop_token_ids=tokenizer.stop_token_ids,
-        vocab_size=tokenizer.vocab_size,
-        max_new_tokens=budget,
-        max_request_tokens=row_tokens,
-        max_tokens=row_tokens,
-        encode_reply=tokenizer.encode_reply,
-    )
+    runner = conversing(function, tokenizer, max_new_tokens=budget, max_tokens=row_tokens)
     tokens = np.array(tokenizer.encode_chat([{"role": "user", "content": "how?"}]), np.int32)
     prompt = Prompt(0, tokens, "how?", "12")
     row = asyncio.run(runner.run(prompt, server, lambda: rng_of("rollout", 0, 0, 0, 0)))

@@ -271,8 +271,8 @@ class Rollout:
     agent: str = ""
     agent_timeout_secs: float = 60.0  # of an agent's own time, while none of its calls is answered
     agent_calls: int = 64  # of a session
-    # of a session, which share its reward: "all" are trained | "one": a second one fails it | "last": that of the last
-    # call is trained, of any number
+    # rows of a session that are trained, with its one reward: "all" | "one": a second row fails the session | "last":
+    # the row of the last call
     agent_rows: str = "all"
     group_size: int = 8  # G, completions per prompt
     max_prompt_tokens: int = 512  # longer prompts are left out of the stream

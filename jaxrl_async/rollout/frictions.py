@@ -38,7 +38,7 @@ class Frictions:
 def actor_bug(
     rows: Sequence[Trajectory], rng: np.random.Generator, *, probability: float, zero_id: int
 ) -> tuple[Trajectory, ...]:
-    """Records every sampled token as zero_id with log-prob 0: an actor that writes zeros and is sure of them.
+    """Records every sampled token of a sample as zero_id with log-prob 0: an actor that writes zeros, sure of them.
 
     Stop tokens are replaced too. Length, mask, versions and all other tokens stay as they are.
     """

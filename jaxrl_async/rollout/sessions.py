@@ -133,11 +133,11 @@ class Session:
         if not self._last:
             text = "made no call that was answered"
             raise RolloutError("agent_error", f"the agent {text}", CodeError("no call", text))
-        counted = self._all if self._rows == "all" else self._last
-        if len(counted) > 1 and self._rows != "all":
+        if self._rows != "all" and len(self._last) > 1:
             raise _several_rows(
-                f"the last call has n = {len(counted)} answers, and none of them was continued"
+                f"the last call has n = {len(self._last)} answers, and none of them was continued"
             )
+        counted = self._all if self._rows == "all" else self._last
         components = {"turns": float(sum(branch.num_turns for branch in counted))}
         if self._rows != "one":
             components["rows"] = float(len(self._all))

@@ -1,12 +1,12 @@
-"""A relay beside an inference server that has none, as SGLang and SGLang-JAX: versions come to this host over HTTP.
+"""A relay beside an inference server that has none, SGLang or SGLang-JAX: versions come to this host over HTTP.
 
     learner, other sidecars ──▶ sidecar ──▶ the server, all else as it came
                                 └─▶ a directory of this host, from which the server loads by its disk route
 
 It takes control calls in the server's place. It prepares versions while the server generates: pieces and differences
-(relay.py, difference.py) become a directory whose tensors are those of the manifest, and a server that can prepare
-loads it at once, SGLang in its pause. Whether the server holds them afterwards is verified by the learner, as without
-a sidecar. Knows no engine and imports no JAX.
+(relay.py, difference.py) become a directory whose tensors are those of the manifest. SGLang-JAX prepares that
+directory in its turn; SGLang loads it in its pause. Whether the server holds them afterwards is verified by the
+learner, as without a sidecar. Knows no engine and imports no JAX.
 """
 
 import asyncio
@@ -19,6 +19,7 @@ import shutil
 import ssl
 import tempfile
 from collections.abc import AsyncIterator
+from types import MappingProxyType
 from typing import Any
 
 import aiohttp
@@ -73,8 +74,8 @@ class Sidecar:
         self._copy = difference.Copy(root)
         self._writers = files.Writers()
         self._prepared: Verified | None = None
-        self._prepares = False  # whether the server can, by its last /model_info
-        self._is_swap = False  # The server has prepared it too.
+        self._prepares = False  # whether the server can prepare, by its last /model_info
+        self._is_swap = False  # whether it has prepared this version
         self._lease = PauseLease(self._continue)
 
     async def __aenter__(self) -> "Sidecar":
@@ -155,8 +156,9 @@ class Sidecar:
         if self._prepares:
             load = {"model_path": str(verified.path), "weight_version": version}
             load |= {"weight_digest": digest, "writer": body.get("writer")}
-            lease = {k: v for k, v in request.headers.items() if k == PAUSE_LEASE_HEADER}
-            status, content = await self._call("/weights/prepare", load, lease)
+            lease = request.headers.get(PAUSE_LEASE_HEADER)
+            headers = {PAUSE_LEASE_HEADER: lease} if lease else {}
+            status, content = await self._call("/weights/prepare", load, headers)
             self._is_swap = status == 200
             if not self._is_swap and status not in LOADS_IN_THE_PAUSE:
                 return web.Response(status=status, body=content, content_type="application/json")
@@ -231,8 +233,9 @@ class Sidecar:
                 text=json.dumps({"error": {"message": reason}}), content_type="application/json"
             ) from error
 
-    async def _call(self, route: str, body: dict, headers=None) -> tuple[int, bytes]:
-        headers = dict(headers or {})
+    async def _call(self, route: str, body: dict, headers=MappingProxyType({})):
+        """(status, body) of a control call of the sidecar's own."""
+        headers = dict(headers)
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
         async with (
