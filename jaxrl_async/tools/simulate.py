@@ -69,7 +69,7 @@ class Plan:
     drop_share: float  # of generated groups: retired for equal rewards, whatever their length
     seed: int
     turns: str = "1"  # of a sample: their mean, or their distribution; as of `turns_of`
-    max_turns: int = 0  # an episode of more is cut, with the tokens of the turns beyond; 0: no bound
+    max_turns: int = 0  # an episode of more loses the turns beyond, tokens too; 0: no bound
     tool_secs: float = 0.0  # median of log-normal seconds between two turns
     tool_sigma: float = 0.0  # of their logarithm
 
