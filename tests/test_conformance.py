@@ -911,8 +911,8 @@ async def test_behind_a_sidecar_our_servers_load_before_their_pause(
     """A version and a difference, while requests run. SGLang loads in its pause."""
     calls, call_server = [], sidecar.Sidecar._call
 
-    async def call(self, route, body, headers=None):
-        status, content = await call_server(self, route, body, headers)
+    async def call(self, route, body, **options):
+        status, content = await call_server(self, route, body, **options)
         calls.append((route, status))
         return status, content
 

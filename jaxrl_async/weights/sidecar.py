@@ -19,7 +19,6 @@ import shutil
 import ssl
 import tempfile
 from collections.abc import AsyncIterator
-from types import MappingProxyType
 from typing import Any
 
 import aiohttp
@@ -157,8 +156,7 @@ class Sidecar:
             load = {"model_path": str(verified.path), "weight_version": version}
             load |= {"weight_digest": digest, "writer": body.get("writer")}
             lease = request.headers.get(PAUSE_LEASE_HEADER)
-            headers = {PAUSE_LEASE_HEADER: lease} if lease else {}
-            status, content = await self._call("/weights/prepare", load, headers)
+            status, content = await self._call("/weights/prepare", load, lease=lease)
             self._is_swap = status == 200
             if not self._is_swap and status not in LOADS_IN_THE_PAUSE:
                 return web.Response(status=status, body=content, content_type="application/json")
@@ -233,11 +231,11 @@ class Sidecar:
                 text=json.dumps({"error": {"message": reason}}), content_type="application/json"
             ) from error
 
-    async def _call(self, route: str, body: dict, headers=MappingProxyType({})):
+    async def _call(self, route: str, body: dict, *, lease: str | None = None) -> tuple[int, bytes]:
         """(status, body) of a control call of the sidecar's own."""
-        headers = dict(headers)
-        if self._key:
-            headers["Authorization"] = f"Bearer {self._key}"
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        if lease is not None:
+            headers[PAUSE_LEASE_HEADER] = lease
         async with (
             self._errors(),
             self._session.post(self._server + route, json=body, headers=headers) as answer,
