@@ -1186,12 +1186,12 @@ async def test_openais_client_is_not_kept_waiting_by_a_session_that_is_over(qwen
     found = []
 
     async def agent(base_url, prompt):
-        client = openai.AsyncOpenAI(base_url=base_url, api_key="any")
-        try:
-            await client.chat.completions.create(model="m", messages=ASKED)
-        except openai.APIStatusError as error:  # Without a second try.
-            found.append(error.message)
-            raise
+        async with openai.AsyncOpenAI(base_url=base_url, api_key="any") as client:
+            try:
+                await client.chat.completions.create(model="m", messages=ASKED)
+            except openai.APIStatusError as error:  # Without a second try.
+                found.append(error.message)
+                raise
 
     policy = Policy(qwen, RolloutError("timeout", "no answer within 60 s"))
     error = await failed(agent, qwen, policy)
