@@ -263,7 +263,7 @@ def compile_run(settings: Settings, config: ModelConfig, target: Target, devices
         if settings.loss.needs_reference and name != "accumulate":
             resident += param_bytes
         if name == "score":
-            resident += param_bytes  # of the accumulator's gradients
+            resident += _bytes_of_one(train_step.abstract_accumulator().grads)
         model = 0.0
         if name != "update":
             rows, tokens = learner.microbatch_rows, learner.row_tokens

@@ -1,9 +1,9 @@
 """Blocks: n groups of consecutive layers, of which each step trains one, in turn (`learner.blocks` = n).
 
-    the step that trains version v trains block v mod n;    layer l of L is in block ⌊l · n / L⌋
+    step s, which turns version s − 1 into s, trains block (s − 1) mod n;    layer l of L is in block ⌊l · n / L⌋
 
 The embedding is in the first block, a tied one too; final norm and head are in the last. An adapter is in its layer's.
-A step changes the parameters and moments of its block, and no bit of the others.
+A step has the gradient of its block alone, and changes its parameters and moments and no bit of the others.
 
 After ParaBlock (Wang, Cao, Chen; arXiv 2511.19959), without its federated correction. Independent of losses and meshes.
 """
@@ -11,10 +11,12 @@ After ParaBlock (Wang, Cao, Chen; arXiv 2511.19959), without its federated corre
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+
+WHOLE = slice(None)
+_NOTHING = slice(0, 0)
 
 
 def check(num_blocks: int, num_layers: int) -> None:
@@ -30,38 +32,73 @@ def check(num_blocks: int, num_layers: int) -> None:
 
 
 class Blocks:
-    """The blocks of one model, by the number of updates made so far, which may be traced: one program serves all."""
+    """The blocks of one model. In trees of parameters, adapters or gradients, layers are stacked on a leading axis."""
 
     def __init__(self, num_blocks: int, num_layers: int, num_minibatches: int):
         """Raises ValueError as `check`; num_minibatches is the number of updates of a step, all of one block."""
         check(num_blocks, num_layers)
-        self._num_blocks, self._num_minibatches = num_blocks, num_minibatches
-        self._of_layer = np.arange(num_layers) * num_blocks // num_layers  # [L]
+        self.num = num_blocks
+        self._num_minibatches = num_minibatches
+        of_layer = np.arange(num_layers) * num_blocks // num_layers  # [L]
+        self._ends = np.searchsorted(of_layer, np.arange(num_blocks + 1)).tolist()
 
-    def trained(self, params: nnx.State, updates: jax.Array) -> nnx.State:
-        """What the next update trains.
+    def at(self, policy_version: int) -> int:
+        """The block of the step that starts from this version."""
+        return policy_version % self.num
 
-        Args:
-          params: all parameters or adapters; layers are stacked on a leading axis.
-          updates: int32 [], updates applied so far.
+    def layers(self, block: int) -> tuple[int, int] | None:
+        """Its layers, from the first to before the second; None where one block has all."""
+        return None if self.num == 1 else (self._ends[block], self._ends[block + 1])
 
-        Returns:
-          The same tree of bool, [L, 1, …] for the layers and [] for the rest.
-        """
-        block = updates // self._num_minibatches % self._num_blocks
+    def cuts(self, params: nnx.State, block: int) -> nnx.State:
+        """Of each array, the part along its leading axis that is the block's, as a slice: none, some or all of it."""
 
         def of(path, param):
+            if self.num == 1:
+                return param.replace(WHOLE)
             if path[0] == "blocks":
-                ones = (1,) * (len(param.shape) - 1)
-                return param.replace((self._of_layer == block).reshape(-1, *ones))
-            return param.replace(block == (0 if path[0] == "embedding" else self._num_blocks - 1))
+                return param.replace(slice(*self.layers(block)))
+            own = block == (0 if path[0] == "embedding" else self.num - 1)
+            return param.replace(WHOLE if own else _NOTHING)
 
         return nnx.map_state(of, params)
 
     def num_own(self, updates: jax.Array) -> jax.Array:
         """The updates that the next update's block has had before, int32 []: the count of Adam's bias correction."""
-        per_cycle = self._num_minibatches * self._num_blocks
+        per_cycle = self._num_minibatches * self.num
         return updates // per_cycle * self._num_minibatches + updates % self._num_minibatches
+
+
+def own(tree: Any, cuts: Any) -> Any:
+    """The parts of arrays that `cuts` tells. A part may be [0, …]; one that is all is the array itself."""
+    return jax.tree.map(lambda leaf, cut: leaf if cut == WHOLE else leaf[cut], tree, cuts)
+
+
+def put(tree: Any, parts: Any, cuts: Any) -> Any:
+    """The arrays with these parts, of `own`, in their places."""
+
+    def one(leaf, part, cut):
+        if cut == WHOLE:
+            return part
+        return jax.lax.dynamic_update_slice_in_dim(leaf, part, cut.start, 0) if part.size else leaf
+
+    return jax.tree.map(one, tree, parts, cuts)
+
+
+def constant(params: nnx.State, cuts: nnx.State) -> nnx.State:
+    """The same parameters; those of which a block has nothing get no gradient."""
+    return jax.tree.map(
+        lambda leaf, cut: jax.lax.stop_gradient(leaf) if cut == _NOTHING else leaf, params, cuts
+    )
+
+
+def cuts_of_state(
+    optimizer: optax.GradientTransformation, opt_state: optax.OptState, cuts: nnx.State
+) -> optax.OptState:
+    """`cuts` of an optimizer's state: of its moments those of the parameters, of the rest, as the counts, all."""
+    return optax.tree_utils.tree_map_params(
+        optimizer, lambda _, cut: cut, opt_state, cuts, transform_non_params=lambda _: WHOLE
+    )
 
 
 def with_adam_count(opt_state: optax.OptState, count: jax.Array) -> optax.OptState:
@@ -75,16 +112,3 @@ def with_adam_count(opt_state: optax.OptState, count: jax.Array) -> optax.OptSta
         opt_state,
         is_leaf=is_adam,
     )
-
-
-def select(
-    optimizer: optax.GradientTransformation,
-    trained: nnx.State,
-    moved: optax.OptState,
-    kept: optax.OptState,
-) -> optax.OptState:
-    """The moments of `moved` where `trained`, else those of `kept`; everything else, as the counts, of `moved`."""
-    chosen = optax.tree_utils.tree_map_params(
-        optimizer, lambda _, own: own, moved, trained, transform_non_params=lambda _: True
-    )
-    return jax.tree.map(jnp.where, chosen, moved, kept)

@@ -138,6 +138,7 @@ def train(
         settings, train_step, queue, publisher, save, metrics, timers, own_samples, keep_samples
     )
     for step in range(first_step, settings.learner.num_steps + 1):
+        accumulator = train_step.zero_accumulator(step - 1, accumulator)
         groups: list[Group] = []
         batches: list[Batch] = []
         outcomes = []  # (metrics on the device, groups) of every minibatch

@@ -49,13 +49,14 @@ class TrainState:
 class Accumulator:
     """Unnormalised sums over the microbatches of a minibatch. `accumulate` and `update` consume it."""
 
-    grads: nnx.State  # float32, of the summed loss
+    grads: nnx.State  # float32, of the summed loss, by the block's parameters: `blocks.own`
     sums: jax.Array  # float32 [buckets, columns] of `Statistics`, over the original mask
     maxima: jax.Array  # float32 [columns] of `Statistics`, ≥ 0
+    block: int = dataclasses.field(default=0, metadata={"static": True})  # that the step trains
 
 
 class TrainStep:
-    """The programs of one model, mesh, loss and optimizer. Each compiles once.
+    """The programs of one model, mesh, loss and optimizer. Each compiles once, and once for each of `learner.blocks`.
 
     Of a model with adapters `params` are these, everywhere below, and `freeze` takes the rest.
     Batches are of one shape, in NumPy; with several processes, each hands in its own rows.
@@ -105,7 +106,9 @@ class TrainStep:
         self._one_at_a_time = turn is not None or (mesh.size > 1 and on_cpu)
         state, accumulator = make_shardings(config, mesh, optimizer)
         self._everywhere, self._state_shardings = everywhere, _ = accumulator.sums, state
-        self._accumulator_shardings = accumulator
+        self._accumulator_shardings = [
+            dataclasses.replace(accumulator, block=block) for block in range(learner.blocks)
+        ]
         reference = state.params if loss.needs_reference else None
         self._base: nnx.State | None = None
         self._base_shardings = frozen = frozen_shardings(config, mesh)
@@ -118,7 +121,10 @@ class TrainStep:
         self._cast = jax.jit(
             functools.partial(_cast, dtype=learner.param_dtype), out_shardings=state.params
         )
-        self._zeros = jax.jit(self._zeros_program, out_shardings=accumulator)
+        self._zeros = [
+            jax.jit(functools.partial(self._zeros_program, own.block), out_shardings=own)
+            for own in self._accumulator_shardings
+        ]
         on_tpu = mesh.devices.flat[0].platform == "tpu"
         options = _TPU_OPTIONS if on_tpu else None
         self._score = jax.jit(
@@ -127,19 +133,25 @@ class TrainStep:
             out_shardings=rows,
             compiler_options=options,
         )
-        self._accumulate = jax.jit(
-            self._accumulate_program,
-            in_shardings=(state.params, frozen, reference, accumulator, rows, rows, everywhere),
-            out_shardings=accumulator,
-            donate_argnums=3,
-            compiler_options=options,
-        )
-        self._update = jax.jit(
-            self._update_program,
-            in_shardings=(state.params, _rest(state), accumulator),
-            out_shardings=(state, accumulator, everywhere),
-            donate_argnums=(1, 2) if keeps_params else (0, 1, 2),
-        )
+        self._accumulate = [
+            jax.jit(
+                self._accumulate_program,
+                in_shardings=(state.params, frozen, reference, own, rows, rows, everywhere),
+                out_shardings=own,
+                donate_argnums=3,
+                compiler_options=options,
+            )
+            for own in self._accumulator_shardings
+        ]
+        self._update = [
+            jax.jit(
+                self._update_program,
+                in_shardings=(state.params, _rest(state), own),
+                out_shardings=(state, own, everywhere),
+                donate_argnums=(1, 2) if keeps_params else (0, 1, 2),
+            )
+            for own in self._accumulator_shardings
+        ]
 
     @property
     def runs_ahead(self) -> bool:
@@ -174,9 +186,22 @@ class TrainStep:
             _abstract, transformer.abstract_frozen(self._config), self._base_shardings
         )
 
-    def zero_accumulator(self) -> Accumulator:
-        """The accumulator at the start of a minibatch."""
-        return self._zeros()
+    def abstract_accumulator(self) -> Accumulator:
+        """Shapes, dtypes and shardings of an accumulator, of several blocks the first's."""
+        zeros = jax.eval_shape(functools.partial(self._zeros_program, 0))
+        return jax.tree.map(_abstract, zeros, self._accumulator_shardings[0])
+
+    def zero_accumulator(
+        self, policy_version: int = 0, spent: Accumulator | None = None
+    ) -> Accumulator:
+        """The accumulator at the start of a step.
+
+        Args:
+          policy_version: that the step starts from; it tells the block that the step trains.
+          spent: of an update, at zero: returned where it has that block already.
+        """
+        block = self._blocks.at(policy_version)
+        return spent if spent is not None and spent.block == block else self._zeros[block]()
 
     def warm_up(
         self, state: TrainState, padding: Batch, reference: nnx.State | None = None
@@ -192,10 +217,13 @@ class TrainStep:
           The same state, as an update without a token is refused, and an accumulator at zero.
         """
         proximal = self.anchor(state.params, padding)
-        accumulator = self.accumulate(
-            state.params, self.zero_accumulator(), padding, proximal, 0, reference
-        )
-        return self.update(state, accumulator)[:2]
+        for version in range(self._blocks.num):
+            accumulator = self.zero_accumulator(version)
+            accumulator = self.accumulate(
+                state.params, accumulator, padding, proximal, version, reference
+            )
+            state, accumulator, _ = self.update(state, accumulator)
+        return state, accumulator
 
     def trace(self, batch: Batch) -> dict[str, jax.stages.Traced]:
         """The programs of a step, for a microbatch of these shapes. Nothing runs: the mesh's devices need not exist.
@@ -204,22 +232,21 @@ class TrainStep:
           batch: one microbatch of all processes, or its shapes.
 
         Returns:
-          name → program: "score" where a step scores its anchor, "accumulate", "update".
+          name → program: "score" where a step scores its anchor, "accumulate", "update". Of several blocks those of
+          the first, whose backward pass runs through all layers.
         """
         state, rows, base = self.abstract_state(), self._rows, self.abstract_base()
         reference = state.params if self._loss.needs_reference else None
         batch = jax.tree.map(lambda leaf: _abstract(leaf, rows), batch)
-        accumulator = jax.tree.map(
-            _abstract, jax.eval_shape(self._zeros_program), self._accumulator_shardings
-        )
+        accumulator = self.abstract_accumulator()
         version = _abstract(np.int32(0), self._everywhere)
         programs, proximal = {}, None
         if self._loss.needs_recompute and self._learner.num_minibatches > 1:
             programs["score"] = self._score.trace(state.params, base, batch)
             proximal = _abstract(batch.behavior_logprobs, rows)
         arguments = (state.params, base, reference, accumulator, batch, proximal, version)
-        programs["accumulate"] = self._accumulate.trace(*arguments)
-        programs["update"] = self._update.trace(state.params, _rest(state), accumulator)
+        programs["accumulate"] = self._accumulate[0].trace(*arguments)
+        programs["update"] = self._update[0].trace(state.params, _rest(state), accumulator)
         return programs
 
     def place(self, batch: Batch) -> Batch:
@@ -264,7 +291,7 @@ class TrainStep:
 
         Args:
           params: the weights to differentiate at.
-          accumulator: consumed.
+          accumulator: consumed; its block's parameters are differentiated by.
           batch: one microbatch.
           proximal_logprobs: from `anchor`, at the weights the step started from.
           policy_version: v_θ of the step, s − 1.
@@ -284,7 +311,7 @@ class TrainStep:
         version = sharding.place(np.int32(policy_version), self._everywhere)
         reference = reference if self._loss.needs_reference else None
         return self._run(
-            self._accumulate,
+            self._accumulate[accumulator.block],
             params,
             self._base,
             reference,
@@ -311,11 +338,12 @@ class TrainStep:
           jaxrl_async.metrics, with "finite" (1 or 0) and "tokens". mismatch/ compares the weights that were
           differentiated at; only in a step's first minibatch are those the weights of policy_version.
         """
-        return self._run(self._update, state.params, _rest(state), accumulator)
+        program = self._update[accumulator.block]
+        return self._run(program, state.params, _rest(state), accumulator)
 
     def num_compilations(self) -> int:
-        """Programs compiled so far: at most one each of init, zeros, score, accumulate, update."""
-        programs = (self._init, self._zeros, self._score, self._accumulate, self._update)
+        """Programs compiled so far: at most one each of init and score, and of zeros, accumulate and update a block."""
+        programs = (self._init, self._score, *self._zeros, *self._accumulate, *self._update)
         return sum(program._cache_size() for program in programs)
 
     def _place_rows(self, own):
@@ -332,9 +360,11 @@ class TrainStep:
     def _init_program(self, params):
         return self._optimizer.init(_cast(params, "float32")), jnp.zeros((), jnp.int32)
 
-    def _zeros_program(self):
-        grads = jax.tree.map(jnp.zeros_like, transformer.abstract_trained(self._config))
-        return Accumulator(grads, *self._statistics.zeros())
+    def _zeros_program(self, block):
+        params = transformer.abstract_trained(self._config)
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        grads = blocks.own(zeros, self._blocks.cuts(params, block))
+        return Accumulator(grads, *self._statistics.zeros(), block)
 
     def _score_program(self, params, base, batch):
         return self._logprobs_and_entropy(params, base, batch)[0]
@@ -342,41 +372,52 @@ class TrainStep:
     def _accumulate_program(
         self, params, base, reference, accumulator, batch, proximal_logprobs, policy_version
     ):
+        block = accumulator.block
         grads, (sums, maxima) = jax.grad(self._summed_loss, has_aux=True)(
-            _cast(params, "float32"), base, reference, batch, proximal_logprobs, policy_version
+            _cast(params, "float32"),
+            base,
+            reference,
+            batch,
+            proximal_logprobs,
+            policy_version,
+            block,
         )
+        grads = blocks.own(grads, self._blocks.cuts(params, block))
         return Accumulator(
             jax.tree.map(jnp.add, accumulator.grads, grads),
             accumulator.sums + sums,
             jnp.maximum(accumulator.maxima, maxima),
+            block,
         )
 
     def _update_program(self, params, rest, accumulator):
         state = dataclasses.replace(rest, params=params)
+        cuts = self._cuts_of_state(state, accumulator.block)
+        own = blocks.own(state, cuts)
         denominator = self._statistics.denominator(accumulator.sums)
         loss = self._statistics.summed_loss(accumulator.sums) / denominator
         grads = jax.tree.map(lambda g: g / denominator, accumulator.grads)
-        opt_state, in_blocks = state.opt_state, self._learner.blocks > 1
-        if in_blocks:
-            trained = self._blocks.trained(grads, state.updates)
-            grads = jax.tree.map(lambda own, g: jnp.where(own, g, 0.0), trained, grads)
-            opt_state = blocks.with_adam_count(opt_state, self._blocks.num_own(state.updates))
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         scale = jnp.minimum(1.0, self._learner.max_grad_norm / grad_norm)
-        params = _cast(state.params, "float32")
+        opt_state, params = own.opt_state, _cast(own.params, "float32")
+        if self._blocks.num > 1:
+            opt_state = blocks.with_adam_count(opt_state, self._blocks.num_own(own.updates))
         updates, opt_state = self._optimizer.update(
             jax.tree.map(lambda g: g * scale, grads), opt_state, params
         )
-        params = self._stored(optax.apply_updates(params, updates), state.updates)
-        if in_blocks:
-            params = jax.tree.map(jnp.where, trained, params, state.params)
-            opt_state = blocks.select(self._optimizer, trained, opt_state, state.opt_state)
-        moved = TrainState(params, opt_state, state.updates + 1)
-        state = jax.tree.map(lambda new, kept: jnp.where(finite, new, kept), moved, state)
+        params = self._stored(optax.apply_updates(params, updates), own.updates)
+        moved = TrainState(params, opt_state, own.updates + 1)
+        own = jax.tree.map(lambda new, kept: jnp.where(finite, new, kept), moved, own)
         metrics = self._statistics.metrics(accumulator.sums, accumulator.maxima)
         metrics |= {"policy/grad_norm": grad_norm, "finite": finite.astype(jnp.float32)}
+        state = blocks.put(state, own, cuts)
         return state, jax.tree.map(jnp.zeros_like, accumulator), metrics
+
+    def _cuts_of_state(self, state, block):
+        params = self._blocks.cuts(state.params, block)
+        moments = blocks.cuts_of_state(self._optimizer, state.opt_state, params)
+        return TrainState(params, moments, blocks.WHOLE)
 
     def _stored(self, params, number):
         """The parameters after an update, in their dtype. The noise of rounding follows from the update's number."""
@@ -386,8 +427,12 @@ class TrainStep:
         keys = jax.random.split(jax.random.fold_in(jax.random.key(0), number), len(leaves))
         return tree.unflatten(map(stochastic_round, leaves, keys))
 
-    def _summed_loss(self, params, base, reference, batch, proximal_logprobs, policy_version):
-        logprobs, entropy = self._logprobs_and_entropy(params, base, batch)
+    def _summed_loss(
+        self, params, base, reference, batch, proximal_logprobs, policy_version, block
+    ):
+        params = blocks.constant(params, self._blocks.cuts(params, block))
+        trained = self._blocks.layers(block)
+        logprobs, entropy = self._logprobs_and_entropy(params, base, batch, trained)
         if self._loss.needs_recompute and self._learner.num_minibatches == 1:
             proximal_logprobs = jax.lax.stop_gradient(logprobs)
         reference_logprobs = None
@@ -408,7 +453,7 @@ class TrainStep:
         measured = self._statistics.measure(tokens, entropy, parts)
         return jnp.sum(parts.loss), jax.lax.stop_gradient(measured)
 
-    def _logprobs_and_entropy(self, params, base, batch):
+    def _logprobs_and_entropy(self, params, base, batch, trained=None):
         return policy_logprobs(
             self._config,
             transformer.with_base(self._config, params, base),
@@ -417,6 +462,7 @@ class TrainStep:
             head_chunk_tokens=self._learner.head_chunk_tokens or None,
             attention_kernel=self._learner.attention_kernel,
             shared_prompts=self._learner.shared_prompts,
+            trained=trained,
         )
 
 
@@ -474,14 +520,18 @@ def policy_logprobs(
     head_chunk_tokens: int | None,
     attention_kernel: str = "xla",
     shared_prompts: bool = True,
+    trained: tuple[int, int] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probs and entropies of a batch's tokens, [B, T] in float32, under the parameters."""
+    """Log-probs and entropies of a batch's tokens, [B, T] in float32, under the parameters.
+
+    `trained` is the model's: the layers that get a gradient.
+    """
     model = nnx.merge(transformer.graphdef(config), params)
     # Without shared prompts a second pass of splash would find no key.
     unshared = attention_kernel == "splash" and not shared_prompts
     prefix_ids = None if unshared else batch.prefix_ids
     rows = attention.of_rows(attention_kernel, batch.segment_ids, prefix_ids)
-    hidden = model(batch.tokens, batch.positions, *rows)
+    hidden = model(batch.tokens, batch.positions, *rows, trained=trained)
     return logprobs.token_logprobs(
         model,
         hidden,

@@ -98,7 +98,9 @@ class Transformer(nnx.Module):
         if not config.tied_embeddings:
             self.head = _linear(D, V, config, rngs)
 
-    def __call__(self, tokens_BT, positions_BT, ids, attend=attention.causal_attention):
+    def __call__(
+        self, tokens_BT, positions_BT, ids, attend=attention.causal_attention, trained=None
+    ):
         """Hidden states of whole rows.
 
         Args:
@@ -106,17 +108,26 @@ class Transformer(nnx.Module):
           positions_BT: int32 [B, T], from 0 within each segment.
           ids: (segment_ids,) or (segment_ids, prefix_ids), int32 [B, T] each, as in `attention.causal_mask`.
           attend: (q, k, v, ids) → attended, from `attention.of_rows`.
+          trained: (first, end), layers: the others get no gradient, and a backward pass keeps nothing of those before
+            the first, as long as the embedding has none either. None: all layers.
 
         Returns:
           [B, T, D] in the compute dtype, after the final norm.
         """
         graphdef, blocks = nnx.split(self.blocks)
         of_layer = self._layers(positions_BT, ids)
+        layers = (blocks, self._windows())
 
         def layer(x_BTD, own):
             block, window = own
             block = nnx.map_state(self._gathered, block)
             return nnx.merge(graphdef, block)(x_BTD, *of_layer(window), attend)[0], None
+
+        constant = jax.lax.stop_gradient(layers)
+
+        def constant_layer(x_BTD, index):
+            # Scanned, the slices of these layers would be copies, and kept.
+            return layer(x_BTD, jax.tree.map(lambda leaf: leaf[index], constant))
 
         # Without remat the outputs of the matmuls and of attention are kept and the cheap rest is recomputed:
         # stacking every intermediate of every layer costs more than computing it again.
@@ -127,8 +138,16 @@ class Transformer(nnx.Module):
             # The kernel for TPUs would otherwise run twice forwards.
             kept = attended if attend is attention.splash_attention else None
         # prevent_cse is not needed within a scan.
-        layer = jax.checkpoint(layer, policy=kept, prevent_cse=False)
-        x_BTD, _ = jax.lax.scan(layer, self._embed(tokens_BT), (blocks, self._windows()))
+        remat = functools.partial(jax.checkpoint, policy=kept, prevent_cse=False)
+        first, end = trained or (0, self.config.num_layers)
+        own = layers if trained is None else jax.tree.map(lambda leaf: leaf[first:end], layers)
+        x_BTD = self._embed(tokens_BT)
+        if first > 0:
+            x_BTD, _ = jax.lax.scan(remat(constant_layer), x_BTD, jnp.arange(first))
+        x_BTD, _ = jax.lax.scan(remat(layer), x_BTD, own)
+        if end < self.config.num_layers:
+            above = jnp.arange(end, self.config.num_layers)
+            x_BTD, _ = jax.lax.scan(remat(constant_layer), x_BTD, above)
         return self.final_norm(x_BTD)
 
     def prefill(self, tokens_BT, positions_BT, ids):
