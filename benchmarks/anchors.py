@@ -284,7 +284,7 @@ def accumulate_flops(config: transformer.ModelConfig, batch: Batch, anchor: str)
     def lowered(config):
         programs, params = make_programs(config, anchor, 2), transformer.abstract_params(config)
         accumulator = jax.eval_shape(programs.zero_accumulator)
-        return programs._accumulate.lower(
+        return programs._accumulate[0].lower(
             params, None, None, accumulator, batch, proximal, np.int32(VERSION)
         )
 

@@ -1,6 +1,6 @@
-"""The learner's programs: their rate beside the machine's own, three policies in one pass, and the cost of length.
+"""The learner's programs: their rate, three policies in one pass, one block a step, and the cost of length.
 
-    python benchmarks/learner.py [--part=rate|policies|length|all] [--updates=2] [--shape=NAME|all]
+    python benchmarks/learner.py [--part=rate|policies|blocks|length|all] [--updates=2] [--shape=NAME|all]
 
 rate      Accumulate + update in tokens/s. Model FLOPs of a trained token are 6·P + 6·L·H·C·T (P parameters, attention
           at its causal half; no credit for what remat computes again), forward and backward. A 4096³ matmul in the same
@@ -10,6 +10,9 @@ rate      Accumulate + update in tokens/s. Model FLOPs of a trained token are 6�
 policies  Policy, proximal policy and reference of a microbatch, one update a step: one program and one pass, against
           three dispatches (score, score, accumulate). The proximal policy is then the policy itself, so one pass runs
           two forwards where three dispatches run three. Median ratio over rounds that take turns, with quartiles.
+blocks    A step of each of --blocks blocks beside one of all layers, in turns, at --shape: seconds, bytes of its gradients
+          and the most memory of its programs by XLA's account, arguments included. Median ratios over
+          --updates rounds, with quartiles.
 length    Seconds of an accumulate and its temporary memory by XLA's account, for rows of 128 to 2048 tokens and equally
           many tokens.
 
@@ -20,6 +23,7 @@ benchmarks/results/learner.json; a part that was not run keeps what stands there
 """
 
 import argparse
+import dataclasses
 import itertools
 import json
 import pathlib
@@ -77,9 +81,11 @@ TOKENS = 2048  # of a microbatch in "policies" and "length"
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--part", choices=["rate", "policies", "length", "all"], default="all")
+    parts = ["rate", "policies", "blocks", "length", "all"]
+    parser.add_argument("--part", choices=parts, default="all")
     parser.add_argument("--updates", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=12, help="of 'policies'")
+    parser.add_argument("--blocks", type=int, default=3)
     parser.add_argument("--shape", choices=[*SHAPES, "all"], default="all")
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--smoke", action="store_true", help="a tiny model, one round of each part")
@@ -89,7 +95,7 @@ def main(argv: list[str] | None = None) -> None:
         names = ON_CPU if jax.devices()[0].platform == "cpu" else list(SHAPES)[:-1]
     if args.smoke:
         shape, tokens, lengths, names = SHAPES["smoke"][0], 16, (8, 16), ["smoke"]
-        args.updates = args.rounds = 1
+        args.updates = args.rounds = args.blocks = 1
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / "learner.json"
     result = json.loads(path.read_text()) if path.exists() else {}
@@ -101,6 +107,11 @@ def main(argv: list[str] | None = None) -> None:
     if args.part in ("policies", "all"):
         result["policies"] = policies(shape, tokens, args.rounds)
         report("policies", result["policies"])
+    if args.part in ("blocks", "all"):
+        name = "100m" if args.shape == "all" else args.shape
+        name = "smoke" if args.smoke else name
+        result["blocks"] = blocks(name, args.blocks, args.updates)
+        report("blocks", result["blocks"])
     if args.part in ("length", "all"):
         result["length"] = {}
         for length in lengths:
@@ -109,8 +120,11 @@ def main(argv: list[str] | None = None) -> None:
     path.write_text(json.dumps(result, indent=2) + "\n")
 
 
-def report(name: str, measured: dict[str, float]) -> None:
-    rounded = {k: round(v, 3) if v < 1e4 else f"{v:.3e}" for k, v in measured.items()}
+def report(name: str, measured: dict[str, float | str]) -> None:
+    rounded = {
+        k: v if isinstance(v, str) else round(v, 3) if v < 1e4 else f"{v:.3e}"
+        for k, v in measured.items()
+    }
     print(name, rounded, flush=True)
 
 
@@ -211,6 +225,56 @@ def policies(shape: dict, tokens: int, rounds: int) -> dict[str, float]:
     }
 
 
+def blocks(name: str, num_blocks: int, rounds: int) -> dict[str, float | str]:
+    """Steps of one block each, over steps of all layers on the same microbatches."""
+    shape, work = SHAPES[name]
+    config, mesh = shapes.model_config(shape), shapes.one_device()
+    batches = make_batches(config, work)
+    kinds = {"all": (1, 0)} | {f"block_{b}": (num_blocks, b) for b in range(num_blocks)}
+    steps = {
+        num: shapes.make_train_step(config, num_blocks=num, head_chunk=work["head_chunk"])
+        for num in {1, num_blocks}
+    }
+    states = {num: step.init(sharding.init_sharded(config, mesh, 0)) for num, step in steps.items()}
+    secs = {kind: [] for kind in kinds}
+    for number in range(rounds + 1):  # The first one compiles.
+        for kind in sorted(kinds, reverse=number % 2 == 1):
+            num, version = kinds[kind]
+            step, start = steps[num], time.perf_counter()
+            accumulator = step.zero_accumulator(version)
+            for batch in batches:
+                accumulator = step.accumulate(states[num].params, accumulator, batch, None, 2)
+            states[num], _, metrics = step.update(states[num], accumulator)
+            jax.block_until_ready(metrics)
+            secs[kind].append(time.perf_counter() - start)
+    found = {"shape": name, "num_blocks": num_blocks, "all_secs": float(np.median(secs["all"][1:]))}
+    own = np.array([secs[kind][1:] for kind in kinds if kind != "all"])  # [blocks, rounds]
+    ratios = {"mean": own.mean(axis=0)} | {f"block_{b}": row for b, row in enumerate(own)}
+    for kind, row in ratios.items():
+        ratio = shapes.quartiles(row / secs["all"][1:])
+        found |= {f"{kind}_secs_over_all_{q}": value for q, value in ratio.items()}
+    for kind, (num, version) in kinds.items():
+        accumulator = jax.eval_shape(lambda n=num, v=version: steps[n].zero_accumulator(v))
+        found[f"{kind}_gradient_bytes"] = 4 * sum(
+            g.size for g in jax.tree.leaves(accumulator.grads)
+        )
+        found[f"{kind}_bytes"] = most_bytes(steps[num], states[num], accumulator, batches[0])
+    return found
+
+
+def most_bytes(step, state, accumulator, batch) -> int:
+    """The larger of what accumulate, with the optimizer's state beside it, and update need."""
+    shape_of = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)  # noqa: E731
+    params, rest = shape_of(state.params), shape_of(dataclasses.replace(state, params=None))
+    block = accumulator.block
+    arguments = (params, None, None, accumulator, shape_of(batch), None, np.int32(2))
+    accumulate = step._accumulate[block].lower(*arguments).compile().memory_analysis()
+    update = step._update[block].lower(params, rest, accumulator).compile().memory_analysis()
+    moments = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(rest.opt_state))
+    used = [m.argument_size_in_bytes + m.temp_size_in_bytes for m in (accumulate, update)]
+    return max(used[0] + moments, used[1])
+
+
 def of_length(shape: dict, tokens: int, length: int, tries: int = 3) -> dict[str, float]:
     """Seconds and temporary memory of an accumulate over rows of a length."""
     config, mesh = shapes.model_config(shape), shapes.one_device()
@@ -224,7 +288,7 @@ def of_length(shape: dict, tokens: int, length: int, tries: int = 3) -> dict[str
         jax.block_until_ready(accumulator)
         secs.append(time.perf_counter() - start)
     arguments = (params, None, None, accumulator, batch, None, np.int32(2))
-    program = train_step._accumulate.lower(*arguments)
+    program = train_step._accumulate[0].lower(*arguments)
     return {
         "accumulate_secs": min(secs[1:]),
         "tokens_per_sec": tokens / min(secs[1:]),

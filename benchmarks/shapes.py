@@ -51,12 +51,14 @@ def make_train_step(
     loss: LossConfig | None = None,
     learning_rate: float = 1e-5,
     num_minibatches: int = 1,
+    num_blocks: int = 1,
     head_chunk: int | None = None,
 ) -> TrainStep:
     """A learner's programs on one device, with Adam; the default loss unless another is given."""
     settings = Learner(
         learning_rate=learning_rate,
         num_minibatches=num_minibatches,
+        blocks=num_blocks,
         head_chunk_tokens=head_chunk or 0,
     )
     return TrainStep(

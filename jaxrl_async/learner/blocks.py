@@ -1,6 +1,6 @@
 """Blocks: n groups of consecutive layers, of which each step trains one, in turn (`learner.blocks` = n).
 
-    step s, which turns version s − 1 into s, trains block (s − 1) mod n;    layer l of L is in block ⌊l · n / L⌋
+    the step that starts from version v trains block v mod n;    layer l of L is in block ⌊l · n / L⌋
 
 The embedding is in the first block, a tied one too; final norm and head are in the last. An adapter is in its layer's.
 A step has the gradient of its block alone, and changes its parameters and moments and no bit of the others.
