@@ -145,6 +145,33 @@ def test_a_spent_accumulator_serves_a_step_of_its_block():
     assert train_step.zero_accumulator(3, spent).block == 1
 
 
+def test_a_backward_pass_keeps_nothing_of_the_layers_below_its_block():
+    config = tiny(num_layers=6, tied_embeddings=False)
+
+    def temporary_bytes(num_blocks, block):
+        train_step = make(num_blocks, config)[1]
+        params = train_step.abstract_state().params
+        zeros = jax.eval_shape(lambda: train_step.zero_accumulator(block))
+        arguments = (params, None, None, zeros, BATCH, None, np.int32(VERSION))
+        program = train_step._accumulate[block].lower(*arguments).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    first, middle, last = (temporary_bytes(3, block) for block in range(3))
+    assert last < middle < first and last < 0.7 * temporary_bytes(1, 0)
+
+
+def test_what_a_plan_compiles_is_the_first_block():
+    _, train_step = make(**SHAPES[2])
+    accumulator = train_step.abstract_accumulator()
+    parts = [leaf.shape[0] for _, leaf in nnx.to_flat_state(accumulator.grads["blocks"])]
+    assert set(parts) == {2} and accumulator.grads["head"]["kernel"].shape[0] == 0
+    accumulate = train_step.trace(BATCH)["accumulate"]
+    num_grads = len(jax.tree.leaves(accumulator.grads))
+    assert [leaf.shape for leaf in jax.tree.leaves(accumulate.out_info)[:num_grads]] == [
+        leaf.shape for leaf in jax.tree.leaves(accumulator.grads)
+    ]
+
+
 @pytest.mark.parametrize("num_blocks", SHAPES)
 def test_the_gradient_is_the_blocks_part_of_the_whole_one(num_blocks):
     for i, update in enumerate(updates(num_blocks)):
