@@ -4,7 +4,7 @@
 
 with the checkpoint that `python launch/smollm2_checkpoint.py checkpoints/SmolLM2-135M-Instruct` writes. The prompt is a
 signature, a sentence and "return", without a chat template; the model goes on. Needs a machine on which a box can be
-made (docs/rewards.md). Cost and accuracy: not measured.
+made (docs/rewards.md). docs/results.md has the measured cost and accuracy.
 
 Arguments, after a colon: `smoke` (two steps of a tiny random model), `mode=sync|periodic|async`, `seed=N`.
 """
