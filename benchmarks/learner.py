@@ -10,7 +10,7 @@ rate      Accumulate + update in tokens/s. Model FLOPs of a trained token are 6Â
 policies  Policy, proximal policy and reference of a microbatch, one update a step: one program and one pass, against
           three dispatches (score, score, accumulate). The proximal policy is then the policy itself, so one pass runs
           two forwards where three dispatches run three. Median ratio over rounds that take turns, with quartiles.
-blocks    A step of each of --blocks blocks beside one of all layers, in turns, at --shape: seconds, bytes of its gradients
+blocks    A step of each of --blocks blocks and one of all layers, in turns, at --shape: seconds, bytes of the gradients
           and the most memory of its programs by XLA's account, arguments included. Median ratios over
           --updates rounds, with quartiles.
 length    Seconds of an accumulate and its temporary memory by XLA's account, for rows of 128 to 2048 tokens and equally
