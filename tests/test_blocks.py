@@ -127,15 +127,15 @@ def changed_of(old, new):
 
 
 def test_each_block_has_its_programs_and_all_are_compiled_at_the_start():
-    mesh, train_step = make(num_blocks=3, learning_rate=1e-3)
+    mesh, train_step = make(**SHAPES[2])
     padding = jax.tree.map(np.zeros_like, BATCH)
     state, accumulator = train_step.warm_up(train_step.init(params_on(mesh, CONFIG)), padding)
-    assert train_step.num_compilations() == 1 + 3 * 3  # init; zeros, accumulate, update
-    for version in range(4):
+    assert train_step.num_compilations() == 1 + 2 * 3  # init; zeros, accumulate, update
+    for version in range(3):
         accumulator = train_step.zero_accumulator(version, accumulator)
         accumulator = train_step.accumulate(state.params, accumulator, BATCH, None, VERSION)
         state, accumulator, _ = train_step.update(state, accumulator)
-    assert train_step.num_compilations() == 10
+    assert train_step.num_compilations() == 7
 
 
 def test_a_spent_accumulator_serves_a_step_of_its_block():
@@ -156,8 +156,7 @@ def test_a_backward_pass_keeps_nothing_of_the_layers_below_its_block():
         program = train_step._accumulate[block].lower(*arguments).compile()
         return program.memory_analysis().temp_size_in_bytes
 
-    first, middle, last = (temporary_bytes(3, block) for block in range(3))
-    assert last < middle < first and last < 0.7 * temporary_bytes(1, 0)
+    assert temporary_bytes(3, 2) < 0.7 * temporary_bytes(1, 0)
 
 
 def test_what_a_plan_compiles_is_the_first_block():
