@@ -83,6 +83,7 @@ def test_a_notebook_runs_in_one_process_as_on_a_single_chip(name, tmp_path):
     assert [path.name for path in (run / "logs").iterdir()] == ["one.log"]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_run_on_a_drive_goes_on_where_it_was_left(tmp_path):
     """As after a disconnect: another machine, the same drive."""

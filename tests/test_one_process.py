@@ -493,6 +493,7 @@ def test_a_run_in_one_process_is_the_run_in_many_bit_for_bit(run, tmp_path):
     assert code == 0 and "step 2: equal, bit for bit" in output, output
 
 
+@pytest.mark.long
 def test_engines_with_devices_of_their_own_sample_the_same(run, tmp_path):
     config, two = f"--config={QUICKSTART}:smoke,mode=sync", "--config.learner.data=2"
     for name, flags in (("shared", [ONE]), ("own", ["--config.server.devices=2"])):
