@@ -110,8 +110,8 @@ def main(argv: list[str] | None = None) -> None:
     if args.part in ("blocks", "all"):
         name = "100m" if args.shape == "all" else args.shape
         name = "smoke" if args.smoke else name
-        result["blocks"] = blocks(name, args.blocks, args.updates)
-        report("blocks", result["blocks"])
+        result["blocks"] = {name: blocks(name, args.blocks, args.updates)}
+        report(f"blocks of {name}", result["blocks"][name])
     if args.part in ("length", "all"):
         result["length"] = {}
         for length in lengths:
@@ -120,11 +120,8 @@ def main(argv: list[str] | None = None) -> None:
     path.write_text(json.dumps(result, indent=2) + "\n")
 
 
-def report(name: str, measured: dict[str, float | str]) -> None:
-    rounded = {
-        k: v if isinstance(v, str) else round(v, 3) if v < 1e4 else f"{v:.3e}"
-        for k, v in measured.items()
-    }
+def report(name: str, measured: dict[str, float]) -> None:
+    rounded = {k: round(v, 3) if v < 1e4 else f"{v:.3e}" for k, v in measured.items()}
     print(name, rounded, flush=True)
 
 
@@ -225,7 +222,7 @@ def policies(shape: dict, tokens: int, rounds: int) -> dict[str, float]:
     }
 
 
-def blocks(name: str, num_blocks: int, rounds: int) -> dict[str, float | str]:
+def blocks(name: str, num_blocks: int, rounds: int) -> dict[str, float]:
     """Steps of one block each, over steps of all layers on the same microbatches."""
     shape, work = SHAPES[name]
     config, mesh = shapes.model_config(shape), shapes.one_device()
@@ -247,7 +244,7 @@ def blocks(name: str, num_blocks: int, rounds: int) -> dict[str, float | str]:
             states[num], _, metrics = step.update(states[num], accumulator)
             jax.block_until_ready(metrics)
             secs[kind].append(time.perf_counter() - start)
-    found = {"shape": name, "num_blocks": num_blocks, "all_secs": float(np.median(secs["all"][1:]))}
+    found = {"num_blocks": num_blocks, "all_secs": float(np.median(secs["all"][1:]))}
     own = np.array([secs[kind][1:] for kind in kinds if kind != "all"])  # [blocks, rounds]
     ratios = {"mean": own.mean(axis=0)} | {f"block_{b}": row for b, row in enumerate(own)}
     for kind, row in ratios.items():
@@ -264,13 +261,11 @@ def blocks(name: str, num_blocks: int, rounds: int) -> dict[str, float | str]:
 
 def most_bytes(step, state, accumulator, batch) -> int:
     """The larger of what accumulate, with the optimizer's state beside it, and update need."""
-    shape_of = lambda tree: jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)  # noqa: E731
-    params, rest = shape_of(state.params), shape_of(dataclasses.replace(state, params=None))
-    block = accumulator.block
-    arguments = (params, None, None, accumulator, shape_of(batch), None, np.int32(2))
+    block, rest = accumulator.block, dataclasses.replace(state, params=None)
+    arguments = (state.params, None, None, accumulator, batch, None, np.int32(2))
     accumulate = step._accumulate[block].lower(*arguments).compile().memory_analysis()
-    update = step._update[block].lower(params, rest, accumulator).compile().memory_analysis()
-    moments = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(rest.opt_state))
+    update = step._update[block].lower(state.params, rest, accumulator).compile().memory_analysis()
+    moments = sum(x.nbytes for x in jax.tree.leaves(state.opt_state))
     used = [m.argument_size_in_bytes + m.temp_size_in_bytes for m in (accumulate, update)]
     return max(used[0] + moments, used[1])
 

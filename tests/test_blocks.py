@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import zlib
 
@@ -248,6 +249,22 @@ def test_the_gradient_norm_is_that_of_the_block():
         own, other = (norm_of(of_block(update.grads, (i // 2 + j) % 2)) for j in (0, 1))
         np.testing.assert_allclose(update.grad_norm, own, rtol=1e-5)
         assert abs(own - other) > 0.01 * own
+
+
+def test_the_loop_trains_the_blocks_in_turn():
+    mesh, train_step = make(**SHAPES[2])
+
+    def params_after(num_steps):
+        state = train_step.init(params_on(mesh, CONFIG))
+        settings = {"num_minibatches": 2, "blocks": 2, "num_steps": num_steps}
+        state = train(Recorder(), state, train_step, pack=make_packer(8, 32), **settings)
+        return jax.device_get(state.params)
+
+    after = [jax.device_get(params_on(mesh, CONFIG)), *map(params_after, (1, 2, 3))]
+    for version, trees in enumerate(itertools.pairwise(after)):
+        for block in (0, 1):
+            old, new = (of_block(tree, block) for tree in trees)
+            assert bool(changed_of(old, new)) == (block == version % 2)
 
 
 def test_a_run_resumed_within_a_cycle_is_the_uninterrupted_one_bit_for_bit(tmp_path):

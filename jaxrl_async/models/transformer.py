@@ -126,7 +126,7 @@ class Transformer(nnx.Module):
         constant = jax.lax.stop_gradient(layers)
 
         def constant_layer(x_BTD, index):
-            # Scanned, the slices of these layers would be copies, and kept.
+            # Given to the scan as slices, these layers would be copied, and kept for the backward pass.
             return layer(x_BTD, jax.tree.map(lambda leaf: leaf[index], constant))
 
         # Without remat the outputs of the matmuls and of attention are kept and the cheap rest is recomputed:
