@@ -52,6 +52,7 @@ def make_train_step(
     learning_rate: float = 1e-5,
     num_minibatches: int = 1,
     num_blocks: int = 1,
+    offload_moments: bool = False,
     head_chunk: int | None = None,
 ) -> TrainStep:
     """A learner's programs on one device, with Adam; the default loss unless another is given."""
@@ -59,6 +60,7 @@ def make_train_step(
         learning_rate=learning_rate,
         num_minibatches=num_minibatches,
         blocks=num_blocks,
+        offload_moments=offload_moments,
         head_chunk_tokens=head_chunk or 0,
     )
     return TrainStep(

@@ -244,6 +244,25 @@ def test_each_block_moves_as_by_an_optimizer_of_its_own():
     assert {block: int(state[0].count) for block, state in states.items()} == {0: 4, 1: 3}
 
 
+@pytest.mark.parametrize("num_blocks", SHAPES)
+def test_offloaded_moments_lie_with_the_host_and_every_update_is_the_same_bit_for_bit(num_blocks):
+    mesh, train_step = make(**SHAPES[num_blocks])
+    _, offloading = make(**SHAPES[num_blocks], offload_moments=True)
+    state = offloading.init(params_on(mesh, SHAPES[num_blocks]["config"]))
+    for i, update in enumerate(updates(num_blocks)):
+        for moment in ("mu", "nu"):
+            assert kinds_of(getattr(state.opt_state[0], moment)) == {"pinned_host"}
+        assert kinds_of(state.params) == {"device"}
+        before = state
+        state, _, _ = offloading.update(state, accumulated(train_step, state, i // 2))
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), update.after)
+        assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before.opt_state))
+
+
+def kinds_of(tree):
+    return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree)}
+
+
 def test_the_gradient_norm_is_that_of_the_block():
     for i, update in enumerate(updates(2)):
         own, other = (norm_of(of_block(update.grads, (i // 2 + j) % 2)) for j in (0, 1))
@@ -269,8 +288,9 @@ def test_the_loop_trains_the_blocks_in_turn():
 
 def test_a_run_resumed_within_a_cycle_is_the_uninterrupted_one_bit_for_bit(tmp_path):
     mesh, train_step = make(**SHAPES[2])
+    _, offloading = make(**SHAPES[2], offload_moments=True)
 
-    def run(state, first, last):
+    def run(state, first, last, train_step=train_step):
         settings = {"num_minibatches": 2, "blocks": 2, "num_steps": last}
         pack = make_packer(8, 32)
         return train(Recorder(), state, train_step, first_step=first, pack=pack, **settings)
@@ -279,10 +299,11 @@ def test_a_run_resumed_within_a_cycle_is_the_uninterrupted_one_bit_for_bit(tmp_p
         # Step 4 is the second of its cycle, and so is the count of Adam.
         checkpoints.save(3, run(train_step.init(params_on(mesh, CONFIG)), 1, 3), {})
         whole = run(train_step.init(params_on(mesh, CONFIG)), 1, 6)
-        restored, _ = checkpoints.restore(3, train_step.abstract_state())
-        resumed = run(restored, 4, 6)
+        for step in (train_step, offloading, train_step):
+            restored, _ = checkpoints.restore(3, step.abstract_state())
+            resumed = run(restored, 4, 6, step)
+            np.testing.assert_array_equal(flat(resumed), flat(whole))
     assert int(whole.updates) == 12
-    np.testing.assert_array_equal(flat(resumed), flat(whole))
 
 
 def test_adapters_are_in_their_layers_block():

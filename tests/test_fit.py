@@ -156,10 +156,10 @@ def test_a_layer_with_a_window_attends_to_no_more():
     assert without - with_one == 2 * 128 * of_key * (64 - 28)
 
 
-def compiled(name: str, **learner) -> programs.Fit:
+def compiled(name: str, config=CONFIG, **learner) -> programs.Fit:
     """Of the learner alone."""
     settings, target = benchmark.small_settings(name, **learner), target_of(name)
-    return programs.compile_run(settings, CONFIG, target, programs.devices_of(target))
+    return programs.compile_run(settings, config, target, programs.devices_of(target))
 
 
 def check_fit(fit):
@@ -256,6 +256,23 @@ def test_the_learner_compiles_for_gpus():
     fit = compiled("h100-4")
     check_fit(fit)
     assert fit.programs[0].secs == 0
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("v5e-4", marks=TPU), pytest.param("h100-4", marks=[GPU, pytest.mark.long])],
+)
+def test_offloaded_moments_are_beside_no_program_and_an_update_has_those_of_its_block(name):
+    config = dataclasses.replace(CONFIG, num_layers=6, model_dim=512, mlp_dim=2048)
+    (accumulate, update), (leaner, offloaded) = (
+        compiled(name, config, blocks=3, offload_moments=offload).programs
+        for offload in (False, True)
+    )
+    moments = accumulate.resident_bytes
+    assert leaner.resident_bytes == 0
+    assert leaner.peak_bytes == pytest.approx(accumulate.peak_bytes, rel=0.01)
+    # Those of the first block, at most once on their way in and once on their way out.
+    assert 0.2 * moments < update.needed_bytes - offloaded.needed_bytes < 0.7 * moments
 
 
 def check_in_place(memory, cache_bytes):
@@ -489,9 +506,15 @@ def test_smaller_plans_are_each_on_top_of_those_before():
         (1, 4, 16, True),
         (1, 4, 8, True),
         (1, 4, 4, True),
+        (1, 4, 4, True),
     ]
+    assert [learner.offload_moments for _, learner, _ in found] == 4 * [False] + [True]
     assert "--config.learner.microbatch_rows=4" in found[-1][0]
     assert "--config.model.remat=True" in found[-1][0]
+    assert "--config.learner.offload_moments=True" in found[-1][0]
+    offloaded = settings_of(offload_moments=True, microbatch_rows=16)
+    assert all(s.learner.offload_moments for _, s in plans.smaller(offloaded))
+    assert not any("offload" in flags for flags, _ in plans.smaller(offloaded))
 
 
 def test_what_is_made_smaller_is_what_is_too_large():
@@ -501,17 +524,20 @@ def test_what_is_made_smaller_is_what_is_too_large():
     settings = dataclasses.replace(settings, model=dataclasses.replace(settings.model, remat=True))
 
     def changes(fit):
-        found = [
-            (s.learner.microbatch_rows, s.server.num_slots) for _, s in plans.smaller(settings, fit)
+        return [
+            (s.learner.microbatch_rows, s.learner.offload_moments, s.server.num_slots)
+            for _, s in plans.smaller(settings, fit)
         ]
-        return found
 
-    assert changes(a_fit(needed=17 << 30, engine=an_engine(2 << 30))) == [(2, 4)]
-    assert changes(a_fit(engine=an_engine(17 << 30))) == [(4, 2), (4, 1)]
+    learner = [(2, False, 4), (2, True, 4)]
+    assert changes(a_fit(needed=17 << 30, engine=an_engine(2 << 30))) == learner
+    assert changes(a_fit(engine=an_engine(17 << 30))) == [(4, False, 2), (4, False, 1)]
     together = a_fit("v5e-1", 9 << 30, engine=an_engine(9 << 30))
-    assert changes(together) == [(2, 4), (2, 2), (2, 1)]
+    assert changes(together) == [*learner, (2, True, 2), (2, True, 1)]
     *_, (flags, _) = plans.smaller(settings, together)
-    assert flags == "--config.learner.microbatch_rows=2 --config.server.num_slots=1"
+    assert flags == (
+        "--config.learner.microbatch_rows=2 --config.learner.offload_moments=True --config.server.num_slots=1"
+    )
 
 
 @pytest.mark.parametrize("context", [1, 2])

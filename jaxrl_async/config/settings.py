@@ -62,6 +62,7 @@ ADDED: dict[str, Any] = {
     "learner.context": 1,
     "learner.param_dtype": "float32",
     "learner.moment_dtype": "float32",
+    "learner.offload_moments": False,
     "rollout.sample_padding": True,
     "supervisor.processes": "many",
     "loss.preset": "",
@@ -337,6 +338,8 @@ class Learner:
     # of the parameters between updates; "bfloat16" rounds stochastically, so that small updates count in the mean
     param_dtype: str = "float32"
     moment_dtype: str = "float32"  # of Adam's first moment; the second is float32
+    # Adam's moments lie in the hosts' memory; an update takes those of its block to the devices and back
+    offload_moments: bool = False
     learning_rate: float = 1e-6
     warmup_updates: int = 0  # linear, from 0
     adam_b1: float = 0.9

@@ -52,6 +52,11 @@ def _smaller_learner(settings: Settings) -> Iterator[tuple[list[str], Settings]]
         rows //= 2
         settings = _learner(settings, microbatch_rows=rows)
         yield [*flags, f"--config.learner.microbatch_rows={rows}"], settings
+    if not learner.offload_moments:
+        if rows < learner.microbatch_rows:
+            flags.append(f"--config.learner.microbatch_rows={rows}")
+        flags.append("--config.learner.offload_moments=True")
+        yield flags, _learner(settings, offload_moments=True)
 
 
 def search(

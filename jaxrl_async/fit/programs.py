@@ -250,6 +250,14 @@ def compile_run(settings: Settings, config: ModelConfig, target: Target, devices
     }
     state = train_step.abstract_state()
     opt_bytes, param_bytes = _bytes_of_one(state.opt_state), _bytes_of_one(state.params)
+    grads_bytes = _bytes_of_one(train_step.abstract_accumulator().grads)
+    host_bytes = 0  # among the arguments that the compiler counts
+    if learner.offload_moments:
+        if (
+            target.chip.platform == "cuda"
+        ):  # A described GPU has no host, so they are its own there.
+            host_bytes = opt_bytes - _bytes_of_one(train_step.abstract_moments())
+        opt_bytes = 0
     base_bytes = _bytes_of_one(train_step.abstract_base())
     found = []
     batch = Packer(learner, process=0).padding()
@@ -263,15 +271,14 @@ def compile_run(settings: Settings, config: ModelConfig, target: Target, devices
         if settings.loss.needs_reference and name != "accumulate":
             resident += param_bytes
         if name == "score":
-            resident += _bytes_of_one(train_step.abstract_accumulator().grads)
+            resident += grads_bytes
         model = 0.0
         if name != "update":
             rows, tokens = learner.microbatch_rows, learner.row_tokens
             model = flops.of_model(config, rows, tokens, backward=name == "accumulate")
-        secs = time.monotonic() - start
-        found.append(
-            _measure(name, traced, compiled, model, target, learner.num_devices, resident, secs)
-        )
+        secs, elsewhere = time.monotonic() - start, host_bytes if name == "update" else 0
+        measured = (traced, compiled, model, target, learner.num_devices, resident, secs, elsewhere)
+        found.append(_measure(name, *measured))
     return Fit(target, plan, tuple(found))
 
 
@@ -336,18 +343,19 @@ def compile_engine(settings: Settings, config: ModelConfig, target: Target, devi
 
 
 def _measure(
-    name, traced, compiled, model_flops, target, num_devices, resident, compile_secs
+    name, traced, compiled, model_flops, target, num_devices, resident, compile_secs, host_bytes=0
 ) -> Program:
     memory, cost = compiled.memory_analysis(), hlo.read(compiled.as_text())
+    arguments = memory.argument_size_in_bytes - host_bytes
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     clock, peak = target.chip.clock_hz, target.chip.peak_flops
     secs = cost.cycles / clock if clock else 0.0
     of_kernels = flops.of_jaxpr(traced.jaxpr, kernels_alone=True)
     return Program(
         name=name,
-        argument_bytes=memory.argument_size_in_bytes,
+        argument_bytes=arguments,
         temporary_bytes=memory.temp_size_in_bytes,
-        peak_bytes=memory.argument_size_in_bytes + memory.temp_size_in_bytes + results,
+        peak_bytes=arguments + memory.temp_size_in_bytes + results,
         resident_bytes=resident,
         flops=flops.of_jaxpr(traced.jaxpr),
         model_flops=model_flops,
@@ -355,7 +363,7 @@ def _measure(
         secs=secs,
         peak_share=model_flops / num_devices / peak / secs if secs else 0.0,
         compile_secs=compile_secs,
-        aliased_bytes=memory.alias_size_in_bytes,
+        aliased_bytes=memory.alias_size_in_bytes - host_bytes,
         kernel_flops=of_kernels,
         kernel_secs=of_kernels / num_devices / (KERNEL_SHARE * peak),
     )

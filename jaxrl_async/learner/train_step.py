@@ -80,8 +80,8 @@ class TrainStep:
           config: the model's shape.
           mesh: from sharding.make_mesh.
           loss: the loss to minimise.
-          learner: max_grad_norm, num_minibatches, blocks, head_chunk_tokens, attention_kernel, shared_prompts and
-            param_dtype are read.
+          learner: max_grad_norm, num_minibatches, blocks, offload_moments, head_chunk_tokens, attention_kernel,
+            shared_prompts and param_dtype are read.
           temperature: the sampler's, > 0: log-probs are of logits / temperature.
           optimizer: from optimizer.make_optimizer.
           keeps_params: an update leaves the parameters before it to others who hold them, and makes new ones.
@@ -105,7 +105,12 @@ class TrainStep:
         self._turn = turn or contextlib.nullcontext
         self._one_at_a_time = turn is not None or (mesh.size > 1 and on_cpu)
         state, accumulator = make_shardings(config, mesh, optimizer)
-        self._everywhere, self._state_shardings = everywhere, _ = accumulator.sums, state
+        self._everywhere, self._on_devices = everywhere, _ = accumulator.sums, state.opt_state
+        if learner.offload_moments:
+            state = dataclasses.replace(
+                state, opt_state=_in_host_memory(optimizer, state.opt_state)
+            )
+        self._state_shardings = state
         self._accumulator_shardings = [
             dataclasses.replace(accumulator, block=block) for block in range(learner.blocks)
         ]
@@ -190,6 +195,13 @@ class TrainStep:
         """Shapes, dtypes and shardings of an accumulator, of several blocks the first's."""
         zeros = jax.eval_shape(functools.partial(self._zeros_program, 0))
         return jax.tree.map(_abstract, zeros, self._accumulator_shardings[0])
+
+    def abstract_moments(self) -> optax.OptState:
+        """Shapes, dtypes and shardings of the optimizer's state in an update, of several blocks the first's."""
+        state = self.abstract_state()
+        cuts = self._cuts_of_state(state, 0).opt_state
+        own = jax.eval_shape(lambda whole: blocks.own(whole, cuts), state.opt_state)
+        return jax.tree.map(_abstract, own, self._on_devices)
 
     def zero_accumulator(
         self, policy_version: int = 0, spent: Accumulator | None = None
@@ -401,6 +413,9 @@ class TrainStep:
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         scale = jnp.minimum(1.0, self._learner.max_grad_norm / grad_norm)
         opt_state, params = own.opt_state, _cast(own.params, "float32")
+        if self._learner.offload_moments:
+            opt_state = jax.device_put(opt_state, self._on_devices)
+            own = dataclasses.replace(own, opt_state=opt_state)
         if self._blocks.num > 1:
             opt_state = blocks.with_adam_count(opt_state, self._blocks.num_own(own.updates))
         updates, opt_state = self._optimizer.update(
@@ -411,6 +426,9 @@ class TrainStep:
         own = jax.tree.map(lambda new, kept: jnp.where(finite, new, kept), moved, own)
         metrics = self._statistics.metrics(accumulator.sums, accumulator.maxima)
         metrics |= {"policy/grad_norm": grad_norm, "finite": finite.astype(jnp.float32)}
+        if self._learner.offload_moments:
+            opt_state = jax.device_put(own.opt_state, self._state_shardings.opt_state)
+            own = dataclasses.replace(own, opt_state=opt_state)
         state = blocks.put(state, own, cuts)
         return state, jax.tree.map(jnp.zeros_like, accumulator), metrics
 
@@ -503,6 +521,13 @@ def make_shardings(
         transform_non_params=lambda _: everywhere,
     )
     return TrainState(params, opt_state, everywhere), Accumulator(params, everywhere, everywhere)
+
+
+def _in_host_memory(optimizer, shardings):
+    """Shardings of an optimizer's state whose moments lie in the memory of the devices' hosts."""
+    return optax.tree_utils.tree_map_params(
+        optimizer, lambda sharding: sharding.with_memory_kind("pinned_host"), shardings
+    )
 
 
 def frozen_shardings(config: transformer.ModelConfig, mesh: jax.sharding.Mesh) -> nnx.State | None:
