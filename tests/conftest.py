@@ -19,9 +19,14 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 @pytest.fixture(scope="session", autouse=True)
 def compilation_cache(tmp_path_factory):
-    """What one process that a test starts compiles, the next ones read. This one has read its settings already."""
+    """What one process that a test starts compiles, the next ones read, those of pytest's other workers too.
+
+    This one has read its settings already.
+    """
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     os.environ |= {
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("jax-cache")),
+        "JAX_COMPILATION_CACHE_DIR": str(base / "jax-cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }

@@ -20,6 +20,7 @@ LORA = (
 )
 
 
+@pytest.mark.long
 def test_a_run_of_many_processes_trains_adapters_alone(run, tmp_path):
     """By `stream`: the servers get adapters, and the base is read once."""
     workdir = tmp_path / "run"

@@ -14,6 +14,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 NOTEBOOKS = sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
+SLOW = ("staleness.ipynb", "tools.ipynb")
 CELL_TIMEOUT_SECS = 1800
 MAX_BYTES = 200_000  # of a notebook with its outputs
 
@@ -61,7 +62,9 @@ def one_device(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the notebook packages
-@pytest.mark.parametrize("name", NOTEBOOKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.long) if n in SLOW else n for n in NOTEBOOKS]
+)
 def test_a_notebook_runs_from_top_to_bottom(name, tmp_path):
     done = execute(name, "smoke", tmp_path)
     assert "Traceback" not in printed(done)

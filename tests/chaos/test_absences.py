@@ -1,6 +1,7 @@
 """A role is frozen, or lost and started again, for longer than any deadline of a call: the others wait for it.
 
-The runs have the settings that ship, one process of each role, and no supervisor, as on a pod. All of them run at once.
+The runs have the settings that ship, one process of each role, and no supervisor, as on a pod. All of them run at once:
+each role once, and with --long in both ways.
 """
 
 import concurrent.futures
@@ -16,16 +17,18 @@ from jaxrl_async.queue.journal import JournalReader
 ABSENCE_SECS = 90.0
 NUM_STEPS = 14
 START_SECS = RECOVERY_SECS = 300.0
+ONCE = [("frozen", "queue"), ("frozen", "rollout"), ("lost", "learner"), ("lost", "server")]
 CASES = [(fault, role) for fault in ("frozen", "lost") for role in attacked.ROLES]
 SOUND = SOUND_AUDIT | {"stale": [], "foreign": []}
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
+def outcomes(request, tmp_path_factory):
     """(fault, role) → future of (last step before the fault, last step before its end, workdir, audit)."""
     directory, futures, compiled = tmp_path_factory.mktemp("absences"), {}, threading.Event()
-    with concurrent.futures.ThreadPoolExecutor(len(CASES)) as pool:
-        for case in CASES:
+    cases = CASES if request.config.getoption("--long") else ONCE
+    with concurrent.futures.ThreadPoolExecutor(len(cases)) as pool:
+        for case in cases:
             futures[case] = pool.submit(suffer, *case, directory / "-".join(case), compiled)
             compiled.wait(START_SECS)  # The other runs find the first one's programs in the cache.
     return futures
@@ -52,7 +55,10 @@ def suffer(fault, role, workdir, started):
         return before, during, workdir, pod.finish(RECOVERY_SECS)
 
 
-@pytest.mark.parametrize(("fault", "role"), CASES)
+@pytest.mark.parametrize(
+    ("fault", "role"),
+    [pytest.param(*case, marks=() if case in ONCE else pytest.mark.long) for case in CASES],
+)
 def test_a_role_may_be_frozen_or_lost_for_90_secs(fault, role, outcomes):
     before, during, workdir, found = outcomes[fault, role].result()
     assert found == SOUND

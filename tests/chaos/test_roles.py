@@ -36,9 +36,9 @@ SOUND = SOUND_AUDIT | {"stale": [], "foreign": []}
 
 @pytest.fixture(scope="module")
 def attacked(tmp_path_factory):
-    """(workdir, audit) of an asynchronous run of 150 steps, 2 servers and 2 workers, each of whose roles was killed."""
+    """(workdir, audit) of an asynchronous run of 80 steps, 2 servers and 2 workers, each of whose roles was killed."""
     workdir, rng = tmp_path_factory.mktemp("chaos") / "run", random.Random(0)
-    with attacks.Run(workdir, num_steps=150, settings=LEARNING) as run:
+    with attacks.Run(workdir, num_steps=80, settings=LEARNING) as run:
         run.wait_for(2, START_SECS, "start")
         for role in ROLES:
             assert run.strike(attacks.Strike("kill", (role,)), rng)
@@ -50,10 +50,10 @@ def test_a_run_whose_roles_are_killed_finishes_and_nothing_is_lost_or_doubled(at
     workdir, found = attacked
     assert found == SOUND
     rows = read_metrics(workdir)
-    assert [row["step"] for row in rows] == list(range(1, 151))
-    assert sum(row["policy/grad_norm"] > 0 for row in rows) > 40  # There is something to replay.
+    assert [row["step"] for row in rows] == list(range(1, 81))
+    assert sum(row["policy/grad_norm"] > 0 for row in rows) > 20  # There is something to replay.
     reader = JournalReader(workdir / "journal.sqlite")
-    assert reader.steps() == list(range(1, 151)) and len(reader) == 150 * 8
+    assert reader.steps() == list(range(1, 81)) and len(reader) == 80 * 8
     logs = "".join(file.read_text() for file in (workdir / "logs").iterdir())
     for role in ("queue", "learner", "rollout-", "server-"):
         assert f"role '{role}" in logs
@@ -72,7 +72,7 @@ def test_its_replay_has_the_same_parameters_bit_for_bit(attacked):
     workdir, _ = attacked
     code, printed = replay(workdir)
     assert code == 0, printed
-    assert "step 150: equal, bit for bit" in printed
+    assert "step 80: equal, bit for bit" in printed
     ours, theirs = read_metrics(workdir / "replay"), read_metrics(workdir)
     for name in ("reward/mean", "loss/policy", "policy/grad_norm", "staleness/mean"):
         assert [row[name] for row in ours] == [row[name] for row in theirs], name
@@ -103,15 +103,15 @@ def test_a_replay_that_differs_in_the_last_bits_is_found_out(attacked, tmp_path,
     monkeypatch.setattr(replays, "mesh_of", one)
     config = load_config(str(workdir / "config.json"))
     config.learner.learning_rate *= 1.0001
-    found = replays.replay(settings_of(config), workdir, out=tmp_path / "b", first=145)[-1]
-    assert found.step == 150 and not found.equal and 0 < found.max_difference < 1e-5
+    found = replays.replay(settings_of(config), workdir, out=tmp_path / "b", first=75)[-1]
+    assert found.step == 80 and not found.equal and 0 < found.max_difference < 1e-5
 
 
 def test_what_cannot_be_replayed_is_said(attacked, tmp_path):
     workdir, _ = attacked
-    code, printed = replay(workdir, "--until=160", f"--out={tmp_path}/c")
+    code, printed = replay(workdir, "--until=90", f"--out={tmp_path}/c")
     assert code == 1
-    assert "steps 1 to 160 are asked for, the journal has 1 to 150, and lacks [151, 152" in printed
+    assert "steps 1 to 90 are asked for, the journal has 1 to 80, and lacks [81, 82" in printed
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "something").touch()
     code, printed = replay(workdir, f"--out={tmp_path}/d")
