@@ -253,10 +253,9 @@ def compile_run(settings: Settings, config: ModelConfig, target: Target, devices
     grads_bytes = _bytes_of_one(train_step.abstract_accumulator().grads)
     host_bytes = 0  # among the arguments that the compiler counts
     if learner.offload_moments:
-        if (
-            target.chip.platform == "cuda"
-        ):  # A described GPU has no host, so they are its own there.
-            host_bytes = opt_bytes - _bytes_of_one(train_step.abstract_moments())
+        if target.chip.platform == "cuda":  # A described GPU has no host: all count as its own.
+            own = 2 * _bytes_of_one(train_step.abstract_moments())  # on their way in and out
+            host_bytes = opt_bytes - min(own, opt_bytes)
         opt_bytes = 0
     base_bytes = _bytes_of_one(train_step.abstract_base())
     found = []
