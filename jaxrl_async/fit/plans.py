@@ -48,15 +48,15 @@ def _smaller_learner(settings: Settings) -> Iterator[tuple[list[str], Settings]]
         flags.append(f"--config.learner.data=1 --config.learner.fsdp={fsdp}")
         yield [*flags], settings
     rows, shards = learner.microbatch_rows, learner.data * learner.fsdp
+    halved = []
     while rows // 2 >= shards and rows // 2 % shards == 0:
         rows //= 2
         settings = _learner(settings, microbatch_rows=rows)
-        yield [*flags, f"--config.learner.microbatch_rows={rows}"], settings
+        halved = [f"--config.learner.microbatch_rows={rows}"]
+        yield [*flags, *halved], settings
     if not learner.offload_moments:
-        if rows < learner.microbatch_rows:
-            flags.append(f"--config.learner.microbatch_rows={rows}")
-        flags.append("--config.learner.offload_moments=True")
-        yield flags, _learner(settings, offload_moments=True)
+        settings = _learner(settings, offload_moments=True)
+        yield [*flags, *halved, "--config.learner.offload_moments=True"], settings
 
 
 def search(

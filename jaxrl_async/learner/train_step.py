@@ -105,7 +105,8 @@ class TrainStep:
         self._turn = turn or contextlib.nullcontext
         self._one_at_a_time = turn is not None or (mesh.size > 1 and on_cpu)
         state, accumulator = make_shardings(config, mesh, optimizer)
-        self._everywhere, self._on_devices = everywhere, _ = accumulator.sums, state.opt_state
+        self._everywhere = everywhere = accumulator.sums
+        self._on_devices = state.opt_state
         if learner.offload_moments:
             state = dataclasses.replace(
                 state, opt_state=_in_host_memory(optimizer, state.opt_state)
@@ -412,10 +413,9 @@ class TrainStep:
         grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         scale = jnp.minimum(1.0, self._learner.max_grad_norm / grad_norm)
-        opt_state, params = own.opt_state, _cast(own.params, "float32")
         if self._learner.offload_moments:
-            opt_state = jax.device_put(opt_state, self._on_devices)
-            own = dataclasses.replace(own, opt_state=opt_state)
+            own = _move_moments(own, self._on_devices)
+        opt_state, params = own.opt_state, _cast(own.params, "float32")
         if self._blocks.num > 1:
             opt_state = blocks.with_adam_count(opt_state, self._blocks.num_own(own.updates))
         updates, opt_state = self._optimizer.update(
@@ -427,8 +427,7 @@ class TrainStep:
         metrics = self._statistics.metrics(accumulator.sums, accumulator.maxima)
         metrics |= {"policy/grad_norm": grad_norm, "finite": finite.astype(jnp.float32)}
         if self._learner.offload_moments:
-            opt_state = jax.device_put(own.opt_state, self._state_shardings.opt_state)
-            own = dataclasses.replace(own, opt_state=opt_state)
+            own = _move_moments(own, self._state_shardings.opt_state)
         state = blocks.put(state, own, cuts)
         return state, jax.tree.map(jnp.zeros_like, accumulator), metrics
 
@@ -491,6 +490,10 @@ def _cast(params, dtype):
 def _rest(state: TrainState) -> TrainState:
     """A state without its parameters, which may be given to a program apart from it."""
     return dataclasses.replace(state, params=None)
+
+
+def _move_moments(state: TrainState, shardings: optax.OptState) -> TrainState:
+    return dataclasses.replace(state, opt_state=jax.device_put(state.opt_state, shardings))
 
 
 def _abstract(leaf, sharding) -> jax.ShapeDtypeStruct:
