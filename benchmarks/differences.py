@@ -30,8 +30,8 @@ from jaxrl_async.config.settings import Learner
 from jaxrl_async.learner import blocks
 from jaxrl_async.learner.optimizer import make_optimizer
 from jaxrl_async.models import hf, transformer
-from jaxrl_async.weights import difference
-from jaxrl_async.weights.store import WeightStore, read_manifest, verify
+from jaxrl_async.versions import difference
+from jaxrl_async.versions.store import WeightStore, read_manifest, verify
 
 ROOT = pathlib.Path(__file__).parent.parent
 DTYPES = ("bfloat16", "float32")

@@ -8,8 +8,8 @@ The first compiles the learner of --config, and embedded servers where the confi
 `learner.fsdp` = its devices, and prints a table. --model is a directory with a config.json; --set changes a setting.
 With --out the figures are kept there as fit.json of the verb `fit`.
 
-The second compiles the small shape below and writes benchmarks/results/fit/budgets.json. tests/test_fit.py fails where
-a figure exceeds its budget by more than 5 %. A budget is written on purpose: the change that moves it says why.
+The second compiles the small shape below and writes benchmarks/results/fit/budgets.json. tests/fit/test_fit.py fails
+where a figure exceeds its budget by more than 5 %. A budget is written on purpose: the change that moves it says why.
 
 The third compiles REAL_RUNS, or those whose names hold a text, and writes benchmarks/results/fit/NAME.json. With --long
 the tests hold these too. It takes half an hour on two cores.

@@ -28,6 +28,8 @@ import psutil
 from aiohttp import web
 
 from jaxrl_async.awake import AwakeClock
+from jaxrl_async.publishing.publisher import Publisher
+from jaxrl_async.publishing.transports import FileTransport
 from jaxrl_async.queue import service
 from jaxrl_async.queue.admission import Admission
 from jaxrl_async.queue.client import LearnerQueue, QueueClient
@@ -38,12 +40,10 @@ from jaxrl_async.rollout.sampler import Sampler
 from jaxrl_async.rollout.single_turn import single_turn
 from jaxrl_async.rollout.worker import Worker
 from jaxrl_async.servers.client import InferenceClient
-from jaxrl_async.servers.files import raise_open_file_limit
+from jaxrl_async.servers.descriptors import raise_open_file_limit
 from jaxrl_async.servers.fleet import Fleet
 from jaxrl_async.types import Prompt
-from jaxrl_async.weights.publisher import Publisher
-from jaxrl_async.weights.store import WeightStore
-from jaxrl_async.weights.transports import FileTransport
+from jaxrl_async.versions.store import WeightStore
 
 ROOT = pathlib.Path(__file__).parent.parent
 VOCAB_SIZE, PROMPT_TOKENS, NEW_TOKENS, GROUP_SIZE = 100, 8, 16, 4

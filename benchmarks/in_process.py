@@ -3,8 +3,8 @@
 `learner.train` is the loop here too. Its queue is `_Samples`, which on every lease samples the step's groups on an
 embedded `Engine`, rewards them and lets their frictions happen, as a rollout worker would; its publisher is
 `_Versions`, which keeps the last weights. Prompts, seeds of requests and all that follows are those of a run in mode
-sync, and so are the parameters, bit for bit (tests/test_benchmarks.py). Weights that are `rollout.delay_steps` old are
-taken from the versions kept.
+sync, and so are the parameters, bit for bit (tests/benchmarks/test_benchmarks.py). Weights that are
+`rollout.delay_steps` old are taken from the versions kept.
 
 It knows nothing of what its runs are compared for.
 """
@@ -35,7 +35,7 @@ from jaxrl_async.learner.train_step import TrainState, TrainStep, mesh_of
 from jaxrl_async.learner.versions import Delay
 from jaxrl_async.metrics import Timers
 from jaxrl_async.models import sharding, transformer
-from jaxrl_async.queue.records import NO_STATUS, Permit, QueueStatus, ResumePoint
+from jaxrl_async.records import NO_STATUS, Permit, QueueStatus, ResumePoint
 from jaxrl_async.rewards import reward_function
 from jaxrl_async.rewards.math import exact
 from jaxrl_async.roles import learner as learner_role

@@ -36,7 +36,7 @@ import numpy as np
 from jaxrl_async.queue import journal as journals
 from jaxrl_async.queue.journal import Journal
 from jaxrl_async.queue.leases import FixedChunk
-from jaxrl_async.queue.records import Permit, ResumePoint
+from jaxrl_async.records import Permit, ResumePoint
 
 ROOT = pathlib.Path(__file__).parent.parent
 BATCH = 512

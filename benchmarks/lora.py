@@ -20,7 +20,7 @@ import numpy as np
 import shapes
 
 from jaxrl_async.models import hf, lora, sharding, transformer
-from jaxrl_async.weights.store import ADAPTER, WeightStore
+from jaxrl_async.versions.store import ADAPTER, WeightStore
 
 ROOT = pathlib.Path(__file__).parent.parent
 VERSION = 2  # v_θ; tokens are 1 step old

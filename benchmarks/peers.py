@@ -20,13 +20,13 @@ first steps count nowhere. Tunix is set to the least that its GRPO does: beta 0 
 second forward; trainer and sampler share one copy of the weights; a step is one batch, as it is by default.
 
 Not equal: we lay a group in two rows, of a prompt and the four completions behind it, which have the loss and the
-gradients of a row for each (`learner.shared_prompts`, tests/test_shared_prompts.py), and take a step's 32 rows in two
-microbatches; tunix has 128 rows of a prompt and a completion, all at once. Our engine returns log-probs, tunix's
-sampler is not asked for them. Our engine computes a prompt once for its 8 samples, tunix 8 times. Tunix computes each
-step in one process, without HTTP, gRPC or files; in several, our `train` sends every sample, reward and weight between
-them, and writes weights to disk; in one it still keeps a journal of samples, and rewards have a process of their own.
-In mode async our updates are of samples up to 2 steps old, with the anchor and the weights
-for that: another algorithm, the same work.
+gradients of a row for each (`learner.shared_prompts`, tests/learner/test_shared_prompts.py), and take a step's 32
+rows in two microbatches; tunix has 128 rows of a prompt and a completion, all at once. Our engine returns log-probs,
+tunix's sampler is not asked for them. Our engine computes a prompt once for its 8 samples, tunix 8 times. Tunix
+computes each step in one process, without HTTP, gRPC or files; in several, our `train` sends every sample, reward and
+weight between them, and writes weights to disk; in one it still keeps a journal of samples, and rewards have a
+process of their own. In mode async our updates are of samples up to 2 steps old, with the anchor and the weights for
+that: another algorithm, the same work.
 
 Runs on a CPU (JAX_PLATFORMS=cpu where there is more). `--only=step` measures nothing else. `--smoke`: our side alone,
 tiny. Results are printed and written to benchmarks/results/peers.json, peers_17m.json of that shape, or to --out;

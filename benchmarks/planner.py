@@ -41,8 +41,7 @@ import numpy as np
 from modes import WORKLOAD
 from scipy import optimize
 
-from jaxrl_async.metrics import read_metrics
-from jaxrl_async.tools.simulate import (
+from jaxrl_async.extras.planner.simulate import (
     Outcome,
     Plan,
     journal_lengths,
@@ -52,6 +51,7 @@ from jaxrl_async.tools.simulate import (
     simulate,
     split,
 )
+from jaxrl_async.metrics import read_metrics
 
 ROOT = pathlib.Path(__file__).parent.parent
 WARM_STEPS = 5

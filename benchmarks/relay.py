@@ -37,9 +37,10 @@ import numpy as np
 import shapes
 
 from jaxrl_async.inference import http
+from jaxrl_async.intake import relay
+from jaxrl_async.publishing import fanout, transports
 from jaxrl_async.servers.client import InferenceClient
-from jaxrl_async.weights import fanout, relay, transports
-from jaxrl_async.weights.store import StoredVersion, WeightStore, read_manifest
+from jaxrl_async.versions.store import StoredVersion, WeightStore, read_manifest
 
 ROOT = pathlib.Path(__file__).parent.parent
 NUM_FILES = 8  # of a version

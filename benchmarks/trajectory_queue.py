@@ -45,7 +45,7 @@ from jaxrl_async.queue import wire
 from jaxrl_async.queue.admission import Admission
 from jaxrl_async.queue.client import LearnerQueue
 from jaxrl_async.queue.journal import Journal, file_system_of
-from jaxrl_async.queue.records import Permit
+from jaxrl_async.records import Permit
 from jaxrl_async.types import NOT_SAMPLED, Group, Trajectory
 
 ROOT = pathlib.Path(__file__).parent.parent

@@ -26,13 +26,13 @@ import jax
 import numpy as np
 
 from jaxrl_async.models import hf, transformer
+from jaxrl_async.publishing import transports
 from jaxrl_async.servers.client import InferenceClient, ServerError
-from jaxrl_async.weights import transports
-from jaxrl_async.weights.store import WeightStore
+from jaxrl_async.versions.store import WeightStore
 
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.append(str(ROOT / "tests"))
-import real_servers  # noqa: E402
+from fixtures import real_servers  # noqa: E402
 
 # Millions of parameters: layers, width, heads of 128, MLP width, vocabulary.
 SHAPES = {

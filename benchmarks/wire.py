@@ -36,7 +36,7 @@ from jaxrl_async.inference.direct import DirectClient
 from jaxrl_async.inference.engine import Engine
 from jaxrl_async.models import transformer
 from jaxrl_async.queue import wire
-from jaxrl_async.queue.records import Permit, ServerRecord, Wait
+from jaxrl_async.records import Permit, ServerRecord, Wait
 from jaxrl_async.roles import parts, rollout
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.fleet import HEALTHY

@@ -4,7 +4,7 @@
     python -m jaxrl_async train --config=configs/arithmetic_sglang_jax.py --workdir=runs/sglang_jax
     python -m jaxrl_async evaluate --workdir=runs/sglang_jax
 
-Run it from the repository's root. The server (jaxrl_async/sglang_jax/server.py, in an environment of its
+Run it from the repository's root. The server (jaxrl_async/extras/sglang_jax/server.py, in an environment of its
 own) is started, watched and restarted by `train`; it starts without weights and gets them by the first push. On the
 CPU it needs heads of a multiple of 128.
 

@@ -17,7 +17,7 @@ where keys.yaml, which only its owner reads, has a line `api-key: KEY` and a lin
 and the rollout workers. The network between the hosts is trusted (`security.insecure`); `queue.tls_*` and https://
 addresses do without. Weights travel through a file system that learner and servers share; without one,
 `--config.weights.transport=tensor` sends them over HTTP. On TPU hosts a server is `python -m
-jaxrl_async.sglang_jax.server`, and the transport `stream`.
+jaxrl_async.extras.sglang_jax.server`, and the transport `stream`.
 
 Arguments, after a colon: `smoke` (two steps of a tiny random model and an embedded server, on this machine),
 `mode=sync|periodic|async`, `seed=N`.

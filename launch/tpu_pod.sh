@@ -39,7 +39,7 @@ on_host() {
         ;;
     server)
         SGLANG_API_KEY=$(<"$keys/api") SGLANG_ADMIN_API_KEY=$(<"$keys/admin") background "server-$HOSTNAME" \
-            .venv-sglang-jax/bin/python -m jaxrl_async.sglang_jax.server --model-path="$model" \
+            .venv-sglang-jax/bin/python -m jaxrl_async.extras.sglang_jax.server --model-path="$model" \
             --host=0.0.0.0 --port=30000 --skip-tokenizer-init
         ;;
     queue | rollout) JAX_PLATFORMS=cpu background "$role" "${train[@]}" --role="$role" ;;

@@ -1,4 +1,4 @@
-"""The import rule: the learner and the rollout side meet in types, queue, weights and servers only."""
+"""The import rule: the learner and the rollout side meet in types, queue and servers only."""
 
 import ast
 import graphlib
@@ -13,26 +13,40 @@ ROOT = pathlib.Path(__file__).parent.parent / "jaxrl_async"
 # Room → rooms it may import.
 MAY_IMPORT = {
     "types": set(),
+    "records": set(),
     "samples": {"types"},
     "tracker": set(),
     "awake": set(),
     "security": set(),
     "rpc": {"security"},
     "metrics": set(),
-    "config": {"queue", "rewards", "security"},
+    "config": {"queue", "records", "rewards", "security"},
     "tasks": {"types", "environments", "metrics", "rewards"},
     "environments": {"types", "rewards"},
     "rewards": {"types", "metrics", "rpc", "security"},
-    "queue": {"types", "awake", "metrics", "rpc", "security"},
-    "servers": {"types", "metrics", "queue", "security"},
-    "weights": {"types", "awake", "config", "metrics", "queue", "security", "servers"},
+    "queue": {"types", "records", "awake", "metrics", "rpc", "security"},
+    "servers": {"types", "records", "metrics", "queue", "security"},
+    "versions": {"records", "publishing"},
+    "intake": {"servers", "versions"},
+    "publishing": {
+        "awake",
+        "config",
+        "extras",
+        "intake",
+        "metrics",
+        "queue",
+        "records",
+        "security",
+        "servers",
+        "versions",
+    },
     "evaluation": {"types", "config", "rewards", "security", "servers", "rollout"},
     "objectives": {"types", "config"},
     "models": {"types"},
-    "inference": {"types", "models", "security", "servers", "weights"},
-    "sglang_jax": {"security", "weights"},
+    "inference": {"types", "models", "security", "servers", "intake", "versions"},
     "rollout": {
         "types",
+        "records",
         "awake",
         "environments",
         "tasks",
@@ -42,10 +56,11 @@ MAY_IMPORT = {
         "servers",
         "metrics",
     },
-    "report": {"types", "metrics", "samples", "tasks", "queue", "security"},
+    "report": {"types", "records", "metrics", "samples", "tasks", "queue", "security"},
     "sweeps": {"metrics", "report", "runtime"},
     "learner": {
         "types",
+        "records",
         "awake",
         "config",
         "tasks",
@@ -53,17 +68,29 @@ MAY_IMPORT = {
         "models",
         "queue",
         "servers",
-        "weights",
+        "publishing",
+        "versions",
         "metrics",
     },
-    "runtime": {"config", "environments", "metrics", "queue", "rewards", "security", "tasks"},
+    "runtime": {
+        "config",
+        "environments",
+        "metrics",
+        "queue",
+        "records",
+        "rewards",
+        "security",
+        "tasks",
+    },
 }
 # Roles wire the parts together; tools, the command line and the API stand above them.
-MAY_IMPORT["roles"] = MAY_IMPORT.keys() - {"report", "sglang_jax", "sweeps"}
+MAY_IMPORT["roles"] = MAY_IMPORT.keys() - {"report", "sweeps"}
 MAY_IMPORT["fit"] = {"config", "inference", "learner", "models", "roles", "runtime"}
 MAY_IMPORT["tools"] = MAY_IMPORT["roles"] - {"runtime"} | {"roles"}
-MAY_IMPORT["cli"] = MAY_IMPORT.keys() - {"sglang_jax"}
+MAY_IMPORT["cli"] = set(MAY_IMPORT)
 MAY_IMPORT["api"] = {"cli", "metrics", "report", "roles"}
+# Nobody imports these: they stand behind tables of names.
+MAY_IMPORT["extras"] = set(MAY_IMPORT)
 WITHOUT_JAX = (
     "types",
     "samples",
@@ -80,7 +107,10 @@ WITHOUT_JAX = (
     "rewards",
     "queue",
     "servers",
-    "weights",
+    "records",
+    "versions",
+    "intake",
+    "publishing",
     "evaluation",
     "rollout",
     "runtime",

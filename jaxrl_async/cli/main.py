@@ -25,6 +25,9 @@ VERBS = {
     "report": "write report.html from a run's workdir",
 }
 
+# Verbs that are not in this room.
+EXTRAS = {"relay": "jaxrl_async.extras.relay.verb", "simulate": "jaxrl_async.extras.planner.verb"}
+
 DONE, BAD_USAGE = 0, 2
 
 
@@ -45,7 +48,7 @@ def main(argv: list[str]) -> int:
         print(f"unknown verb {verb!r}{nearest(verb, VERBS)}\n\n{_overview()}", file=sys.stderr)
         return BAD_USAGE
     try:
-        return importlib.import_module(f"jaxrl_async.cli.{verb}").main(rest)
+        return importlib.import_module(EXTRAS.get(verb, f"jaxrl_async.cli.{verb}")).main(rest)
     except (config_lib.UsageError, SettingsError) as error:
         print(f"{verb}: {error}", file=sys.stderr)
         return BAD_USAGE

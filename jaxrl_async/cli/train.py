@@ -18,7 +18,7 @@ from jaxrl_async.cli.config import UsageError, parse_flags, settings_of
 from jaxrl_async.config.checks import in_the_clear, nearest
 from jaxrl_async.config.settings import Settings, SettingsError
 from jaxrl_async.metrics import read_metrics
-from jaxrl_async.queue.records import SupersededError
+from jaxrl_async.records import SupersededError
 from jaxrl_async.roles import local, start
 from jaxrl_async.runtime import cluster, supervisor
 from jaxrl_async.runtime import workdir as workdirs
@@ -271,12 +271,12 @@ def _full_disk(error: BaseException, workdir: pathlib.Path) -> str:
 
 def _is_explained(error: BaseException) -> bool:
     """Whether a role's error names its cause in its message, so that a line suffices instead of a traceback."""
+    from jaxrl_async.publishing.publisher import PublisherError
     from jaxrl_async.queue.journal import JournalError
-    from jaxrl_async.queue.records import RunFailedError
+    from jaxrl_async.records import RunFailedError
     from jaxrl_async.rewards.pool import RewardError
     from jaxrl_async.roles.preflight import PreflightError
     from jaxrl_async.rollout.failures import UserCodeError
-    from jaxrl_async.weights.publisher import PublisherError
 
     if isinstance(error, OSError):  # Without an errno it is ours, and names the remedy.
         return bool(error.args) and error.errno in (None, errno.EADDRINUSE)

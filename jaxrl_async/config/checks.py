@@ -40,13 +40,13 @@ from jaxrl_async.config.settings import (
     Tokenizer,
 )
 from jaxrl_async.queue.admission import check_staleness
-from jaxrl_async.queue.records import EXHAUSTED, REISSUE_REASONS, RETIRE_REASONS
+from jaxrl_async.records import EXHAUSTED, REISSUE_REASONS, RETIRE_REASONS
 from jaxrl_async.rewards.pool import MIN_MEMORY_BYTES
 
 # A library of environments → their player: rollout.agent, where task.name is "LIBRARY:ENVIRONMENT".
 LIBRARY_AGENTS = {
-    "openenv": "jaxrl_async.tasks.openenv:agent",
-    "verifiers": "jaxrl_async.tasks.verifiers:agent",
+    "openenv": "jaxrl_async.extras.openenv:agent",
+    "verifiers": "jaxrl_async.extras.verifiers:agent",
 }
 COMMAND_FIELDS = ("model_path", "host", "port", "index", "weights")
 REASONS = (*sorted(REISSUE_REASONS), *sorted(RETIRE_REASONS), EXHAUSTED)

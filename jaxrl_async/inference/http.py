@@ -30,10 +30,12 @@ from jaxrl_async.inference.engine import (
     Request,
     UnavailableError,
 )
+from jaxrl_async.intake import lease, prepared, relay_routes
+from jaxrl_async.intake.relay import Relay
 from jaxrl_async.servers.client import STREAMS_HEADER
 from jaxrl_async.types import NEVER_BIAS
-from jaxrl_async.weights import difference, files, lease, prepared, relay_routes
-from jaxrl_async.weights.relay import Relay
+from jaxrl_async.versions import difference
+from jaxrl_async.versions import layout as files
 
 MAX_BODY_BYTES = 16 << 20  # of all but an upload
 MAX_HEADERS = 64

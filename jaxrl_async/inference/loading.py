@@ -16,7 +16,7 @@ from flax import nnx
 
 from jaxrl_async.inference import programs
 from jaxrl_async.models import hf, lora, transformer
-from jaxrl_async.weights import files
+from jaxrl_async.versions import layout as files
 
 
 class WeightsError(ValueError):

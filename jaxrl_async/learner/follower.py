@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxrl_async.awake import AwakeClock
 from jaxrl_async.queue.client import LearnerQueue
-from jaxrl_async.queue.records import QueueStatus, ResumePoint, Wait
+from jaxrl_async.records import QueueStatus, ResumePoint, Wait
 from jaxrl_async.types import Chunk
 
 log = logging.getLogger(__name__)

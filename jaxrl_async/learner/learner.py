@@ -27,7 +27,8 @@ from jaxrl_async.learner import packing
 from jaxrl_async.learner.train_step import TrainState, TrainStep
 from jaxrl_async.metrics import MAX_DRIFT, MAX_MISMATCH, MetricsWriter, Timers
 from jaxrl_async.objectives.advantages import ADVANTAGES
-from jaxrl_async.queue.records import (
+from jaxrl_async.queue.source import GroupSource
+from jaxrl_async.records import (
     REISSUE_REASONS,
     SILENT_SECS,
     UP,
@@ -37,7 +38,6 @@ from jaxrl_async.queue.records import (
     RoleStatus,
     RunFailedError,
 )
-from jaxrl_async.queue.source import GroupSource
 from jaxrl_async.types import Batch, Chunk, Group
 
 FAIRNESS_WARNING_STEPS = 20  # least number of steps between two warnings

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxrl_async.config.settings import Learner
-from jaxrl_async.queue.records import Share
+from jaxrl_async.records import Share
 from jaxrl_async.types import NOT_SAMPLED, Batch, Group, Trajectory
 
 

@@ -19,10 +19,10 @@ from flax import nnx
 from jaxrl_async.learner import processes
 from jaxrl_async.learner.train_step import TrainState
 from jaxrl_async.models import hf, transformer
-from jaxrl_async.queue.records import QueueStatus, ResumePoint
-from jaxrl_async.weights.held import HeldStore, HeldVersion
-from jaxrl_async.weights.publisher import Publisher
-from jaxrl_async.weights.store import ADAPTER, WeightStore
+from jaxrl_async.publishing.publisher import Publisher
+from jaxrl_async.records import QueueStatus, ResumePoint
+from jaxrl_async.versions.held import HeldStore, HeldVersion
+from jaxrl_async.versions.store import ADAPTER, WeightStore
 
 log = logging.getLogger(__name__)
 

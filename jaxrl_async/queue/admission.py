@@ -16,7 +16,7 @@ import operator
 from collections.abc import Collection
 
 from jaxrl_async.queue.leases import FixedChunk, Leases, OrderError
-from jaxrl_async.queue.records import (
+from jaxrl_async.records import (
     EXHAUSTED,
     FAULTS,
     REISSUE_REASONS,

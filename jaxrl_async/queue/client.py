@@ -21,7 +21,8 @@ import grpc
 from jaxrl_async import rpc, security
 from jaxrl_async.queue import trajectory_queue_pb2 as pb
 from jaxrl_async.queue import wire
-from jaxrl_async.queue.records import (
+from jaxrl_async.queue.trajectory_queue_pb2_grpc import TrajectoryQueueStub
+from jaxrl_async.records import (
     SUPERSEDED,
     WHOLE,
     Identity,
@@ -34,7 +35,6 @@ from jaxrl_async.queue.records import (
     SupersededError,
     Wait,
 )
-from jaxrl_async.queue.trajectory_queue_pb2_grpc import TrajectoryQueueStub
 from jaxrl_async.types import Chunk, Group, InvalidTrajectoryError
 
 log = logging.getLogger(__name__)

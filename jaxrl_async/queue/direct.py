@@ -12,8 +12,8 @@ from jaxrl_async.queue import wire
 from jaxrl_async.queue.client import LearnerQueue, NotReadyError, QueueClient, QueueError
 from jaxrl_async.queue.journal import JournalError
 from jaxrl_async.queue.leases import OrderError
-from jaxrl_async.queue.records import ServerRecord, Wait
 from jaxrl_async.queue.service import QueueService
+from jaxrl_async.records import ServerRecord, Wait
 
 PLACE = "in this process"  # the queue's address in messages
 

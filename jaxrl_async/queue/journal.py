@@ -33,7 +33,7 @@ from jaxrl_async.queue import trajectory_queue_pb2 as pb
 from jaxrl_async.queue import wire
 from jaxrl_async.queue.admission import State
 from jaxrl_async.queue.leases import FixedChunk
-from jaxrl_async.queue.records import Identity, Permit, ResumePoint, new_run_id
+from jaxrl_async.records import Identity, Permit, ResumePoint, new_run_id
 from jaxrl_async.types import Group
 
 FORMAT = 2

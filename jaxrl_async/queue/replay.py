@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from jaxrl_async.queue.journal import JournalReader
-from jaxrl_async.queue.records import NO_STATUS, QueueStatus, ResumePoint
+from jaxrl_async.records import NO_STATUS, QueueStatus, ResumePoint
 from jaxrl_async.types import Chunk
 
 

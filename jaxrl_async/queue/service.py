@@ -30,7 +30,7 @@ from jaxrl_async.queue import wire
 from jaxrl_async.queue.admission import Admission
 from jaxrl_async.queue.journal import Journal, JournalError
 from jaxrl_async.queue.leases import FixedChunk, OrderError
-from jaxrl_async.queue.records import (
+from jaxrl_async.records import (
     EXHAUSTED,
     REISSUE_REASONS,
     SILENT_SECS,

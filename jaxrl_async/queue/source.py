@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from jaxrl_async.queue.records import QueueStatus, ResumePoint
+from jaxrl_async.records import QueueStatus, ResumePoint
 from jaxrl_async.types import Chunk
 
 

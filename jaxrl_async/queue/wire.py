@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxrl_async import types
 from jaxrl_async.queue import trajectory_queue_pb2 as pb
-from jaxrl_async.queue.records import (
+from jaxrl_async.records import (
     SERVER_STATES,
     Permit,
     QueueStatus,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jaxrl_async.metrics import MAX_DRIFT, MAX_MISMATCH, column
-from jaxrl_async.queue.records import EXHAUSTED, REISSUE_REASONS
+from jaxrl_async.records import EXHAUSTED, REISSUE_REASONS
 
 MAX_TRUNCATED = 0.2  # share of completions
 MAX_CLIPPED = 0.3  # share of tokens

@@ -26,8 +26,11 @@ from jaxrl_async.learner.versions import Delay, Versions
 from jaxrl_async.learner.warm_start import warm_start
 from jaxrl_async.metrics import MetricsWriter, Timers
 from jaxrl_async.models import hf, sharding, transformer
+from jaxrl_async.publishing.discovery import Discovery
+from jaxrl_async.publishing.publisher import Publisher
+from jaxrl_async.publishing.transports import FileTransport
 from jaxrl_async.queue.client import LearnerQueue
-from jaxrl_async.queue.records import Identity, ResumePoint, Share, Wait
+from jaxrl_async.records import Identity, ResumePoint, Share, Wait
 from jaxrl_async.roles import parts, preflight
 from jaxrl_async.runtime import preemption
 from jaxrl_async.runtime.settled import settle
@@ -36,10 +39,7 @@ from jaxrl_async.samples import SampleWriter
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.preflight import Expected, kept_adapters
 from jaxrl_async.tasks.prompts import demonstration_tokens, test_prompts, validation_prompts
-from jaxrl_async.weights.discovery import Discovery
-from jaxrl_async.weights.publisher import Publisher
-from jaxrl_async.weights.store import WeightStore
-from jaxrl_async.weights.transports import FileTransport
+from jaxrl_async.versions.store import WeightStore
 
 REPORT_SECS = 2.0  # between the learner's reports to the queue
 

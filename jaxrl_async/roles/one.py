@@ -24,15 +24,15 @@ from jaxrl_async.inference.engine import Engine
 from jaxrl_async.learner.versions import Delay, HeldVersions
 from jaxrl_async.metrics import MetricsWriter
 from jaxrl_async.queue.direct import DirectLearnerQueue, DirectQueueClient
-from jaxrl_async.queue.records import Identity, Share
 from jaxrl_async.queue.service import QueueService
+from jaxrl_async.records import Identity, Share
 from jaxrl_async.roles import learner, parts, rollout
 from jaxrl_async.roles import queue as queue_role
 from jaxrl_async.roles.server import ENGINE_STOP_SECS
 from jaxrl_async.roles.turns import Turns
 from jaxrl_async.rollout.failures import flattened
 from jaxrl_async.servers.preflight import Expected
-from jaxrl_async.weights.held import HeldStore, hand_over
+from jaxrl_async.versions.held import HeldStore, hand_over
 
 # The sides of a shared device, by the metrics of their waits.
 LEARNER, ENGINES = "time/device_wait_secs", "rollout/device_wait_secs"

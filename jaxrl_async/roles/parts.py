@@ -13,7 +13,7 @@ from jaxrl_async.config.checks import key_named, queue_access_of
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.tasks import hub
 from jaxrl_async.tasks.task import texts_of
-from jaxrl_async.weights.store import WeightStore
+from jaxrl_async.versions.store import WeightStore
 
 # Deadlines of the queue's clients. The queue needs no device and is up within seconds.
 CONNECT_TIMEOUT_SECS = 60.0

@@ -15,17 +15,17 @@ import ml_collections
 from jaxrl_async import security
 from jaxrl_async.config.checks import check_waits, queue_access_of
 from jaxrl_async.config.settings import Evaluate, Settings, SettingsError
+from jaxrl_async.publishing.discovery import check_tls, parse
 from jaxrl_async.rewards import check_reward, reward_function
 from jaxrl_async.roles import parts
 from jaxrl_async.rollout import agent, environment
 from jaxrl_async.rollout.failures import code_error
 from jaxrl_async.runtime import workdir as workdirs
 from jaxrl_async.runtime.workdir import SHAPE
-from jaxrl_async.servers import files
+from jaxrl_async.servers import descriptors as files
 from jaxrl_async.tasks.prompts import completion_tokens
 from jaxrl_async.tasks.task import texts_of
 from jaxrl_async.tracker import SERVICES
-from jaxrl_async.weights.discovery import check_tls, parse
 
 RESOLVE_SECS = 10.0  # for the names of all servers; one that takes longer is left to the preflight
 

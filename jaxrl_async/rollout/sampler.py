@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_async.awake import AwakeClock
-from jaxrl_async.queue.records import Permit
+from jaxrl_async.records import Permit
 from jaxrl_async.rollout.context import Generate, RolloutError
 from jaxrl_async.servers.client import (
     Completion,

@@ -21,7 +21,7 @@ import numpy as np
 from jaxrl_async import security
 from jaxrl_async.awake import STOP_SECS, AwakeClock
 from jaxrl_async.queue.client import QueueClient
-from jaxrl_async.queue.records import UP, Permit, Wait
+from jaxrl_async.records import UP, Permit, Wait
 from jaxrl_async.rewards.pool import Judgement, RewardError, RewardPool, RewardTimeoutError
 from jaxrl_async.rollout.context import Generate, RolloutError, rng_of
 from jaxrl_async.rollout.failures import (

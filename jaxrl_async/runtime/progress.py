@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import tqdm
 
-from jaxrl_async.queue.records import QueueStatus
+from jaxrl_async.records import QueueStatus
 
 LINES = 20  # of steps that a run without a terminal prints, about
 STAGE_SECS = 10.0  # between two lines of one stage

@@ -11,7 +11,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxrl_async.queue.records import (
+from jaxrl_async.records import (
     EXHAUSTED,
     REISSUE_REASONS,
     SILENT_SECS,

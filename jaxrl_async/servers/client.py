@@ -20,8 +20,8 @@ import aiohttp
 import numpy as np
 
 from jaxrl_async import security
-from jaxrl_async.queue.records import NOBODY, Identity
-from jaxrl_async.servers import files
+from jaxrl_async.records import NOBODY, Identity
+from jaxrl_async.servers import descriptors as files
 from jaxrl_async.servers.looks import Looks, LostAnswerError
 
 # In an answer of /generate: the server streams the answers of a batch, one event for each when it ends.

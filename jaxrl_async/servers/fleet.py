@@ -12,7 +12,7 @@ import itertools
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-from jaxrl_async.queue.records import ServerRecord
+from jaxrl_async.records import ServerRecord
 
 HEALTHY = "HEALTHY"  # holds the current version
 SUSPECT = "SUSPECT"  # failed a request of this process within suspect_secs

@@ -149,7 +149,7 @@ class _Server:
         if any("precompile" in key for key in info):
             return (
                 "this is a plain SGLang-JAX, which has no routes for weights: start "
-                "jaxrl_async/sglang_jax/server.py with the same flags in place of sgl_jax.launch_server"
+                "jaxrl_async/extras/sglang_jax/server.py with the same flags in place of sgl_jax.launch_server"
             )
         if version := info.get("version"):
             return f"SGLang {version} has no such route: install 0.5.23, which is tested"
@@ -193,7 +193,7 @@ class _Server:
                 raise self._unfit(
                     route,
                     f"it has no such route, which weights.transport {transport!r} needs: SGLang 0.5.23 is tested; "
-                    "in front of SGLang-JAX, start jaxrl_async/sglang_jax/server.py",
+                    "in front of SGLang-JAX, start jaxrl_async/extras/sglang_jax/server.py",
                 )
 
     def check_model(self, info: Mapping[str, Any]) -> None:
@@ -314,7 +314,7 @@ class _Server:
             raise self._unfit(
                 "/generate",
                 "its tokens carry no weight_versions: SGLang 0.5.23 is tested; in front of SGLang-JAX, start "
-                "jaxrl_async/sglang_jax/server.py",
+                "jaxrl_async/extras/sglang_jax/server.py",
             )
 
 

@@ -28,8 +28,8 @@ TASKS: dict[str, Callable[..., Task] | str] = {
 
 # A library → the task that an environment of it is, "LIBRARY:ENVIRONMENT"; imported on use.
 LIBRARIES: dict[str, str] = {
-    "openenv": "jaxrl_async.tasks.openenv:OpenEnv",
-    "verifiers": "jaxrl_async.tasks.verifiers:Verifiers",
+    "openenv": "jaxrl_async.extras.openenv:OpenEnv",
+    "verifiers": "jaxrl_async.extras.verifiers:Verifiers",
 }
 
 

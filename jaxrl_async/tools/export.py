@@ -13,7 +13,7 @@ import jax
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.models import hf, lora
 from jaxrl_async.roles import parts
-from jaxrl_async.weights.store import ADAPTER, WeightStore
+from jaxrl_async.versions.store import ADAPTER, WeightStore
 
 
 def export(

@@ -19,7 +19,7 @@ from flax import nnx
 from jaxrl_async.models import hf, logprobs, lora, transformer
 from jaxrl_async.objectives import kl
 from jaxrl_async.servers.client import Completion, InferenceClient, ServerError
-from jaxrl_async.weights import store as weight_store
+from jaxrl_async.versions import store as weight_store
 
 CAUSES = (
     "ok",

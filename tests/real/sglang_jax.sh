@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A real SGLang-JAX on a machine without a TPU, with our weight updates.
 #   tests/real/sglang_jax.sh install VENV        makes its environment, once
-#   tests/real/sglang_jax.sh serve VENV FLAGS…   becomes the server; FLAGS go to jaxrl_async.sglang_jax.server
+#   tests/real/sglang_jax.sh serve VENV FLAGS…   becomes the server; FLAGS go to jaxrl_async.extras.sglang_jax.server
 set -euo pipefail
 pins='sglang-jax[cpu]==0.1.0rc0 jax==0.10.2 jaxlib==0.10.2 flax==0.12.4'
 [ $# -ge 2 ] || { sed -n '2,4s/^# //p' "${BASH_SOURCE[0]}" >&2; exit 2; }
@@ -28,7 +28,7 @@ serve)
     PYTHONPATH=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
     export PYTHONPATH
     # One padding of each kind: each more is one more program to compile at the start.
-    exec "$venv/bin/python" -m jaxrl_async.sglang_jax.server --device cpu \
+    exec "$venv/bin/python" -m jaxrl_async.extras.sglang_jax.server --device cpu \
         --attention-backend native --dtype float32 --page-size 1 --tp-size 1 \
         --mem-fraction-static 0.05 --max-running-requests 32 --max-total-tokens 20000 \
         --context-length 256 --chunked-prefill-size 256 --max-prefill-tokens 256 \

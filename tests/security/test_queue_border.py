@@ -30,7 +30,7 @@ from jaxrl_async.queue import trajectory_queue_pb2 as pb
 from jaxrl_async.queue import wire
 from jaxrl_async.queue.client import LearnerQueue, QueueClient, QueueError
 from jaxrl_async.queue.journal import Journal
-from jaxrl_async.queue.records import Permit, ResumePoint, ServerRecord, Wait
+from jaxrl_async.records import Permit, ResumePoint, ServerRecord, Wait
 from jaxrl_async.servers.client import InferenceClient
 
 # The queue.

@@ -1,0 +1,1 @@
+"""What few runs use, each behind a table of names. No other room imports it."""

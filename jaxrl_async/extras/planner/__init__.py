@@ -1,0 +1,1 @@
+"""The planner: a run simulated by discrete events, without running it."""

@@ -1,0 +1,1 @@
+"""The sidecar: a relay beside a server that has none."""

@@ -1,0 +1,1 @@
+"""The receiver of versions, in the servers of this project: relay → prepared → the swap."""

@@ -1,0 +1,639 @@
+"""The publisher: a named thread that keeps every inference server at the current version.
+
+Each server has one task, the only one that talks to it: the task pushes a new version, polls the server every
+poll_secs, and pushes again to one that was late, failed or restarted. The queue gets a version when all HEALTHY
+servers answered with it, and every change of a state. The queue's addresses take requests and may be routers; the
+publisher talks to the servers behind them. The weights written for a version may be those of another one
+(rollout.delay_steps): servers hold and stamp the latter, and the queue counts the former. A server that is reserved
+for an evaluation is not touched. Requests, prompts and tensors are not the publisher's.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import math
+import os
+import pathlib
+import random
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from jaxrl_async.awake import AwakeClock
+from jaxrl_async.publishing import health, verification
+from jaxrl_async.publishing.discovery import Discovery
+from jaxrl_async.publishing.pauses import Pauses
+from jaxrl_async.publishing.transports import ObsoleteVersionError, Transport
+from jaxrl_async.records import ResumePoint
+from jaxrl_async.servers.client import InferenceClient, ServerError, ServerTimeoutError
+from jaxrl_async.servers.fleet import DEAD, HEALTHY, STALE
+from jaxrl_async.servers.preflight import UnfitServerError
+from jaxrl_async.versions.held import HeldVersion
+from jaxrl_async.versions.store import StoredVersion
+
+log = logging.getLogger(__name__)
+
+
+class PublisherError(RuntimeError):
+    """A version did not reach the servers; the message names each server and why."""
+
+
+class Evaluation(Protocol):
+    """Scores a version on a server that holds it; its failures are its own."""
+
+    def wants(self, version: int) -> bool: ...
+    async def run(self, client: InferenceClient, address: str, version: int) -> None: ...
+    def pop(self) -> dict[str, float]: ...
+
+
+class Publisher:
+    """Owns the states of all inference servers. One push is in flight at most.
+
+    All public methods are for the learner's thread.
+    """
+
+    def __init__(
+        self,
+        controls: Mapping[str, Sequence[str]],
+        *,
+        client: InferenceClient,
+        transport: Transport,
+        pin: Callable[[int], AbstractContextManager[None]],
+        announce: Callable[..., None],
+        push_timeout_secs: float,
+        poll_secs: float,
+        start_timeout_secs: float,
+        quorum: float = 1.0,
+        max_paused: int = 0,
+        is_resumed: bool = False,
+        discovery: Discovery | None = None,
+        discover_secs: float = 5.0,
+        evaluation: Evaluation | None = None,
+        run_id: str = "",
+        preflight: Callable[[InferenceClient, str], Awaitable[None]] | None = None,
+    ):
+        """Starts the thread.
+
+        Args:
+          controls: "http://host:port" that takes requests → control addresses of the servers behind it (one, or
+            more behind a router); they need not be up yet.
+          client: for this publisher alone, not opened yet.
+          transport: gives one server a version; see transports.Transport.
+          pin: keeps the files of a version while the context lasts, `WeightStore.pin`.
+          announce: called as announce(version, records, resume_point, run_epoch), `LearnerQueue.publish_version`.
+          push_timeout_secs: deadline of a server for a version; one that misses it is STALE. Without a HEALTHY
+            server for this time the publisher fails, unless a server is DEAD, or has just restarted or woken.
+          poll_secs: poll interval of each server.
+          start_timeout_secs: deadline of the first push. Without a HEALTHY server, a DEAD one has this time to
+            restart.
+          quorum: share of the servers that must hold the first version, in (0, 1]: ⌈quorum · servers⌉ of them. The
+            others join later.
+          max_paused: servers that a push pauses at once; the others go on with the version before, HEALTHY. 0: all.
+          is_resumed: the first push waits for the quorum and one attempt at each server; without, for all servers,
+            and after start_timeout_secs for the quorum.
+          discovery: lists servers that join and leave, besides those of `controls`.
+          discover_secs: between two readings of the list.
+          preflight: refuses a server before its first push, and before the first after a restart; see
+            servers.preflight. Before any version is published a refusal ends the publisher.
+        """
+        self._servers = [
+            health.Server(c, serves) for serves, behind in controls.items() for c in behind
+        ]
+        if not self._servers and discovery is None:
+            raise ValueError("the publisher needs at least one server address")
+        self._discovery = discovery
+        self._discover_secs = discover_secs
+        self._table = health.Table()
+        for server in self._servers:
+            self._table.add(server)
+        self._client = client
+        self._transport = transport
+        self._pin = pin
+        self._announce = announce
+        self._push_timeout_secs = push_timeout_secs
+        self._poll_secs = poll_secs
+        self._start_timeout_secs = start_timeout_secs
+        self._quorum = quorum
+        self._pauses = Pauses(max_paused=max_paused, turn_secs=TURN_SHARE * push_timeout_secs)
+        self._is_resumed = is_resumed
+        self._evaluation = evaluation
+        self._run_id = run_id
+        self._preflight = preflight
+
+        self._condition = threading.Condition()  # The learner waits here for these two.
+        self._published: int | None = None
+        self._error: BaseException | None = None
+
+        self._requested: tuple[int, int] | None = None  # (run epoch, version), the learner's
+        self._phase = "a first version"
+        self._metrics: dict[str, float] = {}
+
+        # The thread's own state:
+        self._target: health.Target | None = None
+        self._target_pin = contextlib.ExitStack()
+        self._announced: tuple[int, int] | None = None  # (version, run epoch)
+        self._held: int | None = None  # by HEALTHY servers, under the version announced
+        self._keepers: dict[str, asyncio.Task] = {}  # control address → the task of its server
+        self._pushing = False
+        self._evaluating: asyncio.Task | None = None
+        self._awake = AwakeClock()
+        self._healthy_at = self._awake.now()
+        self._changed = asyncio.Event()  # an attempt at a server ended
+        self._announcing = asyncio.Lock()
+        self._requests: asyncio.Queue[_Request] = asyncio.Queue()
+        self._loop = asyncio.new_event_loop()
+        self._task = self._loop.create_task(self._main(), name="publisher")
+        self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
+        self._thread.start()
+
+    def publish(
+        self,
+        version: int,
+        write: Callable[[], str | os.PathLike | HeldVersion],
+        *,
+        timeout_secs: float,
+        resume_point: ResumePoint | None = None,
+        run_epoch: int = 0,
+    ) -> None:
+        """Starts a push and returns; waits first for the push before it.
+
+        Args:
+          version: ≥ 0, above every version published before.
+          write: writes the version and returns the directory of the weights to hold, as WeightStore wrote it: its
+            own, or those of another version, named in their manifest. Or a version in memory. Called in a thread of
+            the publisher.
+          timeout_secs: bound on waiting for the push before.
+          resume_point: where the queue starts from, at the first publication after a restore.
+          run_epoch: grows where the weights of a version are not those that were published under its number; then
+            the same version may be published again.
+
+        Raises:
+          PublisherError: the push before failed, or is still running.
+          ValueError: the version is not above the one before.
+        """
+        if self._requested is not None:
+            self.wait(self._requested[1], timeout_secs=timeout_secs)
+            if (run_epoch, version) <= self._requested or version < self._requested[1]:
+                raise ValueError(f"version {version} is not above version {self._requested[1]}")
+            with self._condition:
+                self._published = None
+        self._requested = (run_epoch, version)
+        request = _Request(version, run_epoch, write, resume_point)
+        self._loop.call_soon_threadsafe(self._requests.put_nowait, request)
+
+    def wait(
+        self, version: int, *, timeout_secs: float, should_stop: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Waits until the servers hold a version, or until `should_stop`, called every LOOK_SECS.
+
+        Raises:
+          PublisherError: the publisher failed, or the push still runs after timeout_secs; names the wait.
+        """
+
+        def over() -> bool:
+            return self._error is not None or _at_least(self._published, version)
+
+        awake = AwakeClock()
+        deadline = awake.now() + timeout_secs
+        with self._condition:
+            while not self._condition.wait_for(over, min(LOOK_SECS, deadline - awake.now())):
+                if should_stop():
+                    return
+                if awake.now() > deadline:
+                    raise PublisherError(
+                        f"version {version} is not published after {timeout_secs:g} s: "
+                        f"the publisher waits for {self.waits_for()}"
+                    )
+        self.check()
+
+    def check(self) -> None:
+        """Raises the publisher's failure, if it has failed."""
+        if self._error is not None:
+            raise PublisherError(f"the publisher failed: {self._error}") from self._error
+
+    def metrics(self) -> dict[str, float]:
+        """weights/version, weights/delay, weights/push_secs (write included) and weights/bytes of the last push.
+
+        weights/paused_secs: of all servers together, since the push before it.
+        The metrics of an evaluation that ended are added once.
+        """
+        return self._metrics | (self._evaluation.pop() if self._evaluation else {})
+
+    def close(self) -> None:
+        """Ends the thread. A paused server continues."""
+        with contextlib.suppress(RuntimeError):  # The loop of a failed publisher is closed.
+            self._loop.call_soon_threadsafe(self._task.cancel)
+        self._thread.join(_CLOSE_TIMEOUT_SECS)
+        if self._thread.is_alive():
+            log.warning(
+                "the publisher's thread still runs %g s after close: it waits for %s",
+                _CLOSE_TIMEOUT_SECS,
+                self.waits_for(),
+            )
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._task)
+        except asyncio.CancelledError:
+            pass  # close()
+        except BaseException as error:
+            self._fail(_first(error))
+        finally:
+            self._loop.run_until_complete(self._loop.shutdown_default_executor())
+            self._loop.close()
+
+    def _fail(self, error: BaseException) -> None:
+        log.error("the publisher failed: %s", error)
+        with self._condition:
+            self._error = error
+            self._condition.notify_all()
+
+    async def _main(self) -> None:
+        async with self._client as client, asyncio.TaskGroup() as tasks:
+            self._looks = client.looks(
+                interval_secs=self._poll_secs,
+                timeout_secs=health.PROBE_TIMEOUT_SECS,
+                is_wanted=self._is_settled,
+                on_answer=self._looked,
+            )
+            for server in self._servers:
+                self._start_keeping(client, tasks, server)
+            tasks.create_task(self._looks.run(), name="publisher looks")
+            if self._discovery is not None:
+                tasks.create_task(self._discover(client, tasks), name="publisher discovery")
+            tasks.create_task(self._watch_the_clock(), name="publisher clock")
+            while True:
+                await self._push(await self._requests.get())
+                self._start_evaluation(client, tasks)
+
+    async def _push(self, request: "_Request") -> None:
+        start = time.monotonic()
+        self._phase = f"version {request.version} to be written"
+        files, num_bytes = await asyncio.to_thread(_write, request.write)
+        if not any(s.state == HEALTHY and not s.reserved for s in self._servers):
+            await self._wait_for_evaluation()
+
+        self._pushing = True
+        target = health.Target(
+            health.weight_name(files.version, request.run_epoch, self._run_id), files
+        )
+        first, self._target = self._target is None, target
+        with self._target_pin:  # A server that still loads the version before has a pin of its own.
+            self._target_pin = contextlib.ExitStack()
+            self._target_pin.enter_context(self._pin(target.version))
+        self._phase = f"version {request.version} on the servers"
+        await self._deliver(first)
+        self._pushing = False
+
+        self._phase = f"the queue to take version {request.version}"
+        # States first: when the queue admits for the new version, no worker routes to a late server.
+        await self._publish_states()
+        await self._publish_version(request)
+        self._metrics = {
+            "weights/version": target.version,
+            "weights/delay": request.version - target.version,
+            "weights/push_secs": time.monotonic() - start,
+            "weights/bytes": num_bytes,
+            "weights/paused_secs": self._pauses.pop(),
+        }
+        with self._condition:
+            self._published = request.version
+            self._condition.notify_all()
+        self._phase = "the next version"
+        log.info("version %d: pushed; %s", request.version, self._describe())
+
+    def _start_evaluation(self, client: InferenceClient, tasks: asyncio.TaskGroup) -> None:
+        """Reserves the last HEALTHY server when its version is due for an evaluation."""
+        version, healthy = self._target.version, [s for s in self._servers if s.state == HEALTHY]
+        if self._evaluation is None or not self._evaluation.wants(version) or not healthy:
+            return
+        if self._evaluating is not None:
+            log.warning("version %d is not evaluated: one before it still is", version)
+            return
+        server = healthy[-1]
+        server.reserved = True
+        if len(healthy) > 1:
+            server.state, server.reason = STALE, f"evaluates version {version}"
+            self._table.update(server)
+        evaluate = self._evaluate(client, server, version)
+        self._evaluating = tasks.create_task(evaluate, name=f"evaluation of version {version}")
+
+    async def _evaluate(self, client: InferenceClient, server: health.Server, version: int) -> None:
+        try:
+            await self._publish_states()
+            await self._evaluation.run(client, server.address, version)
+        finally:
+            server.reserved, self._evaluating = False, None
+            server.due.set()
+
+    async def _wait_for_evaluation(self) -> None:
+        if self._evaluating is not None:
+            self._phase = f"the {self._evaluating.get_name()}, on the only HEALTHY server"
+            await asyncio.wait({self._evaluating})
+
+    async def _deliver(self, first: bool) -> None:
+        """Waits until every HEALTHY server tried the target; at first, until all hold it, or a quorum does."""
+        target = self._target
+        expected = [s for s in self._servers if first or (s.state == HEALTHY and not s.reserved)]
+        for server in self._servers:
+            server.due.set()
+
+        def is_done(server: health.Server) -> bool:
+            needs_all = first and not self._is_resumed
+            done = server.holds(target) if needs_all else server.tried is target
+            return done or server.has_left
+
+        def delivered() -> bool:
+            while expected and is_done(expected[-1]):
+                expected.pop()
+            return not expected and self._num_holding() >= self._num_needed(first)
+
+        def delivered_or_impossible() -> bool:
+            return delivered() or not self._may_recover()
+
+        timeout_secs = self._start_timeout_secs if first else self._push_timeout_secs
+        await self._wait(delivered, timeout_secs)
+        if not self._num_holding():
+            await self._wait(delivered_or_impossible, self._start_timeout_secs - timeout_secs)
+        self._end_push(first, timeout_secs)
+        self._healthy_at = self._awake.now()
+
+    async def _wait(self, condition: Callable[[], bool], timeout_secs: float) -> None:
+        """Waits for a condition, looked at after every attempt at a server, for so many seconds awake."""
+        deadline = self._awake.now() + timeout_secs
+        while not condition() and (left := deadline - self._awake.now()) > 0:
+            self._changed.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(min(left, LOOK_SECS)):
+                    await self._changed.wait()
+
+    async def _watch_the_clock(self) -> None:
+        """Keeps a busy time of other tasks apart from a stop of the process."""
+        while True:
+            self._awake.now()
+            await asyncio.sleep(LOOK_SECS)
+
+    def _num_holding(self) -> int:
+        """The servers that hold the target."""
+        return sum(s.holds(self._target) for s in self._servers)
+
+    def _num_needed(self, first: bool) -> int:
+        """The servers that must hold the target."""
+        # Rounded: 0.7 · 10 is above 7 in floating point.
+        return max(1, math.ceil(round(self._quorum * len(self._servers), 6))) if first else 1
+
+    def _may_recover(self) -> bool:
+        """Whether a server may become HEALTHY: DEAD, without weights, not tried yet or again, or one that will join."""
+        return self._discovery is not None or any(
+            s.state == DEAD or s.version is None or s.tried is not self._target
+            for s in self._servers
+        )
+
+    def _end_push(self, first: bool, timeout_secs: float) -> None:
+        """Ends a push: a server that does not hold the target is not HEALTHY."""
+        version = self._target.version
+        for server in self._servers:
+            if server.state == HEALTHY and not server.holds(self._target):
+                server.state = STALE
+                server.reason = (
+                    f"did not take version {version} within {timeout_secs:g} s ({server.reason})"
+                )
+                self._table.update(server)
+        if first and self._num_holding() < self._num_needed(first):
+            raise PublisherError(
+                f"version {version} reached {self._num_holding()} of {len(self._servers)} inference servers within "
+                f"{timeout_secs:g} s, and {self._num_needed(first)} must hold it (server.quorum = {self._quorum:g}): "
+                + self._describe()
+            )
+        if not any(s.state == HEALTHY for s in self._servers):
+            raise PublisherError(
+                f"no HEALTHY inference server left for version {version}: {self._describe()}"
+            )
+
+    async def _keep(self, client: InferenceClient, server: health.Server) -> None:
+        """The one task that talks to a server: keeps it at the target."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._rest_secs(server)):
+                    await server.due.wait()
+            server.due.clear()
+            if self._target is not None and not server.reserved:
+                await self._poll(client, server, self._target)
+
+    def _rest_secs(self, server: health.Server) -> float | None:
+        """Seconds to the next attempt at a server: backoff, with jitter; None where looks say when it is due."""
+        if self._is_settled(server):
+            return None
+        backoff = min(2.0 ** (server.num_failures - 1), MAX_BACKOFF) if server.num_failures else 1.0
+        return self._poll_secs * backoff * random.uniform(0.8, 1.2)
+
+    def _is_settled(self, server: health.Server) -> bool:
+        """Whether a server holds the target, so that a look is enough."""
+        return self._target is not None and not server.reserved and server.holds(self._target)
+
+    def _looked(self, server: health.Server, info: Mapping[str, Any] | None) -> None:
+        """Makes a server due whose look differs from the target, or has no answer."""
+        if self._is_settled(server) and (
+            info is None or health.difference(info, self._target) is not None
+        ):
+            server.due.set()
+
+    def _start_keeping(
+        self, client: InferenceClient, tasks: asyncio.TaskGroup, server: health.Server
+    ) -> None:
+        name = f"publisher {server.address}"
+        self._keepers[server.address] = tasks.create_task(self._keep(client, server), name=name)
+        self._looks.add(server, server.address)
+
+    async def _discover(self, client: InferenceClient, tasks: asyncio.TaskGroup) -> None:
+        """Keeps the servers that the discovery lists, besides the fixed ones."""
+        fixed = {server.address for server in self._servers} | {s.serves for s in self._servers}
+        found: dict[str, health.Server] = {}
+        while True:
+            listed = await self._discovery.read()
+            for address in found.keys() - listed.keys():
+                self._leave(found.pop(address))
+            for address in listed.keys() - found.keys() - fixed:
+                found[address] = server = health.Server(address, address, speed=listed[address])
+                log.info("%s joins the run", address)
+                self._servers.append(server)
+                self._table.add(server)
+                self._start_keeping(client, tasks, server)
+            for address, server in found.items():
+                if server.speed != listed[address]:
+                    server.speed, self._table.is_changed = listed[address], True
+                    self._table.update(server)
+            await self._publish_states()
+            self._check_any_healthy()
+            await asyncio.sleep(self._discover_secs)
+
+    def _leave(self, server: health.Server) -> None:
+        """Forgets a server. Workers find it gone from the table and resume its requests elsewhere."""
+        log.info("%s leaves the run", server.address)
+        server.has_left = True
+        self._servers.remove(server)
+        self._table.remove(server)
+        self._looks.remove(server)
+        self._keepers.pop(server.address).cancel()
+        self._changed.set()
+
+    async def _poll(
+        self, client: InferenceClient, server: health.Server, target: health.Target
+    ) -> None:
+        self._awake.now()
+        num_stops, woke = self._awake.num_stops, False
+        try:
+            with self._pin(target.version):
+                await self._push_target(client, server, target)
+            # During a push the version before it is still current.
+            current = (self._target.version, self._held if self._pushing else None)
+            if not server.reserved:  # meanwhile
+                server.state = HEALTHY if server.version in current else STALE
+                server.reason = f"holds version {server.version}"
+            server.num_failures = 0
+        except ObsoleteVersionError:
+            server.due.set()
+            return
+        except (ImportError, PublisherError):
+            raise  # of this process or of the queue, on any server
+        except UnfitServerError as error:
+            if self._announced is None:
+                raise PublisherError(str(error)) from None
+            server.state, server.reason = STALE, str(error)
+        except Exception as error:
+            self._awake.now()
+            if self._awake.num_stops != num_stops:
+                server.due.set()  # Its deadline passed while this process was stopped.
+                return
+            server.num_failures += 1
+            if not isinstance(error, ServerError):
+                log.exception("a push of version %s to %s failed", target.name, server.address)
+            server.reason = str(error) or type(error).__name__
+            if health.is_local(error):
+                log.error("%s: out of file descriptors (ulimit -n): %s", server.address, error)
+                return  # It keeps its state, and is looked at again.
+            was_dead = server.state == DEAD
+            server.state = STALE if await health.answers(client, server) else DEAD
+            if was_dead and server.state == STALE:
+                self._healthy_at = self._awake.now()  # It is back, and has its time to be HEALTHY.
+            # One that woke in the attempt has not had its try.
+            woke = server.state == STALE and (was_dead or isinstance(error, ServerTimeoutError))
+        server.tried = None if woke else target
+        self._table.update(server)
+        await self._publish_states()
+        self._changed.set()
+        self._check_any_healthy()
+
+    async def _push_target(
+        self, client: InferenceClient, server: health.Server, target: health.Target
+    ) -> None:
+        """Pushes the target to a server that does not hold it."""
+        info = await client.model_info(server.address, timeout_secs=health.PROBE_TIMEOUT_SECS)
+        # Before the first push, an equal number would be another run's.
+        if server.version == target.version:
+            difference = health.difference(info, target)
+            if difference is None:
+                return
+            server.state, server.version = STALE, None
+            server.reason = f"restarted: reports {difference}"
+            self._table.update(server)
+            await self._publish_states()
+        if server.version is None and self._preflight is not None:
+            await self._preflight(client, server.address)
+        if server.version is None and not verification.reports_digest(info):
+            # A learner that was killed in a push left it paused, and it has no lease. Its weights are verified, or
+            # have a name that no client accepts.
+            with contextlib.suppress(ServerError):
+                await client.continue_(server.address, timeout_secs=health.PROBE_TIMEOUT_SECS)
+        await self._transport(
+            client,
+            server.address,
+            path=target.files,
+            version=target.name,
+            timeout_secs=self._push_timeout_secs,
+            is_wanted=lambda: self._target is target and not server.has_left,
+            pausing=self._pauses.turn,
+        )
+        server.version = target.version
+
+    def _check_any_healthy(self) -> None:
+        """Raises when no server was HEALTHY for too long; a push has a deadline of its own."""
+        now = self._awake.now()
+        if self._pushing or self._table.any_healthy():
+            self._healthy_at = now
+            return
+        timeout_secs = self._push_timeout_secs
+        if self._may_recover():
+            timeout_secs = max(timeout_secs, self._start_timeout_secs)
+        if self._published is not None and now - self._healthy_at > timeout_secs:
+            raise PublisherError(
+                f"no HEALTHY inference server for {timeout_secs:g} s: {self._describe()}"
+            )
+
+    async def _publish_version(self, request: "_Request") -> None:
+        async with self._announcing:
+            self._announced = (request.version, request.run_epoch)
+            self._held = self._target.version
+            await self._announce_records(request.resume_point)
+
+    async def _publish_states(self) -> None:
+        """Publishes changed states, under the version published last."""
+        if self._table.is_changed or self._announcing.locked():
+            async with self._announcing:  # Changes meanwhile go in one announcement.
+                if self._announced is not None and self._table.is_changed:
+                    log.info("version %d: %s", self._announced[0], self._describe())
+                    await self._announce_records(None)
+
+    async def _announce_records(self, resume_point: ResumePoint | None) -> None:
+        records, (version, run_epoch) = self._table.take(), self._announced
+        try:
+            await asyncio.to_thread(self._announce, version, records, resume_point, run_epoch)
+        except Exception as error:
+            raise PublisherError(str(error)) from error
+
+    def waits_for(self) -> str:
+        """The wait of the push under way, and the state of every server, in words."""
+        return f"{self._phase}; {self._describe()}"
+
+    def _describe(self) -> str:
+        listed = f" ({self._discovery.place} lists the others)" if self._discovery else ""
+        return health.describe(self._servers) + listed
+
+
+@dataclasses.dataclass(frozen=True)
+class _Request:
+    version: int
+    run_epoch: int
+    write: Callable[[], str | os.PathLike | HeldVersion]
+    resume_point: ResumePoint | None
+
+
+def _write(
+    write: Callable[[], str | os.PathLike | HeldVersion],
+) -> tuple[StoredVersion | HeldVersion, int]:
+    written = write()
+    if isinstance(written, HeldVersion):
+        return written, written.num_bytes
+    path = pathlib.Path(written)
+    return StoredVersion(path), sum(f.stat().st_size for f in path.iterdir())
+
+
+def _at_least(published: int | None, version: int) -> bool:
+    return published is not None and published >= version
+
+
+def _first(error: BaseException) -> BaseException:
+    """The failure that cancelled the other tasks of a group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+# Of push_timeout_secs: a server that hangs in its turn holds up the others no longer.
+TURN_SHARE = 0.125
+MAX_BACKOFF = 8.0  # poll intervals between two attempts at a server that fails
+LOOK_SECS = 0.5  # between two calls of should_stop during a wait
+_CLOSE_TIMEOUT_SECS = 15.0

@@ -1,0 +1,511 @@
+"""Versions of the weights on disk, each a directory in Hugging Face layout, with digests.
+
+    root/00000012/config.json
+    root/00000012/model.safetensors            (or model-00001-of-00003.safetensors … and their index)
+    root/00000012/manifest.json                digests of the bytes as written, after any cast
+
+Of an adapter the first two are adapter_config.json and adapter_model.safetensors, in PEFT's layout.
+
+A version is written under a temporary name, synced and renamed: it is there in full or not at all. One learner
+writes a store, of one process or of several that write parts of one version; any process may read it. A learner that
+another one superseded neither replaces nor removes a version of that one. Imports no JAX.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import json
+import mmap
+import os
+import pathlib
+import re
+import shutil
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, BinaryIO
+
+import ml_dtypes
+import numpy as np
+
+from jaxrl_async.records import NOBODY, Identity, SupersededError
+from jaxrl_async.versions import layout as files
+
+MANIFEST = "manifest.json"
+ADAPTER = "adapter_"  # prefix of the files of an adapter
+MAX_SHARD_BYTES = 1 << 28  # A shard is closed before it grows beyond; a larger tensor has its own.
+MAX_MAPPED_FILES = 4  # of a StoredVersion, besides those whose tensors are in use
+
+_DTYPES = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_VERSION_NAME = re.compile(r"\d{8,}")
+_TEMPORARY = ".aside-"
+
+
+class WeightStoreError(ValueError):
+    """A version is missing or differs from its manifest; names the file and the tensor."""
+
+
+class WeightStore:
+    """The versions under one directory."""
+
+    def __init__(
+        self,
+        root: str | os.PathLike,
+        *,
+        keep: int,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+        writer: Identity = NOBODY,
+    ):
+        """Opens or makes the store.
+
+        Args:
+          root: its directory.
+          keep: newest versions that are kept, ≥ 1.
+          max_shard_bytes: bound on a safetensors file, and on the memory of a write, unless one tensor
+            alone is larger.
+          writer: the learner; it stands in the manifests.
+        """
+        if keep < 1:
+            raise ValueError(f"keep must be ≥ 1, got {keep}")
+        self._root = pathlib.Path(root).absolute()
+        self._root.mkdir(parents=True, exist_ok=True)
+        self._keep = keep
+        self._max_shard_bytes = max_shard_bytes
+        self._pins: collections.Counter[int] = collections.Counter()
+        self._pruning = threading.Lock()
+        self.writer = writer
+
+    def write(
+        self,
+        version: int,
+        tensors: Iterable[tuple[str, np.ndarray]],
+        config: Mapping[str, Any],
+        *,
+        prefix: str = "",
+    ) -> pathlib.Path:
+        """Writes a version and removes old ones.
+
+        The version written last is the newest: higher ones belong to a future that a resumed run has left, and are
+        removed too. An existing version is replaced.
+
+        Args:
+          version: ≥ 0.
+          tensors: (name, array of the dtype to write), taken one at a time.
+          config, prefix: as of `finish`.
+
+        Returns:
+          The version's directory.
+
+        Raises:
+          ValueError: a name comes twice, there is no tensor, or a dtype has no safetensors name.
+          SupersededError: a learner of a later generation wrote the version.
+        """
+        self.begin(version)
+        self.write_part(version, 0, tensors)
+        return self.finish(version, 1, config, prefix=prefix)
+
+    def begin(self, version: int) -> None:
+        """Makes the directory for the parts of a version; one process calls it, before any writes a part."""
+        self._sweep()
+        self._temporary(version).mkdir()
+
+    def write_part(
+        self, version: int, part: int, tensors: Iterable[tuple[str, np.ndarray]]
+    ) -> None:
+        """Writes some tensors of a version, into files of their own.
+
+        Args:
+          version: begun by `begin`.
+          part: ≥ 0, another one for each process.
+          tensors: as of `write`; there may be none.
+
+        Raises:
+          ValueError: a name comes twice, or a dtype has no safetensors name.
+        """
+        _write_part(self._temporary(version), part, tensors, self._max_shard_bytes)
+
+    def finish(
+        self, version: int, num_parts: int, config: Mapping[str, Any], *, prefix: str = ""
+    ) -> pathlib.Path:
+        """Makes one version of its parts, and removes old ones; see `write`.
+
+        Args:
+          version: begun by `begin`.
+          num_parts: that were written.
+          config: the content of config.json.
+          prefix: of the names of both kinds of files, ADAPTER for an adapter.
+
+        Raises:
+          WeightStoreError: a part is missing.
+          ValueError: a name comes twice, or there is no tensor.
+          SupersededError: a learner of a later generation wrote the version.
+        """
+        temporary = self._temporary(version)
+        table = _join_parts(temporary, num_parts, prefix)
+        _write_json(temporary / f"{prefix}config.json", config)
+        _write_json(temporary / MANIFEST, _manifest(version, self.writer, table))
+        _sync(temporary)
+        if self._is_younger(version):
+            raise SupersededError(
+                f"{self.path(version)} was written by generation {self._generation(version)} of run "
+                f"{self.writer.run_id}, after this learner, generation {self.writer.generation}"
+            )
+        if (path := self.path(version)).exists():
+            path.rename(self._root / f"{_TEMPORARY}replaced-{version}")
+        temporary.rename(path)
+        _sync(self._root)
+        self._prune(version)
+        return path
+
+    @contextlib.contextmanager
+    def pin(self, version: int) -> Iterator[None]:
+        """Keeps a version from being pruned by this object: a server is still reading it."""
+        with self._pruning:
+            self._pins[version] += 1
+        try:
+            yield
+        finally:
+            with self._pruning:
+                self._pins[version] -= 1
+
+    def path(self, version: int) -> pathlib.Path:
+        """The directory of a version, there or not."""
+        return self._root / f"{version:08d}"
+
+    def versions(self) -> list[int]:
+        """The versions that are there, ascending."""
+        names = (entry.name for entry in self._root.iterdir())
+        return sorted(int(name) for name in names if _VERSION_NAME.fullmatch(name))
+
+    def manifest(self, version: int) -> dict[str, Any]:
+        """{version, writer, total_bytes, digest, tensors: {name: {file, dtype, shape, num_bytes, digest}}}.
+
+        Raises:
+          WeightStoreError: there is no such version.
+        """
+        if not self.path(version).exists():
+            raise WeightStoreError(
+                f"no version {version} in {self._root}; it holds {self.versions()}"
+            )
+        return read_manifest(self.path(version))
+
+    def _temporary(self, version: int) -> pathlib.Path:
+        return self._root / f"{_TEMPORARY}{self.writer.generation}-{version}"
+
+    def _sweep(self) -> None:
+        """Removes the leftovers of a crash, but for those of a younger learner."""
+        for entry in self._root.glob(f"{_TEMPORARY}*"):
+            generation = entry.name.removeprefix(_TEMPORARY).partition("-")[0]
+            if not generation.isdecimal() or int(generation) <= self.writer.generation:
+                shutil.rmtree(entry)
+
+    def _generation(self, version: int) -> int:
+        """The generation of the learner that wrote a version; 0 where it is of another run, or unknown."""
+        try:
+            writer = read_manifest(self.path(version)).get("writer", {})
+        except WeightStoreError:
+            return 0
+        return writer["generation"] if writer.get("run_id") == self.writer.run_id else 0
+
+    def _is_younger(self, version: int) -> bool:
+        """Whether a version was written by a learner that superseded this one."""
+        return self._generation(version) > self.writer.generation
+
+    def _prune(self, newest: int) -> None:
+        keep = [version for version in self.versions() if version <= newest][-self._keep :]
+        with self._pruning:
+            for version in self.versions():
+                if version in keep or self._pins[version] or self._is_younger(version):
+                    continue
+                # Renamed first: a half-removed directory must not look like a version.
+                self.path(version).rename(self._root / f"{_TEMPORARY}pruned-{version}")
+        self._sweep()
+
+
+class StoredVersion(os.PathLike):
+    """One version that several pushes read: its manifest is read once, its files are checked once.
+
+    A file is mapped when a tensor of it is asked for, and MAX_MAPPED_FILES stay mapped. Use from any thread.
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        """Reads the manifest.
+
+        Raises:
+          WeightStoreError: there is none, or it is no manifest.
+        """
+        self._path = pathlib.Path(path)
+        self.manifest = read_manifest(path)
+        self.is_checked = False
+        self._entries: dict[str, files.TensorEntry] = {}
+        self._mapped: collections.OrderedDict[str, mmap.mmap] = collections.OrderedDict()
+        self._lock = threading.Lock()
+
+    def __fspath__(self) -> str:
+        return str(self._path)
+
+    @property
+    def version(self) -> int:
+        return self.manifest["version"]
+
+    @property
+    def digest(self) -> str:
+        return self.manifest["digest"]
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether it is an adapter in PEFT's layout, and no whole model."""
+        return any(entry["file"].startswith(ADAPTER) for entry in self.manifest["tensors"].values())
+
+    def names(self) -> list[str]:
+        """The names of its tensors."""
+        return list(self.manifest["tensors"])
+
+    def num_bytes(self, name: str) -> int:
+        """The size of a tensor."""
+        return self.manifest["tensors"][name]["num_bytes"]
+
+    def kind(self, name: str) -> tuple[str, list[int]]:
+        """The dtype, by numpy's name, and shape of a tensor."""
+        entry = self.manifest["tensors"][name]
+        return _DTYPES[entry["dtype"]].name, entry["shape"]
+
+    def check(self) -> None:
+        """Compares the length of every file with its header, and the headers with the manifest; once.
+
+        Raises:
+          WeightStoreError: a file is missing or truncated, or a tensor of the manifest is in none.
+        """
+        with self._lock:
+            if not self.is_checked:
+                self._entries = _read_entries(self._path, self.manifest["tensors"])
+                self.is_checked = True
+
+    def tensor(self, name: str) -> np.ndarray:
+        """A tensor, read-only, as a map of its file.
+
+        Raises:
+          WeightStoreError: as of `check`.
+        """
+        self.check()
+        with self._lock:
+            return _view(self._map(self.manifest["tensors"][name]["file"]), self._entries[name])
+
+    def verify(self) -> None:
+        """Compares every tensor with the manifest.
+
+        Raises:
+          WeightStoreError: names the first file and tensor that differ.
+        """
+        for name, said in self.manifest["tensors"].items():
+            for key, value in _describe(self.tensor(name)).items():
+                if value != said[key]:
+                    raise WeightStoreError(
+                        f"{self._path / said['file']}: tensor {name} has {key} {value}, its manifest says {said[key]}"
+                    )
+
+    def _map(self, file: str) -> mmap.mmap:
+        if file not in self._mapped:
+            self._mapped[file] = _map(self._path / file)
+        self._mapped.move_to_end(file)
+        while len(self._mapped) > MAX_MAPPED_FILES:
+            self._mapped.popitem(last=False)  # It is closed with the last tensor that uses it.
+        return self._mapped[file]
+
+
+def read_manifest(path: str | os.PathLike) -> dict[str, Any]:
+    """The manifest of a version's directory; see WeightStore.manifest.
+
+    Raises:
+      WeightStoreError: there is none, or it is no manifest.
+    """
+    file = pathlib.Path(path) / MANIFEST
+    try:
+        manifest = json.loads(file.read_text())
+        return manifest | {"tensors": dict(manifest["tensors"]), "digest": str(manifest["digest"])}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise WeightStoreError(f"{file}: cannot be read: {error!r}") from error
+
+
+def read_tensors(path: str | os.PathLike) -> dict[str, np.ndarray]:
+    """The tensors of a version's directory by name, read-only, as maps of its files.
+
+    Raises:
+      WeightStoreError: a file is missing or truncated, or a tensor of the manifest is in none.
+    """
+    version = StoredVersion(path)
+    return {name: version.tensor(name) for name in version.names()}
+
+
+def verify(path: str | os.PathLike) -> None:
+    """Compares every tensor of a version's directory with its manifest.
+
+    Raises:
+      WeightStoreError: names the first file and tensor that differ.
+    """
+    StoredVersion(path).verify()
+
+
+def _read_entries(
+    directory: pathlib.Path, table: Mapping[str, Mapping[str, Any]]
+) -> dict[str, files.TensorEntry]:
+    """The places of a manifest's tensors, from the headers of their files."""
+    entries = {}
+    for file in sorted({directory / entry["file"] for entry in table.values()}):
+        try:
+            entries |= files.read_header(file)
+        except (OSError, ValueError, KeyError) as error:
+            raise WeightStoreError(f"{file}: cannot be read: {error}") from error
+    for name in table.keys() - entries.keys():
+        raise WeightStoreError(f"{directory / table[name]['file']}: tensor {name} is missing")
+    return entries
+
+
+def _map(file: pathlib.Path) -> mmap.mmap:
+    try:
+        with open(file, "rb") as stream:
+            return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:
+        raise WeightStoreError(f"{file}: cannot be read: {error}") from error
+
+
+def _write_part(
+    directory: pathlib.Path,
+    part: int,
+    tensors: Iterable[tuple[str, np.ndarray]],
+    max_shard_bytes: int,
+) -> None:
+    """Writes tensors as they come, and a table of the files: [[file, {name: entry of the manifest}]]."""
+    shards = []
+    for number, shard in enumerate(_split(tensors, max_shard_bytes)):
+        described = {name: _describe(array) for name, array in shard.items()}
+        file = f"shard-{part}-{number}"
+        _write_safetensors(directory / file, shard, described)
+        shards.append((file, described))
+        shard.clear()  # Freed before the next one is gathered.
+    _write_json(directory / f"part-{part}.json", shards)
+
+
+def _join_parts(directory: pathlib.Path, num_parts: int, prefix: str) -> dict[str, dict[str, Any]]:
+    """Gives the files of all parts their names; returns the manifest's table."""
+    shards = [shard for part in range(num_parts) for shard in _take_part(directory, part)]
+    if not shards:
+        raise ValueError("a version needs at least one tensor")
+    table = {}
+    for number, (written, described) in enumerate(shards, start=1):
+        file = f"{prefix}model-{number:05d}-of-{len(shards):05d}.safetensors"
+        file = file if len(shards) > 1 else f"{prefix}model.safetensors"
+        (directory / written).rename(directory / file)
+        if twice := sorted(table.keys() & described.keys()):
+            raise ValueError(f"tensor {twice[0]} comes twice")
+        table |= {name: {"file": file, **entry} for name, entry in described.items()}
+    if len(shards) > 1:
+        weight_map = {name: entry["file"] for name, entry in table.items()}
+        index = {"metadata": {"total_size": _total_bytes(table)}, "weight_map": weight_map}
+        _write_json(directory / "model.safetensors.index.json", index)
+    return table
+
+
+def _take_part(directory: pathlib.Path, part: int) -> list[tuple[str, dict[str, Any]]]:
+    file = directory / f"part-{part}.json"
+    try:
+        shards = json.loads(file.read_text())
+    except FileNotFoundError as error:
+        raise WeightStoreError(f"{file}: this part of the version was not written") from error
+    file.unlink()
+    return shards
+
+
+def _split(
+    tensors: Iterable[tuple[str, np.ndarray]], max_shard_bytes: int
+) -> Iterator[dict[str, np.ndarray]]:
+    """Cuts the stream of tensors so that each part fits a shard."""
+    shard: dict[str, np.ndarray] = {}
+    num_bytes, seen = 0, set()
+    for name, array in tensors:
+        if name in seen:
+            raise ValueError(f"tensor {name} comes twice")
+        if shard and num_bytes + array.nbytes > max_shard_bytes:
+            yield shard
+            shard, num_bytes = {}, 0
+        seen.add(name)
+        shard[name] = array
+        num_bytes += array.nbytes
+    if shard:
+        yield shard
+
+
+def _write_safetensors(
+    file: pathlib.Path, tensors: dict[str, np.ndarray], described: dict[str, dict[str, Any]]
+) -> None:
+    header, offset = {"__metadata__": {"format": "pt"}}, 0  # transformers refuses files without.
+    for name, entry in described.items():
+        end = offset + entry["num_bytes"]
+        header[name] = {k: entry[k] for k in ("dtype", "shape")} | {"data_offsets": [offset, end]}
+        offset = end
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)  # The data starts aligned.
+    with open(file, "wb") as stream:
+        stream.write(len(encoded).to_bytes(8, "little") + encoded)
+        for array in tensors.values():
+            stream.write(files.raw(array))
+        _flush(stream)
+
+
+def _describe(array: np.ndarray) -> dict[str, Any]:
+    if array.dtype not in _DTYPE_NAMES:
+        raise ValueError(f"dtype {array.dtype} is none of {', '.join(map(str, _DTYPE_NAMES))}")
+    return {
+        "dtype": _DTYPE_NAMES[array.dtype],
+        "shape": list(array.shape),
+        "num_bytes": array.nbytes,
+        "digest": files.tensor_digest(array),
+    }
+
+
+def _manifest(version: int, writer: Identity, table: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "version": version,
+        "writer": dataclasses.asdict(writer),
+        "total_bytes": _total_bytes(table),
+        "digest": files.version_digest({name: entry["digest"] for name, entry in table.items()}),
+        "tensors": table,
+    }
+
+
+def _total_bytes(table: dict[str, dict[str, Any]]) -> int:
+    return sum(entry["num_bytes"] for entry in table.values())
+
+
+def _write_json(file: pathlib.Path, values: Any) -> None:
+    with open(file, "wb") as stream:
+        stream.write(json.dumps(values, indent=2).encode())
+        _flush(stream)
+
+
+def _flush(stream: BinaryIO) -> None:
+    stream.flush()
+    os.fsync(stream.fileno())
+
+
+def _sync(directory: pathlib.Path) -> None:
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _view(mapped: mmap.mmap, entry: files.TensorEntry) -> np.ndarray:
+    dtype = _DTYPES[entry.dtype]
+    count = entry.num_bytes // dtype.itemsize
+    return np.frombuffer(mapped, dtype, count, entry.start).reshape(entry.shape)

@@ -1,0 +1,188 @@
+"""Benchmarks: runs in one process are those of the real processes; what is measured of them; a tiny grid of each."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+SMOKE = "smoke,mode=sync"
+RUN_TIMEOUT_SECS = 400
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import blocks  # noqa: E402
+import delight_reversal  # noqa: E402
+import grid  # noqa: E402
+import staleness  # noqa: E402
+from in_process import Laboratory  # noqa: E402
+
+FRICTIONS = {
+    "rollout.delay_steps": "uniform(2)",
+    "rollout.frictions.actor_bug": 0.2,
+    "rollout.frictions.reward_corruption": 0.3,
+    "rollout.frictions.rare_discovery": 0.5,
+}
+TINY = {  # of any grid
+    "model.num_layers": 1,
+    "model.model_dim": 16,
+    "model.head_dim": 4,
+    "model.mlp_dim": 16,
+    "learner.num_steps": 3,
+    "checkpoint.every_steps": 2,
+    "evaluate.num_prompts": 8,
+}
+
+
+# In a process of its own: with the tests' 8 host devices XLA adds up in another order than in the run's processes.
+COMPARE = """
+import json, pathlib, sys
+import grid, jax, numpy as np
+from in_process import Laboratory
+from jaxrl_async.roles import parts
+
+overrides, arg, directory = json.loads(sys.argv[1]), sys.argv[2], sys.argv[3]
+settings = grid.settings_with(overrides, arg=arg)
+with Laboratory(f"{directory}/laboratory") as laboratory:
+    outcome, again = laboratory.run(settings), laboratory.run(settings)
+    first = laboratory.first_params(settings)
+step, params = parts.checkpoint_params(settings, pathlib.Path(directory, "run"))
+assert step == overrides["learner.num_steps"]
+jax.tree.map(np.testing.assert_array_equal, outcome.params, params)
+jax.tree.map(np.testing.assert_array_equal, again.params, params)
+assert not all(map(np.array_equal, jax.tree.leaves(first), jax.tree.leaves(params))), "nothing was learned"
+assert again.metrics[-1]["compile/count"] == outcome.metrics[-1]["compile/count"]
+"""
+
+
+@pytest.mark.parametrize(
+    "frictions",
+    [
+        pytest.param({}, id="clean", marks=pytest.mark.long),
+        pytest.param(FRICTIONS, id="delay and frictions"),
+    ],
+)
+def test_a_run_in_one_process_equals_the_real_one_bit_for_bit(frictions, tmp_path):
+    # Of the smoke's policy every answer is wrong, which moves no parameter: a longer warm start.
+    overrides = {"learner.num_steps": 3, "warm_start.num_steps": 150} | frictions
+    train = [f"--config=configs/quickstart.py:{SMOKE}", f"--workdir={tmp_path}/run"]
+    train += [f"--config.{key}={value}" for key, value in overrides.items()]
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    environment |= {"PYTHONPATH": f"{ROOT}/benchmarks"}
+    for words in (
+        ["-m", "jaxrl_async", "train", *train],
+        ["-c", COMPARE, json.dumps(overrides), SMOKE, str(tmp_path)],
+    ):
+        process = subprocess.run(
+            [sys.executable, *words],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=RUN_TIMEOUT_SECS,
+        )
+        assert process.returncode == 0, process.stdout
+
+
+@pytest.mark.parametrize("script", [delight_reversal, staleness])
+def test_a_grid_runs_once_and_is_written_with_its_plot(script, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(script, "BASE", script.BASE | TINY)
+    monkeypatch.setattr(script, "SEEDS", (0, 1))
+    if script is staleness:
+        short = {"learner.num_steps": 3, "warm_start.num_steps": 2, "evaluate.num_prompts": 8}
+        tasks = {task: values | short for task, values in script.TASKS.items()}
+        monkeypatch.setattr(script, "TASKS", tasks)
+        only = "method=dg,staleness=0|2,task=arithmetic"
+    else:
+        only = "method=dg,friction=none|all"
+    name = pathlib.Path(script.__file__).stem
+    argv = [name, f"--only={only}", f"--cache={tmp_path}/cache", f"--results={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", argv)
+    script.main()
+    assert "4 chosen, 4 to do" in capsys.readouterr().out
+    script.main()
+    assert "4 chosen, 0 to do" in capsys.readouterr().out
+    result = json.loads((tmp_path / f"{name}.json").read_text("utf-8"))
+    assert len(result["runs"]) == 4
+    assert all(len(row["curve"]) == 3 for row in result["runs"])  # versions 0, 2 and 3
+    assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+
+
+@pytest.mark.long
+def test_blocks_are_compared_in_a_grid_of_their_own(tmp_path, monkeypatch):
+    tiny = TINY | {"model.num_layers": 2, "warm_start.num_steps": 2}
+    monkeypatch.setattr(blocks, "STEPS", {1: 1, 2: 2})
+    monkeypatch.setattr(blocks, "BASE", tiny | blocks.BASE | {"checkpoint.every_steps": 1})
+    blocks.main(["--only=seed=0", f"--cache={tmp_path}", f"--results={tmp_path}"])
+    table = json.loads((tmp_path / "blocks.json").read_text("utf-8"))["table"]
+    assert [(row["blocks"], row["step"]) for row in table] == [
+        (1, 0),
+        (1, 1),
+        (2, 0),
+        (2, 1),
+        (2, 2),
+    ]
+
+
+def test_blocks_are_compared_at_equal_steps_and_at_equal_updates():
+    def run(blocks, seed, *accuracies):
+        curve = [[20 * i, accuracy] for i, accuracy in enumerate(accuracies)]
+        return {"blocks": blocks, "seed": seed, "curve": curve}
+
+    rows = [run(1, 0, 0.1, 0.5), run(1, 1, 0.3, 0.9)]
+    rows += [run(2, 0, 0.1, 0.4, 0.6), run(2, 1, 0.3, 0.6, 0.8)]
+    table = {(row["blocks"], row["step"]): row for row in blocks.tabulate(rows)}
+    assert table[1, 20]["accuracy"]["mean"] == pytest.approx(0.7)
+    assert table[2, 20]["equal_steps"]["mean"] == pytest.approx(-0.2)  # −0.1 and −0.3
+    assert table[2, 20]["equal_updates"] is None and table[2, 40]["equal_steps"] is None
+    assert table[2, 40]["equal_updates"]["mean"] == pytest.approx(0.0)  # +0.1 and −0.1
+
+
+def test_an_interval_is_students():
+    # Mean 2 and deviation 1 of three seeds; t at 2 degrees of freedom is 4.303: 4.303 / √3.
+    cell = grid.mean_and_interval([1, 2, 3])
+    assert cell["seeds"] == 3
+    assert (cell["mean"], cell["half_width"]) == pytest.approx((2, 2.484), abs=1e-3)
+
+
+def test_what_only_the_processes_can_do_is_refused(tmp_path):
+    settings = grid.settings_with({"rollout.drop_equal_rewards": True})
+    with Laboratory(tmp_path) as laboratory, pytest.raises(ValueError, match=r"drop_equal_rewards"):
+        laboratory.run(settings)
+
+
+@pytest.mark.long
+def test_each_method_is_compared_at_its_best_rate(tmp_path, monkeypatch, capsys):
+    short = {"learner.num_steps": 2, "warm_start.num_steps": 2, "evaluate.num_prompts": 8}
+    monkeypatch.setattr(staleness, "BASE", staleness.BASE | TINY)
+    task = staleness.TASKS["arithmetic"] | short
+    monkeypatch.setattr(staleness, "TASKS", {"arithmetic": task})
+    monkeypatch.setattr(staleness, "RATES", (1e-4, 1e-3))
+    monkeypatch.setattr(staleness, "CHOOSING_SEEDS", (100,))
+    monkeypatch.setattr(staleness, "REPORTED_SEEDS", (0, 1))
+    argv = ["staleness", "--rates", "--only=method=dg,staleness=0"]
+    argv += [f"--cache={tmp_path}/cache", f"--results={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", argv)
+    staleness.main()
+    printed = capsys.readouterr().out
+    assert "2 chosen, 2 to do" in printed  # of one seed, at each rate; then
+    assert "2 runs, 2 chosen" in printed  # of two, at the best
+    result = json.loads((tmp_path / "staleness_rates.json").read_text("utf-8"))
+    assert [row["seed"] for row in result["runs"]] == [100, 100, 0, 1]
+    cell = result["table"]["arithmetic"]["dg"]["0"]
+    assert cell["accuracy"]["seeds"] == 2 and {r["rate"] for r in result["runs"][2:]} == {
+        cell["rate"]
+    }
+
+
+def test_the_best_rate_has_the_highest_mean_over_its_seeds():
+    def run(method, rate, accuracy):
+        labels = {"task": "t", "method": method, "staleness": 0, "rate": rate}
+        return labels | {"curve": [[0, 0.0], [9, accuracy]]}
+
+    rows = [run("dg", 1e-4, 0.9), run("dg", 1e-4, 0.1), run("dg", 1e-3, 0.6), run("dg", 1e-3, 0.5)]
+    rows += [run("ppo", 1e-4, 0.3), run("ppo", 1e-3, 0.3)]
+    assert staleness.best_rates(rows) == {("t", "dg", 0): 1e-3, ("t", "ppo", 0): 1e-4}

@@ -1,0 +1,338 @@
+"""The relay beside a server that has none: pushes by "stream" to a fake SGLang, and what it must not do."""
+
+import asyncio
+import contextlib
+import json
+
+import aiohttp
+import numpy as np
+import pytest
+from fixtures.fake_sglang import FakeServer
+
+from jaxrl_async.cli import main
+from jaxrl_async.extras.relay import sidecar
+from jaxrl_async.intake import relay
+from jaxrl_async.publishing import transports
+from jaxrl_async.records import Identity
+from jaxrl_async.servers.client import InferenceClient, ServerError
+from jaxrl_async.versions.store import StoredVersion, WeightStore, read_manifest
+
+TIMEOUT_SECS = 20.0
+
+
+@pytest.fixture
+def make_server():
+    servers = []
+
+    def make():
+        server = FakeServer().start()
+        server.sglang = True
+        servers.append(server)
+        return server
+
+    yield make
+    for server in servers:
+        server.stop()
+
+
+@contextlib.asynccontextmanager
+async def sidecars(*servers, **options):
+    """Addresses of the sidecars of so many servers."""
+    async with contextlib.AsyncExitStack() as stack:
+        addresses = []
+        for server in servers:
+            serving = sidecar.serve(server.address, host="127.0.0.1", port=0, **options)
+            addresses.append(f"http://127.0.0.1:{await stack.enter_async_context(serving)}")
+        yield addresses
+
+
+def tensors(number):
+    rng = np.random.default_rng(0)
+    names = ("model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.gate_proj.weight")
+    made = {name: rng.normal(size=(64, 32)).astype(np.float32) for name in names}
+    made[names[0]][0, 0] = number
+    return made
+
+
+@pytest.fixture
+def write(tmp_path):
+    store = WeightStore(tmp_path / "weights", keep=3)
+    return lambda number: store.write(number, tensors(number).items(), {"a": 1})
+
+
+async def push(client, address, path, version, **options):
+    stored = path if isinstance(path, StoredVersion) else StoredVersion(path)
+    transport = transports.FileTransport("stream", mode="retract", **options)
+    await transport(client, address, path=stored, version=version, timeout_secs=TIMEOUT_SECS)
+
+
+def loaded(server):
+    """The digest of the directory that a server loaded last, read again."""
+    directory = server.payloads("/update_weights_from_disk")[-1]["model_path"]
+    StoredVersion(directory).verify()
+    return read_manifest(directory)["digest"]
+
+
+async def test_sglang_loads_what_was_sent_under_the_names_of_a_push_from_disk(make_server, write):
+    server, path = make_server(), write(1)
+    async with sidecars(server) as (address,), InferenceClient() as client:
+        await push(client, address, path, 1)
+        assert loaded(server) == read_manifest(path)["digest"]
+    assert server.version == "1" and not server.paused
+    names = [call["weight_version"] for call in server.payloads("/update_weights_from_disk")]
+    assert names == ["1-unverified"]
+    changes = [r for r in server.routes() if r not in ("/model_info", "/server_info")]
+    assert changes == [
+        "/pause_generation",
+        "/update_weight_version",
+        "/update_weights_from_disk",
+        "/weights_checker",
+        "/update_weight_version",
+        "/continue_generation",
+    ]
+
+
+async def test_a_server_that_can_prepare_loads_before_its_pause(make_server, write):
+    server, path = make_server(), write(1)
+    server.sglang = False
+    writer = Identity("a", 1)
+    async with sidecars(server) as (address,), InferenceClient() as client:
+        await push(client, address, path, 1, writer=writer, pause_lease_secs=7)
+        digest = read_manifest(path)["digest"]
+        assert loaded(server) == digest
+    changes = [r for r in server.routes() if r != "/model_info"]
+    assert changes == [
+        "/weights/prepare",
+        "/pause_generation",
+        "/update_weights_from_disk",
+        "/continue_generation",
+    ]
+    signed = {"run_id": "a", "generation": 1}
+    for route in ("/weights/prepare", "/update_weights_from_disk"):
+        (call,) = server.payloads(route)
+        assert (call["weight_version"], call["weight_digest"]) == ("1", digest)
+        assert call["writer"] == signed
+    assert server.leases == {"/weights/prepare": "7", "/pause_generation": "7"}
+
+
+async def test_a_server_s_refusal_of_a_preparation_is_the_push_s(make_server, write):
+    server = make_server()
+    server.sglang = False
+    server.fail["/weights/prepare"] = (400, "model_path lies outside --weights-root")
+    async with sidecars(server) as (address,), InferenceClient() as client:
+        with pytest.raises(ServerError, match="lies outside --weights-root"):
+            await push(client, address, write(1), 1)
+    assert "/pause_generation" not in server.routes()
+
+
+async def test_a_server_without_room_for_two_versions_loads_in_its_pause(make_server, write):
+    server, path = make_server(), write(1)
+    server.sglang = False
+    server.fail["/weights/prepare"] = (507, "no room")
+    async with sidecars(server) as (address,), InferenceClient() as client:
+        await push(client, address, path, 1)
+        assert loaded(server) == read_manifest(path)["digest"]
+    assert "weight_digest" not in server.payloads("/update_weights_from_disk")[0]
+
+
+async def test_differences_are_applied_here(make_server, write):
+    server, sent = make_server(), []
+
+    class Client(InferenceClient):
+        async def upload(self, address, *, file, **call):
+            sent.append(file.suffix)
+            await super().upload(address, file=file, **call)
+
+    async with sidecars(server) as (address,), Client() as client:
+        for number in (1, 2, 3):
+            path = write(number)
+            await push(client, address, path, number, delta=True)
+            assert loaded(server) == read_manifest(path)["digest"] and server.version == str(number)
+            assert (sent == [".difference"]) == (number > 1)
+            sent.clear()
+
+
+async def test_agents_hand_a_version_on(make_server, write):
+    servers, path = [make_server() for _ in range(3)], StoredVersion(write(1))
+    uploads = []
+
+    class Client(InferenceClient):
+        async def upload(self, address, **call):
+            uploads.append(address)
+            await super().upload(address, **call)
+
+    async with sidecars(*servers) as addresses, Client() as client:
+        await asyncio.gather(*(push(client, a, path, 1, fanout=1) for a in addresses))
+        assert [loaded(server) for server in servers] == [path.digest] * 3
+    assert len(set(uploads)) == 1
+
+
+async def test_an_agent_that_was_killed_is_gone_around(make_server, write):
+    servers, path = [make_server() for _ in range(3)], StoredVersion(write(1))
+    asked = []
+
+    class Client(InferenceClient):
+        async def fetch_weights(self, address, *, source, **call):
+            asked.append((address, source))
+            await super().fetch_weights(address, source=source, **call)
+
+        async def upload(self, address, **call):
+            asked.append((address, None))
+            await super().upload(address, **call)
+
+    options = {"fanout": 1, "delta": True}  # Each keeps a copy, and the files for the others.
+    async with sidecars(servers[0], servers[2]) as (first, last), Client() as client:
+        async with sidecars(servers[1]) as (killed,):
+            await push(client, first, path, 1, **options)
+            await push(client, killed, path, 1, **options)
+        await push(client, last, path, 1, **options)
+        assert loaded(servers[2]) == path.digest
+    assert asked[-3:] == [(killed, first), (last, killed), (last, first)]
+    assert set(asked[:-3]) == {(first, None)}
+
+
+async def test_a_version_that_is_not_the_learner_s_is_not_loaded(make_server, write):
+    server, path = make_server(), write(1)
+
+    class Client(InferenceClient):
+        async def prepare_weights(self, address, *, digest, **call):
+            await super().prepare_weights(address, digest="0" * 64, **call)
+
+    async with sidecars(server) as (address,), Client() as client:
+        with pytest.raises(ServerError, match="the push is of 0000"):
+            await push(client, address, path, 1)
+    assert "/update_weights_from_disk" not in server.routes() and not server.paused
+
+
+async def test_a_file_that_was_altered_here_is_not_loaded(make_server, write, monkeypatch):
+    server, path, receive = make_server(), write(1), relay.Relay.receive
+
+    async def alters(self, version, name, chunks, piece):
+        await receive(self, version, name, chunks, piece)
+        if name == "model.safetensors":
+            file = self.directory(version) / name
+            content = bytearray(file.read_bytes())
+            content[-3] ^= 1
+            file.write_bytes(content)
+
+    monkeypatch.setattr(relay.Relay, "receive", alters)
+    async with sidecars(server) as (address,), InferenceClient() as client:
+        with pytest.raises(ServerError, match="its manifest says"):
+            await push(client, address, path, 1)
+    assert "/update_weights_from_disk" not in server.routes() and not server.paused
+
+
+async def test_an_update_without_its_preparation_is_refused(make_server, write):
+    async with sidecars(make_server()) as (address,), InferenceClient() as client:
+        await push(client, address, write(1), 1)
+        with pytest.raises(ServerError, match="no version with digest 'abc' was prepared"):
+            await client.update_weights_from_upload(
+                address, version="1", flush_cache=True, timeout_secs=5.0, digest="abc"
+            )
+
+
+async def test_all_other_calls_go_through_with_their_answers(make_server):
+    server = make_server()
+    server.fail["/flush_cache"] = (418, "short and stout")
+    async with sidecars(server) as (address,), aiohttp.ClientSession() as session:
+        body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 3}}
+        async with session.post(f"{address}/generate", json=body) as answer:
+            assert answer.status == 200 and len((await answer.json())["output_ids"]) == 3
+        async with session.post(f"{address}/flush_cache") as answer:
+            assert answer.status == 418 and "stout" in await answer.text()
+        async with session.get(f"{address}/model_info") as answer:
+            info = await answer.json()
+            assert info["hands_on"] is True and info["weight_version"] == "default"
+
+
+async def test_a_server_that_is_gone_is_named(make_server):
+    server = make_server()
+    async with sidecars(server) as (address,), InferenceClient() as client:
+        server.stop()
+        for call in (client.model_info, client.server_info):
+            with pytest.raises(ServerError, match=f"{server.address} does not answer the sidecar"):
+                await call(address, timeout_secs=5.0)
+        server.start()
+
+
+async def test_a_pause_ends_with_its_lease(make_server):
+    server = make_server()
+    async with sidecars(server) as (address,), InferenceClient() as client:
+        await client.pause(address, mode="retract", timeout_secs=5.0, lease_secs=0.05)
+        async with asyncio.timeout(TIMEOUT_SECS):
+            while server.paused or "/continue_generation" not in server.routes():
+                await asyncio.sleep(0.01)
+        await client.pause(address, mode="retract", timeout_secs=5.0, lease_secs=0.1)
+        await client.continue_(address, timeout_secs=5.0)
+        await asyncio.sleep(0.2)
+    assert server.routes().count("/continue_generation") == 2
+
+
+async def test_its_own_routes_need_its_key_and_the_others_the_server_s(make_server, write):
+    server, path = make_server(), write(1)
+    server.api_key, server.admin_api_key = "a" * 32, "b" * 32
+    async with sidecars(server, key="b" * 32) as (address,):
+        async with InferenceClient(api_key="a" * 32, admin_api_key="b" * 32) as client:
+            await push(client, address, path, 1)
+        async with InferenceClient(api_key="a" * 32, admin_api_key="c" * 32) as client:
+            with pytest.raises(ServerError, match="needs the admin api key of this sidecar"):
+                await push(client, address, path, 1)
+    assert server.version == "1"
+
+
+async def test_a_superseded_learner_changes_nothing(make_server, write):
+    server, path = make_server(), write(1)
+    async with sidecars(server) as (address,), InferenceClient() as client:
+        await push(client, address, path, 1, writer=Identity("a", 2))
+        with pytest.raises(ServerError, match="superseded by generation 2"):
+            await push(client, address, write(2), 2, writer=Identity("a", 1))
+    assert server.version == "1"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b"[]", "must be a JSON object"),
+        (b"{", "Expecting"),
+        (json.dumps({"weight_version": "1"}).encode(), "weight_digest must be a text"),
+        (
+            json.dumps({"weight_version": "../1", "weight_digest": "a"}).encode(),
+            "no file of version",
+        ),
+        (
+            json.dumps(
+                {"weight_version": "1", "weight_digest": "a", "difference": "../x.difference"}
+            ).encode(),
+            "difference must be a file's name",
+        ),
+    ],
+)
+async def test_a_preparation_that_cannot_be_is_refused(make_server, body, message):
+    async with sidecars(make_server()) as (address,), aiohttp.ClientSession() as session:
+        async with session.post(f"{address}/weights/prepare", data=body) as answer:
+            assert answer.status == 400 and message in await answer.text()
+
+
+def test_a_relay_beyond_loopback_needs_a_key():
+    async def start():
+        async with sidecar.serve("http://127.0.0.1:1", host="0.0.0.0", port=0):
+            pass
+
+    with pytest.raises(ValueError, match="--admin_api_key_env"):
+        asyncio.run(start())
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "--server=http://host:port is needed, got ''"),
+        (["--server=http://a:1", "--host=0.0.0.0"], "not loopback, without TLS"),
+        (
+            ["--server=http://a:1", "--host=0.0.0.0", "--insecure"],
+            "--admin_api_key_env",
+        ),
+    ],
+)
+def test_the_verb_refuses_what_it_cannot_serve(flags, message, capsys):
+    assert main.main(["relay", *flags]) == 2
+    assert message in capsys.readouterr().err

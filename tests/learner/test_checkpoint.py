@@ -1,0 +1,210 @@
+"""Checkpoints: saved states come back, 0 is kept, and a misfit is named."""
+
+import logging
+import signal
+import subprocess
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from orbax.checkpoint._src.checkpointers import async_checkpointer
+
+from jaxrl_async.learner.checkpoint import CheckpointError, Checkpoints
+from jaxrl_async.records import ResumePoint
+from jaxrl_async.roles.learner import Saves
+from jaxrl_async.runtime import workdir
+
+WAIT_SECS = 60.0
+
+
+def state(value=1.0, shape=(4, 2)):
+    return {"params": {"w": jnp.full(shape, value)}, "updates": jnp.int32(3)}
+
+
+def open_checkpoints(directory, keep=2):
+    return Checkpoints(directory, keep=keep)
+
+
+def test_what_is_saved_is_restored(tmp_path):
+    position = {"step": 7, "frontier": 70, "outstanding": [[64, 0], [66, 1]]}
+    checkpoints = open_checkpoints(tmp_path)
+    checkpoints.save(7, state(2.5), position)
+    checkpoints.close()
+    restored, found = open_checkpoints(tmp_path).restore(7, state())
+    np.testing.assert_array_equal(restored["params"]["w"], np.full((4, 2), 2.5))
+    assert int(restored["updates"]) == 3
+    assert found == position
+
+
+def test_the_newest_are_kept_and_zero_always(tmp_path):
+    checkpoints = open_checkpoints(tmp_path, keep=2)
+    for step in range(5):
+        checkpoints.save(step, state(step), {})
+    checkpoints.written(wait=True)
+    assert checkpoints.steps() == [0, 3, 4]
+
+
+def test_a_step_that_is_not_there_is_named_with_those_that_are(tmp_path):
+    checkpoints = open_checkpoints(tmp_path)
+    checkpoints.save(2, state(), {})
+    checkpoints.written(wait=True)
+    with pytest.raises(CheckpointError, match=r"checkpoint 3 .*\[2\]"):
+        checkpoints.restore(3, state())
+
+
+def test_a_checkpoint_of_another_shape_names_the_tensor_and_both_shapes(tmp_path):
+    checkpoints = open_checkpoints(tmp_path)
+    checkpoints.save(1, state(), {})
+    with pytest.raises(CheckpointError, match=r"params\.w .*\(4, 2\).*\(4, 3\)"):
+        checkpoints.restore(1, state(shape=(4, 3)))
+
+
+def test_a_tensor_that_is_missing_is_named(tmp_path):
+    checkpoints = open_checkpoints(tmp_path)
+    checkpoints.save(1, state(), {})
+    wanted = state()
+    wanted["params"]["bias"] = jnp.zeros(2)
+    with pytest.raises(CheckpointError, match=r"params\.bias .*nothing.*\(2,\)"):
+        checkpoints.restore(1, wanted)
+
+
+def test_a_checkpoint_is_restored_into_another_sharding(tmp_path):
+    checkpoints = open_checkpoints(tmp_path)
+    checkpoints.save(1, state(3.0), {})
+    mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
+    wanted = state()
+    wanted["params"]["w"] = jax.device_put(wanted["params"]["w"], sharding)
+    restored, _ = checkpoints.restore(1, wanted)
+    assert restored["params"]["w"].sharding == sharding
+    np.testing.assert_array_equal(restored["params"]["w"], np.full((4, 2), 3.0))
+
+
+# In the background.
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    """Every write ends when it is set."""
+    go, write = threading.Event(), async_checkpointer._background_wait_for_commit_futures
+
+    def slow(*args, **kwargs):
+        assert go.wait(WAIT_SECS)
+        write(*args, **kwargs)
+
+    monkeypatch.setattr(async_checkpointer, "_background_wait_for_commit_futures", slow)
+    yield go
+    go.set()
+
+
+def test_saving_returns_before_the_checkpoint_is_on_disk(tmp_path, disk):
+    checkpoints = open_checkpoints(tmp_path / "checkpoints")
+    checkpoints.save(1, state(), {})
+    assert checkpoints.written() is None and checkpoints.steps() == []
+    assert workdir.checkpoint_steps(tmp_path) == []
+    disk.set()
+    written = checkpoints.written(wait=True)
+    assert (written.step, written.num_bytes) == (1, 4 * 2 * 4 + 4) and written.secs > 0
+    assert checkpoints.written(wait=True) is None
+    assert checkpoints.steps() == workdir.checkpoint_steps(tmp_path) == [1]
+
+
+def test_a_checkpoint_holds_the_state_at_its_save_whatever_becomes_of_its_buffers(tmp_path, disk):
+    checkpoints = open_checkpoints(tmp_path)
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
+    values = np.arange(1 << 16, dtype=np.float32)
+    saved = {"w": jax.device_put(values, sharding)}
+    overwrite = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 - 1, tree), donate_argnums=0)
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), saved)
+    checkpoints.save(1, saved, {})
+    later = jax.block_until_ready(overwrite(saved))
+    assert float(later["w"].max()) == -1
+    disk.set()
+    restored, _ = checkpoints.restore(1, like)
+    np.testing.assert_array_equal(restored["w"], values)
+
+
+def test_a_write_that_fails_names_its_step_and_leaves_the_checkpoint_before(tmp_path, monkeypatch):
+    checkpoints = open_checkpoints(tmp_path, keep=1)
+    checkpoints.save(1, state(), {})
+    checkpoints.written(wait=True)
+
+    def fail(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(async_checkpointer, "_background_wait_for_commit_futures", fail)
+    checkpoints.save(2, state(), {})
+    with pytest.raises(CheckpointError, match=r"checkpoint 2 was not written .*No space left"):
+        checkpoints.save(3, state(), {})
+    checkpoints.close()
+    assert open_checkpoints(tmp_path).steps() == [1]
+
+
+KILLED = """
+import os, pathlib, signal, sys, time
+import jax.numpy as jnp
+from orbax.checkpoint._src.checkpointers import async_checkpointer
+from jaxrl_async.learner.checkpoint import Checkpoints
+
+checkpoints = Checkpoints(sys.argv[1], keep=1)
+checkpoints.save(1, {"w": jnp.ones(4)}, {})
+checkpoints.written(wait=True)
+
+def kill(*args, **kwargs):
+    deadline = time.monotonic() + 20
+    while not [*pathlib.Path(sys.argv[1]).glob("2*")] and time.monotonic() < deadline:
+        time.sleep(0.01)  # Its directory is made beside this thread.
+    os.kill(os.getpid(), signal.SIGKILL)
+
+async_checkpointer._background_wait_for_commit_futures = kill
+checkpoints.save(2, {"w": 2 * jnp.ones(4)}, {})
+checkpoints.written(wait=True)
+"""
+
+
+def test_a_process_killed_while_it_writes_leaves_the_checkpoint_before(tmp_path):
+    directory = tmp_path / "checkpoints"
+    ended = subprocess.run([sys.executable, "-c", KILLED, directory], timeout=WAIT_SECS)
+    assert ended.returncode == -signal.SIGKILL
+    assert [path.name for path in directory.glob("2*")] not in ([], ["2"])  # the unfinished one
+    assert workdir.checkpoint_steps(tmp_path) == [1]
+    successor = Checkpoints(directory, keep=1, remove_unfinished=True)
+    restored, _ = successor.restore(successor.latest(), {"w": jnp.zeros(4)})
+    np.testing.assert_array_equal(restored["w"], np.ones(4))
+    successor.save(2, restored, {})
+    successor.written(wait=True)
+    assert [path.name for path in directory.glob("[0-9]*")] == ["2"]
+
+
+def test_the_queue_hears_of_a_checkpoint_when_it_is_on_disk_and_the_plan_is_said_once(
+    tmp_path, disk, caplog
+):
+    caplog.set_level(logging.INFO, logger="jaxrl_async.roles.learner")
+    heard = []
+    saves = Saves(
+        open_checkpoints(tmp_path, keep=1), heard.append, 60.0, in_background=True, says=True
+    )
+    point = ResumePoint(4, 40, (), {}, {})
+    saves.save(4, state(), point)
+    saves.check()
+    assert heard == [] and not [r for r in caplog.records if r.name.startswith("jaxrl_async")]
+    disk.set()
+    saves.save(8, state(), point)  # Waits for the one before.
+    assert heard == [4] and caplog.text.count("of checkpoint.grace_secs = 60") == 1
+    saves.check(wait=True)
+    assert heard == [4, 8] and caplog.text.count("checkpoint.grace_secs") == 1
+
+
+def test_a_checkpoint_that_is_not_written_in_the_background_is_on_disk_when_save_returns(
+    tmp_path, disk
+):
+    heard = []
+    checkpoints = open_checkpoints(tmp_path, keep=1)
+    saves = Saves(checkpoints, heard.append, 60.0, in_background=False, says=False)
+    threading.Timer(0.2, disk.set).start()
+    saves.save(4, state(), ResumePoint(4, 40, (), {}, {}))
+    assert disk.is_set() and heard == [4] and checkpoints.steps() == [4]

@@ -1,0 +1,159 @@
+"""Slow tests: learning through the real processes on three seeds, benchmarks, GSM8K, the quickstart command.
+
+No test asserts a time. The benchmarks print the figures, which stand in docs/results.md.
+"""
+
+import itertools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+import numpy as np
+import psutil
+import pytest
+from fixtures import real_servers
+
+from jaxrl_async.cli.config import load_config
+from jaxrl_async.metrics import read_metrics
+
+ROOT = pathlib.Path(__file__).parents[2]
+GSM8K = pathlib.Path(os.environ.get("JAXRL_GSM8K_DIR", ROOT.parent / "shared" / "data" / "gsm8k"))
+
+pytestmark = pytest.mark.long
+
+
+def run(*words, **variables):
+    """Runs a command as a user would: without the 8 host devices of the tests."""
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    subprocess.run(
+        [*map(str, words)], cwd=ROOT, env=environment | variables, check=True, timeout=1800
+    )
+
+
+def jaxrl(*words):
+    run(sys.executable, "-m", "jaxrl_async", *words)
+
+
+@pytest.mark.parametrize("seed", [21, 22, 23])
+@pytest.mark.parametrize("mode", ["async", "sync", "periodic"])
+def test_rl_raises_held_out_accuracy_by_forty_points_to_eighty(mode, seed, tmp_path):
+    config = f"--config=configs/quickstart.py:mode={mode},seed={seed}"
+    jaxrl("train", config, f"--workdir={tmp_path}/run")
+    jaxrl("evaluate", f"--workdir={tmp_path}/run")
+    before, *_, after = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    assert after["greedy"] >= 0.80
+    assert after["greedy"] - before["greedy"] >= 0.40
+    counts = [row["compile/count"] for row in read_metrics(tmp_path / "run")]
+    assert counts[1] == counts[-1], "a program compiled after the first two steps"
+
+
+def test_twenty_steps_of_gsm8k_in_async_mode(tmp_path):
+    if not GSM8K.is_dir():
+        pytest.skip(
+            "no GSM8K here: set JAXRL_GSM8K_DIR to the directory of train.jsonl and test.jsonl"
+        )
+    jaxrl(
+        "train",
+        "--config=configs/gsm8k_tiny.py",
+        f"--config.task.args.directory={GSM8K}",
+        f"--workdir={tmp_path}/run",
+    )
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == list(range(1, 21))
+
+
+def command_of(server):
+    """The config's server.command, in the environment of these tests."""
+    command = load_config(f"configs/arithmetic_{server}.py").server.command
+    where = command.replace(f".venv-servers/{server}", str(real_servers.environment_of(server)))
+    return f"--config.server.command={where}"
+
+
+@pytest.mark.parametrize("server", ["sglang", "sglang_jax"])
+def test_a_real_server_teaches_what_the_embedded_one_does(server, tmp_path):
+    real_servers.require(server)
+    config = f"--config=configs/arithmetic_{server}.py:seed=21"
+    jaxrl("train", config, command_of(server), f"--workdir={tmp_path}/run")
+    jaxrl("evaluate", f"--workdir={tmp_path}/run")
+    before, *_, after = json.loads((tmp_path / "run" / "evaluation.json").read_text())
+    assert after["greedy"] >= 0.80
+    assert after["greedy"] - before["greedy"] >= 0.40
+    first = read_metrics(tmp_path / "run")[0]
+    assert first["mismatch/tokens"] > 0 and first["mismatch/max_abs"] <= 1e-4
+
+
+@pytest.mark.parametrize("server", ["sglang", "sglang_jax"])
+def test_one_of_two_real_servers_is_killed_and_rejoins(server, tmp_path, capsys):
+    """Prints the longest time without a step after the kill."""
+    real_servers.require(server)
+    workdir, num_steps = tmp_path / "run", 120
+    command = [sys.executable, "-m", "jaxrl_async", "train", f"--workdir={workdir}"]
+    command += [f"--config=configs/arithmetic_{server}.py", command_of(server)]
+    command += ["--config.server.num_local=2"]
+    command += [
+        "--config.warm_start.num_steps=20",
+        f"--config.learner.num_steps={num_steps}",
+        "--config.checkpoint.every_steps=1000",
+    ]
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 600
+        while len(read_metrics(workdir)) < 20:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.2)
+        roles = psutil.Process(process.pid).children()
+        (role,) = [r for r in roles if {"--role=server", "--index=1"} <= set(r.cmdline())]
+        killed_at = time.time()
+        for child in role.children(recursive=True):
+            child.kill()
+        assert process.wait(900) == 0
+    finally:
+        process.terminate()
+        process.wait(60)
+    rows = read_metrics(workdir)
+    assert [row["step"] for row in rows] == list(range(1, num_steps + 1))
+    times = [row["unix_time"] for row in rows]
+    gaps = [after - before for before, after in itertools.pairwise(times) if after > killed_at]
+    usual = np.median([after - before for before, after in itertools.pairwise(times)])
+    log = (workdir / "logs" / "learner.log").read_text()
+    states = [line for line in log.splitlines() if "http://" in line and " is " in line]
+    lost = next(i for i, line in enumerate(states) if "DEAD" in line or "STALE" in line)
+    rejoined = [line for line in states[lost:] if line.count("is HEALTHY") == 2]
+    with capsys.disabled():
+        print(
+            f"\n{server}: longest gap between steps after the kill {max(gaps):.1f} s "
+            f"(median {usual:.1f} s); first lines: {states[lost][:200]} … {rejoined[:1]}"
+        )
+    assert rejoined, states[-3:]
+    position = json.loads(
+        (workdir / "checkpoints" / str(num_steps) / "position" / "metadata").read_text()
+    )
+    outstanding = {permit[0] for permit in position["outstanding"]}
+    assert position["frontier"] - len(outstanding) == 64 * num_steps
+    assert position["retired"] == {}
+
+
+@pytest.mark.parametrize("name", ["learner", "modes"])
+def test_a_benchmark_runs_whole(name):
+    run(sys.executable, f"benchmarks/{name}.py")
+
+
+def test_the_benchmark_of_weights_runs_small(tmp_path):
+    run(sys.executable, "benchmarks/weights.py", "--sizes=1", f"--out={tmp_path}/weights.json")
+    rows = json.loads((tmp_path / "weights.json").read_text())["rows"]
+    assert len(rows) == 6
+
+
+def test_the_benchmark_of_servers_runs_once(tmp_path):
+    flags = ("--servers=embedded", "--every=1", "--seeds=11", f"--out={tmp_path}/servers.json")
+    run(sys.executable, "benchmarks/servers.py", *flags)
+    (row,) = json.loads((tmp_path / "servers.json").read_text())["rows"]
+    assert row["greedy_after"] >= 0.80
+
+
+def test_the_quickstart_command_makes_its_own_environment(tmp_path):
+    run("./launch/quickstart.sh", "smoke", tmp_path / "run", JAXRL_VENV=str(tmp_path / "venv"))
+    assert (tmp_path / "run" / "report.html").exists()

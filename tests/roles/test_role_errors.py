@@ -1,0 +1,101 @@
+"""How a role ends that cannot go on: a line where the message says all, a traceback where nobody foresaw it."""
+
+import errno
+
+import pytest
+
+from jaxrl_async.cli import train
+from jaxrl_async.config.settings import SettingsError
+from jaxrl_async.publishing.publisher import PublisherError
+from jaxrl_async.queue.journal import JournalError
+from jaxrl_async.records import RunFailedError, SupersededError
+from jaxrl_async.rewards.pool import PoolError
+from jaxrl_async.rollout.failures import UserCodeError
+
+
+def caused(error, cause):
+    error.__cause__ = cause
+    return error
+
+
+FORESEEN = [
+    ConnectionError("no trajectory queue answers at localhost:1 within 60 s"),
+    PermissionError("the queue localhost:1 asks for a token"),
+    OSError("the queue cannot listen on localhost:1: is the port taken?"),
+    OSError(errno.EADDRINUSE, "cannot listen on localhost:1"),
+    JournalError("journal a is in use"),
+    PoolError("no reward service answers at localhost:1 within 30 s"),
+    PublisherError("version 0 did not reach every inference server within 3 s"),
+    caused(PublisherError("the publisher failed: no server"), PublisherError("no server")),
+    SettingsError("server.api_key_env names THE_KEY, which is unset"),
+    RunFailedError("the run's own code fails: a reward that is broken"),
+    UserCodeError("the first 8 groups all failed with the same error"),
+]
+UNFORESEEN = [
+    RuntimeError("bad"),
+    ValueError("bad"),
+    ConnectionResetError(),
+    OSError(errno.ENOENT, "bad"),
+    caused(PublisherError("the publisher failed: bad"), TypeError("bad")),
+]
+
+
+@pytest.fixture
+def end_with(monkeypatch, tmp_path):
+    """Runs a role that raises, in this process, whose signals and log stay as they are; its exit code."""
+    monkeypatch.setattr(train.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(train.logging, "basicConfig", lambda **_: None)
+
+    def end_with(error):
+        def run(*_, **__):
+            raise error
+
+        monkeypatch.setattr(train.start, "run_role", run)
+        words = ["--config=configs/quickstart.py:smoke", "--config.queue.address=localhost:1"]
+        return train.main(["--role=queue", f"--workdir={tmp_path}/run", *words])
+
+    return end_with
+
+
+@pytest.mark.parametrize("error", FORESEEN, ids=lambda error: type(error).__name__)
+def test_a_foreseen_error_is_a_line(error, end_with, capsys, caplog):
+    assert end_with(error) == 1
+    assert capsys.readouterr().err == f"queue: {error}\n"
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        SupersededError("superseded: learner generation 1"),
+        caused(PublisherError("the publisher failed"), SupersededError("superseded: generation 1")),
+    ],
+)
+def test_a_superseded_learner_is_not_to_be_started_again(error, end_with, capsys):
+    assert end_with(error) == 2
+    assert capsys.readouterr().err == f"queue: {error.__cause__ or error}\n"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device", "checkpoints/3"),
+        OSError(errno.EROFS, "Read-only file system"),
+        JournalError("journal a: database or disk is full"),
+        caused(RuntimeError("it could not be saved"), OSError(errno.ENOSPC, "No space left")),
+        ValueError("RESOURCE_EXHAUSTED: No space left on device [file='a']\nSource locations: 1"),
+    ],
+    ids=str,
+)
+def test_a_full_disk_is_a_line_that_names_the_workdir(error, end_with, capsys, caplog, tmp_path):
+    assert end_with(error) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"--workdir={tmp_path}/run must have space" in line and caplog.text == ""
+    assert str(error).partition("\n")[0] in line or str(error.__cause__) in line
+
+
+@pytest.mark.parametrize("error", UNFORESEEN, ids=lambda error: type(error).__name__)
+def test_an_unforeseen_error_keeps_its_traceback(error, end_with, capsys, caplog):
+    assert end_with(error) == 1
+    assert "role queue failed" in caplog.text and "Traceback" in caplog.text
+    assert capsys.readouterr().err.count("queue:") == 0

@@ -1,0 +1,188 @@
+"""A run that is resumed: with which config, what it may change, what is kept, and when there is nothing to do."""
+
+import json
+import pathlib
+import re
+
+import pytest
+
+from jaxrl_async.cli import main, train
+from jaxrl_async.cli.config import load_config
+from jaxrl_async.config import build
+from jaxrl_async.runtime import workdir as workdirs
+
+QUICKSTART = pathlib.Path(__file__).parents[2] / "configs" / "quickstart.py"
+
+
+@pytest.fixture
+def workdir(tmp_path):
+    """A smoke run that was left after step 1."""
+    (tmp_path / "a b" / "checkpoints" / "1").mkdir(parents=True)
+    config = load_config(f"{QUICKSTART}:smoke")
+    text = config.to_json(indent=2)
+    (tmp_path / "a b" / "config.json").write_text(text)
+    return tmp_path / "a b"
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The settings of the runs that `train` would have started."""
+    started = []
+    monkeypatch.setattr(train, "_run_all", lambda settings, *_, **__: started.append(settings) or 0)
+    return started
+
+
+def resume(workdir, *words):
+    return main.main(["train", "--resume", f"--workdir={workdir}", *words])
+
+
+@pytest.mark.parametrize("form", ["--workdir={}", "--workdir {}"])
+def test_a_run_goes_on_with_the_config_of_its_workdir(form, workdir, started, capsys):
+    words = form.split()
+    words[-1] = words[-1].format(workdir)
+    assert main.main(["train", *words, "--resume"]) == 0
+    assert started[0].learner.num_steps == 2
+    assert capsys.readouterr().out == ""
+    assert [p.name for p in workdir.glob("config*")] == ["config.json"]
+
+
+def test_a_dry_run_of_it_prints_settings_and_then_a_command_that_works(workdir, capsys):
+    assert resume(workdir, "--config.learner.num_steps=7", "--dry-run") == 0
+    settings, _, command = capsys.readouterr().out.strip().rpartition("\n")
+    assert json.loads(settings)["learner"]["num_steps"] == 7
+    assert command.startswith("python -m jaxrl_async train")
+    assert f"'--config={workdir}/config.json' --config.learner.num_steps=7" in command
+    assert command.endswith("--resume")
+
+
+def test_what_is_changed_is_said_and_the_old_config_is_kept(workdir, started, capsys):
+    old = (workdir / "config.json").read_text()
+    changed = ("--config.learner.num_steps=9", "--config.journal.path=x")
+    assert resume(workdir, f"--config={QUICKSTART}:smoke", *changed) == 0
+    assert started[0].learner.num_steps == 9
+    path = workdir / "config.json"
+    assert capsys.readouterr().out.splitlines() == [
+        f"config differs from {path}: journal.path '' → 'x'",
+        f"config differs from {path}: learner.num_steps 2 → 9",
+    ]
+    assert json.loads(path.read_text())["learner"]["num_steps"] == 9
+    kept = workdir / "config.until-step-1.json"
+    assert kept.read_text() == old
+    assert resume(workdir, "--config.learner.num_steps=11") == 0
+    assert kept.read_text() == old  # What came in between has made no checkpoint.
+    (workdir / "checkpoints" / "5").mkdir()
+    assert resume(workdir, "--config.learner.num_steps=12") == 0
+    kept = json.loads((workdir / "config.until-step-5.json").read_text())
+    assert kept["learner"]["num_steps"] == 11
+
+
+def test_an_older_workdir_goes_on_with_the_values_of_its_time(
+    workdir, started, monkeypatch, capsys
+):
+    values = json.loads((workdir / "config.json").read_text())
+    del values["loss"]["clip_low"]
+    values["loss"]["behavior_cap_mode"] = values["loss"].pop("behavior_weight")
+    (workdir / "config.json").write_text(json.dumps(values))
+    monkeypatch.setattr(build, "ADDED", {"loss.clip_low": 0.5})
+    assert resume(workdir) == 0
+    assert started[-1].loss.clip_low == 0.5
+    assert capsys.readouterr().out == "" and not list(workdir.glob("config.until*"))
+    assert json.loads((workdir / "config.json").read_text())["loss"]["clip_low"] == 0.5
+    (workdir / "config.json").write_text(json.dumps(values))
+    assert resume(workdir, f"--config={QUICKSTART}:smoke") == 0  # Of now, with the default of now.
+    assert capsys.readouterr().out.endswith("config.json: loss.clip_low 0.5 → 0.2\n")
+    assert started[-1].loss.clip_low == 0.2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            (f"--config={QUICKSTART}:smoke,mode=sync",),
+            "mode 'async' → 'sync': a resumed run cannot",
+        ),
+        (("--config.task.args.num_digits=3",), "task.args.num_digits 2 → 3: .*prompts"),
+        (("--config.tokenizer.alphabet=0123456789+ a",), "tokenizer.alphabet .*prompts"),
+        (("--config.model.mlp_dim=96",), "model.mlp_dim 192 → 96: .*the checkpoint"),
+        (("--config.rollout.group_size=4",), "rollout.group_size .* → 4: .*the journal"),
+        (("--config.rollout.max_prompt_tokens=9",), "rollout.max_prompt_tokens .* → 9"),
+        (("--config.learner.groups_per_step=4",), "learner.groups_per_step .* → 4"),
+        (("--config.seed=1",), "seed 0 → 1"),
+        (("--config.learner.blocks=2",), "learner.blocks 1 → 2: .*turns"),
+    ],
+)
+def test_what_a_resumed_run_cannot_change_is_refused(words, said, workdir, started, capsys):
+    before = (workdir / "config.json").read_text()
+    assert resume(workdir, *words) == 2
+    found = capsys.readouterr().err
+    assert found.startswith(f"train: config differs from {workdir}/config.json: ")
+    assert re.search(said, found), found
+    assert started == [] and (workdir / "config.json").read_text() == before
+
+
+def test_what_changes_no_number_of_the_model_is_taken(workdir, started):
+    assert resume(workdir, "--config.model.remat=True") == 0
+    assert started[0].model.remat
+
+
+def test_the_updates_of_a_step_change_only_where_no_blocks_take_turns(workdir, started, capsys):
+    minibatches = "--config.learner.num_minibatches=4"
+    assert resume(workdir, minibatches) == 0
+    values = json.loads((workdir / "config.json").read_text())
+    values["learner"] |= {"num_minibatches": 2, "blocks": 2}
+    (workdir / "config.json").write_text(json.dumps(values))
+    assert resume(workdir, minibatches) == 2
+    assert "learner.num_minibatches 2 → 4: a resumed run cannot" in capsys.readouterr().err
+    assert [settings.learner.num_minibatches for settings in started] == [4]
+
+
+@pytest.mark.parametrize("role", ["all", "learner"])
+def test_a_run_that_has_come_to_its_last_step_has_nothing_to_do(role, workdir, started, capsys):
+    (workdir / "checkpoints" / "3").mkdir()
+    (workdir / ".lock").touch()  # of the run before
+    before = sorted(workdir.iterdir())
+    words = [
+        "--config.queue.address=localhost:1",
+        "--config.server.addresses=('http://localhost:1',)",
+    ]
+    assert resume(workdir, f"--role={role}", *words) == 0
+    out = capsys.readouterr().out
+    assert out == "nothing to do: the last checkpoint is of step 3 (learner.num_steps = 2)\n"
+    assert started == [] and sorted(workdir.iterdir()) == before
+
+
+def test_a_role_that_a_supervisor_starts_again_leaves_the_config_alone(workdir, monkeypatch):
+    monkeypatch.setenv("JAXRL_PARENT", "1")
+    monkeypatch.setattr(train, "_run_one", lambda *_, **__: 0)
+    words = [
+        "--config.queue.address=localhost:1",
+        "--config.server.addresses=('http://localhost:1',)",
+    ]
+    before = (workdir / "config.json").read_text()
+    assert resume(workdir, "--role=learner", *words) == 0
+    assert (workdir / "config.json").read_text() == before
+    assert list(workdir.glob("config.until*")) == []
+
+
+def test_a_run_that_has_its_workdir_is_not_said_to_be_resumable(workdir):
+    with pytest.raises(ValueError, match="holds a run: continue it with --resume"):
+        workdirs.check(workdir, resume=False)
+    names = {path.name for path in workdir.iterdir()}
+    with workdirs.lock(workdir), pytest.raises(ValueError, match="belongs to a run that goes on"):
+        workdirs.check(workdir, resume=False)
+    assert names | {".lock"} == {path.name for path in workdir.iterdir()}
+
+
+def test_a_config_that_is_no_json_is_named(workdir, started, capsys):
+    (workdir / "config.json").write_text("{")
+    assert resume(workdir, f"--config={QUICKSTART}:smoke") == 2
+    assert f"{workdir}/config.json is not JSON" in capsys.readouterr().err
+
+
+def test_without_a_workdir_the_config_is_needed(capsys):
+    assert main.main(["train", "--resume"]) == 2
+    assert "--config=FILE" in capsys.readouterr().err
+
+
+def test_the_command_that_goes_on_is_quoted(workdir):
+    assert workdirs.resume_command(workdir).endswith(f"train --resume '--workdir={workdir}'")

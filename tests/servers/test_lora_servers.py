@@ -1,0 +1,159 @@
+"""Adapters on a real SGLang: pushed while it samples, and every token's log-prob is that of its request's adapter."""
+
+import asyncio
+import dataclasses
+import functools
+import json
+
+import jax
+import numpy as np
+import pytest
+from fixtures import fake_sglang, real_servers
+from fixtures.models import tiny
+from test_lora import ALL, host_params, logits, write_version
+
+from jaxrl_async.models import hf, lora
+from jaxrl_async.publishing import transports
+from jaxrl_async.servers import preflight
+from jaxrl_async.servers.client import ForeignVersionError, InferenceClient
+from jaxrl_async.versions.store import WeightStore
+
+CONFIG = tiny(
+    vocab_size=60, model_dim=64, num_heads=2, num_kv_heads=1, head_dim=32, mlp_dim=96, lora=ALL
+)
+PLAIN = dataclasses.replace(CONFIG, lora=None)
+ADAPTERS = preflight.Adapters(**vars(ALL), has_base_files=True, kept=2)
+EXPECTED = preflight.Expected(hf.write_config(PLAIN), 256, "disk", "", "", ADAPTERS)
+CALL_SECS = 300.0
+EXACT = 1e-4  # nats
+NUM_TOKENS = 96
+FLAGS = (
+    "--load-format=auto",
+    "--enable-lora",
+    "--lora-backend=torch_native",
+    "--max-lora-rank=4",
+    "--max-loras-per-batch=3",
+    "--max-loaded-loras=3",
+    "--lora-target-modules",
+    *ALL.targets,
+)
+
+
+@functools.cache
+def whole(version):
+    """All weights of a version: the base of version 0, and adapters of its own."""
+    return lora.join(host_params(CONFIG, version)[0], host_params(CONFIG)[1])
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("sglang")
+    base = hf.to_tensors(host_params(CONFIG)[1], PLAIN, "float32")
+    model = WeightStore(directory, keep=1).write(0, base, hf.write_config(PLAIN))
+    log = directory / "server.log"
+    with real_servers.serving("sglang", CONFIG, model, log, *FLAGS) as address:
+        yield address
+
+
+@pytest.fixture
+async def client():
+    keys = {"api_key": real_servers.API_KEY, "admin_api_key": real_servers.ADMIN_API_KEY}
+    async with InferenceClient(**keys, adapters=True) as client:
+        yield client
+
+
+async def push(client, address, directory, version, transport="disk"):
+    await transports.FileTransport(transport, mode="retract", keep_adapters=2)(
+        client,
+        address,
+        path=write_version(directory, CONFIG, host_params(CONFIG, version)[0], version),
+        version=version,
+        timeout_secs=CALL_SECS,
+    )
+
+
+async def generate(client, address, index, num_tokens=NUM_TOKENS):
+    return await client.generate(
+        address,
+        rid=f"{index:04d}-0000",
+        input_ids=[1 + index % 50, 2, 3],
+        sampling_params={"max_new_tokens": num_tokens, "temperature": 1.0},
+        timeout_secs=CALL_SECS,
+    )
+
+
+def error(index, completion):
+    """The largest difference to the log-probs of the version that stands on the tokens, which is one."""
+    (version,) = np.unique(completion.versions)
+    tokens = np.array([[1 + index % 50, 2, 3, *completion.tokens]])
+    table = np.asarray(jax.nn.log_softmax(logits(CONFIG, whole(int(version)), tokens), axis=-1))
+    expected = table[0, np.arange(2, tokens.shape[1] - 1), tokens[0, 3:]]
+    return np.abs(expected - completion.logprobs).max()
+
+
+async def test_a_server_without_an_adapter_of_a_push_samples_nothing(client, address):
+    with pytest.raises(ForeignVersionError, match="'default' is not RUN.epoch.version"):
+        await generate(client, address, 0)
+    await preflight.preflight(client, address, EXPECTED)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("transport", ["disk", "tensor"])
+async def test_pushes_under_load_are_exact_and_old_adapters_go(
+    client, address, tmp_path, transport
+):
+    first = {"disk": 1, "tensor": 11}[transport]
+    await push(client, address, tmp_path, first, transport)
+    running = [asyncio.create_task(generate(client, address, i)) for i in range(4)]
+    await asyncio.sleep(0.2)  # What was sent has arrived.
+    await generate(client, address, 49, num_tokens=1)  # It came later: those before have a token.
+    indexes = list(range(4))
+    for version in range(first + 1, first + 4):
+        assert version > first + 1 or not any(task.done() for task in running)
+        await push(client, address, tmp_path, version, transport)
+        indexes += [4 * version, 4 * version + 1]
+        running += [asyncio.create_task(generate(client, address, i)) for i in indexes[-2:]]
+    completions = await asyncio.gather(*running)
+    for index, completion in zip(indexes, completions, strict=True):
+        assert len(completion.tokens) == NUM_TOKENS
+        assert error(index, completion) <= EXACT
+    seen = [int(completion.versions[0]) for completion in completions]
+    assert seen[:4] == [first] * 4
+    assert all(found >= first + 1 + k // 2 for k, found in enumerate(seen[4:]))
+    held = await client.adapters(address, timeout_secs=CALL_SECS)
+    assert sorted(held, key=int) == [str(first + k) for k in range(1, 4)]
+
+
+async def test_a_server_of_smaller_adapters_is_refused(client, address):
+    larger = dataclasses.replace(ADAPTERS, rank=8)
+    with pytest.raises(preflight.UnfitServerError, match="of rank ≤ 4 .*--max-lora-rank=8"):
+        await preflight.preflight(client, address, dataclasses.replace(EXPECTED, adapters=larger))
+
+
+# What needs no real server.
+
+
+@pytest.mark.parametrize(
+    ("sglang", "info", "changes", "message"),
+    [
+        (False, {}, {}, "takes no adapters, as SGLang-JAX does not"),
+        (False, {"lora": None}, {}, "its model.lora.rank is None, the run's is 4"),
+        (
+            False,
+            {"lora": dataclasses.asdict(ALL) | {"alpha": 1.0}},
+            {},
+            "alpha is 1.0, the run's is 8",
+        ),
+        (True, {}, {"has_base_files": False}, "the base of the adapters is made by the run itself"),
+        (True, {}, {}, "takes no adapters: start it with --enable-lora --max-lora-rank=4"),
+    ],
+)
+async def test_a_server_that_cannot_take_the_adapters_is_refused(sglang, info, changes, message):
+    adapters = dataclasses.replace(ADAPTERS, **changes)
+    config = {"vocab_size": fake_sglang.VOCAB_SIZE, "num_hidden_layers": 1}
+    expected = preflight.Expected(config, 256, "disk", "", "", adapters)
+    with fake_sglang.started(1) as (server,):
+        server.sglang, server.config = sglang, json.loads(json.dumps(info))
+        async with InferenceClient() as client:
+            with pytest.raises(preflight.UnfitServerError, match=message):
+                await preflight.preflight(client, server.address, expected)
