@@ -36,7 +36,7 @@ from jaxrl_async.rollout.sessions import Sessions
 from jaxrl_async.servers.client import Completion
 from jaxrl_async.servers.descriptors import raise_open_file_limit
 from jaxrl_async.tasks.tokenizer import load_tokenizer, train_bpe
-from jaxrl_async.types import Prompt, Rows
+from jaxrl_async.types import Prompt, Sample
 
 ROOT = pathlib.Path(__file__).parent.parent
 NUM_TURNS, NUM_TOKENS = 4, 64
@@ -224,7 +224,7 @@ async def at_once(tokenizer, num_sessions: int) -> dict:
     )
     secs = time.perf_counter() - start
     await function.close()
-    rows = (of.trajectories[0] if isinstance(of, Rows) else None for of in found)
+    rows = (of.trajectories[0] if isinstance(of, Sample) else None for of in found)
     kept = [(row, stub) for row, stub in zip(rows, stubs, strict=True) if row is not None]
     exact = [r.tokens.tolist() == s.row and r.mask.tolist() == s.mask for r, s in kept]
     return {

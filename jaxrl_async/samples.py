@@ -17,8 +17,8 @@ Decode = Callable[[Sequence[int]], str]
 
 
 @dataclasses.dataclass(frozen=True)
-class Sample:
-    """A trained completion."""
+class CompletionText:
+    """A trained completion as text."""
 
     step: int
     prompt_index: int
@@ -44,7 +44,7 @@ class Sample:
         return f"{which}{self.num_tokens} tokens"
 
 
-def sample_of(step: int, group: Group, trajectory: Trajectory, decode: Decode) -> Sample:
+def text_of(step: int, group: Group, trajectory: Trajectory, decode: Decode) -> CompletionText:
     """One trajectory of a group as text; `decode` shows special tokens."""
     row, num_rows = next(
         (row, len(rows))
@@ -52,7 +52,7 @@ def sample_of(step: int, group: Group, trajectory: Trajectory, decode: Decode) -
         for row, other in enumerate(rows, 1)
         if other is trajectory
     )
-    return Sample(
+    return CompletionText(
         step=step,
         prompt_index=group.prompt_index,
         prompt=decode(trajectory.tokens[: trajectory.prompt_length].tolist()),
@@ -69,12 +69,12 @@ def sample_of(step: int, group: Group, trajectory: Trajectory, decode: Decode) -
 
 def choose(
     step: int, groups: Sequence[Group], count: int, decode: Decode, max_chars: int = MAX_CHARS
-) -> list[Sample]:
+) -> list[CompletionText]:
     """`count` trajectories of a step, evenly spaced by reward from the highest to the lowest; of equals, the first."""
     ranked = [(group, trajectory) for group in groups for trajectory in group.trajectories]
     ranked.sort(key=lambda pair: -pair[1].reward)
     places = np.linspace(0, len(ranked) - 1, min(count, len(ranked))).round().astype(int)
-    found = (sample_of(step, *ranked[place], decode) for place in places)
+    found = (text_of(step, *ranked[place], decode) for place in places)
     return [_bounded(sample, max_chars) for sample in found]
 
 
@@ -117,7 +117,7 @@ class SampleWriter:
             self._file.close()
 
 
-def read_samples(workdir: str | pathlib.Path) -> dict[int, list[Sample]]:
+def read_samples(workdir: str | pathlib.Path) -> dict[int, list[CompletionText]]:
     """Step → its samples, by step; of a step run twice (after a resume), the later ones. {} where none were written.
 
     Raises:
@@ -131,7 +131,7 @@ def read_samples(workdir: str | pathlib.Path) -> dict[int, list[Sample]]:
     for number, line in enumerate(path.read_text("utf-8").split("\n")[:-1], start=1):
         try:
             found = [
-                Sample(**fields | {"spans": tuple(map(tuple, fields["spans"]))})
+                CompletionText(**fields | {"spans": tuple(map(tuple, fields["spans"]))})
                 for fields in json.loads(line)
             ]
             steps[found[0].step] = found
@@ -151,7 +151,7 @@ def _spans(trajectory: Trajectory, decode: Decode) -> Iterator[tuple[str, int | 
             yield decode(tokens.tolist()), None if version == NOT_SAMPLED else version
 
 
-def _bounded(sample: Sample, max_chars: int) -> Sample:
+def _bounded(sample: CompletionText, max_chars: int) -> CompletionText:
     prompt, spans = sample.prompt, sample.spans
     if len(prompt) > max_chars:
         half = max_chars // 2
@@ -173,7 +173,7 @@ def _cut(spans, max_chars):
             yield kept, version
 
 
-def _as_markdown(sample: Sample) -> str:
+def _as_markdown(sample: CompletionText) -> str:
     """TensorBoard reads markdown; what is indented is shown as it is."""
     parts = "".join(f", {name} {value:.3g}" for name, value in sample.components.items())
     head = f"reward {sample.reward:.3g}{parts}, {sample.length()}, {sample.finish_reason}"

@@ -80,16 +80,19 @@ class Trajectory:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
-    """A sample of several trajectories, which share its reward: an agent's session."""
+class Sample:
+    """One answer to a prompt, to be rewarded: one trajectory, or the several rows of an agent's session."""
 
     trajectories: tuple[Trajectory, ...]  # ≥ 1, in the order in which they began
     judged: int = 0  # index of the one that the task's reward reads
 
     @classmethod
-    def of(cls, sample: "Trajectory | Rows") -> "Rows":
-        """A sample as rows: a trajectory is one."""
-        return sample if isinstance(sample, cls) else cls((sample,))
+    def of(cls, found: "Trajectory | Sample") -> "Sample":
+        """The sample that a rollout function returned: a trajectory alone is one."""
+        return found if isinstance(found, cls) else cls((found,))
+
+
+Rows = Sample  # the name that rollout functions of version 0.1 import
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxrl_async.queue.journal import JournalError, JournalReader
-from jaxrl_async.samples import Sample, choose, read_samples, sample_of
+from jaxrl_async.samples import CompletionText, choose, read_samples, text_of
 from jaxrl_async.tasks import hub
 from jaxrl_async.tasks.tokenizer import load_tokenizer
 from jaxrl_async.types import Group, Trajectory
@@ -29,7 +29,7 @@ class _Found:
     trajectory: Trajectory
 
 
-def samples(workdir: pathlib.Path, config: Mapping[str, Any]) -> list[tuple[str, Sample]]:
+def samples(workdir: pathlib.Path, config: Mapping[str, Any]) -> list[tuple[str, CompletionText]]:
     """(what it was chosen as, completion) of a run; of equals, the latest.
 
     Args:
@@ -44,14 +44,14 @@ def samples(workdir: pathlib.Path, config: Mapping[str, Any]) -> list[tuple[str,
             chosen = _choose(_trained(reader))
         decode = _decode_of(workdir, config)
         return [
-            (what, sample_of(found.step, found.group, found.trajectory, decode))
+            (what, text_of(found.step, found.group, found.trajectory, decode))
             for what, found in _merged(chosen)
         ]
     except (JournalError, OSError, ValueError) as error:
         raise NoSamplesError(str(error)) from error
 
 
-def by_step(workdir: pathlib.Path, config: Mapping[str, Any]) -> dict[int, list[Sample]]:
+def by_step(workdir: pathlib.Path, config: Mapping[str, Any]) -> dict[int, list[CompletionText]]:
     """Step → completions from the highest reward to the lowest, of at most MAX_STEPS steps and of the last; {} without
     any. From samples.jsonl; where a run wrote none, from its journal.
 

@@ -14,7 +14,7 @@ from jaxrl_async import security
 from jaxrl_async.metrics import METRICS, column
 from jaxrl_async.report import plots
 from jaxrl_async.report.samples import NoSamplesError, by_step, samples
-from jaxrl_async.samples import Sample
+from jaxrl_async.samples import CompletionText
 
 _CALL = re.compile(r"(<tool_call>.*?(?:</tool_call>|$))", re.DOTALL)
 
@@ -74,7 +74,7 @@ def completions(workdir: pathlib.Path, config: Mapping[str, Any]) -> str:
     return f'<p class="soft">No completions to show: {escape(why)}.</p>'
 
 
-def _browser(steps: Mapping[int, Sequence[Sample]]) -> str:
+def _browser(steps: Mapping[int, Sequence[CompletionText]]) -> str:
     """Completions of one step at a time, of the last one at first; "" for less than two steps."""
     if len(steps) < 2:
         return ""
@@ -93,7 +93,7 @@ def _browser(steps: Mapping[int, Sequence[Sample]]) -> str:
     )
 
 
-def _rank(place: int, found: Sequence[Sample]) -> str:
+def _rank(place: int, found: Sequence[CompletionText]) -> str:
     if len(found) == 1:
         return ""
     return {0: "highest", len(found) - 1: "lowest"}.get(place, "")
@@ -191,7 +191,7 @@ def escape(text: str) -> str:
     return html.escape(security.escaped(text, keep="\n\t"), quote=True)
 
 
-def _completion(what: str, sample: Sample) -> str:
+def _completion(what: str, sample: CompletionText) -> str:
     versions = [version for _, version in sample.spans if version is not None]
     text = "".join(_turns(sample))
     low, high = min(versions, default=0), max(versions, default=0)
@@ -209,7 +209,7 @@ def _completion(what: str, sample: Sample) -> str:
     return f"<tr><td>{escape(what)}</td>{body}</tr>"
 
 
-def _turns(sample: Sample) -> Iterator[str]:
+def _turns(sample: CompletionText) -> Iterator[str]:
     """The completion as HTML. Where something stands between turns of the policy, each is a block of its own.
 
     What the policy read and did not write is no mark: it is not trained.

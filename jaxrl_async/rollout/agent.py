@@ -17,7 +17,7 @@ from typing import Any
 from jaxrl_async.rollout.context import Context, RolloutError
 from jaxrl_async.rollout.failures import CodeError, code_error
 from jaxrl_async.rollout.sessions import Session, Sessions
-from jaxrl_async.types import Prompt, Rows
+from jaxrl_async.types import Prompt, Sample
 
 NAME = "agent"  # in rollout.function
 MAX_THREADS = 512  # of agents that wait in `asyncio.to_thread`
@@ -94,7 +94,7 @@ class AgentRollout:
             if not started.cancelled() and started.exception() is None:
                 await started.result().close()
 
-    async def __call__(self, prompt: Prompt, context: Context) -> Rows:
+    async def __call__(self, prompt: Prompt, context: Context) -> Sample:
         """One session.
 
         Raises:

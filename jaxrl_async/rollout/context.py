@@ -1,4 +1,4 @@
-"""The interface of a rollout function: `async def rollout(prompt, context) -> Trajectory`, or `Rows` of one sample.
+"""The interface of a rollout function: `async def rollout(prompt, context) -> Trajectory`, or a `Sample` of several.
 
 A context belongs to one sample. It hides who answers `generate`: the servers of a run, the one server of an evaluation,
 or an engine in this process.
@@ -15,11 +15,11 @@ import numpy as np
 
 from jaxrl_async.rollout.failures import CodeError
 from jaxrl_async.servers.client import Completion
-from jaxrl_async.types import NOT_SAMPLED, Prompt, Rows, Trajectory, Turn
+from jaxrl_async.types import NOT_SAMPLED, Prompt, Sample, Trajectory, Turn
 
 # generate(tokens, **sampling) continues token ids [T]; `sampling` replaces single sampling parameters of the run.
 Generate = Callable[..., Awaitable[Completion]]
-Rollout = Callable[[Prompt, "Context"], Awaitable[Trajectory | Rows]]
+Rollout = Callable[[Prompt, "Context"], Awaitable[Trajectory | Sample]]
 
 
 class RolloutError(Exception):
@@ -173,7 +173,7 @@ class Context:
         return self._decode(np.asarray(ids, np.int64).tolist())
 
 
-class Row:
+class TrajectoryBuilder:
     """A trajectory in the making: the prompt, then completions, and tokens that nobody sampled between them."""
 
     def __init__(self, prompt: Prompt):
@@ -188,16 +188,16 @@ class Row:
         """The ids so far [T]: what `generate` continues."""
         return list(self._tokens)
 
-    def copy(self) -> "Row":
+    def copy(self) -> "TrajectoryBuilder":
         """A row that goes on by itself."""
         other = copy.copy(self)
         for name in ("_tokens", "_logprobs", "_versions"):
             setattr(other, name, list(getattr(self, name)))
         return other
 
-    def fork(self) -> "Row":
+    def fork(self) -> "TrajectoryBuilder":
         """A row that begins with this one's tokens as its prompt: none of them is sampled in it."""
-        return Row(Prompt(0, np.array(self._tokens, np.int32), "", ""))
+        return TrajectoryBuilder(Prompt(0, np.array(self._tokens, np.int32), "", ""))
 
     def extend(self, completion: Completion) -> None:
         """Adds sampled tokens; their finish_reason becomes the row's."""
@@ -241,6 +241,9 @@ class Row:
             components=dict(components),
             turns=tuple(turns),
         )
+
+
+Row = TrajectoryBuilder  # the name that rollout functions of version 0.1 import
 
 
 def rng_of(

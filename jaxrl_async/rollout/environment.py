@@ -16,7 +16,7 @@ from typing import Any
 from jaxrl_async.environments import environment_class
 from jaxrl_async.environments.environment import Observation, check_observation
 from jaxrl_async.environments.host import EpisodeError, EpisodeTimeoutError, Host
-from jaxrl_async.rollout.context import Context, RolloutError, Row
+from jaxrl_async.rollout.context import Context, RolloutError, TrajectoryBuilder
 from jaxrl_async.rollout.failures import CodeError, code_error
 from jaxrl_async.types import MAX_COMPONENTS, Prompt, Trajectory, Turn
 
@@ -94,7 +94,7 @@ class EnvironmentRollout:
             return await self._play(episode, prompt, context)
 
     async def _play(self, episode, prompt: Prompt, context: Context) -> Trajectory:
-        row, total = Row(prompt), _Total(self._judges)
+        row, total = TrajectoryBuilder(prompt), _Total(self._judges)
         observation = await self._bounded(episode.reset(prompt, context.rng))
         bound = {"max_new_tokens": self._max_turn_tokens} if self._max_turn_tokens else {}
         stop = None  # the stop token of the last turn

@@ -19,7 +19,7 @@ from jaxrl_async.types import (
     NEVER_BIAS,
     InvalidTrajectoryError,
     Prompt,
-    Rows,
+    Sample,
     Trajectory,
     check_trajectory,
     component_problem,
@@ -79,7 +79,7 @@ class Runner:
         prompt: Prompt,
         generate: Generate,
         make_rng: Callable[[], np.random.Generator],
-    ) -> Trajectory | Rows:
+    ) -> Trajectory | Sample:
         """One sample, not checked yet.
 
         Args:
@@ -130,13 +130,13 @@ class Runner:
             raise RolloutError("agent_error", text, CodeError("prompts of sessions", text))
         return tuple(dataclasses.replace(row, prompt_length=length) for row in rows)
 
-    def check(self, sample: Trajectory | Rows) -> None:
+    def check(self, sample: Trajectory | Sample) -> None:
         """Checks what a rollout function made, before it is judged.
 
         Raises:
           InvalidTrajectoryError: names the field, the value and the bound.
         """
-        sample = Rows.of(sample)
+        sample = Sample.of(sample)
         rows = sample.trajectories
         if not 1 <= len(rows) <= MAX_ROWS:
             raise InvalidTrajectoryError(f"a sample has 1 to {MAX_ROWS} rows, got {len(rows)}")
@@ -160,7 +160,9 @@ class Runner:
                 "ignores it, or the rollout function replaced it; rollout.sample_padding=True allows the token"
             )
 
-    async def judge(self, sample: Trajectory | Rows, prompt: Prompt, pool: RewardPool) -> Judgement:
+    async def judge(
+        self, sample: Trajectory | Sample, prompt: Prompt, pool: RewardPool
+    ) -> Judgement:
         """The reward that the rollout function set, or else the pool's, of the text of the sampled tokens.
 
         Of several rows it is that of the one to be judged.
@@ -170,7 +172,7 @@ class Runner:
         Raises:
           RewardError: as of `RewardPool.score`.
         """
-        rows = Rows.of(sample)
+        rows = Sample.of(sample)
         trajectory = rows.trajectories[rows.judged]
         if trajectory.reward is not None:
             return Judgement(float(trajectory.reward), trajectory.components)

@@ -91,7 +91,7 @@ class Sampler:
         """
         seed = request_seed(self._run_seed, permit, sample)
         return functools.partial(
-            self._generate, _Sample(permit, _sample_prefix(permit, sample), seed)
+            self._generate, _Requests(permit, _sample_prefix(permit, sample), seed)
         )
 
     def take_run(self, run_id: str) -> None:
@@ -174,11 +174,11 @@ class Sampler:
 
     async def _generate(
         self,
-        sample: "_Sample",
+        requests: "_Requests",
         tokens: Sequence[int] | np.ndarray,
         **overrides: Any,
     ) -> Completion:
-        sampling = self._sampling | {"sampling_seed": sample.seed} | overrides
+        sampling = self._sampling | {"sampling_seed": requests.seed} | overrides
         input_ids = np.asarray(tokens).tolist()
         deadline = self._clock.now() + self._request_timeout_secs
         parts: list[Completion] = []
@@ -186,9 +186,9 @@ class Sampler:
         retry = 0
         while retry <= self._max_retries:
             before = self._clock.now()
-            address = await self._route(sample, failed)
+            address = await self._route(requests, failed)
             deadline += self._clock.now() - before
-            rid = f"{sample.prefix}{next(sample.resumes):04d}"
+            rid = f"{requests.prefix}{next(requests.resumes):04d}"
             try:
                 part = await self._request(address, rid, input_ids, sampling, deadline)
             except ServerTimeoutError as error:
@@ -216,7 +216,7 @@ class Sampler:
             parts.append(part)
             if len(part.versions):
                 span = (address, int(part.versions.min()), int(part.versions.max()))
-                self._sources.setdefault(sample.permit, []).append(span)
+                self._sources.setdefault(requests.permit, []).append(span)
             if part.finish_reason != "abort":
                 return part if len(parts) == 1 else _join(parts, part.finish_reason)
             reason, detail, failed = "aborted", f"{address} aborted {rid}", address
@@ -258,15 +258,15 @@ class Sampler:
         self._running.pop(rid, None)
         return completion
 
-    async def _route(self, sample: "_Sample", failed: str) -> str:
+    async def _route(self, requests: "_Requests", failed: str) -> str:
         """Waits for a server: that of the sample or its group, or a new one."""
-        prefers = sample.server or self._homes.get(sample.permit)
+        prefers = requests.server or self._homes.get(requests.permit)
         address = self._fleet.route((failed,), prefers=prefers)
         if address is None:
-            address = await self._wait_for_server(sample.prefix, failed)
-        sample.server = address
-        if self._fleet.state(self._homes.setdefault(sample.permit, address)) != HEALTHY:
-            self._homes[sample.permit] = address
+            address = await self._wait_for_server(requests.prefix, failed)
+        requests.server = address
+        if self._fleet.state(self._homes.setdefault(requests.permit, address)) != HEALTHY:
+            self._homes[requests.permit] = address
         return address
 
     async def _wait_for_server(self, prefix: str, failed: str) -> str:
@@ -302,13 +302,13 @@ class Sampler:
 
 
 @dataclasses.dataclass
-class _Sample:
-    """One sample of a permit, through all its requests."""
+class _Requests:
+    """The requests of one sample of a permit."""
 
     permit: Permit
-    prefix: str  # of its request ids
+    prefix: str  # of their ids
     seed: int
-    server: str = ""  # of its last request
+    server: str = ""  # of the last one
     resumes: Iterator[int] = dataclasses.field(default_factory=itertools.count)
 
 

@@ -27,12 +27,12 @@ from aiohttp import web
 
 from jaxrl_async.rollout import chat
 from jaxrl_async.rollout.chat import Call, Choice, RefusedError
-from jaxrl_async.rollout.context import Context, RolloutError, Row
+from jaxrl_async.rollout.context import Context, RolloutError, TrajectoryBuilder
 from jaxrl_async.rollout.failures import CodeError, flattened
 from jaxrl_async.servers import descriptors as files
 from jaxrl_async.servers.client import Completion
 from jaxrl_async.tasks.task import CUT
-from jaxrl_async.types import MAX_ROWS, Prompt, Rows
+from jaxrl_async.types import MAX_ROWS, Prompt, Sample
 
 MAX_PARALLEL_CALLS = 16  # of a session
 MAX_BODY_BYTES = 8 << 20
@@ -66,9 +66,9 @@ class Session:
         self._prompt, self._context = prompt, context
         self._temperature, self._rows, self._max_calls = temperature, rows, max_calls
         self._clock = clock
-        self._open: list[_Branch] = []  # rows that a call may extend
-        self._last: list[_Branch] = []  # of the last call that ended, one for each choice
-        self._all: list[_Branch] = []  # every row as it is now, in the order in which they began
+        self._open: list[_Row] = []  # rows that a call may extend
+        self._last: list[_Row] = []  # of the last call that ended, one for each choice
+        self._all: list[_Row] = []  # every row as it is now, in the order in which they began
         self._num_calls = 0
         self._running: set[asyncio.Task] = set()
         self._own_secs, self._since = 0.0, clock()  # without a call, up to `since`
@@ -110,8 +110,8 @@ class Session:
             raise RefusedError(text, param="n")
         with self._counted():
             try:
-                branch, row, read = self._row_of(call)
-                return call, await self._extend(call, branch, row, read)
+                row, builder, read = self._row_of(call)
+                return call, await self._extend(call, row, builder, read)
             except RefusedError:
                 raise
             except asyncio.CancelledError:
@@ -121,7 +121,7 @@ class Session:
                 self.fail(error)
                 raise _failed(error) from error
 
-    def sample(self, reward: float | None) -> Rows:
+    def sample(self, reward: float | None) -> Sample:
         """The rows that count.
 
         Args:
@@ -138,15 +138,15 @@ class Session:
                 f"the last call has n = {len(self._last)} answers, and none of them was continued"
             )
         counted = self._all if self._rows == "all" else self._last
-        components = {"turns": float(sum(branch.num_turns for branch in counted))}
+        components = {"turns": float(sum(row.num_turns for row in counted))}
         if self._rows != "one":
             components["rows"] = float(len(self._all))
         reason = "length" if self.is_cut else ""
         trajectories = (
-            branch.row.trajectory(reward=reward, components=components, finish_reason=reason)
-            for branch in counted
+            row.builder.trajectory(reward=reward, components=components, finish_reason=reason)
+            for row in counted
         )
-        return Rows(tuple(trajectories), judged=counted.index(self._last[0]))
+        return Sample(tuple(trajectories), judged=counted.index(self._last[0]))
 
     def _check(self) -> None:
         if self.failure.done():
@@ -174,10 +174,10 @@ class Session:
             self._running.discard(task)
             self._since = self._clock()
 
-    def _row_of(self, call: Call) -> tuple["_Branch | None", Row, list[int]]:
-        """The branch that a call goes on from, a row to extend, and the tokens that are read before the answer."""
-        branch = self._continued(call)
-        if branch is None and self._rows == "one" and self._all:
+    def _row_of(self, call: Call) -> tuple["_Row | None", TrajectoryBuilder, list[int]]:
+        """The row that a call goes on from, the builder to extend, and the tokens that are read before the answer."""
+        row = self._continued(call)
+        if row is None and self._rows == "one" and self._all:
             error = _several_rows(
                 "a session has one row where rollout.agent_rows = 'one', and a call began another: "
                 + self._difference(call)
@@ -185,33 +185,35 @@ class Session:
             self.fail(error)
             raise _failed(error)
         try:
-            if branch is not None:
-                read = self._context.encode_reply(branch.new_in(call), branch.stop)
-                row = branch.row
+            if row is not None:
+                read = self._context.encode_reply(row.new_in(call), row.stop)
+                builder = row.builder
             else:
                 ids = self._context.encode_chat(call.messages, tools=call.tools)
-                row = Row(dataclasses.replace(self._prompt, tokens=np.array(ids, np.int32)))
+                builder = TrajectoryBuilder(
+                    dataclasses.replace(self._prompt, tokens=np.array(ids, np.int32))
+                )
                 read = []
         except ValueError as error:
             raise RefusedError(str(error), param="messages") from None
-        tokens = row.tokens + read
+        tokens = builder.tokens + read
         if not self._context.tokens_left(tokens):
             self.is_cut = True
             text = f"no token is left for an answer: {self._context.budget(tokens)}"
             raise RefusedError(text, param="messages", code=CUT)
-        num_rows = len(self._all) + call.n - (branch is not None)
+        num_rows = len(self._all) + call.n - (row is not None)
         if self._rows == "all" and num_rows > MAX_ROWS:
             self.is_cut = True
             text = (
                 f"a session has at most {MAX_ROWS} rows, and would have {num_rows} with this call"
             )
             raise RefusedError(text, code=CUT)
-        return branch, row, read
+        return row, builder, read
 
-    def _continued(self, call: Call) -> "_Branch | None":
+    def _continued(self, call: Call) -> "_Row | None":
         """The row that a call extends: the longest of those whose messages it begins with."""
-        found = [branch for branch in self._open if branch.goes_on_in(call)]
-        return max(found, key=lambda branch: len(branch.keys), default=None)
+        found = [row for row in self._open if row.goes_on_in(call)]
+        return max(found, key=lambda row: len(row.keys), default=None)
 
     def _difference(self, call: Call) -> str:
         """In words: why a call does not go on from the one row."""
@@ -220,38 +222,38 @@ class Session:
         return self._open[0].difference(call)
 
     async def _extend(
-        self, call: Call, branch: "_Branch | None", row: Row, read: Sequence[int]
+        self, call: Call, row: "_Row | None", builder: TrajectoryBuilder, read: Sequence[int]
     ) -> dict[str, Any]:
         """Samples the answers of a call; its row is taken by it, and left again with each answer."""
-        if branch is not None:
-            self._open.remove(branch)
+        if row is not None:
+            self._open.remove(row)
         self._num_calls += 1
-        num_prompt = len(row.tokens) + len(read)
-        row.append(read)
+        num_prompt = len(builder.tokens) + len(read)
+        builder.append(read)
         # Where all rows are trained, no token is in two of them: other answers have a row of their own.
-        copy, keeps_turns = (row.fork, False) if self._rows == "all" else (row.copy, True)
-        branches = []
+        copy, keeps_turns = (builder.fork, False) if self._rows == "all" else (builder.copy, True)
+        rows = []
         for number in range(call.n):
-            goes_on = branch is not None and number == 0
-            before = branch.num_turns if branch and (goes_on or keeps_turns) else 0
-            one = _Branch(
-                row=row if number == 0 else copy(),
+            goes_on = row is not None and number == 0
+            before = row.num_turns if row and (goes_on or keeps_turns) else 0
+            one = _Row(
+                builder=builder if number == 0 else copy(),
                 tools=call.tools,
-                sampling=branch.sampling if goes_on else self._new_sampling(),
+                sampling=row.sampling if goes_on else self._new_sampling(),
                 num_turns=before + 1,
             )
-            branches.append(one)
+            rows.append(one)
             if goes_on:
-                self._all[self._all.index(branch)] = one
+                self._all[self._all.index(row)] = one
             else:
                 self._all.append(one)
         try:
             async with asyncio.TaskGroup() as tasks:
-                samples = [tasks.create_task(self._sample(one, call)) for one in branches]
+                samples = [tasks.create_task(self._sample(one, call)) for one in rows]
         except BaseExceptionGroup as failures:
             raise flattened(failures)[0] from None
-        self._open += branches
-        self._last = branches
+        self._open += rows
+        self._last = rows
         choices = [sample.result() for sample in samples]
         return chat.answer_of(call, choices, num_prompt=num_prompt, decode=self._context.decode)
 
@@ -263,24 +265,24 @@ class Session:
         """
         return {"sampling_seed": int(self._context.rng.integers(2**31))} if self._all else {}
 
-    async def _sample(self, branch: "_Branch", call: Call) -> Choice:
-        """Extends a branch by one answer."""
+    async def _sample(self, row: "_Row", call: Call) -> Choice:
+        """Extends a row by one answer."""
         context, answer = self._context, _Answer(call.stop, self._context.decode)
         while True:
             bounds = [STOP_TOKENS] if call.stop else []
             if call.max_tokens is not None:
                 bounds.append(call.max_tokens - len(answer.tokens))
             bound = {"max_new_tokens": min(bounds)} if bounds else {}
-            completion = await context.generate(branch.row.tokens, **branch.sampling, **bound)
-            branch.row.extend(answer.add(completion))
+            completion = await context.generate(row.builder.tokens, **row.sampling, **bound)
+            row.builder.extend(answer.add(completion))
             is_over = answer.finish_reason != "length" or not call.stop
             if is_over or len(answer.tokens) == call.max_tokens:
                 break
-            if not context.tokens_left(branch.row.tokens):
+            if not context.tokens_left(row.builder.tokens):
                 break
         message, has_calls = chat.message_of(answer.text, call.tools)
-        branch.keys = [chat.key_of(m) for m in (*call.messages, chat.read_message(message))]
-        branch.stop = answer.stop
+        row.keys = [chat.key_of(m) for m in (*call.messages, chat.read_message(message))]
+        row.stop = answer.stop
         reason = "tool_calls" if has_calls else answer.finish_reason
         return Choice(message, reason, np.array(answer.tokens), np.array(answer.logprobs))
 
@@ -377,10 +379,10 @@ class Sessions:
 
 
 @dataclasses.dataclass(eq=False)
-class _Branch:
+class _Row:
     """A row, and the conversation that it is."""
 
-    row: Row
+    builder: TrajectoryBuilder
     tools: Sequence[Mapping[str, Any]]
     sampling: dict[str, Any]  # of its own, beside the run's
     num_turns: int

@@ -1,6 +1,6 @@
 """The default rollout function: one prompt, one completion."""
 
-from jaxrl_async.rollout.context import Context, Generate, Row
+from jaxrl_async.rollout.context import Context, Generate, TrajectoryBuilder
 from jaxrl_async.types import Prompt, Trajectory
 
 
@@ -14,6 +14,6 @@ async def single_turn(prompt: Prompt, context: Context | Generate) -> Trajectory
     Returns:
       The prompt's tokens, then the sampled ones; its reward is left to the task's.
     """
-    row = Row(prompt)
+    row = TrajectoryBuilder(prompt)
     row.extend(await context(row.tokens))
     return row.trajectory()

@@ -35,7 +35,7 @@ from jaxrl_async.rollout.frictions import Frictions
 from jaxrl_async.rollout.runner import Runner
 from jaxrl_async.rollout.sampler import Sampler
 from jaxrl_async.servers.fleet import Fleet
-from jaxrl_async.types import Group, InvalidTrajectoryError, Prompt, Rows, Trajectory, Turn
+from jaxrl_async.types import Group, InvalidTrajectoryError, Prompt, Sample, Trajectory, Turn
 
 log = logging.getLogger(__name__)
 
@@ -307,7 +307,7 @@ class Worker:
             for row in found.trajectories
         )
 
-    async def _run_function(self, prompt: Prompt, generate: Generate, make_rng) -> Rows:
+    async def _run_function(self, prompt: Prompt, generate: Generate, make_rng) -> Sample:
         """Runs the rollout function; what it raises costs the group, as rollout_error."""
         try:
             found = await self._runner.run(prompt, generate, make_rng)
@@ -318,13 +318,13 @@ class Worker:
                 raise flat[0] from error
             detail = f"the rollout function raised {type(own).__name__}: {own}"
             raise RolloutError("rollout_error", detail, code_error(own)) from error
-        if not isinstance(found, Trajectory | Rows):
+        if not isinstance(found, Trajectory | Sample):
             text = f"the rollout function returned {found!r:.200}, not a Trajectory"
             cause = CodeError("a rollout function that returns no Trajectory", text)
             raise RolloutError("rollout_error", text, cause)
-        return Rows.of(found)
+        return Sample.of(found)
 
-    async def _judge(self, rows: Rows, prompt: Prompt) -> Judgement:
+    async def _judge(self, rows: Sample, prompt: Prompt) -> Judgement:
         try:
             return await self._runner.judge(rows, prompt, self._rewards)
         except RewardTimeoutError as error:

@@ -16,7 +16,7 @@ from jaxrl_async.queue.leases import FixedChunk
 from jaxrl_async.records import Permit, ResumePoint
 from jaxrl_async.report import page as pages
 from jaxrl_async.report import plots, samples, tables
-from jaxrl_async.samples import Sample, SampleWriter
+from jaxrl_async.samples import CompletionText, SampleWriter
 from jaxrl_async.tasks.tokenizer import CharTokenizer
 from jaxrl_async.types import Group, Trajectory
 
@@ -309,7 +309,7 @@ async def test_completions_are_the_first_last_best_worst_and_longest(tmp_path):
 def test_a_conversation_shows_turns_calls_and_what_was_read_and_not_trained(tmp_path):
     call = '<tool_call>{"name": "f"}</tool_call>'
     spans = ((f"so {call}<eos>", 0), ("=12:", None), ("1", 0), ("2<eos>", 1))
-    sample = Sample(3, 7, "1+1=", spans, 9, 1.0, 0.5, "stop", {"turns": 2.0})
+    sample = CompletionText(3, 7, "1+1=", spans, 9, 1.0, 0.5, "stop", {"turns": 2.0})
     text = tables._completion("best", sample)
     turns = re.findall(r'<div class="(turn|read)" title="([^"]*)">(.*?)</div>', text)
     shown = call.replace("<", "&lt;").replace(">", "&gt;").replace('"', "&quot;")

@@ -11,7 +11,7 @@ from fixtures.sums import PROMPTS, TOKENIZER, policy
 
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.roles import parts
-from jaxrl_async.rollout.context import Context, RolloutError, Row, rng_of
+from jaxrl_async.rollout.context import Context, RolloutError, TrajectoryBuilder, rng_of
 from jaxrl_async.rollout.runner import Runner
 from jaxrl_async.rollout.single_turn import single_turn
 from jaxrl_async.servers.client import Completion
@@ -117,7 +117,7 @@ async def test_a_row_is_bounded_by_what_is_trained_and_by_what_a_server_takes():
 
 
 def test_a_row_of_two_turns_is_aligned_and_valid():
-    row = Row(PROMPT)
+    row = TrajectoryBuilder(PROMPT)
     row.extend(completion([4, 5], version=3))
     row.append([9, 9])
     assert row.tokens == [2, 3, 4, 5, 9, 9]
@@ -167,7 +167,7 @@ async def test_encode_and_decode_are_the_tokenizers_for_arrays_too():
 
 
 def test_a_token_that_is_ruled_out_is_asked_for_as_a_bias_and_refused_where_it_comes_back():
-    sampled, read = Row(PROMPT), Row(PROMPT)
+    sampled, read = TrajectoryBuilder(PROMPT), TrajectoryBuilder(PROMPT)
     sampled.extend(completion([4, 0, 4]))
     read.extend(completion([4]))
     read.append([0])  # a tool's output may hold it

@@ -22,7 +22,7 @@ from jaxrl_async.queue.wire import check_group
 from jaxrl_async.records import Permit, ServerRecord
 from jaxrl_async.rewards.pool import Judgement, RewardError, RewardPool, RewardTimeoutError
 from jaxrl_async.rollout import sampler as sampler_module
-from jaxrl_async.rollout.context import RolloutError, Row, rng_of
+from jaxrl_async.rollout.context import RolloutError, TrajectoryBuilder, rng_of
 from jaxrl_async.rollout.failures import UserCodeError
 from jaxrl_async.rollout.frictions import Frictions
 from jaxrl_async.rollout.runner import Runner, rollout_function
@@ -31,7 +31,7 @@ from jaxrl_async.rollout.single_turn import single_turn
 from jaxrl_async.rollout.worker import Worker
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.fleet import Fleet
-from jaxrl_async.types import InvalidTrajectoryError, Prompt, Rows, Turn, check_trajectory
+from jaxrl_async.types import InvalidTrajectoryError, Prompt, Sample, Turn, check_trajectory
 
 PERMIT = Permit(7, 0)
 PROMPT = Prompt(index=7, tokens=np.array([11, 12, 13], np.int32), text="?", answer="!")
@@ -295,7 +295,7 @@ async def test_ids_that_would_kill_a_server_are_never_sent(client, servers, toke
         for generate in (context.generate, context):
             with pytest.raises(ValueError, match=rf"ids in \[0, {VOCAB_SIZE}\)"):
                 await generate(tokens)
-        return Row(prompt).trajectory()
+        return TrajectoryBuilder(prompt).trajectory()
 
     generate = make_sampler(client, make_fleet(servers)).bind(PERMIT, 0)
     await make_runner(unchecked).run(PROMPT, generate, None)
@@ -675,7 +675,7 @@ async def test_prompts_of_a_functions_own_are_one_prompt_in_their_group(make_wor
 
         async def __call__(self, prompt, context):
             own = np.array([3, 4, next(self.ends)], np.int32)
-            row = Row(dataclasses.replace(prompt, tokens=own))
+            row = TrajectoryBuilder(dataclasses.replace(prompt, tokens=own))
             row.extend(await context.generate(row.tokens))
             return row.trajectory()
 
@@ -693,10 +693,10 @@ def session_of(num_rows, judged=1, **fields):
         rows = []
         for number in range(num_rows):
             own = prompt.tokens if number == 0 else np.full(number, 20, np.int32)
-            row = Row(dataclasses.replace(prompt, tokens=own))
+            row = TrajectoryBuilder(dataclasses.replace(prompt, tokens=own))
             row.extend(await context.generate(row.tokens, max_new_tokens=number + 1))
             rows.append(row.trajectory(**fields))
-        return Rows(tuple(rows), judged=judged)
+        return Sample(tuple(rows), judged=judged)
 
     return session
 

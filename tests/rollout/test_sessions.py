@@ -64,7 +64,7 @@ PROMPT = Prompt(3, np.ones(1, np.int32), "how?", "12", {"level": 2})
 
 
 async def rows_of(agent, tokenizer, policy, **changes):
-    """The `Rows` of one session; all are trained, unless `rows` says which."""
+    """The `Sample` of one session; all are trained, unless `rows` says which."""
     runner = runner_of(agent, tokenizer, **{"rows": "all"} | changes)
     try:
         found = await runner.run(PROMPT, policy, rng)

@@ -35,7 +35,7 @@ from jaxrl_async.servers import preflight
 from jaxrl_async.servers.client import InferenceClient, ServerError, read_completion
 from jaxrl_async.tasks.tokenizer import CharTokenizer, HFTokenizer
 from jaxrl_async.tools import parity
-from jaxrl_async.types import Prompt, Rows
+from jaxrl_async.types import Prompt, Sample
 from jaxrl_async.versions import store as weight_store
 
 CONFIG = tiny(
@@ -889,7 +889,7 @@ async def test_the_turns_of_a_row_are_exact_over_a_push(
     text = "how"
     prompt = Prompt(0, np.array(chat_tokenizer.encode(text), np.int32), text, "", {})
     try:
-        rows = Rows.of(await runner.run(prompt, policy, lambda: rng_of("rollout", 0, 0, 0, 0)))
+        rows = Sample.of(await runner.run(prompt, policy, lambda: rng_of("rollout", 0, 0, 0, 0)))
         runner.check(rows)
     finally:
         await runner.close()
