@@ -6,13 +6,25 @@ No figure of theirs is checked here: those are in benchmarks/results.
 import dataclasses
 import functools
 import json
-import pathlib
 import sys
 
+import anchors
+import delight_cosine as cosine
+import delight_digits as digits
 import jax
 import jax.numpy as jnp
+import learner
 import numpy as np
+import packing as packings
+import peers
 import pytest
+import recitation
+import relay
+import rewards
+import shapes
+import shared_prompts
+import time_to_accuracy
+import trajectory_queue
 from jax.flatten_util import ravel_pytree
 
 from jaxrl_async.config.loss import LossConfig
@@ -23,22 +35,6 @@ from jaxrl_async.queue import trajectory_queue_pb2 as pb
 from jaxrl_async.queue import wire
 from jaxrl_async.records import Permit
 from jaxrl_async.rewards import reward_function
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "benchmarks"))
-
-import anchors
-import delight_cosine as cosine
-import delight_digits as digits
-import learner
-import packing as packings
-import peers
-import recitation
-import relay
-import rewards
-import shapes
-import shared_prompts
-import time_to_accuracy
-import trajectory_queue
 
 
 def logits_gradient(method, logits, labels, actions, behavior_logprobs, staleness=3):

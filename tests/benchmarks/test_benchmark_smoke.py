@@ -5,15 +5,11 @@ No figure is checked here: those are in benchmarks/results.
 
 import importlib
 import json
-import pathlib
-import sys
 
 import pytest
-from test_sandbox import boxed
+from fixtures.boxes import boxed
 
 from jaxrl_async.config.settings import PACKINGS
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "benchmarks"))
 
 
 def check_digits(result, directory):

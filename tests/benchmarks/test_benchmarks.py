@@ -6,18 +6,16 @@ import pathlib
 import subprocess
 import sys
 
+import blocks
+import delight_reversal
+import grid
 import pytest
+import staleness
+from in_process import Laboratory
 
 ROOT = pathlib.Path(__file__).parents[2]
 SMOKE = "smoke,mode=sync"
 RUN_TIMEOUT_SECS = 400
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import blocks  # noqa: E402
-import delight_reversal  # noqa: E402
-import grid  # noqa: E402
-import staleness  # noqa: E402
-from in_process import Laboratory  # noqa: E402
 
 FRICTIONS = {
     "rollout.delay_steps": "uniform(2)",

@@ -7,6 +7,7 @@ import hypothesis
 import numpy as np
 import pytest
 from fixtures import chat, environments
+from fixtures.conversations import Server, call_of, check_exact
 from fixtures.runners import conversing
 from hypothesis import strategies as st
 
@@ -14,10 +15,8 @@ from jaxrl_async.environments import environment_class
 from jaxrl_async.environments.tools import Call, ToolUse, parse_calls, tool_of
 from jaxrl_async.rollout.context import rng_of
 from jaxrl_async.rollout.environment import EnvironmentRollout
-from jaxrl_async.rollout.sampler import _join
-from jaxrl_async.servers.client import Completion
 from jaxrl_async.tasks.tokenizer import Asking
-from jaxrl_async.types import NOT_SAMPLED, Prompt
+from jaxrl_async.types import Prompt
 
 MULTIPLY, LOOK_UP = "fixtures.environments:multiply", "fixtures.environments:look_up"
 
@@ -74,10 +73,6 @@ def test_a_schema_is_made_of_type_hints_and_the_docstring():
 def test_arguments_that_do_not_fit_are_named(arguments, problem):
     assert tool_of(MULTIPLY).problem(arguments).startswith(problem)
     assert bool(tool_of(MULTIPLY).problem(arguments)) == bool(problem)
-
-
-def call_of(name, **arguments):
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
 def test_calls_are_read_out_of_a_turn_in_order():
@@ -161,56 +156,6 @@ def test_a_result_is_written_as_the_template_writes_it(tmp_path):
         assert tokenizer.encode_reply(results[:1], other)[0] == stop
 
 
-class Server:
-    """Samples random ids, in parts as a server that aborts does; notes all it sampled and all it was given."""
-
-    def __init__(self, draw, tokenizer):
-        self.draw, self.tokenizer = draw, tokenizer
-        self.sampled, self.given = [], []
-
-    async def __call__(self, tokens, *, max_new_tokens):
-        self.given.append(list(tokens))
-        ids, reason = self._turn()
-        if len(ids) > max_new_tokens:
-            ids, reason = ids[:max_new_tokens], "length"
-        cuts = sorted(
-            {c for c in self.draw(st.lists(st.integers(1, 60), max_size=2)) if c < len(ids)}
-        )
-        versions = np.sort(self.draw(st.lists(st.integers(0, 9), min_size=3, max_size=3)))
-        parts = []
-        for part, version in zip(np.split(np.array(ids, np.int32), cuts), versions, strict=False):
-            logprobs = -np.arange(1, len(part) + 1, dtype=np.float32) / (7 + version)
-            spans = np.full(len(part), version, np.int32)
-            parts.append(Completion(part, logprobs, spans, "abort"))
-        whole = _join(parts, reason)
-        self.sampled.append(whole)
-        return whole
-
-    def _turn(self):
-        """A turn as text with calls, whole, wrong or broken, or as ids of which no text is made again."""
-        ids = []
-        for piece in self.draw(st.lists(PIECES, min_size=1, max_size=4)):
-            ids += piece if isinstance(piece, list) else self.tokenizer.encode(piece)
-        stops = self.tokenizer.stop_token_ids
-        ids = [i for i in ids if i not in stops] or [5]
-        if self.draw(st.integers(0, 9)) == 0:  # a turn that a server's own bound ends
-            return ids, "length"
-        return [*ids, self.draw(st.sampled_from(stops))], "stop"
-
-
-PIECES = st.one_of(
-    st.builds(lambda a, b: call_of("multiply", a=a, b=b), st.integers(), st.integers(0, 9)),
-    st.builds(
-        lambda key, n: call_of("look_up", key=key, times=n), st.text(max_size=8), st.integers(0, 3)
-    ),
-    st.sampled_from(
-        [call_of("look_up", key="lost"), call_of("nothing"), "<tool_call>", "</tool_call>"]
-    ),
-    st.text(max_size=12),
-    st.lists(st.integers(0, 260), max_size=8),  # bytes that are no text, in no canonical encoding
-)
-
-
 def conversation(data, tokenizer):
     """Plays one random conversation and checks its row."""
     server = Server(data.draw, tokenizer)
@@ -236,26 +181,6 @@ def conversation(data, tokenizer):
     runner.check(row)
     check_exact(row, prompt, server, tokenizer)
     return row
-
-
-def check_exact(row, prompt, server, tokenizer):
-    """Trained tokens are the sampled ones, in order, with their numbers; the mask is True on them alone."""
-    expected = list(prompt.tokens)
-    mask, logprobs, versions = ([value] * len(expected) for value in (False, 0.0, NOT_SAMPLED))
-    for given, completion in zip(server.given, server.sampled, strict=True):
-        between = given[len(expected) :]
-        # What the policy was given is the row so far: all that it had sampled, untouched, and a reply.
-        assert given == expected + between
-        num = len(completion.tokens)
-        expected += between + completion.tokens.tolist()
-        mask += [False] * len(between) + [True] * num
-        logprobs += [0.0] * len(between) + completion.logprobs.tolist()
-        versions += [NOT_SAMPLED] * len(between) + completion.versions.tolist()
-        if between:  # The reply to the turn before, as the template ends it.
-            assert tokenizer.decode(between, special=True).rstrip("\n:").endswith("assistant")
-    assert row.tokens.tolist() == expected
-    assert row.mask.tolist() == mask and row.versions.tolist() == versions
-    assert row.logprobs.tolist() == np.array(logprobs, np.float32).tolist()
 
 
 def conversations(tokenizer, num, **settings):

@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 from fixtures import chat
-from test_sessions import Policy, rng, runner_of
+from fixtures.sessions import Policy, rng, runner_of
 
 from jaxrl_async.config.checks import LIBRARY_AGENTS
 from jaxrl_async.rollout.agent import agent_of

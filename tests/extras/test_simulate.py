@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import numpy as np
+import planner
 import pytest
 from fixtures.queues import group, journaled
 
@@ -17,9 +18,6 @@ from jaxrl_async.extras.planner import simulate as simulation
 from jaxrl_async.extras.planner.simulate import Plan, StallError, lengths_of, simulate
 
 ROOT = pathlib.Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import planner  # noqa: E402
 
 ALONE = dict(request_rate=100.0, server_rate=math.inf)  # 100 tokens take 1 s, whatever else runs
 SHARED = dict(request_rate=math.inf, server_rate=100.0)  # 100 tokens take 1 s for all requests

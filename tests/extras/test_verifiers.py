@@ -7,8 +7,8 @@ import pathlib
 import numpy as np
 import pytest
 from fixtures import chat
-from test_sessions import Policy, rng, runner_of
-from test_tools import call_of
+from fixtures.conversations import call_of
+from fixtures.sessions import Policy, rng, runner_of
 
 from jaxrl_async.cli.config import load_config, settings_of
 from jaxrl_async.config.checks import LIBRARY_AGENTS

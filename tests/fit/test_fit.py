@@ -4,10 +4,9 @@ import dataclasses
 import importlib.metadata
 import json
 import os
-import pathlib
 import re
-import sys
 
+import fit as benchmark
 import jax
 import jax.numpy as jnp
 import pytest
@@ -20,10 +19,6 @@ from jaxrl_async.fit.targets import EXAMPLES, TargetError, target_of
 from jaxrl_async.inference import programs as inference
 from jaxrl_async.models import attention, sharding, transformer
 from jaxrl_async.models.lora import LoRA
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "benchmarks"))
-
-import fit as benchmark
 
 TPU, GPU = compilers.needs("tpu"), compilers.needs("cuda")
 COMPILERS = {"v5e-4": TPU, "h100-1": GPU}

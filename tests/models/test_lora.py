@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from fixtures import train_steps
+from fixtures.adapters import ALL, host_params, logits, one_device, write_version
 from fixtures.models import tiny
 from fixtures.small_learner import assert_same, flat
 from flax import nnx
@@ -21,9 +22,8 @@ from jaxrl_async.inference import loading
 from jaxrl_async.inference.sampling import SamplingParams
 from jaxrl_async.models import hf, lora, sharding, transformer
 from jaxrl_async.models.lora import LoRA
-from jaxrl_async.versions.store import ADAPTER, WeightStore
+from jaxrl_async.versions.store import WeightStore
 
-ALL = LoRA(rank=4, alpha=8.0, targets=tuple(lora.LAYERS))
 SOME = LoRA(rank=2, alpha=3.0, targets=("v_proj", "down_proj"))
 FAMILIES = {
     "qwen3": tiny(lora=ALL),
@@ -36,36 +36,9 @@ ROWS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 12))
 TIMEOUT_SECS = 60.0
 
 
-def one_device():
-    return sharding.make_mesh(1, 1, 1, jax.devices()[:1])
-
-
-@functools.cache
-def host_params(config, seed=0):
-    """(adapters as if trained, base) on the host."""
-    base = sharding.init_sharded(dataclasses.replace(config, lora=None), one_device(), seed)
-    adapters = sharding.init_adapters(config, one_device(), seed)
-    rng = np.random.default_rng(seed)
-
-    def trained(path, param):
-        value = np.array(param.get_value())
-        if path[-1] == "lora_b":
-            value = 0.3 * rng.normal(size=value.shape).astype(np.float32)
-        return param.replace(value)
-
-    return nnx.map_state(trained, adapters), jax.device_get(base)
-
-
 def on(mesh, params):
     copies = jax.tree.map(np.copy, params)
     return jax.device_put(copies, sharding.param_shardings(mesh, copies))
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def logits(config, params, rows):
-    model = nnx.merge(transformer.graphdef(config), params)
-    positions = jnp.broadcast_to(jnp.arange(rows.shape[1]), rows.shape)
-    return model.logits(model(rows, positions, (jnp.ones_like(rows),)))
 
 
 # The model.
@@ -294,14 +267,6 @@ def expected_logprobs(params, completion):
     tokens = np.array([[1, 2, 3, *completion.output_ids]])
     table = jax.nn.log_softmax(logits(CONFIG, params, tokens), axis=-1)[0]
     return np.asarray(table)[np.arange(2, tokens.shape[1] - 1), tokens[0, 3:]]
-
-
-def write_version(directory, config, adapters, version=1, base="base"):
-    tensors, content = (
-        hf.to_tensors(adapters, config, "float32"),
-        hf.write_adapter_config(config.lora, base),
-    )
-    return WeightStore(directory, keep=2).write(version, tensors, content, prefix=ADAPTER)
 
 
 def test_the_engine_samples_with_adapters_pushed_without_the_base(engine, tmp_path):

@@ -9,7 +9,7 @@ import sys
 import threading
 
 import pytest
-from test_sandbox import boxed
+from fixtures.boxes import boxed
 
 from jaxrl_async import rewards, tasks
 from jaxrl_async.rewards import code as code_lib

@@ -14,23 +14,10 @@ import time
 import types
 
 import pytest
+from fixtures.boxes import boxed
 
-from jaxrl_async.rewards import box, code, sandbox
+from jaxrl_async.rewards import box, code
 from jaxrl_async.rewards.sandbox import BoxError, Limits, Sandbox
-
-
-def _refusal() -> str:
-    try:
-        sandbox.check()
-    except BoxError as error:
-        return str(error)
-    return ""
-
-
-REFUSAL = _refusal()
-if os.environ.get("JAXRL_REQUIRE_BOX") == "1":
-    assert not REFUSAL, REFUSAL
-boxed = pytest.mark.skipif(bool(REFUSAL), reason=REFUSAL)
 
 SMALL = Limits(
     wall_secs=2.0,

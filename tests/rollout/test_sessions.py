@@ -9,14 +9,14 @@ import hypothesis
 import numpy as np
 import pytest
 from fixtures import chat as templates
-from fixtures.runners import conversing
+from fixtures.conversations import Server, call_of, check_exact
+from fixtures.sessions import Policy, nobody, rng, runner_of
 from hypothesis import strategies as st
-from test_tools import Server, call_of, check_exact
 
 from jaxrl_async.rollout import sessions
-from jaxrl_async.rollout.agent import AgentRollout, agent_of
+from jaxrl_async.rollout.agent import agent_of
 from jaxrl_async.rollout.chat import RefusedError
-from jaxrl_async.rollout.context import Context, RolloutError, rng_of
+from jaxrl_async.rollout.context import Context, RolloutError
 from jaxrl_async.servers.client import Completion
 from jaxrl_async.types import NOT_SAMPLED, Prompt
 
@@ -43,21 +43,6 @@ def tokenizers(tmp_path_factory):
 @pytest.fixture(scope="module")
 def qwen(tokenizers):
     return tokenizers["qwen"]
-
-
-async def nobody(base_url, prompt):
-    """Stands for an agent."""
-
-
-def runner_of(agent, tokenizer, *, max_new_tokens=400, max_tokens=4000, **changes):
-    settings = {"timeout_secs": 20.0, "max_calls": 16, "rows": "one", "temperature": 1.0}
-    function = AgentRollout("test_sessions:nobody", **settings | changes)
-    function._agent = agent
-    return conversing(function, tokenizer, max_new_tokens=max_new_tokens, max_tokens=max_tokens)
-
-
-def rng():
-    return rng_of("rollout", 0, 0, 0, 0)
 
 
 PROMPT = Prompt(3, np.ones(1, np.int32), "how?", "12", {"level": 2})
@@ -102,28 +87,6 @@ async def ask(base_url, messages, **fields):
     status, answer = await post(base_url, messages, **fields)
     assert status == 200, answer
     return answer["choices"][0]["message"]
-
-
-class Policy:
-    """Samples given turns, and a stop token after each; notes what it was given."""
-
-    def __init__(self, tokenizer, *turns):
-        self.tokenizer, self.turns = tokenizer, list(turns)
-        self.given, self.sampling = [], []
-
-    async def __call__(self, tokens, *, max_new_tokens, **sampling):
-        self.given.append(list(tokens))
-        self.sampling.append(sampling)
-        turn = self.turns.pop(0)
-        if isinstance(turn, Exception):
-            raise turn
-        ids = [*self.tokenizer.encode(turn), self.tokenizer.eos_id]
-        kept = np.array(ids[:max_new_tokens], np.int32)
-        if len(ids) > max_new_tokens:  # The rest is sampled where the row goes on.
-            self.turns.insert(0, self.tokenizer.decode(ids[max_new_tokens:]))
-        logprobs = -np.arange(1, len(kept) + 1, dtype=np.float32) / 8
-        versions = np.full(len(kept), len(self.given), np.int32)
-        return Completion(kept, logprobs, versions, "stop" if len(kept) == len(ids) else "length")
 
 
 # How the answer comes back in the next call, as frameworks send it.
@@ -1089,7 +1052,7 @@ async def test_an_endpoint_that_was_closed_starts_again(qwen):
         await ask(base_url, ASKED)
 
     runner = runner_of(agent, qwen)
-    assert runner.waits_for() == "its agent 'test_sessions:nobody'"
+    assert runner.waits_for() == "its agent 'fixtures.sessions:nobody'"
     for _ in range(2):
         await runner.run(PROMPT, Policy(qwen, "12"), rng)
         await runner.close()

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import pytest
 from fixtures import fake_sglang, real_servers
+from fixtures.adapters import ALL, host_params, logits, write_version
 from fixtures.models import tiny
-from test_lora import ALL, host_params, logits, write_version
 
 from jaxrl_async.models import hf, lora
 from jaxrl_async.publishing import transports

@@ -20,6 +20,7 @@ import time
 
 import numpy as np
 import pytest
+import sweep as script
 import yaml
 
 from jaxrl_async.cli import config as config_lib
@@ -27,10 +28,6 @@ from jaxrl_async.config.loss import ANCHORS
 from jaxrl_async.config.settings import MODES, SettingsError
 from jaxrl_async.sweeps import driver, page
 from jaxrl_async.sweeps.points import Point, Sweep, seeded
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "launch"))
-
-import sweep as script
 
 ROOT = pathlib.Path(__file__).parents[2]
 SWEEPS = sorted((ROOT / "configs" / "sweeps").glob("*.py"))
