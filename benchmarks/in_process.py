@@ -43,7 +43,7 @@ from jaxrl_async.roles import parts
 from jaxrl_async.rollout.context import rng_of
 from jaxrl_async.rollout.sampler import request_seed
 from jaxrl_async.rollout.single_turn import single_turn
-from jaxrl_async.servers.client import Completion
+from jaxrl_async.servers.port import Completion
 from jaxrl_async.tasks.prompts import prompt_stream, test_prompts
 from jaxrl_async.tasks.tokenizer import Tokenizer
 from jaxrl_async.tools.evaluate import completion_of

@@ -33,8 +33,8 @@ from aiohttp import web
 from jaxrl_async.rollout.agent import AgentRollout
 from jaxrl_async.rollout.context import Context, rng_of
 from jaxrl_async.rollout.sessions import Sessions
-from jaxrl_async.servers.client import Completion
 from jaxrl_async.servers.descriptors import raise_open_file_limit
+from jaxrl_async.servers.port import Completion
 from jaxrl_async.tasks.tokenizer import load_tokenizer, train_bpe
 from jaxrl_async.types import Prompt, Sample
 

@@ -27,7 +27,8 @@ import numpy as np
 
 from jaxrl_async.models import hf, transformer
 from jaxrl_async.publishing import transports
-from jaxrl_async.servers.client import InferenceClient, ServerError
+from jaxrl_async.servers.client import InferenceClient
+from jaxrl_async.servers.port import ServerError
 from jaxrl_async.versions.store import WeightStore
 
 ROOT = pathlib.Path(__file__).parent.parent

@@ -22,7 +22,8 @@ from jaxrl_async.evaluation.score import EvaluationError, sampling_of, score
 from jaxrl_async.rewards.pool import RewardError, RewardPool
 from jaxrl_async.rollout.context import Generate
 from jaxrl_async.rollout.runner import Runner
-from jaxrl_async.servers.client import Completion, InferenceClient, ServerError
+from jaxrl_async.servers.client import InferenceClient
+from jaxrl_async.servers.port import Completion, ServerError
 from jaxrl_async.types import Prompt
 
 BEST_FILE = "best.json"

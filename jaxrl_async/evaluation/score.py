@@ -12,7 +12,7 @@ from jaxrl_async import security
 from jaxrl_async.rewards.pool import RewardPool
 from jaxrl_async.rollout.context import Generate, rng_of
 from jaxrl_async.rollout.runner import Runner
-from jaxrl_async.servers.client import ServerError
+from jaxrl_async.servers.port import ServerError
 from jaxrl_async.types import Prompt
 
 log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
 
 from jaxrl_async.extras.rank_zero import NCCL
-from jaxrl_async.servers.client import ServerError, ServerTimeoutError
+from jaxrl_async.servers.port import ServerError, ServerTimeoutError
 
 log = logging.getLogger(__name__)
 

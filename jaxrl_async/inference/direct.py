@@ -13,14 +13,14 @@ import numpy as np
 from jaxrl_async.inference import engine as engines
 from jaxrl_async.inference.http import parse_sampling
 from jaxrl_async.inference.loading import WeightsError
-from jaxrl_async.servers.client import (
+from jaxrl_async.servers.batches import expire
+from jaxrl_async.servers.completions import checked_completion
+from jaxrl_async.servers.port import (
     Completion,
     ForeignVersionError,
     ForeignWeightsError,
     ServerError,
     ServerTimeoutError,
-    checked_completion,
-    expire,
 )
 
 
@@ -46,9 +46,9 @@ class DirectClient:
     async def __aexit__(self, *_: object) -> None:
         pass
 
-    def looks(self, **kwargs: Any) -> "DirectLooks":
-        """Looks at the engines; arguments as of `servers.looks.Looks`."""
-        return DirectLooks(self._engines, **kwargs)
+    def probes(self, **kwargs: Any) -> "DirectProbes":
+        """Probes of the engines; arguments as of `servers.probes.Probes`."""
+        return DirectProbes(self._engines, **kwargs)
 
     async def generate(
         self,
@@ -186,8 +186,8 @@ class DirectClient:
                 future.set_result(outcome)
 
 
-class DirectLooks:
-    """`servers.looks.Looks` at engines."""
+class DirectProbes:
+    """`servers.probes.Probes` at engines."""
 
     def __init__(
         self,
@@ -198,7 +198,7 @@ class DirectLooks:
         is_wanted: Callable[[Any], bool],
         on_answer: Callable[[Any, dict[str, Any] | None], None],
     ):
-        """Arguments as of `Looks`."""
+        """Arguments as of `Probes`."""
         self._engines, self._interval_secs = by_address, interval_secs
         self._is_wanted, self._on_answer = is_wanted, on_answer
         self._servers: dict[Any, str] = {}
@@ -212,7 +212,7 @@ class DirectLooks:
         self._servers.pop(server, None)
 
     async def run(self) -> None:
-        """Looks until it is cancelled."""
+        """Probes until it is cancelled."""
         while True:
             for server, address in tuple(self._servers.items()):
                 if self._is_wanted(server):

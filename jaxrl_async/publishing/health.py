@@ -16,8 +16,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxrl_async.records import ServerRecord
-from jaxrl_async.servers.client import InferenceClient, ServerError
+from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.fleet import DEAD, HEALTHY, STALE
+from jaxrl_async.servers.port import ServerError
 from jaxrl_async.versions.held import HeldVersion
 from jaxrl_async.versions.store import StoredVersion
 

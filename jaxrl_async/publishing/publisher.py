@@ -28,9 +28,9 @@ from jaxrl_async.publishing.discovery import Discovery
 from jaxrl_async.publishing.pauses import Pauses
 from jaxrl_async.publishing.transports import ObsoleteVersionError, Transport
 from jaxrl_async.records import ResumePoint
-from jaxrl_async.servers.client import InferenceClient, ServerError, ServerTimeoutError
+from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.fleet import DEAD, HEALTHY, STALE
-from jaxrl_async.servers.preflight import UnfitServerError
+from jaxrl_async.servers.port import ServerError, ServerTimeoutError, UnfitServerError
 from jaxrl_async.versions.held import HeldVersion
 from jaxrl_async.versions.store import StoredVersion
 
@@ -187,7 +187,7 @@ class Publisher:
     def wait(
         self, version: int, *, timeout_secs: float, should_stop: Callable[[], bool] = lambda: False
     ) -> None:
-        """Waits until the servers hold a version, or until `should_stop`, called every LOOK_SECS.
+        """Waits until the servers hold a version, or until `should_stop`, called every CHECK_SECS.
 
         Raises:
           PublisherError: the publisher failed, or the push still runs after timeout_secs; names the wait.
@@ -199,7 +199,7 @@ class Publisher:
         awake = AwakeClock()
         deadline = awake.now() + timeout_secs
         with self._condition:
-            while not self._condition.wait_for(over, min(LOOK_SECS, deadline - awake.now())):
+            while not self._condition.wait_for(over, min(CHECK_SECS, deadline - awake.now())):
                 if should_stop():
                     return
                 if awake.now() > deadline:
@@ -253,15 +253,15 @@ class Publisher:
 
     async def _main(self) -> None:
         async with self._client as client, asyncio.TaskGroup() as tasks:
-            self._looks = client.looks(
+            self._probes = client.probes(
                 interval_secs=self._poll_secs,
                 timeout_secs=health.PROBE_TIMEOUT_SECS,
                 is_wanted=self._is_settled,
-                on_answer=self._looked,
+                on_answer=self._probed,
             )
             for server in self._servers:
                 self._start_keeping(client, tasks, server)
-            tasks.create_task(self._looks.run(), name="publisher looks")
+            tasks.create_task(self._probes.run(), name="publisher probes")
             if self._discovery is not None:
                 tasks.create_task(self._discover(client, tasks), name="publisher discovery")
             tasks.create_task(self._watch_the_clock(), name="publisher clock")
@@ -362,19 +362,19 @@ class Publisher:
         self._healthy_at = self._awake.now()
 
     async def _wait(self, condition: Callable[[], bool], timeout_secs: float) -> None:
-        """Waits for a condition, looked at after every attempt at a server, for so many seconds awake."""
+        """Waits for a condition, checked after every attempt at a server, for so many seconds awake."""
         deadline = self._awake.now() + timeout_secs
         while not condition() and (left := deadline - self._awake.now()) > 0:
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(left, LOOK_SECS)):
+                async with asyncio.timeout(min(left, CHECK_SECS)):
                     await self._changed.wait()
 
     async def _watch_the_clock(self) -> None:
         """Keeps a busy time of other tasks apart from a stop of the process."""
         while True:
             self._awake.now()
-            await asyncio.sleep(LOOK_SECS)
+            await asyncio.sleep(CHECK_SECS)
 
     def _num_holding(self) -> int:
         """The servers that hold the target."""
@@ -424,18 +424,18 @@ class Publisher:
                 await self._poll(client, server, self._target)
 
     def _rest_secs(self, server: health.Server) -> float | None:
-        """Seconds to the next attempt at a server: backoff, with jitter; None where looks say when it is due."""
+        """Seconds to the next attempt at a server: backoff, with jitter; None where probes say when it is due."""
         if self._is_settled(server):
             return None
         backoff = min(2.0 ** (server.num_failures - 1), MAX_BACKOFF) if server.num_failures else 1.0
         return self._poll_secs * backoff * random.uniform(0.8, 1.2)
 
     def _is_settled(self, server: health.Server) -> bool:
-        """Whether a server holds the target, so that a look is enough."""
+        """Whether a server holds the target, so that a probe is enough."""
         return self._target is not None and not server.reserved and server.holds(self._target)
 
-    def _looked(self, server: health.Server, info: Mapping[str, Any] | None) -> None:
-        """Makes a server due whose look differs from the target, or has no answer."""
+    def _probed(self, server: health.Server, info: Mapping[str, Any] | None) -> None:
+        """Makes a server due whose probe differs from the target, or has no answer."""
         if self._is_settled(server) and (
             info is None or health.difference(info, self._target) is not None
         ):
@@ -446,7 +446,7 @@ class Publisher:
     ) -> None:
         name = f"publisher {server.address}"
         self._keepers[server.address] = tasks.create_task(self._keep(client, server), name=name)
-        self._looks.add(server, server.address)
+        self._probes.add(server, server.address)
 
     async def _discover(self, client: InferenceClient, tasks: asyncio.TaskGroup) -> None:
         """Keeps the servers that the discovery lists, besides the fixed ones."""
@@ -476,7 +476,7 @@ class Publisher:
         server.has_left = True
         self._servers.remove(server)
         self._table.remove(server)
-        self._looks.remove(server)
+        self._probes.remove(server)
         self._keepers.pop(server.address).cancel()
         self._changed.set()
 
@@ -514,7 +514,7 @@ class Publisher:
             server.reason = str(error) or type(error).__name__
             if health.is_local(error):
                 log.error("%s: out of file descriptors (ulimit -n): %s", server.address, error)
-                return  # It keeps its state, and is looked at again.
+                return  # It keeps its state, and is tried again.
             was_dead = server.state == DEAD
             server.state = STALE if await health.answers(client, server) else DEAD
             if was_dead and server.state == STALE:
@@ -635,5 +635,5 @@ def _first(error: BaseException) -> BaseException:
 # Of push_timeout_secs: a server that hangs in its turn holds up the others no longer.
 TURN_SHARE = 0.125
 MAX_BACKOFF = 8.0  # poll intervals between two attempts at a server that fails
-LOOK_SECS = 0.5  # between two calls of should_stop during a wait
+CHECK_SECS = 0.5  # between two calls of should_stop during a wait
 _CLOSE_TIMEOUT_SECS = 15.0

@@ -29,7 +29,8 @@ from jaxrl_async.intake.relay import NO_SOURCE
 from jaxrl_async.publishing import differences, fanout, verification
 from jaxrl_async.records import NOBODY, Identity
 from jaxrl_async.security import is_loopback
-from jaxrl_async.servers.client import InferenceClient, ServerError, ServerTimeoutError
+from jaxrl_async.servers.client import InferenceClient
+from jaxrl_async.servers.port import ServerError, ServerTimeoutError
 from jaxrl_async.versions import store as weight_store
 from jaxrl_async.versions.difference import NO_DIFFERENCE
 

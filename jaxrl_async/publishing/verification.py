@@ -18,7 +18,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxrl_async.servers.client import InferenceClient, ServerError
+from jaxrl_async.servers.client import InferenceClient
+from jaxrl_async.servers.port import ServerError
 from jaxrl_async.versions import store as weight_store
 
 log = logging.getLogger(__name__)

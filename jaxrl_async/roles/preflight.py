@@ -11,11 +11,11 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.roles import parts
-from jaxrl_async.servers.client import InferenceClient, ServerError
+from jaxrl_async.servers.client import InferenceClient
+from jaxrl_async.servers.port import ServerError, UnfitServerError
 from jaxrl_async.servers.preflight import (
     Adapters,
     Expected,
-    UnfitServerError,
     kept_adapters,
     preflight,
     preflight_router,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_async.rollout.failures import CodeError
-from jaxrl_async.servers.client import Completion
+from jaxrl_async.servers.port import Completion
 from jaxrl_async.types import NOT_SAMPLED, Prompt, Sample, Trajectory, Turn
 
 # generate(tokens, **sampling) continues token ids [T]; `sampling` replaces single sampling parameters of the run.

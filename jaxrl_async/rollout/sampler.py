@@ -21,15 +21,15 @@ import numpy as np
 from jaxrl_async.awake import AwakeClock
 from jaxrl_async.records import Permit
 from jaxrl_async.rollout.context import Generate, RolloutError
-from jaxrl_async.servers.client import (
+from jaxrl_async.servers.client import InferenceClient
+from jaxrl_async.servers.fleet import DEAD, HEALTHY, Fleet
+from jaxrl_async.servers.port import (
     Completion,
     ForeignVersionError,
-    InferenceClient,
     OutOfFilesError,
     ServerError,
     ServerTimeoutError,
 )
-from jaxrl_async.servers.fleet import DEAD, HEALTHY, Fleet
 
 
 class Sampler:

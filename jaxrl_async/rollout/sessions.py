@@ -30,7 +30,7 @@ from jaxrl_async.rollout.chat import Call, Choice, RefusedError
 from jaxrl_async.rollout.context import Context, RolloutError, TrajectoryBuilder
 from jaxrl_async.rollout.failures import CodeError, flattened
 from jaxrl_async.servers import descriptors as files
-from jaxrl_async.servers.client import Completion
+from jaxrl_async.servers.port import Completion
 from jaxrl_async.tasks.task import CUT
 from jaxrl_async.types import MAX_ROWS, Prompt, Sample
 

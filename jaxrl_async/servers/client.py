@@ -17,59 +17,26 @@ from types import MappingProxyType
 from typing import Any
 
 import aiohttp
-import numpy as np
 
 from jaxrl_async import security
 from jaxrl_async.records import NOBODY, Identity
 from jaxrl_async.servers import descriptors as files
-from jaxrl_async.servers.looks import Looks, LostAnswerError
+from jaxrl_async.servers.batches import Batch, encode, events, expire
+from jaxrl_async.servers.completions import read_completion, read_version
+from jaxrl_async.servers.port import (
+    Completion,
+    ForeignVersionError,
+    ForeignWeightsError,
+    OutOfFilesError,
+    ServerError,
+    ServerTimeoutError,
+)
+from jaxrl_async.servers.probes import LostAnswerError, Probes
 
 # In an answer of /generate: the server streams the answers of a batch, one event for each when it ends.
 STREAMS_HEADER = "X-Streams-Batches"
 SHA256_HEADER = "X-Sha256"  # of an upload
 PAUSE_LEASE_HEADER = "X-Pause-Lease-Secs"  # weights.lease reads it
-MAX_LOGPROB_ROUNDING = 1e-6  # A log-prob may exceed 0 by this much: float32 rounding of log 1.
-
-
-class ServerError(Exception):
-    """A failed call: its address, route and reason, whether a retry can help, and its HTTP status, if any."""
-
-    def __init__(
-        self, address: str, route: str, reason: str, *, retryable: bool, status: int | None = None
-    ):
-        detail = f"{route}: {reason}" if route else f" {reason}"
-        super().__init__(f"inference server {address}{detail}")
-        self.address = address
-        self.route = route
-        self.reason = reason
-        self.retryable = retryable
-        self.status = status
-
-
-class ServerTimeoutError(ServerError):
-    """A call without an answer before its deadline."""
-
-
-class OutOfFilesError(ServerError):
-    """A call that was never made: this process has no free file descriptor. It says nothing about the server."""
-
-
-class ForeignVersionError(ServerError):
-    """A server samples with weights that this run did not push: another run's, or those it started with."""
-
-
-class ForeignWeightsError(ValueError):
-    """Tokens of weights that no push gave, as of a server that has just restarted."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Completion:
-    """The sampled tokens of one request: N tokens, the stop token included."""
-
-    tokens: np.ndarray  # int32 [N]
-    logprobs: np.ndarray  # float32 [N], at the sampling temperature, ≤ 0
-    versions: np.ndarray  # int32 [N], the weights that sampled each token, ≥ 0
-    finish_reason: str  # "stop" | "length" | "abort"; N = 0 is possible under "abort" only
 
 
 class InferenceClient:
@@ -108,9 +75,9 @@ class InferenceClient:
         self._admin_api_key = admin_api_key or api_key
         self._session: aiohttp.ClientSession | None = None
         self._streaming: set[str] = set()  # addresses that stream the answers of a batch
-        self._batches: dict[str, _Batch] = {}  # address → of this turn of the loop, not sent yet
+        self._batches: dict[str, Batch] = {}  # address → of this turn of the loop, not sent yet
         self._tasks: set[asyncio.Task] = set()  # of batches that were sent
-        self._looks: Looks | None = None
+        self._probes: Probes | None = None
 
     async def __aenter__(self) -> "InferenceClient":
         self._session = aiohttp.ClientSession(
@@ -133,13 +100,13 @@ class InferenceClient:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._session.close()
 
-    def looks(self, **kwargs: Any) -> Looks:
-        """Looks with this client's key and authorities; arguments as of `Looks`.
+    def probes(self, **kwargs: Any) -> Probes:
+        """Probes with this client's key and authorities; arguments as of `Probes`.
 
         From now on the calls of a push use their connections, where one is open and free.
         """
-        self._looks = Looks(api_key=self._api_key, tls=self._tls, **kwargs)
-        return self._looks
+        self._probes = Probes(api_key=self._api_key, tls=self._tls, **kwargs)
+        return self._probes
 
     async def generate(
         self,
@@ -203,7 +170,7 @@ class InferenceClient:
             return None
         name = info.get("weight_version")
         try:
-            _read_version(name, self.run_id)
+            read_version(name, self.run_id)
         except ForeignWeightsError as error:
             raise ForeignVersionError(address, "/model_info", str(error), retryable=True) from error
         return name
@@ -617,7 +584,7 @@ class InferenceClient:
         """The answer of a request that goes with all others of this turn of the loop."""
         loop, batch = asyncio.get_running_loop(), self._batches.get(address)
         if batch is None or not batch.has_room(request):
-            batch = self._batches[address] = _Batch()
+            batch = self._batches[address] = Batch()
             loop.call_soon(self._send, address, batch)
         done = batch.add(request, timeout_secs)
         late = loop.call_later(timeout_secs, expire, done)
@@ -631,13 +598,13 @@ class InferenceClient:
         finally:
             late.cancel()
 
-    def _send(self, address: str, batch: "_Batch") -> None:
+    def _send(self, address: str, batch: "Batch") -> None:
         if self._batches.get(address) is batch:
             del self._batches[address]
         if not batch.is_over:
             batch.task = self._start(self._stream(address, batch), f"a batch of {address}")
 
-    def _abandon(self, address: str, batch: "_Batch", rid: str) -> None:
+    def _abandon(self, address: str, batch: "Batch", rid: str) -> None:
         """Ends a request on its server, as hanging up on it alone would; hangs up where nobody waits any more."""
         if batch.task is None or batch.task.done():
             return
@@ -656,7 +623,7 @@ class InferenceClient:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _stream(self, address: str, batch: "_Batch") -> None:
+    async def _stream(self, address: str, batch: "Batch") -> None:
         """Sends a batch, and gives each of its requests its answer or error."""
         route = "/generate"
         try:
@@ -664,7 +631,7 @@ class InferenceClient:
             async with self._request(*call) as response:
                 if response.status != 200:
                     _read_answer(response.status, await response.read(), address, route)
-                async for event in _events(response.content):
+                async for event in events(response.content):
                     batch.take(event, address)
             reason = "the answer ended before its requests"
             raise ServerError(address, route, reason, retryable=True)
@@ -685,7 +652,7 @@ class InferenceClient:
         timeout_secs: float,
         headers: Mapping[str, str] = MappingProxyType({}),
     ) -> dict:
-        body = _encode(payload).encode()
+        body = encode(payload).encode()
         return await self._call("POST", address, route, body, timeout_secs, headers)
 
     async def _update(
@@ -709,7 +676,7 @@ class InferenceClient:
         """A request whose body is bytes of JSON, an open file, or nothing."""
         kind = "json" if isinstance(body, bytes) else "octet-stream"
         headers = self._headers(route, kind) | headers
-        line = self._looks and route in _LINE_ROUTES and self._looks.open_line(address)
+        line = self._probes and route in _LINE_ROUTES and self._probes.open_line(address)
         if line:
             try:
                 status, text = await line.call(method, route, body or b"", headers, timeout_secs)
@@ -764,188 +731,6 @@ class InferenceClient:
                 raise OutOfFilesError(address, route, reason, retryable=True) from error
             reason = f"connection lost: {error or type(error).__name__}"
             raise ServerError(address, route, reason, retryable=True) from error
-
-
-class _Batch:
-    """Requests that share one HTTP request, and those who wait for their answers."""
-
-    def __init__(self):
-        self._requests: list[dict] = []
-        self._waiters: list[asyncio.Future[dict]] = []
-        self._num_tokens = 0
-        self.timeout_secs = 0.0
-        self.task: asyncio.Task | None = None  # None until it is sent
-
-    def has_room(self, request: Mapping[str, Any]) -> bool:
-        """Whether one more keeps the body far below what a server takes."""
-        num_tokens = self._num_tokens + len(request["input_ids"])
-        return len(self._requests) < _MAX_BATCH and num_tokens <= _MAX_BATCH_TOKENS
-
-    def add(self, request: dict, timeout_secs: float) -> "asyncio.Future[dict]":
-        """Adds a request; returns the future of its answer."""
-        self._requests.append(request)
-        self._num_tokens += len(request["input_ids"])
-        self.timeout_secs = max(self.timeout_secs, timeout_secs)
-        self._waiters.append(asyncio.get_running_loop().create_future())
-        return self._waiters[-1]
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nobody waits any more."""
-        return all(waiter.done() for waiter in self._waiters)
-
-    def body(self) -> bytes:
-        """JSON. A prompt that many share is encoded once."""
-        prompts = [tuple(request["input_ids"]) for request in self._requests]
-        encoded = {prompt: _encode(prompt) for prompt in set(prompts)}
-        ids = [encoded[prompt] for prompt in prompts]
-        rids, params = ([r[name] for r in self._requests] for name in ("rid", "sampling_params"))
-        return (
-            f'{{"rid":{_encode(rids)},"input_ids":[{",".join(ids)}],"sampling_params":{_encode(params)},'
-            '"return_logprob":true,"stream":true}'
-        ).encode()
-
-    def take(self, event: Mapping[str, Any], address: str) -> None:
-        """Takes one event. SGLang sends several for a request, of which the last has a finish_reason."""
-        waiter = self._waiters[event.get("index", 0)]
-        if waiter.done():
-            return
-        if "error" in event:
-            status = int(event["error"].get("code", 500))
-            reason = f"HTTP {status}: {event['error'].get('message')}"
-            retryable = status >= 500 or status == 429
-            waiter.set_exception(
-                ServerError(address, "/generate", reason, retryable=retryable, status=status)
-            )
-        elif event["meta_info"]["finish_reason"] is not None:
-            waiter.set_result(event)
-
-    def fail(self, error: ServerError) -> None:
-        """Ends all who still wait."""
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_exception(error)
-
-
-async def _events(content: aiohttp.StreamReader) -> AsyncIterator[dict]:
-    """The JSON objects of server-sent events."""
-    buffer = b""
-    async for data in content.iter_any():
-        *lines, buffer = (buffer + data).split(b"\n\n")
-        for line in lines:
-            text = line.removeprefix(b"data: ").strip()
-            if text and text != b"[DONE]":
-                yield json.loads(text)
-
-
-def expire(waiter: asyncio.Future) -> None:
-    """Ends a wait with a TimeoutError, unless it is over. Cheaper than a timeout's context."""
-    if not waiter.done():
-        waiter.set_exception(TimeoutError())
-
-
-def read_completion(
-    answer: Mapping[str, Any], run_id: str = "", adapter: str | None = None
-) -> Completion:
-    """Turns the JSON of /generate into arrays, and checks that its parts agree.
-
-    Args:
-      answer: the JSON.
-      run_id: the run whose weights may have sampled; "" for any.
-      adapter: the name of the weights that sampled all tokens; None where the answer says it.
-
-    Raises:
-      ForeignWeightsError: others have.
-      ValueError, KeyError, TypeError: a part is missing or contradicts another; the message names both.
-    """
-    meta = answer["meta_info"]
-    finish_reason = meta["finish_reason"]["type"]
-    if finish_reason not in ("stop", "length", "abort"):
-        raise ValueError(f"finish_reason {finish_reason!r} is not stop, length or abort")
-    output_ids = answer["output_ids"]
-    count = len(output_ids)
-    # A request that was aborted in a server's queue carries hardly any meta_info.
-    if count == 0:
-        if finish_reason != "abort":
-            raise ValueError(f"no output_ids, and finish_reason is {finish_reason!r}")
-        return Completion(*_EMPTY, finish_reason)
-    completion_tokens = meta.get("completion_tokens", count)
-    if completion_tokens != count:
-        raise ValueError(f"{count} output_ids, but completion_tokens is {completion_tokens}")
-    # SGLang-JAX repeats earlier entries in front of long completions: the last ones are right.
-    triples = meta["output_token_logprobs"][-count:]
-    if [triple[1] for triple in triples] != output_ids:
-        raise ValueError(f"the ids of output_token_logprobs are not output_ids ({count} tokens)")
-    logprobs = [triple[0] for triple in triples]
-    spans = meta.get("weight_versions") or ()
-    if adapter is not None:
-        spans = [{"version": adapter, "start": 0, "end": count}]
-    return checked_completion(output_ids, logprobs, spans, finish_reason, run_id)
-
-
-def checked_completion(
-    output_ids: Sequence[int] | np.ndarray,
-    logprobs: Sequence[float] | np.ndarray,
-    spans: Sequence[Mapping[str, Any]],
-    finish_reason: str,
-    run_id: str = "",
-) -> Completion:
-    """The arrays of one completion, N tokens.
-
-    Args:
-      output_ids: int [N].
-      logprobs: [N].
-      spans: {"version", "start", "end"} of the weights that sampled tokens [start, end).
-      finish_reason: "stop" | "length" | "abort".
-      run_id: as in `read_completion`.
-
-    Raises:
-      ForeignWeightsError: others have sampled.
-      ValueError: a log-prob is not finite and ≤ 0, or the spans do not cover the tokens.
-    """
-    count = len(output_ids)
-    if count == 0:
-        return Completion(*_EMPTY, finish_reason)
-    versions = _read_versions(spans, count, run_id)
-    return Completion(
-        np.array(output_ids, np.int32), _read_logprobs(logprobs), versions, finish_reason
-    )
-
-
-def _read_logprobs(values: Sequence[float] | np.ndarray) -> np.ndarray:
-    logprobs = np.array(values, np.float32)
-    # Written so that NaN fails it too.
-    if not (logprobs.min() > -np.inf and logprobs.max() <= MAX_LOGPROB_ROUNDING):
-        bad = logprobs[~(np.isfinite(logprobs) & (logprobs <= MAX_LOGPROB_ROUNDING))][0]
-        raise ValueError(f"log-prob {bad} is not finite and ≤ 0")
-    return np.minimum(logprobs, 0, out=logprobs)
-
-
-def _read_versions(spans: Sequence[Mapping[str, Any]], count: int, run_id: str) -> np.ndarray:
-    """Spreads half-open spans over the output tokens; they must cover [0, count) exactly, in order."""
-    versions = np.empty(count, np.int32)
-    covered = 0
-    for span in spans:
-        start, end, version = span["start"], span["end"], span["version"]
-        if start != covered or not start <= end <= count:
-            raise ValueError(f"weight_versions {spans} do not cover [0, {count}) exactly")
-        versions[start:end] = _read_version(version, run_id)
-        covered = end
-    if covered != count:
-        raise ValueError(f"weight_versions {spans} do not cover [0, {count}) exactly")
-    return versions
-
-
-def _read_version(text: str, run_id: str) -> int:
-    """The version in "RUN.epoch.version"; without a run, of "12" and "1.12" too."""
-    found = _VERSION.fullmatch(text) if isinstance(text, str) else None
-    if not found:
-        raise ForeignWeightsError(
-            f"weight version {text!r:.80} is not RUN.epoch.version, of a version ≥ 0"
-        )
-    if run_id and found["run"] != f"{run_id}.":
-        raise ForeignWeightsError(f"weight version {text!r:.80} is not of run {run_id}")
-    return int(found["version"])
 
 
 def _signature(writer: Identity) -> dict[str, Any]:
@@ -1022,11 +807,7 @@ _LINE_ROUTES = frozenset(
         "/update_weight_version",
     }
 )
-_MAX_BATCH, _MAX_BATCH_TOKENS = 1024, 500_000  # requests, and tokens of their prompts, in one body
 _ABORT_SECS = 5.0
 _NO_TOKEN = 2**31 - 1  # beyond every vocabulary
 _BIAS_REFUSAL = re.compile(r"logit_bias must has keys in \[0, ([0-9]+)\]")
-_VERSION = re.compile(r"(?P<run>[a-z2-7]{12}\.)?([0-9]{1,9}\.)?(?P<version>[0-9]{1,9})")
-_EMPTY = (np.empty(0, np.int32), np.empty(0, np.float32), np.empty(0, np.int32))
 _MESSAGE_CHARS = 500
-_encode = json.JSONEncoder(separators=(",", ":")).encode

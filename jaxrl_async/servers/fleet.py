@@ -23,7 +23,7 @@ DEAD = "DEAD"  # does not answer
 # one server while there is work for all, and spreads over servers that would be idle otherwise.
 SPILL_SHARE = 0.25
 MAX_DESCRIBED = 16  # servers in a message
-DISTRUST_LOOKS = 5  # times suspect_secs
+DISTRUST_PROBES = 5  # times suspect_secs
 _DRAWS = 4  # of two servers, before the whole table is looked at
 
 
@@ -171,10 +171,10 @@ class Fleet:
         """Notes that a server sampled with other weights than the table says.
 
         It gets no request until the table says otherwise: until its state or version changes there. The publisher
-        looks at it within suspect_secs; a change that goes by unseen ends the wait after DISTRUST_LOOKS of them.
+        looks at it within suspect_secs; a change that goes by unseen ends the wait after DISTRUST_PROBES of them.
         """
         self._distrusted[address] = self._records.get(address)
-        self._suspect_until[address] = self._clock() + DISTRUST_LOOKS * self._suspect_secs
+        self._suspect_until[address] = self._clock() + DISTRUST_PROBES * self._suspect_secs
 
     def describe(self) -> str:
         """One phrase per server, for messages; of many, the counts by state and the first that are not HEALTHY."""

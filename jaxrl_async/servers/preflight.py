@@ -12,16 +12,10 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrl_async.servers.client import InferenceClient, ServerError
+from jaxrl_async.servers.client import InferenceClient
+from jaxrl_async.servers.port import ServerError, UnfitServerError
 
 TIMEOUT_SECS = 60.0  # of the whole preflight of one server
-
-
-class UnfitServerError(ServerError):
-    """A server that answers and cannot take part in the run; the message says what to change."""
-
-    def __init__(self, address: str, route: str, reason: str):
-        super().__init__(address, route, reason, retryable=False)
 
 
 @dataclasses.dataclass(frozen=True)

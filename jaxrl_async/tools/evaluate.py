@@ -21,7 +21,7 @@ from jaxrl_async.rewards.pool import RewardPool
 from jaxrl_async.roles import parts
 from jaxrl_async.rollout.context import Generate
 from jaxrl_async.rollout.runner import Runner
-from jaxrl_async.servers.client import Completion
+from jaxrl_async.servers.port import Completion
 from jaxrl_async.tasks.prompts import test_prompts
 from jaxrl_async.types import Prompt
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_async.servers.client import InferenceClient, ServerError
+from jaxrl_async.servers.client import InferenceClient
+from jaxrl_async.servers.port import ServerError
 
 REPEATS = 3  # of each measurement; the median counts
 REQUESTS = 64  # at once, of a server that does not say how many it runs

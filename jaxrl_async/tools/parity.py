@@ -18,7 +18,8 @@ from flax import nnx
 
 from jaxrl_async.models import hf, logprobs, lora, transformer
 from jaxrl_async.objectives import kl
-from jaxrl_async.servers.client import Completion, InferenceClient, ServerError
+from jaxrl_async.servers.client import InferenceClient
+from jaxrl_async.servers.port import Completion, ServerError
 from jaxrl_async.versions import store as weight_store
 
 CAUSES = (

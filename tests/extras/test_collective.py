@@ -12,7 +12,8 @@ from fixtures.tensors import tensors
 
 from jaxrl_async.extras import collective
 from jaxrl_async.publishing import transports
-from jaxrl_async.servers.client import InferenceClient, ServerError
+from jaxrl_async.servers.client import InferenceClient
+from jaxrl_async.servers.port import ServerError
 from jaxrl_async.versions.store import StoredVersion, WeightStore
 
 pytest.importorskip("torch")

@@ -14,7 +14,8 @@ from jaxrl_async.extras.relay import sidecar
 from jaxrl_async.intake import relay
 from jaxrl_async.publishing import transports
 from jaxrl_async.records import Identity
-from jaxrl_async.servers.client import InferenceClient, ServerError
+from jaxrl_async.servers.client import InferenceClient
+from jaxrl_async.servers.port import ServerError
 from jaxrl_async.versions.store import StoredVersion, WeightStore, read_manifest
 
 TIMEOUT_SECS = 20.0

@@ -15,7 +15,8 @@ from jaxrl_async.inference import programs
 from jaxrl_async.intake import relay
 from jaxrl_async.models import hf
 from jaxrl_async.publishing import fanout, transports
-from jaxrl_async.servers.client import InferenceClient, ServerError
+from jaxrl_async.servers.client import InferenceClient
+from jaxrl_async.servers.port import ServerError
 from jaxrl_async.versions.store import StoredVersion, WeightStore, read_manifest
 
 BYTES = bytes(range(256)) * 40

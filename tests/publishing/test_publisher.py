@@ -17,8 +17,8 @@ from jaxrl_async.publishing.health import Server, Table
 from jaxrl_async.publishing.publisher import Publisher, PublisherError
 from jaxrl_async.publishing.transports import FileTransport, ObsoleteVersionError
 from jaxrl_async.records import ServerRecord, SupersededError
-from jaxrl_async.servers.client import InferenceClient, ServerError, ServerTimeoutError
-from jaxrl_async.servers.preflight import UnfitServerError
+from jaxrl_async.servers.client import InferenceClient
+from jaxrl_async.servers.port import ServerError, ServerTimeoutError, UnfitServerError
 from jaxrl_async.versions.store import WeightStore
 
 WAIT_SECS = 20.0  # deadline of every wait of these tests

@@ -15,7 +15,8 @@ from fixtures.fake_sglang import FakeServer, started
 from fixtures.tensors import tensors
 
 from jaxrl_async.publishing import transports, verification
-from jaxrl_async.servers.client import InferenceClient, ServerError, ServerTimeoutError
+from jaxrl_async.servers.client import InferenceClient
+from jaxrl_async.servers.port import ServerError, ServerTimeoutError
 from jaxrl_async.versions.store import StoredVersion, WeightStore, read_manifest
 
 TIMEOUT_SECS = 10.0

@@ -39,12 +39,8 @@ from jaxrl_async.roles import one as one_role
 from jaxrl_async.roles.turns import Turns
 from jaxrl_async.runtime.supervisor import in_one_process
 from jaxrl_async.samples import read_samples
-from jaxrl_async.servers.client import (
-    ForeignVersionError,
-    InferenceClient,
-    ServerError,
-    ServerTimeoutError,
-)
+from jaxrl_async.servers.client import InferenceClient
+from jaxrl_async.servers.port import ForeignVersionError, ServerError, ServerTimeoutError
 from jaxrl_async.types import InvalidTrajectoryError
 from jaxrl_async.versions.held import HeldStore, hand_over
 

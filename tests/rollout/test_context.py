@@ -14,7 +14,7 @@ from jaxrl_async.roles import parts
 from jaxrl_async.rollout.context import Context, RolloutError, TrajectoryBuilder, rng_of
 from jaxrl_async.rollout.runner import Runner
 from jaxrl_async.rollout.single_turn import single_turn
-from jaxrl_async.servers.client import Completion
+from jaxrl_async.servers.port import Completion
 from jaxrl_async.tasks.tokenizer import completion_text
 from jaxrl_async.types import InvalidTrajectoryError, Prompt, check_trajectory
 

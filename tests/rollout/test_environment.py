@@ -16,7 +16,7 @@ from jaxrl_async.environments import ENVIRONMENTS, calculator, environment_class
 from jaxrl_async.rollout.context import RolloutError, rng_of
 from jaxrl_async.rollout.environment import EnvironmentRollout
 from jaxrl_async.rollout.runner import Runner
-from jaxrl_async.servers.client import Completion
+from jaxrl_async.servers.port import Completion
 from jaxrl_async.tasks import make_task
 from jaxrl_async.tasks.prompts import demonstration_tokens
 from jaxrl_async.tasks.tokenizer import CharTokenizer

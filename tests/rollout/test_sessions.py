@@ -17,7 +17,7 @@ from jaxrl_async.rollout import sessions
 from jaxrl_async.rollout.agent import agent_of
 from jaxrl_async.rollout.chat import RefusedError
 from jaxrl_async.rollout.context import Context, RolloutError
-from jaxrl_async.servers.client import Completion
+from jaxrl_async.servers.port import Completion
 from jaxrl_async.types import NOT_SAMPLED, Prompt
 
 TOOLS = [

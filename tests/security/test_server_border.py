@@ -18,7 +18,8 @@ from fixtures.served_engine import CONFIG, upload, write_weights
 from hypothesis import strategies as st
 
 from jaxrl_async.inference import http, loading
-from jaxrl_async.servers.client import InferenceClient, ServerError
+from jaxrl_async.servers.client import InferenceClient
+from jaxrl_async.servers.port import ServerError
 
 # The servers.
 

@@ -7,13 +7,9 @@ import numpy as np
 import pytest
 from fixtures.fake_sglang import FakeServer, answer, logprob, token
 
-from jaxrl_async.servers.client import (
-    ForeignWeightsError,
-    InferenceClient,
-    ServerError,
-    ServerTimeoutError,
-    read_completion,
-)
+from jaxrl_async.servers.client import InferenceClient
+from jaxrl_async.servers.completions import read_completion
+from jaxrl_async.servers.port import ForeignWeightsError, ServerError, ServerTimeoutError
 
 
 @pytest.fixture

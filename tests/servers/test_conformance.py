@@ -32,7 +32,9 @@ from jaxrl_async.rollout.agent import AgentRollout
 from jaxrl_async.rollout.context import rng_of
 from jaxrl_async.rollout.environment import EnvironmentRollout
 from jaxrl_async.servers import preflight
-from jaxrl_async.servers.client import InferenceClient, ServerError, read_completion
+from jaxrl_async.servers.client import InferenceClient
+from jaxrl_async.servers.completions import read_completion
+from jaxrl_async.servers.port import ServerError
 from jaxrl_async.tasks.tokenizer import CharTokenizer, HFTokenizer
 from jaxrl_async.tools import parity
 from jaxrl_async.types import Prompt, Sample

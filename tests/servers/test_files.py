@@ -15,8 +15,9 @@ from jaxrl_async.records import Permit, ServerRecord
 from jaxrl_async.roles import start
 from jaxrl_async.rollout.sampler import Sampler
 from jaxrl_async.servers import descriptors as files
-from jaxrl_async.servers.client import InferenceClient, OutOfFilesError
+from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.fleet import Fleet
+from jaxrl_async.servers.port import OutOfFilesError
 
 
 @contextlib.contextmanager

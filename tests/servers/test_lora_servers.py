@@ -15,7 +15,8 @@ from fixtures.models import tiny
 from jaxrl_async.models import hf, lora
 from jaxrl_async.publishing import transports
 from jaxrl_async.servers import preflight
-from jaxrl_async.servers.client import ForeignVersionError, InferenceClient
+from jaxrl_async.servers.client import InferenceClient
+from jaxrl_async.servers.port import ForeignVersionError
 from jaxrl_async.versions.store import WeightStore
 
 CONFIG = tiny(

@@ -24,8 +24,9 @@ from jaxrl_async.publishing.publisher import Publisher
 from jaxrl_async.publishing.transports import FileTransport
 from jaxrl_async.roles import parts
 from jaxrl_async.runtime.supervisor import free_port
-from jaxrl_async.servers.client import InferenceClient, ServerError
-from jaxrl_async.servers.preflight import Expected, UnfitServerError, preflight, preflight_router
+from jaxrl_async.servers.client import InferenceClient
+from jaxrl_async.servers.port import ServerError, UnfitServerError
+from jaxrl_async.servers.preflight import Expected, preflight, preflight_router
 from jaxrl_async.versions.store import WeightStore
 
 DEADLINE_SECS = 120.0

@@ -1,8 +1,8 @@
-"""Looks at many servers: a GET of /model_info to each, over one open connection each, spread over the interval.
+"""Probes of many servers: a GET of /model_info to each, over one open connection each, spread over the interval.
 
-A look costs a fraction of a call of the client, which stays the judge: a look reports what a server said, or that it
+A probe costs a fraction of a call of the client, which stays the judge: a probe reports what a server said, or that it
 said nothing that could be read, and its owner then calls. The client's small calls may use the open connection of a
-look, at the same cost. It knows no states and no versions.
+probe, at the same cost. It knows no states and no versions.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ import urllib.parse
 from collections.abc import Callable, Mapping
 from typing import Any
 
-TICK_SECS = 0.05  # between two groups of looks
+TICK_SECS = 0.05  # between two groups of probes
 MAX_ANSWER_BYTES = 1 << 16
 _STATUS = re.compile(rb"HTTP/1\.1 (\d{3})[ \r]")
 _CLOSE = re.compile(rb"\r\nconnection:[ \t]*close[ \t]*\r\n", re.IGNORECASE)
@@ -26,8 +26,8 @@ class LostAnswerError(ConnectionError):
     """A call on an open connection whose answer did not come, or could not be read."""
 
 
-class Looks:
-    """Looks at each of its servers every interval_secs, while `run` runs. Use within one event loop."""
+class Probes:
+    """Probes each of its servers every interval_secs, while `run` runs. Use within one event loop."""
 
     def __init__(
         self,
@@ -42,9 +42,9 @@ class Looks:
         """Opens nothing yet.
 
         Args:
-          interval_secs: between two looks at a server.
-          timeout_secs: bound on an answer; it is looked for at the next look.
-          is_wanted: server → whether to look at it now.
+          interval_secs: between two probes of a server.
+          timeout_secs: bound on an answer; it is checked at the next probe.
+          is_wanted: server → whether to probe it now.
           on_answer: called with a server and its /model_info, or None where there was no answer or no plain one.
           api_key: of the information routes.
           tls: context for https:// addresses; True for the system's authorities.
@@ -80,13 +80,13 @@ class Looks:
         return peer if peer is not None and peer.is_free else None
 
     async def run(self) -> None:
-        """Looks until it is cancelled, and then closes all connections."""
+        """Probes until it is cancelled, and then closes all connections."""
         try:
             while True:
                 for slot in self._slots:
                     for peer in tuple(slot):
                         if self._is_wanted(peer.server):
-                            peer.look()
+                            peer.probe()
                     await asyncio.sleep(self._pause_secs)
         finally:
             for slot in self._slots:
@@ -95,7 +95,7 @@ class Looks:
 
 
 class _Peer(asyncio.Protocol):
-    """The connection to one server; one look or call at a time."""
+    """The connection to one server; one probe or call at a time."""
 
     def __init__(self, server, address, api_key, tls, timeout_secs, on_answer):
         self.server, self.address = server, address
@@ -110,7 +110,7 @@ class _Peer(asyncio.Protocol):
         self._request = f"GET /model_info{self._host_line}{key}\r\n".encode()
         self._transport: asyncio.Transport | None = None
         self._connecting: asyncio.Task | None = None
-        self._asked_at: float | None = None  # of the look under way
+        self._asked_at: float | None = None  # of the probe under way
         self._answer: asyncio.Future[tuple[int, bytes]] | None = None  # of the call under way
         self._is_plain = True  # whether every call had an answer that could be read
         self._buffer = b""
@@ -146,7 +146,7 @@ class _Peer(asyncio.Protocol):
             if not answer.done() or answer.cancelled():  # Its answer may still come.
                 self._transport and self._transport.abort()
 
-    def look(self) -> None:
+    def probe(self) -> None:
         if self._answer is not None:
             return
         now = time.monotonic()
@@ -221,7 +221,7 @@ class _Peer(asyncio.Protocol):
             self._end(None)
 
     def _end(self, info: dict[str, Any] | None) -> None:
-        """Ends a look; a connection that gave no plain answer is not used again."""
+        """Ends a probe; a connection that gave no plain answer is not used again."""
         self._asked_at = None
         if info is None:
             self.close()

@@ -1,4 +1,4 @@
-"""Looks at servers: what is reported of each answer, and how many connections it takes."""
+"""Probes of servers: what is reported of each answer, and how many connections it takes."""
 
 import asyncio
 import contextlib
@@ -7,8 +7,9 @@ import re
 
 import pytest
 
-from jaxrl_async.servers.client import InferenceClient, ServerError, ServerTimeoutError
-from jaxrl_async.servers.looks import MAX_ANSWER_BYTES, Looks
+from jaxrl_async.servers.client import InferenceClient
+from jaxrl_async.servers.port import ServerError, ServerTimeoutError
+from jaxrl_async.servers.probes import MAX_ANSWER_BYTES, Probes
 
 INFO = {"weight_version": "3", "weight_digest": "d"}
 
@@ -51,10 +52,10 @@ async def serving(answers):
 
 
 @contextlib.asynccontextmanager
-async def looking(*addresses, api_key=None, timeout_secs=20.0, is_wanted=lambda _: True):
-    """Looks at each address; yields a queue of (address, info)."""
+async def probing(*addresses, api_key=None, timeout_secs=20.0, is_wanted=lambda _: True):
+    """Probes each address; yields a queue of (address, info)."""
     seen = asyncio.Queue()
-    looks = Looks(
+    probes = Probes(
         interval_secs=0.02,
         timeout_secs=timeout_secs,
         is_wanted=is_wanted,
@@ -62,10 +63,10 @@ async def looking(*addresses, api_key=None, timeout_secs=20.0, is_wanted=lambda 
         api_key=api_key,
     )
     for address in addresses:
-        looks.add(address, address)
-    task = asyncio.create_task(looks.run())
+        probes.add(address, address)
+    task = asyncio.create_task(probes.run())
     try:
-        yield seen, looks
+        yield seen, probes
     finally:
         task.cancel()
         await asyncio.wait({task})
@@ -75,9 +76,9 @@ async def next_of(seen):
     return await asyncio.wait_for(seen.get(), 20.0)
 
 
-async def test_many_looks_take_one_connection_and_carry_the_key():
+async def test_many_probes_take_one_connection_and_carry_the_key():
     async with serving([GOOD]) as (address, requests, connections):
-        async with looking(address, api_key="secret") as (seen, _):
+        async with probing(address, api_key="secret") as (seen, _):
             for _ in range(5):
                 assert await next_of(seen) == (address, INFO)
     assert len(connections) == 1
@@ -100,9 +101,9 @@ async def test_many_looks_take_one_connection_and_carry_the_key():
     ],
     ids=["closed", "500", "401", "list", "broken", "chunked", "huge"],
 )
-async def test_an_answer_that_is_not_plain_is_none_and_the_next_look_begins_anew(answer):
+async def test_an_answer_that_is_not_plain_is_none_and_the_next_probe_begins_anew(answer):
     async with serving([answer, GOOD]) as (address, _, connections):
-        async with looking(address) as (seen, _):
+        async with probing(address) as (seen, _):
             assert await next_of(seen) == (address, None)
             assert await next_of(seen) == (address, INFO)
     assert len(connections) == 2
@@ -112,7 +113,7 @@ async def test_a_server_that_is_gone_or_silent_is_none():
     async with serving([b""]) as (silent, _, _), serving([GOOD]) as (gone, _, _):
         pass
     async with serving([b""]) as (silent, _, _):
-        async with looking(silent, gone, timeout_secs=0.1) as (seen, _):
+        async with probing(silent, gone, timeout_secs=0.1) as (seen, _):
             found = {await next_of(seen) for _ in range(20)}
     assert found == {(silent, None), (gone, None)}
 
@@ -121,14 +122,14 @@ async def test_servers_that_are_not_wanted_or_were_removed_are_not_looked_at():
     wanted = set()
     async with serving([GOOD]) as (one, _, _), serving([GOOD]) as (two, requests, _):
         wanted.add(one)
-        async with looking(one, two, is_wanted=wanted.__contains__) as (seen, looks):
+        async with probing(one, two, is_wanted=wanted.__contains__) as (seen, probes):
             for _ in range(5):
                 assert await next_of(seen) == (one, INFO)
             assert requests == []
             wanted.add(two)
             while (await next_of(seen))[0] != two:
                 pass
-            looks.remove(one)
+            probes.remove(one)
             while not seen.empty():
                 seen.get_nowait()
             for _ in range(5):
@@ -137,17 +138,17 @@ async def test_servers_that_are_not_wanted_or_were_removed_are_not_looked_at():
 
 @contextlib.asynccontextmanager
 async def client_with_open_line(address):
-    """A client whose look has opened a connection to a server, and that looks no more."""
+    """A client whose probe has opened a connection to a server, and that probes no more."""
     seen, wanted = asyncio.Queue(), {address}
     async with InferenceClient(api_key="key", admin_api_key="admin") as client:
-        looks = client.looks(
+        probes = client.probes(
             interval_secs=0.02,
             timeout_secs=20.0,
             is_wanted=wanted.__contains__,
             on_answer=lambda server, info: seen.put_nowait(info),
         )
-        looks.add(address, address)
-        task = asyncio.create_task(looks.run())
+        probes.add(address, address)
+        task = asyncio.create_task(probes.run())
         try:
             assert await next_of(seen) == INFO
             wanted.clear()
@@ -158,7 +159,7 @@ async def client_with_open_line(address):
             await asyncio.wait({task})
 
 
-async def test_the_calls_of_a_push_use_the_connection_of_the_looks():
+async def test_the_calls_of_a_push_use_the_connection_of_the_probes():
     async with serving([GOOD]) as (address, requests, connections):
         async with client_with_open_line(address) as client:
             assert await client.model_info(address, timeout_secs=20.0) == INFO
