@@ -105,11 +105,11 @@ def turns(num_rows: int = 256, num_tokens: int = 32, rounds: int = 5) -> dict[st
     """Seconds for num_tokens of each row, by the number of requests they are sampled in; medians of paired rounds."""
     import jax
 
+    from jaxrl_async import parts
     from jaxrl_async.cli.config import load_config, settings_of
     from jaxrl_async.inference import engine as engines
     from jaxrl_async.inference.http import parse_sampling
     from jaxrl_async.models import sharding
-    from jaxrl_async.roles import parts
     from jaxrl_async.tasks.tokenizer import CharTokenizer
 
     settings = settings_of(load_config(str(ROOT / "configs/tools.py:env=game")))

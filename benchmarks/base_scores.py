@@ -20,10 +20,10 @@ from typing import Any
 
 import jax
 
+from jaxrl_async import parts
 from jaxrl_async.cli.config import parse_flags, settings_of
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.models import sharding
-from jaxrl_async.roles import parts
 from jaxrl_async.roles.learner import first_params_of
 from jaxrl_async.tasks import gsm8k
 from jaxrl_async.tasks.prompts import test_prompts

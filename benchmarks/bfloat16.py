@@ -20,13 +20,13 @@ import jax
 import numpy as np
 import shapes
 
+from jaxrl_async import parts
 from jaxrl_async.cli.config import parse_flags, settings_of
 from jaxrl_async.config.settings import DTYPES, Learner, Settings
 from jaxrl_async.evaluation.score import sampling_of
 from jaxrl_async.learner.packing import Packer
 from jaxrl_async.learner.train_step import TrainStep
 from jaxrl_async.models import sharding
-from jaxrl_async.roles import parts
 from jaxrl_async.roles.learner import first_params_of
 from jaxrl_async.tasks.prompts import test_prompts
 from jaxrl_async.tools.evaluate import ENGINE_TIMEOUT_SECS, EngineClient

@@ -29,12 +29,12 @@ from typing import Any
 
 import jax
 
+from jaxrl_async import parts
 from jaxrl_async.cli.config import load_config, settings_of
 from jaxrl_async.config.settings import Learner, Server, Settings
 from jaxrl_async.fit import page, programs
 from jaxrl_async.fit.targets import target_of
 from jaxrl_async.models.transformer import ModelConfig
-from jaxrl_async.roles import parts
 
 ROOT = pathlib.Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "fit"

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxrl_async import parts
 from jaxrl_async.config.checks import delay_of
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.inference import engine as engines
@@ -39,7 +40,6 @@ from jaxrl_async.records import NO_STATUS, Permit, QueueStatus, ResumePoint
 from jaxrl_async.rewards import reward_function
 from jaxrl_async.rewards.math import exact
 from jaxrl_async.roles import learner as learner_role
-from jaxrl_async.roles import parts
 from jaxrl_async.rollout.context import rng_of
 from jaxrl_async.rollout.sampler import request_seed
 from jaxrl_async.rollout.single_turn import single_turn

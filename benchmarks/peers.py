@@ -52,6 +52,7 @@ import jax
 import numpy as np
 import shapes
 
+from jaxrl_async import parts
 from jaxrl_async.cli.config import parse_flags, settings_of
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.inference import engine as engines
@@ -60,7 +61,6 @@ from jaxrl_async.learner.packing import pack
 from jaxrl_async.metrics import read_metrics
 from jaxrl_async.models import sharding
 from jaxrl_async.roles import learner as learner_role
-from jaxrl_async.roles import parts
 from jaxrl_async.types import NOT_SAMPLED, Group, Trajectory
 
 BENCHMARKS = pathlib.Path(__file__).parent

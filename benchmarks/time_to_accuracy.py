@@ -40,11 +40,11 @@ import scipy.stats
 from in_process import complete, request_of, text_of
 from recitation import ALPHABET
 
+from jaxrl_async import parts
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.inference.engine import Engine
 from jaxrl_async.metrics import column, read_metrics
 from jaxrl_async.rewards import reward_function
-from jaxrl_async.roles import parts
 from jaxrl_async.tasks.prompts import test_prompts
 from jaxrl_async.tasks.tokenizer import Tokenizer
 from jaxrl_async.types import Prompt

@@ -30,6 +30,7 @@ import peers
 import shapes
 from flax import nnx
 
+from jaxrl_async import parts
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.inference import http
 from jaxrl_async.inference.direct import DirectClient
@@ -37,7 +38,7 @@ from jaxrl_async.inference.engine import Engine
 from jaxrl_async.models import transformer
 from jaxrl_async.queue import wire
 from jaxrl_async.records import Permit, ServerRecord, Wait
-from jaxrl_async.roles import parts, rollout
+from jaxrl_async.roles import rollout
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.fleet import HEALTHY
 from jaxrl_async.types import Group

@@ -14,7 +14,8 @@ import ml_collections
 from jaxrl_async import report
 from jaxrl_async.cli.config import load_config, settings_of
 from jaxrl_async.metrics import read_metrics
-from jaxrl_async.roles import local, start
+from jaxrl_async.preflight import machine
+from jaxrl_async.roles import start
 
 __all__ = ["Run", "load_config", "run"]
 
@@ -118,11 +119,11 @@ def run(
     """
     settings = settings_of(config)
     run = Run(workdir or start.default_workdir(settings))
-    start.check_access(settings, "all", 0)
+    machine.check_access(settings, "all", 0)
     start.check_workdir(config, run.workdir, resume=resume)
     with start.locked(run.workdir):
         if start.begin(config, settings, run.workdir, resume=resume):
-            local.run(
+            start.run(
                 settings,
                 workdir=run.workdir,
                 resume=resume,

@@ -83,12 +83,39 @@ MAY_IMPORT = {
         "tasks",
     },
 }
-# Roles wire the parts together; tools, the command line and the API stand above them.
+# Parts are made of the settings, the preflight looks at them, and roles wire them together. Tools, the command line and
+# the API stand above.
+MAY_IMPORT["parts"] = {
+    "config",
+    "environments",
+    "evaluation",
+    "inference",
+    "learner",
+    "models",
+    "rewards",
+    "rollout",
+    "tasks",
+    "tracker",
+    "versions",
+}
+MAY_IMPORT["preflight"] = {
+    "config",
+    "learner",
+    "models",
+    "parts",
+    "publishing",
+    "rewards",
+    "rollout",
+    "security",
+    "servers",
+    "tasks",
+    "tracker",
+}
 MAY_IMPORT["roles"] = MAY_IMPORT.keys() - {"report", "sweeps"}
-MAY_IMPORT["fit"] = {"config", "inference", "learner", "models", "roles", "runtime"}
-MAY_IMPORT["tools"] = MAY_IMPORT["roles"] - {"runtime"} | {"roles"}
+MAY_IMPORT["fit"] = {"config", "inference", "learner", "models", "parts", "runtime"}
+MAY_IMPORT["tools"] = MAY_IMPORT["roles"] - {"preflight", "runtime"} | {"roles"}
 MAY_IMPORT["cli"] = set(MAY_IMPORT)
-MAY_IMPORT["api"] = {"cli", "metrics", "report", "roles"}
+MAY_IMPORT["api"] = {"cli", "metrics", "preflight", "report", "roles"}
 # Nobody imports these: they stand behind tables of names.
 MAY_IMPORT["extras"] = set(MAY_IMPORT)
 WITHOUT_JAX = (

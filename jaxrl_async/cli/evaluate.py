@@ -4,10 +4,10 @@ import json
 import pathlib
 import sys
 
+from jaxrl_async import parts
 from jaxrl_async.cli.config import UsageError, load_config, parse_flags, settings_of
 from jaxrl_async.evaluation.evaluator import best_version
 from jaxrl_async.evaluation.score import EvaluationError
-from jaxrl_async.roles import parts
 from jaxrl_async.runtime.workdir import checkpoint_steps
 
 USAGE = """Scores checkpoints on the task's test prompts: greedy accuracy, and pass@k at the run's temperature. The best

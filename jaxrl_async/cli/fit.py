@@ -84,9 +84,9 @@ def main(argv: list[str]) -> int:
 
 def model_config_of(settings: Settings):
     """The model's shape; the files of a Hugging Face directory are not needed, but for its config.json."""
+    from jaxrl_async import parts
     from jaxrl_async.learner import blocks
     from jaxrl_async.models import attention
-    from jaxrl_async.roles import parts
 
     if not settings.model.path and settings.tokenizer.kind != "char":
         raise UsageError(

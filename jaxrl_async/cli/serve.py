@@ -81,8 +81,8 @@ async def _serve(
     port: int,
     options: dict[str, str | None],
 ) -> None:
+    from jaxrl_async import parts
     from jaxrl_async.inference import http
-    from jaxrl_async.roles import parts
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asyncio.current_task().cancel)
     step, params = parts.checkpoint_params(settings, workdir, None if step < 0 else step)

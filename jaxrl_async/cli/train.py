@@ -18,8 +18,9 @@ from jaxrl_async.cli.config import UsageError, parse_flags, settings_of
 from jaxrl_async.config.checks import in_the_clear, nearest
 from jaxrl_async.config.settings import Settings, SettingsError
 from jaxrl_async.metrics import read_metrics
+from jaxrl_async.preflight import machine
 from jaxrl_async.records import SupersededError
-from jaxrl_async.roles import local, start
+from jaxrl_async.roles import start
 from jaxrl_async.runtime import cluster, supervisor
 from jaxrl_async.runtime import workdir as workdirs
 from jaxrl_async.runtime.preemption import PREEMPTED, StopRequest
@@ -60,7 +61,7 @@ def main(argv: list[str]) -> int:
     if auto:
         _apply_place(values)
     settings = settings_of(values.config)
-    start.check_access(settings, values.role, values.index)
+    machine.check_access(settings, values.role, values.index)
     workdir = pathlib.Path(values.workdir or start.default_workdir(settings)).absolute()
     supervised = "JAXRL_PARENT" in os.environ
     # These write the config.json; the other roles read it.
@@ -158,7 +159,7 @@ def _run_all(settings: Settings, workdir: pathlib.Path, *, resume: bool) -> int:
     stop = StopRequest(grace_secs=supervisor.learner_stop_secs(settings) + supervisor.STOP_SECS)
     stop.listen(signal.SIGTERM)
     try:
-        done = local.run(settings, workdir=workdir, resume=resume, stop_requested=stop.received)
+        done = start.run(settings, workdir=workdir, resume=resume, stop_requested=stop.received)
     except KeyboardInterrupt:
         print(f"stopped; {_resume_hint(workdir)}", file=sys.stderr)
         return 1
@@ -271,11 +272,11 @@ def _full_disk(error: BaseException, workdir: pathlib.Path) -> str:
 
 def _is_explained(error: BaseException) -> bool:
     """Whether a role's error names its cause in its message, so that a line suffices instead of a traceback."""
+    from jaxrl_async.preflight.peers import PreflightError
     from jaxrl_async.publishing.publisher import PublisherError
     from jaxrl_async.queue.journal import JournalError
     from jaxrl_async.records import RunFailedError
     from jaxrl_async.rewards.pool import RewardError
-    from jaxrl_async.roles.preflight import PreflightError
     from jaxrl_async.rollout.failures import UserCodeError
 
     if isinstance(error, OSError):  # Without an errno it is ours, and names the remedy.

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrl_async import parts
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.fit import flops, hlo
 from jaxrl_async.fit.targets import Target
@@ -22,7 +23,6 @@ from jaxrl_async.learner.packing import Packer
 from jaxrl_async.learner.train_step import mesh_of
 from jaxrl_async.models import lora
 from jaxrl_async.models.transformer import ModelConfig
-from jaxrl_async.roles import parts
 from jaxrl_async.runtime.supervisor import divide_devices, in_one_process
 
 # libtpu looks for the machine's chips, asks its cloud about them, and takes a lock for one process.

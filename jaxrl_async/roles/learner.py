@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from jaxrl_async import parts
 from jaxrl_async.config.checks import delay_of, queue_access_of
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.evaluation.evaluator import Evaluator
@@ -26,12 +27,12 @@ from jaxrl_async.learner.versions import Delay, Versions
 from jaxrl_async.learner.warm_start import warm_start
 from jaxrl_async.metrics import MetricsWriter, Timers
 from jaxrl_async.models import hf, sharding, transformer
+from jaxrl_async.preflight import peers
 from jaxrl_async.publishing.discovery import Discovery
 from jaxrl_async.publishing.publisher import Publisher
 from jaxrl_async.publishing.transports import FileTransport
 from jaxrl_async.queue.client import LearnerQueue
 from jaxrl_async.records import Identity, ResumePoint, Share, Wait
-from jaxrl_async.roles import parts, preflight
 from jaxrl_async.runtime import preemption
 from jaxrl_async.runtime.settled import settle
 from jaxrl_async.runtime.supervisor import visible_devices
@@ -99,8 +100,8 @@ class Links:
 
     def check(self, expected: Expected) -> None:
         """Checks the servers and the reward services that answer; raises PreflightError."""
-        preflight.check_servers(self._settings, expected)
-        preflight.check_rewards(self._settings)
+        peers.check_servers(self._settings, expected)
+        peers.check_rewards(self._settings)
 
     def sharing(self) -> dict[str, Any]:
         """Arguments of `TrainStep` that say what is shared with servers."""
@@ -154,7 +155,7 @@ class Links:
                 rendezvous=weights.rendezvous,
             ),
             "discovery": discovery_of(settings),
-            "preflight": preflight.check_of(settings, expected),
+            "preflight": peers.check_of(settings, expected),
         }
 
 
@@ -173,7 +174,7 @@ def _train(
     part = {"process": process, "num_processes": learner.num_processes}
     tokenizer = parts.tokenizer_of(settings, workdir)
     config = parts.model_config_of(settings, tokenizer)
-    expected = preflight.expected_of(settings, config)
+    expected = peers.expected_of(settings, config)
     if process == 0:
         links.check(expected)
     mesh = mesh_of(learner, links.devices)

@@ -18,6 +18,7 @@ from typing import Any
 import grain  # noqa: F401  Its import makes those of other threads lazy meanwhile, which breaks JAX: before they start.
 import jax
 
+from jaxrl_async import parts
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.inference.direct import DirectClient
 from jaxrl_async.inference.engine import Engine
@@ -26,7 +27,7 @@ from jaxrl_async.metrics import MetricsWriter
 from jaxrl_async.queue.direct import DirectLearnerQueue, DirectQueueClient
 from jaxrl_async.queue.service import QueueService
 from jaxrl_async.records import Identity, Share
-from jaxrl_async.roles import learner, parts, rollout
+from jaxrl_async.roles import learner, rollout
 from jaxrl_async.roles import queue as queue_role
 from jaxrl_async.roles.server import ENGINE_STOP_SECS
 from jaxrl_async.roles.turns import Turns

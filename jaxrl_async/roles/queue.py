@@ -5,10 +5,10 @@ import pathlib
 
 from jaxrl_async.config.checks import delay_of, queue_access_of
 from jaxrl_async.config.settings import Settings
+from jaxrl_async.parts import tokenizer_of, vocab_size_of
 from jaxrl_async.queue import service
 from jaxrl_async.queue.admission import Admission
 from jaxrl_async.queue.journal import Journal
-from jaxrl_async.roles.parts import tokenizer_of, vocab_size_of
 
 log = logging.getLogger(__name__)
 

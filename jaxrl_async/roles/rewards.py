@@ -4,10 +4,10 @@ import asyncio
 import logging
 import signal
 
+from jaxrl_async import parts
 from jaxrl_async.config.checks import queue_access_of
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.rewards import service
-from jaxrl_async.roles import parts
 
 log = logging.getLogger(__name__)
 

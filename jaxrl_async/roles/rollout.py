@@ -6,12 +6,12 @@ import pathlib
 import signal
 import time
 
+from jaxrl_async import parts
 from jaxrl_async.awake import AwakeClock
 from jaxrl_async.config.checks import queue_access_of
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.queue.client import QueueClient
 from jaxrl_async.rewards.overlong import overlong_penalty
-from jaxrl_async.roles import parts
 from jaxrl_async.rollout.sampler import Sampler
 from jaxrl_async.rollout.worker import Worker
 from jaxrl_async.runtime.settled import settle

@@ -11,7 +11,7 @@ import urllib.parse
 
 from jaxrl_async.config.checks import command_words
 from jaxrl_async.config.settings import Settings
-from jaxrl_async.roles.parts import engine_of, keys_of, model_path, weight_roots_of
+from jaxrl_async.parts import engine_of, keys_of, model_path, weight_roots_of
 from jaxrl_async.runtime.settled import settle
 from jaxrl_async.runtime.supervisor import how_it_ended
 

@@ -1,37 +1,22 @@
 """Starting a run or one of its roles: the one path of `jaxrl_async.run` and of the verb `train`."""
 
 import asyncio
-import concurrent.futures
 import contextlib
-import importlib.util
 import pathlib
-import socket
 import time
-import urllib.parse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import ml_collections
 
-from jaxrl_async import security
-from jaxrl_async.config.checks import check_waits, queue_access_of
-from jaxrl_async.config.settings import Evaluate, Settings, SettingsError
-from jaxrl_async.publishing.discovery import check_tls, parse
-from jaxrl_async.rewards import check_reward, reward_function
-from jaxrl_async.roles import parts
-from jaxrl_async.rollout import agent, environment
-from jaxrl_async.rollout.failures import code_error
+from jaxrl_async import parts
+from jaxrl_async.config.checks import check_waits
+from jaxrl_async.config.settings import Settings, SettingsError
+from jaxrl_async.preflight import machine
+from jaxrl_async.preflight.machine import StartError
+from jaxrl_async.runtime import supervisor
 from jaxrl_async.runtime import workdir as workdirs
 from jaxrl_async.runtime.workdir import SHAPE
-from jaxrl_async.servers import descriptors as files
-from jaxrl_async.tasks.prompts import completion_tokens
-from jaxrl_async.tasks.task import texts_of
-from jaxrl_async.tracker import SERVICES
-
-RESOLVE_SECS = 10.0  # for the names of all servers; one that takes longer is left to the preflight
-
-
-class StartError(ValueError):
-    """A run that cannot start: a taken workdir, a change that a resumed run refuses, or an unreadable task."""
+from jaxrl_async.servers.descriptors import raise_open_file_limit
 
 
 def default_workdir(settings: Settings) -> pathlib.Path:
@@ -120,7 +105,7 @@ def _with_shape(config: ml_collections.ConfigDict, settings: Settings) -> ml_col
     """A config with the shape that the files at model.path have, whatever it states; without a path, the config."""
     if not settings.model.path:
         return config
-    with _errors_of("model.path: "):
+    with machine.errors_of("model.path: "):
         shape = vars(parts.model_config_of(settings, None))
     config = config.copy_and_resolve_references()
     with config.unlocked():
@@ -128,243 +113,35 @@ def _with_shape(config: ml_collections.ConfigDict, settings: Settings) -> ml_col
     return config
 
 
-def prepare(settings: Settings, workdir: pathlib.Path, *, resume: bool = False) -> None:
-    """Reads task, tokenizer, model and addresses, so that errors in them are found before any role starts.
-
-    Writes the config.json that servers started by `server.command` read, where the run has no model.path.
-
-    Args:
-      settings: the run.
-      workdir: its directory.
-      resume: a run that has begun keeps an evaluate.num_prompts that a new one may not have.
-
-    Raises:
-      StartError: names the setting, the file, the argument or the line.
-    """
-    _check_hosts(settings)
-    _check_discovery(settings)
-    _check_tracker(settings)
-    splits = {}
-    with _errors_of(f"task {settings.task.name!r}: "):
-        task = parts.task_of(settings)
-        validation = ("validation",) if settings.evaluate.num_validation > 0 else ()
-        for split in ("train", *validation, "test"):
-            splits[split] = task.examples(split)
-            _check_examples(splits[split], split)
-        reward = reward_function(task.reward)
-        if not settings.rollout.reward_addresses:  # else in the services' processes
-            for examples in splits.values():
-                check_reward(reward, examples)
-    settings_of = {environment.NAME: "environment.name", agent.NAME: "rollout.agent"}
-    function = settings.rollout.function
-    with _errors_of(f"{settings_of.get(function, 'rollout.function')}: "):
-        parts.rollout_of(settings)
-    with _errors_of("tokenizer."):
-        tokenizer = parts.tokenizer_of(settings, workdir)
-    if function == agent.NAME and not getattr(tokenizer, "has_chat_template", False):
-        raise StartError(
-            f"rollout.function = {agent.NAME!r} needs a tokenizer with a chat template: "
-            "tokenizer.kind = 'huggingface', and its files' own or tokenizer.chat_template"
-        )
-    with _errors_of(""):
-        parts.frictions_of(settings, tokenizer)
-    with _errors_of("model.path: "):
-        parts.vocab_size_of(settings, tokenizer)
-        if settings.model.path:
-            _check_model(settings)
-        if settings.server.command and settings.server.num_started:
-            parts.model_path(settings, workdir)
-    if settings.model.lora.path:
-        with _errors_of("model.lora.path: "):
-            from jaxrl_async.models import hf
-
-            config = parts.model_config_of(settings, tokenizer)
-            hf.read_adapters(settings.model.lora.path, config)
-    _check_texts(settings, tokenizer, task, splits)
-    num_prompts, num_test = settings.evaluate.num_prompts, len(splits["test"])
-    if not resume and num_test < num_prompts != Evaluate.num_prompts:
-        raise StartError(
-            f"evaluate.num_prompts = {num_prompts} must be ≤ {num_test}, the questions of the test split of task "
-            f"{settings.task.name!r}"
-        )
-
-
-def _check_tracker(settings: Settings) -> None:
-    if not (kind := settings.tracker.kind):
-        return
-    package, _ = SERVICES[kind]
-    if importlib.util.find_spec(package) is None:
-        raise StartError(
-            f"tracker.kind = {kind!r} needs the package {package}, which is not installed: "
-            f"pip install 'jaxrl_async[{kind}]'"
-        )
-
-
-@contextlib.contextmanager
-def _errors_of(prefix: str) -> Iterator[None]:
-    """Errors of a setting as StartErrors: a line for what is foreseen, a traceback for the task's own code."""
-    try:
-        yield
-    except (ImportError, OSError, TypeError, ValueError) as error:
-        raise StartError(f"{prefix}{error}") from error
-    except Exception as error:
-        raise StartError(f"{prefix.rstrip(': .')} failed:\n{code_error(error).text}") from error
-
-
-def _check_model(settings: Settings) -> None:
-    """Reads config.json and the headers of the weights; touches no device."""
-    from jaxrl_async.learner import blocks
-    from jaxrl_async.models import attention, hf
-
-    config = parts.model_config_of(settings, None)
-    attention.check_windows(settings.learner.attention_kernel, config.windows)
-    blocks.check(settings.learner.blocks, config.num_layers)
-    hf.check_files(parts.model_directory(settings), config)
-
-
-def _check_texts(settings: Settings, tokenizer, task, splits) -> None:
-    """Refuses a split, or demonstrations, of which no text fits; and texts that the alphabet cannot write."""
-    bound = settings.rollout.max_prompt_tokens
-    for split, examples in splits.items():
-        texts = [example.text for example in examples]
-        asked = [settings.tokenizer.instruction + text for text in texts]
-        _check_alphabet(settings, f"the {split} split", asked)
-        _check_some_fit(
-            "rollout.max_prompt_tokens",
-            bound,
-            f"prompts of the {split} split",
-            texts,
-            tokenizer.encode_prompt,
-        )
-    stage = settings.warm_start
-    if not stage.num_steps:
-        return
-    with _errors_of(f"task {settings.task.name!r}: "):
-        pairs = task.demonstrations(stage.num_demonstrations)
-        texts = [text for prompt, turns in pairs for text in (prompt, *texts_of(turns))]
-    _check_alphabet(settings, "the demonstrations", texts)
-    _check_some_fit(
-        "warm_start.row_tokens",
-        stage.row_tokens,
-        "demonstrations",
-        pairs,
-        lambda pair: [
-            *tokenizer.encode_prompt(pair[0]),
-            *completion_tokens(tokenizer, pair[1])[0],
-        ],
-    )
-
-
-def _check_alphabet(settings: Settings, where: str, texts: Sequence[str]) -> None:
-    alphabet = settings.tokenizer.alphabet
-    if settings.tokenizer.kind != "char":
-        return
-    if missing := sorted(set().union(*map(set, texts)) - set(alphabet)):
-        text = next(text for text in texts if missing[0] in text)
-        raise StartError(
-            f"tokenizer.alphabet = {alphabet!r} lacks {', '.join(map(repr, missing[:8]))}, which {where} of task "
-            f"{settings.task.name!r} needs: {text!r:.80}"
-        )
-
-
-def _check_some_fit(setting: str, bound: int, what: str, texts: Sequence, encode) -> None:
-    """Refuses a bound below the shortest text; a warning of the roles counts the longer ones."""
-    lengths = []
-    for text in texts:
-        with _errors_of("tokenizer: "):
-            lengths.append(len(encode(text)))
-        if lengths[-1] <= bound:
-            return
-    raise StartError(
-        f"{setting} = {bound} is below the shortest of {len(lengths)} {what}, which has "
-        f"{min(lengths, default=0)} tokens"
-    )
-
-
-def _check_hosts(settings: Settings) -> None:
-    """Resolves the names of the hosts of servers and reward services, all at once."""
-    server, hosts = settings.server, {}
-    for address in settings.rollout.reward_addresses:
-        host = urllib.parse.urlsplit(f"//{address}").hostname
-        hosts.setdefault(host, f"rollout.reward_addresses has {address}")
-    for name in ("addresses", "control_addresses"):
-        for url in getattr(server, name):
-            hosts.setdefault(urllib.parse.urlsplit(url).hostname, f"server.{name} has {url}")
-    if not hosts:
-        return
-    pool = concurrent.futures.ThreadPoolExecutor(len(hosts), thread_name_prefix="resolve")
-    found = {host: pool.submit(socket.getaddrinfo, host, None) for host in hosts}
-    concurrent.futures.wait(found.values(), RESOLVE_SECS)
-    pool.shutdown(wait=False, cancel_futures=True)
-    lost = [
-        f"{hosts[host]}, whose host does not resolve ({future.exception().strerror})"
-        for host, future in found.items()
-        if future.done() and not future.cancelled() and future.exception()
-    ]
-    if lost:
-        raise StartError("\n  ".join(lost))
-
-
-def _check_examples(examples, split: str) -> None:
-    for i, example in enumerate(examples):
-        if not (isinstance(example.text, str) and isinstance(example.answer, str)):
-            raise TypeError(
-                f"example {i} of split {split!r} must have a text and an answer of type str, got {example!r:.200}"
-            )
-
-
-def _check_discovery(settings: Settings) -> None:
-    """Reads the list of servers, where there is one already."""
-    place = settings.server.discover
-    path = pathlib.Path(place.removeprefix("file:"))
-    if not place.startswith("file:") or not path.exists():
-        return
-    try:
-        servers = parse(path.read_text(encoding="utf-8"), str(path))
-        if not settings.security.insecure:
-            check_tls(servers, str(path))
-    except (OSError, ValueError) as error:
-        raise StartError(f"server.discover: {error}") from error
-
-
-def check_access(settings: Settings, role: str, index: int) -> None:
-    """Reads the keys and certificates that a role needs, so that errors in them are found before it starts.
+def run(
+    settings: Settings,
+    *,
+    workdir: pathlib.Path,
+    resume: bool,
+    on_step: Callable[[], None] | None = None,
+    stop_requested: Callable[[], bool] = lambda: False,
+) -> bool:
+    """Runs every role on this machine, each a supervised process, until the run is done. `begin` comes first.
 
     Args:
       settings: the run.
-      role: as in `run_role`, or "all".
-      index: of the server, rollout worker, reward service or learner process.
+      workdir: holds its config.json, which every role reads.
+      resume: continue from the last checkpoint.
+      on_step: called in this thread after steps.
+      stop_requested: whether to stop at the end of a step, with a checkpoint.
+
+    Returns:
+      Whether the last step is done.
 
     Raises:
-      SettingsError: names the setting, and the variable, file or address.
+      StartError: the task, the tokenizer or the model cannot be used; nothing was started.
+      RoleDiedError, StalledError: the run failed.
+      ValueError: the machine has fewer devices than the roles need.
     """
-    queue, server = settings.queue, settings.server
-    try:
-        if role not in ("queue", "rewards"):
-            keys = parts.keys_of(settings)
-        if role != "server":
-            access = queue_access_of(settings)
-        if role in ("all", "queue", "rewards"):
-            security.server_context(queue.tls_cert, queue.tls_key)
-        if role == "rewards" and index < len(settings.rollout.reward_addresses):
-            listener, address = f"reward service {index}", settings.rollout.reward_addresses[index]
-            security.check_listener(listener, address, access["token"], "queue.token_env")
-        if role in ("all", "learner", "rollout"):
-            for ca in filter(None, (queue.tls_ca, server.tls_ca)):
-                security.client_context(ca)
-        if role in ("all", "server") and not server.command:
-            security.server_context(server.tls_cert, server.tls_key)
-        if role == "server" and not server.command and index < len(server.addresses):
-            url = urllib.parse.urlparse(server.addresses[index])
-            listener = f"the embedded server {index}"
-            security.check_listener(listener, url.netloc, keys["api_key"], "server.api_key_env")
-            if (url.scheme == "https") != bool(server.tls_cert):
-                raise ValueError(
-                    f"server.addresses has {server.addresses[index]}, server.tls_cert is {server.tls_cert!r}: "
-                    "the embedded server speaks https with a certificate, http without one"
-                )
-    except ValueError as error:
-        raise SettingsError(str(error)) from None
+    machine.prepare(settings, workdir, resume=resume)
+    return supervisor.run(
+        settings, workdir=workdir, resume=resume, on_step=on_step, stop_requested=stop_requested
+    )
 
 
 def run_role(
@@ -394,7 +171,7 @@ def run_role(
     Returns:
       Whether the run is done; False for a learner that stopped early.
     """
-    files.raise_open_file_limit()
+    raise_open_file_limit()
     match role:
         case "queue":
             from jaxrl_async.roles import queue

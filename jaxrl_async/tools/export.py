@@ -10,9 +10,9 @@ import tempfile
 
 import jax
 
+from jaxrl_async import parts
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.models import hf, lora
-from jaxrl_async.roles import parts
 from jaxrl_async.versions.store import ADAPTER, WeightStore
 
 

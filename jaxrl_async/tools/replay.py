@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrl_async import parts
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.learner import learner as learners
 from jaxrl_async.learner.checkpoint import Checkpoints
@@ -22,7 +23,6 @@ from jaxrl_async.learner.train_step import TrainState, mesh_of
 from jaxrl_async.metrics import MetricsWriter, Timers
 from jaxrl_async.queue.journal import JournalReader
 from jaxrl_async.queue.replay import ReplayQueue
-from jaxrl_async.roles import parts
 
 log = logging.getLogger(__name__)
 

@@ -39,7 +39,7 @@ COMPARE = """
 import json, pathlib, sys
 import grid, jax, numpy as np
 from in_process import Laboratory
-from jaxrl_async.roles import parts
+from jaxrl_async import parts
 
 overrides, arg, directory = json.loads(sys.argv[1]), sys.argv[2], sys.argv[3]
 settings = grid.settings_with(overrides, arg=arg)

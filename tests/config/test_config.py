@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from jaxrl_async import parts
 from jaxrl_async.cli import config as config_lib
 from jaxrl_async.cli import main
 from jaxrl_async.config import base_config, build, checks, parse_arg, table
@@ -18,8 +19,8 @@ from jaxrl_async.config.checks import command_words
 from jaxrl_async.config.loss import LossConfig
 from jaxrl_async.config.settings import SettingsError
 from jaxrl_async.models import families
+from jaxrl_async.preflight import machine
 from jaxrl_async.publishing import transports
-from jaxrl_async.roles import parts, start
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.py"))
@@ -71,8 +72,8 @@ def test_a_model_that_lacks_ids_of_the_tokenizer_is_refused(text, message, tmp_p
     if text is not None:
         (model / "config.json").write_text(text)
     settings = parse(f"--config={QUICKSTART}:smoke", f"--config.model.path={model}")
-    with pytest.raises(start.StartError, match=message):
-        start.prepare(settings, tmp_path)
+    with pytest.raises(machine.StartError, match=message):
+        machine.prepare(settings, tmp_path)
 
 
 MODES = ["", "mode=sync", "mode=periodic", "mode=async"]

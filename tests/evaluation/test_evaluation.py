@@ -13,13 +13,13 @@ from fixtures import sums
 from fixtures.calculator import calculator
 from fixtures.fake_sglang import FakeServer
 
+from jaxrl_async import parts
 from jaxrl_async.config.settings import Evaluate, Settings
 from jaxrl_async.evaluation.evaluator import Evaluator
 from jaxrl_async.evaluation.score import EvaluationError
 from jaxrl_async.inference.engine import UnavailableError
 from jaxrl_async.records import Permit, ServerRecord
 from jaxrl_async.rewards.pool import RewardPool
-from jaxrl_async.roles import parts
 from jaxrl_async.rollout.runner import Runner
 from jaxrl_async.rollout.sampler import Sampler
 from jaxrl_async.rollout.single_turn import single_turn

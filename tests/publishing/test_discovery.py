@@ -6,8 +6,8 @@ import socket
 import pytest
 
 from jaxrl_async.config.settings import Server, Settings, SettingsError
+from jaxrl_async.preflight import machine
 from jaxrl_async.publishing.discovery import Discovery, DiscoveryError, parse
-from jaxrl_async.roles import start
 
 A, B = "http://a:1", "http://b:2"
 
@@ -101,8 +101,8 @@ async def test_a_bad_line_is_named_with_its_value(path, text, said):
 def test_a_bad_line_is_found_before_any_role_starts(path, tmp_path):
     path.write_text(f"{A}\nb:2\n")
     settings = Settings(server=Server(discover=f"file:{path}"))
-    with pytest.raises(start.StartError, match=r"server\.discover: .*line 2: 'b:2'"):
-        start.prepare(settings, tmp_path)
+    with pytest.raises(machine.StartError, match=r"server\.discover: .*line 2: 'b:2'"):
+        machine.prepare(settings, tmp_path)
 
 
 @pytest.mark.parametrize("place", ["", "a:1", "file:", "dns://a", "dns://a:0", "dns://a:70000"])
@@ -138,8 +138,8 @@ async def test_a_list_with_a_server_without_tls_is_refused(address, path, tmp_pa
         await Discovery(f"file:{path}", insecure=False).read()
     assert len(await Discovery(f"file:{path}", insecure=True).read()) == 3
     settings = Settings(server=Server(discover=f"file:{path}"))
-    with pytest.raises(start.StartError, match=refusal):
-        start.prepare(settings, tmp_path)
+    with pytest.raises(machine.StartError, match=refusal):
+        machine.prepare(settings, tmp_path)
 
 
 async def test_a_server_without_tls_that_joins_later_is_left_out_and_said(path, caplog):

@@ -12,12 +12,12 @@ import pytest
 from fixtures.boxes import boxed
 
 from jaxrl_async import rewards, tasks
+from jaxrl_async.preflight import machine
 from jaxrl_async.rewards import code as code_lib
 from jaxrl_async.rewards import sandbox
 from jaxrl_async.rewards.box import canonical
 from jaxrl_async.rewards.code import code, parse_tests, program_of
 from jaxrl_async.rewards.pool import RewardError, RewardPool
-from jaxrl_async.roles import start
 from jaxrl_async.tasks.task import Example
 
 DOUBLE = "def f(n):\n    return 2 * n"
@@ -186,11 +186,11 @@ def test_a_run_whose_reward_needs_a_box_does_not_start_without_one(tmp_path, mon
     monkeypatch.setattr(sandbox, "check", refuse)
     settings = _settings()
     with pytest.raises(
-        start.StartError, match="task 'code': the box for programs cannot be made here"
+        machine.StartError, match="task 'code': the box for programs cannot be made here"
     ):
-        start.prepare(settings, tmp_path)
+        machine.prepare(settings, tmp_path)
     # Where services judge, theirs is the box.
-    start.prepare(_settings("--config.rollout.reward_addresses=('localhost:7100',)"), tmp_path)
+    machine.prepare(_settings("--config.rollout.reward_addresses=('localhost:7100',)"), tmp_path)
 
 
 def test_a_reward_process_does_not_start_without_a_box():

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from jaxrl_async.cli.config import load_config, settings_of
+from jaxrl_async.preflight import peers
 from jaxrl_async.rewards import client as clients
 from jaxrl_async.rewards import rewards_pb2 as pb
 from jaxrl_async.rewards import service
@@ -23,7 +24,6 @@ from jaxrl_async.rewards.pool import (
     RewardPool,
     RewardTimeoutError,
 )
-from jaxrl_async.roles import preflight
 from jaxrl_async.runtime.supervisor import free_port
 
 REWARD = "service_reward:judge"
@@ -317,7 +317,7 @@ def test_a_learner_ends_at_once_that_a_reward_service_cannot_serve(tmp_path, run
 def test_a_learner_names_the_services_that_do_not_answer_and_goes_on(caplog):
     config = load_config("configs/quickstart.py:smoke")
     config.rollout.reward_addresses = (f"127.0.0.1:{free_port()}",)
-    preflight.check_rewards(settings_of(config))
+    peers.check_rewards(settings_of(config))
     (line,) = (record.message for record in caplog.records)
     assert f"{config.rollout.reward_addresses[0]} gives no answer" in line
 

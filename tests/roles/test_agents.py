@@ -13,8 +13,8 @@ from fixtures import chat
 from jaxrl_async.cli.config import load_config, settings_of
 from jaxrl_async.config.settings import SettingsError
 from jaxrl_async.metrics import read_metrics
+from jaxrl_async.preflight.machine import StartError, prepare
 from jaxrl_async.queue.journal import JournalReader
-from jaxrl_async.roles.start import StartError, prepare
 from jaxrl_async.samples import read_samples
 
 ROOT = Path(__file__).parents[2]

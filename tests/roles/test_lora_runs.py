@@ -108,8 +108,8 @@ def test_one_process_trains_the_same_adapters_as_many(run, tmp_path):
     ],
 )
 def test_an_adapter_names_the_weights_that_it_was_trained_beside(tmp_path, path, warm, name):
+    from jaxrl_async import parts
     from jaxrl_async.cli.config import load_config, settings_of
-    from jaxrl_async.roles import parts
 
     config = load_config(f"{QUICKSTART}:smoke")
     config.model.path, config.warm_start.num_steps = path, warm

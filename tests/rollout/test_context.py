@@ -9,8 +9,8 @@ import pytest
 from fixtures.calculator import calculator
 from fixtures.sums import PROMPTS, TOKENIZER, policy
 
+from jaxrl_async import parts
 from jaxrl_async.config.settings import Settings
-from jaxrl_async.roles import parts
 from jaxrl_async.rollout.context import Context, RolloutError, TrajectoryBuilder, rng_of
 from jaxrl_async.rollout.runner import Runner
 from jaxrl_async.rollout.single_turn import single_turn

@@ -5,9 +5,10 @@ import pathlib
 import numpy as np
 import pytest
 
+from jaxrl_async import parts
 from jaxrl_async.cli import config as config_lib
 from jaxrl_async.config.settings import SettingsError
-from jaxrl_async.roles import parts, start
+from jaxrl_async.preflight import machine
 from jaxrl_async.rollout import frictions
 from jaxrl_async.rollout.context import rng_of
 from jaxrl_async.rollout.frictions import Frictions
@@ -181,4 +182,4 @@ def test_a_tokenizer_without_one_token_for_zero_is_refused(tokenizer, message):
 def test_a_missing_zero_is_found_before_any_role_starts(tmp_path):
     CharTokenizer("123456789+=").save(tmp_path / "tokenizer")
     with pytest.raises(ValueError, match=r"rollout\.frictions\.actor_bug .*'0'"):
-        start.prepare(settings_of("frictions.actor_bug=1"), tmp_path)
+        machine.prepare(settings_of("frictions.actor_bug=1"), tmp_path)

@@ -7,7 +7,7 @@ import pytest
 from fixtures.fake_sglang import FakeServer, answer
 
 from jaxrl_async.config.build import base_config, make_settings
-from jaxrl_async.roles import preflight as role
+from jaxrl_async.preflight import peers
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.port import ServerError, UnfitServerError
 from jaxrl_async.servers.preflight import Expected, preflight, preflight_router
@@ -190,11 +190,11 @@ def test_every_unfit_server_has_a_line_and_one_that_is_not_up_is_left_to_its_fir
     monkeypatch.setenv("THE_KEY", "right")
     caplog.set_level("INFO")
     settings = settings_of(server)
-    role.check_servers(settings, EXPECTED)
+    peers.check_servers(settings, EXPECTED)
     assert "not up yet" in caplog.text and "http://127.0.0.1:9" in caplog.text
     monkeypatch.setenv("THE_KEY", "wrong")
-    with pytest.raises(role.PreflightError, match=r"1 of 2 .*\n.*server\.api_key_env"):
-        role.check_servers(settings, EXPECTED)
+    with pytest.raises(peers.PreflightError, match=r"1 of 2 .*\n.*server\.api_key_env"):
+        peers.check_servers(settings, EXPECTED)
 
 
 def test_a_router_in_the_place_of_its_servers_is_named(server):
@@ -204,8 +204,8 @@ def test_a_router_in_the_place_of_its_servers_is_named(server):
         settings_of(server).server,
         addresses=("http://127.0.0.1:9",), control_addresses=(server.address,), api_key_env="",
     ))  # fmt: skip
-    with pytest.raises(role.PreflightError, match="server.control_addresses"):
-        role.check_servers(settings, EXPECTED)
+    with pytest.raises(peers.PreflightError, match="server.control_addresses"):
+        peers.check_servers(settings, EXPECTED)
 
 
 def test_a_learner_with_a_wrong_key_ends_at_once_and_says_so(server, run, monkeypatch):

@@ -17,12 +17,12 @@ import pytest
 from fixtures import real_servers
 from fixtures.runs import wait_for_step
 
+from jaxrl_async import parts
 from jaxrl_async.cli.config import load_config, settings_of
 from jaxrl_async.cli.main import main
 from jaxrl_async.metrics import read_metrics
 from jaxrl_async.publishing.publisher import Publisher
 from jaxrl_async.publishing.transports import FileTransport
-from jaxrl_async.roles import parts
 from jaxrl_async.runtime.supervisor import free_port
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.port import ServerError, UnfitServerError

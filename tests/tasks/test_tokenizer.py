@@ -8,8 +8,8 @@ from fixtures.tokenizers_hf import CHAT, TEXTS, make_bpe, write_hf
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from jaxrl_async import parts
 from jaxrl_async.config.settings import Settings, Tokenizer
-from jaxrl_async.roles import parts
 from jaxrl_async.tasks import tokenizer as room
 from jaxrl_async.tasks.tokenizer import (
     Asking,

@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 from fixtures.runs import QUICKSTART
 
-from jaxrl_async import tasks
+from jaxrl_async import parts, tasks
 from jaxrl_async.cli import evaluate as verb
 from jaxrl_async.cli.config import load_config, settings_of
 from jaxrl_async.config.settings import SettingsError
 from jaxrl_async.report import page, plots
-from jaxrl_async.roles import parts
 from jaxrl_async.roles.learner import evaluator_of
 from jaxrl_async.runtime import workdir as workdirs
 from jaxrl_async.tasks.validation import WithValidation

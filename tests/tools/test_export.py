@@ -13,10 +13,11 @@ from fixtures import real_servers
 from fixtures.tokenizers_hf import CHAT, make_bpe, write_hf
 from flax import nnx
 
+from jaxrl_async import parts
 from jaxrl_async.cli.config import load_config, settings_of
 from jaxrl_async.cli.main import main
 from jaxrl_async.models import hf, sharding, transformer
-from jaxrl_async.roles import learner, parts
+from jaxrl_async.roles import learner
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.tasks.tokenizer import CharTokenizer, HFTokenizer
 from jaxrl_async.versions import store as weight_store

@@ -9,8 +9,8 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 
+from jaxrl_async import parts
 from jaxrl_async.config.settings import Settings
-from jaxrl_async.roles import parts
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.port import ServerError, UnfitServerError
 from jaxrl_async.servers.preflight import (
