@@ -32,6 +32,7 @@ from jaxrl_async.publishing.publisher import Publisher
 from jaxrl_async.publishing.transports import FileTransport
 from jaxrl_async.queue import service
 from jaxrl_async.queue.admission import Admission
+from jaxrl_async.queue.calls import BlockingGrpcCalls, GrpcCalls
 from jaxrl_async.queue.client import LearnerQueue, QueueClient
 from jaxrl_async.queue.journal import Journal
 from jaxrl_async.rewards.pool import Judgement
@@ -296,7 +297,7 @@ def learn(args, directory: pathlib.Path, queue: str, addresses: list[str], proce
     over = threading.Event()
     probe = threading.Thread(target=_probe, args=(queue, admit_secs, over), daemon=True)
     rows, steps = [], 0
-    with LearnerQueue(queue, **TIMEOUTS) as learner:
+    with LearnerQueue(BlockingGrpcCalls(queue, **TIMEOUTS)) as learner:
         identity = learner.begin()
         store = WeightStore(directory / "weights", keep=2, writer=identity)
         publisher = Publisher(
@@ -359,7 +360,7 @@ def _probe(queue: str, admit_secs: list[float], over: threading.Event) -> None:
     """Times an Admit that does not wait. A permit that comes with it is given back, and its index retired."""
 
     async def run():
-        async with QueueClient(queue, **TIMEOUTS) as client:
+        async with QueueClient(GrpcCalls(queue, **TIMEOUTS)) as client:
             while not over.is_set():
                 start = time.monotonic()
                 permits = await client.admit(1, 0.0, worker="probe")

@@ -43,6 +43,7 @@ from jaxrl_async.queue import service as queue_service
 from jaxrl_async.queue import trajectory_queue_pb2 as pb
 from jaxrl_async.queue import wire
 from jaxrl_async.queue.admission import Admission
+from jaxrl_async.queue.calls import BlockingGrpcCalls
 from jaxrl_async.queue.client import LearnerQueue
 from jaxrl_async.queue.journal import Journal, file_system_of
 from jaxrl_async.records import Permit
@@ -152,13 +153,13 @@ def run(
         return insert(directory / "insert", messages)
     if kind in ("echo", "sink"):
         return asyncio.run(submit(address, ECHO, messages, num_workers))
-    learner = LearnerQueue(
+    calls = BlockingGrpcCalls(
         address,
         connect_timeout_secs=START_SECS,
         call_timeout_secs=CALL_SECS,
         outage_secs=CALL_SECS,
     )
-    with learner:
+    with LearnerQueue(calls) as learner:
         learner.publish_version(step - 1, ())
         admit(address, num_groups)
         taken = asyncio.run(submit(address, PUSH, messages, num_workers))

@@ -1,8 +1,12 @@
-"""What gRPC services and their clients share: options, TLS and the token. Independent of what they serve."""
+"""What gRPC services and their clients share: methods, options, TLS and the token. Independent of what they serve."""
 
 import pathlib
+from collections.abc import Callable
+from typing import Any
 
 import grpc
+from google.protobuf.descriptor import Descriptor, MethodDescriptor, ServiceDescriptor
+from google.protobuf.message_factory import GetMessageClass
 
 from jaxrl_async import security
 
@@ -83,11 +87,47 @@ def channel_credentials(tls_ca: str) -> grpc.ChannelCredentials | None:
     return grpc.ssl_channel_credentials(pathlib.Path(tls_ca).read_bytes())
 
 
-def channel(address: str, credentials: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
-    """An asynchronous channel to "host:port"."""
+def channel(library: Any, address: str, credentials: grpc.ChannelCredentials | None) -> Any:
+    """A channel to "host:port": of `grpc` for blocking calls, of `grpc.aio` for asynchronous ones."""
     if credentials is None:
-        return grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS)
-    return grpc.aio.secure_channel(address, credentials, options=CLIENT_OPTIONS)
+        return library.insecure_channel(address, options=CLIENT_OPTIONS)
+    return library.secure_channel(address, credentials, options=CLIENT_OPTIONS)
+
+
+class Stub:
+    """The methods of a service on a channel, by their names. They take and return messages."""
+
+    def __init__(self, channel: Any, service: ServiceDescriptor):
+        for method in service.methods:
+            make = channel.unary_stream if method.server_streaming else channel.unary_unary
+            call = make(
+                f"/{service.full_name}/{method.name}",
+                request_serializer=GetMessageClass(method.input_type).SerializeToString,
+                response_deserializer=parser(method.output_type),
+            )
+            setattr(self, method.name, call)
+
+    def __getattr__(self, name: str) -> Any:  # Of a name that is no method.
+        raise AttributeError(f"the service has no method {name}")
+
+
+def handlers(
+    service: ServiceDescriptor, behavior_of: Callable[[MethodDescriptor], Callable]
+) -> grpc.GenericRpcHandler:
+    """The methods of a service. A behavior takes the bytes of a request, and returns or yields messages."""
+    table = {}
+    for method in service.methods:
+        stream, reply = method.server_streaming, GetMessageClass(method.output_type)
+        make = (
+            grpc.unary_stream_rpc_method_handler if stream else grpc.unary_unary_rpc_method_handler
+        )
+        table[method.name] = make(behavior_of(method), response_serializer=reply.SerializeToString)
+    return grpc.method_handlers_generic_handler(service.full_name, table)
+
+
+def parser(message: Descriptor) -> Callable[[bytes], Any]:
+    """Parses the bytes of a message; raises DecodeError."""
+    return GetMessageClass(message).FromString
 
 
 def metadata(token: str | None) -> tuple[tuple[str, str], ...]:

@@ -5,7 +5,8 @@ import pathlib
 from jaxrl_async.cli.config import UsageError, load_config, parse_flags, settings_of
 from jaxrl_async.config.checks import queue_access_of
 from jaxrl_async.metrics import last_metrics
-from jaxrl_async.queue import client as queue_client
+from jaxrl_async.queue.calls import BlockingGrpcCalls, QueueError
+from jaxrl_async.queue.client import LearnerQueue
 from jaxrl_async.runtime import status
 from jaxrl_async.runtime import workdir as workdirs
 
@@ -66,7 +67,7 @@ def _ask(address: str, config: pathlib.Path):
     if config.exists():
         options |= queue_access_of(settings_of(load_config(str(config))))
     try:
-        with queue_client.LearnerQueue(address, **options) as queue:
+        with LearnerQueue(BlockingGrpcCalls(address, **options)) as queue:
             return queue.status()
-    except (ConnectionError, TimeoutError, queue_client.QueueError):
+    except (ConnectionError, TimeoutError, QueueError):
         return None

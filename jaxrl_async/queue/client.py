@@ -1,27 +1,18 @@
 """Clients of the trajectory queue: asyncio for rollout workers, blocking for the learner.
 
-Every call has a deadline, and an error that names the queue's address. Every call is idempotent, so one that the queue
-does not answer is tried again, until the attempts have failed for outage_secs. An attempt counts with its own deadline
-at most: a process that was stopped for longer has as many attempts after it wakes. Reports are tried once, and their
-failure is no error. The clients do not read what a group is for.
+`calls` says how a call is tried again, and which errors it raises. The clients do not read what a group is for.
 """
 
-import asyncio
 import concurrent.futures
 import contextlib
 import dataclasses
-import logging
-import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-import grpc
-
-from jaxrl_async import rpc, security
 from jaxrl_async.queue import trajectory_queue_pb2 as pb
 from jaxrl_async.queue import wire
-from jaxrl_async.queue.trajectory_queue_pb2_grpc import TrajectoryQueueStub
+from jaxrl_async.queue.calls import BlockingCalls, Calls, NotReadyError, QueueError
 from jaxrl_async.records import (
     SUPERSEDED,
     WHOLE,
@@ -29,7 +20,6 @@ from jaxrl_async.records import (
     Permit,
     QueueStatus,
     ResumePoint,
-    RunFailedError,
     ServerRecord,
     Share,
     SupersededError,
@@ -37,77 +27,19 @@ from jaxrl_async.records import (
 )
 from jaxrl_async.types import Chunk, Group, InvalidTrajectoryError
 
-log = logging.getLogger(__name__)
-
-RETRY_SECS = 0.2  # backoff between two attempts of a call
 # Longest wait of one attempt at a lease: a stop of either process costs no more.
 LEASE_WAIT_SECS = 10.0
 POLL_SECS = 0.5  # interval between two calls of `should_stop`
-WATCH_SECS = 60.0  # after which a watch is begun anew: a queue that hangs closes no connection
 LEAVE_SECS = 3.0  # deadline of `leave`: a process that ends has little time
-GLANCE_SECS = 1.0  # deadline of `glance`
 MAX_DETAIL_CHARS = 1000  # of a return; the rest is cut off
-
-
-class QueueError(RuntimeError):
-    """The queue refused a call that contradicts earlier ones, or failed in it."""
-
-
-class NotReadyError(TimeoutError):
-    """The queue's own answer that the wait of a call is over."""
-
-
-class _Outage:
-    """How long the attempts at a call have failed because the queue did not answer."""
-
-    def __init__(self, limit_secs: float, clock: Callable[[], float] = time.monotonic):
-        """`limit_secs`: seconds of failed attempts; 0 for one attempt."""
-        self._limit_secs, self._clock = limit_secs, clock
-        self._secs = 0.0
-        self.start()
-
-    def start(self) -> None:
-        """An attempt begins."""
-        self._since = self._clock()
-
-    def goes_on(self, error: Exception, deadline_secs: float) -> bool:
-        """Whether to try again after an attempt failed whose deadline was deadline_secs."""
-        self._secs += min(self._clock() - self._since, deadline_secs) + RETRY_SECS
-        return _is_unanswered(error) and self._secs < self._limit_secs
 
 
 class QueueClient:
     """The rollout side: an async context manager, used in the loop that enters it."""
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        connect_timeout_secs: float,
-        call_timeout_secs: float,
-        outage_secs: float,
-        token: str | None = None,
-        tls_ca: str = "",
-    ):
-        """Opens no connection yet.
-
-        Args:
-          address: "host:port".
-          connect_timeout_secs: bound on the first connection.
-          call_timeout_secs: bound on each attempt at a call, in addition to the wait that the call asks for.
-          outage_secs: bound on the failed attempts at a call, or at a watch, together.
-          token: bearer token of the queue; None where it has none.
-          tls_ca: PEM file of the trusted authorities; "" for a queue without TLS.
-
-        Raises:
-          ValueError: tls_ca holds no certificate.
-        """
-        self._address = address
-        self._metadata = rpc.metadata(token)
-        self._credentials = rpc.channel_credentials(tls_ca)
-        self._connect_timeout_secs = connect_timeout_secs
-        self._call_timeout_secs = call_timeout_secs
-        self._outage_secs = outage_secs
+    def __init__(self, calls: Calls):
+        """`calls`: not opened yet."""
+        self._calls = calls
         self._instance = uuid.uuid4().hex  # of this process, where it works under a name
         self.run_id = ""  # the run of the queue that answered last; "" before it connects
         # The version published when permits were given last, and that of the last table; None before the first.
@@ -115,44 +47,12 @@ class QueueClient:
         self.table_v_pub: int | None = None
 
     async def __aenter__(self) -> "QueueClient":
-        """Connects.
-
-        Raises:
-          ConnectionError: no answer within connect_timeout_secs.
-          PermissionError: the token is wrong, or the certificate is of no trusted authority.
-          QueueError: one side speaks TLS, and the other does not.
-        """
-        self._channel = rpc.channel(self._address, self._credentials)
-        self._stub = TrajectoryQueueStub(self._channel)
-        try:
-            await self._connect()
-        except BaseException:
-            await self._channel.close()
-            raise
+        """Connects; errors as of `Calls.open`."""
+        self.run_id = await self._calls.open()
         return self
 
-    async def _connect(self) -> None:
-        limit = self._connect_timeout_secs
-        deadline = time.monotonic() + limit
-        log.info("waiting for the queue at %s, at most %g s", self._address, limit)
-        while True:
-            try:
-                left = max(deadline - time.monotonic(), 1e-3)
-                status = await self._stub.Status(
-                    pb.StatusRequest(), timeout=left, metadata=self._metadata
-                )
-                self.run_id = status.run_id
-                return
-            except grpc.aio.AioRpcError as error:
-                permanent = await asyncio.to_thread(
-                    _permanent_error, error, self._address, tls=self._credentials is not None
-                )
-                if permanent or not _should_retry(error, deadline):
-                    raise permanent or _connect_error(error, self._address, limit) from None
-            await asyncio.sleep(RETRY_SECS)
-
     async def __aexit__(self, *_: object) -> None:
-        await self._channel.close()
+        await self._calls.close()
 
     async def admit(
         self,
@@ -180,7 +80,7 @@ class QueueClient:
             instance=self._instance,
             working_on=[wire.encode_permit(p) for p in working_on],
         )
-        reply = await self._call("Admit", request, wait_secs)
+        reply = await self._calls.call("Admit", request, wait_secs)
         self.v_pub = reply.v_pub if reply.HasField("v_pub") else None
         return [wire.decode_permit(p) for p in reply.permits]
 
@@ -196,7 +96,7 @@ class QueueClient:
           InvalidTrajectoryError: the group is malformed or too large; its permit is still out.
         """
         try:
-            return (await self._call("Push", wire.encode_group(group))).outcome
+            return (await self._calls.call("Push", wire.encode_group(group))).outcome
         except ValueError as error:
             raise InvalidTrajectoryError(str(error)) from error
 
@@ -228,7 +128,7 @@ class QueueClient:
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
         )
-        return (await self._call("Return", request)).outcome
+        return (await self._calls.call("Return", request)).outcome
 
     async def watch_fleet(self) -> AsyncIterator[tuple[ServerRecord, ...]]:
         """Yields the table of servers, at once and at every change. Reconnects where no heartbeat comes.
@@ -240,32 +140,15 @@ class QueueClient:
           PermissionError: the token is wrong.
         """
         last = None
-        outage = _Outage(self._outage_secs)
-        while True:
-            call = self._stub.WatchFleet(pb.WatchRequest(), metadata=self._metadata)
-            try:
-                while True:
-                    async with asyncio.timeout(self._call_timeout_secs):
-                        reply = await call.read()
-                    if reply is grpc.aio.EOF:
-                        break
-                    servers = wire.decode_servers(reply.servers)
-                    v_pub = reply.v_pub if reply.HasField("v_pub") else None
-                    if (servers, v_pub) != (last, self.table_v_pub) or reply.run_id != self.run_id:
-                        self.table_v_pub = v_pub
-                        self.run_id = reply.run_id  # Another one where a new queue began a new run.
-                        last = servers
-                        yield servers
-                    outage = _Outage(self._outage_secs)
-            except (TimeoutError, grpc.aio.AioRpcError) as error:
-                if _is_unauthenticated(error):
-                    raise _token_error(self._address) from error
-                if not outage.goes_on(error, self._call_timeout_secs):
-                    raise _no_answer(self._address, self._outage_secs) from error
-            finally:
-                call.cancel()
-            await asyncio.sleep(RETRY_SECS)
-            outage.start()
+        async with contextlib.aclosing(self._calls.watch(pb.WatchRequest())) as replies:
+            async for reply in replies:
+                servers = wire.decode_servers(reply.servers)
+                v_pub = reply.v_pub if reply.HasField("v_pub") else None
+                if (servers, v_pub) != (last, self.table_v_pub) or reply.run_id != self.run_id:
+                    self.table_v_pub = v_pub
+                    self.run_id = reply.run_id  # Another one where a new queue began a new run.
+                    last = servers
+                    yield servers
 
     async def report(
         self,
@@ -279,104 +162,43 @@ class QueueClient:
         Never raises.
         """
         report = pb.RoleReport(role=role, waits=wire.encode_waits(waits), secs=secs, loads=loads)
-        try:
-            await self._stub.Report(
-                report, timeout=self._call_timeout_secs, metadata=self._metadata
-            )
-        except grpc.aio.AioRpcError as error:
-            _log_lost_report(error, self._address)
+        await self._calls.tell(report)
 
     async def leave(self, worker: str) -> None:
         """Reports that this process ends, so that others take its permits at once. Tried once, for LEAVE_SECS.
 
         Never raises. Where the report is lost the permits expire by silence.
         """
-        report = pb.RoleReport(role=worker, leaving=self._instance)
-        try:
-            await self._stub.Report(report, timeout=LEAVE_SECS, metadata=self._metadata)
-        except grpc.aio.AioRpcError as error:
-            _log_lost_report(error, self._address)
+        await self._calls.tell(pb.RoleReport(role=worker, leaving=self._instance), LEAVE_SECS)
 
     async def fail(self, role: str, message: str) -> None:
         """Reports that the run cannot go on. A queue without a group then refuses leases and permits with it."""
-        await self._call("Report", pb.RoleReport(role=role, failure=message))
-
-    async def _call(self, name: str, request: Any, wait_secs: float = 0.0) -> Any:
-        limit, outage = self._call_timeout_secs + wait_secs, _Outage(self._outage_secs)
-        while True:
-            try:
-                return await getattr(self._stub, name)(
-                    request, timeout=limit, metadata=self._metadata
-                )
-            except grpc.aio.AioRpcError as error:
-                if not outage.goes_on(error, limit):
-                    raise _call_error(error, name, self._address, self._outage_secs) from error
-            await asyncio.sleep(RETRY_SECS)
-            outage.start()
+        await self._calls.call("Report", pb.RoleReport(role=role, failure=message))
 
 
 class LearnerQueue:
     """The learner's side, a `GroupSource`: a context manager of blocking calls."""
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        connect_timeout_secs: float,
-        call_timeout_secs: float,
-        outage_secs: float,
-        share: Share = WHOLE,
-        token: str | None = None,
-        tls_ca: str = "",
-    ):
-        """Opens no connection yet. Arguments as of `QueueClient`, and:
+    def __init__(self, calls: BlockingCalls, share: Share = WHOLE):
+        """Arguments:
 
-        Args:
-          share: the groups of this learner process; only these come with their tokens.
+        calls: not opened yet.
+        share: the groups of this learner process; only these come with their tokens.
         """
-        self._address = address
-        self._metadata = rpc.metadata(token)
-        self._credentials = rpc.channel_credentials(tls_ca)
-        self._share = share
+        self._calls, self._share = calls, share
         self._generation = 0  # of this learner, by `begin`
-        self._connect_timeout_secs = connect_timeout_secs
-        self._call_timeout_secs = call_timeout_secs
-        self._outage_secs = outage_secs
 
     def __enter__(self) -> "LearnerQueue":
-        """Connects; errors as of `QueueClient`."""
-        self._channel = _open(self._address, self._credentials)
-        self._stub = TrajectoryQueueStub(self._channel)
-        try:
-            self._connect()
-        except BaseException:
-            self._channel.close()
-            raise
+        """Connects; errors as of `Calls.open`."""
+        self._calls.open()
         return self
 
-    def _connect(self) -> None:
-        limit = self._connect_timeout_secs
-        deadline = time.monotonic() + limit
-        log.info("waiting for the queue at %s, at most %g s", self._address, limit)
-        while True:
-            try:
-                left = max(deadline - time.monotonic(), 1e-3)
-                self._stub.Status(pb.StatusRequest(), timeout=left, metadata=self._metadata)
-                return
-            except grpc.RpcError as error:
-                permanent = _permanent_error(
-                    error, self._address, tls=self._credentials is not None
-                )
-                if permanent or not _should_retry(error, deadline):
-                    raise permanent or _connect_error(error, self._address, limit) from None
-            time.sleep(RETRY_SECS)
-
     def __exit__(self, *_: object) -> None:
-        self._channel.close()
+        self._calls.close()
 
     def begin(self) -> Identity:
         """Starts this learner: from now on the queue refuses the calls of the run's earlier ones."""
-        reply = self._call("Begin", pb.BeginRequest(nonce=uuid.uuid4().hex))
+        reply = self._calls.call("Begin", pb.BeginRequest(nonce=uuid.uuid4().hex))
         self._generation = reply.generation
         return Identity(reply.run_id, reply.generation)
 
@@ -426,12 +248,12 @@ class LearnerQueue:
     def commit(self, step: int) -> ResumePoint:
         """Commits a trained step; returns the resume point for its checkpoint."""
         return wire.decode_resume_point(
-            self._call("Commit", self._own(pb.CommitRequest(step=step)))
+            self._calls.call("Commit", self._own(pb.CommitRequest(step=step)))
         )
 
     def checkpointed(self, step: int) -> None:
         """Reports the step of the oldest checkpoint: no learner will be restored before it."""
-        self._call("Checkpointed", self._own(pb.CheckpointedRequest(step=step)))
+        self._calls.call("Checkpointed", self._own(pb.CheckpointedRequest(step=step)))
 
     def publish_version(
         self,
@@ -453,7 +275,7 @@ class LearnerQueue:
         request = pb.PublishRequest(
             version=version, servers=records, position=encoded, run_epoch=run_epoch
         )
-        self._call("PublishVersion", self._own(request))
+        self._calls.call("PublishVersion", self._own(request))
 
     def watch_version(self) -> Iterator[int]:
         """Yields the published version, at once and at every change, until the client is closed.
@@ -464,36 +286,18 @@ class LearnerQueue:
           PermissionError: the token is wrong.
         """
         last = None
-        request = pb.WatchRequest(without_servers=True)
-        while True:
-            try:
-                call = self._stub.WatchFleet(request, timeout=WATCH_SECS, metadata=self._metadata)
-                for reply in call:
-                    if reply.HasField("v_pub") and reply.v_pub != last:
-                        last = reply.v_pub
-                        yield last
-            except grpc.RpcError as error:
-                if error.code() is grpc.StatusCode.CANCELLED:
-                    return
-                if _is_unauthenticated(error):
-                    raise _token_error(self._address) from error
-            except ValueError:  # The channel was closed between two calls.
-                return
-            time.sleep(RETRY_SECS)
+        for reply in self._calls.watch(pb.WatchRequest(without_servers=True)):
+            if reply.HasField("v_pub") and reply.v_pub != last:
+                last = reply.v_pub
+                yield last
 
     def report(self, role: str, waits: Sequence[Wait]) -> None:
         """Reports the waits of a role; also its heartbeat. Never raises."""
-        report = pb.RoleReport(role=role, waits=wire.encode_waits(waits))
-        try:
-            self._stub.Report(report, timeout=self._call_timeout_secs, metadata=self._metadata)
-        except grpc.RpcError as error:
-            _log_lost_report(error, self._address)
-        except ValueError:
-            pass  # The client was closed in the meantime.
+        self._calls.tell(pb.RoleReport(role=role, waits=wire.encode_waits(waits)))
 
     def status(self) -> QueueStatus:
         """The contents of the queue, its counts, and the waits of every role."""
-        return wire.decode_status(self._call("Status", pb.StatusRequest()))
+        return wire.decode_status(self._calls.call("Status", pb.StatusRequest()))
 
     def _first_chunk(
         self, step: int, timeout_secs: float, should_stop: Callable[[], bool]
@@ -525,33 +329,8 @@ class LearnerQueue:
     def _attempt_lease(self, step: int, index: int, wait_secs: float) -> Chunk:
         share = dataclasses.asdict(self._share)
         request = pb.LeaseRequest(step=step, chunk=index, wait_secs=wait_secs, **share)
-        return self._call("Lease", self._own(request), wait_secs, read=self._read_chunk)
-
-    def _own(self, request: Any) -> Any:
-        """Signs a request with this learner's generation."""
-        request.generation = self._generation
-        return request
-
-    def _call(
-        self,
-        name: str,
-        request: Any,
-        wait_secs: float = 0.0,
-        read: Callable[[Any], Any] = lambda reply: reply,
-    ) -> Any:
-        limit, outage = self._call_timeout_secs + wait_secs, _Outage(self._outage_secs)
-        while True:
-            try:
-                call = getattr(self._stub, name)
-                return read(call(request, timeout=limit, metadata=self._metadata))
-            except grpc.RpcError as error:
-                if not outage.goes_on(error, limit):
-                    raise _call_error(error, name, self._address, self._outage_secs) from error
-            time.sleep(RETRY_SECS)
-            outage.start()
-
-    def _read_chunk(self, replies: Iterator[pb.LeaseReply]) -> Chunk:
-        header = next(replies).header
+        first, *replies = self._calls.call("Lease", self._own(request), wait_secs)
+        header = first.header
         own = set(self._share.of_chunk(len(header.groups)))
         groups = tuple(
             wire.decode_group(reply.group) if i in own else wire.decode_outline(reply.group)
@@ -565,126 +344,7 @@ class LearnerQueue:
             )
         return Chunk(header.step, header.index, groups, header.last)
 
-
-def open_channel(address: str, *, token: str | None = None, tls_ca: str = "") -> grpc.Channel:
-    """Opens a channel for `glance`, to a queue that need not be up; arguments as of `QueueClient`."""
-    channel = _open(address, rpc.channel_credentials(tls_ca))
-    return grpc.intercept_channel(channel, _TokenSender(token)) if token else channel
-
-
-def glance(channel: grpc.Channel) -> QueueStatus | None:
-    """The status of the queue; None where it does not answer within GLANCE_SECS."""
-    try:
-        return wire.decode_status(
-            TrajectoryQueueStub(channel).Status(pb.StatusRequest(), timeout=GLANCE_SECS)
-        )
-    except grpc.RpcError:
-        return None
-
-
-class _TokenSender(grpc.UnaryUnaryClientInterceptor):
-    """Adds the token to every unary call."""
-
-    def __init__(self, token: str):
-        self._metadata = rpc.metadata(token)
-
-    def intercept_unary_unary(self, continuation, details, request):
-        return continuation(_Details(details.method, details.timeout, self._metadata), request)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Details(grpc.ClientCallDetails):
-    method: str
-    timeout: float | None
-    metadata: tuple[tuple[str, str], ...]
-    credentials: None = None
-    wait_for_ready: None = None
-    compression: None = None
-
-
-def _open(address: str, credentials: grpc.ChannelCredentials | None) -> grpc.Channel:
-    if credentials is None:
-        return grpc.insecure_channel(address, options=rpc.CLIENT_OPTIONS)
-    return grpc.secure_channel(address, credentials, options=rpc.CLIENT_OPTIONS)
-
-
-def _should_retry(error: grpc.RpcError, deadline: float) -> bool:
-    unavailable = error.code() is grpc.StatusCode.UNAVAILABLE
-    return unavailable and time.monotonic() + RETRY_SECS < deadline
-
-
-def _permanent_error(error: grpc.RpcError, address: str, *, tls: bool) -> Exception | None:
-    """The error of a first call that no retry mends; None where the queue may still be starting."""
-    details = error.details() or ""
-    if "CERTIFICATE_VERIFY_FAILED" in details or "Hostname Verification" in details:
-        return PermissionError(
-            f"the certificate of the queue {address} is not of an authority in queue.tls_ca, or not of that host: "
-            f"{details}"
-        )
-    if "WRONG_VERSION_NUMBER" in details:
-        return QueueError(f"the queue {address} speaks no TLS, and queue.tls_ca is set: {details}")
-    lost = error.code() is grpc.StatusCode.UNAVAILABLE and "refused" not in details
-    if lost and not tls and security.speaks_tls(address):
-        return QueueError(f"the queue {address} speaks TLS: set queue.tls_ca")
-    return None
-
-
-def _connect_error(error: grpc.RpcError, address: str, limit_secs: float) -> Exception:
-    """The error of a first call, after its deadline."""
-    if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
-        return _no_answer(address, limit_secs)
-    return _call_error(error, "Status", address, limit_secs)
-
-
-def _call_error(error: grpc.RpcError, name: str, address: str, limit_secs: float) -> Exception:
-    """The error of a call, as an exception of Python."""
-    code, where = error.code(), f"{name} at the queue {address}"
-    match code:
-        case grpc.StatusCode.DEADLINE_EXCEEDED if not _is_unanswered(error):
-            return NotReadyError(f"{where}: {error.details()}")
-        case grpc.StatusCode.DEADLINE_EXCEEDED:
-            return TimeoutError(f"{where} is not answered for {limit_secs:g} s: {error.details()}")
-        case grpc.StatusCode.UNAVAILABLE:
-            return ConnectionError(
-                f"{where} is unavailable for {limit_secs:g} s: {error.details()}"
-            )
-        case grpc.StatusCode.ABORTED:
-            return RunFailedError(error.details())
-        case grpc.StatusCode.UNAUTHENTICATED:
-            return _token_error(address)
-        case grpc.StatusCode.INVALID_ARGUMENT | grpc.StatusCode.RESOURCE_EXHAUSTED:
-            return ValueError(f"{where}: {error.details()}")
-        case grpc.StatusCode.FAILED_PRECONDITION if error.details().startswith(SUPERSEDED):
-            return SupersededError(f"{where}: {error.details()}")
-        case _:
-            return QueueError(f"{where}: {code.name}: {error.details()}")
-
-
-def _is_unanswered(error: Exception) -> bool:
-    """Whether an attempt ended without an answer of the queue; the queue's own DEADLINE_EXCEEDED has other details."""
-    if not isinstance(error, grpc.RpcError):
-        return True  # no heartbeat
-    code = error.code()
-    expired = code is grpc.StatusCode.DEADLINE_EXCEEDED and error.details() == "Deadline Exceeded"
-    return expired or code is grpc.StatusCode.UNAVAILABLE
-
-
-def _log_lost_report(error: grpc.RpcError, address: str) -> None:
-    log.debug("a report to the queue %s is lost: %s", address, error.details())
-
-
-def _no_answer(address: str, limit_secs: float) -> ConnectionError:
-    return ConnectionError(
-        f"no trajectory queue answers at {address} within {limit_secs:g} s: is its role up?"
-    )
-
-
-def _is_unauthenticated(error: Exception) -> bool:
-    return isinstance(error, grpc.RpcError) and error.code() is grpc.StatusCode.UNAUTHENTICATED
-
-
-def _token_error(address: str) -> PermissionError:
-    return PermissionError(
-        f"the queue {address} asks for a token; this process sent none or a wrong one: queue.token_env must name the "
-        "variable that holds it"
-    )
+    def _own(self, request: Any) -> Any:
+        """Signs a request with this learner's generation."""
+        request.generation = self._generation
+        return request

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import grpc
 from google.protobuf import message as protobuf
-from google.protobuf import message_factory
+from google.protobuf.descriptor import MethodDescriptor
 
 from jaxrl_async import rpc, security
 from jaxrl_async.queue import trajectory_queue_pb2 as pb
@@ -610,20 +610,15 @@ def _chunk_header(
 
 
 def _handlers(service: QueueService) -> grpc.GenericRpcHandler:
-    """The table of the service's methods, which take bytes and parse them inside `_refusals`."""
-    described = pb.DESCRIPTOR.services_by_name["TrajectoryQueue"]
-    handlers = {}
-    for method in described.methods:
-        call = getattr(service, method.name)
-        parse = message_factory.GetMessageClass(method.input_type).FromString
+    """The service's methods, which take bytes and parse them inside `_refusals`."""
+
+    def behavior_of(method: MethodDescriptor) -> Callable:
+        call, parse = getattr(service, method.name), rpc.parser(method.input_type)
         if method.server_streaming:
-            make, behavior = grpc.unary_stream_rpc_method_handler, _streaming(call, parse)
-        else:
-            with_raw = method.name == "Push"
-            make, behavior = grpc.unary_unary_rpc_method_handler, _unary(call, parse, with_raw)
-        reply = message_factory.GetMessageClass(method.output_type)
-        handlers[method.name] = make(behavior, response_serializer=reply.SerializeToString)
-    return grpc.method_handlers_generic_handler(described.full_name, handlers)
+            return _streaming(call, parse)
+        return _unary(call, parse, method.name == "Push")
+
+    return rpc.handlers(pb.DESCRIPTOR.services_by_name["TrajectoryQueue"], behavior_of)
 
 
 def _unary(call: Callable, parse: Callable[[bytes], Any], with_raw: bool) -> Callable:

@@ -20,7 +20,6 @@ import grpc
 from jaxrl_async import rpc
 from jaxrl_async.rewards import rewards_pb2 as pb
 from jaxrl_async.rewards.pool import Judgement, PoolError, RewardError, RewardTimeoutError
-from jaxrl_async.rewards.rewards_pb2_grpc import RewardsStub
 
 START_SECS = 30.0  # for the first service that answers
 DESCRIBE_SECS = 5.0
@@ -36,7 +35,7 @@ log = logging.getLogger(__name__)
 class _Service:
     address: str
     channel: grpc.aio.Channel
-    stub: RewardsStub
+    stub: rpc.Stub
     num_processes: int = 0  # 0 until it has said so
     running: int = 0  # calls of this client
     suspect_until: float = -math.inf  # clock, seconds
@@ -192,8 +191,9 @@ class RewardClient:
 
     def _open(self) -> None:
         for address in self._addresses:
-            channel = rpc.channel(address, self._credentials)
-            self._services.append(_Service(address, channel, RewardsStub(channel)))
+            channel = rpc.channel(grpc.aio, address, self._credentials)
+            stub = rpc.Stub(channel, pb.DESCRIPTOR.services_by_name["Rewards"])
+            self._services.append(_Service(address, channel, stub))
 
     async def _connect(self) -> None:
         deadline = self._clock() + START_SECS

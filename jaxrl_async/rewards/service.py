@@ -103,13 +103,5 @@ def _handlers(pool: RewardPool) -> grpc.GenericRpcHandler:
     async def describe(raw: bytes, context: grpc.aio.ServicerContext) -> pb.DescribeReply:
         return pb.DescribeReply(reward=pool.reward, num_processes=pool.num_processes)
 
-    methods = {
-        "Judge": grpc.unary_unary_rpc_method_handler(
-            judge, response_serializer=pb.JudgeReply.SerializeToString
-        ),
-        "Describe": grpc.unary_unary_rpc_method_handler(
-            describe, response_serializer=pb.DescribeReply.SerializeToString
-        ),
-    }
-    described = pb.DESCRIPTOR.services_by_name["Rewards"]
-    return grpc.method_handlers_generic_handler(described.full_name, methods)
+    methods = {"Judge": judge, "Describe": describe}
+    return rpc.handlers(pb.DESCRIPTOR.services_by_name["Rewards"], lambda m: methods[m.name])

@@ -31,6 +31,7 @@ from jaxrl_async.preflight import peers
 from jaxrl_async.publishing.discovery import Discovery
 from jaxrl_async.publishing.publisher import Publisher
 from jaxrl_async.publishing.transports import FileTransport
+from jaxrl_async.queue.calls import BlockingGrpcCalls
 from jaxrl_async.queue.client import LearnerQueue
 from jaxrl_async.records import Identity, ResumePoint, Share, Wait
 from jaxrl_async.runtime import preemption
@@ -116,14 +117,14 @@ class Links:
 
     def queue(self, share: Share) -> LearnerQueue:
         """The client of the queue, not opened yet, of the learner process with this share."""
-        return LearnerQueue(
+        calls = BlockingGrpcCalls(
             self._settings.queue.address,
             connect_timeout_secs=parts.CONNECT_TIMEOUT_SECS,
             call_timeout_secs=parts.CALL_TIMEOUT_SECS,
             outage_secs=self._settings.queue.outage_secs,
-            share=share,
             **queue_access_of(self._settings),
         )
+        return LearnerQueue(calls, share)
 
     def store(self, workdir: pathlib.Path, delay: Delay, writer: Identity) -> WeightStore:
         """Keeps the versions that servers may still read."""

@@ -24,7 +24,8 @@ from jaxrl_async.inference.direct import DirectClient
 from jaxrl_async.inference.engine import Engine
 from jaxrl_async.learner.versions import Delay, HeldVersions
 from jaxrl_async.metrics import MetricsWriter
-from jaxrl_async.queue.direct import DirectLearnerQueue, DirectQueueClient
+from jaxrl_async.queue.client import LearnerQueue, QueueClient
+from jaxrl_async.queue.direct import BlockingDirectCalls, DirectCalls
 from jaxrl_async.queue.service import QueueService
 from jaxrl_async.records import Identity, Share
 from jaxrl_async.roles import learner, rollout
@@ -172,7 +173,7 @@ class _Others:
             for index in range(settings.rollout.num_workers):
                 clients = {
                     "client": DirectClient(self._engines),
-                    "queue": DirectQueueClient(queue),
+                    "queue": QueueClient(DirectCalls(queue)),
                 }
                 work = rollout.work(settings, workdir, index, **clients)
                 tasks.create_task(work, name=f"rollout-{index}")
@@ -212,10 +213,11 @@ class _DirectLinks(learner.Links):
     def check(self, expected: Expected) -> None:
         """Does nothing: engine and learner are made of the same settings."""
 
-    def queue(self, share: Share) -> DirectLearnerQueue:
-        return DirectLearnerQueue(
+    def queue(self, share: Share) -> LearnerQueue:
+        calls = BlockingDirectCalls(
             self._others.queue, self._others.run, call_timeout_secs=parts.CALL_TIMEOUT_SECS
         )
+        return LearnerQueue(calls, share)
 
     def store(self, workdir: pathlib.Path, delay: Delay, writer: Identity) -> HeldStore:
         return HeldStore(keep=delay.max_steps + 1)

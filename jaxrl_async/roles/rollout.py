@@ -10,6 +10,7 @@ from jaxrl_async import parts
 from jaxrl_async.awake import AwakeClock
 from jaxrl_async.config.checks import queue_access_of
 from jaxrl_async.config.settings import Settings
+from jaxrl_async.queue.calls import GrpcCalls
 from jaxrl_async.queue.client import QueueClient
 from jaxrl_async.rewards.overlong import overlong_penalty
 from jaxrl_async.rollout.sampler import Sampler
@@ -42,7 +43,7 @@ async def run(settings: Settings, workdir: pathlib.Path, index: int) -> None:
         tls_ca=settings.server.tls_ca,
         adapters=settings.model.lora.rank > 0,
     )
-    queue = QueueClient(
+    calls = GrpcCalls(
         settings.queue.address,
         connect_timeout_secs=parts.CONNECT_TIMEOUT_SECS,
         call_timeout_secs=parts.CALL_TIMEOUT_SECS,
@@ -50,7 +51,7 @@ async def run(settings: Settings, workdir: pathlib.Path, index: int) -> None:
         **access,
     )
     try:
-        await work(settings, workdir, index, client=client, queue=queue)
+        await work(settings, workdir, index, client=client, queue=QueueClient(calls))
     except asyncio.CancelledError:
         if stopped.is_set():
             raise KeyboardInterrupt from None

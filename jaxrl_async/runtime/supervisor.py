@@ -18,15 +18,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-import grpc
 import tqdm
 
 from jaxrl_async import security
 from jaxrl_async.config.checks import in_the_clear, queue_access_of, refusal_of_one_process
 from jaxrl_async.config.settings import Settings, Supervisor
 from jaxrl_async.metrics import last_metrics
-from jaxrl_async.queue import client as queue_client
+from jaxrl_async.queue.calls import Glance
 from jaxrl_async.queue.journal import BYTES_PER_TOKEN
+from jaxrl_async.records import QueueStatus
 from jaxrl_async.runtime import status
 from jaxrl_async.runtime.preemption import CLEANUP_SECS, PREEMPTED
 from jaxrl_async.runtime.progress import Progress
@@ -352,8 +352,8 @@ def _watch(
 ) -> bool:
     """Watches the roles, learner processes last. Returns whether the learner is done; False where it stopped early."""
     restarts = _Restarts(settings.supervisor, workdir, start)
-    channel = queue_client.open_channel(queue_address, **queue_access_of(settings))
-    stalls = _Stalls(channel, workdir, settings.supervisor.stall_secs)
+    glance = Glance(queue_address, **queue_access_of(settings))
+    stalls = _Stalls(glance, workdir, settings.supervisor.stall_secs)
     pids: dict[str, int] = {}
     shown = Progress(
         settings.learner.num_steps,
@@ -361,8 +361,8 @@ def _watch(
         stream=sys.stderr,
         is_terminal=sys.stderr.isatty(),
     )
-    with contextlib.closing(channel), contextlib.closing(shown):
-        progress = _progress(shown, workdir, roles[-num_learners].log, channel, on_step)
+    with contextlib.closing(glance), contextlib.closing(shown):
+        progress = _progress(shown, workdir, roles[-num_learners].log, glance, on_step)
         while not all(role.process.poll() == 0 for role in roles[-num_learners:]):
             for i, role in enumerate(roles[:-num_learners]):
                 if role.process.poll() is not None:
@@ -410,8 +410,10 @@ def _stop_learners(learners: list[Role], stop_secs: float) -> bool:
 class _Stalls:
     """Prints the chain of waits while no step ends; after supervisor.stall_secs, stops the run."""
 
-    def __init__(self, channel: grpc.Channel, workdir: pathlib.Path, stall_secs: float):
-        self._channel, self._workdir, self._stall_secs = channel, workdir, stall_secs
+    def __init__(
+        self, glance: Callable[[], QueueStatus | None], workdir: pathlib.Path, stall_secs: float
+    ):
+        self._glance, self._workdir, self._stall_secs = glance, workdir, stall_secs
         self._step, self._stage, self._since = -1, "", time.monotonic()
         self._next_secs = START_REPORT_SECS
 
@@ -428,7 +430,7 @@ class _Stalls:
             self._stage, self._next_secs = stage, secs + wait
         if secs < min(self._next_secs, self._stall_secs):
             return
-        found = queue_client.glance(self._channel)
+        found = self._glance()
         chain = status.explain(found, status.processes_of(self._workdir), step or None)
         if secs >= self._stall_secs:
             raise StalledError(
@@ -513,13 +515,13 @@ def _progress(
     shown: Progress,
     workdir,
     log: pathlib.Path,
-    channel: grpc.Channel,
+    glance: Callable[[], QueueStatus | None],
     on_step: Callable[[], None] | None,
 ) -> Iterator[None]:
     """Shows the last step's metrics and who waits, at every `next`."""
     while True:
         looks = sys.stderr.isatty() or not shown.is_warm
-        found = queue_client.glance(channel) if looks else None
+        found = glance() if looks else None
         if shown.show(last_metrics(workdir), found, last_lines(log, 1)) and on_step is not None:
             on_step()
         yield

@@ -5,9 +5,8 @@ import contextlib
 import random
 
 import pytest
-from fixtures.queues import SOUND_AUDIT, group, served
+from fixtures.queues import SOUND_AUDIT, group, learner_of, served, worker_of
 
-from jaxrl_async.queue.client import LearnerQueue, QueueClient
 from jaxrl_async.queue.journal import Journal, JournalReader
 
 TIMEOUTS = dict(connect_timeout_secs=30.0, call_timeout_secs=30.0, outage_secs=30.0)
@@ -90,7 +89,7 @@ async def work(address: str, name: str, rng: random.Random):
             await queue.submit(group(permit, num_tokens=60))
         running.discard(permit)
 
-    async with QueueClient(address, **TIMEOUTS) as queue, asyncio.TaskGroup() as tasks:
+    async with worker_of(address) as queue, asyncio.TaskGroup() as tasks:
         while True:
             permits = await queue.admit(6, 0.5, worker=name, working_on=running)
             for permit in permits:
@@ -101,7 +100,7 @@ async def work(address: str, name: str, rng: random.Random):
 def learn(address: str, num_steps: int) -> list[int]:
     """Leases, commits and publishes every step; the indexes in the order of training."""
     trained = []
-    with LearnerQueue(address, **TIMEOUTS) as queue:
+    with learner_of(address) as queue:
         queue.publish_version(0, ())
         for step in range(1, num_steps + 1):
             for chunk in queue.lease(step, HANG_SECS, lambda: None):

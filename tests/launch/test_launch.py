@@ -15,12 +15,12 @@ import sys
 
 import pytest
 import yaml
+from fixtures.queues import learner_of
 from kubernetes import client as kubernetes
 
 from jaxrl_async.cli import main
 from jaxrl_async.cli.config import UsageError, load_config, settings_of
 from jaxrl_async.config.settings import Checkpoint, SettingsError
-from jaxrl_async.queue import client as queue_client
 from jaxrl_async.runtime import cluster
 from jaxrl_async.runtime.preemption import CLEANUP_SECS
 from jaxrl_async.runtime.supervisor import free_port
@@ -535,9 +535,7 @@ def test_the_queue_on_a_host_takes_the_place_of_the_one_before(host, tmp_path):
     pids = []
     for _ in range(2):
         pids.append(host("queue", *flags, "--config.queue.token_env=JAXRL_QUEUE_KEY"))
-        with queue_client.LearnerQueue(
-            address, connect_timeout_secs=60.0, call_timeout_secs=10.0, outage_secs=10.0, token=key
-        ) as queue:
+        with learner_of(address, connect_timeout_secs=60.0, token=key) as queue:
             assert queue.status().leased_groups == 0
     lines = [pathlib.Path(f"/proc/{pid}/cmdline") for pid in pids]
     roles = [b"--role=queue" in line.read_bytes() if line.exists() else False for line in lines]

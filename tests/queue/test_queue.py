@@ -14,24 +14,27 @@ from fixtures.queues import (
     GROUP_SIZE,
     HANG_SECS,
     MAX_TOKENS,
-    TIMEOUTS,
     VOCAB_SIZE,
     connected,
     group,
+    learner_of,
     make_admission,
     opened,
     served,
+    worker_of,
 )
 
+from jaxrl_async import rpc
 from jaxrl_async.learner.follower import FollowerQueue
+from jaxrl_async.queue import calls as queue_calls
 from jaxrl_async.queue import client as queue_client
 from jaxrl_async.queue import service as queue_service
 from jaxrl_async.queue import trajectory_queue_pb2 as pb
 from jaxrl_async.queue import wire
-from jaxrl_async.queue.client import LearnerQueue, QueueClient, QueueError
+from jaxrl_async.queue.calls import Glance, QueueError
+from jaxrl_async.queue.client import LearnerQueue
 from jaxrl_async.queue.replay import ReplayQueue
 from jaxrl_async.queue.source import GroupSource
-from jaxrl_async.queue.trajectory_queue_pb2_grpc import TrajectoryQueueStub
 from jaxrl_async.records import (
     SILENT_SECS,
     Permit,
@@ -44,6 +47,10 @@ from jaxrl_async.records import (
 from jaxrl_async.types import Group, InvalidTrajectoryError
 
 SERVERS = (ServerRecord("http://a:1", "HEALTHY", 0), ServerRecord("http://b:1", "DEAD", None))
+
+
+def stub_of(channel):
+    return rpc.Stub(channel, pb.DESCRIPTOR.services_by_name["TrajectoryQueue"])
 
 
 def indexes(chunks):
@@ -87,7 +94,7 @@ async def learners(address, count):
     with contextlib.ExitStack() as stack:
         made = []
         for _ in range(count):
-            learner = LearnerQueue(address, **TIMEOUTS)
+            learner = learner_of(address)
             await asyncio.to_thread(stack.enter_context, learner)
             await asyncio.to_thread(learner.begin)
             made.append(learner)
@@ -131,7 +138,7 @@ async def test_a_learner_that_waits_for_groups_ends_when_another_one_begins():
 
 async def test_a_learner_that_begins_again_after_a_lost_reply_has_one_generation():
     async with opened() as queue, grpc.aio.insecure_channel(queue.address) as channel:
-        stub = TrajectoryQueueStub(channel)
+        stub = stub_of(channel)
         first = await stub.Begin(pb.BeginRequest(nonce="a"))
         assert await stub.Begin(pb.BeginRequest(nonce="a")) == first
         assert (await stub.Begin(pb.BeginRequest(nonce="b"))).generation == 2
@@ -145,7 +152,7 @@ async def test_each_process_of_a_learner_gets_the_tokens_of_its_share_alone():
         await queue.publish(0)
         permits = await queue.fill(4)
         for process, own in enumerate(([0, 2], [1, 3])):
-            learner = LearnerQueue(queue.address, **TIMEOUTS, share=Share(process, 2, 2))
+            learner = learner_of(queue.address, share=Share(process, 2, 2))
             with contextlib.ExitStack() as stack:
                 stack.push(await asyncio.to_thread(learner.__enter__))
                 (chunk,) = await asyncio.to_thread(
@@ -174,7 +181,7 @@ async def test_a_share_that_does_not_divide_the_chunk_is_refused(share, said):
         await queue.publish(0)
         await queue.fill(4)
         with pytest.raises(grpc.aio.AioRpcError, match=said) as refused:
-            async for _ in TrajectoryQueueStub(channel).Lease(pb.LeaseRequest(step=1, **share)):
+            async for _ in stub_of(channel).Lease(pb.LeaseRequest(step=1, **share)):
                 pass
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
@@ -426,7 +433,7 @@ async def test_a_wait_outside_its_bound_is_refused():
         for wait_secs in (-1.0, 1e6, float("nan")):
             request = pb.AdmitRequest(max_permits=1, wait_secs=wait_secs)
             with pytest.raises(grpc.aio.AioRpcError, match=r"wait_secs .*\[0, 3600\]"):
-                await TrajectoryQueueStub(channel).Admit(request, timeout=10.0)
+                await stub_of(channel).Admit(request, timeout=10.0)
 
 
 async def test_the_table_of_servers_is_watched(monkeypatch):
@@ -492,7 +499,7 @@ async def test_a_worker_that_comes_back_has_its_permits_again_and_an_elder_proce
 
 async def test_a_learner_watches_the_published_version_alone():
     async with opened() as queue:
-        learner = await asyncio.to_thread(LearnerQueue(queue.address, **TIMEOUTS).__enter__)
+        learner = await asyncio.to_thread(learner_of(queue.address).__enter__)
         versions = learner.watch_version()
         await queue.publish(0, SERVERS)
         assert await asyncio.to_thread(next, versions) == 0
@@ -520,7 +527,7 @@ async def test_the_table_of_servers_has_their_speeds():
 
 async def test_a_watch_outlives_a_restart_of_the_queue():
     async with served() as address:
-        client = await QueueClient(address, **TIMEOUTS).__aenter__()
+        client = await worker_of(address).__aenter__()
         fleets = client.watch_fleet()
         assert await anext(fleets) == ()
     async with served(address), connected(address) as queue:
@@ -533,7 +540,7 @@ async def test_a_watch_outlives_a_restart_of_the_queue():
 async def test_a_watch_sends_heartbeats(monkeypatch):
     monkeypatch.setattr(queue_service, "HEARTBEAT_SECS", 0.05)
     async with opened() as queue, grpc.aio.insecure_channel(queue.address) as channel:
-        call = TrajectoryQueueStub(channel).WatchFleet(pb.WatchRequest(), timeout=10.0)
+        call = stub_of(channel).WatchFleet(pb.WatchRequest(), timeout=10.0)
         for _ in range(3):
             assert not (await call.read()).servers
         call.cancel()
@@ -594,8 +601,8 @@ async def test_the_wait_of_a_lease_is_in_the_status_and_in_a_glance():
     async with opened() as queue:
         lease = asyncio.create_task(queue.lease(1))
         await until_waits(queue, r"^lease of step 1: 0 of 4 groups; .*version.*, for \d+\.\d s$")
-        with grpc.insecure_channel(queue.address) as channel:
-            shown = await asyncio.to_thread(queue_client.glance, channel)
+        with contextlib.closing(Glance(queue.address)) as glance:
+            shown = await asyncio.to_thread(glance)
         assert shown.waits[0].startswith("lease of step 1: 0 of 4 groups; ")
         await queue.publish(0)
         await queue.fill(4)
@@ -617,17 +624,17 @@ async def test_an_address_without_a_queue_is_an_error_with_address_and_seconds(c
     short = dict(connect_timeout_secs=0.3, call_timeout_secs=1.0, outage_secs=1.0)
     said = rf"queue .*{address} within 0\.3 s"
     with pytest.raises(ConnectionError, match=said):
-        async with QueueClient(address, **short):
+        async with worker_of(address, **short):
             pass
     with pytest.raises(ConnectionError, match=said):
-        await asyncio.to_thread(LearnerQueue(address, **short).__enter__)
+        await asyncio.to_thread(learner_of(address, **short).__enter__)
     assert len(re.findall(rf"queue at {address}.* 0\.3 s", caplog.text)) == 2
 
 
 async def test_calls_are_retried_while_the_queue_is_away():
     async with served() as address:
-        client = await QueueClient(address, **TIMEOUTS).__aenter__()
-        learner = LearnerQueue(address, **TIMEOUTS)
+        client = await worker_of(address).__aenter__()
+        learner = learner_of(address)
         await asyncio.to_thread(learner.__enter__)
     calls = [
         asyncio.create_task(client.admit(4, 10.0)),
@@ -649,8 +656,8 @@ async def test_calls_are_retried_while_the_queue_is_away():
 async def test_a_call_ends_after_the_longest_outage_and_names_the_queue():
     short = dict(connect_timeout_secs=10.0, call_timeout_secs=0.2, outage_secs=0.5)
     async with served() as address:
-        client = await QueueClient(address, **short).__aenter__()
-        learner = LearnerQueue(address, **short)
+        client = await worker_of(address, **short).__aenter__()
+        learner = learner_of(address, **short)
         await asyncio.to_thread(learner.__enter__)
     with pytest.raises((ConnectionError, TimeoutError), match=f"Admit .*{address}.* 0.5 s"):
         await client.admit(1, 0.1)
@@ -662,9 +669,9 @@ async def test_a_call_ends_after_the_longest_outage_and_names_the_queue():
 
 async def test_a_report_that_is_not_taken_is_no_error():
     async with served() as address:
-        client = QueueClient(address, **TIMEOUTS | {"call_timeout_secs": 0.5})
+        client = worker_of(address, call_timeout_secs=0.5)
         await client.__aenter__()
-        learner = LearnerQueue(address, **TIMEOUTS | {"call_timeout_secs": 0.5})
+        learner = learner_of(address, call_timeout_secs=0.5)
         await asyncio.to_thread(learner.__enter__)
     await client.report("rollout-0", [])
     await asyncio.to_thread(learner.report, "learner-0", [])
@@ -676,7 +683,7 @@ async def test_a_report_that_is_not_taken_is_no_error():
 def test_an_attempt_counts_with_its_deadline_at_most():
     """A process is stopped for ten minutes in its first attempt: it has as many attempts left as another."""
     now = [0.0]
-    outage = queue_client._Outage(60.0, lambda: now[0])
+    outage = queue_calls._Outage(60.0, lambda: now[0])
     for secs, goes_on in ((600.0, True), (29.0, True), (1.0, False)):
         outage.start()
         now[0] += secs
@@ -701,7 +708,7 @@ async def test_a_lease_waits_in_attempts_that_a_stop_of_the_queue_cannot_use_up(
 async def test_a_watch_ends_when_the_queue_stays_away():
     async with served() as address:
         short = dict(connect_timeout_secs=5.0, call_timeout_secs=5.0, outage_secs=0.5)
-        client = QueueClient(address, **short)
+        client = worker_of(address, **short)
         await client.__aenter__()
         fleets = client.watch_fleet()
         await anext(fleets)
@@ -711,7 +718,7 @@ async def test_a_watch_ends_when_the_queue_stays_away():
 
 
 async def test_of_two_workers_with_one_name_the_elder_is_refused():
-    async with opened() as queue, QueueClient(queue.address, **TIMEOUTS) as younger:
+    async with opened() as queue, worker_of(queue.address) as younger:
         await queue.publish(0)
         permits = await queue.client.admit(2, 5.0, worker="rollout-0")
         assert await younger.admit(2, 5.0, worker="rollout-0") == permits

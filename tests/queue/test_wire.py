@@ -319,13 +319,13 @@ def test_the_generated_code_is_of_the_committed_proto(tmp_path, module):
 @pytest.mark.parametrize(
     ("modules", "absent"),
     [
-        (("queue.client", "queue.service", "weights.store"), {"jax", "flax", "orbax"}),
+        (("queue.client", "queue.service", "versions.store"), {"jax", "flax", "orbax"}),
         (
             (
                 "queue.source",
                 "queue.admission",
                 "servers.fleet",
-                "weights.publisher",
+                "publishing.publisher",
                 "runtime.status",
             ),
             {"grpc", "google.protobuf"},

@@ -32,8 +32,9 @@ from jaxrl_async.learner.train_step import TrainState
 from jaxrl_async.learner.versions import Delay, HeldVersions
 from jaxrl_async.metrics import read_metrics
 from jaxrl_async.publishing.transports import ObsoleteVersionError
-from jaxrl_async.queue.client import QueueError
-from jaxrl_async.queue.direct import DirectLearnerQueue, DirectQueueClient
+from jaxrl_async.queue.calls import QueueError
+from jaxrl_async.queue.client import LearnerQueue, QueueClient
+from jaxrl_async.queue.direct import BlockingDirectCalls, DirectCalls
 from jaxrl_async.records import Permit, ServerRecord, SupersededError, Wait
 from jaxrl_async.roles import one as one_role
 from jaxrl_async.roles.turns import Turns
@@ -58,9 +59,9 @@ async def direct(**values):
     def run(call, timeout_secs):
         return asyncio.run_coroutine_threadsafe(call, loop).result(timeout_secs)
 
-    async with DirectQueueClient(service) as client:
-        learner = DirectLearnerQueue(service, run, call_timeout_secs=CALL_SECS)
-        yield queues.Queue("direct", client, learner)
+    async with QueueClient(DirectCalls(service)) as client:
+        calls = BlockingDirectCalls(service, run, call_timeout_secs=CALL_SECS)
+        yield queues.Queue("direct", client, LearnerQueue(calls))
 
 
 WIRES = pytest.mark.parametrize("opened", [direct, queues.opened], ids=["direct", "grpc"])

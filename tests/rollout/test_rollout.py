@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 from aiohttp import web
 from fixtures.fake_sglang import VOCAB_SIZE, FakeServer, answer, logprob, started, token
-from fixtures.queues import connected, opened
+from fixtures.queues import connected, learner_of, opened, worker_of
 
 from jaxrl_async.queue import service as queue_service
 from jaxrl_async.queue.admission import Admission
-from jaxrl_async.queue.client import LearnerQueue, QueueClient
 from jaxrl_async.queue.wire import check_group
 from jaxrl_async.records import Permit, ServerRecord
 from jaxrl_async.rewards.pool import Judgement, RewardError, RewardPool, RewardTimeoutError
@@ -1282,13 +1281,13 @@ def first_step(address, servers, timeout_secs):
     """What a learner is leased for step 1 from servers that hold version 0."""
     for server in servers:
         server.version = "0"
-    with LearnerQueue(address, **TIMEOUTS) as learner:
+    with learner_of(address) as learner:
         learner.publish_version(0, [ServerRecord(s.address, "HEALTHY", 0) for s in servers])
         return list(learner.lease(1, timeout_secs, lambda: None))
 
 
 async def test_a_worker_and_a_real_queue_hand_a_step_to_the_learner(servers, make_worker):
-    async with real_queue() as address, QueueClient(address, **TIMEOUTS) as queue:
+    async with real_queue() as address, worker_of(address) as queue:
         lease = asyncio.create_task(asyncio.to_thread(first_step, address, servers, 20.0))
         await work_until(make_worker(queue=queue), lease.done)
     (chunk,) = lease.result()
@@ -1299,7 +1298,7 @@ async def test_a_worker_and_a_real_queue_hand_a_step_to_the_learner(servers, mak
 async def test_workers_join_and_leave_and_the_step_is_filled(servers, make_worker):
     async with (
         real_queue(permit_timeout_secs=600.0) as address,
-        QueueClient(address, **TIMEOUTS) as queue,
+        worker_of(address) as queue,
     ):
         lease = asyncio.create_task(asyncio.to_thread(first_step, address, servers, 40.0))
         for server in servers:
@@ -1316,7 +1315,7 @@ async def test_workers_join_and_leave_and_the_step_is_filled(servers, make_worke
 
 
 async def test_a_step_is_filled_with_the_groups_that_are_not_dropped(servers, make_worker):
-    async with real_queue() as address, QueueClient(address, **TIMEOUTS) as queue:
+    async with real_queue() as address, worker_of(address) as queue:
         lease = asyncio.create_task(asyncio.to_thread(first_step, address, servers, 20.0))
         worker = make_worker(queue=queue, rewards=UnequalRewards(), drop_equal_rewards=True)
         await work_until(worker, lease.done)
@@ -1325,7 +1324,7 @@ async def test_a_step_is_filled_with_the_groups_that_are_not_dropped(servers, ma
 
 
 async def test_a_learner_for_whom_everything_is_dropped_is_told_so(servers, make_worker):
-    async with real_queue() as address, QueueClient(address, **TIMEOUTS) as queue:
+    async with real_queue() as address, worker_of(address) as queue:
         lease = asyncio.create_task(asyncio.to_thread(first_step, address, servers, 0.5))
         await work_until(make_worker(queue=queue, drop_equal_rewards=True), lease.done)
     dropped = r"step 1: 0 of 3 groups; .*; prompts retired so far: \d+ as equal_rewards; gave up"

@@ -155,9 +155,8 @@ def test_the_rates_are_over_the_time_of_the_last_steps(clock):
 def test_a_warm_start_that_goes_on_is_no_stall(clock, monkeypatch, tmp_path):
     written = []
     monkeypatch.setattr(supervisor.time, "monotonic", clock)
-    monkeypatch.setattr(supervisor.queue_client, "glance", lambda _: None)
     monkeypatch.setattr(supervisor.tqdm.tqdm, "write", written.append)
-    stalls = supervisor._Stalls(None, tmp_path, 1000.0)
+    stalls = supervisor._Stalls(lambda: None, tmp_path, 1000.0)
     for step in range(100, 800, 100):  # 40 s each
         stalls.check(0, f"warm start: step {step}")
         clock.pass_secs(40.0)

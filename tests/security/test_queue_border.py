@@ -6,7 +6,7 @@ import time
 
 import grpc
 import pytest
-from fixtures.queues import group
+from fixtures.queues import group, learner_of, worker_of
 from fixtures.security import (
     LONG,
     QUICKSTART,
@@ -24,11 +24,10 @@ from hypothesis import strategies as st
 
 from jaxrl_async.cli import config as config_lib
 from jaxrl_async.cli import main
-from jaxrl_async.queue import client as queue_client
 from jaxrl_async.queue import service as queue_service
 from jaxrl_async.queue import trajectory_queue_pb2 as pb
 from jaxrl_async.queue import wire
-from jaxrl_async.queue.client import LearnerQueue, QueueClient, QueueError
+from jaxrl_async.queue.calls import Glance, GrpcCalls, QueueError
 from jaxrl_async.queue.journal import Journal
 from jaxrl_async.records import Permit, ResumePoint, ServerRecord, Wait
 from jaxrl_async.servers.client import InferenceClient
@@ -37,12 +36,12 @@ from jaxrl_async.servers.client import InferenceClient
 
 
 def learner_connects(address, **access):
-    with LearnerQueue(address, **TIMEOUTS, **access) as queue:
+    with learner_of(address, **access) as queue:
         return queue.status()
 
 
 async def worker_connects(address, **access):
-    async with QueueClient(address, **TIMEOUTS, **access) as queue:
+    async with worker_of(address, **access) as queue:
         return await queue.admit(1, 0.0)
 
 
@@ -63,8 +62,8 @@ async def test_the_right_token_over_tls_is_let_in(certificates):
     async with queue_of(token=TOKEN, **tls_of(certificates)) as address:
         assert await worker_connects(address, **access) == []
         assert (await asyncio.to_thread(learner_connects, address, **access)).capacity == 0
-        with contextlib.closing(queue_client.open_channel(address, **access)) as channel:
-            assert (await asyncio.to_thread(queue_client.glance, channel)).capacity == 0
+        with contextlib.closing(Glance(address, **access)) as glance:
+            assert (await asyncio.to_thread(glance)).capacity == 0
 
 
 @pytest.mark.parametrize("token", [None, "another", TOKEN + "x", TOKEN[:-1]])
@@ -72,13 +71,13 @@ async def test_another_token_is_refused_at_once_and_named(token):
     async with queue_of(token=TOKEN) as address:
         message = f"the queue {address} asks for a token.*queue.token_env"
         await refused_soon(PermissionError, message, address, token=token)
-        with contextlib.closing(queue_client.open_channel(address, token=token)) as channel:
-            assert await asyncio.to_thread(queue_client.glance, channel) is None
+        with contextlib.closing(Glance(address, token=token)) as glance:
+            assert await asyncio.to_thread(glance) is None
 
 
 async def test_a_queue_whose_token_changed_refuses_calls_and_watches_at_once():
     async with queue_of(token=TOKEN) as address:
-        client = await QueueClient(address, **TIMEOUTS, token=TOKEN).__aenter__()
+        client = await worker_of(address, token=TOKEN).__aenter__()
         fleets = client.watch_fleet()
         assert await anext(fleets) == ()
         watch = asyncio.create_task(anext(fleets))
@@ -163,7 +162,7 @@ async def test_one_side_without_tls_is_named(certificates):
 
 async def test_certificates_that_cannot_be_read_are_named(certificates):
     with pytest.raises(ValueError, match="no certificate in tls_ca /no/ca.pem: No such file"):
-        QueueClient("127.0.0.1:1", **TIMEOUTS, tls_ca="/no/ca.pem")
+        GrpcCalls("127.0.0.1:1", **TIMEOUTS, tls_ca="/no/ca.pem")
     with pytest.raises(ValueError, match="no certificate in tls_ca .*queue.key"):
         InferenceClient(tls_ca=str(certificates / "queue.key"))
     mixed = {
@@ -252,9 +251,9 @@ async def test_what_is_too_large_is_refused_with_value_and_bound(name):
 
 async def test_what_is_within_the_bounds_is_taken():
     served = queue_of(max_message_bytes=1_000_000)
-    async with served as address, QueueClient(address, **TIMEOUTS) as client:
+    async with served as address, worker_of(address) as client:
         await client.report("r" * 256, [Wait("a" * 5000, "b" * 5000, 1.0)] * 64)
-        learner = LearnerQueue(address, **TIMEOUTS)
+        learner = learner_of(address)
         await asyncio.to_thread(learner.__enter__)
         (role,) = (await asyncio.to_thread(learner.status)).roles
         assert {len(wait.what) for wait in role.waits} == {2000}  # Cut before it was sent.
