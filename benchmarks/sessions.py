@@ -115,7 +115,7 @@ def context_of(tokenizer, stub: Stub) -> Context:
 async def beside_a_proxy(tokenizer, rounds: int, num_calls: int, num_alone: int) -> dict:
     """Calls a second, and seconds of a call, of the endpoint and the proxy: medians over paired rounds."""
     rng = np.random.default_rng(0)
-    endpoint = Sessions(temperature=1.0, rows="one", max_calls=NUM_TURNS)
+    endpoint = Sessions(temperature=1.0, agent_rows="one", agent_calls=NUM_TURNS)
     await endpoint.start()
     proxy, address = await start_proxy(tokenizer, Stub(tokenizer, rng))
     rates, latencies = [], []
@@ -216,7 +216,11 @@ async def at_once(tokenizer, num_sessions: int) -> dict:
     wait_secs = rng.uniform(0.2, 1.0, (num_sessions, NUM_TURNS))
     stubs = [Stub(tokenizer, np.random.default_rng(i), w) for i, w in enumerate(wait_secs)]
     function = AgentRollout(
-        f"{__name__}:agent", timeout_secs=60.0, max_calls=NUM_TURNS, rows="one", temperature=1.0
+        f"{__name__}:agent",
+        agent_timeout_secs=60.0,
+        agent_calls=NUM_TURNS,
+        agent_rows="one",
+        temperature=1.0,
     )
     start = time.perf_counter()
     found = await asyncio.gather(

@@ -155,9 +155,9 @@ def rollout_of(settings: Settings):
     if rollout.function == agent.NAME:
         return agent.AgentRollout(
             rollout.agent,
-            timeout_secs=rollout.agent_timeout_secs,
-            max_calls=rollout.agent_calls,
-            rows=rollout.agent_rows,
+            agent_timeout_secs=rollout.agent_timeout_secs,
+            agent_calls=rollout.agent_calls,
+            agent_rows=rollout.agent_rows,
             temperature=rollout.temperature,
         )
     if rollout.function != environment.NAME:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -58,7 +59,7 @@ def text_of(step: int, group: Group, trajectory: Trajectory, decode: Decode) -> 
         prompt=decode(trajectory.tokens[: trajectory.prompt_length].tolist()),
         spans=tuple(_spans(trajectory, decode)),
         num_tokens=len(trajectory.completion),
-        reward=float(trajectory.reward),
+        reward=_reward(trajectory),
         group_reward=float(group.rewards.mean()),
         finish_reason=trajectory.finish_reason,
         components=dict(trajectory.components),
@@ -72,10 +73,10 @@ def choose(
 ) -> list[CompletionText]:
     """`count` trajectories of a step, evenly spaced by reward from the highest to the lowest; of equals, the first."""
     ranked = [(group, trajectory) for group in groups for trajectory in group.trajectories]
-    ranked.sort(key=lambda pair: -pair[1].reward)
+    ranked.sort(key=lambda pair: -_reward(pair[1]))
     places = np.linspace(0, len(ranked) - 1, min(count, len(ranked))).round().astype(int)
-    found = (text_of(step, *ranked[place], decode) for place in places)
-    return [_bounded(sample, max_chars) for sample in found]
+    chosen = [ranked[int(place)] for place in places]
+    return [_bounded(text_of(step, *pair, decode), max_chars) for pair in chosen]
 
 
 class SampleWriter:
@@ -140,6 +141,10 @@ def read_samples(workdir: str | pathlib.Path) -> dict[int, list[CompletionText]]
     return dict(sorted(steps.items()))
 
 
+def _reward(trajectory: Trajectory) -> float:
+    return math.nan if trajectory.reward is None else float(trajectory.reward)
+
+
 def _spans(trajectory: Trajectory, decode: Decode) -> Iterator[tuple[str, int | None]]:
     """The completion, split where the version changes."""
     versions = trajectory.versions[trajectory.prompt_length :]
@@ -159,7 +164,9 @@ def _bounded(sample: CompletionText, max_chars: int) -> CompletionText:
     return dataclasses.replace(sample, prompt=prompt, spans=tuple(_cut(spans, max_chars)))
 
 
-def _cut(spans, max_chars):
+def _cut(
+    spans: Sequence[tuple[str, int | None]], max_chars: int
+) -> Iterator[tuple[str, int | None]]:
     """The spans without what lies between the first and the last half of max_chars."""
     total, half, start = sum(len(text) for text, _ in spans), max_chars // 2, 0
     for text, version in spans:

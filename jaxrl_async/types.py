@@ -16,7 +16,7 @@ import math
 import numbers
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -89,7 +89,7 @@ class Sample:
     @classmethod
     def of(cls, found: "Trajectory | Sample") -> "Sample":
         """The sample that a rollout function returned: a trajectory alone is one."""
-        return found if isinstance(found, cls) else cls((found,))
+        return found if isinstance(found, Sample) else cls((found,))
 
 
 Rows = Sample  # the name that rollout functions of version 0.1 import
@@ -258,5 +258,5 @@ def _is_finite(number: float | None) -> bool:
     return isinstance(number, numbers.Real) and math.isfinite(number)
 
 
-def _refuse(message: str):
+def _refuse(message: str) -> NoReturn:
     raise InvalidTrajectoryError(message)

@@ -22,7 +22,7 @@ from jaxrl_async.types import Prompt, Sample
 NAME = "agent"  # in rollout.function
 MAX_THREADS = 512  # of agents that wait in `asyncio.to_thread`
 CLOSE_SECS = 5.0  # for the thread of the agents to end
-_LOOK_SECS = 0.05  # the least wait between two looks at an agent's time
+_MIN_WAIT_SECS = 0.05  # for an agent, before its time is compared with its bound
 
 # agent(base_url, prompt) → reward; see `AgentRollout`.
 Agent = Callable[[str, Prompt], Awaitable[float | None]]
@@ -40,7 +40,7 @@ def agent_of(name: str) -> Agent:
         raise ValueError(f"{name!r} must be 'module:function'")
     found = getattr(importlib.import_module(module), function, None)
     call = found if inspect.isroutine(found) else getattr(found, "__call__", None)  # noqa: B004
-    if not inspect.iscoroutinefunction(call):
+    if found is None or not inspect.iscoroutinefunction(call):
         raise ValueError(
             f"{name!r} must be `async def {function}(base_url, prompt)`, got {found!r}"
         )
@@ -57,7 +57,13 @@ class AgentRollout:
     own_prompts = True  # A row begins with the messages of the agent.
 
     def __init__(
-        self, name: str, *, timeout_secs: float, max_calls: int, rows: str, temperature: float
+        self,
+        name: str,
+        *,
+        agent_timeout_secs: float,
+        agent_calls: int,
+        agent_rows: str,
+        temperature: float,
     ):
         """Starts nothing.
 
@@ -65,19 +71,18 @@ class AgentRollout:
           name: "module:function" of `async def agent(base_url, prompt) -> reward`. `base_url` is for its client of
             OpenAI's API; any key will do. `prompt` is the task's `Prompt`: text, answer and metadata. A reward of None
             leaves it to the task's, of the text of the last call's row.
-          timeout_secs: bound on the agent's own time in a session, > 0: without the time in which calls are answered.
-          max_calls, rows, temperature: as of `Session`.
+          agent_timeout_secs: bound on the agent's own time in a session, > 0; the time of its calls does not count.
+          agent_calls, agent_rows, temperature: as of `Session`.
 
         Raises:
           ImportError, ValueError: as of `agent_of`.
         """
         self._name, self._agent = name, agent_of(name)
-        self._timeout_secs = timeout_secs
+        self._timeout_secs = agent_timeout_secs
         self._make_sessions = lambda: Sessions(
-            temperature=temperature, rows=rows, max_calls=max_calls
+            agent_calls=agent_calls, agent_rows=agent_rows, temperature=temperature
         )
-        self._started: asyncio.Task[Sessions] | None = None
-        self._thread: _Thread | None = None
+        self._started: asyncio.Task[tuple[Sessions, _Thread]] | None = None
 
     def waits_for(self) -> str:
         """In words: the place of a session that waits for no server."""
@@ -86,13 +91,13 @@ class AgentRollout:
     async def close(self) -> None:
         """Ends the sessions, the endpoint and the agents."""
         started, self._started = self._started, None
-        thread, self._thread = self._thread, None
-        if thread is not None:
+        if started is None:
+            return
+        await asyncio.wait({started})
+        if not started.cancelled() and started.exception() is None:
+            sessions, thread = started.result()
             await thread.close()
-        if started is not None:
-            await asyncio.wait({started})
-            if not started.cancelled() and started.exception() is None:
-                await started.result().close()
+            await sessions.close()
 
     async def __call__(self, prompt: Prompt, context: Context) -> Sample:
         """One session.
@@ -101,26 +106,22 @@ class AgentRollout:
           RolloutError: "agent_error", "agent_timeout" or "agent_rows"; "overlong" where the agent raised after a call
             for which no token was left; or of `context.generate`.
         """
-        sessions = await self._endpoint()
+        if self._started is None:
+            self._started = asyncio.create_task(self._start())
+        sessions, thread = await asyncio.shield(self._started)
         with sessions.session(prompt, context) as (base_url, session):
-            running = self._thread.run(self._agent(base_url, prompt))
+            running = thread.run(self._agent(base_url, prompt))
             try:
                 reward = await self._reward(session, running)
             finally:
                 running.cancel()
             return session.sample(reward)
 
-    async def _endpoint(self) -> Sessions:
-        """The endpoint, started once."""
-        if self._started is None:
-            self._thread = _Thread()
-            self._started = asyncio.ensure_future(self._start())
-        return await asyncio.shield(self._started)
-
-    async def _start(self) -> Sessions:
+    async def _start(self) -> tuple[Sessions, "_Thread"]:
+        """The endpoint, and the thread of the agents."""
         sessions = self._make_sessions()
         await sessions.start()
-        return sessions
+        return sessions, _Thread()
 
     async def _reward(self, session: Session, running: asyncio.Future) -> float | None:
         """The reward that the agent of a session returns; None leaves it to the task."""
@@ -132,7 +133,7 @@ class AgentRollout:
                 raise RolloutError("agent_timeout", f"agent {self._name!r} {text}")
             done, _ = await asyncio.wait(
                 {running, session.failure},
-                timeout=max(left, _LOOK_SECS),
+                timeout=max(left, _MIN_WAIT_SECS),
                 return_when=asyncio.FIRST_COMPLETED,
             )
         if session.failure.done():

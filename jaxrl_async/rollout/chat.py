@@ -9,7 +9,7 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn, TypeGuard
 
 import numpy as np
 
@@ -308,8 +308,7 @@ def _calls(found: Any, where: str) -> list[dict[str, Any]]:
     calls = []
     for one in found if isinstance(found, list) else [found]:
         function = one.get("function") if isinstance(one, dict) else None
-        sound = isinstance(function, dict) and isinstance(function.get("name"), str)
-        if not sound or not isinstance(one.get("id", ""), str):
+        if not _is_named(function) or not isinstance(one.get("id", ""), str):
             text = f"{where}.tool_calls must be a list of {{id, type, function}}"
             _refuse("messages", text, one, where)
         arguments = function.get("arguments", {})
@@ -329,9 +328,13 @@ def _tools(found: Any) -> tuple[dict[str, Any], ...]:
         _refuse("tools", f"must be a list of {MAX_TOOLS} at most", size)
     for tool in found:
         function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        if not _is_named(function):
             _refuse("tools", 'must be {"type": "function", "function": {"name", …}}', tool)
     return tuple(found)
+
+
+def _is_named(function: Any) -> TypeGuard[dict[str, Any]]:
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 def _stops(found: Any) -> tuple[str, ...]:
@@ -362,6 +365,6 @@ def _flag(name: str, given: Mapping[str, Any]) -> bool:
     return bool(value)
 
 
-def _refuse(param: str, bound: str, value: Any, where: str = ""):
+def _refuse(param: str, bound: str, value: Any, where: str = "") -> NoReturn:
     text = bound if where else f"{param} {bound}"
     raise RefusedError(f"{text}, got {value!r:.80}", param=param)

@@ -10,8 +10,8 @@ token budget ends, which the environment does not see, or before a turn for whic
 import asyncio
 import collections
 import contextlib
-from collections.abc import AsyncIterator, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Mapping
+from typing import Any, TypeVar
 
 from jaxrl_async.environments import environment_class
 from jaxrl_async.environments.environment import Observation, check_observation
@@ -22,6 +22,7 @@ from jaxrl_async.types import MAX_COMPONENTS, Prompt, Trajectory, Turn
 
 NAME = "environment"  # in rollout.function
 TURNS = "turns"  # the component that counts them
+_T = TypeVar("_T")
 _REWARDED = CodeError("a reward of an environment that does not judge", "")
 
 
@@ -93,9 +94,9 @@ class EnvironmentRollout:
         async with self._episode() as episode:
             return await self._play(episode, prompt, context)
 
-    async def _play(self, episode, prompt: Prompt, context: Context) -> Trajectory:
+    async def _play(self, episode: Any, prompt: Prompt, context: Context) -> Trajectory:
         row, total = TrajectoryBuilder(prompt), _Total(self._judges)
-        observation = await self._bounded(episode.reset(prompt, context.rng))
+        observation = await self._bounded(_checked(episode.reset(prompt, context.rng)))
         bound = {"max_new_tokens": self._max_turn_tokens} if self._max_turn_tokens else {}
         stop = None  # the stop token of the last turn
         for turn in range(self._max_turns):
@@ -114,7 +115,7 @@ class EnvironmentRollout:
                 if self._takes_tokens
                 else context.decode(completion.tokens)
             )
-            observation = await self._bounded(episode.step(action))
+            observation = await self._bounded(_checked(episode.step(action)))
             if observation.reward is not None and not self._judges:
                 raise self._failure("gave a reward, and its `judges` is False", _REWARDED)
             total.add(observation)
@@ -155,15 +156,15 @@ class EnvironmentRollout:
             yield episode
         finally:
             if hasattr(episode, "close"):
-                await self._bounded(episode.close(), is_step=False)
+                await self._bounded(episode.close())
 
-    async def _bounded(self, call, *, is_step: bool = True) -> Observation | None:
-        """What an environment returns, within its time."""
+    async def _bounded(self, call: Awaitable[_T]) -> _T:
+        """The result of a call of an environment, within its time."""
+        # A process is killed at its own bound; this one is of an environment on this event loop.
+        bound = asyncio.timeout(None if self._host else self._timeout_secs)
         try:
-            # A process is killed at its own bound; this one is of an environment on this event loop.
-            async with asyncio.timeout(None if self._host else self._timeout_secs) as bound:
-                observation = await call
-            return check_observation(observation) if is_step else None
+            async with bound:
+                return await call
         except EpisodeTimeoutError as error:
             raise self._late(str(error)) from error
         except EpisodeError as error:
@@ -186,6 +187,10 @@ class EnvironmentRollout:
         return RolloutError("environment_timeout", f"environment {self._name!r} {text}")
 
 
+async def _checked(call: Awaitable[Any]) -> Observation:
+    return check_observation(await call)
+
+
 class _Total:
     """Turns, rewards and components so far."""
 
@@ -193,7 +198,7 @@ class _Total:
         self._judges = judges
         self.ends: list[int] = []  # of the policy's turns in the row, the last one perhaps cut
         self._rewards: dict[int, float] = {}  # number of a turn, from 1 → its reward
-        self._components: collections.Counter[str] = collections.Counter()
+        self._components: dict[str, float] = collections.defaultdict(float)
 
     def add(self, observation: Observation) -> None:
         """Adds what the last turn was worth."""

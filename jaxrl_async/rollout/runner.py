@@ -1,13 +1,12 @@
 """The one path from a prompt to a judged trajectory, in training and in every evaluation."""
 
 import dataclasses
-import difflib
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from jaxrl_async.rewards import find
 from jaxrl_async.rewards.pool import Judgement, RewardError, RewardPool
 from jaxrl_async.rollout.context import Context, Generate, Rollout, RolloutError
 from jaxrl_async.rollout.failures import CodeError
@@ -32,19 +31,9 @@ def rollout_function(name: str) -> Rollout:
     """A rollout function by its name in ROLLOUTS, or by "module:function".
 
     Raises:
-      ValueError: neither.
+      ValueError: neither, or it cannot be imported.
     """
-    if name in ROLLOUTS:
-        return ROLLOUTS[name]
-    module, colon, function = name.partition(":")
-    if not colon:
-        known = ", ".join(sorted(ROLLOUTS))
-        close = difflib.get_close_matches(name, ROLLOUTS, n=1)
-        hint = f", did you mean {close[0]!r}?" if close else ""
-        raise ValueError(
-            f"rollout function {name!r} is none of {known}, and not 'module:function'{hint}"
-        )
-    return getattr(importlib.import_module(module), function)
+    return find("rollout function", name, ROLLOUTS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,14 +91,13 @@ class Runner:
 
     def waits_for(self) -> str:
         """In words: the place of a sample that waits for no server."""
-        if hasattr(self.function, "waits_for"):
-            return self.function.waits_for()
-        return "its rollout function"
+        waits_for = getattr(self.function, "waits_for", None)
+        return waits_for() if waits_for else "its rollout function"
 
     async def close(self) -> None:
         """Ends what the rollout function holds, such as processes; the next `run` starts it again."""
-        if hasattr(self.function, "close"):
-            await self.function.close()
+        if close := getattr(self.function, "close", None):
+            await close()
 
     def with_one_prompt(self, rows: Sequence[Trajectory]) -> tuple[Trajectory, ...]:
         """The first rows of a group's samples, with the common beginning as prompt where the function writes its own.

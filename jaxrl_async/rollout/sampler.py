@@ -226,7 +226,14 @@ class Sampler:
                 return _join(parts, "length")
         raise RolloutError(reason, f"failed after {self._max_retries + 1} tries: {detail}")
 
-    async def _request(self, address, rid, input_ids, sampling, deadline) -> Completion:
+    async def _request(
+        self,
+        address: str,
+        rid: str,
+        input_ids: list[int],
+        sampling: Mapping[str, Any],
+        deadline: float,
+    ) -> Completion:
         num_tokens = len(input_ids) + sampling["max_new_tokens"]
         self._running[rid] = address
         call = asyncio.create_task(
@@ -248,7 +255,7 @@ class Sampler:
             self._running.pop(rid, None)
             raise
         except asyncio.CancelledError:
-            if asyncio.current_task().cancelling():
+            if (task := asyncio.current_task()) and task.cancelling():
                 raise
             self._running.pop(rid, None)
             reason = "the server is DEAD"
@@ -328,11 +335,10 @@ def _sample_prefix(permit: Permit, sample: int) -> str:
 
 
 def _join(parts: list[Completion], finish_reason: str) -> Completion:
-    arrays = (
-        np.concatenate([getattr(part, name) for part in parts])
-        for name in ("tokens", "logprobs", "versions")
-    )
-    return Completion(*arrays, finish_reason)
+    def joined(name: str) -> np.ndarray:
+        return np.concatenate([getattr(part, name) for part in parts])
+
+    return Completion(joined("tokens"), joined("logprobs"), joined("versions"), finish_reason)
 
 
 _DRAIN_SECS = 5.0  # a server that has left has to answer

@@ -16,11 +16,12 @@ A session that failed answers nothing more. It knows neither the agent nor its r
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from aiohttp import web
@@ -48,8 +49,8 @@ class Session:
         context: Context,
         *,
         temperature: float,
-        rows: str,
-        max_calls: int,
+        agent_rows: str,
+        agent_calls: int,
         clock: Callable[[], float] = time.monotonic,
     ):
         """Starts with no row.
@@ -58,13 +59,17 @@ class Session:
           prompt: of the sample; its tokens are not used, as calls bring messages of their own.
           context: of the sample; it needs a chat template.
           temperature: the run's.
-          rows: "all": every row is trained, MAX_ROWS at most | "one": a second row is a failure | "last": the row of
-            the last call counts, of as many as there are.
-          max_calls: bound on the answered calls.
+          agent_rows: "all": every row is trained, MAX_ROWS at most | "one": a second row is a failure | "last": the row
+            of the last call alone counts.
+          agent_calls: bound on the answered calls.
           clock: seconds.
         """
         self._prompt, self._context = prompt, context
-        self._temperature, self._rows, self._max_calls = temperature, rows, max_calls
+        self._temperature, self._agent_rows, self._agent_calls = (
+            temperature,
+            agent_rows,
+            agent_calls,
+        )
         self._clock = clock
         self._open: list[_Row] = []  # rows that a call may extend
         self._last: list[_Row] = []  # of the last call that ended, one for each choice
@@ -105,7 +110,7 @@ class Session:
         """
         self._check()
         call = chat.read_call(body, temperature=self._temperature)
-        if call.n > 1 and self._rows == "one":
+        if call.n > 1 and self._agent_rows == "one":
             text = f"n must be 1 where rollout.agent_rows = 'one', got {call.n}"
             raise RefusedError(text, param="n")
         with self._counted():
@@ -133,13 +138,13 @@ class Session:
         if not self._last:
             text = "made no call that was answered"
             raise RolloutError("agent_error", f"the agent {text}", CodeError("no call", text))
-        if self._rows != "all" and len(self._last) > 1:
+        if self._agent_rows != "all" and len(self._last) > 1:
             raise _several_rows(
                 f"the last call has n = {len(self._last)} answers, and none of them was continued"
             )
-        counted = self._all if self._rows == "all" else self._last
+        counted = self._all if self._agent_rows == "all" else self._last
         components = {"turns": float(sum(row.num_turns for row in counted))}
-        if self._rows != "one":
+        if self._agent_rows != "one":
             components["rows"] = float(len(self._all))
         reason = "length" if self.is_cut else ""
         trajectories = (
@@ -153,9 +158,9 @@ class Session:
             raise _failed(self.failure.result())
         if self._has_ended:
             raise _over()
-        if self._num_calls >= self._max_calls:
+        if self._num_calls >= self._agent_calls:
             self.is_cut = True
-            text = f"a session has at most rollout.agent_calls = {self._max_calls} calls, and this is one more"
+            text = f"a session has at most rollout.agent_calls = {self._agent_calls} calls, and this is one more"
             raise RefusedError(text, code=CUT)
         if self.num_running >= MAX_PARALLEL_CALLS:
             text = f"{self.num_running} calls of the session are being answered, at most {MAX_PARALLEL_CALLS} may"
@@ -166,7 +171,7 @@ class Session:
         """A call that is being answered."""
         if not self._running:
             self._own_secs = self.own_secs()
-        task = asyncio.current_task()
+        task = cast(asyncio.Task, asyncio.current_task())
         self._running.add(task)
         try:
             yield
@@ -177,7 +182,7 @@ class Session:
     def _row_of(self, call: Call) -> tuple["_Row | None", TrajectoryBuilder, list[int]]:
         """The row that a call goes on from, the builder to extend, and the tokens that are read before the answer."""
         row = self._continued(call)
-        if row is None and self._rows == "one" and self._all:
+        if row is None and self._agent_rows == "one" and self._all:
             error = _several_rows(
                 "a session has one row where rollout.agent_rows = 'one', and a call began another: "
                 + self._difference(call)
@@ -202,7 +207,7 @@ class Session:
             text = f"no token is left for an answer: {self._context.budget(tokens)}"
             raise RefusedError(text, param="messages", code=CUT)
         num_rows = len(self._all) + call.n - (row is not None)
-        if self._rows == "all" and num_rows > MAX_ROWS:
+        if self._agent_rows == "all" and num_rows > MAX_ROWS:
             self.is_cut = True
             text = (
                 f"a session has at most {MAX_ROWS} rows, and would have {num_rows} with this call"
@@ -231,20 +236,22 @@ class Session:
         num_prompt = len(builder.tokens) + len(read)
         builder.append(read)
         # Where all rows are trained, no token is in two of them: other answers have a row of their own.
-        copy, keeps_turns = (builder.fork, False) if self._rows == "all" else (builder.copy, True)
+        copy, keeps_turns = (
+            (builder.fork, False) if self._agent_rows == "all" else (builder.copy, True)
+        )
         rows = []
         for number in range(call.n):
-            goes_on = row is not None and number == 0
-            before = row.num_turns if row and (goes_on or keeps_turns) else 0
+            continued = row if number == 0 else None
+            before = row.num_turns if row and (continued or keeps_turns) else 0
             one = _Row(
                 builder=builder if number == 0 else copy(),
                 tools=call.tools,
-                sampling=row.sampling if goes_on else self._new_sampling(),
+                sampling=continued.sampling if continued else self._new_sampling(),
                 num_turns=before + 1,
             )
             rows.append(one)
-            if goes_on:
-                self._all[self._all.index(row)] = one
+            if continued:
+                self._all[self._all.index(continued)] = one
             else:
                 self._all.append(one)
         try:
@@ -290,9 +297,11 @@ class Session:
 class Sessions:
     """The endpoint: one HTTP server on loopback, for all sessions of a process."""
 
-    def __init__(self, *, temperature: float, rows: str, max_calls: int):
+    def __init__(self, *, temperature: float, agent_rows: str, agent_calls: int):
         """Starts nothing; the arguments are each session's."""
-        self._settings = {"temperature": temperature, "rows": rows, "max_calls": max_calls}
+        self._make_session = functools.partial(
+            Session, temperature=temperature, agent_rows=agent_rows, agent_calls=agent_calls
+        )
         self._sessions: dict[str, Session] = {}
         self._runner: web.AppRunner | None = None
         self._port = 0
@@ -326,7 +335,7 @@ class Sessions:
     def session(self, prompt: Prompt, context: Context) -> Iterator[tuple[str, Session]]:
         """(base URL, session) of one sample; at the end its calls are ended, and its id is no more."""
         identity = secrets.token_urlsafe(24)
-        session = self._sessions[identity] = Session(prompt, context, **self._settings)
+        session = self._sessions[identity] = self._make_session(prompt, context)
         try:
             yield f"http://127.0.0.1:{self._port}/sessions/{identity}/v1", session
         finally:
@@ -368,7 +377,7 @@ class Sessions:
             try:
                 call, answer = await task
             except asyncio.CancelledError:
-                if asyncio.current_task().cancelling():
+                if (handler := asyncio.current_task()) and handler.cancelling():
                     raise
                 failure = session.failure
                 raise (_failed(failure.result()) if failure.done() else _over()) from None
@@ -430,9 +439,8 @@ class _Answer:
         end = self._end(tokens, before)
         kept = completion
         if end is not None:
-            cut = end - before
-            arrays = (completion.tokens, completion.logprobs, completion.versions)
-            kept = Completion(*(array[:cut] for array in arrays), "stop")
+            c, cut = completion, end - before
+            kept = Completion(c.tokens[:cut], c.logprobs[:cut], c.versions[:cut], "stop")
         self.tokens = tokens[:end]
         self.logprobs += kept.logprobs.tolist()
         self.finish_reason = kept.finish_reason

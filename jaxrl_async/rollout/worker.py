@@ -78,7 +78,7 @@ class Worker:
           overlong: number of sampled tokens → price, added to the reward.
           frictions: errors to record on purpose; None for none.
           run_seed: with prompt_index, attempt and sample it seeds a sample's random generators.
-          clock: the sampler's, looked at here.
+          clock: the sampler's, read often here.
         """
         self._name = name
         self._queue = queue
@@ -97,10 +97,10 @@ class Worker:
         self._running: dict[Permit, list[int]] = {}  # lengths of the samples that have ended
         # (permit, sample) → its stage, and since when.
         self._stages: dict[tuple[Permit, int], tuple[str, float]] = {}
-        self._secs: collections.Counter[str] = collections.Counter()  # of stages that have ended
+        self._secs: dict[str, float] = collections.defaultdict(float)  # of stages that have ended
         self._start = self._idle_since = time.monotonic()
         self._first_failures = FirstFailures()
-        self._finished = asyncio.Event()  # a permit has ended since the last look
+        self._finished = asyncio.Event()  # a permit has ended since `_work` waited
         self.statistics = Statistics()
 
     async def run(self) -> None:
@@ -115,7 +115,7 @@ class Worker:
                 tasks.create_task(self._watch_fleet(), name="rollout fleet")
                 tasks.create_task(self._log_progress(), name="rollout progress")
                 tasks.create_task(self._report_waits(), name="rollout status")
-                tasks.create_task(self._look_at_clock(), name="rollout clock")
+                tasks.create_task(self._read_clock(), name="rollout clock")
                 await self._work(tasks)
         except BaseExceptionGroup as group:
             raise _worst(group) from None
@@ -177,10 +177,10 @@ class Worker:
             await self._queue.report(self._name, self.waits(), self.secs(), loads)
             await asyncio.sleep(STATUS_SECS)
 
-    async def _look_at_clock(self) -> None:
+    async def _read_clock(self) -> None:
         while True:
             self._clock.now()
-            await asyncio.sleep(LOOK_SECS)
+            await asyncio.sleep(CLOCK_SECS)
 
     async def _watch_fleet(self) -> None:
         async for records in self._queue.watch_fleet():
@@ -285,10 +285,12 @@ class Worker:
         make_rng = functools.partial(rng_of, "rollout", *key)
         found = await self._run_function(prompt, generate, make_rng)
         self._running[permit].append(sum(len(row.completion) for row in found.trajectories))
+        recorded: Callable[[float], float] = float
         if self._frictions is not None:
             rng = rng_of("frictions", *key)
             rows = self._frictions.of_rows(found.trajectories, rng)
             found = dataclasses.replace(found, trajectories=rows)
+            recorded = functools.partial(self._frictions.of_reward, rng=rng)
         try:
             self._runner.check(found)
         except InvalidTrajectoryError as error:
@@ -298,16 +300,16 @@ class Worker:
         judgement = await self._judge(found, prompt)
         self._first_failures.judged()
         num_sampled = sum(row.num_sampled for row in found.trajectories)
-        reward = judgement.reward + self._overlong(num_sampled)
-        if self._frictions is not None:
-            reward = self._frictions.of_reward(reward, rng)
+        reward = recorded(judgement.reward + self._overlong(num_sampled))
         judged = {"reward": reward, "components": judgement.components}
         return tuple(
             dataclasses.replace(row, turns=_summing_to(reward, row.turns), **judged)
             for row in found.trajectories
         )
 
-    async def _run_function(self, prompt: Prompt, generate: Generate, make_rng) -> Sample:
+    async def _run_function(
+        self, prompt: Prompt, generate: Generate, make_rng: Callable[[], np.random.Generator]
+    ) -> Sample:
         """Runs the rollout function; what it raises costs the group, as rollout_error."""
         try:
             found = await self._runner.run(prompt, generate, make_rng)
@@ -399,7 +401,7 @@ def _worst(failures: BaseExceptionGroup) -> BaseException:
 
 
 GENERATING, SCORING = "generating", "scoring"  # stages of a sample, and names of their seconds
-LOOK_SECS = STOP_SECS / 4  # interval of the looks at the clock
+CLOCK_SECS = STOP_SECS / 4  # between readings of the clock
 STATUS_SECS = 2.0  # between reports to the queue
 MAX_WAITS = 16  # groups in a report
 ADMIT_WAIT_SECS = 10.0  # deadline of a long poll for permits

@@ -1141,7 +1141,7 @@ async def test_no_progress_is_logged_with_what_is_waited_for(
 def test_a_rollout_function_has_a_name_or_a_path():
     assert rollout_function("single_turn") is single_turn
     assert rollout_function("jaxrl_async.rollout.single_turn:single_turn") is single_turn
-    with pytest.raises(ValueError, match="'double_turn' .*single_turn"):
+    with pytest.raises(ValueError, match="'double_turn', did you mean 'single_turn'"):
         rollout_function("double_turn")
 
 

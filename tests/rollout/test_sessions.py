@@ -50,7 +50,7 @@ PROMPT = Prompt(3, np.ones(1, np.int32), "how?", "12", {"level": 2})
 
 async def rows_of(agent, tokenizer, policy, **changes):
     """The `Sample` of one session; all are trained, unless `rows` says which."""
-    runner = runner_of(agent, tokenizer, **{"rows": "all"} | changes)
+    runner = runner_of(agent, tokenizer, **{"agent_rows": "all"} | changes)
     try:
         found = await runner.run(PROMPT, policy, rng)
         runner.check(found)
@@ -61,7 +61,9 @@ async def rows_of(agent, tokenizer, policy, **changes):
 
 async def played(agent, tokenizer, policy, **changes):
     """The one row of one session."""
-    (row,) = (await rows_of(agent, tokenizer, policy, **{"rows": "one"} | changes)).trajectories
+    (row,) = (
+        await rows_of(agent, tokenizer, policy, **{"agent_rows": "one"} | changes)
+    ).trajectories
     return row
 
 
@@ -274,7 +276,7 @@ def test_of_several_rows_that_of_the_last_call_is_trained_as_it_was_sampled(toke
         await ask(base_url, histories[plan[-1][0] % len(histories)])
         return 1.0
 
-    row = asyncio.run(played(agent, tokenizer, policy, rows="last"))
+    row = asyncio.run(played(agent, tokenizer, policy, agent_rows="last"))
     tokens, versions = policy.rows[-1]
     assert row.tokens.tolist() == tokens
     assert row.versions.tolist() == versions
@@ -402,7 +404,7 @@ async def test_rows_that_begin_alike_have_seeds_of_their_own(qwen):
         await ask(base_url, [*ASKED, message, *ASKED])
 
     policy = Marked(qwen)
-    row = await played(agent, qwen, policy, rows="last")
+    row = await played(agent, qwen, policy, agent_rows="last")
     sampling = policy.sampling
     assert sampling[0] == {} and sampling[5] == sampling[4]
     seeds = [given["sampling_seed"] for given in sampling[1:5]]
@@ -414,7 +416,7 @@ async def test_several_answers_of_the_last_call_are_no_sample(qwen):
     async def agent(base_url, prompt):
         await post(base_url, ASKED, n=2)
 
-    error = await failed(agent, qwen, Marked(qwen), rows="last")
+    error = await failed(agent, qwen, Marked(qwen), agent_rows="last")
     assert error.reason == "agent_rows" and "has n = 2 answers" in error.detail
 
 
@@ -832,7 +834,7 @@ async def test_an_agent_that_takes_too_long_or_blocks_costs_its_session_and_no_o
         released.wait(60)
 
     for agent in (waits, blocks):
-        runner = runner_of(agent, qwen, timeout_secs=0.3)
+        runner = runner_of(agent, qwen, agent_timeout_secs=0.3)
         text = r"agent_timeout: .* took longer than rollout.agent_timeout_secs = 0.3"
         with pytest.raises(RolloutError, match=text):
             await runner.run(PROMPT, Policy(qwen, "12"), rng)
@@ -857,7 +859,7 @@ async def test_the_time_in_which_calls_are_answered_is_not_the_agents(qwen):
             seen.append(session.own_secs())
             return await super().__call__(tokens, **sampling)
 
-    bounds = {"temperature": 1.0, "rows": "one", "max_calls": 2, "clock": lambda: now[0]}
+    bounds = {"temperature": 1.0, "agent_rows": "one", "agent_calls": 2, "clock": lambda: now[0]}
     session = sessions.Session(PROMPT, context_of(qwen, Slow(qwen, "12", "13")), **bounds)
     messages, seen = list(ASKED), []
     for _ in range(2):
@@ -878,7 +880,7 @@ async def test_a_failure_of_the_servers_is_the_sessions_and_every_later_call_is_
     assert await failed(agent, qwen, policy) is error and len(policy.given) == 1
     # What an agent reads that is not cancelled at once.
     policy = Policy(qwen, error)
-    endpoint = sessions.Sessions(temperature=1.0, rows="one", max_calls=4)
+    endpoint = sessions.Sessions(temperature=1.0, agent_rows="one", agent_calls=4)
     await endpoint.start()
     try:
         async with aiohttp.ClientSession() as client:
@@ -914,7 +916,7 @@ async def test_a_failure_of_an_evaluation_reaches_it_as_it_is(qwen):
             {"max_tokens": 45},
             "of 45 (the lesser of learner.row_tokens and server.max_total_tokens)",
         ),
-        ({"max_calls": 1}, "at most rollout.agent_calls = 1 calls"),
+        ({"agent_calls": 1}, "at most rollout.agent_calls = 1 calls"),
     ],
 )
 async def test_an_agent_without_tokens_or_calls_is_cut_where_it_ends_well_and_overlong_where_not(
@@ -957,7 +959,7 @@ async def test_calls_at_once_are_bounded(qwen, monkeypatch):
                 await asyncio.sleep(0 if refused.is_set() else 0.01)
             return await super().__call__(tokens, **sampling)
 
-    row = await played(agent, qwen, Slow(qwen), rows="last")
+    row = await played(agent, qwen, Slow(qwen), agent_rows="last")
     assert set(seen) == {200, 429} and row.components["rows"] == seen.count(200) + 1
 
 
@@ -973,7 +975,8 @@ async def test_calls_after_the_end_and_of_no_session_are_not_found(qwen):
     try:
         await runner.run(PROMPT, Policy(qwen, "12"), rng)
         await runner.run(PROMPT, Policy(qwen, "12"), rng)
-        assert (await runner.function._started)._sessions == {}
+        endpoint, _ = await runner.function._started
+        assert endpoint._sessions == {}
         late, other = addresses
         guess = late.replace(late.split("/")[4], "0" * 32)
         for base_url in (late, guess):
@@ -988,7 +991,7 @@ async def test_calls_after_the_end_and_of_no_session_are_not_found(qwen):
 
 async def test_a_call_that_arrives_as_its_session_ends_samples_nothing(qwen):
     policy = Policy(qwen, "12")
-    bounds = {"temperature": 1.0, "rows": "one", "max_calls": 2}
+    bounds = {"temperature": 1.0, "agent_rows": "one", "agent_calls": 2}
     session = sessions.Session(PROMPT, context_of(qwen, policy), **bounds)
     session.end()
     with pytest.raises(RefusedError, match="no such session") as caught:

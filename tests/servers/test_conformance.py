@@ -864,7 +864,11 @@ async def test_the_turns_of_a_row_are_exact_over_a_push(
     """Four turns, the last two after a push: a row whose log-probs are those of the versions stamped on it."""
     if kind == "agent":
         function = AgentRollout(
-            "test_conformance:talk", timeout_secs=30.0, max_calls=8, rows="all", temperature=1.0
+            "test_conformance:talk",
+            agent_timeout_secs=30.0,
+            agent_calls=8,
+            agent_rows="all",
+            temperature=1.0,
         )
     else:
         function = EnvironmentRollout(
