@@ -1,14 +1,14 @@
-"""Programs a second in the box, with 1 and 2 processes, beside a bare subprocess of Python.
+"""Programs a second in the sandbox, with 1 and 2 processes, beside a bare subprocess of Python.
 
     python benchmarks/sandbox.py [--rounds=8] [--smoke]
 
 A round runs the same programs in each way in turn; the next round in the opposite order. A program defines a function
-and evaluates three calls of it. Bare: `python -I -S -c PROGRAM`, without bounds and walls. Boxed:
-`rewards.sandbox.Sandbox.run`, one box for each process. `code`: the reward, from the text of a completion to its score,
-in the reward pool. "over_bare" is of the same number of processes in the same round: median and quartiles.
+and evaluates three calls of it. Bare: `python -I -S -c PROGRAM`, without bounds and walls. Boxed: one
+sandbox for each process. `code`: the reward, from the text of a completion to its score, in the reward pool.
+"over_bare" is of the same number of processes in the same round: median and quartiles.
 
-`start_secs` is the time until a box is ready. Results are printed and written to benchmarks/results/sandbox.json, or to
---out.
+`start_secs` is the time until a sandbox is ready. Results are printed and written to
+benchmarks/results/sandbox.json, or to --out.
 """
 
 import argparse
@@ -26,8 +26,8 @@ import time
 import numpy as np
 from rewards import quartiles
 
+from jaxrl_async.extras.programs.sandbox import Sandbox
 from jaxrl_async.rewards.pool import RewardPool
-from jaxrl_async.rewards.sandbox import Sandbox
 
 ROOT = pathlib.Path(__file__).parent.parent
 NUM_PROCESSES = (1, 2)
@@ -101,9 +101,9 @@ def bare(num: int, _) -> None:
             raise ValueError(f"a bare program printed {done.stdout!r}")
 
 
-def boxed(num: int, box: Sandbox) -> None:
+def boxed(num: int, sandbox: Sandbox) -> None:
     for _ in range(num):
-        outcome = box.run(PROGRAM, expressions=CALLS)
+        outcome = sandbox.run(PROGRAM, expressions=CALLS)
         if len(outcome.results) != len(CALLS):
             raise ValueError(f"a boxed program gave {outcome}")
 

@@ -1,10 +1,10 @@
-"""SmolLM2-135M-Instruct writes functions of one line, which run in a box against tests, on two CPU cores.
+"""SmolLM2-135M-Instruct writes functions of one line, which run in a sandbox against tests, on two CPU cores.
 
     python -m jaxrl_async train --config=configs/code.py --workdir=runs/code
 
 with the checkpoint that `python launch/smollm2_checkpoint.py checkpoints/SmolLM2-135M-Instruct` writes. The prompt is a
-signature, a sentence and "return", without a chat template; the model goes on. Needs a machine on which a box can be
-made (docs/rewards.md). docs/results.md has the measured cost and accuracy.
+signature, a sentence and "return", without a chat template; the model goes on. Needs a machine that can hold a sandbox
+(docs/rewards.md). docs/results.md has the measured cost and accuracy.
 
 Arguments, after a colon: `smoke` (two steps of a tiny random model), `mode=sync|periodic|async`, `seed=N`.
 """

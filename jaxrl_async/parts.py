@@ -11,6 +11,7 @@ import pathlib
 
 from jaxrl_async.config.checks import key_named, queue_access_of
 from jaxrl_async.config.settings import Settings
+from jaxrl_async.names import importable
 from jaxrl_async.tasks import hub
 from jaxrl_async.tasks.task import texts_of
 from jaxrl_async.versions.store import WeightStore
@@ -109,7 +110,7 @@ def task_of(settings: Settings):
 
 def rewards_of(settings: Settings, reward: str):
     """The reward services of a run, or else a pool of this machine; not started yet."""
-    from jaxrl_async.rewards import REWARDS, importable
+    from jaxrl_async.rewards import REWARDS
 
     rollout = settings.rollout
     if not rollout.reward_addresses:
@@ -127,7 +128,7 @@ def rewards_of(settings: Settings, reward: str):
 
 def reward_pool_of(settings: Settings, reward: str):
     """Processes that score completions with a reward, within the run's bounds; not started yet."""
-    from jaxrl_async.rewards import REWARDS, importable
+    from jaxrl_async.rewards import REWARDS
     from jaxrl_async.rewards.pool import RewardPool
 
     rollout = settings.rollout

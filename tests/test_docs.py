@@ -42,7 +42,7 @@ ELSEWHERE = {
     "benchmarks/": "test_benchmark_scripts",
     "pytest": "a test",
     "notebooks/": "test_notebooks",
-    "configs/code.py": "needs a box: test_code_reward",
+    "configs/code.py": "needs a sandbox: test_code_reward",
     "my_task:Lines": "test_the_example_of_a_task_trains",
     "second_chance:SecondChance": "test_the_example_of_an_environment_trains_and_is_evaluated",
     "my_tools:multiply": "test_the_example_of_a_tool_is_called_by_a_chat_model",

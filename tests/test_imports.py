@@ -3,6 +3,7 @@
 import ast
 import graphlib
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ ROOT = pathlib.Path(__file__).parent.parent / "jaxrl_async"
 # Room → rooms it may import.
 MAY_IMPORT = {
     "types": set(),
+    "names": set(),
     "records": set(),
     "samples": {"types"},
     "tracker": set(),
@@ -20,10 +22,10 @@ MAY_IMPORT = {
     "security": set(),
     "rpc": {"security"},
     "metrics": set(),
-    "config": {"queue", "records", "rewards", "security"},
-    "tasks": {"types", "environments", "metrics", "rewards"},
-    "environments": {"types", "rewards"},
-    "rewards": {"types", "metrics", "rpc", "security"},
+    "config": {"names", "queue", "records", "rewards", "security"},
+    "tasks": {"types", "environments", "metrics", "names", "rewards"},
+    "environments": {"types", "names", "rewards"},
+    "rewards": {"types", "metrics", "names", "rpc", "security"},
     "queue": {"types", "records", "awake", "metrics", "rpc", "security"},
     "servers": {"types", "records", "metrics", "queue", "security"},
     "versions": {"records", "publishing"},
@@ -46,6 +48,7 @@ MAY_IMPORT = {
     "inference": {"types", "models", "security", "servers", "intake", "versions"},
     "rollout": {
         "types",
+        "names",
         "records",
         "awake",
         "environments",
@@ -76,9 +79,9 @@ MAY_IMPORT = {
         "config",
         "environments",
         "metrics",
+        "names",
         "queue",
         "records",
-        "rewards",
         "security",
         "tasks",
     },
@@ -92,6 +95,7 @@ MAY_IMPORT["parts"] = {
     "inference",
     "learner",
     "models",
+    "names",
     "rewards",
     "rollout",
     "tasks",
@@ -120,6 +124,7 @@ MAY_IMPORT["api"] = {"cli", "metrics", "preflight", "report", "roles"}
 MAY_IMPORT["extras"] = set(MAY_IMPORT)
 WITHOUT_JAX = (
     "types",
+    "names",
     "samples",
     "tracker",
     "awake",
@@ -178,6 +183,20 @@ def test_a_room_without_jax_never_imports_it(room):
     for path in room_files(room):
         roots = {name.split(".")[0] for name in imports_of(path)}
         assert not roots & JAX, f"{path.relative_to(ROOT)}"
+
+
+def test_every_name_of_the_package_in_a_table_is_there():
+    found = []
+    for path in sorted(ROOT.glob("**/*.py")):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                if match := re.fullmatch(r"jaxrl_async\.([\w.]+):(\w+)", node.value):
+                    found.append(match.groups())
+    assert len(found) >= 8  # verbs, tasks, agents and a reward
+    for module, attribute in found:
+        # Read and not imported, for its library may be missing here.
+        tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text("utf-8"))
+        assert attribute in {getattr(node, "name", "") for node in tree.body}, (module, attribute)
 
 
 def test_every_room_is_under_the_rule():

@@ -30,8 +30,8 @@ from jaxrl_async.config.build import (
     parse_arg,
     write_preset,
 )
-from jaxrl_async.config.checks import nearest
 from jaxrl_async.config.settings import RENAMED, Settings, SettingsError
+from jaxrl_async.names import nearest
 from jaxrl_async.sweeps.points import Point, Sweep
 
 __all__ = [

@@ -1,11 +1,10 @@
 """`python -m jaxrl_async VERB`: runs the verb's module and returns its exit code."""
 
-import importlib
 import sys
 
 from jaxrl_async.cli import config as config_lib
-from jaxrl_async.config.checks import nearest
 from jaxrl_async.config.settings import SettingsError
+from jaxrl_async.names import load, nearest
 
 VERBS = {
     "train": "train a policy: every role on this machine, or one --role on a pod",
@@ -26,7 +25,12 @@ VERBS = {
 }
 
 # Verbs that are not in this room.
-EXTRAS = {"relay": "jaxrl_async.extras.relay.verb", "simulate": "jaxrl_async.extras.planner.verb"}
+EXTRAS = {
+    "measure": "jaxrl_async.extras.planner.measure_verb:main",
+    "parity": "jaxrl_async.extras.parity.verb:main",
+    "relay": "jaxrl_async.extras.relay.verb:main",
+    "simulate": "jaxrl_async.extras.planner.simulate_verb:main",
+}
 
 DONE, BAD_USAGE = 0, 2
 
@@ -48,7 +52,7 @@ def main(argv: list[str]) -> int:
         print(f"unknown verb {verb!r}{nearest(verb, VERBS)}\n\n{_overview()}", file=sys.stderr)
         return BAD_USAGE
     try:
-        return importlib.import_module(EXTRAS.get(verb, f"jaxrl_async.cli.{verb}")).main(rest)
+        return load(EXTRAS.get(verb, f"jaxrl_async.cli.{verb}:main"))(rest)
     except (config_lib.UsageError, SettingsError) as error:
         print(f"{verb}: {error}", file=sys.stderr)
         return BAD_USAGE

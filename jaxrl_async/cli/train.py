@@ -15,9 +15,10 @@ from absl import flags
 
 from jaxrl_async import security
 from jaxrl_async.cli.config import UsageError, parse_flags, settings_of
-from jaxrl_async.config.checks import in_the_clear, nearest
+from jaxrl_async.config.checks import in_the_clear
 from jaxrl_async.config.settings import Settings, SettingsError
 from jaxrl_async.metrics import read_metrics
+from jaxrl_async.names import nearest
 from jaxrl_async.preflight import machine
 from jaxrl_async.records import SupersededError
 from jaxrl_async.roles import start

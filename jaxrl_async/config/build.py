@@ -13,9 +13,10 @@ from typing import Any
 
 import ml_collections
 
-from jaxrl_async.config.checks import nearest, problems, refuse
+from jaxrl_async.config.checks import problems, refuse
 from jaxrl_async.config.loss import preset_of
 from jaxrl_async.config.settings import ADDED, RENAMED, Settings, SettingsError
+from jaxrl_async.names import nearest
 
 
 class UsageError(ValueError):

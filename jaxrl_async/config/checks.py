@@ -5,7 +5,6 @@ here too: reading is their check. The bounds of a loss alone are `loss.LossConfi
 """
 
 import dataclasses
-import difflib
 import math
 import re
 import shlex
@@ -39,6 +38,7 @@ from jaxrl_async.config.settings import (
     SettingsError,
     Tokenizer,
 )
+from jaxrl_async.names import nearest
 from jaxrl_async.queue.admission import check_staleness
 from jaxrl_async.records import EXHAUSTED, REISSUE_REASONS, RETIRE_REASONS
 from jaxrl_async.rewards.pool import MIN_MEMORY_BYTES
@@ -335,12 +335,6 @@ def key_named(option: str, variable: str) -> str | None:
         return security.read_key(option, variable)
     except ValueError as error:
         raise SettingsError(str(error)) from None
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """ ", did you mean 'x'?", or nothing when no known name is close."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f", did you mean {close[0]!r}?" if close else ""
 
 
 def _bounds(s: Settings) -> Iterator[tuple[str, str]]:

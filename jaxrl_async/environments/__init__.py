@@ -9,7 +9,7 @@ from jaxrl_async.environments.calculator import Calculator
 from jaxrl_async.environments.environment import TAKES, Environment, Observation
 from jaxrl_async.environments.locked_door import LockedDoor
 from jaxrl_async.environments.tools import ToolUse, register_tool
-from jaxrl_async.rewards import find, register
+from jaxrl_async.names import find, register
 
 __all__ = [
     "ENVIRONMENTS",

@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 
 from jaxrl_async.environments.environment import Observation
-from jaxrl_async.rewards import find, register, reward_function
+from jaxrl_async.names import find, register
+from jaxrl_async.rewards import reward_function
 from jaxrl_async.types import Prompt
 
 TOOLS: dict[str, Callable | str] = {}

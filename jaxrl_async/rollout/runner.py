@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_async.rewards import find
+from jaxrl_async.names import find
 from jaxrl_async.rewards.pool import Judgement, RewardError, RewardPool
 from jaxrl_async.rollout.context import Context, Generate, Rollout, RolloutError
 from jaxrl_async.rollout.failures import CodeError

@@ -16,7 +16,7 @@ import ml_collections
 from jaxrl_async.config.build import complete, from_json
 from jaxrl_async.config.settings import Model
 from jaxrl_async.environments import ENVIRONMENTS
-from jaxrl_async.rewards import importable
+from jaxrl_async.names import importable
 from jaxrl_async.tasks import TASKS
 
 # Keys and blocks that a resumed run cannot change, and why. A change of another key holds from the resumed step on.

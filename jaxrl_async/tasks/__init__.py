@@ -4,7 +4,7 @@ import functools
 import inspect
 from collections.abc import Callable
 
-from jaxrl_async.rewards import find, register
+from jaxrl_async.names import find, register
 from jaxrl_async.tasks.arithmetic import Arithmetic
 from jaxrl_async.tasks.code import Code
 from jaxrl_async.tasks.gsm8k import Gsm8k

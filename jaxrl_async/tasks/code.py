@@ -4,7 +4,7 @@
         \"\"\"The sum of x and 7.\"\"\"
         return
 
-Answers are tests for the reward "code", which runs what the model wrote in a box.
+Answers are tests for the reward "code", which runs what the model wrote in a sandbox.
 """
 
 import dataclasses

@@ -10,8 +10,8 @@ from fixtures.security import ROOT
 
 FORBIDDEN_MODULES = {"pickle", "marshal", "dill", "cloudpickle", "shelve", "joblib", "cPickle"}
 FORBIDDEN_CALLS = {"eval", "exec", "__import__", "yaml.load", "yaml.unsafe_load", "torch.load"}
-BOXED = "rewards/box.py"  # runs programs, behind its walls alone
-SENDS = "weights/transports.py"  # SGLang's tensor route takes nothing else.
+BOXED = "extras/programs/inside.py"  # runs programs, behind its walls alone
+SENDS = "publishing/transports.py"  # SGLang's tensor route takes nothing else.
 
 
 def unsafe(tree):
@@ -44,7 +44,7 @@ def test_nothing_unpickles_or_evaluates():
     assert found == {SENDS: {"import pickle", "pickle.dumps"}, BOXED: {"exec", "eval"}}
 
 
-def test_what_runs_programs_runs_them_in_the_box_alone():
+def test_what_runs_programs_runs_them_in_the_sandbox_alone():
     tree = ast.parse((ROOT / "jaxrl_async" / BOXED).read_text("utf-8"))
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     runners = {name for name, node in functions.items() if set(unsafe(node))}
@@ -55,7 +55,7 @@ def test_what_runs_programs_runs_them_in_the_box_alone():
     others = [node for name, node in functions.items() if name != "main"]
     assert not any("_run(" in ast.unparse(node.body) for node in others)
     paths = (ROOT / "jaxrl_async").glob("**/*.py")
-    assert not any("box._run" in path.read_text("utf-8") for path in paths)
+    assert not any("inside._run" in path.read_text("utf-8") for path in paths)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from fixtures.models import tiny
 from fixtures.runners import conversing
 from flax import nnx
 
+from jaxrl_async.extras.parity import parity
 from jaxrl_async.extras.relay import sidecar
 from jaxrl_async.models import hf, transformer
 from jaxrl_async.publishing import transports
@@ -36,7 +37,6 @@ from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.completions import read_completion
 from jaxrl_async.servers.port import ServerError
 from jaxrl_async.tasks.tokenizer import CharTokenizer, HFTokenizer
-from jaxrl_async.tools import parity
 from jaxrl_async.types import Prompt, Sample
 from jaxrl_async.versions import store as weight_store
 

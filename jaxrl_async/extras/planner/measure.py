@@ -1,7 +1,7 @@
 """The rates of `simulate`, measured: of a running server by its own requests, of a learner from a run's metrics.
 
 A server's two rates follow from one request alone, and from many at once: of n requests each gets
-1 / (1/request_rate + n/server_rate) tokens a second (`tools.simulate`). A push is the server's own weights, loaded
+1 / (1/request_rate + n/server_rate) tokens a second (`simulate`). A push is the server's own weights, loaded
 again under the name that they have. Every call has a deadline. A push empties the server's prefix cache;
 nothing else of it changes.
 """

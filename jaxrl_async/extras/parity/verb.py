@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
     if flags.layers:
         return _layers(flags)
     options = _options(flags)
-    from jaxrl_async.tools import parity  # After the flags are known to be good: loads JAX.
+    from jaxrl_async.extras.parity import parity  # After the flags are known to be good: loads JAX.
 
     questions = parity.Questions(
         num_prompts=flags.num_prompts,
@@ -85,7 +85,7 @@ def _layers(flags) -> int:
     _check(flags, "checkpoint")
     rounds = "bfloat16" in (flags.dtype, flags.layers)
     bound = _number("bound", flags.bound or ("0.1" if rounds else "0.001"))
-    from jaxrl_async.tools import layers, parity
+    from jaxrl_async.extras.parity import layers, parity
 
     sequences = layers.Sequences(
         num_sequences=flags.num_prompts,

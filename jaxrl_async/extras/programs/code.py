@@ -1,7 +1,7 @@
 """A reward for programs of Python, judged by tests that they cannot see.
 
-A program runs in a box (rewards/sandbox.py) with the inputs of a test. What it returns or prints comes out, and is
-compared here with the expected answer, which never was in the box: a program that fakes its results has to know them.
+A program runs in a sandbox with the inputs of a test. What it returns or prints comes out, and is compared here with
+the expected answer, which never was in the sandbox: a program that fakes its results has to know them.
 """
 
 import ast
@@ -14,8 +14,8 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from jaxrl_async.rewards import sandbox
-from jaxrl_async.rewards.box import canonical
+from jaxrl_async.extras.programs import sandbox
+from jaxrl_async.extras.programs.inside import canonical
 
 _FENCE = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)(?:\n[ \t]*```|\Z)", re.DOTALL)
 _LIMITS = ("wall_secs", "memory_bytes", "processes", "disk_bytes", "output_bytes")
@@ -23,10 +23,10 @@ _LIMITS = ("wall_secs", "memory_bytes", "processes", "disk_bytes", "output_bytes
 
 @dataclasses.dataclass(frozen=True)
 class Tests:
-    """The tests of one example: what goes into the box, and what is compared outside."""
+    """The tests of one example: what goes into the sandbox, and what is compared outside."""
 
     expressions: tuple[str, ...]  # evaluated in what the program defines
-    values: tuple[str, ...]  # box.canonical of what each must give
+    values: tuple[str, ...]  # inside.canonical of what each must give
     streams: tuple[tuple[str, str], ...]  # (stdin, stdout): a run of the program for each
 
 
@@ -46,14 +46,14 @@ def code(completion: str, answer: str, metadata: Mapping[str, Any]) -> float:
 
     Raises:
       ValueError: a test or a limit is not of this form.
-      BoxError: there is no box.
+      SandboxError: there is no sandbox.
     """
     tests, limits = parse_tests(answer), _limits(metadata)
     program = program_of(completion, metadata.get("prefix", ""))
     try:
-        return float(all(_passes(_box.get(), program, tests, limits)))
-    except sandbox.BoxError:
-        _box.close()
+        return float(all(_passes(_own.get(), program, tests, limits)))
+    except sandbox.SandboxError:
+        _own.close()
         raise
 
 
@@ -101,10 +101,10 @@ def parse_tests(answer: str) -> Tests:
 
 
 def check(examples: Iterable) -> None:
-    """Called before a run starts: makes a box, and reads the tests of the examples.
+    """Called before a run starts: makes a sandbox, and reads the tests of the examples.
 
     Raises:
-      BoxError: there is no box; names what is missing.
+      SandboxError: there is no sandbox; names what is missing.
       ValueError: names the example whose tests cannot be read.
     """
     sandbox.check()
@@ -119,8 +119,8 @@ def check(examples: Iterable) -> None:
 code.check = check
 
 
-class _Box:
-    """The box of this process, made when it is needed."""
+class _Own:
+    """The sandbox of this process, made when it is needed."""
 
     def __init__(self):
         self._sandbox: sandbox.Sandbox | None = None
@@ -137,7 +137,7 @@ class _Box:
             self._sandbox = None
 
 
-_box = _Box()
+_own = _Own()
 
 
 def _parse_assert(text: str) -> tuple[str, str]:
@@ -184,14 +184,14 @@ def _limits(metadata: Mapping[str, Any]) -> sandbox.Limits:
 
 
 def _passes(
-    box: sandbox.Sandbox, program: str, tests: Tests, limits: sandbox.Limits
+    own: sandbox.Sandbox, program: str, tests: Tests, limits: sandbox.Limits
 ) -> Iterator[bool]:
     """Whether each run of a program passes, as long as the one before did."""
     deadline = time.monotonic() + limits.wall_secs
 
     def run(**inputs) -> sandbox.Outcome:
         left = max(deadline - time.monotonic(), 1e-3)
-        return box.run(program, limits=dataclasses.replace(limits, wall_secs=left), **inputs)
+        return own.run(program, limits=dataclasses.replace(limits, wall_secs=left), **inputs)
 
     if tests.expressions:
         outcome = run(expressions=tests.expressions)

@@ -1,4 +1,4 @@
-"""Programs in a box: what it runs, what it bounds, and attacks, which score 0 and leave the host as it was."""
+"""Programs in a sandbox: what it runs, what it bounds, and attacks, which score 0 and leave the host as it was."""
 
 import contextlib
 import dataclasses
@@ -16,8 +16,8 @@ import types
 import pytest
 from fixtures.boxes import boxed
 
-from jaxrl_async.rewards import box, code
-from jaxrl_async.rewards.sandbox import BoxError, Limits, Sandbox
+from jaxrl_async.extras.programs import code, inside
+from jaxrl_async.extras.programs.sandbox import Limits, Sandbox, SandboxError
 
 SMALL = Limits(
     wall_secs=2.0,
@@ -60,7 +60,11 @@ def test_a_program_reads_stdin_and_its_output_comes_back(box_of_tests):
 def test_expressions_are_evaluated_in_what_the_program_defined(box_of_tests):
     program = "import collections\ndef f(x): return collections.Counter(x)\nif __name__ == '__main__': 1 / 0"
     outcome = box_of_tests.run(program, expressions=["f('aba')", "f(1)", "len(f('ab'))"])
-    assert outcome.results == (box.canonical({"a": 2, "b": 1}), box.FAILED, box.canonical(2))
+    assert outcome.results == (
+        inside.canonical({"a": 2, "b": 1}),
+        inside.FAILED,
+        inside.canonical(2),
+    )
 
 
 @boxed
@@ -105,7 +109,7 @@ def test_nothing_of_a_program_is_there_for_the_next(box_of_tests):
 def test_a_program_sees_the_libraries_and_nothing_else_of_the_host(box_of_tests):
     program = f"""
         import os
-        allowed = {[*box._LIBRARIES, "/tmp", "/dev", sys.base_prefix]!r}
+        allowed = {[*inside._LIBRARIES, "/tmp", "/dev", sys.base_prefix]!r}
         for where, directories, files in os.walk("/", followlinks=False):
             for path in [os.path.join(where, name) for name in files]:
                 if not any(path == a or path.startswith(a + "/") for a in allowed):
@@ -141,22 +145,22 @@ def test_a_program_has_no_capability_and_cannot_get_one(box_of_tests):
 
 
 @boxed
-def test_a_program_has_no_capability_in_the_box_of_a_user_either():
-    # Such a user has one user alone in the box, to whom the box's capabilities belong until they are given up.
+def test_a_program_has_no_capability_in_the_sandbox_of_a_user_either():
+    # Such a user has one user alone in the sandbox, to whom the sandbox's capabilities belong until they are given up.
     assert run_as_user(RIGHTS) == f"1001 {NO_RIGHTS}"
 
 
 @boxed
-def test_a_program_in_the_box_of_a_user_signals_none_of_the_users_processes():
+def test_a_program_in_the_sandbox_of_a_user_signals_none_of_the_users_processes():
     program = "import os, signal\nsignal.signal(15, signal.SIG_IGN)\nos.kill(0, 15)\nprint('sent')"
     assert run_as_user(program) == "1001 sent\n"
 
 
 def run_as_user(program: str) -> str:
-    """The user, without rights on the host, and the stdout of a program in a box of its own."""
+    """The user, without rights on the host, and the stdout of a program in a sandbox of its own."""
     script = (
-        "import os\nfrom jaxrl_async.rewards.sandbox import Sandbox\n"
-        f"with Sandbox() as box: print(os.geteuid(), box.run({program!r}).stdout, end='')"
+        "import os\nfrom jaxrl_async.extras.programs.sandbox import Sandbox\n"
+        f"with Sandbox() as sandbox: print(os.geteuid(), sandbox.run({program!r}).stdout, end='')"
     )
     mapped = ["--user", "--map-user=1001", "--map-group=1001"]
     done = subprocess.run(
@@ -207,7 +211,7 @@ def test_a_bound_on_time_or_output_ends_a_program(box_of_tests, program, reason)
     limits = dataclasses.replace(SMALL, wall_secs=0.4 if reason == "wall" else 10.0)
     outcome = box_of_tests.run(program, limits=limits)
     assert (outcome.reason, outcome.exit_code) == (reason, None)
-    assert len(outcome.stdout) <= SMALL.output_bytes + box._CHUNK_BYTES
+    assert len(outcome.stdout) <= SMALL.output_bytes + inside._CHUNK_BYTES
 
 
 COUNT = """
@@ -251,10 +255,10 @@ def test_the_end_of_a_long_stderr_is_kept_and_its_program_goes_on(box_of_tests):
 
 
 @boxed
-def test_a_box_whose_process_is_killed_takes_its_program_with_it(tmp_path):
+def test_a_sandbox_whose_process_is_killed_takes_its_program_with_it(tmp_path):
     with Sandbox() as made:
         made._process.kill()
-        with pytest.raises(BoxError, match="the box for programs was lost"):
+        with pytest.raises(SandboxError, match="the sandbox for programs was lost"):
             made.run("print(1)")
 
 
@@ -265,15 +269,18 @@ def test_a_box_whose_process_is_killed_takes_its_program_with_it(tmp_path):
 def test_a_program_that_did_not_begin_is_no_outcome(limit, cause):
     # Neither a mount nor a process takes this limit.
     limits = types.SimpleNamespace(**vars(SMALL) | {limit: "none"})
-    with Sandbox() as made, pytest.raises(BoxError, match=f"(?s)a program did not begin: {cause}"):
+    with (
+        Sandbox() as made,
+        pytest.raises(SandboxError, match=f"(?s)a program did not begin: {cause}"),
+    ):
         made.run("print(1)", limits=limits)
 
 
 @boxed
-def test_the_processes_of_a_box_end_with_the_process_that_has_it():
+def test_the_processes_of_a_sandbox_end_with_the_process_that_has_it():
     with sleeping() as (process, tree):
         process.kill()
-    _wait_until(lambda: not any(map(_is_alive, tree)), "the end of the box")
+    _wait_until(lambda: not any(map(_is_alive, tree)), "the end of the sandbox")
 
 
 @boxed
@@ -285,7 +292,7 @@ def test_no_namespace_of_a_program_is_the_hosts(sleeping_program, kind):
 
 @pytest.fixture(scope="module")
 def sleeping_program():
-    """The process of a program that sleeps in a box."""
+    """The process of a program that sleeps in a sandbox."""
     with sleeping() as (process, tree):
         yield tree[-1]
         process.kill()
@@ -293,15 +300,18 @@ def sleeping_program():
 
 @contextlib.contextmanager
 def sleeping():
-    """A process that has a box whose program sleeps; and the box's processes, from its first to the program."""
+    """A process that has a sandbox whose program sleeps; and the sandbox's processes, from its first to the program."""
     script = (
-        "from jaxrl_async.rewards.sandbox import Limits, Sandbox\nbox = Sandbox().__enter__()\n"
-        "print(box._process.pid, flush=True)\nbox.run('import time\\ntime.sleep(60)', limits=Limits(wall_secs=60))"
+        "from jaxrl_async.extras.programs.sandbox import Limits, Sandbox\nsandbox = Sandbox().__enter__()\n"
+        "print(sandbox._process.pid, flush=True)\n"
+        "sandbox.run('import time\\ntime.sleep(60)', limits=Limits(wall_secs=60))"
     )
     words = [sys.executable, "-c", script]
     with subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True) as process:
         pid = int(process.stdout.readline())
-        _wait_until(lambda: len(_tree(pid)) == 4, "the box, its keeper, its init and the program")
+        _wait_until(
+            lambda: len(_tree(pid)) == 4, "the sandbox, its keeper, its init and the program"
+        )
         yield process, _tree(pid)
 
 
@@ -320,8 +330,9 @@ def sleeping():
         ("", r"user 65534 .*uid_map: Operation not permitted"),
     ],
 )
-def test_a_box_that_cannot_be_made_is_refused_by_the_name_of_what_is_missing(script, words):
-    script += "\nfrom jaxrl_async.rewards import sandbox\ntry: sandbox.check()\nexcept sandbox.BoxError as e: print(e)"
+def test_a_sandbox_that_cannot_be_made_is_refused_by_the_name_of_what_is_missing(script, words):
+    script += "\nfrom jaxrl_async.extras.programs import sandbox"
+    script += "\ntry: sandbox.check()\nexcept sandbox.SandboxError as e: print(e)"
     unshared = ["unshare", "--user", "--map-root-user", sys.executable, "-c", script]
     done = subprocess.run(unshared, capture_output=True, text=True, timeout=60)
     assert re.search(f"cannot be made here: .*{words}", done.stdout), done
@@ -478,7 +489,7 @@ def test_an_attack_scores_0_and_harms_nothing(box_of_tests, host, name, monkeypa
     text = textwrap.dedent(ATTACKS[name])
     for word, value in values.items():
         text = text.replace(word, str(value))
-    monkeypatch.setattr(code._box, "get", lambda: box_of_tests)
+    monkeypatch.setattr(code._own, "get", lambda: box_of_tests)
     limits = {
         "wall_secs": 0.7,
         "memory_bytes": 128 << 20,
@@ -501,7 +512,7 @@ def test_an_attack_scores_0_and_harms_nothing(box_of_tests, host, name, monkeypa
     fib = "def f(n):\n    a, b = 0, 1\n    for _ in range(3 * n + 8): a, b = b, a + b\n    return a"
     assert (
         code.code(fib, json.dumps(ANSWERS), {}) == 1.0
-    )  # The box is whole, and the tests can be passed.
+    )  # The sandbox is whole, and the tests can be passed.
 
 
 def _libraries() -> tuple[float, int]:

@@ -12,10 +12,10 @@ from fixtures.models import tiny
 from flax import nnx
 
 from jaxrl_async.cli import main as cli
+from jaxrl_async.extras.parity import parity
 from jaxrl_async.inference import engine as engine_lib
 from jaxrl_async.inference import http, programs
 from jaxrl_async.models import hf, transformer
-from jaxrl_async.tools import parity
 from jaxrl_async.versions import store as weight_store
 
 CONFIG = tiny(

@@ -1,11 +1,11 @@
-"""Programs of Python in a box: the outside. `box` is its inside.
+"""Programs of Python in a sandbox: the outside. `inside` is its own process.
 
 A program sees the interpreter's libraries, read-only, and an empty /tmp of its own. It sees no network, no other
 process, no variable of the environment and no file of the host. Its time, memory, disk, processes and output are
-bounded, and nothing of it is left when it ends. Where such a box cannot be made, there is none: a program never runs
-outside it.
+bounded, and nothing of it is left when it ends. Where such a sandbox cannot be made, there is none: a program never
+runs outside it.
 
-The box has no verdict. It returns what the program wrote, which the caller compares with answers that were never in
+The sandbox has no verdict. It returns what the program wrote, which the caller compares with answers that were never in
 there. Needs Linux ≥ 5.14 on x86_64 or aarch64, and the right to make user namespaces.
 """
 
@@ -18,14 +18,14 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from jaxrl_async.rewards import box
-from jaxrl_async.rewards.box import BoxError
+from jaxrl_async.extras.programs import inside
+from jaxrl_async.extras.programs.inside import SandboxError
 
-__all__ = ["BoxError", "Limits", "Outcome", "Sandbox", "check"]
+__all__ = ["Limits", "Outcome", "Sandbox", "SandboxError", "check"]
 
 START_SECS = 20.0
-LATE_SECS = 5.0  # beyond the bound on a program, after which the box itself is lost
-USER = 1000  # in the box, without rights
+LATE_SECS = 5.0  # beyond the bound on a program, after which the sandbox itself is lost
+USER = 1000  # in the sandbox, without rights
 NOBODY = (
     65534  # that user on the host, where the host's is root: limits on processes do not bind root
 )
@@ -48,7 +48,7 @@ class Limits:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if not 0 < value < 1 << 63:  # Beyond, the kernel and Python take the low bits alone.
-                raise ValueError(f"{field.name} of a box must be > 0 and < 2^63, got {value}")
+                raise ValueError(f"{field.name} of a sandbox must be > 0 and < 2^63, got {value}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,9 @@ class Outcome:
 
     stdout: str
     stderr: str
-    results: tuple[str, ...]  # the lines of its results: box.canonical of a value, or box.FAILED
+    results: tuple[
+        str, ...
+    ]  # the lines of its results: inside.canonical of a value, or inside.FAILED
     exit_code: (
         int | None
     )  # −signal where a signal ended it; None where a bound on time or output did
@@ -66,25 +68,25 @@ class Outcome:
 
 
 class Sandbox:
-    """A box that runs one program after another; use as `with Sandbox() as sandbox`."""
+    """A sandbox that runs one program after another; use as `with Sandbox() as sandbox`."""
 
     def __enter__(self) -> "Sandbox":
-        """Makes the box.
+        """Makes the sandbox.
 
         Raises:
-          BoxError: it cannot be made; names what is missing.
+          SandboxError: it cannot be made; names what is missing.
         """
         if sys.platform != "linux":
-            raise BoxError(f"the box for programs needs Linux, and this is {sys.platform}")
-        self._channel, inside = socket.socketpair()
-        with inside:
+            raise SandboxError(f"the sandbox for programs needs Linux, and this is {sys.platform}")
+        self._channel, theirs = socket.socketpair()
+        with theirs:
             # In this process's group, so that what ends the group ends it. -S: no site packages.
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-s", "-S", box.__file__, str(inside.fileno())],
+                [sys.executable, "-P", "-s", "-S", inside.__file__, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                pass_fds=[inside.fileno()],
+                pass_fds=[theirs.fileno()],
                 env={"PYTHONHASHSEED": _HASH_SEED, "HOME": "/tmp", "LC_ALL": "C.UTF-8"},
                 cwd="/",
             )
@@ -92,7 +94,7 @@ class Sandbox:
             self._channel.settimeout(START_SECS)
             self._expect("map")
             self._write_map()
-            box.send(self._channel, {"mapped": True})
+            inside.send(self._channel, {"mapped": True})
             self._expect()
         except BaseException:
             self.close()
@@ -103,7 +105,7 @@ class Sandbox:
         self.close()
 
     def close(self) -> None:
-        """Ends the box, and a program in it."""
+        """Ends the sandbox, and a program in it."""
         self._channel.close()
         try:
             self._process.wait(LATE_SECS)
@@ -128,7 +130,7 @@ class Sandbox:
           limits: its bounds.
 
         Raises:
-          BoxError: the box was lost. Another program needs another box.
+          SandboxError: the sandbox was lost. Another program needs another sandbox.
         """
         self._channel.settimeout(limits.wall_secs + LATE_SECS)
         request = {
@@ -153,7 +155,7 @@ class Sandbox:
         )
 
     def _resource_limits(self, limits: Limits) -> dict[str, int]:
-        # Where the host's user is not root, the box's own three processes are of the program's user.
+        # Where the host's user is not root, the sandbox's own three processes are of the program's user.
         own = 0 if self._is_root else 3
         return {
             "CPU": math.ceil(limits.wall_secs),
@@ -174,34 +176,34 @@ class Sandbox:
 
     def _exchange(self, request: dict) -> dict:
         try:
-            box.send(self._channel, request)
-            reply = box.receive(self._channel)
+            inside.send(self._channel, request)
+            reply = inside.receive(self._channel)
         except OSError as error:
-            raise BoxError(
-                f"the box for programs was lost: {error or type(error).__name__}"
+            raise SandboxError(
+                f"the sandbox for programs was lost: {error or type(error).__name__}"
             ) from None
         if reply is None or "error" in reply:
             reason = reply["error"] if reply else "it ended"
-            raise BoxError(f"the box for programs was lost: {reason}")
+            raise SandboxError(f"the sandbox for programs was lost: {reason}")
         return reply
 
     def _expect(self, key: str = "") -> None:
         """Reads a message of the start."""
         try:
-            reply = box.receive(self._channel)
+            reply = inside.receive(self._channel)
         except OSError as error:
             reply = {"error": str(error) or type(error).__name__}
         if reply is None:
             reply = {"error": f"{sys.executable} ended"}
         if "error" in reply or (key and key not in reply):
-            raise BoxError(
-                f"the box for programs cannot be made here: {reply.get('error')}. It needs Linux ≥ 5.14 and user, "
+            raise SandboxError(
+                f"the sandbox for programs cannot be made here: {reply.get('error')}. It needs Linux ≥ 5.14 and user, "
                 "mount, PID, network and IPC namespaces: in a container, a runtime that allows them; elsewhere "
                 "user.max_user_namespaces > 0 and, on Ubuntu, kernel.apparmor_restrict_unprivileged_userns = 0"
             )
 
     def _write_map(self) -> None:
-        """Maps the users of the box to those of the host."""
+        """Maps the users of the sandbox to those of the host."""
         place = pathlib.Path(f"/proc/{self._process.pid}")
         if self._is_root:
             files = {f"{kind}_map": f"0 0 1\n{USER} {NOBODY} 1\n" for kind in ("uid", "gid")}
@@ -215,21 +217,21 @@ class Sandbox:
             try:
                 (place / name).write_text(text)
             except OSError as error:
-                raise BoxError(
-                    f"the box for programs cannot be made here: root needs user {NOBODY} of the host for it, or its "
-                    f"user is not to be mapped; {name}: {error.strerror}"
+                raise SandboxError(
+                    f"the sandbox for programs cannot be made here: root needs user {NOBODY} of the host for it, or "
+                    f"its user is not to be mapped; {name}: {error.strerror}"
                 ) from None
 
 
 def check() -> None:
-    """Makes a box, and runs a program in it.
+    """Makes a sandbox, and runs a program in it.
 
     Raises:
-      BoxError: names what is missing.
+      SandboxError: names what is missing.
     """
     with Sandbox() as sandbox:
         outcome = sandbox.run("print(6 * 7)")
     if (outcome.stdout, outcome.exit_code) != ("42\n", 0):
-        raise BoxError(
-            f"a program cannot run in the box: {outcome.stderr.strip()[-300:] or outcome}"
+        raise SandboxError(
+            f"a program cannot run in the sandbox: {outcome.stderr.strip()[-300:] or outcome}"
         )

@@ -7,8 +7,8 @@ import sys
 
 from jaxrl_async.cli.config import UsageError, load_config, parse_flags, settings_of
 from jaxrl_async.config.checks import key_named
+from jaxrl_async.extras.planner import measure
 from jaxrl_async.metrics import read_metrics
-from jaxrl_async.tools import measure
 
 USAGE = """Measures the rates that `simulate` needs, and writes them to a file for `simulate --rates=FILE`. --server is
 asked for one completion, then for many at once, and loads its own weights again, as in a push (SGLang, SGLang-JAX or

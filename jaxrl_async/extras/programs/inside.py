@@ -1,4 +1,4 @@
-"""The inside of the box: a process that forks, for each program, one that cannot leave. `sandbox` is its outside.
+"""The inside of the sandbox: a process that forks, for each program, one that cannot leave. `sandbox` is its outside.
 
 It is started as a script, with the standard library alone. It enters a user namespace of its own and a root directory
 of its own, read-only, with the interpreter's libraries; there it waits. For each program it forks:
@@ -86,8 +86,8 @@ _EPERM, _ENOSYS = 1, 38
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class BoxError(OSError):
-    """The box cannot be made, or was lost; the message names what is missing."""
+class SandboxError(OSError):
+    """The sandbox cannot be made, or was lost; the message names what is missing."""
 
 
 def canonical(value) -> str:
@@ -129,11 +129,13 @@ def receive(channel: socket.socket) -> dict | None:
     """Reads a message; None where the peer has closed the channel.
 
     Raises:
-      BoxError: it is longer than MAX_REQUEST_BYTES.
+      SandboxError: it is longer than MAX_REQUEST_BYTES.
     """
     (length,) = struct.unpack("<I", _exactly(channel, 4) or bytes(4))
     if length > MAX_REQUEST_BYTES:
-        raise BoxError(f"a message of the box has at most {MAX_REQUEST_BYTES} bytes, got {length}")
+        raise SandboxError(
+            f"a message of the sandbox has at most {MAX_REQUEST_BYTES} bytes, got {length}"
+        )
     data = _exactly(channel, length) if length else None
     return json.loads(data) if data else None
 
@@ -179,15 +181,17 @@ def _enter(channel: socket.socket) -> None:
     """Enters a user namespace, whose map of users the outside writes, and a root of its own."""
     if platform.machine() not in _AUDIT_ARCHS:
         known = ", ".join(_AUDIT_ARCHS)
-        raise BoxError(f"the filter of system calls knows {known}, and not {platform.machine()}")
+        raise SandboxError(
+            f"the filter of system calls knows {known}, and not {platform.machine()}"
+        )
     _checked("user namespaces (unshare)", _libc.unshare(_NEWUSER))
     send(channel, {"map": True})
     if (receive(channel) or {}).get("mapped") is not True:
-        raise BoxError("the map of users of a user namespace was not written")
+        raise SandboxError("the map of users of a user namespace was not written")
     flags = _NEWNS | _NEWUTS | _NEWIPC | _NEWNET | _NEWCGROUP
     _checked("mount, network, IPC and UTS namespaces (unshare)", _libc.unshare(flags))
     _mount(None, "/", None, _MS_REC | _MS_PRIVATE)
-    _mount("box", _OUTER_ROOT, "tmpfs", _MS_NOSUID, "size=64k,nr_inodes=256,mode=755")
+    _mount("sandbox", _OUTER_ROOT, "tmpfs", _MS_NOSUID, "size=64k,nr_inodes=256,mode=755")
     for source in _sources():
         _bind(source)
     os.mkdir(f"{_OUTER_ROOT}/tmp")
@@ -253,7 +257,7 @@ def _number(numbers: tuple[int, int]) -> int:
 
 def _checked(what: str, result: int) -> None:
     if result != 0:
-        raise BoxError(f"{what}: {os.strerror(ctypes.get_errno())}")
+        raise SandboxError(f"{what}: {os.strerror(ctypes.get_errno())}")
 
 
 # The keeper: bounds on time and output.
@@ -322,7 +326,7 @@ def _init(request: dict, pipes: dict[str, tuple[int, int]]) -> None:
         os._exit(1)
     os.setsid()  # A signal to the process group stays here.
     options = f"size={request['disk_bytes']},nr_inodes={request['files']},mode=1777"
-    _mount("box", "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, options)
+    _mount("sandbox", "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, options)
     _libc.prctl(_PR_SET_DUMPABLE, ctypes.c_ulong(0), 0, 0, 0)
     program = os.fork()
     if program == 0:

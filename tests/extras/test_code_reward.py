@@ -12,11 +12,11 @@ import pytest
 from fixtures.boxes import boxed
 
 from jaxrl_async import rewards, tasks
+from jaxrl_async.extras.programs import code as code_lib
+from jaxrl_async.extras.programs import sandbox
+from jaxrl_async.extras.programs.code import code, parse_tests, program_of
+from jaxrl_async.extras.programs.inside import canonical
 from jaxrl_async.preflight import machine
-from jaxrl_async.rewards import code as code_lib
-from jaxrl_async.rewards import sandbox
-from jaxrl_async.rewards.box import canonical
-from jaxrl_async.rewards.code import code, parse_tests, program_of
 from jaxrl_async.rewards.pool import RewardError, RewardPool
 from jaxrl_async.tasks.task import Example
 
@@ -76,11 +76,11 @@ async def test_the_pool_judges_programs_and_one_that_hangs_is_a_sample():
 
 
 @boxed
-def test_a_box_that_was_lost_is_made_anew_and_is_no_verdict():
+def test_a_sandbox_that_was_lost_is_made_anew_and_is_no_verdict():
     assert judge(DOUBLE, ASSERTS) == 1.0
-    code_lib._box.get()._process.kill()
-    code_lib._box.get()._process.wait()
-    with pytest.raises(sandbox.BoxError, match="lost"):
+    code_lib._own.get()._process.kill()
+    code_lib._own.get()._process.wait()
+    with pytest.raises(sandbox.SandboxError, match="lost"):
         judge(DOUBLE, ASSERTS)
     assert judge(DOUBLE, ASSERTS) == 1.0
 
@@ -114,7 +114,7 @@ def test_a_program_is_the_last_block_or_the_prefix_and_what_is_indented(
         ("[1]", "a test must be .*got 1"),
         ('[{"stdin": "1"}]', "a test must be"),
         ('["f(1) == 2"]', "LITERAL"),
-        ('["assert f(1) == g(2)"]', "LITERAL"),  # Its right side would be computed in the box.
+        ('["assert f(1) == g(2)"]', "LITERAL"),  # Its right side would be computed in the sandbox.
         ('["assert f(1) > 2"]', "LITERAL"),
         ('["assert f(1) == 1 and f(2) == 2"]', "LITERAL"),
         ('["assert isinstance(f(1), int)"]', "f is of the program"),
@@ -130,10 +130,10 @@ def test_a_test_of_another_form_is_refused(answer, message):
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
-        ({"wall_secs": 0}, "wall_secs of a box must be > 0"),
-        ({"memory_bytes": 1 << 63}, r"memory_bytes of a box must be > 0 and < 2\^63"),
-        ({"processes": float("inf")}, "processes of a box must be > 0"),
-        ({"processes": 0.5}, "processes of a box must be > 0"),
+        ({"wall_secs": 0}, "wall_secs of a sandbox must be > 0"),
+        ({"memory_bytes": 1 << 63}, r"memory_bytes of a sandbox must be > 0 and < 2\^63"),
+        ({"processes": float("inf")}, "processes of a sandbox must be > 0"),
+        ({"processes": 0.5}, "processes of a sandbox must be > 0"),
         ({"wall_secs": "1"}, "limits.wall_secs must be a number"),
         ({"seconds": 1}, "limits must be an object with some of wall_secs"),
         (3, "limits must be an object"),
@@ -179,22 +179,22 @@ def test_the_tests_of_a_task_are_read_before_a_run(monkeypatch):
         rewards.check_reward(code, examples)
 
 
-def test_a_run_whose_reward_needs_a_box_does_not_start_without_one(tmp_path, monkeypatch):
+def test_a_run_whose_reward_needs_a_sandbox_does_not_start_without_one(tmp_path, monkeypatch):
     def refuse():
-        raise sandbox.BoxError("the box for programs cannot be made here: for this test")
+        raise sandbox.SandboxError("the sandbox for programs cannot be made here: for this test")
 
     monkeypatch.setattr(sandbox, "check", refuse)
     settings = _settings()
     with pytest.raises(
-        machine.StartError, match="task 'code': the box for programs cannot be made here"
+        machine.StartError, match="task 'code': the sandbox for programs cannot be made here"
     ):
         machine.prepare(settings, tmp_path)
-    # Where services judge, theirs is the box.
+    # Where services judge, theirs is the sandbox.
     machine.prepare(_settings("--config.rollout.reward_addresses=('localhost:7100',)"), tmp_path)
 
 
-def test_a_reward_process_does_not_start_without_a_box():
-    # In a user namespace whose user 65534 is nobody's, so that no box can be made.
+def test_a_reward_process_does_not_start_without_a_sandbox():
+    # In a user namespace whose user 65534 is nobody's, so that no sandbox can be made.
     script = (
         "import asyncio\nfrom jaxrl_async.rewards.pool import RewardPool\n"
         "bounds = dict(num_processes=1, timeout_secs=9.0, memory_bytes=0, calls_per_process=0)\n"
@@ -204,7 +204,9 @@ def test_a_reward_process_does_not_start_without_a_box():
     done = subprocess.run(unshared, capture_output=True, text=True, timeout=60)
     if "unshare failed" in done.stderr:
         pytest.skip(done.stderr.strip())
-    assert "reward process did not start: the box for programs cannot be made here" in done.stderr
+    assert (
+        "reward process did not start: the sandbox for programs cannot be made here" in done.stderr
+    )
 
 
 def test_the_task_has_many_functions_and_its_own_answers_parse():

@@ -11,9 +11,9 @@ from fixtures.served_engine import CONFIG, DEADLINE_SECS, SHAPE, serving, write_
 
 from jaxrl_async.cli import main as cli
 from jaxrl_async.config import base_config
+from jaxrl_async.extras.planner import measure
+from jaxrl_async.extras.planner.measure import MeasureError, of_run, server_rates
 from jaxrl_async.inference.engine import Engine
-from jaxrl_async.tools import measure
-from jaxrl_async.tools.measure import MeasureError, of_run, server_rates
 
 
 def run_verb(*words):

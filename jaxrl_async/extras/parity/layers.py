@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxrl_async.extras.parity.parity import ParityError, read_checkpoint, read_params
 from jaxrl_async.inference import programs
 from jaxrl_async.models import transformer
-from jaxrl_async.tools.parity import ParityError, read_checkpoint, read_params
 
 AGAINST = ("engine", "transformers", "float32", "bfloat16")  # or a directory
 

@@ -9,8 +9,8 @@ from fixtures.models import tiny
 from flax import nnx
 
 from jaxrl_async.cli import main as cli
+from jaxrl_async.extras.parity import layers, parity
 from jaxrl_async.models import hf, transformer
-from jaxrl_async.tools import layers, parity
 from jaxrl_async.versions import store as weight_store
 
 LAYERS = 4

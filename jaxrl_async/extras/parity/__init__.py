@@ -1,0 +1,1 @@
+"""A server's log-probs against the learner's, and two computations layer by layer: the verb `parity`."""
