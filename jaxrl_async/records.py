@@ -7,44 +7,17 @@ import dataclasses
 import secrets
 from typing import Any
 
-# Reasons of a return. After a reissue reason, the infrastructure's fault, the index is issued again. A retire reason
-# is the prompt's: the index is done with.
+# Reasons of a return; every other list of them is made of these. After a reissue reason, the infrastructure's fault,
+# the index is issued again. A retire reason is the prompt's: the index is done with.
 WORKER_LOST = "worker_lost"  # Returned by the queue: no sign of life of the worker that had it.
-REISSUE_REASONS = frozenset(
-    {
-        "server_error",
-        "timeout",
-        "aborted",
-        "rollout_error",
-        "reward_error",
-        "reward_timeout",
-        "environment_error",
-        "environment_timeout",
-        "agent_error",
-        "agent_timeout",
-        "agent_rows",
-        "over_age",
-        "foreign_version",
-        WORKER_LOST,
-    }
-)
-# Of REISSUE_REASONS: what failed may need a while, so the index is issued again after a back-off.
-FAULTS = frozenset(
-    {
-        "server_error",
-        "aborted",
-        "rollout_error",
-        "reward_error",
-        "reward_timeout",
-        "environment_error",
-        "environment_timeout",
-        "agent_error",
-        "agent_timeout",
-        "agent_rows",
-        "over_age",
-        "foreign_version",
-    }
-)
+# By the queue, for the versions of a group's tokens.
+REFUSALS = frozenset({"over_age", "foreign_version"})
+# What failed may need a while, so the index is issued again after a back-off.
+FAULTS = REFUSALS | {
+    *("server_error", "aborted", "rollout_error", "reward_error", "reward_timeout"),
+    *("environment_error", "environment_timeout", "agent_error", "agent_timeout", "agent_rows"),
+}
+REISSUE_REASONS = FAULTS | {"timeout", WORKER_LOST}
 RETIRE_REASONS = frozenset({"equal_rewards", "overlong", "invalid"})
 EXHAUSTED = "exhausted"  # Retired by the queue, after max_attempts.
 
@@ -55,9 +28,7 @@ RUN_ID_CHARS = 12
 _RUN_ID_ALPHABET = "abcdefghijklmnopqrstuvwxyz234567"
 
 UP = "up"  # Key of RoleStatus.secs: the time since the role started.
-SILENT_SECS = (
-    10.0  # A role without a report for longer is suspected. Roles report every two seconds.
-)
+SILENT_SECS = 10.0  # A role without a report for longer is suspected. Roles report every 2 s.
 
 
 class RunFailedError(RuntimeError):
@@ -111,7 +82,8 @@ class ResumePoint:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "ResumePoint":
         """The inverse of `to_json`."""
-        return cls(**values | {"outstanding": tuple(Permit(*p) for p in values["outstanding"])})
+        outstanding = tuple(Permit(*p) for p in values["outstanding"])
+        return cls(**{**values, "outstanding": outstanding})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,8 +186,7 @@ class QueueStatus:
     generation: int  # of the learner that began last; 0 before the first
 
 
-NO_STATUS = QueueStatus(  # of a queue without groups or reports
-    **dict.fromkeys((field.name for field in dataclasses.fields(QueueStatus)), 0)
-    | {"v_pub": None, "last_push_age_secs": None, "returned": {}, "retired": {}, "lengths": {}}
-    | {"waits": (), "roles": (), "servers": (), "run_id": "", "failure": ""}
-)
+_NONE: dict[str, Any] = dict.fromkeys([field.name for field in dataclasses.fields(QueueStatus)], 0)
+_NONE |= {"v_pub": None, "last_push_age_secs": None, "returned": {}, "retired": {}, "lengths": {}}
+_NONE |= {"waits": (), "roles": (), "servers": (), "run_id": "", "failure": ""}
+NO_STATUS = QueueStatus(**_NONE)  # of a queue without groups or reports

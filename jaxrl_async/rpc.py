@@ -50,8 +50,8 @@ def bind(server: grpc.aio.Server, what: str, address: str, *, tls_cert: str, tls
         # Its errors name the cause; those of gRPC do not.
         if security.server_context(tls_cert, tls_key) is None:
             return server.add_insecure_port(address)
-        pair = [pathlib.Path(path).read_bytes() for path in (tls_key, tls_cert)]
-        return server.add_secure_port(address, grpc.ssl_server_credentials([tuple(pair)]))
+        key, cert = (pathlib.Path(path).read_bytes() for path in (tls_key, tls_cert))
+        return server.add_secure_port(address, grpc.ssl_server_credentials([(key, cert)]))
     except RuntimeError as error:
         raise OSError(f"{what} cannot listen on {address}: is the port taken?") from error
 
@@ -64,10 +64,10 @@ class TokenCheck(grpc.aio.ServerInterceptor):
         self._token = token
         self._reason = f"this {what} asks for a token, and this call gave none or another one"
 
-    async def intercept_service(self, continuation, details):
-        given = dict(details.invocation_metadata).get("authorization", "")
-        if security.is_bearer(given, self._token):
-            return await continuation(details)
+    async def intercept_service(self, continuation, handler_call_details):
+        given = dict(handler_call_details.invocation_metadata).get("authorization", "")
+        if security.is_bearer(str(given), self._token):
+            return await continuation(handler_call_details)
         # A handler of a stream: gRPC receives no message before the handler reads one.
         return grpc.stream_unary_rpc_method_handler(self._refuse)
 

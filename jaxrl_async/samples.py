@@ -29,7 +29,7 @@ class CompletionText:
     num_tokens: int
     reward: float
     group_reward: float  # mean of its group
-    finish_reason: str  # "stop" | "length"
+    finish_reason: str  # one of FINISH_REASONS
     components: Mapping[str, float] = dataclasses.field(default_factory=dict)  # of the reward
     row: int = 1  # of num_rows that its sample has
     num_rows: int = 1

@@ -23,6 +23,7 @@ import numpy as np
 NEVER_BIAS = -100.0  # Logit bias of a token that a server never samples.
 MAX_COMPONENTS = 16  # of a reward
 MAX_ROWS = 256  # of a sample
+FINISH_REASONS = ("stop", "length")  # a stop token, or the token budget
 _COMPONENT = re.compile("[a-z][a-z0-9_]{0,39}")
 NOT_SAMPLED = -1  # The version of a token that no policy sampled: prompt, tool output, padding.
 
@@ -59,7 +60,7 @@ class Trajectory:
     mask: np.ndarray  # bool [T], True on sampled tokens
     prompt_length: int  # P, 1 ≤ P ≤ T; tokens[:P] is the prompt
     reward: float | None = None  # None until it is judged; a rollout function may set it
-    finish_reason: str = "stop"  # "stop" (a stop token) | "length" (the token budget)
+    finish_reason: str = "stop"  # one of FINISH_REASONS
     # of its reward, which is not their sum: name → value, each a metric of its own
     components: Mapping[str, float] = dataclasses.field(default_factory=dict)
     # where turns have rewards of their own, whose sum is `reward`; a token belongs to the first turn that ends after it
@@ -204,7 +205,7 @@ def check_trajectory(
         _refuse("a token that was not sampled must have version −1 and log-prob 0")
     if not (_is_finite(t.reward) or (t.reward is None and not judged)):
         _refuse(f"reward must be finite, got {t.reward!r:.80}")
-    if t.finish_reason not in ("stop", "length"):
+    if t.finish_reason not in FINISH_REASONS:
         _refuse(f"finish_reason must be 'stop' or 'length', got {t.finish_reason!r:.80}")
     if problem := component_problem(t.components):
         _refuse(problem)

@@ -11,7 +11,7 @@ their failure is no error.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any, Protocol
 
 import grpc
@@ -62,7 +62,7 @@ class Calls(Protocol):
         """
         ...
 
-    def watch(self, request: pb.WatchRequest) -> AsyncIterator[pb.FleetReply]:
+    def watch(self, request: pb.WatchRequest) -> AsyncGenerator[pb.FleetReply]:
         """Yields the table of servers: at once, at every change and as a heartbeat, where none comes from a new call.
 
         Raises:
@@ -191,7 +191,8 @@ class _Grpc:
 
     def _error(self, error: grpc.RpcError, name: str, limit_secs: float) -> Exception:
         """The error of a call, as an exception of Python."""
-        code, details, where = error.code(), error.details(), f"{name} at the queue {self._address}"
+        code, details = error.code(), error.details() or ""
+        where = f"{name} at the queue {self._address}"
         match code:
             case grpc.StatusCode.DEADLINE_EXCEEDED if not _is_unanswered(error):
                 return NotReadyError(f"{where}: {details}")
@@ -258,7 +259,7 @@ class GrpcCalls(_Grpc):
             await asyncio.sleep(RETRY_SECS)
             outage.start()
 
-    async def watch(self, request: pb.WatchRequest) -> AsyncIterator[pb.FleetReply]:
+    async def watch(self, request: pb.WatchRequest) -> AsyncGenerator[pb.FleetReply]:
         outage = _Outage(self._outage_secs)
         while True:
             call = self._stub.WatchFleet(request, metadata=self._metadata)
@@ -266,7 +267,7 @@ class GrpcCalls(_Grpc):
                 while True:
                     async with asyncio.timeout(self._call_timeout_secs):
                         reply = await call.read()
-                    if reply is grpc.aio.EOF:
+                    if reply is grpc.aio.EOF:  # pyright: ignore  # The stubs lack it.
                         break
                     yield reply
                     outage = _Outage(self._outage_secs)

@@ -4,7 +4,7 @@ One event loop owns the queue. Rollout workers in that loop call it there; the l
 """
 
 import inspect
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from typing import Any
 
 from jaxrl_async.queue import trajectory_queue_pb2 as pb
@@ -29,7 +29,7 @@ class DirectCalls:
     async def call(self, name: str, request: Any, wait_secs: float = 0.0) -> Any:
         return await _answer(self._service, name, request)
 
-    def watch(self, request: pb.WatchRequest) -> AsyncIterator[pb.FleetReply]:
+    def watch(self, request: pb.WatchRequest) -> AsyncGenerator[pb.FleetReply]:
         return self._service.WatchFleet(request)
 
     async def tell(self, report: pb.RoleReport, timeout_secs: float | None = None) -> None:

@@ -468,7 +468,8 @@ class Journal:
         (step,) = c.execute(
             "SELECT MIN(step) FROM chunks WHERE step > ?", (meta.get("forgotten_step", 0),)
         ).fetchone()
-        over = _totals(c).get("message_bytes", 0) > self._max_bytes
+        bound, num_bytes = self._max_bytes, _totals(c).get("message_bytes", 0)
+        over = bound is not None and num_bytes > bound
         self._may_forget = over and step is not None and step <= meta.get("checkpointed_step", 0)
         if not self._may_forget:
             return

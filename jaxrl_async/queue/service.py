@@ -17,8 +17,8 @@ import functools
 import logging
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from typing import Any, TypeVar, cast
 
 import grpc
 from google.protobuf import message as protobuf
@@ -351,7 +351,7 @@ class QueueService:
         self._check_generation(request)  # Another learner may have begun during the wait.
         self._check_failure()
         new = self._admission.leases.fixed(step, index) is None
-        chunk = self._apply(self._admission.lease, step, index)
+        chunk = cast(FixedChunk, self._apply(self._admission.lease, step, index))  # It is ready.
         # Before the write: a commit may come in the meantime.
         groups = [self._groups[i] for i in chunk.indexes]
         if self._journal is not None:
@@ -404,7 +404,7 @@ class QueueService:
             await self._journal.published(request.version, self._run_epoch, start)
         return pb.PublishReply()
 
-    async def WatchFleet(self, request: pb.WatchRequest) -> AsyncIterator[pb.FleetReply]:
+    async def WatchFleet(self, request: pb.WatchRequest) -> AsyncGenerator[pb.FleetReply]:
         """Sends the table of servers and the published version: at once, at every change, every HEARTBEAT_SECS."""
         while True:
             reply, v_pub = self._fleet_reply, self._admission.v_pub

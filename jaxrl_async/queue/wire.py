@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence, Sized
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -46,7 +46,7 @@ def encode_group(group: Group) -> pb.Group:
         permit=encode_permit(Permit(group.prompt_index, group.attempt)),
         lengths=[len(t) for t in rows],
         prompt_lengths=[t.prompt_length for t in rows],
-        rewards=[t.reward for t in firsts],
+        rewards=[cast(float, t.reward) for t in firsts],
         finish_reasons=[t.finish_reason for t in rows],
         component_names=names,
         components=[t.components.get(name, math.nan) for t in firsts for name in names],
@@ -165,17 +165,6 @@ def check_outline(message: pb.Group, *, group_size: int, max_tokens: int) -> Non
     _turns(message)
 
 
-def check_return(message: pb.ReturnRequest) -> None:
-    """Checks the sizes of a return.
-
-    Raises:
-      ValueError: names the field, the value and the bound.
-    """
-    _check_text("reason", message.reason, MAX_NAME_CHARS)
-    _check_text("detail", message.detail, MAX_TEXT_CHARS)
-    _check_size("completion_tokens", message.completion_tokens, MAX_ENTRIES)
-
-
 def versions_of(message: pb.Group) -> tuple[int, int]:
     """The oldest and the newest version that sampled a token of a checked group."""
     versions = np.frombuffer(message.versions, "<i4")
@@ -192,34 +181,32 @@ def completion_lengths(message: pb.Group) -> list[int]:
     return [sum(itertools.islice(lengths, num)) for num in _num_rows(message)]
 
 
-def check_admit(message: pb.AdmitRequest) -> None:
-    """Checks the sizes of a request for permits.
+# Checks of requests. Each raises ValueError with the field, the value and the bound.
 
-    Raises:
-      ValueError: names the field, the value and the bound.
-    """
+
+def check_admit(message: pb.AdmitRequest) -> None:
+    """Checks the sizes of a request for permits."""
     _check_text("worker", message.worker, MAX_NAME_CHARS)
     _check_text("instance", message.instance, MAX_NAME_CHARS)
     _check_size("working_on", message.working_on, MAX_ENTRIES)
 
 
-def check_begin(message: pb.BeginRequest) -> None:
-    """Checks the size of a learner's nonce.
+def check_return(message: pb.ReturnRequest) -> None:
+    """Checks the sizes of a return."""
+    _check_text("reason", message.reason, MAX_NAME_CHARS)
+    _check_text("detail", message.detail, MAX_TEXT_CHARS)
+    _check_size("completion_tokens", message.completion_tokens, MAX_ENTRIES)
 
-    Raises:
-      ValueError: it is empty, or longer than MAX_NAME_CHARS.
-    """
+
+def check_begin(message: pb.BeginRequest) -> None:
+    """Checks the size of a learner's nonce."""
     if not message.nonce:
         raise ValueError("nonce is empty: a learner gives one of its own")
     _check_text("nonce", message.nonce, MAX_NAME_CHARS)
 
 
 def check_publish(message: pb.PublishRequest) -> None:
-    """Checks the sizes of a publication: of its table of servers and its resume point.
-
-    Raises:
-      ValueError: names the field, the value and the bound.
-    """
+    """Checks the sizes of a publication: of its table of servers and its resume point."""
     _check_number("version", message.version, MAX_VERSION)
     _check_size("servers", message.servers, MAX_SERVERS)
     position = message.position
@@ -237,11 +224,7 @@ def check_publish(message: pb.PublishRequest) -> None:
 
 
 def check_report(message: pb.RoleReport) -> None:
-    """Checks the sizes of a role's report.
-
-    Raises:
-      ValueError: names the field, the value and the bound.
-    """
+    """Checks the sizes of a role's report."""
     _check_text("role", message.role, MAX_NAME_CHARS)
     _check_size("waits", message.waits, MAX_WAITS)
     for wait in message.waits:
@@ -387,7 +370,7 @@ def _is_sound(message: pb.Group, vocab_size: int) -> bool:
     rewards, reasons = message.rewards, message.finish_reasons
     if not (len(lengths) == len(prompts) == len(reasons) and len(rewards) == len(nums)):
         return False
-    if not set(reasons) <= {"stop", "length"}:
+    if not set(reasons) <= set(types.FINISH_REASONS):
         return False
     arrays = [_from_bytes(message, name, dtype, lengths) for name, dtype in _ARRAYS]
     tokens, logprobs, versions, mask = arrays

@@ -104,7 +104,7 @@ class Sampler:
 
         Args:
           permit: of the group.
-          refusal: "over_age" or "foreign_version".
+          refusal: one of REFUSALS.
         """
         sources = self._sources.get(permit, ())
         if refusal == "over_age":

@@ -21,7 +21,7 @@ import numpy as np
 from jaxrl_async import security
 from jaxrl_async.awake import STOP_SECS, AwakeClock
 from jaxrl_async.queue.client import QueueClient
-from jaxrl_async.records import UP, Permit, Wait
+from jaxrl_async.records import REFUSALS, UP, Permit, Wait
 from jaxrl_async.rewards.pool import Judgement, RewardError, RewardPool, RewardTimeoutError
 from jaxrl_async.rollout.context import Generate, RolloutError, rng_of
 from jaxrl_async.rollout.failures import (
@@ -213,7 +213,7 @@ class Worker:
             if self._drop_equal_rewards and np.ptp(group.rewards) == 0:
                 raise RolloutError("equal_rewards", f"all rewards are {group.rewards[0]:g}")
             outcome = await self._queue.submit(group)
-            if outcome in ("over_age", "foreign_version"):
+            if outcome in REFUSALS:
                 log.warning("%s was refused as %s", permit, outcome)
                 self._sampler.distrust(permit, outcome)
         except RolloutError as error:
