@@ -30,11 +30,11 @@ from jaxrl_async.inference.engine import (
     Request,
     UnavailableError,
 )
-from jaxrl_async.intake import lease, prepared, relay_routes
+from jaxrl_async.intake import pause_lease, prepared, relay_routes
 from jaxrl_async.intake.relay import Relay
 from jaxrl_async.servers.client import STREAMS_HEADER
 from jaxrl_async.types import NEVER_BIAS
-from jaxrl_async.versions import difference
+from jaxrl_async.versions import difference, protocol
 from jaxrl_async.versions import layout as files
 
 MAX_BODY_BYTES = 16 << 20  # of all but an upload
@@ -207,7 +207,7 @@ class _Routes:
         self._prepared = prepared.Prepared()
         self._copy = None  # difference.Copy, while the server runs
         self._loop = asyncio.get_running_loop()
-        self._lease = lease.PauseLease(lambda: asyncio.wrap_future(self._engine.resume()))
+        self._lease = pause_lease.PauseLease(lambda: asyncio.wrap_future(self._engine.resume()))
         self._generating = {}  # rid -> asyncio.Future of a Completion
 
     async def generate(self, http_request):
@@ -355,9 +355,9 @@ class _Routes:
             load = functools.partial(self._copy.load, source, digest, self._load)
             await self._prepared.prepare(version, digest, load, lease_secs)
         except difference.DifferenceError as error:
-            return _refused(str(error), difference.NO_DIFFERENCE)
+            return _refused(str(error), protocol.NO_DIFFERENCE)
         except loading.NoRoomError as error:
-            return _refused(str(error), prepared.NO_ROOM)
+            return _refused(str(error), protocol.NO_ROOM)
         except ValueError as error:  # of WeightsError's kind too
             return _refused(str(error))
         if is_upload and not hand_on:
@@ -392,9 +392,7 @@ class _Routes:
 
     def _uploaded(self, version):
         """The directory of an uploaded version."""
-        directory = (
-            self.relay.directory(version) if relay_routes.VERSION.fullmatch(version) else None
-        )
+        directory = self.relay.directory(version) if protocol.VERSION.fullmatch(version) else None
         if directory is None:
             raise InvalidRequestError(f"no file of version {version!r:.80} was uploaded")
         return directory
@@ -669,7 +667,7 @@ def _str(body, key, max_chars):
 def _file_name(body):
     """The name of the difference in a preparation; "" for none."""
     name = body.get("difference", "")
-    if name != "" and not (isinstance(name, str) and relay_routes.FILE.fullmatch(name)):
+    if name != "" and not (isinstance(name, str) and protocol.FILE.fullmatch(name)):
         raise InvalidRequestError(f"difference must be a file's name, got {name!r:.80}")
     return name
 
@@ -677,7 +675,7 @@ def _file_name(body):
 def _lease(http_request):
     """The seconds of the lease in a request's header; None without one."""
     try:
-        return lease.read_lease(http_request.headers.get(lease.HEADER))
+        return protocol.read_lease(http_request.headers.get(protocol.LEASE_HEADER))
     except ValueError as error:
         raise InvalidRequestError(str(error)) from None
 

@@ -12,11 +12,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from jaxrl_async.intake.lease import Lease
-
-NO_ROOM = 507  # Answer to a preparation for which the device has no room beside what is there.
-# Answers to a preparation after which a server loads in the pause: there is no such route, or no room.
-LOADS_IN_THE_PAUSE = frozenset({404, 405, NO_ROOM})
+from jaxrl_async.intake.pause_lease import Lease
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,9 @@ from typing import Any, BinaryIO
 
 import aiohttp
 
-NO_SOURCE = 502  # Answer to a fetch from a server that does not hand its files on.
+from jaxrl_async.versions import protocol
+from jaxrl_async.versions.protocol import Piece
+
 CHUNK_BYTES = 1 << 18
 STALL_SECS = 5.0  # without a byte, after which a piece is asked of another server
 
@@ -32,23 +34,6 @@ class PieceError(ValueError):
 
 class SourceError(PieceError):
     """A server that does not hand a piece on; another one may."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """A file of a version."""
-
-    num_bytes: int
-    sha256: str | None = (
-        None  # of its bytes, in hex; None: known to nobody before its tensors are verified
-    )
-
-    @classmethod
-    def of(cls, file: pathlib.Path) -> "Piece":
-        """The piece that a file is. Reads all of it."""
-        with open(file, "rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
-            return cls(stream.tell(), digest)
 
 
 class Relay:
@@ -166,7 +151,7 @@ class Relay:
                 for name, piece in pieces.items():
                     if self._pieces.get((version, name)) == piece:
                         continue
-                    url = f"{source}/weights/{version}/{name}"
+                    url = source + protocol.file_route(version, name)
                     options: dict[str, Any] = {"ssl": self._context} if self._context else {}
                     async with session.get(url, allow_redirects=False, **options) as response:
                         if response.status != 200:

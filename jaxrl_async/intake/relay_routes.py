@@ -3,19 +3,12 @@
 import contextlib
 import json
 import logging
-import re
 from collections.abc import Callable
 
 from aiohttp import web
 
-from jaxrl_async.intake.lease import MAX_LEASE_SECS
-from jaxrl_async.intake.relay import NO_SOURCE, Piece, PieceError, Relay, SourceError
-from jaxrl_async.servers.client import SHA256_HEADER
-
-VERSION = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}")
-FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,128}\.(json|safetensors|difference)")
-MAX_FILES = 1 << 16  # of a version
-MAX_SOURCE_CHARS = 256
+from jaxrl_async.intake.relay import PieceError, Relay, SourceError
+from jaxrl_async.versions.protocol import FILE, NO_SOURCE, SHA256_HEADER, VERSION, Fetch, Piece
 
 log = logging.getLogger(__name__)
 
@@ -58,12 +51,13 @@ def routes(relay: Callable[[], Relay]) -> list[web.RouteDef]:
 
     async def fetch(request):
         """Gets files of a version from another server that has them, or gets them: see Relay.fetch."""
-        version, source, pieces, secs = _fetch_of(await request.read())
+        fetch = _fetch_of(await request.read())
+        version, files = fetch.weight_version, fetch.files
         try:
-            await relay().fetch(version, source, pieces, timeout_secs=secs)
+            await relay().fetch(version, fetch.source, files, timeout_secs=fetch.timeout_secs)
         except SourceError as error:
             return error_answer(NO_SOURCE, error)
-        return web.json_response({"message": f"{len(pieces)} files of version {version} are here"})
+        return web.json_response({"message": f"{len(files)} files of version {version} are here"})
 
     return [
         web.put("/weights/{version}/{file}", _refusing(upload)),
@@ -97,29 +91,12 @@ def _named(version, file) -> tuple[str, str]:
     return version, file
 
 
-def _fetch_of(content: bytes) -> tuple[str, str, dict[str, Piece], float]:
-    """Version, source, pieces and seconds of the body of a fetch."""
+def _fetch_of(content: bytes) -> Fetch:
+    """The body of a fetch."""
     try:
-        body = json.loads(content)
-        version, source, listed, secs = (
-            body[key] for key in ("weight_version", "source", "files", "timeout_secs")
-        )
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise _Refused(
-            f"the body must be JSON with weight_version, source, files and timeout_secs: {error!r:.80}"
-        ) from error
-    if not (isinstance(source, str) and 0 < len(source) <= MAX_SOURCE_CHARS):
-        raise _Refused(f"source must be an http://host:port, got {source!r:.80}")
-    if not (isinstance(secs, int | float) and 0 < secs <= MAX_LEASE_SECS):
-        raise _Refused(f"timeout_secs must be in (0, {MAX_LEASE_SECS:g}], got {secs!r:.80}")
-    if not (isinstance(listed, dict) and 0 < len(listed) <= MAX_FILES):
-        raise _Refused(f"files must be 1 to {MAX_FILES} files, got {listed!r:.80}")
-    pieces = {}
-    for name, entry in listed.items():
-        _named(version, name)
-        match entry:
-            case {"num_bytes": int(num_bytes), "sha256": str(digest)} if num_bytes >= 0:
-                pieces[name] = Piece(num_bytes, digest)
-            case _:
-                raise _Refused(f"{name} must have num_bytes ≥ 0 and sha256, got {entry!r:.80}")
-    return version, source, pieces, secs
+        fetch = Fetch.read(json.loads(content))
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise _Refused(f"the body must be JSON, a Fetch: {error!r:.300}") from error
+    for name in fetch.files:
+        _named(fetch.weight_version, name)
+    return fetch

@@ -21,8 +21,8 @@ from jaxrl_async.learner.train_step import TrainState
 from jaxrl_async.models import hf, transformer
 from jaxrl_async.publishing.publisher import Publisher
 from jaxrl_async.records import QueueStatus, ResumePoint
-from jaxrl_async.versions.held import HeldStore, HeldVersion
-from jaxrl_async.versions.store import ADAPTER, WeightStore
+from jaxrl_async.versions.memory import MemoryStore, MemoryVersion
+from jaxrl_async.versions.store import ADAPTER, StoredVersion, WeightStore
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Versions:
     def __init__(
         self,
         publisher: Publisher,
-        store: WeightStore | HeldStore,
+        store: WeightStore | MemoryStore,
         *,
         config: transformer.ModelConfig,
         dtype: str,
@@ -137,7 +137,7 @@ class Versions:
             version + 1,
             status.committed_step,
         )
-        self._push(self._restored, lambda: self._store.path(self._held(self._restored)), None)
+        self._push(self._restored, lambda: self._store.get(self._held(self._restored)), None)
 
     def snapshot(self, state: TrainState) -> Iterable[tuple[str, np.ndarray]]:
         """This process's tensors of a state, which may be donated afterwards. Iterate once, in any thread."""
@@ -219,8 +219,8 @@ class Versions:
 
     def _write(
         self, version: int, tensors: Iterable[tuple[str, np.ndarray]]
-    ) -> pathlib.Path | None:
-        """Writes a version with the other processes; process 0 returns the directory of the version to push."""
+    ) -> StoredVersion | None:
+        """Writes a version with the other processes; process 0 returns the version to push."""
         if self._process == 0:
             self._store.begin(version)
         processes.barrier(f"version {version} is begun", timeout_secs=self._timeout_secs)
@@ -233,7 +233,7 @@ class Versions:
         else:
             config, prefix = hf.write_config(self._config), ""
         self._store.finish(version, self._num_processes, config, prefix=prefix)
-        return self._store.path(self._held(version))
+        return self._store.get(self._held(version))
 
     def _held(self, version: int) -> int:
         """The version to push, or the oldest newer one if the store has lost it."""
@@ -251,18 +251,18 @@ class Versions:
         return held
 
 
-class HeldVersions(Versions):
-    """Versions for engines in this process, in a HeldStore. The train step keeps the parameters, so none is copied."""
+class MemoryVersions(Versions):
+    """Versions for engines in this process, in a MemoryStore. The train step keeps the parameters: none is copied."""
 
     def snapshot(self, state: TrainState) -> nnx.State:
         """The trained parameters themselves, or a copy in the dtype of versions where that is another."""
         dtypes = {leaf.dtype.name for leaf in jax.tree.leaves(state.params)}
         return state.params if dtypes == {self._dtype} else _cast(state.params, self._dtype)
 
-    def _write(self, version: int, params: nnx.State) -> HeldVersion:
-        num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-        self._store.put(version, params, num_bytes)
-        return self._store.path(self._held(version))
+    def _write(self, version: int, params: nnx.State) -> MemoryVersion:
+        total_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+        self._store.put(version, params, total_bytes)
+        return self._store.get(self._held(version))
 
 
 @functools.partial(jax.jit, static_argnames="dtype")

@@ -9,7 +9,7 @@ import pathlib
 import weakref
 from collections.abc import Sequence
 
-from jaxrl_async.intake.relay import Piece
+from jaxrl_async.versions.protocol import Piece
 from jaxrl_async.versions.store import StoredVersion
 
 # Version → names of files → the tree in which they travel.

@@ -19,8 +19,7 @@ from jaxrl_async.records import ServerRecord
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.fleet import DEAD, HEALTHY, STALE
 from jaxrl_async.servers.port import ServerError
-from jaxrl_async.versions.held import HeldVersion
-from jaxrl_async.versions.store import StoredVersion
+from jaxrl_async.versions.version import Version
 
 MAX_DESCRIBED = 16  # servers in a message
 PROBE_TIMEOUT_SECS = 5.0  # A server that loads and samples at once still answers within this.
@@ -31,7 +30,7 @@ class Target:
     """The version that every server should hold."""
 
     name: str  # of the weights, as the servers report it
-    files: StoredVersion | HeldVersion
+    files: Version
 
     @property
     def version(self) -> int:

@@ -13,8 +13,6 @@ import contextlib
 import dataclasses
 import logging
 import math
-import os
-import pathlib
 import random
 import threading
 import time
@@ -31,8 +29,7 @@ from jaxrl_async.records import ResumePoint
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.fleet import DEAD, HEALTHY, STALE
 from jaxrl_async.servers.port import ServerError, ServerTimeoutError, UnfitServerError
-from jaxrl_async.versions.held import HeldVersion
-from jaxrl_async.versions.store import StoredVersion
+from jaxrl_async.versions.version import Version
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +149,7 @@ class Publisher:
     def publish(
         self,
         version: int,
-        write: Callable[[], str | os.PathLike | HeldVersion],
+        write: Callable[[], Version],
         *,
         timeout_secs: float,
         resume_point: ResumePoint | None = None,
@@ -162,9 +159,8 @@ class Publisher:
 
         Args:
           version: ≥ 0, above every version published before.
-          write: writes the version and returns the directory of the weights to hold, as WeightStore wrote it: its
-            own, or those of another version, named in their manifest. Or a version in memory. Called in a thread of
-            the publisher.
+          write: writes the version and returns the one whose weights the servers should hold: itself or another.
+            Called in a thread of the publisher.
           timeout_secs: bound on waiting for the push before.
           resume_point: where the queue starts from, at the first publication after a restore.
           run_epoch: grows where the weights of a version are not those that were published under its number; then
@@ -607,18 +603,13 @@ class Publisher:
 class _Request:
     version: int
     run_epoch: int
-    write: Callable[[], str | os.PathLike | HeldVersion]
+    write: Callable[[], Version]
     resume_point: ResumePoint | None
 
 
-def _write(
-    write: Callable[[], str | os.PathLike | HeldVersion],
-) -> tuple[StoredVersion | HeldVersion, int]:
+def _write(write: Callable[[], Version]) -> tuple[Version, int]:
     written = write()
-    if isinstance(written, HeldVersion):
-        return written, written.num_bytes
-    path = pathlib.Path(written)
-    return StoredVersion(path), sum(f.stat().st_size for f in path.iterdir())
+    return written, written.total_bytes
 
 
 def _at_least(published: int | None, version: int) -> bool:

@@ -24,15 +24,13 @@ from typing import Any, Protocol
 
 from jaxrl_async.config.settings import PAUSE_MODES
 from jaxrl_async.extras.collective import Collective
-from jaxrl_async.intake.prepared import LOADS_IN_THE_PAUSE
-from jaxrl_async.intake.relay import NO_SOURCE
 from jaxrl_async.publishing import differences, fanout, verification
 from jaxrl_async.records import NOBODY, Identity
 from jaxrl_async.security import is_loopback
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.port import ServerError, ServerTimeoutError
+from jaxrl_async.versions import protocol
 from jaxrl_async.versions import store as weight_store
-from jaxrl_async.versions.difference import NO_DIFFERENCE
 
 log = logging.getLogger(__name__)
 
@@ -326,10 +324,10 @@ class Push:
         self.held = info.get("weight_version")
         is_ours = verification.reports_digest(info)
         is_sent = self.options.name == "stream"
-        self.has_sidecar = not is_ours and is_sent and bool(info.get("hands_on"))
+        self.has_sidecar = not is_ours and is_sent and bool(info.get(protocol.HANDS_ON))
         if is_ours or self.has_sidecar:
-            self.writer, self._base = self.options.writer, info.get("difference_base")
-            self._hands_on = bool(self.options.fanout and info.get("hands_on"))
+            self.writer, self._base = self.options.writer, info.get(protocol.DIFFERENCE_BASE)
+            self._hands_on = bool(self.options.fanout and info.get(protocol.HANDS_ON))
         if is_ours:
             if self.files.is_adapter and not info.get("lora"):
                 raise self.error("takes no adapters")
@@ -357,14 +355,14 @@ class Push:
                 await self._prepare([difference], difference.name, is_shared)
                 return self.files.digest
             except ServerError as error:
-                if error.status != NO_DIFFERENCE:
+                if error.status != protocol.NO_DIFFERENCE:
                     raise
                 log.warning("%s: gets version %s in full: %s", self.address, self.name, error)
         every = sorted(pathlib.Path(self.files).iterdir())
         try:
             await self._prepare([f for f in every if f.suffix in _SUFFIXES], "", is_shared)
         except ServerError as error:
-            if error.status not in LOADS_IN_THE_PAUSE:
+            if error.status not in protocol.LOADS_IN_THE_PAUSE:
                 raise
             log.warning("%s: loads in the pause: %s", self.address, error.reason)
             return None
@@ -403,20 +401,19 @@ class Push:
         if self._hands_on:
             tree = fanout.shared(self.files, files, self.options.fanout)
             pieces = await tree.pieces(files)
-            listed = {name: dataclasses.asdict(piece) for name, piece in pieces.items()}
             while (source := tree.source(self.address)) is not None:
                 self.check_wanted()
                 try:
                     await self.client.fetch_weights(
                         self.address,
                         source=source,
-                        pieces=listed,
+                        pieces=pieces,
                         version=self.name,
                         timeout_secs=self.left(),
                     )
                     return
                 except ServerError as error:
-                    if error.status != NO_SOURCE:
+                    if error.status != protocol.NO_SOURCE:
                         raise
                     tree.fail(source)
                     log.warning("%s: goes around %s: %s", self.address, source, error.reason)
@@ -453,7 +450,7 @@ class Push:
         been verified: a load that fails halfway leaves no mixture under the name of the version before.
         """
         client, address = self.client, self.address
-        name = self.name if self._expected is None else f"{self.name}-unverified"
+        name = self.name if self._expected is None else self.name + protocol.UNVERIFIED
         self.check_wanted()
         try:
             lease = {"lease_secs": self.options.pause_lease_secs}

@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.port import ServerError
+from jaxrl_async.versions import protocol
 from jaxrl_async.versions import store as weight_store
 
 log = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ log = logging.getLogger(__name__)
 
 def reports_digest(model_info: Mapping[str, Any]) -> bool:
     """Whether a server is one of this project's, which verifies a version before it samples with it."""
-    return "weight_digest" in model_info
+    return protocol.WEIGHT_DIGEST in model_info
 
 
 def verify_digest(
@@ -43,7 +44,7 @@ def verify_digest(
     Raises:
       ServerError: another digest.
     """
-    said, wanted = info.get("weight_digest"), files.digest
+    said, wanted = info.get(protocol.WEIGHT_DIGEST), files.digest
     if said != wanted:
         reason = (
             f"holds weights with digest {said}, the manifest of {os.fspath(files)} says {wanted}"

@@ -22,8 +22,9 @@ from jaxrl_async import parts
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.inference.direct import DirectClient
 from jaxrl_async.inference.engine import Engine
-from jaxrl_async.learner.versions import Delay, HeldVersions
+from jaxrl_async.learner.versions import Delay, MemoryVersions
 from jaxrl_async.metrics import MetricsWriter
+from jaxrl_async.publishing.direct import hand_over
 from jaxrl_async.queue.client import LearnerQueue, QueueClient
 from jaxrl_async.queue.direct import BlockingDirectCalls, DirectCalls
 from jaxrl_async.queue.service import QueueService
@@ -34,7 +35,7 @@ from jaxrl_async.roles.server import ENGINE_STOP_SECS
 from jaxrl_async.roles.turns import Turns
 from jaxrl_async.rollout.failures import flattened
 from jaxrl_async.servers.preflight import Expected
-from jaxrl_async.versions.held import HeldStore, hand_over
+from jaxrl_async.versions.memory import MemoryStore
 
 # The sides of a shared device, by the metrics of their waits.
 LEARNER, ENGINES = "time/device_wait_secs", "rollout/device_wait_secs"
@@ -219,11 +220,11 @@ class _DirectLinks(learner.Links):
         )
         return LearnerQueue(calls, share)
 
-    def store(self, workdir: pathlib.Path, delay: Delay, writer: Identity) -> HeldStore:
-        return HeldStore(keep=delay.max_steps + 1)
+    def store(self, workdir: pathlib.Path, delay: Delay, writer: Identity) -> MemoryStore:
+        return MemoryStore(keep=delay.max_steps + 1)
 
-    def versions(self, publisher: Any, store: HeldStore, **values: Any) -> HeldVersions:
-        return HeldVersions(publisher, store, **values)
+    def versions(self, publisher: Any, store: MemoryStore, **values: Any) -> MemoryVersions:
+        return MemoryVersions(publisher, store, **values)
 
     def servers(self, writer: Identity, expected: Expected) -> dict[str, Any]:
         mode = self._settings.weights.pause_mode

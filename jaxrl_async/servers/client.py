@@ -6,7 +6,6 @@ retries are the sampler's; the version that a server should hold is the publishe
 
 import asyncio
 import contextlib
-import dataclasses
 import json
 import pathlib
 import re
@@ -32,11 +31,10 @@ from jaxrl_async.servers.port import (
     ServerTimeoutError,
 )
 from jaxrl_async.servers.probes import LostAnswerError, Probes
+from jaxrl_async.versions import protocol
 
 # In an answer of /generate: the server streams the answers of a batch, one event for each when it ends.
 STREAMS_HEADER = "X-Streams-Batches"
-SHA256_HEADER = "X-Sha256"  # of an upload
-PAUSE_LEASE_HEADER = "X-Pause-Lease-Secs"  # weights.lease reads it
 
 
 class InferenceClient:
@@ -165,14 +163,16 @@ class InferenceClient:
         if address in self._stamping:
             return None
         info = await self.model_info(address, timeout_secs=timeout_secs)
-        if "weight_digest" in info:  # This project's.
+        if protocol.WEIGHT_DIGEST in info:  # This project's.
             self._stamping.add(address)
             return None
         name = info.get("weight_version")
         try:
             read_version(name, self.run_id)
         except ForeignWeightsError as error:
-            raise ForeignVersionError(address, "/model_info", str(error), retryable=True) from error
+            raise ForeignVersionError(
+                address, protocol.MODEL_INFO, str(error), retryable=True
+            ) from error
         return name
 
     async def load_adapter(
@@ -234,12 +234,12 @@ class InferenceClient:
 
         With lease_secs > 0 a server of this project continues by itself after that time.
         """
-        payload = {"mode": mode}
-        await self._post(address, "/pause_generation", payload, timeout_secs, _lease(lease_secs))
+        headers = protocol.lease_headers(lease_secs)
+        await self._post(address, protocol.PAUSE, {"mode": mode}, timeout_secs, headers)
 
     async def continue_(self, address: str, *, timeout_secs: float) -> None:
         """Ends a pause."""
-        await self._post(address, "/continue_generation", {}, timeout_secs)
+        await self._post(address, protocol.CONTINUE, {}, timeout_secs)
 
     async def abort(self, address: str, *, rid: str | None, timeout_secs: float) -> None:
         """Ends every request whose id starts with `rid`, or all requests when it is None."""
@@ -281,12 +281,17 @@ class InferenceClient:
         Raises:
           ServerError: refused, lost or late; the server's own message stands in it.
         """
-        payload = {"weight_version": version, "weight_digest": digest} | _signature(writer)
-        payload |= {} if path is None else {"model_path": str(path)}
-        payload |= {"keep": True} if keep else {}
-        payload |= {"difference": difference} if difference else {}
-        payload |= {"hand_on": True} if hand_on else {}
-        await self._update(address, "/weights/prepare", payload, timeout_secs, _lease(lease_secs))
+        preparation = protocol.Preparation(
+            weight_version=version,
+            weight_digest=digest,
+            model_path=path,
+            writer=writer,
+            difference=difference,
+            keep=keep,
+            hand_on=hand_on,
+        )
+        headers = protocol.lease_headers(lease_secs)
+        await self._update(address, protocol.PREPARE, preparation.body(), timeout_secs, headers)
 
     async def update_weights_from_disk(
         self,
@@ -307,15 +312,16 @@ class InferenceClient:
         Raises:
           ServerError: refused, lost or late; the server's own message stands in it.
         """
-        payload = {
-            "model_path": str(path),
-            "load_format": "auto",  # Else a server started with dummy weights draws new ones.
-            "weight_version": version,
-            "flush_cache": flush_cache,
-            "abort_all_requests": False,
-        }
-        payload |= _signature(writer) | _digest(digest)
-        await self._update(address, "/update_weights_from_disk", payload, timeout_secs)
+        update = protocol.DiskUpdate(
+            weight_version=version,
+            weight_digest=digest,
+            model_path=str(path),
+            writer=writer,
+            flush_cache=flush_cache,
+            abort_all_requests=False,
+            load_format="auto",
+        )
+        await self._update(address, protocol.UPDATE_FROM_DISK, update.body(), timeout_secs)
 
     async def upload(
         self,
@@ -330,8 +336,8 @@ class InferenceClient:
 
         `sha256` is the digest of its bytes, in hex, where the server is to compare it.
         """
-        headers = {SHA256_HEADER: sha256} if sha256 else {}
-        route = f"/weights/{version}/{file.name}"
+        headers = {protocol.SHA256_HEADER: sha256} if sha256 else {}
+        route = protocol.file_route(version, file.name)
         with open(file, "rb") as stream:
             await self._call("PUT", address, route, stream, timeout_secs, headers)
 
@@ -340,7 +346,7 @@ class InferenceClient:
         address: str,
         *,
         source: str,
-        pieces: Mapping[str, Mapping[str, Any]],
+        pieces: Mapping[str, protocol.Piece],
         version: str,
         timeout_secs: float,
     ) -> None:
@@ -349,16 +355,17 @@ class InferenceClient:
         Args:
           address: "http://host:port".
           source: that of the other server, which has the files or gets them.
-          pieces: "num_bytes" and "sha256" of each file, by name.
+          pieces: the files, by name.
           version: its name.
           timeout_secs: bound on the whole call.
 
         Raises:
-          ServerError: refused, lost or late; of status 502 where it is the source that fails.
+          ServerError: refused, lost or late; of status NO_SOURCE where it is the source that fails.
         """
-        payload = {"weight_version": version, "source": source, "files": dict(pieces)}
-        payload |= {"timeout_secs": timeout_secs}
-        await self._post(address, "/weights/fetch", payload, timeout_secs)
+        fetch = protocol.Fetch(
+            weight_version=version, source=source, files=dict(pieces), timeout_secs=timeout_secs
+        )
+        await self._post(address, protocol.FETCH, fetch.body(), timeout_secs)
 
     async def update_weights_from_upload(
         self,
@@ -375,9 +382,10 @@ class InferenceClient:
         Raises:
           ServerError: refused, lost or late; the server's own message stands in it.
         """
-        payload = {"weight_version": version, "flush_cache": flush_cache}
-        payload |= _signature(writer) | _digest(digest)
-        await self._update(address, "/update_weights_from_upload", payload, timeout_secs)
+        update = protocol.Update(
+            weight_version=version, weight_digest=digest, writer=writer, flush_cache=flush_cache
+        )
+        await self._update(address, protocol.UPDATE_FROM_UPLOAD, update.body(), timeout_secs)
 
     async def begin_weight_update(self, address: str, *, timeout_secs: float) -> None:
         """Opens a session of updates by tensors, sent or broadcast."""
@@ -519,7 +527,7 @@ class InferenceClient:
 
         This is the liveness route: SGLang's /health samples a token and does not answer during a pause.
         """
-        return await self._call("GET", address, "/model_info", None, timeout_secs)
+        return await self._call("GET", address, protocol.MODEL_INFO, None, timeout_secs)
 
     async def get(self, address: str, route: str, *, timeout_secs: float) -> dict[str, Any]:
         """The answer of an information route."""
@@ -733,21 +741,6 @@ class InferenceClient:
             raise ServerError(address, route, reason, retryable=True) from error
 
 
-def _signature(writer: Identity) -> dict[str, Any]:
-    """The learner, as a server of this project takes it."""
-    return {} if writer == NOBODY else {"writer": dataclasses.asdict(writer)}
-
-
-def _digest(digest: str | None) -> dict[str, str]:
-    """The digest of a version, as a server of this project takes it."""
-    return {} if digest is None else {"weight_digest": digest}
-
-
-def _lease(secs: float) -> dict[str, str]:
-    """The header of a lease; none for 0."""
-    return {PAUSE_LEASE_HEADER: f"{secs:g}"} if secs else {}
-
-
 def _no_answer(address: str, route: str, timeout_secs: float) -> ServerTimeoutError:
     reason = f"no answer within {timeout_secs:g} s"
     return ServerTimeoutError(address, route, reason, retryable=True)
@@ -790,7 +783,7 @@ def _message(text: bytes) -> str:
 _INFORMATION_ROUTES = frozenset(
     {
         "/generate",
-        "/model_info",
+        protocol.MODEL_INFO,
         "/server_info",
         "/get_model_info",
         "/get_server_info",
@@ -800,10 +793,10 @@ _INFORMATION_ROUTES = frozenset(
 # The calls of a push of files, with short answers: a push to 1,000 servers makes 6,000 of them.
 _LINE_ROUTES = frozenset(
     {
-        "/model_info",
-        "/pause_generation",
-        "/continue_generation",
-        "/update_weights_from_disk",
+        protocol.MODEL_INFO,
+        protocol.PAUSE,
+        protocol.CONTINUE,
+        protocol.UPDATE_FROM_DISK,
         "/update_weight_version",
     }
 )

@@ -1,4 +1,5 @@
-"""Versions of the weights: their files, digests and differences. NumPy alone.
+"""Versions of the weights: their type, files, digests and differences, and the protocol of a push. NumPy alone.
 
-Reading order: layout (the bytes) → store (a directory per version) → held (versions in memory) → difference.
+Reading order: version (the type) → layout (the bytes) → store (a directory per version) → memory → difference →
+protocol.
 """

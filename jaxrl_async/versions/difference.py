@@ -35,7 +35,6 @@ from jaxrl_async.versions import layout as files
 
 MAGIC = b"jaxrldif"
 SUFFIX = ".difference"
-NO_DIFFERENCE = 409  # Answer to a preparation whose difference does not lead to the version.
 # Of the version's bytes; a longer difference saves too little to be worth its computation.
 MAX_SHARE = 0.8
 _MAX_HEADER_BYTES = 256 << 20

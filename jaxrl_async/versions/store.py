@@ -181,6 +181,14 @@ class WeightStore:
         """The directory of a version, there or not."""
         return self._root / f"{version:08d}"
 
+    def get(self, version: int) -> "StoredVersion":
+        """A version that is there.
+
+        Raises:
+          WeightStoreError: its manifest is missing, or is none.
+        """
+        return StoredVersion(self.path(version))
+
     def versions(self) -> list[int]:
         """The versions that are there, ascending."""
         names = (entry.name for entry in self._root.iterdir())
@@ -232,7 +240,7 @@ class WeightStore:
 
 
 class StoredVersion(os.PathLike):
-    """One version that several pushes read: its manifest is read once, its files are checked once.
+    """One version that several pushes read, a `Version`: its manifest is read once, its files are checked once.
 
     A file is mapped when a tensor of it is asked for, and MAX_MAPPED_FILES stay mapped. Use from any thread.
     """
@@ -260,6 +268,11 @@ class StoredVersion(os.PathLike):
     @property
     def digest(self) -> str:
         return self.manifest["digest"]
+
+    @property
+    def total_bytes(self) -> int:
+        """The size of its files."""
+        return sum(file.stat().st_size for file in self._path.iterdir())
 
     @property
     def is_adapter(self) -> bool:

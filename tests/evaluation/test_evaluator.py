@@ -241,7 +241,8 @@ def lending(tmp_path, servers):
 
         def publish(version):
             def write():
-                return store.write(version, [("weight", np.array([version]))], {})
+                store.write(version, [("weight", np.array([version]))], {})
+                return store.get(version)
 
             publisher.publish(version, write, timeout_secs=WAIT_SECS)
 

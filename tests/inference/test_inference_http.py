@@ -24,10 +24,9 @@ from fixtures.served_engine import (
 
 from jaxrl_async.inference import engine as engine_lib
 from jaxrl_async.inference import http, loading, programs
-from jaxrl_async.intake import prepared
 from jaxrl_async.models import hf
 from jaxrl_async.servers.client import InferenceClient
-from jaxrl_async.versions import difference
+from jaxrl_async.versions import difference, protocol
 from jaxrl_async.versions import store as weight_store
 
 
@@ -719,7 +718,7 @@ async def test_differences_give_the_digests_of_full_versions(copies, client, ste
             copies[-1].drop()
         status, answer = await give(path, str(number), file)
         if number == 5:
-            assert status == difference.NO_DIFFERENCE and "is of None" in answer["message"]
+            assert status == protocol.NO_DIFFERENCE and "is of None" in answer["message"]
             assert (await client.get("/model_info"))[1]["weight_version"] == "4"
             status, answer = await give(path, str(number))
         assert status == 200, answer
@@ -747,7 +746,7 @@ async def test_a_kept_upload_without_room_is_there_for_the_load_in_the_pause(
     monkeypatch.setattr(loading, "read", no_room)
     await upload(client, stored, "4")
     status, _ = await client("/weights/prepare", named(stored, keep=True))
-    assert status == prepared.NO_ROOM
+    assert status == protocol.NO_ROOM
     monkeypatch.setattr(loading, "read", read)
     status, _ = await client("/update_weights_from_upload", {"weight_version": "4"})
     assert status == 200
@@ -760,7 +759,7 @@ def no_room(*_):
 async def test_no_room_for_two_copies_is_507(client, stored, monkeypatch):
     monkeypatch.setattr(loading, "read", no_room)
     status, answer = await prepare(client, stored)
-    assert (status, answer["success"]) == (prepared.NO_ROOM, False) and "no room" in answer[
+    assert (status, answer["success"]) == (protocol.NO_ROOM, False) and "no room" in answer[
         "message"
     ]
 

@@ -17,10 +17,11 @@ from jaxrl_async.models import hf
 from jaxrl_async.publishing import fanout, transports
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.port import ServerError
+from jaxrl_async.versions import protocol
 from jaxrl_async.versions.store import StoredVersion, WeightStore, read_manifest
 
 BYTES = bytes(range(256)) * 40
-PIECE = relay.Piece(len(BYTES), hashlib.sha256(BYTES).hexdigest())
+PIECE = protocol.Piece(len(BYTES), hashlib.sha256(BYTES).hexdigest())
 NAME = "model.safetensors"
 ANY_ENGINE = types.SimpleNamespace(config=CONFIG, name="any", max_total_tokens=64)
 
@@ -198,10 +199,10 @@ async def test_a_source_without_the_piece_or_with_another_one_is_named():
     async with relays(2) as (first, second):
         assert (await put(first, altered))[0] == 200  # Its digest was not told.
         status, answer = await second("/weights/fetch", fetch_of(address_of(first)))
-        assert status == relay.NO_SOURCE
+        assert status == protocol.NO_SOURCE
         assert address_of(first) in str(answer) and "SHA-256" in str(answer)
         status, answer = await second("/weights/fetch", fetch_of("http://127.0.0.1:1"))
-        assert status == relay.NO_SOURCE and "127.0.0.1:1" in str(answer)
+        assert status == protocol.NO_SOURCE and "127.0.0.1:1" in str(answer)
         status, answer = await put(first, altered, headers={"X-Sha256": PIECE.sha256})
         assert status == 400 and "the learner's has" in str(answer)
 
@@ -231,7 +232,7 @@ async def test_a_source_whose_own_piece_breaks_off_says_so_at_once():
             with pytest.raises(aiohttp.ClientPayloadError):
                 await answer.content.read()
         status, answer = await fetching
-        assert status == relay.NO_SOURCE and "sent nothing" not in str(answer)
+        assert status == protocol.NO_SOURCE and "sent nothing" not in str(answer)
         await asyncio.gather(putting, return_exceptions=True)
 
 
@@ -241,7 +242,7 @@ async def test_a_source_that_is_silent_is_given_up():
         silent = await asyncio.start_server(lambda _, w: writers.append(w), "127.0.0.1", 0)
         source = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
         status, answer = await client("/weights/fetch", fetch_of(source))
-        assert status == relay.NO_SOURCE and "nothing for 5 s" in str(answer)
+        assert status == protocol.NO_SOURCE and "nothing for 5 s" in str(answer)
         for writer in writers:
             writer.close()
         silent.close()

@@ -27,14 +27,14 @@ RESUME_POINT = ResumePoint(3, 12, (), {}, {})
 
 
 class Publisher:
-    """Writes at once; the last directory is the one that servers would load."""
+    """Writes at once; the last version is the one that servers would load."""
 
     def __init__(self):
-        self.path = None
+        self.held = None
         self.pushed = []  # (version, run epoch, resume_point)
 
     def publish(self, version, write, *, timeout_secs, resume_point, run_epoch):
-        self.path = write()
+        self.held = write()
         self.pushed.append((version, run_epoch, resume_point))
 
     def metrics(self):
@@ -60,7 +60,7 @@ def make(params, tmp_path):
         def given(version):
             state = types.SimpleNamespace(params=jax.tree.map(lambda x: x * 0 + version, params))
             versions.publish(version, versions.snapshot(state))
-            held = int(publisher.path.name) if publisher.path else None
+            held = publisher.held.version if publisher.held else None
             assert held is None or set(read_tensors(store.path(held))[NORM]) == {held}
             return held
 

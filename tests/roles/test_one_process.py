@@ -29,8 +29,9 @@ from jaxrl_async.config import base_config
 from jaxrl_async.inference.direct import DirectClient
 from jaxrl_async.inference.engine import Engine
 from jaxrl_async.learner.train_step import TrainState
-from jaxrl_async.learner.versions import Delay, HeldVersions
+from jaxrl_async.learner.versions import Delay, MemoryVersions
 from jaxrl_async.metrics import read_metrics
+from jaxrl_async.publishing.direct import hand_over
 from jaxrl_async.publishing.transports import ObsoleteVersionError
 from jaxrl_async.queue.calls import QueueError
 from jaxrl_async.queue.client import LearnerQueue, QueueClient
@@ -43,7 +44,7 @@ from jaxrl_async.samples import read_samples
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.port import ForeignVersionError, ServerError, ServerTimeoutError
 from jaxrl_async.types import InvalidTrajectoryError
-from jaxrl_async.versions.held import HeldStore, hand_over
+from jaxrl_async.versions.memory import MemoryStore
 
 CALL_SECS = 30.0
 
@@ -237,9 +238,9 @@ async def test_weights_are_handed_over_by_reference_while_it_samples():
     engine = Engine(CONFIG, max_queued_requests=64, name="gated", turn=turn, **SHAPE)
     engine.start()
     engine.update_weights(weights(0), "0").result(CALL_SECS)
-    new, store = jax.device_put(weights(1)), HeldStore(keep=1)
+    new, store = jax.device_put(weights(1)), MemoryStore(keep=1)
     store.put(1, new, 123)
-    give = {"path": store.path(1), "version": 1, "mode": "retract", "timeout_secs": CALL_SECS}
+    give = {"path": store.get(1), "version": 1, "mode": "retract", "timeout_secs": CALL_SECS}
     async with DirectClient({"engine": engine}) as client:
         running = [
             asyncio.create_task(client.generate("engine", **ask(f"h{i}", **LONG))) for i in range(6)
@@ -345,8 +346,8 @@ def test_a_snapshot_is_the_parameters_themselves_where_the_dtypes_are_equal():
     delay = Delay(0, uniform=False, seed=0)
     state = TrainState({"w": jax.numpy.ones(3)}, (), jax.numpy.zeros((), jax.numpy.int32))
     for dtype, is_same in (("float32", True), ("bfloat16", False)):
-        versions = HeldVersions(
-            None, HeldStore(keep=1), config=None, dtype=dtype, timeout_secs=1.0, delay=delay
+        versions = MemoryVersions(
+            None, MemoryStore(keep=1), config=None, dtype=dtype, timeout_secs=1.0, delay=delay
         )
         snapshot = versions.snapshot(state)
         assert (snapshot["w"] is state.params["w"]) == is_same

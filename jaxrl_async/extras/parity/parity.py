@@ -20,6 +20,7 @@ from jaxrl_async.models import hf, logprobs, lora, transformer
 from jaxrl_async.objectives import kl
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.port import Completion, ServerError
+from jaxrl_async.versions import protocol
 from jaxrl_async.versions import store as weight_store
 
 CAUSES = (
@@ -278,10 +279,10 @@ def label_fault(model_info: Mapping[str, Any], manifest: Mapping[str, Any] | Non
     """
     if manifest is None:
         return None
-    said, wanted = model_info.get("weight_digest"), manifest["digest"]
+    said, wanted = model_info.get(protocol.WEIGHT_DIGEST), manifest["digest"]
     digests = f"digest {str(said)[:12]}, the manifest says {wanted[:12]}"
     name = str(model_info.get("weight_version"))
-    if name.endswith("-unverified"):
+    if name.endswith(protocol.UNVERIFIED):
         return f"the server holds {name}: a push is under way, or failed"
     version = name.rpartition(".")[2]  # behind a run and its epoch
     if version.isdecimal() and int(version) != manifest["version"]:

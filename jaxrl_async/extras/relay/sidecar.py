@@ -26,13 +26,11 @@ from aiohttp import web
 
 from jaxrl_async import security
 from jaxrl_async.intake import relay_routes
-from jaxrl_async.intake.lease import PauseLease, read_lease
-from jaxrl_async.intake.prepared import LOADS_IN_THE_PAUSE
+from jaxrl_async.intake.pause_lease import PauseLease
 from jaxrl_async.intake.relay import Relay
 from jaxrl_async.intake.relay_routes import error_answer
 from jaxrl_async.publishing import verification
-from jaxrl_async.servers.client import PAUSE_LEASE_HEADER
-from jaxrl_async.versions import difference, store
+from jaxrl_async.versions import difference, protocol, store
 from jaxrl_async.versions import layout as files
 
 MAX_BODY_BYTES = 16 << 20  # of a call that is passed on
@@ -128,7 +126,7 @@ class Sidecar:
                     raise ValueError(f"the body must be a JSON object, got {body!r:.80}")
                 return await handler(request, body)
             except difference.DifferenceError as error:
-                return _refused(difference.NO_DIFFERENCE, error)
+                return _refused(protocol.NO_DIFFERENCE, error)
             except (ValueError, OSError, RecursionError) as error:  # of WeightStoreError's kind too
                 return _refused(400, error)
 
@@ -138,11 +136,9 @@ class Sidecar:
         """Makes a directory of the pieces of a version, or of a difference from the version before it."""
         version, digest = _text(body, "weight_version"), _text(body, "weight_digest")
         name, hand_on = body.get("difference", ""), body.get("hand_on", False) is True
-        if name and not (isinstance(name, str) and relay_routes.FILE.fullmatch(name)):
+        if name and not (isinstance(name, str) and protocol.FILE.fullmatch(name)):
             raise ValueError(f"difference must be a file's name, got {name!r:.80}")
-        directory = (
-            self._relay.directory(version) if relay_routes.VERSION.fullmatch(version) else None
-        )
+        directory = self._relay.directory(version) if protocol.VERSION.fullmatch(version) else None
         if directory is None:
             raise ValueError(f"no file of version {version!r:.80} was uploaded")
         self._writers.check(body.get("writer"))
@@ -158,10 +154,10 @@ class Sidecar:
         if self._prepares:
             load = {"model_path": str(verified.path), "weight_version": version}
             load |= {"weight_digest": digest, "writer": body.get("writer")}
-            lease = request.headers.get(PAUSE_LEASE_HEADER)
+            lease = request.headers.get(protocol.LEASE_HEADER)
             status, content = await self._call("/weights/prepare", load, lease=lease)
             self._is_swap = status == 200
-            if not self._is_swap and status not in LOADS_IN_THE_PAUSE:
+            if not self._is_swap and status not in protocol.LOADS_IN_THE_PAUSE:
                 return web.Response(status=status, body=content, content_type="application/json")
         return web.json_response({"success": True, "message": f"version {version} is prepared"})
 
@@ -192,7 +188,7 @@ class Sidecar:
     async def _pause(self, request):
         """A pause ends by itself after its lease, which the server does not know."""
         try:
-            lease_secs = read_lease(request.headers.get(PAUSE_LEASE_HEADER))
+            lease_secs = protocol.read_lease(request.headers.get(protocol.LEASE_HEADER))
         except ValueError as error:
             return error_answer(400, error)
         answer = await self._pass_on(request)
@@ -238,7 +234,7 @@ class Sidecar:
         """(status, body) of a control call of the sidecar's own."""
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         if lease is not None:
-            headers[PAUSE_LEASE_HEADER] = lease
+            headers[protocol.LEASE_HEADER] = lease
         async with (
             self._errors(),
             self._session.post(self._server + route, json=body, headers=headers) as answer,

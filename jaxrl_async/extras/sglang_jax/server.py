@@ -39,9 +39,9 @@ from jaxrl_async import security
 from jaxrl_async.extras.sglang_jax import engine as sglang_jax_engine
 from jaxrl_async.extras.sglang_jax.checkpoints import WeightsError
 from jaxrl_async.extras.sglang_jax.engine import RequestError, WeightsLoader, end_process
-from jaxrl_async.intake.lease import HEADER, PauseLease, read_lease
+from jaxrl_async.intake.pause_lease import PauseLease
 from jaxrl_async.intake.prepared import Prepared
-from jaxrl_async.versions import difference
+from jaxrl_async.versions import difference, protocol
 from jaxrl_async.versions import layout as files
 
 MAX_BODY_BYTES = 16 << 20  # of the routes here, but an upload
@@ -191,9 +191,9 @@ class _PauseLeases:
     async def __call__(self, scope, receive, send):
         if scope["type"] != "http" or scope["path"] not in _PAUSES:
             return await self._app(scope, receive, send)
-        given = dict(scope["headers"]).get(HEADER.lower().encode())
+        given = dict(scope["headers"]).get(protocol.LEASE_HEADER.lower().encode())
         try:
-            secs = read_lease(None if given is None else given.decode("latin-1"))
+            secs = protocol.read_lease(None if given is None else given.decode("latin-1"))
         except ValueError as error:
             return await _json({"error": {"message": str(error)}}, 400)(scope, receive, send)
         self._lease.end()
@@ -291,7 +291,7 @@ class _Routes:
         digest = _field(body, "weight_digest", str)
         claimed = None
         try:
-            lease_secs = read_lease(request.headers.get(HEADER))
+            lease_secs = protocol.read_lease(request.headers.get(protocol.LEASE_HEADER))
             self._writers.check(body.get("writer"))
             if "model_path" in body:
                 directory = self._confined(body)
@@ -309,7 +309,7 @@ class _Routes:
             load = functools.partial(self._copy.load, source, digest, self._load)
             await self._prepared.prepare(version, digest, load, lease_secs)
         except difference.DifferenceError as error:
-            return _refusal(error, difference.NO_DIFFERENCE)
+            return _refusal(error, protocol.NO_DIFFERENCE)
         except ValueError as error:  # of WeightsError's kind too
             return _refusal(error)
         finally:

@@ -5,11 +5,7 @@ Shared by the servers of this project; imports the standard library alone. It kn
 
 import asyncio
 import logging
-import math
 from collections.abc import Awaitable, Callable
-
-HEADER = "X-Pause-Lease-Secs"  # of /pause_generation and /weights/prepare; other servers ignore it
-MAX_LEASE_SECS = 86_400.0
 
 log = logging.getLogger(__name__)
 
@@ -49,20 +45,3 @@ class PauseLease(Lease):
         self.num_expired += 1
         log.warning("no word from the learner for %g s of a pause: the server continues", secs)
         self._resuming = asyncio.ensure_future(self._resume())
-
-
-def read_lease(text: str | None) -> float | None:
-    """The seconds of a lease from its header; None without one.
-
-    Raises:
-      ValueError: names the header, the value and the bound.
-    """
-    if text is None:
-        return None
-    try:
-        secs = float(text)
-    except ValueError:
-        secs = math.nan
-    if not 0 < secs <= MAX_LEASE_SECS:
-        raise ValueError(f"{HEADER} must be in (0, {MAX_LEASE_SECS:g}], got {text!r:.80}")
-    return secs

@@ -2,10 +2,7 @@
 
 import asyncio
 
-import pytest
-
-from jaxrl_async.intake.lease import HEADER, PauseLease, read_lease
-from jaxrl_async.servers import client
+from jaxrl_async.intake.pause_lease import PauseLease
 
 
 async def test_a_pause_that_nobody_ends_is_ended_once():
@@ -32,14 +29,3 @@ async def test_a_pause_that_is_ended_or_begun_anew_has_no_lease_left():
     lease.end()
     await asyncio.sleep(0.05)
     assert lease.num_expired == 0
-
-
-@pytest.mark.parametrize("text", ["", "0", "-1", "nan", "inf", "soon", "86401"])
-def test_a_lease_out_of_its_bounds_is_refused(text):
-    with pytest.raises(ValueError, match=rf"{HEADER} .*\(0, 86400\], got '{text}'"):
-        read_lease(text)
-
-
-def test_a_lease_is_read_from_the_client_s_header():
-    assert client.PAUSE_LEASE_HEADER == HEADER
-    assert read_lease(None) is None and read_lease("2.5") == 2.5
