@@ -54,13 +54,13 @@ def tokenizer_of(settings: Settings, workdir: pathlib.Path):
     Raises:
       OSError, ValueError: the message begins with the setting's name within its block.
     """
-    from jaxrl_async.tasks.tokenizer import Asking
+    from jaxrl_async.tasks.tokenizer import InstructedTokenizer
 
     wanted, tokenizer = settings.tokenizer, _plain_tokenizer_of(settings, workdir)
     tools = _tools_of(settings)
     if not wanted.system_prompt and not wanted.instruction and not tools:
         return tokenizer
-    return Asking(
+    return InstructedTokenizer(
         tokenizer,
         instruction=wanted.instruction,
         system_prompt=wanted.system_prompt,

@@ -55,9 +55,11 @@ class Environment(Protocol):
         Returns:
           What the policy reads after the prompt; `Observation()` for nothing.
         """
+        ...
 
     async def step(self, action: str | list[int]) -> Observation:
         """Answers one turn of the policy, a whole one: a stop token ended it."""
+        ...
 
 
 def check_observation(observation: Any) -> Observation:

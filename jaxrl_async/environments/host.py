@@ -19,17 +19,8 @@ from jaxrl_async.types import Prompt
 MAX_REPLY_BYTES = 1 << 22
 
 
-class EpisodeError(Exception):
-    """An episode failed; the message says what its environment did.
-
-    Where the environment's own code is the cause, `place` has the type and line of its exception, and `traceback` its
-    text.
-    """
-
-    def __init__(self, message: str, *, place: str = "", traceback: str = ""):
-        super().__init__(message)
-        self.place = place
-        self.traceback = traceback
+class EpisodeError(child.CallError):
+    """An episode failed; the message says what its environment did."""
 
 
 class EpisodeTimeoutError(EpisodeError):
@@ -65,8 +56,8 @@ class Host:
         self._num_processes, self._episode_secs = num_processes, episode_secs
         self._places = asyncio.Semaphore(num_processes)  # in order of arrival
         self.num_waiting = 0  # episodes without a process
-        self._idle: list[asyncio.subprocess.Process] = []
-        self._alive: set[asyncio.subprocess.Process] = set()
+        self._idle: list[child.Process] = []
+        self._alive: set[child.Process] = set()
 
     @contextlib.asynccontextmanager
     async def episode(self) -> AsyncIterator["_Episode"]:
@@ -109,7 +100,7 @@ class Host:
         finally:
             self.num_waiting -= 1
 
-    async def _process(self) -> asyncio.subprocess.Process:
+    async def _process(self) -> child.Process:
         while self._idle:
             process = self._idle.pop()
             if process.returncode is None:
@@ -132,7 +123,7 @@ class Host:
             raise EpisodeError(f"process did not start: {reason}")
         return process
 
-    async def _end(self, process: asyncio.subprocess.Process) -> None:
+    async def _end(self, process: child.Process) -> None:
         await child.end(process)
         self._alive.discard(process)
 
@@ -140,7 +131,7 @@ class Host:
 class _Episode:
     """The calls of one episode. Its process may take another one where none is under way and all were answered."""
 
-    def __init__(self, process, timeout_secs: float, memory_bytes: int):
+    def __init__(self, process: child.Process, timeout_secs: float, memory_bytes: int):
         self._process, self._timeout_secs = process, timeout_secs
         self._memory_bytes = memory_bytes
         self.is_whole = True
@@ -160,12 +151,10 @@ class _Episode:
         self._process.stdin.write(json.dumps(call).encode() + b"\n")
         line = await self._read()
         if not line.endswith(b"\n"):
-            bound = f", memory limited to {self._memory_bytes} bytes" if self._memory_bytes else ""
-            raise EpisodeError(f"ended its process ({await child.exit_of(self._process)}{bound})")
+            raise EpisodeError(await child.ending(self._process, self._memory_bytes))
         outcome = json.loads(line)
         if outcome is None:
-            bound = f"took more than {self._memory_bytes} bytes of memory"
-            raise EpisodeError(bound if self._memory_bytes else "ran out of memory")
+            raise EpisodeError(child.out_of_memory(self._memory_bytes))
         if "error" in outcome:
             raise EpisodeError(
                 f"raised {outcome['error']}",

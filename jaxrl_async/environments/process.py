@@ -36,13 +36,10 @@ def main(name: str, args: str, max_secs: str, memory_bytes: str) -> None:
       memory_bytes: bound on the address space it takes from here on; 0 for none.
     """
     calls, outcomes = process.private_streams()
-    # The default action ends the process even where a call never returns to the interpreter.
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    args = json.loads(args)
+    arguments = json.loads(args)
     try:
-        environment = environment_class(name, args)
-        if int(memory_bytes):
-            process.limit_memory(int(memory_bytes))
+        environment = environment_class(name, arguments)
+        process.limit_memory(int(memory_bytes))
     except (ValueError, TypeError, OSError) as error:
         return process.write(outcomes, str(error))
     process.write(outcomes, None)
@@ -53,21 +50,21 @@ def main(name: str, args: str, max_secs: str, memory_bytes: str) -> None:
             signal.setitimer(signal.ITIMER_REAL, float(max_secs))
             if "reset" in call:
                 runner.run(_close(episode))
-                episode = environment(**args)
+                episode = environment(**arguments)
             process.write(outcomes, _outcome(runner, episode, call))
             signal.setitimer(signal.ITIMER_REAL, 0)
         signal.setitimer(signal.ITIMER_REAL, float(max_secs))
         runner.run(_close(episode))
 
 
-async def _close(episode) -> None:
+async def _close(episode: Any) -> None:
     """The end of an episode that is counted already: what goes wrong in it is nobody's failure."""
     if hasattr(episode, "close"):
         with contextlib.suppress(Exception):
             await episode.close()
 
 
-def _outcome(runner: asyncio.Runner, episode, call: dict[str, Any]) -> dict[str, Any] | None:
+def _outcome(runner: asyncio.Runner, episode: Any, call: dict[str, Any]) -> dict[str, Any] | None:
     try:
         observation = check_observation(runner.run(_run(episode, call)))
         outcome = dataclasses.asdict(observation)
@@ -79,7 +76,7 @@ def _outcome(runner: asyncio.Runner, episode, call: dict[str, Any]) -> dict[str,
         return process.failure(error)
 
 
-async def _run(episode, call: dict[str, Any]):
+async def _run(episode: Any, call: dict[str, Any]) -> Any:
     if "step" in call:
         return await episode.step(call["step"])
     fields, state = call["reset"]

@@ -160,11 +160,12 @@ class ToolUse:
 
     async def _run(self, call: Call) -> tuple[str, bool]:
         """(text of the result, whether it is an error)."""
+        if call.problem:
+            return _error(call.problem), True
         tool = self._tools.get(call.name)
-        problem = call.problem
-        if not problem and tool is None:
-            problem = f"no tool {call.name!r:.80}; there are {', '.join(self._tools)}"
-        if problem := problem or tool.problem(call.arguments):
+        if tool is None:
+            return _error(f"no tool {call.name!r:.80}; there are {', '.join(self._tools)}"), True
+        if problem := tool.problem(call.arguments):
             return _error(problem), True
         try:
             result = tool.function(**call.arguments)
@@ -256,7 +257,8 @@ def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
         return False
     if not isinstance(value, _CLASSES[schema["type"]]):
         return False
-    return all(_fits(item, schema["items"]) for item in value) if "items" in schema else True
+    items = value if isinstance(value, list) and "items" in schema else ()
+    return all(_fits(item, schema["items"]) for item in items)
 
 
 def _words(schema: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ import re
 import signal
 import sys
 from collections.abc import Collection
-from typing import Any
+from typing import Any, Protocol, cast
 
 START_TIMEOUT_SECS = 30.0
 LATE_SECS = 0.1  # to read a reply that arrived in time while this event loop was late
@@ -25,9 +25,34 @@ ENVIRONMENT = re.compile(
 )
 
 
+class CallError(Exception):
+    """A call of a process failed; the message says what its code did.
+
+    Where the user's own code is the cause, `place` has the type and line of its exception, and `traceback` its text.
+    """
+
+    def __init__(self, message: str, *, place: str = "", traceback: str = ""):
+        super().__init__(message)
+        self.place = place
+        self.traceback = traceback
+
+
+class Process(Protocol):
+    """A process of asyncio, with both pipes."""
+
+    stdin: asyncio.StreamWriter
+    stdout: asyncio.StreamReader
+    pid: int
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    async def wait(self) -> int: ...
+
+
 async def start(
     module: str, *arguments: str, environment: Collection[str] = (), max_line_bytes: int = 1 << 16
-) -> asyncio.subprocess.Process:
+) -> Process:
     """Starts `python -m module arguments`, which finds the same modules as this process.
 
     Args:
@@ -36,24 +61,21 @@ async def start(
       environment: names of the variables of this process that it gets, beside ENVIRONMENT.
       max_line_bytes: of a line that is read of it.
     """
+    given = (name for name in os.environ if ENVIRONMENT.fullmatch(name) or name in environment)
     # -P and this path: the process finds the same modules as this one, in the same order.
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    return await asyncio.create_subprocess_exec(
+    process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", module, *arguments),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
-        env={
-            name: value
-            for name, value in os.environ.items()
-            if ENVIRONMENT.fullmatch(name) or name in environment
-        }
-        | {"PYTHONPATH": path},
+        env={name: os.environ[name] for name in given} | {"PYTHONPATH": path},
         start_new_session=True,  # A process group of its own, killed as one, without Ctrl-C from the terminal.
         limit=max_line_bytes,
     )
+    return cast(Process, process)
 
 
-async def greeting(process: asyncio.subprocess.Process) -> Any:
+async def greeting(process: Process) -> Any:
     """The first line of a process, JSON, within START_TIMEOUT_SECS; a text says why the process cannot serve."""
     try:
         async with asyncio.timeout(START_TIMEOUT_SECS):
@@ -63,7 +85,7 @@ async def greeting(process: asyncio.subprocess.Process) -> Any:
     return json.loads(line) if line else f"it ended ({await exit_of(process)})"
 
 
-async def end(process: asyncio.subprocess.Process) -> None:
+async def end(process: Process) -> None:
     """Kills a process and all that it started, within CLOSE_TIMEOUT_SECS."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -74,7 +96,18 @@ async def end(process: asyncio.subprocess.Process) -> None:
             await process.wait()
 
 
-async def exit_of(process: asyncio.subprocess.Process) -> str:
+async def ending(process: Process, memory_bytes: int) -> str:
+    """In words: how a process with this bound on its memory ended in a call."""
+    bound = f", memory limited to {memory_bytes} bytes" if memory_bytes else ""
+    return f"ended its process ({await exit_of(process)}{bound})"
+
+
+def out_of_memory(memory_bytes: int) -> str:
+    """In words: what a call did that had no memory left."""
+    return f"took more than {memory_bytes} bytes of memory" if memory_bytes else "ran out of memory"
+
+
+async def exit_of(process: Process) -> str:
     """In words: how a process ended that closed its stdout."""
     try:
         async with asyncio.timeout(CLOSE_TIMEOUT_SECS):

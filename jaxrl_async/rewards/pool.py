@@ -22,16 +22,8 @@ MAX_BATCH_CALLS = 16  # calls in a message; the rest of a batch waits behind a c
 MIN_MEMORY_BYTES = 1 << 20  # the size in which Python takes memory from the system
 
 
-class RewardError(Exception):
-    """A reward failed, or returned no finite number; the message names the reward and what it did.
-
-    Where the reward's own code is the cause, `place` has the type and line of its exception, and `traceback` its text.
-    """
-
-    def __init__(self, message: str, *, place: str = "", traceback: str = ""):
-        super().__init__(message)
-        self.place = place
-        self.traceback = traceback
+class RewardError(child.CallError):
+    """A reward failed, or returned no finite number; the message names the reward and what it did."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,13 +81,12 @@ class RewardPool:
         self.reward = reward
         self.num_processes = num_processes
         self._timeout_secs = timeout_secs
-        self._memory_bytes = memory_bytes
-        self._calls_per_process = calls_per_process
+        self._memory_bytes, self._calls_per_process = memory_bytes, calls_per_process
         self._environment = frozenset(environment)
         self._waiting: collections.deque[_Call] = collections.deque()
         self._arrived = asyncio.Event()
         self._tasks: list[asyncio.Task] = []
-        self._processes: set[asyncio.subprocess.Process] = set()  # alive
+        self._processes: set[child.Process] = set()  # alive
         self._asks_for: list[str] = []  # of rewards.SEEN
         # Why the pool takes no calls; None when it does.
         self._refusal: str | None = "is not started"
@@ -138,7 +129,7 @@ class RewardPool:
         await self.start()
         return self
 
-    async def __aexit__(self, *_) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     def waits_for(self) -> str:
@@ -199,7 +190,7 @@ class RewardPool:
         self._arrived.set()
         return call.outcome
 
-    async def _serve(self, process: asyncio.subprocess.Process, num_answered: int) -> None:
+    async def _serve(self, process: child.Process, num_answered: int) -> None:
         """Gives calls to a process, and to its successor when it is lost or has answered calls_per_process."""
         try:
             while True:
@@ -227,7 +218,7 @@ class RewardPool:
             calls.extend(call for call in taken if not call.outcome.done())
         return calls
 
-    async def _answer(self, process, calls: "collections.deque[_Call]") -> bool:
+    async def _answer(self, process: child.Process, calls: "collections.deque[_Call]") -> bool:
         """Has a process answer the calls; False when it is lost."""
         try:
             # It ended between calls, and none of these is the cause.
@@ -246,7 +237,7 @@ class RewardPool:
             self._waiting.extendleft(reversed(calls))
         return True
 
-    async def _read(self, process, received: bytearray) -> list[bytes]:
+    async def _read(self, process: child.Process, received: bytearray) -> list[bytearray]:
         """The lines that the process has written, at least that of the call which it runs; keeps the rest in received.
 
         Processes write them one by one. Where many are there they are read at once.
@@ -265,19 +256,15 @@ class RewardPool:
             raise _LostError(RewardTimeoutError(message))
         *lines, rest = received.split(b"\n")
         if not lines:
-            bound = f", memory limited to {self._memory_bytes} bytes" if self._memory_bytes else ""
-            message = (
-                f"reward {self.reward!r} ended its process ({await child.exit_of(process)}{bound})"
-            )
-            raise _LostError(RewardError(message))
+            message = await child.ending(process, self._memory_bytes)
+            raise _LostError(RewardError(f"reward {self.reward!r} {message}"))
         received[:] = rest
         return lines
 
     def _outcome(self, outcome: Any) -> Judgement | RewardError:
         """What a line says of its call."""
         if outcome is None:  # Memory that it leaked would fail the next calls too.
-            bound = f"took more than {self._memory_bytes} bytes of memory"
-            message = bound if self._memory_bytes else "ran out of memory"
+            message = child.out_of_memory(self._memory_bytes)
             raise _LostError(RewardError(f"reward {self.reward!r} {message}"))
         if isinstance(outcome, float | int):
             return Judgement(outcome)
@@ -293,7 +280,7 @@ class RewardPool:
             )
         return Judgement(**outcome)
 
-    async def _start_process(self) -> asyncio.subprocess.Process:
+    async def _start_process(self) -> child.Process:
         process = await child.start(
             "jaxrl_async.rewards.process",
             *(self.reward, str(self._timeout_secs + child.ORPHAN_SECS), str(self._memory_bytes)),
@@ -309,7 +296,7 @@ class RewardPool:
     async def _end_all(self) -> None:
         await asyncio.gather(*(self._end(process) for process in self._processes))
 
-    async def _end(self, process: asyncio.subprocess.Process) -> None:
+    async def _end(self, process: child.Process) -> None:
         """Kills a process and all that it started."""
         await child.end(process)
         self._processes.discard(process)

@@ -25,7 +25,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, BinaryIO
 
 from jaxrl_async.rewards import Reward, check_reward, names_seen, reward_function
 
@@ -43,13 +43,10 @@ def main(name: str, max_secs: str, memory_bytes: str) -> None:
       memory_bytes: bound on the address space it takes from here on; 0 for none.
     """
     calls, outcomes = private_streams()
-    # The default action ends the process even where a call never returns to the interpreter.
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     try:
         reward = reward_function(name)
         seen = names_seen(reward)
-        if int(memory_bytes):
-            limit_memory(int(memory_bytes))
+        limit_memory(int(memory_bytes))
         check_reward(reward)
     except (ValueError, OSError) as error:
         return write(outcomes, str(error))
@@ -61,8 +58,12 @@ def main(name: str, max_secs: str, memory_bytes: str) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def private_streams():
-    """stdin and stdout under other numbers, so that a reward that prints or reads does no harm."""
+def private_streams() -> tuple[BinaryIO, int]:
+    """stdin and stdout under other numbers, so that a reward that prints or reads does no harm.
+
+    A timer ends the process from then on, even where a call never returns to the interpreter.
+    """
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     calls, outcomes = os.fdopen(os.dup(0), "rb"), os.dup(1)
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -71,7 +72,9 @@ def private_streams():
 
 
 def limit_memory(more_bytes: int) -> None:
-    """Bounds the address space at its present size + more_bytes."""
+    """Bounds the address space at its present size + more_bytes; 0 for no bound."""
+    if not more_bytes:
+        return
     with open("/proc/self/statm", "rb") as statm:  # in pages; Linux has it
         limit = int(statm.read().split()[0]) * resource.getpagesize() + more_bytes
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -87,15 +90,13 @@ def _outcome(
         return _judged(reward(completion, answer, **seen))
     except MemoryError:
         return None
-    except (
-        BaseException
-    ) as error:  # SystemExit too: it is an outcome of this call, not the end of the process.
+    except BaseException as error:  # SystemExit too: an outcome of this call, not of the process.
         return failure(error)
 
 
 def failure(error: BaseException) -> dict[str, str]:
     """What an exception of the user's code was, and where, without the frame that caught it."""
-    frames = error.__traceback__.tb_next
+    frames = error.__traceback__ and error.__traceback__.tb_next
     last = traceback.extract_tb(frames)[-1:]
     where = f" at {last[0].filename}:{last[0].lineno}" if last else ""
     lines = traceback.format_exception(type(error), error, frames, limit=-MAX_FRAMES)
@@ -106,7 +107,7 @@ def failure(error: BaseException) -> dict[str, str]:
     }
 
 
-def _judged(value) -> float | dict[str, Any]:
+def _judged(value: Any) -> float | dict[str, Any]:
     """A reward as a float, or with its components, or the reason why it is none."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = vars(value) if hasattr(value, "__dict__") else dataclasses.asdict(value)
@@ -125,7 +126,7 @@ def _judged(value) -> float | dict[str, Any]:
     return {"reward": reward, "components": components}
 
 
-def _checked(value) -> float | dict[str, str]:
+def _checked(value: Any) -> float | dict[str, str]:
     """A reward as a float, or the reason why it is none."""
     try:
         number = math.nan if isinstance(value, str | bytes) else float(value)

@@ -3,6 +3,7 @@
 import functools
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 from jaxrl_async.names import find, register
 from jaxrl_async.tasks.arithmetic import Arithmetic
@@ -16,7 +17,7 @@ from jaxrl_async.tasks.word_sums import WordSums
 
 __all__ = ["TASKS", "Example", "Task", "make_task", "register_task"]
 
-TASKS: dict[str, Callable[..., Task] | str] = {
+TASKS: dict[str, Callable[..., Any] | str] = {
     "arithmetic": Arithmetic,
     "code": Code,
     "gsm8k": Gsm8k,
@@ -48,7 +49,7 @@ def register_task(name: str) -> Callable[[Callable[..., Task]], Callable[..., Ta
     return functools.partial(register, "task", name, TASKS)
 
 
-def make_task(name: str, **kwargs) -> Task:
+def make_task(name: str, **kwargs: Any) -> Task:
     """A task by its name in TASKS, from "module:factory", or of a library's environment, "LIBRARY:ENVIRONMENT".
 
     Args:

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from jaxrl_async.tasks.task import Example, check_split
+from jaxrl_async.tasks.task import Example, check_between, check_split, cycled
 
 MAX_PAIRS = 100_000  # drawn at random where there are more pairs of operands
 MAX_DIGITS = 9  # numbers of pairs of operands fit in 64 bits
@@ -35,14 +35,9 @@ class Arithmetic:
     validation_from: ClassVar[str] = "test"  # num_test may be any number.
 
     def __post_init__(self):
-        if not 1 <= self.num_digits <= MAX_DIGITS:
-            raise ValueError(f"num_digits must be in [1, {MAX_DIGITS}], got {self.num_digits}")
-        if not 0 <= self.forget_carry <= 1:
-            raise ValueError(f"forget_carry must be in [0, 1], got {self.forget_carry}")
-        if not 1 <= self.num_test <= self._num_pairs // 2:
-            raise ValueError(
-                f"num_test must be in [1, {self._num_pairs // 2}], half of the pairs, got {self.num_test}"
-            )
+        check_between("num_digits", self.num_digits, 1, MAX_DIGITS)
+        check_between("forget_carry", self.forget_carry, 0, 1)
+        check_between("num_test", self.num_test, 1, self._num_pairs // 2, ", half of the pairs")
 
     def examples(self, split: str) -> list[Example]:
         """The sums of a split, in a seeded order."""
@@ -54,15 +49,10 @@ class Arithmetic:
 
     def demonstrations(self, num: int | None = None) -> list[tuple[str, str]]:
         """Sums with an answer, a share forget_carry of them wrong; each cycle over train forgets others."""
-        pairs = self._pairs["train"]
-        num = len(pairs) if num is None else num
-        forgets = np.random.default_rng([self.seed, 1]).random(num) < self.forget_carry
-        chosen = (pairs[i % len(pairs)] for i in range(num))
+        chosen = cycled(self._pairs["train"], num)
+        forgets = np.random.default_rng([self.seed, 1]).random(len(chosen)) < self.forget_carry
         return [
-            (
-                f"{a}+{b}=",
-                str(add_without_carry(a, b) if bad else a + b),
-            )
+            (f"{a}+{b}=", str(add_without_carry(a, b) if bad else a + b))
             for (a, b), bad in zip(chosen, forgets, strict=True)
         ]
 

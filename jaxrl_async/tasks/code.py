@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from jaxrl_async.tasks.task import Example, check_split
+from jaxrl_async.tasks.task import Example, check_between, check_split, cycled
 
 NUM_TESTS = 6
 MAX_CONSTANT = 20
@@ -73,10 +73,7 @@ class Code:
 
     def __post_init__(self):
         most = len(PROBLEMS) * (MAX_CONSTANT - 1) // 2
-        if not 1 <= self.num_test <= most:
-            raise ValueError(
-                f"num_test must be in [1, {most}], half of the problems, got {self.num_test}"
-            )
+        check_between("num_test", self.num_test, 1, most, ", half of the problems")
         if "{program}" not in self.template:
             raise ValueError(f"template must contain '{{program}}', got {self.template!r}")
 
@@ -90,9 +87,7 @@ class Code:
 
     def demonstrations(self, num: int | None = None) -> list[tuple[str, str]]:
         """Train functions with their expressions, all of them right."""
-        train = self._splits["train"]
-        num = len(train) if num is None else num
-        chosen = (train[i % len(train)] for i in range(num))
+        chosen = cycled(self._splits["train"], num)
         return [(example.text, f" {expression}") for example, expression in chosen]
 
     @functools.cached_property
@@ -101,12 +96,9 @@ class Code:
         rng = np.random.default_rng(self.seed)
         problems = [(p, k) for p in PROBLEMS for k in range(2, MAX_CONSTANT + 1)]
         order = [problems[i] for i in rng.permutation(len(problems))]
-        test = [
-            self._example(*chosen, str(rng.choice(NAMES)), rng) for chosen in order[: self.num_test]
-        ]
-        train = [
-            self._example(*chosen, name, rng) for chosen in order[self.num_test :] for name in NAMES
-        ]
+        test, rest = order[: self.num_test], order[self.num_test :]
+        test = [self._example(p, k, str(rng.choice(NAMES)), rng) for p, k in test]
+        train = [self._example(p, k, name, rng) for p, k in rest for name in NAMES]
         return {"test": test, "train": [train[i] for i in rng.permutation(len(train))]}
 
     def _example(

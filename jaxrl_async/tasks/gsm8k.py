@@ -12,7 +12,7 @@ import pathlib
 import re
 
 from jaxrl_async.rewards.math import final_number
-from jaxrl_async.tasks.task import SPLITS, Example, check_split
+from jaxrl_async.tasks.task import SPLITS, Example, check_split, cycled
 
 SOURCE = "https://github.com/openai/grade-school-math"
 TEMPLATE = (
@@ -65,9 +65,7 @@ class Gsm8k:
 
     def demonstrations(self, num: int | None = None) -> list[tuple[str, str]]:
         """Train problems with their published solutions, in the file's order."""
-        problems = read_problems(self._path("train"))
-        num = len(problems) if num is None else num
-        chosen = (problems[i % len(problems)] for i in range(num))
+        chosen = cycled(read_problems(self._path("train")), num)
         return [(self._prompt(p), p.solution) for p in chosen]
 
     def _path(self, split: str) -> pathlib.Path:

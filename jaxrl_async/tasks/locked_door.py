@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from jaxrl_async.environments.locked_door import Game
-from jaxrl_async.tasks.task import Example, Turns, check_split
+from jaxrl_async.tasks.task import Example, Turns, check_between, check_split, cycled
 
 COLOURS = ("blue", "gold", "pink", "teal", "ruby", "lime", "navy", "snow")
 ROOMS = ("n", "e", "s", "w")
@@ -34,13 +34,11 @@ class LockedDoors:
     validation_from: ClassVar[str] = "test"  # num_test may be any number.
 
     def __post_init__(self):
-        if not 2 <= self.num_rooms <= len(ROOMS):
-            raise ValueError(f"num_rooms must be in [2, {len(ROOMS)}], got {self.num_rooms}")
+        check_between("num_rooms", self.num_rooms, 2, len(ROOMS))
         for name in ("num_train", "num_test"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be ≥ 1, got {getattr(self, name)}")
-        if not 0 <= self.careless <= 1:
-            raise ValueError(f"careless must be in [0, 1], got {self.careless}")
+        check_between("careless", self.careless, 0, 1)
 
     def examples(self, split: str) -> list[Example]:
         """The games of a split, in a seeded order."""
@@ -49,12 +47,10 @@ class LockedDoors:
 
     def demonstrations(self, num: int | None = None) -> list[tuple[str, Turns]]:
         """Train games; each cycle has others of them played carelessly."""
-        train = self.examples("train")
-        num = len(train) if num is None else num
         rng = np.random.default_rng([self.seed, 1])
-        return [self._episode(train[i % len(train)], rng) for i in range(num)]
+        return [self._episode(example, rng) for example in cycled(self.examples("train"), num)]
 
-    def _episode(self, example: Example, rng) -> tuple[str, Turns]:
+    def _episode(self, example: Example, rng: np.random.Generator) -> tuple[str, Turns]:
         door, keys = example.metadata["door"], example.metadata["keys"]
         rooms = [ROOMS[i] for i in rng.permutation(self.num_rooms)]
         fits = next(i for i, room in enumerate(rooms) if keys[room] == door)

@@ -2,12 +2,13 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 SPLITS = ("train", "test")
 RIGHT = 1.0  # the least reward of a right answer; partial credit is not right
 CUT = "context_length_exceeded"  # OpenAI's code of an agent's call for which no token is left
 
+_T = TypeVar("_T")
 # An answer, or an episode: a turn of the policy, an observation, a turn, … The last one is a turn.
 Turns = str | tuple[str, ...]
 
@@ -34,13 +35,15 @@ class Task(Protocol):
 
     def examples(self, split: str) -> Sequence[Example]:
         """The questions of a split, "train" or "test", in a fixed order; the two share none."""
+        ...
 
-    def demonstrations(self, num: int | None = None) -> list[tuple[str, Turns]]:
+    def demonstrations(self, num: int | None = None) -> Sequence[tuple[str, Turns]]:
         """Prompts and completions to imitate in a warm start; of an episode, the policy's turns are.
 
         Args:
           num: how many, in cycles over the train split; None for one per train example.
         """
+        ...
 
 
 def texts_of(completion: Turns) -> tuple[str, ...]:
@@ -53,6 +56,21 @@ def texts_of(completion: Turns) -> tuple[str, ...]:
     if len(texts) % 2 == 0:
         raise ValueError(f"a demonstration must end with a turn of the policy, got {texts!r:.200}")
     return texts
+
+
+def cycled(train: Sequence[_T], num: int | None) -> list[_T]:
+    """`num` of a train split, in cycles; each once for None."""
+    return [train[i % len(train)] for i in range(len(train) if num is None else num)]
+
+
+def check_between(name: str, value: float, low: float, high: float, which: str = "") -> None:
+    """Checks an argument of a task.
+
+    Raises:
+      ValueError: it is outside [low, high]; `which` says what `high` is.
+    """
+    if not low <= value <= high:
+        raise ValueError(f"{name} must be in [{low}, {high}]{which}, got {value}")
 
 
 def check_split(split: str) -> str:

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from jaxrl_async.tasks.task import Example, check_split
+from jaxrl_async.tasks.task import Example, check_between, check_split, cycled
 
 MAX_PROMPTS = 100_000  # drawn at random where there are more
 MAX_SYMBOLS = 10  # A symbol is a digit.
@@ -34,19 +34,15 @@ class TokenReversal:
     validation_from: ClassVar[str] = "test"  # num_test may be any number.
 
     def __post_init__(self):
-        if not 2 <= self.num_symbols <= MAX_SYMBOLS:
-            raise ValueError(f"num_symbols must be in [2, {MAX_SYMBOLS}], got {self.num_symbols}")
+        check_between("num_symbols", self.num_symbols, 2, MAX_SYMBOLS)
         # Their numbers must fit in 64 bits.
         if self.num_tokens < 1 or self._num_sequences >= 2**63:
             raise ValueError(
                 f"num_tokens must be ≥ 1, and num_symbols^num_tokens < 2^63, got {self.num_tokens} of "
                 f"{self.num_symbols} symbols"
             )
-        num_prompts = min(self._num_sequences, MAX_PROMPTS)
-        if not 1 <= self.num_test <= num_prompts // 2:
-            raise ValueError(
-                f"num_test must be in [1, {num_prompts // 2}], half of the prompts, got {self.num_test}"
-            )
+        most = min(self._num_sequences, MAX_PROMPTS) // 2
+        check_between("num_test", self.num_test, 1, most, ", half of the prompts")
 
     def examples(self, split: str) -> list[Example]:
         """The sequences of a split, in a seeded order."""
@@ -54,10 +50,7 @@ class TokenReversal:
 
     def demonstrations(self, num: int | None = None) -> list[tuple[str, str]]:
         """Train sequences with their reversals, all of them right."""
-        train = self.examples("train")
-        num = len(train) if num is None else num
-        chosen = (train[i % len(train)] for i in range(num))
-        return [(example.text, example.answer) for example in chosen]
+        return [(e.text, e.answer) for e in cycled(self.examples("train"), num)]
 
     @property
     def _num_sequences(self) -> int:

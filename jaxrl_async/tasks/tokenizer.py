@@ -11,7 +11,7 @@ import pathlib
 import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import jinja2
 import jinja2.sandbox
@@ -50,11 +50,13 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, nothing added."""
+        ...
 
     def encode_prompt(self, text: str) -> list[int]:
         """The ids that the policy reads when it is asked `text`, up to where its answer begins."""
+        ...
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """The ids that the policy reads of a conversation, up to where its answer begins.
 
         Args:
@@ -63,9 +65,11 @@ class Tokenizer(Protocol):
         Raises:
           ValueError: the chat template refuses; or there is none, and more than one message.
         """
+        ...
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """The text of ids, without special tokens, or with their names."""
+        ...
 
     def save(self, directory: str | os.PathLike) -> None:
         """Writes the files that `load_tokenizer` reads, all or none.
@@ -73,9 +77,11 @@ class Tokenizer(Protocol):
         Raises:
           FileExistsError: the directory exists with other files.
         """
+        ...
 
     def hf_files(self) -> dict[str, bytes]:
         """Files, by name, from which Hugging Face's libraries make the same tokenizer."""
+        ...
 
 
 def load_tokenizer(directory: str | os.PathLike, *, chat_template: str = "") -> Tokenizer:
@@ -255,7 +261,8 @@ class HFTokenizer:
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         self.stop_token_ids = self._stop_token_ids()
         self.eos_id = self.stop_token_ids[0]
-        self.pad_id = self._id_of("pad_token", default=self.eos_id)
+        pad_id = self._id_of("pad_token")
+        self.pad_id = self.eos_id if pad_id is None else pad_id
 
     @property
     def has_chat_template(self) -> bool:
@@ -293,7 +300,7 @@ class HFTokenizer:
         """
         if self._template is None:
             return self.encode_prompt(_only_message(messages))
-        return self.encode(self._rendered(messages, tools))
+        return self.encode(self._rendered(self._template, messages, tools))
 
     def encode_reply(
         self, messages: Sequence[Mapping[str, Any]], stop: int | None = None
@@ -317,7 +324,8 @@ class HFTokenizer:
         said = [{**m, "content": self._harmless(str(m["content"]))} for m in messages]
         asked = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
         # The template may change what stands before the answer; what it writes after it does not depend on it.
-        _, found, after = self._rendered([*asked, *said], ()).partition(_ANSWER)
+        rendered = self._rendered(self._template, [*asked, *said], ())
+        _, found, after = rendered.partition(_ANSWER)
         if not found:
             raise ValueError(
                 f"chat template of {self._directory} does not write an answer as it is"
@@ -326,11 +334,14 @@ class HFTokenizer:
         return ids[1:] if ids and ids[0] == stop else ids
 
     def _rendered(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+        self,
+        template: jinja2.Template,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
     ) -> str:
         """The template has written the special tokens itself."""
         try:
-            return self._template.render(
+            return template.render(
                 messages=list(messages),
                 add_generation_prompt=True,
                 tools=list(tools) or None,
@@ -363,13 +374,13 @@ class HFTokenizer:
         """The files as they are, with the class and the tokens that end a completion added where they are left out."""
         files = {name: self._directory / name for name in (*HF_FILES, *_FURTHER_HF_FILES)}
         found = {name: path.read_bytes() for name, path in files.items() if path.is_file()}
-        configs = (_read_json(self._directory / name) for name in (CONFIG_FILE, GENERATION_FILE))
-        return found | _hf_configs(*configs, self)
+        config, generation = map(_read_json, (files[CONFIG_FILE], files[GENERATION_FILE]))
+        return found | _hf_configs(config, generation, self)
 
     def _stop_token_ids(self) -> tuple[int, ...]:
         listed = _read_json(self._directory / GENERATION_FILE).get("eos_token_id")
         listed = listed if isinstance(listed, list) else [] if listed is None else [listed]
-        eos_id = self._id_of("eos_token", default=None)
+        eos_id = self._id_of("eos_token")
         ids = listed if eos_id is None else [eos_id, *listed]
         if not ids:
             raise ValueError(
@@ -383,9 +394,9 @@ class HFTokenizer:
                 )
         return tuple(dict.fromkeys(ids))
 
-    def _id_of(self, name: str, *, default: int | None) -> int | None:
+    def _id_of(self, name: str) -> int | None:
         if name not in self._special:
-            return default
+            return None
         token_id = self._tokenizer.token_to_id(self._special[name])
         if token_id is None:
             raise ValueError(
@@ -394,7 +405,7 @@ class HFTokenizer:
         return token_id
 
 
-class Asking:
+class InstructedTokenizer:
     """A tokenizer whose prompts have an instruction before the question, and tools and a system prompt before both.
 
     All else is the tokenizer's own: the answer, the conversations of `encode_chat`, the files.
@@ -421,8 +432,9 @@ class Asking:
                 raise ValueError(
                     f"system_prompt = {system_prompt!r:.60} needs {lacks}, or use tokenizer.instruction"
                 )
-        self._tokenizer, self._instruction, self._system = tokenizer, instruction, system_prompt
-        self._tools = tuple(tools)
+        # With a template it is an HFTokenizer: of the kinds of tokenizers it alone shows tools.
+        self._tokenizer: Any = tokenizer
+        self._instruction, self._system, self._tools = instruction, system_prompt, tuple(tools)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
@@ -438,7 +450,6 @@ class Asking:
             return self._tokenizer.encode_prompt(question)
         system = [{"role": "system", "content": self._system}] if self._system else []
         messages = [*system, {"role": "user", "content": question}]
-        # With a template it is an HFTokenizer: of the kinds of tokenizers it alone shows tools.
         return self._tokenizer.encode_chat(messages, tools=self._tools)
 
 
@@ -479,7 +490,7 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _hf_configs(
-    config: Mapping[str, Any], generation: Mapping[str, Any], tokenizer: Tokenizer
+    config: dict[str, Any], generation: dict[str, Any], tokenizer: Tokenizer
 ) -> dict[str, bytes]:
     """tokenizer_config.json and generation_config.json, with values for what they leave to guesses."""
     # Without a class, transformers takes the one of the model's architecture, which splits texts differently.
@@ -547,7 +558,7 @@ def _to_json(value: Any, indent: int | None = None) -> str:
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
-def _raise_exception(message: str):
+def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxrl_async.tasks.task import RIGHT, Example, Task
+from jaxrl_async.tasks.task import RIGHT, Example, Task, Turns
 
 
 class WithValidation:
@@ -44,7 +44,7 @@ class WithValidation:
         examples = self._task.examples(split)
         return [e for e in examples if self._key(e.text) not in self._keys]
 
-    def demonstrations(self, num: int | None = None) -> list[tuple[str, str]]:
+    def demonstrations(self, num: int | None = None) -> Sequence[tuple[str, Turns]]:
         """Those of the task whose prompts are not in the validation split, in its order."""
         if self._source == "test":
             return self._task.demonstrations(num)

@@ -13,7 +13,7 @@ from typing import ClassVar
 import numpy as np
 
 from jaxrl_async.environments.calculator import computed, shown
-from jaxrl_async.tasks.task import Example, Turns, check_split
+from jaxrl_async.tasks.task import Example, Turns, check_between, check_split, cycled
 
 NAMES = ("ann", "ben", "eva", "ida", "leo", "mia", "sam", "tom")
 STORIES = {
@@ -43,15 +43,12 @@ class WordProblems:
     validation_from: ClassVar[str] = "test"  # num_test may be any number.
 
     def __post_init__(self):
-        if not 2 <= self.num_digits <= MAX_DIGITS:
-            raise ValueError(f"num_digits must be in [2, {MAX_DIGITS}], got {self.num_digits}")
+        check_between("num_digits", self.num_digits, 2, MAX_DIGITS)
         most = 10 ** (2 * self.num_digits)  # a third of the texts, or less
         for name in ("num_train", "num_test"):
-            if not 1 <= getattr(self, name) <= most:
-                raise ValueError(f"{name} must be in [1, {most}], got {getattr(self, name)}")
+            check_between(name, getattr(self, name), 1, most)
         for name in ("guesses", "mistakes"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
+            check_between(name, getattr(self, name), 0, 1)
 
     def examples(self, split: str) -> list[Example]:
         """The problems of a split, in a seeded order."""
@@ -59,12 +56,12 @@ class WordProblems:
 
     def demonstrations(self, num: int | None = None) -> list[tuple[str, Turns]]:
         """Problems with an episode; each cycle over train has other shares of them guess and err."""
-        train = self._problems["train"]
-        num = len(train) if num is None else num
         rng = np.random.default_rng([self.seed, 1])
-        return [self._episode(*train[i % len(train)], rng) for i in range(num)]
+        return [self._episode(*problem, rng) for problem in cycled(self._problems["train"], num)]
 
-    def _episode(self, text: str, answer: str, asked: str, rng) -> tuple[str, Turns]:
+    def _episode(
+        self, text: str, answer: str, asked: str, rng: np.random.Generator
+    ) -> tuple[str, Turns]:
         if rng.random() < self.guesses:
             low, high = 10 ** (len(answer) - 1), 10 ** len(answer)
             return text, (str(rng.integers(low, high)),)
@@ -72,7 +69,7 @@ class WordProblems:
             sign = next(s for s in STORIES if s in asked)
             others = [s for s in STORIES if s != sign]
             asked = asked.replace(sign, others[rng.integers(len(others))])
-        result = computed(asked)
+        result = computed(asked) or ""
         return text, (asked, shown(result), result)
 
     @functools.cached_property

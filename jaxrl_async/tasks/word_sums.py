@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from jaxrl_async.tasks.task import Example, check_split
+from jaxrl_async.tasks.task import Example, check_between, check_split, cycled
 
 TEMPLATE = "What is {question}? Answer with just the number."
 MAX_NUMBER = 99
@@ -36,15 +36,11 @@ class WordSums:
     validation_from: ClassVar[str] = "test"  # num_test may be any number.
 
     def __post_init__(self):
-        if not 1 <= self.max_number <= MAX_NUMBER:
-            raise ValueError(f"max_number must be in [1, {MAX_NUMBER}], got {self.max_number}")
+        check_between("max_number", self.max_number, 1, MAX_NUMBER)
         if "{question}" not in self.template:
             raise ValueError(f"template must contain '{{question}}', got {self.template!r}")
         most = len(self._questions) // 2
-        if not 1 <= self.num_test <= most:
-            raise ValueError(
-                f"num_test must be in [1, {most}], half of the questions, got {self.num_test}"
-            )
+        check_between("num_test", self.num_test, 1, most, ", half of the questions")
 
     def examples(self, split: str) -> list[Example]:
         """The questions of a split, in a seeded order."""
@@ -56,10 +52,7 @@ class WordSums:
 
     def demonstrations(self, num: int | None = None) -> list[tuple[str, str]]:
         """Train questions with the bare number."""
-        train = self.examples("train")
-        num = len(train) if num is None else num
-        chosen = (train[i % len(train)] for i in range(num))
-        return [(example.text, example.answer) for example in chosen]
+        return [(e.text, e.answer) for e in cycled(self.examples("train"), num)]
 
     def _example(self, sign: str, a: int, b: int) -> Example:
         question = f"{a} {sign if self.signs else WORDS[sign]} {b}"

@@ -15,7 +15,7 @@ from jaxrl_async.environments import environment_class
 from jaxrl_async.environments.tools import Call, ToolUse, parse_calls, tool_of
 from jaxrl_async.rollout.context import rng_of
 from jaxrl_async.rollout.environment import EnvironmentRollout
-from jaxrl_async.tasks.tokenizer import Asking
+from jaxrl_async.tasks.tokenizer import InstructedTokenizer
 from jaxrl_async.types import Prompt
 
 MULTIPLY, LOOK_UP = "fixtures.environments:multiply", "fixtures.environments:look_up"
@@ -124,14 +124,14 @@ async def test_results_and_errors_are_messages_and_the_first_turn_without_a_call
 def test_a_chat_template_shows_the_tools_before_the_question(tmp_path):
     tokenizer = chat.tokenizer_of(tmp_path / "qwen", "qwen")
     schemas = ToolUse([MULTIPLY]).schemas
-    asking = Asking(tokenizer, instruction="", system_prompt="", tools=schemas)
+    asking = InstructedTokenizer(tokenizer, instruction="", system_prompt="", tools=schemas)
     text = tokenizer.decode(asking.encode_prompt("what?"), special=True)
     assert json.dumps(schemas[0], ensure_ascii=False) in text
     assert text.endswith("<|im_start|>user\nwhat?<|im_end|>\n<|im_start|>assistant\n")
     (tmp_path / "qwen" / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
     bare = type(tokenizer)(tmp_path / "qwen")
     with pytest.raises(ValueError, match="tools need a chat template"):
-        Asking(bare, instruction="", system_prompt="", tools=schemas)
+        InstructedTokenizer(bare, instruction="", system_prompt="", tools=schemas)
     with pytest.raises(ValueError, match="has no chat template"):
         bare.encode_reply([{"role": "tool", "content": "1"}])
 

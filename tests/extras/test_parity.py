@@ -74,7 +74,7 @@ def evidence(says=None, *, sampled=None, temperature=1.0, top_p=1.0, rounding=0.
     tokens = draw(log_probs if sampled is None else sampled)
     logprobs = pick(log_probs, tokens)
     server = logprobs + noise(1e-7) if says is None else says(tokens, logprobs)
-    first = parity.Asking(tokens, np.repeat(np.arange(ROWS), LENGTH), server, logprobs)
+    first = parity.Answers(tokens, np.repeat(np.arange(ROWS), LENGTH), server, logprobs)
     found = {
         "first": first,
         "logits": LOGITS,

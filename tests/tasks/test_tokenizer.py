@@ -12,9 +12,9 @@ from jaxrl_async import parts
 from jaxrl_async.config.settings import Settings, Tokenizer
 from jaxrl_async.tasks import tokenizer as room
 from jaxrl_async.tasks.tokenizer import (
-    Asking,
     CharTokenizer,
     HFTokenizer,
+    InstructedTokenizer,
     load_tokenizer,
     train_bpe,
 )
@@ -268,12 +268,12 @@ def test_a_missing_tokenizer_is_named(tmp_path):
 
 def test_an_instruction_stands_before_the_question_and_a_system_prompt_before_both(tmp_path):
     tokenizer = load_tokenizer(write_hf(tmp_path, template=CHAT))
-    asking = Asking(tokenizer, instruction="Count: ", system_prompt="Be short.")
+    asking = InstructedTokenizer(tokenizer, instruction="Count: ", system_prompt="Be short.")
     rendered = "<|im_start|>system\nBe short.<|im_end|><|im_start|>user\nCount: pens?<|im_end|><|im_start|>assistant\n"
     assert asking.encode_prompt("pens?") == tokenizer.encode(rendered)
     assert asking.encode("pens?") == tokenizer.encode("pens?")
     assert asking.vocab_size == tokenizer.vocab_size
-    plain = Asking(CharTokenizer("ab"), instruction="b", system_prompt="")
+    plain = InstructedTokenizer(CharTokenizer("ab"), instruction="b", system_prompt="")
     assert plain.encode_prompt("a") == [3, 2]
 
 
@@ -287,7 +287,7 @@ def test_a_chat_template_may_be_left_out_or_replaced(tmp_path):
     with pytest.raises(FileNotFoundError, match="chat_template = 'nowhere' is neither"):
         load_tokenizer(directory, chat_template="nowhere")
     with pytest.raises(ValueError, match="system_prompt = 'a' needs a chat template"):
-        Asking(left_out, instruction="", system_prompt="a")
+        InstructedTokenizer(left_out, instruction="", system_prompt="a")
 
 
 def test_the_tokenizer_of_a_run_asks_as_its_settings_say(tmp_path):

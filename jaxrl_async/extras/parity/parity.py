@@ -54,7 +54,7 @@ class ParityError(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Asking:
+class Answers:
     """One completion of every prompt: N sampled tokens, completion after completion."""
 
     tokens: np.ndarray  # int32 [N]
@@ -72,12 +72,12 @@ class Asking:
 class Evidence:
     """The input of `diagnose`."""
 
-    first: Asking
+    first: Answers
     logits: np.ndarray  # float32 [N, V], the learner's, of the first asking, before temperature
     other_logprobs: np.ndarray  # float32 [N], the learner's in other_dtype, of the first asking
     other_dtype: str  # "bfloat16" where the learner's forward is float32, and the reverse
-    second: Asking | None  # every prompt again: prefix-cache hits
-    flushed: Asking | None  # and again after a flush; None where it was not needed, or refused
+    second: Answers | None  # every prompt again: prefix-cache hits
+    flushed: Answers | None  # and again after a flush; None where it was not needed, or refused
     temperature: float  # asked, > 0
     top_p: float  # asked, in (0, 1]
     label_fault: (
@@ -134,7 +134,7 @@ class _Explanation:
     logprobs: np.ndarray  # float [N], of a server with this fault; NaN unknown, −inf impossible
 
 
-def stats(asking: Asking, tolerance: float) -> Stats:
+def stats(asking: Answers, tolerance: float) -> Stats:
     """The table's numbers of an asking; tolerance in nats, > 0."""
     d = np.abs(asking.differences)
     k3 = kl.k3(asking.server_logprobs, asking.logprobs, np.ones(len(d), bool))
@@ -212,10 +212,10 @@ async def measure(
             ask = functools.partial(_ask, client, server, prompts, questions, timeout_secs)
 
             async def asking():
-                return _asking(learner, prompts, await ask(), questions.temperature)
+                return _answers(learner, prompts, await ask(), questions.temperature)
 
             completions = await ask()
-            first = _asking(learner, prompts, completions, questions.temperature)
+            first = _answers(learner, prompts, completions, questions.temperature)
             second, flushed = await asking(), None
             if not stats(first, tolerance).within and await _flush(client, server, timeout_secs):
                 flushed = await asking()
@@ -395,8 +395,8 @@ async def _flush(client, server, timeout_secs) -> bool:
     return True
 
 
-def _asking(learner, prompts, completions, temperature) -> Asking:
-    return Asking(
+def _answers(learner, prompts, completions, temperature) -> Answers:
+    return Answers(
         tokens=np.concatenate([c.tokens for c in completions]),
         rows=np.repeat(np.arange(len(completions)), [len(c.tokens) for c in completions]),
         server_logprobs=np.concatenate([c.logprobs for c in completions]),
@@ -710,8 +710,8 @@ def _agreement(e: Evidence) -> Verdict:
 
 def _head(e: Evidence) -> Evidence:
     """The first _MAX_FIT_TOKENS tokens."""
-    first = Asking(
-        *(getattr(e.first, f.name)[:_MAX_FIT_TOKENS] for f in dataclasses.fields(Asking))
+    first = Answers(
+        *(getattr(e.first, f.name)[:_MAX_FIT_TOKENS] for f in dataclasses.fields(Answers))
     )
     return dataclasses.replace(
         e,
