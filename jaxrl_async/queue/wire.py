@@ -246,6 +246,9 @@ def check_report(message: pb.RoleReport) -> None:
             raise ValueError(f"the load of {address!r:.80} must be ≤ {MAX_LOAD} tokens, got {load}")
 
 
+# Records and messages have the same fields. A field that is None is absent.
+
+
 def encode_permit(permit: Permit) -> pb.Permit:
     return pb.Permit(prompt_index=permit.prompt_index, attempt=permit.attempt)
 
@@ -255,27 +258,18 @@ def decode_permit(message: pb.Permit) -> Permit:
 
 
 def encode_resume_point(resume_point: ResumePoint) -> pb.Position:
-    return pb.Position(
-        step=resume_point.step,
-        frontier=resume_point.frontier,
-        outstanding=[encode_permit(p) for p in resume_point.outstanding],
-        retired=resume_point.retired,
-        returned=resume_point.returned,
-    )
+    outstanding = [encode_permit(p) for p in resume_point.outstanding]
+    return pb.Position(**vars(resume_point) | {"outstanding": outstanding})
 
 
 def decode_resume_point(message: pb.Position) -> ResumePoint:
-    return ResumePoint(
-        step=message.step,
-        frontier=message.frontier,
-        outstanding=tuple(decode_permit(p) for p in message.outstanding),
-        retired=dict(message.retired),
-        returned=dict(message.returned),
-    )
+    outstanding = tuple(decode_permit(p) for p in message.outstanding)
+    counts = dict(message.retired), dict(message.returned)
+    return ResumePoint(message.step, message.frontier, outstanding, *counts)
 
 
 def encode_servers(servers: Sequence[ServerRecord]) -> list[pb.ServerRecord]:
-    return [pb.ServerRecord(**_present(record)) for record in servers]
+    return [pb.ServerRecord(**vars(record)) for record in servers]
 
 
 def decode_servers(messages: Sequence[pb.ServerRecord]) -> tuple[ServerRecord, ...]:
@@ -302,14 +296,9 @@ def decode_servers(messages: Sequence[pb.ServerRecord]) -> tuple[ServerRecord, .
 
 
 def encode_status(status: QueueStatus) -> pb.StatusReply:
-    roles = [
-        pb.RoleStatus(
-            role=r.role, silent_secs=r.silent_secs, waits=encode_waits(r.waits), secs=r.secs
-        )
-        for r in status.roles
-    ]
+    roles = [pb.RoleStatus(**vars(r) | {"waits": encode_waits(r.waits)}) for r in status.roles]
     servers = encode_servers(status.servers)
-    return pb.StatusReply(**_present(status) | {"roles": roles, "servers": servers})
+    return pb.StatusReply(**vars(status) | {"roles": roles, "servers": servers})
 
 
 def encode_waits(waits: Sequence[Wait]) -> list[pb.Wait]:
@@ -323,25 +312,16 @@ def decode_waits(messages: Sequence[pb.Wait]) -> tuple[Wait, ...]:
 
 
 def decode_status(message: pb.StatusReply) -> QueueStatus:
-    values: dict[str, Any] = {
-        field.name: getattr(message, field.name) for field in dataclasses.fields(QueueStatus)
-    }
-    return QueueStatus(
-        **values
-        | {
-            "v_pub": _optional(message, "v_pub"),
-            "last_push_age_secs": _optional(message, "last_push_age_secs"),
-            "returned": dict(message.returned),
-            "retired": dict(message.retired),
-            "waits": tuple(message.waits),
-            "roles": tuple(
-                RoleStatus(r.role, r.silent_secs, decode_waits(r.waits), dict(r.secs))
-                for r in message.roles
-            ),
-            "servers": decode_servers(message.servers),
-            "lengths": dict(message.lengths),
-        }
+    names = [field.name for field in dataclasses.fields(QueueStatus)]
+    values: dict[str, Any] = {name: getattr(message, name) for name in names}
+    values |= {name: _optional(message, name) for name in ("v_pub", "last_push_age_secs")}
+    values |= {name: dict(values[name]) for name in ("returned", "retired", "lengths")}
+    roles = tuple(
+        RoleStatus(r.role, r.silent_secs, decode_waits(r.waits), dict(r.secs))
+        for r in message.roles
     )
+    servers, waits = decode_servers(message.servers), tuple(message.waits)
+    return QueueStatus(**values | {"roles": roles, "servers": servers, "waits": waits})
 
 
 _ARRAYS = (("tokens", "<i4"), ("logprobs", "<f4"), ("versions", "<i4"), ("mask", "|u1"))
@@ -488,11 +468,6 @@ def _prompts_agree(
 
 def _prompt(row: Trajectory) -> np.ndarray:
     return row.tokens[: row.prompt_length]
-
-
-def _present(record: Any) -> dict[str, Any]:
-    """The fields of a dataclass that are not None."""
-    return {name: value for name, value in vars(record).items() if value is not None}
 
 
 def _optional(message: Any, name: str) -> Any:
