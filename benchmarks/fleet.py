@@ -27,7 +27,7 @@ import numpy as np
 import psutil
 from aiohttp import web
 
-from jaxrl_async.awake import AwakeClock
+from jaxrl_async.active_clock import ActiveClock
 from jaxrl_async.publishing.publisher import Publisher
 from jaxrl_async.publishing.transports import FileTransport
 from jaxrl_async.queue import service
@@ -243,7 +243,7 @@ async def _run_workers(pipe, queue: str, names: list[str], args: argparse.Namesp
         fleet = Fleet(suspect_secs=2.0, clock=time.monotonic, speeds={})
         client = TimedClient(queue, **TIMEOUTS)
         client.push_secs = push_secs
-        clock = AwakeClock()
+        clock = ActiveClock()
         async with InferenceClient() as inference, client:
             sampler = Sampler(
                 client=inference,

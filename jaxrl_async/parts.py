@@ -329,7 +329,7 @@ def tracker_of(settings: Settings, workdir: pathlib.Path):
 
 
 def engine_of(settings: Settings, workdir: pathlib.Path, *, name: str, **sharing):
-    """An embedded engine for the run's model, not started, without weights; see `Engine` for `turn`."""
+    """An embedded engine for the run's model, not started, without weights; see `Engine` for `device_lock`."""
     from jaxrl_async.inference.engine import Engine
 
     server, lora = settings.server, settings.model.lora
@@ -347,7 +347,7 @@ def engine_of(settings: Settings, workdir: pathlib.Path, *, name: str, **sharing
 
 
 def train_step_of(settings: Settings, config, mesh, **sharing):
-    """The learner's programs, on a mesh; see `TrainStep` for keeps_params and turn."""
+    """The learner's programs, on a mesh; see `TrainStep` for keeps_params and device_lock."""
     from jaxrl_async.learner import optimizer
     from jaxrl_async.learner.train_step import TrainStep
 

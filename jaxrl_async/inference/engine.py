@@ -88,7 +88,7 @@ class Engine:
         release_cache: bool = False,
         base: str = "",
         device: jax.Device | None = None,
-        turn: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
+        device_lock: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext,
     ):
         """Allocates nothing on the device.
 
@@ -103,7 +103,7 @@ class Engine:
           base: of a model with adapters, the directory of its other weights. They are read with the first adapters,
             unless `freeze` or the first update brings them.
           device: where it runs; None for the first of this process.
-          turn: a context in which alone the device is used for requests, where others use it too.
+          device_lock: held while the device is used for requests, where others use it too.
         """
         self.config = config
         self.name = name
@@ -112,7 +112,7 @@ class Engine:
         self.decode_chunk = decode_chunk
         self.max_queued_requests = max_queued_requests
         self._base_path, self._base = base, None
-        self._releases_cache, self._device, self._turn = release_cache, device, turn
+        self._releases_cache, self._device, self._device_lock = release_cache, device, device_lock
         # Resolved when the thread ends: None after close(), else its error.
         self.stopped = concurrent.futures.Future()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -456,10 +456,10 @@ class Engine:
                 self._obey()
                 self._apply_updates()
                 if self._can_admit():
-                    with self._turn():
+                    with self._device_lock():
                         self._admit()
                 elif self._can_decode():
-                    with self._turn():
+                    with self._device_lock():
                         self._decode()
                 if self._releases_cache and not self._live:
                     self._cache = None

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxrl_async.awake import AwakeClock
+from jaxrl_async.active_clock import ActiveClock
 from jaxrl_async.queue.client import LearnerQueue
 from jaxrl_async.records import QueueStatus, ResumePoint, Wait
 from jaxrl_async.types import Chunk
@@ -101,8 +101,8 @@ class FollowerPublisher:
           TimeoutError: it is not published within timeout_secs.
           Exception: the failure of `write` or of the watch.
         """
-        awake = AwakeClock()
-        deadline = awake.now() + timeout_secs
+        active = ActiveClock()
+        deadline = active.now() + timeout_secs
 
         def over() -> bool:
             return self._error is not None or (
@@ -110,11 +110,11 @@ class FollowerPublisher:
             )
 
         with self._condition:
-            while not self._condition.wait_for(over, min(POLL_SECS, deadline - awake.now())):
+            while not self._condition.wait_for(over, min(POLL_SECS, deadline - active.now())):
                 self.check()
                 if should_stop():
                     return
-                if awake.now() > deadline:
+                if active.now() > deadline:
                     raise TimeoutError(
                         f"learner process 0 has not published version {version} after {timeout_secs:g} s: "
                         f"the queue has version {self._published}"

@@ -72,7 +72,7 @@ class TrainStep:
         temperature: float,
         optimizer: optax.GradientTransformation,
         keeps_params: bool = False,
-        turn: Callable[[], contextlib.AbstractContextManager] | None = None,
+        device_lock: Callable[[], contextlib.AbstractContextManager] | None = None,
     ):
         """Declares the programs; nothing is compiled yet.
 
@@ -85,7 +85,7 @@ class TrainStep:
           temperature: the sampler's, > 0: log-probs are of logits / temperature.
           optimizer: from optimizer.make_optimizer.
           keeps_params: an update leaves the parameters before it to others who hold them, and makes new ones.
-          turn: a context in which alone a program runs, to its end, where others use the device too.
+          device_lock: held while a program runs, to its end, where others use the device too.
 
         Raises:
           ValueError: a clip against 'current' with several minibatches, a temperature that is not > 0, more blocks than
@@ -102,8 +102,8 @@ class TrainStep:
         self._rows = rows = sharding.batch_sharding(mesh)
         # XLA's CPU collectives hang when programs of several devices pile up on few threads.
         on_cpu = mesh.devices.flat[0].platform == "cpu"
-        self._turn = turn or contextlib.nullcontext
-        self._one_at_a_time = turn is not None or (mesh.size > 1 and on_cpu)
+        self._device_lock = device_lock or contextlib.nullcontext
+        self._one_at_a_time = device_lock is not None or (mesh.size > 1 and on_cpu)
         state, accumulator = make_shardings(config, mesh, optimizer)
         self._everywhere = everywhere = accumulator.sums
         self._on_devices = state.opt_state
@@ -365,7 +365,7 @@ class TrainStep:
         return jax.make_array_from_process_local_data(self._rows, own, shape)
 
     def _run(self, program, *args):
-        with self._turn():
+        with self._device_lock():
             with jax.transfer_guard("disallow"):  # Transfers to the device are explicit.
                 outputs = program(*args)
             return jax.block_until_ready(outputs) if self._one_at_a_time else outputs

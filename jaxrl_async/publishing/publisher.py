@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from jaxrl_async.awake import AwakeClock
+from jaxrl_async.active_clock import ActiveClock
 from jaxrl_async.publishing import health, verification
 from jaxrl_async.publishing.discovery import Discovery
 from jaxrl_async.publishing.pauses import Pauses
@@ -136,8 +136,8 @@ class Publisher:
         self._keepers: dict[str, asyncio.Task] = {}  # control address → the task of its server
         self._pushing = False
         self._evaluating: asyncio.Task | None = None
-        self._awake = AwakeClock()
-        self._healthy_at = self._awake.now()
+        self._active = ActiveClock()
+        self._healthy_at = self._active.now()
         self._changed = asyncio.Event()  # an attempt at a server ended
         self._announcing = asyncio.Lock()
         self._requests: asyncio.Queue[_Request] = asyncio.Queue()
@@ -192,13 +192,13 @@ class Publisher:
         def over() -> bool:
             return self._error is not None or _at_least(self._published, version)
 
-        awake = AwakeClock()
-        deadline = awake.now() + timeout_secs
+        active = ActiveClock()
+        deadline = active.now() + timeout_secs
         with self._condition:
-            while not self._condition.wait_for(over, min(CHECK_SECS, deadline - awake.now())):
+            while not self._condition.wait_for(over, min(CHECK_SECS, deadline - active.now())):
                 if should_stop():
                     return
-                if awake.now() > deadline:
+                if active.now() > deadline:
                     raise PublisherError(
                         f"version {version} is not published after {timeout_secs:g} s: "
                         f"the publisher waits for {self.waits_for()}"
@@ -355,12 +355,12 @@ class Publisher:
         if not self._num_holding():
             await self._wait(delivered_or_impossible, self._start_timeout_secs - timeout_secs)
         self._end_push(first, timeout_secs)
-        self._healthy_at = self._awake.now()
+        self._healthy_at = self._active.now()
 
     async def _wait(self, condition: Callable[[], bool], timeout_secs: float) -> None:
-        """Waits for a condition, checked after every attempt at a server, for so many seconds awake."""
-        deadline = self._awake.now() + timeout_secs
-        while not condition() and (left := deadline - self._awake.now()) > 0:
+        """Waits for a condition, checked after every attempt at a server, for so many active seconds."""
+        deadline = self._active.now() + timeout_secs
+        while not condition() and (left := deadline - self._active.now()) > 0:
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(left, CHECK_SECS)):
@@ -369,7 +369,7 @@ class Publisher:
     async def _watch_the_clock(self) -> None:
         """Keeps a busy time of other tasks apart from a stop of the process."""
         while True:
-            self._awake.now()
+            self._active.now()
             await asyncio.sleep(CHECK_SECS)
 
     def _num_holding(self) -> int:
@@ -479,8 +479,8 @@ class Publisher:
     async def _poll(
         self, client: InferenceClient, server: health.Server, target: health.Target
     ) -> None:
-        self._awake.now()
-        num_stops, woke = self._awake.num_stops, False
+        self._active.now()
+        num_stops, woke = self._active.num_stops, False
         try:
             with self._pin(target.version):
                 await self._push_target(client, server, target)
@@ -500,8 +500,8 @@ class Publisher:
                 raise PublisherError(str(error)) from None
             server.state, server.reason = STALE, str(error)
         except Exception as error:
-            self._awake.now()
-            if self._awake.num_stops != num_stops:
+            self._active.now()
+            if self._active.num_stops != num_stops:
                 server.due.set()  # Its deadline passed while this process was stopped.
                 return
             server.num_failures += 1
@@ -514,7 +514,7 @@ class Publisher:
             was_dead = server.state == DEAD
             server.state = STALE if await health.answers(client, server) else DEAD
             if was_dead and server.state == STALE:
-                self._healthy_at = self._awake.now()  # It is back, and has its time to be HEALTHY.
+                self._healthy_at = self._active.now()  # It is back, and has its time to be HEALTHY.
             # One that woke in the attempt has not had its try.
             woke = server.state == STALE and (was_dead or isinstance(error, ServerTimeoutError))
         server.tried = None if woke else target
@@ -557,7 +557,7 @@ class Publisher:
 
     def _check_any_healthy(self) -> None:
         """Raises when no server was HEALTHY for too long; a push has a deadline of its own."""
-        now = self._awake.now()
+        now = self._active.now()
         if self._pushing or self._table.any_healthy():
             self._healthy_at = now
             return

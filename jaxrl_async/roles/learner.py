@@ -35,7 +35,7 @@ from jaxrl_async.queue.calls import BlockingGrpcCalls
 from jaxrl_async.queue.client import LearnerQueue
 from jaxrl_async.records import Identity, ResumePoint, Share, Wait
 from jaxrl_async.runtime import preemption
-from jaxrl_async.runtime.settled import settle
+from jaxrl_async.runtime.gc_freeze import gc_freeze
 from jaxrl_async.runtime.supervisor import visible_devices
 from jaxrl_async.samples import SampleWriter
 from jaxrl_async.servers.client import InferenceClient
@@ -253,7 +253,7 @@ def _train(
         def should_stop(step: int, chunk_arrived: bool) -> bool:
             saves.check()
             if chunk_arrived:
-                settle("the learner's programs")
+                gc_freeze("the learner's programs")
             return agreement.should_stop(step, chunk_arrived)
 
         def save(step: int, state: TrainState, resume_point: ResumePoint) -> None:

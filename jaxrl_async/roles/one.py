@@ -31,8 +31,8 @@ from jaxrl_async.queue.service import QueueService
 from jaxrl_async.records import Identity, Share
 from jaxrl_async.roles import learner, rollout
 from jaxrl_async.roles import queue as queue_role
+from jaxrl_async.roles.device_lock import DeviceLock
 from jaxrl_async.roles.server import ENGINE_STOP_SECS
-from jaxrl_async.roles.turns import Turns
 from jaxrl_async.rollout.failures import flattened
 from jaxrl_async.servers.preflight import Expected
 from jaxrl_async.versions.memory import MemoryStore
@@ -64,10 +64,10 @@ def run(
     server = dataclasses.replace(settings.server, addresses=names)
     settings = dataclasses.replace(settings, server=server)
     of_learner, of_engines = _division(settings)
-    turns = Turns() if not settings.server.devices and _wait_for_one_another() else None
-    turn = {"turn": functools.partial(turns.of, ENGINES)} if turns else {}
+    lock = DeviceLock() if not settings.server.devices and _wait_for_one_another() else None
+    sharing = {"device_lock": functools.partial(lock.held_by, ENGINES)} if lock else {}
     engines = {
-        name: parts.engine_of(settings, workdir, name=name, device=device, **turn)
+        name: parts.engine_of(settings, workdir, name=name, device=device, **sharing)
         for name, device in zip(names, of_engines, strict=True)
     }
     with contextlib.ExitStack() as stack:
@@ -82,7 +82,7 @@ def run(
             coordinator="",
             resume=resume,
             stop_requested=stop_requested,
-            links=_DirectLinks(settings, others, engines, turns, of_learner),
+            links=_DirectLinks(settings, others, engines, lock, of_learner),
         )
 
 
@@ -189,16 +189,16 @@ class _DirectLinks(learner.Links):
         settings: Settings,
         others: _Others,
         engines: Mapping[str, Engine],
-        turns: Turns | None,
+        lock: DeviceLock | None,
         devices: Sequence[jax.Device],
     ):
         super().__init__(settings)
-        self._others, self._engines, self._turns = others, engines, turns
+        self._others, self._engines, self._lock = others, engines, lock
         self.devices = devices
 
     def sharing(self) -> dict[str, Any]:
-        turn = functools.partial(self._turns.of, LEARNER) if self._turns else None
-        return {"keeps_params": True, "turn": turn}
+        lock = functools.partial(self._lock.held_by, LEARNER) if self._lock else None
+        return {"keeps_params": True, "device_lock": lock}
 
     def freeze(self, base: Any) -> None:
         if base is not None:
@@ -207,8 +207,8 @@ class _DirectLinks(learner.Links):
 
     def metrics(self, workdir: pathlib.Path) -> MetricsWriter:
         tracker = parts.tracker_of(self._settings, workdir)
-        if self._turns:
-            return _WithWaits(workdir, tracker, self._turns)
+        if self._lock:
+            return _WithWaits(workdir, tracker, self._lock)
         return MetricsWriter(workdir, tracker)
 
     def check(self, expected: Expected) -> None:
@@ -237,12 +237,12 @@ class _DirectLinks(learner.Links):
 class _WithWaits(MetricsWriter):
     """Adds the waits for a shared device to each row."""
 
-    def __init__(self, workdir: pathlib.Path, tracker: Any, turns: Turns):
+    def __init__(self, workdir: pathlib.Path, tracker: Any, lock: DeviceLock):
         super().__init__(workdir, tracker)
-        self._turns = turns
+        self._lock = lock
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
-        waits = {name: 0.0 for name in (LEARNER, ENGINES)} | self._turns.pop()
+        waits = {name: 0.0 for name in (LEARNER, ENGINES)} | self._lock.pop_waits()
         super().write(step, row | waits)
 
 

@@ -7,7 +7,7 @@ import signal
 import time
 
 from jaxrl_async import parts
-from jaxrl_async.awake import AwakeClock
+from jaxrl_async.active_clock import ActiveClock
 from jaxrl_async.config.checks import queue_access_of
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.queue.calls import GrpcCalls
@@ -15,7 +15,7 @@ from jaxrl_async.queue.client import QueueClient
 from jaxrl_async.rewards.overlong import overlong_penalty
 from jaxrl_async.rollout.sampler import Sampler
 from jaxrl_async.rollout.worker import Worker
-from jaxrl_async.runtime.settled import settle
+from jaxrl_async.runtime.gc_freeze import gc_freeze
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.fleet import Fleet
 from jaxrl_async.tasks.prompts import prompt_stream
@@ -97,8 +97,8 @@ async def work(
     )
     async with client, parts.rewards_of(settings, task.reward) as rewards, queue:
         client.run_id = queue.run_id
-        settle("prompts")
-        clock = AwakeClock()
+        gc_freeze("prompts")
+        clock = ActiveClock()
         sampler = Sampler(
             client=client,
             fleet=fleet,

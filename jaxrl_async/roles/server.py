@@ -12,7 +12,7 @@ import urllib.parse
 from jaxrl_async.config.checks import command_words
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.parts import engine_of, keys_of, model_path, weight_roots_of
-from jaxrl_async.runtime.settled import settle
+from jaxrl_async.runtime.gc_freeze import gc_freeze
 from jaxrl_async.runtime.supervisor import how_it_ended
 
 ENGINE_STOP_SECS = 30.0  # deadline of the engine's thread at the end
@@ -40,7 +40,7 @@ async def _run_embedded(settings: Settings, workdir: pathlib.Path, index: int) -
     address = settings.server.addresses[index]
     url = urllib.parse.urlparse(address)
     engine.start()
-    settle("the engine's programs")
+    gc_freeze("the engine's programs")
     log.info("engine ready: %d programs", engine.num_compiled)
     try:
         async with http.serve(

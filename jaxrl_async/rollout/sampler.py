@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_async.awake import AwakeClock
+from jaxrl_async.active_clock import ActiveClock
 from jaxrl_async.records import Permit
 from jaxrl_async.rollout.context import Generate, RolloutError
 from jaxrl_async.servers.client import InferenceClient
@@ -46,7 +46,7 @@ class Sampler:
         request_timeout_secs: float,
         max_retries: int,
         outage_secs: float = 0.0,
-        clock: AwakeClock | None = None,
+        clock: ActiveClock | None = None,
     ):
         """Sends nothing yet.
 
@@ -71,7 +71,7 @@ class Sampler:
         self._request_timeout_secs = request_timeout_secs
         self._max_retries = max_retries
         self._outage_secs = max(outage_secs, request_timeout_secs)
-        self._clock = clock or AwakeClock()
+        self._clock = clock or ActiveClock()
         self._running: dict[str, str] = {}  # rid → address, of requests that may run on a server
         self._calls: dict[str, asyncio.Task[Completion]] = {}  # rid → the call that waits for it
         self._homes: dict[Permit, str] = {}  # the server of a group's first request

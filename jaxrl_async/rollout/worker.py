@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jaxrl_async import security
-from jaxrl_async.awake import STOP_SECS, AwakeClock
+from jaxrl_async.active_clock import STOP_SECS, ActiveClock
 from jaxrl_async.queue.client import QueueClient
 from jaxrl_async.records import REFUSALS, UP, Permit, Wait
 from jaxrl_async.rewards.pool import Judgement, RewardError, RewardPool, RewardTimeoutError
@@ -59,7 +59,7 @@ class Worker:
         overlong: Callable[[int], float],
         frictions: Frictions | None,
         run_seed: int,
-        clock: AwakeClock | None = None,
+        clock: ActiveClock | None = None,
     ):
         """Starts nothing yet.
 
@@ -93,7 +93,7 @@ class Worker:
         self._overlong = overlong
         self._frictions = frictions
         self._run_seed = run_seed
-        self._clock = clock or AwakeClock()
+        self._clock = clock or ActiveClock()
         self._running: dict[Permit, list[int]] = {}  # lengths of the samples that have ended
         # (permit, sample) → its stage, and since when.
         self._stages: dict[tuple[Permit, int], tuple[str, float]] = {}

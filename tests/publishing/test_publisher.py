@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from fixtures.fake_sglang import FakeServer, started
 
-from jaxrl_async import awake
+from jaxrl_async import active_clock
 from jaxrl_async.publishing.discovery import Discovery
 from jaxrl_async.publishing.health import Server, Table
 from jaxrl_async.publishing.publisher import Publisher, PublisherError
@@ -255,7 +255,7 @@ def test_a_quorum_is_rounded_up(servers, start, write, num_absent, quorum, neede
 def test_after_a_stop_of_the_process_a_fresh_attempt_comes_first(
     queue, servers, start, write, monkeypatch
 ):
-    monkeypatch.setattr(awake, "STOP_SECS", 0.6)
+    monkeypatch.setattr(active_clock, "STOP_SECS", 0.6)
     interrupted, stopped = [], threading.Event()
 
     async def transport(client, address, *, version, **kwargs):

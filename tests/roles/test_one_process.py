@@ -38,7 +38,7 @@ from jaxrl_async.queue.client import LearnerQueue, QueueClient
 from jaxrl_async.queue.direct import BlockingDirectCalls, DirectCalls
 from jaxrl_async.records import Permit, ServerRecord, SupersededError, Wait
 from jaxrl_async.roles import one as one_role
-from jaxrl_async.roles.turns import Turns
+from jaxrl_async.roles.device_lock import DeviceLock
 from jaxrl_async.runtime.supervisor import in_one_process
 from jaxrl_async.samples import read_samples
 from jaxrl_async.servers.client import InferenceClient
@@ -235,7 +235,7 @@ async def test_weights_are_handed_over_by_reference_while_it_samples():
         assert turns.acquire(timeout=CALL_SECS), "no turn"
         yield
 
-    engine = Engine(CONFIG, max_queued_requests=64, name="gated", turn=turn, **SHAPE)
+    engine = Engine(CONFIG, max_queued_requests=64, name="gated", device_lock=turn, **SHAPE)
     engine.start()
     engine.update_weights(weights(0), "0").result(CALL_SECS)
     new, store = jax.device_put(weights(1)), MemoryStore(keep=1)
@@ -356,35 +356,35 @@ def test_a_snapshot_is_the_parameters_themselves_where_the_dtypes_are_equal():
 
 def test_turns_are_given_in_the_order_of_asking_and_their_waits_are_counted():
     now = [0.0]
-    turns, order = Turns(clock=lambda: now[0]), []
+    lock, order = DeviceLock(clock=lambda: now[0]), []
 
     def side(name):
-        with turns.of(name):
+        with lock.held_by(name):
             order.append(name)
 
-    with turns.of("a"):
+    with lock.held_by("a"):
         threads = []
         for name in ("b", "c", "a"):
             threads.append(threading.Thread(target=side, args=(name,)))
             threads[-1].start()
-            while len(turns._asked) < len(threads) + 1:
+            while len(lock._asked) < len(threads) + 1:
                 pass
         now[0] = 2.0
     for thread in threads:
         thread.join(CALL_SECS)
     assert order == ["b", "c", "a"]
-    assert turns.pop() == {"a": 2.0, "b": 2.0, "c": 2.0} and turns.pop() == {}
+    assert lock.pop_waits() == {"a": 2.0, "b": 2.0, "c": 2.0} and lock.pop_waits() == {}
 
 
 def test_a_side_that_is_interrupted_while_it_waits_leaves_its_place(monkeypatch):
-    turns = Turns()
-    with turns.of("a"):
+    lock = DeviceLock()
+    with lock.held_by("a"):
         with monkeypatch.context() as interrupted, pytest.raises(KeyboardInterrupt):
-            interrupted.setattr(turns._condition, "wait", _interrupt)
-            with turns.of("b"):
+            interrupted.setattr(lock._condition, "wait", _interrupt)
+            with lock.held_by("b"):
                 pass
-    with turns.of("c"):
-        assert len(turns._asked) == 1
+    with lock.held_by("c"):
+        assert len(lock._asked) == 1
 
 
 def _interrupt(timeout=None):

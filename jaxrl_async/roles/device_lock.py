@@ -1,4 +1,4 @@
-"""Turns at a device that a learner and engines share: one side at a time, in the order in which they ask."""
+"""The lock of a device that a learner and engines share: one side at a time, in the order in which they ask."""
 
 import collections
 import contextlib
@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 
 
-class Turns:
-    """A lock that is fair, and knows how long each side waited."""
+class DeviceLock:
+    """A fair lock that counts the seconds of each side's waits."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
@@ -17,8 +17,8 @@ class Turns:
         self._secs: collections.Counter[str] = collections.Counter()
 
     @contextlib.contextmanager
-    def of(self, side: str) -> Iterator[None]:
-        """A turn of a side. It ends with the context, so nobody waits for longer than the turns before take."""
+    def held_by(self, side: str) -> Iterator[None]:
+        """Held by a side. It ends with the context, so nobody waits for longer than those before hold it."""
         turn, since = object(), self._clock()
         with self._condition:
             self._asked.append(turn)
@@ -32,7 +32,7 @@ class Turns:
                 self._asked.remove(turn)
                 self._condition.notify_all()
 
-    def pop(self) -> dict[str, float]:
+    def pop_waits(self) -> dict[str, float]:
         """Side → seconds of its waits that ended since the last call."""
         with self._condition:
             secs, self._secs = self._secs, collections.Counter()

@@ -2,17 +2,17 @@
 
 import gc
 
-from jaxrl_async.runtime import settled
+from jaxrl_async.runtime import gc_freeze as frozen
 
 
-def test_a_stage_is_settled_once_in_a_process(monkeypatch):
+def test_a_stage_is_frozen_once_in_a_process(monkeypatch):
     calls = []
     monkeypatch.setattr(gc, "collect", lambda: calls.append("collect"))
     monkeypatch.setattr(gc, "freeze", lambda: calls.append("freeze"))
-    settled.settle.cache_clear()
+    frozen.gc_freeze.cache_clear()
     try:
         for stage in ("prompts", "programs", "prompts"):
-            settled.settle(stage)
+            frozen.gc_freeze(stage)
     finally:
-        settled.settle.cache_clear()
+        frozen.gc_freeze.cache_clear()
     assert calls == ["collect", "freeze"] * 2

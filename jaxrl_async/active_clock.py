@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 STOP_SECS = 2.0  # A longer time between two looks was a stop.
 
 
-class AwakeClock:
+class ActiveClock:
     """Monotonic seconds without the stops. Its owner calls `now` more often than every STOP_SECS."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -24,7 +24,7 @@ class AwakeClock:
         self.num_stops = 0  # as of the last `now`
 
     def now(self) -> float:
-        """Seconds; the difference of two is the time awake between them."""
+        """Seconds; the difference of two is the active time between them."""
         now = self._clock()
         gap, self._last = now - self._last, now
         if gap > STOP_SECS:

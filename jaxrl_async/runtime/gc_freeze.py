@@ -9,7 +9,7 @@ import gc
 
 
 @functools.cache
-def settle(stage: str) -> None:
+def gc_freeze(stage: str) -> None:
     """Collects once, and leaves all that is there now out of later collections.
 
     Args:
