@@ -26,7 +26,7 @@ import numpy as np
 from flax import nnx
 
 from jaxrl_async import parts
-from jaxrl_async.config.checks import delay_of
+from jaxrl_async.config.forms import delay_of
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.inference import engine as engines
 from jaxrl_async.inference.sampling import SamplingParams

@@ -23,8 +23,8 @@ import sys
 import ml_collections
 
 from jaxrl_async.cli.config import UsageError, config_of_point, load_sweep, parse_flags
-from jaxrl_async.config.checks import nearest
 from jaxrl_async.config.settings import SettingsError
+from jaxrl_async.names import nearest
 from jaxrl_async.runtime import workdir as workdirs
 from jaxrl_async.sweeps import driver, page, submit
 

@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "security": set(),
     "rpc": {"security"},
     "metrics": set(),
-    "config": {"names", "queue", "records", "rewards", "security"},
+    "config": {"names", "queue", "records", "security"},
     "tasks": {"types", "environments", "metrics", "names", "rewards"},
     "environments": {"types", "names", "rewards"},
     "rewards": {"types", "metrics", "names", "rpc", "security"},

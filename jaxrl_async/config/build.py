@@ -5,7 +5,6 @@ JAX.
 """
 
 import dataclasses
-import functools
 import types
 import typing
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -13,10 +12,13 @@ from typing import Any
 
 import ml_collections
 
-from jaxrl_async.config.checks import problems, refuse
+from jaxrl_async.config.checks import contradictions, refuse
+from jaxrl_async.config.fields import refusal
 from jaxrl_async.config.loss import preset_of
-from jaxrl_async.config.settings import ADDED, RENAMED, Settings, SettingsError
+from jaxrl_async.config.settings import ADDED, FIELDS, RENAMED, Settings, SettingsError
 from jaxrl_async.names import nearest
+
+Nested = MutableMapping[str, Any] | ml_collections.ConfigDict
 
 
 class UsageError(ValueError):
@@ -58,13 +60,13 @@ def set_mode(config: ml_collections.ConfigDict, mode: str, *, chunk_groups: int)
       mode: "sync", "periodic" or "async".
       chunk_groups: groups per chunk in mode "periodic".
     """
-    config.mode = mode
+    values: dict[str, Any] = {"mode": mode}
     if mode != "async":
-        config.queue.max_staleness = 0
+        values["queue.max_staleness"] = 0
     if mode == "periodic":
-        config.queue.chunk_groups = chunk_groups
-        config.learner.num_minibatches = 1
-        config.loss.anchor = "current"
+        values["queue.chunk_groups"] = chunk_groups
+        values |= {"learner.num_minibatches": 1, "loss.anchor": "current"}
+    config.update_from_flattened_dict(values)
 
 
 def make_settings(config: Mapping[str, Any]) -> Settings:
@@ -76,16 +78,23 @@ def make_settings(config: Mapping[str, Any]) -> Settings:
     Raises:
       SettingsError: each unknown key (with the nearest), wrong type, value outside its bound and contradiction.
     """
-    config, refused = _copied(config), {}
-    rename_keys(config)
-    settings = _build(Settings, config, "", refused)
-    refuse([*refused.values(), *problems(settings, refused)])
+    refused: dict[str, str] = {}
+    values = _copied(config)
+    rename_keys(values)
+    settings = _build(Settings, values, "", refused)
+    refuse([*refused.values(), *contradictions(settings, refused)])
     return settings
 
 
 def config_dict(values: Mapping[str, Any]) -> ml_collections.ConfigDict:
     """A ConfigDict of nested values, in which a number that may be None keeps its type when it is None."""
-    return ml_collections.ConfigDict(_with_optionals(Settings, values))
+    config = ml_collections.ConfigDict(values)
+    for key, field in FIELDS.items():
+        kinds: tuple[Any, ...] = typing.get_args(field.type)
+        if type(None) in kinds and _has(config, key):
+            block, name = _block_of(config, key)
+            block[name] = ml_collections.FieldReference(block[name], field_type=kinds[0])
+    return config
 
 
 def complete(config: ml_collections.ConfigDict) -> list[str]:
@@ -108,10 +117,10 @@ def write_preset(config: ml_collections.ConfigDict) -> None:
       SettingsError: the config has another value for one of them.
     """
     loss = config.get("loss")
-    if not isinstance(loss, Mapping | ml_collections.ConfigDict):
+    if not isinstance(loss, ml_collections.ConfigDict):
         return  # `make_settings` refuses it.
     try:
-        parts = preset_of(loss)
+        parts = preset_of(loss.to_dict())
     except ValueError as error:
         raise SettingsError(f"loss.{error}") from None
     with config.unlocked():
@@ -121,8 +130,8 @@ def write_preset(config: ml_collections.ConfigDict) -> None:
 def from_json(config: Mapping[str, Any], where: str) -> tuple[dict[str, Any], list[str]]:
     """The content of a workdir's config.json with today's keys, whatever code wrote it.
 
-    A key that did not exist then has the value that the code had before the key existed (`settings.ADDED`), not the
-    default.
+    A key that did not exist then has the value that the code had before the key existed (`before` in its field), not
+    the default.
 
     Args:
       config: the content, with every key of its time.
@@ -134,10 +143,10 @@ def from_json(config: Mapping[str, Any], where: str) -> tuple[dict[str, Any], li
     Raises:
       SettingsError: a key is missing that existed then.
     """
-    config = _copied(config)
-    said = [f"{where}: {line}" for line in rename_keys(config)]
-    for key in default_values():
-        block, name = _block_of(config, key)
+    values = _copied(config)
+    said = [f"{where}: {line}" for line in rename_keys(values)]
+    for key in FIELDS:
+        block, name = _block_of(values, key)
         if name in block:
             continue
         if key not in ADDED:
@@ -146,10 +155,10 @@ def from_json(config: Mapping[str, Any], where: str) -> tuple[dict[str, Any], li
         said.append(
             f"{where}: no {key}; read as {ADDED[key]!r}, the value before that setting existed"
         )
-    return config, said
+    return values, said
 
 
-def rename_keys(config: MutableMapping[str, Any]) -> list[str]:
+def rename_keys(config: Nested) -> list[str]:
     """Gives renamed keys of a nested mapping their new names, in place; returns a sentence for each.
 
     Raises:
@@ -205,32 +214,33 @@ def _typed(name: str, text: str, default: Any) -> Any:
         ) from None
 
 
-@functools.cache
-def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
-
-
 def _build(cls: type, values: Mapping[str, Any], path: str, refused: dict[str, str]) -> Any:
     """A block of settings. What is refused is added to `refused`, key → sentence, and has its default in the block."""
-    hints, given = _hints(cls), {}
+    fields, given = {field.name: field for field in dataclasses.fields(cls)}, {}
     for key, value in values.items():
         where = f"{path}{key}"
-        if key not in hints:
-            refused[where] = f"unknown config key config.{where}{nearest(key, hints)}"
+        if key not in fields:
+            refused[where] = f"unknown config key config.{where}{nearest(key, fields)}"
             continue
         try:
-            given[key] = _convert(hints[key], value, where, refused)
+            converted = _convert(fields[key].type, value, where, refused)
         except SettingsError as error:
             refused[where] = str(error)
+            continue
+        if text := refusal(fields[key], converted):
+            refused[where] = f"{where}{text}"
+        else:
+            given[key] = converted
     try:
         return cls(**given)
     except ValueError as error:  # Of a block that checks itself.
-        refused[path.removesuffix(".")] = f"{path.removesuffix('.')}: {error}"
+        if not any(key.startswith(path) for key in refused):
+            refused[path.removesuffix(".")] = f"{path.removesuffix('.')}: {error}"
         return cls()
 
 
 def _convert(hint: Any, value: Any, path: str, refused: dict[str, str]) -> Any:
-    if dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping):
             raise SettingsError(f"config.{path} must be a block of settings, got {value!r}")
         return _build(hint, value, f"{path}.", refused)
@@ -253,25 +263,13 @@ def _convert(hint: Any, value: Any, path: str, refused: dict[str, str]) -> Any:
     raise SettingsError(f"config.{path} must be {getattr(hint, '__name__', hint)}, got {value!r}")
 
 
-def _with_optionals(cls: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    hints, found = _hints(cls), {}
-    for key, value in values.items():
-        hint = hints.get(key)
-        if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
-            value = _with_optionals(hint, value)
-        elif isinstance(hint, types.UnionType) and type(None) in typing.get_args(hint):
-            value = ml_collections.FieldReference(value, field_type=typing.get_args(hint)[0])
-        found[key] = value
-    return found
-
-
 def _fill(config: ml_collections.ConfigDict, base: ml_collections.ConfigDict) -> None:
-    for key in base:
-        is_block = isinstance(base[key], ml_collections.ConfigDict)
+    for key, default in base.items():
+        is_block = isinstance(default, ml_collections.ConfigDict)
         if key not in config:
-            config[key] = base[key] if is_block else base.get_ref(key)  # A reference has its type.
-        elif is_block and isinstance(config[key], ml_collections.ConfigDict):
-            _fill(config[key], base[key])
+            config[key] = default if is_block else base.get_ref(key)  # A reference has its type.
+        elif is_block and isinstance(block := config[key], ml_collections.ConfigDict):
+            _fill(block, default)
 
 
 def _copied(value: Any) -> Any:
@@ -280,7 +278,7 @@ def _copied(value: Any) -> Any:
     return value
 
 
-def _has(config: Mapping[str, Any], key: str) -> bool:
+def _has(config: Any, key: str) -> bool:
     for part in key.split("."):
         if not isinstance(config, Mapping | ml_collections.ConfigDict) or part not in config:
             return False
@@ -288,7 +286,7 @@ def _has(config: Mapping[str, Any], key: str) -> bool:
     return True
 
 
-def _block_of(config: MutableMapping[str, Any], key: str) -> tuple[MutableMapping[str, Any], str]:
+def _block_of(config: Any, key: str) -> tuple[Any, str]:
     """The block that has or is to have a key, which is made where it is missing; and the last part of the key."""
     *path, name = key.split(".")
     for part in path:

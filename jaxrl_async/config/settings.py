@@ -1,237 +1,193 @@
-"""The settings of a run: a tree of frozen dataclasses, the only place of a default, a type, a unit and a comment.
+"""The settings of a run: a tree of frozen dataclasses, whose fields say all that is known of each (config/fields.py).
 
 A config file (configs/) changes some of them, a workdir's config.json holds them all, and
-`python -m jaxrl_async config` prints them. `build` makes `Settings` of either, `checks` refuses settings that
-contradict one another. To add a setting: a line here, a line in ADDED, and the place that reads it.
+`python -m jaxrl_async config` prints them. `build` makes `Settings` of either and refuses what a field refuses;
+`checks` refuses settings that contradict one another. To add a setting: a field here, and the place that reads it.
+docs/settings.md is written from the fields by `python -m jaxrl_async.config.table >docs/settings.md`.
 
 Imports the standard library alone.
 """
+# fmt: off
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from jaxrl_async.config import forms
+from jaxrl_async.config.fields import SettingsError as SettingsError
+from jaxrl_async.config.fields import setting, walk
 from jaxrl_async.config.loss import LossConfig
 
-# The names that a setting can have. Each is documented where it is implemented.
+# Choices that tables elsewhere have rows for; other choices stand in their field.
 MODES = ("sync", "periodic", "async")
-TOKENIZERS = ("char", "bpe", "huggingface")
 DTYPES = ("float32", "bfloat16")
 PACKINGS = ("in_order", "first_fit", "fewest")  # learner.packing.assign_rows
 ATTENTION_KERNELS = ("xla", "cudnn", "splash")  # models.attention.of_rows
 FAMILIES = ("llama", "gemma3")  # models.families
-LORA_TARGETS = (  # models.lora.LAYERS, by PEFT's names
-    "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
-)  # fmt: skip
-TRANSPORTS = ("disk", "tensor", "stream", "distributed")  # weights.transports
-PAUSE_MODES = ("retract", "in_place")  # of a server, around new weights
-AGENT_ROWS = ("all", "one", "last")  # rollout.sessions
-JOURNAL_KEEPS = ("all", "checkpointed", "none")  # queue.journal
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # models.lora.LAYERS
+TRANSPORTS = ("disk", "tensor", "stream", "distributed")  # publishing.transports
+PAUSE_MODES = ("retract", "in_place")
 TRACKERS = ("", "wandb", "mlflow")  # tracker.SERVICES
-PROCESSES = ("auto", "many", "one")  # runtime.supervisor.in_one_process
-JOURNAL_MODES = ("wal", "delete")
-JOURNAL_SYNCHRONOUS = ("normal", "full")
-
-# Renamed settings, old key → new key. Old names are accepted in configs, in config.json and on the command line.
-RENAMED: dict[str, str] = {"loss.behavior_cap_mode": "loss.behavior_weight"}
-# Settings that old workdirs may lack, key → the value that the code had before the setting existed. Such a run is
-# read with that value, whatever the default is now.
-ADDED: dict[str, Any] = {
-    "checkpoint.grace_secs": 60.0,
-    "rollout.reward_addresses": (),
-    "cpus.rewards": (),
-    "rollout.reward_environment": (),
-    "security.insecure": True,
-    "server.discover": "",
-    "server.discover_secs": 5.0,
-    "evaluate.num_validation": -1,
-    "journal.max_bytes": 0,
-    "server.quorum": 1.0,
-    "weights.pause_lease_secs": 0.0,
-    "weights.max_paused": 0,
-    "weights.delta": False,
-    "weights.fanout": 0,
-    "weights.rendezvous": "127.0.0.1",
-    "supervisor.restart_window_secs": 1e9,  # the whole run
-    "queue.outage_secs": 30.0,
-    "queue.failure_window_secs": 1e9,
-    "tokenizer.chat_template": "",
-    "tokenizer.system_prompt": "",
-    "tokenizer.instruction": "",
-    "learner.blocks": 1,
-    "learner.context": 1,
-    "learner.param_dtype": "float32",
-    "learner.moment_dtype": "float32",
-    "learner.offload_moments": False,
-    "rollout.sample_padding": True,
-    "supervisor.processes": "many",
-    "loss.preset": "",
-    "journal.samples_per_step": 0,
-    "tracker.kind": "",
-    "tracker.project": "",
-    "server.devices": 0,
-    "server.release_cache": False,
-    "model.family": "llama",
-    "model.windows": (),
-    "learner.max_mismatch": 0.0,
-    "model.lora.rank": 0,
-    "model.lora.alpha": 32.0,
-    "model.lora.targets": LORA_TARGETS,
-    "model.lora.base_dtype": "float32",
-    "model.lora.path": "",
-    "environment.name": "",
-    "environment.args": {},
-    "environment.max_turns": 8,
-    "environment.max_turn_tokens": 0,
-    "environment.timeout_secs": 10.0,
-    "environment.num_processes": 8,
-    "environment.memory_bytes": 1 << 30,
-    "checkpoint.in_background": True,
-    "rollout.agent": "",
-    "rollout.agent_timeout_secs": 60.0,
-    "rollout.agent_calls": 64,
-    "rollout.agent_rows": "one",
-}
-
-
-class SettingsError(ValueError):
-    """A config that cannot be run; the message names the key, the value and the bound."""
+MIN_MEMORY_BYTES = 1 << 20  # the size in which Python takes memory from the system; rewards.pool refuses less, too
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    # a name in tasks.TASKS | "module:function" | a library's environment, "verifiers:ENVIRONMENT" or "openenv:URL"
-    name: str = "arithmetic"
-    args: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the task, by keyword
-    seed: int = 0  # of the shuffled stream of prompts
+    """The source of prompts."""
+    name: str = setting("arithmetic", "Task: a name in tasks.TASKS, `module:function`, or an environment of a library, "
+        "`verifiers:ENVIRONMENT` or `openenv:URL`.")
+    args: Mapping[str, Any] = setting({}, "Keyword arguments of the task.")
+    seed: int = setting(0, "Seed of the shuffled stream of prompts.", at_least=0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
-    kind: str = "char"  # "char": alphabet | "bpe": trained on the task's text | "huggingface": path
-    alphabet: str = ""  # the characters of "char"
-    vocab_size: int = 0  # tokens, of "bpe"
-    path: str = ""  # of "huggingface": the directory of its files, or a model's id on the hub
-    chat_template: str = ""  # of "huggingface": "" for the files' own | "none" | a Jinja file
-    system_prompt: str = ""  # before the question, by the chat template; "": none
-    instruction: str = ""  # text before every question, as it is; "": none
+    """The tokenizer, and the text around a question."""
+    kind: str = setting("char", "Tokenizer: one token per character (`char`), trained on the task's text (`bpe`), or "
+        "read from tokenizer.path (`huggingface`).", choices=("char", "bpe", "huggingface"))
+    alphabet: str = setting("", "Characters of a `char` tokenizer.")
+    vocab_size: int = setting(0, "Vocabulary size of a `bpe` tokenizer.", at_least=0, unit="tokens")
+    path: str = setting("", "Directory or Hugging Face Hub id of a `huggingface` tokenizer.")
+    chat_template: str = setting("", "Chat template of a `huggingface` tokenizer: a Jinja file, `none`, or empty for "
+        "that of its own files.", since="0.1.0")
+    system_prompt: str = setting("", "System message before every question, by the chat template; empty for none.",
+        since="0.1.0")
+    instruction: str = setting("", "Text before every question, verbatim; empty for none.", since="0.1.0")
 
 
 @dataclasses.dataclass(frozen=True)
 class LoRA:
-    """Adapters, which alone are trained, beside a frozen model; see models/lora.py."""
-
-    rank: int = 0  # 0: none, the whole model is trained
-    alpha: float = 32.0  # an adapter's product is scaled by alpha / rank
-    targets: tuple[str, ...] = LORA_TARGETS  # the layers that have one, some of LORA_TARGETS
-    base_dtype: str = "float32"  # in which the frozen weights are stored, one of DTYPES
-    path: str = ""  # to start from: a directory in PEFT's format; "": adapters that change nothing
+    """Low-rank adapters, which alone are trained, beside a frozen model (models/lora.py)."""
+    rank: int = setting(0, "Rank of the adapters; 0 trains the whole model.", at_least=0, since="0.1.0")
+    alpha: float = setting(32.0, "Scale of the adapters, whose product is multiplied by alpha / rank.", above=0,
+        since="0.1.0")
+    targets: tuple[str, ...] = setting(LORA_TARGETS, "Layers that have an adapter, by PEFT's names.",
+        choices=LORA_TARGETS, since="0.1.0")
+    base_dtype: str = setting("float32", "Dtype in which the frozen weights are stored.", choices=DTYPES, since="0.1.0")
+    path: str = setting("", "Adapters to start from, a directory in PEFT's format; empty for adapters that change "
+        "nothing.", since="0.1.0")
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    # to start from: a Hugging Face directory, or a model's id on its hub, "ORGANIZATION/NAME", which then also say the
-    # shape; "": random weights of the shape below
-    path: str = ""
-    family: str = "llama"  # "llama": also Qwen2 (attention_bias) and Qwen3 (qk_norm) | "gemma3"
-    num_layers: int = 2
-    model_dim: int = 64
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    head_dim: int = 128
-    mlp_dim: int = 192
-    rope_theta: float = 10_000.0
-    norm_eps: float = 1e-6
-    qk_norm: bool = True
-    attention_bias: bool = False
-    tied_embeddings: bool = True
-    # of "gemma3": for each layer, how many tokens one sees, itself included, 0 for all; (): no layer has a window
-    windows: tuple[int, ...] = ()
-    dtype: str = "float32"  # of the forward pass, one of DTYPES
-    remat: bool = False  # recompute activations in the backward pass: less memory, more time
+    """The policy."""
+    path: str = setting("", "Checkpoint to start from, a Hugging Face directory or a Hub id `ORGANIZATION/NAME`, which "
+        "also sets the shape; empty for random weights.")
+    family: str = setting("llama", "Architecture: `llama` covers Qwen2 and Qwen3, too.", choices=FAMILIES,
+        since="0.1.0")
+    num_layers: int = setting(2, "Transformer layers.", at_least=1)
+    model_dim: int = setting(64, "Width of the residual stream.", at_least=1)
+    num_heads: int = setting(4, "Query heads of each layer.", at_least=1)
+    num_kv_heads: int = setting(2, "Key and value heads of each layer, a divisor of model.num_heads.", at_least=1)
+    head_dim: int = setting(128, "Dimension of an attention head.", at_least=1)
+    mlp_dim: int = setting(192, "Hidden dimension of the MLP.", at_least=1)
+    rope_theta: float = setting(10_000.0, "Base of the frequencies of the rotary position embedding.", above=0)
+    norm_eps: float = setting(1e-6, "Epsilon of RMSNorm.", above=0)
+    qk_norm: bool = setting(True, "Normalize queries and keys, as Qwen3 and Gemma 3 do.")
+    attention_bias: bool = setting(False, "Add biases to the query, key and value projections, as Qwen2 does.")
+    tied_embeddings: bool = setting(True, "Use the embedding matrix as the output head.")
+    windows: tuple[int, ...] = setting((), "Attention window of each layer of `gemma3`, the token itself included; 0 "
+        "is full attention, and an empty tuple gives no layer a window.", at_least=0, unit="tokens", since="0.1.0")
+    dtype: str = setting("float32", "Dtype of the forward pass.", choices=DTYPES)
+    remat: bool = setting(False, "Recompute activations in the backward pass, which saves memory and costs time.")
     lora: LoRA = LoRA()
 
 
 @dataclasses.dataclass(frozen=True)
 class WarmStart:
     """Supervised training on the task's demonstrations, before version 0."""
-
-    num_steps: int = 0  # 0: none
-    batch_size: int = 128  # demonstrations
-    row_tokens: int = 12  # the longest demonstration
-    learning_rate: float = 3e-3
-    num_demonstrations: int = 20_000
+    num_steps: int = setting(0, "Updates of the warm start; 0 for none.", at_least=0)
+    batch_size: int = setting(128, "Demonstrations of one update.", at_least=1, unit="demonstrations")
+    row_tokens: int = setting(12, "Longest demonstration; longer ones are left out.", at_least=1)
+    learning_rate: float = setting(3e-3, "Learning rate of the warm start.", at_least=0)
+    num_demonstrations: int = setting(20_000, "Demonstrations that are drawn from the task.", at_least=0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Queue:
-    address: str = ""  # "host:port"; "": a free loopback port
-    # NAME of the environment variable that holds the token that every call must give, or "@PATH" of its file; "": no
-    # token, on loopback only
-    token_env: str = ""
-    tls_cert: str = ""  # PEM files, all three or none: of the queue's certificate,
-    tls_key: str = ""  # its key, which no other role reads,
-    tls_ca: str = ""  # and the authorities whose certificates the other roles trust
-    max_staleness: int = 2  # η, steps; 0 in modes "sync" and "periodic"
-    # groups per chunk in mode "periodic"; 0: the whole batch, in prompt order
-    chunk_groups: int = 0
-    max_running_groups: int = 256  # permits out at once
-    max_bytes: int = 256 << 20  # of held groups; no permits are given beyond it
-    max_message_bytes: int = 16 << 20
-    # of a queue that does not answer: workers and the learner try again for this time, and then fail
-    outage_secs: float = 600.0
-    # of silence of a worker, after which its permits are issued again; of a caller without a name, their age
-    permit_timeout_secs: float = 120.0
-    max_attempts: int = 4  # issues of one prompt_index before it is retired as exhausted
-    failure_window_secs: float = 600.0  # in which the next two count
-    # groups returned for infrastructure failures before the run is stopped; all groups of a lost worker count as one
-    max_failures: int = 64
-    # reason → groups that may be returned for it before the run is stopped
-    budgets: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """The trajectory queue between workers and learner."""
+    address: str = setting("", "Address of the queue, `host:port`; empty for a free loopback port.",
+        form=forms.host_port)
+    token_env: str = setting("", "Environment variable that holds the token of every call, or `@PATH` of its file; "
+        "empty for no token, on loopback only.")
+    tls_cert: str = setting("", "PEM file of the queue's certificate; queue.tls_cert, tls_key and tls_ca are set "
+        "together.")
+    tls_key: str = setting("", "PEM file of the private key of queue.tls_cert, which the queue alone reads.")
+    tls_ca: str = setting("", "PEM file of the authorities whose certificates the other roles trust.")
+    max_staleness: int = setting(2, "Maximum staleness η of a token that is trained; 0 in modes `sync` and `periodic`.",
+        at_least=0, unit="steps")
+    chunk_groups: int = setting(0, "Groups of a chunk in mode `periodic`; 0 in the other modes.", at_least=0)
+    max_running_groups: int = setting(256, "Permits out at once.", at_least=1)
+    max_bytes: int = setting(256 << 20, "Memory of the groups that wait; beyond it no permits are issued.", at_least=1)
+    max_message_bytes: int = setting(16 << 20, "Largest message that the queue accepts.", at_least=1)
+    outage_secs: float = setting(600.0, "Time for which workers and learner retry a queue that does not answer.",
+        above=0, infinite=True, since="0.1.0", before=30.0)
+    permit_timeout_secs: float = setting(120.0, "Silence of a worker after which its permits are issued again; for "
+        "callers without a name, age of a permit.", above=0)
+    max_attempts: int = setting(4, "Attempts at a prompt index before it is retired as `exhausted`.", at_least=1)
+    failure_window_secs: float = setting(600.0, "Sliding window of queue.max_failures and queue.budgets.", above=0,
+        infinite=True, since="0.1.0", before=1e9)
+    max_failures: int = setting(64, "Groups that may be returned for infrastructure failures within "
+        "queue.failure_window_secs before the run stops; those of a lost worker count as one.", at_least=0,
+        unit="groups")
+    budgets: Mapping[str, int] = setting({}, "Groups that may be returned or retired for a reason within "
+        "queue.failure_window_secs before the run stops, by reason.", form=forms.budgets, unit="groups")
 
 
 @dataclasses.dataclass(frozen=True)
 class Journal:
-    """The queue's record of the run; see queue/journal.py."""
-
-    # groups: "all", for replay | "checkpointed", for a restored learner | "none": no journal
-    keep: str = "all"
-    # of the groups of "all"; beyond it the oldest steps with a checkpoint are deleted; 0: no bound
-    max_bytes: int = 0
-    # completions kept as text, in samples.jsonl, TensorBoard and the report
-    samples_per_step: int = 2
-    path: str = ""  # of the file; "": WORKDIR/journal.sqlite
-    mode: str = "wal"  # "wal" | "delete", which also suits network file systems
-    synchronous: str = "normal"  # survives a killed process | "full": a loss of power, too
+    """The queue's record of the run (queue/journal.py)."""
+    keep: str = setting("all", "Groups that the journal keeps: every one, for replay (`all`), those that a restored "
+        "learner needs (`checkpointed`), or no journal (`none`).", choices=("all", "checkpointed", "none"))
+    max_bytes: int = setting(0, "Size of the groups that journal.keep = `all` keeps, beyond which the oldest steps "
+        "with a checkpoint are deleted; 0 for no bound.", at_least=0, since="0.1.0")
+    samples_per_step: int = setting(2, "Completions of each step that are kept as text, in samples.jsonl, TensorBoard "
+        "and the report.", at_least=0, unit="completions", since="0.1.0", before=0)
+    path: str = setting("", "File of the journal; empty for WORKDIR/journal.sqlite.")
+    mode: str = setting("wal", "Journal mode of SQLite; `delete` also suits network file systems.",
+        choices=("wal", "delete"))
+    synchronous: str = setting("normal", "Durability: the journal survives a killed process (`normal`), and a loss of "
+        "power (`full`).", choices=("normal", "full"))
 
 
 @dataclasses.dataclass(frozen=True)
 class Server:
-    addresses: tuple[str, ...] = ()  # "http://host:port"; (): start num_local on this machine
-    # more servers, which join and leave: "file:PATH" | "dns://name:port" | "": none; servers/discovery.py
-    discover: str = ""
-    discover_secs: float = 5.0  # between two readings of that list
-    # for pause, update, model_info and abort; (): those of `addresses`
-    control_addresses: tuple[str, ...] = ()
-    speeds: tuple[float, ...] = ()  # relative, of each address; (): all equal
-    # NAME of the environment variable that holds the servers' key, or "@PATH" of its file; "": no key
-    api_key_env: str = ""
-    admin_api_key_env: str = ""  # the same for the key of the control routes
-    tls_cert: str = ""  # PEM file of the embedded servers' certificate; addresses are then https://
-    tls_key: str = ""  # and of its key
-    tls_ca: str = ""  # PEM file of the authorities that clients of https:// trust; "": the system's
-    command: str = ""  # starts one local server (checks.command_words); "": the embedded server
-    num_local: int = 1
-    # of a run in one process, for engines alone, one each; the learner has the rest. 0: they share the learner's
-    devices: int = 0
-    num_slots: int = 256  # completions at a time
-    release_cache: bool = False  # of keys and values, while no completion is sampled
-    decode_chunk: int = 8  # decode steps per dispatch; weights change between chunks
-    max_total_tokens: int = 1536  # prompt + completion of one request
-    max_queued_requests: int = 4096
-    start_timeout_secs: float = 120.0
-    # ⌈quorum · servers⌉ must hold the first version of a run or of a resumed one; the others join later
-    quorum: float = 0.5
+    """The inference servers: given by address, discovered, or started by the run."""
+    addresses: tuple[str, ...] = setting((), "Addresses of the servers, `http://host:port`; empty to start "
+        "server.num_local of them on this machine.", form=forms.url, unique=True)
+    discover: str = setting("", "List of further servers, which join and leave: `file:PATH` or `dns://name:port` "
+        "(publishing/discovery.py); empty for none.", form=forms.discovery_of, since="0.1.0")
+    discover_secs: float = setting(5.0, "Poll interval of server.discover.", above=0, infinite=True, since="0.1.0")
+    control_addresses: tuple[str, ...] = setting((), "Addresses for pause, update, model info and abort, one for each "
+        "of server.addresses or all behind one router; empty for server.addresses.", form=forms.url, unique=True)
+    speeds: tuple[float, ...] = setting((), "Relative speed of each of server.addresses; empty for equal ones.",
+        above=0)
+    api_key_env: str = setting("", "Environment variable that holds the servers' API key, or `@PATH` of its file; "
+        "empty for no key.")
+    admin_api_key_env: str = setting("", "Environment variable that holds the API key of the servers' control routes, "
+        "or `@PATH` of its file; empty for no key.")
+    tls_cert: str = setting("", "PEM file of the embedded servers' certificate; their addresses are then https://.")
+    tls_key: str = setting("", "PEM file of the private key of server.tls_cert.")
+    tls_ca: str = setting("", "PEM file of the authorities that clients of https:// trust; empty for the system's.")
+    command: str = setting("", "Command that starts one local server, with the placeholders {model_path}, {host}, "
+        "{port}, {index} and {weights}; empty for the embedded server.", form=forms.command)
+    num_local: int = setting(1, "Servers that the run starts, where it has neither server.addresses nor "
+        "server.discover.", at_least=0, unit="servers")
+    devices: int = setting(0, "Devices of a run in one process that engines alone have, one each; 0 shares the "
+        "learner's.", at_least=0, since="0.1.0")
+    num_slots: int = setting(256, "Completions that an embedded server decodes at once.", at_least=1,
+        unit="completions")
+    release_cache: bool = setting(False, "Free an embedded server's keys and values while it samples no completion.",
+        since="0.1.0")
+    decode_chunk: int = setting(8, "Decode steps of one dispatch of an embedded server; weights change between "
+        "dispatches.", at_least=1, unit="tokens")
+    max_total_tokens: int = setting(1536, "Prompt and completion of one request, together.", at_least=1)
+    max_queued_requests: int = setting(4096, "Requests that may wait in an embedded server beside those in slots.",
+        at_least=1)
+    start_timeout_secs: float = setting(120.0, "Deadline of the first push, by which the servers must be ready.",
+        above=0)
+    quorum: float = setting(0.5, "Share of the servers, rounded up, that must hold the first version of a run or of a "
+        "resumed run; the others join later.", above=0, at_most=1, since="0.1.0", before=1.0)
 
     @property
     def num_started(self) -> int:
@@ -251,110 +207,124 @@ class Server:
 
 @dataclasses.dataclass(frozen=True)
 class Security:
-    # Off loopback, let keys, prompts and weights cross the network without TLS: on a network that is trusted.
-    insecure: bool = False
+    """Security of the network between roles; docs/security.md."""
+    insecure: bool = setting(False, "Let keys, prompts and weights cross the network without TLS, on a network that is "
+        "trusted.", since="0.1.0", before=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class Frictions:
-    """Faults that an experiment injects, each with a probability per sample; see rollout/frictions.py."""
-
-    actor_bug: float = 0.0  # the answer is replaced by zeros, recorded as certain
-    reward_corruption: float = 0.0  # the reward is replaced by 0 or 1, at random
-    rare_discovery: float = 0.0  # a reward below 1 is recorded as 0
+    """Faults that an experiment injects, each with a probability per sample (rollout/frictions.py)."""
+    actor_bug: float = setting(0.0, "Probability that an answer is replaced by zeros, recorded as certain.", at_least=0,
+        at_most=1)
+    reward_corruption: float = setting(0.0, "Probability that a reward is replaced by 0 or 1, at random.", at_least=0,
+        at_most=1)
+    rare_discovery: float = setting(0.0, "Probability that a reward below 1 is recorded as 0.", at_least=0, at_most=1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Rollout:
-    # a name in rollout.ROLLOUTS | "environment": the block of that name | "agent": the setting | "module:function"
-    function: str = "single_turn"
-    # "module:function" of `async def agent(base_url, prompt) -> reward`, a client of an OpenAI endpoint
-    agent: str = ""
-    agent_timeout_secs: float = 60.0  # of an agent's own time, while none of its calls is answered
-    agent_calls: int = 64  # of a session
-    # rows of a session that are trained, with its one reward: "all" | "one": a second row fails the session | "last":
-    # the row of the last call
-    agent_rows: str = "all"
-    group_size: int = 8  # G, completions per prompt
-    max_prompt_tokens: int = 512  # longer prompts are left out of the stream
-    max_new_tokens: int = 1024  # sampled, per completion
-    temperature: float = 1.0
-    sample_padding: bool = False  # True: the padding token may be sampled, as by older workdirs
-    num_workers: int = 1
-    max_running_groups: int = 128  # per worker
-    request_timeout_secs: float = 60.0
-    max_retries: int = 3  # of one request
-    # "host:port" of each reward service (`python -m jaxrl_async rewards`), with the queue's token and authority; (): a
-    # pool of each worker's own
-    reward_addresses: tuple[str, ...] = ()
-    reward_processes: int = 1  # per worker, or per service
-    reward_timeout_secs: float = 5.0
-    reward_memory_bytes: int = 1 << 30  # per process, beyond its size at start; 0: no limit
-    reward_calls_per_process: int = 10_000  # after which it is replaced; 0: never
-    # names of variables that rewards see, beside PATH, HOME and their like (rewards.child.ENVIRONMENT)
-    reward_environment: tuple[str, ...] = ()
-    # DAPO: retire a group whose rewards are all equal, and draw the next index
-    drop_equal_rewards: bool = False
-    # DAPO: the last tokens of max_new_tokens cost up to 1 of reward; 0: none
-    overlong_buffer_tokens: int = 0
-    # age of the servers' weights, steps: "D", or "uniform(D)" from 0 to D
-    delay_steps: int | str = "0"
+    """Rollout workers, their samples and rewards."""
+    function: str = setting("single_turn", "Rollout function: a name in rollout.ROLLOUTS, `environment` (block "
+        "environment), `agent` (rollout.agent), or `module:function`.")
+    agent: str = setting("", "Agent, `module:function` of `async def agent(base_url, prompt) -> reward`: a client of "
+        "an OpenAI endpoint.", since="0.1.0")
+    agent_timeout_secs: float = setting(60.0, "Timeout of an agent's own work, while none of its calls is answered.",
+        above=0, since="0.1.0")
+    agent_calls: int = setting(64, "Calls of the endpoint in one session of an agent.", at_least=1, since="0.1.0")
+    agent_rows: str = setting("all", "Rows of an agent's session that are trained, with its one reward: all of them, "
+        "the only one (`one`: a second fails the session), or that of the last call (`last`).",
+        choices=("all", "one", "last"), since="0.1.0", before="one")
+    group_size: int = setting(8, "Completions of each prompt, G.", at_least=1, unit="completions")
+    max_prompt_tokens: int = setting(512, "Longest prompt; longer ones are left out of the stream.", at_least=1)
+    max_new_tokens: int = setting(1024, "Sampled tokens of a completion.", at_least=1)
+    temperature: float = setting(1.0, "Sampling temperature.", above=0)
+    sample_padding: bool = setting(False, "Let the padding token be sampled.", since="0.1.0", before=True)
+    num_workers: int = setting(1, "Rollout workers that the run starts.", at_least=1)
+    max_running_groups: int = setting(128, "Groups in progress at once in each worker.", at_least=1)
+    request_timeout_secs: float = setting(60.0, "Timeout of one request to a server.", above=0)
+    max_retries: int = setting(3, "Retries of one request.", at_least=0)
+    reward_addresses: tuple[str, ...] = setting((), "Addresses `host:port` of reward services (`python -m jaxrl_async "
+        "rewards`), which have the queue's token and authority; empty for a pool in each worker.", form=forms.host_port,
+        unique=True, since="0.1.0")
+    reward_processes: int = setting(1, "Processes that compute rewards, in each worker or reward service.", at_least=1)
+    reward_timeout_secs: float = setting(5.0, "Timeout of one reward.", above=0)
+    reward_memory_bytes: int = setting(1 << 30, "Memory of a reward process beyond its size at start; 0 for no limit.",
+        at_least=MIN_MEMORY_BYTES, or_zero=True)
+    reward_calls_per_process: int = setting(10_000, "Rewards after which their process is replaced; 0 for never.",
+        at_least=0, unit="calls")
+    reward_environment: tuple[str, ...] = setting((), "Environment variables that rewards see, beside PATH, HOME and "
+        "the like (rewards.child.ENVIRONMENT).", since="0.1.0")
+    drop_equal_rewards: bool = setting(False, "Retire a group whose rewards are all equal, and draw the next prompt "
+        "(DAPO).")
+    overlong_buffer_tokens: int = setting(0, "Last tokens of rollout.max_new_tokens that cost up to 1 of reward "
+        "(DAPO); 0 for none.", at_least=0)
+    delay_steps: int | str = setting("0", "Age of the servers' weights, for experiments: `D`, or `uniform(D)` for one "
+        "from 0 to D.", form=forms.delay_of)
     frictions: Frictions = Frictions()
 
 
 @dataclasses.dataclass(frozen=True)
 class Environment:
-    """What answers the policy between its turns, with rollout.function = "environment"."""
-
-    name: str = ""  # a name in environments.ENVIRONMENTS, or "module:Name"
-    args: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of an episode, by keyword
-    max_turns: int = 8  # of the policy; an episode that goes on is cut
-    # sampled, of one turn; an episode is cut in a longer one. 0: rollout.max_new_tokens for all turns, alone
-    max_turn_tokens: int = 0
-    timeout_secs: float = 10.0  # of one reset or step
-    # per worker, of an environment with `own_process`: as many episodes run at once
-    num_processes: int = 8
-    memory_bytes: int = 1 << 30  # per such process, beyond its size at start; 0: no limit
+    """The environment that answers the policy between its turns, with rollout.function = `environment`."""
+    name: str = setting("", "Environment: a name in environments.ENVIRONMENTS, or `module:Name`; empty for none.",
+        since="0.1.0")
+    args: Mapping[str, Any] = setting({}, "Keyword arguments of the environment of an episode.", since="0.1.0")
+    max_turns: int = setting(8, "Turns of the policy, after which an episode is cut.", at_least=1, since="0.1.0")
+    max_turn_tokens: int = setting(0, "Sampled tokens of one turn, beyond which an episode is cut; 0 leaves "
+        "rollout.max_new_tokens, of all turns, as the only bound.", at_least=0, since="0.1.0")
+    timeout_secs: float = setting(10.0, "Timeout of one reset or step.", above=0, since="0.1.0")
+    num_processes: int = setting(8, "Processes in each worker, of an environment with `own_process`: as many of its "
+        "episodes run at once.", at_least=1, since="0.1.0")
+    memory_bytes: int = setting(1 << 30, "Memory of an environment's process beyond its size at start; 0 for no limit.",
+        at_least=MIN_MEMORY_BYTES, or_zero=True, since="0.1.0")
 
 
 @dataclasses.dataclass(frozen=True)
 class Learner:
-    num_steps: int = 100
-    groups_per_step: int = 64  # B
-    num_minibatches: int = 2  # optimizer updates per step
-    # parts of the layers, of which each step trains one, in turn (learner/blocks.py); 1: all layers in every step
-    blocks: int = 1
-    microbatch_rows: int = 16
-    row_tokens: int = 4096
-    packing: str = "in_order"  # one of PACKINGS
-    shared_prompts: bool = False  # a prompt stands once before its group's completions
-    attention_kernel: str = "xla"  # "xla" | "cudnn" (NVIDIA GPUs, bfloat16) | "splash" (TPUs)
-    head_chunk_tokens: int = 0  # columns of logits at a time; 0: all at once
-    num_processes: int = 1  # each has its part of the devices and of every minibatch
-    data: int = 1  # mesh axes: data · fsdp · context · tensor devices
-    fsdp: int = 1
-    context: int = 1  # divides the tokens of a row
-    tensor: int = 1
-    # of the parameters between updates; "bfloat16" rounds stochastically, so that small updates count in the mean
-    param_dtype: str = "float32"
-    moment_dtype: str = "float32"  # of Adam's first moment; the second is float32
-    # Adam's moments lie in the hosts' memory; an update takes those of its block to the devices and back
-    offload_moments: bool = False
-    learning_rate: float = 1e-6
-    warmup_updates: int = 0  # linear, from 0
-    adam_b1: float = 0.9
-    adam_b2: float = 0.95
-    adam_eps: float = 1e-8
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-    lease_timeout_secs: float = 600.0  # without a batch for this time the learner stops
-    fail_on_recompile: bool = True  # stop when a program compiles after the first step
-    # of mismatch/mean_abs, nats: beyond it engine and learner compute different policies, and the run stops before the
-    # step counts; 0: a warning alone
-    max_mismatch: float = 0.0
-    # on GPUs: the same bits for the same input, slower; CPUs and TPUs always give them
-    deterministic: bool = False
-    compilation_cache: str = ""  # directory that keeps compiled programs between runs; "": none
+    """The learner: steps, batches, devices and optimizer."""
+    num_steps: int = setting(100, "Training steps of the run.", at_least=1)
+    groups_per_step: int = setting(64, "Groups of one step, B.", at_least=1, unit="groups")
+    num_minibatches: int = setting(2, "Optimizer updates of one step, a divisor of learner.groups_per_step.",
+        at_least=1)
+    blocks: int = setting(1, "Blocks of layers, of which each step trains one, in turn (learner/blocks.py); 1 trains "
+        "all layers in every step.", at_least=1, since="0.1.0")
+    microbatch_rows: int = setting(16, "Rows of one microbatch, over all devices.", at_least=1)
+    row_tokens: int = setting(4096, "Tokens of one packed row.", at_least=1)
+    packing: str = setting("in_order", "Packing of samples into rows (learner/packing.py).", choices=PACKINGS)
+    shared_prompts: bool = setting(False, "Store a prompt once before the completions of its group.")
+    attention_kernel: str = setting("xla", "Attention kernel: for any device (`xla`), for NVIDIA GPUs and bfloat16 "
+        "(`cudnn`), or for TPUs (`splash`).", choices=ATTENTION_KERNELS)
+    head_chunk_tokens: int = setting(0, "Columns of a microbatch whose logits exist at a time; 0 for all.", at_least=0)
+    num_processes: int = setting(1, "Processes of the learner, each with its part of the devices and of every "
+        "minibatch.", at_least=1)
+    data: int = setting(1, "Size of the mesh axis that divides rows alone.", at_least=1, unit="devices")
+    fsdp: int = setting(1, "Size of the mesh axis that divides rows and parameters.", at_least=1, unit="devices")
+    context: int = setting(1, "Size of the mesh axis that divides the tokens of a row.", at_least=1, unit="devices",
+        since="0.1.0")
+    tensor: int = setting(1, "Size of the mesh axis that divides heads, MLPs and vocabulary.", at_least=1,
+        unit="devices")
+    param_dtype: str = setting("float32", "Dtype of the parameters between updates; `bfloat16` rounds stochastically, "
+        "so that small updates count in the mean.", choices=DTYPES, since="0.1.0")
+    moment_dtype: str = setting("float32", "Dtype of Adam's first moment; the second is float32.", choices=DTYPES,
+        since="0.1.0")
+    offload_moments: bool = setting(False, "Keep Adam's moments in the hosts' memory; an update moves those of its "
+        "block to the devices and back.", since="0.1.0")
+    learning_rate: float = setting(1e-6, "Learning rate after the warm-up.", at_least=0)
+    warmup_updates: int = setting(0, "Updates of a linear warm-up from 0.", at_least=0)
+    adam_b1: float = setting(0.9, "Decay rate of Adam's first moment.", at_least=0, below=1)
+    adam_b2: float = setting(0.95, "Decay rate of Adam's second moment.", at_least=0, below=1)
+    adam_eps: float = setting(1e-8, "Epsilon in the denominator of Adam's update.", above=0)
+    weight_decay: float = setting(0.0, "Decoupled weight decay, per unit of learning rate.", at_least=0)
+    max_grad_norm: float = setting(1.0, "Norm to which larger gradients are scaled.", above=0, infinite=True)
+    lease_timeout_secs: float = setting(600.0, "Time without a batch after which the learner stops.", above=0,
+        infinite=True)
+    fail_on_recompile: bool = setting(True, "Stop when a program compiles after the first step.")
+    max_mismatch: float = setting(0.0, "Largest mismatch/mean_abs of engine and learner, beyond which the run stops "
+        "before the step counts; 0 for a warning alone.", at_least=0, unit="nats", since="0.1.0")
+    deterministic: bool = setting(False, "Compute the same bits for the same input on GPUs, at a cost; CPUs and TPUs "
+        "always do.")
+    compilation_cache: str = setting("", "Directory that keeps compiled programs between runs; empty for none.")
 
     @property
     def num_devices(self) -> int:
@@ -364,92 +334,101 @@ class Learner:
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    push_every_steps: int = 1  # N
-    dtype: str = "float32"  # of the versions, one of DTYPES
-    transport: str = "disk"  # one of TRANSPORTS; all but "disk" need no shared file system
-    # this machine's address, at which the servers of transport "distributed" find the learner
-    rendezvous: str = "127.0.0.1"
-    # "retract": exact | "in_place": keeps the KV of old weights, for comparison only
-    pause_mode: str = "retract"
-    push_timeout_secs: float = 60.0
-    # after which a server of this project ends the pause of a learner that died; above push_timeout_secs, or 0: none
-    pause_lease_secs: float = 120.0
-    # servers of this project get the difference from the version before, where that is shorter; lossless
-    delta: bool = False
-    # embedded servers to which the learner, and each of them, sends a version; "stream" alone; 0: the learner to all
-    fanout: int = 0
-    max_paused: int = 0  # servers that a push pauses at once, the others go on meanwhile; 0: all
-    poll_secs: float = 2.0  # poll interval of every server's health
-    keep: int = 2  # versions kept on disk; at least D + 2 with rollout.delay_steps
+    """Versions of the weights, and their pushes to the servers."""
+    push_every_steps: int = setting(1, "Steps from one push to the next, N.", at_least=1)
+    dtype: str = setting("float32", "Dtype of the versions.", choices=DTYPES)
+    transport: str = setting("disk", "Transport of versions to servers; all but `disk` need no shared file system.",
+        choices=TRANSPORTS)
+    rendezvous: str = setting("127.0.0.1", "Address of the learner's machine, where the servers of transport "
+        "`distributed` find it.", since="0.1.0")
+    pause_mode: str = setting("retract", "Keys and values of running requests under new weights: recomputed "
+        "(`retract`, exact), or kept (`in_place`, for comparison only).", choices=PAUSE_MODES)
+    push_timeout_secs: float = setting(60.0, "Time that a push waits for the servers; a later one becomes STALE.",
+        above=0)
+    pause_lease_secs: float = setting(120.0, "Time after which a server of this project ends the pause of a learner "
+        "that died, above weights.push_timeout_secs; 0 for never.", at_least=0, at_most=86_400, since="0.1.0",
+        before=0.0)
+    delta: bool = setting(False, "Send servers of this project the lossless difference from the version before, where "
+        "that is shorter.", since="0.1.0")
+    fanout: int = setting(0, "Servers to which the learner, and each embedded server in turn, sends a version by "
+        "transport `stream`; 0 sends to all from the learner.", at_least=0, unit="servers", since="0.1.0")
+    max_paused: int = setting(0, "Servers that a push pauses at once while the others go on; 0 for all.", at_least=0,
+        unit="servers", since="0.1.0")
+    poll_secs: float = setting(2.0, "Poll interval of every server's health.", above=0)
+    # A late server may still read the version before.
+    keep: int = setting(2, "Versions kept on disk, at least D + 2 with rollout.delay_steps.", at_least=2,
+        unit="versions")
 
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    every_steps: int = 50
-    keep: int = 2  # besides checkpoint 0
-    # write while training goes on, the state twice in memory until it is done; false: the learner waits for the disk
-    in_background: bool = True
-    # from SIGTERM to the forced exit: the step under way and a checkpoint; the scheduler's must be longer
-    grace_secs: float = 60.0
+    """Checkpoints, and the end of a preempted run."""
+    every_steps: int = setting(50, "Steps from one checkpoint to the next.", at_least=1)
+    keep: int = setting(2, "Checkpoints kept besides checkpoint 0.", at_least=1, unit="checkpoints")
+    in_background: bool = setting(True, "Write while training goes on, with the state twice in memory; otherwise the "
+        "learner waits for the disk.", since="0.1.0")
+    grace_secs: float = setting(60.0, "Grace period from SIGTERM to the forced exit, for the step under way and a "
+        "checkpoint; the scheduler's must be longer.", above=0, since="0.1.0")
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluate:
-    # of the test split, and of the validation split, at most; a number of one's own must not exceed the test split
-    num_prompts: int = 512
-    # questions of the validation split, on which the best version is chosen, taken from train (or test, for tasks that
-    # make up their questions); 0: none | -1: the test split chooses, too, as in runs from before there was a choice
-    num_validation: int = 0
-    num_samples: int = 4  # per prompt, for pass@k
-    seed: int = 0
-    every_steps: int = 0  # score every such version while the run trains; 0: none
-    max_running_requests: int = 64
-    timeout_secs: float = 60.0  # of one version
+    """Scores of versions, and the choice of the best one."""
+    num_prompts: int = setting(512, "Prompts of the test split, and of the validation split, at most; values other "
+        "than the default must not exceed the test split.", at_least=1)
+    num_validation: int = setting(0, "Questions of the validation split, which chooses the best version and is taken "
+        "from the train split, or the test split of tasks that make up their questions. 0 for none, -1 to choose by "
+        "the test split.", at_least=-1, unit="questions", since="0.1.0", before=-1)
+    num_samples: int = setting(4, "Samples of each prompt, for pass@k.", at_least=1)
+    seed: int = setting(0, "Seed of an evaluation's samples.", at_least=0)
+    every_steps: int = setting(0, "Steps between the versions that are scored while the run trains; 0 for none.",
+        at_least=0)
+    max_running_requests: int = setting(64, "Requests of an evaluation that run at once.", at_least=1)
+    timeout_secs: float = setting(60.0, "Timeout of the evaluation of one version.", above=0, infinite=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class Supervisor:
-    """Of a run whose roles are all on this machine."""
-
-    # of all roles within restart_window_secs; requests and pushes must outlast one
-    max_restarts: int = 4
-    restart_window_secs: float = 3600.0
-    stall_secs: float = 1800.0  # without a step: the run is stopped, and says who waits for whom
-    # "many": one for each role | "one" for all | "auto": one where there is a single accelerator
-    processes: str = "auto"
+    """Supervision of a run whose roles are all on this machine."""
+    max_restarts: int = setting(4, "Restarts of all roles within supervisor.restart_window_secs; requests and pushes "
+        "must outlast one.", at_least=0)
+    restart_window_secs: float = setting(3600.0, "Sliding window of supervisor.max_restarts.", above=0, infinite=True,
+        since="0.1.0", before=1e9)
+    stall_secs: float = setting(1800.0, "Time without a step after which the run is stopped, with a message that says "
+        "who waits for whom.", above=0, infinite=True)
+    processes: str = setting("auto", "Processes of the run: one for each role (`many`), one for all (`one`), or one "
+        "where there is a single accelerator (`auto`).", choices=("auto", "many", "one"), since="0.1.0", before="many")
 
 
 @dataclasses.dataclass(frozen=True)
 class Tracker:
-    """Where the rows of metrics also go; tracker.py."""
-
-    kind: str = ""  # "": nowhere else | "wandb": Weights & Biases | "mlflow"; by their own environment variables
-    project: str = "jaxrl_async"  # W&B's project, MLflow's experiment
+    """A service that receives the metrics, too (tracker.py)."""
+    kind: str = setting("", "Experiment tracker, which its own environment variables configure; empty for none.",
+        choices=TRACKERS, since="0.1.0")
+    project: str = setting("jaxrl_async", "Project of Weights & Biases, or experiment of MLflow.", since="0.1.0",
+        before="")
 
 
 @dataclasses.dataclass(frozen=True)
 class Cpus:
-    """Processor cores of each role on this machine; (): the system chooses."""
-
-    learner: tuple[int, ...] = ()
-    server: tuple[int, ...] = ()
-    rollout: tuple[int, ...] = ()
-    queue: tuple[int, ...] = ()
-    rewards: tuple[int, ...] = ()
+    """Processor cores of each role on this machine."""
+    learner: tuple[int, ...] = setting((), "Cores of the learner; empty lets the system choose.")
+    server: tuple[int, ...] = setting((), "Cores of the servers; empty lets the system choose.")
+    rollout: tuple[int, ...] = setting((), "Cores of the rollout workers; empty lets the system choose.")
+    queue: tuple[int, ...] = setting((), "Cores of the queue; empty lets the system choose.")
+    rewards: tuple[int, ...] = setting((), "Cores of the reward services; empty lets the system choose.", since="0.1.0")
 
     def of(self, role: str) -> tuple[int, ...]:
         """The cores of a role; of "one", those of all."""
-        return (
-            tuple(sorted(set(sum(vars(self).values(), ())))) if role == "one" else vars(self)[role]
-        )
+        return tuple(sorted(set(sum(vars(self).values(), ())))) if role == "one" else vars(self)[role]
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """A whole run, in the order of the loop."""
-
-    mode: str = "async"  # one of MODES
-    seed: int = 0  # of the model, the warm start and the samples
+    mode: str = setting("async", "Training mode: on-policy (`sync`), on-policy with gradients accumulated by chunk "
+        "(`periodic`), or off-policy by up to queue.max_staleness steps (`async`).", choices=MODES)
+    seed: int = setting(0, "Seed of the model, the warm start and the samples.", at_least=0)
     task: Task = Task()
     tokenizer: Tokenizer = Tokenizer()
     model: Model = Model()
@@ -468,3 +447,10 @@ class Settings:
     supervisor: Supervisor = Supervisor()
     tracker: Tracker = Tracker()
     cpus: Cpus = Cpus()
+
+
+FIELDS = dict(walk(Settings))  # key, "block.name" → field, in order
+# Old key → new key. Old keys are accepted in configs, in config.json and on the command line.
+RENAMED = {field.metadata["was"]: key for key, field in FIELDS.items() if "was" in field.metadata}
+# Key that old workdirs may lack → the value with which they are read.
+ADDED = {key: field.metadata["before"] for key, field in FIELDS.items() if "since" in field.metadata}

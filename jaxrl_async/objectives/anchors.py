@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxrl_async.config.loss import LossConfig
 from jaxrl_async.objectives import masked
-from jaxrl_async.objectives.tokens import Tokens
+from jaxrl_async.objectives.tokens import Tokens, given
 
 
 def recompute(proximal_logprobs: jax.Array, mask: jax.Array) -> jax.Array:
@@ -135,7 +135,7 @@ def linear(
 
 # Name → log π_p, from (tokens, config).
 ANCHORS: dict[str, Callable[[Tokens, LossConfig], jax.Array]] = {
-    "recompute": lambda t, c: recompute(t.proximal_logprobs, t.mask),
+    "recompute": lambda t, c: recompute(given(t.proximal_logprobs), t.mask),
     "current": lambda t, c: current(t.logprobs, t.mask),
     "a3po": lambda t, c: a3po(
         t.logprobs, t.behavior_logprobs, t.staleness, t.mask, fresh=c.a3po_fresh

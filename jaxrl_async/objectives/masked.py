@@ -6,21 +6,22 @@ A mask that is applied only in the reduction gives a finite loss and a NaN gradi
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 # nats. A policy that finds a token e^20 times as likely as another one does is broken, or the token is; beyond 88 nats
 # float32 overflows, and the gradient of a token that a clip or a cap drops is 0 · inf.
 MAX_LOG_RATIO = 20.0
 
 
-def keep(x: jax.Array, mask: jax.Array) -> jax.Array:
+def keep(x: ArrayLike, mask: jax.Array) -> jax.Array:
     """x where the mask is True, 0 elsewhere, even where x is NaN or infinite.
 
     Args:
-      x: [...], of any number type.
-      mask: bool, shape of x.
+      x: [...], of any number type, or one number.
+      mask: bool [...].
 
     Returns:
-      float32, shape of x. The gradient is 0 where the mask is False.
+      float32 [...]. The gradient is 0 where the mask is False.
     """
     return jnp.where(mask, x, 0.0).astype(jnp.float32)
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxrl_async.config.loss import LossConfig
 from jaxrl_async.objectives import anchors, kl, masked, ratios, reductions, surrogates, weights
-from jaxrl_async.objectives.tokens import Tokens
+from jaxrl_async.objectives.tokens import Tokens, given
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,4 +64,4 @@ def _penalty(t: Tokens, config: LossConfig) -> jax.Array | None:
     if config.kl == "none":
         return None
     other = t.reference_logprobs if config.kl_to == "reference" else t.behavior_logprobs
-    return kl.KLS[config.kl](t.logprobs, other, t.mask)
+    return kl.KLS[config.kl](t.logprobs, given(other), t.mask)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxrl_async.config.loss import LossConfig
 from jaxrl_async.objectives import masked
-from jaxrl_async.objectives.tokens import Tokens
+from jaxrl_async.objectives.tokens import Tokens, given
 
 
 def token_mean(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -82,6 +82,6 @@ REDUCTIONS: dict[str, Callable[[Tokens, LossConfig], tuple[jax.Array, jax.Array]
     "token_mean": lambda t, c: token_mean(t.mask),
     "sequence_mean": lambda t, c: sequence_mean(t.mask, t.segment_ids, t.sample_share),
     "fixed_length": lambda t, c: fixed_length(
-        t.mask, t.segment_ids, t.sample_share, length=c.fixed_length
+        t.mask, t.segment_ids, t.sample_share, length=given(c.fixed_length)
     ),
 }

@@ -1,10 +1,13 @@
 """Tokens: the inputs of a loss, of one microbatch."""
 
 import dataclasses
+from typing import TypeVar
 
 import jax
 
 from jaxrl_async.objectives import masked
+
+T = TypeVar("T")
 
 
 @jax.tree_util.register_dataclass
@@ -27,7 +30,7 @@ class Tokens:
     def kept(self) -> "Tokens":
         """The same tokens with 0 wherever the mask is False, and all but `logprobs` detached."""
 
-        def keep(x):
+        def keep(x: jax.Array | None) -> jax.Array | None:
             return None if x is None else masked.keep(jax.lax.stop_gradient(x), self.mask)
 
         return dataclasses.replace(
@@ -38,3 +41,9 @@ class Tokens:
             reference_logprobs=keep(self.reference_logprobs),
             advantages=keep(self.advantages),
         )
+
+
+def given(value: T | None) -> T:
+    """A number or an array that the named parts use: `LossConfig` refuses them without it, the learner computes it."""
+    assert value is not None
+    return value

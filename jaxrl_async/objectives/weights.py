@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jaxrl_async.config.loss import LossConfig
 from jaxrl_async.objectives import masked
-from jaxrl_async.objectives.tokens import Tokens
+from jaxrl_async.objectives.tokens import Tokens, given
 
 MODES = ("none", "uncapped", "mask", "clamp")
 
@@ -96,8 +96,10 @@ WEIGHTS: dict[str, Callable[[Tokens, jax.Array, LossConfig], jax.Array]] = {
     "clamp": lambda t, log_u, c: capped(log_u, cap=c.behavior_cap, mode="clamp"),
     # Truncated importance sampling, Yao et al. 2025. LossConfig requires an anchor of the trainer's own log-probs.
     "tis": lambda t, log_u, c: capped(log_u, cap=c.behavior_cap, mode="clamp"),
-    "icepop": lambda t, log_u, c: banded(log_u, low=c.behavior_floor, high=c.behavior_cap),
+    "icepop": lambda t, log_u, c: banded(
+        log_u, low=given(c.behavior_floor), high=given(c.behavior_cap)
+    ),
     "dppo_mask": lambda t, log_u, c: dppo_mask(
-        t.logprobs, t.behavior_logprobs, t.advantages, delta=c.dppo_delta
+        t.logprobs, t.behavior_logprobs, t.advantages, delta=given(c.dppo_delta)
     ),
 }

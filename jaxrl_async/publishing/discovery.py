@@ -16,7 +16,8 @@ import re
 import socket
 from collections.abc import Iterable
 
-from jaxrl_async.config.checks import discovery_of, is_local
+from jaxrl_async.config.checks import is_local
+from jaxrl_async.config.forms import discovery_of
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,8 @@ from typing import Any
 import jax
 
 from jaxrl_async import parts
-from jaxrl_async.config.checks import delay_of, queue_access_of
+from jaxrl_async.config.checks import queue_access_of
+from jaxrl_async.config.forms import delay_of
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.evaluation.evaluator import Evaluator
 from jaxrl_async.learner import checkpoint, follower, processes

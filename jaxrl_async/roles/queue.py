@@ -3,7 +3,8 @@
 import logging
 import pathlib
 
-from jaxrl_async.config.checks import delay_of, queue_access_of
+from jaxrl_async.config.checks import queue_access_of
+from jaxrl_async.config.forms import delay_of
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.parts import tokenizer_of, vocab_size_of
 from jaxrl_async.queue import service

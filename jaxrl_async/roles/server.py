@@ -9,7 +9,7 @@ import signal
 import subprocess
 import urllib.parse
 
-from jaxrl_async.config.checks import command_words
+from jaxrl_async.config.forms import command_words
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.parts import engine_of, keys_of, model_path, weight_roots_of
 from jaxrl_async.runtime.gc_freeze import gc_freeze

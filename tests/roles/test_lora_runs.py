@@ -121,7 +121,7 @@ def test_an_adapter_names_the_weights_that_it_was_trained_beside(tmp_path, path,
     [
         ("lora.rank=-1", "model.lora.rank must be ≥ 0, got -1"),
         ("lora.alpha=0.0", "model.lora.alpha must be > 0, got 0"),
-        ("lora.targets=('lm_head',)", "model.lora.targets' names must be one of q_proj"),
+        ("lora.targets=('lm_head',)", "model.lora.targets' entries must be one of q_proj"),
         ("lora.targets=()", r"model.lora.targets must be names, each once, got \(\)"),
         ("lora.base_dtype='int8'", "model.lora.base_dtype must be one of"),
     ],
