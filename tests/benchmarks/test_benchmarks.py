@@ -55,6 +55,7 @@ assert again.metrics[-1]["compile/count"] == outcome.metrics[-1]["compile/count"
 """
 
 
+@pytest.mark.optimised
 @pytest.mark.parametrize(
     "frictions",
     [

@@ -18,6 +18,7 @@ from jaxrl_async.metrics import read_metrics
 from jaxrl_async.queue.journal import JournalReader
 from jaxrl_async.tools import replay as replays
 
+pytestmark = pytest.mark.optimised
 ROOT = pathlib.Path(__file__).parent.parent.parent
 START_SECS = 300.0
 LEARNING = [

@@ -20,6 +20,7 @@ from jaxrl_async.inference import programs as inference
 from jaxrl_async.models import attention, sharding, transformer
 from jaxrl_async.models.lora import LoRA
 
+pytestmark = pytest.mark.optimised
 TPU, GPU = compilers.needs("tpu"), compilers.needs("cuda")
 COMPILERS = {"v5e-4": TPU, "h100-1": GPU}
 SMALL_TARGETS = [pytest.param(name, marks=COMPILERS[name]) for name in benchmark.SMALL_TARGETS]

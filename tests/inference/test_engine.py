@@ -19,6 +19,7 @@ from jaxrl_async.inference import loading, programs, sampling
 from jaxrl_async.models import hf, transformer
 from jaxrl_async.versions import store as weight_store
 
+pytestmark = pytest.mark.optimised
 CONFIG = tiny(vocab_size=29, model_dim=32, head_dim=8, mlp_dim=48)
 NUM_SLOTS, MAX_TOTAL_TOKENS, CHUNK, MAX_QUEUED = 13, 48, 4, 64
 DEADLINE_SECS = 30.0

@@ -146,6 +146,7 @@ def test_a_spent_accumulator_serves_a_step_of_its_block():
     assert train_step.zero_accumulator(3, spent).block == 1
 
 
+@pytest.mark.optimised
 def test_a_backward_pass_keeps_nothing_of_the_layers_below_its_block():
     config = tiny(num_layers=6, tied_embeddings=False)
 
@@ -245,6 +246,7 @@ def test_each_block_moves_as_by_an_optimizer_of_its_own():
     assert {block: int(state[0].count) for block, state in states.items()} == {0: 4, 1: 3}
 
 
+@pytest.mark.optimised
 @pytest.mark.parametrize("num_blocks", SHAPES)
 def test_offloaded_moments_lie_with_the_host_and_every_update_is_the_same_bit_for_bit(num_blocks):
     mesh, train_step = make(**SHAPES[num_blocks])
@@ -287,6 +289,7 @@ def test_the_loop_trains_the_blocks_in_turn():
             assert bool(changed_of(old, new)) == (block == version % 2)
 
 
+@pytest.mark.optimised
 def test_a_run_resumed_within_a_cycle_is_the_uninterrupted_one_bit_for_bit(tmp_path):
     mesh, train_step = make(**SHAPES[2])
     _, offloading = make(**SHAPES[2], offload_moments=True)

@@ -83,6 +83,7 @@ def test_a_step_that_is_saved_ends_before_the_next_one_consumes_its_state():
     assert recorder.events.index("save 2") < recorder.events.index("lease 3.0")
 
 
+@pytest.mark.optimised
 def test_ending_a_step_late_changes_no_number():
     ahead, waiting = Recorder(staleness=1), Recorder(staleness=1, waits_for=range(10))
     states = [train(recorder, wait=False, num_steps=4) for recorder in (ahead, waiting)]

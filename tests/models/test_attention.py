@@ -330,6 +330,7 @@ def test_cudnn_is_handed_the_mask_and_the_groups_of_heads_as_xla_reads_them(monk
     np.testing.assert_allclose(found, expected, atol=1e-6)
 
 
+@pytest.mark.optimised
 @compilers.needs("tpu")
 @pytest.mark.parametrize(("shared_prompts", "num_kernels"), [(False, 3), (True, 6)])
 def test_the_tpu_compiler_gets_splash_once_forwards_and_twice_backwards_a_pass(

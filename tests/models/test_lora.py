@@ -44,6 +44,7 @@ def on(mesh, params):
 # The model.
 
 
+@pytest.mark.optimised
 @pytest.mark.parametrize(
     "config",
     [

@@ -36,6 +36,7 @@ def jaxrl(*words):
     return done.stdout
 
 
+@pytest.mark.optimised
 def test_a_run_of_several_turns_is_replayed_bit_for_bit_and_reported_as_a_conversation(tmp_path):
     run = tmp_path / "run"
     one = "--config.supervisor.processes=one"
@@ -90,6 +91,7 @@ def test_an_agent_is_trained_and_evaluated(tmp_path):
     jaxrl("evaluate", f"--workdir={run}", "--steps=last")
 
 
+@pytest.mark.optimised
 def test_all_rows_of_a_session_are_trained_and_replayed(tmp_path):
     chat.tokenizer_of(tmp_path / "chat", "qwen")
     settings = SMALL | {"tokenizer.path": tmp_path / "chat"}

@@ -89,6 +89,7 @@ def assert_merged(base, adapter, merged, scale):
         np.testing.assert_allclose(found[name], weights, atol=1e-5)
 
 
+@pytest.mark.optimised
 @pytest.mark.long
 def test_one_process_trains_the_same_adapters_as_many(run, tmp_path):
     for processes in ("one", "many"):

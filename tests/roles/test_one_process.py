@@ -471,6 +471,7 @@ def test_what_needs_several_processes_is_refused(key, value, named):
 ONE = "--config.supervisor.processes=one"
 
 
+@pytest.mark.optimised
 def test_a_run_in_one_process_is_the_run_in_many_bit_for_bit(run, tmp_path):
     config = f"--config={QUICKSTART}:smoke,mode=sync"
     for name, flags in (("many", []), ("one", [ONE])):

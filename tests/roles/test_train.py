@@ -119,6 +119,7 @@ def test_the_smoke_of_a_config_trains_two_steps(config, run, tmp_path):
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2]
 
 
+@pytest.mark.optimised
 def test_a_resumed_sync_run_equals_the_uninterrupted_one_bit_for_bit(run, tmp_path):
     sync = f"--config={QUICKSTART}:smoke,mode=sync"
     whole, parts = tmp_path / "whole", tmp_path / "parts"
