@@ -90,7 +90,7 @@ class RewardClient:
         await self.start()
         return self
 
-    async def __aexit__(self, *_) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def start(self) -> None:
@@ -170,7 +170,8 @@ class RewardClient:
                 service.suspect_until = -math.inf
                 return reply
             except asyncio.CancelledError:
-                if self._services or asyncio.current_task().cancelling():
+                task = asyncio.current_task()
+                if self._services or (task and task.cancelling()):
                     raise
                 continue  # Of the channel, by `close`.
             except grpc.aio.AioRpcError as error:
@@ -238,7 +239,7 @@ class RewardClient:
         if error.code() not in _LOST:
             raise _refusal(service.address, error) from None
         service.suspect_until = self._clock() + SUSPECT_SECS
-        service.num_processes, service.failure = 0, error.details()
+        service.num_processes, service.failure = 0, error.details() or ""
 
 
 def _refusal(address: str, error: grpc.aio.AioRpcError) -> PoolError:

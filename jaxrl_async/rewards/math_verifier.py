@@ -35,7 +35,8 @@ def math_verify(completion: str, answer: str) -> float:
 
 def _parsed(text: str) -> list:
     """The candidates as SymPy expressions; none when nothing can be parsed."""
-    return parse(text, fallback_mode="no_fallback", parsing_timeout=None)
+    # None turns its timer off.
+    return parse(text, fallback_mode="no_fallback", parsing_timeout=None)  # pyright: ignore[reportArgumentType]
 
 
 _parsed(r"\boxed{1}")  # Compiles the expressions and loads the grammar before the first call.

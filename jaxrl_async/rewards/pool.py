@@ -98,12 +98,12 @@ class RewardPool:
           RewardError: the reward cannot be imported, or a process did not start.
         """
         try:
-            started = await asyncio.gather(
-                *(self._start_process() for _ in range(self.num_processes)), return_exceptions=True
-            )
-            for failure in started:
-                if isinstance(failure, BaseException):
-                    raise failure
+            starts = (self._start_process() for _ in range(self.num_processes))
+            started = []
+            for process in await asyncio.gather(*starts, return_exceptions=True):
+                if isinstance(process, BaseException):
+                    raise process
+                started.append(process)
         except BaseException:
             await self._end_all()
             raise
@@ -173,11 +173,12 @@ class RewardPool:
           RewardError: the first of them that failed, as in `score`; the others run to their ends.
         """
         futures = [self._submit(completion, answer) for completion, answer in calls]
-        outcomes = await asyncio.gather(*futures, return_exceptions=True)
-        for outcome in outcomes:
+        rewards = []
+        for outcome in await asyncio.gather(*futures, return_exceptions=True):
             if isinstance(outcome, BaseException):
                 raise outcome
-        return [outcome.reward for outcome in outcomes]
+            rewards.append(outcome.reward)
+        return rewards
 
     def _submit(
         self, completion: str, answer: str, seen: Mapping[str, Any] = MappingProxyType({})
