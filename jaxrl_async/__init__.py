@@ -8,21 +8,21 @@ Names are imported on first use: a role's process loads no more than it needs.
 
 Reading order:
 
-    types                  Prompt, Trajectory, Group, Chunk, Batch; the alignment law
+    types                  Prompt, Trajectory, Sample, Group, Chunk, Batch; the alignment law
     config/settings        every setting with its default, type and unit
     queue/admission        how many groups may be generated; queue/leases: which ones a step trains on
     rollout/worker         a permit becomes a rewarded group
     learner/learner        the loop: lease, pack, accumulate, update, commit, publish
     learner/train_step     its three jitted programs; a group's tokens become a gradient here
     objectives/objective   the loss, composed of named parts
-    weights/publisher      a version becomes what the servers hold
+    publishing/publisher   a version becomes what the servers hold
     roles/                 wires these parts; runtime/ starts and supervises the processes
 """
 
 import importlib
 import sys
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if sys.version_info < (3, 11):  # noqa: UP036
     # By its name `python -m` shows the line alone.

@@ -21,7 +21,7 @@ from jaxrl_async.runtime.supervisor import free_port
 from jaxrl_async.samples import read_samples
 
 ROOT = pathlib.Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 RUN_TIMEOUT_SECS = 400
 # Commands that are not run here, with the reason or the test that runs them.
 ELSEWHERE = {
