@@ -29,7 +29,7 @@ from aiohttp import web
 
 from jaxrl_async.active_clock import ActiveClock
 from jaxrl_async.publishing.publisher import Publisher
-from jaxrl_async.publishing.transports import FileTransport
+from jaxrl_async.publishing.transports import Transport
 from jaxrl_async.queue import service
 from jaxrl_async.queue.admission import Admission
 from jaxrl_async.queue.calls import BlockingGrpcCalls, GrpcCalls
@@ -303,7 +303,7 @@ def learn(args, directory: pathlib.Path, queue: str, addresses: list[str], proce
         publisher = Publisher(
             {address: (address,) for address in addresses},
             client=InferenceClient(),
-            transport=FileTransport("disk", mode="retract", writer=identity),
+            transport=Transport("disk", mode="retract", writer=identity),
             pin=store.pin,
             announce=learner.publish_version,
             push_timeout_secs=120.0,

@@ -38,7 +38,8 @@ import shapes
 
 from jaxrl_async.inference import http
 from jaxrl_async.intake import relay
-from jaxrl_async.publishing import fanout, transports
+from jaxrl_async.publishing import fanout
+from jaxrl_async.publishing.transports import Transport
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.versions.store import StoredVersion, WeightStore, read_manifest
 
@@ -131,12 +132,12 @@ async def push_secs(path: pathlib.Path, num_servers: int, rate: float, fanout: i
             port = await stack.enter_async_context(proxy(port, learner, Link(rate)))
             addresses.append(f"http://127.0.0.1:{port}")
         client = await stack.enter_async_context(InferenceClient())
-        transport = transports.FileTransport("stream", mode="retract", fanout=fanout)
+        transport = Transport("stream", mode="retract", fanout=fanout)
         stored = StoredVersion(path)
         start = time.monotonic()
         await asyncio.gather(
             *(
-                transport(client, address, path=stored, version=1, timeout_secs=TIMEOUT_SECS)
+                transport(client, address, files=stored, version=1, timeout_secs=TIMEOUT_SECS)
                 for address in addresses
             )
         )

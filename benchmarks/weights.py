@@ -26,10 +26,11 @@ import jax
 import numpy as np
 
 from jaxrl_async.models import hf, transformer
-from jaxrl_async.publishing import transports
+from jaxrl_async.publishing.transports import Transport
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.port import ServerError
-from jaxrl_async.versions.store import WeightStore
+from jaxrl_async.versions import protocol
+from jaxrl_async.versions.store import StoredVersion, WeightStore
 
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.append(str(ROOT / "tests"))
@@ -52,29 +53,22 @@ class TimedClient(InferenceClient):
         self.prepares = True
         self.calls = {}
 
-    async def prepare_weights(self, address, **kwargs):
-        if not self.prepares:
-            raise ServerError(address, "/weights/prepare", "left out", retryable=False, status=404)
-        await super().prepare_weights(address, **kwargs)
-
-    async def update_weights_from_disk(self, *args, **kwargs):
+    async def call(self, method, address, route, *args, **options):
+        if route == protocol.PREPARE and not self.prepares:
+            raise ServerError(address, route, "left out", retryable=False, status=404)
         start = time.monotonic()
-        await super().update_weights_from_disk(*args, **kwargs)
-        self.calls["load_secs"] = time.monotonic() - start
+        answer = await super().call(method, address, route, *args, **options)
+        if route in _CALLS:
+            self.calls[_CALLS[route]] = time.monotonic() - start
+        if route == protocol.PAUSE:
+            self._paused_at = time.monotonic()
+        elif route == protocol.CONTINUE:
+            self.pause_secs = time.monotonic() - self._paused_at
+        return answer
 
-    async def checksums(self, *args, **kwargs):
-        start = time.monotonic()
-        found = await super().checksums(*args, **kwargs)
-        self.calls["checksum_secs"] = time.monotonic() - start
-        return found
 
-    async def pause(self, *args, **kwargs):
-        await super().pause(*args, **kwargs)
-        self._paused_at = time.monotonic()
-
-    async def continue_(self, *args, **kwargs):
-        await super().continue_(*args, **kwargs)
-        self.pause_secs = time.monotonic() - self._paused_at
+# Route → name of its seconds.
+_CALLS = {protocol.UPDATE_FROM_DISK: "load_secs", "/weights_checker": "checksum_secs"}
 
 
 def config_of(millions: int) -> transformer.ModelConfig:
@@ -134,7 +128,7 @@ async def measure(
     `ways`: prefix of the names → whether the client prepares.
     """
     pushes, pauses = {way: [] for way in ways}, {way: [] for way in ways}
-    push = transports.FileTransport(transport, mode="retract")  # A group stays from push to push.
+    push = Transport(transport, mode="retract")  # A group stays from push to push.
     keys = {"api_key": real_servers.API_KEY, "admin_api_key": real_servers.ADMIN_API_KEY}
     async with TimedClient(**keys) as client:
         numbers = iter(range(1 << 30))
@@ -144,7 +138,7 @@ async def measure(
             await push(
                 client,
                 address,
-                path=paths[number % 2],
+                files=StoredVersion(paths[number % 2]),
                 version=number,
                 timeout_secs=TIMEOUT_SECS,
             )

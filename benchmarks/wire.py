@@ -41,6 +41,7 @@ from jaxrl_async.records import Permit, ServerRecord, Wait
 from jaxrl_async.roles import rollout
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.fleet import HEALTHY
+from jaxrl_async.servers.kinds.sglang_api import SglangApi
 from jaxrl_async.types import Group
 
 SIDES = ("requests", "batches", "calls")
@@ -131,9 +132,15 @@ async def work(settings: Settings, workdir: pathlib.Path, client, queue: "Permit
 class Singles(InferenceClient):
     """A client that never learns that a server takes batches."""
 
-    async def _in_batch(self, address, request, timeout_secs):
-        payload = request | {"return_logprob": True, "stream": False}
-        return await self._post(address, "/generate", payload, timeout_secs)
+    def _server(self, address):
+        return self._servers.setdefault(address, Alone(self, address))
+
+
+class Alone(SglangApi):
+    """A server that gets a call for each request."""
+
+    async def generate(self, request, *, timeout_secs):
+        return await self.generate_alone(request, timeout_secs)
 
 
 class Server:

@@ -22,8 +22,7 @@ from jaxrl_async.evaluation.score import EvaluationError, sampling_of, score
 from jaxrl_async.rewards.pool import RewardError, RewardPool
 from jaxrl_async.rollout.context import Generate
 from jaxrl_async.rollout.runner import Runner
-from jaxrl_async.servers.client import InferenceClient
-from jaxrl_async.servers.port import Completion, ServerError
+from jaxrl_async.servers.port import Completion, ServerError, Servers
 from jaxrl_async.types import Prompt
 
 BEST_FILE = "best.json"
@@ -65,7 +64,7 @@ class Evaluator:
         """Whether this version is to be scored."""
         return version % self._settings.every_steps == 0
 
-    async def run(self, client: InferenceClient, address: str, version: int) -> None:
+    async def run(self, client: Servers, address: str, version: int) -> None:
         """Scores the version that a server holds until this returns; a failure is logged, and leaves no score."""
         start, row = time.monotonic(), {"version": version}
         try:
@@ -93,7 +92,7 @@ class Evaluator:
         return new
 
     async def _score(
-        self, client: InferenceClient, address: str, version: int
+        self, client: Servers, address: str, version: int
     ) -> tuple[np.ndarray, np.ndarray]:
         """Whether answers are right: greedy bool [P], sampled bool [P, n]."""
         wanted = self._settings

@@ -20,12 +20,17 @@ import time
 import uuid
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from jaxrl_async.extras.rank_zero import NCCL
-from jaxrl_async.servers.port import ServerError, ServerTimeoutError
+from jaxrl_async.servers.kinds.sglang import Sglang
+from jaxrl_async.servers.port import Push, ServerError, ServerTimeoutError
+from jaxrl_async.versions import protocol
 
 log = logging.getLogger(__name__)
+
+Opened = Callable[[], AbstractAsyncContextManager[str]]
 
 
 class BrokenRoundError(ServerError):
@@ -47,29 +52,39 @@ class Collective:
         self._held: dict[str, str] = {}  # address → the name of the weights that it got last
 
     async def deliver(
-        self, push, *, host: str, num_ranks: int, device: str, buckets: list[list[str]]
+        self,
+        server: Sglang,
+        push: Push,
+        opened: Opened,
+        *,
+        host: str,
+        num_ranks: int,
+        device: str,
+        buckets: list[list[str]],
     ) -> None:
         """Gives a server the version, in one broadcast with all that want it now.
 
         Args:
-          push: a `transports.Push`.
+          server: as it was just recognised.
+          push: of the version.
+          opened: the pause of the server and a session of tensors in it; yields the name to load under.
           host: this machine's address, at which the servers find rank 0.
           num_ranks: of the server.
           device: on which the server loads.
           buckets: names of tensors, in the order in which all servers get them.
 
         Raises:
-          ServerError: as of `FileTransport`.
+          ServerError: as of `Kind.hold`.
           ImportError: there is no PyTorch here.
         """
-        address, num_tries = push.address, 0
-        if push.held != self._held.get(address):
+        address, num_tries = server.address, 0
+        if server.info.get(protocol.WEIGHT_VERSION) != self._held.get(address):
             self._forget(address)  # It has restarted.
         while True:
-            round_ = self._gather(push, num_ranks, device, host)
+            round_ = self._gather(server, push, num_ranks, device, host)
             try:
-                async with round_.seat(push):
-                    await self._take(round_, push, host, buckets)
+                async with round_.seat(address, push):
+                    await self._take(round_, server, push, opened, host, buckets)
             except BrokenRoundError as error:
                 num_tries += 1
                 if num_tries >= MAX_SHARED_TRIES:
@@ -84,18 +99,25 @@ class Collective:
             self._alone.discard(address)
             return
 
-    async def _take(self, round_: "_Round", push, host: str, buckets: list[list[str]]) -> None:
+    async def _take(
+        self,
+        round_: "_Round",
+        server: Sglang,
+        push: Push,
+        opened: Opened,
+        host: str,
+        buckets: list[list[str]],
+    ) -> None:
         """One server's part of a round."""
-        address, client = push.address, push.client
-        await round_.wait_until_open(push)
+        address = server.address
+        await round_.wait_until_open(address)
         push.check_wanted()
         group, world_size = round_.group, round_.world_size
         if round_.is_new:
-            await self._leave(push)
+            await self._leave(server, push)
             self._joined[address] = group
             init = functools.partial(
-                client.init_weights_update_group,
-                address,
+                server.join,
                 host=host,
                 port=round_.port,
                 rank_offset=round_.ranks[address],
@@ -106,42 +128,42 @@ class Collective:
             )
             join = {"host": host, "world_size": world_size, "name": group}
             join |= {"backend": round_.backend}
-            await round_.together(push, init, functools.partial(self._rank.ask, "join", **join))
+            await round_.together(address, init, functools.partial(self._rank.ask, "join", **join))
             self._group = group, round_.ranks
-        async with push.paused() as name, push.session():
+        async with opened() as name:
             for number, bucket in enumerate(buckets, 1):
                 push.check_wanted()
                 update = functools.partial(
-                    client.update_weights_from_distributed,
-                    address,
-                    tensors={tensor: push.files.kind(tensor) for tensor in bucket},
+                    server.receive,
+                    tensors={tensor: push.stored.kind(tensor) for tensor in bucket},
                     group=group,
                     version=name,
                     flush_cache=push.flush_cache and number == len(buckets),
                     timeout_secs=push.left(),
                 )
-                send = {"path": os.fspath(push.files), "names": bucket}
+                send = {"path": os.fspath(push.stored), "names": bucket}
                 await round_.together(
-                    push, update, functools.partial(self._rank.ask, "send", **send)
+                    address, update, functools.partial(self._rank.ask, "send", **send)
                 )
 
-    async def _leave(self, push) -> None:
+    async def _leave(self, server: Sglang, push: Push) -> None:
         """Lets a server leave the group before, which it does not know where it has restarted."""
-        if (group := self._joined.pop(push.address, None)) is not None:
+        if (group := self._joined.pop(server.address, None)) is not None:
             with contextlib.suppress(ServerError):
-                await push.client.destroy_weights_update_group(
-                    push.address, group=group, timeout_secs=min(push.left(), GRACE_SECS)
-                )
+                await server.leave(group, timeout_secs=min(push.left(), GRACE_SECS))
 
     def _forget(self, address: str) -> None:
         if self._group is not None and address in self._group[1]:
             self._group = None
 
-    def _gather(self, push, num_ranks: int, device: str, host: str) -> "_Round":
+    def _gather(
+        self, server: Sglang, push: Push, num_ranks: int, device: str, host: str
+    ) -> "_Round":
         """The round in which a server takes part."""
-        if push.address in self._alone:
+        address = server.address
+        if address in self._alone:
             alone = _Round(push.name, self._broke)
-            alone.add(push, num_ranks, device)
+            alone.add(address, push, num_ranks, device)
             self._close(alone, host)
             return alone
         if self._gathering is not None and self._gathering.version != push.name:
@@ -152,7 +174,7 @@ class Collective:
                 GATHER_SECS, self._close, self._gathering, host
             )
         round_ = self._gathering
-        round_.add(push, num_ranks, device)
+        round_.add(address, push, num_ranks, device)
         if self._members and self._members <= round_.pushes.keys():
             self._close(round_, host)
         return round_
@@ -205,7 +227,7 @@ class _Round:
 
     def __init__(self, version: str, on_break: Callable[["_Round", str | None], None]):
         self.version = version
-        self.pushes: dict[str, Any] = {}  # address → its push
+        self.pushes: dict[str, Push] = {}  # by address
         self.devices: dict[str, str] = {}
         self.ranks: dict[str, int] = {}  # address → its first rank; 0 is this side's
         self.world_size = 1
@@ -222,10 +244,10 @@ class _Round:
         self._aborting: asyncio.Task | None = None
         self._deadline = float("inf")
 
-    def add(self, push, num_ranks: int, device: str) -> None:
+    def add(self, address: str, push: Push, num_ranks: int, device: str) -> None:
         """Adds a server, before the round is closed."""
-        self.pushes[push.address] = push
-        self._sizes[push.address], self.devices[push.address] = num_ranks, device
+        self.pushes[address] = push
+        self._sizes[address], self.devices[address] = num_ranks, device
 
     def close(self, opening: Coroutine[Any, Any, None]) -> None:
         """Ends the gathering; `opening`: the preparation of rank 0 for the round."""
@@ -242,7 +264,7 @@ class _Round:
         self._closed.set()
 
     @contextlib.asynccontextmanager
-    async def seat(self, push) -> AsyncIterator[None]:
+    async def seat(self, address: str, push: Push) -> AsyncIterator[None]:
         """The context of one server's part; an error in it breaks the round."""
         try:
             await self._closed.wait()  # Its timer closes it.
@@ -253,18 +275,18 @@ class _Round:
             if self._closed.is_set():
                 # A push that was cancelled or dropped is no fault of its server.
                 is_fault = isinstance(error, ServerError) and push.is_wanted()
-                self._break(str(error) or type(error).__name__, push.address if is_fault else None)
+                self._break(str(error) or type(error).__name__, address if is_fault else None)
             raise
         finally:
             if self._closed.is_set():
-                self._seated.discard(push.address)
+                self._seated.discard(address)
             else:
-                del self.pushes[push.address]
+                del self.pushes[address]
             if self._closed.is_set() and not self._seated:
                 self._opening.cancel()
                 self.ended.set()
 
-    async def wait_until_open(self, push) -> None:
+    async def wait_until_open(self, address: str) -> None:
         """Waits until rank 0 is ready.
 
         Raises:
@@ -274,18 +296,18 @@ class _Round:
         waits = {self._opening, self._broken}
         await asyncio.wait(waits, timeout=self._left(), return_when=asyncio.FIRST_COMPLETED)
         if self._broken.done():
-            raise self._error(push)
+            raise self._error(address)
         if not self._opening.done():
             self._break("rank 0 was not ready in time")
-            raise self._error(push)
+            raise self._error(address)
         try:
             self._opening.result()
         except _RankError as error:
             self._break(str(error))
-            raise self._error(push) from error
+            raise self._error(address) from error
 
     async def together(
-        self, push, call: Callable[[], Awaitable[None]], part: Callable[[], Awaitable[Any]]
+        self, address: str, call: Callable[[], Awaitable[None]], part: Callable[[], Awaitable[Any]]
     ) -> None:
         """One call to every server at the same time, and rank 0's part of it; returns when all are done.
 
@@ -293,29 +315,29 @@ class _Round:
           BrokenRoundError: another server or rank 0 failed; this one answers.
           ServerError: this server failed.
         """
-        place = await self._meet(push)
+        place = await self._meet(address)
         running = {asyncio.ensure_future(call())}
         (mine,) = running
         if place == 0:
-            running.add(asyncio.create_task(self._run(part), name=f"rank 0 for {push.address}"))
+            running.add(asyncio.create_task(self._run(part), name=f"rank 0 for {address}"))
         try:
-            await self._wait(push, mine, running)
+            await self._wait(address, mine, running)
         finally:
             for task in running:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
-        await self._meet(push)  # What breaks a round would hold up one that still connects.
+        await self._meet(address)  # What breaks a round would hold up one that still connects.
 
-    async def _meet(self, push) -> int:
+    async def _meet(self, address: str) -> int:
         """Waits for all servers; returns this one's place among them."""
         try:
             async with asyncio.timeout(self._left()):
                 return await self._barrier.wait()
         except (asyncio.BrokenBarrierError, TimeoutError):
             self._break("not all servers were ready in time")
-            raise self._error(push) from None
+            raise self._error(address) from None
 
-    async def _wait(self, push, mine: asyncio.Future, running: set[asyncio.Future]) -> None:
+    async def _wait(self, address: str, mine: asyncio.Future, running: set[asyncio.Future]) -> None:
         deadline = self._deadline
         while not self._broken.done() and not all(task.done() for task in running):
             if mine.done() and mine.exception() is not None:
@@ -332,10 +354,10 @@ class _Round:
             reason = (
                 f"no answer {GRACE_SECS:g} s after the round was broken: {self._broken.result()}"
             )
-            raise ServerTimeoutError(push.address, "", reason, retryable=True)
+            raise ServerTimeoutError(address, "", reason, retryable=True)
         if (error := mine.exception()) is not None and getattr(error, "status", None) is None:
             raise error  # Its connection is lost, while those that were held up answer.
-        raise self._error(push)
+        raise self._error(address)
 
     async def _run(self, part: Callable[[], Awaitable[Any]]) -> None:
         try:
@@ -352,10 +374,10 @@ class _Round:
             self._aborting = asyncio.create_task(self._barrier.abort())
         self._on_break(self, address)
 
-    def _error(self, push) -> ServerError:
+    def _error(self, address: str) -> ServerError:
         kind = BrokenRoundError if len(self.pushes) > 1 else ServerError
         reason = f"the broadcast to {len(self.pushes)} servers ended: {self._broken.result()}"
-        return kind(push.address, "", reason, retryable=True)
+        return kind(address, "", reason, retryable=True)
 
 
 class _RankError(Exception):

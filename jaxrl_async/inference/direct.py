@@ -1,12 +1,12 @@
-"""The client of engines in this process: the calls of `servers.client` that a run makes, answered without HTTP.
+"""Engines in this process, as servers: what a run asks of one over HTTP, answered without it.
 
 A failure has the same type as over HTTP, so that samplers, evaluations and the publisher treat it alike.
 """
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from typing import Any, Self
 
 import numpy as np
 
@@ -17,15 +17,169 @@ from jaxrl_async.servers.batches import expire
 from jaxrl_async.servers.completions import checked_completion
 from jaxrl_async.servers.port import (
     Completion,
+    Expected,
     ForeignVersionError,
     ForeignWeightsError,
+    Push,
+    Request,
     ServerError,
     ServerTimeoutError,
 )
+from jaxrl_async.versions.memory import MemoryVersion
+
+WAY = "memory"  # in which an engine takes a version: by reference
+
+
+class Direct:
+    """One engine: a `port.Kind`. Use within one event loop."""
+
+    verifies_itself = True  # by its numbers: nothing is read back, so there is nothing to compare
+    ends_pauses = True  # It ends with its learner.
+
+    def __init__(self, engine: engines.Engine, address: str):
+        """`address`: a name."""
+        self.engine, self.address = engine, address
+        self.info: Mapping[str, Any] = {}
+        self._generating: dict[str, asyncio.Future] = {}  # by rid
+        self._unsent: list[engines.Request] = []  # of this turn of the loop
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def generate(self, request: Request, *, timeout_secs: float) -> Completion:
+        """Samples one completion; see `port.Server`."""
+        self._loop = loop = asyncio.get_running_loop()
+        done, rid = loop.create_future(), request.rid
+        with self._refusals("/generate", timeout_secs):
+            sampling = parse_sampling(dict(request.sampling_params))
+            asked = engines.Request(rid, np.asarray(request.input_ids, np.int32), sampling)
+            self._generating[rid] = done
+            late = loop.call_later(timeout_secs, expire, done)
+            try:
+                self._send_soon(asked, loop)
+                found = await done
+            except (TimeoutError, asyncio.CancelledError):
+                self.engine.abort({rid}.__contains__)
+                raise
+            finally:
+                late.cancel()
+                del self._generating[rid]
+            spans = [{"version": s.version, "start": s.start, "end": s.end} for s in found.spans]
+            reason = found.finish_reason["type"]
+            return checked_completion(
+                found.output_ids, found.logprobs, spans, reason, request.run_id
+            )
+
+    async def abort(self, rid: str | None, *, timeout_secs: float) -> None:
+        """Ends every request whose id starts with `rid`, or all requests when it is None."""
+        ended = self.engine.abort(lambda found: found.startswith(rid or ""))
+        await self._result("/abort_request", asyncio.wrap_future(ended), timeout_secs)
+
+    def difference(self, info: Mapping[str, Any], name: str, digest: str | None) -> str | None:
+        """The difference between a report and the weights of that name, in words; None: none."""
+        held = info["weight_version"]
+        return None if held == name else f"version {held!r} instead of {name}"
+
+    async def preflight(self, expected: Expected, *, deadline: float) -> None:
+        """Does nothing: engine and learner are made of the same settings."""
+
+    async def hold(self, push: Push) -> None:
+        """Gives the engine weights by reference; see `port.Kind`."""
+        if push.options.way != WAY or not isinstance(push.files, MemoryVersion):
+            raise push.error(f"takes versions in memory alone, by {WAY!r}")
+        push.check_wanted()
+        mode, left, params = push.options.mode, push.left, push.files.params
+        async with push.turn():
+            await self._result("/take_weights", self._take(params, push.name, mode), left())
+
+    async def _take(self, params: Any, version: str, mode: str) -> None:
+        # Requests that run go on between two chunks, with new keys and values, or are kept by a pause.
+        if mode == "in_place":
+            await asyncio.wrap_future(self.engine.pause(mode))
+        try:
+            # Its check of the numbers waits for the device.
+            update = self.engine.update_weights
+            await asyncio.wrap_future(await asyncio.to_thread(update, params, version, copy=False))
+        finally:
+            if mode == "in_place":
+                await asyncio.wrap_future(self.engine.resume())
+
+    async def pause(self, *, mode: str, timeout_secs: float, lease_secs: float = 0.0) -> None:
+        """Stops sampling."""
+        paused = asyncio.wrap_future(self.engine.pause(mode))
+        await self._result("/pause_generation", paused, timeout_secs)
+
+    async def rename(self, name: str, *, timeout_secs: float) -> None:
+        """Never asked: weights get their name with their values."""
+        raise NotImplementedError
+
+    async def continue_(self, *, timeout_secs: float) -> None:
+        """Ends a pause."""
+        resumed = asyncio.wrap_future(self.engine.resume())
+        await self._result("/continue_generation", resumed, timeout_secs)
+
+    def report(self) -> dict[str, Any]:
+        """The weights of the engine; raises ServerError once it has ended."""
+        if error := self.engine.error:
+            raise self._lost("/model_info", error)
+        return {"weight_version": self.engine.weight_version}
+
+    async def _result(
+        self, route: str, call: asyncio.Future | Coroutine[Any, Any, None], timeout_secs: float
+    ) -> None:
+        with self._refusals(route, timeout_secs):
+            async with asyncio.timeout(timeout_secs):
+                await call
+
+    @contextlib.contextmanager
+    def _refusals(self, route: str, timeout_secs: float) -> Iterator[None]:
+        """Raises an engine's errors as a server's."""
+        try:
+            yield
+        except TimeoutError:
+            reason = f"no answer within {timeout_secs:g} s"
+            raise ServerTimeoutError(self.address, route, reason, retryable=True) from None
+        except engines.UnavailableError as error:
+            raise self._lost(route, error) from error
+        except ForeignWeightsError as error:
+            raise ForeignVersionError(self.address, route, str(error), retryable=True) from error
+        except (WeightsError, ValueError) as error:
+            raise ServerError(self.address, route, str(error), retryable=False) from error
+
+    def _lost(self, route: str, error: Exception) -> ServerError:
+        return ServerError(self.address, route, str(error), retryable=True, status=503)
+
+    def _send_soon(self, request: engines.Request, loop: asyncio.AbstractEventLoop) -> None:
+        """Submits a request together with all others of this turn of the loop: a step begins with hundreds."""
+        if not self._unsent:
+            loop.call_soon(self._send)
+        self._unsent.append(request)
+
+    def _send(self) -> None:
+        unsent, self._unsent = self._unsent, []
+        # Without those that were cancelled meanwhile.
+        waiting = self._generating.get
+        requests = [r for r in unsent if (done := waiting(r.rid)) and not done.done()]
+        refusals = self.engine.submit_all(requests, self._on_done)
+        self._resolve([(requests[i].rid, error) for i, error in refusals.items()])
+
+    def _on_done(self, ended: list) -> None:
+        """On the engine's thread: wakes the loop once for all requests that ended together."""
+        assert self._loop is not None
+        with contextlib.suppress(RuntimeError):  # The loop is closed, without waiters.
+            self._loop.call_soon_threadsafe(self._resolve, ended)
+
+    def _resolve(self, ended: list) -> None:
+        for rid, outcome in ended:
+            future = self._generating.get(rid)
+            if future is None or future.done():
+                continue
+            if isinstance(outcome, Exception):
+                future.set_exception(outcome)
+            else:
+                future.set_result(outcome)
 
 
 class DirectClient:
-    """Calls engines by their addresses. Use within one event loop, as `async with`."""
+    """Engines by their addresses: a `port.Servers`."""
 
     def __init__(self, by_address: Mapping[str, engines.Engine], *, run_id: str = ""):
         """Arguments:
@@ -33,22 +187,14 @@ class DirectClient:
         by_address: the engines; an address is a name.
         run_id: the run whose weights may sample; tokens of others are refused. "" for any run.
         """
-        self._engines = dict(by_address)
+        self._kinds = {address: Direct(engine, address) for address, engine in by_address.items()}
         self.run_id = run_id
-        self._generating: dict[tuple[str, str], asyncio.Future] = {}  # (address, rid)
-        self._unsent: dict[str, list[engines.Request]] = {}  # address → of this turn of the loop
-        self._on_done = {address: self._resolver(address) for address in self._engines}
 
-    async def __aenter__(self) -> "DirectClient":
-        self._loop = asyncio.get_running_loop()
+    async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, *error: object) -> None:
         pass
-
-    def probes(self, **kwargs: Any) -> "DirectProbes":
-        """Probes of the engines; arguments as of `servers.probes.Probes`."""
-        return DirectProbes(self._engines, **kwargs)
 
     async def generate(
         self,
@@ -59,147 +205,47 @@ class DirectClient:
         sampling_params: Mapping[str, Any],
         timeout_secs: float,
     ) -> Completion:
-        """Samples one completion; arguments and errors as of `InferenceClient.generate`."""
-        engine, key = self._engines[address], (address, rid)
-        done = self._loop.create_future()
-        with self._refusals(address, "/generate", timeout_secs):
-            sampling = parse_sampling(dict(sampling_params))
-            request = engines.Request(rid, np.asarray(input_ids, np.int32), sampling)
-            self._generating[key] = done
-            late = self._loop.call_later(timeout_secs, expire, done)
-            try:
-                self._send_soon(address, request)
-                found = await done
-            except (TimeoutError, asyncio.CancelledError):
-                engine.abort({rid}.__contains__)
-                raise
-            finally:
-                late.cancel()
-                del self._generating[key]
-            spans = [{"version": s.version, "start": s.start, "end": s.end} for s in found.spans]
-            return checked_completion(
-                found.output_ids, found.logprobs, spans, found.finish_reason["type"], self.run_id
-            )
+        """Samples one completion; arguments and errors as of `port.Servers`."""
+        request = Request(rid, input_ids, sampling_params, self.run_id)
+        return await self._kinds[address].generate(request, timeout_secs=timeout_secs)
 
     async def abort(self, address: str, *, rid: str | None, timeout_secs: float) -> None:
         """Ends every request whose id starts with `rid`, or all requests when it is None."""
-        prefix = "" if rid is None else rid
-        ended = self._engines[address].abort(lambda found: found.startswith(prefix))
-        await self._result(address, "/abort_request", ended, timeout_secs)
+        await self._kinds[address].abort(rid, timeout_secs=timeout_secs)
 
-    async def continue_(self, address: str, *, timeout_secs: float) -> None:
-        """Ends a pause."""
-        resumed = self._engines[address].resume()
-        await self._result(address, "/continue_generation", resumed, timeout_secs)
+    async def recognise(self, address: str, *, timeout_secs: float) -> Direct:
+        """The engine, with what it holds; raises ServerError once it has ended."""
+        kind = self._kinds[address]
+        kind.info = kind.report()
+        return kind
 
-    async def model_info(self, address: str, *, timeout_secs: float) -> dict[str, Any]:
-        """The weights of an engine."""
-        if error := self._engines[address].error:
-            raise _lost(address, "/model_info", error)
-        return _info(self._engines[address])
-
-    async def take_weights(
-        self, address: str, *, params: Any, version: str, mode: str, timeout_secs: float
-    ) -> None:
-        """Gives an engine weights by reference; `mode` as of `pause`.
-
-        Raises:
-          ServerError: refused, lost or late.
-        """
-        engine, route = self._engines[address], "/take_weights"
-
-        async def change() -> None:
-            if (
-                mode != "in_place"
-            ):  # Requests that run go on between two chunks, with new keys and values.
-                await self._of(engine.update_weights, params, version)
-                return
-            await asyncio.wrap_future(engine.pause(mode))
-            try:
-                await self._of(engine.update_weights, params, version)
-            finally:
-                await asyncio.wrap_future(engine.resume())
-
-        await self._result(address, route, change(), timeout_secs)
-
-    async def _of(self, update: Callable, params: Any, version: str) -> None:
-        # Its check of the numbers waits for the device.
-        await asyncio.wrap_future(await asyncio.to_thread(update, params, version, copy=False))
-
-    async def _result(
-        self, address: str, route: str, call: Awaitable | Any, timeout_secs: float
-    ) -> Any:
-        with self._refusals(address, route, timeout_secs):
-            async with asyncio.timeout(timeout_secs):
-                is_future = not asyncio.iscoroutine(call)
-                return await (asyncio.wrap_future(call) if is_future else call)
-
-    @contextlib.contextmanager
-    def _refusals(self, address: str, route: str, timeout_secs: float):
-        """Raises an engine's errors as a server's."""
-        try:
-            yield
-        except TimeoutError:
-            reason = f"no answer within {timeout_secs:g} s"
-            raise ServerTimeoutError(address, route, reason, retryable=True) from None
-        except engines.UnavailableError as error:
-            raise _lost(address, route, error) from error
-        except ForeignWeightsError as error:
-            raise ForeignVersionError(address, route, str(error), retryable=True) from error
-        except (WeightsError, ValueError) as error:
-            raise ServerError(address, route, str(error), retryable=False) from error
-
-    def _send_soon(self, address: str, request: engines.Request) -> None:
-        """Submits a request together with all others of this turn of the loop: a step begins with hundreds."""
-        if address not in self._unsent:
-            self._unsent[address] = []
-            self._loop.call_soon(self._send, address)
-        self._unsent[address].append(request)
-
-    def _send(self, address: str) -> None:
-        # Without those that were cancelled meanwhile.
-        waiting = self._generating.get
-        requests = [
-            request
-            for request in self._unsent.pop(address)
-            if (done := waiting((address, request.rid))) and not done.done()
-        ]
-        refusals = self._engines[address].submit_all(requests, self._on_done[address])
-        self._resolve(address, [(requests[i].rid, error) for i, error in refusals.items()])
-
-    def _resolver(self, address: str) -> engines.OnDone:
-        def on_done(ended: list) -> None:
-            """On the engine's thread: wakes the loop once for all requests that ended together."""
-            with contextlib.suppress(RuntimeError):  # The loop is closed, without waiters.
-                self._loop.call_soon_threadsafe(self._resolve, address, ended)
-
-        return on_done
-
-    def _resolve(self, address: str, ended: list) -> None:
-        for rid, outcome in ended:
-            future = self._generating.get((address, rid))
-            if future is None or future.done():
-                continue
-            if isinstance(outcome, Exception):
-                future.set_exception(outcome)
-            else:
-                future.set_result(outcome)
-
-
-class DirectProbes:
-    """`servers.probes.Probes` at engines."""
-
-    def __init__(
+    def probes(
         self,
-        by_address: Mapping[str, engines.Engine],
         *,
         interval_secs: float,
         timeout_secs: float,
         is_wanted: Callable[[Any], bool],
         on_answer: Callable[[Any, dict[str, Any] | None], None],
+    ) -> "DirectProbes":
+        """Probes of the engines; arguments as of `servers.probes.Probes`."""
+        return DirectProbes(
+            self._kinds, interval_secs=interval_secs, is_wanted=is_wanted, on_answer=on_answer
+        )
+
+
+class DirectProbes:
+    """`servers.probes.Probes` of engines."""
+
+    def __init__(
+        self,
+        kinds: Mapping[str, Direct],
+        *,
+        interval_secs: float,
+        is_wanted: Callable[[Any], bool],
+        on_answer: Callable[[Any, dict[str, Any] | None], None],
     ):
         """Arguments as of `Probes`."""
-        self._engines, self._interval_secs = by_address, interval_secs
+        self._kinds, self._interval_secs = kinds, interval_secs
         self._is_wanted, self._on_answer = is_wanted, on_answer
         self._servers: dict[Any, str] = {}
 
@@ -216,14 +262,6 @@ class DirectProbes:
         while True:
             for server, address in tuple(self._servers.items()):
                 if self._is_wanted(server):
-                    engine = self._engines[address]
-                    self._on_answer(server, None if engine.error else _info(engine))
+                    kind = self._kinds[address]
+                    self._on_answer(server, None if kind.engine.error else kind.report())
             await asyncio.sleep(self._interval_secs)
-
-
-def _info(engine: engines.Engine) -> dict[str, Any]:
-    return {"weight_version": engine.weight_version, "weight_digest": engine.weight_digest}
-
-
-def _lost(address: str, route: str, error: Exception) -> ServerError:
-    return ServerError(address, route, str(error), retryable=True, status=503)

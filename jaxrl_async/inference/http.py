@@ -32,7 +32,7 @@ from jaxrl_async.inference.engine import (
 )
 from jaxrl_async.intake import pause_lease, prepared, relay_routes
 from jaxrl_async.intake.relay import Relay
-from jaxrl_async.servers.client import STREAMS_HEADER
+from jaxrl_async.servers.batches import STREAMS_HEADER
 from jaxrl_async.types import NEVER_BIAS
 from jaxrl_async.versions import difference, protocol
 from jaxrl_async.versions import layout as files

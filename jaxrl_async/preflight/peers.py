@@ -12,14 +12,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from jaxrl_async import parts
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.servers.client import InferenceClient
-from jaxrl_async.servers.port import ServerError, UnfitServerError
-from jaxrl_async.servers.preflight import (
-    Adapters,
-    Expected,
-    kept_adapters,
-    preflight,
-    preflight_router,
-)
+from jaxrl_async.servers.port import Adapters, Expected, ServerError, UnfitServerError
+from jaxrl_async.servers.preflight import kept_adapters, preflight, preflight_router
 
 MAX_CONCURRENT = 64  # servers
 

@@ -12,13 +12,11 @@ import asyncio
 import collections
 import dataclasses
 import errno
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from jaxrl_async.records import ServerRecord
-from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.fleet import DEAD, HEALTHY, STALE
-from jaxrl_async.servers.port import ServerError
+from jaxrl_async.servers.port import Kind, ServerError, Servers
 from jaxrl_async.versions.version import Version
 
 MAX_DESCRIBED = 16  # servers in a message
@@ -57,6 +55,7 @@ class Server:
     speed: float = 1.0  # relative
     has_left: bool = False  # the run: it is no longer listed
     num_failures: int = 0  # attempts in a row
+    kind: Kind | None = None  # as it was recognised last
     # Set to end the poll interval early.
     due: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
@@ -143,16 +142,6 @@ def describe(servers: Sequence[Server]) -> str:
     return "; ".join([f"{len(servers)} servers: {words}", *ill[:MAX_DESCRIBED], *more])
 
 
-def difference(info: Mapping[str, Any], target: Target) -> str | None:
-    """The difference between a server's report and the target, in words; None where there is none."""
-    held, digest = info.get("weight_version"), info.get("weight_digest", target.digest)
-    if held != target.name:
-        return f"version {held!r} instead of {target.name}"
-    if digest != target.digest:
-        return f"weights with digest {digest} as version {held}, its manifest says {target.digest}"
-    return None
-
-
 def is_local(error: BaseException | None) -> bool:
     """Whether a call failed for want of file descriptors here, which is no server's illness."""
     while error is not None:
@@ -162,9 +151,10 @@ def is_local(error: BaseException | None) -> bool:
     return False
 
 
-async def answers(client: InferenceClient, server: Server) -> bool:
+async def answers(client: Servers, server: Server) -> bool:
+    """Whether a server answers, as far as this process can tell."""
     try:
-        await client.model_info(server.address, timeout_secs=PROBE_TIMEOUT_SECS)
+        await client.recognise(server.address, timeout_secs=PROBE_TIMEOUT_SECS)
     except ServerError as error:
         return is_local(error)  # Without a connection nothing is known of it.
     return True

@@ -1,8 +1,7 @@
 """The publisher: a named thread that keeps every inference server at the current version.
 
-Each server has one task, the only one that talks to it: the task pushes a new version, polls the server every
-poll_secs, and pushes again to one that was late, failed or restarted. The queue gets a version when all HEALTHY
-servers answered with it, and every change of a state. The queue's addresses take requests and may be routers; the
+Each server has a keeper, the only task that talks to it. The queue gets a version when all HEALTHY servers answered
+with it, and every change of a state. The queue's addresses take requests and may be routers; the
 publisher talks to the servers behind them. The weights written for a version may be those of another one
 (rollout.delay_steps): servers hold and stamp the latter, and the queue counts the former. A server that is reserved
 for an evaluation is not touched. Requests, prompts and tensors are not the publisher's.
@@ -13,36 +12,31 @@ import contextlib
 import dataclasses
 import logging
 import math
-import random
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Protocol
 
 from jaxrl_async.active_clock import ActiveClock
-from jaxrl_async.publishing import health, verification
+from jaxrl_async.publishing import health
 from jaxrl_async.publishing.discovery import Discovery
+from jaxrl_async.publishing.keeper import Course, Keeper, PublisherError
 from jaxrl_async.publishing.pauses import Pauses
-from jaxrl_async.publishing.transports import ObsoleteVersionError, Transport
+from jaxrl_async.publishing.transports import Deliver
 from jaxrl_async.records import ResumePoint
-from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.fleet import DEAD, HEALTHY, STALE
-from jaxrl_async.servers.port import ServerError, ServerTimeoutError, UnfitServerError
+from jaxrl_async.servers.port import Servers
 from jaxrl_async.versions.version import Version
 
 log = logging.getLogger(__name__)
-
-
-class PublisherError(RuntimeError):
-    """A version did not reach the servers; the message names each server and why."""
 
 
 class Evaluation(Protocol):
     """Scores a version on a server that holds it; its failures are its own."""
 
     def wants(self, version: int) -> bool: ...
-    async def run(self, client: InferenceClient, address: str, version: int) -> None: ...
+    async def run(self, client: Servers, address: str, version: int) -> None: ...
     def pop(self) -> dict[str, float]: ...
 
 
@@ -56,8 +50,8 @@ class Publisher:
         self,
         controls: Mapping[str, Sequence[str]],
         *,
-        client: InferenceClient,
-        transport: Transport,
+        client: Servers,
+        transport: Deliver,
         pin: Callable[[int], AbstractContextManager[None]],
         announce: Callable[..., None],
         push_timeout_secs: float,
@@ -70,7 +64,7 @@ class Publisher:
         discover_secs: float = 5.0,
         evaluation: Evaluation | None = None,
         run_id: str = "",
-        preflight: Callable[[InferenceClient, str], Awaitable[None]] | None = None,
+        preflight: Callable[[Servers, str], Awaitable[None]] | None = None,
     ):
         """Starts the thread.
 
@@ -78,7 +72,7 @@ class Publisher:
           controls: "http://host:port" that takes requests → control addresses of the servers behind it (one, or
             more behind a router); they need not be up yet.
           client: for this publisher alone, not opened yet.
-          transport: gives one server a version; see transports.Transport.
+          transport: gives one server a version; see transports.Deliver.
           pin: keeps the files of a version while the context lasts, `WeightStore.pin`.
           announce: called as announce(version, records, resume_point, run_epoch), `LearnerQueue.publish_version`.
           push_timeout_secs: deadline of a server for a version; one that misses it is STALE. Without a HEALTHY
@@ -107,18 +101,22 @@ class Publisher:
         for server in self._servers:
             self._table.add(server)
         self._client = client
-        self._transport = transport
-        self._pin = pin
         self._announce = announce
-        self._push_timeout_secs = push_timeout_secs
-        self._poll_secs = poll_secs
         self._start_timeout_secs = start_timeout_secs
         self._quorum = quorum
-        self._pauses = Pauses(max_paused=max_paused, turn_secs=TURN_SHARE * push_timeout_secs)
         self._is_resumed = is_resumed
         self._evaluation = evaluation
         self._run_id = run_id
-        self._preflight = preflight
+        self._active = ActiveClock()
+        self._course = Course(
+            transport=transport,
+            pin=pin,
+            preflight=preflight,
+            pauses=Pauses(max_paused=max_paused, turn_secs=TURN_SHARE * push_timeout_secs),
+            poll_secs=poll_secs,
+            push_timeout_secs=push_timeout_secs,
+            active=self._active,
+        )
 
         self._condition = threading.Condition()  # The learner waits here for these two.
         self._published: int | None = None
@@ -128,15 +126,14 @@ class Publisher:
         self._phase = "a first version"
         self._metrics: dict[str, float] = {}
 
-        # The thread's own state:
-        self._target: health.Target | None = None
+        # The thread's own state, with the course:
         self._target_pin = contextlib.ExitStack()
         self._announced: tuple[int, int] | None = None  # (version, run epoch)
         self._held: int | None = None  # by HEALTHY servers, under the version announced
-        self._keepers: dict[str, asyncio.Task] = {}  # control address → the task of its server
+        # Control address → the keeper of its server, and its task.
+        self._keepers: dict[str, tuple[Keeper, asyncio.Task]] = {}
         self._pushing = False
         self._evaluating: asyncio.Task | None = None
-        self._active = ActiveClock()
         self._healthy_at = self._active.now()
         self._changed = asyncio.Event()  # an attempt at a server ended
         self._announcing = asyncio.Lock()
@@ -250,10 +247,10 @@ class Publisher:
     async def _main(self) -> None:
         async with self._client as client, asyncio.TaskGroup() as tasks:
             self._probes = client.probes(
-                interval_secs=self._poll_secs,
+                interval_secs=self._course.poll_secs,
                 timeout_secs=health.PROBE_TIMEOUT_SECS,
-                is_wanted=self._is_settled,
-                on_answer=self._probed,
+                is_wanted=Keeper.is_settled,
+                on_answer=Keeper.probed,
             )
             for server in self._servers:
                 self._start_keeping(client, tasks, server)
@@ -276,13 +273,14 @@ class Publisher:
         target = health.Target(
             health.weight_name(files.version, request.run_epoch, self._run_id), files
         )
-        first, self._target = self._target is None, target
+        first, self._course.target = self._course.target is None, target
+        self._course.before = self._held
         with self._target_pin:  # A server that still loads the version before has a pin of its own.
             self._target_pin = contextlib.ExitStack()
-            self._target_pin.enter_context(self._pin(target.version))
+            self._target_pin.enter_context(self._course.pin(target.version))
         self._phase = f"version {request.version} on the servers"
-        await self._deliver(first)
-        self._pushing = False
+        await self._deliver(target, first)
+        self._pushing, self._course.before = False, None
 
         self._phase = f"the queue to take version {request.version}"
         # States first: when the queue admits for the new version, no worker routes to a late server.
@@ -293,7 +291,7 @@ class Publisher:
             "weights/delay": request.version - target.version,
             "weights/push_secs": time.monotonic() - start,
             "weights/bytes": num_bytes,
-            "weights/paused_secs": self._pauses.pop(),
+            "weights/paused_secs": self._course.pauses.pop(),
         }
         with self._condition:
             self._published = request.version
@@ -301,7 +299,7 @@ class Publisher:
         self._phase = "the next version"
         log.info("version %d: pushed; %s", request.version, self._describe())
 
-    def _start_evaluation(self, client: InferenceClient, tasks: asyncio.TaskGroup) -> None:
+    def _start_evaluation(self, client: Servers, tasks: asyncio.TaskGroup) -> None:
         """Reserves the last HEALTHY server when its version is due for an evaluation."""
         version, healthy = self._target.version, [s for s in self._servers if s.state == HEALTHY]
         if self._evaluation is None or not self._evaluation.wants(version) or not healthy:
@@ -317,7 +315,7 @@ class Publisher:
         evaluate = self._evaluate(client, server, version)
         self._evaluating = tasks.create_task(evaluate, name=f"evaluation of version {version}")
 
-    async def _evaluate(self, client: InferenceClient, server: health.Server, version: int) -> None:
+    async def _evaluate(self, client: Servers, server: health.Server, version: int) -> None:
         try:
             await self._publish_states()
             await self._evaluation.run(client, server.address, version)
@@ -330,9 +328,8 @@ class Publisher:
             self._phase = f"the {self._evaluating.get_name()}, on the only HEALTHY server"
             await asyncio.wait({self._evaluating})
 
-    async def _deliver(self, first: bool) -> None:
+    async def _deliver(self, target: health.Target, first: bool) -> None:
         """Waits until every HEALTHY server tried the target; at first, until all hold it, or a quorum does."""
-        target = self._target
         expected = [s for s in self._servers if first or (s.state == HEALTHY and not s.reserved)]
         for server in self._servers:
             server.due.set()
@@ -350,7 +347,7 @@ class Publisher:
         def delivered_or_impossible() -> bool:
             return delivered() or not self._may_recover()
 
-        timeout_secs = self._start_timeout_secs if first else self._push_timeout_secs
+        timeout_secs = self._start_timeout_secs if first else self._course.push_timeout_secs
         await self._wait(delivered, timeout_secs)
         if not self._num_holding():
             await self._wait(delivered_or_impossible, self._start_timeout_secs - timeout_secs)
@@ -358,7 +355,7 @@ class Publisher:
         self._healthy_at = self._active.now()
 
     async def _wait(self, condition: Callable[[], bool], timeout_secs: float) -> None:
-        """Waits for a condition, checked after every attempt at a server, for so many active seconds."""
+        """Waits for a condition, checked after every attempt at a server, for so many seconds awake."""
         deadline = self._active.now() + timeout_secs
         while not condition() and (left := deadline - self._active.now()) > 0:
             self._changed.clear()
@@ -384,7 +381,7 @@ class Publisher:
     def _may_recover(self) -> bool:
         """Whether a server may become HEALTHY: DEAD, without weights, not tried yet or again, or one that will join."""
         return self._discovery is not None or any(
-            s.state == DEAD or s.version is None or s.tried is not self._target
+            s.state == DEAD or s.version is None or s.tried is not self._course.target
             for s in self._servers
         )
 
@@ -409,42 +406,15 @@ class Publisher:
                 f"no HEALTHY inference server left for version {version}: {self._describe()}"
             )
 
-    async def _keep(self, client: InferenceClient, server: health.Server) -> None:
-        """The one task that talks to a server: keeps it at the target."""
-        while True:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._rest_secs(server)):
-                    await server.due.wait()
-            server.due.clear()
-            if self._target is not None and not server.reserved:
-                await self._poll(client, server, self._target)
-
-    def _rest_secs(self, server: health.Server) -> float | None:
-        """Seconds to the next attempt at a server: backoff, with jitter; None where probes say when it is due."""
-        if self._is_settled(server):
-            return None
-        backoff = min(2.0 ** (server.num_failures - 1), MAX_BACKOFF) if server.num_failures else 1.0
-        return self._poll_secs * backoff * random.uniform(0.8, 1.2)
-
-    def _is_settled(self, server: health.Server) -> bool:
-        """Whether a server holds the target, so that a probe is enough."""
-        return self._target is not None and not server.reserved and server.holds(self._target)
-
-    def _probed(self, server: health.Server, info: Mapping[str, Any] | None) -> None:
-        """Makes a server due whose probe differs from the target, or has no answer."""
-        if self._is_settled(server) and (
-            info is None or health.difference(info, self._target) is not None
-        ):
-            server.due.set()
-
     def _start_keeping(
-        self, client: InferenceClient, tasks: asyncio.TaskGroup, server: health.Server
+        self, client: Servers, tasks: asyncio.TaskGroup, server: health.Server
     ) -> None:
-        name = f"publisher {server.address}"
-        self._keepers[server.address] = tasks.create_task(self._keep(client, server), name=name)
-        self._probes.add(server, server.address)
+        keeper = Keeper(server, client, self._course, self)
+        task = tasks.create_task(keeper.run(), name=f"publisher {server.address}")
+        self._keepers[server.address] = keeper, task
+        self._probes.add(keeper, server.address)
 
-    async def _discover(self, client: InferenceClient, tasks: asyncio.TaskGroup) -> None:
+    async def _discover(self, client: Servers, tasks: asyncio.TaskGroup) -> None:
         """Keeps the servers that the discovery lists, besides the fixed ones."""
         fixed = {server.address for server in self._servers} | {s.serves for s in self._servers}
         found: dict[str, health.Server] = {}
@@ -472,88 +442,23 @@ class Publisher:
         server.has_left = True
         self._servers.remove(server)
         self._table.remove(server)
-        self._probes.remove(server)
-        self._keepers.pop(server.address).cancel()
+        keeper, task = self._keepers.pop(server.address)
+        self._probes.remove(keeper)
+        task.cancel()
         self._changed.set()
 
-    async def _poll(
-        self, client: InferenceClient, server: health.Server, target: health.Target
-    ) -> None:
-        self._active.now()
-        num_stops, woke = self._active.num_stops, False
-        try:
-            with self._pin(target.version):
-                await self._push_target(client, server, target)
-            # During a push the version before it is still current.
-            current = (self._target.version, self._held if self._pushing else None)
-            if not server.reserved:  # meanwhile
-                server.state = HEALTHY if server.version in current else STALE
-                server.reason = f"holds version {server.version}"
-            server.num_failures = 0
-        except ObsoleteVersionError:
-            server.due.set()
-            return
-        except (ImportError, PublisherError):
-            raise  # of this process or of the queue, on any server
-        except UnfitServerError as error:
-            if self._announced is None:
-                raise PublisherError(str(error)) from None
-            server.state, server.reason = STALE, str(error)
-        except Exception as error:
-            self._active.now()
-            if self._active.num_stops != num_stops:
-                server.due.set()  # Its deadline passed while this process was stopped.
-                return
-            server.num_failures += 1
-            if not isinstance(error, ServerError):
-                log.exception("a push of version %s to %s failed", target.name, server.address)
-            server.reason = str(error) or type(error).__name__
-            if health.is_local(error):
-                log.error("%s: out of file descriptors (ulimit -n): %s", server.address, error)
-                return  # It keeps its state, and is tried again.
-            was_dead = server.state == DEAD
-            server.state = STALE if await health.answers(client, server) else DEAD
-            if was_dead and server.state == STALE:
-                self._healthy_at = self._active.now()  # It is back, and has its time to be HEALTHY.
-            # One that woke in the attempt has not had its try.
-            woke = server.state == STALE and (was_dead or isinstance(error, ServerTimeoutError))
-        server.tried = None if woke else target
+    async def changed(self, server: health.Server) -> None:
+        """Of `Watcher`: publishes the new state of a server."""
         self._table.update(server)
         await self._publish_states()
+
+    async def tried(self, server: health.Server, *, is_back: bool) -> None:
+        """Of `Watcher`: publishes the new state of a server, and wakes those who wait for it."""
+        if is_back:
+            self._healthy_at = self._active.now()  # It has its time to be HEALTHY.
+        await self.changed(server)
         self._changed.set()
         self._check_any_healthy()
-
-    async def _push_target(
-        self, client: InferenceClient, server: health.Server, target: health.Target
-    ) -> None:
-        """Pushes the target to a server that does not hold it."""
-        info = await client.model_info(server.address, timeout_secs=health.PROBE_TIMEOUT_SECS)
-        # Before the first push, an equal number would be another run's.
-        if server.version == target.version:
-            difference = health.difference(info, target)
-            if difference is None:
-                return
-            server.state, server.version = STALE, None
-            server.reason = f"restarted: reports {difference}"
-            self._table.update(server)
-            await self._publish_states()
-        if server.version is None and self._preflight is not None:
-            await self._preflight(client, server.address)
-        if server.version is None and not verification.reports_digest(info):
-            # A learner that was killed in a push left it paused, and it has no lease. Its weights are verified, or
-            # have a name that no client accepts.
-            with contextlib.suppress(ServerError):
-                await client.continue_(server.address, timeout_secs=health.PROBE_TIMEOUT_SECS)
-        await self._transport(
-            client,
-            server.address,
-            path=target.files,
-            version=target.name,
-            timeout_secs=self._push_timeout_secs,
-            is_wanted=lambda: self._target is target and not server.has_left,
-            pausing=self._pauses.turn,
-        )
-        server.version = target.version
 
     def _check_any_healthy(self) -> None:
         """Raises when no server was HEALTHY for too long; a push has a deadline of its own."""
@@ -561,7 +466,7 @@ class Publisher:
         if self._pushing or self._table.any_healthy():
             self._healthy_at = now
             return
-        timeout_secs = self._push_timeout_secs
+        timeout_secs = self._course.push_timeout_secs
         if self._may_recover():
             timeout_secs = max(timeout_secs, self._start_timeout_secs)
         if self._published is not None and now - self._healthy_at > timeout_secs:
@@ -572,7 +477,7 @@ class Publisher:
     async def _publish_version(self, request: "_Request") -> None:
         async with self._announcing:
             self._announced = (request.version, request.run_epoch)
-            self._held = self._target.version
+            self._course.is_announced, self._held = True, self._target.version
             await self._announce_records(request.resume_point)
 
     async def _publish_states(self) -> None:
@@ -589,6 +494,12 @@ class Publisher:
             await asyncio.to_thread(self._announce, version, records, resume_point, run_epoch)
         except Exception as error:
             raise PublisherError(str(error)) from error
+
+    @property
+    def _target(self) -> health.Target:
+        """The version under way or published; there is one."""
+        assert self._course.target is not None
+        return self._course.target
 
     def waits_for(self) -> str:
         """The wait of the push under way, and the state of every server, in words."""
@@ -625,6 +536,5 @@ def _first(error: BaseException) -> BaseException:
 
 # Of push_timeout_secs: a server that hangs in its turn holds up the others no longer.
 TURN_SHARE = 0.125
-MAX_BACKOFF = 8.0  # poll intervals between two attempts at a server that fails
 CHECK_SECS = 0.5  # between two calls of should_stop during a wait
 _CLOSE_TIMEOUT_SECS = 15.0

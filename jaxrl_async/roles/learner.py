@@ -31,7 +31,7 @@ from jaxrl_async.models import hf, sharding, transformer
 from jaxrl_async.preflight import peers
 from jaxrl_async.publishing.discovery import Discovery
 from jaxrl_async.publishing.publisher import Publisher
-from jaxrl_async.publishing.transports import FileTransport
+from jaxrl_async.publishing.transports import Transport
 from jaxrl_async.queue.calls import BlockingGrpcCalls
 from jaxrl_async.queue.client import LearnerQueue
 from jaxrl_async.records import Identity, ResumePoint, Share, Wait
@@ -40,7 +40,8 @@ from jaxrl_async.runtime.gc_freeze import gc_freeze
 from jaxrl_async.runtime.supervisor import visible_devices
 from jaxrl_async.samples import SampleWriter
 from jaxrl_async.servers.client import InferenceClient
-from jaxrl_async.servers.preflight import Expected, kept_adapters
+from jaxrl_async.servers.port import Expected
+from jaxrl_async.servers.preflight import kept_adapters
 from jaxrl_async.tasks.prompts import demonstration_tokens, test_prompts, validation_prompts
 from jaxrl_async.versions.store import WeightStore
 
@@ -146,7 +147,7 @@ class Links:
                 run_id=writer.run_id,
                 adapters=settings.model.lora.rank > 0,
             ),
-            "transport": FileTransport(
+            "transport": Transport(
                 weights.transport,
                 mode=weights.pause_mode,
                 writer=writer,

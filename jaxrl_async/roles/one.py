@@ -20,11 +20,11 @@ import jax
 
 from jaxrl_async import parts
 from jaxrl_async.config.settings import Settings
-from jaxrl_async.inference.direct import DirectClient
+from jaxrl_async.inference.direct import WAY, DirectClient
 from jaxrl_async.inference.engine import Engine
 from jaxrl_async.learner.versions import Delay, MemoryVersions
 from jaxrl_async.metrics import MetricsWriter
-from jaxrl_async.publishing.direct import hand_over
+from jaxrl_async.publishing.transports import Transport
 from jaxrl_async.queue.client import LearnerQueue, QueueClient
 from jaxrl_async.queue.direct import BlockingDirectCalls, DirectCalls
 from jaxrl_async.queue.service import QueueService
@@ -34,7 +34,7 @@ from jaxrl_async.roles import queue as queue_role
 from jaxrl_async.roles.device_lock import DeviceLock
 from jaxrl_async.roles.server import ENGINE_STOP_SECS
 from jaxrl_async.rollout.failures import flattened
-from jaxrl_async.servers.preflight import Expected
+from jaxrl_async.servers.port import Expected
 from jaxrl_async.versions.memory import MemoryStore
 
 # The sides of a shared device, by the metrics of their waits.
@@ -230,7 +230,7 @@ class _DirectLinks(learner.Links):
         mode = self._settings.weights.pause_mode
         return {
             "client": DirectClient(self._engines, run_id=writer.run_id),
-            "transport": functools.partial(hand_over, mode=mode),
+            "transport": Transport(WAY, mode=mode),
         }
 
 

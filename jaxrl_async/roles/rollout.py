@@ -18,6 +18,7 @@ from jaxrl_async.rollout.worker import Worker
 from jaxrl_async.runtime.gc_freeze import gc_freeze
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.fleet import Fleet
+from jaxrl_async.servers.port import Servers
 from jaxrl_async.tasks.prompts import prompt_stream
 
 
@@ -63,7 +64,7 @@ async def work(
     workdir: pathlib.Path,
     index: int,
     *,
-    client: InferenceClient,
+    client: Servers,
     queue: QueueClient,
 ) -> None:
     """Turns permits into groups until it is cancelled.

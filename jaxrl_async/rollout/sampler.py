@@ -21,13 +21,13 @@ import numpy as np
 from jaxrl_async.active_clock import ActiveClock
 from jaxrl_async.records import Permit
 from jaxrl_async.rollout.context import Generate, RolloutError
-from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.fleet import DEAD, HEALTHY, Fleet
 from jaxrl_async.servers.port import (
     Completion,
     ForeignVersionError,
     OutOfFilesError,
     ServerError,
+    Servers,
     ServerTimeoutError,
 )
 
@@ -38,7 +38,7 @@ class Sampler:
     def __init__(
         self,
         *,
-        client: InferenceClient,
+        client: Servers,
         fleet: Fleet,
         controls: Mapping[str, Sequence[str]],
         sampling: Mapping[str, Any],
@@ -51,7 +51,7 @@ class Sampler:
         """Sends nothing yet.
 
         Args:
-          client: the HTTP client.
+          client: of the servers.
           fleet: the servers' states; kept up to date by its owner.
           controls: address of a router → addresses of the servers behind it, which take the aborts that a router
             refuses; any other address takes them itself.

@@ -1,13 +1,92 @@
-"""Batches: requests of one turn of the loop that share one HTTP request."""
+"""Batches: requests of one turn of the loop that share one HTTP request to SGLang's /generate."""
 
 import asyncio
+import contextlib
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 import aiohttp
 
+from jaxrl_async.servers.client import InferenceClient, encode, is_retryable, no_answer, read_answer
 from jaxrl_async.servers.port import ServerError
+
+ROUTE = "/generate"
+# In an answer of it: the server streams the answers of a batch, one event for each when it ends.
+STREAMS_HEADER = "X-Streams-Batches"
+
+
+class Batches:
+    """The batches of one server. Use within one event loop."""
+
+    def __init__(
+        self, client: InferenceClient, address: str, abort: Callable[..., Awaitable[None]]
+    ):
+        """`abort`: ends a request by its rid, `Server.abort`."""
+        self._client, self._address, self._abort = client, address, abort
+        self._next: Batch | None = None  # of this turn of the loop, not sent yet
+
+    async def answer(self, request: dict[str, Any], timeout_secs: float) -> dict[str, Any]:
+        """The answer of a request that goes with all others of this turn of the loop.
+
+        Raises:
+          ServerError: refused, lost, late or malformed.
+        """
+        loop, batch = asyncio.get_running_loop(), self._next
+        if batch is None or not batch.has_room(request):
+            batch = self._next = Batch()
+            loop.call_soon(self._send, batch)
+        done = batch.add(request, timeout_secs)
+        late = loop.call_later(timeout_secs, expire, done)
+        try:
+            return await done
+        except (TimeoutError, asyncio.CancelledError) as error:
+            self._abandon(batch, request["rid"])
+            if isinstance(error, TimeoutError):
+                raise no_answer(self._address, ROUTE, timeout_secs) from None
+            raise
+        finally:
+            late.cancel()
+
+    def _send(self, batch: "Batch") -> None:
+        if self._next is batch:
+            self._next = None
+        if not batch.is_over:
+            batch.task = self._client.start(self._stream(batch), f"a batch of {self._address}")
+
+    def _abandon(self, batch: "Batch", rid: str) -> None:
+        """Ends a request on its server, as hanging up on it alone would; hangs up where nobody waits any more."""
+        if batch.task is None or batch.task.done():
+            return
+        if batch.is_over:
+            batch.task.cancel()
+        else:
+            self._client.start(self._abort_quietly(rid), f"abort of {rid}")
+
+    async def _abort_quietly(self, rid: str) -> None:
+        with contextlib.suppress(ServerError):
+            await self._abort(rid, timeout_secs=_ABORT_SECS)
+
+    async def _stream(self, batch: "Batch") -> None:
+        """Sends a batch, and gives each of its requests its answer or error."""
+        address = self._address
+        try:
+            call = ("POST", address, ROUTE, batch.body(), self._client.headers())
+            async with self._client.request(*call, batch.timeout_secs) as response:
+                if response.status != 200:
+                    read_answer(response.status, await response.read(), address, ROUTE)
+                async for event in events(response.content):
+                    batch.take(event, address)
+            reason = "the answer ended before its requests"
+            raise ServerError(address, ROUTE, reason, retryable=True)
+        except ServerError as error:
+            batch.fail(error)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            reason = f"malformed answer to a batch: {type(error).__name__}: {error}"
+            batch.fail(ServerError(address, ROUTE, reason, retryable=False))
+        finally:
+            # Where this task is cancelled.
+            batch.fail(ServerError(address, ROUTE, "the client is closed", retryable=True))
 
 
 class Batch:
@@ -57,9 +136,9 @@ class Batch:
         if "error" in event:
             status = int(event["error"].get("code", 500))
             reason = f"HTTP {status}: {event['error'].get('message')}"
-            retryable = status >= 500 or status == 429
+            retryable = is_retryable(status)
             waiter.set_exception(
-                ServerError(address, "/generate", reason, retryable=retryable, status=status)
+                ServerError(address, ROUTE, reason, retryable=retryable, status=status)
             )
         elif event["meta_info"]["finish_reason"] is not None:
             waiter.set_result(event)
@@ -88,5 +167,5 @@ def expire(waiter: asyncio.Future) -> None:
         waiter.set_exception(TimeoutError())
 
 
+_ABORT_SECS = 5.0
 _MAX_BATCH, _MAX_BATCH_TOKENS = 1024, 500_000  # requests, and tokens of their prompts, in one body
-encode = json.JSONEncoder(separators=(",", ":")).encode

@@ -1,8 +1,21 @@
-"""The port to inference servers: the errors and the answers of any kind of server."""
+"""The port to inference servers: what a server of any kind does, what a push asks of it, and its errors.
+
+A kind is a class in `servers.kinds`, one object for each server. Workers use a `Server`, publishing a `Kind`; the
+client that recognises kinds and remembers them is a `Servers`.
+"""
 
 import dataclasses
+import pathlib
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol, Self
 
 import numpy as np
+
+from jaxrl_async.records import NOBODY, Identity
+from jaxrl_async.versions.protocol import Piece
+from jaxrl_async.versions.store import StoredVersion
+from jaxrl_async.versions.version import Version
 
 
 class ServerError(Exception):
@@ -32,8 +45,8 @@ class ForeignVersionError(ServerError):
     """A server samples with weights that this run did not push: another run's, or those it started with."""
 
 
-class ForeignWeightsError(ValueError):
-    """Tokens of weights that no push gave, as of a server that has just restarted."""
+class ObsoleteVersionError(ServerError):
+    """A push that was dropped for a newer version, while its server held verified weights or none."""
 
 
 class UnfitServerError(ServerError):
@@ -41,6 +54,24 @@ class UnfitServerError(ServerError):
 
     def __init__(self, address: str, route: str, reason: str):
         super().__init__(address, route, reason, retryable=False)
+
+
+class ForeignWeightsError(ValueError):
+    """Tokens of weights that no push gave, as of a server that has just restarted."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A request for one completion."""
+
+    rid: str  # fixed width, since servers abort by prefix
+    input_ids: Sequence[int]  # ids below the vocabulary size: one beyond it kills an SGLang server
+    # SGLang's names: max_new_tokens, temperature, top_p, top_k, stop_token_ids, sampling_seed.
+    sampling_params: Mapping[str, Any]
+    run_id: str = ""  # the run whose weights may sample; "" for any
+    adapters: bool = False  # the versions are adapters
+    # Take tokens of weights that are no version, as before any push, and stamp them 0.
+    any_weights: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,3 +82,232 @@ class Completion:
     logprobs: np.ndarray  # float32 [N], at the sampling temperature, ≤ 0
     versions: np.ndarray  # int32 [N], the weights that sampled each token, ≥ 0
     finish_reason: str  # "stop" | "length" | "abort"; N = 0 is possible under "abort" only
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapters:
+    """The adapters of a run."""
+
+    rank: int  # model.lora.rank
+    alpha: float
+    targets: tuple[str, ...]
+    base_dtype: str
+    has_base_files: bool  # whether model.path is the base
+    kept: int  # versions that a server holds at once
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """The needs of a run, by the names of its settings."""
+
+    config: Mapping[str, Any]  # config.json of the model
+    max_total_tokens: int  # server.max_total_tokens: prompt + completion of one request
+    transport: str  # weights.transport
+    api_key_env: str  # server.api_key_env, for messages
+    admin_api_key_env: str  # server.admin_api_key_env, for messages
+    adapters: Adapters | None = None  # of a run that trains them
+
+
+@dataclasses.dataclass(frozen=True)
+class PushOptions:
+    """The options of every push of a run; a kind takes those that mean something to it."""
+
+    way: str  # weights.transport
+    _: dataclasses.KW_ONLY
+    # Of running requests. "retract": their tokens stay and their KV is computed again, so every token's log-prob is
+    # exactly that of the version stamped on it. "in_place": stale KV stays, and later tokens come from a mixture of
+    # versions.
+    mode: str
+    writer: Identity = NOBODY  # the learner; a server of this project refuses a superseded one
+    # A server of this project continues by itself after a pause of this time, and drops a version that it prepared
+    # this long ago; 0: never.
+    pause_lease_secs: float = 0.0
+    keep_adapters: int = 2  # versions of an adapter that an SGLang server keeps, ≥ 1
+    delta: bool = False  # give a server of this project the difference from a version that it keeps
+    # Servers to which the learner and each server hand a version on; 0: the learner to all.
+    fanout: int = 0
+    rendezvous: str = "127.0.0.1"  # the learner's address, at which "distributed" servers find it
+
+
+class Server(Protocol):
+    """One server, for workers."""
+
+    async def generate(self, request: Request, *, timeout_secs: float) -> Completion:
+        """Samples one completion.
+
+        Raises:
+          ServerError: refused, lost, late, or an answer that breaks the API; the message says which.
+          ForeignVersionError: tokens of weights that this run did not push.
+        """
+        ...
+
+    async def abort(self, rid: str | None, *, timeout_secs: float) -> None:
+        """Ends every request whose id starts with `rid`, or all requests when it is None."""
+        ...
+
+
+class Kind(Server, Protocol):
+    """One server, for publishing."""
+
+    address: str
+    info: Mapping[str, Any]  # what it said when it was recognised last
+
+    @property
+    def verifies_itself(self) -> bool:
+        """Whether it compares a version with its digest before it samples with it."""
+        ...
+
+    @property
+    def ends_pauses(self) -> bool:
+        """Whether it ends a pause whose learner has died, by a lease."""
+        ...
+
+    def difference(self, info: Mapping[str, Any], name: str, digest: str | None) -> str | None:
+        """The difference between its report and the weights of that name and digest, in words; None: none."""
+        ...
+
+    async def preflight(self, expected: Expected, *, deadline: float) -> None:
+        """Refuses it where it cannot take part in the run. Changes nothing, but to end a pause.
+
+        Raises:
+          UnfitServerError: it answers, and waiting would not help; names the setting and what to do.
+          ServerError: it does not answer, or not yet.
+        """
+        ...
+
+    async def hold(self, push: "Push") -> None:
+        """Gives it a version; returns when it holds the version, verified, and samples with it.
+
+        Raises:
+          ObsoleteVersionError: the version is no longer wanted.
+          ServerError: refused, lost, late, or it holds other weights afterwards.
+        """
+        ...
+
+    async def pause(self, *, mode: str, timeout_secs: float, lease_secs: float = 0.0) -> None:
+        """Stops sampling: "retract" recomputes running requests afterwards, "in_place" keeps KV.
+
+        With lease_secs > 0 a server that `ends_pauses` continues by itself after that time.
+        """
+        ...
+
+    async def rename(self, name: str, *, timeout_secs: float) -> None:
+        """Renames the weights that it holds. Earlier tokens keep their name."""
+        ...
+
+    async def continue_(self, *, timeout_secs: float) -> None:
+        """Ends a pause."""
+        ...
+
+
+class Sources(Protocol):
+    """Where servers get the files of a version: from the learner, or from one another."""
+
+    def source(self, address: str) -> str | None: ...
+    def fail(self, address: str) -> None: ...
+    async def pieces(self, files: Sequence[pathlib.Path]) -> dict[str, Piece]: ...
+
+
+class Push(Protocol):
+    """The push of a version to one server, as its kind sees it."""
+
+    name: str  # of the weights
+    files: Version
+    options: PushOptions
+
+    @property
+    def stored(self) -> StoredVersion:
+        """The version's files; raises ServerError for a version in memory."""
+        ...
+
+    @property
+    def flush_cache(self) -> bool:
+        """Whether the load empties the prefix cache."""
+        ...
+
+    @property
+    def collective(self) -> Any:
+        """The broadcasts of the run, `extras.collective.Collective`."""
+        ...
+
+    def left(self) -> float:
+        """Seconds until the push is late."""
+        ...
+
+    def error(self, reason: str) -> ServerError:
+        """An error of this push that a retry does not mend."""
+        ...
+
+    def check_wanted(self) -> None:
+        """Raises ObsoleteVersionError where a newer version has taken this one's place."""
+        ...
+
+    def is_wanted(self) -> bool:
+        """Whether no newer version has."""
+        ...
+
+    def paused(
+        self, kind: Kind, verify: Callable[[], Awaitable[None]]
+    ) -> AbstractAsyncContextManager[str]:
+        """Pauses the server in its turn; yields the name to load under; verifies and continues."""
+        ...
+
+    async def difference(self, base: str | None) -> pathlib.Path | None:
+        """The file that leads to the version from the one of this digest; None: it is to be sent in full."""
+        ...
+
+    def sources(self, files: Sequence[pathlib.Path]) -> Sources:
+        """The tree in which these files travel."""
+        ...
+
+
+class Probes(Protocol):
+    """Asks many servers again and again what they hold."""
+
+    def add(self, server: Any, address: str) -> None: ...
+    def remove(self, server: Any) -> None: ...
+    async def run(self) -> None: ...
+
+
+class Servers(Protocol):
+    """The servers of a run, by address. Use within one event loop, as `async with`."""
+
+    run_id: str  # the run whose weights may sample; tokens of others are refused. "" for any run
+
+    async def __aenter__(self) -> Self: ...
+    async def __aexit__(self, *error: object) -> None: ...
+
+    async def generate(
+        self,
+        address: str,
+        *,
+        rid: str,
+        input_ids: Sequence[int],
+        sampling_params: Mapping[str, Any],
+        timeout_secs: float,
+    ) -> Completion:
+        """`Server.generate` of the server at an address."""
+        ...
+
+    async def abort(self, address: str, *, rid: str | None, timeout_secs: float) -> None:
+        """`Server.abort` of the server at an address."""
+        ...
+
+    async def recognise(self, address: str, *, timeout_secs: float) -> Kind:
+        """Asks a server what it is and holds. Its liveness, too: an answer comes during a pause.
+
+        Raises:
+          ServerError: lost, late, or of no kind.
+        """
+        ...
+
+    def probes(
+        self,
+        *,
+        interval_secs: float,
+        timeout_secs: float,
+        is_wanted: Callable[[Any], bool],
+        on_answer: Callable[[Any, dict[str, Any] | None], None],
+    ) -> Probes:
+        """Probes of servers; arguments as of `servers.probes.Probes`."""
+        ...

@@ -1,4 +1,4 @@
-"""Probes of many servers: a GET of /model_info to each, over one open connection each, spread over the interval.
+"""Probes of many servers: a GET of an information route to each, over an open connection, spread over the interval.
 
 A probe costs a fraction of a call of the client, which stays the judge: a probe reports what a server said, or that it
 said nothing that could be read, and its owner then calls. The client's small calls may use the open connection of a
@@ -15,6 +15,7 @@ import urllib.parse
 from collections.abc import Callable, Mapping
 from typing import Any
 
+MODEL_INFO = "/model_info"
 TICK_SECS = 0.05  # between two groups of probes
 MAX_ANSWER_BYTES = 1 << 16
 _STATUS = re.compile(rb"HTTP/1\.1 (\d{3})[ \r]")
@@ -36,6 +37,7 @@ class Probes:
         timeout_secs: float,
         is_wanted: Callable[[Any], bool],
         on_answer: Callable[[Any, dict[str, Any] | None], None],
+        route_of: Callable[[str], str] = lambda address: MODEL_INFO,
         api_key: str | None = None,
         tls: ssl.SSLContext | bool = True,
     ):
@@ -45,15 +47,15 @@ class Probes:
           interval_secs: between two probes of a server.
           timeout_secs: bound on an answer; it is checked at the next probe.
           is_wanted: server → whether to probe it now.
-          on_answer: called with a server and its /model_info, or None where there was no answer or no plain one.
+          on_answer: called with a server and its answer, or None where there was no answer or no plain one.
+          route_of: address → the information route of its server, asked at every probe.
           api_key: of the information routes.
           tls: context for https:// addresses; True for the system's authorities.
         """
         self._timeout_secs = timeout_secs
         self._is_wanted = is_wanted
         self._on_answer = on_answer
-        self._api_key = api_key
-        self._tls = tls
+        self._route_of, self._api_key, self._tls = route_of, api_key, tls
         self._slots: list[list[_Peer]] = [
             [] for _ in range(max(1, round(interval_secs / TICK_SECS)))
         ]
@@ -62,7 +64,15 @@ class Probes:
 
     def add(self, server: Any, address: str) -> None:
         """Adds a server, its owner's object, at "http://host:port" or "https://host:port"."""
-        peer = _Peer(server, address, self._api_key, self._tls, self._timeout_secs, self._on_answer)
+        peer = _Peer(
+            server,
+            address,
+            route_of=self._route_of,
+            api_key=self._api_key,
+            tls=self._tls,
+            timeout_secs=self._timeout_secs,
+            on_answer=self._on_answer,
+        )
         min(self._slots, key=len).append(peer)
         self._peers[address] = peer
 
@@ -97,17 +107,27 @@ class Probes:
 class _Peer(asyncio.Protocol):
     """The connection to one server; one probe or call at a time."""
 
-    def __init__(self, server, address, api_key, tls, timeout_secs, on_answer):
+    def __init__(
+        self,
+        server: Any,
+        address: str,
+        *,
+        route_of: Callable[[str], str],
+        api_key: str | None,
+        tls: ssl.SSLContext | bool,
+        timeout_secs: float,
+        on_answer: Callable[[Any, dict[str, Any] | None], None],
+    ):
         self.server, self.address = server, address
+        self._route_of = route_of
         url = urllib.parse.urlsplit(address)
         self._host = url.hostname
         self._port = url.port or (443 if url.scheme == "https" else 80)
         self._tls = (tls if url.scheme == "https" else None) or None
         self._timeout_secs = timeout_secs
         self._on_answer = on_answer
-        key = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
+        self._key = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
         self._host_line = f" HTTP/1.1\r\nHost: {url.netloc}\r\n"
-        self._request = f"GET /model_info{self._host_line}{key}\r\n".encode()
         self._transport: asyncio.Transport | None = None
         self._connecting: asyncio.Task | None = None
         self._asked_at: float | None = None  # of the probe under way
@@ -156,7 +176,7 @@ class _Peer(asyncio.Protocol):
             return
         self._asked_at, self._buffer = now, b""
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(self._request)
+            self._transport.write(self._request())
         else:
             self._connecting = asyncio.get_running_loop().create_task(self._connect())
 
@@ -166,6 +186,10 @@ class _Peer(asyncio.Protocol):
             self._connecting.cancel()
         if self._transport is not None:
             self._transport.abort()
+
+    def _request(self) -> bytes:
+        route = self._route_of(self.address)
+        return f"GET {route}{self._host_line}{self._key}\r\n".encode()
 
     async def _connect(self) -> None:
         try:
@@ -178,7 +202,7 @@ class _Peer(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         self._transport = transport
-        transport.write(self._request)
+        transport.write(self._request())
 
     def data_received(self, data: bytes) -> None:
         if self._asked_at is None and self._answer is None:  # nothing was asked

@@ -16,7 +16,7 @@ from jaxrl_async.config.settings import Evaluate
 from jaxrl_async.evaluation.evaluator import Evaluator, best_version
 from jaxrl_async.learner.checkpoint import Checkpoints
 from jaxrl_async.publishing.publisher import Publisher, PublisherError
-from jaxrl_async.publishing.transports import FileTransport
+from jaxrl_async.publishing.transports import Transport
 from jaxrl_async.rewards.pool import RewardPool
 from jaxrl_async.roles.learner import push_deadline_of
 from jaxrl_async.rollout.runner import Runner
@@ -227,7 +227,7 @@ def lending(tmp_path, servers):
         publisher = Publisher(
             {server.address: [server.address] for server in servers},
             client=InferenceClient(),
-            transport=FileTransport("disk", mode="retract"),
+            transport=Transport("disk", mode="retract"),
             pin=store.pin,
             announce=lambda version, records, resume_point, run_epoch: told.append(
                 (version, [(r.state, r.version) for r in records])

@@ -11,9 +11,10 @@ from fixtures.fake_sglang import started
 from fixtures.tensors import tensors
 
 from jaxrl_async.extras import collective
-from jaxrl_async.publishing import transports
+from jaxrl_async.publishing.transports import Transport
 from jaxrl_async.servers.client import InferenceClient
-from jaxrl_async.servers.port import ServerError
+from jaxrl_async.servers.kinds import sglang
+from jaxrl_async.servers.port import ObsoleteVersionError, ServerError
 from jaxrl_async.versions.store import StoredVersion, WeightStore
 
 pytest.importorskip("torch")
@@ -37,8 +38,8 @@ async def client():
 @pytest.fixture
 def transport(monkeypatch):
     monkeypatch.setattr(collective, "GATHER_SECS", 0.3)
-    monkeypatch.setattr(transports, "BROADCAST_BYTES", 1000)
-    return transports.FileTransport("distributed", mode="retract")
+    monkeypatch.setattr(sglang, "BROADCAST_BYTES", 1000)
+    return Transport("distributed", mode="retract")
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ async def push(transport, client, servers, stored, *, timeout_secs=TIMEOUT_SECS,
             transport(
                 client,
                 server.address,
-                path=stored,
+                files=stored,
                 version=stored.version,
                 timeout_secs=timeout_secs,
                 **options,
@@ -225,7 +226,7 @@ async def test_a_push_that_is_cancelled_leaves_the_version_to_the_others(
 
 async def test_an_obsolete_version_is_dropped_by_all(client, servers, transport, version):
     results = await push(transport, client, servers, version(7), is_wanted=lambda: False)
-    assert [type(result) for result in results] == [transports.ObsoleteVersionError] * 3
+    assert [type(result) for result in results] == [ObsoleteVersionError] * 3
     assert not any(server.paused for server in servers)
     assert await push(transport, client, servers, version(8)) == [None] * 3
     assert len({groups_of(server)[-1] for server in servers}) == 1, "none of them is at fault"

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import pathlib
 
 import aiohttp
 import numpy as np
@@ -12,10 +13,13 @@ from fixtures.fake_sglang import FakeServer
 from jaxrl_async.cli import main
 from jaxrl_async.extras.relay import sidecar
 from jaxrl_async.intake import relay
-from jaxrl_async.publishing import transports
+from jaxrl_async.publishing.transports import Transport
 from jaxrl_async.records import Identity
 from jaxrl_async.servers.client import InferenceClient
+from jaxrl_async.servers.kinds import embedded
+from jaxrl_async.servers.kinds.sglang_api import SglangApi
 from jaxrl_async.servers.port import ServerError
+from jaxrl_async.versions import protocol
 from jaxrl_async.versions.store import StoredVersion, WeightStore, read_manifest
 
 TIMEOUT_SECS = 20.0
@@ -63,8 +67,8 @@ def write(tmp_path):
 
 async def push(client, address, path, version, **options):
     stored = path if isinstance(path, StoredVersion) else StoredVersion(path)
-    transport = transports.FileTransport("stream", mode="retract", **options)
-    await transport(client, address, path=stored, version=version, timeout_secs=TIMEOUT_SECS)
+    transport = Transport("stream", mode="retract", **options)
+    await transport(client, address, files=stored, version=version, timeout_secs=TIMEOUT_SECS)
 
 
 def loaded(server):
@@ -140,9 +144,10 @@ async def test_differences_are_applied_here(make_server, write):
     server, sent = make_server(), []
 
     class Client(InferenceClient):
-        async def upload(self, address, *, file, **call):
-            sent.append(file.suffix)
-            await super().upload(address, file=file, **call)
+        async def call(self, method, address, route, *args, **call):
+            if method == "PUT":
+                sent.append(pathlib.Path(route).suffix)
+            return await super().call(method, address, route, *args, **call)
 
     async with sidecars(server) as (address,), Client() as client:
         for number in (1, 2, 3):
@@ -158,9 +163,10 @@ async def test_agents_hand_a_version_on(make_server, write):
     uploads = []
 
     class Client(InferenceClient):
-        async def upload(self, address, **call):
-            uploads.append(address)
-            await super().upload(address, **call)
+        async def call(self, method, address, *args, **call):
+            if method == "PUT":
+                uploads.append(address)
+            return await super().call(method, address, *args, **call)
 
     async with sidecars(*servers) as addresses, Client() as client:
         await asyncio.gather(*(push(client, a, path, 1, fanout=1) for a in addresses))
@@ -173,13 +179,12 @@ async def test_an_agent_that_was_killed_is_gone_around(make_server, write):
     asked = []
 
     class Client(InferenceClient):
-        async def fetch_weights(self, address, *, source, **call):
-            asked.append((address, source))
-            await super().fetch_weights(address, source=source, **call)
-
-        async def upload(self, address, **call):
-            asked.append((address, None))
-            await super().upload(address, **call)
+        async def call(self, method, address, route, body, *args, **call):
+            if method == "PUT":
+                asked.append((address, None))
+            if route == protocol.FETCH:
+                asked.append((address, json.loads(body)["source"]))
+            return await super().call(method, address, route, body, *args, **call)
 
     options = {"fanout": 1, "delta": True}  # Each keeps a copy, and the files for the others.
     async with sidecars(servers[0], servers[2]) as (first, last), Client() as client:
@@ -196,8 +201,10 @@ async def test_a_version_that_is_not_the_learner_s_is_not_loaded(make_server, wr
     server, path = make_server(), write(1)
 
     class Client(InferenceClient):
-        async def prepare_weights(self, address, *, digest, **call):
-            await super().prepare_weights(address, digest="0" * 64, **call)
+        async def call(self, method, address, route, body, *args, **call):
+            if route == protocol.PREPARE:
+                body = json.dumps(json.loads(body) | {"weight_digest": "0" * 64}).encode()
+            return await super().call(method, address, route, body, *args, **call)
 
     async with sidecars(server) as (address,), Client() as client:
         with pytest.raises(ServerError, match="the push is of 0000"):
@@ -227,9 +234,8 @@ async def test_an_update_without_its_preparation_is_refused(make_server, write):
     async with sidecars(make_server()) as (address,), InferenceClient() as client:
         await push(client, address, write(1), 1)
         with pytest.raises(ServerError, match="no version with digest 'abc' was prepared"):
-            await client.update_weights_from_upload(
-                address, version="1", flush_cache=True, timeout_secs=5.0, digest="abc"
-            )
+            update = protocol.Update(weight_version="1", flush_cache=True, weight_digest="abc")
+            await embedded.Intake(client, address).update_from_upload(update, timeout_secs=5.0)
 
 
 async def test_all_other_calls_go_through_with_their_answers(make_server):
@@ -250,21 +256,22 @@ async def test_a_server_that_is_gone_is_named(make_server):
     server = make_server()
     async with sidecars(server) as (address,), InferenceClient() as client:
         server.stop()
-        for call in (client.model_info, client.server_info):
+        asked = SglangApi(client, address)
+        for call in (asked.report, asked.server_info):
             with pytest.raises(ServerError, match=f"{server.address} does not answer the sidecar"):
-                await call(address, timeout_secs=5.0)
+                await call(timeout_secs=5.0)
         server.start()
 
 
 async def test_a_pause_ends_with_its_lease(make_server):
     server = make_server()
     async with sidecars(server) as (address,), InferenceClient() as client:
-        await client.pause(address, mode="retract", timeout_secs=5.0, lease_secs=0.05)
+        await SglangApi(client, address).pause(mode="retract", timeout_secs=5.0, lease_secs=0.05)
         async with asyncio.timeout(TIMEOUT_SECS):
             while server.paused or "/continue_generation" not in server.routes():
                 await asyncio.sleep(0.01)
-        await client.pause(address, mode="retract", timeout_secs=5.0, lease_secs=0.1)
-        await client.continue_(address, timeout_secs=5.0)
+        await SglangApi(client, address).pause(mode="retract", timeout_secs=5.0, lease_secs=0.1)
+        await SglangApi(client, address).continue_(timeout_secs=5.0)
         await asyncio.sleep(0.2)
     assert server.routes().count("/continue_generation") == 2
 

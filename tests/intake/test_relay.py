@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import hashlib
+import json
 import types
 
 import aiohttp
@@ -14,8 +15,9 @@ from jaxrl_async.inference import engine as engine_lib
 from jaxrl_async.inference import programs
 from jaxrl_async.intake import relay
 from jaxrl_async.models import hf
-from jaxrl_async.publishing import fanout, transports
-from jaxrl_async.servers.client import InferenceClient
+from jaxrl_async.publishing import fanout
+from jaxrl_async.publishing.transports import Transport
+from jaxrl_async.servers.client import NO_HEADERS, InferenceClient
 from jaxrl_async.servers.port import ServerError
 from jaxrl_async.versions import protocol
 from jaxrl_async.versions.store import StoredVersion, WeightStore, read_manifest
@@ -307,15 +309,15 @@ class CountingClient(InferenceClient):
         super().__init__()
         self.uploads, self.fetches, self.digests = [], [], set()
 
-    async def upload(self, address, **call):
-        assert call["sha256"] is None or len(call["sha256"]) == 64
-        self.digests.add(call["sha256"])
-        self.uploads.append(address)
-        await super().upload(address, **call)
-
-    async def fetch_weights(self, address, **call):
-        self.fetches.append((address, call["source"]))
-        await super().fetch_weights(address, **call)
+    async def call(self, method, address, route, body, *args, headers=NO_HEADERS, **call):
+        if method == "PUT":
+            digest = headers.get(protocol.SHA256_HEADER)
+            assert digest is None or len(digest) == 64
+            self.digests.add(digest)
+            self.uploads.append(address)
+        if route == protocol.FETCH:
+            self.fetches.append((address, json.loads(body)["source"]))
+        return await super().call(method, address, route, body, *args, headers=headers, **call)
 
 
 def versions(store):
@@ -329,10 +331,10 @@ def versions(store):
 
 
 async def push(client, addresses, path, version, **options):
-    transport = transports.FileTransport("stream", mode="retract", **options)
+    transport = Transport("stream", mode="retract", **options)
     stored = path if isinstance(path, StoredVersion) else StoredVersion(path)
     calls = [
-        transport(client, address, path=stored, version=version, timeout_secs=DEADLINE_SECS)
+        transport(client, address, files=stored, version=version, timeout_secs=DEADLINE_SECS)
         for address in addresses
     ]
     return await asyncio.gather(*calls, return_exceptions=True)
@@ -425,10 +427,11 @@ async def test_a_server_that_hands_nothing_on_gets_its_files_from_the_learner(fl
     addresses = [address_of(client) for client in fleet[:2]]
 
     class Older(CountingClient):
-        async def model_info(self, address, **call):
-            info = dict(await super().model_info(address, **call))
-            info.pop("hands_on")
-            return info
+        async def call(self, method, address, route, *args, **call):
+            answer = await super().call(method, address, route, *args, **call)
+            if route == protocol.MODEL_INFO:
+                answer.pop("hands_on")
+            return answer
 
     async with Older() as client:
         assert await push(client, addresses, path, 1, fanout=1) == [None] * 2

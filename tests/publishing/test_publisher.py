@@ -15,14 +15,19 @@ from jaxrl_async import active_clock
 from jaxrl_async.publishing.discovery import Discovery
 from jaxrl_async.publishing.health import Server, Table
 from jaxrl_async.publishing.publisher import Publisher, PublisherError
-from jaxrl_async.publishing.transports import FileTransport, ObsoleteVersionError
+from jaxrl_async.publishing.transports import Transport
 from jaxrl_async.records import ServerRecord, SupersededError
 from jaxrl_async.servers.client import InferenceClient
-from jaxrl_async.servers.port import ServerError, ServerTimeoutError, UnfitServerError
+from jaxrl_async.servers.port import (
+    ObsoleteVersionError,
+    ServerError,
+    ServerTimeoutError,
+    UnfitServerError,
+)
 from jaxrl_async.versions.store import WeightStore
 
 WAIT_SECS = 20.0  # deadline of every wait of these tests
-DISK = FileTransport("disk", mode="retract")
+DISK = Transport("disk", mode="retract")
 
 
 def wait_until(condition):

@@ -14,9 +14,11 @@ from aiohttp import web
 from fixtures.fake_sglang import FakeServer, started
 from fixtures.tensors import tensors
 
-from jaxrl_async.publishing import transports, verification
+from jaxrl_async.config.settings import TRANSPORTS
+from jaxrl_async.publishing.transports import Transport
 from jaxrl_async.servers.client import InferenceClient
-from jaxrl_async.servers.port import ServerError, ServerTimeoutError
+from jaxrl_async.servers.kinds import checksums, sglang
+from jaxrl_async.servers.port import ObsoleteVersionError, ServerError, ServerTimeoutError
 from jaxrl_async.versions.store import StoredVersion, WeightStore, read_manifest
 
 TIMEOUT_SECS = 10.0
@@ -41,8 +43,9 @@ def path(tmp_path):
 
 
 async def push(name, client, server, path, *, version=7, mode="retract", timeout_secs=TIMEOUT_SECS):
-    await transports.FileTransport(name, mode=mode)(
-        client, server.address, path=path, version=version, timeout_secs=timeout_secs
+    stored = path if isinstance(path, StoredVersion) else StoredVersion(path)
+    await Transport(name, mode=mode)(
+        client, server.address, files=stored, version=version, timeout_secs=timeout_secs
     )
 
 
@@ -97,7 +100,7 @@ async def test_an_unknown_mode_is_refused_before_anything_is_sent(client, server
     assert server.routes() == []
 
 
-@pytest.mark.parametrize("transport", transports.TRANSPORTS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_a_truncated_file_is_never_sent(client, server, path, transport):
     file = path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
@@ -209,7 +212,7 @@ async def test_a_server_that_hangs_is_late(client, server, path):
 
 async def test_tensors_travel_as_a_pickled_list_in_buckets(client, server, path, monkeypatch):
     torch = pytest.importorskip("torch")
-    monkeypatch.setattr(transports, "BUCKET_BYTES", 2300)
+    monkeypatch.setattr(sglang, "BUCKET_BYTES", 2300)
     server.sglang, server.tp_size, server.device = True, 2, "cuda"
     received = {}
 
@@ -241,7 +244,7 @@ async def test_tensors_travel_as_a_pickled_list_in_buckets(client, server, path,
 
 async def test_half_of_the_tensors_are_no_version(client, server, path, monkeypatch):
     pytest.importorskip("torch")
-    monkeypatch.setattr(transports, "BUCKET_BYTES", 1000)
+    monkeypatch.setattr(sglang, "BUCKET_BYTES", 1000)
     server.sglang = True
     calls = []
 
@@ -346,10 +349,10 @@ def difference_of(server):
 
 async def delta_push(transport, client, server, path, version):
     server.digest = read_manifest(path)["digest"]
-    await transports.FileTransport(transport, mode="retract", delta=True)(
+    await Transport(transport, mode="retract", delta=True)(
         client,
         server.address,
-        path=path,
+        files=StoredVersion(path),
         version=version,
         timeout_secs=TIMEOUT_SECS,
     )
@@ -423,10 +426,10 @@ async def test_sglang_gets_versions_in_full(client, server, step):
 async def test_a_push_whose_turn_does_not_come_is_late(client, server, path):
     never = asyncio.Semaphore(0)
     with pytest.raises(ServerTimeoutError, match="no turn to pause"):
-        await transports.FileTransport("disk", mode="retract")(
+        await Transport("disk", mode="retract")(
             client,
             server.address,
-            path=path,
+            files=StoredVersion(path),
             version=7,
             timeout_secs=0.3,
             pausing=lambda: never,
@@ -452,11 +455,11 @@ async def test_a_transport_that_a_server_lacks_is_named(
 async def test_a_version_that_is_no_longer_wanted_is_not_loaded(client, server, path, transport):
     if transport == "tensor":
         server.sglang = True
-    with pytest.raises(transports.ObsoleteVersionError, match="version 7 was dropped"):
-        await transports.FileTransport(transport, mode="retract")(
+    with pytest.raises(ObsoleteVersionError, match="version 7 was dropped"):
+        await Transport(transport, mode="retract")(
             client,
             server.address,
-            path=path,
+            files=StoredVersion(path),
             version=7,
             timeout_secs=TIMEOUT_SECS,
             is_wanted=lambda: False,
@@ -466,10 +469,10 @@ async def test_a_version_that_is_no_longer_wanted_is_not_loaded(client, server, 
 
 
 async def test_a_preparation_and_a_pause_have_their_lease_in_a_header(client, server, path):
-    await transports.FileTransport("disk", mode="retract", pause_lease_secs=120.0)(
+    await Transport("disk", mode="retract", pause_lease_secs=120.0)(
         client,
         server.address,
-        path=path,
+        files=StoredVersion(path),
         version=7,
         timeout_secs=TIMEOUT_SECS,
     )
@@ -486,14 +489,14 @@ async def test_a_server_that_was_only_paused_keeps_its_requests(client, server, 
 
 
 async def test_pushes_of_one_version_compute_its_checksums_once(client, path, monkeypatch):
-    stored, computed, checksums_of = StoredVersion(path), [], verification.checksums_of
+    stored, computed, checksums_of = StoredVersion(path), [], checksums.checksums_of
 
     def counted(version, dtype):
         if version is stored:  # and not what a server computes of its own weights
             computed.append(dtype)
         return checksums_of(version, dtype)
 
-    monkeypatch.setattr(verification, "checksums_of", counted)
+    monkeypatch.setattr(checksums, "checksums_of", counted)
     with started(4) as servers:
         for server in servers:
             server.sglang = True
@@ -541,7 +544,7 @@ async def test_checksums_that_cannot_be_compared_are_not_computed(
 
 
 def test_sglang_s_names_stack_projections_and_pad_vocabularies():
-    fused = verification.fuse(tensors(0) | {"lm_head.weight": np.ones((64, 8), np.float32)})
+    fused = checksums.fuse(tensors(0) | {"lm_head.weight": np.ones((64, 8), np.float32)})
     shapes = {name: [part.shape for part in parts] for name, parts in fused.items()}
     assert shapes == {
         "model.embed_tokens.weight": [(128, 8)],
@@ -555,9 +558,7 @@ def test_sglang_s_names_stack_projections_and_pad_vocabularies():
 
 def test_projections_stack_in_sglang_s_order_in_any_order_of_the_file():
     names = [f"model.layers.0.self_attn.{p}_proj.bias" for p in ("v", "q", "k")]
-    (parts,) = verification.fuse(
-        {n: np.array([ord(n.split("_proj")[0][-1])]) for n in names}
-    ).values()
+    (parts,) = checksums.fuse({n: np.array([ord(n.split("_proj")[0][-1])]) for n in names}).values()
     assert "".join(chr(part[0]) for part in parts) == "qkv"
 
 
@@ -582,6 +583,6 @@ async def test_one_key_serves_all_routes_and_none_sends_none(server, path):
 
 def test_copies_of_a_version_elsewhere_are_the_same_version(path, tmp_path):
     copy = shutil.copytree(path, tmp_path / "copy")
-    first = verification.checksums_of(StoredVersion(path), "float32")
-    assert verification.checksums_of(StoredVersion(copy), "float32") == first
-    assert verification.checksums_of(StoredVersion(copy), "bfloat16") != first
+    first = checksums.checksums_of(StoredVersion(path), "float32")
+    assert checksums.checksums_of(StoredVersion(copy), "float32") == first
+    assert checksums.checksums_of(StoredVersion(copy), "bfloat16") != first

@@ -26,13 +26,12 @@ from fixtures.small_learner import params_on
 
 from jaxrl_async.cli.config import settings_of
 from jaxrl_async.config import base_config
-from jaxrl_async.inference.direct import DirectClient
+from jaxrl_async.inference.direct import WAY, DirectClient
 from jaxrl_async.inference.engine import Engine
 from jaxrl_async.learner.train_step import TrainState
 from jaxrl_async.learner.versions import Delay, MemoryVersions
 from jaxrl_async.metrics import read_metrics
-from jaxrl_async.publishing.direct import hand_over
-from jaxrl_async.publishing.transports import ObsoleteVersionError
+from jaxrl_async.publishing.transports import Transport
 from jaxrl_async.queue.calls import QueueError
 from jaxrl_async.queue.client import LearnerQueue, QueueClient
 from jaxrl_async.queue.direct import BlockingDirectCalls, DirectCalls
@@ -42,9 +41,14 @@ from jaxrl_async.roles.device_lock import DeviceLock
 from jaxrl_async.runtime.supervisor import in_one_process
 from jaxrl_async.samples import read_samples
 from jaxrl_async.servers.client import InferenceClient
-from jaxrl_async.servers.port import ForeignVersionError, ServerError, ServerTimeoutError
+from jaxrl_async.servers.port import (
+    ForeignVersionError,
+    ObsoleteVersionError,
+    ServerError,
+    ServerTimeoutError,
+)
 from jaxrl_async.types import InvalidTrajectoryError
-from jaxrl_async.versions.memory import MemoryStore
+from jaxrl_async.versions.memory import MemoryStore, MemoryVersion
 
 CALL_SECS = 30.0
 
@@ -163,7 +167,7 @@ async def test_a_completion_is_the_wires(client, engine):
         np.testing.assert_array_equal(getattr(found, name), getattr(same, name))
         assert getattr(found, name).dtype == getattr(same, name).dtype
     assert found.finish_reason == same.finish_reason == "length" and len(found.tokens) == 5
-    assert (await client.model_info(address, timeout_secs=CALL_SECS))["weight_version"] == "0"
+    assert (await client.recognise(address, timeout_secs=CALL_SECS)).info["weight_version"] == "0"
 
 
 async def test_a_refusal_is_a_server_error(client, engine):
@@ -190,7 +194,9 @@ async def test_a_late_request_and_one_that_nobody_waits_for_end_on_the_engine(cl
         waiting.cancel()
         while engine.num_waiting:
             await asyncio.sleep(0.01)
-    await client.continue_(address, timeout_secs=CALL_SECS)
+    await (await client.recognise(address, timeout_secs=CALL_SECS)).continue_(
+        timeout_secs=CALL_SECS
+    )
 
 
 async def test_requests_that_begin_together_wake_the_engine_once(engine, monkeypatch):
@@ -224,7 +230,9 @@ async def test_an_abort_gives_the_tokens_so_far(client, engine):
     await client.abort(address, rid="g-1", timeout_secs=CALL_SECS)
     completion = await waiting
     assert completion.finish_reason == "abort" and len(completion.tokens) == 0
-    await client.continue_(address, timeout_secs=CALL_SECS)
+    await (await client.recognise(address, timeout_secs=CALL_SECS)).continue_(
+        timeout_secs=CALL_SECS
+    )
 
 
 async def test_weights_are_handed_over_by_reference_while_it_samples():
@@ -240,7 +248,8 @@ async def test_weights_are_handed_over_by_reference_while_it_samples():
     engine.update_weights(weights(0), "0").result(CALL_SECS)
     new, store = jax.device_put(weights(1)), MemoryStore(keep=1)
     store.put(1, new, 123)
-    give = {"path": store.get(1), "version": 1, "mode": "retract", "timeout_secs": CALL_SECS}
+    give = {"files": store.get(1), "version": 1, "timeout_secs": CALL_SECS}
+    hand_over = Transport(WAY, mode="retract")
     async with DirectClient({"engine": engine}) as client:
         running = [
             asyncio.create_task(client.generate("engine", **ask(f"h{i}", **LONG))) for i in range(6)
@@ -292,13 +301,9 @@ async def test_broken_weights_are_refused_and_the_old_ones_stay(engine, broken):
     change = (lambda x: x[..., :1]) if broken == "shape" else (lambda x: x * np.nan)
     async with DirectClient({"engine": engine}) as client:
         with pytest.raises(ServerError, match="shape" if broken == "shape" else "not finite"):
-            await client.take_weights(
-                "engine",
-                params=jax.tree.map(change, weights(1)),
-                version="1",
-                mode="retract",
-                timeout_secs=CALL_SECS,
-            )
+            given = MemoryVersion(1, jax.tree.map(change, weights(1)), 1)
+            give = {"files": given, "version": 1, "timeout_secs": CALL_SECS}
+            await Transport(WAY, mode="retract")(client, "engine", **give)
     assert engine.weight_version == "0"
 
 

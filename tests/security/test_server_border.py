@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from jaxrl_async.inference import http, loading
 from jaxrl_async.servers.client import InferenceClient
+from jaxrl_async.servers.kinds.sglang_api import SglangApi
 from jaxrl_async.servers.port import ServerError
 
 # The servers.
@@ -30,32 +31,32 @@ async def test_a_server_speaks_https_to_whom_trusts_it(engine, certificates):
     async with served as port:
         address = f"https://127.0.0.1:{port}"
         async with InferenceClient(**keys, tls_ca=str(certificates / "queue.pem")) as client:
-            info = await client.model_info(address, timeout_secs=10)
+            info = await SglangApi(client, address).report(timeout_secs=10)
             assert info["weight_version"] == "3"
             sampling = {"max_new_tokens": 3, "sampling_seed": 1}
             asked = {"input_ids": [1, 2], "sampling_params": sampling}
             answer = await client.generate(address, rid="r", **asked, timeout_secs=10)
             assert len(answer.tokens) == 3
-            await client.continue_(address, timeout_secs=10)
+            await SglangApi(client, address).continue_(timeout_secs=10)
             with pytest.raises(ServerError, match="connection lost"):
-                await client.model_info(f"http://127.0.0.1:{port}", timeout_secs=10)
+                await SglangApi(client, f"http://127.0.0.1:{port}").report(timeout_secs=10)
         for ca in ("", str(certificates / "other.pem")):
             async with InferenceClient(**keys, tls_ca=ca) as client:
                 said = f"{address}/model_info: its certificate is of no authority in server.tls_ca"
                 with pytest.raises(ServerError, match=said) as caught:
-                    await client.model_info(address, timeout_secs=10)
+                    await SglangApi(client, address).report(timeout_secs=10)
                 assert not caught.value.retryable
     async with http.serve(engine, host="127.0.0.1", port=0) as port:
         async with InferenceClient(tls_ca=str(certificates / "queue.pem")) as client:
             with pytest.raises(ServerError, match="connection lost: .*SSL"):
-                await client.model_info(f"https://127.0.0.1:{port}", timeout_secs=10)
+                await SglangApi(client, f"https://127.0.0.1:{port}").report(timeout_secs=10)
 
 
 async def test_a_server_for_another_host_is_not_trusted(engine, certificates):
     served = http.serve(engine, host="127.0.0.1", port=0, **tls_of(certificates, "away"))
     async with served as port, InferenceClient(tls_ca=str(certificates / "away.pem")) as client:
         with pytest.raises(ServerError, match="or not of that host: .*127.0.0.1"):
-            await client.model_info(f"https://127.0.0.1:{port}", timeout_secs=10)
+            await SglangApi(client, f"https://127.0.0.1:{port}").report(timeout_secs=10)
 
 
 @pytest.mark.parametrize("key", ["", "x", "é", "\udcff"])

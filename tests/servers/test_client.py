@@ -9,7 +9,9 @@ from fixtures.fake_sglang import FakeServer, answer, logprob, token
 
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.completions import read_completion
+from jaxrl_async.servers.kinds.sglang_api import SglangApi
 from jaxrl_async.servers.port import ForeignWeightsError, ServerError, ServerTimeoutError
+from jaxrl_async.versions import protocol
 
 
 @pytest.fixture
@@ -261,15 +263,20 @@ async def test_a_connection_that_breaks_is_an_error_to_retry(server):
 
 async def test_control_routes_send_what_sglang_expects(server):
     async with InferenceClient() as client:
-        await client.pause(server.address, mode="retract", timeout_secs=10)
-        await client.update_weights_from_disk(
-            server.address, path="/weights/9", version="9", flush_cache=True, timeout_secs=10
+        await SglangApi(client, server.address).pause(mode="retract", timeout_secs=10)
+        update = protocol.DiskUpdate(
+            weight_version="9",
+            model_path="/weights/9",
+            flush_cache=True,
+            abort_all_requests=False,
+            load_format="auto",
         )
-        await client.continue_(server.address, timeout_secs=10)
+        await SglangApi(client, server.address).update_from_disk(update, timeout_secs=10)
+        await SglangApi(client, server.address).continue_(timeout_secs=10)
         await client.abort(server.address, rid="000000000007-", timeout_secs=10)
         await client.abort(server.address, rid=None, timeout_secs=10)
-        await client.flush_cache(server.address, timeout_secs=10)
-        info = await client.model_info(server.address, timeout_secs=10)
+        await SglangApi(client, server.address).flush_cache(timeout_secs=10)
+        info = await SglangApi(client, server.address).report(timeout_secs=10)
     assert server.calls == [
         ("/pause_generation", {"mode": "retract"}),
         (
@@ -295,7 +302,7 @@ async def test_a_port_where_nobody_listens_is_a_lost_connection_that_names_it():
     address = FakeServer().address
     async with InferenceClient() as client:
         with pytest.raises(ServerError, match=f"{address}/model_info: connection") as caught:
-            await client.model_info(address, timeout_secs=5)
+            await SglangApi(client, address).report(timeout_secs=5)
     assert caught.value.retryable
 
 

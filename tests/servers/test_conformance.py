@@ -24,20 +24,24 @@ from fixtures.models import tiny
 from fixtures.runners import conversing
 from flax import nnx
 
+from jaxrl_async.config.settings import TRANSPORTS
 from jaxrl_async.extras.parity import parity
 from jaxrl_async.extras.relay import sidecar
 from jaxrl_async.models import hf, transformer
-from jaxrl_async.publishing import transports
+from jaxrl_async.publishing.transports import Transport
 from jaxrl_async.records import Identity
 from jaxrl_async.rollout.agent import AgentRollout
 from jaxrl_async.rollout.context import rng_of
 from jaxrl_async.rollout.environment import EnvironmentRollout
-from jaxrl_async.servers import preflight
+from jaxrl_async.servers import port, preflight
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.completions import read_completion
+from jaxrl_async.servers.kinds import checks, embedded, sglang
+from jaxrl_async.servers.kinds.sglang_api import SglangApi
 from jaxrl_async.servers.port import ServerError
 from jaxrl_async.tasks.tokenizer import CharTokenizer, HFTokenizer
 from jaxrl_async.types import Prompt, Sample
+from jaxrl_async.versions import protocol
 from jaxrl_async.versions import store as weight_store
 
 CONFIG = tiny(
@@ -139,7 +143,7 @@ async def client():
 @pytest.fixture
 async def server(running, client, versions):
     """The server, unpaused, idle, with version 1."""
-    await client.continue_(running.address, timeout_secs=CALL_SECS)
+    await SglangApi(client, running.address).continue_(timeout_secs=CALL_SECS)
     await client.abort(running.address, rid=None, timeout_secs=CALL_SECS)
     await push(client, running, versions, 1)
     return running
@@ -147,14 +151,14 @@ async def server(running, client, versions):
 
 @functools.cache  # A group of "distributed" stays from push to push.
 def transport_of(name, *, mode, **options):
-    return transports.FileTransport(name, mode=mode, **options)
+    return Transport(name, mode=mode, **options)
 
 
 async def push(client, server, versions, version, *, transport="disk", mode="retract", **options):
     await transport_of(transport, mode=mode, **options)(
         client,
         server.address,
-        path=versions.path(version),
+        files=weight_store.StoredVersion(versions.path(version)),
         version=version,
         timeout_secs=CALL_SECS,
     )
@@ -216,7 +220,7 @@ async def aborted_by(client, server, abort):
         async with in_flight(client, server, MANY, max_new_tokens=server.long) as requests:
             await abort()
             completions = [await task for task in requests]
-            await client.continue_(server.address, timeout_secs=CALL_SECS)
+            await SglangApi(client, server.address).continue_(timeout_secs=CALL_SECS)
         ended = [c for c in completions if c.finish_reason != "abort"]
         if not ended:
             return completions
@@ -345,7 +349,7 @@ async def test_temperature_zero_takes_the_most_likely_token(server, client, vers
     assert completion.tokens.tolist() == table.argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("transport", transports.TRANSPORTS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_a_push_in_mid_generation_is_exact(server, client, versions, transport):
     """retract: every token's log-prob is that of the version stamped on it, prefix cache included."""
     if transport not in real_servers.TRANSPORTS_OF[server.name]:
@@ -393,13 +397,13 @@ async def test_in_place_keeps_stale_keys_and_values_and_shows_it(server, client,
 async def test_a_pause_holds_everything_and_answers_model_info(server, client, versions, mode):
     """SGLang's /health samples a token, so liveness is /model_info."""
     async with in_flight(client, server, MANY, max_new_tokens=server.long) as requests:
-        await client.pause(server.address, mode=mode, timeout_secs=CALL_SECS)
+        await SglangApi(client, server.address).pause(mode=mode, timeout_secs=CALL_SECS)
         late = asyncio.create_task(generate(client, server, "9999-0000"))
         done, _ = await asyncio.wait([*requests, late], timeout=1.0)
         assert not done
-        info = await client.model_info(server.address, timeout_secs=5.0)
+        info = await SglangApi(client, server.address).report(timeout_secs=5.0)
         assert info["weight_version"] == "1"
-        await client.continue_(server.address, timeout_secs=CALL_SECS)
+        await SglangApi(client, server.address).continue_(timeout_secs=CALL_SECS)
         completions = [await task for task in requests]
         assert len((await late).tokens) == 8
     for index, completion in enumerate(completions):
@@ -410,17 +414,19 @@ async def test_a_pause_holds_everything_and_answers_model_info(server, client, v
 async def test_a_pause_with_a_lease_ends_by_itself_on_our_servers(server, client, versions):
     if server.name == "sglang":
         pytest.skip("SGLang knows no leases")
-    before = await client.model_info(server.address, timeout_secs=CALL_SECS)
-    await client.pause(server.address, mode="retract", timeout_secs=CALL_SECS, lease_secs=0.5)
+    before = await SglangApi(client, server.address).report(timeout_secs=CALL_SECS)
+    await SglangApi(client, server.address).pause(
+        mode="retract", timeout_secs=CALL_SECS, lease_secs=0.5
+    )
     completion = await generate(client, server, "9999-0001")
     assert len(completion.tokens) == 8
-    info = await client.model_info(server.address, timeout_secs=CALL_SECS)
+    info = await SglangApi(client, server.address).report(timeout_secs=CALL_SECS)
     assert info["num_expired_pauses"] == before["num_expired_pauses"] + 1
 
 
 async def test_a_pause_with_abort_gives_back_what_there_is(server, client, versions):
     async def abort():
-        await client.pause(server.address, mode="abort", timeout_secs=CALL_SECS)
+        await SglangApi(client, server.address).pause(mode="abort", timeout_secs=CALL_SECS)
 
     for index, completion in enumerate(await aborted_by(client, server, abort)):
         assert 0 < len(completion.tokens) < server.long
@@ -457,9 +463,9 @@ async def test_an_abort_under_retract_keeps_the_tokens_too(server, client, versi
     """Aborted in the queue, SGLang answers with fewer fields."""
 
     async def abort():
-        await client.pause(server.address, mode="retract", timeout_secs=CALL_SECS)
+        await SglangApi(client, server.address).pause(mode="retract", timeout_secs=CALL_SECS)
         await client.abort(server.address, rid=None, timeout_secs=CALL_SECS)
-        await client.continue_(server.address, timeout_secs=CALL_SECS)
+        await SglangApi(client, server.address).continue_(timeout_secs=CALL_SECS)
 
     for index, completion in enumerate(await aborted_by(client, server, abort)):
         assert len(completion.tokens) < server.long
@@ -482,10 +488,10 @@ async def test_a_superseded_learner_is_refused_by_our_servers(server, client, ve
 
 
 async def test_flush_is_refused_while_requests_run(server, client):
-    await client.flush_cache(server.address, timeout_secs=CALL_SECS)
+    await SglangApi(client, server.address).flush_cache(timeout_secs=CALL_SECS)
     async with in_flight(client, server, MANY, max_new_tokens=server.long):
         with pytest.raises(ServerError, match="HTTP 400"):
-            await client.flush_cache(server.address, timeout_secs=CALL_SECS)
+            await SglangApi(client, server.address).flush_cache(timeout_secs=CALL_SECS)
 
 
 @pytest.mark.parametrize(
@@ -525,13 +531,14 @@ async def test_a_token_id_beyond_the_vocabulary_is_refused_by_our_servers(server
 
 async def test_a_missing_checkpoint_changes_nothing(server, client, versions, tmp_path):
     with pytest.raises(ServerError, match="nowhere"):
-        await client.update_weights_from_disk(
-            server.address,
-            path=str(tmp_path / "nowhere"),
-            version="7",
+        update = protocol.DiskUpdate(
+            weight_version="7",
+            model_path=str(tmp_path / "nowhere"),
             flush_cache=True,
-            timeout_secs=CALL_SECS,
+            abort_all_requests=False,
+            load_format="auto",
         )
+        await SglangApi(client, server.address).update_from_disk(update, timeout_secs=CALL_SECS)
     completion = await generate(client, server)
     assert completion.versions.tolist() == [1] * 8
     assert errors(versions, PROMPT, completion).max() <= EXACT
@@ -547,7 +554,7 @@ async def test_a_truncated_checkpoint_is_never_sent(server, client, versions, tm
             await transport_of(transport, mode="retract")(
                 client,
                 server.address,
-                path=path,
+                files=weight_store.StoredVersion(path),
                 version=2,
                 timeout_secs=CALL_SECS,
             )
@@ -564,7 +571,7 @@ async def test_an_altered_checkpoint_is_found_out(server, client, versions, tmp_
     await refused(client, server, versions, path, "disk")
 
 
-@pytest.mark.parametrize("transport", transports.TRANSPORTS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_another_architecture_is_found_out(server, client, versions, transport, tmp_path):
     """SGLang says success to it, and would serve garbage."""
     if transport not in real_servers.TRANSPORTS_OF[server.name]:
@@ -583,7 +590,7 @@ async def refused(client, server, versions, path, transport):
             await transport_of(transport, mode="retract")(
                 client,
                 server.address,
-                path=path,
+                files=weight_store.StoredVersion(path),
                 version=2,
                 timeout_secs=CALL_SECS,
             )
@@ -611,7 +618,7 @@ MODEL = hf.write_config(CONFIG)
 def expected(server, **change):
     limit = real_servers.MAX_TOTAL_TOKENS[server.name]
     return dataclasses.replace(
-        preflight.Expected(MODEL, limit, "disk", "THE_KEY", "THE_ADMIN_KEY"), **change
+        port.Expected(MODEL, limit, "disk", "THE_KEY", "THE_ADMIN_KEY"), **change
     )
 
 
@@ -640,8 +647,8 @@ async def test_a_server_of_another_model_is_refused_before_a_push(
         return  # It has none; sizes are compared.
     for readable in (True, False):
         if not readable:  # as of a server on another machine
-            monkeypatch.setattr(preflight, "_read_json", lambda directory: {})
-        with pytest.raises(preflight.UnfitServerError, match=words):
+            monkeypatch.setattr(checks, "read_json", lambda directory: {})
+        with pytest.raises(port.UnfitServerError, match=words):
             await preflight.preflight(client, server.address, expected(server, **change))
     assert (await generate(client, server)).versions.tolist() == [1] * 8
 
@@ -657,7 +664,7 @@ async def test_a_server_of_another_model_is_refused_before_a_push(
 )
 async def test_a_wrong_key_is_refused_by_its_setting(server, keys, setting):
     async with InferenceClient(api_key=keys[0], admin_api_key=keys[1]) as stranger:
-        with pytest.raises(preflight.UnfitServerError, match=f"401.*{re.escape(setting)}"):
+        with pytest.raises(port.UnfitServerError, match=f"401.*{re.escape(setting)}"):
             await preflight.preflight(stranger, server.address, expected(server))
 
 
@@ -667,8 +674,8 @@ async def test_a_push_of_tensors_that_fails_halfway_blocks_no_later_one(
     """SGLang refuses to open a second session: one that is left open would end every later push."""
     if "tensor" not in real_servers.TRANSPORTS_OF[server.name]:
         return
-    monkeypatch.setattr(transports, "BUCKET_BYTES", 1 << 14)
-    pickled, calls = transports._pickled, []
+    monkeypatch.setattr(sglang, "BUCKET_BYTES", 1 << 14)
+    pickled, calls = sglang._pickled, []
 
     def lost(*arguments):
         calls.append(None)
@@ -676,12 +683,14 @@ async def test_a_push_of_tensors_that_fails_halfway_blocks_no_later_one(
             raise ServerError(server.address, "", "lost in the third bucket", retryable=False)
         return pickled(*arguments)
 
-    monkeypatch.setattr(transports, "_pickled", lost)
+    monkeypatch.setattr(sglang, "_pickled", lost)
     with pytest.raises(ServerError, match="lost in the third bucket"):
         await push(client, server, versions, 2, transport="tensor")
-    info = await client.model_info(server.address, timeout_secs=CALL_SECS)
+    info = await SglangApi(client, server.address).report(timeout_secs=CALL_SECS)
     assert info["weight_version"] == "2-unverified"
-    await client.begin_weight_update(server.address, timeout_secs=CALL_SECS)  # and is killed
+    await SglangApi(client, server.address).update(
+        "/begin_weight_update", {}, CALL_SECS
+    )  # and is killed
     await push(client, server, versions, 3, transport="tensor")
     completion = await generate(client, server)
     assert completion.versions.tolist() == [3] * 8
@@ -703,9 +712,10 @@ async def test_a_broadcast_whose_sender_falls_silent_blocks_no_later_one(
 
     monkeypatch.setattr(transport.collective._rank, "ask", silent)
     with pytest.raises(ServerError, match=server.address):
-        await transport(client, server.address, path=versions.path(2), version=2, timeout_secs=8.0)
+        stored = weight_store.StoredVersion(versions.path(2))
+        await transport(client, server.address, files=stored, version=2, timeout_secs=8.0)
     monkeypatch.undo()
-    info = await client.model_info(server.address, timeout_secs=CALL_SECS)
+    info = await SglangApi(client, server.address).report(timeout_secs=CALL_SECS)
     assert info["weight_version"] == "2-unverified"
     await push(client, server, versions, 2, transport="distributed")
     completion = await generate(client, server)
@@ -931,10 +941,10 @@ async def test_behind_a_sidecar_our_servers_load_before_their_pause(
         in_flight(client, server, 12, max_new_tokens=server.long) as requests,
     ):
         for number in (FIRST_STEP, FIRST_STEP + 1):
-            await transports.FileTransport("stream", mode="retract", delta=True, fanout=1)(
+            await Transport("stream", mode="retract", delta=True, fanout=1)(
                 pusher,
                 f"http://127.0.0.1:{port}",
-                path=versions.path(number),
+                files=weight_store.StoredVersion(versions.path(number)),
                 version=number,
                 timeout_secs=CALL_SECS,
             )
@@ -961,7 +971,7 @@ async def taking_uploads(server):
     "num_pushes", [20, pytest.param(200, marks=pytest.mark.long, id="long-200")]
 )
 async def test_differences_under_load_give_the_digests_of_full_pushes(
-    server, client, versions, num_pushes
+    server, client, versions, num_pushes, monkeypatch
 ):
     """Every push but the first is a difference, by disk and stream in turn; tokens are exact across them.
 
@@ -969,10 +979,13 @@ async def test_differences_under_load_give_the_digests_of_full_pushes(
     """
     finished, stop, prepared = [], asyncio.Event(), []
 
-    class Watched(InferenceClient):
-        async def prepare_weights(self, *args, difference="", **kwargs):
-            prepared.append(difference)
-            await super().prepare_weights(*args, difference=difference, **kwargs)
+    prepare_weights = embedded.Intake.prepare_weights
+
+    async def watched(self, preparation, **call):
+        prepared.append(preparation.difference)
+        await prepare_weights(self, preparation, **call)
+
+    monkeypatch.setattr(embedded.Intake, "prepare_weights", watched)
 
     async def load(worker):
         number = 0
@@ -986,15 +999,19 @@ async def test_differences_under_load_give_the_digests_of_full_pushes(
     workers = [asyncio.create_task(load(worker)) for worker in range(8)]
     keys = (real_servers.API_KEY, real_servers.ADMIN_API_KEY)
     async with (
-        Watched(api_key=keys[0], admin_api_key=keys[1]) as pusher,
+        InferenceClient(api_key=keys[0], admin_api_key=keys[1]) as pusher,
         taking_uploads(server) as (address, ways),
     ):
         for number in range(num_pushes):
             path = paths[number % 5]
-            await transports.FileTransport(ways[number % len(ways)], mode="retract", delta=True)(
-                pusher, address, path=path, version=FIRST_STEP + number, timeout_secs=CALL_SECS
+            await Transport(ways[number % len(ways)], mode="retract", delta=True)(
+                pusher,
+                address,
+                files=weight_store.StoredVersion(path),
+                version=FIRST_STEP + number,
+                timeout_secs=CALL_SECS,
             )
-            info = await client.model_info(address, timeout_secs=CALL_SECS)
+            info = await SglangApi(client, address).report(timeout_secs=CALL_SECS)
             digest = weight_store.read_manifest(path)["digest"]
             assert info["difference_base"] == info.get("weight_digest", digest) == digest
             await asyncio.sleep(0.1)

@@ -17,6 +17,7 @@ from jaxrl_async.rollout.sampler import Sampler
 from jaxrl_async.servers import descriptors as files
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.fleet import Fleet
+from jaxrl_async.servers.kinds.sglang_api import SglangApi
 from jaxrl_async.servers.port import OutOfFilesError
 
 
@@ -89,8 +90,8 @@ async def test_a_call_without_a_free_file_is_not_the_server_s_failure(server, ca
         with no_free_file():
             for _ in range(3):
                 with pytest.raises(OutOfFilesError, match="open files, its limit"):
-                    await client.model_info(server.address, timeout_secs=10.0)
-        await client.model_info(server.address, timeout_secs=10.0)
+                    await SglangApi(client, server.address).report(timeout_secs=10.0)
+        await SglangApi(client, server.address).report(timeout_secs=10.0)
     assert len([r for r in caplog.records if "out of file descriptors" in r.message]) == 1
 
 

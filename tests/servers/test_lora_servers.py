@@ -13,18 +13,19 @@ from fixtures.adapters import ALL, host_params, logits, write_version
 from fixtures.models import tiny
 
 from jaxrl_async.models import hf, lora
-from jaxrl_async.publishing import transports
-from jaxrl_async.servers import preflight
+from jaxrl_async.publishing.transports import Transport
+from jaxrl_async.servers import port, preflight
 from jaxrl_async.servers.client import InferenceClient
+from jaxrl_async.servers.kinds.sglang import Sglang
 from jaxrl_async.servers.port import ForeignVersionError
-from jaxrl_async.versions.store import WeightStore
+from jaxrl_async.versions.store import StoredVersion, WeightStore
 
 CONFIG = tiny(
     vocab_size=60, model_dim=64, num_heads=2, num_kv_heads=1, head_dim=32, mlp_dim=96, lora=ALL
 )
 PLAIN = dataclasses.replace(CONFIG, lora=None)
-ADAPTERS = preflight.Adapters(**vars(ALL), has_base_files=True, kept=2)
-EXPECTED = preflight.Expected(hf.write_config(PLAIN), 256, "disk", "", "", ADAPTERS)
+ADAPTERS = port.Adapters(**vars(ALL), has_base_files=True, kept=2)
+EXPECTED = port.Expected(hf.write_config(PLAIN), 256, "disk", "", "", ADAPTERS)
 CALL_SECS = 300.0
 EXACT = 1e-4  # nats
 NUM_TOKENS = 96
@@ -64,10 +65,12 @@ async def client():
 
 
 async def push(client, address, directory, version, transport="disk"):
-    await transports.FileTransport(transport, mode="retract", keep_adapters=2)(
+    await Transport(transport, mode="retract", keep_adapters=2)(
         client,
         address,
-        path=write_version(directory, CONFIG, host_params(CONFIG, version)[0], version),
+        files=StoredVersion(
+            write_version(directory, CONFIG, host_params(CONFIG, version)[0], version)
+        ),
         version=version,
         timeout_secs=CALL_SECS,
     )
@@ -121,13 +124,13 @@ async def test_pushes_under_load_are_exact_and_old_adapters_go(
     seen = [int(completion.versions[0]) for completion in completions]
     assert seen[:4] == [first] * 4
     assert all(found >= first + 1 + k // 2 for k, found in enumerate(seen[4:]))
-    held = await client.adapters(address, timeout_secs=CALL_SECS)
+    held = await Sglang(client, address).adapters(timeout_secs=CALL_SECS)
     assert sorted(held, key=int) == [str(first + k) for k in range(1, 4)]
 
 
 async def test_a_server_of_smaller_adapters_is_refused(client, address):
     larger = dataclasses.replace(ADAPTERS, rank=8)
-    with pytest.raises(preflight.UnfitServerError, match="of rank ≤ 4 .*--max-lora-rank=8"):
+    with pytest.raises(port.UnfitServerError, match="of rank ≤ 4 .*--max-lora-rank=8"):
         await preflight.preflight(client, address, dataclasses.replace(EXPECTED, adapters=larger))
 
 
@@ -152,9 +155,9 @@ async def test_a_server_of_smaller_adapters_is_refused(client, address):
 async def test_a_server_that_cannot_take_the_adapters_is_refused(sglang, info, changes, message):
     adapters = dataclasses.replace(ADAPTERS, **changes)
     config = {"vocab_size": fake_sglang.VOCAB_SIZE, "num_hidden_layers": 1}
-    expected = preflight.Expected(config, 256, "disk", "", "", adapters)
+    expected = port.Expected(config, 256, "disk", "", "", adapters)
     with fake_sglang.started(1) as (server,):
         server.sglang, server.config = sglang, json.loads(json.dumps(info))
         async with InferenceClient() as client:
-            with pytest.raises(preflight.UnfitServerError, match=message):
+            with pytest.raises(port.UnfitServerError, match=message):
                 await preflight.preflight(client, server.address, expected)

@@ -9,8 +9,8 @@ from fixtures.fake_sglang import FakeServer, answer
 from jaxrl_async.config.build import base_config, make_settings
 from jaxrl_async.preflight import peers
 from jaxrl_async.servers.client import InferenceClient
-from jaxrl_async.servers.port import ServerError, UnfitServerError
-from jaxrl_async.servers.preflight import Expected, preflight, preflight_router
+from jaxrl_async.servers.port import Expected, ServerError, UnfitServerError
+from jaxrl_async.servers.preflight import preflight, preflight_router
 
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -8,6 +8,7 @@ import re
 import pytest
 
 from jaxrl_async.servers.client import InferenceClient
+from jaxrl_async.servers.kinds.sglang_api import SglangApi
 from jaxrl_async.servers.port import ServerError, ServerTimeoutError
 from jaxrl_async.servers.probes import MAX_ANSWER_BYTES, Probes
 
@@ -162,10 +163,14 @@ async def client_with_open_line(address):
 async def test_the_calls_of_a_push_use_the_connection_of_the_probes():
     async with serving([GOOD]) as (address, requests, connections):
         async with client_with_open_line(address) as client:
-            assert await client.model_info(address, timeout_secs=20.0) == INFO
-            await client.pause(address, mode="retract", timeout_secs=20.0, lease_secs=3.0)
+            assert await SglangApi(client, address).report(timeout_secs=20.0) == INFO
+            await SglangApi(client, address).pause(
+                mode="retract", timeout_secs=20.0, lease_secs=3.0
+            )
             assert len(connections) == 1
-            await client.flush_cache(address, timeout_secs=20.0)  # It may answer with anything.
+            await SglangApi(client, address).flush_cache(
+                timeout_secs=20.0
+            )  # It may answer with anything.
             assert len(connections) == 2
     get, pause = (request.decode() for request in requests[1:3])
     assert get.startswith("GET /model_info HTTP/1.1\r\n") and "Bearer key\r\n" in get
@@ -178,9 +183,9 @@ async def test_a_refusal_on_an_open_connection_is_an_error_with_its_status():
     async with serving([GOOD, refusal, GOOD]) as (address, _, connections):
         async with client_with_open_line(address) as client:
             with pytest.raises(ServerError, match="HTTP 400: no such mode") as caught:
-                await client.pause(address, mode="x", timeout_secs=20.0)
+                await SglangApi(client, address).pause(mode="x", timeout_secs=20.0)
             assert caught.value.status == 400 and not caught.value.retryable
-            await client.continue_(address, timeout_secs=20.0)
+            await SglangApi(client, address).continue_(timeout_secs=20.0)
     assert len(connections) == 1
 
 
@@ -192,16 +197,18 @@ async def test_a_change_whose_answer_is_lost_is_not_sent_twice(answer):
     async with serving([GOOD, answer, CHUNKED]) as (address, requests, _):
         async with client_with_open_line(address) as client:
             with pytest.raises(ServerError, match="connection lost") as caught:
-                await client.continue_(address, timeout_secs=20.0)
+                await SglangApi(client, address).continue_(timeout_secs=20.0)
             assert caught.value.retryable and len(requests) == 2
-            await client.continue_(address, timeout_secs=20.0)  # on a connection of its own
+            await SglangApi(client, address).continue_(
+                timeout_secs=20.0
+            )  # on a connection of its own
             assert len(requests) == 3
 
 
 async def test_a_question_whose_answer_is_lost_is_asked_again():
     async with serving([GOOD, None, GOOD]) as (address, _, connections):
         async with client_with_open_line(address) as client:
-            assert await client.model_info(address, timeout_secs=20.0) == INFO
+            assert await SglangApi(client, address).report(timeout_secs=20.0) == INFO
     assert len(connections) == 2
 
 
@@ -209,8 +216,8 @@ async def test_a_late_answer_is_an_error_and_reaches_no_later_call():
     async with serving([GOOD, b"", plain(b"{}")]) as (address, _, connections):
         async with client_with_open_line(address) as client:
             with pytest.raises(ServerTimeoutError, match=r"no answer within 0\.05 s"):
-                await client.model_info(address, timeout_secs=0.05)
-            assert await client.model_info(address, timeout_secs=20.0) == {}
+                await SglangApi(client, address).report(timeout_secs=0.05)
+            assert await SglangApi(client, address).report(timeout_secs=20.0) == {}
     assert len(connections) == 2
 
 
@@ -219,5 +226,5 @@ async def test_a_connection_that_the_server_will_close_is_not_used_again():
     async with serving([GOOD, closing, GOOD]) as (address, _, connections):
         async with client_with_open_line(address) as client:
             for _ in range(2):
-                assert await client.model_info(address, timeout_secs=20.0) == INFO
+                assert await SglangApi(client, address).report(timeout_secs=20.0) == INFO
     assert len(connections) == 2

@@ -22,11 +22,12 @@ from jaxrl_async.cli.config import load_config, settings_of
 from jaxrl_async.cli.main import main
 from jaxrl_async.metrics import read_metrics
 from jaxrl_async.publishing.publisher import Publisher
-from jaxrl_async.publishing.transports import FileTransport
+from jaxrl_async.publishing.transports import Transport
 from jaxrl_async.runtime.supervisor import free_port
 from jaxrl_async.servers.client import InferenceClient
-from jaxrl_async.servers.port import ServerError, UnfitServerError
-from jaxrl_async.servers.preflight import Expected, preflight, preflight_router
+from jaxrl_async.servers.kinds.sglang_api import SglangApi
+from jaxrl_async.servers.port import Expected, ServerError, UnfitServerError
+from jaxrl_async.servers.preflight import preflight, preflight_router
 from jaxrl_async.versions.store import WeightStore
 
 DEADLINE_SECS = 120.0
@@ -94,7 +95,7 @@ def publisher(workers, router, states, tmp_path):
     publisher = Publisher(
         {router: [worker.address for worker in workers]},
         client=InferenceClient(),
-        transport=FileTransport("disk", mode="retract"),
+        transport=Transport("disk", mode="retract"),
         pin=store.pin,
         announce=announce,
         push_timeout_secs=DEADLINE_SECS,
@@ -171,7 +172,7 @@ async def test_a_worker_killed_under_load_costs_no_request(router, workers, publ
             await asyncio.sleep(0.1)
         await asyncio.to_thread(publisher.push, 3)
         for worker in workers:
-            info = await client.model_info(worker.address, timeout_secs=DEADLINE_SECS)
+            info = await SglangApi(client, worker.address).report(timeout_secs=DEADLINE_SECS)
             assert info["weight_version"] == "3"
     publisher.check()
 

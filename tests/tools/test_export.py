@@ -19,6 +19,7 @@ from jaxrl_async.cli.main import main
 from jaxrl_async.models import hf, sharding, transformer
 from jaxrl_async.roles import learner
 from jaxrl_async.servers.client import InferenceClient
+from jaxrl_async.servers.kinds.sglang import Sglang
 from jaxrl_async.tasks.tokenizer import CharTokenizer, HFTokenizer
 from jaxrl_async.versions import store as weight_store
 
@@ -257,7 +258,7 @@ async def test_a_real_sglang_serves_an_export(tmp_path, model):
             api_key=real_servers.API_KEY, admin_api_key=real_servers.ADMIN_API_KEY
         ) as client:
             # What no push gave, the client would refuse.
-            await client.update_weight_version(address, version="3", timeout_secs=60)
+            await Sglang(client, address).rename("3", timeout_secs=60)
             completion = await client.generate(
                 address,
                 rid="0",

@@ -202,10 +202,11 @@ async def measure(
     """
     config, manifest = read_checkpoint(directory, dtype, adapter)
     options = {"api_key": api_key, "tls_ca": tls_ca, "adapters": bool(adapter)}
-    async with InferenceClient(**options, any_weights=True) as client:
+    async with InferenceClient(**options) as client:
         try:
-            info = await client.model_info(server, timeout_secs=timeout_secs)
-            vocab_size = await client.vocab_size(server, info, timeout_secs=timeout_secs)
+            kind = await client.recognise(server, timeout_secs=timeout_secs)
+            info = kind.info
+            vocab_size = await kind.vocab_size(timeout_secs=timeout_secs)
             _check_vocabulary(server, vocab_size, config, directory)
             prompts = _prompts(questions, config.vocab_size)
             learner = _Learner(config, directory, adapter)
@@ -217,9 +218,9 @@ async def measure(
             completions = await ask()
             first = _answers(learner, prompts, completions, questions.temperature)
             second, flushed = await asking(), None
-            if not stats(first, tolerance).within and await _flush(client, server, timeout_secs):
+            if not stats(first, tolerance).within and await _flush(kind, timeout_secs):
                 flushed = await asking()
-            after = await client.model_info(server, timeout_secs=timeout_secs)
+            after = await kind.report(timeout_secs=timeout_secs)
         except ServerError as error:
             raise ParityError(str(error)) from error
     before, now = info.get("weight_version"), after.get("weight_version")
@@ -379,6 +380,7 @@ async def _ask(client, server, prompts, questions: Questions, timeout_secs) -> l
                 input_ids=prompts[i].tolist(),
                 sampling_params=params,
                 timeout_secs=timeout_secs,
+                any_weights=True,
             )
 
     completions = await asyncio.gather(*(one(i) for i in range(len(prompts))))
@@ -387,9 +389,9 @@ async def _ask(client, server, prompts, questions: Questions, timeout_secs) -> l
     return completions
 
 
-async def _flush(client, server, timeout_secs) -> bool:
+async def _flush(server, timeout_secs) -> bool:
     try:
-        await client.flush_cache(server, timeout_secs=timeout_secs)
+        await server.flush_cache(timeout_secs=timeout_secs)
     except ServerError:  # Requests of others are running, or the key is not the admin's.
         return False
     return True

@@ -12,12 +12,13 @@ import statistics
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from jaxrl_async.servers.client import InferenceClient
+from jaxrl_async.servers.kinds.sglang_api import SglangApi
 from jaxrl_async.servers.port import ServerError
+from jaxrl_async.versions import protocol
 
 REPEATS = 3  # of each measurement; the median counts
 REQUESTS = 64  # at once, of a server that does not say how many it runs
@@ -67,14 +68,15 @@ async def of_server(
       MeasureError: no answer in time, a refusal, or a server that answers others.
     """
     keys = {"api_key": api_key, "admin_api_key": admin_api_key, "tls_ca": tls_ca}
-    async with InferenceClient(**keys, any_weights=True) as client:
+    async with InferenceClient(**keys) as client:
         try:
-            info = await client.model_info(server, timeout_secs=timeout_secs)
+            kind = await client.recognise(server, timeout_secs=timeout_secs)
+            info = kind.info
             if busy := info.get("num_running_requests"):
                 raise MeasureError(f"{server} answers {busy} requests of others")
-            slots = await _slots_of(client, server, info, timeout_secs)
+            slots = await kind.num_slots(timeout_secs=timeout_secs)
             count = num_requests or slots or REQUESTS
-            vocab_size = await client.vocab_size(server, info, timeout_secs=timeout_secs)
+            vocab_size = await kind.vocab_size(timeout_secs=timeout_secs)
             if most := info.get("max_total_tokens"):
                 prompt_tokens = min(prompt_tokens, most // 2)
                 max_new_tokens = min(max_new_tokens, most - prompt_tokens)
@@ -100,11 +102,14 @@ async def of_server(
                 say(f"{server} names no files of its weights: no push of it is measured")
             elif push:
                 say(f"{server}: {REPEATS} × its own weights, loaded again")
-                files = {"path": path, "version": version}
-                times = [
-                    await _reload(client, server, files, timeout_secs, clock)
-                    for _ in range(REPEATS)
-                ]
+                update = protocol.DiskUpdate(
+                    weight_version=version,
+                    model_path=path,
+                    flush_cache=True,
+                    abort_all_requests=False,
+                    load_format="auto",
+                )
+                times = [await _reload(kind, update, timeout_secs, clock) for _ in range(REPEATS)]
                 found["pause_secs"] = statistics.median(times)
         except ServerError as error:
             raise MeasureError(str(error)) from error
@@ -161,20 +166,6 @@ def of_run(rows: Sequence[Mapping[str, float]], completions: int) -> dict[str, f
     return found | ({"push_secs": statistics.median(pushes)} if pushes else {})
 
 
-async def _slots_of(client, server: str, info: Mapping[str, Any], timeout_secs: float) -> int:
-    """How many requests a server runs at once; 0 where it does not say."""
-    if isinstance(info.get("num_slots"), int):
-        return info["num_slots"]
-    try:
-        settings = await client.server_info(server, timeout_secs=timeout_secs)
-    except ServerError as error:
-        if error.status != 404:
-            raise
-        return 0
-    found = settings.get("max_running_requests")
-    return found if isinstance(found, int) and found > 0 else 0
-
-
 async def _ask(client, server: str, prompts, max_new_tokens: int, timeout_secs: float) -> int:
     """Sends all prompts at once. Returns the number of tokens that came back."""
     params = {"max_new_tokens": max_new_tokens, "temperature": 1.0, "ignore_eos": True}
@@ -187,6 +178,7 @@ async def _ask(client, server: str, prompts, max_new_tokens: int, timeout_secs: 
             input_ids=prompt,
             sampling_params=params,
             timeout_secs=timeout_secs,
+            any_weights=True,
         )
         return len(completion.tokens)
 
@@ -197,15 +189,16 @@ async def _ask(client, server: str, prompts, max_new_tokens: int, timeout_secs: 
 
 
 async def _reload(
-    client, server: str, files: Mapping[str, str], timeout_secs: float, clock: Callable[[], float]
+    server: SglangApi,
+    update: protocol.DiskUpdate,
+    timeout_secs: float,
+    clock: Callable[[], float],
 ) -> float:
     """Seconds of a pause in which the server loads its own weights again."""
     since = clock()
-    await client.pause(server, mode="retract", timeout_secs=timeout_secs, lease_secs=timeout_secs)
+    await server.pause(mode="retract", timeout_secs=timeout_secs, lease_secs=timeout_secs)
     try:
-        await client.update_weights_from_disk(
-            server, **files, flush_cache=True, timeout_secs=timeout_secs
-        )
+        await server.update_from_disk(update, timeout_secs=timeout_secs)
     finally:
-        await client.continue_(server, timeout_secs=timeout_secs)
+        await server.continue_(timeout_secs=timeout_secs)
     return clock() - since

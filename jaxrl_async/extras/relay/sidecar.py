@@ -29,7 +29,7 @@ from jaxrl_async.intake import relay_routes
 from jaxrl_async.intake.pause_lease import PauseLease
 from jaxrl_async.intake.relay import Relay
 from jaxrl_async.intake.relay_routes import error_answer
-from jaxrl_async.publishing import verification
+from jaxrl_async.servers.kinds.embedded import Embedded
 from jaxrl_async.versions import difference, protocol, store
 from jaxrl_async.versions import layout as files
 
@@ -181,7 +181,7 @@ class Sidecar:
             if answer.status == 200:
                 ours = {"hands_on": True, "difference_base": self._copy.digest}
                 info = json.loads(content)
-                self._prepares = verification.reports_digest(info)
+                self._prepares = Embedded.recognises(info)
                 content = json.dumps(info | ours).encode()
             return web.Response(status=answer.status, body=content, content_type="application/json")
 

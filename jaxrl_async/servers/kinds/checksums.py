@@ -1,8 +1,4 @@
-"""Verification of a push: the weights that a server holds, compared with the version's files.
-
-The servers of this project report the digest of the weights they loaded. SGLang reports a hash of each tensor under
-its own names, some of them fused; the same hashes are computed here from the version's files.
-"""
+"""SGLang's checksums of a version: a hash of each tensor, under SGLang's names, some of them fused."""
 
 import asyncio
 import dataclasses
@@ -18,43 +14,15 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.port import ServerError
-from jaxrl_async.versions import protocol
 from jaxrl_async.versions import store as weight_store
 
 log = logging.getLogger(__name__)
 
 
-def reports_digest(model_info: Mapping[str, Any]) -> bool:
-    """Whether a server is one of this project's, which verifies a version before it samples with it."""
-    return protocol.WEIGHT_DIGEST in model_info
-
-
-def verify_digest(
-    address: str, info: Mapping[str, Any], *, files: weight_store.StoredVersion
-) -> None:
-    """Compares a server's report of its weights with the version's manifest.
-
-    Args:
-      address: of the server, for the error.
-      info: its /model_info.
-      files: the version.
-
-    Raises:
-      ServerError: another digest.
-    """
-    said, wanted = info.get(protocol.WEIGHT_DIGEST), files.digest
-    if said != wanted:
-        reason = (
-            f"holds weights with digest {said}, the manifest of {os.fspath(files)} says {wanted}"
-        )
-        raise ServerError(address, "/model_info", reason, retryable=False)
-
-
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """The report that an SGLang server should give once it holds a version."""
+    """The checksums that an SGLang server should have once it holds a version."""
 
     path: str
     names: frozenset[str]  # of the tensors, SGLang's
@@ -63,22 +31,27 @@ class Expected:
 
 
 async def expect(
-    client: InferenceClient,
     address: str,
-    *,
     files: weight_store.StoredVersion,
+    settings: Mapping[str, Any],
+    *,
     timeout_secs: float,
 ) -> Expected:
-    """Computes, before a push, the checksums that `verify_checksums` compares after it.
+    """Computes, before a push, the checksums that `compare` takes after it.
 
     The values can be compared where SGLang hashes on the CPU and a tensor lies on one rank. A warning says once where
     they cannot; they are not computed then. Pushes of one version compute them once.
 
+    Args:
+      address: of the server.
+      files: the version.
+      settings: its /server_info.
+      timeout_secs: bound on the computation.
+
     Raises:
-      ServerError: the version's files differ from their manifest, or the server did not answer.
+      ServerError: the files differ from their manifest, or it took too long.
     """
-    server = await client.server_info(address, timeout_secs=timeout_secs)
-    device, tp_size, dtype = (server.get(key) for key in ("device", "tp_size", "dtype"))
+    device, tp_size, dtype = (settings.get(key) for key in ("device", "tp_size", "dtype"))
     names = frozenset(fused_names(files.names()))
     if device != "cpu" or tp_size != 1:
         _warn_once(
@@ -96,24 +69,16 @@ async def expect(
         raise ServerError(address, "", f"was not asked: {error}", retryable=False) from error
 
 
-async def verify_checksums(
-    client: InferenceClient, address: str, *, expected: Expected, timeout_secs: float
-) -> None:
-    """Compares every tensor that an SGLang server holds with its expected checksum.
-
-    Raises:
-      ServerError: a tensor is missing, unexpected or different, or the server did not answer.
-    """
-    found = await client.checksums(address, timeout_secs=timeout_secs)
+def difference(found: Mapping[str, str], expected: Expected) -> str | None:
+    """The difference between the checksums of a server and those expected, in words; None: none."""
     if odd := sorted(expected.names ^ found.keys()):
-        reason = f"the server holds another model: tensors {', '.join(odd[:4])} differ in name"
-        raise ServerError(address, "/weights_checker", reason, retryable=False)
+        return f"the server holds another model: tensors {', '.join(odd[:4])} differ in name"
     for name, checksum in (expected.checksums or {}).items():
         if found[name] != checksum:
-            reason = (
+            return (
                 f"tensor {name} has checksum {found[name]}, that of {expected.path} is {checksum}"
             )
-            raise ServerError(address, "/weights_checker", reason, retryable=False)
+    return None
 
 
 async def _shared_checksums(

@@ -1,0 +1,196 @@
+"""The keeper of a server: the one task that talks to it, and keeps it at the version that all should hold.
+
+It pushes a new version, polls the server every poll_secs, and pushes again to one that was late, failed or restarted.
+A server that is reserved for an evaluation is not touched. Announcements are the publisher's.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import logging
+import random
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from jaxrl_async.active_clock import ActiveClock
+from jaxrl_async.publishing import health
+from jaxrl_async.publishing.health import Target
+from jaxrl_async.publishing.pauses import Pauses
+from jaxrl_async.publishing.transports import Deliver
+from jaxrl_async.servers.fleet import DEAD, HEALTHY, STALE
+from jaxrl_async.servers.port import (
+    ObsoleteVersionError,
+    ServerError,
+    Servers,
+    ServerTimeoutError,
+    UnfitServerError,
+)
+
+log = logging.getLogger(__name__)
+
+
+class PublisherError(RuntimeError):
+    """A version did not reach the servers; the message names each server and why."""
+
+
+@dataclasses.dataclass
+class Course:
+    """The part that all keepers share; the publisher changes it."""
+
+    transport: Deliver
+    pin: Callable[[int], AbstractContextManager[None]]
+    preflight: Callable[[Servers, str], Awaitable[None]] | None
+    pauses: Pauses
+    poll_secs: float
+    push_timeout_secs: float
+    active: ActiveClock
+    target: Target | None = None  # that every server should hold
+    before: int | None = None  # the version before it, current while its push is under way
+    is_announced: bool = False  # whether any version is
+
+
+class Watcher(Protocol):
+    """The publisher, as a keeper calls it."""
+
+    async def changed(self, server: health.Server) -> None:
+        """A server was found to be no longer HEALTHY."""
+        ...
+
+    async def tried(self, server: health.Server, *, is_back: bool) -> None:
+        """An attempt at a server ended; `is_back`: it answers again."""
+        ...
+
+
+class Keeper:
+    """Keeps one server, whose record it owns."""
+
+    def __init__(self, server: health.Server, client: Servers, course: Course, watcher: Watcher):
+        """Talks to nobody yet."""
+        self.server, self._client = server, client
+        self._course, self._watcher = course, watcher
+
+    async def run(self) -> None:
+        """Keeps the server until it is cancelled."""
+        server = self.server
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._rest_secs()):
+                    await server.due.wait()
+            server.due.clear()
+            if self._course.target is not None and not server.reserved:
+                await self._try(self._course.target)
+
+    def is_settled(self) -> bool:
+        """Whether the server holds the target, so that a probe is enough."""
+        target, server = self._course.target, self.server
+        return target is not None and not server.reserved and server.holds(target)
+
+    def probed(self, info: Mapping[str, Any] | None) -> None:
+        """Makes the server due where a probe differs from the target, or has no answer."""
+        if self.is_settled() and (info is None or self._difference(info) is not None):
+            self.server.due.set()
+
+    def _difference(self, info: Mapping[str, Any]) -> str | None:
+        kind, target = self.server.kind, self._course.target
+        assert kind is not None and target is not None
+        return kind.difference(info, target.name, target.digest)
+
+    def _rest_secs(self) -> float | None:
+        """Seconds to the next attempt: backoff, with jitter; None where probes say when it is due."""
+        if self.is_settled():
+            return None
+        failures = self.server.num_failures
+        backoff = min(2.0 ** (failures - 1), MAX_BACKOFF) if failures else 1.0
+        return self._course.poll_secs * backoff * random.uniform(0.8, 1.2)
+
+    async def _try(self, target: Target) -> None:
+        """One attempt to bring the server to the target."""
+        course, server = self._course, self.server
+        course.active.now()
+        num_stops, is_back, woke = course.active.num_stops, False, False
+        try:
+            with course.pin(target.version):
+                await self._push(target)
+            self._held()
+        except ObsoleteVersionError:
+            server.due.set()
+            return
+        except (ImportError, PublisherError):
+            raise  # of this process or of the queue, on any server
+        except UnfitServerError as error:
+            if not course.is_announced:
+                raise PublisherError(str(error)) from None
+            server.state, server.reason = STALE, str(error)
+        except Exception as error:
+            course.active.now()
+            if course.active.num_stops != num_stops:
+                server.due.set()  # Its deadline passed while this process was stopped.
+                return
+            if self._failed(error, target):
+                return
+            was_dead = server.state == DEAD
+            server.state = STALE if await health.answers(self._client, server) else DEAD
+            is_back = was_dead and server.state == STALE
+            # One that woke in the attempt has not had its try.
+            is_late = isinstance(error, ServerTimeoutError)
+            woke = server.state == STALE and (was_dead or is_late)
+        server.tried = None if woke else target
+        await self._watcher.tried(server, is_back=is_back)
+
+    def _held(self) -> None:
+        """Notes that a push ended well: during a push the version before it is still current."""
+        course, server = self._course, self.server
+        assert course.target is not None
+        if not server.reserved:  # meanwhile
+            is_current = server.version in (course.target.version, course.before)
+            server.state = HEALTHY if is_current else STALE
+            server.reason = f"holds version {server.version}"
+        server.num_failures = 0
+
+    def _failed(self, error: Exception, target: Target) -> bool:
+        """Notes a failure; returns whether it is this process's: the server keeps its state, and is tried again."""
+        server = self.server
+        server.num_failures += 1
+        if not isinstance(error, ServerError):
+            log.error(
+                "a push of version %s to %s failed", target.name, server.address, exc_info=error
+            )
+        server.reason = str(error) or type(error).__name__
+        if is_local := health.is_local(error):
+            log.error("%s: out of file descriptors (ulimit -n): %s", server.address, error)
+        return is_local
+
+    async def _push(self, target: Target) -> None:
+        """Pushes the target to the server, unless it holds it."""
+        course, server, client = self._course, self.server, self._client
+        call = {"timeout_secs": health.PROBE_TIMEOUT_SECS}
+        server.kind = kind = await client.recognise(server.address, **call)
+        # Before the first push, an equal number would be another run's.
+        if server.version == target.version:
+            difference = kind.difference(kind.info, target.name, target.digest)
+            if difference is None:
+                return
+            server.state, server.version = STALE, None
+            server.reason = f"restarted: reports {difference}"
+            await self._watcher.changed(server)
+        if server.version is None and course.preflight is not None:
+            await course.preflight(client, server.address)
+        if server.version is None and not kind.ends_pauses:
+            # A learner that was killed in a push left it paused. Its weights are verified, or have a name that no
+            # client accepts.
+            with contextlib.suppress(ServerError):
+                await kind.continue_(**call)
+        await course.transport(
+            client,
+            server.address,
+            files=target.files,
+            version=target.name,
+            timeout_secs=course.push_timeout_secs,
+            is_wanted=lambda: course.target is target and not server.has_left,
+            pausing=course.pauses.turn,
+        )
+        server.version = target.version
+
+
+MAX_BACKOFF = 8.0  # poll intervals between two attempts at a server that fails

@@ -1,0 +1,161 @@
+"""The push of a version to one server: the part that all kinds and ways have in common."""
+
+import asyncio
+import contextlib
+import pathlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING, Any
+
+from jaxrl_async.publishing import fanout, shared_differences
+from jaxrl_async.servers.port import (
+    Kind,
+    ObsoleteVersionError,
+    ServerError,
+    ServerTimeoutError,
+    Sources,
+)
+from jaxrl_async.versions import protocol
+from jaxrl_async.versions.store import StoredVersion, WeightStoreError
+from jaxrl_async.versions.version import Version
+
+if TYPE_CHECKING:
+    from jaxrl_async.publishing.transports import Transport
+
+Pausing = Callable[[], AbstractAsyncContextManager[None]]  # `pauses.Pauses.turn`
+
+
+def always() -> bool:
+    return True
+
+
+class Push:
+    """A `port.Push`: a deadline, checked files, the pause around a change, and the name meanwhile."""
+
+    def __init__(
+        self,
+        options: "Transport",
+        address: str,
+        files: Version,
+        *,
+        name: str,
+        deadline: float,
+        is_wanted: Callable[[], bool],
+        pausing: Pausing,
+    ):
+        """Arguments as of `Transport`; `name` of the weights, `deadline` on the monotonic clock."""
+        self.options, self.address, self.files, self.name = options, address, files, name
+        self._deadline, self._is_wanted, self._pausing = deadline, is_wanted, pausing
+
+    async def check(self) -> None:
+        """Compares the files with their manifest, once for all servers: a truncated one kills an SGLang server."""
+        if isinstance(self.files, StoredVersion) and not self.files.is_checked:
+            try:
+                await asyncio.to_thread(self.files.check)
+            except WeightStoreError as error:
+                raise self.error(f"was not asked: {error}") from error
+
+    @property
+    def stored(self) -> StoredVersion:
+        """The version's files; raises ServerError for a version in memory."""
+        if not isinstance(self.files, StoredVersion):
+            raise self.error("takes versions in files, and this one is in memory")
+        return self.files
+
+    @property
+    def flush_cache(self) -> bool:
+        """Whether the load empties the prefix cache: SGLang refuses to under stale KV."""
+        return self.options.mode != "in_place"
+
+    @property
+    def collective(self) -> Any:
+        """The broadcasts of the run."""
+        return self.options.collective
+
+    def left(self) -> float:
+        """Seconds until the push is late."""
+        return max(self._deadline - time.monotonic(), 1e-3)
+
+    def error(self, reason: str) -> ServerError:
+        """An error of this push that a retry does not mend."""
+        return ServerError(self.address, "", reason, retryable=False)
+
+    def is_wanted(self) -> bool:
+        """Whether no newer version has taken this one's place."""
+        return self._is_wanted()
+
+    def check_wanted(self) -> None:
+        """Raises ObsoleteVersionError where one has."""
+        if not self._is_wanted():
+            reason = f"version {self.name} was dropped for a newer one"
+            raise ObsoleteVersionError(self.address, "", reason, retryable=True)
+
+    @contextlib.asynccontextmanager
+    async def paused(self, kind: Kind, verify: Callable[[], Awaitable[None]]) -> AsyncIterator[str]:
+        """Pauses the server in a turn of the roll; yields the name to load under; verifies and continues.
+
+        A server that verifies itself does so before it changes anything, so the name is the version's. Another one
+        gets a name that no client accepts as a version, before its first byte changes and until `verify` has compared
+        the weights: a load that fails halfway leaves no mixture under the name of the version before.
+        """
+        async with self.turn():
+            self.check_wanted()
+            may_differ = False
+            try:
+                await kind.pause(
+                    mode=self.options.mode,
+                    timeout_secs=self.left(),
+                    lease_secs=self.options.pause_lease_secs,
+                )
+                if kind.verifies_itself:
+                    yield self.name
+                else:
+                    may_differ, unverified = True, self.name + protocol.UNVERIFIED
+                    await kind.rename(unverified, timeout_secs=self.left())
+                    yield unverified
+                await verify()
+            except BaseException:
+                await _abandon(kind, may_differ)
+                raise
+            await kind.continue_(timeout_secs=self.left())
+
+    @contextlib.asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        async with contextlib.AsyncExitStack() as turn:
+            try:
+                async with asyncio.timeout(self.left()):
+                    await turn.enter_async_context(self._pausing())
+            except TimeoutError:
+                reason = "no turn to pause came in time"
+                raise ServerTimeoutError(self.address, "", reason, retryable=True) from None
+            yield
+
+    async def difference(self, base: str | None) -> pathlib.Path | None:
+        """The file that leads from the version which the server has kept; None: it needs the full one."""
+        if not self.options.delta or base in (None, self.stored.digest):
+            return None
+        try:
+            async with asyncio.timeout(self.left()):
+                return await shared_differences.shared(self.stored, base)
+        except TimeoutError:
+            return None
+
+    def sources(self, files: Sequence[pathlib.Path]) -> Sources:
+        """The tree in which these files travel."""
+        return fanout.shared(self.stored, files, self.options.fanout)
+
+
+async def _abandon(kind: Kind, may_differ: bool) -> None:
+    """Lets the server continue, without its requests where its weights may be unverified.
+
+    The requests of a server that was only paused stay: their weights are those they began with.
+    """
+    with contextlib.suppress(ServerError):
+        if may_differ:
+            await kind.abort(None, timeout_secs=CONTINUE_TIMEOUT_SECS)
+    with contextlib.suppress(ServerError):
+        await kind.continue_(timeout_secs=CONTINUE_TIMEOUT_SECS)
+
+
+CONTINUE_TIMEOUT_SECS = 5.0

@@ -1,0 +1,64 @@
+"""The kinds of inference servers: a file and a row of TABLE for each.
+
+A server is recognised by its answer to the GET of an information route, here and nowhere else. Engines in this process
+(`inference.direct`) are a kind too, which nobody has to recognise.
+"""
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from jaxrl_async import names
+from jaxrl_async.servers.port import ServerError
+
+if TYPE_CHECKING:
+    from jaxrl_async.servers.client import InferenceClient
+    from jaxrl_async.servers.kinds.base import HttpKind
+
+# Information route, "module:attribute" of the class. The first row of the route that recognises the answer counts.
+_ROOM = "jaxrl_async.servers.kinds"
+TABLE: dict[str, tuple[str, str]] = {
+    "embedded": (
+        "/model_info",
+        f"{_ROOM}.embedded:Embedded",
+    ),  # SGLang-JAX, as extras start it, too
+    "relayed": ("/model_info", f"{_ROOM}.sglang:Relayed"),
+    "sglang": ("/model_info", f"{_ROOM}.sglang:Sglang"),
+}
+
+
+async def recognise(
+    client: "InferenceClient", address: str, known: "HttpKind | None", timeout_secs: float
+) -> tuple[type["HttpKind"], dict[str, Any]]:
+    """The kind of a server, and what it says of itself.
+
+    Args:
+      client: the session.
+      address: "http://host:port".
+      known: the server as it was recognised last: its route is asked first.
+      timeout_secs: bound on the whole.
+
+    Raises:
+      ServerError: lost, late, or it has none of the routes.
+    """
+    deadline, missing = time.monotonic() + timeout_secs, None
+    routes = list(dict.fromkeys(route for route, _ in TABLE.values()))
+    if known is not None:
+        routes.sort(key=lambda route: route != known.INFO)
+    for route in routes:
+        left = max(deadline - time.monotonic(), 1e-3)
+        try:
+            info = await client.call("GET", address, route, None, left, is_short=True)
+        except ServerError as error:
+            if error.status not in (404, 405):
+                raise
+            missing = missing or error
+            continue
+        for of_kind, name in TABLE.values():
+            if of_kind == route and (kind := names.load(name)).recognises(info):
+                return kind, info
+    raise missing or ServerError(address, routes[0], "it is of no known kind", retryable=False)
+
+
+def presumed() -> type["HttpKind"]:
+    """The class by which a server is asked that was not recognised: the routes of most kinds."""
+    return names.load(f"{_ROOM}.sglang_api:SglangApi")

@@ -1,0 +1,109 @@
+"""The part of a kind that is the same for all that speak HTTP: calls, and the way of a version by its name."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from jaxrl_async.servers.client import NO_HEADERS, InferenceClient, encode
+from jaxrl_async.servers.port import Push, ServerError
+from jaxrl_async.versions import protocol
+
+
+class HttpKind:
+    """One server: a `port.Kind`, without what its API gives meaning to."""
+
+    INFO: ClassVar[str]  # the information route that the kind is recognised by
+    # weights.transport → the control routes that it needs, each of which refuses an empty request. A method of that
+    # name takes a push.
+    WAYS: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    verifies_itself = False
+    ends_pauses = False
+
+    def __init__(self, client: InferenceClient, address: str):
+        """Asks nothing yet."""
+        self.client, self.address = client, address
+        self.info: Mapping[str, Any] = {}
+
+    @classmethod
+    def recognises(cls, info: Mapping[str, Any]) -> bool:
+        """Whether this is what a server of the kind answers."""
+        return True
+
+    def difference(self, info: Mapping[str, Any], name: str, digest: str | None) -> str | None:
+        """The difference between a report and the weights of that name and digest, in words; None: none."""
+        held, found = info.get(protocol.WEIGHT_VERSION), info.get(protocol.WEIGHT_DIGEST, digest)
+        if held != name:
+            return f"version {held!r} instead of {name}"
+        if found != digest:
+            return f"weights with digest {found} as version {held}, its manifest says {digest}"
+        return None
+
+    async def hold(self, push: Push) -> None:
+        """Gives the server a version, in the push's way; see `port.Kind`."""
+        way = push.options.way
+        if way not in self.WAYS:
+            raise push.error(f"has no route for {way!r}: give it weights by {self.ways()}")
+        await getattr(self, way)(push)
+
+    def ways(self) -> str:
+        """The ways in which it takes weights, in words."""
+        return " or ".join(map(repr, self.WAYS))
+
+    async def report(self, *, timeout_secs: float) -> dict[str, Any]:
+        """What it says of its weights now."""
+        return await self.get(self.INFO, timeout_secs, is_short=True)
+
+    async def verify_name(self, push: Push) -> Mapping[str, Any]:
+        """Its report, after a push; raises ServerError where it names other weights."""
+        info = await self.report(timeout_secs=push.left())
+        if (held := info.get(protocol.WEIGHT_VERSION)) != push.name:
+            reason = f"reports version {held!r} after a push of version {push.name}"
+            raise ServerError(self.address, self.INFO, reason, retryable=False)
+        return info
+
+    async def get(
+        self, route: str, timeout_secs: float, *, is_short: bool = False
+    ) -> dict[str, Any]:
+        """The answer of an information route."""
+        return await self.client.call(
+            "GET", self.address, route, None, timeout_secs, is_short=is_short
+        )
+
+    async def post(
+        self,
+        route: str,
+        payload: Mapping[str, Any],
+        timeout_secs: float,
+        *,
+        is_control: bool = True,
+        is_short: bool = False,
+        headers: Mapping[str, str] = NO_HEADERS,
+    ) -> dict[str, Any]:
+        """The answer of a route that takes JSON."""
+        return await self.client.call(
+            "POST",
+            self.address,
+            route,
+            encode(payload).encode(),
+            timeout_secs,
+            is_control=is_control,
+            is_short=is_short,
+            headers=headers,
+        )
+
+    async def has_route(self, route: str, *, timeout_secs: float) -> bool:
+        """Whether a control route exists that refuses an empty request, as one without the weights to load.
+
+        SGLang answers 401 to the admin key at a route that it does not have.
+        """
+        try:
+            await self.post(route, {}, timeout_secs)
+        except ServerError as error:
+            if error.status is None or error.status >= 500:
+                raise
+            return error.status not in (401, 403, 404, 405)
+        return True
+
+    def malformed(self, route: str, error: Exception, of: str = "answer") -> ServerError:
+        """The error of an answer that breaks the API."""
+        reason = f"malformed {of}: {type(error).__name__}: {error}"
+        return ServerError(self.address, route, reason, retryable=False)

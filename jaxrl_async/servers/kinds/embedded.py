@@ -1,0 +1,223 @@
+"""The servers of this project: the embedded one, and SGLang-JAX behind this project's routes.
+
+They verify a version by the digest of its manifest, and load it beside the one that they serve.
+"""
+
+import functools
+import logging
+import os
+import pathlib
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, ClassVar
+
+from jaxrl_async.servers.kinds.checks import Checks
+from jaxrl_async.servers.kinds.sglang_api import SglangApi
+from jaxrl_async.servers.port import Push, ServerError
+from jaxrl_async.versions import protocol
+
+log = logging.getLogger(__name__)
+
+
+class Intake(SglangApi):
+    """A server that takes versions while it samples: its own part, or that of a sidecar before it."""
+
+    async def stream(self, push: Push) -> None:
+        """Uploads the files of a version, without a shared file system, while the server samples."""
+        verify = await self.verification(push)
+        digest = await self.prepare(push, is_shared=False)
+        async with push.paused(self, verify) as name:
+            update = protocol.Update(
+                weight_version=name,
+                weight_digest=digest,
+                writer=push.options.writer,
+                flush_cache=push.flush_cache,
+            )
+            await self.update_from_upload(update, timeout_secs=push.left())
+
+    async def verification(self, push: Push) -> Callable[[], Awaitable[None]]:
+        """Makes ready what verifies a push in its pause."""
+        raise NotImplementedError
+
+    async def prepare(self, push: Push, *, is_shared: bool) -> str | None:
+        """Lets the server load the version while it samples; the update is a swap then.
+
+        Args:
+          push: of the version.
+          is_shared: whether the server sees the version's directory; else the files are sent.
+
+        Returns:
+          the digest by which the update finds it; None where the server loads in the pause: it has no room for two
+          copies, or is older than preparations.
+        """
+        files = push.stored
+        difference = await push.difference(self.info.get(protocol.DIFFERENCE_BASE))
+        if difference is not None:
+            try:
+                await self._prepare(push, [difference], difference.name, is_shared)
+                return files.digest
+            except ServerError as error:
+                if error.status != protocol.NO_DIFFERENCE:
+                    raise
+                log.warning("%s: gets version %s in full: %s", self.address, push.name, error)
+        every = sorted(pathlib.Path(files).iterdir())
+        try:
+            wanted = [file for file in every if file.suffix in _SUFFIXES]
+            await self._prepare(push, wanted, "", is_shared)
+        except ServerError as error:
+            if error.status not in protocol.LOADS_IN_THE_PAUSE:
+                raise
+            log.warning("%s: loads in the pause: %s", self.address, error.reason)
+            return None
+        return files.digest
+
+    async def _prepare(
+        self, push: Push, files: list[pathlib.Path], difference: str, is_shared: bool
+    ) -> None:
+        hands_on = bool(push.options.fanout and self.info.get(protocol.HANDS_ON))
+        if not is_shared:
+            await self._send(push, files, hands_on)
+        push.check_wanted()
+        preparation = protocol.Preparation(
+            weight_version=push.name,
+            weight_digest=push.stored.digest,
+            model_path=os.fspath(push.stored) if is_shared else None,
+            writer=push.options.writer,
+            difference=difference,
+            keep=push.options.delta,
+            hand_on=hands_on and not is_shared,
+        )
+        lease = push.options.pause_lease_secs
+        await self.prepare_weights(preparation, lease_secs=lease, timeout_secs=push.left())
+
+    async def _send(self, push: Push, files: list[pathlib.Path], hands_on: bool) -> None:
+        """Gets the files to the server: from another one in the tree, around those that fail, or from here."""
+        pieces: Mapping[str, protocol.Piece] = {}
+        if hands_on:
+            tree = push.sources(files)
+            pieces = await tree.pieces(files)
+            while (source := tree.source(self.address)) is not None:
+                push.check_wanted()
+                try:
+                    await self.fetch(push.name, source, pieces, timeout_secs=push.left())
+                    return
+                except ServerError as error:
+                    if error.status != protocol.NO_SOURCE:
+                        raise
+                    tree.fail(source)
+                    log.warning("%s: goes around %s: %s", self.address, source, error.reason)
+        for file in files:
+            push.check_wanted()
+            sha256 = pieces[file.name].sha256 if pieces else None
+            await self.upload(push.name, file, sha256=sha256, timeout_secs=push.left())
+
+    async def prepare_weights(
+        self, preparation: protocol.Preparation, *, lease_secs: float, timeout_secs: float
+    ) -> None:
+        """Loads a version beside the one that the server serves; with lease_secs > 0 it drops it after that time.
+
+        Raises:
+          ServerError: refused, lost or late; the server's own message stands in it.
+        """
+        headers = protocol.lease_headers(lease_secs)
+        await self.update(protocol.PREPARE, preparation.body(), timeout_secs, headers=headers)
+
+    async def upload(
+        self, version: str, file: pathlib.Path, *, sha256: str | None, timeout_secs: float
+    ) -> None:
+        """Sends one file of a version, in chunks; `sha256`: of its bytes, where the server is to compare it."""
+        headers = {protocol.SHA256_HEADER: sha256} if sha256 else {}
+        route = protocol.file_route(version, file.name)
+        with open(file, "rb") as stream:
+            await self.client.call(
+                "PUT", self.address, route, stream, timeout_secs, is_control=True, headers=headers
+            )
+
+    async def fetch(
+        self,
+        version: str,
+        source: str,
+        pieces: Mapping[str, protocol.Piece],
+        *,
+        timeout_secs: float,
+    ) -> None:
+        """Lets the server get files of a version from another one, which has them or gets them.
+
+        Raises:
+          ServerError: refused, lost or late; of status NO_SOURCE where it is the source that fails.
+        """
+        fetch = protocol.Fetch(
+            weight_version=version, source=source, files=dict(pieces), timeout_secs=timeout_secs
+        )
+        await self.post(protocol.FETCH, fetch.body(), timeout_secs)
+
+    async def update_from_upload(self, update: protocol.Update, *, timeout_secs: float) -> None:
+        """Serves the files of a version that came, and removes them on the server."""
+        await self.update(protocol.UPDATE_FROM_UPLOAD, update.body(), timeout_secs)
+
+
+class Embedded(Intake):
+    """One server of this project."""
+
+    WAYS: ClassVar = {
+        "disk": (protocol.UPDATE_FROM_DISK,),
+        "stream": (protocol.UPDATE_FROM_UPLOAD,),
+    }
+    verifies_itself = True
+    ends_pauses = True
+
+    @classmethod
+    def recognises(cls, info: Mapping[str, Any]) -> bool:
+        """It alone reports the digest of its weights."""
+        return protocol.WEIGHT_DIGEST in info
+
+    async def hold(self, push: Push) -> None:
+        """Gives the server a version; see `port.Kind`."""
+        if push.stored.is_adapter and not self.info.get("lora") and push.options.way in self.WAYS:
+            raise push.error("takes no adapters")
+        await super().hold(push)
+
+    async def disk(self, push: Push) -> None:
+        """The server reads the version from a directory that it can see."""
+        verify = await self.verification(push)
+        digest = await self.prepare(push, is_shared=True)
+        async with push.paused(self, verify) as name:
+            update = protocol.DiskUpdate(
+                weight_version=name,
+                weight_digest=digest,
+                model_path=os.fspath(push.stored),
+                writer=push.options.writer,
+                flush_cache=push.flush_cache,
+                abort_all_requests=False,
+                load_format="auto",
+            )
+            await self.update_from_disk(update, timeout_secs=push.left())
+
+    async def verification(self, push: Push) -> Callable[[], Awaitable[None]]:
+        return functools.partial(self._verify, push)
+
+    async def _verify(self, push: Push) -> None:
+        """Raises ServerError where it holds other weights than the version's."""
+        said, wanted = (
+            (await self.verify_name(push)).get(protocol.WEIGHT_DIGEST),
+            push.stored.digest,
+        )
+        if said != wanted:
+            path = os.fspath(push.stored)
+            reason = f"holds weights with digest {said}, the manifest of {path} says {wanted}"
+            raise ServerError(self.address, self.INFO, reason, retryable=False)
+
+    async def check_adapters(self, checks: Checks) -> None:
+        """Compares the adapters that it was started for."""
+        if "lora" not in self.info:
+            raise checks.unfit(
+                self.INFO,
+                "it takes no adapters, as SGLang-JAX does not: use SGLang or embedded servers, or model.lora.rank = 0",
+            )
+        found = self.info["lora"] or {}
+        for key in ("rank", "alpha", "targets", "base_dtype"):
+            has, want = found.get(key), getattr(checks.expected.adapters, key)
+            if has != (list(want) if key == "targets" else want):
+                raise checks.unfit(self.INFO, f"its model.lora.{key} is {has}, the run's is {want}")
+
+
+_SUFFIXES = (".json", ".safetensors")  # of a version's own files

@@ -1,0 +1,492 @@
+"""SGLang: it verifies nothing itself, so that its weights have no version's name until their checksums are compared.
+
+    disk         it reads a directory that it can see; of adapters, without a pause
+    tensor       tensors over HTTP, without a shared file system
+    distributed  a broadcast to all that want the version at the same time (`extras.collective`)
+    stream       files, to a sidecar before it (`extras.relay`)
+
+It holds several adapters: a request names the newest, and keeps it.
+"""
+
+import asyncio
+import base64
+import contextlib
+import functools
+import json
+import os
+import pathlib
+import pickle
+import re
+import urllib.parse
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from jaxrl_async.security import is_loopback
+from jaxrl_async.servers.client import InferenceClient
+from jaxrl_async.servers.completions import read_version
+from jaxrl_async.servers.kinds import checksums
+from jaxrl_async.servers.kinds.checks import Checks
+from jaxrl_async.servers.kinds.embedded import Intake
+from jaxrl_async.servers.kinds.sglang_api import SglangApi
+from jaxrl_async.servers.port import (
+    Adapters,
+    Completion,
+    Expected,
+    ForeignVersionError,
+    ForeignWeightsError,
+    Push,
+    Request,
+    ServerError,
+)
+from jaxrl_async.versions import protocol
+from jaxrl_async.versions.store import ADAPTER, StoredVersion
+
+
+class Sglang(SglangApi):
+    """One SGLang server."""
+
+    WAYS: ClassVar = {
+        "disk": (protocol.UPDATE_FROM_DISK, "/update_weight_version"),
+        "tensor": ("/update_weights_from_tensor", "/end_weight_update", "/update_weight_version"),
+        "distributed": (
+            "/init_weights_update_group",
+            "/update_weights_from_distributed",
+            "/end_weight_update",
+            "/update_weight_version",
+        ),
+    }
+    ADAPTER_WAYS: ClassVar = {
+        "disk": ("/load_lora_adapter", "/update_weight_version"),
+        "tensor": ("/load_lora_adapter_from_tensors", "/update_weight_version"),
+    }
+
+    # Sampling.
+
+    async def generate(self, request: Request, *, timeout_secs: float) -> Completion:
+        """Samples one completion; with adapters, by the newest, whose name its tokens get."""
+        if not request.adapters:
+            return await super().generate(request, timeout_secs=timeout_secs)
+        deadline = asyncio.get_running_loop().time() + timeout_secs
+        name = await self._newest_adapter(request.run_id, timeout_secs)
+        left = max(deadline - asyncio.get_running_loop().time(), 1e-3)
+        return await self.generate_alone(request, left, name)
+
+    async def _newest_adapter(self, run_id: str, timeout_secs: float) -> str:
+        """The name of the adapter that it got last.
+
+        Raises:
+          ForeignVersionError: it has none of a push, as after its restart.
+        """
+        name = (await self.report(timeout_secs=timeout_secs)).get(protocol.WEIGHT_VERSION)
+        try:
+            read_version(name, run_id)
+        except ForeignWeightsError as error:
+            raise ForeignVersionError(
+                self.address, self.INFO, str(error), retryable=True
+            ) from error
+        return str(name)
+
+    # Pushes.
+
+    async def hold(self, push: Push) -> None:
+        """Gives the server a version; see `port.Kind`."""
+        way, is_adapter = push.options.way, push.stored.is_adapter
+        if is_adapter and way not in self.ADAPTER_WAYS:
+            ways = " or ".join(map(repr, self.ADAPTER_WAYS))
+            raise push.error(f"takes no adapters by {way!r}: give them by {ways}")
+        await super().hold(push)
+
+    def ways(self) -> str:
+        ways = ", ".join(map(repr, self.WAYS))
+        return f"{ways}, or put a sidecar before it (python -m jaxrl_async relay)"
+
+    async def disk(self, push: Push) -> None:
+        """The server reads the version from a directory that it can see."""
+        path = os.fspath(push.stored)
+        if push.stored.is_adapter:
+            await self.add_adapter(push, functools.partial(self.load_adapter, path=path))
+            return
+        async with push.paused(self, await self.verification(push)) as name:
+            update = protocol.DiskUpdate(
+                weight_version=name,
+                model_path=path,
+                flush_cache=push.flush_cache,
+                abort_all_requests=False,
+                load_format="auto",
+            )
+            await self.update_from_disk(update, timeout_secs=push.left())
+
+    async def tensor(self, push: Push) -> None:
+        """Sends the tensors of a version over HTTP, without a shared file system.
+
+        Needs PyTorch (the CPU build does) in this process: SGLang's route takes pickled lists of (name, tensor). Only
+        sending pickles; nothing is unpickled here.
+        """
+        torch = await asyncio.to_thread(_torch)  # Its import takes seconds.
+        settings = await self.server_info(timeout_secs=push.left())
+        num_ranks = settings.get("tp_size", 1)
+        if push.stored.is_adapter:
+            await self._send_adapter(push, num_ranks, torch)
+            return
+        parts = buckets(push.stored, BUCKET_BYTES)
+        verify = await self.verification(push, settings)
+        async with push.paused(self, verify) as name, self.session(push):
+            for number, part in enumerate(parts, 1):
+                push.check_wanted()
+                payload = await asyncio.to_thread(_pickled, push.stored, part, torch)
+                flush_cache = push.flush_cache and number == len(parts)
+                named = {"weight_version": name, "flush_cache": flush_cache}
+                body = {"serialized_named_tensors": [payload] * num_ranks} | named
+                body |= {"abort_all_requests": False}
+                await self.update("/update_weights_from_tensor", body, push.left())
+
+    async def distributed(self, push: Push) -> None:
+        """Broadcasts the tensors of a version to all that want it now: NCCL between GPUs, else gloo.
+
+        Needs PyTorch in this environment: rank 0 is a process of its own, with this one's interpreter.
+        """
+        settings = await self.server_info(timeout_secs=push.left())
+        for size in ("pp_size", "dp_size"):
+            if (found := settings.get(size, 1)) != 1:
+                raise push.error(f"has {size} {found}, and 'distributed' needs 1")
+        host = push.options.rendezvous
+        there = urllib.parse.urlsplit(self.address).hostname or ""
+        if is_loopback(host) and not is_loopback(there):
+            raise push.error(
+                f"must find the learner at weights.rendezvous, and {host} is of this machine alone"
+            )
+        verify = await self.verification(push, settings)
+
+        @contextlib.asynccontextmanager
+        async def opened() -> AsyncIterator[str]:
+            async with push.paused(self, verify) as name, self.session(push):
+                yield name
+
+        await push.collective.deliver(
+            self,
+            push,
+            opened,
+            host=host,
+            num_ranks=settings.get("tp_size", 1),
+            device=settings.get("device", "cuda"),
+            buckets=buckets(push.stored, BROADCAST_BYTES),
+        )
+
+    async def verification(
+        self, push: Push, settings: Mapping[str, Any] | None = None
+    ) -> Callable[[], Awaitable[None]]:
+        """Computes the checksums of a version while the server still samples; returns their comparison."""
+        if settings is None:
+            settings = await self.server_info(timeout_secs=push.left())
+        expected = await checksums.expect(
+            self.address, push.stored, settings, timeout_secs=push.left()
+        )
+        return functools.partial(self._verify, push, expected)
+
+    async def _verify(self, push: Push, expected: checksums.Expected) -> None:
+        """Raises ServerError where it holds other weights than the version's; else they get its name."""
+        found = await self.checksums(timeout_secs=push.left())
+        if (reason := checksums.difference(found, expected)) is not None:
+            raise ServerError(self.address, "/weights_checker", reason, retryable=False)
+        await self.rename(push.name, timeout_secs=push.left())
+        await self.verify_name(push)
+
+    @contextlib.asynccontextmanager
+    async def session(self, push: Push) -> AsyncIterator[None]:
+        """Opens a session of tensors, and closes it whatever happens: an open one blocks every later push.
+
+        One that a killed learner left open is closed first.
+        """
+        with contextlib.suppress(ServerError):  # Refused where none is open.
+            await self.update("/end_weight_update", {}, push.left())
+        await self.update("/begin_weight_update", {}, push.left())
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(ServerError):
+                await self.update("/end_weight_update", {}, CLOSE_SECS)
+            raise
+        await self.update("/end_weight_update", {}, push.left())
+
+    async def checksums(self, *, timeout_secs: float) -> dict[str, str]:
+        """A hash of every tensor that it holds, by SGLang's (fused) names, of its first rank.
+
+        On the CPU it is the first 8 bytes of the SHA-256 of the tensor's bytes, in hex.
+        """
+        route = "/weights_checker"
+        answer = await self.post(route, {"action": "checksum"}, timeout_secs)
+        try:
+            return dict(answer["ranks"][0]["checksums"])
+        except (KeyError, IndexError, TypeError) as error:
+            raise self.malformed(route, error) from error
+
+    # Adapters.
+
+    async def _send_adapter(self, push: Push, num_ranks: int, torch: Any) -> None:
+        files = push.stored
+        payload = await asyncio.to_thread(_pickled, files, files.names(), torch, dict)
+        config = json.loads(pathlib.Path(files, f"{ADAPTER}config.json").read_text("utf-8"))
+
+        async def load(name: str, *, timeout_secs: float) -> None:
+            body = {"lora_name": name, "config_dict": config}
+            body |= {"serialized_named_tensors": [payload] * num_ranks}
+            await self.update("/load_lora_adapter_from_tensors", body, timeout_secs)
+
+        await self.add_adapter(push, load)
+
+    async def add_adapter(self, push: Push, load: Callable[..., Awaitable[None]]) -> None:
+        """Gives the server one more adapter, which new requests then ask for, and removes old ones first.
+
+        The name of the server's own weights becomes the adapter's: it tells the newest one, and a server that has
+        restarted has another.
+        """
+        push.check_wanted()
+        held = await self.adapters(timeout_secs=push.left())
+        others = [other for other in held if other != push.name]
+        for old in others[: max(len(others) - push.options.keep_adapters, 0)]:
+            # Once no request uses it. The server takes no other adapter before.
+            await self.update("/unload_lora_adapter", {"lora_name": old}, push.left())
+        if push.name not in held:  # A name has the same weights for ever.
+            await load(push.name, timeout_secs=push.left())
+        await self.rename(push.name, timeout_secs=push.left())
+        await self.verify_name(push)
+
+    async def load_adapter(self, name: str, *, path: str, timeout_secs: float) -> None:
+        """Gives it one more adapter, from a directory in PEFT's layout that it can see."""
+        body = {"lora_name": name, "lora_path": path}
+        await self.update("/load_lora_adapter", body, timeout_secs)
+
+    async def adapters(self, *, timeout_secs: float) -> list[str]:
+        """The names of the adapters that it holds, the least recently used first."""
+        answer = await self.get("/v1/models", timeout_secs)
+        try:
+            return [model["id"] for model in answer["data"] if model.get("parent")]
+        except (KeyError, TypeError) as error:
+            raise self.malformed("/v1/models", error) from error
+
+    # The groups of `extras.collective`.
+
+    async def join(
+        self,
+        *,
+        host: str,
+        port: int,
+        rank_offset: int,
+        world_size: int,
+        group: str,
+        backend: str,
+        timeout_secs: float,
+    ) -> None:
+        """Lets the server join a group of torch.distributed; answers when all ranks have come.
+
+        It does not sample meanwhile.
+
+        Args:
+          host: where rank 0 listens.
+          port: its port.
+          rank_offset: the server's first rank.
+          world_size: of the group.
+          group: its name, never used before.
+          backend: of torch.distributed, with its device.
+          timeout_secs: bound on the whole call; the server itself waits for half an hour.
+
+        Raises:
+          ServerError: refused, lost or late.
+        """
+        payload = {"master_address": host, "master_port": port, "rank_offset": rank_offset}
+        payload |= {"world_size": world_size, "group_name": group, "backend": backend}
+        await self.update("/init_weights_update_group", payload, timeout_secs)
+
+    async def receive(
+        self,
+        *,
+        tensors: Mapping[str, tuple[str, Sequence[int]]],
+        group: str,
+        version: str,
+        flush_cache: bool,
+        timeout_secs: float,
+    ) -> None:
+        """Lets the server overwrite some tensors with those that rank 0 of its group broadcasts meanwhile.
+
+        Args:
+          tensors: dtype and shape of each, by Hugging Face's name, in the order of the broadcasts.
+          group: its name.
+          version: new name of the weights.
+          flush_cache: empty the prefix cache.
+          timeout_secs: bound on the whole call; the server itself waits until a connection closes.
+
+        Raises:
+          ServerError: refused, lost or late; some tensors may have changed.
+        """
+        payload = {
+            "names": list(tensors),
+            "dtypes": [dtype for dtype, _ in tensors.values()],
+            "shapes": [list(shape) for _, shape in tensors.values()],
+            "group_name": group,
+            "weight_version": version,
+            "flush_cache": flush_cache,
+            "abort_all_requests": False,
+        }
+        await self.update("/update_weights_from_distributed", payload, timeout_secs)
+
+    async def leave(self, group: str, *, timeout_secs: float) -> None:
+        """Lets the server leave a group."""
+        await self.update("/destroy_weights_update_group", {"group_name": group}, timeout_secs)
+
+    # The preflight.
+
+    async def preflight(self, expected: Expected, *, deadline: float) -> None:
+        """Counts its layers too, and compares the log-prob and version of a sampled token."""
+        await super().preflight(expected, deadline=deadline)
+        checks = Checks(self, expected, deadline)
+        await self._check_tensors(checks)
+        await self.check_answer(checks)
+
+    def ways_of(self, expected: Expected) -> Mapping[str, tuple[str, ...]]:
+        return self.ADAPTER_WAYS if expected.adapters else self.WAYS
+
+    async def vocab_size(self, *, timeout_secs: float) -> int | None:
+        """Its vocabulary; None where neither its report nor a refusal tells it.
+
+        SGLang names it when it refuses a bias on a token beyond it, before the request reaches the scheduler. Two
+        grammars at once make it a request that is refused anyway, so that none is sampled with that token, which would
+        kill the server.
+
+        Raises:
+          ServerError: no answer, or the key is wrong.
+        """
+        if (told := await super().vocab_size(timeout_secs=timeout_secs)) is not None:
+            return told
+        sampling = {
+            "max_new_tokens": 1,
+            "logit_bias": {str(_NO_TOKEN): 0.0},
+            "json_schema": "{}",
+            "regex": ".",
+        }
+        payload = {"rid": f"preflight-{uuid.uuid4().hex}", "input_ids": [0]}
+        payload |= {"sampling_params": sampling, "stream": False}
+        try:
+            await self.post("/generate", payload, timeout_secs, is_control=False)
+        except ServerError as error:
+            if error.status != 400:
+                raise
+            match = _BIAS_REFUSAL.search(error.reason)
+            return int(match[1]) + 1 if match else None
+        return None
+
+    async def check_adapters(self, checks: Checks) -> None:
+        wanted = checks.expected.adapters
+        assert wanted is not None
+        if not wanted.has_base_files:
+            raise checks.unfit(
+                self.INFO,
+                "the base of the adapters is made by the run itself, and SGLang takes adapters alone: set model.path, "
+                "without a warm start, or use embedded servers",
+            )
+        settings = await self.optional("/server_info", **checks.left())
+        if not settings.get("enable_lora"):
+            raise checks.unfit(
+                "/server_info", f"it takes no adapters: start it with {_flags(wanted)}"
+            )
+        targets = settings.get("lora_target_modules") or ()
+        lacks = set(wanted.targets) - set(targets) if "all" not in targets else set()
+        rank, loaded = settings.get("max_lora_rank") or 0, settings.get("max_loaded_loras")
+        if lacks or rank < wanted.rank or (loaded is not None and loaded <= wanted.kept):
+            raise checks.unfit(
+                "/server_info",
+                f"it takes adapters of rank ≤ {rank} for {', '.join(sorted(targets))}, {loaded} at a time: start it "
+                f"with {_flags(wanted)}",
+            )
+
+    async def _check_tensors(self, checks: Checks) -> None:
+        """Counts the layers by the names of tensors: a push of another count loads, and serves garbage."""
+        settings = await self.optional("/server_info", **checks.left())
+        if settings.get("pp_size", 1) != 1:  # Each rank has a part of the layers.
+            return
+        names = await self.checksums(**checks.left())
+        layers = {int(match[1]) for name in names if (match := _LAYER.match(name))}
+        checks.layers("/weights_checker", len(layers))
+
+
+class Relayed(Sglang, Intake):
+    """An SGLang server with a sidecar before it, which takes versions as this project's servers do."""
+
+    WAYS: ClassVar = Sglang.WAYS | {
+        "stream": (protocol.UPDATE_FROM_UPLOAD, "/update_weight_version")
+    }
+
+    @classmethod
+    def recognises(cls, info: Mapping[str, Any]) -> bool:
+        """The sidecar says so."""
+        return bool(info.get(protocol.HANDS_ON))
+
+
+async def remedy(client: InferenceClient, address: str, *, timeout_secs: float) -> str:
+    """The reason why a server is of no kind, with what to do."""
+    server = SglangApi(client, address)
+    info = await server.optional("/get_server_info", timeout_secs=timeout_secs)
+    if "router_manager" in info or "workers_count" in info:
+        return (
+            "this is a router, which passes on requests alone: put it in server.addresses, and the servers "
+            "behind it in server.control_addresses"
+        )
+    if any("precompile" in key for key in info):
+        return (
+            "this is a plain SGLang-JAX, which has no routes for weights: start "
+            "jaxrl_async/extras/sglang_jax/server.py with the same flags in place of sgl_jax.launch_server"
+        )
+    if version := info.get("version"):
+        return f"SGLang {version} has no such route: install 0.5.23, which is tested"
+    return "no such route: this is no inference server with SGLang's API"
+
+
+def buckets(stored: StoredVersion, max_bytes: int) -> list[list[str]]:
+    """The names of a version's tensors in parts of at most max_bytes; a larger tensor is a part of its own."""
+    parts: list[list[str]] = []
+    size = 0
+    for name in stored.names():
+        if not parts or size + stored.num_bytes(name) > max_bytes:
+            parts.append([])
+            size = 0
+        parts[-1].append(name)
+        size += stored.num_bytes(name)
+    return parts
+
+
+def _torch() -> Any:
+    try:
+        import torch
+    except ImportError as error:
+        raise ImportError(
+            "weights.transport 'tensor' needs PyTorch in the learner's environment; a CPU build does"
+        ) from error
+    return torch
+
+
+def _pickled(
+    stored: StoredVersion, names: Sequence[str], torch: Any, form: Callable[[list], Any] = list
+) -> str:
+    """Base64 of a pickled list of (name, CPU tensor), the format of update_weights_from_tensor, or of such a dict."""
+    named = []
+    for name in names:
+        array = stored.tensor(name)
+        raw = torch.frombuffer(bytearray(array.tobytes()), dtype=torch.uint8)
+        named.append((name, raw.view(getattr(torch, array.dtype.name)).reshape(array.shape)))
+    return base64.b64encode(pickle.dumps(form(named))).decode("ascii")
+
+
+def _flags(adapters: Adapters) -> str:
+    return (
+        f"--enable-lora --max-lora-rank={adapters.rank} --lora-target-modules {' '.join(adapters.targets)} "
+        f"--max-loaded-loras={adapters.kept + 1}"
+    )
+
+
+# SGLang reads large bodies slowly: in parts of 256 MB a push took several times as long.
+BUCKET_BYTES = 8 << 20
+BROADCAST_BYTES = 256 << 20  # A server has room for one more of these.
+CLOSE_SECS = 5.0
+_NO_TOKEN = 2**31 - 1  # beyond every vocabulary
+_BIAS_REFUSAL = re.compile(r"logit_bias must has keys in \[0, ([0-9]+)\]")
+_LAYER = re.compile(r"model\.layers\.([0-9]+)\.")
