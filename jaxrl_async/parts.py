@@ -3,11 +3,15 @@
 Each function imports its own part, so that a process loads no more than it needs.
 """
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import functools
 import json
 import pathlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
 
 from jaxrl_async.config.checks import key_named, queue_access_of
 from jaxrl_async.config.settings import Settings
@@ -16,12 +20,29 @@ from jaxrl_async.tasks import hub
 from jaxrl_async.tasks.task import texts_of
 from jaxrl_async.versions.store import WeightStore
 
+if TYPE_CHECKING:
+    import jax
+
+    from jaxrl_async.inference.engine import Engine
+    from jaxrl_async.learner.checkpoint import Checkpoints
+    from jaxrl_async.learner.train_step import TrainStep
+    from jaxrl_async.models.lora import LoRA
+    from jaxrl_async.models.transformer import ModelConfig
+    from jaxrl_async.rewards.client import RewardClient
+    from jaxrl_async.rewards.pool import RewardPool
+    from jaxrl_async.rollout.context import Rollout
+    from jaxrl_async.rollout.frictions import Frictions
+    from jaxrl_async.rollout.runner import Runner
+    from jaxrl_async.tasks.task import Task
+    from jaxrl_async.tasks.tokenizer import Tokenizer
+    from jaxrl_async.tracker import Tracker
+
 # Deadlines of the queue's clients. The queue needs no device and is up within seconds.
 CONNECT_TIMEOUT_SECS = 60.0
 CALL_TIMEOUT_SECS = 30.0
 
 
-def keys_of(settings: Settings) -> dict[str, str | None]:
+def keys_of(settings: Settings) -> dict[str, Any]:
     """The servers' keys from the environment, {"api_key": …, "admin_api_key": …}; None where none is named.
 
     Raises:
@@ -48,7 +69,7 @@ def model_directory(settings: Settings, needed: tuple[str, ...] = hub.MODEL_FILE
     return hub.directory_of("model.path", settings.model.path, needed=needed)
 
 
-def tokenizer_of(settings: Settings, workdir: pathlib.Path):
+def tokenizer_of(settings: Settings, workdir: pathlib.Path) -> Tokenizer:
     """The run's tokenizer. The first role that needs it writes its files; the others read them.
 
     Raises:
@@ -60,15 +81,16 @@ def tokenizer_of(settings: Settings, workdir: pathlib.Path):
     tools = _tools_of(settings)
     if not wanted.system_prompt and not wanted.instruction and not tools:
         return tokenizer
-    return InstructedTokenizer(
+    instructed = InstructedTokenizer(
         tokenizer,
         instruction=wanted.instruction,
         system_prompt=wanted.system_prompt,
         tools=tools,
     )
+    return cast("Tokenizer", instructed)  # Its other members are the tokenizer's own.
 
 
-def _tools_of(settings: Settings) -> list:
+def _tools_of(settings: Settings) -> list[Mapping[str, Any]]:
     """The schemas of the tools of the run's environment; [] without any."""
     if not (name := settings.environment.name):
         return []
@@ -78,7 +100,7 @@ def _tools_of(settings: Settings) -> list:
     return getattr(environment_class(name, args)(**args), "schemas", [])
 
 
-def _plain_tokenizer_of(settings: Settings, workdir: pathlib.Path):
+def _plain_tokenizer_of(settings: Settings, workdir: pathlib.Path) -> Tokenizer:
     from jaxrl_async.tasks import tokenizer as tokenizers
 
     wanted, directory = settings.tokenizer, workdir / "tokenizer"
@@ -96,26 +118,28 @@ def _plain_tokenizer_of(settings: Settings, workdir: pathlib.Path):
     return tokenizer
 
 
-def task_of(settings: Settings):
+def task_of(settings: Settings) -> Task:
     """The run's task; with a validation split where evaluate.num_validation > 0."""
     from jaxrl_async.tasks import make_task
     from jaxrl_async.tasks.validation import WithValidation
 
-    task, num = (
-        make_task(settings.task.name, **settings.task.args),
-        settings.evaluate.num_validation,
-    )
+    task = make_task(settings.task.name, **settings.task.args)
+    num = settings.evaluate.num_validation
     return WithValidation(task, num=num, seed=settings.task.seed) if num > 0 else task
 
 
-def rewards_of(settings: Settings, reward: str):
+def rewards_of(settings: Settings, reward: str) -> RewardClient | RewardPool:
     """The reward services of a run, or else a pool of this machine; not started yet."""
+    make = reward_client_of if settings.rollout.reward_addresses else reward_pool_of
+    return make(settings, reward)
+
+
+def reward_client_of(settings: Settings, reward: str) -> RewardClient:
+    """The reward services of a run that has them; not started yet."""
     from jaxrl_async.rewards import REWARDS
+    from jaxrl_async.rewards.client import RewardClient
 
     rollout = settings.rollout
-    if not rollout.reward_addresses:
-        return reward_pool_of(settings, reward)
-    from jaxrl_async.rewards.client import RewardClient
 
     return RewardClient(
         rollout.reward_addresses,
@@ -126,7 +150,7 @@ def rewards_of(settings: Settings, reward: str):
     )
 
 
-def reward_pool_of(settings: Settings, reward: str):
+def reward_pool_of(settings: Settings, reward: str) -> RewardPool:
     """Processes that score completions with a reward, within the run's bounds; not started yet."""
     from jaxrl_async.rewards import REWARDS
     from jaxrl_async.rewards.pool import RewardPool
@@ -142,7 +166,7 @@ def reward_pool_of(settings: Settings, reward: str):
     )
 
 
-def rollout_of(settings: Settings):
+def rollout_of(settings: Settings) -> Rollout:
     """The run's rollout function.
 
     Raises:
@@ -170,7 +194,7 @@ def rollout_of(settings: Settings):
     return environment.EnvironmentRollout(**vars(wanted), episode_secs=episode_secs)
 
 
-def runner_of(settings: Settings, tokenizer, task):
+def runner_of(settings: Settings, tokenizer: Tokenizer, task: Task) -> Runner:
     """The run's rollout function, as training and every evaluation run it.
 
     Raises:
@@ -196,13 +220,13 @@ def runner_of(settings: Settings, tokenizer, task):
     )
 
 
-def never_token_ids(settings: Settings, tokenizer) -> tuple[int, ...]:
+def never_token_ids(settings: Settings, tokenizer: Tokenizer) -> tuple[int, ...]:
     """The padding token, where it may not be sampled; it may where it ends completions."""
     ends = tokenizer.pad_id in tokenizer.stop_token_ids
     return () if ends or settings.rollout.sample_padding else (tokenizer.pad_id,)
 
 
-def vocab_size_of(settings: Settings, tokenizer) -> int:
+def vocab_size_of(settings: Settings, tokenizer: Tokenizer) -> int:
     """Bound on token ids: the model's, which published checkpoints pad beyond the tokenizer's.
 
     Raises:
@@ -222,7 +246,7 @@ def vocab_size_of(settings: Settings, tokenizer) -> int:
     return vocab_size
 
 
-def frictions_of(settings: Settings, tokenizer):
+def frictions_of(settings: Settings, tokenizer: Tokenizer) -> Frictions | None:
     """The frictions of the run's rollouts; None where every probability is 0.
 
     Raises:
@@ -237,7 +261,7 @@ def frictions_of(settings: Settings, tokenizer):
     return Frictions(**vars(wanted), zero_id=zero_id)
 
 
-def _zero_id(tokenizer) -> int:
+def _zero_id(tokenizer: Tokenizer) -> int:
     needs = "rollout.frictions.actor_bug needs a tokenizer with one token for '0'"
     try:
         ids = tokenizer.encode("0")
@@ -248,8 +272,8 @@ def _zero_id(tokenizer) -> int:
     return ids[0]
 
 
-def model_config_of(settings: Settings, tokenizer):
-    """The model's shape: from the files at model.path, or from the config."""
+def model_config_of(settings: Settings, tokenizer: Tokenizer | None) -> ModelConfig:
+    """The model's shape: from the files at model.path, or from the config and the tokenizer."""
     from jaxrl_async.models import hf, transformer
 
     model = settings.model
@@ -259,10 +283,11 @@ def model_config_of(settings: Settings, tokenizer):
         return dataclasses.replace(config, lora=_lora_of(settings))
     shape = {name: value for name, value in vars(model).items() if name != "path"}
     shape["lora"] = _lora_of(settings)
+    assert tokenizer is not None  # It may be where the files name the vocabulary's size.
     return transformer.ModelConfig(vocab_size=tokenizer.vocab_size, rope_scaling=None, **shape)
 
 
-def _lora_of(settings: Settings):
+def _lora_of(settings: Settings) -> LoRA | None:
     from jaxrl_async.models.lora import LAYERS, LoRA
 
     wanted = settings.model.lora
@@ -291,15 +316,18 @@ def base_name(settings: Settings, workdir: pathlib.Path) -> str:
     )
 
 
-def base_params(settings: Settings, workdir: pathlib.Path, config, mesh):
+def base_params(
+    settings: Settings, workdir: pathlib.Path, config: ModelConfig, mesh: jax.sharding.Mesh
+) -> Any:
     """The frozen weights of a run with adapters, on a mesh; None of a run without."""
     from jaxrl_async.learner.train_step import frozen_shardings
     from jaxrl_async.models import hf
 
     if not config.lora:
         return None
-    tensors = hf.read_tensors(base_directory(settings, workdir))
-    return hf.load(tensors, config, frozen_shardings(config, mesh))
+    shardings = frozen_shardings(config, mesh)
+    assert shardings is not None
+    return hf.load(hf.read_tensors(base_directory(settings, workdir)), config, shardings)
 
 
 def model_path(settings: Settings, workdir: pathlib.Path) -> pathlib.Path:
@@ -316,7 +344,7 @@ def model_path(settings: Settings, workdir: pathlib.Path) -> pathlib.Path:
     return directory
 
 
-def tracker_of(settings: Settings, workdir: pathlib.Path):
+def tracker_of(settings: Settings, workdir: pathlib.Path) -> Tracker | None:
     """The run's experiment tracker; None without one."""
     from jaxrl_async.tracker import SERVICES, Tracker
 
@@ -328,7 +356,7 @@ def tracker_of(settings: Settings, workdir: pathlib.Path):
     return Tracker(service, workdir, project=wanted.project, config=config)
 
 
-def engine_of(settings: Settings, workdir: pathlib.Path, *, name: str, **sharing):
+def engine_of(settings: Settings, workdir: pathlib.Path, *, name: str, **sharing: Any) -> Engine:
     """An embedded engine for the run's model, not started, without weights; see `Engine` for `device_lock`."""
     from jaxrl_async.inference.engine import Engine
 
@@ -346,7 +374,9 @@ def engine_of(settings: Settings, workdir: pathlib.Path, *, name: str, **sharing
     )
 
 
-def train_step_of(settings: Settings, config, mesh, **sharing):
+def train_step_of(
+    settings: Settings, config: ModelConfig, mesh: jax.sharding.Mesh, **sharing: Any
+) -> TrainStep:
     """The learner's programs, on a mesh; see `TrainStep` for keeps_params and device_lock."""
     from jaxrl_async.learner import optimizer
     from jaxrl_async.learner.train_step import TrainStep
@@ -362,7 +392,9 @@ def train_step_of(settings: Settings, config, mesh, **sharing):
     )
 
 
-def checkpoints_of(settings: Settings, workdir: pathlib.Path, *, remove_unfinished: bool = False):
+def checkpoints_of(
+    settings: Settings, workdir: pathlib.Path, *, remove_unfinished: bool = False
+) -> Checkpoints:
     """The checkpoints of the run; the best evaluated version is kept besides the last ones."""
     from jaxrl_async.evaluation.evaluator import best_version
     from jaxrl_async.learner.checkpoint import Checkpoints
@@ -375,7 +407,9 @@ def checkpoints_of(settings: Settings, workdir: pathlib.Path, *, remove_unfinish
     )
 
 
-def checkpoint_params(settings: Settings, workdir: pathlib.Path, step: int | None = None):
+def checkpoint_params(
+    settings: Settings, workdir: pathlib.Path, step: int | None = None
+) -> tuple[int, Any]:
     """(step, all weights on one device) of a checkpoint of the run; the last one for step None."""
     import jax
 

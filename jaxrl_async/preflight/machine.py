@@ -42,10 +42,8 @@ def check_access(settings: Settings, role: str, index: int) -> None:
     """
     queue, server = settings.queue, settings.server
     try:
-        if role not in ("queue", "rewards"):
-            keys = parts.keys_of(settings)
-        if role != "server":
-            access = queue_access_of(settings)
+        keys = parts.keys_of(settings) if role not in ("queue", "rewards") else {}
+        access = queue_access_of(settings) if role != "server" else {}
         if role in ("all", "queue", "rewards"):
             security.server_context(queue.tls_cert, queue.tls_key)
         if role == "rewards" and index < len(settings.rollout.reward_addresses):
@@ -238,9 +236,9 @@ def _check_hosts(settings: Settings) -> None:
     concurrent.futures.wait(found.values(), RESOLVE_SECS)
     pool.shutdown(wait=False, cancel_futures=True)
     lost = [
-        f"{hosts[host]}, whose host does not resolve ({future.exception().strerror})"
+        f"{hosts[host]}, whose host does not resolve ({getattr(error, 'strerror', error)})"
         for host, future in found.items()
-        if future.done() and not future.cancelled() and future.exception()
+        if future.done() and not future.cancelled() and (error := future.exception())
     ]
     if lost:
         raise StartError("\n  ".join(lost))

@@ -104,7 +104,7 @@ def check_rewards(settings: Settings) -> None:
     addresses = settings.rollout.reward_addresses
     if not addresses:
         return
-    client = parts.rewards_of(settings, parts.task_of(settings).reward)
+    client = parts.reward_client_of(settings, parts.task_of(settings).reward)
     silent, unfit = asyncio.run(client.look())
     _refuse(unfit, f"{len(addresses)} reward services")
     for line in silent:
