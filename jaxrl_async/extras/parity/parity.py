@@ -24,17 +24,8 @@ from jaxrl_async.versions import protocol
 from jaxrl_async.versions import store as weight_store
 
 CAUSES = (
-    "ok",
-    "temperature",
-    "truncation",
-    "alignment",
-    "cache",
-    "version",
-    "weights",
-    "dtype",
-    "sampler",
-    "unexplained",
-)
+    "ok", "temperature", "truncation", "alignment", "cache", "version", "weights", "dtype", "sampler", "unexplained",
+)  # fmt: skip
 
 _FAR_OFF = 0.3  # nats, mean |d|: no rounding does this; other weights give 0.3 and more.
 _MAX_BEYOND = 0.01  # Share of tokens that may differ by more than 10 tolerances.
@@ -73,8 +64,8 @@ class Evidence:
     """The input of `diagnose`."""
 
     first: Answers
-    logits: np.ndarray  # float32 [N, V], the learner's, of the first asking, before temperature
-    other_logprobs: np.ndarray  # float32 [N], the learner's in other_dtype, of the first asking
+    logits: np.ndarray  # float32 [N, V], the learner's, of the first answers, before temperature
+    other_logprobs: np.ndarray  # float32 [N], the learner's in other_dtype, of the first answers
     other_dtype: str  # "bfloat16" where the learner's forward is float32, and the reverse
     second: Answers | None  # every prompt again: prefix-cache hits
     flushed: Answers | None  # and again after a flush; None where it was not needed, or refused
@@ -82,7 +73,7 @@ class Evidence:
     top_p: float  # asked, in (0, 1]
     label_fault: (
         str | None
-    )  # contradiction between the server's name of its weights and the manifest
+    )  # contradiction between the name of the server's weights and the manifest
 
     @property
     def dtype(self) -> str:
@@ -126,18 +117,14 @@ class Questions:
     seed: int  # of the prompts
 
 
-@dataclasses.dataclass(frozen=True)
-class _Explanation:
-    cause: str
-    finding: str
-    advice: str
-    logprobs: np.ndarray  # float [N], of a server with this fault; NaN unknown, −inf impossible
+# A fault, and the log-probs of a server with it, float [N]: NaN unknown, −inf impossible.
+_Explanation = tuple[Verdict, np.ndarray]
 
 
-def stats(asking: Answers, tolerance: float) -> Stats:
-    """The table's numbers of an asking; tolerance in nats, > 0."""
-    d = np.abs(asking.differences)
-    k3 = kl.k3(asking.server_logprobs, asking.logprobs, np.ones(len(d), bool))
+def stats(answers: Answers, tolerance: float) -> Stats:
+    """The table's numbers of answers; tolerance in nats, > 0."""
+    d = np.abs(answers.differences)
+    k3 = kl.k3(answers.server_logprobs, answers.logprobs, np.ones(len(d), bool))
     mean, far = float(d.mean()), float(np.mean(d > 10 * tolerance))
     return Stats(
         tokens=len(d),
@@ -150,8 +137,8 @@ def stats(asking: Answers, tolerance: float) -> Stats:
 
 
 def table(evidence: Evidence, tolerance: float) -> str:
-    """The differences of every asking, in nats, as text."""
-    askings = {
+    """The differences of all answers, in nats, as text."""
+    rounds = {
         "first asking": evidence.first,
         "second (prefix cache)": evidence.second,
         "after a flush": evidence.flushed,
@@ -159,9 +146,9 @@ def table(evidence: Evidence, tolerance: float) -> str:
     lines = [
         f"{'':22} {'tokens':>7} {'mean |d|':>10} {'max |d|':>10} {'kl':>10} {f'> {tolerance:g}':>9}"
     ]
-    for name, asking in askings.items():
-        if asking is not None:
-            s = stats(asking, tolerance)
+    for name, answers in rounds.items():
+        if answers is not None:
+            s = stats(answers, tolerance)
             lines.append(
                 f"{name:22} {s.tokens:7} {s.mean_abs:10.3g} {s.max_abs:10.3g} {s.kl:10.3g} {s.beyond:9.1%}"
             )
@@ -209,17 +196,16 @@ async def measure(
             vocab_size = await kind.vocab_size(timeout_secs=timeout_secs)
             _check_vocabulary(server, vocab_size, config, directory)
             prompts = _prompts(questions, config.vocab_size)
-            learner = _Learner(config, directory, adapter)
-            ask = functools.partial(_ask, client, server, prompts, questions, timeout_secs)
+            learner = _Learner(config, read_params(directory, config, adapter))
 
-            async def asking():
-                return _answers(learner, prompts, await ask(), questions.temperature)
+            async def ask() -> tuple[list[Completion], Answers]:
+                found = await _completions(client, server, prompts, questions, timeout_secs)
+                return found, _answers(learner, prompts, found, questions.temperature)
 
-            completions = await ask()
-            first = _answers(learner, prompts, completions, questions.temperature)
-            second, flushed = await asking(), None
+            completions, first = await ask()
+            (_, second), flushed = await ask(), None
             if not stats(first, tolerance).within and await _flush(kind, timeout_secs):
-                flushed = await asking()
+                _, flushed = await ask()
             after = await kind.report(timeout_secs=timeout_secs)
         except ServerError as error:
             raise ParityError(str(error)) from error
@@ -229,10 +215,11 @@ async def measure(
             f"{server} went from version {before} to {now} meanwhile: compare when no push is under way"
         )
     other = "bfloat16" if dtype == "float32" else "float32"
+    in_other = _Learner(dataclasses.replace(config, dtype=other), learner.params)
     return Evidence(
         first=first,
         logits=learner.logits(prompts, completions),
-        other_logprobs=learner.of(other).logprobs(prompts, completions, questions.temperature),
+        other_logprobs=in_other.logprobs(prompts, completions, questions.temperature),
         other_dtype=other,
         second=second,
         flushed=flushed,
@@ -254,14 +241,13 @@ def diagnose(evidence: Evidence, tolerance: float) -> Verdict:
       tolerance: nats, > 0; see Stats.within.
 
     Returns:
-      A verdict. Its cause is "ok" only if every asking is within the tolerance, the server names the weights as the
+      A verdict. Its cause is "ok" only if all answers are within the tolerance, the server names the weights as the
       manifest does, and its tokens are drawn from the requested distribution.
     """
-    verdict = _cache_fault(evidence, tolerance)
-    if verdict is not None:
+    if verdict := _cache_fault(evidence, tolerance):
         return verdict
-    askings = [evidence.first] + ([evidence.second] if evidence.second else [])
-    if all(stats(asking, tolerance).within for asking in askings):
+    rounds = [evidence.first] + ([evidence.second] if evidence.second else [])
+    if all(stats(answers, tolerance).within for answers in rounds):
         return _label_fault(evidence) or _sampler_fault(evidence) or _agreement(evidence)
     return (
         _best_explanation(evidence, tolerance)
@@ -339,7 +325,7 @@ def read_params(
         raise ParityError(f"the weights of {directory} cannot be read: {error}") from error
 
 
-# Asking.
+# The answers.
 
 
 def _check_vocabulary(server, vocab_size, config, directory) -> None:
@@ -363,7 +349,9 @@ def _prompts(questions: Questions, num_ids: int) -> np.ndarray:
     return rng.integers(0, num_ids, shape).astype(np.int32)
 
 
-async def _ask(client, server, prompts, questions: Questions, timeout_secs) -> list[Completion]:
+async def _completions(
+    client, server, prompts, questions: Questions, timeout_secs
+) -> list[Completion]:
     params = {
         "temperature": questions.temperature,
         "top_p": questions.top_p,
@@ -406,29 +394,23 @@ def _answers(learner, prompts, completions, temperature) -> Answers:
     )
 
 
+@dataclasses.dataclass(frozen=True)
 class _Learner:
     """The forward of the learner on a checkpoint's weights."""
 
-    def __init__(self, config: transformer.ModelConfig, directory, adapter=None):
-        self._params, self._config = read_params(directory, config, adapter), config
-
-    def of(self, dtype: str) -> "_Learner":
-        """The same weights, in another dtype."""
-        other = object.__new__(_Learner)
-        other._params = self._params
-        other._config = dataclasses.replace(self._config, dtype=dtype)
-        return other
+    config: transformer.ModelConfig
+    params: nnx.State
 
     def logprobs(self, prompts, completions, temperature) -> np.ndarray:
         """float32 [N]"""
         tokens, sampled = _rows(prompts, completions)
-        return np.asarray(_logprobs(self._config, self._params, tokens, temperature))[sampled]
+        return np.asarray(_logprobs(self.config, self.params, tokens, temperature))[sampled]
 
     def logits(self, prompts, completions) -> np.ndarray:
         """float32 [N, V], before temperature."""
         tokens, sampled = _rows(prompts, completions)
         rows = [
-            np.asarray(_logits(self._config, self._params, row[None]))[0, :-1][keep]
+            np.asarray(_logits(self.config, self.params, row[None]))[0, :-1][keep]
             for row, keep in zip(tokens, sampled[:, 1:], strict=True)
         ]
         return np.concatenate(rows)
@@ -505,23 +487,20 @@ def _best_explanation(e: Evidence, tolerance: float) -> Verdict | None:
     share = base / 10 if e.label_fault is None else 0.0
     bound = min(base / 3, max(tolerance, share, 2 * _rounding(part)))
     best, least = None, bound
-    for explanation in _explanations(part):
-        left = _residual(explanation.logprobs, part.first.server_logprobs)
+    for verdict, predicted in _explanations(part):
+        left = _residual(predicted, part.first.server_logprobs)
         if left < least * (1 - 1e-6):  # Of equals the first, which is the simplest.
-            best, least = explanation, left
+            best, least = verdict, left
     if best is None:
         return None
     finding = f"{best.finding}: that leaves mean |d| {least:.2g} of {base:.3g}"
-    return Verdict(best.cause, finding, best.advice)
+    return dataclasses.replace(best, finding=finding)
 
 
 def _explanations(e: Evidence) -> Iterator[_Explanation]:
-    yield _Explanation(
-        "dtype",
-        f"the server computes in {e.other_dtype}, the learner here in {e.dtype}",
-        f"Compare with --dtype={e.other_dtype}, and train in the dtype that the server has",
-        e.other_logprobs,
-    )
+    finding = f"the server computes in {e.other_dtype}, the learner here in {e.dtype}"
+    advice = f"Compare with --dtype={e.other_dtype}, and train in the dtype that the server has"
+    yield Verdict("dtype", finding, advice), e.other_logprobs
     yield from _temperatures(e)
     yield from _shifts(e)
     yield from _truncations(e)
@@ -539,7 +518,7 @@ def _temperatures(e: Evidence) -> Iterator[_Explanation]:
         (1 / asked, "it multiplies by the temperature"),
     ):
         if not np.isclose(temperature, asked):
-            yield _of_temperature(asked, temperature, how, at(temperature))
+            yield _of_temperature(asked, temperature, how), at(temperature)
     low, high = 0.2, 5.0
     for _ in range(3):  # Each round looks at a seventh of the range before.
         grid = np.geomspace(low, high, 15)
@@ -547,34 +526,31 @@ def _temperatures(e: Evidence) -> Iterator[_Explanation]:
         low, high = grid[max(i - 1, 0)], grid[min(i + 1, len(grid) - 1)]
     best = float(np.sqrt(low * high))
     if not np.isclose(best, asked, rtol=1e-3):
-        yield _of_temperature(asked, best, "the best fit", at(best))
+        yield _of_temperature(asked, best, "the best fit"), at(best)
 
 
-def _of_temperature(asked, temperature, how, logprobs):
-    return _Explanation(
+def _of_temperature(asked: float, temperature: float, how: str) -> Verdict:
+    return Verdict(
         "temperature",
         f"the server's log-probs are those of logits / {temperature:.3g}, asked was {asked:.3g} ({how})",
         "Make the server report log-probs after the temperature that it samples with, and give the learner "
         "the same rollout.temperature",
-        logprobs,
     )
 
 
 def _shifts(e: Evidence) -> Iterator[_Explanation]:
     advice = "Look at how the server's output_token_logprobs are cut: entry t must be about output_ids[t]"
     log_probs = _log_softmax(e.logits / e.temperature)
-    for shift in (1, -1):
-        where = "next" if shift == 1 else "previous"
-        finding = f"the server's log-probs are those of the {where} token: they are shifted by one"
-        logprobs = _shifted(e.first.logprobs, e.first.rows, shift)
-        yield _Explanation("alignment", finding, advice, logprobs)
-    for shift in (1, -1):
-        where = "next" if shift == 1 else "previous"
+    shifts = ((1, "next"), (-1, "previous"))
+    for shift, which in shifts:
+        finding = f"the server's log-probs are those of the {which} token: they are shifted by one"
+        yield Verdict("alignment", finding, advice), _shifted(e.first.logprobs, e.first.rows, shift)
+    for shift, which in shifts:
         finding = (
-            f"the server takes a token's log-prob from the distribution of the {where} position"
+            f"the server takes a token's log-prob from the distribution of the {which} position"
         )
-        logprobs = _chosen(_shifted(log_probs, e.first.rows, shift), e.first.tokens)
-        yield _Explanation("alignment", finding, advice, logprobs)
+        shifted = _shifted(log_probs, e.first.rows, shift)
+        yield Verdict("alignment", finding, advice), _chosen(shifted, e.first.tokens)
 
 
 def _shifted(values, rows, shift):
@@ -590,6 +566,7 @@ def _truncations(e: Evidence) -> Iterator[_Explanation]:
         "Take the log-probs before top-p and top-k, or train with top_p 1 and top_k −1: the learner's are "
         "of the whole distribution"
     )
+    finding = "the server's log-probs are divided by the mass of the top-{} set at {}"
     log_probs = _log_softmax(e.logits / e.temperature)
     sorted_probs, before = _before(log_probs, e.first.tokens)
     rank = np.sum(log_probs > e.first.logprobs[:, None], axis=1)
@@ -603,16 +580,12 @@ def _truncations(e: Evidence) -> Iterator[_Explanation]:
             found = np.where(
                 before <= top_p + _TOP_P_MARGIN, e.first.logprobs - np.log(mass), -np.inf
             )
-            finding = (
-                f"the server's log-probs are divided by the mass of the top-p set at {top_p:g}"
-            )
-            yield _Explanation("truncation", finding, advice, found)
+            yield Verdict("truncation", finding.format("p", f"{top_p:g}"), advice), found
     for top_k in _TOP_KS:
         if top_k < log_probs.shape[1]:
             mass = mass_through[:, top_k - 1]
             found = np.where(rank <= top_k, e.first.logprobs - np.log(mass), -np.inf)
-            finding = f"the server's log-probs are divided by the mass of the top-k set at {top_k}"
-            yield _Explanation("truncation", finding, advice, found)
+            yield Verdict("truncation", finding.format("k", top_k), advice), found
 
 
 def _label_fault(e: Evidence) -> Verdict | None:
@@ -712,9 +685,7 @@ def _agreement(e: Evidence) -> Verdict:
 
 def _head(e: Evidence) -> Evidence:
     """The first _MAX_FIT_TOKENS tokens."""
-    first = Answers(
-        *(getattr(e.first, f.name)[:_MAX_FIT_TOKENS] for f in dataclasses.fields(Answers))
-    )
+    first = Answers(*(values[:_MAX_FIT_TOKENS] for values in vars(e.first).values()))
     return dataclasses.replace(
         e,
         first=first,
