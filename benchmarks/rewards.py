@@ -112,7 +112,8 @@ def make_pool(reward: str, num_processes: int) -> RewardPool:
 async def score(pool: RewardPool | None, reward: str, calls: Calls) -> list[float]:
     """Without a pool, here."""
     if pool is not None:
-        return await pool.score_many(calls)
+        judgements = await asyncio.gather(*(pool.judge(*call) for call in calls))
+        return [judgement.reward for judgement in judgements]
     function = reward_function(reward)
     return [function(completion, answer) for completion, answer in calls]
 

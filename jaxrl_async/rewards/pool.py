@@ -136,52 +136,25 @@ class RewardPool:
         """The wait of a call, in words."""
         return "its reward, in the pool"
 
-    async def score(self, completion: str, answer: str) -> float:
-        """The reward of one completion. Calls that wait at the same time share messages.
+    async def judge(
+        self, completion: str, answer: str, seen: Mapping[str, Any] = MappingProxyType({})
+    ) -> Judgement:
+        """The reward of one completion, with its components. Calls that wait at the same time share messages.
 
         Args:
           completion: the text of the sampled tokens, without stop tokens.
           answer: the gold answer.
-
-        Returns:
-          A finite number.
-
-        Raises:
-          RewardTimeoutError: the call ran for more than timeout_secs.
-          RewardError: the reward raised, crashed, took more than memory_bytes or returned no finite number; or the pool
-            is not started, or closed, or lost its processes.
-        """
-        return (await self._submit(completion, answer)).reward
-
-    async def judge(self, completion: str, answer: str, seen: Mapping[str, Any]) -> Judgement:
-        """The reward of one completion, with its components.
-
-        Args:
-          completion: as of `score`.
-          answer: the gold answer.
           seen: a value of JSON for each name of rewards.SEEN; the reward gets those that it asks for.
 
         Raises:
-          RewardTimeoutError, RewardError: as of `score`; or the reward asks for a name that is not there.
+          RewardTimeoutError: the call ran for more than timeout_secs.
+          RewardError: the reward raised, crashed, took more than memory_bytes or returned no finite number, or asks for
+            a name that is not there; or the pool is not started, or closed, or lost its processes.
         """
         return await self._submit(completion, answer, seen)
 
-    async def score_many(self, calls: Sequence[tuple[str, str]]) -> list[float]:
-        """The rewards of (completion, answer) pairs, in order, when all are done.
-
-        Raises:
-          RewardError: the first of them that failed, as in `score`; the others run to their ends.
-        """
-        futures = [self._submit(completion, answer) for completion, answer in calls]
-        rewards = []
-        for outcome in await asyncio.gather(*futures, return_exceptions=True):
-            if isinstance(outcome, BaseException):
-                raise outcome
-            rewards.append(outcome.reward)
-        return rewards
-
     def _submit(
-        self, completion: str, answer: str, seen: Mapping[str, Any] = MappingProxyType({})
+        self, completion: str, answer: str, seen: Mapping[str, Any]
     ) -> asyncio.Future[Judgement]:
         if self._refusal is not None:
             raise PoolError(f"the pool of reward {self.reward!r} {self._refusal}")

@@ -158,7 +158,7 @@ class Runner:
         The components of a rollout function stand beside the pool's.
 
         Raises:
-          RewardError: as of `RewardPool.score`.
+          RewardError: as of `RewardPool.judge`.
         """
         rows = Sample.of(sample)
         trajectory = rows.trajectories[rows.judged]

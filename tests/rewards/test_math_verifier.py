@@ -5,11 +5,12 @@ import math
 import sys
 
 import pytest
+from fixtures.pools import ScoringPool
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl_async.rewards import REWARDS, reward_function
-from jaxrl_async.rewards.pool import RewardError, RewardPool, RewardTimeoutError
+from jaxrl_async.rewards.pool import RewardError, RewardTimeoutError
 
 TOWER = "9^{9^{9^{9}}}"
 
@@ -80,7 +81,7 @@ def test_without_math_verify_the_error_says_what_to_install(monkeypatch):
 
 
 def make_pool(reward, timeout_secs, memory_bytes=1 << 30):
-    return RewardPool(
+    return ScoringPool(
         reward,
         num_processes=1,
         timeout_secs=timeout_secs,

@@ -11,12 +11,12 @@ import types
 
 import psutil
 import pytest
+from fixtures.pools import ScoringPool
 
 from jaxrl_async.rewards.child import ENVIRONMENT
 from jaxrl_async.rewards.pool import (
     Judgement,
     RewardError,
-    RewardPool,
     RewardTimeoutError,
 )
 
@@ -100,7 +100,7 @@ def make_pool(
     calls_per_process=0,
     environment=(),
 ):
-    return RewardPool(
+    return ScoringPool(
         reward,
         num_processes=num_processes,
         timeout_secs=timeout_secs,
