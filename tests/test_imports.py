@@ -206,6 +206,10 @@ def test_the_rule_allows_no_circle():
     assert order[-1] == "extras"
 
 
+def test_nobody_imports_extras():
+    assert not [room for room, allowed in MAY_IMPORT.items() if "extras" in allowed]
+
+
 def test_an_older_python_is_told_which_one_is_needed():
     code = "import sys; sys.version_info = (3, 10, 1); import runpy; runpy._run_module_as_main('jaxrl_async')"
     done = subprocess.run(

@@ -1,1 +1,1 @@
-"""The preflight: what cannot work is refused before it costs anything. Reading order: machine, peers."""
+"""The preflight: what cannot work is refused before it costs anything. Reading order: machine, peers, server."""

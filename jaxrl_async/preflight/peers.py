@@ -11,9 +11,9 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from jaxrl_async import parts
 from jaxrl_async.config.settings import Settings
+from jaxrl_async.preflight import server
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.port import Adapters, Expected, ServerError, UnfitServerError
-from jaxrl_async.servers.preflight import kept_adapters, preflight, preflight_router
 
 MAX_CONCURRENT = 64  # servers
 
@@ -49,7 +49,7 @@ def _adapters_of(settings: Settings, config) -> Adapters | None:
     return Adapters(
         **vars(config.lora),
         has_base_files=parts.has_base_files(settings),
-        kept=kept_adapters(settings.queue.max_staleness),
+        kept=server.kept_adapters(settings.queue.max_staleness),
     )
 
 
@@ -57,7 +57,7 @@ def check_of(
     settings: Settings, expected: Expected
 ) -> Callable[[InferenceClient, str], Awaitable[None]]:
     """The preflight of one server, as the publisher calls it before a server's first push."""
-    return functools.partial(preflight, expected=expected, timeout_secs=_timeout_of(settings))
+    return functools.partial(server.check, expected=expected, timeout_secs=_timeout_of(settings))
 
 
 def _timeout_of(settings: Settings) -> float:
@@ -76,8 +76,8 @@ def check_servers(settings: Settings, expected: Expected) -> None:
 
 async def _check_servers(settings: Settings, expected: Expected) -> None:
     slots, controls = asyncio.Semaphore(MAX_CONCURRENT), settings.server.controls
-    servers = {control: preflight for behind in controls.values() for control in behind}
-    checks = dict.fromkeys(controls, preflight_router) | servers
+    servers = {control: server.check for behind in controls.values() for control in behind}
+    checks = dict.fromkeys(controls, server.check_router) | servers
     options = {"expected": expected, "timeout_secs": _timeout_of(settings)}
 
     async def check(address: str) -> ServerError | None:

@@ -88,7 +88,7 @@ class Publisher:
           discovery: lists servers that join and leave, besides those of `controls`.
           discover_secs: between two readings of the list.
           preflight: refuses a server before its first push, and before the first after a restart; see
-            servers.preflight. Before any version is published a refusal ends the publisher.
+            preflight.server. Before any version is published a refusal ends the publisher.
         """
         self._servers = [
             health.Server(c, serves) for serves, behind in controls.items() for c in behind

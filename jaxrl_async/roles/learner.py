@@ -29,6 +29,7 @@ from jaxrl_async.learner.warm_start import warm_start
 from jaxrl_async.metrics import MetricsWriter, Timers
 from jaxrl_async.models import hf, sharding, transformer
 from jaxrl_async.preflight import peers
+from jaxrl_async.preflight.server import kept_adapters
 from jaxrl_async.publishing.discovery import Discovery
 from jaxrl_async.publishing.publisher import Publisher
 from jaxrl_async.publishing.transports import Transport
@@ -41,7 +42,6 @@ from jaxrl_async.runtime.supervisor import visible_devices
 from jaxrl_async.samples import SampleWriter
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.port import Expected
-from jaxrl_async.servers.preflight import kept_adapters
 from jaxrl_async.tasks.prompts import demonstration_tokens, test_prompts, validation_prompts
 from jaxrl_async.versions.store import WeightStore
 

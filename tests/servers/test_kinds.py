@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 from fixtures.tensors import tensors
 
+from jaxrl_async.preflight.server import check as preflight
 from jaxrl_async.publishing.publisher import Publisher, PublisherError
 from jaxrl_async.publishing.transports import Transport
 from jaxrl_async.records import Permit, ServerRecord
@@ -24,7 +25,6 @@ from jaxrl_async.servers.fleet import Fleet
 from jaxrl_async.servers.kinds.base import HttpKind
 from jaxrl_async.servers.kinds.checks import Checks
 from jaxrl_async.servers.port import Expected, ForeignVersionError, ForeignWeightsError, ServerError
-from jaxrl_async.servers.preflight import preflight
 from jaxrl_async.versions.store import WeightStore, read_manifest
 
 DEADLINE_SECS = 20.0

@@ -21,13 +21,14 @@ from jaxrl_async import parts
 from jaxrl_async.cli.config import load_config, settings_of
 from jaxrl_async.cli.main import main
 from jaxrl_async.metrics import read_metrics
+from jaxrl_async.preflight.server import check as preflight
+from jaxrl_async.preflight.server import check_router
 from jaxrl_async.publishing.publisher import Publisher
 from jaxrl_async.publishing.transports import Transport
 from jaxrl_async.runtime.supervisor import free_port
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.kinds.sglang_api import SglangApi
 from jaxrl_async.servers.port import Expected, ServerError, UnfitServerError
-from jaxrl_async.servers.preflight import preflight, preflight_router
 from jaxrl_async.versions.store import WeightStore
 
 DEADLINE_SECS = 120.0
@@ -121,7 +122,7 @@ async def test_a_router_passes_as_an_address_of_requests_and_not_as_a_control_ad
     router, workers
 ):
     async with InferenceClient() as client:
-        await preflight_router(client, router, EXPECTED)
+        await check_router(client, router, EXPECTED)
         for worker in workers:
             await preflight(client, worker.address, EXPECTED)
         with pytest.raises(UnfitServerError, match="a router.* server.control_addresses"):

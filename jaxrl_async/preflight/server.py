@@ -24,7 +24,7 @@ def kept_adapters(max_staleness: int) -> int:
     return max_staleness + 2
 
 
-async def preflight(
+async def check(
     client: InferenceClient,
     address: str,
     expected: Expected,
@@ -57,13 +57,13 @@ async def preflight(
     await server.preflight(expected, deadline=deadline)
 
 
-async def preflight_router(
+async def check_router(
     client: InferenceClient,
     address: str,
     expected: Expected,
     *,
     timeout_secs: float = TIMEOUT_SECS,
 ) -> None:
-    """Refuses an address that takes requests alone, as a router does. Arguments and errors as of `preflight`."""
+    """Refuses an address that takes requests alone, as a router does. Arguments and errors as of `check`."""
     server = SglangApi(client, address)
     await server.check_answer(Checks(server, expected, time.monotonic() + timeout_secs))

@@ -8,9 +8,10 @@ from fixtures.fake_sglang import FakeServer, answer
 
 from jaxrl_async.config.build import base_config, make_settings
 from jaxrl_async.preflight import peers
+from jaxrl_async.preflight.server import check as preflight
+from jaxrl_async.preflight.server import check_router
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.port import Expected, ServerError, UnfitServerError
-from jaxrl_async.servers.preflight import preflight, preflight_router
 
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -153,11 +154,11 @@ async def test_sglang_behind_a_sidecar_takes_weights_by_stream(server):
 
 async def test_a_router_is_asked_for_one_token_alone(server):
     server.missing = {"/model_info", "/continue_generation"}
-    await check(server, by=preflight_router)
+    await check(server, by=check_router)
     assert server.routes() == ["/generate"]
-    await refused(server, "server.api_key_env", keys=("wrong", None), by=preflight_router)
+    await refused(server, "server.api_key_env", keys=("wrong", None), by=check_router)
     server.missing = {"/generate"}
-    await refused(server, "404", by=preflight_router)
+    await refused(server, "404", by=check_router)
 
 
 async def test_a_server_that_is_not_up_is_no_refusal(server):
