@@ -13,7 +13,7 @@ os.environ |= compilation.variables()
 import hypothesis
 import jax
 import pytest
-from fixtures.runs import command, run  # noqa: F401
+from fixtures.runs import command, finished, run, shared, verb  # noqa: F401
 
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")

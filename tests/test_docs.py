@@ -6,6 +6,7 @@ import os
 import pathlib
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import threading
@@ -107,9 +108,14 @@ def test_every_promise_names_the_tests_that_hold_it():
     for promise, holders in rows:
         found = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", holders)
         assert found and len(found) == holders.count("`") // 2, promise
+        long = []
         for file, name in found:
             source = (ROOT / file).read_text("utf-8")
-            assert re.search(rf"^(async )?def {name}\(", source, re.M), f"{file}::{name}"
+            marks = re.search(rf"((?:^@.*\n|^[ )\]].*\n)*)^(?:async )?def {name}\(", source, re.M)
+            assert marks, f"{file}::{name}"
+            all_of_file = re.search(r"^pytestmark = .*mark\.long", source, re.M)
+            long.append(bool(all_of_file or re.search(r"^@pytest.mark.long$", marks[1], re.M)))
+        assert not all(long) or "`--long`" in promise, f"only with --long: {promise}"
 
 
 def test_the_lexicon_is_in_order_and_says_each_term_once():
@@ -147,6 +153,7 @@ def test_the_example_of_a_task_is_one(tmp_path, monkeypatch):
     del sys.modules["my_task"]
 
 
+@pytest.mark.long
 def test_the_example_of_a_task_trains(tmp_path):
     command, found = example("extending.md", "my_task", tmp_path)
     call(f"{command} --workdir={tmp_path / 'run'}", **found)
@@ -165,6 +172,7 @@ def test_the_example_of_a_rollout_function_trains_and_is_evaluated(tmp_path):
     call(f"python -m jaxrl_async evaluate {run}", **found)
 
 
+@pytest.mark.long
 def test_the_example_of_an_environment_trains_and_is_evaluated(tmp_path):
     command, found = example("agents.md", "second_chance", tmp_path)
     run = f"--workdir={tmp_path / 'run'}"
@@ -220,11 +228,9 @@ def example(page: str, module: str, directory: pathlib.Path) -> tuple[str, dict[
 
 
 @pytest.fixture(scope="module")
-def workdir(tmp_path_factory):
+def workdir(finished, tmp_path_factory):
     """The smoke run that the commands take."""
-    workdir = tmp_path_factory.mktemp("docs") / "run"
-    call(f"python -m jaxrl_async train --config=configs/quickstart.py:smoke --workdir={workdir}")
-    return workdir
+    return shutil.copytree(finished("async"), tmp_path_factory.mktemp("docs") / "run")
 
 
 def test_a_checkpoint_is_served_in_texts_until_sigterm(workdir):
@@ -305,7 +311,19 @@ def at_smoke_size(command: str, workdir: pathlib.Path, out: pathlib.Path) -> str
     return re.sub(r"--steps=\S+", "--steps=0,last", command)
 
 
-@pytest.mark.parametrize("command", [c for c in commands() if not is_elsewhere(c)])
+def one_of_each_kind() -> list:
+    """The commands to run: the first of each program or verb, and with --long all."""
+    kinds, found = set(), []
+    for command in commands():
+        if not is_elsewhere(command):
+            words = [word for word in command.split() if re.fullmatch(r"[\w./]*[a-z][\w./]*", word)]
+            kind = " ".join(words[1:4] if "jaxrl_async" in words else words[:2])
+            found.append(pytest.param(command, marks=[pytest.mark.long] * (kind in kinds)))
+            kinds.add(kind)
+    return found
+
+
+@pytest.mark.parametrize("command", one_of_each_kind())
 def test_a_command_of_a_page_runs(command, workdir, tmp_path):
     call(at_smoke_size(command, workdir, tmp_path))
 

@@ -117,10 +117,10 @@ def test_a_service_that_hangs_does_not_hold_the_end_up(tmp_path, caplog, monkeyp
 
 
 @pytest.mark.parametrize("kind", trackers.SERVICES)
-def test_a_missing_package_is_named_before_anything_starts(run, kind):
+def test_a_missing_package_is_named_before_anything_starts(verb, kind):
     if importlib.util.find_spec(kind):
         pytest.skip(f"{kind} is installed")
-    code, output = run("train", f"--config={QUICKSTART}:smoke", f"--config.tracker.kind={kind}")
+    code, output = verb("train", f"--config={QUICKSTART}:smoke", f"--config.tracker.kind={kind}")
     assert code == 2, output
     assert f"tracker.kind = {kind!r} needs the package {kind}" in output
     assert f"pip install 'jaxrl_async[{kind}]'" in output

@@ -333,9 +333,9 @@ def test_a_new_run_takes_them_where_they_do():
         LossConfig(**parts).check_new()
 
 
-def test_train_refuses_such_a_loss_before_it_writes(run, tmp_path):
+def test_train_refuses_such_a_loss_before_it_writes(verb, tmp_path):
     flags = ["--config.loss.kl=k1", "--config.loss.kl_coefficient=0.1"]
-    code, output = run("train", f"--config={QUICKSTART}:smoke", *flags)
+    code, output = verb("train", f"--config={QUICKSTART}:smoke", *flags)
     assert code == 2 and "loss.kl 'k1' has a gradient that is 0 in expectation" in output, output
     assert not (tmp_path / "run" / "config.json").exists()
 

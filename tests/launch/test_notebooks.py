@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom: at the smoke size in the normal run, whole with --long."""
+"""The notebooks run from top to bottom: one at the smoke size; with --long all, and whole."""
 
 import importlib.util
 import json
@@ -14,7 +14,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 NOTEBOOKS = sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
-SLOW = ("staleness.ipynb", "tools.ipynb")
+ONE = "quickstart.ipynb"
 CELL_TIMEOUT_SECS = 1800
 MAX_BYTES = 200_000  # of a notebook with its outputs
 
@@ -63,7 +63,7 @@ def one_device(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the notebook packages
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.long) if n in SLOW else n for n in NOTEBOOKS]
+    "name", [n if n == ONE else pytest.param(n, marks=pytest.mark.long) for n in NOTEBOOKS]
 )
 def test_a_notebook_runs_from_top_to_bottom(name, tmp_path):
     done = execute(name, "smoke", tmp_path)

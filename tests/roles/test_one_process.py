@@ -477,17 +477,17 @@ ONE = "--config.supervisor.processes=one"
 
 
 @pytest.mark.optimised
-def test_a_run_in_one_process_is_the_run_in_many_bit_for_bit(run, tmp_path):
-    config = f"--config={QUICKSTART}:smoke,mode=sync"
-    for name, flags in (("many", []), ("one", [ONE])):
-        code, output = run("train", config, *flags, workdir=tmp_path / name)
-        assert code == 0, output
-    assert_same(params_of(tmp_path / "one", 2), params_of(tmp_path / "many", 2))
-    rows = {name: read_metrics(tmp_path / name) for name in ("one", "many")}
+def test_a_run_in_one_process_is_the_run_in_many_bit_for_bit(run, finished, tmp_path):
+    config, workdirs = f"--config={QUICKSTART}:smoke,mode=sync", {"one": tmp_path / "one"}
+    code, output = run("train", config, ONE, workdir=workdirs["one"])
+    assert code == 0, output
+    workdirs["many"] = finished("sync")
+    assert_same(*(params_of(workdir, 2) for workdir in workdirs.values()))
+    rows = {name: read_metrics(workdir) for name, workdir in workdirs.items()}
     for one, many in zip(rows["one"], rows["many"], strict=True):
         assert one.keys() == many.keys()
         assert one["loss/policy"] == many["loss/policy"]
-    texts = {name: read_samples(tmp_path / name) for name in ("one", "many")}
+    texts = {name: read_samples(workdir) for name, workdir in workdirs.items()}
     assert texts["one"] == texts["many"] and {len(texts["one"][step]) for step in (1, 2)} == {2}
     assert [p.name for p in (tmp_path / "one" / "logs").iterdir()] == ["one.log"]
     assert not (tmp_path / "one" / "weights").exists(), "a version was written"
@@ -507,7 +507,8 @@ def test_engines_with_devices_of_their_own_sample_the_same(run, tmp_path):
     assert_same(params_of(tmp_path / "own", 2), params_of(tmp_path / "shared", 2))
 
 
-@pytest.mark.parametrize("mode", [pytest.param("periodic", marks=pytest.mark.long), "async"])
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["periodic", "async"])
 def test_other_modes_train_evaluate_and_report_in_one_process(mode, run, tmp_path):
     code, output = run("train", f"--config={QUICKSTART}:smoke,mode={mode}", ONE)
     assert code == 0, output

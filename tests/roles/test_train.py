@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import sys
@@ -30,11 +31,11 @@ from jaxrl_async.runtime.workdir import lock
 GSM8K = f"--config.task.args.directory={ROOT}/tests/gsm8k_tiny"
 
 
-@pytest.mark.parametrize("mode", ["sync", "periodic", "async"])
-def test_a_mode_trains_evaluates_and_reports(mode, run, tmp_path):
-    workdir = tmp_path / "run"
-    code, output = run("train", f"--config={QUICKSTART}:smoke,mode={mode}")
-    assert code == 0, output
+@pytest.mark.parametrize(
+    "mode", ["sync", pytest.param("periodic", marks=pytest.mark.long), "async"]
+)
+def test_a_mode_trains_evaluates_and_reports(mode, finished, verb, tmp_path):
+    workdir = shutil.copytree(finished(mode), tmp_path / "run")
     rows = read_metrics(workdir)
     assert [row["step"] for row in rows] == [1, 2]
     if mode != "async":
@@ -49,12 +50,12 @@ def test_a_mode_trains_evaluates_and_reports(mode, run, tmp_path):
         if not name.endswith("/") and name not in NOT_IN_EVERY_RUN:
             assert any(name in row for row in rows), f"{name} is in the table and never logged"
 
-    code, output = run("evaluate", "--config.evaluate.num_prompts=8")
+    code, output = verb("evaluate", "--config.evaluate.num_prompts=8")
     assert code == 2, "evaluate takes its config from the workdir"
-    code, output = run("evaluate")
+    code, output = verb("evaluate")
     assert code == 0, output
     assert [row["step"] for row in json.loads((workdir / "evaluation.json").read_text())] == [0, 2]
-    code, output = run("report")
+    code, output = verb("report")
     assert code == 0, output
     page = (workdir / "report.html").read_text()
     assert page.count("<svg") >= 14
@@ -76,7 +77,11 @@ DRAWN = [Delay(3, uniform=True, seed=9).held(version) for version in range(6)]
 
 
 @pytest.mark.parametrize(
-    ("delay_steps", "held", "keep"), [("2", [0, 0, 0, 1, 2, 3], 4), ("uniform(3)", DRAWN, 5)]
+    ("delay_steps", "held", "keep"),
+    [
+        pytest.param("2", [0, 0, 0, 1, 2, 3], 4, marks=pytest.mark.long),
+        ("uniform(3)", DRAWN, 5),
+    ],
 )
 def test_delayed_servers_make_every_token_of_a_step_so_stale(
     delay_steps, held, keep, run, tmp_path
@@ -108,7 +113,7 @@ def test_drawn_delays_of_the_test_above_are_several_and_go_back():
     "config",
     [
         pytest.param("gsm8k_tiny", marks=pytest.mark.long),
-        "gsm8k_qwen2_5_1p5b",
+        pytest.param("gsm8k_qwen2_5_1p5b", marks=pytest.mark.long),
         pytest.param("reason", marks=pytest.mark.long),  # test_notebooks trains with it.
     ],
 )
@@ -120,30 +125,28 @@ def test_the_smoke_of_a_config_trains_two_steps(config, run, tmp_path):
 
 
 @pytest.mark.optimised
-def test_a_resumed_sync_run_equals_the_uninterrupted_one_bit_for_bit(run, tmp_path):
-    sync = f"--config={QUICKSTART}:smoke,mode=sync"
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    four, every = "--config.learner.num_steps=4", "--config.checkpoint.every_steps=1"
-    assert run("train", sync, four, every, workdir=whole)[0] == 0
-    assert run("train", sync, every, workdir=parts)[0] == 0  # two steps
-    code, output = run("train", sync, four, every, "--resume", workdir=parts)
+def test_a_resumed_sync_run_equals_the_uninterrupted_one_bit_for_bit(run, finished, tmp_path):
+    sync, four = f"--config={QUICKSTART}:smoke,mode=sync", "--config.learner.num_steps=4"
+    whole, parts = tmp_path / "whole", shutil.copytree(finished("sync"), tmp_path / "parts")
+    assert run("train", sync, four, workdir=whole)[0] == 0
+    code, output = run("train", sync, four, "--resume", workdir=parts)
     assert code == 0, output
     assert [row["step"] for row in read_metrics(parts)] == [1, 2, 3, 4]
     assert_same(params_of(whole, 4), params_of(parts, 4))
 
 
-def test_a_workdir_that_holds_a_run_is_not_overwritten(run, tmp_path):
+def test_a_workdir_that_holds_a_run_is_not_overwritten(verb, tmp_path):
     (tmp_path / "run" / "checkpoints" / "0").mkdir(parents=True)
-    code, output = run("train", f"--config={QUICKSTART}:smoke")
+    code, output = verb("train", f"--config={QUICKSTART}:smoke")
     assert code == 2
     assert "--resume" in output
 
 
-def test_the_workdir_of_a_run_that_goes_on_is_left_alone(run, tmp_path):
+def test_the_workdir_of_a_run_that_goes_on_is_left_alone(verb, tmp_path):
     workdir = tmp_path / "run"
     with lock(workdir):
         (workdir / "config.json").write_text("of the first run")
-        code, output = run("train", f"--config={QUICKSTART}:smoke")
+        code, output = verb("train", f"--config={QUICKSTART}:smoke")
         assert code == 2
         assert f"{workdir} belongs to a run that goes on (process {os.getpid()})" in output
         assert {path.name for path in workdir.iterdir()} == {".lock", "config.json"}
@@ -177,7 +180,10 @@ def test_ctrl_c_ends_every_process_within_ten_seconds(command, tmp_path):
     assert psutil.wait_procs(children, timeout=1)[1] == []
 
 
-@pytest.mark.parametrize("role", ["queue", "server", "rollout", "learner"])
+@pytest.mark.parametrize(
+    "role",
+    [pytest.param(r, marks=pytest.mark.long) for r in ("queue", "server", "rollout")] + ["learner"],
+)
 def test_a_role_that_dies_is_named_with_the_end_of_its_log(role, command, tmp_path):
     process = command(
         "train",
@@ -277,7 +283,9 @@ def live(pids):
     return [psutil.Process(int(pid)) for pid in pids.split() if psutil.pid_exists(int(pid))]
 
 
-@pytest.mark.parametrize("end", ["done", "the supervisor is killed"])
+@pytest.mark.parametrize(
+    "end", ["done", pytest.param("the supervisor is killed", marks=pytest.mark.long)]
+)
 def test_a_command_starts_the_local_server_and_nothing_of_it_is_left(end, command, tmp_path):
     script, pids = tmp_path / "server.py", tmp_path / "pids"
     script.write_text(SERVER_OF_A_COMMAND)
@@ -330,7 +338,7 @@ def task(**args):
 """
 
 
-@pytest.mark.parametrize("processes", ["many", "one"])
+@pytest.mark.parametrize("processes", [pytest.param("many", marks=pytest.mark.long), "one"])
 def test_a_reward_that_raises_from_the_start_ends_the_run_with_its_traceback(
     processes, run, tmp_path, monkeypatch
 ):
@@ -399,12 +407,13 @@ def test_an_inference_address_that_never_answers_is_named_with_the_seconds(run):
     assert "Traceback" not in output
 
 
+@pytest.mark.long
 def test_on_a_cpu_the_learner_is_shown_as_many_devices_as_its_mesh_has(run):
     code, output = run("train", f"--config={QUICKSTART}:smoke", "--config.learner.data=2")
     assert code == 0, output
 
 
-def test_a_run_resumes_with_the_command_that_it_prints(command, run, tmp_path):
+def test_a_run_resumes_with_the_command_that_it_prints(command, run, verb, tmp_path):
     """The command takes the config of the workdir, with overrides; once done, there is nothing to do."""
     workdir = tmp_path / "run"
     process = command("train", f"--config={QUICKSTART}:smoke", "--config.learner.num_steps=100000")
@@ -414,7 +423,7 @@ def test_a_run_resumes_with_the_command_that_it_prints(command, run, tmp_path):
     assert process.returncode == 75, output
     resume = re.search(r"resume with: python -m jaxrl_async (.*)", output)[1].split()
     assert resume == ["train", "--resume", f"--workdir={workdir}"]
-    code, output = run("status")
+    code, output = verb("status")
     step = read_metrics(workdir)[-1]["step"]
     assert code == 0, output
     assert output.startswith(f"the run stopped after step {step:.0f}; resume with: python -m")
@@ -423,7 +432,7 @@ def test_a_run_resumes_with_the_command_that_it_prints(command, run, tmp_path):
     assert code == 0, output
     assert f"config.json: learner.num_steps 100000 → {step + 2:.0f}\n" in output
     assert read_metrics(workdir)[-1]["step"] == step + 2
-    code, output = run("status")
+    code, output = verb("status")
     assert code == 0 and output == f"the run is done: its last step was {step + 2:.0f}\n"
     begun = time.monotonic()
     code, output = run(*resume)
@@ -468,7 +477,7 @@ def test_keys_guard_the_servers_of_a_run_and_a_served_checkpoint(
         server.communicate(timeout=30)
 
 
-def test_a_missing_data_set_is_named(run):
-    code, output = run("train", "--config=configs/gsm8k_tiny.py:smoke")
+def test_a_missing_data_set_is_named(verb):
+    code, output = verb("train", "--config=configs/gsm8k_tiny.py:smoke")
     assert code in (1, 2)
     assert "data/gsm8k/train.jsonl" in output
