@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import pathlib
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -84,7 +85,8 @@ class MetricsWriter:
 
     def __init__(self, workdir: str | pathlib.Path, tracker: Any = None):
         """`tracker`: a `tracker.Tracker` that is closed with the writer; None for none."""
-        from tensorboardX import FileWriter  # Imports slowly; only the learner writes.
+        with _without_torch():
+            from tensorboardX import FileWriter  # Imports slowly; only the learner writes.
 
         workdir = pathlib.Path(workdir)
         self._file = open(workdir / "metrics.jsonl", "a", encoding="utf-8")
@@ -118,6 +120,19 @@ class MetricsWriter:
         self._board.close()
         if self._tracker is not None:
             self._tracker.close()
+
+
+@contextlib.contextmanager
+def _without_torch() -> Iterator[None]:
+    """tensorboardX imports torch where it is installed: seconds, for tensors that are not written here."""
+    hidden = "torch" not in sys.modules
+    if hidden:
+        sys.modules["torch"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if hidden:
+            sys.modules.pop("torch", None)
 
 
 def _summary(values: Mapping[str, float]) -> Any:
