@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "queue": {"types", "records", "active_clock", "metrics", "rpc", "security"},
     "servers": {"names", "records", "security", "versions"},
     "versions": {"records", "security"},
-    "intake": {"versions"},
+    "intake": {"records", "security", "versions"},
     "publishing": {
         "active_clock",
         "config",
@@ -119,6 +119,7 @@ MAY_IMPORT["cli"] = set(MAY_IMPORT)
 MAY_IMPORT["api"] = {"cli", "metrics", "preflight", "report", "roles"}
 # Nobody imports these: they stand behind tables of names.
 MAY_IMPORT["extras"] = set(MAY_IMPORT)
+MAY_IMPORT["sglang_jax"] = set()  # An older name of extras.sglang_jax.
 WITHOUT_JAX = (
     "types",
     "names",

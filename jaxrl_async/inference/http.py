@@ -12,11 +12,10 @@ import logging
 import os
 import pathlib
 import secrets
-import shutil
-import tempfile
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import numpy as np
 from aiohttp import web
@@ -30,17 +29,16 @@ from jaxrl_async.inference.engine import (
     Request,
     UnavailableError,
 )
-from jaxrl_async.intake import pause_lease, prepared, relay_routes
-from jaxrl_async.intake.relay import Relay
+from jaxrl_async.intake import routes as intake_routes
+from jaxrl_async.intake.receiver import Receiver, read_body
 from jaxrl_async.servers.batches import STREAMS_HEADER
 from jaxrl_async.types import NEVER_BIAS
-from jaxrl_async.versions import difference, protocol
-from jaxrl_async.versions import layout as files
+from jaxrl_async.versions import protocol
+from jaxrl_async.versions.protocol import Update
 
 MAX_BODY_BYTES = 16 << 20  # of all but an upload
 MAX_HEADERS = 64
 MAX_RID_CHARS = 256
-MAX_VERSION_CHARS = 128
 _SHUTDOWN_SECS = 2.0
 _INFORMATION_ROUTES = ("/generate", "/model_info", "/v1/models", *texts.KEYS)
 log = logging.getLogger(__name__)
@@ -142,19 +140,19 @@ def make_app(
         client_max_size=MAX_BODY_BYTES,
         middlewares=[_answer_errors, _key_check(api_key, admin_api_key)],
     )
-    app.cleanup_ctx.append(routes.keep_uploads)
+    app.cleanup_ctx.append(routes.keep_receiver_open)
     app.add_routes(
         [
             web.post("/generate", routes.generate),
-            web.post("/pause_generation", routes.pause_generation),
-            web.post("/continue_generation", routes.continue_generation),
+            web.post(protocol.PAUSE, routes.pause_generation),
+            web.post(protocol.CONTINUE, routes.continue_generation),
             web.post("/abort_request", routes.abort_request),
             web.post("/flush_cache", routes.flush_cache),
-            web.post("/update_weights_from_disk", routes.update_weights_from_disk),
-            *relay_routes.routes(lambda: routes.relay),
-            web.post("/weights/prepare", routes.prepare_weights),
-            web.post("/update_weights_from_upload", routes.update_weights_from_upload),
-            web.get("/model_info", routes.model_info),
+            *intake_routes.routes(routes.receiver),
+            web.post(
+                protocol.UPDATE_FROM_DISK, intake_routes.asking(routes.receiver.update_from_disk)
+            ),
+            web.get(protocol.MODEL_INFO, routes.model_info),
             web.get("/health", routes.health),
         ]
     )
@@ -169,7 +167,7 @@ async def _answer_errors(request, handler):
     """Every refusal is JSON, in SGLang's form; so are the router's own (404, 405, 413)."""
     try:
         return await handler(request)
-    except (InvalidRequestError, UnavailableError) as error:
+    except (InvalidRequestError, UnavailableError, protocol.RequestError) as error:
         return _error(_STATUS[type(error)], str(error))
     except web.HTTPException as error:
         return _error(error.status, f"{request.method} {request.path}: {error.text}")
@@ -198,16 +196,15 @@ class _Routes:
         if tokenizer is not None:
             room = engine.max_total_tokens
             self._texts = texts.Texts(tokenizer, max_total_tokens=room, model=engine.name)
-        self._weight_roots = weight_roots
-        # The parameters in float32, twice, and room for headers.
-        self._max_upload_bytes = 8 * loading.num_parameters(engine.config) + MAX_BODY_BYTES
-        self._writers = files.Writers()
-        self._key, self._context = key, security.client_context(tls_ca) if tls_ca else None
-        self.relay = None  # Relay of uploaded versions, while the server runs
-        self._prepared = prepared.Prepared()
-        self._copy = None  # difference.Copy, while the server runs
+        self.receiver = Receiver(
+            self,
+            roots=weight_roots,
+            # The parameters in float32, twice, and room for headers.
+            max_bytes=8 * loading.num_parameters(engine.config) + MAX_BODY_BYTES,
+            key=key,
+            context=security.client_context(tls_ca) if tls_ca else None,
+        )
         self._loop = asyncio.get_running_loop()
-        self._lease = pause_lease.PauseLease(lambda: asyncio.wrap_future(self._engine.resume()))
         self._generating = {}  # rid -> asyncio.Future of a Completion
 
     async def generate(self, http_request):
@@ -308,15 +305,15 @@ class _Routes:
 
     async def pause_generation(self, http_request):
         body = await _read(http_request, {"mode"})
-        lease_secs = _lease(http_request)
+        lease_secs = protocol.read_lease(http_request.headers.get(protocol.LEASE_HEADER))
         await asyncio.wrap_future(self._engine.pause(body.get("mode", "abort")))
-        self._lease.begin(lease_secs)
+        self.receiver.lease.begin(lease_secs)
         return _json({"status": "ok", "message": "Generation paused successfully."})
 
     async def continue_generation(self, http_request):
         await _read(http_request, set())
-        self._lease.end()
-        await asyncio.wrap_future(self._engine.resume())
+        self.receiver.lease.end()
+        await self.resume()
         return _json({"status": "ok", "message": "Generation continued successfully."})
 
     async def abort_request(self, http_request):
@@ -334,118 +331,26 @@ class _Routes:
             return _json({"message": "Cache flushed."})
         return _error(400, "requests are running or waiting")
 
-    async def prepare_weights(self, http_request):
-        """Loads a version beside the served one, during generation; an update to it is then a swap.
+    # An engine of a receiver.
 
-        It comes from model_path, or from an upload, whose files are removed then, unless `hand_on` leaves them to other
-        servers. `difference` names a file there that leads to it from the version that was kept last; `keep` keeps
-        this one for the next.
-        """
-        keys = {"model_path", "weight_version", "weight_digest", "writer", "difference", "keep"}
-        body = await _read(http_request, keys | {"hand_on"})
-        version = _str(body, "weight_version", MAX_VERSION_CHARS)
-        digest = _str(body, "weight_digest", MAX_VERSION_CHARS)
-        name, keep, lease_secs = _file_name(body), _bool(body, "keep"), _lease(http_request)
-        is_upload, hand_on = "model_path" not in body, _bool(body, "hand_on")
-        path = None if is_upload else _str(body, "model_path", security.MAX_PATH_CHARS)
-        try:
-            self._writers.check(body.get("writer"))
-            path = self._uploaded(version) if is_upload else self._confined(path)
-            source = difference.Source(path, name, keep, is_upload=is_upload and not hand_on)
-            load = functools.partial(self._copy.load, source, digest, self._load)
-            await self._prepared.prepare(version, digest, load, lease_secs)
-        except difference.DifferenceError as error:
-            return _refused(str(error), protocol.NO_DIFFERENCE)
-        except loading.NoRoomError as error:
-            return _refused(str(error), protocol.NO_ROOM)
-        except ValueError as error:  # of WeightsError's kind too
-            return _refused(str(error))
-        if is_upload and not hand_on:
-            shutil.rmtree(path, ignore_errors=True)
-        return _json({"success": True, "message": f"version {version} is prepared"})
+    async def load(self, directory: pathlib.Path) -> loading.Loaded:
+        return await asyncio.wrap_future(self._engine.load_weights(str(directory)))
 
-    async def _load(self, path):
-        return await asyncio.wrap_future(self._engine.load_weights(str(path)))
+    async def swap(self, weights: loading.Loaded, update: Update) -> int:
+        swapped = self._engine.swap_weights(weights, **_changes(update))
+        return await asyncio.wrap_future(swapped)
 
-    async def update_weights_from_disk(self, http_request):
-        keys = {"model_path", "weight_version", "flush_cache", "abort_all_requests", "load_format"}
-        keys |= {"weight_digest", "writer"}
-        body = await _read(http_request, keys)
-        if body.get("load_format", "auto") not in ("auto", "safetensors"):
-            raise InvalidRequestError(
-                f"load_format must be auto or safetensors, got {body['load_format']!r:.80}"
-            )
-        path = _str(body, "model_path", security.MAX_PATH_CHARS)
-        version = _str(body, "weight_version", MAX_VERSION_CHARS)
-        try:
-            path = self._confined(path)
-        except ValueError as error:
-            return _refused(str(error))
-        return await self._update(str(path), version, body)
+    async def update(self, directory: pathlib.Path, update: Update) -> int:
+        updated = self._engine.update_weights_from_disk(str(directory), **_changes(update))
+        return await asyncio.wrap_future(updated)
 
-    def _confined(self, path):
-        """The directory of a model_path; raises ValueError for one that weights may not come from."""
-        try:
-            return security.confined(path, self._weight_roots)
-        except ValueError as error:
-            raise ValueError(f"model_path {error}") from None
+    async def resume(self) -> None:
+        await asyncio.wrap_future(self._engine.resume())
 
-    def _uploaded(self, version):
-        """The directory of an uploaded version."""
-        directory = self.relay.directory(version) if protocol.VERSION.fullmatch(version) else None
-        if directory is None:
-            raise InvalidRequestError(f"no file of version {version!r:.80} was uploaded")
-        return directory
-
-    async def keep_uploads(self, app):
-        """A private directory for uploads, while the server runs."""
-        with tempfile.TemporaryDirectory(prefix="jaxrl-uploads-") as directory:
-            uploads = pathlib.Path(directory) / "versions"
-            uploads.mkdir()
-            bound = self._max_upload_bytes
-            options = {"max_bytes": bound, "key": self._key, "context": self._context}
-            self.relay = Relay(uploads, **options)
-            self._copy = difference.Copy(directory)
-            yield
-            self.relay.close()
-            self._lease.end()
-            self._prepared.drop()
-
-    async def update_weights_from_upload(self, http_request):
-        keys = {"weight_version", "flush_cache", "weight_digest", "writer"}
-        body = await _read(http_request, keys)
-        version = _str(body, "weight_version", MAX_VERSION_CHARS)
-        if self._prepared.version == version:  # Its files are gone.
-            return await self._update(None, version, body)
-        directory = self._uploaded(version)
-        try:
-            return await self._update(str(directory), version, body)
-        finally:
-            shutil.rmtree(directory, ignore_errors=True)
-
-    async def _update(self, path, version, body):
-        try:
-            self._writers.check(body.get("writer"))
-        except ValueError as error:
-            return _refused(str(error))
-        changes = {
-            "version": version,
-            "flush_cache": _bool(body, "flush_cache", default=True),
-            "abort_all_requests": _bool(body, "abort_all_requests"),
-        }
-        weights = self._prepared.take(version, body.get("weight_digest"))
-        if weights is not None:
-            future = self._engine.swap_weights(weights, **changes)
-        elif path is None:
-            return _refused(f"version {version} was prepared with another digest")
-        else:
-            future = self._engine.update_weights_from_disk(path, **changes)
-        try:
-            num_paused = await asyncio.wrap_future(future)
-        except loading.WeightsError as error:
-            return _refused(str(error))
-        message = f"weights are now version {version}"
-        return _json({"success": True, "message": message, "num_paused_requests": num_paused})
+    async def keep_receiver_open(self, app: web.Application) -> AsyncIterator[None]:
+        self.receiver.open()
+        yield
+        self.receiver.close()
 
     async def model_info(self, http_request):
         """Answers while paused: it is the liveness probe, and 503 once the engine is dead."""
@@ -457,8 +362,7 @@ class _Routes:
                 "model_path": engine.model_path,
                 "weight_version": engine.weight_version,
                 "weight_digest": engine.weight_digest,
-                "difference_base": self._copy.digest,
-                "hands_on": True,
+                **self.receiver.info(),
                 "is_generation": True,
                 "vocab_size": engine.config.vocab_size,
                 "num_hidden_layers": engine.config.num_layers,
@@ -470,7 +374,7 @@ class _Routes:
                 "num_running_requests": engine.num_running,
                 "num_waiting_requests": engine.num_waiting,
                 "num_compiled": engine.num_compiled,
-                "num_expired_pauses": self._lease.num_expired,
+                "num_expired_pauses": self.receiver.lease.num_expired,
             }
         )
 
@@ -529,13 +433,7 @@ class _Routes:
 
 async def _read(http_request, keys):
     """The body as a JSON object with no other keys than these; an empty body is {}."""
-    body = await http_request.read()
-    try:
-        body = json.loads(body) if body else {}
-    except (ValueError, RecursionError) as error:  # The last of "[[[[…".
-        raise InvalidRequestError(f"the body is not JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise InvalidRequestError(f"the body must be a JSON object, got {type(body).__name__}")
+    body = read_body(await http_request.read())
     _check_keys("the body", body, keys)
     return body
 
@@ -653,36 +551,13 @@ def _bool(body, key, *, default=False):
     return value
 
 
-def _str(body, key, max_chars):
-    value = body.get(key)
-    if not isinstance(value, str) or not value:
-        raise InvalidRequestError(f"{key} must be a string, got {value!r:.80}")
-    if len(value) > max_chars:
-        raise InvalidRequestError(
-            f"{key} has at most {max_chars} characters, got {len(value)}: {value[:40]!r}…"
-        )
-    return value
-
-
-def _file_name(body):
-    """The name of the difference in a preparation; "" for none."""
-    name = body.get("difference", "")
-    if name != "" and not (isinstance(name, str) and protocol.FILE.fullmatch(name)):
-        raise InvalidRequestError(f"difference must be a file's name, got {name!r:.80}")
-    return name
-
-
-def _lease(http_request):
-    """The seconds of the lease in a request's header; None without one."""
-    try:
-        return protocol.read_lease(http_request.headers.get(protocol.LEASE_HEADER))
-    except ValueError as error:
-        raise InvalidRequestError(str(error)) from None
-
-
-def _refused(message, status=400):
-    """A refusal of weights, in SGLang's form."""
-    return _json({"success": False, "message": message, "num_paused_requests": 0}, status)
+def _changes(update: Update) -> dict[str, Any]:
+    """The arguments of an engine's update."""
+    return {
+        "version": update.weight_version,
+        "flush_cache": update.flush_cache,
+        "abort_all_requests": update.abort_all_requests,
+    }
 
 
 def _json(answer, status=200, headers=None):
@@ -707,7 +582,7 @@ def _error(status, message):
     return _json({"error": {"message": message}}, status)
 
 
-_STATUS = {InvalidRequestError: 400, UnavailableError: 503}
+_STATUS = {InvalidRequestError: 400, UnavailableError: 503, protocol.RequestError: 400}
 _STREAMS = {STREAMS_HEADER: "1"}
 _EVENTS = {"Content-Type": "text/event-stream"}
 _encode = json.JSONEncoder(separators=(",", ":")).encode

@@ -6,7 +6,6 @@ the time of a swap are the engine's.
 
 import dataclasses
 import functools
-import json
 import os
 
 import jax
@@ -17,14 +16,7 @@ from flax import nnx
 from jaxrl_async.inference import programs
 from jaxrl_async.models import hf, lora, transformer
 from jaxrl_async.versions import layout as files
-
-
-class WeightsError(ValueError):
-    """Weights that were refused; the message names the file, tensor or field."""
-
-
-class NoRoomError(WeightsError):
-    """Weights that do not fit on the device beside what is there."""
+from jaxrl_async.versions.layout import NoRoomError, WeightsError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +65,7 @@ def _read(path, config, device, *, adapters):
             _check_config(path, config)
         tensors = hf.read_tensors(path)
         digests = {name: files.tensor_digest(tensor) for name, tensor in tensors.items()}
-        _check_digests(path, digests)
+        files.check_manifest(path, digests)
         found = _by_name(hf.from_tensors(tensors, config, adapters=adapters))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         # The last three: JSON that is well formed and not what it should be.
@@ -146,22 +138,6 @@ def _check_config(path, config):
     ]
     if differ:
         raise ValueError(f"config.json is of another model: {', '.join(differ)}")
-
-
-def _check_digests(path, digests):
-    """A manifest says what the writer wrote: {"tensors": {name: {"digest": sha256 of the bytes}}}."""
-    manifest = os.path.join(path, "manifest.json")
-    if not os.path.exists(manifest):
-        return
-    with open(manifest, "rb") as file:
-        table = json.load(file)["tensors"]
-    for name, said in table.items():
-        if name not in digests:
-            raise ValueError(f"tensor {name} of its manifest is missing")
-        if digests[name] != said["digest"]:
-            raise ValueError(
-                f"tensor {name} has digest {digests[name]}, its manifest says {said['digest']}"
-            )
 
 
 @functools.lru_cache

@@ -4,17 +4,26 @@ A push has two halves, and this is what lies between them. It is there from the 
 that takes it, another preparation, or the end of its lease; there is never more than one. An update without it loads
 the version itself, so nothing depends on it.
 
-Shared by the servers of this project; it knows no engine.
+It knows no engine.
 """
 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Protocol
 
 from jaxrl_async.intake.pause_lease import Lease
 
 log = logging.getLogger(__name__)
+
+
+class Weights(Protocol):
+    """Weights of the engine's own type."""
+
+    @property
+    def digest(self) -> str:
+        """Of the tensors as they were read: `layout.version_digest`."""
+        ...
 
 
 class SupersededPreparationError(ValueError):
@@ -28,7 +37,7 @@ class Prepared:
         self._loading = asyncio.Lock()  # Two loads at once would be a third copy.
         self._wanted: tuple[str, str] | None = None  # (version, digest) asked for last
         self._held: tuple[str, str] | None = None
-        self._weights: Any = None  # the engine's own type, with a digest
+        self._weights: Weights | None = None
         self._lease = Lease(self._expire)
 
     @property
@@ -40,7 +49,7 @@ class Prepared:
         self,
         version: str,
         digest: str,
-        load: Callable[[], Awaitable[Any]],
+        load: Callable[[], Awaitable[Weights]],
         lease_secs: float | None,
     ) -> None:
         """Loads a version in place of the one prepared before; returns at once where it is there already.

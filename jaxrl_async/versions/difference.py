@@ -40,7 +40,6 @@ MAX_SHARE = 0.8
 _MAX_HEADER_BYTES = 256 << 20
 _SAMPLE_BYTES = 64 << 10  # of a plane, to see whether zlib makes it shorter
 _MAX_SPARSE = 0.5  # share of changed elements up to which their positions are stored
-_MANIFEST = "manifest.json"
 # The errors of a reader of a difference that was altered.
 _DAMAGED = (OSError, ValueError, KeyError, TypeError, IndexError, OverflowError, zlib.error)
 
@@ -60,7 +59,7 @@ def write(base: str | os.PathLike, version: str | os.PathLike) -> pathlib.Path:
       OSError, ValueError: a file is missing or damaged.
     """
     base, version = pathlib.Path(base), pathlib.Path(version)
-    manifest = (version / _MANIFEST).read_text("utf-8")
+    manifest = (version / files.MANIFEST).read_text("utf-8")
     old, new = _entries(base), _entries(version)
     if _layout(old) != _layout(new) or _others(base) != _others(version):
         raise DifferenceError(f"{base} and {version} differ in more than the values of tensors")
@@ -188,7 +187,7 @@ class Copy:
                 raise DifferenceError(f"{name} has another size here")
         for tensor in header["tensors"]:
             _patch(self.path, tensor, stream)
-        (self.path / _MANIFEST).write_text(header["manifest"], "utf-8")
+        (self.path / files.MANIFEST).write_text(header["manifest"], "utf-8")
 
     def drop(self) -> None:
         """Removes the copy."""
@@ -329,8 +328,8 @@ def _shards(directory: pathlib.Path) -> Iterator[pathlib.Path]:
 
 def _others(directory: pathlib.Path) -> dict[str, bytes]:
     """The config and the index, which a difference leaves as they are."""
-    return {f.name: f.read_bytes() for f in directory.glob("*.json") if f.name != _MANIFEST}
+    return {f.name: f.read_bytes() for f in directory.glob("*.json") if f.name != files.MANIFEST}
 
 
 def _digest(directory: pathlib.Path) -> str:
-    return str(json.loads((directory / _MANIFEST).read_text("utf-8"))["digest"])
+    return str(json.loads((directory / files.MANIFEST).read_text("utf-8"))["digest"])

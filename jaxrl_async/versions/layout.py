@@ -1,4 +1,4 @@
-"""The bytes of a version: the layout of a safetensors file, the digests of its tensors, and who may give them.
+"""The bytes of a version: the layout of a safetensors file, the digests of its tensors, and their manifest.
 
 Imports NumPy alone, so that the environment of another server can use it. The safetensors library, which the learner
 reads checkpoints with, copies each tensor; here files are mapped, or read in pieces.
@@ -9,38 +9,21 @@ The format is https://github.com/huggingface/safetensors#format.
 import dataclasses
 import hashlib
 import json
+import os
 import pathlib
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
+MANIFEST = "manifest.json"  # {"digest", "tensors": {name: {"digest", …}}, …}
 
-class Writers:
-    """Which learner may give a server weights: the one of the newest generation, in each run."""
 
-    def __init__(self):
-        self._run_id, self._generation = "", 0
+class WeightsError(ValueError):
+    """Weights that were refused; the message names the file, tensor or field."""
 
-    def check(self, writer: Any) -> None:
-        """Takes the learner of an update; None for one without a run, such as a tool.
 
-        Raises:
-          ValueError: it is no {"run_id": text, "generation": number}, or another learner has superseded it; the
-            message names both generations.
-        """
-        if writer is None:
-            return
-        if not isinstance(writer, dict) or writer.keys() != {"run_id", "generation"}:
-            raise ValueError(f"writer must have run_id and generation, got {writer!r:.80}")
-        run_id, generation = writer["run_id"], writer["generation"]
-        if not isinstance(run_id, str) or type(generation) is not int:
-            raise ValueError(f"writer must have a text and a number, got {writer!r:.80}")
-        if run_id == self._run_id and generation < self._generation:
-            raise ValueError(
-                f"learner generation {generation} of run {run_id} is superseded by generation {self._generation}"
-            )
-        self._run_id, self._generation = run_id, generation
+class NoRoomError(WeightsError):
+    """Weights that do not fit on the device beside what is there."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +80,34 @@ def version_digest(digests: Mapping[str, str]) -> str:
     """
     lines = "".join(f"{name} {digests[name]}\n" for name in sorted(digests))
     return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def check_manifest(directory: str | os.PathLike, digests: Mapping[str, str]) -> None:
+    """Compares tensors with the manifest beside them, where there is one: what the writer wrote.
+
+    Args:
+      directory: of the manifest.
+      digests: of the tensors that were read there, by name.
+
+    Raises:
+      ValueError: they differ in a name or a digest.
+      OSError, KeyError, TypeError, AttributeError: it is no manifest.
+    """
+    file = pathlib.Path(directory) / MANIFEST
+    if not file.exists():
+        return
+    manifest = json.loads(file.read_bytes())
+    said = {name: entry["digest"] for name, entry in manifest["tensors"].items()}
+    if odd := sorted(said.keys() ^ digests.keys()):
+        where = "manifest" if odd[0] in said else "files"
+        raise ValueError(f"{file}: tensor {odd[0]} is in the {where} only ({len(odd)} such)")
+    for name, found in digests.items():
+        if found != said[name]:
+            raise ValueError(
+                f"{file}: tensor {name} has digest {found}, its manifest says {said[name]}"
+            )
+    if manifest.get("digest", total := version_digest(digests)) != total:
+        raise ValueError(f"{file}: the digest is {total}, the manifest says {manifest['digest']}")
 
 
 def raw(array: np.ndarray) -> memoryview:

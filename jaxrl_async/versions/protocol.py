@@ -78,7 +78,7 @@ def read_lease(text: str | None) -> float | None:
     """The seconds of a lease from its header; None without one.
 
     Raises:
-      BodyError: names the header, the value and the bound.
+      RequestError: names the header, the value and the bound.
     """
     if text is None:
         return None
@@ -87,11 +87,11 @@ def read_lease(text: str | None) -> float | None:
     except ValueError:
         secs = math.nan
     if not 0 < secs <= MAX_LEASE_SECS:
-        raise BodyError(f"{LEASE_HEADER} must be in (0, {MAX_LEASE_SECS:g}], got {text!r:.80}")
+        raise RequestError(f"{LEASE_HEADER} must be in (0, {MAX_LEASE_SECS:g}], got {text!r:.80}")
     return secs
 
 
-class BodyError(ValueError):
+class RequestError(ValueError):
     """A request that can never be answered; the message names the key, the value and the bound."""
 
 
@@ -121,9 +121,9 @@ def _field(
 def _text(max_chars: int) -> Callable[[str, Any], str]:
     def read(name: str, value: Any) -> str:
         if not isinstance(value, str) or not value:
-            raise BodyError(f"{name} must be a string, got {value!r:.80}")
+            raise RequestError(f"{name} must be a string, got {value!r:.80}")
         if len(value) > max_chars:
-            raise BodyError(
+            raise RequestError(
                 f"{name} has at most {max_chars} characters, got {len(value)}: {value[:40]!r}…"
             )
         return value
@@ -133,52 +133,52 @@ def _text(max_chars: int) -> Callable[[str, Any], str]:
 
 def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise BodyError(f"{name} must be true or false, got {value!r:.80}")
+        raise RequestError(f"{name} must be true or false, got {value!r:.80}")
     return value
 
 
 def _file(name: str, value: Any) -> str:
     if value != "" and not (isinstance(value, str) and FILE.fullmatch(value)):
-        raise BodyError(f"{name} must be a file's name, got {value!r:.80}")
+        raise RequestError(f"{name} must be a file's name, got {value!r:.80}")
     return value
 
 
 def _format(name: str, value: Any) -> str:
     if value not in ("auto", "safetensors"):
-        raise BodyError(f"{name} must be auto or safetensors, got {value!r:.80}")
+        raise RequestError(f"{name} must be auto or safetensors, got {value!r:.80}")
     return value
 
 
 def _writer(name: str, value: Any) -> Identity:
     if not isinstance(value, dict) or value.keys() != {"run_id", "generation"}:
-        raise BodyError(f"{name} must have run_id and generation, got {value!r:.80}")
+        raise RequestError(f"{name} must have run_id and generation, got {value!r:.80}")
     if not isinstance(value["run_id"], str) or type(value["generation"]) is not int:
-        raise BodyError(f"{name} must have a text and a number, got {value!r:.80}")
+        raise RequestError(f"{name} must have a text and a number, got {value!r:.80}")
     return Identity(**value)
 
 
 def _source(name: str, value: Any) -> str:
     if not (isinstance(value, str) and 0 < len(value) <= MAX_SOURCE_CHARS):
-        raise BodyError(f"{name} must be an http://host:port, got {value!r:.80}")
+        raise RequestError(f"{name} must be an http://host:port, got {value!r:.80}")
     return value
 
 
 def _secs(name: str, value: Any) -> float:
     if not (isinstance(value, int | float) and 0 < value <= MAX_LEASE_SECS):
-        raise BodyError(f"{name} must be in (0, {MAX_LEASE_SECS:g}], got {value!r:.80}")
+        raise RequestError(f"{name} must be in (0, {MAX_LEASE_SECS:g}], got {value!r:.80}")
     return value
 
 
 def _pieces(name: str, value: Any) -> dict[str, Piece]:
     if not (isinstance(value, dict) and 0 < len(value) <= MAX_FILES):
-        raise BodyError(f"{name} must be 1 to {MAX_FILES} files, got {value!r:.80}")
+        raise RequestError(f"{name} must be 1 to {MAX_FILES} files, got {value!r:.80}")
     pieces = {}
     for file, entry in value.items():
         match entry:
             case {"num_bytes": int(num_bytes), "sha256": str(digest)} if num_bytes >= 0:
                 pieces[file] = Piece(num_bytes, digest)
             case _:
-                raise BodyError(f"{file} must have num_bytes ≥ 0 and sha256, got {entry!r:.80}")
+                raise RequestError(f"{file} must have num_bytes ≥ 0 and sha256, got {entry!r:.80}")
     return pieces
 
 
@@ -196,13 +196,14 @@ class _Body:
         """The inverse of `body`; null is like a key that is absent.
 
         Raises:
-          BodyError: an unknown key, or a value that cannot be.
+          RequestError: an unknown key, or a value that cannot be.
         """
-        fields = {field.name: field for field in dataclasses.fields(cls)}
+        # Those of a subclass first: they tell the bodies apart.
+        fields = {field.name: field for field in reversed(dataclasses.fields(cls))}
         if unknown := sorted(body.keys() - fields.keys()):
             named = ", ".join(f"{key:.80}" for key in unknown[:8])
             known = ", ".join(sorted(fields))
-            raise BodyError(f"the body has unknown keys: {named} (known: {known})")
+            raise RequestError(f"the body has unknown keys: {named} (known: {known})")
         values = {}
         for name, field in fields.items():
             value = body.get(name)
@@ -243,6 +244,8 @@ class Update(_OfVersion):
     flush_cache: bool = _field(_flag, absent=True)
     # Of the manifest, for a server that may have prepared the version.
     weight_digest: str | None = _field(_text(MAX_NAME_CHARS), default=None)
+    # End every request with its tokens so far; else the update waits for those that run, unless there is a pause.
+    abort_all_requests: bool = _field(_flag, default=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -250,9 +253,12 @@ class DiskUpdate(Update):
     """The body of UPDATE_FROM_DISK, as SGLang's."""
 
     model_path: str = _field(_text(MAX_PATH_CHARS))
-    abort_all_requests: bool = _field(_flag, absent=False)
     # Without it an SGLang server that was started with dummy weights draws new ones.
     load_format: str = _field(_format, absent="auto")
+
+    def body(self) -> dict[str, Any]:
+        """The JSON object, with all that SGLang is told."""
+        return {"abort_all_requests": self.abort_all_requests} | super().body()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ import numpy as np
 from jaxrl_async.records import NOBODY, Identity, SupersededError
 from jaxrl_async.versions import layout as files
 
-MANIFEST = "manifest.json"
+MANIFEST = files.MANIFEST
 ADAPTER = "adapter_"  # prefix of the files of an adapter
 MAX_SHARD_BYTES = 1 << 28  # A shard is closed before it grows beyond; a larger tensor has its own.
 MAX_MAPPED_FILES = 4  # of a StoredVersion, besides those whose tensors are in use

@@ -1,7 +1,9 @@
-"""The parts of the SGLang-JAX server that need no engine: spans, checkpoints, uploads, keys."""
+"""The parts of the SGLang-JAX server that need no engine: spans, checkpoints, keys."""
 
 import json
 import re
+import subprocess
+import sys
 
 import ml_dtypes
 import numpy as np
@@ -9,18 +11,10 @@ import pytest
 
 from jaxrl_async.extras.sglang_jax import checkpoints as sglang_jax_checkpoints
 from jaxrl_async.extras.sglang_jax import server
-from jaxrl_async.extras.sglang_jax.checkpoints import (
-    WeightsError,
-    check_checkpoint,
-    identity,
-)
-from jaxrl_async.extras.sglang_jax.engine import (
-    RequestError,
-    VersionLog,
-    check_prompt,
-    copied_result,
-)
-from jaxrl_async.versions.layout import version_digest
+from jaxrl_async.extras.sglang_jax.checkpoints import check_checkpoint, identity
+from jaxrl_async.extras.sglang_jax.engine import VersionLog, check_prompt, copied_result
+from jaxrl_async.versions.layout import WeightsError, version_digest
+from jaxrl_async.versions.protocol import RequestError
 from jaxrl_async.versions.store import WeightStore
 
 CONFIG = {
@@ -314,87 +308,6 @@ def test_the_bounds_of_a_prompt_are_served():
     check_prompt([0, 9, 9, 0], vocab_size=10, max_tokens=4)
 
 
-# Uploads.
-
-
-@pytest.fixture
-def uploads(tmp_path, monkeypatch):
-    monkeypatch.setattr(server.tempfile, "tempdir", str(tmp_path))
-    uploads = server.Uploads()
-    yield uploads
-    uploads.close()
-    assert not any(tmp_path.iterdir())
-
-
-def upload(uploads, version, file="model.safetensors", data=b"data"):
-    part = uploads.begin(version, file)
-    part.write_bytes(data)
-    uploads.commit(part, version, file)
-
-
-@pytest.mark.parametrize(
-    "file",
-    [
-        *("", ".", "..", "../config.json", "a/b.safetensors", ".safetensors", ".a.safetensors"),
-        *("x.bin", "config.json\n", "Config.json", "a\0.safetensors", "\\.safetensors"),
-        "a" * 200 + ".safetensors",
-    ],
-)
-def test_a_file_that_is_none_of_a_checkpoint_is_refused(uploads, file):
-    with pytest.raises(RequestError, match="file name"):
-        uploads.begin("1", file)
-
-
-@pytest.mark.parametrize("version", ["", ".", "..", "a/b", "-1", "1 ", "1\n", "x" * 65])
-def test_a_version_that_is_no_directory_name_is_refused(uploads, version):
-    with pytest.raises(RequestError, match="version"):
-        uploads.begin(version, "config.json")
-
-
-def test_the_files_of_a_checkpoint_are_taken(uploads):
-    names = ["config.json", "manifest.json", "model.safetensors.index.json", "model.safetensors"]
-    names.append("model-00001-of-00002.safetensors")
-    for name in names:
-        upload(uploads, "12", name)
-    directory = uploads.claim("12")
-    assert {file.name for file in directory.iterdir()} == set(names)
-    assert (directory / "config.json").read_bytes() == b"data"
-
-
-def test_a_version_is_handed_over_once(uploads):
-    upload(uploads, "1")
-    uploads.claim("1")
-    with pytest.raises(WeightsError, match="1 was not uploaded"):
-        uploads.claim("1")
-
-
-def test_only_the_newest_version_is_kept(uploads):
-    upload(uploads, "1")
-    upload(uploads, "2")
-    assert len(list(uploads.root.iterdir())) == 1
-    with pytest.raises(WeightsError, match=r"1 was not uploaded \(uploaded: 2\)"):
-        uploads.claim("1")
-    assert uploads.claim("2").exists()
-
-
-def test_a_file_that_arrives_after_a_newer_version_is_refused(uploads):
-    part = uploads.begin("1", "config.json")
-    part.write_bytes(b"")
-    upload(uploads, "2")
-    with pytest.raises(RequestError, match="the upload is of 2 now"):
-        uploads.commit(part, "1", "config.json")
-    part.unlink()
-
-
-def test_a_file_is_not_there_before_it_is_complete(uploads):
-    uploads.begin("1", "config.json").write_bytes(b"half")
-    assert not list(uploads.claim("1").iterdir())
-
-
-def test_nobody_else_reads_the_uploads(uploads):
-    assert uploads.root.stat().st_mode & 0o77 == 0
-
-
 # Keys.
 
 CONTROL = ["/pause_generation", "/update_weights_from_disk", "/weights/1/config.json"]
@@ -472,6 +385,13 @@ def test_no_engine_is_refused():
         server.check_version()
 
 
+def test_the_command_line_of_older_workdirs_still_starts_it():
+    command = [sys.executable, "-m", "jaxrl_async.sglang_jax.server", "--port", "1"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "sglang-jax must be 0.1.0rc0, it is not installed" in ended.stderr
+
+
 def test_a_taken_port_is_named():
     listener = server._bind("127.0.0.1", 0, None)
     listener.listen()
@@ -508,16 +428,13 @@ class Asked:
 @pytest.mark.parametrize(
     "place", ["outside", "root/../outside", "root/link", "root/none/../../outside"]
 )
-async def test_weights_from_outside_the_roots_are_refused(tmp_path, monkeypatch, place):
-    monkeypatch.setattr(server, "_json", lambda content, status=200: (status, content))
+async def test_weights_from_outside_the_roots_are_refused(tmp_path, place):
     (tmp_path / "outside").mkdir()
     (tmp_path / "root").mkdir()
     (tmp_path / "root" / "link").symlink_to(tmp_path / "outside")
-    uploads = server.Uploads()
-    routes = server._Routes(None, None, uploads, [str(tmp_path / "root")], None)
-    body = json.dumps({"model_path": f"{tmp_path}/{place}", "weight_version": "1"})
-    status, answer = await routes.update_from_disk(Asked(body.encode()))
-    uploads.close()
+    routes = server.Routes(None, None, [str(tmp_path / "root")], None)
+    body = {"model_path": f"{tmp_path}/{place}", "weight_version": "1"}
+    status, answer = await routes.receiver.update_from_disk(body)
     assert (status, answer["success"]) == (400, False)
     assert "within the directories that weights may come from" in answer["message"]
 

@@ -302,7 +302,7 @@ async def test_a_superseded_learner_changes_nothing(make_server, write):
     [
         (b"[]", "must be a JSON object"),
         (b"{", "Expecting"),
-        (json.dumps({"weight_version": "1"}).encode(), "weight_digest must be a text"),
+        (json.dumps({"weight_version": "1"}).encode(), "weight_digest must be a string, got None"),
         (
             json.dumps({"weight_version": "../1", "weight_digest": "a"}).encode(),
             "no file of version",

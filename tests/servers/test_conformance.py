@@ -956,6 +956,32 @@ async def test_behind_a_sidecar_our_servers_load_before_their_pause(
         assert errors(versions, prompt_of(index), completion).max() <= EXACT
 
 
+async def test_our_servers_get_files_from_one_another(server, versions):
+    """From a relay, and a relay from them."""
+    if server.name == "sglang":
+        pytest.skip("SGLang has no route for files")
+    asked = []
+
+    class Client(InferenceClient):
+        async def fetch_weights(self, address, *, source, **call):
+            asked.append((address, source))
+            await super().fetch_weights(address, source=source, **call)
+
+    keys = {"api_key": real_servers.API_KEY, "admin_api_key": real_servers.ADMIN_API_KEY}
+    give = transports.FileTransport("stream", mode="retract", fanout=1)
+    async with (
+        Client(**keys) as pusher,
+        sidecar.serve(server.address, host="127.0.0.1", port=0, key=keys["admin_api_key"]) as port,
+    ):
+        pairs = [(server.address, f"http://127.0.0.1:{port}")]
+        pairs.append(pairs[0][::-1])
+        for number, pair in enumerate(pairs, FIRST_STEP):
+            path = weight_store.StoredVersion(versions.path(number))
+            for address in pair:
+                await give(pusher, address, path=path, version=number, timeout_secs=CALL_SECS)
+    assert asked == [pair[::-1] for pair in pairs]
+
+
 @contextlib.asynccontextmanager
 async def taking_uploads(server):
     """Where a server takes differences, and by which transports."""

@@ -7,11 +7,11 @@ import pytest
 from jaxrl_async.records import NOBODY, Identity
 from jaxrl_async.versions.protocol import (
     LEASE_HEADER,
-    BodyError,
     DiskUpdate,
     Fetch,
     Piece,
     Preparation,
+    RequestError,
     Update,
     lease_headers,
     read_lease,
@@ -31,7 +31,6 @@ NAMED = {"weight_version": "run.0.1", "weight_digest": "abc"}
             weight_version="1",
             flush_cache=True,
             model_path="/weights/1",
-            abort_all_requests=False,
             load_format="auto",
         ),
         Fetch(
@@ -59,7 +58,11 @@ def test_null_is_like_an_absent_key():
 @pytest.mark.parametrize(
     ("kind", "body", "message"),
     [
-        (Update, {"colour": 1}, r"unknown keys: colour \(known: flush_cache, weight_digest"),
+        (
+            Update,
+            {"colour": 1},
+            r"unknown keys: colour \(known: abort_all_requests, flush_cache, weight_digest",
+        ),
         (Update, {}, "weight_version must be a string, got None"),
         (Update, {"weight_version": ""}, "weight_version must be a string, got ''"),
         (
@@ -87,7 +90,7 @@ def test_null_is_like_an_absent_key():
     ],
 )
 def test_a_body_that_cannot_be_is_refused(kind, body, message):
-    with pytest.raises(BodyError, match=message):
+    with pytest.raises(RequestError, match=message):
         kind.read(body)
 
 

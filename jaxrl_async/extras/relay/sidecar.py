@@ -15,9 +15,7 @@ import dataclasses
 import json
 import logging
 import pathlib
-import shutil
 import ssl
-import tempfile
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -25,13 +23,11 @@ import aiohttp
 from aiohttp import web
 
 from jaxrl_async import security
-from jaxrl_async.intake import relay_routes
-from jaxrl_async.intake.pause_lease import PauseLease
-from jaxrl_async.intake.relay import Relay
-from jaxrl_async.intake.relay_routes import error_answer
+from jaxrl_async.intake import routes
+from jaxrl_async.intake.receiver import Answer, Receiver, RefusedError, read_body, refused
 from jaxrl_async.servers.kinds.embedded import Embedded
-from jaxrl_async.versions import difference, protocol, store
-from jaxrl_async.versions import layout as files
+from jaxrl_async.versions import protocol, store
+from jaxrl_async.versions.protocol import Update
 
 MAX_BODY_BYTES = 16 << 20  # of a call that is passed on
 CONNECT_SECS = 5.0  # to the server
@@ -55,28 +51,23 @@ class Sidecar:
     def __init__(
         self,
         server: str,
-        root: pathlib.Path,
+        directory: str = "",
         *,
         key: str | None = None,
         context: ssl.SSLContext | None = None,
     ):
         """Args:
         server: "http://host:port" of the server.
-        root: an empty directory, which the server sees under the same path. A version may fill its disk.
+        directory: in which versions are kept, visible to the server under the same path; "": the temporary one. A
+          version may fill its disk.
         key: required of control calls, and with which others and the server are called; None: none.
         context: of certificates that are trusted of the server and other sidecars; None: the system's authorities.
         """
-        self._server, self._root, self._key, self._context = server, root, key, context
-        uploads = root / "versions"
-        uploads.mkdir()
-        free = shutil.disk_usage(root).free
-        self._relay = Relay(uploads, max_bytes=free, key=key, context=context)
-        self._copy = difference.Copy(root)
-        self._writers = files.Writers()
-        self._prepared: Verified | None = None
+        self._server, self._directory, self._key, self._context = server, directory, key, context
+        self._receiver = Receiver(self, key=key, context=context, reads_in_the_pause=True)
+        self._loaded: Verified | None = None  # the last directory
         self._prepares = False  # whether the server can prepare, by its last /model_info
         self._is_swap = False  # whether it has prepared this version
-        self._lease = PauseLease(self._continue)
 
     async def __aenter__(self) -> "Sidecar":
         timeout = aiohttp.ClientTimeout(CALL_SECS, sock_connect=CONNECT_SECS)
@@ -84,11 +75,11 @@ class Sidecar:
         if self._context is not None:
             options["connector"] = aiohttp.TCPConnector(ssl=self._context)
         self._session = aiohttp.ClientSession(**options)
+        self._receiver.open(self._directory)
         return self
 
     async def __aexit__(self, *error) -> None:
-        self._lease.end()
-        self._relay.close()
+        self._receiver.close()
         await self._session.close()
 
     def app(self) -> web.Application:
@@ -96,12 +87,10 @@ class Sidecar:
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._check_key])
         app.add_routes(
             [
-                *relay_routes.routes(lambda: self._relay),
-                web.post("/weights/prepare", self._answering(self._prepare)),
-                web.post("/update_weights_from_upload", self._answering(self._update)),
-                web.get("/model_info", self._model_info),
-                web.post("/pause_generation", self._pause),
-                web.post("/continue_generation", self._resume),
+                *routes.routes(self._receiver, prepare=self._prepare),
+                web.get(protocol.MODEL_INFO, self._model_info),
+                web.post(protocol.PAUSE, self._pause),
+                web.post(protocol.CONTINUE, self._continue),
                 web.route("*", "/{route:.*}", self._pass_on),
             ]
         )
@@ -113,76 +102,72 @@ class Sidecar:
         is_own = request.path.startswith("/weights/") or request.path.endswith("_from_upload")
         said = request.headers.get("Authorization", "")
         if is_own and self._key is not None and not security.is_bearer(said, self._key):
-            return error_answer(401, f"{request.path} needs the admin api key of this sidecar")
+            reason = f"{request.path} needs the admin api key of this sidecar"
+            return routes.answered(refused(reason, 401))
         return await handler(request)
 
-    def _answering(self, handler):
-        """A handler of JSON whose refusals are answers."""
+    async def _prepare(self, body: dict[str, Any], lease: str | None) -> Answer:
+        """Prepares a version here, and then at a server that can: its update is a swap there too."""
+        status, answer = await self._receiver.prepare(body, lease)
+        if status == 200:
+            self._is_swap = False
+        if status != 200 or not self._prepares or self._loaded is None:
+            return status, answer
+        load = protocol.Preparation.read(body | {"model_path": str(self._loaded.path)})
+        load = dataclasses.replace(load, difference="", keep=False, hand_on=False)
+        status, answer = await self._call(protocol.PREPARE, load.body(), lease=lease)
+        self._is_swap = status == 200
+        if status in protocol.LOADS_IN_THE_PAUSE:
+            return 200, {"success": True, "message": f"version {load.weight_version} is prepared"}
+        return status, answer
 
-        async def answering(request):
-            try:
-                body = json.loads(await request.read() or b"{}")
-                if not isinstance(body, dict):
-                    raise ValueError(f"the body must be a JSON object, got {body!r:.80}")
-                return await handler(request, body)
-            except difference.DifferenceError as error:
-                return _refused(protocol.NO_DIFFERENCE, error)
-            except (ValueError, OSError, RecursionError) as error:  # of WeightStoreError's kind too
-                return _refused(400, error)
+    # An engine of a receiver.
 
-        return answering
+    async def load(self, directory: pathlib.Path) -> Verified:
+        def verified() -> Verified:
+            store.verify(directory)
+            return Verified(directory, store.read_manifest(directory)["digest"])
 
-    async def _prepare(self, request, body):
-        """Makes a directory of the pieces of a version, or of a difference from the version before it."""
-        version, digest = _text(body, "weight_version"), _text(body, "weight_digest")
-        name, hand_on = body.get("difference", ""), body.get("hand_on", False) is True
-        if name and not (isinstance(name, str) and protocol.FILE.fullmatch(name)):
-            raise ValueError(f"difference must be a file's name, got {name!r:.80}")
-        directory = self._relay.directory(version) if protocol.VERSION.fullmatch(version) else None
-        if directory is None:
-            raise ValueError(f"no file of version {version!r:.80} was uploaded")
-        self._writers.check(body.get("writer"))
-        keep = body.get("keep", False) is True
-        source = difference.Source(directory, name, keep, is_upload=not hand_on)
-        verified = await self._copy.load(source, digest, _verify)
-        if verified.digest != digest:
-            raise ValueError(
-                f"version {version} has digest {verified.digest}, the push is of {digest}"
-            )
-        self._prepared = verified
-        self._is_swap = False
-        if self._prepares:
-            load = {"model_path": str(verified.path), "weight_version": version}
-            load |= {"weight_digest": digest, "writer": body.get("writer")}
-            lease = request.headers.get(protocol.LEASE_HEADER)
-            status, content = await self._call("/weights/prepare", load, lease=lease)
-            self._is_swap = status == 200
-            if not self._is_swap and status not in protocol.LOADS_IN_THE_PAUSE:
-                return web.Response(status=status, body=content, content_type="application/json")
-        return web.json_response({"success": True, "message": f"version {version} is prepared"})
+        self._loaded = await asyncio.to_thread(verified)
+        return self._loaded
 
-    async def _update(self, request, body):
+    async def swap(self, weights: Verified, update: Update) -> int:
         """Lets the server take the version that it prepared, or load the directory in its pause."""
-        digest = _text(body, "weight_digest")
-        self._writers.check(body.get("writer"))
-        if self._prepared is None or self._prepared.digest != digest:
-            raise ValueError(f"no version with digest {digest!r:.80} was prepared")
-        known = ("weight_version", "flush_cache")
-        known += ("weight_digest", "writer") if self._is_swap else ()
-        load = {key: body[key] for key in known if key in body}
-        load |= {"model_path": str(self._prepared.path), "abort_all_requests": False}
-        status, content = await self._call("/update_weights_from_disk", load)
-        return web.Response(status=status, body=content, content_type="application/json")
+        load = protocol.DiskUpdate(
+            weight_version=update.weight_version,
+            flush_cache=update.flush_cache,
+            model_path=str(weights.path),
+            load_format="auto",
+            **self._signed(update),
+        )
+        status, answer = await self._call(protocol.UPDATE_FROM_DISK, load.body())
+        if status != 200:
+            raise RefusedError((status, answer))
+        return answer.get("num_paused_requests", 0)
+
+    def _signed(self, update: Update) -> dict[str, Any]:
+        """The keys of a server that prepares; others do not know them."""
+        if not self._is_swap:
+            return {}
+        return {"weight_digest": update.weight_digest, "writer": update.writer}
+
+    async def update(self, directory: pathlib.Path, update: Update) -> int:
+        return await self.swap(await self.load(directory), update)
+
+    async def resume(self) -> None:
+        try:
+            await self._call(protocol.CONTINUE, {})
+        except web.HTTPException as error:
+            log.error("a pause could not be ended: %s", error.text)
 
     async def _model_info(self, request):
         """What the server says of itself, and that versions can be sent here."""
         async with self._errors(), self._asked(request) as answer:
             content = await answer.read()
             if answer.status == 200:
-                ours = {"hands_on": True, "difference_base": self._copy.digest}
                 info = json.loads(content)
                 self._prepares = Embedded.recognises(info)
-                content = json.dumps(info | ours).encode()
+                content = json.dumps(info | self._receiver.info()).encode()
             return web.Response(status=answer.status, body=content, content_type="application/json")
 
     async def _pause(self, request):
@@ -190,14 +175,14 @@ class Sidecar:
         try:
             lease_secs = protocol.read_lease(request.headers.get(protocol.LEASE_HEADER))
         except ValueError as error:
-            return error_answer(400, error)
+            return routes.answered(refused(error))
         answer = await self._pass_on(request)
         if answer.status == 200:
-            self._lease.begin(lease_secs)
+            self._receiver.lease.begin(lease_secs)
         return answer
 
-    async def _resume(self, request):
-        self._lease.end()
+    async def _continue(self, request):
+        self._receiver.lease.end()
         return await self._pass_on(request)
 
     async def _pass_on(self, request):
@@ -230,8 +215,8 @@ class Sidecar:
                 text=json.dumps({"error": {"message": reason}}), content_type="application/json"
             ) from error
 
-    async def _call(self, route: str, body: dict, *, lease: str | None = None) -> tuple[int, bytes]:
-        """(status, body) of a control call of the sidecar's own."""
+    async def _call(self, route: str, body: dict, *, lease: str | None = None) -> Answer:
+        """The answer to a control call of the sidecar's own."""
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
         if lease is not None:
             headers[protocol.LEASE_HEADER] = lease
@@ -239,13 +224,11 @@ class Sidecar:
             self._errors(),
             self._session.post(self._server + route, json=body, headers=headers) as answer,
         ):
-            return answer.status, await answer.read()
-
-    async def _continue(self) -> None:
-        try:
-            await self._call("/continue_generation", {})
-        except web.HTTPException as error:
-            log.error("a pause could not be ended: %s", error.text)
+            content = await answer.read()
+            try:
+                return answer.status, read_body(content)
+            except protocol.RequestError:  # A refusal in words.
+                return refused(content.decode(errors="replace"), answer.status)
 
 
 @contextlib.asynccontextmanager
@@ -281,39 +264,18 @@ async def serve(
     security.check_listener("the relay", f"{host}:{port}", key, "--admin_api_key_env")
     context = security.client_context(tls_ca) if tls_ca else None
     listener = security.server_context(tls_cert, tls_key)
-    with tempfile.TemporaryDirectory(prefix="jaxrl-relay-", dir=directory or None) as root:
-        async with Sidecar(server, pathlib.Path(root), key=key, context=context) as sidecar:
-            runner = web.AppRunner(
-                sidecar.app(), access_log=None, handler_cancellation=True, shutdown_timeout=2.0
-            )
-            await runner.setup()
-            try:
-                await web.TCPSite(runner, host, port, ssl_context=listener).start()
-                yield runner.addresses[0][1]
-            finally:
-                await runner.cleanup()
-
-
-async def _verify(path: pathlib.Path) -> Verified:
-    def verified():
-        store.verify(path)
-        return Verified(path, store.read_manifest(path)["digest"])
-
-    return await asyncio.to_thread(verified)
+    async with Sidecar(server, directory, key=key, context=context) as sidecar:
+        runner = web.AppRunner(
+            sidecar.app(), access_log=None, handler_cancellation=True, shutdown_timeout=2.0
+        )
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, host, port, ssl_context=listener).start()
+            yield runner.addresses[0][1]
+        finally:
+            await runner.cleanup()
 
 
 def _ours(headers) -> dict[str, str]:
     """The headers that go through."""
     return {name: value for name, value in headers.items() if name.lower() not in _OWN_HEADERS}
-
-
-def _text(body, name) -> str:
-    value = body.get(name)
-    if not (isinstance(value, str) and 0 < len(value) <= 256):
-        raise ValueError(f"{name} must be a text of 1 to 256 characters, got {value!r:.80}")
-    return value
-
-
-def _refused(status: int, error: Exception) -> web.Response:
-    log.warning("refused: %s", error)
-    return web.json_response({"success": False, "message": str(error)}, status=status)

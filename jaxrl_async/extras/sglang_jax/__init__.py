@@ -1,4 +1,4 @@
 """An SGLang-JAX server with versions per token.
 
-It runs in SGLang-JAX's own environment, so it imports jaxrl_async.security and weights.files alone.
+It runs in SGLang-JAX's own environment, so it imports intake, versions and security alone.
 """

@@ -1,7 +1,7 @@
 """Checks of a checkpoint in Hugging Face's layout that need its files alone.
 
 Every byte is read, in pieces: SGLang-JAX loads the files itself afterwards. This runs in SGLang-JAX's environment,
-which has no protobuf, gRPC or flax of this project's versions; of the other rooms it imports weights.files alone.
+which has no protobuf, gRPC or flax of this project's versions.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_async.versions.layout import TensorEntry, read_header, version_digest
+from jaxrl_async.versions.layout import TensorEntry, WeightsError, check_manifest, read_header
 
 _CHUNK_BYTES = 4 << 20
 # safetensors dtype → bits of an element as an integer, and those of its exponent: all ones is inf or NaN.
@@ -46,10 +46,6 @@ _UNDECIDING = {
 }
 
 
-class WeightsError(ValueError):
-    """Weights that were refused; the message names the file, tensor or field."""
-
-
 def check_checkpoint(directory: str | os.PathLike, served: Mapping[str, Any]) -> dict[str, str]:
     """Reads every byte of a checkpoint in Hugging Face's layout, and checks all that files alone can tell.
 
@@ -71,8 +67,10 @@ def check_checkpoint(directory: str | os.PathLike, served: Mapping[str, Any]) ->
         tensors = read_headers(directory)
         _check_index(directory, tensors)
         digests = {name: digest(name, entry) for name, entry in tensors.items()}
-        _check_manifest(directory, digests)
-    except (OSError, KeyError, TypeError, AttributeError) as error:
+        check_manifest(directory, digests)
+    except WeightsError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         # The last three: JSON that is well formed and not what it should be.
         raise WeightsError(f"{directory}: {type(error).__name__}: {error}") from error
     return digests
@@ -82,7 +80,7 @@ def read_headers(directory: pathlib.Path) -> dict[str, TensorEntry]:
     """Every tensor of every *.safetensors file of a directory, by name.
 
     Raises:
-      WeightsError: no file, one that is truncated or no safetensors file, or a name in two files.
+      ValueError: no file, one that is truncated or no safetensors file, or a name in two files.
     """
     files = sorted(directory.glob("*.safetensors"))
     if not files:
@@ -124,10 +122,7 @@ def identity(directory: str | os.PathLike) -> dict[str, tuple[int, ...]]:
 
 
 def _entries(file: pathlib.Path) -> dict[str, TensorEntry]:
-    try:
-        entries = read_header(file)
-    except ValueError as error:
-        raise WeightsError(str(error)) from error
+    entries = read_header(file)
     for name, entry in entries.items():
         if entry.dtype not in _EXPONENTS:
             known = ", ".join(_EXPONENTS)
@@ -179,25 +174,6 @@ def _check_index(directory: pathlib.Path, tensors: Mapping[str, TensorEntry]) ->
     for name, shard in read_json(file)["weight_map"].items():
         if name not in tensors or tensors[name].file.name != shard:
             raise WeightsError(f"{file}: tensor {name} is not in {shard}")
-
-
-def _check_manifest(directory: pathlib.Path, digests: Mapping[str, str]) -> None:
-    """What the writer wrote: {"digest", "tensors": {name: {"file", "digest", …}}}."""
-    file = directory / "manifest.json"
-    if not file.exists():
-        return
-    manifest = read_json(file)
-    said = {name: entry["digest"] for name, entry in manifest["tensors"].items()}
-    if odd := sorted(said.keys() ^ digests.keys()):
-        where = "manifest" if odd[0] in said else "files"
-        raise WeightsError(f"{file}: tensor {odd[0]} is in the {where} only ({len(odd)} such)")
-    for name, found in digests.items():
-        if found != said[name]:
-            raise WeightsError(
-                f"{file}: tensor {name} has digest {found}, the manifest says {said[name]}"
-            )
-    if manifest.get("digest", total := version_digest(digests)) != total:
-        raise WeightsError(f"{file}: the digest is {total}, the manifest says {manifest['digest']}")
 
 
 def read_json(file: pathlib.Path) -> dict[str, Any]:

@@ -22,13 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_async.extras.sglang_jax.checkpoints import (
-    WeightsError,
-    check_checkpoint,
-    identity,
-    read_json,
-)
-from jaxrl_async.versions.layout import version_digest
+from jaxrl_async.extras.sglang_jax.checkpoints import check_checkpoint, identity, read_json
+from jaxrl_async.versions.layout import WeightsError, version_digest
+from jaxrl_async.versions.protocol import RequestError
 
 FIRST_VERSION = "default"  # Name of the weights before any update, as in SGLang.
 
@@ -36,10 +32,6 @@ _IDLE_POLL_MS = 20
 _DRAIN_POLL_SECS = 0.01
 
 log = logging.getLogger(__name__)
-
-
-class RequestError(ValueError):
-    """A request that can never be served; the message names the value and the bound."""
 
 
 # Weight versions per token.

@@ -10,49 +10,36 @@ One process: HTTP and tokenizer manager on the main thread, sgl_jax's scheduler 
 and swapped in by the scheduler thread between two steps: the same shapes and shardings, so nothing is compiled.
 Old and new weights are on the devices together for that time.
 
-It runs in the environment of SGLang-JAX and imports of this project its two neighbours, engine and checkpoints,
-security, and of weights the files that import nothing else of it. It serves one host: no speculative decoding, LoRA,
-quantization, disaggregation or multimodal models.
+It runs in the environment of SGLang-JAX, and of this project it imports its two neighbours, engine and checkpoints, and
+the rooms intake, versions and security. It serves one host: no speculative decoding, LoRA, quantization,
+disaggregation or multimodal models.
 """
 
 import argparse
-import asyncio
 import dataclasses
 import functools
 import importlib.metadata
-import itertools
-import json
 import logging
 import os
 import pathlib
-import re
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
-import uuid
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from jaxrl_async import security
 from jaxrl_async.extras.sglang_jax import engine as sglang_jax_engine
-from jaxrl_async.extras.sglang_jax.checkpoints import WeightsError
-from jaxrl_async.extras.sglang_jax.engine import RequestError, WeightsLoader, end_process
+from jaxrl_async.extras.sglang_jax.engine import Weights, WeightsLoader, end_process
 from jaxrl_async.intake.pause_lease import PauseLease
-from jaxrl_async.intake.prepared import Prepared
-from jaxrl_async.versions import difference, protocol
-from jaxrl_async.versions import layout as files
+from jaxrl_async.intake.receiver import Answer, Receiver, read_body, refused
+from jaxrl_async.versions import protocol
+from jaxrl_async.versions.protocol import RequestError, Update
 
 MAX_BODY_BYTES = 16 << 20  # of the routes here, but an upload
 SGLANG_JAX_VERSION = "0.1.0rc0"  # The version whose internals engine.py relies on.
 
-_PAUSES = ("/pause_generation", "/continue_generation")
-_VERSION_NAME = re.compile(r"[0-9A-Za-z][0-9A-Za-z._-]{0,63}")
-_FILE_NAME = re.compile(
-    r"config\.json|manifest\.json|model\.safetensors\.index\.json"
-    r"|[0-9A-Za-z][0-9A-Za-z._-]{0,127}\.(safetensors|difference)"
-)
 # SGLang's routes of level "admin optional".
 _ADMIN_PATHS = {
     "/abort_request",
@@ -72,74 +59,6 @@ _ADMIN_PATHS = {
 }
 
 log = logging.getLogger(__name__)
-
-
-# Uploads.
-
-
-class Uploads:
-    """The files of the newest uploaded version, under one private directory.
-
-    A file is there in full or not at all. Not thread-safe: it belongs to the event loop.
-    """
-
-    def __init__(self):
-        self.root = pathlib.Path(tempfile.mkdtemp(prefix="sglang-jax-weights-"))
-        self._version: str | None = None
-        self._claims = itertools.count()
-
-    def begin(self, version: str, file: str) -> pathlib.Path:
-        """The path for the bytes of a file; removes an earlier version.
-
-        Raises:
-          RequestError: no name of a version, or of a file of a checkpoint.
-        """
-        if not _VERSION_NAME.fullmatch(version):
-            raise RequestError(
-                f"version {version!r:.80} is not of the form {_VERSION_NAME.pattern}"
-            )
-        if not _FILE_NAME.fullmatch(file):
-            raise RequestError(f"file name {file!r:.80} is not of the form {_FILE_NAME.pattern}")
-        if version != self._version:
-            self._drop()
-            self._version = version
-            self._directory.mkdir()
-        return self.root / f"part-{uuid.uuid4().hex}"
-
-    def commit(self, part: pathlib.Path, version: str, file: str) -> None:
-        """Makes a written file part of its version.
-
-        Raises:
-          RequestError: another version was begun since, or this one was loaded.
-        """
-        if version != self._version:
-            raise RequestError(f"version {version}: the upload is of {self._version} now")
-        part.rename(self._directory / file)
-
-    def claim(self, version: str) -> pathlib.Path:
-        """Hands over the directory of a version, which the caller removes.
-
-        Raises:
-          WeightsError: it was not uploaded.
-        """
-        if version != self._version:
-            raise WeightsError(f"version {version} was not uploaded (uploaded: {self._version})")
-        claimed = self.root / f"claimed-{next(self._claims)}"
-        self._directory.rename(claimed)
-        self._version = None
-        return claimed
-
-    def close(self) -> None:
-        """Removes everything."""
-        shutil.rmtree(self.root, ignore_errors=True)
-
-    @property
-    def _directory(self) -> pathlib.Path:
-        return self.root / f"version-{self._version}"
-
-    def _drop(self) -> None:
-        if self._version is not None:
-            shutil.rmtree(self._directory)
 
 
 # Keys.
@@ -177,7 +96,7 @@ class _KeyCheck:
             headers = dict(scope["headers"])
             given = headers.get(b"authorization", b"").decode("latin-1")
             if not is_allowed(scope["path"], given, **self._keys):
-                return await _json({"error": "Unauthorized"}, 401)(scope, receive, send)
+                return await _json(401, {"error": "Unauthorized"})(scope, receive, send)
         await self._app(scope, receive, send)
 
 
@@ -189,18 +108,19 @@ class _PauseLeases:
         self._lease = lease
 
     async def __call__(self, scope, receive, send):
-        if scope["type"] != "http" or scope["path"] not in _PAUSES:
+        if scope["type"] != "http" or scope["path"] not in (protocol.PAUSE, protocol.CONTINUE):
             return await self._app(scope, receive, send)
         given = dict(scope["headers"]).get(protocol.LEASE_HEADER.lower().encode())
         try:
             secs = protocol.read_lease(None if given is None else given.decode("latin-1"))
         except ValueError as error:
-            return await _json({"error": {"message": str(error)}}, 400)(scope, receive, send)
-        self._lease.end()
+            return await _json(*refused(error))(scope, receive, send)
+        if scope["path"] == protocol.CONTINUE:
+            self._lease.end()
 
         async def watched(message):
             done = message["type"] == "http.response.start" and message["status"] == 200
-            if done and scope["path"] == "/pause_generation":
+            if done and scope["path"] == protocol.PAUSE:
                 self._lease.begin(secs)
             await send(message)
 
@@ -210,22 +130,23 @@ class _PauseLeases:
 # HTTP.
 
 
-def _add_routes(app, manager, loader: WeightsLoader, uploads: Uploads, roots: list[str]) -> None:
+def _add_routes(app: Any, routes: "Routes") -> None:
     """SGLang's routes that upstream lacks, or has in another form."""
     from fastapi import Request
-    from sgl_jax.srt.managers.io_struct import ContinueGenerationReqInput
 
-    lease = PauseLease(lambda: manager.continue_generation(ContinueGenerationReqInput()))
-    app.add_middleware(_PauseLeases, lease=lease)
-    routes = _Routes(manager, loader, uploads, roots, lease)
+    receiver = routes.receiver
+    app.add_middleware(_PauseLeases, lease=receiver.lease)
+    file_route = protocol.file_route("{version}", "{file}")
     ours = [
-        ("GET", "/model_info", routes.model_info),
+        ("GET", protocol.MODEL_INFO, routes.model_info),
         ("GET", "/get_model_info", routes.model_info),
         ("POST", "/abort_request", routes.abort_request),
-        ("POST", "/update_weights_from_disk", routes.update_from_disk),
-        ("POST", "/update_weights_from_upload", routes.update_from_upload),
-        ("PUT", "/weights/{version}/{file:path}", routes.put_weights),
-        ("POST", "/weights/prepare", routes.prepare_weights),
+        ("POST", protocol.UPDATE_FROM_DISK, _asking(receiver.update_from_disk)),
+        ("POST", protocol.UPDATE_FROM_UPLOAD, _asking(receiver.update_from_upload)),
+        ("POST", protocol.PREPARE, _asking(receiver.prepare, protocol.LEASE_HEADER)),
+        ("POST", protocol.FETCH, _asking(receiver.fetch)),
+        ("PUT", file_route, routes.receive),
+        ("GET", file_route, routes.hand_on),
     ]
     paths = {path for _, path, _ in ours}
     upstream = {getattr(route, "path", None): route for route in app.router.routes}
@@ -235,159 +156,101 @@ def _add_routes(app, manager, loader: WeightsLoader, uploads: Uploads, roots: li
     app.add_api_route("/server_info", upstream["/get_server_info"].endpoint, methods=["GET"])
 
     async def refuse(request: Request, error: Exception):
-        return _json({"error": {"message": str(error)}}, 400)
+        return _json(*refused(error))
 
     app.add_exception_handler(RequestError, refuse)
 
 
-class _Routes:
-    def __init__(self, manager, loader, uploads, roots, lease):
-        self._lease = lease
-        self._manager = manager
-        self._roots = roots
-        self._loader = loader
-        self._uploads = uploads
-        self._writers = files.Writers()
-        self._prepared = Prepared()
-        self._copy = difference.Copy(uploads.root)
+class Routes:
+    """The routes over upstream's tokenizer manager, which is the engine of their receiver."""
+
+    def __init__(self, manager: Any, loader: WeightsLoader, roots: list[str], key: str | None):
+        self._manager, self._loader = manager, loader
+        self.receiver = Receiver(self, roots=roots, key=key)
+
+    # An engine of a receiver.
+
+    async def load(self, directory: pathlib.Path) -> Weights:
+        return await self._manager.load_weights(functools.partial(self._loader, directory))
+
+    async def swap(self, weights: Weights, update: Update) -> int:
+        return await self._update(lambda: weights, update)
+
+    async def update(self, directory: pathlib.Path, update: Update) -> int:
+        return await self._update(functools.partial(self._loader, directory), update)
+
+    async def _update(self, load: Callable[[], Weights], update: Update) -> int:
+        num_held = await self._manager.update_weights(
+            load,
+            version=update.weight_version,
+            flush_cache=update.flush_cache,
+            abort_all_requests=update.abort_all_requests,
+        )
+        if isinstance(update, protocol.DiskUpdate):
+            self._manager.model_path = update.model_path
+        return num_held
+
+    async def resume(self) -> None:
+        from sgl_jax.srt.managers.io_struct import ContinueGenerationReqInput
+
+        await self._manager.continue_generation(ContinueGenerationReqInput())
+
+    # Routes.
 
     async def model_info(self, request):
         """Answers at once, in any state of the scheduler."""
         manager = self._manager
         config = manager.model_config.hf_config
-        return _json(
-            {
-                "model_path": manager.model_path,
-                "tokenizer_path": manager.server_args.tokenizer_path,
-                "is_generation": manager.is_generation,
-                "preferred_sampling_params": manager.server_args.preferred_sampling_params,
-                "weight_version": manager.weight_version,
-                "weight_digest": manager.weight_digest,
-                "difference_base": self._copy.digest,
-                "vocab_size": manager.vocab_size,
-                "architectures": getattr(config, "architectures", None),
-                "num_hidden_layers": getattr(config, "num_hidden_layers", None),
-                "hidden_size": getattr(config, "hidden_size", None),
-                "intermediate_size": getattr(config, "intermediate_size", None),
-                "max_prompt_tokens": manager.max_prompt_tokens,
-                "num_expired_pauses": self._lease.num_expired,
-            }
-        )
+        info = {
+            "model_path": manager.model_path,
+            "tokenizer_path": manager.server_args.tokenizer_path,
+            "is_generation": manager.is_generation,
+            "preferred_sampling_params": manager.server_args.preferred_sampling_params,
+            "weight_version": manager.weight_version,
+            "weight_digest": manager.weight_digest,
+            **self.receiver.info(),
+            "vocab_size": manager.vocab_size,
+            "architectures": getattr(config, "architectures", None),
+            "num_hidden_layers": getattr(config, "num_hidden_layers", None),
+            "hidden_size": getattr(config, "hidden_size", None),
+            "intermediate_size": getattr(config, "intermediate_size", None),
+            "max_prompt_tokens": manager.max_prompt_tokens,
+            "num_expired_pauses": self.receiver.lease.num_expired,
+        }
+        return _json(200, info)
 
     async def abort_request(self, request):
         body = await _read(request)
         rid = _field(body, "rid", str, default="")
         await self._manager.abort(rid, _field(body, "abort_all", bool, default=False))
-        return _json({})
+        return _json(200, {})
 
-    async def prepare_weights(self, request):
-        """Loads a version beside the served one, during generation; an update to it is then a swap.
+    async def receive(self, request):
+        names = request.path_params["version"], request.path_params["file"]
+        num_bytes = request.headers.get("Content-Length")
+        num_bytes = None if num_bytes is None else int(num_bytes)
+        sha256 = request.headers.get(protocol.SHA256_HEADER)
+        return _json(*await self.receiver.receive(*names, num_bytes, sha256, request.stream()))
 
-        It comes from model_path, or from an upload, whose files are removed then. `difference` names a file there that
-        leads to it from the version that was kept last; `keep` keeps this one for the next.
-        """
-        body = await _read(request)
-        version = _field(body, "weight_version", str)
-        digest = _field(body, "weight_digest", str)
-        claimed = None
-        try:
-            lease_secs = protocol.read_lease(request.headers.get(protocol.LEASE_HEADER))
-            self._writers.check(body.get("writer"))
-            if "model_path" in body:
-                directory = self._confined(body)
-            else:
-                directory = claimed = self._uploads.claim(version)
-            name = _field(body, "difference", str, default="")
-            if name and not _FILE_NAME.fullmatch(name):
-                raise RequestError(f"difference must be a file's name, got {name!r:.80}")
-            source = difference.Source(
-                pathlib.Path(directory),
-                name,
-                _field(body, "keep", bool, default=False),
-                is_upload=claimed is not None,
-            )
-            load = functools.partial(self._copy.load, source, digest, self._load)
-            await self._prepared.prepare(version, digest, load, lease_secs)
-        except difference.DifferenceError as error:
-            return _refusal(error, protocol.NO_DIFFERENCE)
-        except ValueError as error:  # of WeightsError's kind too
-            return _refusal(error)
-        finally:
-            if claimed is not None:
-                await asyncio.to_thread(shutil.rmtree, claimed, ignore_errors=True)
-        return _json({"success": True, "message": f"version {version} is prepared"})
+    async def hand_on(self, request):
+        from starlette.responses import StreamingResponse
 
-    async def _load(self, path):
-        return await self._manager.load_weights(functools.partial(self._loader, path))
+        names = request.path_params["version"], request.path_params["file"]
+        reading = await self.receiver.hand_on(*names)
+        if isinstance(reading, tuple):
+            return _json(*reading)
+        # Where no more chunks come, the connection ends short of its Content-Length.
+        headers = {"Content-Length": str(reading.num_bytes)}
+        return StreamingResponse(reading.chunks, headers=headers)
 
-    def _confined(self, body) -> str:
-        """The directory in model_path; raises ValueError for one that weights may not come from."""
-        path = _field(body, "model_path", str)
-        try:
-            return str(security.confined(path, self._roots))
-        except ValueError as error:
-            raise ValueError(f"model_path {error}") from None
 
-    async def update_from_disk(self, request):
-        body = await _read(request)
-        try:
-            path = self._confined(body)
-        except RequestError:
-            raise
-        except ValueError as error:
-            return _refusal(error)
-        answer = await self._update(body, functools.partial(self._loader, path))
-        if answer.status_code == 200:
-            self._manager.model_path = path
-        return answer
+def _asking(call: Callable[..., Awaitable[Answer]], *headers: str) -> Callable:
+    """A handler that calls with the body and these headers."""
 
-    async def update_from_upload(self, request):
-        body = await _read(request)
-        version = _field(body, "weight_version", str)
-        if self._prepared.version == version:  # Its files are gone.
-            return await self._update(body, None)
-        try:
-            directory = self._uploads.claim(version)
-        except WeightsError as error:
-            return _refusal(error)
-        try:
-            return await self._update(body, functools.partial(self._loader, directory))
-        finally:
-            await asyncio.to_thread(shutil.rmtree, directory)
+    async def handler(request):
+        return _json(*await call(await _read(request), *map(request.headers.get, headers)))
 
-    async def _update(self, body, load):
-        version = _field(body, "weight_version", str)
-        try:
-            self._writers.check(body.get("writer"))
-        except ValueError as error:
-            return _refusal(error)
-        weights = self._prepared.take(version, body.get("weight_digest"))
-        if weights is None and load is None:
-            return _refusal(f"version {version} was prepared with another digest")
-        try:
-            num_held = await self._manager.update_weights(
-                load if weights is None else lambda: weights,
-                version=version,
-                flush_cache=_field(body, "flush_cache", bool, default=True),
-                abort_all_requests=_field(body, "abort_all_requests", bool, default=False),
-            )
-        except WeightsError as error:
-            return _refusal(error)
-        message = f"Succeeded to update model weights. Weight version updated to {version}."
-        return _json({"success": True, "message": message, "num_paused_requests": num_held})
-
-    async def put_weights(self, request):
-        version, file = request.path_params["version"], request.path_params["file"]
-        part = self._uploads.begin(version, file)
-        try:
-            with open(part, "wb") as stream:
-                async for chunk in request.stream():
-                    await asyncio.to_thread(stream.write, chunk)
-                num_bytes = stream.tell()
-            self._uploads.commit(part, version, file)
-        finally:
-            part.unlink(missing_ok=True)
-        return _json({"success": True, "num_bytes": num_bytes})
+    return handler
 
 
 async def _read(request) -> dict[str, Any]:
@@ -396,13 +259,7 @@ async def _read(request) -> dict[str, Any]:
         raw += chunk
         if len(raw) > MAX_BODY_BYTES:
             raise RequestError(f"a body has at most {MAX_BODY_BYTES} bytes")
-    try:
-        body = json.loads(raw or b"{}")
-    except (ValueError, RecursionError) as error:  # The last of "[[[[…".
-        raise RequestError(f"the body is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise RequestError(f"the body must be a JSON object, got {type(body).__name__}")
-    return body
+    return read_body(bytes(raw))
 
 
 _REQUIRED = object()
@@ -417,15 +274,10 @@ def _field(body, name, kind, default=_REQUIRED):
     return value
 
 
-def _refusal(error, status=400):
-    log.error("Weights refused: %s", error)
-    return _json({"success": False, "message": str(error), "num_paused_requests": 0}, status)
-
-
-def _json(content, status_code=200):
+def _json(status: int, content: dict[str, Any]) -> Any:
     from starlette.responses import JSONResponse
 
-    return JSONResponse(content, status_code)
+    return JSONResponse(content, status)
 
 
 # Start.
@@ -537,13 +389,15 @@ def _serve(keys: Keys, argv: list[str]) -> None:
         )
     scheduler = info.pop("scheduler")
     manager.attach(scheduler)
-    uploads = Uploads()
-    sglang_jax_engine.at_end.append(uploads.close)
     http_server.set_global_state(http_server._GlobalState(manager, templates, info))
     app = http_server.app
     app.server_args = server_args
     loader = WeightsLoader(scheduler.tp_worker.model_runner, server_args.model_path, mappings)
-    _add_routes(app, manager, loader, uploads, [server_args.model_path, *roots])
+    key = keys.admin_api_key or keys.api_key
+    routes = Routes(manager, loader, [server_args.model_path, *roots], key)
+    routes.receiver.open()
+    sglang_jax_engine.at_end.append(routes.receiver.remove_files)
+    _add_routes(app, routes)
     app.add_middleware(_KeyCheck, **dataclasses.asdict(keys))
     http_server.set_uvicorn_logging_configs()
     config = uvicorn.Config(
