@@ -963,12 +963,13 @@ async def test_our_servers_get_files_from_one_another(server, versions):
     asked = []
 
     class Client(InferenceClient):
-        async def fetch_weights(self, address, *, source, **call):
-            asked.append((address, source))
-            await super().fetch_weights(address, source=source, **call)
+        async def call(self, method, address, route, body, *args, **call):
+            if route == protocol.FETCH:
+                asked.append((address, json.loads(body)["source"]))
+            return await super().call(method, address, route, body, *args, **call)
 
     keys = {"api_key": real_servers.API_KEY, "admin_api_key": real_servers.ADMIN_API_KEY}
-    give = transports.FileTransport("stream", mode="retract", fanout=1)
+    give = Transport("stream", mode="retract", fanout=1)
     async with (
         Client(**keys) as pusher,
         sidecar.serve(server.address, host="127.0.0.1", port=0, key=keys["admin_api_key"]) as port,
@@ -976,9 +977,9 @@ async def test_our_servers_get_files_from_one_another(server, versions):
         pairs = [(server.address, f"http://127.0.0.1:{port}")]
         pairs.append(pairs[0][::-1])
         for number, pair in enumerate(pairs, FIRST_STEP):
-            path = weight_store.StoredVersion(versions.path(number))
+            files = weight_store.StoredVersion(versions.path(number))
             for address in pair:
-                await give(pusher, address, path=path, version=number, timeout_secs=CALL_SECS)
+                await give(pusher, address, files=files, version=number, timeout_secs=CALL_SECS)
     assert asked == [pair[::-1] for pair in pairs]
 
 
