@@ -26,7 +26,7 @@ from jaxrl_async.config.settings import Settings
 from jaxrl_async.models import sharding
 from jaxrl_async.roles.learner import first_params_of
 from jaxrl_async.tasks import gsm8k
-from jaxrl_async.tasks.prompts import test_prompts
+from jaxrl_async.tasks.prompts import held_out_prompts
 from jaxrl_async.tools.evaluate import ENGINE_TIMEOUT_SECS, score_engine
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -104,7 +104,7 @@ def _settings(
 def _scores(settings: Settings, workdir: pathlib.Path, num_prompts: int) -> dict[str, float]:
     """`scores.row` of the config's first weights, with seconds and the prompts' mean length."""
     tokenizer, task = parts.tokenizer_of(settings, workdir), parts.task_of(settings)
-    prompts = test_prompts(task, tokenizer, max_prompt_tokens=MAX_PROMPT_TOKENS)[:num_prompts]
+    prompts = held_out_prompts(task, tokenizer, max_prompt_tokens=MAX_PROMPT_TOKENS)[:num_prompts]
     config = parts.model_config_of(settings, tokenizer)
     mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
     engine = parts.engine_of(settings, workdir, name="base_scores")

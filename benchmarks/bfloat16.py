@@ -28,7 +28,7 @@ from jaxrl_async.learner.packing import Packer
 from jaxrl_async.learner.train_step import TrainStep
 from jaxrl_async.models import sharding
 from jaxrl_async.roles.learner import first_params_of
-from jaxrl_async.tasks.prompts import test_prompts
+from jaxrl_async.tasks.prompts import held_out_prompts
 from jaxrl_async.tools.evaluate import ENGINE_TIMEOUT_SECS, EngineClient
 from jaxrl_async.types import NOT_SAMPLED, Group, Trajectory
 
@@ -114,7 +114,9 @@ def sample(settings, workdir, params, num_prompts: int, num_samples: int) -> lis
     """Groups that the embedded engine samples, all requests at once."""
     tokenizer, task = parts.tokenizer_of(settings, workdir), parts.task_of(settings)
     runner = parts.runner_of(settings, tokenizer, task)
-    prompts = test_prompts(task, tokenizer, max_prompt_tokens=settings.rollout.max_prompt_tokens)
+    prompts = held_out_prompts(
+        task, tokenizer, max_prompt_tokens=settings.rollout.max_prompt_tokens
+    )
     engine = parts.engine_of(settings, workdir, name="bfloat16")
     engine.start()
 

@@ -44,7 +44,7 @@ from jaxrl_async.rollout.context import rng_of
 from jaxrl_async.rollout.sampler import request_seed
 from jaxrl_async.rollout.single_turn import single_turn
 from jaxrl_async.servers.port import Completion
-from jaxrl_async.tasks.prompts import prompt_stream, test_prompts
+from jaxrl_async.tasks.prompts import held_out_prompts, prompt_stream
 from jaxrl_async.tasks.tokenizer import Tokenizer
 from jaxrl_async.tools.evaluate import completion_of
 from jaxrl_async.types import Chunk, Group, Prompt, Trajectory, check_trajectory
@@ -205,7 +205,7 @@ class _Samples:
         self._prompts = prompt_stream(
             task, tokenizer, split="train", seed=settings.task.seed, max_prompt_tokens=bound
         )
-        held_out = test_prompts(task, tokenizer, max_prompt_tokens=bound)
+        held_out = held_out_prompts(task, tokenizer, max_prompt_tokens=bound)
         self._held_out = held_out[: settings.evaluate.num_prompts]
         self._frictions = parts.frictions_of(settings, tokenizer)
         self._completion_tokens = 0

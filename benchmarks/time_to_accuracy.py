@@ -45,7 +45,7 @@ from jaxrl_async.config.settings import Settings
 from jaxrl_async.inference.engine import Engine
 from jaxrl_async.metrics import column, read_metrics
 from jaxrl_async.rewards import reward_function
-from jaxrl_async.tasks.prompts import test_prompts
+from jaxrl_async.tasks.prompts import held_out_prompts
 from jaxrl_async.tasks.tokenizer import Tokenizer
 from jaxrl_async.types import Prompt
 
@@ -230,7 +230,9 @@ def score(workload: Mapping[str, Any], args: argparse.Namespace) -> None:
     settings = grid.settings_with(workload | {"warm_start.num_steps": 0})
     tokenizer = parts.tokenizer_of(settings, args.cache)
     task = parts.task_of(settings)
-    prompts = test_prompts(task, tokenizer, max_prompt_tokens=settings.rollout.max_prompt_tokens)
+    prompts = held_out_prompts(
+        task, tokenizer, max_prompt_tokens=settings.rollout.max_prompt_tokens
+    )
     prompts = prompts[: settings.evaluate.num_prompts]
     positions = reward_function("positions")
     # A seed to a sample: equal ones would draw the same noise at the same position.

@@ -42,7 +42,7 @@ from jaxrl_async.runtime.supervisor import visible_devices
 from jaxrl_async.samples import SampleWriter
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.port import Expected
-from jaxrl_async.tasks.prompts import demonstration_tokens, test_prompts, validation_prompts
+from jaxrl_async.tasks.prompts import demonstration_tokens, held_out_prompts
 from jaxrl_async.versions.store import WeightStore
 
 REPORT_SECS = 2.0  # between the learner's reports to the queue
@@ -451,8 +451,9 @@ def evaluator_of(settings: Settings, workdir: pathlib.Path):
     if not evaluate.every_steps:
         return None
     tokenizer, task = parts.tokenizer_of(settings, workdir), parts.task_of(settings)
-    prompts_of = validation_prompts if evaluate.num_validation > 0 else test_prompts
-    prompts = prompts_of(task, tokenizer, max_prompt_tokens=rollout.max_prompt_tokens)
+    split = "validation" if evaluate.num_validation > 0 else "test"
+    bound = rollout.max_prompt_tokens
+    prompts = held_out_prompts(task, tokenizer, max_prompt_tokens=bound, split=split)
     return Evaluator(
         workdir,
         prompts[: evaluate.num_prompts],

@@ -50,19 +50,15 @@ def prompt_stream(
     return stream.map_with_index(lambda index, prompt: dataclasses.replace(prompt, index=index))
 
 
-def test_prompts(task: Task, tokenizer: Tokenizer, *, max_prompt_tokens: int) -> list[Prompt]:
-    """The held-out prompts that fit, in the task's order; index is the position in the list.
+def held_out_prompts(
+    task: Task, tokenizer: Tokenizer, *, max_prompt_tokens: int, split: str = "test"
+) -> list[Prompt]:
+    """The prompts of a split that fit, in the task's order; index is the position in the list.
 
     Raises:
       ValueError: no prompt fits.
     """
-    return _fitting(task.examples("test"), tokenizer, "test prompts", max_prompt_tokens)
-
-
-def validation_prompts(task: Task, tokenizer: Tokenizer, *, max_prompt_tokens: int) -> list[Prompt]:
-    """As `test_prompts`, of the validation split of a `validation.WithValidation`."""
-    examples = task.examples("validation")
-    return _fitting(examples, tokenizer, "validation prompts", max_prompt_tokens)
+    return _fitting(task.examples(split), tokenizer, f"{split} prompts", max_prompt_tokens)
 
 
 def demonstration_tokens(

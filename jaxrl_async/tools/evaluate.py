@@ -22,7 +22,7 @@ from jaxrl_async.rewards.pool import RewardPool
 from jaxrl_async.rollout.context import Generate
 from jaxrl_async.rollout.runner import Runner
 from jaxrl_async.servers.port import Completion
-from jaxrl_async.tasks.prompts import test_prompts
+from jaxrl_async.tasks.prompts import held_out_prompts
 from jaxrl_async.types import Prompt
 
 ENGINE_TIMEOUT_SECS = 600.0
@@ -47,7 +47,7 @@ def evaluate(settings: Settings, workdir: pathlib.Path, steps: Sequence[int | No
     tokenizer = parts.tokenizer_of(settings, workdir)
     task = parts.task_of(settings)
     max_prompt_tokens = settings.rollout.max_prompt_tokens
-    prompts = test_prompts(task, tokenizer, max_prompt_tokens=max_prompt_tokens)
+    prompts = held_out_prompts(task, tokenizer, max_prompt_tokens=max_prompt_tokens)
     engine = parts.engine_of(settings, workdir, name="evaluate")
     engine.start()
     try:

@@ -120,10 +120,10 @@ def test_a_negative_seed_is_refused():
 
 
 def test_held_out_prompts_keep_the_tasks_order():
-    held_out = prompts.test_prompts(Letters((1, 9, 2)), TOKENIZER, max_prompt_tokens=8)
+    held_out = prompts.held_out_prompts(Letters((1, 9, 2)), TOKENIZER, max_prompt_tokens=8)
     assert [(p.index, p.text, p.answer) for p in held_out] == [(0, "b", "0"), (1, "bb", "2")]
     with pytest.raises(ValueError, match="1 test prompts"):
-        prompts.test_prompts(Letters((9,)), TOKENIZER, max_prompt_tokens=8)
+        prompts.held_out_prompts(Letters((9,)), TOKENIZER, max_prompt_tokens=8)
 
 
 def test_demonstrations_end_in_the_end_of_sequence():
@@ -199,7 +199,7 @@ def test_the_metadata_of_an_example_is_its_prompts():
             return [Example("12", "3", metadata=self.metadata), Example("1", "2")]
 
     def made(metadata):
-        return prompts.test_prompts(Task(metadata), CharTokenizer("123"), max_prompt_tokens=8)
+        return prompts.held_out_prompts(Task(metadata), CharTokenizer("123"), max_prompt_tokens=8)
 
     assert [p.metadata for p in made({"level": 2, "topics": ["sums"]})] == [
         {"level": 2, "topics": ["sums"]},
