@@ -28,12 +28,13 @@ from jaxrl_async.config.settings import TRANSPORTS
 from jaxrl_async.extras.parity import parity
 from jaxrl_async.extras.relay import sidecar
 from jaxrl_async.models import hf, transformer
+from jaxrl_async.preflight import server as preflight
 from jaxrl_async.publishing.transports import Transport
 from jaxrl_async.records import Identity
 from jaxrl_async.rollout.agent import AgentRollout
 from jaxrl_async.rollout.context import rng_of
 from jaxrl_async.rollout.environment import EnvironmentRollout
-from jaxrl_async.servers import port, preflight
+from jaxrl_async.servers import port
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.completions import read_completion
 from jaxrl_async.servers.kinds import checks, embedded, sglang
@@ -625,8 +626,8 @@ def expected(server, **change):
 async def test_a_fit_server_passes_the_preflight_and_keeps_what_it_has(server, client, versions):
     for transport in real_servers.TRANSPORTS_OF[server.name]:
         needs = expected(server, transport=transport)
-        await preflight.preflight(client, server.address, needs)
-    await preflight.preflight_router(client, server.address, needs)
+        await preflight.check(client, server.address, needs)
+    await preflight.check_router(client, server.address, needs)
     assert (await generate(client, server)).versions.tolist() == [1] * 8
 
 
@@ -649,7 +650,7 @@ async def test_a_server_of_another_model_is_refused_before_a_push(
         if not readable:  # as of a server on another machine
             monkeypatch.setattr(checks, "read_json", lambda directory: {})
         with pytest.raises(port.UnfitServerError, match=words):
-            await preflight.preflight(client, server.address, expected(server, **change))
+            await preflight.check(client, server.address, expected(server, **change))
     assert (await generate(client, server)).versions.tolist() == [1] * 8
 
 
@@ -665,7 +666,7 @@ async def test_a_server_of_another_model_is_refused_before_a_push(
 async def test_a_wrong_key_is_refused_by_its_setting(server, keys, setting):
     async with InferenceClient(api_key=keys[0], admin_api_key=keys[1]) as stranger:
         with pytest.raises(port.UnfitServerError, match=f"401.*{re.escape(setting)}"):
-            await preflight.preflight(stranger, server.address, expected(server))
+            await preflight.check(stranger, server.address, expected(server))
 
 
 async def test_a_push_of_tensors_that_fails_halfway_blocks_no_later_one(

@@ -13,8 +13,9 @@ from fixtures.adapters import ALL, host_params, logits, write_version
 from fixtures.models import tiny
 
 from jaxrl_async.models import hf, lora
+from jaxrl_async.preflight import server as preflight
 from jaxrl_async.publishing.transports import Transport
-from jaxrl_async.servers import port, preflight
+from jaxrl_async.servers import port
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.kinds.sglang import Sglang
 from jaxrl_async.servers.port import ForeignVersionError
@@ -98,7 +99,7 @@ def error(index, completion):
 async def test_a_server_without_an_adapter_of_a_push_samples_nothing(client, address):
     with pytest.raises(ForeignVersionError, match="'default' is not RUN.epoch.version"):
         await generate(client, address, 0)
-    await preflight.preflight(client, address, EXPECTED)
+    await preflight.check(client, address, EXPECTED)
 
 
 @pytest.mark.long
@@ -131,7 +132,7 @@ async def test_pushes_under_load_are_exact_and_old_adapters_go(
 async def test_a_server_of_smaller_adapters_is_refused(client, address):
     larger = dataclasses.replace(ADAPTERS, rank=8)
     with pytest.raises(port.UnfitServerError, match="of rank ≤ 4 .*--max-lora-rank=8"):
-        await preflight.preflight(client, address, dataclasses.replace(EXPECTED, adapters=larger))
+        await preflight.check(client, address, dataclasses.replace(EXPECTED, adapters=larger))
 
 
 # What needs no real server.
@@ -160,4 +161,4 @@ async def test_a_server_that_cannot_take_the_adapters_is_refused(sglang, info, c
         server.sglang, server.config = sglang, json.loads(json.dumps(info))
         async with InferenceClient() as client:
             with pytest.raises(port.UnfitServerError, match=message):
-                await preflight.preflight(client, server.address, expected)
+                await preflight.check(client, server.address, expected)

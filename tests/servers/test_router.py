@@ -108,9 +108,12 @@ def publisher(workers, router, states, tmp_path):
     def push(version):
         tensor = np.full((4, 4), version, np.float32)
         tensors = [("model.layers.0.mlp.down_proj.weight", tensor)]
-        publisher.publish(
-            version, lambda: store.write(version, tensors, {}), timeout_secs=DEADLINE_SECS
-        )
+
+        def write():
+            store.write(version, tensors, {})
+            return store.get(version)
+
+        publisher.publish(version, write, timeout_secs=DEADLINE_SECS)
         publisher.wait(version, timeout_secs=DEADLINE_SECS)
 
     publisher.push = push
