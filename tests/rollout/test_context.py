@@ -9,8 +9,9 @@ import pytest
 from fixtures.calculator import calculator
 from fixtures.sums import PROMPTS, TOKENIZER, policy
 
-from jaxrl_async import parts
+from jaxrl_async import parts, types
 from jaxrl_async.config.settings import Settings
+from jaxrl_async.rollout import context
 from jaxrl_async.rollout.context import Context, RolloutError, TrajectoryBuilder, rng_of
 from jaxrl_async.rollout.runner import Runner
 from jaxrl_async.rollout.single_turn import single_turn
@@ -188,3 +189,7 @@ def test_padding_is_never_sampled_unless_it_ends_a_completion_or_the_run_is_an_o
     assert parts.never_token_ids(dataclasses.replace(settings, rollout=old), TOKENIZER) == ()
     ends = types.SimpleNamespace(pad_id=1, stop_token_ids=(2, 1))
     assert parts.never_token_ids(settings, ends) == ()
+
+
+def test_rollout_functions_of_version_0_1_find_their_names():
+    assert context.Row is TrajectoryBuilder and types.Rows is types.Sample
