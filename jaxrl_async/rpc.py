@@ -64,7 +64,9 @@ class TokenCheck(grpc.aio.ServerInterceptor):
         self._token = token
         self._reason = f"this {what} asks for a token, and this call gave none or another one"
 
-    async def intercept_service(self, continuation, handler_call_details):
+    async def intercept_service(
+        self, continuation: Callable[..., Any], handler_call_details: grpc.HandlerCallDetails
+    ) -> Any:
         given = dict(handler_call_details.invocation_metadata).get("authorization", "")
         if security.is_bearer(str(given), self._token):
             return await continuation(handler_call_details)

@@ -8,6 +8,7 @@ import functools
 import json
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 from jaxrl_async import parts
 from jaxrl_async.config.settings import Settings
@@ -24,7 +25,7 @@ class PreflightError(ValueError):
     """Servers or reward services that cannot take part in the run; the message has a line for each."""
 
 
-def expected_of(settings: Settings, config) -> Expected:
+def expected_of(settings: Settings, config: Any) -> Expected:
     """The needs of a run, from its settings and its ModelConfig."""
     if settings.model.path:
         path = parts.model_directory(settings, ("config.json",)) / "config.json"

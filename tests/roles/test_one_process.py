@@ -117,6 +117,8 @@ async def test_reports_and_the_table_of_servers_arrive(opened):
         async with asyncio.timeout(CALL_SECS):
             table = await anext(aiter(queue.client.watch_fleet()))
         assert [record.address for record in table] == ["a"] and queue.client.table_v_pub == 0
+        versions = queue.learner.watch_version()
+        assert await asyncio.to_thread(next, versions) == 0
         await queue.client.report("rollout-0", [Wait("group 1", "its reward", 2.0)])
         await asyncio.to_thread(queue.learner.report, "learner-0", [Wait("learner", "data", 1.0)])
         roles = {role.role: role for role in (await queue.status()).roles}
