@@ -9,7 +9,8 @@ import pytest
 from fixtures.calculator import calculator
 from fixtures.sums import PROMPTS, TOKENIZER, policy
 
-from jaxrl_async import parts, types
+from jaxrl_async import parts
+from jaxrl_async import types as vocabulary
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.rollout import context
 from jaxrl_async.rollout.context import Context, RolloutError, TrajectoryBuilder, rng_of
@@ -192,4 +193,4 @@ def test_padding_is_never_sampled_unless_it_ends_a_completion_or_the_run_is_an_o
 
 
 def test_rollout_functions_of_version_0_1_find_their_names():
-    assert context.Row is TrajectoryBuilder and types.Rows is types.Sample
+    assert context.Row is TrajectoryBuilder and vocabulary.Rows is vocabulary.Sample
