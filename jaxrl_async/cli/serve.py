@@ -1,13 +1,12 @@
 """`serve`: a checkpoint of a run over HTTP, SGLang's API and OpenAI's, on the embedded engine."""
 
 import asyncio
-import contextlib
 import logging
 import pathlib
-import signal
 
 from jaxrl_async import security
 from jaxrl_async.cli.config import UsageError, load_config, parse_flags, settings_of
+from jaxrl_async.cli.serving import TLS_FLAGS, check_tls, until_stopped
 from jaxrl_async.config.checks import key_named
 
 CLOSE_TIMEOUT_SECS = 30.0
@@ -33,12 +32,7 @@ def main(argv: list[str]) -> int:
             "",
             "name of the environment variable with the key of the control routes",
         ),
-        tls_cert=("", "PEM file of a certificate, for https"),
-        tls_key=("", "PEM file of its key"),
-        insecure=(
-            False,
-            "allow a --host beyond loopback without TLS, on a network that is trusted",
-        ),
+        **TLS_FLAGS,
     )
     if not flags.workdir:
         raise UsageError("--workdir=DIR is needed")
@@ -50,27 +44,16 @@ def main(argv: list[str]) -> int:
         security.check_listener(
             "the server", f"{flags.host}:{flags.port}", keys["api_key"], "--api_key_env"
         )
-        security.check_tls(
-            "the server",
-            f"{flags.host}:{flags.port}",
-            flags.tls_cert,
-            flags.insecure,
-            "--tls_cert and --tls_key",
-            "--insecure",
-        )
+        check_tls("the server", flags)
         security.server_context(flags.tls_cert, flags.tls_key)
     except ValueError as error:
         raise UsageError(str(error)) from None
     options = keys | {"tls_cert": flags.tls_cert, "tls_key": flags.tls_key}
     workdir = pathlib.Path(flags.workdir).absolute()
     settings = settings_of(load_config(str(workdir / "config.json")))
-    security.log_to_stderr("%(asctime)s %(levelname)s %(message)s")
     for chatty in ("absl", "jax"):  # They log every missing backend.
         logging.getLogger(chatty).setLevel(logging.WARNING)
-    # The last is SIGTERM's: the server is closed by then.
-    with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
-        asyncio.run(_serve(settings, workdir, flags.step, flags.host, flags.port, options))
-    return 0
+    return until_stopped(_serve(settings, workdir, flags.step, flags.host, flags.port, options))
 
 
 async def _serve(
@@ -84,7 +67,6 @@ async def _serve(
     from jaxrl_async import parts
     from jaxrl_async.inference import http
 
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asyncio.current_task().cancel)
     step, params = parts.checkpoint_params(settings, workdir, None if step < 0 else step)
     engine = parts.engine_of(settings, workdir, name="serve")
     engine.start()

@@ -1,12 +1,10 @@
 """`relay`: versions over HTTP for an inference server of this host that takes them from a directory alone."""
 
 import asyncio
-import contextlib
 import logging
-import signal
 
-from jaxrl_async import security
 from jaxrl_async.cli.config import UsageError, parse_flags
+from jaxrl_async.cli.serving import TLS_FLAGS, check_tls, until_stopped
 from jaxrl_async.config.checks import key_named
 
 log = logging.getLogger(__name__)
@@ -28,44 +26,21 @@ def main(argv: list[str]) -> int:
         port=(30001, "port to bind; 0 picks a free one"),
         directory=("", "of versions, which the server sees too; default the temporary directory"),
         admin_api_key_env=("", "name of the environment variable with the server's admin key"),
-        tls_cert=("", "PEM file of a certificate, for https"),
-        tls_key=("", "PEM file of its key"),
         tls_ca=("", "PEM file of the authorities of other relays, and of the server"),
-        insecure=(
-            False,
-            "allow a --host beyond loopback without TLS, on a network that is trusted",
-        ),
+        **TLS_FLAGS,
     )
     if not flags.server.startswith(("http://", "https://")):
         raise UsageError(f"--server=http://host:port is needed, got {flags.server!r}")
-    try:
-        security.check_tls(
-            "the relay",
-            f"{flags.host}:{flags.port}",
-            flags.tls_cert,
-            flags.insecure,
-            "--tls_cert and --tls_key",
-            "--insecure",
-        )
-    except ValueError as error:
-        raise UsageError(str(error)) from None
+    check_tls("the relay", flags)
     key = key_named("--admin_api_key_env", flags.admin_api_key_env)
-    options = {name: getattr(flags, name) for name in ("host", "port", "directory")}
-    options |= {name: getattr(flags, name) for name in ("tls_cert", "tls_key", "tls_ca")}
-    security.log_to_stderr("%(asctime)s %(levelname)s %(message)s")
-    # The last is SIGTERM's: the relay is closed by then.
-    with contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError):
-        try:
-            asyncio.run(_serve(flags.server.rstrip("/"), key, options))
-        except (OSError, ValueError) as error:
-            raise UsageError(str(error)) from None
-    return 0
+    names = ("host", "port", "directory", "tls_cert", "tls_key", "tls_ca")
+    options = {name: getattr(flags, name) for name in names}
+    return until_stopped(_serve(flags.server.rstrip("/"), key, options), (OSError, ValueError))
 
 
 async def _serve(server: str, key: str | None, options: dict) -> None:
     from jaxrl_async.extras.relay import sidecar
 
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asyncio.current_task().cancel)
     async with sidecar.serve(server, key=key, **options) as port:
         log.info("relay for %s at port %d", server, port)
         await asyncio.Event().wait()
