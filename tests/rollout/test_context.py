@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-import types
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -188,7 +188,7 @@ def test_padding_is_never_sampled_unless_it_ends_a_completion_or_the_run_is_an_o
     assert parts.never_token_ids(settings, TOKENIZER) == (TOKENIZER.pad_id,)
     old = dataclasses.replace(settings.rollout, sample_padding=True)
     assert parts.never_token_ids(dataclasses.replace(settings, rollout=old), TOKENIZER) == ()
-    ends = types.SimpleNamespace(pad_id=1, stop_token_ids=(2, 1))
+    ends = SimpleNamespace(pad_id=1, stop_token_ids=(2, 1))
     assert parts.never_token_ids(settings, ends) == ()
 
 
