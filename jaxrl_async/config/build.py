@@ -5,6 +5,7 @@ JAX.
 """
 
 import dataclasses
+import functools
 import types
 import typing
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -184,14 +185,10 @@ def default_values() -> dict[str, Any]:
     return dict(flat(Settings()))
 
 
-def flat(block: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(key, value) of every setting of a settings block, in order."""
-    for field in dataclasses.fields(block):
-        value = getattr(block, field.name)
-        if dataclasses.is_dataclass(value):
-            yield from flat(value, f"{prefix}{field.name}.")
-        else:
-            yield f"{prefix}{field.name}", value
+def flat(settings: Settings) -> Iterator[tuple[str, Any]]:
+    """(key, value) of every setting, in order."""
+    for key in FIELDS:
+        yield key, functools.reduce(getattr, key.split("."), settings)
 
 
 def _typed(name: str, text: str, default: Any) -> Any:

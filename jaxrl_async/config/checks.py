@@ -116,15 +116,19 @@ _OUTLASTED = (
 )
 
 
-def check_waits(s: Settings) -> None:
-    """Refuses waits that contradict one another. For new runs: older ones may have such settings.
+def check_new(s: Settings) -> None:
+    """Refuses for a new run what older ones may have: waits out of order, and a loss that does less than its name says.
 
     Raises:
-      SettingsError: names both keys and both numbers.
+      SettingsError: names both keys and both numbers of such waits; as `LossConfig.check_new`.
     """
-    for shorter, longer in _OUTLASTED:
-        if not _value(s, shorter) < _value(s, longer):
-            raise SettingsError(f"{_is(s, shorter)} must be < {_is(s, longer)}")
+    waits = [(a, b) for a, b in _OUTLASTED if not _value(s, a) < _value(s, b)]
+    found = [f"{_is(s, shorter)} must be < {_is(s, longer)}" for shorter, longer in waits]
+    try:
+        s.loss.check_new()
+    except ValueError as error:
+        found.append(f"loss.{error}")
+    refuse(found)
 
 
 def queue_access_of(settings: Settings) -> dict[str, Any]:

@@ -66,11 +66,11 @@ class LossConfig:
     a3po_fresh: str = setting("behavior", "Anchor of tokens with staleness 0 under anchor `a3po`.",
         choices=("behavior", "current"))
     ratio: str = setting("token", "Ratio π_θ/π_p of each token, or of its whole sequence (GSPO).", choices=RATIOS)
-    surrogate: str = setting("clipped", "Surrogate of the policy's objective.", choices=SURROGATES)
+    surrogate: str = setting("clipped", "Surrogate objective of the policy.", choices=SURROGATES)
     clip_low: float = setting(0.2, "Lower clip range ε_low of the ratio.", at_least=0, at_most=1)
     clip_high: float = setting(0.2, "Upper clip range ε_high of the ratio.", at_least=0)
-    dual_clip: float | None = setting(None, "Dual clip c, which bounds the loss of a negative advantage; None for no "
-        "bound.", above=1)
+    dual_clip: float | None = setting(None, "Dual clip c, a bound on the loss of a negative advantage; None for none.",
+        above=1)
     dg_temperature: float = setting(1.0, "Temperature η of the gate of surrogate `dg`.", above=0)
     dg_threshold: float = setting(0.0, "Threshold λ of the gate of surrogate `dg`.", unit="nats")
     behavior_weight: str = setting("mask", "Weight π_p/π_b of each token, for the policy that sampled it.",
@@ -82,10 +82,10 @@ class LossConfig:
     dppo_delta: float | None = setting(None, "Bound δ of behavior_weight `dppo_mask` on the difference of "
         "probabilities; None for the others.", above=0, below=1)
     kl: str = setting("none", "Estimator of the KL penalty.", choices=KLS)
-    kl_to: str = setting("reference", "Policy to which the KL penalty holds the trained one: version 0 of the run "
-        "(`reference`) or that which sampled (`behavior`).", choices=("reference", "behavior"))
+    kl_to: str = setting("reference", "Policy that the KL penalty is measured against: version 0 of the run "
+        "(`reference`), or the one that sampled (`behavior`).", choices=("reference", "behavior"))
     kl_coefficient: float = setting(0.0, "Coefficient of the KL penalty, above 0 unless loss.kl is `none`.", at_least=0)
-    reduction: str = setting("token_mean", "Reduction of the loss of tokens to that of a step.", choices=REDUCTIONS)
+    reduction: str = setting("token_mean", "Reduction of per-token losses to the loss of a step.", choices=REDUCTIONS)
     fixed_length: float | None = setting(None, "Constant of reduction `fixed_length`; None for the others.", above=0,
         unit="tokens")
     proximal_metrics: bool = setting(False, "Report the error of each cheap anchor against `recompute`, by one more "

@@ -50,8 +50,7 @@ class Tokenizer:
     path: str = setting("", "Directory or Hugging Face Hub id of a `huggingface` tokenizer.")
     chat_template: str = setting("", "Chat template of a `huggingface` tokenizer: a Jinja file, `none`, or empty for "
         "that of its own files.", since="0.1.0")
-    system_prompt: str = setting("", "System message before every question, by the chat template; empty for none.",
-        since="0.1.0")
+    system_prompt: str = setting("", "System message, rendered by the chat template; empty for none.", since="0.1.0")
     instruction: str = setting("", "Text before every question, verbatim; empty for none.", since="0.1.0")
 
 
@@ -59,13 +58,11 @@ class Tokenizer:
 class LoRA:
     """Low-rank adapters, which alone are trained, beside a frozen model (models/lora.py)."""
     rank: int = setting(0, "Rank of the adapters; 0 trains the whole model.", at_least=0, since="0.1.0")
-    alpha: float = setting(32.0, "Scale of the adapters, whose product is multiplied by alpha / rank.", above=0,
-        since="0.1.0")
+    alpha: float = setting(32.0, "Scale of the adapters' product, alpha / rank.", above=0, since="0.1.0")
     targets: tuple[str, ...] = setting(LORA_TARGETS, "Layers that have an adapter, by PEFT's names.",
         choices=LORA_TARGETS, since="0.1.0")
-    base_dtype: str = setting("float32", "Dtype in which the frozen weights are stored.", choices=DTYPES, since="0.1.0")
-    path: str = setting("", "Adapters to start from, a directory in PEFT's format; empty for adapters that change "
-        "nothing.", since="0.1.0")
+    base_dtype: str = setting("float32", "Dtype of the frozen weights.", choices=DTYPES, since="0.1.0")
+    path: str = setting("", "Directory of adapters to start from, in PEFT's format; empty for new ones.", since="0.1.0")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +70,7 @@ class Model:
     """The policy."""
     path: str = setting("", "Checkpoint to start from, a Hugging Face directory or a Hub id `ORGANIZATION/NAME`, which "
         "also sets the shape; empty for random weights.")
-    family: str = setting("llama", "Architecture: `llama` covers Qwen2 and Qwen3, too.", choices=FAMILIES,
-        since="0.1.0")
+    family: str = setting("llama", "Architecture; `llama` covers Qwen2 and Qwen3.", choices=FAMILIES, since="0.1.0")
     num_layers: int = setting(2, "Transformer layers.", at_least=1)
     model_dim: int = setting(64, "Width of the residual stream.", at_least=1)
     num_heads: int = setting(4, "Query heads of each layer.", at_least=1)
@@ -106,27 +102,25 @@ class WarmStart:
 @dataclasses.dataclass(frozen=True)
 class Queue:
     """The trajectory queue between workers and learner."""
-    address: str = setting("", "Address of the queue, `host:port`; empty for a free loopback port.",
-        form=forms.host_port)
+    address: str = setting("", "Address `host:port`; empty for a free loopback port.", form=forms.host_port)
     token_env: str = setting("", "Environment variable that holds the token of every call, or `@PATH` of its file; "
         "empty for no token, on loopback only.")
-    tls_cert: str = setting("", "PEM file of the queue's certificate; queue.tls_cert, tls_key and tls_ca are set "
-        "together.")
+    tls_cert: str = setting("", "PEM file of the queue's certificate, set with queue.tls_key and queue.tls_ca.")
     tls_key: str = setting("", "PEM file of the private key of queue.tls_cert, which the queue alone reads.")
     tls_ca: str = setting("", "PEM file of the authorities whose certificates the other roles trust.")
     max_staleness: int = setting(2, "Maximum staleness η of a token that is trained; 0 in modes `sync` and `periodic`.",
         at_least=0, unit="steps")
     chunk_groups: int = setting(0, "Groups of a chunk in mode `periodic`; 0 in the other modes.", at_least=0)
-    max_running_groups: int = setting(256, "Permits out at once.", at_least=1)
-    max_bytes: int = setting(256 << 20, "Memory of the groups that wait; beyond it no permits are issued.", at_least=1)
-    max_message_bytes: int = setting(16 << 20, "Largest message that the queue accepts.", at_least=1)
+    max_running_groups: int = setting(256, "Groups in progress at once, over all workers.", at_least=1)
+    max_bytes: int = setting(256 << 20, "Memory of waiting groups, beyond which no permits are issued.", at_least=1)
+    max_message_bytes: int = setting(16 << 20, "Largest message to or from the queue.", at_least=1)
     outage_secs: float = setting(600.0, "Time for which workers and learner retry a queue that does not answer.",
         above=0, infinite=True, since="0.1.0", before=30.0)
     permit_timeout_secs: float = setting(120.0, "Silence of a worker after which its permits are issued again; for "
-        "callers without a name, age of a permit.", above=0)
+        "callers without a name, the age of a permit.", above=0)
     max_attempts: int = setting(4, "Attempts at a prompt index before it is retired as `exhausted`.", at_least=1)
-    failure_window_secs: float = setting(600.0, "Sliding window of queue.max_failures and queue.budgets.", above=0,
-        infinite=True, since="0.1.0", before=1e9)
+    failure_window_secs: float = setting(600.0, "Sliding window in which queue.max_failures and queue.budgets count.",
+        above=0, infinite=True, since="0.1.0", before=1e9)
     max_failures: int = setting(64, "Groups that may be returned for infrastructure failures within "
         "queue.failure_window_secs before the run stops; those of a lost worker count as one.", at_least=0,
         unit="groups")
@@ -160,10 +154,9 @@ class Server:
     discover_secs: float = setting(5.0, "Poll interval of server.discover.", above=0, infinite=True, since="0.1.0")
     control_addresses: tuple[str, ...] = setting((), "Addresses for pause, update, model info and abort, one for each "
         "of server.addresses or all behind one router; empty for server.addresses.", form=forms.url, unique=True)
-    speeds: tuple[float, ...] = setting((), "Relative speed of each of server.addresses; empty for equal ones.",
-        above=0)
-    api_key_env: str = setting("", "Environment variable that holds the servers' API key, or `@PATH` of its file; "
-        "empty for no key.")
+    speeds: tuple[float, ...] = setting((), "Relative speeds of server.addresses; empty for equal ones.", above=0)
+    api_key_env: str = setting("", "Environment variable with the servers' API key, or `@PATH` of its file; empty for "
+        "none.")
     admin_api_key_env: str = setting("", "Environment variable that holds the API key of the servers' control routes, "
         "or `@PATH` of its file; empty for no key.")
     tls_cert: str = setting("", "PEM file of the embedded servers' certificate; their addresses are then https://.")
@@ -173,19 +166,15 @@ class Server:
         "{port}, {index} and {weights}; empty for the embedded server.", form=forms.command)
     num_local: int = setting(1, "Servers that the run starts, where it has neither server.addresses nor "
         "server.discover.", at_least=0, unit="servers")
-    devices: int = setting(0, "Devices of a run in one process that engines alone have, one each; 0 shares the "
+    devices: int = setting(0, "Devices reserved for engines in a run of one process, one engine each; 0 shares the "
         "learner's.", at_least=0, since="0.1.0")
-    num_slots: int = setting(256, "Completions that an embedded server decodes at once.", at_least=1,
-        unit="completions")
-    release_cache: bool = setting(False, "Free an embedded server's keys and values while it samples no completion.",
-        since="0.1.0")
+    num_slots: int = setting(256, "Completions an embedded server decodes at once.", at_least=1, unit="completions")
+    release_cache: bool = setting(False, "Free an embedded server's keys and values while it is idle.", since="0.1.0")
     decode_chunk: int = setting(8, "Decode steps of one dispatch of an embedded server; weights change between "
         "dispatches.", at_least=1, unit="tokens")
-    max_total_tokens: int = setting(1536, "Prompt and completion of one request, together.", at_least=1)
-    max_queued_requests: int = setting(4096, "Requests that may wait in an embedded server beside those in slots.",
-        at_least=1)
-    start_timeout_secs: float = setting(120.0, "Deadline of the first push, by which the servers must be ready.",
-        above=0)
+    max_total_tokens: int = setting(1536, "Maximum length of one request, prompt and completion together.", at_least=1)
+    max_queued_requests: int = setting(4096, "Requests that may wait for a slot of an embedded server.", at_least=1)
+    start_timeout_secs: float = setting(120.0, "Deadline of the first push to the servers.", above=0)
     quorum: float = setting(0.5, "Share of the servers, rounded up, that must hold the first version of a run or of a "
         "resumed run; the others join later.", above=0, at_most=1, since="0.1.0", before=1.0)
 
@@ -207,7 +196,7 @@ class Server:
 
 @dataclasses.dataclass(frozen=True)
 class Security:
-    """Security of the network between roles; docs/security.md."""
+    """Security of the network between roles."""
     insecure: bool = setting(False, "Let keys, prompts and weights cross the network without TLS, on a network that is "
         "trusted.", since="0.1.0", before=True)
 
@@ -225,8 +214,8 @@ class Frictions:
 @dataclasses.dataclass(frozen=True)
 class Rollout:
     """Rollout workers, their samples and rewards."""
-    function: str = setting("single_turn", "Rollout function: a name in rollout.ROLLOUTS, `environment` (block "
-        "environment), `agent` (rollout.agent), or `module:function`.")
+    function: str = setting("single_turn", "Rollout function: a name in rollout.ROLLOUTS, `environment` (the block of "
+        "that name), `agent` (rollout.agent), or `module:function`.")
     agent: str = setting("", "Agent, `module:function` of `async def agent(base_url, prompt) -> reward`: a client of "
         "an OpenAI endpoint.", since="0.1.0")
     agent_timeout_secs: float = setting(60.0, "Timeout of an agent's own work, while none of its calls is answered.",
@@ -237,7 +226,7 @@ class Rollout:
         choices=("all", "one", "last"), since="0.1.0", before="one")
     group_size: int = setting(8, "Completions of each prompt, G.", at_least=1, unit="completions")
     max_prompt_tokens: int = setting(512, "Longest prompt; longer ones are left out of the stream.", at_least=1)
-    max_new_tokens: int = setting(1024, "Sampled tokens of a completion.", at_least=1)
+    max_new_tokens: int = setting(1024, "Maximum length of a completion.", at_least=1)
     temperature: float = setting(1.0, "Sampling temperature.", above=0)
     sample_padding: bool = setting(False, "Let the padding token be sampled.", since="0.1.0", before=True)
     num_workers: int = setting(1, "Rollout workers that the run starts.", at_least=1)
@@ -255,12 +244,11 @@ class Rollout:
         at_least=0, unit="calls")
     reward_environment: tuple[str, ...] = setting((), "Environment variables that rewards see, beside PATH, HOME and "
         "the like (rewards.child.ENVIRONMENT).", since="0.1.0")
-    drop_equal_rewards: bool = setting(False, "Retire a group whose rewards are all equal, and draw the next prompt "
-        "(DAPO).")
-    overlong_buffer_tokens: int = setting(0, "Last tokens of rollout.max_new_tokens that cost up to 1 of reward "
-        "(DAPO); 0 for none.", at_least=0)
-    delay_steps: int | str = setting("0", "Age of the servers' weights, for experiments: `D`, or `uniform(D)` for one "
-        "from 0 to D.", form=forms.delay_of)
+    drop_equal_rewards: bool = setting(False, "Retire a group of equal rewards, and draw the next prompt (DAPO).")
+    overlong_buffer_tokens: int = setting(0, "Length of the soft penalty of DAPO: the last tokens before "
+        "rollout.max_new_tokens cost up to 1 of reward; 0 for no penalty.", at_least=0)
+    delay_steps: int | str = setting("0", "Age of the servers' weights in steps, for experiments: `D`, or `uniform(D)` "
+        "for a random age from 0 to D.", form=forms.delay_of)
     frictions: Frictions = Frictions()
 
 
@@ -269,13 +257,13 @@ class Environment:
     """The environment that answers the policy between its turns, with rollout.function = `environment`."""
     name: str = setting("", "Environment: a name in environments.ENVIRONMENTS, or `module:Name`; empty for none.",
         since="0.1.0")
-    args: Mapping[str, Any] = setting({}, "Keyword arguments of the environment of an episode.", since="0.1.0")
+    args: Mapping[str, Any] = setting({}, "Keyword arguments of an episode's environment.", since="0.1.0")
     max_turns: int = setting(8, "Turns of the policy, after which an episode is cut.", at_least=1, since="0.1.0")
     max_turn_tokens: int = setting(0, "Sampled tokens of one turn, beyond which an episode is cut; 0 leaves "
         "rollout.max_new_tokens, of all turns, as the only bound.", at_least=0, since="0.1.0")
     timeout_secs: float = setting(10.0, "Timeout of one reset or step.", above=0, since="0.1.0")
-    num_processes: int = setting(8, "Processes in each worker, of an environment with `own_process`: as many of its "
-        "episodes run at once.", at_least=1, since="0.1.0")
+    num_processes: int = setting(8, "Processes in each worker for an environment with `own_process`, each with one "
+        "episode at a time.", at_least=1, since="0.1.0")
     memory_bytes: int = setting(1 << 30, "Memory of an environment's process beyond its size at start; 0 for no limit.",
         at_least=MIN_MEMORY_BYTES, or_zero=True, since="0.1.0")
 
@@ -300,7 +288,7 @@ class Learner:
         "minibatch.", at_least=1)
     data: int = setting(1, "Size of the mesh axis that divides rows alone.", at_least=1, unit="devices")
     fsdp: int = setting(1, "Size of the mesh axis that divides rows and parameters.", at_least=1, unit="devices")
-    context: int = setting(1, "Size of the mesh axis that divides the tokens of a row.", at_least=1, unit="devices",
+    context: int = setting(1, "Size of the mesh axis that divides tokens of a row.", at_least=1, unit="devices",
         since="0.1.0")
     tensor: int = setting(1, "Size of the mesh axis that divides heads, MLPs and vocabulary.", at_least=1,
         unit="devices")
@@ -311,19 +299,19 @@ class Learner:
     offload_moments: bool = setting(False, "Keep Adam's moments in the hosts' memory; an update moves those of its "
         "block to the devices and back.", since="0.1.0")
     learning_rate: float = setting(1e-6, "Learning rate after the warm-up.", at_least=0)
-    warmup_updates: int = setting(0, "Updates of a linear warm-up from 0.", at_least=0)
+    warmup_updates: int = setting(0, "Updates of the linear warm-up of the learning rate, from 0.", at_least=0)
     adam_b1: float = setting(0.9, "Decay rate of Adam's first moment.", at_least=0, below=1)
     adam_b2: float = setting(0.95, "Decay rate of Adam's second moment.", at_least=0, below=1)
     adam_eps: float = setting(1e-8, "Epsilon in the denominator of Adam's update.", above=0)
     weight_decay: float = setting(0.0, "Decoupled weight decay, per unit of learning rate.", at_least=0)
-    max_grad_norm: float = setting(1.0, "Norm to which larger gradients are scaled.", above=0, infinite=True)
+    max_grad_norm: float = setting(1.0, "Maximum norm of a gradient; larger ones are scaled down.", above=0,
+        infinite=True)
     lease_timeout_secs: float = setting(600.0, "Time without a batch after which the learner stops.", above=0,
         infinite=True)
     fail_on_recompile: bool = setting(True, "Stop when a program compiles after the first step.")
     max_mismatch: float = setting(0.0, "Largest mismatch/mean_abs of engine and learner, beyond which the run stops "
         "before the step counts; 0 for a warning alone.", at_least=0, unit="nats", since="0.1.0")
-    deterministic: bool = setting(False, "Compute the same bits for the same input on GPUs, at a cost; CPUs and TPUs "
-        "always do.")
+    deterministic: bool = setting(False, "Reproduce the same bits on GPUs, at a cost; CPUs and TPUs always do.")
     compilation_cache: str = setting("", "Directory that keeps compiled programs between runs; empty for none.")
 
     @property
@@ -336,15 +324,14 @@ class Learner:
 class Weights:
     """Versions of the weights, and their pushes to the servers."""
     push_every_steps: int = setting(1, "Steps from one push to the next, N.", at_least=1)
-    dtype: str = setting("float32", "Dtype of the versions.", choices=DTYPES)
-    transport: str = setting("disk", "Transport of versions to servers; all but `disk` need no shared file system.",
+    dtype: str = setting("float32", "Dtype of published weights.", choices=DTYPES)
+    transport: str = setting("disk", "Transport of versions; all but `disk` need no shared file system.",
         choices=TRANSPORTS)
     rendezvous: str = setting("127.0.0.1", "Address of the learner's machine, where the servers of transport "
         "`distributed` find it.", since="0.1.0")
     pause_mode: str = setting("retract", "Keys and values of running requests under new weights: recomputed "
         "(`retract`, exact), or kept (`in_place`, for comparison only).", choices=PAUSE_MODES)
-    push_timeout_secs: float = setting(60.0, "Time that a push waits for the servers; a later one becomes STALE.",
-        above=0)
+    push_timeout_secs: float = setting(60.0, "Time that a push waits for a server, which then becomes STALE.", above=0)
     pause_lease_secs: float = setting(120.0, "Time after which a server of this project ends the pause of a learner "
         "that died, above weights.push_timeout_secs; 0 for never.", at_least=0, at_most=86_400, since="0.1.0",
         before=0.0)
@@ -374,8 +361,8 @@ class Checkpoint:
 @dataclasses.dataclass(frozen=True)
 class Evaluate:
     """Scores of versions, and the choice of the best one."""
-    num_prompts: int = setting(512, "Prompts of the test split, and of the validation split, at most; values other "
-        "than the default must not exceed the test split.", at_least=1)
+    num_prompts: int = setting(512, "Prompts scored in the test split and in the validation split, at most; a value "
+        "other than the default must not exceed the test split.", at_least=1)
     num_validation: int = setting(0, "Questions of the validation split, which chooses the best version and is taken "
         "from the train split, or the test split of tasks that make up their questions. 0 for none, -1 to choose by "
         "the test split.", at_least=-1, unit="questions", since="0.1.0", before=-1)
@@ -390,10 +377,10 @@ class Evaluate:
 @dataclasses.dataclass(frozen=True)
 class Supervisor:
     """Supervision of a run whose roles are all on this machine."""
-    max_restarts: int = setting(4, "Restarts of all roles within supervisor.restart_window_secs; requests and pushes "
-        "must outlast one.", at_least=0)
-    restart_window_secs: float = setting(3600.0, "Sliding window of supervisor.max_restarts.", above=0, infinite=True,
-        since="0.1.0", before=1e9)
+    max_restarts: int = setting(4, "Restarts of all roles together within supervisor.restart_window_secs; requests and "
+        "pushes must outlast one.", at_least=0)
+    restart_window_secs: float = setting(3600.0, "Sliding window in which supervisor.max_restarts counts.", above=0,
+        infinite=True, since="0.1.0", before=1e9)
     stall_secs: float = setting(1800.0, "Time without a step after which the run is stopped, with a message that says "
         "who waits for whom.", above=0, infinite=True)
     processes: str = setting("auto", "Processes of the run: one for each role (`many`), one for all (`one`), or one "
@@ -403,7 +390,7 @@ class Supervisor:
 @dataclasses.dataclass(frozen=True)
 class Tracker:
     """A service that receives the metrics, too (tracker.py)."""
-    kind: str = setting("", "Experiment tracker, which its own environment variables configure; empty for none.",
+    kind: str = setting("", "Experiment tracker, configured by environment variables; empty for none.",
         choices=TRACKERS, since="0.1.0")
     project: str = setting("jaxrl_async", "Project of Weights & Biases, or experiment of MLflow.", since="0.1.0",
         before="")

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 import ml_collections
 
 from jaxrl_async import parts
-from jaxrl_async.config.checks import check_waits
-from jaxrl_async.config.settings import Settings, SettingsError
+from jaxrl_async.config.checks import check_new
+from jaxrl_async.config.settings import Settings
 from jaxrl_async.preflight import machine
 from jaxrl_async.preflight.machine import StartError
 from jaxrl_async.runtime import supervisor
@@ -79,15 +79,11 @@ def begin(
 
     Raises:
       StartError: as `check_workdir`; or the workdir cannot be written, or model.path not be read.
-      SettingsError: as `check_waits`.
+      SettingsError: as `check_new`.
     """
     changes = check_workdir(config, workdir, resume=resume)
     if not resume:
-        check_waits(settings)
-        try:
-            settings.loss.check_new()
-        except ValueError as error:
-            raise SettingsError(f"loss.{error}") from None
+        check_new(settings)
     if resume and (reason := workdirs.nothing_to_do(workdir, settings.learner.num_steps)):
         print(reason)
         return False

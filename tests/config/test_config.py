@@ -662,18 +662,18 @@ def test_windows_are_refused_for_a_kernel_that_has_none():
 )
 def test_a_wait_must_be_outlasted_by_the_one_that_it_saves(shorter, longer):
     settings = parse(f"--config={QUICKSTART}")
-    checks.check_waits(settings)
+    checks.check_new(settings)
     bound = checks._value(settings, longer)
     lease = "--config.weights.pause_lease_secs=0.0"  # Which a push must not outlast.
     equal = parse(f"--config={QUICKSTART}", lease, f"--config.{shorter}={bound}")
     with pytest.raises(SettingsError, match=rf"{shorter} = {bound:g} .*{longer} = {bound:g}"):
-        checks.check_waits(equal)
+        checks.check_new(equal)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.py")), ids=lambda p: p.stem)
 @pytest.mark.parametrize("arg", ["", "mode=sync", "mode=periodic", "smoke"])
 def test_the_waits_of_every_config_agree(path, arg):
-    checks.check_waits(parse(f"--config={path}:{arg}" if arg else f"--config={path}"))
+    checks.check_new(parse(f"--config={path}:{arg}" if arg else f"--config={path}"))
 
 
 def test_the_page_of_settings_is_that_of_their_fields():
