@@ -2,17 +2,18 @@
 
 import os
 
-from fixtures import compilation
+from fixtures import compilation, leftovers
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
-os.environ |= compilation.variables()
+os.environ |= compilation.variables() | {leftovers.MARK: str(os.getpid())}
 
 import hypothesis
 import jax
 import pytest
+from fixtures import compilers, schedule
 from fixtures.runs import command, finished, run, shared, verb  # noqa: F401
 
 hypothesis.settings.register_profile("untimed", deadline=None)
@@ -22,6 +23,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 def pytest_addoption(parser):
     parser.addoption("--long", action="store_true", help="also run what takes minutes")
+    parser.addoption("--part", default="1/1", metavar="I/N", help="run part I of N, from 1")
 
 
 def pytest_configure(config):
@@ -32,12 +34,28 @@ def pytest_configure(config):
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     compilation.optimise("optimised" in item.keywords or item.config.getoption("--long"))
+    for mark in item.iter_markers("compiler"):
+        compilers.require(*mark.args)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_process_is_left():
+    yield
+    left = leftovers.end()
+    assert not left, "\n".join(left)
 
 
 def pytest_collection_modifyitems(config, items):
-    if config.getoption("--long"):
-        return
+    long = config.getoption("--long")
     skip = pytest.mark.skip(reason="takes minutes: run with --long")
     for item in items:
-        if "long" in item.keywords:
+        if "long" in item.keywords and not long:
             item.add_marker(skip)
+    items[:] = schedule.in_order(items, schedule.weights_of(items, long))
+    part, num_parts = (int(word) for word in config.getoption("--part").split("/"))
+    if not 1 <= part <= num_parts:
+        raise pytest.UsageError(f"--part must be i/n with 1 ≤ i ≤ n, got {part}/{num_parts}")
+    chosen = schedule.part_of(items, schedule.weights_of(items, long), part, num_parts)
+    out = [item for item, its in zip(items, chosen, strict=True) if not its]
+    config.hook.pytest_deselected(items=out)
+    items[:] = [item for item, its in zip(items, chosen, strict=True) if its]

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Passes the tests: makes its environments, installs, runs. `--long` adds what takes minutes.
+# Passes the tests: makes its environments, installs, runs. `--long` adds what takes minutes, `--part=i/n` runs a part of n.
 #
 # Real SGLang and SGLang-JAX servers and the SGLang router get environments of their own under $JAXRL_SERVERS (.venv-servers). Where one
 # cannot be made, its tests are skipped and say so; with JAXRL_REQUIRE_SERVERS=1, as under CI, that is a failure.
@@ -18,27 +18,37 @@ if ! "$venv/bin/python" -c 'import pip, sys; sys.exit(sys.version_info < (3, 11)
     "$python" -m venv $clear "$venv"
 fi
 mkdir -p "$JAXRL_SERVERS"
-# Side by side with our own: an installation waits for the network as much as it computes.
-servers=(router sglang sglang_jax) installs=()
-trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
-for server in "${servers[@]}"; do
-    "tests/real/$server.sh" install "$JAXRL_SERVERS/$server" >"$JAXRL_SERVERS/$server.log" 2>&1 &
+# An environment of a server is made while the tests run; those that need it wait for the process in NAME.pid.
+installs=()
+stop_installs() {
+    local pid
+    for pid in "${installs[@]}"; do kill -- "-$pid" 2>/dev/null || true; done
+}
+trap stop_installs EXIT
+install() { # NAME COMMAND…
+    set -m # In a group of its own, which the trap ends whole.
+    (
+        "${@:2}" >"$JAXRL_SERVERS/$1.log" 2>&1 ||
+            echo "no environment of $1 (see $JAXRL_SERVERS/$1.log): its tests will be skipped" >&2
+    ) &
+    set +m
     installs+=($!)
+    echo $! >"$JAXRL_SERVERS/$1.pid"
+}
+for server in router sglang sglang_jax; do
+    install "$server" "tests/real/$server.sh" install "$JAXRL_SERVERS/$server"
 done
-"$venv/bin/pip" install --quiet --disable-pip-version-check --editable '.[test]'
-"$venv/bin/ruff" check .
-"$venv/bin/ruff" format --check .
-PYTHON="$venv/bin/python" tests/real/compilers.sh install "$JAXRL_SERVERS/compilers" ||
-    echo "no compilers of TPUs and GPUs (see above): their tests will be skipped" >&2
-for i in "${!servers[@]}"; do
-    server=${servers[$i]}
-    echo "environment of $server: $JAXRL_SERVERS/$server"
-    wait "${installs[$i]}" || {
-        cat "$JAXRL_SERVERS/$server.log" >&2
-        echo "no environment of $server (see above): its tests will be skipped" >&2
-    }
-done
-trap - EXIT
-# Two files of tests at a time: most of the time of a test is a process that starts. In their order: by default the files of
-# few tests, which are the longest here, would come last, where one process may wait for the other.
-exec "$venv/bin/python" -m pytest --numprocesses="${JAXRL_TEST_PROCESSES:-2}" --dist=loadfile --no-loadscope-reorder "$@"
+stamp=$(cat setup.cfg pyproject.toml | sha256sum)
+if [ "$(cat "$venv/stamp" 2>/dev/null)" != "$stamp" ]; then
+    "$venv/bin/pip" install --quiet --disable-pip-version-check --editable '.[test]'
+    echo "$stamp" >"$venv/stamp"
+fi
+PYTHON="$venv/bin/python" install compilers tests/real/compilers.sh install "$JAXRL_SERVERS/compilers"
+"$venv/bin/ruff" check --quiet .
+"$venv/bin/ruff" format --check --quiet .
+# Files of tests side by side, one more than two cores carry: many tests wait. tests/conftest.py has their order.
+processes=${JAXRL_TEST_PROCESSES:-3}
+files=0
+for word; do [ ! -f "${word%%::*}" ] || files=$((files + 1)); done
+[ "$files" != 1 ] || processes=0
+"$venv/bin/python" -m pytest --numprocesses="$processes" --dist=loadfile --no-loadscope-reorder "$@"
