@@ -116,16 +116,10 @@ class Collective:
         if round_.is_new:
             await self._leave(server, push)
             self._joined[address] = group
-            init = functools.partial(
-                server.join,
-                host=host,
-                port=round_.port,
-                rank_offset=round_.ranks[address],
-                world_size=world_size,
-                group=group,
-                backend=round_.backend,
-                timeout_secs=push.left(),
-            )
+            payload = {"master_address": host, "master_port": round_.port}
+            payload |= {"rank_offset": round_.ranks[address], "world_size": world_size}
+            payload |= {"group_name": group, "backend": round_.backend}
+            init = functools.partial(server.update, _JOIN, payload, push.left())
             join = {"host": host, "world_size": world_size, "name": group}
             join |= {"backend": round_.backend}
             await round_.together(address, init, functools.partial(self._rank.ask, "join", **join))
@@ -133,14 +127,17 @@ class Collective:
         async with opened() as name:
             for number, bucket in enumerate(buckets, 1):
                 push.check_wanted()
-                update = functools.partial(
-                    server.receive,
-                    tensors={tensor: push.stored.kind(tensor) for tensor in bucket},
-                    group=group,
-                    version=name,
-                    flush_cache=push.flush_cache and number == len(buckets),
-                    timeout_secs=push.left(),
-                )
+                kinds = [push.stored.kind(tensor) for tensor in bucket]
+                payload = {
+                    "names": bucket,
+                    "dtypes": [dtype for dtype, _ in kinds],
+                    "shapes": [list(shape) for _, shape in kinds],
+                    "group_name": group,
+                    "weight_version": name,
+                    "flush_cache": push.flush_cache and number == len(buckets),
+                    "abort_all_requests": False,
+                }
+                update = functools.partial(server.update, _RECEIVE, payload, push.left())
                 send = {"path": os.fspath(push.stored), "names": bucket}
                 await round_.together(
                     address, update, functools.partial(self._rank.ask, "send", **send)
@@ -150,7 +147,8 @@ class Collective:
         """Lets a server leave the group before, which it does not know where it has restarted."""
         if (group := self._joined.pop(server.address, None)) is not None:
             with contextlib.suppress(ServerError):
-                await server.leave(group, timeout_secs=min(push.left(), GRACE_SECS))
+                left = min(push.left(), GRACE_SECS)
+                await server.update(_LEAVE, {"group_name": group}, left)
 
     def _forget(self, address: str) -> None:
         if self._group is not None and address in self._group[1]:
@@ -456,6 +454,10 @@ def _end(process: subprocess.Popen) -> None:
             pipe.close()
 
 
+# Routes of SGLang. The server joins once all ranks have come, for which it waits for half an hour, and does not sample
+# meanwhile; it receives until a connection closes.
+_JOIN, _LEAVE = "/init_weights_update_group", "/destroy_weights_update_group"
+_RECEIVE = "/update_weights_from_distributed"
 # A server that comes alone, as one that joins, waits so long for others.
 GATHER_SECS = 1.0
 SHARED_SHARE = 0.5  # of a push's time, for a round of several servers

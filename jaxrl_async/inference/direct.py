@@ -33,7 +33,6 @@ WAY = "memory"  # in which an engine takes a version: by reference
 class Direct:
     """One engine: a `port.Kind`. Use within one event loop."""
 
-    verifies_itself = True  # by its numbers: nothing is read back, so there is nothing to compare
     ends_pauses = True  # It ends with its learner.
 
     def __init__(self, engine: engines.Engine, address: str):
@@ -101,15 +100,6 @@ class Direct:
         finally:
             if mode == "in_place":
                 await asyncio.wrap_future(self.engine.resume())
-
-    async def pause(self, *, mode: str, timeout_secs: float, lease_secs: float = 0.0) -> None:
-        """Stops sampling."""
-        paused = asyncio.wrap_future(self.engine.pause(mode))
-        await self._result("/pause_generation", paused, timeout_secs)
-
-    async def rename(self, name: str, *, timeout_secs: float) -> None:
-        """Never asked: weights get their name with their values."""
-        raise NotImplementedError
 
     async def continue_(self, *, timeout_secs: float) -> None:
         """Ends a pause."""
@@ -219,18 +209,9 @@ class DirectClient:
         kind.info = kind.report()
         return kind
 
-    def probes(
-        self,
-        *,
-        interval_secs: float,
-        timeout_secs: float,
-        is_wanted: Callable[[Any], bool],
-        on_answer: Callable[[Any, dict[str, Any] | None], None],
-    ) -> "DirectProbes":
-        """Probes of the engines; arguments as of `servers.probes.Probes`."""
-        return DirectProbes(
-            self._kinds, interval_secs=interval_secs, is_wanted=is_wanted, on_answer=on_answer
-        )
+    def probes(self, **options: Any) -> "DirectProbes":
+        """Probes of the engines; options as of `servers.probes.Probes`."""
+        return DirectProbes(self._kinds, **options)
 
 
 class DirectProbes:
@@ -241,6 +222,7 @@ class DirectProbes:
         kinds: Mapping[str, Direct],
         *,
         interval_secs: float,
+        timeout_secs: float,
         is_wanted: Callable[[Any], bool],
         on_answer: Callable[[Any, dict[str, Any] | None], None],
     ):

@@ -1,5 +1,5 @@
 """The sender of versions, from the learner to the servers.
 
-Reading order: learner.versions (a snapshot) → publisher (a push to every server; health has their states) →
-transports (one server's push; verification proves it) → servers.client (HTTP).
+Reading order: learner.versions (a snapshot) → publisher (a version to every server) → keeper (the task of one server;
+health has its state) → transports and push (one server's push) → servers.kinds (the server's API, and verification).
 """

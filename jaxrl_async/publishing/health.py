@@ -126,8 +126,8 @@ class Table:
 def _record(address: str, servers: list[Server]) -> ServerRecord:
     states = {server.state for server in servers}
     state = next(state for state in (STALE, HEALTHY, DEAD) if state in states)
-    known = [s for s in servers if s.version is not None]
-    versions = [s.version for s in known if s.state == HEALTHY] or [s.version for s in known]
+    known = [(s.version, s.state) for s in servers if s.version is not None]
+    versions = [v for v, state in known if state == HEALTHY] or [v for v, _ in known]
     return ServerRecord(address, state, min(versions, default=None), servers[0].speed)
 
 

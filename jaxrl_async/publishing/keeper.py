@@ -17,7 +17,6 @@ from jaxrl_async.active_clock import ActiveClock
 from jaxrl_async.publishing import health
 from jaxrl_async.publishing.health import Target
 from jaxrl_async.publishing.pauses import Pauses
-from jaxrl_async.publishing.transports import Deliver
 from jaxrl_async.servers.fleet import DEAD, HEALTHY, STALE
 from jaxrl_async.servers.port import (
     ObsoleteVersionError,
@@ -38,7 +37,7 @@ class PublisherError(RuntimeError):
 class Course:
     """The part that all keepers share; the publisher changes it."""
 
-    transport: Deliver
+    transport: Callable[..., Awaitable[None]]  # `transports.Transport`
     pin: Callable[[int], AbstractContextManager[None]]
     preflight: Callable[[Servers, str], Awaitable[None]] | None
     pauses: Pauses

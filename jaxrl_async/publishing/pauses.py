@@ -33,7 +33,7 @@ class Pauses:
         async with contextlib.AsyncExitStack() as stack:
             if self._free is not None:
                 await self._free.acquire()
-                stack.callback(self._lend())
+                stack.callback(self._lend(self._free))
             start = time.monotonic()
             try:
                 yield
@@ -45,18 +45,18 @@ class Pauses:
         secs, self._secs = self._secs, 0.0
         return secs
 
-    def _lend(self) -> Callable[[], None]:
+    def _lend(self, free: asyncio.Semaphore) -> Callable[[], None]:
         """Returns the end of a turn, which comes by itself after turn_secs."""
         is_over = False
 
-        def end():
+        def end() -> None:
             nonlocal is_over
             timer.cancel()
             if not is_over:
                 is_over = True
-                self._free.release()
+                free.release()
 
-        def expire():
+        def expire() -> None:
             log.warning(
                 "a server is paused for more than %g s: the next one's turn begins", self._turn_secs
             )

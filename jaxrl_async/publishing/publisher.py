@@ -23,7 +23,6 @@ from jaxrl_async.publishing import health
 from jaxrl_async.publishing.discovery import Discovery
 from jaxrl_async.publishing.keeper import Course, Keeper, PublisherError
 from jaxrl_async.publishing.pauses import Pauses
-from jaxrl_async.publishing.transports import Deliver
 from jaxrl_async.records import ResumePoint
 from jaxrl_async.servers.fleet import DEAD, HEALTHY, STALE
 from jaxrl_async.servers.port import Servers
@@ -51,7 +50,7 @@ class Publisher:
         controls: Mapping[str, Sequence[str]],
         *,
         client: Servers,
-        transport: Deliver,
+        transport: Callable[..., Awaitable[None]],
         pin: Callable[[int], AbstractContextManager[None]],
         announce: Callable[..., None],
         push_timeout_secs: float,
@@ -72,7 +71,7 @@ class Publisher:
           controls: "http://host:port" that takes requests → control addresses of the servers behind it (one, or
             more behind a router); they need not be up yet.
           client: for this publisher alone, not opened yet.
-          transport: gives one server a version; see transports.Deliver.
+          transport: gives one server a version; called as `transports.Transport` is.
           pin: keeps the files of a version while the context lasts, `WeightStore.pin`.
           announce: called as announce(version, records, resume_point, run_epoch), `LearnerQueue.publish_version`.
           push_timeout_secs: deadline of a server for a version; one that misses it is STALE. Without a HEALTHY
@@ -256,7 +255,8 @@ class Publisher:
                 self._start_keeping(client, tasks, server)
             tasks.create_task(self._probes.run(), name="publisher probes")
             if self._discovery is not None:
-                tasks.create_task(self._discover(client, tasks), name="publisher discovery")
+                keeping = self._discover(client, tasks, self._discovery)
+                tasks.create_task(keeping, name="publisher discovery")
             tasks.create_task(self._watch_the_clock(), name="publisher clock")
             while True:
                 await self._push(await self._requests.get())
@@ -312,13 +312,15 @@ class Publisher:
         if len(healthy) > 1:
             server.state, server.reason = STALE, f"evaluates version {version}"
             self._table.update(server)
-        evaluate = self._evaluate(client, server, version)
+        evaluate = self._evaluate(self._evaluation, client, server, version)
         self._evaluating = tasks.create_task(evaluate, name=f"evaluation of version {version}")
 
-    async def _evaluate(self, client: Servers, server: health.Server, version: int) -> None:
+    async def _evaluate(
+        self, evaluation: Evaluation, client: Servers, server: health.Server, version: int
+    ) -> None:
         try:
             await self._publish_states()
-            await self._evaluation.run(client, server.address, version)
+            await evaluation.run(client, server.address, version)
         finally:
             server.reserved, self._evaluating = False, None
             server.due.set()
@@ -355,7 +357,7 @@ class Publisher:
         self._healthy_at = self._active.now()
 
     async def _wait(self, condition: Callable[[], bool], timeout_secs: float) -> None:
-        """Waits for a condition, checked after every attempt at a server, for so many seconds awake."""
+        """Waits for a condition, checked after every attempt at a server, for so many active seconds."""
         deadline = self._active.now() + timeout_secs
         while not condition() and (left := deadline - self._active.now()) > 0:
             self._changed.clear()
@@ -414,12 +416,14 @@ class Publisher:
         self._keepers[server.address] = keeper, task
         self._probes.add(keeper, server.address)
 
-    async def _discover(self, client: Servers, tasks: asyncio.TaskGroup) -> None:
+    async def _discover(
+        self, client: Servers, tasks: asyncio.TaskGroup, discovery: Discovery
+    ) -> None:
         """Keeps the servers that the discovery lists, besides the fixed ones."""
         fixed = {server.address for server in self._servers} | {s.serves for s in self._servers}
         found: dict[str, health.Server] = {}
         while True:
-            listed = await self._discovery.read()
+            listed = await discovery.read()
             for address in found.keys() - listed.keys():
                 self._leave(found.pop(address))
             for address in listed.keys() - found.keys() - fixed:
@@ -478,7 +482,7 @@ class Publisher:
         async with self._announcing:
             self._announced = (request.version, request.run_epoch)
             self._course.is_announced, self._held = True, self._target.version
-            await self._announce_records(request.resume_point)
+            await self._announce_records(self._announced, request.resume_point)
 
     async def _publish_states(self) -> None:
         """Publishes changed states, under the version published last."""
@@ -486,10 +490,12 @@ class Publisher:
             async with self._announcing:  # Changes meanwhile go in one announcement.
                 if self._announced is not None and self._table.is_changed:
                     log.info("version %d: %s", self._announced[0], self._describe())
-                    await self._announce_records(None)
+                    await self._announce_records(self._announced, None)
 
-    async def _announce_records(self, resume_point: ResumePoint | None) -> None:
-        records, (version, run_epoch) = self._table.take(), self._announced
+    async def _announce_records(
+        self, announced: tuple[int, int], resume_point: ResumePoint | None
+    ) -> None:
+        records, (version, run_epoch) = self._table.take(), announced
         try:
             await asyncio.to_thread(self._announce, version, records, resume_point, run_epoch)
         except Exception as error:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from jaxrl_async.publishing import fanout, shared_differences
 from jaxrl_async.servers.port import (
-    Kind,
     ObsoleteVersionError,
+    Pausable,
     ServerError,
     ServerTimeoutError,
     Sources,
@@ -92,7 +92,9 @@ class Push:
             raise ObsoleteVersionError(self.address, "", reason, retryable=True)
 
     @contextlib.asynccontextmanager
-    async def paused(self, kind: Kind, verify: Callable[[], Awaitable[None]]) -> AsyncIterator[str]:
+    async def paused(
+        self, kind: Pausable, verify: Callable[[], Awaitable[None]]
+    ) -> AsyncIterator[str]:
         """Pauses the server in a turn of the roll; yields the name to load under; verifies and continues.
 
         A server that verifies itself does so before it changes anything, so the name is the version's. Another one
@@ -146,7 +148,7 @@ class Push:
         return fanout.shared(self.stored, files, self.options.fanout)
 
 
-async def _abandon(kind: Kind, may_differ: bool) -> None:
+async def _abandon(kind: Pausable, may_differ: bool) -> None:
     """Lets the server continue, without its requests where its weights may be unverified.
 
     The requests of a server that was only paused stay: their weights are those they began with.

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from jaxrl_async import names
 from jaxrl_async.config.settings import PAUSE_MODES
@@ -21,27 +21,9 @@ from jaxrl_async.versions.version import Version
 COLLECTIVE = "jaxrl_async.extras.collective:Collective"
 
 
-class Deliver(Protocol):
-    """Gives one server a version."""
-
-    async def __call__(
-        self,
-        client: Servers,
-        address: str,
-        *,
-        files: Version,
-        version: int | str,
-        timeout_secs: float,
-        is_wanted: Callable[[], bool] = always,
-        pausing: Pausing = contextlib.nullcontext,
-    ) -> None:
-        """Arguments and errors as of `Transport`."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True)
 class Transport(PushOptions):
-    """A `Deliver` by the server's kind.
+    """Gives one server a version, by its kind.
 
     Raises:
       ValueError: there is no such mode.

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, BinaryIO, Self
 
@@ -128,10 +128,23 @@ class InferenceClient:
         """Asks a server what it is and holds: a `Kind`, the same object until the server is of another kind."""
         known = self._servers.get(address)
         kind, info = await kinds.recognise(self, address, known, timeout_secs)
-        if type(known) is not kind:
+        if known is None or type(known) is not kind:
             known = self._servers[address] = kind(self, address)
         known.info = info
         return known
+
+    def probes(self, **options: Any) -> Probes:
+        """Probes with this client's key and authorities; options as of `Probes`.
+
+        From now on the short calls of a push use their connections, where one is open and free.
+        """
+        self._probes = Probes(
+            route_of=lambda address: self._server(address).INFO,
+            api_key=self._api_key,
+            tls=self._tls,
+            **options,
+        )
+        return self._probes
 
     def _is_recognised(self, address: str) -> bool:
         server = self._servers.get(address)
@@ -141,29 +154,6 @@ class InferenceClient:
         if address not in self._servers:
             self._servers[address] = kinds.presumed()(self, address)
         return self._servers[address]
-
-    def probes(
-        self,
-        *,
-        interval_secs: float,
-        timeout_secs: float,
-        is_wanted: Callable[[Any], bool],
-        on_answer: Callable[[Any, dict[str, Any] | None], None],
-    ) -> Probes:
-        """Probes with this client's key and authorities; arguments as of `Probes`.
-
-        From now on the short calls of a push use their connections, where one is open and free.
-        """
-        self._probes = Probes(
-            interval_secs=interval_secs,
-            timeout_secs=timeout_secs,
-            is_wanted=is_wanted,
-            on_answer=on_answer,
-            route_of=lambda address: self._server(address).INFO,
-            api_key=self._api_key,
-            tls=self._tls,
-        )
-        return self._probes
 
     # The session, for the kinds.
 

@@ -103,7 +103,7 @@ def _read_versions(spans: Sequence[Mapping[str, Any]], count: int, run_id: str) 
     return versions
 
 
-def read_version(text: str, run_id: str) -> int:
+def read_version(text: object, run_id: str) -> int:
     """The version in "RUN.epoch.version"; without a run, of "12" and "1.12" too."""
     found = _VERSION.fullmatch(text) if isinstance(text, str) else None
     if not found:

@@ -93,7 +93,8 @@ class Fleet:
     @property
     def is_out_of_date(self) -> bool:
         """Whether the table is of before the version that was published last."""
-        return None not in (self._v_pub, self._newest_v_pub) and self._v_pub < self._newest_v_pub
+        known, newest = self._v_pub, self._newest_v_pub
+        return known is not None and newest is not None and known < newest
 
     def route(self, excluding: Collection[str] = (), *, prefers: str | None = None) -> str | None:
         """A HEALTHY server for a request: the less loaded of two, or the preferred one.
@@ -111,7 +112,7 @@ class Fleet:
         if self.is_out_of_date:
             return None
         best = min(self._candidates(excluding), key=self.load, default=None)
-        if prefers is None or prefers == best or not self._takes(prefers, excluding):
+        if best is None or prefers in (None, best) or not self._takes(prefers, excluding):
             return best
         return best if self.load(best) < SPILL_SHARE * self.load(prefers) else prefers
 
@@ -211,7 +212,7 @@ class Fleet:
 
     def _says_otherwise(self, address: str) -> bool:
         then, now = self._distrusted[address], self._records.get(address)
-        return None in (then, now) or (then.state, then.version) != (now.state, now.version)
+        return not (then and now) or (then.state, then.version) != (now.state, now.version)
 
     def _takes(self, address: str, excluding: Collection[str]) -> bool:
         return address not in excluding and self.state(address) == HEALTHY

@@ -65,7 +65,9 @@ class Request:
     """A request for one completion."""
 
     rid: str  # fixed width, since servers abort by prefix
-    input_ids: Sequence[int]  # ids below the vocabulary size: one beyond it kills an SGLang server
+    input_ids: (
+        Sequence[int] | np.ndarray
+    )  # ids below the vocabulary size: one beyond it kills an SGLang server
     # SGLang's names: max_new_tokens, temperature, top_p, top_k, stop_token_ids, sampling_seed.
     sampling_params: Mapping[str, Any]
     run_id: str = ""  # the run whose weights may sample; "" for any
@@ -149,13 +151,7 @@ class Server(Protocol):
 class Kind(Server, Protocol):
     """One server, for publishing."""
 
-    address: str
     info: Mapping[str, Any]  # what it said when it was recognised last
-
-    @property
-    def verifies_itself(self) -> bool:
-        """Whether it compares a version with its digest before it samples with it."""
-        ...
 
     @property
     def ends_pauses(self) -> bool:
@@ -184,6 +180,19 @@ class Kind(Server, Protocol):
         """
         ...
 
+    async def continue_(self, *, timeout_secs: float) -> None:
+        """Ends a pause."""
+        ...
+
+
+class Pausable(Server, Protocol):
+    """One server whose weights change in a pause."""
+
+    @property
+    def verifies_itself(self) -> bool:
+        """Whether it compares a version with its digest before it samples with it."""
+        ...
+
     async def pause(self, *, mode: str, timeout_secs: float, lease_secs: float = 0.0) -> None:
         """Stops sampling: "retract" recomputes running requests afterwards, "in_place" keeps KV.
 
@@ -201,7 +210,7 @@ class Kind(Server, Protocol):
 
 
 class Sources(Protocol):
-    """Where servers get the files of a version: from the learner, or from one another."""
+    """Where servers get the files of a version: from the learner, or from one another; `publishing.fanout.Tree`."""
 
     def source(self, address: str) -> str | None: ...
     def fail(self, address: str) -> None: ...
@@ -209,60 +218,34 @@ class Sources(Protocol):
 
 
 class Push(Protocol):
-    """The push of a version to one server, as its kind sees it."""
-
-    name: str  # of the weights
-    files: Version
-    options: PushOptions
+    """The push of a version to one server, as its kind sees it; `publishing.push.Push`."""
 
     @property
-    def stored(self) -> StoredVersion:
-        """The version's files; raises ServerError for a version in memory."""
-        ...
-
+    def name(self) -> str: ...  # of the weights
     @property
-    def flush_cache(self) -> bool:
-        """Whether the load empties the prefix cache."""
-        ...
-
+    def files(self) -> Version: ...
     @property
-    def collective(self) -> Any:
-        """The broadcasts of the run, `extras.collective.Collective`."""
-        ...
-
-    def left(self) -> float:
-        """Seconds until the push is late."""
-        ...
-
-    def error(self, reason: str) -> ServerError:
-        """An error of this push that a retry does not mend."""
-        ...
-
-    def check_wanted(self) -> None:
-        """Raises ObsoleteVersionError where a newer version has taken this one's place."""
-        ...
-
-    def is_wanted(self) -> bool:
-        """Whether no newer version has."""
-        ...
-
+    def stored(self) -> StoredVersion: ...  # raises ServerError for a version in memory
+    @property
+    def options(self) -> PushOptions: ...
+    @property
+    def flush_cache(self) -> bool: ...  # whether the load empties the prefix cache
+    @property
+    def collective(self) -> Any: ...  # the run's `extras.collective.Collective`
+    def left(self) -> float: ...  # seconds until the push is late
+    def is_wanted(self) -> bool: ...
+    def check_wanted(self) -> None: ...  # raises ObsoleteVersionError
+    def error(self, reason: str) -> ServerError: ...  # that a retry does not mend
+    def turn(self) -> AbstractAsyncContextManager[None]: ...  # of the server to pause
     def paused(
-        self, kind: Kind, verify: Callable[[], Awaitable[None]]
-    ) -> AbstractAsyncContextManager[str]:
-        """Pauses the server in its turn; yields the name to load under; verifies and continues."""
-        ...
-
-    async def difference(self, base: str | None) -> pathlib.Path | None:
-        """The file that leads to the version from the one of this digest; None: it is to be sent in full."""
-        ...
-
-    def sources(self, files: Sequence[pathlib.Path]) -> Sources:
-        """The tree in which these files travel."""
-        ...
+        self, kind: Pausable, verify: Callable[[], Awaitable[None]]
+    ) -> AbstractAsyncContextManager[str]: ...
+    async def difference(self, base: str | None) -> pathlib.Path | None: ...
+    def sources(self, files: Sequence[pathlib.Path]) -> Sources: ...
 
 
 class Probes(Protocol):
-    """Asks many servers again and again what they hold."""
+    """Asks many servers again and again what they hold; `servers.probes.Probes`."""
 
     def add(self, server: Any, address: str) -> None: ...
     def remove(self, server: Any) -> None: ...
@@ -286,7 +269,7 @@ class Servers(Protocol):
         sampling_params: Mapping[str, Any],
         timeout_secs: float,
     ) -> Completion:
-        """`Server.generate` of the server at an address."""
+        """`Server.generate` of the server at an address; the rest as of `Request`."""
         ...
 
     async def abort(self, address: str, *, rid: str | None, timeout_secs: float) -> None:
@@ -301,13 +284,6 @@ class Servers(Protocol):
         """
         ...
 
-    def probes(
-        self,
-        *,
-        interval_secs: float,
-        timeout_secs: float,
-        is_wanted: Callable[[Any], bool],
-        on_answer: Callable[[Any, dict[str, Any] | None], None],
-    ) -> Probes:
-        """Probes of servers; arguments as of `servers.probes.Probes`."""
+    def probes(self, **options: Any) -> Probes:
+        """Probes of servers; options as of `servers.probes.Probes`."""
         ...

@@ -13,7 +13,7 @@ import ssl
 import time
 import urllib.parse
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 MODEL_INFO = "/model_info"
 TICK_SECS = 0.05  # between two groups of probes
@@ -52,10 +52,9 @@ class Probes:
           api_key: of the information routes.
           tls: context for https:// addresses; True for the system's authorities.
         """
-        self._timeout_secs = timeout_secs
+        self.timeout_secs, self.on_answer, self.route_of = timeout_secs, on_answer, route_of
+        self.api_key, self.tls = api_key, tls
         self._is_wanted = is_wanted
-        self._on_answer = on_answer
-        self._route_of, self._api_key, self._tls = route_of, api_key, tls
         self._slots: list[list[_Peer]] = [
             [] for _ in range(max(1, round(interval_secs / TICK_SECS)))
         ]
@@ -64,15 +63,7 @@ class Probes:
 
     def add(self, server: Any, address: str) -> None:
         """Adds a server, its owner's object, at "http://host:port" or "https://host:port"."""
-        peer = _Peer(
-            server,
-            address,
-            route_of=self._route_of,
-            api_key=self._api_key,
-            tls=self._tls,
-            timeout_secs=self._timeout_secs,
-            on_answer=self._on_answer,
-        )
+        peer = _Peer(self, server, address)
         min(self._slots, key=len).append(peer)
         self._peers[address] = peer
 
@@ -107,26 +98,13 @@ class Probes:
 class _Peer(asyncio.Protocol):
     """The connection to one server; one probe or call at a time."""
 
-    def __init__(
-        self,
-        server: Any,
-        address: str,
-        *,
-        route_of: Callable[[str], str],
-        api_key: str | None,
-        tls: ssl.SSLContext | bool,
-        timeout_secs: float,
-        on_answer: Callable[[Any, dict[str, Any] | None], None],
-    ):
-        self.server, self.address = server, address
-        self._route_of = route_of
+    def __init__(self, owner: Probes, server: Any, address: str):
+        self._owner, self.server, self.address = owner, server, address
         url = urllib.parse.urlsplit(address)
-        self._host = url.hostname
+        self._host = url.hostname or ""
         self._port = url.port or (443 if url.scheme == "https" else 80)
-        self._tls = (tls if url.scheme == "https" else None) or None
-        self._timeout_secs = timeout_secs
-        self._on_answer = on_answer
-        self._key = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
+        self._tls = (owner.tls if url.scheme == "https" else None) or None
+        self._key = f"Authorization: Bearer {owner.api_key}\r\n" if owner.api_key else ""
         self._host_line = f" HTTP/1.1\r\nHost: {url.netloc}\r\n"
         self._transport: asyncio.Transport | None = None
         self._connecting: asyncio.Task | None = None
@@ -157,6 +135,7 @@ class _Peer(asyncio.Protocol):
         head = f"{method} {route}{self._host_line}{lines}Content-Length: {len(body)}\r\n\r\n"
         self._buffer = b""
         answer = self._answer = asyncio.get_running_loop().create_future()
+        assert self._transport is not None
         self._transport.write(head.encode() + body)
         try:
             async with asyncio.timeout(timeout_secs):
@@ -164,14 +143,14 @@ class _Peer(asyncio.Protocol):
         finally:
             self._answer = None
             if not answer.done() or answer.cancelled():  # Its answer may still come.
-                self._transport and self._transport.abort()
+                self._abort()
 
     def probe(self) -> None:
         if self._answer is not None:
             return
         now = time.monotonic()
         if self._asked_at is not None:
-            if now - self._asked_at > self._timeout_secs:
+            if now - self._asked_at > self._owner.timeout_secs:
                 self._end(None)
             return
         self._asked_at, self._buffer = now, b""
@@ -184,11 +163,14 @@ class _Peer(asyncio.Protocol):
         self._asked_at = None
         if self._connecting is not None:
             self._connecting.cancel()
+        self._abort()
+
+    def _abort(self) -> None:
         if self._transport is not None:
             self._transport.abort()
 
     def _request(self) -> bytes:
-        route = self._route_of(self.address)
+        route = self._owner.route_of(self.address)
         return f"GET {route}{self._host_line}{self._key}\r\n".encode()
 
     async def _connect(self) -> None:
@@ -200,29 +182,30 @@ class _Peer(asyncio.Protocol):
         finally:
             self._connecting = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
-        transport.write(self._request())
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.write(self._request())
 
     def data_received(self, data: bytes) -> None:
         if self._asked_at is None and self._answer is None:  # nothing was asked
-            self._transport.abort()
+            self._abort()
             return
         self._buffer += data
         head, end, body = self._buffer.partition(b"\r\n\r\n")
         length = _LENGTH.search(head + b"\r\n") if end else None
         status = _STATUS.match(head) if end else None
-        if len(self._buffer) > MAX_ANSWER_BYTES or (end and (length is None or status is None)):
+        is_unread = end and (length is None or status is None)
+        if len(self._buffer) > MAX_ANSWER_BYTES or is_unread:
             self._is_plain = self._is_plain and self._answer is None
             self._end_unread("an answer without a length, or too long")
-        elif end and len(body) >= int(length[1]):
+        elif length is not None and status is not None and len(body) >= int(length[1]):
             if _CLOSE.search(head + b"\r\n"):
-                self._transport.abort()
+                self._abort()
             self._end_read(int(status[1]), body)
 
-    def connection_lost(self, error: Exception | None) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        self._end_unread(str(error or "closed by the server"))
+        self._end_unread(str(exc or "closed by the server"))
 
     def _end_read(self, status: int, body: bytes) -> None:
         if self._answer is not None:
@@ -239,8 +222,7 @@ class _Peer(asyncio.Protocol):
         if self._answer is not None:
             if not self._answer.done():
                 self._answer.set_exception(LostAnswerError(reason))
-            if self._transport is not None:
-                self._transport.abort()
+            self._abort()
         elif self._asked_at is not None:
             self._end(None)
 
@@ -249,4 +231,4 @@ class _Peer(asyncio.Protocol):
         self._asked_at = None
         if info is None:
             self.close()
-        self._on_answer(self.server, info)
+        self._owner.on_answer(self.server, info)

@@ -16,7 +16,6 @@ from jaxrl_async.intake import relay
 from jaxrl_async.publishing.transports import Transport
 from jaxrl_async.records import Identity
 from jaxrl_async.servers.client import InferenceClient
-from jaxrl_async.servers.kinds import embedded
 from jaxrl_async.servers.kinds.sglang_api import SglangApi
 from jaxrl_async.servers.port import ServerError
 from jaxrl_async.versions import protocol
@@ -235,7 +234,8 @@ async def test_an_update_without_its_preparation_is_refused(make_server, write):
         await push(client, address, write(1), 1)
         with pytest.raises(ServerError, match="no version with digest 'abc' was prepared"):
             update = protocol.Update(weight_version="1", flush_cache=True, weight_digest="abc")
-            await embedded.Intake(client, address).update_from_upload(update, timeout_secs=5.0)
+            server = SglangApi(client, address)
+            await server.update(protocol.UPDATE_FROM_UPLOAD, update.body(), 5.0)
 
 
 async def test_all_other_calls_go_through_with_their_answers(make_server):

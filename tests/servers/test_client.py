@@ -11,7 +11,6 @@ from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.completions import read_completion
 from jaxrl_async.servers.kinds.sglang_api import SglangApi
 from jaxrl_async.servers.port import ForeignWeightsError, ServerError, ServerTimeoutError
-from jaxrl_async.versions import protocol
 
 
 @pytest.fixture
@@ -264,14 +263,7 @@ async def test_a_connection_that_breaks_is_an_error_to_retry(server):
 async def test_control_routes_send_what_sglang_expects(server):
     async with InferenceClient() as client:
         await SglangApi(client, server.address).pause(mode="retract", timeout_secs=10)
-        update = protocol.DiskUpdate(
-            weight_version="9",
-            model_path="/weights/9",
-            flush_cache=True,
-            abort_all_requests=False,
-            load_format="auto",
-        )
-        await SglangApi(client, server.address).update_from_disk(update, timeout_secs=10)
+        await SglangApi(client, server.address).load("/weights/9", "9", True, 10)
         await SglangApi(client, server.address).continue_(timeout_secs=10)
         await client.abort(server.address, rid="000000000007-", timeout_secs=10)
         await client.abort(server.address, rid=None, timeout_secs=10)

@@ -37,7 +37,7 @@ from jaxrl_async.rollout.environment import EnvironmentRollout
 from jaxrl_async.servers import port
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.completions import read_completion
-from jaxrl_async.servers.kinds import checks, embedded, sglang
+from jaxrl_async.servers.kinds import checks, sglang
 from jaxrl_async.servers.kinds.sglang_api import SglangApi
 from jaxrl_async.servers.port import ServerError
 from jaxrl_async.tasks.tokenizer import CharTokenizer, HFTokenizer
@@ -532,14 +532,8 @@ async def test_a_token_id_beyond_the_vocabulary_is_refused_by_our_servers(server
 
 async def test_a_missing_checkpoint_changes_nothing(server, client, versions, tmp_path):
     with pytest.raises(ServerError, match="nowhere"):
-        update = protocol.DiskUpdate(
-            weight_version="7",
-            model_path=str(tmp_path / "nowhere"),
-            flush_cache=True,
-            abort_all_requests=False,
-            load_format="auto",
-        )
-        await SglangApi(client, server.address).update_from_disk(update, timeout_secs=CALL_SECS)
+        nowhere = str(tmp_path / "nowhere")
+        await SglangApi(client, server.address).load(nowhere, "7", True, CALL_SECS)
     completion = await generate(client, server)
     assert completion.versions.tolist() == [1] * 8
     assert errors(versions, PROMPT, completion).max() <= EXACT
@@ -999,7 +993,7 @@ async def taking_uploads(server):
     "num_pushes", [20, pytest.param(200, marks=pytest.mark.long, id="long-200")]
 )
 async def test_differences_under_load_give_the_digests_of_full_pushes(
-    server, client, versions, num_pushes, monkeypatch
+    server, client, versions, num_pushes
 ):
     """Every push but the first is a difference, by disk and stream in turn; tokens are exact across them.
 
@@ -1007,13 +1001,11 @@ async def test_differences_under_load_give_the_digests_of_full_pushes(
     """
     finished, stop, prepared = [], asyncio.Event(), []
 
-    prepare_weights = embedded.Intake.prepare_weights
-
-    async def watched(self, preparation, **call):
-        prepared.append(preparation.difference)
-        await prepare_weights(self, preparation, **call)
-
-    monkeypatch.setattr(embedded.Intake, "prepare_weights", watched)
+    class Watched(InferenceClient):
+        async def call(self, method, address, route, body, *args, **call):
+            if route == protocol.PREPARE:
+                prepared.append(json.loads(body).get("difference", ""))
+            return await super().call(method, address, route, body, *args, **call)
 
     async def load(worker):
         number = 0
@@ -1027,7 +1019,7 @@ async def test_differences_under_load_give_the_digests_of_full_pushes(
     workers = [asyncio.create_task(load(worker)) for worker in range(8)]
     keys = (real_servers.API_KEY, real_servers.ADMIN_API_KEY)
     async with (
-        InferenceClient(api_key=keys[0], admin_api_key=keys[1]) as pusher,
+        Watched(api_key=keys[0], admin_api_key=keys[1]) as pusher,
         taking_uploads(server) as (address, ways),
     ):
         for number in range(num_pushes):

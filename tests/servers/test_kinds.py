@@ -75,7 +75,7 @@ class Tiny(HttpKind):
 
     async def preflight(self, expected, *, deadline):
         checks = Checks(self, expected, deadline)
-        await checks.admin_key()
+        await checks.admin_key(self.continue_)
         await checks.routes(self.WAYS)
         checks.model()
 

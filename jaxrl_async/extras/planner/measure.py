@@ -18,7 +18,6 @@ import numpy as np
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.kinds.sglang_api import SglangApi
 from jaxrl_async.servers.port import ServerError
-from jaxrl_async.versions import protocol
 
 REPEATS = 3  # of each measurement; the median counts
 REQUESTS = 64  # at once, of a server that does not say how many it runs
@@ -102,14 +101,10 @@ async def of_server(
                 say(f"{server} names no files of its weights: no push of it is measured")
             elif push:
                 say(f"{server}: {REPEATS} × its own weights, loaded again")
-                update = protocol.DiskUpdate(
-                    weight_version=version,
-                    model_path=path,
-                    flush_cache=True,
-                    abort_all_requests=False,
-                    load_format="auto",
-                )
-                times = [await _reload(kind, update, timeout_secs, clock) for _ in range(REPEATS)]
+                times = [
+                    await _reload(kind, (path, version), timeout_secs, clock)
+                    for _ in range(REPEATS)
+                ]
                 found["pause_secs"] = statistics.median(times)
         except ServerError as error:
             raise MeasureError(str(error)) from error
@@ -190,15 +185,15 @@ async def _ask(client, server: str, prompts, max_new_tokens: int, timeout_secs: 
 
 async def _reload(
     server: SglangApi,
-    update: protocol.DiskUpdate,
+    weights: tuple[str, str],
     timeout_secs: float,
     clock: Callable[[], float],
 ) -> float:
-    """Seconds of a pause in which the server loads its own weights again."""
+    """Seconds of a pause in which the server loads its own weights, (path, version), again."""
     since = clock()
     await server.pause(mode="retract", timeout_secs=timeout_secs, lease_secs=timeout_secs)
     try:
-        await server.update_from_disk(update, timeout_secs=timeout_secs)
+        await server.load(*weights, True, timeout_secs)
     finally:
         await server.continue_(timeout_secs=timeout_secs)
     return clock() - since

@@ -17,10 +17,8 @@ if TYPE_CHECKING:
 # Information route, "module:attribute" of the class. The first row of the route that recognises the answer counts.
 _ROOM = "jaxrl_async.servers.kinds"
 TABLE: dict[str, tuple[str, str]] = {
-    "embedded": (
-        "/model_info",
-        f"{_ROOM}.embedded:Embedded",
-    ),  # SGLang-JAX, as extras start it, too
+    # SGLang-JAX, as `extras` start it, is of this kind too.
+    "embedded": ("/model_info", f"{_ROOM}.embedded:Embedded"),
     "relayed": ("/model_info", f"{_ROOM}.sglang:Relayed"),
     "sglang": ("/model_info", f"{_ROOM}.sglang:Sglang"),
 }
@@ -44,14 +42,14 @@ async def recognise(
     routes = list(dict.fromkeys(route for route, _ in TABLE.values()))
     if known is not None:
         routes.sort(key=lambda route: route != known.INFO)
+    left = timeout_secs
     for route in routes:
-        left = max(deadline - time.monotonic(), 1e-3)
         try:
             info = await client.call("GET", address, route, None, left, is_short=True)
         except ServerError as error:
             if error.status not in (404, 405):
                 raise
-            missing = missing or error
+            missing, left = missing or error, max(deadline - time.monotonic(), 1e-3)
             continue
         for of_kind, name in TABLE.values():
             if of_kind == route and (kind := names.load(name)).recognises(info):

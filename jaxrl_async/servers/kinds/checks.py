@@ -36,10 +36,10 @@ class Checks:
             "model.path, or the directory that `python -m jaxrl_async init --out=DIR` writes",
         )
 
-    async def admin_key(self) -> None:
+    async def admin_key(self, continue_: Callable[..., Awaitable[None]]) -> None:
         """Asks for the end of a pause, which also ends the one that a killed learner left behind."""
         try:
-            await self._server.continue_(**self.left())
+            await continue_(**self.left())
         except ServerError as error:
             if error.status in (401, 403):
                 raise wrong_key(

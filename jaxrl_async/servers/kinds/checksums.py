@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxrl_async.servers.port import ServerError
+from jaxrl_async.versions import layout
 from jaxrl_async.versions import store as weight_store
 
 log = logging.getLogger(__name__)
@@ -149,8 +150,8 @@ def _padded(name: str, tensor: np.ndarray) -> np.ndarray:
 def _checksum(parts: Iterable[np.ndarray], dtype: str | None) -> str:
     hasher = hashlib.sha256()
     for part in parts:
-        part = part.astype(_DTYPES.get(dtype, part.dtype), copy=False)
-        hasher.update(np.ascontiguousarray(part).reshape(-1).view(np.uint8))
+        part = part.astype(_DTYPES.get(dtype or "", part.dtype), copy=False)
+        hasher.update(layout.raw(part))
     return hasher.digest()[:8].hex()
 
 

@@ -32,7 +32,7 @@ class Intake(SglangApi):
                 writer=push.options.writer,
                 flush_cache=push.flush_cache,
             )
-            await self.update_from_upload(update, timeout_secs=push.left())
+            await self.update(protocol.UPDATE_FROM_UPLOAD, update.body(), push.left())
 
     async def verification(self, push: Push) -> Callable[[], Awaitable[None]]:
         """Makes ready what verifies a push in its pause."""
@@ -86,8 +86,8 @@ class Intake(SglangApi):
             keep=push.options.delta,
             hand_on=hands_on and not is_shared,
         )
-        lease = push.options.pause_lease_secs
-        await self.prepare_weights(preparation, lease_secs=lease, timeout_secs=push.left())
+        lease = protocol.lease_headers(push.options.pause_lease_secs)
+        await self.update(protocol.PREPARE, preparation.body(), push.left(), headers=lease)
 
     async def _send(self, push: Push, files: list[pathlib.Path], hands_on: bool) -> None:
         """Gets the files to the server: from another one in the tree, around those that fail, or from here."""
@@ -97,8 +97,12 @@ class Intake(SglangApi):
             pieces = await tree.pieces(files)
             while (source := tree.source(self.address)) is not None:
                 push.check_wanted()
+                left = push.left()
+                fetch = protocol.Fetch(
+                    weight_version=push.name, source=source, files=pieces, timeout_secs=left
+                )
                 try:
-                    await self.fetch(push.name, source, pieces, timeout_secs=push.left())
+                    await self.post(protocol.FETCH, fetch.body(), left)
                     return
                 except ServerError as error:
                     if error.status != protocol.NO_SOURCE:
@@ -108,51 +112,10 @@ class Intake(SglangApi):
         for file in files:
             push.check_wanted()
             sha256 = pieces[file.name].sha256 if pieces else None
-            await self.upload(push.name, file, sha256=sha256, timeout_secs=push.left())
-
-    async def prepare_weights(
-        self, preparation: protocol.Preparation, *, lease_secs: float, timeout_secs: float
-    ) -> None:
-        """Loads a version beside the one that the server serves; with lease_secs > 0 it drops it after that time.
-
-        Raises:
-          ServerError: refused, lost or late; the server's own message stands in it.
-        """
-        headers = protocol.lease_headers(lease_secs)
-        await self.update(protocol.PREPARE, preparation.body(), timeout_secs, headers=headers)
-
-    async def upload(
-        self, version: str, file: pathlib.Path, *, sha256: str | None, timeout_secs: float
-    ) -> None:
-        """Sends one file of a version, in chunks; `sha256`: of its bytes, where the server is to compare it."""
-        headers = {protocol.SHA256_HEADER: sha256} if sha256 else {}
-        route = protocol.file_route(version, file.name)
-        with open(file, "rb") as stream:
-            await self.client.call(
-                "PUT", self.address, route, stream, timeout_secs, is_control=True, headers=headers
-            )
-
-    async def fetch(
-        self,
-        version: str,
-        source: str,
-        pieces: Mapping[str, protocol.Piece],
-        *,
-        timeout_secs: float,
-    ) -> None:
-        """Lets the server get files of a version from another one, which has them or gets them.
-
-        Raises:
-          ServerError: refused, lost or late; of status NO_SOURCE where it is the source that fails.
-        """
-        fetch = protocol.Fetch(
-            weight_version=version, source=source, files=dict(pieces), timeout_secs=timeout_secs
-        )
-        await self.post(protocol.FETCH, fetch.body(), timeout_secs)
-
-    async def update_from_upload(self, update: protocol.Update, *, timeout_secs: float) -> None:
-        """Serves the files of a version that came, and removes them on the server."""
-        await self.update(protocol.UPDATE_FROM_UPLOAD, update.body(), timeout_secs)
+            headers = {protocol.SHA256_HEADER: sha256} if sha256 else {}
+            call = ("PUT", self.address, protocol.file_route(push.name, file.name))
+            with open(file, "rb") as stream:  # In chunks.
+                await self.client.call(*call, stream, push.left(), is_control=True, headers=headers)
 
 
 class Embedded(Intake):
@@ -181,16 +144,7 @@ class Embedded(Intake):
         verify = await self.verification(push)
         digest = await self.prepare(push, is_shared=True)
         async with push.paused(self, verify) as name:
-            update = protocol.DiskUpdate(
-                weight_version=name,
-                weight_digest=digest,
-                model_path=os.fspath(push.stored),
-                writer=push.options.writer,
-                flush_cache=push.flush_cache,
-                abort_all_requests=False,
-                load_format="auto",
-            )
-            await self.update_from_disk(update, timeout_secs=push.left())
+            await self.update_from_disk(push, name, writer=push.options.writer, digest=digest)
 
     async def verification(self, push: Push) -> Callable[[], Awaitable[None]]:
         return functools.partial(self._verify, push)

@@ -108,14 +108,7 @@ class Sglang(SglangApi):
             await self.add_adapter(push, functools.partial(self.load_adapter, path=path))
             return
         async with push.paused(self, await self.verification(push)) as name:
-            update = protocol.DiskUpdate(
-                weight_version=name,
-                model_path=path,
-                flush_cache=push.flush_cache,
-                abort_all_requests=False,
-                load_format="auto",
-            )
-            await self.update_from_disk(update, timeout_secs=push.left())
+            await self.update_from_disk(push, name)
 
     async def tensor(self, push: Push) -> None:
         """Sends the tensors of a version over HTTP, without a shared file system.
@@ -265,75 +258,6 @@ class Sglang(SglangApi):
         except (KeyError, TypeError) as error:
             raise self.malformed("/v1/models", error) from error
 
-    # The groups of `extras.collective`.
-
-    async def join(
-        self,
-        *,
-        host: str,
-        port: int,
-        rank_offset: int,
-        world_size: int,
-        group: str,
-        backend: str,
-        timeout_secs: float,
-    ) -> None:
-        """Lets the server join a group of torch.distributed; answers when all ranks have come.
-
-        It does not sample meanwhile.
-
-        Args:
-          host: where rank 0 listens.
-          port: its port.
-          rank_offset: the server's first rank.
-          world_size: of the group.
-          group: its name, never used before.
-          backend: of torch.distributed, with its device.
-          timeout_secs: bound on the whole call; the server itself waits for half an hour.
-
-        Raises:
-          ServerError: refused, lost or late.
-        """
-        payload = {"master_address": host, "master_port": port, "rank_offset": rank_offset}
-        payload |= {"world_size": world_size, "group_name": group, "backend": backend}
-        await self.update("/init_weights_update_group", payload, timeout_secs)
-
-    async def receive(
-        self,
-        *,
-        tensors: Mapping[str, tuple[str, Sequence[int]]],
-        group: str,
-        version: str,
-        flush_cache: bool,
-        timeout_secs: float,
-    ) -> None:
-        """Lets the server overwrite some tensors with those that rank 0 of its group broadcasts meanwhile.
-
-        Args:
-          tensors: dtype and shape of each, by Hugging Face's name, in the order of the broadcasts.
-          group: its name.
-          version: new name of the weights.
-          flush_cache: empty the prefix cache.
-          timeout_secs: bound on the whole call; the server itself waits until a connection closes.
-
-        Raises:
-          ServerError: refused, lost or late; some tensors may have changed.
-        """
-        payload = {
-            "names": list(tensors),
-            "dtypes": [dtype for dtype, _ in tensors.values()],
-            "shapes": [list(shape) for _, shape in tensors.values()],
-            "group_name": group,
-            "weight_version": version,
-            "flush_cache": flush_cache,
-            "abort_all_requests": False,
-        }
-        await self.update("/update_weights_from_distributed", payload, timeout_secs)
-
-    async def leave(self, group: str, *, timeout_secs: float) -> None:
-        """Lets the server leave a group."""
-        await self.update("/destroy_weights_update_group", {"group_name": group}, timeout_secs)
-
     # The preflight.
 
     async def preflight(self, expected: Expected, *, deadline: float) -> None:
@@ -412,8 +336,9 @@ class Sglang(SglangApi):
 class Relayed(Sglang, Intake):
     """An SGLang server with a sidecar before it, which takes versions as this project's servers do."""
 
-    WAYS: ClassVar = Sglang.WAYS | {
-        "stream": (protocol.UPDATE_FROM_UPLOAD, "/update_weight_version")
+    WAYS: ClassVar = {
+        **Sglang.WAYS,
+        "stream": (protocol.UPDATE_FROM_UPLOAD, "/update_weight_version"),
     }
 
     @classmethod

@@ -1,9 +1,11 @@
 """The routes that SGLang, SGLang-JAX and the embedded server share."""
 
+import os
 import uuid
 from collections.abc import Mapping
 from typing import Any
 
+from jaxrl_async.records import NOBODY, Identity
 from jaxrl_async.servers.batches import STREAMS_HEADER, Batches
 from jaxrl_async.servers.client import InferenceClient, encode, read_answer
 from jaxrl_async.servers.completions import read_completion
@@ -14,6 +16,7 @@ from jaxrl_async.servers.port import (
     Expected,
     ForeignVersionError,
     ForeignWeightsError,
+    Push,
     Request,
     ServerError,
 )
@@ -99,12 +102,27 @@ class SglangApi(HttpKind):
         payload = {"new_version": name, "abort_all_requests": False}
         await self.update("/update_weight_version", payload, timeout_secs, is_short=True)
 
-    async def update_from_disk(self, update: protocol.DiskUpdate, *, timeout_secs: float) -> None:
-        """Loads the weights of a directory in Hugging Face layout.
+    async def update_from_disk(
+        self, push: Push, name: str, *, writer: Identity = NOBODY, digest: str | None = None
+    ) -> None:
+        """Loads the version's directory, and names the weights; `digest`: by which they may be prepared."""
+        path = os.fspath(push.stored)
+        await self.load(
+            path, name, push.flush_cache, push.left(), writer=writer, weight_digest=digest
+        )
 
-        Raises:
-          ServerError: refused, lost or late; the server's own message stands in it.
-        """
+    async def load(
+        self, path: str, name: str, flush_cache: bool, timeout_secs: float, **more: Any
+    ) -> None:
+        """Loads the weights of a directory in Hugging Face layout; `more` as of `protocol.DiskUpdate`."""
+        update = protocol.DiskUpdate(
+            weight_version=name,
+            model_path=path,
+            flush_cache=flush_cache,
+            abort_all_requests=False,
+            load_format="auto",
+            **more,
+        )
         await self.update(protocol.UPDATE_FROM_DISK, update.body(), timeout_secs, is_short=True)
 
     async def update(
@@ -150,7 +168,7 @@ class SglangApi(HttpKind):
     async def preflight(self, expected: Expected, *, deadline: float) -> None:
         """Compares keys, routes of weights, architecture, layers, vocabulary and context length."""
         checks = Checks(self, expected, deadline)
-        await checks.admin_key()
+        await checks.admin_key(self.continue_)
         if expected.adapters:
             await self.check_adapters(checks)
         await checks.routes(self.ways_of(expected))
