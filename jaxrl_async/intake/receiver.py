@@ -166,9 +166,9 @@ class Receiver:
         asked, lease_secs = Preparation.read(body), protocol.read_lease(lease)
         version, digest = asked.weight_version, asked.weight_digest
         self._writers.check(asked.writer)
-        came = asked.model_path is None
-        directory = self._arrived(version) if came else self._confined(asked.model_path)
-        is_own = came and not asked.hand_on
+        path = asked.model_path
+        directory = self._arrived(version) if path is None else self._confined(path)
+        is_own = path is None and not asked.hand_on
         source = difference.Source(directory, asked.difference, asked.keep, is_upload=is_own)
         load = functools.partial(self._copy.load, source, digest, self._engine.load)
         await self._prepared.prepare(version, digest, load, lease_secs)

@@ -16,7 +16,7 @@ import itertools
 import pathlib
 import shutil
 import ssl
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any, BinaryIO
 
 import aiohttp
@@ -120,11 +120,11 @@ class Relay:
             return Reading(file.stat().st_size, _whole(open(file, "rb")))
         arrival = arrival or self._begin(version, name)
         try:
-            await arrival.wait_for_more_than(-1)
+            part = await arrival.wait_for_more_than(-1)
         finally:
             if arrival.part is None and self._arriving.get(key) is arrival:
                 del self._arriving[key]
-        return Reading(arrival.wanted_bytes, _growing(arrival, open(arrival.part, "rb")))
+        return Reading(arrival.wanted_bytes, _growing(arrival, open(part, "rb")))
 
     async def fetch(
         self, version: str, source: str, pieces: Mapping[str, Piece], *, timeout_secs: float
@@ -169,7 +169,7 @@ class Relay:
         for arrival in self._arriving.values():
             arrival.end()
 
-    def _make_room(self, version, name, piece) -> pathlib.Path:
+    def _make_room(self, version: str, name: str, piece: Piece) -> pathlib.Path:
         """The directory of a version, alone in its root; raises PieceError where the piece is too large for it."""
         for other in self._root.iterdir():
             if other.name != version and other.name[0] != ".":
@@ -187,7 +187,7 @@ class Relay:
             )
         return directory
 
-    def _begin(self, version, name) -> "_Arrival":
+    def _begin(self, version: str, name: str) -> "_Arrival":
         """The arrival of a piece that begins now, which readers may wait for already."""
         arrival = self._arriving.get((version, name))
         if arrival is None or arrival.part is not None:
@@ -200,7 +200,7 @@ class Reading:
     """A piece on its way to another server."""
 
     num_bytes: int
-    chunks: AsyncIterator[bytes]  # raises PieceError where no more come
+    chunks: AsyncGenerator[bytes, None]  # raises PieceError where no more come
 
 
 class _Arrival:
@@ -229,8 +229,8 @@ class _Arrival:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def wait_for_more_than(self, num_bytes: int) -> None:
-        """Waits until it has begun and has more bytes.
+    async def wait_for_more_than(self, num_bytes: int) -> pathlib.Path:
+        """Waits until it has begun and has more bytes; returns its file.
 
         Raises:
           PieceError: no more can come, or none did for STALL_SECS.
@@ -245,15 +245,16 @@ class _Arrival:
                 raise PieceError(
                     f"no byte of {self.name} arrived here for {STALL_SECS:g} s"
                 ) from None
+        return self.part
 
 
-async def _whole(stream: BinaryIO) -> AsyncIterator[bytes]:
+async def _whole(stream: BinaryIO) -> AsyncGenerator[bytes, None]:
     with stream:
         while chunk := stream.read(CHUNK_BYTES):
             yield chunk
 
 
-async def _growing(arrival: _Arrival, stream: BinaryIO) -> AsyncIterator[bytes]:
+async def _growing(arrival: _Arrival, stream: BinaryIO) -> AsyncGenerator[bytes, None]:
     sent = 0
     with stream:
         while sent < arrival.wanted_bytes:

@@ -27,7 +27,7 @@ import shutil
 import threading
 import zlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
@@ -246,7 +246,7 @@ def _patch(directory: pathlib.Path, tensor: Mapping[str, Any], stream: BinaryIO)
         view[at] += _unzigzag(_join(planes[4:]))
 
 
-def _view(entry: files.TensorEntry, mode: str) -> np.ndarray:
+def _view(entry: files.TensorEntry, mode: Literal["r", "r+"]) -> np.ndarray:
     """The elements of a tensor as unsigned integers, a map of its file."""
     count, item = _shape_of(entry)
     mapped = np.memmap(entry.file, np.uint8, mode, offset=entry.start, shape=entry.num_bytes)

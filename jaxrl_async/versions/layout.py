@@ -112,4 +112,4 @@ def check_manifest(directory: str | os.PathLike, digests: Mapping[str, str]) -> 
 
 def raw(array: np.ndarray) -> memoryview:
     """The bytes of an array in C order; a view where it is contiguous."""
-    return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data

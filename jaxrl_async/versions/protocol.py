@@ -182,6 +182,7 @@ def _pieces(name: str, value: Any) -> dict[str, Piece]:
     return pieces
 
 
+@dataclasses.dataclass(frozen=True)
 class _Body:
     """The body of a call."""
 

@@ -460,7 +460,9 @@ def _split(
 def _write_safetensors(
     file: pathlib.Path, tensors: dict[str, np.ndarray], described: dict[str, dict[str, Any]]
 ) -> None:
-    header, offset = {"__metadata__": {"format": "pt"}}, 0  # transformers refuses files without.
+    # transformers refuses files without.
+    header: dict[str, dict[str, Any]] = {"__metadata__": {"format": "pt"}}
+    offset = 0
     for name, entry in described.items():
         end = offset + entry["num_bytes"]
         header[name] = {k: entry[k] for k in ("dtype", "shape")} | {"data_offsets": [offset, end]}

@@ -74,8 +74,8 @@ class Sidecar:
         options: dict[str, Any] = {"auto_decompress": False, "timeout": timeout}
         if self._context is not None:
             options["connector"] = aiohttp.TCPConnector(ssl=self._context)
-        self._session = aiohttp.ClientSession(**options)
         self._receiver.open(self._directory)
+        self._session = aiohttp.ClientSession(**options)
         return self
 
     async def __aexit__(self, *error) -> None:
@@ -141,7 +141,7 @@ class Sidecar:
             **self._signed(update),
         )
         status, answer = await self._call(protocol.UPDATE_FROM_DISK, load.body())
-        if status != 200:
+        if status != 200 or answer.get("success") is not True:
             raise RefusedError((status, answer))
         return answer.get("num_paused_requests", 0)
 
