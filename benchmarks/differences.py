@@ -31,7 +31,7 @@ from jaxrl_async.learner import blocks
 from jaxrl_async.learner.optimizer import make_optimizer
 from jaxrl_async.models import hf, transformer
 from jaxrl_async.versions import difference
-from jaxrl_async.versions.store import WeightStore, read_manifest, verify
+from jaxrl_async.versions.store import StoredVersion, WeightStore, read_manifest
 
 ROOT = pathlib.Path(__file__).parent.parent
 DTYPES = ("bfloat16", "float32")
@@ -111,7 +111,7 @@ class Ways:
 
     def end(self) -> float:
         """Verifies the copy; returns the seconds of a plain copy of its files."""
-        verify(self.copy.path)
+        StoredVersion(self.copy.path).verify()
         return weights.copy_secs(self.copy.path, self.copy.path.parent / "plain")
 
 

@@ -15,7 +15,7 @@ from flax import nnx
 
 from jaxrl_async.inference import programs
 from jaxrl_async.models import hf, lora, transformer
-from jaxrl_async.versions import layout as files
+from jaxrl_async.versions import layout
 from jaxrl_async.versions.layout import NoRoomError, WeightsError
 
 
@@ -24,7 +24,7 @@ class Loaded:
     """A version on the device, verified, that nothing samples with yet."""
 
     params: nnx.State
-    digest: str  # of the tensors as they were read, `files.version_digest`
+    digest: str  # of the tensors as they were read, `layout.version_digest`
     model_path: str
 
 
@@ -64,8 +64,8 @@ def _read(path, config, device, *, adapters):
         else:
             _check_config(path, config)
         tensors = hf.read_tensors(path)
-        digests = {name: files.tensor_digest(tensor) for name, tensor in tensors.items()}
-        files.check_manifest(path, digests)
+        digests = {name: layout.tensor_digest(tensor) for name, tensor in tensors.items()}
+        layout.check_manifest(path, digests)
         found = _by_name(hf.from_tensors(tensors, config, adapters=adapters))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         # The last three: JSON that is well formed and not what it should be.
@@ -76,7 +76,7 @@ def _read(path, config, device, *, adapters):
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise NoRoomError(f"{path}: the device has no room for a second copy: {error}") from error
-    return Loaded(placed, files.version_digest(digests), path)
+    return Loaded(placed, layout.version_digest(digests), path)
 
 
 def to_device(

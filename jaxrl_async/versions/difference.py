@@ -31,7 +31,7 @@ from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
-from jaxrl_async.versions import layout as files
+from jaxrl_async.versions import layout
 
 MAGIC = b"jaxrldif"
 SUFFIX = ".difference"
@@ -59,9 +59,9 @@ def write(base: str | os.PathLike, version: str | os.PathLike) -> pathlib.Path:
       OSError, ValueError: a file is missing or damaged.
     """
     base, version = pathlib.Path(base), pathlib.Path(version)
-    manifest = (version / files.MANIFEST).read_text("utf-8")
+    manifest = (version / layout.MANIFEST).read_text("utf-8")
     old, new = _entries(base), _entries(version)
-    if _layout(old) != _layout(new) or _others(base) != _others(version):
+    if _places(old) != _places(new) or _others(base) != _others(version):
         raise DifferenceError(f"{base} and {version} differ in more than the values of tensors")
     total = sum(entry.num_bytes for entry in new.values())
     tensors, data, num_bytes = [], [], 0
@@ -187,7 +187,7 @@ class Copy:
                 raise DifferenceError(f"{name} has another size here")
         for tensor in header["tensors"]:
             _patch(self.path, tensor, stream)
-        (self.path / files.MANIFEST).write_text(header["manifest"], "utf-8")
+        (self.path / layout.MANIFEST).write_text(header["manifest"], "utf-8")
 
     def drop(self) -> None:
         """Removes the copy."""
@@ -233,7 +233,7 @@ def _patch(directory: pathlib.Path, tensor: Mapping[str, Any], stream: BinaryIO)
         for (codec, num_bytes), length in zip(tensor["packed"], lengths, strict=True)
     ]
     file = directory / os.path.basename(tensor["file"])
-    entry = files.TensorEntry(file, f"U{8 * item}", (count,), int(tensor["start"]), count * item)
+    entry = layout.TensorEntry(file, f"U{8 * item}", (count,), int(tensor["start"]), count * item)
     if entry.start < 8 or entry.start + entry.num_bytes > file.stat().st_size:
         raise DifferenceError(f"a tensor lies outside {file.name}")
     view = _view(entry, "r+")
@@ -246,14 +246,14 @@ def _patch(directory: pathlib.Path, tensor: Mapping[str, Any], stream: BinaryIO)
         view[at] += _unzigzag(_join(planes[4:]))
 
 
-def _view(entry: files.TensorEntry, mode: Literal["r", "r+"]) -> np.ndarray:
+def _view(entry: layout.TensorEntry, mode: Literal["r", "r+"]) -> np.ndarray:
     """The elements of a tensor as unsigned integers, a map of its file."""
     count, item = _shape_of(entry)
     mapped = np.memmap(entry.file, np.uint8, mode, offset=entry.start, shape=entry.num_bytes)
     return np.ndarray((count,), f"<u{item}", buffer=mapped)
 
 
-def _shape_of(entry: files.TensorEntry) -> tuple[int, int]:
+def _shape_of(entry: layout.TensorEntry) -> tuple[int, int]:
     """(elements, bytes of one)."""
     count = math.prod(entry.shape)
     if not count or entry.num_bytes % count or entry.num_bytes // count not in (1, 2, 4, 8):
@@ -311,14 +311,14 @@ def _read_header(stream: BinaryIO) -> dict[str, Any]:
     return json.loads(unpacked)
 
 
-def _entries(directory: pathlib.Path) -> dict[str, files.TensorEntry]:
-    found: dict[str, files.TensorEntry] = {}
+def _entries(directory: pathlib.Path) -> dict[str, layout.TensorEntry]:
+    found: dict[str, layout.TensorEntry] = {}
     for shard in _shards(directory):
-        found |= files.read_header(shard)
+        found |= layout.read_header(shard)
     return found
 
 
-def _layout(entries: Mapping[str, files.TensorEntry]) -> list[tuple]:
+def _places(entries: Mapping[str, layout.TensorEntry]) -> list[tuple]:
     return [(name, e.file.name, e.dtype, e.shape, e.start) for name, e in entries.items()]
 
 
@@ -328,8 +328,8 @@ def _shards(directory: pathlib.Path) -> Iterator[pathlib.Path]:
 
 def _others(directory: pathlib.Path) -> dict[str, bytes]:
     """The config and the index, which a difference leaves as they are."""
-    return {f.name: f.read_bytes() for f in directory.glob("*.json") if f.name != files.MANIFEST}
+    return {f.name: f.read_bytes() for f in directory.glob("*.json") if f.name != layout.MANIFEST}
 
 
 def _digest(directory: pathlib.Path) -> str:
-    return str(json.loads((directory / files.MANIFEST).read_text("utf-8"))["digest"])
+    return str(json.loads((directory / layout.MANIFEST).read_text("utf-8"))["digest"])

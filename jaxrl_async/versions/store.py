@@ -28,9 +28,9 @@ import ml_dtypes
 import numpy as np
 
 from jaxrl_async.records import NOBODY, Identity, SupersededError
-from jaxrl_async.versions import layout as files
+from jaxrl_async.versions import layout
 
-MANIFEST = files.MANIFEST
+MANIFEST = layout.MANIFEST
 ADAPTER = "adapter_"  # prefix of the files of an adapter
 MAX_SHARD_BYTES = 1 << 28  # A shard is closed before it grows beyond; a larger tensor has its own.
 MAX_MAPPED_FILES = 4  # of a StoredVersion, besides those whose tensors are in use
@@ -254,7 +254,7 @@ class StoredVersion(os.PathLike):
         self._path = pathlib.Path(path)
         self.manifest = read_manifest(path)
         self.is_checked = False
-        self._entries: dict[str, files.TensorEntry] = {}
+        self._entries: dict[str, layout.TensorEntry] = {}
         self._mapped: collections.OrderedDict[str, mmap.mmap] = collections.OrderedDict()
         self._lock = threading.Lock()
 
@@ -349,33 +349,14 @@ def read_manifest(path: str | os.PathLike) -> dict[str, Any]:
         raise WeightStoreError(f"{file}: cannot be read: {error!r}") from error
 
 
-def read_tensors(path: str | os.PathLike) -> dict[str, np.ndarray]:
-    """The tensors of a version's directory by name, read-only, as maps of its files.
-
-    Raises:
-      WeightStoreError: a file is missing or truncated, or a tensor of the manifest is in none.
-    """
-    version = StoredVersion(path)
-    return {name: version.tensor(name) for name in version.names()}
-
-
-def verify(path: str | os.PathLike) -> None:
-    """Compares every tensor of a version's directory with its manifest.
-
-    Raises:
-      WeightStoreError: names the first file and tensor that differ.
-    """
-    StoredVersion(path).verify()
-
-
 def _read_entries(
     directory: pathlib.Path, table: Mapping[str, Mapping[str, Any]]
-) -> dict[str, files.TensorEntry]:
+) -> dict[str, layout.TensorEntry]:
     """The places of a manifest's tensors, from the headers of their files."""
     entries = {}
     for file in sorted({directory / entry["file"] for entry in table.values()}):
         try:
-            entries |= files.read_header(file)
+            entries |= layout.read_header(file)
         except (OSError, ValueError, KeyError) as error:
             raise WeightStoreError(f"{file}: cannot be read: {error}") from error
     for name in table.keys() - entries.keys():
@@ -472,7 +453,7 @@ def _write_safetensors(
     with open(file, "wb") as stream:
         stream.write(len(encoded).to_bytes(8, "little") + encoded)
         for array in tensors.values():
-            stream.write(files.raw(array))
+            stream.write(layout.raw(array))
         _flush(stream)
 
 
@@ -483,7 +464,7 @@ def _describe(array: np.ndarray) -> dict[str, Any]:
         "dtype": _DTYPE_NAMES[array.dtype],
         "shape": list(array.shape),
         "num_bytes": array.nbytes,
-        "digest": files.tensor_digest(array),
+        "digest": layout.tensor_digest(array),
     }
 
 
@@ -492,7 +473,7 @@ def _manifest(version: int, writer: Identity, table: dict[str, dict[str, Any]]) 
         "version": version,
         "writer": dataclasses.asdict(writer),
         "total_bytes": _total_bytes(table),
-        "digest": files.version_digest({name: entry["digest"] for name, entry in table.items()}),
+        "digest": layout.version_digest({name: entry["digest"] for name, entry in table.items()}),
         "tensors": table,
     }
 
@@ -520,7 +501,7 @@ def _sync(directory: pathlib.Path) -> None:
         os.close(handle)
 
 
-def _view(mapped: mmap.mmap, entry: files.TensorEntry) -> np.ndarray:
+def _view(mapped: mmap.mmap, entry: layout.TensorEntry) -> np.ndarray:
     dtype = _DTYPES[entry.dtype]
     count = entry.num_bytes // dtype.itemsize
     return np.frombuffer(mapped, dtype, count, entry.start).reshape(entry.shape)

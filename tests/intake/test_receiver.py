@@ -10,7 +10,7 @@ import pytest
 from jaxrl_async.intake.receiver import Receiver
 from jaxrl_async.versions import protocol
 from jaxrl_async.versions.layout import NoRoomError, WeightsError
-from jaxrl_async.versions.store import WeightStore, read_manifest, verify
+from jaxrl_async.versions.store import StoredVersion, WeightStore, read_manifest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Engine:
         self.calls.append("load")
         if self.error:
             raise self.error
-        verify(directory)
+        StoredVersion(directory).verify()
         return Weights(directory, read_manifest(directory)["digest"])
 
     async def swap(self, weights, update):
@@ -40,7 +40,7 @@ class Engine:
         self.calls.append(("update", update.weight_version))
         if self.error:
             raise self.error
-        verify(directory)
+        StoredVersion(directory).verify()
         return 3
 
     async def resume(self):

@@ -19,6 +19,7 @@ import safetensors.numpy
 from fixtures.learner_process import MODEL, NUM_STEPS, make_group, make_train_step, outline
 from fixtures.learner_process import run as run_here
 from fixtures.models import tiny
+from fixtures.tensors import read_tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,7 +33,7 @@ from jaxrl_async.objectives import advantages
 from jaxrl_async.queue.journal import JournalReader
 from jaxrl_async.records import Share
 from jaxrl_async.runtime import supervisor
-from jaxrl_async.versions.store import WeightStore, WeightStoreError, read_tensors, verify
+from jaxrl_async.versions.store import StoredVersion, WeightStore, WeightStoreError
 
 ROOT = pathlib.Path(__file__).parents[2]
 RUN_TIMEOUT_SECS = 400
@@ -185,7 +186,7 @@ def test_a_version_of_two_processes_is_that_of_one_with_the_same_weights(two, tm
     together = WeightStore(two / "weights", keep=10)
     assert together.versions() == list(range(1, NUM_STEPS))
     assert together.manifest(3)["digest"] == alone.manifest(3)["digest"]
-    verify(together.path(3))
+    StoredVersion(together.path(3)).verify()
     table = together.manifest(3)["tensors"]
     layers = [{e["file"] for n, e in table.items() if f".layers.{i}." in n} for i in range(2)]
     assert [len(files) for files in layers] == [1, 1] and layers[0] != layers[1]
@@ -265,7 +266,7 @@ def test_train_runs_two_learner_processes_on_the_real_queue(start, tmp_path):
     assert rows[0]["mismatch/tokens"] > 0 and rows[0]["mismatch/mean_abs"] < 1e-4
     store = WeightStore(workdir / "weights", keep=2)
     assert store.versions() == [0, 1]
-    verify(store.path(1))
+    StoredVersion(store.path(1)).verify()
     assert len({entry["file"] for entry in store.manifest(1)["tensors"].values()}) == 2
 
 
@@ -504,7 +505,7 @@ def test_a_version_in_parts_is_the_version_as_a_whole(tmp_path):
     parts.finish(7, 3, {"x": 1})
     assert parts.manifest(7)["digest"] == whole.manifest(7)["digest"]
     assert read_tensors(parts.path(7)).keys() == tensors().keys()
-    verify(parts.path(7))
+    StoredVersion(parts.path(7)).verify()
     names = {file.name for file in parts.path(7).iterdir()}
     assert names == {
         "config.json", "manifest.json", "model.safetensors.index.json",

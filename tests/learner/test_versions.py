@@ -10,6 +10,7 @@ import jax
 import pytest
 from fixtures.models import tiny
 from fixtures.small_learner import empty_status
+from fixtures.tensors import read_tensors
 
 from jaxrl_async.cli import config as config_lib
 from jaxrl_async.config.build import make_settings
@@ -17,7 +18,7 @@ from jaxrl_async.config.settings import SettingsError
 from jaxrl_async.learner.versions import Delay, Versions
 from jaxrl_async.models import sharding
 from jaxrl_async.records import ResumePoint
-from jaxrl_async.versions.store import WeightStore, read_tensors
+from jaxrl_async.versions.store import WeightStore
 
 QUICKSTART = pathlib.Path(__file__).parents[2] / "configs" / "quickstart.py"
 CONFIG = tiny(num_layers=1)

@@ -108,7 +108,7 @@ def test_transformers_computes_what_the_learner_does(run, tmp_path, by, capsys):
         their_logits(out, tokens), our_logits(params, shape, tokens), atol=2e-4
     )
     assert list(out.parent.iterdir()) == [out]  # Nothing is left beside it.
-    weight_store.verify(out)
+    weight_store.StoredVersion(out).verify()
 
 
 def test_what_ends_a_completion_is_said(run, tmp_path):
@@ -224,7 +224,7 @@ def test_the_model_of_a_config_is_written_before_there_is_a_run(tmp_path, capsys
         out = tmp_path / "models" / name
         assert main(["init", config, f"--out={out}", *flags]) == 0
         assert str(out) in capsys.readouterr().out
-        weight_store.verify(out)
+        weight_store.StoredVersion(out).verify()
         assert hf.read_config(out, dtype=shape.dtype, remat=shape.remat) == shape
         jax.tree.map(np.testing.assert_array_equal, params_in(out, shape), jax.device_get(expected))
         theirs = their_tokenizer(out)

@@ -6,10 +6,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+from fixtures.tensors import read_tensors
 from safetensors import safe_open
 
 from jaxrl_async.records import Identity, SupersededError
-from jaxrl_async.versions.store import WeightStore, WeightStoreError, read_tensors, verify
+from jaxrl_async.versions.store import StoredVersion, WeightStore, WeightStoreError
 
 CONFIG = {"architectures": ["Qwen2ForCausalLM"], "hidden_size": 4}
 
@@ -46,7 +47,7 @@ def test_what_was_written_is_read(tmp_path):
     ]
     assert json.loads((path / "config.json").read_text()) == CONFIG
     assert_same(read_tensors(store.path(12)), tensors())
-    verify(store.path(12))
+    StoredVersion(store.path(12)).verify()
     assert store.versions() == [12]
 
 
@@ -97,7 +98,7 @@ def test_shards_are_bounded_and_indexed(tmp_path):
         == ["model-00001-of-00002.safetensors"] + ["model-00002-of-00002.safetensors"] * 3
     )
     assert_same(read_tensors(store.path(0)), tensors())
-    verify(store.path(0))
+    StoredVersion(store.path(0)).verify()
 
 
 def test_one_shard_is_in_memory_at_a_time(tmp_path):
@@ -166,7 +167,7 @@ def test_a_changed_byte_is_found_and_its_tensor_named(tmp_path):
     raw[-1] ^= 1
     file.write_bytes(raw)
     with pytest.raises(WeightStoreError, match=r"model\.safetensors.*model\.norm\.weight.*digest"):
-        verify(store.path(0))
+        StoredVersion(store.path(0)).verify()
 
 
 @pytest.mark.parametrize("size", [0, 5, 40, -1])
@@ -188,10 +189,10 @@ def test_a_missing_tensor_file_or_version_is_named(tmp_path):
     manifest["tensors"]["lost"] = manifest["tensors"]["model.norm.weight"]
     (path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(WeightStoreError, match=r"model\.safetensors.* lost .*missing"):
-        verify(store.path(3))
+        StoredVersion(store.path(3)).verify()
     (path / "model.safetensors").unlink()
     with pytest.raises(WeightStoreError, match=r"model\.safetensors.*No such file"):
-        verify(store.path(3))
+        StoredVersion(store.path(3)).verify()
 
 
 def test_bad_input_is_refused(tmp_path):

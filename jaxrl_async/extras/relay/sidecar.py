@@ -26,8 +26,9 @@ from jaxrl_async import security
 from jaxrl_async.intake import routes
 from jaxrl_async.intake.receiver import Answer, Receiver, RefusedError, read_body, refused
 from jaxrl_async.servers.kinds.embedded import Embedded
-from jaxrl_async.versions import protocol, store
+from jaxrl_async.versions import protocol
 from jaxrl_async.versions.protocol import Update
+from jaxrl_async.versions.store import StoredVersion
 
 MAX_BODY_BYTES = 16 << 20  # of a call that is passed on
 CONNECT_SECS = 5.0  # to the server
@@ -125,8 +126,9 @@ class Sidecar:
 
     async def load(self, directory: pathlib.Path) -> Verified:
         def verified() -> Verified:
-            store.verify(directory)
-            return Verified(directory, store.read_manifest(directory)["digest"])
+            version = StoredVersion(directory)
+            version.verify()
+            return Verified(directory, version.digest)
 
         self._loaded = await asyncio.to_thread(verified)
         return self._loaded

@@ -221,8 +221,12 @@ class Routes:
 
     async def abort_request(self, request):
         body = await _read(request)
-        rid = _field(body, "rid", str, default="")
-        await self._manager.abort(rid, _field(body, "abort_all", bool, default=False))
+        rid, abort_all = body.get("rid") or "", body.get("abort_all") or False
+        if not (isinstance(rid, str) and isinstance(abort_all, bool)):
+            raise RequestError(
+                f"rid must be a string and abort_all true or false, got {body!r:.80}"
+            )
+        await self._manager.abort(rid, abort_all)
         return _json(200, {})
 
     async def receive(self, request):
@@ -260,18 +264,6 @@ async def _read(request) -> dict[str, Any]:
         if len(raw) > MAX_BODY_BYTES:
             raise RequestError(f"a body has at most {MAX_BODY_BYTES} bytes")
     return read_body(bytes(raw))
-
-
-_REQUIRED = object()
-
-
-def _field(body, name, kind, default=_REQUIRED):
-    value = body.get(name)
-    if value is None and default is not _REQUIRED:
-        return default
-    if not isinstance(value, kind) or value == "":
-        raise RequestError(f"{name} must be a {kind.__name__}, got {value!r:.80}")
-    return value
 
 
 def _json(status: int, content: dict[str, Any]) -> Any:
