@@ -807,7 +807,7 @@ async def test_pushes_under_load_lose_nothing(server, client, versions, num_push
         await transport_of(transport, mode="retract")(
             client,
             server.address,
-            path=versions.path(10 + number % 8),
+            files=weight_store.StoredVersion(versions.path(10 + number % 8)),
             version=10 + number,
             timeout_secs=CALL_SECS,
         )
