@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+Rows = Sequence[Mapping[str, float | None]]  # of metrics.jsonl; None where a value was not finite
 # Name, or "prefix/" of an open family → unit and meaning.
 METRICS: dict[str, str] = {
     "reward/mean": "mean reward of the step's samples",
@@ -176,7 +177,7 @@ def last_metrics(workdir: str | pathlib.Path) -> dict[str, float] | None:
     return json.loads(lines[-1]) if lines else None
 
 
-def column(rows: Sequence[Mapping[str, float | None]], name: str) -> np.ndarray:
+def column(rows: Rows, name: str) -> np.ndarray:
     """One metric over rows: float64 [rows], NaN where a row has no finite value of it."""
     return np.array([np.nan if row.get(name) is None else row[name] for row in rows], float)
 

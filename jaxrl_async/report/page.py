@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jaxrl_async.metrics import column, read_metrics
+from jaxrl_async.metrics import Rows, column, read_metrics
 from jaxrl_async.report import plots, tables
 from jaxrl_async.report.tables import escape, number
 from jaxrl_async.report.warnings import warnings
@@ -27,8 +27,6 @@ _PAGE = """<!doctype html>
 </main>
 </body></html>
 """
-Rows = Sequence[Mapping[str, float | None]]
-
 CSS = pathlib.Path(__file__).with_name("page.css")
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from jaxrl_async.metrics import column
+from jaxrl_async.metrics import Rows, column
 
 PALETTE = ("#3f86d6", "#e0822a", "#2fa37c", "#c75a9f", "#8b7fd6", "#a88a2a", "#d4575c", "#4fa9bd")
 INK, RULE = "#010203", "#040506"  # placeholders for the page's own colors
@@ -50,7 +50,6 @@ _LAGS = {
 }
 
 VALIDATION = "validation "  # before the name of a score on validation prompts
-Rows = Sequence[Mapping[str, float | None]]
 
 
 @dataclasses.dataclass(frozen=True)

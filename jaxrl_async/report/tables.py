@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_async import security
-from jaxrl_async.metrics import METRICS, column
+from jaxrl_async.metrics import METRICS, Rows, column
 from jaxrl_async.report import plots
 from jaxrl_async.report.samples import NoSamplesError, by_step, samples
 from jaxrl_async.samples import CompletionText
@@ -29,8 +29,6 @@ for (const browser of document.querySelectorAll(".browser")) {
 }
 """
 _MANY_POINTS = 8  # a longer table of evaluations is folded
-
-Rows = Sequence[Mapping[str, float | None]]
 
 
 def scores(points: Rows) -> str:

@@ -3,19 +3,15 @@
 Each check takes the rows of metrics.jsonl, the newest last, and returns one sentence, or None. Independent of the page.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 
 import numpy as np
 
-from jaxrl_async.metrics import MAX_DRIFT, MAX_MISMATCH, column
+from jaxrl_async.metrics import MAX_DRIFT, MAX_MISMATCH, Rows, column
 from jaxrl_async.records import EXHAUSTED, REISSUE_REASONS
 
-MAX_TRUNCATED = 0.2  # share of completions
-MAX_CLIPPED = 0.3  # share of tokens
-MAX_DROPPED = 0.1  # share of tokens, by the behavior weight
-MIN_ESS = 0.5  # share of tokens
 MAX_WAITING = 0.5  # share of the learner's time
-MAX_PADDING = 0.5  # share of the microbatches
 MAX_EQUAL = 0.5  # share of the steps
 MIN_FALL_STEPS = 20  # A shorter run is not judged by its trend.
 MIN_FALL = 0.05  # reward
@@ -30,8 +26,6 @@ NOT_MORE_REWARDS = (
     "They share this machine with all other roles: a cheaper reward would help, more rollout.reward_processes only "
     "where cores are idle"
 )
-
-Rows = Sequence[dict[str, float | None]]
 
 
 def warnings(rows: Rows, *, shares_machine: bool = False) -> list[str]:
@@ -144,47 +138,6 @@ def fairness(rows: Rows) -> str | None:
     return None
 
 
-def truncated(rows: Rows) -> str | None:
-    """Completions cut off at the limit of tokens."""
-    share = _recent(rows, "tokens/truncated_share")
-    if not share > MAX_TRUNCATED:
-        return None
-    return (
-        f"{_percent(share)} of the recent completions were cut off at rollout.max_new_tokens; their rewards are those "
-        "of unfinished answers."
-    )
-
-
-def clipping(rows: Rows) -> str | None:
-    """Most of the gradient is clipped away."""
-    share = _recent(rows, "policy/clip_fraction")
-    if not share > MAX_CLIPPED:
-        return None
-    return (
-        f"{_percent(share)} of the recent tokens were clipped: steps are too large for loss.clip_low and "
-        "loss.clip_high. A lower learning rate, fewer minibatches or fresher data would help."
-    )
-
-
-def sample_size(rows: Rows) -> str | None:
-    """Few tokens carry most of the behavior weight."""
-    share = _recent(rows, "policy/ess")
-    if not share < MIN_ESS:
-        return None
-    return (
-        f"The effective sample size of the behavior weights was {_percent(share)} of the recent tokens: the data is "
-        "too far from the policy. See queue.max_staleness, and mismatch/ below."
-    )
-
-
-def dropped_by_cap(rows: Rows) -> str | None:
-    """The behavior weight throws tokens away."""
-    share = _recent(rows, "policy/dropped_by_cap")
-    if not share > MAX_DROPPED:
-        return None
-    return f"loss.behavior_cap dropped {_percent(share)} of the recent tokens."
-
-
 def waiting(rows: Rows) -> str | None:
     """The learner is idle."""
     secs = {what: _sum(rows, f"time/wait_{what}_secs") for what in ("data", "push")}
@@ -201,17 +154,6 @@ def waiting(rows: Rows) -> str | None:
     return f"The learner waited {_percent(share)} of its time, mostly for {what}."
 
 
-def padding(rows: Rows) -> str | None:
-    """Most of the learner's input is padding."""
-    share = _recent(rows, "pack/padding_share")
-    if not share > MAX_PADDING:
-        return None
-    return (
-        f"{_percent(share)} of the learner's recent microbatches was padding: see learner.packing, row_tokens and "
-        "microbatch_rows."
-    )
-
-
 def recompiled(rows: Rows) -> str | None:
     """Programs compiled after the first step."""
     counts = column(rows, "compile/count")
@@ -220,6 +162,45 @@ def recompiled(rows: Rows) -> str | None:
         return None
     return f"The learner compiled programs again in step {rows[again[0] + 1]['step']:.0f}, which costs time."
 
+
+def _share(
+    metric: str, sentence: str, *, above: float = math.inf, below: float = -math.inf
+) -> Callable[[Rows], str | None]:
+    """A check of a share, the mean over the last quarter of the steps, which stands for {} in the sentence."""
+
+    def check(rows: Rows) -> str | None:
+        share = _recent(rows, metric)
+        return sentence.format(_percent(share)) if share > above or share < below else None
+
+    return check
+
+
+truncated = _share(
+    "tokens/truncated_share",
+    "{} of the recent completions were cut off at rollout.max_new_tokens; their rewards are those of unfinished "
+    "answers.",
+    above=0.2,
+)
+clipping = _share(
+    "policy/clip_fraction",
+    "{} of the recent tokens were clipped: steps are too large for loss.clip_low and loss.clip_high. A lower learning "
+    "rate, fewer minibatches or fresher data would help.",
+    above=0.3,
+)
+sample_size = _share(
+    "policy/ess",
+    "The effective sample size of the behavior weights was {} of the recent tokens: the data is too far from the "
+    "policy. See queue.max_staleness, and mismatch/ below.",
+    below=0.5,
+)
+dropped_by_cap = _share(
+    "policy/dropped_by_cap", "loss.behavior_cap dropped {} of the recent tokens.", above=0.1
+)
+padding = _share(
+    "pack/padding_share",
+    "{} of the learner's recent microbatches was padding: see learner.packing, row_tokens and microbatch_rows.",
+    above=0.5,
+)
 
 WARNINGS: tuple[Callable[[Rows], str | None], ...] = (
     not_finite,

@@ -30,6 +30,7 @@ def without(name, made):
     return [{n: v for n, v in row.items() if n != name} for row in made]
 
 
+NAMES = {check: name for name, check in vars(room).items() if check in room.WARNINGS}
 RISEN = [0.1] * 10 + [0.5] * 10
 
 CASES = [  # (check, rows beyond its bound, a pattern of the warning, rows at the bound)
@@ -145,7 +146,7 @@ CASES = [  # (check, rows beyond its bound, a pattern of the warning, rows at th
 
 
 @pytest.mark.parametrize(
-    ("check", "bad", "pattern", "good"), CASES, ids=[case[0].__name__ for case in CASES]
+    ("check", "bad", "pattern", "good"), CASES, ids=[NAMES[case[0]] for case in CASES]
 )
 def test_a_warning_is_given_where_it_is_due_and_there_only(check, bad, pattern, good):
     assert re.search(pattern, check(bad))
