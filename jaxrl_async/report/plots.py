@@ -15,6 +15,7 @@ from jaxrl_async.metrics import Rows, column
 
 PALETTE = ("#3f86d6", "#e0822a", "#2fa37c", "#c75a9f", "#8b7fd6", "#a88a2a", "#d4575c", "#4fa9bd")
 INK, RULE = "#010203", "#040506"  # placeholders for the page's own colors
+SIZE = (4.6, 2.4)  # inches
 FEW_POINTS = 20  # up to this number, each point is marked
 SMOOTH_STEPS = 50  # a longer run is also smoothed
 PALE = 0.4  # alpha of what was smoothed
@@ -76,7 +77,7 @@ def reward(rows: Rows) -> list[Figure]:
                 steps[width - 1 :], means, color=PALETTE[0], label=f"mean of {width} steps", lw=2
             )
 
-    return [_figure("Reward, mean of the step", draw)]
+    return [figure("Reward, mean of the step", draw)]
 
 
 def evaluations(points: Rows) -> list[Figure]:
@@ -106,7 +107,7 @@ def evaluations(points: Rows) -> list[Figure]:
                 capsize=3,
             )
 
-    return [_figure("Held-out scores", draw, xlabel="version")]
+    return [figure("Held-out scores", draw, xlabel="version")]
 
 
 def score_names(points: Rows) -> list[str]:
@@ -128,7 +129,7 @@ def staleness(rows: Rows) -> list[Figure]:
 
     figures = [_lines("Staleness of trained tokens, steps", rows, _last("staleness/mean", "/max"))]
     if buckets:
-        figures.append(_figure("Tokens by staleness", histogram, xlabel="steps stale"))
+        figures.append(figure("Tokens by staleness", histogram, xlabel="steps stale"))
     for key, title in _LAGS.items():
         series = {bucket: values.get(key) for bucket, values in buckets.items()}
         figures.append(_series(title, rows, {b: s for b, s in series.items() if s is not None}))
@@ -177,7 +178,7 @@ def time(rows: Rows) -> list[Figure]:
     rates = {"rollout/tokens_per_sec": "generated", "learner/tokens_per_sec": "trained"}
     return _drawn(
         [
-            _figure("Learner, seconds per step", draw) if parts else None,
+            figure("Learner, seconds per step", draw) if parts else None,
             _lines("Tokens per second", rows, rates),
             _lines("Share of padding in microbatches", rows, {"pack/padding_share": "share"}),
         ]
@@ -235,7 +236,7 @@ def _pushes(rows: Rows) -> Figure | None:
                 markersize=4,
             )
 
-    return _figure("Last push of weights, seconds", draw)
+    return figure("Last push of weights, seconds", draw)
 
 
 def fate(rows: Rows) -> list[Figure]:
@@ -296,7 +297,7 @@ def _series(
         for (label, values), color in zip(series.items(), _colors(len(series)), strict=True):
             _draw_line(axes, column(rows, "step"), values, color, label)
 
-    return _figure(title, draw, legend=len(series) > 1)
+    return figure(title, draw, legend=len(series) > 1)
 
 
 def _draw_line(axes, steps: np.ndarray, values: np.ndarray, color: str, label: str) -> None:
@@ -337,22 +338,29 @@ def _drawn(figures: Sequence[Figure | None]) -> list[Figure]:
     return [figure for figure in figures if figure is not None]
 
 
-def _figure(title: str, draw: Callable, *, xlabel: str = "step", legend: bool = True) -> Figure:
-    """One figure, drawn on its own axes."""
+def figure(
+    title: str,
+    draw: Callable,
+    *,
+    xlabel: str = "step",
+    legend: bool = True,
+    size: tuple[float, float] = SIZE,
+) -> Figure:
+    """One figure of a size in inches, drawn on its own axes."""
     import matplotlib  # imports slowly; only reports draw
     from matplotlib.figure import Figure as Canvas
     from matplotlib.ticker import MaxNLocator
 
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": title}):
-        canvas = Canvas(figsize=(4.6, 2.4), layout="constrained")
+        canvas = Canvas(figsize=size, layout="constrained")
         axes = canvas.add_subplot(xlabel=xlabel)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
         draw(axes)
         if xlabel in ("step", "version"):
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
             _tick_the_end(axes)
         out = io.StringIO()
         canvas.savefig(out, format="svg", transparent=True, metadata={"Date": None})
-    return Figure(title, embedded(out.getvalue(), title), _legend(legend_of(axes), legend))
+    return Figure(title, _embedded(out.getvalue(), title), _legend(_entries(axes), legend))
 
 
 def _legend(entries: Sequence[tuple[str, str]], all_of_them: bool) -> tuple[tuple[str, str], ...]:
@@ -375,7 +383,7 @@ def _tick_the_end(axes) -> None:
     axes.set_xticks([*ticks, last], [f"{tick:.0f}" for tick in (*ticks, last)])
 
 
-def legend_of(axes) -> tuple[tuple[str, str], ...]:
+def _entries(axes) -> tuple[tuple[str, str], ...]:
     """The labels of its lines, error bars and areas, and their colors."""
     handles, labels = axes.get_legend_handles_labels()
     return tuple(zip(labels, map(_color, handles), strict=True))
@@ -393,7 +401,7 @@ def _color(handle) -> str:
     return to_hex(handle.get_facecolor()[0])
 
 
-def embedded(svg: str, title: str) -> str:
+def _embedded(svg: str, title: str) -> str:
     """The SVG as an element of a page: no prologue, no size, the page's colors, and only the ids it refers to."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)

@@ -5,7 +5,7 @@ import itertools
 import json
 import pathlib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,10 +45,10 @@ def scores(points: Rows) -> str:
         return f"{point[name]:.3f}{interval}"
 
     body = [[f"{p['version']:.0f}", *(score(p, name) for name in names)] for p in points]
-    table = _table(["version", *names], body)
+    found = table(["version", *names], body)
     if len(points) > _MANY_POINTS:
-        return f"<details><summary>{len(points)} evaluations</summary>{table}</details>"
-    return f"<h3>Held-out evaluation</h3>{table}"
+        return f"<details><summary>{len(points)} evaluations</summary>{found}</details>"
+    return f"<h3>Held-out evaluation</h3>{found}"
 
 
 def completions(workdir: pathlib.Path, config: Mapping[str, Any]) -> str:
@@ -122,9 +122,9 @@ def time(rows: Rows) -> str:
         label = f"publisher and servers: pushes of {megabytes:.3g} MB, {np.mean(secs):.3g} s each"
         parts.append((label, sum(secs)))
     body = [[label, f"{s / len(rows):.3g}", f"{100 * s / total:.1f} %"] for label, s in parts]
-    table = _table(["role: stage", "s per step", "share of the time"], body)
+    found = table(["role: stage", "s per step", "share of the time"], body)
     note = '<p class="note">In mode async, pushes overlap with the learner.</p>'
-    return f"<h3>By role</h3>{table}{note}{_at_work(rows)}"
+    return f"<h3>By role</h3>{found}{note}{_at_work(rows)}"
 
 
 def _at_work(rows: Rows) -> str:
@@ -135,7 +135,7 @@ def _at_work(rows: Rows) -> str:
         "rollout workers without a permit": column(rows, "rollout/idle"),
     }
     body = [[w, f"{np.nanmean(v):.3g}"] for w, v in means.items() if np.isfinite(v).any()]
-    return _table(["rollout workers and servers", "mean number"], body) if body else ""
+    return table(["rollout workers and servers", "mean number"], body) if body else ""
 
 
 def fate(last: Mapping[str, float | None]) -> str:
@@ -147,7 +147,7 @@ def fate(last: Mapping[str, float | None]) -> str:
     ]
     if not counts:
         return '<p class="soft">Every group was trained on, or is still being generated.</p>'
-    return _table(["outcome", "reason", "groups"], counts, left=2)
+    return table(["outcome", "reason", "groups"], counts, words=(0, 1))
 
 
 def last_step(last: Mapping[str, float | None]) -> str:
@@ -177,6 +177,38 @@ def settings(config: Mapping[str, Any]) -> str:
         if block
     )
     return f'<div class="config">{sections}</div>'
+
+
+def table(
+    head: Sequence[str],
+    body: Iterable[Sequence[str]],
+    *,
+    words: Container[int] = (0,),
+    links: Mapping[str, str] | None = None,
+) -> str:
+    """A table.
+
+    Args:
+      head: the names of the columns.
+      body: the cells of each row.
+      words: the columns that are no numbers.
+      links: text of a first cell → where it leads.
+    """
+
+    def content(i: int, cell: str) -> str:
+        link = links.get(cell) if links and i == 0 else ""
+        return f'<a href="{escape(link)}">{escape(cell)}</a>' if link else escape(cell)
+
+    def row(cells: Sequence[str], tag: str) -> str:
+        shown = (
+            f"<{tag}{'' if i in words else ' class=n'}>{content(i, cell)}</{tag}>"
+            for i, cell in enumerate(cells)
+        )
+        return f"<tr>{''.join(shown)}</tr>"
+
+    rows = "".join(row(cells, "td") for cells in body)
+    shown = f"<table><thead>{row(head, 'th')}</thead><tbody>{rows}</tbody></table>"
+    return f'<div class="scroll" tabindex="0">{shown}</div>'
 
 
 def number(value: float | None) -> str:
@@ -245,16 +277,3 @@ def _flat(block: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any
 def _setting(name: str, value: Any) -> str:
     shown = value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
     return f"<tr><td>{escape(name)}</td><td><code>{escape(shown)}</code></td></tr>"
-
-
-def _table(head: Sequence[str], body: Iterable[Sequence[str]], *, left: int = 1) -> str:
-    """A table whose first `left` columns are words, the others numbers."""
-
-    def row(cells: Sequence[str], tag: str) -> str:
-        numbers = (f"<{tag} class=n>{escape(cell)}</{tag}>" for cell in cells[left:])
-        words = (f"<{tag}>{escape(cell)}</{tag}>" for cell in cells[:left])
-        return f"<tr>{''.join(words)}{''.join(numbers)}</tr>"
-
-    rows = "".join(row(cells, "td") for cells in body)
-    table = f"<table><thead>{row(head, 'th')}</thead><tbody>{rows}</tbody></table>"
-    return f'<div class="scroll" tabindex="0">{table}</div>'

@@ -1,14 +1,13 @@
 """index.html of a sweep: one self-contained page with tables and plots, made from the workdirs of its points."""
 
 import dataclasses
-import html
-import io
+import functools
 import json
 import math
 import os
 import pathlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ import numpy as np
 from jaxrl_async.metrics import column, read_metrics
 from jaxrl_async.report import plots
 from jaxrl_async.report.page import CSS, grid
+from jaxrl_async.report.tables import escape, table
 from jaxrl_async.sweeps.driver import Job
 from jaxrl_async.sweeps.points import Sweep
 
@@ -32,11 +32,11 @@ _PAGE = """<!doctype html>
 the finished points that differ in their seeds alone, ± half the width of its {confidence:.0%} interval (Student's t);
 a single point has none. In the plot, small ticks are single seeds. Rewards are running means over a twentieth of the
 steps; faint lines are single seeds.</p>
-<div class="scroll">{scores}</div>
+{scores}
 {plots}
 <h2>Points</h2>
 <p>Seconds are the sum of the learner's steps, without the warm start and without steps lost to an interruption.</p>
-<div class="scroll">{points}</div>
+{points}
 </body></html>
 """
 
@@ -132,11 +132,11 @@ def write_page(sweep: Sweep, jobs: Sequence[Job], directory: pathlib.Path) -> pa
     counts = ", ".join(f"{count} {state}" for state, count in states.most_common())
     page = _PAGE.format(
         css=CSS.read_text("utf-8"),
-        title=html.escape(f"jaxrl_async · sweep · {directory.name}"),
-        summary=html.escape(f"{len(results)} points around {_shown(sweep.config)}: {counts}."),
+        title=escape(f"jaxrl_async · sweep · {directory.name}"),
+        summary=escape(f"{len(results)} points around {_shown(sweep.config)}: {counts}."),
         confidence=CONFIDENCE,
         scores=_score_table(results),
-        plots=grid(_plots(results)),
+        plots=grid(_figures(results)),
         points=_point_table(results, {job.name: job.workdir for job in jobs}, directory),
     )
     directory.mkdir(parents=True, exist_ok=True)
@@ -173,7 +173,7 @@ def _score_table(results: Sequence[Result]) -> str:
         ]
         cells += [_mean(r.after.get(name) for r in done) for name in columns]
         lines.append([label, *cells])
-    return _table(head, lines, numbers_from=1)
+    return table(head, lines)
 
 
 def _mean(values) -> str:
@@ -196,7 +196,7 @@ def _point_table(
         overrides = ", ".join(f"{key}={value}" for key, value in r.overrides.items())
         lines.append([r.name, *numbers, greedy, r.state, overrides])
     links = {r.name: _link(workdirs[r.name], directory) for r in results}
-    return _table(head, lines, numbers_from=1, numbers_to=6, links=links)
+    return table(head, lines, words=(0, 6, 7), links=links)
 
 
 def _link(workdir: pathlib.Path, directory: pathlib.Path) -> str:
@@ -206,74 +206,38 @@ def _link(workdir: pathlib.Path, directory: pathlib.Path) -> str:
     return os.path.relpath(target, directory) if target.exists() else ""
 
 
-def _table(
-    head: list[str],
-    lines: list[list[str]],
-    *,
-    numbers_from: int,
-    numbers_to: int | None = None,
-    links: Mapping[str, str] | None = None,
-) -> str:
-    """A table; the first cell of a line is a link where `links` has one for it."""
-    links = links or {}
-    numbers = range(numbers_from, len(head) if numbers_to is None else numbers_to)
-
-    def content(i: int, cell: str) -> str:
-        link, text = links.get(cell, "") if i == 0 else "", html.escape(cell)
-        return f'<a href="{html.escape(link, quote=True)}">{text}</a>' if link else text
-
-    def row(tag: str, cells: list[str]) -> str:
-        shown = (
-            f"<{tag}{' class=n' if i in numbers else ''}>{content(i, cell)}"
-            for i, cell in enumerate(cells)
-        )
-        return f"<tr>{''.join(shown)}</tr>"
-
-    body = "\n".join(row("td", line) for line in lines)
-    return f"<table>{row('th', head)}\n{body}</table>"
-
-
-def _plots(results: Sequence[Result]) -> list[plots.Figure]:
+def _figures(results: Sequence[Result]) -> list[plots.Figure]:
     """Final score, reward against seconds, reward against tokens; no empty ones."""
-    import matplotlib
+    import matplotlib  # Imports slowly; only pages draw.
 
-    with matplotlib.rc_context(plots.STYLE):  # Text and lines have the page's colors.
-        return _drawn_plots(results)
-
-
-def _drawn_plots(results: Sequence[Result]) -> list[plots.Figure]:
-    import matplotlib
-    from matplotlib.figure import Figure  # Imports slowly; only pages draw.
-
-    groups = grouped(results)
+    groups, figures = grouped(results), []
     colors = plots.PALETTE[: len(groups)]
     if len(groups) > len(plots.PALETTE):  # Without the map's ends, which are dark on a dark page.
         colors = matplotlib.colormaps["turbo"](np.linspace(0.12, 0.88, len(groups)))
-    figures = {}
     scored = {label: [r for r in group if r.after] for label, group in groups.items()}
     if any(scored.values()):
-        height = max(2.4, 1.2 + 0.24 * len(groups))
-        figure = Figure(figsize=(4.6, height), layout="constrained")
-        _draw_scores(figure.add_subplot(), scored, colors)
-        figures["Final score"] = figure
-    if any(len(r.steps) for r in results):
-        for title, attribute, label in (
-            ("Reward against wall-clock", "secs", "seconds of the learner"),
-            ("Reward against trained tokens", "tokens", "trained tokens"),
-        ):
-            figure = Figure(figsize=(4.6, 2.4), layout="constrained")
-            _draw_rewards(figure, groups, colors, attribute, label)
-            figures[title] = figure
-    return [
-        plots.Figure(title, _svg(figure, title), plots.legend_of(figure.axes[0]))
-        for title, figure in figures.items()
-    ]
+        width, height = plots.SIZE
+        figures.append(
+            plots.figure(
+                "Final score",
+                functools.partial(_draw_scores, scored=scored, colors=colors),
+                xlabel=f"held-out greedy accuracy, {CONFIDENCE:.0%} interval over seeds",
+                size=(width, max(height, 1.2 + 0.24 * len(groups))),
+            )
+        )
+    if not any(len(r.steps) for r in results):
+        return figures
+    for title, attribute, xlabel in (
+        ("Reward against wall-clock", "secs", "seconds of the learner"),
+        ("Reward against trained tokens", "tokens", "trained tokens"),
+    ):
+        draw = functools.partial(_draw_rewards, groups=groups, colors=colors, attribute=attribute)
+        figures.append(plots.figure(title, draw, xlabel=xlabel))
+    return figures
 
 
 def _draw_scores(axes, scored: dict[str, list[Result]], colors) -> None:
     """A dot with its interval for each label, and a small tick for each seed."""
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_xlabel(f"held-out greedy accuracy, {CONFIDENCE:.0%} interval over seeds")
     axes.set_yticks(range(len(scored)), list(scored), fontsize=8)
     axes.set_ylim(len(scored) - 0.4, -0.6)
     for y, (group, color) in enumerate(zip(scored.values(), colors, strict=True)):
@@ -289,12 +253,9 @@ def _draw_scores(axes, scored: dict[str, list[Result]], colors) -> None:
     axes.set_xlim(max(-0.01, min(values) - 0.1), min(1.01, max(values) + 0.1))
 
 
-def _draw_rewards(
-    figure, groups: dict[str, list[Result]], colors, attribute: str, xlabel: str
-) -> None:
+def _draw_rewards(axes, groups: dict[str, list[Result]], colors, attribute: str) -> None:
     """A line for each label, the mean over the steps that all its seeds have; a faint line for each seed."""
-    axes = figure.add_subplot(xlabel=xlabel, ylabel="mean reward of a step")
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_ylabel("mean reward of a step")
     for (label, group), color in zip(groups.items(), colors, strict=True):
         curves = [(getattr(r, attribute), r.rewards) for r in group if len(r.steps)]
         for x, y in curves if len(curves) > 1 else ():
@@ -315,9 +276,3 @@ def _smoothed(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Running means of y over a twentieth of the steps, at the last x of each."""
     window = max(1, len(y) // 20)
     return x[window - 1 :], np.convolve(y, np.full(window, 1 / window), mode="valid")
-
-
-def _svg(figure, title: str) -> str:
-    out = io.StringIO()
-    figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
-    return plots.embedded(out.getvalue(), title)
