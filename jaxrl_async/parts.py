@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import logging
 import pathlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 # Deadlines of the queue's clients. The queue needs no device and is up within seconds.
 CONNECT_TIMEOUT_SECS = 60.0
 CALL_TIMEOUT_SECS = 30.0
+
+log = logging.getLogger(__name__)
 
 
 def keys_of(settings: Settings) -> dict[str, Any]:
@@ -328,6 +331,46 @@ def base_params(
     shardings = frozen_shardings(config, mesh)
     assert shardings is not None
     return hf.load(hf.read_tensors(base_directory(settings, workdir)), config, shardings)
+
+
+def first_params_of(
+    settings: Settings, config: ModelConfig, mesh: jax.sharding.Mesh, tokenizer: Tokenizer
+) -> Any:
+    """Version 0 on a mesh, without adapters: random weights or those at model.path, after the warm start."""
+    from jaxrl_async.learner.warm_start import warm_start
+    from jaxrl_async.models import hf, sharding, transformer
+    from jaxrl_async.tasks.prompts import demonstration_tokens
+
+    config = dataclasses.replace(config, lora=None)
+    if settings.model.path:
+        shardings = sharding.param_shardings(mesh, transformer.abstract_params(config))
+        params = hf.load(hf.read_tensors(model_directory(settings)), config, shardings)
+    else:
+        params = sharding.init_sharded(config, mesh, settings.seed)
+    stage = settings.warm_start
+    if stage.num_steps == 0:
+        return params
+    demonstrations = demonstration_tokens(
+        task_of(settings),
+        tokenizer,
+        num=stage.num_demonstrations,
+        max_tokens=stage.row_tokens,
+    )
+
+    def report(step: int, loss: float) -> None:
+        if step % 100 == 0 or step == stage.num_steps:
+            log.info("warm start: step %d of %d, loss %.4f", step, stage.num_steps, loss)
+
+    return warm_start(
+        config,
+        mesh,
+        params,
+        demonstrations,
+        stage,
+        head_chunk_tokens=settings.learner.head_chunk_tokens or None,
+        seed=settings.seed,
+        report=report,
+    )
 
 
 def model_path(settings: Settings, workdir: pathlib.Path) -> pathlib.Path:

@@ -25,9 +25,8 @@ from jaxrl_async.learner.packing import Packer
 from jaxrl_async.learner.processes import Agreement
 from jaxrl_async.learner.train_step import TrainState, mesh_of
 from jaxrl_async.learner.versions import Delay, Versions
-from jaxrl_async.learner.warm_start import warm_start
 from jaxrl_async.metrics import MetricsWriter, Timers
-from jaxrl_async.models import hf, sharding, transformer
+from jaxrl_async.models import hf, sharding
 from jaxrl_async.preflight import peers
 from jaxrl_async.preflight.server import kept_adapters
 from jaxrl_async.publishing.discovery import Discovery
@@ -42,7 +41,7 @@ from jaxrl_async.runtime.supervisor import visible_devices
 from jaxrl_async.samples import SampleWriter
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.port import Expected
-from jaxrl_async.tasks.prompts import demonstration_tokens, held_out_prompts
+from jaxrl_async.tasks.prompts import held_out_prompts
 from jaxrl_async.versions.store import WeightStore
 
 REPORT_SECS = 2.0  # between the learner's reports to the queue
@@ -333,9 +332,9 @@ def _log_plan(num_bytes: int, bytes_per_sec: float | None, grace_secs: float) ->
 def _first_trained(settings: Settings, workdir: pathlib.Path, config, mesh, tokenizer, **part: int):
     """The trained parameters of version 0. Of adapters, their base is written first, where no files have it."""
     if not config.lora:
-        return first_params_of(settings, config, mesh, tokenizer)
+        return parts.first_params_of(settings, config, mesh, tokenizer)
     if not parts.has_base_files(settings):
-        base = first_params_of(settings, config, mesh, tokenizer)
+        base = parts.first_params_of(settings, config, mesh, tokenizer)
         plain = dataclasses.replace(config, lora=None)
         tensors = hf.to_tensors(base, plain, config.lora.base_dtype, part=part["process"])
         if part["process"] == 0:
@@ -348,40 +347,6 @@ def _first_trained(settings: Settings, workdir: pathlib.Path, config, mesh, toke
         return sharding.init_adapters(config, mesh, settings.seed)
     adapters = hf.read_adapters(settings.model.lora.path, config)
     return sharding.place(adapters, sharding.param_shardings(mesh, adapters))
-
-
-def first_params_of(settings: Settings, config, mesh, tokenizer):
-    """Version 0, without adapters: random weights or those at model.path, after the warm start."""
-    config = dataclasses.replace(config, lora=None)
-    if settings.model.path:
-        shardings = sharding.param_shardings(mesh, transformer.abstract_params(config))
-        params = hf.load(hf.read_tensors(parts.model_directory(settings)), config, shardings)
-    else:
-        params = sharding.init_sharded(config, mesh, settings.seed)
-    stage = settings.warm_start
-    if stage.num_steps == 0:
-        return params
-    demonstrations = demonstration_tokens(
-        parts.task_of(settings),
-        tokenizer,
-        num=stage.num_demonstrations,
-        max_tokens=stage.row_tokens,
-    )
-
-    def report(step: int, loss: float) -> None:
-        if step % 100 == 0 or step == stage.num_steps:
-            log.info("warm start: step %d of %d, loss %.4f", step, stage.num_steps, loss)
-
-    return warm_start(
-        config,
-        mesh,
-        params,
-        demonstrations,
-        stage,
-        head_chunk_tokens=settings.learner.head_chunk_tokens or None,
-        seed=settings.seed,
-        report=report,
-    )
 
 
 def _begin(queue: LearnerQueue, *, process: int, num_processes: int) -> Identity:

@@ -12,7 +12,7 @@ import jax
 
 from jaxrl_async import parts
 from jaxrl_async.config.settings import Settings
-from jaxrl_async.models import hf, lora
+from jaxrl_async.models import hf, lora, sharding
 from jaxrl_async.versions.store import ADAPTER, WeightStore
 
 
@@ -76,9 +76,6 @@ def init(settings: Settings, out: pathlib.Path, *, dtype: str, warm: bool) -> No
       FileExistsError: `out` is not empty.
       OSError, ValueError: `out` cannot be written, or the task or its tokenizer cannot be made.
     """
-    from jaxrl_async.models import sharding
-    from jaxrl_async.roles.learner import first_params_of
-
     _refuse_full(out)
     if not warm:
         stage = dataclasses.replace(settings.warm_start, num_steps=0)
@@ -87,7 +84,7 @@ def init(settings: Settings, out: pathlib.Path, *, dtype: str, warm: bool) -> No
         tokenizer = parts.tokenizer_of(settings, pathlib.Path(workdir))
     model = parts.model_config_of(settings, tokenizer)
     mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
-    params = first_params_of(settings, model, mesh, tokenizer)
+    params = parts.first_params_of(settings, model, mesh, tokenizer)
     _write(model, tokenizer, 0, params, out, dtype, _config(settings, model, tokenizer, dtype))
 
 

@@ -17,7 +17,6 @@ from jaxrl_async import parts
 from jaxrl_async.cli.config import load_config, settings_of
 from jaxrl_async.cli.main import main
 from jaxrl_async.models import hf, sharding, transformer
-from jaxrl_async.roles import learner
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.kinds.sglang import Sglang
 from jaxrl_async.tasks.tokenizer import CharTokenizer, HFTokenizer
@@ -219,7 +218,7 @@ def test_the_model_of_a_config_is_written_before_there_is_a_run(tmp_path, capsys
     mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
     for name, flags, expected in [
         ("random", [], sharding.init_sharded(shape, mesh, settings.seed)),
-        ("warm", ["--warm_start"], learner.first_params_of(settings, shape, mesh, tokenizer)),
+        ("warm", ["--warm_start"], parts.first_params_of(settings, shape, mesh, tokenizer)),
     ]:
         out = tmp_path / "models" / name
         assert main(["init", config, f"--out={out}", *flags]) == 0
