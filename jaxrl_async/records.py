@@ -173,9 +173,8 @@ class QueueStatus:
     retired: dict[str, int]  # indexes by reason
     stale_events: int  # submissions and returns whose permit was no longer valid
     completion_tokens: int  # submitted so far
-    last_push_age_secs: (
-        float | None
-    )  # since a group was submitted; None where none was to this process
+    # since a group was submitted; None where none was to this process
+    last_push_age_secs: float | None
     waits: tuple[str, ...]  # one sentence per waiting call
     run_epoch: int  # of v_pub: how often a resumed run came to other weights under a version
     roles: tuple[RoleStatus, ...]  # that report, by name

@@ -17,9 +17,8 @@ from typing import Any, Protocol
 
 log = logging.getLogger(__name__)
 
-FILE = (
-    "tracker.json"  # in the workdir: the tracker's name of the run, which a resumed run continues
-)
+# In the workdir: the tracker's name of the run, which a resumed run continues.
+FILE = "tracker.json"
 MAX_WAITING = 1000  # rows; what comes while so many wait is left out
 CLOSE_SECS = 30.0  # bound on the end, in which what waits is sent
 _MAX_PARAM_CHARS = 500  # of a setting in MLflow
@@ -113,9 +112,8 @@ class Tracker:
     def _arriving(self) -> Iterator[tuple[int, dict[str, float]]]:
         """The rows, until close() was called and none is left."""
         while True:
-            closing = (
-                self._closing.is_set()
-            )  # Before the look: what was written before close() is there.
+            # Before the look: what was written before close() is there.
+            closing = self._closing.is_set()
             try:
                 yield self._rows.get(timeout=0.0 if closing else 0.2)
             except queue.Empty:

@@ -29,9 +29,8 @@ def main(argv: list[str]) -> int:
     if flags.adapter and not settings.model.lora.rank:
         raise UsageError(f"--adapter: the run in {workdir} has none, its model.lora.rank is 0")
     out = pathlib.Path(flags.out).absolute()
-    from jaxrl_async.learner.checkpoint import (
-        CheckpointError,  # After the flags are known to be good: JAX.
-    )
+    # After the flags are known to be good: these load JAX.
+    from jaxrl_async.learner.checkpoint import CheckpointError
     from jaxrl_async.tools.export import export
 
     try:

@@ -2,9 +2,10 @@
 
 import dataclasses
 import html
+from collections.abc import Sequence
 from typing import Any
 
-from jaxrl_async.fit.programs import KERNEL_SHARE, Engine, Fit, Program
+from jaxrl_async.fit.programs import KERNEL_SHARE, Fit, Program
 
 GIB = 1 << 30
 LEFT_OUT = "custom kernels, transfers between devices, and loops of unknown length: they count once (≥, ≤)."
@@ -41,8 +42,7 @@ def text(fit: Fit) -> str:
 
 
 def _line(program: Program, divisor: int) -> str:
-    others = program.needed_bytes - program.argument_bytes - program.temporary_bytes
-    sizes = (program.argument_bytes, program.temporary_bytes, others, program.needed_bytes)
+    sizes = (*_parts(program).values(), program.needed_bytes)
     ratio = f"{program.flops / program.model_flops:.2f}" if program.model_flops else "-"
     # Loops whose length is not known count once, and kernels have no cycles: more is done, in more time.
     more = "≥" if program.cost.unknown_loops else ""
@@ -57,6 +57,13 @@ def _line(program: Program, divisor: int) -> str:
         + f"{f'+{program.kernel_secs:.3g} s' if program.kernel_flops else '-':>11}"
         + f"{f'{less}{program.peak_share:.0%}' if program.peak_share else '-':>9}"
     )
+
+
+def _parts(program: Program) -> dict[str, int]:
+    """The bytes that a program needs, by kind."""
+    arguments, temporary = program.argument_bytes, program.temporary_bytes
+    others = program.needed_bytes - arguments - temporary
+    return {"arguments": arguments, "temporary": temporary, "others": others}
 
 
 def _engine(fit: Fit, unit: str, divisor: int) -> list[str]:
@@ -116,26 +123,21 @@ def _transfers(program: Program) -> list[str]:
 
 def to_json(fit: Fit) -> dict[str, Any]:
     """All figures of a fit."""
+    engine = fit.engine
     return {
         "target": fit.target.name,
         "devices": fit.target.num_devices,
         "memory_bytes": fit.target.chip.memory_bytes,
         "plan": dict(fit.plan),
-        "programs": [_figures(program) for program in fit.programs],
-        "engine": _engine_figures(fit.engine),
+        "programs": _figures(fit.programs),
+        "engine": engine and vars(engine) | {"programs": _figures(engine.programs)},
         "fits": fit.fits,
         "verdict": verdict(fit),
     }
 
 
-def _figures(program: Program) -> dict[str, Any]:
-    return dataclasses.asdict(program) | {"needed_bytes": program.needed_bytes}
-
-
-def _engine_figures(engine: Engine | None) -> dict[str, Any] | None:
-    if engine is None:
-        return None
-    return vars(engine) | {"programs": [_figures(program) for program in engine.programs]}
+def _figures(programs: Sequence[Program]) -> list[dict[str, Any]]:
+    return [dataclasses.asdict(p) | {"needed_bytes": p.needed_bytes} for p in programs]
 
 
 def to_html(fit: Fit) -> str:
@@ -144,15 +146,9 @@ def to_html(fit: Fit) -> str:
     scale = 100 / max(memory, fit.needed_bytes)
     bars = []
     for program in fit.all_programs:
-        others = program.needed_bytes - program.argument_bytes - program.temporary_bytes
-        parts = (
-            ("arguments", program.argument_bytes),
-            ("temporary", program.temporary_bytes),
-            ("others", others),
-        )
         spans = "".join(
             f'<span class="{name}" style="width:{size * scale:.2f}%" title="{name} {size / GIB:.2f} GiB"></span>'
-            for name, size in parts
+            for name, size in _parts(program).items()
         )
         bars.append(f'<dt>{html.escape(program.name)}</dt><dd class="bar">{spans}</dd>')
     return f"""<!doctype html>

@@ -32,9 +32,8 @@ _WITHOUT_TPU = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-16",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-KERNEL_SHARE = (
-    0.5  # of the chip's peak, at which kernels are assumed to run: no compiler estimates their time
-)
+# Of the chip's peak, at which kernels are assumed to run: no compiler estimates their time.
+KERNEL_SHARE = 0.5
 COMPILERS = {"tpu": ("libtpu", "fit-tpu"), "cuda": ("jax-cuda13-plugin", "fit-gpu")}
 
 

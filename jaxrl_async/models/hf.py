@@ -41,9 +41,8 @@ _PEFT_DEFAULTS = {  # of adapter_config.json: keys that this decoder supports at
     "alpha_pattern": {},
 }
 
-_UNSCALED_MAX_TOKENS = (
-    32768  # max_position_embeddings: config.json requires one, unscaled RoPE needs none.
-)
+# max_position_embeddings: config.json requires one, unscaled RoPE needs none.
+_UNSCALED_MAX_TOKENS = 32768
 
 
 def read_config(directory, *, dtype: str, remat: bool) -> transformer.ModelConfig:

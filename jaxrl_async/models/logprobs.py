@@ -122,9 +122,8 @@ class _TiledHead:
 
     def gathered(self, shards, index):
         """A tile of a sharded kernel, whole over SHARDS."""
-        tile = self.constrain(
-            self.slice(shards, index), axes.SHARDS
-        )  # Cut first: no more is gathered.
+        # Cut first: no more is gathered.
+        tile = self.constrain(self.slice(shards, index), axes.SHARDS)
         return self.constrain(tile, None)
 
     def scan(self, visit, carry, shards):

@@ -181,9 +181,8 @@ class Journal:
         c.execute(f"PRAGMA synchronous = {synchronous.upper()}")
         (page_bytes,) = c.execute("PRAGMA page_size").fetchone()
         c.execute(f"PRAGMA wal_autocheckpoint = {CHECKPOINT_BYTES // page_bytes}")
-        c.execute(
-            "PRAGMA secure_delete = OFF"
-        )  # Else what is forgotten is overwritten, byte for byte.
+        # Else what is forgotten is overwritten, byte for byte.
+        c.execute("PRAGMA secure_delete = OFF")
         c.execute("BEGIN IMMEDIATE")  # Takes the lock now, or fails.
         tables = c.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
         if not tables:

@@ -405,8 +405,7 @@ CLOCK_SECS = STOP_SECS / 4  # between readings of the clock
 STATUS_SECS = 2.0  # between reports to the queue
 MAX_WAITS = 16  # groups in a report
 ADMIT_WAIT_SECS = 10.0  # deadline of a long poll for permits
-TABLE_WAIT_SECS = (
-    0.1  # for the table of the version that the permits are for; then each sample waits by itself
-)
+# For the table of the version that the permits are for; then each sample waits by itself.
+TABLE_WAIT_SECS = 0.1
 ABORT_TIMEOUT_SECS = 5.0
 LOG_SECS = 30.0

@@ -15,9 +15,8 @@ from jaxrl_async.records import QueueStatus
 
 LINES = 20  # of steps that a run without a terminal prints, about
 STAGE_SECS = 10.0  # between two lines of one stage
-RATE_STEPS = (
-    10  # over which the rates of tokens are: a step whose groups lay in the queue samples none
-)
+# Over which the rates of tokens are: a step whose groups lay in the queue samples none.
+RATE_STEPS = 10
 SCORE_STEPS = 5  # at either end, whose mean reward is the score of a run without evaluations
 _LEAST_COLUMNS = 20
 _LINE_COLUMNS = 120  # of a line without a terminal

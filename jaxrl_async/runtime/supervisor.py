@@ -151,16 +151,23 @@ def stop(roles: list[Role]) -> None:
             role.process.terminate()
     deadline = time.monotonic() + STOP_SECS
     for role in reversed(roles):
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            role.process.wait(max(0.0, deadline - time.monotonic()))
-        _kill_group(role)
+        kill(role.process, deadline)
 
 
-def _kill_group(role: Role) -> None:
-    """Kills a role's process group. The role leads it, and its number stays taken while a child lives."""
+def kill(process: subprocess.Popen, deadline: float) -> None:
+    """Waits for a process until the deadline, a monotonic time, then kills its process group.
+
+    The process leads the group, whose number stays taken while a child lives.
+    """
+    _wait(process, deadline)
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(role.process.pid, signal.SIGKILL)
-    role.process.wait()
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _wait(process: subprocess.Popen, deadline: float) -> None:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(max(0.0, deadline - time.monotonic()))
 
 
 def free_port() -> int:
@@ -397,8 +404,7 @@ def _stop_learners(learners: list[Role], stop_secs: float) -> bool:
         role.process.send_signal(STOP_SIGNAL)
     deadline = time.monotonic() + stop_secs
     for role in learners:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            role.process.wait(max(0.0, deadline - time.monotonic()))
+        _wait(role.process, deadline)
     codes = {role.process.returncode for role in learners}
     if failed := codes - {0, PREEMPTED, -STOP_SIGNAL, None}:
         raise RoleDiedError(
@@ -496,7 +502,7 @@ class _Restarts:
                 f"after {bound} restarts within {window:g} s (supervisor.max_restarts = {bound}): {_exit_report(role)}"
             )
         self._times.append(now)
-        _kill_group(role)  # A child may hold its port or its device.
+        kill(role.process, time.monotonic())  # A child may hold its port or its device.
         line = (
             f"role {role.name!r} ended {how_it_ended(role.process.returncode)}; "
             f"restart {len(self._times)} of at most {bound} within {window:g} s"

@@ -65,9 +65,8 @@ class Request:
     """A request for one completion."""
 
     rid: str  # fixed width, since servers abort by prefix
-    input_ids: (
-        Sequence[int] | np.ndarray
-    )  # ids below the vocabulary size: one beyond it kills an SGLang server
+    # below the vocabulary size: an id beyond it kills an SGLang server
+    input_ids: Sequence[int] | np.ndarray
     # SGLang's names: max_new_tokens, temperature, top_p, top_k, stop_token_ids, sampling_seed.
     sampling_params: Mapping[str, Any]
     run_id: str = ""  # the run whose weights may sample; "" for any

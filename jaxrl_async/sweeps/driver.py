@@ -4,7 +4,6 @@ The workdirs alone say which points are finished. A point's lock file keeps a se
 outcome of the last attempt. The driver has commands, files and processes; it reads no config.
 """
 
-import contextlib
 import dataclasses
 import fcntl
 import json
@@ -12,12 +11,11 @@ import os
 import pathlib
 import shlex
 import shutil
-import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
 
-from jaxrl_async.runtime.supervisor import how_it_ended
+from jaxrl_async.runtime.supervisor import how_it_ended, kill
 from jaxrl_async.runtime.workdir import checkpoint_steps
 
 POLL_SECS = 0.1
@@ -143,9 +141,8 @@ class _Attempt:
 
     def __init__(self, job: Job, lock: int, say: Callable[[str], None]):
         self.job, self._lock, self._say = job, lock, say
-        self._commands = (
-            job.missing()
-        )  # Under the lock: another driver may just have finished some.
+        # Under the lock: another driver may just have finished some.
+        self._commands = job.missing()
         self._process: subprocess.Popen | None = None
         self._verb = ""
         _write(lock, f"running since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
@@ -175,13 +172,8 @@ class _Attempt:
 
     def kill(self, deadline: float) -> None:
         """Waits until the deadline, then kills the command and its process group."""
-        if self._process is None:
-            return
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(max(0.0, deadline - time.monotonic()))
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        if self._process is not None:
+            kill(self._process, deadline)
 
     def close(self, how: str) -> None:
         _write(self._lock, how)

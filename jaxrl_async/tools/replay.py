@@ -36,9 +36,7 @@ class Comparison:
     """A checkpoint of the run beside the same step of its replay."""
 
     step: int
-    max_difference: (
-        float  # over all parameters and the optimizer's state; 0 where all bits are equal
-    )
+    max_difference: float  # over parameters and the optimizer's state; 0 where all bits are equal
     where: str  # the array that differs most, "" where none does
 
     @property

@@ -37,9 +37,8 @@ UPDATE_FROM_UPLOAD = "/update_weights_from_upload"
 # Keys of the answer of MODEL_INFO.
 WEIGHT_VERSION = "weight_version"  # name of the weights; every server has it
 WEIGHT_DIGEST = "weight_digest"  # of their manifest; only servers of this project have the key
-DIFFERENCE_BASE = (
-    "difference_base"  # digest of the version that a difference may lead from; None: none
-)
+# Digest of the version that a difference may lead from; None: none.
+DIFFERENCE_BASE = "difference_base"
 HANDS_ON = "hands_on"  # whether the server hands files on
 
 # Headers.

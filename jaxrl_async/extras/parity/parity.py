@@ -71,9 +71,7 @@ class Evidence:
     flushed: Answers | None  # and again after a flush; None where it was not needed, or refused
     temperature: float  # asked, > 0
     top_p: float  # asked, in (0, 1]
-    label_fault: (
-        str | None
-    )  # contradiction between the name of the server's weights and the manifest
+    label_fault: str | None  # what the server's name of its weights contradicts in the manifest
 
     @property
     def dtype(self) -> str:

@@ -26,9 +26,8 @@ __all__ = ["Limits", "Outcome", "Sandbox", "SandboxError", "check"]
 START_SECS = 20.0
 LATE_SECS = 5.0  # beyond the bound on a program, after which the sandbox itself is lost
 USER = 1000  # in the sandbox, without rights
-NOBODY = (
-    65534  # that user on the host, where the host's is root: limits on processes do not bind root
-)
+# That user on the host, where the host's is root: limits on processes do not bind root.
+NOBODY = 65534
 _HASH_SEED = "0"  # so that a program prints its sets in one order every time
 
 
@@ -60,9 +59,7 @@ class Outcome:
     results: tuple[
         str, ...
     ]  # the lines of its results: inside.canonical of a value, or inside.FAILED
-    exit_code: (
-        int | None
-    )  # −signal where a signal ended it; None where a bound on time or output did
+    exit_code: int | None  # −signal where one ended it; None where a bound on time or output did
     reason: str  # "" | "wall" | "output": the bound that ended it
     secs: float  # wall time, the making of its namespaces among it
 
