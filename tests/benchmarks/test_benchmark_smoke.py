@@ -200,18 +200,28 @@ LONG = pytest.mark.long
 @pytest.mark.parametrize(
     ("script", "runs", "file", "check"),
     [
-        ("delight_digits", [[*DIGITS, "--methods=delightful"]], "delight_digits", check_digits),
-        ("delight_cosine", [["--policies=2"]], "delight_cosine", check_cosine),
+        pytest.param(
+            *("delight_digits", [[*DIGITS, "--methods=delightful"]], "delight_digits"),
+            check_digits,
+            marks=LONG,
+        ),
+        pytest.param(
+            "delight_cosine", [["--policies=2"]], "delight_cosine", check_cosine, marks=LONG
+        ),
         ("fleet", [["--smoke"]], "fleet", check_fleet),
-        ("sessions", [["--smoke"]], "sessions", check_sessions),
-        ("relay", [["--servers=3", "--megabytes=1", "--rate=20"]], "relay", check_relay),
+        pytest.param("sessions", [["--smoke"]], "sessions", check_sessions, marks=LONG),
+        pytest.param(
+            *("relay", [["--servers=3", "--megabytes=1", "--rate=20"]], "relay", check_relay),
+            marks=LONG,
+        ),
         pytest.param("bfloat16", [["--smoke"]], "bfloat16", check_bfloat16, marks=LONG),
         pytest.param("anchors", [["--smoke"]], "anchors", check_anchors, marks=LONG),
-        (
+        pytest.param(
             "packing",
             [["--smoke", "--only=padding"], ["--smoke", "--only=host"]],
             "packing",
             check_packing,
+            marks=LONG,
         ),
         pytest.param(
             "packing",
@@ -229,9 +239,9 @@ LONG = pytest.mark.long
             "shared_prompts", [["--smoke"]], "shared_prompts", check_shared_prompts, marks=LONG
         ),
         ("head", [["--smoke", "--rounds=1"]], "head", check_head),
-        ("lora", [["--smoke"]], "lora", check_lora),
+        pytest.param("lora", [["--smoke"]], "lora", check_lora, marks=LONG),
         ("trajectory_queue", [["--smoke"]], "queue", check_queue),
-        ("rewards", [["--smoke"]], "rewards", check_rewards),
+        pytest.param("rewards", [["--smoke"]], "rewards", check_rewards, marks=LONG),
         pytest.param("sandbox", [["--smoke"]], "sandbox", check_sandbox, marks=boxed),
         ("journal", [["--smoke"]], "journal", check_journal),
         ("wire", [["--smoke"]], "wire", check_wire),

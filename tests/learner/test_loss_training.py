@@ -19,12 +19,23 @@ from fixtures.train_steps import (
     pack,
 )
 
+PROGRAMS = (
+    "tis",
+    "penalised",
+)  # with a recomputed anchor, and with a reference; the rest with --long
+
 
 def microbatches(microbatch_rows):
     return pack(groups_of(num_groups=13), microbatch_rows=microbatch_rows)
 
 
-@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize(
+    "loss",
+    [
+        pytest.param(loss, id=name, marks=() if name in PROGRAMS else pytest.mark.long)
+        for name, loss in LOSSES.items()
+    ],
+)
 def test_a_loss_compiles_once(loss):
     jax.clear_caches()  # See test_train_step.
     mesh, train_step = make(loss, max_grad_norm=0.1)  # One of its own: nothing is compiled yet.
@@ -45,6 +56,7 @@ def test_a_loss_compiles_once(loss):
     assert compiled == [4 + loss.needs_recompute] * 3
 
 
+@pytest.mark.optimised
 @pytest.mark.parametrize("loss", [GSPO, DR_GRPO, PENALISED], ids=["gspo", "dr_grpo", "penalised"])
 def test_no_cut_into_microbatches_changes_an_update_and_its_denominator_is_of_the_whole(loss):
     batches = microbatches(2)

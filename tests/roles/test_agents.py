@@ -37,7 +37,9 @@ def jaxrl(*words):
 
 
 @pytest.mark.optimised
-def test_a_run_of_several_turns_is_replayed_bit_for_bit_and_reported_as_a_conversation(tmp_path):
+def test_a_run_of_several_turns_is_replayed_bit_for_bit_and_reported_as_a_conversation(
+    verb, tmp_path
+):
     run = tmp_path / "run"
     one = "--config.supervisor.processes=one"
     jaxrl("train", "--config=configs/tools.py:env=game,smoke", one, f"--workdir={run}")
@@ -55,7 +57,8 @@ def test_a_run_of_several_turns_is_replayed_bit_for_bit_and_reported_as_a_conver
         if any(v is None for _, v in s.spans)
     ]
     assert read and all(": " in s.completion for s in read)
-    jaxrl("report", f"--workdir={run}")
+    code, output = verb("report")
+    assert code == 0, output
     assert '<div class="read"' in (run / "report.html").read_text("utf-8")
 
 
@@ -73,6 +76,7 @@ SMALL = {
 }
 
 
+@pytest.mark.long
 def test_an_agent_is_trained_and_evaluated(tmp_path):
     chat.tokenizer_of(tmp_path / "chat", "qwen")
     settings = SMALL | {"tokenizer.path": tmp_path / "chat"}

@@ -322,7 +322,9 @@ async def test_streaming_is_cumulative(server):
     read_completion(json.loads(events[-2]))
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+@pytest.mark.parametrize(
+    "temperature", [*(pytest.param(t, marks=pytest.mark.long) for t in (0.5, 1.0)), 1.7]
+)
 async def test_logprobs_are_after_temperature(server, client, versions, temperature):
     async with in_flight(client, server, 4, temperature=temperature, max_new_tokens=40) as requests:
         for index, task in enumerate(requests):
