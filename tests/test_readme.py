@@ -1,5 +1,6 @@
 """The README is short and its tree is the code's; the table of losses and the lines that add one are true."""
 
+import dataclasses
 import importlib
 import pathlib
 import re
@@ -21,6 +22,8 @@ TABLE = LOSSES.partition("| name | equation |")[2].partition("\n\n")[0]
 ROWS = [line.strip("| ").split(" | ") for line in TABLE.split("\n") if line.startswith("| `")]
 ROOMS = {"worker": "rollout", "overlong": "rewards"}
 MAX_LINES = 150
+FIELDS = {field.name: field for field in dataclasses.fields(loss_config.LossConfig)}
+NAMES = {n: field.metadata["choices"] for n, field in FIELDS.items() if "choices" in field.metadata}
 
 
 def test_the_readme_fits_on_a_few_screens():
@@ -32,6 +35,7 @@ def test_the_tree_names_every_room_once():
     package = ROOT / "jaxrl_async"
     rooms = {f"{path.parent.name}/" for path in package.glob("*/__init__.py")}
     modules = {path.name for path in package.glob("*.py")} - {"__init__.py", "__main__.py"}
+    modules -= {"sglang_jax.py"}  # an old name
     assert sorted(re.findall(r"^  (\S+)", tree, re.M)) == sorted(rooms | modules)
     for name in re.findall(r"(\w+)/", tree.splitlines()[-1]):
         assert (ROOT / name).is_dir()
@@ -47,9 +51,9 @@ def test_reading_starts_at_files_that_exist():
 
 def test_the_readme_names_every_part_of_a_loss():
     words = README.partition("## Losses")[2].partition("\n## ")[0]
-    for key in set(loss_config._NAMES) - {"a3po_fresh", "kl_to"}:
+    for key in set(NAMES) - {"a3po_fresh", "kl_to"}:
         (names,) = re.findall(rf"`{key}`: ([^.`]*)", re.sub(r" \(.*?\)", "", words))
-        assert set(re.findall(r"\w+", names)) == set(loss_config._NAMES[key]) - {""}, key
+        assert set(re.findall(r"\w+", names)) == set(NAMES[key]) - {""}, key
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0][:40])
@@ -66,7 +70,7 @@ def test_every_name_of_a_loss_stands_in_the_table():
     text = "\n".join(row[0] for row in ROWS)
     for preset in set(loss_config.PRESETS) - {""}:
         assert f"\n| `{preset}` | " in LOSSES
-    for key, names in loss_config._NAMES.items():
+    for key, names in NAMES.items():
         if key == "preset":
             continue
         for name in set(names) - {"none", "token"}:
@@ -81,9 +85,8 @@ def test_the_lines_that_add_a_surrogate_add_it(monkeypatch):
     exec(source, dict(vars(surrogates)))
     found = {}
     exec(names, found)
-    monkeypatch.setattr(
-        loss_config, "_NAMES", loss_config._NAMES | {"surrogate": found["SURROGATES"]}
-    )
+    known = FIELDS["surrogate"].metadata | {"choices": found["SURROGATES"]}
+    monkeypatch.setattr(FIELDS["surrogate"], "metadata", known)
     ones = jnp.ones((1, 2))
     tokens = Tokens(-ones, -1.1 * ones, None, None, ones, 0 * ones, ones.astype(int), ones > 0)
     config = loss_config.LossConfig(surrogate="tanh", anchor="behavior", clip_high=0.2)
