@@ -104,7 +104,7 @@ class MetricsWriter:
             if name not in METRICS and f"{name.split('/')[0]}/" not in METRICS:
                 raise KeyError(f"metric {name!r} is not in the table jaxrl_async.metrics.METRICS")
         row = {"step": step, "unix_time": time.time()} | {n: float(v) for n, v in values.items()}
-        self._file.write(json.dumps(_finite(row)) + "\n")
+        self._file.write(json.dumps(finite(row)) + "\n")
         self._file.flush()
         self._board.add_summary(_summary(values), step)
         if self._tracker is not None:
@@ -219,6 +219,10 @@ class Timers:
         self._since = now
 
 
-def _finite(row: dict) -> dict:
+def finite(value: Any) -> Any:
     """JSON has no NaN or infinity: they become null."""
-    return {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in row.items()}
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

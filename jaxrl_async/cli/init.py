@@ -34,12 +34,7 @@ def main(argv: list[str]) -> int:
     from jaxrl_async.tools.export import init  # After the flags are known to be good: JAX.
 
     try:
-        init(
-            settings,
-            out,
-            dtype=flags.dtype or settings.weights.dtype,
-            warm=flags.warm_start,
-        )
+        init(settings, out, dtype=flags.dtype or settings.weights.dtype, warm=flags.warm_start)
     except FileExistsError as error:
         raise UsageError(f"{error}: name another --out") from None
     except (OSError, ValueError) as error:

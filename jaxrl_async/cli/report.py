@@ -6,9 +6,7 @@ from jaxrl_async.cli.config import UsageError, parse_flags
 
 def main(argv: list[str]) -> int:
     flags = parse_flags(
-        "Writes report.html into a run's workdir.",
-        argv,
-        workdir=("", "directory of the run"),
+        "Writes report.html into a run's workdir.", argv, workdir=("", "directory of the run")
     )
     if not flags.workdir:
         raise UsageError("--workdir=DIR is needed")

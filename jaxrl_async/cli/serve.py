@@ -57,12 +57,7 @@ def main(argv: list[str]) -> int:
 
 
 async def _serve(
-    settings,
-    workdir: pathlib.Path,
-    step: int,
-    host: str,
-    port: int,
-    options: dict[str, str | None],
+    settings, workdir: pathlib.Path, step: int, host: str, port: int, options: dict[str, str | None]
 ) -> None:
     from jaxrl_async import parts
     from jaxrl_async.inference import http

@@ -214,11 +214,7 @@ def in_one_process(settings: Settings, devices: tuple[str, int]) -> bool:
 
 
 def divide_devices(
-    devices: tuple[str, int],
-    *,
-    num_servers: int,
-    num_learners: int = 1,
-    learner_devices: int = 1,
+    devices: tuple[str, int], *, num_servers: int, num_learners: int = 1, learner_devices: int = 1
 ) -> dict[str, dict[str, str]]:
     """Divides the machine's devices: one for each local server, the rest for the learner.
 

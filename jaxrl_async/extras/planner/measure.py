@@ -184,10 +184,7 @@ async def _ask(client, server: str, prompts, max_new_tokens: int, timeout_secs: 
 
 
 async def _reload(
-    server: SglangApi,
-    weights: tuple[str, str],
-    timeout_secs: float,
-    clock: Callable[[], float],
+    server: SglangApi, weights: tuple[str, str], timeout_secs: float, clock: Callable[[], float]
 ) -> float:
     """Seconds of a pause in which the server loads its own weights, (path, version), again."""
     since = clock()

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import pathlib
 from typing import Any
 
@@ -12,6 +11,7 @@ from jaxrl_async.cli.config import UsageError, parse_flags, settings_of
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.extras.planner import simulate
 from jaxrl_async.extras.planner.simulate import Outcome, Plan
+from jaxrl_async.metrics import finite
 from jaxrl_async.queue.journal import JournalError
 
 USAGE = """Plans a run by discrete events under a virtual clock: steps a second, waits, staleness, dropped groups. Sizes
@@ -113,14 +113,16 @@ def main(argv: list[str]) -> int:
         plan = Plan(**{f.name: _number(f.name, words, f.type) for f in dataclasses.fields(Plan)})
         cut = _number("max_new_tokens", words, int)
         lengths = simulate.lengths_of(words["lengths"], cut)
-        devices = _number("devices", words, int)
-        found = _splits(plan, lengths, words) if devices else simulate.simulate(plan, lengths)
+        division = {name: _number(name, words, int) for name in _DIVISION}
+        devices, per_server, learner_devices = division.values()
         limited = plan
         if devices:
+            found = simulate.split(plan, lengths, **division)
             best = max(found, key=lambda row: row[1].steps_per_sec)[0]
-            rest = devices - best * _number("devices_per_server", words, int)
-            token_secs = plan.token_secs * _number("learner_devices", words, int) / rest
+            token_secs = plan.token_secs * learner_devices / (devices - best * per_server)
             limited = dataclasses.replace(plan, num_servers=best, token_secs=token_secs)
+        else:
+            found = simulate.simulate(plan, lengths)
         limit = simulate.limit_of(limited, lengths)
     except (ValueError, JournalError) as error:
         raise UsageError(str(error)) from None
@@ -133,7 +135,7 @@ def main(argv: list[str]) -> int:
         rates = ", ".join(f"{name} {inputs[name]:.3g}" for name in _RATES)
         print(f"{'rates':18} {rates} (half of the data sheet's peaks, an assumption)")
     if devices:
-        print(_split_table(found, best, devices, _number("devices_per_server", words, int)))
+        print(_split_table(found, best, devices, per_server))
         result["splits"] = [dataclasses.asdict(o) | {"num_servers": n} for n, o in found]
         result["best_num_servers"] = best
     else:
@@ -142,7 +144,7 @@ def main(argv: list[str]) -> int:
     print(f"{'limited by':18} {_limit_words(limit, plan, servers)}")
     result["limit"] = dataclasses.asdict(limit)
     if words["out"]:
-        text = json.dumps(_finite(result), indent=2)
+        text = json.dumps(finite(result), indent=2)
         pathlib.Path(words["out"]).write_text(text + "\n", encoding="utf-8")
     return 0
 
@@ -152,10 +154,9 @@ def table(outcome: Outcome) -> str:
     o = outcome
     stale = ", ".join(f"{k}: {share:.1%}" for k, share in o.staleness.items())
     lost = ", ".join(f"{count} {reason}" for reason, count in o.dropped.items()) or "none"
+    speed = o.steps_per_sec
     rows = {
-        "steps/s": f"{o.steps_per_sec:.4g}  ({1 / o.steps_per_sec:.4g} s a step)"
-        if o.steps_per_sec
-        else "no time passed",
+        "steps/s": f"{speed:.4g}  ({1 / speed:.4g} s a step)" if speed else "no time passed",
         "trained tokens/s": f"{o.trained_tokens_per_sec:,.0f}",
         "learner": f"waits {o.wait_data_share:.1%} for data, {o.wait_push_share:.1%} for pushes",
         "servers": f"idle {o.servers_idle_share:.1%}, paused {o.servers_paused_share:.1%}; "
@@ -178,20 +179,13 @@ def _limit_words(limit: simulate.Limit, plan: Plan, servers: str) -> str:
     return f"{limit.by}{about}: relaxed twofold, a step takes {limit.relaxed_secs[limit.by]:.4g} s"
 
 
-def _splits(plan: Plan, lengths: simulate.Lengths, words: dict[str, str]):
-    sizes = ("devices", "devices_per_server", "learner_devices")
-    return simulate.split(plan, lengths, **{name: _number(name, words, int) for name in sizes})
-
-
 def _split_table(rows: list[tuple[int, Outcome]], best: int, devices: int, per_server: int) -> str:
     lines = ["servers  learner devices    steps/s  learner waits  servers idle  staleness"]
     for servers, o in rows:
         waits = o.wait_data_share + o.wait_push_share
         lines.append(
             f"{servers:7}  {devices - servers * per_server:15}  {o.steps_per_sec:9.4g}  {waits:13.1%}  "
-            f"{o.servers_idle_share:12.1%}  {o.staleness_mean:9.2f}"
-            + "  ← best"
-            * (servers == best)
+            f"{o.servers_idle_share:12.1%}  {o.staleness_mean:9.2f}{'  ← best' * (servers == best)}"
         )
     return "\n".join(lines)
 
@@ -264,14 +258,13 @@ def _preset_of(words: dict[str, str], settings: Settings | None) -> dict[str, fl
         drawn = draw(np.random.default_rng(0), 64, _number("group_size", words, int))
     except (ValueError, JournalError) as error:
         raise UsageError(str(error)) from None
-    alone = words["devices"] == "0"
+    divided = words["devices"] != "0"
+    devices = _number("learner_devices", words, int) if divided else settings.learner.num_devices
     return rates_of(
         chip,
         model_config_of(settings),
         context_tokens=settings.rollout.max_prompt_tokens / 2 + drawn.mean() / 2,
-        learner_devices=settings.learner.num_devices
-        if alone
-        else _number("learner_devices", words, int),
+        learner_devices=devices,
         num_updates=settings.learner.num_minibatches,
     )
 
@@ -340,19 +333,9 @@ def _number(name: str, words: dict[str, str], kind: type) -> Any:
         raise UsageError(f"--{name} must be {kind.__name__}, got {words[name]!r}") from None
 
 
-def _finite(value: Any) -> Any:
-    """JSON has no NaN or infinity: they become null."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
+_DIVISION = ("devices", "devices_per_server", "learner_devices")
 _RATES = ("request_rate", "server_rate", "step_secs", "token_secs", "push_secs", "pause_secs")
-_NEEDED = [name for name, (default, _) in {**_SIZES, **_COSTS}.items() if not default]
+_OPTIONAL = ("warm_steps", "servers", "rates", "preset", "fit", "out")
 _NEEDED = [
-    name
-    for name in _NEEDED
-    if name not in ("warm_steps", "servers", "rates", "preset", "fit", "out")
+    n for n, (default, _) in {**_SIZES, **_COSTS}.items() if not default and n not in _OPTIONAL
 ]
