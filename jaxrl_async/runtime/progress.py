@@ -171,11 +171,8 @@ def score_of(rows: Sequence[Mapping[str, float]]) -> str:
         return ""
     count = max(1, min(SCORE_STEPS, len(rewards) // 2))
     before, after = sum(rewards[:count]) / count, sum(rewards[-count:]) / count
-    return f"mean reward {before:.3f} → {after:.3f} (first and last {_steps(count)})"
-
-
-def _steps(count: int) -> str:
-    return "step" if count == 1 else f"{count} steps"
+    steps = "step" if count == 1 else f"{count} steps"
+    return f"mean reward {before:.3f} → {after:.3f} (first and last {steps})"
 
 
 def _rates(rows: Sequence[Mapping[str, float | None]]) -> tuple[float, float]:

@@ -91,7 +91,7 @@ def explain(status: QueueStatus | None, processes: Sequence[Process], step: int 
     lines = [f"last step done: {'none' if step is None else step}"]
     if status is None:
         lines.append(f"the queue does not answer{_process(processes, 'queue')}")
-        return "\n".join([*lines, *_other(processes, {"queue"}), _culprit("the queue")])
+        return "\n".join([*lines, *_other(processes, "queue"), _culprit("the queue")])
     learner, workers = _roles(status)
     for role in learner:
         lines += [_wait(wait) + _silence(role) for wait in role.waits[:1]]
@@ -100,7 +100,7 @@ def explain(status: QueueStatus | None, processes: Sequence[Process], step: int 
     lines += [f"    ← {_wait(wait)}" for wait in groups[:MAX_GROUPS]]
     lines += _losses(status)
     lines += _servers(status.servers)
-    lines += _other(processes, set())
+    lines += _other(processes)
     lines += [
         f"{role.role} has been silent for {role.silent_secs:.0f} s"
         for role in status.roles
@@ -195,12 +195,9 @@ def _silence(role: RoleStatus) -> str:
     return f" (reported {role.silent_secs:.0f} s ago)" if role.silent_secs > SILENT_SECS else ""
 
 
-def _other(processes: Sequence[Process], named: set[str]) -> list[str]:
-    return [
-        f"{p.role} (pid {p.pid}) {p.state}"
-        for p in processes
-        if p.state != "runs" and p.role not in named
-    ]
+def _other(processes: Sequence[Process], named: str = "") -> list[str]:
+    found = (p for p in processes if p.state != "runs" and p.role != named)
+    return [f"{p.role} (pid {p.pid}) {p.state}" for p in found]
 
 
 def _process(processes: Sequence[Process], role: str) -> str:

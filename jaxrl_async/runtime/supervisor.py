@@ -522,8 +522,7 @@ def _progress(
 ) -> Iterator[None]:
     """Shows the last step's metrics and who waits, at every `next`."""
     while True:
-        looks = sys.stderr.isatty() or not shown.is_warm
-        found = glance() if looks else None
+        found = glance() if sys.stderr.isatty() or not shown.is_warm else None
         if shown.show(last_metrics(workdir), found, last_lines(log, 1)) and on_step is not None:
             on_step()
         yield
