@@ -24,7 +24,6 @@ from jaxrl_async import parts
 from jaxrl_async.cli.config import parse_flags, settings_of
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.models import sharding
-from jaxrl_async.roles.learner import first_params_of
 from jaxrl_async.tasks import gsm8k
 from jaxrl_async.tasks.prompts import held_out_prompts
 from jaxrl_async.tools.evaluate import ENGINE_TIMEOUT_SECS, score_engine
@@ -110,7 +109,7 @@ def _scores(settings: Settings, workdir: pathlib.Path, num_prompts: int) -> dict
     engine = parts.engine_of(settings, workdir, name="base_scores")
     engine.start()
     try:
-        params = first_params_of(settings, config, mesh, tokenizer)
+        params = parts.first_params_of(settings, config, mesh, tokenizer)
         engine.update_weights(params, "0").result(ENGINE_TIMEOUT_SECS)
         started = time.perf_counter()
         row = score_engine(

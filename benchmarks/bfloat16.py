@@ -27,7 +27,6 @@ from jaxrl_async.evaluation.score import sampling_of
 from jaxrl_async.learner.packing import Packer
 from jaxrl_async.learner.train_step import TrainStep
 from jaxrl_async.models import sharding
-from jaxrl_async.roles.learner import first_params_of
 from jaxrl_async.tasks.prompts import held_out_prompts
 from jaxrl_async.tools.evaluate import ENGINE_TIMEOUT_SECS, EngineClient
 from jaxrl_async.types import NOT_SAMPLED, Group, Trajectory
@@ -86,7 +85,7 @@ def measure(settings: Settings, workdir: pathlib.Path, num_prompts: int, num_sam
     tokenizer = parts.tokenizer_of(settings, workdir)
     config = parts.model_config_of(settings, tokenizer)
     mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
-    params = first_params_of(settings, config, mesh, tokenizer)
+    params = parts.first_params_of(settings, config, mesh, tokenizer)
     longest = settings.rollout.max_prompt_tokens + settings.rollout.max_new_tokens
     programs = {name: program(settings, config, mesh, cut, longest) for name, cut in CUTS.items()}
     found = {}

@@ -39,7 +39,6 @@ from jaxrl_async.models import sharding, transformer
 from jaxrl_async.records import NO_STATUS, Permit, QueueStatus, ResumePoint
 from jaxrl_async.rewards import reward_function
 from jaxrl_async.rewards.math import exact
-from jaxrl_async.roles import learner as learner_role
 from jaxrl_async.rollout.context import rng_of
 from jaxrl_async.rollout.sampler import request_seed
 from jaxrl_async.rollout.single_turn import single_turn
@@ -129,7 +128,7 @@ class Laboratory:
         if not path.exists():
             _write(
                 path,
-                jax.tree.leaves(learner_role.first_params_of(settings, config, mesh, tokenizer)),
+                jax.tree.leaves(parts.first_params_of(settings, config, mesh, tokenizer)),
             )
         abstract = transformer.abstract_params(config)
         with np.load(path) as leaves:

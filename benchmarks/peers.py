@@ -60,7 +60,6 @@ from jaxrl_async.inference.sampling import SamplingParams
 from jaxrl_async.learner.packing import pack
 from jaxrl_async.metrics import read_metrics
 from jaxrl_async.models import sharding
-from jaxrl_async.roles import learner as learner_role
 from jaxrl_async.types import NOT_SAMPLED, Group, Trajectory
 
 BENCHMARKS = pathlib.Path(__file__).parent
@@ -264,7 +263,7 @@ class Ours:
         config = self._engine.config
         mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
         self._train_step = parts.train_step_of(self.settings, config, mesh)
-        params = learner_role.first_params_of(self.settings, config, mesh, tokenizer)
+        params = parts.first_params_of(self.settings, config, mesh, tokenizer)
         self._engine.start()
         self._engine.update_weights(params, "0").result(TIMEOUT_SECS)
         self.state = self._train_step.init(params)
