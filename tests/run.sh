@@ -8,6 +8,7 @@ cd "$(dirname "$0")/.."
 venv=${JAXRL_TEST_VENV:-.venv-test}
 python=${PYTHON:-python3}
 export JAXRL_SERVERS=${JAXRL_SERVERS:-$PWD/.venv-servers}
+unset PYTHONDONTWRITEBYTECODE # Hundreds of processes import the package.
 if ! "$venv/bin/python" -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then # none, or broken
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || {
         echo "needs Python >= 3.11, and PYTHON=$python is $("$python" --version 2>&1): name another by PYTHON" >&2

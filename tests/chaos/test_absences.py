@@ -1,7 +1,7 @@
 """A role is frozen, or lost and started again, for longer than any deadline of a call: the others wait for it.
 
 The runs have the settings that ship, one process of each role, and no supervisor, as on a pod. All of them run at once:
-the queue in the one way and the learner in the other, with --long every role in both.
+each role once, and with --long in both ways.
 """
 
 import concurrent.futures
@@ -17,7 +17,7 @@ from jaxrl_async.queue.journal import JournalReader
 ABSENCE_SECS = 90.0
 NUM_STEPS = 14
 START_SECS = RECOVERY_SECS = 300.0
-ONCE = [("frozen", "queue"), ("lost", "learner")]
+ONCE = [("frozen", "queue"), ("frozen", "rollout"), ("lost", "learner"), ("lost", "server")]
 CASES = [(fault, role) for fault in ("frozen", "lost") for role in attacked.ROLES]
 SOUND = SOUND_AUDIT | {"stale": [], "foreign": []}
 

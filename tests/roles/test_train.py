@@ -180,10 +180,7 @@ def test_ctrl_c_ends_every_process_within_ten_seconds(command, tmp_path):
     assert psutil.wait_procs(children, timeout=1)[1] == []
 
 
-@pytest.mark.parametrize(
-    "role",
-    [pytest.param(r, marks=pytest.mark.long) for r in ("queue", "server", "rollout")] + ["learner"],
-)
+@pytest.mark.parametrize("role", ["queue", "server", "rollout", "learner"])
 def test_a_role_that_dies_is_named_with_the_end_of_its_log(role, command, tmp_path):
     process = command(
         "train",
@@ -283,9 +280,7 @@ def live(pids):
     return [psutil.Process(int(pid)) for pid in pids.split() if psutil.pid_exists(int(pid))]
 
 
-@pytest.mark.parametrize(
-    "end", ["done", pytest.param("the supervisor is killed", marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("end", ["done", "the supervisor is killed"])
 def test_a_command_starts_the_local_server_and_nothing_of_it_is_left(end, command, tmp_path):
     script, pids = tmp_path / "server.py", tmp_path / "pids"
     script.write_text(SERVER_OF_A_COMMAND)
