@@ -337,8 +337,8 @@ class Weights:
         before=0.0)
     delta: bool = setting(False, "Send servers of this project the lossless difference from the version before, where "
         "that is shorter.", since="0.1.0")
-    fanout: int = setting(0, "Servers to which the learner, and each embedded server in turn, sends a version by "
-        "transport `stream`; 0 sends to all from the learner.", at_least=0, unit="servers", since="0.1.0")
+    fanout: int = setting(0, "Servers to which the learner, and each server of this project in turn, sends a version "
+        "by transport `stream`; 0 sends to all from the learner.", at_least=0, unit="servers", since="0.1.0")
     max_paused: int = setting(0, "Servers that a push pauses at once while the others go on; 0 for all.", at_least=0,
         unit="servers", since="0.1.0")
     poll_secs: float = setting(2.0, "Poll interval of every server's health.", above=0)
