@@ -19,6 +19,7 @@ from fixtures.runs import command, finished, run, shared, verb  # noqa: F401
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+compilers.add_to_path()
 
 
 def pytest_addoption(parser):

@@ -21,6 +21,7 @@ from jaxrl_async.metrics import METRICS, read_metrics
 from jaxrl_async.runtime.supervisor import free_port
 from jaxrl_async.samples import read_samples
 
+pytestmark = pytest.mark.optimised  # A command replays the run that all share, bit for bit.
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 RUN_TIMEOUT_SECS = 400
