@@ -13,7 +13,6 @@ process over time. They are printed and written to benchmarks/results/fleet.json
 
 import argparse
 import asyncio
-import functools
 import json
 import multiprocessing
 import os
@@ -313,7 +312,11 @@ def learn(args, directory: pathlib.Path, queue: str, addresses: list[str], proce
 
         def publish(version):
             tensors = [("weight", np.full(4, version, np.float32))]
-            write = functools.partial(store.write, version, tensors, {})
+
+            def write():
+                store.write(version, tensors, {})
+                return store.get(version)
+
             publisher.publish(version, write, timeout_secs=600.0)
 
         try:

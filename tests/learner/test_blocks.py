@@ -25,6 +25,7 @@ from jaxrl_async.models import hf, lora, sharding
 from jaxrl_async.versions import difference
 from jaxrl_async.versions.store import WeightStore
 
+pytestmark = pytest.mark.optimised  # Programs are shared by tests, some of which compare bits.
 CONFIG = tiny(num_layers=3, tied_embeddings=False)
 BATCH = pack(groups_of())[0]
 ADAM = Learner(learning_rate=1e-2, warmup_updates=5, weight_decay=0.1, max_grad_norm=0.1)
