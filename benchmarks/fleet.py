@@ -240,7 +240,7 @@ async def _run_workers(pipe, queue: str, names: list[str], args: argparse.Namesp
 
     async def work(name):
         fleet = Fleet(suspect_secs=2.0, clock=time.monotonic, speeds={})
-        client = TimedClient(queue, **TIMEOUTS)
+        client = TimedClient(GrpcCalls(queue, **TIMEOUTS))
         client.push_secs = push_secs
         clock = ActiveClock()
         async with InferenceClient() as inference, client:
