@@ -51,6 +51,10 @@ class Collective:
         self._joined: dict[str, str] = {}  # address → the group that its server was in last
         self._held: dict[str, str] = {}  # address → the name of the weights that it got last
 
+    def close(self) -> None:
+        """Ends rank 0, and with it every broadcast under way."""
+        self._rank.kill()
+
     async def deliver(
         self,
         server: Sglang,

@@ -38,6 +38,11 @@ class Transport(PushOptions):
         """The broadcasts of the run, to all servers at once."""
         return names.load(COLLECTIVE)()
 
+    def close(self) -> None:
+        """Ends what its pushes share."""
+        if "collective" in vars(self):
+            self.collective.close()
+
     async def __call__(
         self,
         client: Servers,

@@ -208,6 +208,7 @@ def _train(
         store = links.store(workdir, delay, identity)
         if process == 0:
             servers = links.servers(identity, expected)
+            stack.callback(servers["transport"].close)
             publisher = _publisher(settings, workdir, queue, store, identity, servers, resume)
             metrics = links.metrics(workdir)
         else:  # It follows process 0, which alone prunes the store.

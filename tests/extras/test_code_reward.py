@@ -26,6 +26,13 @@ ASSERTS = ["assert f(2) == 4", "assert [f(1), f(0.5)] == [2, 1]", "assert bool(f
 STREAMS = [{"stdin": "2\n3\n", "stdout": "4\n6"}, {"stdin": "", "stdout": ""}]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def own_sandbox():
+    """Ends the sandbox of this process, which else lives as long."""
+    yield
+    code_lib._own.close()
+
+
 def judge(program, tests, **metadata):
     return code(program, json.dumps(tests), metadata)
 
