@@ -59,8 +59,11 @@ MAX_NAME_CHARS = 128  # of a version, and of a digest
 MAX_LEASE_SECS = 86_400.0
 MAX_FILES = 1 << 16  # of a version
 MAX_SOURCE_CHARS = 256
-VERSION = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,63}")  # that files are sent of
-FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,128}\.(json|safetensors|difference)")
+VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # that files are sent of
+FILE = re.compile(
+    r"(config|adapter_config|manifest|model\.safetensors\.index)\.json"
+    r"|[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.(safetensors|difference)"
+)
 
 
 def file_route(version: str, file: str) -> str:

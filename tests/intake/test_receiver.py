@@ -98,27 +98,27 @@ def message(answer):
     "file",
     [
         *("", ".", "..", "../config.json", "a/b.safetensors", ".safetensors", ".a.safetensors"),
-        *("x.bin", "config.json\n", "a\0.safetensors", "\\.safetensors"),
+        *("x.bin", "config.json\n", "Config.json", "a\0.safetensors", "\\.safetensors"),
         "a" * 200 + ".safetensors",
     ],
 )
 async def test_a_file_that_is_none_of_a_version_is_refused(receiver, file):
     status, why = message(await send(receiver, "1", file))
-    assert status == 400 and "and a file *.json" in why
+    assert status == 400 and "and a file *.safetensors" in why
     assert message(await receiver.hand_on("1", file)) == (400, why)
 
 
-@pytest.mark.parametrize("version", ["", ".", "..", "a/b", "1 ", "1\n", "x" * 65])
+@pytest.mark.parametrize("version", ["", ".", "..", "a/b", "-1", "1 ", "1\n", "x" * 65])
 async def test_a_version_that_is_no_directory_name_is_refused(receiver, version):
     status, why = message(await send(receiver, version, "config.json"))
     assert status == 400 and "a version must be a name" in why
 
 
 async def test_a_file_without_its_length_or_with_other_bytes_is_refused(receiver):
-    answer = await receiver.receive("1", "a.json", None, None, chunks(b""))
-    assert message(answer) == (400, "an upload needs Content-Length, a.json has none")
+    answer = await receiver.receive("1", "config.json", None, None, chunks(b""))
+    assert message(answer) == (400, "an upload needs Content-Length, config.json has none")
     other = hashlib.sha256(b"other").hexdigest()
-    status, why = message(await send(receiver, "1", "a.json", sha256=other))
+    status, why = message(await send(receiver, "1", "config.json", sha256=other))
     assert status == 400 and "SHA-256" in why
 
 

@@ -55,6 +55,7 @@ CONFIG = tiny(
 )
 ROWS = (64, 256, 512)  # Lengths that the forward pass is compiled for.
 CALL_SECS = 60.0
+MADE = []  # by `transport_of`
 EXACT = 1e-4  # nats, float32 against float32
 PROMPT = [1, 2, 3, 4, 5]
 # Requests at once that take seconds on every server: a test that is held up for a moment still finds them running.
@@ -152,7 +153,15 @@ async def server(running, client, versions):
 
 @functools.cache  # A group of "distributed" stays from push to push.
 def transport_of(name, *, mode, **options):
-    return Transport(name, mode=mode, **options)
+    MADE.append(Transport(name, mode=mode, **options))
+    return MADE[-1]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def broadcasts_end():
+    yield
+    for transport in MADE:
+        transport.close()
 
 
 async def push(client, server, versions, version, *, transport="disk", mode="retract", **options):
