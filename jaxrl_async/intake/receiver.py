@@ -280,8 +280,8 @@ def _check_names(version: str, name: str) -> None:
     """Raises RequestError where a name is not safe in a path."""
     if not (protocol.VERSION.fullmatch(version) and protocol.FILE.fullmatch(name)):
         raise RequestError(
-            "a version must be a name of letters, digits, - and _, and a file *.safetensors, *.difference or the JSON of "
-            f"a version; got {version!r:.80} and {name!r:.80}"
+            "a version must be a name of letters, digits, - and _, and a file *.safetensors, *.difference or the JSON "
+            f"of a version; got {version!r:.80} and {name!r:.80}"
         )
 
 
