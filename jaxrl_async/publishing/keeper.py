@@ -99,7 +99,8 @@ class Keeper:
         """Seconds to the next attempt: backoff, with jitter; None where probes say when it is due."""
         if self.is_settled():
             return None
-        failures = self.server.num_failures
+        # One that is DEAD costs a refused connection, and restarts while the others wait.
+        failures = self.server.num_failures if self.server.state != DEAD else 0
         backoff = min(2.0 ** (failures - 1), MAX_BACKOFF) if failures else 1.0
         return self._course.poll_secs * backoff * random.uniform(0.8, 1.2)
 

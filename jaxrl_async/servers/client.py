@@ -6,6 +6,7 @@ is the kinds' matter. Routing and retries are the sampler's; the version that a 
 
 import asyncio
 import contextlib
+import functools
 import json
 import time
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
@@ -67,8 +68,8 @@ class InferenceClient:
                 # Calls beyond it wait for a connection within their deadline, instead of failing for want of files.
                 limit=descriptors.connection_limit(),
                 limit_per_host=0,  # A server bounds its own requests, and queues the rest.
-                # uvicorn closes a connection after 5 s of rest: a reused one would break.
-                keepalive_timeout=4.0,
+                # uvicorn closes a connection after 5 s of rest, which a busy process may count late.
+                keepalive_timeout=2.0,
                 ssl=self._tls,
             ),
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -223,15 +224,25 @@ class InferenceClient:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """A request over the session; an error of its connection is a ServerError."""
         assert self._session is not None, "the client is not open"
+        send = functools.partial(
+            self._session.request,
+            method,
+            address + route,
+            data=body,
+            headers=headers,
+            timeout=aiohttp.ClientTimeout(total=timeout_secs),
+            allow_redirects=False,
+        )
         try:
-            async with self._session.request(
-                method,
-                address + route,
-                data=body,
-                headers=headers,
-                timeout=aiohttp.ClientTimeout(total=timeout_secs),
-                allow_redirects=False,
-            ) as response:
+            try:
+                response = await send()
+            except aiohttp.ClientOSError as error:
+                # The server has closed a connection at rest, and nothing was sent.
+                unsent = isinstance(error.__cause__, aiohttp.ClientConnectionResetError)
+                if not unsent or not isinstance(body, bytes):
+                    raise
+                response = await send()
+            async with response:
                 yield response
         except TimeoutError:
             raise no_answer(address, route, timeout_secs) from None

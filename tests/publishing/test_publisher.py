@@ -14,6 +14,7 @@ from fixtures.fake_sglang import FakeServer, started
 from jaxrl_async import active_clock
 from jaxrl_async.publishing.discovery import Discovery
 from jaxrl_async.publishing.health import Server, Table
+from jaxrl_async.publishing.keeper import Course, Keeper
 from jaxrl_async.publishing.publisher import Publisher, PublisherError
 from jaxrl_async.publishing.transports import Transport
 from jaxrl_async.records import ServerRecord, SupersededError
@@ -109,6 +110,20 @@ def start(queue, store):
     yield start
     for publisher in publishers:
         publisher.close()
+
+
+def keeper_of(*, poll_secs):
+    """A keeper of a server that holds nothing, never started."""
+    course = Course(
+        transport=None,
+        pin=None,
+        preflight=None,
+        pauses=None,
+        poll_secs=poll_secs,
+        push_timeout_secs=WAIT_SECS,
+        active=None,
+    )
+    return Keeper(Server("http://gone", "http://gone"), None, course, None)
 
 
 @pytest.fixture
@@ -463,6 +478,15 @@ def test_the_only_server_may_restart_within_the_start_timeout(queue, servers, st
     server.start()
     queue.wait_for(lambda: queue.last(server) == ("HEALTHY", 1))
     assert server.version == "1"
+
+
+@pytest.mark.parametrize(("state", "rests"), [("DEAD", 1.0), ("STALE", 8.0)])
+def test_one_that_fails_is_tried_ever_less_often_and_one_that_is_gone_at_every_poll(state, rests):
+    keeper = keeper_of(poll_secs=2.0)
+    keeper.server.state = state
+    for keeper.server.num_failures in range(1, 12):
+        rest = keeper._rest_secs()
+    assert 0.8 * rests * 2.0 <= rest <= 1.2 * rests * 2.0
 
 
 ROUTER = "http://router:1"

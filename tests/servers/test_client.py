@@ -3,8 +3,10 @@
 import asyncio
 import time
 
+import aiohttp
 import numpy as np
 import pytest
+from aiohttp.http_writer import StreamWriter
 from fixtures.fake_sglang import FakeServer, answer, logprob, token
 
 from jaxrl_async.servers.client import InferenceClient
@@ -258,6 +260,27 @@ async def test_a_connection_that_breaks_is_an_error_to_retry(server):
         with pytest.raises(ServerError, match="/generate: connection") as caught:
             await generate(client, server.address)
     assert caught.value.retryable
+
+
+async def test_a_call_that_found_its_connection_closed_before_it_was_sent_is_sent_again(
+    server, monkeypatch
+):
+    class ClosedOnce(StreamWriter):
+        left = 1
+
+        async def write(self, *args, **options):
+            if self.left:
+                ClosedOnce.left -= 1
+                raise aiohttp.ClientConnectionResetError("Cannot write to closing transport")
+            await super().write(*args, **options)
+
+    monkeypatch.setattr(aiohttp.client_reqrep, "StreamWriter", ClosedOnce)
+    async with InferenceClient() as client:
+        await SglangApi(client, server.address).rename("7", timeout_secs=10.0)
+    assert ClosedOnce.left == 0
+    assert server.calls == [
+        ("/update_weight_version", {"new_version": "7", "abort_all_requests": False})
+    ]
 
 
 async def test_control_routes_send_what_sglang_expects(server):
