@@ -20,7 +20,7 @@ from typing import Any
 
 import ml_collections
 import numpy as np
-import scipy.stats
+import scipy.special
 from in_process import Laboratory, Outcome
 
 from jaxrl_async.cli.config import load_config, settings_of
@@ -112,7 +112,7 @@ def mean_and_interval(values: Iterable[float]) -> dict[str, float | int]:
     values = np.asarray(list(values), float)
     n, half = len(values), 0.0
     if n > 1:
-        half = scipy.stats.t.ppf(0.975, n - 1) * values.std(ddof=1) / np.sqrt(n)
+        half = scipy.special.stdtrit(n - 1, 0.975) * values.std(ddof=1) / np.sqrt(n)
     return {"mean": float(values.mean()), "half_width": float(half), "seeds": n}
 
 

@@ -36,7 +36,7 @@ from typing import Any
 import grid
 import matplotlib
 import numpy as np
-import scipy.stats
+import scipy.special
 from in_process import complete, request_of, text_of
 from recitation import ALPHABET
 
@@ -372,7 +372,7 @@ def compared(
 def ratio(values: Sequence[float]) -> dict[str, float | int]:
     """Geometric mean with its 95 % interval, of the logarithms by Student's t."""
     logs, n = np.log(values), len(values)
-    half = scipy.stats.t.ppf(0.975, n - 1) * logs.std(ddof=1) / math.sqrt(n) if n > 1 else 0.0
+    half = scipy.special.stdtrit(n - 1, 0.975) * logs.std(ddof=1) / math.sqrt(n) if n > 1 else 0.0
     low, mean, high = (math.exp(logs.mean() + sign * half) for sign in (-1, 0, 1))
     return {"mean": mean, "low": low, "high": high, "seeds": n}
 

@@ -5,7 +5,6 @@ import struct
 
 import numpy as np
 import pytest
-from tensorboardX.proto.event_pb2 import Event
 
 from jaxrl_async import metrics, samples
 from jaxrl_async.types import Group, Trajectory
@@ -111,6 +110,9 @@ def test_any_text_survives_the_file(tmp_path):
 
 def events(path):
     """The events of a TensorBoard file: each is its length, a checksum of that, its bytes and their checksum."""
+    # It imports torch, which the run that wrote the file has hidden from it.
+    from tensorboardX.proto.event_pb2 import Event
+
     data, found = path.read_bytes(), []
     while data:
         (length,) = struct.unpack_from("<Q", data)

@@ -5,6 +5,7 @@ import functools
 import os
 import pathlib
 import re
+from importlib.util import find_spec
 
 import pytest
 from fixtures.fake_sglang import started
@@ -17,7 +18,7 @@ from jaxrl_async.servers.kinds import sglang
 from jaxrl_async.servers.port import ObsoleteVersionError, ServerError
 from jaxrl_async.versions.store import StoredVersion, WeightStore
 
-pytest.importorskip("torch")
+pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
 TIMEOUT_SECS = 60.0
 
 

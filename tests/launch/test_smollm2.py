@@ -7,8 +7,6 @@ import gguf
 import jax
 import numpy as np
 import pytest
-import torch
-import transformers
 from flax import nnx
 
 from jaxrl_async.models import hf, transformer
@@ -104,6 +102,9 @@ def converted(script, tmp_path_factory):
 
 
 def test_the_decoder_reads_the_checkpoint_as_transformers_reads_the_gguf(converted):
+    import torch  # Every process of pytest reads this file.
+    import transformers
+
     path, directory = converted
     config = hf.read_config(directory, dtype="float32", remat=False)
     assert (config.num_layers, config.rope_theta, config.tied_embeddings) == (2, 100_000.0, True)
@@ -120,6 +121,8 @@ def test_the_decoder_reads_the_checkpoint_as_transformers_reads_the_gguf(convert
 
 
 def test_the_chat_template_and_the_end_of_a_turn_come_with_it(converted):
+    import transformers
+
     path, directory = converted
     ours = load_tokenizer(directory)
     theirs = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)

@@ -4,6 +4,7 @@ The reference is written from the formulas, in scalars: trajectories instead of 
 """
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -90,8 +91,8 @@ NUMBERS = {  # by weight, then by the other parts with a number
 }
 
 
-def permitted():
-    """Every combination of names that LossConfig takes, with numbers in turn, by (surrogate, weight)."""
+def combinations():
+    """Settings of every combination of names, permitted or not, by (surrogate, weight), with numbers in turn."""
     found = collections.defaultdict(list)
     kls = [("none", "reference"), *itertools.product(("k1", "k2", "k3"), ("reference", "behavior"))]
     for number, (advantage, anchor, fresh, ratio, of, weight, kl, reduction) in enumerate(
@@ -106,8 +107,6 @@ def permitted():
             loss_config.REDUCTIONS,
         )
     ):
-        if fresh == "current" and anchor not in ("a3po", "linear"):
-            continue
         settings = {
             "advantage": advantage,
             "anchor": anchor,
@@ -123,21 +122,25 @@ def permitted():
         for name in (of, weight, kl[0], reduction):
             choices = NUMBERS.get(name, ({},))
             settings |= choices[number % len(choices)]
-        try:
-            config = LossConfig(**settings)
-        except ValueError:
-            continue
-        found[of, weight].append(config)
+        if fresh == "behavior" or anchor in ("a3po", "linear"):
+            found[of, weight].append(settings)
     return found
 
 
 def drawn(per_pair=8, seed=7):
-    """A few of each pair of surrogate and weight."""
-    rng = np.random.default_rng(seed)
-    return {
-        pair: [configs[i] for i in rng.permutation(len(configs))[:per_pair]]
-        for pair, configs in permitted().items()
-    }
+    """A few that LossConfig takes of each pair of surrogate and weight."""
+    rng, found = np.random.default_rng(seed), {}
+    for pair, settings in combinations().items():
+        configs = taken(settings[i] for i in rng.permutation(len(settings)))
+        if few := list(itertools.islice(configs, per_pair)):
+            found[pair] = few
+    return found
+
+
+def taken(settings):
+    for each in settings:
+        with contextlib.suppress(ValueError):
+            yield LossConfig(**each)
 
 
 DRAWN = drawn()

@@ -180,6 +180,14 @@ def test_ctrl_c_ends_every_process_within_ten_seconds(command, tmp_path):
     assert psutil.wait_procs(children, timeout=1)[1] == []
 
 
+def wait_for_words(workdir, role):
+    """Until the log of a role has a line."""
+    deadline = time.monotonic() + FIRST_STEP_TIMEOUT_SECS
+    while not any(log.stat().st_size for log in (workdir / "logs").glob(f"{role}*.log")):
+        assert time.monotonic() < deadline, f"the {role} says nothing"
+        time.sleep(0.05)
+
+
 @pytest.mark.parametrize("role", ["queue", "server", "rollout", "learner"])
 def test_a_role_that_dies_is_named_with_the_end_of_its_log(role, command, tmp_path):
     process = command(
@@ -188,7 +196,10 @@ def test_a_role_that_dies_is_named_with_the_end_of_its_log(role, command, tmp_pa
         "--config.learner.num_steps=100000",
         "--config.supervisor.max_restarts=0",
     )
-    wait_for_step(tmp_path / "run", 1)
+    if role == "learner":
+        wait_for_step(tmp_path / "run", 1)
+    else:
+        wait_for_words(tmp_path / "run", role)
     roles = roles_of(process.pid)
     roles[role].kill()
     output, _ = process.communicate(timeout=30)
@@ -281,7 +292,9 @@ def live(pids):
 
 
 @pytest.mark.parametrize("end", ["done", "the supervisor is killed"])
-def test_a_command_starts_the_local_server_and_nothing_of_it_is_left(end, command, tmp_path):
+def test_a_command_starts_the_local_server_and_nothing_of_it_or_of_a_role_is_left(
+    end, command, tmp_path
+):
     script, pids = tmp_path / "server.py", tmp_path / "pids"
     script.write_text(SERVER_OF_A_COMMAND)
     process = command(
@@ -295,6 +308,8 @@ def test_a_command_starts_the_local_server_and_nothing_of_it_is_left(end, comman
     wait_for_step(tmp_path / "run", 1)
     left = live(pids.read_text())
     assert len(left) == 2
+    roles = list(roles_of(process.pid).values())
+    assert len(roles) == 4
     if end == "done":
         left[0].kill()  # The run continues: the role is restarted.
         output, _ = process.communicate(timeout=RUN_TIMEOUT_SECS)
@@ -308,16 +323,7 @@ def test_a_command_starts_the_local_server_and_nothing_of_it_is_left(end, comman
     else:
         process.kill()
         process.communicate(timeout=10)
-    assert psutil.wait_procs(left, timeout=20)[1] == []
-
-
-def test_the_roles_end_with_their_supervisor(command, tmp_path):
-    process = command("train", f"--config={QUICKSTART}:smoke", "--config.learner.num_steps=100000")
-    wait_for_step(tmp_path / "run", 1)
-    roles = list(roles_of(process.pid).values())
-    process.kill()
-    process.communicate(timeout=10)
-    assert psutil.wait_procs(roles, timeout=20)[1] == []
+    assert psutil.wait_procs([*left, *roles], timeout=20)[1] == []
 
 
 BROKEN = """
