@@ -32,46 +32,26 @@ from jaxrl_async.servers.port import (
 )
 
 
+@dataclasses.dataclass(eq=False, repr=False, kw_only=True)
 class Sampler:
     """Runs the requests of one worker."""
 
-    def __init__(
-        self,
-        *,
-        client: Servers,
-        fleet: Fleet,
-        controls: Mapping[str, Sequence[str]],
-        sampling: Mapping[str, Any],
-        run_seed: int,
-        request_timeout_secs: float,
-        max_retries: int,
-        outage_secs: float = 0.0,
-        clock: ActiveClock | None = None,
-    ):
-        """Sends nothing yet.
+    client: Servers
+    fleet: Fleet  # the servers' states; kept up to date by its owner
+    # Address of a router → addresses of the servers behind it, which take the aborts that a router refuses; any other
+    # address takes them itself.
+    controls: Mapping[str, Sequence[str]]
+    sampling: dict[str, Any]  # SGLang's parameters, max_new_tokens among them, without the seed
+    run_seed: int  # with prompt_index, attempt and sample it makes each request's seed
+    # Bound on one `generate`, all its tries together, without the waits for a HEALTHY server and the time in which this
+    # process was stopped.
+    request_timeout_secs: float
+    max_retries: int  # tries after the first
+    outage_secs: float = 0.0  # bound on one wait for a HEALTHY server, at least request_timeout_secs
+    clock: ActiveClock = dataclasses.field(default_factory=ActiveClock)  # its owner reads it often
 
-        Args:
-          client: of the servers.
-          fleet: the servers' states; kept up to date by its owner.
-          controls: address of a router → addresses of the servers behind it, which take the aborts that a router
-            refuses; any other address takes them itself.
-          sampling: SGLang's sampling parameters, max_new_tokens among them, without the seed.
-          run_seed: with prompt_index, attempt and sample it makes each request's seed.
-          request_timeout_secs: bound on one `generate`, all its tries together, without the waits for a HEALTHY
-            server and the time in which this process was stopped.
-          max_retries: tries after the first.
-          outage_secs: bound on one wait for a HEALTHY server, at least request_timeout_secs.
-          clock: looked at often by its owner.
-        """
-        self._client = client
-        self._fleet = fleet
-        self._controls = dict(controls)
-        self._sampling = dict(sampling)
-        self._run_seed = run_seed
-        self._request_timeout_secs = request_timeout_secs
-        self._max_retries = max_retries
-        self._outage_secs = max(outage_secs, request_timeout_secs)
-        self._clock = clock or ActiveClock()
+    def __post_init__(self):
+        self.outage_secs = max(self.outage_secs, self.request_timeout_secs)
         self._running: dict[str, str] = {}  # rid → address, of requests that may run on a server
         self._calls: dict[str, asyncio.Task[Completion]] = {}  # rid → the call that waits for it
         self._homes: dict[Permit, str] = {}  # the server of a group's first request
@@ -89,15 +69,15 @@ class Sampler:
         Raises (when awaited):
           RolloutError: server_error, foreign_version, timeout or aborted.
         """
-        seed = request_seed(self._run_seed, permit, sample)
+        seed = request_seed(self.run_seed, permit, sample)
         return functools.partial(
             self._generate, _Requests(permit, _sample_prefix(permit, sample), seed)
         )
 
     def take_run(self, run_id: str) -> None:
         """From now on only weights of this run may sample, unless those of any run may."""
-        if self._client.run_id:
-            self._client.run_id = run_id
+        if self.client.run_id:
+            self.client.run_id = run_id
 
     def distrust(self, permit: Permit, refusal: str) -> None:
         """Distrusts the servers that sampled the tokens for which a group was refused: its oldest, or its newest.
@@ -114,7 +94,7 @@ class Sampler:
             bound = max((newest for *_, newest in sources), default=0)
             guilty = {address for address, _, newest in sources if newest == bound}
         for address in guilty:
-            self._fleet.distrust(address)
+            self.fleet.distrust(address)
 
     def release(self, permit: Permit) -> None:
         """Forgets the servers of a permit that has ended."""
@@ -132,8 +112,8 @@ class Sampler:
         """Ends a request that may still run; nothing where its server does not answer."""
         server = self._running.pop(rid)
         calls = [
-            self._client.abort(address, rid=rid, timeout_secs=timeout_secs)
-            for address in self._controls.get(server, (server,))
+            self.client.abort(address, rid=rid, timeout_secs=timeout_secs)
+            for address in self.controls.get(server, (server,))
         ]
         for result in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(result, BaseException) and not isinstance(result, ServerError):
@@ -143,7 +123,7 @@ class Sampler:
         """In words: the server that a sample waits for; "" where it waits for none."""
         prefix = _sample_prefix(permit, sample)
         if prefix in self._unrouted:
-            return f"a HEALTHY server ({self._fleet.describe()})"
+            return f"a HEALTHY server ({self.fleet.describe()})"
         running = (a for rid, a in self._running.items() if rid.startswith(prefix))
         address = next(running, None)
         return f"server {address}" if address else ""
@@ -156,19 +136,19 @@ class Sampler:
         """
         for rid, call in self._calls.items():
             address = self._running[rid]
-            if self._fleet.has_left(address):
+            if self.fleet.has_left(address):
                 if rid not in self._drains:
                     drain = asyncio.create_task(self._drain(rid, address, call))
                     self._drains[rid] = drain
                     drain.add_done_callback(lambda _, rid=rid: self._drains.pop(rid, None))
-            elif self._fleet.state(address) == DEAD:
+            elif self.fleet.state(address) == DEAD:
                 call.cancel()
 
     async def _drain(self, rid: str, address: str, call: asyncio.Task[Completion]) -> None:
         """Aborts a request on a server that has left; cancels a call that does not end by it."""
-        for control in self._controls.get(address, (address,)):
+        for control in self.controls.get(address, (address,)):
             with contextlib.suppress(ServerError):
-                await self._client.abort(control, rid=rid, timeout_secs=_DRAIN_SECS)
+                await self.client.abort(control, rid=rid, timeout_secs=_DRAIN_SECS)
         await asyncio.wait({call}, timeout=_DRAIN_SECS)
         call.cancel()
 
@@ -178,27 +158,27 @@ class Sampler:
         tokens: Sequence[int] | np.ndarray,
         **overrides: Any,
     ) -> Completion:
-        sampling = self._sampling | {"sampling_seed": requests.seed} | overrides
+        sampling = self.sampling | {"sampling_seed": requests.seed} | overrides
         input_ids = np.asarray(tokens).tolist()
-        deadline = self._clock.now() + self._request_timeout_secs
+        deadline = self.clock.now() + self.request_timeout_secs
         parts: list[Completion] = []
         reason, detail, failed = "", "", ""
         retry = 0
-        while retry <= self._max_retries:
-            before = self._clock.now()
+        while retry <= self.max_retries:
+            before = self.clock.now()
             address = await self._route(requests, failed)
-            deadline += self._clock.now() - before
+            deadline += self.clock.now() - before
             rid = f"{requests.prefix}{next(requests.resumes):04d}"
             try:
                 part = await self._request(address, rid, input_ids, sampling, deadline)
             except ServerTimeoutError as error:
-                if self._clock.now() < deadline:  # This process was stopped meanwhile.
+                if self.clock.now() < deadline:  # This process was stopped meanwhile.
                     await self._abort(rid, ABORT_TIMEOUT_SECS)
                     continue
                 raise RolloutError("timeout", str(error)) from error
             # This process's fault: no server is suspect, no try is lost.
             except OutOfFilesError as error:
-                if self._clock.now() > deadline:
+                if self.clock.now() > deadline:
                     raise RolloutError("timeout", str(error)) from error
                 await asyncio.sleep(_OUT_OF_FILES_SECS)
                 continue
@@ -206,7 +186,7 @@ class Sampler:
                 if not error.retryable:
                     raise RolloutError("server_error", str(error)) from error
                 foreign = isinstance(error, ForeignVersionError)
-                self._fleet.distrust(address) if foreign else self._fleet.suspect(address)
+                self.fleet.distrust(address) if foreign else self.fleet.suspect(address)
                 reason = "foreign_version" if foreign else "server_error"
                 detail, failed = str(error), address
                 await self._back_off(retry, deadline)
@@ -224,7 +204,7 @@ class Sampler:
             sampling["max_new_tokens"] -= len(part.tokens)
             if sampling["max_new_tokens"] == 0:
                 return _join(parts, "length")
-        raise RolloutError(reason, f"failed after {self._max_retries + 1} tries: {detail}")
+        raise RolloutError(reason, f"failed after {self.max_retries + 1} tries: {detail}")
 
     async def _request(
         self,
@@ -237,17 +217,17 @@ class Sampler:
         num_tokens = len(input_ids) + sampling["max_new_tokens"]
         self._running[rid] = address
         call = asyncio.create_task(
-            self._client.generate(
+            self.client.generate(
                 address,
                 rid=rid,
                 input_ids=input_ids,
                 sampling_params=sampling,
-                timeout_secs=max(deadline - self._clock.now(), 1e-3),
+                timeout_secs=max(deadline - self.clock.now(), 1e-3),
             )
         )
         self._calls[rid] = call
         try:
-            with self._fleet.serving(address, num_tokens):
+            with self.fleet.serving(address, num_tokens):
                 completion = await call
         except ServerTimeoutError:
             raise  # It may still run there, as it may when this task is cancelled.
@@ -268,33 +248,33 @@ class Sampler:
     async def _route(self, requests: "_Requests", failed: str) -> str:
         """Waits for a server: that of the sample or its group, or a new one."""
         prefers = requests.server or self._homes.get(requests.permit)
-        address = self._fleet.route((failed,), prefers=prefers)
+        address = self.fleet.route((failed,), prefers=prefers)
         if address is None:
             address = await self._wait_for_server(requests.prefix, failed)
         requests.server = address
-        if self._fleet.state(self._homes.setdefault(requests.permit, address)) != HEALTHY:
+        if self.fleet.state(self._homes.setdefault(requests.permit, address)) != HEALTHY:
             self._homes[requests.permit] = address
         return address
 
     async def _wait_for_server(self, prefix: str, failed: str) -> str:
-        deadline = self._clock.now() + self._outage_secs
+        deadline = self.clock.now() + self.outage_secs
         self._unrouted.add(prefix)
         try:
-            while (address := self._fleet.route((failed,))) is None:
-                left = deadline - self._clock.now()
+            while (address := self.fleet.route((failed,))) is None:
+                left = deadline - self.clock.now()
                 if left <= 0:
                     detail = (
-                        f"no HEALTHY server within {self._outage_secs:g} s: "
-                        f"{self._fleet.describe()}"
+                        f"no HEALTHY server within {self.outage_secs:g} s: "
+                        f"{self.fleet.describe()}"
                     )
                     raise RolloutError("server_error", detail)
-                await self._fleet.wait_for_change(left)
+                await self.fleet.wait_for_change(left)
         finally:
             self._unrouted.discard(prefix)
         return address
 
     async def _back_off(self, retry: int, deadline: float) -> None:
-        left = deadline - self._clock.now()
+        left = deadline - self.clock.now()
         await asyncio.sleep(max(0.0, min(_BACKOFF_SECS * 2**retry, _MAX_BACKOFF_SECS, left)))
 
     @property

@@ -40,60 +40,28 @@ from jaxrl_async.types import Group, InvalidTrajectoryError, Prompt, Sample, Tra
 log = logging.getLogger(__name__)
 
 
+@dataclasses.dataclass(eq=False, repr=False, kw_only=True)
 class Worker:
-    """Runs up to max_running_groups permits at once."""
+    """Runs up to max_running_groups permits at once; `run` starts it."""
 
-    def __init__(
-        self,
-        *,
-        name: str,
-        queue: QueueClient,
-        sampler: Sampler,
-        fleet: Fleet,
-        rewards: RewardPool,
-        prompts: Sequence[Prompt],
-        runner: Runner,
-        group_size: int,
-        max_running_groups: int,
-        drop_equal_rewards: bool,
-        overlong: Callable[[int], float],
-        frictions: Frictions | None,
-        run_seed: int,
-        clock: ActiveClock | None = None,
-    ):
-        """Starts nothing yet.
+    name: str  # in the queue; a worker that restarts under its name is given its permits again
+    queue: QueueClient  # gives permits and takes groups
+    sampler: Sampler  # makes `generate`
+    fleet: Fleet  # the sampler's servers, kept up to date here
+    rewards: RewardPool  # scores an answer's text against the gold answer
+    prompts: Sequence[Prompt]  # prompts[prompt_index] is the permit's prompt
+    runner: Runner  # runs the rollout function, and judges its samples
+    group_size: int  # G, samples per permit
+    max_running_groups: int  # permits at once
+    # A group whose recorded rewards are all equal retires its prompt_index instead (DAPO's dynamic sampling, arXiv
+    # 2503.14476): it would have no advantage.
+    drop_equal_rewards: bool
+    overlong: Callable[[int], float]  # number of sampled tokens → price, added to the reward
+    frictions: Frictions | None  # errors to record on purpose; None for none
+    run_seed: int  # with prompt_index, attempt and sample it seeds a sample's random generators
+    clock: ActiveClock = dataclasses.field(default_factory=ActiveClock)  # the sampler's, read here
 
-        Args:
-          name: of the worker in the queue; a worker that restarts under its name is given its permits again.
-          queue: gives permits and takes groups.
-          sampler: makes `generate`.
-          fleet: the sampler's servers, kept up to date here.
-          rewards: scores an answer's text against the gold answer.
-          prompts: prompts[prompt_index] is the permit's prompt.
-          runner: runs the rollout function, and judges its samples.
-          group_size: G, samples per permit.
-          max_running_groups: permits at once.
-          drop_equal_rewards: a group whose recorded rewards are all equal retires its prompt_index instead
-            (DAPO's dynamic sampling, arXiv 2503.14476): it would have no advantage.
-          overlong: number of sampled tokens → price, added to the reward.
-          frictions: errors to record on purpose; None for none.
-          run_seed: with prompt_index, attempt and sample it seeds a sample's random generators.
-          clock: the sampler's, read often here.
-        """
-        self._name = name
-        self._queue = queue
-        self._sampler = sampler
-        self._fleet = fleet
-        self._rewards = rewards
-        self._prompts = prompts
-        self._runner = runner
-        self._group_size = group_size
-        self._max_running_groups = max_running_groups
-        self._drop_equal_rewards = drop_equal_rewards
-        self._overlong = overlong
-        self._frictions = frictions
-        self._run_seed = run_seed
-        self._clock = clock or ActiveClock()
+    def __post_init__(self):
         self._running: dict[Permit, list[int]] = {}  # lengths of the samples that have ended
         # (permit, sample) → its stage, and since when.
         self._stages: dict[tuple[Permit, int], tuple[str, float]] = {}
@@ -120,8 +88,8 @@ class Worker:
         except BaseExceptionGroup as group:
             raise _worst(group) from None
         finally:
-            await self._runner.close()
-            await self._queue.leave(self._name)
+            await self.runner.close()
+            await self.queue.leave(self.name)
 
     def waits_for(self) -> str:
         """In words: what the worker waits for."""
@@ -129,16 +97,16 @@ class Worker:
             return "permits from the queue"
         scoring = sum(stage == SCORING for stage, _ in self._stages.values())
         return (
-            f"{len(self._running)} groups: {self._sampler.num_running} requests run on servers, "
-            f"{self._sampler.num_unrouted} wait for a HEALTHY one, {scoring} answers wait for their "
-            f"reward ({self._fleet.describe()})"
+            f"{len(self._running)} groups: {self.sampler.num_running} requests run on servers, "
+            f"{self.sampler.num_unrouted} wait for a HEALTHY one, {scoring} answers wait for their "
+            f"reward ({self.fleet.describe()})"
         )
 
     def waits(self) -> list[Wait]:
         """One wait per group, the longest first, MAX_WAITS at most."""
         now = time.monotonic()
         if not self._running:
-            return [Wait(self._name, "permits from the queue", now - self._idle_since)]
+            return [Wait(self.name, "permits from the queue", now - self._idle_since)]
         oldest: dict[Permit, tuple[float, str, int]] = {}
         for (permit, sample), (stage, since) in self._stages.items():
             oldest[permit] = min(oldest.get(permit, (now, "", 0)), (since, stage, sample))
@@ -168,37 +136,37 @@ class Worker:
 
     def _place(self, permit: Permit, sample: int, stage: str) -> str:
         if stage == SCORING:
-            return self._rewards.waits_for()
-        return self._sampler.place_of(permit, sample) or self._runner.waits_for()
+            return self.rewards.waits_for()
+        return self.sampler.place_of(permit, sample) or self.runner.waits_for()
 
     async def _report_waits(self) -> None:
         while True:
-            loads = self._fleet.take_report()
-            await self._queue.report(self._name, self.waits(), self.secs(), loads)
+            loads = self.fleet.take_report()
+            await self.queue.report(self.name, self.waits(), self.secs(), loads)
             await asyncio.sleep(STATUS_SECS)
 
     async def _read_clock(self) -> None:
         while True:
-            self._clock.now()
+            self.clock.now()
             await asyncio.sleep(CLOCK_SECS)
 
     async def _watch_fleet(self) -> None:
-        async for records in self._queue.watch_fleet():
-            self._sampler.take_run(self._queue.run_id)
-            self._fleet.update(records, self._queue.table_v_pub)
-            self._sampler.cancel_dead()
+        async for records in self.queue.watch_fleet():
+            self.sampler.take_run(self.queue.run_id)
+            self.fleet.update(records, self.queue.table_v_pub)
+            self.sampler.cancel_dead()
 
     async def _work(self, tasks: asyncio.TaskGroup) -> None:
         while True:
-            while (free := self._max_running_groups - len(self._running)) == 0:
+            while (free := self.max_running_groups - len(self._running)) == 0:
                 self._finished.clear()
                 await self._finished.wait()
-            permits = await self._queue.admit(
-                free, ADMIT_WAIT_SECS, worker=self._name, working_on=self._running
+            permits = await self.queue.admit(
+                free, ADMIT_WAIT_SECS, worker=self.name, working_on=self._running
             )
-            self._fleet.expect(self._queue.v_pub)
-            if permits and self._fleet.is_out_of_date:  # Once, instead of each sample by itself.
-                await self._fleet.wait_for_change(TABLE_WAIT_SECS)
+            self.fleet.expect(self.queue.v_pub)
+            if permits and self.fleet.is_out_of_date:  # Once, instead of each sample by itself.
+                await self.fleet.wait_for_change(TABLE_WAIT_SECS)
             if permits and not self._running:
                 self._secs["idle"] += time.monotonic() - self._idle_since
             for permit in permits:
@@ -210,12 +178,12 @@ class Worker:
         """Submits the permit's group, or returns the permit."""
         try:
             group = await self._make_group(permit)
-            if self._drop_equal_rewards and np.ptp(group.rewards) == 0:
+            if self.drop_equal_rewards and np.ptp(group.rewards) == 0:
                 raise RolloutError("equal_rewards", f"all rewards are {group.rewards[0]:g}")
-            outcome = await self._queue.submit(group)
+            outcome = await self.queue.submit(group)
             if outcome in REFUSALS:
                 log.warning("%s was refused as %s", permit, outcome)
-                self._sampler.distrust(permit, outcome)
+                self.sampler.distrust(permit, outcome)
         except RolloutError as error:
             await self._return(permit, error.reason, error.detail)
             await self._end_with_first_failures(permit, error.cause)
@@ -225,47 +193,47 @@ class Worker:
             self.statistics.count(group, outcome)
         finally:
             del self._running[permit]
-            self._sampler.release(permit)
+            self.sampler.release(permit)
             self._idle_since = time.monotonic()
             self._finished.set()
 
     async def _end_with_first_failures(self, permit: Permit, cause: CodeError | None) -> None:
         """Ends the run where the user's code has failed in the same way from its start."""
-        prompt = self._prompts[permit.prompt_index]
+        prompt = self.prompts[permit.prompt_index]
         message = None if cause is None else self._first_failures.failed(cause, prompt)
         if message is not None:
-            await self._queue.fail(self._name, message)
+            await self.queue.fail(self.name, message)
             raise UserCodeError(message)
 
     async def _return(self, permit: Permit, reason: str, detail: str) -> None:
         normal = reason == "equal_rewards"  # With drop_equal_rewards, many are.
         level = logging.DEBUG if normal else logging.WARNING
         log.log(level, "%s returned as %s: %s", permit, reason, security.escaped(detail))
-        await self._queue.return_permit(
+        await self.queue.return_permit(
             permit,
             reason,
             detail,
-            prompt_tokens=len(self._prompts[permit.prompt_index].tokens),
+            prompt_tokens=len(self.prompts[permit.prompt_index].tokens),
             completion_tokens=self._running[permit],
         )
         self.statistics.returned[reason] += 1
 
     async def _make_group(self, permit: Permit) -> Group:
-        prompt = self._prompts[permit.prompt_index]
+        prompt = self.prompts[permit.prompt_index]
         try:
             async with asyncio.TaskGroup() as tasks:
                 samples = [
                     tasks.create_task(self._sample(permit, prompt, sample))
-                    for sample in range(self._group_size)
+                    for sample in range(self.group_size)
                 ]
         except BaseExceptionGroup as failures:
-            await self._sampler.abort(permit, timeout_secs=ABORT_TIMEOUT_SECS)
+            await self.sampler.abort(permit, timeout_secs=ABORT_TIMEOUT_SECS)
             raise _worst(failures) from None
         except asyncio.CancelledError:
-            await self._sampler.abort(permit, timeout_secs=ABORT_TIMEOUT_SECS)
+            await self.sampler.abort(permit, timeout_secs=ABORT_TIMEOUT_SECS)
             raise
         rows = [sample.result() for sample in samples]
-        firsts = self._runner.with_one_prompt([first for first, *_ in rows])
+        firsts = self.runner.with_one_prompt([first for first, *_ in rows])
         with_firsts = [(first, *rest) for first, (_, *rest) in zip(firsts, rows, strict=True)]
         return Group.of_samples(permit.prompt_index, permit.attempt, with_firsts)
 
@@ -280,19 +248,19 @@ class Worker:
         self, permit: Permit, prompt: Prompt, sample: int
     ) -> tuple[Trajectory, ...]:
         """The rows of a sample."""
-        key = (self._run_seed, permit.prompt_index, sample, permit.attempt)
-        generate = self._sampler.bind(permit, sample)
+        key = (self.run_seed, permit.prompt_index, sample, permit.attempt)
+        generate = self.sampler.bind(permit, sample)
         make_rng = functools.partial(rng_of, "rollout", *key)
         found = await self._run_function(prompt, generate, make_rng)
         self._running[permit].append(sum(len(row.completion) for row in found.trajectories))
         recorded: Callable[[float], float] = float
-        if self._frictions is not None:
+        if self.frictions is not None:
             rng = rng_of("frictions", *key)
-            rows = self._frictions.of_rows(found.trajectories, rng)
+            rows = self.frictions.of_rows(found.trajectories, rng)
             found = dataclasses.replace(found, trajectories=rows)
-            recorded = functools.partial(self._frictions.of_reward, rng=rng)
+            recorded = functools.partial(self.frictions.of_reward, rng=rng)
         try:
-            self._runner.check(found)
+            self.runner.check(found)
         except InvalidTrajectoryError as error:
             cause = CodeError("a trajectory that is invalid", f"InvalidTrajectoryError: {error}")
             raise RolloutError("invalid", str(error), cause) from error
@@ -300,7 +268,7 @@ class Worker:
         judgement = await self._judge(found, prompt)
         self._first_failures.judged()
         num_sampled = sum(row.num_sampled for row in found.trajectories)
-        reward = recorded(judgement.reward + self._overlong(num_sampled))
+        reward = recorded(judgement.reward + self.overlong(num_sampled))
         judged = {"reward": reward, "components": judgement.components}
         return tuple(
             dataclasses.replace(row, turns=_summing_to(reward, row.turns), **judged)
@@ -312,7 +280,7 @@ class Worker:
     ) -> Sample:
         """Runs the rollout function; what it raises costs the group, as rollout_error."""
         try:
-            found = await self._runner.run(prompt, generate, make_rng)
+            found = await self.runner.run(prompt, generate, make_rng)
         except Exception as error:
             flat = flattened(error)
             own = next((e for e in flat if not isinstance(e, RolloutError)), None)
@@ -328,7 +296,7 @@ class Worker:
 
     async def _judge(self, rows: Sample, prompt: Prompt) -> Judgement:
         try:
-            return await self._runner.judge(rows, prompt, self._rewards)
+            return await self.runner.judge(rows, prompt, self.rewards)
         except RewardTimeoutError as error:
             raise RolloutError("reward_timeout", str(error)) from error
         except RewardError as error:

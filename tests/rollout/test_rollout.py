@@ -466,8 +466,8 @@ async def test_an_answer_lost_with_its_server_is_sampled_again_from_what_had_arr
     assert last["sampling_params"]["max_new_tokens"] == 3
     rids = [p["rid"] for s in servers for p in s.payloads("/generate")]
     assert len(set(rids)) == 3 and sampler.num_running == 0
-    assert sampler._fleet.outstanding(first.address) == 0
-    assert sampler._fleet.outstanding(second.address) == 0
+    assert sampler.fleet.outstanding(first.address) == 0
+    assert sampler.fleet.outstanding(second.address) == 0
     second.start()
 
 
