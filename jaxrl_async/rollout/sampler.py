@@ -47,7 +47,9 @@ class Sampler:
     # process was stopped.
     request_timeout_secs: float
     max_retries: int  # tries after the first
-    outage_secs: float = 0.0  # bound on one wait for a HEALTHY server, at least request_timeout_secs
+    outage_secs: float = (
+        0.0  # bound on one wait for a HEALTHY server, at least request_timeout_secs
+    )
     clock: ActiveClock = dataclasses.field(default_factory=ActiveClock)  # its owner reads it often
 
     def __post_init__(self):
@@ -101,18 +103,18 @@ class Sampler:
         self._homes.pop(permit, None)
         self._sources.pop(permit, None)
 
-    async def abort(self, permit: Permit, *, timeout_secs: float) -> None:
+    async def abort(self, permit: Permit) -> None:
         """Ends the requests of a permit that may still run, on every server."""
         prefix = _permit_prefix(permit)
         rids = [rid for rid in self._running if rid.startswith(prefix)]
         # One by one: SGLang ignores a prefix that is no live id itself.
-        await asyncio.gather(*(self._abort(rid, timeout_secs) for rid in rids))
+        await asyncio.gather(*(self._abort(rid) for rid in rids))
 
-    async def _abort(self, rid: str, timeout_secs: float) -> None:
+    async def _abort(self, rid: str) -> None:
         """Ends a request that may still run; nothing where its server does not answer."""
         server = self._running.pop(rid)
         calls = [
-            self.client.abort(address, rid=rid, timeout_secs=timeout_secs)
+            self.client.abort(address, rid=rid, timeout_secs=_ABORT_TIMEOUT_SECS)
             for address in self.controls.get(server, (server,))
         ]
         for result in await asyncio.gather(*calls, return_exceptions=True):
@@ -173,7 +175,7 @@ class Sampler:
                 part = await self._request(address, rid, input_ids, sampling, deadline)
             except ServerTimeoutError as error:
                 if self.clock.now() < deadline:  # This process was stopped meanwhile.
-                    await self._abort(rid, ABORT_TIMEOUT_SECS)
+                    await self._abort(rid)
                     continue
                 raise RolloutError("timeout", str(error)) from error
             # This process's fault: no server is suspect, no try is lost.
@@ -263,11 +265,8 @@ class Sampler:
             while (address := self.fleet.route((failed,))) is None:
                 left = deadline - self.clock.now()
                 if left <= 0:
-                    detail = (
-                        f"no HEALTHY server within {self.outage_secs:g} s: "
-                        f"{self.fleet.describe()}"
-                    )
-                    raise RolloutError("server_error", detail)
+                    text = f"no HEALTHY server within {self.outage_secs:g} s"
+                    raise RolloutError("server_error", f"{text}: {self.fleet.describe()}")
                 await self.fleet.wait_for_change(left)
         finally:
             self._unrouted.discard(prefix)
@@ -322,7 +321,7 @@ def _join(parts: list[Completion], finish_reason: str) -> Completion:
 
 
 _DRAIN_SECS = 5.0  # a server that has left has to answer
-ABORT_TIMEOUT_SECS = 5.0
+_ABORT_TIMEOUT_SECS = 5.0
 _BACKOFF_SECS = 0.05
 _MAX_BACKOFF_SECS = 5.0
 _OUT_OF_FILES_SECS = 0.5  # backoff of a process without a free file descriptor

@@ -227,10 +227,10 @@ class Worker:
                     for sample in range(self.group_size)
                 ]
         except BaseExceptionGroup as failures:
-            await self.sampler.abort(permit, timeout_secs=ABORT_TIMEOUT_SECS)
+            await self.sampler.abort(permit)
             raise _worst(failures) from None
         except asyncio.CancelledError:
-            await self.sampler.abort(permit, timeout_secs=ABORT_TIMEOUT_SECS)
+            await self.sampler.abort(permit)
             raise
         rows = [sample.result() for sample in samples]
         firsts = self.runner.with_one_prompt([first for first, *_ in rows])
@@ -375,5 +375,4 @@ MAX_WAITS = 16  # groups in a report
 ADMIT_WAIT_SECS = 10.0  # deadline of a long poll for permits
 # For the table of the version that the permits are for; then each sample waits by itself.
 TABLE_WAIT_SECS = 0.1
-ABORT_TIMEOUT_SECS = 5.0
 LOG_SECS = 30.0

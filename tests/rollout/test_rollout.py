@@ -346,7 +346,7 @@ async def test_aborting_a_permit_ends_its_requests_and_no_others(client, servers
     for task in tasks[:2]:
         task.cancel()
     await asyncio.gather(*tasks[:2], return_exceptions=True)
-    await sampler.abort(Permit(7, 0), timeout_secs=5.0)
+    await sampler.abort(Permit(7, 0))
     assert aborted(servers[0]) == ["000000000007-0000-0000-0000", "000000000007-0000-0001-0000"]
     assert aborted(servers[1]) == []
     assert sampler.num_running == 2
@@ -439,7 +439,7 @@ async def test_an_abort_goes_to_the_control_addresses_behind_a_router(client, se
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    await sampler.abort(PERMIT, timeout_secs=5.0)
+    await sampler.abort(PERMIT)
     for server in servers:
         assert set(server.routes()) == {"/abort_request"}
         assert aborted(server) == sorted(call["rid"] for _, call in router.calls)
@@ -480,7 +480,7 @@ async def test_a_server_that_is_paused_for_ever_costs_the_request_its_deadline_a
     with pytest.raises(RolloutError, match="no answer within") as caught:
         await sampler.bind(PERMIT, 0)(PROMPT.tokens)
     assert caught.value.reason == "timeout" and time.monotonic() - start < 5
-    await sampler.abort(PERMIT, timeout_secs=5.0)  # It is still queued there.
+    await sampler.abort(PERMIT)  # It is still queued there.
     assert servers[0].routes() == ["/generate", "/abort_request"] and sampler.num_running == 0
 
 
