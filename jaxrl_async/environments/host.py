@@ -6,6 +6,7 @@ started for the next. After a whole episode a process takes the next one, in a n
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
@@ -27,34 +28,22 @@ class EpisodeTimeoutError(EpisodeError):
     """A call, or the wait for a free process, took longer than its bound."""
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Host:
     """Up to num_processes processes of one environment, each started when it is first needed."""
 
-    def __init__(
-        self,
-        name: str,
-        args: Mapping[str, Any],
-        *,
-        num_processes: int,
-        timeout_secs: float,
-        episode_secs: float,
-        memory_bytes: int,
-    ):
-        """Starts nothing.
+    name: str  # of the environment
+    args: Mapping[str, Any]  # of each episode: values of JSON
+    _: dataclasses.KW_ONLY
+    num_processes: int  # ≥ 1, episodes at once; more wait
+    timeout_secs: float  # bound on one call
+    # The longest that an episode takes, > 0; a wait for a free process has it once for each of the episodes that one
+    # process has before it.
+    episode_secs: float
+    memory_bytes: int  # bound on a process's address space beyond its imports; 0 for none
 
-        Args:
-          name: of the environment.
-          args: of each episode: values of JSON.
-          num_processes: episodes at once; more wait.
-          timeout_secs: bound on one call.
-          episode_secs: the longest that an episode takes; a wait for a free process has it once for each of the
-            episodes that one process has before it.
-          memory_bytes: bound on the address space that a process takes after its imports; 0 for none.
-        """
-        self._name, self._args = name, dict(args)
-        self._timeout_secs, self._memory_bytes = timeout_secs, memory_bytes
-        self._num_processes, self._episode_secs = num_processes, episode_secs
-        self._places = asyncio.Semaphore(num_processes)  # in order of arrival
+    def __post_init__(self):
+        self._places = asyncio.Semaphore(self.num_processes)  # in order of arrival
         self.num_waiting = 0  # episodes without a process
         self._idle: list[child.Process] = []
         self._alive: set[child.Process] = set()
@@ -70,7 +59,7 @@ class Host:
         await self._take_place()
         try:
             process = await self._process()
-            episode = _Episode(process, self._timeout_secs, self._memory_bytes)
+            episode = _Episode(process, self.timeout_secs, self.memory_bytes)
             try:
                 yield episode
             finally:
@@ -87,15 +76,15 @@ class Host:
         await asyncio.gather(*(self._end(process) for process in list(self._alive)))
 
     async def _take_place(self) -> None:
-        num_before = self.num_waiting // self._num_processes + 1  # episodes of one process
-        secs = num_before * self._episode_secs
+        num_before = self.num_waiting // self.num_processes + 1  # episodes of one process
+        secs = num_before * self.episode_secs
         self.num_waiting += 1
         try:
             async with asyncio.timeout(secs):
                 await self._places.acquire()
         except TimeoutError:
             raise EpisodeTimeoutError(
-                f"had none of its {self._num_processes} processes free for {secs:g} s"
+                f"had none of its {self.num_processes} processes free for {secs:g} s"
             ) from None
         finally:
             self.num_waiting -= 1
@@ -108,8 +97,8 @@ class Host:
             await self._end(process)
         process = await child.start(
             "jaxrl_async.environments.process",
-            *(self._name, json.dumps(self._args)),
-            *(str(self._timeout_secs + child.ORPHAN_SECS), str(self._memory_bytes)),
+            *(self.name, json.dumps(dict(self.args))),
+            *(str(self.timeout_secs + child.ORPHAN_SECS), str(self.memory_bytes)),
             max_line_bytes=MAX_REPLY_BYTES,
         )
         self._alive.add(process)

@@ -10,6 +10,7 @@ token budget ends, which the environment does not see, or before a turn for whic
 import asyncio
 import collections
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from typing import Any, TypeVar
 
@@ -26,59 +27,46 @@ _T = TypeVar("_T")
 _REWARDED = CodeError("a reward of an environment that does not judge", "")
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class EnvironmentRollout:
-    """A rollout function; `close` ends its processes, and it may be called again afterwards."""
+    """A rollout function; `close` ends its processes, and it may be called again afterwards.
 
-    def __init__(
-        self,
-        name: str,
-        args: Mapping[str, Any],
-        *,
-        max_turns: int,
-        max_turn_tokens: int,
-        timeout_secs: float,
-        num_processes: int,
-        episode_secs: float,
-        memory_bytes: int,
-    ):
-        """Starts nothing.
+    Raises:
+      ValueError, TypeError: as of `environment_class`.
+    """
 
-        Args:
-          name: in ENVIRONMENTS, or "module:Name".
-          args: of each episode, by keyword.
-          max_turns: of the policy, ≥ 1.
-          max_turn_tokens: sampled, of one turn; 0 for the budget of the whole row alone.
-          timeout_secs: bound on one reset or step, > 0, without the wait for a free process.
-          num_processes: ≥ 1, of an environment that runs in processes of its own, one episode each at a time.
-          episode_secs: the longest that an episode takes, > 0; by it the wait for a free process is bounded.
-          memory_bytes: bound on the address space that such a process takes after its imports; 0 for none.
+    name: str  # in ENVIRONMENTS, or "module:Name"
+    args: Mapping[str, Any]  # of each episode, by keyword
+    _: dataclasses.KW_ONLY
+    max_turns: int  # of the policy, ≥ 1
+    max_turn_tokens: int  # sampled, of one turn; 0 for the budget of the whole row alone
+    timeout_secs: float  # bound on one reset or step, > 0, without the wait for a free process
+    # The others are of an environment that runs in processes of its own, one episode each at a time: as of `Host`.
+    num_processes: int
+    episode_secs: float
+    memory_bytes: int
 
-        Raises:
-          ValueError, TypeError: as of `environment_class`.
-        """
-        self._name, self._args = name, dict(args)
-        self._class = environment_class(name, args)
-        one = self._class(**self._args)
+    def __post_init__(self):
+        self._class = environment_class(self.name, self.args)
+        one = self._class(**self.args)
         self._takes_tokens = getattr(one, "takes", "text") == "tokens"
         self._judges = getattr(one, "judges", True)
-        self._max_turns, self._max_turn_tokens = max_turns, max_turn_tokens
-        self._timeout_secs = timeout_secs
         self._host = None
         if getattr(one, "own_process", False):
             self._host = Host(
-                name,
-                self._args,
-                num_processes=num_processes,
-                timeout_secs=timeout_secs,
-                episode_secs=episode_secs,
-                memory_bytes=memory_bytes,
+                self.name,
+                self.args,
+                num_processes=self.num_processes,
+                timeout_secs=self.timeout_secs,
+                episode_secs=self.episode_secs,
+                memory_bytes=self.memory_bytes,
             )
 
     def waits_for(self) -> str:
         """In words: the place of an episode that waits for no server."""
         num = self._host.num_waiting if self._host else 0
         waiting = f", in which {num} episodes wait for a free process" if num else ""
-        return f"its environment {self._name!r}{waiting}"
+        return f"its environment {self.name!r}{waiting}"
 
     async def close(self) -> None:
         """Kills the processes."""
@@ -97,9 +85,9 @@ class EnvironmentRollout:
     async def _play(self, episode: Any, prompt: Prompt, context: Context) -> Trajectory:
         row, total = TrajectoryBuilder(prompt), _Total(self._judges)
         observation = await self._bounded(_checked(episode.reset(prompt, context.rng)))
-        bound = {"max_new_tokens": self._max_turn_tokens} if self._max_turn_tokens else {}
+        bound = {"max_new_tokens": self.max_turn_tokens} if self.max_turn_tokens else {}
         stop = None  # the stop token of the last turn
-        for turn in range(self._max_turns):
+        for turn in range(self.max_turns):
             read = self._ids(observation, context, stop, is_first=turn == 0)
             if turn and not context.tokens_left(row.tokens + read):
                 break
@@ -145,13 +133,13 @@ class EnvironmentRollout:
             try:
                 async with self._host.episode() as episode:
                     yield episode
-            # Of the process: its calls have theirs.
             except EpisodeTimeoutError as error:
                 raise self._late(str(error)) from error
             except EpisodeError as error:
-                raise self._failure(str(error), None) from error
+                cause = CodeError(error.place, error.traceback) if error.place else None
+                raise self._failure(str(error), cause) from error
             return
-        episode = self._class(**self._args)
+        episode = self._class(**self.args)
         try:
             yield episode
         finally:
@@ -161,30 +149,25 @@ class EnvironmentRollout:
     async def _bounded(self, call: Awaitable[_T]) -> _T:
         """The result of a call of an environment, within its time."""
         # A process is killed at its own bound; this one is of an environment on this event loop.
-        bound = asyncio.timeout(None if self._host else self._timeout_secs)
+        bound = asyncio.timeout(None if self._host else self.timeout_secs)
         try:
             async with bound:
                 return await call
-        except EpisodeTimeoutError as error:
-            raise self._late(str(error)) from error
-        except EpisodeError as error:
-            cause = CodeError(error.place, error.traceback) if error.place else None
-            raise self._failure(str(error), cause) from error
         except TimeoutError as error:
             if not bound.expired():
                 raise self._failure(f"raised TimeoutError: {error}", code_error(error)) from error
-            raise self._late(f"took longer than {self._timeout_secs:g} s") from error
-        except RolloutError:
+            raise self._late(f"took longer than {self.timeout_secs:g} s") from error
+        except (RolloutError, EpisodeError):  # `_episode` names those of a process.
             raise
         except Exception as error:
             text = f"raised {type(error).__name__}: {error}"
             raise self._failure(text, code_error(error)) from error
 
     def _failure(self, text: str, cause: CodeError | None) -> RolloutError:
-        return RolloutError("environment_error", f"environment {self._name!r} {text}", cause)
+        return RolloutError("environment_error", f"environment {self.name!r} {text}", cause)
 
     def _late(self, text: str) -> RolloutError:
-        return RolloutError("environment_timeout", f"environment {self._name!r} {text}")
+        return RolloutError("environment_timeout", f"environment {self.name!r} {text}")
 
 
 async def _checked(call: Awaitable[Any]) -> Observation:
