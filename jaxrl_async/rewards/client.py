@@ -48,42 +48,27 @@ class _Service:
         return f"the reward service {self.address} gives no answer: {self.failure}"
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class RewardClient:
-    """A RewardPool that runs elsewhere; use as `async with RewardClient(…) as rewards`."""
+    """A RewardPool that runs elsewhere; use as `async with RewardClient(…) as rewards`.
 
-    def __init__(
-        self,
-        addresses: Sequence[str],
-        reward: str,
-        *,
-        timeout_secs: float,
-        outage_secs: float,
-        wait_secs: float = WAIT_SECS,
-        token: str | None = None,
-        tls_ca: str = "",
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        """Opens no connection yet.
+    Raises:
+      ValueError: tls_ca holds no certificate.
+    """
 
-        Args:
-          addresses: "host:port" of each service.
-          reward: its name; a service of another reward is refused.
-          timeout_secs: the bound on a call in the services' pools.
-          outage_secs: bound on the time from a call's first failed attempt to its last.
-          wait_secs: added to timeout_secs, the deadline of an attempt.
-          token: bearer token of the services; None where they have none.
-          tls_ca: PEM file of the trusted authorities; "" for services without TLS.
-          clock: seconds, monotonic.
+    addresses: Sequence[str]  # "host:port" of each service
+    reward: str  # its name; a service of another reward is refused
+    _: dataclasses.KW_ONLY
+    timeout_secs: float  # the bound on a call in the services' pools
+    outage_secs: float  # bound on the time from a call's first failed attempt to its last
+    wait_secs: float = WAIT_SECS  # added to timeout_secs, the deadline of an attempt
+    token: str | None = None  # bearer token of the services; None where they have none
+    tls_ca: str = ""  # PEM file of the trusted authorities; "" for services without TLS
+    clock: Callable[[], float] = time.monotonic  # seconds, monotonic
 
-        Raises:
-          ValueError: tls_ca holds no certificate.
-        """
-        self._addresses, self._reward = tuple(addresses), reward
-        self._deadline_secs = timeout_secs + wait_secs
-        self._outage_secs = outage_secs
-        self._metadata = rpc.metadata(token)
-        self._credentials = rpc.channel_credentials(tls_ca)
-        self._clock = clock
+    def __post_init__(self):
+        self._metadata = rpc.metadata(self.token)
+        self._credentials = rpc.channel_credentials(self.tls_ca)
         self._services: list[_Service] = []
 
     async def __aenter__(self) -> "RewardClient":
@@ -142,7 +127,7 @@ class RewardClient:
           RewardTimeoutError, RewardError: the reward's own, in the words of the pool; or no service answered.
         """
         request = pb.JudgeRequest(
-            reward=self._reward, completion=completion, answer=answer, seen=json.dumps(dict(seen))
+            reward=self.reward, completion=completion, answer=answer, seen=json.dumps(dict(seen))
         )
         reply = await self._ask(request)
         if reply.WhichOneof("outcome") == "reward":
@@ -159,13 +144,13 @@ class RewardClient:
     async def _ask(self, request: pb.JudgeRequest) -> pb.JudgeReply:
         failed_since = None
         while self._services:
-            service = min(self._services, key=lambda s: s.load(self._clock()))
+            service = min(self._services, key=lambda s: s.load(self.clock()))
             service.running += 1
             try:
                 if not service.num_processes:  # It started, or started again, after this client.
                     await self._describe(service)
                 reply = await service.stub.Judge(
-                    request, timeout=self._deadline_secs, metadata=self._metadata
+                    request, timeout=self.timeout_secs + self.wait_secs, metadata=self._metadata
                 )
                 service.suspect_until = -math.inf
                 return reply
@@ -176,35 +161,35 @@ class RewardClient:
                 continue  # Of the channel, by `close`.
             except grpc.aio.AioRpcError as error:
                 self._suspect(service, error)
-                now = self._clock()
+                now = self.clock()
                 failed_since = now if failed_since is None else failed_since
                 log.warning("%s", service.silence())
-                if now - failed_since > self._outage_secs:
+                if now - failed_since > self.outage_secs:
                     raise PoolError(
-                        f"no reward service answered for {self._outage_secs:g} s, the last one {service.address}: "
+                        f"no reward service answered for {self.outage_secs:g} s, the last one {service.address}: "
                         f"{error.details()}"
                     ) from None
             finally:
                 service.running -= 1
-            if all(self._clock() < other.suspect_until for other in self._services):
+            if all(self.clock() < other.suspect_until for other in self._services):
                 await asyncio.sleep(RETRY_SECS)
-        raise PoolError(f"the client of reward {self._reward!r} is closed")
+        raise PoolError(f"the client of reward {self.reward!r} is closed")
 
     def _open(self) -> None:
-        for address in self._addresses:
+        for address in self.addresses:
             channel = rpc.channel(grpc.aio, address, self._credentials)
             stub = rpc.Stub(channel, pb.DESCRIPTOR.services_by_name["Rewards"])
             self._services.append(_Service(address, channel, stub))
 
     async def _connect(self) -> None:
-        deadline = self._clock() + START_SECS
+        deadline = self.clock() + START_SECS
         while True:
             found = await asyncio.gather(*map(self._answers, self._services))
             if any(found):
                 break
-            if self._clock() + RETRY_SECS > deadline:
+            if self.clock() + RETRY_SECS > deadline:
                 raise PoolError(
-                    f"no reward service answers at {', '.join(self._addresses)} within {START_SECS:g} s: start them "
+                    f"no reward service answers at {', '.join(self.addresses)} within {START_SECS:g} s: start them "
                     "by `python -m jaxrl_async rewards`"
                 )
             await asyncio.sleep(RETRY_SECS)
@@ -223,9 +208,9 @@ class RewardClient:
         reply = await service.stub.Describe(
             pb.DescribeRequest(), timeout=DESCRIBE_SECS, metadata=self._metadata
         )
-        if reply.reward != self._reward:
+        if reply.reward != self.reward:
             raise PoolError(
-                f"the reward service {service.address} judges by {reply.reward!r}, and this run by {self._reward!r}"
+                f"the reward service {service.address} judges by {reply.reward!r}, and this run by {self.reward!r}"
             )
         service.num_processes = max(reply.num_processes, 1)
         service.suspect_until = -math.inf
@@ -238,7 +223,7 @@ class RewardClient:
         """
         if error.code() not in _LOST:
             raise _refusal(service.address, error) from None
-        service.suspect_until = self._clock() + SUSPECT_SECS
+        service.suspect_until = self.clock() + SUSPECT_SECS
         service.num_processes, service.failure = 0, error.details() or ""
 
 

@@ -43,46 +43,36 @@ class PoolError(RewardError):
     """The pool itself cannot judge: it is not started, closed, or lost its processes. The reward is not the cause."""
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class RewardPool:
-    """`num_processes` processes that score completions; use as `async with RewardPool(…) as pool`."""
+    """`num_processes` processes that score completions; use as `async with RewardPool(…) as pool`.
 
-    def __init__(
-        self,
-        reward: str,
-        *,
-        num_processes: int,
-        timeout_secs: float,
-        memory_bytes: int,
-        calls_per_process: int,
-        environment: Sequence[str] = (),
-    ):
-        """Starts nothing yet.
+    Raises:
+      ValueError: a bound is broken.
+    """
 
-        Args:
-          reward: a name in rewards.REWARDS, or "module:function".
-          num_processes: ≥ 1.
-          timeout_secs: bound on one call, > 0, without the wait for a free process.
-          memory_bytes: bound on the address space that a process takes after the reward's import, ≥ 1 MiB; 0 for none.
-            Each process that the reward starts has the same bound.
-          calls_per_process: calls after which a process is replaced, ≥ 0; 0 for never.
-          environment: names of the variables of this process that a reward process gets, beside ENVIRONMENT.
+    reward: str  # a name in rewards.REWARDS, or "module:function"
+    _: dataclasses.KW_ONLY
+    num_processes: int  # ≥ 1
+    timeout_secs: float  # bound on one call, > 0, without the wait for a free process
+    # Bound on the address space that a process takes after the reward's import, ≥ 1 MiB; 0 for none. Each process that
+    # the reward starts has the same bound.
+    memory_bytes: int
+    calls_per_process: int  # after which a process is replaced, ≥ 0; 0 for never
+    # names of the variables of this process that a reward process gets, beside child.ENVIRONMENT
+    environment: Sequence[str] = ()
 
-        Raises:
-          ValueError: a bound is broken.
-        """
-        if num_processes < 1:
-            raise ValueError(f"num_processes must be ≥ 1, got {num_processes}")
-        if not timeout_secs > 0:
-            raise ValueError(f"timeout_secs must be > 0, got {timeout_secs}")
-        if memory_bytes != 0 and memory_bytes < MIN_MEMORY_BYTES:
-            raise ValueError(f"memory_bytes must be 0 or ≥ {MIN_MEMORY_BYTES}, got {memory_bytes}")
-        if calls_per_process < 0:
-            raise ValueError(f"calls_per_process must be ≥ 0, got {calls_per_process}")
-        self.reward = reward
-        self.num_processes = num_processes
-        self._timeout_secs = timeout_secs
-        self._memory_bytes, self._calls_per_process = memory_bytes, calls_per_process
-        self._environment = frozenset(environment)
+    def __post_init__(self):
+        if self.num_processes < 1:
+            raise ValueError(f"num_processes must be ≥ 1, got {self.num_processes}")
+        if not self.timeout_secs > 0:
+            raise ValueError(f"timeout_secs must be > 0, got {self.timeout_secs}")
+        if self.memory_bytes != 0 and self.memory_bytes < MIN_MEMORY_BYTES:
+            raise ValueError(
+                f"memory_bytes must be 0 or ≥ {MIN_MEMORY_BYTES}, got {self.memory_bytes}"
+            )
+        if self.calls_per_process < 0:
+            raise ValueError(f"calls_per_process must be ≥ 0, got {self.calls_per_process}")
         self._waiting: collections.deque[_Call] = collections.deque()
         self._arrived = asyncio.Event()
         self._tasks: list[asyncio.Task] = []
@@ -111,7 +101,7 @@ class RewardPool:
         self._tasks = [
             asyncio.create_task(
                 # Staggered, so that processes are not all replaced at once.
-                self._serve(process, i * self._calls_per_process // self.num_processes),
+                self._serve(process, i * self.calls_per_process // self.num_processes),
                 name=f"reward process {i}",
             )
             for i, process in enumerate(started)
@@ -151,27 +141,22 @@ class RewardPool:
           RewardError: the reward raised, crashed, took more than memory_bytes or returned no finite number, or asks for
             a name that is not there; or the pool is not started, or closed, or lost its processes.
         """
-        return await self._submit(completion, answer, seen)
-
-    def _submit(
-        self, completion: str, answer: str, seen: Mapping[str, Any]
-    ) -> asyncio.Future[Judgement]:
         if self._refusal is not None:
             raise PoolError(f"the pool of reward {self.reward!r} {self._refusal}")
         asked = {name: seen[name] for name in self._asks_for if name in seen}
         call = _Call(completion, answer, asked, asyncio.get_running_loop().create_future())
         self._waiting.append(call)
         self._arrived.set()
-        return call.outcome
+        return await call.outcome
 
     async def _serve(self, process: child.Process, num_answered: int) -> None:
         """Gives calls to a process, and to its successor when it is lost or has answered calls_per_process."""
         try:
             while True:
-                calls = await self._next_calls(self._calls_per_process - num_answered)
+                calls = await self._next_calls(self.calls_per_process - num_answered)
                 num_answered += len(calls)
                 kept = await self._answer(process, calls)
-                if not kept or num_answered == self._calls_per_process:
+                if not kept or num_answered == self.calls_per_process:
                     await self._end(process)
                     process, num_answered = await self._start_process(), 0
         except Exception as error:
@@ -185,7 +170,7 @@ class RewardPool:
                 self._arrived.clear()
                 await self._arrived.wait()
             share = min(-(-len(self._waiting) // self.num_processes), MAX_BATCH_CALLS)
-            if self._calls_per_process:
+            if self.calls_per_process:
                 share = min(share, num_left)
             taken = [self._waiting.popleft() for _ in range(share)]
             # The callers of the others gave up; a client of a service does at its deadline, and asks again.
@@ -198,7 +183,8 @@ class RewardPool:
             # It ended between calls, and none of these is the cause.
             if process.returncode is not None:
                 return False
-            process.stdin.write(_message(calls))
+            lines = [[call.completion, call.answer, call.seen] for call in calls]
+            process.stdin.write(json.dumps(lines).encode() + b"\n")
             received = bytearray()
             while calls:
                 for line in await self._read(process, received):
@@ -216,7 +202,7 @@ class RewardPool:
 
         Processes write them one by one. Where many are there they are read at once.
         """
-        for secs in (self._timeout_secs, child.LATE_SECS):
+        for secs in (self.timeout_secs, child.LATE_SECS):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(secs):
                     while b"\n" not in received:
@@ -226,11 +212,11 @@ class RewardPool:
                         received += data
                 break
         else:
-            message = f"reward {self.reward!r} took longer than {self._timeout_secs:g} s"
+            message = f"reward {self.reward!r} took longer than {self.timeout_secs:g} s"
             raise _LostError(RewardTimeoutError(message))
         *lines, rest = received.split(b"\n")
         if not lines:
-            message = await child.ending(process, self._memory_bytes)
+            message = await child.ending(process, self.memory_bytes)
             raise _LostError(RewardError(f"reward {self.reward!r} {message}"))
         received[:] = rest
         return lines
@@ -238,7 +224,7 @@ class RewardPool:
     def _outcome(self, outcome: Any) -> Judgement | RewardError:
         """What a line says of its call."""
         if outcome is None:  # Memory that it leaked would fail the next calls too.
-            message = child.out_of_memory(self._memory_bytes)
+            message = child.out_of_memory(self.memory_bytes)
             raise _LostError(RewardError(f"reward {self.reward!r} {message}"))
         if isinstance(outcome, float | int):
             return Judgement(outcome)
@@ -257,8 +243,8 @@ class RewardPool:
     async def _start_process(self) -> child.Process:
         process = await child.start(
             "jaxrl_async.rewards.process",
-            *(self.reward, str(self._timeout_secs + child.ORPHAN_SECS), str(self._memory_bytes)),
-            environment=self._environment,
+            *(self.reward, str(self.timeout_secs + child.ORPHAN_SECS), str(self.memory_bytes)),
+            environment=self.environment,
         )
         self._processes.add(process)
         said = await child.greeting(process)
@@ -296,11 +282,6 @@ class _Call:
             self.outcome.set_exception(outcome)
         else:
             self.outcome.set_result(outcome)
-
-
-def _message(calls: "collections.deque[_Call]") -> bytes:
-    lines = [[call.completion, call.answer, call.seen] for call in calls]
-    return json.dumps(lines).encode() + b"\n"
 
 
 class _LostError(Exception):
