@@ -40,43 +40,27 @@ MAX_BODY_BYTES = 8 << 20
 STOP_TOKENS = 32  # sampled at a time where a text may end the answer
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Session:
     """The calls of one sample, and their rows."""
 
-    def __init__(
-        self,
-        prompt: Prompt,
-        context: Context,
-        *,
-        temperature: float,
-        agent_rows: str,
-        agent_calls: int,
-        clock: Callable[[], float] = time.monotonic,
-    ):
-        """Starts with no row.
+    prompt: Prompt  # of the sample; its tokens are not used, as calls bring messages of their own
+    context: Context  # of the sample; it needs a chat template
+    _: dataclasses.KW_ONLY
+    temperature: float  # the run's
+    # "all": every row is trained, MAX_ROWS at most | "one": a second row is a failure | "last": the row of the last
+    # call alone counts
+    agent_rows: str
+    agent_calls: int  # bound on the answered calls
+    clock: Callable[[], float] = time.monotonic  # seconds
 
-        Args:
-          prompt: of the sample; its tokens are not used, as calls bring messages of their own.
-          context: of the sample; it needs a chat template.
-          temperature: the run's.
-          agent_rows: "all": every row is trained, MAX_ROWS at most | "one": a second row is a failure | "last": the row
-            of the last call alone counts.
-          agent_calls: bound on the answered calls.
-          clock: seconds.
-        """
-        self._prompt, self._context = prompt, context
-        self._temperature, self._agent_rows, self._agent_calls = (
-            temperature,
-            agent_rows,
-            agent_calls,
-        )
-        self._clock = clock
+    def __post_init__(self):
         self._open: list[_Row] = []  # rows that a call may extend
         self._last: list[_Row] = []  # of the last call that ended, one for each choice
         self._all: list[_Row] = []  # every row as it is now, in the order in which they began
         self._num_calls = 0
         self._running: set[asyncio.Task] = set()
-        self._own_secs, self._since = 0.0, clock()  # without a call, up to `since`
+        self._own_secs, self._since = 0.0, self.clock()  # without a call, up to `since`
         self._has_ended = False
         self.is_cut = False  # whether a call was refused because tokens or calls were used up
         self.failure: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
@@ -88,7 +72,7 @@ class Session:
 
     def own_secs(self) -> float:
         """Seconds since the start in which no call was being answered: the agent's own time."""
-        return self._own_secs + (0.0 if self._running else self._clock() - self._since)
+        return self._own_secs + (0.0 if self._running else self.clock() - self._since)
 
     def fail(self, error: Exception) -> None:
         """Ends the session: the first failure counts, and every later call is refused."""
@@ -109,8 +93,8 @@ class Session:
           RefusedError: the call is not answered; names the value and the bound.
         """
         self._check()
-        call = chat.read_call(body, temperature=self._temperature)
-        if call.n > 1 and self._agent_rows == "one":
+        call = chat.read_call(body, temperature=self.temperature)
+        if call.n > 1 and self.agent_rows == "one":
             text = f"n must be 1 where rollout.agent_rows = 'one', got {call.n}"
             raise RefusedError(text, param="n")
         with self._counted():
@@ -138,13 +122,13 @@ class Session:
         if not self._last:
             text = "made no call that was answered"
             raise RolloutError("agent_error", f"the agent {text}", CodeError("no call", text))
-        if self._agent_rows != "all" and len(self._last) > 1:
+        if self.agent_rows != "all" and len(self._last) > 1:
             raise _several_rows(
                 f"the last call has n = {len(self._last)} answers, and none of them was continued"
             )
-        counted = self._all if self._agent_rows == "all" else self._last
+        counted = self._all if self.agent_rows == "all" else self._last
         components = {"turns": float(sum(row.num_turns for row in counted))}
-        if self._agent_rows != "one":
+        if self.agent_rows != "one":
             components["rows"] = float(len(self._all))
         reason = "length" if self.is_cut else ""
         trajectories = (
@@ -158,9 +142,9 @@ class Session:
             raise _failed(self.failure.result())
         if self._has_ended:
             raise _over()
-        if self._num_calls >= self._agent_calls:
+        if self._num_calls >= self.agent_calls:
             self.is_cut = True
-            text = f"a session has at most rollout.agent_calls = {self._agent_calls} calls, and this is one more"
+            text = f"a session has at most rollout.agent_calls = {self.agent_calls} calls, and this is one more"
             raise RefusedError(text, code=CUT)
         if self.num_running >= MAX_PARALLEL_CALLS:
             text = f"{self.num_running} calls of the session are being answered, at most {MAX_PARALLEL_CALLS} may"
@@ -177,54 +161,46 @@ class Session:
             yield
         finally:
             self._running.discard(task)
-            self._since = self._clock()
+            self._since = self.clock()
 
     def _row_of(self, call: Call) -> tuple["_Row | None", TrajectoryBuilder, list[int]]:
         """The row that a call goes on from, the builder to extend, and the tokens that are read before the answer."""
-        row = self._continued(call)
-        if row is None and self._agent_rows == "one" and self._all:
+        continued = (row for row in self._open if not row.difference(call))
+        row = max(continued, key=lambda row: len(row.keys), default=None)  # The longest of them.
+        if row is None and self.agent_rows == "one" and self._all:
+            why = "it came while another one was being answered"
+            if self._open:
+                why = self._open[0].difference(call)
             error = _several_rows(
-                "a session has one row where rollout.agent_rows = 'one', and a call began another: "
-                + self._difference(call)
+                f"a session has one row where rollout.agent_rows = 'one', and a call began another: {why}"
             )
             self.fail(error)
             raise _failed(error)
         try:
             if row is not None:
-                read = self._context.encode_reply(row.new_in(call), row.stop)
+                read = self.context.encode_reply(row.new_in(call), row.stop)
                 builder = row.builder
             else:
-                ids = self._context.encode_chat(call.messages, tools=call.tools)
+                ids = self.context.encode_chat(call.messages, tools=call.tools)
                 builder = TrajectoryBuilder(
-                    dataclasses.replace(self._prompt, tokens=np.array(ids, np.int32))
+                    dataclasses.replace(self.prompt, tokens=np.array(ids, np.int32))
                 )
                 read = []
         except ValueError as error:
             raise RefusedError(str(error), param="messages") from None
         tokens = builder.tokens + read
-        if not self._context.tokens_left(tokens):
+        if not self.context.tokens_left(tokens):
             self.is_cut = True
-            text = f"no token is left for an answer: {self._context.budget(tokens)}"
+            text = f"no token is left for an answer: {self.context.budget(tokens)}"
             raise RefusedError(text, param="messages", code=CUT)
         num_rows = len(self._all) + call.n - (row is not None)
-        if self._agent_rows == "all" and num_rows > MAX_ROWS:
+        if self.agent_rows == "all" and num_rows > MAX_ROWS:
             self.is_cut = True
             text = (
                 f"a session has at most {MAX_ROWS} rows, and would have {num_rows} with this call"
             )
             raise RefusedError(text, code=CUT)
         return row, builder, read
-
-    def _continued(self, call: Call) -> "_Row | None":
-        """The row that a call extends: the longest of those whose messages it begins with."""
-        found = [row for row in self._open if row.goes_on_in(call)]
-        return max(found, key=lambda row: len(row.keys), default=None)
-
-    def _difference(self, call: Call) -> str:
-        """In words: why a call does not go on from the one row."""
-        if not self._open:
-            return "it came while another one was being answered"
-        return self._open[0].difference(call)
 
     async def _extend(
         self, call: Call, row: "_Row | None", builder: TrajectoryBuilder, read: Sequence[int]
@@ -237,7 +213,7 @@ class Session:
         builder.append(read)
         # Where all rows are trained, no token is in two of them: other answers have a row of their own.
         copy, keeps_turns = (
-            (builder.fork, False) if self._agent_rows == "all" else (builder.copy, True)
+            (builder.fork, False) if self.agent_rows == "all" else (builder.copy, True)
         )
         rows = []
         for number in range(call.n):
@@ -262,7 +238,7 @@ class Session:
         self._open += rows
         self._last = rows
         choices = [sample.result() for sample in samples]
-        return chat.answer_of(call, choices, num_prompt=num_prompt, decode=self._context.decode)
+        return chat.answer_of(call, choices, num_prompt=num_prompt, decode=self.context.decode)
 
     def _new_sampling(self) -> dict[str, Any]:
         """The sampling parameters of a new row, beside the run's.
@@ -270,11 +246,11 @@ class Session:
         A server's random keys depend on the seed and the position, so rows that begin alike need seeds of their own.
         The first row has the sample's.
         """
-        return {"sampling_seed": int(self._context.rng.integers(2**31))} if self._all else {}
+        return {"sampling_seed": int(self.context.rng.integers(2**31))} if self._all else {}
 
     async def _sample(self, row: "_Row", call: Call) -> Choice:
         """Extends a row by one answer."""
-        context, answer = self._context, _Answer(call.stop, self._context.decode)
+        context, answer = self.context, _Answer(call.stop, self.context.decode)
         while True:
             bounds = [STOP_TOKENS] if call.stop else []
             if call.max_tokens is not None:
@@ -309,7 +285,7 @@ class Sessions:
     async def start(self) -> None:
         """Listens on a free port of 127.0.0.1."""
         files.raise_open_file_limit()
-        application = web.Application(client_max_size=MAX_BODY_BYTES)
+        application = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_refusing])
         root = "/sessions/{id}/v1"
         application.router.add_post(f"{root}/chat/completions", self._chat)
         application.router.add_get(f"{root}/models", self._models)
@@ -342,25 +318,16 @@ class Sessions:
             self._sessions.pop(identity, None)
             session.end()
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        return await _refusing(request, self._answer)
-
     async def _models(self, request: web.Request) -> web.StreamResponse:
-        async def answer(request: web.Request) -> web.StreamResponse:
-            self._session_of(request)
-            return web.json_response(chat.models())
-
-        return await _refusing(request, answer)
+        self._session_of(request)
+        return web.json_response(chat.models())
 
     async def _elsewhere(self, request: web.Request) -> web.StreamResponse:
-        async def answer(request: web.Request) -> web.StreamResponse:
-            text = (
-                f"{request.method} {request.path[:80]} is not served: under its base URL a session has "
-                "POST /chat/completions and GET /models"
-            )
-            raise RefusedError(text, code="not_found", status=404)
-
-        return await _refusing(request, answer)
+        text = (
+            f"{request.method} {request.path[:80]} is not served: under its base URL a session has "
+            "POST /chat/completions and GET /models"
+        )
+        raise RefusedError(text, code="not_found", status=404)
 
     def _session_of(self, request: web.Request) -> Session:
         session = self._sessions.get(request.match_info["id"])
@@ -368,7 +335,7 @@ class Sessions:
             raise _over()
         return session
 
-    async def _answer(self, request: web.Request) -> web.StreamResponse:
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
         session = self._session_of(request)
         try:
             body = await _body(request)
@@ -399,16 +366,12 @@ class _Row:
     keys: list[tuple] = dataclasses.field(default_factory=list)
     stop: int | None = None  # the stop token that ended the answer
 
-    def goes_on_in(self, call: Call) -> bool:
-        """Whether a call has the row's messages, and then new ones that are no answers."""
-        return not self.difference(call)
-
     def new_in(self, call: Call) -> Sequence[Mapping[str, Any]]:
         """The messages of a call that follow the row's."""
         return call.messages[len(self.keys) :]
 
     def difference(self, call: Call) -> str:
-        """Why a call does not go on from this row; "" where it does."""
+        """Why a call does not go on from this row; "" where it has the row's messages, then new ones, no answers."""
         for number, (own, message) in enumerate(zip(self.keys, call.messages, strict=False)):
             if chat.key_of(message) != own:
                 return (
@@ -487,12 +450,13 @@ def _failed(error: Exception) -> RefusedError:
     return RefusedError(f"the session has failed: {error}"[:500], code="session_failed", status=503)
 
 
+@web.middleware
 async def _refusing(
-    request: web.Request, answer: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
 ) -> web.StreamResponse:
     """An answer, or a refusal as OpenAI writes it; only a call beyond the bound of parallel ones may be tried again."""
     try:
-        return await answer(request)
+        return await handler(request)
     except RefusedError as error:
         headers = {} if error.status == 429 else {"x-should-retry": "false"}
         return web.json_response(error.body(), status=error.status, headers=headers)
