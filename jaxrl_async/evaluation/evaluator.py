@@ -5,6 +5,7 @@ another version is an error, not a score. Imports nothing of the learner.
 """
 
 import asyncio
+import dataclasses
 import itertools
 import json
 import logging
@@ -30,56 +31,46 @@ BEST_FILE = "best.json"
 log = logging.getLogger(__name__)
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class Evaluator:
     """Scores every `every_steps`-th version, one at a time, and knows the best of them."""
 
-    def __init__(
-        self,
-        workdir: pathlib.Path,
-        prompts: Sequence[Prompt],
-        *,
-        settings: Evaluate,
-        temperature: float,
-        runner: Runner,
-        pool: Callable[[], RewardPool],
-    ):
-        """Starts nothing.
+    workdir: pathlib.Path  # its best.json names the best version, over restarts of the run
+    # Of the validation split, or of the test split where evaluate.num_validation is −1.
+    prompts: Sequence[Prompt]
+    _: dataclasses.KW_ONLY
+    # The block; every_steps ≥ 1. At timeout_secs the server is given back; max_running_requests leaves training most of
+    # a server that it shares; `seed` gives every version the same random numbers.
+    settings: Evaluate
+    temperature: float  # > 0, of the num_samples completions per prompt; one more is greedy
+    runner: Runner  # of the run's rollout function
+    pool: Callable[[], RewardPool]  # makes the pool of rewards, once for each evaluation
 
-        Args:
-          workdir: its best.json names the best version, over restarts of the run.
-          prompts: of the validation split, or of the test split where evaluate.num_validation is −1.
-          settings: the block; every_steps ≥ 1. At timeout_secs the server is given back; max_running_requests leaves
-            training most of a server that it shares; `seed` gives every version the same random numbers.
-          temperature: > 0, of the num_samples completions per prompt; one more is greedy.
-          runner: the run's rollout function.
-          pool: makes the pool of rewards, once for each evaluation.
-        """
-        self._best_path, self._prompts = workdir / BEST_FILE, prompts
-        self._settings, self._temperature = settings, temperature
-        self._runner, self._pool = runner, pool
+    def __post_init__(self):
+        self._best_path = self.workdir / BEST_FILE
         self._lock = threading.Lock()  # The learner pops what the publisher's thread adds.
         self._new: dict[str, float] = {}
 
     def wants(self, version: int) -> bool:
         """Whether this version is to be scored."""
-        return version % self._settings.every_steps == 0
+        return version % self.settings.every_steps == 0
 
     async def run(self, client: Servers, address: str, version: int) -> None:
         """Scores the version that a server holds until this returns; a failure is logged, and leaves no score."""
         start, row = time.monotonic(), {"version": version}
         try:
-            async with asyncio.timeout(self._settings.timeout_secs):
+            async with asyncio.timeout(self.settings.timeout_secs):
                 greedy, sampled = await self._score(client, address, version)
         except (EvaluationError, RewardError, ServerError) as error:
             log.warning("version %d is not evaluated: %s", version, error)
         except TimeoutError:
             log.warning(
                 "version %d is not evaluated: not done within evaluate.timeout_secs = %g",
-                *(version, self._settings.timeout_secs),
+                *(version, self.settings.timeout_secs),
             )
         else:
             row |= scores.row(greedy, sampled) | {"secs": time.monotonic() - start}
-            row["validation"] = float(self._settings.num_validation > 0)
+            row["validation"] = float(self.settings.num_validation > 0)
             log.info("version %d: %s", version, {k: round(v, 4) for k, v in row.items()})
             self._keep_best(version, row["greedy"])
         with self._lock:
@@ -95,13 +86,13 @@ class Evaluator:
         self, client: Servers, address: str, version: int
     ) -> tuple[np.ndarray, np.ndarray]:
         """Whether answers are right: greedy bool [P], sampled bool [P, n]."""
-        wanted = self._settings
+        wanted = self.settings
         places = asyncio.Semaphore(wanted.max_running_requests)
 
         def generate_of(number: int, sample: int) -> Generate:
             seed = wanted.seed * 1_000_003 + number * (wanted.num_samples + 1) + sample
             sampling = sampling_of(
-                self._runner, temperature=self._temperature, seed=seed, sample=sample
+                self.runner, temperature=self.temperature, seed=seed, sample=sample
             )
             calls = itertools.count()
 
@@ -120,9 +111,9 @@ class Evaluator:
             return generate
 
         return await score(
-            self._prompts,
-            runner=self._runner,
-            pool=self._pool,
+            self.prompts,
+            runner=self.runner,
+            pool=self.pool,
             num_samples=wanted.num_samples,
             seed=wanted.seed,
             generate_of=generate_of,

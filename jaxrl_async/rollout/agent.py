@@ -6,6 +6,7 @@ calls that it waits for itself. The tokens of a sample are `sessions`' part; an 
 
 import asyncio
 import concurrent.futures
+import dataclasses
 import importlib
 import inspect
 import math
@@ -51,42 +52,36 @@ def agent_of(name: str) -> Agent:
     return found
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class AgentRollout:
-    """A rollout function; `close` ends the endpoint and the agents, and it may be called again afterwards."""
+    """A rollout function; `close` ends the endpoint and the agents, and it may be called again afterwards.
+
+    Raises:
+      ImportError, ValueError: as of `agent_of`.
+    """
 
     own_prompts = True  # A row begins with the messages of the agent.
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        agent_timeout_secs: float,
-        agent_calls: int,
-        agent_rows: str,
-        temperature: float,
-    ):
-        """Starts nothing.
+    # "module:function" of `async def agent(base_url, prompt) -> reward`. `base_url` is for its client of OpenAI's API;
+    # any key will do. `prompt` is the task's `Prompt`: text, answer and metadata. A reward of None leaves it to the
+    # task's, of the text of the last call's row.
+    name: str
+    _: dataclasses.KW_ONLY
+    agent_timeout_secs: (
+        float  # bound on the agent's own time in a session, > 0; its calls' does not count
+    )
+    # As of `Session`.
+    agent_calls: int
+    agent_rows: str
+    temperature: float
 
-        Args:
-          name: "module:function" of `async def agent(base_url, prompt) -> reward`. `base_url` is for its client of
-            OpenAI's API; any key will do. `prompt` is the task's `Prompt`: text, answer and metadata. A reward of None
-            leaves it to the task's, of the text of the last call's row.
-          agent_timeout_secs: bound on the agent's own time in a session, > 0; the time of its calls does not count.
-          agent_calls, agent_rows, temperature: as of `Session`.
-
-        Raises:
-          ImportError, ValueError: as of `agent_of`.
-        """
-        self._name, self._agent = name, agent_of(name)
-        self._timeout_secs = agent_timeout_secs
-        self._make_sessions = lambda: Sessions(
-            agent_calls=agent_calls, agent_rows=agent_rows, temperature=temperature
-        )
+    def __post_init__(self):
+        self._agent = agent_of(self.name)
         self._started: asyncio.Task[tuple[Sessions, _Thread]] | None = None
 
     def waits_for(self) -> str:
         """In words: the place of a session that waits for no server."""
-        return f"its agent {self._name!r}"
+        return f"its agent {self.name!r}"
 
     async def close(self) -> None:
         """Ends the sessions, the endpoint and the agents."""
@@ -119,7 +114,9 @@ class AgentRollout:
 
     async def _start(self) -> tuple[Sessions, "_Thread"]:
         """The endpoint, and the thread of the agents."""
-        sessions = self._make_sessions()
+        sessions = Sessions(
+            agent_calls=self.agent_calls, agent_rows=self.agent_rows, temperature=self.temperature
+        )
         await sessions.start()
         return sessions, _Thread()
 
@@ -127,10 +124,10 @@ class AgentRollout:
         """The reward that the agent of a session returns; None leaves it to the task."""
         done: set[asyncio.Future] = set()
         while not done:
-            left = self._timeout_secs - session.own_secs()
+            left = self.agent_timeout_secs - session.own_secs()
             if left <= 0:
-                text = f"took longer than rollout.agent_timeout_secs = {self._timeout_secs:g}"
-                raise RolloutError("agent_timeout", f"agent {self._name!r} {text}")
+                text = f"took longer than rollout.agent_timeout_secs = {self.agent_timeout_secs:g}"
+                raise RolloutError("agent_timeout", f"agent {self.name!r} {text}")
             done, _ = await asyncio.wait(
                 {running, session.failure},
                 timeout=max(left, _MIN_WAIT_SECS),
@@ -142,7 +139,7 @@ class AgentRollout:
             (None, asyncio.CancelledError()) if running.cancelled() else running.result()
         )
         if error is not None and session.is_cut:
-            raise RolloutError("overlong", f"agent {self._name!r} raised {error!r:.300}")
+            raise RolloutError("overlong", f"agent {self.name!r} raised {error!r:.300}")
         if error is not None:
             raise self._failure(f"raised {type(error).__name__}: {error}", code_error(error))
         if session.num_running:
@@ -154,7 +151,7 @@ class AgentRollout:
         raise self._failure(text, CodeError("an agent that returns no reward", text))
 
     def _failure(self, text: str, cause: CodeError) -> RolloutError:
-        return RolloutError("agent_error", f"agent {self._name!r} {text}", cause)
+        return RolloutError("agent_error", f"agent {self.name!r} {text}", cause)
 
 
 class _Thread:

@@ -207,19 +207,21 @@ def answer_of(
       num_prompt: tokens before them.
       decode: token ids → text.
     """
-    found = []
-    for index, choice in enumerate(choices):
-        logprobs = _logprobs(choice, decode) if call.logprobs else None
-        found.append(
-            {
-                "index": index,
-                "message": dict(choice.message),
-                "logprobs": logprobs,
-                "finish_reason": choice.finish_reason,
-            }
-        )
+    found = [
+        {
+            "index": index,
+            "message": dict(choice.message),
+            "logprobs": _logprobs(choice, decode) if call.logprobs else None,
+            "finish_reason": choice.finish_reason,
+        }
+        for index, choice in enumerate(choices)
+    ]
     num_sampled = sum(len(choice.tokens) for choice in choices)
-    return _head("chat.completion") | {
+    return {
+        "id": f"chatcmpl-{uuid.uuid4().hex}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": MODEL,
         "choices": found,
         "usage": {
             "prompt_tokens": num_prompt,
@@ -244,11 +246,6 @@ def models() -> dict[str, Any]:
     """The answer of /models."""
     model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "jaxrl_async"}
     return {"object": "list", "data": [model]}
-
-
-def _head(kind: str) -> dict[str, Any]:
-    identity = f"chatcmpl-{uuid.uuid4().hex}"
-    return {"id": identity, "object": kind, "created": int(time.time()), "model": MODEL}
 
 
 def _chunks(answer: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

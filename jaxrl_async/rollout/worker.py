@@ -365,7 +365,8 @@ def _worst(failures: BaseExceptionGroup) -> BaseException:
     flat = flattened(failures)
     costs_the_group = (RolloutError, InvalidTrajectoryError)
     bugs = [e for e in flat if not isinstance(e, costs_the_group)]
-    return next(iter(bugs + [e for e in flat if getattr(e, "cause", None) is not None]), flat[0])
+    users = [e for e in flat if getattr(e, "cause", None) is not None]
+    return (bugs + users + flat)[0]
 
 
 GENERATING, SCORING = "generating", "scoring"  # stages of a sample, and names of their seconds

@@ -92,8 +92,8 @@ def load_tokenizer(directory: str | os.PathLike, *, chat_template: str = "") -> 
       chat_template: of a tokenizer in Hugging Face layout: "" for its own, "none", or a Jinja file in its place.
 
     Raises:
-      FileNotFoundError: there are none.
-      ValueError: they are broken, or name no end-of-sequence token.
+      FileNotFoundError: there are none, or no such template.
+      ValueError: one is broken, or none names an end-of-sequence token that the vocabulary has.
     """
     directory = pathlib.Path(directory)
     if (directory / CHAR_FILE).is_file():
@@ -141,10 +141,10 @@ def train_bpe(
     )
     tokenizer.train_from_iterator(texts, trainer)
     files = {
-        TOKENIZER_FILE: tokenizer.to_str(pretty=True),
-        CONFIG_FILE: json.dumps({"eos_token": EOS, "pad_token": PAD}, indent=2),
+        TOKENIZER_FILE: tokenizer.to_str(pretty=True).encode(),
+        CONFIG_FILE: _json_bytes({"eos_token": EOS, "pad_token": PAD}),
     }
-    _write(pathlib.Path(directory), {name: text.encode() for name, text in files.items()})
+    _write(pathlib.Path(directory), files)
     return HFTokenizer(directory)
 
 
@@ -242,16 +242,7 @@ class HFTokenizer:
     """
 
     def __init__(self, directory: str | os.PathLike, *, chat_template: str = ""):
-        """Reads the files.
-
-        Args:
-          directory: holds them.
-          chat_template: "" for the files' own, "none", or a Jinja file in its place.
-
-        Raises:
-          FileNotFoundError: there is no tokenizer.json, or no such template.
-          ValueError: a file is broken, or none names an end-of-sequence token that the vocabulary has.
-        """
+        """Reads the files; arguments and errors as of `load_tokenizer`."""
         self._directory = pathlib.Path(directory)
         self._tokenizer = _read_tokenizer(self._directory / TOKENIZER_FILE)
         config = _read_json(self._directory / CONFIG_FILE)

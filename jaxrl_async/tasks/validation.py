@@ -3,6 +3,7 @@
 The questions come from the task's own splits, in a seeded choice, and are in no other split then.
 """
 
+import collections
 import functools
 from collections.abc import Sequence
 
@@ -70,12 +71,8 @@ class WithValidation:
                 f"evaluate.num_validation = {self._num} is more than half of the {len(examples)} questions of the "
                 f"{self._source} split"
             )
-        keys, count = set(), 0
-        sizes: dict[str, int] = {}
-        for example in examples:
-            key = self._key(example.text)
-            sizes[key] = sizes.get(key, 0) + 1
-        names = list(sizes)
+        sizes = collections.Counter(self._key(example.text) for example in examples)
+        names, keys, count = list(sizes), set(), 0
         for i in np.random.default_rng([self._seed, 2]).permutation(len(names)):
             if count >= self._num:
                 break

@@ -80,7 +80,7 @@ def test_versions_are_compared_on_the_validation_split_or_as_in_old_runs(
 ):
     settings = settings_with(every_steps=4, num_validation=num_validation)
     evaluator = evaluator_of(settings, tmp_path)
-    found = [prompt.text for prompt in evaluator._prompts]
+    found = [prompt.text for prompt in evaluator.prompts]
     assert found == texts(parts.task_of(settings), split)[: settings.evaluate.num_prompts]
 
 
