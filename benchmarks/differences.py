@@ -51,7 +51,7 @@ def rows_of(checkpoint: pathlib.Path, num_rows: int, num_tokens: int) -> Iterato
 def make_step(
     config: transformer.ModelConfig, optimizer: optax.GradientTransformation, num_blocks: int
 ):
-    """A jitted (params, state, updates made, tokens [B, T], advantages [B]) → (params, state)."""
+    """A jitted (params, state, updates made, block, tokens [B, T], advantages [B]) → (params, state)."""
     turns = blocks.Blocks(num_blocks, config.num_layers, num_minibatches=1)
 
     def loss(params, tokens_BT, advantages_B):
@@ -62,16 +62,18 @@ def make_step(
         taken = jnp.take_along_axis(logprobs, tokens_BT[:, 1:, None], -1)[..., 0]
         return -jnp.mean(advantages_B[:, None] * taken)
 
-    def step(params, state, number, tokens_BT, advantages_B):
-        grads = jax.grad(loss)(params, tokens_BT, advantages_B)
-        trained = turns.trained(grads, number)
-        counted = blocks.with_adam_count(state, turns.num_own(number))
-        updates, moved = optimizer.update(grads, counted, params)
-        new = optax.apply_updates(params, updates)
-        new = jax.tree.map(jnp.where, trained, new, params)
-        return new, blocks.select(optimizer, trained, moved, state)
+    def step(params, state, number, block, tokens_BT, advantages_B):
+        cuts = turns.cuts(params, block)
+        moments = blocks.cuts_of_state(optimizer, state, cuts)
+        grads = blocks.own(jax.grad(loss)(params, tokens_BT, advantages_B), cuts)
+        own, own_state = blocks.own(params, cuts), blocks.own(state, moments)
+        if num_blocks > 1:
+            own_state = blocks.with_adam_count(own_state, turns.num_own(number))
+        updates, own_state = optimizer.update(grads, own_state, own)
+        own = optax.apply_updates(own, updates)
+        return blocks.put(params, own, cuts), blocks.put(state, own_state, moments)
 
-    return jax.jit(step, donate_argnums=(0, 1))
+    return jax.jit(step, static_argnums=3, donate_argnums=(0, 1))
 
 
 class Ways:
@@ -139,8 +141,8 @@ def run(
         ways = [Ways(pathlib.Path(directory), dtype) for dtype in DTYPES]
         for number in range(steps + 1):
             if number:
-                made = jnp.int32(number - 1)
-                params, state = step(params, state, made, next(batches), advantages)
+                made, block = jnp.int32(number - 1), (number - 1) % num_blocks
+                params, state = step(params, state, made, block, next(batches), advantages)
             for way in ways:
                 figures = way.push(number, params, config)
                 if figures is not None:
