@@ -31,10 +31,8 @@ TOOLS: dict[str, Callable | str] = {}
 MAX_RESULT_CHARS = 4000  # of one result; the rest is left out
 OPENS, CLOSES = "<tool_call>", "</tool_call>"
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
-_CLASSES = {
-    "string": str, "integer": int, "number": (int, float), "boolean": bool, "null": type(None), "array": list,
-    "object": dict,
-}  # fmt: skip
+_CLASSES: dict[str, Any] = {name: cls for cls, name in _TYPES.items()}
+_CLASSES |= {"number": (int, float), "array": list, "object": dict}
 
 
 def register_tool(name: str) -> Callable[[Callable], Callable]:
