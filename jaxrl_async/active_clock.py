@@ -1,7 +1,7 @@
 """A clock of the time in which this process ran: a deadline in it does not pass while the process is stopped.
 
 A signal, a debugger, a suspended machine or a scheduler stops a process; when it wakes, every deadline of a monotonic
-clock has passed. The clock is looked at often, and a long time between two looks was a stop.
+clock has passed. The clock is read often, and a long time between two readings was a stop.
 """
 
 import logging
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 log = logging.getLogger(__name__)
 
-STOP_SECS = 2.0  # A longer time between two looks was a stop.
+STOP_SECS = 2.0  # A longer time between two readings was a stop.
 
 
 class ActiveClock:
