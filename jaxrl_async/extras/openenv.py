@@ -59,11 +59,7 @@ class OpenEnv:
         return [Example(f"seed {seed}", "", {_KEY: episode | {"seed": seed}}) for seed in seeds]
 
     def demonstrations(self, num: int | None = None) -> list[tuple[str, str]]:
-        """None: the library has none.
-
-        Raises:
-          ValueError: always.
-        """
+        """The library has none: always raises ValueError."""
         raise ValueError(
             f"the task 'openenv:{self.url}' has no demonstrations: warm_start.num_steps must be 0"
         )

@@ -57,11 +57,7 @@ class Verifiers:
         return self._splits[check_split(split)]
 
     def demonstrations(self, num: int | None = None) -> list[tuple[str, str]]:
-        """None: the library has none.
-
-        Raises:
-          ValueError: always.
-        """
+        """The library has none: always raises ValueError."""
         raise ValueError(
             f"the task 'verifiers:{self.environment}' has no demonstrations: warm_start.num_steps must be 0"
         )
