@@ -11,15 +11,14 @@ requests, which may be a router.
 import asyncio
 import collections
 import dataclasses
-import errno
 from collections.abc import Sequence
 
 from jaxrl_async.records import ServerRecord
-from jaxrl_async.servers.fleet import DEAD, HEALTHY, STALE
+from jaxrl_async.servers.descriptors import is_out_of_files
+from jaxrl_async.servers.fleet import DEAD, HEALTHY, MAX_DESCRIBED, STALE
 from jaxrl_async.servers.port import Kind, ServerError, Servers
 from jaxrl_async.versions.version import Version
 
-MAX_DESCRIBED = 16  # servers in a message
 PROBE_TIMEOUT_SECS = 5.0  # A server that loads and samples at once still answers within this.
 
 
@@ -142,19 +141,10 @@ def describe(servers: Sequence[Server]) -> str:
     return "; ".join([f"{len(servers)} servers: {words}", *ill[:MAX_DESCRIBED], *more])
 
 
-def is_local(error: BaseException | None) -> bool:
-    """Whether a call failed for want of file descriptors here, which is no server's illness."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-            return True
-        error = error.__cause__
-    return False
-
-
 async def answers(client: Servers, server: Server) -> bool:
     """Whether a server answers, as far as this process can tell."""
     try:
         await client.recognise(server.address, timeout_secs=PROBE_TIMEOUT_SECS)
     except ServerError as error:
-        return is_local(error)  # Without a connection nothing is known of it.
+        return is_out_of_files(error)  # Without a connection nothing is known of it.
     return True

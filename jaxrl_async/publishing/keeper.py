@@ -17,6 +17,7 @@ from jaxrl_async.active_clock import ActiveClock
 from jaxrl_async.publishing import health
 from jaxrl_async.publishing.health import Target
 from jaxrl_async.publishing.pauses import Pauses
+from jaxrl_async.servers.descriptors import is_out_of_files
 from jaxrl_async.servers.fleet import DEAD, HEALTHY, STALE
 from jaxrl_async.servers.port import (
     ObsoleteVersionError,
@@ -157,9 +158,9 @@ class Keeper:
                 "a push of version %s to %s failed", target.name, server.address, exc_info=error
             )
         server.reason = str(error) or type(error).__name__
-        if is_local := health.is_local(error):
+        if is_ours := is_out_of_files(error):
             log.error("%s: out of file descriptors (ulimit -n): %s", server.address, error)
-        return is_local
+        return is_ours
 
     async def _push(self, target: Target) -> None:
         """Pushes the target to the server, unless it holds it."""
