@@ -4,12 +4,10 @@ Servers take their places in the order in which their pushes begin. A server tha
 those below it ask the one above it, and at last the learner.
 """
 
-import asyncio
 import pathlib
 import weakref
 from collections.abc import Sequence
 
-from jaxrl_async.versions.protocol import Piece
 from jaxrl_async.versions.store import StoredVersion
 
 # Version → names of files → the tree in which they travel.
@@ -25,7 +23,6 @@ class Tree:
         self._places: dict[str, int] = {}
         self._servers: list[str] = []
         self._failed: set[str] = set()
-        self._pieces: asyncio.Task | None = None
 
     def source(self, address: str) -> str | None:
         """The server from which this one gets the files; None: from the learner."""
@@ -41,14 +38,6 @@ class Tree:
     def fail(self, address: str) -> None:
         """Takes a server out as a source."""
         self._failed.add(address)
-
-    async def pieces(self, files: Sequence[pathlib.Path]) -> dict[str, Piece]:
-        """The pieces of the files, by name; they are read once for all servers."""
-        if self._pieces is None:
-            read = asyncio.to_thread(lambda: {file.name: Piece.of(file) for file in files})
-            self._pieces = asyncio.create_task(read)
-        # One push that is cancelled leaves it to the others.
-        return await asyncio.shield(self._pieces)
 
 
 def shared(version: StoredVersion, files: Sequence[pathlib.Path], width: int) -> Tree:

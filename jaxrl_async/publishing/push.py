@@ -139,7 +139,7 @@ class Push:
             return None
         try:
             async with asyncio.timeout(self.left()):
-                return await shared_differences.shared(self.stored, base)
+                return await self.stored.once(shared_differences.write, base)
         except TimeoutError:
             return None
 

@@ -13,7 +13,6 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from jaxrl_async.records import NOBODY, Identity
-from jaxrl_async.versions.protocol import Piece
 from jaxrl_async.versions.store import StoredVersion
 from jaxrl_async.versions.version import Version
 
@@ -213,7 +212,6 @@ class Sources(Protocol):
 
     def source(self, address: str) -> str | None: ...
     def fail(self, address: str) -> None: ...
-    async def pieces(self, files: Sequence[pathlib.Path]) -> dict[str, Piece]: ...
 
 
 class Push(Protocol):

@@ -11,6 +11,7 @@ writes a store, of one process or of several that write parts of one version; an
 another one superseded neither replaces nor removes a version of that one. Imports no JAX.
 """
 
+import asyncio
 import collections
 import contextlib
 import dataclasses
@@ -21,7 +22,7 @@ import pathlib
 import re
 import shutil
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any, BinaryIO
 
 import ml_dtypes
@@ -257,6 +258,7 @@ class StoredVersion(os.PathLike):
         self._entries: dict[str, layout.TensorEntry] = {}
         self._mapped: collections.OrderedDict[str, mmap.mmap] = collections.OrderedDict()
         self._lock = threading.Lock()
+        self._computed: dict[Hashable, asyncio.Task] = {}
 
     def __fspath__(self) -> str:
         return str(self._path)
@@ -312,6 +314,17 @@ class StoredVersion(os.PathLike):
         self.check()
         with self._lock:
             return _view(self._map(self.manifest["tensors"][name]["file"]), self._entries[name])
+
+    async def once(self, work: Callable[..., Any], *args: Hashable) -> Any:
+        """`work(self, *args)`, in a thread and once for all that ask in this event loop; a failure is forgotten."""
+        if (key := (work, *args)) not in self._computed:
+            self._computed[key] = asyncio.create_task(asyncio.to_thread(work, self, *args))
+        try:
+            # One push that is cancelled leaves it to the others.
+            return await asyncio.shield(self._computed[key])
+        except Exception:  # Files on a network may come back.
+            self._computed.pop(key, None)
+            raise
 
     def verify(self) -> None:
         """Compares every tensor with the manifest.

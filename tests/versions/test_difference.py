@@ -283,12 +283,12 @@ async def test_servers_share_a_difference_and_a_missing_base_has_none(versions):
     base = read_manifest(versions.write(1, before))["digest"]
     version = StoredVersion(versions.write(2, stepped(before, 1e-6)))
     first, second = await asyncio.gather(
-        *(shared_differences.shared(version, base) for _ in range(2))
+        *(version.once(shared_differences.write, base) for _ in range(2))
     )
     assert first == second and first.exists()
     inode = first.stat().st_ino
     assert (
-        await shared_differences.shared(version, base)
+        await version.once(shared_differences.write, base)
     ).stat().st_ino == inode  # Not written again.
-    assert await shared_differences.shared(version, "of a version that is gone") is None
+    assert await version.once(shared_differences.write, "of a version that is gone") is None
     assert json.loads((first.parent / "manifest.json").read_text())["version"] == 2

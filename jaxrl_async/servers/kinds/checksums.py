@@ -7,7 +7,6 @@ import hashlib
 import logging
 import os
 import re
-import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -62,7 +61,7 @@ async def expect(
         return Expected(os.fspath(files), names, None)
     try:
         async with asyncio.timeout(timeout_secs):
-            return Expected(os.fspath(files), names, await _shared_checksums(files, dtype))
+            return Expected(os.fspath(files), names, await files.once(checksums_of, dtype))
     except TimeoutError:
         reason = f"the checksums of the version took longer than {timeout_secs:g} s to compute"
         raise ServerError(address, "", reason, retryable=True) from None
@@ -80,21 +79,6 @@ def difference(found: Mapping[str, str], expected: Expected) -> str | None:
                 f"tensor {name} has checksum {found[name]}, that of {expected.path} is {checksum}"
             )
     return None
-
-
-async def _shared_checksums(
-    files: weight_store.StoredVersion, dtype: str | None
-) -> Mapping[str, str]:
-    """`checksums_of` in a thread, once for all that ask at the same time or later."""
-    computed = _COMPUTED.setdefault(files, {})
-    if dtype not in computed:
-        computed[dtype] = asyncio.create_task(asyncio.to_thread(checksums_of, files, dtype))
-    task = computed[dtype]
-    try:
-        return await asyncio.shield(task)  # One push that is cancelled leaves it to the others.
-    except Exception:
-        computed.pop(dtype, None)  # Files on a network may come back.
-        raise
 
 
 def checksums_of(files: weight_store.StoredVersion, dtype: str | None) -> dict[str, str]:
@@ -160,8 +144,6 @@ def _warn_once(message: str) -> None:
     log.warning("%s", message)
 
 
-# Version → dtype → the task that computes, or has computed, its checksums.
-_COMPUTED: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 _DTYPES = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),

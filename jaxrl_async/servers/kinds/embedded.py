@@ -14,6 +14,7 @@ from jaxrl_async.servers.kinds.checks import Checks
 from jaxrl_async.servers.kinds.sglang_api import SglangApi
 from jaxrl_async.servers.port import Push, ServerError
 from jaxrl_async.versions import protocol
+from jaxrl_async.versions.store import StoredVersion
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +95,7 @@ class Intake(SglangApi):
         pieces: Mapping[str, protocol.Piece] = {}
         if hands_on:
             tree = push.sources(files)
-            pieces = await tree.pieces(files)
+            pieces = await push.stored.once(_pieces, *files)  # They are read once for all servers.
             while (source := tree.source(self.address)) is not None:
                 push.check_wanted()
                 left = push.left()
@@ -172,6 +173,10 @@ class Embedded(Intake):
             has, want = found.get(key), getattr(checks.expected.adapters, key)
             if has != (list(want) if key == "targets" else want):
                 raise checks.unfit(self.INFO, f"its model.lora.{key} is {has}, the run's is {want}")
+
+
+def _pieces(stored: StoredVersion, *files: pathlib.Path) -> dict[str, protocol.Piece]:
+    return {file.name: protocol.Piece.of(file) for file in files}
 
 
 _SUFFIXES = (".json", ".safetensors")  # of a version's own files
