@@ -133,22 +133,24 @@ def _text(max_chars: int) -> Callable[[str, Any], str]:
     return read
 
 
-def _flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise RequestError(f"{name} must be true or false, got {value!r:.80}")
-    return value
+def _such(must: str, is_such: Callable[[Any], Any]) -> Callable[[str, Any], Any]:
+    def read(name: str, value: Any) -> Any:
+        if not is_such(value):
+            raise RequestError(f"{name} must be {must}, got {value!r:.80}")
+        return value
+
+    return read
 
 
-def _file(name: str, value: Any) -> str:
-    if value != "" and not (isinstance(value, str) and FILE.fullmatch(value)):
-        raise RequestError(f"{name} must be a file's name, got {value!r:.80}")
-    return value
-
-
-def _format(name: str, value: Any) -> str:
-    if value not in ("auto", "safetensors"):
-        raise RequestError(f"{name} must be auto or safetensors, got {value!r:.80}")
-    return value
+_flag = _such("true or false", lambda value: isinstance(value, bool))
+_file = _such("a file's name", lambda v: isinstance(v, str) and (not v or FILE.fullmatch(v)))
+_format = _such("auto or safetensors", lambda value: value in ("auto", "safetensors"))
+_source = _such(
+    "an http://host:port", lambda v: isinstance(v, str) and 0 < len(v) <= MAX_SOURCE_CHARS
+)
+_secs = _such(
+    f"in (0, {MAX_LEASE_SECS:g}]", lambda v: isinstance(v, int | float) and 0 < v <= MAX_LEASE_SECS
+)
 
 
 def _writer(name: str, value: Any) -> Identity:
@@ -157,18 +159,6 @@ def _writer(name: str, value: Any) -> Identity:
     if not isinstance(value["run_id"], str) or type(value["generation"]) is not int:
         raise RequestError(f"{name} must have a text and a number, got {value!r:.80}")
     return Identity(**value)
-
-
-def _source(name: str, value: Any) -> str:
-    if not (isinstance(value, str) and 0 < len(value) <= MAX_SOURCE_CHARS):
-        raise RequestError(f"{name} must be an http://host:port, got {value!r:.80}")
-    return value
-
-
-def _secs(name: str, value: Any) -> float:
-    if not (isinstance(value, int | float) and 0 < value <= MAX_LEASE_SECS):
-        raise RequestError(f"{name} must be in (0, {MAX_LEASE_SECS:g}], got {value!r:.80}")
-    return value
 
 
 def _pieces(name: str, value: Any) -> dict[str, Piece]:
