@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from jaxrl_async.servers.client import NO_HEADERS, InferenceClient, encode
+from jaxrl_async.servers.client import InferenceClient, encode
 from jaxrl_async.servers.port import Push, ServerError
 from jaxrl_async.versions import protocol
 
@@ -60,35 +60,16 @@ class HttpKind:
             raise ServerError(self.address, self.INFO, reason, retryable=False)
         return info
 
-    async def get(
-        self, route: str, timeout_secs: float, *, is_short: bool = False
-    ) -> dict[str, Any]:
-        """The answer of an information route."""
-        return await self.client.call(
-            "GET", self.address, route, None, timeout_secs, is_short=is_short
-        )
+    async def get(self, route: str, timeout_secs: float, **more: Any) -> dict[str, Any]:
+        """The answer of an information route; `more` as of `InferenceClient.call`."""
+        return await self.client.call("GET", self.address, route, None, timeout_secs, **more)
 
     async def post(
-        self,
-        route: str,
-        payload: Mapping[str, Any],
-        timeout_secs: float,
-        *,
-        is_control: bool = True,
-        is_short: bool = False,
-        headers: Mapping[str, str] = NO_HEADERS,
+        self, route: str, payload: Mapping[str, Any], timeout_secs: float, **more: Any
     ) -> dict[str, Any]:
-        """The answer of a route that takes JSON."""
-        return await self.client.call(
-            "POST",
-            self.address,
-            route,
-            encode(payload).encode(),
-            timeout_secs,
-            is_control=is_control,
-            is_short=is_short,
-            headers=headers,
-        )
+        """The answer of a control route that takes JSON; `more` as of `InferenceClient.call`."""
+        call = ("POST", self.address, route, encode(payload).encode(), timeout_secs)
+        return await self.client.call(*call, **{"is_control": True} | more)
 
     async def has_route(self, route: str, *, timeout_secs: float) -> bool:
         """Whether a control route exists that refuses an empty request, as one without the weights to load.

@@ -75,18 +75,14 @@ class SglangApi(HttpKind):
 
     async def abort(self, rid: str | None, *, timeout_secs: float) -> None:
         """Ends every request whose id starts with `rid`, or all requests when it is None."""
-        await self.post(
-            "/abort_request", {"abort_all": True} if rid is None else {"rid": rid}, timeout_secs
-        )
+        which = {"abort_all": True} if rid is None else {"rid": rid}
+        await self.post("/abort_request", which, timeout_secs)
 
     async def pause(self, *, mode: str, timeout_secs: float, lease_secs: float = 0.0) -> None:
         """As of `port.Kind`; "abort" ends the requests that run."""
+        headers = protocol.lease_headers(lease_secs)
         await self.post(
-            protocol.PAUSE,
-            {"mode": mode},
-            timeout_secs,
-            is_short=True,
-            headers=protocol.lease_headers(lease_secs),
+            protocol.PAUSE, {"mode": mode}, timeout_secs, is_short=True, headers=headers
         )
 
     async def continue_(self, *, timeout_secs: float) -> None:
@@ -106,10 +102,8 @@ class SglangApi(HttpKind):
         self, push: Push, name: str, *, writer: Identity = NOBODY, digest: str | None = None
     ) -> None:
         """Loads the version's directory, and names the weights; `digest`: by which they may be prepared."""
-        path = os.fspath(push.stored)
-        await self.load(
-            path, name, push.flush_cache, push.left(), writer=writer, weight_digest=digest
-        )
+        where = (os.fspath(push.stored), name, push.flush_cache, push.left())
+        await self.load(*where, writer=writer, weight_digest=digest)
 
     async def load(
         self, path: str, name: str, flush_cache: bool, timeout_secs: float, **more: Any
@@ -119,25 +113,16 @@ class SglangApi(HttpKind):
             weight_version=name,
             model_path=path,
             flush_cache=flush_cache,
-            abort_all_requests=False,
             load_format="auto",
             **more,
         )
         await self.update(protocol.UPDATE_FROM_DISK, update.body(), timeout_secs, is_short=True)
 
     async def update(
-        self,
-        route: str,
-        payload: Mapping[str, Any],
-        timeout_secs: float,
-        *,
-        is_short: bool = False,
-        headers: Mapping[str, str] | None = None,
+        self, route: str, payload: Mapping[str, Any], timeout_secs: float, **more: Any
     ) -> None:
-        """A call that changes weights; raises ServerError where it has no success."""
-        answer = await self.post(
-            route, payload, timeout_secs, is_short=is_short, headers=headers or {}
-        )
+        """A call of `post` that changes weights; raises ServerError where it has no success."""
+        answer = await self.post(route, payload, timeout_secs, **more)
         if answer.get("success") is not True:
             names = (payload.get(key) for key in ("weight_version", "new_version", "lora_name"))
             about = "".join(f"version {name} " for name in names if name is not None)
