@@ -205,7 +205,6 @@ class _Routes:
             context=security.client_context(tls_ca) if tls_ca else None,
         )
         self._loop = asyncio.get_running_loop()
-        self._generating = {}  # rid -> asyncio.Future of a Completion
 
     async def generate(self, http_request):
         start = time.monotonic()
@@ -225,8 +224,36 @@ class _Routes:
     async def _stream(self, http_request, requests, answer):
         """Answers each request of a batch when it ends, as an event of its own. A refusal costs its request alone.
 
-        The events are SGLang's, of which it sends more: one for every few tokens of a request. Where the client is
-        gone, what is left is aborted.
+        The events are SGLang's, of which it sends more: one for every few tokens of a request.
+        """
+        response = web.StreamResponse(headers=_EVENTS | _STREAMS)
+        async with contextlib.aclosing(self._ended(requests)) as batches:
+            await response.prepare(http_request)
+            async for batch in batches:
+                events = [
+                    _event(i, answer(o) if isinstance(o, Completion) else _failed(o))
+                    for i, o in batch
+                ]
+                if events:
+                    await response.write(b"".join(events))
+        await response.write_eof(b"data: [DONE]\n\n")
+        return response
+
+    async def _complete(self, requests):
+        """The completions of requests, in their order; aborts all where one fails."""
+        done = {}
+        async with contextlib.aclosing(self._ended(requests)) as batches:
+            async for batch in batches:
+                for index, outcome in batch:
+                    if not isinstance(outcome, Completion):
+                        raise outcome
+                    done[index] = outcome
+        return [done[index] for index in range(len(requests))]
+
+    async def _ended(self, requests):
+        """Submits requests; yields those that ended together, as (index, completion or error), refusals first.
+
+        A request may be its refusal already. Where the client is gone, what is left is aborted.
         """
         ended = asyncio.Queue()
 
@@ -238,27 +265,14 @@ class _Routes:
         valid = [i for i in range(len(requests)) if i not in refusals]
         refused = self._engine.submit_all([requests[i] for i in valid], on_done)
         refusals |= {valid[i]: refusal for i, refusal in refused.items()}
-        indexes = {requests[i].rid: i for i in valid if i not in refusals}
-        left = set(indexes)
-        response = web.StreamResponse(headers=_EVENTS | _STREAMS)
+        left = {requests[i].rid: i for i in valid if i not in refusals}
         try:
-            await response.prepare(http_request)
-            events = [_event(i, _failed(error)) for i, error in refusals.items()]
+            yield sorted(refusals.items())
             while left:
-                if events:
-                    await response.write(b"".join(events))
-                outcomes = await ended.get()
-                left.difference_update(rid for rid, _ in outcomes)
-                events = [
-                    _event(indexes[rid], answer(o) if isinstance(o, Completion) else _failed(o))
-                    for rid, o in outcomes
-                ]
-            await response.write(b"".join([*events, b"data: [DONE]\n\n"]))
-            await response.write_eof()
-        except BaseException:
-            self._abandon(left)
-            raise
-        return response
+                yield [(left.pop(rid), outcome) for rid, outcome in await ended.get()]
+        finally:
+            if left:
+                self._engine.abort(left.__contains__)
 
     def _encoded(self, body):
         """A body with `text` as one with `input_ids`."""
@@ -285,23 +299,6 @@ class _Routes:
     async def models(self, http_request):
         model = {"id": self._texts.model, "object": "model", "owned_by": "jaxrl_async"}
         return _json({"object": "list", "data": [model]})
-
-    async def _complete(self, requests):
-        """The completions of requests, in their order; aborts all where one fails or the client is gone."""
-        rids, done = [], []
-        try:
-            for request in requests:
-                self._submit(request)
-                rids.append(request.rid)
-            for request in requests:
-                done.append(await self._generating[request.rid])
-        except BaseException:
-            self._abandon(set(rids))
-            raise
-        finally:
-            for rid in rids:
-                del self._generating[rid]
-        return done
 
     async def pause_generation(self, http_request):
         body = await _read(http_request, {"mode"})
@@ -382,33 +379,6 @@ class _Routes:
         if self._engine.error:
             raise self._engine.error
         return _json({"status": "ok"})
-
-    def _submit(self, request):
-        if request.rid in self._generating:  # ended in the engine, and not answered yet
-            raise InvalidRequestError(f"rid {request.rid!r} is already in use")
-        self._engine.submit(request, self._on_done)
-        self._generating[request.rid] = self._loop.create_future()
-
-    def _on_done(self, ended):
-        """On the engine thread: wakes the event loop once for all requests that ended together."""
-        try:
-            self._loop.call_soon_threadsafe(self._resolve, ended)
-        except RuntimeError:  # the loop is closed, without waiters
-            pass
-
-    def _resolve(self, ended):
-        for rid, outcome in ended:
-            future = self._generating.get(rid)
-            if future is None or future.done():
-                continue
-            if isinstance(outcome, Completion):
-                future.set_result(outcome)
-            else:
-                future.set_exception(outcome)
-
-    def _abandon(self, rids):
-        """Aborts requests whose client is gone."""
-        self._engine.abort(rids.__contains__)
 
     def _answer(self, completion: Completion, return_logprob, start):
         spans = [{"version": s.version, "start": s.start, "end": s.end} for s in completion.spans]
