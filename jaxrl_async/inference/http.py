@@ -39,7 +39,6 @@ from jaxrl_async.versions.protocol import Update
 MAX_BODY_BYTES = 16 << 20  # of all but an upload
 MAX_HEADERS = 64
 MAX_RID_CHARS = 256
-_SHUTDOWN_SECS = 2.0
 _INFORMATION_ROUTES = ("/generate", "/model_info", "/v1/models", *texts.KEYS)
 log = logging.getLogger(__name__)
 _GENERATE_KEYS = {"rid", "input_ids", "sampling_params", "return_logprob", "stream"}
@@ -96,70 +95,17 @@ async def serve(
         f"engine {engine.name!r}", f"{host}:{port}", api_key, "the server's api_key"
     )
     context = security.server_context(tls_cert, tls_key)
-    runner = web.AppRunner(
-        make_app(
-            engine,
-            api_key=api_key,
-            admin_api_key=admin_api_key,
-            weight_roots=weight_roots,
-            tls_ca=tls_ca,
-            tokenizer=tokenizer,
-        ),
-        access_log=None,
-        max_line_size=security.MAX_HEADER_BYTES,
-        max_field_size=security.MAX_HEADER_BYTES,
-        max_headers=MAX_HEADERS,
-        handler_cancellation=True,  # a client that hangs up aborts its request
-        shutdown_timeout=_SHUTDOWN_SECS,
-    )
-    await runner.setup()
-    try:
-        try:
-            await web.TCPSite(runner, host, port, ssl_context=context).start()
-        except OSError as error:
-            raise OSError(
-                error.errno, f"cannot listen on {host}:{port}: {error.strerror}"
-            ) from None
-        yield runner.addresses[0][1]
-    finally:
-        await runner.cleanup()
-
-
-def make_app(
-    engine: Engine,
-    *,
-    api_key: str | None = None,
-    admin_api_key: str | None = None,
-    weight_roots: Sequence[str | os.PathLike] = (),
-    tls_ca: str = "",
-    tokenizer: texts.Tokenizer | None = None,
-) -> web.Application:
-    """The routes over an engine, see `serve`. Build it inside the event loop that will serve it."""
     routes = _Routes(engine, weight_roots, tokenizer, admin_api_key or api_key, tls_ca)
     app = web.Application(
         client_max_size=MAX_BODY_BYTES,
         middlewares=[_answer_errors, _key_check(api_key, admin_api_key)],
     )
     app.cleanup_ctx.append(routes.keep_receiver_open)
-    app.add_routes(
-        [
-            web.post("/generate", routes.generate),
-            web.post(protocol.PAUSE, routes.pause_generation),
-            web.post(protocol.CONTINUE, routes.continue_generation),
-            web.post("/abort_request", routes.abort_request),
-            web.post("/flush_cache", routes.flush_cache),
-            *intake_routes.routes(routes.receiver),
-            web.post(
-                protocol.UPDATE_FROM_DISK, intake_routes.asking(routes.receiver.update_from_disk)
-            ),
-            web.get(protocol.MODEL_INFO, routes.model_info),
-            web.get("/health", routes.health),
-        ]
-    )
-    if tokenizer is not None:
-        app.add_routes([web.post(route, routes.openai) for route in texts.KEYS])
-        app.add_routes([web.get("/v1/models", routes.models)])
-    return app
+    app.add_routes(routes.table())
+    limits = {"max_headers": MAX_HEADERS}
+    limits |= dict.fromkeys(("max_line_size", "max_field_size"), security.MAX_HEADER_BYTES)
+    async with intake_routes.listening(app, host, port, context, **limits) as bound:
+        yield bound
 
 
 @web.middleware
@@ -205,6 +151,25 @@ class _Routes:
             context=security.client_context(tls_ca) if tls_ca else None,
         )
         self._loop = asyncio.get_running_loop()
+
+    def table(self) -> list[web.RouteDef]:
+        """Its routes; those in texts with a tokenizer alone."""
+        updates = intake_routes.asking(self.receiver.update_from_disk)
+        table = [
+            web.post("/generate", self.generate),
+            web.post(protocol.PAUSE, self.pause_generation),
+            web.post(protocol.CONTINUE, self.continue_generation),
+            web.post("/abort_request", self.abort_request),
+            web.post("/flush_cache", self.flush_cache),
+            *intake_routes.routes(self.receiver),
+            web.post(protocol.UPDATE_FROM_DISK, updates),
+            web.get(protocol.MODEL_INFO, self.model_info),
+            web.get("/health", self.health),
+        ]
+        if self._texts is not None:
+            table += [web.post(route, self.openai) for route in texts.KEYS]
+            table.append(web.get("/v1/models", self.models))
+        return table
 
     async def generate(self, http_request):
         start = time.monotonic()

@@ -266,16 +266,11 @@ async def serve(
     security.check_listener("the relay", f"{host}:{port}", key, "--admin_api_key_env")
     context = security.client_context(tls_ca) if tls_ca else None
     listener = security.server_context(tls_cert, tls_key)
-    async with Sidecar(server, directory, key=key, context=context) as sidecar:
-        runner = web.AppRunner(
-            sidecar.app(), access_log=None, handler_cancellation=True, shutdown_timeout=2.0
-        )
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, host, port, ssl_context=listener).start()
-            yield runner.addresses[0][1]
-        finally:
-            await runner.cleanup()
+    async with (
+        Sidecar(server, directory, key=key, context=context) as sidecar,
+        routes.listening(sidecar.app(), host, port, listener) as bound,
+    ):
+        yield bound
 
 
 def _ours(headers) -> dict[str, str]:
