@@ -126,10 +126,8 @@ class Engine:
         # The engine thread's own.
         self._closing = False
         self._paused = None  # one of PAUSE_MODES
-        self._params = None
+        self._weights = loading.Loaded(nnx.State({}))
         self._version = None
-        self._model_path = ""
-        self._digest = None
         self._updates = collections.deque()  # _Update not yet applied
         self._waiting = collections.deque()  # _Live
         self._running = {}  # slot -> _Live
@@ -174,12 +172,12 @@ class Engine:
     @property
     def model_path(self) -> str:
         """Directory the weights in use were read from; "" when they were not read from one."""
-        return self._model_path
+        return self._weights.model_path
 
     @property
     def weight_digest(self) -> str | None:
         """Digest of the tensors in use as they were read; None when they were not read from a directory."""
-        return self._digest
+        return self._weights.digest
 
     @property
     def error(self) -> UnavailableError | None:
@@ -294,9 +292,9 @@ class Engine:
           WeightsError: names, shapes or numbers are not the model's.
         """
         place = loading.to_device if copy else loading.share
-        params = self._whole(place(params, self.config, self._device))
+        loaded = loading.Loaded(self._whole(place(params, self.config, self._device)))
         future = self._new_future()
-        self._post_update(_Update(params, version, "", None, "retract", False, future))
+        self._post_update(_Update(loaded, version, "retract", False, future))
         return future
 
     def load_weights(self, model_path: str) -> concurrent.futures.Future:
@@ -317,7 +315,7 @@ class Engine:
         """
         future = self._new_future()
         running = "abort" if abort_all_requests else "wait"
-        self._post_update(_Update.of(loaded, version, running, flush_cache, future))
+        self._post_update(_Update(loaded, version, running, flush_cache, future))
         return future
 
     def update_weights_from_disk(
@@ -344,7 +342,7 @@ class Engine:
         running = "abort" if abort_all_requests else "wait"
 
         def update(loaded, future):
-            self._post_update(_Update.of(loaded, version, running, flush_cache, future))
+            self._post_update(_Update(loaded, version, running, flush_cache, future))
 
         return self._load(model_path, update, spares_cache=True)
 
@@ -562,8 +560,7 @@ class Engine:
     def _swap(self, update):
         for live in self._running.values():
             live.close_span(self._version, self._lengths[live.slot])
-        self._params, self._version = update.params, update.version
-        self._model_path, self._digest = update.model_path, update.digest
+        self._weights, self._version = update.weights, update.version
         paused = self._paused is not None or update.running == "retract"
         held = len(self._running) + len(self._waiting)
         _resolve(update.future, held if paused else 0)
@@ -590,7 +587,7 @@ class Engine:
         if bucket:
             rows = [np.frombuffer(row, np.int32) for row in slots_of_row]
             self._cache = self._programs.prefill(
-                self._params, self._cache, rows, list(slots_of_row.values())
+                self._weights.params, self._cache, rows, list(slots_of_row.values())
             )
 
     def _bucket(self, live):
@@ -634,7 +631,7 @@ class Engine:
 
     def _decode(self):
         """One chunk for every slot; ends the requests that are complete."""
-        self._cache, decoded = self._programs.decode(self._params, self._cache, self._slots)
+        self._cache, decoded = self._programs.decode(self._weights.params, self._cache, self._slots)
         decoded = jax.device_get(decoded)
         step, slot = np.nonzero(np.arange(self.decode_chunk)[:, None] < decoded.counts[None])
         at = self._lengths[slot] + step
@@ -721,19 +718,11 @@ class _Live:
 
 @dataclasses.dataclass(frozen=True)
 class _Update:
-    params: nnx.State
+    weights: loading.Loaded
     version: str
-    model_path: str
-    digest: str | None
     running: str  # for running requests, when not paused: "wait" | "abort" | "retract"
     flush_cache: bool
     future: concurrent.futures.Future
-
-    @classmethod
-    def of(cls, loaded, version, running, flush_cache, future):
-        """The update to a version that was read from a directory."""
-        params, path, digest = loaded.params, loaded.model_path, loaded.digest
-        return cls(params, version, path, digest, running, flush_cache, future)
 
 
 def _deliver(outcomes):

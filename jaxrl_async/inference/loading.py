@@ -21,11 +21,12 @@ from jaxrl_async.versions.layout import NoRoomError, WeightsError
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """A version on the device, verified, that nothing samples with yet."""
+    """A version on the device, verified."""
 
     params: nnx.State
-    digest: str  # of the tensors as they were read, `layout.version_digest`
-    model_path: str
+    # Of the tensors as they were read, `layout.version_digest`; None of weights that are of no directory.
+    digest: str | None = None
+    model_path: str = ""
 
 
 def read(path: str, config: transformer.ModelConfig, device: jax.Device | None = None) -> Loaded:

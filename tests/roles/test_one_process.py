@@ -269,7 +269,7 @@ async def test_weights_are_handed_over_by_reference_while_it_samples():
         for completion in await asyncio.gather(*running):
             assert set(completion.versions.tolist()) == {0, 1}
             assert (np.diff(completion.versions) >= 0).all()
-        held, given = jax.tree.leaves(engine._params), jax.tree.leaves(new)
+        held, given = jax.tree.leaves(engine._weights.params), jax.tree.leaves(new)
         pointers = [[x.unsafe_buffer_pointer() for x in leaves] for leaves in (held, given)]
         assert pointers[0] == pointers[1], "the weights were copied"
         with pytest.raises(ObsoleteVersionError):
@@ -289,7 +289,7 @@ async def test_weights_go_from_the_learners_devices_to_an_engines_own():
             engine.update_weights(given, "1", copy=False).result(CALL_SECS)
             async with DirectClient({"engine": engine}) as client:
                 answers.append(await client.generate("engine", **ask("placed", **LONG)))
-            for held in jax.tree.leaves((engine._params, engine._cache)):
+            for held in jax.tree.leaves((engine._weights.params, engine._cache)):
                 assert held.devices() == {device}
         finally:
             engine.close(timeout_secs=CALL_SECS)
