@@ -11,7 +11,7 @@ import logging
 import random
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 from jaxrl_async.active_clock import ActiveClock
 from jaxrl_async.publishing import health
@@ -45,30 +45,20 @@ class Course:
     poll_secs: float
     push_timeout_secs: float
     active: ActiveClock
+    # The publisher's: a server was found to be no longer HEALTHY; an attempt at it ended, `is_back`: it answers again.
+    changed: Callable[[health.Server], Awaitable[None]]
+    tried: Callable[..., Awaitable[None]]  # (server, *, is_back)
     target: Target | None = None  # that every server should hold
     before: int | None = None  # the version before it, current while its push is under way
     is_announced: bool = False  # whether any version is
 
 
-class Watcher(Protocol):
-    """The publisher, as a keeper calls it."""
-
-    async def changed(self, server: health.Server) -> None:
-        """A server was found to be no longer HEALTHY."""
-        ...
-
-    async def tried(self, server: health.Server, *, is_back: bool) -> None:
-        """An attempt at a server ended; `is_back`: it answers again."""
-        ...
-
-
 class Keeper:
     """Keeps one server, whose record it owns."""
 
-    def __init__(self, server: health.Server, client: Servers, course: Course, watcher: Watcher):
+    def __init__(self, server: health.Server, client: Servers, course: Course):
         """Talks to nobody yet."""
-        self.server, self._client = server, client
-        self._course, self._watcher = course, watcher
+        self.server, self._client, self._course = server, client, course
 
     async def run(self) -> None:
         """Keeps the server until it is cancelled."""
@@ -137,7 +127,7 @@ class Keeper:
             is_late = isinstance(error, ServerTimeoutError)
             woke = server.state == STALE and (was_dead or is_late)
         server.tried = None if woke else target
-        await self._watcher.tried(server, is_back=is_back)
+        await course.tried(server, is_back=is_back)
 
     def _held(self) -> None:
         """Notes that a push ended well: during a push the version before it is still current."""
@@ -174,7 +164,7 @@ class Keeper:
                 return
             server.state, server.version = STALE, None
             server.reason = f"restarted: reports {difference}"
-            await self._watcher.changed(server)
+            await course.changed(server)
         if server.version is None and course.preflight is not None:
             await course.preflight(client, server.address)
         if server.version is None and not kind.ends_pauses:

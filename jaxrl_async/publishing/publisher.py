@@ -115,10 +115,12 @@ class Publisher:
             poll_secs=poll_secs,
             push_timeout_secs=push_timeout_secs,
             active=self._active,
+            changed=self.changed,
+            tried=self.tried,
         )
 
         self._condition = threading.Condition()  # The learner waits here for these two.
-        self._published: int | None = None
+        self._published = -1  # the version requested last; −1: not yet
         self._error: BaseException | None = None
 
         self._requested: tuple[int, int] | None = None  # (run epoch, version), the learner's
@@ -171,7 +173,7 @@ class Publisher:
             if (run_epoch, version) <= self._requested or version < self._requested[1]:
                 raise ValueError(f"version {version} is not above version {self._requested[1]}")
             with self._condition:
-                self._published = None
+                self._published = -1
         self._requested = (run_epoch, version)
         request = _Request(version, run_epoch, write, resume_point)
         self._loop.call_soon_threadsafe(self._requests.put_nowait, request)
@@ -186,7 +188,7 @@ class Publisher:
         """
 
         def over() -> bool:
-            return self._error is not None or _at_least(self._published, version)
+            return self._error is not None or self._published >= version
 
         active = ActiveClock()
         deadline = active.now() + timeout_secs
@@ -231,17 +233,19 @@ class Publisher:
             self._loop.run_until_complete(self._task)
         except asyncio.CancelledError:
             pass  # close()
-        except BaseException as error:
-            self._fail(_first(error))
+        except BaseException as failure:
+            error = failure
+            while isinstance(
+                error, BaseExceptionGroup
+            ):  # the failure that cancelled the other tasks
+                error = error.exceptions[0]
+            log.error("the publisher failed: %s", error)
+            with self._condition:
+                self._error = error
+                self._condition.notify_all()
         finally:
             self._loop.run_until_complete(self._loop.shutdown_default_executor())
             self._loop.close()
-
-    def _fail(self, error: BaseException) -> None:
-        log.error("the publisher failed: %s", error)
-        with self._condition:
-            self._error = error
-            self._condition.notify_all()
 
     async def _main(self) -> None:
         async with self._client as client, asyncio.TaskGroup() as tasks:
@@ -266,8 +270,10 @@ class Publisher:
         start = time.monotonic()
         self._phase = f"version {request.version} to be written"
         files, num_bytes = await asyncio.to_thread(_write, request.write)
-        if not any(s.state == HEALTHY and not s.reserved for s in self._servers):
-            await self._wait_for_evaluation()
+        is_served = any(s.state == HEALTHY and not s.reserved for s in self._servers)
+        if self._evaluating is not None and not is_served:
+            self._phase = f"the {self._evaluating.get_name()}, on the only HEALTHY server"
+            await asyncio.wait({self._evaluating})
 
         self._pushing = True
         target = health.Target(
@@ -325,11 +331,6 @@ class Publisher:
             server.reserved, self._evaluating = False, None
             server.due.set()
 
-    async def _wait_for_evaluation(self) -> None:
-        if self._evaluating is not None:
-            self._phase = f"the {self._evaluating.get_name()}, on the only HEALTHY server"
-            await asyncio.wait({self._evaluating})
-
     async def _deliver(self, target: health.Target, first: bool) -> None:
         """Waits until every HEALTHY server tried the target; at first, until all hold it, or a quorum does."""
         expected = [s for s in self._servers if first or (s.state == HEALTHY and not s.reserved)]
@@ -346,13 +347,11 @@ class Publisher:
                 expected.pop()
             return not expected and self._num_holding() >= self._num_needed(first)
 
-        def delivered_or_impossible() -> bool:
-            return delivered() or not self._may_recover()
-
         timeout_secs = self._start_timeout_secs if first else self._course.push_timeout_secs
         await self._wait(delivered, timeout_secs)
         if not self._num_holding():
-            await self._wait(delivered_or_impossible, self._start_timeout_secs - timeout_secs)
+            left = self._start_timeout_secs - timeout_secs
+            await self._wait(lambda: delivered() or not self._may_recover(), left)
         self._end_push(first, timeout_secs)
         self._healthy_at = self._active.now()
 
@@ -411,7 +410,7 @@ class Publisher:
     def _start_keeping(
         self, client: Servers, tasks: asyncio.TaskGroup, server: health.Server
     ) -> None:
-        keeper = Keeper(server, client, self._course, self)
+        keeper = Keeper(server, client, self._course)
         task = tasks.create_task(keeper.run(), name=f"publisher {server.address}")
         self._keepers[server.address] = keeper, task
         self._probes.add(keeper, server.address)
@@ -452,12 +451,12 @@ class Publisher:
         self._changed.set()
 
     async def changed(self, server: health.Server) -> None:
-        """Of `Watcher`: publishes the new state of a server."""
+        """Publishes the new state of a server."""
         self._table.update(server)
         await self._publish_states()
 
     async def tried(self, server: health.Server, *, is_back: bool) -> None:
-        """Of `Watcher`: publishes the new state of a server, and wakes those who wait for it."""
+        """Publishes the new state of a server after an attempt, and wakes those who wait for it."""
         if is_back:
             self._healthy_at = self._active.now()  # It has its time to be HEALTHY.
         await self.changed(server)
@@ -473,7 +472,7 @@ class Publisher:
         timeout_secs = self._course.push_timeout_secs
         if self._may_recover():
             timeout_secs = max(timeout_secs, self._start_timeout_secs)
-        if self._published is not None and now - self._healthy_at > timeout_secs:
+        if self._published >= 0 and now - self._healthy_at > timeout_secs:
             raise PublisherError(
                 f"no HEALTHY inference server for {timeout_secs:g} s: {self._describe()}"
             )
@@ -527,17 +526,6 @@ class _Request:
 def _write(write: Callable[[], Version]) -> tuple[Version, int]:
     written = write()
     return written, written.total_bytes
-
-
-def _at_least(published: int | None, version: int) -> bool:
-    return published is not None and published >= version
-
-
-def _first(error: BaseException) -> BaseException:
-    """The failure that cancelled the other tasks of a group."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 # Of push_timeout_secs: a server that hangs in its turn holds up the others no longer.
