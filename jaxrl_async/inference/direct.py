@@ -5,7 +5,7 @@ A failure has the same type as over HTTP, so that samplers, evaluations and the 
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -215,20 +215,11 @@ class DirectClient:
 
 
 class DirectProbes:
-    """`servers.probes.Probes` of engines."""
+    """`servers.probes.Probes` of engines, with its options."""
 
-    def __init__(
-        self,
-        kinds: Mapping[str, Direct],
-        *,
-        interval_secs: float,
-        timeout_secs: float,
-        is_wanted: Callable[[Any], bool],
-        on_answer: Callable[[Any, dict[str, Any] | None], None],
-    ):
-        """Arguments as of `Probes`."""
-        self._kinds, self._interval_secs = kinds, interval_secs
-        self._is_wanted, self._on_answer = is_wanted, on_answer
+    def __init__(self, kinds: Mapping[str, Direct], **options: Any):
+        self._kinds, self._interval_secs = kinds, options["interval_secs"]
+        self._is_wanted, self._on_answer = options["is_wanted"], options["on_answer"]
         self._servers: dict[Any, str] = {}
 
     def add(self, server: Any, address: str) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import pathlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -30,23 +31,17 @@ def always() -> bool:
     return True
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Push:
     """A `port.Push`: a deadline, checked files, the pause around a change, and the name meanwhile."""
 
-    def __init__(
-        self,
-        options: "Transport",
-        address: str,
-        files: Version,
-        *,
-        name: str,
-        deadline: float,
-        is_wanted: Callable[[], bool],
-        pausing: Pausing,
-    ):
-        """Arguments as of `Transport`; `name` of the weights, `deadline` on the monotonic clock."""
-        self.options, self.address, self.files, self.name = options, address, files, name
-        self._deadline, self._is_wanted, self._pausing = deadline, is_wanted, pausing
+    options: "Transport"
+    address: str
+    files: Version
+    name: str  # of the weights
+    deadline: float  # on the monotonic clock
+    is_wanted: Callable[[], bool]
+    pausing: Pausing
 
     async def check(self) -> None:
         """Compares the files with their manifest, once for all servers: a truncated one kills an SGLang server."""
@@ -75,19 +70,15 @@ class Push:
 
     def left(self) -> float:
         """Seconds until the push is late."""
-        return max(self._deadline - time.monotonic(), 1e-3)
+        return max(self.deadline - time.monotonic(), 1e-3)
 
     def error(self, reason: str) -> ServerError:
         """An error of this push that a retry does not mend."""
         return ServerError(self.address, "", reason, retryable=False)
 
-    def is_wanted(self) -> bool:
-        """Whether no newer version has taken this one's place."""
-        return self._is_wanted()
-
     def check_wanted(self) -> None:
-        """Raises ObsoleteVersionError where one has."""
-        if not self._is_wanted():
+        """Raises ObsoleteVersionError where a newer version has taken this one's place."""
+        if not self.is_wanted():
             reason = f"version {self.name} was dropped for a newer one"
             raise ObsoleteVersionError(self.address, "", reason, retryable=True)
 
@@ -127,7 +118,7 @@ class Push:
         async with contextlib.AsyncExitStack() as turn:
             try:
                 async with asyncio.timeout(self.left()):
-                    await turn.enter_async_context(self._pausing())
+                    await turn.enter_async_context(self.pausing())
             except TimeoutError:
                 reason = "no turn to pause came in time"
                 raise ServerTimeoutError(self.address, "", reason, retryable=True) from None

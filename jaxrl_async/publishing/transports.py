@@ -73,15 +73,8 @@ class Transport(PushOptions):
           ServerError: the version's files are damaged (no request was sent); or the server refused, was lost, was
             late, or holds other weights afterwards.
         """
-        push = Push(
-            self,
-            address,
-            files,
-            name=str(version),
-            deadline=time.monotonic() + timeout_secs,
-            is_wanted=is_wanted,
-            pausing=pausing,
-        )
+        deadline = time.monotonic() + timeout_secs
+        push = Push(self, address, files, str(version), deadline, is_wanted, pausing)
         await push.check()
         kind = await client.recognise(address, timeout_secs=push.left())
         await kind.hold(push)

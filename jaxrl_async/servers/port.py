@@ -183,7 +183,7 @@ class Kind(Server, Protocol):
         ...
 
 
-class Pausable(Server, Protocol):
+class Pausable(Kind, Protocol):
     """One server whose weights change in a pause."""
 
     @property
@@ -200,10 +200,6 @@ class Pausable(Server, Protocol):
 
     async def rename(self, name: str, *, timeout_secs: float) -> None:
         """Renames the weights that it holds. Earlier tokens keep their name."""
-        ...
-
-    async def continue_(self, *, timeout_secs: float) -> None:
-        """Ends a pause."""
         ...
 
 
@@ -230,7 +226,8 @@ class Push(Protocol):
     @property
     def collective(self) -> Any: ...  # the run's `extras.collective.Collective`
     def left(self) -> float: ...  # seconds until the push is late
-    def is_wanted(self) -> bool: ...
+    @property
+    def is_wanted(self) -> Callable[[], bool]: ...
     def check_wanted(self) -> None: ...  # raises ObsoleteVersionError
     def error(self, reason: str) -> ServerError: ...  # that a retry does not mend
     def turn(self) -> AbstractAsyncContextManager[None]: ...  # of the server to pause
