@@ -67,19 +67,11 @@ def write(base: str | os.PathLike, version: str | os.PathLike) -> pathlib.Path:
     tensors, data, num_bytes = [], [], 0
     for name, entry in new.items():
         count, item = _shape_of(entry)
+        place = {"file": entry.file.name, "start": entry.start, "item": item, "count": count}
         changed, planes = _changes(_view(old[name], "r"), _view(entry, "r"))
         packed = [_pack(plane) for plane in planes]
         table = [[codec, len(plane)] for codec, plane in packed]
-        tensors.append(
-            {
-                "file": entry.file.name,
-                "start": entry.start,
-                "item": item,
-                "count": count,
-                "changed": changed,
-                "packed": table,
-            }
-        )
+        tensors.append(place | {"changed": changed, "packed": table})
         data += [plane for _, plane in packed]
         num_bytes += sum(len(plane) for _, plane in packed)
         if num_bytes > MAX_SHARE * total:

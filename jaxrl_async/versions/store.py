@@ -313,7 +313,10 @@ class StoredVersion(os.PathLike):
         """
         self.check()
         with self._lock:
-            return _view(self._map(self.manifest["tensors"][name]["file"]), self._entries[name])
+            mapped, entry = self._map(self.manifest["tensors"][name]["file"]), self._entries[name]
+        dtype = _DTYPES[entry.dtype]
+        count = entry.num_bytes // dtype.itemsize
+        return np.frombuffer(mapped, dtype, count, entry.start).reshape(entry.shape)
 
     async def once(self, work: Callable[..., Any], *args: Hashable) -> Any:
         """`work(self, *args)`, in a thread and once for all that ask in this event loop; a failure is forgotten."""
@@ -512,9 +515,3 @@ def _sync(directory: pathlib.Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _view(mapped: mmap.mmap, entry: layout.TensorEntry) -> np.ndarray:
-    dtype = _DTYPES[entry.dtype]
-    count = entry.num_bytes // dtype.itemsize
-    return np.frombuffer(mapped, dtype, count, entry.start).reshape(entry.shape)
