@@ -82,8 +82,9 @@ class Collective:
           ImportError: there is no PyTorch here.
         """
         address, num_tries = server.address, 0
-        if server.info.get(protocol.WEIGHT_VERSION) != self._held.get(address):
-            self._forget(address)  # It has restarted.
+        has_restarted = server.info.get(protocol.WEIGHT_VERSION) != self._held.get(address)
+        if has_restarted and self._group is not None and address in self._group[1]:
+            self._group = None
         while True:
             round_ = self._gather(server, push, num_ranks, device, host)
             try:
@@ -153,10 +154,6 @@ class Collective:
             with contextlib.suppress(ServerError):
                 left = min(push.left(), GRACE_SECS)
                 await server.update(_LEAVE, {"group_name": group}, left)
-
-    def _forget(self, address: str) -> None:
-        if self._group is not None and address in self._group[1]:
-            self._group = None
 
     def _gather(
         self, server: Sglang, push: Push, num_ranks: int, device: str, host: str
@@ -340,14 +337,12 @@ class _Round:
             raise self._error(address) from None
 
     async def _wait(self, address: str, mine: asyncio.Future, running: set[asyncio.Future]) -> None:
-        deadline = self._deadline
         while not self._broken.done() and not all(task.done() for task in running):
             if mine.done() and mine.exception() is not None:
                 raise mine.exception()
             waits = {self._broken} | {task for task in running if not task.done()}
-            left = max(deadline - time.monotonic(), 0.0)
-            await asyncio.wait(waits, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            if time.monotonic() >= deadline:
+            await asyncio.wait(waits, timeout=self._left(), return_when=asyncio.FIRST_COMPLETED)
+            if not self._left():
                 self._break("a broadcast was not over in time")
         if not self._broken.done():
             return mine.result()

@@ -15,7 +15,8 @@ import urllib.parse
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-MODEL_INFO = "/model_info"
+from jaxrl_async.versions.protocol import MODEL_INFO
+
 TICK_SECS = 0.05  # between two groups of probes
 MAX_ANSWER_BYTES = 1 << 16
 _STATUS = re.compile(rb"HTTP/1\.1 (\d{3})[ \r]")

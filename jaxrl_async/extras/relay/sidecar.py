@@ -135,23 +135,18 @@ class Sidecar:
 
     async def swap(self, weights: Verified, update: Update) -> int:
         """Lets the server take the version that it prepared, or load the directory in its pause."""
+        signed = {"weight_digest": update.weight_digest, "writer": update.writer}
         load = protocol.DiskUpdate(
             weight_version=update.weight_version,
             flush_cache=update.flush_cache,
             model_path=str(weights.path),
             load_format="auto",
-            **self._signed(update),
+            **(signed if self._is_swap else {}),  # Servers that prepare nothing do not know these.
         )
         status, answer = await self._call(protocol.UPDATE_FROM_DISK, load.body())
         if status != 200 or answer.get("success") is not True:
             raise RefusedError((status, answer))
         return answer.get("num_paused_requests", 0)
-
-    def _signed(self, update: Update) -> dict[str, Any]:
-        """The keys of a server that prepares; others do not know them."""
-        if not self._is_swap:
-            return {}
-        return {"weight_digest": update.weight_digest, "writer": update.writer}
 
     async def update(self, directory: pathlib.Path, update: Update) -> int:
         return await self.swap(await self.load(directory), update)

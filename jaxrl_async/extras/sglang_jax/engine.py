@@ -163,9 +163,11 @@ class SchedulerMixin:
         """Ends an aborted running request during a pause, when no step would end it."""
         super().abort_request(recv_req)
         if self._engine_paused:
+            from sgl_jax.srt.mem_cache.common import release_kv_cache
+
             for req in self._running():
                 if req.to_finish:
-                    _release_kv_cache(req, self.tree_cache)
+                    release_kv_cache(req, self.tree_cache)
                     self._answer_aborted(req.rid)
             self.running_batch.filter_batch()
 
@@ -474,7 +476,10 @@ class WeightsLoader:
         """
         config = pathlib.Path(model_path) / "config.json"
         self._runner = runner
-        self._served = read_json(config) if config.exists() else _hf_config(runner)
+        if config.exists():
+            self._served = read_json(config)
+        else:
+            self._served = runner.model_config.hf_config.to_dict()
         self._mappings = mappings
         self._lock = threading.Lock()  # Two loads at once would be a third copy.
 
@@ -505,7 +510,7 @@ class WeightsLoader:
         return Weights(state, jax.block_until_ready(leaves), version_digest(digests))
 
     def _check_names(self, directory, names):
-        known = "|".join(_pattern(name) for name in self._names())
+        known = "|".join(re.escape(name).replace(r"\*", ".*?") for name in self._names())
         tied = self._served.get("tie_word_embeddings", False)
         for name in names:
             # A tied checkpoint may hold the head all the same; transformers ignores it too.
@@ -566,20 +571,6 @@ class WeightsLoader:
         target = ".".join(str(key) for key in keys if key not in ("value", None))
         names = (n for n, m in self._mappings.items() if getattr(m, "target_path", m) == target)
         return next(names, target)
-
-
-def _pattern(name):
-    return re.escape(name).replace(r"\*", ".*?")
-
-
-def _hf_config(runner):
-    return runner.model_config.hf_config.to_dict()
-
-
-def _release_kv_cache(req, tree_cache):
-    from sgl_jax.srt.mem_cache.common import release_kv_cache
-
-    release_kv_cache(req, tree_cache)
 
 
 # Changes to upstream's functions.

@@ -103,8 +103,8 @@ class Sglang(SglangApi):
 
     async def disk(self, push: Push) -> None:
         """The server reads the version from a directory that it can see."""
-        path = os.fspath(push.stored)
         if push.stored.is_adapter:
+            path = os.fspath(push.stored)
             await self.add_adapter(push, functools.partial(self.load_adapter, path=path))
             return
         async with push.paused(self, await self.verification(push)) as name:
