@@ -124,7 +124,7 @@ class Sglang(SglangApi):
             return
         parts = buckets(push.stored, BUCKET_BYTES)
         verify = await self.verification(push, settings)
-        async with push.paused(self, verify) as name, self.session(push):
+        async with self.session(push, verify) as name:
             for number, part in enumerate(parts, 1):
                 push.check_wanted()
                 payload = await asyncio.to_thread(_pickled, push.stored, part, torch)
@@ -151,15 +151,10 @@ class Sglang(SglangApi):
             )
         verify = await self.verification(push, settings)
 
-        @contextlib.asynccontextmanager
-        async def opened() -> AsyncIterator[str]:
-            async with push.paused(self, verify) as name, self.session(push):
-                yield name
-
         await push.collective.deliver(
             self,
             push,
-            opened,
+            functools.partial(self.session, push, verify),
             host=host,
             num_ranks=settings.get("tp_size", 1),
             device=settings.get("device", "cuda"),
@@ -186,21 +181,25 @@ class Sglang(SglangApi):
         await self.verify_name(push)
 
     @contextlib.asynccontextmanager
-    async def session(self, push: Push) -> AsyncIterator[None]:
-        """Opens a session of tensors, and closes it whatever happens: an open one blocks every later push.
+    async def session(
+        self, push: Push, verify: Callable[[], Awaitable[None]]
+    ) -> AsyncIterator[str]:
+        """Pauses the server and opens a session of tensors in the pause; yields the name to load under.
 
-        One that a killed learner left open is closed first.
+        It is closed whatever happens: an open one blocks every later push. One that a killed learner left open is
+        closed first.
         """
-        with contextlib.suppress(ServerError):  # Refused where none is open.
+        async with push.paused(self, verify) as name:
+            with contextlib.suppress(ServerError):  # Refused where none is open.
+                await self.update("/end_weight_update", {}, push.left())
+            await self.update("/begin_weight_update", {}, push.left())
+            try:
+                yield name
+            except BaseException:
+                with contextlib.suppress(ServerError):
+                    await self.update("/end_weight_update", {}, CLOSE_SECS)
+                raise
             await self.update("/end_weight_update", {}, push.left())
-        await self.update("/begin_weight_update", {}, push.left())
-        try:
-            yield
-        except BaseException:
-            with contextlib.suppress(ServerError):
-                await self.update("/end_weight_update", {}, CLOSE_SECS)
-            raise
-        await self.update("/end_weight_update", {}, push.left())
 
     async def checksums(self, *, timeout_secs: float) -> dict[str, str]:
         """A hash of every tensor that it holds, by SGLang's (fused) names, of its first rank.
