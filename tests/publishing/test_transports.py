@@ -11,7 +11,7 @@ import shutil
 import numpy as np
 import pytest
 from aiohttp import web
-from fixtures.fake_sglang import FakeServer, started
+from fixtures.fake_sglang import FakeServer, fuse, started
 from fixtures.tensors import tensors
 
 from jaxrl_async.config.settings import TRANSPORTS
@@ -544,7 +544,7 @@ async def test_checksums_that_cannot_be_compared_are_not_computed(
 
 
 def test_sglang_s_names_stack_projections_and_pad_vocabularies():
-    fused = checksums.fuse(tensors(0) | {"lm_head.weight": np.ones((64, 8), np.float32)})
+    fused = fuse(tensors(0) | {"lm_head.weight": np.ones((64, 8), np.float32)})
     shapes = {name: [part.shape for part in parts] for name, parts in fused.items()}
     assert shapes == {
         "model.embed_tokens.weight": [(128, 8)],
@@ -558,7 +558,7 @@ def test_sglang_s_names_stack_projections_and_pad_vocabularies():
 
 def test_projections_stack_in_sglang_s_order_in_any_order_of_the_file():
     names = [f"model.layers.0.self_attn.{p}_proj.bias" for p in ("v", "q", "k")]
-    (parts,) = checksums.fuse({n: np.array([ord(n.split("_proj")[0][-1])]) for n in names}).values()
+    (parts,) = fuse({n: np.array([ord(n.split("_proj")[0][-1])]) for n in names}).values()
     assert "".join(chr(part[0]) for part in parts) == "qkv"
 
 

@@ -43,9 +43,8 @@ async def expect(
     they cannot; they are not computed then. Pushes of one version compute them once.
 
     Args:
-      address: of the server.
       files: the version.
-      settings: its /server_info.
+      settings: the server's /server_info.
       timeout_secs: bound on the computation.
 
     Raises:
@@ -95,22 +94,6 @@ def checksums_of(files: weight_store.StoredVersion, dtype: str | None) -> dict[s
     return {
         into: _checksum((_padded(name, files.tensor(name)) for name in parts), dtype)
         for into, parts in fused_names(files.names()).items()
-    }
-
-
-def fuse(tensors: Mapping[str, np.ndarray]) -> dict[str, list[np.ndarray]]:
-    """Groups a Hugging Face checkpoint as SGLang's Qwen2, Qwen3 and Llama hold it.
-
-    Args:
-      tensors: by Hugging Face's names.
-
-    Returns:
-      SGLang's name → the tensors that are stacked in it along their first axis; vocabulary tables are padded with
-      zeros to a multiple of 64 rows.
-    """
-    return {
-        into: [_padded(name, tensors[name]) for name in parts]
-        for into, parts in fused_names(tensors).items()
     }
 
 
