@@ -5,7 +5,7 @@ A failure has the same type as over HTTP, so that samplers, evaluations and the 
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping
 from typing import Any, Self
 
 import numpy as np
@@ -186,18 +186,10 @@ class DirectClient:
     async def __aexit__(self, *error: object) -> None:
         pass
 
-    async def generate(
-        self,
-        address: str,
-        *,
-        rid: str,
-        input_ids: Sequence[int] | np.ndarray,
-        sampling_params: Mapping[str, Any],
-        timeout_secs: float,
-    ) -> Completion:
-        """Samples one completion; arguments and errors as of `port.Servers`."""
-        request = Request(rid, input_ids, sampling_params, self.run_id)
-        return await self._kinds[address].generate(request, timeout_secs=timeout_secs)
+    async def generate(self, address: str, *, timeout_secs: float, **request: Any) -> Completion:
+        """Samples one completion; `request` as of `port.Request`, errors as of `port.Server`."""
+        asked = Request(run_id=self.run_id, **request)
+        return await self._kinds[address].generate(asked, timeout_secs=timeout_secs)
 
     async def abort(self, address: str, *, rid: str | None, timeout_secs: float) -> None:
         """Ends every request whose id starts with `rid`, or all requests when it is None."""

@@ -479,8 +479,8 @@ def _check_keys(where, found, known):
         )
 
 
-def _bool(body, key, *, default=False):
-    value = body.get(key, default)
+def _bool(body, key):
+    value = body.get(key, False)
     if not isinstance(value, bool):
         raise InvalidRequestError(f"{key} must be true or false, got {value!r:.80}")
     return value

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import json
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from types import MappingProxyType
 from typing import Any, BinaryIO, Self
 
@@ -86,29 +86,20 @@ class InferenceClient:
 
     # The port.
 
-    async def generate(
-        self,
-        address: str,
-        *,
-        rid: str,
-        input_ids: Sequence[int],
-        sampling_params: Mapping[str, Any],
-        timeout_secs: float,
-        any_weights: bool = False,
-    ) -> Completion:
-        """Samples one completion; see `port.Request` and `port.Server`.
+    async def generate(self, address: str, *, timeout_secs: float, **request: Any) -> Completion:
+        """Samples one completion; `request` as of `port.Request`, errors as of `port.Server`.
 
         A server that was not recognised is asked as most are, so that a router, which tells nothing, needs that route
         alone. Where the route is missing, the server is recognised, and asked as its kind is.
         """
-        request = Request(rid, input_ids, sampling_params, self.run_id, self._adapters, any_weights)
+        asked = Request(run_id=self.run_id, adapters=self._adapters, **request)
         start = time.monotonic()
         if self._adapters and not self._is_recognised(address):
             await self.recognise(address, timeout_secs=timeout_secs)
             timeout_secs = max(timeout_secs - (time.monotonic() - start), 1e-3)
         server = self._server(address)
         try:
-            return await server.generate(request, timeout_secs=timeout_secs)
+            return await server.generate(asked, timeout_secs=timeout_secs)
         except ServerError as error:
             left = timeout_secs - (time.monotonic() - start)
             if error.status != 404 or left <= 0:
@@ -119,7 +110,7 @@ class InferenceClient:
                 raise error from None
             if isinstance(found, type(server)):
                 raise
-        return await found.generate(request, timeout_secs=left)
+        return await found.generate(asked, timeout_secs=left)
 
     async def abort(self, address: str, *, rid: str | None, timeout_secs: float) -> None:
         """Ends every request whose id starts with `rid`, or all requests when it is None."""
@@ -173,9 +164,7 @@ class InferenceClient:
         """One call.
 
         Args:
-          method: of HTTP.
-          address: "http://host:port".
-          route: its path.
+          method, address, route: "GET", "http://host:port" and a path.
           body: JSON, an open file, or nothing.
           timeout_secs: bound on the whole call.
           is_control: takes the key of control routes.
@@ -224,15 +213,9 @@ class InferenceClient:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """A request over the session; an error of its connection is a ServerError."""
         assert self._session is not None, "the client is not open"
-        send = functools.partial(
-            self._session.request,
-            method,
-            address + route,
-            data=body,
-            headers=headers,
-            timeout=aiohttp.ClientTimeout(total=timeout_secs),
-            allow_redirects=False,
-        )
+        timeout = aiohttp.ClientTimeout(total=timeout_secs)
+        options = {"data": body, "headers": headers, "timeout": timeout, "allow_redirects": False}
+        send = functools.partial(self._session.request, method, address + route, **options)
         try:
             try:
                 response = await send()

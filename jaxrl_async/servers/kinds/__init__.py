@@ -27,13 +27,7 @@ TABLE: dict[str, tuple[str, str]] = {
 async def recognise(
     client: "InferenceClient", address: str, known: "HttpKind | None", timeout_secs: float
 ) -> tuple[type["HttpKind"], dict[str, Any]]:
-    """The kind of a server, and what it says of itself.
-
-    Args:
-      client: the session.
-      address: "http://host:port".
-      known: the server as it was recognised last: its route is asked first.
-      timeout_secs: bound on the whole.
+    """The kind of a server, and what it says of itself; of a `known` one, the route is asked first.
 
     Raises:
       ServerError: lost, late, or it has none of the routes.
