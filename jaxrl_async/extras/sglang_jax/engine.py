@@ -24,7 +24,7 @@ import numpy as np
 
 from jaxrl_async.extras.sglang_jax.checkpoints import check_checkpoint, identity, read_json
 from jaxrl_async.versions.layout import WeightsError, version_digest
-from jaxrl_async.versions.protocol import RequestError
+from jaxrl_async.versions.protocol import RequestError, Update
 
 FIRST_VERSION = "default"  # Name of the weights before any update, as in SGLang.
 
@@ -380,23 +380,10 @@ class TokenizerManagerMixin:
         """Loads weights on another thread, and changes nothing."""
         return await asyncio.get_running_loop().run_in_executor(None, load)
 
-    async def update_weights(
-        self,
-        load: Callable[[], Weights],
-        *,
-        version: str,
-        flush_cache: bool,
-        abort_all_requests: bool,
-    ) -> int:
+    async def update_weights(self, load: Callable[[], Weights], update: Update) -> int:
         """Loads weights on another thread, and swaps them in on the scheduler's.
 
         Without a pause the swap waits for the requests that run, or aborts them, and new ones wait for it.
-
-        Args:
-          load: called on another thread.
-          version: the name of the weights.
-          flush_cache: empty the prefix cache.
-          abort_all_requests: end every request with its tokens so far.
 
         Returns:
           The number of requests held during the swap.
@@ -404,12 +391,13 @@ class TokenizerManagerMixin:
         Raises:
           WeightsError: refused; the served weights are unchanged.
         """
+        version, flush_cache = update.weight_version, update.flush_cache
         async with self._control:
             was_paused = self.is_pause
             await self._close_gate()
             try:
                 weights = await self.load_weights(load)
-                if abort_all_requests:
+                if update.abort_all_requests:
                     await self.abort(None, abort_all=True)
                 while self.rid_to_state and not was_paused:
                     await asyncio.sleep(_DRAIN_POLL_SECS)

@@ -180,12 +180,7 @@ class Routes:
         return await self._update(functools.partial(self._loader, directory), update)
 
     async def _update(self, load: Callable[[], Weights], update: Update) -> int:
-        num_held = await self._manager.update_weights(
-            load,
-            version=update.weight_version,
-            flush_cache=update.flush_cache,
-            abort_all_requests=update.abort_all_requests,
-        )
+        num_held = await self._manager.update_weights(load, update)
         if isinstance(update, protocol.DiskUpdate):
             self._manager.model_path = update.model_path
         return num_held
