@@ -69,12 +69,10 @@ class Collective:
         """Gives a server the version, in one broadcast with all that want it now.
 
         Args:
-          server: as it was just recognised.
-          push: of the version.
+          server, push: the server as it was just recognised, and the push of a version to it.
           opened: the pause of the server and a session of tensors in it; yields the name to load under.
           host: this machine's address, at which the servers find rank 0.
-          num_ranks: of the server.
-          device: on which the server loads.
+          num_ranks, device: of the server.
           buckets: names of tensors, in the order in which all servers get them.
 
         Raises:

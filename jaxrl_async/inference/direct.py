@@ -53,7 +53,10 @@ class Direct:
             self._generating[rid] = done
             late = loop.call_later(timeout_secs, expire, done)
             try:
-                self._send_soon(asked, loop)
+                if not self._unsent:
+                    # With all others of this turn of the loop: a step begins with hundreds.
+                    loop.call_soon(self._send)
+                self._unsent.append(asked)
                 found = await done
             except (TimeoutError, asyncio.CancelledError):
                 self.engine.abort({rid}.__contains__)
@@ -136,12 +139,6 @@ class Direct:
 
     def _lost(self, route: str, error: Exception) -> ServerError:
         return ServerError(self.address, route, str(error), retryable=True, status=503)
-
-    def _send_soon(self, request: engines.Request, loop: asyncio.AbstractEventLoop) -> None:
-        """Submits a request together with all others of this turn of the loop: a step begins with hundreds."""
-        if not self._unsent:
-            loop.call_soon(self._send)
-        self._unsent.append(request)
 
     def _send(self) -> None:
         unsent, self._unsent = self._unsent, []

@@ -73,13 +73,11 @@ async def serve(
 
     Args:
       engine: a started engine. It outlives the context: closing it is the caller's.
-      host: address to bind.
-      port: 0 picks a free one.
+      host, port: address to bind; 0 picks a free port.
       api_key: required as "Authorization: Bearer KEY" by every route but /health; None for none, on loopback only.
       admin_api_key: required by the control routes in place of api_key.
       weight_roots: the directories within which /update_weights_from_disk reads.
-      tls_cert: PEM file of the certificate; "" for http.
-      tls_key: PEM file of its key.
+      tls_cert, tls_key: PEM files of a certificate and its key; "" for http.
       tls_ca: PEM file of the authorities that are trusted of other servers, which hand versions on; "" for the
         system's.
       tokenizer: for requests in texts, and their routes; None for token ids alone.

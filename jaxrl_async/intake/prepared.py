@@ -55,8 +55,7 @@ class Prepared:
         """Loads a version in place of the one prepared before; returns at once where it is there already.
 
         Args:
-          version: its name.
-          digest: of its manifest.
+          version, digest: its name, and the digest of its manifest.
           load: reads, verifies and places it.
           lease_secs: after which it is dropped if nobody took it; None: never.
 

@@ -70,8 +70,7 @@ class Relay:
         """Stores a piece as it comes. Pieces of other versions are removed.
 
         Args:
-          version: its name, of characters that are safe in a path, as is `name`.
-          name: of the file.
+          version, name: of the version and of the file, both of characters that are safe in a path.
           chunks: of its bytes.
           piece: the one that it must be.
 

@@ -17,7 +17,6 @@ def read_completion(
     """Turns the JSON of /generate into arrays, and checks that its parts agree.
 
     Args:
-      answer: the JSON.
       run_id: the run whose weights may have sampled; "" for any.
       adapter: the name of the weights that sampled all tokens; None where the answer says it.
 

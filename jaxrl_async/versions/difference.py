@@ -109,8 +109,7 @@ class Copy:
         """Reads a version: by the copy, where the source is a difference or is to be kept.
 
         Args:
-          source: of the version.
-          digest: of its manifest.
+          source, digest: of the version, and of its manifest.
           read: reads and verifies a directory; returns weights with a digest.
 
         Raises:

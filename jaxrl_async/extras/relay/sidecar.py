@@ -243,11 +243,8 @@ async def serve(
     """Answers for a server while the context lasts.
 
     Args:
-      server: its "http://host:port".
-      host: address to bind.
-      port: 0 picks a free one.
-      directory: in which versions are kept, visible to the server under the same path; "": the temporary one.
-      key: as of `Sidecar`; needed beyond loopback.
+      server, directory, key: as of `Sidecar`; a key is needed beyond loopback.
+      host, port: address to bind; 0 picks a free port.
       tls_cert, tls_key: PEM files of a certificate and its key; "" for http.
       tls_ca: PEM file of the authorities that are trusted; "" for the system's.
 

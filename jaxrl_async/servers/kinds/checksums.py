@@ -43,7 +43,6 @@ async def expect(
     they cannot; they are not computed then. Pushes of one version compute them once.
 
     Args:
-      files: the version.
       settings: the server's /server_info.
       timeout_secs: bound on the computation.
 
@@ -84,7 +83,6 @@ def checksums_of(files: weight_store.StoredVersion, dtype: str | None) -> dict[s
     """SGLang's checksums of a version, by SGLang's names.
 
     Args:
-      files: the version.
       dtype: that the server computes in, its "dtype"; an unknown one leaves the tensors as they are.
 
     Raises:

@@ -43,7 +43,6 @@ class Intake(SglangApi):
         """Lets the server load the version while it samples; the update is a swap then.
 
         Args:
-          push: of the version.
           is_shared: whether the server sees the version's directory; else the files are sent.
 
         Returns:
