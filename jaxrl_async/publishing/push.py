@@ -3,13 +3,15 @@
 import asyncio
 import contextlib
 import dataclasses
+import logging
+import os
 import pathlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any
 
-from jaxrl_async.publishing import fanout, shared_differences
+from jaxrl_async.publishing import fanout
 from jaxrl_async.servers.port import (
     ObsoleteVersionError,
     Pausable,
@@ -17,18 +19,16 @@ from jaxrl_async.servers.port import (
     ServerTimeoutError,
     Sources,
 )
-from jaxrl_async.versions import protocol
-from jaxrl_async.versions.store import StoredVersion, WeightStoreError
+from jaxrl_async.versions import difference, protocol
+from jaxrl_async.versions.store import StoredVersion, WeightStoreError, read_manifest
 from jaxrl_async.versions.version import Version
 
 if TYPE_CHECKING:
     from jaxrl_async.publishing.transports import Transport
 
+log = logging.getLogger(__name__)
+
 Pausing = Callable[[], AbstractAsyncContextManager[None]]  # `pauses.Pauses.turn`
-
-
-def always() -> bool:
-    return True
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -130,13 +130,41 @@ class Push:
             return None
         try:
             async with asyncio.timeout(self.left()):
-                return await self.stored.once(shared_differences.write, base)
+                return await self.stored.once(write_difference, base)
         except TimeoutError:
             return None
 
     def sources(self, files: Sequence[pathlib.Path]) -> Sources:
         """The tree in which these files travel."""
         return fanout.shared(self.stored, files, self.options.fanout)
+
+
+def write_difference(stored: StoredVersion, base: str) -> pathlib.Path | None:
+    """Writes the difference of a version from one beside it in its store.
+
+    Args:
+      stored: of which a server is to get the difference.
+      base: digest of the version that the server has kept.
+
+    Returns:
+      its file; None where the store has no such base, or the full version is the better way.
+    """
+    version = pathlib.Path(stored)
+    for other in sorted(version.parent.iterdir(), reverse=True):
+        try:
+            if not (other.name.isdecimal() and read_manifest(other)["digest"] == base):
+                continue
+            file = difference.write(other, version)
+        except WeightStoreError:
+            continue  # It is being removed.
+        except (OSError, ValueError) as error:  # of DifferenceError's kind too
+            log.info("%s goes to the servers in full: %s", version, error)
+            return None
+        num_bytes = sum(os.path.getsize(f) for f in version.glob("*.safetensors"))
+        size = os.path.getsize(file)
+        log.info("%s: %d bytes, %.3g of the version", file, size, size / num_bytes)
+        return file
+    return None
 
 
 async def _abandon(kind: Pausable, may_differ: bool) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxrl_async import names
 from jaxrl_async.config.settings import PAUSE_MODES
-from jaxrl_async.publishing.push import Pausing, Push, always
+from jaxrl_async.publishing.push import Pausing, Push
 from jaxrl_async.servers.port import PushOptions, Servers
 from jaxrl_async.versions.version import Version
 
@@ -51,7 +51,7 @@ class Transport(PushOptions):
         files: Version,
         version: int | str,
         timeout_secs: float,
-        is_wanted: Callable[[], bool] = always,
+        is_wanted: Callable[[], bool] = lambda: True,
         pausing: Pausing = contextlib.nullcontext,
     ) -> None:
         """Gives one server a version; returns when it holds the version, verified, and samples with it.

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl_async.publishing import shared_differences
+from jaxrl_async.publishing.push import write_difference
 from jaxrl_async.versions import difference
 from jaxrl_async.versions.difference import Copy, DifferenceError, Source
 from jaxrl_async.versions.store import StoredVersion, WeightStore, read_manifest
@@ -282,13 +282,9 @@ async def test_servers_share_a_difference_and_a_missing_base_has_none(versions):
     before = tensors(0)
     base = read_manifest(versions.write(1, before))["digest"]
     version = StoredVersion(versions.write(2, stepped(before, 1e-6)))
-    first, second = await asyncio.gather(
-        *(version.once(shared_differences.write, base) for _ in range(2))
-    )
+    first, second = await asyncio.gather(*(version.once(write_difference, base) for _ in range(2)))
     assert first == second and first.exists()
     inode = first.stat().st_ino
-    assert (
-        await version.once(shared_differences.write, base)
-    ).stat().st_ino == inode  # Not written again.
-    assert await version.once(shared_differences.write, "of a version that is gone") is None
+    assert (await version.once(write_difference, base)).stat().st_ino == inode  # Not written again.
+    assert await version.once(write_difference, "of a version that is gone") is None
     assert json.loads((first.parent / "manifest.json").read_text())["version"] == 2
