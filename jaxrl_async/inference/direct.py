@@ -13,18 +13,9 @@ import numpy as np
 from jaxrl_async.inference import engine as engines
 from jaxrl_async.inference.http import parse_sampling
 from jaxrl_async.inference.loading import WeightsError
+from jaxrl_async.servers import port
 from jaxrl_async.servers.batches import expire
 from jaxrl_async.servers.completions import checked_completion
-from jaxrl_async.servers.port import (
-    Completion,
-    Expected,
-    ForeignVersionError,
-    ForeignWeightsError,
-    Push,
-    Request,
-    ServerError,
-    ServerTimeoutError,
-)
 from jaxrl_async.versions.memory import MemoryVersion
 
 WAY = "memory"  # in which an engine takes a version: by reference
@@ -43,7 +34,7 @@ class Direct:
         self._unsent: list[engines.Request] = []  # of this turn of the loop
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    async def generate(self, request: Request, *, timeout_secs: float) -> Completion:
+    async def generate(self, request: port.Request, *, timeout_secs: float) -> port.Completion:
         """Samples one completion; see `port.Server`."""
         self._loop = loop = asyncio.get_running_loop()
         done, rid = loop.create_future(), request.rid
@@ -80,10 +71,10 @@ class Direct:
         held = info["weight_version"]
         return None if held == name else f"version {held!r} instead of {name}"
 
-    async def preflight(self, expected: Expected, *, deadline: float) -> None:
+    async def preflight(self, expected: port.Expected, *, deadline: float) -> None:
         """Does nothing: engine and learner are made of the same settings."""
 
-    async def hold(self, push: Push) -> None:
+    async def hold(self, push: port.Push) -> None:
         """Gives the engine weights by reference; see `port.Kind`."""
         if push.options.way != WAY or not isinstance(push.files, MemoryVersion):
             raise push.error(f"takes versions in memory alone, by {WAY!r}")
@@ -129,16 +120,18 @@ class Direct:
             yield
         except TimeoutError:
             reason = f"no answer within {timeout_secs:g} s"
-            raise ServerTimeoutError(self.address, route, reason, retryable=True) from None
+            raise port.ServerTimeoutError(self.address, route, reason, retryable=True) from None
         except engines.UnavailableError as error:
             raise self._lost(route, error) from error
-        except ForeignWeightsError as error:
-            raise ForeignVersionError(self.address, route, str(error), retryable=True) from error
+        except port.ForeignWeightsError as error:
+            raise port.ForeignVersionError(
+                self.address, route, str(error), retryable=True
+            ) from error
         except (WeightsError, ValueError) as error:
-            raise ServerError(self.address, route, str(error), retryable=False) from error
+            raise port.ServerError(self.address, route, str(error), retryable=False) from error
 
-    def _lost(self, route: str, error: Exception) -> ServerError:
-        return ServerError(self.address, route, str(error), retryable=True, status=503)
+    def _lost(self, route: str, error: Exception) -> port.ServerError:
+        return port.ServerError(self.address, route, str(error), retryable=True, status=503)
 
     def _send(self) -> None:
         unsent, self._unsent = self._unsent, []
@@ -183,9 +176,11 @@ class DirectClient:
     async def __aexit__(self, *error: object) -> None:
         pass
 
-    async def generate(self, address: str, *, timeout_secs: float, **request: Any) -> Completion:
+    async def generate(
+        self, address: str, *, timeout_secs: float, **request: Any
+    ) -> port.Completion:
         """Samples one completion; `request` as of `port.Request`, errors as of `port.Server`."""
-        asked = Request(run_id=self.run_id, **request)
+        asked = port.Request(run_id=self.run_id, **request)
         return await self._kinds[address].generate(asked, timeout_secs=timeout_secs)
 
     async def abort(self, address: str, *, rid: str | None, timeout_secs: float) -> None:

@@ -23,22 +23,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from typing import Any, ClassVar
 
 from jaxrl_async.security import is_loopback
+from jaxrl_async.servers import port
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.completions import read_version
 from jaxrl_async.servers.kinds import checksums
 from jaxrl_async.servers.kinds.checks import Checks
 from jaxrl_async.servers.kinds.embedded import Intake
 from jaxrl_async.servers.kinds.sglang_api import SglangApi
-from jaxrl_async.servers.port import (
-    Adapters,
-    Completion,
-    Expected,
-    ForeignVersionError,
-    ForeignWeightsError,
-    Push,
-    Request,
-    ServerError,
-)
 from jaxrl_async.versions import protocol
 from jaxrl_async.versions.store import ADAPTER, StoredVersion
 
@@ -63,7 +54,7 @@ class Sglang(SglangApi):
 
     # Sampling.
 
-    async def generate(self, request: Request, *, timeout_secs: float) -> Completion:
+    async def generate(self, request: port.Request, *, timeout_secs: float) -> port.Completion:
         """Samples one completion; with adapters, by the newest, whose name its tokens get."""
         if not request.adapters:
             return await super().generate(request, timeout_secs=timeout_secs)
@@ -81,15 +72,15 @@ class Sglang(SglangApi):
         name = (await self.report(timeout_secs=timeout_secs)).get(protocol.WEIGHT_VERSION)
         try:
             read_version(name, run_id)
-        except ForeignWeightsError as error:
-            raise ForeignVersionError(
+        except port.ForeignWeightsError as error:
+            raise port.ForeignVersionError(
                 self.address, self.INFO, str(error), retryable=True
             ) from error
         return str(name)
 
     # Pushes.
 
-    async def hold(self, push: Push) -> None:
+    async def hold(self, push: port.Push) -> None:
         """Gives the server a version; see `port.Kind`."""
         way, is_adapter = push.options.way, push.stored.is_adapter
         if is_adapter and way not in self.ADAPTER_WAYS:
@@ -101,7 +92,7 @@ class Sglang(SglangApi):
         ways = ", ".join(map(repr, self.WAYS))
         return f"{ways}, or put a sidecar before it (python -m jaxrl_async relay)"
 
-    async def disk(self, push: Push) -> None:
+    async def disk(self, push: port.Push) -> None:
         """The server reads the version from a directory that it can see."""
         if push.stored.is_adapter:
             path = os.fspath(push.stored)
@@ -110,7 +101,7 @@ class Sglang(SglangApi):
         async with push.paused(self, await self.verification(push)) as name:
             await self.update_from_disk(push, name)
 
-    async def tensor(self, push: Push) -> None:
+    async def tensor(self, push: port.Push) -> None:
         """Sends the tensors of a version over HTTP, without a shared file system.
 
         Needs PyTorch (the CPU build does) in this process: SGLang's route takes pickled lists of (name, tensor). Only
@@ -134,7 +125,7 @@ class Sglang(SglangApi):
                 body |= {"abort_all_requests": False}
                 await self.update("/update_weights_from_tensor", body, push.left())
 
-    async def distributed(self, push: Push) -> None:
+    async def distributed(self, push: port.Push) -> None:
         """Broadcasts the tensors of a version to all that want it now: NCCL between GPUs, else gloo.
 
         Needs PyTorch in this environment: rank 0 is a process of its own, with this one's interpreter.
@@ -162,7 +153,7 @@ class Sglang(SglangApi):
         )
 
     async def verification(
-        self, push: Push, settings: Mapping[str, Any] | None = None
+        self, push: port.Push, settings: Mapping[str, Any] | None = None
     ) -> Callable[[], Awaitable[None]]:
         """Computes the checksums of a version while the server still samples; returns their comparison."""
         if settings is None:
@@ -172,17 +163,17 @@ class Sglang(SglangApi):
         )
         return functools.partial(self._verify, push, expected)
 
-    async def _verify(self, push: Push, expected: checksums.Expected) -> None:
+    async def _verify(self, push: port.Push, expected: checksums.Expected) -> None:
         """Raises ServerError where it holds other weights than the version's; else they get its name."""
         found = await self.checksums(timeout_secs=push.left())
         if (reason := checksums.difference(found, expected)) is not None:
-            raise ServerError(self.address, "/weights_checker", reason, retryable=False)
+            raise port.ServerError(self.address, "/weights_checker", reason, retryable=False)
         await self.rename(push.name, timeout_secs=push.left())
         await self.verify_name(push)
 
     @contextlib.asynccontextmanager
     async def session(
-        self, push: Push, verify: Callable[[], Awaitable[None]]
+        self, push: port.Push, verify: Callable[[], Awaitable[None]]
     ) -> AsyncIterator[str]:
         """Pauses the server and opens a session of tensors in the pause; yields the name to load under.
 
@@ -190,13 +181,13 @@ class Sglang(SglangApi):
         closed first.
         """
         async with push.paused(self, verify) as name:
-            with contextlib.suppress(ServerError):  # Refused where none is open.
+            with contextlib.suppress(port.ServerError):  # Refused where none is open.
                 await self.update("/end_weight_update", {}, push.left())
             await self.update("/begin_weight_update", {}, push.left())
             try:
                 yield name
             except BaseException:
-                with contextlib.suppress(ServerError):
+                with contextlib.suppress(port.ServerError):
                     await self.update("/end_weight_update", {}, CLOSE_SECS)
                 raise
             await self.update("/end_weight_update", {}, push.left())
@@ -215,7 +206,7 @@ class Sglang(SglangApi):
 
     # Adapters.
 
-    async def _send_adapter(self, push: Push, num_ranks: int, torch: Any) -> None:
+    async def _send_adapter(self, push: port.Push, num_ranks: int, torch: Any) -> None:
         files = push.stored
         payload = await asyncio.to_thread(_pickled, files, files.names(), torch, dict)
         config = json.loads(pathlib.Path(files, f"{ADAPTER}config.json").read_text("utf-8"))
@@ -227,7 +218,7 @@ class Sglang(SglangApi):
 
         await self.add_adapter(push, load)
 
-    async def add_adapter(self, push: Push, load: Callable[..., Awaitable[None]]) -> None:
+    async def add_adapter(self, push: port.Push, load: Callable[..., Awaitable[None]]) -> None:
         """Gives the server one more adapter, which new requests then ask for, and removes old ones first.
 
         The name of the server's own weights becomes the adapter's: it tells the newest one, and a server that has
@@ -259,14 +250,14 @@ class Sglang(SglangApi):
 
     # The preflight.
 
-    async def preflight(self, expected: Expected, *, deadline: float) -> None:
+    async def preflight(self, expected: port.Expected, *, deadline: float) -> None:
         """Counts its layers too, and compares the log-prob and version of a sampled token."""
         await super().preflight(expected, deadline=deadline)
         checks = Checks(self, expected, deadline)
         await self._check_tensors(checks)
         await self.check_answer(checks)
 
-    def ways_of(self, expected: Expected) -> Mapping[str, tuple[str, ...]]:
+    def ways_of(self, expected: port.Expected) -> Mapping[str, tuple[str, ...]]:
         return self.ADAPTER_WAYS if expected.adapters else self.WAYS
 
     async def vocab_size(self, *, timeout_secs: float) -> int | None:
@@ -291,7 +282,7 @@ class Sglang(SglangApi):
         payload |= {"sampling_params": sampling, "stream": False}
         try:
             await self.post("/generate", payload, timeout_secs, is_control=False)
-        except ServerError as error:
+        except port.ServerError as error:
             if error.status != 400:
                 raise
             match = _BIAS_REFUSAL.search(error.reason)
@@ -400,7 +391,7 @@ def _pickled(
     return base64.b64encode(pickle.dumps(form(named))).decode("ascii")
 
 
-def _flags(adapters: Adapters) -> str:
+def _flags(adapters: port.Adapters) -> str:
     return (
         f"--enable-lora --max-lora-rank={adapters.rank} --lora-target-modules {' '.join(adapters.targets)} "
         f"--max-loaded-loras={adapters.kept + 1}"

@@ -6,20 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxrl_async.records import NOBODY, Identity
+from jaxrl_async.servers import port
 from jaxrl_async.servers.batches import STREAMS_HEADER, Batches
 from jaxrl_async.servers.client import InferenceClient, encode, read_answer
 from jaxrl_async.servers.completions import read_completion
 from jaxrl_async.servers.kinds.base import HttpKind
 from jaxrl_async.servers.kinds.checks import Checks
-from jaxrl_async.servers.port import (
-    Completion,
-    Expected,
-    ForeignVersionError,
-    ForeignWeightsError,
-    Push,
-    Request,
-    ServerError,
-)
 from jaxrl_async.versions import protocol
 
 
@@ -33,7 +25,7 @@ class SglangApi(HttpKind):
         self._batches = Batches(client, address, self.abort)
         self._streams = False  # whether it streams the answers of a batch
 
-    async def generate(self, request: Request, *, timeout_secs: float) -> Completion:
+    async def generate(self, request: port.Request, *, timeout_secs: float) -> port.Completion:
         """Samples one completion.
 
         Calls of the same turn of the loop, as of a group, share one HTTP request where the server streams the answers
@@ -45,8 +37,8 @@ class SglangApi(HttpKind):
         return await self.generate_alone(request, timeout_secs)
 
     async def generate_alone(
-        self, request: Request, timeout_secs: float, adapter: str | None = None
-    ) -> Completion:
+        self, request: port.Request, timeout_secs: float, adapter: str | None = None
+    ) -> port.Completion:
         """Samples one completion by a call of its own, with an adapter of this name."""
         body = _body(request) | {"return_logprob": True, "stream": False}
         body |= {"lora_path": adapter} if adapter is not None else {}
@@ -58,16 +50,16 @@ class SglangApi(HttpKind):
         return self.read(read_answer(response.status, text, address, route), request, adapter)
 
     def read(
-        self, answer: dict[str, Any], request: Request, adapter: str | None = None
-    ) -> Completion:
+        self, answer: dict[str, Any], request: port.Request, adapter: str | None = None
+    ) -> port.Completion:
         """The completion in an answer; `adapter`: the name of the weights of all tokens, None: it says it."""
         if request.any_weights and isinstance(answer.get("meta_info"), dict):
             span = {"version": "0", "start": 0, "end": len(answer.get("output_ids") or ())}
             answer["meta_info"]["weight_versions"] = [span]
         try:
             return read_completion(answer, request.run_id, adapter)
-        except ForeignWeightsError as error:
-            raise ForeignVersionError(
+        except port.ForeignWeightsError as error:
+            raise port.ForeignVersionError(
                 self.address, "/generate", str(error), retryable=True
             ) from error
         except (KeyError, TypeError, ValueError, OverflowError) as error:
@@ -99,7 +91,7 @@ class SglangApi(HttpKind):
         await self.update("/update_weight_version", payload, timeout_secs, is_short=True)
 
     async def update_from_disk(
-        self, push: Push, name: str, *, writer: Identity = NOBODY, digest: str | None = None
+        self, push: port.Push, name: str, *, writer: Identity = NOBODY, digest: str | None = None
     ) -> None:
         """Loads the version's directory, and names the weights; `digest`: by which they may be prepared."""
         where = (os.fspath(push.stored), name, push.flush_cache, push.left())
@@ -127,7 +119,7 @@ class SglangApi(HttpKind):
             names = (payload.get(key) for key in ("weight_version", "new_version", "lora_name"))
             about = "".join(f"version {name} " for name in names if name is not None)
             reason = f"{about}refused: {answer.get('message') or answer.get('error_message')}"
-            raise ServerError(self.address, route, reason, retryable=False)
+            raise port.ServerError(self.address, route, reason, retryable=False)
 
     async def server_info(self, *, timeout_secs: float) -> dict[str, Any]:
         """Its settings: "device", "tp_size", "dtype", "version", …"""
@@ -139,7 +131,7 @@ class SglangApi(HttpKind):
             return self.info["num_slots"]
         try:
             found = (await self.server_info(timeout_secs=timeout_secs)).get("max_running_requests")
-        except ServerError as error:
+        except port.ServerError as error:
             if error.status != 404:
                 raise
             return 0
@@ -150,7 +142,7 @@ class SglangApi(HttpKind):
         found = self.info.get("vocab_size")
         return found if isinstance(found, int) else None
 
-    async def preflight(self, expected: Expected, *, deadline: float) -> None:
+    async def preflight(self, expected: port.Expected, *, deadline: float) -> None:
         """Compares keys, routes of weights, architecture, layers, vocabulary and context length."""
         checks = Checks(self, expected, deadline)
         await checks.admin_key(self.continue_)
@@ -161,7 +153,7 @@ class SglangApi(HttpKind):
         await checks.vocabulary(self.vocab_size)
         checks.context(await self._limits(checks))
 
-    def ways_of(self, expected: Expected) -> Mapping[str, tuple[str, ...]]:
+    def ways_of(self, expected: port.Expected) -> Mapping[str, tuple[str, ...]]:
         """The ways in which it takes such versions."""
         return self.WAYS
 
@@ -188,7 +180,7 @@ class SglangApi(HttpKind):
         """The answer of an information route; {} where there is none."""
         try:
             return await self.get(route, timeout_secs)
-        except ServerError as error:
+        except port.ServerError as error:
             if error.retryable:
                 raise
             return {}
@@ -205,7 +197,9 @@ class SglangApi(HttpKind):
         answer = await checks.answer(self.sample_one)
         meta = answer.get("meta_info") or {}
         if (meta.get("finish_reason") or {}).get("type") == "abort":
-            raise ServerError(self.address, "/generate", "the request was aborted", retryable=True)
+            raise port.ServerError(
+                self.address, "/generate", "the request was aborted", retryable=True
+            )
         triples = meta.get("output_token_logprobs")
         if not (isinstance(triples, list) and triples and len(triples[-1]) >= 2):
             raise checks.unfit("/generate", "its answers have no output_token_logprobs")
@@ -213,7 +207,7 @@ class SglangApi(HttpKind):
             raise checks.unfit("/generate", f"its tokens carry no weight_versions: {TESTED}")
 
 
-def _body(request: Request) -> dict[str, Any]:
+def _body(request: port.Request) -> dict[str, Any]:
     return {
         "rid": request.rid,
         "input_ids": request.input_ids,
