@@ -15,6 +15,7 @@ from jaxrl_async.inference.http import parse_sampling
 from jaxrl_async.inference.loading import WeightsError
 from jaxrl_async.servers import port
 from jaxrl_async.servers.batches import expire
+from jaxrl_async.servers.client import no_answer
 from jaxrl_async.servers.completions import checked_completion
 from jaxrl_async.versions.memory import MemoryVersion
 
@@ -119,8 +120,7 @@ class Direct:
         try:
             yield
         except TimeoutError:
-            reason = f"no answer within {timeout_secs:g} s"
-            raise port.ServerTimeoutError(self.address, route, reason, retryable=True) from None
+            raise no_answer(self.address, route, timeout_secs) from None
         except engines.UnavailableError as error:
             raise self._lost(route, error) from error
         except port.ForeignWeightsError as error:

@@ -47,13 +47,10 @@ class Pauses:
 
     def _lend(self, free: asyncio.Semaphore) -> Callable[[], None]:
         """Returns the end of a turn, which comes by itself after turn_secs."""
-        is_over = False
 
         def end() -> None:
-            nonlocal is_over
-            timer.cancel()
-            if not is_over:
-                is_over = True
+            if not timer.cancelled():
+                timer.cancel()
                 free.release()
 
         def expire() -> None:

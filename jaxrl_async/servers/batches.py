@@ -8,7 +8,7 @@ from typing import Any
 
 import aiohttp
 
-from jaxrl_async.servers.client import InferenceClient, encode, is_retryable, no_answer, read_answer
+from jaxrl_async.servers.client import InferenceClient, encode, no_answer, read_answer, refusal
 from jaxrl_async.servers.port import ServerError
 
 ROUTE = "/generate"
@@ -134,12 +134,9 @@ class Batch:
         if waiter.done():
             return
         if "error" in event:
-            status = int(event["error"].get("code", 500))
-            reason = f"HTTP {status}: {event['error'].get('message')}"
-            retryable = is_retryable(status)
-            waiter.set_exception(
-                ServerError(address, ROUTE, reason, retryable=retryable, status=status)
-            )
+            error = event["error"]
+            status = int(error.get("code", 500))
+            waiter.set_exception(refusal(status, error.get("message"), address, ROUTE))
         elif event["meta_info"]["finish_reason"] is not None:
             waiter.set_result(event)
 

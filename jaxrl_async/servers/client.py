@@ -260,8 +260,7 @@ def no_answer(address: str, route: str, timeout_secs: float) -> ServerTimeoutErr
 def read_answer(status: int, text: bytes, address: str, route: str) -> dict[str, Any]:
     """The JSON of an answer; raises ServerError for a refusal."""
     if status != 200:
-        reason = f"HTTP {status}: {_message(text)}"
-        raise ServerError(address, route, reason, retryable=is_retryable(status), status=status)
+        raise refusal(status, _message(text), address, route)
     if not text.strip():  # The control routes may answer with an empty body.
         return {}
     try:
@@ -272,9 +271,10 @@ def read_answer(status: int, text: bytes, address: str, route: str) -> dict[str,
     return answer if isinstance(answer, dict) else {"message": answer}
 
 
-def is_retryable(status: int) -> bool:
-    """Whether a refusal of this HTTP status may end by itself."""
-    return status >= 500 or status == 429
+def refusal(status: int, message: object, address: str, route: str) -> ServerError:
+    """The error of a refusal; one of these HTTP statuses may end by itself."""
+    retryable, reason = status >= 500 or status == 429, f"HTTP {status}: {message}"
+    return ServerError(address, route, reason, retryable=retryable, status=status)
 
 
 def _message(text: bytes) -> str:

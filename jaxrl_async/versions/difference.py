@@ -26,7 +26,7 @@ import pathlib
 import shutil
 import threading
 import zlib
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, BinaryIO, Literal
 
 import numpy as np
@@ -313,8 +313,8 @@ def _places(entries: Mapping[str, layout.TensorEntry]) -> list[tuple]:
     return [(name, e.file.name, e.dtype, e.shape, e.start) for name, e in entries.items()]
 
 
-def _shards(directory: pathlib.Path) -> Iterator[pathlib.Path]:
-    return iter(sorted(directory.glob("*.safetensors")))
+def _shards(directory: pathlib.Path) -> list[pathlib.Path]:
+    return sorted(directory.glob("*.safetensors"))
 
 
 def _others(directory: pathlib.Path) -> dict[str, bytes]:
