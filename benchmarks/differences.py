@@ -27,6 +27,7 @@ import weights
 from flax import nnx
 
 from jaxrl_async.config.settings import Learner
+from jaxrl_async.intake.copy import Copy
 from jaxrl_async.learner import blocks
 from jaxrl_async.learner.optimizer import make_optimizer
 from jaxrl_async.models import hf, transformer
@@ -83,7 +84,7 @@ class Ways:
         self.dtype = dtype
         self.store = WeightStore(root / dtype, keep=2)
         (root / f"{dtype}-own").mkdir()
-        self.copy = difference.Copy(root / f"{dtype}-own")
+        self.copy = Copy(root / f"{dtype}-own")
         self.last: pathlib.Path | None = None
 
     def push(self, version: int, params, config: transformer.ModelConfig) -> dict | None:

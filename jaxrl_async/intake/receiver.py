@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from jaxrl_async import security
+from jaxrl_async.intake.copy import Copy, Source
 from jaxrl_async.intake.pause_lease import PauseLease
 from jaxrl_async.intake.prepared import Prepared, Weights
 from jaxrl_async.intake.relay import PieceError, Reading, Relay, SourceError
@@ -138,7 +139,7 @@ class Receiver:
         files.mkdir()
         max_bytes = self._max_bytes or shutil.disk_usage(files).free
         self._relay = Relay(files, max_bytes=max_bytes, key=self._key, context=self._context)
-        self._copy = difference.Copy(self._root.name)
+        self._copy = Copy(self._root.name)
 
     def close(self) -> None:
         """Ends the readers of files that still arrive, and drops all that was not served yet."""
@@ -169,7 +170,7 @@ class Receiver:
         path = asked.model_path
         directory = self._arrived(version) if path is None else self._confined(path)
         is_own = path is None and not asked.hand_on
-        source = difference.Source(directory, asked.difference, asked.keep, is_upload=is_own)
+        source = Source(directory, asked.difference, asked.keep, is_upload=is_own)
         load = functools.partial(self._copy.load, source, digest, self._engine.load)
         await self._prepared.prepare(version, digest, load, lease_secs)
         if is_own and not self._reads_in_the_pause:

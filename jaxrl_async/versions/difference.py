@@ -16,17 +16,12 @@ manifest, as it does for any version, so a wrong base or an altered difference i
 the environment of another server can use it.
 """
 
-import asyncio
-import contextlib
-import dataclasses
 import json
 import math
 import os
 import pathlib
-import shutil
-import threading
 import zlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, BinaryIO, Literal
 
 import numpy as np
@@ -93,107 +88,41 @@ def write(base: str | os.PathLike, version: str | os.PathLike) -> pathlib.Path:
     return target
 
 
-class Copy:
-    """A server's own copy of the files of one version, which a difference turns into the next one."""
+def apply(
+    file: str | os.PathLike, directory: pathlib.Path, *, base: str | None, digest: str
+) -> None:
+    """Turns the files of a version into those of another, which nobody has verified yet.
 
-    def __init__(self, root: str | os.PathLike):
-        """`root`: an empty directory of the server's own."""
-        self.path = pathlib.Path(root) / "copy"
-        # of the version that it holds, verified; None: it holds none
-        self.digest: str | None = None
-        self._lock = threading.Lock()  # A thread whose caller is gone still works on the files.
+    Args:
+      file: of the difference.
+      directory: of the files, which are the caller's own.
+      base, digest: of the manifests of the version that they are of, and of the one that it must lead to.
 
-    async def load(
-        self, source: "Source", digest: str, read: Callable[[pathlib.Path], Awaitable[Any]]
-    ) -> Any:
-        """Reads a version: by the copy, where the source is a difference or is to be kept.
-
-        Args:
-          source, digest: of the version, and of its manifest.
-          read: reads and verifies a directory; returns weights with a digest.
-
-        Raises:
-          DifferenceError: the difference does not lead from the copy to the version; the copy is gone then.
-          Exception: of `read`.
-        """
-        if not (source.difference or source.is_kept):
-            return await read(source.directory)
-        try:
-            if source.difference:
-                await asyncio.to_thread(self.patch, source.directory / source.difference, digest)
-            else:
-                await asyncio.to_thread(self._take, source)
-            weights = await read(self.path)
-        except BaseException as error:
-            if source.is_upload and not source.difference:
-                with contextlib.suppress(OSError):  # A new upload has begun there.
-                    self.path.rename(source.directory)  # A load in the pause reads it.
-            self.drop()
-            if source.difference and isinstance(error, ValueError):
-                raise DifferenceError(str(error)) from error
-            raise
-        self.digest = weights.digest if weights.digest == digest else None
-        return weights
-
-    def _take(self, source):
-        with self._lock:
-            self.drop()
-            if source.is_upload:
-                source.directory.rename(self.path)
-            else:
-                ignore = shutil.ignore_patterns(f"*{SUFFIX}", "*.aside")
-                shutil.copytree(source.directory, self.path, ignore=ignore)
-
-    def patch(self, file: str | os.PathLike, digest: str) -> None:
-        """Turns the files into those of another version, which nobody has verified yet.
-
-        Args:
-          file: of the difference.
-          digest: of the manifest of the version that it must lead to.
-
-        Raises:
-          DifferenceError: it is of another base, to another version, or damaged. The copy is gone then.
-        """
-        with self._lock:
-            held, self.digest = self.digest, None
-            try:
-                with open(file, "rb") as stream:
-                    self._apply(stream, held, digest)
-            except DifferenceError as error:
-                self.drop()
-                raise DifferenceError(f"{file}: {error}") from None
-            except _DAMAGED as error:
-                self.drop()
-                raise DifferenceError(f"{file}: {type(error).__name__}: {error}") from error
-
-    def _apply(self, stream, held, digest):
-        header = _read_header(stream)
-        if held is None or header["base"] != held or header["digest"] != digest:
-            raise DifferenceError(
-                f"it leads from {header['base']} to {header['digest']}, "
-                f"the copy is of {held}, the push of {digest}"
-            )
-        for name, num_bytes in header["files"].items():
-            if (self.path / os.path.basename(name)).stat().st_size != num_bytes:
-                raise DifferenceError(f"{name} has another size here")
-        for tensor in header["tensors"]:
-            _patch(self.path, tensor, stream)
-        (self.path / layout.MANIFEST).write_text(header["manifest"], "utf-8")
-
-    def drop(self) -> None:
-        """Removes the copy."""
-        self.digest = None
-        shutil.rmtree(self.path, ignore_errors=True)
+    Raises:
+      DifferenceError: it is of another base, to another version, or damaged. The files may be neither's then.
+    """
+    try:
+        with open(file, "rb") as stream:
+            _apply(stream, directory, base, digest)
+    except DifferenceError as error:
+        raise DifferenceError(f"{file}: {error}") from None
+    except _DAMAGED as error:
+        raise DifferenceError(f"{file}: {type(error).__name__}: {error}") from error
 
 
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """The place that a preparation reads a version from."""
-
-    directory: pathlib.Path
-    difference: str = ""  # file in it; "": the version in full
-    is_kept: bool = False  # as the base of later differences
-    is_upload: bool = False  # the server's own, to be moved rather than copied
+def _apply(stream: BinaryIO, directory: pathlib.Path, base: str | None, digest: str) -> None:
+    header = _read_header(stream)
+    if base is None or header["base"] != base or header["digest"] != digest:
+        raise DifferenceError(
+            f"it leads from {header['base']} to {header['digest']}, "
+            f"the copy is of {base}, the push of {digest}"
+        )
+    for name, num_bytes in header["files"].items():
+        if (directory / os.path.basename(name)).stat().st_size != num_bytes:
+            raise DifferenceError(f"{name} has another size here")
+    for tensor in header["tensors"]:
+        _patch(directory, tensor, stream)
+    (directory / layout.MANIFEST).write_text(header["manifest"], "utf-8")
 
 
 def _changes(old: np.ndarray, new: np.ndarray) -> tuple[int, list[np.ndarray]]:

@@ -24,6 +24,7 @@ from fixtures.served_engine import (
 
 from jaxrl_async.inference import engine as engine_lib
 from jaxrl_async.inference import http, loading, programs
+from jaxrl_async.intake import receiver
 from jaxrl_async.models import hf
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.versions import difference, protocol
@@ -686,13 +687,13 @@ def steps(tmp_path):
 @pytest.fixture
 def copies(monkeypatch):
     """The copies that servers make."""
-    copies, make = [], difference.Copy
+    copies, make = [], receiver.Copy
 
     def made(root):
         copies.append(make(root))
         return copies[-1]
 
-    monkeypatch.setattr(difference, "Copy", made)
+    monkeypatch.setattr(receiver, "Copy", made)
     return copies
 
 

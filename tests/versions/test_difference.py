@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxrl_async.intake.copy import Copy, Source
 from jaxrl_async.publishing.push import write_difference
 from jaxrl_async.versions import difference
-from jaxrl_async.versions.difference import Copy, DifferenceError, Source
+from jaxrl_async.versions.difference import DifferenceError
 from jaxrl_async.versions.store import StoredVersion, WeightStore, read_manifest
 
 SHAPES = {"embed": (70, 8), "layers.0.norm": (8,), "layers.0.up": (33, 17)}
