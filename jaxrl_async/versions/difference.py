@@ -103,26 +103,22 @@ def apply(
     """
     try:
         with open(file, "rb") as stream:
-            _apply(stream, directory, base, digest)
+            header = _read_header(stream)
+            if base is None or header["base"] != base or header["digest"] != digest:
+                raise DifferenceError(
+                    f"it leads from {header['base']} to {header['digest']}, "
+                    f"the copy is of {base}, the push of {digest}"
+                )
+            for name, num_bytes in header["files"].items():
+                if (directory / os.path.basename(name)).stat().st_size != num_bytes:
+                    raise DifferenceError(f"{name} has another size here")
+            for tensor in header["tensors"]:
+                _patch(directory, tensor, stream)
+            (directory / layout.MANIFEST).write_text(header["manifest"], "utf-8")
     except DifferenceError as error:
         raise DifferenceError(f"{file}: {error}") from None
     except _DAMAGED as error:
         raise DifferenceError(f"{file}: {type(error).__name__}: {error}") from error
-
-
-def _apply(stream: BinaryIO, directory: pathlib.Path, base: str | None, digest: str) -> None:
-    header = _read_header(stream)
-    if base is None or header["base"] != base or header["digest"] != digest:
-        raise DifferenceError(
-            f"it leads from {header['base']} to {header['digest']}, "
-            f"the copy is of {base}, the push of {digest}"
-        )
-    for name, num_bytes in header["files"].items():
-        if (directory / os.path.basename(name)).stat().st_size != num_bytes:
-            raise DifferenceError(f"{name} has another size here")
-    for tensor in header["tensors"]:
-        _patch(directory, tensor, stream)
-    (directory / layout.MANIFEST).write_text(header["manifest"], "utf-8")
 
 
 def _changes(old: np.ndarray, new: np.ndarray) -> tuple[int, list[np.ndarray]]:

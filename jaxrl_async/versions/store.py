@@ -122,7 +122,7 @@ class WeightStore:
     def write_part(
         self, version: int, part: int, tensors: Iterable[tuple[str, np.ndarray]]
     ) -> None:
-        """Writes some tensors of a version, into files of their own.
+        """Writes some tensors of a version as they come, and a table: [[file, {name: entry of the manifest}]].
 
         Args:
           version: begun by `begin`.
@@ -132,7 +132,14 @@ class WeightStore:
         Raises:
           ValueError: a name comes twice, or a dtype has no safetensors name.
         """
-        _write_part(self._temporary(version), part, tensors, self._max_shard_bytes)
+        directory, shards = self._temporary(version), []
+        for number, shard in enumerate(_split(tensors, self._max_shard_bytes)):
+            described = {name: _describe(array) for name, array in shard.items()}
+            file = f"shard-{part}-{number}"
+            _write_safetensors(directory / file, shard, described)
+            shards.append((file, described))
+            shard.clear()  # Freed before the next one is gathered.
+        _write_json(directory / f"part-{part}.json", shards)
 
     def finish(
         self, version: int, num_parts: int, config: Mapping[str, Any], *, prefix: str = ""
@@ -386,23 +393,6 @@ def _map(file: pathlib.Path) -> mmap.mmap:
             return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
         raise WeightStoreError(f"{file}: cannot be read: {error}") from error
-
-
-def _write_part(
-    directory: pathlib.Path,
-    part: int,
-    tensors: Iterable[tuple[str, np.ndarray]],
-    max_shard_bytes: int,
-) -> None:
-    """Writes tensors as they come, and a table of the files: [[file, {name: entry of the manifest}]]."""
-    shards = []
-    for number, shard in enumerate(_split(tensors, max_shard_bytes)):
-        described = {name: _describe(array) for name, array in shard.items()}
-        file = f"shard-{part}-{number}"
-        _write_safetensors(directory / file, shard, described)
-        shards.append((file, described))
-        shard.clear()  # Freed before the next one is gathered.
-    _write_json(directory / f"part-{part}.json", shards)
 
 
 def _join_parts(directory: pathlib.Path, num_parts: int, prefix: str) -> dict[str, dict[str, Any]]:
