@@ -50,7 +50,7 @@ class Course:
     tried: Callable[..., Awaitable[None]]  # (server, *, is_back)
     target: Target | None = None  # that every server should hold
     before: int | None = None  # the version before it, current while its push is under way
-    is_announced: bool = False  # whether any version is
+    announced: tuple[int, int] | None = None  # (version, run epoch) that the queue knows
 
 
 class Keeper:
@@ -110,7 +110,7 @@ class Keeper:
         except (ImportError, PublisherError):
             raise  # of this process or of the queue, on any server
         except UnfitServerError as error:
-            if not course.is_announced:
+            if course.announced is None:
                 raise PublisherError(str(error)) from None
             server.state, server.reason = STALE, str(error)
         except Exception as error:

@@ -129,7 +129,6 @@ class Publisher:
 
         # The thread's own state, with the course:
         self._target_pin = contextlib.ExitStack()
-        self._announced: tuple[int, int] | None = None  # (version, run epoch)
         self._held: int | None = None  # by HEALTHY servers, under the version announced
         # Control address → the keeper of its server, and its task.
         self._keepers: dict[str, tuple[Keeper, asyncio.Task]] = {}
@@ -479,17 +478,18 @@ class Publisher:
 
     async def _publish_version(self, request: "_Request") -> None:
         async with self._announcing:
-            self._announced = (request.version, request.run_epoch)
-            self._course.is_announced, self._held = True, self._target.version
-            await self._announce_records(self._announced, request.resume_point)
+            self._course.announced = (request.version, request.run_epoch)
+            self._held = self._target.version
+            await self._announce_records(self._course.announced, request.resume_point)
 
     async def _publish_states(self) -> None:
         """Publishes changed states, under the version published last."""
         if self._table.is_changed or self._announcing.locked():
             async with self._announcing:  # Changes meanwhile go in one announcement.
-                if self._announced is not None and self._table.is_changed:
-                    log.info("version %d: %s", self._announced[0], self._describe())
-                    await self._announce_records(self._announced, None)
+                announced = self._course.announced
+                if announced is not None and self._table.is_changed:
+                    log.info("version %d: %s", announced[0], self._describe())
+                    await self._announce_records(announced, None)
 
     async def _announce_records(
         self, announced: tuple[int, int], resume_point: ResumePoint | None
