@@ -234,9 +234,8 @@ class Publisher:
             pass  # close()
         except BaseException as failure:
             error = failure
-            while isinstance(
-                error, BaseExceptionGroup
-            ):  # the failure that cancelled the other tasks
+            # The failure that cancelled the other tasks.
+            while isinstance(error, BaseExceptionGroup):
                 error = error.exceptions[0]
             log.error("the publisher failed: %s", error)
             with self._condition:
