@@ -272,7 +272,7 @@ def read_answer(status: int, text: bytes, address: str, route: str) -> dict[str,
 
 
 def refusal(status: int, message: object, address: str, route: str) -> ServerError:
-    """The error of a refusal; one of these HTTP statuses may end by itself."""
+    """The error of a refusal; one of HTTP status 429 or 5xx may end by itself."""
     retryable, reason = status >= 500 or status == 429, f"HTTP {status}: {message}"
     return ServerError(address, route, reason, retryable=retryable, status=status)
 
