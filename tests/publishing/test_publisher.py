@@ -122,8 +122,10 @@ def keeper_of(*, poll_secs):
         poll_secs=poll_secs,
         push_timeout_secs=WAIT_SECS,
         active=None,
+        changed=None,
+        tried=None,
     )
-    return Keeper(Server("http://gone", "http://gone"), None, course, None)
+    return Keeper(Server("http://gone", "http://gone"), None, course)
 
 
 @pytest.fixture
