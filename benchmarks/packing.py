@@ -27,7 +27,7 @@ import jax
 import numpy as np
 import shapes
 
-from jaxrl_async.config.settings import PACKINGS
+from jaxrl_async.config.settings import PACKINGS, Learner
 from jaxrl_async.learner import packing
 from jaxrl_async.models import sharding
 from jaxrl_async.types import Batch, Group
@@ -194,14 +194,11 @@ def make_groups(vocab_size: int, work: dict) -> list[Group]:
 
 def pack(groups: Sequence[Group], work: dict, policy: str, rows: int | None = None) -> list[Batch]:
     indexes = np.array([[group.prompt_index] for group in groups])
-    return packing.pack(
-        groups,
-        np.where(indexes % 2, 1.0, -1.0).astype(np.float32),
-        microbatch_rows=rows or work["rows"],
-        row_tokens=work["row_tokens"],
-        policy=policy,
-        shared_prompts=False,
+    learner = Learner(
+        microbatch_rows=rows or work["rows"], row_tokens=work["row_tokens"], packing=policy
     )
+    advantages = np.where(indexes % 2, 1.0, -1.0).astype(np.float32)
+    return packing.Packer(learner)(groups, advantages, last=True)
 
 
 def fixed(groups: Sequence[Group], work: dict) -> list[Batch]:

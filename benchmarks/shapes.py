@@ -118,14 +118,9 @@ def full_rows(
             rng, prompt, work["completion"], vocab_size=vocab_size, version=version
         )
         groups.append(Group(index, 0, (trajectory,)))
-    return packing.pack(
-        groups,
-        rng.normal(size=(len(groups), 1)).astype(np.float32),
-        microbatch_rows=work["rows"],
-        row_tokens=work["row_tokens"],
-        policy="in_order",
-        shared_prompts=False,
-    )
+    learner = Learner(microbatch_rows=work["rows"], row_tokens=work["row_tokens"])
+    advantages = rng.normal(size=(len(groups), 1)).astype(np.float32)
+    return packing.Packer(learner)(groups, advantages, last=True)
 
 
 def quartiles(values: Sequence[float] | np.ndarray) -> dict[str, float]:

@@ -19,6 +19,7 @@ import jax
 import numpy as np
 import shapes
 
+from jaxrl_async.config.settings import Learner
 from jaxrl_async.learner import packing
 from jaxrl_async.models import sharding, transformer
 from jaxrl_async.types import Batch, Group
@@ -125,14 +126,13 @@ def make_batch(config, work: dict, *, shared_prompts: bool) -> Batch:
             for _ in range(G)
         )
         groups.append(Group(index, 0, trajectories))
-    (batch,) = packing.pack(
-        groups,
-        rng.normal(size=(len(groups), G)).astype(np.float32),
+    learner = Learner(
         microbatch_rows=len(groups) * (1 if shared_prompts else G),
         row_tokens=P + (G * R if shared_prompts else R),
-        policy="in_order",
         shared_prompts=shared_prompts,
     )
+    advantages = rng.normal(size=(len(groups), G)).astype(np.float32)
+    (batch,) = packing.Packer(learner)(groups, advantages, last=True)
     return batch
 
 

@@ -14,47 +14,78 @@ from jaxrl_async.records import Share
 from jaxrl_async.types import NOT_SAMPLED, Batch, Group, Trajectory
 
 
-def pack(
-    groups: Sequence[Group],
-    advantages: np.ndarray,
-    *,
-    microbatch_rows: int,
-    row_tokens: int,
-    policy: str,
-    shared_prompts: bool,
-) -> list[Batch]:
-    """Lays the trajectories of groups into rows, several to a row, and the rows into microbatches.
+class Packer:
+    """One process's rows of a step's microbatches, made while its chunks arrive.
 
-    Args:
-      groups: in lease order.
-      advantages: float32 [N, G], one per sample of each group, or [N, G, K], one per turn; all rows of a sample have
-        its advantage.
-      microbatch_rows: B of every microbatch; empty rows fill up the last one.
-      row_tokens: T of every microbatch.
-      policy: as in `assign_rows`.
-      shared_prompts: as in `lay_out`.
+    Trajectories lie in rows, several to a row. Those that fill no microbatch wait for the next groups, so small chunks
+    cost no padding. With the policy "in_order" one process makes the same microbatches for any cut into chunks.
 
-    Returns:
-      Batches of shape [B, T]; none for no groups.
-
-    Raises:
-      ValueError: a trajectory longer than row_tokens, an unknown policy, advantages that do not match the
-        samples, or, with shared_prompts, a group with several prompts.
+    All processes make the same number of microbatches per call. Each computes that number from the lengths of all
+    groups, and fills up with padding at the end.
     """
-    num_turns = advantages.shape[2] if advantages.ndim == 3 else 1
-    advantages = advantages.reshape(-1, num_turns)
-    ends = np.cumsum([len(group.samples) for group in groups], dtype=int)
-    _check_advantages(advantages, ends[-1] if groups else 0)
-    if not groups:
-        return []
-    by_group = zip(groups, np.split(advantages, ends[:-1]), strict=True)
-    pieces = [piece for of_group in by_group for piece in _pieces(*of_group)]
-    if shared_prompts:
-        _check_prompts(pieces)
-    segments = _lay_out_pieces(
-        pieces, row_tokens=row_tokens, policy=policy, shared_prompts=shared_prompts
-    )
-    return _fill(pieces, segments, microbatch_rows, row_tokens)
+
+    def __init__(self, learner: Learner, *, process: int = 0):
+        """Starts with no waiting trajectory.
+
+        Args:
+          learner: microbatch_rows (over all processes), row_tokens, packing, shared_prompts and num_processes are read.
+          process: index of this process, in [0, num_processes).
+        """
+        self._process, self._num_processes = process, learner.num_processes
+        self._own_rows = learner.microbatch_rows // learner.num_processes
+        self._layout = {
+            "row_tokens": learner.row_tokens,
+            "policy": learner.packing,
+            "shared_prompts": learner.shared_prompts,
+        }
+        # Waiting trajectories of each process.
+        self._waiting: list[list[_Piece]] = [[] for _ in range(learner.num_processes)]
+
+    def __call__(
+        self, groups: Sequence[Group], advantages: np.ndarray, *, last: bool
+    ) -> list[Batch]:
+        """Makes the microbatches that are full.
+
+        Args:
+          groups: in lease order; those of other processes need no tokens.
+          advantages: float32 [N, G], one per sample of each group, or [N, G, K], one per turn; all rows of a sample
+            have its advantage.
+          last: whether these groups complete the minibatch; then no trajectory waits.
+
+        Returns:
+          Batches of shape [microbatch_rows / num_processes, T]; empty rows fill up the last one.
+
+        Raises:
+          ValueError: a trajectory longer than row_tokens, advantages that do not match the groups or their samples,
+            or, with shared prompts, a group with several prompts.
+        """
+        _check_advantages(advantages, len(groups), "groups")
+        layouts = []
+        for i, waiting in enumerate(self._waiting):
+            share = Share(i, self._num_processes).of_minibatch(len(groups))
+            pieces = [piece for j in share for piece in _pieces(groups[j], advantages[j])]
+            if i == self._process and self._layout["shared_prompts"]:
+                _check_prompts(pieces)
+            waiting += pieces
+            layouts.append(_lay_out_pieces(waiting, **self._layout))
+        rows = [int(segments.row.max(initial=-1)) + 1 for segments in layouts]
+        if last:
+            count = max(-(-r // self._own_rows) for r in rows)
+        else:
+            still_open = self._layout["policy"] == "in_order"  # The last row may grow.
+            count = min(max(0, r - still_open) // self._own_rows for r in rows)
+        own, row_tokens = self._waiting[self._process], self._layout["row_tokens"]
+        batches = []
+        if own and count:
+            batches = _fill(own, layouts[self._process], self._own_rows, row_tokens)[:count]
+        batches += [self.padding()] * (count - len(batches))
+        for i, segments in enumerate(layouts):
+            self._waiting[i] = _from_row(count * self._own_rows, self._waiting[i], segments)
+        return batches
+
+    def padding(self) -> Batch:
+        """A microbatch of this process without a token."""
+        return empty_batch(self._own_rows, self._layout["row_tokens"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +110,7 @@ def _pieces(group, advantages):
     Depends on the numbers of rows alone, but for the shares, which need the masks.
     """
     samples = group.samples
-    _check_advantages(advantages, len(samples))
+    _check_advantages(advantages, len(samples), "samples")
     nums = [len(rows) for rows in samples]
     shares = [_shares(rows) for rows in samples]
     advantages = np.repeat(advantages.reshape(len(samples), -1), nums, axis=0)
@@ -137,77 +168,6 @@ def _fill(pieces, segments, microbatch_rows, row_tokens):
         Batch(**{name: array[i : i + microbatch_rows] for name, array in vars(whole).items()})
         for i in range(0, len(whole.tokens), microbatch_rows)
     ]
-
-
-class Packer:
-    """One process's rows of a step's microbatches, made while its chunks arrive.
-
-    Trajectories that fill no microbatch wait for the next groups, so small chunks cost no padding. With the policy
-    "in_order" one process makes the same microbatches as `pack` of all groups at once, for any cut into chunks.
-
-    All processes make the same number of microbatches per call. Each computes that number from the lengths of all
-    groups, and fills up with padding at the end.
-    """
-
-    def __init__(self, learner: Learner, *, process: int = 0):
-        """Starts with no waiting trajectory.
-
-        Args:
-          learner: microbatch_rows (over all processes), row_tokens, packing, shared_prompts and num_processes are read.
-          process: index of this process, in [0, num_processes).
-        """
-        self._process, self._num_processes = process, learner.num_processes
-        self._own_rows = learner.microbatch_rows // learner.num_processes
-        self._layout = {
-            "row_tokens": learner.row_tokens,
-            "policy": learner.packing,
-            "shared_prompts": learner.shared_prompts,
-        }
-        # Waiting trajectories of each process.
-        self._waiting: list[list[_Piece]] = [[] for _ in range(learner.num_processes)]
-
-    def __call__(
-        self, groups: Sequence[Group], advantages: np.ndarray, *, last: bool
-    ) -> list[Batch]:
-        """Makes the microbatches that are full.
-
-        Args:
-          groups: in lease order; those of other processes need no tokens.
-          advantages: float32 [N, G], of all groups, or [N, G, K], of their turns.
-          last: whether these groups complete the minibatch; then no trajectory waits.
-
-        Returns:
-          Batches of shape [microbatch_rows / num_processes, T].
-
-        Raises:
-          ValueError: as `pack`.
-        """
-        layouts = []
-        for i, waiting in enumerate(self._waiting):
-            share = Share(i, self._num_processes).of_minibatch(len(groups))
-            pieces = [piece for j in share for piece in _pieces(groups[j], advantages[j])]
-            if i == self._process and self._layout["shared_prompts"]:
-                _check_prompts(pieces)
-            waiting += pieces
-            layouts.append(_lay_out_pieces(waiting, **self._layout))
-        rows = [int(segments.row.max(initial=-1)) + 1 for segments in layouts]
-        if last:
-            count = max(-(-r // self._own_rows) for r in rows)
-        else:
-            still_open = self._layout["policy"] == "in_order"  # The last row may grow.
-            count = min(max(0, r - still_open) // self._own_rows for r in rows)
-        own, row_tokens = self._waiting[self._process], self._layout["row_tokens"]
-        batches = []
-        if own and count:
-            batches = _fill(own, layouts[self._process], self._own_rows, row_tokens)[:count]
-        batches += [self.padding()] * (count - len(batches))
-        for i, segments in enumerate(layouts):
-            self._waiting[i] = _from_row(count * self._own_rows, self._waiting[i], segments)
-        return batches
-
-    def padding(self) -> Batch:
-        """A microbatch of this process without a token."""
-        return empty_batch(self._own_rows, self._layout["row_tokens"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -370,9 +330,9 @@ def _joined(advantages):
     return np.concatenate([np.pad(a, ((0, 0), (0, num_turns - a.shape[1]))) for a in advantages])
 
 
-def _check_advantages(advantages, num_samples):
-    if len(advantages) != num_samples:
-        raise ValueError(f"{len(advantages)} advantages for {num_samples} samples")
+def _check_advantages(advantages, count, of):
+    if len(advantages) != count:
+        raise ValueError(f"{len(advantages)} advantages for {count} {of}")
 
 
 def _check_prompts(pieces):

@@ -400,14 +400,8 @@ def test_processes_make_equally_many_microbatches_of_every_chunk_and_lose_no_tok
 def test_every_process_packs_its_groups_into_as_many_microbatches(
     num_groups, num_processes, policy, shared_prompts
 ):
-    layout = {"row_tokens": 16, "policy": policy, "shared_prompts": shared_prompts}
-    settings = Learner(
-        num_processes=num_processes,
-        microbatch_rows=4,
-        row_tokens=16,
-        packing=policy,
-        shared_prompts=shared_prompts,
-    )
+    layout = {"row_tokens": 16, "packing": policy, "shared_prompts": shared_prompts}
+    settings = Learner(num_processes=num_processes, microbatch_rows=4, **layout)
     groups = [make_group(i, 0) for i in range(num_groups)]
     advantage = advantages.grpo(np.stack([group.rewards for group in groups]))
     parts = []
@@ -416,12 +410,9 @@ def test_every_process_packs_its_groups_into_as_many_microbatches(
         known = [group if i in own else outline(group) for i, group in enumerate(groups)]
         packer = packing.Packer(settings, process=process)
         parts.append(packer(known, advantage, last=True))
-        own_batches = packing.pack(
-            groups[own.start : own.stop],
-            advantage[own.start : own.stop],
-            microbatch_rows=4 // num_processes,
-            **layout,
-        )
+        alone = packing.Packer(Learner(microbatch_rows=4 // num_processes, **layout))
+        own_part = slice(own.start, own.stop)
+        own_batches = alone(groups[own_part], advantage[own_part], last=True)
         for batch, expected in zip(parts[-1], own_batches, strict=False):
             for name, array in vars(batch).items():
                 np.testing.assert_array_equal(array, getattr(expected, name), err_msg=name)

@@ -47,14 +47,16 @@ def pack(
 ):
     if advantages is None:
         advantages = np.ones((len(groups), len(groups[0].trajectories)), np.float32)
-    return packing.pack(
-        groups,
-        advantages,
+    if advantages.ndim == 1:  # of groups of several sizes, one after the other
+        ends = np.cumsum([len(group.samples) for group in groups])
+        advantages = np.split(advantages, ends[:-1])
+    learner = Learner(
         microbatch_rows=microbatch_rows,
         row_tokens=row_tokens,
-        policy=policy,
+        packing=policy,
         shared_prompts=shared_prompts,
     )
+    return packing.Packer(learner)(groups, advantages, last=True)
 
 
 def test_two_trajectories_share_a_row_and_padding_is_what_types_says():
@@ -246,8 +248,10 @@ def test_an_unknown_policy_is_refused():
 
 
 def test_advantages_that_do_not_match_the_trajectories_are_refused():
-    with pytest.raises(ValueError, match=r"3 advantages .*\b2 samples"):
+    with pytest.raises(ValueError, match=r"3 advantages .*\b2 groups"):
         pack(groups_of(3, 3), np.ones((3, 1)))
+    with pytest.raises(ValueError, match=r"3 advantages .*\b2 samples"):
+        pack(groups_of(3, 3, group_size=2), np.ones((1, 3)))
 
 
 def test_no_groups_make_no_batches():

@@ -131,7 +131,7 @@ def test_eight_devices_agree_with_one():
 
 def test_no_completion_and_no_other_group_changes_a_completions_log_probs():
     groups = [group_of(4, 6, 5, 4, index=0), group_of(2, 3, 3, index=1)]
-    (batch,) = pack(groups, shared_prompts=True, advantages=np.ones(5))
+    (batch,) = pack(groups, shared_prompts=True, advantages=[np.ones(3), np.ones(2)])
     mesh, train_step = make()
     params = params_on(mesh)
     before = np.asarray(train_step.score(params, batch))
