@@ -40,9 +40,8 @@ from jaxrl_async.records import (
 )
 from jaxrl_async.types import Batch, Chunk, Group
 
-FAIRNESS_WARNING_STEPS = 20  # least number of steps between two warnings
+WARNING_STEPS = 20  # least number of steps between two warnings of one kind
 STATUS_SECS = 5.0  # between two looks at the budgets during a wait
-MISMATCH_WARNING_STEPS = 20  # least number of steps between two warnings
 
 log = logging.getLogger(__name__)
 
@@ -63,15 +62,6 @@ class RecompileError(RuntimeError):
     """A program compiled again after the first step; the message names the step and the counts."""
 
 
-class Pack(Protocol):
-    """Turns the groups of a chunk into microbatches, as `packing.Packer` does."""
-
-    def __call__(
-        self, groups: Sequence[Group], advantages: np.ndarray, *, last: bool
-    ) -> list[Batch]: ...
-    def padding(self) -> Batch: ...
-
-
 class Publish(Protocol):
     """Publishes versions of the weights, as `versions.Versions` does."""
 
@@ -88,7 +78,7 @@ def train(
     first_step: int,
     settings: Settings,
     train_step: TrainStep,
-    pack: Pack,
+    pack: packing.Packer,
     queue: GroupSource,
     publisher: Publish,
     save: Callable[[int, TrainState, ResumePoint], None],
@@ -107,7 +97,7 @@ def train(
       settings: of the run. The loop reads mode, loss.advantage and, in learner, weights, checkpoint and queue, the
         schedule and the budgets.
       train_step: the three jitted programs.
-      pack: groups and advantages [N, G] → microbatches of one static shape, a `packing.Packer`.
+      pack: groups and advantages [N, G] → microbatches of one static shape.
       queue: leases and commits.
       publisher: takes new versions.
       save: (step, state, resume_point) → checkpoint.
@@ -237,9 +227,9 @@ class _StepFinalizer:
         timers.pop()  # Time before the first step belongs to no row.
         self._since = time.monotonic()
         status = queue.status()
-        self._rates, self._watch = _Rates(status), _MismatchWatch()
+        self._rates = _Rates(status)
         self._check_failures = _FailureBudgets(settings.queue, status)
-        self._fairness = _FairnessWatch()
+        self._mismatch, self._fairness = _Watch(_mismatch_warnings), _Watch(_fairness_warnings)
         self._compiled = train_step.num_compilations()
         self._status_due = 0.0  # monotonic seconds
         self._dispatched: _DispatchedStep | None = None
@@ -293,7 +283,7 @@ class _StepFinalizer:
         status = self._queue.status()
         row = _step_metrics(minibatches, ended.groups, ended.batches)
         if self._own_samples:
-            self._watch(ended.step, row)
+            self._mismatch(ended.step, row)
         else:
             row = {k: v for k, v in row.items() if not k.startswith("mismatch/")}
         self._fairness(ended.step, status.lengths)
@@ -407,49 +397,39 @@ def _over_minibatches(name: str, minibatches: Sequence[Mapping[str, float]]) -> 
     return np.average(values, weights=tokens) if sum(tokens) else 0.0
 
 
-class _MismatchWatch:
-    """Warns when engine and learner give the same tokens different log-probs at the same weights."""
+class _Watch:
+    """Logs the warnings about a step; after one, none for WARNING_STEPS steps."""
 
-    def __init__(self):
-        self._next_step = 0
+    def __init__(self, warnings_of: Callable[[Mapping[str, float]], Iterator[str]]):
+        self._warnings_of, self._next_step = warnings_of, 0
 
-    def __call__(self, step: int, row: Mapping[str, float]) -> None:
-        if step < self._next_step or row.get("mismatch/mean_abs", 0.0) <= MAX_MISMATCH:
+    def __call__(self, step: int, values: Mapping[str, float]) -> None:
+        if step < self._next_step:
             return
-        self._next_step = step + MISMATCH_WARNING_STEPS
-        log.warning(
-            "step %d: engine and learner differ at the same weights: mismatch/mean_abs %.3g nats exceeds "
-            "%g (max_abs %.3g, kl %.3g, %d tokens). `python -m jaxrl_async parity` names the likely cause",
-            step,
-            row["mismatch/mean_abs"],
-            MAX_MISMATCH,
-            row["mismatch/max_abs"],
-            row["mismatch/kl"],
-            row["mismatch/tokens"],
+        for warning in self._warnings_of(values):
+            self._next_step = step + WARNING_STEPS
+            log.warning("step %d: %s", step, warning)
+
+
+def _mismatch_warnings(row: Mapping[str, float]) -> Iterator[str]:
+    """Of an engine and a learner that give the same tokens different log-probs at the same weights."""
+    mean_abs = row.get("mismatch/mean_abs", 0.0)
+    if not mean_abs <= MAX_MISMATCH:
+        yield (
+            f"engine and learner differ at the same weights: mismatch/mean_abs {mean_abs:.3g} nats exceeds "
+            f"{MAX_MISMATCH:g} (max_abs {row['mismatch/max_abs']:.3g}, kl {row['mismatch/kl']:.3g}, "
+            f"{row['mismatch/tokens']:.0f} tokens). `python -m jaxrl_async parity` names the likely cause"
         )
 
 
-class _FairnessWatch:
-    """Warns when dropped groups are much longer or shorter than trained ones: training is then biased by length."""
-
-    def __init__(self):
-        self._next_step = 0
-
-    def __call__(self, step: int, lengths: Mapping[str, float]) -> None:
-        if step < self._next_step:
-            return
-        for part in ("prompt", "completion"):
-            dropped, trained = (lengths.get(f"{part}/{fate}") for fate in ("dropped", "trained"))
-            if not dropped or not trained or max(dropped / trained, trained / dropped) < MAX_DRIFT:
-                continue
-            self._next_step = step + FAIRNESS_WARNING_STEPS
-            log.warning(
-                "step %d: %ss of dropped groups have %.1f tokens on average, those of trained groups %.1f; fairness/ "
-                "and returned/ show why",
-                step,
-                part,
-                dropped,
-                trained,
+def _fairness_warnings(lengths: Mapping[str, float]) -> Iterator[str]:
+    """Of dropped groups that are much longer or shorter than trained ones: training is then biased by length."""
+    for part in ("prompt", "completion"):
+        dropped, trained = (lengths.get(f"{part}/{fate}") for fate in ("dropped", "trained"))
+        if dropped and trained and max(dropped / trained, trained / dropped) >= MAX_DRIFT:
+            yield (
+                f"{part}s of dropped groups have {dropped:.1f} tokens on average, those of trained groups "
+                f"{trained:.1f}; fairness/ and returned/ show why"
             )
 
 
@@ -458,10 +438,9 @@ class _Rates:
 
     def __init__(self, status: QueueStatus):
         self._tokens, self._time = status.completion_tokens, time.monotonic()
-        self._secs: dict[str, dict[str, float]] = {}  # role → stage → seconds, as last reported
-        self._means: dict[
-            str, dict[str, float]
-        ] = {}  # role → stage → mean number of samples or workers
+        # Role → stage → seconds, as last reported, and mean number of samples or workers.
+        self._secs: dict[str, dict[str, float]] = {}
+        self._means: dict[str, dict[str, float]] = {}
 
     def metrics(self, status: QueueStatus) -> dict[str, float]:
         now = time.monotonic()

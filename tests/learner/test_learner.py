@@ -323,7 +323,7 @@ def test_a_reason_may_have_a_budget_of_its_own(where):
 
 
 def test_a_drift_of_lengths_is_warned_about_once_in_a_while(caplog):
-    watch = learner._FairnessWatch()
+    watch = learner._Watch(learner._fairness_warnings)
     same = {"completion/trained": 100.0, "completion/dropped": 140.0, "prompt/trained": 10.0}
     watch(1, same)
     assert caplog.text == ""
@@ -415,7 +415,7 @@ def test_a_step_without_fresh_tokens_logs_no_mismatch():
 def test_a_mismatch_beyond_the_bound_is_warned_of_once_in_20_steps(caplog):
     row = {"mismatch/mean_abs": 0.03, "mismatch/max_abs": 0.5, "mismatch/kl": 0.001}
     row["mismatch/tokens"] = 128.0
-    watch = learner._MismatchWatch()
+    watch = learner._Watch(learner._mismatch_warnings)
     for step in range(5, 46):
         watch(step, row)
     watch(100, row | {"mismatch/mean_abs": learner.MAX_MISMATCH})
