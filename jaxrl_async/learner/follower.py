@@ -7,29 +7,20 @@ that the queue reports as published.
 import concurrent.futures
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jaxrl_async.active_clock import ActiveClock
 from jaxrl_async.queue.client import LearnerQueue
-from jaxrl_async.records import QueueStatus, ResumePoint, Wait
-from jaxrl_async.types import Chunk
+from jaxrl_async.records import ResumePoint
 
 log = logging.getLogger(__name__)
 
 POLL_SECS = 0.5  # between two calls of should_stop during a wait
 
 
-class FollowerQueue:
+class FollowerQueue(LearnerQueue):
     """The queue without commits, which are process 0's."""
-
-    def __init__(self, queue: LearnerQueue):
-        self._queue = queue
-
-    def lease(
-        self, step: int, timeout_secs: float, should_stop: Callable[[], bool]
-    ) -> Iterator[Chunk]:
-        return self._queue.lease(step, timeout_secs, should_stop)
 
     def commit(self, step: int) -> ResumePoint:
         """Commits nothing. The result is a placeholder: only process 0 saves its resume point."""
@@ -40,12 +31,6 @@ class FollowerQueue:
 
     def checkpointed(self, step: int) -> None:
         """Reports nothing; process 0 does."""
-
-    def report(self, role: str, waits: Sequence[Wait]) -> None:
-        self._queue.report(role, waits)
-
-    def status(self) -> QueueStatus:
-        return self._queue.status()
 
 
 class FollowerPublisher:

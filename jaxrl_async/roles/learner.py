@@ -125,7 +125,8 @@ class Links:
             outage_secs=self._settings.queue.outage_secs,
             **queue_access_of(self._settings),
         )
-        return LearnerQueue(calls, share)
+        kind = LearnerQueue if share.process == 0 else follower.FollowerQueue
+        return kind(calls, share)
 
     def store(self, workdir: pathlib.Path, delay: Delay, writer: Identity) -> WeightStore:
         """Keeps the versions that servers may still read."""
@@ -213,7 +214,7 @@ def _train(
             metrics = links.metrics(workdir)
         else:  # It follows process 0, which alone prunes the store.
             publisher = follower.FollowerPublisher(queue.watch_version)
-            queue, metrics = follower.FollowerQueue(queue), follower.FollowerMetrics()
+            metrics = follower.FollowerMetrics()
         kept = SampleWriter(
             workdir,
             functools.partial(tokenizer.decode, special=True),
