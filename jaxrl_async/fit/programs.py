@@ -258,13 +258,8 @@ def compile_run(settings: Settings, config: ModelConfig, target: Target, devices
         opt_bytes = 0
     base_bytes = _bytes_of_one(train_step.abstract_base())
     found = []
-    batch = Packer(learner, process=0).padding()
+    batch = Packer(learner).padding()
     for name, traced in train_step.trace(batch).items():
-        start = time.monotonic()
-        try:
-            compiled = traced.lower().compile()
-        except Exception as error:  # RESOURCE_EXHAUSTED, and what else a compiler refuses
-            return Fit(target, plan, tuple(found), f"{name}: {_short(error)}")
         resident = opt_bytes if name != "update" else base_bytes
         if settings.loss.needs_reference and name != "accumulate":
             resident += param_bytes
@@ -274,9 +269,12 @@ def compile_run(settings: Settings, config: ModelConfig, target: Target, devices
         if name != "update":
             rows, tokens = learner.microbatch_rows, learner.row_tokens
             model = flops.of_model(config, rows, tokens, backward=name == "accumulate")
-        secs, elsewhere = time.monotonic() - start, host_bytes if name == "update" else 0
-        measured = (traced, compiled, model, target, learner.num_devices, resident, secs, elsewhere)
-        found.append(_measure(name, *measured))
+        elsewhere = host_bytes if name == "update" else 0
+        measured = (traced, model, target, learner.num_devices, resident, elsewhere)
+        try:
+            found.append(_compile(name, *measured))
+        except FitError as error:
+            return Fit(target, plan, tuple(found), str(error))
     return Fit(target, plan, tuple(found))
 
 
@@ -316,16 +314,12 @@ def compile_engine(settings: Settings, config: ModelConfig, target: Target, devi
     version = _bytes(lora.split(shapes.params)[0]) if config.lora else weights
     found, error = [], ""
     for name, (trace, model) in programs.items():
-        start = time.monotonic()
-        traced = trace()
         try:
-            compiled = traced.lower().compile()
-        except Exception as refused:
-            error = f"{name}: {_short(refused)}"
+            # A new version is loaded while the one before it still answers.
+            found.append(_compile(name, trace(), model, target, 1, version))
+        except FitError as refused:
+            error = str(refused)
             break
-        secs = time.monotonic() - start
-        # A new version is loaded while the one before it still answers.
-        found.append(_measure(name, traced, compiled, model, target, 1, version, secs))
     return Engine(
         tuple(found),
         num_servers=server.num_started,
@@ -340,9 +334,14 @@ def compile_engine(settings: Settings, config: ModelConfig, target: Target, devi
     )
 
 
-def _measure(
-    name, traced, compiled, model_flops, target, num_devices, resident, compile_secs, host_bytes=0
-) -> Program:
+def _compile(name, traced, model_flops, target, num_devices, resident, host_bytes=0) -> Program:
+    """Raises FitError where the compiler gives up."""
+    start = time.monotonic()
+    try:
+        compiled = traced.lower().compile()
+    except Exception as error:  # RESOURCE_EXHAUSTED, and what else a compiler refuses
+        raise FitError(f"{name}: {_short(error)}") from error
+    compile_secs = time.monotonic() - start
     memory, cost = compiled.memory_analysis(), hlo.read(compiled.as_text())
     arguments = memory.argument_size_in_bytes - host_bytes
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
