@@ -32,13 +32,11 @@ def _of_equation(equation, kernels_alone) -> float:
         (contracted, _), (batch, _) = params["dimension_numbers"]
         kept = math.prod(right) // math.prod(left[i] for i in (*contracted, *batch))
         return 2.0 * math.prod(left) * kept
-    inner = [value for value in params.values() if _is_jaxpr(value)]
-    inner += [
-        v
-        for value in params.values()
-        if isinstance(value, tuple | list)
-        for v in value
-        if _is_jaxpr(v)
+    inner = [
+        value
+        for given in params.values()
+        for value in (given if isinstance(given, tuple | list) else [given])
+        if hasattr(value, "eqns") or hasattr(value, "jaxpr")
     ]
     if not inner:
         return 0.0
@@ -67,10 +65,6 @@ def _blocks_of_kernel(params) -> float:
     # several may have a part of the queries: of n · n pairs all devices together compute those with key ≤ query.
     n = max(grid[-1], grid[-3] if "dkv" in name else grid[-2])
     return blocks * (n + 1) / (2 * n)
-
-
-def _is_jaxpr(value) -> bool:
-    return hasattr(value, "eqns") or hasattr(value, "jaxpr")
 
 
 def of_model(

@@ -117,7 +117,7 @@ def _visit(computations: dict[str, list[str]], name: str, times: int, found: _Fo
             continue
         fused = " fusion(" in line
         for callee in called:
-            if not fused or _has_collective(computations.get(callee, [])):
+            if not fused or any(map(_OPERATION.search, computations.get(callee, []))):
                 _visit(computations, callee, inner, found)
 
 
@@ -139,10 +139,6 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
 def _called(line: str) -> Iterator[str]:
     for name, branches in _CALLED.findall(line):
         yield from [name] if name else re.findall(r"%?([\w.\-]+)", branches)
-
-
-def _has_collective(lines: list[str]) -> bool:
-    return any(_OPERATION.search(line) for line in lines)
 
 
 def _length(line: str, computations: dict[str, list[str]]) -> int | None:

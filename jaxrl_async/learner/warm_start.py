@@ -54,9 +54,9 @@ def warm_start(
     """
     rows = _rows(demonstrations, settings.row_tokens)
     optimizer = optax.adam(settings.learning_rate, b2=0.99)
-    step_program = _step_program(config, mesh, optimizer, head_chunk_tokens)
+    init, step_program = _programs(config, mesh, optimizer, head_chunk_tokens)
     row_sharding = sharding.batch_sharding(mesh)
-    opt_state, loss = _init_program(config, mesh, optimizer)(params), None
+    opt_state, loss = init(params), None
     for step, chosen in enumerate(
         _epochs(len(demonstrations), settings.batch_size, settings.num_steps, seed), start=1
     ):
@@ -104,14 +104,9 @@ def _epochs(num_demonstrations, batch_size, num_steps, seed):
         waiting = waiting[batch_size:]
 
 
-def _init_program(config, mesh, optimizer):
-    shardings, _ = train_step.make_shardings(config, mesh, optimizer)
-    return jax.jit(
-        optimizer.init, in_shardings=(shardings.params,), out_shardings=shardings.opt_state
-    )
+def _programs(config, mesh, optimizer, head_chunk_tokens):
+    """The jitted params → optimizer state, and the jitted (params, optimizer state, batch) → both and the loss."""
 
-
-def _step_program(config, mesh, optimizer, head_chunk_tokens):
     def loss_of(params, batch):
         logprobs, _ = train_step.policy_logprobs(
             config, params, batch, temperature=1.0, head_chunk_tokens=head_chunk_tokens
@@ -124,7 +119,8 @@ def _step_program(config, mesh, optimizer, head_chunk_tokens):
         return optax.apply_updates(params, updates), opt_state, loss
 
     state, accumulator = train_step.make_shardings(config, mesh, optimizer)
-    return jax.jit(
+    init = jax.jit(optimizer.init, in_shardings=(state.params,), out_shardings=state.opt_state)
+    return init, jax.jit(
         step,
         in_shardings=(state.params, state.opt_state, sharding.batch_sharding(mesh)),
         out_shardings=(state.params, state.opt_state, accumulator.sums),
