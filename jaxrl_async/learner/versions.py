@@ -78,15 +78,10 @@ class Versions:
           process: index of this process of the learner.
           num_processes: number of processes of the learner; each writes its part of a version.
         """
-        self._publisher = publisher
-        self._store = store
-        self._config = config
-        self._dtype = dtype
-        self._base = base
+        self._publisher, self._store, self._delay = publisher, store, delay
+        self._config, self._dtype, self._base = config, dtype, base
+        self._process, self._num_processes = process, num_processes
         self._timeout_secs = timeout_secs
-        self._delay = delay
-        self._process = process
-        self._num_processes = num_processes
         self._version: int | None = None
         self._run_epoch = 0
         # The last version that an earlier learner published; up to it nothing is published again.

@@ -41,6 +41,13 @@ _PEFT_DEFAULTS = {  # of adapter_config.json: keys that this decoder supports at
     "alpha_pattern": {},
 }
 
+_LLAMA3_ROPE = {  # field of RopeScaling → key of config.json's rope_scaling
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_tokens": "original_max_position_embeddings",
+}
+
 # max_position_embeddings: config.json requires one, unscaled RoPE needs none.
 _UNSCALED_MAX_TOKENS = 32768
 
@@ -352,12 +359,7 @@ def _read_rope_scaling(rope, path):
         return transformer.LinearScaling(factor=rope["factor"])
     if rope_type != "llama3":
         raise ValueError(f"{path}: rope_type {rope_type!r} is not 'default', 'linear' or 'llama3'")
-    return transformer.RopeScaling(
-        factor=rope["factor"],
-        low_freq_factor=rope["low_freq_factor"],
-        high_freq_factor=rope["high_freq_factor"],
-        original_max_tokens=rope["original_max_position_embeddings"],
-    )
+    return transformer.RopeScaling(**{ours: rope[key] for ours, key in _LLAMA3_ROPE.items()})
 
 
 def _write_rope_scaling(scaling):
@@ -365,13 +367,8 @@ def _write_rope_scaling(scaling):
         return None
     if isinstance(scaling, transformer.LinearScaling):
         return {"rope_type": "linear", "factor": scaling.factor}
-    return {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "original_max_position_embeddings": scaling.original_max_tokens,
-    }
+    own = {key: getattr(scaling, ours) for ours, key in _LLAMA3_ROPE.items()}
+    return {"rope_type": "llama3"} | own
 
 
 def _pieces(params, config):
