@@ -93,9 +93,7 @@ class SampleWriter:
         """Opens nothing where per_step is 0.
 
         Args:
-          workdir: of the run.
           decode: token ids → text, special tokens included.
-          per_step: completions of a step, ≥ 0.
           show: (step, name, text) → shows a sample elsewhere too, as TensorBoard.
         """
         self._decode, self._per_step, self._show = decode, per_step, show

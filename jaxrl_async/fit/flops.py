@@ -74,14 +74,7 @@ def of_model(
 
     Twice the matrices' size for each token, and as much again, twice, for the backward pass, or once where they are
     frozen beside adapters; causal attention of each token to half of its row, or to its window. PaLM (Chowdhery et al.,
-    arXiv 2204.02311), appendix B, with the causal half.
-
-    Args:
-      config: the model's shape.
-      num_rows: B.
-      row_tokens: T.
-      backward: with a gradient.
-      logits: with the projection onto the vocabulary.
+    arXiv 2204.02311), appendix B, with the causal half. The projection onto the vocabulary counts with `logits`.
     """
     c = config
     heads = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim + c.num_heads * c.head_dim

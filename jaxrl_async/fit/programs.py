@@ -225,14 +225,7 @@ def devices_of(target: Target) -> list:
 
 
 def compile_run(settings: Settings, config: ModelConfig, target: Target, devices) -> Fit:
-    """Compiles the learner's programs for a target.
-
-    Args:
-      settings: of the run; its mesh has the target's number of devices, less server.devices.
-      config: the model's shape.
-      target: the devices, described.
-      devices: of `devices_of`.
-    """
+    """Compiles the learner's programs for a target, on its `devices_of`, less server.devices."""
     learner = dataclasses.replace(settings.learner, num_processes=1)
     settings = dataclasses.replace(settings, learner=learner)
     mesh = mesh_of(learner, devices[: learner.num_devices])
@@ -284,14 +277,7 @@ def has_engine(settings: Settings) -> bool:
 
 
 def compile_engine(settings: Settings, config: ModelConfig, target: Target, device) -> Engine:
-    """Compiles the embedded engine's programs for a device of a target.
-
-    Args:
-      settings: of the run.
-      config: the model's shape.
-      target: the devices, described.
-      device: one of `devices_of`.
-    """
+    """Compiles the embedded engine's programs for one of the `devices_of` a target."""
     server = settings.server
     shapes = inference.Shapes(
         config,

@@ -32,7 +32,6 @@ def rates_of(
 
     Args:
       chip: of learner and servers.
-      config: the model's shape.
       context_tokens: that a request has on average while it runs.
       learner_devices: over which a step is divided.
       num_updates: of the optimizer in a step.

@@ -111,10 +111,7 @@ class Checkpoints:
         threading.Thread(target=wait, name="checkpoint", daemon=True).start()
 
     def written(self, *, wait: bool = False) -> Written | None:
-        """The last saved checkpoint, once, when it is on disk; None before, and where there is no news.
-
-        Args:
-          wait: for the end of its writing.
+        """The last saved checkpoint, once, when it is on disk; None before, unless it is to `wait`, and without news.
 
         Raises:
           CheckpointError: it was not written; names the step.

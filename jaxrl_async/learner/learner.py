@@ -96,13 +96,8 @@ def train(
       first_step: ≥ 1.
       settings: of the run. The loop reads mode, loss.advantage and, in learner, weights, checkpoint and queue, the
         schedule and the budgets.
-      train_step: the three jitted programs.
       pack: groups and advantages [N, G] → microbatches of one static shape.
-      queue: leases and commits.
-      publisher: takes new versions.
       save: (step, state, resume_point) → checkpoint.
-      metrics: one row per step.
-      timers: measure the stages of the loop.
       reference: parameters of the policy that the KL penalty pulls to; None without a penalty.
       should_stop: (step, whether its first chunk has arrived) → whether to stop before that step. Called once with
         True, and repeatedly with False during a wait for that chunk or for a push. The version before is then saved

@@ -200,12 +200,7 @@ def lay_out(
     Args:
       lengths: tokens of each trajectory of each group, or of a part of one with one prompt; prompt included.
       prompt_lengths: tokens of the prompt of each.
-      row_tokens: capacity of a row.
-      policy: as in `assign_rows`.
-      shared_prompts: whether the completions of a group share one prompt.
-
-    Raises:
-      ValueError: a trajectory longer than row_tokens, or an unknown policy.
+      row_tokens, policy: as in `assign_rows`, which raises for them.
     """
     if shared_prompts:
         slices = _shared_slices(lengths, prompt_lengths, row_tokens)

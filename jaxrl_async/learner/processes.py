@@ -99,7 +99,7 @@ def share(name: str, value: str | None, *, num_processes: int, timeout_secs: flo
 class Agreement:
     """Agreement of all processes to stop before a step. Process 0 decides when it has the step's first chunk.
 
-    A process that was asked to stop reports it to process 0. The others wait for process 0; it waits for none.
+    One that was asked to stop reports it to process 0. The others wait for process 0; it waits for none.
     """
 
     def __init__(
@@ -110,12 +110,10 @@ class Agreement:
         num_processes: int,
         timeout_secs: float,
     ):
-        """Reports nothing yet.
+        """Reports nothing yet; several processes have joined before.
 
         Args:
           stop_requested: whether this process was asked to stop.
-          process: index of this process.
-          num_processes: number of processes of the learner, which have joined.
           timeout_secs: deadline for process 0's decision; process 0 waits for the same chunk.
         """
         self._stop_requested, self._process = stop_requested, process

@@ -58,13 +58,7 @@ class Statistics:
     def measure(
         self, tokens: Tokens, entropy: jax.Array, parts: Objective
     ) -> tuple[jax.Array, jax.Array]:
-        """The sums and maxima of a microbatch, in the shapes of `zeros`.
-
-        Args:
-          tokens: the inputs of the loss, [B, T].
-          entropy: float32 [B, T], nats.
-          parts: the loss and its parts, [B, T].
-        """
+        """The sums and maxima of a microbatch, in the shapes of `zeros`; entropy is float32 [B, T], nats."""
         t = tokens.kept()
         abs_log_ratio = jnp.abs(t.logprobs - t.behavior_logprobs)
         of_token = {

@@ -77,13 +77,9 @@ class TrainStep:
         """Declares the programs; nothing is compiled yet.
 
         Args:
-          config: the model's shape.
-          mesh: from sharding.make_mesh.
-          loss: the loss to minimise.
           learner: max_grad_norm, num_minibatches, blocks, offload_moments, head_chunk_tokens, attention_kernel,
             shared_prompts and param_dtype are read.
           temperature: the sampler's, > 0: log-probs are of logits / temperature.
-          optimizer: from optimizer.make_optimizer.
           keeps_params: an update leaves the parameters before it to others who hold them, and makes new ones.
           device_lock: held while a program runs, to its end, where others use the device too.
 
@@ -305,7 +301,6 @@ class TrainStep:
         Args:
           params: the weights to differentiate at.
           accumulator: consumed; its block's parameters are differentiated by.
-          batch: one microbatch.
           proximal_logprobs: from `anchor`, at the weights the step started from.
           policy_version: v_θ of the step, s − 1.
           reference: weights laid out as `params`, for a loss with a KL to them.

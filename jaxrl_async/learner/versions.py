@@ -64,19 +64,15 @@ class Versions:
         process: int = 0,
         num_processes: int = 1,
     ):
-        """Publishes nothing yet.
+        """Publishes nothing yet. Each process of the learner writes its part of a version, in `dtype`.
 
         Args:
           publisher: pushes to the servers; a FollowerPublisher in processes other than 0.
           store: the versions on disk. It keeps at least delay.max_steps + 2 of them: a late server may still read the
             version of the push before.
-          config: shape of the model.
-          dtype: dtype of the written tensors.
           base: of a model with adapters, the name of its frozen weights in the files of a version.
           timeout_secs: deadline of every wait for a push.
           delay: the servers' delay; if there is one, every version must be published, without a gap.
-          process: index of this process of the learner.
-          num_processes: number of processes of the learner; each writes its part of a version.
         """
         self._publisher, self._store, self._delay = publisher, store, delay
         self._config, self._dtype, self._base = config, dtype, base
@@ -91,15 +87,12 @@ class Versions:
     def resume(
         self, version: int, state: TrainState, status: QueueStatus, resume_point: ResumePoint
     ) -> None:
-        """Starts the first push after a learner was restored.
+        """Starts the first push after a learner was restored to the state of a version.
 
         If a later version was published already, the servers get that version again, from its files: published
         versions never go back, and the steps up to it are trained again without a push.
 
         Args:
-          version: version of the state.
-          state: restored from a checkpoint.
-          status: status of the queue.
           resume_point: of the checkpoint, for a queue without a journal.
 
         Raises:

@@ -34,8 +34,6 @@ def warm_start(
         loss = −mean over the policy's own tokens in the completions of a batch of log π(token)
 
     Args:
-      config: the model's shape.
-      mesh: from sharding.make_mesh.
       params: float32, consumed.
       demonstrations: prompt tokens int [P], completion tokens int [R] with their stop token, and which of these are
         the policy's own, bool [R]; P ≥ 1, R ≥ 1.

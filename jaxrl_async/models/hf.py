@@ -152,7 +152,6 @@ def to_tensors(
       dtype: "float32" | "bfloat16", of the tensors; the cast rounds to nearest even.
       part: in [0, num_parts); it has the layers l with l mod num_parts = part. The embedding counts as layer 0, final
         norm and head as the layer after the last.
-      num_parts: number of parts.
 
     Yields:
       (name, array), C-contiguous: embedding, layers in order, final norm, head.
@@ -199,7 +198,6 @@ def load(
 
     Args:
       tensors: as in `from_tensors`; of those from `read_tensors` only the parts are read that the devices hold.
-      config: the shape that the tensors must have.
       shardings: a NamedSharding for each parameter, over the devices of all processes, all of which call this.
 
     Raises:
@@ -299,13 +297,9 @@ def read_adapters(directory, config: transformer.ModelConfig) -> nnx.State:
 
 
 def read_tensors(directory) -> Mapping[str, np.ndarray]:
-    """Opens every *.safetensors file of a directory.
+    """The tensors of every *.safetensors file of a directory, by name; each is read from its file when it is used.
 
-    Args:
-      directory: holds one or more files; bfloat16 is read as ml_dtypes.bfloat16.
-
-    Returns:
-      Tensors by name, each read from its file when it is used.
+    bfloat16 is read as ml_dtypes.bfloat16.
 
     Raises:
       FileNotFoundError: no *.safetensors file.

@@ -42,14 +42,7 @@ def make_mesh(
 
 
 def param_shardings(mesh: jax.sharding.Mesh, params: nnx.State) -> nnx.State:
-    """The sharding of every parameter.
-
-    Args:
-      mesh: from make_mesh.
-      params: parameters, or their shapes (transformer.abstract_params).
-
-    Returns:
-      The same tree with a NamedSharding at each leaf.
+    """A NamedSharding for each of the parameters, or of their shapes (transformer.abstract_params).
 
     Raises:
       ValueError: a dimension is not a multiple of its mesh axis.

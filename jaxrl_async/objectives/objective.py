@@ -31,12 +31,7 @@ def objective(tokens: Tokens, config: LossConfig) -> Objective:
 
         loss_t = scale_t · m_t · (weight_t · surrogate_t(ratio_t, A_t) + kl_coefficient · kl_t)
 
-    Args:
-      tokens: of one microbatch; masked entries may hold anything.
-      config: the names of the parts and their numbers.
-
-    Returns:
-      The loss of each token, and its parts.
+    Masked entries of a microbatch's tokens may hold anything.
     """
     t = tokens.kept()
     anchor = anchors.ANCHORS[config.anchor](t, config)

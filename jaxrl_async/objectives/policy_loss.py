@@ -34,9 +34,8 @@ def policy_loss(
       mask: bool [B, T], True where a sampled token counts; masked entries may hold anything.
       clip_low: ε_low, in [0, 1].
       clip_high: ε_high, ≥ 0.
-      behavior_cap: C of `weights.capped`, or None.
-      behavior_cap_mode: mode of `weights.capped`.
-      dual_clip: c > 1 of `surrogates.clipped`, or None.
+      behavior_cap, behavior_cap_mode: cap and mode of `weights.capped`.
+      dual_clip: as of `surrogates.clipped`.
 
     Returns:
       float32 [B, T], 0 where the mask is False. The caller sums it and divides by the count of the mask, tokens
