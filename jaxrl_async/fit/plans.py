@@ -29,33 +29,31 @@ def smaller(settings: Settings, fit: Fit | None = None) -> Iterator[tuple[str, S
     slots = settings.server.num_slots
     while slots > 1:
         slots //= 2
-        settings = dataclasses.replace(
-            settings, server=dataclasses.replace(settings.server, num_slots=slots)
-        )
+        settings = _with(settings, "server", num_slots=slots)
         yield " ".join([*flags, f"--config.server.num_slots={slots}"]), settings
 
 
 def _smaller_learner(settings: Settings) -> Iterator[tuple[list[str], Settings]]:
     flags = []
     if not settings.model.remat:
-        settings = _model(settings, remat=True)
+        settings = _with(settings, "model", remat=True)
         flags.append("--config.model.remat=True")
         yield [*flags], settings
     learner = settings.learner
     if learner.data > 1:
         fsdp = learner.fsdp * learner.data
-        settings = _learner(settings, data=1, fsdp=fsdp)
+        settings = _with(settings, "learner", data=1, fsdp=fsdp)
         flags.append(f"--config.learner.data=1 --config.learner.fsdp={fsdp}")
         yield [*flags], settings
     rows, shards = learner.microbatch_rows, learner.data * learner.fsdp
     halved = []
     while rows // 2 >= shards and rows // 2 % shards == 0:
         rows //= 2
-        settings = _learner(settings, microbatch_rows=rows)
+        settings = _with(settings, "learner", microbatch_rows=rows)
         halved = [f"--config.learner.microbatch_rows={rows}"]
         yield [*flags, *halved], settings
     if not learner.offload_moments:
-        settings = _learner(settings, offload_moments=True)
+        settings = _with(settings, "learner", offload_moments=True)
         yield [*flags, *halved, "--config.learner.offload_moments=True"], settings
 
 
@@ -76,7 +74,7 @@ def search(
                 for remat in (True, False):
                     mesh = {"data": data, "fsdp": fsdp, "tensor": tensor, "microbatch_rows": some}
                     flags = [f"--config.learner.{name}={value}" for name, value in mesh.items()]
-                    changed = _model(_learner(settings, **mesh), remat=remat)
+                    changed = _with(_with(settings, "learner", **mesh), "model", remat=remat)
                     yield " ".join([*flags, f"--config.model.remat={remat}"]), changed
 
 
@@ -90,9 +88,7 @@ def cost(fit: Fit) -> tuple[float, ...]:
     return (secs / tokens, program.flops / tokens, num_bytes / tokens)
 
 
-def _learner(settings: Settings, **values) -> Settings:
-    return dataclasses.replace(settings, learner=dataclasses.replace(settings.learner, **values))
-
-
-def _model(settings: Settings, **values) -> Settings:
-    return dataclasses.replace(settings, model=dataclasses.replace(settings.model, **values))
+def _with(settings: Settings, block: str, **values) -> Settings:
+    return dataclasses.replace(
+        settings, **{block: dataclasses.replace(getattr(settings, block), **values)}
+    )

@@ -104,9 +104,10 @@ class TrainStep:
         self._everywhere = everywhere = accumulator.sums
         self._on_devices = state.opt_state
         if learner.offload_moments:
-            state = dataclasses.replace(
-                state, opt_state=_in_host_memory(optimizer, state.opt_state)
+            in_host_memory = optax.tree_utils.tree_map_params(
+                optimizer, lambda s: s.with_memory_kind("pinned_host"), state.opt_state
             )
+            state = dataclasses.replace(state, opt_state=in_host_memory)
         self._state_shardings = state
         self._accumulator_shardings = [
             dataclasses.replace(accumulator, block=block) for block in range(learner.blocks)
@@ -519,13 +520,6 @@ def make_shardings(
         transform_non_params=lambda _: everywhere,
     )
     return TrainState(params, opt_state, everywhere), Accumulator(params, everywhere, everywhere)
-
-
-def _in_host_memory(optimizer, shardings):
-    """Shardings of an optimizer's state whose moments lie in the memory of the devices' hosts."""
-    return optax.tree_utils.tree_map_params(
-        optimizer, lambda sharding: sharding.with_memory_kind("pinned_host"), shardings
-    )
 
 
 def frozen_shardings(config: transformer.ModelConfig, mesh: jax.sharding.Mesh) -> nnx.State | None:
