@@ -7,6 +7,7 @@ when all of it is on disk.
 
 import concurrent.futures
 import dataclasses
+import functools
 import pathlib
 import threading
 import time
@@ -217,9 +218,5 @@ class _Best:
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
     """Path → shape, with paths that do not depend on the types of containers."""
     flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {_name(path): tuple(leaf.shape) for path, leaf in flat}
-
-
-def _name(path) -> str:
-    keys = (getattr(k, "key", getattr(k, "name", getattr(k, "idx", None))) for k in path)
-    return ".".join(str(key) for key in keys)
+    name = functools.partial(jax.tree_util.keystr, simple=True, separator=".")
+    return {name(path): tuple(leaf.shape) for path, leaf in flat}
