@@ -225,7 +225,7 @@ def devices_of(target: Target) -> list:
 
 
 def compile_run(settings: Settings, config: ModelConfig, target: Target, devices) -> Fit:
-    """Compiles the learner's programs for a target, on its `devices_of`, less server.devices."""
+    """Compiles the learner's programs for a target's `devices`; its mesh has all of them, less server.devices."""
     learner = dataclasses.replace(settings.learner, num_processes=1)
     settings = dataclasses.replace(settings, learner=learner)
     mesh = mesh_of(learner, devices[: learner.num_devices])
@@ -277,7 +277,7 @@ def has_engine(settings: Settings) -> bool:
 
 
 def compile_engine(settings: Settings, config: ModelConfig, target: Target, device) -> Engine:
-    """Compiles the embedded engine's programs for one of the `devices_of` a target."""
+    """Compiles the embedded engine's programs for one device of a target."""
     server = settings.server
     shapes = inference.Shapes(
         config,
