@@ -69,7 +69,8 @@ class HttpKind:
     ) -> dict[str, Any]:
         """The answer of a control route that takes JSON; `more` as of `InferenceClient.call`."""
         call = ("POST", self.address, route, encode(payload).encode(), timeout_secs)
-        return await self.client.call(*call, **{"is_control": True} | more)
+        more.setdefault("is_control", True)
+        return await self.client.call(*call, **more)
 
     async def has_route(self, route: str, *, timeout_secs: float) -> bool:
         """Whether a control route exists that refuses an empty request, as one without the weights to load.
