@@ -21,7 +21,7 @@ from jaxrl_async.metrics import METRICS, read_metrics
 from jaxrl_async.runtime.supervisor import free_port
 from jaxrl_async.samples import read_samples
 
-pytestmark = pytest.mark.optimised  # A command replays the run that all share, bit for bit.
+OPTIMISED = pytest.mark.optimised  # As the run that all share: for its cache, and for its replay.
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 RUN_TIMEOUT_SECS = 400
@@ -234,6 +234,7 @@ def workdir(finished, tmp_path_factory):
     return shutil.copytree(finished("async"), tmp_path_factory.mktemp("docs") / "run")
 
 
+@OPTIMISED
 def test_a_checkpoint_is_served_in_texts_until_sigterm(workdir):
     command = [sys.executable, "-m", "jaxrl_async", "serve", f"--workdir={workdir}", "--port=0"]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
@@ -324,11 +325,13 @@ def one_of_each_kind() -> list:
     return found
 
 
+@OPTIMISED
 @pytest.mark.parametrize("command", one_of_each_kind())
 def test_a_command_of_a_page_runs(command, workdir, tmp_path):
     call(at_smoke_size(command, workdir, tmp_path))
 
 
+@OPTIMISED
 def test_a_run_by_hand_goes_as_its_commands_are_printed(tmp_path):
     text = (ROOT / "docs" / "pods.md").read_text("utf-8").partition("## By hand")[2]
     lines = re.search(r"^```\n(.*?)^```$", text, re.M | re.S)[1].splitlines()

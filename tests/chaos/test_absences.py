@@ -14,6 +14,7 @@ from fixtures.queues import SOUND_AUDIT
 
 from jaxrl_async.queue.journal import JournalReader
 
+pytestmark = pytest.mark.optimised  # As the other runs are, whose programs they find in the cache.
 ABSENCE_SECS = 90.0
 NUM_STEPS = 14
 START_SECS = RECOVERY_SECS = 300.0

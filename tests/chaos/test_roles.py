@@ -79,6 +79,7 @@ def test_its_replay_has_the_same_parameters_bit_for_bit(attacked):
         assert [row[name] for row in ours] == [row[name] for row in theirs], name
 
 
+@pytest.mark.long
 def test_another_objective_is_trained_on_the_same_data(attacked, tmp_path):
     workdir, _ = attacked
     loss = "--config.loss.anchor=behavior"

@@ -95,6 +95,7 @@ def test_an_agent_is_trained_and_evaluated(tmp_path):
     jaxrl("evaluate", f"--workdir={run}", "--steps=last")
 
 
+@pytest.mark.long
 @pytest.mark.optimised
 def test_all_rows_of_a_session_are_trained_and_replayed(tmp_path):
     chat.tokenizer_of(tmp_path / "chat", "qwen")

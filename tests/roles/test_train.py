@@ -76,10 +76,11 @@ NOT_IN_EVERY_RUN = {
 DRAWN = [Delay(3, uniform=True, seed=9).held(version) for version in range(6)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("delay_steps", "held", "keep"),
     [
-        pytest.param("2", [0, 0, 0, 1, 2, 3], 4, marks=pytest.mark.long),
+        ("2", [0, 0, 0, 1, 2, 3], 4),
         ("uniform(3)", DRAWN, 5),
     ],
 )
@@ -358,6 +359,7 @@ def test_a_reward_that_raises_from_the_start_ends_the_run_with_its_traceback(
     assert re.search(r"prompt \d+: \d+\+\d+=", output)
 
 
+@pytest.mark.long
 def test_weights_that_are_not_finite_stop_the_run_before_anything_is_saved(run, tmp_path):
     code, output = run(
         "train",
@@ -441,6 +443,7 @@ def test_a_run_resumes_with_the_command_that_it_prints(command, run, verb, tmp_p
     assert time.monotonic() - begun < 30
 
 
+@pytest.mark.long
 def test_keys_guard_the_servers_of_a_run_and_a_served_checkpoint(
     run, command, monkeypatch, tmp_path
 ):
