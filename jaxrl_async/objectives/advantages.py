@@ -1,6 +1,5 @@
 """Advantages from the rewards of a group. The baseline is the group itself; there is no critic.
 
-Rewards are float [N, G], one row per group, and advantages float32 [N, G]; those of `turns` have one axis more.
 Only array methods are used: NumPy arrays stay NumPy (the host computes them without a dispatch) and JAX arrays stay
 JAX. Rewards are shifted by the group's first, which changes only rounding: a group with equal rewards gives exactly
 0, even where its mean would round.
@@ -19,6 +18,12 @@ def grpo(rewards: Array) -> Array:
 
     "DeepSeekMath", Shao et al., arXiv 2402.03300.
 
+    Args:
+      rewards: float [N, G], one row per group, G ≥ 2.
+
+    Returns:
+      float32 [N, G], NumPy or JAX as the rewards are.
+
     Raises:
       ValueError: not [N, G], or G = 1, which has no spread.
     """
@@ -33,6 +38,12 @@ def dr_grpo(rewards: Array) -> Array:
 
     "Understanding R1-Zero-Like Training", Liu et al., arXiv 2503.20783.
 
+    Args:
+      rewards: float [N, G], one row per group.
+
+    Returns:
+      float32 [N, G], NumPy or JAX as the rewards are.
+
     Raises:
       ValueError: not [N, G].
     """
@@ -46,6 +57,12 @@ def rloo(rewards: Array) -> Array:
 
     "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback in
     LLMs", Ahmadian et al., arXiv 2402.14740.
+
+    Args:
+      rewards: float [N, G], one row per group, G ≥ 2.
+
+    Returns:
+      float32 [N, G], NumPy or JAX as the rewards are.
 
     Raises:
       ValueError: not [N, G], or G = 1, where there are no others.

@@ -1,7 +1,6 @@
-"""Anchors of the clip: the proximal log-probs, float32 [B, T], detached, 0 where the mask is False.
+"""Anchors of the clip: the proximal log-probs. All are detached.
 
-Arguments are log-probs, float [B, T] in nats; a mask, bool [B, T]; and staleness, int [B, T], d in steps, ≥ 0 where the
-mask is True. No function here runs a model: `recompute` takes the result of a forward pass at the step's first weights.
+No function here runs a model: `recompute` takes the result of a forward pass at the step's first weights.
 """
 
 from collections.abc import Callable
@@ -20,6 +19,13 @@ def recompute(proximal_logprobs: jax.Array, mask: jax.Array) -> jax.Array:
         log π_p = log π_{θ at the start of the step}
 
     "Batch size-invariance for policy optimization", Hilton, Cobbe, Schulman, arXiv 2110.00641.
+
+    Args:
+      proximal_logprobs: float [B, T], nats.
+      mask: bool [B, T].
+
+    Returns:
+      float32 [B, T], detached, 0 where the mask is False.
     """
     return _detached(proximal_logprobs, mask)
 
@@ -30,6 +36,13 @@ def current(logprobs: jax.Array, mask: jax.Array) -> jax.Array:
         log π_p = sg(log π_θ)
 
     With several minibatches per step nothing would ever be clipped; `LossConfig.check_minibatches` refuses that.
+
+    Args:
+      logprobs: float [B, T], nats.
+      mask: bool [B, T].
+
+    Returns:
+      float32 [B, T], detached, 0 where the mask is False.
     """
     return _detached(logprobs, mask)
 
@@ -40,6 +53,13 @@ def behavior(behavior_logprobs: jax.Array, mask: jax.Array) -> jax.Array:
         log π_p = log π_b
 
     "Proximal Policy Optimization Algorithms", Schulman et al., arXiv 1707.06347.
+
+    Args:
+      behavior_logprobs: float [B, T], nats.
+      mask: bool [B, T].
+
+    Returns:
+      float32 [B, T], detached, 0 where the mask is False.
     """
     return _detached(behavior_logprobs, mask)
 
@@ -62,6 +82,16 @@ def a3po(
     "A-3PO: Accelerating Asynchronous LLM Training with Staleness-aware Proximal Policy
     Approximation", Li, Wu, Zheng, arXiv 2512.06547.
 
+    Args:
+      logprobs: float [B, T], nats.
+      behavior_logprobs: float [B, T], nats.
+      staleness: int [B, T], d in steps, ≥ 0 where the mask is True.
+      mask: bool [B, T].
+      fresh: anchor of tokens with d = 0, "behavior" or "current".
+
+    Returns:
+      float32 [B, T], detached, 0 where the mask is False.
+
     Raises:
       ValueError: an unknown `fresh`.
     """
@@ -82,7 +112,20 @@ def linear(
 
         π_p = α(d)·π_b + (1 − α(d))·sg(π_θ),    α as in `a3po`
 
-    AReaL's alternative to A-3PO; raises as it does.
+    AReaL's alternative to A-3PO.
+
+    Args:
+      logprobs: float [B, T], nats.
+      behavior_logprobs: float [B, T], nats.
+      staleness: int [B, T], d in steps, ≥ 0 where the mask is True.
+      mask: bool [B, T].
+      fresh: anchor of tokens with d = 0, "behavior" or "current".
+
+    Returns:
+      float32 [B, T], detached, 0 where the mask is False.
+
+    Raises:
+      ValueError: an unknown `fresh`.
     """
     alpha = _alpha(staleness, fresh)
     log_b, log_theta = masked.keep(behavior_logprobs, mask), masked.keep(logprobs, mask)

@@ -1,8 +1,7 @@
 """Estimators of KL(p ‖ q) from tokens that p sampled, for any two policies p and q.
 
 "Approximating KL divergence", Schulman, http://joschu.net/blog/kl-approx.html, with x = log q − log p.
-All take the log-probs of p and of q, float [B, T] in nats, and a mask, bool [B, T], and return float32 [B, T] in nats,
-0 where the mask is False. Nothing is detached: the gradient of a penalty flows through every argument that carries one.
+Nothing is detached: the gradient of a penalty flows through every argument that carries one.
 """
 
 import jax
@@ -12,17 +11,50 @@ from jaxrl_async.objectives import masked
 
 
 def k1(p_logprobs: jax.Array, q_logprobs: jax.Array, mask: jax.Array) -> jax.Array:
-    """−x: unbiased, of high variance, possibly negative."""
+    """Unbiased, of high variance, possibly negative.
+
+        −x
+
+    Args:
+      p_logprobs: float [B, T], nats, of the policy that sampled.
+      q_logprobs: float [B, T], nats.
+      mask: bool [B, T].
+
+    Returns:
+      float32 [B, T], nats, 0 where the mask is False.
+    """
     return -_log_ratio(p_logprobs, q_logprobs, mask)
 
 
 def k2(p_logprobs: jax.Array, q_logprobs: jax.Array, mask: jax.Array) -> jax.Array:
-    """x² / 2: biased, of low variance, never negative."""
+    """Biased, of low variance, never negative.
+
+        x² / 2
+
+    Args:
+      p_logprobs: float [B, T], nats, of the policy that sampled.
+      q_logprobs: float [B, T], nats.
+      mask: bool [B, T].
+
+    Returns:
+      float32 [B, T], nats, ≥ 0, 0 where the mask is False.
+    """
     return jnp.square(_log_ratio(p_logprobs, q_logprobs, mask)) / 2
 
 
 def k3(p_logprobs: jax.Array, q_logprobs: jax.Array, mask: jax.Array) -> jax.Array:
-    """exp(x) − 1 − x, of x up to masked.MAX_LOG_RATIO: unbiased, of low variance, never negative."""
+    """Unbiased, of low variance, never negative.
+
+        exp(x) − 1 − x,    of x up to masked.MAX_LOG_RATIO
+
+    Args:
+      p_logprobs: float [B, T], nats, of the policy that sampled.
+      q_logprobs: float [B, T], nats.
+      mask: bool [B, T].
+
+    Returns:
+      float32 [B, T], nats, ≥ 0, 0 where the mask is False.
+    """
     x = jnp.minimum(_log_ratio(p_logprobs, q_logprobs, mask), masked.MAX_LOG_RATIO)
     return jnp.expm1(x) - x
 

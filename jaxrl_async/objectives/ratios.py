@@ -1,8 +1,4 @@
-"""Importance ratios of the policy to the anchor of the clip, at most e^20: float32 [B, T], 1 where the mask is False.
-
-All take logprobs and anchor_logprobs, float [B, T] in nats, of which the first carries the gradient and the second is
-detached here; a mask, bool [B, T]; and segment_ids, int [B, T] in [0, T]: equal ids in a row are one trajectory.
-"""
+"""Importance ratios of the policy to the anchor of the clip, at most e^20. All functions have the same arguments."""
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +17,15 @@ def token(
         r_t = π_θ(t) / π_p(t)
 
     "Batch size-invariance for policy optimization", Hilton, Cobbe, Schulman, arXiv 2110.00641.
+
+    Args:
+      logprobs: float [B, T], nats; carries the gradient.
+      anchor_logprobs: float [B, T], nats; detached here.
+      mask: bool [B, T].
+      segment_ids: unused.
+
+    Returns:
+      float32 [B, T], 1 where the mask is False.
     """
     return masked.exp(_log_ratio(logprobs, anchor_logprobs, mask))
 
@@ -33,6 +38,15 @@ def sequence(
         r_t = exp(mean over the masked tokens j of t's segment of log(π_θ(j) / π_p(j)))
 
     "Group Sequence Policy Optimization", Zheng et al., arXiv 2507.18071.
+
+    Args:
+      logprobs: float [B, T], nats; carries the gradient.
+      anchor_logprobs: float [B, T], nats; detached here.
+      mask: bool [B, T].
+      segment_ids: int [B, T], in [0, T]; equal ids in a row are one trajectory.
+
+    Returns:
+      float32 [B, T], 1 where the mask is False.
     """
     log_ratio = _log_ratio(logprobs, anchor_logprobs, mask)
     sums = masked.segment_sum(log_ratio, segment_ids)
@@ -40,7 +54,7 @@ def sequence(
     return masked.exp(masked.keep(sums / jnp.maximum(counts, 1.0), mask))
 
 
-# Name → ratio of each token.
+# Name → ratio of each token; all with the arguments of `token`.
 RATIOS = {"token": token, "sequence": sequence}
 
 

@@ -2,12 +2,9 @@
 
     L = Σ_t scale_t · loss_t / Σ_t share_t
 
-A reduction gives (scale, share) of every token, float32 [B, T] each; the caller divides once, over the whole minibatch.
-A trajectory lies whole in one row of the batch; the trajectories of one sample count as one sequence. A token that a
-weight drops keeps its share.
-
-Arguments are a mask, bool [B, T]; segment_ids, int [B, T]; and sample_share, float32 [B, T], the share of the token's
-trajectory in its sample's tokens; None where it is 1.
+A reduction gives (scale, share) of every token; the caller divides once, over the whole minibatch. A trajectory lies
+whole in one row of the batch; the trajectories of one sample count as one sequence. A token that a weight drops keeps
+its share.
 """
 
 from collections.abc import Callable
@@ -24,6 +21,12 @@ def token_mean(mask: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Mean over tokens: long completions count more. D = tokens of the minibatch.
 
     "DAPO", Yu et al., arXiv 2503.14476.
+
+    Args:
+      mask: bool [B, T].
+
+    Returns:
+      scale and share, float32 [B, T].
     """
     ones = masked.keep(1.0, mask)
     return ones, ones
@@ -36,7 +39,13 @@ def sequence_mean(
 
     "DeepSeekMath", Shao et al., arXiv 2402.03300.
 
-    Both are 1 / tokens of the token's sample.
+    Args:
+      mask: bool [B, T].
+      segment_ids: int [B, T].
+      sample_share: float32 [B, T], share of the token's trajectory in its sample's tokens; None where it is 1.
+
+    Returns:
+      scale and share, float32 [B, T]: 1 / tokens of the token's sample.
     """
     ones = masked.keep(1.0, mask)
     part = ones / jnp.maximum(masked.segment_sum(ones, segment_ids), 1.0)
@@ -57,7 +66,13 @@ def fixed_length(
     "Understanding R1-Zero-Like Training" (Dr. GRPO), Liu et al., arXiv 2503.20783.
 
     Args:
+      mask: bool [B, T].
+      segment_ids: int [B, T].
+      sample_share: as in `sequence_mean`.
       length: tokens > 0, usually the largest completion.
+
+    Returns:
+      scale and share, float32 [B, T].
     """
     return masked.keep(1.0, mask), length * sequence_mean(mask, segment_ids, sample_share)[1]
 

@@ -1,8 +1,4 @@
-"""Surrogate losses: ratio, log-prob and advantage of a token to its loss, float32 [B, T]. Masks are applied elsewhere.
-
-Arguments are float [B, T]: the ratio, > 0; logprobs, in nats; and advantages, detached here. A gradient flows through
-the other two where no sg stands around them.
-"""
+"""Surrogate losses: ratio, log-prob and advantage of a token to its loss. Masks are applied elsewhere."""
 
 from collections.abc import Callable
 
@@ -30,9 +26,14 @@ def clipped(
     arXiv 1912.09729.
 
     Args:
+      ratio: float [B, T], > 0; carries the gradient.
+      advantages: float [B, T]; detached here.
       clip_low: ε_low, in [0, 1].
       clip_high: ε_high, ≥ 0.
       dual_clip: c > 1, or None for no dual clip.
+
+    Returns:
+      float32 [B, T].
     """
     advantages = jax.lax.stop_gradient(jnp.asarray(advantages, jnp.float32))
     bounded = jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high)
@@ -51,11 +52,19 @@ def is_clipped(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> jax.Array:
-    """Where the clip, or the dual clip, of `clipped` stops the gradient.
+    """Where the clip, or the dual clip, stops the gradient.
 
         r > 1 + ε_high and A > 0,    or    r < 1 − ε_low and A < 0,    or    r > c and A < 0
 
-    bool [B, T]; the numbers are those of `clipped`.
+    Args:
+      ratio: float [B, T].
+      advantages: float [B, T].
+      clip_low: ε_low.
+      clip_high: ε_high.
+      dual_clip: c, or None for no dual clip.
+
+    Returns:
+      bool [B, T].
     """
     above = (ratio > 1.0 + clip_high) & (advantages > 0)
     below = (ratio < 1.0 - clip_low) & (advantages < 0)
@@ -65,7 +74,17 @@ def is_clipped(
 
 
 def unclipped(ratio: jax.Array, advantages: jax.Array) -> jax.Array:
-    """The importance-weighted surrogate without a clip: −r·A."""
+    """The importance-weighted surrogate without a clip.
+
+        loss = −r·A
+
+    Args:
+      ratio: float [B, T], > 0; carries the gradient.
+      advantages: float [B, T]; detached here.
+
+    Returns:
+      float32 [B, T].
+    """
     return -ratio * jax.lax.stop_gradient(jnp.asarray(advantages, jnp.float32))
 
 
@@ -74,9 +93,18 @@ def cispo(
 ) -> jax.Array:
     """The clip acts on a detached weight, so that no token's gradient is dropped.
 
-        loss = −sg(min(r, 1 + ε_high))·A·log π_θ,    ε_high ≥ 0
+        loss = −sg(min(r, 1 + ε_high))·A·log π_θ
 
     "MiniMax-M1", arXiv 2506.13585 (ε_high = 4, r to the behavior policy).
+
+    Args:
+      logprobs: float [B, T], nats; carries the gradient.
+      ratio: float [B, T], > 0; detached here.
+      advantages: float [B, T]; detached here.
+      clip_high: ε_high, ≥ 0.
+
+    Returns:
+      float32 [B, T].
     """
     weight = jax.lax.stop_gradient(jnp.minimum(ratio, 1.0 + clip_high))
     return weight * reinforce(logprobs, advantages)
@@ -88,6 +116,13 @@ def reinforce(logprobs: jax.Array, advantages: jax.Array) -> jax.Array:
         loss = −A·log π_θ
 
     "Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement Learning", Williams, 1992.
+
+    Args:
+      logprobs: float [B, T], nats; carries the gradient.
+      advantages: float [B, T]; detached here.
+
+    Returns:
+      float32 [B, T].
     """
     return -jax.lax.stop_gradient(jnp.asarray(advantages, jnp.float32)) * logprobs
 
@@ -103,9 +138,13 @@ def dg(
     that of v1 and two claims are weaker (benchmarks/README.md, Contaminated gradients).
 
     Args:
-      advantages: in units of reward, not divided by its spread.
+      logprobs: float [B, T], nats, of the policy being trained; carries the gradient.
+      advantages: float [B, T], in units of reward, not divided by its spread; detached here.
       temperature: η > 0; towards 0 the gate becomes the indicator of A·(−log π_θ) > λ.
       threshold: λ, nats times reward.
+
+    Returns:
+      float32 [B, T].
     """
     advantages = jax.lax.stop_gradient(jnp.asarray(advantages, jnp.float32))
     delight = -jax.lax.stop_gradient(logprobs) * advantages

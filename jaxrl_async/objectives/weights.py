@@ -1,7 +1,4 @@
-"""Behavior weights: the correction from the policy that sampled to the anchor, at most e^20: float32 [B, T], detached.
-
-Arguments are float [B, T]: log_u, log π_p − log π_b, and log-probs, in nats, already masked; and advantages.
-"""
+"""Behavior weights: the correction from the policy that sampled to the anchor, at most e^20. All are detached."""
 
 from collections.abc import Callable
 
@@ -27,8 +24,12 @@ def capped(log_u: jax.Array, *, cap: float | None, mode: str) -> jax.Array:
     (clamp); "AReaL", Fu et al., arXiv 2505.24298 (mask).
 
     Args:
+      log_u: float [B, T], log π_p − log π_b in nats, already masked.
       cap: C > 0, or None for no cap.
       mode: one of MODES.
+
+    Returns:
+      float32 [B, T], detached.
 
     Raises:
       ValueError: an unknown mode, or a cap with a mode that applies none.
@@ -48,9 +49,17 @@ def capped(log_u: jax.Array, *, cap: float | None, mode: str) -> jax.Array:
 def banded(log_u: jax.Array, *, low: float, high: float) -> jax.Array:
     """u inside a band, 0 outside: drops tokens on which engine and trainer differ too much.
 
-        u where low ≤ u ≤ high, else 0,    0 ≤ low ≤ high
+        u where low ≤ u ≤ high, else 0
 
     "Every Step Evolves" (IcePop), arXiv 2510.18855 (0.5, 5).
+
+    Args:
+      log_u: float [B, T], log π_p − log π_b in nats, already masked.
+      low: ≥ 0.
+      high: ≥ low.
+
+    Returns:
+      float32 [B, T], detached.
     """
     u = jax.lax.stop_gradient(masked.exp(log_u))
     return jnp.where((u >= low) & (u <= high), u, 0.0)
@@ -66,7 +75,13 @@ def dppo_mask(
     "DPPO", arXiv 2602.04879 (δ = 0.2).
 
     Args:
+      logprobs: float [B, T], log π_θ in nats, already masked.
+      behavior_logprobs: float [B, T], nats, already masked.
+      advantages: float [B, T].
       delta: δ in (0, 1), a difference of probabilities.
+
+    Returns:
+      float32 [B, T], detached.
     """
     moved = jax.lax.stop_gradient(jnp.exp(logprobs) - jnp.exp(behavior_logprobs))
     dropped = ((advantages > 0) & (moved > delta)) | ((advantages < 0) & (moved < -delta))
