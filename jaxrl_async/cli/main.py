@@ -3,7 +3,7 @@
 import sys
 
 from jaxrl_async.cli import config as config_lib
-from jaxrl_async.config.settings import SettingsError
+from jaxrl_async.config.fields import SettingsError, StartError
 from jaxrl_async.names import load, nearest
 
 VERBS = {
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
         return BAD_USAGE
     try:
         return load(EXTRAS.get(verb, f"jaxrl_async.cli.{verb}:main"))(rest)
-    except (config_lib.UsageError, SettingsError) as error:
+    except (config_lib.UsageError, SettingsError, StartError) as error:
         print(f"{verb}: {error}", file=sys.stderr)
         return BAD_USAGE
 

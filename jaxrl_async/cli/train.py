@@ -1,5 +1,6 @@
 """`train`: every role on this machine, or one --role of a run that spans hosts."""
 
+import contextlib
 import errno
 import logging
 import os
@@ -16,6 +17,7 @@ from absl import flags
 from jaxrl_async import security
 from jaxrl_async.cli.config import UsageError, parse_flags, settings_of
 from jaxrl_async.config.checks import in_the_clear
+from jaxrl_async.config.fields import StartError
 from jaxrl_async.config.settings import Settings, SettingsError
 from jaxrl_async.metrics import read_metrics
 from jaxrl_async.names import nearest
@@ -67,31 +69,24 @@ def main(argv: list[str]) -> int:
     supervised = "JAXRL_PARENT" in os.environ
     # These write the config.json; the other roles read it.
     begins = values.role in ("all", "learner", "one") and not supervised
-    try:
-        if begins:
-            start.check_workdir(values.config, workdir, resume=values.resume)
-        if values.role != "all":
-            _check_addresses(settings, values.role, values.index)
-        if values.dry_run:
-            print(_resolved(values, argv, workdir))
-            return 0
-        if values.role == "all":
-            with start.locked(workdir):
-                if begins and not start.begin(
-                    values.config, settings, workdir, resume=values.resume
-                ):
-                    return 0
-                return _run_all(settings, workdir, resume=values.resume)
+    if begins:
+        start.check_workdir(values.config, workdir, resume=values.resume)
+    if values.role != "all":
+        _check_addresses(settings, values.role, values.index)
+    if values.dry_run:
+        print(_resolved(values, argv, workdir))
+        return 0
+    is_all = values.role == "all"
+    process = 0 if is_all else values.index
+    with start.locked(workdir) if is_all else contextlib.nullcontext():
         if begins and not start.begin(
-            values.config, settings, workdir, resume=values.resume, process=values.index
+            values.config, settings, workdir, resume=values.resume, process=process
         ):
             return 0
-    except start.StartError as error:
-        raise UsageError(str(error)) from None
-    try:
+        if is_all:
+            return _run_all(settings, workdir, resume=values.resume)
+    with workdirs.written(workdir):
         workdir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--workdir={workdir} cannot be written: {error}") from None
     return _run_one(
         settings,
         values.role,
@@ -164,7 +159,7 @@ def _run_all(settings: Settings, workdir: pathlib.Path, *, resume: bool) -> int:
     except KeyboardInterrupt:
         print(f"stopped; {_resume_hint(workdir)}", file=sys.stderr)
         return 1
-    except start.StartError:
+    except StartError:
         raise
     except (supervisor.RoleDiedError, supervisor.StalledError, ValueError) as error:
         print(f"train: {error}", file=sys.stderr)

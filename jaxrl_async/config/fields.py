@@ -25,6 +25,10 @@ class SettingsError(ValueError):
     """A config that cannot be run; the message names the key, the value and the bound."""
 
 
+class StartError(ValueError):
+    """A run that cannot start: a taken workdir, a change that a resumed run refuses, or an unreadable task."""
+
+
 class Known(TypedDict, total=False):
     """What a field may say of its setting. Bounds, choices and form are of each entry of a tuple."""
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from jaxrl_async import parts, security
 from jaxrl_async.config.checks import queue_access_of
+from jaxrl_async.config.fields import StartError
 from jaxrl_async.config.settings import Evaluate, Settings, SettingsError
 from jaxrl_async.publishing.discovery import check_tls, parse
 from jaxrl_async.rewards import check_reward, reward_function
@@ -23,10 +24,6 @@ from jaxrl_async.tasks.task import texts_of
 from jaxrl_async.tracker import SERVICES
 
 RESOLVE_SECS = 10.0  # for the names of all servers; a slower one is left to the preflight of peers
-
-
-class StartError(ValueError):
-    """A run that cannot start: a taken workdir, a change that a resumed run refuses, or an unreadable task."""
 
 
 def check_access(settings: Settings, role: str, index: int) -> None:

@@ -1,10 +1,9 @@
 """Starting a run or one of its roles: the one path of `jaxrl_async.run` and of the verb `train`."""
 
 import asyncio
-import contextlib
 import pathlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import ml_collections
 
@@ -12,11 +11,12 @@ from jaxrl_async import parts
 from jaxrl_async.config.checks import check_new
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.preflight import machine
-from jaxrl_async.preflight.machine import StartError
 from jaxrl_async.runtime import supervisor
 from jaxrl_async.runtime import workdir as workdirs
 from jaxrl_async.runtime.workdir import SHAPE
 from jaxrl_async.servers.descriptors import raise_open_file_limit
+
+locked = workdirs.lock  # until the end of a run of all roles on this machine
 
 
 def default_workdir(settings: Settings) -> pathlib.Path:
@@ -33,28 +33,8 @@ def check_workdir(
     Raises:
       StartError: the workdir holds a run; with resume, it holds none, or the run cannot take a change.
     """
-    try:
-        workdirs.check(workdir, resume=resume)
-        return workdirs.changes(workdir, config) if resume else []
-    except ValueError as error:
-        raise StartError(str(error)) from None
-
-
-@contextlib.contextmanager
-def locked(workdir: pathlib.Path) -> Iterator[None]:
-    """Holds the workdir, before anything is written there, until the end of a run of all roles on this machine.
-
-    Raises:
-      StartError: another run has it, or it cannot be written.
-    """
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(workdirs.lock(workdir))
-        except OSError as error:
-            raise StartError(f"--workdir={workdir} cannot be written: {error}") from None
-        except ValueError as error:
-            raise StartError(str(error)) from None
-        yield
+    workdirs.check(workdir, resume=resume)
+    return workdirs.changes(workdir, config) if resume else []
 
 
 def begin(
@@ -90,10 +70,7 @@ def begin(
     if process == 0:
         for line in changes:
             print(line, flush=True)
-        try:
-            workdirs.write_config(workdir, _with_shape(config, settings))
-        except OSError as error:
-            raise StartError(f"--workdir={workdir} cannot be written: {error}") from None
+        workdirs.write_config(workdir, _with_shape(config, settings))
     return True
 
 
@@ -119,15 +96,7 @@ def run(
 ) -> bool:
     """Runs every role on this machine, each a supervised process, until the run is done. `begin` comes first.
 
-    Args:
-      settings: the run.
-      workdir: holds its config.json, which every role reads.
-      resume: continue from the last checkpoint.
-      on_step: called in this thread after steps.
-      stop_requested: whether to stop at the end of a step, with a checkpoint.
-
-    Returns:
-      Whether the last step is done.
+    Arguments and result as of `supervisor.run`.
 
     Raises:
       StartError: the task, the tokenizer or the model cannot be used; nothing was started.

@@ -14,6 +14,7 @@ from typing import Any
 import ml_collections
 
 from jaxrl_async.config.build import complete, from_json
+from jaxrl_async.config.fields import SettingsError, StartError
 from jaxrl_async.config.settings import Model
 from jaxrl_async.environments import ENVIRONMENTS
 from jaxrl_async.names import importable
@@ -55,30 +56,31 @@ def check(workdir: pathlib.Path, *, resume: bool) -> None:
     """Refuses a directory in which a run cannot start or, with resume, cannot continue.
 
     Raises:
-      ValueError: it holds a run already; or, with resume, no checkpoint.
+      StartError: it holds a run already; or, with resume, no checkpoint.
     """
     started = bool(checkpoint_steps(workdir))
     if started and not resume:
         _refuse_if_held(workdir)
-        raise ValueError(
+        raise StartError(
             f"{workdir} holds a run: continue it with --resume, or name another --workdir"
         )
     if resume and not started:
-        raise ValueError(f"{workdir} has no checkpoint to resume from")
+        raise StartError(f"{workdir} has no checkpoint to resume from")
 
 
 @contextlib.contextmanager
 def lock(workdir: pathlib.Path) -> Iterator[None]:
     """Holds the directory, which is made where it does not exist, for a run of all roles on this machine.
 
-    The system ends the hold with the process. Where the file system has no locks, nothing is held.
+    It comes before anything is written there. The system ends the hold with the process. Where the file system has no
+    locks, nothing is held.
 
     Raises:
-      ValueError: a run of another process has it.
-      OSError: the directory cannot be made or written.
+      StartError: a run of another process has it, or it cannot be made or written.
     """
-    workdir.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(workdir / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+    with written(workdir):
+        workdir.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(workdir / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         with contextlib.suppress(OSError):
             _flock(workdir, descriptor, fcntl.LOCK_EX)
@@ -89,8 +91,17 @@ def lock(workdir: pathlib.Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+@contextlib.contextmanager
+def written(workdir: pathlib.Path) -> Iterator[None]:
+    """Raises StartError where the directory cannot be made or written."""
+    try:
+        yield
+    except OSError as error:
+        raise StartError(f"--workdir={workdir} cannot be written: {error}") from None
+
+
 def _refuse_if_held(workdir: pathlib.Path) -> None:
-    """Raises ValueError where a run of another process has the directory; writes nothing."""
+    """Raises StartError where a run of another process has the directory; writes nothing."""
     with contextlib.suppress(OSError):
         descriptor = os.open(workdir / ".lock", os.O_RDONLY)
         try:
@@ -100,12 +111,12 @@ def _refuse_if_held(workdir: pathlib.Path) -> None:
 
 
 def _flock(workdir: pathlib.Path, descriptor: int, how: int) -> None:
-    """Takes the lock of a file; raises ValueError where another run has it, and OSError where there are no locks."""
+    """Takes the lock of a file; raises StartError where another run has it, and OSError where there are no locks."""
     try:
         fcntl.flock(descriptor, how | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = os.pread(descriptor, 20, 0).decode(errors="replace")
-        raise ValueError(
+        raise StartError(
             f"{workdir} belongs to a run that goes on (process {holder or 'unknown'}): end it, or name another "
             "--workdir"
         ) from None
@@ -127,7 +138,7 @@ def differences(
     Old workdirs are read as `config.build.from_json` reads them; MISSING stands for a key that one of them lacks.
 
     Raises:
-      ValueError: the workdir's config.json cannot be read.
+      StartError: the workdir's config.json cannot be read.
     """
     path = workdir / "config.json"
     if not path.is_file():
@@ -141,7 +152,7 @@ def changes(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> list[st
     """A sentence for each setting of the workdir's run that a config changes.
 
     Raises:
-      ValueError: a key of FIXED, with the reason; or the workdir's config.json cannot be read.
+      StartError: a key of FIXED, with the reason; or the workdir's config.json cannot be read.
     """
     said = []
     shape = {f"model.{name}" for name in SHAPE} if config.model.path else ()
@@ -152,7 +163,7 @@ def changes(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> list[st
         words = " → ".join("nothing" if v is MISSING else repr(v) for v in values)
         said.append(f"config differs from {workdir / 'config.json'}: {key} {words}")
         if key not in free and (reason := _reason(key)) and not _splits_alike(key, *values):
-            raise ValueError(
+            raise StartError(
                 f"{said[-1]}: a resumed run cannot change it, {reason}; leave --config away, or name another --workdir"
             )
     return said
@@ -165,18 +176,19 @@ def write_config(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> No
     different config.json with which the run reached its last checkpoint is kept as config.until-step-N.json.
 
     Raises:
-      ValueError: the config.json that is there cannot be read.
+      StartError: the directory cannot be written, or the config.json that is there cannot be read.
     """
-    path = workdir / "config.json"
-    workdir.mkdir(parents=True, exist_ok=True)
+    path, text = workdir / "config.json", _text(config)
     steps = checkpoint_steps(workdir)
-    if steps and differences(workdir, config):
-        kept = workdir / f"config.until-step-{steps[-1]}.json"
-        if not kept.exists():  # Else no checkpoint was made with the config.json that is there.
-            shutil.copy(path, kept)
-    temporary = workdir / ".config.json"  # Other roles may be reading the present one.
-    temporary.write_text(_text(config), encoding="utf-8")
-    temporary.rename(path)
+    with written(workdir):
+        workdir.mkdir(parents=True, exist_ok=True)
+        if steps and differences(workdir, config):
+            kept = workdir / f"config.until-step-{steps[-1]}.json"
+            if not kept.exists():  # Else no checkpoint was made with the config.json that is there.
+                shutil.copy(path, kept)
+        temporary = workdir / ".config.json"  # Other roles may be reading the present one.
+        temporary.write_text(text, encoding="utf-8")
+        temporary.rename(path)
 
 
 def resume_command(workdir: pathlib.Path) -> str:
@@ -186,12 +198,13 @@ def resume_command(workdir: pathlib.Path) -> str:
 
 def _read(path: pathlib.Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text("utf-8"))
+        return from_json(json.loads(path.read_text("utf-8")), str(path))[0]
+    except SettingsError as error:
+        raise StartError(str(error)) from None
     except ValueError as error:
-        raise ValueError(
+        raise StartError(
             f"{path} is not JSON: {error}; mend it, or delete it and give --config"
         ) from None
-    return from_json(values, str(path))[0]
 
 
 def _text(config: ml_collections.ConfigDict) -> str:
