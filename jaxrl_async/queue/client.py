@@ -131,13 +131,9 @@ class QueueClient:
         return (await self._calls.call("Return", request)).outcome
 
     async def watch_fleet(self) -> AsyncIterator[tuple[ServerRecord, ...]]:
-        """Yields the table of servers, at once and at every change. Reconnects where no heartbeat comes.
+        """Yields the table of servers, at once and at every change; errors as of `Calls.watch`.
 
         `table_v_pub` is the version that was published when the table was sent.
-
-        Raises:
-          ConnectionError: no answer within outage_secs.
-          PermissionError: the token is wrong.
         """
         last = None
         async with contextlib.aclosing(self._calls.watch(pb.WatchRequest())) as replies:
@@ -221,16 +217,10 @@ class LearnerQueue:
     def lease(
         self, step: int, timeout_secs: float, should_stop: Callable[[], bool]
     ) -> Iterator[Chunk]:
-        """Yields the chunks of a step, each requested when the one before was taken.
+        """Yields the chunks of a step, each requested when the one before was taken; as of `GroupSource.lease`.
 
         Every chunk has all its groups. Groups outside the share have their true lengths, rewards and finish reasons,
-        and no tokens (`wire.decode_outline`).
-
-        Args:
-          step: ≥ 1. A step that is leased again gives the same chunks.
-          timeout_secs: bound on the wait for one chunk.
-          should_stop: called before the first chunk is waited for, and every POLL_SECS during that wait. With True the
-            step has no chunk.
+        and no tokens (`wire.decode_outline`). `should_stop` is polled every POLL_SECS.
 
         Raises:
           TimeoutError: names the groups that are missing.

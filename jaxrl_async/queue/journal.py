@@ -187,10 +187,8 @@ class Journal:
         tables = c.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
         if not tables:
             _run_script(c, _SCHEMA + _TOTALS)
-            meta = {"format": FORMAT, "batch_groups": batch_groups}
-            c.executemany(
-                "INSERT INTO meta VALUES (?, ?)", [(k, json.dumps(v)) for k, v in meta.items()]
-            )
+            _set_meta(c, "format", FORMAT)
+            _set_meta(c, "batch_groups", batch_groups)
         c.execute("COMMIT")
         (num_pages,) = c.execute("PRAGMA page_count").fetchone()
         if num_pages * page_bytes <= MAX_CHECKED_BYTES:
@@ -246,10 +244,12 @@ class Journal:
 
     async def begun(self, generation: int, nonce: str) -> None:
         """A learner began."""
-        rows = [("generation", json.dumps(generation)), ("nonce", json.dumps(nonce))]
-        await self._change(
-            lambda c: c.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", rows)
-        )
+
+        def write(c: sqlite3.Connection) -> None:
+            _set_meta(c, "generation", generation)
+            _set_meta(c, "nonce", nonce)
+
+        await self._change(write)
 
     async def admitted(self, permits: Sequence[Permit], worker: str, version: int | None) -> None:
         """Permits were issued while `version` was the published one."""
@@ -344,10 +344,7 @@ class Journal:
 
     async def fleet(self, servers: Sequence[Sequence[Any]]) -> None:
         """The table of servers changed; (address, state, version) of each. A restarted queue gives it to workers."""
-        text = json.dumps(servers)
-        await self._change(
-            lambda c: c.execute("INSERT OR REPLACE INTO meta VALUES ('servers', ?)", (text,))
-        )
+        await self._change(lambda c: _set_meta(c, "servers", servers))
 
     async def checkpointed(self, step: int) -> None:
         """The oldest checkpoint is of `step`: the groups up to it may be forgotten, in slices after this call."""
@@ -568,20 +565,16 @@ class JournalReader:
             first, step = (start["frontier"], start["step"]) if start else (0, 0)
             (frontier,) = c.execute("SELECT MAX(prompt_index) + 1 FROM permits").fetchone()
             known = {i for (i,) in c.execute("SELECT prompt_index FROM permits")}
-            trained = {
-                i for (i,) in c.execute("SELECT prompt_index FROM permits WHERE state = 'trained'")
-            }
-            commits = [
-                s for (s,) in c.execute("SELECT step FROM commits ORDER BY step") if s > step
-            ]
+            query = "SELECT prompt_index FROM permits WHERE state = 'trained'"
+            trained = {i for (i,) in c.execute(query)}
+            commits = {s for (s,) in c.execute("SELECT step FROM commits WHERE step > ?", (step,))}
         counts = collections.Counter(self._order)
         whole = set(self.steps())
         return {
             "lost": sorted(set(range(first, frontier or first)) - known),
             "doubled": sorted(i for i, n in counts.items() if n > 1),
             "gap": sorted(
-                {s for s in commits if s not in whole}
-                | set(range(step + 1, (max(commits, default=step)) + 1)) - set(commits)
+                (commits - whole) | set(range(step + 1, max(commits, default=step) + 1)) - commits
             ),
             "stray": sorted(trained ^ set(counts)),
         }

@@ -332,7 +332,9 @@ class QueueService:
         else:
             chunk, groups = await self._chunk(request)
         own = set(share.of_chunk(len(groups)))
-        yield pb.LeaseReply(header=_chunk_header(step, index, chunk, groups))
+        headers = [pb.GroupHeader(permit=g.permit, lengths=g.lengths) for g in groups]
+        header = pb.ChunkHeader(step=step, index=index, last=chunk.last, groups=headers)
+        yield pb.LeaseReply(header=header)
         for position, group in enumerate(groups):
             yield pb.LeaseReply(group=group if position in own else wire.encode_outline(group))
 
@@ -600,13 +602,6 @@ class QueueService:
             yield
         finally:
             del self._waits[key]
-
-
-def _chunk_header(
-    step: int, index: int, chunk: FixedChunk, groups: list[pb.Group]
-) -> pb.ChunkHeader:
-    headers = [pb.GroupHeader(permit=g.permit, lengths=g.lengths) for g in groups]
-    return pb.ChunkHeader(step=step, index=index, last=chunk.last, groups=headers)
 
 
 def _handlers(service: QueueService) -> grpc.GenericRpcHandler:

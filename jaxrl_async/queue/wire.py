@@ -259,7 +259,7 @@ def decode_permit(message: pb.Permit) -> Permit:
 
 def encode_resume_point(resume_point: ResumePoint) -> pb.Position:
     outstanding = [encode_permit(p) for p in resume_point.outstanding]
-    return pb.Position(**_values(resume_point, outstanding=outstanding))
+    return pb.Position(**vars(resume_point) | {"outstanding": outstanding})
 
 
 def decode_resume_point(message: pb.Position) -> ResumePoint:
@@ -296,9 +296,9 @@ def decode_servers(messages: Sequence[pb.ServerRecord]) -> tuple[ServerRecord, .
 
 
 def encode_status(status: QueueStatus) -> pb.StatusReply:
-    roles = [pb.RoleStatus(**_values(r, waits=encode_waits(r.waits))) for r in status.roles]
+    roles = [pb.RoleStatus(**vars(r) | {"waits": encode_waits(r.waits)}) for r in status.roles]
     servers = encode_servers(status.servers)
-    return pb.StatusReply(**_values(status, roles=roles, servers=servers))
+    return pb.StatusReply(**vars(status) | {"roles": roles, "servers": servers})
 
 
 def encode_waits(waits: Sequence[Wait]) -> list[pb.Wait]:
@@ -468,10 +468,6 @@ def _prompts_agree(
 
 def _prompt(row: Trajectory) -> np.ndarray:
     return row.tokens[: row.prompt_length]
-
-
-def _values(record: Any, **replaced: Any) -> dict[str, Any]:
-    return vars(record) | replaced
 
 
 def _optional(message: Any, name: str) -> Any:
