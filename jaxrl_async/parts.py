@@ -38,10 +38,6 @@ if TYPE_CHECKING:
     from jaxrl_async.tasks.tokenizer import Tokenizer
     from jaxrl_async.tracker import Tracker
 
-# Deadlines of the queue's clients. The queue needs no device and is up within seconds.
-CONNECT_TIMEOUT_SECS = 60.0
-CALL_TIMEOUT_SECS = 30.0
-
 log = logging.getLogger(__name__)
 
 
@@ -55,6 +51,12 @@ def keys_of(settings: Settings) -> dict[str, Any]:
         key: key_named(f"server.{key}_env", getattr(settings.server, f"{key}_env"))
         for key in ("api_key", "admin_api_key")
     }
+
+
+def servers_access_of(settings: Settings) -> dict[str, Any]:
+    """The arguments of a client of the run's servers, beside the run's id; raises as `keys_of`."""
+    adapters = settings.model.lora.rank > 0
+    return keys_of(settings) | {"tls_ca": settings.server.tls_ca, "adapters": adapters}
 
 
 def weight_roots_of(settings: Settings, workdir: pathlib.Path) -> list[pathlib.Path]:

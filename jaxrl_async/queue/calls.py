@@ -23,6 +23,9 @@ from jaxrl_async.records import SUPERSEDED, QueueStatus, RunFailedError, Superse
 
 log = logging.getLogger(__name__)
 
+# Deadlines, unless others are given. The queue needs no device and is up within seconds.
+CONNECT_TIMEOUT_SECS = 60.0
+CALL_TIMEOUT_SECS = 30.0
 RETRY_SECS = 0.2  # backoff between two attempts of a call
 WATCH_SECS = 60.0  # after which a watch is begun anew: a queue that hangs closes no connection
 GLANCE_SECS = 1.0  # deadline of a `Glance`
@@ -120,9 +123,9 @@ class _Grpc:
         self,
         address: str,
         *,
-        connect_timeout_secs: float,
-        call_timeout_secs: float,
         outage_secs: float,
+        connect_timeout_secs: float = CONNECT_TIMEOUT_SECS,
+        call_timeout_secs: float = CALL_TIMEOUT_SECS,
         token: str | None = None,
         tls_ca: str = "",
     ):
@@ -130,9 +133,9 @@ class _Grpc:
 
         Args:
           address: "host:port".
+          outage_secs: bound on the failed attempts at a call, or at a watch, together.
           connect_timeout_secs: bound on the first connection.
           call_timeout_secs: bound on each attempt at a call, in addition to the wait that the call asks for.
-          outage_secs: bound on the failed attempts at a call, or at a watch, together.
           token: bearer token of the queue; None where it has none.
           tls_ca: PEM file of the trusted authorities; "" for a queue without TLS.
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from typing import Any
 
 from jaxrl_async.queue import trajectory_queue_pb2 as pb
-from jaxrl_async.queue.calls import WATCH_SECS, NotReadyError, QueueError
+from jaxrl_async.queue.calls import CALL_TIMEOUT_SECS, WATCH_SECS, NotReadyError, QueueError
 from jaxrl_async.queue.journal import JournalError
 from jaxrl_async.queue.leases import OrderError
 from jaxrl_async.queue.service import QueueService
@@ -44,7 +44,7 @@ class BlockingDirectCalls:
         service: QueueService,
         run: Callable[[Coroutine, float], Any],
         *,
-        call_timeout_secs: float,
+        call_timeout_secs: float = CALL_TIMEOUT_SECS,
     ):
         """Arguments:
 

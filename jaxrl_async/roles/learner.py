@@ -32,7 +32,7 @@ from jaxrl_async.preflight.server import kept_adapters
 from jaxrl_async.publishing.discovery import Discovery
 from jaxrl_async.publishing.publisher import Publisher
 from jaxrl_async.publishing.transports import Transport
-from jaxrl_async.queue.calls import BlockingGrpcCalls
+from jaxrl_async.queue.calls import CALL_TIMEOUT_SECS, CONNECT_TIMEOUT_SECS, BlockingGrpcCalls
 from jaxrl_async.queue.client import LearnerQueue
 from jaxrl_async.records import Identity, ResumePoint, Share, Wait
 from jaxrl_async.runtime import preemption
@@ -118,13 +118,8 @@ class Links:
 
     def queue(self, share: Share) -> LearnerQueue:
         """The client of the queue, not opened yet, of the learner process with this share."""
-        calls = BlockingGrpcCalls(
-            self._settings.queue.address,
-            connect_timeout_secs=parts.CONNECT_TIMEOUT_SECS,
-            call_timeout_secs=parts.CALL_TIMEOUT_SECS,
-            outage_secs=self._settings.queue.outage_secs,
-            **queue_access_of(self._settings),
-        )
+        queue, access = self._settings.queue, queue_access_of(self._settings)
+        calls = BlockingGrpcCalls(queue.address, outage_secs=queue.outage_secs, **access)
         kind = LearnerQueue if share.process == 0 else follower.FollowerQueue
         return kind(calls, share)
 
@@ -141,12 +136,7 @@ class Links:
         """Arguments of `Publisher` that say how it reaches the servers."""
         settings, weights = self._settings, self._settings.weights
         return {
-            "client": InferenceClient(
-                **parts.keys_of(settings),
-                tls_ca=settings.server.tls_ca,
-                run_id=writer.run_id,
-                adapters=settings.model.lora.rank > 0,
-            ),
+            "client": InferenceClient(**parts.servers_access_of(settings), run_id=writer.run_id),
             "transport": Transport(
                 weights.transport,
                 mode=weights.pause_mode,
@@ -196,7 +186,9 @@ def _train(
     base = parts.base_params(settings, workdir, config, mesh)
     train_step.freeze(base)
     links.freeze(base)
-    reference = _reference(settings, checkpoints, train_step)
+    reference = None
+    if settings.loss.needs_reference:  # Of version 0, for a KL penalty.
+        reference = checkpoints.restore(0, train_step.abstract_state())[0].params
     if process == 0:
         num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         _log_plan(num_bytes, None, settings.checkpoint.grace_secs)
@@ -297,11 +289,9 @@ class Saves:
         """Saves nothing yet.
 
         Args:
-          checkpoints: of the run.
+          checkpoints: of the run, as its grace_secs and in_background.
           checkpointed: receives the oldest restorable step, `LearnerQueue.checkpointed`.
-          grace_secs: checkpoint.grace_secs.
-          in_background: checkpoint.in_background.
-          says: whether to log if a checkpoint, at the rate of the first, fits into them.
+          says: whether to log if a checkpoint, at the rate of the first, fits into grace_secs.
         """
         self._checkpoints, self._checkpointed = checkpoints, checkpointed
         self._grace_secs, self._in_background, self._says = grace_secs, in_background, says
@@ -358,19 +348,11 @@ def _begin(queue: LearnerQueue, *, process: int, num_processes: int) -> Identity
         "identity",
         begun and f"{begun.run_id} {begun.generation}",
         num_processes=num_processes,
-        timeout_secs=parts.CONNECT_TIMEOUT_SECS + parts.CALL_TIMEOUT_SECS,
+        timeout_secs=CONNECT_TIMEOUT_SECS + CALL_TIMEOUT_SECS,
     )
     run_id, generation = text.split()
     queue.join(int(generation))
     return Identity(run_id, int(generation))
-
-
-def _reference(settings: Settings, checkpoints, train_step):
-    """Parameters of version 0 for a KL penalty; None where the loss has none."""
-    if not settings.loss.needs_reference:
-        return None
-    state, _ = checkpoints.restore(0, train_step.abstract_state())
-    return state.params
 
 
 def _publisher(

@@ -215,10 +215,7 @@ class _DirectLinks(learner.Links):
         """Does nothing: engine and learner are made of the same settings."""
 
     def queue(self, share: Share) -> LearnerQueue:
-        calls = BlockingDirectCalls(
-            self._others.queue, self._others.run, call_timeout_secs=parts.CALL_TIMEOUT_SECS
-        )
-        return LearnerQueue(calls, share)
+        return LearnerQueue(BlockingDirectCalls(self._others.queue, self._others.run), share)
 
     def store(self, workdir: pathlib.Path, delay: Delay, writer: Identity) -> MemoryStore:
         return MemoryStore(keep=delay.max_steps + 1)

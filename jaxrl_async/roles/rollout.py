@@ -38,19 +38,9 @@ async def run(settings: Settings, workdir: pathlib.Path, index: int) -> None:
     # A role of a scheduler's that is preempted works on until its learner has ended: another handler is there.
     if signal.getsignal(signal.SIGTERM) is signal.default_int_handler:
         loop.add_signal_handler(signal.SIGTERM, stop)
-    access = queue_access_of(settings)
-    client = InferenceClient(
-        **parts.keys_of(settings),
-        tls_ca=settings.server.tls_ca,
-        adapters=settings.model.lora.rank > 0,
-    )
-    calls = GrpcCalls(
-        settings.queue.address,
-        connect_timeout_secs=parts.CONNECT_TIMEOUT_SECS,
-        call_timeout_secs=parts.CALL_TIMEOUT_SECS,
-        outage_secs=settings.queue.outage_secs,
-        **access,
-    )
+    wanted, access = settings.queue, queue_access_of(settings)
+    client = InferenceClient(**parts.servers_access_of(settings))
+    calls = GrpcCalls(wanted.address, outage_secs=wanted.outage_secs, **access)
     try:
         await work(settings, workdir, index, client=client, queue=QueueClient(calls))
     except asyncio.CancelledError:
@@ -60,22 +50,9 @@ async def run(settings: Settings, workdir: pathlib.Path, index: int) -> None:
 
 
 async def work(
-    settings: Settings,
-    workdir: pathlib.Path,
-    index: int,
-    *,
-    client: Servers,
-    queue: QueueClient,
+    settings: Settings, workdir: pathlib.Path, index: int, *, client: Servers, queue: QueueClient
 ) -> None:
-    """Turns permits into groups until it is cancelled.
-
-    Args:
-      settings: the run.
-      workdir: directory of the run.
-      index: of the worker.
-      client: of the inference servers, not opened yet.
-      queue: not opened yet.
-    """
+    """Turns permits into groups until it is cancelled. `client` and `queue` are not opened yet."""
     rollout, tokenizer = settings.rollout, parts.tokenizer_of(settings, workdir)
     task = parts.task_of(settings)
     prompts = prompt_stream(
