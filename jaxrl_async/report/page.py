@@ -4,7 +4,7 @@ import datetime
 import json
 import pathlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -48,7 +48,8 @@ def write_report(workdir: str | pathlib.Path) -> pathlib.Path:
     if not rows:
         raise ValueError(f"{workdir} has no metrics.jsonl with a trained step")
     config = json.loads((workdir / "config.json").read_text("utf-8"))
-    points = evaluation_points(workdir, rows)
+    server, points = config.get("server", {}), evaluation_points(workdir, rows)
+    shares_machine = not (server.get("addresses") or server.get("discover"))
     sections = {
         "Reward": grid(plots.reward(rows) + plots.evaluations(points)) + tables.scores(points),
         "Completions": tables.completions(workdir, config),
@@ -66,7 +67,7 @@ def write_report(workdir: str | pathlib.Path) -> pathlib.Path:
         title=escape(f"{config['task']['name']} · {config['mode']}"),
         subtitle=_subtitle(workdir, rows),
         links="".join(f'<a href="#{_anchor(name)}">{name}</a>' for name in sections),
-        warnings=_warnings(warnings(rows, shares_machine=_shares_machine(config))),
+        warnings=_warnings(warnings(rows, shares_machine=shares_machine)),
         tiles=_tiles(rows, points),
         sections="\n".join(
             f'<section id="{_anchor(name)}"><h2>{name}</h2>{content}</section>'
@@ -76,12 +77,6 @@ def write_report(workdir: str | pathlib.Path) -> pathlib.Path:
     path = workdir / "report.html"
     path.write_text(page, encoding="utf-8")
     return path
-
-
-def _shares_machine(config: Mapping) -> bool:
-    """Whether the run started its servers itself, on the learner's machine."""
-    server = config.get("server", {})
-    return not (server.get("addresses") or server.get("discover"))
 
 
 def evaluation_points(workdir: pathlib.Path, rows: Rows) -> list[dict[str, float]]:

@@ -360,14 +360,16 @@ def figure(
             _tick_the_end(axes)
         out = io.StringIO()
         canvas.savefig(out, format="svg", transparent=True, metadata={"Date": None})
-    return Figure(title, _embedded(out.getvalue(), title), _legend(_entries(axes), legend))
+    return Figure(title, _embedded(out.getvalue(), title), _legend(axes, legend))
 
 
-def _legend(entries: Sequence[tuple[str, str]], all_of_them: bool) -> tuple[tuple[str, str], ...]:
-    """The labels and their colors, where all are wanted; last, once, what the lines with bands are."""
-    parts = [label.partition(_BANDED) for label, _ in entries]
+def _legend(axes, all_of_them: bool) -> tuple[tuple[str, str], ...]:
+    """The labels of lines, error bars and areas with their colors, where all are wanted; last, once, what bands are."""
+    handles, labels = axes.get_legend_handles_labels()
+    parts = [label.partition(_BANDED) for label in labels]
     widths = sorted({int(width) for _, _, width in parts if width})
-    shown = [(label, color) for (label, _, _), (_, color) in zip(parts, entries, strict=True)]
+    colors = map(_color, handles)
+    shown = [(label, color) for (label, _, _), color in zip(parts, colors, strict=True)]
     over = " and ".join(map(str, widths))
     remark = [(f"line and band: median and four fifths of {over} steps", "")] if widths else []
     return (*(shown if all_of_them else ()), *remark)
@@ -381,12 +383,6 @@ def _tick_the_end(axes) -> None:
     near = (last - first) / 12  # the room of a number
     ticks = [tick for tick in axes.get_xticks() if first <= tick <= last - near]
     axes.set_xticks([*ticks, last], [f"{tick:.0f}" for tick in (*ticks, last)])
-
-
-def _entries(axes) -> tuple[tuple[str, str], ...]:
-    """The labels of its lines, error bars and areas, and their colors."""
-    handles, labels = axes.get_legend_handles_labels()
-    return tuple(zip(labels, map(_color, handles), strict=True))
 
 
 def _color(handle) -> str:

@@ -66,7 +66,7 @@ def by_step(workdir: pathlib.Path, config: Mapping[str, Any]) -> dict[int, list[
     try:
         with _reader(workdir, config) as reader:
             decode, found = _decode_of(workdir, config), {}
-            for step in _evenly(list(reader.steps())):
+            for step in _evenly(reader.steps()):
                 if groups := [group for _, group in _groups(reader, [(step, 0)])]:
                     found[step] = choose(step, groups, PER_STEP, decode)
             return found
@@ -88,14 +88,10 @@ def _reader(workdir: pathlib.Path, config: Mapping[str, Any]):
 
 
 def _decode_of(workdir: pathlib.Path, config: Mapping[str, Any]):
-    return functools.partial(load_tokenizer(_tokenizer_path(workdir, config)).decode, special=True)
-
-
-def _tokenizer_path(workdir: pathlib.Path, config: Mapping[str, Any]) -> pathlib.Path:
-    wanted = config.get("tokenizer", {})
+    wanted, path = config.get("tokenizer", {}), workdir / "tokenizer"
     if wanted.get("kind") == "huggingface":
-        return hub.directory_of("tokenizer.path", wanted["path"], needed=hub.TOKENIZER_FILES)
-    return workdir / "tokenizer"
+        path = hub.directory_of("tokenizer.path", wanted["path"], needed=hub.TOKENIZER_FILES)
+    return functools.partial(load_tokenizer(path).decode, special=True)
 
 
 def _trained(reader: JournalReader) -> Iterator[_Found]:

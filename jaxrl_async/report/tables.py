@@ -172,7 +172,7 @@ def settings(config: Mapping[str, Any]) -> str:
     blocks = {name: block for name, block in config.items() if isinstance(block, Mapping)}
     scalars = {name: value for name, value in config.items() if name not in blocks}
     sections = "".join(
-        f"<section><h3>{escape(name)}</h3><table>{''.join(_setting(*s) for s in _flat(block))}</table></section>"
+        f"<section><h3>{escape(name)}</h3><table>{''.join(_settings(block))}</table></section>"
         for name, block in {"run": scalars, **blocks}.items()
         if block
     )
@@ -266,14 +266,10 @@ def _with_calls(text: str) -> str:
     return "".join(f"<b>{escape(p)}</b>" if i % 2 else escape(p) for i, p in enumerate(parts))
 
 
-def _flat(block: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+def _settings(block: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     for name, value in block.items():
         if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
-def _setting(name: str, value: Any) -> str:
-    shown = value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
-    return f"<tr><td>{escape(name)}</td><td><code>{escape(shown)}</code></td></tr>"
+            yield from _settings(value, f"{prefix}{name}.")
+            continue
+        text = value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
+        yield f"<tr><td>{escape(prefix + name)}</td><td><code>{escape(text)}</code></td></tr>"

@@ -127,13 +127,14 @@ def write_page(sweep: Sweep, jobs: Sequence[Job], directory: pathlib.Path) -> pa
     Raises:
       ValueError: a damaged metrics.jsonl.
     """
-    results = read_results(sweep, jobs)
+    results, (file, colon, arg) = read_results(sweep, jobs), sweep.config.partition(":")
+    config = f"{pathlib.Path(file).name}{colon}{arg}"
     states = Counter(result.state.partition(":")[0] for result in results)
     counts = ", ".join(f"{count} {state}" for state, count in states.most_common())
     page = _PAGE.format(
         css=CSS.read_text("utf-8"),
         title=escape(f"jaxrl_async · sweep · {directory.name}"),
-        summary=escape(f"{len(results)} points around {_shown(sweep.config)}: {counts}."),
+        summary=escape(f"{len(results)} points around {config}: {counts}."),
         confidence=CONFIDENCE,
         scores=_score_table(results),
         plots=grid(_figures(results)),
@@ -152,11 +153,6 @@ def grouped(results: Sequence[Result]) -> dict[str, list[Result]]:
     for result in results:
         groups.setdefault(result.label, []).append(result)
     return groups
-
-
-def _shown(config: str) -> str:
-    path, colon, arg = config.partition(":")
-    return f"{pathlib.Path(path).name}{colon}{arg}"
 
 
 def _score_table(results: Sequence[Result]) -> str:
