@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import tqdm
 
-from jaxrl_async.records import QueueStatus
+from jaxrl_async.records import QueueStatus, Wait
 
 LINES = 20  # of steps that a run without a terminal prints, about
 STAGE_SECS = 10.0  # between two lines of one stage
@@ -95,18 +95,14 @@ class Progress:
             self._rest = (self._num_steps - step) * per_step
         if is_new:
             self._rows.append(row)
-        parts = row, self._num_steps, _rates(self._rows), self._eta(step), waits_of(status)
+        eta = _time(self._rest) if step > self._first[1] else ""
+        parts = row, self._num_steps, _rates(self._rows), eta, waits_of(status)
         if self._is_terminal:
             self._draw(_line(*parts, self._columns() - 1))
         elif is_new and (step >= self._next_line or step == self._num_steps):
             self._next_line = step + max(1, round(self._num_steps / LINES))
             self._print(_line(*parts, _LINE_COLUMNS))
         return is_new
-
-    def _eta(self, step: int) -> str:
-        if self._first is None or step <= self._first[1]:
-            return ""
-        return _time(self._rest)
 
     def _show_stage(self, text: str) -> None:
         now, self.stage = self._clock(), text
@@ -127,8 +123,8 @@ class Progress:
 
 def stage_of(status: QueueStatus | None, said: str) -> str:
     """What a run does before its first step. What stands before a colon is the stage."""
-    learners = [r for r in status.roles if r.role.startswith("learner")] if status else []
-    what = learners[0].waits[0].what if learners and learners[0].waits else ""
+    wait = _wait_of_learner(status)
+    what = wait.what if wait else ""
     message = said.rpartition(" INFO ")[2].partition(": ")[2]
     if message.startswith("warm start: ") and not what:
         return message
@@ -143,15 +139,19 @@ def stage_of(status: QueueStatus | None, said: str) -> str:
 
 def waits_of(status: QueueStatus | None) -> str:
     """Who waits for whom, in a few words; "" where that is not known."""
-    learners = [r for r in status.roles if r.role.startswith("learner")] if status else []
-    if not learners or not learners[0].waits:
+    wait = _wait_of_learner(status)
+    if wait is None:
         return ""
-    wait = learners[0].waits[0]
     for name, on in {"wait_data": "groups", "wait_push": "a push", "publish": "a push"}.items():
         if name in wait.what:
             return f"learner for {on} {wait.secs:.0f} s"
     is_full = not status.running_groups and not status.capacity
     return "rollout for the learner" if is_full else "nobody"
+
+
+def _wait_of_learner(status: QueueStatus | None) -> Wait | None:
+    learners = [r for r in status.roles if r.role.startswith("learner")] if status else []
+    return learners[0].waits[0] if learners and learners[0].waits else None
 
 
 def score_of(rows: Sequence[Mapping[str, float]]) -> str:

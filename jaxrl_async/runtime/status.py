@@ -16,7 +16,6 @@ from jaxrl_async.records import (
     REISSUE_REASONS,
     SILENT_SECS,
     QueueStatus,
-    RoleStatus,
     ServerRecord,
     Wait,
 )
@@ -91,10 +90,13 @@ def explain(status: QueueStatus | None, processes: Sequence[Process], step: int 
     lines = [f"last step done: {'none' if step is None else step}"]
     if status is None:
         lines.append(f"the queue does not answer{_process(processes, 'queue')}")
-        return "\n".join([*lines, *_other(processes, "queue"), _culprit("the queue")])
-    learner, workers = _roles(status)
+        return "\n".join([*lines, *_other(processes, "queue"), "end of the chain: the queue"])
+    learner = [r for r in status.roles if r.role.startswith("learner")]
+    workers = [r for r in status.roles if r.role.startswith("rollout")]
     for role in learner:
-        lines += [_wait(wait) + _silence(role) for wait in role.waits[:1]]
+        late = role.silent_secs > SILENT_SECS
+        silence = f" (reported {role.silent_secs:.0f} s ago)" if late else ""
+        lines += [_wait(wait) + silence for wait in role.waits[:1]]
     lines += [f"  ← {wait}" for wait in status.waits if wait.startswith("lease")]
     groups = sorted((w for role in workers for w in role.waits), key=lambda w: -w.secs)
     lines += [f"    ← {_wait(wait)}" for wait in groups[:MAX_GROUPS]]
@@ -106,7 +108,8 @@ def explain(status: QueueStatus | None, processes: Sequence[Process], step: int 
         for role in status.roles
         if role.silent_secs > SILENT_SECS
     ]
-    return "\n".join([*lines, _culprit(_end_of_chain(status, processes, learner, workers, groups))])
+    end = _end_of_chain(status, processes, learner, workers, groups)
+    return "\n".join([*lines, f"end of the chain: {end}"])
 
 
 def _servers(servers: Sequence[ServerRecord]) -> list[str]:
@@ -180,19 +183,10 @@ def _descending(counts: Mapping[str, int]) -> list[tuple[str, int]]:
     return sorted(counts.items(), key=lambda item: -item[1])
 
 
-def _roles(status: QueueStatus) -> tuple[list[RoleStatus], list[RoleStatus]]:
-    learner = [r for r in status.roles if r.role.startswith("learner")]
-    return learner, [r for r in status.roles if r.role.startswith("rollout")]
-
-
 def _wait(wait: Wait) -> str:
     if wait.on == "itself":
         return f"{wait.what} is at work for {wait.secs:.0f} s"
     return f"{wait.what} waits for {wait.on} since {wait.secs:.0f} s"
-
-
-def _silence(role: RoleStatus) -> str:
-    return f" (reported {role.silent_secs:.0f} s ago)" if role.silent_secs > SILENT_SECS else ""
 
 
 def _other(processes: Sequence[Process], named: str = "") -> list[str]:
@@ -202,10 +196,6 @@ def _other(processes: Sequence[Process], named: str = "") -> list[str]:
 
 def _process(processes: Sequence[Process], role: str) -> str:
     return next((f": its process {p.pid} {p.state}" for p in processes if p.role == role), "")
-
-
-def _culprit(who: str) -> str:
-    return f"end of the chain: {who}"
 
 
 def _state_of(pid: int) -> str:
