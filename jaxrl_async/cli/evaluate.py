@@ -20,11 +20,7 @@ def main(argv: list[str]) -> int:
         USAGE,
         argv,
         workdir=("", "directory of the run"),
-        steps=(
-            "",
-            "checkpoints, comma-separated; `last` is the newest, `best` has the best validation score; default "
-            "0,best,last, without those that are not there",
-        ),
+        steps=("", "numbers, `last`, `best` by validation; default 0,best,last, those that exist"),
     )
     if not flags.workdir:
         raise UsageError("--workdir=DIR is needed")

@@ -28,10 +28,7 @@ def main(argv: list[str]) -> int:
         host=("127.0.0.1", "address to bind"),
         port=(30000, "port to bind; 0 picks a free one"),
         api_key_env=("", "name of the environment variable with the key of every route"),
-        admin_api_key_env=(
-            "",
-            "name of the environment variable with the key of the control routes",
-        ),
+        admin_api_key_env=("", "the same for the key of the control routes"),
         **TLS_FLAGS,
     )
     if not flags.workdir:

@@ -9,8 +9,9 @@ from jaxrl_async.config.checks import key_named
 USAGE = """Asks a server (SGLang, SGLang-JAX or this project's) random prompts, twice, and computes its log-probs again
 with the learner's forward on a checkpoint. Prints how far they differ, and the likely cause. A server whose
 log-probs differ gets its prefix cache flushed once; nothing else of it changes.
-With --layers there is no server: the learner's hidden states after each layer are compared with those of another
-computation in this process, and the first layer where they part is named.
+With --layers there is no server: the learner's hidden states after each layer are compared, in this process, with the
+engine's, with transformers', or with the learner's in another dtype or on another checkpoint, a directory. The first
+layer where they part is named.
 Exits with 0 within the tolerance, 1 beyond it or where nothing could be compared, 2 for bad usage."""
 
 AGREES, DIFFERS = 0, 1
@@ -21,37 +22,21 @@ def main(argv: list[str]) -> int:
         USAGE,
         argv,
         server=("", "http://host:port"),
-        checkpoint=(
-            "",
-            "Hugging Face directory: config.json and *.safetensors, as WORKDIR/weights/00000012",
-        ),
-        adapter=(
-            "",
-            "beside it, an adapter in PEFT's format, as WORKDIR/weights/00000012 of a LoRA",
-        ),
+        checkpoint=("", "Hugging Face directory, as WORKDIR/weights/00000012"),
+        adapter=("", "beside it, one in PEFT's format, as WORKDIR/weights/00000012 of a LoRA"),
         temperature=("1.0", "asked of the server, > 0; that of the run shows more than 1.0 does"),
         top_p=("1.0", "asked of the server, in (0, 1]"),
         num_prompts=(16, "prompts"),
         prompt_tokens=(32, "tokens of a prompt"),
         max_new_tokens=(32, "tokens of a completion"),
         dtype=("float32", "of the learner's forward: float32 | bfloat16"),
-        tolerance=(
-            "0.001",
-            "nats, of the mean difference; some 0.03 where one side computes in bfloat16",
-        ),
+        tolerance=("0.001", "nats, of the mean difference; some 0.03 where a side has bfloat16"),
         timeout_secs=("120.0", "seconds, of each call"),
         api_key_env=("", "name of the environment variable that holds the server's key"),
         tls_ca=("", "PEM file of the authorities to trust at https://; default the system's"),
         seed=(0, "of the prompts"),
-        layers=(
-            "",
-            "compare hidden states with the engine: engine | with transformers | with the learner in another dtype: "
-            "float32 | bfloat16 | with another checkpoint: its directory",
-        ),
-        bound=(
-            "",
-            "of --layers: of |difference| / |hidden state| of a token; default 0.001, 0.1 where bfloat16 takes part",
-        ),
+        layers=("", "compare with: engine | transformers | float32 | bfloat16 | a directory"),
+        bound=("", "|difference| / |hidden state| with --layers; default 0.001, 0.1 with bfloat16"),
     )
     if flags.layers:
         return _layers(flags)

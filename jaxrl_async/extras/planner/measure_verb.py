@@ -29,6 +29,11 @@ UNITS = {
     "pause_secs": "s of a push in which generation stands still",
     "num_slots": "requests that run at once on the server",
 }
+_SOURCES = {
+    "request_rate": "the servers' rates (--server)",
+    "step_secs": "the learner's (--workdir, or simulate --fit)",
+    "push_secs": "the push (--workdir, or --push)",
+}
 
 
 def main(argv: list[str]) -> int:
@@ -74,9 +79,8 @@ def main(argv: list[str]) -> int:
     for name in UNITS:
         value = f"{found[name]:.4g}" if name in found else "not measured"
         print(f"{name:12} {value:>12}  {UNITS[name]}")
-    missing = [name for name in ("request_rate", "step_secs", "push_secs") if name not in found]
-    if missing:
-        print(f"not measured: {_advice(missing)}")
+    if missing := [text for name, text in _SOURCES.items() if name not in found]:
+        print(f"not measured: {', '.join(missing)}")
     path = pathlib.Path(flags.out)
     try:
         path.write_text(json.dumps({"rates": found}, indent=2) + "\n", "utf-8")
@@ -114,12 +118,3 @@ def _of_workdir(workdir: pathlib.Path) -> dict[str, float]:
         return measure.of_run(read_metrics(workdir), completions)
     except (ValueError, KeyError, measure.MeasureError) as error:
         raise measure.MeasureError(f"{workdir}: {error}") from None
-
-
-def _advice(missing: list[str]) -> str:
-    of = {
-        "request_rate": "the servers' rates (--server)",
-        "step_secs": "the learner's (--workdir, or simulate --fit)",
-        "push_secs": "the push (--workdir, or --push)",
-    }
-    return ", ".join(of[name] for name in missing)

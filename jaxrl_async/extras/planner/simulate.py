@@ -230,13 +230,14 @@ def split(
 
 # Lengths.
 
+KINDS = ("constant:L", "uniform:LOW:HIGH", "lognormal:MEAN:SIGMA", "pareto:MEAN:ALPHA")
+
 
 def lengths_of(spec: str, max_new_tokens: int = 0) -> Lengths:
     """Lengths by their description.
 
     Args:
-      spec: "constant:L" | "uniform:LOW:HIGH" | "lognormal:MEAN:SIGMA" (of the underlying normal) |
-        "pareto:MEAN:ALPHA" (a tail P(length > x) ∝ x^−α) | "journal:FILE".
+      spec: one of KINDS (SIGMA is of the underlying normal, ALPHA of a tail P(length > x) ∝ x^−α), or "journal:FILE".
       max_new_tokens: longer ones are cut; 0 for no bound. MEAN is that before the cut.
 
     Raises:

@@ -38,32 +38,17 @@ _SIZES = {
     "push_every_steps": ("1", "N"),
     "chunk_groups": ("0", "groups a chunk, of mode periodic"),
     "max_running_groups": ("1000000", "groups generated at once"),
-    "permit_timeout_secs": (
-        "inf",
-        "a group that takes longer is issued again; a real queue waits while its worker reports",
-    ),
+    "permit_timeout_secs": ("inf", "after which a group is issued again, whatever its worker says"),
     "max_attempts": ("1", "issues of one prompt before it is retired"),
     "num_servers": ("", "inference servers"),
-    "num_slots": (
-        "",
-        f"requests that run at once on a server; of embedded servers server.num_slots, else {SLOTS}, an assumption",
-    ),
+    "num_slots": ("", f"requests at once of a server; default server.num_slots, else {SLOTS}"),
     "max_new_tokens": ("0", "longer completions are cut; 0 for no bound"),
-    "max_turns": (
-        "0",
-        "an episode of more turns is cut, in a config with an environment; 0 for no bound",
-    ),
+    "max_turns": ("0", "an environment's episode of more turns is cut; 0 for no bound"),
     "seed": ("0", "of the lengths"),
 }
 _COSTS = {
-    "lengths": (
-        "",
-        "of completions: constant:L, uniform:LOW:HIGH, lognormal:MEAN:SIGMA, pareto:MEAN:ALPHA or journal:FILE",
-    ),
-    "turns": (
-        "1",
-        "of a sample: their mean, or their distribution, as of --lengths; the length is that of all turns",
-    ),
+    "lengths": ("", f"of completions: {', '.join(simulate.KINDS)} or journal:FILE"),
+    "turns": ("1", "of a sample, whose length is theirs together: a mean, or as of --lengths"),
     "tool_secs": (
         "0",
         "between two turns, log-normal: MEDIAN:SIGMA, or MEDIAN for always the same",
