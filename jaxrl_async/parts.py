@@ -145,7 +145,6 @@ def reward_client_of(settings: Settings, reward: str) -> RewardClient:
     from jaxrl_async.rewards.client import RewardClient
 
     rollout = settings.rollout
-
     return RewardClient(
         rollout.reward_addresses,
         importable(reward, REWARDS),
@@ -262,19 +261,15 @@ def frictions_of(settings: Settings, tokenizer: Tokenizer) -> Frictions | None:
     wanted = settings.rollout.frictions
     if not any(vars(wanted).values()):
         return None
-    zero_id = _zero_id(tokenizer) if wanted.actor_bug else 0  # Otherwise unused.
-    return Frictions(**vars(wanted), zero_id=zero_id)
-
-
-def _zero_id(tokenizer: Tokenizer) -> int:
-    needs = "rollout.frictions.actor_bug needs a tokenizer with one token for '0'"
-    try:
-        ids = tokenizer.encode("0")
-    except ValueError as error:  # not in its alphabet
-        raise ValueError(f"{needs}: {error}") from None
+    ids, needs = [0], "rollout.frictions.actor_bug needs a tokenizer with one token for '0'"
+    if wanted.actor_bug:  # Otherwise the id is unused.
+        try:
+            ids = tokenizer.encode("0")
+        except ValueError as error:  # not in its alphabet
+            raise ValueError(f"{needs}: {error}") from None
     if len(ids) != 1:
         raise ValueError(f"{needs}, got the ids {ids}")
-    return ids[0]
+    return Frictions(**vars(wanted), zero_id=ids[0])
 
 
 def model_config_of(settings: Settings, tokenizer: Tokenizer | None) -> ModelConfig:

@@ -87,6 +87,7 @@ def model_config_of(settings: Settings):
     from jaxrl_async import parts
     from jaxrl_async.learner import blocks
     from jaxrl_async.models import attention
+    from jaxrl_async.tasks.tokenizer import CharTokenizer
 
     if not settings.model.path and settings.tokenizer.kind != "char":
         raise UsageError(
@@ -94,11 +95,7 @@ def model_config_of(settings: Settings):
             "vocabulary is not known"
         )
     try:
-        tokenizer = None
-        if not settings.model.path:
-            from jaxrl_async.tasks.tokenizer import CharTokenizer
-
-            tokenizer = CharTokenizer(settings.tokenizer.alphabet)
+        tokenizer = None if settings.model.path else CharTokenizer(settings.tokenizer.alphabet)
         config = parts.model_config_of(settings, tokenizer)
         attention.check_windows(settings.learner.attention_kernel, config.windows)
         blocks.check(settings.learner.blocks, config.num_layers)

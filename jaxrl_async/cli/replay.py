@@ -62,10 +62,6 @@ def main(argv: list[str]) -> int:
         print(f"not compared: {' '.join(changed)} differs from the run")
         return 0
     for found in comparisons:
-        verdict = (
-            "equal, bit for bit"
-            if found.equal
-            else f"DIFFERENT: {found.where} by up to {found.max_difference:.3g}"
-        )
-        print(f"step {found.step}: {verdict}")
+        different = f"DIFFERENT: {found.where} by up to {found.max_difference:.3g}"
+        print(f"step {found.step}: {'equal, bit for bit' if found.equal else different}")
     return 0 if all(found.equal for found in comparisons) else 1

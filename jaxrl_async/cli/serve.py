@@ -8,6 +8,7 @@ from jaxrl_async import security
 from jaxrl_async.cli.config import UsageError, load_config, parse_flags, settings_of
 from jaxrl_async.cli.serving import TLS_FLAGS, check_tls, until_stopped
 from jaxrl_async.config.checks import key_named
+from jaxrl_async.config.settings import Settings
 
 CLOSE_TIMEOUT_SECS = 30.0
 
@@ -45,17 +46,16 @@ def main(argv: list[str]) -> int:
         security.server_context(flags.tls_cert, flags.tls_key)
     except ValueError as error:
         raise UsageError(str(error)) from None
-    options = keys | {"tls_cert": flags.tls_cert, "tls_key": flags.tls_key}
+    names = ("host", "port", "tls_cert", "tls_key")
+    options = keys | {name: getattr(flags, name) for name in names}
     workdir = pathlib.Path(flags.workdir).absolute()
     settings = settings_of(load_config(str(workdir / "config.json")))
     for chatty in ("absl", "jax"):  # They log every missing backend.
         logging.getLogger(chatty).setLevel(logging.WARNING)
-    return until_stopped(_serve(settings, workdir, flags.step, flags.host, flags.port, options))
+    return until_stopped(_serve(settings, workdir, flags.step, options))
 
 
-async def _serve(
-    settings, workdir: pathlib.Path, step: int, host: str, port: int, options: dict[str, str | None]
-) -> None:
+async def _serve(settings: Settings, workdir: pathlib.Path, step: int, options: dict) -> None:
     from jaxrl_async import parts
     from jaxrl_async.inference import http
 
@@ -66,11 +66,10 @@ async def _serve(
         await asyncio.wrap_future(engine.update_weights(params, str(step)))
         roots = parts.weight_roots_of(settings, workdir)
         tokenizer = parts.tokenizer_of(settings, workdir)
-        async with http.serve(
-            engine, host=host, port=port, weight_roots=roots, tokenizer=tokenizer, **options
-        ) as bound:
-            scheme = "https" if options["tls_cert"] else "http"
-            log.info("checkpoint %d of %s at %s://%s:%d", step, workdir, scheme, host, bound)
+        options |= {"weight_roots": roots, "tokenizer": tokenizer}
+        async with http.serve(engine, **options) as port:
+            url = f"{'https' if options['tls_cert'] else 'http'}://{options['host']}:{port}"
+            log.info("checkpoint %d of %s at %s", step, workdir, url)
             await asyncio.wrap_future(engine.stopped)
     finally:
         log.info("ending: requests that run are given up")

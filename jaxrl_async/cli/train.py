@@ -33,7 +33,6 @@ ROLES = ("all", "queue", "learner", "rollout", "server", "rewards", "auto", "one
 PARENT_POLL_SECS = 1.0  # poll interval
 # Exit code of a learner that another one has superseded: that of bad usage, after which no scheduler starts it again.
 SUPERSEDED = 2
-_REPORT = ("python", "-m", "jaxrl_async", "report")
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +49,7 @@ def main(argv: list[str]) -> int:
         USAGE,
         argv,
         config=True,
-        config_of=_config_of_workdir,
+        config_of=lambda v: f"{v.workdir}/config.json" if v.resume and v.workdir else None,
         workdir=("", "directory of the run; default runs/TASK-TIME"),
         role=("all", " | ".join(ROLES)),
         index=(0, "index of the server, rollout worker, reward service or learner process"),
@@ -87,21 +86,9 @@ def main(argv: list[str]) -> int:
             return _run_all(settings, workdir, resume=values.resume)
     with workdirs.written(workdir):
         workdir.mkdir(parents=True, exist_ok=True)
-    return _run_one(
-        settings,
-        values.role,
-        values.index,
-        workdir,
-        resume=values.resume,
-        coordinator=values.coordinator,
-        # A scheduler signals all roles at once, and the learner needs the others to finish its step.
-        graceful=not supervised and (auto or values.role in ("learner", "one")),
-    )
-
-
-def _config_of_workdir(values: flags.FlagValues) -> str | None:
-    """The config.json of the run to resume; None where --resume or --workdir is missing."""
-    return f"{values.workdir}/config.json" if values.resume and values.workdir else None
+    # A scheduler signals all roles at once, and the learner needs the others to finish its step.
+    graceful = not supervised and (auto or values.role in ("learner", "one"))
+    return _run_one(settings, values, workdir, graceful=graceful)
 
 
 def _apply_place(values: flags.FlagValues) -> None:
@@ -180,7 +167,8 @@ def ending(workdir: pathlib.Path) -> str:
     """What a finished run says last: its workdir, its score before and after, and the next command."""
     score = score_of(read_metrics(workdir))
     lines = [f"done: {workdir}", *([f"score: {score}"] if score else [])]
-    return "\n".join([*lines, f"next: {shlex.join([*_REPORT, f'--workdir={workdir}'])}"])
+    report = ("python", "-m", "jaxrl_async", "report", f"--workdir={workdir}")
+    return "\n".join([*lines, f"next: {shlex.join(report)}"])
 
 
 def _resume_hint(workdir: pathlib.Path) -> str:
@@ -190,15 +178,9 @@ def _resume_hint(workdir: pathlib.Path) -> str:
 
 
 def _run_one(
-    settings: Settings,
-    role: str,
-    index: int,
-    workdir: pathlib.Path,
-    *,
-    resume: bool,
-    coordinator: str,
-    graceful: bool,
+    settings: Settings, values: flags.FlagValues, workdir: pathlib.Path, *, graceful: bool
 ) -> int:
+    role = values.role
     security.log_to_stderr("%(asctime)s %(levelname)s %(name)s: %(message)s")
     for chatty in ("absl", "jax", "tensorboardX"):  # They log every file and every missing backend.
         logging.getLogger(chatty).setLevel(logging.WARNING)
@@ -222,10 +204,10 @@ def _run_one(
         done = start.run_role(
             role,
             settings,
-            index=index,
+            index=values.index,
             workdir=workdir,
-            resume=resume,
-            coordinator=coordinator,
+            resume=values.resume,
+            coordinator=values.coordinator,
             stop_requested=stop.received,
         )
     except KeyboardInterrupt:
@@ -293,9 +275,7 @@ def _check_addresses(settings: Settings, role: str, index: int) -> None:
             f"--role=rewards --index={index} needs its entry of config.rollout.reward_addresses, which has "
             f"{len(services)}"
         )
-    needed = {"server": index + 1, "one": 0, "learner": 0 if settings.server.discover else 1}.get(
-        role, 0
-    )
+    needed = {"server": index + 1, "learner": 0 if settings.server.discover else 1}.get(role, 0)
     if len(settings.server.addresses) < needed:
         raise UsageError(
             f"--role={role} --index={index} needs its entry of config.server.addresses, which has "

@@ -40,9 +40,8 @@ class Known(TypedDict, total=False):
     infinite: bool  # infinity is within its bounds
     choices: tuple[str, ...]
     unique: bool  # no entry of the tuple stands twice
-    form: Callable[
-        [Any], Any
-    ]  # raises ValueError, "must …", for a value that cannot be read; "" is not read
+    # raises ValueError, "must …", for a value that cannot be read; "" is not given to it
+    form: Callable[[Any], Any]
     unit: str  # where the name does not end with it
     since: str  # the version that introduced it; without it, every workdir has it
     before: Any  # of workdirs that lack it, the value that the code had before `since`; by default its default

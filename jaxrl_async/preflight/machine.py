@@ -165,13 +165,8 @@ def _check_texts(settings: Settings, tokenizer, task, splits) -> None:
         texts = [example.text for example in examples]
         asked = [settings.tokenizer.instruction + text for text in texts]
         _check_alphabet(settings, f"the {split} split", asked)
-        _check_some_fit(
-            "rollout.max_prompt_tokens",
-            bound,
-            f"prompts of the {split} split",
-            texts,
-            tokenizer.encode_prompt,
-        )
+        setting, what = f"rollout.max_prompt_tokens = {bound}", f"prompts of the {split} split"
+        _check_some_fit(setting, bound, what, texts, tokenizer.encode_prompt)
     stage = settings.warm_start
     if not stage.num_steps:
         return
@@ -179,16 +174,12 @@ def _check_texts(settings: Settings, tokenizer, task, splits) -> None:
         pairs = task.demonstrations(stage.num_demonstrations)
         texts = [text for prompt, turns in pairs for text in (prompt, *texts_of(turns))]
     _check_alphabet(settings, "the demonstrations", texts)
-    _check_some_fit(
-        "warm_start.row_tokens",
-        stage.row_tokens,
-        "demonstrations",
-        pairs,
-        lambda pair: [
-            *tokenizer.encode_prompt(pair[0]),
-            *completion_tokens(tokenizer, pair[1])[0],
-        ],
-    )
+
+    def encode(pair) -> list[int]:
+        return [*tokenizer.encode_prompt(pair[0]), *completion_tokens(tokenizer, pair[1])[0]]
+
+    setting = f"warm_start.row_tokens = {stage.row_tokens}"
+    _check_some_fit(setting, stage.row_tokens, "demonstrations", pairs, encode)
 
 
 def _check_alphabet(settings: Settings, where: str, texts: Sequence[str]) -> None:
@@ -212,7 +203,7 @@ def _check_some_fit(setting: str, bound: int, what: str, texts: Sequence, encode
         if lengths[-1] <= bound:
             return
     raise StartError(
-        f"{setting} = {bound} is below the shortest of {len(lengths)} {what}, which has "
+        f"{setting} is below the shortest of {len(lengths)} {what}, which has "
         f"{min(lengths, default=0)} tokens"
     )
 

@@ -64,7 +64,9 @@ def run(
     server = dataclasses.replace(settings.server, addresses=names)
     settings = dataclasses.replace(settings, server=server)
     of_learner, of_engines = _division(settings)
-    lock = DeviceLock() if not settings.server.devices and _wait_for_one_another() else None
+    # On a CPU the cores run programs of learner and engines at once.
+    waits = not settings.server.devices and jax.devices()[0].platform != "cpu"
+    lock = DeviceLock() if waits else None
     sharing = {"device_lock": functools.partial(lock.held_by, ENGINES)} if lock else {}
     engines = {
         name: parts.engine_of(settings, workdir, name=name, device=device, **sharing)
@@ -102,11 +104,6 @@ def _division(settings: Settings) -> tuple[list[jax.Device], list[jax.Device]]:
             f"them to the learner, whose mesh has {wanted}: learner.data, fsdp, context and tensor"
         )
     return devices[:-count], devices[-count:]
-
-
-def _wait_for_one_another() -> bool:
-    """Whether programs of learner and engine on a device do. The cores of a CPU run both at once."""
-    return jax.devices()[0].platform != "cpu"
 
 
 class _Others:

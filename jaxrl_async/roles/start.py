@@ -126,12 +126,8 @@ def run_role(
 
     Args:
       role: "queue" | "server" | "rollout" | "rewards" | "learner", or "one" for all but "rewards" in this process.
-      settings: the run; queue.address and server.addresses are set.
       index: of the server, rollout worker, reward service or learner process.
-      workdir: directory of the run.
-      resume: the learner continues from the last checkpoint.
-      coordinator: "host:port" of learner process 0, where there are several.
-      stop_requested: whether the learner should stop at the end of a step, with a checkpoint.
+      settings, workdir, resume, coordinator, stop_requested: as of `learner.run`.
 
     Returns:
       Whether the run is done; False for a learner that stopped early.

@@ -4,6 +4,7 @@ The run's rollout function makes the answers, and rewards run in the pool, withi
 """
 
 import asyncio
+import contextlib
 import functools
 import itertools
 import pathlib
@@ -119,12 +120,7 @@ class EngineClient:
     async def generate(
         self, sampling: Mapping[str, Any], tokens: Sequence[int], **overrides: Any
     ) -> Completion:
-        """Continues token ids [T].
-
-        Args:
-          sampling: parameters, by SGLang's names.
-          tokens: the row so far.
-          **overrides: replaces single ones.
+        """Continues token ids [T]; `overrides` replace sampling parameters, by SGLang's names.
 
         Raises:
           InvalidRequestError: the engine does not take these tokens or parameters.
@@ -157,10 +153,8 @@ class EngineClient:
 
     def _on_done(self, ended: list) -> None:
         """On the engine's thread: one wake-up of the event loop for all that ended together."""
-        try:
+        with contextlib.suppress(RuntimeError):  # The loop is closed: nobody waits any more.
             self._loop.call_soon_threadsafe(self._resolve, ended)
-        except RuntimeError:  # The loop is closed: nobody waits any more.
-            pass
 
     def _resolve(self, ended: list) -> None:
         self._num_ended += len(ended)

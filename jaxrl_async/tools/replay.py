@@ -92,14 +92,9 @@ def replay(
             shutil.copytree(workdir / part, out / part)
     comparisons: list[Comparison] = []
     with contextlib.ExitStack() as stack:
-        theirs, ours = (
-            stack.enter_context(
-                contextlib.closing(
-                    Checkpoints(directory / "checkpoints", keep=settings.checkpoint.keep)
-                )
-            )
-            for directory in (workdir, out)
-        )
+        keep, closing = settings.checkpoint.keep, contextlib.closing
+        theirs = stack.enter_context(closing(Checkpoints(workdir / "checkpoints", keep=keep)))
+        ours = stack.enter_context(closing(Checkpoints(out / "checkpoints", keep=keep)))
         train_step.freeze(parts.base_params(settings, workdir, config, mesh))
         abstract = train_step.abstract_state()
         state, position = theirs.restore(first, abstract)

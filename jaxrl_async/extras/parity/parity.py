@@ -246,7 +246,10 @@ def diagnose(evidence: Evidence, tolerance: float) -> Verdict:
         return verdict
     rounds = [evidence.first] + ([evidence.second] if evidence.second else [])
     if all(stats(answers, tolerance).within for answers in rounds):
-        return _label_fault(evidence) or _sampler_fault(evidence) or _agreement(evidence)
+        mean = np.abs(evidence.first.differences).mean()
+        agreement = f"server and learner agree to {mean:.2g} nats in the mean"
+        fault = _label_fault(evidence) or _sampler_fault(evidence)
+        return fault or Verdict("ok", agreement, "Nothing to do")
     return (
         _best_explanation(evidence, tolerance)
         or _label_fault(evidence)
@@ -672,13 +675,6 @@ def _surprise(log_probs, e: Evidence) -> float:
     variance = np.sum(probs * np.square(log_probs - mean[:, None]), axis=1)
     excess = _chosen(log_probs, e.first.tokens) - mean
     return float(excess.sum() / np.sqrt(max(variance.sum(), 1e-12)))
-
-
-def _agreement(e: Evidence) -> Verdict:
-    mean = np.abs(e.first.differences).mean()
-    return Verdict(
-        "ok", f"server and learner agree to {mean:.2g} nats in the mean", "Nothing to do"
-    )
 
 
 def _head(e: Evidence) -> Evidence:

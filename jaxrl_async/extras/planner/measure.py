@@ -53,9 +53,7 @@ async def of_server(
       prompt_tokens: of a request, likewise.
       push: also load the server's own weights again.
       timeout_secs: bound on each call.
-      api_key: of the server, or None.
-      admin_api_key: of its control routes, or None for the api_key.
-      tls_ca: PEM file of the authorities to trust at https://; "" for the system's.
+      api_key, admin_api_key, tls_ca: as of `InferenceClient`.
       clock: seconds.
       say: takes a line about what is measured now.
 

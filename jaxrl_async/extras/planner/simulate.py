@@ -81,8 +81,7 @@ class Plan:
         for name in _AT_LEAST_ONE:
             _check(name, getattr(self, name), "≥ 1", getattr(self, name) >= 1)
         for name in _AT_LEAST_ZERO:
-            value = getattr(self, name)
-            _check(name, value, "≥ 0 and finite", 0 <= value < math.inf)
+            _check(name, getattr(self, name), "≥ 0 and finite", 0 <= getattr(self, name) < math.inf)
         for name in ("request_rate", "server_rate", "permit_timeout_secs"):
             _check(name, getattr(self, name), "> 0", getattr(self, name) > 0)
         _check("drop_share", self.drop_share, "in [0, 1)", 0 <= self.drop_share < 1)
@@ -824,25 +823,12 @@ def _share(part: float, whole: float) -> float:
 
 
 _AT_LEAST_ONE = (
-    "num_steps",
-    "groups_per_step",
-    "group_size",
-    "push_every_steps",
-    "max_running_groups",
-    "max_attempts",
-    "num_servers",
-    "num_slots",
-)
+    "num_steps", "groups_per_step", "group_size", "push_every_steps", "max_running_groups", "max_attempts",
+    "num_servers", "num_slots",
+)  # fmt: skip
 _AT_LEAST_ZERO = (
-    "step_secs",
-    "token_secs",
-    "push_secs",
-    "pause_secs",
-    "max_staleness",
-    "max_turns",
-    "tool_secs",
-    "tool_sigma",
-)
+    "step_secs", "token_secs", "push_secs", "pause_secs", "max_staleness", "max_turns", "tool_secs", "tool_sigma",
+)  # fmt: skip
 _OVER = -math.inf  # The learner has done its last step.
 _BLOCK = 1024  # groups whose lengths are drawn at once
 _ROUNDING = 1e-6  # slots
