@@ -12,7 +12,7 @@ from typing import Any
 WORKER_LOST = "worker_lost"  # Returned by the queue: no sign of life of the worker that had it.
 # By the queue, for the versions of a group's tokens.
 REFUSALS = frozenset({"over_age", "foreign_version"})
-# What failed may need a while, so the index is issued again after a back-off.
+# Such a failure may last, so the index is issued again after a back-off.
 FAULTS = REFUSALS | {
     *("server_error", "aborted", "rollout_error", "reward_error", "reward_timeout"),
     *("environment_error", "environment_timeout", "agent_error", "agent_timeout", "agent_rows"),

@@ -1,4 +1,4 @@
-"""What gRPC services and their clients share: methods, options, TLS and the token. Independent of what they serve."""
+"""Shared by gRPC services and their clients: methods, options, TLS and the token. Independent of what they serve."""
 
 import pathlib
 from collections.abc import Callable

@@ -214,7 +214,7 @@ def check_trajectory(
 
 
 def component_problem(components: Mapping[str, float]) -> str:
-    """What is wrong with the named components of a reward; "" for nothing."""
+    """The fault in the named components of a reward, in words; "" for none."""
     if len(components) > MAX_COMPONENTS:
         return f"a reward has at most {MAX_COMPONENTS} components, got {len(components)}"
     for name, value in components.items():

@@ -1,4 +1,4 @@
-"""What verbs that serve share: TLS flags, and a life until Ctrl-C or SIGTERM."""
+"""Shared by the verbs that serve: TLS flags, and a life until Ctrl-C or SIGTERM."""
 
 import asyncio
 import contextlib

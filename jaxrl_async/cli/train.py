@@ -164,7 +164,7 @@ def _run_all(settings: Settings, workdir: pathlib.Path, *, resume: bool) -> int:
 
 
 def ending(workdir: pathlib.Path) -> str:
-    """What a finished run says last: its workdir, its score before and after, and the next command."""
+    """The last words of a finished run: its workdir, its score before and after, and the next command."""
     score = score_of(read_metrics(workdir))
     lines = [f"done: {workdir}", *([f"score: {score}"] if score else [])]
     report = ("python", "-m", "jaxrl_async", "report", f"--workdir={workdir}")

@@ -30,7 +30,7 @@ class StartError(ValueError):
 
 
 class Known(TypedDict, total=False):
-    """What a field may say of its setting. Bounds, choices and form are of each entry of a tuple."""
+    """The keywords of `setting`. Bounds, choices and form are of each entry of a tuple."""
 
     at_least: float
     above: float
@@ -72,7 +72,7 @@ def walk(cls: Any, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[An
 
 
 def refusal(field: dataclasses.Field[Any], value: Any) -> str:
-    """What follows the key in the message that refuses a value, " must …"; "" for a value that is taken."""
+    """The message that refuses a value, without its key, " must …"; "" for a value that is taken."""
     if not isinstance(value, tuple):
         return f" {text}" if (text := _refusal(field, value)) else ""
     if field.metadata.get("unique") and len(set(value)) < len(value):

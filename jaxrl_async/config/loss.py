@@ -22,7 +22,7 @@ REDUCTIONS = ("token_mean", "sequence_mean", "fixed_length")
 
 # Of plain PPO, whose clip is around the policy that sampled.
 _ON_BEHAVIOR = {"anchor": "behavior", "behavior_weight": "none", "behavior_cap": None}
-# What a paper sets → the parts and numbers that are its own; docs/losses.md has the sources.
+# The preset of a paper → the parts and numbers that are its own; docs/losses.md has the sources.
 PRESETS: dict[str, dict[str, Any]] = {
     "": {},
     "ppo": _ON_BEHAVIOR,

@@ -57,7 +57,7 @@ class StopRequest:
 
 
 def plan(num_bytes: int, bytes_per_sec: float | None, grace_secs: float) -> tuple[str, bool]:
-    """What a graceful stop needs of its grace period, in words, and whether that fits.
+    """The time that a graceful stop needs of its grace period, in words, and whether that fits.
 
     Args:
       num_bytes: of a checkpoint.

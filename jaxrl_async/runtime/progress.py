@@ -1,4 +1,4 @@
-"""What `train` prints while it runs: a line a stage before the first step, then a bar, and the scores at its end.
+"""The text that `train` prints while it runs: a line a stage before the first step, then a bar, and the scores at its end.
 
 Formats rows of metrics and the queue's status. Opens no file and no socket.
 """
@@ -122,7 +122,7 @@ class Progress:
 
 
 def stage_of(status: QueueStatus | None, said: str) -> str:
-    """What a run does before its first step. What stands before a colon is the stage."""
+    """The stage of a run before its first step; after a colon, its figures."""
     wait = _wait_of_learner(status)
     what = wait.what if wait else ""
     message = said.rpartition(" INFO ")[2].partition(": ")[2]

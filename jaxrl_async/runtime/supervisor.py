@@ -299,7 +299,7 @@ def banner(settings: Settings, workdir, queue_address, servers, devices) -> str:
 
 
 def _journal(settings: Settings, workdir: pathlib.Path) -> str:
-    """What the journal keeps, and what that costs."""
+    """The groups that the journal keeps, and their size."""
     learner, rollout, journal = settings.learner, settings.rollout, settings.journal
     tokens = min(rollout.max_prompt_tokens + rollout.max_new_tokens, learner.row_tokens)
     step = _size(learner.groups_per_step * rollout.group_size * tokens * BYTES_PER_TOKEN)

@@ -142,7 +142,7 @@ def simulate(
 
 @dataclasses.dataclass(frozen=True)
 class Limit:
-    """What limits the steps of a plan: relaxed by two, alone, it makes the largest difference."""
+    """The limit on the steps of a plan: relaxed by two, alone, it makes the largest difference."""
 
     by: str  # a key of RELAXED; "" where nothing alone makes MIN_GAIN
     secs: float  # of a step

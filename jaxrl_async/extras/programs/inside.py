@@ -293,7 +293,7 @@ def _keep(channel: socket.socket, request: dict) -> None:
 
 
 def _collect(channel, readers: dict[str, int], request: dict, deadline: float):
-    """What arrives until all pipes are closed, or a bound is reached: ({name: bytes}, "wall", "output" or "")."""
+    """The output until all pipes are closed, or a bound is reached: ({name: bytes}, "wall", "output" or "")."""
     texts = {name: bytearray() for name in readers}
     names = {descriptor: name for name, descriptor in readers.items()}
     while names:

@@ -52,7 +52,7 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a program did. All texts are the program's own and prove nothing."""
+    """The output of a program, and its end. All texts are the program's own and prove nothing."""
 
     stdout: str
     stderr: str
