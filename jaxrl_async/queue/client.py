@@ -87,10 +87,9 @@ class QueueClient:
     async def submit(self, group: Group) -> str:
         """Submits a group.
 
-        "over_age" and "foreign_version" are outcomes, too (`Admission.submit`).
-
         Returns:
-          "held", "duplicate" or "stale" (`Admission.submit`). After each of them the worker is done with the permit.
+          "held", "duplicate" or "stale" (`Admission.submit`), or why it is refused (`Admission.check_versions`). After
+          each of them the worker is done with the permit.
 
         Raises:
           InvalidTrajectoryError: the group is malformed or too large; its permit is still out.

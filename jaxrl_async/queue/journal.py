@@ -506,7 +506,7 @@ class JournalReader:
             self._connection = sqlite3.connect(self._path, timeout=0.0, check_same_thread=False)
             if _meta(self._connection).get("format") not in _FORMATS:
                 raise JournalError(f"{self._path} is no journal of format {FORMAT}")
-        self._order = [i for step in self.steps() for i in self._indexes(step)]
+        self._order = [i for step in self.steps() for c in self._chunks(step) for i in c.indexes]
 
     def __len__(self) -> int:
         """Number of groups that were trained on."""
@@ -587,9 +587,6 @@ class JournalReader:
             "SELECT last, prompt_indexes FROM chunks WHERE step = ? ORDER BY chunk", (step,)
         )
         return [FixedChunk(tuple(json.loads(i)), bool(last)) for last, i in rows.fetchall()]
-
-    def _indexes(self, step: int) -> Iterator[int]:
-        return (i for chunk in self._chunks(step) for i in chunk.indexes)
 
 
 def file_system_of(path: str | os.PathLike) -> str:

@@ -1,4 +1,4 @@
-"""The text that `train` prints while it runs: a line a stage before the first step, then a bar, and the scores at its end.
+"""The text that `train` prints while it runs: a line a stage before the first step, then a bar, and scores at its end.
 
 Formats rows of metrics and the queue's status. Opens no file and no socket.
 """

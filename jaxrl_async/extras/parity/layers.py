@@ -71,11 +71,14 @@ def compare(
         )
     config, _ = read_checkpoint(directory, dtype)
     params = read_params(directory, config)
-    tokens = _tokens(sequences, config.vocab_size)
-    P = sequences.prompt_tokens
+    P, rng = sequences.prompt_tokens, np.random.default_rng(sequences.seed)
+    shape = (sequences.num_sequences, P + sequences.completion_tokens)
+    tokens = rng.integers(0, config.vocab_size, shape).astype(np.int32)  # [B, T]
     ours = _states(config, _learner_forward, params, tokens, P)
-    if against == "engine":
-        theirs = _states(config, _engine_forward, _engine_weights(config, params), tokens, P)
+    if against == "engine":  # It holds the weights in dtypes of its own.
+        like = programs.weights_like(config)
+        held = jax.tree.map(lambda x, like: x.astype(like.dtype), params, like)
+        theirs = _states(config, _engine_forward, held, tokens, P)
     elif against == "transformers":
         theirs = _transformers_states(directory, tokens)
     elif against in AGAINST:
@@ -110,12 +113,6 @@ def table(differences: Sequence[Difference], bound: float) -> str:
 
 def _names(config) -> list[str]:
     return ["embedding", *(f"layer {i}" for i in range(config.num_layers)), "final norm", "logits"]
-
-
-def _tokens(sequences: Sequences, num_ids: int) -> np.ndarray:
-    """int32 [B, T]"""
-    shape = (sequences.num_sequences, sequences.prompt_tokens + sequences.completion_tokens)
-    return np.random.default_rng(sequences.seed).integers(0, num_ids, shape).astype(np.int32)
 
 
 def _difference(name, ours, theirs, prompt_tokens) -> Difference:
@@ -201,11 +198,6 @@ def _engine_forward(model, tokens, prompt_tokens):
     steps = (tokens[:, P:].T, np.arange(P, T, dtype=np.int32))
     _, decoded = jax.lax.scan(decode, jax.tree.map(in_slots, new, shapes.cache), steps)
     return jnp.concatenate([prompts, decoded.swapaxes(0, 1)], axis=1)
-
-
-def _engine_weights(config, params):
-    """The weights in the dtypes that the engine holds them in."""
-    return jax.tree.map(lambda x, like: x.astype(like.dtype), params, programs.weights_like(config))
 
 
 def _transformers_states(directory, tokens):
