@@ -30,7 +30,5 @@ class ActiveClock:
         if gap > STOP_SECS:
             self._stopped_secs += gap
             self.num_stops += 1
-            log.warning(
-                "this process was stopped, or its thread was kept from running, %.1f s", gap
-            )
+            log.warning("this process was stopped, or its thread kept from running, %.1f s", gap)
         return now - self._stopped_secs

@@ -173,9 +173,7 @@ class MLflow:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        metrics = [
-            Metric(re.sub(r"[^\w\-. /]", "_", name), v, now, step) for name, v in row.items()
-        ]
+        metrics = [Metric(re.sub(r"[^\w\-. /]", "_", n), v, now, step) for n, v in row.items()]
         self._client.log_batch(self._run, metrics=metrics)
 
     def finish(self):

@@ -43,10 +43,9 @@ def main(argv: list[str]) -> int:
     from jaxrl_async.learner.checkpoint import CheckpointError
     from jaxrl_async.tools import evaluate as evaluation
 
-    names = ", ".join("last" if step is None else str(step) for step in steps)
-    print(
-        f"scoring {names} on {settings.evaluate.num_prompts} prompts", file=sys.stderr, flush=True
-    )
+    named = ", ".join("last" if step is None else str(step) for step in steps)
+    num = settings.evaluate.num_prompts
+    print(f"scoring {named} on {num} prompts", file=sys.stderr, flush=True)
     try:
         rows = evaluation.evaluate(settings, workdir, steps)
     except (CheckpointError, EvaluationError) as error:

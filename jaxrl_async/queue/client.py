@@ -236,9 +236,8 @@ class LearnerQueue:
 
     def commit(self, step: int) -> ResumePoint:
         """Commits a trained step; returns the resume point for its checkpoint."""
-        return wire.decode_resume_point(
-            self._calls.call("Commit", self._own(pb.CommitRequest(step=step)))
-        )
+        request = self._own(pb.CommitRequest(step=step))
+        return wire.decode_resume_point(self._calls.call("Commit", request))
 
     def checkpointed(self, step: int) -> None:
         """Reports the step of the oldest checkpoint: no learner will be restored before it."""

@@ -326,15 +326,12 @@ class Journal:
 
         def write(c: sqlite3.Connection) -> None:
             if resume_point is not None:
-                row = (resume_point.step, json.dumps(resume_point.to_json()), time.time())
+                text = json.dumps(resume_point.to_json())
+                row = (resume_point.step, text, time.time())
                 c.execute("INSERT INTO commits VALUES (?, ?, ?)", row)
-                permits = [(p.prompt_index, p.attempt) for p in resume_point.outstanding]
-                c.executemany(
-                    "INSERT INTO permits VALUES (?, ?, 'reissue', '', '', 0, NULL)", permits
-                )
-                c.execute(
-                    "INSERT INTO meta VALUES ('start', ?)", (json.dumps(resume_point.to_json()),)
-                )
+                rows = [(p.prompt_index, p.attempt) for p in resume_point.outstanding]
+                c.executemany("INSERT INTO permits VALUES (?, ?, 'reissue', '', '', 0, NULL)", rows)
+                c.execute("INSERT INTO meta VALUES ('start', ?)", (text,))
             c.execute(
                 "INSERT INTO publications (version, run_epoch, unix_time) VALUES (?, ?, ?)",
                 (version, run_epoch, time.time()),
@@ -547,10 +544,8 @@ class JournalReader:
     def run_epochs(self) -> list[tuple[int, int]]:
         """(version, run_epoch) of every publication, in order."""
         with _named(self._path):
-            rows = self._connection.execute(
-                "SELECT version, run_epoch FROM publications ORDER BY id"
-            )
-            return rows.fetchall()
+            query = "SELECT version, run_epoch FROM publications ORDER BY id"
+            return self._connection.execute(query).fetchall()
 
     def audit(self) -> dict[str, list[int]]:
         """Finds contradictions, each list empty in a sound journal.
@@ -669,9 +664,8 @@ def _chunk(c: sqlite3.Connection, path: pathlib.Path, step: int, index: int):
 
 
 def _message(c: sqlite3.Connection, path: pathlib.Path, index: int) -> bytes:
-    row = c.execute(
-        "SELECT checksum, message FROM groups WHERE prompt_index = ?", (index,)
-    ).fetchone()
+    query = "SELECT checksum, message FROM groups WHERE prompt_index = ?"
+    row = c.execute(query, (index,)).fetchone()
     if row is None:
         raise JournalError(f"journal {path}: the group of prompt_index {index} is {_DELETED}")
     if zlib.crc32(row[1]) != row[0]:

@@ -263,14 +263,12 @@ class QueueService:
         if permits:
             log.info("%d lost permits are given again to %s", len(permits), request.worker)
             self._apply(self._admission.readmit, permits, self._clock(), request.worker)
-        permits += self._apply(
-            self._admission.admit, count - len(permits), self._clock(), request.worker
-        )
+        left = count - len(permits)
+        permits += self._apply(self._admission.admit, left, self._clock(), request.worker)
         if self._journal is not None and permits:
             await self._journal.admitted(permits, request.worker, self._admission.v_pub)
-        return pb.AdmitReply(
-            permits=[wire.encode_permit(p) for p in permits], v_pub=self._admission.v_pub
-        )
+        given = [wire.encode_permit(p) for p in permits]
+        return pb.AdmitReply(permits=given, v_pub=self._admission.v_pub)
 
     async def Push(self, request: pb.Group, raw: bytes | None = None) -> pb.PushReply:
         """Takes a group, once. `raw` is the received message, for the journal, so that it is not serialized again."""
@@ -459,10 +457,8 @@ class QueueService:
                 waits=tuple(describe() for describe in self._waits.values()),
                 run_epoch=self._run_epoch,
                 roles=tuple(
-                    RoleStatus(
-                        role, now - since, wire.decode_waits(report.waits), dict(report.secs)
-                    )
-                    for role, (since, report) in sorted(self._roles.items())
+                    RoleStatus(role, now - at, wire.decode_waits(report.waits), dict(report.secs))
+                    for role, (at, report) in sorted(self._roles.items())
                 ),
                 servers=self._table,
                 lengths=self._lengths.means(),
@@ -547,9 +543,8 @@ class QueueService:
         newest, _ = self._instances.get(request.role, (request.leaving, None))
         if newest != request.leaving:
             return
-        log.info(
-            "%s ends, with %d permits", request.role, len(self._admission.permits_of(request.role))
-        )
+        count = len(self._admission.permits_of(request.role))
+        log.info("%s ends, with %d permits", request.role, count)
         self._roles.pop(request.role, None)
         self._apply(self._admission.leave, request.role)
 

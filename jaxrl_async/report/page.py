@@ -188,7 +188,6 @@ def _anchor(name: str) -> str:
 
 
 def _duration(secs: float) -> str:
-    minutes, hours = secs / 60, secs / 3600
-    return (
-        f"{secs:.0f} s" if secs < 120 else f"{minutes:.0f} min" if hours < 2 else f"{hours:.1f} h"
-    )
+    if secs < 120:
+        return f"{secs:.0f} s"
+    return f"{secs / 60:.0f} min" if secs < 7200 else f"{secs / 3600:.1f} h"

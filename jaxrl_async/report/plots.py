@@ -309,9 +309,8 @@ def _draw_line(axes, steps: np.ndarray, values: np.ndarray, color: str, label: s
         axes.plot(steps, values, label=label, color=color, **_marks(values))
         return
     width = len(values) // 10 | 1  # odd, so that it has a middle
-    around = np.lib.stride_tricks.sliding_window_view(
-        np.pad(values, width // 2, mode="reflect"), width
-    )
+    padded = np.pad(values, width // 2, mode="reflect")
+    around = np.lib.stride_tricks.sliding_window_view(padded, width)
     low, median, high = np.quantile(around, (BAND[0], 0.5, BAND[1]), axis=1)
     axes.fill_between(steps, low, high, color=color, alpha=PALE / 2, linewidth=0)
     axes.plot(steps, median, label=f"{label}{_BANDED}{width}", color=color)

@@ -180,9 +180,8 @@ def _jobset(environ: Mapping[str, str]) -> Place:
 
 def _tpu(environ: Mapping[str, str]) -> Place:
     hosts = environ["TPU_WORKER_HOSTNAMES"].split(",")
-    return Place(
-        "learner", _number(environ, "TPU_WORKER_ID"), len(hosts), "", (), _coordinator(hosts)
-    )
+    index = _number(environ, "TPU_WORKER_ID")
+    return Place("learner", index, len(hosts), "", (), _coordinator(hosts))
 
 
 def _coordinator(hosts: Sequence[str]) -> str:

@@ -95,9 +95,8 @@ def run(
     if in_one_process(settings, found):
         names = learners = ["one"]
         servers = ("in the same process",)
-        devices = {
-            "one": _of_learner(found, settings.learner.num_devices + settings.server.devices)
-        }
+        num_devices = settings.learner.num_devices + settings.server.devices
+        devices = {"one": _of_learner(found, num_devices)}
     else:
         servers = settings.server.addresses or tuple(
             f"{'https' if settings.server.tls_cert else 'http'}://127.0.0.1:{free_port()}"

@@ -89,9 +89,8 @@ def compare(
         if other != config:
             raise ParityError(f"{against} is of another shape than {directory}: {other}, {config}")
         theirs = _states(config, _learner_forward, read_params(against, config), tokens, P)
-    return [
-        _difference(name, a, b, P) for name, a, b in zip(_names(config), ours, theirs, strict=True)
-    ]
+    pairs = zip(_names(config), ours, theirs, strict=True)
+    return [_difference(name, a, b, P) for name, a, b in pairs]
 
 
 def first_beyond(differences: Sequence[Difference], bound: float) -> Difference | None:

@@ -321,6 +321,4 @@ def _number(name: str, words: dict[str, str], kind: type) -> Any:
 _DIVISION = ("devices", "devices_per_server", "learner_devices")
 _RATES = ("request_rate", "server_rate", "step_secs", "token_secs", "push_secs", "pause_secs")
 _OPTIONAL = ("warm_steps", "servers", "rates", "preset", "fit", "out")
-_NEEDED = [
-    n for n, (default, _) in {**_SIZES, **_COSTS}.items() if not default and n not in _OPTIONAL
-]
+_NEEDED = [n for n, (known, _) in (_SIZES | _COSTS).items() if not known and n not in _OPTIONAL]

@@ -198,9 +198,8 @@ def _passes(
         yield outcome.reason == "" and outcome.results == tests.values
     for stdin, stdout in tests.streams:
         outcome = run(stdin=stdin)
-        yield (outcome.reason, outcome.exit_code) == ("", 0) and _lines(outcome.stdout) == _lines(
-            stdout
-        )
+        is_whole = (outcome.reason, outcome.exit_code) == ("", 0)
+        yield is_whole and _lines(outcome.stdout) == _lines(stdout)
 
 
 def _lines(text: str) -> list[str]:
