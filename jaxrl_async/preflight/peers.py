@@ -34,23 +34,18 @@ def expected_of(settings: Settings, config: Any) -> Expected:
         from jaxrl_async.models import hf
 
         content = hf.write_config(config)
+    adapters = None
+    if config.lora:
+        has_files = parts.has_base_files(settings)
+        kept = server.kept_adapters(settings.queue.max_staleness)
+        adapters = Adapters(**vars(config.lora), has_base_files=has_files, kept=kept)
     return Expected(
         config=content,
         max_total_tokens=settings.server.max_total_tokens,
         transport=settings.weights.transport,
         api_key_env=settings.server.api_key_env,
         admin_api_key_env=settings.server.admin_api_key_env,
-        adapters=_adapters_of(settings, config),
-    )
-
-
-def _adapters_of(settings: Settings, config) -> Adapters | None:
-    if not config.lora:
-        return None
-    return Adapters(
-        **vars(config.lora),
-        has_base_files=parts.has_base_files(settings),
-        kept=server.kept_adapters(settings.queue.max_staleness),
+        adapters=adapters,
     )
 
 

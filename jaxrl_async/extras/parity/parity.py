@@ -575,12 +575,10 @@ def _truncations(e: Evidence) -> Iterator[_Explanation]:
     ahead = mass_through - sorted_probs
     for top_p in dict.fromkeys((e.top_p, *_TOP_PS)):
         if top_p < 1:
-            mass = np.take_along_axis(
-                mass_through, np.sum(ahead <= top_p, axis=1)[:, None] - 1, axis=1
-            )[:, 0]
-            found = np.where(
-                before <= top_p + _TOP_P_MARGIN, e.first.logprobs - np.log(mass), -np.inf
-            )
+            last = np.sum(ahead <= top_p, axis=1)[:, None] - 1
+            mass = np.take_along_axis(mass_through, last, axis=1)[:, 0]
+            kept = before <= top_p + _TOP_P_MARGIN
+            found = np.where(kept, e.first.logprobs - np.log(mass), -np.inf)
             yield Verdict("truncation", finding.format("p", f"{top_p:g}"), advice), found
     for top_k in _TOP_KS:
         if top_k < log_probs.shape[1]:
@@ -679,13 +677,10 @@ def _surprise(log_probs, e: Evidence) -> float:
 
 def _head(e: Evidence) -> Evidence:
     """The first _MAX_FIT_TOKENS tokens."""
-    first = Answers(*(values[:_MAX_FIT_TOKENS] for values in vars(e.first).values()))
-    return dataclasses.replace(
-        e,
-        first=first,
-        logits=e.logits[:_MAX_FIT_TOKENS],
-        other_logprobs=e.other_logprobs[:_MAX_FIT_TOKENS],
-    )
+    head = slice(_MAX_FIT_TOKENS)
+    first = Answers(*(values[head] for values in vars(e.first).values()))
+    others = e.other_logprobs[head]
+    return dataclasses.replace(e, first=first, logits=e.logits[head], other_logprobs=others)
 
 
 def _rounding(e: Evidence) -> float:
@@ -704,9 +699,8 @@ def _residual(logprobs, server_logprobs) -> float:
 
 def _log_softmax(logits):
     shifted = logits - logits.max(axis=1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True, dtype=np.float64)).astype(
-        np.float32
-    )
+    sums = np.exp(shifted).sum(axis=1, keepdims=True, dtype=np.float64)
+    return shifted - np.log(sums).astype(np.float32)
 
 
 def _chosen(values, tokens):

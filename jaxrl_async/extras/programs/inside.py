@@ -205,16 +205,9 @@ def _enter(channel: socket.socket) -> None:
 def _sources() -> list[str]:
     """The paths of the host that a program sees: shared libraries, the standard library, four devices."""
     paths = sysconfig.get_paths()
-    found = [
-        *_LIBRARIES,
-        os.path.join(sys.base_prefix, "lib"),
-        paths["stdlib"],
-        paths["platstdlib"],
-    ]
-    return [
-        *dict.fromkeys(path for path in found if os.path.isdir(path)),
-        *(f"/dev/{d}" for d in _DEVICES),
-    ]
+    found = (*_LIBRARIES, f"{sys.base_prefix}/lib", paths["stdlib"], paths["platstdlib"])
+    libraries = dict.fromkeys(path for path in found if os.path.isdir(path))
+    return [*libraries, *(f"/dev/{d}" for d in _DEVICES)]
 
 
 def _bind(source: str) -> None:
@@ -396,10 +389,8 @@ def _filter_program() -> bytes:
     lines += [(equal, "refuse", None, number) for number in refused]
     lines.append((equal, "flags", None, _number(_CLONE)))
     lines.append((equal, "absent", None, _number(_CLONE3)))  # libc falls back to clone
-    labels = {
-        name: len(lines) + i
-        for i, name in enumerate(("allow", "refuse", "absent", "kill", "flags"))
-    }
+    names = ("allow", "refuse", "absent", "kill", "flags")
+    labels = {name: len(lines) + i for i, name in enumerate(names)}
     returns = (_ALLOW, _ERRNO | _EPERM, _ERRNO | _ENOSYS, _KILL)
     lines += [(give, None, None, value) for value in returns]
     lines += [(load, None, None, 16), (any_bit, None, "end", _NAMESPACES)]

@@ -128,17 +128,10 @@ class Sandbox:
           SandboxError: the sandbox was lost. Another program needs another sandbox.
         """
         self._channel.settimeout(limits.wall_secs + LATE_SECS)
-        request = {
-            "program": program,
-            "stdin": stdin,
-            "expressions": list(expressions),
-            "wall_secs": limits.wall_secs,
-            "output_bytes": limits.output_bytes,
-            "disk_bytes": limits.disk_bytes,
-            "files": limits.files,
-            "user": USER,
-            "limits": self._resource_limits(limits),
-        }
+        bounds = ("wall_secs", "output_bytes", "disk_bytes", "files")
+        request = {name: getattr(limits, name) for name in bounds}
+        request |= {"user": USER, "limits": self._resource_limits(limits)}
+        request |= {"program": program, "stdin": stdin, "expressions": list(expressions)}
         reply = self._exchange(request)
         return Outcome(
             stdout=reply["stdout"],
