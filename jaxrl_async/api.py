@@ -123,10 +123,6 @@ def run(
     start.check_workdir(config, run.workdir, resume=resume)
     with start.locked(run.workdir):
         if start.begin(config, settings, run.workdir, resume=resume):
-            start.run(
-                settings,
-                workdir=run.workdir,
-                resume=resume,
-                on_step=(lambda: on_step(run)) if on_step else None,
-            )
+            called = (lambda: on_step(run)) if on_step else None
+            start.run(settings, workdir=run.workdir, resume=resume, on_step=called)
     return run

@@ -87,10 +87,7 @@ def tokenizer_of(settings: Settings, workdir: pathlib.Path) -> Tokenizer:
     if not wanted.system_prompt and not wanted.instruction and not tools:
         return tokenizer
     instructed = InstructedTokenizer(
-        tokenizer,
-        instruction=wanted.instruction,
-        system_prompt=wanted.system_prompt,
-        tools=tools,
+        tokenizer, instruction=wanted.instruction, system_prompt=wanted.system_prompt, tools=tools
     )
     return cast("Tokenizer", instructed)  # Its other members are the tokenizer's own.
 
@@ -348,10 +345,7 @@ def first_params_of(
     if stage.num_steps == 0:
         return params
     demonstrations = demonstration_tokens(
-        task_of(settings),
-        tokenizer,
-        num=stage.num_demonstrations,
-        max_tokens=stage.row_tokens,
+        task_of(settings), tokenizer, num=stage.num_demonstrations, max_tokens=stage.row_tokens
     )
 
     def report(step: int, loss: float) -> None:

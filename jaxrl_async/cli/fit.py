@@ -133,11 +133,8 @@ def _search(candidates, compiled):
             found.append((plans.cost(fit), flags, fit))
     found.sort(key=lambda item: item[0])
     for (secs, flops, num_bytes), flags, fit in found[:BEST]:
-        speed = (
-            f"{secs * 1e6:.3g} µs"
-            if secs
-            else f"{flops:.3g} FLOPs, {num_bytes:.3g} bytes between devices"
-        )
+        counts = f"{flops:.3g} FLOPs, {num_bytes:.3g} bytes between devices"
+        speed = f"{secs * 1e6:.3g} µs" if secs else counts
         print(f"{flags}: {speed} a token, {page.verdict(fit)}")
     if not found:
         print("no plan fits")

@@ -254,11 +254,8 @@ class Journal:
     async def admitted(self, permits: Sequence[Permit], worker: str, version: int | None) -> None:
         """Permits were issued while `version` was the published one."""
         rows = [(p.prompt_index, p.attempt, worker, version) for p in permits]
-        await self._change(
-            lambda c: c.executemany(
-                "INSERT OR REPLACE INTO permits VALUES (?, ?, 'running', '', ?, 0, ?)", rows
-            )
-        )
+        query = "INSERT OR REPLACE INTO permits VALUES (?, ?, 'running', '', ?, 0, ?)"
+        await self._change(lambda c: c.executemany(query, rows))
 
     async def submitted(self, permit: Permit, message: bytes, completion_tokens: int) -> None:
         """A group was submitted, and is held."""

@@ -525,11 +525,8 @@ class QueueService:
         self._published = asyncio.Event()
 
     def _encode_fleet(self, servers: Sequence[ServerRecord] = ()) -> pb.FleetReply:
-        return pb.FleetReply(
-            servers=wire.encode_servers(servers),
-            v_pub=self._admission.v_pub,
-            run_id=self._identity.run_id,
-        )
+        records, run_id = wire.encode_servers(servers), self._identity.run_id
+        return pb.FleetReply(servers=records, v_pub=self._admission.v_pub, run_id=run_id)
 
     def _take_failure(self, request: pb.RoleReport) -> None:
         """Ends a run without a group. In a later one the worker ends alone: others have shown that the code works."""

@@ -75,9 +75,7 @@ def run(
     """
     set_flags(settings)
     with processes.joined(
-        coordinator=coordinator,
-        process=process,
-        num_processes=settings.learner.num_processes,
+        coordinator=coordinator, process=process, num_processes=settings.learner.num_processes
     ) as process:
         links = links or Links(settings)
         return _train(
@@ -387,11 +385,8 @@ def discovery_of(settings: Settings) -> Discovery | None:
     server = settings.server
     if not server.discover:
         return None
-    return Discovery(
-        server.discover,
-        scheme="https" if server.tls_ca else "http",
-        insecure=settings.security.insecure,
-    )
+    scheme = "https" if server.tls_ca else "http"
+    return Discovery(server.discover, scheme=scheme, insecure=settings.security.insecure)
 
 
 def evaluator_of(settings: Settings, workdir: pathlib.Path):

@@ -47,11 +47,7 @@ SWITCH_SECS = 0.0005
 
 
 def run(
-    settings: Settings,
-    workdir: pathlib.Path,
-    *,
-    resume: bool,
-    stop_requested: Callable[[], bool],
+    settings: Settings, workdir: pathlib.Path, *, resume: bool, stop_requested: Callable[[], bool]
 ) -> bool:
     """Runs every role until the learner is done; arguments and result as of `learner.run`.
 

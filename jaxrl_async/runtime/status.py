@@ -103,11 +103,8 @@ def explain(status: QueueStatus | None, processes: Sequence[Process], step: int 
     lines += _losses(status)
     lines += _servers(status.servers)
     lines += _other(processes)
-    lines += [
-        f"{role.role} has been silent for {role.silent_secs:.0f} s"
-        for role in status.roles
-        if role.silent_secs > SILENT_SECS
-    ]
+    silent = [role for role in status.roles if role.silent_secs > SILENT_SECS]
+    lines += [f"{r.role} has been silent for {r.silent_secs:.0f} s" for r in silent]
     end = _end_of_chain(status, processes, learner, workers, groups)
     return "\n".join([*lines, f"end of the chain: {end}"])
 

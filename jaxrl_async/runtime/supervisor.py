@@ -357,12 +357,8 @@ def _watch(
     glance = Glance(queue_address, **queue_access_of(settings))
     stalls = _Stalls(glance, workdir, settings.supervisor.stall_secs)
     pids: dict[str, int] = {}
-    shown = Progress(
-        settings.learner.num_steps,
-        row=last_metrics(workdir),
-        stream=sys.stderr,
-        is_terminal=sys.stderr.isatty(),
-    )
+    num_steps, row = settings.learner.num_steps, last_metrics(workdir)
+    shown = Progress(num_steps, row=row, stream=sys.stderr, is_terminal=sys.stderr.isatty())
     with contextlib.closing(glance), contextlib.closing(shown):
         progress = _progress(shown, workdir, roles[-num_learners].log, glance, on_step)
         while not all(role.process.poll() == 0 for role in roles[-num_learners:]):

@@ -39,9 +39,7 @@ FIXED = {
 }
 # Settings of the model that say its shape; with a model.path they are the shape of its files.
 SHAPE = tuple(
-    field.name
-    for field in dataclasses.fields(Model)
-    if field.name not in ("path", "dtype", "remat", "lora")
+    f.name for f in dataclasses.fields(Model) if f.name not in ("path", "dtype", "remat", "lora")
 )
 FREE = ("model.remat",)  # of them: costs time or memory, and changes no number
 MISSING = object()  # the value of a key that a config does not have

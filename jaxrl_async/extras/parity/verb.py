@@ -118,12 +118,8 @@ def _check(flags, *needed: str) -> None:
             raise UsageError(f"--{name} is needed")
     if flags.dtype not in ("float32", "bfloat16"):
         raise UsageError(f"--dtype must be float32 or bfloat16, got {flags.dtype!r}")
-    for name, least in {
-        "num_prompts": 1,
-        "prompt_tokens": 2,
-        "max_new_tokens": 1,
-        "seed": 0,
-    }.items():
+    bounds = {"num_prompts": 1, "prompt_tokens": 2, "max_new_tokens": 1, "seed": 0}
+    for name, least in bounds.items():
         if getattr(flags, name) < least:
             raise UsageError(f"--{name} must be ≥ {least}, got {getattr(flags, name)}")
 
