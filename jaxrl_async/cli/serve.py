@@ -34,10 +34,8 @@ def main(argv: list[str]) -> int:
     )
     if not flags.workdir:
         raise UsageError("--workdir=DIR is needed")
-    keys = {
-        name: key_named(f"--{name}_env", getattr(flags, f"{name}_env"))
-        for name in ("api_key", "admin_api_key")
-    }
+    variables = {"api_key": flags.api_key_env, "admin_api_key": flags.admin_api_key_env}
+    keys = {name: key_named(f"--{name}_env", value) for name, value in variables.items()}
     try:
         security.check_listener(
             "the server", f"{flags.host}:{flags.port}", keys["api_key"], "--api_key_env"

@@ -51,10 +51,8 @@ def _ended(how: str, step: int | None, workdir: pathlib.Path) -> str:
     if how == "done":
         return f"the run is done: its last step was {step}"
     when = "before the first step" if step is None else f"after step {step}"
-    words = {
-        "left": f"the run stopped {when}",
-        "failed": f"the run failed {when}, see {workdir}/logs",
-    }
+    words = {"left": f"the run stopped {when}"}
+    words["failed"] = f"the run failed {when}, see {workdir}/logs"
     if not workdirs.checkpoint_steps(workdir):
         return f"{words[how]}; it has no checkpoint to resume from"
     return f"{words[how]}; resume with: {workdirs.resume_command(workdir)}"

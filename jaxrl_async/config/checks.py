@@ -365,10 +365,8 @@ def _of_shapes(s: Settings) -> Iterator[str]:
         yield f"{_is(s, 'learner.microbatch_rows')} must be a multiple of {shards}"
     if row_shards % learner.num_processes:  # Each has rows of its own.
         yield f"{shards} must be a multiple of {_is(s, 'learner.num_processes')}"
-    for key in (
-        "learner.row_tokens",
-        *(("warm_start.row_tokens",) if warm_start.num_steps else ()),
-    ):
+    warmed = ["warm_start.row_tokens"] if warm_start.num_steps else []
+    for key in ["learner.row_tokens", *warmed]:
         if _value(s, key) % learner.context:
             yield f"{_is(s, key)} must be a multiple of {_is(s, 'learner.context')}"
 

@@ -246,18 +246,15 @@ class QueueService:
         count = request.max_permits
         self._admission.seen(request.worker, self._clock())
         permits = self._permits_to_give_again(request)[:count]
-        description = f"admit of up to {count} permits"
         if not permits:
+
+            def ready() -> bool:
+                admissible = self._admission.admissible_at(self._clock())
+                return bool(self._failure or admissible or self._admission.orphans())
+
+            description = f"admit of up to {count} permits"
             with contextlib.suppress(TimeoutError):
-                await self._until(
-                    lambda: (
-                        bool(self._failure)
-                        or self._admission.admissible_at(self._clock()) > 0
-                        or bool(self._admission.orphans())
-                    ),
-                    request.wait_secs,
-                    lambda: description,
-                )
+                await self._until(ready, request.wait_secs, lambda: description)
             self._check_failure()
             permits = self._admission.orphans()[:count]
         if permits:

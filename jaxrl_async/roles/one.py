@@ -165,11 +165,8 @@ class _Others:
             for name, engine in self._engines.items():
                 tasks.create_task(_watch(engine), name=name)
             for index in range(settings.rollout.num_workers):
-                clients = {
-                    "client": DirectClient(self._engines),
-                    "queue": QueueClient(DirectCalls(queue)),
-                }
-                work = rollout.work(settings, workdir, index, **clients)
+                client, own = DirectClient(self._engines), QueueClient(DirectCalls(queue))
+                work = rollout.work(settings, workdir, index, client=client, queue=own)
                 tasks.create_task(work, name=f"rollout-{index}")
             self._begun.set_result(queue)
 
@@ -199,10 +196,9 @@ class _DirectLinks(learner.Links):
                 engine.freeze(base)
 
     def metrics(self, workdir: pathlib.Path) -> MetricsWriter:
-        tracker = parts.tracker_of(self._settings, workdir)
-        if self._lock:
-            return _WithWaits(workdir, tracker, self._lock)
-        return MetricsWriter(workdir, tracker)
+        if not self._lock:
+            return super().metrics(workdir)
+        return _WithWaits(workdir, parts.tracker_of(self._settings, workdir), self._lock)
 
     def check(self, expected: Expected) -> None:
         """Does nothing: engine and learner are made of the same settings."""
@@ -217,11 +213,9 @@ class _DirectLinks(learner.Links):
         return MemoryVersions(publisher, store, **values)
 
     def servers(self, writer: Identity, expected: Expected) -> dict[str, Any]:
-        mode = self._settings.weights.pause_mode
-        return {
-            "client": DirectClient(self._engines, run_id=writer.run_id),
-            "transport": Transport(WAY, mode=mode),
-        }
+        client = DirectClient(self._engines, run_id=writer.run_id)
+        transport = Transport(WAY, mode=self._settings.weights.pause_mode)
+        return {"client": client, "transport": transport}
 
 
 class _WithWaits(MetricsWriter):

@@ -163,10 +163,8 @@ def _score_table(results: Sequence[Result]) -> str:
     lines = []
     for label, group in grouped(results).items():
         done = [r for r in group if r.after]
-        cells = [
-            f"{len(done)} of {len(group)}",
-            _mean((r.before or {}).get("greedy") for r in done),
-        ]
+        before = _mean((r.before or {}).get("greedy") for r in done)
+        cells = [f"{len(done)} of {len(group)}", before]
         cells += [_mean(r.after.get(name) for r in done) for name in columns]
         lines.append([label, *cells])
     return table(head, lines)

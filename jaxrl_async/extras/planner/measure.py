@@ -99,10 +99,8 @@ async def of_server(
                 say(f"{server} names no files of its weights: no push of it is measured")
             elif push:
                 say(f"{server}: {REPEATS} × its own weights, loaded again")
-                times = [
-                    await _reload(kind, (path, version), timeout_secs, clock)
-                    for _ in range(REPEATS)
-                ]
+                weights = (path, version)
+                times = [await _reload(kind, weights, timeout_secs, clock) for _ in range(REPEATS)]
                 found["pause_secs"] = statistics.median(times)
         except ServerError as error:
             raise MeasureError(str(error)) from error
@@ -151,10 +149,8 @@ def of_run(rows: Sequence[Mapping[str, float]], completions: int) -> dict[str, f
     spread = tokens - tokens.mean()
     slope = float(spread @ work / (spread @ spread)) if spread.any() else math.inf
     token_secs = float(np.clip(slope, 0.0, max(work.mean(), 0.0) / tokens.mean()))
-    found = {
-        "step_secs": float(max(work.mean() - token_secs * tokens.mean(), 0.0)),
-        "token_secs": token_secs,
-    }
+    step_secs = float(max(work.mean() - token_secs * tokens.mean(), 0.0))
+    found = {"step_secs": step_secs, "token_secs": token_secs}
     pushes = [row["weights/push_secs"] for row in rows if row.get("weights/push_secs")]
     return found | ({"push_secs": statistics.median(pushes)} if pushes else {})
 

@@ -49,10 +49,7 @@ _SIZES = {
 _COSTS = {
     "lengths": ("", f"of completions: {', '.join(simulate.KINDS)} or journal:FILE"),
     "turns": ("1", "of a sample, whose length is theirs together: a mean, or as of --lengths"),
-    "tool_secs": (
-        "0",
-        "between two turns, log-normal: MEDIAN:SIGMA, or MEDIAN for always the same",
-    ),
+    "tool_secs": ("0", "between two turns, log-normal: MEDIAN:SIGMA; MEDIAN for always the same"),
     "request_rate": ("", "tokens/s of a request that is alone on a server"),
     "server_rate": ("", "tokens/s that a server approaches as it fills"),
     "step_secs": ("", "of the learner for a step, whatever is in it"),
