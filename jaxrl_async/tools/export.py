@@ -81,11 +81,13 @@ def init(settings: Settings, out: pathlib.Path, *, dtype: str, warm: bool) -> No
         stage = dataclasses.replace(settings.warm_start, num_steps=0)
         settings = dataclasses.replace(settings, warm_start=stage)
     with tempfile.TemporaryDirectory(prefix="jaxrl-init-") as workdir:
+        # Until the files are written: some tokenizers copy theirs from there.
         tokenizer = parts.tokenizer_of(settings, pathlib.Path(workdir))
-    model = parts.model_config_of(settings, tokenizer)
-    mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
-    params = parts.first_params_of(settings, model, mesh, tokenizer)
-    _write(model, tokenizer, 0, params, out, dtype, _config(settings, model, tokenizer, dtype))
+        model = parts.model_config_of(settings, tokenizer)
+        mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
+        params = parts.first_params_of(settings, model, mesh, tokenizer)
+        config = _config(settings, model, tokenizer, dtype)
+        _write(model, tokenizer, 0, params, out, dtype, config)
 
 
 def _refuse_full(out: pathlib.Path) -> None:

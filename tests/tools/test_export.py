@@ -275,3 +275,9 @@ async def test_a_real_sglang_serves_an_export(tmp_path, model):
     if shape.windows:
         everything = dataclasses.replace(shape, windows=())
         assert np.abs(expected(everything) - expected(shape)).max() > 1e-2
+
+
+def test_the_model_that_a_run_starts_from_has_the_tokenizer_that_the_run_would_train(tmp_path):
+    tiny = f"--config.task.args.directory={CONFIGS.parent / 'tests/gsm8k_tiny'}"
+    assert main(["init", f"--config={CONFIGS}/gsm8k_tiny.py:smoke", tiny, f"--out={tmp_path}"]) == 0
+    assert HFTokenizer(tmp_path).encode(TEXT)
