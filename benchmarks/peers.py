@@ -57,7 +57,7 @@ from jaxrl_async.cli.config import parse_flags, settings_of
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.inference import engine as engines
 from jaxrl_async.inference.sampling import SamplingParams
-from jaxrl_async.learner.packing import pack
+from jaxrl_async.learner.packing import Packer
 from jaxrl_async.metrics import read_metrics
 from jaxrl_async.models import sharding
 from jaxrl_async.types import NOT_SAMPLED, Group, Trajectory
@@ -338,15 +338,8 @@ class Ours:
             )
             for prompt_index in range(num_prompts)
         ]
-        learner = self.settings.learner
-        return pack(
-            groups,
-            self._rng.normal(size=shape).astype(np.float32),
-            microbatch_rows=learner.microbatch_rows,
-            row_tokens=learner.row_tokens,
-            policy=learner.packing,
-            shared_prompts=learner.shared_prompts,
-        )
+        advantages = self._rng.normal(size=shape).astype(np.float32)
+        return Packer(self.settings.learner)(groups, advantages, last=True)
 
     def _random_group(self, prompt_tokens: int, length: int) -> np.ndarray:
         """int32 [G, length], of one prompt."""
