@@ -153,20 +153,20 @@ def random_prompt(rng, low=1, high=20):
     return rng.integers(0, CONFIG.vocab_size, rng.integers(low, high)).tolist()
 
 
-@jax.jit
-def full_forward(params, tokens_1T):
-    model = nnx.merge(transformer.graphdef(CONFIG), params)
+@functools.partial(jax.jit, static_argnums=2)
+def full_forward(params, tokens_1T, config):
+    model = nnx.merge(transformer.graphdef(config), params)
     positions = jnp.arange(tokens_1T.shape[1])[None]
     ids = (jnp.ones_like(tokens_1T),)
     return jax.nn.log_softmax(model.logits(model(tokens_1T, positions, ids)))[0]
 
 
-def reference_logprobs(params, prompt, completion):
+def reference_logprobs(params, prompt, completion, config=CONFIG):
     """float32 [N]: the output tokens under these weights, by one forward over the whole sequence."""
     tokens = [*prompt, *completion.output_ids.tolist()]
     padded = np.zeros((1, MAX_TOTAL_TOKENS), np.int32)
     padded[0, : len(tokens)] = tokens
-    logprobs = np.asarray(full_forward(params, padded))
+    logprobs = np.asarray(full_forward(params, padded, config))
     at = np.arange(len(prompt), len(tokens))
     return logprobs[at - 1, np.array(tokens)[at]]
 
@@ -246,14 +246,8 @@ def test_windows_through_the_cache_are_those_of_the_full_forward():
             [request(f"{p}{i}", prompts[p], seed=i) for p in range(2) for i in range(3)],
         )
         for i, done in enumerate(map(wait, futures)):
-            prompt = prompts[i // 3]
-            tokens = np.array([[*prompt, *done.output_ids]])
-            positions = np.arange(tokens.shape[1])
-            model = nnx.merge(transformer.graphdef(config), params)
-            hidden = model(tokens, positions[None], (np.ones_like(tokens),))
-            logprobs = np.asarray(jax.nn.log_softmax(model.logits(hidden)))[0]
-            at = positions[len(prompt) :]
-            np.testing.assert_allclose(done.logprobs, logprobs[at - 1, tokens[0, at]], atol=1e-5)
+            expected = reference_logprobs(params, prompts[i // 3], done, config)
+            np.testing.assert_allclose(done.logprobs, expected, atol=1e-5)
     finally:
         engine.close(timeout_secs=DEADLINE_SECS)
 
@@ -285,7 +279,7 @@ def test_tokens_are_drawn_from_the_models_distribution(engine):
         tokens += [int(wait(future).output_ids[0]) for future in futures]
     padded = np.zeros((1, MAX_TOTAL_TOKENS), np.int32)
     padded[0, :3] = prompt
-    probs = np.exp(np.asarray(full_forward(weights(0), padded))[2])
+    probs = np.exp(np.asarray(full_forward(weights(0), padded, CONFIG))[2])
     counts = np.bincount(tokens, minlength=CONFIG.vocab_size)
     likely = probs * num > 5
     observed = np.append(counts[likely], counts[~likely].sum())
