@@ -25,7 +25,6 @@ from jaxrl_async.models import hf, lora, sharding
 from jaxrl_async.versions import difference
 from jaxrl_async.versions.store import WeightStore
 
-pytestmark = pytest.mark.optimised  # Programs are shared by tests, some of which compare bits.
 CONFIG = tiny(num_layers=3, tied_embeddings=False)
 BATCH = pack(groups_of())[0]
 ADAM = Learner(learning_rate=1e-2, warmup_updates=5, weight_decay=0.1, max_grad_norm=0.1)
@@ -41,6 +40,7 @@ SHAPES = {  # number of blocks → of a train step
         learning_rate=0.1,
     ),
 }
+NUM_BLOCKS = [2, pytest.param(3, marks=pytest.mark.long)]
 
 
 @functools.cache
@@ -147,7 +147,6 @@ def test_a_spent_accumulator_serves_a_step_of_its_block():
     assert train_step.zero_accumulator(3, spent).block == 1
 
 
-@pytest.mark.optimised
 def test_a_backward_pass_keeps_nothing_of_the_layers_below_its_block():
     config = tiny(num_layers=6, tied_embeddings=False)
 
@@ -175,7 +174,7 @@ def test_what_a_plan_compiles_is_the_first_block():
     ]
 
 
-@pytest.mark.parametrize("num_blocks", SHAPES)
+@pytest.mark.parametrize("num_blocks", NUM_BLOCKS)
 def test_the_gradient_is_the_blocks_part_of_the_whole_one(num_blocks):
     for i, update in enumerate(updates(num_blocks)):
         expected = of_block(update.grads, i // 2 % num_blocks, num_blocks)
@@ -186,7 +185,7 @@ def test_the_gradient_is_the_blocks_part_of_the_whole_one(num_blocks):
             assert np.linalg.norm(found[path] - value) < tolerance, path
 
 
-@pytest.mark.parametrize("num_blocks", SHAPES)
+@pytest.mark.parametrize("num_blocks", NUM_BLOCKS)
 def test_a_step_changes_its_block_and_no_bit_of_the_others(num_blocks):
     for i, update in enumerate(updates(num_blocks)):
         (before, *_), (after, *_) = update.before.opt_state, update.after.opt_state
@@ -201,7 +200,7 @@ def test_a_step_changes_its_block_and_no_bit_of_the_others(num_blocks):
                 assert changed_of(old, new) == (old.keys() if own else set())
 
 
-@pytest.mark.parametrize("num_blocks", SHAPES)
+@pytest.mark.parametrize("num_blocks", NUM_BLOCKS)
 def test_a_difference_is_of_the_tensors_of_its_block_alone(num_blocks, tmp_path):
     config, store = SHAPES[num_blocks]["config"], WeightStore(tmp_path, keep=2)
     for i, update in enumerate(updates(num_blocks)):
@@ -247,8 +246,7 @@ def test_each_block_moves_as_by_an_optimizer_of_its_own():
     assert {block: int(state[0].count) for block, state in states.items()} == {0: 4, 1: 3}
 
 
-@pytest.mark.optimised
-@pytest.mark.parametrize("num_blocks", SHAPES)
+@pytest.mark.parametrize("num_blocks", NUM_BLOCKS)
 def test_offloaded_moments_lie_with_the_host_and_every_update_is_the_same_bit_for_bit(num_blocks):
     mesh, train_step = make(**SHAPES[num_blocks])
     _, offloading = make(**SHAPES[num_blocks], offload_moments=True)
@@ -290,7 +288,6 @@ def test_the_loop_trains_the_blocks_in_turn():
             assert bool(changed_of(old, new)) == (block == version % 2)
 
 
-@pytest.mark.optimised
 def test_a_run_resumed_within_a_cycle_is_the_uninterrupted_one_bit_for_bit(tmp_path):
     mesh, train_step = make(**SHAPES[2])
     _, offloading = make(**SHAPES[2], offload_moments=True)
