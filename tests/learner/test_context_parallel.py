@@ -30,19 +30,16 @@ GROUPS = [
     group_of(1, 2, 3, 2, 1, index=3),
 ]
 MESHES = [((1, 1, 1), 2), ((1, 1, 1), 4), ((1, 1, 1), 8), ((2, 1, 2), 2), ((1, 2, 1), 4)]
-CORNERS = [((1, 1, 1), 8, True), ((2, 1, 2), 2, False)]  # the others with --long
 
 
 def layout(shared_prompts):
     return pack(GROUPS, microbatch_rows=4, row_tokens=ROW_TOKENS, shared_prompts=shared_prompts)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mesh_shape", "context", "shared_prompts"),
-    [
-        pytest.param(*case, marks=() if case in CORNERS else pytest.mark.long)
-        for case in ((*mesh, shared) for mesh in MESHES for shared in (False, True))
-    ],
+    [(*mesh, shared) for mesh in MESHES for shared in (False, True)],
 )
 def test_loss_and_gradient_are_those_of_whole_rows(mesh_shape, context, shared_prompts):
     batches = layout(shared_prompts)
