@@ -295,7 +295,7 @@ def test_chunks_in_prompt_order_are_cut_into_the_microbatches_of_the_whole_batch
 
 
 @pytest.mark.optimised
-@pytest.mark.parametrize("mesh_shape", [ONE, EIGHT])
+@pytest.mark.parametrize("mesh_shape", [ONE, pytest.param(EIGHT, marks=pytest.mark.long)])
 def test_twenty_periodic_steps_in_prompt_order_are_the_synchronous_ones_bit_for_bit(mesh_shape):
     """With packing "in_order", chunks in prompt order, equal shapes and device count."""
     states = []
