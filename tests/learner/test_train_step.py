@@ -240,7 +240,13 @@ def test_a_minibatch_without_tokens_is_refused():
     np.testing.assert_array_equal(flat(state.params), flat(params))
 
 
-@pytest.mark.parametrize("loss", [RECOMPUTE, SEQUENCE], ids=["token", "sequence"])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        pytest.param(RECOMPUTE, id="token", marks=pytest.mark.long),
+        pytest.param(SEQUENCE, id="sequence"),
+    ],
+)
 def test_an_anchor_at_the_weights_of_the_policy_has_ratio_one_and_equals_current(loss):
     batches = pack(groups_of(num_groups=13), microbatch_rows=2)
     (recomputed, _, metrics), _ = updated(make(loss)[1], batches)
