@@ -33,6 +33,8 @@ FAMILIES = {
 }
 CONFIG = FAMILIES["qwen3"]
 ROWS = np.random.default_rng(0).integers(0, CONFIG.vocab_size, (2, 12))
+TILED = {"head_chunk_tokens": 5}
+REMAT = {"config": dataclasses.replace(CONFIG, remat=True)}
 TIMEOUT_SECS = 60.0
 
 
@@ -191,12 +193,12 @@ def test_the_reference_of_a_penalty_is_the_base():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"mesh_shape": (2, 2, 2)},
-        {"mesh_shape": (1, 2, 2), "context": 2},
-        {"head_chunk_tokens": 5},
-        {"config": dataclasses.replace(CONFIG, remat=True)},
+        pytest.param({"mesh_shape": (2, 2, 2)}, id="8 devices", marks=pytest.mark.long),
+        pytest.param({"mesh_shape": (1, 2, 2), "context": 2}, id="context"),
+        pytest.param(TILED | REMAT, id="tiled head and remat"),
+        pytest.param(TILED, id="tiled head", marks=pytest.mark.long),
+        pytest.param(REMAT, id="remat", marks=pytest.mark.long),
     ],
-    ids=["8 devices", "context", "tiled head", "remat"],
 )
 def test_the_division_of_the_work_changes_no_gradient(changes):
     assert_same(
