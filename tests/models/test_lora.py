@@ -50,7 +50,7 @@ def on(mesh, params):
 @pytest.mark.parametrize(
     "config",
     [
-        pytest.param(config, id=name, marks=pytest.mark.long if name == "gemma3" else ())
+        pytest.param(config, id=name, marks=() if name == "qwen3" else pytest.mark.long)
         for name, config in FAMILIES.items()
     ],
 )
