@@ -1,7 +1,8 @@
 """One suite for the three servers: embedded, SGLang, SGLang-JAX. What the client relies on, and where they differ.
 
 Every log-prob is compared with the learner's own forward pass, under the version which the server stamped on its
-token. SGLang and SGLang-JAX are the real ones (tests/fixtures/real_servers.py).
+token. SGLang and SGLang-JAX are the real ones (tests/fixtures/real_servers.py): without --long they run what holds a
+promise of docs/trust.md, and what shows that log-probs are exact over a push.
 """
 
 import asyncio
@@ -45,6 +46,8 @@ from jaxrl_async.types import Prompt, Sample
 from jaxrl_async.versions import protocol
 from jaxrl_async.versions import store as weight_store
 
+pytestmark = pytest.mark.optimised  # The embedded server decodes three times as fast.
+
 CONFIG = tiny(
     vocab_size=60,  # Not a multiple of 64: servers pad it.
     model_dim=64,
@@ -53,7 +56,7 @@ CONFIG = tiny(
     head_dim=128,  # SGLang-JAX on the CPU needs a multiple of 128.
     mlp_dim=96,
 )
-ROWS = (64, 256, 512)  # Lengths that the forward pass is compiled for.
+ROWS = (64, real_servers.MAX_TOTAL_TOKENS)  # Lengths that the forward pass is compiled for.
 CALL_SECS = 60.0
 MADE = []  # by `transport_of`
 EXACT = 1e-4  # nats, float32 against float32
@@ -117,7 +120,7 @@ class Server:
     @property
     def limit(self) -> int:
         """Tokens of a request."""
-        return real_servers.MAX_TOTAL_TOKENS[self.name]
+        return real_servers.MAX_TOTAL_TOKENS
 
     @property
     def long(self) -> int:
@@ -125,7 +128,20 @@ class Server:
         return self.limit * 3 // 4
 
 
-@pytest.fixture(scope="module", params=real_servers.NAMES)
+def _long_but_on(names):
+    return [
+        pytest.param(name, marks=[] if name in names else pytest.mark.long)
+        for name in real_servers.NAMES
+    ]
+
+
+def on(*names):
+    """Has a test run on these servers without --long, too; it runs on the embedded one by default."""
+    params = _long_but_on(names)
+    return pytest.mark.parametrize("running", params, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module", params=_long_but_on(["embedded"]))
 def running(request, tmp_path_factory):
     """A server of the suite, started once."""
     directory = tmp_path_factory.mktemp(request.param)
@@ -331,6 +347,7 @@ async def test_streaming_is_cumulative(server):
     read_completion(json.loads(events[-2]))
 
 
+@on(*real_servers.NAMES)
 @pytest.mark.parametrize(
     "temperature", [*(pytest.param(t, marks=pytest.mark.long) for t in (0.5, 1.0)), 1.7]
 )
@@ -341,6 +358,7 @@ async def test_logprobs_are_after_temperature(server, client, versions, temperat
             assert found.max() <= EXACT
 
 
+@on(*real_servers.NAMES)
 @pytest.mark.parametrize("truncation", [{"top_p": 0.6}, {"top_k": 3}])
 async def test_logprobs_are_before_truncation(server, client, versions, truncation):
     """The log-prob is of the whole vocabulary, the token is of the truncated one."""
@@ -361,6 +379,7 @@ async def test_temperature_zero_takes_the_most_likely_token(server, client, vers
     assert completion.tokens.tolist() == table.argmax(-1).tolist()
 
 
+@on(*real_servers.NAMES)
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_a_push_in_mid_generation_is_exact(server, client, versions, transport):
     """retract: every token's log-prob is that of the version stamped on it, prefix cache included."""
@@ -423,6 +442,7 @@ async def test_a_pause_holds_everything_and_answers_model_info(server, client, v
         assert errors(versions, prompt_of(index), completion).max() <= EXACT
 
 
+@on("embedded", "sglang_jax")
 async def test_a_pause_with_a_lease_ends_by_itself_on_our_servers(server, client, versions):
     if server.name == "sglang":
         pytest.skip("SGLang knows no leases")
@@ -445,6 +465,7 @@ async def test_a_pause_with_abort_gives_back_what_there_is(server, client, versi
         assert errors(versions, prompt_of(index), completion).max() <= EXACT
 
 
+@on(*real_servers.NAMES)
 async def test_an_abort_of_a_whole_id_keeps_the_tokens(server, client, versions):
     async with in_flight(client, server, 12, max_new_tokens=server.long) as requests:
         await client.abort(server.address, rid="0001-0000", timeout_secs=CALL_SECS)
@@ -484,6 +505,7 @@ async def test_an_abort_under_retract_keeps_the_tokens_too(server, client, versi
         assert errors(versions, prompt_of(index), completion).max(initial=0) <= EXACT
 
 
+@on("embedded", "sglang_jax")
 async def test_a_superseded_learner_is_refused_by_our_servers(server, client, versions):
     if server.name == "sglang":
         return
@@ -567,6 +589,7 @@ async def test_a_truncated_checkpoint_is_never_sent(server, client, versions, tm
     assert (await generate(client, server)).versions.tolist() == [1] * 8
 
 
+@on(*real_servers.NAMES)
 async def test_an_altered_checkpoint_is_found_out(server, client, versions, tmp_path):
     """One bit of one weight, the file as long as it was."""
     path = shutil.copytree(versions.path(2), tmp_path / "2")
@@ -622,10 +645,8 @@ MODEL = hf.write_config(CONFIG)
 
 
 def expected(server, **change):
-    limit = real_servers.MAX_TOTAL_TOKENS[server.name]
-    return dataclasses.replace(
-        port.Expected(MODEL, limit, "disk", "THE_KEY", "THE_ADMIN_KEY"), **change
-    )
+    expected = port.Expected(MODEL, server.limit, "disk", "THE_KEY", "THE_ADMIN_KEY")
+    return dataclasses.replace(expected, **change)
 
 
 async def test_a_fit_server_passes_the_preflight_and_keeps_what_it_has(server, client, versions):
@@ -636,6 +657,7 @@ async def test_a_fit_server_passes_the_preflight_and_keeps_what_it_has(server, c
     assert (await generate(client, server)).versions.tolist() == [1] * 8
 
 
+@on(*real_servers.NAMES)
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -674,6 +696,7 @@ async def test_a_wrong_key_is_refused_by_its_setting(server, keys, setting):
             await preflight.check(stranger, server.address, expected(server))
 
 
+@on("sglang")
 async def test_a_push_of_tensors_that_fails_halfway_blocks_no_later_one(
     server, client, versions, monkeypatch
 ):
@@ -748,6 +771,7 @@ async def test_parity_tells_the_right_weights_from_others(server, versions):
     assert verdicts == ["ok", "version"]
 
 
+@on(*real_servers.NAMES)
 @pytest.mark.parametrize("vocab_size", [40, 4000])
 async def test_parity_with_another_vocabulary_is_refused_and_the_server_lives(
     server, client, tmp_path, vocab_size
@@ -786,11 +810,12 @@ async def test_each_route_takes_its_key_alone(server):
             assert (await post(server, route, payload, key=key))[0] == status, (route, key)
 
 
+@on(*real_servers.NAMES)
 @pytest.mark.parametrize(
     ("num_pushes", "only"),
     [
         pytest.param(15, "", id="15"),
-        pytest.param(20, "distributed", id="20-distributed"),
+        pytest.param(20, "distributed", marks=pytest.mark.long, id="20-distributed"),
         pytest.param(200, "", marks=pytest.mark.long, id="long-200"),
     ],
 )
@@ -873,6 +898,7 @@ def chat_tokenizer(tmp_path_factory):
     return HFTokenizer(directory)
 
 
+@on(*real_servers.NAMES)
 @pytest.mark.parametrize("kind", ["environment", "agent"])
 async def test_the_turns_of_a_row_are_exact_over_a_push(
     server, client, versions, chat_tokenizer, kind
@@ -1000,6 +1026,7 @@ async def taking_uploads(server):
         yield f"http://127.0.0.1:{port}", ("stream",)
 
 
+@on("embedded", "sglang_jax")
 @pytest.mark.parametrize(
     "num_pushes", [20, pytest.param(200, marks=pytest.mark.long, id="long-200")]
 )
