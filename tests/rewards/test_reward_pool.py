@@ -249,7 +249,7 @@ async def test_a_reward_that_leaks_slowly_is_recycled_before_it_breaks_its_limit
 @pytest.mark.parametrize("calls_per_process", [1, 7])
 async def test_recycling_loses_no_call_under_load(calls_per_process):
     async with make_pool(3, calls_per_process=calls_per_process) as pool:
-        num_calls = 40 * calls_per_process
+        num_calls = 15 * calls_per_process
         lengths = [(f"length {'x' * i}", "") for i in range(num_calls)]
         pids = asyncio.create_task(pool.score_many([("pid", "")] * num_calls))
         assert await pool.score_many(lengths) == list(range(num_calls))
