@@ -96,6 +96,7 @@ def error(index, completion):
     return np.abs(expected - completion.logprobs).max()
 
 
+@pytest.mark.long
 async def test_a_server_without_an_adapter_of_a_push_samples_nothing(client, address):
     with pytest.raises(ForeignVersionError, match="'default' is not RUN.epoch.version"):
         await generate(client, address, 0)
@@ -129,6 +130,7 @@ async def test_pushes_under_load_are_exact_and_old_adapters_go(
     assert sorted(held, key=int) == [str(first + k) for k in range(1, 4)]
 
 
+@pytest.mark.long
 async def test_a_server_of_smaller_adapters_is_refused(client, address):
     larger = dataclasses.replace(ADAPTERS, rank=8)
     with pytest.raises(port.UnfitServerError, match="of rank ≤ 4 .*--max-lora-rank=8"):
@@ -162,3 +164,37 @@ async def test_a_server_that_cannot_take_the_adapters_is_refused(sglang, info, c
         async with InferenceClient() as client:
             with pytest.raises(port.UnfitServerError, match=message):
                 await preflight.check(client, server.address, expected)
+
+
+TAKES = {
+    "enable_lora": True,
+    "max_lora_rank": 4,
+    "max_loaded_loras": 3,
+    "lora_target_modules": list(ALL.targets),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, ""),
+        ({"lora_target_modules": ["all"], "max_lora_rank": 64, "max_loaded_loras": None}, ""),
+        ({"max_lora_rank": 3}, "of rank ≤ 3 .*--max-lora-rank=4"),
+        ({"max_loaded_loras": 2}, "2 at a time"),
+        ({"lora_target_modules": list(ALL.targets[1:])}, f"--lora-target-modules {ALL.targets[0]}"),
+    ],
+)
+async def test_an_sglang_takes_the_adapters_that_its_flags_allow(change, message):
+    config = {"vocab_size": fake_sglang.VOCAB_SIZE, "num_hidden_layers": 1}
+    expected = port.Expected(config, 256, "disk", "", "", ADAPTERS)
+    with fake_sglang.started(1) as (server,):
+        server.sglang, server.settings = True, TAKES | change
+        server.fail["/load_lora_adapter"] = (400, "lora_name is missing")  # of the empty request
+        async with InferenceClient(adapters=True) as client:
+            if message:
+                with pytest.raises(port.UnfitServerError, match=message):
+                    await preflight.check(client, server.address, expected)
+                return
+            await preflight.check(client, server.address, expected)
+            with pytest.raises(ForeignVersionError, match="'default' is not RUN.epoch.version"):
+                await generate(client, server.address, 0, num_tokens=1)
