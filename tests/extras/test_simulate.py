@@ -467,6 +467,7 @@ def test_devices_are_split_where_both_sides_are_equally_fast():
 
 COSTS = ["--lengths=uniform:1:9", "--request_rate=50", "--server_rate=900", "--step_secs=0.1"]
 COSTS += ["--token_secs=1e-4", "--num_steps=20"]
+SHORT = [*COSTS[:-1], "--num_steps=3"]  # where little is asked of the outcome
 
 
 def test_the_command_takes_sizes_from_a_config_and_flags_before_them(tmp_path, capsys):
@@ -482,14 +483,14 @@ def test_the_command_takes_sizes_from_a_config_and_flags_before_them(tmp_path, c
 
 
 def test_the_command_plans_the_turns_of_an_environment(tmp_path, capsys):
-    config, words = ["--config=configs/tools.py"], ["--turns=2.5", "--tool_secs=2:1", *COSTS]
+    config, words = ["--config=configs/tools.py"], ["--turns=2.5", "--tool_secs=2:1", *SHORT]
     found = planned(tmp_path, *config, *words, "--config.environment.max_turns=3")
     plan, printed = found["plan"], capsys.readouterr().out
     assert (plan["turns"], plan["max_turns"]) == ("2.5", 3)
     assert (plan["tool_secs"], plan["tool_sigma"]) == (2.0, 1.0)
     assert f"run for {found['outcome']['tools_running']:.1f} samples" in printed
     assert found["limit"]["by"] == "the tools" and "limited by         the tools" in printed
-    found = planned(tmp_path, "--config=configs/quickstart.py", *COSTS, "--tool_secs=2")
+    found = planned(tmp_path, "--config=configs/quickstart.py", *SHORT, "--tool_secs=2")
     assert (found["plan"]["turns"], found["plan"]["max_turns"]) == ("1", 0)
     assert (found["plan"]["tool_secs"], found["plan"]["tool_sigma"]) == (2.0, 0.0)
     assert "tools" not in capsys.readouterr().out
@@ -638,7 +639,7 @@ def planned(tmp_path, *words):
 )
 def test_slots_are_those_of_the_kind_of_server(words, slots, tmp_path):
     config = ["--config=configs/quickstart.py", "--config.server.num_slots=16", "--group_size=4"]
-    found = planned(tmp_path, *config, *COSTS, *words)
+    found = planned(tmp_path, *config, *SHORT, *words)
     assert found["plan"]["num_slots"] == slots
 
 
