@@ -1026,7 +1026,6 @@ async def taking_uploads(server):
         yield f"http://127.0.0.1:{port}", ("stream",)
 
 
-@on("embedded", "sglang_jax")
 @pytest.mark.parametrize(
     "num_pushes", [20, pytest.param(200, marks=pytest.mark.long, id="long-200")]
 )
