@@ -226,6 +226,7 @@ def test_flops_of_layers_are_counted_once_each():
     assert anchors.count_flops(config, lowered) == 7 + 10 * size
 
 
+@pytest.mark.long
 def test_the_three_dispatches_end_in_the_gradient_of_the_one_pass():
     """Where the recorded policy is the reference, and the policy the step's first."""
     config, mesh = shapes.model_config(learner.SHAPES["smoke"][0]), shapes.one_device()

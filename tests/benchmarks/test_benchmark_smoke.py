@@ -238,13 +238,13 @@ LONG = pytest.mark.long
         pytest.param(
             "shared_prompts", [["--smoke"]], "shared_prompts", check_shared_prompts, marks=LONG
         ),
-        ("head", [["--smoke", "--rounds=1"]], "head", check_head),
+        pytest.param("head", [["--smoke", "--rounds=1"]], "head", check_head, marks=LONG),
         pytest.param("lora", [["--smoke"]], "lora", check_lora, marks=LONG),
-        ("trajectory_queue", [["--smoke"]], "queue", check_queue),
+        pytest.param("trajectory_queue", [["--smoke"]], "queue", check_queue, marks=LONG),
         pytest.param("rewards", [["--smoke"]], "rewards", check_rewards, marks=LONG),
         pytest.param("sandbox", [["--smoke"]], "sandbox", check_sandbox, marks=boxed),
         ("journal", [["--smoke"]], "journal", check_journal),
-        ("wire", [["--smoke"]], "wire", check_wire),
+        pytest.param("wire", [["--smoke"]], "wire", check_wire, marks=LONG),
     ],
 )
 def test_a_benchmark_runs_in_small_and_writes_its_figures(

@@ -55,13 +55,10 @@ assert again.metrics[-1]["compile/count"] == outcome.metrics[-1]["compile/count"
 """
 
 
+@pytest.mark.long
 @pytest.mark.optimised
 @pytest.mark.parametrize(
-    "frictions",
-    [
-        pytest.param({}, id="clean", marks=pytest.mark.long),
-        pytest.param(FRICTIONS, id="delay and frictions"),
-    ],
+    "frictions", [pytest.param({}, id="clean"), pytest.param(FRICTIONS, id="delay and frictions")]
 )
 def test_a_run_in_one_process_equals_the_real_one_bit_for_bit(frictions, tmp_path):
     # Of the smoke's policy every answer is wrong, which moves no parameter: a longer warm start.
