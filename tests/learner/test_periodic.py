@@ -222,7 +222,7 @@ def synchronous(loss, drop_equal_rewards):
     ("loss", "mesh_shape", "rows"),
     [
         pytest.param(A3PO, ONE, 4, id="A-3PO, one device"),
-        pytest.param(A3PO, TWO, 8, id="A-3PO, two devices"),
+        pytest.param(A3PO, TWO, 8, id="A-3PO, two devices", marks=pytest.mark.long),
         pytest.param(A3PO, EIGHT, 4, id="A-3PO, eight devices"),
         pytest.param(GSPO, ONE, 4, id="GSPO, sequence_mean"),
         pytest.param(RECOMPUTE, ONE, 4, id="recompute, fixed_length, KL to the reference"),
