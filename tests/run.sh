@@ -19,7 +19,7 @@ if ! "$venv/bin/python" -c 'import pip, sys; sys.exit(sys.version_info < (3, 11)
     "$python" -m venv $clear "$venv"
 fi
 mkdir -p "$JAXRL_SERVERS"
-# An environment of a server is made while the tests run; those that need it wait for the process in NAME.pid.
+# An environment of a server is made while the tests run, in the time that they leave; those that need it wait for the process in NAME.pid.
 installs=()
 stop_installs() {
     local pid
@@ -29,7 +29,7 @@ trap stop_installs EXIT
 install() { # NAME COMMAND…
     set -m # In a group of its own, which the trap ends whole.
     (
-        "${@:2}" >"$JAXRL_SERVERS/$1.log" 2>&1 ||
+        nice "${@:2}" >"$JAXRL_SERVERS/$1.log" 2>&1 ||
             echo "no environment of $1 (see $JAXRL_SERVERS/$1.log): its tests will be skipped" >&2
     ) &
     set +m

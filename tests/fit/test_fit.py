@@ -227,7 +227,12 @@ def test_splash_is_the_tpus_kernel_and_its_forward_pass_runs_once():
 
 @TPU
 @pytest.mark.parametrize(
-    ("name", "tokens", "block"), [("v5e-1", 4096, 512), ("v6e-1", 4096, 1024), ("v6e-1", 1280, 256)]
+    ("name", "tokens", "block"),
+    [
+        pytest.param("v5e-1", 4096, 512, marks=pytest.mark.long),
+        pytest.param("v6e-1", 4096, 1024, marks=pytest.mark.long),
+        ("v6e-1", 1280, 256),
+    ],
 )
 def test_splash_has_the_blocks_of_its_target(name, tokens, block):
     mesh = sharding.make_mesh(1, 1, 1, programs.devices_of(target_of(name)))
@@ -248,15 +253,16 @@ def test_splash_has_the_blocks_of_its_target(name, tokens, block):
 
 
 @GPU
+@pytest.mark.long  # For one GPU it compiles below.
 def test_the_learner_compiles_for_gpus():
     fit = compiled("h100-4")
     check_fit(fit)
     assert fit.programs[0].secs == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param("v5e-4", marks=TPU), pytest.param("h100-4", marks=[GPU, pytest.mark.long])],
+    "name", [pytest.param("v5e-4", marks=TPU), pytest.param("h100-4", marks=GPU)]
 )
 def test_offloaded_moments_are_beside_no_program_and_an_update_has_those_of_its_block(name):
     config = dataclasses.replace(CONFIG, num_layers=6, model_dim=512, mlp_dim=2048)
