@@ -258,8 +258,9 @@ def decode_permit(message: pb.Permit) -> Permit:
 
 
 def encode_resume_point(resume_point: ResumePoint) -> pb.Position:
-    outstanding = [encode_permit(p) for p in resume_point.outstanding]
-    return pb.Position(**vars(resume_point) | {"outstanding": outstanding})
+    fields: dict[str, Any] = dict(vars(resume_point))
+    fields["outstanding"] = [encode_permit(p) for p in resume_point.outstanding]
+    return pb.Position(**fields)
 
 
 def decode_resume_point(message: pb.Position) -> ResumePoint:
@@ -296,9 +297,14 @@ def decode_servers(messages: Sequence[pb.ServerRecord]) -> tuple[ServerRecord, .
 
 
 def encode_status(status: QueueStatus) -> pb.StatusReply:
-    roles = [pb.RoleStatus(**vars(r) | {"waits": encode_waits(r.waits)}) for r in status.roles]
-    servers = encode_servers(status.servers)
-    return pb.StatusReply(**vars(status) | {"roles": roles, "servers": servers})
+    roles: list[dict[str, Any]] = [
+        vars(role) | {"waits": encode_waits(role.waits)} for role in status.roles
+    ]
+    fields: dict[str, Any] = vars(status) | {
+        "roles": [pb.RoleStatus(**role) for role in roles],
+        "servers": encode_servers(status.servers),
+    }
+    return pb.StatusReply(**fields)
 
 
 def encode_waits(waits: Sequence[Wait]) -> list[pb.Wait]:
