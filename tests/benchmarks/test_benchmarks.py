@@ -83,9 +83,8 @@ def test_a_run_in_one_process_equals_the_real_one_bit_for_bit(frictions, tmp_pat
         assert process.returncode == 0, process.stdout
 
 
-@pytest.mark.parametrize(
-    "script", [pytest.param(delight_reversal, marks=pytest.mark.long), staleness]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("script", [delight_reversal, staleness])
 def test_a_grid_runs_once_and_is_written_with_its_plot(script, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(script, "BASE", script.BASE | TINY)
     monkeypatch.setattr(script, "SEEDS", (0, 1))

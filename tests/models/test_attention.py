@@ -186,9 +186,9 @@ def test_rows_that_share_prompts_are_attended_to_in_blocks_as_by_the_formula(dty
 @pytest.mark.parametrize(
     ("mesh_shape", "context", "product"),
     [
-        ((2, 2, 2), 1, "[4,2,1024,128]"),
+        pytest.param((2, 2, 2), 1, "[4,2,1024,128]", marks=pytest.mark.long),
         ((2, 1, 2), 2, "[2,1,1024,128]"),
-        ((1, 1, 1), 8, "[4,2,1024,128]"),
+        pytest.param((1, 1, 1), 8, "[4,2,1024,128]", marks=pytest.mark.long),
     ],
 )
 def test_blocks_on_eight_devices_equal_one(mesh_shape, context, product):
@@ -282,8 +282,15 @@ def test_every_kernel_that_settings_name_is_one_of_its_own():
     assert len({attention.of_rows(name, np.ones((1, 4), int))[1] for name in kernels}) == 3
 
 
-@pytest.mark.parametrize("shared_prompts", [False, True])
-@pytest.mark.parametrize("mesh_shape", [None, (2, 1, 2)], ids=["one device", "divided"])
+@pytest.mark.parametrize(
+    ("mesh_shape", "shared_prompts"),
+    [
+        (None, False),
+        pytest.param(None, True, marks=pytest.mark.long),
+        pytest.param((2, 1, 2), False, marks=pytest.mark.long),
+        ((2, 1, 2), True),
+    ],
+)
 def test_splash_equals_xla_in_values_and_gradients_but_on_padding(mesh_shape, shared_prompts):
     q, k, v = _qkv(4, B=2, T=256, H=4, N=2, C=16)
     segment_ids = np.repeat([[1, 2, 0], [1, 2, 3]], [60, 140, 56], axis=1).astype(np.int32)
@@ -332,7 +339,9 @@ def test_cudnn_is_handed_the_mask_and_the_groups_of_heads_as_xla_reads_them(monk
 
 @pytest.mark.optimised
 @compilers.needs("tpu")
-@pytest.mark.parametrize(("shared_prompts", "num_kernels"), [(False, 3), (True, 6)])
+@pytest.mark.parametrize(
+    ("shared_prompts", "num_kernels"), [pytest.param(False, 3, marks=pytest.mark.long), (True, 6)]
+)
 def test_the_tpu_compiler_gets_splash_once_forwards_and_twice_backwards_a_pass(
     monkeypatch, shared_prompts, num_kernels
 ):

@@ -36,6 +36,7 @@ def jaxrl(*words):
     return done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.optimised
 def test_a_run_of_several_turns_is_replayed_bit_for_bit_and_reported_as_a_conversation(
     verb, tmp_path
