@@ -1,8 +1,4 @@
-"""Attention masks and grouped-query attention, with a kernel per platform. Independent of layers and positions.
-
-N divides H: query head h reads key/value head h // (H / N). Results have the shape of q and the dtype of v; scores
-and softmax are float32.
-"""
+"""Attention masks and grouped-query attention, with a kernel per platform. Independent of layers and positions."""
 
 import functools
 import math
@@ -135,7 +131,13 @@ def causal_attention(q_BTHC, k_BTNC, v_BTNC, ids):
     arXiv 2307.08691), in plain XLA.
 
     Args:
+      q_BTHC: [B, T, H, C].
+      k_BTNC: [B, T, N, C]; N divides H.
+      v_BTNC: [B, T, N, C].
       ids: (segment_ids,) or (segment_ids, prefix_ids), as in `causal_mask`, or those of `in_window`.
+
+    Returns:
+      [B, T, H, C] in the dtype of v. Scores and softmax are float32.
     """
     tokens = _tokens_of(*ids)
     if axes.size(q_BTHC, axes.COLUMNS) == 1:
@@ -144,7 +146,7 @@ def causal_attention(q_BTHC, k_BTNC, v_BTNC, ids):
 
 
 def attention(q_BTHC, k_BSNC, v_BSNC, mask_BTS):
-    """Grouped-query attention.
+    """Grouped-query attention; query head h reads key/value head h // (H / N).
 
         softmax_s(q · k_s / √C  where mask, else −∞) · v
 
@@ -152,13 +154,29 @@ def attention(q_BTHC, k_BSNC, v_BSNC, mask_BTS):
     arXiv 2305.13245).
 
     Args:
-      mask_BTS: bool, True = may attend; at least one True for each query.
+      q_BTHC: [B, T, H, C].
+      k_BSNC: [B, S, N, C]; N divides H.
+      v_BSNC: [B, S, N, C].
+      mask_BTS: bool [B, T, S], True = may attend; at least one True for each query.
+
+    Returns:
+      [B, T, H, C] in the dtype of v. Scores and softmax are float32.
     """
     return cached_attention(q_BTHC, k_BSNC.swapaxes(1, 2), v_BSNC.swapaxes(1, 2), mask_BTS)
 
 
 def cached_attention(q_BTHC, k_BNSC, v_BNSC, mask_BTS):
-    """`attention` to keys and values in a cache's layout, heads before tokens, which the products read in order."""
+    """`attention` to keys and values in a cache's layout, heads before tokens, which the products read in order.
+
+    Args:
+      q_BTHC: [B, T, H, C].
+      k_BNSC: [B, N, S, C]; N divides H.
+      v_BNSC: [B, N, S, C].
+      mask_BTS: bool [B, T, S], True = may attend; at least one True for each query.
+
+    Returns:
+      [B, T, H, C] in the dtype of v. Scores and softmax are float32.
+    """
     B, T, H, C = q_BTHC.shape
     N = k_BNSC.shape[1]
     G = H // N
@@ -185,7 +203,10 @@ def splash_attention(q_BTHC, k_BTNC, v_BTNC, ids):
     logarithms of their softmax's sums. A key head is read by its query heads where it lies.
 
     Args:
-      ids: (segment_ids,) or (segment_ids, prefix_ids), int32 [B, T] each; T is a multiple of 128.
+      q_BTHC: [B, T, H, C], T a multiple of 128.
+      k_BTNC: [B, T, N, C]; N divides H.
+      v_BTNC: [B, T, N, C].
+      ids: (segment_ids,) or (segment_ids, prefix_ids), int32 [B, T] each.
     """
     tokens = _tokens_of(*ids)
     if tokens.first is not None:
