@@ -217,14 +217,15 @@ class InferenceClient:
         options = {"data": body, "headers": headers, "timeout": timeout, "allow_redirects": False}
         send = functools.partial(self._session.request, method, address + route, **options)
         try:
-            try:
-                response = await send()
-            except aiohttp.ClientOSError as error:
-                # The server has closed a connection at rest, and nothing was sent.
-                unsent = isinstance(error.__cause__, aiohttp.ClientConnectionResetError)
-                if not unsent or not isinstance(body, bytes):
-                    raise
-                response = await send()
+            async with asyncio.timeout(timeout_secs):  # of both attempts
+                try:
+                    response = await send()
+                except aiohttp.ClientOSError as error:
+                    # The server has closed a connection at rest, and nothing was sent.
+                    unsent = isinstance(error.__cause__, aiohttp.ClientConnectionResetError)
+                    if not unsent or not isinstance(body, bytes):
+                        raise
+                    response = await send()
             async with response:
                 yield response
         except TimeoutError:
