@@ -46,6 +46,7 @@ def expected_of(settings: Settings, config: Any) -> Expected:
         api_key_env=settings.server.api_key_env,
         admin_api_key_env=settings.server.admin_api_key_env,
         adapters=adapters,
+        insecure=settings.security.insecure,
     )
 
 

@@ -6,8 +6,8 @@ not answer yet is not refused. The questions are the kinds'; versions, pushes an
 
 import time
 
+from jaxrl_async.servers import kinds
 from jaxrl_async.servers.client import InferenceClient
-from jaxrl_async.servers.kinds import sglang
 from jaxrl_async.servers.kinds.checks import Checks, wrong_key
 from jaxrl_async.servers.kinds.sglang_api import SglangApi
 from jaxrl_async.servers.port import Expected, ServerError, UnfitServerError
@@ -51,7 +51,7 @@ async def check(
             raise wrong_key(error, expected, "server.api_key_env", "--api-key") from error
         if error.status == 404:
             left = max(deadline - time.monotonic(), 1e-3)
-            reason = await sglang.remedy(client, address, timeout_secs=left)
+            reason = await kinds.remedy(client, address, timeout_secs=left)
             raise UnfitServerError(address, error.route, reason) from error
         raise
     await server.preflight(expected, deadline=deadline)

@@ -106,6 +106,7 @@ class Expected:
     api_key_env: str  # server.api_key_env, for messages
     admin_api_key_env: str  # server.admin_api_key_env, for messages
     adapters: Adapters | None = None  # of a run that trains them
+    insecure: bool = False  # security.insecure
 
 
 @dataclasses.dataclass(frozen=True)

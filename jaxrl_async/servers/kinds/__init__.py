@@ -21,6 +21,7 @@ TABLE: dict[str, tuple[str, str]] = {
     "embedded": ("/model_info", f"{_ROOM}.embedded:Embedded"),
     "relayed": ("/model_info", f"{_ROOM}.sglang:Relayed"),
     "sglang": ("/model_info", f"{_ROOM}.sglang:Sglang"),
+    "vllm": ("/weight_info", f"{_ROOM}.vllm:Vllm"),
 }
 
 
@@ -49,6 +50,17 @@ async def recognise(
             if of_kind == route and (kind := names.load(name)).recognises(info):
                 return kind, info
     raise missing or ServerError(address, routes[0], "it is of no known kind", retryable=False)
+
+
+async def remedy(client: "InferenceClient", address: str, *, timeout_secs: float) -> str:
+    """The reason why a server is of no kind, with what to do."""
+    deadline = time.monotonic() + timeout_secs
+    for _, name in TABLE.values():
+        left = max(deadline - time.monotonic(), 1e-3)
+        reason = await names.load(name).remedy(client, address, timeout_secs=left)
+        if reason is not None:
+            return reason
+    return "no such route: this is no inference server of a known kind (" + ", ".join(TABLE) + ")"
 
 
 def presumed() -> type["HttpKind"]:

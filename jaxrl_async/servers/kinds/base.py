@@ -28,6 +28,13 @@ class HttpKind:
         """Whether this is what a server of the kind answers."""
         return True
 
+    @classmethod
+    async def remedy(
+        cls, client: InferenceClient, address: str, *, timeout_secs: float
+    ) -> str | None:
+        """What to do about a server of the kind that lacks its information route; None: it is none of the kind."""
+        return None
+
     def difference(self, info: Mapping[str, Any], name: str, digest: str | None) -> str | None:
         """The difference between a report and the weights of that name and digest, in words; None: none."""
         held, found = info.get(protocol.WEIGHT_VERSION), info.get(protocol.WEIGHT_DIGEST, digest)

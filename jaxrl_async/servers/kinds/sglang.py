@@ -313,6 +313,26 @@ class Sglang(SglangApi):
                 f"with {_flags(wanted)}",
             )
 
+    @classmethod
+    async def remedy(
+        cls, client: InferenceClient, address: str, *, timeout_secs: float
+    ) -> str | None:
+        """What to do about a router, a plain SGLang-JAX or an SGLang of another version."""
+        info = await cls(client, address).optional("/get_server_info", timeout_secs=timeout_secs)
+        if "router_manager" in info or "workers_count" in info:
+            return (
+                "this is a router, which passes on requests alone: put it in server.addresses, and the servers "
+                "behind it in server.control_addresses"
+            )
+        if any("precompile" in key for key in info):
+            return (
+                "this is a plain SGLang-JAX, which has no routes for weights: start "
+                "jaxrl_async/extras/sglang_jax/server.py with the same flags in place of sgl_jax.launch_server"
+            )
+        if version := info.get("version"):
+            return f"SGLang {version} has no such route: install 0.5.23, which is tested"
+        return None
+
     async def _check_tensors(self, checks: Checks) -> None:
         """Counts the layers by the names of tensors: a push of another count loads, and serves garbage."""
         settings = await self.optional("/server_info", **checks.left())
@@ -335,25 +355,6 @@ class Relayed(Sglang, Intake):
     def recognises(cls, info: Mapping[str, Any]) -> bool:
         """The sidecar says so."""
         return bool(info.get(protocol.HANDS_ON))
-
-
-async def remedy(client: InferenceClient, address: str, *, timeout_secs: float) -> str:
-    """The reason why a server is of no kind, with what to do."""
-    server = SglangApi(client, address)
-    info = await server.optional("/get_server_info", timeout_secs=timeout_secs)
-    if "router_manager" in info or "workers_count" in info:
-        return (
-            "this is a router, which passes on requests alone: put it in server.addresses, and the servers "
-            "behind it in server.control_addresses"
-        )
-    if any("precompile" in key for key in info):
-        return (
-            "this is a plain SGLang-JAX, which has no routes for weights: start "
-            "jaxrl_async/extras/sglang_jax/server.py with the same flags in place of sgl_jax.launch_server"
-        )
-    if version := info.get("version"):
-        return f"SGLang {version} has no such route: install 0.5.23, which is tested"
-    return "no such route: this is no inference server with SGLang's API"
 
 
 def buckets(stored: StoredVersion, max_bytes: int) -> list[list[str]]:

@@ -1,0 +1,59 @@
+"""A worker extension for vLLM (`--worker-extension-cls jaxrl_async.extras.vllm.Extension`), for what its routes lack.
+
+- Weights that stay loadable. On a CPU vLLM packs its linear layers when they are loaded, and drops what it packed: a
+  reload then changes norms and embeddings, and leaves the layers between them at the version before. Without packing,
+  a layer computes with its weight as it is. Nothing is changed on other devices.
+- Versions for a server that was started without weights (`--load-format dummy`), which vLLM itself does not reload.
+- The shape of its model.
+
+Imported by vLLM's own processes, in vLLM's environment: it needs the files of this package, and nothing that this
+package needs.
+"""
+
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers import utils
+from vllm.platforms import current_platform
+
+
+class Extension:
+    """Methods of each worker, which `/collective_rpc` calls."""
+
+    model_runner: Any
+    vllm_config: Any
+
+    def load_version(self, path: str) -> None:
+        """Loads the tensors of a version's directory, in Hugging Face's layout and names."""
+        with set_current_vllm_config(self.vllm_config):
+            self.model_runner.reload_weights(weights_iterator=_tensors(pathlib.Path(path)))
+
+    def model_shape(self) -> dict[str, Any]:
+        """Its model's config.json, as vLLM has read it."""
+        config = self.vllm_config.model_config.hf_config
+        return {"architectures": config.architectures} | config.get_text_config().to_dict()
+
+
+def _tensors(directory: pathlib.Path) -> Iterator[tuple[str, torch.Tensor]]:
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"{directory} has no *.safetensors")
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118, a handle of safetensors is no mapping
+                yield name, tensors.get_tensor(name)
+
+
+def _keep(layer: torch.nn.Module, remove_weight: bool) -> None:
+    """In the place of vLLM's `dispatch_cpu_unquantized_gemm`."""
+    del remove_weight
+    if layer.weight.ndim == 2:
+        layer.cpu_linear = torch.nn.functional.linear
+
+
+if current_platform.is_cpu():
+    utils.dispatch_cpu_unquantized_gemm = _keep

@@ -1,0 +1,392 @@
+"""vLLM ≥ 0.32, in its development mode: tokens in, tokens out, and weights from a directory that it can see.
+
+It verifies nothing itself, and on a CPU its own reload changes a part of the weights alone: weights have no version's
+name until the digest of every tensor, as it lies on the device, is that of the version. Adapters are loaded without a
+pause; a request names the newest, and keeps it.
+
+A vLLM that takes part is started with FLAGS; docs/servers.md says what each is for.
+"""
+
+import functools
+import hashlib
+import os
+import re
+import uuid
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+from jaxrl_async.security import is_loopback
+from jaxrl_async.servers import port
+from jaxrl_async.servers.client import InferenceClient
+from jaxrl_async.servers.completions import checked_completion, read_version
+from jaxrl_async.servers.kinds import checksums
+from jaxrl_async.servers.kinds.base import HttpKind
+from jaxrl_async.servers.kinds.checks import Checks
+from jaxrl_async.versions import protocol
+
+GENERATE = "/inference/v1/generate"
+ABORT = "/inference/v1/abort_requests"
+RPC = "/collective_rpc"
+CHECKSUMS = "/weight_checker"
+RENAME = "/update_weight_version"
+LOAD_ADAPTER = "/v1/load_lora_adapter"
+UNLOAD_ADAPTER = "/v1/unload_lora_adapter"
+MODELS = "/v1/models"
+SETTINGS = "/server_info"
+OLDEST = (0, 32)
+EXTENSION = "jaxrl_async.extras.vllm.Extension"
+FLAGS = (
+    "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs "
+    f"--worker-extension-cls {EXTENSION}"
+)
+
+
+class Vllm(HttpKind):
+    """One vLLM server."""
+
+    INFO = "/weight_info"
+    WAYS: ClassVar = {"disk": (CHECKSUMS, RENAME, RPC)}
+    ADAPTER_WAYS: ClassVar = {"disk": (LOAD_ADAPTER, RENAME)}
+
+    def __init__(self, client: InferenceClient, address: str):
+        super().__init__(client, address)
+        self._running: set[str] = set()  # ids of this process's requests
+
+    @classmethod
+    def recognises(cls, info: Mapping[str, Any]) -> bool:
+        """It alone has the route."""
+        return protocol.WEIGHT_VERSION in info
+
+    # Sampling.
+
+    async def generate(self, request: port.Request, *, timeout_secs: float) -> port.Completion:
+        """Samples one completion; with adapters, by the newest, whose name its tokens get."""
+        adapter = None
+        if request.adapters:
+            info = await self.report(timeout_secs=timeout_secs)
+            adapter = self._newest_adapter(info, request.run_id)
+        body = {"request_id": request.rid, "token_ids": request.input_ids}
+        body |= {"sampling_params": _sampling(request)} | ({"model": adapter} if adapter else {})
+        self._running.add(request.rid)
+        try:
+            answer = await self.post(GENERATE, body, timeout_secs, is_control=False)
+        finally:
+            self._running.discard(request.rid)
+        try:
+            return _completion(answer, request, adapter)
+        except port.ForeignWeightsError as error:
+            raise port.ForeignVersionError(
+                self.address, GENERATE, str(error), retryable=True
+            ) from error
+        except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
+            raise self.malformed(GENERATE, error, f"answer to {request.rid}") from error
+
+    def _newest_adapter(self, info: Mapping[str, Any], run_id: str) -> str:
+        try:
+            read_version(name := info.get(protocol.WEIGHT_VERSION), run_id)
+        except port.ForeignWeightsError as error:
+            raise port.ForeignVersionError(
+                self.address, self.INFO, str(error), retryable=True
+            ) from error
+        return str(name)
+
+    async def abort(self, rid: str | None, *, timeout_secs: float) -> None:
+        """Ends every request of this process whose id starts with `rid`, or all of the server when it is None."""
+        if rid is None:
+            await self.post("/abort_requests", {}, timeout_secs)
+            return
+        ids = {rid, *(running for running in self._running if running.startswith(rid))}
+        # vLLM's key, if it has one, guards this route as it does generation.
+        await self.post(ABORT, {"request_ids": sorted(ids)}, timeout_secs, is_control=False)
+
+    # Pushes.
+
+    async def pause(self, *, mode: str, timeout_secs: float, lease_secs: float = 0.0) -> None:
+        """As of `port.Pausable`; requests stay, and "retract" drops what was computed of them."""
+        await self.post("/pause?mode=keep", {}, timeout_secs, is_short=True)
+        if mode == "in_place":
+            return
+        route = "/reset_prefix_cache?reset_running_requests=true"
+        answer = await self.post(route, {}, timeout_secs, is_short=True)
+        if answer.get("success") is not True:
+            reason = "some blocks of its cache are still held"
+            raise port.ServerError(self.address, route, reason, retryable=True)
+
+    async def continue_(self, *, timeout_secs: float) -> None:
+        """Ends a pause."""
+        await self.post("/resume", {}, timeout_secs, is_short=True)
+
+    async def rename(self, name: str, *, timeout_secs: float) -> None:
+        """Renames the weights that it holds. Earlier tokens keep their name."""
+        await self.post(RENAME, {"new_version": name}, timeout_secs, is_short=True)
+
+    async def disk(self, push: port.Push) -> None:
+        """The server reads the version from a directory that it can see."""
+        if push.stored.is_adapter:
+            await self._add_adapter(push)
+            return
+        settings = await self.settings(timeout_secs=push.left())
+        expected = await checksums.expect(
+            self.address, push.stored, settings, timeout_secs=push.left()
+        )
+        async with push.paused(self, functools.partial(self._verify, push, expected)):
+            key, method = "path", "load_version"
+            if not _is_extended(settings["vllm"]):
+                key, method = "weights_path", "reload_weights"
+            await self._rpc(method, push.left(), **{key: os.fspath(push.stored)})
+
+    async def _rpc(self, method: str, timeout_secs: float, **kwargs: Any) -> list[Any]:
+        """Calls a method of every worker; the answers of all."""
+        call = {"method": method, "kwargs": kwargs, "timeout": timeout_secs}
+        return (await self.post(RPC, call, timeout_secs)).get("results") or []
+
+    async def _verify(self, push: port.Push, expected: checksums.Expected) -> None:
+        """Raises ServerError where it holds other weights than the version's; else they get its name."""
+        found = await self.checksums(timeout_secs=push.left())
+        if (reason := checksums.difference(found, expected)) is not None:
+            raise port.ServerError(self.address, CHECKSUMS, reason, retryable=False)
+        await self.rename(push.name, timeout_secs=push.left())
+        await self.verify_name(push)
+
+    async def checksums(self, *, timeout_secs: float) -> dict[str, str]:
+        """The first 8 bytes of the SHA-256 of each tensor of its first rank, in hex, by vLLM's (fused) names."""
+        answer = await self.post(CHECKSUMS, {"action": "checksum"}, timeout_secs)
+        found = {}
+        try:
+            for key, digest in answer["checksums"].items():
+                ranks, name = _RANKS.fullmatch(key).groups()  # type: ignore[union-attr]
+                if set(re.findall("[0-9]+", ranks)) == {"0"}:
+                    found[name.replace(".base_layer.", ".")] = digest[:16]
+        except (AttributeError, KeyError, TypeError) as error:
+            raise self.malformed(CHECKSUMS, error) from error
+        return found
+
+    async def settings(self, *, timeout_secs: float) -> dict[str, Any]:
+        """Its configuration, in the words of `checksums.expect`, with vLLM's own as "vllm"."""
+        answer = await self.get(f"{SETTINGS}?config_format=json", timeout_secs)
+        try:
+            found = answer["vllm_config"]
+            parallel, model = found["parallel_config"], found["model_config"]
+            size = parallel["tensor_parallel_size"] * parallel["pipeline_parallel_size"]
+            # Digests are of the bytes in the host's memory, on every device.
+            return {
+                "vllm": found,
+                "device": "cpu",
+                "tp_size": size,
+                "dtype": str(model["dtype"]).removeprefix("torch."),
+            }
+        except (KeyError, TypeError) as error:
+            raise self.malformed(SETTINGS, error) from error
+
+    async def _add_adapter(self, push: port.Push) -> None:
+        """Gives the server one more adapter, which new requests then ask for, and removes old ones first."""
+        push.check_wanted()
+        held = [model["id"] for model in await self._models(push.left()) if model.get("parent")]
+        others = [name for name in held if name != push.name]
+        for old in others[: max(len(others) - push.options.keep_adapters, 0)]:
+            await self.post(UNLOAD_ADAPTER, {"lora_name": old}, push.left(), is_control=False)
+        if push.name not in held:  # A name has the same weights for ever.
+            load = {"lora_name": push.name, "lora_path": os.fspath(push.stored)}
+            await self.post(LOAD_ADAPTER, load, push.left(), is_control=False)
+        await self.rename(push.name, timeout_secs=push.left())
+        await self.verify_name(push)
+
+    async def _models(self, timeout_secs: float) -> list[dict[str, Any]]:
+        """What it serves: its model, and its adapters, the oldest first."""
+        answer = await self.get(MODELS, timeout_secs)
+        try:
+            return [dict(model, id=model["id"]) for model in answer["data"]]
+        except (KeyError, TypeError) as error:
+            raise self.malformed(MODELS, error) from error
+
+    # The preflight.
+
+    async def preflight(self, expected: port.Expected, *, deadline: float) -> None:
+        """Names what its command line lacks, and compares model, context length and adapters."""
+        checks = Checks(self, expected, deadline)
+        self._check_port(checks)
+        await self._check_release(checks)
+        await checks.admin_key(self.continue_)
+        models = await checks.answer(functools.partial(self.get, MODELS))
+        settings = (await self.settings(**checks.left()))["vllm"]
+        self._check_flags(checks, settings)
+        await checks.routes(self.ADAPTER_WAYS if expected.adapters else self.WAYS)
+        if expected.adapters:
+            _check_adapters(checks, expected.adapters, settings["lora_config"])
+        answer = await checks.answer(self._sample_one)
+        await self._check_model(checks, settings)
+        limit = (models.get("data") or [{}])[0].get("max_model_len")
+        checks.context({"--max-model-len": limit})
+        if not answer["choices"][0].get("weight_versions"):
+            raise checks.unfit(GENERATE, f"its tokens carry no weight_versions: {TESTED}")
+
+    def _check_port(self, checks: Checks) -> None:
+        host = re.sub(r"^https?://|:[0-9]+$", "", self.address)
+        if not (is_loopback(host) or checks.expected.insecure):
+            raise checks.unfit(
+                self.INFO,
+                "whoever reaches this port can pause it and change its weights, as vLLM's key guards generation "
+                "alone: put a sidecar with a key before it, or set security.insecure = True on a network that is trusted",
+            )
+
+    async def _check_release(self, checks: Checks) -> None:
+        found = str((await self.get("/version", **checks.left())).get("version"))
+        if (match := _RELEASE.match(found)) and (int(match[1]), int(match[2])) < OLDEST:
+            raise checks.unfit("/version", f"it is vLLM {found}: {TESTED}")
+
+    def _check_flags(self, checks: Checks, settings: Mapping[str, Any]) -> None:
+        def lacks(flag: str, why: str) -> port.UnfitServerError:
+            return checks.unfit(SETTINGS, f"{why}: start it with {flag}, as in `{FLAGS}`")
+
+        mode = settings["model_config"].get("logprobs_mode")
+        if mode != "processed_logprobs":
+            why = f"its log-probs are {mode}, not those of the distribution that it samples from"
+            raise lacks("--logprobs-mode processed_logprobs", why)
+        if "cpu" in settings["device_config"].values() and not _is_extended(settings):
+            why = "on a CPU it packs its linear layers, which a push would then not change"
+            raise lacks(f"--worker-extension-cls {EXTENSION}", why)
+
+    async def _check_model(self, checks: Checks, settings: Mapping[str, Any]) -> None:
+        """Compares the model as the extension, its config.json and a refusal tell it."""
+        told = {"model_path": settings["model_config"]["model"]}
+        if _is_extended(settings):
+            (shape, *_) = await self._rpc("model_shape", **checks.left())
+            told |= shape
+        self.info = {**self.info, **told}
+        checks.model()
+        await checks.vocabulary(self._vocab_size)
+
+    async def _vocab_size(self, *, timeout_secs: float) -> int | None:
+        """Its vocabulary, which it names when it refuses a bias on a token beyond it."""
+        sampling = {"max_tokens": 1, "logit_bias": {str(2**31 - 1): 0.0}}
+        body = {"token_ids": [0], "sampling_params": sampling}
+        try:
+            await self.post(GENERATE, body, timeout_secs, is_control=False)
+        except port.ServerError as error:
+            if error.status != 400:
+                raise
+            match = _VOCAB_REFUSAL.search(error.reason)
+            return int(match[1]) if match else None
+        return None
+
+    async def has_route(self, route: str, *, timeout_secs: float) -> bool:
+        """Whether a route exists; a key of vLLM guards those under /v1, as it does generation."""
+        is_control = not route.startswith("/v1/")
+        try:
+            await self.post(route, {}, timeout_secs, is_control=is_control)
+        except port.ServerError as error:
+            if error.status is None or error.status >= 500:
+                raise
+            return error.status not in (401, 403, 404, 405)
+        return True
+
+    async def _sample_one(self, *, timeout_secs: float) -> dict[str, Any]:
+        """The whole answer to a request of one token after token 0, which every vocabulary has."""
+        body = {"request_id": f"preflight-{uuid.uuid4().hex}", "token_ids": [0]}
+        body |= {"sampling_params": {"max_tokens": 1, "logprobs": 0, "seed": 0}}
+        try:
+            return await self.post(GENERATE, body, timeout_secs, is_control=False)
+        except port.ServerError as error:
+            if error.status != 403 or "scale" not in error.reason:
+                raise
+            reason = f"{error.reason}: start it with --enable-scale-out, as in `{FLAGS}`"
+            raise port.UnfitServerError(self.address, GENERATE, reason) from error
+
+    @classmethod
+    async def remedy(
+        cls, client: InferenceClient, address: str, *, timeout_secs: float
+    ) -> str | None:
+        """What to do about a vLLM whose information route is missing."""
+        server = cls(client, address)
+        try:
+            found = str((await server.get("/version", timeout_secs)).get("version"))
+        except port.ServerError:
+            return None
+        match = _RELEASE.match(found)
+        if match and (int(match[1]), int(match[2])) < OLDEST:
+            return f"it is vLLM {found}: {TESTED}"
+        return f"vLLM {found} takes weights in its development mode alone: start it by `{FLAGS}`"
+
+
+def _is_extended(settings: Mapping[str, Any]) -> bool:
+    return settings["parallel_config"].get("worker_extension_cls") == EXTENSION
+
+
+def _check_adapters(
+    checks: Checks, wanted: port.Adapters, found: Mapping[str, Any] | None
+) -> None:
+    if not wanted.has_base_files:
+        raise checks.unfit(
+            LOAD_ADAPTER,
+            "the base of the adapters is made by the run itself, and vLLM takes adapters alone: set model.path, "
+            "without a warm start, or use embedded servers",
+        )
+    flags = (
+        f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora --max-lora-rank={wanted.rank} "
+        f"--max-loras={wanted.kept + 1}"
+    )
+    rank = (found or {}).get("max_lora_rank") or 0
+    loaded = (found or {}).get("max_loras") or 0
+    if rank < wanted.rank or loaded <= wanted.kept:
+        raise checks.unfit(
+            SETTINGS,
+            f"it takes {loaded} adapters of rank ≤ {rank} at a time: start it with {flags}",
+        )
+
+
+def _sampling(request: port.Request) -> dict[str, Any]:
+    """A request's parameters by vLLM's names, which also keep a server's own preferences out."""
+    given = dict(request.sampling_params)
+    seed = given.pop("sampling_seed", None)
+    params = {
+        "max_tokens": given.pop("max_new_tokens"),
+        "logprobs": 0,  # of the sampled token
+        "ignore_eos": True,  # stop_token_ids are all that ends a row.
+        "detokenize": False,
+    }
+    if given.get("top_k", 1) < 1:
+        given["top_k"] = 0
+    if seed is not None:
+        params["seed"] = stream_seed(int(seed), len(request.input_ids))
+    return given | params
+
+
+def stream_seed(seed: int, position: int) -> int:
+    """The seed of a request whose first new token is at this position of its row.
+
+    vLLM's stream begins anew with each request. A row that goes on in a second request must not get the numbers of
+    its first tokens again.
+    """
+    digest = hashlib.blake2b(f"{seed}/{position}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") & 0x7FFFFFFF
+
+
+def _completion(
+    answer: Mapping[str, Any], request: port.Request, adapter: str | None
+) -> port.Completion:
+    (choice,) = answer["choices"]
+    ids, reason = choice["token_ids"] or [], choice["finish_reason"]
+    if reason not in ("stop", "length", "abort"):
+        raise ValueError(f"finish_reason {reason!r} is not stop, length or abort")
+    if not ids and reason != "abort":
+        raise ValueError(f"no token_ids, and finish_reason is {reason!r}")
+    content = (choice.get("logprobs") or {}).get("content") or []
+    if len(content) != len(ids):
+        raise ValueError(f"{len(ids)} token_ids, but {len(content)} log-probs")
+    if [item.get("token_id", id) for item, id in zip(content, ids, strict=True)] != ids:
+        raise ValueError(f"the ids of logprobs are not token_ids ({len(ids)} tokens)")
+    spans = choice.get("weight_versions") or ()
+    named = adapter if adapter is not None else "0" if request.any_weights else None
+    if named is not None:
+        spans = [{"version": named, "start": 0, "end": len(ids)}]
+    logprobs = np.array([item["logprob"] for item in content], np.float32)
+    run_id = "" if request.any_weights else request.run_id
+    return checked_completion(ids, logprobs, spans, reason, run_id)
+
+
+TESTED = "vLLM 0.32 is tested; install it or a later one"
+_RANKS = re.compile(r"((?:[a-z]+[0-9]+:)*)(.*)")
+_VOCAB_REFUSAL = re.compile(r"Vocabulary size: ([0-9]+)")
+_RELEASE = re.compile(r"([0-9]+)\.([0-9]+)")
