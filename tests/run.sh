@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Passes the tests: makes its environments, installs, runs. `--long` adds what takes minutes, `--part=i/n` runs a part of n.
 #
-# Real SGLang and SGLang-JAX servers and the SGLang router get environments of their own under $JAXRL_SERVERS (.venv-servers). Where one
-# cannot be made, its tests are skipped and say so; with JAXRL_REQUIRE_SERVERS=1, as under CI, that is a failure.
+# Real SGLang and SGLang-JAX servers, the SGLang router and, with --long, vLLM get environments of their own under
+# $JAXRL_SERVERS (.venv-servers). Where one cannot be made, its tests are skipped and say so; with JAXRL_REQUIRE_SERVERS=1, as under CI, that is a failure.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${JAXRL_TEST_VENV:-.venv-test}
@@ -36,7 +36,9 @@ install() { # NAME COMMAND…
     installs+=($!)
     echo $! >"$JAXRL_SERVERS/$1.pid"
 }
-for server in router sglang sglang_jax; do
+servers="router sglang sglang_jax"
+case " $* " in *" --long "*) servers="$servers vllm" ;; esac
+for server in $servers; do
     install "$server" "tests/real/$server.sh" install "$JAXRL_SERVERS/$server"
 done
 stamp=$(cat setup.cfg pyproject.toml | sha256sum)

@@ -44,7 +44,7 @@ def _tensors(directory: pathlib.Path) -> Iterator[tuple[str, torch.Tensor]]:
         raise FileNotFoundError(f"{directory} has no *.safetensors")
     for file in files:
         with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118, a handle of safetensors is no mapping
+            for name in tensors.keys():
                 yield name, tensors.get_tensor(name)
 
 

@@ -1,8 +1,8 @@
-"""One suite for the three servers: embedded, SGLang, SGLang-JAX. What the client relies on, and where they differ.
+"""One suite for the four servers: embedded, SGLang, SGLang-JAX, vLLM. What the client relies on, and where they differ.
 
 Every log-prob is compared with the learner's own forward pass, under the version which the server stamped on its
-token. SGLang and SGLang-JAX are the real ones (tests/fixtures/real_servers.py): without --long they run what holds a
-promise of docs/trust.md, and what shows that log-probs are exact over a push.
+token. The others are the real ones (tests/fixtures/real_servers.py): without --long SGLang and SGLang-JAX run what
+holds a promise of docs/trust.md, and what shows that log-probs are exact over a push; vLLM runs with --long alone.
 """
 
 import asyncio
@@ -128,17 +128,26 @@ class Server:
         return self.limit // 2 if self.name == "sglang_jax" else self.limit * 3 // 4
 
 
-def _long_but_on(names):
-    return [
-        pytest.param(name, marks=[] if name in names else pytest.mark.long)
-        for name in real_servers.NAMES
-    ]
+SPEAK_SGLANG = tuple(name for name in real_servers.NAMES if name != "vllm")
 
 
-def on(*names):
+def _long_but_on(names, of=real_servers.NAMES):
+    always = set(names) - {"vllm"}
+    return [pytest.param(name, marks=[] if name in always else pytest.mark.long) for name in of]
+
+
+def on(*names, of=real_servers.NAMES):
     """Has a test run on these servers without --long, too; it runs on the embedded one by default."""
-    params = _long_but_on(names)
+    params = _long_but_on(names, of)
     return pytest.mark.parametrize("running", params, indirect=True, scope="module")
+
+
+# For tests of SGLang's routes, and of what a sidecar adds to them.
+on_sglang_api = functools.partial(on, of=SPEAK_SGLANG)
+
+
+async def kind_of(client, server):
+    return await client.recognise(server.address, timeout_secs=CALL_SECS)
 
 
 @pytest.fixture(scope="module", params=_long_but_on(["embedded"]))
@@ -161,7 +170,7 @@ async def client():
 @pytest.fixture
 async def server(running, client, versions):
     """The server, unpaused, idle, with version 1."""
-    await SglangApi(client, running.address).continue_(timeout_secs=CALL_SECS)
+    await (await kind_of(client, running)).continue_(timeout_secs=CALL_SECS)
     await client.abort(running.address, rid=None, timeout_secs=CALL_SECS)
     await push(client, running, versions, 1)
     return running
@@ -246,7 +255,7 @@ async def aborted_by(client, server, abort):
         async with in_flight(client, server, MANY, max_new_tokens=server.long) as requests:
             await abort()
             completions = [await task for task in requests]
-            await SglangApi(client, server.address).continue_(timeout_secs=CALL_SECS)
+            await (await kind_of(client, server)).continue_(timeout_secs=CALL_SECS)
         ended = [c for c in completions if c.finish_reason != "abort"]
         if not ended:
             return completions
@@ -296,6 +305,7 @@ def prompt_of(index):
     return [1 + index % 50, 2, 3]
 
 
+@on_sglang_api("embedded")
 async def test_generate_answers_in_one_shape(server):
     status, answer = await post(server, "/generate", request(max_new_tokens=6))
     assert status == 200
@@ -323,6 +333,7 @@ async def test_a_stop_token_ends_a_completion_and_stands_in_it(server, client):
     assert len(completion.logprobs) == len(completion.versions) == first + 1
 
 
+@on_sglang_api("embedded")
 async def test_a_batch_is_answered_in_its_order(server):
     prompts = [[1, 2, 3], [4, 5], [6]]
     rids = [f"{i:04d}-0000" for i in range(3)]
@@ -335,6 +346,7 @@ async def test_a_batch_is_answered_in_its_order(server):
         assert len(read_completion(answer).tokens) == 8
 
 
+@on_sglang_api("embedded")
 async def test_streaming_is_cumulative(server):
     """SGLang's events repeat what came before; the embedded server sends the last one alone."""
     # SGLang aborts a streamed request's rid once more, 2 s after its end, whoever has it then.
@@ -358,7 +370,7 @@ async def test_logprobs_are_after_temperature(server, client, versions, temperat
             assert found.max() <= EXACT
 
 
-@on(*real_servers.NAMES)
+@on_sglang_api(*SPEAK_SGLANG)
 @pytest.mark.parametrize("truncation", [{"top_p": 0.6}, {"top_k": 3}])
 async def test_logprobs_are_before_truncation(server, client, versions, truncation):
     """The log-prob is of the whole vocabulary, the token is of the truncated one."""
@@ -389,6 +401,8 @@ async def test_a_push_in_mid_generation_is_exact(server, client, versions, trans
         assert (await generate(client, server)).versions.tolist() == [1] * 8
         return
     await push(client, server, versions, 1, transport=transport)  # PyTorch imports slowly.
+    for version in (2, 3):
+        versions.path(version)  # Writes the files.
     async with in_flight(client, server, 12, max_new_tokens=server.long) as requests:
         for version in (2, 3):
             await push(client, server, versions, version, transport=transport)
@@ -428,13 +442,13 @@ async def test_in_place_keeps_stale_keys_and_values_and_shows_it(server, client,
 async def test_a_pause_holds_everything_and_answers_model_info(server, client, versions, mode):
     """SGLang's /health samples a token, so liveness is /model_info."""
     async with in_flight(client, server, MANY, max_new_tokens=server.long) as requests:
-        await SglangApi(client, server.address).pause(mode=mode, timeout_secs=CALL_SECS)
+        await (await kind_of(client, server)).pause(mode=mode, timeout_secs=CALL_SECS)
         late = asyncio.create_task(generate(client, server, "9999-0000"))
         done, _ = await asyncio.wait([*requests, late], timeout=1.0)
         assert not done
-        info = await SglangApi(client, server.address).report(timeout_secs=5.0)
+        info = await (await kind_of(client, server)).report(timeout_secs=5.0)
         assert info["weight_version"] == "1"
-        await SglangApi(client, server.address).continue_(timeout_secs=CALL_SECS)
+        await (await kind_of(client, server)).continue_(timeout_secs=CALL_SECS)
         completions = [await task for task in requests]
         assert len((await late).tokens) == 8
     for index, completion in enumerate(completions):
@@ -442,23 +456,23 @@ async def test_a_pause_holds_everything_and_answers_model_info(server, client, v
         assert errors(versions, prompt_of(index), completion).max() <= EXACT
 
 
-@on("embedded", "sglang_jax")
+@on_sglang_api("embedded", "sglang_jax")
 async def test_a_pause_with_a_lease_ends_by_itself_on_our_servers(server, client, versions):
     if server.name == "sglang":
         pytest.skip("SGLang knows no leases")
-    before = await SglangApi(client, server.address).report(timeout_secs=CALL_SECS)
-    await SglangApi(client, server.address).pause(
+    before = await (await kind_of(client, server)).report(timeout_secs=CALL_SECS)
+    await (await kind_of(client, server)).pause(
         mode="retract", timeout_secs=CALL_SECS, lease_secs=0.5
     )
     completion = await generate(client, server, "9999-0001")
     assert len(completion.tokens) == 8
-    info = await SglangApi(client, server.address).report(timeout_secs=CALL_SECS)
+    info = await (await kind_of(client, server)).report(timeout_secs=CALL_SECS)
     assert info["num_expired_pauses"] == before["num_expired_pauses"] + 1
 
 
 async def test_a_pause_with_abort_gives_back_what_there_is(server, client, versions):
     async def abort():
-        await SglangApi(client, server.address).pause(mode="abort", timeout_secs=CALL_SECS)
+        await (await kind_of(client, server)).pause(mode="abort", timeout_secs=CALL_SECS)
 
     for index, completion in enumerate(await aborted_by(client, server, abort)):
         assert 0 < len(completion.tokens) < server.long
@@ -496,16 +510,16 @@ async def test_an_abort_under_retract_keeps_the_tokens_too(server, client, versi
     """Aborted in the queue, SGLang answers with fewer fields."""
 
     async def abort():
-        await SglangApi(client, server.address).pause(mode="retract", timeout_secs=CALL_SECS)
+        await (await kind_of(client, server)).pause(mode="retract", timeout_secs=CALL_SECS)
         await client.abort(server.address, rid=None, timeout_secs=CALL_SECS)
-        await SglangApi(client, server.address).continue_(timeout_secs=CALL_SECS)
+        await (await kind_of(client, server)).continue_(timeout_secs=CALL_SECS)
 
     for index, completion in enumerate(await aborted_by(client, server, abort)):
         assert len(completion.tokens) < server.long
         assert errors(versions, prompt_of(index), completion).max(initial=0) <= EXACT
 
 
-@on("embedded", "sglang_jax")
+@on_sglang_api("embedded", "sglang_jax")
 async def test_a_superseded_learner_is_refused_by_our_servers(server, client, versions):
     if server.name == "sglang":
         return
@@ -521,6 +535,7 @@ async def test_a_superseded_learner_is_refused_by_our_servers(server, client, ve
     await push(client, server, versions, 1, writer=Identity("another run", 1))
 
 
+@on_sglang_api("embedded")
 async def test_flush_is_refused_while_requests_run(server, client):
     await SglangApi(client, server.address).flush_cache(timeout_secs=CALL_SECS)
     async with in_flight(client, server, MANY, max_new_tokens=server.long):
@@ -528,6 +543,7 @@ async def test_flush_is_refused_while_requests_run(server, client):
             await SglangApi(client, server.address).flush_cache(timeout_secs=CALL_SECS)
 
 
+@on_sglang_api("embedded")
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -543,6 +559,7 @@ async def test_what_cannot_be_served_is_a_400_with_a_reason(server, client, chan
     assert len((await generate(client, server)).tokens) == 8
 
 
+@on_sglang_api("embedded")
 async def test_a_live_rid_is_not_taken_twice(server, client):
     two = [generate(client, server, "0000-0000", max_new_tokens=server.long) for _ in range(2)]
     answers = await asyncio.gather(*two, return_exceptions=True)
@@ -552,6 +569,7 @@ async def test_a_live_rid_is_not_taken_twice(server, client):
     assert len(completion.tokens) == server.long
 
 
+@on_sglang_api("embedded")
 async def test_a_token_id_beyond_the_vocabulary_is_refused_by_our_servers(server, client):
     """It kills an SGLang server, so the sampler never sends one (tests/rollout/test_rollout.py)."""
     if server.name == "sglang":
@@ -563,6 +581,7 @@ async def test_a_token_id_beyond_the_vocabulary_is_refused_by_our_servers(server
     assert len((await generate(client, server)).tokens) == 8
 
 
+@on_sglang_api("embedded")
 async def test_a_missing_checkpoint_changes_nothing(server, client, versions, tmp_path):
     with pytest.raises(ServerError, match="nowhere"):
         nowhere = str(tmp_path / "nowhere")
@@ -653,7 +672,8 @@ async def test_a_fit_server_passes_the_preflight_and_keeps_what_it_has(server, c
     for transport in real_servers.TRANSPORTS_OF[server.name]:
         needs = expected(server, transport=transport)
         await preflight.check(client, server.address, needs)
-    await preflight.check_router(client, server.address, needs)
+    if server.name in SPEAK_SGLANG:
+        await preflight.check_router(client, server.address, needs)
     assert (await generate(client, server)).versions.tolist() == [1] * 8
 
 
@@ -681,6 +701,7 @@ async def test_a_server_of_another_model_is_refused_before_a_push(
     assert (await generate(client, server)).versions.tolist() == [1] * 8
 
 
+@on_sglang_api("embedded")
 @pytest.mark.parametrize(
     ("keys", "setting"),
     [
@@ -715,7 +736,7 @@ async def test_a_push_of_tensors_that_fails_halfway_blocks_no_later_one(
     monkeypatch.setattr(sglang, "_pickled", lost)
     with pytest.raises(ServerError, match="lost in the third bucket"):
         await push(client, server, versions, 2, transport="tensor")
-    info = await SglangApi(client, server.address).report(timeout_secs=CALL_SECS)
+    info = await (await kind_of(client, server)).report(timeout_secs=CALL_SECS)
     assert info["weight_version"] == "2-unverified"
     await SglangApi(client, server.address).update(
         "/begin_weight_update", {}, CALL_SECS
@@ -744,7 +765,7 @@ async def test_a_broadcast_whose_sender_falls_silent_blocks_no_later_one(
         stored = weight_store.StoredVersion(versions.path(2))
         await transport(client, server.address, files=stored, version=2, timeout_secs=8.0)
     monkeypatch.undo()
-    info = await SglangApi(client, server.address).report(timeout_secs=CALL_SECS)
+    info = await (await kind_of(client, server)).report(timeout_secs=CALL_SECS)
     assert info["weight_version"] == "2-unverified"
     await push(client, server, versions, 2, transport="distributed")
     completion = await generate(client, server)
@@ -752,6 +773,7 @@ async def test_a_broadcast_whose_sender_falls_silent_blocks_no_later_one(
     assert errors(versions, PROMPT, completion).max() <= EXACT
 
 
+@on_sglang_api("embedded")
 async def test_parity_tells_the_right_weights_from_others(server, versions):
     questions = parity.Questions(
         num_prompts=4, prompt_tokens=8, max_new_tokens=16, temperature=1.3, top_p=1.0, seed=0
@@ -796,6 +818,7 @@ async def test_parity_with_another_vocabulary_is_refused_and_the_server_lives(
     assert len((await generate(client, server)).tokens) == 8
 
 
+@on_sglang_api("embedded")
 async def test_each_route_takes_its_key_alone(server):
     for route, right, wrong in (
         ("/generate", real_servers.API_KEY, real_servers.ADMIN_API_KEY),
@@ -954,6 +977,7 @@ async def test_the_turns_of_a_row_are_exact_over_a_push(
         assert np.abs(found - row.logprobs[start:])[mine].max() <= EXACT
 
 
+@on_sglang_api("embedded")
 async def test_behind_a_sidecar_our_servers_load_before_their_pause(
     server, client, versions, monkeypatch
 ):
@@ -988,6 +1012,7 @@ async def test_behind_a_sidecar_our_servers_load_before_their_pause(
         assert errors(versions, prompt_of(index), completion).max() <= EXACT
 
 
+@on_sglang_api("embedded")
 async def test_our_servers_get_files_from_one_another(server, versions):
     """From a relay, and a relay from them."""
     if server.name == "sglang":
@@ -1026,6 +1051,7 @@ async def taking_uploads(server):
         yield f"http://127.0.0.1:{port}", ("stream",)
 
 
+@on_sglang_api("embedded")
 @pytest.mark.parametrize(
     "num_pushes", [20, pytest.param(200, marks=pytest.mark.long, id="long-200")]
 )

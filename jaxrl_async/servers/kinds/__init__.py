@@ -42,7 +42,8 @@ async def recognise(
         try:
             info = await client.call("GET", address, route, None, left, is_short=True)
         except ServerError as error:
-            if error.status not in (404, 405):
+            # SGLang may answer 401 where it has no such route.
+            if error.status not in (404, 405) and not (missing and error.status in (401, 403)):
                 raise
             missing, left = missing or error, max(deadline - time.monotonic(), 1e-3)
             continue

@@ -27,6 +27,7 @@ from jaxrl_async.servers.kinds.checks import Checks
 from jaxrl_async.versions import protocol
 
 GENERATE = "/inference/v1/generate"
+PREFIX = "generate-tokens-"  # which it puts before the ids of requests
 ABORT = "/inference/v1/abort_requests"
 RPC = "/collective_rpc"
 CHECKSUMS = "/weight_checker"
@@ -99,14 +100,18 @@ class Vllm(HttpKind):
             return
         ids = {rid, *(running for running in self._running if running.startswith(rid))}
         # vLLM's key, if it has one, guards this route as it does generation.
+        ids |= {f"{PREFIX}{running}" for running in ids}
         await self.post(ABORT, {"request_ids": sorted(ids)}, timeout_secs, is_control=False)
 
     # Pushes.
 
     async def pause(self, *, mode: str, timeout_secs: float, lease_secs: float = 0.0) -> None:
-        """As of `port.Pausable`; requests stay, and "retract" drops what was computed of them."""
-        await self.post("/pause?mode=keep", {}, timeout_secs, is_short=True)
-        if mode == "in_place":
+        """As of `port.Pausable`; "retract" drops what was computed of the requests, "abort" ends them."""
+        # It keeps requests and, in spite of what is said of it, empties the cache under them unless it is asked not to.
+        keeps = {"abort": "mode=abort", "in_place": "mode=keep&clear_cache=false"}
+        route = f"/pause?{keeps.get(mode, 'mode=keep')}"
+        await self.post(route, {}, timeout_secs, is_short=True)
+        if mode != "retract":
             return
         route = "/reset_prefix_cache?reset_running_requests=true"
         answer = await self.post(route, {}, timeout_secs, is_short=True)
@@ -228,7 +233,7 @@ class Vllm(HttpKind):
             raise checks.unfit(
                 self.INFO,
                 "whoever reaches this port can pause it and change its weights, as vLLM's key guards generation "
-                "alone: put a sidecar with a key before it, or set security.insecure = True on a network that is trusted",
+                "alone: put a proxy that asks for a key before it, or, on a trusted network, set security.insecure = True",
             )
 
     async def _check_release(self, checks: Checks) -> None:
@@ -256,9 +261,9 @@ class Vllm(HttpKind):
             told |= shape
         self.info = {**self.info, **told}
         checks.model()
-        await checks.vocabulary(self._vocab_size)
+        await checks.vocabulary(self.vocab_size)
 
-    async def _vocab_size(self, *, timeout_secs: float) -> int | None:
+    async def vocab_size(self, *, timeout_secs: float) -> int | None:
         """Its vocabulary, which it names when it refuses a bias on a token beyond it."""
         sampling = {"max_tokens": 1, "logit_bias": {str(2**31 - 1): 0.0}}
         body = {"token_ids": [0], "sampling_params": sampling}
@@ -314,9 +319,7 @@ def _is_extended(settings: Mapping[str, Any]) -> bool:
     return settings["parallel_config"].get("worker_extension_cls") == EXTENSION
 
 
-def _check_adapters(
-    checks: Checks, wanted: port.Adapters, found: Mapping[str, Any] | None
-) -> None:
+def _check_adapters(checks: Checks, wanted: port.Adapters, found: Mapping[str, Any] | None) -> None:
     if not wanted.has_base_files:
         raise checks.unfit(
             LOAD_ADAPTER,

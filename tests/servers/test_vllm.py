@@ -1,0 +1,249 @@
+"""The kind of vLLM, before a fake one. The real one runs the suite of all servers, test_conformance.py."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from fixtures.fake_sglang import logprob, token
+from fixtures.fake_vllm import serving
+from fixtures.tensors import tensors
+
+from jaxrl_async.preflight.server import check as preflight
+from jaxrl_async.publishing.transports import Transport
+from jaxrl_async.servers.client import InferenceClient
+from jaxrl_async.servers.kinds.vllm import Vllm, stream_seed
+from jaxrl_async.servers.port import (
+    Adapters,
+    Expected,
+    ForeignVersionError,
+    Request,
+    ServerError,
+    UnfitServerError,
+)
+from jaxrl_async.versions.store import ADAPTER, WeightStore
+
+SECS = 20.0
+CONFIG = {"vocab_size": 100, "num_hidden_layers": 2, "architectures": ["Qwen3ForCausalLM"]}
+EXPECTED = Expected(CONFIG, 256, "disk", "THE_KEY", "")
+ADAPTERS = Adapters(4, 8.0, ("q_proj",), "float32", has_base_files=True, kept=3)
+
+
+@pytest.fixture
+async def server():
+    async with serving() as server:
+        yield server
+
+
+@pytest.fixture
+async def client():
+    async with InferenceClient() as client:
+        yield client
+
+
+@pytest.fixture
+def store(tmp_path):
+    return WeightStore(tmp_path, keep=9)
+
+
+async def push(client, server, store, version, *, mode="retract", prefix=""):
+    config = {"lora_alpha": 8} if prefix else {}
+    files = store.write(version, tensors(version).items(), config, prefix=prefix)
+    await Transport("disk", mode=mode, keep_adapters=1)(
+        client, server.address, files=store.get(version), version=version, timeout_secs=SECS
+    )
+    return files
+
+
+async def generate(client, server, prompt=(11, 12), rid="0001-0000", **sampling):
+    params = {"max_new_tokens": 4, "temperature": 1.0, "sampling_seed": 7} | sampling
+    return await client.generate(
+        server.address,
+        rid=rid,
+        input_ids=list(prompt),
+        sampling_params=params,
+        timeout_secs=SECS,
+    )
+
+
+async def test_a_request_has_vllms_names_and_its_tokens_their_version(client, server):
+    server.version = "12"
+    await client.recognise(server.address, timeout_secs=SECS)
+    completion = await generate(client, server, top_k=-1, top_p=1.0, stop_token_ids=[3])
+    seed = stream_seed(7, 2)
+    assert server.calls[-1][1] == {
+        "request_id": "0001-0000",
+        "token_ids": [11, 12],
+        "sampling_params": {
+            "max_tokens": 4,
+            "temperature": 1.0,
+            "seed": seed,
+            "top_k": 0,
+            "top_p": 1.0,
+            "stop_token_ids": [3],
+            "ignore_eos": True,
+            "detokenize": False,
+            "logprobs": 0,
+        },
+    }
+    tokens = [token(seed, position) for position in range(2, 6)]
+    assert completion.tokens.tolist() == tokens
+    assert completion.logprobs.tolist() == [np.float32(logprob(t)) for t in tokens]
+    assert completion.versions.tolist() == [12] * 4
+
+
+async def test_a_server_that_was_not_recognised_is_found_by_its_routes(client, server):
+    server.version = "3"
+    assert (await generate(client, server)).versions.tolist() == [3] * 4
+
+
+def test_a_row_that_goes_on_does_not_get_its_first_numbers_again():
+    seeds = [stream_seed(7, position) for position in range(100)]
+    assert len(set(seeds)) == 100 and stream_seed(7, 5) == seeds[5] != stream_seed(8, 5)
+
+
+@pytest.mark.parametrize(
+    ("choice", "words"),
+    [
+        ({"finish_reason": "repetition"}, "finish_reason 'repetition' is not"),
+        ({"weight_versions": None}, "do not cover"),
+        ({"logprobs": None}, "4 token_ids, but 0 log-probs"),
+        ({"token_ids": [], "logprobs": None}, "no token_ids, and finish_reason is 'length'"),
+        ({"token_ids": [1, 2, 3, 4]}, "the ids of logprobs are not token_ids"),
+        ({"logprobs": {"content": [{"logprob": float("nan")}] * 4}}, "log-prob nan"),
+    ],
+)
+async def test_an_answer_that_breaks_the_api_is_an_error(client, server, choice, words):
+    server.version, server.choice = "3", choice
+    await client.recognise(server.address, timeout_secs=SECS)
+    with pytest.raises(ServerError, match=words) as error:
+        await generate(client, server)
+    assert not error.value.retryable
+
+
+async def test_a_push_pauses_drops_the_cache_loads_compares_and_names(client, server, store):
+    files = await push(client, server, store, 1)
+    assert [route for route in server.routes() if route != "/weight_info"][-7:] == [
+        "/pause?mode=keep",
+        "/reset_prefix_cache?reset_running_requests=true",
+        "/update_weight_version",
+        "/collective_rpc",
+        "/weight_checker",
+        "/update_weight_version",
+        "/resume",
+    ]
+    names = [body["new_version"] for body in server.payloads("/update_weight_version")]
+    assert names == ["1-unverified", "1"]
+    (load,) = server.payloads("/collective_rpc")
+    assert (load["method"], load["kwargs"]) == ("load_version", {"path": str(files)})
+    await push(client, server, store, 2, mode="in_place")
+    assert "/pause?mode=keep&clear_cache=false" in server.routes()
+    assert server.routes().count("/reset_prefix_cache?reset_running_requests=true") == 1
+
+
+async def test_a_server_without_the_extension_reloads_by_itself(client, server, store):
+    server.device, server.extension = "cuda", ""
+    files = await push(client, server, store, 1)
+    (load,) = server.payloads("/collective_rpc")
+    assert (load["method"], load["kwargs"]) == ("reload_weights", {"weights_path": str(files)})
+
+
+async def test_a_mixture_of_two_versions_is_refused_by_the_name_of_a_tensor(client, server, store):
+    """As a vLLM on a CPU has after a reload of its own: norms of one version, linear layers of another."""
+    await push(client, server, store, 1)
+    server.packs = True
+    with pytest.raises(ServerError, match=r"tensor model.layers.0.\w+.\w+_proj.weight has check"):
+        await push(client, server, store, 2)
+    assert server.version == "2-unverified" and not server.paused
+    with pytest.raises(ForeignVersionError, match="2-unverified"):
+        await generate(client, server)
+    server.packs = False
+    await push(client, server, store, 3)
+    assert (await generate(client, server)).versions.tolist() == [3] * 4
+
+
+async def test_adapters_come_without_a_pause_and_old_ones_go(client, server, store):
+    async with InferenceClient(adapters=True) as sampler:
+        with pytest.raises(ForeignVersionError, match="'default' is not RUN.epoch.version"):
+            await generate(sampler, server)
+        for version in (1, 2, 3):
+            await push(client, server, store, version, prefix=ADAPTER)
+            completion = await generate(sampler, server)
+            assert completion.versions.tolist() == [version] * 4
+            assert server.calls[-1][1]["model"] == str(version)
+        await push(client, server, store, 4, prefix=ADAPTER)
+        loads = server.payloads("/v1/load_lora_adapter")
+        assert [load["lora_name"] for load in loads] == ["1", "2", "3", "4"]
+        # A name has the same weights for ever: it is not loaded twice.
+        again = {"files": store.get(4), "version": 4, "timeout_secs": SECS}
+        await Transport("disk", mode="retract", keep_adapters=1)(client, server.address, **again)
+    assert list(server.adapters) == ["3", "4"]
+    assert not any(route.startswith("/pause") for route in server.routes())
+
+
+async def test_an_abort_names_the_ids_as_vllm_keeps_them(client, server):
+    await client.recognise(server.address, timeout_secs=SECS)
+    await client.abort(server.address, rid="0001-0000", timeout_secs=SECS)
+    await client.abort(server.address, rid=None, timeout_secs=SECS)
+    assert server.calls[-2:] == [
+        (
+            "/inference/v1/abort_requests",
+            {"request_ids": ["0001-0000", "generate-tokens-0001-0000"]},
+        ),
+        ("/abort_requests", {}),
+    ]
+
+
+async def test_one_that_fits_passes_the_preflight(client, server):
+    server.shape = CONFIG
+    await preflight(client, server.address, EXPECTED)
+    server.lora_config = {"max_lora_rank": 4, "max_loras": 4}
+    await preflight(client, server.address, dataclasses.replace(EXPECTED, adapters=ADAPTERS))
+
+
+@pytest.mark.parametrize(
+    ("change", "needs", "words"),
+    [
+        ({"missing": {"/weight_info"}}, {}, "VLLM_SERVER_DEV_MODE=1"),
+        ({"missing": {"/weight_info"}, "release": "0.29.1"}, {}, "vLLM 0.29.1: vLLM 0.32 is"),
+        ({"release": "0.31.2"}, {}, "it is vLLM 0.31.2: vLLM 0.32 is tested"),
+        ({"logprobs_mode": "raw_logprobs"}, {}, "raw_logprobs, .*--logprobs-mode processed_log"),
+        ({"extension": ""}, {}, "on a CPU .*--worker-extension-cls jaxrl_async.extras.vllm"),
+        ({"scale_out": False}, {}, "--enable-scale-out"),
+        ({"missing": {"/weight_checker"}}, {}, "/weight_checker.* no such route"),
+        ({"shape": {"vocab_size": 99}}, {}, "vocab_size 99, the run's has 100"),
+        ({"shape": {"num_hidden_layers": 3}}, {}, "num_hidden_layers 3, the run's has 2"),
+        ({}, {"config": CONFIG | {"vocab_size": 101}}, "a vocabulary of 100 tokens"),
+        ({"max_model_len": 255}, {}, r"255 tokens \(--max-model-len\)"),
+        ({}, {"transport": "stream"}, "weights.transport 'stream': set it to 'disk'"),
+        ({}, {"adapters": ADAPTERS}, "0 adapters of rank ≤ 0 .*--enable-lora --max-lora-rank=4"),
+        ({"api_key": "secret"}, {}, "401.*: it has no key|401.* the key in THE_KEY"),
+        (
+            {},
+            {"adapters": dataclasses.replace(ADAPTERS, has_base_files=False)},
+            "the base of the adapters is made by the run itself",
+        ),
+    ],
+)
+async def test_the_preflight_names_what_its_command_line_lacks(
+    client, server, change, needs, words
+):
+    for name, value in change.items():
+        setattr(server, name, value)
+    with pytest.raises(UnfitServerError, match=words):
+        await preflight(client, server.address, dataclasses.replace(EXPECTED, **needs))
+
+
+async def test_a_port_that_the_network_reaches_is_refused_unless_the_network_is_trusted(client):
+    server = Vllm(client, "http://10.255.0.1:8000")
+    with pytest.raises(UnfitServerError, match="whoever reaches this port .*security.insecure"):
+        await server.preflight(EXPECTED, deadline=0.0)
+    trusting = dataclasses.replace(EXPECTED, insecure=True)
+    with pytest.raises(ServerError) as error:  # The next question has no time left.
+        await server.preflight(trusting, deadline=0.0)
+    assert not isinstance(error.value, UnfitServerError)
+
+
+async def test_unknown_requests_take_any_weights(client, server):
+    kind = await client.recognise(server.address, timeout_secs=SECS)
+    asked = Request("0", [1, 2], {"max_new_tokens": 2}, any_weights=True)
+    assert (await kind.generate(asked, timeout_secs=SECS)).versions.tolist() == [0, 0]
