@@ -1,12 +1,12 @@
 """The same training run on each inference server: held-out accuracy, step time, mismatch.
 
-    python benchmarks/servers.py [--servers=embedded,sglang,sglang_jax] [--every=1,4] [--seeds=21,22,23]
+    python benchmarks/servers.py [--servers=embedded,sglang,sglang_jax,vllm] [--every=1,4] [--seeds=21,22,23]
 
 Two-digit addition (configs/arithmetic_sglang.py and arithmetic_sglang_jax.py), async, with a push every N steps and a
-staleness bound of N + 1; the embedded server runs the first of them with `embedded`. Each run is the two commands that
-a user types, `train` and `evaluate`. All runs of a seed start from the same weights: those of one warm start. The real
-servers need their environments (tests/real/*.sh install VENV). Rows are added to benchmarks/results/servers.json as
-they come.
+staleness bound of N + 1; the embedded server and vLLM run the first of them, with `embedded` and `vllm`. Each run is
+the two commands that a user types, `train` and `evaluate`. All runs of a seed start from the same weights: those of one
+warm start. The real servers need their environments (tests/real/*.sh install VENV). Rows are added to
+benchmarks/results/servers.json as they come.
 """
 
 import argparse
@@ -29,6 +29,7 @@ CONFIGS = {
     "embedded": "configs/arithmetic_sglang.py:embedded,",
     "sglang": "configs/arithmetic_sglang.py:",
     "sglang_jax": "configs/arithmetic_sglang_jax.py:",
+    "vllm": "configs/arithmetic_sglang.py:vllm,",
 }
 WARM_STEPS = 5  # not in the medians
 

@@ -8,7 +8,8 @@ Run it from the repository's root. The server is started, watched and restarted 
 and gets them by the first push. Heads of 128, so that SGLang-JAX takes the same model (arithmetic_sglang_jax.py).
 
 Arguments, after a colon: `smoke` (two steps), `mode=sync|periodic|async`, `seed=N`, `every=N` (steps between pushes,
-with a staleness bound of N + 1), `embedded` (the same run on the embedded server, to compare with).
+with a staleness bound of N + 1), `embedded` (the same run on the embedded server, to compare with), `vllm` (on a real
+vLLM: `tests/real/vllm.sh install .venv-servers/vllm` once, 3.5 GB).
 """
 
 from jaxrl_async.config import base_config, parse_arg
@@ -17,10 +18,14 @@ COMMAND = (
     "tests/real/sglang.sh serve .venv-servers/sglang --load-format=dummy --model-path={model_path} "
     "--host={host} --port={port} --max-total-tokens=8192 --context-length=64"
 )
+VLLM = (
+    "tests/real/vllm.sh serve .venv-servers/vllm {model_path} --load-format=dummy --host={host} --port={port} "
+    "--max-model-len=64"
+)
 
 
 def get_config(arg: str = ""):
-    arg = parse_arg(arg, smoke=False, mode="async", seed=0, every=1, embedded=False)
+    arg = parse_arg(arg, smoke=False, mode="async", seed=0, every=1, embedded=False, vllm=False)
     c = base_config()
     c.mode, c.seed = arg.mode, arg.seed
 
@@ -32,7 +37,7 @@ def get_config(arg: str = ""):
 
     # A CPU takes its time: the server starts slowly, and so does its first answer.
     c.queue.max_staleness = arg.every + 1 if arg.mode == "async" else 0
-    c.server.command = "" if arg.embedded else COMMAND
+    c.server.command = "" if arg.embedded else VLLM if arg.vllm else COMMAND
     c.server.update(decode_chunk=4, max_total_tokens=16, start_timeout_secs=300.0)
     c.rollout.update(max_prompt_tokens=8, max_new_tokens=4, request_timeout_secs=300.0)
     c.learner.update(

@@ -11,7 +11,8 @@ where it is sure. docs/results.md has the measured cost and accuracy.
 
 Arguments, after a colon: `smoke` (two steps of a tiny random model), `task=sums|gsm8k`, `mode=sync|periodic|async`,
 `lora` (adapters of rank 16 beside the frozen model), `seed=N`, `sglang` (a real SGLang server on this machine's CPU in
-place of the embedded one; once before: `tests/real/sglang.sh install .venv-servers/sglang`). GSM8K also needs
+place of the embedded one; once before: `tests/real/sglang.sh install .venv-servers/sglang`), `vllm` (a real vLLM, by
+tests/real/vllm.sh alike). GSM8K also needs
 --config.task.args.directory=DIR, which holds the published train.jsonl and test.jsonl.
 """
 
@@ -21,6 +22,10 @@ CHECKPOINT = "checkpoints/SmolLM2-135M-Instruct"
 SGLANG = (
     "tests/real/sglang.sh serve .venv-servers/sglang --load-format=dummy --model-path={model_path} --host={host} "
     "--port={port} --max-total-tokens=16384 --max-running-requests=64 --context-length=512"
+)
+VLLM = (
+    "tests/real/vllm.sh serve .venv-servers/vllm {model_path} --load-format=dummy --host={host} --port={port} "
+    "--max-model-len=512 --max-num-seqs=64"
 )
 GSM8K = "{question}\nThink in short steps. End with #### and the answer as a number."
 
@@ -34,6 +39,7 @@ def get_config(arg: str = ""):
         lora=False,
         seed=0,
         sglang=False,
+        vllm=False,
     )
     c = base_config()
     c.seed = arg.seed
@@ -64,8 +70,11 @@ def get_config(arg: str = ""):
     c.checkpoint.update(every_steps=20, in_background=False)
     c.evaluate.update(num_prompts=256, num_samples=4)
 
-    if arg.sglang:  # A CPU takes its time: the server starts slowly, and so does its first answer.
-        c.server.update(command=SGLANG, start_timeout_secs=300.0)
+    if (
+        arg.sglang or arg.vllm
+    ):  # A CPU takes its time: a server starts slowly, and so does its first answer.
+        command = SGLANG if arg.sglang else VLLM
+        c.server.update(command=command, start_timeout_secs=300.0)
         c.rollout.request_timeout_secs, c.evaluate.timeout_secs = 300.0, 600.0
     if arg.smoke:
         c.tokenizer.update(kind="bpe", vocab_size=512, path="")

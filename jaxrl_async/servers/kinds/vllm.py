@@ -233,7 +233,7 @@ class Vllm(HttpKind):
             raise checks.unfit(
                 self.INFO,
                 "whoever reaches this port can pause it and change its weights, as vLLM's key guards generation "
-                "alone: put a proxy that asks for a key before it, or, on a trusted network, set security.insecure = True",
+                "alone: put a proxy that asks for a key before it, or trust the network by security.insecure = True",
             )
 
     async def _check_release(self, checks: Checks) -> None:
