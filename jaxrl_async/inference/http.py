@@ -32,6 +32,7 @@ from jaxrl_async.inference.engine import (
 from jaxrl_async.intake import routes as intake_routes
 from jaxrl_async.intake.receiver import Receiver, read_body
 from jaxrl_async.servers.batches import STREAMS_HEADER
+from jaxrl_async.servers.port import NEUTRAL
 from jaxrl_async.types import NEVER_BIAS
 from jaxrl_async.versions import protocol
 from jaxrl_async.versions.protocol import Update
@@ -46,8 +47,7 @@ _GENERATE_KEYS = {"rid", "input_ids", "sampling_params", "return_logprob", "stre
 _SAMPLING_DEFAULTS = {
     "max_new_tokens": 128,
     "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": -1,
+    **NEUTRAL,
     "stop_token_ids": None,
     "ignore_eos": False,
     "sampling_seed": None,
@@ -433,6 +433,10 @@ def parse_sampling(params) -> sampling.SamplingParams:
     if not isinstance(params, dict):
         raise InvalidRequestError(f"sampling_params must be an object, got {params!r:.80}")
     _check_keys("sampling_params", params, _SAMPLING_DEFAULTS.keys())
+    for name in params.keys() & NEUTRAL.keys() - {"top_p", "top_k"}:
+        if params[name] not in (None, NEUTRAL[name]):
+            bound = f"{name} must be {NEUTRAL[name]:g}: no other value is supported"
+            raise InvalidRequestError(f"{bound}, got {params[name]!r:.80}")
     params = _SAMPLING_DEFAULTS | params
     stop_token_ids = params["stop_token_ids"] or []
     if not isinstance(stop_token_ids, list):

@@ -18,6 +18,7 @@ import aiohttp
 from jaxrl_async import security
 from jaxrl_async.servers import descriptors, kinds
 from jaxrl_async.servers.port import (
+    NEUTRAL,
     Completion,
     OutOfFilesError,
     Request,
@@ -92,6 +93,7 @@ class InferenceClient:
         A server that was not recognised is asked as most are, so that a router, which tells nothing, needs that route
         alone. Where the route is missing, the server is recognised, and asked as its kind is.
         """
+        request["sampling_params"] = NEUTRAL | request["sampling_params"]
         asked = Request(run_id=self.run_id, adapters=self._adapters, **request)
         start = time.monotonic()
         if self._adapters and not self._is_recognised(address):

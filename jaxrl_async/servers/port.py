@@ -59,6 +59,14 @@ class ForeignWeightsError(ValueError):
     """Tokens of weights that no push gave, as of a server that has just restarted."""
 
 
+# By SGLang's names, the parameters that leave the distribution of a token as it is. Every request carries them, so that
+# no preference of a server's own applies.
+NEUTRAL: dict[str, float] = {
+    **{"top_p": 1.0, "top_k": -1, "min_p": 0.0},
+    **{"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0},
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Request:
     """A request for one completion."""
@@ -66,7 +74,7 @@ class Request:
     rid: str  # fixed width, since servers abort by prefix
     # below the vocabulary size: an id beyond it kills an SGLang server
     input_ids: Sequence[int] | np.ndarray
-    # SGLang's names: max_new_tokens, temperature, top_p, top_k, stop_token_ids, sampling_seed.
+    # SGLang's names: max_new_tokens, temperature, stop_token_ids, sampling_seed, and those of NEUTRAL.
     sampling_params: Mapping[str, Any]
     run_id: str = ""  # the run whose weights may sample; "" for any
     adapters: bool = False  # the versions are adapters

@@ -27,6 +27,7 @@ from jaxrl_async.inference import http, loading, programs
 from jaxrl_async.intake import receiver
 from jaxrl_async.models import hf
 from jaxrl_async.servers.client import InferenceClient
+from jaxrl_async.servers.port import NEUTRAL
 from jaxrl_async.versions import difference, protocol
 from jaxrl_async.versions import store as weight_store
 
@@ -98,6 +99,11 @@ async def test_an_answer_has_sglangs_fields(client):
     logprobs, ids, texts = zip(*meta["output_token_logprobs"], strict=True)
     assert list(ids) == answer["output_ids"] and set(texts) == {None}
     assert all(logprob < 0 for logprob in logprobs)
+
+
+async def test_neutral_parameters_change_nothing(client):
+    plain = (await client.generate(max_new_tokens=10))["output_ids"]
+    assert (await client.generate(max_new_tokens=10, **NEUTRAL))["output_ids"] == plain
 
 
 async def test_a_stop_token_is_named_and_included(client):
@@ -388,6 +394,14 @@ async def test_before_any_weights_generate_is_503_and_an_update_brings_them(bare
         ({"sampling_params": {"temperature": "hot"}}, "temperature must be in [0, ∞), got 'hot'"),
         ({"sampling_params": {"top_p": 2}}, "top_p must be in (0, 1], got 2"),
         ({"sampling_params": {"top_k": 0}}, "top_k must be an integer in [1, ∞) or −1 for all"),
+        (
+            {"sampling_params": {"min_p": 0.1}},
+            "min_p must be 0: no other value is supported, got 0.1",
+        ),
+        (
+            {"sampling_params": {"repetition_penalty": 1.1}},
+            "repetition_penalty must be 1: no other",
+        ),
         ({"sampling_params": {"max_new_tokens": 0}}, "max_new_tokens must be an integer in [1, ∞)"),
         ({"sampling_params": {"max_new_tokens": None}}, "max_new_tokens must be an integer"),
         ({"sampling_params": {"sampling_seed": -3}}, "sampling_seed must be an integer"),

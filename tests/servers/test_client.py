@@ -52,7 +52,11 @@ async def test_a_request_asks_for_logprobs_and_no_stream(server):
     assert sent == {
         "rid": "000000000000-0000-0000-0000",
         "input_ids": [5, 6],
-        "sampling_params": {"max_new_tokens": 3, "sampling_seed": 1, "temperature": 1.0},
+        "sampling_params": {
+            **{"max_new_tokens": 3, "sampling_seed": 1, "temperature": 1.0},
+            **{"top_p": 1.0, "top_k": -1, "min_p": 0.0},
+            **{"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0},
+        },
         "return_logprob": True,
         "stream": False,
     }

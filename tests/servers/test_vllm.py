@@ -68,7 +68,7 @@ async def generate(client, server, prompt=(11, 12), rid="0001-0000", **sampling)
 async def test_a_request_has_vllms_names_and_its_tokens_their_version(client, server):
     server.version = "12"
     await client.recognise(server.address, timeout_secs=SECS)
-    completion = await generate(client, server, top_k=-1, top_p=1.0, stop_token_ids=[3])
+    completion = await generate(client, server, stop_token_ids=[3])
     seed = stream_seed(7, 2)
     assert server.calls[-1][1] == {
         "request_id": "0001-0000",
@@ -77,8 +77,8 @@ async def test_a_request_has_vllms_names_and_its_tokens_their_version(client, se
             "max_tokens": 4,
             "temperature": 1.0,
             "seed": seed,
-            "top_k": 0,
-            "top_p": 1.0,
+            **{"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0},
+            **{"frequency_penalty": 0.0, "presence_penalty": 0.0},
             "stop_token_ids": [3],
             "ignore_eos": True,
             "detokenize": False,

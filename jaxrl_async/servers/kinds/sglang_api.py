@@ -187,7 +187,7 @@ class SglangApi(HttpKind):
 
     async def sample_one(self, *, timeout_secs: float) -> dict[str, Any]:
         """The whole answer to a request of one token after token 0, which every vocabulary has."""
-        sampling = {"max_new_tokens": 1, "temperature": 1.0, "sampling_seed": 0}
+        sampling = port.NEUTRAL | {"max_new_tokens": 1, "temperature": 1.0, "sampling_seed": 0}
         body = {"rid": f"preflight-{uuid.uuid4().hex}", "input_ids": [0]}
         body |= {"sampling_params": sampling, "return_logprob": True, "stream": False}
         return await self.post("/generate", body, timeout_secs, is_control=False)
