@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_async.rollout.failures import CodeError
+from jaxrl_async.rollout.rows import Rows
 from jaxrl_async.servers.port import Completion
 from jaxrl_async.types import NOT_SAMPLED, Prompt, Sample, Trajectory, Turn
 
@@ -62,7 +63,7 @@ class Context:
           encode: text → token ids, nothing added.
           decode: token ids → text, without special tokens.
           vocab_size: ids outside [0, vocab_size) are never sent: one kills an SGLang server.
-          max_new_tokens: budget of sampled tokens.
+          max_new_tokens: budget of sampled tokens, of each row.
           max_row_tokens: bound on prompt + sampled tokens + what stands between.
           make_rng: makes the generator of this sample, and of nothing else.
           encode_reply: messages after an answer that ended in this token → token ids; None without a chat template.
@@ -77,7 +78,7 @@ class Context:
         self._vocab_size = vocab_size
         self._max_new_tokens = max_new_tokens
         self._max_row_tokens = max_row_tokens
-        self._num_sampled = 0
+        self._rows = Rows(make_rng)
 
     @functools.cached_property
     def rng(self) -> np.random.Generator:
@@ -89,8 +90,8 @@ class Context:
 
         Args:
           tokens: the row so far.
-          **sampling: replaces sampling parameters of the run (SGLang's names) in this call; max_new_tokens is a
-            further bound on it.
+          **sampling: replaces sampling parameters of the run (SGLang's names) in this call. max_new_tokens is a
+            further bound on it; a sampling_seed of None is the sample's.
 
         Returns:
           N ≥ 1 tokens with finish_reason "stop" or "length".
@@ -107,15 +108,19 @@ class Context:
         return await self(tokens, **sampling | {"max_new_tokens": left})
 
     def tokens_left(self, tokens: Sequence[int] | np.ndarray = ()) -> int:
-        """Tokens ≥ 0 that `generate` may sample where it continues a row: within the budget and the row's bound."""
-        budget = self._max_new_tokens - self._num_sampled
+        """Tokens ≥ 0 that `generate` may sample after these: within the row's budget and its bound.
+
+        What was sampled in other rows alone does not count. Without tokens it is the budget of the last call's row.
+        """
+        budget = self._max_new_tokens - self._rows.num_sampled(tokens)
         return max(0, min(budget, self._max_row_tokens - len(tokens)))
 
     def budget(self, tokens: Sequence[int] | np.ndarray) -> str:
         """In words: the bounds on the tokens that may follow a row, and how much of each is used."""
         return (
-            f"{self._num_sampled} of rollout.max_new_tokens = {self._max_new_tokens} are sampled, and the row has "
-            f"{len(tokens)} of {self._max_row_tokens} (the lesser of learner.row_tokens and server.max_total_tokens)"
+            f"{self._rows.num_sampled(tokens)} of rollout.max_new_tokens = {self._max_new_tokens} are sampled, and the "
+            f"row has {len(tokens)} of {self._max_row_tokens} (the lesser of learner.row_tokens and "
+            "server.max_total_tokens)"
         )
 
     async def __call__(self, tokens: Sequence[int] | np.ndarray, **sampling: Any) -> Completion:
@@ -124,8 +129,17 @@ class Context:
             raise ValueError(
                 f"tokens to continue must be [T ≥ 1] ids in [0, {self._vocab_size}), got {ids}"
             )
-        completion = await self._generate(ids.tolist(), **sampling)
-        self._num_sampled += len(completion.tokens)
+        taken = None if "sampling_seed" in sampling else self._rows.take(ids)
+        seed = taken.seed if taken else sampling.pop("sampling_seed")
+        if seed is not None:
+            sampling["sampling_seed"] = seed
+        try:
+            completion = await self._generate(ids.tolist(), **sampling)
+        except BaseException:
+            if taken:
+                taken.is_open = True  # The call that is made again has its seed.
+            raise
+        self._rows.add(ids, completion, taken)
         return completion
 
     def encode(self, text: str) -> list[int]:

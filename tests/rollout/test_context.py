@@ -21,6 +21,7 @@ from jaxrl_async.tasks.tokenizer import completion_text
 from jaxrl_async.types import InvalidTrajectoryError, Prompt, check_trajectory
 
 PROMPT = Prompt(0, np.array([2, 3], np.int32), "", "")
+SEEDS = [156735756, 1770521436, 513176933]  # of the rows that begin after the first one, by `rng`
 
 
 def completion(ids, version=3, reason="length"):
@@ -40,8 +41,12 @@ class Policy:
         return completion([4] * min(self.num, sampling.get("max_new_tokens", 100)))
 
 
+def rng():
+    return rng_of("rollout", 1, 7, 0, 0)
+
+
 def context_of(generate, **changes):
-    arguments = {"max_new_tokens": 8, "max_row_tokens": 100, "make_rng": None, "vocab_size": 14}
+    arguments = {"max_new_tokens": 8, "max_row_tokens": 100, "make_rng": rng, "vocab_size": 14}
     tokenizer = {"encode": TOKENIZER.encode, "decode": TOKENIZER.decode}
     return Context(generate, **tokenizer | arguments | changes)
 
@@ -49,22 +54,24 @@ def context_of(generate, **changes):
 async def test_generate_samples_what_is_left_of_the_budget():
     policy = Policy(num=3)
     context = context_of(policy)
-    left = []
+    row, left = TrajectoryBuilder(PROMPT), []
     for _ in range(3):
-        await context.generate([2, 3])
-        left.append(context.tokens_left())
-    assert left == [5, 2, 0]
+        row.extend(await context.generate(row.tokens))
+        left.append((context.tokens_left(), context.tokens_left(row.tokens)))
+        row.append([5])
+    assert left == [(5, 5), (2, 2), (0, 0)]
     assert [sampling["max_new_tokens"] for _, sampling in policy.calls] == [8, 5, 2]
     with pytest.raises(RolloutError, match=r"8 of rollout\.max_new_tokens = 8") as caught:
-        await context.generate([2, 3])
+        await context.generate(row.tokens)
     assert caught.value.reason == "overlong" and len(policy.calls) == 3
+    assert all(type(sampling["max_new_tokens"]) is int for _, sampling in policy.calls)
 
 
 async def test_a_turn_may_be_bounded_further_and_never_less():
     policy = Policy()
     context = context_of(policy)
-    await context.generate([2], max_new_tokens=3, temperature=0.5)
-    await context.generate([2], max_new_tokens=30)
+    found = await context.generate([2], max_new_tokens=3, temperature=0.5)
+    await context.generate([2, *found.tokens], max_new_tokens=30)
     assert [sampling for _, sampling in policy.calls] == [
         {"max_new_tokens": 3, "temperature": 0.5},
         {"max_new_tokens": 5},
@@ -87,11 +94,12 @@ async def test_the_older_form_is_a_generate_without_a_budget():
 
     async def twice(prompt, generate):
         await generate(prompt.tokens)
-        return await single_turn(prompt, functools.partial(generate, temperature=0.5))
+        return await single_turn(prompt, functools.partial(generate, stop_token_ids=[5]))
 
     runner = runner_of(twice)
-    row = await runner.run(PROMPT, policy, None)
-    assert policy.calls == [([2, 3], {}), ([2, 3], {"temperature": 0.5})]
+    row = await runner.run(PROMPT, policy, rng)
+    second = {"stop_token_ids": [5], "sampling_seed": SEEDS[0]}
+    assert policy.calls == [([2, 3], {}), ([2, 3], second)]
     assert row.completion.tolist() == [4] * 6
     await context([2, 3])
     assert context.tokens_left() == 2
