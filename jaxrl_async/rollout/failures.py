@@ -34,8 +34,8 @@ def code_error(error: BaseException) -> CodeError:
     """The type, line and traceback of an exception that the user's code raised, without the frames of this package."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [i for i, frame in enumerate(frames) if not frame.filename.startswith(_PACKAGE)]
-    shown = frames[own[0] :] if own else frames
-    last = frames[-1] if frames else None
+    shown = frames[own[0] : own[-1] + 1] if own else frames
+    last = shown[-1] if shown else None
     place = type(error).__name__ + (f" at {last.filename}:{last.lineno}" if last else "")
     lines = traceback.format_list(shown) + traceback.format_exception_only(error)
     return CodeError(place, "".join(lines).strip())
