@@ -218,6 +218,7 @@ def runner_of(settings: Settings, tokenizer: Tokenizer, task: Task) -> Runner:
         encode_reply=getattr(tokenizer, "encode_reply", None),
         encode_chat=getattr(tokenizer, "encode_chat", None),
         right=getattr(task, "right", RIGHT),
+        temperature=settings.rollout.temperature,
     )
 
 

@@ -56,7 +56,8 @@ async def score(
         prompt = prompts[number]
         make_rng = functools.partial(rng_of, "evaluation", seed, number, sample, 0)
         try:
-            found = await runner.run(prompt, generate_of(number, sample), make_rng)
+            generate = generate_of(number, sample)
+            found = await runner.run(prompt, generate, make_rng, is_trained=False)
             runner.check(found)
             return (await runner.judge(found, prompt, pool)).reward >= runner.right
         except (EvaluationError, ServerError):

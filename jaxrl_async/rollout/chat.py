@@ -14,6 +14,7 @@ from typing import Any, NoReturn, TypeGuard
 import numpy as np
 
 from jaxrl_async.environments.tools import OPENS, parse_calls
+from jaxrl_async.rollout.parameters import SHAPING
 
 MAX_MESSAGES = 1024  # of a call
 MAX_TOOLS = 128
@@ -32,8 +33,11 @@ _IGNORED = {
 # Field → the one value that it may have, beside null: it is the run's, or asks for nothing.
 _FIXED: dict[str, Any] = {
     "top_p": 1,
+    "top_k": -1,
+    "min_p": 0,
     "frequency_penalty": 0,
     "presence_penalty": 0,
+    "repetition_penalty": 1,
     "logit_bias": {},
     "top_logprobs": 0,
     "tool_choice": "auto",
@@ -75,6 +79,7 @@ class Call:
     stream: bool
     include_usage: bool  # at the end of a stream
     logprobs: bool
+    shaping: Mapping[str, Any]  # sampling parameters other than the run's; {} where it is trained
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,12 +92,13 @@ class Choice:
     logprobs: np.ndarray  # float32 [N]
 
 
-def read_call(body: Any, *, temperature: float) -> Call:
+def read_call(body: Any, *, temperature: float, is_trained: bool = True) -> Call:
     """Checks the body of a request.
 
     Args:
       body: JSON.
-      temperature: the run's; a call may give it, and no other.
+      temperature: the run's.
+      is_trained: whether a call must sample as the run does.
 
     Raises:
       RefusedError: names the field, the value and the bound.
@@ -102,10 +108,11 @@ def read_call(body: Any, *, temperature: float) -> Call:
     given = {name: value for name, value in body.items() if value is not None}
     for name in given.keys() - _IGNORED - _FIXED.keys() - _READ:
         raise RefusedError(f"{name!r:.80} is not supported, got {given[name]!r:.80}", param=name)
-    for name, only in (_FIXED | {"temperature": temperature}).items():
-        if name in given and given[name] != only:
-            text = f"must be {only!r}, as in the run"
-            _refuse(name, text, given[name])
+    fixed = _FIXED | {"temperature": temperature}
+    others = {name: given[name] for name in fixed if name in given and given[name] != fixed[name]}
+    for name, value in others.items():
+        if is_trained or name not in (*SHAPING, "temperature"):
+            _refuse(name, f"must be {fixed[name]!r}, as in the run", value)
     options = given.get("stream_options", {})
     if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
         _refuse("stream_options", "must be {include_usage}", options)
@@ -118,6 +125,7 @@ def read_call(body: Any, *, temperature: float) -> Call:
         stream=_flag("stream", given),
         include_usage=_flag("include_usage", options),
         logprobs=_flag("logprobs", given),
+        shaping=others,
     )
 
 

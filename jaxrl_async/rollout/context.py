@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from jaxrl_async.rollout.failures import CodeError
+from jaxrl_async.rollout.parameters import checked
 from jaxrl_async.rollout.rows import Rows
-from jaxrl_async.servers.port import Completion
+from jaxrl_async.servers.port import Completion, ServerError
 from jaxrl_async.types import NOT_SAMPLED, Prompt, Sample, Trajectory, Turn
 
 # generate(tokens, **sampling) continues token ids [T]; `sampling` replaces single sampling parameters of the run.
@@ -55,6 +56,7 @@ class Context:
         make_rng: Callable[[], np.random.Generator],
         encode_reply: Callable[[Sequence[Mapping[str, Any]], int | None], list[int]] | None = None,
         encode_chat: Callable[..., list[int]] | None = None,
+        temperature: float | None = None,
     ):
         """Samples nothing yet.
 
@@ -68,8 +70,11 @@ class Context:
           make_rng: makes the generator of this sample, and of nothing else.
           encode_reply: messages after an answer that ended in this token → token ids; None without a chat template.
           encode_chat: messages, and `tools` by keyword → token ids up to the answer; None without a chat template.
+          temperature: the run's, of a sample that is trained: no call may sample otherwise. None where it is not.
         """
         self._make_rng = make_rng
+        self._temperature = temperature
+        self.is_trained = temperature is not None
         self._encode_chat = encode_chat
         self._encode_reply = encode_reply
         self._generate = generate
@@ -91,14 +96,16 @@ class Context:
         Args:
           tokens: the row so far.
           **sampling: replaces sampling parameters of the run (SGLang's names) in this call. max_new_tokens is a
-            further bound on it; a sampling_seed of None is the sample's.
+            further bound on it; a sampling_seed of None is the sample's. One that changes the distribution of a token
+            is for samples that are not trained.
 
         Returns:
           N ≥ 1 tokens with finish_reason "stop" or "length".
 
         Raises:
           RolloutError: "overlong" where no token is left; server_error, timeout or aborted.
-          ValueError: not [T ≥ 1] ids of the vocabulary.
+          ValueError: not [T ≥ 1] ids of the vocabulary; a parameter that is unknown, that the servers refuse, or that
+            would sample otherwise than the run does.
         """
         left = self.tokens_left(tokens)
         if left < 1:
@@ -129,15 +136,20 @@ class Context:
             raise ValueError(
                 f"tokens to continue must be [T ≥ 1] ids in [0, {self._vocab_size}), got {ids}"
             )
+        sampling = checked(sampling, temperature=self._temperature)
         taken = None if "sampling_seed" in sampling else self._rows.take(ids)
         seed = taken.seed if taken else sampling.pop("sampling_seed")
         if seed is not None:
             sampling["sampling_seed"] = seed
         try:
             completion = await self._generate(ids.tolist(), **sampling)
-        except BaseException:
+        except BaseException as error:
             if taken:
                 taken.is_open = True  # The call that is made again has its seed.
+            cause = error.__cause__ if isinstance(error, RolloutError) else None
+            refused = isinstance(cause, ServerError) and not cause.retryable
+            if refused and sampling.keys() - {"max_new_tokens", "sampling_seed"}:
+                raise ValueError(f"a server refuses {sampling}: {cause}") from error
             raise
         self._rows.add(ids, completion, taken)
         return completion

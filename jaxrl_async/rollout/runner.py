@@ -56,6 +56,7 @@ class Runner:
     # (messages, tools) → token ids up to the answer; None without a chat template
     encode_chat: Callable[..., list[int]] | None = None
     right: float = RIGHT  # the least reward of a right answer, in evaluations
+    temperature: float = 1.0  # of the run
 
     @property
     def bias(self) -> dict[str, Any]:
@@ -68,6 +69,8 @@ class Runner:
         prompt: Prompt,
         generate: Generate,
         make_rng: Callable[[], np.random.Generator],
+        *,
+        is_trained: bool = True,
     ) -> Trajectory | Sample:
         """One sample, not checked yet.
 
@@ -75,6 +78,7 @@ class Runner:
           prompt: the question.
           generate: samples for it; without `max_new_tokens` it uses the run's.
           make_rng: makes the generator of this sample alone.
+          is_trained: whether every token must be sampled as the run does.
         """
         context = Context(
             generate,
@@ -86,6 +90,7 @@ class Runner:
             make_rng=make_rng,
             encode_reply=self.encode_reply,
             encode_chat=self.encode_chat,
+            temperature=self.temperature if is_trained else None,
         )
         return await self.function(prompt, context)
 

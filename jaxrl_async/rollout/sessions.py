@@ -8,7 +8,7 @@ token is trained in one of them: in others that begin with it, it is read.
 
 A text in `stop` ends an answer at the token that completes it. That depends on the tokens up to there alone, so those
 that are kept are distributed as if the server had stopped; those beyond are thrown away. With `stop` an answer is
-sampled in pieces of STOP_TOKENS, so that little is.
+sampled in pieces of STOP_TOKENS, so that little is. As no text depends on them, the row keeps its seed there.
 
 A session that failed answers nothing more. It knows neither the agent nor its reward.
 """
@@ -93,7 +93,8 @@ class Session:
           RefusedError: the call is not answered; names the value and the bound.
         """
         self._check()
-        call = chat.read_call(body, temperature=self.temperature)
+        is_trained = self.context.is_trained
+        call = chat.read_call(body, temperature=self.temperature, is_trained=is_trained)
         if call.n > 1 and self.agent_rows == "one":
             text = f"n must be 1 where rollout.agent_rows = 'one', got {call.n}"
             raise RefusedError(text, param="n")
@@ -246,7 +247,7 @@ class Session:
         A server's random keys depend on the seed and the position, so rows that begin alike need seeds of their own.
         The first row has the sample's.
         """
-        return {"sampling_seed": int(self.context.rng.integers(2**31))} if self._all else {}
+        return {"sampling_seed": int(self.context.rng.integers(2**31)) if self._all else None}
 
     async def _sample(self, row: "_Row", call: Call) -> Choice:
         """Extends a row by one answer."""
@@ -256,7 +257,8 @@ class Session:
             if call.max_tokens is not None:
                 bounds.append(call.max_tokens - len(answer.tokens))
             bound = {"max_new_tokens": min(bounds)} if bounds else {}
-            completion = await context.generate(row.builder.tokens, **row.sampling, **bound)
+            sampling = {**row.sampling, **call.shaping, **bound}
+            completion = await context.generate(row.builder.tokens, **sampling)
             row.builder.extend(answer.add(completion))
             is_over = answer.finish_reason != "length" or not call.stop
             if is_over or len(answer.tokens) == call.max_tokens:

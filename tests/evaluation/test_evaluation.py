@@ -240,12 +240,25 @@ def test_a_reward_that_hangs_or_crashes_is_not_right_and_is_counted(tmp_path, mo
     assert "6 of 18 rollouts or rewards failed and count as not right" in caplog.text
 
 
+def test_evaluations_take_parameters_of_another_distribution(server, tmp_path):
+    async def truncated(prompt, context):
+        return await single_turn(prompt, functools.partial(context, top_p=0.5))
+
+    engine = sums.Engine()
+    scored(runner_of(truncated), engine)
+    assert {request.sampling.top_p for request in engine.requests} == {0.5}
+    evaluated(runner_of(truncated), server, tmp_path)
+    asked = [payload["sampling_params"] for payload in server.payloads("/generate")]
+    assert len(asked) == len(engine.requests) == 18
+    assert {(p["top_p"], p["min_p"], p["repetition_penalty"]) for p in asked} == {(0.5, 0.0, 1.0)}
+
+
 def test_parameters_that_the_engine_does_not_take_cost_the_answer(caplog):
     async def unknown(prompt, context):
         return await single_turn(prompt, functools.partial(context, beams=4))
 
     assert scored(runner_of(unknown), sums.Engine())["greedy"] == 0.0
-    assert "18 of 18 rollouts" in caplog.text and "unknown keys: beams" in caplog.text
+    assert "18 of 18 rollouts" in caplog.text and "no sampling parameter 'beams'" in caplog.text
 
 
 def test_an_engine_that_dies_or_is_stuck_leaves_no_score(monkeypatch):

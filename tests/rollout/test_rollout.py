@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import logging
 import pathlib
 import re
@@ -312,6 +313,53 @@ async def test_a_rollout_function_may_change_sampling_and_continue_its_row(clien
     assert second["sampling_params"]["max_new_tokens"] == 5
     assert second["sampling_params"]["temperature"] == 0.5
     assert [first["rid"][-4:], second["rid"][-4:]] == ["0000", "0001"]
+
+
+@pytest.mark.parametrize("form", ["generate", "__call__"])
+async def test_two_samples_of_one_row_differ_and_have_the_same_length(client, servers, form):
+    def sampled(sample):
+        async def twice(prompt, context):
+            ask = getattr(context, form)
+            found.append([(await ask(prompt.tokens)).tokens.tolist() for _ in range(2)])
+            return await single_turn(prompt, context)
+
+        key = (1, PERMIT.prompt_index, sample, PERMIT.attempt)
+        generate = make_sampler(client, make_fleet(servers)).bind(PERMIT, sample)
+        runner = make_runner(twice)
+        return runner.run(PROMPT, generate, functools.partial(rng_of, "rollout", *key))
+
+    found = []
+    for sample in range(16):
+        await sampled(sample)
+    for sample, (first, second) in enumerate(found):
+        assert first == expected_tokens(sample=sample)  # as before there were seeds of rows
+        assert len(second) == 5 and first != second
+    asked = [payload for server in servers for payload in server.payloads("/generate")]
+    assert len({payload["sampling_params"]["sampling_seed"] for payload in asked}) == 16 * 3
+
+
+async def test_a_second_sample_that_is_aborted_is_resumed_with_its_seed(client, servers):
+    for server in servers:
+        server.abort_after = []
+    fleet = make_fleet(servers)
+    generate = make_sampler(client, fleet).bind(PERMIT, 0)
+    make_rng = functools.partial(rng_of, "rollout", 1, 7, 0, 0)
+
+    async def twice(prompt, context):
+        await context.generate(prompt.tokens)
+        servers[0].abort_after = [2]
+        row = TrajectoryBuilder(prompt)
+        row.extend(await context.generate(row.tokens))
+        return row.trajectory()
+
+    row = await make_runner(twice).run(PROMPT, generate, make_rng)
+    seed = int(make_rng().spawn(1)[0].integers(2**31))
+    assert row.completion.tolist() == [token(seed, 3 + i) for i in range(5)]
+    asked = [p["sampling_params"] for s in servers for p in s.payloads("/generate")]
+    assert [(p["sampling_seed"], p["max_new_tokens"]) for p in asked] == [
+        (request_seed(1, PERMIT, 0), 5),
+        *[(seed, 5), (seed, 3)],
+    ]
 
 
 def test_a_seed_is_stable_across_processes_and_differs_by_every_part():
@@ -904,7 +952,36 @@ async def too_long(prompt, generate):
     return await single_turn(prompt, lambda tokens: generate(tokens, max_new_tokens=6))
 
 
+def sampled_by(**given):
+    async def asks(prompt, context):
+        row = TrajectoryBuilder(prompt)
+        row.extend(await context.generate(row.tokens, **given))
+        return row.trajectory()
+
+    return asks
+
+
 BROKEN = {
+    "top_p": (
+        sampled_by(top_p=0.5),
+        "rollout_error",
+        ["top_p must be 1.0, as in the run, got 0.5", "in asks", r"context\.generate\(row\.tokens"],
+    ),
+    "greedy": (
+        sampled_by(temperature=0),
+        "rollout_error",
+        ["temperature must be 1.0, as in the run, got 0", "in asks"],
+    ),
+    "an unknown parameter": (
+        sampled_by(beams=4),
+        "rollout_error",
+        ["no sampling parameter 'beams'", "in asks"],
+    ),
+    "a parameter that servers refuse": (
+        sampled_by(stop_regex="("),
+        "rollout_error",
+        ["a server refuses .*stop_regex.*HTTP 400: no pattern", "in asks"],
+    ),
     "raises": (raises, "rollout_error", [r"KeyError: 'a typo'", r"test_rollout\.py", "in raises"]),
     "no trajectory": (returns_text, "rollout_error", ["returned 'length', not a Trajectory"]),
     "a reward of text": (rewarded_with("good"), "invalid", ["reward must be finite, got 'good'"]),
@@ -915,10 +992,12 @@ BROKEN = {
 
 @pytest.mark.parametrize("broken", BROKEN)
 async def test_a_rollout_function_that_fails_from_the_start_ends_the_run(
-    make_worker, queue, broken
+    make_worker, queue, servers, broken
 ):
     rollout, reason, said = BROKEN[broken]
     queue.limit = 20
+    for server in servers:
+        server.refused = {"stop_regex": "no pattern"}
     with pytest.raises(UserCodeError, match=r"first 8 groups .* no sample was judged") as ended:
         await work_until(make_worker(rollout=rollout), lambda: False)
     for part in (*said, r"prompt \d+: \?"):

@@ -412,6 +412,57 @@ async def test_rows_that_begin_alike_have_seeds_of_their_own(qwen):
     assert row.components == {"turns": 2.0, "rows": 5.0}
 
 
+async def test_a_row_that_a_stop_text_cut_keeps_its_seed(qwen):
+    async def agent(base_url, prompt):
+        message = await ask(base_url, ASKED, stop=["2"])
+        await ask(base_url, [*ASKED, message, *ASKED])
+
+    policy = Policy(qwen, "1 2 3", "13")
+    await played(agent, qwen, policy)
+    assert policy.sampling == [{}, {}]
+
+
+async def test_each_row_of_a_session_has_a_budget_that_counts_what_it_keeps(qwen):
+    policy, sampled = Policy(qwen), []
+
+    async def call(base_url, messages, turn, **fields):
+        policy.turns = [turn]
+        status, answer = await post(base_url, messages, **fields)
+        assert status == 200, answer
+        sampled.append(answer["usage"]["completion_tokens"])
+        return [*messages, answer["choices"][0]["message"], *ASKED]
+
+    async def agent(base_url, prompt):
+        for _ in range(2):
+            messages = await call(base_url, ASKED, "to")
+            await call(base_url, messages, "to")
+        messages = await call(base_url, ASKED, "12to13", stop=["12"])
+        await call(base_url, messages, "to")
+
+    found = await rows_of(agent, qwen, policy, max_new_tokens=3)
+    # A stop token is one of them; of the third row two were thrown away.
+    assert sampled == [2, 1, 2, 1, 1, 2]
+    assert [row.num_sampled for row in found.trajectories] == [3, 3, 3]
+
+
+async def test_a_session_that_is_not_trained_may_sample_otherwise(qwen):
+    given = {"top_p": 0.9, "temperature": 0, "frequency_penalty": 0.5, "min_p": 0.1}
+
+    async def agent(base_url, prompt):
+        message = await ask(base_url, ASKED, **given)
+        await ask(base_url, [*ASKED, message, *ASKED], temperature=1.0, top_p=1)
+        status, answer = await post(base_url, ASKED, tool_choice="required")
+        assert status == 400 and answer["error"]["param"] == "tool_choice"
+
+    policy = Policy(qwen, "12", "13")
+    runner = runner_of(agent, qwen)
+    try:
+        await runner.run(PROMPT, policy, rng, is_trained=False)
+    finally:
+        await runner.close()
+    assert policy.sampling == [given, {}]
+
+
 async def test_several_answers_of_the_last_call_are_no_sample(qwen):
     async def agent(base_url, prompt):
         await post(base_url, ASKED, n=2)
@@ -584,7 +635,9 @@ REFUSED = [
     ({"presence_penalty": 1}, "presence_penalty", "must be 0"),
     ({"logit_bias": {"5": 1}}, "logit_bias", "must be {}"),
     ({"seed": 5}, "seed", "'seed' is not supported, got 5"),
-    ({"top_k": 5}, "top_k", "'top_k' is not supported"),
+    ({"top_k": 5}, "top_k", "must be -1, as in the run, got 5"),
+    ({"min_p": 0.1}, "min_p", "must be 0, as in the run"),
+    ({"beams": 5}, "beams", "'beams' is not supported"),
     ({"tool_choice": "required"}, "tool_choice", "must be 'auto', as in the run, got 'required'"),
     ({"response_format": {"type": "json_object"}}, "response_format", "must be {'type': 'text'}"),
     ({"n": 2}, "n", "n must be 1 where rollout.agent_rows = 'one', got 2"),
@@ -624,6 +677,7 @@ async def test_a_call_that_would_sample_otherwise_or_is_malformed_is_refused_by_
         for fields, *_ in REFUSED:
             answers.append(await post(base_url, fields.pop("messages", ASKED), **fields))
         same = {"temperature": 1, "top_p": 1.0, "frequency_penalty": 0.0, "seed": None}
+        same |= {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "logit_bias": {}}
         await ask(base_url, ASKED, **same, user="me", parallel_tool_calls=True)
 
     await played(agent, qwen, Policy(qwen, "12"))
