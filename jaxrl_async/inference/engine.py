@@ -34,6 +34,7 @@ class Request:
     rid: str  # unique among the live ones
     input_ids: np.ndarray  # int32 [P], P ≥ 1
     sampling: sampling.SamplingParams
+    reports: bool = False  # its tokens so far are delivered after each chunk, too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,18 +48,19 @@ class Span:
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """The outcome of a request; after an abort, its partial tokens."""
+    """The outcome of a request: after an abort, its partial tokens; of one that goes on, those so far."""
 
     rid: str
     output_ids: np.ndarray  # int32 [N], the stop token included
     logprobs: np.ndarray  # float32 [N], at the request's temperature, before top-p and top-k
     spans: tuple[Span, ...]  # cover [0, N)
-    finish_reason: dict  # {"type": "stop", "matched"} | {"type": "length", "length"} | {"type": "abort", "message"}
+    # {"type": "stop", "matched"} | {"type": "length", "length"} | {"type": "abort", "message"}; None: it goes on
+    finish_reason: dict | None
     prompt_tokens: int
     num_retractions: int
 
 
-# Called on the engine thread with all requests that ended together, as (rid, completion or error).
+# Called on the engine thread with all requests that ended, or went on, together, as (rid, completion or error).
 OnDone = Callable[[list[tuple[str, "Completion | UnavailableError"]]], None]
 
 
@@ -138,7 +140,7 @@ class Engine:
         self._slots = programs.empty_slots(num_slots)
 
     def start(self) -> None:
-        """Compiles every program and starts the thread; nothing is compiled afterwards."""
+        """Compiles every program and starts the thread; afterwards nothing is compiled but those of `score`."""
         shapes = programs.Shapes(
             self.config,
             num_slots=self.num_slots,
@@ -200,7 +202,7 @@ class Engine:
         return len(self._live) - len(self._running)
 
     def submit(self, request: Request, on_done: OnDone) -> None:
-        """Queues a request; on_done is called once at its end, and must not raise.
+        """Queues a request; on_done is called once at its end, and as it reports, and must not raise.
 
         Raises:
           InvalidRequestError: the request can never be served.
@@ -258,6 +260,24 @@ class Engine:
     def abort(self, matches: Callable[[str], bool]) -> concurrent.futures.Future:
         """Ends every request whose rid matches. Returns a future of their number."""
         return self._post(lambda: self._abort(matches, "aborted by request"))
+
+    def score(self, tokens: np.ndarray, *, temperature: float) -> concurrent.futures.Future:
+        """Returns a future of (version, `Programs.score` of these tokens), by the weights in use between two chunks."""
+        future = self._new_future()
+
+        def command():
+            try:
+                with self._device_lock():
+                    scores = self._programs.score(self._weights.params, tokens, temperature)
+                if not np.isfinite(scores.logprobs).all():
+                    raise ValueError("they are not finite")
+                _resolve(future, (self._version, scores))
+            except Exception as error:  # No room, as an example: generation goes on.
+                error = UnavailableError(f"engine {self.name!r} has no log-probs: {error}")
+                _resolve(future, error=error)
+
+        self._commands.put(command)
+        return future
 
     def flush(self) -> concurrent.futures.Future:
         """Returns a future of whether no request is live. The cache holds live requests alone."""
@@ -482,7 +502,10 @@ class Engine:
                 return
             wait = False
             if isinstance(command, list):  # of _Live
-                self._waiting.extend(command)
+                nothing = [live for live in command if not live.request.sampling.max_new_tokens]
+                if nothing:
+                    self._finish([(live, {"type": "length", "length": 0}) for live in nothing])
+                self._waiting.extend(live for live in command if live not in nothing)
             else:
                 command()
 
@@ -618,16 +641,20 @@ class Engine:
 
     def _release(self, live):
         """Takes a request out of its slot, with its tokens so far."""
+        self._read(live)
+        slot, live.slot = live.slot, None
+        self._slots.active[slot] = False
+        self._slots.draw.top_p[slot], self._slots.draw.top_k[slot] = 1.0, -1  # nothing to sort for
+        self._free.append(slot)
+        del self._running[slot]
+
+    def _read(self, live):
+        """Gives a request in a slot its tokens so far."""
         slot, prompt_length = live.slot, len(live.request.input_ids)
         num_tokens = self._lengths[slot]
         live.close_span(self._version, num_tokens)
         live.tokens = self._tokens[slot, :num_tokens].copy()
         live.logprobs = self._logprobs[slot, prompt_length:num_tokens].copy()
-        live.slot = None
-        self._slots.active[slot] = False
-        self._slots.draw.top_p[slot], self._slots.draw.top_k[slot] = 1.0, -1  # nothing to sort for
-        self._free.append(slot)
-        del self._running[slot]
 
     def _decode(self):
         """One chunk for every slot; ends the requests that are complete."""
@@ -651,6 +678,10 @@ class Engine:
         self._finish([(live, live.reason()) for live in lives])
         if len(broken):
             self._abandon(broken.tolist())
+        reporting = [live for live in self._running.values() if live.request.reports]
+        for live in reporting:
+            self._read(live)
+        _deliver([(live, live.completion(None)) for live in reporting])
 
     def _abandon(self, slots):
         """Ends requests with a number that is not finite, with the tokens before it."""

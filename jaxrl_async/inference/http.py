@@ -21,18 +21,16 @@ import numpy as np
 from aiohttp import web
 
 from jaxrl_async import security
-from jaxrl_async.inference import loading, sampling, texts
+from jaxrl_async.inference import fields, loading, sampling, texts
 from jaxrl_async.inference.engine import (
     Completion,
     Engine,
     InvalidRequestError,
-    Request,
     UnavailableError,
 )
 from jaxrl_async.intake import routes as intake_routes
 from jaxrl_async.intake.receiver import Receiver, read_body
 from jaxrl_async.servers.batches import STREAMS_HEADER
-from jaxrl_async.servers.port import NEUTRAL
 from jaxrl_async.types import NEVER_BIAS
 from jaxrl_async.versions import protocol
 from jaxrl_async.versions.protocol import Update
@@ -40,15 +38,18 @@ from jaxrl_async.versions.protocol import Update
 MAX_BODY_BYTES = 16 << 20  # of all but an upload
 MAX_HEADERS = 64
 MAX_RID_CHARS = 256
-_INFORMATION_ROUTES = ("/generate", "/model_info", "/v1/models", *texts.KEYS)
+_INFO_ROUTES = (protocol.MODEL_INFO, "/get_model_info", "/server_info")
+_INFORMATION_ROUTES = {"/generate", "/health_generate", "/v1/models", *_INFO_ROUTES, *texts.KEYS}
 log = logging.getLogger(__name__)
 _GENERATE_KEYS = {"rid", "input_ids", "sampling_params", "return_logprob", "stream"}
+_GENERATE_KEYS |= {"logprob_start_len", "return_text_in_logprobs"}
 # SGLang's defaults.
 _SAMPLING_DEFAULTS = {
     "max_new_tokens": 128,
     "temperature": 1.0,
-    **NEUTRAL,
-    "stop_token_ids": None,
+    "top_p": 1.0,
+    "top_k": -1,
+    "stop_token_ids": [],
     "ignore_eos": False,
     "sampling_seed": None,
     "logit_bias": None,
@@ -122,7 +123,8 @@ def _key_check(api_key, admin_api_key):
 
     @web.middleware
     async def check(request, handler):
-        information = request.path in _INFORMATION_ROUTES
+        route = "/v1/models" if request.path.startswith("/v1/models/") else request.path
+        information = route in _INFORMATION_ROUTES
         wanted = api_key if information else admin_api_key or api_key
         if wanted is not None and request.path != "/health":
             if not security.is_bearer(request.headers.get("Authorization", ""), wanted):
@@ -161,45 +163,57 @@ class _Routes:
             web.post("/flush_cache", self.flush_cache),
             *intake_routes.routes(self.receiver),
             web.post(protocol.UPDATE_FROM_DISK, updates),
-            web.get(protocol.MODEL_INFO, self.model_info),
+            *(web.get(route, self.model_info) for route in _INFO_ROUTES),
             web.get("/health", self.health),
+            web.get("/health_generate", self.health_generate),
         ]
         if self._texts is not None:
             table += [web.post(route, self.openai) for route in texts.KEYS]
-            table.append(web.get("/v1/models", self.models))
+            names = ("/v1/models", "/v1/models/{id:.+}")
+            table += [web.get(route, self.models) for route in names]
         return table
 
     async def generate(self, http_request):
         start = time.monotonic()
-        body = await _read(http_request, _GENERATE_KEYS | ({"text"} if self._texts else set()))
+        keys = _GENERATE_KEYS | ({"text"} if self._texts else set())
+        body = read_body(await http_request.read())
+        body = fields.asked("the body", body, keys)
         if "text" in body:
             body = self._encoded(body)
+        has_names = fields.flag(body, "return_text_in_logprobs") and self._texts
         answer = functools.partial(
-            self._answer, return_logprob=_bool(body, "return_logprob"), start=start
+            self._answer,
+            return_logprob=fields.flag(body, "return_logprob"),
+            from_prompt=fields.whole(body, "logprob_start_len", -1, 2**31, -1),
+            name=self._texts.name if has_names else lambda token: None,
+            start=start,
         )
-        if _bool(body, "stream"):
-            requests = _parse_generate(body, _parsed_or_refused)
+        if fields.flag(body, "stream"):
+            requests = _parse_generate(body, self._parsed_or_refused, stream=True)
             return await self._stream(http_request, requests, answer)
-        requests = _parse_generate(body, _parse_request)
-        answers = [answer(completion) for completion in await self._complete(requests)]
+        requests = _parse_generate(body, self._parse_request)
+        pairs = zip(requests, await self._complete(requests), strict=True)
+        answers = [await answer(*pair) for pair in pairs]
         return _json(answers if _is_batch(body) else answers[0], headers=_STREAMS)
 
     async def _stream(self, http_request, requests, answer):
         """Answers each request of a batch when it ends, as an event of its own. A refusal costs its request alone.
 
-        The events are SGLang's, of which it sends more: one for every few tokens of a request.
+        The events are SGLang's, which sends one for every few tokens; here requests have them that report.
         """
         response = web.StreamResponse(headers=_EVENTS | _STREAMS)
         async with contextlib.aclosing(self._ended(requests)) as batches:
             await response.prepare(http_request)
             async for batch in batches:
-                events = [
-                    _event(i, answer(o) if isinstance(o, Completion) else _failed(o))
-                    for i, o in batch
-                ]
-                if events:
-                    await response.write(b"".join(events))
-        await response.write_eof(b"data: [DONE]\n\n")
+                events = []
+                for index, outcome in batch:
+                    try:
+                        event = await answer(requests[index], _completed(outcome))
+                    except (InvalidRequestError, UnavailableError) as error:
+                        event = _failed(error)
+                    events.append(_event({"index": index} | event))
+                await response.write(b"".join(events))
+        await response.write_eof(_DONE)
         return response
 
     async def _complete(self, requests):
@@ -207,16 +221,14 @@ class _Routes:
         done = {}
         async with contextlib.aclosing(self._ended(requests)) as batches:
             async for batch in batches:
-                for index, outcome in batch:
-                    if not isinstance(outcome, Completion):
-                        raise outcome
-                    done[index] = outcome
+                done |= {index: _completed(outcome) for index, outcome in batch}
         return [done[index] for index in range(len(requests))]
 
     async def _ended(self, requests):
         """Submits requests; yields those that ended together, as (index, completion or error), refusals first.
 
-        A request may be its refusal already. Where the client is gone, what is left is aborted.
+        A request that reports comes before its end too, without a finish_reason. One may be its refusal already. Where
+        the client is gone, what is left is aborted.
         """
         ended = asyncio.Queue()
 
@@ -232,10 +244,30 @@ class _Routes:
         try:
             yield sorted(refusals.items())
             while left:
-                yield [(left.pop(rid), outcome) for rid, outcome in await ended.get()]
+                batch = []
+                # After its end at a text, what it sampled meanwhile is not its own.
+                for rid, outcome in [one for one in await ended.get() if one[0] in left]:
+                    stops = requests[left[rid]].stops
+                    if stops and isinstance(outcome, Completion):
+                        outcome, whole = self._texts.cut(outcome, stops), outcome
+                        if outcome is not whole:
+                            self._engine.abort(rid.__eq__)
+                    goes_on = isinstance(outcome, Completion) and outcome.finish_reason is None
+                    batch.append((left[rid] if goes_on else left.pop(rid), outcome))
+                yield batch
         finally:
             if left:
                 self._engine.abort(left.__contains__)
+
+    async def _scores(self, request, completion):
+        """`Programs.score` of a prompt and its completion, by the weights that sampled it."""
+        row = np.concatenate([request.input_ids, completion.output_ids])
+        scored = self._engine.score(row, temperature=request.sampling.temperature or 1.0)
+        version, scores = await asyncio.wrap_future(scored)
+        if other := {span.version for span in completion.spans} - {version}:
+            had = f"version {version!r} has come, and {min(other)!r} sampled"
+            raise UnavailableError(f"{had}: ask again for a prompt's or the best tokens' log-probs")
+        return scores
 
     def _encoded(self, body):
         """A body with `text` as one with `input_ids`."""
@@ -254,14 +286,45 @@ class _Routes:
         return rest | {"input_ids": ids, "sampling_params": params}
 
     async def openai(self, http_request):
-        route = http_request.path
-        body = await _read(http_request, texts.KEYS[route])
-        requests = self._texts.requests(route, body)
-        return _json(self._texts.answer(route, requests, await self._complete(requests)))
+        call = self._texts.call(http_request.path, read_body(await http_request.read()))
+        if call.stream:
+            return await self._stream_texts(http_request, call)
+        done = await self._complete(call.requests)
+        pairs = zip(call.requests, done, strict=True)
+        scores = [await self._scores(*pair) if call.is_scored else None for pair in pairs]
+        return _json(self._texts.answer(call, done, scores))
+
+    async def _stream_texts(self, http_request, call):
+        """OpenAI's stream: a chunk for every few tokens. What is refused is refused before it begins."""
+        response, latest = web.StreamResponse(headers=_EVENTS), {}
+        async with contextlib.aclosing(self._ended(call.requests)) as batches:
+            done = {index: _completed(outcome) for index, outcome in await anext(batches)}
+            await response.prepare(http_request)
+            async for batch in batches:
+                done = {i: o for i, o in batch if isinstance(o, Completion)}
+                events = [self._texts.chunk(call, i, latest.get(i), now) for i, now in done.items()]
+                events += [_failed(o) for i, o in batch if i not in done]
+                await response.write(b"".join(map(_event, events)))
+                latest |= done
+        if call.include_usage:
+            usage = texts.usage(call, list(latest.values()))
+            await response.write(_event(self._texts.envelope(call, ".chunk", [], usage=usage)))
+        await response.write_eof(_DONE)
+        return response
 
     async def models(self, http_request):
-        model = {"id": self._texts.model, "object": "model", "owned_by": "jaxrl_async"}
-        return _json({"object": "list", "data": [model]})
+        """All models, which are one, or the one of the route."""
+        model = {
+            "id": self._texts.model,
+            "object": "model",
+            "created": 0,
+            "owned_by": "jaxrl_async",
+        }
+        model["max_model_len"] = self._engine.max_total_tokens
+        wanted = http_request.match_info.get("id")
+        if wanted is not None and wanted != model["id"]:
+            raise web.HTTPNotFound(text=f"the model is {model['id']!r}, not {wanted!r:.80}")
+        return _json(model if wanted else {"object": "list", "data": [model]})
 
     async def pause_generation(self, http_request):
         body = await _read(http_request, {"mode"})
@@ -278,7 +341,7 @@ class _Routes:
 
     async def abort_request(self, http_request):
         body = await _read(http_request, {"rid", "abort_all"})
-        prefix, abort_all = body.get("rid"), _bool(body, "abort_all")
+        prefix, abort_all = body.get("rid"), fields.flag(body, "abort_all")
         if not abort_all and not (isinstance(prefix, str) and prefix):
             raise InvalidRequestError(f"give a rid (a prefix) or abort_all: true, got {body!r}")
         num = await asyncio.wrap_future(
@@ -330,6 +393,8 @@ class _Routes:
                 "intermediate_size": engine.config.mlp_dim,
                 "lora": dataclasses.asdict(lora) if (lora := engine.config.lora) else None,
                 "max_total_tokens": engine.max_total_tokens,
+                "context_length": engine.max_total_tokens,
+                "max_running_requests": engine.num_slots,
                 "num_slots": engine.num_slots,
                 "num_running_requests": engine.num_running,
                 "num_waiting_requests": engine.num_waiting,
@@ -343,7 +408,12 @@ class _Routes:
             raise self._engine.error
         return _json({"status": "ok"})
 
-    def _answer(self, completion: Completion, return_logprob, start):
+    async def health_generate(self, http_request):
+        """Samples one token after token 0, which every vocabulary has."""
+        await self._complete([self._parse_request([0], None, {"max_new_tokens": 1})])
+        return _json({"status": "ok"})
+
+    async def _answer(self, request, completion, *, return_logprob, from_prompt, name, start):
         spans = [{"version": s.version, "start": s.start, "end": s.end} for s in completion.spans]
         output_ids = completion.output_ids.tolist()
         meta = {
@@ -359,25 +429,59 @@ class _Routes:
         }
         if return_logprob:
             pairs = zip(completion.logprobs.tolist(), output_ids, strict=True)
-            meta["output_token_logprobs"] = [(logprob, token, None) for logprob, token in pairs]
+            meta["output_token_logprobs"] = [(lp, token, name(token)) for lp, token in pairs]
+            # What samples nothing asks for its prompt's. A row's first token alone has none; in SGLang 0.5.23 the first
+            # given token has none, on which its own client fails.
+            scored = from_prompt >= 0 or not request.sampling.max_new_tokens
+            if scored and completion.finish_reason is not None:
+                row = texts.scored(request, completion, await self._scores(request, completion))
+                given = row[max(from_prompt, 0) : len(request.input_ids)]
+                triples = [(logprob, token, name(token)) for token, logprob, _ in given]
+                meta["input_token_logprobs"] = triples
         text = {"text": self._texts.decode(completion)} if self._texts else {}
         return text | {"output_ids": output_ids, "meta_info": meta}
+
+    def _parse_request(self, input_ids, rid, params, *, reports=False):
+        if rid is None:
+            rid = uuid.uuid4().hex
+        if not isinstance(rid, str) or not 0 < len(rid) <= MAX_RID_CHARS:
+            raise InvalidRequestError(
+                f"rid must be a string of 1 to {MAX_RID_CHARS} characters, got {rid!r:.80}"
+            )
+        stops, ids = (), fields.token_ids(input_ids)
+        if self._texts and isinstance(params, dict) and (stop := params.get("stop")):
+            stops, params = fields.stop_texts(stop), params | {"stop": None}
+        reports = reports or bool(stops)
+        return texts.TextRequest(rid, ids, parse_sampling(params), reports, stops)
+
+    def _parsed_or_refused(self, *request, **options):
+        try:
+            return self._parse_request(*request, **options)
+        except InvalidRequestError as error:
+            return error
 
 
 async def _read(http_request, keys):
     """The body as a JSON object with no other keys than these; an empty body is {}."""
     body = read_body(await http_request.read())
-    _check_keys("the body", body, keys)
+    fields.check_keys("the body", body, keys)
     return body
 
 
-def _parse_generate(body, parse):
-    """One Request, or one for each prompt of a batch, by `parse`."""
+def _completed(outcome):
+    """The completion of a request; raises its error."""
+    if isinstance(outcome, Completion):
+        return outcome
+    raise outcome
+
+
+def _parse_generate(body, parse, *, stream=False):
+    """One Request, which reports to a stream, or one for each prompt of a batch, by `parse`."""
     prompts = body.get("input_ids")
     if not isinstance(prompts, list) or not prompts:
         raise InvalidRequestError("input_ids must be a list of token ids, or a list of such lists")
     if not _is_batch(body):
-        return [parse(prompts, body.get("rid"), body.get("sampling_params"))]
+        return [parse(prompts, body.get("rid"), body.get("sampling_params"), reports=stream)]
     num = len(prompts)
     rids = _per_prompt("rid", body.get("rid"), num, alone=type(None))
     params = _per_prompt("sampling_params", body.get("sampling_params"), num, alone=dict | None)
@@ -396,33 +500,6 @@ def _per_prompt(name, value, num, *, alone):
     return value
 
 
-def _parse_request(input_ids, rid, params):
-    if rid is None:
-        rid = uuid.uuid4().hex
-    if not isinstance(rid, str) or not 0 < len(rid) <= MAX_RID_CHARS:
-        raise InvalidRequestError(
-            f"rid must be a string of 1 to {MAX_RID_CHARS} characters, got {rid!r:.80}"
-        )
-    return Request(rid=rid, input_ids=_parse_ids(input_ids), sampling=parse_sampling(params))
-
-
-def _parsed_or_refused(input_ids, rid, params):
-    try:
-        return _parse_request(input_ids, rid, params)
-    except InvalidRequestError as error:
-        return error
-
-
-def _parse_ids(ids):
-    """int32 [P]; the engine bounds them by the vocabulary."""
-    if not isinstance(ids, list):
-        raise InvalidRequestError(f"a prompt must be a list of token ids, got {ids!r:.80}")
-    if set(map(type, ids)) - {int} or (ids and not -(2**31) <= min(ids) <= max(ids) < 2**31):
-        bad = next(i for i in ids if type(i) is not int or not -(2**31) <= i < 2**31)
-        raise InvalidRequestError(f"token id {bad!r:.80} is not a 32-bit integer")
-    return np.array(ids, np.int32)
-
-
 def parse_sampling(params) -> sampling.SamplingParams:
     """SGLang's sampling parameters, by name, with SGLang's defaults.
 
@@ -432,13 +509,9 @@ def parse_sampling(params) -> sampling.SamplingParams:
     params = {} if params is None else params
     if not isinstance(params, dict):
         raise InvalidRequestError(f"sampling_params must be an object, got {params!r:.80}")
-    _check_keys("sampling_params", params, _SAMPLING_DEFAULTS.keys())
-    for name in params.keys() & NEUTRAL.keys() - {"top_p", "top_k"}:
-        if params[name] not in (None, NEUTRAL[name]):
-            bound = f"{name} must be {NEUTRAL[name]:g}: no other value is supported"
-            raise InvalidRequestError(f"{bound}, got {params[name]!r:.80}")
-    params = _SAMPLING_DEFAULTS | params
-    stop_token_ids = params["stop_token_ids"] or []
+    read = _SAMPLING_DEFAULTS.keys()
+    params = _SAMPLING_DEFAULTS | fields.asked("sampling_params", params, read)
+    stop_token_ids = params["stop_token_ids"]
     if not isinstance(stop_token_ids, list):
         raise InvalidRequestError(f"stop_token_ids must be a list, got {stop_token_ids!r:.80}")
     seed = params["sampling_seed"]
@@ -447,7 +520,7 @@ def parse_sampling(params) -> sampling.SamplingParams:
         temperature=params["temperature"],
         top_p=params["top_p"],
         top_k=params["top_k"],
-        stop_token_ids=() if _bool(params, "ignore_eos") else tuple(stop_token_ids),
+        stop_token_ids=() if fields.flag(params, "ignore_eos") else tuple(stop_token_ids),
         seed=secrets.randbelow(sampling.MAX_SEED) if seed is None else seed,
         never_token_ids=_never(params["logit_bias"]),
     )
@@ -472,22 +545,6 @@ def _never(logit_bias):
     return tuple(map(int, logit_bias))
 
 
-def _check_keys(where, found, known):
-    unknown = sorted(found.keys() - known)
-    if unknown:
-        named = ", ".join(f"{key:.80}" for key in unknown[:8])
-        raise InvalidRequestError(
-            f"{where} has unknown keys: {named} (known: {', '.join(sorted(known))})"
-        )
-
-
-def _bool(body, key):
-    value = body.get(key, False)
-    if not isinstance(value, bool):
-        raise InvalidRequestError(f"{key} must be true or false, got {value!r:.80}")
-    return value
-
-
 def _changes(update: Update) -> dict[str, Any]:
     """The arguments of an engine's update."""
     return {
@@ -506,8 +563,8 @@ def _json(answer, status=200, headers=None):
     )
 
 
-def _event(index, answer):
-    return b"data: " + _encode({"index": index} | answer).encode() + b"\n\n"
+def _event(answer):
+    return b"data: " + _encode(answer).encode() + b"\n\n"
 
 
 def _failed(error):
@@ -522,4 +579,5 @@ def _error(status, message):
 _STATUS = {InvalidRequestError: 400, UnavailableError: 503, protocol.RequestError: 400}
 _STREAMS = {STREAMS_HEADER: "1"}
 _EVENTS = {"Content-Type": "text/event-stream"}
+_DONE = b"data: [DONE]\n\n"
 _encode = json.JSONEncoder(separators=(",", ":")).encode

@@ -1,8 +1,8 @@
-"""The engine's programs on the device, all compiled before the first request.
+"""The engine's programs on the device, all but `score` compiled before the first request.
 
-A program is compiled ahead of time from shapes alone, so a call of another shape is an error and never a compilation.
-`Shapes` says which programs there are, `Programs` compiles them for this process. They see arrays, not requests or
-versions.
+Such a program is compiled ahead of time from shapes alone, so a call of another shape is an error and never a
+compilation. `Shapes` says which programs there are, `Programs` compiles them for this process. They see arrays, not
+requests or versions.
 """
 
 import functools
@@ -17,6 +17,8 @@ from jaxrl_async.inference import sampling
 from jaxrl_async.models import transformer
 
 _MIN_BUCKET = 16
+MAX_TOP = 20  # of the most probable tokens
+_SCORED_TOGETHER = 32  # tokens whose logits are in memory at a time
 _MAX_PREFILL_TOKENS = 8192  # of one dispatch, padding included: the longest wait of a pause
 
 
@@ -50,6 +52,14 @@ class Prompts(NamedTuple):
     num_rows: np.ndarray  # int32 [], rows in use
 
 
+class Scores(NamedTuple):
+    """Log-probs of the tokens after the first of a row, and the K most probable ones in the place of each."""
+
+    logprobs: np.ndarray  # float32 [T − 1]
+    top_ids: np.ndarray  # int32 [T − 1, K], K = min(MAX_TOP, V), the most probable first
+    top_logprobs: np.ndarray  # float32 [T − 1, K]
+
+
 class Shapes:
     """The programs of one model at one shape, and what they take. Nothing is compiled, and no device is needed."""
 
@@ -63,7 +73,7 @@ class Shapes:
         device: jax.Device | None = None,
     ):
         """Args: those of the engine; the device to compile for, which need not exist, None for this process's."""
-        self._config, self._num_slots, self._decode_chunk = config, num_slots, decode_chunk
+        self.config, self._num_slots, self._decode_chunk = config, num_slots, decode_chunk
         self.device = device
         self.params = weights_like(config, device)
         shape = (
@@ -75,12 +85,12 @@ class Shapes:
 
     def trace_decode(self) -> jax.stages.Traced:
         """`Programs.decode`."""
-        decode = functools.partial(_decode, transformer.graphdef(self._config), self._decode_chunk)
+        decode = functools.partial(_decode, transformer.graphdef(self.config), self._decode_chunk)
         return self._trace(decode, empty_slots(self._num_slots))
 
     def trace_prefill(self, bucket: int) -> jax.stages.Traced:
         """The program of `Programs.prefill` for one of the buckets."""
-        prefill = functools.partial(_prefill, transformer.graphdef(self._config))
+        prefill = functools.partial(_prefill, transformer.graphdef(self.config))
         return self._trace(prefill, self.empty_prompts(bucket))
 
     def max_rows(self, bucket: int) -> int:
@@ -117,10 +127,11 @@ class Programs:
         self._prefill = {
             bucket: shapes.trace_prefill(bucket).lower().compile() for bucket in shapes.buckets
         }
+        self._score = jax.jit(functools.partial(_score, transformer.graphdef(shapes.config)))
 
     @property
     def count(self) -> int:
-        """Programs compiled; it never grows."""
+        """Programs compiled before the first request."""
         return 1 + len(self._prefill)
 
     def empty_cache(self) -> transformer.KVCache:
@@ -164,6 +175,18 @@ class Programs:
         prompts.slots[: prompts.offsets[len(rows)]] = np.concatenate(slots)
         prompts.num_rows[...] = len(rows)
         return self._prefill[bucket](params, cache, prompts)
+
+    def score(self, params, tokens: np.ndarray, temperature: float) -> Scores:
+        """Log-probs of the tokens int32 [T] of a row, each after those before it, by one forward pass.
+
+            logprobs[t − 1] = log_softmax(logits(tokens[:t]) / temperature)[tokens[t]]
+
+        The first row of a bucket compiles its program.
+        """
+        row = np.zeros(self.bucket(len(tokens)), np.int32)
+        row[: len(tokens)] = tokens
+        scores = self._score(params, row, np.int32(len(tokens)), np.float32(temperature))
+        return Scores(*(array[: len(tokens) - 1] for array in jax.device_get(scores)))
 
 
 def weights_like(config: transformer.ModelConfig, device: jax.Device | None = None) -> nnx.State:
@@ -253,6 +276,20 @@ def _prefill(graphdef, params, cache, prompts):
         return jax.lax.fori_loop(prompts.offsets[row], prompts.offsets[row + 1], one_slot, cache)
 
     return jax.lax.fori_loop(0, prompts.num_rows, one_row, cache)
+
+
+def _score(graphdef, params, tokens, length, temperature):
+    model = nnx.merge(graphdef, params)
+    positions = jnp.arange(tokens.shape[0])[None]
+    hidden, _ = model.prefill(tokens[None], positions, ((positions < length).astype(jnp.int32),))
+
+    def one_token(at):
+        hidden, token = at
+        logprobs = jax.nn.log_softmax(model.logits(hidden) / temperature)
+        top_logprobs, top_ids = jax.lax.top_k(logprobs, min(MAX_TOP, logprobs.shape[0]))
+        return Scores(logprobs[token], top_ids, top_logprobs)
+
+    return jax.lax.map(one_token, (hidden[0, :-1], tokens[1:]), batch_size=_SCORED_TOGETHER)
 
 
 def _buckets(max_total_tokens):

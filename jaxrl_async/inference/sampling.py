@@ -21,7 +21,7 @@ MAX_SEED = 2**63 - 1
 class SamplingParams:
     """The parameters of one request. Temperature 0 is greedy; top_p 1 and top_k −1 truncate nothing."""
 
-    max_new_tokens: int  # ≥ 1
+    max_new_tokens: int  # ≥ 0
     temperature: float  # ≥ 0
     top_p: float  # in (0, 1]
     top_k: int  # ≥ 1, or −1 for all
@@ -31,7 +31,7 @@ class SamplingParams:
 
     def check(self, *, vocab_size: int) -> None:
         """Raises ValueError with the field, its value and its bound."""
-        _check_int("max_new_tokens", self.max_new_tokens, 1, None)
+        _check_int("max_new_tokens", self.max_new_tokens, 0, None)
         if not _is_number(self.temperature) or not 0 <= self.temperature < math.inf:
             raise ValueError(f"temperature must be in [0, ∞), got {self.temperature!r}")
         if not _is_number(self.top_p) or not 0 < self.top_p <= 1:

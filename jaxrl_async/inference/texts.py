@@ -1,8 +1,10 @@
 """Requests in texts: OpenAI's two completion routes and SGLang's `text`, as token requests and back.
 
-For trying a model by hand: plain JSON, nothing is streamed. Checks and translates; sends nothing.
+Checks and translates; sends nothing.
 """
 
+import dataclasses
+import itertools
 import secrets
 import time
 import uuid
@@ -11,17 +13,28 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxrl_async.inference import sampling
-from jaxrl_async.inference.engine import Completion, InvalidRequestError, Request
+from jaxrl_async.inference import fields, sampling
+from jaxrl_async.inference.engine import Completion, InvalidRequestError, Request, Span
+from jaxrl_async.inference.programs import MAX_TOP, Scores
 
 MAX_CHOICES = 128  # of a request: its prompts, n times each
 _DEFAULT_TOKENS = 16  # OpenAI's, of /v1/completions
 _GENERATE_TOKENS = 128  # SGLang's
-_COMMON_KEYS = {"model", "max_tokens", "temperature", "top_p", "top_k", "n", "seed", "stream"}
-_COMMON_KEYS |= {"ignore_eos", "stop_token_ids", "user"}
+_CHAT = "/v1/chat/completions"
+_COMMON_KEYS = {
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "n",
+    "seed",
+    "stop",
+    "stop_token_ids",
+}
+_COMMON_KEYS |= {"ignore_eos", "stream", "stream_options", "logprobs"}
 KEYS = {
-    "/v1/completions": _COMMON_KEYS | {"prompt"},
-    "/v1/chat/completions": _COMMON_KEYS | {"messages", "max_completion_tokens"},
+    "/v1/completions": _COMMON_KEYS | {"prompt", "echo"},
+    _CHAT: _COMMON_KEYS | {"messages", "max_completion_tokens", "top_logprobs"},
 }
 
 
@@ -35,7 +48,48 @@ class Tokenizer(Protocol):
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]: ...
 
-    def decode(self, ids: Sequence[int]) -> str: ...
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class TextRequest(Request):
+    """A request that may end at a text."""
+
+    stops: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A checked body of one of OpenAI's routes."""
+
+    is_chat: bool
+    requests: tuple[TextRequest, ...]  # n in a row for each prompt
+    num_top: int | None  # most probable tokens in the place of each; None without log-probs
+    echo: bool
+    stream: bool
+    include_usage: bool
+    created: int  # Unix seconds
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether its answer needs `Scores` of each row."""
+        return self.num_top is not None and (self.echo or self.num_top > 0)
+
+
+# A token, its log-prob (None: the first of a row has none), and those of the most probable tokens in its place.
+Scored = tuple[int, float | None, list[tuple[int, float]]]
+
+
+def scored(request: Request, completion: Completion, scores: Scores | None) -> list[Scored]:
+    """The tokens of a row: prompt and completion with their scores, or without scores the completion alone."""
+    sampled = completion.output_ids.tolist()
+    if scores is None:
+        pairs = zip(sampled, completion.logprobs.tolist(), strict=True)
+        return [(token, logprob, []) for token, logprob in pairs]
+    row = [*request.input_ids.tolist(), *sampled]
+    tops = map(zip, scores.top_ids.tolist(), scores.top_logprobs.tolist())
+    after = zip(row[1:], scores.logprobs.tolist(), map(list, tops), strict=True)
+    return [(row[0], None, []), *after]
 
 
 class Texts:
@@ -48,8 +102,14 @@ class Texts:
         self.model = model
 
     def decode(self, completion: Completion) -> str:
-        """The sampled text, without special tokens."""
-        return self._tokenizer.decode(completion.output_ids.tolist())
+        """The sampled text, without special tokens and without the text that ended it."""
+        text = self._tokenizer.decode(completion.output_ids.tolist())
+        matched = (completion.finish_reason or {}).get("matched")
+        return text[: text.find(matched)] if isinstance(matched, str) else text
+
+    def name(self, token: int) -> str:
+        """The text of one token, with those of special ones."""
+        return self._tokenizer.decode([token], special=True)
 
     def encode(self, text: Any) -> list[int]:
         """The ids of a text, nothing added.
@@ -64,11 +124,29 @@ class Texts:
         except ValueError as error:
             raise InvalidRequestError(str(error)) from None
 
+    def cut(self, completion: Completion, stops: Sequence[str]) -> Completion:
+        """A completion up to the token that completes the first of the texts; the same one where there is none."""
+        ids, decode = completion.output_ids.tolist(), self._tokenizer.decode
+        whole = decode(ids)
+        if not any(stop in whole for stop in stops):
+            return completion
+        end = next(n for n in range(len(ids) + 1) if any(s in decode(ids[:n]) for s in stops))
+        text = decode(ids[:end])
+        stop = min((stop for stop in stops if stop in text), key=text.find)
+        spans = (s for s in completion.spans if s.start < end)
+        return dataclasses.replace(
+            completion,
+            output_ids=completion.output_ids[:end],
+            logprobs=completion.logprobs[:end],
+            spans=tuple(Span(s.version, s.start, min(s.end, end)) for s in spans),
+            finish_reason={"type": "stop", "matched": stop},
+        )
+
     def sampling_of_generate(self, params: Any, prompt: Sequence[int]) -> Any:
         """SGLang's sampling parameters of a request with `text`: it ends where the tokenizer's texts end."""
         if not isinstance(params, dict | None):
             return params  # refused by its reader
-        params = dict(params or {})
+        params = {name: value for name, value in (params or {}).items() if value is not None}
         params.setdefault("max_new_tokens", self._room(prompt, _GENERATE_TOKENS))
         ends = params.get("stop_token_ids") or []
         if isinstance(ends, list):
@@ -76,100 +154,149 @@ class Texts:
         params.setdefault("logit_bias", {str(token): -100.0 for token in self._never})
         return params
 
-    def requests(self, route: str, body: Mapping[str, Any]) -> list[Request]:
-        """The token requests of a body of OpenAI's, n in a row for each prompt.
+    def call(self, route: str, body: Mapping[str, Any]) -> Call:
+        """A checked body of OpenAI's.
 
         Raises:
           InvalidRequestError: names the field, the value and the bound.
         """
-        if body.get("stream"):
-            raise InvalidRequestError("stream: true is not supported")
-        prompts = self._prompts(route, body)
-        num = body.get("n", 1)
-        if type(num) is not int or not 1 <= num * len(prompts) <= MAX_CHOICES:
-            raise InvalidRequestError(
-                f"n must be an integer ≥ 1, n times the {len(prompts)} prompts ≤ {MAX_CHOICES}, got {num!r:.80}"
-            )
-        seed = body.get("seed")
-        if seed is None:
-            seed = secrets.randbelow(sampling.MAX_SEED)
-        if type(seed) is not int or not 0 <= seed <= sampling.MAX_SEED - num:
-            raise InvalidRequestError(
-                f"seed must be in [0, {sampling.MAX_SEED - num}], got {seed!r:.80}"
-            )
-        return [
-            Request(uuid.uuid4().hex, prompt, self._sampling(route, body, prompt, seed + i))
-            for prompt in prompts
-            for i in range(num)
-        ]
+        given, is_chat = fields.asked("the body", body, KEYS[route]), route == _CHAT
+        stream, echo = fields.flag(given, "stream"), fields.flag(given, "echo")
+        num_top = _num_top(given, is_chat)
+        if stream and (echo or num_top):
+            raise InvalidRequestError("stream: true takes no echo and no most probable tokens")
+        options = given.get("stream_options", {})
+        if not isinstance(options, dict):
+            raise InvalidRequestError(f"stream_options must be an object, got {options!r:.80}")
+        prompts = self._prompts(is_chat, given)
+        num = fields.whole(given, "n", 1, MAX_CHOICES // len(prompts), 1)
+        last = sampling.MAX_SEED - num
+        seed = fields.whole(given, "seed", 0, last, secrets.randbelow(last))
+        stops = fields.stop_texts(given.get("stop", []))
+        reports, include_usage = stream or bool(stops), fields.flag(options, "include_usage")
+        parts = (
+            (p, self._sampling(is_chat, given, p, seed + i)) for p in prompts for i in range(num)
+        )
+        requests = tuple(TextRequest(uuid.uuid4().hex, *part, reports, stops) for part in parts)
+        now = int(time.time())
+        return Call(is_chat, requests, num_top, echo, stream, include_usage, now)
 
-    def answer(self, route: str, requests: Sequence[Request], done: Sequence[Completion]) -> dict:
-        """OpenAI's answer to the completions of `requests`, in their order."""
-        chat = route == "/v1/chat/completions"
+    def answer(
+        self, call: Call, done: Sequence[Completion], scores: Sequence[Scores | None]
+    ) -> dict[str, Any]:
+        """OpenAI's answer to the completions of a call's requests, in their order, and the scores of their rows."""
         choices = []
-        for index, completion in enumerate(done):
-            text = self.decode(completion)
-            content = (
-                {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
-            )
-            reason = completion.finish_reason["type"]
-            choices.append({"index": index} | content | {"logprobs": None, "finish_reason": reason})
-        # n choices share a prompt, which counts once.
-        prompts = {id(request.input_ids): len(request.input_ids) for request in requests}
-        num_prompt, num_sampled = sum(prompts.values()), sum(len(c.output_ids) for c in done)
+        for request, completion, own in zip(call.requests, done, scores, strict=True):
+            text, tokens = self.decode(completion), scored(request, completion, own)
+            prompt = request.input_ids.tolist()
+            if call.echo:
+                text = self._tokenizer.decode(prompt, special=True) + text
+            elif own is not None:
+                tokens = tokens[len(prompt) :]
+            chat = {"message": {"role": "assistant", "content": text}}
+            content = chat if call.is_chat else {"text": text}
+            choices.append(self._choice(call, len(choices), content, tokens, completion))
+        return self.envelope(call, "", choices, usage=usage(call, done))
+
+    def chunk(
+        self, call: Call, index: int, before: Completion | None, now: Completion
+    ) -> dict[str, Any]:
+        """OpenAI's chunk of a stream: what a choice has beyond `before`, None: the first."""
+        request, num = call.requests[index], len(before.output_ids) if before else 0
+        text = self._settled(now, request.stops)
+        text = text[len(self._settled(before, request.stops)) if before else 0 :]
+        chat = {"delta": ({} if before else {"role": "assistant"}) | {"content": text}}
+        content = chat if call.is_chat else {"text": text}
+        tokens = scored(request, now, None)[num:]
+        return self.envelope(call, ".chunk", [self._choice(call, index, content, tokens, now)])
+
+    def envelope(
+        self, call: Call, suffix: str, choices: Sequence[Mapping[str, Any]], **more: Any
+    ) -> dict[str, Any]:
+        """What stands around choices; the suffix is that of a chat's object: ".chunk" or ""."""
+        chat = ("chatcmpl", f"chat.completion{suffix}")
+        kind, name = chat if call.is_chat else ("cmpl", "text_completion")
+        head = {"id": f"{kind}-{call.requests[0].rid}", "object": name, "created": call.created}
+        return head | {"model": self.model, "choices": choices} | more
+
+    def _settled(self, completion: Completion, stops: Sequence[str]) -> str:
+        """The text of a completion; of one that goes on without an end that a later token could change or claim."""
+        text = self.decode(completion)
+        if completion.finish_reason is not None:
+            return text
+        text = text.rstrip("\ufffd")  # a part of a character
+        begun = (n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n]))
+        return text[: len(text) - max(begun, default=0)]
+
+    def _choice(self, call, index, content, tokens, completion) -> dict[str, Any]:
+        reason, logprobs = completion.finish_reason, None
+        if call.num_top is not None:
+            tokens = [(token, logprob, top[: call.num_top]) for token, logprob, top in tokens]
+            logprobs = self._of_chat(tokens) if call.is_chat else self._of_text(tokens)
+        ending = {"logprobs": logprobs, "finish_reason": reason and reason["type"]}
+        return {"index": index} | content | ending
+
+    def _of_text(self, tokens: Sequence[Scored]) -> dict[str, Any]:
+        """Log-probs as of /v1/completions. Of tokens with one text, the most probable one counts."""
+        names, tops = [self.name(token) for token, _, _ in tokens], []
+        for name, (_, logprob, top) in zip(names, tokens, strict=True):
+            by_name = {self.name(token): own for token, own in reversed(top)}
+            tops.append(None if logprob is None else {name: logprob} | by_name)
         return {
-            "id": f"{'chatcmpl' if chat else 'cmpl'}-{requests[0].rid}",
-            "object": "chat.completion" if chat else "text_completion",
-            "created": int(time.time()),
-            "model": self.model,
-            "choices": choices,
-            "usage": {
-                "prompt_tokens": num_prompt,
-                "completion_tokens": num_sampled,
-                "total_tokens": num_prompt + num_sampled,
-            },
+            "tokens": names,
+            "token_logprobs": [logprob for _, logprob, _ in tokens],
+            "top_logprobs": tops,
+            "text_offset": list(itertools.accumulate(map(len, names[:-1]), initial=0)),
         }
 
-    def _prompts(self, route: str, body: Mapping[str, Any]) -> list[np.ndarray]:
-        if route == "/v1/chat/completions":
-            return [np.array(self._chat(body.get("messages")), np.int32)]
-        prompt = body.get("prompt")
-        prompts = prompt if isinstance(prompt, list) and prompt else [prompt]
-        return [np.array(self.encode(text), np.int32) for text in prompts]
+    def _of_chat(self, tokens: Sequence[Scored]) -> dict[str, Any]:
+        def entry(token, logprob):
+            name = self.name(token)
+            return {"token": name, "logprob": logprob, "bytes": list(name.encode())}
+
+        tops = [{"top_logprobs": list(itertools.starmap(entry, top))} for _, _, top in tokens]
+        entries = (entry(token, logprob) for token, logprob, _ in tokens)
+        return {"content": [e | top for e, top in zip(entries, tops, strict=True)], "refusal": None}
+
+    def _prompts(self, is_chat: bool, given: Mapping[str, Any]) -> list[np.ndarray]:
+        if is_chat:
+            return [np.array(self._chat(given.get("messages")), np.int32)]
+        prompts = given.get("prompt")
+        if not isinstance(prompts, list) or not prompts or type(prompts[0]) is int:
+            prompts = [prompts]
+        if len(prompts) > MAX_CHOICES:
+            raise InvalidRequestError(
+                f"{len(prompts)} prompts exceed the {MAX_CHOICES} of a request"
+            )
+        ids = (one if isinstance(one, list) else self.encode(one) for one in prompts)
+        return list(map(fields.token_ids, ids))
 
     def _chat(self, messages: Any) -> list[int]:
-        sound = isinstance(messages, list) and messages
-        if not sound or not all(
-            isinstance(m, dict)
-            and m.keys() <= {"role", "content", "name"}
-            and isinstance(m.get("role"), str)
-            and isinstance(m.get("content"), str)
-            for m in messages
-        ):
+        try:
+            read = [_message(one) for one in messages]
+        except (AttributeError, KeyError, TypeError):
+            read = []
+        if not read:
             raise InvalidRequestError(
                 f"messages must be a list of {{role, content}}, both of them texts, got {messages!r:.80}"
             )
         try:
-            return self._tokenizer.encode_chat(messages)
+            return self._tokenizer.encode_chat(read)
         except ValueError as error:
             raise InvalidRequestError(str(error)) from None
 
-    def _sampling(self, route, body, prompt, seed) -> sampling.SamplingParams:
-        bound = body.get("max_completion_tokens", body.get("max_tokens"))
+    def _sampling(self, is_chat, given, prompt, seed) -> sampling.SamplingParams:
+        bound = given.get("max_completion_tokens", given.get("max_tokens"))
         if bound is None:
-            chat = route == "/v1/chat/completions"
-            bound = self._room(prompt, self._max_total_tokens if chat else _DEFAULT_TOKENS)
-        ends = body.get("stop_token_ids") or []
-        if not isinstance(ends, list) or not isinstance(body.get("ignore_eos", False), bool):
-            raise InvalidRequestError(
-                f"stop_token_ids must be a list and ignore_eos true or false, got {ends!r:.80} and "
-                f"{body.get('ignore_eos')!r:.80}"
-            )
-        own = () if body.get("ignore_eos") else self._tokenizer.stop_token_ids
-        given = {name: body[name] for name in ("temperature", "top_p", "top_k") if name in body}
+            bound = self._room(prompt, self._max_total_tokens if is_chat else _DEFAULT_TOKENS)
+        ends = given.get("stop_token_ids", [])
+        if not isinstance(ends, list):
+            raise InvalidRequestError(f"stop_token_ids must be a list, got {ends!r:.80}")
+        own = () if fields.flag(given, "ignore_eos") else self._tokenizer.stop_token_ids
         return sampling.SamplingParams(
-            **{"temperature": 1.0, "top_p": 1.0, "top_k": -1}
-            | {name: value for name, value in given.items() if value is not None},
+            temperature=given.get("temperature", 1.0),
+            top_p=given.get("top_p", 1.0),
+            top_k=given.get("top_k", -1),
             max_new_tokens=bound,
             stop_token_ids=tuple(dict.fromkeys([*ends, *own])),
             seed=seed,
@@ -184,3 +311,30 @@ class Texts:
     def _never(self) -> tuple[int, ...]:
         pad = self._tokenizer.pad_id
         return () if pad in self._tokenizer.stop_token_ids else (pad,)
+
+
+def usage(call: Call, done: Sequence[Completion]) -> dict[str, int]:
+    """Tokens of an answer. n choices share a prompt, which counts once."""
+    prompts = {id(request.input_ids): len(request.input_ids) for request in call.requests}
+    num, new = sum(prompts.values()), sum(len(one.output_ids) for one in done)
+    return {"prompt_tokens": num, "completion_tokens": new, "total_tokens": num + new}
+
+
+def _num_top(given: Mapping[str, Any], is_chat: bool) -> int | None:
+    if not is_chat:
+        return fields.whole(given, "logprobs", 0, MAX_TOP, 0) if "logprobs" in given else None
+    num_top = fields.whole(given, "top_logprobs", 0, MAX_TOP, 0)
+    if num_top and not fields.flag(given, "logprobs"):
+        raise InvalidRequestError(f"top_logprobs {num_top} needs logprobs: true")
+    return num_top if fields.flag(given, "logprobs") else None
+
+
+def _message(found: Any) -> dict[str, str]:
+    """A message without nulls, its content one text; raises where it is none."""
+    message = {name: value for name, value in found.items() if value is not None}
+    if isinstance(content := message["content"], list):
+        message["content"] = "".join(part["text"] for part in content)
+    keys = {"role", "content"}
+    if not keys <= message.keys() <= keys | {"name"} or {*map(type, message.values())} != {str}:
+        raise TypeError
+    return message

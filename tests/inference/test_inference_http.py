@@ -396,14 +396,19 @@ async def test_before_any_weights_generate_is_503_and_an_update_brings_them(bare
         ({"sampling_params": {"top_k": 0}}, "top_k must be an integer in [1, ∞) or −1 for all"),
         (
             {"sampling_params": {"min_p": 0.1}},
-            "min_p must be 0: no other value is supported, got 0.1",
+            "min_p must be 0.0: no other value is supported, got 0.1",
         ),
         (
             {"sampling_params": {"repetition_penalty": 1.1}},
-            "repetition_penalty must be 1: no other",
+            "repetition_penalty must be 1.0: no other",
         ),
-        ({"sampling_params": {"max_new_tokens": 0}}, "max_new_tokens must be an integer in [1, ∞)"),
-        ({"sampling_params": {"max_new_tokens": None}}, "max_new_tokens must be an integer"),
+        (
+            {"sampling_params": {"max_new_tokens": -1}},
+            "max_new_tokens must be an integer in [0, ∞)",
+        ),
+        ({"sampling_params": {"max_new_tokens": None}}, "max_new_tokens 128 exceed"),
+        ({"sampling_params": {"stop": "a"}}, "stop must be []: no other"),  # without a tokenizer
+        ({"logprob_start_len": "all"}, "logprob_start_len must be in [-1, 2147483648]"),
         ({"sampling_params": {"sampling_seed": -3}}, "sampling_seed must be an integer"),
         ({"sampling_params": {"stop_token_ids": [19]}}, "in [0, 18], got 19"),
         ({"sampling_params": {"stop_token_ids": 4}}, "stop_token_ids must be a list, got 4"),

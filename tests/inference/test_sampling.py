@@ -165,7 +165,7 @@ def test_rounding_never_costs_a_row_that_does_not_truncate_its_tail():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"max_new_tokens": 0}, r"max_new_tokens must be an integer in \[1, ∞\), got 0"),
+        ({"max_new_tokens": -1}, r"max_new_tokens must be an integer in \[0, ∞\), got -1"),
         ({"max_new_tokens": 2.5}, "max_new_tokens must be an integer .* got 2.5"),
         ({"max_new_tokens": True}, "max_new_tokens must be an integer .* got True"),
         ({"temperature": -0.1}, r"temperature must be in \[0, ∞\), got -0.1"),
