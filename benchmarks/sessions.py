@@ -115,7 +115,7 @@ def context_of(tokenizer, stub: Stub) -> Context:
 async def beside_a_proxy(tokenizer, rounds: int, num_calls: int, num_alone: int) -> dict:
     """Calls a second, and seconds of a call, of the endpoint and the proxy: medians over paired rounds."""
     rng = np.random.default_rng(0)
-    endpoint = Sessions(temperature=1.0, agent_rows="one", agent_calls=NUM_TURNS)
+    endpoint = Sessions(agent_rows="one", agent_calls=NUM_TURNS)
     await endpoint.start()
     proxy, address = await start_proxy(tokenizer, Stub(tokenizer, rng))
     rates, latencies = [], []
@@ -220,7 +220,6 @@ async def at_once(tokenizer, num_sessions: int) -> dict:
         agent_timeout_secs=60.0,
         agent_calls=NUM_TURNS,
         agent_rows="one",
-        temperature=1.0,
     )
     start = time.perf_counter()
     found = await asyncio.gather(

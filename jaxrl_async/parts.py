@@ -184,7 +184,6 @@ def rollout_of(settings: Settings) -> Rollout:
             agent_timeout_secs=rollout.agent_timeout_secs,
             agent_calls=rollout.agent_calls,
             agent_rows=rollout.agent_rows,
-            temperature=rollout.temperature,
         )
     if rollout.function != environment.NAME:
         return rollout_function(rollout.function)

@@ -73,7 +73,6 @@ class AgentRollout:
     # As of `Session`.
     agent_calls: int
     agent_rows: str
-    temperature: float
 
     def __post_init__(self):
         self._agent = agent_of(self.name)
@@ -114,9 +113,7 @@ class AgentRollout:
 
     async def _start(self) -> tuple[Sessions, "_Thread"]:
         """The endpoint, and the thread of the agents."""
-        sessions = Sessions(
-            agent_calls=self.agent_calls, agent_rows=self.agent_rows, temperature=self.temperature
-        )
+        sessions = Sessions(agent_calls=self.agent_calls, agent_rows=self.agent_rows)
         await sessions.start()
         return sessions, _Thread()
 

@@ -92,7 +92,7 @@ class Choice:
     logprobs: np.ndarray  # float32 [N]
 
 
-def read_call(body: Any, *, temperature: float, is_trained: bool = True) -> Call:
+def read_call(body: Any, *, temperature: float, is_trained: bool) -> Call:
     """Checks the body of a request.
 
     Args:

@@ -56,7 +56,8 @@ class Context:
         make_rng: Callable[[], np.random.Generator],
         encode_reply: Callable[[Sequence[Mapping[str, Any]], int | None], list[int]] | None = None,
         encode_chat: Callable[..., list[int]] | None = None,
-        temperature: float | None = None,
+        temperature: float = 1.0,
+        is_trained: bool = True,
     ):
         """Samples nothing yet.
 
@@ -70,11 +71,11 @@ class Context:
           make_rng: makes the generator of this sample, and of nothing else.
           encode_reply: messages after an answer that ended in this token → token ids; None without a chat template.
           encode_chat: messages, and `tools` by keyword → token ids up to the answer; None without a chat template.
-          temperature: the run's, of a sample that is trained: no call may sample otherwise. None where it is not.
+          temperature: the run's.
+          is_trained: whether the sample is trained: no call may sample it otherwise than the run does.
         """
         self._make_rng = make_rng
-        self._temperature = temperature
-        self.is_trained = temperature is not None
+        self.temperature, self.is_trained = temperature, is_trained
         self._encode_chat = encode_chat
         self._encode_reply = encode_reply
         self._generate = generate
@@ -136,7 +137,7 @@ class Context:
             raise ValueError(
                 f"tokens to continue must be [T ≥ 1] ids in [0, {self._vocab_size}), got {ids}"
             )
-        sampling = checked(sampling, temperature=self._temperature)
+        sampling = checked(sampling, temperature=self.temperature, is_trained=self.is_trained)
         taken = None if "sampling_seed" in sampling else self._rows.take(ids)
         seed = taken.seed if taken else sampling.pop("sampling_seed")
         if seed is not None:

@@ -15,12 +15,13 @@ SHAPING: dict[str, Any] = NEUTRAL | {"logit_bias": {}, "min_new_tokens": 0}
 SHAPING |= dict.fromkeys(("json_schema", "regex", "ebnf", "structural_tag"))
 
 
-def checked(given: Mapping[str, Any], *, temperature: float | None) -> dict[str, Any]:
+def checked(given: Mapping[str, Any], *, temperature: float, is_trained: bool) -> dict[str, Any]:
     """The parameters of a call, without those that are the run's anyway.
 
     Args:
       given: by the rollout function.
-      temperature: the run's, of a sample that is trained; None for another, which may be sampled in any way.
+      temperature: the run's.
+      is_trained: whether the sample is; another may be sampled in any way.
 
     Raises:
       ValueError: unknown, or of another distribution than the one that is trained; names the parameter and the value.
@@ -31,7 +32,7 @@ def checked(given: Mapping[str, Any], *, temperature: float | None) -> dict[str,
         raise ValueError(f"no sampling parameter {unknown[0]!r:.80} (known: {known})")
     if (bound := given.get("max_new_tokens", 1)) < 1:
         raise ValueError(f"max_new_tokens must be ≥ 1, got {bound}")
-    if temperature is None:
+    if not is_trained:
         return dict(given)
     for name in given.keys() & run.keys():
         if given[name] is not None and given[name] != run[name]:

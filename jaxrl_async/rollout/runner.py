@@ -90,7 +90,8 @@ class Runner:
             make_rng=make_rng,
             encode_reply=self.encode_reply,
             encode_chat=self.encode_chat,
-            temperature=self.temperature if is_trained else None,
+            temperature=self.temperature,
+            is_trained=is_trained,
         )
         return await self.function(prompt, context)
 

@@ -47,7 +47,6 @@ class Session:
     prompt: Prompt  # of the sample; its tokens are not used, as calls bring messages of their own
     context: Context  # of the sample; it needs a chat template
     _: dataclasses.KW_ONLY
-    temperature: float  # the run's
     # "all": every row is trained, MAX_ROWS at most | "one": a second row is a failure | "last": the row of the last
     # call alone counts
     agent_rows: str
@@ -93,8 +92,8 @@ class Session:
           RefusedError: the call is not answered; names the value and the bound.
         """
         self._check()
-        is_trained = self.context.is_trained
-        call = chat.read_call(body, temperature=self.temperature, is_trained=is_trained)
+        context = self.context
+        call = chat.read_call(body, temperature=context.temperature, is_trained=context.is_trained)
         if call.n > 1 and self.agent_rows == "one":
             text = f"n must be 1 where rollout.agent_rows = 'one', got {call.n}"
             raise RefusedError(text, param="n")
@@ -275,10 +274,10 @@ class Session:
 class Sessions:
     """The endpoint: one HTTP server on loopback, for all sessions of a process."""
 
-    def __init__(self, *, temperature: float, agent_rows: str, agent_calls: int):
+    def __init__(self, *, agent_rows: str, agent_calls: int):
         """Starts nothing; the arguments are each session's."""
         self._make_session = functools.partial(
-            Session, temperature=temperature, agent_rows=agent_rows, agent_calls=agent_calls
+            Session, agent_rows=agent_rows, agent_calls=agent_calls
         )
         self._sessions: dict[str, Session] = {}
         self._runner: web.AppRunner | None = None

@@ -69,7 +69,7 @@ async def test_generate_samples_what_is_left_of_the_budget():
 
 async def test_a_turn_may_be_bounded_further_and_never_less():
     policy = Policy()
-    context = context_of(policy)
+    context = context_of(policy, is_trained=False)
     found = await context.generate([2], max_new_tokens=3, temperature=0.5)
     await context.generate([2, *found.tokens], max_new_tokens=30)
     assert [sampling for _, sampling in policy.calls] == [

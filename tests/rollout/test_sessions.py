@@ -913,7 +913,7 @@ async def test_the_time_in_which_calls_are_answered_is_not_the_agents(qwen):
             seen.append(session.own_secs())
             return await super().__call__(tokens, **sampling)
 
-    bounds = {"temperature": 1.0, "agent_rows": "one", "agent_calls": 2, "clock": lambda: now[0]}
+    bounds = {"agent_rows": "one", "agent_calls": 2, "clock": lambda: now[0]}
     session = sessions.Session(PROMPT, context_of(qwen, Slow(qwen, "12", "13")), **bounds)
     messages, seen = list(ASKED), []
     for _ in range(2):
@@ -934,7 +934,7 @@ async def test_a_failure_of_the_servers_is_the_sessions_and_every_later_call_is_
     assert await failed(agent, qwen, policy) is error and len(policy.given) == 1
     # What an agent reads that is not cancelled at once.
     policy = Policy(qwen, error)
-    endpoint = sessions.Sessions(temperature=1.0, agent_rows="one", agent_calls=4)
+    endpoint = sessions.Sessions(agent_rows="one", agent_calls=4)
     await endpoint.start()
     try:
         async with aiohttp.ClientSession() as client:
@@ -1045,7 +1045,7 @@ async def test_calls_after_the_end_and_of_no_session_are_not_found(qwen):
 
 async def test_a_call_that_arrives_as_its_session_ends_samples_nothing(qwen):
     policy = Policy(qwen, "12")
-    bounds = {"temperature": 1.0, "agent_rows": "one", "agent_calls": 2}
+    bounds = {"agent_rows": "one", "agent_calls": 2}
     session = sessions.Session(PROMPT, context_of(qwen, policy), **bounds)
     session.end()
     with pytest.raises(RefusedError, match="no such session") as caught:

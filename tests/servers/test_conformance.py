@@ -933,7 +933,6 @@ async def test_the_turns_of_a_row_are_exact_over_a_push(
             agent_timeout_secs=30.0,
             agent_calls=8,
             agent_rows="all",
-            temperature=1.0,
         )
     else:
         function = EnvironmentRollout(
