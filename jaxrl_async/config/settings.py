@@ -26,6 +26,7 @@ ATTENTION_KERNELS = ("xla", "cudnn", "splash")  # models.attention.of_rows
 FAMILIES = ("llama", "gemma3")  # models.families
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # models.lora.LAYERS
 TRANSPORTS = ("disk", "tensor", "stream", "distributed")  # publishing.transports
+VERIFY = ("all", "rotating")
 PAUSE_MODES = ("retract", "in_place")
 TRACKERS = ("", "wandb", "mlflow")  # tracker.SERVICES
 MIN_MEMORY_BYTES = 1 << 20  # the size in which Python takes memory from the system; rewards.pool refuses less, too
@@ -335,6 +336,11 @@ class Weights:
     pause_lease_secs: float = setting(120.0, "Time after which a server of this project ends the pause of a learner "
         "that died, above weights.push_timeout_secs; 0 for never.", at_least=0, at_most=86_400, since="0.1.0",
         before=0.0)
+    verify: str = setting("all", "Tensors whose digests a push compares on a server that verifies nothing itself: "
+        "`all`, or after the first push a `rotating` eighth, beside scored prompts.", choices=VERIFY, since="0.2.0")
+    max_score_error: float = setting(0.25, "Bound on the mean difference of a server's log-probs from the learner's "
+        "after fixed prompts, beyond which the server is refused; 0 asks for none.", at_least=0, unit="nats",
+        since="0.2.0", before=0.0)
     delta: bool = setting(False, "Send servers of this project the lossless difference from the version before, where "
         "that is shorter.", since="0.1.0")
     fanout: int = setting(0, "Servers to which the learner, and each server of this project in turn, sends a version "

@@ -4,12 +4,13 @@
   reload then changes norms and embeddings, and leaves the layers between them at the version before. Without packing,
   a layer computes with its weight as it is. Nothing is changed on other devices.
 - Versions for a server that was started without weights (`--load-format dummy`), which vLLM itself does not reload.
-- The shape of its model.
+- The shape of its model, and digests of some of its tensors.
 
 Imported by vLLM's own processes, in vLLM's environment: it needs the files of this package, and nothing that this
 package needs.
 """
 
+import hashlib
 import pathlib
 from collections.abc import Iterator
 from typing import Any
@@ -26,11 +27,21 @@ class Extension:
 
     model_runner: Any
     vllm_config: Any
+    _weight_checksum_prefix: Any
 
     def load_version(self, path: str) -> None:
         """Loads the tensors of a version's directory, in Hugging Face's layout and names."""
         with set_current_vllm_config(self.vllm_config):
             self.model_runner.reload_weights(weights_iterator=_tensors(pathlib.Path(path)))
+
+    def digests(self, names: list[str]) -> dict[str, str]:
+        """The SHA-256 of some of its tensors as they lie on the device, in hex, keyed as by `/weight_checker`."""
+        prefix, found = self._weight_checksum_prefix(), {}
+        for name, tensor in self.model_runner.get_model().named_parameters():
+            if name.replace(".base_layer.", ".") in names:
+                raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+                found[prefix + name] = hashlib.sha256(raw.numpy()).hexdigest()
+        return found
 
     def model_shape(self) -> dict[str, Any]:
         """Its model's config.json, as vLLM has read it."""

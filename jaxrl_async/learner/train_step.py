@@ -7,6 +7,7 @@ does not change its gradient. Independent of groups, rewards and the queue.
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 
 import jax
@@ -20,9 +21,10 @@ from jaxrl_async.config.settings import Learner
 from jaxrl_async.learner import blocks
 from jaxrl_async.learner.optimizer import stochastic_round
 from jaxrl_async.learner.statistics import Statistics
-from jaxrl_async.models import attention, logprobs, sharding, transformer
+from jaxrl_async.models import attention, axes, logprobs, sharding, transformer
 from jaxrl_async.objectives.objective import objective
 from jaxrl_async.objectives.tokens import Tokens
+from jaxrl_async.publishing import scored
 from jaxrl_async.types import Batch
 
 jax.tree_util.register_dataclass(Batch)
@@ -92,6 +94,7 @@ class TrainStep:
         if temperature <= 0:
             raise ValueError(f"temperature must be > 0, got {temperature}")
         self._config, self._loss, self._optimizer = config, loss, optimizer
+        self._mesh = mesh
         self._learner, self._temperature = learner, temperature
         self._statistics = Statistics(loss)
         self._blocks = blocks.Blocks(learner.blocks, config.num_layers, learner.num_minibatches)
@@ -135,6 +138,12 @@ class TrainStep:
             in_shardings=(state.params, frozen, rows),
             out_shardings=rows,
             compiler_options=options,
+        )
+        self._score_prompts = jax.jit(
+            self._score_prompts_program,
+            static_argnums=2,
+            in_shardings=(state.params, frozen),
+            out_shardings=everywhere,
         )
         self._accumulate = [
             jax.jit(
@@ -275,6 +284,14 @@ class TrainStep:
         """
         return self._run(self._score, params, self._base, self.place(batch))
 
+    def score_prompts(self, params: nnx.State, num_tokens: int) -> jax.Array:
+        """Log-probs of every token after each prompt of `publishing.scored`, of num_tokens tokens.
+
+        Returns:
+          float32 [K, V], nats, the same on every device; K is a multiple of the mesh's rows.
+        """
+        return self._run(self._score_prompts, params, self._base, num_tokens)
+
     def anchor(self, params: nnx.State, batch: Batch) -> jax.Array | None:
         """The proximal_logprobs of `accumulate`, at the weights that the step starts from.
 
@@ -377,6 +394,20 @@ class TrainStep:
 
     def _score_program(self, params, base, batch):
         return self._logprobs_and_entropy(params, base, batch)[0]
+
+    def _score_prompts_program(self, params, base, num_tokens):
+        rows = math.prod(self._mesh.shape[axis] for axis in axes.ROWS)
+        columns = self._mesh.shape[axes.COLUMNS]
+        K = rows * math.ceil(scored.NUM_PROMPTS / rows)
+        prompts_KT = scored.prompts(K, num_tokens, self._config.vocab_size)
+        prompts_KT = np.pad(prompts_KT, ((0, 0), (0, -num_tokens % columns)))
+        model = nnx.merge(
+            transformer.graphdef(self._config), transformer.with_base(self._config, params, base)
+        )
+        positions = np.broadcast_to(np.arange(prompts_KT.shape[1]), prompts_KT.shape)
+        hidden = model(prompts_KT, positions, (np.ones_like(prompts_KT),))
+        logits_KV = model.logits(hidden)[:, num_tokens - 1].astype(jnp.float32)
+        return jax.nn.log_softmax(logits_KV / self._temperature, axis=-1)
 
     def _accumulate_program(
         self, params, base, reference, accumulator, batch, proximal_logprobs, policy_version

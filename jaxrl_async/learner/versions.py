@@ -10,6 +10,7 @@ import functools
 import logging
 import pathlib
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +49,16 @@ class Delay:
         return max(0, version - steps)
 
 
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """A process's part of a version."""
+
+    tensors: Iterable[
+        tuple[str, np.ndarray]
+    ]  # by their names in files; iterate once, in any thread
+    scores: jax.Array | None  # as of `TrainStep.score_prompts`
+
+
 class Versions:
     """Passes versions to the publisher, one push in flight at a time."""
 
@@ -61,6 +72,7 @@ class Versions:
         base: str = "",
         timeout_secs: float,
         delay: Delay,
+        score: Callable[[nnx.State], jax.Array | None] = lambda params: None,
         process: int = 0,
         num_processes: int = 1,
     ):
@@ -73,10 +85,11 @@ class Versions:
           base: of a model with adapters, the name of its frozen weights in the files of a version.
           timeout_secs: deadline of every wait for a push.
           delay: the servers' delay; if there is one, every version must be published, without a gap.
+          score: trained parameters → the table of `publishing.scored`, or None where no server is compared with it.
         """
         self._publisher, self._store, self._delay = publisher, store, delay
         self._config, self._dtype, self._base = config, dtype, base
-        self._process, self._num_processes = process, num_processes
+        self._process, self._num_processes, self._score = process, num_processes, score
         self._timeout_secs = timeout_secs
         self._version: int | None = None
         self._run_epoch = 0
@@ -127,20 +140,21 @@ class Versions:
         )
         self._push(self._restored, lambda: self._store.get(self._held(self._restored)), None)
 
-    def snapshot(self, state: TrainState) -> Iterable[tuple[str, np.ndarray]]:
-        """This process's tensors of a state, which may be donated afterwards. Iterate once, in any thread."""
+    def snapshot(self, state: TrainState) -> "Snapshot":
+        """This process's part of a state, which may be donated afterwards."""
         # PEFT reads an adapter from one file: process 0 has all of its tensors, the others gather with it.
         num_parts = 1 if self._config.lora else self._num_processes
         part = {"part": self._process, "num_parts": num_parts}
         copy = _cast(state.params, self._dtype)
         tensors = hf.to_tensors(copy, self._config, self._dtype, **part)
         # Gathering is a program of all processes: each must dispatch it at the same place among its other programs.
-        return tensors if self._num_processes == 1 else list(tensors)
+        scores = self._score(state.params)
+        return Snapshot(tensors if self._num_processes == 1 else list(tensors), scores)
 
     def publish(
         self,
         version: int,
-        snapshot: Iterable[tuple[str, np.ndarray]],
+        snapshot: Any,
         resume_point: ResumePoint | None = None,
     ) -> None:
         """Starts the push of a version, after the push before it is done.
@@ -170,7 +184,7 @@ class Versions:
         )
         self._version = version
 
-    def _compare(self, version: int, snapshot: Iterable[tuple[str, np.ndarray]]) -> None:
+    def _compare(self, version: int, snapshot: Any) -> None:
         """Writes a published version again. If its weights differ, a new run epoch begins with it."""
         before = self._store.manifest(version)["digest"]
         path = self._write(version, snapshot)
@@ -205,14 +219,12 @@ class Versions:
             metrics.pop("weights/delay", None)
         return metrics
 
-    def _write(
-        self, version: int, tensors: Iterable[tuple[str, np.ndarray]]
-    ) -> StoredVersion | None:
+    def _write(self, version: int, snapshot: "Snapshot") -> StoredVersion | None:
         """Writes a version with the other processes; process 0 returns the version to push."""
         if self._process == 0:
             self._store.begin(version)
         processes.barrier(f"version {version} is begun", timeout_secs=self._timeout_secs)
-        self._store.write_part(version, self._process, tensors)
+        self._store.write_part(version, self._process, snapshot.tensors)
         processes.barrier(f"version {version} is written", timeout_secs=self._timeout_secs)
         if self._process != 0:
             return None
@@ -220,7 +232,8 @@ class Versions:
             config, prefix = hf.write_adapter_config(lora, self._base), ADAPTER
         else:
             config, prefix = hf.write_config(self._config), ""
-        self._store.finish(version, self._num_processes, config, prefix=prefix)
+        scores = None if snapshot.scores is None else np.asarray(snapshot.scores)
+        self._store.finish(version, self._num_processes, config, prefix=prefix, scores=scores)
         return self._store.get(self._held(version))
 
     def _held(self, version: int) -> int:

@@ -52,7 +52,7 @@ def expected_of(settings: Settings, config: Any) -> Expected:
 
 def check_of(
     settings: Settings, expected: Expected
-) -> Callable[[InferenceClient, str], Awaitable[None]]:
+) -> Callable[[InferenceClient, str], Awaitable[Any]]:
     """The preflight of one server, as the publisher calls it before a server's first push."""
     return functools.partial(server.check, expected=expected, timeout_secs=_timeout_of(settings))
 
@@ -62,34 +62,39 @@ def _timeout_of(settings: Settings) -> float:
     return min(settings.weights.push_timeout_secs, settings.server.start_timeout_secs)
 
 
-def check_servers(settings: Settings, expected: Expected) -> None:
+def check_servers(settings: Settings, expected: Expected) -> bool:
     """Checks every server and router that answers; one that is not up yet is left to its first push.
+
+    Returns:
+      Whether one of them verifies nothing itself.
 
     Raises:
       PreflightError: a line for each server that cannot take part.
     """
-    asyncio.run(_check_servers(settings, expected))
+    return asyncio.run(_check_servers(settings, expected))
 
 
-async def _check_servers(settings: Settings, expected: Expected) -> None:
+async def _check_servers(settings: Settings, expected: Expected) -> bool:
     slots, controls = asyncio.Semaphore(MAX_CONCURRENT), settings.server.controls
     servers = {control: server.check for behind in controls.values() for control in behind}
     checks = dict.fromkeys(controls, server.check_router) | servers
     options = {"expected": expected, "timeout_secs": _timeout_of(settings)}
 
-    async def check(address: str) -> ServerError | None:
+    async def check(address: str) -> Any:
         async with slots:
             try:
-                await checks[address](client, address, **options)
+                return await checks[address](client, address, **options)
             except ServerError as error:
                 return error
 
     async with InferenceClient(**parts.keys_of(settings), tls_ca=settings.server.tls_ca) as client:
-        errors = [e for e in await asyncio.gather(*map(check, checks)) if e is not None]
+        found = await asyncio.gather(*map(check, checks))
+    errors = [e for e in found if isinstance(e, ServerError)]
     unfit = [str(e) for e in errors if isinstance(e, UnfitServerError) or not e.retryable]
     _refuse(unfit, f"{len(checks)} inference servers")
     for error in errors:
         log.info("not up yet, waited for until its first push: %s", error)
+    return any(getattr(kind, "verifies_itself", True) is False for kind in found)
 
 
 def check_rewards(settings: Settings) -> None:

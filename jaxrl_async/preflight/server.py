@@ -10,7 +10,7 @@ from jaxrl_async.servers import kinds
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.kinds.checks import Checks, wrong_key
 from jaxrl_async.servers.kinds.sglang_api import SglangApi
-from jaxrl_async.servers.port import Expected, ServerError, UnfitServerError
+from jaxrl_async.servers.port import Expected, Kind, ServerError, UnfitServerError
 
 TIMEOUT_SECS = 60.0  # of the whole preflight of one server
 
@@ -30,8 +30,8 @@ async def check(
     expected: Expected,
     *,
     timeout_secs: float = TIMEOUT_SECS,
-) -> None:
-    """Refuses a server that takes control calls and cannot take part in the run.
+) -> Kind:
+    """Refuses a server that takes control calls and cannot take part in the run; returns it.
 
     Args:
       client: has the run's keys.
@@ -55,6 +55,7 @@ async def check(
             raise UnfitServerError(address, error.route, reason) from error
         raise
     await server.preflight(expected, deadline=deadline)
+    return server
 
 
 async def check_router(

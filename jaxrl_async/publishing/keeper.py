@@ -17,15 +17,18 @@ from jaxrl_async.active_clock import ActiveClock
 from jaxrl_async.publishing import health
 from jaxrl_async.publishing.health import Target
 from jaxrl_async.publishing.pauses import Pauses
+from jaxrl_async.publishing.scored import ScoredPrompts
 from jaxrl_async.servers.descriptors import is_out_of_files
 from jaxrl_async.servers.fleet import DEAD, HEALTHY, STALE
 from jaxrl_async.servers.port import (
+    Kind,
     ObsoleteVersionError,
     ServerError,
     Servers,
     ServerTimeoutError,
     UnfitServerError,
 )
+from jaxrl_async.versions.store import StoredVersion
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +51,12 @@ class Course:
     # The publisher's: a server was found to be no longer HEALTHY; an attempt at it ended, `is_back`: it answers again.
     changed: Callable[[health.Server], Awaitable[None]]
     tried: Callable[..., Awaitable[None]]  # (server, *, is_back)
+    scored: ScoredPrompts | None = None
+    scores_every_push: bool = False  # not the first alone
     target: Target | None = None  # that every server should hold
     before: int | None = None  # the version before it, current while its push is under way
     announced: tuple[int, int] | None = None  # (version, run epoch) that the queue knows
+    wants_scores: bool = False  # a server of the run verifies nothing itself
 
 
 class Keeper:
@@ -165,9 +171,10 @@ class Keeper:
             server.state, server.version = STALE, None
             server.reason = f"restarted: reports {difference}"
             await course.changed(server)
-        if server.version is None and course.preflight is not None:
+        is_first = server.version is None
+        if is_first and course.preflight is not None:
             await course.preflight(client, server.address)
-        if server.version is None and not kind.ends_pauses:
+        if is_first and not kind.ends_pauses:
             # A learner that was killed in a push left it paused. Its weights are verified, or have a name that no
             # client accepts.
             with contextlib.suppress(ServerError):
@@ -180,8 +187,21 @@ class Keeper:
             timeout_secs=course.push_timeout_secs,
             is_wanted=lambda: course.target is target and not server.has_left,
             pausing=course.pauses.turn,
+            is_first=is_first,
         )
+        if is_first or course.scores_every_push:
+            await self._compare(kind, target)
         server.version = target.version
+
+    async def _compare(self, kind: Kind, target: Target) -> None:
+        """Compares what a server samples with the learner's log-probs, unless it verifies its weights itself."""
+        course, files = self._course, target.files
+        if course.scored is None or getattr(kind, "verifies_itself", True):
+            return
+        course.wants_scores = True  # of the next versions, where this one has none
+        if isinstance(files, StoredVersion):
+            call = {"timeout_secs": course.push_timeout_secs}
+            await course.scored.check(kind, self.server.address, files, target.name, **call)
 
 
 MAX_BACKOFF = 8.0  # poll intervals between two attempts at a server that fails

@@ -23,6 +23,7 @@ from jaxrl_async.publishing import health
 from jaxrl_async.publishing.discovery import Discovery
 from jaxrl_async.publishing.keeper import Course, Keeper, PublisherError
 from jaxrl_async.publishing.pauses import Pauses
+from jaxrl_async.publishing.scored import ScoredPrompts
 from jaxrl_async.records import ResumePoint
 from jaxrl_async.servers.fleet import DEAD, HEALTHY, STALE
 from jaxrl_async.servers.port import Servers
@@ -64,6 +65,8 @@ class Publisher:
         evaluation: Evaluation | None = None,
         run_id: str = "",
         preflight: Callable[[Servers, str], Awaitable[None]] | None = None,
+        scored: ScoredPrompts | None = None,
+        scores_every_push: bool = False,
     ):
         """Starts the thread.
 
@@ -88,6 +91,9 @@ class Publisher:
           discover_secs: between two readings of the list.
           preflight: refuses a server before its first push, and before the first after a restart; see
             preflight.server. Before any version is published a refusal ends the publisher.
+          scored: compares what a server samples after its first push, and after the first after a restart; a refusal
+            is as the preflight's.
+          scores_every_push: it does so after every push.
         """
         self._servers = [
             health.Server(c, serves) for serves, behind in controls.items() for c in behind
@@ -111,6 +117,8 @@ class Publisher:
             transport=transport,
             pin=pin,
             preflight=preflight,
+            scored=scored,
+            scores_every_push=scores_every_push,
             pauses=Pauses(max_paused=max_paused, turn_secs=TURN_SHARE * push_timeout_secs),
             poll_secs=poll_secs,
             push_timeout_secs=push_timeout_secs,
@@ -206,6 +214,11 @@ class Publisher:
         """Raises the publisher's failure, if it has failed."""
         if self._error is not None:
             raise PublisherError(f"the publisher failed: {self._error}") from self._error
+
+    @property
+    def wants_scores(self) -> bool:
+        """Whether a server is compared with the scores of a version."""
+        return self._course.wants_scores
 
     def metrics(self) -> dict[str, float]:
         """weights/version, weights/delay, weights/push_secs (write included) and weights/bytes of the last push.

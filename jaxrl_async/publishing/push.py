@@ -42,6 +42,7 @@ class Push:
     deadline: float  # on the monotonic clock
     is_wanted: Callable[[], bool]
     pausing: Pausing
+    is_first: bool = True  # to this server, since it started
 
     async def check(self) -> None:
         """Compares the files with their manifest, once for all servers: a truncated one kills an SGLang server."""
@@ -57,6 +58,11 @@ class Push:
         if not isinstance(self.files, StoredVersion):
             raise self.error("takes versions in files, and this one is in memory")
         return self.files
+
+    @property
+    def compares_all(self) -> bool:
+        """Whether the digests of all tensors are compared; else those of a part."""
+        return self.is_first or self.options.verify == "all"
 
     @property
     def flush_cache(self) -> bool:

@@ -53,6 +53,7 @@ class Transport(PushOptions):
         timeout_secs: float,
         is_wanted: Callable[[], bool] = lambda: True,
         pausing: Pausing = contextlib.nullcontext,
+        is_first: bool = True,
     ) -> None:
         """Gives one server a version; returns when it holds the version, verified, and samples with it.
 
@@ -67,6 +68,7 @@ class Transport(PushOptions):
           timeout_secs: bound on the whole call.
           is_wanted: whether the version is still the newest, asked before a load begins and between the parts of one.
           pausing: a context that the pause lies in; it may make the push wait.
+          is_first: whether the server has got no version since it started.
 
         Raises:
           ObsoleteVersionError: it is not; the server loads nothing that is not wanted.
@@ -74,7 +76,7 @@ class Transport(PushOptions):
             late, or holds other weights afterwards.
         """
         deadline = time.monotonic() + timeout_secs
-        push = Push(self, address, files, str(version), deadline, is_wanted, pausing)
+        push = Push(self, address, files, str(version), deadline, is_wanted, pausing, is_first)
         await push.check()
         kind = await client.recognise(address, timeout_secs=push.left())
         await kind.hold(push)

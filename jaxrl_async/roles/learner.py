@@ -23,14 +23,16 @@ from jaxrl_async.learner import learner as learners
 from jaxrl_async.learner.checkpoint import Checkpoints
 from jaxrl_async.learner.packing import Packer
 from jaxrl_async.learner.processes import Agreement
-from jaxrl_async.learner.train_step import TrainState, mesh_of
+from jaxrl_async.learner.train_step import TrainState, TrainStep, mesh_of
 from jaxrl_async.learner.versions import Delay, Versions
 from jaxrl_async.metrics import MetricsWriter, Timers
 from jaxrl_async.models import hf, sharding
 from jaxrl_async.preflight import peers
 from jaxrl_async.preflight.server import kept_adapters
+from jaxrl_async.publishing import scored
 from jaxrl_async.publishing.discovery import Discovery
 from jaxrl_async.publishing.publisher import Publisher
+from jaxrl_async.publishing.scored import ScoredPrompts
 from jaxrl_async.publishing.transports import Transport
 from jaxrl_async.queue.calls import CALL_TIMEOUT_SECS, CONNECT_TIMEOUT_SECS, BlockingGrpcCalls
 from jaxrl_async.queue.client import LearnerQueue
@@ -98,10 +100,15 @@ class Links:
     def __init__(self, settings: Settings):
         self._settings = settings
 
-    def check(self, expected: Expected) -> None:
-        """Checks the servers and the reward services that answer; raises PreflightError."""
-        peers.check_servers(self._settings, expected)
+    def check(self, expected: Expected) -> bool:
+        """Checks the servers and the reward services that answer; raises PreflightError.
+
+        Returns:
+          Whether a server verifies nothing itself.
+        """
+        found = peers.check_servers(self._settings, expected)
         peers.check_rewards(self._settings)
+        return found
 
     def sharing(self) -> dict[str, Any]:
         """Arguments of `TrainStep` that say what is shared with servers."""
@@ -140,6 +147,7 @@ class Links:
                 mode=weights.pause_mode,
                 writer=writer,
                 pause_lease_secs=weights.pause_lease_secs,
+                verify=weights.verify,
                 keep_adapters=kept_adapters(settings.queue.max_staleness),
                 delta=weights.delta,
                 fanout=weights.fanout,
@@ -147,6 +155,8 @@ class Links:
             ),
             "discovery": discovery_of(settings),
             "preflight": peers.check_of(settings, expected),
+            "scored": _scored_of(settings, writer.run_id),
+            "scores_every_push": weights.verify != "all",
         }
 
 
@@ -166,8 +176,7 @@ def _train(
     tokenizer = parts.tokenizer_of(settings, workdir)
     config = parts.model_config_of(settings, tokenizer)
     expected = peers.expected_of(settings, config)
-    if process == 0:
-        links.check(expected)
+    is_foreign = process == 0 and links.check(expected)
     mesh = mesh_of(learner, links.devices)
     train_step = parts.train_step_of(settings, config, mesh, **links.sharing())
     checkpoints = parts.checkpoints_of(settings, workdir, remove_unfinished=True)
@@ -221,6 +230,7 @@ def _train(
             base=parts.base_name(settings, workdir) if config.lora else "",
             timeout_secs=push_deadline_of(settings),
             delay=delay,
+            score=_score_of(settings, train_step, publisher, is_foreign),
             **part,
         )
         timers = Timers()
@@ -378,6 +388,38 @@ def _publisher(
         evaluation=evaluator_of(settings, workdir),
         **servers,
     )
+
+
+def _scored_of(settings: Settings, run_id: str) -> ScoredPrompts | None:
+    """The comparison of servers with scored prompts; None where weights.max_score_error is 0."""
+    if not settings.weights.max_score_error:
+        return None
+    return ScoredPrompts(
+        num_tokens=_prompt_tokens(settings),
+        temperature=settings.rollout.temperature,
+        max_error=settings.weights.max_score_error,
+        adapters=settings.model.lora.rank > 0,
+        run_id=run_id,
+    )
+
+
+def _prompt_tokens(settings: Settings) -> int:
+    return min(scored.PROMPT_TOKENS, settings.server.max_total_tokens - 1)
+
+
+def _score_of(
+    settings: Settings, train_step: TrainStep, publisher: Any, is_foreign: bool
+) -> Callable[[Any], jax.Array | None]:
+    """Scores versions, once a server is known that verifies nothing itself; with several processes, always: each takes
+    part in every program."""
+    known = is_foreign or settings.server.command or settings.learner.num_processes > 1
+
+    def score(params: Any) -> jax.Array | None:
+        if not settings.weights.max_score_error or not (known or publisher.wants_scores):
+            return None
+        return train_step.score_prompts(params, _prompt_tokens(settings))
+
+    return score
 
 
 def discovery_of(settings: Settings) -> Discovery | None:

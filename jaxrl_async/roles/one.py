@@ -200,8 +200,9 @@ class _DirectLinks(learner.Links):
             return super().metrics(workdir)
         return _WithWaits(workdir, parts.tracker_of(self._settings, workdir), self._lock)
 
-    def check(self, expected: Expected) -> None:
-        """Does nothing: engine and learner are made of the same settings."""
+    def check(self, expected: Expected) -> bool:
+        """Engine and learner are made of the same settings, and the weights are the learner's own."""
+        return False
 
     def queue(self, share: Share) -> LearnerQueue:
         return LearnerQueue(BlockingDirectCalls(self._others.queue, self._others.run), share)

@@ -132,6 +132,9 @@ class PushOptions:
     # this long ago; 0: never.
     pause_lease_secs: float = 0.0
     keep_adapters: int = 2  # versions of an adapter that an SGLang server keeps, ≥ 1
+    # Of a server that verifies nothing itself: the digests of "all" tensors are compared at each push, or a "rotating"
+    # part of them after the first.
+    verify: str = "all"
     delta: bool = False  # give a server of this project the difference from a version that it keeps
     # Servers to which the learner and each server hand a version on; 0: the learner to all.
     fanout: int = 0
@@ -230,6 +233,8 @@ class Push(Protocol):
     def stored(self) -> StoredVersion: ...  # raises ServerError for a version in memory
     @property
     def options(self) -> PushOptions: ...
+    @property
+    def compares_all(self) -> bool: ...  # digests of tensors; else a part
     @property
     def flush_cache(self) -> bool: ...  # whether the load empties the prefix cache
     @property

@@ -32,6 +32,7 @@ from jaxrl_async.records import NOBODY, Identity, SupersededError
 from jaxrl_async.versions import layout
 
 MANIFEST = layout.MANIFEST
+SCORES = "scores.npy"
 ADAPTER = "adapter_"  # prefix of the files of an adapter
 MAX_SHARD_BYTES = 1 << 28  # A shard is closed before it grows beyond; a larger tensor has its own.
 MAX_MAPPED_FILES = 4  # of a StoredVersion, besides those whose tensors are in use
@@ -142,7 +143,13 @@ class WeightStore:
         _write_json(directory / f"part-{part}.json", shards)
 
     def finish(
-        self, version: int, num_parts: int, config: Mapping[str, Any], *, prefix: str = ""
+        self,
+        version: int,
+        num_parts: int,
+        config: Mapping[str, Any],
+        *,
+        prefix: str = "",
+        scores: np.ndarray | None = None,
     ) -> pathlib.Path:
         """Makes one version of its parts, and removes old ones; see `write`.
 
@@ -151,6 +158,7 @@ class WeightStore:
           num_parts: that were written.
           config: the content of config.json.
           prefix: of the names of both kinds of files, ADAPTER for an adapter.
+          scores: of `StoredVersion.scores`.
 
         Raises:
           WeightStoreError: a part is missing.
@@ -161,6 +169,8 @@ class WeightStore:
         table = _join_parts(temporary, num_parts, prefix)
         _write_json(temporary / f"{prefix}config.json", config)
         _write_json(temporary / MANIFEST, _manifest(version, self.writer, table))
+        if scores is not None:
+            np.save(temporary / SCORES, scores)
         _sync(temporary)
         if self._is_younger(version):
             raise SupersededError(
@@ -300,6 +310,13 @@ class StoredVersion(os.PathLike):
         """The dtype, by numpy's name, and shape of a tensor."""
         entry = self.manifest["tensors"][name]
         return _DTYPES[entry["dtype"]].name, entry["shape"]
+
+    def scores(self) -> np.ndarray | None:
+        """The learner's log-probs after the prompts of `publishing.scored`: float32 [K, V]; None where it made none."""
+        try:
+            return np.load(self._path / SCORES, allow_pickle=False)
+        except (OSError, ValueError):
+            return None
 
     def check(self) -> None:
         """Compares the length of every file with its header, and the headers with the manifest; once.

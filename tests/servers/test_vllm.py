@@ -11,6 +11,7 @@ from fixtures.tensors import tensors
 from jaxrl_async.preflight.server import check as preflight
 from jaxrl_async.publishing.transports import Transport
 from jaxrl_async.servers.client import InferenceClient
+from jaxrl_async.servers.kinds import checksums
 from jaxrl_async.servers.kinds.vllm import Vllm, stream_seed
 from jaxrl_async.servers.port import (
     Adapters,
@@ -151,7 +152,9 @@ async def test_a_mixture_of_two_versions_is_refused_by_the_name_of_a_tensor(clie
     """As a vLLM on a CPU has after a reload of its own: norms of one version, linear layers of another."""
     await push(client, server, store, 1)
     server.packs = True
-    with pytest.raises(ServerError, match=r"tensor model.layers.0.\w+.\w+_proj.weight has check"):
+    with pytest.raises(
+        ServerError, match=r"tensor model.layers.0.\w+.\w+_proj.weight has .*still holds version 1"
+    ):
         await push(client, server, store, 2)
     assert server.version == "2-unverified" and not server.paused
     with pytest.raises(ForeignVersionError, match="2-unverified"):
@@ -159,6 +162,30 @@ async def test_a_mixture_of_two_versions_is_refused_by_the_name_of_a_tensor(clie
     server.packs = False
     await push(client, server, store, 3)
     assert (await generate(client, server)).versions.tolist() == [3] * 4
+
+
+async def test_rotating_digests_compare_all_tensors_in_eight_pushes(client, server, store):
+    async def push_again(version):
+        store.write(version, tensors(1).items(), {})
+        await Transport("disk", mode="retract", verify="rotating")(
+            client,
+            server.address,
+            files=store.get(version),
+            version=version,
+            timeout_secs=SECS,
+            is_first=version == 0,
+        )
+
+    for version in range(8):
+        await push_again(version)
+    calls = server.payloads("/collective_rpc")
+    asked = [call["kwargs"]["names"] for call in calls if call["method"] == "digests"]
+    assert len(server.payloads("/weight_checker")) == 1 and len(asked) == 7
+    assert {name for names in asked for name in names} == set(checksums.fused_names(tensors(1)))
+    server.packs, server.tensors = True, tensors(2)
+    with pytest.raises(ServerError, match="_proj.weight has checksum"):
+        for version in range(8, 16):
+            await push_again(version)
 
 
 async def test_adapters_come_without_a_pause_and_old_ones_go(client, server, store):

@@ -1,11 +1,13 @@
 """SGLang's checksums of a version: a hash of each tensor, under SGLang's names, some of them fused."""
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import logging
 import os
+import pathlib
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -28,6 +30,7 @@ class Expected:
     names: frozenset[str]  # of the tensors, SGLang's
     # By name; None where the server hashes by a GPU kernel, or shards: only names are compared then.
     checksums: Mapping[str, str] | None
+    dtype: str | None = None  # that the server computes in
 
 
 async def expect(
@@ -59,12 +62,20 @@ async def expect(
         return Expected(os.fspath(files), names, None)
     try:
         async with asyncio.timeout(timeout_secs):
-            return Expected(os.fspath(files), names, await files.once(checksums_of, dtype))
+            found = await files.once(checksums_of, dtype)
+            return Expected(os.fspath(files), names, found, dtype)
     except TimeoutError:
         reason = f"the checksums of the version took longer than {timeout_secs:g} s to compute"
         raise ServerError(address, "", reason, retryable=True) from None
     except weight_store.WeightStoreError as error:
         raise ServerError(address, "", f"was not asked: {error}", retryable=False) from error
+
+
+def part_of(expected: Expected, number: int) -> Expected:
+    """An eighth of the tensors, by the number of a version: eight pushes compare all."""
+    names = sorted(expected.names)[number % NUM_PARTS :: NUM_PARTS] or sorted(expected.names)[:1]
+    checksums = expected.checksums and {name: expected.checksums[name] for name in names}
+    return dataclasses.replace(expected, names=frozenset(names), checksums=checksums)
 
 
 def difference(found: Mapping[str, str], expected: Expected) -> str | None:
@@ -75,8 +86,21 @@ def difference(found: Mapping[str, str], expected: Expected) -> str | None:
         if found[name] != checksum:
             return (
                 f"tensor {name} has checksum {found[name]}, that of {expected.path} is {checksum}"
+                + _origin(name, found[name], expected)
             )
     return None
+
+
+def _origin(name: str, checksum: str, expected: Expected) -> str:
+    """The version beside the expected one whose tensor this is, in words; "" where none is."""
+    for other in sorted(pathlib.Path(expected.path).parent.iterdir(), reverse=True):
+        with contextlib.suppress(weight_store.WeightStoreError, OSError):
+            files = weight_store.StoredVersion(other)
+            parts = fused_names(files.names()).get(name, ())
+            tensors = (_padded(part, files.tensor(part)) for part in parts)
+            if parts and _checksum(tensors, expected.dtype) == checksum:
+                return f": it still holds version {files.version}"
+    return ""
 
 
 def checksums_of(files: weight_store.StoredVersion, dtype: str | None) -> dict[str, str]:
@@ -130,6 +154,7 @@ _DTYPES = {
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
+NUM_PARTS = 8  # of the tensors, for "rotating"
 _INTO = {
     "q_proj": "qkv_proj",
     "k_proj": "qkv_proj",
