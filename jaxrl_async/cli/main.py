@@ -16,6 +16,7 @@ VERBS = {
     "evaluate": "greedy accuracy and pass@k of a run's checkpoints on held-out prompts",
     "replay": "train again on the journal of a run: the same parameters, or another objective on the same data",
     "status": "show who waits for whom in a run, and since when",
+    "conform": "measure a server of any kind on what a run needs of it",
     "parity": "compare a server's log-probs with the learner's, and name the likely cause",
     "fit": "compile a run for TPUs or GPUs that are not there: memory, FLOPs, transfers, whether it fits",
     "measure": "measure the rates that simulate needs, on a running server and from a run",
@@ -26,6 +27,7 @@ VERBS = {
 
 # Verbs that are not in this room.
 EXTRAS = {
+    "conform": "jaxrl_async.extras.conform.verb:main",
     "measure": "jaxrl_async.extras.planner.measure_verb:main",
     "parity": "jaxrl_async.extras.parity.verb:main",
     "relay": "jaxrl_async.extras.relay.verb:main",

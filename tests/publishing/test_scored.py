@@ -7,16 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fixtures import train_steps
 from fixtures.fake_sglang import logprob
 from fixtures.fake_vllm import serving
 from fixtures.models import tiny
 from fixtures.tensors import tensors
 from flax import nnx
 
-from jaxrl_async.config.loss import LossConfig
-from jaxrl_async.config.settings import Learner
-from jaxrl_async.learner.optimizer import make_optimizer
-from jaxrl_async.learner.train_step import TrainStep
 from jaxrl_async.models import sharding, transformer
 from jaxrl_async.publishing import scored
 from jaxrl_async.publishing.publisher import Publisher, PublisherError
@@ -177,17 +174,7 @@ def test_the_learner_scores_the_prompts_as_a_forward_pass_does(shape):
     """float32 [K, V] log-probs at the temperature, on one device and on a mesh that divides rows, heads and tokens."""
     data, fsdp, tensor, context = shape
     config = tiny(vocab_size=60, num_layers=1)
-    devices = jax.devices()[: data * fsdp * tensor * context]
-    mesh = sharding.make_mesh(data, fsdp, tensor, devices, context=context)
-    learner = Learner()
-    step = TrainStep(
-        config,
-        mesh,
-        loss=LossConfig(),
-        learner=learner,
-        temperature=0.7,
-        optimizer=make_optimizer(learner),
-    )
+    mesh, step = train_steps.make(mesh_shape=(data, fsdp, tensor), context=context, config=config)
     params = sharding.init_sharded(config, mesh, 0)
     found = np.asarray(step.score_prompts(params, 15))
     rows = scored.prompts(8, 15, 60)

@@ -36,9 +36,8 @@ serve)
     export VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
     PYTHONPATH=$(cd "$here/../.." && pwd) # of the worker extension
     export PYTHONPATH
-    exec "$venv/bin/vllm" serve "$@" --dtype=float32 --enforce-eager --skip-tokenizer-init \
-        --enable-scale-out --logprobs-mode=processed_logprobs \
-        --worker-extension-cls=jaxrl_async.extras.vllm.Extension
+    exec "$venv/bin/vllm" serve --dtype=float32 --enforce-eager --skip-tokenizer-init --enable-scale-out \
+        --logprobs-mode=processed_logprobs --worker-extension-cls=jaxrl_async.extras.vllm.Extension "$@"
     ;;
 *)
     echo "unknown verb $verb: install or serve" >&2

@@ -1,4 +1,4 @@
-"""Adapters on a real SGLang: pushed while it samples, and every token's log-prob is that of its request's adapter."""
+"""Adapters on a real SGLang and a real vLLM, pushed while it samples: a log-prob is that of its request's adapter."""
 
 import asyncio
 import dataclasses
@@ -17,7 +17,6 @@ from jaxrl_async.preflight import server as preflight
 from jaxrl_async.publishing.transports import Transport
 from jaxrl_async.servers import port
 from jaxrl_async.servers.client import InferenceClient
-from jaxrl_async.servers.kinds.sglang import Sglang
 from jaxrl_async.servers.port import ForeignVersionError
 from jaxrl_async.versions.store import StoredVersion, WeightStore
 
@@ -30,7 +29,8 @@ EXPECTED = port.Expected(hf.write_config(PLAIN), 256, "disk", "", "", ADAPTERS)
 CALL_SECS = 300.0
 EXACT = 1e-4  # nats
 NUM_TOKENS = 96
-FLAGS = (
+FLAGS = {"vllm": ("--load-format=auto", "--enable-lora", "--max-lora-rank=8", "--max-loras=3")}
+FLAGS["sglang"] = (
     "--load-format=auto",
     "--enable-lora",
     "--lora-backend=torch_native",
@@ -48,13 +48,18 @@ def whole(version):
     return lora.join(host_params(CONFIG, version)[0], host_params(CONFIG)[1])
 
 
+@pytest.fixture(scope="module", params=["sglang", "vllm"])
+def name(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def address(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("sglang")
+def address(name, tmp_path_factory):
+    directory = tmp_path_factory.mktemp(name)
     base = hf.to_tensors(host_params(CONFIG)[1], PLAIN, "float32")
     model = WeightStore(directory, keep=1).write(0, base, hf.write_config(PLAIN))
     log = directory / "server.log"
-    with real_servers.serving("sglang", CONFIG, model, log, *FLAGS) as address:
+    with real_servers.serving(name, CONFIG, model, log, *FLAGS[name]) as address:
         yield address
 
 
@@ -106,8 +111,10 @@ async def test_a_server_without_an_adapter_of_a_push_samples_nothing(client, add
 @pytest.mark.long
 @pytest.mark.parametrize("transport", ["disk", "tensor"])
 async def test_pushes_under_load_are_exact_and_old_adapters_go(
-    client, address, tmp_path, transport
+    client, name, address, tmp_path, transport
 ):
+    if transport not in real_servers.TRANSPORTS_OF[name]:
+        pytest.skip(f"{name} takes none by {transport}")
     first = {"disk": 1, "tensor": 11}[transport]
     await push(client, address, tmp_path, first, transport)
     running = [asyncio.create_task(generate(client, address, i)) for i in range(4)]
@@ -126,14 +133,16 @@ async def test_pushes_under_load_are_exact_and_old_adapters_go(
     seen = [int(completion.versions[0]) for completion in completions]
     assert seen[:4] == [first] * 4
     assert all(found >= first + 1 + k // 2 for k, found in enumerate(seen[4:]))
-    held = await Sglang(client, address).adapters(timeout_secs=CALL_SECS)
+    kind = await client.recognise(address, timeout_secs=CALL_SECS)
+    models = await kind.get("/v1/models", CALL_SECS)
+    held = [model["id"] for model in models["data"] if model.get("parent")]
     assert sorted(held, key=int) == [str(first + k) for k in range(1, 4)]
 
 
 @pytest.mark.long
 async def test_a_server_of_smaller_adapters_is_refused(client, address):
-    larger = dataclasses.replace(ADAPTERS, rank=8)
-    with pytest.raises(port.UnfitServerError, match="of rank ≤ 4 .*--max-lora-rank=8"):
+    larger = dataclasses.replace(ADAPTERS, rank=16)
+    with pytest.raises(port.UnfitServerError, match="of rank ≤ [48] .*--max-lora-rank=16"):
         await preflight.check(client, address, dataclasses.replace(EXPECTED, adapters=larger))
 
 

@@ -1,14 +1,20 @@
 """The kind of vLLM, before a fake one. The real one runs the suite of all servers, test_conformance.py."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
+from fixtures import real_servers, train_steps
+from fixtures.adapters import one_device
 from fixtures.fake_sglang import logprob, token
 from fixtures.fake_vllm import serving
+from fixtures.models import tiny
 from fixtures.tensors import tensors
 
+from jaxrl_async.models import hf, sharding
 from jaxrl_async.preflight.server import check as preflight
+from jaxrl_async.publishing.scored import ScoredPrompts
 from jaxrl_async.publishing.transports import Transport
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.kinds import checksums
@@ -26,6 +32,7 @@ from jaxrl_async.versions.store import ADAPTER, WeightStore
 SECS = 20.0
 CONFIG = {"vocab_size": 100, "num_hidden_layers": 2, "architectures": ["Qwen3ForCausalLM"]}
 EXPECTED = Expected(CONFIG, 256, "disk", "THE_KEY", "")
+PROMPTS = ScoredPrompts(num_tokens=8, temperature=0.7, max_error=0.25, adapters=False, run_id="")
 ADAPTERS = Adapters(4, 8.0, ("q_proj",), "float32", has_base_files=True, kept=3)
 
 
@@ -242,7 +249,7 @@ async def test_one_that_fits_passes_the_preflight(client, server):
         ({}, {"config": CONFIG | {"vocab_size": 101}}, "a vocabulary of 100 tokens"),
         ({"max_model_len": 255}, {}, r"255 tokens \(--max-model-len\)"),
         ({}, {"transport": "stream"}, "weights.transport 'stream': set it to 'disk'"),
-        ({}, {"adapters": ADAPTERS}, "0 adapters of rank ≤ 0 .*--enable-lora --max-lora-rank=4"),
+        ({}, {"adapters": ADAPTERS}, "0 adapters of rank ≤ 0 .*--enable-lora --max-lora-rank=8"),
         ({"api_key": "secret"}, {}, "401.*: it has no key|401.* the key in THE_KEY"),
         (
             {},
@@ -274,3 +281,37 @@ async def test_unknown_requests_take_any_weights(client, server):
     kind = await client.recognise(server.address, timeout_secs=SECS)
     asked = Request("0", [1, 2], {"max_new_tokens": 2}, any_weights=True)
     assert (await kind.generate(asked, timeout_secs=SECS)).versions.tolist() == [0, 0]
+
+
+@pytest.mark.long
+async def test_a_real_vllm_without_the_extension_mixes_two_versions_and_is_refused(tmp_path):
+    """On a CPU: norms and embeddings of the second, linear layers of the first. Tensors and samples tell it."""
+    config = tiny(vocab_size=60, num_layers=2, head_dim=32)
+    store = WeightStore(tmp_path / "weights", keep=9)
+    for version in (1, 2):
+        params = sharding.init_sharded(config, one_device(), version)
+        params["embedding"][...] *= 10  # Peaked, as a trained model's are.
+        store.begin(version)
+        store.write_part(version, 0, hf.to_tensors(params, config, "float32"))
+        scores = train_steps.make(config=config)[1].score_prompts(params, PROMPTS.num_tokens)
+        store.finish(version, 1, hf.write_config(config), scores=np.asarray(scores))
+    flags = ("--load-format=auto", "--worker-extension-cls=")
+    log = tmp_path / "server.log"
+    with real_servers.serving("vllm", config, store.path(1), log, *flags) as address:
+        async with InferenceClient(api_key=real_servers.API_KEY) as client:
+            expected = Expected(
+                json.loads((store.path(1) / "config.json").read_text()), 256, "disk", "", ""
+            )
+            with pytest.raises(UnfitServerError, match="on a CPU it packs its linear layers"):
+                await preflight(client, address, expected)
+            kind = await client.recognise(address, timeout_secs=SECS)
+            await kind.rename("1", timeout_secs=SECS)
+            call = {"timeout_secs": 10 * SECS}
+            await PROMPTS.check(kind, address, store.get(1), "1", **call)
+            with pytest.raises(ServerError, match="tensor model.layers.0.* has checksum"):
+                await Transport("disk", mode="retract")(
+                    client, address, files=store.get(2), version=2, **call
+                )
+            await kind.rename("2", timeout_secs=SECS)
+            with pytest.raises(UnfitServerError, match="does not sample with version 2"):
+                await PROMPTS.check(kind, address, store.get(2), "2", **call)

@@ -192,7 +192,7 @@ async def measure(
             kind = await client.recognise(server, timeout_secs=timeout_secs)
             info = kind.info
             vocab_size = await kind.vocab_size(timeout_secs=timeout_secs)
-            _check_vocabulary(server, vocab_size, config, directory)
+            check_vocabulary(server, vocab_size, config, directory)
             prompts = _prompts(questions, config.vocab_size)
             learner = _Learner(config, read_params(directory, config, adapter))
 
@@ -329,7 +329,7 @@ def read_params(
 # The answers.
 
 
-def _check_vocabulary(server, vocab_size, config, directory) -> None:
+def check_vocabulary(server, vocab_size, config, directory) -> None:
     """Refuses a server of another or an unknown vocabulary: a token id beyond it kills an SGLang server."""
     if vocab_size is None:
         raise ParityError(

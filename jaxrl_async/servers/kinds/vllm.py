@@ -37,6 +37,7 @@ UNLOAD_ADAPTER = "/v1/unload_lora_adapter"
 MODELS = "/v1/models"
 SETTINGS = "/server_info"
 OLDEST = (0, 32)
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of which it takes one as the largest
 EXTENSION = "jaxrl_async.extras.vllm.Extension"
 FLAGS = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --enable-scale-out --logprobs-mode processed_logprobs "
@@ -340,12 +341,13 @@ def _check_adapters(checks: Checks, wanted: port.Adapters, found: Mapping[str, A
             "the base of the adapters is made by the run itself, and vLLM takes adapters alone: set model.path, "
             "without a warm start, or use embedded servers",
         )
+    allowed = next((rank for rank in LORA_RANKS if rank >= wanted.rank), wanted.rank)
     flags = (
-        f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora --max-lora-rank={wanted.rank} "
+        f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora --max-lora-rank={allowed} "
         f"--max-loras={wanted.kept + 1}"
     )
     rank = (found or {}).get("max_lora_rank") or 0
-    loaded = (found or {}).get("max_loras") or 0
+    loaded = (found or {}).get("max_cpu_loras") or (found or {}).get("max_loras") or 0
     if rank < wanted.rank or loaded <= wanted.kept:
         raise checks.unfit(
             SETTINGS,
