@@ -13,7 +13,6 @@ import json
 import re
 import shutil
 import string
-import time
 
 import aiohttp
 import jax
@@ -26,6 +25,8 @@ from fixtures.runners import conversing
 from flax import nnx
 
 from jaxrl_async.config.settings import TRANSPORTS
+from jaxrl_async.extras.conform import facts
+from jaxrl_async.extras.conform.subject import Subject
 from jaxrl_async.extras.parity import parity
 from jaxrl_async.extras.relay import sidecar
 from jaxrl_async.models import hf, transformer
@@ -842,55 +843,30 @@ async def test_each_route_takes_its_key_alone(server):
         pytest.param(200, "", marks=pytest.mark.long, id="long-200"),
     ],
 )
-async def test_pushes_under_load_lose_nothing(server, client, versions, num_pushes, only):
-    """Requests come and go while versions are pushed one after the other."""
+async def test_pushes_under_load_lose_nothing(server, client, tmp_path, num_pushes, only):
+    """Requests come and go while versions are pushed one after the other: the facts of `conform`."""
     ways = [way for way in real_servers.TRANSPORTS_OF[server.name] if only in ("", way)]
-    if not ways:
-        return
-    finished, stop = [], asyncio.Event()
-
-    async def load(worker):
-        number = 0
-        while not stop.is_set():
-            rid, prompt = f"{worker:04d}-{number:06d}", prompt_of(worker * 7 + number)
-            completion = await generate(client, server, rid, prompt, max_new_tokens=60)
-            finished.append((prompt, completion))
-            number += 1
-
-    workers = [asyncio.create_task(load(worker)) for worker in range(16)]
-    pauses = []
-    for number in range(num_pushes):
-        transport = ways[number % len(ways)]
-        start = time.monotonic()
-        # Numbers rise; weights come back, so that few directories do.
-        await transport_of(transport, mode="retract")(
+    for way in ways:
+        subject = Subject(
             client,
             server.address,
-            files=weight_store.StoredVersion(versions.path(10 + number % 8)),
-            version=10 + number,
+            config=CONFIG,
+            params=weights(1),
+            directory=tmp_path / way,
+            transport=way,
+            max_total_tokens=server.limit,
             timeout_secs=CALL_SECS,
         )
-        pauses.append(time.monotonic() - start)
-        await asyncio.sleep(
-            pauses[-1]
-        )  # As long as the server was held up: else nothing ever ends.
-    stop.set()
-    await asyncio.gather(*workers)
-    worst, crossed = 0.0, 0
-    for prompt, completion in finished:
-        assert (completion.finish_reason, len(completion.tokens)) == ("length", 60)
-        stamped = completion.versions
-        crossed += len(np.unique(stamped)) > 1
-        kept = np.where(stamped >= 10, 10 + (stamped - 10) % 8, stamped)
-        completion = dataclasses.replace(completion, versions=kept)
-        worst = max(worst, float(errors(versions, prompt, completion).max()))
-    print(
-        f"{server.name}: {num_pushes} pushes, {len(finished)} requests, {crossed} over a push, "
-        f"{60 * len(finished)} tokens, worst error {worst:.1e}, "
-        f"median push {np.median(pauses):.3f} s, longest {max(pauses):.3f} s"
-    )
-    assert worst <= EXACT
-    assert crossed >= 10
+        plan = facts.Plan(
+            tolerance=EXACT, num_pushes=num_pushes // len(ways), num_workers=16, num_samples=1
+        )
+        try:
+            swaps, spans = await facts.swaps(subject, plan)
+        finally:
+            subject.close()
+        print(f"{server.name}, {way}: {swaps.found}; {spans.found}")
+        assert swaps.holds, swaps.found
+        assert spans.holds is not False, spans.found
 
 
 async def talk(base_url, prompt):

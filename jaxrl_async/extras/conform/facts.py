@@ -66,6 +66,7 @@ async def swaps(subject: Subject, plan: Plan) -> list[Fact]:
     stop = asyncio.Event()
     for version in range(NUM_VARIANTS):
         await asyncio.to_thread(subject.files, version)  # Writes them.
+    await subject.push(1)
 
     async def load(worker: int) -> None:
         number = 0
