@@ -37,6 +37,7 @@ ELSEWHERE = {
     "jaxrl_async measure": "needs a server: test_measure",
     "jaxrl_async parity": "needs a server, or a checkpoint: test_parity, test_layers",
     "python -m sglang.launch_server --config keys.yaml": "SGLang's own: test_conformance",
+    "python -m sglang.bench_serving": "SGLang's own: test_clients",
     "python -m sglang_router.launch_router": "the router's own: test_router",
     "jaxrl_async fit": "needs a compiler: test_fit",
     "--fit=": "needs the output of fit: test_simulate",

@@ -16,8 +16,8 @@ log = logging.getLogger(__name__)
 
 USAGE = """Serves the weights of a run's checkpoint, on the embedded engine of this machine, until Ctrl-C or SIGTERM.
 
-It answers SGLang's /generate, in token ids or in texts, and OpenAI's /v1/completions and /v1/chat/completions: plain
-JSON, nothing is streamed."""
+It answers SGLang's /generate, in token ids or in texts, and OpenAI's /v1/completions and /v1/chat/completions, so that
+lm_eval, litellm and others evaluate it: docs/servers.md."""
 
 
 def main(argv: list[str]) -> int:

@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 
 from jaxrl_async.inference import engine as engines
-from jaxrl_async.inference.http import parse_sampling
+from jaxrl_async.inference.fields import parse_sampling
 from jaxrl_async.inference.loading import WeightsError
 from jaxrl_async.servers import port
 from jaxrl_async.servers.batches import expire

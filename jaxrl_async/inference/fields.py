@@ -3,15 +3,29 @@
 A null asks for nothing, whatever its field. The fields are SGLang's and OpenAI's.
 """
 
+import secrets
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
 
+from jaxrl_async.inference import sampling
 from jaxrl_async.inference.engine import InvalidRequestError
 from jaxrl_async.servers.port import NEUTRAL
+from jaxrl_async.types import NEVER_BIAS
 
 MAX_STOPS, MAX_STOP_CHARS = 16, 256
+# SGLang's defaults.
+_SAMPLING_DEFAULTS = {
+    "max_new_tokens": 128,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": -1,
+    "stop_token_ids": [],
+    "ignore_eos": False,
+    "sampling_seed": None,
+    "logit_bias": None,
+}
 _NEUTRAL = {  # field → the values that ask for nothing
     name: values
     for values, names in (
@@ -56,6 +70,51 @@ def asked(where: str, found: Mapping[str, Any], read: Collection[str]) -> dict[s
                 f"{name} must be {neutral[0]!r}: no other value is supported, got {value!r:.80}"
             )
     return {name: given[name] for name in given.keys() - others}
+
+
+def parse_sampling(params: Any) -> sampling.SamplingParams:
+    """SGLang's sampling parameters, by name, with SGLang's defaults.
+
+    Raises:
+      InvalidRequestError: an unknown name, or a value of another type; the engine checks bounds.
+    """
+    params = {} if params is None else params
+    if not isinstance(params, dict):
+        raise InvalidRequestError(f"sampling_params must be an object, got {params!r:.80}")
+    read = _SAMPLING_DEFAULTS.keys()
+    params = _SAMPLING_DEFAULTS | asked("sampling_params", params, read)
+    stop_token_ids = params["stop_token_ids"]
+    if not isinstance(stop_token_ids, list):
+        raise InvalidRequestError(f"stop_token_ids must be a list, got {stop_token_ids!r:.80}")
+    seed = params["sampling_seed"]
+    return sampling.SamplingParams(
+        max_new_tokens=params["max_new_tokens"],
+        temperature=params["temperature"],
+        top_p=params["top_p"],
+        top_k=params["top_k"],
+        stop_token_ids=() if flag(params, "ignore_eos") else tuple(stop_token_ids),
+        seed=secrets.randbelow(sampling.MAX_SEED) if seed is None else seed,
+        never_token_ids=_never(params["logit_bias"]),
+    )
+
+
+def _never(logit_bias):
+    """The token ids that a logit_bias rules out; it is taken for nothing else."""
+    if logit_bias is None:
+        return ()
+    if not isinstance(logit_bias, dict):
+        raise InvalidRequestError(
+            f"logit_bias must be an object, token id → bias, got {logit_bias!r:.80}"
+        )
+    for token, bias in logit_bias.items():
+        if not token.isdecimal() or len(token) > 10:
+            raise InvalidRequestError(f"logit_bias: {token!r:.80} is no token id")
+        if isinstance(bias, bool) or not isinstance(bias, int | float) or not bias <= NEVER_BIAS:
+            raise InvalidRequestError(
+                f"logit_bias of token {token} must be ≤ {NEVER_BIAS:g}, which rules it out: no other is supported, "
+                f"got {bias!r:.80}"
+            )
+    return tuple(map(int, logit_bias))
 
 
 def check_keys(where: str, found: Collection[str], known: Collection[str]) -> None:

@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import pathlib
-import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -21,7 +20,7 @@ import numpy as np
 from aiohttp import web
 
 from jaxrl_async import security
-from jaxrl_async.inference import fields, loading, sampling, texts
+from jaxrl_async.inference import fields, loading, texts
 from jaxrl_async.inference.engine import (
     Completion,
     Engine,
@@ -31,7 +30,6 @@ from jaxrl_async.inference.engine import (
 from jaxrl_async.intake import routes as intake_routes
 from jaxrl_async.intake.receiver import Receiver, read_body
 from jaxrl_async.servers.batches import STREAMS_HEADER
-from jaxrl_async.types import NEVER_BIAS
 from jaxrl_async.versions import protocol
 from jaxrl_async.versions.protocol import Update
 
@@ -43,17 +41,6 @@ _INFORMATION_ROUTES = {"/generate", "/health_generate", "/v1/models", *_INFO_ROU
 log = logging.getLogger(__name__)
 _GENERATE_KEYS = {"rid", "input_ids", "sampling_params", "return_logprob", "stream"}
 _GENERATE_KEYS |= {"logprob_start_len", "return_text_in_logprobs"}
-# SGLang's defaults.
-_SAMPLING_DEFAULTS = {
-    "max_new_tokens": 128,
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": -1,
-    "stop_token_ids": [],
-    "ignore_eos": False,
-    "sampling_seed": None,
-    "logit_bias": None,
-}
 
 
 @contextlib.asynccontextmanager
@@ -314,13 +301,8 @@ class _Routes:
 
     async def models(self, http_request):
         """All models, which are one, or the one of the route."""
-        model = {
-            "id": self._texts.model,
-            "object": "model",
-            "created": 0,
-            "owned_by": "jaxrl_async",
-        }
-        model["max_model_len"] = self._engine.max_total_tokens
+        model = {"id": self._texts.model, "object": "model", "created": 0}
+        model |= {"owned_by": "jaxrl_async", "max_model_len": self._engine.max_total_tokens}
         wanted = http_request.match_info.get("id")
         if wanted is not None and wanted != model["id"]:
             raise web.HTTPNotFound(text=f"the model is {model['id']!r}, not {wanted!r:.80}")
@@ -411,7 +393,7 @@ class _Routes:
     async def health_generate(self, http_request):
         """Samples one token after token 0, which every vocabulary has."""
         await self._complete([self._parse_request([0], None, {"max_new_tokens": 1})])
-        return _json({"status": "ok"})
+        return await self.health(http_request)
 
     async def _answer(self, request, completion, *, return_logprob, from_prompt, name, start):
         spans = [{"version": s.version, "start": s.start, "end": s.end} for s in completion.spans]
@@ -452,7 +434,7 @@ class _Routes:
         if self._texts and isinstance(params, dict) and (stop := params.get("stop")):
             stops, params = fields.stop_texts(stop), params | {"stop": None}
         reports = reports or bool(stops)
-        return texts.TextRequest(rid, ids, parse_sampling(params), reports, stops)
+        return texts.TextRequest(rid, ids, fields.parse_sampling(params), reports, stops)
 
     def _parsed_or_refused(self, *request, **options):
         try:
@@ -498,51 +480,6 @@ def _per_prompt(name, value, num, *, alone):
     if not isinstance(value, list) or len(value) != num:
         raise InvalidRequestError(f"{name} of a batch must be a list of {num}, got {value!r:.80}")
     return value
-
-
-def parse_sampling(params) -> sampling.SamplingParams:
-    """SGLang's sampling parameters, by name, with SGLang's defaults.
-
-    Raises:
-      InvalidRequestError: an unknown name, or a value of another type; the engine checks bounds.
-    """
-    params = {} if params is None else params
-    if not isinstance(params, dict):
-        raise InvalidRequestError(f"sampling_params must be an object, got {params!r:.80}")
-    read = _SAMPLING_DEFAULTS.keys()
-    params = _SAMPLING_DEFAULTS | fields.asked("sampling_params", params, read)
-    stop_token_ids = params["stop_token_ids"]
-    if not isinstance(stop_token_ids, list):
-        raise InvalidRequestError(f"stop_token_ids must be a list, got {stop_token_ids!r:.80}")
-    seed = params["sampling_seed"]
-    return sampling.SamplingParams(
-        max_new_tokens=params["max_new_tokens"],
-        temperature=params["temperature"],
-        top_p=params["top_p"],
-        top_k=params["top_k"],
-        stop_token_ids=() if fields.flag(params, "ignore_eos") else tuple(stop_token_ids),
-        seed=secrets.randbelow(sampling.MAX_SEED) if seed is None else seed,
-        never_token_ids=_never(params["logit_bias"]),
-    )
-
-
-def _never(logit_bias):
-    """The token ids that a logit_bias rules out; it is taken for nothing else."""
-    if logit_bias is None:
-        return ()
-    if not isinstance(logit_bias, dict):
-        raise InvalidRequestError(
-            f"logit_bias must be an object, token id → bias, got {logit_bias!r:.80}"
-        )
-    for token, bias in logit_bias.items():
-        if not token.isdecimal() or len(token) > 10:
-            raise InvalidRequestError(f"logit_bias: {token!r:.80} is no token id")
-        if isinstance(bias, bool) or not isinstance(bias, int | float) or not bias <= NEVER_BIAS:
-            raise InvalidRequestError(
-                f"logit_bias of token {token} must be ≤ {NEVER_BIAS:g}, which rules it out: no other is supported, "
-                f"got {bias!r:.80}"
-            )
-    return tuple(map(int, logit_bias))
 
 
 def _changes(update: Update) -> dict[str, Any]:

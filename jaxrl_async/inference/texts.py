@@ -21,7 +21,10 @@ MAX_CHOICES = 128  # of a request: its prompts, n times each
 _DEFAULT_TOKENS = 16  # OpenAI's, of /v1/completions
 _GENERATE_TOKENS = 128  # SGLang's
 _CHAT = "/v1/chat/completions"
-_COMMON_KEYS = {
+_SAMPLING = {"temperature", "top_p", "top_k", "stop_token_ids", "ignore_eos"}
+_COMMON_KEYS = {"max_tokens", "n", "seed", "stop", "stream", "stream_options", "logprobs"}
+_COMMON_KEYS |= _SAMPLING
+KEYS = {
     "max_tokens",
     "temperature",
     "top_p",
@@ -193,8 +196,8 @@ class Texts:
                 text = self._tokenizer.decode(prompt, special=True) + text
             elif own is not None:
                 tokens = tokens[len(prompt) :]
-            chat = {"message": {"role": "assistant", "content": text}}
-            content = chat if call.is_chat else {"text": text}
+            message = {"message": {"role": "assistant", "content": text}}
+            content = message if call.is_chat else {"text": text}
             choices.append(self._choice(call, len(choices), content, tokens, completion))
         return self.envelope(call, "", choices, usage=usage(call, done))
 
@@ -289,19 +292,9 @@ class Texts:
         bound = given.get("max_completion_tokens", given.get("max_tokens"))
         if bound is None:
             bound = self._room(prompt, self._max_total_tokens if is_chat else _DEFAULT_TOKENS)
-        ends = given.get("stop_token_ids", [])
-        if not isinstance(ends, list):
-            raise InvalidRequestError(f"stop_token_ids must be a list, got {ends!r:.80}")
-        own = () if fields.flag(given, "ignore_eos") else self._tokenizer.stop_token_ids
-        return sampling.SamplingParams(
-            temperature=given.get("temperature", 1.0),
-            top_p=given.get("top_p", 1.0),
-            top_k=given.get("top_k", -1),
-            max_new_tokens=bound,
-            stop_token_ids=tuple(dict.fromkeys([*ends, *own])),
-            seed=seed,
-            never_token_ids=self._never,
-        )
+        params = {name: given[name] for name in _SAMPLING if name in given}
+        params |= {"max_new_tokens": bound, "sampling_seed": seed}
+        return fields.parse_sampling(self.sampling_of_generate(params, prompt))
 
     def _room(self, prompt: Sequence[int], wanted: int) -> int:
         """Tokens that a default may ask for; 1 where the prompt leaves none, which the engine refuses."""

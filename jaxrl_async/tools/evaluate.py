@@ -18,7 +18,7 @@ from jaxrl_async.config.settings import Evaluate, Settings
 from jaxrl_async.evaluation import scores
 from jaxrl_async.evaluation.score import EvaluationError, sampling_of, score
 from jaxrl_async.inference import engine as engines
-from jaxrl_async.inference.http import parse_sampling
+from jaxrl_async.inference.fields import parse_sampling
 from jaxrl_async.rewards.pool import RewardPool
 from jaxrl_async.rollout.context import Generate
 from jaxrl_async.rollout.runner import Runner

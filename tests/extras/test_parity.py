@@ -14,7 +14,7 @@ from flax import nnx
 from jaxrl_async.cli import main as cli
 from jaxrl_async.extras.parity import parity
 from jaxrl_async.inference import engine as engine_lib
-from jaxrl_async.inference import http, programs
+from jaxrl_async.inference import fields, http, programs
 from jaxrl_async.models import hf, transformer
 from jaxrl_async.versions import store as weight_store
 
@@ -336,8 +336,8 @@ def answering(monkeypatch, change):
     """Lets change(how-manieth answer, log-probs) rewrite the log-probs that the server reports."""
     answer, count = http._Routes._answer, iter(range(10**6))
 
-    def changed(self, *args, **kwargs):
-        found = answer(self, *args, **kwargs)
+    async def changed(self, *args, **kwargs):
+        found = await answer(self, *args, **kwargs)
         triples = found["meta_info"]["output_token_logprobs"]
         logprobs = change(next(count), [triple[0] for triple in triples])
         found["meta_info"]["output_token_logprobs"] = [
@@ -389,8 +389,8 @@ async def test_another_digest_under_the_same_version_is_named(serve, tmp_path, c
 
 
 async def test_a_server_that_ignores_the_temperature_is_named(serve, tmp_path, capsys, monkeypatch):
-    parse = http.parse_sampling
-    monkeypatch.setattr(http, "parse_sampling", lambda p: parse({**p, "temperature": 1.0}))
+    parse = fields.parse_sampling
+    monkeypatch.setattr(fields, "parse_sampling", lambda p: parse({**p, "temperature": 1.0}))
     path = write_checkpoint(tmp_path)
     async with serve() as address:
         assert await parity_verb(address, path, "--temperature=0.5") == 1
@@ -428,8 +428,8 @@ async def test_answers_from_a_stale_cache_are_named(
 async def test_a_server_without_versions_can_be_compared(serve, tmp_path, monkeypatch):
     answer = http._Routes._answer
 
-    def unversioned(self, *args, **kwargs):
-        found = answer(self, *args, **kwargs)
+    async def unversioned(self, *args, **kwargs):
+        found = await answer(self, *args, **kwargs)
         del found["meta_info"]["weight_versions"]
         return found
 

@@ -17,7 +17,7 @@ from fixtures.security import ADMIN_KEY, API_KEY, LONG, ROOT, fuzz, in_a_thread,
 from fixtures.served_engine import CONFIG, upload, write_weights
 from hypothesis import strategies as st
 
-from jaxrl_async.inference import http, loading
+from jaxrl_async.inference import fields, http, loading
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.kinds.sglang_api import SglangApi
 from jaxrl_async.servers.port import ServerError
@@ -245,7 +245,7 @@ JSON = st.recursive(
     ),
     max_leaves=12,
 )
-SAMPLING = st.dictionaries(st.sampled_from(sorted(http._SAMPLING_DEFAULTS)), JSON, max_size=4)
+SAMPLING = st.dictionaries(st.sampled_from(sorted(fields._SAMPLING_DEFAULTS)), JSON, max_size=4)
 PROMPT = st.lists(st.integers(-1, 20), max_size=5)
 FIELDS = {
     "rid": st.one_of(JSON, st.sampled_from(["a", "b"])),
