@@ -84,6 +84,7 @@ async def test_an_embedded_server_holds_what_can_be_measured(measured):
         "spans": True,
         "death": None,
     }
+    assert "checksum" in found["digests"].found or "digest" in found["digests"].found
     numbers = found["swaps"].numbers
     assert numbers["lost"] == 0 < numbers["over_a_push"] <= numbers["requests"]
     assert numbers["tokens"] == 48 * numbers["requests"]

@@ -166,7 +166,7 @@ async def digests(subject: Subject, plan: Plan) -> Fact:
     """A version with one altered bit is refused, and no token carries its name."""
     good = await asyncio.to_thread(subject.files, 1)
     await subject.push(1)
-    directory = pathlib.Path(good).parent.parent / "altered" / pathlib.Path(good).name
+    directory = pathlib.Path(good).parent / "altered"  # beside it, where the server may read
     shutil.copytree(good, directory)
     file = sorted(directory.glob("*.safetensors"))[-1]
     content = bytearray(file.read_bytes())
