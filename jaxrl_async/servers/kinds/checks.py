@@ -66,9 +66,9 @@ class Checks:
                     "in front of SGLang-JAX, start jaxrl_async/extras/sglang_jax/server.py",
                 )
 
-    def model(self) -> None:
-        """Compares the model as the server reports it, and the config.json that it names."""
-        info, route = self._server.info, self._server.INFO
+    def model(self, told: Mapping[str, Any] | None = None) -> None:
+        """Compares the model that the server reports, or is `told` of, and the config.json that it names."""
+        info, route = told or self._server.info, self._server.INFO
         wanted, found = self.expected.config.get("architectures"), info.get("architectures")
         if found and wanted and not set(found) & set(wanted):
             raise self.other_model(route, f"architecture {found[0]}", wanted[0])

@@ -345,7 +345,7 @@ class Sglang(SglangApi):
         settings = await self.optional("/server_info", **checks.left())
         if settings.get("pp_size", 1) != 1:  # Each rank has a part of the layers.
             return
-        names = await self.checksums(**checks.left())
+        names = await self.checksums(timeout_secs=checks.left()["timeout_secs"])
         layers = {int(match[1]) for name in names if (match := _LAYER.match(name))}
         checks.layers("/weights_checker", len(layers))
 

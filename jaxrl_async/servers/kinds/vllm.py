@@ -274,8 +274,7 @@ class Vllm(HttpKind):
         if _is_extended(settings):
             (shape, *_) = await self._rpc("model_shape", **checks.left())
             told |= shape
-        self.info = {**self.info, **told}
-        checks.model()
+        checks.model(told)
         await checks.vocabulary(self.vocab_size)
 
     async def vocab_size(self, *, timeout_secs: float) -> int | None:
