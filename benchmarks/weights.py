@@ -1,13 +1,14 @@
 """A push, by transport and size: seconds, bytes per second, and how long generation stood still.
 
-    python benchmarks/weights.py [--sizes=1,100,500] [--servers=embedded,sglang,sglang_jax] [--repeats=3]
+    python benchmarks/weights.py [--sizes=1,100,500] [--servers=embedded,sglang,sglang_jax,vllm] [--repeats=3]
         [--transports=disk,stream,tensor,distributed]
 
 Needs the test extra and, for the real servers, their environments (tests/real/*.sh install). Each server is started
 without weights; the versions alternate, so that nothing is loaded twice in a row. A copy of the same files is timed
 in the same run: no push can be faster than about that, since it also reads, hashes and loads. Beside a push that
-prepares the version first, one to the same server that loads it in the pause; SGLang has no other way. A row of the
-results is replaced by a later run of the same size, server and transport.
+prepares the version first, one to the same server that loads it in the pause. SGLang and vLLM have no other way;
+beside a push that compares the digests of all tensors, one compares an eighth of them (weights.verify="rotating"). A
+row of the results is replaced by a later run of the same size, server and transport.
 """
 
 import argparse
@@ -60,15 +61,16 @@ class TimedClient(InferenceClient):
         answer = await super().call(method, address, route, *args, **options)
         if route in _CALLS:
             self.calls[_CALLS[route]] = time.monotonic() - start
-        if route == protocol.PAUSE:
+        if route.partition("?")[0] in (protocol.PAUSE, "/pause"):
             self._paused_at = time.monotonic()
-        elif route == protocol.CONTINUE:
+        elif route in (protocol.CONTINUE, "/resume"):
             self.pause_secs = time.monotonic() - self._paused_at
         return answer
 
 
 # Route → name of its seconds.
 _CALLS = {protocol.UPDATE_FROM_DISK: "load_secs", "/weights_checker": "checksum_secs"}
+VERIFY_NOTHING = ("sglang", "vllm")  # themselves
 
 
 def config_of(millions: int) -> transformer.ModelConfig:
@@ -121,26 +123,28 @@ def copy_secs(path: pathlib.Path, temporary: pathlib.Path) -> float:
 
 
 async def measure(
-    address: str, transport: str, paths: list[pathlib.Path], repeats: int, ways: dict[str, bool]
+    address: str, transport: str, paths: list[pathlib.Path], repeats: int, ways: dict[str, dict]
 ) -> dict:
     """Medians over pushes of alternating versions; the first ones warm up and do not count.
 
-    `ways`: prefix of the names → whether the client prepares.
+    `ways`: prefix of the names → whether the client prepares, and weights.verify.
     """
     pushes, pauses = {way: [] for way in ways}, {way: [] for way in ways}
-    push = Transport(transport, mode="retract")  # A group stays from push to push.
+    # A group stays from push to push.
+    give = {way: Transport(transport, mode="retract", verify=ways[way]["verify"]) for way in ways}
     keys = {"api_key": real_servers.API_KEY, "admin_api_key": real_servers.ADMIN_API_KEY}
     async with TimedClient(**keys) as client:
         numbers = iter(range(1 << 30))
         for way, number in ((w, next(numbers)) for _ in range(repeats + 1) for w in ways):
-            client.prepares = ways[way]
+            client.prepares = ways[way]["prepares"]
             start = time.monotonic()
-            await push(
+            await give[way](
                 client,
                 address,
                 files=StoredVersion(paths[number % 2]),
                 version=number,
                 timeout_secs=TIMEOUT_SECS,
+                is_first=False,
             )
             pushes[way].append(time.monotonic() - start)
             pauses[way].append(client.pause_secs)
@@ -161,14 +165,18 @@ def run(sizes: list[int], servers: list[str], wanted: list[str], repeats: int) -
             (root / "model" / "config.json").write_text(json.dumps(hf.write_config(config)))
             for server in servers:
                 log = root / f"{server}.log"
-                flags = ("--mem-fraction-static=0.6",) if server != "embedded" else ()
+                flags = ("--mem-fraction-static=0.6",) if server.startswith("sglang") else ()
                 with real_servers.serving(server, config, root / "model", log, *flags) as address:
                     for transport in real_servers.TRANSPORTS_OF[server]:
                         if transport not in wanted:
                             continue
                         copies = [copy_secs(p, root / "copy") for p in paths]
                         row = {"millions": millions, "server": server, "transport": transport}
-                        ways = {"in_pause_": False} | ({} if server == "sglang" else {"": True})
+                        ways = {"in_pause_": {"prepares": False, "verify": "all"}}
+                        if server in VERIFY_NOTHING and transport != "distributed":
+                            ways["rotating_"] = {"prepares": False, "verify": "rotating"}
+                        elif server not in VERIFY_NOTHING:
+                            ways[""] = {"prepares": True, "verify": "all"}
                         row |= asyncio.run(measure(address, transport, paths, repeats, ways))
                         row |= {"bytes": num_bytes, "copy_secs": float(np.median(copies))}
                         for name in ("push_secs", "pause_secs"):
@@ -187,6 +195,7 @@ def line(row: dict) -> str:
         f"push/copy {row['push_over_copy']:5.1f}  "
         f"loaded in the pause: push {row['in_pause_push_secs']:7.3f} s pause {row['in_pause_pause_secs']:7.3f} s  "
         f"ratio of the pauses {row['pause_over_in_pause']:.3f}"
+        + (f"  rotating {row['rotating_pause_secs']:.3f} s" if "rotating_pause_secs" in row else "")
     )
 
 
