@@ -152,6 +152,11 @@ async def test_sglang_behind_a_sidecar_takes_weights_by_stream(server):
     await refused(server, "weights.transport 'stream' needs", expected=expected)
 
 
+async def test_a_port_that_answers_something_else_is_named_with_its_answer(server):
+    server.answer_all = "<html><body>It works!</body></html>"
+    await refused(server, "it is of no known kind", "<html><body>It works!")
+
+
 async def test_a_router_is_asked_for_one_token_alone(server):
     server.missing = {"/model_info", "/continue_generation"}
     await check(server, by=check_router)

@@ -238,8 +238,8 @@ async def death(subject: Subject, plan: Plan) -> Fact:
         seen = not await _answers(subject)
         await asyncio.sleep(0.2)
     dead_secs = time.monotonic() - start
-    await _shell(plan.start)
     start = time.monotonic()
+    await _shell(plan.start)
     while not await _answers(subject) and time.monotonic() - start < 10 * subject.timeout_secs:
         await asyncio.sleep(0.5)
     back_secs = time.monotonic() - start

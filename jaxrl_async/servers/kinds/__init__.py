@@ -8,12 +8,13 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from jaxrl_async import names
-from jaxrl_async.servers.port import ServerError
+from jaxrl_async.servers.port import ServerError, UnfitServerError
 
 if TYPE_CHECKING:
     from jaxrl_async.servers.client import InferenceClient
     from jaxrl_async.servers.kinds.base import HttpKind
 
+_SHOWN = 120  # characters of an answer
 # Information route, "module:attribute" of the class. The first row of the route that recognises the answer counts.
 _ROOM = "jaxrl_async.servers.kinds"
 TABLE: dict[str, tuple[str, str]] = {
@@ -31,9 +32,10 @@ async def recognise(
     """The kind of a server, and what it says of itself; of a `known` one, the route is asked first.
 
     Raises:
+      UnfitServerError: it answers as no kind does.
       ServerError: lost, late, or it has none of the routes.
     """
-    deadline, missing = time.monotonic() + timeout_secs, None
+    deadline, missing, unknown = time.monotonic() + timeout_secs, None, None
     routes = list(dict.fromkeys(route for route, _ in TABLE.values()))
     if known is not None:
         routes.sort(key=lambda route: route != known.INFO)
@@ -43,14 +45,19 @@ async def recognise(
             info = await client.call("GET", address, route, None, left, is_short=True)
         except ServerError as error:
             # SGLang may answer 401 where it has no such route.
-            if error.status not in (404, 405) and not (missing and error.status in (401, 403)):
+            is_other = bool(missing or unknown) and error.status in (401, 403)
+            if error.status not in (404, 405) and not is_other:
                 raise
             missing, left = missing or error, max(deadline - time.monotonic(), 1e-3)
             continue
         for of_kind, name in TABLE.values():
             if of_kind == route and (kind := names.load(name)).recognises(info):
                 return kind, info
-    raise missing or ServerError(address, routes[0], "it is of no known kind", retryable=False)
+        said = f"it is of no known kind, and answers {str(info.get('message', info))[:_SHOWN]}"
+        unknown = UnfitServerError(address, route, said)
+    refusal = unknown or missing
+    assert refusal is not None
+    raise refusal
 
 
 async def remedy(client: "InferenceClient", address: str, *, timeout_secs: float) -> str:

@@ -52,6 +52,11 @@ class Sglang(SglangApi):
         "tensor": ("/load_lora_adapter_from_tensors", "/update_weight_version"),
     }
 
+    @classmethod
+    def recognises(cls, info: Mapping[str, Any]) -> bool:
+        """It names its weights, as every server; a page of HTML does not."""
+        return protocol.WEIGHT_VERSION in info
+
     # Sampling.
 
     async def generate(self, request: port.Request, *, timeout_secs: float) -> port.Completion:
