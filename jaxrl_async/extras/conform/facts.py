@@ -162,8 +162,19 @@ async def abort(subject: Subject, plan: Plan) -> Fact:
     return Fact("abort", holds, words, {"kept": kept, "others": others, "worst_nats": worst})
 
 
+class _Altered(StoredVersion):
+    """A version as the learner knows it, and a directory with one altered bit, which the server gets."""
+
+    def __init__(self, good: StoredVersion, directory: pathlib.Path):
+        super().__init__(good)
+        self._directory = directory
+
+    def __fspath__(self) -> str:
+        return str(self._directory)
+
+
 async def digests(subject: Subject, plan: Plan) -> Fact:
-    """A version with one altered bit is refused, and no token carries its name."""
+    """A server that gets a version with one altered bit is found out, and no token carries its name."""
     good = await asyncio.to_thread(subject.files, 1)
     await subject.push(1)
     directory = pathlib.Path(good).parent / "altered"  # beside it, where the server may read
@@ -174,7 +185,7 @@ async def digests(subject: Subject, plan: Plan) -> Fact:
     file.write_bytes(content)
     refusal = ""
     try:
-        await subject.push(1 + NUM_VARIANTS, StoredVersion(directory))
+        await subject.push(1 + NUM_VARIANTS, _Altered(good, directory))
     except ServerError as error:
         refusal = error.reason
     try:
@@ -184,6 +195,7 @@ async def digests(subject: Subject, plan: Plan) -> Fact:
     shutil.rmtree(directory)
     await subject.push(2 * NUM_VARIANTS + 1)
     healed = _worst(subject, [await subject.sample(subject.prompt(0), 8)])
+    refusal = refusal.replace(str(directory), "altered")
     holds = bool(refusal) and 1 + NUM_VARIANTS not in stamped and healed <= plan.tolerance
     words = f"one altered bit: {refusal or 'TAKEN'}; {healed:.1e} nats after the next push"
     return Fact("digests", holds, words, {"refused": bool(refusal), "worst_nats": healed})

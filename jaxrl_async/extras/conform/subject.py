@@ -116,7 +116,8 @@ class Subject:
         **sampling,
     ) -> Asked:
         """One completion, which ends by its length alone."""
-        params = {"max_new_tokens": num_tokens, "temperature": temperature, **sampling}
+        params = {"max_new_tokens": num_tokens, "temperature": temperature, "ignore_eos": True}
+        params |= sampling
         completion = await self.client.generate(
             self.address,
             rid=rid or self.new_rid(),
