@@ -35,6 +35,7 @@ ELSEWHERE = {
     "jaxrl_async relay": "does not end: test_sidecar",
     "jaxrl_async status": "needs a running run: test_status, test_stalls",
     "jaxrl_async measure": "needs a server: test_measure",
+    "jaxrl_async conform": "needs a server: test_conform",
     "jaxrl_async parity": "needs a server, or a checkpoint: test_parity, test_layers",
     "python -m sglang.launch_server --config keys.yaml": "SGLang's own: test_conformance",
     "python -m sglang.bench_serving": "SGLang's own: test_clients",

@@ -314,7 +314,7 @@ class StoredVersion(os.PathLike):
     def scores(self) -> np.ndarray | None:
         """The learner's log-probs after the prompts of `publishing.scored`: float32 [K, V]; None where it made none."""
         try:
-            return np.load(self._path / SCORES, allow_pickle=False)
+            return np.load(self._path / SCORES)
         except (OSError, ValueError):
             return None
 
