@@ -93,7 +93,8 @@ def difference(found: Mapping[str, str], expected: Expected) -> str | None:
 
 def _origin(name: str, checksum: str, expected: Expected) -> str:
     """The version beside the expected one whose tensor this is, in words; "" where none is."""
-    for other in sorted(pathlib.Path(expected.path).parent.iterdir(), reverse=True):
+    beside = pathlib.Path(expected.path).parent.iterdir()
+    for other in sorted((o for o in beside if o.name.isdecimal()), reverse=True):
         with contextlib.suppress(weight_store.WeightStoreError, OSError):
             files = weight_store.StoredVersion(other)
             parts = fused_names(files.names()).get(name, ())
