@@ -3,6 +3,8 @@
 - Weights that stay loadable. On a CPU vLLM packs its linear layers when they are loaded, and drops what it packed: a
   reload then changes norms and embeddings, and leaves the layers between them at the version before. Without packing,
   a layer computes with its weight as it is. Nothing is changed on other devices.
+- Seeds on a CPU. A prompt that is computed in parts has its first token discarded and its stream set back, which no
+  stream of a CPU can do: without this the server dies of a seeded request.
 - Versions for a server that was started without weights (`--load-format dummy`), which vLLM itself does not reload.
 - The shape of its model, and digests of some of its tensors.
 
@@ -66,5 +68,16 @@ def _keep(layer: torch.nn.Module, remove_weight: bool) -> None:
         layer.cpu_linear = torch.nn.functional.linear
 
 
+class _Generator(torch.Generator):
+    """A stream that cannot go back: where vLLM discards the token of a prompt's first part, it skips a number."""
+
+    def get_offset(self) -> int:
+        return 0
+
+    def set_offset(self, offset: int) -> None:
+        pass
+
+
 if current_platform.is_cpu():
+    torch.Generator = _Generator
     utils.dispatch_cpu_unquantized_gemm = _keep

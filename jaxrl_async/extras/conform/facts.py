@@ -19,6 +19,7 @@ from jaxrl_async.servers.port import ServerError
 from jaxrl_async.versions.store import StoredVersion
 
 MIN_CROSSED = 10  # requests over a push, without which pushes under load show nothing
+NUM_LONG = 24  # prompts of nearly all tokens of a request
 MIN_P_VALUE = 1e-4  # of the counts of sampled tokens
 
 
@@ -51,10 +52,19 @@ async def logprobs(subject: Subject, plan: Plan) -> Fact:
     for temperature in (1.0, 0.5, 1.7):
         calls = (subject.sample(subject.prompt(i), 24, temperature=temperature) for i in range(8))
         asked = await asyncio.gather(*calls)
-        worst[str(temperature)] = _worst(subject, asked)
+        worst[str(temperature)] = await _worst(subject, asked)
+    # So long and so many that a server computes some of them in parts.
+    length = subject.max_total_tokens - 8
+    seeded = (
+        subject.sample(subject.prompt(i, length), 8, sampling_seed=i) for i in range(NUM_LONG)
+    )
+    worst["long prompts"] = await _worst(subject, await asyncio.gather(*seeded))
     most = max(worst.values())
     return Fact(
-        "log-probs", most <= plan.tolerance, f"{most:.1e} nats at worst at T = 0.5, 1, 1.7", worst
+        "log-probs",
+        most <= plan.tolerance,
+        f"{most:.1e} nats at worst at T = 0.5, 1, 1.7 and after long prompts",
+        worst,
     )
 
 
@@ -92,7 +102,7 @@ async def swaps(subject: Subject, plan: Plan) -> list[Fact]:
     finally:
         stop.set()
         await asyncio.gather(*workers)
-    found = [subject.errors(asked) for asked in finished]
+    found = await asyncio.to_thread(lambda: [subject.errors(asked) for asked in finished])
     lost = len(errors) + sum(len(asked.completion.tokens) != num_tokens for asked in finished)
     stamped = [asked.completion.versions for asked in finished]
     crossed = sum(len(np.unique(versions)) > 1 for versions in stamped)
@@ -111,7 +121,8 @@ async def swaps(subject: Subject, plan: Plan) -> list[Fact]:
         f"{numbers['tokens']:,} tokens: {worst:.1e} nats at worst"
     ) + (f"; first error: {errors[0]}" if errors else "")
     holds = worst <= plan.tolerance and not lost and crossed >= min(MIN_CROSSED, plan.num_pushes)
-    return [Fact("swaps", holds, words, numbers), _borders(subject, plan, finished, found)]
+    spans = await asyncio.to_thread(_borders, subject, plan, finished, found)
+    return [Fact("swaps", holds, words, numbers), spans]
 
 
 def _borders(subject: Subject, plan: Plan, finished: list[Asked], found: list[np.ndarray]) -> Fact:
@@ -155,7 +166,7 @@ async def abort(subject: Subject, plan: Plan) -> Fact:
         reasons = [a.completion.finish_reason for a in asked]
         if reasons[1] == "abort":
             break
-    kept, worst = len(asked[1].completion.tokens), _worst(subject, asked)
+    kept, worst = len(asked[1].completion.tokens), await _worst(subject, asked)
     others = sum(reason != "length" for i, reason in enumerate(reasons) if i != 1)
     holds = reasons[1] == "abort" and kept > 0 and not others and worst <= plan.tolerance
     words = f"ended as {reasons[1]!r} with {kept} of {num_tokens} tokens, {worst:.1e} nats; {others} others ended"
@@ -194,7 +205,7 @@ async def digests(subject: Subject, plan: Plan) -> Fact:
         stamped = [] if error.retryable else [str(error)]
     shutil.rmtree(directory)
     await subject.push(2 * NUM_VARIANTS + 1)
-    healed = _worst(subject, [await subject.sample(subject.prompt(0), 8)])
+    healed = await _worst(subject, [await subject.sample(subject.prompt(0), 8)])
     refusal = refusal.replace(str(directory), "altered")
     holds = bool(refusal) and 1 + NUM_VARIANTS not in stamped and healed <= plan.tolerance
     words = f"one altered bit: {refusal or 'TAKEN'}; {healed:.1e} nats after the next push"
@@ -209,7 +220,7 @@ async def prefix_cache(subject: Subject, plan: Plan) -> Fact:
         await subject.push(version)
         for _ in range(2):  # The second asking finds the first's prefix.
             calls = (subject.sample(subject.prompt(i, length), 8) for i in rows)
-            worst = max(worst, _worst(subject, await asyncio.gather(*calls)))
+            worst = max(worst, await _worst(subject, await asyncio.gather(*calls)))
     words = f"the same prompts over 3 versions: {worst:.1e} nats at worst"
     return Fact("prefix cache", worst <= plan.tolerance, words, {"worst_nats": worst})
 
@@ -256,7 +267,7 @@ async def death(subject: Subject, plan: Plan) -> Fact:
         await asyncio.sleep(0.5)
     back_secs = time.monotonic() - start
     await subject.push(2)
-    worst = _worst(subject, [await subject.sample(subject.prompt(i), 8) for i in range(4)])
+    worst = await _worst(subject, [await subject.sample(subject.prompt(i), 8) for i in range(4)])
     words = f"dead after {dead_secs:.1f} s, back after {back_secs:.1f} s, {worst:.1e} nats"
     return Fact("death", seen and worst <= plan.tolerance, words, {"worst_nats": worst})
 
@@ -275,8 +286,14 @@ async def _shell(command: str) -> None:
         raise ServerError("", "", f"`{command}` ended with {code}", retryable=False)
 
 
-def _worst(subject: Subject, asked: list[Asked]) -> float:
-    return max((float(e.max()) for a in asked if len(e := subject.errors(a))), default=float("nan"))
+async def _worst(subject: Subject, asked: list[Asked]) -> float:
+    """In a thread: a loop that stands still keeps connections that the server has closed."""
+
+    def worst() -> float:
+        found = [float(e.max()) for a in asked if len(e := subject.errors(a))]
+        return max(found, default=float("nan"))
+
+    return await asyncio.to_thread(worst)
 
 
 ALL: tuple[Callable[[Subject, Plan], Awaitable[Fact | list[Fact]]], ...] = (
