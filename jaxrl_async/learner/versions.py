@@ -53,9 +53,8 @@ class Delay:
 class Snapshot:
     """A process's part of a version."""
 
-    tensors: Iterable[
-        tuple[str, np.ndarray]
-    ]  # by their names in files; iterate once, in any thread
+    # By their names in files; iterate once, in any thread.
+    tensors: Iterable[tuple[str, np.ndarray]]
     scores: jax.Array | None  # as of `TrainStep.score_prompts`
 
 
@@ -147,7 +146,7 @@ class Versions:
         part = {"part": self._process, "num_parts": num_parts}
         copy = _cast(state.params, self._dtype)
         tensors = hf.to_tensors(copy, self._config, self._dtype, **part)
-        # Gathering is a program of all processes: each must dispatch it at the same place among its other programs.
+        # Scoring and gathering are programs of all processes: each dispatches them at one place among its others.
         scores = self._score(state.params)
         return Snapshot(tensors if self._num_processes == 1 else list(tensors), scores)
 

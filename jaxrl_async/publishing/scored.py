@@ -48,7 +48,7 @@ class ScoredPrompts:
           UnfitServerError: it samples from another distribution than the learner's.
           ServerError: it did not answer, or has other weights by now.
         """
-        table = files.scores()  # [K, V]
+        table = await asyncio.to_thread(files.scores)  # [K, V]
         if table is None:
             log.info("%s: version %s has no scores to compare its samples with", address, name)
             return

@@ -170,7 +170,9 @@ class WeightStore:
         _write_json(temporary / f"{prefix}config.json", config)
         _write_json(temporary / MANIFEST, _manifest(version, self.writer, table))
         if scores is not None:
-            np.save(temporary / SCORES, scores)
+            with open(temporary / SCORES, "wb") as stream:
+                np.save(stream, scores)
+                _flush(stream)
         _sync(temporary)
         if self._is_younger(version):
             raise SupersededError(
@@ -312,10 +314,10 @@ class StoredVersion(os.PathLike):
         return _DTYPES[entry["dtype"]].name, entry["shape"]
 
     def scores(self) -> np.ndarray | None:
-        """The learner's log-probs after the prompts of `publishing.scored`: float32 [K, V]; None where it made none."""
+        """The learner's log-probs after the prompts of `publishing.scored`: float32 [K, V]; None where it has none."""
         try:
             return np.load(self._path / SCORES)
-        except (OSError, ValueError):
+        except (OSError, EOFError, ValueError):  # missing, or damaged
             return None
 
     def check(self) -> None:

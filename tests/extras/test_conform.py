@@ -165,6 +165,8 @@ def test_the_table_has_a_line_a_fact():
         ([], "--server is needed"),
         (["--server=http://a"], "--model is needed"),
         (["--server=http://a", "--model=m", "--num_pushes=0"], "--num_pushes must be ≥ 1, got 0"),
+        (["--server=http://a", "--model=m", "--tolerance=x"], "--tolerance must be a number"),
+        (["--server=http://a", "--model=m", "--dtype=int8"], "--dtype must be float32 or bfloat16"),
     ],
 )
 def test_bad_usage_is_told(capsys, argv, words):

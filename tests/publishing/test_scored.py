@@ -44,6 +44,22 @@ def write(store, version, scores):
     return store.get(version)
 
 
+def publishing(server, store, announce, **options):
+    """A publisher of one server that compares what it samples."""
+    return Publisher(
+        {server.address: [server.address]},
+        client=InferenceClient(),
+        transport=Transport("disk", mode="retract"),
+        pin=store.pin,
+        announce=announce,
+        push_timeout_secs=SECS,
+        poll_secs=0.02,
+        start_timeout_secs=1.0,
+        scored=PROMPTS,
+        **options,
+    )
+
+
 class Kind:
     """Samples token k after prompt k, with a log-prob that is off."""
 
@@ -62,6 +78,13 @@ def test_scores_travel_with_a_version_and_are_no_part_of_its_digest(store, tmp_p
     np.testing.assert_array_equal(files.scores(), TABLE)
     other = WeightStore(tmp_path / "other", keep=2)
     assert write(other, 3, None).scores() is None and other.get(3).digest == files.digest
+
+
+@pytest.mark.parametrize("content", [b"", b"\x93NUMPY", b"no array"])
+def test_damaged_scores_are_none(store, content):
+    files = write(store, 3, TABLE)
+    (store.path(3) / "scores.npy").write_bytes(content)
+    assert files.scores() is None
 
 
 async def test_the_prompts_are_asked_at_the_runs_temperature(store):
@@ -102,16 +125,10 @@ async def test_without_scores_nobody_is_asked(store):
 async def test_the_first_push_and_the_one_after_a_restart_are_scored(store, every):
     announced = []
     async with serving() as server:
-        publisher = Publisher(
-            {server.address: [server.address]},
-            client=InferenceClient(),
-            transport=Transport("disk", mode="retract"),
-            pin=store.pin,
-            announce=lambda version, records, *_: announced.append((version, records[0].state)),
-            push_timeout_secs=SECS,
-            poll_secs=0.02,
-            start_timeout_secs=1.0,
-            scored=PROMPTS,
+        publisher = publishing(
+            server,
+            store,
+            lambda version, records, *_: announced.append((version, records[0].state)),
             scores_every_push=every,
         )
 
@@ -149,17 +166,7 @@ async def test_the_first_push_and_the_one_after_a_restart_are_scored(store, ever
 
 async def test_before_any_version_is_published_a_refusal_ends_the_run(store):
     async with serving() as server:
-        publisher = Publisher(
-            {server.address: [server.address]},
-            client=InferenceClient(),
-            transport=Transport("disk", mode="retract"),
-            pin=store.pin,
-            announce=lambda *_: None,
-            push_timeout_secs=SECS,
-            poll_secs=0.02,
-            start_timeout_secs=1.0,
-            scored=PROMPTS,
-        )
+        publisher = publishing(server, store, lambda *_: None)
         try:
             files = write(store, 1, TABLE - 2)
             publisher.publish(1, lambda: files, timeout_secs=SECS)

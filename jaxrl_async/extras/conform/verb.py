@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxrl_async.cli.config import UsageError, parse_flags
 from jaxrl_async.config.checks import key_named
+from jaxrl_async.extras.parity.verb import number
 
 USAGE = """Measures a server (SGLang, SGLang-JAX, vLLM or this project's) on eight facts that a run relies on:
 log-probs, swaps under load, spans, aborts, digests, the prefix cache, the distribution, and its death. It gets versions
@@ -55,6 +56,10 @@ def main(argv: list[str]) -> int:
     }.items():
         if getattr(flags, name) < least:
             raise UsageError(f"--{name} must be ≥ {least}, got {getattr(flags, name)}")
+    if flags.dtype not in ("float32", "bfloat16"):
+        raise UsageError(f"--dtype must be float32 or bfloat16, got {flags.dtype!r}")
+    for name in ("tolerance", "timeout_secs"):
+        number(name, getattr(flags, name))
     from jaxrl_async.extras.parity import parity  # Loads JAX.
 
     try:

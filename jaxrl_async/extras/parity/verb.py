@@ -47,8 +47,8 @@ def main(argv: list[str]) -> int:
         num_prompts=flags.num_prompts,
         prompt_tokens=flags.prompt_tokens,
         max_new_tokens=flags.max_new_tokens,
-        temperature=_number("temperature", flags.temperature),
-        top_p=_number("top_p", flags.top_p, at_most=1.0),
+        temperature=number("temperature", flags.temperature),
+        top_p=number("top_p", flags.top_p, at_most=1.0),
         seed=flags.seed,
     )
     server, tolerance = flags.server.rstrip("/"), options["tolerance"]
@@ -69,7 +69,7 @@ def _layers(flags) -> int:
         raise UsageError("--layers compares in this process: leave --server out")
     _check(flags, "checkpoint")
     rounds = "bfloat16" in (flags.dtype, flags.layers)
-    bound = _number("bound", flags.bound or ("0.1" if rounds else "0.001"))
+    bound = number("bound", flags.bound or ("0.1" if rounds else "0.001"))
     from jaxrl_async.extras.parity import layers, parity
 
     sequences = layers.Sequences(
@@ -103,8 +103,8 @@ def _options(flags) -> dict:
         raise UsageError(f"--server must be http://host:port, got {flags.server!r}")
     return {
         "dtype": flags.dtype,
-        "tolerance": _number("tolerance", flags.tolerance),
-        "timeout_secs": _number("timeout_secs", flags.timeout_secs),
+        "tolerance": number("tolerance", flags.tolerance),
+        "timeout_secs": number("timeout_secs", flags.timeout_secs),
         "api_key": key_named("--api_key_env", flags.api_key_env),
         "tls_ca": flags.tls_ca,
         "adapter": flags.adapter or None,
@@ -124,7 +124,7 @@ def _check(flags, *needed: str) -> None:
             raise UsageError(f"--{name} must be ≥ {least}, got {getattr(flags, name)}")
 
 
-def _number(name: str, text: str, at_most: float = float("inf")) -> float:
+def number(name: str, text: str, at_most: float = float("inf")) -> float:
     """A finite number in (0, at_most]."""
     try:
         value = float(text)
