@@ -137,7 +137,14 @@ class Versions:
             version + 1,
             status.committed_step,
         )
-        self._push(self._restored, lambda: self._store.get(self._held(self._restored)), None)
+        self._push(self._restored, self._read_restored, None)
+
+    def _read_restored(self) -> Any:
+        """The version of an earlier learner, without its scores: the settings that they are of may have changed."""
+        files = self._store.get(self._held(self._restored))
+        if isinstance(files, StoredVersion):
+            files.forget_scores()
+        return files
 
     def snapshot(self, state: TrainState) -> "Snapshot":
         """This process's part of a state, which may be donated afterwards."""

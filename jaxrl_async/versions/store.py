@@ -320,6 +320,10 @@ class StoredVersion(os.PathLike):
         except (OSError, EOFError, ValueError):  # missing, or damaged
             return None
 
+    def forget_scores(self) -> None:
+        """Removes its scores."""
+        (self._path / SCORES).unlink(missing_ok=True)
+
     def check(self) -> None:
         """Compares the length of every file with its header, and the headers with the manifest; once.
 

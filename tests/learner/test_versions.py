@@ -7,6 +7,7 @@ import pathlib
 import types
 
 import jax
+import numpy as np
 import pytest
 from fixtures.models import tiny
 from fixtures.small_learner import empty_status
@@ -18,7 +19,7 @@ from jaxrl_async.config.settings import SettingsError
 from jaxrl_async.learner.versions import Delay, Versions
 from jaxrl_async.models import sharding
 from jaxrl_async.records import ResumePoint
-from jaxrl_async.versions.store import WeightStore
+from jaxrl_async.versions.store import SCORES, WeightStore
 
 QUICKSTART = pathlib.Path(__file__).parents[2] / "configs" / "quickstart.py"
 CONFIG = tiny(num_layers=1)
@@ -179,6 +180,13 @@ def test_a_published_version_is_pushed_again_and_the_steps_up_to_it_are_trained_
     assert left.pushed == [(5, 1, None)]
     left.given(6)
     assert left.pushed == [(5, 1, None), (6, 1, None)]
+
+
+def test_scores_of_an_earlier_learner_are_not_compared_with(left):
+    """They are of its temperature and of its length of a request, which a resumed run may change."""
+    np.save(left.store.path(5) / SCORES, np.zeros((8, 4), np.float32))
+    left.resume(3, at(v_pub=5, committed_step=6, run_epoch=1))
+    assert left.store.get(5).scores() is None
 
 
 def test_other_weights_under_a_published_version_are_a_fork(left, params, caplog):
