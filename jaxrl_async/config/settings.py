@@ -71,7 +71,8 @@ class Model:
     """The policy."""
     path: str = setting("", "Checkpoint to start from, a Hugging Face directory or a Hub id `ORGANIZATION/NAME`, which "
         "also sets the shape; empty for random weights.")
-    family: str = setting("llama", "Architecture; `llama` covers Qwen2 and Qwen3.", choices=FAMILIES, since="0.1.0")
+    family: str = setting("llama", "Architecture; `llama` covers Mistral, Qwen2 and Qwen3.", choices=FAMILIES,
+        since="0.1.0")
     num_layers: int = setting(2, "Transformer layers.", at_least=1)
     model_dim: int = setting(64, "Width of the residual stream.", at_least=1)
     num_heads: int = setting(4, "Query heads of each layer.", at_least=1)

@@ -3,6 +3,7 @@
 A family's table of names serves both directions. Independent of meshes, versions and servers.
 """
 
+import dataclasses
 import functools
 import json
 import math
@@ -27,26 +28,36 @@ _REQUIRED = (  # of config.json
     "rms_norm_eps",
 )
 
+_HEAD = "lm_head.weight"
 _DTYPES = ("F64", "F32", "F16", "BF16")  # safetensors' names
 
-_PEFT_DEFAULTS = {  # of adapter_config.json: keys that this decoder supports at these values alone
-    "peft_type": "LORA",
-    "use_rslora": False,
-    "use_dora": False,
-    "fan_in_fan_out": False,
-    "bias": "none",
-    "modules_to_save": None,
-    "layers_to_transform": None,
-    "rank_pattern": {},
-    "alpha_pattern": {},
+_PEFT_PLAIN = {  # of adapter_config.json: key → the values at which adapters are this decoder's; of others: empty ones
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    # The others change the base's weights, or hold adapters of a base that was changed.
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
+}
+_PEFT_READ = {"r", "lora_alpha", "target_modules"}
+_PEFT_IGNORED = {  # What they say changes no logits.
+    *(
+        "task_type",
+        "base_model_name_or_path",
+        "revision",
+        "auto_mapping",
+        "peft_version",
+        "eva_config",
+    ),
+    *("inference_mode", "lora_dropout", "megatron_core", "qalora_group_size", "runtime_config"),
 }
 
-_LLAMA3_ROPE = {  # field of RopeScaling → key of config.json's rope_scaling
-    "factor": "factor",
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "original_max_tokens": "original_max_position_embeddings",
+_ROPE_TYPES = {
+    "linear": transformer.LinearScaling,
+    "llama3": transformer.RopeScaling,
+    "yarn": transformer.YarnScaling,
 }
+_ORIGINAL = (
+    "original_max_position_embeddings"  # the key of original_max_tokens; other fields are keys
+)
 
 # max_position_embeddings: config.json requires one, unscaled RoPE needs none.
 _UNSCALED_MAX_TOKENS = 32768
@@ -56,7 +67,7 @@ def read_config(directory, *, dtype: str, remat: bool) -> transformer.ModelConfi
     """Reads the model shape from a checkpoint's config.json.
 
     Args:
-      directory: holds config.json of a Qwen2, Qwen2.5, Qwen3, Llama or Gemma 3 text model.
+      directory: holds config.json of a Qwen2, Qwen2.5, Qwen3, Llama, Mistral or Gemma 3 text model.
       dtype: compute dtype, "float32" | "bfloat16", whatever the dtype of the stored tensors.
       remat: recompute each layer in the backward pass.
 
@@ -74,6 +85,8 @@ def read_config(directory, *, dtype: str, remat: bool) -> transformer.ModelConfi
     required = _REQUIRED + (family.required if family else ())
     if missing := [name for name in required if name not in hf]:
         raise ValueError(f"{path} lacks {', '.join(missing)}")
+    if quantized := hf.get("quantization_config"):
+        raise ValueError(f"{path}: quantization_config {quantized!r:.80} is unsupported")
     if refused := next(family.refused(hf), None):
         raise ValueError(f"{path}: {refused}")
     num_heads = hf["num_attention_heads"]
@@ -87,7 +100,7 @@ def read_config(directory, *, dtype: str, remat: bool) -> transformer.ModelConfi
         head_dim=hf.get("head_dim") or hf["hidden_size"] // num_heads,
         mlp_dim=hf["intermediate_size"],
         rope_theta=float(rope["rope_theta"]),
-        rope_scaling=_read_rope_scaling(rope, path),
+        rope_scaling=_read_rope_scaling(rope, hf, path),
         norm_eps=hf["rms_norm_eps"],
         dtype=dtype,
         remat=remat,
@@ -108,10 +121,9 @@ def write_config(config: transformer.ModelConfig) -> dict:
     family = families.FAMILIES[config.family]
     own = family.write(config)
     scaling, max_tokens = config.rope_scaling, _UNSCALED_MAX_TOKENS
-    if isinstance(scaling, transformer.RopeScaling):
-        max_tokens = math.ceil(scaling.factor * scaling.original_max_tokens)
-    elif scaling is not None:
-        max_tokens = math.ceil(scaling.factor * _UNSCALED_MAX_TOKENS)
+    if scaling is not None:
+        original = getattr(scaling, "original_max_tokens", _UNSCALED_MAX_TOKENS)
+        max_tokens = math.ceil(scaling.factor * original)
     return {
         "architectures": [family.architectures[own["model_type"]]],
         "model_type": own["model_type"],
@@ -259,15 +271,18 @@ def read_adapter_config(directory) -> lora.LoRA:
     """
     path = pathlib.Path(directory) / "adapter_config.json"
     found = json.loads(path.read_text("utf-8"))
-    for key, supported in _PEFT_DEFAULTS.items():
-        if (value := found.get(key) or supported) != supported:
-            raise ValueError(f"{path}: {key} {value!r} is unsupported, only {supported!r} is")
+    for key in sorted(found.keys() - _PEFT_READ - _PEFT_IGNORED):
+        value, plain = found[key], _PEFT_PLAIN.get(key, ())
+        if value not in (None, *plain) and (plain or value):
+            needed = " or ".join(map(repr, plain)) or "null"
+            raise ValueError(f"{path}: {key} {value!r:.80} is unsupported, only {needed} is")
     targets = found.get("target_modules")
     if not isinstance(targets, list) or set(targets) - lora.LAYERS.keys():
         known = ", ".join(lora.LAYERS)
         raise ValueError(f"{path}: target_modules {targets!r} are not names of {known}")
     targets = tuple(name for name in lora.LAYERS if name in targets)
-    return lora.LoRA(rank=found["r"], alpha=float(found["lora_alpha"]), targets=targets)
+    rank, alpha = found.get("r", 8), found.get("lora_alpha", 8)  # PEFT's defaults
+    return lora.LoRA(rank=rank, alpha=float(alpha), targets=targets)
 
 
 def check_adapter_config(directory, adapters: lora.LoRA) -> None:
@@ -297,15 +312,20 @@ def read_adapters(directory, config: transformer.ModelConfig) -> nnx.State:
 
 
 def read_tensors(directory) -> Mapping[str, np.ndarray]:
-    """The tensors of every *.safetensors file of a directory, by name; each is read from its file when it is used.
+    """The tensors of a directory's *.safetensors files, by name; each is read from its file when it is used.
 
-    bfloat16 is read as ml_dtypes.bfloat16.
+    Where there is a model.safetensors.index.json, they are those that it names. bfloat16 is read as
+    ml_dtypes.bfloat16.
 
     Raises:
       FileNotFoundError: no *.safetensors file.
       ValueError: a file is truncated or not safetensors, a tensor is not floating, or two files hold one name.
     """
     paths = sorted(pathlib.Path(directory).glob("*.safetensors"))
+    index = pathlib.Path(directory) / "model.safetensors.index.json"
+    if index.is_file():  # Some publish the weights in a second layout beside it.
+        named = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+        paths = [path for path in paths if path.name in named]
     if not paths:
         raise FileNotFoundError(f"no *.safetensors file in {directory}")
     file_of = {}
@@ -345,24 +365,57 @@ class _LazyTensors(Mapping):
         return len(self._file_of)
 
 
-def _read_rope_scaling(rope, path):
+def _read_rope_scaling(rope, hf, path):
     rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if (part := rope.get("partial_rotary_factor", hf.get("partial_rotary_factor"))) not in (
+        None,
+        1,
+    ):
+        raise ValueError(f"{path}: partial_rotary_factor {part!r} is unsupported, only 1 is")
+    if nested := [key for key, value in rope.items() if isinstance(value, dict)]:
+        raise ValueError(f"{path}: rope_parameters of {nested} are not those of {hf['model_type']}")
     if rope_type == "default":
         return None
-    if rope_type == "linear":
-        return transformer.LinearScaling(factor=rope["factor"])
-    if rope_type != "llama3":
-        raise ValueError(f"{path}: rope_type {rope_type!r} is not 'default', 'linear' or 'llama3'")
-    return transformer.RopeScaling(**{ours: rope[key] for ours, key in _LLAMA3_ROPE.items()})
+    if rope_type not in _ROPE_TYPES:
+        raise ValueError(
+            f"{path}: rope_type {rope_type!r} is not one of {['default', *_ROPE_TYPES]}"
+        )
+    fields = dataclasses.fields(_ROPE_TYPES[rope_type])
+    keys = {
+        field.name: _ORIGINAL if field.name == "original_max_tokens" else field.name
+        for field in fields
+    }
+    # In this order transformers looks for the context length before stretching.
+    lengths = (hf.get(_ORIGINAL), rope.get(_ORIGINAL), hf.get("max_position_embeddings"))
+    rope = rope | {_ORIGINAL: next((length for length in lengths if length), None)}
+    if rope_type == "yarn":
+        rope = _yarn_defaults(rope, hf)
+    if missing := [key for key in keys.values() if rope.get(key) is None]:
+        raise ValueError(f"{path}: rope_type {rope_type!r} lacks {', '.join(missing)}")
+    return _ROPE_TYPES[rope_type](**{name: rope[key] for name, key in keys.items()})
+
+
+def _yarn_defaults(rope, hf):
+    """What transformers takes for keys that are left out or null."""
+    found = {key: value for key, value in rope.items() if value is not None}
+    if "factor" in rope and found.get(_ORIGINAL):
+        found.setdefault("factor", hf.get("max_position_embeddings", 0) / found[_ORIGINAL])
+    mscale = [found.get("mscale"), found.get("mscale_all_dim")]
+    above, below = mscale if all(mscale) else (1, 0)
+    log = math.log(max(found.get("factor") or 1, 1))
+    found.setdefault("attention_factor", (0.1 * above * log + 1) / (0.1 * below * log + 1))
+    betas = {"beta_fast": found.get("beta_fast") or 32, "beta_slow": found.get("beta_slow") or 1}
+    return found | betas | {"truncate": bool(rope.get("truncate", True))}
 
 
 def _write_rope_scaling(scaling):
     if scaling is None:
         return None
-    if isinstance(scaling, transformer.LinearScaling):
-        return {"rope_type": "linear", "factor": scaling.factor}
-    own = {key: getattr(scaling, ours) for ours, key in _LLAMA3_ROPE.items()}
-    return {"rope_type": "llama3"} | own
+    (rope_type,) = (name for name, kind in _ROPE_TYPES.items() if type(scaling) is kind)
+    own = {
+        key.replace("original_max_tokens", _ORIGINAL): value for key, value in vars(scaling).items()
+    }
+    return {"rope_type": rope_type} | own
 
 
 def _pieces(params, config):
@@ -438,8 +491,11 @@ def _check(tensors, abstract, config):
     for path, param in nnx.to_flat_state(abstract):
         for tensor_name, shape in _tensors_of(path, param, config):
             expected[tensor_name] = shape[::-1] if _is_transposed(path[-1]) else shape
-    # A tied checkpoint may still hold the head, which transformers ignores too.
-    found = set(tensors) - ({"lm_head.weight"} if config.tied_embeddings else set())
+    # Old files hold RoPE's frequencies, which follow from config.json.
+    found = {name for name in tensors if not name.endswith("rotary_emb.inv_freq")}
+    if config.tied_embeddings and _HEAD in found:
+        _check_tied_head(tensors)
+        found.remove(_HEAD)
     if missing := sorted(expected.keys() - found):
         raise ValueError(f"tensor {missing[0]} is missing ({len(missing)} missing in all)")
     if unexpected := sorted(found - expected.keys()):
@@ -448,6 +504,23 @@ def _check(tensors, abstract, config):
         own = tensors.shape(name) if isinstance(tensors, _LazyTensors) else tensors[name].shape
         if own != shape:
             raise ValueError(f"tensor {name} has shape {list(own)}, expected {list(shape)}")
+
+
+def _check_tied_head(tensors):
+    """A tied checkpoint may hold its head all the same. Where it is another table, libraries differ."""
+    table, step = "model.embed_tokens.weight", 1 << 14
+    shape = tensors.shape if isinstance(tensors, _LazyTensors) else lambda name: tensors[name].shape
+    is_same = table in tensors and shape(_HEAD) == shape(table)
+    for first in range(0, shape(_HEAD)[0] if is_same else 0, step):
+        rows = (slice(first, first + step),)
+        pair = (_part(tensors, name, "embedding", rows) for name in (_HEAD, table))
+        is_same = is_same and np.array_equal(*pair)
+    if not is_same:
+        raise ValueError(
+            f"tensor {_HEAD} differs from {table}, and tie_word_embeddings is true: transformers 5 computes logits "
+            "with the first, others with the second. Set tie_word_embeddings to false in config.json to use the "
+            "first, or remove it"
+        )
 
 
 def _part(tensors, tensor_name, name, index):

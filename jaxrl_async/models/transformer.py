@@ -1,4 +1,4 @@
-"""One decoder for the architectures of Qwen2, Qwen2.5, Qwen3, Llama-3 and Gemma-3. `families` says how they differ.
+"""One decoder for Qwen2, Qwen2.5, Qwen3, Llama, Mistral and Gemma-3. `families` says how they differ.
 
 Parameters are float32, but for a frozen base in bfloat16; the compute dtype is a setting; norms, softmax and logits are
 float32. Independent of tokenizers, losses and the batching of requests; of a mesh it uses the names of the axes.
@@ -6,6 +6,7 @@ float32. Independent of tokenizers, losses and the batching of requests; of a me
 
 import dataclasses
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -35,6 +36,21 @@ class LinearScaling:
 
 
 @dataclasses.dataclass(frozen=True)
+class YarnScaling:
+    """YaRN: pairs that turn seldom are stretched, those that turn often kept (config.json: rope_type "yarn").
+
+    Source: YaRN (Peng et al., arXiv 2309.00071).
+    """
+
+    factor: float  # stretches long wavelengths
+    original_max_tokens: int  # context length before stretching
+    beta_fast: float  # turns in original_max_tokens from which a pair is kept
+    beta_slow: float  # turns up to which it is stretched in full
+    attention_factor: float  # of cosines and sines
+    truncate: bool  # the two bounds are whole pairs
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """The shape of one decoder. Hashable, so that it can be a static argument of a jit."""
 
@@ -46,7 +62,7 @@ class ModelConfig:
     head_dim: int  # C, even
     mlp_dim: int  # F
     rope_theta: float
-    rope_scaling: RopeScaling | LinearScaling | None
+    rope_scaling: RopeScaling | LinearScaling | YarnScaling | None
     norm_eps: float
     qk_norm: bool  # RMSNorm over each head of q and k before RoPE (Qwen3)
     attention_bias: bool  # biases on q, k and v (Qwen2)
@@ -56,7 +72,7 @@ class ModelConfig:
     family: str = "llama"  # a name in families.FAMILIES
     # of each layer: how many tokens one sees, itself included, 0 for all; (): no layer has a window
     windows: tuple[int, ...] = ()
-    local_rope_theta: float = 10_000.0  # of layers with a window, whose RoPE is not scaled
+    local_rope_theta: float = 10_000.0  # of gemma3's layers with a window, whose RoPE is not scaled
     query_scalar: float = 0.0  # scores are q · k / √query_scalar; 0: head_dim
     lora: adapters.LoRA | None = None  # adapters, which alone are trained; None: all parameters are
 
@@ -238,7 +254,8 @@ class Transformer(nnx.Module):
         rope = rope_cos_sin(self.config, positions_BT)
         if not self.config.windows:
             return lambda _: (rope, ids)
-        local_rope = rope_cos_sin(self.config, positions_BT, local=True)
+        has_local = FAMILIES[self.config.family].local_rope
+        local_rope = rope_cos_sin(self.config, positions_BT, local=True) if has_local else rope
 
         def of_layer(window):
             own = (jnp.where(window > 0, *pair) for pair in zip(local_rope, rope, strict=True))
@@ -290,7 +307,7 @@ def with_base(config: ModelConfig, params: nnx.State, base: nnx.State | None) ->
 def rope_cos_sin(config: ModelConfig, positions_BT, *, local: bool = False):
     """Cosines and sines of the rotations, float32 [B, T, 1, C/2] each.
 
-    angle[t, i] = t · θ^(−2i/C), with Llama-3's stretching of long wavelengths, or a linear one. Layers with a window
+    angle[t, i] = t · θ^(−2i/C), with a stretching of long wavelengths, or a linear one. Gemma 3's layers with a window
     (`local`) have a θ of their own, and nothing is stretched.
 
     Source: RoFormer (Su et al., arXiv 2104.09864); The Llama 3 Herd of Models (arXiv 2407.21783).
@@ -302,9 +319,12 @@ def rope_cos_sin(config: ModelConfig, positions_BT, *, local: bool = False):
     if isinstance(scaling, LinearScaling):
         frequency = frequency / scaling.factor
     elif scaling is not None:
-        frequency = _stretch(frequency, scaling)
+        frequency = _stretch(frequency, scaling, theta)
     angle = positions_BT[:, :, None, None].astype(jnp.float32) * frequency[None, None, None]
-    return jnp.cos(angle), jnp.sin(angle)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    if isinstance(scaling, YarnScaling):
+        return scaling.attention_factor * cos, scaling.attention_factor * sin
+    return cos, sin
 
 
 class RMSNorm(nnx.Module):
@@ -426,12 +446,29 @@ def _abstract(config):
     return graphdef, nnx.map_state(stored, params)
 
 
-def _stretch(frequency, scaling):
+def _stretch(frequency, scaling, theta):
     """Interpolates between stretched (long) and unchanged (short) wavelengths."""
-    turns = scaling.original_max_tokens * frequency / (2 * jnp.pi)
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    keep = jnp.clip((turns - low) / (high - low), 0, 1)
+    if isinstance(scaling, YarnScaling):
+        keep = _kept_by_yarn(len(frequency), scaling, theta)
+    else:
+        turns = scaling.original_max_tokens * frequency / (2 * jnp.pi)
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        keep = jnp.clip((turns - low) / (high - low), 0, 1)
     return keep * frequency + (1 - keep) * frequency / scaling.factor
+
+
+def _kept_by_yarn(num_pairs, scaling, theta):
+    """1 for pairs that turn beta_fast times in the original context, 0 at beta_slow; linear in the pair's index."""
+
+    def pair(turns):  # θ^(−pair / num_pairs) · original_max_tokens = 2π · turns
+        return num_pairs * math.log(scaling.original_max_tokens / (2 * math.pi * turns), theta)
+
+    first, last = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * num_pairs - 1)
+    ramp = (jnp.arange(num_pairs, dtype=jnp.float32) - first) / (last - first or 0.001)
+    return 1 - jnp.clip(ramp, 0, 1)
 
 
 def _rotate(x_BTHC, rope):

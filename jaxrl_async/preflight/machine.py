@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from jaxrl_async import parts, security
 from jaxrl_async.config.checks import queue_access_of
 from jaxrl_async.config.fields import StartError
-from jaxrl_async.config.settings import Evaluate, Settings, SettingsError
+from jaxrl_async.config.settings import Evaluate, Model, Settings, SettingsError
 from jaxrl_async.publishing.discovery import check_tls, parse
 from jaxrl_async.rewards import check_reward, reward_function
 from jaxrl_async.rollout import agent, environment
@@ -104,6 +104,8 @@ def prepare(settings: Settings, workdir: pathlib.Path, *, resume: bool = False) 
         )
     with errors_of(""):
         parts.frictions_of(settings, tokenizer)
+    if not resume and not settings.model.path:
+        _check_shape(settings.model)
     with errors_of("model.path: "):
         parts.vocab_size_of(settings, tokenizer)
         if settings.model.path:
@@ -156,6 +158,16 @@ def _check_model(settings: Settings) -> None:
     attention.check_windows(settings.learner.attention_kernel, config.windows)
     blocks.check(settings.learner.blocks, config.num_layers)
     hf.check_files(parts.model_directory(settings), config)
+
+
+def _check_shape(model: Model) -> None:
+    """Refuses a shape of no architecture: export could not write it, or transformers not read it."""
+    if model.qk_norm and model.attention_bias:
+        raise StartError("model.qk_norm and model.attention_bias are both True: choose one")
+    if model.family == "gemma3" and model.model_dim % model.num_heads:
+        raise StartError(
+            f"model.num_heads = {model.num_heads} of gemma3 must divide model.model_dim = {model.model_dim}"
+        )
 
 
 def _check_texts(settings: Settings, tokenizer, task, splits) -> None:

@@ -75,6 +75,26 @@ def test_a_model_that_lacks_ids_of_the_tokenizer_is_refused(text, message, tmp_p
         machine.prepare(settings, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["attention_bias=True"], "model.qk_norm and model.attention_bias are both True"),
+        (
+            ["family=gemma3", "num_heads=12"],
+            "num_heads = 12 of gemma3 must divide .*model_dim = 64",
+        ),
+    ],
+)
+def test_a_shape_that_export_could_not_write_is_refused_and_an_old_run_goes_on(
+    flags, message, tmp_path
+):
+    flags = [f"--config.model.{flag}" for flag in flags]
+    settings = parse(f"--config={QUICKSTART}:smoke", *flags)
+    with pytest.raises(machine.StartError, match=message):
+        machine.prepare(settings, tmp_path)
+    machine.prepare(settings, tmp_path, resume=True)
+
+
 MODES = ["", "mode=sync", "mode=periodic", "mode=async"]
 
 

@@ -35,6 +35,7 @@ GEMMA3 = dict(
     sliding_window=8,
     sliding_window_pattern=3,
 )
+YARN_ROPE = dict(rope_type="yarn", rope_theta=1e6, factor=4.0, original_max_position_embeddings=16)
 TOKENS = np.random.default_rng(0).integers(0, 32, (2, 40))
 
 _hidden = jax.jit(transformer.Transformer.__call__)
@@ -107,6 +108,13 @@ def _random_params(config):
         ("Qwen3", dict(head_dim=8, rope_parameters=dict(rope_type="default", rope_theta=1e6))),
         ("Llama", dict(head_dim=8, rope_parameters=LLAMA3_ROPE)),
         ("Llama", dict(rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=4.0))),
+        ("Qwen2", dict(rope_parameters=YARN_ROPE)),
+        ("Qwen3", dict(head_dim=8, rope_parameters=YARN_ROPE | dict(beta_fast=4, beta_slow=2.5))),
+        ("Llama", dict(rope_parameters=YARN_ROPE | dict(truncate=False, attention_factor=0.7))),
+        ("Llama", dict(rope_parameters=YARN_ROPE | dict(mscale=2.0, mscale_all_dim=0.5))),
+        ("Mistral", dict(sliding_window=8, head_dim=8, hidden_size=24, num_attention_heads=4)),
+        ("Mistral", dict(sliding_window=8, rope_parameters=YARN_ROPE)),
+        ("Mistral", dict(sliding_window=None)),
         ("Gemma3Text", GEMMA3),
         ("Gemma3Text", GEMMA3 | dict(rope_scaling=dict(rope_type="linear", factor=8.0))),
     ],
@@ -118,7 +126,50 @@ def test_logits_equal_transformers(tmp_path, architecture, changes):
     assert config.attention_bias == (architecture == "Qwen2")
     assert config.qk_norm == (architecture in ("Qwen3", "Gemma3Text"))
     assert (config.rope_scaling is not None) == ("factor" in str(changes))
-    assert (config.family == "gemma3") == any(config.windows) == (architecture == "Gemma3Text")
+    assert (config.family == "gemma3") == (architecture == "Gemma3Text")
+    assert any(config.windows) == ("'sliding_window': 8" in str(changes))
+
+
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "by_hand"),
+    [
+        # With rope_theta in rope_parameters alone, transformers takes its class's.
+        ("Qwen3", dict(rope_parameters=dict(rope_type="default", rope_theta=1e6)), YARN),
+        ("Llama", dict(), YARN | dict(rope_theta=5e5)),
+        ("Llama", dict(max_position_embeddings=32), dict(type="yarn", factor=None)),
+        ("Qwen2", dict(rope_parameters=LLAMA3_ROPE), dict(rope_type="linear", factor=4.0)),
+        ("Gemma3Text", GEMMA3, dict(rope_type="linear", factor=4.0)),
+        ("Gemma3Text", GEMMA3, dict(rope_theta=2e4)),
+    ],
+)
+def test_a_rope_scaling_beside_rope_parameters_is_read_as_by_transformers_5(
+    tmp_path, architecture, changes, by_hand
+):
+    before = _checkpoint(tmp_path, architecture, **changes)
+    content = json.loads((tmp_path / "config.json").read_text())
+    assert "rope_parameters" in content
+    content["rope_scaling"] = by_hand
+    if by_hand.get("factor", 0) is None:
+        content["original_max_position_embeddings"] = 8
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    expected = _torch_logits(tmp_path)
+    assert np.abs(expected - before).max() > 0.01
+    np.testing.assert_allclose(_our_logits(*_load(tmp_path)), expected, atol=2e-4)
+
+
+def test_what_old_or_second_files_hold_beside_the_weights_is_left_alone(tmp_path):
+    """RoPE's frequencies, and the weights in another layout, as Mistral's repositories have them."""
+    expected = _checkpoint(tmp_path, "Mistral", max_shard_size="4KB", sliding_window=None)
+    first = sorted(tmp_path.glob("*.safetensors"))[0]
+    tensors = safetensors.numpy.load_file(first)
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(2, np.float32)
+    safetensors.numpy.save_file(tensors, first)
+    other = {"layers.0.attention.wq.weight": np.ones((2, 2), np.float32)}
+    safetensors.numpy.save_file(other, tmp_path / "consolidated.safetensors")
+    np.testing.assert_allclose(_our_logits(*_load(tmp_path)), expected, atol=2e-4)
 
 
 WINDOWED = dict(
@@ -131,8 +182,21 @@ WINDOWED = dict(
 )
 
 
+MISTRAL = dict(windows=(8, 8), rope_scaling=transformer.YarnScaling(4.0, 16, 32, 1, 0.9, False))
+
+
 @pytest.mark.parametrize(
-    "fields", [dict(qk_norm=True), dict(attention_bias=True), dict(), WINDOWED]
+    "fields",
+    [
+        dict(qk_norm=True),
+        dict(attention_bias=True),
+        dict(),
+        WINDOWED,
+        MISTRAL,
+        # A Llama of transformers has a model_dim that is a multiple of num_heads.
+        dict(num_heads=3, num_kv_heads=3, head_dim=4),
+        dict(num_heads=3, num_kv_heads=3, head_dim=4, qk_norm=True),
+    ],
 )
 def test_what_we_write_transformers_reads(tmp_path, fields):
     scaling = None if fields else transformer.RopeScaling(8.0, 1.0, 4.0, 16)
@@ -158,6 +222,7 @@ def test_a_sharded_bfloat16_checkpoint_is_read(tmp_path):
         dict(),
         WINDOWED,
         WINDOWED | dict(windows=(), query_scalar=0, rope_scaling=None, local_rope_theta=2e4),
+        MISTRAL,
     ],
 )
 def test_config_comes_back_from_its_json(tmp_path, fields):
@@ -216,8 +281,15 @@ def test_the_config_of_transformers_4_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mistral"}, "model_type 'mistral'"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_type 'yarn'"),
+        ({"model_type": "mixtral"}, "model_type 'mixtral'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type 'dynamic'"),
+        ({"rope_scaling": {"type": "yarn"}}, "rope_type 'yarn' lacks factor"),
+        ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "lacks low_freq_factor, high_freq"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "full_attention.* llama"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config .*awq"),
+        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window must be null or ≥ 1"),
+        ({"model_type": "qwen3", "layer_types": ["sliding_attention"] * 2}, "layer_types"),
         ({"mlp_bias": True}, "mlp_bias of llama"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
@@ -320,8 +392,10 @@ def test_a_key_of_gemma_3_that_is_missing_is_named(tmp_path):
     ("fields", "message"),
     [
         (dict(windows=(8, 0)), "llama has windows.*8, 0"),
+        (dict(windows=(8, 8), qk_norm=True), "config.qk_norm = True"),
         (WINDOWED | dict(windows=(8, 4)), "one window.*8, 4"),
         (WINDOWED | dict(qk_norm=False), "config.qk_norm = False"),
+        (WINDOWED | dict(num_heads=3, num_kv_heads=3), "model_dim 8 of gemma3 .* num_heads 3"),
     ],
 )
 def test_what_no_architecture_of_a_family_has_is_refused(fields, message):
@@ -426,6 +500,10 @@ def test_a_tied_checkpoint_may_hold_its_head_all_the_same():
     assert "lm_head.weight" not in tensors
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     assert "head" not in hf.from_tensors(tensors, tied)
+    # transformers 5 would use the head then, and servers the embedding.
+    tensors["lm_head.weight"] = tensors["lm_head.weight"] + np.eye(12, 8, dtype=np.float32)
+    with pytest.raises(ValueError, match=r"lm_head.*differs.*tie_word_embeddings to false"):
+        hf.from_tensors(tensors, tied)
 
 
 @pytest.mark.parametrize("num_bytes", [0, 5, 100, -1])

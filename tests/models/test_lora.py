@@ -318,6 +318,42 @@ def test_a_version_holds_adapters_alone_and_they_are_read_back(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, found, adapters)
 
 
+@pytest.mark.parametrize(
+    "odd",
+    [
+        # Their base is not the model's, or their product is not all they add.
+        *({"init_lora_weights": name} for name in ("pissa", "pissa_niter_4", "olora", "mica")),
+        *({"init_lora_weights": name} for name in ("loftq", "corda", "lora_ga")),
+        {"alora_invocation_tokens": [1, 2]},
+        {"target_parameters": ["mlp.experts"]},
+        {"trainable_token_indices": [3]},
+        {"layer_replication": [[0, 2], [1, 2]]},
+        {"exclude_modules": ["layers.0"]},
+        {"lora_bias": True},
+        {"use_dora": True},
+        {"rank_pattern": {"q_proj": 2}},
+        {"bias": "all"},
+        {"of_a_later_peft": 1},
+    ],
+    ids=lambda odd: "=".join(map(str, *odd.items())),
+)
+def test_adapters_that_are_not_plain_are_refused_by_name(odd, tmp_path):
+    path = write_version(tmp_path, CONFIG, host_params(CONFIG)[0]) / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | odd))
+    ((key, value),) = odd.items()
+    with pytest.raises(ValueError, match=re.escape(f"{path}: {key} {value!r} is unsupported")):
+        hf.read_adapter_config(path.parent)
+
+
+def test_what_peft_writes_of_plain_adapters_is_read(tmp_path):
+    peft = pytest.importorskip("peft")
+    kinds = (True, False, "gaussian", "orthogonal")
+    for kind in kinds:
+        wanted = peft.LoraConfig(init_lora_weights=kind, target_modules=["q_proj"], r=4)
+        wanted.save_pretrained(tmp_path)
+        assert hf.read_adapter_config(tmp_path) == LoRA(4, 8.0, ("q_proj",))
+
+
 # PEFT asks transformers in a way that it will give up.
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)

@@ -153,10 +153,11 @@ def _check_config(directory: pathlib.Path, served: Mapping[str, Any]) -> None:
 def deciding_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a config.json that decide what the weights compute, in one form.
 
-    transformers 4 wrote rope_theta and rope_scaling, 5 writes rope_parameters; defaults are left out by some.
+    transformers 4 wrote rope_theta and rope_scaling, 5 writes rope_parameters and prefers rope_scaling; defaults are
+    left out by some.
     """
     fields = {k: v for k, v in config.items() if k not in _UNDECIDING and v is not None}
-    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     theta = rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
     kind = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
     fields["rope"] = (float(theta), kind, {} if kind == "default" else rope)

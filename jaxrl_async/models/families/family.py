@@ -18,6 +18,7 @@ class Family:
     activation: Callable[[jax.Array], jax.Array]  # of the MLP's gate
     zero_centered_norms: bool  # norms multiply by 1 + scale, and scale is 0 at first
     post_norms: bool  # norms after attention and after the MLP, too, before the residual is added
+    local_rope: bool  # layers with a window have a RoPE of their own
     scaled_embedding: bool  # embeddings times √D, rounded to the compute dtype
     rope_of: Callable[[Mapping[str, Any]], Mapping[str, Any]]  # config.json → rope_theta, rope_type
     read: Callable[[Mapping[str, Any]], dict[str, Any]]  # config.json → fields of ModelConfig

@@ -23,13 +23,13 @@ def _windows(hf):
 
 
 def _rope_of(hf, kind="full_attention"):
-    # transformers 5 writes rope_parameters of each kind; 4 wrote keys beside one another.
+    # transformers 5 writes rope_parameters of each kind; 4 wrote keys beside one another, which 5 prefers.
     top_key, theta = "rope_theta", 1_000_000.0
     if kind == "sliding_attention":
         top_key, theta = "rope_local_base_freq", _LOCAL_ROPE_THETA
     of_kind = (hf.get("rope_parameters") or {}).get(kind) or {}
     scaling = hf.get("rope_scaling") or {} if kind == "full_attention" else {}
-    return {"rope_theta": hf.get(top_key, theta), **scaling, **of_kind}
+    return {"rope_type": "default", "rope_theta": hf.get(top_key, theta), **of_kind, **scaling}
 
 
 def _read(hf):
@@ -49,6 +49,11 @@ def _write(config):
         raise ValueError(
             "gemma3 has qk_norm, no attention_bias and one window: "
             f"{config.qk_norm = }, {config.attention_bias = }, {config.windows = }"
+        )
+    if config.model_dim % config.num_heads:
+        raise ValueError(
+            f"model_dim {config.model_dim} of gemma3 is not a multiple of num_heads {config.num_heads}, which "
+            "transformers needs"
         )
     return {
         "model_type": "gemma3_text",
@@ -100,6 +105,7 @@ FAMILY = Family(
     activation=functools.partial(jax.nn.gelu, approximate=True),
     zero_centered_norms=True,
     post_norms=True,
+    local_rope=True,
     scaled_embedding=True,
     rope_of=_rope_of,
     read=_read,
