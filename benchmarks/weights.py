@@ -8,7 +8,8 @@ without weights; the versions alternate, so that nothing is loaded twice in a ro
 in the same run: no push can be faster than about that, since it also reads, hashes and loads. Beside a push that
 prepares the version first, one to the same server that loads it in the pause. SGLang and vLLM have no other way;
 beside a push that compares the digests of all tensors, one compares an eighth of them (weights.verify="rotating"). A
-row of the results is replaced by a later run of the same size, server and transport.
+row of the results is replaced by a later run of the same size, server and transport, and has its date, its commit, the
+seeds of its two versions and the seconds of every push (`raw`, the first of which does not count).
 """
 
 import argparse
@@ -18,6 +19,7 @@ import os
 import pathlib
 import platform
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -150,6 +152,11 @@ async def measure(
             pauses[way].append(client.pause_secs)
     row = {f"{way}push_secs": float(np.median(pushes[way][1:])) for way in ways}
     row |= {f"{way}pause_secs": float(np.median(pauses[way][1:])) for way in ways}
+    row["raw"] = {
+        f"{way}{name}_secs": [round(s, 4) for s in seconds[way]]
+        for way in ways
+        for name, seconds in (("push", pushes), ("pause", pauses))
+    }
     return row | client.calls
 
 
@@ -172,6 +179,11 @@ def run(sizes: list[int], servers: list[str], wanted: list[str], repeats: int) -
                             continue
                         copies = [copy_secs(p, root / "copy") for p in paths]
                         row = {"millions": millions, "server": server, "transport": transport}
+                        row |= {
+                            "date": time.strftime("%Y-%m-%d"),
+                            "commit": commit(),
+                            "seeds": [0, 1],
+                        }
                         ways = {"in_pause_": {"prepares": False, "verify": "all"}}
                         if server in VERIFY_NOTHING and transport != "distributed":
                             ways["rotating_"] = {"prepares": False, "verify": "rotating"}
@@ -185,6 +197,11 @@ def run(sizes: list[int], servers: list[str], wanted: list[str], repeats: int) -
                         row["push_over_copy"] = row["push_secs"] / row["copy_secs"]
                         row["pause_over_in_pause"] = row["pause_secs"] / row["in_pause_pause_secs"]
                         yield row
+
+
+def commit() -> str:
+    git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(git, capture_output=True, text=True).stdout.strip()
 
 
 def line(row: dict) -> str:
