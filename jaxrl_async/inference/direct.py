@@ -25,6 +25,7 @@ WAY = "memory"  # in which an engine takes a version: by reference
 class Direct:
     """One engine: a `port.Kind`. Use within one event loop."""
 
+    verifies_itself = True
     ends_pauses = True  # It ends with its learner.
 
     def __init__(self, engine: engines.Engine, address: str):

@@ -196,7 +196,7 @@ class Keeper:
     async def _compare(self, kind: Kind, target: Target) -> None:
         """Compares what a server samples with the learner's log-probs, unless it verifies its weights itself."""
         course, files = self._course, target.files
-        if course.scored is None or getattr(kind, "verifies_itself", True):
+        if course.scored is None or kind.verifies_itself:
             return
         course.wants_scores = True  # of the next versions, where this one has none
         if isinstance(files, StoredVersion):

@@ -164,6 +164,11 @@ class Kind(Server, Protocol):
     info: Mapping[str, Any]  # what it said when it was recognised last
 
     @property
+    def verifies_itself(self) -> bool:
+        """Whether it compares a version with its digest before it samples with it."""
+        ...
+
+    @property
     def ends_pauses(self) -> bool:
         """Whether it ends a pause whose learner has died, by a lease."""
         ...
@@ -197,11 +202,6 @@ class Kind(Server, Protocol):
 
 class Pausable(Kind, Protocol):
     """One server whose weights change in a pause."""
-
-    @property
-    def verifies_itself(self) -> bool:
-        """Whether it compares a version with its digest before it samples with it."""
-        ...
 
     async def pause(self, *, mode: str, timeout_secs: float, lease_secs: float = 0.0) -> None:
         """Stops sampling: "retract" recomputes running requests afterwards, "in_place" keeps KV.

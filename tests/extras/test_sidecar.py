@@ -8,16 +8,19 @@ import pathlib
 import aiohttp
 import numpy as np
 import pytest
+import yarl
+from fixtures import fake_vllm
 from fixtures.fake_sglang import FakeServer
 
 from jaxrl_async.cli import main
 from jaxrl_async.extras.relay import sidecar
 from jaxrl_async.intake import relay
+from jaxrl_async.preflight.server import check as preflight
 from jaxrl_async.publishing.transports import Transport
 from jaxrl_async.records import Identity
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.kinds.sglang_api import SglangApi
-from jaxrl_async.servers.port import ServerError
+from jaxrl_async.servers.port import Expected, ServerError, UnfitServerError
 from jaxrl_async.versions import protocol
 from jaxrl_async.versions.store import StoredVersion, WeightStore, read_manifest
 
@@ -286,6 +289,93 @@ async def test_its_own_routes_need_its_key_and_the_others_the_server_s(make_serv
             with pytest.raises(ServerError, match="needs the admin api key of this sidecar"):
                 await push(client, address, path, 1)
     assert server.version == "1"
+
+
+async def test_vllm_loads_what_was_sent_and_is_compared(write):
+    async with (
+        fake_vllm.serving() as server,
+        sidecars(server) as (address,),
+        InferenceClient() as client,
+    ):
+        for number in (1, 2):
+            stored = write(number)
+            await push(client, address, stored, number, delta=True)
+            assert server.version == str(number) and not server.paused
+            for name, tensor in tensors(number).items():
+                np.testing.assert_array_equal(server.tensors[name], tensor)
+        loads = server.payloads("/collective_rpc")
+        assert [load["method"] for load in loads] == ["load_version"] * 2
+        assert str(stored) not in str(loads)  # It is the sidecar's directory.
+        server.packs = True
+        with pytest.raises(ServerError, match="up_proj.weight has checksum .*holds version 2"):
+            await push(client, address, write(3), 3)
+        assert server.version == "3-unverified" and not server.paused
+
+
+async def test_a_load_that_vllm_refuses_is_the_push_s(write):
+    async with (
+        fake_vllm.serving() as server,
+        sidecars(server) as (address,),
+        InferenceClient() as client,
+    ):
+        server.missing = {"/collective_rpc"}
+        with pytest.raises(ServerError, match="Not Found"):
+            await push(client, address, write(1), 1)
+        assert not server.paused
+
+
+async def test_before_vllm_it_asks_for_its_key_where_vllm_asks_for_none(write):
+    async with fake_vllm.serving() as server, sidecars(server, key="b" * 32) as (address,):
+        server.api_key = "a" * 32
+        async with InferenceClient(api_key="a" * 32, admin_api_key="b" * 32) as client:
+            await push(client, address, write(1), 1)
+        async with aiohttp.ClientSession() as session:
+            asked, keyed = len(server.calls), {"Authorization": "Bearer " + server.api_key}
+            for route in (
+                "/pause",
+                "/resume",
+                "/collective_rpc",
+                "/v1/../pause",
+                "/v1/%2e%2e/pause",
+            ):
+                url = yarl.URL(address + route, encoded=True)
+                async with session.post(url, json={}, headers=keyed) as answer:
+                    assert answer.status == 401 and "of this sidecar" in await answer.text()
+            assert len(server.calls) == asked
+            async with session.get(f"{address}/weight_info") as answer:
+                assert (await answer.json())["weight_version"] == "1"
+            body = {"token_ids": [1], "sampling_params": {"max_tokens": 2}}
+            route = f"{address}/inference/v1/generate"
+            async with session.post(route, json=body, headers=keyed) as answer:
+                assert len((await answer.json())["choices"][0]["token_ids"]) == 2
+
+
+async def test_a_pause_of_vllm_ends_with_its_lease():
+    async with (
+        fake_vllm.serving() as server,
+        sidecars(server) as (address,),
+        InferenceClient() as client,
+    ):
+        kind = await client.recognise(address, timeout_secs=5.0)
+        await kind.pause(mode="retract", timeout_secs=5.0, lease_secs=0.05)
+        async with asyncio.timeout(TIMEOUT_SECS):
+            while server.paused or "/resume" not in server.routes():
+                await asyncio.sleep(0.01)
+
+
+async def test_the_preflight_of_a_vllm_behind_it_wants_the_extension_on_every_device():
+    config = {"vocab_size": 100, "num_hidden_layers": 2}
+    expected = Expected(config, 256, "stream", "", "")
+    async with (
+        fake_vllm.serving() as server,
+        sidecars(server) as (address,),
+        InferenceClient() as client,
+    ):
+        server.shape = config
+        await preflight(client, address, expected)
+        server.device, server.extension = "cuda", ""
+        with pytest.raises(UnfitServerError, match="its sidecar loads by it: .*--worker-extension"):
+            await preflight(client, address, expected)
 
 
 async def test_a_superseded_learner_changes_nothing(make_server, write):

@@ -129,6 +129,7 @@ class Server:
         return self.limit // 2 if self.name == "sglang_jax" else self.limit * 3 // 4
 
 
+LOAD_IN_THE_PAUSE = ("sglang", "vllm")  # of their own; a sidecar takes what comes by stream
 SPEAK_SGLANG = tuple(name for name in real_servers.NAMES if name != "vllm")
 
 
@@ -952,11 +953,11 @@ async def test_the_turns_of_a_row_are_exact_over_a_push(
         assert np.abs(found - row.logprobs[start:])[mine].max() <= EXACT
 
 
-@on_sglang_api("embedded")
+@on("embedded")
 async def test_behind_a_sidecar_our_servers_load_before_their_pause(
     server, client, versions, monkeypatch
 ):
-    """A version and a difference, while requests run. SGLang loads in its pause."""
+    """A version and a difference, while requests run. SGLang and vLLM load in their pause."""
     calls, call_server = [], sidecar.Sidecar._call
 
     async def call(self, route, body, **options):
@@ -980,8 +981,9 @@ async def test_behind_a_sidecar_our_servers_load_before_their_pause(
                 timeout_secs=CALL_SECS,
             )
         completions = [await task for task in requests]
-    prepared = [] if server.name == "sglang" else [("/weights/prepare", 200)]
-    assert calls == [*prepared, ("/update_weights_from_disk", 200)] * 2
+    prepared = [] if server.name in LOAD_IN_THE_PAUSE else [("/weights/prepare", 200)]
+    load = "/collective_rpc" if server.name == "vllm" else "/update_weights_from_disk"
+    assert calls == [*prepared, (load, 200)] * 2
     for index, completion in enumerate(completions):
         assert len(completion.tokens) == server.long
         assert errors(versions, prompt_of(index), completion).max() <= EXACT
@@ -1018,7 +1020,7 @@ async def test_our_servers_get_files_from_one_another(server, versions):
 @contextlib.asynccontextmanager
 async def taking_uploads(server):
     """Where a server takes differences, and by which transports."""
-    if server.name != "sglang":
+    if server.name not in LOAD_IN_THE_PAUSE:
         yield server.address, ("disk", "stream")
         return
     key = real_servers.ADMIN_API_KEY
@@ -1026,7 +1028,7 @@ async def taking_uploads(server):
         yield f"http://127.0.0.1:{port}", ("stream",)
 
 
-@on_sglang_api("embedded")
+@on("embedded")
 @pytest.mark.parametrize(
     "num_pushes", [20, pytest.param(200, marks=pytest.mark.long, id="long-200")]
 )
@@ -1035,7 +1037,7 @@ async def test_differences_under_load_give_the_digests_of_full_pushes(
 ):
     """Every push but the first is a difference, by disk and stream in turn; tokens are exact across them.
 
-    SGLang gets them through a sidecar, by stream alone.
+    SGLang and vLLM get them through a sidecar, by stream alone.
     """
     finished, stop, prepared = [], asyncio.Event(), []
 
@@ -1069,7 +1071,8 @@ async def test_differences_under_load_give_the_digests_of_full_pushes(
                 version=FIRST_STEP + number,
                 timeout_secs=CALL_SECS,
             )
-            info = await SglangApi(client, address).report(timeout_secs=CALL_SECS)
+            kind = await client.recognise(address, timeout_secs=CALL_SECS)
+            info = await kind.report(timeout_secs=CALL_SECS)
             digest = weight_store.read_manifest(path)["digest"]
             assert info["difference_base"] == info.get("weight_digest", digest) == digest
             await asyncio.sleep(0.1)

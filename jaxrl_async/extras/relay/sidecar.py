@@ -1,12 +1,13 @@
-"""A relay beside an inference server that has none, SGLang or SGLang-JAX: versions come to this host over HTTP.
+"""A relay beside an inference server that has none, SGLang, vLLM or SGLang-JAX: versions come to this host over HTTP.
 
     learner, other sidecars ──▶ sidecar ──▶ the server, all else as it came
                                 └─▶ a directory of this host, from which the server loads by its disk route
 
 It takes control calls in the server's place. It prepares versions while the server generates: pieces and differences
 (relay.py, difference.py) become a directory whose tensors are those of the manifest. SGLang-JAX prepares that
-directory in its turn; SGLang loads it in its pause. Whether the server holds them afterwards is verified by the
-learner, as without a sidecar. Knows no engine and imports no JAX.
+directory in its turn; SGLang and vLLM load it in their pause. Whether the server holds them afterwards is verified by
+the learner, as without a sidecar. vLLM asks for its key where it generates alone: at its other routes the sidecar asks
+for its own. Knows no engine and imports no JAX.
 """
 
 import asyncio
@@ -20,11 +21,13 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
+import yarl
 from aiohttp import web
 
 from jaxrl_async import security
 from jaxrl_async.intake import routes
 from jaxrl_async.intake.receiver import Answer, Receiver, RefusedError, read_body, refused
+from jaxrl_async.servers.kinds import vllm
 from jaxrl_async.servers.kinds.embedded import Embedded
 from jaxrl_async.versions import protocol
 from jaxrl_async.versions.protocol import Update
@@ -33,6 +36,7 @@ from jaxrl_async.versions.store import StoredVersion
 MAX_BODY_BYTES = 16 << 20  # of a call that is passed on
 CONNECT_SECS = 5.0  # to the server
 CALL_SECS = 3600.0  # of a call without a deadline of its caller's
+_ENDS = {protocol.PAUSE: protocol.CONTINUE, vllm.PAUSE: vllm.RESUME}  # pause → what ends it
 _OWN_HEADERS = {"host", "connection", "content-length", "transfer-encoding", "content-encoding"}
 
 log = logging.getLogger(__name__)
@@ -69,6 +73,8 @@ class Sidecar:
         self._loaded: Verified | None = None  # the last directory
         self._prepares = False  # whether the server can prepare, by its last /model_info
         self._is_swap = False  # whether it has prepared this version
+        self._is_vllm: bool | None = None  # None: not asked yet
+        self._ends = protocol.CONTINUE  # the route that ends the pause
 
     async def __aenter__(self) -> "Sidecar":
         timeout = aiohttp.ClientTimeout(CALL_SECS, sock_connect=CONNECT_SECS)
@@ -89,9 +95,10 @@ class Sidecar:
         app.add_routes(
             [
                 *routes.routes(self._receiver, prepare=self._prepare),
-                web.get(protocol.MODEL_INFO, self._model_info),
-                web.post(protocol.PAUSE, self._pause),
-                web.post(protocol.CONTINUE, self._continue),
+                web.get(protocol.MODEL_INFO, self._info),
+                web.get(vllm.Vllm.INFO, self._info),
+                *(web.post(pause, self._pause) for pause in _ENDS),
+                *(web.post(end, self._continue) for end in _ENDS.values()),
                 web.route("*", "/{route:.*}", self._pass_on),
             ]
         )
@@ -99,13 +106,23 @@ class Sidecar:
 
     @web.middleware
     async def _check_key(self, request, handler):
-        """The sidecar's own routes need its key; all others are the server's to check."""
-        is_own = request.path.startswith("/weights/") or request.path.endswith("_from_upload")
+        """The sidecar's own routes need its key, and those that vLLM leaves open; others are the server's to check."""
         said = request.headers.get("Authorization", "")
-        if is_own and self._key is not None and not security.is_bearer(said, self._key):
-            reason = f"{request.path} needs the admin api key of this sidecar"
-            return routes.answered(refused(reason, 401))
+        if self._key is not None and not security.is_bearer(said, self._key):
+            is_own = request.path.startswith("/weights/") or request.path.endswith("_from_upload")
+            if is_own or (
+                _is_open(request.method, self._there(request)) and await self._serves_vllm()
+            ):
+                reason = f"{request.path} needs the admin api key of this sidecar"
+                return routes.answered(refused(reason, 401))
         return await handler(request)
+
+    async def _serves_vllm(self) -> bool:
+        """Whether the server is vLLM, which alone has its information route."""
+        if self._is_vllm is None:
+            async with self._errors(), self._session.get(self._server + vllm.Vllm.INFO) as answer:
+                self._is_vllm = answer.status == 200
+        return self._is_vllm
 
     async def _prepare(self, body: dict[str, Any], lease: str | None) -> Answer:
         """Prepares a version here, and then at a server that can: its update is a swap there too."""
@@ -135,6 +152,12 @@ class Sidecar:
 
     async def swap(self, weights: Verified, update: Update) -> int:
         """Lets the server take the version that it prepared, or load the directory in its pause."""
+        if await self._serves_vllm():
+            load = {"method": "load_version", "kwargs": {"path": str(weights.path)}}
+            status, answer = await self._call(vllm.RPC, load | {"timeout": CALL_SECS})
+            if status != 200:
+                raise RefusedError((status, answer))
+            return 0
         signed = {"weight_digest": update.weight_digest, "writer": update.writer}
         load = protocol.DiskUpdate(
             weight_version=update.weight_version,
@@ -153,17 +176,18 @@ class Sidecar:
 
     async def resume(self) -> None:
         try:
-            await self._call(protocol.CONTINUE, {})
+            await self._call(self._ends, {})
         except web.HTTPException as error:
             log.error("a pause could not be ended: %s", error.text)
 
-    async def _model_info(self, request):
+    async def _info(self, request):
         """What the server says of itself, and that versions can be sent here."""
         async with self._errors(), self._asked(request) as answer:
             content = await answer.read()
             if answer.status == 200:
                 info = json.loads(content)
                 self._prepares = Embedded.recognises(info)
+                self._is_vllm = request.path == vllm.Vllm.INFO
                 content = json.dumps(info | self._receiver.info()).encode()
             return web.Response(status=answer.status, body=content, content_type="application/json")
 
@@ -175,6 +199,7 @@ class Sidecar:
             return routes.answered(refused(error))
         answer = await self._pass_on(request)
         if answer.status == 200:
+            self._ends = _ENDS[request.path]
             self._receiver.lease.begin(lease_secs)
         return answer
 
@@ -191,11 +216,15 @@ class Sidecar:
             await response.write_eof()
             return response
 
+    def _there(self, request: web.Request) -> yarl.URL:
+        """The address that a call goes on to, without "..": what is checked is what is asked."""
+        return yarl.URL(self._server + request.path_qs)
+
     def _asked(self, request):
         body = request.content if request.can_read_body else None
         return self._session.request(
             request.method,
-            self._server + request.path_qs,
+            self._there(request),
             data=body,
             headers=_ours(request.headers),
             allow_redirects=False,
@@ -263,6 +292,11 @@ async def serve(
         routes.listening(sidecar.app(), host, port, listener) as bound,
     ):
         yield bound
+
+
+def _is_open(method: str, there: yarl.URL) -> bool:
+    """Whether vLLM answers such a call without its key."""
+    return method != "GET" and not there.path.startswith(("/v1/", "/inference/"))
 
 
 def _ours(headers) -> dict[str, str]:

@@ -9,10 +9,10 @@ from jaxrl_async.config.checks import key_named
 
 log = logging.getLogger(__name__)
 
-USAGE = """Takes control calls for an SGLang server of this host, until Ctrl-C or SIGTERM: server.control_addresses
-names it, server.addresses the server. With weights.transport="stream" the learner sends it each version, or the
-difference from the one before (weights.delta), or another relay does (weights.fanout); the server then loads it from
-a directory of this host. All other calls go on to the server. It needs no JAX.
+USAGE = """Takes control calls for an SGLang or vLLM server of this host, until Ctrl-C or SIGTERM:
+server.control_addresses names it, server.addresses the server. With weights.transport="stream" the learner sends it
+each version, or the difference from the one before (weights.delta), or another relay does (weights.fanout); the server
+then loads it from a directory of this host. All other calls go on to the server. It needs no JAX.
 
     python -m jaxrl_async relay --server=http://127.0.0.1:30000 --port=30001 --directory=/dev/shm"""
 

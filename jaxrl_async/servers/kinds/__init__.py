@@ -22,6 +22,7 @@ TABLE: dict[str, tuple[str, str]] = {
     "embedded": ("/model_info", f"{_ROOM}.embedded:Embedded"),
     "relayed": ("/model_info", f"{_ROOM}.sglang:Relayed"),
     "sglang": ("/model_info", f"{_ROOM}.sglang:Sglang"),
+    "relayed_vllm": ("/weight_info", f"{_ROOM}.vllm:RelayedVllm"),
     "vllm": ("/weight_info", f"{_ROOM}.vllm:Vllm"),
 }
 

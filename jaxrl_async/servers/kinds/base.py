@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from jaxrl_async.servers.client import InferenceClient, encode
-from jaxrl_async.servers.port import Push, ServerError
+from jaxrl_async.servers.port import Expected, Push, ServerError
 from jaxrl_async.versions import protocol
 
 
@@ -15,6 +15,9 @@ class HttpKind:
     # weights.transport → the control routes that it needs, each of which refuses an empty request. A method of that
     # name takes a push.
     WAYS: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    ADAPTER_WAYS: ClassVar[Mapping[str, tuple[str, ...]] | None] = (
+        None  # the same for adapters, where they differ
+    )
     verifies_itself = False
     ends_pauses = False
 
@@ -47,9 +50,20 @@ class HttpKind:
     async def hold(self, push: Push) -> None:
         """Gives the server a version, in the push's way; see `port.Kind`."""
         way = push.options.way
+        if (
+            self.ADAPTER_WAYS is not None
+            and push.stored.is_adapter
+            and way not in self.ADAPTER_WAYS
+        ):
+            ways = " or ".join(map(repr, self.ADAPTER_WAYS))
+            raise push.error(f"takes no adapters by {way!r}: give them by {ways}")
         if way not in self.WAYS:
             raise push.error(f"has no route for {way!r}: give it weights by {self.ways()}")
         await getattr(self, way)(push)
+
+    def ways_of(self, expected: Expected) -> Mapping[str, tuple[str, ...]]:
+        """The ways in which it takes the versions of such a run."""
+        return self.ADAPTER_WAYS if expected.adapters and self.ADAPTER_WAYS else self.WAYS
 
     def ways(self) -> str:
         """The ways in which it takes weights, in words."""
@@ -78,6 +92,17 @@ class HttpKind:
         call = ("POST", self.address, route, encode(payload).encode(), timeout_secs)
         more.setdefault("is_control", True)
         return await self.client.call(*call, **more)
+
+    async def update(
+        self, route: str, payload: Mapping[str, Any], timeout_secs: float, **more: Any
+    ) -> None:
+        """A call of `post` that changes weights; raises ServerError where it has no success."""
+        answer = await self.post(route, payload, timeout_secs, **more)
+        if answer.get("success") is not True:
+            names = (payload.get(key) for key in ("weight_version", "new_version", "lora_name"))
+            about = "".join(f"version {name} " for name in names if name is not None)
+            reason = f"{about}refused: {answer.get('message') or answer.get('error_message')}"
+            raise ServerError(self.address, route, reason, retryable=False)
 
     async def has_route(self, route: str, *, timeout_secs: float) -> bool:
         """Whether a control route exists that refuses an empty request, as one without the weights to load.

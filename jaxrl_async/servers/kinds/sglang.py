@@ -28,7 +28,7 @@ from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.completions import read_version
 from jaxrl_async.servers.kinds import checksums
 from jaxrl_async.servers.kinds.checks import Checks
-from jaxrl_async.servers.kinds.embedded import Intake
+from jaxrl_async.servers.kinds.intake import Intake
 from jaxrl_async.servers.kinds.sglang_api import SglangApi
 from jaxrl_async.versions import protocol
 from jaxrl_async.versions.store import ADAPTER, StoredVersion
@@ -84,14 +84,6 @@ class Sglang(SglangApi):
         return str(name)
 
     # Pushes.
-
-    async def hold(self, push: port.Push) -> None:
-        """Gives the server a version; see `port.Kind`."""
-        way, is_adapter = push.options.way, push.stored.is_adapter
-        if is_adapter and way not in self.ADAPTER_WAYS:
-            ways = " or ".join(map(repr, self.ADAPTER_WAYS))
-            raise push.error(f"takes no adapters by {way!r}: give them by {ways}")
-        await super().hold(push)
 
     def ways(self) -> str:
         ways = ", ".join(map(repr, self.WAYS))
@@ -268,9 +260,6 @@ class Sglang(SglangApi):
         checks = Checks(self, expected, deadline)
         await self._check_tensors(checks)
         await self.check_answer(checks)
-
-    def ways_of(self, expected: port.Expected) -> Mapping[str, tuple[str, ...]]:
-        return self.ADAPTER_WAYS if expected.adapters else self.WAYS
 
     async def vocab_size(self, *, timeout_secs: float) -> int | None:
         """Its vocabulary; None where neither its report nor a refusal tells it.

@@ -2,7 +2,6 @@
 
 import os
 import uuid
-from collections.abc import Mapping
 from typing import Any
 
 from jaxrl_async.records import NOBODY, Identity
@@ -110,17 +109,6 @@ class SglangApi(HttpKind):
         )
         await self.update(protocol.UPDATE_FROM_DISK, update.body(), timeout_secs, is_short=True)
 
-    async def update(
-        self, route: str, payload: Mapping[str, Any], timeout_secs: float, **more: Any
-    ) -> None:
-        """A call of `post` that changes weights; raises ServerError where it has no success."""
-        answer = await self.post(route, payload, timeout_secs, **more)
-        if answer.get("success") is not True:
-            names = (payload.get(key) for key in ("weight_version", "new_version", "lora_name"))
-            about = "".join(f"version {name} " for name in names if name is not None)
-            reason = f"{about}refused: {answer.get('message') or answer.get('error_message')}"
-            raise port.ServerError(self.address, route, reason, retryable=False)
-
     async def server_info(self, *, timeout_secs: float) -> dict[str, Any]:
         """Its settings: "device", "tp_size", "dtype", "version", …"""
         return await self.get("/server_info", timeout_secs)
@@ -152,10 +140,6 @@ class SglangApi(HttpKind):
         checks.model()
         await checks.vocabulary(self.vocab_size)
         checks.context(await self._limits(checks))
-
-    def ways_of(self, expected: port.Expected) -> Mapping[str, tuple[str, ...]]:
-        """The ways in which it takes such versions."""
-        return self.WAYS
 
     async def check_adapters(self, checks: Checks) -> None:
         """Refuses it where it cannot take the run's adapters."""

@@ -1,5 +1,7 @@
 """vLLM ≥ 0.32, in its development mode: tokens in, tokens out, and weights from a directory that it can see.
 
+With a sidecar before it (`extras.relay`) the weights come in pieces, and its control routes ask for a key.
+
 It verifies nothing itself, and on a CPU its own reload changes a part of the weights alone: weights have no version's
 name until the digest of every tensor, as it lies on the device, is that of the version. Adapters are loaded without a
 pause; a request names the newest, and keeps it.
@@ -12,7 +14,7 @@ import hashlib
 import os
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -24,11 +26,13 @@ from jaxrl_async.servers.completions import checked_completion, read_version
 from jaxrl_async.servers.kinds import checksums
 from jaxrl_async.servers.kinds.base import HttpKind
 from jaxrl_async.servers.kinds.checks import Checks
+from jaxrl_async.servers.kinds.intake import Intake
 from jaxrl_async.versions import protocol
 
 GENERATE = "/inference/v1/generate"
 PREFIX = "generate-tokens-"  # which it puts before the ids of requests
 ABORT = "/inference/v1/abort_requests"
+PAUSE, RESUME = "/pause", "/resume"
 RPC = "/collective_rpc"
 CHECKSUMS = "/weight_checker"
 RENAME = "/update_weight_version"
@@ -110,8 +114,11 @@ class Vllm(HttpKind):
         """As of `port.Pausable`; "retract" drops what was computed of the requests, "abort" ends them."""
         # It keeps requests and, in spite of what is said of it, empties the cache under them unless it is asked not to.
         keeps = {"abort": "mode=abort", "in_place": "mode=keep&clear_cache=false"}
-        route = f"/pause?{keeps.get(mode, 'mode=keep')}"
-        await self.post(route, {}, timeout_secs, is_short=True)
+        route, headers = (
+            f"{PAUSE}?{keeps.get(mode, 'mode=keep')}",
+            protocol.lease_headers(lease_secs),
+        )
+        await self.post(route, {}, timeout_secs, is_short=True, headers=headers)
         if mode != "retract":
             return
         route = "/reset_prefix_cache?reset_running_requests=true"
@@ -122,7 +129,7 @@ class Vllm(HttpKind):
 
     async def continue_(self, *, timeout_secs: float) -> None:
         """Ends a pause."""
-        await self.post("/resume", {}, timeout_secs, is_short=True)
+        await self.post(RESUME, {}, timeout_secs, is_short=True)
 
     async def rename(self, name: str, *, timeout_secs: float) -> None:
         """Renames the weights that it holds. Earlier tokens keep their name."""
@@ -134,17 +141,25 @@ class Vllm(HttpKind):
             await self._add_adapter(push)
             return
         settings = await self.settings(timeout_secs=push.left())
+        async with push.paused(self, await self.verification(push, settings)):
+            key, method = "path", "load_version"
+            if not _is_extended(settings["vllm"]):
+                key, method = "weights_path", "reload_weights"
+            await self._rpc(method, push.left(), **{key: os.fspath(push.stored)})
+
+    async def verification(
+        self, push: port.Push, settings: Mapping[str, Any] | None = None
+    ) -> Callable[[], Awaitable[None]]:
+        """Computes the digests of a version while the server still samples; returns their comparison."""
+        if settings is None:
+            settings = await self.settings(timeout_secs=push.left())
         expected = await checksums.expect(
             self.address, push.stored, settings, timeout_secs=push.left()
         )
         extended = _is_extended(settings["vllm"])
         if not push.compares_all and extended:  # vLLM's own route digests all tensors.
             expected = checksums.part_of(expected, push.files.version)
-        async with push.paused(self, functools.partial(self._verify, push, expected, extended)):
-            key, method = "path", "load_version"
-            if not extended:
-                key, method = "weights_path", "reload_weights"
-            await self._rpc(method, push.left(), **{key: os.fspath(push.stored)})
+        return functools.partial(self._verify, push, expected, extended)
 
     async def _rpc(self, method: str, timeout_secs: float, **kwargs: Any) -> list[Any]:
         """Calls a method of every worker; the answers of all."""
@@ -232,7 +247,7 @@ class Vllm(HttpKind):
         models = await checks.answer(functools.partial(self.get, MODELS))
         settings = (await self.settings(**checks.left()))["vllm"]
         self._check_flags(checks, settings)
-        await checks.routes(self.ADAPTER_WAYS if expected.adapters else self.WAYS)
+        await checks.routes(self.ways_of(expected))
         if expected.adapters:
             _check_adapters(checks, expected.adapters, settings["lora_config"])
         answer = await checks.answer(self._sample_one)
@@ -248,7 +263,8 @@ class Vllm(HttpKind):
             raise checks.unfit(
                 self.INFO,
                 "whoever reaches this port can pause it and change its weights, as vLLM's key guards generation "
-                "alone: put a proxy that asks for a key before it, or trust the network by security.insecure = True",
+                "alone: let it listen on loopback with a sidecar before it (python -m jaxrl_async relay), or trust the "
+                "network by security.insecure = True",
             )
 
     async def _check_release(self, checks: Checks) -> None:
@@ -257,16 +273,13 @@ class Vllm(HttpKind):
             raise checks.unfit("/version", f"it is vLLM {found}: {TESTED}")
 
     def _check_flags(self, checks: Checks, settings: Mapping[str, Any]) -> None:
-        def lacks(flag: str, why: str) -> port.UnfitServerError:
-            return checks.unfit(SETTINGS, f"{why}: start it with {flag}, as in `{FLAGS}`")
-
         mode = settings["model_config"].get("logprobs_mode")
         if mode != "processed_logprobs":
             why = f"its log-probs are {mode}, not those of the distribution that it samples from"
-            raise lacks("--logprobs-mode processed_logprobs", why)
+            raise _lacks(checks, "--logprobs-mode processed_logprobs", why)
         if "cpu" in settings["device_config"].values() and not _is_extended(settings):
             why = "on a CPU it packs its linear layers, which a push would then not change"
-            raise lacks(f"--worker-extension-cls {EXTENSION}", why)
+            raise _lacks(checks, f"--worker-extension-cls {EXTENSION}", why)
 
     async def _check_model(self, checks: Checks, settings: Mapping[str, Any]) -> None:
         """Compares the model as the extension, its config.json and a refusal tell it."""
@@ -327,6 +340,29 @@ class Vllm(HttpKind):
         if match and (int(match[1]), int(match[2])) < OLDEST:
             return f"it is vLLM {found}: {TESTED}"
         return f"vLLM {found} takes weights in its development mode alone: start it by `{FLAGS}`"
+
+
+class RelayedVllm(Vllm, Intake):
+    """A vLLM server with a sidecar before it, which takes versions as this project's servers do."""
+
+    WAYS: ClassVar = {**Vllm.WAYS, "stream": (protocol.UPDATE_FROM_UPLOAD, CHECKSUMS, RENAME)}
+
+    @classmethod
+    def recognises(cls, info: Mapping[str, Any]) -> bool:
+        """The sidecar says so."""
+        return bool(info.get(protocol.HANDS_ON))
+
+    def _check_port(self, checks: Checks) -> None:
+        """The sidecar guards what vLLM's key leaves open."""
+
+    def _check_flags(self, checks: Checks, settings: Mapping[str, Any]) -> None:
+        super()._check_flags(checks, settings)
+        if not _is_extended(settings):
+            raise _lacks(checks, f"--worker-extension-cls {EXTENSION}", "its sidecar loads by it")
+
+
+def _lacks(checks: Checks, flag: str, why: str) -> port.UnfitServerError:
+    return checks.unfit(SETTINGS, f"{why}: start it with {flag}, as in `{FLAGS}`")
 
 
 def _is_extended(settings: Mapping[str, Any]) -> bool:
