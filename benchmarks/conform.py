@@ -21,6 +21,7 @@ import urllib.error
 import urllib.request
 
 import numpy as np
+from origin import origin
 from safetensors.numpy import load_file, save_file
 
 from jaxrl_async.runtime.supervisor import free_port
@@ -110,16 +111,11 @@ def measure(name: str, num_pushes: int) -> int:
 
 
 def _note(file: pathlib.Path, name: str) -> None:
-    """Adds the commit and the command; leaves out what only this run's machine had."""
+    """Adds where it comes from."""
     if not file.exists():
         return
-    git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-    found = json.loads(file.read_text("utf-8"))
-    found |= {"server": name, "model": "2 layers, random, peaked", "commit": commit}
-    with open("/proc/cpuinfo") as lines:
-        models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    found["processor"] = f"{len(models)} x {models[0]}" if models else found["processor"]
+    found = json.loads(file.read_text("utf-8")) | origin()
+    found |= {"server": name, "model": "2 layers, random, peaked"}
     file.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
 
 

@@ -12,15 +12,14 @@ benchmarks/results/servers.json as they come.
 import argparse
 import itertools
 import json
-import os
 import pathlib
-import platform
 import subprocess
 import sys
 import tempfile
 import time
 
 import numpy as np
+from origin import origin
 
 from jaxrl_async.metrics import read_metrics
 
@@ -107,15 +106,14 @@ def main() -> None:
     parser.add_argument("--out", default=str(ROOT / "benchmarks/results/servers.json"))
     args = parser.parse_args()
     out = pathlib.Path(args.out)
-    result = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
-    result |= {"rows": []}
+    result = {"rows": []}
     if out.exists():
         result = json.loads(out.read_text("utf-8"))
     for seed in map(int, args.seeds.split(",")):
         with tempfile.TemporaryDirectory(prefix="jaxrl-servers-") as directory:
             model = warm_start(seed, pathlib.Path(directory) / "warm")
             for every, server in itertools.product(args.every.split(","), args.servers.split(",")):
-                row = run(server, int(every), seed, model)
+                row = origin() | run(server, int(every), seed, model)
                 print(line(row), flush=True)
                 result["rows"] = [r for r in result["rows"] if not _same(r, row)] + [row]
                 out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

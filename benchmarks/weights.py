@@ -17,9 +17,7 @@ import asyncio
 import json
 import os
 import pathlib
-import platform
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +25,7 @@ from collections.abc import Iterator
 
 import jax
 import numpy as np
+from origin import origin
 
 from jaxrl_async.models import hf, transformer
 from jaxrl_async.publishing.transports import Transport
@@ -179,11 +178,7 @@ def run(sizes: list[int], servers: list[str], wanted: list[str], repeats: int) -
                             continue
                         copies = [copy_secs(p, root / "copy") for p in paths]
                         row = {"millions": millions, "server": server, "transport": transport}
-                        row |= {
-                            "date": time.strftime("%Y-%m-%d"),
-                            "commit": commit(),
-                            "seeds": [0, 1],
-                        }
+                        row |= origin() | {"seeds": [0, 1]}
                         ways = {"in_pause_": {"prepares": False, "verify": "all"}}
                         if server in VERIFY_NOTHING and transport != "distributed":
                             ways["rotating_"] = {"prepares": False, "verify": "rotating"}
@@ -197,11 +192,6 @@ def run(sizes: list[int], servers: list[str], wanted: list[str], repeats: int) -
                         row["push_over_copy"] = row["push_secs"] / row["copy_secs"]
                         row["pause_over_in_pause"] = row["pause_secs"] / row["in_pause_pause_secs"]
                         yield row
-
-
-def commit() -> str:
-    git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(git, capture_output=True, text=True).stdout.strip()
 
 
 def line(row: dict) -> str:
@@ -231,7 +221,6 @@ def main() -> None:
     out = pathlib.Path(args.out)
     result = json.loads(out.read_text("utf-8")) if out.exists() else {}
     rows = {key_of(row): row for row in result.get("rows", [])}
-    result |= {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
     sizes = [int(size) for size in args.sizes.split(",")]
     for row in run(sizes, args.servers.split(","), args.transports.split(","), args.repeats):
         print(line(row), flush=True)
