@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from jaxrl_async.config.checks import key_named, queue_access_of
+from jaxrl_async.config.fields import StartError
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.names import importable
 from jaxrl_async.tasks import hub
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from jaxrl_async.rollout.context import Rollout
     from jaxrl_async.rollout.frictions import Frictions
     from jaxrl_async.rollout.runner import Runner
+    from jaxrl_async.tasks.digest import Splits
     from jaxrl_async.tasks.task import Task
     from jaxrl_async.tasks.tokenizer import Tokenizer
     from jaxrl_async.tracker import Tracker
@@ -112,7 +114,8 @@ def _plain_tokenizer_of(settings: Settings, workdir: pathlib.Path) -> Tokenizer:
     if directory.exists():
         return tokenizers.load_tokenizer(directory)
     if wanted.kind == "bpe":
-        pairs = task_of(settings).demonstrations()
+        task = task_of(settings)
+        pairs = task.demonstrations() or [(e.text, e.answer) for e in task.examples("train")]
         texts = (text for prompt, turns in pairs for text in (prompt, *texts_of(turns)))
         return tokenizers.train_bpe(texts, vocab_size=wanted.vocab_size, directory=directory)
     tokenizer = tokenizers.CharTokenizer(wanted.alphabet)
@@ -123,11 +126,63 @@ def _plain_tokenizer_of(settings: Settings, workdir: pathlib.Path) -> Tokenizer:
 def task_of(settings: Settings) -> Task:
     """The run's task; with a validation split where evaluate.num_validation > 0."""
     from jaxrl_async.tasks import make_task
+    from jaxrl_async.tasks.checked import CheckedTask
     from jaxrl_async.tasks.validation import WithValidation
 
-    task = make_task(settings.task.name, **settings.task.args)
+    task = CheckedTask(make_task(settings.task.name, **settings.task.args))
     num = settings.evaluate.num_validation
     return WithValidation(task, num=num, seed=settings.task.seed) if num > 0 else task
+
+
+def splits_of(settings: Settings, task: Task) -> Splits:
+    """The questions of each split of the run's task: train, validation where the run has one, and test."""
+    validation = ("validation",) if settings.evaluate.num_validation > 0 else ()
+    return {split: task.examples(split) for split in ("train", *validation, "test")}
+
+
+def same_task_of(settings: Settings, workdir: pathlib.Path, *, keep: bool = True) -> Task:
+    """`task_of`, with the questions that the run in a workdir began with.
+
+    Args:
+      settings: the run.
+      workdir: its directory, where the first process of a run stores the digest.
+      keep: whether to store one where the workdir has none.
+
+    Raises:
+      StartError: as `check_task`.
+    """
+    task = task_of(settings)
+    check_task(settings, workdir, task, splits_of(settings, task), keep=keep)
+    return task
+
+
+def check_task(
+    settings: Settings, workdir: pathlib.Path, task: Task, splits: Splits, *, keep: bool = True
+) -> None:
+    """Compares a task with the digest in a run's workdir; arguments as of `same_task_of`.
+
+    Raises:
+      StartError: it has other questions than the run, which task.changed does not allow; names the first.
+    """
+    from jaxrl_async.tasks import digest
+
+    try:
+        now, run = digest.digest_of(splits, getattr(task, "files", ())), digest.read(workdir)
+    except (OSError, ValueError) as error:
+        raise StartError(f"task {settings.task.name!r}: {error}") from error
+    if run and (found := digest.difference(run, now, splits)):
+        found = f"task {settings.task.name!r} is not the one that the run in {workdir} began with: {found}"
+        if not settings.task.changed:
+            raise StartError(
+                f"{found}. A task must have equal questions in every process, in one order: sort what comes from a set "
+                "or a directory, and seed each shuffle; or bring the run's data back. --config.task.changed=True takes "
+                "the task as it is now"
+            )
+        log.warning("task.changed: %s", found)
+        if keep:
+            (workdir / digest.FILE).unlink(missing_ok=True)
+    if keep:
+        digest.write(workdir, now)
 
 
 def rewards_of(settings: Settings, reward: str) -> RewardClient | RewardPool:
@@ -328,9 +383,17 @@ def base_params(
 
 
 def first_params_of(
-    settings: Settings, config: ModelConfig, mesh: jax.sharding.Mesh, tokenizer: Tokenizer
+    settings: Settings,
+    config: ModelConfig,
+    mesh: jax.sharding.Mesh,
+    tokenizer: Tokenizer,
+    workdir: pathlib.Path | None = None,
 ) -> Any:
-    """Version 0 on a mesh, without adapters: random weights or those at model.path, after the warm start."""
+    """Version 0 on a mesh, without adapters: random weights or those at model.path, after the warm start.
+
+    Raises:
+      StartError: with a run's workdir, as `same_task_of`; or the warm start finds no demonstrations.
+    """
     from jaxrl_async.learner.warm_start import warm_start
     from jaxrl_async.models import hf, sharding, transformer
     from jaxrl_async.tasks.prompts import demonstration_tokens
@@ -344,8 +407,9 @@ def first_params_of(
     stage = settings.warm_start
     if stage.num_steps == 0:
         return params
+    task = same_task_of(settings, workdir) if workdir else task_of(settings)
     demonstrations = demonstration_tokens(
-        task_of(settings), tokenizer, num=stage.num_demonstrations, max_tokens=stage.row_tokens
+        task, tokenizer, num=stage.num_demonstrations, max_tokens=stage.row_tokens
     )
 
     def report(step: int, loss: float) -> None:

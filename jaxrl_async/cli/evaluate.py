@@ -3,11 +3,13 @@
 import json
 import pathlib
 import sys
+from typing import Any
 
 from jaxrl_async import parts
-from jaxrl_async.cli.config import UsageError, load_config, parse_flags, settings_of
+from jaxrl_async.cli.config import UsageError, parse_flags, settings_of
 from jaxrl_async.evaluation.evaluator import best_version
 from jaxrl_async.evaluation.score import EvaluationError
+from jaxrl_async.runtime import workdir as workdirs
 from jaxrl_async.runtime.workdir import checkpoint_steps
 
 USAGE = """Scores checkpoints on the task's test prompts: greedy accuracy, and pass@k at the run's temperature. The best
@@ -19,18 +21,22 @@ def main(argv: list[str]) -> int:
     flags = parse_flags(
         USAGE,
         argv,
+        config=True,
+        config_of=_config_of,
         workdir=("", "directory of the run"),
         steps=("", "numbers, `last`, `best` by validation; default 0,best,last, those that exist"),
     )
-    if not flags.workdir:
-        raise UsageError("--workdir=DIR is needed")
     workdir = pathlib.Path(flags.workdir).absolute()
     best, known = best_version(workdir), checkpoint_steps(workdir)
     names = ["0"] if 0 in known or not known else []  # A replay's workdir has the last alone.
     names += ["best"] if best not in (None, 0, max(known, default=0)) else []
     default = ",".join([*names, "last"])
     steps = [_step(step, workdir) for step in (flags.steps or default).split(",")]
-    settings = settings_of(load_config(str(workdir / "config.json")))
+    if others := workdirs.differences(workdir, flags.config).keys() - {"task.changed"}:
+        raise UsageError(
+            f"scores are of the run's own settings, and config.{min(others)} is another"
+        )
+    settings = settings_of(flags.config)
     try:
         parts.task_of(settings).examples("test")
     except (OSError, TypeError, ValueError) as error:
@@ -42,6 +48,7 @@ def main(argv: list[str]) -> int:
     # After the flags are known to be good: these load JAX.
     from jaxrl_async.learner.checkpoint import CheckpointError
     from jaxrl_async.tools import evaluate as evaluation
+
 
     named = ", ".join("last" if step is None else str(step) for step in steps)
     num = settings.evaluate.num_prompts
@@ -60,6 +67,12 @@ def main(argv: list[str]) -> int:
         is_best = row["step"] == best and best != last
         print("  ".join([*cells, *(["best on the validation prompts"] if is_best else [])]))
     return 0
+
+
+def _config_of(values: Any) -> str:
+    if not values.workdir:
+        raise UsageError("--workdir=DIR is needed")
+    return f"{values.workdir}/config.json"
 
 
 def _step(word: str, workdir: pathlib.Path) -> int | None:

@@ -6,7 +6,7 @@ import sys
 
 from jaxrl_async.cli.config import UsageError, parse_flags, settings_of
 
-USAGE = """Trains again on a run's groups, from its config.json, a checkpoint and its journal, without servers or tasks.
+USAGE = """Trains again on a run's groups, from its config.json, a checkpoint and its journal, without servers.
 Compares every checkpoint with the run's, bit for bit. With --config.loss.… (or another learner setting) it trains
 another objective on the identical data, and compares nothing. Exit code 1 if bits differ."""
 
@@ -15,7 +15,8 @@ def main(argv: list[str]) -> int:
     workdirs = [word.partition("=")[2] for word in argv if word.startswith("--workdir=")]
     if not workdirs and not {"--help", "-h"} & set(argv):
         raise UsageError("--workdir=DIR is needed")
-    changed = [word for word in argv if word.startswith("--config.")]
+    free = "--config.task.changed"
+    changed = [w for w in argv if w.startswith("--config.") and not w.startswith(free)]
     config = [f"--config={workdirs[-1]}/config.json"] if workdirs else []
     flags = parse_flags(
         USAGE,

@@ -212,6 +212,8 @@ def _run_one(
         )
     except KeyboardInterrupt:
         return 1
+    except StartError:  # `main` prints it; no restart would help.
+        raise
     except Exception as error:
         if superseded := _superseded(error):
             print(f"{role}: {superseded}", file=sys.stderr, flush=True)

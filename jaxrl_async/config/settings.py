@@ -39,6 +39,8 @@ class Task:
         "`verifiers:ENVIRONMENT` or `openenv:URL`.")
     args: Mapping[str, Any] = setting({}, "Keyword arguments of the task.")
     seed: int = setting(0, "Seed of the shuffled stream of prompts.", at_least=0)
+    changed: bool = setting(False, "Go on where the task's questions are not those that the run began with, and take "
+        "them for the run's; otherwise such a task is refused.", since="0.2.0")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -80,17 +80,14 @@ def prepare(settings: Settings, workdir: pathlib.Path, *, resume: bool = False) 
     _check_hosts(settings)
     _check_discovery(settings)
     _check_tracker(settings)
-    splits = {}
     with errors_of(f"task {settings.task.name!r}: "):
         task = parts.task_of(settings)
-        validation = ("validation",) if settings.evaluate.num_validation > 0 else ()
-        for split in ("train", *validation, "test"):
-            splits[split] = task.examples(split)
-            _check_examples(splits[split], split)
+        splits = parts.splits_of(settings, task)
         reward = reward_function(task.reward)
         if not settings.rollout.reward_addresses:  # else in the services' processes
             for examples in splits.values():
                 check_reward(reward, examples)
+    parts.check_task(settings, workdir, task, splits)
     settings_of = {environment.NAME: "environment.name", agent.NAME: "rollout.agent"}
     function = settings.rollout.function
     with errors_of(f"{settings_of.get(function, 'rollout.function')}: "):
@@ -242,14 +239,6 @@ def _check_hosts(settings: Settings) -> None:
     ]
     if lost:
         raise StartError("\n  ".join(lost))
-
-
-def _check_examples(examples, split: str) -> None:
-    for i, example in enumerate(examples):
-        if not (isinstance(example.text, str) and isinstance(example.answer, str)):
-            raise TypeError(
-                f"example {i} of split {split!r} must have a text and an answer of type str, got {example!r:.200}"
-            )
 
 
 def _check_discovery(settings: Settings) -> None:

@@ -332,9 +332,9 @@ def _log_plan(num_bytes: int, bytes_per_sec: float | None, grace_secs: float) ->
 def _first_trained(settings: Settings, workdir: pathlib.Path, config, mesh, tokenizer, **part: int):
     """The trained parameters of version 0. Of adapters, their base is written first, where no files have it."""
     if not config.lora:
-        return parts.first_params_of(settings, config, mesh, tokenizer)
+        return parts.first_params_of(settings, config, mesh, tokenizer, workdir)
     if not parts.has_base_files(settings):
-        base = parts.first_params_of(settings, config, mesh, tokenizer)
+        base = parts.first_params_of(settings, config, mesh, tokenizer, workdir)
         plain = dataclasses.replace(config, lora=None)
         tensors = hf.to_tensors(base, plain, config.lora.base_dtype, part=part["process"])
         if part["process"] == 0:
@@ -436,7 +436,7 @@ def evaluator_of(settings: Settings, workdir: pathlib.Path):
     evaluate, rollout = settings.evaluate, settings.rollout
     if not evaluate.every_steps:
         return None
-    tokenizer, task = parts.tokenizer_of(settings, workdir), parts.task_of(settings)
+    tokenizer, task = parts.tokenizer_of(settings, workdir), parts.same_task_of(settings, workdir)
     split = "validation" if evaluate.num_validation > 0 else "test"
     bound = rollout.max_prompt_tokens
     prompts = held_out_prompts(task, tokenizer, max_prompt_tokens=bound, split=split)

@@ -54,7 +54,7 @@ async def work(
 ) -> None:
     """Turns permits into groups until it is cancelled. `client` and `queue` are not opened yet."""
     rollout, tokenizer = settings.rollout, parts.tokenizer_of(settings, workdir)
-    task = parts.task_of(settings)
+    task = parts.same_task_of(settings, workdir)
     prompts = prompt_stream(
         task,
         tokenizer,

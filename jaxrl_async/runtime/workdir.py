@@ -41,7 +41,8 @@ FIXED = {
 SHAPE = tuple(
     f.name for f in dataclasses.fields(Model) if f.name not in ("path", "dtype", "remat", "lora")
 )
-FREE = ("model.remat",)  # of them: costs time or memory, and changes no number
+# Of them, without an effect on any number of the run.
+FREE = ("model.remat", "task.changed")
 MISSING = object()  # the value of a key that a config does not have
 
 

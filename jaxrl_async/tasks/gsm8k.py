@@ -54,6 +54,11 @@ class Gsm8k:
                     "that holds train.jsonl and test.jsonl"
                 )
 
+    @property
+    def files(self) -> list[pathlib.Path]:
+        """What it is read from."""
+        return [self._path(split) for split in SPLITS]
+
     def examples(self, split: str) -> list[Example]:
         """The problems of a split, in the file's order.
 

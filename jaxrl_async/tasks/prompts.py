@@ -5,14 +5,13 @@ epoch.
 """
 
 import dataclasses
-import json
 import logging
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxrl_async.tasks.task import Example, Task, Turns, texts_of
+from jaxrl_async.tasks.task import Example, Task, Turns, metadata_of, texts_of
 from jaxrl_async.tasks.tokenizer import Tokenizer
 from jaxrl_async.types import Prompt
 
@@ -116,24 +115,10 @@ def _fitting(
             tokens=np.array(rows[i][0], np.int32),
             text=rows[i][1].text,
             answer=rows[i][1].answer,
-            metadata=_metadata(rows[i][1]),
+            metadata=metadata_of(rows[i][1]),
         )
         for position, i in enumerate(chosen)
     ]
-
-
-def _metadata(example: Example) -> dict[str, Any]:
-    """A copy of an example's metadata.
-
-    Raises:
-      ValueError: it is no JSON, in which rewards get it.
-    """
-    try:
-        return json.loads(json.dumps(dict(example.metadata))) if example.metadata else {}
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"metadata of the example {example.text!r:.80} is no JSON: {error}"
-        ) from None
 
 
 def _choose(lengths: Sequence[int], what: str, max_tokens: int) -> list[int]:

@@ -1,6 +1,7 @@
 """The interface of a task: texts alone. Tokens, order and epochs are made of them in tasks/prompts.py."""
 
 import dataclasses
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -26,9 +27,10 @@ class Example:
 class Task(Protocol):
     """A source of questions. Equal arguments give equal tasks in every process.
 
-    Three members are optional. Of tasks/validation.py: `validation_from`, the split, "train" (the default) or "test",
+    Five members are optional. Of tasks/validation.py: `validation_from`, the split, "train" (the default) or "test",
     that gives questions to a validation split; and `key(text)`, equal for questions that one split must hold together.
-    And `right`, the least reward of a right answer in evaluations: RIGHT where a task does not say.
+    `right`, the least reward of a right answer in evaluations: RIGHT where a task does not say. `demonstrations`, which
+    a warm start needs. And `files`, the paths of the files that it was read from, whose digests a run keeps.
     """
 
     reward: str  # name of the reward that its answers are made for
@@ -44,6 +46,20 @@ class Task(Protocol):
           num: how many, in cycles over the train split; None for one per train example.
         """
         ...
+
+
+def metadata_of(example: Example) -> dict[str, Any]:
+    """A copy of an example's metadata.
+
+    Raises:
+      ValueError: it is no JSON, in which rewards get it.
+    """
+    try:
+        return json.loads(json.dumps(dict(example.metadata))) if example.metadata else {}
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"metadata of the example {example.text!r:.80} is no JSON: {error}"
+        ) from None
 
 
 def texts_of(completion: Turns) -> tuple[str, ...]:

@@ -33,6 +33,7 @@ class WithValidation:
         self._key = getattr(task, "key", str)
         self.reward = task.reward
         self.right = getattr(task, "right", RIGHT)
+        self.files = getattr(task, "files", ())
 
     def examples(self, split: str) -> Sequence[Example]:
         """The questions of a split, "train", "validation" or "test", in the task's order.
@@ -53,12 +54,9 @@ class WithValidation:
         asked = num
         # The task cycles over its train split, so a larger number has more of each prompt.
         while True:
-            found = [
-                pair
-                for pair in self._task.demonstrations(asked)
-                if self._key(pair[0]) not in self._keys
-            ]
-            if len(found) >= num:
+            given = self._task.demonstrations(asked)
+            found = [pair for pair in given if self._key(pair[0]) not in self._keys]
+            if len(found) >= num or len(given) < asked:
                 return found[:num]
             asked *= 2
 

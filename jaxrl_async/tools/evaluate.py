@@ -44,9 +44,10 @@ def evaluate(settings: Settings, workdir: pathlib.Path, steps: Sequence[int | No
     Raises:
       CheckpointError: no such checkpoint, or one of another shape.
       EvaluationError: the engine died, or is stuck.
+      StartError: the task is not the run's.
     """
     tokenizer = parts.tokenizer_of(settings, workdir)
-    task = parts.task_of(settings)
+    task = parts.same_task_of(settings, workdir, keep=False)
     max_prompt_tokens = settings.rollout.max_prompt_tokens
     prompts = held_out_prompts(task, tokenizer, max_prompt_tokens=max_prompt_tokens)
     engine = parts.engine_of(settings, workdir, name="evaluate")

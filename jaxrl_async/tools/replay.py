@@ -1,4 +1,6 @@
-"""Replay: the learner again, from a run's config, checkpoint and journal. No servers, tasks or rewards.
+"""Replay: the learner again, from a run's config, checkpoint and journal. No servers and no rewards.
+
+The prompts are the journal's. A task that is here and has others than the run is refused all the same.
 
 With the run's settings, devices and libraries the parameters are equal bit for bit, also those of an asynchronous run:
 the journal has the groups of every step, in order. Another objective is trained on the identical data.
@@ -15,6 +17,7 @@ import jax
 import numpy as np
 
 from jaxrl_async import parts
+from jaxrl_async.config.fields import StartError
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.learner import learner as learners
 from jaxrl_async.learner.checkpoint import Checkpoints
@@ -23,6 +26,7 @@ from jaxrl_async.learner.train_step import TrainState, mesh_of
 from jaxrl_async.metrics import MetricsWriter, Timers
 from jaxrl_async.queue.journal import JournalReader
 from jaxrl_async.queue.replay import ReplayQueue
+from jaxrl_async.tasks import digest
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +62,7 @@ def replay(
     Args:
       settings: the run's, or with another objective, optimizer or packing.
       workdir: of the run; nothing in it is changed.
-      out: receives metrics.jsonl, tensorboard/, checkpoints/ and the run's tokenizer/ and base/.
+      out: receives metrics.jsonl, tensorboard/, checkpoints/ and the run's tokenizer/, base/ and task_digest.json.
       first: the checkpoint to start from.
       until: the last step; None for the last one that was committed.
       changed: the settings are not the run's, so weights and samples are not of the same versions.
@@ -70,7 +74,9 @@ def replay(
       ReplayError: the journal lacks a step.
       JournalError: groups are forgotten or damaged.
       CheckpointError: no checkpoint `first`.
+      StartError: the task is not the run's.
     """
+    _check_task(settings, workdir)
     journal = pathlib.Path(settings.journal.path or workdir / "journal.sqlite")
     reader = JournalReader(journal)
     last = _check_steps(reader, first, until)
@@ -90,6 +96,8 @@ def replay(
     for part in ("tokenizer", "base"):
         if (workdir / part).exists():
             shutil.copytree(workdir / part, out / part)
+    if (workdir / digest.FILE).exists():
+        shutil.copy(workdir / digest.FILE, out)
     comparisons: list[Comparison] = []
     with contextlib.ExitStack() as stack:
         keep, closing = settings.checkpoint.keep, contextlib.closing
@@ -129,6 +137,16 @@ def replay(
         )
     reader.close()
     return comparisons
+
+
+def _check_task(settings: Settings, workdir: pathlib.Path) -> None:
+    """Compares the task with the run's, where it can be read: nothing else of a replay needs it."""
+    try:
+        parts.same_task_of(settings, workdir, keep=False)
+    except StartError:
+        raise
+    except Exception as error:
+        log.warning("the task is not compared with the run's: %s", error)
 
 
 def _check_steps(reader: JournalReader, first: int, until: int | None) -> int:

@@ -1,0 +1,209 @@
+"""A task's digest: equal for equal tasks alone, kept by a run, and compared wherever the run's task is read."""
+
+import asyncio
+import dataclasses
+import os
+import subprocess
+import sys
+
+import pytest
+from fixtures.lines_task import settings_of
+
+from jaxrl_async import parts
+from jaxrl_async.cli import main
+from jaxrl_async.config.build import base_config
+from jaxrl_async.config.fields import StartError
+from jaxrl_async.preflight import machine
+from jaxrl_async.roles import rollout, start
+from jaxrl_async.tasks import Example, digest
+
+TRAIN = [Example(f"{i}+1=", str(i + 1), {"level": i}) for i in range(10)]
+TEST = [Example("10+1=", "11")]
+SPLITS = {"train": TRAIN, "test": TEST}
+LINES = [f"{i}+1= {i + 1}" for i in range(40)]
+
+
+@pytest.fixture
+def data(tmp_path):
+    """A file of lines."""
+    path = tmp_path / "lines.txt"
+    path.write_text("\n".join(LINES))
+    return path
+
+
+def replaced(split, place, **changes):
+    examples = list(SPLITS[split])
+    examples[place] = dataclasses.replace(examples[place], **changes)
+    return SPLITS | {split: examples}
+
+
+CHANGES = {
+    "text": (replaced("train", 3, text="3+2="), "example 3 of split 'train' is '3+2='", "in no split"),
+    "answer": (replaced("test", 0, answer="12"), "example 0 of split 'test' is '10+1='", "in no split"),
+    "metadata": (replaced("train", 9, metadata={}), "example 9 of split 'train' is '9+1='", "in no split"),
+    "order": (
+        SPLITS | {"train": [*TRAIN[:4], TRAIN[5], TRAIN[4], *TRAIN[6:]]},
+        "example 4 of split 'train' is '5+1='",
+        "was example 5 of split 'train'",
+    ),
+    "splits": (
+        {"train": [*TRAIN[:9], *TEST], "test": TRAIN[9:]},
+        "example 9 of split 'train' is '10+1='",
+        "was example 0 of split 'test'",
+    ),
+    "fewer": (
+        SPLITS | {"train": TRAIN[:7]},
+        "example 7 of split 'train' is missing",
+        "has 7 questions, and had 10",
+    ),
+    "more": (
+        SPLITS | {"train": [*TRAIN, *TEST]},
+        "example 10 of split 'train' is '10+1='",
+        "has 11 questions, and had 10",
+    ),
+    "validation": (SPLITS | {"validation": TEST}, "train, test, validation", "are train, test"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_first_prompt_that_differs_is_named(change):
+    splits, *words = CHANGES[change]
+    now, run = digest.digest_of(splits), digest.digest_of(SPLITS)
+    assert now.digest != run.digest
+    for word in words:
+        assert word in digest.difference(run, now, splits)
+
+
+def test_equal_tasks_have_one_digest_whatever_the_order_of_their_metadata():
+    a = {"train": [Example("é\ud83d", "", {"b": [1, None], "a": {"y": 1, "x": 2}})]}
+    b = {"train": [Example("é\ud83d", "", {"a": {"x": 2, "y": 1}, "b": [1, None]})]}
+    assert digest.digest_of(a) == digest.digest_of(b)
+    # The same text in other parts of an example is another example.
+    ab, a_b = ({"train": [Example(*pair)]} for pair in (("ab", ""), ("a", "b")))
+    assert digest.digest_of(ab).digest != digest.digest_of(a_b).digest
+
+
+def test_a_run_keeps_the_first_digest(tmp_path):
+    workdir = tmp_path / "run"
+    assert digest.read(workdir) is None
+    for splits in (SPLITS, CHANGES["text"][0]):
+        digest.write(workdir, digest.digest_of(splits))
+    assert digest.read(workdir) == digest.digest_of(SPLITS)
+    assert [path.name for path in workdir.iterdir()] == [digest.FILE]
+    (workdir / digest.FILE).write_text("{")
+    with pytest.raises(ValueError, match=f"{digest.FILE} is damaged"):
+        digest.read(workdir)
+
+
+def test_the_order_of_a_set_is_refused_in_the_next_process(data, tmp_path):
+    """Its test prompt is another one in every process: a resumed run would train on it."""
+    script = (
+        "import sys, pathlib\n"
+        "from fixtures.lines_task import settings_of\n"
+        "from jaxrl_async import parts\n"
+        "settings = settings_of(sys.argv[1], 'fixtures.lines_task:Unordered')\n"
+        "parts.same_task_of(settings, pathlib.Path(sys.argv[2]))\n"
+    )
+    ends = [
+        subprocess.run(
+            [sys.executable, "-c", script, data, tmp_path / "run"],
+            env=os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": f"tests{os.pathsep}."},
+            capture_output=True,
+            text=True,
+        )
+        for seed in ("1", "2")
+    ]
+    assert [end.returncode for end in ends] == [0, 1], ends
+    said = ends[-1].stderr
+    for word in ("StartError", "example 0 of split 'train'", "sort what comes from a set"):
+        assert word in said
+
+
+@pytest.fixture
+def changed(data, tmp_path):
+    """Settings and workdir of a run whose file has changed since its start."""
+    settings, workdir = settings_of(data), tmp_path / "run"
+    parts.same_task_of(settings, workdir)
+    data.write_text("\n".join(["0+0= 0", *LINES[1:]]))
+    return settings, workdir
+
+
+def refused(call):
+    with pytest.raises(StartError) as caught:
+        call()
+    for word in (
+        "example 0 of split 'train' is '0+0='",
+        "lines.txt is another file",
+        "task.changed",
+    ):
+        assert word in str(caught.value)
+
+
+def test_every_reader_of_a_runs_task_refuses_another(changed):
+    from jaxrl_async.roles import learner
+    from jaxrl_async.tools import evaluate, replay
+
+    settings, workdir = changed
+    every = dataclasses.replace(settings.evaluate, every_steps=1, num_validation=-1)
+    evaluated = dataclasses.replace(settings, evaluate=every)
+    out = workdir.parent / "out"
+    refused(lambda: machine.prepare(settings, workdir, resume=True))
+    work = rollout.work(settings, workdir, 0, client=None, queue=None)
+    refused(lambda: asyncio.run(work))
+    refused(lambda: learner.evaluator_of(evaluated, workdir))
+    refused(lambda: evaluate.evaluate(settings, workdir, [None]))
+    refused(lambda: replay.replay(settings, workdir, out=out))
+    assert not out.exists()
+
+
+def test_a_changed_task_is_taken_by_who_means_it(changed, caplog):
+    settings, workdir = changed
+    before = digest.read(workdir)
+    means = dataclasses.replace(settings, task=dataclasses.replace(settings.task, changed=True))
+    parts.same_task_of(means, workdir, keep=False)
+    assert digest.read(workdir) == before, "an evaluation keeps the run's"
+    parts.same_task_of(means, workdir)
+    assert "example 0 of split 'train' is '0+0='" in caplog.text
+    assert digest.read(workdir) != before
+    parts.same_task_of(settings, workdir)  # It is the run's task now.
+
+
+def test_a_workdir_without_a_digest_goes_on_and_gets_one(data, tmp_path):
+    settings, workdir = settings_of(data), tmp_path / "run"
+    parts.same_task_of(settings, workdir, keep=False)
+    assert not workdir.exists()
+    machine.prepare(settings, workdir, resume=True)
+    assert digest.read(workdir).files.keys() == {str(data)}
+
+
+def test_a_start_anew_forgets_the_digest_of_one_without_a_checkpoint(changed):
+    settings, workdir = changed
+    config = base_config()
+    assert start.begin(config, settings, workdir, resume=False)
+    assert not (workdir / digest.FILE).exists()
+    machine.prepare(settings, workdir)
+    assert digest.read(workdir) is not None
+
+
+def test_a_resumed_run_may_change_task_changed_alone(tmp_path, data):
+    from jaxrl_async.runtime import workdir as workdirs
+
+    config = base_config()
+    workdirs.write_config(tmp_path, config)
+    config.task.changed = True
+    (line,) = workdirs.changes(tmp_path, config)
+    assert "task.changed False → True" in line
+    config.task.seed = 1
+    with pytest.raises(StartError, match=r"task\.seed 0 → 1"):
+        workdirs.changes(tmp_path, config)
+
+
+def test_the_verbs_take_task_changed_and_evaluate_no_other_setting(changed, capsys):
+    from jaxrl_async.runtime import workdir as workdirs
+
+    _, workdir = changed
+    config = base_config()
+    workdirs.write_config(workdir, config)
+    words = ["evaluate", f"--workdir={workdir}", "--config.task.seed=3"]
+    assert main.main(words) == 2
+    assert "config.task.seed is another" in capsys.readouterr().err
