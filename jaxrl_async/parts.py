@@ -302,6 +302,51 @@ def vocab_size_of(settings: Settings, tokenizer: Tokenizer) -> int:
     return vocab_size
 
 
+def check_context(settings: Settings) -> None:
+    """Refuses a run whose tokens may lie beyond the positions that the model at model.path was made for.
+
+    Raises:
+      OSError, ValueError: names the settings and both numbers; or config.json cannot be read.
+    """
+    if not (bound := context_tokens_of(settings)):
+        return
+    rollout, server, stage = settings.rollout, settings.server, settings.warm_start
+    # One call of `generate` ends within both bounds; several, and what is between them, within the server's.
+    prompt, completion = rollout.max_prompt_tokens, rollout.max_new_tokens
+    lengths = {"rollout.max_prompt_tokens + rollout.max_new_tokens": prompt + completion}
+    if rollout.function != "single_turn":
+        lengths["server.max_total_tokens"] = server.max_total_tokens
+    if stage.num_steps:
+        lengths["warm_start.row_tokens"] = stage.row_tokens
+    for what, length in lengths.items():
+        if length > bound:
+            raise ValueError(
+                f"{what} = {length} exceeds the context length of {settings.model.path}, {bound} tokens "
+                "(max_position_embeddings of its config.json, with its RoPE scaling)"
+            )
+
+
+def within_context(settings: Settings) -> Settings:
+    """Settings whose server.max_total_tokens is within the context length of model.path; a warning says the bound."""
+    server, bound = settings.server, context_tokens_of(settings)
+    if not bound or bound >= server.max_total_tokens:
+        return settings
+    log.warning(
+        "server.max_total_tokens = %d exceeds the model's context length: requests of more than %d tokens are refused",
+        *(server.max_total_tokens, bound),
+    )
+    return dataclasses.replace(settings, server=dataclasses.replace(server, max_total_tokens=bound))
+
+
+def context_tokens_of(settings: Settings) -> int | None:
+    """The context length of the files at model.path; None without files, or where they state none."""
+    from jaxrl_async.models import hf
+
+    if not settings.model.path:
+        return None
+    return hf.read_context_tokens(model_directory(settings, ("config.json",)))
+
+
 def frictions_of(settings: Settings, tokenizer: Tokenizer) -> Frictions | None:
     """The frictions of the run's rollouts; None where every probability is 0.
 

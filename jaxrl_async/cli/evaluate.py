@@ -9,6 +9,7 @@ from jaxrl_async import parts
 from jaxrl_async.cli.config import UsageError, parse_flags, settings_of
 from jaxrl_async.evaluation.evaluator import best_version
 from jaxrl_async.evaluation.score import EvaluationError
+from jaxrl_async.preflight import machine
 from jaxrl_async.runtime import workdir as workdirs
 from jaxrl_async.runtime.workdir import checkpoint_steps
 
@@ -49,7 +50,8 @@ def main(argv: list[str]) -> int:
     from jaxrl_async.learner.checkpoint import CheckpointError
     from jaxrl_async.tools import evaluate as evaluation
 
-
+    with machine.errors_of("model.path: "):
+        parts.check_context(settings)
     named = ", ".join("last" if step is None else str(step) for step in steps)
     num = settings.evaluate.num_prompts
     print(f"scoring {named} on {num} prompts", file=sys.stderr, flush=True)

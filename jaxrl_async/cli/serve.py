@@ -57,6 +57,7 @@ async def _serve(settings: Settings, workdir: pathlib.Path, step: int, options: 
     from jaxrl_async import parts
     from jaxrl_async.inference import http
 
+    settings = parts.within_context(settings)
     step, params = parts.checkpoint_params(settings, workdir, None if step < 0 else step)
     engine = parts.engine_of(settings, workdir, name="serve")
     engine.start()

@@ -109,6 +109,22 @@ def read_config(directory, *, dtype: str, remat: bool) -> transformer.ModelConfi
     )
 
 
+def read_context_tokens(directory) -> int | None:
+    """The context length of a checkpoint, in tokens: its max_position_embeddings, scaled as RoPE is; None without one.
+
+    Gemma 3 and `llama3` state it scaled; linear scaling and YaRN are of files that may state the length before it.
+    """
+    hf = json.loads((pathlib.Path(directory) / "config.json").read_text("utf-8"))
+    stated, family = hf.get("max_position_embeddings"), families.FAMILY_OF.get(hf.get("model_type"))
+    if not stated or not family:
+        return None
+    rope = family.rope_of(hf)
+    if family.name == "gemma3" or rope.get("rope_type", rope.get("type")) not in ("linear", "yarn"):
+        return stated
+    original = rope.get("original_max_position_embeddings") or stated
+    return max(stated, math.floor((rope.get("factor") or 1) * original))
+
+
 def write_config(config: transformer.ModelConfig) -> dict:
     """The content of config.json, as transformers 4 and 5 and SGLang read it.
 

@@ -59,12 +59,15 @@ def begin(
       Whether there is anything to do; False, with the reason printed, where the last step is done.
 
     Raises:
-      StartError: as `check_workdir`; or the workdir cannot be written, or model.path not be read.
+      StartError: as `check_workdir`; or the workdir cannot be written, or model.path not be read, or its context
+        length is exceeded.
       SettingsError: as `check_new`.
     """
     changes = check_workdir(config, workdir, resume=resume)
     if not resume:
         check_new(settings)
+        with machine.errors_of("model.path: "):
+            parts.check_context(settings)
     if resume and (reason := workdirs.nothing_to_do(workdir, settings.learner.num_steps)):
         print(reason)
         return False

@@ -95,6 +95,48 @@ def test_a_shape_that_export_could_not_write_is_refused_and_an_old_run_goes_on(
     machine.prepare(settings, tmp_path, resume=True)
 
 
+@pytest.fixture
+def bounded(tmp_path):
+    """Settings of a run with a model of so many positions: 8 + 4 tokens of prompt and completion, 16 of a request."""
+
+    def settings(tokens, *words):
+        content = {"model_type": "llama", "max_position_embeddings": tokens}
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        words = (f"--config.model.path={tmp_path}", "--config.warm_start.num_steps=0", *words)
+        return parse(f"--config={QUICKSTART}:smoke", *words)
+
+    return settings
+
+
+@pytest.mark.parametrize(
+    ("tokens", "words", "named"),
+    [
+        (12, [], None),
+        (11, [], r"max_prompt_tokens \+ rollout\.max_new_tokens = 12 exceeds .* 11 tokens"),
+        # A function of one's own may call the server more than once.
+        (15, ["--config.rollout.function=a:b"], r"server\.max_total_tokens = 16 .* 15 tokens"),
+        (16, ["--config.rollout.function=a:b"], None),
+        (19, ["--config.warm_start.num_steps=1", "--config.warm_start.row_tokens=20"],
+         r"warm_start\.row_tokens = 20 .* 19 tokens"),
+        (0, [], None),  # It states none.
+    ],
+)  # fmt: skip
+def test_no_token_may_lie_beyond_the_models_positions(tokens, words, named, bounded):
+    settings = bounded(tokens, *words)
+    if named is None:
+        return parts.check_context(settings)
+    with pytest.raises(ValueError, match=named):
+        parts.check_context(settings)
+
+
+def test_a_served_checkpoint_takes_no_request_beyond_the_models_positions(bounded, caplog):
+    assert parts.within_context(bounded(12)).server.max_total_tokens == 12
+    assert "server.max_total_tokens = 16" in caplog.text and "12 tokens" in caplog.text
+    for tokens in (16, 17, 0):
+        settings = bounded(tokens)
+        assert parts.within_context(settings) is settings
+
+
 MODES = ["", "mode=sync", "mode=periodic", "mode=async"]
 
 
@@ -587,7 +629,6 @@ def test_every_setting_is_printed_and_what_differs_from_the_defaults_is_marked(
         (["train", f"--config={QUICKSTART}", "--role=server"], 2, "config.server.addresses"),
         (["evaluate"], 2, "--workdir=DIR"),
         (["evaluate", "--workdir=nowhere"], 2, "no config at"),
-        (["evaluate", "--workdir=nowhere", "--steps=two"], 2, "got 'two'"),
         (["report", "--workdir=nowhere"], 2, "no metrics.jsonl"),
         (["serve"], 2, "--workdir=DIR"),
     ],

@@ -6,6 +6,7 @@ Verbs run in this process, and a run that would have started its roles counts as
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -88,6 +89,7 @@ SETTINGS = [
     ("model.path={tmp}/small", ("model.path", "tokenizer has 14 ids", "is 12")),
     ("model.path={tmp}/empty", ("model.path", "safetensors")),
     ("model.path={tmp}/torn", ("model.path", "model.safetensors")),
+    ("model.path={tmp}/short", ("model.path", "max_new_tokens = 12", "short", "11 tokens")),
     ("model.path={tmp}/narrow", ("model.path", "model.norm.weight", "[8]", "[16]")),
     ("model.num_heads=0", ("model.num_heads", "≥ 1", "0")),
     ("model.num_kv_heads=3", ("model.num_kv_heads", "num_heads = 4", "3")),
@@ -158,6 +160,8 @@ WORDS = [
     (["evaluate", "--workdir={tmp}/nothing"], ("{tmp}/nothing",)),
     (["evaluate", "--workdir={tmp}/done", "--steps=two"], ("--steps", "'two'")),
     (["evaluate", "--workdir={tmp}/done", "--steps=7"], ("--steps", "7", "0, 2")),
+    (["evaluate", "--workdir={tmp}/done", "--config.mode=sync"], ("run's own", "config.mode")),
+    (["evaluate", "--workdir={tmp}/long"], ("model.path", "max_new_tokens = 12", "11 tokens")),
     (
         ["replay", "--workdir={tmp}/done", "--first=2", "--config.learner.blocks=2"],
         ("learner.blocks", "checkpoint 0", "--first=2"),
@@ -182,6 +186,7 @@ def place(tmp_path_factory):
         "torn": (config, b"not a header"),
         "narrow": (config, tensors | {"model.norm.weight": np.zeros(8, np.float32)}),
         "whole": (config, tensors),
+        "short": (config | {"max_position_embeddings": 11}, tensors),
         "windowed": (hf.write_config(tiny(family="gemma3", windows=(8, 0))), tensors),
     }
     for name, (config, tensors) in contents.items():
@@ -193,7 +198,11 @@ def place(tmp_path_factory):
             (place / name / "model.safetensors").write_bytes(tensors)
     for step in (0, 2):
         (place / "done" / "checkpoints" / str(step)).mkdir(parents=True)
-    (place / "done" / "config.json").write_text(load_config(QUICKSTART).to_json())
+    config = load_config(QUICKSTART)
+    (place / "done" / "config.json").write_text(config.to_json())
+    config.model.path = f"{place}/short"
+    shutil.copytree(place / "done", place / "long")  # begun where no bound was known
+    (place / "long" / "config.json").write_text(config.to_json())
     return place
 
 

@@ -301,6 +301,33 @@ def test_a_setting_that_the_decoder_lacks_is_refused(tmp_path, change, message):
         hf.read_config(tmp_path, dtype="float32", remat=False)
 
 
+@pytest.mark.parametrize(
+    ("change", "tokens"),
+    [
+        ({}, 32768),
+        ({"max_position_embeddings": None}, None),  # It says none.
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, 65536),
+        ({"rope_scaling": {"type": "linear", "factor": 2.5}}, 81920),
+        ({"max_position_embeddings": 16, "rope_scaling": LLAMA3_ROPE}, 16),  # and not 8 · 16
+        (  # as Qwen2.5's model card adds it to a file that states the plain length
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}},
+            131072,
+        ),
+        ({"model_type": "gpt2"}, None),  # refused elsewhere
+    ],
+)  # fmt: skip
+def test_the_context_length_is_the_stated_one_as_rope_scales_it(tmp_path, change, tokens):
+    (tmp_path / "config.json").write_text(json.dumps(hf.write_config(LLAMA) | change))
+    assert hf.read_context_tokens(tmp_path) == tokens
+
+
+def test_gemma_3_states_its_context_length_scaled(tmp_path):
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    content = hf.write_config(tiny(family="gemma3")) | {"max_position_embeddings": 131072}
+    (tmp_path / "config.json").write_text(json.dumps(content | {"rope_scaling": scaling}))
+    assert hf.read_context_tokens(tmp_path) == 131072
+
+
 def test_the_config_of_gemma_3_is_read(tmp_path):
     # As google/gemma-3-1b-it has it, without what says nothing of the shape.
     content = {
