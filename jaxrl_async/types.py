@@ -37,6 +37,7 @@ class Prompt:
     text: str
     answer: str  # gold answer
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of its example
+    messages: Sequence[Mapping[str, Any]] = ()  # of its example, where it has several
 
 
 @dataclasses.dataclass(frozen=True)

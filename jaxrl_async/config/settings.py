@@ -35,8 +35,8 @@ MIN_MEMORY_BYTES = 1 << 20  # the size in which Python takes memory from the sys
 @dataclasses.dataclass(frozen=True)
 class Task:
     """The source of prompts."""
-    name: str = setting("arithmetic", "Task: a name in tasks.TASKS, `module:function`, or an environment of a library, "
-        "`verifiers:ENVIRONMENT` or `openenv:URL`.")
+    name: str = setting("arithmetic", "Task: a name in tasks.TASKS, `module:function`, or of a library, `datasets:ID`, "
+        "`reasoning_gym:DATASET`, `verifiers:ENVIRONMENT` or `openenv:URL`.")
     args: Mapping[str, Any] = setting({}, "Keyword arguments of the task.")
     seed: int = setting(0, "Seed of the shuffled stream of prompts.", at_least=0)
     changed: bool = setting(False, "Go on where the task's questions are not those that the run began with, and take "

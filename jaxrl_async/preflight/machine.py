@@ -171,8 +171,8 @@ def _check_texts(settings: Settings, tokenizer, task, splits) -> None:
     """Refuses a split, or demonstrations, of which no text fits; and texts that the alphabet cannot write."""
     bound = settings.rollout.max_prompt_tokens
     for split, examples in splits.items():
-        texts = [example.text for example in examples]
-        asked = [settings.tokenizer.instruction + text for text in texts]
+        texts = [example.messages or example.text for example in examples]
+        asked = [settings.tokenizer.instruction + example.text for example in examples]
         _check_alphabet(settings, f"the {split} split", asked)
         setting, what = f"rollout.max_prompt_tokens = {bound}", f"prompts of the {split} split"
         _check_some_fit(setting, bound, what, texts, tokenizer.encode_prompt)

@@ -10,6 +10,7 @@ from jaxrl_async.tasks.arithmetic import Arithmetic
 from jaxrl_async.tasks.code import Code
 from jaxrl_async.tasks.gsm8k import Gsm8k
 from jaxrl_async.tasks.locked_door import LockedDoors
+from jaxrl_async.tasks.table import Jsonl, Parquet
 from jaxrl_async.tasks.task import Example, Task
 from jaxrl_async.tasks.token_reversal import TokenReversal
 from jaxrl_async.tasks.word_problems import WordProblems
@@ -21,15 +22,19 @@ TASKS: dict[str, Callable[..., Any] | str] = {
     "arithmetic": Arithmetic,
     "code": Code,
     "gsm8k": Gsm8k,
+    "jsonl": Jsonl,
     "locked_door": LockedDoors,
+    "parquet": Parquet,
     "token_reversal": TokenReversal,
     "word_problems": WordProblems,
     "word_sums": WordSums,
 }
 
-# A library → the task that an environment of it is, "LIBRARY:ENVIRONMENT"; imported on use.
+# A library → the task that an environment or a data set of it is, "LIBRARY:NAME"; imported on use.
 LIBRARIES: dict[str, str] = {
+    "datasets": "jaxrl_async.tasks.table:Dataset",
     "openenv": "jaxrl_async.extras.openenv:OpenEnv",
+    "reasoning_gym": "jaxrl_async.extras.reasoning_gym:ReasoningGym",
     "verifiers": "jaxrl_async.extras.verifiers:Verifiers",
 }
 
@@ -50,7 +55,7 @@ def register_task(name: str) -> Callable[[Callable[..., Task]], Callable[..., Ta
 
 
 def make_task(name: str, **kwargs: Any) -> Task:
-    """A task by its name in TASKS, from "module:factory", or of a library's environment, "LIBRARY:ENVIRONMENT".
+    """A task by its name in TASKS, from "module:factory", or of a library, "LIBRARY:NAME".
 
     Args:
       name: of the task.

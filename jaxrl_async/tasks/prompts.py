@@ -107,7 +107,7 @@ def _fitting(
     examples: Iterable[Example], tokenizer: Tokenizer, what: str, max_tokens: int
 ) -> list[Prompt]:
     """Prompts of 1 to max_tokens tokens, numbered from 0."""
-    rows = [(tokenizer.encode_prompt(e.text), e) for e in examples]
+    rows = [(tokenizer.encode_prompt(e.messages or e.text), e) for e in examples]
     chosen = _choose([len(tokens) for tokens, _ in rows], what, max_tokens)
     return [
         Prompt(
@@ -116,6 +116,7 @@ def _fitting(
             text=rows[i][1].text,
             answer=rows[i][1].answer,
             metadata=metadata_of(rows[i][1]),
+            messages=rows[i][1].messages,
         )
         for position, i in enumerate(chosen)
     ]

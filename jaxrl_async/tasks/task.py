@@ -22,6 +22,8 @@ class Example:
     answer: str  # gold answer, as the task's reward expects it
     # more for a reward that asks for it: values of JSON
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+    # a prompt of several messages, each a role and a content; `text` is then their contents
+    messages: tuple[Mapping[str, Any], ...] = dataclasses.field(default=(), hash=False)
 
 
 class Task(Protocol):

@@ -37,6 +37,7 @@ _FURTHER_HF_FILES = (  # of published tokenizers, copied and not read
     "tokenizer.model",
 )
 _ANSWER = "answer 7c1e5b"  # stands for an answer where a template writes what follows it
+Asked = str | Sequence[Mapping[str, Any]]  # a text, or messages that end with the user's
 _UNBOUNDED = 10**30  # model_max_length without a bound, as transformers writes it
 
 
@@ -52,8 +53,12 @@ class Tokenizer(Protocol):
         """The ids of a text, nothing added."""
         ...
 
-    def encode_prompt(self, text: str) -> list[int]:
-        """The ids that the policy reads when it is asked `text`, up to where its answer begins."""
+    def encode_prompt(self, asked: Asked) -> list[int]:
+        """The ids that the policy reads when it is asked a text or messages, up to where its answer begins.
+
+        Raises:
+          ValueError: as of `encode_chat`.
+        """
         ...
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -203,9 +208,9 @@ class CharTokenizer:
                 f"character {error.args[0]!r} of {text!r} is not in the alphabet {self._alphabet!r}"
             ) from None
 
-    def encode_prompt(self, text: str) -> list[int]:
+    def encode_prompt(self, asked: Asked) -> list[int]:
         """The ids of the text; there is no chat template."""
-        return self.encode(text)
+        return self.encode(asked if isinstance(asked, str) else _only_message(asked))
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """The ids of the one message; there is no chat template.
@@ -264,15 +269,17 @@ class HFTokenizer:
         """The ids of a text, nothing added."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
-    def encode_prompt(self, text: str) -> list[int]:
-        """The ids of the chat template's rendering of a user's message; of the text, where there is none.
+    def encode_prompt(self, asked: Asked) -> list[int]:
+        """The ids of the chat template's rendering of messages, or of a user's; of the text, where there is none.
 
         Raises:
-          ValueError: the template refuses.
+          ValueError: as of `encode_chat`.
         """
+        if not isinstance(asked, str):
+            return self.encode_chat(asked)
         if self._template is None:
-            return self._tokenizer.encode(text, add_special_tokens=True).ids
-        return self.encode_chat([{"role": "user", "content": text}])
+            return self._tokenizer.encode(asked, add_special_tokens=True).ids
+        return self.encode_chat([{"role": "user", "content": asked}])
 
     def encode_chat(
         self,
@@ -430,21 +437,25 @@ class InstructedTokenizer:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tokenizer, name)
 
-    def encode_prompt(self, text: str) -> list[int]:
-        """The ids of system prompt, instruction and question.
+    def encode_prompt(self, asked: Asked) -> list[int]:
+        """The ids of system prompt, instruction and question, which is the last message.
 
         Raises:
-          ValueError: the chat template refuses.
+          ValueError: the chat template refuses; or there are two system prompts.
         """
-        question = self._instruction + text
+        messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else [*asked]
+        messages[-1] = {**messages[-1], "content": self._instruction + messages[-1]["content"]}
         if not self._system and not self._tools:
-            return self._tokenizer.encode_prompt(question)
+            return self._tokenizer.encode_prompt(messages)
+        if self._system and messages[0]["role"] == "system":
+            raise ValueError(
+                f"system_prompt = {self._system!r:.60}, and a prompt has one of its own: {messages[0]['content']!r:.60}"
+            )
         system = [{"role": "system", "content": self._system}] if self._system else []
-        messages = [*system, {"role": "user", "content": question}]
-        return self._tokenizer.encode_chat(messages, tools=self._tools)
+        return self._tokenizer.encode_chat([*system, *messages], tools=self._tools)
 
 
-def _only_message(messages: Sequence[Mapping[str, str]]) -> str:
+def _only_message(messages: Sequence[Mapping[str, Any]]) -> str:
     if len(messages) != 1:
         raise ValueError(
             f"a tokenizer without a chat template takes one message, got {len(messages)}"

@@ -16,8 +16,8 @@ class WithValidation:
     """A task with a third split, "validation", which the other splits and the demonstrations lack.
 
     It is taken from the train split, or from the one that the task's attribute `validation_from` names: a task that
-    makes up its questions gives some of its held-out ones, and keeps its train split. Questions of one key, by the
-    task's method `key`, stay together; without the method, questions of one text do.
+    makes up its questions gives some of its held-out ones, and keeps its train split; one may have a split for it.
+    Questions of one key, by the task's method `key`, stay together; without the method, questions of one text do.
     """
 
     def __init__(self, task: Task, *, num: int, seed: int):
@@ -64,9 +64,10 @@ class WithValidation:
     def _keys(self) -> frozenset[str]:
         """The keys of the validation questions."""
         examples = self._task.examples(self._source)
-        if len(examples) < 2 * self._num:
+        half = "" if self._source == "validation" else "half of "
+        if len(examples) < self._num * (2 if half else 1):
             raise ValueError(
-                f"evaluate.num_validation = {self._num} is more than half of the {len(examples)} questions of the "
+                f"evaluate.num_validation = {self._num} is more than {half}the {len(examples)} questions of the "
                 f"{self._source} split"
             )
         sizes = collections.Counter(self._key(example.text) for example in examples)
