@@ -185,6 +185,18 @@ def check_task(
         digest.write(workdir, now)
 
 
+def reward_name_of(settings: Settings, reward: str) -> str:
+    """The reward of a run, by which every process finds it: that of task.rewards, or else the task's own.
+
+    Raises:
+      ValueError: two parts of task.rewards have one name.
+    """
+    from jaxrl_async.rewards import REWARDS, weighted
+
+    rewards = settings.task.rewards
+    return weighted.name_of(rewards) if rewards else importable(reward, REWARDS)
+
+
 def rewards_of(settings: Settings, reward: str) -> RewardClient | RewardPool:
     """The reward services of a run, or else a pool of this machine; not started yet."""
     make = reward_client_of if settings.rollout.reward_addresses else reward_pool_of
@@ -193,13 +205,12 @@ def rewards_of(settings: Settings, reward: str) -> RewardClient | RewardPool:
 
 def reward_client_of(settings: Settings, reward: str) -> RewardClient:
     """The reward services of a run that has them; not started yet."""
-    from jaxrl_async.rewards import REWARDS
     from jaxrl_async.rewards.client import RewardClient
 
     rollout = settings.rollout
     return RewardClient(
         rollout.reward_addresses,
-        importable(reward, REWARDS),
+        reward_name_of(settings, reward),
         timeout_secs=rollout.reward_timeout_secs,
         outage_secs=settings.queue.outage_secs,
         **queue_access_of(settings),
@@ -208,12 +219,11 @@ def reward_client_of(settings: Settings, reward: str) -> RewardClient:
 
 def reward_pool_of(settings: Settings, reward: str) -> RewardPool:
     """Processes that score completions with a reward, within the run's bounds; not started yet."""
-    from jaxrl_async.rewards import REWARDS
     from jaxrl_async.rewards.pool import RewardPool
 
     rollout = settings.rollout
     return RewardPool(
-        importable(reward, REWARDS),
+        reward_name_of(settings, reward),
         num_processes=rollout.reward_processes,
         timeout_secs=rollout.reward_timeout_secs,
         memory_bytes=rollout.reward_memory_bytes,
@@ -255,6 +265,7 @@ def runner_of(settings: Settings, tokenizer: Tokenizer, task: Task) -> Runner:
     Raises:
       ValueError: no such function.
     """
+    from jaxrl_async.rewards import weighted
     from jaxrl_async.rollout.runner import Runner
     from jaxrl_async.tasks.task import RIGHT
 
@@ -272,6 +283,7 @@ def runner_of(settings: Settings, tokenizer: Tokenizer, task: Task) -> Runner:
         encode_reply=getattr(tokenizer, "encode_reply", None),
         encode_chat=getattr(tokenizer, "encode_chat", None),
         right=getattr(task, "right", RIGHT),
+        deciding=weighted.deciding(settings.task.rewards),
         temperature=settings.rollout.temperature,
     )
 

@@ -75,6 +75,7 @@ MAY_IMPORT = {
         "names",
         "queue",
         "records",
+        "rewards",
         "security",
         "tasks",
     },

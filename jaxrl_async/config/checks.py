@@ -286,6 +286,8 @@ def _of_agent(s: Settings) -> Iterator[str]:
     rollout, tokenizer = s.rollout, s.tokenizer
     given = f"{rollout.function!r} and {rollout.agent!r}"
     needed = LIBRARY_AGENTS.get(s.task.name.partition(":")[0])
+    if needed and s.task.rewards:
+        yield f"task.rewards must be {{}} with {_is(s, 'task.name')}, which judges by itself; got {s.task.rewards}"
     if needed and rollout.agent != needed:
         agent = f"rollout.function = 'agent' and rollout.agent = {needed!r}"
         yield f"{_is(s, 'task.name')} needs {agent}, got {given}"

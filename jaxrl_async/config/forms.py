@@ -3,6 +3,7 @@
 Reading is their check: each raises a SettingsError that continues a sentence whose subject is the key, "must be …".
 """
 
+import math
 import re
 import shlex
 import string
@@ -88,6 +89,19 @@ def command_words(text: str, **values: Any) -> list[str]:
             known = ", ".join(f"{{{name}}}" for name in COMMAND_FIELDS)
             raise SettingsError(f"has the placeholder {{{field}}}, which is none of {known}")
     return [word.format(**values) for word in words]
+
+
+def rewards(of: Mapping[str, Any]) -> None:
+    """Refuses task.rewards with a weight that is none, or without one > 0."""
+    weights: list[Any] = [
+        v[-1] if isinstance(v, list | tuple) and len(v) == 2 else v for v in of.values()
+    ]
+    for (name, value), weight in zip(of.items(), weights, strict=True):
+        if type(weight) not in (int, float) or not 0 < abs(weight) < math.inf:
+            given = f"got {value!r} of {name!r}"
+            raise SettingsError(f"must be weights, finite and not 0, or (reward, weight); {given}")
+    if max(weights) <= 0:
+        raise SettingsError(f"must have a weight > 0, got {dict(of)!r}")
 
 
 def budgets(of: Mapping[str, Any]) -> None:

@@ -41,6 +41,9 @@ class Task:
     seed: int = setting(0, "Seed of the shuffled stream of prompts.", at_least=0)
     changed: bool = setting(False, "Go on where the task's questions are not those that the run began with, and take "
         "them for the run's; otherwise such a task is refused.", since="0.2.0")
+    rewards: Mapping[str, Any] = setting({}, "Rewards whose weighted sum takes the place of the task's own: `{NAME: "
+        "weight}`, or `{COMPONENT: (NAME, weight)}`, of names or `module:function`. Those of the largest weight say "
+        "which answers are right.", form=forms.rewards, since="0.2.0")
 
 
 @dataclasses.dataclass(frozen=True)

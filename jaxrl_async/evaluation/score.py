@@ -59,7 +59,7 @@ async def score(
             generate = generate_of(number, sample)
             found = await runner.run(prompt, generate, make_rng, is_trained=False)
             runner.check(found)
-            return (await runner.judge(found, prompt, pool)).reward >= runner.right
+            return runner.is_right(await runner.judge(found, prompt, pool))
         except (EvaluationError, ServerError):
             raise
         except Exception as error:  # The rollout function's own, an invalid trajectory, a reward.

@@ -20,7 +20,7 @@ from jaxrl_async.rewards import check_reward, reward_function
 from jaxrl_async.rollout import agent, environment
 from jaxrl_async.rollout.failures import code_error
 from jaxrl_async.tasks.prompts import completion_tokens
-from jaxrl_async.tasks.task import texts_of
+from jaxrl_async.tasks.task import messages_of, texts_of
 from jaxrl_async.tracker import SERVICES
 
 RESOLVE_SECS = 10.0  # for the names of all servers; a slower one is left to the preflight of peers
@@ -83,7 +83,7 @@ def prepare(settings: Settings, workdir: pathlib.Path, *, resume: bool = False) 
     with errors_of(f"task {settings.task.name!r}: "):
         task = parts.task_of(settings)
         splits = parts.splits_of(settings, task)
-        reward = reward_function(task.reward)
+        reward = reward_function(parts.reward_name_of(settings, task.reward))
         if not settings.rollout.reward_addresses:  # else in the services' processes
             for examples in splits.values():
                 check_reward(reward, examples)
@@ -171,7 +171,7 @@ def _check_texts(settings: Settings, tokenizer, task, splits) -> None:
     """Refuses a split, or demonstrations, of which no text fits; and texts that the alphabet cannot write."""
     bound = settings.rollout.max_prompt_tokens
     for split, examples in splits.items():
-        texts = [example.messages or example.text for example in examples]
+        texts = [messages_of(example) or example.text for example in examples]
         asked = [settings.tokenizer.instruction + example.text for example in examples]
         _check_alphabet(settings, f"the {split} split", asked)
         setting, what = f"rollout.max_prompt_tokens = {bound}", f"prompts of the {split} split"

@@ -51,7 +51,8 @@ def write_report(workdir: str | pathlib.Path) -> pathlib.Path:
     server, points = config.get("server", {}), evaluation_points(workdir, rows)
     shares_machine = not (server.get("addresses") or server.get("discover"))
     sections = {
-        "Reward": grid(plots.reward(rows) + plots.evaluations(points)) + tables.scores(points),
+        "Reward": grid([*plots.reward(rows), *plots.components(rows), *plots.evaluations(points)])
+        + tables.scores(points),
         "Completions": tables.completions(workdir, config),
         "Staleness": grid(plots.staleness(rows)),
         "Loss": grid(plots.loss(rows)),

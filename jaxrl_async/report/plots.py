@@ -50,6 +50,7 @@ _LAGS = {
     "advantage_sign": "Mean sign of the advantage, by staleness",
 }
 
+NEAR_ONE = 2.0  # Components up to this size share a plot.
 VALIDATION = "validation "  # before the name of a score on validation prompts
 
 
@@ -78,6 +79,19 @@ def reward(rows: Rows) -> list[Figure]:
             )
 
     return [figure("Reward, mean of the step", draw)]
+
+
+def components(rows: Rows) -> list[Figure]:
+    """Each component of the reward; those of much other size than 1, as turns or lengths, have a plot of their own."""
+    names = sorted({name for row in rows for name in row if name.startswith("component/")})
+    sizes = {name: np.nanmax(np.abs(column(rows, name)), initial=0.0) for name in names}
+    near = {n: n.partition("/")[2] for n in names if sizes[n] <= NEAR_ONE}
+    figures = [_lines("Components of the reward, mean of the step", rows, near)]
+    far = (name for name in names if name not in near)
+    figures += [
+        _lines(f"Component {n.partition('/')[2]}", rows, {n: n.partition("/")[2]}) for n in far
+    ]
+    return _drawn(figures)
 
 
 def evaluations(points: Rows) -> list[Figure]:

@@ -50,11 +50,15 @@ def register_reward(name: str) -> Callable[[Reward], Reward]:
 
 
 def reward_function(name: str) -> Reward:
-    """A reward by its name in REWARDS, or by "module:function".
+    """A reward by its name in REWARDS, by "module:function", or the sum that `weighted.name_of` names.
 
     Raises:
-      ValueError: neither; names the nearest known reward.
+      ValueError: none of them; names the nearest known reward.
     """
+    if name.startswith("{"):
+        from jaxrl_async.rewards.weighted import WeightedSum
+
+        return WeightedSum(name)
     return find("reward", name, REWARDS)
 
 

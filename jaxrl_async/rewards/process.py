@@ -87,7 +87,7 @@ def _outcome(
     reward: Reward, completion: str, answer: str, seen: dict[str, Any]
 ) -> float | dict[str, Any] | None:
     try:
-        return _judged(reward(completion, answer, **seen))
+        return judged(reward(completion, answer, **seen))
     except MemoryError:
         return None
     except BaseException as error:  # SystemExit too: an outcome of this call, not of the process.
@@ -107,7 +107,7 @@ def failure(error: BaseException) -> dict[str, str]:
     }
 
 
-def _judged(value: Any) -> float | dict[str, Any]:
+def judged(value: Any) -> float | dict[str, Any]:
     """A reward as a float, or with its components, or the reason why it is none."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = vars(value) if hasattr(value, "__dict__") else dataclasses.asdict(value)

@@ -56,6 +56,7 @@ class Runner:
     # (messages, tools) → token ids up to the answer; None without a chat template
     encode_chat: Callable[..., list[int]] | None = None
     right: float = RIGHT  # the least reward of a right answer, in evaluations
+    deciding: tuple[str, ...] = ()  # components that say so in the reward's place
     temperature: float = 1.0  # of the run
 
     @property
@@ -153,6 +154,11 @@ class Runner:
                 f"token id {token}, padding, is sampled, which its logit_bias of {NEVER_BIAS:g} rules out: the server "
                 "ignores it, or the rollout function replaced it; rollout.sample_padding=True allows the token"
             )
+
+    def is_right(self, judgement: Judgement) -> bool:
+        """Whether an answer is right, in evaluations."""
+        found = [judgement.components.get(name, judgement.reward) for name in self.deciding]
+        return min(found, default=judgement.reward) >= self.right
 
     async def judge(
         self, sample: Trajectory | Sample, prompt: Prompt, pool: RewardPool

@@ -18,6 +18,7 @@ from jaxrl_async.config.fields import SettingsError, StartError
 from jaxrl_async.config.settings import Model
 from jaxrl_async.environments import ENVIRONMENTS
 from jaxrl_async.names import importable
+from jaxrl_async.rewards.weighted import with_paths
 from jaxrl_async.tasks import TASKS
 
 # Keys and blocks that a resumed run cannot change, and why. A change of another key holds from the resumed step on.
@@ -27,6 +28,7 @@ _TURNS = "the turns of the blocks and their optimizer's counts follow from the u
 FIXED = {
     "mode": "its outstanding prompts were admitted under the old mode's bound on staleness",
     "seed": "samples and delays are drawn from it",
+    "task.rewards": "the journal holds groups that the old ones judged",
     "task": _PROMPTS,
     "tokenizer": _PROMPTS,
     "evaluate.num_validation": _PROMPTS,  # Its questions are in no other split.
@@ -211,6 +213,7 @@ def _text(config: ml_collections.ConfigDict) -> str:
     complete(config)
     with config.unlocked():
         config.task.name = importable(config.task.name, TASKS)
+        config.task.rewards = with_paths(config.task.rewards.to_dict())
         config.environment.name = importable(config.environment.name, ENVIRONMENTS)
     return config.to_json(indent=2)
 

@@ -13,7 +13,7 @@ import pathlib
 import tempfile
 from collections.abc import Mapping, Sequence
 
-from jaxrl_async.tasks.task import Example, metadata_of
+from jaxrl_async.tasks.task import Example, messages_of, metadata_of
 
 FILE = "task_digest.json"  # of a workdir
 _MARK_BYTES = 6  # of a question
@@ -128,6 +128,8 @@ def _hash(example: Example) -> bytes:
         metadata = _ENCODE(dict(example.metadata))
     except (TypeError, ValueError):  # no JSON, or keys of several types, which have no order
         metadata = _ENCODE(metadata_of(example))
+    if messages := messages_of(example):
+        metadata += _ENCODE(messages)
     content = f"{len(text)} {len(answer)} {text}{answer}{metadata}".encode(errors="surrogatepass")
     return hashlib.blake2b(content, digest_size=16).digest()
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxrl_async.tasks.task import Example, Task, Turns, metadata_of, texts_of
+from jaxrl_async.tasks.task import Example, Task, Turns, messages_of, metadata_of, texts_of
 from jaxrl_async.tasks.tokenizer import Tokenizer
 from jaxrl_async.types import Prompt
 
@@ -107,7 +107,7 @@ def _fitting(
     examples: Iterable[Example], tokenizer: Tokenizer, what: str, max_tokens: int
 ) -> list[Prompt]:
     """Prompts of 1 to max_tokens tokens, numbered from 0."""
-    rows = [(tokenizer.encode_prompt(e.messages or e.text), e) for e in examples]
+    rows = [(tokenizer.encode_prompt(messages_of(e) or e.text), e) for e in examples]
     chosen = _choose([len(tokens) for tokens, _ in rows], what, max_tokens)
     return [
         Prompt(
@@ -116,7 +116,7 @@ def _fitting(
             text=rows[i][1].text,
             answer=rows[i][1].answer,
             metadata=metadata_of(rows[i][1]),
-            messages=rows[i][1].messages,
+            messages=messages_of(rows[i][1]),
         )
         for position, i in enumerate(chosen)
     ]

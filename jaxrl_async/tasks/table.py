@@ -186,7 +186,10 @@ class Dataset(Table):
     train: str | Sequence[str] = "train"
     config: str = ""  # its configuration, where it has several
 
-    files = ()  # They are the library's.
+    @property
+    def files(self) -> list[str]:
+        """None: they are the library's."""
+        return []
 
     def rows(self, path: str) -> Iterator[Row]:
         """The rows of one of its splits, numbered from 1."""

@@ -64,6 +64,11 @@ def metadata_of(example: Example) -> dict[str, Any]:
         ) from None
 
 
+def messages_of(example: Example) -> tuple[Mapping[str, Any], ...]:
+    """The messages of a prompt that has several; an example of a user's own class may have no such field."""
+    return getattr(example, "messages", ())
+
+
 def texts_of(completion: Turns) -> tuple[str, ...]:
     """The texts of a completion, turns of the policy at even places.
 

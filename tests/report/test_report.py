@@ -149,6 +149,14 @@ def test_the_loss_is_drawn_by_staleness_where_there_were_tokens():
     assert [label for label, _ in ratio.legend] == ["0", "1"]
 
 
+def test_components_are_drawn_and_a_large_one_by_itself():
+    rows = [row(**{"component/exact": 0.5, "component/ends": 1.0}), row(**{"component/turns": 9.0})]
+    together, alone = plots.components(rows)
+    assert [label for label, _ in together.legend] == ["ends", "exact"]
+    assert alone.title == "Component turns"
+    assert plots.components([row(), row()]) == []
+
+
 def test_a_figure_takes_the_colors_of_its_page():
     (figure,) = plots.reward([{"step": 1, "reward/mean": 0.0}, {"step": 2, "reward/mean": 1.0}])
     assert "currentColor" in figure.svg and "var(--rule)" in figure.svg

@@ -56,11 +56,11 @@ def test_a_number_is_the_text_that_json_has_for_it(tmp_path, value, text):
 
 
 def test_a_split_is_cut_from_train_by_a_seed_and_equal_prompts_stay_together(tmp_path):
-    path = written(tmp_path / "a.jsonl", [*ROWS, *ROWS[:20]])
+    path = written(tmp_path / "a.jsonl", [*ROWS, *ROWS[:20] * 4])
     cut = [make_task("jsonl", train=path, num_test=10, seed=seed, **COLUMNS) for seed in (0, 0, 1)]
     first, again, other = ([texts(task, split) for split in ("train", "test")] for task in cut)
     assert first == again != other
-    assert not set(first[0]) & set(first[1]) and len(first[0] + first[1]) == 60
+    assert not set(first[0]) & set(first[1]) and len(first[0] + first[1]) == 120
     assert len(set(first[1])) == 10
     assert {prompt for prompt, _ in cut[0].demonstrations()} == set(first[0])
 
@@ -98,7 +98,10 @@ def test_messages_are_written_by_the_chat_template(tmp_path):
     several, one = prompts.held_out_prompts(task, tokenizer, max_prompt_tokens=500)
     assert several.tokens.tolist() == tokenizer.encode_chat([system, user])
     assert (several.text, list(several.messages)) == ("Add.\n\n1+1?", [system, user])
-    assert one.tokens.tolist() == tokenizer.encode_prompt("1+1?") and one.text == "1+1?"
+    assert one.tokens.tolist() == tokenizer.encode_prompt("1+1?") and (one.text, one.messages) == (
+        "1+1?",
+        (),
+    )
     asked = InstructedTokenizer(tokenizer, instruction="Q: ", system_prompt="")
     told = asked.encode_prompt([system, user])
     assert told == tokenizer.encode_chat([system, {**user, "content": "Q: 1+1?"}])
