@@ -7,6 +7,7 @@ number: a dict, or an instance of a dataclass, that has a "reward".
 import functools
 import inspect
 from collections.abc import Callable, Iterable
+from math import isfinite
 from typing import Any
 
 from jaxrl_async.names import find, register
@@ -74,6 +75,18 @@ def check_reward(reward: Reward, examples: Iterable = ()) -> None:
     """
     if check := getattr(reward, "check", None):
         check(examples)
+
+
+def times_out_as(reward: Reward) -> float | None:
+    """The reward of an answer that is not judged in time, a reward's own attribute `times_out_as`; None without one.
+
+    Raises:
+      ValueError: it is no finite number.
+    """
+    value = getattr(reward, "times_out_as", None)
+    if value is None or (isinstance(value, int | float) and isfinite(value)):
+        return value
+    raise ValueError(f"its attribute times_out_as must be a finite number, got {value!r:.80}")
 
 
 def names_seen(reward: Reward) -> list[str]:

@@ -3,6 +3,9 @@
 A reward judges text that a model wrote: it may hang, crash, leak or corrupt its interpreter. That costs one call: the
 process is replaced, and the other calls of its batch go to the next process. A process is also replaced, between
 calls, after `calls_per_process` of them. Independent of groups and prompts.
+
+Where a reward says by `times_out_as` what an answer is worth that it cannot judge in time, such a call is made once
+more, in a new process. A second one that takes too long has that reward, and the component TIMED_OUT counts it.
 """
 
 import asyncio
@@ -19,6 +22,7 @@ from jaxrl_async.types import component_problem
 
 READ_BYTES = 1 << 16
 MAX_BATCH_CALLS = 16  # calls in a message; the rest of a batch waits behind a call that hangs
+TIMED_OUT = "timed_out"  # Component of a reward with `times_out_as`: 1.0 or 0.0, so that its mean is a share.
 MIN_MEMORY_BYTES = 1 << 20  # the size in which Python takes memory from the system
 
 
@@ -78,6 +82,7 @@ class RewardPool:
         self._tasks: list[asyncio.Task] = []
         self._processes: set[child.Process] = set()  # alive
         self._asks_for: list[str] = []  # of rewards.SEEN
+        self._times_out_as: float | None = None  # the reward's
         # Why the pool takes no calls; None when it does.
         self._refusal: str | None = "is not started"
 
@@ -137,7 +142,7 @@ class RewardPool:
           seen: a value of JSON for each name of rewards.SEEN; the reward gets those that it asks for.
 
         Raises:
-          RewardTimeoutError: the call ran for more than timeout_secs.
+          RewardTimeoutError: the call ran for more than timeout_secs, and the reward has no `times_out_as`.
           RewardError: the reward raised, crashed, took more than memory_bytes or returned no finite number, or asks for
             a name that is not there; or the pool is not started, or closed, or lost its processes.
         """
@@ -191,11 +196,21 @@ class RewardPool:
                     outcome = self._outcome(json.loads(line))
                     calls.popleft().end(outcome)
         except _LostError as lost:
-            calls.popleft().end(lost.outcome)
+            self._lose(calls, lost.outcome)
             return False
         finally:
             self._waiting.extendleft(reversed(calls))
         return True
+
+    def _lose(self, calls: "collections.deque[_Call]", outcome: RewardError) -> None:
+        """Ends the first call, which cost its process; or leaves it there, to be made once more."""
+        call, worth = calls[0], self._times_out_as
+        if isinstance(outcome, RewardTimeoutError) and worth is not None:
+            if not call.timed_out:
+                call.timed_out = True
+                return
+            outcome = Judgement(worth, {TIMED_OUT: 1.0})
+        calls.popleft().end(outcome)
 
     async def _read(self, process: child.Process, received: bytearray) -> list[bytearray]:
         """The lines that the process has written, at least that of the call which it runs; keeps the rest in received.
@@ -226,8 +241,9 @@ class RewardPool:
         if outcome is None:  # Memory that it leaked would fail the next calls too.
             message = child.out_of_memory(self.memory_bytes)
             raise _LostError(RewardError(f"reward {self.reward!r} {message}"))
+        counted = {} if self._times_out_as is None else {TIMED_OUT: 0.0}
         if isinstance(outcome, float | int):
-            return Judgement(outcome)
+            return Judgement(outcome, counted)
         if "error" in outcome:
             return RewardError(
                 f"reward {self.reward!r}: {outcome['error']}",
@@ -238,7 +254,7 @@ class RewardPool:
             return RewardError(
                 f"reward {self.reward!r}: {problem}", place="the components of a reward"
             )
-        return Judgement(**outcome)
+        return Judgement(outcome["reward"], counted | outcome["components"])
 
     async def _start_process(self) -> child.Process:
         process = await child.start(
@@ -250,7 +266,7 @@ class RewardPool:
         said = await child.greeting(process)
         if isinstance(said, str):
             raise RewardError(f"reward process did not start: {said}")
-        self._asks_for = said
+        self._asks_for, self._times_out_as = said["seen"], said["times_out_as"]
         return process
 
     async def _end_all(self) -> None:
@@ -268,12 +284,13 @@ class RewardPool:
             self._waiting.popleft().end(error)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class _Call:
     completion: str
     answer: str
     seen: dict[str, Any]
     outcome: asyncio.Future
+    timed_out: bool = False  # once
 
     def end(self, outcome: Judgement | RewardError) -> None:
         if self.outcome.done():  # Its caller was cancelled.

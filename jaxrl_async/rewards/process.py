@@ -8,8 +8,8 @@
                                          what went wrong in it,
            null                          or out of memory
 
-The first line out is the list of what the reward asks for, or else a string that says why not. The process
-ends with its stdin. It imports nothing but rewards, so that starting another one is cheap.
+The first line out is {"seen": what the reward asks for, "times_out_as": its attribute}, or else a string that says why
+not. The process ends with its stdin. It imports nothing but rewards, so that starting another one is cheap.
 
 The limit on memory is on address space (RLIMIT_AS), on top of what the process has at its start, after the reward's
 imports: the interpreter and its libraries do not count, what a reward imports while it is called does. A reward that
@@ -27,7 +27,7 @@ import traceback
 from collections.abc import Mapping
 from typing import Any, BinaryIO
 
-from jaxrl_async.rewards import Reward, check_reward, names_seen, reward_function
+from jaxrl_async.rewards import Reward, check_reward, names_seen, reward_function, times_out_as
 
 MAX_MESSAGE_CHARS = 1000
 MAX_TRACEBACK_CHARS = 3000  # its end
@@ -45,12 +45,12 @@ def main(name: str, max_secs: str, memory_bytes: str) -> None:
     calls, outcomes = private_streams()
     try:
         reward = reward_function(name)
-        seen = names_seen(reward)
+        greeting = {"seen": names_seen(reward), "times_out_as": times_out_as(reward)}
         limit_memory(int(memory_bytes))
         check_reward(reward)
     except (ValueError, OSError) as error:
         return write(outcomes, str(error))
-    write(outcomes, seen)
+    write(outcomes, greeting)
     for line in calls:
         for completion, answer, seen in json.loads(line):
             signal.setitimer(signal.ITIMER_REAL, float(max_secs))
@@ -138,7 +138,7 @@ def _checked(value: Any) -> float | dict[str, str]:
     return {"error": error, "place": "a reward that is no finite number", "traceback": ""}
 
 
-def write(outcomes: int, outcome: float | str | list[str] | dict[str, Any] | None) -> None:
+def write(outcomes: int, outcome: float | str | dict[str, Any] | None) -> None:
     """Writes one line of JSON."""
     # Unbuffered: when the next call hangs or crashes, the pool must know which one did.
     if isinstance(outcome, str):

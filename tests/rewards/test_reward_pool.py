@@ -86,6 +86,11 @@ def made_up_reward(tmp_path, monkeypatch):
     (tmp_path / "made_up.py").write_text(REWARD)
     (tmp_path / "broken.py").write_text("import no_such_module")
     (tmp_path / "silent.py").write_text("import os; os._exit(4)")
+    (tmp_path / "strict.py").write_text(
+        "from made_up import reward as made_up\n"
+        "def reward(completion, answer):\n    return made_up(completion, answer)\n"
+        "reward.times_out_as = -1.0\n"
+    )
     (tmp_path / "large.py").write_text(
         "imported = bytearray(200 << 20)\nfrom made_up import reward"
     )
@@ -166,6 +171,31 @@ async def test_a_call_that_hangs_is_bounded_and_fails_alone(impatient_pool, verb
     assert [others[0], others[1], others[3]] == [3, 2, 1]
     assert last != first
     await gone(int(first))
+
+
+@pytest.mark.parametrize("verb", ["stuck", "sleep 60"])
+async def test_a_call_that_hangs_twice_is_a_wrong_answer_where_the_reward_says_so(verb):
+    async with make_pool(timeout_secs=SHORT_SECS, reward="strict:reward") as pool:
+        calls = ["length abc", verb, "length a"]
+        found = await asyncio.gather(*(pool.judge(call, "") for call in calls))
+    assert [judgement.reward for judgement in found] == [3, -1.0, 1]
+    assert [judgement.components for judgement in found] == [
+        {"timed_out": timed_out} for timed_out in (0.0, 1.0, 0.0)
+    ]
+
+
+async def test_a_call_that_hangs_once_is_made_again(tmp_path):
+    (tmp_path / "once.py").write_text(
+        "import pathlib, time\n"
+        "def reward(completion, answer):\n"
+        "    first = pathlib.Path(completion)\n"
+        "    if not first.exists():\n        first.touch()\n        time.sleep(60)\n"
+        "    return {'reward': 0.5, 'length': 2}\n"
+        "reward.times_out_as = 0.0\n"
+    )
+    async with make_pool(timeout_secs=SHORT_SECS, reward="once:reward") as pool:
+        found = await pool.judge(str(tmp_path / "touched"), "")
+    assert found == Judgement(0.5, {"timed_out": 0.0, "length": 2.0})
 
 
 @pytest.mark.parametrize(("verb", "how"), [("exit", "exit code 3"), ("crash", "signal SIGSEGV")])
@@ -479,7 +509,7 @@ async def test_a_process_that_hangs_ends_itself_when_its_parent_is_gone(tmp_path
         capture_output=True,
         timeout=60,
     )
-    assert ended.stdout == b"[]\n2.0\n"
+    assert ended.stdout == b'{"seen": [], "times_out_as": null}\n2.0\n'
     assert ended.returncode == -signal.SIGALRM
 
 

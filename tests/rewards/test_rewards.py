@@ -1,14 +1,16 @@
 """Rewards of numbers, texts and lengths: what counts as the answer, and that no text is too strange."""
 
-from decimal import Decimal
+import time
+from fractions import Fraction
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl_async.rewards import REWARDS, math, reward_function
+from jaxrl_async.rewards import REWARDS, check_reward, math, reward_function, times_out_as
 from jaxrl_async.rewards.overlong import overlong_penalty
 from jaxrl_async.rewards.positions import positions
+from jaxrl_async.tasks import Example
 
 
 @pytest.mark.parametrize(
@@ -21,6 +23,41 @@ from jaxrl_async.rewards.positions import positions
         ("1,080", 1080),
         ("1,234,567.50 dollars", "1234567.5"),
         ("$1,250.00.", 1250),
+        # Thousands.
+        ("1{,}000", 1000),
+        (r"1\,000", 1000),
+        ("1\u202f000 \u2009", 1000),
+        (r"\$1{,}234{,}567", 1234567),
+        ("1,2345", 2345),  # no group of thousands
+        # Signs, and currencies.
+        (r"-\$5", -5),
+        ("-£5", -5),
+        ("Rs.72", 72),
+        ("x = - 3", -3),
+        ("-1 1/2", "-3/2"),
+        (r"-\frac{1}{2}", "-1/2"),
+        # Fractions are one number, and so are mixed numbers; a ratio is none.
+        ("3/4", "3/4"),
+        ("a total of 3/4", "3/4"),
+        ("a total of 3 / 4.", "3/4"),
+        ("#### 3/4", "3/4"),
+        ("12/4 = 3", 3),
+        ("1 1/2 cups", "3/2"),
+        (r"2\dfrac{1}{2}", "5/2"),
+        (r"\tfrac34", "3/4"),
+        ("3/0", None),
+        ("3:4", None),
+        ("at 10:45", None),
+        # Percent signs and units, with their powers; indexes; powers of ten.
+        (r"50\%", 50),
+        ("25 m^2", 25),
+        ("25 m2.", 25),
+        (r"25 \text{km}^{3}", 25),
+        ("72_{10}", 72),
+        ("72 of CO2", 72),
+        ("1.5e3", 1500),
+        (r"1.5 \times 10^{3} km", 1500),
+        ("6e-2", "3/50"),
         ("-$5", -5),
         ("$-5", -5),
         ("50%", 50),
@@ -47,7 +84,7 @@ from jaxrl_async.rewards.positions import positions
     ],
 )
 def test_a_text_ends_on_its_number(text, number):
-    assert math.final_number(text) == (None if number is None else Decimal(number))
+    assert math.final_number(text) == (None if number is None else Fraction(number))
 
 
 def test_the_last_number_is_compared_by_value():
@@ -58,9 +95,42 @@ def test_the_last_number_is_compared_by_value():
     assert math.last_number("9007199254740993", "9007199254740992") == 0.0
 
 
-def test_a_gold_answer_without_a_number_is_an_error():
-    with pytest.raises(ValueError, match="gold answer 'many'"):
-        math.last_number("7", "many")
+def test_a_fraction_is_compared_as_one_number():
+    assert math.last_number("#### 3/4", "3/4") == math.last_number("so 0.75", "3/4") == 1.0
+    assert math.last_number("a total of 3/4", "4") == 0.0
+    assert math.last_number(r"it is \frac{3}{4}", "4") == 0.0
+
+
+@pytest.mark.parametrize("answer", ["many", "3/0", "3:4"])
+def test_a_gold_answer_without_a_number_is_an_error_before_the_run(answer):
+    with pytest.raises(ValueError, match=f"gold answer '{answer}'"):
+        math.last_number("7", answer)
+    with pytest.raises(ValueError, match=f"gold answer '{answer}'"):
+        check_reward(math.last_number, [Example("?", "7"), Example("?", answer)])
+
+
+@pytest.mark.parametrize(
+    "text", ["1" + ",111" * 50_000, "9" * 200_000, "1 " * 100_000, "1/" * 100_000, "^{" * 100_000]
+)
+def test_no_text_takes_long(text):
+    start = time.process_time()
+    math.last_number(text, "7")
+    assert time.process_time() - start < 0.5
+
+
+def test_a_reward_says_what_an_answer_is_worth_that_is_not_judged_in_time():
+    def reward(completion, answer):
+        return 0.0
+
+    assert times_out_as(reward) is None
+    reward.times_out_as = -1
+    assert times_out_as(reward) == -1
+    for value in (float("nan"), "0"):
+        reward.times_out_as = value
+        with pytest.raises(
+            ValueError, match=f"times_out_as must be a finite number, got {value!r}"
+        ):
+            times_out_as(reward)
 
 
 def test_exact_compares_but_for_surrounding_space():
