@@ -80,13 +80,24 @@ def run(
         coordinator=coordinator, process=process, num_processes=settings.learner.num_processes
     ) as process:
         links = links or Links(settings)
-        return _train(
-            settings, workdir, process, links, resume=resume, stop_requested=stop_requested
-        )
+        checkpoints = parts.checkpoints_of(settings, workdir, remove_unfinished=True)
+        # Whatever fails meanwhile: a process that ends while one is written logs errors below the cause.
+        with contextlib.closing(checkpoints):
+            return _train(
+                settings,
+                workdir,
+                process,
+                links,
+                checkpoints,
+                resume=resume,
+                stop_requested=stop_requested,
+            )
 
 
 def set_flags(settings: Settings) -> None:
-    """Sets the flags of XLA that the settings ask for, before JAX looks for devices."""
+    """Sets the flags of JAX and XLA that the settings ask for, before JAX looks for devices or compiles."""
+    if settings.learner.compilation_cache:
+        jax.config.update("jax_compilation_cache_dir", settings.learner.compilation_cache)
     if settings.learner.deterministic and visible_devices()[0] == "gpu":
         flags = os.environ.get("XLA_FLAGS", "")
         os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_deterministic_ops=true"
@@ -165,13 +176,12 @@ def _train(
     workdir: pathlib.Path,
     process: int,
     links: Links,
+    checkpoints: Checkpoints,
     *,
     resume: bool,
     stop_requested: Callable[[], bool],
 ) -> bool:
     learner, weights = settings.learner, settings.weights
-    if learner.compilation_cache:
-        jax.config.update("jax_compilation_cache_dir", learner.compilation_cache)
     part = {"process": process, "num_processes": learner.num_processes}
     tokenizer = parts.tokenizer_of(settings, workdir)
     config = parts.model_config_of(settings, tokenizer)
@@ -179,7 +189,6 @@ def _train(
     is_foreign = process == 0 and links.check(expected)
     mesh = mesh_of(learner, links.devices)
     train_step = parts.train_step_of(settings, config, mesh, **links.sharing())
-    checkpoints = parts.checkpoints_of(settings, workdir, remove_unfinished=True)
     version, resume_point = 0, None
     if resume:
         version = checkpoints.latest()
@@ -220,7 +229,7 @@ def _train(
             per_step=settings.journal.samples_per_step if process == 0 else 0,
             show=metrics.show,
         )
-        for part_of_run in (checkpoints, kept, metrics, publisher):
+        for part_of_run in (kept, metrics, publisher):
             stack.callback(part_of_run.close)
         versions = links.versions(
             publisher,

@@ -132,7 +132,11 @@ class _Others:
         if self._ended.done():
             call.close()
             return self._first_of(self._ended, "", 0.0)
-        future = asyncio.run_coroutine_threadsafe(call, self._loop)
+        try:
+            future = asyncio.run_coroutine_threadsafe(call, self._loop)
+        except RuntimeError:  # The loop was closed a moment ago.
+            call.close()
+            future = self._ended
         return self._first_of(future, "the queue in this process", timeout_secs)
 
     def _first_of(self, future: concurrent.futures.Future, name: str, timeout_secs: float) -> Any:

@@ -1,15 +1,18 @@
 """How a role ends that cannot go on: a line where the message says all, a traceback where nobody foresaw it."""
 
 import errno
+import types
 
 import pytest
 
 from jaxrl_async.cli import train
-from jaxrl_async.config.settings import SettingsError
+from jaxrl_async.config.fields import StartError
+from jaxrl_async.config.settings import Settings, SettingsError
 from jaxrl_async.publishing.publisher import PublisherError
 from jaxrl_async.queue.journal import JournalError
 from jaxrl_async.records import RunFailedError, SupersededError
 from jaxrl_async.rewards.pool import PoolError
+from jaxrl_async.roles import learner
 from jaxrl_async.rollout.failures import UserCodeError
 
 
@@ -99,3 +102,25 @@ def test_an_unforeseen_error_keeps_its_traceback(error, end_with, capsys, caplog
     assert end_with(error) == 1
     assert "role queue failed" in caplog.text and "Traceback" in caplog.text
     assert capsys.readouterr().err.count("queue:") == 0
+
+
+def test_a_role_whose_task_is_another_is_not_to_be_started_again(end_with):
+    """`main` prints it, and the exit code 2 of bad usage ends the run at once."""
+    with pytest.raises(StartError, match="not the one that the run"):
+        end_with(StartError("task 'a' is not the one that the run in b began with"))
+
+
+def test_a_learner_that_fails_writes_the_checkpoint_under_way_before_it_ends(monkeypatch, tmp_path):
+    """Else its process ends beneath, and "cannot schedule new futures" is logged below the cause."""
+    closed = []
+    checkpoints = types.SimpleNamespace(close=lambda: closed.append("checkpoints"))
+    monkeypatch.setattr(learner.parts, "checkpoints_of", lambda *_, **__: checkpoints)
+
+    def fail(*_, **__):
+        raise RuntimeError("the worker's own")
+
+    monkeypatch.setattr(learner, "_train", fail)
+    options = {"process": 0, "coordinator": "", "resume": False, "stop_requested": lambda: False}
+    with pytest.raises(RuntimeError, match="the worker's own"):
+        learner.run(Settings(), tmp_path, links=object(), **options)
+    assert closed == ["checkpoints"]
