@@ -25,6 +25,7 @@ class Run:
     """A run in its directory, running or done."""
 
     workdir: pathlib.Path
+    last_step: int | None = None  # of `metrics`; None for all so far
 
     def __post_init__(self):
         object.__setattr__(self, "workdir", pathlib.Path(self.workdir).absolute())
@@ -37,7 +38,8 @@ class Run:
     @property
     def metrics(self) -> list[dict[str, float]]:
         """One row per step so far; the names are those of jaxrl_async.metrics.METRICS."""
-        return read_metrics(self.workdir)
+        rows, last = read_metrics(self.workdir), self.last_step
+        return rows if last is None else [row for row in rows if row["step"] <= last]
 
     def evaluate(self, steps: Sequence[int | str] = (0, "last")) -> list[dict[str, float]]:
         """Scores checkpoints on held-out prompts, in a process of its own.
@@ -110,7 +112,7 @@ def run(
       config: of a file in configs/ (`load_config`), with your changes.
       workdir: of the run; runs/TASK-TIME for None.
       resume: continue from the last checkpoint in the workdir. Changes to the run's config are printed.
-      on_step: called after steps, in this thread, with the run so far; a plot, say.
+      on_step: called once for each step, in this thread, with the run up to it: `run.metrics[-1]` is the step's row.
 
     Raises:
       SettingsError: the config contradicts itself.
@@ -123,6 +125,6 @@ def run(
     start.check_workdir(config, run.workdir, resume=resume)
     with start.locked(run.workdir):
         if start.begin(config, settings, run.workdir, resume=resume):
-            called = (lambda: on_step(run)) if on_step else None
+            called = (lambda step: on_step(Run(run.workdir, step))) if on_step else None
             start.run(settings, workdir=run.workdir, resume=resume, on_step=called)
     return run

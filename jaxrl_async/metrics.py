@@ -177,6 +177,24 @@ def last_metrics(workdir: str | pathlib.Path) -> dict[str, float] | None:
     return json.loads(lines[-1]) if lines else None
 
 
+class NewSteps:
+    """The steps of the rows that a run's metrics.jsonl gets from now on, in the order of the rows."""
+
+    def __init__(self, workdir: str | pathlib.Path):
+        self._path = pathlib.Path(workdir) / "metrics.jsonl"
+        self._read = self._path.stat().st_size if self._path.exists() else 0  # bytes
+
+    def __call__(self) -> list[int]:
+        """Those since the last call."""
+        if not self._path.exists():
+            return []
+        with open(self._path, "rb") as file:
+            file.seek(self._read)
+            complete = file.read().rpartition(b"\n")[0]
+        self._read += len(complete) + 1 if complete else 0
+        return [int(json.loads(line)["step"]) for line in complete.splitlines()]
+
+
 def column(rows: Rows, name: str) -> np.ndarray:
     """One metric over rows: float64 [rows], NaN where a row has no finite value of it."""
     return np.array([np.nan if row.get(name) is None else row[name] for row in rows], float)

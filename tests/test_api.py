@@ -67,10 +67,10 @@ def test_a_run_from_python_with_a_task_and_reward_of_ones_own(
     config.task.name = "echo"
     seen = []
     run = jaxrl_async.run(
-        config, workdir=tmp_path / "run", on_step=lambda run: seen.append(len(run.metrics))
+        config, workdir=tmp_path / "run", on_step=lambda run: seen.append(run.metrics[-1]["step"])
     )
     assert [row["step"] for row in run.metrics] == [1, 2]
-    assert seen and seen[-1] == 2
+    assert seen == [1, 2]
     assert run.config.task.name == "echo_task:Echo"  # what other processes can import
     (row,) = run.evaluate(["last"])
     assert row["step"] == 2 and 0 <= row["greedy_low"] <= row["greedy"] <= row["greedy_high"] <= 1

@@ -53,6 +53,18 @@ def test_a_line_still_being_written_is_left_out(tmp_path):
     assert metrics.last_metrics(tmp_path) == {"step": 1}
 
 
+def test_new_steps_are_given_once_each_in_order(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    new_steps = metrics.NewSteps(tmp_path)
+    assert new_steps() == []
+    path.write_text('{"step": 1}\n{"step": 2}\n{"st')
+    assert new_steps() == [1, 2] and new_steps() == []
+    with open(path, "a") as file:
+        file.write('ep": 3}\n{"step": 2}\n')  # A restart repeats a step.
+    assert new_steps() == [3, 2] and new_steps() == []
+    assert metrics.NewSteps(tmp_path)() == []  # of a resumed run
+
+
 def test_a_broken_line_is_named(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
     with pytest.raises(ValueError, match=r"metrics.jsonl:2"):

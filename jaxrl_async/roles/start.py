@@ -97,7 +97,7 @@ def run(
     *,
     workdir: pathlib.Path,
     resume: bool,
-    on_step: Callable[[], None] | None = None,
+    on_step: Callable[[int], None] | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> bool:
     """Runs every role on this machine, each a supervised process, until the run is done. `begin` comes first.

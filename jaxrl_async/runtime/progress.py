@@ -68,20 +68,16 @@ class Progress:
     def close(self) -> None:
         self._bar.close()
 
-    def show(self, row: Mapping[str, float] | None, status: QueueStatus | None, said: str) -> bool:
+    def show(self, row: Mapping[str, float] | None, status: QueueStatus | None, said: str) -> None:
         """Prints what is new.
 
         Args:
           row: the last one of metrics.jsonl.
           status: of the queue, or None.
           said: the last line of the learner's log.
-
-        Returns:
-          Whether a step has ended since the last call.
         """
         if row is None or row == self._before:
-            self._show_stage(stage_of(status, said))
-            return False
+            return self._show_stage(stage_of(status, said))
         now, step, self.stage = self._clock(), int(row["step"]), ""
         is_new = self._first is None or step != self.step
         self.step = step
@@ -102,7 +98,6 @@ class Progress:
         elif is_new and (step >= self._next_line or step == self._num_steps):
             self._next_line = step + max(1, round(self._num_steps / LINES))
             self._print(_line(*parts, _LINE_COLUMNS))
-        return is_new
 
     def _show_stage(self, text: str) -> None:
         now, self.stage = self._clock(), text

@@ -23,7 +23,7 @@ import tqdm
 from jaxrl_async import security
 from jaxrl_async.config.checks import in_the_clear, queue_access_of, refusal_of_one_process
 from jaxrl_async.config.settings import Settings, Supervisor
-from jaxrl_async.metrics import last_metrics
+from jaxrl_async.metrics import NewSteps, last_metrics
 from jaxrl_async.queue.calls import Glance
 from jaxrl_async.queue.journal import BYTES_PER_TOKEN
 from jaxrl_async.records import QueueStatus
@@ -66,7 +66,7 @@ def run(
     *,
     workdir: pathlib.Path,
     resume: bool,
-    on_step: Callable[[], None] | None = None,
+    on_step: Callable[[int], None] | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> bool:
     """Runs all roles until the learner is done.
@@ -79,7 +79,7 @@ def run(
       settings: the run.
       workdir: holds config.json; receives logs/ROLE.log, and roles.json: the processes, or how the run ended.
       resume: continue from the last checkpoint.
-      on_step: called in this thread after steps.
+      on_step: called with each step after its end, in this thread.
       stop_requested: whether to stop early: the learner finishes its step and checkpoints, then all roles end.
 
     Returns:
@@ -349,7 +349,7 @@ def _watch(
     workdir,
     queue_address: str,
     start: Callable[[str, bool], Role],
-    on_step: Callable[[], None] | None,
+    on_step: Callable[[int], None] | None,
     stop_requested: Callable[[], bool],
 ) -> bool:
     """Watches the roles, learner processes last. Returns whether the learner is done; False where it stopped early."""
@@ -513,13 +513,15 @@ def _progress(
     workdir,
     log: pathlib.Path,
     glance: Callable[[], QueueStatus | None],
-    on_step: Callable[[], None] | None,
+    on_step: Callable[[int], None] | None,
 ) -> Iterator[None]:
     """Shows the last step's metrics and who waits, at every `next`."""
+    new_steps = NewSteps(workdir)
     while True:
         found = glance() if sys.stderr.isatty() or not shown.is_warm else None
-        if shown.show(last_metrics(workdir), found, last_lines(log, 1)) and on_step is not None:
-            on_step()
+        shown.show(last_metrics(workdir), found, last_lines(log, 1))
+        for step in new_steps() if on_step else ():
+            on_step(step)
         yield
 
 
