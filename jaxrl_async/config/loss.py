@@ -54,6 +54,8 @@ _CAPPED = ("mask", "clamp", "tis", "icepop")  # weights that take behavior_cap
 class LossConfig:
     """One loss, by the names of its parts; the defaults are A-3PO.
 
+    The parts of a preset take the place of defaults.
+
     Raises:
       ValueError: an unknown name, a number outside its bounds, or parts that contradict one another; says why.
     """
@@ -93,6 +95,8 @@ class LossConfig:
     # fmt: on
 
     def __post_init__(self) -> None:
+        for name, value in preset_of(vars(self)).items():
+            object.__setattr__(self, name, value)
         for field in dataclasses.fields(self):
             if text := refusal(field, getattr(self, field.name)):
                 raise ValueError(f"{field.name}{text}")

@@ -269,6 +269,20 @@ def test_a_preset_is_a_loss_of_its_parts(name):
     assert settings_of(config_dict(kept)).loss == settings.loss
 
 
+@pytest.mark.parametrize("name", sorted(loss_config.PRESETS))
+def test_a_preset_that_is_built_directly_is_the_one_of_a_config(name):
+    parts = loss_config.PRESETS[name]
+    numbers = {"fixed_length": 4.0} if parts.get("reduction") == "fixed_length" else {}
+    built = LossConfig(preset=name, **numbers)
+    assert built == preset(name, **numbers)
+    assert {key: getattr(built, key) for key in parts} == parts
+
+
+def test_a_preset_that_is_built_directly_with_another_part_is_refused():
+    with pytest.raises(ValueError, match=r"preset 'gspo' sets clip_low = 0\.0003, .* 0\.1"):
+        LossConfig(preset="gspo", clip_low=0.1)
+
+
 def test_the_preset_a3po_is_the_default():
     assert dataclasses.replace(preset("a3po"), preset="") == LossConfig()
 
