@@ -185,6 +185,7 @@ def table(
     *,
     words: Container[int] = (0,),
     links: Mapping[str, str] | None = None,
+    stacked: bool = False,
 ) -> str:
     """A table.
 
@@ -193,21 +194,26 @@ def table(
       body: the cells of each row.
       words: the columns that are no numbers.
       links: text of a first cell → where it leads.
+      stacked: on a phone, one cell below the other, each with the name of its column.
     """
 
     def content(i: int, cell: str) -> str:
         link = links.get(cell) if links and i == 0 else ""
         return f'<a href="{escape(link)}">{escape(cell)}</a>' if link else escape(cell)
 
+    def label(i: int, tag: str) -> str:
+        return f' data-label="{escape(head[i])}"' if stacked and i and tag == "td" else ""
+
     def row(cells: Sequence[str], tag: str) -> str:
         shown = (
-            f"<{tag}{'' if i in words else ' class=n'}>{content(i, cell)}</{tag}>"
+            f"<{tag}{'' if i in words else ' class=n'}{label(i, tag)}>{content(i, cell)}</{tag}>"
             for i, cell in enumerate(cells)
         )
         return f"<tr>{''.join(shown)}</tr>"
 
     rows = "".join(row(cells, "td") for cells in body)
-    shown = f"<table><thead>{row(head, 'th')}</thead><tbody>{rows}</tbody></table>"
+    kind = " class=stacked" if stacked else ""
+    shown = f"<table{kind}><thead>{row(head, 'th')}</thead><tbody>{rows}</tbody></table>"
     return f'<div class="scroll" tabindex="0">{shown}</div>'
 
 

@@ -167,7 +167,7 @@ def _score_table(results: Sequence[Result]) -> str:
         cells = [f"{len(done)} of {len(group)}", before]
         cells += [_mean(r.after.get(name) for r in done) for name in columns]
         lines.append([label, *cells])
-    return table(head, lines)
+    return table(head, lines, stacked=True)
 
 
 def _mean(values) -> str:
@@ -190,7 +190,7 @@ def _point_table(
         overrides = ", ".join(f"{key}={value}" for key, value in r.overrides.items())
         lines.append([r.name, *numbers, greedy, r.state, overrides])
     links = {r.name: _link(workdirs[r.name], directory) for r in results}
-    return table(head, lines, words=(0, 6, 7), links=links)
+    return table(head, lines, words=(0, 6, 7), links=links, stacked=True)
 
 
 def _link(workdir: pathlib.Path, directory: pathlib.Path) -> str:

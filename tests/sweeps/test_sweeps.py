@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import sweep as script
 import yaml
+from fixtures import browser
 
 from jaxrl_async.cli import config as config_lib
 from jaxrl_async.config.loss import ANCHORS
@@ -625,7 +626,9 @@ def test_without_a_score_of_version_0_there_is_none_before(jobs, tmp_path):
     (result,) = page.read_results(sweep, [job])
     assert result.before is None and result.after["greedy"] == 0.9
     table = re.search(
-        r"<table>.*?</table>", page.write_page(sweep, [job], tmp_path / "D").read_text(), re.DOTALL
+        r"<table[^>]*>.*?</table>",
+        page.write_page(sweep, [job], tmp_path / "D").read_text(),
+        re.DOTALL,
     )[0]
     assert cells(table)[2] == ["a", "1 of 1", "–", "0.900"]
 
@@ -665,7 +668,9 @@ def test_the_page_shows_what_the_workdirs_hold(jobs, tmp_path):
     write_workdir(made[3], [(1, 2.0, 10.0, None)])
     text = page.write_page(sweep, made, tmp_path / "DIR").read_text()
     assert "4 points around quickstart.py:smoke: 3 finished, 1 waiting." in text
-    scores, points = (cells(table) for table in re.findall(r"<table>.*?</table>", text, re.DOTALL))
+    scores, points = (
+        cells(table) for table in re.findall(r"<table[^>]*>.*?</table>", text, re.DOTALL)
+    )
     assert scores[2:] == [
         ["fast", "3 of 3", "0.250 ± 0.000", "0.900 ± 0.248"],
         ["slow", "0 of 1", "–", "–"],
@@ -695,6 +700,31 @@ def test_the_page_has_a_column_a_score_links_and_the_reports_colors(jobs, tmp_pa
     text = page.write_page(sweep, [job], tmp_path / "DIR").read_text()
     assert f'<a href="{way}/report.html">a</a>' in text
     assert "prefers-color-scheme: dark" in text and "currentColor" in text
+    for column in (
+        "finished",
+        "after: greedy",
+        "state",
+        "overrides",
+    ):  # named beside a phone's cells
+        assert f' data-label="{column}">' in text
+
+
+async def test_the_page_fits_into_a_phone(jobs, tmp_path):
+    browser.require()
+    overrides = {"learner.learning_rate": 1e-3, "rollout.function": "a_module_of_mine:a_function"}
+    sweep = Sweep("c.py", tuple(seeded([Point("a-rate-and-a-function", overrides)], 2)))
+    made = jobs(*(point.name for point in sweep.points))
+    for job in made:
+        write_workdir(job, [(1, 2.0, 10.0, 0.5), (2, 3.0, 20.0, 0.625)], 0.5)
+    path = page.write_page(sweep, made, tmp_path / "DIR")
+    async with browser.browsing() as shown:
+        for width in (1280, 500, 390):
+            await shown.open(path, width=width, dark=False)
+            widths = (
+                "[...document.querySelectorAll('.scroll')].map(e => e.scrollWidth - e.clientWidth)"
+            )
+            assert max(await shown.evaluate(widths)) <= 1, width
+            assert await shown.evaluate("document.documentElement.scrollWidth") <= width
 
 
 def test_a_sweep_that_never_ran_has_a_page_without_plots(jobs, tmp_path):
