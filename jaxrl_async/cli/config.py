@@ -5,6 +5,7 @@ one of its settings. A sweep is FILE.py[:ARG] with `get_sweep(arg)`: a config an
 and ConfigDict are not used below this module and the verbs: they pass `Settings` on.
 """
 
+import ast
 import json
 import logging
 import pathlib
@@ -45,6 +46,8 @@ __all__ = [
     "settings_of",
 ]
 log = logging.getLogger(__name__)
+
+_JSON = {"true": "True", "false": "False", "null": "None"}
 
 USAGE = """Prints every setting of a config, one per line. A * marks a setting that differs from its default
 (jaxrl_async/config/settings.py), which follows in parentheses. With --workdir=DIR: the settings of the run in DIR."""
@@ -103,7 +106,7 @@ def parse_flags(
         spec, argv = _split_config([_renamed(word) for word in argv])
         loaded = load_config(spec or _other_config(values, argv, config_of))
         _check_keys(loaded, argv)
-        argv = _set_nones(loaded, argv)
+        argv = [_literal(word) for word in _set_nones(loaded, argv)]
         config_flags.DEFINE_config_dict("config", loaded, flag_values=values, sys_argv=["", *argv])
     try:
         extra = values(["", *argv])[1:]
@@ -128,6 +131,21 @@ def _renamed(word: str) -> str:
         return word
     log.warning("%s is now --config.%s", flag, new)
     return f"--config.{new}{equals}{value}"
+
+
+def _literal(word: str) -> str:
+    """--config.KEY={…} with JSON's true, false and null in Python's words."""
+    flag, equals, text = word.partition("=")
+    if not flag.startswith("--config.") or not text.lstrip().startswith(("{", "[")):
+        return word
+    try:
+        tree = ast.parse(text.strip(), mode="eval")
+    except SyntaxError:
+        return word
+    named = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id in _JSON]
+    for node in named:
+        node.id = _JSON[node.id]
+    return f"{flag}{equals}{ast.unparse(tree)}" if named else word
 
 
 def load_config(spec: str) -> ml_collections.ConfigDict:

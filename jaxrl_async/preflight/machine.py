@@ -181,6 +181,10 @@ def _check_texts(settings: Settings, tokenizer, task, splits) -> None:
         return
     with errors_of(f"task {settings.task.name!r}: "):
         pairs = task.demonstrations(stage.num_demonstrations)
+        if not pairs:
+            raise ValueError(
+                f"it has no demonstrations for warm_start.num_steps = {stage.num_steps}"
+            )
         texts = [text for prompt, turns in pairs for text in (prompt, *texts_of(turns))]
     _check_alphabet(settings, "the demonstrations", texts)
 

@@ -54,7 +54,7 @@ def register_task(name: str) -> Callable[[Callable[..., Task]], Callable[..., Ta
     return functools.partial(register, "task", name, TASKS)
 
 
-def make_task(name: str, **kwargs: Any) -> Task:
+def make_task(name: str, /, **kwargs: Any) -> Task:
     """A task by its name in TASKS, from "module:factory", or of a library, "LIBRARY:NAME".
 
     Args:

@@ -137,6 +137,18 @@ def test_a_served_checkpoint_takes_no_request_beyond_the_models_positions(bounde
         assert parts.within_context(settings) is settings
 
 
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("{'x': true, 'y': [false, null]}", {"x": True, "y": [False, None]}),
+        ('{"x": true, "y": {"z": "true"}}', {"x": True, "y": {"z": "true"}}),
+        ("{'x': True}", {"x": True}),
+    ],
+)
+def test_the_words_of_json_are_taken_in_a_mapping(text, value):
+    assert parse(f"--config={QUICKSTART}", f"--config.task.args={text}").task.args == value
+
+
 MODES = ["", "mode=sync", "mode=periodic", "mode=async"]
 
 
