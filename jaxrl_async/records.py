@@ -183,9 +183,18 @@ class QueueStatus:
     run_id: str  # `Identity.run_id`
     failure: str  # that a worker reported, and that ends the run; "" without one
     generation: int  # of the learner that began last; 0 before the first
+    # What the last return said, by reason; since this process of the queue started.
+    details: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
 _NONE: dict[str, Any] = dict.fromkeys([field.name for field in dataclasses.fields(QueueStatus)], 0)
-_NONE |= {"v_pub": None, "last_push_age_secs": None, "returned": {}, "retired": {}, "lengths": {}}
+_NONE |= {
+    "v_pub": None,
+    "last_push_age_secs": None,
+    "returned": {},
+    "retired": {},
+    "lengths": {},
+    "details": {},
+}
 _NONE |= {"waits": (), "roles": (), "servers": (), "run_id": "", "failure": ""}
 NO_STATUS = QueueStatus(**_NONE)  # of a queue without groups or reports

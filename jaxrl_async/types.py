@@ -22,6 +22,7 @@ import numpy as np
 
 NEVER_BIAS = -100.0  # Logit bias of a token that a server never samples.
 MAX_COMPONENTS = 16  # of a reward
+MAX_REWARD = 2.0**53  # Beyond it, float64 has no neighbouring whole numbers.
 MAX_ROWS = 256  # of a sample
 FINISH_REASONS = ("stop", "length")  # a stop token, or the token budget
 _COMPONENT = re.compile("[a-z][a-z0-9_]{0,39}")
@@ -132,6 +133,16 @@ class Group:
         """float32 [G], of judged samples."""
         return np.asarray([rows[0].reward for rows in self.samples], np.float32)
 
+    @property
+    def exact_rewards(self) -> np.ndarray:
+        """float64 [G], of judged samples."""
+        return np.asarray([rows[0].reward for rows in self.samples], np.float64)
+
+    @property
+    def has_equal_rewards(self) -> bool:
+        """Whether no sample has an advantage: the rewards are equal in float32, and not for want of its digits."""
+        return np.ptp(self.rewards) == 0 and np.ptp(self.exact_rewards) < 1e-6
+
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
@@ -206,6 +217,8 @@ def check_trajectory(
         _refuse("a token that was not sampled must have version −1 and log-prob 0")
     if not (_is_finite(t.reward) or (t.reward is None and not judged)):
         _refuse(f"reward must be finite, got {t.reward!r:.80}")
+    if t.reward is not None and abs(t.reward) > MAX_REWARD:
+        _refuse(f"reward must be in ±{MAX_REWARD:g}, got {t.reward!r:.80}: scale it down")
     if t.finish_reason not in FINISH_REASONS:
         _refuse(f"finish_reason must be 'stop' or 'length', got {t.finish_reason!r:.80}")
     if problem := component_problem(t.components):

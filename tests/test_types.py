@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxrl_async.types import InvalidTrajectoryError, Trajectory, Turn, check_trajectory
+from jaxrl_async.types import Group, InvalidTrajectoryError, Trajectory, Turn, check_trajectory
 
 GOOD = Trajectory(
     tokens=np.array([1, 2, 3, 4, 5], np.int32),
@@ -47,6 +47,7 @@ def test_turns_that_end_one_after_another_and_sum_to_the_reward_are_allowed():
         (dict(prompt_length=0), r"prompt_length 0 is outside \[1, 5\]"),
         (dict(prompt_length=6), r"prompt_length 6 is outside \[1, 5\]"),
         (dict(reward=float("nan")), r"reward must be finite, got nan"),
+        (dict(reward=-1e39), r"reward must be in ±9.*e\+15, got -1e\+39: scale it down"),
         (dict(turns=(Turn(3, 0.5), Turn(3, 0.0))), r"turns must end one after another in \(2, 5\], got \[3, 3\]"),
         (dict(turns=(Turn(2, 0.5), Turn(5, 0.0))), r"in \(2, 5\], got \[2, 5\]"),
         (dict(turns=(Turn(3, 0.5), Turn(6, 0.0))), r"in \(2, 5\], got \[3, 6\]"),
@@ -64,3 +65,17 @@ def test_what_breaks_the_law_is_refused_with_field_value_and_bound(changes, mess
 def test_a_row_longer_than_the_bound_is_refused():
     with pytest.raises(InvalidTrajectoryError, match=r"length 5 is outside \[1, 4\]"):
         check_trajectory(GOOD, vocab_size=6, max_tokens=4)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "equal"),
+    [
+        ((0.5, 0.5), True),
+        ((0.1 + 0.2, 0.3), True),  # but for rounding
+        ((0.5, 0.5 + 1e-7), False),
+        ((1e8, 1e8 + 1), False),  # In float32 they are equal.
+    ],
+)
+def test_rewards_of_a_group_are_equal_where_no_sample_has_an_advantage(rewards, equal):
+    group = Group(0, 0, tuple(dataclasses.replace(GOOD, reward=reward) for reward in rewards))
+    assert group.has_equal_rewards == equal

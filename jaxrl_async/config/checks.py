@@ -107,6 +107,9 @@ def is_local(address: str) -> bool:
     return security.is_loopback(address.partition("/")[0].rpartition(":")[0])
 
 
+# Advantages that a group of 1 does not have. The others are 0 in one: runs of before go on, and learn nothing.
+NEEDS_PEERS = ("grpo", "rloo")
+
 # Waits, each with the longer one that must outlast it: else the longer one ends a run that the shorter would mend.
 _OUTLASTED = (
     ("rollout.request_timeout_secs", "learner.lease_timeout_secs"),
@@ -117,13 +120,19 @@ _OUTLASTED = (
 
 
 def check_new(s: Settings) -> None:
-    """Refuses for a new run what older ones may have: waits out of order, and a loss that does less than its name says.
+    """Refuses for a new run what older ones may have: waits out of order, and a loss that does less than its name says
+    or nothing, with a group of 1.
 
     Raises:
       SettingsError: names both keys and both numbers of such waits; as `LossConfig.check_new`.
     """
+    found = []
+    if s.rollout.group_size < 2 and s.loss.advantage not in NEEDS_PEERS:
+        found.append(
+            _needs_peers(s) + ": the baseline is the group's mean, so that each advantage is 0"
+        )
     waits = [(a, b) for a, b in _OUTLASTED if not _value(s, a) < _value(s, b)]
-    found = [f"{_is(s, shorter)} must be < {_is(s, longer)}" for shorter, longer in waits]
+    found += [f"{_is(s, shorter)} must be < {_is(s, longer)}" for shorter, longer in waits]
     try:
         s.loss.check_new()
     except ValueError as error:
@@ -336,8 +345,8 @@ def _of_loss(s: Settings) -> Iterator[str]:
         loss.check_minibatches(learner.num_minibatches)
     except ValueError as error:
         yield f"loss.{error}"
-    if loss.advantage in ("grpo", "rloo") and rollout.group_size < 2:
-        yield f"loss.advantage {loss.advantage!r} needs rollout.group_size ≥ 2, got {rollout.group_size}"
+    if loss.advantage in NEEDS_PEERS and rollout.group_size < 2:
+        yield _needs_peers(s)
     if loss.advantage == "turns":
         if rollout.function in ("single_turn", "agent"):
             yield (
@@ -349,6 +358,10 @@ def _of_loss(s: Settings) -> Iterator[str]:
                 "rollout.drop_equal_rewards must be False with loss.advantage 'turns': the turns of a group may differ "
                 "where its rewards are equal"
             )
+
+
+def _needs_peers(s: Settings) -> str:
+    return f"loss.advantage {s.loss.advantage!r} needs rollout.group_size ≥ 2, got {s.rollout.group_size}"
 
 
 def _of_shapes(s: Settings) -> Iterator[str]:

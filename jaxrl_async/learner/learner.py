@@ -308,8 +308,8 @@ def _timed(lease: Iterator[Chunk], timers: Timers) -> Iterator[Chunk]:
 
 
 def _rewards(groups: Sequence[Group]) -> np.ndarray:
-    """float32 [N, G]"""
-    return np.stack([group.rewards for group in groups])
+    """float64 [N, G]"""
+    return np.stack([group.exact_rewards for group in groups])
 
 
 def _turn_rewards(groups: Sequence[Group]) -> np.ndarray:
@@ -504,14 +504,14 @@ class _FailureBudgets:
         failures = sum(counts[reason] for reason in REISSUE_REASONS)
         if failures > queue.max_failures:
             raise TooManyFailuresError(
-                f"{failures} groups were returned for infrastructure failures {within}, the budget "
-                f"queue.max_failures is {queue.max_failures}; {report}"
+                f"{failures} groups were returned for failures {within}, the budget queue.max_failures is "
+                f"{queue.max_failures}{_last_of(counts, status)}; {report}"
             )
         for reason, budget in queue.budgets.items():
             if counts[reason] > budget:
                 raise TooManyFailuresError(
                     f"{counts[reason]} groups were returned or retired as {reason} {within}, the budget "
-                    f"queue.budgets.{reason} is {budget}; {report}"
+                    f"queue.budgets.{reason} is {budget}{_last_of({reason: 1}, status)}; {report}"
                 )
 
     def _counts(self, status: QueueStatus) -> collections.Counter[str]:
@@ -523,3 +523,10 @@ class _FailureBudgets:
         self._losses += counts[WORKER_LOST] > self._lost
         self._lost, counts[WORKER_LOST] = counts[WORKER_LOST], self._losses
         return counts
+
+
+def _last_of(counts: Mapping[str, int], status: QueueStatus) -> str:
+    """What the last return for the most frequent failure said: whose fault it is, the machine's or the user's code."""
+    found = {reason: counts[reason] for reason in counts if reason in status.details}
+    reason = max(found, key=found.__getitem__, default=None)
+    return "" if reason is None else f"; the last {reason}: {status.details[reason]}"

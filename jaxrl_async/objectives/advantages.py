@@ -2,8 +2,11 @@
 
 Only array methods are used: NumPy arrays stay NumPy (the host computes them without a dispatch) and JAX arrays stay
 JAX. Rewards are shifted by the group's first, which changes only rounding: a group with equal rewards gives exactly
-0, even where its mean would round.
+0, even where its mean would round. Rewards in float64 that float32 cannot tell apart, as 1e8 and 1e8 + 1, are shifted
+in float64.
 """
+
+from typing import Any
 
 import jax
 import numpy as np
@@ -89,13 +92,19 @@ def turns(rewards: np.ndarray) -> np.ndarray:
     Raises:
       ValueError: not [N, G, K].
     """
-    rewards = np.asarray(rewards, np.float32)
+    rewards = np.asarray(rewards)
     if rewards.ndim != 3:
         raise ValueError(f"rewards must be [N, G, K], got shape {list(rewards.shape)}")
     has = ~np.isnan(rewards)
-    after = np.cumsum(np.where(has, rewards, 0)[..., ::-1], axis=-1)[..., ::-1]
-    first = np.take_along_axis(after, has.argmax(axis=1)[:, None], axis=1)  # that has the turn
-    shifted = np.where(has, after - first, 0)  # Equal ones give exactly 0.
+
+    def shifted_in(dtype: Any) -> np.ndarray:
+        after = np.where(has, rewards, 0).astype(dtype)[..., ::-1].cumsum(axis=-1)[..., ::-1]
+        return after - np.take_along_axis(
+            after, has.argmax(axis=1)[:, None], axis=1
+        )  # that has the turn
+
+    # Equal ones give exactly 0.
+    shifted = np.where(has, _kept(shifted_in(np.float32), shifted_in(np.float64)), np.float32(0))
     num = np.maximum(has.sum(axis=1, keepdims=True), 1, dtype=np.float32)
     return np.where(has, shifted - shifted.sum(axis=1, keepdims=True) / num, np.float32(0))
 
@@ -112,6 +121,13 @@ def _centred(rewards, *, min_group_size):
         raise ValueError(
             f"rewards must be [N, G] with G ≥ {min_group_size}, got shape {list(rewards.shape)}"
         )
-    rewards = rewards.astype(np.float32)
-    shifted = rewards - rewards[:, :1]
+    rounded = rewards.astype(np.float32)
+    shifted = rounded - rounded[:, :1]
+    if not isinstance(rewards, jax.Array):
+        shifted = _kept(shifted, rewards.astype(np.float64) - rewards[:, :1])
     return shifted - shifted.mean(axis=1, keepdims=True)
+
+
+def _kept(rounded: np.ndarray, exact: np.ndarray) -> np.ndarray:
+    """Differences of rewards, as float32 has them; the exact ones where it lost them."""
+    return np.where(np.isclose(rounded, exact, 1e-3, 1e-6), rounded, exact).astype(np.float32)

@@ -177,6 +177,7 @@ class QueueService:
         self._run_epoch = 0
         self._roles: dict[str, tuple[float, pb.RoleReport]] = {}  # time and text of the last report
         self._failure = ""  # Why the run cannot go on; leases and permits are refused with it.
+        self._details: dict[str, str] = {}  # what the last return said, by reason
         self._lengths = Lengths()
         # worker → its process, and the processes that had the name before
         self._instances: dict[str, tuple[str, set[str]]] = {}
@@ -294,10 +295,13 @@ class QueueService:
         """Takes back a permit."""
         wire.check_return(request)
         permit = wire.decode_permit(request.permit)
-        outcome = await self._return(permit, request.reason)
+        outcome, detail = (
+            await self._return(permit, request.reason),
+            security.escaped(request.detail),
+        )
         if outcome != "stale":
             self._lengths.count("dropped", request.prompt_tokens, request.completion_tokens)
-        detail = security.escaped(request.detail)
+            self._details[request.reason] = f"prompt {permit.prompt_index}: {detail}"
         log.info("%s returned (%s): %s %s", permit, request.reason, outcome, detail)
         return pb.ReturnReply(outcome=outcome)
 
@@ -460,6 +464,7 @@ class QueueService:
                 servers=self._table,
                 lengths=self._lengths.means(),
                 failure=self._failure,
+                details=dict(self._details),
                 **dataclasses.asdict(self._identity),
             )
         )

@@ -321,7 +321,7 @@ def decode_status(message: pb.StatusReply) -> QueueStatus:
     names = [field.name for field in dataclasses.fields(QueueStatus)]
     values: dict[str, Any] = {name: getattr(message, name) for name in names}
     values |= {name: _optional(message, name) for name in ("v_pub", "last_push_age_secs")}
-    values |= {name: dict(values[name]) for name in ("returned", "retired", "lengths")}
+    values |= {name: dict(values[name]) for name in ("returned", "retired", "lengths", "details")}
     roles = tuple(
         RoleStatus(r.role, r.silent_secs, decode_waits(r.waits), dict(r.secs))
         for r in message.roles

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxrl_async.rewards import child
-from jaxrl_async.types import component_problem
+from jaxrl_async.types import MAX_REWARD, component_problem
 
 READ_BYTES = 1 << 16
 MAX_BATCH_CALLS = 16  # calls in a message; the rest of a batch waits behind a call that hangs
@@ -243,12 +243,17 @@ class RewardPool:
             raise _LostError(RewardError(f"reward {self.reward!r} {message}"))
         counted = {} if self._times_out_as is None else {TIMED_OUT: 0.0}
         if isinstance(outcome, float | int):
-            return Judgement(outcome, counted)
+            outcome = {"reward": outcome, "components": {}}
         if "error" in outcome:
             return RewardError(
                 f"reward {self.reward!r}: {outcome['error']}",
                 place=outcome["place"],
                 traceback=outcome["traceback"],
+            )
+        if abs(outcome["reward"]) > MAX_REWARD:
+            return RewardError(
+                f"reward {self.reward!r}: returned {outcome['reward']}, outside ±{MAX_REWARD:g}: scale it down",
+                place="a reward that is too large",
             )
         if problem := component_problem(outcome["components"]):
             return RewardError(

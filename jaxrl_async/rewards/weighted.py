@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxrl_async.names import importable
-from jaxrl_async.rewards import REWARDS, check_reward, names_seen, reward_function
+from jaxrl_async.rewards import REWARDS, check_reward, names_seen, reward_function, times_out_as
 from jaxrl_async.rewards.process import judged
 from jaxrl_async.types import component_problem
 
@@ -80,6 +80,16 @@ class WeightedSum:
         parameters = [inspect.Parameter(name, either) for name in ("completion", "answer")]
         parameters += [inspect.Parameter(name, keyword) for name in asked]
         self.__signature__ = inspect.Signature(parameters)
+
+    @property
+    def times_out_as(self) -> float | None:
+        """The sum of the parts', where each has one: else a time-out could be a way out of another part's penalty."""
+        total = 0.0
+        for _, weight, reward, _ in self._parts:
+            if (worth := times_out_as(reward)) is None:
+                return None
+            total += weight * worth
+        return total
 
     def check(self, examples: Iterable) -> None:
         """Each part's own check."""

@@ -178,7 +178,7 @@ class Worker:
         """Submits the permit's group, or returns the permit."""
         try:
             group = await self._make_group(permit)
-            if self.drop_equal_rewards and np.ptp(group.rewards) == 0:
+            if self.drop_equal_rewards and group.has_equal_rewards:
                 raise RolloutError("equal_rewards", f"all rewards are {group.rewards[0]:g}")
             outcome = await self.queue.submit(group)
             if outcome in REFUSALS:

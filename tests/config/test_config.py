@@ -16,7 +16,7 @@ from jaxrl_async.config import base_config, build, checks, parse_arg, table
 from jaxrl_async.config import settings as settings_lib
 from jaxrl_async.config.build import default_values, make_settings
 from jaxrl_async.config.forms import command_words
-from jaxrl_async.config.loss import LossConfig
+from jaxrl_async.config.loss import ADVANTAGES, LossConfig
 from jaxrl_async.config.settings import SettingsError
 from jaxrl_async.models import families
 from jaxrl_async.preflight import machine
@@ -741,6 +741,22 @@ def test_a_wait_must_be_outlasted_by_the_one_that_it_saves(shorter, longer):
     equal = parse(f"--config={QUICKSTART}", lease, f"--config.{shorter}={bound}")
     with pytest.raises(SettingsError, match=rf"{shorter} = {bound:g} .*{longer} = {bound:g}"):
         checks.check_new(equal)
+
+
+@pytest.mark.parametrize("advantage", ADVANTAGES)
+def test_a_group_of_one_is_refused_by_every_advantage_whose_baseline_is_the_group(advantage):
+    environment = ["--config.rollout.function=environment", "--config.environment.name=calculator"]
+    with pytest.raises(
+        SettingsError, match=f"loss.advantage '{advantage}' needs rollout.group_size ≥ 2, got 1"
+    ):
+        checks.check_new(
+            parse(
+                f"--config={QUICKSTART}",
+                "--config.rollout.group_size=1",
+                f"--config.loss.advantage={advantage}",
+                *(environment if advantage == "turns" else ()),
+            )
+        )
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.py")), ids=lambda p: p.stem)

@@ -232,6 +232,19 @@ def test_too_many_failures_stop_the_run_and_are_counted_by_reason():
         train(recorder)
 
 
+def test_too_many_failures_say_what_the_last_ones_of_the_most_frequent_kind_said():
+    recorder = Recorder(returned={"server_error": 4, "reward_error": 7})
+    said = "prompt 3: reward 'm:f': returned None, not a finite number"
+    status = dataclasses.replace(
+        recorder.status(), details={"server_error": "no", "reward_error": said}
+    )
+    recorder.status = lambda: status
+    with pytest.raises(learner.TooManyFailuresError) as caught:
+        train(recorder)
+    assert f"max_failures is 10; the last reward_error: {said}; returned: " in str(caught.value)
+    assert "infrastructure" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("status", "error"),
     [

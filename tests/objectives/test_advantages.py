@@ -36,6 +36,25 @@ def test_turns_by_hand():
     assert found.dtype == np.float32
 
 
+@pytest.mark.parametrize("base", [1e8, -1e8, 1e15])
+def test_rewards_that_float32_cannot_tell_apart_have_their_advantages(base):
+    rewards = base + np.array([[1.0, 0.0, 0.0, 0.0]])
+    assert len(np.unique(rewards.astype(np.float32))) == 1
+    for name in ("grpo", "dr_grpo", "rloo"):
+        near, far = (advantages.ADVANTAGES[name](r) for r in (rewards - base, rewards))
+        np.testing.assert_array_equal(far, near)
+        assert far.dtype == np.float32
+    far = advantages.turns(np.stack([rewards, np.ones_like(rewards)], axis=-1))
+    np.testing.assert_array_equal(far, [[[0.75, 0]] + [[-0.25, 0]] * 3])
+
+
+@ALL
+def test_rewards_that_float32_has_keep_the_bits_of_float32(name):
+    rewards = np.random.default_rng(5).choice([0.1, 5 / 6, 0.3, 0.1 + 0.2, 1e6 / 7], size=(64, 5))
+    of_both = (advantages.ADVANTAGES[name](r) for r in (rewards, rewards.astype(np.float32)))
+    np.testing.assert_array_equal(*of_both)
+
+
 def test_one_turn_each_is_dr_grpo():
     rewards = np.random.default_rng(4).normal(size=(5, 4))
     np.testing.assert_array_equal(

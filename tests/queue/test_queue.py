@@ -232,6 +232,10 @@ async def test_a_return_is_answered_with_the_fate_of_the_index():
         status = await queue.status()
         assert status.returned == {"server_error": 1, "equal_rewards": 1}
         assert status.retired == {"equal_rewards": 1}
+        assert status.details == {
+            "server_error": "prompt 0: HTTP 500",
+            "equal_rewards": "prompt 1: ",
+        }
 
 
 async def test_admit_waits_for_a_publication_and_answers_empty_when_none_comes():

@@ -279,6 +279,7 @@ def test_a_resume_point_servers_and_a_status_are_decoded_as_they_were_encoded():
                 "lengths": {"prompt/trained": 2.5},
                 "run_id": "a" * 12,
                 "failure": "ValueError: bad",
+                "details": {"reward_error": "prompt 3: no number"},
             }
         )
         assert wire.decode_status(wire.encode_status(status)) == status

@@ -77,7 +77,7 @@ def reward(completion, answer):
     if verb == "modules":
         heavy = {"jax", "numpy", "asyncio", "multiprocessing", "flax", "grain", "sympy"}
         return len(heavy & set(sys.modules))
-    return {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "1.0", "huge": 10**400}[verb]
+    return {"nan": float("nan"), "inf": float("inf"), "none": None, "text": "1.0", "huge": 10**400, "large": 1e39}[verb]
 """
 
 
@@ -326,6 +326,7 @@ async def test_a_call_that_fails_while_its_process_is_due_costs_no_other():
         ("none", "returned None, .*finite"),
         ("text", "returned '1.0', .*finite"),
         ("huge", "returned 1000.*, .*finite"),
+        ("large", r"returned 1e\+39, outside ±9.0.*e\+15: scale it down"),
         ("unheard", "KeyError: 'unheard'"),
         ("sys.exit", "SystemExit: 3"),
         ("raise", "KeyError: 'xxx"),

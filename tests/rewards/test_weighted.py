@@ -169,3 +169,12 @@ def test_a_wrong_answer_is_not_right_however_large_the_sum():
     assert not runner.is_right(Judgement(1.5, {"exact": 0.0, "ends": 1.0}))
     assert runner.is_right(Judgement(0.5, {"exact": 1.0, "ends": 0.0}))
     assert runner.is_right(Judgement(1.0))  # The reward of a rollout function's own.
+
+
+def test_a_sum_says_what_a_time_out_is_worth_where_each_part_does(module, monkeypatch):
+    import weighted_rewards
+
+    name = weighted.name_of({"math_verify": 1.0, f"{module}:ends": 0.5})
+    assert reward_function(name).times_out_as is None
+    monkeypatch.setattr(weighted_rewards.ends, "times_out_as", -1.0, raising=False)
+    assert reward_function(name).times_out_as == -0.5
