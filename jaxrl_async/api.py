@@ -1,7 +1,6 @@
 """The Python API: a config in, a run out, as with the verbs `train`, `evaluate`, `replay`, `export` and `report`."""
 
 import dataclasses
-import json
 import os
 import pathlib
 import subprocess
@@ -11,7 +10,7 @@ from typing import Any
 
 import ml_collections
 
-from jaxrl_async import report
+from jaxrl_async import report, sealed
 from jaxrl_async.cli.config import load_config, settings_of
 from jaxrl_async.metrics import read_metrics
 from jaxrl_async.preflight import machine
@@ -54,7 +53,8 @@ class Run:
           RuntimeError: it failed; the message is the end of its output.
         """
         self._verb("evaluate", f"--steps={','.join(map(str, steps))}")
-        return json.loads((self.workdir / "evaluation.json").read_text("utf-8"))
+        path = self.workdir / "evaluation.json"
+        return sealed.read(path, remedy="evaluate again", keys=("step",), kind=list)
 
     def replay(self, out: str | os.PathLike, overrides: Mapping[str, Any] | None = None) -> "Run":
         """Trains again on the groups that this run trained on, in a process of its own.

@@ -1,15 +1,18 @@
-"""Metrics: the table of their names, the writer, the reader, and timers. Imports no other module of the package."""
+"""Metrics: the table of their names, the writer, the reader, and timers."""
 
 import contextlib
 import json
+import logging
 import math
 import pathlib
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
+from jaxrl_async import sealed
 
 Rows = Sequence[Mapping[str, float | None]]  # of metrics.jsonl; None where a value was not finite
 # Name, or "prefix/" of an open family → unit and meaning.
@@ -80,6 +83,8 @@ MAX_DRIFT = 1.5  # of the ratio of the mean lengths of dropped groups and of tra
 
 _TAIL_BYTES = 1 << 16  # longer than a row
 
+log = logging.getLogger(__name__)
+
 
 class MetricsWriter:
     """Appends one object per step to metrics.jsonl and the same names to TensorBoard, and to a tracker."""
@@ -90,7 +95,7 @@ class MetricsWriter:
             from tensorboardX import FileWriter  # Imports slowly; only the learner writes.
 
         workdir = pathlib.Path(workdir)
-        self._file = open(workdir / "metrics.jsonl", "a", encoding="utf-8")
+        self._file = sealed.open_lines(workdir / "metrics.jsonl")
         self._board = FileWriter(str(workdir / "tensorboard"))
         self._tracker = tracker
 
@@ -104,7 +109,7 @@ class MetricsWriter:
             if name not in METRICS and f"{name.split('/')[0]}/" not in METRICS:
                 raise KeyError(f"metric {name!r} is not in the table jaxrl_async.metrics.METRICS")
         row = {"step": step, "unix_time": time.time()} | {n: float(v) for n, v in values.items()}
-        self._file.write(json.dumps(finite(row)) + "\n")
+        self._file.write(json.dumps(sealed.sealed(finite(row))) + "\n")
         self._file.flush()
         self._board.add_summary(_summary(values), step)
         if self._tracker is not None:
@@ -144,37 +149,41 @@ def _summary(values: Mapping[str, float]) -> Any:
     return Summary(value=scalars)
 
 
-def read_metrics(workdir: str | pathlib.Path) -> list[dict[str, float]]:
+def read_metrics(
+    workdir: str | pathlib.Path, say: Callable[[str], None] = log.warning
+) -> list[dict[str, float]]:
     """The rows of metrics.jsonl, one per step; for a step run twice (after a resume), the later. Omits an incomplete
-    last line.
-
-    Raises:
-      ValueError: a line that is not JSON, with file and line number.
-    """
-    path = pathlib.Path(workdir) / "metrics.jsonl"
-    if not path.exists():
-        return []
-    text = path.read_text(encoding="utf-8")
-    lines = text.split("\n")[:-1]  # What follows the last newline is still being written.
+    last line, and damaged ones, each with a sentence to `say`."""
     rows = {}
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}:{number}: not a JSON object: {error}") from None
-        rows[row["step"]] = row
+    for row in sealed.lines(path := pathlib.Path(workdir) / "metrics.jsonl", say):
+        if _is_row(row):
+            rows[row["step"]] = row
+        else:
+            say(f"{path}: a line that is no row of a step is left out")
     return [rows[step] for step in sorted(rows)]
 
 
 def last_metrics(workdir: str | pathlib.Path) -> dict[str, float] | None:
-    """The last complete row of metrics.jsonl, None while there is none. Reads the end of the file only."""
+    """The last row of metrics.jsonl that is complete and sound, None while there is none. Reads the file's end only."""
     path = pathlib.Path(workdir) / "metrics.jsonl"
     if not path.exists():
         return None
     with open(path, "rb") as file:
         file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
         lines = file.read().split(b"\n")[:-1]
-    return json.loads(lines[-1]) if lines else None
+    return next(_sound(reversed(lines)), None)
+
+
+def _sound(lines: Iterable[bytes]) -> Iterator[dict[str, float]]:
+    """The rows of those lines that are sound."""
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            if _is_row(row := sealed.unsealed(json.loads(line))):
+                yield row
+
+
+def _is_row(row: Any) -> bool:
+    return isinstance(row, dict) and isinstance(row.get("step"), int)
 
 
 class NewSteps:
@@ -192,7 +201,7 @@ class NewSteps:
             file.seek(self._read)
             complete = file.read().rpartition(b"\n")[0]
         self._read += len(complete) + 1 if complete else 0
-        return [int(json.loads(line)["step"]) for line in complete.splitlines()]
+        return [int(row["step"]) for row in _sound(complete.splitlines())]
 
 
 def column(rows: Rows, name: str) -> np.ndarray:

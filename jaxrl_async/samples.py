@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+import logging
 import math
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from jaxrl_async import sealed
 from jaxrl_async.types import NOT_SAMPLED, Group, Trajectory
 
 FILE = "samples.jsonl"
@@ -15,6 +17,8 @@ MAX_CHARS = 2000  # of a prompt and of a completion; of a longer one the middle 
 LEFT_OUT = " … "
 
 Decode = Callable[[Sequence[int]], str]
+
+log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,14 +103,15 @@ class SampleWriter:
         self._decode, self._per_step, self._show = decode, per_step, show
         self._file = None
         if per_step:
-            self._file = open(pathlib.Path(workdir) / FILE, "a", encoding="utf-8")
+            self._file = sealed.open_lines(pathlib.Path(workdir) / FILE)
 
     def write(self, step: int, groups: Sequence[Group]) -> None:
         """Writes samples of a step's groups, in one line."""
         if self._file is None:
             return
         found = choose(step, groups, self._per_step, self._decode)
-        self._file.write(json.dumps([dataclasses.asdict(s) for s in found]) + "\n")
+        rows = [sealed.sealed(dataclasses.asdict(sample)) for sample in found]
+        self._file.write(json.dumps(rows) + "\n")
         self._file.flush()
         for place, sample in enumerate(found, start=1):
             self._show(step, f"samples/{place}", _as_markdown(sample))
@@ -116,26 +121,18 @@ class SampleWriter:
             self._file.close()
 
 
-def read_samples(workdir: str | pathlib.Path) -> dict[int, list[CompletionText]]:
+def read_samples(
+    workdir: str | pathlib.Path, say: Callable[[str], None] = log.warning
+) -> dict[int, list[CompletionText]]:
     """Step → its samples, by step; of a step run twice (after a resume), the later ones. {} where none were written.
-
-    Raises:
-      ValueError: a complete line that is not of this file, with its number.
-    """
-    path = pathlib.Path(workdir) / FILE
-    if not path.exists():
-        return {}
+    Omits an incomplete last line, and damaged ones, each with a sentence to `say`."""
     steps = {}
-    # What follows the last newline is still being written.
-    for number, line in enumerate(path.read_text("utf-8").split("\n")[:-1], start=1):
+    for found in sealed.lines(path := pathlib.Path(workdir) / FILE, say):
         try:
-            found = [
-                CompletionText(**fields | {"spans": tuple(map(tuple, fields["spans"]))})
-                for fields in json.loads(line)
-            ]
-            steps[found[0].step] = found
-        except (ValueError, TypeError, KeyError, IndexError) as error:
-            raise ValueError(f"{path}:{number}: not samples of a step: {error}") from None
+            texts = [CompletionText(**f | {"spans": tuple(map(tuple, f["spans"]))}) for f in found]
+            steps[texts[0].step] = texts
+        except (TypeError, KeyError, IndexError):
+            say(f"{path}: a line that is no samples of a step is left out")
     return dict(sorted(steps.items()))
 
 

@@ -16,12 +16,13 @@ MAY_IMPORT = {
     "types": set(),
     "names": set(),
     "records": set(),
-    "samples": {"types"},
+    "sealed": set(),
+    "samples": {"sealed", "types"},
     "tracker": set(),
     "active_clock": set(),
     "security": set(),
     "rpc": {"security"},
-    "metrics": set(),
+    "metrics": {"sealed"},
     "config": {"names", "queue", "records", "security"},
     "tasks": {"types", "environments", "names", "rewards"},
     "environments": {"types", "names", "rewards"},
@@ -54,8 +55,8 @@ MAY_IMPORT = {
         "security",
         "servers",
     },
-    "report": {"types", "records", "metrics", "samples", "tasks", "queue", "security"},
-    "sweeps": {"metrics", "report", "runtime"},
+    "report": {"types", "records", "metrics", "samples", "sealed", "tasks", "queue", "security"},
+    "sweeps": {"metrics", "report", "runtime", "sealed"},
     "learner": {
         "types",
         "records",
@@ -166,12 +167,13 @@ MAY_IMPORT["cli"] = {
     "roles",
     "rollout",
     "runtime",
+    "sealed",
     "security",
     "sweeps",
     "tasks",
     "tools",
 }
-MAY_IMPORT["api"] = {"cli", "metrics", "preflight", "report", "roles"}
+MAY_IMPORT["api"] = {"cli", "metrics", "preflight", "report", "roles", "sealed"}
 # Nobody imports these: they stand behind tables of names.
 MAY_IMPORT["extras"] = set(MAY_IMPORT)
 MAY_IMPORT["sglang_jax"] = set()  # An older name of extras.sglang_jax.
@@ -179,6 +181,7 @@ WITHOUT_JAX = (
     "types",
     "names",
     "samples",
+    "sealed",
     "tracker",
     "active_clock",
     "security",

@@ -65,10 +65,41 @@ def test_new_steps_are_given_once_each_in_order(tmp_path):
     assert metrics.NewSteps(tmp_path)() == []  # of a resumed run
 
 
-def test_a_broken_line_is_named(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
-    with pytest.raises(ValueError, match=r"metrics.jsonl:2"):
-        metrics.read_metrics(tmp_path)
+def test_after_half_a_line_the_writer_begins_a_fresh_one_and_readers_say_what_they_leave_out(
+    tmp_path,
+):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "rew')  # A full disk left it.
+    new_steps, writer, said = metrics.NewSteps(tmp_path), metrics.MetricsWriter(tmp_path), []
+    writer.write(2, row(reward__mean=0.5))
+    writer.close()
+    assert new_steps() == [2]
+    rows = metrics.read_metrics(tmp_path, said.append)
+    assert [r["step"] for r in rows] == [1, 2] and rows[1]["reward/mean"] == 0.5
+    assert len(said) == 1 and "metrics.jsonl:2 is damaged, and left out" in said[0]
+    assert metrics.last_metrics(tmp_path) == rows[1]
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda text: text.replace("0.25", "0.75"), lambda text: text.replace("{", "", 1)]
+)
+def test_an_altered_line_is_said_and_left_out(tmp_path, damage, caplog):
+    writer = metrics.MetricsWriter(tmp_path)
+    writer.write(1, row(reward__mean=0.5))
+    writer.write(2, row(reward__mean=0.25))
+    writer.close()
+    path = tmp_path / "metrics.jsonl"
+    first, second = path.read_text().splitlines()
+    path.write_text(f"{first}\n{damage(second)}\n")
+    assert [r["step"] for r in metrics.read_metrics(tmp_path)] == [1]
+    assert "metrics.jsonl:2 is damaged" in caplog.text
+    assert metrics.last_metrics(tmp_path)["step"] == 1
+
+
+@pytest.mark.parametrize("line", ["[]", "1", '{"version": 2}', '{"step": "1"}'])
+def test_a_line_of_another_file_is_no_row(tmp_path, line, caplog):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{line}\n')
+    assert metrics.read_metrics(tmp_path) == [{"step": 1}] == [metrics.last_metrics(tmp_path)]
+    assert "metrics.jsonl" in caplog.text
 
 
 def test_timers_add_up_under_each_name_and_pop_resets():

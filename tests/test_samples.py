@@ -75,11 +75,26 @@ def test_a_step_run_twice_is_the_later_and_a_torn_line_is_none(tmp_path):
     assert [(step, s.reward) for step, [s] in found.items()] == [(1, 0.5), (2, 1.0)]
 
 
-@pytest.mark.parametrize("line", ["{", "[]", "[1]", '[{"step": 1}]'])
-def test_a_damaged_line_is_named(tmp_path, line):
-    (tmp_path / "samples.jsonl").write_text(f"{line}\n", "utf-8")
-    with pytest.raises(ValueError, match=r"samples\.jsonl:1: not samples of a step"):
-        samples.read_samples(tmp_path)
+@pytest.mark.parametrize("line", ["{", "[]", "[1]", "{}", '[{"step": 1}]'])
+def test_a_damaged_line_is_said_and_left_out(tmp_path, line):
+    (tmp_path / "samples.jsonl").write_text(f"{line[:3]}", "utf-8")  # Half a line, of a full disk.
+    writer = samples.SampleWriter(tmp_path, decode, per_step=1)
+    writer.write(2, [group(0, trajectory("2", 0.5))])
+    writer.close()
+    with open(tmp_path / "samples.jsonl", "a", encoding="utf-8") as file:
+        file.write(f"{line}\n")
+    said = []
+    assert list(samples.read_samples(tmp_path, said.append)) == [2]
+    assert len(said) == 2 and all("samples.jsonl" in sentence for sentence in said)
+
+
+def test_an_altered_sample_is_said_and_left_out(tmp_path, caplog):
+    writer = samples.SampleWriter(tmp_path, decode, per_step=1)
+    writer.write(2, [group(0, trajectory("2", 0.5))])
+    writer.close()
+    path = tmp_path / "samples.jsonl"
+    path.write_text(path.read_text("utf-8").replace("0.5", "0.7"), "utf-8")
+    assert samples.read_samples(tmp_path) == {} and "samples.jsonl:1 is damaged" in caplog.text
 
 
 def test_nothing_is_written_where_none_are_wanted(tmp_path):

@@ -5,7 +5,7 @@ import pathlib
 import sys
 from typing import Any
 
-from jaxrl_async import parts
+from jaxrl_async import parts, sealed
 from jaxrl_async.cli.config import UsageError, parse_flags, settings_of
 from jaxrl_async.evaluation.evaluator import best_version
 from jaxrl_async.evaluation.score import EvaluationError
@@ -60,7 +60,8 @@ def main(argv: list[str]) -> int:
     except (CheckpointError, EvaluationError) as error:
         print(f"evaluate: {error}", file=sys.stderr)
         return 1
-    (workdir / "evaluation.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    text = json.dumps([sealed.sealed(row) for row in rows], indent=2)
+    (workdir / "evaluation.json").write_text(text + "\n", encoding="utf-8")
     columns = [name for name in rows[0] if not name.endswith(("_low", "_high"))]
     print("  ".join(f"{name:>10}" for name in columns))
     last = max(row["step"] for row in rows)

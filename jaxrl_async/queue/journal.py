@@ -114,6 +114,10 @@ class JournalError(RuntimeError):
     """A journal that cannot be written or read, or is damaged; the message names the file and the cause."""
 
 
+class DeletedError(JournalError):
+    """Groups that the journal kept no longer, by its settings."""
+
+
 class Recovered(NamedTuple):
     """The state of a former queue, from its journal."""
 
@@ -368,7 +372,7 @@ class Journal:
         def read(c: sqlite3.Connection) -> tuple[FixedChunk, list[bytes]]:
             if self._max_bytes == 0 and step <= _meta(c).get("checkpointed_step", 0):
                 # Whether its slice has come or not.
-                raise JournalError(
+                raise DeletedError(
                     f"journal {self._path}: the groups of step {step} are {_DELETED}"
                 )
             return _chunk(c, self._path, step, index)
@@ -664,7 +668,7 @@ def _message(c: sqlite3.Connection, path: pathlib.Path, index: int) -> bytes:
     query = "SELECT checksum, message FROM groups WHERE prompt_index = ?"
     row = c.execute(query, (index,)).fetchone()
     if row is None:
-        raise JournalError(f"journal {path}: the group of prompt_index {index} is {_DELETED}")
+        raise DeletedError(f"journal {path}: the group of prompt_index {index} is {_DELETED}")
     if zlib.crc32(row[1]) != row[0]:
         raise JournalError(
             f"journal {path}: the group of prompt_index {index} is damaged (checksum)"

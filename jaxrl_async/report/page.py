@@ -1,13 +1,13 @@
 """Assembles the page: a workdir's files → report.html, section by section."""
 
 import datetime
-import json
 import pathlib
 import re
 from collections.abc import Sequence
 
 import numpy as np
 
+from jaxrl_async import sealed
 from jaxrl_async.metrics import Rows, column, read_metrics
 from jaxrl_async.report import plots, tables
 from jaxrl_async.report.tables import escape, number
@@ -35,25 +35,27 @@ def write_report(workdir: str | pathlib.Path) -> pathlib.Path:
 
     Args:
       workdir: holds config.json, metrics.jsonl and, after `evaluate`, evaluation.json. Completions come from its
-        journal, unless a run is writing it.
+        journal, unless a run is writing it. Lines that are damaged or lost are among the page's warnings.
 
     Returns:
       The path of the page.
 
     Raises:
-      ValueError: no step has been trained yet.
+      ValueError: no step has been trained yet, or a file is damaged.
     """
-    workdir = pathlib.Path(workdir)
-    rows = read_metrics(workdir)
+    workdir, said = pathlib.Path(workdir), []
+    rows = read_metrics(workdir, said.append)
     if not rows:
         raise ValueError(f"{workdir} has no metrics.jsonl with a trained step")
-    config = json.loads((workdir / "config.json").read_text("utf-8"))
+    said += lost_rows(workdir, rows)
+    remedy = "a copy of it from elsewhere will do; the page needs its settings"
+    config = sealed.read(workdir / "config.json", remedy=remedy, keys=("task", "mode"))
     server, points = config.get("server", {}), evaluation_points(workdir, rows)
     shares_machine = not (server.get("addresses") or server.get("discover"))
     sections = {
         "Reward": grid([*plots.reward(rows), *plots.components(rows), *plots.evaluations(points)])
         + tables.scores(points),
-        "Completions": tables.completions(workdir, config),
+        "Completions": tables.completions(workdir, config, said.append),
         "Staleness": grid(plots.staleness(rows)),
         "Loss": grid(plots.loss(rows)),
         "Time": grid(plots.time(rows)) + tables.time(rows),
@@ -68,7 +70,7 @@ def write_report(workdir: str | pathlib.Path) -> pathlib.Path:
         title=escape(f"{config['task']['name']} · {config['mode']}"),
         subtitle=_subtitle(workdir, rows),
         links="".join(f'<a href="#{_anchor(name)}">{name}</a>' for name in sections),
-        warnings=_warnings(warnings(rows, shares_machine=shares_machine)),
+        warnings=_warnings([*said, *warnings(rows, shares_machine=shares_machine)]),
         tiles=_tiles(rows, points),
         sections="\n".join(
             f'<section id="{_anchor(name)}"><h2>{name}</h2>{content}</section>'
@@ -78,6 +80,18 @@ def write_report(workdir: str | pathlib.Path) -> pathlib.Path:
     path = workdir / "report.html"
     path.write_text(page, encoding="utf-8")
     return path
+
+
+def lost_rows(workdir: pathlib.Path, rows: Rows) -> list[str]:
+    """A sentence where rows are missing between the first one and the last checkpoint; [] where none are."""
+    steps = [int(p.name) for p in workdir.glob("checkpoints/*") if p.name.isdigit()]
+    had = {int(row["step"] or 0) for row in rows}
+    if not (lost := sorted(set(range(min(had), max([*steps, *had]) + 1)) - had)):
+        return []
+    some = ", ".join(map(str, lost[:5])) + (" …" if len(lost) > 5 else "")
+    return [
+        f"metrics.jsonl has no row of step {some}: lines of it are lost, and missing on this page."
+    ]
 
 
 def evaluation_points(workdir: pathlib.Path, rows: Rows) -> list[dict[str, float]]:
@@ -100,7 +114,9 @@ def evaluation_points(workdir: pathlib.Path, rows: Rows) -> list[dict[str, float
     )
     points = {point["version"]: point for point in logged}
     path = workdir / "evaluation.json"
-    for row in json.loads(path.read_text("utf-8")) if path.exists() else ():
+    remedy = "delete it, or run `evaluate` again, which writes it"
+    scored = sealed.read(path, remedy=remedy, keys=("step",), kind=list) if path.exists() else ()
+    for row in scored:
         scores = {name: value for name, value in row.items() if name != "step"}
         logged = points.get(row["step"], {})
         kept = {name: v for name, v in logged.items() if name.startswith(plots.VALIDATION)}

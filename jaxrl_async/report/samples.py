@@ -4,10 +4,10 @@ import contextlib
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxrl_async.queue.journal import JournalError, JournalReader
+from jaxrl_async.queue.journal import DeletedError, JournalError, JournalReader
 from jaxrl_async.samples import CompletionText, choose, read_samples, text_of
 from jaxrl_async.tasks import hub
 from jaxrl_async.tasks.tokenizer import load_tokenizer
@@ -51,18 +51,13 @@ def samples(workdir: pathlib.Path, config: Mapping[str, Any]) -> list[tuple[str,
         raise NoSamplesError(str(error)) from error
 
 
-def by_step(workdir: pathlib.Path, config: Mapping[str, Any]) -> dict[int, list[CompletionText]]:
+def by_step(
+    workdir: pathlib.Path, config: Mapping[str, Any], say: Callable[[str], None]
+) -> dict[int, list[CompletionText]]:
     """Step → completions from the highest reward to the lowest, of at most MAX_STEPS steps and of the last; {} without
-    any. From samples.jsonl; where a run wrote none, from its journal.
-
-    Raises:
-      NoSamplesError: samples.jsonl is damaged.
-    """
-    try:
-        if steps := read_samples(workdir):
-            return {step: steps[step] for step in _evenly(list(steps))}
-    except (OSError, ValueError) as error:
-        raise NoSamplesError(str(error)) from error
+    any. From samples.jsonl, whose damages `say` gets; where a run wrote none, from its journal."""
+    if steps := read_samples(workdir, say):
+        return {step: steps[step] for step in _evenly(list(steps))}
     try:
         with _reader(workdir, config) as reader:
             decode, found = _decode_of(workdir, config), {}
@@ -70,7 +65,7 @@ def by_step(workdir: pathlib.Path, config: Mapping[str, Any]) -> dict[int, list[
                 if groups := [group for _, group in _groups(reader, [(step, 0)])]:
                     found[step] = choose(step, groups, PER_STEP, decode)
             return found
-    except (JournalError, OSError, ValueError):
+    except (JournalError, OSError, ValueError):  # `samples` has said it.
         return {}
 
 
@@ -112,7 +107,7 @@ def _groups(
     for step, chunk in chunks:
         try:
             groups, _ = reader.chunk(step, chunk)
-        except JournalError:  # deleted: journal.keep = "checkpointed"
+        except DeletedError:  # journal.keep = "checkpointed"
             continue
         for group in groups:
             yield step, group

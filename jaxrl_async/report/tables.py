@@ -5,7 +5,7 @@ import itertools
 import json
 import pathlib
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,9 +51,14 @@ def scores(points: Rows) -> str:
     return f"<h3>Held-out evaluation</h3>{found}"
 
 
-def completions(workdir: pathlib.Path, config: Mapping[str, Any]) -> str:
-    """Some completions of the run, or the reason why none can be shown; then some of each step, to browse."""
-    chosen, browser, why = "", "", ""
+def completions(
+    workdir: pathlib.Path, config: Mapping[str, Any], say: Callable[[str], None]
+) -> str:
+    """Some completions of the run, or the reason why none can be shown; then some of each step, to browse.
+
+    Args:
+      say: gets a sentence for each damage of samples.jsonl.
+    """
     try:
         body = "".join(_completion(what, sample) for what, sample in samples(workdir, config))
         chosen = (
@@ -62,14 +67,8 @@ def completions(workdir: pathlib.Path, config: Mapping[str, Any]) -> str:
             "new version of the weights continued a completion.</p>"
         )
     except NoSamplesError as error:
-        why = str(error)
-    try:
-        browser = _browser(by_step(workdir, config))
-    except NoSamplesError as error:
-        why = str(error)
-    if chosen or browser:
-        return chosen + browser
-    return f'<p class="soft">No completions to show: {escape(why)}.</p>'
+        chosen = f'<p class="soft">No completions of the journal to show: {escape(str(error))}.</p>'
+    return chosen + _browser(by_step(workdir, config, say))
 
 
 def _browser(steps: Mapping[int, Sequence[CompletionText]]) -> str:

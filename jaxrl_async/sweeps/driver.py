@@ -6,7 +6,6 @@ outcome of the last attempt. The driver has commands, files and processes; it re
 
 import dataclasses
 import fcntl
-import json
 import os
 import pathlib
 import shlex
@@ -15,6 +14,7 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 
+from jaxrl_async import sealed
 from jaxrl_async.runtime.supervisor import how_it_ended, kill
 from jaxrl_async.runtime.workdir import checkpoint_steps
 
@@ -62,8 +62,8 @@ class Job:
     def result(self) -> dict | None:
         """The last row of evaluation.json, None if it is missing or of an earlier checkpoint."""
         try:
-            rows = json.loads((self.workdir / "evaluation.json").read_text("utf-8"))
-        except (OSError, ValueError):  # Missing, or half written.
+            rows = sealed.read(self.workdir / "evaluation.json", remedy="", kind=list)
+        except sealed.DamagedError:  # Missing, or half written: it is written again.
             return None
         return rows[-1] if rows and rows[-1]["step"] == self.num_steps else None
 

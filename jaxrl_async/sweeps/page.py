@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import json
 import math
 import os
 import pathlib
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_async import sealed
 from jaxrl_async.metrics import column, read_metrics
 from jaxrl_async.report import plots
 from jaxrl_async.report.page import CSS, grid
@@ -101,7 +101,8 @@ def _result(point, job: Job) -> Result:
     secs = column(rows, "time/step_secs")
     tokens = np.nan_to_num(column(rows, "learner/tokens_per_sec")) * secs
     after = job.result()
-    first = json.loads((job.workdir / "evaluation.json").read_text("utf-8"))[0] if after else None
+    path = job.workdir / "evaluation.json"
+    first = sealed.read(path, remedy="delete it", kind=list)[0] if after else None
     if first and first["step"] != 0:  # Version 0 was not scored: there is no "before".
         first = None
     return Result(

@@ -308,7 +308,7 @@ async def test_completions_are_the_first_last_best_worst_and_longest(tmp_path):
     assert longest.spans == (("11", 0), ("11", 1), ("1", 2))
     assert longest.finish_reason == "length" and longest.num_tokens == 5
     assert longest.group_reward == 0.375 and longest.prompt == "1+1="
-    table = tables.completions(tmp_path, {})
+    table = tables.completions(tmp_path, {}, print)
     assert "<mark>11<sub>v0</sub></mark><mark>11<sub>v1</sub></mark>" in table
     assert ">0–2</td>" in table and "5 tokens, cut off" in table
     assert "<mark>&lt;&amp;</mark>" in table
@@ -422,7 +422,7 @@ def test_completions_of_each_step_are_there_without_a_journal(tmp_path):
         [trajectory("<", 1.0, [0], components={"<b>": 0.5}), trajectory("2", 0.0, [0])],
         [trajectory("3", 0.25, [1])],
     )
-    table = tables.completions(tmp_path, {"journal": {"keep": "none"}})
+    table = tables.completions(tmp_path, {"journal": {"keep": "none"}}, print)
     first, last = re.findall(r'<tbody data-step="(\d+)"( hidden)?>(.*?)</tbody>', table)
     assert first[:2] == ("1", " hidden") and last[:2] == ("2", "")
     assert first[2].count("<tr>") == 2 and "<mark>&lt;</mark>" in first[2]
@@ -433,21 +433,36 @@ def test_completions_of_each_step_are_there_without_a_journal(tmp_path):
 async def test_completions_of_each_step_are_read_from_the_journal_of_an_older_run(tmp_path):
     steps = [[[trajectory("1", 1.0, [i]), trajectory("2", 0.5, [i])]] for i in range(3)]
     (await write_journal(tmp_path, *steps)).close()
-    found = samples.by_step(tmp_path, {})
+    found = samples.by_step(tmp_path, {}, print)
     assert list(found) == [1, 2, 3]
     assert all([s.reward for s in kept] == [1.0, 0.5] for kept in found.values())
-    assert "hidden" not in tables.completions(tmp_path / "nothing", {})
+    assert "hidden" not in tables.completions(tmp_path / "nothing", {}, print)
 
 
 def test_a_long_run_is_browsed_evenly_and_to_its_end(tmp_path, monkeypatch):
     monkeypatch.setattr(samples, "MAX_STEPS", 3)
     write_samples(tmp_path, *([trajectory("1", 1.0, [0])] for _ in range(8)))
-    assert list(samples.by_step(tmp_path, {})) == [1, 4, 7, 8]
+    assert list(samples.by_step(tmp_path, {}, print)) == [1, 4, 7, 8]
 
 
-def test_a_damaged_file_of_samples_is_said(tmp_path):
+def test_damaged_and_lost_lines_are_warnings_of_the_page(tmp_path):
+    write_run(tmp_path, [row(), row(), row()])
+    (tmp_path / "checkpoints" / "4").mkdir(parents=True)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text().replace('{"step": 2', '{"step" 2'))
     (tmp_path / "samples.jsonl").write_text("{\n", "utf-8")
-    assert "samples.jsonl:1: not samples of a step" in tables.completions(tmp_path, {})
+    page = report.write_report(tmp_path).read_text()
+    assert "metrics.jsonl:2 is damaged" in page and "samples.jsonl:1 is damaged" in page
+    assert "metrics.jsonl has no row of step 2, 4:" in page
+
+
+@pytest.mark.parametrize("name", ["config.json", "evaluation.json"])
+@pytest.mark.parametrize("content", ["", "[", "7", '{"a": 1, "crc": 2}', "[{}]", "{}", "\xff"])
+def test_a_damaged_file_is_named_with_the_remedy(tmp_path, name, content):
+    write_run(tmp_path, [row()])
+    (tmp_path / name).write_bytes(content.encode("latin-1"))
+    with pytest.raises(ValueError, match=rf"{name} is damaged: .*; (delete it|a copy of it)"):
+        report.write_report(tmp_path)
 
 
 async def test_a_browser_goes_from_step_to_step(tmp_path):
