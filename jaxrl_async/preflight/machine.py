@@ -19,6 +19,7 @@ from jaxrl_async.publishing.discovery import check_tls, parse
 from jaxrl_async.rewards import check_reward, reward_function
 from jaxrl_async.rollout import agent, environment
 from jaxrl_async.rollout.failures import code_error
+from jaxrl_async.tasks import digest
 from jaxrl_async.tasks.prompts import completion_tokens
 from jaxrl_async.tasks.task import messages_of, texts_of
 from jaxrl_async.tracker import SERVICES
@@ -87,6 +88,8 @@ def prepare(settings: Settings, workdir: pathlib.Path, *, resume: bool = False) 
         if not settings.rollout.reward_addresses:  # else in the services' processes
             for examples in splits.values():
                 check_reward(reward, examples)
+    if not resume:  # Of a start that came to no checkpoint. No role of this one has begun.
+        (workdir / digest.FILE).unlink(missing_ok=True)
     parts.check_task(settings, workdir, task, splits)
     settings_of = {environment.NAME: "environment.name", agent.NAME: "rollout.agent"}
     function = settings.rollout.function

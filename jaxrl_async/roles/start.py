@@ -15,7 +15,6 @@ from jaxrl_async.runtime import supervisor
 from jaxrl_async.runtime import workdir as workdirs
 from jaxrl_async.runtime.workdir import SHAPE
 from jaxrl_async.servers.descriptors import raise_open_file_limit
-from jaxrl_async.tasks import digest
 
 locked = workdirs.lock  # until the end of a run of all roles on this machine
 
@@ -72,8 +71,6 @@ def begin(
         print(reason)
         return False
     if process == 0:
-        if not resume:  # That of a start that came to no checkpoint.
-            (workdir / digest.FILE).unlink(missing_ok=True)
         for line in changes:
             print(line, flush=True)
         workdirs.write_config(workdir, _with_shape(config, settings))

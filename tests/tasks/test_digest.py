@@ -14,7 +14,7 @@ from jaxrl_async.cli import main
 from jaxrl_async.config.build import base_config
 from jaxrl_async.config.fields import StartError
 from jaxrl_async.preflight import machine
-from jaxrl_async.roles import rollout, start
+from jaxrl_async.roles import rollout
 from jaxrl_async.tasks import Example, digest
 
 TRAIN = [Example(f"{i}+1=", str(i + 1), {"level": i}) for i in range(10)]
@@ -178,11 +178,9 @@ def test_a_workdir_without_a_digest_goes_on_and_gets_one(data, tmp_path):
 
 def test_a_start_anew_forgets_the_digest_of_one_without_a_checkpoint(changed):
     settings, workdir = changed
-    config = base_config()
-    assert start.begin(config, settings, workdir, resume=False)
-    assert not (workdir / digest.FILE).exists()
+    before = digest.read(workdir)
     machine.prepare(settings, workdir)
-    assert digest.read(workdir) is not None
+    assert digest.read(workdir) not in (None, before)
 
 
 def test_a_resumed_run_may_change_task_changed_alone(tmp_path, data):
