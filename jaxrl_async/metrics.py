@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import pathlib
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -63,7 +64,9 @@ METRICS: dict[str, str] = {
     "rollout/scoring": "samples waiting for a reward, mean over the workers' last report interval",
     "rollout/idle": "rollout workers without a permit, mean over their last report interval",
     "learner/tokens_per_sec": "trained tokens per second of the step",
-    "eval/": "scores of version eval/version: eval/{greedy,pass@K} with _low and _high; eval/secs; eval/validation",
+    "eval/": "scores of version eval/version: eval/{greedy,pass@K} with _low and _high, on eval/num_prompts of the "
+    "eval/num_fit prompts that fit, of eval/num_questions; eval/SET/… of each of evaluate.sets; eval/secs; "
+    "eval/validation",
     "returned/": "groups returned since the run began, by reason",
     "retired/": "prompt indexes retired since the run began, by reason",
     "fairness/": "mean length since the run began, tokens: fairness/{prompt,completion}/{admitted,trained,dropped}",
@@ -207,6 +210,26 @@ class NewSteps:
 def column(rows: Rows, name: str) -> np.ndarray:
     """One metric over rows: float64 [rows], NaN where a row has no finite value of it."""
     return np.array([np.nan if row.get(name) is None else row[name] for row in rows], float)
+
+
+def score_names(names: Iterable[str]) -> dict[str, list[str]]:
+    """The scores among the names of an evaluation's values, without those of their intervals, by what they are of.
+
+    The key is the names' prefix: "" of the run's own split, "SET/" of one of evaluate.sets.
+    """
+    found: dict[str, list[str]] = {}
+    for name in names:
+        if match := re.fullmatch(r"(.*[/ ])?(?:greedy|pass@\d+)", name):
+            found.setdefault(match[1] or "", []).append(name)
+    return found
+
+
+def coverage_of(row: Mapping[str, float | None], prefix: str = "") -> str:
+    """The prompts that the scores of a row are of, "8 of 40 prompts, 32 do not fit …"; "" where it does not say."""
+    names = ("num_prompts", "num_fit", "num_questions")
+    num, fit, total = (row.get(f"{prefix}{name}") or 0 for name in names)
+    left_out = f", {total - fit:.0f} do not fit rollout.max_prompt_tokens" if fit < total else ""
+    return f"{num:.0f} of {total:.0f} prompts{left_out}" if total else ""
 
 
 class Timers:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_async import sealed
-from jaxrl_async.metrics import column, read_metrics
+from jaxrl_async.metrics import column, coverage_of, read_metrics, score_names
 from jaxrl_async.report import plots
 from jaxrl_async.report.page import CSS, grid
 from jaxrl_async.report.tables import escape, table
@@ -29,9 +29,9 @@ _PAGE = """<!doctype html>
 <p>{summary}</p>
 <h2>Held-out score</h2>
 <p>Greedy accuracy on the held-out prompts: before RL and after it, and pass@k at the run's temperature. The mean over
-the finished points that differ in their seeds alone, ± half the width of its {confidence:.0%} interval (Student's t);
-a single point has none. In the plot, small ticks are single seeds. Rewards are running means over a twentieth of the
-steps; faint lines are single seeds.</p>
+the finished points that differ in their seeds alone, ± half the width of its {confidence:.0%} interval: over the seeds
+(Student's t), or over one seed's prompts where that is wider. In the plot, small ticks are single seeds. Rewards are
+running means over a twentieth of the steps; faint lines are single seeds.</p>
 {scores}
 {plots}
 <h2>Points</h2>
@@ -85,6 +85,15 @@ def interval_of(values: Sequence[float]) -> Interval:
     deviation = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1))
     quantile = stdtrit(n - 1, 0.5 + CONFIDENCE / 2)
     return Interval(mean, float(quantile) * deviation / math.sqrt(n), n)
+
+
+def score_interval(rows: Sequence[dict[str, float]], name: str) -> Interval:
+    """`interval_of` a score's seeds, at least as wide as that of one seed's prompts: all seeds may score 0 or 1."""
+    interval = interval_of([row[name] for row in rows])
+    ends = [(row.get(f"{name}_low"), row[name], row.get(f"{name}_high")) for row in rows]
+    of_prompts = [max(score - low, high - score) for low, score, high in ends if low is not None]
+    widths = [*of_prompts, *filter(None, [interval.half_width])]
+    return dataclasses.replace(interval, half_width=max(widths, default=interval.half_width))
 
 
 def read_results(sweep: Sweep, jobs: Sequence[Job]) -> list[Result]:
@@ -159,21 +168,25 @@ def grouped(results: Sequence[Result]) -> dict[str, list[Result]]:
 def _score_table(results: Sequence[Result]) -> str:
     names = next((list(r.after) for r in results if r.after), ["step"])
     # The intervals over prompts stand in the reports; here are those over seeds.
-    columns = [n for n in names if n != "step" and not n.endswith(("_low", "_high"))]
+    columns = [name for of_set in score_names(names).values() for name in of_set]
     head = ["", "finished", "before: greedy", *(f"after: {name}" for name in columns)]
+    says = any(r.after and coverage_of(r.after) for r in results)
+    head += ["prompts"] * says
     lines = []
     for label, group in grouped(results).items():
         done = [r for r in group if r.after]
-        before = _mean((r.before or {}).get("greedy") for r in done)
+        before = _mean([r.before for r in done], "greedy")
         cells = [f"{len(done)} of {len(group)}", before]
-        cells += [_mean(r.after.get(name) for r in done) for name in columns]
-        lines.append([label, *cells])
+        cells += [_mean([r.after for r in done], name) for name in columns]
+        of = {coverage_of(r.after).partition(" prompts")[0] for r in done}
+        lines.append([label, *cells, *[", ".join(sorted(filter(None, of))) or "–"] * says])
     return table(head, lines, stacked=True)
 
 
-def _mean(values) -> str:
-    values = [value for value in values if value is not None]
-    return str(interval_of(values)) if values else "–"
+def _mean(rows: Sequence[dict[str, float] | None], name: str) -> str:
+    """The mean of a score over seeds."""
+    found = [row for row in rows if row and row.get(name) is not None]
+    return str(score_interval(found, name)) if found else "–"
 
 
 def _point_table(
@@ -239,7 +252,7 @@ def _draw_scores(axes, scored: dict[str, list[Result]], colors) -> None:
         values = [r.after["greedy"] for r in group]
         if not values:
             continue
-        interval = interval_of(values)
+        interval = score_interval([r.after for r in group], "greedy")
         axes.errorbar(interval.mean, y, xerr=interval.half_width, fmt="o", color=color, capsize=3)
         if len(values) > 1:
             axes.plot(values, [y] * len(values), "|", color=plots.INK, markersize=7)

@@ -644,6 +644,15 @@ def test_the_interval_is_students():
     assert page.interval_of([0.0, 1.0]).half_width == pytest.approx(6.353102, abs=1e-6)
 
 
+def test_seeds_of_equal_scores_have_the_interval_of_their_prompts():
+    # Greedy 0 of 8 prompts, by every seed: Wilson's high end.
+    rows = [{"greedy": 0.0, "greedy_low": 0.0, "greedy_high": 0.324}] * 3
+    assert str(page.score_interval(rows, "greedy")) == "0.000 ± 0.324"
+    assert str(page.score_interval(rows[:1], "greedy")) == "0.000 ± 0.324"
+    apart = [{"greedy": v, "greedy_low": v - 0.1, "greedy_high": v + 0.1} for v in (0.8, 0.9, 1.0)]
+    assert str(page.score_interval(apart, "greedy")) == "0.900 ± 0.248"
+
+
 def test_a_single_seed_has_no_interval():
     assert str(page.interval_of([0.5])) == "0.500"
 
@@ -688,12 +697,15 @@ def test_the_page_has_a_column_a_score_links_and_the_reports_colors(jobs, tmp_pa
     (job,) = jobs("a")
     write_workdir(job, [(1, 2.0, 10.0, 0.5)], 0.5)
     scores = [
-        {"step": s, "greedy": 0.5, "greedy_low": 0.4, "greedy_high": 0.6} for s in (0, NUM_STEPS)
+        {"step": s, "greedy": 0.5, "greedy_low": 0.4, "greedy_high": 0.6, "num_prompts": 8}
+        | {"num_fit": 8, "num_questions": 40}
+        for s in (0, NUM_STEPS)
     ]
     (job.workdir / "evaluation.json").write_text(json.dumps(scores))
     sweep = Sweep("c.py", (Point("a", {}),))
     text = page.write_page(sweep, [job], tmp_path / "DIR").read_text()
     assert "after: greedy" in text and "_low" not in text and "_high" not in text
+    assert "num_prompts" not in text and ">8 of 40<" in text
     way = os.path.relpath(job.workdir, tmp_path / "DIR")
     assert f'<a href="{way}">a</a>' in text
     (job.workdir / "report.html").touch()
