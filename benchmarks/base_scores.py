@@ -10,7 +10,6 @@ is the config's tiny model on few prompts.
 
 import argparse
 import dataclasses
-import functools
 import json
 import os
 import pathlib
@@ -25,7 +24,6 @@ from jaxrl_async.cli.config import parse_flags, settings_of
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.models import sharding
 from jaxrl_async.tasks import gsm8k
-from jaxrl_async.tasks.prompts import held_out_prompts
 from jaxrl_async.tools.evaluate import ENGINE_TIMEOUT_SECS, score_engine
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -73,7 +71,7 @@ def main(argv: list[str] | None = None) -> None:
                     continue
                 task_args = dict(task_args, directory=args.gsm8k)
             settings = _settings(base, task, task_args, max_new_tokens, args)
-            found[name] = _scores(settings, pathlib.Path(workdir), args.prompts)
+            found[name] = _scores(settings, pathlib.Path(workdir))
             print(f"{name:36} {_line(found[name])}", flush=True)
     result = {
         "cores": os.cpu_count(),
@@ -100,10 +98,10 @@ def _settings(
     )
 
 
-def _scores(settings: Settings, workdir: pathlib.Path, num_prompts: int) -> dict[str, float]:
+def _scores(settings: Settings, workdir: pathlib.Path) -> dict[str, float]:
     """`scores.row` of the config's first weights, with seconds and the prompts' mean length."""
-    tokenizer, task = parts.tokenizer_of(settings, workdir), parts.task_of(settings)
-    prompts = held_out_prompts(task, tokenizer, max_prompt_tokens=MAX_PROMPT_TOKENS)[:num_prompts]
+    tokenizer = parts.tokenizer_of(settings, workdir)
+    sets = parts.evaluation_sets(settings, tokenizer, parts.task_of(settings), "test")
     config = parts.model_config_of(settings, tokenizer)
     mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
     engine = parts.engine_of(settings, workdir, name="base_scores")
@@ -112,18 +110,12 @@ def _scores(settings: Settings, workdir: pathlib.Path, num_prompts: int) -> dict
         params = parts.first_params_of(settings, config, mesh, tokenizer)
         engine.update_weights(params, "0").result(ENGINE_TIMEOUT_SECS)
         started = time.perf_counter()
-        row = score_engine(
-            engine,
-            prompts,
-            settings=settings.evaluate,
-            temperature=settings.rollout.temperature,
-            runner=parts.runner_of(settings, tokenizer, task),
-            pool=functools.partial(parts.reward_pool_of, settings, task.reward),
-        )
+        temperature = settings.rollout.temperature
+        row = score_engine(engine, sets, settings=settings.evaluate, temperature=temperature)
         secs = time.perf_counter() - started
     finally:
         engine.close(timeout_secs=ENGINE_TIMEOUT_SECS)
-    lengths = [len(prompt.tokens) for prompt in prompts]
+    lengths = [len(prompt.tokens) for prompt in sets[0].prompts]
     return row | {"secs": secs, "prompt_tokens": sum(lengths) / len(lengths)}
 
 

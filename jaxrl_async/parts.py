@@ -25,6 +25,7 @@ from jaxrl_async.versions.store import WeightStore
 if TYPE_CHECKING:
     import jax
 
+    from jaxrl_async.evaluation.score import EvaluationSet
     from jaxrl_async.inference.engine import Engine
     from jaxrl_async.learner.checkpoint import Checkpoints
     from jaxrl_async.learner.train_step import TrainStep
@@ -195,6 +196,53 @@ def reward_name_of(settings: Settings, reward: str) -> str:
 
     rewards = settings.task.rewards
     return weighted.name_of(rewards) if rewards else importable(reward, REWARDS)
+
+
+def evaluation_tasks(settings: Settings) -> dict[str, Task]:
+    """The tasks of evaluate.sets, checked, by the names of the sets.
+
+    Raises:
+      ValueError, TypeError: as of `make_task`; the message names the set.
+    """
+    from jaxrl_async.config.forms import evaluation_sets
+    from jaxrl_async.tasks import make_task
+    from jaxrl_async.tasks.checked import CheckedTask
+
+    found = {}
+    for name, (task, args) in evaluation_sets(settings.evaluate.sets).items():
+        try:
+            found[name] = CheckedTask(make_task(task, **args))
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"evaluate.sets[{name!r}]: {error}") from None
+    return found
+
+
+def evaluation_sets(
+    settings: Settings, tokenizer: Tokenizer, task: Task, split: str
+) -> list[EvaluationSet]:
+    """The prompts that a version is scored on: of a split of the run's task, and of evaluate.sets.
+
+    Raises:
+      ValueError, TypeError: as of `evaluation_tasks`; or no prompt fits.
+    """
+    from jaxrl_async.evaluation.score import EvaluationSet
+    from jaxrl_async.tasks.prompts import held_out_prompts
+
+    bound, found = settings.rollout.max_prompt_tokens, []
+    for name, task in ({"": task} | evaluation_tasks(settings)).items():
+        own = "test" if name else split
+        prompts = held_out_prompts(task, tokenizer, max_prompt_tokens=bound, split=own)
+        found.append(
+            EvaluationSet(
+                prompts[: settings.evaluate.num_prompts],
+                num_fit=len(prompts),
+                num_questions=len(task.examples(own)),
+                runner=runner_of(settings, tokenizer, task),
+                pool=functools.partial(rewards_of, settings, task.reward),
+                name=name,
+            )
+        )
+    return found
 
 
 def rewards_of(settings: Settings, reward: str) -> RewardClient | RewardPool:

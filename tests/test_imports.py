@@ -141,11 +141,8 @@ MAY_IMPORT["tools"] = {
     "models",
     "parts",
     "queue",
-    "rewards",
     "rollout",
     "servers",
-    "tasks",
-    "types",
     "versions",
 }
 MAY_IMPORT["cli"] = {

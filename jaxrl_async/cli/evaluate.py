@@ -9,6 +9,7 @@ from jaxrl_async import parts, sealed
 from jaxrl_async.cli.config import UsageError, parse_flags, settings_of
 from jaxrl_async.evaluation.evaluator import best_version
 from jaxrl_async.evaluation.score import EvaluationError
+from jaxrl_async.metrics import coverage_of, score_names
 from jaxrl_async.preflight import machine
 from jaxrl_async.runtime import workdir as workdirs
 from jaxrl_async.runtime.workdir import checkpoint_steps
@@ -39,13 +40,20 @@ def main(argv: list[str]) -> int:
         )
     settings = settings_of(flags.config)
     try:
-        parts.task_of(settings).examples("test")
+        task = parts.task_of(settings)
+        splits = parts.splits_of(settings, task)
     except (OSError, TypeError, ValueError) as error:
         raise UsageError(f"task {settings.task.name!r}: {error}") from None
     if missing := [step for step in steps if step is not None and step not in known]:
         raise UsageError(
             f"--steps={missing[0]}: no checkpoint of that step; {workdir} holds {', '.join(map(str, known)) or 'none'}"
         )
+    try:
+        parts.check_task(settings, workdir, task, splits, keep=False)
+        tokenizer = parts.tokenizer_of(settings, workdir)
+        sets = parts.evaluation_sets(settings, tokenizer, task, "test")
+    except (OSError, TypeError, ValueError) as error:
+        raise UsageError(str(error)) from None
     # After the flags are known to be good: these load JAX.
     from jaxrl_async.learner.checkpoint import CheckpointError
     from jaxrl_async.tools import evaluate as evaluation
@@ -53,22 +61,24 @@ def main(argv: list[str]) -> int:
     with machine.errors_of("model.path: "):
         parts.check_context(settings)
     named = ", ".join("last" if step is None else str(step) for step in steps)
-    num = settings.evaluate.num_prompts
-    print(f"scoring {named} on {num} prompts", file=sys.stderr, flush=True)
+    on = [f"{found.name or 'the test split'}: {coverage_of(found.coverage)}" for found in sets]
+    print(f"scoring {named} on {'; '.join(on)}", file=sys.stderr, flush=True)
     try:
-        rows = evaluation.evaluate(settings, workdir, steps)
+        rows = evaluation.evaluate(settings, workdir, steps, sets)
     except (CheckpointError, EvaluationError) as error:
         print(f"evaluate: {error}", file=sys.stderr)
         return 1
     text = json.dumps([sealed.sealed(row) for row in rows], indent=2)
     (workdir / "evaluation.json").write_text(text + "\n", encoding="utf-8")
-    columns = [name for name in rows[0] if not name.endswith(("_low", "_high"))]
-    print("  ".join(f"{name:>10}" for name in columns))
     last = max(row["step"] for row in rows)
-    for row in rows:
-        cells = [f"{row[n]:>10}" if n == "step" else f"{row[n]:>10.3f}" for n in columns]
-        is_best = row["step"] == best and best != last
-        print("  ".join([*cells, *(["best on the validation prompts"] if is_best else [])]))
+    for prefix, names in score_names(rows[0]).items():
+        print(f"{prefix.removesuffix('/') or 'test split'}: {coverage_of(rows[0], prefix)}")
+        columns = ["step", *(name.removeprefix(prefix) for name in names)]
+        print("  ".join(f"{column:>10}" for column in columns))
+        for row in rows:
+            cells = [f"{row['step']:>10}", *(f"{row[name]:>10.3f}" for name in names)]
+            is_best = row["step"] == best and best != last and not prefix
+            print("  ".join([*cells, *(["best on the validation prompts"] if is_best else [])]))
     return 0
 
 

@@ -4,16 +4,18 @@ import pathlib
 
 from jaxrl_async.cli.config import UsageError, load_config, parse_flags, settings_of
 from jaxrl_async.config.checks import queue_access_of
-from jaxrl_async.metrics import last_metrics
+from jaxrl_async.metrics import read_metrics
 from jaxrl_async.queue.calls import BlockingGrpcCalls, QueueError
 from jaxrl_async.queue.client import LearnerQueue
 from jaxrl_async.runtime import status
 from jaxrl_async.runtime import workdir as workdirs
+from jaxrl_async.runtime.progress import score_of
 
 CONNECT_SECS = 2.0
 
 USAGE = """Prints who waits for whom in a run, since when, and who is at the end of the chain; for a run that has ended,
-how, and the command that resumes it. It asks the queue, and lists the processes of a supervisor on this machine."""
+how, and the command that resumes it. The score so far follows. It asks the queue, and lists the processes of a
+supervisor on this machine."""
 
 
 def main(argv: list[str]) -> int:
@@ -26,11 +28,12 @@ def main(argv: list[str]) -> int:
     if not flags.workdir:
         raise UsageError("--workdir=DIR is needed")
     workdir = pathlib.Path(flags.workdir)
-    row = last_metrics(workdir)
-    step = int(row["step"]) if row else None
+    rows = read_metrics(workdir)
+    step = int(rows[-1]["step"]) if rows else None
+    score = f"\nscore so far: {score_of(rows)}" if score_of(rows) else ""
     end = status.end_of(workdir)
     if end and not flags.queue:
-        print(_ended(end, step, workdir.absolute()))
+        print(_ended(end, step, workdir.absolute()) + score)
         return 0
     address = flags.queue or status.address_of(workdir)
     if address is None:
@@ -42,7 +45,7 @@ def main(argv: list[str]) -> int:
         found = _ask(address, workdir / "config.json")
     except PermissionError as error:
         raise UsageError(str(error)) from None
-    print(status.explain(found, status.processes_of(workdir), step))
+    print(status.explain(found, status.processes_of(workdir), step) + score)
     return 0 if found else 1
 
 

@@ -104,6 +104,27 @@ def rewards(of: Mapping[str, Any]) -> None:
         raise SettingsError(f"must have a weight > 0, got {dict(of)!r}")
 
 
+def evaluation_sets(of: Mapping[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Name → (task, its arguments) of evaluate.sets.
+
+    Raises:
+      SettingsError: a name that metrics cannot have, or no task.
+    """
+    found = {}
+    for name, task in of.items():
+        if not re.fullmatch(r"[\w-]+", name) or name in ("train", "validation", "test"):
+            raise SettingsError(
+                f"must have names of letters, digits, _ and -, and not a split's; got {name!r}"
+            )
+        given = {"name": task} if isinstance(task, str) else task
+        if not isinstance(given, Mapping) or not {"name"} <= {*given} <= {"name", "args"}:
+            raise SettingsError(
+                f"must be tasks, NAME or {{'name': NAME, 'args': {{…}}}}; got {task!r}"
+            )
+        found[name] = given["name"], dict(given.get("args", {}))
+    return found
+
+
 def budgets(of: Mapping[str, Any]) -> None:
     """Refuses budgets of what is no reason, or that are no counts."""
     for reason, budget in of.items():

@@ -378,6 +378,9 @@ class Evaluate:
     num_validation: int = setting(0, "Questions of the validation split, which chooses the best version and is taken "
         "from the train split, or the test split of tasks that make up their questions. 0 for none, -1 to choose by "
         "the test split.", at_least=-1, unit="questions", since="0.1.0", before=-1)
+    sets: Mapping[str, Any] = setting({}, "Further evaluation sets by name, each a task's test split with its reward, "
+        "`{'hard': {'name': 'gsm8k', 'args': {…}}}` or a task's name alone. Each has scores of its own; none chooses "
+        "the best version.", form=forms.evaluation_sets, since="0.2.0")
     num_samples: int = setting(4, "Samples of each prompt, for pass@k.", at_least=1)
     seed: int = setting(0, "Seed of an evaluation's samples.", at_least=0)
     every_steps: int = setting(0, "Steps between the versions that are scored while the run trains; 0 for none.",

@@ -12,19 +12,14 @@ import logging
 import pathlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from jaxrl_async.config.settings import Evaluate
-from jaxrl_async.evaluation import scores
-from jaxrl_async.evaluation.score import EvaluationError, sampling_of, score
-from jaxrl_async.rewards.pool import RewardError, RewardPool
+from jaxrl_async.evaluation.score import EvaluationError, EvaluationSet, sampling_of, score
+from jaxrl_async.rewards.pool import RewardError
 from jaxrl_async.rollout.context import Generate
-from jaxrl_async.rollout.runner import Runner
 from jaxrl_async.servers.port import Completion, ServerError, Servers
-from jaxrl_async.types import Prompt
 
 BEST_FILE = "best.json"
 
@@ -36,15 +31,14 @@ class Evaluator:
     """Scores every `every_steps`-th version, one at a time, and knows the best of them."""
 
     workdir: pathlib.Path  # its best.json names the best version, over restarts of the run
-    # Of the validation split, or of the test split where evaluate.num_validation is −1.
-    prompts: Sequence[Prompt]
+    # The first one chooses the best version: the validation split, or the test split where evaluate.num_validation is
+    # −1.
+    sets: Sequence[EvaluationSet]
     _: dataclasses.KW_ONLY
     # The block; every_steps ≥ 1. At timeout_secs the server is given back; max_running_requests leaves training most of
     # a server that it shares; `seed` gives every version the same random numbers.
     settings: Evaluate
     temperature: float  # > 0, of the num_samples completions per prompt; one more is greedy
-    runner: Runner  # of the run's rollout function
-    pool: Callable[[], RewardPool]  # makes the pool of rewards, once for each evaluation
 
     def __post_init__(self):
         self._best_path = self.workdir / BEST_FILE
@@ -57,10 +51,11 @@ class Evaluator:
 
     async def run(self, client: Servers, address: str, version: int) -> None:
         """Scores the version that a server holds until this returns; a failure is logged, and leaves no score."""
-        start, row = time.monotonic(), {"version": version}
+        start = time.monotonic()
+        row: dict[str, float] = {"version": version}
         try:
             async with asyncio.timeout(self.settings.timeout_secs):
-                greedy, sampled = await self._score(client, address, version)
+                row |= await self._score(client, address, version)
         except (EvaluationError, RewardError, ServerError) as error:
             log.warning("version %d is not evaluated: %s", version, error)
         except TimeoutError:
@@ -69,7 +64,7 @@ class Evaluator:
                 *(version, self.settings.timeout_secs),
             )
         else:
-            row |= scores.row(greedy, sampled) | {"secs": time.monotonic() - start}
+            row["secs"] = time.monotonic() - start
             row["validation"] = float(self.settings.num_validation > 0)
             log.info("version %d: %s", version, {k: round(v, 4) for k, v in row.items()})
             self._keep_best(version, row["greedy"])
@@ -82,17 +77,15 @@ class Evaluator:
             new, self._new = self._new, {}
         return new
 
-    async def _score(
-        self, client: Servers, address: str, version: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Whether answers are right: greedy bool [P], sampled bool [P, n]."""
+    async def _score(self, client: Servers, address: str, version: int) -> dict[str, float]:
+        """As `score`."""
         wanted = self.settings
         places = asyncio.Semaphore(wanted.max_running_requests)
 
-        def generate_of(number: int, sample: int) -> Generate:
+        def generate_of(asked: EvaluationSet, number: int, sample: int) -> Generate:
             seed = wanted.seed * 1_000_003 + number * (wanted.num_samples + 1) + sample
             sampling = sampling_of(
-                self.runner, temperature=self.temperature, seed=seed, sample=sample
+                asked.runner, temperature=self.temperature, seed=seed, sample=sample
             )
             calls = itertools.count()
 
@@ -111,12 +104,7 @@ class Evaluator:
             return generate
 
         return await score(
-            self.prompts,
-            runner=self.runner,
-            pool=self.pool,
-            num_samples=wanted.num_samples,
-            seed=wanted.seed,
-            generate_of=generate_of,
+            self.sets, num_samples=wanted.num_samples, seed=wanted.seed, generate_of=generate_of
         )
 
     def _check(self, completion: Completion, address: str, version: int) -> None:

@@ -1,6 +1,7 @@
 """Answers to held-out prompts, each made and judged as in training: the common half of both evaluators."""
 
 import asyncio
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Sequence
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_async import security
+from jaxrl_async.evaluation import scores
 from jaxrl_async.rewards.pool import RewardPool
 from jaxrl_async.rollout.context import Generate, rng_of
 from jaxrl_async.rollout.runner import Runner
@@ -22,38 +24,71 @@ class EvaluationError(RuntimeError):
     """A version that could not be scored; the message says why."""
 
 
+@dataclasses.dataclass(frozen=True)
+class EvaluationSet:
+    """Held-out prompts of one task, and what answers and judges them."""
+
+    prompts: Sequence[Prompt]  # that are scored
+    _: dataclasses.KW_ONLY
+    num_fit: int  # prompts of the split that fit; evaluate.num_prompts of them are scored
+    num_questions: int  # of the split
+    runner: Runner  # of the run's rollout function
+    pool: Callable[[], RewardPool]  # makes a pool of the task's reward, not started
+    name: str = ""  # in evaluate.sets; "" of the run's own task
+
+    @property
+    def prefix(self) -> str:
+        """Before the names of its scores."""
+        return f"{self.name}/" if self.name else ""
+
+    @property
+    def coverage(self) -> dict[str, int]:
+        """The prompts that its scores are of, by their names beside the scores."""
+        counts = {"num_prompts": len(self.prompts), "num_fit": self.num_fit}
+        return counts | {"num_questions": self.num_questions}
+
+
 async def score(
-    prompts: Sequence[Prompt],
+    sets: Sequence[EvaluationSet],
     *,
-    runner: Runner,
-    pool: Callable[[], RewardPool],
     num_samples: int,
     seed: int,
-    generate_of: Callable[[int, int], Generate],
-) -> tuple[np.ndarray, np.ndarray]:
-    """Runs the rollout function num_samples + 1 times per prompt, and judges every sample.
+    generate_of: Callable[[EvaluationSet, int, int], Generate],
+) -> dict[str, float]:
+    """Runs the rollout function num_samples + 1 times per prompt, and judges every sample; one set after another.
 
     An answer whose rollout or reward fails is not right; such failures are counted in one warning.
 
     Args:
-      prompts: P of them.
-      runner: the run's rollout function.
-      pool: makes a pool of rewards, not started.
+      sets: of prompts.
       num_samples: n ≥ 1, beside the greedy one.
       seed: of the random generators that rollout functions are given.
-      generate_of: (position of the prompt, sample) → its `generate`; sample 0 is the greedy one.
+      generate_of: (set, position of the prompt, sample) → its `generate`; sample 0 is the greedy one.
 
     Returns:
-      Whether answers are right: greedy bool [P], sampled bool [P, n].
+      Of each set `scores.row` and its coverage; of a named one as NAME/SCORE.
 
     Raises:
       EvaluationError, ServerError: from `generate`; no answer is judged then.
       RewardError: the pool did not start.
     """
+    row: dict[str, float] = {}
+    for found in sets:
+        right = await _answers(found, num_samples, seed, functools.partial(generate_of, found))
+        of_set = scores.row(right[:, 0], right[:, 1:]) | found.coverage
+        row |= {f"{found.prefix}{name}": value for name, value in of_set.items()}
+    return row
+
+
+async def _answers(
+    wanted: EvaluationSet, num_samples: int, seed: int, generate_of: Callable[[int, int], Generate]
+) -> np.ndarray:
+    """Whether answers are right: bool [P, 1 + n], the greedy ones first."""
     failures: list[Exception] = []
+    runner = wanted.runner
 
     async def is_right(number: int, sample: int, pool: RewardPool) -> bool:
-        prompt = prompts[number]
+        prompt = wanted.prompts[number]
         make_rng = functools.partial(rng_of, "evaluation", seed, number, sample, 0)
         try:
             generate = generate_of(number, sample)
@@ -66,8 +101,8 @@ async def score(
             failures.append(error)
             return False
 
-    numbers, samples = range(len(prompts)), range(num_samples + 1)
-    async with pool() as started:
+    numbers, samples = range(len(wanted.prompts)), range(num_samples + 1)
+    async with wanted.pool() as started:
         try:
             async with asyncio.TaskGroup() as tasks:
                 answers = [
@@ -88,8 +123,7 @@ async def score(
                 security.escaped(f"{type(failures[0]).__name__}: {failures[0]}"),
             ),
         )
-    right = np.array([answer.result() for answer in answers]).reshape(len(prompts), -1)
-    return right[:, 0], right[:, 1:]
+    return np.array([answer.result() for answer in answers]).reshape(len(wanted.prompts), -1)
 
 
 def sampling_of(runner: Runner, *, temperature: float, seed: int, sample: int) -> dict[str, Any]:

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxrl_async import sealed
-from jaxrl_async.metrics import Rows, column, read_metrics
+from jaxrl_async.metrics import Rows, column, coverage_of, read_metrics
 from jaxrl_async.report import plots, tables
 from jaxrl_async.report.tables import escape, number
 from jaxrl_async.report.warnings import warnings
+from jaxrl_async.tasks import coverage
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -51,6 +52,8 @@ def write_report(workdir: str | pathlib.Path) -> pathlib.Path:
     remedy = "a copy of it from elsewhere will do; the page needs its settings"
     config = sealed.read(workdir / "config.json", remedy=remedy, keys=("task", "mode"))
     server, points = config.get("server", {}), evaluation_points(workdir, rows)
+    prompts = coverage.read(workdir)
+    left_out = prompts.warnings() if prompts else []
     shares_machine = not (server.get("addresses") or server.get("discover"))
     sections = {
         "Reward": grid([*plots.reward(rows), *plots.components(rows), *plots.evaluations(points)])
@@ -70,7 +73,7 @@ def write_report(workdir: str | pathlib.Path) -> pathlib.Path:
         title=escape(f"{config['task']['name']} · {config['mode']}"),
         subtitle=_subtitle(workdir, rows),
         links="".join(f'<a href="#{_anchor(name)}">{name}</a>' for name in sections),
-        warnings=_warnings([*said, *warnings(rows, shares_machine=shares_machine)]),
+        warnings=_warnings([*said, *left_out, *warnings(rows, shares_machine=shares_machine)]),
         tiles=_tiles(rows, points),
         sections="\n".join(
             f'<section id="{_anchor(name)}"><h2>{name}</h2>{content}</section>'
@@ -101,7 +104,7 @@ def evaluation_points(workdir: pathlib.Path, rows: Rows) -> list[dict[str, float
     logged ones, as both are of the test split.
 
     Returns:
-      {"version", NAME and, where known, NAME_low and NAME_high}, by version.
+      {"version", NAME and, where known, NAME_low, NAME_high and the counts of `coverage_of`}, by version.
     """
     logged = (
         {
@@ -126,7 +129,8 @@ def evaluation_points(workdir: pathlib.Path, rows: Rows) -> list[dict[str, float
 
 def _score_name(metric: str, validation: bool) -> str:
     name = metric.removeprefix("eval/")
-    return f"{plots.VALIDATION}{name}" if validation and name != "version" else name
+    own = validation and name != "version" and "/" not in name
+    return f"{plots.VALIDATION}{name}" if own else name
 
 
 def _subtitle(workdir: pathlib.Path, rows: Rows) -> str:
@@ -174,13 +178,15 @@ def _tiles(rows: Rows, points: Rows) -> str:
 
 def _score_tiles(points: Rows) -> list[tuple[str, str, str]]:
     """The last held-out score and the first; none without an evaluation."""
-    if not (names := plots.score_names(points)):
+    if not (found := plots.score_names(points)):
         return []
-    name = names[0]
+    prefix, (name, *_) = next(iter(found.items()))
     scores = [point for point in points if point.get(name) is not None]
     note = f"for version {scores[-1]['version']:.0f}"
     if len(scores) > 1:
         note += f"; {number(scores[0][name])} for version {scores[0]['version']:.0f}"
+    if of := coverage_of(scores[-1], prefix):
+        note += f"; {of}"
     return [(f"Held-out {name}", number(scores[-1][name]), note)]
 
 

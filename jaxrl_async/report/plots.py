@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from jaxrl_async import metrics
 from jaxrl_async.metrics import Rows, column
 
 PALETTE = ("#3f86d6", "#e0822a", "#2fa37c", "#c75a9f", "#8b7fd6", "#a88a2a", "#d4575c", "#4fa9bd")
@@ -95,15 +96,18 @@ def components(rows: Rows) -> list[Figure]:
 
 
 def evaluations(points: Rows) -> list[Figure]:
-    """Held-out scores by version.
+    """Held-out scores by version: of the run's own splits, and of each of evaluate.sets.
 
     Args:
       points: {"version", NAME, NAME_low, NAME_high}; low and high are optional.
     """
-    names = score_names(points)
-    if not names:
-        return []
+    names_of: dict[str, list[str]] = {}
+    for prefix, names in score_names(points).items():
+        names_of.setdefault(prefix if prefix.endswith("/") else "", []).extend(names)
+    return [_evaluations(points, prefix, names) for prefix, names in names_of.items()]
 
+
+def _evaluations(points: Rows, prefix: str, names: Sequence[str]) -> Figure:
     def draw(axes) -> None:
         for name, color in zip(names, _colors(len(names)), strict=True):
             values = column(points, name)
@@ -115,20 +119,21 @@ def evaluations(points: Rows) -> list[Figure]:
                 values[known],
                 yerr=bars if bars.any() else None,
                 color=color,
-                label=name,
+                label=name.removeprefix(prefix),
                 marker="o",
                 markersize=4,
                 capsize=3,
             )
 
-    return [figure("Held-out scores", draw, xlabel="version")]
+    title = ": ".join(filter(None, ("Held-out scores", prefix.removesuffix("/"))))
+    return figure(title, draw, xlabel="version")
 
 
-def score_names(points: Rows) -> list[str]:
-    """The names of the scores in evaluation points, without those of their intervals; validation scores come last."""
+def score_names(points: Rows) -> dict[str, list[str]]:
+    """`metrics.score_names` of evaluation points; validation scores come last."""
     names = {name: None for point in points for name, value in point.items() if value is not None}
-    found = [n for n in names if n != "version" and not n.endswith(("_low", "_high"))]
-    return sorted(found, key=lambda name: name.startswith(VALIDATION))
+    found = metrics.score_names(names)
+    return {prefix: found[prefix] for prefix in sorted(found, key=lambda p: p == VALIDATION)}
 
 
 def staleness(rows: Rows) -> list[Figure]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_async import security
-from jaxrl_async.metrics import METRICS, Rows, column
+from jaxrl_async.metrics import METRICS, Rows, column, coverage_of
 from jaxrl_async.report import plots
 from jaxrl_async.report.samples import NoSamplesError, by_step, samples
 from jaxrl_async.samples import CompletionText
@@ -32,9 +32,9 @@ _MANY_POINTS = 8  # a longer table of evaluations is folded
 
 
 def scores(points: Rows) -> str:
-    """Held-out scores by version, with their intervals; "" without any."""
-    names = plots.score_names(points)
-    if not names:
+    """Held-out scores by version, with their intervals and the prompts that they are of; "" without any."""
+    found = plots.score_names(points)
+    if not found:
         return ""
 
     def score(point, name: str) -> str:
@@ -44,11 +44,16 @@ def scores(points: Rows) -> str:
         interval = "" if None in ends else f" ({ends[0]:.3f}–{ends[1]:.3f})"
         return f"{point[name]:.3f}{interval}"
 
-    body = [[f"{p['version']:.0f}", *(score(p, name) for name in names)] for p in points]
-    found = table(["version", *names], body)
+    head, body = ["version"], [[f"{point['version']:.0f}"] for point in points]
+    for prefix, names in found.items():
+        of = [coverage_of(point, prefix).partition(" prompts")[0] for point in points]
+        head += [*names, *[f"{prefix}prompts"] * any(of)]
+        for point, cells, covered in zip(points, body, of, strict=True):
+            cells += [*(score(point, name) for name in names), *[covered or "–"] * any(of)]
+    shown = table(head, body)
     if len(points) > _MANY_POINTS:
-        return f"<details><summary>{len(points)} evaluations</summary>{found}</details>"
-    return f"<h3>Held-out evaluation</h3>{found}"
+        return f"<details><summary>{len(points)} evaluations</summary>{shown}</details>"
+    return f"<h3>Held-out evaluation</h3>{shown}"
 
 
 def completions(

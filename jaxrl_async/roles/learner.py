@@ -43,7 +43,6 @@ from jaxrl_async.runtime.supervisor import visible_devices
 from jaxrl_async.samples import SampleWriter
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.port import Expected
-from jaxrl_async.tasks.prompts import held_out_prompts
 from jaxrl_async.versions.store import WeightStore
 
 REPORT_SECS = 2.0  # between the learner's reports to the queue
@@ -442,21 +441,13 @@ def discovery_of(settings: Settings) -> Discovery | None:
 
 def evaluator_of(settings: Settings, workdir: pathlib.Path):
     """The evaluator of versions during training; None where evaluate.every_steps is 0."""
-    evaluate, rollout = settings.evaluate, settings.rollout
+    evaluate, temperature = settings.evaluate, settings.rollout.temperature
     if not evaluate.every_steps:
         return None
     tokenizer, task = parts.tokenizer_of(settings, workdir), parts.same_task_of(settings, workdir)
     split = "validation" if evaluate.num_validation > 0 else "test"
-    bound = rollout.max_prompt_tokens
-    prompts = held_out_prompts(task, tokenizer, max_prompt_tokens=bound, split=split)
-    return Evaluator(
-        workdir,
-        prompts[: evaluate.num_prompts],
-        settings=evaluate,
-        temperature=rollout.temperature,
-        runner=parts.runner_of(settings, tokenizer, task),
-        pool=functools.partial(parts.rewards_of, settings, task.reward),
-    )
+    sets = parts.evaluation_sets(settings, tokenizer, task, split)
+    return Evaluator(workdir, sets, settings=evaluate, temperature=temperature)
 
 
 def push_deadline_of(settings: Settings) -> float:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import tqdm
 
+from jaxrl_async.metrics import coverage_of, score_names
 from jaxrl_async.records import QueueStatus, Wait
 
 LINES = 20  # of steps that a run without a terminal prints, about
@@ -156,10 +157,8 @@ def score_of(rows: Sequence[Mapping[str, float]]) -> str:
     """
     scored = [row for row in rows if row.get("eval/greedy") is not None]
     if len(scored) > 1:
-        first, last = scored[0], scored[-1]
-        versions = f"version {first['eval/version']:.0f} and {last['eval/version']:.0f}"
-        return (
-            f"greedy accuracy {first['eval/greedy']:.3f} → {last['eval/greedy']:.3f} ({versions})"
+        return "; ".join(
+            _greedy(scored[0], scored[-1], prefix) for prefix in score_names(scored[-1])
         )
     rewards = [row["reward/mean"] for row in rows if row.get("reward/mean") is not None]
     if not rewards:
@@ -168,6 +167,17 @@ def score_of(rows: Sequence[Mapping[str, float]]) -> str:
     before, after = sum(rewards[:count]) / count, sum(rewards[-count:]) / count
     steps = "step" if count == 1 else f"{count} steps"
     return f"mean reward {before:.3f} → {after:.3f} (first and last {steps})"
+
+
+def _greedy(
+    first: Mapping[str, float | None], last: Mapping[str, float | None], prefix: str
+) -> str:
+    """The greedy accuracy of an evaluation set, "eval/" or "eval/SET/", before and after."""
+    name = prefix.removeprefix("eval/").replace("/", ": ")
+    before, after = (_of(row, f"{prefix}greedy") for row in (first, last))
+    versions = f"version {_of(first, 'eval/version'):.0f} and {_of(last, 'eval/version'):.0f}"
+    of = "; ".join(filter(None, (versions, coverage_of(last, prefix))))
+    return f"{name}greedy accuracy {before:.3f} → {after:.3f} ({of})"
 
 
 def _rates(rows: Sequence[Mapping[str, float | None]]) -> tuple[float, float]:

@@ -8,48 +8,44 @@ import contextlib
 import functools
 import itertools
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxrl_async import parts
 from jaxrl_async.config.settings import Evaluate, Settings
-from jaxrl_async.evaluation import scores
-from jaxrl_async.evaluation.score import EvaluationError, sampling_of, score
+from jaxrl_async.evaluation.score import EvaluationError, EvaluationSet, sampling_of, score
 from jaxrl_async.inference import engine as engines
 from jaxrl_async.inference.fields import parse_sampling
-from jaxrl_async.rewards.pool import RewardPool
 from jaxrl_async.rollout.context import Generate
-from jaxrl_async.rollout.runner import Runner
 from jaxrl_async.servers.port import Completion
-from jaxrl_async.tasks.prompts import held_out_prompts
-from jaxrl_async.types import Prompt
 
 ENGINE_TIMEOUT_SECS = 600.0
 
 
-def evaluate(settings: Settings, workdir: pathlib.Path, steps: Sequence[int | None]) -> list[dict]:
-    """Scores checkpoints of a run on the task's held-out prompts.
+def evaluate(
+    settings: Settings,
+    workdir: pathlib.Path,
+    steps: Sequence[int | None],
+    sets: Sequence[EvaluationSet],
+) -> list[dict[str, float]]:
+    """Scores checkpoints of a run on held-out prompts.
 
     Args:
       settings: the run's settings.
       workdir: its directory.
       steps: checkpoints; None is the last one.
+      sets: as of `parts.evaluation_sets`.
 
     Returns:
       One row per checkpoint: step, greedy (accuracy at temperature 0), and pass@1 and pass@n at the run's
-      temperature, n = evaluate.num_samples, with their intervals (see `scores.row`).
+      temperature, n = evaluate.num_samples, with their intervals and coverage, of each set (see `score`).
 
     Raises:
       CheckpointError: no such checkpoint, or one of another shape.
       EvaluationError: the engine died, or is stuck.
-      StartError: the task is not the run's.
     """
-    tokenizer = parts.tokenizer_of(settings, workdir)
-    task = parts.same_task_of(settings, workdir, keep=False)
-    max_prompt_tokens = settings.rollout.max_prompt_tokens
-    prompts = held_out_prompts(task, tokenizer, max_prompt_tokens=max_prompt_tokens)
     engine = parts.engine_of(settings, workdir, name="evaluate")
     engine.start()
     try:
@@ -57,14 +53,8 @@ def evaluate(settings: Settings, workdir: pathlib.Path, steps: Sequence[int | No
         for step in steps:
             step, params = parts.checkpoint_params(settings, workdir, step)
             engine.update_weights(params, str(step)).result(ENGINE_TIMEOUT_SECS)
-            row = score_engine(
-                engine,
-                prompts[: settings.evaluate.num_prompts],
-                settings=settings.evaluate,
-                temperature=settings.rollout.temperature,
-                runner=parts.runner_of(settings, tokenizer, task),
-                pool=functools.partial(parts.rewards_of, settings, task.reward),
-            )
+            temperature = settings.rollout.temperature
+            row = score_engine(engine, sets, settings=settings.evaluate, temperature=temperature)
             rows.append({"step": step} | row)
         return rows
     finally:
@@ -73,38 +63,31 @@ def evaluate(settings: Settings, workdir: pathlib.Path, steps: Sequence[int | No
 
 def score_engine(
     engine: engines.Engine,
-    prompts: Sequence[Prompt],
+    sets: Sequence[EvaluationSet],
     *,
     settings: Evaluate,
     temperature: float,
-    runner: Runner,
-    pool: Callable[[], RewardPool],
 ) -> dict[str, float]:
-    """Scores the weights of a started engine; arguments as of `Evaluator`, the row as of `scores.row`.
+    """Scores the weights of a started engine; arguments as of `Evaluator`, the row as of `score`.
 
     Raises:
       EvaluationError: the engine died, or is stuck.
       RewardError: the pool did not start.
     """
 
-    async def run() -> tuple[np.ndarray, np.ndarray]:
+    async def run() -> dict[str, float]:
         engine_client = EngineClient(engine)
 
-        def generate_of(number: int, sample: int) -> Generate:
+        def generate_of(asked: EvaluationSet, number: int, sample: int) -> Generate:
             seed = settings.seed * 1_000_003 + number * settings.num_samples + max(sample - 1, 0)
-            sampling = sampling_of(runner, temperature=temperature, seed=seed, sample=sample)
+            sampling = sampling_of(asked.runner, temperature=temperature, seed=seed, sample=sample)
             return functools.partial(engine_client.generate, sampling)
 
         return await score(
-            prompts,
-            runner=runner,
-            pool=pool,
-            num_samples=settings.num_samples,
-            seed=settings.seed,
-            generate_of=generate_of,
+            sets, num_samples=settings.num_samples, seed=settings.seed, generate_of=generate_of
         )
 
-    return scores.row(*asyncio.run(run()))
+    return asyncio.run(run())
 
 
 class EngineClient:

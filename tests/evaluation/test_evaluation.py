@@ -15,8 +15,8 @@ from fixtures.fake_sglang import FakeServer
 
 from jaxrl_async import parts
 from jaxrl_async.config.settings import Evaluate, Settings
-from jaxrl_async.evaluation.evaluator import Evaluator
-from jaxrl_async.evaluation.score import EvaluationError
+from jaxrl_async.evaluation.evaluator import Evaluator, best_version
+from jaxrl_async.evaluation.score import EvaluationError, EvaluationSet
 from jaxrl_async.inference.engine import UnavailableError
 from jaxrl_async.records import Permit, ServerRecord
 from jaxrl_async.rewards.pool import RewardPool
@@ -127,11 +127,16 @@ async def trained(runner, server, overlong=lambda num_tokens: 0.0):
     return rewards[:, 0].tolist()
 
 
-def evaluated(runner, server, workdir):
-    """The scores of the evaluator while training."""
-    evaluator = Evaluator(
-        workdir, sums.PROMPTS, settings=SETTINGS, temperature=1.0, runner=runner, pool=pool
+def set_of(runner, pool=pool, prompts=sums.PROMPTS, **of):
+    return EvaluationSet(
+        prompts, num_fit=len(prompts), num_questions=9, runner=runner, pool=pool, **of
     )
+
+
+def evaluated(runner, server, workdir, *others):
+    """The scores of the evaluator while training."""
+    sets = [set_of(runner), *others]
+    evaluator = Evaluator(workdir, sets, settings=SETTINGS, temperature=1.0)
 
     async def run():
         async with InferenceClient() as client:
@@ -141,11 +146,10 @@ def evaluated(runner, server, workdir):
     return {name.removeprefix("eval/"): value for name, value in evaluator.pop().items()}
 
 
-def scored(runner, engine, pool=pool):
+def scored(runner, engine, pool=pool, *others):
     """The scores of the verb `evaluate`."""
-    return tool.score_engine(
-        engine, sums.PROMPTS, settings=SETTINGS, temperature=1.0, runner=runner, pool=pool
-    )
+    sets = [set_of(runner, pool), *others]
+    return tool.score_engine(engine, sets, settings=SETTINGS, temperature=1.0)
 
 
 @pytest.fixture
@@ -164,6 +168,23 @@ def test_training_and_both_evaluators_run_one_rollout_function(function, server,
     of_a_checkpoint = scored(runner, sums.Engine())
     assert while_training.items() > of_a_checkpoint.items() and of_a_checkpoint["greedy"] == 0.5
     assert of_a_checkpoint["pass@1"] == of_a_checkpoint["pass@2"] == 0.5
+
+
+def test_each_evaluation_set_has_its_name_its_coverage_and_its_own_reward(server, tmp_path):
+    runner = runner_of(calculator)
+    others = (
+        set_of(runner, prompts=sums.PROMPTS[:2], name="few"),
+        set_of(dataclasses.replace(runner, right=0.0), name="lenient"),
+    )
+    while_training = evaluated(runner, server, tmp_path, *others)
+    row = scored(runner, sums.Engine(), pool, *others)
+    assert while_training.items() > row.items()
+    assert (row["greedy"], row["lenient/greedy"]) == (0.5, 1.0)
+    assert row["few/greedy"] == np.mean(sums.RIGHT[:2])
+    counts = ("num_prompts", "num_fit", "num_questions")
+    assert [row[name] for name in counts] == [6, 6, 9]
+    assert [row[f"few/{name}"] for name in counts] == [2, 2, 9]
+    assert best_version(tmp_path) == sums.VERSION
 
 
 def test_a_task_may_say_what_is_right():

@@ -14,6 +14,7 @@ from fixtures.fake_sglang import VOCAB_SIZE, answer, started, token
 from jaxrl_async.cli.config import load_config, settings_of
 from jaxrl_async.config.settings import Evaluate
 from jaxrl_async.evaluation.evaluator import Evaluator, best_version
+from jaxrl_async.evaluation.score import EvaluationSet
 from jaxrl_async.learner.checkpoint import Checkpoints
 from jaxrl_async.publishing.publisher import Publisher, PublisherError
 from jaxrl_async.publishing.transports import Transport
@@ -45,18 +46,18 @@ def make(
     workdir, answers, *, timeout_secs=WAIT_SECS, reward="exact", seed=SEED, function=single_turn
 ):
     prompts = [Prompt(i, np.array([5, i], np.int32), "", a) for i, a in enumerate(answers)]
-    return Evaluator(
-        workdir,
+    settings = Evaluate(
+        num_prompts=len(prompts),
+        num_samples=2,
+        seed=seed,
+        every_steps=4,
+        max_running_requests=2,
+        timeout_secs=timeout_secs,
+    )
+    validation = EvaluationSet(
         prompts,
-        settings=Evaluate(
-            num_prompts=len(prompts),
-            num_samples=2,
-            seed=seed,
-            every_steps=4,
-            max_running_requests=2,
-            timeout_secs=timeout_secs,
-        ),
-        temperature=1.0,
+        num_fit=len(prompts),
+        num_questions=len(prompts),
         runner=Runner(
             function,
             encode=lambda text: [int(word) for word in text.split()],
@@ -76,6 +77,7 @@ def make(
             calls_per_process=0,
         ),
     )
+    return Evaluator(workdir, [validation], settings=settings, temperature=1.0)
 
 
 def evaluate(evaluator, server, version=8, client=InferenceClient):

@@ -215,6 +215,13 @@ def test_the_score_is_of_evaluations_or_of_the_first_and_last_rewards():
     rows[5] |= {"eval/version": 4.0}  # It failed.
     rows[9] |= {"eval/greedy": 0.75, "eval/version": 8.0}
     assert score_of(rows) == "greedy accuracy 0.250 → 0.750 (version 0 and 8)"
+    rows[9] |= {"eval/num_prompts": 8, "eval/num_fit": 8, "eval/num_questions": 40}
+    for i, value in ((2, 0.0), (9, 0.5)):
+        rows[i] |= {"eval/hard/greedy": value}
+    assert score_of(rows) == (
+        "greedy accuracy 0.250 → 0.750 (version 0 and 8; 8 of 40 prompts, 32 do not fit rollout.max_prompt_tokens); "
+        "hard: greedy accuracy 0.000 → 0.500 (version 0 and 8)"
+    )
     assert score_of([]) == score_of([{"step": 1, "reward/mean": None}]) == ""
 
 
