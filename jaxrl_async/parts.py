@@ -229,16 +229,18 @@ def evaluation_sets(
     from jaxrl_async.tasks.prompts import held_out_prompts
 
     bound, found = settings.rollout.max_prompt_tokens, []
-    for name, task in ({"": task} | evaluation_tasks(settings)).items():
-        own = "test" if name else split
-        prompts = held_out_prompts(task, tokenizer, max_prompt_tokens=bound, split=own)
+    own = dataclasses.replace(settings, task=dataclasses.replace(settings.task, rewards={}))
+    asked = [("", task, split, settings)]
+    asked += [(name, source, "test", own) for name, source in evaluation_tasks(settings).items()]
+    for name, source, part, of_set in asked:
+        prompts = held_out_prompts(source, tokenizer, max_prompt_tokens=bound, split=part)
         found.append(
             EvaluationSet(
                 prompts[: settings.evaluate.num_prompts],
                 num_fit=len(prompts),
-                num_questions=len(task.examples(own)),
-                runner=runner_of(settings, tokenizer, task),
-                pool=functools.partial(rewards_of, settings, task.reward),
+                num_questions=len(source.examples(part)),
+                runner=runner_of(settings, tokenizer, source),
+                pool=functools.partial(rewards_of, of_set, source.reward),
                 name=name,
             )
         )

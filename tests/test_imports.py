@@ -143,6 +143,7 @@ MAY_IMPORT["tools"] = {
     "queue",
     "rollout",
     "servers",
+    "tasks",
     "versions",
 }
 MAY_IMPORT["cli"] = {

@@ -12,6 +12,7 @@ import pathlib
 import re
 import runpy
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -31,8 +32,10 @@ from jaxrl_async.config.build import (
     parse_arg,
     write_preset,
 )
+from jaxrl_async.config.fields import StartError
 from jaxrl_async.config.settings import RENAMED, Settings, SettingsError
 from jaxrl_async.names import nearest
+from jaxrl_async.preflight import machine
 from jaxrl_async.sweeps.points import Point, Sweep
 
 __all__ = [
@@ -50,7 +53,8 @@ log = logging.getLogger(__name__)
 _JSON = {"true": "True", "false": "False", "null": "None"}
 
 USAGE = """Prints every setting of a config, one per line. A * marks a setting that differs from its default
-(jaxrl_async/config/settings.py), which follows in parentheses. With --workdir=DIR: the settings of the run in DIR."""
+(jaxrl_async/config/settings.py), which follows in parentheses. With --workdir=DIR: the settings of the run in DIR.
+Then the prompts of each split that fit, where the task and the tokenizer are on this machine."""
 
 
 def main(argv: list[str]) -> int:
@@ -62,11 +66,21 @@ def main(argv: list[str]) -> int:
         workdir=("", "directory of a run"),
     )
     defaults, lines = default_values(), []
-    for key, value in flat(settings_of(values.config)):
+    settings = settings_of(values.config)
+    for key, value in flat(settings):
         base = "" if value == defaults[key] else f"    (default {defaults[key]!r})"
         lines.append(f"{'*' if base else ' '} {key} = {value!r}{base}")
-    print("\n".join(lines))
+    print("\n".join([*lines, "", *(f"  {line}" for line in _prompts(settings))]))
     return 0
+
+
+def _prompts(settings: Settings) -> list[str]:
+    """The prompts of each split, in words, or the reason why they cannot be counted here."""
+    try:
+        with tempfile.TemporaryDirectory() as tokenizer:
+            return machine.count_prompts(settings, pathlib.Path(tokenizer)).lines()
+    except StartError as error:
+        return [f"prompts are not counted: {str(error).strip().splitlines()[-1]}"]
 
 
 def parse_flags(

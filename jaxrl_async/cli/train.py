@@ -88,7 +88,20 @@ def main(argv: list[str]) -> int:
         workdir.mkdir(parents=True, exist_ok=True)
     # A scheduler signals all roles at once, and the learner needs the others to finish its step.
     graceful = not supervised and (auto or values.role in ("learner", "one"))
+    if begins and process == 0:
+        _count_prompts(settings, workdir)
     return _run_one(settings, values, workdir, graceful=graceful)
+
+
+def _count_prompts(settings: Settings, workdir: pathlib.Path) -> None:
+    """As a run of all roles does; a learner's host may be without the task's files."""
+    try:
+        found = machine.count_prompts(settings, workdir)
+    except StartError as error:
+        print(f"prompts are not counted: {error}", file=sys.stderr, flush=True)
+        return
+    found.write(workdir)
+    print("\n".join(found.lines()), file=sys.stderr, flush=True)
 
 
 def _apply_place(values: flags.FlagValues) -> None:

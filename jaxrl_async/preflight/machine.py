@@ -20,8 +20,10 @@ from jaxrl_async.rewards import check_reward, reward_function
 from jaxrl_async.rollout import agent, environment
 from jaxrl_async.rollout.failures import code_error
 from jaxrl_async.tasks import digest
+from jaxrl_async.tasks.coverage import Coverage, coverage
+from jaxrl_async.tasks.digest import Splits
 from jaxrl_async.tasks.prompts import completion_tokens
-from jaxrl_async.tasks.task import messages_of, texts_of
+from jaxrl_async.tasks.task import Task, texts_of
 from jaxrl_async.tracker import SERVICES
 
 RESOLVE_SECS = 10.0  # for the names of all servers; a slower one is left to the preflight of peers
@@ -81,16 +83,11 @@ def prepare(settings: Settings, workdir: pathlib.Path, *, resume: bool = False) 
     _check_hosts(settings)
     _check_discovery(settings)
     _check_tracker(settings)
-    with errors_of(f"task {settings.task.name!r}: "):
-        task = parts.task_of(settings)
-        splits = parts.splits_of(settings, task)
-        reward = reward_function(parts.reward_name_of(settings, task.reward))
-        if not settings.rollout.reward_addresses:  # else in the services' processes
-            for examples in splits.values():
-                check_reward(reward, examples)
+    task, splits, sets = _questions(settings)
     if not resume:  # Of a start that came to no checkpoint. No role of this one has begun.
         (workdir / digest.FILE).unlink(missing_ok=True)
     parts.check_task(settings, workdir, task, splits)
+    splits = {**splits, **sets}
     settings_of = {environment.NAME: "environment.name", agent.NAME: "rollout.agent"}
     function = settings.rollout.function
     with errors_of(f"{settings_of.get(function, 'rollout.function')}: "):
@@ -119,12 +116,61 @@ def prepare(settings: Settings, workdir: pathlib.Path, *, resume: bool = False) 
             config = parts.model_config_of(settings, tokenizer)
             hf.read_adapters(settings.model.lora.path, config)
     _check_texts(settings, tokenizer, task, splits)
+    found = _coverage(settings, tokenizer, splits)
+    for split in found.splits:
+        if not split.num_fit:
+            raise StartError(
+                f"rollout.max_prompt_tokens = {split.max_tokens}: none of {split.num_questions} prompts of the "
+                f"{split.name} split has 1 to {split.max_tokens} tokens; they have {split.shortest} to {split.longest}"
+            )
+    found.write(workdir)
     num_prompts, num_test = settings.evaluate.num_prompts, len(splits["test"])
     if not resume and num_test < num_prompts != Evaluate.num_prompts:
         raise StartError(
             f"evaluate.num_prompts = {num_prompts} must be ≤ {num_test}, the questions of the test split of task "
             f"{settings.task.name!r}"
         )
+
+
+def count_prompts(settings: Settings, workdir: pathlib.Path) -> Coverage:
+    """The prompts of each split; the tokenizer is of the workdir, or is written there.
+
+    Raises:
+      StartError: as of `prepare`, of the task and the tokenizer.
+    """
+    _, splits, sets = _questions(settings)
+    with errors_of("tokenizer."):
+        tokenizer = parts.tokenizer_of(settings, workdir)
+    return _coverage(settings, tokenizer, {**splits, **sets})
+
+
+def _coverage(settings: Settings, tokenizer, splits) -> Coverage:
+    bounds = (settings.rollout.max_prompt_tokens, settings.evaluate.num_prompts)
+    with errors_of("tokenizer: "):
+        return coverage(splits, tokenizer.encode_prompt, max_tokens=bounds[0], max_scored=bounds[1])
+
+
+def _questions(settings: Settings) -> tuple[Task, Splits, Splits]:
+    """The task, its splits, and evaluate.sets as splits; what their rewards do not take is refused."""
+
+    def check(name: str, splits: Splits) -> None:
+        reward = reward_function(name)
+        if not settings.rollout.reward_addresses:  # else in the services' processes
+            for examples in splits.values():
+                check_reward(reward, examples)
+
+    sets = {}
+    with errors_of(f"task {settings.task.name!r}: "):
+        task = parts.task_of(settings)
+        splits = parts.splits_of(settings, task)
+        check(parts.reward_name_of(settings, task.reward), splits)
+    with errors_of(""):
+        others = parts.evaluation_tasks(settings)
+    for name, other in others.items():
+        with errors_of(f"evaluate.sets[{name!r}]: "):
+            sets[name] = other.examples("test")
+            check(other.reward, {name: sets[name]})
+    return task, splits, sets
 
 
 def _check_tracker(settings: Settings) -> None:
@@ -171,14 +217,10 @@ def _check_shape(model: Model) -> None:
 
 
 def _check_texts(settings: Settings, tokenizer, task, splits) -> None:
-    """Refuses a split, or demonstrations, of which no text fits; and texts that the alphabet cannot write."""
-    bound = settings.rollout.max_prompt_tokens
+    """Refuses texts that the alphabet cannot write, and demonstrations of which none fits."""
     for split, examples in splits.items():
-        texts = [messages_of(example) or example.text for example in examples]
         asked = [settings.tokenizer.instruction + example.text for example in examples]
         _check_alphabet(settings, f"the {split} split", asked)
-        setting, what = f"rollout.max_prompt_tokens = {bound}", f"prompts of the {split} split"
-        _check_some_fit(setting, bound, what, texts, tokenizer.encode_prompt)
     stage = settings.warm_start
     if not stage.num_steps:
         return

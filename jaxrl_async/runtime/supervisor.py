@@ -31,6 +31,7 @@ from jaxrl_async.runtime import status
 from jaxrl_async.runtime.preemption import CLEANUP_SECS, PREEMPTED
 from jaxrl_async.runtime.progress import Progress
 from jaxrl_async.runtime.workdir import checkpoint_steps
+from jaxrl_async.tasks import coverage
 
 # For a learner on a CPU: XLA allocates a step's buffers anew each time, and pages of 4 KiB cost a tenth of the step.
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
@@ -275,7 +276,7 @@ def _learner_names(count: int) -> list[str]:
 
 
 def banner(settings: Settings, workdir, queue_address, servers, devices) -> str:
-    """The banner of a run: its settings, its addresses, and the devices of each role."""
+    """The banner of a run: its settings, its addresses, its prompts, and the devices of each role."""
     learner = settings.learner
     lines = [
         f"jaxrl_async · {settings.task.name} · mode {settings.mode} · η = {settings.queue.max_staleness} · "
@@ -290,6 +291,8 @@ def banner(settings: Settings, workdir, queue_address, servers, devices) -> str:
         lines.append(f"  rewards  {', '.join(rewards)}")
     if settings.journal.keep != "none":
         lines.append(f"  journal  {_journal(settings, pathlib.Path(workdir))}")
+    if found := coverage.read(pathlib.Path(workdir)):
+        lines += [f"  prompts  {line}" for line in found.lines()]
     if found := in_the_clear(settings):
         lines.append(f"  INSECURE security.insecure: without TLS to {', '.join(found)}")
     for name, environment in devices.items():

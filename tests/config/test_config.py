@@ -617,7 +617,9 @@ def test_every_setting_is_printed_and_what_differs_from_the_defaults_is_marked(
 ):
     where = QUICKSTART if "config" in given else old_workdir()
     assert main.main(["config", given.format(where), "--config.loss.dual_clip=3"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines, _, prompts = capsys.readouterr().out.partition("\n\n")
+    assert "  test: 512 of 512 prompts fit\n" in prompts
+    lines = lines.splitlines()
     assert [line[2:].partition(" = ")[0] for line in lines] == list(default_values())
     assert "  learner.adam_b1 = 0.9" in lines
     assert "* learner.num_steps = 2    (default 100)" in lines
@@ -668,11 +670,16 @@ def test_evaluate_says_which_row_is_the_best_version_and_what_it_does(
     (tmp_path / "best.json").write_text(json.dumps({"version": 40}))
     for step in (0, 40, 100):
         (tmp_path / "checkpoints" / str(step)).mkdir(parents=True)
-    rows = [{"step": step, "greedy": 0.5} for step in (0, 40, 100)]
+    counts = {"num_prompts": 8, "num_fit": 8, "num_questions": 40}
+    rows = [{"step": step, "greedy": 0.5, "few/greedy": 0.25} | counts for step in (0, 40, 100)]
     monkeypatch.setattr("jaxrl_async.tools.evaluate.evaluate", lambda *_: rows)
     assert main.main(["evaluate", f"--workdir={tmp_path}"]) == 0
     said = capsys.readouterr()
-    assert said.err == "scoring 0, 40, last on 512 prompts\n"
+    assert said.err == "scoring 0, 40, last on the test split: 384 of 384 prompts\n"
+    first, *lines = said.out.splitlines()
+    assert first == "test split: 8 of 40 prompts, 32 do not fit rollout.max_prompt_tokens"
+    assert lines[0].split() == lines[5].split() == ["step", "greedy"]
+    assert lines[4] == "few: " and lines[6].split() == ["0", "0.250"]
     assert [line.split()[0] for line in said.out.splitlines() if "best" in line] == ["40"]
 
 

@@ -17,6 +17,7 @@ from jaxrl_async.records import Permit, ResumePoint
 from jaxrl_async.report import page as pages
 from jaxrl_async.report import plots, samples, tables
 from jaxrl_async.samples import CompletionText, SampleWriter
+from jaxrl_async.tasks import Example, coverage
 from jaxrl_async.tasks.tokenizer import CharTokenizer
 from jaxrl_async.types import Group, Trajectory
 
@@ -242,7 +243,7 @@ def test_scores_come_from_both_files_and_show_their_intervals(tmp_path):
     points = pages.evaluation_points(tmp_path, rows)
     assert [p["version"] for p in points] == [0, 4, 8]
     assert points[1] == {"version": 4, "greedy": 0.5, "greedy_low": 0.4, "greedy_high": 0.7}
-    assert plots.score_names(points) == ["greedy", "pass@1"]
+    assert plots.score_names(points) == {"": ["greedy", "pass@1"]}
     table = tables.scores(points)
     for cell in (">0.375<", ">0.500 (0.400–0.700)<", ">0.875<", ">0.250<", ">–<"):
         assert cell in table
@@ -252,6 +253,40 @@ def test_scores_come_from_both_files_and_show_their_intervals(tmp_path):
     (without,) = plots.evaluations(bare)
     assert figure.svg.count("<path") > without.svg.count("<path")  # the error bars
     assert "version 8; 0.375 for version 0" in pages._tiles(rows, points)
+
+
+def test_scores_stand_beside_the_prompts_that_they_are_of(tmp_path):
+    counts = {"num_prompts": 8, "num_fit": 8, "num_questions": 40}
+    of_hard = {f"hard/{name}": value for name, value in (counts | {"num_prompts": 5}).items()}
+    scored = {"greedy": 0.5, "hard/greedy": 0.25} | counts | of_hard
+    logged = {f"eval/{name}": value for name, value in scored.items()}
+    write_run(tmp_path, [row(**logged | {"eval/version": 1, "eval/validation": 1.0})])
+    (tmp_path / "evaluation.json").write_text(json.dumps([{"step": 1} | scored]))
+    rows = pages.read_metrics(tmp_path)
+    points = pages.evaluation_points(tmp_path, rows)
+    assert plots.score_names(points) == {
+        "": ["greedy"],
+        "hard/": ["hard/greedy"],
+        plots.VALIDATION: ["validation greedy"],
+    }
+    table = tables.scores(points)
+    heads = re.findall(r"<th(?: [^>]*)?>([^<]*)", table)
+    assert heads[1:3] == ["greedy", "prompts"] and heads[3:5] == ["hard/greedy", "hard/prompts"]
+    assert heads[5:] == ["validation greedy", "validation prompts"]
+    assert table.count(">8 of 40<") == 2 and table.count(">5 of 40<") == 1
+    titles = [figure.title for figure in plots.evaluations(points)]
+    assert titles == ["Held-out scores", "Held-out scores: hard"]
+    assert "8 of 40 prompts, 32 do not fit rollout.max_prompt_tokens" in pages._tiles(rows, points)
+
+
+def test_prompts_that_are_left_out_and_overlaps_are_warned_about(tmp_path):
+    write_run(tmp_path, [row()])
+    assert "prompts fit" not in report.write_report(tmp_path).read_text()
+    splits = {"train": [Example("1", ""), Example("123", "")], "test": [Example(" 1 ", "")]}
+    coverage.coverage(splits, list, max_tokens=2, max_scored=9).write(tmp_path)
+    page = report.write_report(tmp_path).read_text()
+    assert "train: 1 of 2 prompts fit; 1 longer than rollout.max_prompt_tokens = 2" in page
+    assert "test: 0 of 1 prompts fit" in page and "1 of 1 questions of test stand in train" in page
 
 
 def test_a_run_without_an_evaluation_shows_none(tmp_path):

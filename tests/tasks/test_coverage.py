@@ -1,0 +1,112 @@
+"""Before a run starts it is known of which questions its scores are: those that fit, and those that it trains on."""
+
+import json
+
+import pytest
+
+from jaxrl_async import parts
+from jaxrl_async.cli import main
+from jaxrl_async.cli.config import load_config, settings_of
+from jaxrl_async.config.fields import StartError
+from jaxrl_async.preflight import machine
+from jaxrl_async.runtime import supervisor
+from jaxrl_async.tasks import Example, coverage
+
+QUICKSTART = "configs/quickstart.py:smoke"
+
+
+class Sums:
+    """Questions of 4 and of 12 characters; a question of the test split is one of the train split with a space."""
+
+    reward = "exact"
+
+    def __init__(self, num: int = 2, repeated: bool = False):
+        self._num, self._repeated = num, repeated
+
+    def examples(self, split):
+        first = 10 if split == "train" else 50
+        short = [Example(f"{first + i}+", "") for i in range(8)]
+        long = [Example(f"{i:011d}+", "") for i in range(self._num)]
+        again = [Example("10+ ", "")] if self._repeated and split == "test" else []
+        return [
+            *short,
+            *again,
+            *(e if split == "train" else Example(f"9{e.text}", "") for e in long),
+        ]
+
+    def demonstrations(self, num=None):
+        return [("1+", "2")] * (num or 1)
+
+
+def config(**args):
+    found = load_config(QUICKSTART)
+    found.task.name, found.task.args = f"{__name__}:Sums", args
+    found.tokenizer.alphabet = "0123456789+= "
+    return found
+
+
+def test_the_start_counts_the_prompts_that_fit_and_the_banner_says_them(tmp_path):
+    settings = settings_of(config(num=32))
+    machine.prepare(settings, tmp_path)
+    train, _ = coverage.read(tmp_path).splits
+    assert (train.num_questions, train.num_fit, train.longest) == (40, 8, 12)
+    lines = supervisor.banner(settings, tmp_path, "a:1", [], {}).splitlines()
+    long = "8 of 40 prompts fit; 32 longer than rollout.max_prompt_tokens = 8 left out (the longest has"
+    assert f"  prompts  train: {long} 12 tokens)" in lines
+    assert f"  prompts  test: {long} 13 tokens)" in lines
+
+
+def test_the_bound_on_scored_prompts_and_empty_ones_are_named():
+    splits = {"train": [Example("", "")], "test": [Example("1", ""), Example("2", "")]}
+    lines = coverage.coverage(splits, list, max_tokens=2, max_scored=1).lines()
+    assert lines == [
+        "train: 0 of 1 prompts fit; 1 without a token left out",
+        "test: 2 of 2 prompts fit; evaluate.num_prompts = 1 of them are scored",
+    ]
+
+
+def test_questions_of_two_splits_are_counted_and_warned_about(tmp_path):
+    settings = settings_of(config(repeated=True))
+    machine.prepare(settings, tmp_path)
+    said = "1 of 11 questions of test stand in train too, so its scores are not of new questions: '10+ '"
+    assert said in coverage.read(tmp_path).warnings()
+    assert f"  prompts  WARNING: {said}" in supervisor.banner(settings, tmp_path, "a:1", [], {})
+
+
+def test_splits_of_shipped_tasks_share_no_question(tmp_path):
+    found = machine.count_prompts(settings_of(load_config("configs/quickstart.py")), tmp_path)
+    assert [split.name for split in found.splits] == ["train", "validation", "test"]
+    assert found.overlaps == () and found.warnings() == []
+
+
+def test_every_evaluation_set_is_read_and_counted_before_the_start(tmp_path):
+    found = config()
+    same = {"same": {"name": f"{__name__}:Sums", "args": {"num": 4}}}
+    found.evaluate.sets = same | {"other": "arithmetic"}
+    with pytest.raises(StartError, match=r"evaluate.sets\['other'\]: .*num_digits"):
+        machine.prepare(settings_of(found), tmp_path)
+    found = config()
+    found.evaluate.sets = same
+    settings = settings_of(found)
+    machine.prepare(settings, tmp_path)
+    *_, same = coverage.read(tmp_path).splits
+    assert (same.name, same.num_questions, same.num_fit) == ("same", 12, 8)
+    tokenizer, task = parts.tokenizer_of(settings, tmp_path), parts.task_of(settings)
+    own, named = parts.evaluation_sets(settings, tokenizer, task, "test")
+    assert (own.name, named.name, named.coverage["num_questions"]) == ("", "same", 12)
+    assert len(named.prompts) == named.num_fit == 8
+
+
+def test_the_verb_config_counts_too_or_says_why_not(capsys):
+    assert (
+        main.main(["config", f"--config={QUICKSTART}", "--config.rollout.max_prompt_tokens=5"]) == 0
+    )
+    assert "test: 0 of 512 prompts fit; 512 longer than" in capsys.readouterr().out
+    assert main.main(["config", f"--config={QUICKSTART}", "--config.task.name=nowhere:Task"]) == 0
+    assert "prompts are not counted: task 'nowhere:Task': " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["{", "[]", json.dumps({"splits": [{}], "overlaps": []})])
+def test_a_file_of_another_kind_is_none(text, tmp_path):
+    (tmp_path / coverage.FILE).write_text(text)
+    assert coverage.read(tmp_path) is None and coverage.read(tmp_path / "nowhere") is None
