@@ -111,7 +111,10 @@ def _plain_tokenizer_of(settings: Settings, workdir: pathlib.Path) -> Tokenizer:
     wanted, directory = settings.tokenizer, workdir / "tokenizer"
     if wanted.kind == "huggingface":
         files = hub.directory_of("tokenizer.path", wanted.path, needed=hub.TOKENIZER_FILES)
-        return tokenizers.load_tokenizer(files, chat_template=wanted.chat_template)
+        model = model_directory(settings, ("config.json",)) if settings.model.path else ""
+        names = ("chat_template", "date", "stop_tokens", "all_files")
+        reading = {name: getattr(wanted, name) for name in names}
+        return tokenizers.load_tokenizer(files, model=model, **reading)
     if directory.exists():
         return tokenizers.load_tokenizer(directory)
     if wanted.kind == "bpe":
@@ -543,10 +546,17 @@ def model_path(settings: Settings, workdir: pathlib.Path) -> pathlib.Path:
 
     directory = workdir / "model"
     directory.mkdir(parents=True, exist_ok=True)
-    config = hf.write_config(model_config_of(settings, tokenizer_of(settings, workdir)))
+    tokenizer = tokenizer_of(settings, workdir)
+    config = hf.write_config(model_config_of(settings, tokenizer)) | ends_of(tokenizer)
     text = json.dumps(config, indent=2)
     (directory / "config.json").write_text(text, encoding="utf-8")
     return directory
+
+
+def ends_of(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Token ids of config.json. Servers end a completion there, and at their class's where it names none."""
+    ends = list(tokenizer.stop_token_ids)
+    return {"bos_token_id": None, "eos_token_id": ends, "pad_token_id": tokenizer.pad_id}
 
 
 def tracker_of(settings: Settings, workdir: pathlib.Path) -> Tracker | None:

@@ -286,7 +286,7 @@ def _of_rollout(s: Settings) -> Iterator[str]:
     if (rollout.function == "environment") != bool(environment.name):
         given = f"{rollout.function!r} and {environment.name!r}"
         yield f"rollout.function = 'environment' and environment.name go together, got {given}"
-    for name in ("chat_template", "system_prompt"):
+    for name in ("chat_template", "system_prompt", "date", "stop_tokens"):
         if (value := getattr(s.tokenizer, name)) and s.tokenizer.kind != "huggingface":
             yield f"tokenizer.{name} = {value!r:.60} needs tokenizer.kind = 'huggingface', got {s.tokenizer.kind!r}"
 

@@ -10,7 +10,10 @@ import re
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 TOKENIZER_FILES = ("tokenizer.json",)
 MODEL_FILES = ("config.json", "*.safetensors")
-_ALSO = ("*_config.json", "*.jinja", "*.safetensors.index.json")  # fetched where they exist
+_ALSO = (  # fetched where they exist
+    *("*_config.json", "*.jinja", "*.safetensors.index.json", "config.json"),
+    *("special_tokens_map.json", "added_tokens.json"),
+)
 
 
 def directory_of(setting: str, value: str, *, needed: tuple[str, ...]) -> pathlib.Path:

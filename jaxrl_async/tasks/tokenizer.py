@@ -4,6 +4,7 @@ Two kinds, one protocol: characters of a given alphabet, and the Hugging Face la
 tokenizer_config.json), in which the byte-pair encodings trained here are saved too.
 """
 
+import datetime
 import functools
 import json
 import os
@@ -14,10 +15,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 import jinja2
+import jinja2.ext
+import jinja2.nodes
 import jinja2.sandbox
 import numpy as np
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from jaxrl_async.types import Trajectory
 
@@ -26,15 +29,24 @@ TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 GENERATION_FILE = "generation_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
-HF_FILES = (TOKENIZER_FILE, CONFIG_FILE, GENERATION_FILE, TEMPLATE_FILE)
+MODEL_FILE = "config.json"  # of a model
+# Of older tokenizers, whose config has no added_tokens_decoder.
+SPECIAL_FILE, ADDED_FILE = "special_tokens_map.json", "added_tokens.json"
+HF_FILES = (
+    *(TOKENIZER_FILE, CONFIG_FILE, GENERATION_FILE, TEMPLATE_FILE),
+    *(SPECIAL_FILE, ADDED_FILE),
+)
 PAD, EOS = "<pad>", "<eos>"
 
-_FURTHER_HF_FILES = (  # of published tokenizers, copied and not read
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
+_FURTHER_HF_FILES = ("vocab.json", "merges.txt", "tokenizer.model")  # copied and not read
+_NAMED = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
 )
 _ANSWER = "answer 7c1e5b"  # stands for an answer where a template writes what follows it
 Asked = str | Sequence[Mapping[str, Any]]  # a text, or messages that end with the user's
@@ -89,12 +101,12 @@ class Tokenizer(Protocol):
         ...
 
 
-def load_tokenizer(directory: str | os.PathLike, *, chat_template: str = "") -> Tokenizer:
+def load_tokenizer(directory: str | os.PathLike, **reading: Any) -> Tokenizer:
     """Reads a tokenizer from its files.
 
     Args:
       directory: holds them.
-      chat_template: of a tokenizer in Hugging Face layout: "" for its own, "none", or a Jinja file in its place.
+      **reading: of a tokenizer in Hugging Face layout, as of `HFTokenizer`.
 
     Raises:
       FileNotFoundError: there are none, or no such template.
@@ -108,7 +120,7 @@ def load_tokenizer(directory: str | os.PathLike, *, chat_template: str = "") -> 
                 f"{directory / CHAR_FILE}: alphabet must be a string, got {alphabet!r}"
             )
         return CharTokenizer(alphabet)
-    return HFTokenizer(directory, chat_template=chat_template)
+    return HFTokenizer(directory, **reading)
 
 
 def train_bpe(
@@ -242,32 +254,76 @@ class CharTokenizer:
 class HFTokenizer:
     """A tokenizer in Hugging Face layout, with its chat template if it has one.
 
-    The end of sequence is tokenizer_config.json's eos_token, or else the first of generation_config.json's
-    eos_token_id; the others of those stop a completion too. A special token's text within a text becomes that token.
+    The end of sequence is tokenizer_config.json's eos_token, or else the first eos_token_id of generation_config.json
+    and config.json; the others of those stop a completion too. A special token's text within a text becomes that token.
     """
 
-    def __init__(self, directory: str | os.PathLike, *, chat_template: str = ""):
-        """Reads the files; arguments and errors as of `load_tokenizer`."""
-        self._directory = pathlib.Path(directory)
+    def __init__(
+        self,
+        directory: str | os.PathLike,
+        *,
+        chat_template: str = "",
+        date: str = "",
+        stop_tokens: Sequence[str] = (),
+        model: str | os.PathLike = "",
+        all_files: bool = True,
+    ):
+        """Reads the files.
+
+        Args:
+          directory: holds them.
+          chat_template: "" for its own, "none", or a Jinja file in its place.
+          date: YYYY-MM-DD, what a chat template takes for today; "" refuses one that asks.
+          stop_tokens: further tokens that end a completion, by their texts.
+          model: directory of the run's model, whose config.json bounds token ids and names what ends a completion; or
+            "".
+          all_files: read as transformers reads them; False reads tokenizer.json and named tokens alone.
+
+        Raises:
+          FileNotFoundError, ValueError: as of `load_tokenizer`; or a stop token that is none, or no such date.
+        """
+        self._directory, self._all_files = pathlib.Path(directory), all_files
         self._tokenizer = _read_tokenizer(self._directory / TOKENIZER_FILE)
         config = _read_json(self._directory / CONFIG_FILE)
+        if all_files and "added_tokens_decoder" not in config:
+            config |= _older_config(self._directory, self._tokenizer)
         self._special = _special_tokens(config)
-        self._template = _chat_template(self._directory, config, chat_template)
+        if all_files:
+            _add_tokens(self._tokenizer, config, self._special)
+        self._templates = _chat_templates(self._directory, config, chat_template, date)
         # Not the number of tokens: added tokens may leave holes.
-        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
-        self.stop_token_ids = self._stop_token_ids()
+        num_ids = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        places = [self._directory, *([pathlib.Path(model)] if model else [])]
+        of_model = _read_json(places[-1] / MODEL_FILE) if model else {}
+        self._num_embeddings = of_model.get("vocab_size", num_ids)
+        self.vocab_size = min(num_ids, self._num_embeddings)
+        files = [place / name for place in places for name in (GENERATION_FILE, MODEL_FILE)]
+        self.stop_token_ids = self._stop_token_ids(files if all_files else files[:1], stop_tokens)
         self.eos_id = self.stop_token_ids[0]
         pad_id = self._id_of("pad_token")
-        self.pad_id = self.eos_id if pad_id is None else pad_id
+        self.pad_id = self.eos_id if pad_id is None or pad_id >= self.vocab_size else pad_id
 
     @property
     def has_chat_template(self) -> bool:
         """Whether prompts are messages."""
-        return self._template is not None
+        return bool(self._templates)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text, nothing added."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        """The ids of a text, nothing added.
+
+        Raises:
+          ValueError: one has no embedding in the run's model.
+        """
+        return self._encoded(text, add_special_tokens=False)
+
+    def _encoded(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        if (highest := max(ids, default=0)) >= self._num_embeddings:
+            name = self._tokenizer.id_to_token(highest)
+            raise ValueError(
+                f"{text!r:.80} holds {name!r}, token {highest}, and the model has {self._num_embeddings} embeddings"
+            )
+        return ids
 
     def encode_prompt(self, asked: Asked) -> list[int]:
         """The ids of the chat template's rendering of messages, or of a user's; of the text, where there is none.
@@ -277,8 +333,8 @@ class HFTokenizer:
         """
         if not isinstance(asked, str):
             return self.encode_chat(asked)
-        if self._template is None:
-            return self._tokenizer.encode(asked, add_special_tokens=True).ids
+        if not self._templates:
+            return self._encoded(asked, add_special_tokens=True)
         return self.encode_chat([{"role": "user", "content": asked}])
 
     def encode_chat(
@@ -296,9 +352,9 @@ class HFTokenizer:
         Raises:
           ValueError: the template refuses; or there is none, and more than one message.
         """
-        if self._template is None:
+        if not self._templates:
             return self.encode_prompt(_only_message(messages))
-        return self.encode(self._rendered(self._template, messages, tools))
+        return self.encode(self._rendered(messages, tools, has_tools=bool(tools)))
 
     def encode_reply(
         self, messages: Sequence[Mapping[str, Any]], stop: int | None = None
@@ -315,29 +371,37 @@ class HFTokenizer:
         Raises:
           ValueError: there is no template, it refuses, or it does not write an answer as it is.
         """
-        if self._template is None:
+        if not self._templates:
             raise ValueError(
                 f"{self._directory} has no chat template, by which messages are written"
             )
         said = [{**m, "content": self._harmless(str(m["content"]))} for m in messages]
         asked = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
         # The template may change what stands before the answer; what it writes after it does not depend on it.
-        rendered = self._rendered(self._template, [*asked, *said], ())
+        has_tools = any(message["role"] == "tool" for message in messages)
+        rendered = self._rendered([*asked, *said], (), has_tools=has_tools)
         _, found, after = rendered.partition(_ANSWER)
         if not found:
             raise ValueError(
                 f"chat template of {self._directory} does not write an answer as it is"
             )
         ids = self.encode(after)
-        return ids[1:] if ids and ids[0] == stop else ids
+        # Some templates write a space before the stop token.
+        end = ids.index(stop) + 1 if stop in (ids if self._all_files else ids[:1]) else 0
+        return ids if self.decode(ids[: max(end - 1, 0)], special=True).strip() else ids[end:]
 
     def _rendered(
         self,
-        template: jinja2.Template,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]],
+        *,
+        has_tools: bool,
     ) -> str:
         """The template has written the special tokens itself."""
+        template = self._templates["default"]
+        if self._all_files:  # Else a published template of its own for tools is left alone.
+            template = self._templates.get("tool_use", template) if has_tools else template
+            messages = [{k: v for k, v in m.items() if v is not None} for m in messages]
         try:
             return template.render(
                 messages=list(messages),
@@ -347,7 +411,10 @@ class HFTokenizer:
                 **self._special,
             )
         except jinja2.TemplateError as error:
-            raise ValueError(f"chat template of {self._directory}: {error}") from error
+            hint = ": set tokenizer.date to the day that it is to write" * (
+                "strftime_now" in str(error)
+            )
+            raise ValueError(f"chat template of {self._directory}: {error}{hint}") from error
 
     def _harmless(self, text: str) -> str:
         """A text in which no special token's text is left: a space stands after its first character."""
@@ -375,21 +442,32 @@ class HFTokenizer:
         config, generation = map(_read_json, (files[CONFIG_FILE], files[GENERATION_FILE]))
         return found | _hf_configs(config, generation, self)
 
-    def _stop_token_ids(self) -> tuple[int, ...]:
-        listed = _read_json(self._directory / GENERATION_FILE).get("eos_token_id")
-        listed = listed if isinstance(listed, list) else [] if listed is None else [listed]
+    def _stop_token_ids(
+        self, files: Sequence[pathlib.Path], stop_tokens: Sequence[str]
+    ) -> tuple[int, ...]:
+        """What eos_token, the files' eos_token_id and the run name, in this order, each once."""
         eos_id = self._id_of("eos_token")
-        ids = listed if eos_id is None else [eos_id, *listed]
+        ids = [] if eos_id is None else [eos_id]
+        for path in files:
+            found = _read_json(path).get("eos_token_id")
+            for i in found if isinstance(found, list) else [] if found is None else [found]:
+                if type(i) is not int or not 0 <= i < self._num_embeddings:
+                    raise ValueError(
+                        f"{path}: eos_token_id {i!r} is outside [0, {self._num_embeddings})"
+                    )
+                ids.append(i)
+        for text in stop_tokens:
+            token_id = self._tokenizer.token_to_id(text)
+            if token_id is None or token_id >= self.vocab_size:
+                raise ValueError(
+                    f"stop_tokens has {text!r}, which is no token of {self._directory}"
+                )
+            ids.append(token_id)
         if not ids:
             raise ValueError(
                 f"{self._directory} names no end-of-sequence token: expected eos_token in {CONFIG_FILE} or "
                 f"eos_token_id in {GENERATION_FILE}"
             )
-        for i in ids:
-            if type(i) is not int or not 0 <= i < self.vocab_size:
-                raise ValueError(
-                    f"{self._directory / GENERATION_FILE}: eos_token_id {i!r} is outside [0, {self.vocab_size})"
-                )
         return tuple(dict.fromkeys(ids))
 
     def _id_of(self, name: str) -> int | None:
@@ -491,6 +569,41 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
     return content
 
 
+def _older_config(directory: pathlib.Path, tokenizer: tokenizers.Tokenizer) -> dict[str, Any]:
+    """What transformers took from files of their own before tokenizer_config.json had added_tokens_decoder."""
+    named = _read_json(directory / SPECIAL_FILE)
+    special = _special_tokens(named).values()
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    added = {
+        i: {"content": text, "special": text in special, "normalized": text not in special}
+        for text, i in _read_json(directory / ADDED_FILE).items()
+        if text not in known
+    }
+    return named | {"added_tokens_decoder": added}
+
+
+def _add_tokens(
+    tokenizer: tokenizers.Tokenizer, config: Mapping[str, Any], special: Mapping[str, str]
+) -> None:
+    """Adds what tokenizer.json lacks, in transformers' order."""
+    known = {repr(token) for token in tokenizer.get_added_tokens_decoder().values()}
+    listed = sorted((int(i), token) for i, token in config["added_tokens_decoder"].items())
+    added = [AddedToken(**{k: v for k, v in t.items() if k != "__type"}) for _, t in listed]
+    new = [token for token in added if repr(token) not in known]
+    for token in new:
+        token.special = token.special or token.content in special.values()
+    whole = {t.content for t in (*tokenizer.get_added_tokens_decoder().values(), *new)}
+    extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
+    texts = [special[name] for name in (*_NAMED, *special) if name in special]
+    if not isinstance(extra, Mapping):  # else they are named
+        texts += [text["content"] if isinstance(text, Mapping) else text for text in extra]
+    # An end or a padding that the vocabulary lacks is refused by its reader.
+    lacks = {special.get(name) for name in ("eos_token", "pad_token")}
+    lacks = {text for text in lacks if text and tokenizer.token_to_id(text) is None}
+    new += [AddedToken(t, special=True) for t in dict.fromkeys(texts) if t not in whole | lacks]
+    tokenizer.add_tokens(new)
+
+
 def _hf_configs(
     config: dict[str, Any], generation: dict[str, Any], tokenizer: Tokenizer
 ) -> dict[str, bytes]:
@@ -510,23 +623,25 @@ def _json_bytes(content: Mapping[str, Any]) -> bytes:
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """bos_token, eos_token, … → text; a file has them as a text or as an object with a text."""
+    named, extra = config.items(), config.get("extra_special_tokens")
     texts = {
         name: value.get("content") if isinstance(value, dict) else value
-        for name, value in config.items()
+        for name, value in (*named, *(extra.items() if isinstance(extra, dict) else ()))
         if name.endswith("_token")
     }
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
-def _chat_template(
-    directory: pathlib.Path, config: Mapping[str, Any], wanted: str
-) -> jinja2.Template | None:
-    """Compiles the template as Hugging Face's `apply_chat_template` does.
+def _chat_templates(
+    directory: pathlib.Path, config: Mapping[str, Any], wanted: str, date: str
+) -> dict[str, jinja2.Template]:
+    """Compiles the templates as Hugging Face's `apply_chat_template` does, by name; {} where there is none.
 
-    `strftime_now` is left out: a prompt must not depend on the day. Templates then write a fixed date.
+    `strftime_now` writes the run's date, if it has one: a prompt must not depend on the day. Without it some templates
+    write a date of their own.
     """
     if wanted == "none":
-        return None
+        return {}
     path, source = directory / TEMPLATE_FILE, config.get("chat_template")
     if wanted:
         path = pathlib.Path(wanted)
@@ -536,28 +651,59 @@ def _chat_template(
             )
     if path.is_file():
         source = path.read_text("utf-8")
+    if source is None:
+        return {}
+    named = {"default": source}
     if isinstance(source, list):  # several, by name
         named = {entry["name"]: entry["template"] for entry in source}
         if "default" not in named:
             raise ValueError(
                 f"{directory}: none of the chat templates {sorted(named)} is 'default'"
             )
-        source = named["default"]
-    if source is None:
-        return None
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
+    if date:
+        try:
+            environment.globals["strftime_now"] = datetime.datetime.fromisoformat(date).strftime
+        except ValueError:
+            raise ValueError(f"date must be YYYY-MM-DD, got {date!r}") from None
     try:
-        return environment.from_string(source)
+        return {name: environment.from_string(text) for name, text in named.items()}
     except jinja2.TemplateError as error:
         raise ValueError(f"chat template of {wanted or directory}: {error}") from error
 
 
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+class _Generation(jinja2.ext.Extension):
+    """{% generation %}: marks what the policy says, which is written as it is."""
+
+    tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
+
+    def parse(self, parser: Any) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_written"), [], [], body).set_lineno(line)
+
+    def _written(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
 
 
 def _raise_exception(message: str) -> NoReturn:

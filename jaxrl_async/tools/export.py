@@ -116,6 +116,4 @@ def _config(settings: Settings, model, tokenizer, dtype: str) -> dict:
         # transformers 5 writes it in place of torch_dtype, and would believe it.
         config.pop("dtype", None)
         return config | {"torch_dtype": dtype}
-    ends = {"eos_token_id": list(tokenizer.stop_token_ids), "pad_token_id": tokenizer.pad_id}
-    own = {"bos_token_id": None, "torch_dtype": dtype}
-    return hf.write_config(model) | ends | own
+    return hf.write_config(model) | parts.ends_of(tokenizer) | {"torch_dtype": dtype}
