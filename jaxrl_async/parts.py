@@ -145,16 +145,7 @@ def splits_of(settings: Settings, task: Task) -> Splits:
 
 
 def same_task_of(settings: Settings, workdir: pathlib.Path, *, keep: bool = True) -> Task:
-    """`task_of`, with the questions that the run in a workdir began with.
-
-    Args:
-      settings: the run.
-      workdir: its directory, where the first process of a run stores the digest.
-      keep: whether to store one where the workdir has none.
-
-    Raises:
-      StartError: as `check_task`.
-    """
+    """`task_of`, with the questions that the run in a workdir began with; raises as `check_task`."""
     task = task_of(settings)
     check_task(settings, workdir, task, splits_of(settings, task), keep=keep)
     return task
@@ -163,7 +154,7 @@ def same_task_of(settings: Settings, workdir: pathlib.Path, *, keep: bool = True
 def check_task(
     settings: Settings, workdir: pathlib.Path, task: Task, splits: Splits, *, keep: bool = True
 ) -> None:
-    """Compares a task with the digest in a run's workdir; arguments as of `same_task_of`.
+    """Compares a task with the digest in a run's workdir, where `keep` stores one if there is none.
 
     Raises:
       StartError: it has other questions than the run, which task.changed does not allow; names the first.
@@ -183,10 +174,8 @@ def check_task(
                 "the task as it is now"
             )
         log.warning("task.changed: %s", found)
-        if keep:
-            (workdir / digest.FILE).unlink(missing_ok=True)
     if keep:
-        digest.write(workdir, now)
+        digest.write(workdir, now, replace=settings.task.changed)
 
 
 def reward_name_of(settings: Settings, reward: str) -> str:
@@ -375,12 +364,11 @@ def check_context(settings: Settings) -> None:
     """
     if not (bound := context_tokens_of(settings)):
         return
-    rollout, server, stage = settings.rollout, settings.server, settings.warm_start
-    # One call of `generate` ends within both bounds; several, and what is between them, within the server's.
-    prompt, completion = rollout.max_prompt_tokens, rollout.max_new_tokens
-    lengths = {"rollout.max_prompt_tokens + rollout.max_new_tokens": prompt + completion}
-    if rollout.function != "single_turn":
-        lengths["server.max_total_tokens"] = server.max_total_tokens
+    rollout, stage = settings.rollout, settings.warm_start
+    most = rollout.max_prompt_tokens + rollout.max_new_tokens
+    lengths = {"rollout.max_prompt_tokens + rollout.max_new_tokens": most}
+    if rollout.function != "single_turn":  # It may call `generate` again, up to the server's bound.
+        lengths["server.max_total_tokens"] = settings.server.max_total_tokens
     if stage.num_steps:
         lengths["warm_start.row_tokens"] = stage.row_tokens
     for what, length in lengths.items():
@@ -391,25 +379,12 @@ def check_context(settings: Settings) -> None:
             )
 
 
-def within_context(settings: Settings) -> Settings:
-    """Settings whose server.max_total_tokens is within the context length of model.path; a warning says the bound."""
-    server, bound = settings.server, context_tokens_of(settings)
-    if not bound or bound >= server.max_total_tokens:
-        return settings
-    log.warning(
-        "server.max_total_tokens = %d exceeds the model's context length: requests of more than %d tokens are refused",
-        *(server.max_total_tokens, bound),
-    )
-    return dataclasses.replace(settings, server=dataclasses.replace(server, max_total_tokens=bound))
-
-
 def context_tokens_of(settings: Settings) -> int | None:
     """The context length of the files at model.path; None without files, or where they state none."""
     from jaxrl_async.models import hf
 
-    if not settings.model.path:
-        return None
-    return hf.read_context_tokens(model_directory(settings, ("config.json",)))
+    path = settings.model.path
+    return hf.read_context_tokens(model_directory(settings, ("config.json",))) if path else None
 
 
 def frictions_of(settings: Settings, tokenizer: Tokenizer) -> Frictions | None:

@@ -3,42 +3,40 @@
 import json
 import pathlib
 import sys
-from typing import Any
 
 from jaxrl_async import parts, sealed
-from jaxrl_async.cli.config import UsageError, parse_flags, settings_of
+from jaxrl_async.cli.config import UsageError, load_config, parse_flags, settings_of
 from jaxrl_async.evaluation.evaluator import best_version
 from jaxrl_async.evaluation.score import EvaluationError
 from jaxrl_async.metrics import coverage_of, score_names
 from jaxrl_async.preflight import machine
-from jaxrl_async.runtime import workdir as workdirs
 from jaxrl_async.runtime.workdir import checkpoint_steps
 
 USAGE = """Scores checkpoints on the task's test prompts: greedy accuracy, and pass@k at the run's temperature. The best
 checkpoint was chosen during training, on the validation prompts (evaluate.num_validation). Prints a table and writes
 evaluation.json into the workdir."""
+TAKES = "config.task.changed"  # the one setting that is not the run's own
 
 
 def main(argv: list[str]) -> int:
     flags = parse_flags(
         USAGE,
         argv,
-        config=True,
-        config_of=_config_of,
         workdir=("", "directory of the run"),
         steps=("", "numbers, `last`, `best` by validation; default 0,best,last, those that exist"),
+        **{TAKES: (False, "take the task as it is now, where it is not the run's")},
     )
+    if not flags.workdir:
+        raise UsageError("--workdir=DIR is needed")
     workdir = pathlib.Path(flags.workdir).absolute()
     best, known = best_version(workdir), checkpoint_steps(workdir)
     names = ["0"] if 0 in known or not known else []  # A replay's workdir has the last alone.
     names += ["best"] if best not in (None, 0, max(known, default=0)) else []
     default = ",".join([*names, "last"])
     steps = [_step(step, workdir) for step in (flags.steps or default).split(",")]
-    if others := workdirs.differences(workdir, flags.config).keys() - {"task.changed"}:
-        raise UsageError(
-            f"scores are of the run's own settings, and config.{min(others)} is another"
-        )
-    settings = settings_of(flags.config)
+    config = load_config(str(workdir / "config.json"))
+    config.task.changed |= flags[TAKES].value
+    settings = settings_of(config)
     try:
         task = parts.task_of(settings)
         splits = parts.splits_of(settings, task)
@@ -80,12 +78,6 @@ def main(argv: list[str]) -> int:
             is_best = row["step"] == best and best != last and not prefix
             print("  ".join([*cells, *(["best on the validation prompts"] if is_best else [])]))
     return 0
-
-
-def _config_of(values: Any) -> str:
-    if not values.workdir:
-        raise UsageError("--workdir=DIR is needed")
-    return f"{values.workdir}/config.json"
 
 
 def _step(word: str, workdir: pathlib.Path) -> int | None:

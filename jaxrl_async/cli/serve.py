@@ -1,6 +1,7 @@
 """`serve`: a checkpoint of a run over HTTP, SGLang's API and OpenAI's, on the embedded engine."""
 
 import asyncio
+import dataclasses
 import logging
 import pathlib
 
@@ -57,7 +58,11 @@ async def _serve(settings: Settings, workdir: pathlib.Path, step: int, options: 
     from jaxrl_async import parts
     from jaxrl_async.inference import http
 
-    settings = parts.within_context(settings)
+    room, context = settings.server.max_total_tokens, parts.context_tokens_of(settings)
+    if context and context < room:
+        log.warning("requests end at the model's context length: %d of %d tokens", context, room)
+        server = dataclasses.replace(settings.server, max_total_tokens=context)
+        settings = dataclasses.replace(settings, server=server)
     step, params = parts.checkpoint_params(settings, workdir, None if step < 0 else step)
     engine = parts.engine_of(settings, workdir, name="serve")
     engine.start()

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import pathlib
-import tempfile
 from collections.abc import Mapping, Sequence
 
 from jaxrl_async.tasks.task import Example, messages_of, metadata_of
@@ -65,20 +64,18 @@ def read(workdir: pathlib.Path) -> Digest | None:
         ) from None
 
 
-def write(workdir: pathlib.Path, digest: Digest) -> None:
-    """Stores a run's digest, whole or not at all; one that is there stays."""
+def write(workdir: pathlib.Path, digest: Digest, *, replace: bool = False) -> None:
+    """Stores a run's digest, whole or not at all; without `replace`, one that is there stays."""
     marks = {split: base64.b64encode(found).decode() for split, found in digest.marks.items()}
     workdir.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=workdir, prefix=".task-", delete=False) as file:
-        json.dump(dataclasses.asdict(digest) | {"marks": marks}, file, indent=1)
+    partial, path = workdir / f".{FILE}-{os.getpid()}", workdir / FILE
+    partial.write_text(json.dumps(dataclasses.asdict(digest) | {"marks": marks}, indent=1))
     try:
-        os.link(file.name, workdir / FILE)  # Of processes that begin together, one succeeds.
-    except FileExistsError:
-        os.unlink(file.name)
-    except OSError:  # a file system without links
-        os.replace(file.name, workdir / FILE)
-    else:
-        os.unlink(file.name)
+        os.link(partial, path)  # Of processes that begin together, one succeeds.
+    except OSError as error:
+        if replace or not isinstance(error, FileExistsError):  # The file system has no links.
+            partial.replace(path)
+    partial.unlink(missing_ok=True)
 
 
 def difference(run: Digest, now: Digest, splits: Splits) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 from jaxrl_async import names, parts
 from jaxrl_async.cli import config as config_lib
-from jaxrl_async.cli import main
+from jaxrl_async.cli import main, serve
 from jaxrl_async.config import base_config, build, checks, parse_arg, table
 from jaxrl_async.config import settings as settings_lib
 from jaxrl_async.config.build import default_values, make_settings
@@ -129,12 +129,17 @@ def test_no_token_may_lie_beyond_the_models_positions(tokens, words, named, boun
         parts.check_context(settings)
 
 
-def test_a_served_checkpoint_takes_no_request_beyond_the_models_positions(bounded, caplog):
-    assert parts.within_context(bounded(12)).server.max_total_tokens == 12
-    assert "server.max_total_tokens = 16" in caplog.text and "12 tokens" in caplog.text
-    for tokens in (16, 17, 0):
-        settings = bounded(tokens)
-        assert parts.within_context(settings) is settings
+@pytest.mark.parametrize(("tokens", "most"), [(12, 12), (16, 16), (17, 16), (0, 16)])
+async def test_a_served_checkpoint_takes_no_request_beyond_the_models_positions(
+    tokens, most, bounded, monkeypatch, caplog, tmp_path
+):
+    def end(settings, *_):
+        raise InterruptedError(settings.server.max_total_tokens)
+
+    monkeypatch.setattr(parts, "checkpoint_params", end)
+    with pytest.raises(InterruptedError, match=str(most)):
+        await serve._serve(bounded(tokens), tmp_path, 0, {})
+    assert ("context length: 12 of 16 tokens" in caplog.text) == (most == 12)
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,7 @@ WORDS = [
     (["evaluate", "--workdir={tmp}/nothing"], ("{tmp}/nothing",)),
     (["evaluate", "--workdir={tmp}/done", "--steps=two"], ("--steps", "'two'")),
     (["evaluate", "--workdir={tmp}/done", "--steps=7"], ("--steps", "7", "0, 2")),
-    (["evaluate", "--workdir={tmp}/done", "--config.mode=sync"], ("run's own", "config.mode")),
+    (["evaluate", "--workdir={tmp}/done", "--config.mode=sync"], ("config.mode",)),
     (["evaluate", "--workdir={tmp}/long"], ("model.path", "max_new_tokens = 12", "11 tokens")),
     (
         ["replay", "--workdir={tmp}/done", "--first=2", "--config.learner.blocks=2"],

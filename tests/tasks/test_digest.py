@@ -7,12 +7,13 @@ import subprocess
 import sys
 
 import pytest
-from fixtures.lines_task import settings_of
+from fixtures.lines_task import config_of, settings_of
 
 from jaxrl_async import parts
 from jaxrl_async.cli import main
 from jaxrl_async.config.build import base_config
 from jaxrl_async.config.fields import StartError
+from jaxrl_async.evaluation.score import EvaluationError
 from jaxrl_async.preflight import machine
 from jaxrl_async.roles import rollout
 from jaxrl_async.tasks import Example, digest
@@ -141,7 +142,7 @@ def refused(call):
 
 def test_every_reader_of_a_runs_task_refuses_another(changed):
     from jaxrl_async.roles import learner
-    from jaxrl_async.tools import evaluate, replay
+    from jaxrl_async.tools import replay
 
     settings, workdir = changed
     every = dataclasses.replace(settings.evaluate, every_steps=1, num_validation=-1)
@@ -151,7 +152,6 @@ def test_every_reader_of_a_runs_task_refuses_another(changed):
     work = rollout.work(settings, workdir, 0, client=None, queue=None)
     refused(lambda: asyncio.run(work))
     refused(lambda: learner.evaluator_of(evaluated, workdir))
-    refused(lambda: evaluate.evaluate(settings, workdir, [None]))
     refused(lambda: replay.replay(settings, workdir, out=out))
     assert not out.exists()
 
@@ -196,12 +196,22 @@ def test_a_resumed_run_may_change_task_changed_alone(tmp_path, data):
         workdirs.changes(tmp_path, config)
 
 
-def test_the_verbs_take_task_changed_and_evaluate_no_other_setting(changed, capsys):
+def test_evaluate_refuses_another_and_takes_task_changed_alone(changed, data, monkeypatch, capsys):
     from jaxrl_async.runtime import workdir as workdirs
+    from jaxrl_async.tools import evaluate
 
+    def end(settings, *_):
+        raise EvaluationError(f"it came as far, with task.changed = {settings.task.changed}")
+
+    monkeypatch.setattr(evaluate, "evaluate", end)
     _, workdir = changed
-    config = base_config()
-    workdirs.write_config(workdir, config)
-    words = ["evaluate", f"--workdir={workdir}", "--config.task.seed=3"]
-    assert main.main(words) == 2
-    assert "config.task.seed is another" in capsys.readouterr().err
+    workdirs.write_config(workdir, config_of(data))
+    (workdir / "checkpoints" / "2").mkdir(parents=True)
+    words = ["evaluate", f"--workdir={workdir}", "--steps=last"]
+    for word, code, said in (
+        ("--config.task.changed=False", 2, "example 0 of split 'train' is '0+0='"),
+        ("--config.task.changed=True", 1, "it came as far, with task.changed = True"),
+        ("--config.task.seed=3", 2, "config.task.seed"),
+    ):
+        assert main.main([*words, word]) == code
+        assert said in capsys.readouterr().err
