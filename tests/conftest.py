@@ -46,6 +46,11 @@ def no_process_is_left():
     assert not left, "\n".join(left)
 
 
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config, log):
+    return schedule.Distribution(config, log) if config.getoption("--long") else None
+
+
 def pytest_collection_modifyitems(config, items):
     long = config.getoption("--long")
     skip = pytest.mark.skip(reason="takes minutes: run with --long")
