@@ -44,7 +44,7 @@ def command(name: str, model: pathlib.Path, port: int) -> list[str]:
     serve = [f"tests/real/{name}.sh", "serve", f"{ROOT}/.venv-servers/{name}"]
     if name == "vllm":
         return [*serve, str(model), *place, "--load-format=dummy", f"--max-model-len={TOKENS}"]
-    flags = ["--load-format=dummy", f"--model-path={model}", f"--context-length={TOKENS}"]
+    flags = ["--load-format=dummy", f"--model-path={model}", f"--context-length={TOKENS + 8}"]
     root = [f"--weights-root={tempfile.gettempdir()}"] if name == "sglang_jax" else []
     return [*serve, *place, *flags, "--max-total-tokens=8192", *root]
 
