@@ -4,7 +4,6 @@ The first process of a run that reads the task stores it in the workdir, and the
 a mark of each question, which finds the first that differs, and no text.
 """
 
-import base64
 import dataclasses
 import hashlib
 import json
@@ -15,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from jaxrl_async.tasks.task import Example, messages_of, metadata_of
 
 FILE = "task_digest.json"  # of a workdir
-_MARK_BYTES = 6  # of a question
+_MARK_CHARS = 12  # of a question's hash
 _ENCODE = json.JSONEncoder(sort_keys=True).encode
 
 Splits = Mapping[str, Sequence[Example]]
@@ -26,7 +25,7 @@ class Digest:
     """The digest of a task's splits."""
 
     digest: str  # SHA-256 over all questions; equal for equal tasks alone
-    marks: Mapping[str, bytes]  # split → _MARK_BYTES of each question, in order
+    marks: Mapping[str, list[str]]  # split → the beginning of each question's hash, in order
     files: Mapping[str, str]  # path → SHA-256 of each file that the task was read from
 
 
@@ -37,12 +36,10 @@ def digest_of(splits: Splits, files: Sequence[str | os.PathLike] = ()) -> Digest
       OSError: a file cannot be read.
       ValueError: metadata is no JSON.
     """
-    total, marks = hashlib.sha256(), {}
-    for split, examples in splits.items():
-        found = [_hash(example) for example in examples]
-        total.update(f"{split} {len(found)} ".encode() + b"".join(found))
-        marks[split] = b"".join(one[:_MARK_BYTES] for one in found)
-    return Digest(total.hexdigest(), marks, {str(path): _sha256(path) for path in files})
+    hashes = {split: [_hash(example) for example in splits[split]] for split in splits}
+    marks = {split: [one[:_MARK_CHARS] for one in found] for split, found in hashes.items()}
+    digest = hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
+    return Digest(digest, marks, {str(path): _sha256(path) for path in files})
 
 
 def read(workdir: pathlib.Path) -> Digest | None:
@@ -55,21 +52,18 @@ def read(workdir: pathlib.Path) -> Digest | None:
     if not path.exists():
         return None
     try:
-        found = json.loads(path.read_text("utf-8"))
-        marks = {split: base64.b64decode(text) for split, text in found["marks"].items()}
-        return Digest(found["digest"], marks, found["files"])
-    except (KeyError, TypeError, ValueError) as error:
+        return Digest(**json.loads(path.read_text("utf-8")))
+    except (TypeError, ValueError) as error:
         raise ValueError(
-            f"{path} is damaged ({error!r}): delete it to take the task as it is now"
+            f"{path} is damaged ({error}): delete it to take the task as it is now"
         ) from None
 
 
 def write(workdir: pathlib.Path, digest: Digest, *, replace: bool = False) -> None:
     """Stores a run's digest, whole or not at all; without `replace`, one that is there stays."""
-    marks = {split: base64.b64encode(found).decode() for split, found in digest.marks.items()}
     workdir.mkdir(parents=True, exist_ok=True)
     partial, path = workdir / f".{FILE}-{os.getpid()}", workdir / FILE
-    partial.write_text(json.dumps(dataclasses.asdict(digest) | {"marks": marks}, indent=1))
+    partial.write_text(json.dumps(vars(digest)))
     try:
         os.link(partial, path)  # Of processes that begin together, one succeeds.
     except OSError as error:
@@ -90,36 +84,33 @@ def difference(run: Digest, now: Digest, splits: Splits) -> str:
         return ""
     if list(run.marks) != list(now.marks):
         return f"it has the splits {', '.join(now.marks)}; the run's are {', '.join(run.marks)}"
-    changed = [path for path, found in now.files.items() if run.files.get(path, found) != found]
-    notes = [f"{path} is another file" for path in changed]
-    for split, examples in splits.items():
-        before, marks = _marks(run.marks[split]), _marks(now.marks[split])
-        if before == marks:
-            continue
-        if len(before) != len(marks):
-            notes.append(f"the {split} split has {len(marks)} questions, and had {len(before)}")
-        pairs = enumerate(zip(before, marks, strict=False))
-        place = next((i for i, (a, b) in pairs if a != b), min(len(before), len(marks)))
-        first = f"example {place} of split {split!r} "
-        if place == len(marks):
-            return "; ".join([f"{first}is missing", *notes])
-        first += f"is {examples[place].text!r:.100}, which was {_place(run, marks[place])}"
-        return "; ".join([first, *notes])
-    return "its digest is another"
+    split = next((name for name in splits if run.marks[name] != now.marks[name]), None)
+    if split is None:
+        return "its digest is another"
+    before, marks = run.marks[split], now.marks[split]
+    pairs = enumerate(zip(before, marks, strict=False))
+    place = next((i for i, (a, b) in pairs if a != b), min(len(before), len(marks)))
+    notes = [f"example {place} of split {split!r} is missing"]
+    if place < len(marks):
+        text, was = splits[split][place].text, _place(run, marks[place])
+        notes = [f"example {place} of split {split!r} is {text!r:.100}, which was {was}"]
+    if len(before) != len(marks):
+        notes.append(f"the {split} split has {len(marks)} questions, and had {len(before)}")
+    changed = (path for path, found in now.files.items() if run.files.get(path, found) != found)
+    return "; ".join([*notes, *(f"{path} is another file" for path in changed)])
 
 
-def _place(run: Digest, mark: bytes) -> str:
-    for split, marks in run.marks.items():
-        if mark in (found := _marks(marks)):
-            return f"example {found.index(mark)} of split {split!r}"
-    return "in no split with this answer and metadata"
+def _place(run: Digest, mark: str) -> str:
+    found = ((split, marks.index(mark)) for split, marks in run.marks.items() if mark in marks)
+    split, place = next(found, ("", 0))
+    return (
+        f"example {place} of split {split!r}"
+        if split
+        else "in no split with this answer and metadata"
+    )
 
 
-def _marks(marks: bytes) -> list[bytes]:
-    return [marks[i : i + _MARK_BYTES] for i in range(0, len(marks), _MARK_BYTES)]
-
-
-def _hash(example: Example) -> bytes:
+def _hash(example: Example) -> str:
     text, answer = example.text, example.answer
     try:
         metadata = _ENCODE(dict(example.metadata))
@@ -128,7 +119,7 @@ def _hash(example: Example) -> bytes:
     if messages := messages_of(example):
         metadata += _ENCODE(messages)
     content = f"{len(text)} {len(answer)} {text}{answer}{metadata}".encode(errors="surrogatepass")
-    return hashlib.blake2b(content, digest_size=16).digest()
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 def _sha256(path: str | os.PathLike) -> str:
