@@ -294,7 +294,7 @@ def environment() -> dict[str, str]:
 
 def at_smoke_size(command: str, workdir: pathlib.Path, out: pathlib.Path) -> str:
     """A command of a page, applied to the smoke run, and writing into a new directory."""
-    if "launch/sweep.py" in command:  # printed, checked and gathered; test_sweeps runs them
+    if "jaxrl_async sweep" in command:  # printed, checked and gathered; test_sweeps runs them
         command = re.sub(r"(sweeps/\w+\.py)", r"\1:smoke", command)
         command = re.sub(r"--run( --jobs=\d+)?", "--dry-run", command)
         command = re.sub(r"(--submit=\S+)", r"\1 --dry-run", command)

@@ -1,6 +1,6 @@
 """Five learning rates × three seeds on the quickstart.
 
-    python launch/sweep.py --sweep=configs/sweeps/learning_rates.py --dir=runs/learning_rates --run
+    python -m jaxrl_async sweep --sweep=configs/sweeps/learning_rates.py --dir=runs/learning_rates --run
 
 Not measured.
 

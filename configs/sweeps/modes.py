@@ -1,8 +1,8 @@
 """Modes × staleness bound × anchor of the loss on the quickstart: the cost of old data, and how far an anchor mends it.
 
-    python launch/sweep.py --sweep=configs/sweeps/modes.py                            # prints the commands
-    python launch/sweep.py --sweep=configs/sweeps/modes.py --dir=runs/modes --run     # 25 runs
-    python launch/sweep.py --sweep=configs/sweeps/modes.py:num_seeds=3 --dir=runs/modes3 --run --jobs=2
+    python -m jaxrl_async sweep --sweep=configs/sweeps/modes.py                            # prints the commands
+    python -m jaxrl_async sweep --sweep=configs/sweeps/modes.py --dir=runs/modes --run     # 25 runs
+    python -m jaxrl_async sweep --sweep=configs/sweeps/modes.py:num_seeds=3 --dir=runs/modes3 --run --jobs=2
 
 Only valid settings: a bound η ≥ 1 is asynchronous, η = 0 is not; the anchor `current` is exact with one minibatch per
 step, which only the periodic mode has here. Not measured.

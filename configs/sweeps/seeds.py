@@ -1,7 +1,7 @@
 """The quickstart with five seeds: how far apart are runs that differ in nothing else?
 
-    python launch/sweep.py --sweep=configs/sweeps/seeds.py --dir=runs/seeds --run
-    python launch/sweep.py --sweep=configs/sweeps/seeds.py:mode=sync,num_seeds=3 --dir=runs/seeds_sync --run
+    python -m jaxrl_async sweep --sweep=configs/sweeps/seeds.py --dir=runs/seeds --run
+    python -m jaxrl_async sweep --sweep=configs/sweeps/seeds.py:mode=sync,num_seeds=3 --dir=runs/seeds_sync --run
 
 The seed is that of the model, of its warm start, of sampling and of the prompts' order; the held-out prompts are the
 same. Not measured.

@@ -1,8 +1,9 @@
 """Configs on the command line, and the verb `config`, which prints one.
 
 A config is FILE.py[:ARG], whose `get_config(arg)` makes it, or the config.json of a workdir; --config.a.b=value changes
-one of its settings. A sweep is FILE.py[:ARG] with `get_sweep(arg)`: a config and named lists of such changes. Flags
-and ConfigDict are not used below this module and the verbs: they pass `Settings` on.
+one of its settings. A sweep is FILE.py[:ARG] with `get_sweep(arg)`: a config and named lists of such changes. One of
+the package's own is NAME[:ARG] or configs/NAME.py[:ARG] in every directory. Flags and ConfigDict are not used below
+this module and the verbs: they pass `Settings` on.
 """
 
 import ast
@@ -51,6 +52,8 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 _JSON = {"true": "True", "false": "False", "null": "None"}
+CONFIGS = pathlib.Path(__file__).parents[1] / "configs"  # In a checkout, a link.
+OWN = {"config": "*.py", "sweep": "sweeps/*.py"}
 
 USAGE = """Prints every setting of a config, one per line. A * marks a setting that differs from its default
 (jaxrl_async/config/settings.py), which follows in parentheses. With --workdir=DIR: the settings of the run in DIR.
@@ -174,9 +177,7 @@ def load_config(spec: str) -> ml_collections.ConfigDict:
       SettingsError: a config.json without a key of its time.
     """
     file, _, arg = spec.partition(":")
-    path = pathlib.Path(file)
-    if not path.is_file():
-        raise UsageError(f"no config at {path}")
+    path = _found("config", file)
     if path.suffix == ".json":
         try:
             values = json.loads(path.read_text("utf-8"))
@@ -205,9 +206,7 @@ def load_sweep(spec: str) -> Sweep:
       UsageError: no such file, no get_sweep, an unknown argument, or two points of one name.
     """
     file, _, arg = spec.partition(":")
-    path = pathlib.Path(file).absolute()
-    if not path.is_file():
-        raise UsageError(f"no sweep at {path}")
+    path = _found("sweep", file).absolute()
     try:
         sweep = _call(path, "get_sweep", arg)
     except (TypeError, ValueError) as error:
@@ -241,6 +240,21 @@ def config_of_point(sweep: Sweep, point: Point) -> ml_collections.ConfigDict:
     except SettingsError as error:
         raise SettingsError(f"point {point.name!r}: {error}") from None
     return config
+
+
+def _found(what: str, file: str) -> pathlib.Path:
+    """A file, or the package's own that is called so, with or without "configs/" and ".py".
+
+    Raises:
+      UsageError: neither.
+    """
+    path = pathlib.Path(file)
+    own = {f.relative_to(CONFIGS).with_suffix("").as_posix(): f for f in CONFIGS.glob(OWN[what])}
+    name = file.removeprefix("configs/").removesuffix(".py")
+    if path.is_file() or name in own:
+        return path if path.is_file() else own[name]
+    known = nearest(name, own) or f"; the package has {', '.join(sorted(own))}"
+    raise UsageError(f"no {what} at {path}{'' if path.suffix == '.json' else known}")
 
 
 def _call(path: pathlib.Path, name: str, arg: str) -> Any:

@@ -2,6 +2,7 @@
 
 import sys
 
+import jaxrl_async
 from jaxrl_async.cli import config as config_lib
 from jaxrl_async.config.fields import SettingsError, StartError
 from jaxrl_async.names import load, nearest
@@ -15,6 +16,7 @@ VERBS = {
     "rewards": "serve the reward of a config's task to the rollout workers of other machines",
     "relay": "take versions over HTTP for an SGLang of this host, and hand them on to others",
     "evaluate": "greedy accuracy and pass@k of a run's checkpoints on held-out prompts",
+    "sweep": "run the points of a sweep, one after another, n at a time or on a cluster, and gather them",
     "replay": "train again on the journal of a run: the same parameters, or another objective on the same data",
     "status": "show who waits for whom in a run, and since when",
     "conform": "measure a server of any kind on what a run needs of it",
@@ -38,6 +40,12 @@ EXTRAS = {
 DONE, BAD_USAGE = 0, 2
 
 
+def console() -> int:
+    """The command `jaxrl_async`, which finds modules of the working directory as `python -m jaxrl_async` does."""
+    sys.path.insert(0, "")
+    return main(sys.argv[1:])
+
+
 def main(argv: list[str]) -> int:
     """Runs one verb.
 
@@ -50,6 +58,9 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(_overview())
         return DONE if argv else BAD_USAGE
+    if argv[0] in ("--version", "version"):
+        print(f"jaxrl_async {jaxrl_async.__version__}")
+        return DONE
     verb, *rest = argv
     if verb not in VERBS:
         print(f"unknown verb {verb!r}{nearest(verb, VERBS)}\n\n{_overview()}", file=sys.stderr)

@@ -1,6 +1,6 @@
 """Job descriptions for a cluster: a Slurm array job, or a JobSet with an index per point.
 
-Each task runs `sweep.py --point=INDEX`, which skips, resumes and locks as the local driver does; all tasks must see
+Each task runs `sweep --point=INDEX`, which skips, resumes and locks as the local driver does; all tasks must see
 the sweep's directory.
 """
 
@@ -16,14 +16,14 @@ _SLURM = """#!/bin/bash
 #SBATCH --output={directory}/slurm-%A_%a.out
 #SBATCH --open-mode=append
 #SBATCH --requeue
-# Partition, time, GPUs: words after --sbatch of sweep.py, or SBATCH_* variables.
+# Partition, time, GPUs: words after --sbatch of `sweep`, or SBATCH_* variables.
 # SIGTERM (preemption, scancel) ends the point in order with exit code 1: requeued, or submitted again, it resumes.
 exec srun --ntasks=1 ${{SLURM_CPUS_PER_TASK:+--cpus-per-task="$SLURM_CPUS_PER_TASK"}} \\
   {command} \\
   --point="$SLURM_ARRAY_TASK_ID"
 """
 
-_JOBSET = """# kubectl apply --filename=THIS_FILE; afterwards sweep.py --gather. A finished point ends at once.
+_JOBSET = """# kubectl apply --filename=THIS_FILE; afterwards `sweep --gather`. A finished point ends at once.
 apiVersion: jobset.x-k8s.io/v1alpha2
 kind: JobSet
 metadata:
@@ -73,7 +73,7 @@ def slurm_script(
     """The script of an array job, for `sbatch`.
 
     Args:
-      command: `python sweep.py --sweep=… --dir=…`, without --point.
+      command: `python -m jaxrl_async sweep --sweep=… --dir=…`, without --point.
       name: of the job.
       directory: the sweep's, absolute; receives the tasks' output.
       cwd: where the command runs.

@@ -20,11 +20,11 @@ import time
 
 import numpy as np
 import pytest
-import sweep as script
 import yaml
 from fixtures import browser
 
 from jaxrl_async.cli import config as config_lib
+from jaxrl_async.cli import sweep as script
 from jaxrl_async.config.loss import ANCHORS
 from jaxrl_async.config.settings import MODES, SettingsError
 from jaxrl_async.sweeps import driver, page
@@ -33,7 +33,6 @@ from jaxrl_async.sweeps.points import Point, Sweep, seeded
 ROOT = pathlib.Path(__file__).parents[2]
 SWEEPS = sorted((ROOT / "configs" / "sweeps").glob("*.py"))
 SEEDS = ROOT / "configs" / "sweeps" / "seeds.py"
-SCRIPT = ROOT / "launch" / "sweep.py"
 TIMEOUT_SECS = 60.0
 NUM_STEPS = 4
 
@@ -446,9 +445,8 @@ def test_two_drivers_at_once_run_each_point_once(jobs, tmp_path):
 
 
 def start_script(argv, program):
-    """launch/sweep.py with another program, as a process."""
-    code = f"import sys; sys.path.insert(0, {str(ROOT / 'launch')!r}); import sweep; "
-    code += "sweep.heed_interrupts(); "
+    """The verb with another program, as a process."""
+    code = "import sys; from jaxrl_async.cli import sweep; "
     code += f"sys.exit(sweep.main({argv!r}, {program!r}))"
     return subprocess.Popen(
         [sys.executable, "-c", code],
@@ -545,9 +543,7 @@ def test_the_script_for_slurm_is_one_array_of_what_is_missing(sweep_file, tmp_pa
     text = capsys.readouterr().out
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
     assert "#SBATCH --array=0,1%3\n" in text
-    command = (
-        f'{SCRIPT} --sweep={sweep_file} --dir={tmp_path}/DIR \\\n  --point="$SLURM_ARRAY_TASK_ID"'
-    )
+    command = f'-m jaxrl_async sweep --sweep={sweep_file} --dir={tmp_path}/DIR \\\n  --point="$SLURM_ARRAY_TASK_ID"'
     assert command in text
     assert not (tmp_path / "DIR").exists()
     workdir.mkdir(parents=True)
@@ -601,7 +597,14 @@ def test_the_jobset_has_an_index_for_each_point(sweep_file, tmp_path, capsys):
         [shell, flag, line], env={"JOB_COMPLETION_INDEX": "1"}, capture_output=True, check=True
     )
     words = out.stdout.decode().split("\0")[:-1]
-    assert words == ["launch/sweep.py", f"--sweep={sweep_file}:a b", "--dir=/sweep", "--point=1"]
+    assert words == [
+        "-m",
+        "jaxrl_async",
+        "sweep",
+        f"--sweep={sweep_file}:a b",
+        "--dir=/sweep",
+        "--point=1",
+    ]
 
 
 # ── page ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -779,8 +782,8 @@ def test_a_page_is_gathered_while_a_point_runs(jobs, tmp_path):
 def test_two_small_points_from_the_command_to_the_page(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     argv = [
-        sys.executable,
-        str(SCRIPT),
+        *script.PROGRAM,
+        "sweep",
         f"--sweep={SEEDS}:smoke,num_seeds=2",
         f"--dir={tmp_path}/DIR",
     ]

@@ -1,24 +1,12 @@
-#!/usr/bin/env python3
-"""Prints, runs, submits and gathers the points of a sweep.
+"""`sweep`: prints, runs, submits and gathers the points of a sweep."""
 
-    python launch/sweep.py --sweep=configs/sweeps/seeds.py                            # prints one command per point
-    python launch/sweep.py --sweep=configs/sweeps/seeds.py --dir=runs/seeds --run --jobs=2
-    python launch/sweep.py --sweep=configs/sweeps/seeds.py --dir=runs/seeds --gather  # DIR/index.html, at any time
-    python launch/sweep.py --sweep=configs/sweeps/seeds.py --dir=runs/seeds --submit=slurm --sbatch='--partition=gpu'
-
-The printed commands are those that run: `train`, then `evaluate`, in DIR/NAME, with the log DIR/NAME.log. A line that
-begins with "# finished: " does not run again. The same command skips finished points, resumes interrupted ones and
-retries failed ones. Drivers on several hosts may share a DIR. With --submit a task is one whole run, all its roles, on
-one node; launch/slurm.sbatch and launch/gke_jobset.yaml start a run on several nodes.
-
-Exit codes: 0 done, 1 a point failed or the sweep was interrupted, 2 bad usage.
-"""
-
+import contextlib
 import pathlib
 import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import ml_collections
 
@@ -32,19 +20,34 @@ PROGRAM = (sys.executable, "-m", "jaxrl_async")
 CLUSTERS = ("slurm", "jobset")
 ACTIONS = ("run", "submit", "gather", "point")
 
+USAGE = """Prints, runs, submits and gathers the points of a sweep.
+
+    python -m jaxrl_async sweep --sweep=sweeps/seeds                            # prints one command per point
+    python -m jaxrl_async sweep --sweep=sweeps/seeds --dir=runs/seeds --run --jobs=2
+    python -m jaxrl_async sweep --sweep=sweeps/seeds --dir=runs/seeds --gather  # DIR/index.html, at any time
+    python -m jaxrl_async sweep --sweep=sweeps/seeds --dir=runs/seeds --submit=slurm --sbatch='--partition=gpu'
+
+The printed commands are those that run: `train`, then `evaluate`, in DIR/NAME, with the log DIR/NAME.log. A line that
+begins with "# finished: " does not run again. The same command skips finished points, resumes interrupted ones and
+retries failed ones. Drivers on several hosts may share a DIR. With --submit a task is one whole run, all its roles, on
+one node; launch/slurm.sbatch and launch/gke_jobset.yaml start a run on several nodes.
+
+Exit codes: 0 done, 1 a point failed or the sweep was interrupted, 2 bad usage."""
+
 
 def main(argv: list[str], program: tuple[str, ...] = PROGRAM) -> int:
-    """Runs the script.
+    """Runs the verb.
 
     Args:
-      argv: the words after its name.
+      argv: the words after it.
       program: the words before `train` and `evaluate`.
 
     Returns:
       The exit code.
     """
     try:
-        return _main(argv, program)
+        with _interrupts():
+            return _main(argv, program)
     except (UsageError, SettingsError) as error:
         print(f"sweep: {error}", file=sys.stderr)
         return 2
@@ -55,7 +58,7 @@ def main(argv: list[str], program: tuple[str, ...] = PROGRAM) -> int:
 
 def _main(argv: list[str], program: tuple[str, ...]) -> int:
     flags = parse_flags(
-        __doc__,
+        USAGE,
         argv,
         sweep=("", "FILE[:ARG] with get_sweep(arg)"),
         dir=("", "directory of the sweep; default runs/NAME of the sweep's file"),
@@ -121,14 +124,20 @@ def _run(jobs: list[driver.Job], at_once: int) -> int:
 
 
 def _submit(flags, jobs: list[driver.Job], directory: pathlib.Path, stem: str) -> int:
-    script = pathlib.Path(__file__).absolute()
     name = f"sweep-{stem}"
     if flags.submit == "jobset":
         for flag in ("image", "claim"):
             if not flags[flag].value:
                 raise UsageError(f"--submit=jobset needs --{flag}")
         # Paths as they were given: the image has its own.
-        command = ("python", "launch/sweep.py", f"--sweep={flags.sweep}", f"--dir={directory}")
+        command = (
+            "python",
+            "-m",
+            "jaxrl_async",
+            "sweep",
+            f"--sweep={flags.sweep}",
+            f"--dir={directory}",
+        )
         text = submit.jobset_yaml(
             command,
             name=name,
@@ -140,7 +149,7 @@ def _submit(flags, jobs: list[driver.Job], directory: pathlib.Path, stem: str) -
         )
         path, then = directory / "jobset.yaml", None
     else:
-        command = (sys.executable, str(script), f"--sweep={flags.sweep}", f"--dir={directory}")
+        command = (*PROGRAM, "sweep", f"--sweep={flags.sweep}", f"--dir={directory}")
         try:
             text = submit.slurm_script(
                 command,
@@ -192,12 +201,13 @@ def _check_workdir(job: driver.Job, config: ml_collections.ConfigDict) -> None:
         )
 
 
-def heed_interrupts() -> None:
-    """Makes SIGINT and SIGTERM raise KeyboardInterrupt; a shell's background job would ignore SIGINT."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
-
-
-if __name__ == "__main__":
-    heed_interrupts()
-    sys.exit(main(sys.argv[1:]))
+@contextlib.contextmanager
+def _interrupts() -> Iterator[None]:
+    """SIGINT and SIGTERM raise KeyboardInterrupt; a shell's background job would ignore SIGINT."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, signal.default_int_handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
