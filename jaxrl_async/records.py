@@ -136,6 +136,9 @@ class ServerRecord:
     load: int = 0  # outstanding tokens of all workers, as they reported last; the publisher's records have 0
 
 
+READS = "its task"  # what a worker waits for that reads it
+
+
 @dataclasses.dataclass(frozen=True)
 class Wait:
     """A wait of one thing for another."""

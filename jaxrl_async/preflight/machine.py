@@ -8,6 +8,8 @@ import contextlib
 import importlib.util
 import pathlib
 import socket
+import sys
+import threading
 import urllib.parse
 from collections.abc import Iterator, Sequence
 
@@ -26,6 +28,7 @@ from jaxrl_async.tasks.prompts import completion_tokens
 from jaxrl_async.tasks.task import Task, texts_of
 from jaxrl_async.tracker import SERVICES
 
+SLOW_SECS = 5.0  # after which a wait for the user's own code is named
 RESOLVE_SECS = 10.0  # for the names of all servers; a slower one is left to the preflight of peers
 
 
@@ -83,7 +86,8 @@ def prepare(settings: Settings, workdir: pathlib.Path, *, resume: bool = False) 
     _check_hosts(settings)
     _check_discovery(settings)
     _check_tracker(settings)
-    task, splits, sets = _questions(settings)
+    with _named(f"task {settings.task.name!r}"):
+        task, splits, sets = _questions(settings)
     if not resume:  # Of a start that came to no checkpoint. No role of this one has begun.
         (workdir / digest.FILE).unlink(missing_ok=True)
     parts.check_task(settings, workdir, task, splits)
@@ -171,6 +175,19 @@ def _questions(settings: Settings) -> tuple[Task, Splits, Splits]:
             sets[name] = other.examples("test")
             check(other.reward, {name: sets[name]})
     return task, splits, sets
+
+
+@contextlib.contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Says, after SLOW_SECS, what is still read."""
+    said = f"{what}: still imported and read after {SLOW_SECS:g} s"
+    timer = threading.Timer(SLOW_SECS, print, (said,), {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _check_tracker(settings: Settings) -> None:

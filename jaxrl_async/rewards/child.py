@@ -7,6 +7,7 @@ talks over stdin and stdout, in lines. Independent of what it does.
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import re
 import signal
@@ -14,7 +15,8 @@ import sys
 from collections.abc import Collection
 from typing import Any, Protocol, cast
 
-START_TIMEOUT_SECS = 30.0
+START_TIMEOUT_SECS = 600.0  # A user's module may import slowly.
+SLOW_SECS = 15.0  # after which a start is named
 LATE_SECS = 0.1  # to read a reply that arrived in time while this event loop was late
 # Beyond the bound on a call, after which a process without its parent ends itself.
 ORPHAN_SECS = 5.0
@@ -23,6 +25,8 @@ ENVIRONMENT = re.compile(
     "HOME|LANG|LANGUAGE|LC_[A-Z]+|LD_LIBRARY_PATH|LOGNAME|PATH|PYTHON[A-Z]+|SHELL|TERM|TMPDIR|TZ|USER"
     "|VIRTUAL_ENV|(OMP|OPENBLAS|MKL|NUMEXPR)_NUM_THREADS"
 )
+
+log = logging.getLogger(__name__)
 
 
 class CallError(Exception):
@@ -77,11 +81,16 @@ async def start(
 
 async def greeting(process: Process) -> Any:
     """The first line of a process, JSON, within START_TIMEOUT_SECS; a text says why the process cannot serve."""
+    said = "process %d has not started for %g s: what it imports takes its time"
+    loop = asyncio.get_running_loop()
+    warning = loop.call_later(SLOW_SECS, log.warning, said, process.pid, SLOW_SECS)
     try:
         async with asyncio.timeout(START_TIMEOUT_SECS):
             line = await process.stdout.readline()
     except TimeoutError:
         return f"no answer for {START_TIMEOUT_SECS:g} s"
+    finally:
+        warning.cancel()
     return json.loads(line) if line else f"it ended ({await exit_of(process)})"
 
 

@@ -1,10 +1,12 @@
 """The rollout role: one worker, between the queue and the inference servers. It imports no JAX."""
 
 import asyncio
+import contextlib
 import functools
 import pathlib
 import signal
 import time
+from typing import Any
 
 from jaxrl_async import parts
 from jaxrl_async.active_clock import ActiveClock
@@ -12,14 +14,18 @@ from jaxrl_async.config.checks import queue_access_of
 from jaxrl_async.config.settings import Settings
 from jaxrl_async.queue.calls import GrpcCalls
 from jaxrl_async.queue.client import QueueClient
+from jaxrl_async.records import READS, Wait
 from jaxrl_async.rewards.overlong import overlong_penalty
+from jaxrl_async.rollout.runner import Runner
 from jaxrl_async.rollout.sampler import Sampler
-from jaxrl_async.rollout.worker import Worker
+from jaxrl_async.rollout.worker import STATUS_SECS, Worker
 from jaxrl_async.runtime.gc_freeze import gc_freeze
 from jaxrl_async.servers.client import InferenceClient
 from jaxrl_async.servers.fleet import Fleet
 from jaxrl_async.servers.port import Servers
 from jaxrl_async.tasks.prompts import prompt_stream
+from jaxrl_async.tasks.task import Task
+from jaxrl_async.tasks.tokenizer import Tokenizer
 
 
 async def run(settings: Settings, workdir: pathlib.Path, index: int) -> None:
@@ -53,27 +59,23 @@ async def work(
     settings: Settings, workdir: pathlib.Path, index: int, *, client: Servers, queue: QueueClient
 ) -> None:
     """Turns permits into groups until it is cancelled. `client` and `queue` are not opened yet."""
-    rollout, tokenizer = settings.rollout, parts.tokenizer_of(settings, workdir)
-    task = parts.same_task_of(settings, workdir)
-    prompts = prompt_stream(
-        task,
-        tokenizer,
-        split="train",
-        seed=settings.task.seed,
-        max_prompt_tokens=rollout.max_prompt_tokens,
-    )
+    rollout, name = settings.rollout, f"rollout-{index}"  # The same on every host.
     overlong = functools.partial(
         overlong_penalty,
         max_tokens=rollout.max_new_tokens,
         buffer_tokens=rollout.overlong_buffer_tokens,
     )
-    server, runner = settings.server, parts.runner_of(settings, tokenizer, task)
+    server = settings.server
     fleet = Fleet(
         suspect_secs=settings.weights.poll_secs,
         clock=time.monotonic,
         speeds=dict(zip(server.addresses, server.speeds, strict=False)),
     )
-    async with client, parts.rewards_of(settings, task.reward) as rewards, queue:
+    async with contextlib.AsyncExitStack() as stack:
+        await stack.enter_async_context(client)
+        await stack.enter_async_context(queue)
+        task, tokenizer, prompts, runner = await _read(settings, workdir, name, queue)
+        rewards = await stack.enter_async_context(parts.rewards_of(settings, task.reward))
         client.run_id = queue.run_id
         gc_freeze("prompts")
         clock = ActiveClock()
@@ -94,7 +96,7 @@ async def work(
             clock=clock,
         )
         worker = Worker(
-            name=f"rollout-{index}",  # The same on every host, where a scheduler may start it again.
+            name=name,
             queue=queue,
             sampler=sampler,
             fleet=fleet,
@@ -110,3 +112,28 @@ async def work(
             clock=clock,
         )
         await worker.run()
+
+
+async def _read(
+    settings: Settings, workdir: pathlib.Path, name: str, queue: QueueClient
+) -> tuple[Task, Tokenizer, Any, Runner]:
+    """The task, its tokens and the rollout function, read in a thread: a queue in this loop answers meanwhile.
+
+    A user's module may take minutes to import, and the tokens of many prompts as long: the queue is told of the wait.
+    """
+
+    def read() -> tuple[Task, Tokenizer, Any, Runner]:
+        tokenizer, task = (
+            parts.tokenizer_of(settings, workdir),
+            parts.same_task_of(settings, workdir),
+        )
+        bound = settings.rollout.max_prompt_tokens
+        of_train = {"split": "train", "seed": settings.task.seed, "max_prompt_tokens": bound}
+        prompts = prompt_stream(task, tokenizer, **of_train)
+        return task, tokenizer, prompts, parts.runner_of(settings, tokenizer, task)
+
+    reading, since = asyncio.create_task(asyncio.to_thread(read)), time.monotonic()
+    what = f"{READS} {settings.task.name!r}, which is imported and read"
+    while not (await asyncio.wait({reading}, timeout=STATUS_SECS))[0]:
+        await queue.report(name, [Wait(name, what, time.monotonic() - since)])
+    return reading.result()

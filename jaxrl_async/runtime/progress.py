@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import tqdm
 
 from jaxrl_async.metrics import coverage_of, score_names
-from jaxrl_async.records import QueueStatus, Wait
+from jaxrl_async.records import READS, QueueStatus, Wait
 
 LINES = 20  # of steps that a run without a terminal prints, about
 STAGE_SECS = 10.0  # between two lines of one stage
@@ -129,6 +129,10 @@ def stage_of(status: QueueStatus | None, said: str) -> str:
     if "wait_push" in what or "publish" in what:
         return "servers: they start, compile and load the first version"
     if "wait_data" in what:
+        waits = [wait for role in status.roles for wait in role.waits] if status else []
+        reading = next((w for w in waits if w.on.startswith(READS)), None)
+        if reading:
+            return f"rollout: {reading.what} waits for {reading.on}, {reading.secs:.0f} s"
         return "rollout: the first groups are generated"
     return "first step: the learner compiles, and takes it"
 

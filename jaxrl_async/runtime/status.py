@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxrl_async.records import (
     EXHAUSTED,
+    READS,
     REISSUE_REASONS,
     SILENT_SECS,
     QueueStatus,
@@ -145,6 +146,8 @@ def _end_of_chain(status, processes, learner, workers, groups) -> str:
     if not status.running_groups:
         if not workers:
             return "the rollout workers: none has reported"
+        if groups and groups[0].on.startswith(READS):
+            return f"{groups[0].what} and {groups[0].on}, since {groups[0].secs:.0f} s"
         if status.v_pub is None:
             return "the learner, which has published no version yet"
         if status.capacity:

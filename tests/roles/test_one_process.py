@@ -3,11 +3,14 @@
 import asyncio
 import contextlib
 import dataclasses
+import os
+import pathlib
 import re
 import signal
 import subprocess
 import sys
 import threading
+import time
 
 import jax
 import numpy as np
@@ -24,8 +27,10 @@ from fixtures.runs import (
 from fixtures.served_engine import CONFIG, LONG, SHAPE, serving, weights
 from fixtures.small_learner import params_on
 
+from jaxrl_async import parts
 from jaxrl_async.cli.config import settings_of
 from jaxrl_async.config import base_config
+from jaxrl_async.config.settings import Settings
 from jaxrl_async.inference.direct import WAY, DirectClient
 from jaxrl_async.inference.engine import Engine
 from jaxrl_async.learner.train_step import TrainState
@@ -35,9 +40,12 @@ from jaxrl_async.publishing.transports import Transport
 from jaxrl_async.queue.calls import QueueError
 from jaxrl_async.queue.client import LearnerQueue, QueueClient
 from jaxrl_async.queue.direct import BlockingDirectCalls, DirectCalls
-from jaxrl_async.records import Permit, ServerRecord, SupersededError, Wait
+from jaxrl_async.records import Permit, RoleStatus, ServerRecord, SupersededError, Wait
 from jaxrl_async.roles import one as one_role
+from jaxrl_async.roles import rollout as rollout_role
 from jaxrl_async.roles.device_lock import DeviceLock
+from jaxrl_async.runtime.progress import stage_of
+from jaxrl_async.runtime.status import explain
 from jaxrl_async.runtime.supervisor import in_one_process
 from jaxrl_async.samples import read_samples
 from jaxrl_async.servers.client import InferenceClient
@@ -51,6 +59,7 @@ from jaxrl_async.types import InvalidTrajectoryError
 from jaxrl_async.versions.memory import MemoryStore, MemoryVersion
 
 CALL_SECS = 30.0
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 # The queue.
@@ -125,6 +134,51 @@ async def test_reports_and_the_table_of_servers_arrive(opened):
         assert roles["rollout-0"].waits[0].on == "its reward" and "learner-0" in roles
         await queue.client.leave("rollout-0")
         assert "rollout-0" not in {role.role for role in (await queue.status()).roles}
+
+
+async def test_a_task_that_is_read_slowly_keeps_no_call_of_the_queue_waiting(monkeypatch, tmp_path):
+    def read(*_):
+        time.sleep(0.5)
+        raise ValueError("read")
+
+    monkeypatch.setattr(rollout_role, "STATUS_SECS", 0.05)
+    monkeypatch.setattr(parts, "tokenizer_of", read)
+    async with direct() as queue:
+        of = {"client": DirectClient({}), "queue": queue.client}
+        working = asyncio.create_task(rollout_role.work(Settings(), tmp_path, 0, **of))
+        await asyncio.sleep(0.2)
+        status = await queue.status()
+        assert [role.role for role in status.roles] == ["rollout-0"] and not working.done()
+        (wait,) = status.roles[0].waits
+        assert wait.on == "its task 'arithmetic', which is imported and read"
+        learner = RoleStatus("learner-0", 0.0, (Wait("learner (wait_data)", "the queue", 9.0),), {})
+        status = dataclasses.replace(status, roles=(learner, *status.roles))
+        assert "rollout-0 waits for its task" in stage_of(status, "")
+        assert "end of the chain: rollout-0 and its task" in explain(status, [], None)
+        with pytest.raises(ValueError, match="read"):
+            await working
+
+
+@pytest.mark.long
+def test_a_module_that_takes_35_secs_to_import_ends_no_run_in_one_process(tmp_path):
+    (tmp_path / "slow_sums.py").write_text(
+        "import time\nfrom jaxrl_async.tasks import make_task\ntime.sleep(35)\n"
+        "def task(**of):\n    made = make_task('arithmetic', **of)\n"
+        "    object.__setattr__(made, 'reward', 'slow_sums:right')\n    return made\n"
+        "def right(completion, answer):\n    return float(completion == answer)\n"
+    )
+    words = [f"--config={QUICKSTART}:smoke", f"--workdir={tmp_path}/run"]
+    words += ["--config.task.name=slow_sums:task", "--config.supervisor.processes=one"]
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxrl_async", "train", *words],
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}", "XLA_FLAGS": ""},
+        capture_output=True,
+        text=True,
+        timeout=RUN_TIMEOUT_SECS,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "task 'slow_sums:task': still imported and read after 5 s" in done.stderr
+    assert "waits for its task 'slow_sums:task'" in done.stdout + done.stderr
 
 
 # The engine.
