@@ -12,6 +12,7 @@ import sys
 import threading
 import urllib.request
 
+import api
 import pytest
 from fixtures import chat
 
@@ -131,6 +132,10 @@ def test_the_reference_of_metrics_is_the_table():
     text = (ROOT / "docs" / "metrics.md").read_text("utf-8")
     rows = dict(re.findall(r"^\| `(.+?)` \| (.+) \|$", text, re.M))
     assert rows == METRICS
+
+
+def test_the_reference_of_the_api_is_that_of_the_docstrings():
+    assert (ROOT / "docs" / "api.md").read_text("utf-8") == api.page(), "python launch/api.py"
 
 
 def test_the_example_of_a_config_is_one():
