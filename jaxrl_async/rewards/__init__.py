@@ -11,6 +11,7 @@ from math import isfinite
 from typing import Any
 
 from jaxrl_async.names import find, register
+from jaxrl_async.rewards.ends import ends
 from jaxrl_async.rewards.math import exact, last_number
 from jaxrl_async.rewards.positions import positions
 
@@ -28,6 +29,7 @@ SEEN = {
 # "module:function" where the module needs an extra, or more than this package: it is imported on use.
 REWARDS: dict[str, Reward | str] = {
     "code": "jaxrl_async.extras.programs.code:code",
+    "ends": ends,
     "exact": exact,
     "last_number": last_number,
     "math_verify": "jaxrl_async.rewards.math_verifier:math_verify",
