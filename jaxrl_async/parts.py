@@ -232,7 +232,8 @@ def evaluation_sets(
                 num_fit=len(prompts),
                 num_questions=len(source.examples(part)),
                 runner=runner_of(settings, tokenizer, source),
-                pool=functools.partial(rewards_of, of_set, source.reward),
+                # A client of services judges as a pool does.
+                pool=cast(Any, functools.partial(rewards_of, of_set, source.reward)),
                 name=name,
             )
         )

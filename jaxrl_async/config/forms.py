@@ -116,12 +116,13 @@ def evaluation_sets(of: Mapping[str, Any]) -> dict[str, tuple[str, dict[str, Any
             raise SettingsError(
                 f"must have names of letters, digits, _ and -, and not a split's; got {name!r}"
             )
-        given = {"name": task} if isinstance(task, str) else task
-        if not isinstance(given, Mapping) or not {"name"} <= {*given} <= {"name", "args"}:
+        given: dict[str, Any] = {"args": {}}
+        given |= {"name": task} if isinstance(task, str) else task if isinstance(task, dict) else {}
+        if {key: type(value) for key, value in given.items()} != {"name": str, "args": dict}:
             raise SettingsError(
                 f"must be tasks, NAME or {{'name': NAME, 'args': {{…}}}}; got {task!r}"
             )
-        found[name] = given["name"], dict(given.get("args", {}))
+        found[name] = given["name"], given["args"]
     return found
 
 

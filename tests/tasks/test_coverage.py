@@ -7,7 +7,7 @@ import pytest
 from jaxrl_async import parts
 from jaxrl_async.cli import main
 from jaxrl_async.cli.config import load_config, settings_of
-from jaxrl_async.config.fields import StartError
+from jaxrl_async.config.fields import SettingsError, StartError
 from jaxrl_async.preflight import machine
 from jaxrl_async.runtime import supervisor
 from jaxrl_async.tasks import Example, coverage
@@ -110,3 +110,21 @@ def test_the_verb_config_counts_too_or_says_why_not(capsys):
 def test_a_file_of_another_kind_is_none(text, tmp_path):
     (tmp_path / coverage.FILE).write_text(text)
     assert coverage.read(tmp_path) is None and coverage.read(tmp_path / "nowhere") is None
+
+
+@pytest.mark.parametrize(
+    ("sets", "said"),
+    [
+        ({"test": "gsm8k"}, "names of letters, digits, _ and -, and not a split's; got 'test'"),
+        ({"a/b": "gsm8k"}, "got 'a/b'"),
+        ({"hard": 3}, "; got 3"),
+        ({"hard": {"args": {}}}, "got {'args': {}}"),
+        ({"hard": {"name": "gsm8k", "args": 3}}, "tasks, NAME or"),
+        ({"hard": {"name": "gsm8k", "split": "test"}}, "tasks, NAME or"),
+    ],
+)
+def test_evaluation_sets_that_are_none_are_refused_by_name(sets, said):
+    found = config()
+    found.evaluate.sets = sets
+    with pytest.raises(SettingsError, match=f"evaluate.sets .*{said}"):
+        settings_of(found)
