@@ -116,7 +116,8 @@ class Versions:
         if status.committed_step < version:
             raise ValueError(
                 f"the checkpoint is of step {version}, but the queue's journal ends at step {status.committed_step}: "
-                "its end did not reach the disk. Remove the later checkpoints or the journal"
+                "its end did not reach the disk. Remove the later checkpoints, or move the journal away, with its "
+                "-wal and -shm: the run then goes on from the checkpoint with a new one"
             )
         self._run_epoch = status.run_epoch
         if status.v_pub <= version:

@@ -108,6 +108,7 @@ _DELETED = (
     "deleted; only journal.keep = 'all' without a journal.max_bytes keeps the groups of steps before the oldest "
     "checkpoint"
 )
+_REMEDY = "move it away, with its -wal and -shm, and --resume goes on from the last checkpoint with a new one"
 
 
 class JournalError(RuntimeError):
@@ -198,7 +199,7 @@ class Journal:
         if num_pages * page_bytes <= MAX_CHECKED_BYTES:
             damage = c.execute("PRAGMA quick_check(1)").fetchone()[0]
             if damage != "ok":
-                raise JournalError(f"journal {self._path} is damaged: {damage}")
+                raise JournalError(f"journal {self._path} is damaged: {damage}; {_REMEDY}")
         meta = _meta(c)
         if meta.get("format") not in _FORMATS:
             raise JournalError(
@@ -321,11 +322,21 @@ class Journal:
         await self._change(write)
 
     async def published(
-        self, version: int, run_epoch: int, resume_point: ResumePoint | None
+        self,
+        version: int,
+        run_epoch: int,
+        resume_point: ResumePoint | None,
+        servers: Sequence[Sequence[Any]] | None = None,
     ) -> None:
-        """A version was published; a new queue may give the point that it starts from."""
+        """A version was published; a new queue may give the point that it starts from.
+
+        Args:
+          servers: as of `fleet`, where the table changed with it.
+        """
 
         def write(c: sqlite3.Connection) -> None:
+            if servers is not None:
+                _set_meta(c, "servers", servers)
             if resume_point is not None:
                 text = json.dumps(resume_point.to_json())
                 row = (resume_point.step, text, time.time())
@@ -671,7 +682,7 @@ def _message(c: sqlite3.Connection, path: pathlib.Path, index: int) -> bytes:
         raise DeletedError(f"journal {path}: the group of prompt_index {index} is {_DELETED}")
     if zlib.crc32(row[1]) != row[0]:
         raise JournalError(
-            f"journal {path}: the group of prompt_index {index} is damaged (checksum)"
+            f"journal {path}: the group of prompt_index {index} is damaged (checksum); {_REMEDY}"
         )
     return row[1]
 
@@ -757,4 +768,6 @@ def _named(path: pathlib.Path) -> Iterator[None]:
         raise JournalError(f"journal {path}: {reason}") from error
     except (sqlite3.Error, ValueError, TypeError, LookupError) as error:
         # The other three come from a row that is not as it was written.
-        raise JournalError(f"journal {path} is damaged, or not a journal: {error!r}") from error
+        raise JournalError(
+            f"journal {path} is damaged, or not a journal: {error!r}; {_REMEDY}"
+        ) from error

@@ -396,13 +396,18 @@ class QueueService:
         self._apply(self._admission.publish, request.version, resume_point)
         self._run_epoch = request.run_epoch
         self._set_servers(servers)
-        if self._journal is not None and servers != before_servers:
-            await self._journal.fleet([dataclasses.astuple(record) for record in servers])
-        if self._journal is not None and before == (request.version, self._run_epoch):
-            await self._journal.flushed()  # The same publication may still be unwritten.
-        elif self._journal is not None:
+        if self._journal is None:
+            return pb.PublishReply()
+        changed = servers != before_servers
+        table = [dataclasses.astuple(record) for record in servers] if changed else None
+        if before != (request.version, self._run_epoch):
+            # At once: a permit that waits for this version must not be written before it.
             start = resume_point if before[0] is None else None
-            await self._journal.published(request.version, self._run_epoch, start)
+            await self._journal.published(request.version, self._run_epoch, start, table)
+        elif table is not None:
+            await self._journal.fleet(table)
+        else:
+            await self._journal.flushed()  # The same publication may still be unwritten.
         return pb.PublishReply()
 
     async def WatchFleet(self, request: pb.WatchRequest) -> AsyncGenerator[pb.FleetReply]:

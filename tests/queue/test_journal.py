@@ -31,7 +31,15 @@ async def copied(path: pathlib.Path, to: pathlib.Path) -> pathlib.Path:
 
 
 def seen(status) -> dict:
-    changing = {"last_push_age_secs", "waits", "stale_events", "lengths", "roles", "servers"}
+    changing = {
+        "last_push_age_secs",
+        "waits",
+        "stale_events",
+        "lengths",
+        "roles",
+        "servers",
+        "details",
+    }
     return {k: v for k, v in dataclasses.asdict(status).items() if k not in changing}
 
 
@@ -406,6 +414,26 @@ async def test_a_queue_that_started_from_a_resume_point_restarts_as_it_was(tmp_p
         assert seen(await queue.status()) == seen(before)
         await queue.commit(6)
     assert JournalReader(tmp_path / "j").audit() == SOUND_AUDIT
+
+
+async def test_a_worker_that_waits_gets_the_permits_of_a_resume_point(tmp_path):
+    servers = [ServerRecord("http://a", "HEALTHY", 5)]
+    start = ResumePoint(5, 23, tuple(Permit(i, 1) for i in (3, 20, 22)), {}, {})
+    async with journaled(tmp_path / "j") as queue:
+        waiting = asyncio.create_task(queue.client.admit(3, 5.0, worker="w", working_on=()))
+        while not (await queue.status()).waits:
+            await asyncio.sleep(0.01)
+        await queue.publish(5, servers=servers, resume_point=start)
+        permits = await waiting
+        assert permits == list(start.outstanding)
+        for permit in permits:
+            await queue.client.submit(group(permit))
+        await queue.fill(1)
+        await queue.lease(6)
+        await queue.commit(6)
+    async with journaled(tmp_path / "j") as queue:
+        assert (await queue.status()).committed_step == 6
+        assert [s.address for s in (await queue.status()).servers] == ["http://a"]
 
 
 async def test_rows_of_a_sample_survive_a_kill_and_are_replayed(tmp_path):
