@@ -10,14 +10,19 @@ from typing import Any
 # Reasons of a return; every other list of them is made of these. After a reissue reason, the infrastructure's fault,
 # the index is issued again. A retire reason is the prompt's: the index is done with.
 WORKER_LOST = "worker_lost"  # Returned by the queue: no sign of life of the worker that had it.
+# Of a worker: no server was HEALTHY, or servers answered nonsense to several prompts.
+SERVER_FAULT = "server_fault"
 # By the queue, for the versions of a group's tokens.
 REFUSALS = frozenset({"over_age", "foreign_version"})
 # Such a failure may last, so the index is issued again after a back-off.
 FAULTS = REFUSALS | {
+    SERVER_FAULT,
     *("server_error", "aborted", "rollout_error", "reward_error", "reward_timeout"),
     *("environment_error", "environment_timeout", "agent_error", "agent_timeout", "agent_rows"),
 }
 REISSUE_REASONS = FAULTS | {"timeout", WORKER_LOST}
+# No fault of the prompt's: it costs none of its attempts, and those that come together count as one failure.
+BLAMELESS = REFUSALS | {WORKER_LOST, SERVER_FAULT}
 RETIRE_REASONS = frozenset({"equal_rewards", "overlong", "invalid"})
 EXHAUSTED = "exhausted"  # Retired by the queue, after max_attempts.
 

@@ -135,8 +135,8 @@ class Queue:
     failure_window_secs: float = setting(600.0, "Sliding window in which queue.max_failures and queue.budgets count.",
         above=0, infinite=True, since="0.1.0", before=1e9)
     max_failures: int = setting(64, "Groups that may be returned for infrastructure failures within "
-        "queue.failure_window_secs before the run stops; those of a lost worker count as one.", at_least=0,
-        unit="groups")
+        "queue.failure_window_secs before the run stops; those of a lost worker, or a faulty server, count as one.",
+        at_least=0, unit="groups")
     budgets: Mapping[str, int] = setting({}, "Groups that may be returned or retired for a reason within "
         "queue.failure_window_secs before the run stops, by reason.", form=forms.budgets, unit="groups")
 

@@ -59,9 +59,7 @@ class Direct:
                 del self._generating[rid]
             spans = [{"version": s.version, "start": s.start, "end": s.end} for s in found.spans]
             reason = found.finish_reason["type"]
-            return checked_completion(
-                found.output_ids, found.logprobs, spans, reason, request.run_id
-            )
+            return checked_completion(found.output_ids, found.logprobs, spans, reason, request)
 
     async def abort(self, rid: str | None, *, timeout_secs: float) -> None:
         """Ends every request whose id starts with `rid`, or all requests when it is None."""
@@ -169,7 +167,7 @@ class DirectClient:
         run_id: the run whose weights may sample; tokens of others are refused. "" for any run.
         """
         self._kinds = {address: Direct(engine, address) for address, engine in by_address.items()}
-        self.run_id = run_id
+        self.run_id, self.vocab_size = run_id, port.Request.vocab_size
 
     async def __aenter__(self) -> Self:
         return self
@@ -181,7 +179,7 @@ class DirectClient:
         self, address: str, *, timeout_secs: float, **request: Any
     ) -> port.Completion:
         """Samples one completion; `request` as of `port.Request`, errors as of `port.Server`."""
-        asked = port.Request(run_id=self.run_id, **request)
+        asked = port.Request(run_id=self.run_id, vocab_size=self.vocab_size, **request)
         return await self._kinds[address].generate(asked, timeout_secs=timeout_secs)
 
     async def abort(self, address: str, *, rid: str | None, timeout_secs: float) -> None:

@@ -29,10 +29,10 @@ from jaxrl_async.metrics import MAX_DRIFT, MAX_MISMATCH, MetricsWriter, Timers
 from jaxrl_async.objectives.advantages import ADVANTAGES
 from jaxrl_async.queue.source import GroupSource
 from jaxrl_async.records import (
+    BLAMELESS,
     REISSUE_REASONS,
     SILENT_SECS,
     UP,
-    WORKER_LOST,
     QueueStatus,
     ResumePoint,
     RoleStatus,
@@ -480,8 +480,9 @@ class _FailureBudgets:
         self, queue: Queue, start: QueueStatus, clock: Callable[[], float] = time.monotonic
     ):
         self._queue, self._clock = queue, clock
-        self._lost = start.returned.get(WORKER_LOST, 0) if start.committed_step else 0
-        self._losses = 0  # looks at which there were more lost groups
+        # Of each of BLAMELESS: the groups at the last look, and the looks at which there were more.
+        self._lost = collections.Counter(start.returned if start.committed_step else {})
+        self._losses: collections.Counter[str] = collections.Counter()
         before = self._counts(start) if start.committed_step else collections.Counter()
         self._looks = collections.deque([(clock(), before)])  # since the start of the window
 
@@ -515,13 +516,14 @@ class _FailureBudgets:
                 )
 
     def _counts(self, status: QueueStatus) -> collections.Counter[str]:
-        """Reason → groups so far; those of a lost worker count as one."""
+        """Reason → groups so far; those that came together of a lost worker or a server's fault count as one."""
         reasons = status.returned.keys() | status.retired.keys()
         counts = collections.Counter(
             {r: max(status.returned.get(r, 0), status.retired.get(r, 0)) for r in reasons}
         )
-        self._losses += counts[WORKER_LOST] > self._lost
-        self._lost, counts[WORKER_LOST] = counts[WORKER_LOST], self._losses
+        for reason in BLAMELESS & reasons:
+            self._losses[reason] += counts[reason] > self._lost[reason]
+            self._lost[reason], counts[reason] = counts[reason], self._losses[reason]
         return counts
 
 

@@ -17,6 +17,7 @@ from collections.abc import Collection
 
 from jaxrl_async.queue.leases import FixedChunk, Leases, OrderError
 from jaxrl_async.records import (
+    BLAMELESS,
     EXHAUSTED,
     FAULTS,
     REISSUE_REASONS,
@@ -145,7 +146,9 @@ class Admission:
         self._running: dict[int, _Running] = {}
         self._seen: dict[str, float] = {}  # worker → clock, seconds, of its last sign of life
         self._left: set[str] = set()  # workers that have ended
-        self._lost: collections.Counter[int] = collections.Counter()  # attempts lost with workers
+        self._lost: collections.Counter[int] = (
+            collections.Counter()
+        )  # attempts lost with workers and servers
         self._held: dict[int, _Held] = {}  # in completion order
         self._leased: dict[int, _Held] = {}
 
@@ -360,10 +363,10 @@ class Admission:
             return "stale"
         del self._running[permit.prompt_index]
         self.returned[reason] += 1
-        if reason == WORKER_LOST:  # No fault of the prompt's, so none of its attempts.
-            self._lost[permit.prompt_index] += 1
+        self._lost[permit.prompt_index] += reason in BLAMELESS
         used = permit.attempt + 1 - self._lost[permit.prompt_index]
-        if reason in REISSUE_REASONS and used < self._max_attempts:
+        is_left = reason in BLAMELESS or used < self._max_attempts
+        if reason in REISSUE_REASONS and is_left:
             heapq.heappush(self._reissue, Permit(permit.prompt_index, permit.attempt + 1))
             if reason in FAULTS and now is not None:
                 backoff = min(BACKOFF_SECS * 2**permit.attempt, MAX_BACKOFF_SECS)

@@ -150,8 +150,9 @@ class Links:
     def servers(self, writer: Identity, expected: Expected) -> dict[str, Any]:
         """Arguments of `Publisher` that say how it reaches the servers."""
         settings, weights = self._settings, self._settings.weights
+        access = parts.servers_access_of(settings) | {"vocab_size": expected.config["vocab_size"]}
         return {
-            "client": InferenceClient(**parts.servers_access_of(settings), run_id=writer.run_id),
+            "client": InferenceClient(**access, run_id=writer.run_id),
             "transport": Transport(
                 weights.transport,
                 mode=weights.pause_mode,

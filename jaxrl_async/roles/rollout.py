@@ -76,7 +76,7 @@ async def work(
         await stack.enter_async_context(queue)
         task, tokenizer, prompts, runner = await _read(settings, workdir, name, queue)
         rewards = await stack.enter_async_context(parts.rewards_of(settings, task.reward))
-        client.run_id = queue.run_id
+        client.run_id, client.vocab_size = queue.run_id, runner.vocab_size
         gc_freeze("prompts")
         clock = ActiveClock()
         sampler = Sampler(

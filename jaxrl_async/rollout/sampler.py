@@ -19,12 +19,13 @@ from typing import Any
 import numpy as np
 
 from jaxrl_async.active_clock import ActiveClock
-from jaxrl_async.records import Permit
+from jaxrl_async.records import SERVER_FAULT, Permit
 from jaxrl_async.rollout.context import Generate, RolloutError
 from jaxrl_async.servers.fleet import DEAD, HEALTHY, Fleet
 from jaxrl_async.servers.port import (
     Completion,
     ForeignVersionError,
+    NonsenseError,
     OutOfFilesError,
     ServerError,
     Servers,
@@ -69,7 +70,7 @@ class Sampler:
         finish_reason is "stop" or "length"; `sampling` replaces single sampling parameters.
 
         Raises (when awaited):
-          RolloutError: server_error, foreign_version, timeout or aborted.
+          RolloutError: server_error, server_fault, foreign_version, timeout or aborted.
         """
         seed = request_seed(self.run_seed, permit, sample)
         return functools.partial(
@@ -96,7 +97,7 @@ class Sampler:
             bound = max((newest for *_, newest in sources), default=0)
             guilty = {address for address, _, newest in sources if newest == bound}
         for address in guilty:
-            self.fleet.distrust(address)
+            self.fleet.distrust(address, permit.prompt_index)
 
     def release(self, permit: Permit) -> None:
         """Forgets the servers of a permit that has ended."""
@@ -172,7 +173,7 @@ class Sampler:
             deadline += self.clock.now() - before
             rid = f"{requests.prefix}{next(requests.resumes):04d}"
             try:
-                part = await self._request(address, rid, input_ids, sampling, deadline)
+                part = await self._request(requests, address, rid, input_ids, sampling, deadline)
             except ServerTimeoutError as error:
                 if self.clock.now() < deadline:  # This process was stopped meanwhile.
                     await self._abort(rid)
@@ -187,10 +188,13 @@ class Sampler:
             except ServerError as error:
                 if not error.retryable:
                     raise RolloutError("server_error", str(error)) from error
-                foreign = isinstance(error, ForeignVersionError)
-                self.fleet.distrust(address) if foreign else self.fleet.suspect(address)
-                reason = "foreign_version" if foreign else "server_error"
-                detail, failed = str(error), address
+                detail, failed, reason = str(error), address, "server_error"
+                if isinstance(error, ForeignVersionError):
+                    reason = "foreign_version"
+                elif not isinstance(error, NonsenseError):
+                    self.fleet.suspect(address)
+                elif requests.is_blameless:
+                    reason = SERVER_FAULT
                 await self._back_off(retry, deadline)
                 retry += 1
                 continue
@@ -210,6 +214,7 @@ class Sampler:
 
     async def _request(
         self,
+        requests: "_Requests",
         address: str,
         rid: str,
         input_ids: list[int],
@@ -229,8 +234,15 @@ class Sampler:
         )
         self._calls[rid] = call
         try:
-            with self.fleet.serving(address, num_tokens):
-                completion = await call
+            with self.fleet.serving(address, num_tokens) as fault:
+                try:
+                    completion = await call
+                except (NonsenseError, ForeignVersionError):
+                    prompt = requests.permit.prompt_index
+                    requests.is_blameless = self.fleet.failed(address, prompt, fault)
+                    raise
+                if completion.finish_reason != "abort":
+                    self.fleet.answered(address, fault)
         except ServerTimeoutError:
             raise  # It may still run there, as it may when this task is cancelled.
         except ServerError:
@@ -266,7 +278,7 @@ class Sampler:
                 left = deadline - self.clock.now()
                 if left <= 0:
                     text = f"no HEALTHY server within {self.outage_secs:g} s"
-                    raise RolloutError("server_error", f"{text}: {self.fleet.describe()}")
+                    raise RolloutError(SERVER_FAULT, f"{text}: {self.fleet.describe()}")
                 await self.fleet.wait_for_change(left)
         finally:
             self._unrouted.discard(prefix)
@@ -295,6 +307,7 @@ class _Requests:
     prefix: str  # of their ids
     seed: int
     server: str = ""  # of the last one
+    is_blameless: bool = False  # The server of the last nonsense failed other prompts, too.
     resumes: Iterator[int] = dataclasses.field(default_factory=itertools.count)
 
 

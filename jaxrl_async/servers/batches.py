@@ -2,13 +2,13 @@
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 import aiohttp
 
-from jaxrl_async.servers.client import InferenceClient, encode, no_answer, read_answer, refusal
+from jaxrl_async.servers import answers
+from jaxrl_async.servers.client import InferenceClient, encode, no_answer, refusal
 from jaxrl_async.servers.port import ServerError
 
 ROUTE = "/generate"
@@ -74,16 +74,15 @@ class Batches:
             call = ("POST", address, ROUTE, batch.body(), self._client.headers())
             async with self._client.request(*call, batch.timeout_secs) as response:
                 if response.status != 200:
-                    read_answer(response.status, await response.read(), address, ROUTE)
-                async for event in events(response.content):
+                    await self._client.answer(response, address, ROUTE, answers.MAX_BYTES)
+                async for event in events(response.content, batch.max_event_bytes):
                     batch.take(event, address)
             reason = "the answer ended before its requests"
             raise ServerError(address, ROUTE, reason, retryable=True)
         except ServerError as error:
             batch.fail(error)
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            reason = f"malformed answer to a batch: {type(error).__name__}: {error}"
-            batch.fail(ServerError(address, ROUTE, reason, retryable=False))
+        except answers.MALFORMED as error:
+            batch.fail(answers.malformed(address, ROUTE, error, "answer to a batch"))
         finally:
             # Where this task is cancelled.
             batch.fail(ServerError(address, ROUTE, "the client is closed", retryable=True))
@@ -96,7 +95,7 @@ class Batch:
         self._requests: list[dict] = []
         self._waiters: list[asyncio.Future[dict]] = []
         self._num_tokens = 0
-        self.timeout_secs = 0.0
+        self.timeout_secs, self.max_event_bytes = 0.0, 0
         self.task: asyncio.Task | None = None  # None until it is sent
 
     def has_room(self, request: Mapping[str, Any]) -> bool:
@@ -109,6 +108,8 @@ class Batch:
         self._requests.append(request)
         self._num_tokens += len(request["input_ids"])
         self.timeout_secs = max(self.timeout_secs, timeout_secs)
+        bound = answers.max_bytes(request["sampling_params"].get("max_new_tokens"))
+        self.max_event_bytes = max(self.max_event_bytes, bound)
         self._waiters.append(asyncio.get_running_loop().create_future())
         return self._waiters[-1]
 
@@ -128,9 +129,12 @@ class Batch:
             '"return_logprob":true,"stream":true}'
         ).encode()
 
-    def take(self, event: Mapping[str, Any], address: str) -> None:
+    def take(self, event: dict[str, Any], address: str) -> None:
         """Takes one event. SGLang sends several for a request, of which the last has a finish_reason."""
-        waiter = self._waiters[event.get("index", 0)]
+        index = event.get("index", 0)
+        if type(index) is not int or index < 0:
+            raise ValueError(f"index {answers.shown(index)} is no integer ≥ 0")
+        waiter = self._waiters[index]
         if waiter.done():
             return
         if "error" in event:
@@ -147,15 +151,17 @@ class Batch:
                 waiter.set_exception(error)
 
 
-async def events(content: aiohttp.StreamReader) -> AsyncIterator[dict]:
-    """The JSON objects of server-sent events."""
+async def events(content: aiohttp.StreamReader, max_bytes: int) -> AsyncIterator[dict]:
+    """The JSON objects of server-sent events; raises ValueError for one beyond its bound."""
     buffer = b""
     async for data in content.iter_any():
         *lines, buffer = (buffer + data).split(b"\n\n")
         for line in lines:
             text = line.removeprefix(b"data: ").strip()
             if text and text != b"[DONE]":
-                yield json.loads(text)
+                yield answers.decode(text)
+        if len(buffer) > max_bytes:
+            raise answers.LongAnswerError(f"an event has more than {max_bytes} bytes, the bound")
 
 
 def expire(waiter: asyncio.Future) -> None:

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Self
 import aiohttp
 
 from jaxrl_async import security
-from jaxrl_async.servers import descriptors, kinds
+from jaxrl_async.servers import answers, descriptors, kinds
 from jaxrl_async.servers.port import (
     NEUTRAL,
     Completion,
@@ -41,6 +41,7 @@ class InferenceClient:
         tls_ca: str = "",
         run_id: str = "",
         adapters: bool = False,
+        vocab_size: int = Request.vocab_size,
     ):
         """Opens nothing yet.
 
@@ -50,12 +51,13 @@ class InferenceClient:
           tls_ca: PEM file of the authorities to trust at https:// addresses; "" for the system's.
           run_id: the run whose weights may sample; tokens of others are refused. "" for any run.
           adapters: the versions are adapters.
+          vocab_size: of the run's model; tokens beyond it are refused.
 
         Raises:
           ValueError: no certificate in tls_ca.
         """
         self._tls = security.client_context(tls_ca) if tls_ca else True
-        self.run_id, self._adapters = run_id, adapters
+        self.run_id, self.vocab_size, self._adapters = run_id, vocab_size, adapters
         self._api_key, self._admin_api_key = api_key, admin_api_key or api_key
         self._session: aiohttp.ClientSession | None = None
         # Address → its server, of the kind that was recognised last or is presumed.
@@ -75,6 +77,7 @@ class InferenceClient:
             ),
             cookie_jar=aiohttp.DummyCookieJar(),
             skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding"),
+            auto_decompress=False,  # Nothing compressed is asked for, and its size has a bound.
         )
         return self
 
@@ -94,7 +97,8 @@ class InferenceClient:
         alone. Where the route is missing, the server is recognised, and asked as its kind is.
         """
         request["sampling_params"] = NEUTRAL | request["sampling_params"]
-        asked = Request(run_id=self.run_id, adapters=self._adapters, **request)
+        run = {"run_id": self.run_id, "adapters": self._adapters, "vocab_size": self.vocab_size}
+        asked = Request(**run, **request)
         start = time.monotonic()
         if self._adapters and not self._is_recognised(address):
             await self.recognise(address, timeout_secs=timeout_secs)
@@ -162,6 +166,7 @@ class InferenceClient:
         is_control: bool = False,
         is_short: bool = False,
         headers: Mapping[str, str] = NO_HEADERS,
+        max_bytes: int = answers.MAX_BYTES,
     ) -> dict[str, Any]:
         """One call.
 
@@ -172,11 +177,13 @@ class InferenceClient:
           is_control: takes the key of control routes.
           is_short: has a short answer, and may use the connection of a probe.
           headers: more of them.
+          max_bytes: bound on the answer.
 
         Returns:
           the answer's JSON object; of an answer that is none its text, as "message".
 
         Raises:
+          NonsenseError: the answer is beyond the bound.
           ServerError: refused, lost or late.
         """
         content = "json" if isinstance(body, bytes) else "octet-stream"
@@ -194,7 +201,16 @@ class InferenceClient:
                     reason = f"connection lost: {error}"
                     raise ServerError(address, route, reason, retryable=True) from error
         async with self.request(method, address, route, body, sent, timeout_secs) as response:
-            text = await response.read()
+            return await self.answer(response, address, route, max_bytes)
+
+    async def answer(
+        self, response: aiohttp.ClientResponse, address: str, route: str, max_bytes: int
+    ) -> dict[str, Any]:
+        """The JSON of a response, of at most so many bytes; errors as of `call`."""
+        try:
+            text = await answers.read(response, max_bytes)
+        except answers.LongAnswerError as error:
+            raise answers.malformed(address, route, error) from None
         return read_answer(response.status, text, address, route)
 
     def headers(self, content: str = "json", *, is_control: bool = False) -> dict[str, str]:
@@ -267,7 +283,7 @@ def read_answer(status: int, text: bytes, address: str, route: str) -> dict[str,
     if not text.strip():  # The control routes may answer with an empty body.
         return {}
     try:
-        answer = json.loads(text)
+        answer = answers.decode(text)
     except ValueError:
         answer = text[:_MESSAGE_CHARS].decode(errors="replace")
     # flush_cache and its like answer with a line of text.
@@ -283,12 +299,12 @@ def refusal(status: int, message: object, address: str, route: str) -> ServerErr
 def _message(text: bytes) -> str:
     """The server's own message, from any of its shapes of error."""
     try:
-        answer = json.loads(text)
+        answer = answers.decode(text)
     except ValueError:
         return text[:_MESSAGE_CHARS].decode(errors="replace").strip()
     while isinstance(answer, dict) and (inner := answer.get("error") or answer.get("message")):
         answer = inner
-    return str(answer)[:_MESSAGE_CHARS]
+    return answer[:_MESSAGE_CHARS] if isinstance(answer, str) else answers.shown(answer)
 
 
 _MESSAGE_CHARS = 500

@@ -6,47 +6,46 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_async.servers.port import Completion, ForeignWeightsError
+from jaxrl_async.servers.answers import shown
+from jaxrl_async.servers.port import ANYTHING, Completion, ForeignWeightsError, Request
 
 MAX_LOGPROB_ROUNDING = 1e-6  # A log-prob may exceed 0 by this much: float32 rounding of log 1.
+# Of a token that was drawn: float32 noise leads to none that is less likely than the likeliest by more than e^-40.
+MIN_LOGPROB = -100.0
 
 
 def read_completion(
-    answer: Mapping[str, Any], run_id: str = "", adapter: str | None = None
+    answer: Mapping[str, Any], request: Request = ANYTHING, adapter: str | None = None
 ) -> Completion:
     """Turns the JSON of /generate into arrays, and checks that its parts agree.
 
     Args:
-      run_id: the run whose weights may have sampled; "" for any.
+      request: what was asked for.
       adapter: the name of the weights that sampled all tokens; None where the answer says it.
 
     Raises:
       ForeignWeightsError: others have.
-      ValueError, KeyError, TypeError: a part is missing or contradicts another; the message names both.
+      One of answers.MALFORMED: a part is missing, of another type or beyond its bound, or contradicts another.
     """
     meta = answer["meta_info"]
-    finish_reason = meta["finish_reason"]["type"]
-    if finish_reason not in ("stop", "length", "abort"):
-        raise ValueError(f"finish_reason {finish_reason!r} is not stop, length or abort")
-    output_ids = answer["output_ids"]
-    count = len(output_ids)
+    if request.rid and meta.get("id", request.rid) != request.rid:
+        raise ValueError(f"id {shown(meta['id'])} is not that of the request, {request.rid}")
+    finish_reason, output_ids = meta["finish_reason"]["type"], answer["output_ids"]
     # A request that was aborted in a server's queue carries hardly any meta_info.
-    if count == 0:
-        if finish_reason != "abort":
-            raise ValueError(f"no output_ids, and finish_reason is {finish_reason!r}")
-        return Completion(*_EMPTY, finish_reason)
+    if not output_ids:
+        return checked_completion(output_ids, [], [], finish_reason, request)
+    count = len(output_ids)
     completion_tokens = meta.get("completion_tokens", count)
-    if completion_tokens != count:
-        raise ValueError(f"{count} output_ids, but completion_tokens is {completion_tokens}")
+    if type(completion_tokens) is not int or completion_tokens != count:
+        told = shown(completion_tokens)
+        raise ValueError(f"{count} output_ids, but completion_tokens is {told}")
     # SGLang-JAX repeats earlier entries in front of long completions: the last ones are right.
     triples = meta["output_token_logprobs"][-count:]
-    if [triple[1] for triple in triples] != output_ids:
+    if integers("output_token_logprobs", [triple[1] for triple in triples]) != output_ids:
         raise ValueError(f"the ids of output_token_logprobs are not output_ids ({count} tokens)")
     logprobs = [triple[0] for triple in triples]
-    spans = meta.get("weight_versions") or ()
-    if adapter is not None:
-        spans = [{"version": adapter, "start": 0, "end": count}]
-    return checked_completion(output_ids, logprobs, spans, finish_reason, run_id)
+    spans = meta.get("weight_versions") or []
+    return checked_completion(output_ids, logprobs, spans, finish_reason, request, adapter)
 
 
 def checked_completion(
@@ -54,52 +53,83 @@ def checked_completion(
     logprobs: Sequence[float] | np.ndarray,
     spans: Sequence[Mapping[str, Any]],
     finish_reason: str,
-    run_id: str = "",
+    request: Request = ANYTHING,
+    adapter: str | None = None,
 ) -> Completion:
-    """The arrays of one completion, N tokens.
+    """The arrays of one completion, N tokens. Every value is checked, also its type: a server may answer anything.
 
     Args:
-      output_ids: int [N].
-      logprobs: [N].
+      output_ids: int [N], of the request's vocabulary, N ≤ its max_new_tokens; none under "abort" alone.
+      logprobs: [N], in [MIN_LOGPROB, 0].
       spans: {"version", "start", "end"} of the weights that sampled tokens [start, end).
       finish_reason: "stop" | "length" | "abort".
-      run_id: as in `read_completion`.
+      request: what was asked for.
+      adapter: the name of the weights that sampled all tokens, in place of spans.
 
     Raises:
-      ForeignWeightsError: others have sampled.
-      ValueError: a log-prob is not finite and ≤ 0, or the spans do not cover the tokens.
+      ForeignWeightsError: others than the request's run have sampled.
+      One of answers.MALFORMED: names the part, its value and its bound.
     """
-    count = len(output_ids)
-    if count == 0:
+    if finish_reason not in ("stop", "length", "abort"):
+        raise ValueError(f"finish_reason {shown(finish_reason)} is not stop, length or abort")
+    ids = integers("token ids", output_ids, request.vocab_size)
+    count, bound = len(ids), request.sampling_params.get("max_new_tokens")
+    if bound is not None and count > bound:
+        raise ValueError(f"{count} tokens, and max_new_tokens is {bound}")
+    if not count:
+        if finish_reason != "abort":
+            raise ValueError(f"no tokens, and finish_reason is {finish_reason!r}")
         return Completion(*_EMPTY, finish_reason)
+    if adapter is None and request.any_weights:
+        adapter = "0"
+    if adapter is not None:
+        spans = [{"version": adapter, "start": 0, "end": count}]
+    run_id = "" if request.any_weights else request.run_id
     versions = _read_versions(spans, count, run_id)
     return Completion(
-        np.array(output_ids, np.int32), _read_logprobs(logprobs), versions, finish_reason
+        np.array(ids, np.int32), _read_logprobs(logprobs, count), versions, finish_reason
     )
 
 
-def _read_logprobs(values: Sequence[float] | np.ndarray) -> np.ndarray:
-    logprobs = np.array(values, np.float32)
-    # Written so that NaN fails it too.
-    if not (logprobs.min() > -np.inf and logprobs.max() <= MAX_LOGPROB_ROUNDING):
-        bad = logprobs[~(np.isfinite(logprobs) & (logprobs <= MAX_LOGPROB_ROUNDING))][0]
-        raise ValueError(f"log-prob {bad} is not finite and ≤ 0")
-    return np.minimum(logprobs, 0, out=logprobs)
+def integers(name: str, values: Any, end: int = Request.vocab_size) -> list[int]:
+    """A list of integers in [0, end): no bools, no floats, no strings."""
+    values = values.tolist() if isinstance(values, np.ndarray) else values
+    if type(values) is not list or not set(map(type, values)) <= {int}:
+        raise ValueError(f"{name} {shown(values)} are no list of integers")
+    if values and not 0 <= min(values) <= max(values) < end:
+        bad = next(value for value in values if not 0 <= value < end)
+        raise ValueError(f"{name}: {shown(bad)} is outside [0, {end})")
+    return values
 
 
-def _read_versions(spans: Sequence[Mapping[str, Any]], count: int, run_id: str) -> np.ndarray:
+def _read_logprobs(values: Any, count: int) -> np.ndarray:
+    if not isinstance(values, np.ndarray) and not set(map(type, values)) <= {float, int}:
+        raise ValueError(f"log-probs {shown(values)} are no numbers")
+    logprobs = np.array(values, np.float64)
+    if logprobs.shape != (count,):
+        raise ValueError(f"{count} tokens, but {logprobs.size} log-probs")
+    is_bad = ~((logprobs >= MIN_LOGPROB) & (logprobs <= MAX_LOGPROB_ROUNDING))  # NaN, too.
+    if is_bad.any():
+        raise ValueError(
+            f"log-prob {logprobs[is_bad][0]} is not finite and in [{MIN_LOGPROB:g}, 0]"
+        )
+    return np.minimum(logprobs, 0).astype(np.float32)
+
+
+def _read_versions(spans: Any, count: int, run_id: str) -> np.ndarray:
     """Spreads half-open spans over the output tokens; they must cover [0, count) exactly, in order."""
     versions = np.empty(count, np.int32)
     covered = 0
     for span in spans:
-        start, end, version = span["start"], span["end"], span["version"]
+        start, end = integers("a span's ends", [span["start"], span["end"]])
         if start != covered or not start <= end <= count:
-            raise ValueError(f"weight_versions {spans} do not cover [0, {count}) exactly")
-        versions[start:end] = read_version(version, run_id)
+            break
+        versions[start:end] = read_version(span["version"], run_id)
         covered = end
-    if covered != count:
-        raise ValueError(f"weight_versions {spans} do not cover [0, {count}) exactly")
-    return versions
+    else:
+        if covered == count:
+            return versions
+    raise ValueError(f"weight_versions {shown(spans)} do not cover [0, {count}) exactly")
 
 
 def read_version(text: object, run_id: str) -> int:
@@ -107,10 +137,10 @@ def read_version(text: object, run_id: str) -> int:
     found = _VERSION.fullmatch(text) if isinstance(text, str) else None
     if not found:
         raise ForeignWeightsError(
-            f"weight version {text!r:.80} is not RUN.epoch.version, of a version ≥ 0"
+            f"weight version {shown(text)} is not RUN.epoch.version, of a version ≥ 0"
         )
     if run_id and found["run"] != f"{run_id}.":
-        raise ForeignWeightsError(f"weight version {text!r:.80} is not of run {run_id}")
+        raise ForeignWeightsError(f"weight version {shown(text)} is not of run {run_id}")
     return int(found["version"])
 
 

@@ -8,6 +8,7 @@ workers put on each server.
 import asyncio
 import collections
 import contextlib
+import dataclasses
 import itertools
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +26,19 @@ SPILL_SHARE = 0.25
 MAX_DESCRIBED = 16  # servers in a message
 DISTRUST_PROBES = 5  # times suspect_secs
 _DRAWS = 4  # of two servers, before the whole table is looked at
+
+
+@dataclasses.dataclass(eq=False)
+class _Fault:
+    """A server that answered nonsense or with other weights, and has given no good answer since."""
+
+    record: ServerRecord | None  # in the table then
+    prompts: set[int]  # that it failed
+    on_trial: bool = False
+
+    def is_of(self, record: ServerRecord) -> bool:
+        then = self.record
+        return then is not None and (then.state, then.version) == (record.state, record.version)
 
 
 class Fleet:
@@ -60,7 +74,7 @@ class Fleet:
         self._cumulative_speeds: list[float] = []  # of the HEALTHY ones; [] where all are equal
         self._suspect_until: dict[str, float] = {}
         self._outstanding: collections.Counter[str] = collections.Counter()
-        self._distrusted: dict[str, ServerRecord | None] = {}  # their records at that time
+        self._faults: dict[str, _Fault] = {}
         self._v_pub: int | None = None  # published when the table was sent
         self._newest_v_pub: int | None = None  # as the queue said last
         self._reported: dict[str, int] = {}  # the outstanding tokens that the queue knows
@@ -75,16 +89,18 @@ class Fleet:
         """
         self._records = {record.address: record for record in records}
         self._v_pub = v_pub
-        for address in [a for a in self._distrusted if self._says_otherwise(a)]:
-            del self._distrusted[address]
-            self._suspect_until.pop(address, None)
+        for address, fault in tuple(self._faults.items()):
+            if (record := self._records.get(address)) is None:
+                del self._faults[address]
+            if not record or not fault.is_of(record):
+                fault.record = record
+                self._suspect_until.pop(address, None)
         self._healthy = [a for a, record in self._records.items() if record.state == HEALTHY]
         speeds = [self._speed(address) for address in self._healthy]
         self._cumulative_speeds = list(itertools.accumulate(speeds)) if len(set(speeds)) > 1 else []
         now = self._clock()
         self._suspect_until = {a: t for a, t in self._suspect_until.items() if t > now}
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._wake()
 
     def expect(self, v_pub: int | None) -> None:
         """A table of before this version was published routes nothing: a server in it may have missed the push."""
@@ -126,10 +142,11 @@ class Fleet:
 
     def state(self, address: str) -> str:
         """The publisher's state of a server, or SUSPECT after a failed request of this process."""
-        record = self._records.get(address)
+        record, fault = self._records.get(address), self._faults.get(address)
         if record is None:
             return DEAD
-        if record.state == HEALTHY and self._clock() < self._suspect_until.get(address, 0.0):
+        is_suspect = self._clock() < self._suspect_until.get(address, 0.0)
+        if record.state == HEALTHY and (is_suspect or (fault is not None and fault.on_trial)):
             return SUSPECT
         return record.state
 
@@ -138,12 +155,20 @@ class Fleet:
         return bool(self._records) and address not in self._records
 
     @contextlib.contextmanager
-    def serving(self, address: str, num_tokens: int) -> Iterator[None]:
-        """Counts a request's tokens as outstanding while it runs."""
+    def serving(self, address: str, num_tokens: int) -> "Iterator[_Fault | None]":
+        """Counts a request's tokens as outstanding while it runs.
+
+        Yields the server's fault, for `answered` or `failed`: the request is its trial, and the only one meanwhile.
+        """
         self._outstanding[address] += num_tokens
+        if (fault := self._faults.get(address)) is not None:
+            fault.on_trial = True
         try:
-            yield
+            yield fault
         finally:
+            if fault is not None:
+                fault.on_trial = False
+                self._wake()
             self._outstanding[address] -= num_tokens
             if not self._outstanding[address]:
                 del self._outstanding[address]
@@ -168,13 +193,39 @@ class Fleet:
         until = self._clock() + self._suspect_secs
         self._suspect_until[address] = max(until, self._suspect_until.get(address, until))
 
-    def distrust(self, address: str) -> None:
-        """Notes that a server sampled with other weights than the table says.
+    def answered(self, address: str, fault: "_Fault | None") -> None:
+        """Notes a good answer. It ends a fault that was known when its request began."""
+        if fault is not None and self._faults.get(address) is fault:
+            del self._faults[address]
+
+    def failed(self, address: str, prompt: int, fault: "_Fault | None") -> bool:
+        """Notes an answer that is nonsense or of other weights, whose request began with `fault`.
+
+        The answers to all requests that ran together are one fault: the server is left for suspect_secs at first, so
+        that one odd prompt costs little, and as `distrust` says when it fails its trial.
+
+        Returns:
+          whether it failed several prompts since its last good answer, so that none of them is to blame.
+        """
+        known = self._faults.get(address)
+        if known is fault:
+            self.distrust(address, prompt)
+            if fault is None:
+                self._suspect_until[address] = self._clock() + self._suspect_secs
+        elif known is not None:
+            known.prompts.add(prompt)
+        return address in self._faults and len(self._faults[address].prompts) > 1
+
+    def distrust(self, address: str, prompt: int) -> None:
+        """Notes that a server failed a prompt by nonsense, or by other weights than the table says.
 
         It gets no request until the table says otherwise: until its state or version changes there. The publisher
-        looks at it within suspect_secs; a change that goes by unseen ends the wait after DISTRUST_PROBES of them.
+        looks at it within suspect_secs; a change that goes by unseen ends the wait after DISTRUST_PROBES of them. Then
+        it is on trial: it gets one request at a time until one has a good answer.
         """
-        self._distrusted[address] = self._records.get(address)
+        known = self._faults.get(address)
+        prompts = {prompt} | (known.prompts if known else set())
+        self._faults[address] = _Fault(self._records.get(address), prompts)
         self._suspect_until[address] = self._clock() + DISTRUST_PROBES * self._suspect_secs
 
     def describe(self) -> str:
@@ -210,9 +261,9 @@ class Fleet:
             return self._rng.choices(addresses, cum_weights=self._cumulative_speeds, k=2)
         return self._rng.sample(addresses, min(2, len(addresses)))
 
-    def _says_otherwise(self, address: str) -> bool:
-        then, now = self._distrusted[address], self._records.get(address)
-        return not (then and now) or (then.state, then.version) != (now.state, now.version)
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def _takes(self, address: str, excluding: Collection[str]) -> bool:
         return address not in excluding and self.state(address) == HEALTHY

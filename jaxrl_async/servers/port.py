@@ -40,6 +40,10 @@ class OutOfFilesError(ServerError):
     """A call that was never made: this process has no free file descriptor. It says nothing about the server."""
 
 
+class NonsenseError(ServerError):
+    """An answer that breaks the API: a fault of the server's, whatever was asked of it."""
+
+
 class ForeignVersionError(ServerError):
     """A server samples with weights that this run did not push: another run's, or those it started with."""
 
@@ -80,6 +84,10 @@ class Request:
     adapters: bool = False  # the versions are adapters
     # Take tokens of weights that are no version, as before any push, and stamp them 0.
     any_weights: bool = False
+    vocab_size: int = 2**31  # Tokens beyond it are refused.
+
+
+ANYTHING = Request("", (), {})  # Completions are checked by themselves alone.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,6 +272,7 @@ class Servers(Protocol):
     """The servers of a run, by address. Use within one event loop, as `async with`."""
 
     run_id: str  # the run whose weights may sample; tokens of others are refused. "" for any run
+    vocab_size: int  # of the run's model; tokens beyond it are refused
 
     async def __aenter__(self) -> Self: ...
     async def __aexit__(self, *error: object) -> None: ...

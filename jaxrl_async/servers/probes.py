@@ -7,7 +7,6 @@ probe, at the same cost. It knows no states and no versions.
 
 import asyncio
 import contextlib
-import json
 import re
 import ssl
 import time
@@ -15,6 +14,7 @@ import urllib.parse
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
+from jaxrl_async.servers.answers import decode
 from jaxrl_async.versions.protocol import MODEL_INFO
 
 TICK_SECS = 0.05  # between two groups of probes
@@ -216,7 +216,7 @@ class _Peer(asyncio.Protocol):
         info = None
         if status == 200:
             with contextlib.suppress(ValueError):
-                info = json.loads(body)
+                info = decode(body)
         self._end(info if isinstance(info, dict) else None)
 
     def _end_unread(self, reason: str) -> None:

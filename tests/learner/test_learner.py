@@ -304,12 +304,14 @@ def test_budgets_are_of_a_window_and_of_this_start_of_the_learner():
         look(62.0, timeout=5)
 
 
-def test_the_groups_of_a_lost_worker_are_one_failure():
+@pytest.mark.parametrize("reason", ["worker_lost", "server_fault", "foreign_version", "over_age"])
+def test_the_groups_of_a_lost_worker_or_a_faulty_server_are_one_failure(reason):
     status = Recorder().status()
     check = learner._FailureBudgets(Queue(max_failures=1), status)
-    check(dataclasses.replace(status, returned={"worker_lost": 512}))
-    with pytest.raises(learner.TooManyFailuresError, match=r"^2 .*'worker_lost': 600"):
-        check(dataclasses.replace(status, returned={"worker_lost": 600}))
+    check(dataclasses.replace(status, returned={reason: 512}))
+    check(dataclasses.replace(status, returned={reason: 512}))
+    with pytest.raises(learner.TooManyFailuresError, match=rf"^2 .*'{reason}': 600"):
+        check(dataclasses.replace(status, returned={reason: 600}))
 
 
 @pytest.mark.parametrize("where", ["returned", "retired"])

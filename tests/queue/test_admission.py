@@ -1,5 +1,6 @@
 """Admission and leases, by pencil. test_queue_properties.py drives them with random schedules."""
 
+import dataclasses
 import logging
 import re
 from random import Random
@@ -75,16 +76,27 @@ def test_a_late_group_of_an_index_that_lost_workers_is_stale():
     assert admission.submit(permit, 1) == "stale"  # Its reply was lost, and it is sent again.
 
 
-def test_lost_workers_take_none_of_an_indexs_attempts():
+@pytest.mark.parametrize("reason", ["worker_lost", "server_fault", "foreign_version", "over_age"])
+def test_lost_workers_and_faults_of_servers_take_none_of_an_indexs_attempts(reason):
     admission = published(max_attempts=2)
     (permit,) = admission.admit(1, 0.0, "a")
     for attempt in range(5):
-        assert admission.return_permit(permit, "worker_lost") == "reissued"
+        assert admission.return_permit(permit, reason) == "reissued"
         (permit,) = admission.admit(1, 0.0, "a")
         assert permit == Permit(0, attempt + 1)
     assert admission.return_permit(permit, "timeout") == "reissued"
     (permit,) = admission.admit(1, 0.0, "a")
     assert admission.return_permit(permit, "timeout") == "retired"
+
+
+def test_a_server_s_fault_retires_nothing_after_a_restart_of_the_queue_either():
+    """Its count of lost attempts is gone then."""
+    admission, again = published(max_attempts=2), make_admission(max_attempts=2)
+    (permit,) = admission.admit(1, 0.0)
+    point = ResumePoint(0, 1, (dataclasses.replace(permit, attempt=9),), {}, {})
+    again.publish(0, point)
+    (permit,) = again.admit(1, 0.0)
+    assert again.return_permit(permit, "server_fault") == "reissued"
 
 
 def test_nothing_is_admitted_before_the_first_publication():

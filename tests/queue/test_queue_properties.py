@@ -26,10 +26,10 @@ from jaxrl_async.queue.journal import Journal, JournalError, JournalReader
 from jaxrl_async.queue.leases import FixedChunk, OrderError
 from jaxrl_async.queue.service import QueueService
 from jaxrl_async.records import (
+    BLAMELESS,
     EXHAUSTED,
     REISSUE_REASONS,
     RETIRE_REASONS,
-    WORKER_LOST,
     Permit,
     ResumePoint,
 )
@@ -97,9 +97,8 @@ class Ledger:
         self.resume_point = ResumePoint(0, 0, (), {}, {})
         self.arrivals = 0
         self.sampled: dict[int, int] = {}  # the version of each group submitted, by prompt_index
-        self.lost = (
-            collections.Counter()
-        )  # attempts that ended with their worker; a killed queue forgets them
+        # Attempts that ended with their worker or server; a killed queue forgets them.
+        self.lost = collections.Counter()
 
     def indexes(self, *states: str) -> list[int]:
         return sorted(i for i, e in self.entries.items() if e.state in states)
@@ -137,9 +136,9 @@ class Ledger:
         """The expected outcome of a return."""
         self.returned[reason] += 1
         entry = self.entries[permit.prompt_index]
-        self.lost[permit.prompt_index] += reason == WORKER_LOST
+        self.lost[permit.prompt_index] += reason in BLAMELESS
         used = permit.attempt + 1 - self.lost[permit.prompt_index]
-        if reason in REISSUE_REASONS and used < MAX_ATTEMPTS:
+        if reason in BLAMELESS or (reason in REISSUE_REASONS and used < MAX_ATTEMPTS):
             entry.state, entry.attempt = "reissue", permit.attempt + 1
             return "reissued"
         del self.lost[permit.prompt_index]

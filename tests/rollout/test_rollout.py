@@ -174,6 +174,43 @@ async def test_a_server_that_samples_with_unknown_weights_is_left_for_another(cl
     assert completion.versions.tolist() == [3] * 5
 
 
+def with_nan(server):
+    """A server whose log-probs are NaN."""
+    generate = server._generate_one
+
+    async def broken(payload):
+        text = (await generate(payload)).text
+        return web.Response(text=re.sub(r"\[\[-[0-9.]+", "[[NaN", text))
+
+    server._generate_one = broken
+
+
+async def test_a_server_that_answers_nonsense_suffers_alone(client, servers):
+    with_nan(servers[0])
+    sampler = make_sampler(client, make_fleet(servers), max_retries=1)
+    for sample in range(8):
+        completion = await sampler.bind(PERMIT, sample)(PROMPT.tokens)
+        assert completion.tokens.tolist() == expected_tokens(sample=sample)
+    assert (len(servers[0].calls), len(servers[1].calls)) == (1, 8)
+
+
+async def test_where_a_server_fails_several_prompts_none_of_them_is_to_blame(client, servers):
+    with_nan(servers[0])
+    sampler = make_sampler(client, make_fleet(servers[:1], suspect_secs=0.0), max_retries=2)
+    reasons = []
+    for index in (7, 8):
+        with pytest.raises(RolloutError, match=r"after 3 tries.*log-prob nan") as caught:
+            await sampler.bind(Permit(index, 0), 0)(PROMPT.tokens)
+        reasons.append(caught.value.reason)
+    assert reasons == ["server_error", "server_fault"]
+    del servers[0]._generate_one
+    assert (await sampler.bind(PERMIT, 0)(PROMPT.tokens)).tokens.tolist() == expected_tokens()
+    with_nan(servers[0])
+    with pytest.raises(RolloutError) as caught:
+        await sampler.bind(PERMIT, 0)(PROMPT.tokens)
+    assert caught.value.reason == "server_error"  # The others came through.
+
+
 async def test_retries_end(client, servers):
     servers[0].fail["/generate"] = (503, "overloaded")
     fleet = make_fleet(servers[:1], suspect_secs=0.0)
@@ -211,7 +248,7 @@ async def test_no_healthy_server_within_the_deadline_is_an_error_that_names_them
         match=rf"HEALTHY .*0\.1 s.*{servers[0].address} STALE version 2",
     ) as caught:
         await sampler.bind(PERMIT, 0)(PROMPT.tokens)
-    assert caught.value.reason == "server_error" and servers[0].calls == []
+    assert caught.value.reason == "server_fault" and servers[0].calls == []
 
 
 async def test_a_stale_server_gets_nothing_until_it_holds_the_version(client, servers):

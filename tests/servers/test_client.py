@@ -1,6 +1,8 @@
 """The client of inference servers, against a fake one."""
 
 import asyncio
+import dataclasses
+import json
 import time
 
 import aiohttp
@@ -10,9 +12,16 @@ from aiohttp.http_writer import StreamWriter
 from fixtures.fake_sglang import FakeServer, answer, logprob, token
 
 from jaxrl_async.servers.client import InferenceClient
-from jaxrl_async.servers.completions import read_completion
+from jaxrl_async.servers.completions import checked_completion, read_completion
 from jaxrl_async.servers.kinds.sglang_api import SglangApi
-from jaxrl_async.servers.port import ForeignWeightsError, ServerError, ServerTimeoutError
+from jaxrl_async.servers.port import (
+    ANYTHING,
+    ForeignWeightsError,
+    NonsenseError,
+    ServerError,
+    ServerTimeoutError,
+    UnfitServerError,
+)
 
 
 @pytest.fixture
@@ -160,15 +169,16 @@ def test_the_version_stands_behind_the_run_epoch():
 
 
 RUN = "abcdefghij23"
+OURS = dataclasses.replace(ANYTHING, run_id=RUN)
 
 
 def test_tokens_of_another_runs_weights_are_refused():
     mine = answer([7, 8], versions=[(f"{RUN}.0.12", 2)])
-    assert read_completion(mine, RUN).versions.tolist() == [12, 12]
+    assert read_completion(mine, OURS).versions.tolist() == [12, 12]
     assert read_completion(mine).versions.tolist() == [12, 12]
     for other in ("12", "1.12", f"{RUN[::-1]}.0.12", "default", f"{RUN}.0.12-unverified"):
         with pytest.raises(ForeignWeightsError, match=f"weight version '{other}'"):
-            read_completion(answer([7, 8], versions=[(f"{RUN}.0.12", 1), (other, 1)]), RUN)
+            read_completion(answer([7, 8], versions=[(f"{RUN}.0.12", 1), (other, 1)]), OURS)
 
 
 def test_of_too_many_logprobs_the_last_ones_count():
@@ -190,6 +200,69 @@ def test_a_logprob_that_is_not_finite_or_above_zero_is_refused(bad):
     broken["meta_info"]["output_token_logprobs"][1][0] = bad
     with pytest.raises(ValueError, match="log-prob .*finite.* 0"):
         read_completion(broken)
+
+
+@pytest.mark.parametrize("bad", [-1e30, -101, "-0.1", True, None, [-0.1], 10**400])
+def test_a_logprob_is_a_number_that_a_drawn_token_may_have(bad):
+    broken = answer([7, 8], versions=[("0", 2)])
+    broken["meta_info"]["output_token_logprobs"][1][0] = bad
+    with pytest.raises((ValueError, OverflowError)):
+        read_completion(broken)
+
+
+ASKED = dataclasses.replace(
+    ANYTHING, rid="r", vocab_size=100, sampling_params={"max_new_tokens": 2}
+)
+
+
+def set_at(value, path, new):
+    for key in path[:-1]:
+        value = value[key]
+    value[path[-1]] = new
+
+
+META, TRIPLES = "meta_info", "output_token_logprobs"
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        (("output_ids",), [7, 8, 9], "3 output_ids"),
+        (("output_ids",), "78", "are not output_ids"),
+        (("output_ids", 1), 8.0, "no list of integers"),
+        (("output_ids", 1), "8", "are not output_ids"),
+        ((META, TRIPLES, 1, 1), 8.0, "no list of integers"),
+        ((META, TRIPLES, 1, 1), True, "no list of integers"),
+        ((META, "completion_tokens"), 2.0, "completion_tokens is 2.0"),
+        ((META, "weight_versions", 0, "start"), False, "no list of integers"),
+        ((META, "weight_versions", 0, "end"), 2.0, "no list of integers"),
+        ((META, "finish_reason", "type"), ["stop"], "finish_reason .*stop.* is not"),
+        ((META, "id"), "q", "id 'q' is not that of the request, r"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_though_it_equals_the_right_one(path, value, words):
+    broken = answer([7, 8], versions=[("0", 2)])
+    set_at(broken, path, value)
+    with pytest.raises(ValueError, match=words):
+        read_completion(broken, ASKED)
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [
+        ([7, 8.7], "no list of integers"),
+        ([7, "8"], "no list of integers"),
+        ([7, True], "no list of integers"),
+        ([7, 100], r"100 is outside \[0, 100\)"),
+        ([7, -1], r"-1 is outside \[0, 100\)"),
+        ([7, 2**63], r"9223372036854775808 is outside"),
+        ([7, 8, 9], "3 tokens, and max_new_tokens is 2"),
+    ],
+)
+def test_token_ids_are_integers_of_the_vocabulary_and_no_more_than_were_asked_for(ids, words):
+    """They say so twice, and agree."""
+    with pytest.raises(ValueError, match=words):
+        checked_completion(ids, [-1.0] * len(ids), [], "length", ASKED)
 
 
 def test_rounding_above_zero_becomes_zero():
@@ -223,12 +296,12 @@ def test_an_abort_in_a_queue_keeps_its_tokens_with_less_about_them():
     assert completion.finish_reason == "abort"
 
 
-async def test_a_malformed_answer_is_an_error_of_the_server_and_not_retryable(server):
+async def test_a_malformed_answer_is_nonsense_and_another_server_may_be_asked(server):
     server.answers = [{"output_ids": [1]}]
     async with InferenceClient() as client:
-        with pytest.raises(ServerError, match=r"/generate: malformed .*meta_info") as caught:
+        with pytest.raises(NonsenseError, match=r"/generate: malformed .*meta_info") as caught:
             await generate(client, server.address)
-    assert not caught.value.retryable
+    assert caught.value.retryable
 
 
 async def test_tokens_of_a_restarted_server_are_refused_and_retryable(server):
@@ -335,3 +408,37 @@ async def test_many_requests_run_at_once(server):
             await asyncio.sleep(0.01)
         server.paused = False
         assert len(await asyncio.gather(*calls)) == 300
+
+
+DEEP = "[" * 100_000
+
+
+async def test_an_answer_that_is_nested_without_end_is_an_answer_of_no_known_kind(server):
+    server.answer_all = DEEP
+    async with InferenceClient() as client:
+        with pytest.raises(UnfitServerError, match=r"no known kind, and answers '\[\["):
+            await client.recognise(server.address, timeout_secs=10)
+        with pytest.raises(NonsenseError, match="malformed"):
+            await generate(client, server.address)
+
+
+async def test_an_answer_beyond_its_bound_is_not_read(server):
+    """1 MiB, and 1 KiB for each of 3 tokens."""
+    async with InferenceClient() as client:
+        for size, words in ((1 << 20, "meta_info"), ((1 << 20) + 3073, "1051648 bytes, the bound")):
+            server.answer_all = " " * size
+            with pytest.raises(NonsenseError, match=words):
+                await generate(client, server.address)
+
+
+@pytest.mark.parametrize("event", [{"index": -1}, {"index": True}, {"index": 9}, [], DEEP])
+async def test_an_event_of_a_batch_that_is_nonsense_costs_its_batch_alone(server, event):
+    server.version, server.streams = "0", True
+    async with InferenceClient() as client:
+        await generate(client, server.address)
+        text = event if isinstance(event, str) else json.dumps(event)
+        server.answer_all = f"data: {text}\n\n"
+        errors = await generate_many(client, server.address, (0, 1))
+        assert all(isinstance(error, NonsenseError) for error in errors), errors
+        server.answer_all = None
+        assert (await generate(client, server.address)).finish_reason == "length"

@@ -196,7 +196,7 @@ def test_a_server_that_failed_gets_no_request_for_suspect_secs():
 def test_a_server_that_sampled_with_other_weights_is_left_until_the_table_says_otherwise():
     clock = Clock()
     fleet = make_fleet(clock, a="HEALTHY", b="HEALTHY")
-    fleet.distrust(A)
+    fleet.distrust(A, 7)
     clock.now += 6.0  # more than suspect_secs
     fleet.suspect(A)  # A later failure is no reason to trust it earlier.
     table = [ServerRecord(A, "HEALTHY", 3, load=5), ServerRecord(B, "HEALTHY", 3)]
@@ -205,13 +205,67 @@ def test_a_server_that_sampled_with_other_weights_is_left_until_the_table_says_o
         assert fleet.route() == B and fleet.state(A) == "SUSPECT"
         fleet.update([ServerRecord(A, "HEALTHY", 4), ServerRecord(B, "HEALTHY", 4)])
         assert fleet.route() == A
-        fleet.distrust(A)
+        fleet.distrust(A, 7)
         for state in ("STALE", "HEALTHY"):
             fleet.update([ServerRecord(A, state, 4), ServerRecord(B, "HEALTHY", 4)])
         assert fleet.route() == A
-        fleet.distrust(A)
+        fleet.distrust(A, 7)
         clock.now += 25.1  # The publisher has looked five times.
         assert fleet.route() == A
+
+
+def fail(fleet, address, prompt):
+    with fleet.serving(address, 5) as fault:
+        return fleet.failed(address, prompt, fault)
+
+
+def test_a_server_that_answered_nonsense_is_tried_by_one_request_at_a_time():
+    clock = Clock()
+    fleet = make_fleet(clock, a="HEALTHY", b="HEALTHY")
+    fail(fleet, A, 1)
+    assert fleet.state(A) == "SUSPECT"
+    clock.now += 5.1  # suspect_secs
+    with fleet.serving(B, 1000):
+        assert fleet.route() == A
+        with fleet.serving(A, 1):
+            # It is the lightest, and idle but for its trial.
+            assert fleet.route() == B and fleet.route(prefers=A) == B
+        assert fleet.route() == A
+        fail(fleet, A, 2)
+        clock.now += 5.1
+        assert fleet.route() == B
+        clock.now += 20.0  # DISTRUST_PROBES of them
+        with fleet.serving(A, 1) as fault:
+            fleet.answered(A, fault)
+            assert fleet.route() == A
+
+
+def test_the_answers_to_requests_that_ran_together_are_one_fault():
+    clock = Clock()
+    fleet = make_fleet(clock, a="HEALTHY")
+    with contextlib.ExitStack() as running:
+        faults = [running.enter_context(fleet.serving(A, 5)) for _ in range(4)]
+        assert not fleet.failed(A, 1, faults[0])
+        assert not fleet.failed(A, 1, faults[1])
+        fleet.answered(A, faults[2])  # It began before the fault.
+        assert fleet.state(A) == "SUSPECT"
+        clock.now += 5.1
+        assert fleet.failed(A, 2, faults[3])  # another prompt
+        assert fleet.route() == A  # The time to the trial stays.
+
+
+async def test_who_waits_for_a_server_on_trial_is_woken_by_its_end():
+    clock = Clock()
+    fleet = make_fleet(clock, a="HEALTHY")
+    fail(fleet, A, 1)
+    clock.now += 5.1
+    with fleet.serving(A, 5) as fault:
+        assert fleet.route() is None
+        waiting = asyncio.create_task(fleet.wait_for_change(600.0))
+        await asyncio.sleep(0)
+        fleet.answered(A, fault)
+    await asyncio.wait_for(waiting, 60.0)
+    assert fleet.route() == A
 
 
 async def test_a_table_of_before_the_published_version_routes_nothing():

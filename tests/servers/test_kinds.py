@@ -54,7 +54,7 @@ class Tiny(HttpKind):
         answer = await self.post("/complete", asked, timeout_secs, is_control=False)
         try:
             return checked_completion(
-                answer["ids"], answer["scores"], answer["by"], answer["end"], request.run_id
+                answer["ids"], answer["scores"], answer["by"], answer["end"], request
             )
         except ForeignWeightsError as error:
             raise ForeignVersionError(

@@ -8,13 +8,13 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from jaxrl_async import names
+from jaxrl_async.servers.answers import shown
 from jaxrl_async.servers.port import ServerError, UnfitServerError
 
 if TYPE_CHECKING:
     from jaxrl_async.servers.client import InferenceClient
     from jaxrl_async.servers.kinds.base import HttpKind
 
-_SHOWN = 120  # characters of an answer
 # Information route, "module:attribute" of the class. The first row of the route that recognises the answer counts.
 _ROOM = "jaxrl_async.servers.kinds"
 TABLE: dict[str, tuple[str, str]] = {
@@ -54,7 +54,7 @@ async def recognise(
         for of_kind, name in TABLE.values():
             if of_kind == route and (kind := names.load(name)).recognises(info):
                 return kind, info
-        said = f"it is of no known kind, and answers {str(info.get('message', info))[:_SHOWN]}"
+        said = f"it is of no known kind, and answers {shown(info.get('message', info))}"
         unknown = UnfitServerError(address, route, said)
     refusal = unknown or missing
     assert refusal is not None

@@ -1,10 +1,18 @@
 """The part of a kind that is the same for all that speak HTTP: calls, and the way of a version by its name."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
+from jaxrl_async.servers import answers
 from jaxrl_async.servers.client import InferenceClient, encode
-from jaxrl_async.servers.port import Expected, Push, ServerError
+from jaxrl_async.servers.port import (
+    Expected,
+    ForeignVersionError,
+    ForeignWeightsError,
+    Push,
+    ServerError,
+)
 from jaxrl_async.versions import protocol
 
 
@@ -117,7 +125,12 @@ class HttpKind:
             return error.status not in (401, 403, 404, 405)
         return True
 
-    def malformed(self, route: str, error: Exception, of: str = "answer") -> ServerError:
-        """The error of an answer that breaks the API."""
-        reason = f"malformed {of}: {type(error).__name__}: {error}"
-        return ServerError(self.address, route, reason, retryable=False)
+    @contextlib.contextmanager
+    def reading(self, route: str, of: str = "answer", *, retryable: bool = False) -> Iterator[None]:
+        """Reads an answer: raises NonsenseError where it breaks the API, ForeignVersionError for tokens of others."""
+        try:
+            yield
+        except ForeignWeightsError as error:
+            raise ForeignVersionError(self.address, route, str(error), retryable=True) from error
+        except answers.MALFORMED as error:
+            raise answers.malformed(self.address, route, error, of, retryable) from error

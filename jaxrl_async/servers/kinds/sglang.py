@@ -75,12 +75,8 @@ class Sglang(SglangApi):
           ForeignVersionError: it has none of a push, as after its restart.
         """
         name = (await self.report(timeout_secs=timeout_secs)).get(protocol.WEIGHT_VERSION)
-        try:
+        with self.reading(self.INFO):
             read_version(name, run_id)
-        except port.ForeignWeightsError as error:
-            raise port.ForeignVersionError(
-                self.address, self.INFO, str(error), retryable=True
-            ) from error
         return str(name)
 
     # Pushes.
@@ -203,10 +199,8 @@ class Sglang(SglangApi):
         route = "/weights_checker"
         skip = {"skip_tensor_list": list(skipped)} if skipped else {}
         answer = await self.post(route, {"action": "checksum"} | skip, timeout_secs)
-        try:
+        with self.reading(route):
             return dict(answer["ranks"][0]["checksums"])
-        except (KeyError, IndexError, TypeError) as error:
-            raise self.malformed(route, error) from error
 
     # Adapters.
 
@@ -247,10 +241,8 @@ class Sglang(SglangApi):
     async def adapters(self, *, timeout_secs: float) -> list[str]:
         """The names of the adapters that it holds, the least recently used first."""
         answer = await self.get("/v1/models", timeout_secs)
-        try:
+        with self.reading("/v1/models"):
             return [model["id"] for model in answer["data"] if model.get("parent")]
-        except (KeyError, TypeError) as error:
-            raise self.malformed("/v1/models", error) from error
 
     # The preflight.
 

@@ -5,9 +5,9 @@ import uuid
 from typing import Any
 
 from jaxrl_async.records import NOBODY, Identity
-from jaxrl_async.servers import port
+from jaxrl_async.servers import answers, port
 from jaxrl_async.servers.batches import STREAMS_HEADER, Batches
-from jaxrl_async.servers.client import InferenceClient, encode, read_answer
+from jaxrl_async.servers.client import InferenceClient, encode
 from jaxrl_async.servers.completions import read_completion
 from jaxrl_async.servers.kinds.base import HttpKind
 from jaxrl_async.servers.kinds.checks import Checks
@@ -43,26 +43,18 @@ class SglangApi(HttpKind):
         body |= {"lora_path": adapter} if adapter is not None else {}
         route, client, address = "/generate", self.client, self.address
         call = ("POST", address, route, encode(body).encode(), client.headers(), timeout_secs)
+        bound = answers.max_bytes(request.sampling_params.get("max_new_tokens"))
         async with client.request(*call) as response:
-            text = await response.read()
+            answer = await client.answer(response, address, route, bound)
         self._streams = self._streams or STREAMS_HEADER in response.headers
-        return self.read(read_answer(response.status, text, address, route), request, adapter)
+        return self.read(answer, request, adapter)
 
     def read(
         self, answer: dict[str, Any], request: port.Request, adapter: str | None = None
     ) -> port.Completion:
         """The completion in an answer; `adapter`: the name of the weights of all tokens, None: it says it."""
-        if request.any_weights and isinstance(answer.get("meta_info"), dict):
-            span = {"version": "0", "start": 0, "end": len(answer.get("output_ids") or ())}
-            answer["meta_info"]["weight_versions"] = [span]
-        try:
-            return read_completion(answer, request.run_id, adapter)
-        except port.ForeignWeightsError as error:
-            raise port.ForeignVersionError(
-                self.address, "/generate", str(error), retryable=True
-            ) from error
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise self.malformed("/generate", error, f"answer to {request.rid}") from error
+        with self.reading("/generate", f"answer to {request.rid}", retryable=True):
+            return read_completion(answer, request, adapter)
 
     async def abort(self, rid: str | None, *, timeout_secs: float) -> None:
         """Ends every request whose id starts with `rid`, or all requests when it is None."""

@@ -17,12 +17,10 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-import numpy as np
-
 from jaxrl_async.security import is_loopback
-from jaxrl_async.servers import port
+from jaxrl_async.servers import answers, port
 from jaxrl_async.servers.client import InferenceClient
-from jaxrl_async.servers.completions import checked_completion, read_version
+from jaxrl_async.servers.completions import checked_completion, integers, read_version
 from jaxrl_async.servers.kinds import checksums
 from jaxrl_async.servers.kinds.base import HttpKind
 from jaxrl_async.servers.kinds.checks import Checks
@@ -77,25 +75,17 @@ class Vllm(HttpKind):
         body |= {"sampling_params": _sampling(request)} | ({"model": adapter} if adapter else {})
         self._running.add(request.rid)
         try:
-            answer = await self.post(GENERATE, body, timeout_secs, is_control=False)
+            bound = answers.max_bytes(request.sampling_params.get("max_new_tokens"))
+            call = {"is_control": False, "max_bytes": bound}
+            answer = await self.post(GENERATE, body, timeout_secs, **call)
         finally:
             self._running.discard(request.rid)
-        try:
+        with self.reading(GENERATE, f"answer to {request.rid}", retryable=True):
             return _completion(answer, request, adapter)
-        except port.ForeignWeightsError as error:
-            raise port.ForeignVersionError(
-                self.address, GENERATE, str(error), retryable=True
-            ) from error
-        except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
-            raise self.malformed(GENERATE, error, f"answer to {request.rid}") from error
 
     def _newest_adapter(self, info: Mapping[str, Any], run_id: str) -> str:
-        try:
+        with self.reading(self.INFO):
             read_version(name := info.get(protocol.WEIGHT_VERSION), run_id)
-        except port.ForeignWeightsError as error:
-            raise port.ForeignVersionError(
-                self.address, self.INFO, str(error), retryable=True
-            ) from error
         return str(name)
 
     async def abort(self, rid: str | None, *, timeout_secs: float) -> None:
@@ -161,10 +151,12 @@ class Vllm(HttpKind):
             expected = checksums.part_of(expected, push.files.version)
         return functools.partial(self._verify, push, expected, extended)
 
-    async def _rpc(self, method: str, timeout_secs: float, **kwargs: Any) -> list[Any]:
-        """Calls a method of every worker; the answers of all."""
+    async def _rpc(self, method: str, timeout_secs: float, **kwargs: Any) -> Any:
+        """Calls a method of every worker; the answer of the first."""
         call = {"method": method, "kwargs": kwargs, "timeout": timeout_secs}
-        return (await self.post(RPC, call, timeout_secs)).get("results") or []
+        answer = await self.post(RPC, call, timeout_secs)
+        with self.reading(RPC):
+            return answer["results"][0]
 
     async def _verify(self, push: port.Push, expected: checksums.Expected, extended: bool) -> None:
         """Raises ServerError where it holds other weights than the version's; else they get its name."""
@@ -186,22 +178,19 @@ class Vllm(HttpKind):
         if names is None:
             answer = await self.post(CHECKSUMS, {"action": "checksum"}, timeout_secs)
         else:
-            (checksums, *_) = await self._rpc("digests", timeout_secs, names=names)
-            answer = {"checksums": checksums}
+            answer = {"checksums": await self._rpc("digests", timeout_secs, names=names)}
         found = {}
-        try:
+        with self.reading(CHECKSUMS):
             for key, digest in answer["checksums"].items():
                 ranks, name = _RANKS.fullmatch(key).groups()  # type: ignore[union-attr]
                 if set(re.findall("[0-9]+", ranks)) == {"0"}:
                     found[name.replace(".base_layer.", ".")] = digest[:16]
-        except (AttributeError, KeyError, TypeError) as error:
-            raise self.malformed(CHECKSUMS, error) from error
         return found
 
     async def settings(self, *, timeout_secs: float) -> dict[str, Any]:
         """Its configuration, in the words of `checksums.expect`, with vLLM's own as "vllm"."""
         answer = await self.get(f"{SETTINGS}?config_format=json", timeout_secs)
-        try:
+        with self.reading(SETTINGS):
             found = answer["vllm_config"]
             parallel, model = found["parallel_config"], found["model_config"]
             size = parallel["tensor_parallel_size"] * parallel["pipeline_parallel_size"]
@@ -212,8 +201,6 @@ class Vllm(HttpKind):
                 "tp_size": size,
                 "dtype": str(model["dtype"]).removeprefix("torch."),
             }
-        except (KeyError, TypeError) as error:
-            raise self.malformed(SETTINGS, error) from error
 
     async def _add_adapter(self, push: port.Push) -> None:
         """Gives the server one more adapter, which new requests then ask for, and removes old ones first."""
@@ -231,10 +218,8 @@ class Vllm(HttpKind):
     async def _models(self, timeout_secs: float) -> list[dict[str, Any]]:
         """What it serves: its model, and its adapters, the oldest first."""
         answer = await self.get(MODELS, timeout_secs)
-        try:
+        with self.reading(MODELS):
             return [dict(model, id=model["id"]) for model in answer["data"]]
-        except (KeyError, TypeError) as error:
-            raise self.malformed(MODELS, error) from error
 
     # The preflight.
 
@@ -285,8 +270,7 @@ class Vllm(HttpKind):
         """Compares the model as the extension, its config.json and a refusal tell it."""
         told = {"model_path": settings["model_config"]["model"]}
         if _is_extended(settings):
-            (shape, *_) = await self._rpc("model_shape", **checks.left())
-            told |= shape
+            told |= await self._rpc("model_shape", **checks.left())
         checks.model(told)
         await checks.vocabulary(self.vocab_size)
 
@@ -421,23 +405,13 @@ def _completion(
     answer: Mapping[str, Any], request: port.Request, adapter: str | None
 ) -> port.Completion:
     (choice,) = answer["choices"]
-    ids, reason = choice["token_ids"] or [], choice["finish_reason"]
-    if reason not in ("stop", "length", "abort"):
-        raise ValueError(f"finish_reason {reason!r} is not stop, length or abort")
-    if not ids and reason != "abort":
-        raise ValueError(f"no token_ids, and finish_reason is {reason!r}")
+    ids, spans = choice["token_ids"] or [], choice.get("weight_versions") or []
     content = (choice.get("logprobs") or {}).get("content") or []
-    if len(content) != len(ids):
-        raise ValueError(f"{len(ids)} token_ids, but {len(content)} log-probs")
-    if [item.get("token_id", id) for item, id in zip(content, ids, strict=True)] != ids:
+    told = [item["token_id"] for item in content if "token_id" in item]
+    if told and integers("the ids of logprobs", told) != ids:
         raise ValueError(f"the ids of logprobs are not token_ids ({len(ids)} tokens)")
-    spans = choice.get("weight_versions") or ()
-    named = adapter if adapter is not None else "0" if request.any_weights else None
-    if named is not None:
-        spans = [{"version": named, "start": 0, "end": len(ids)}]
-    logprobs = np.array([item["logprob"] for item in content], np.float32)
-    run_id = "" if request.any_weights else request.run_id
-    return checked_completion(ids, logprobs, spans, reason, run_id)
+    logprobs = [item["logprob"] for item in content]
+    return checked_completion(ids, logprobs, spans, choice["finish_reason"], request, adapter)
 
 
 TESTED = "vLLM 0.32 is tested; install it or a later one"
