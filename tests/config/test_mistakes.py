@@ -155,6 +155,25 @@ WORDS = [
         ],
         ("model.path", "learner.blocks", "[1, 2]", "3"),
     ),
+    (
+        [
+            "train",
+            f"--config={QUICKSTART}",
+            "--config.task.name=fixtures.lines_task:Pairs",
+            "--config.task.args={'path': '{tmp}/lines.txt'}",
+        ],
+        ("task 'fixtures", "example 0 of split 'train' must be an Example", "got ('1+1='"),
+    ),
+    (
+        [
+            "train",
+            f"--config={QUICKSTART}",
+            "--config.task.name=fixtures.lines_task:Untested",
+            "--config.task.args={'path': '{tmp}/lines.txt'}",
+            "--config.evaluate.num_validation=0",
+        ],
+        ("task 'fixtures", "split 'test' is empty"),
+    ),
     (["train", "--resume", "--workdir={tmp}/nothing"], ("{tmp}/nothing",)),
     (["evaluate"], ("--workdir=DIR",)),
     (["evaluate", "--workdir={tmp}/nothing"], ("{tmp}/nothing",)),
@@ -198,6 +217,7 @@ def place(tmp_path_factory):
             (place / name / "model.safetensors").write_bytes(tensors)
     for step in (0, 2):
         (place / "done" / "checkpoints" / str(step)).mkdir(parents=True)
+    (place / "lines.txt").write_text("1+1= 2\n2+2= 4\n3+3= 6")
     config = load_config(QUICKSTART)
     (place / "done" / "config.json").write_text(config.to_json())
     config.model.path = f"{place}/short"

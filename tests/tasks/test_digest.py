@@ -149,11 +149,19 @@ def test_every_reader_of_a_runs_task_refuses_another(changed):
     evaluated = dataclasses.replace(settings, evaluate=every)
     out = workdir.parent / "out"
     refused(lambda: machine.prepare(settings, workdir, resume=True))
-    work = rollout.work(settings, workdir, 0, client=None, queue=None)
-    refused(lambda: asyncio.run(work))
+    refused(lambda: asyncio.run(rollout._read(settings, workdir, "rollout-0", queue=None)))
     refused(lambda: learner.evaluator_of(evaluated, workdir))
     refused(lambda: replay.replay(settings, workdir, out=out))
     assert not out.exists()
+
+
+def test_a_replay_goes_on_without_a_task_that_cannot_be_read(changed, data, caplog):
+    """Its prompts are the journal's."""
+    from jaxrl_async.tools import replay
+
+    data.unlink()
+    replay._check_task(*changed)
+    assert "not compared" in caplog.text and "lines.txt" in caplog.text
 
 
 def test_a_changed_task_is_taken_by_who_means_it(changed, caplog):
